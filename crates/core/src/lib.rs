@@ -1,0 +1,23 @@
+//! The words and seams of Spile: extents, errors, limits, and the traits that fronts, disks, images and stores meet at.
+//!
+//! No I/O and no `unsafe` here. Every trait is static: an async method returns its future by type, so that a
+//! read costs no allocation on its way down. Futures are not `Send`: they belong to the worker that polls them,
+//! while the objects themselves are shared by all workers.
+#![forbid(unsafe_code)]
+
+mod disk;
+mod error;
+mod extent;
+mod store;
+
+pub use disk::{Disk, DiskInfo, ExtentKind, ExtentStatus, WriteZeroes};
+pub use error::{Error, ErrorKind, Result, ResultExt};
+pub use extent::{Extent, GuestOffset, StoreOffset};
+pub use spile_mem::{Segment, Segments};
+pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Via};
+
+/// The sector of VHD, blkif and virtio-blk, in bytes.
+pub const SECTOR_BYTES: u64 = 512;
+
+/// The largest single request a front may pass on, in bytes (NBD's customary 32 MiB).
+pub const MAX_REQUEST_BYTES: u64 = 32 << 20;

@@ -1,0 +1,121 @@
+//! [`Store`]: bytes under an image. [`Files`]: where stores are found by path. [`Env`]: clock, randomness, boot.
+
+use std::path::{Path, PathBuf};
+
+use crate::{Result, Segments, StoreOffset};
+
+/// Which way an operation takes to the bytes.
+///
+/// The two ways may not be mixed within one 4 KiB page of a store: a cached write of part of a page writes the
+/// rest of it back as it was read, and would undo a direct write to that rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Via {
+    /// The way the store was opened for data: O_DIRECT where it can, with the alignment of [`StoreInfo`].
+    Direct,
+    /// Through the page cache: any alignment. The bytes have left the process when the operation returns.
+    Cached,
+}
+
+/// What an image must know of a store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoreInfo {
+    /// `Via::Direct` offsets and lengths must be multiples of this many bytes (a power of two; 1 = any).
+    pub offset_align_bytes: u32,
+    /// `Via::Direct` memory addresses must be multiples of this many bytes (a power of two; 1 = any).
+    pub memory_align_bytes: u32,
+    /// True when the store can grow and bytes it gains read as zeroes (a file); false for a device.
+    pub grows_zeroed: bool,
+    /// True when [`Store::punch_hole`] frees space.
+    pub punches: bool,
+    /// True when writes are refused.
+    pub read_only: bool,
+}
+
+/// One run of a store's own map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoreExtent {
+    /// Length in bytes from the offset that was asked for.
+    pub len_bytes: u64,
+    /// True when no space is behind it and it reads as zeroes.
+    pub is_hole: bool,
+}
+
+/// Random-access bytes: a file, a device, memory, or a simulation. Whole length or an error; operations that
+/// overlap in time may take effect in any order. Nothing is durable before [`Store::sync`] returns, but
+/// everything that returned survives the death of the process.
+pub trait Store: Send + Sync + 'static {
+    /// Alignment and abilities. Cheap, constant.
+    fn info(&self) -> StoreInfo;
+
+    /// The length in bytes now.
+    fn len_bytes(&self) -> u64;
+
+    /// For messages: where the store is.
+    fn path(&self) -> &Path;
+
+    /// Fills `into` from `offset`. Bytes past the end are an error (`OutOfRange`).
+    fn read_at(
+        &self,
+        offset: StoreOffset,
+        into: &Segments,
+        via: Via,
+    ) -> impl Future<Output = Result<()>>;
+
+    /// Writes `from` at `offset`; past the end it makes the store longer where it grows, else fails (`OutOfRange`).
+    fn write_at(
+        &self,
+        offset: StoreOffset,
+        from: &Segments,
+        via: Via,
+    ) -> impl Future<Output = Result<()>>;
+
+    /// Makes all that returned before the call durable: data, length, holes. A failure is for ever: every later call fails.
+    fn sync(&self) -> impl Future<Output = Result<()>>;
+
+    /// Makes the range read as zeroes; it may keep or free its space.
+    fn zero_range(&self, offset: StoreOffset, len_bytes: u64) -> impl Future<Output = Result<()>>;
+
+    /// Makes the range read as zeroes and frees its space where that can be done (`Unsupported` where zeroes would
+    /// have to be written).
+    fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> impl Future<Output = Result<()>>;
+
+    /// Sets the length; new bytes read as zeroes.
+    fn set_len(&self, len_bytes: u64) -> impl Future<Output = Result<()>>;
+
+    /// The run of data or hole that starts at `offset`, which lies before the end.
+    fn extent_at(&self, offset: StoreOffset) -> impl Future<Output = Result<StoreExtent>>;
+}
+
+/// How a store is to be opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OpenMode {
+    /// Reads only.
+    ReadOnly,
+    /// Reads and writes.
+    ReadWrite,
+}
+
+/// Where an image finds the stores of its chain.
+pub trait Files: Send + Sync + 'static {
+    /// The kind of store found here.
+    type Store: Store;
+
+    /// Opens the store at `path`. An open for writing locks it against other writers (`Busy`).
+    fn open(&self, path: &Path, mode: OpenMode) -> impl Future<Output = Result<Self::Store>>;
+
+    /// The path with every link and `..` resolved, so that policy can be checked on it.
+    fn canonical(&self, path: &Path) -> Result<PathBuf>;
+}
+
+/// What the world around gives: injected, so that a simulation can be repeated.
+pub trait Env: Send + Sync + 'static {
+    /// Seconds since 1970-01-01 UTC.
+    fn now_unix_s(&self) -> u64;
+
+    /// Sixteen random bytes.
+    fn random_16(&self) -> [u8; 16];
+
+    /// The identity of this boot of the host: it changes exactly when the page cache was lost
+    /// (`/proc/sys/kernel/random/boot_id`).
+    fn boot_id(&self) -> [u8; 16];
+}

@@ -1,0 +1,391 @@
+//! [`Segment`]: one contiguous run of bytes with its owner. [`Segments`]: a scatter list of them.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::pool::ChunkRef;
+
+/// The alignment in bytes of all memory allocated by this crate: a page, enough for any direct I/O.
+pub const PAGE_BYTES: usize = 4096;
+
+/// One contiguous run of bytes, kept alive by its owner. Cloning shares the bytes.
+#[derive(Clone)]
+pub struct Segment {
+    ptr: NonNull<u8>,
+    len: usize,
+    owner: Owner,
+}
+
+#[derive(Clone)]
+enum Owner {
+    Pool(ChunkRef),
+    Shared(#[expect(dead_code, reason = "held for its drop")] Arc<dyn Send + Sync>),
+}
+
+// SAFETY: the memory is kept alive by the owner, which is itself Send + Sync, and is reached only by raw copies.
+unsafe impl Send for Segment {}
+// SAFETY: as for Send; a shared Segment offers only copies in and out, as shared guest memory does.
+unsafe impl Sync for Segment {}
+
+impl Segment {
+    /// Allocates `len` zeroed bytes, page-aligned, from the heap (not from a pool).
+    pub fn zeroed(len: usize) -> Self {
+        let heap = Arc::new(Heap::zeroed(len));
+        Self { ptr: heap.ptr, len, owner: Owner::Shared(heap) }
+    }
+
+    /// Wraps memory that `owner` keeps alive.
+    ///
+    /// # Safety
+    /// `ptr..ptr + len` must stay mapped, readable and writable for as long as `owner` lives.
+    pub unsafe fn from_raw(ptr: NonNull<u8>, len: usize, owner: Arc<dyn Send + Sync>) -> Self {
+        Self { ptr, len, owner: Owner::Shared(owner) }
+    }
+
+    /// For the pool: a segment over one of its chunks.
+    pub(crate) fn from_chunk(ptr: NonNull<u8>, len: usize, chunk: ChunkRef) -> Self {
+        Self { ptr, len, owner: Owner::Pool(chunk) }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when the segment has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The address of the first byte, for a system call. Valid while this segment or a clone of it lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// The identity of the pool arena this lies in, if it lies in one: an engine that registered that arena
+    /// with the kernel as a fixed buffer may use the fixed operations.
+    pub fn arena_id(&self) -> Option<u64> {
+        match &self.owner {
+            Owner::Pool(chunk) => chunk.arena_id(),
+            Owner::Shared(_) => None,
+        }
+    }
+
+    /// The part `range` of this segment, sharing the bytes.
+    ///
+    /// # Panics
+    /// When `range` is not inside the segment.
+    pub fn slice(&self, range: Range<usize>) -> Self {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "slice {range:?} of a segment of {}",
+            self.len
+        );
+        // SAFETY: the offset is within the segment, as just checked.
+        let ptr = unsafe { self.ptr.add(range.start) };
+        Self { ptr, len: range.end - range.start, owner: self.owner.clone() }
+    }
+
+    /// Copies `src` into the segment at `at`.
+    ///
+    /// # Panics
+    /// When it does not fit.
+    pub fn copy_from_slice(&self, at: usize, src: &[u8]) {
+        assert!(
+            at <= self.len && src.len() <= self.len - at,
+            "copy of {} to {at} of {}",
+            src.len(),
+            self.len
+        );
+        // SAFETY: the destination is in bounds; `src` is a live slice; a `Segment` never aliases a `&[u8]`.
+        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), self.ptr.as_ptr().add(at), src.len()) }
+    }
+
+    /// Copies bytes at `at` out of the segment into `dst`, filling it.
+    ///
+    /// # Panics
+    /// When the segment ends before `dst` is full.
+    pub fn copy_to_slice(&self, at: usize, dst: &mut [u8]) {
+        assert!(
+            at <= self.len && dst.len() <= self.len - at,
+            "copy of {} from {at} of {}",
+            dst.len(),
+            self.len
+        );
+        // SAFETY: the source is in bounds; `dst` is exclusively ours; a `Segment` never aliases a `&mut [u8]`.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.ptr.as_ptr().add(at), dst.as_mut_ptr(), dst.len())
+        }
+    }
+
+    /// Copies `src`'s bytes here; both have the same length and may overlap.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn copy_from(&self, src: &Segment) {
+        assert_eq!(self.len, src.len, "copy between segments of different lengths");
+        // SAFETY: both runs are in bounds and alive; `copy` allows overlap.
+        unsafe { std::ptr::copy(src.ptr.as_ptr(), self.ptr.as_ptr(), self.len) }
+    }
+
+    /// Sets every byte to `byte`.
+    pub fn fill(&self, byte: u8) {
+        // SAFETY: the run is in bounds and alive.
+        unsafe { std::ptr::write_bytes(self.ptr.as_ptr(), byte, self.len) }
+    }
+
+    /// True when every byte is zero.
+    pub fn is_zero(&self) -> bool {
+        let mut chunk = [0u8; 512];
+        (0..self.len).step_by(512).all(|at| {
+            let part = &mut chunk[..512.min(self.len - at)];
+            self.copy_to_slice(at, part);
+            part.iter().fold(0, |acc, byte| acc | byte) == 0
+        })
+    }
+
+    /// A copy of the bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len];
+        self.copy_to_slice(0, &mut bytes);
+        bytes
+    }
+}
+
+impl fmt::Debug for Segment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Segment({:p}, {} bytes)", self.ptr, self.len)
+    }
+}
+
+/// A page-aligned heap allocation.
+struct Heap {
+    ptr: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: plain memory, freed once, by whichever thread drops the last share.
+unsafe impl Send for Heap {}
+// SAFETY: it has no interior access of its own.
+unsafe impl Sync for Heap {}
+
+impl Heap {
+    fn zeroed(len: usize) -> Self {
+        let layout =
+            Layout::from_size_align(len.max(1), PAGE_BYTES).expect("allocation size overflows");
+        // SAFETY: the layout has a size that is not zero.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        let ptr = NonNull::new(ptr).unwrap_or_else(|| handle_alloc_error(layout));
+        Self { ptr, layout }
+    }
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed` with this very layout, freed only here.
+        unsafe { dealloc(self.ptr.as_ptr(), self.layout) }
+    }
+}
+
+/// A scatter list: the bytes of one request, in order. Cloning shares the bytes.
+#[derive(Clone, Debug, Default)]
+pub struct Segments {
+    list: SmallVec<[Segment; 2]>,
+    len: usize,
+}
+
+impl Segments {
+    /// An empty list.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// One zeroed, page-aligned heap segment of `len` bytes.
+    pub fn zeroed(len: usize) -> Self {
+        Segment::zeroed(len).into()
+    }
+
+    /// A page-aligned heap copy of `bytes`.
+    pub fn copied(bytes: &[u8]) -> Self {
+        let segment = Segment::zeroed(bytes.len());
+        segment.copy_from_slice(0, bytes);
+        segment.into()
+    }
+
+    /// Appends a segment; empty ones are dropped.
+    pub fn push(&mut self, segment: Segment) {
+        if !segment.is_empty() {
+            self.len += segment.len();
+            self.list.push(segment);
+        }
+    }
+
+    /// Total length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The segments, in order.
+    pub fn iter(&self) -> std::slice::Iter<'_, Segment> {
+        self.list.iter()
+    }
+
+    /// The segments as a slice.
+    pub fn as_slice(&self) -> &[Segment] {
+        &self.list
+    }
+
+    /// True when every segment's address and length are multiples of `align` bytes (a power of two).
+    pub fn is_aligned(&self, align: usize) -> bool {
+        self.list.iter().all(|s| (s.as_ptr() as usize | s.len()) & (align - 1) == 0)
+    }
+
+    /// The part `range` of the whole run of bytes, sharing them.
+    ///
+    /// # Panics
+    /// When `range` is not inside the list.
+    pub fn slice(&self, range: Range<usize>) -> Self {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "slice {range:?} of segments of {}",
+            self.len
+        );
+        let mut out = Self::new();
+        self.visit(range, |segment, part, _| out.push(segment.slice(part)));
+        out
+    }
+
+    /// Copies `src` in at `at`.
+    ///
+    /// # Panics
+    /// When it does not fit.
+    pub fn copy_from_slice(&self, at: usize, src: &[u8]) {
+        self.visit(at..at + src.len(), |segment, part, done| {
+            segment.copy_from_slice(part.start, &src[done..done + part.len()]);
+        });
+    }
+
+    /// Copies bytes at `at` out, filling `dst`.
+    ///
+    /// # Panics
+    /// When the list ends before `dst` is full.
+    pub fn copy_to_slice(&self, at: usize, dst: &mut [u8]) {
+        self.visit(at..at + dst.len(), |segment, part, done| {
+            let len = part.len();
+            segment.copy_to_slice(part.start, &mut dst[done..done + len]);
+        });
+    }
+
+    /// Copies all of `src` here; the total lengths must be equal and the two must not overlap.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn copy_from(&self, src: &Segments) {
+        assert_eq!(self.len, src.len, "copy between lists of different lengths");
+        let mut at = 0;
+        for from in &src.list {
+            self.visit(at..at + from.len(), |segment, part, done| {
+                let len = part.len();
+                segment.slice(part).copy_from(&from.slice(done..done + len));
+            });
+            at += from.len();
+        }
+    }
+
+    /// Sets every byte to `byte`.
+    pub fn fill(&self, byte: u8) {
+        self.list.iter().for_each(|segment| segment.fill(byte));
+    }
+
+    /// True when every byte is zero.
+    pub fn is_zero(&self) -> bool {
+        self.list.iter().all(Segment::is_zero)
+    }
+
+    /// A copy of all bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len];
+        self.copy_to_slice(0, &mut bytes);
+        bytes
+    }
+
+    /// Calls `f(segment, part of that segment, bytes of the range before it)` for each piece of `range`.
+    fn visit(&self, range: Range<usize>, mut f: impl FnMut(&Segment, Range<usize>, usize)) {
+        assert!(range.end <= self.len, "range {range:?} of segments of {}", self.len);
+        let mut base = 0;
+        for segment in &self.list {
+            let start = range.start.max(base);
+            let end = range.end.min(base + segment.len());
+            if start < end {
+                f(segment, start - base..end - base, start - range.start);
+            }
+            base += segment.len();
+            if base >= range.end {
+                break;
+            }
+        }
+    }
+}
+
+impl From<Segment> for Segments {
+    fn from(segment: Segment) -> Self {
+        let mut list = Self::new();
+        list.push(segment);
+        list
+    }
+}
+
+impl FromIterator<Segment> for Segments {
+    fn from_iter<I: IntoIterator<Item = Segment>>(iter: I) -> Self {
+        let mut list = Self::new();
+        iter.into_iter().for_each(|segment| list.push(segment));
+        list
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(lens: &[usize]) -> Segments {
+        lens.iter().map(|&len| Segment::zeroed(len)).collect()
+    }
+
+    #[test]
+    fn slices_share_their_bytes() {
+        let whole = list(&[3, 5, 4]);
+        whole.slice(2..9).copy_from_slice(0, &[1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(whole.to_vec(), [0, 0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 0]);
+        assert!(whole.slice(9..12).is_zero() && !whole.slice(8..12).is_zero());
+    }
+
+    #[test]
+    fn lists_of_different_shapes_copy() {
+        let (a, b) = (list(&[3, 5, 4]), list(&[6, 6]));
+        a.copy_from_slice(0, b"abcdefghijkl");
+        b.copy_from(&a);
+        assert_eq!(b.to_vec(), b"abcdefghijkl");
+    }
+
+    #[test]
+    fn heap_segments_are_page_aligned() {
+        assert!(list(&[4096, 8192]).is_aligned(4096));
+        assert!(!list(&[4096, 512]).is_aligned(4096));
+    }
+
+    #[test]
+    #[should_panic(expected = "copy of 4 to 1 of 4")]
+    fn a_copy_past_the_end_panics() {
+        Segment::zeroed(4).copy_from_slice(1, &[0; 4]);
+    }
+}

@@ -1,0 +1,2 @@
+//! The Spile program (being built).
+fn main() {}

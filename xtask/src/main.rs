@@ -1,0 +1,2 @@
+//! Development tasks (being built).
+fn main() {}
