@@ -1,2 +1,62 @@
-//! Development tasks (being built).
-fn main() {}
+//! Development tasks: `cargo xtask COMMAND`.
+//!
+//! Each command is a module with one entry point that takes the arguments after its name and
+//! answers with success or a message. None of them needs more than a checkout and a toolchain;
+//! programs that may be missing are reported as counted skips.
+#![forbid(unsafe_code)]
+
+mod bench;
+mod deny;
+mod fuzz;
+mod peer;
+mod shell;
+mod sim;
+mod test;
+mod tidy;
+
+use std::process::ExitCode;
+
+/// Why a task failed, in words for the person who ran it.
+type Result<T> = std::result::Result<T, String>;
+
+/// A command's entry point: the arguments after its name.
+type Entry = fn(&[String]) -> Result<()>;
+
+/// Every command: name, what it does, entry point. Docs are checked against the names.
+const COMMANDS: &[(&str, &str, Entry)] = &[
+    ("tidy", "check the design's rules: arrows, sizes, unsafe, dead files, docs", tidy::run),
+    ("deny", "check licences and sources of the dependencies", deny::run),
+    ("test", "run every check and print the sums", test::run),
+    ("sim", "run the crash simulator (--seeds N)", sim::run),
+    ("fuzz", "run the fuzz targets (--seconds N, --corpus)", fuzz::run),
+    ("peer", "run the tests against other programs (a name selects)", peer::run),
+    ("guest", "run the guest boot test", peer::run_guest),
+    ("bench", "compare speed with peers (--quick, --rounds N, --only PATTERN)", bench::run),
+];
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let Some((name, rest)) = arguments.split_first() else {
+        usage();
+        return ExitCode::from(2);
+    };
+    let Some((_, _, entry)) = COMMANDS.iter().find(|command| command.0 == name) else {
+        eprintln!("xtask: no command named '{name}'");
+        usage();
+        return ExitCode::from(2);
+    };
+    match entry(rest) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("xtask {name}: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn usage() {
+    eprintln!("usage: cargo xtask COMMAND [ARGUMENTS]\n");
+    for (name, what, _) in COMMANDS {
+        eprintln!("  {name:<8} {what}");
+    }
+}

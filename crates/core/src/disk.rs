@@ -66,8 +66,7 @@ pub trait Disk: Send + Sync + 'static {
 
     /// Writes `from` at `extent`. When it returns, the data survives the death of this process; with `fua` it
     /// survives a power cut as well.
-    fn write(&self, extent: Extent, from: &Segments, fua: bool)
-    -> impl Future<Output = Result<()>>;
+    fn write(&self, extent: Extent, from: &Segments, fua: bool) -> impl Future<Output = Result<()>>;
 
     /// Makes everything that was acknowledged before the call survive a power cut. After a failed sync every
     /// later flush fails too: what was lost then cannot be known.
@@ -81,11 +80,7 @@ pub trait Disk: Send + Sync + 'static {
 
     /// The map of `extent`: runs that cover it exactly from its start, in order, adjacent runs different; at most
     /// `max_runs` of them, so the answer may stop short of the end. Never empty for an extent that has bytes.
-    fn extents(
-        &self,
-        extent: Extent,
-        max_runs: usize,
-    ) -> impl Future<Output = Result<Vec<ExtentStatus>>>;
+    fn extents(&self, extent: Extent, max_runs: usize) -> impl Future<Output = Result<Vec<ExtentStatus>>>;
 
     /// Orderly end: flush, then leave the image as other programs expect it. No request may be in flight.
     fn close(&self) -> impl Future<Output = Result<()>>;
@@ -98,12 +93,7 @@ impl<D: Disk> Disk for std::sync::Arc<D> {
     fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
         (**self).read(extent, into)
     }
-    fn write(
-        &self,
-        extent: Extent,
-        from: &Segments,
-        fua: bool,
-    ) -> impl Future<Output = Result<()>> {
+    fn write(&self, extent: Extent, from: &Segments, fua: bool) -> impl Future<Output = Result<()>> {
         (**self).write(extent, from, fua)
     }
     fn flush(&self) -> impl Future<Output = Result<()>> {
@@ -115,11 +105,7 @@ impl<D: Disk> Disk for std::sync::Arc<D> {
     fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> impl Future<Output = Result<()>> {
         (**self).write_zeroes(extent, how)
     }
-    fn extents(
-        &self,
-        extent: Extent,
-        max_runs: usize,
-    ) -> impl Future<Output = Result<Vec<ExtentStatus>>> {
+    fn extents(&self, extent: Extent, max_runs: usize) -> impl Future<Output = Result<Vec<ExtentStatus>>> {
         (**self).extents(extent, max_runs)
     }
     fn close(&self) -> impl Future<Output = Result<()>> {

@@ -60,15 +60,7 @@ impl Error {
     /// An error of `kind`; `message` says which operation failed and why.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         let message = message.into();
-        Self(Box::new(Inner {
-            kind,
-            message,
-            path: None,
-            offset_bytes: None,
-            hint: None,
-            source: None,
-            errno: None,
-        }))
+        Self(Box::new(Inner { kind, message, path: None, offset_bytes: None, hint: None, source: None, errno: None }))
     }
 
     /// An error made from a system call's; `operation` is what was tried, such as "read" or "open".
@@ -103,10 +95,7 @@ impl Error {
     }
 
     /// Adds a source.
-    pub fn caused_by(
-        mut self,
-        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
-    ) -> Self {
+    pub fn caused_by(mut self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         self.0.source = Some(source.into());
         self
     }
@@ -230,10 +219,8 @@ mod tests {
 
     #[test]
     fn the_message_says_where_what_and_what_to_do() {
-        let error = Error::errno("write failed", 28)
-            .at_offset(0x1000)
-            .at_path(Path::new("/d/a.vhd"))
-            .hint("free some space");
+        let error =
+            Error::errno("write failed", 28).at_offset(0x1000).at_path(Path::new("/d/a.vhd")).hint("free some space");
         assert_eq!(error.kind(), ErrorKind::NoSpace);
         assert_eq!(error.os_errno(), Some(28));
         assert_eq!(
@@ -244,9 +231,7 @@ mod tests {
 
     #[test]
     fn the_innermost_context_wins() {
-        let error = Error::new(ErrorKind::Corrupt, "bad")
-            .at_path(Path::new("inner"))
-            .at_path(Path::new("outer"));
+        let error = Error::new(ErrorKind::Corrupt, "bad").at_path(Path::new("inner")).at_path(Path::new("outer"));
         assert_eq!(error.path(), Some(Path::new("inner")));
     }
 }

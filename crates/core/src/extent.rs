@@ -94,10 +94,7 @@ mod tests {
     #[test]
     fn overlap_and_alignment() {
         let a = Extent::from_range(0..4096);
-        assert!(
-            a.overlaps(&Extent::from_range(4095..4097))
-                && !a.overlaps(&Extent::from_range(4096..4097))
-        );
+        assert!(a.overlaps(&Extent::from_range(4095..4097)) && !a.overlaps(&Extent::from_range(4096..4097)));
         assert!(a.is_aligned(4096) && !Extent::from_range(0..4097).is_aligned(512));
     }
 }

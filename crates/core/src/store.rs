@@ -54,20 +54,10 @@ pub trait Store: Send + Sync + 'static {
     fn path(&self) -> &Path;
 
     /// Fills `into` from `offset`. Bytes past the end are an error (`OutOfRange`).
-    fn read_at(
-        &self,
-        offset: StoreOffset,
-        into: &Segments,
-        via: Via,
-    ) -> impl Future<Output = Result<()>>;
+    fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> impl Future<Output = Result<()>>;
 
     /// Writes `from` at `offset`; past the end it makes the store longer where it grows, else fails (`OutOfRange`).
-    fn write_at(
-        &self,
-        offset: StoreOffset,
-        from: &Segments,
-        via: Via,
-    ) -> impl Future<Output = Result<()>>;
+    fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> impl Future<Output = Result<()>>;
 
     /// Makes all that returned before the call durable: data, length, holes. A failure is for ever: every later call fails.
     fn sync(&self) -> impl Future<Output = Result<()>>;

@@ -1,1 +1,30 @@
-//! (being built)
+//! The NBD front: serves disks to NBD clients over Unix and TCP sockets, plain or through TLS.
+//!
+//! A [`Server`] has exports and listeners and runs on an engine's workers. Each connection lives on one worker;
+//! its requests run at the same time and complete in any order. The protocol is the fixed newstyle handshake
+//! and its transmission phase as of github.com/NetworkBlockDevice/nbd, doc/proto.md; extended headers are not
+//! offered. Clients are strangers: every length, name and flag is checked before it is used, memory and time
+//! per connection are bounded, and a client's fault ends at most that client's connection.
+//!
+//! - [`wire`]: pure parsing and encoding. [`negotiate`]: the handshake as a state machine without I/O.
+//! - `connection`, `session`, `intake`, `execute`, `outflow`: one connection and its tasks.
+//! - [`errors`]: the one table from error kinds to the wire. [`metrics`]: what is counted.
+#![forbid(unsafe_code)]
+
+mod connection;
+pub mod errors;
+mod execute;
+mod intake;
+pub mod metrics;
+pub mod negotiate;
+mod outflow;
+mod server;
+mod session;
+mod signal;
+mod tls;
+mod transport;
+pub mod wire;
+
+pub use metrics::{FrontMetrics, OpKind, OpMetrics};
+pub use server::{Export, Server, ServerConfig, bind_unix};
+pub use tls::TlsConfig;

@@ -1,1 +1,19 @@
-//! (being built)
+//! Image formats and chains: they answer where a guest's bytes lie, and keep that answer true through crashes.
+//!
+//! A format maps, it does not move data: [`Chain`] walks the layers by a loop and does the I/O. Everything runs on
+//! the traits of `core`, so the same code serves guests on io_uring and is broken on purpose under the simulator.
+#![forbid(unsafe_code)]
+
+mod aligned;
+mod chain;
+mod format;
+mod grace;
+mod parents;
+mod range_lock;
+mod raw;
+pub mod vhd;
+mod zones;
+
+pub use aligned::Aligned;
+pub use chain::{Chain, LayerFacts, LayerInfo, MAX_CHAIN_LAYERS, OpenOptions};
+pub use format::Format;

@@ -73,16 +73,7 @@ impl Pool {
         let free = Mutex::new(Free { lists: Default::default(), carved_pages: 0, in_use: 0 });
         let base = NonNull::new(base.cast()).expect("a mapping is never at address zero");
         let id = NEXT_ARENA.fetch_add(1, Ordering::Relaxed);
-        Ok(Self {
-            inner: Arc::new(PoolInner {
-                id,
-                base,
-                len,
-                refs,
-                free,
-                heap_buffers: AtomicU64::new(0),
-            }),
-        })
+        Ok(Self { inner: Arc::new(PoolInner { id, base, len, refs, free, heap_buffers: AtomicU64::new(0) }) })
     }
 
     /// A buffer of `len` bytes, page-aligned, its content undefined (but never another process's).
@@ -211,10 +202,7 @@ mod tests {
 
     #[test]
     fn classes_are_powers_of_two_pages() {
-        assert_eq!(
-            [1, 4096, 4097, 2 << 20, (2 << 20) + 1].map(class_of),
-            [Some(0), Some(0), Some(1), Some(9), None]
-        );
+        assert_eq!([1, 4096, 4097, 2 << 20, (2 << 20) + 1].map(class_of), [Some(0), Some(0), Some(1), Some(9), None]);
     }
 
     #[test]

@@ -81,11 +81,7 @@ impl Segment {
     /// # Panics
     /// When `range` is not inside the segment.
     pub fn slice(&self, range: Range<usize>) -> Self {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "slice {range:?} of a segment of {}",
-            self.len
-        );
+        assert!(range.start <= range.end && range.end <= self.len, "slice {range:?} of a segment of {}", self.len);
         // SAFETY: the offset is within the segment, as just checked.
         let ptr = unsafe { self.ptr.add(range.start) };
         Self { ptr, len: range.end - range.start, owner: self.owner.clone() }
@@ -96,12 +92,7 @@ impl Segment {
     /// # Panics
     /// When it does not fit.
     pub fn copy_from_slice(&self, at: usize, src: &[u8]) {
-        assert!(
-            at <= self.len && src.len() <= self.len - at,
-            "copy of {} to {at} of {}",
-            src.len(),
-            self.len
-        );
+        assert!(at <= self.len && src.len() <= self.len - at, "copy of {} to {at} of {}", src.len(), self.len);
         // SAFETY: the destination is in bounds; `src` is a live slice; a `Segment` never aliases a `&[u8]`.
         unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), self.ptr.as_ptr().add(at), src.len()) }
     }
@@ -111,16 +102,9 @@ impl Segment {
     /// # Panics
     /// When the segment ends before `dst` is full.
     pub fn copy_to_slice(&self, at: usize, dst: &mut [u8]) {
-        assert!(
-            at <= self.len && dst.len() <= self.len - at,
-            "copy of {} from {at} of {}",
-            dst.len(),
-            self.len
-        );
+        assert!(at <= self.len && dst.len() <= self.len - at, "copy of {} from {at} of {}", dst.len(), self.len);
         // SAFETY: the source is in bounds; `dst` is exclusively ours; a `Segment` never aliases a `&mut [u8]`.
-        unsafe {
-            std::ptr::copy_nonoverlapping(self.ptr.as_ptr().add(at), dst.as_mut_ptr(), dst.len())
-        }
+        unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr().add(at), dst.as_mut_ptr(), dst.len()) }
     }
 
     /// Copies `src`'s bytes here; both have the same length and may overlap.
@@ -176,8 +160,7 @@ unsafe impl Sync for Heap {}
 
 impl Heap {
     fn zeroed(len: usize) -> Self {
-        let layout =
-            Layout::from_size_align(len.max(1), PAGE_BYTES).expect("allocation size overflows");
+        let layout = Layout::from_size_align(len.max(1), PAGE_BYTES).expect("allocation size overflows");
         // SAFETY: the layout has a size that is not zero.
         let ptr = unsafe { alloc_zeroed(layout) };
         let ptr = NonNull::new(ptr).unwrap_or_else(|| handle_alloc_error(layout));
@@ -255,11 +238,7 @@ impl Segments {
     /// # Panics
     /// When `range` is not inside the list.
     pub fn slice(&self, range: Range<usize>) -> Self {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "slice {range:?} of segments of {}",
-            self.len
-        );
+        assert!(range.start <= range.end && range.end <= self.len, "slice {range:?} of segments of {}", self.len);
         let mut out = Self::new();
         self.visit(range, |segment, part, _| out.push(segment.slice(part)));
         out

@@ -1,1 +1,27 @@
-//! (being built)
+//! The simulator: it runs the real image code against a simulated host, crashes it anywhere, and checks every sector.
+//!
+//! [`World`] is the host (files, page cache, disk, clock), [`exec::Executor`] the scheduler, [`oracle`] the judge,
+//! [`explore`] the driver. One seed decides everything, so a failure can be repeated: `cargo run -p spile-sim
+//! --release -- --start SEED --seeds 1 --trace`. Development only: no product code depends on this crate.
+#![forbid(unsafe_code)]
+
+pub mod exec;
+pub mod explore;
+pub mod faults;
+mod file;
+pub mod image;
+mod op;
+pub mod oracle;
+pub mod pages;
+pub mod plan;
+pub mod rng;
+pub mod seeds;
+pub mod stamp;
+mod store;
+pub mod subject;
+pub mod toys;
+mod workload;
+mod world;
+
+pub use store::{SimEnv, SimFiles, SimStore};
+pub use world::{Hardware, World};

@@ -1,2 +1,8 @@
-//! The Spile program (being built).
-fn main() {}
+//! Spile: serves virtual disks to guests.
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    spile::cli::run()
+}

@@ -1,0 +1,65 @@
+# The commands a person needs; each also says what it does in CONTRIBUTING.md.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test bench fuzz sim guest peer tidy deny clean
+
+# rustup puts cargo here, and a shell that was open before does not know it yet.
+export PATH := $(HOME)/.cargo/bin:$(PATH)
+
+# Seeds for the simulator, seconds for each fuzz target.
+SEEDS ?= 100000
+SECONDS_EACH ?= 60
+# More arguments for `spile demo`, `cargo xtask bench` and the peer tests.
+ARGS ?=
+
+help:
+	@echo 'make demo               install what is missing, build, and show Spile at work'
+	@echo 'make test               every check; ends with "N passed, N failed, N skipped"'
+	@echo 'make bench              Spile beside qemu-nbd and nbdkit  (ARGS="--only randread")'
+	@echo 'make sim SEEDS=100000   the crash simulator over that many seeds'
+	@echo 'make fuzz               each fuzz target for SECONDS_EACH=60'
+	@echo 'make peer               only the tests against other programs  (ARGS=test_fio)'
+	@echo 'make guest              only the guest boot test'
+
+setup:
+	@scripts/setup.sh build
+
+build: setup
+	@cargo build --release --package spile
+
+demo: build
+	@"$${CARGO_TARGET_DIR:-target}/release/spile" demo $(ARGS)
+
+test:
+	@scripts/setup.sh test
+	@cargo xtask test
+
+bench:
+	@scripts/setup.sh test
+	@cargo xtask bench $(ARGS)
+
+fuzz:
+	@scripts/setup.sh build
+	@cargo xtask fuzz --seconds $(SECONDS_EACH) $(ARGS)
+
+sim:
+	@scripts/setup.sh build
+	@cargo xtask sim --seeds $(SEEDS) $(ARGS)
+
+peer:
+	@scripts/setup.sh test
+	@cargo xtask peer $(ARGS)
+
+guest:
+	@scripts/setup.sh test
+	@cargo xtask guest $(ARGS)
+
+tidy:
+	@cargo xtask tidy
+
+deny:
+	@cargo xtask deny
+
+clean:
+	@cargo clean

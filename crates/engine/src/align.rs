@@ -1,0 +1,137 @@
+//! What direct I/O on a file demands, found by asking.
+//!
+//! In this order: statx (STATX_DIOALIGN, Linux 6.1), the sector size of a block device, trial reads. On ext4 over a
+//! disk with 512-byte sectors statx reports 512 for offsets and for memory, and so it is: a 4 KiB read at a
+//! 4-byte-aligned address fails with EINVAL, at a 512-byte-aligned one it succeeds.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use rustix::fs::{AtFlags, StatxFlags};
+use spile_mem::{PAGE_BYTES, Segment};
+
+/// The alignments of direct I/O in bytes: powers of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DirectAlign {
+    /// Of offsets and lengths in the file.
+    pub(crate) offset: u32,
+    /// Of addresses in memory.
+    pub(crate) memory: u32,
+}
+
+/// What is tried where nobody tells.
+const CANDIDATES: [u32; 2] = [512, 4096];
+
+/// What a file demands, `None` when it cannot do direct I/O. `direct` is open with O_DIRECT and readable.
+pub(crate) fn find(direct: &File, sector_bytes: Option<u32>) -> Option<DirectAlign> {
+    decide(reported(direct), sector_bytes, |align| trial_read(direct, align))
+}
+
+/// The rule: a plausible report is believed; else a device's sector, or a trial, is used for both.
+fn decide(
+    reported: Option<DirectAlign>,
+    sector_bytes: Option<u32>,
+    mut trial: impl FnMut(u32) -> bool,
+) -> Option<DirectAlign> {
+    let plausible = |n: u32| n.is_power_of_two() && n <= 1 << 20;
+    match reported {
+        // Reported zeroes say: no direct I/O on this file.
+        Some(DirectAlign { offset: 0, .. }) => return None,
+        Some(align) if plausible(align.offset) && plausible(align.memory) => return Some(align),
+        _ => (),
+    }
+    let both = |n| DirectAlign { offset: n, memory: n };
+    let sector = sector_bytes.filter(|n| plausible(*n) && trial(*n));
+    sector.or_else(|| CANDIDATES.into_iter().find(|n| trial(*n))).map(both)
+}
+
+/// What statx says, where the kernel and the file system say anything.
+fn reported(file: &File) -> Option<DirectAlign> {
+    let mask = StatxFlags::DIOALIGN;
+    let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, mask).ok()?;
+    let told = stat.stx_mask & mask.bits() != 0;
+    told.then_some(DirectAlign {
+        offset: stat.stx_dio_offset_align,
+        memory: stat.stx_dio_mem_align,
+    })
+}
+
+/// Reads `align` bytes at offset and address `align`: neither is aligned to more. An empty file proves nothing by its
+/// end, but refuses a wrong alignment all the same.
+fn trial_read(file: &File, align: u32) -> bool {
+    let align = align as usize;
+    let segment = Segment::zeroed((2 * align).max(PAGE_BYTES)).slice(align..2 * align);
+    // SAFETY: the segment is alive and as long as said.
+    let got = unsafe {
+        libc::pread(file.as_raw_fd(), segment.as_ptr().cast(), segment.len(), align as i64)
+    };
+    got >= 0
+}
+
+/// The sector size of a block device in bytes.
+pub(crate) fn sector_bytes(device: BorrowedFd<'_>) -> Option<u32> {
+    rustix::fs::ioctl_blksszget(device).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn both(n: u32) -> Option<DirectAlign> {
+        Some(DirectAlign { offset: n, memory: n })
+    }
+
+    #[test]
+    fn a_report_is_believed_without_a_trial() {
+        let report = DirectAlign { offset: 4096, memory: 4 };
+        assert_eq!(decide(Some(report), Some(512), |_| panic!("no trial")), Some(report));
+        assert_eq!(decide(both(0), Some(512), |_| panic!("no trial")), None);
+    }
+
+    #[test]
+    fn without_a_report_the_smallest_that_works_is_taken() {
+        assert_eq!(decide(None, None, |_| true), both(512));
+        assert_eq!(decide(None, None, |n| n >= 4096), both(4096));
+        assert_eq!(decide(None, Some(4096), |_| true), both(4096));
+        assert_eq!(decide(None, None, |_| false), None);
+    }
+
+    #[test]
+    fn a_file_here_takes_what_was_found() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = dir.path().join("f");
+        std::fs::write(&path, vec![7; 1 << 16]).unwrap();
+        let mut options = File::options();
+        std::os::unix::fs::OpenOptionsExt::custom_flags(options.read(true), libc::O_DIRECT);
+        let Ok(file) = options.open(&path) else {
+            return eprintln!("skipped: no O_DIRECT on this file system");
+        };
+        let found = find(&file, None).expect("an alignment");
+        assert!(trial_read(&file, found.offset.max(found.memory)));
+        // The trial alone must agree with what the file system reports, or be stricter.
+        let tried = decide(None, None, |n| trial_read(&file, n)).expect("an alignment");
+        assert!(
+            tried.offset >= found.offset && tried.memory >= found.memory,
+            "{tried:?} {found:?}"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn the_answer_is_always_usable(
+            offset in any::<u32>(), memory in any::<u32>(), told in any::<bool>(),
+            sector in proptest::option::of(any::<u32>()), need in 0u32..14,
+        ) {
+            let report = told.then_some(DirectAlign { offset, memory });
+            let mut tried = Vec::new();
+            let found = decide(report, sector, |n| { tried.push(n); n >= 1 << need });
+            if let Some(found) = found {
+                prop_assert!(found.offset.is_power_of_two() && found.memory.is_power_of_two());
+                prop_assert!(report == Some(found) || tried.last() == Some(&found.offset));
+                prop_assert!(report == Some(found) || found.offset >= 1 << need);
+            }
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! What an engine is started with.
+
+use std::fmt;
+use std::str::FromStr;
+
+use spile_core::{Error, ErrorKind};
+
+/// Which reactor the workers run on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum EngineKind {
+    /// io_uring where the kernel has and allows it, else [`EngineKind::Threads`].
+    #[default]
+    Auto,
+    /// io_uring (Linux 5.11 or later) or an error.
+    Uring,
+    /// epoll for sockets, a bounded pool of helper threads for files.
+    Threads,
+}
+
+impl FromStr for EngineKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "uring" => Ok(Self::Uring),
+            "threads" => Ok(Self::Threads),
+            _ => Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("there is no engine named {text:?}"),
+            )
+            .hint("use auto, uring or threads")),
+        }
+    }
+}
+
+impl fmt::Display for EngineKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Auto => "auto",
+            Self::Uring => "uring",
+            Self::Threads => "threads",
+        })
+    }
+}
+
+/// How an engine is to be started.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// The reactor.
+    pub kind: EngineKind,
+    /// Worker threads, at least 1.
+    pub workers: usize,
+    /// The arena of each worker's buffer pool, in bytes; memory is taken from the system as it is used.
+    pub pool_bytes: usize,
+}
+
+impl Default for Config {
+    /// Auto, as many workers as there are processors but at most 4, 64 MiB of pool for each.
+    fn default() -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Self { kind: EngineKind::Auto, workers: cores.min(4), pool_bytes: 64 << 20 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_go_both_ways() {
+        for kind in [EngineKind::Auto, EngineKind::Uring, EngineKind::Threads] {
+            assert_eq!(kind.to_string().parse::<EngineKind>().unwrap(), kind);
+        }
+        let error = "aio".parse::<EngineKind>().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidInput);
+    }
+}

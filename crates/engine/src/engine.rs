@@ -1,0 +1,153 @@
+//! [`Engine`]: starts the workers, puts tasks on them, ends them.
+
+use std::future::Future;
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use spile_core::{Error, ErrorKind, Result};
+
+use crate::config::{Config, EngineKind};
+use crate::file_pool::FilePool;
+use crate::shared::{Message, Shared, WorkerStats, relock};
+use crate::uring::Uring;
+use crate::worker::{self, Worker};
+
+/// A handle to running workers; clones are handles to the same ones. When the last handle goes without
+/// [`Engine::shutdown`], the workers still run what they have and end by themselves.
+#[derive(Clone)]
+pub struct Engine {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    kind: EngineKind,
+    workers: Vec<Arc<Shared>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.workers.iter().for_each(|shared| shared.stop());
+    }
+}
+
+impl Engine {
+    /// Starts the worker threads.
+    ///
+    /// # Errors
+    /// `Unsupported` or `Denied` when io_uring was demanded and cannot be had; `Exhausted` or `Io` when threads,
+    /// descriptors or memory are short.
+    pub fn start(config: Config) -> Result<Engine> {
+        let kind = resolve(config.kind)?;
+        let files = (kind == EngineKind::Threads).then(FilePool::new);
+        let mut inner = Inner { kind, workers: Vec::new(), threads: Mutex::default() };
+        for index in 0..config.workers.max(1) {
+            // When one fails, the drop of `inner` ends those before it.
+            let (shared, thread) = start_worker(index, files.clone(), config.pool_bytes)?;
+            inner.workers.push(shared);
+            relock(&inner.threads).push(thread);
+        }
+        Ok(Engine { inner: Arc::new(inner) })
+    }
+
+    /// The reactor in use: Uring or Threads.
+    pub fn kind(&self) -> EngineKind {
+        self.inner.kind
+    }
+
+    /// How many workers there are.
+    pub fn workers(&self) -> usize {
+        self.inner.workers.len()
+    }
+
+    /// What each worker has done so far.
+    pub fn stats(&self) -> Vec<WorkerStats> {
+        self.inner.workers.iter().map(|shared| shared.stats()).collect()
+    }
+
+    /// Makes a future on worker number `worker` (modulo their count) and runs it there. After
+    /// [`Engine::shutdown`] nothing happens: `make` is dropped.
+    pub fn spawn_on<F, Fut>(&self, worker: usize, make: F)
+    where
+        F: FnOnce() -> Fut + Send + 'static,
+        Fut: Future<Output = ()> + 'static,
+    {
+        let shared = &self.inner.workers[worker % self.workers()];
+        shared.push(Message::Call(Box::new(move || worker::spawn(make()))));
+    }
+
+    /// As [`Engine::spawn_on`], and blocks the calling thread until the future's result is there.
+    ///
+    /// # Panics
+    /// When called on a worker thread, after shutdown, or when the future panics.
+    pub fn run_on<F, Fut, T>(&self, worker: usize, make: F) -> T
+    where
+        F: FnOnce() -> Fut + Send + 'static,
+        Fut: Future<Output = T> + 'static,
+        T: Send + 'static,
+    {
+        assert!(worker::try_with(|_| ()).is_none(), "run_on blocks: await instead on a worker");
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.spawn_on(worker, move || {
+            let future = make();
+            async move {
+                let _ = sender.send(future.await);
+            }
+        });
+        receiver.recv().expect("the task panicked, or the engine is shut down")
+    }
+
+    /// Waits until all tasks have ended and joins the threads. A second call returns at once. Called on a worker
+    /// it only asks for the end: a task cannot wait for itself.
+    pub fn shutdown(&self) {
+        self.inner.workers.iter().for_each(|shared| shared.stop());
+        if worker::try_with(|_| ()).is_none() {
+            let threads = std::mem::take(&mut *relock(&self.inner.threads));
+            threads.into_iter().for_each(|thread| drop(thread.join()));
+        }
+    }
+}
+
+/// Finds out which reactor to use by setting one up.
+fn resolve(kind: EngineKind) -> Result<EngineKind> {
+    if kind == EngineKind::Threads {
+        return Ok(kind);
+    }
+    match Uring::probe() {
+        Ok(()) => Ok(EngineKind::Uring),
+        Err(_) if kind == EngineKind::Auto => Ok(EngineKind::Threads),
+        Err(error) => Err(uring_error(error)),
+    }
+}
+
+fn uring_error(error: std::io::Error) -> Error {
+    let kind = match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => ErrorKind::Denied,
+        Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE) => ErrorKind::Exhausted,
+        _ => ErrorKind::Unsupported,
+    };
+    Error::new(kind, "io_uring cannot be used here")
+        .caused_by(error)
+        .hint("see sysctl kernel.io_uring_disabled, or use --engine threads")
+}
+
+type Started = (Arc<Shared>, JoinHandle<()>);
+
+/// Starts one thread; its reactor is made on it, for a ring belongs to one thread.
+fn start_worker(index: usize, files: Option<Arc<FilePool>>, pool_bytes: usize) -> Result<Started> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let body = move || match Worker::new(index, files, pool_bytes) {
+        Ok(worker) => {
+            let _ = sender.send(Ok(worker.shared.clone()));
+            drop(sender);
+            worker.run();
+        }
+        Err(error) => drop(sender.send(Err(error))),
+    };
+    let failed = |source| Error::io("start a worker thread", source);
+    let name = format!("spile-worker-{index}");
+    let thread = std::thread::Builder::new().name(name).spawn(body).map_err(failed)?;
+    let shared = receiver.recv().expect("a worker reports before it runs").map_err(failed)?;
+    Ok((shared, thread))
+}

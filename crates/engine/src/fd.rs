@@ -1,0 +1,111 @@
+//! [`Fd`]: an open file or socket as the reactors know it.
+//!
+//! A reactor may hold on to a file beyond its last user (io_uring's table of registered files, epoll's interest
+//! list), so an `Fd` keeps the list of the workers that know it and tells them when it goes. Locks on a file must
+//! end at once and not when the last worker has heard: the drop unlocks first.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use smallvec::SmallVec;
+
+use crate::lock;
+use crate::shared::{Message, Shared, relock};
+
+/// Entries of a ring's table of registered files. Files beyond it are used unregistered.
+pub(crate) const TABLE_FILES: u32 = 512;
+
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+static TABLE: Mutex<Table> = Mutex::new(Table { free: Vec::new(), next: 0 });
+
+/// Which index each store file has in every ring's table: process-wide, so that no ring needs a look-up.
+struct Table {
+    free: Vec<u32>,
+    next: u32,
+}
+
+impl Table {
+    fn take(&mut self) -> Option<u32> {
+        self.free.pop().or_else(|| {
+            let index = self.next;
+            (index < TABLE_FILES).then(|| {
+                self.next += 1;
+                index
+            })
+        })
+    }
+}
+
+pub(crate) struct Fd {
+    fd: OwnedFd,
+    /// Never used twice in a process, unlike descriptor numbers.
+    pub(crate) id: u64,
+    /// Index in the rings' tables; only store files have one.
+    pub(crate) table_index: Option<u32>,
+    /// Opened with O_DIRECT.
+    pub(crate) direct: bool,
+    /// The first error a sync of this file ended with, 0 if none. The kernel reports it once only.
+    sync_errno: AtomicI32,
+    known_to: Mutex<SmallVec<[Arc<Shared>; 1]>>,
+}
+
+impl Fd {
+    pub(crate) fn socket(fd: OwnedFd) -> Arc<Self> {
+        Arc::new(Self::new(fd, None, false))
+    }
+
+    pub(crate) fn file(fd: OwnedFd, direct: bool) -> Arc<Self> {
+        let index = relock(&TABLE).take();
+        Arc::new(Self::new(fd, index, direct))
+    }
+
+    fn new(fd: OwnedFd, table_index: Option<u32>, direct: bool) -> Self {
+        Self {
+            fd,
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            table_index,
+            direct,
+            sync_errno: AtomicI32::new(0),
+            known_to: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn raw(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+
+    /// Notes that a worker's reactor holds on to the file and must hear when it goes.
+    pub(crate) fn known_to(&self, shared: &Arc<Shared>) {
+        relock(&self.known_to).push(shared.clone());
+    }
+
+    /// Notes how a sync ended, whether or not anybody still waits for it.
+    pub(crate) fn note_sync(&self, errno: i32) {
+        let _ = self.sync_errno.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// The errno of the first sync that failed.
+    pub(crate) fn sync_errno(&self) -> Option<i32> {
+        Some(self.sync_errno.load(Ordering::Acquire)).filter(|errno| *errno != 0)
+    }
+}
+
+impl AsFd for Fd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for Fd {
+    fn drop(&mut self) {
+        for shared in relock(&self.known_to).drain(..) {
+            shared.unwatch(self.fd.as_fd());
+            shared.push(Message::Forget { id: self.id, table_index: self.table_index });
+        }
+        if let Some(index) = self.table_index {
+            lock::release(self.fd.as_fd());
+            relock(&TABLE).free.push(index);
+        }
+    }
+}

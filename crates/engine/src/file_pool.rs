@@ -1,0 +1,110 @@
+//! Helper threads for file operations of the threads engine: bounded, started as they are needed, asleep on a
+//! condition variable (no timer) when they are not.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex};
+
+use crate::op::{Kind, Op};
+use crate::shared::{Message, Shared, relock};
+use crate::sys;
+
+/// Helper threads at most: enough to keep a device busy, few enough to be cheap.
+const MAX_THREADS: usize = 16;
+
+/// One operation and whom to tell.
+pub(crate) struct Job {
+    pub(crate) op: Op,
+    pub(crate) key: u64,
+    pub(crate) worker: Arc<Shared>,
+}
+
+pub(crate) struct FilePool {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    state: Mutex<State>,
+    work: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    threads: usize,
+    waiting: usize,
+    closed: bool,
+}
+
+impl FilePool {
+    pub(crate) fn new() -> Arc<Self> {
+        let inner = Arc::new(Inner { state: Mutex::default(), work: Condvar::new() });
+        Arc::new(Self { inner })
+    }
+
+    /// Queues a job; it is always done, by the calling thread when no helper can be had at all.
+    pub(crate) fn push(&self, job: Job) {
+        let mut state = relock(&self.inner.state);
+        state.jobs.push_back(job);
+        if state.jobs.len() > state.waiting && state.threads < MAX_THREADS {
+            state.threads += 1;
+            drop(state);
+            self.start_thread();
+        } else {
+            drop(state);
+            self.inner.work.notify_one();
+        }
+    }
+
+    fn start_thread(&self) {
+        let inner = self.inner.clone();
+        let builder = std::thread::Builder::new().name("spile-file".into());
+        if builder.spawn(move || inner.run()).is_ok() {
+            return;
+        }
+        let mut state = relock(&self.inner.state);
+        state.threads -= 1;
+        let job = if state.threads == 0 { state.jobs.pop_front() } else { None };
+        drop(state);
+        job.into_iter().for_each(do_job);
+    }
+}
+
+impl Drop for FilePool {
+    fn drop(&mut self) {
+        relock(&self.inner.state).closed = true;
+        self.inner.work.notify_all();
+    }
+}
+
+impl Inner {
+    fn run(&self) {
+        while let Some(job) = self.next() {
+            do_job(job);
+        }
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut state = relock(&self.state);
+        loop {
+            if let Some(job) = state.jobs.pop_front() {
+                return Some(job);
+            }
+            if state.closed {
+                return None;
+            }
+            state.waiting += 1;
+            state = self.work.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+            state.waiting -= 1;
+        }
+    }
+}
+
+fn do_job(mut job: Job) {
+    let outcome = sys::run_file_op(&mut job.op);
+    if let (Kind::Sync, Err(errno)) = (job.op.kind, outcome) {
+        job.op.fd.note_sync(errno);
+    }
+    // The buffers and the file go first: who hears of the end may rely on it.
+    drop(job.op);
+    job.worker.push(Message::Done(job.key, outcome));
+}

@@ -1,0 +1,93 @@
+//! Locks between processes on an open file: open-file-description locks on single bytes, in QEMU's scheme.
+//!
+//! Why QEMU's: a disk image is touched by QEMU and qemu-img too, and two writers destroy it. QEMU holds a shared
+//! lock on byte 100 + p for each permission p it uses and on byte 200 + p for each it does not let others use, and
+//! looks whether anybody holds the opposite byte. So do we:
+//!
+//! - a writer uses read (0), write (1) and resize (3), and lets nobody else write or resize;
+//! - a reader uses read, and lets nobody write or resize: parents may be shared by any number of readers;
+//! - beside that, byte 0 is locked exclusively by a writer and shared by a reader. Between processes of this program
+//!   that alone decides, in one atomic step; it also stops whoever locks a whole file.
+//!
+//! So `qemu-img info`, `compare` and `convert` work on a file that is open here for reading, `qemu-img info -U` on
+//! one that is open for writing, and a second writer is refused in either direction. A file system without
+//! such locks goes unprotected: refusing to work on it would help nobody.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use spile_core::{Error, ErrorKind, OpenMode, Result};
+
+use crate::sys::last_errno;
+
+const USES: i64 = 100;
+const REFUSES: i64 = 200;
+const READ: i64 = 0;
+const WRITE: i64 = 1;
+const RESIZE: i64 = 3;
+
+/// Locks a freshly opened file against what does not go with `mode`. The locks end with the last duplicate of the descriptor.
+///
+/// # Errors
+/// `Busy` when another process has it open in a way that does not go with `mode`.
+pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
+    let (gate, uses): (_, &[i64]) = match mode {
+        OpenMode::ReadOnly => (libc::F_RDLCK, &[READ]),
+        OpenMode::ReadWrite => (libc::F_WRLCK, &[READ, WRITE, RESIZE]),
+    };
+    take(fd, gate, 0)?;
+    for byte in uses.iter().map(|p| USES + p).chain([REFUSES + WRITE, REFUSES + RESIZE]) {
+        take(fd, libc::F_RDLCK, byte)?;
+    }
+    // Locked first and looked second, as QEMU does: of two that come at once at least one sees the other.
+    for byte in uses.iter().map(|p| REFUSES + p).chain([USES + WRITE, USES + RESIZE]) {
+        look(fd, byte)?;
+    }
+    Ok(())
+}
+
+/// Ends the locks at once, however many duplicates of the descriptor there are (in a ring's table of files).
+pub(crate) fn release(fd: BorrowedFd<'_>) {
+    let mut whole = request(libc::F_UNLCK, 0);
+    whole.l_len = 0;
+    let _ = call(fd, libc::F_OFD_SETLK, &mut whole);
+}
+
+fn request(kind: i32, byte: i64) -> libc::flock {
+    // SAFETY: a flock is plain numbers.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as i16;
+    lock.l_whence = libc::SEEK_SET as i16;
+    lock.l_start = byte;
+    lock.l_len = 1;
+    lock
+}
+
+fn call(fd: BorrowedFd<'_>, command: i32, lock: &mut libc::flock) -> Result<(), i32> {
+    // SAFETY: the structure is live.
+    match unsafe { libc::fcntl(fd.as_raw_fd(), command, std::ptr::from_mut(lock)) } {
+        0 => Ok(()),
+        _ => Err(last_errno()),
+    }
+}
+
+fn take(fd: BorrowedFd<'_>, kind: i32, byte: i64) -> Result<()> {
+    match call(fd, libc::F_OFD_SETLK, &mut request(kind, byte)) {
+        Err(libc::EAGAIN | libc::EACCES) => Err(busy()),
+        // No such locks here.
+        _ => Ok(()),
+    }
+}
+
+/// Fails when anybody else holds a lock on `byte`.
+fn look(fd: BorrowedFd<'_>, byte: i64) -> Result<()> {
+    let mut lock = request(libc::F_WRLCK, byte);
+    match call(fd, libc::F_OFD_GETLK, &mut lock) {
+        Ok(()) if lock.l_type != libc::F_UNLCK as i16 => Err(busy()),
+        _ => Ok(()),
+    }
+}
+
+fn busy() -> Error {
+    Error::new(ErrorKind::Busy, "the file is in use by another process")
+        .hint("end the program that has it open, or open it read-only in both")
+}

@@ -1,0 +1,174 @@
+//! One operation on a file or socket, the same for both reactors, and the future that waits for it.
+//!
+//! An [`Op`] owns clones of its segments and a share of its file. A reactor takes it by value and keeps it until
+//! the kernel has answered; the future only holds a key. So a dropped future never frees memory the kernel writes to.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use spile_mem::{Segment, Segments};
+
+use crate::fd::Fd;
+use crate::worker;
+
+/// What an operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Fills the segments from `offset`; ends short only at the end of the file.
+    Read,
+    /// Writes all segments at `offset`.
+    Write,
+    /// fdatasync.
+    Sync,
+    /// fallocate with this mode over `offset`, `len`.
+    Fallocate(i32),
+    /// ftruncate to `len`.
+    Truncate,
+    /// One receive into the first segment: what is there, at least a byte, 0 at the end.
+    Recv,
+    /// Sends all segments.
+    Send,
+    /// Takes one connection; the result is its descriptor.
+    Accept,
+}
+
+impl Kind {
+    /// True for operations that end by themselves, however the peer behaves.
+    pub(crate) fn is_file(self) -> bool {
+        !matches!(self, Self::Recv | Self::Send | Self::Accept)
+    }
+}
+
+/// Bytes done, or a descriptor, or 0; else an errno.
+pub(crate) type Outcome = Result<usize, i32>;
+
+/// How a reactor took an operation.
+pub(crate) enum Started {
+    /// It was done at once.
+    Ended(Outcome),
+    /// It goes on under this key.
+    Waits(u64),
+}
+
+/// An operation with all it needs.
+pub(crate) struct Op {
+    pub(crate) kind: Kind,
+    pub(crate) fd: Arc<Fd>,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) segments: Segments,
+    /// Bytes done so far.
+    pub(crate) done: usize,
+}
+
+impl Op {
+    fn new(kind: Kind, fd: &Arc<Fd>, offset: u64, len: u64, segments: Segments) -> Self {
+        Self { kind, fd: fd.clone(), offset, len, segments, done: 0 }
+    }
+
+    pub(crate) fn read(fd: &Arc<Fd>, offset: u64, into: &Segments) -> Self {
+        Self::new(Kind::Read, fd, offset, into.len() as u64, into.clone())
+    }
+
+    pub(crate) fn write(fd: &Arc<Fd>, offset: u64, from: &Segments) -> Self {
+        Self::new(Kind::Write, fd, offset, from.len() as u64, from.clone())
+    }
+
+    pub(crate) fn sync(fd: &Arc<Fd>) -> Self {
+        Self::new(Kind::Sync, fd, 0, 0, Segments::new())
+    }
+
+    pub(crate) fn fallocate(fd: &Arc<Fd>, mode: i32, offset: u64, len: u64) -> Self {
+        Self::new(Kind::Fallocate(mode), fd, offset, len, Segments::new())
+    }
+
+    pub(crate) fn truncate(fd: &Arc<Fd>, len: u64) -> Self {
+        Self::new(Kind::Truncate, fd, 0, len, Segments::new())
+    }
+
+    pub(crate) fn recv(fd: &Arc<Fd>, into: &Segment) -> Self {
+        Self::new(Kind::Recv, fd, 0, into.len() as u64, into.clone().into())
+    }
+
+    /// `done` bytes of the parts were sent already.
+    pub(crate) fn send(fd: &Arc<Fd>, parts: &[Segment], done: usize) -> Self {
+        let segments: Segments = parts.iter().cloned().collect();
+        let len = segments.len() as u64;
+        Self { done, ..Self::new(Kind::Send, fd, 0, len, segments) }
+    }
+
+    pub(crate) fn accept(fd: &Arc<Fd>) -> Self {
+        Self::new(Kind::Accept, fd, 0, 0, Segments::new())
+    }
+
+    /// Takes one answer of the kernel to a transfer; `Some` when the operation is over.
+    pub(crate) fn advance(&mut self, count: usize) -> Option<Outcome> {
+        match self.kind {
+            Kind::Read | Kind::Write | Kind::Send => {
+                self.done += count;
+                let over = self.done as u64 >= self.len || (self.kind == Kind::Read && count == 0);
+                match (over, count) {
+                    (true, _) => Some(Ok(self.done)),
+                    // A write that takes nothing would be repeated for ever.
+                    (false, 0) => Some(Err(libc::EIO)),
+                    (false, _) => None,
+                }
+            }
+            _ => Some(Ok(count)),
+        }
+    }
+
+    /// Starts the operation when first polled, on the reactor of the polling worker.
+    pub(crate) fn run(self) -> OpFuture {
+        OpFuture { state: State::Ready(Some(self)) }
+    }
+}
+
+/// Waits for an operation.
+pub(crate) struct OpFuture {
+    state: State,
+}
+
+enum State {
+    Ready(Option<Op>),
+    Started(u64),
+    Over,
+}
+
+impl Future for OpFuture {
+    type Output = Outcome;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Outcome> {
+        let answer = match &mut self.state {
+            State::Ready(op) => {
+                let op = op.take().expect("an operation is started once");
+                match worker::with(|w| w.reactor.borrow_mut().start(op, context.waker())) {
+                    Started::Ended(outcome) => Poll::Ready(outcome),
+                    Started::Waits(key) => {
+                        self.state = State::Started(key);
+                        Poll::Pending
+                    }
+                }
+            }
+            State::Started(key) => {
+                worker::with(|w| w.reactor.borrow_mut().poll(*key, context.waker()))
+            }
+            State::Over => panic!("an operation was polled after its end"),
+        };
+        if answer.is_ready() {
+            self.state = State::Over;
+        }
+        answer
+    }
+}
+
+impl Drop for OpFuture {
+    fn drop(&mut self) {
+        if let State::Started(key) = self.state {
+            // Outside a worker only when the worker ends, and then its reactor waits for what is in flight.
+            worker::try_with(|w| w.reactor.borrow_mut().abandon(key));
+        }
+    }
+}

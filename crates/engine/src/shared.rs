@@ -1,0 +1,224 @@
+//! The part of a worker that other threads reach: its queue, its doorbell, its counters.
+//!
+//! A message from another thread goes into a locked queue; the eventfd is written only when the worker sleeps or is
+//! about to. No wake-up is lost: the worker raises `asleep` and then looks into the queue under its lock once more;
+//! a sender puts its message in under that lock and then reads `asleep`. Whichever came second sees the other.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+use async_task::Runnable;
+
+use crate::op::Outcome;
+use crate::{sys, worker};
+
+/// What other threads tell a worker.
+pub(crate) enum Message {
+    /// A task of this worker was woken.
+    Run(Runnable),
+    /// Something to call on the worker, which may spawn.
+    Call(Box<dyn FnOnce() + Send>),
+    /// A helper thread has done the file operation of this key.
+    Done(u64, Outcome),
+    /// A file is gone: the reactor lets go of it.
+    Forget { id: u64, table_index: Option<u32> },
+}
+
+/// What one worker has done so far. The counts are cheap and only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WorkerStats {
+    /// System calls that submitted or waited: io_uring_enter, or epoll_wait.
+    pub enters: u64,
+    /// Entries submitted to the ring; file operations handed to helper threads.
+    pub sqes: u64,
+    /// Completions reaped.
+    pub cqes: u64,
+    /// Times another thread had to ring the eventfd.
+    pub wakes: u64,
+    /// Times a task was polled.
+    pub polls: u64,
+    /// Times the worker went to sleep with nothing to do.
+    pub sleeps: u64,
+}
+
+/// Counters with one writer, the worker: plain loads and stores, no locked instruction.
+#[derive(Default)]
+pub(crate) struct Counters {
+    enters: AtomicU64,
+    sqes: AtomicU64,
+    cqes: AtomicU64,
+    polls: AtomicU64,
+    sleeps: AtomicU64,
+    /// The one counter that other threads write.
+    wakes: AtomicU64,
+}
+
+fn add(counter: &AtomicU64, count: u64) {
+    counter.store(counter.load(Ordering::Relaxed) + count, Ordering::Relaxed);
+}
+
+impl Counters {
+    pub(crate) fn enter(&self) {
+        add(&self.enters, 1);
+    }
+
+    pub(crate) fn submitted(&self, count: u64) {
+        add(&self.sqes, count);
+    }
+
+    pub(crate) fn completed(&self, count: u64) {
+        add(&self.cqes, count);
+    }
+
+    pub(crate) fn polled(&self, count: u64) {
+        add(&self.polls, count);
+    }
+
+    pub(crate) fn slept(&self) {
+        add(&self.sleeps, 1);
+    }
+
+    fn read(&self) -> WorkerStats {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        WorkerStats {
+            enters: get(&self.enters),
+            sqes: get(&self.sqes),
+            cqes: get(&self.cqes),
+            wakes: get(&self.wakes),
+            polls: get(&self.polls),
+            sleeps: get(&self.sleeps),
+        }
+    }
+}
+
+pub(crate) struct Shared {
+    pub(crate) index: usize,
+    queue: Mutex<Queue>,
+    /// The queue may have something: saves the worker the lock when it has not.
+    pending: AtomicBool,
+    asleep: AtomicBool,
+    stopping: AtomicBool,
+    pub(crate) event: OwnedFd,
+    /// The epoll instance of a worker of the threads engine.
+    epoll: Option<OwnedFd>,
+    pub(crate) counters: Counters,
+}
+
+#[derive(Default)]
+struct Queue {
+    messages: VecDeque<Message>,
+    closed: bool,
+}
+
+impl Shared {
+    pub(crate) fn new(index: usize, epoll: Option<OwnedFd>) -> std::io::Result<Self> {
+        Ok(Self {
+            index,
+            queue: Mutex::default(),
+            pending: AtomicBool::new(false),
+            asleep: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            event: sys::eventfd()?,
+            epoll,
+            counters: Counters::default(),
+        })
+    }
+
+    pub(crate) fn epoll(&self) -> Option<&OwnedFd> {
+        self.epoll.as_ref()
+    }
+
+    /// Queues a message and wakes the worker if it sleeps. False when the worker has ended.
+    pub(crate) fn push(&self, message: Message) -> bool {
+        let mut queue = relock(&self.queue);
+        if queue.closed {
+            drop(queue);
+            discard(message);
+            return false;
+        }
+        queue.messages.push_back(message);
+        self.pending.store(true, Ordering::Release);
+        drop(queue);
+        self.ring_if_asleep();
+        true
+    }
+
+    fn ring_if_asleep(&self) {
+        if self.asleep.swap(false, Ordering::AcqRel) {
+            self.counters.wakes.fetch_add(1, Ordering::Relaxed);
+            sys::eventfd_write(self.event.as_raw_fd());
+        }
+    }
+
+    /// The way of every waker: to the worker's own queue when on its thread, else by message.
+    pub(crate) fn schedule(&self, runnable: Runnable) {
+        if let Err(runnable) = worker::push_local(self, runnable) {
+            self.push(Message::Run(runnable));
+        }
+    }
+
+    /// Moves all messages to `into`; for the worker only.
+    pub(crate) fn take(&self, into: &mut VecDeque<Message>) {
+        if self.pending.load(Ordering::Acquire) {
+            let mut queue = relock(&self.queue);
+            self.pending.store(false, Ordering::Relaxed);
+            into.append(&mut queue.messages);
+        }
+    }
+
+    /// Announces sleep; false when there is a message after all.
+    pub(crate) fn prepare_sleep(&self) -> bool {
+        self.asleep.store(true, Ordering::Release);
+        let empty = relock(&self.queue).messages.is_empty();
+        if !empty {
+            self.asleep.store(false, Ordering::Relaxed);
+        }
+        empty
+    }
+
+    pub(crate) fn awake(&self) {
+        self.asleep.store(false, Ordering::Relaxed);
+    }
+
+    /// Asks the worker to end once it has no task left.
+    pub(crate) fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.push(Message::Call(Box::new(|| ())));
+    }
+
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    /// Refuses all further messages; false when there is one now.
+    pub(crate) fn close(&self) -> bool {
+        let mut queue = relock(&self.queue);
+        queue.closed = queue.messages.is_empty();
+        queue.closed
+    }
+
+    /// Takes a file that is about to be closed out of the epoll set, where it would stay if it was duplicated.
+    pub(crate) fn unwatch(&self, fd: BorrowedFd<'_>) {
+        if let Some(epoll) = &self.epoll {
+            sys::epoll_delete(epoll.as_raw_fd(), fd.as_raw_fd());
+        }
+    }
+
+    pub(crate) fn stats(&self) -> WorkerStats {
+        self.counters.read()
+    }
+}
+
+fn discard(message: Message) {
+    if let Message::Run(runnable) = message {
+        // Dropping a task on a foreign thread would panic. None is left when a worker ends; so nothing is lost.
+        std::mem::forget(runnable);
+    }
+}
+
+/// Locks; what these locks guard stays whole when a holder panics.
+pub(crate) fn relock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}

@@ -1,0 +1,341 @@
+//! [`FileStore`]: a file or block device, directly and through the page cache.
+
+use std::fs::File;
+use std::future::Future;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+use spile_core::{
+    Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo,
+    StoreOffset, Via,
+};
+use spile_mem::Segment;
+
+use crate::fd::Fd;
+use crate::files::CacheMode;
+use crate::op::{Op, Outcome};
+use crate::sync_gate::{SyncGate, Turn};
+use crate::{align, lock, sys, worker};
+
+/// Zeroes written at a time where the file system cannot zero a range itself.
+const ZERO_CHUNK_BYTES: usize = 1 << 20;
+
+/// A file or block device. Clones are the same store. It is locked against other writers while it is open (see the
+/// head of the module `lock` for how that goes together with QEMU).
+#[derive(Clone)]
+pub struct FileStore {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    path: PathBuf,
+    info: StoreInfo,
+    is_device: bool,
+    direct: Arc<Fd>,
+    cached: Arc<Fd>,
+    len: AtomicU64,
+    gate: SyncGate,
+}
+
+impl FileStore {
+    /// Opens what is at `path`. Blocks for as long as the file system takes.
+    ///
+    /// # Errors
+    /// `Busy` when another process has it open and one of the two writes; `InvalidInput` when it is neither a file nor
+    /// a block device; else the system's.
+    pub fn open(path: &Path, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
+        Self::open_inner(path, mode, cache).at_path(path)
+    }
+
+    fn open_inner(path: &Path, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
+        let file = open_at(path, mode, 0)?;
+        let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
+        let is_device = stat.file_type().is_block_device();
+        if !is_device && !stat.is_file() {
+            let what = "this is neither a file nor a block device";
+            return Err(Error::new(ErrorKind::InvalidInput, what));
+        }
+        lock::acquire(std::os::fd::AsFd::as_fd(&file), mode)?;
+        let len = if is_device { device_len(&file)? } else { stat.len() };
+        let direct = match cache {
+            CacheMode::Direct => open_direct(path, mode, &stat, is_device),
+            CacheMode::Page => None,
+        };
+        Ok(Self::assemble(path, mode, is_device, len, file, direct))
+    }
+
+    fn assemble(
+        path: &Path,
+        mode: OpenMode,
+        is_device: bool,
+        len: u64,
+        file: File,
+        direct: Option<(File, align::DirectAlign)>,
+    ) -> FileStore {
+        let align = direct.as_ref().map(|(_, align)| *align);
+        let cached = Fd::file(file.into(), false);
+        let direct = direct.map_or_else(|| cached.clone(), |(file, _)| Fd::file(file.into(), true));
+        let info = StoreInfo {
+            offset_align_bytes: align.map_or(1, |a| a.offset),
+            memory_align_bytes: align.map_or(1, |a| a.memory),
+            grows_zeroed: !is_device,
+            punches: true,
+            read_only: mode == OpenMode::ReadOnly,
+        };
+        let (path, len) = (path.to_owned(), AtomicU64::new(len));
+        let gate = SyncGate::default();
+        FileStore { inner: Arc::new(Inner { path, info, is_device, direct, cached, len, gate }) }
+    }
+
+    fn fd(&self, via: Via) -> &Arc<Fd> {
+        match via {
+            Via::Direct => &self.inner.direct,
+            Via::Cached => &self.inner.cached,
+        }
+    }
+
+    /// An error of this store.
+    fn fail(&self, what: &str, errno: i32) -> Error {
+        Error::errno(what, errno).at_path(&self.inner.path)
+    }
+
+    fn refuse(&self, kind: ErrorKind, what: &str, offset: u64) -> Error {
+        Error::new(kind, what).at_path(&self.inner.path).at_offset(offset)
+    }
+
+    /// Direct I/O that is not aligned would be refused by the kernel without a word why.
+    fn check_align(&self, offset: u64, segments: &Segments, fd: &Fd) -> Result<()> {
+        let info = &self.inner.info;
+        let in_file = (offset | segments.len() as u64) & u64::from(info.offset_align_bytes - 1);
+        let mask = info.memory_align_bytes as usize - 1;
+        let in_memory = || segments.iter().all(|s| s.as_ptr() as usize & mask == 0);
+        if !fd.direct || (in_file == 0 && in_memory()) {
+            return Ok(());
+        }
+        Err(self.refuse(ErrorKind::InvalidInput, "unaligned direct transfer", offset))
+    }
+
+    fn check_writable(&self, offset: u64) -> Result<()> {
+        if self.inner.info.read_only {
+            return Err(self.refuse(ErrorKind::ReadOnly, "the store is open read-only", offset));
+        }
+        Ok(())
+    }
+
+    /// The end of a range, which must be in the store unless the store grows.
+    fn check_end(&self, offset: u64, len: u64, may_grow: bool) -> Result<u64> {
+        let inner = &self.inner;
+        let limit =
+            if may_grow && inner.info.grows_zeroed { i64::MAX as u64 } else { self.len_bytes() };
+        let end = offset.checked_add(len).filter(|end| *end <= limit);
+        end.ok_or_else(|| self.refuse(ErrorKind::OutOfRange, "past the end of the store", offset))
+    }
+
+    /// fallocate over a range that may reach past the end; only what lies before it is touched.
+    async fn fallocate(&self, mode: i32, offset: u64, len: u64) -> Outcome {
+        Op::fallocate(&self.inner.cached, mode, offset, len).run().await
+    }
+
+    async fn write_zeroes(&self, offset: u64, len: u64) -> Result<()> {
+        let chunk = Segment::zeroed((len as usize).min(ZERO_CHUNK_BYTES));
+        let mut at = 0;
+        while at < len {
+            let part = (len - at).min(chunk.len() as u64);
+            let zeroes = Segments::from(chunk.slice(0..part as usize));
+            self.write_at(StoreOffset(offset + at), &zeroes, Via::Cached).await?;
+            at += part;
+        }
+        Ok(())
+    }
+
+    /// The sync errors of the past, which the kernel has forgotten.
+    fn check_synced(&self) -> Result<()> {
+        match self.inner.cached.sync_errno() {
+            Some(errno) => Err(self
+                .fail("sync failed, now or earlier: what was written may be lost", errno)
+                .hint("check the storage below, then reopen")),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Store for FileStore {
+    fn info(&self) -> StoreInfo {
+        self.inner.info.clone()
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.inner.len.load(Ordering::Acquire)
+    }
+
+    fn path(&self) -> &Path {
+        &self.inner.path
+    }
+
+    async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
+        let (offset, fd) = (offset.0, self.fd(via));
+        self.check_end(offset, into.len() as u64, false)?;
+        self.check_align(offset, into, fd)?;
+        if into.is_empty() {
+            return Ok(());
+        }
+        if !fd.direct && sys::read_nowait(fd.raw(), offset, into.as_slice()) == Ok(into.len()) {
+            return Ok(());
+        }
+        match Op::read(fd, offset, into).run().await {
+            Ok(done) if done == into.len() => Ok(()),
+            Ok(done) => {
+                let at = offset + done as u64;
+                Err(self.refuse(ErrorKind::OutOfRange, "the file ends early", at))
+            }
+            Err(errno) => Err(self.fail("read failed", errno).at_offset(offset)),
+        }
+    }
+
+    async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
+        let (offset, fd) = (offset.0, self.fd(via));
+        self.check_writable(offset)?;
+        let end = self.check_end(offset, from.len() as u64, true)?;
+        self.check_align(offset, from, fd)?;
+        if from.is_empty() {
+            return Ok(());
+        }
+        let outcome = Op::write(fd, offset, from).run().await;
+        outcome.map_err(|errno| self.fail("write failed", errno).at_offset(offset))?;
+        self.inner.len.fetch_max(end, Ordering::AcqRel);
+        Ok(())
+    }
+
+    async fn sync(&self) -> Result<()> {
+        let inner = &self.inner;
+        let ticket = inner.gate.ticket();
+        loop {
+            self.check_synced()?;
+            match std::future::poll_fn(|context| inner.gate.poll(ticket, context)).await {
+                Turn::Over => return self.check_synced(),
+                Turn::Run => {
+                    // A task of its own: it goes on to its end though this future be dropped.
+                    let inner = self.inner.clone();
+                    worker::spawn(async move {
+                        let _ = Op::sync(&inner.cached).run().await;
+                        inner.gate.end();
+                    });
+                }
+            }
+        }
+    }
+
+    async fn zero_range(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
+        let offset = offset.0;
+        self.check_writable(offset)?;
+        self.check_end(offset, len_bytes, false)?;
+        if len_bytes == 0 {
+            return Ok(());
+        }
+        let keep = libc::FALLOC_FL_KEEP_SIZE;
+        for mode in [libc::FALLOC_FL_ZERO_RANGE | keep, libc::FALLOC_FL_PUNCH_HOLE | keep] {
+            match self.fallocate(mode, offset, len_bytes).await {
+                Ok(_) => return Ok(()),
+                Err(errno) if is_unsupported(errno) => (),
+                Err(errno) => return Err(self.fail("zero a range", errno).at_offset(offset)),
+            }
+        }
+        self.write_zeroes(offset, len_bytes).await
+    }
+
+    async fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
+        let offset = offset.0;
+        self.check_writable(offset)?;
+        self.check_end(offset, len_bytes, false)?;
+        if len_bytes == 0 {
+            return Ok(());
+        }
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        match self.fallocate(mode, offset, len_bytes).await {
+            Ok(_) => Ok(()),
+            Err(errno) if is_unsupported(errno) => {
+                let what = "holes cannot be punched here";
+                Err(self.refuse(ErrorKind::Unsupported, what, offset))
+            }
+            Err(errno) => Err(self.fail("punch a hole", errno).at_offset(offset)),
+        }
+    }
+
+    async fn set_len(&self, len_bytes: u64) -> Result<()> {
+        self.check_writable(len_bytes)?;
+        if self.inner.is_device {
+            if len_bytes == self.len_bytes() {
+                return Ok(());
+            }
+            let what = "the length of a block device cannot be set";
+            return Err(self.refuse(ErrorKind::Unsupported, what, len_bytes));
+        }
+        let outcome = Op::truncate(&self.inner.cached, len_bytes).run().await;
+        outcome.map_err(|errno| self.fail("set the length", errno).at_offset(len_bytes))?;
+        self.inner.len.store(len_bytes, Ordering::Release);
+        Ok(())
+    }
+
+    fn extent_at(&self, offset: StoreOffset) -> impl Future<Output = Result<StoreExtent>> {
+        std::future::ready(self.extent(offset.0))
+    }
+}
+
+impl FileStore {
+    /// lseek answers from the file system's maps in memory; a device is all data.
+    fn extent(&self, offset: u64) -> Result<StoreExtent> {
+        let left = self.check_end(offset, 1, false).map(|_| self.len_bytes() - offset)?;
+        let all = |is_hole| Ok(StoreExtent { len_bytes: left, is_hole });
+        if self.inner.is_device {
+            return all(false);
+        }
+        let seek = |from| rustix::fs::seek(&*self.inner.cached, from);
+        let run = |to: u64, is_hole| Ok(StoreExtent { len_bytes: left.min(to - offset), is_hole });
+        match seek(SeekFrom::Data(offset)) {
+            Ok(data) if data > offset => run(data, true),
+            // No data up to the end.
+            Err(Errno::NXIO) => all(true),
+            Ok(_) => match seek(SeekFrom::Hole(offset)) {
+                Ok(hole) if hole > offset => run(hole, false),
+                _ => all(false),
+            },
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => all(false),
+            Err(errno) => Err(self.fail("seek", errno.raw_os_error()).at_offset(offset)),
+        }
+    }
+}
+
+fn is_unsupported(errno: i32) -> bool {
+    matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV | libc::ENOTTY)
+}
+
+fn open_at(path: &Path, mode: OpenMode, flags: i32) -> Result<File> {
+    let mut options = File::options();
+    options.read(true).write(mode == OpenMode::ReadWrite).custom_flags(flags);
+    options.open(path).map_err(|source| Error::io("open", source))
+}
+
+/// The second, direct descriptor; `None` where direct I/O cannot be had. Its alignment is proven to be known.
+fn open_direct(
+    path: &Path,
+    mode: OpenMode,
+    stat: &std::fs::Metadata,
+    is_device: bool,
+) -> Option<(File, align::DirectAlign)> {
+    let file = open_at(path, mode, libc::O_DIRECT).ok()?;
+    let again = file.metadata().ok()?;
+    // The name may have been given to another file meanwhile.
+    let same = (again.dev(), again.ino()) == (stat.dev(), stat.ino());
+    let sector = is_device.then(|| align::sector_bytes(std::os::fd::AsFd::as_fd(&file))).flatten();
+    let align = align::find(&file, sector).filter(|_| same)?;
+    Some((file, align))
+}
+
+fn device_len(device: &File) -> Result<u64> {
+    rustix::fs::seek(device, SeekFrom::End(0))
+        .map_err(|errno| Error::io("find the device's length", errno.into()))
+}

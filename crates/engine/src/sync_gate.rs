@@ -1,0 +1,83 @@
+//! One sync of a file at a time; those who come meanwhile share the next.
+//!
+//! Two reasons. It is a group commit: a hundred flushes cost two. And the kernel reports a failed write-back to one
+//! sync only: were two in flight, the one it did not tell could report clean before the other's error is known.
+
+use std::sync::Mutex;
+use std::task::{Context, Poll, Waker};
+
+use crate::shared::relock;
+
+#[derive(Default)]
+pub(crate) struct SyncGate {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    running: bool,
+    started: u64,
+    ended: u64,
+    waiting: Vec<Waker>,
+}
+
+/// What a waiter has to do.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// Start a sync and call [`SyncGate::end`] at its end.
+    Run,
+    /// A sync that began after the ticket was drawn has ended.
+    Over,
+}
+
+impl SyncGate {
+    /// The number of the first sync that will cover all that returned before this call.
+    pub(crate) fn ticket(&self) -> u64 {
+        relock(&self.state).started + 1
+    }
+
+    pub(crate) fn poll(&self, ticket: u64, context: &mut Context<'_>) -> Poll<Turn> {
+        let mut state = relock(&self.state);
+        if state.ended >= ticket {
+            return Poll::Ready(Turn::Over);
+        }
+        if !state.running {
+            state.running = true;
+            state.started += 1;
+            return Poll::Ready(Turn::Run);
+        }
+        state.waiting.push(context.waker().clone());
+        Poll::Pending
+    }
+
+    /// The running sync has ended.
+    pub(crate) fn end(&self) {
+        let mut state = relock(&self.state);
+        state.running = false;
+        state.ended = state.started;
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_comes_during_a_sync_waits_for_the_next() {
+        let gate = SyncGate::default();
+        let context = &mut Context::from_waker(Waker::noop());
+        let first = gate.ticket();
+        assert_eq!(gate.poll(first, context), Poll::Ready(Turn::Run));
+        let (second, third) = (gate.ticket(), gate.ticket());
+        assert!(gate.poll(second, context).is_pending() && gate.poll(third, context).is_pending());
+        gate.end();
+        assert_eq!(gate.poll(first, context), Poll::Ready(Turn::Over));
+        assert_eq!(gate.poll(second, context), Poll::Ready(Turn::Run));
+        assert!(gate.poll(third, context).is_pending());
+        gate.end();
+        assert_eq!(gate.poll(third, context), Poll::Ready(Turn::Over));
+    }
+}

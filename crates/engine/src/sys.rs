@@ -1,0 +1,234 @@
+//! The system calls of this crate, each behind a function that is safe to call. Results are `Result<_, errno>` on
+//! the hot paths and `io::Error` elsewhere.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+use smallvec::SmallVec;
+use spile_mem::Segment;
+
+use crate::op::{Kind, Op, Outcome};
+
+/// Vectors passed to one system call; more are passed by the next.
+pub(crate) const MAX_IOVECS: usize = 1024;
+/// Bytes moved by one system call; the kernel itself stops just under 2 GiB.
+pub(crate) const MAX_TRANSFER: usize = 1 << 30;
+
+/// Address and length of the bytes of a scatter list; few fit without an allocation.
+pub(crate) type IoVecs = SmallVec<[libc::iovec; 4]>;
+
+/// Describes the bytes of `segments` after the first `skip` in `out`, up to the limits of one system call.
+pub(crate) fn fill_iovecs(segments: &[Segment], mut skip: usize, out: &mut IoVecs) {
+    out.clear();
+    let mut room = MAX_TRANSFER;
+    for segment in segments {
+        if skip >= segment.len() {
+            skip -= segment.len();
+            continue;
+        }
+        let len = (segment.len() - skip).min(room);
+        let base = segment.as_ptr().wrapping_add(skip).cast();
+        out.push(libc::iovec { iov_base: base, iov_len: len });
+        (skip, room) = (0, room - len);
+        if out.len() == MAX_IOVECS || room == 0 {
+            return;
+        }
+    }
+}
+
+pub(crate) fn last_errno() -> i32 {
+    io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
+}
+
+/// The count a call returned, or its errno.
+fn counted(result: isize) -> Result<usize, i32> {
+    usize::try_from(result).map_err(|_| last_errno())
+}
+
+/// Repeats a call that a signal interrupted.
+fn uninterrupted(mut call: impl FnMut() -> isize) -> Result<usize, i32> {
+    loop {
+        match counted(call()) {
+            Err(libc::EINTR) => (),
+            result => return result,
+        }
+    }
+}
+
+fn owned(fd: libc::c_int) -> io::Result<OwnedFd> {
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call before has just made this descriptor, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A blocking eventfd: io_uring reads wait on it, and so does epoll.
+pub(crate) fn eventfd() -> io::Result<OwnedFd> {
+    // SAFETY: takes plain numbers.
+    owned(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) })
+}
+
+/// Rings an eventfd. It cannot fail but by overflow, and then it is ringing already.
+pub(crate) fn eventfd_write(fd: RawFd) {
+    let one = 1u64;
+    // SAFETY: the buffer is eight live bytes.
+    let _ = unsafe { libc::write(fd, (&raw const one).cast(), 8) };
+}
+
+/// Empties an eventfd that is known to be ringing.
+pub(crate) fn eventfd_read(fd: RawFd) {
+    let mut count = 0u64;
+    // SAFETY: the buffer is eight live bytes.
+    let _ = unsafe { libc::read(fd, (&raw mut count).cast(), 8) };
+}
+
+pub(crate) fn epoll_create() -> io::Result<OwnedFd> {
+    // SAFETY: takes plain numbers.
+    owned(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })
+}
+
+/// Adds a descriptor to an epoll set; `data` comes back with its events.
+pub(crate) fn epoll_add(epoll: RawFd, fd: RawFd, events: i32, data: u64) -> io::Result<()> {
+    let mut event = libc::epoll_event { events: events as u32, u64: data };
+    // SAFETY: the event is live.
+    match unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, fd, &raw mut event) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Takes a descriptor out of an epoll set, if it is in there.
+pub(crate) fn epoll_delete(epoll: RawFd, fd: RawFd) {
+    // SAFETY: no event is read for a deletion.
+    unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_DEL, fd, std::ptr::null_mut()) };
+}
+
+/// Waits at most `timeout_ms` (-1: without end) and returns how many of `events` were filled.
+pub(crate) fn epoll_wait(epoll: RawFd, events: &mut [libc::epoll_event], timeout_ms: i32) -> usize {
+    // SAFETY: the buffer is live and its length is passed with it.
+    let count =
+        unsafe { libc::epoll_wait(epoll, events.as_mut_ptr(), events.len() as i32, timeout_ms) };
+    // An interrupted wait is a wait that found nothing.
+    usize::try_from(count).unwrap_or(0)
+}
+
+fn msghdr(iovecs: &mut [libc::iovec]) -> libc::msghdr {
+    // SAFETY: a msghdr of zeroes is valid: no name, no vectors, no control data.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iovecs.as_mut_ptr();
+    message.msg_iovlen = iovecs.len() as _;
+    message
+}
+
+/// Sends what the socket takes at once of the bytes after the first `skip`.
+pub(crate) fn try_send(fd: RawFd, parts: &[Segment], skip: usize) -> Outcome {
+    let mut iovecs = IoVecs::new();
+    fill_iovecs(parts, skip, &mut iovecs);
+    let message = msghdr(&mut iovecs);
+    let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+    // SAFETY: the vectors describe segments that are borrowed, thus alive, during the call.
+    uninterrupted(|| unsafe { libc::sendmsg(fd, &raw const message, flags) })
+}
+
+/// Receives what is there at once.
+pub(crate) fn try_recv(fd: RawFd, into: &Segment) -> Outcome {
+    let (ptr, len) = (into.as_ptr().cast(), into.len());
+    // SAFETY: the segment is borrowed, thus alive, during the call.
+    uninterrupted(|| unsafe { libc::recv(fd, ptr, len, libc::MSG_DONTWAIT) })
+}
+
+/// Takes a connection that waits on a non-blocking listening socket.
+pub(crate) fn try_accept(fd: RawFd) -> Outcome {
+    let null = std::ptr::null_mut();
+    // SAFETY: no address is asked for.
+    uninterrupted(|| unsafe { libc::accept4(fd, null, null.cast(), libc::SOCK_CLOEXEC) as isize })
+}
+
+/// Reads only what needs no waiting (for the page cache: what is in it). EAGAIN when nothing is.
+pub(crate) fn read_nowait(fd: RawFd, offset: u64, into: &[Segment]) -> Outcome {
+    let mut iovecs = IoVecs::new();
+    fill_iovecs(into, 0, &mut iovecs);
+    let (ptr, count, at) = (iovecs.as_ptr(), iovecs.len() as i32, offset as i64);
+    // SAFETY: the vectors describe segments that are borrowed, thus alive, during the call.
+    uninterrupted(|| unsafe { libc::preadv2(fd, ptr, count, at, libc::RWF_NOWAIT) })
+}
+
+/// Does a file operation to its end, blocking this thread.
+pub(crate) fn run_file_op(op: &mut Op) -> Outcome {
+    loop {
+        match op.advance(file_call(op)?) {
+            None => (),
+            Some(outcome) => return outcome,
+        }
+    }
+}
+
+/// One system call of a file operation.
+fn file_call(op: &Op) -> Outcome {
+    let fd = op.fd.raw();
+    let mut iovecs = IoVecs::new();
+    fill_iovecs(op.segments.as_slice(), op.done, &mut iovecs);
+    let (ptr, count) = (iovecs.as_ptr(), iovecs.len() as i32);
+    let at = op.offset as i64 + op.done as i64;
+    // SAFETY: the vectors describe the segments of the operation, borrowed for the call; all else is numbers.
+    let call = || unsafe {
+        match op.kind {
+            Kind::Read => libc::preadv(fd, ptr, count, at),
+            Kind::Write => libc::pwritev(fd, ptr, count, at),
+            Kind::Sync => libc::fdatasync(fd) as isize,
+            Kind::Fallocate(mode) => {
+                libc::fallocate(fd, mode, op.offset as i64, op.len as i64) as isize
+            }
+            Kind::Truncate => libc::ftruncate(fd, op.len as i64) as isize,
+            Kind::Recv | Kind::Send | Kind::Accept => unreachable!("not a file operation"),
+        }
+    };
+    uninterrupted(call)
+}
+
+/// Closes a descriptor that nobody will ask for.
+pub(crate) fn close_unclaimed(fd: usize) {
+    // SAFETY: the kernel has just given this descriptor to an accept whose caller is gone.
+    drop(unsafe { OwnedFd::from_raw_fd(fd as RawFd) });
+}
+
+/// Sets O_NONBLOCK.
+pub(crate) fn set_nonblocking(fd: &impl AsRawFd) -> io::Result<()> {
+    let fd = fd.as_raw_fd();
+    // SAFETY: takes plain numbers.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    // SAFETY: as above.
+    if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lens(segments: &[Segment], skip: usize) -> Vec<usize> {
+        let mut out = IoVecs::new();
+        fill_iovecs(segments, skip, &mut out);
+        out.iter().map(|v| v.iov_len).collect()
+    }
+
+    #[test]
+    fn vectors_start_where_the_last_call_ended() {
+        let list = [Segment::zeroed(3), Segment::zeroed(5), Segment::zeroed(4)];
+        assert_eq!(lens(&list, 0), [3, 5, 4]);
+        assert_eq!(lens(&list, 3), [5, 4]);
+        assert_eq!(lens(&list, 7), [1, 4]);
+        assert_eq!(lens(&list, 12), [0; 0]);
+    }
+
+    #[test]
+    fn vectors_keep_to_the_kernels_limit() {
+        let segment = Segment::zeroed(1);
+        let list: Vec<_> = (0..MAX_IOVECS + 7).map(|_| segment.clone()).collect();
+        assert_eq!(lens(&list, 0).len(), MAX_IOVECS);
+        assert_eq!(lens(&list, MAX_IOVECS).len(), 7);
+    }
+}

@@ -1,0 +1,603 @@
+//! The reactor on io_uring: one ring for each worker, used by its thread only.
+//!
+//! Operations become entries in the submission queue and go to the kernel together, in the one system call of the
+//! worker's next [`Uring::turn`]. Each has a slot that stays where it is in memory until the completion has come:
+//! vectors and message headers lie in the slot, buffers and file are owned by it. File operations in flight are
+//! bounded, the rest waits in a backlog; socket operations are not, for an idle connection must not take a place
+//! from them. Needs Linux 5.11 (EXT_ARG, NODROP); everything newer is used where it is there.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use io_uring::squeue::Flags;
+use io_uring::types::{self, SubmitArgs, Timespec};
+use io_uring::{IoUring, Probe, opcode, squeue};
+use spile_mem::Pool;
+
+use crate::fd::{Fd, TABLE_FILES};
+use crate::op::{Kind, Op, Outcome, Started};
+use crate::shared::Shared;
+use crate::sys::{self, IoVecs};
+
+const SQ_ENTRIES: u32 = 256;
+/// Room for every file operation and then some thousand sockets; beyond it the kernel keeps completions for us.
+const CQ_ENTRIES: u32 = 4096;
+/// File operations in the kernel at once.
+const MAX_FILE_OPS: usize = 1024;
+/// The part of the pool's arena that is registered: chunks are carved from its start and used again last in first
+/// out, so a little covers most. It is pinned memory, hence counted against RLIMIT_MEMLOCK.
+const REGISTERED_BYTES: usize = 8 << 20;
+const LEAST_REGISTERED_BYTES: usize = 1 << 20;
+
+const DOORBELL: u64 = u64::MAX;
+const CANCELLED: u64 = u64::MAX - 1;
+
+pub(crate) struct Uring {
+    ring: IoUring,
+    shared: Arc<Shared>,
+    pool: Pool,
+    #[expect(
+        clippy::vec_box,
+        reason = "the kernel holds addresses inside the slots: they must not move"
+    )]
+    slots: Vec<Box<Slot>>,
+    free: Vec<u32>,
+    /// Operations in the kernel, also those that nobody waits for any more.
+    in_flight: usize,
+    file_ops: usize,
+    backlog: VecDeque<u64>,
+    /// Entries that found the submission queue full.
+    unqueued: VecDeque<squeue::Entry>,
+    reaped: Vec<(u64, i32)>,
+    /// Where the kernel puts the eventfd's count.
+    doorbell: Box<u64>,
+    doorbell_armed: bool,
+    files: FileTable,
+    buffer: Registered,
+    has_truncate: bool,
+}
+
+/// The ring's table of registered files: which file is at which index, by [`Fd::id`].
+struct FileTable {
+    ids: Vec<u64>,
+    /// Cleared by the first refusal; files are then used as they are.
+    usable: bool,
+}
+
+/// The registered part of the arena.
+enum Registered {
+    NotTried,
+    Refused,
+    Range { base: usize, len: usize },
+}
+
+struct Slot {
+    generation: u32,
+    state: State,
+    op: Option<Op>,
+    iovecs: IoVecs,
+    message: libc::msghdr,
+    /// The kernel could not go on without waiting: let it wait on a thread of its own.
+    force_async: bool,
+}
+
+enum State {
+    Free,
+    Waits(Waker),
+    Ended(Outcome),
+    Abandoned,
+}
+
+/// Calls the builder `$make` with the operation's file, registered or not.
+macro_rules! with_target {
+    ($target:expr, $fd:ident => $make:expr) => {
+        match $target {
+            Target::Fixed(index) => {
+                let $fd = types::Fixed(index);
+                $make.build()
+            }
+            Target::Plain(raw) => {
+                let $fd = types::Fd(raw);
+                $make.build()
+            }
+        }
+    };
+}
+
+#[derive(Clone, Copy)]
+enum Target {
+    Fixed(u32),
+    Plain(i32),
+}
+
+fn key_of(index: u32, generation: u32) -> u64 {
+    u64::from(generation) << 32 | u64::from(index)
+}
+
+fn index_of(key: u64) -> usize {
+    key as u32 as usize
+}
+
+/// Sets up a ring with as much as this kernel has, from the newest features to none.
+fn build_ring(entries: u32) -> io::Result<IoUring> {
+    type Tier = fn(&mut io_uring::Builder) -> &mut io_uring::Builder;
+    let tiers: [Tier; 4] = [
+        |b| b.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_submit_all(),
+        |b| b.setup_coop_taskrun().setup_taskrun_flag().setup_submit_all(),
+        |b| b.setup_submit_all(),
+        |b| b,
+    ];
+    let mut refused = io::Error::from_raw_os_error(libc::ENOSYS);
+    for tier in tiers {
+        let mut builder = IoUring::builder();
+        builder.setup_clamp().setup_cqsize(CQ_ENTRIES.max(entries));
+        tier(&mut builder);
+        match builder.build(entries) {
+            Ok(ring) => return Ok(ring),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(refused)
+}
+
+fn check_features(ring: &IoUring) -> io::Result<()> {
+    let params = ring.params();
+    if params.is_feature_ext_arg() && params.is_feature_nodrop() {
+        return Ok(());
+    }
+    Err(io::Error::new(
+        io::ErrorKind::Unsupported,
+        "this kernel's io_uring is older than Linux 5.11",
+    ))
+}
+
+fn has_opcode(ring: &IoUring, code: u8) -> bool {
+    let mut probe = Probe::new();
+    ring.submitter().register_probe(&mut probe).is_ok() && probe.is_supported(code)
+}
+
+impl Uring {
+    /// Finds out whether io_uring can be used at all.
+    pub(crate) fn probe() -> io::Result<()> {
+        check_features(&build_ring(8)?)
+    }
+
+    pub(crate) fn new(shared: Arc<Shared>, pool: Pool) -> io::Result<Self> {
+        let ring = build_ring(SQ_ENTRIES)?;
+        check_features(&ring)?;
+        let usable = ring.submitter().register_files_sparse(TABLE_FILES).is_ok();
+        let has_truncate = has_opcode(&ring, opcode::Ftruncate::CODE);
+        let mut this = Self {
+            ring,
+            shared,
+            pool,
+            slots: Vec::new(),
+            free: Vec::new(),
+            in_flight: 0,
+            file_ops: 0,
+            backlog: VecDeque::new(),
+            unqueued: VecDeque::new(),
+            reaped: Vec::new(),
+            doorbell: Box::new(0),
+            doorbell_armed: false,
+            files: FileTable { ids: vec![0; TABLE_FILES as usize], usable },
+            buffer: Registered::NotTried,
+            has_truncate,
+        };
+        this.arm_doorbell();
+        Ok(this)
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.in_flight == 0 && self.backlog.is_empty()
+    }
+
+    pub(crate) fn start(&mut self, mut op: Op, waker: &Waker) -> Started {
+        let kind = op.kind;
+        if kind == Kind::Truncate && !self.has_truncate {
+            // The rare operation that older rings lack: done at once, on this thread.
+            return Started::Ended(sys::run_file_op(&mut op));
+        }
+        let key = self.occupy(op, waker);
+        if kind.is_file() && self.file_ops >= MAX_FILE_OPS {
+            self.backlog.push_back(key);
+        } else {
+            self.launch(key, kind);
+        }
+        Started::Waits(key)
+    }
+
+    /// Takes a free slot, or makes one more.
+    fn occupy(&mut self, op: Op, waker: &Waker) -> u64 {
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Box::new(Slot::new()));
+            self.slots.len() as u32 - 1
+        });
+        let slot = &mut self.slots[index as usize];
+        slot.state = State::Waits(waker.clone());
+        slot.op = Some(op);
+        slot.force_async = false;
+        key_of(index, slot.generation)
+    }
+
+    fn launch(&mut self, key: u64, kind: Kind) {
+        self.in_flight += 1;
+        self.file_ops += usize::from(kind.is_file());
+        self.submit(key);
+    }
+
+    /// Queues the next part of an operation.
+    fn submit(&mut self, key: u64) {
+        let slot = &mut self.slots[index_of(key)];
+        let op = slot.op.as_ref().expect("an operation in flight is in its slot");
+        if op.fd.direct {
+            self.buffer.register_once(&self.ring, &self.pool);
+        }
+        let target = self.files.target(&self.ring, &self.shared, &op.fd);
+        let fixed = op.fd.direct && self.buffer.covers(op);
+        let mut entry = slot.entry(target, fixed).user_data(key);
+        if slot.force_async {
+            entry = entry.flags(Flags::ASYNC);
+        }
+        self.push(entry);
+    }
+
+    fn push(&mut self, entry: squeue::Entry) {
+        self.shared.counters.submitted(1);
+        // SAFETY: what the entry points to lies in a boxed slot, in segments that the slot's operation owns, or in
+        // the boxed doorbell; all stay until the completion is reaped (and `drop` leaks what is not reaped).
+        let full = unsafe { self.ring.submission().push(&entry) }.is_err();
+        if full {
+            self.unqueued.push_back(entry);
+        }
+    }
+
+    /// Moves entries that found the queue full into it, as far as they fit.
+    fn requeue(&mut self) {
+        let mut queue = self.ring.submission();
+        while let Some(entry) = self.unqueued.pop_front() {
+            // SAFETY: as in `push`.
+            if unsafe { queue.push(&entry) }.is_err() {
+                self.unqueued.push_front(entry);
+                return;
+            }
+        }
+    }
+
+    fn arm_doorbell(&mut self) {
+        self.doorbell_armed = true;
+        let fd = types::Fd(self.shared.event.as_raw_fd());
+        let entry = opcode::Read::new(fd, (&raw mut *self.doorbell).cast(), 8).build();
+        self.push(entry.user_data(DOORBELL));
+    }
+
+    pub(crate) fn poll(&mut self, key: u64, waker: &Waker) -> Poll<Outcome> {
+        let slot = &mut self.slots[index_of(key)];
+        match &mut slot.state {
+            State::Waits(old) => {
+                old.clone_from(waker);
+                Poll::Pending
+            }
+            State::Ended(outcome) => {
+                let outcome = *outcome;
+                self.release(key);
+                Poll::Ready(outcome)
+            }
+            State::Free | State::Abandoned => unreachable!("this operation has no future"),
+        }
+    }
+
+    pub(crate) fn abandon(&mut self, key: u64) {
+        let slot = &mut self.slots[index_of(key)];
+        if let State::Ended(outcome) = slot.state {
+            slot.close_unclaimed(outcome);
+            return self.release(key);
+        }
+        slot.state = State::Abandoned;
+        // A file operation ends by itself; a peer may keep a socket's waiting for ever.
+        if slot.op.as_ref().is_some_and(|op| !op.kind.is_file()) {
+            self.push(opcode::AsyncCancel::new(key).build().user_data(CANCELLED));
+        }
+    }
+
+    fn release(&mut self, key: u64) {
+        let slot = &mut self.slots[index_of(key)];
+        slot.generation = slot.generation.wrapping_add(1);
+        slot.state = State::Free;
+        slot.op = None;
+        self.free.push(key as u32);
+    }
+
+    /// Lets go of a file that is gone everywhere else.
+    pub(crate) fn forget(&mut self, id: u64, table_index: Option<u32>) {
+        if let Some(index) = table_index {
+            self.files.forget(&self.ring, id, index);
+        }
+    }
+
+    /// Submits what is queued and reaps what has ended; with `wait` it sleeps until there is something to reap.
+    pub(crate) fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
+        self.requeue();
+        // While entries wait for room, sleeping would leave them there.
+        let wait = wait.filter(|_| self.unqueued.is_empty());
+        if wait.is_some() || self.needs_enter() {
+            self.enter(wait);
+        }
+        self.reap(woken);
+    }
+
+    fn needs_enter(&mut self) -> bool {
+        let queue = self.ring.submission();
+        !queue.is_empty() || queue.taskrun() || queue.cq_overflow()
+    }
+
+    fn enter(&mut self, wait: Option<Option<Duration>>) {
+        self.shared.counters.enter();
+        let submitter = self.ring.submitter();
+        let result = match wait {
+            None => submitter.submit(),
+            Some(None) => submitter.submit_and_wait(1),
+            Some(Some(left)) => {
+                let left = Timespec::from(left);
+                submitter.submit_with_args(1, &SubmitArgs::new().timespec(&left))
+            }
+        };
+        match result.map_err(|error| (error.raw_os_error(), error)) {
+            // The time is over; a signal; completions to reap first. The worker's loop comes again.
+            Ok(_) | Err((Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN), _)) => (),
+            Err((_, error)) => panic!("io_uring_enter failed: {error}"),
+        }
+    }
+
+    fn reap(&mut self, woken: &mut Vec<Waker>) {
+        let mut reaped = std::mem::take(&mut self.reaped);
+        reaped.extend(self.ring.completion().map(|entry| (entry.user_data(), entry.result())));
+        self.shared.counters.completed(reaped.len() as u64);
+        for (key, result) in reaped.drain(..) {
+            match key {
+                DOORBELL => self.arm_doorbell(),
+                CANCELLED => (),
+                key => self.complete(key, result, woken),
+            }
+        }
+        self.reaped = reaped;
+    }
+
+    /// Takes the kernel's answer to one entry: the end of the operation, or its next part.
+    fn complete(&mut self, key: u64, result: i32, woken: &mut Vec<Waker>) {
+        let slot = &mut self.slots[index_of(key)];
+        let op = slot.op.as_mut().expect("an operation in flight is in its slot");
+        let outcome = match usize::try_from(result) {
+            Ok(count) => op.advance(count),
+            Err(_) => match -result {
+                libc::EINTR => None,
+                libc::EAGAIN => {
+                    slot.force_async = op.kind.is_file();
+                    None
+                }
+                errno => Some(Err(errno)),
+            },
+        };
+        match outcome {
+            Some(outcome) => self.finish(key, outcome, woken),
+            None if matches!(slot.state, State::Abandoned) => {
+                self.finish(key, Err(libc::ECANCELED), woken);
+            }
+            None => self.submit(key),
+        }
+    }
+
+    fn finish(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
+        let slot = &mut self.slots[index_of(key)];
+        let op = slot.op.as_ref().expect("an operation in flight is in its slot");
+        let is_file = op.kind.is_file();
+        if let (Kind::Sync, Err(errno)) = (op.kind, outcome) {
+            op.fd.note_sync(errno);
+        }
+        match std::mem::replace(&mut slot.state, State::Ended(outcome)) {
+            State::Waits(waker) => woken.push(waker),
+            _ => {
+                slot.close_unclaimed(outcome);
+                self.release(key);
+            }
+        }
+        self.in_flight -= 1;
+        if is_file {
+            self.file_ops -= 1;
+            self.launch_next();
+        }
+    }
+
+    /// Starts the next of the backlog that somebody still waits for.
+    fn launch_next(&mut self) {
+        while let Some(key) = self.backlog.pop_front() {
+            let slot = &self.slots[index_of(key)];
+            match (&slot.state, &slot.op) {
+                (State::Waits(_), Some(op)) => {
+                    let kind = op.kind;
+                    return self.launch(key, kind);
+                }
+                _ => self.release(key),
+            }
+        }
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        if self.in_flight > 0 {
+            // Only when the worker's loop itself has panicked: better to lose the memory than to free it under
+            // the kernel's hands.
+            std::mem::forget(std::mem::take(&mut self.slots));
+        }
+        if self.doorbell_armed {
+            // The read is cancelled when the ring is closed, but that may take effect after this drop.
+            std::mem::forget(std::mem::take(&mut self.doorbell));
+        }
+    }
+}
+
+impl Slot {
+    fn new() -> Self {
+        Self {
+            generation: 0,
+            state: State::Free,
+            op: None,
+            iovecs: IoVecs::new(),
+            // SAFETY: a msghdr of zeroes is valid: no name, no vectors, no control data.
+            message: unsafe { std::mem::zeroed() },
+            force_async: false,
+        }
+    }
+
+    /// An accepted connection that nobody takes is closed.
+    fn close_unclaimed(&self, outcome: Outcome) {
+        if let (Some(Kind::Accept), Ok(fd)) = (self.op.as_ref().map(|op| op.kind), outcome) {
+            sys::close_unclaimed(fd);
+        }
+    }
+
+    /// The entry for what is left of the operation.
+    fn entry(&mut self, target: Target, fixed: bool) -> squeue::Entry {
+        let op = self.op.as_ref().expect("an operation in flight is in its slot");
+        match op.kind {
+            Kind::Read | Kind::Write => self.transfer(target, fixed),
+            Kind::Send => self.send(target),
+            Kind::Recv => {
+                let segment = &op.segments.as_slice()[0];
+                let (ptr, len) = (segment.as_ptr(), segment.len().min(sys::MAX_TRANSFER) as u32);
+                with_target!(target, fd => opcode::Recv::new(fd, ptr, len))
+            }
+            Kind::Accept => {
+                let (null, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC);
+                with_target!(target, fd => opcode::Accept::new(fd, null, null.cast()).flags(flags))
+            }
+            Kind::Sync => {
+                let flags = types::FsyncFlags::DATASYNC;
+                with_target!(target, fd => opcode::Fsync::new(fd).flags(flags))
+            }
+            Kind::Fallocate(mode) => {
+                let (offset, len) = (op.offset, op.len);
+                with_target!(target, fd => opcode::Fallocate::new(fd, len).offset(offset).mode(mode))
+            }
+            Kind::Truncate => {
+                let len = op.len;
+                with_target!(target, fd => opcode::Ftruncate::new(fd, len))
+            }
+        }
+    }
+
+    fn transfer(&mut self, target: Target, fixed: bool) -> squeue::Entry {
+        let op = self.op.as_ref().expect("an operation in flight is in its slot");
+        let is_read = op.kind == Kind::Read;
+        let at = op.offset + op.done as u64;
+        sys::fill_iovecs(op.segments.as_slice(), op.done, &mut self.iovecs);
+        if let [one] = self.iovecs.as_slice() {
+            let (ptr, len) = (one.iov_base.cast::<u8>(), one.iov_len as u32);
+            return match (is_read, fixed) {
+                (true, true) => {
+                    with_target!(target, fd => opcode::ReadFixed::new(fd, ptr, len, 0).offset(at))
+                }
+                (true, false) => {
+                    with_target!(target, fd => opcode::Read::new(fd, ptr, len).offset(at))
+                }
+                (false, true) => {
+                    with_target!(target, fd => opcode::WriteFixed::new(fd, ptr, len, 0).offset(at))
+                }
+                (false, false) => {
+                    with_target!(target, fd => opcode::Write::new(fd, ptr, len).offset(at))
+                }
+            };
+        }
+        let (ptr, count) = (self.iovecs.as_ptr(), self.iovecs.len() as u32);
+        if is_read {
+            with_target!(target, fd => opcode::Readv::new(fd, ptr, count).offset(at))
+        } else {
+            with_target!(target, fd => opcode::Writev::new(fd, ptr, count).offset(at))
+        }
+    }
+
+    fn send(&mut self, target: Target) -> squeue::Entry {
+        let op = self.op.as_ref().expect("an operation in flight is in its slot");
+        sys::fill_iovecs(op.segments.as_slice(), op.done, &mut self.iovecs);
+        // The kernel itself goes on after a part, where it is new enough.
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+        if let [one] = self.iovecs.as_slice() {
+            let (ptr, len) = (one.iov_base.cast::<u8>(), one.iov_len as u32);
+            return with_target!(target, fd => opcode::Send::new(fd, ptr, len).flags(flags));
+        }
+        self.message.msg_iov = self.iovecs.as_mut_ptr();
+        self.message.msg_iovlen = self.iovecs.len() as _;
+        let message = &raw const self.message;
+        with_target!(target, fd => opcode::SendMsg::new(fd, message).flags(flags as u32))
+    }
+}
+
+impl FileTable {
+    /// How an entry names the file: by its index in the table, putting it there first if it can be.
+    fn target(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd) -> Target {
+        match fd.table_index {
+            Some(index) if self.ids[index as usize] == fd.id => Target::Fixed(index),
+            Some(index) if self.usable => self.register(ring, shared, fd, index),
+            _ => Target::Plain(fd.raw()),
+        }
+    }
+
+    fn register(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd, index: u32) -> Target {
+        self.usable = ring.submitter().register_files_update(index, &[fd.raw()]).is_ok();
+        if !self.usable {
+            return Target::Plain(fd.raw());
+        }
+        self.ids[index as usize] = fd.id;
+        fd.known_to(shared);
+        Target::Fixed(index)
+    }
+
+    /// Empties the index, unless another file has it by now.
+    fn forget(&mut self, ring: &IoUring, id: u64, index: u32) {
+        let entry = &mut self.ids[index as usize];
+        if *entry == id {
+            *entry = 0;
+            // It can fail only for want of memory, and then the file stays open until the worker ends.
+            let _ = ring.submitter().register_files_update(index, &[-1]);
+        }
+    }
+}
+
+impl Registered {
+    /// Registers the arena's first part when direct I/O first comes up: without it there is nothing to win, and
+    /// pinning takes memory from the system. Halves the part until it is within the limits of this process.
+    fn register_once(&mut self, ring: &IoUring, pool: &Pool) {
+        if !matches!(self, Self::NotTried) {
+            return;
+        }
+        *self = Self::Refused;
+        let (_, base, arena_len) = pool.arena();
+        let mut len = REGISTERED_BYTES.min(arena_len);
+        while len >= LEAST_REGISTERED_BYTES {
+            let part = [libc::iovec { iov_base: base.cast(), iov_len: len }];
+            // SAFETY: the reactor holds the pool, and with it the arena, for longer than the ring.
+            if unsafe { ring.submitter().register_buffers(&part) }.is_ok() {
+                *self = Self::Range { base: base as usize, len };
+                return;
+            }
+            len /= 2;
+        }
+    }
+
+    /// True when the operation's only segment lies wholly in the registered part.
+    fn covers(&self, op: &Op) -> bool {
+        match (self, op.segments.as_slice()) {
+            (Self::Range { base, len }, [one]) => {
+                let start = one.as_ptr() as usize;
+                start >= *base && start + one.len() <= base + len
+            }
+            _ => false,
+        }
+    }
+}

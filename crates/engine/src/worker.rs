@@ -1,0 +1,291 @@
+//! A worker: one thread with a reactor and a single-threaded executor.
+//!
+//! The loop: take what other threads sent → run the ready tasks (a bounded batch) → let the reactor submit
+//! everything that came up in one system call, which waits only when nothing is runnable → wake the tasks whose
+//! operations have ended. Nothing is timed unless a task sleeps.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use async_task::Runnable;
+use spile_mem::Pool;
+
+use crate::file_pool::FilePool;
+use crate::op::{Op, Outcome, Started};
+use crate::shared::{Message, Shared};
+use crate::threads::Threads;
+use crate::time::Timers;
+use crate::uring::Uring;
+
+/// Tasks polled before the reactor gets its turn, so that a busy task cannot hold up completions.
+const BATCH: usize = 256;
+
+thread_local! {
+    static WORKER: RefCell<Option<Rc<Worker>>> = const { RefCell::new(None) };
+}
+
+/// The two reactors behind one face.
+pub(crate) enum Reactor {
+    Uring(Box<Uring>),
+    Threads(Box<Threads>),
+}
+
+impl Reactor {
+    /// Starts an operation; the answer comes to `waker`.
+    pub(crate) fn start(&mut self, op: Op, waker: &Waker) -> Started {
+        match self {
+            Self::Uring(r) => r.start(op, waker),
+            Self::Threads(r) => r.start(op, waker),
+        }
+    }
+
+    /// The outcome of an operation, once.
+    pub(crate) fn poll(&mut self, key: u64, waker: &Waker) -> Poll<Outcome> {
+        match self {
+            Self::Uring(r) => r.poll(key, waker),
+            Self::Threads(r) => r.poll(key, waker),
+        }
+    }
+
+    /// Nobody waits for this operation any more.
+    pub(crate) fn abandon(&mut self, key: u64) {
+        match self {
+            Self::Uring(r) => r.abandon(key),
+            Self::Threads(r) => r.abandon(key),
+        }
+    }
+
+    /// Submits and reaps; with `wait` it sleeps until something happens or the time is over.
+    fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
+        match self {
+            Self::Uring(r) => r.turn(wait, woken),
+            Self::Threads(r) => r.turn(wait, woken),
+        }
+    }
+
+    fn forget(&mut self, id: u64, table_index: Option<u32>) {
+        match self {
+            Self::Uring(r) => r.forget(id, table_index),
+            Self::Threads(r) => r.forget(id),
+        }
+    }
+
+    fn done(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
+        if let Self::Threads(r) = self {
+            r.done(key, outcome, woken);
+        }
+    }
+
+    /// True when nothing is in flight.
+    fn is_idle(&self) -> bool {
+        match self {
+            Self::Uring(r) => r.is_idle(),
+            Self::Threads(r) => r.is_idle(),
+        }
+    }
+}
+
+pub(crate) struct Worker {
+    pub(crate) shared: Arc<Shared>,
+    ready: RefCell<VecDeque<Runnable>>,
+    /// Tasks that gave way: woken after the reactor's next turn.
+    pub(crate) yielded: RefCell<Vec<Waker>>,
+    pub(crate) timers: RefCell<Timers>,
+    tasks: Cell<usize>,
+    // The reactor goes before the pool, whose arena it may have registered.
+    pub(crate) reactor: RefCell<Reactor>,
+    pool: Pool,
+}
+
+impl Worker {
+    /// Makes the reactor; to be called on the worker's own thread. With `files` it is a threads reactor.
+    pub(crate) fn new(
+        index: usize,
+        files: Option<Arc<FilePool>>,
+        pool_bytes: usize,
+    ) -> std::io::Result<Self> {
+        let pool = Pool::new(pool_bytes)?;
+        let (shared, reactor) = match files {
+            Some(files) => {
+                let shared = Arc::new(Shared::new(index, Some(crate::sys::epoll_create()?))?);
+                let threads = Threads::new(shared.clone(), files)?;
+                (shared, Reactor::Threads(Box::new(threads)))
+            }
+            None => {
+                let shared = Arc::new(Shared::new(index, None)?);
+                let uring = Uring::new(shared.clone(), pool.clone())?;
+                (shared, Reactor::Uring(Box::new(uring)))
+            }
+        };
+        Ok(Self {
+            shared,
+            ready: RefCell::default(),
+            yielded: RefCell::default(),
+            timers: RefCell::default(),
+            tasks: Cell::new(0),
+            reactor: RefCell::new(reactor),
+            pool,
+        })
+    }
+
+    /// Runs until asked to stop and without a task.
+    pub(crate) fn run(self) {
+        let worker = Rc::new(self);
+        WORKER.with(|slot| *slot.borrow_mut() = Some(worker.clone()));
+        let mut inbox = VecDeque::new();
+        let mut woken = Vec::new();
+        while !worker.is_over() {
+            worker.take_messages(&mut inbox, &mut woken);
+            worker.run_ready();
+            worker.turn(&mut woken);
+        }
+        // Before the thread's own tear-down, whose order is not ours to choose.
+        let last = WORKER.with(|slot| slot.borrow_mut().take());
+        drop(last);
+    }
+
+    fn is_over(&self) -> bool {
+        self.shared.is_stopping()
+            && self.tasks.get() == 0
+            && self.reactor.borrow().is_idle()
+            && self.shared.close()
+    }
+
+    fn take_messages(&self, inbox: &mut VecDeque<Message>, woken: &mut Vec<Waker>) {
+        self.shared.take(inbox);
+        for message in inbox.drain(..) {
+            match message {
+                Message::Run(runnable) => self.ready.borrow_mut().push_back(runnable),
+                Message::Call(call) => guarded(call),
+                Message::Done(key, outcome) => {
+                    self.reactor.borrow_mut().done(key, outcome, woken);
+                }
+                Message::Forget { id, table_index } => {
+                    self.reactor.borrow_mut().forget(id, table_index);
+                }
+            }
+        }
+        wake_all(woken);
+    }
+
+    fn run_ready(&self) {
+        let mut polled = 0;
+        while polled < BATCH {
+            let Some(runnable) = self.ready.borrow_mut().pop_front() else { break };
+            polled += 1;
+            guarded(|| {
+                runnable.run();
+            });
+        }
+        self.shared.counters.polled(polled as u64);
+    }
+
+    fn turn(&self, woken: &mut Vec<Waker>) {
+        woken.append(&mut self.yielded.borrow_mut());
+        let runnable = !woken.is_empty() || !self.ready.borrow().is_empty() || self.may_end();
+        let wait = if runnable || !self.shared.prepare_sleep() {
+            None
+        } else {
+            self.shared.counters.slept();
+            Some(self.timers.borrow().time_left())
+        };
+        self.reactor.borrow_mut().turn(wait, woken);
+        self.shared.awake();
+        self.timers.borrow_mut().expire(woken);
+        wake_all(woken);
+    }
+
+    /// True when only the end is left to come, so that the loop must look and not sleep.
+    fn may_end(&self) -> bool {
+        self.shared.is_stopping() && self.tasks.get() == 0 && self.reactor.borrow().is_idle()
+    }
+
+    fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+        self.tasks.set(self.tasks.get() + 1);
+        let guard = TaskGuard;
+        let counted = async move {
+            let _guard = guard;
+            future.await;
+        };
+        let shared = self.shared.clone();
+        let (runnable, task) =
+            async_task::spawn_local(counted, move |runnable| shared.schedule(runnable));
+        task.detach();
+        runnable.schedule();
+    }
+}
+
+/// Counts a task out, however it ends.
+struct TaskGuard;
+
+impl Drop for TaskGuard {
+    fn drop(&mut self) {
+        try_with(|w| w.tasks.set(w.tasks.get() - 1));
+    }
+}
+
+/// A panic ends its task only. The panic hook has reported it by then.
+fn guarded(call: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(call)).is_err() {
+        tracing::error!("a task panicked; its worker goes on");
+    }
+}
+
+/// Wakes outside any borrow: a waker may run code of its owner.
+fn wake_all(woken: &mut Vec<Waker>) {
+    woken.drain(..).for_each(Waker::wake);
+}
+
+/// Calls `f` with this thread's worker; `None` when the thread is no worker.
+pub(crate) fn try_with<R>(f: impl FnOnce(&Worker) -> R) -> Option<R> {
+    WORKER.try_with(|slot| slot.try_borrow().ok().and_then(|w| w.as_deref().map(f))).ok().flatten()
+}
+
+/// Calls `f` with this thread's worker.
+///
+/// # Panics
+/// When this thread is no worker.
+pub(crate) fn with<R>(f: impl FnOnce(&Worker) -> R) -> R {
+    try_with(f).expect("this belongs inside a task on a worker of the engine")
+}
+
+/// Puts a woken task into its worker's own queue; gives it back when this is another thread.
+pub(crate) fn push_local(shared: &Shared, runnable: Runnable) -> Result<(), Runnable> {
+    let mut runnable = Some(runnable);
+    try_with(|w| {
+        if std::ptr::eq(Arc::as_ptr(&w.shared), shared) {
+            w.ready.borrow_mut().extend(runnable.take());
+        }
+    });
+    runnable.map_or(Ok(()), Err)
+}
+
+/// Runs a future on this worker, detached. A panic in it ends only itself.
+///
+/// # Panics
+/// Outside a worker.
+pub fn spawn(future: impl Future<Output = ()> + 'static) {
+    with(|w| w.spawn(future));
+}
+
+/// The number of this worker, counted from 0.
+///
+/// # Panics
+/// Outside a worker.
+pub fn current_worker() -> usize {
+    with(|w| w.shared.index)
+}
+
+/// This worker's buffer pool.
+///
+/// # Panics
+/// Outside a worker.
+pub fn pool() -> Pool {
+    with(|w| w.pool.clone())
+}

@@ -1,0 +1,75 @@
+//! What all tests of the engine share: each test is a function of a running engine, run with both reactors.
+#![allow(dead_code, reason = "each test program uses its part")]
+
+use std::path::PathBuf;
+
+use spile_core::{Segment, Segments, StoreOffset};
+use spile_engine::{AnyStore, CacheMode, Config, Engine, EngineKind, FileStore, OsFiles};
+use tempfile::TempDir;
+
+pub const KIB: usize = 1 << 10;
+pub const MIB: usize = 1 << 20;
+
+/// Makes a module for each reactor with a test for each function.
+#[macro_export]
+macro_rules! both_engines {
+    ($($name:ident),* $(,)?) => {
+        mod uring {
+            $(#[test] fn $name() { $crate::common::run("uring", super::$name); })*
+        }
+        mod threads {
+            $(#[test] fn $name() { $crate::common::run("threads", super::$name); })*
+        }
+    };
+}
+
+/// Runs one test on an engine of two workers, and ends the engine.
+pub fn run(kind: &str, test: fn(&Engine)) {
+    let kind: EngineKind = kind.parse().unwrap();
+    let config = Config { kind, workers: 2, pool_bytes: 16 * MIB };
+    match Engine::start(config) {
+        Ok(engine) => {
+            assert_eq!(engine.kind(), kind);
+            test(&engine);
+            engine.shutdown();
+        }
+        Err(error) if kind == EngineKind::Uring => eprintln!("skipped: {error}"),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// A folder on the disk that the sources are on, where direct I/O works more often than in /tmp.
+pub fn folder() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// A new file of `len` bytes with a pattern, opened for direct I/O.
+pub fn patterned(len: usize) -> (TempDir, PathBuf, FileStore) {
+    let dir = folder();
+    let path = dir.path().join("disk");
+    std::fs::write(&path, pattern(0, len)).unwrap();
+    let mode = spile_core::OpenMode::ReadWrite;
+    let store = FileStore::open(&path, mode, CacheMode::Direct).unwrap();
+    (dir, path, store)
+}
+
+/// A new empty file.
+pub fn created(len: u64, cache: CacheMode) -> (TempDir, AnyStore) {
+    let dir = folder();
+    let store = OsFiles::new(cache).create(&dir.path().join("disk"), len).unwrap();
+    (dir, store)
+}
+
+/// The byte every position has: each 4 KiB differs from its neighbours.
+pub fn pattern(start: usize, len: usize) -> Vec<u8> {
+    (start..start + len).map(|at| (at / 4096 * 31 + at % 251) as u8).collect()
+}
+
+pub fn at(offset: usize) -> StoreOffset {
+    StoreOffset(offset as u64)
+}
+
+/// Zeroed segments of these lengths.
+pub fn segments(lens: &[usize]) -> Segments {
+    lens.iter().map(|&len| Segment::zeroed(len)).collect()
+}

@@ -1,0 +1,213 @@
+//! One connection from its first byte to its last: handshake, perhaps TLS, requests, the end.
+//!
+//! Two tasks see it through: [`serve`] talks; a watcher beside it ends the talk from outside, by shutting the
+//! socket down, when the handshake takes too long or the server stops. So no receive is ever cancelled.
+
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_engine::{Socket, sleep, spawn};
+
+use crate::intake::take_requests;
+use crate::negotiate::{self, Negotiator, Next, TlsMode};
+use crate::outflow::send_replies;
+use crate::server::Shared;
+use crate::session::Session;
+use crate::signal::{Level, Signal};
+use crate::tls::Tls;
+use crate::transport::{Inbound, Transport};
+use crate::wire::handshake::OPTION_HEADER_BYTES;
+
+/// How far a connection has come, for its watcher.
+#[derive(Default)]
+struct Life {
+    negotiated: Cell<bool>,
+    over: Cell<bool>,
+    changed: Signal,
+}
+
+impl Life {
+    fn set(&self, what: &Cell<bool>) {
+        what.set(true);
+        self.changed.notify();
+    }
+}
+
+/// Serves the connected socket `fd` to its end.
+pub(crate) async fn serve<D: Disk>(server: Arc<Shared<D>>, fd: OwnedFd) {
+    prepare(&fd);
+    let socket = match Socket::from_fd(fd) {
+        Ok(socket) => socket,
+        Err(error) => return tracing::debug!(%error, "NBD: unusable connection"),
+    };
+    let transport = Rc::new(Transport::plain(socket));
+    let life = Rc::new(Life::default());
+    spawn(watch(server.clone(), transport.clone(), life.clone()));
+    if let Err(error) = talk(&server, &transport, &life).await {
+        tracing::debug!(%error, "NBD: connection ended");
+    }
+    transport.close().await;
+    life.set(&life.over);
+}
+
+/// TCP: no waiting to fill a packet, and a peer that has vanished is noticed one day. Neither is needed.
+fn prepare(fd: &OwnedFd) {
+    let _ = rustix::net::sockopt::set_tcp_nodelay(fd, true);
+    let _ = rustix::net::sockopt::set_socket_keepalive(fd, true);
+}
+
+async fn talk<D: Disk>(
+    server: &Arc<Shared<D>>,
+    transport: &Rc<Transport>,
+    life: &Life,
+) -> Result<()> {
+    let mut inbound = Inbound::new();
+    let Some(agreed) = negotiate(server, transport, &mut inbound).await? else { return Ok(()) };
+    life.set(&life.negotiated);
+    let session = Session::new(server.clone(), agreed, transport.clone());
+    session.metrics().connections.fetch_add(1, Ordering::Relaxed);
+    spawn(send_replies(session.clone()));
+    let result = take_requests(&session, &mut inbound).await;
+    drop(inbound);
+    session.drained().await;
+    session.end();
+    session.metrics().connections.fetch_sub(1, Ordering::Relaxed);
+    result
+}
+
+/// The handshake; `None` when it ended without an export.
+async fn negotiate<D: Disk>(
+    server: &Shared<D>,
+    transport: &Transport,
+    inbound: &mut Inbound,
+) -> Result<Option<negotiate::Session>> {
+    let mut out = Vec::new();
+    let mut negotiator = Negotiator::new(server.offers.clone(), server.tls_mode(), &mut out);
+    loop {
+        send_all(transport, &mut out).await?;
+        let needed = negotiator.bytes_needed(&inbound.peek(OPTION_HEADER_BYTES));
+        if inbound.len() < needed {
+            if !inbound.fill(transport).await? {
+                return Ok(None);
+            }
+            continue;
+        }
+        let Some(step) = negotiator.step(&inbound.peek(usize::MAX), &mut out) else { continue };
+        inbound.consume(step.consumed);
+        match step.next {
+            Next::Continue => {}
+            Next::StartTls => {
+                start_tls(server, transport, inbound, &mut out).await?;
+                negotiator.tls_started();
+            }
+            Next::Transmit(session) => {
+                send_all(transport, &mut out).await?;
+                return Ok(Some(session));
+            }
+            Next::HangUp => {
+                send_all(transport, &mut out).await?;
+                return Ok(None);
+            }
+        }
+    }
+}
+
+async fn start_tls<D: Disk>(
+    server: &Shared<D>,
+    transport: &Transport,
+    inbound: &Inbound,
+    out: &mut Vec<u8>,
+) -> Result<()> {
+    // CVE-2021-3716: a byte that came in plain text must never be taken for one that came through TLS.
+    if inbound.len() > 0 {
+        let what = "sent plain bytes behind STARTTLS";
+        return Err(Error::new(ErrorKind::Protocol, what));
+    }
+    let Some(config) = server.tls.clone() else {
+        return Err(Error::new(ErrorKind::Unsupported, "no TLS is configured"));
+    };
+    send_all(transport, out).await?;
+    transport.start_tls(Tls::accept(&transport.socket, config).await?)
+}
+
+async fn send_all(transport: &Transport, out: &mut Vec<u8>) -> Result<()> {
+    if out.is_empty() {
+        return Ok(());
+    }
+    let segment = spile_engine::pool().alloc(out.len());
+    segment.copy_from_slice(0, out);
+    out.clear();
+    transport.send(&[segment]).await
+}
+
+/// What a watcher waits for.
+enum Event {
+    Over,
+    TimedOut,
+    Stop(Level),
+}
+
+/// Shuts the socket down when the handshake's time is over or the server stops. It holds no timer after the
+/// handshake: an idle connection costs nothing.
+async fn watch<D: Disk>(server: Arc<Shared<D>>, transport: Rc<Transport>, life: Rc<Life>) {
+    let mut stop = server.stop.watch();
+    let mut seen = Level::Run;
+    let timeout = server.config.handshake_timeout;
+    let mut timer: Option<Pin<Box<dyn Future<Output = ()>>>> = Some(Box::pin(sleep(timeout)));
+    loop {
+        let event = poll_fn(|cx| {
+            if let Poll::Ready(level) = stop.poll_above(seen, cx) {
+                return Poll::Ready(Event::Stop(level));
+            }
+            poll_life(&life, &mut timer, cx)
+        });
+        match event.await {
+            Event::Over => return,
+            Event::TimedOut => {
+                tracing::debug!("NBD: the handshake took too long");
+                timer = None;
+                transport.socket.shutdown(Shutdown::Both);
+            }
+            Event::Stop(level) => {
+                seen = level;
+                let hang_up = level == Level::HangUp;
+                transport.socket.shutdown(if hang_up { Shutdown::Both } else { Shutdown::Read });
+            }
+        }
+    }
+}
+
+fn poll_life(
+    life: &Life,
+    timer: &mut Option<Pin<Box<dyn Future<Output = ()>>>>,
+    cx: &mut Context<'_>,
+) -> Poll<Event> {
+    while life.changed.poll_wait(cx).is_ready() {}
+    if life.over.get() {
+        return Poll::Ready(Event::Over);
+    }
+    if life.negotiated.get() {
+        *timer = None;
+    }
+    match timer.as_mut().map(|timer| timer.as_mut().poll(cx)) {
+        Some(Poll::Ready(())) => Poll::Ready(Event::TimedOut),
+        _ => Poll::Pending,
+    }
+}
+
+/// The mode a server with this TLS configuration is in.
+pub(crate) fn tls_mode(required: Option<bool>) -> TlsMode {
+    match required {
+        None => TlsMode::Off,
+        Some(false) => TlsMode::Optional,
+        Some(true) => TlsMode::Required,
+    }
+}

@@ -1,0 +1,289 @@
+//! What the commands do to the disk.
+
+use std::cell::Cell;
+
+use spile_core::{
+    Disk, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, GuestOffset, MAX_REQUEST_BYTES,
+    Result, Segments, WriteZeroes,
+};
+
+use crate::errors::{wire_errno, wire_message};
+use crate::session::{Answer, Job, Runs, Session};
+use crate::wire::reply::{STATE_HOLE, STATE_ZERO};
+use crate::wire::request::{
+    Command, FLAG_DF, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE, Request,
+};
+
+/// Shorter reads are not asked for holes: the question would cost more than the zeroes.
+const PROBE_BYTES: u64 = 64 << 10;
+/// Shorter holes inside a read are sent as zeroes: a chunk costs the client more than copying them.
+const MIN_HOLE_BYTES: u64 = 16 << 10;
+/// A read is cut into so many runs at most; the rest is sent as data.
+const MAX_READ_RUNS: usize = 16;
+/// A block status reply has so many descriptors at most.
+const MAX_DESCRIPTORS: usize = 4096;
+/// Buffers come from the pool in pieces of this many bytes: its largest class.
+const PIECE_BYTES: usize = 2 << 20;
+
+/// Page-aligned memory of `len` bytes, from this worker's pool.
+pub(crate) fn buffers(len: usize) -> Segments {
+    let pool = spile_engine::pool();
+    (0..len).step_by(PIECE_BYTES).map(|at| pool.alloc(PIECE_BYTES.min(len - at))).collect()
+}
+
+/// Learns whether asking for holes is worth while: each answer without one doubles the number of reads that
+/// are not asked, up to 64; a hole starts anew. So a full disk soon costs nothing, and a sparse one is noticed.
+#[derive(Default)]
+pub(crate) struct HoleProbe {
+    to_skip: Cell<u32>,
+    patience: Cell<u32>,
+}
+
+impl HoleProbe {
+    fn ask(&self) -> bool {
+        let left = self.to_skip.get();
+        self.to_skip.set(left.saturating_sub(1));
+        left == 0
+    }
+
+    fn learn(&self, found: bool) {
+        let patience = if found { 0 } else { (self.patience.get() * 2).clamp(1, 64) };
+        self.patience.set(patience);
+        self.to_skip.set(patience);
+    }
+}
+
+impl<D: Disk> Session<D> {
+    /// Performs a checked request.
+    pub(crate) async fn perform(&self, job: &Job) -> Answer {
+        let request = &job.request;
+        let done = match request.command {
+            Command::Read => self.read(request).await,
+            Command::Write => self.write(job).await.map(|()| Answer::Done),
+            Command::Flush => self.disk.flush().await.map(|()| Answer::Done),
+            Command::Trim => self.trim(request).await.map(|()| Answer::Done),
+            Command::WriteZeroes => self.write_zeroes(request).await.map(|()| Answer::Done),
+            Command::BlockStatus => self.block_status(request).await,
+            // A hint, and the data path keeps no cache of data that it could fill.
+            Command::Cache => Ok(Answer::Done),
+            Command::Disconnect | Command::Unknown(_) => {
+                Err(Error::new(ErrorKind::InvalidInput, "not a command to perform"))
+            }
+        };
+        done.unwrap_or_else(|error| self.failed(request, &error))
+    }
+
+    fn failed(&self, request: &Request, error: &Error) -> Answer {
+        let expected = error.kind() == ErrorKind::Unsupported;
+        if !expected {
+            self.server.log_failure(self.agreed.export, request, error);
+        }
+        let at_start = request.len_bytes > 0
+            && matches!(
+                request.command,
+                Command::Read | Command::Write | Command::Trim | Command::BlockStatus
+            );
+        let errno = wire_errno(error, request.command, request.flags);
+        Answer::Failed { errno, message: wire_message(error), at_start }
+    }
+
+    async fn read(&self, request: &Request) -> Result<Answer> {
+        let extent = extent_of(request);
+        if extent.is_empty() {
+            return Ok(Answer::Data(Segments::new(), Runs::Whole));
+        }
+        let runs = self.runs(request, extent).await;
+        if let Runs::Mixed(list) = &runs
+            && list.iter().all(|&(_, hole)| hole)
+        {
+            return Ok(Answer::Data(Segments::new(), runs));
+        }
+        let into = buffers(extent.len_bytes as usize);
+        self.disk.read(extent, &into).await?;
+        Ok(Answer::Data(into, runs))
+    }
+
+    /// How the read is cut into data and holes. A map that cannot be read is no error of the read.
+    async fn runs(&self, request: &Request, extent: Extent) -> Runs {
+        let wanted = self.agreed.structured
+            && request.flags & FLAG_DF == 0
+            && extent.len_bytes >= PROBE_BYTES;
+        if !wanted || !self.holes.ask() {
+            return Runs::Whole;
+        }
+        let runs = match self.disk.extents(extent, MAX_READ_RUNS).await {
+            Ok(map) => cut_runs(&map, extent),
+            Err(_) => Runs::Whole,
+        };
+        self.holes.learn(matches!(runs, Runs::Mixed(_)));
+        runs
+    }
+
+    async fn write(&self, job: &Job) -> Result<()> {
+        let extent = extent_of(&job.request);
+        if extent.is_empty() {
+            return Ok(());
+        }
+        self.disk.write(extent, &job.payload, job.request.flags & FLAG_FUA != 0).await
+    }
+
+    async fn trim(&self, request: &Request) -> Result<()> {
+        for part in parts(extent_of(request)) {
+            match self.disk.discard(part).await {
+                // A trim is a hint: a disk that frees nothing has heard it all the same.
+                Err(error) if error.kind() == ErrorKind::Unsupported => break,
+                other => other?,
+            }
+        }
+        self.flush_if(request.flags & FLAG_FUA != 0).await
+    }
+
+    async fn write_zeroes(&self, request: &Request) -> Result<()> {
+        let how = WriteZeroes {
+            may_unmap: request.flags & FLAG_NO_HOLE == 0,
+            only_if_fast: request.flags & FLAG_FAST_ZERO != 0,
+        };
+        for part in parts(extent_of(request)) {
+            self.disk.write_zeroes(part, how).await?;
+        }
+        self.flush_if(request.flags & FLAG_FUA != 0).await
+    }
+
+    async fn flush_if(&self, fua: bool) -> Result<()> {
+        if fua { self.disk.flush().await } else { Ok(()) }
+    }
+
+    async fn block_status(&self, request: &Request) -> Result<Answer> {
+        let one = request.flags & FLAG_REQ_ONE != 0;
+        let limit = if one { 1 } else { MAX_DESCRIPTORS };
+        let map = self.disk.extents(extent_of(request), limit).await?;
+        let descriptors = describe(&map, extent_of(request), limit);
+        let out = buffers(descriptors.len() * 8);
+        for (at, (len, flags)) in descriptors.iter().enumerate() {
+            out.copy_from_slice(at * 8, &len.to_be_bytes());
+            out.copy_from_slice(at * 8 + 4, &flags.to_be_bytes());
+        }
+        Ok(Answer::Status(out, descriptors.len() as u32))
+    }
+}
+
+fn extent_of(request: &Request) -> Extent {
+    Extent { offset: GuestOffset(request.offset_bytes), len_bytes: u64::from(request.len_bytes) }
+}
+
+/// Cuts a long extent at multiples of the largest request: trims and zeroes have no limit on the wire.
+fn parts(extent: Extent) -> impl Iterator<Item = Extent> {
+    let mut at = extent.start();
+    std::iter::from_fn(move || {
+        let next = (at / MAX_REQUEST_BYTES + 1).saturating_mul(MAX_REQUEST_BYTES).min(extent.end());
+        let part = Extent::from_range(at..next);
+        at = next;
+        (!part.is_empty()).then_some(part)
+    })
+}
+
+/// The read's runs, small holes counted as data, neighbours joined; what the map leaves out is data.
+fn cut_runs(map: &[ExtentStatus], extent: Extent) -> Runs {
+    let mut runs: Vec<(u64, bool)> = Vec::new();
+    let mut push = |len: u64, hole: bool| match runs.last_mut() {
+        _ if len == 0 => {}
+        Some(last) if last.1 == hole => last.0 += len,
+        _ => runs.push((len, hole)),
+    };
+    let mut left = extent.len_bytes;
+    for (len, flags) in describe(map, extent, usize::MAX) {
+        let len = u64::from(len).min(left);
+        push(len, flags & STATE_ZERO != 0 && len >= MIN_HOLE_BYTES.min(extent.len_bytes));
+        left -= len;
+    }
+    push(left, false);
+    if runs.iter().any(|run| run.1) { Runs::Mixed(runs) } else { Runs::Whole }
+}
+
+/// The descriptors of a map: (length in bytes, flags), neighbours of equal flags joined (runs that differ only in
+/// their depth), never past `extent`. A map without runs yields one of unknown state.
+fn describe(map: &[ExtentStatus], extent: Extent, limit: usize) -> Vec<(u32, u32)> {
+    let mut out: Vec<(u32, u32)> = Vec::with_capacity(map.len().min(limit));
+    let mut left = extent.len_bytes;
+    for run in map {
+        let len = run.extent.len_bytes.min(left) as u32; // `extent` came with 32 bits of length
+        let flags = match run.kind {
+            ExtentKind::Data => 0,
+            ExtentKind::Zero => STATE_ZERO,
+            ExtentKind::Hole => STATE_HOLE | STATE_ZERO,
+        };
+        left -= u64::from(len);
+        let full = out.len() == limit;
+        match out.last_mut() {
+            _ if len == 0 => {}
+            Some(last) if last.1 == flags => last.0 += len,
+            _ if full => break,
+            _ => out.push((len, flags)),
+        }
+    }
+    if out.is_empty() {
+        out.push((extent.len_bytes as u32, 0));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn map(lens: &[(u64, u8)]) -> Vec<ExtentStatus> {
+        let mut at = 0;
+        let mut list = Vec::new();
+        for &(len, kind) in lens {
+            let kind = [ExtentKind::Data, ExtentKind::Zero, ExtentKind::Hole][kind as usize % 3];
+            list.push(ExtentStatus { extent: Extent::from_range(at..at + len), kind, depth: 0 });
+            at += len;
+        }
+        list
+    }
+
+    proptest! {
+        #[test]
+        fn runs_cover_the_read_exactly(lens in prop::collection::vec((1u64..200_000, any::<u8>()), 0..20), len in 1u64..2_000_000) {
+            let extent = Extent::from_range(0..len);
+            if let Runs::Mixed(runs) = cut_runs(&map(&lens), extent) {
+                prop_assert_eq!(runs.iter().map(|run| run.0).sum::<u64>(), len);
+                prop_assert!(runs.iter().all(|run| run.0 > 0));
+                prop_assert!(runs.windows(2).all(|pair| pair[0].1 != pair[1].1));
+            }
+        }
+
+        #[test]
+        fn descriptors_never_pass_the_request(lens in prop::collection::vec((1u64..200_000, any::<u8>()), 0..20), len in 1u64..2_000_000, limit in 1usize..9) {
+            let out = describe(&map(&lens), Extent::from_range(0..len), limit);
+            prop_assert!(!out.is_empty() && out.len() <= limit);
+            prop_assert!(out.iter().all(|descriptor| descriptor.0 > 0));
+            prop_assert!(out.iter().map(|descriptor| u64::from(descriptor.0)).sum::<u64>() <= len);
+            prop_assert!(out.windows(2).all(|pair| pair[0].1 != pair[1].1));
+        }
+
+        #[test]
+        fn parts_cover_the_extent_at_multiples(start in 0u64..1 << 40, len in 0u64..1 << 32) {
+            let extent = Extent::from_range(start..start + len);
+            let mut at = start;
+            for part in parts(extent) {
+                prop_assert_eq!(part.start(), at);
+                prop_assert!(part.len_bytes <= MAX_REQUEST_BYTES);
+                prop_assert!(part.end() == extent.end() || part.end() % MAX_REQUEST_BYTES == 0);
+                at = part.end();
+            }
+            prop_assert_eq!(at, extent.end());
+        }
+    }
+
+    #[test]
+    fn a_disk_without_holes_is_asked_ever_less() {
+        let probe = HoleProbe::default();
+        let asked = (0..1000).filter(|_| probe.ask() && { probe.learn(false); true }).count();
+        assert!((10..30).contains(&asked), "{asked}");
+        (0..=64).for_each(|_| { let _ = probe.ask() && { probe.learn(true); true }; });
+        assert!(probe.ask() && probe.ask(), "a hole starts anew");
+    }
+}

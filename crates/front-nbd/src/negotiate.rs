@@ -1,0 +1,457 @@
+//! The handshake as a state machine without I/O: bytes in, replies out, and one decision at a time.
+//!
+//! Contract: [`Negotiator::step`] looks at what has arrived, consumes at most one message of it, appends the
+//! answer, and says how to go on. Memory is bounded by [`MAX_OPTION_BYTES`], work by [`MAX_OPTIONS`] (and by the
+//! connection's time-out, which is not ours). Sections named are those of the NBD protocol document.
+
+use std::sync::Arc;
+
+use crate::wire::handshake::{
+    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, InfoRequest, Invalid, MetaRequest, OPTION_HEADER_BYTES,
+    OptionHeader, info, option, put_export_name_reply, put_greeting, put_reply, rep, string,
+    transmission,
+};
+use crate::wire::reply::cut;
+
+/// The longest option data that is looked at, in bytes. Two names and several queries of the greatest length fit.
+pub const MAX_OPTION_BYTES: u32 = 64 << 10;
+/// The longest option data that is skipped and answered with an error; a longer one ends the session.
+pub const MAX_SKIP_BYTES: u32 = 32 << 20;
+/// After so many options the session ends: no client haggles that long.
+pub const MAX_OPTIONS: u32 = 1024;
+/// The identity of `base:allocation` on this server's wire.
+pub const BASE_ALLOCATION_ID: u32 = 1;
+const BASE_ALLOCATION: &str = "base:allocation";
+
+/// What the handshake tells of one export.
+#[derive(Clone, Debug)]
+pub struct Offer {
+    /// Its name.
+    pub name: String,
+    /// For people; may be empty.
+    pub description: String,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+    /// Writes are refused.
+    pub read_only: bool,
+    /// The smallest request, in bytes.
+    pub minimum_bytes: u32,
+    /// The request size that suits it, in bytes.
+    pub preferred_bytes: u32,
+    /// The largest request, in bytes.
+    pub maximum_bytes: u32,
+}
+
+/// How the server stands to TLS ("Server-side requirements").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlsMode {
+    /// NOTLS.
+    Off,
+    /// SELECTIVETLS, mandatory on no export.
+    Optional,
+    /// FORCEDTLS.
+    Required,
+}
+
+/// What was agreed on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Session {
+    /// Index of the export.
+    pub export: usize,
+    /// Replies are structured.
+    pub structured: bool,
+    /// `base:allocation` was selected for this export.
+    pub block_status: bool,
+}
+
+/// How to go on after a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Send what was answered and step again.
+    Continue,
+    /// Send what was answered, then start TLS. Not one byte may be kept that came before it.
+    StartTls,
+    /// Send what was answered, then requests follow.
+    Transmit(Session),
+    /// Send what was answered, then hang up.
+    HangUp,
+}
+
+/// One step: how many bytes of the input it used up, and how to go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Bytes of input that are done with.
+    pub consumed: usize,
+    /// How to go on.
+    pub next: Next,
+}
+
+enum State {
+    ClientFlags,
+    Options,
+    /// Data of an option that is too long to look at.
+    Skipping {
+        option: u32,
+        left: u32,
+    },
+}
+
+/// One client's handshake.
+pub struct Negotiator {
+    offers: Arc<[Offer]>,
+    tls: TlsMode,
+    tls_active: bool,
+    state: State,
+    fixed: bool,
+    no_zeroes: bool,
+    options: u32,
+    structured: bool,
+    /// The export for which `base:allocation` was selected last.
+    meta_export: Option<usize>,
+}
+
+impl Negotiator {
+    /// A handshake about `offers`; appends the greeting to `out`.
+    pub fn new(offers: Arc<[Offer]>, tls: TlsMode, out: &mut Vec<u8>) -> Self {
+        put_greeting(out);
+        Self {
+            offers,
+            tls,
+            tls_active: false,
+            state: State::ClientFlags,
+            fixed: false,
+            no_zeroes: false,
+            options: 0,
+            structured: false,
+            meta_export: None,
+        }
+    }
+
+    /// TLS is up: all that was agreed on before is void (`OPT_STARTTLS`).
+    pub fn tls_started(&mut self) {
+        self.tls_active = true;
+        self.structured = false;
+        self.meta_export = None;
+    }
+
+    /// Looks at `input`; `None` when the next message is not complete yet.
+    pub fn step(&mut self, input: &[u8], out: &mut Vec<u8>) -> Option<Step> {
+        match self.state {
+            State::ClientFlags => self.client_flags(input),
+            State::Options => self.option(input, out),
+            State::Skipping { option, left } => self.skip(option, left, input.len(), out),
+        }
+    }
+
+    /// How many bytes the next step needs, as far as `prefix` (the first bytes that wait) tells.
+    pub fn bytes_needed(&self, prefix: &[u8]) -> usize {
+        match self.state {
+            State::ClientFlags => 4,
+            State::Skipping { .. } => 1,
+            State::Options => match prefix.first_chunk().and_then(OptionHeader::parse) {
+                Some(header) if header.len_bytes <= MAX_OPTION_BYTES => {
+                    OPTION_HEADER_BYTES + header.len_bytes as usize
+                }
+                _ => OPTION_HEADER_BYTES,
+            },
+        }
+    }
+
+    fn client_flags(&mut self, input: &[u8]) -> Option<Step> {
+        let flags = u32::from_be_bytes(*input.first_chunk()?);
+        self.fixed = flags & u32::from(FLAG_FIXED_NEWSTYLE) != 0;
+        self.no_zeroes = flags & u32::from(FLAG_NO_ZEROES) != 0;
+        self.state = State::Options;
+        let unknown = flags & !u32::from(FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES);
+        let next = if unknown == 0 { Next::Continue } else { Next::HangUp };
+        Some(Step { consumed: 4, next })
+    }
+
+    fn option(&mut self, input: &[u8], out: &mut Vec<u8>) -> Option<Step> {
+        let (head, rest) = input.split_first_chunk::<OPTION_HEADER_BYTES>()?;
+        let Some(header) = OptionHeader::parse(head) else { return hang_up(input.len()) };
+        if !self.may_go_on(header) {
+            return hang_up(input.len());
+        }
+        if header.len_bytes > MAX_OPTION_BYTES {
+            self.options += 1;
+            self.state = State::Skipping { option: header.option, left: header.len_bytes };
+            return Some(Step { consumed: OPTION_HEADER_BYTES, next: Next::Continue });
+        }
+        let data = rest.get(..header.len_bytes as usize)?;
+        self.options += 1;
+        let next = self.answer(header.option, data, out);
+        Some(Step { consumed: OPTION_HEADER_BYTES + data.len(), next })
+    }
+
+    /// Some sessions are over before the data of their option is read.
+    fn may_go_on(&self, header: OptionHeader) -> bool {
+        let export_name = header.option == option::EXPORT_NAME;
+        self.options < MAX_OPTIONS
+            && header.len_bytes <= MAX_SKIP_BYTES
+            && (self.fixed || export_name)
+            && !(export_name && header.len_bytes > MAX_OPTION_BYTES)
+    }
+
+    fn skip(&mut self, option: u32, left: u32, have: usize, out: &mut Vec<u8>) -> Option<Step> {
+        let consumed = have.min(left as usize);
+        if consumed == 0 {
+            return None;
+        }
+        self.state = State::Skipping { option, left: left - consumed as u32 };
+        if consumed == left as usize {
+            self.state = State::Options;
+            self.refuse_skipped(option, out);
+        }
+        Some(Step { consumed, next: Next::Continue })
+    }
+
+    fn refuse_skipped(&mut self, option: u32, out: &mut Vec<u8>) {
+        if option == option::SET_META_CONTEXT {
+            self.meta_export = None;
+        }
+        if self.needs_tls(option) {
+            refuse(out, option, rep::ERR_TLS_REQD, "this server requires TLS");
+        } else if is_known(option) {
+            refuse(out, option, rep::ERR_TOO_BIG, "the option's data is too long");
+        } else {
+            refuse(out, option, rep::ERR_UNSUP, "unknown option");
+        }
+    }
+
+    fn needs_tls(&self, option: u32) -> bool {
+        self.tls == TlsMode::Required
+            && !self.tls_active
+            && !matches!(option, option::STARTTLS | option::ABORT)
+    }
+
+    fn answer(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Next {
+        if self.needs_tls(option) {
+            if option == option::EXPORT_NAME {
+                return Next::HangUp;
+            }
+            refuse(out, option, rep::ERR_TLS_REQD, "this server requires TLS");
+            return Next::Continue;
+        }
+        match option {
+            option::EXPORT_NAME => return self.export_name(data, out),
+            option::ABORT => {
+                put_reply(out, option, rep::ACK, &[]);
+                return Next::HangUp;
+            }
+            option::STARTTLS => return self.start_tls(data, out),
+            option::GO => return self.go(data, out),
+            option::INFO => {
+                self.info(option, data, out);
+            }
+            option::LIST => self.list(data, out),
+            option::STRUCTURED_REPLY => self.structured_reply(data, out),
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.meta(option, data, out),
+            _ => refuse(out, option, rep::ERR_UNSUP, "unknown option"),
+        }
+        Next::Continue
+    }
+
+    /// `OPT_EXPORT_NAME` cannot fail but by hanging up.
+    fn export_name(&self, data: &[u8], out: &mut Vec<u8>) -> Next {
+        let Some(export) = string(data).ok().and_then(|name| self.find(name)) else {
+            return Next::HangUp;
+        };
+        let offer = &self.offers[export];
+        put_export_name_reply(out, offer.size_bytes, self.flags(offer), !self.no_zeroes);
+        Next::Transmit(self.session(export))
+    }
+
+    fn start_tls(&self, data: &[u8], out: &mut Vec<u8>) -> Next {
+        let option = option::STARTTLS;
+        if !data.is_empty() {
+            refuse(out, option, rep::ERR_INVALID, "the option takes no data");
+        } else if self.tls_active {
+            refuse(out, option, rep::ERR_INVALID, "TLS is active already");
+        } else if self.tls == TlsMode::Off {
+            refuse(out, option, rep::ERR_POLICY, "this server has no TLS");
+        } else {
+            put_reply(out, option, rep::ACK, &[]);
+            return Next::StartTls;
+        }
+        Next::Continue
+    }
+
+    fn go(&self, data: &[u8], out: &mut Vec<u8>) -> Next {
+        match self.info(option::GO, data, out) {
+            Some(export) => Next::Transmit(self.session(export)),
+            None => Next::Continue,
+        }
+    }
+
+    /// Answers `OPT_INFO` or `OPT_GO`; the export when all is well.
+    fn info(&self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Option<usize> {
+        let request = match InfoRequest::parse(data) {
+            Ok(request) => request,
+            Err(Invalid(why)) => {
+                refuse(out, option, rep::ERR_INVALID, why);
+                return None;
+            }
+        };
+        let Some(export) = self.find(request.name) else {
+            refuse_unknown(out, option, request.name);
+            return None;
+        };
+        put_infos(out, option, &self.offers[export], self.flags(&self.offers[export]), &request);
+        put_reply(out, option, rep::ACK, &[]);
+        Some(export)
+    }
+
+    fn list(&self, data: &[u8], out: &mut Vec<u8>) {
+        if !data.is_empty() {
+            return refuse(out, option::LIST, rep::ERR_INVALID, "the option takes no data");
+        }
+        for offer in self.offers.iter() {
+            let len = (offer.name.len() as u32).to_be_bytes();
+            let parts = [&len[..], offer.name.as_bytes(), offer.description.as_bytes()];
+            put_reply(out, option::LIST, rep::SERVER, &parts);
+        }
+        put_reply(out, option::LIST, rep::ACK, &[]);
+    }
+
+    fn structured_reply(&mut self, data: &[u8], out: &mut Vec<u8>) {
+        let option = option::STRUCTURED_REPLY;
+        if !data.is_empty() {
+            return refuse(out, option, rep::ERR_INVALID, "the option takes no data");
+        }
+        self.structured = true;
+        put_reply(out, option, rep::ACK, &[]);
+    }
+
+    fn meta(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) {
+        let set = option == option::SET_META_CONTEXT;
+        if set {
+            self.meta_export = None; // a failed attempt clears it as well
+        }
+        if set && !self.structured {
+            let why = "structured replies must be negotiated first";
+            return refuse(out, option, rep::ERR_INVALID, why);
+        }
+        let request = match MetaRequest::parse(data) {
+            Ok(request) => request,
+            Err(Invalid(why)) => return refuse(out, option, rep::ERR_INVALID, why),
+        };
+        let Some(export) = self.find(request.export) else {
+            return refuse_unknown(out, option, request.export);
+        };
+        if matches_allocation(set, &request.queries) {
+            // The identity in a list is reserved and zero.
+            let id = if set { BASE_ALLOCATION_ID } else { 0 };
+            let parts = [&id.to_be_bytes()[..], BASE_ALLOCATION.as_bytes()];
+            put_reply(out, option, rep::META_CONTEXT, &parts);
+            if set {
+                self.meta_export = Some(export);
+            }
+        }
+        put_reply(out, option, rep::ACK, &[]);
+    }
+
+    /// The export of this name. The empty name is the default: the export that is named so, else the only one.
+    fn find(&self, name: &str) -> Option<usize> {
+        let only = || (name.is_empty() && self.offers.len() == 1).then_some(0);
+        self.offers.iter().position(|offer| offer.name == name).or_else(only)
+    }
+
+    fn session(&self, export: usize) -> Session {
+        let block_status = self.structured && self.meta_export == Some(export);
+        Session { export, structured: self.structured, block_status }
+    }
+
+    /// Flush and FUA are offered for read-only exports too: clients send them without asking.
+    fn flags(&self, offer: &Offer) -> u16 {
+        use transmission as t;
+        let always = t::HAS_FLAGS | t::SEND_FLUSH | t::SEND_FUA | t::CAN_MULTI_CONN | t::SEND_CACHE;
+        let writes = t::SEND_TRIM | t::SEND_WRITE_ZEROES | t::SEND_FAST_ZERO;
+        let fragments = if self.structured { t::SEND_DF } else { 0 };
+        always | fragments | if offer.read_only { t::READ_ONLY } else { writes }
+    }
+}
+
+fn hang_up(consumed: usize) -> Option<Step> {
+    Some(Step { consumed, next: Next::HangUp })
+}
+
+fn is_known(option: u32) -> bool {
+    matches!(option, option::EXPORT_NAME..=option::LIST | option::STARTTLS..=option::SET_META_CONTEXT)
+}
+
+/// Without queries a list shows all, a selection selects nothing; `base:` is a wildcard of the list alone.
+fn matches_allocation(set: bool, queries: &[&str]) -> bool {
+    let wanted = |query: &&str| *query == BASE_ALLOCATION || (!set && *query == "base:");
+    queries.iter().any(wanted) || (!set && queries.is_empty())
+}
+
+fn refuse(out: &mut Vec<u8>, option: u32, kind: u32, why: &str) {
+    put_reply(out, option, kind, &[why.as_bytes()]);
+}
+
+fn refuse_unknown(out: &mut Vec<u8>, option: u32, name: &str) {
+    // The name comes back cut: a message with a name of 4096 bytes would be longer than a string may be.
+    refuse(out, option, rep::ERR_UNKNOWN, &format!("no export is named '{}'", cut(name, 256)));
+}
+
+fn put_infos(
+    out: &mut Vec<u8>,
+    option: u32,
+    offer: &Offer,
+    flags: u16,
+    request: &InfoRequest<'_>,
+) {
+    let kind = u16::to_be_bytes;
+    let (size, flags) = (offer.size_bytes.to_be_bytes(), flags.to_be_bytes());
+    put_reply(out, option, rep::INFO, &[&kind(info::EXPORT), &size, &flags]);
+    if request.wants_name {
+        put_reply(out, option, rep::INFO, &[&kind(info::NAME), offer.name.as_bytes()]);
+    }
+    if request.wants_description && !offer.description.is_empty() {
+        let text = offer.description.as_bytes();
+        put_reply(out, option, rep::INFO, &[&kind(info::DESCRIPTION), text]);
+    }
+    if request.wants_block_size {
+        let sizes = [offer.minimum_bytes, offer.preferred_bytes, offer.maximum_bytes];
+        let [low, best, high] = sizes.map(u32::to_be_bytes);
+        put_reply(out, option, rep::INFO, &[&kind(info::BLOCK_SIZE), &low, &best, &high]);
+    }
+}
+
+/// For a fuzz target: drives whole handshakes with a stranger's bytes, in pieces, and checks the bounds.
+pub fn fuzz_handshake(data: &[u8]) {
+    let offer = Offer {
+        name: "disk".into(),
+        description: "a disk".into(),
+        size_bytes: 1 << 20,
+        read_only: false,
+        minimum_bytes: 1,
+        preferred_bytes: 4096,
+        maximum_bytes: 32 << 20,
+    };
+    for tls in [TlsMode::Off, TlsMode::Optional, TlsMode::Required] {
+        let offers: Arc<[Offer]> = Arc::new([offer.clone()]);
+        let mut out = Vec::new();
+        let mut negotiator = Negotiator::new(offers, tls, &mut out);
+        let mut rest = data;
+        loop {
+            let needed = negotiator.bytes_needed(&rest[..rest.len().min(OPTION_HEADER_BYTES)]);
+            let Some(step) = negotiator.step(rest, &mut out) else {
+                assert!(rest.len() < needed, "enough is there and no step is made");
+                break;
+            };
+            assert!(rest.len() >= needed);
+            assert!(step.consumed > 0 && step.consumed <= rest.len());
+            rest = &rest[step.consumed..];
+            match step.next {
+                Next::Continue => {}
+                Next::StartTls => negotiator.tls_started(),
+                Next::Transmit(_) | Next::HangUp => break,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,162 @@
+//! The outflow: gathers the replies that are ready and sends them with one system call, one send at a time.
+
+use std::net::Shutdown;
+use std::rc::Rc;
+
+use spile_core::{Disk, Segment, Segments};
+
+use crate::metrics::Finished;
+use crate::negotiate::BASE_ALLOCATION_ID;
+use crate::session::{Answer, Reply, Runs, Session};
+use crate::wire::reply::{self, MAX_HEADER_BYTES};
+
+/// Headers of one send, in bytes.
+const HEAD_BYTES: usize = 32 << 10;
+/// What one reply may need of it at most: a chunk header for each of a read's runs.
+const HEAD_RESERVE_BYTES: usize = 1 << 10;
+/// Parts of one send: the kernel takes 1024.
+const MAX_PARTS: usize = 1000;
+/// What one reply may need of them at most: a 32 MiB read in pieces of 2 MiB, cut by its runs.
+const PARTS_RESERVE: usize = 64;
+/// A send that has grown to this is not made longer, so that its first reply does not wait for the last.
+const SEND_BYTES: usize = 1 << 20;
+
+const _: () = assert!(MAX_HEADER_BYTES < HEAD_RESERVE_BYTES);
+
+/// Sends replies until the session ends.
+pub(crate) async fn send_replies<D: Disk>(session: Rc<Session<D>>) {
+    let mut batch = Batch::new(session.agreed.structured);
+    loop {
+        while let Some(reply) = batch.has_room().then(|| session.next_reply()).flatten() {
+            batch.add(reply);
+        }
+        if batch.finished.is_empty() {
+            if session.ended.get() {
+                return;
+            }
+            session.outgoing.wait().await;
+            continue;
+        }
+        if !session.broken.get() && session.transport.send(batch.parts()).await.is_err() {
+            // The intake may be waiting for requests: this makes it see the end.
+            session.broken.set(true);
+            session.transport.socket.shutdown(Shutdown::Both);
+        }
+        let held = batch.held_bytes;
+        batch.parts.clear(); // the buffers are free before the next request is let in
+        session.depart(&batch.finished, held);
+        batch.clear();
+    }
+}
+
+/// The replies of one send. Its memory is used again for the next.
+struct Batch {
+    structured: bool,
+    head: Segment,
+    head_end: usize,
+    /// Where the headers begin that are not yet among the parts.
+    run_start: usize,
+    parts: Vec<Segment>,
+    bytes: usize,
+    finished: Vec<Finished>,
+    held_bytes: u64,
+}
+
+impl Batch {
+    fn new(structured: bool) -> Self {
+        Self {
+            structured,
+            head: spile_engine::pool().alloc(HEAD_BYTES),
+            head_end: 0,
+            run_start: 0,
+            parts: Vec::new(),
+            bytes: 0,
+            finished: Vec::new(),
+            held_bytes: 0,
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        self.head_end + HEAD_RESERVE_BYTES <= HEAD_BYTES
+            && self.parts.len() + PARTS_RESERVE <= MAX_PARTS
+            && self.bytes < SEND_BYTES
+    }
+
+    fn clear(&mut self) {
+        self.parts.clear();
+        self.finished.clear();
+        (self.head_end, self.run_start, self.bytes, self.held_bytes) = (0, 0, 0, 0);
+    }
+
+    fn parts(&mut self) -> &[Segment] {
+        self.close_run();
+        &self.parts
+    }
+
+    fn add(&mut self, reply: Reply) {
+        self.finished.push(reply.finished());
+        self.held_bytes += reply.held_bytes;
+        let (cookie, offset) = (reply.request.cookie, reply.request.offset_bytes);
+        match reply.answer {
+            Answer::Done => self.header(&reply::simple(cookie, 0)),
+            Answer::Failed { errno, message, at_start } if self.structured => {
+                let at = at_start.then_some(offset);
+                self.header(&reply::error(cookie, errno, &message, at));
+            }
+            Answer::Failed { errno, .. } => self.header(&reply::simple(cookie, errno)),
+            Answer::Data(data, _) if !self.structured => {
+                self.header(&reply::simple(cookie, 0));
+                self.data(&data);
+            }
+            Answer::Data(data, runs) => self.chunks(cookie, offset, &data, &runs),
+            Answer::Status(descriptors, count) => {
+                self.header(&reply::block_status(cookie, BASE_ALLOCATION_ID, count));
+                self.data(&descriptors);
+            }
+        }
+    }
+
+    /// A structured read's content.
+    fn chunks(&mut self, cookie: u64, offset: u64, data: &Segments, runs: &Runs) {
+        let list = match runs {
+            Runs::Whole if data.is_empty() => return self.header(&reply::none(cookie)),
+            Runs::Whole => {
+                self.header(&reply::offset_data(cookie, true, offset, data.len() as u32));
+                return self.data(data);
+            }
+            Runs::Mixed(list) => list,
+        };
+        let mut at = 0;
+        for (index, &(len, hole)) in list.iter().enumerate() {
+            let done = index + 1 == list.len();
+            let (from, len32) = (offset + at as u64, len as u32);
+            if hole {
+                self.header(&reply::offset_hole(cookie, done, from, len32));
+            } else {
+                self.header(&reply::offset_data(cookie, done, from, len32));
+                self.data(&data.slice(at..at + len as usize));
+            }
+            at += len as usize;
+        }
+    }
+
+    fn header(&mut self, bytes: &[u8]) {
+        self.head.copy_from_slice(self.head_end, bytes);
+        self.head_end += bytes.len();
+        self.bytes += bytes.len();
+    }
+
+    fn data(&mut self, data: &Segments) {
+        self.close_run();
+        self.bytes += data.len();
+        self.parts.extend(data.iter().cloned());
+    }
+
+    /// Headers in a row are one part.
+    fn close_run(&mut self) {
+        if self.run_start < self.head_end {
+            self.parts.push(self.head.slice(self.run_start..self.head_end));
+            self.run_start = self.head_end;
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! [`Session`]: one connection in the transmission phase, shared by its tasks on one worker.
+//!
+//! The tasks: the *intake* receives requests and admits them; *slots* perform them, as many at a time as there
+//! are requests in flight, out of order; the *outflow* sends replies. A request is in flight from its admission
+//! until its reply has been sent (or the connection broke), so a client that does not read its replies is soon
+//! not read from either, and holds no more than [`ServerConfig::max_in_flight`] requests and
+//! [`MAX_HELD_BYTES`] of memory. Slots are tasks that live as long as the connection and are made when first
+//! needed: in steady state a request allocates nothing here.
+//!
+//! [`ServerConfig::max_in_flight`]: crate::ServerConfig::max_in_flight
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use spile_core::{Disk, Segments};
+
+use crate::errors::EIO;
+use crate::execute::HoleProbe;
+use crate::metrics::{ExportMetrics, Finished, OpKind, WorkerCell};
+use crate::negotiate;
+use crate::server::Shared;
+use crate::signal::{Level, Signal};
+use crate::transport::Transport;
+use crate::wire::request::Request;
+
+/// The payloads and read buffers of one connection's requests in flight never exceed this, in bytes: two
+/// requests of the greatest length.
+pub(crate) const MAX_HELD_BYTES: u64 = 64 << 20;
+
+/// A request to be performed.
+pub(crate) struct Job {
+    pub(crate) request: Request,
+    /// A write's data.
+    pub(crate) payload: Segments,
+    /// What was admitted for it.
+    pub(crate) held_bytes: u64,
+    pub(crate) started_ns: u64,
+}
+
+/// How a request ended.
+pub(crate) enum Answer {
+    /// Success, nothing to say.
+    Done,
+    /// An error of the wire's number, with a text, and whether it lies where the request starts.
+    Failed { errno: u32, message: String, at_start: bool },
+    /// A read's data: all of the request but for the holes.
+    Data(Segments, Runs),
+    /// Block status descriptors, encoded, and their number.
+    Status(Segments, u32),
+}
+
+/// How a read's data is cut into chunks.
+pub(crate) enum Runs {
+    /// One chunk of data.
+    Whole,
+    /// Data and holes in turn: (length in bytes, is a hole). The lengths add up to the request's.
+    Mixed(Vec<(u64, bool)>),
+}
+
+/// An answer on its way out.
+pub(crate) struct Reply {
+    pub(crate) request: Request,
+    pub(crate) answer: Answer,
+    pub(crate) held_bytes: u64,
+    pub(crate) started_ns: u64,
+}
+
+/// See the module.
+pub(crate) struct Session<D: Disk> {
+    pub(crate) server: Arc<Shared<D>>,
+    pub(crate) agreed: negotiate::Session,
+    pub(crate) disk: Arc<D>,
+    pub(crate) limits: Limits,
+    pub(crate) transport: Rc<Transport>,
+    pub(crate) holes: HoleProbe,
+    worker: usize,
+    slots: Slots,
+    replies: RefCell<VecDeque<Reply>>,
+    /// There is a reply, or the end has come.
+    pub(crate) outgoing: Signal,
+    in_flight: Cell<usize>,
+    held_bytes: Cell<u64>,
+    /// A request has left.
+    room: Signal,
+    /// The peer cannot be reached any more: replies are dropped.
+    pub(crate) broken: Cell<bool>,
+    pub(crate) ended: Cell<bool>,
+}
+
+/// What a request is checked against; constant for the life of a connection.
+pub(crate) struct Limits {
+    pub(crate) size_bytes: u64,
+    pub(crate) align_bytes: u64,
+    pub(crate) read_only: bool,
+}
+
+/// The waiting jobs and those who perform them.
+#[derive(Default)]
+struct Slots {
+    jobs: RefCell<VecDeque<Job>>,
+    /// Wakers of all slots by number, and the numbers of those that wait, the last to rest on top: it is the
+    /// one whose memory is warm.
+    wakers: RefCell<Vec<Waker>>,
+    resting: RefCell<Vec<usize>>,
+    /// A slot was woken or made and has not looked for a job yet.
+    roused: Cell<bool>,
+}
+
+impl<D: Disk> Session<D> {
+    pub(crate) fn new(
+        server: Arc<Shared<D>>,
+        agreed: negotiate::Session,
+        transport: Rc<Transport>,
+    ) -> Rc<Self> {
+        let export = &server.exports[agreed.export];
+        let info = export.disk.info();
+        let limits = Limits {
+            size_bytes: info.size_bytes,
+            align_bytes: u64::from(info.request_align_bytes.max(1)),
+            read_only: export.read_only || info.read_only,
+        };
+        Rc::new(Self {
+            disk: export.disk.clone(),
+            agreed,
+            limits,
+            transport,
+            holes: HoleProbe::default(),
+            worker: spile_engine::current_worker(),
+            slots: Slots::default(),
+            replies: RefCell::default(),
+            outgoing: Signal::default(),
+            in_flight: Cell::new(0),
+            held_bytes: Cell::new(0),
+            room: Signal::default(),
+            broken: Cell::new(false),
+            ended: Cell::new(false),
+            server,
+        })
+    }
+
+    pub(crate) fn metrics(&self) -> &ExportMetrics {
+        &self.server.metrics[self.agreed.export]
+    }
+
+    fn cell(&self) -> &WorkerCell {
+        self.metrics().cell(self.worker)
+    }
+
+    /// True when no more requests are to be taken.
+    pub(crate) fn stopping(&self) -> bool {
+        self.broken.get() || self.server.stop.level() > Level::Run
+    }
+
+    /// Waits until one more request that needs `bytes` of memory may be in flight, and counts it as that. True
+    /// when it had to wait.
+    pub(crate) async fn admit(&self, bytes: u64) -> bool {
+        let mut waited = false;
+        while !self.has_room(bytes) {
+            self.room.wait().await;
+            waited = true;
+        }
+        self.in_flight.set(self.in_flight.get() + 1);
+        self.held_bytes.set(self.held_bytes.get() + bytes);
+        waited
+    }
+
+    fn has_room(&self, bytes: u64) -> bool {
+        let held = self.held_bytes.get();
+        self.in_flight.get() < self.server.config.max_in_flight
+            && (held == 0 || held + bytes <= MAX_HELD_BYTES)
+    }
+
+    /// Takes back an admission whose request never arrived whole.
+    pub(crate) fn withdraw(&self, bytes: u64) {
+        self.in_flight.set(self.in_flight.get() - 1);
+        self.held_bytes.set(self.held_bytes.get() - bytes);
+    }
+
+    /// Waits until nothing is in flight.
+    pub(crate) async fn drained(&self) {
+        while self.in_flight.get() > 0 {
+            self.room.wait().await;
+        }
+    }
+
+    /// Nothing is in flight and nothing will come: all tasks of the session may end.
+    pub(crate) fn end(&self) {
+        self.ended.set(true);
+        self.outgoing.notify();
+        self.slots.wakers.borrow().iter().for_each(Waker::wake_by_ref);
+    }
+
+    /// Hands an admitted request to a slot.
+    pub(crate) fn submit(self: &Rc<Self>, job: Job) {
+        self.cell().arrive(1, job.started_ns);
+        self.slots.jobs.borrow_mut().push_back(job);
+        self.rouse();
+    }
+
+    /// Answers an admitted request without performing it.
+    pub(crate) fn refuse(&self, reply: Reply) {
+        self.cell().arrive(1, reply.started_ns);
+        self.reply(reply);
+    }
+
+    fn reply(&self, reply: Reply) {
+        self.replies.borrow_mut().push_back(reply);
+        self.outgoing.notify();
+    }
+
+    pub(crate) fn next_reply(&self) -> Option<Reply> {
+        self.replies.borrow_mut().pop_front()
+    }
+
+    /// These requests have left: their replies were sent, or nobody is there to take them.
+    pub(crate) fn depart(&self, finished: &[Finished], held_bytes: u64) {
+        self.cell().depart(finished, self.server.clock.now_ns());
+        self.in_flight.set(self.in_flight.get() - finished.len());
+        self.held_bytes.set(self.held_bytes.get() - held_bytes);
+        self.room.notify();
+    }
+
+    /// Sees to it that some slot will look for a job, if there is one. Only one is called at a time, and calls
+    /// the next when its own job has to wait: a disk that answers at once is served by one slot alone.
+    fn rouse(self: &Rc<Self>) {
+        let slots = &self.slots;
+        if slots.roused.get() || slots.jobs.borrow().is_empty() {
+            return;
+        }
+        let resting = slots.resting.borrow_mut().pop();
+        if let Some(number) = resting {
+            slots.roused.set(true);
+            slots.wakers.borrow()[number].wake_by_ref();
+            return;
+        }
+        let number = slots.wakers.borrow().len();
+        if number < self.server.config.max_in_flight {
+            slots.roused.set(true);
+            slots.wakers.borrow_mut().push(Waker::noop().clone());
+            spile_engine::spawn(perform_jobs(self.clone(), number));
+        }
+    }
+
+    fn poll_job(&self, number: usize, cx: &mut Context<'_>) -> Poll<Option<Job>> {
+        let slots = &self.slots;
+        slots.roused.set(false);
+        let job = slots.jobs.borrow_mut().pop_front();
+        let mut resting = slots.resting.borrow_mut();
+        let place = resting.iter().rposition(|&other| other == number);
+        if job.is_some() || self.ended.get() {
+            place.map(|place| resting.remove(place));
+            return Poll::Ready(job);
+        }
+        if place.is_none() {
+            resting.push(number);
+        }
+        slots.wakers.borrow_mut()[number].clone_from(cx.waker());
+        Poll::Pending
+    }
+}
+
+/// One slot: performs one job after the other.
+async fn perform_jobs<D: Disk>(session: Rc<Session<D>>, number: usize) {
+    while let Some(job) = poll_fn(|cx| session.poll_job(number, cx)).await {
+        let mut owed = Owed { session: &session, job: &job, answer: None };
+        let answer = {
+            let mut work = pin!(session.perform(&job));
+            poll_fn(|cx| {
+                let answer = work.as_mut().poll(cx);
+                if answer.is_pending() {
+                    session.rouse();
+                }
+                answer
+            })
+            .await
+        };
+        owed.answer = Some(answer);
+    }
+}
+
+/// The reply that is owed to a job. It is sent by the drop, so that a disk that panics costs its client an error
+/// and not an answer that never comes.
+struct Owed<'a, D: Disk> {
+    session: &'a Session<D>,
+    job: &'a Job,
+    answer: Option<Answer>,
+}
+
+impl<D: Disk> Drop for Owed<'_, D> {
+    fn drop(&mut self) {
+        let panicked =
+            || Answer::Failed { errno: EIO, message: "internal error".to_owned(), at_start: false };
+        let answer = self.answer.take().unwrap_or_else(panicked);
+        let &Job { request, held_bytes, started_ns, .. } = self.job;
+        self.session.reply(Reply { request, answer, held_bytes, started_ns });
+    }
+}
+
+impl Reply {
+    pub(crate) fn finished(&self) -> Finished {
+        let failed = matches!(self.answer, Answer::Failed { .. });
+        Finished {
+            kind: OpKind::of(self.request.command),
+            bytes: u64::from(self.request.len_bytes),
+            failed,
+            started_ns: self.started_ns,
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! The server over real sockets, on both engines: handshakes, requests, hostile clients, TLS, the end.
+
+mod client;
+mod disk;
+mod handshake;
+mod hostile;
+mod requests;
+mod stream;
+mod tls;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use disk::StoreDisk;
+use spile_engine::{Config, Engine, EngineKind, MemStore};
+use spile_front_nbd::{Export, Server, ServerConfig, bind_unix};
+
+/// The size of the test disks, in bytes. The odd end is on purpose.
+pub const SIZE: u64 = (8 << 20) + 512;
+
+/// A server with its engine, its socket, and the disk behind its default export.
+pub struct Rig {
+    pub server: Server<StoreDisk<MemStore>>,
+    pub disk: Arc<StoreDisk<MemStore>>,
+    engine: Engine,
+    dir: tempfile::TempDir,
+}
+
+impl Rig {
+    pub fn path(&self) -> PathBuf {
+        self.dir.path().join("s")
+    }
+
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Looks until `done` holds; a test that waits for ever fails instead.
+    pub fn until(&self, what: &str, done: impl Fn(&Self) -> bool) {
+        let waited = (0..3000).find(|_| {
+            let done = done(self);
+            if !done {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            done
+        });
+        waited.unwrap_or_else(|| panic!("in vain: {what}"));
+    }
+
+    /// Every connection has ended and nothing is left of it.
+    pub fn assert_clean(&self) {
+        self.until("all connections end", |rig| rig.server.connections() == 0);
+        let left = self.server.metrics("");
+        assert_eq!((left.in_flight, left.connections), (0, 0));
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.disk.release();
+        self.server.stop();
+        self.server.wait_drained(Duration::from_secs(10));
+        self.engine.shutdown();
+    }
+}
+
+/// A rig whose disk and configuration `change` may alter.
+pub fn rig_with(
+    kind: EngineKind,
+    change: impl FnOnce(&mut StoreDisk<MemStore>, &mut ServerConfig),
+) -> Rig {
+    let config = Config { kind, workers: 2, pool_bytes: 16 << 20 };
+    let engine = Engine::start(config).expect("the engine starts");
+    let mut disk = StoreDisk::new(MemStore::new(SIZE));
+    let mut config = ServerConfig::default();
+    change(&mut disk, &mut config);
+    let disk = Arc::new(disk);
+    let export = |name: &str, read_only| Export {
+        name: name.to_owned(),
+        description: "for tests".to_owned(),
+        disk: disk.clone(),
+        read_only,
+    };
+    let exports = vec![export("", false), export("ro", true)];
+    let server = Server::new(engine.clone(), config, exports).expect("the server starts");
+    let dir = tempfile::tempdir().unwrap();
+    server.listen(bind_unix(&dir.path().join("s")).unwrap()).unwrap();
+    Rig { server, disk, engine, dir }
+}
+
+pub fn rig(kind: EngineKind) -> Rig {
+    rig_with(kind, |_, _| {})
+}
+
+/// Runs a test on the thread-pool engine, and on io_uring where the kernel has it.
+#[macro_export]
+macro_rules! on_both_engines {
+    ($($(#[$attr:meta])* fn $name:ident($kind:ident) $body:block)*) => {
+        $(
+            mod $name {
+                use super::*;
+                fn run($kind: spile_engine::EngineKind) $body
+                #[test]
+                $(#[$attr])*
+                fn threads() {
+                    run(spile_engine::EngineKind::Threads);
+                }
+                /// `Auto` is io_uring where the kernel allows it.
+                #[test]
+                $(#[$attr])*
+                fn auto() {
+                    run(spile_engine::EngineKind::Auto);
+                }
+            }
+        )*
+    };
+}

@@ -1,0 +1,282 @@
+//! Allocation: the one place that hands out blocks of an image, and takes them back.
+//!
+//! Decisions are made under a lock that is never held over I/O; the I/O of one allocation holds up nobody but those
+//! who want the same block. Space is prepared in large steps, so that a first write waits for no sync.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use event_listener::Event;
+use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
+
+use super::bits::Bits;
+use super::{SECTOR, Sparse};
+use crate::vhd::codec::footer::DiskType;
+
+/// Space prepared in one step, in bytes of guest data: an eighth of what the file holds, within these bounds.
+const STEP_MIN_BYTES: u64 = 64 << 20;
+const STEP_MAX_BYTES: u64 = 1 << 30;
+
+/// A place for a block, safe to use: whatever a crash leaves, its bitmap reads as zeroes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ready {
+    pub sector: u32,
+    /// Its data read as zeroes too.
+    pub zeroed: bool,
+}
+
+/// Blocks on their way from released to ready (rule 5).
+#[derive(Default)]
+pub(crate) struct Released {
+    /// Released since the last turn of the grace period.
+    pub fresh: Vec<u32>,
+    /// Waiting until no reader of that phase is left.
+    pub waiting: Option<(usize, Vec<u32>)>,
+    /// Punched, not yet synced.
+    pub punched: Vec<Ready>,
+}
+
+pub(crate) struct Alloc {
+    pub state: Mutex<AllocState>,
+    /// Held while space is prepared.
+    preparing: async_lock::Mutex<()>,
+}
+
+#[derive(Default)]
+pub(crate) struct AllocState {
+    ready: VecDeque<Ready>,
+    /// Blocks whose BAT entry is under way.
+    placing: HashMap<u32, Arc<Event>>,
+    pub released: Released,
+    /// Where the next prepared block may start; everything from here on is unused.
+    pub next_free: u64,
+    /// The file was cut at the end of its blocks in this session, so what it gains reads as zeroes.
+    tail_is_clean: bool,
+    step_blocks: u64,
+    /// Unused runs between blocks, as an earlier session left them; used before the file grows.
+    gaps: Vec<Range<u64>>,
+}
+
+impl Alloc {
+    /// For an image with these unused runs, and nothing but a footer from `next_free` on.
+    pub(crate) fn new(next_free: u64, gaps: Vec<Range<u64>>) -> Self {
+        let state = AllocState { next_free, gaps, ..AllocState::default() };
+        Self { state: Mutex::new(state), preparing: async_lock::Mutex::new(()) }
+    }
+
+    /// True when the file is longer than its blocks need, by this session's doing.
+    pub(crate) fn has_grown(&self) -> bool {
+        self.lock().tail_is_clean
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, AllocState> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    pub(crate) fn add_ready(&self, blocks: impl IntoIterator<Item = Ready>) {
+        self.lock().ready.extend(blocks);
+    }
+
+    /// Forgets prepared space at the end: the file is about to be cut.
+    pub(crate) fn cut(&self, used_end: u64) {
+        let mut state = self.lock();
+        state.ready.clear();
+        state.next_free = used_end;
+        state.tail_is_clean = false;
+    }
+}
+
+enum Turn {
+    Placed(u32),
+    Wait(event_listener::EventListener),
+    Prepare,
+    Place(Ready),
+}
+
+impl<S: Store> Sparse<S> {
+    /// The sector of `block`, allocated if need be. The caller holds the block's lock.
+    pub(super) async fn place(&self, block: u32) -> Result<u32> {
+        loop {
+            match self.next_turn(block) {
+                Turn::Placed(sector) => return Ok(sector),
+                Turn::Wait(done) => done.await,
+                Turn::Prepare => self.prepare(true).await?,
+                Turn::Place(ready) => {
+                    let placed = self.write_new_block(block, ready).await;
+                    if let Some(waiters) = self.alloc.lock().placing.remove(&block) {
+                        waiters.notify(usize::MAX);
+                    }
+                    return placed.map(|()| ready.sector);
+                }
+            }
+        }
+    }
+
+    fn next_turn(&self, block: u32) -> Turn {
+        let mut state = self.alloc.lock();
+        if let Some(sector) = self.bat.get(block) {
+            return Turn::Placed(sector);
+        }
+        if let Some(waiters) = state.placing.get(&block) {
+            return Turn::Wait(waiters.listen());
+        }
+        let Some(ready) = state.ready.pop_front() else { return Turn::Prepare };
+        state.placing.insert(block, Arc::new(Event::new()));
+        Turn::Place(ready)
+    }
+
+    /// Rule 2: bitmap, then BAT, both cached; then the map in memory. On an error the place is leaked, not reused:
+    /// its BAT entry may have reached the file.
+    async fn write_new_block(&self, block: u32, ready: Ready) -> Result<()> {
+        let all_ones = ready.zeroed && self.footer.disk_type == DiskType::Dynamic;
+        if all_ones {
+            let ones = Segments::zeroed(self.layout.bitmap_bytes as usize);
+            let sectors = self.layout.sectors_per_block();
+            let bits = Bits::new(sectors);
+            bits.set(0..sectors);
+            ones.copy_from_slice(0, &bits.to_bytes(self.layout.bitmap_bytes as usize));
+            self.store.write_at(StoreOffset(u64::from(ready.sector) * SECTOR), &ones, Via::Cached).await?;
+            self.bits.remove(block);
+            self.bat.set_full(block, true);
+        } else {
+            self.bits.remove(block);
+            self.bits.insert(block, Bits::new(self.layout.sectors_per_block()));
+            self.bat.set_full(block, false);
+        }
+        self.write_bat_entry(block, ready.sector).await?;
+        self.bat.set(block, ready.sector);
+        Ok(())
+    }
+
+    pub(super) async fn write_bat_entry(&self, block: u32, sector: u32) -> Result<()> {
+        let offset = self.layout.bat_offset + u64::from(block) * 4;
+        self.store.write_at(StoreOffset(offset), &Segments::copied(&sector.to_be_bytes()), Via::Cached).await
+    }
+
+    /// True when a step should be prepared before the last one is used up.
+    pub(super) fn is_running_low(&self) -> bool {
+        let state = self.alloc.lock();
+        (state.ready.len() as u64) < state.step_blocks / 4
+    }
+
+    /// Rule 1: prepares the next step of space. With `wait` only if nothing is ready; else only if nobody else is at it.
+    pub(super) async fn prepare(&self, wait: bool) -> Result<()> {
+        let _one = if wait {
+            self.alloc.preparing.lock().await
+        } else {
+            let Some(held) = self.alloc.preparing.try_lock() else { return Ok(()) };
+            held
+        };
+        if wait && !self.alloc.lock().ready.is_empty() {
+            return Ok(());
+        }
+        let gaps = std::mem::take(&mut self.alloc.lock().gaps);
+        if !gaps.is_empty() {
+            return self.prepare_gaps(gaps).await;
+        }
+        match self.store.info().grows_zeroed {
+            true => self.grow_file().await,
+            false => self.prepare_on_device().await,
+        }
+    }
+
+    /// Rule 5 for what an earlier session released: the BAT as it was read is made durable before the bytes go.
+    async fn prepare_gaps(&self, gaps: Vec<Range<u64>>) -> Result<()> {
+        self.store.sync().await?;
+        let mut ready = Vec::new();
+        for gap in gaps {
+            for sector in self.places(gap, u64::MAX) {
+                ready.push(self.empty_place(sector).await?);
+            }
+        }
+        self.store.sync().await?;
+        self.alloc.add_ready(ready);
+        Ok(())
+    }
+
+    /// Makes the place of a block read as an empty one: its bytes punched, or at least its bitmap zero.
+    pub(super) async fn empty_place(&self, sector: u32) -> Result<Ready> {
+        let offset = StoreOffset(u64::from(sector) * SECTOR);
+        let zeroed = self.store.info().punches;
+        match zeroed {
+            true => self.store.punch_hole(offset, self.layout.bitmap_bytes + self.layout.block_bytes).await?,
+            false => {
+                let zeroes = Segments::zeroed(self.layout.bitmap_bytes as usize);
+                self.store.write_at(offset, &zeroes, Via::Cached).await?;
+            }
+        }
+        Ok(Ready { sector, zeroed })
+    }
+
+    /// How many blocks the next step should have: never more than the disk still lacks, at least one.
+    fn step_blocks(&self, next_free: u64) -> u64 {
+        let bytes = (next_free / 8).clamp(STEP_MIN_BYTES, STEP_MAX_BYTES);
+        let entries = u64::from(self.bat.entries());
+        (bytes / self.layout.block_bytes).clamp(1, entries.max(1))
+    }
+
+    /// The places of up to `count` blocks inside `within`. Data lie on 4 KiB boundaries, with the bitmap in the
+    /// sectors before; a gap of one sector is left in front, where a footer may have been.
+    fn places(&self, within: Range<u64>, count: u64) -> Vec<u32> {
+        let mut places = Vec::new();
+        let mut end = within.start;
+        while (places.len() as u64) < count {
+            let data = (end + SECTOR + self.layout.bitmap_bytes).next_multiple_of(4096);
+            end = data + self.layout.block_bytes;
+            match u32::try_from((data - self.layout.bitmap_bytes) / SECTOR) {
+                Ok(sector) if sector != u32::MAX && end <= within.end => places.push(sector),
+                _ => break,
+            }
+        }
+        places
+    }
+
+    async fn grow_file(&self) -> Result<()> {
+        let (next_free, tail_is_clean) = {
+            let state = self.alloc.lock();
+            (state.next_free, state.tail_is_clean)
+        };
+        if !tail_is_clean {
+            // An earlier process may have left bytes behind the last block: cut them off, so that the file grows zeroes.
+            self.store.set_len(next_free).await?;
+        }
+        let places = self.places(next_free..u64::MAX, self.step_blocks(next_free));
+        let Some(&last) = places.last() else { return Err(self.no_space()) };
+        let end = self.layout.block_end(last);
+        self.store.set_len(end + SECTOR).await?;
+        self.write_footer_at(end).await?;
+        self.store.sync().await?;
+        self.finish_step(places.into_iter().map(|sector| Ready { sector, zeroed: true }).collect(), end);
+        Ok(())
+    }
+
+    async fn prepare_on_device(&self) -> Result<()> {
+        let next_free = self.alloc.lock().next_free;
+        let limit = self.store.len_bytes().saturating_sub(SECTOR);
+        let places = self.places(next_free..limit, self.step_blocks(next_free));
+        let Some(&last) = places.last() else { return Err(self.no_space()) };
+        let mut ready = Vec::with_capacity(places.len());
+        for &sector in &places {
+            ready.push(self.empty_place(sector).await?);
+        }
+        self.store.sync().await?;
+        self.finish_step(ready, self.layout.block_end(last));
+        Ok(())
+    }
+
+    fn finish_step(&self, ready: Vec<Ready>, end: u64) {
+        let mut state = self.alloc.lock();
+        state.tail_is_clean = true;
+        state.next_free = end;
+        state.step_blocks = ready.len() as u64;
+        state.ready.extend(ready);
+    }
+
+    fn no_space(&self) -> Error {
+        Error::new(ErrorKind::NoSpace, "no room for another block")
+            .at_path(self.store.path())
+            .at_offset(self.store.len_bytes())
+            .hint("enlarge the volume under the image, or discard what the guest does not need")
+    }
+}

@@ -1,0 +1,169 @@
+//! Flush and close: what makes acknowledged writes durable, in the order of the rules in the module above.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use spile_core::{Error, Result, Segments, Store, StoreOffset, Via};
+
+use super::alloc::Ready;
+use super::check::write_batmap;
+use super::journal::Pending;
+use super::{SECTOR, Sparse};
+
+/// Joins concurrent flushes: whoever waits is served by any run that began after it came.
+pub(crate) struct Flusher {
+    running: async_lock::Mutex<()>,
+    /// Runs that began.
+    begun: AtomicU64,
+    /// The last run that ended, and how.
+    ended: Mutex<(u64, Option<Error>)>,
+    batmap_valid: AtomicBool,
+    voiding: async_lock::Mutex<()>,
+}
+
+impl Flusher {
+    pub(crate) fn new(batmap_valid: bool) -> Self {
+        Self {
+            running: async_lock::Mutex::new(()),
+            begun: AtomicU64::new(0),
+            ended: Mutex::new((0, None)),
+            batmap_valid: AtomicBool::new(batmap_valid),
+            voiding: async_lock::Mutex::new(()),
+        }
+    }
+}
+
+impl<S: Store> Sparse<S> {
+    /// Makes everything that was acknowledged before the call durable.
+    pub(crate) async fn flush(&self) -> Result<()> {
+        let came = self.flusher.begun.load(Ordering::SeqCst);
+        let _running = self.flusher.running.lock().await;
+        {
+            let ended = self.flusher.ended.lock().unwrap_or_else(|e| e.into_inner());
+            if ended.0 > came {
+                return ended.1.as_ref().map_or(Ok(()), |error| Err(error.duplicate()));
+            }
+        }
+        let run = self.flusher.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        let result = self.flush_once().await;
+        let error = result.as_ref().err().map(Error::duplicate);
+        *self.flusher.ended.lock().unwrap_or_else(|e| e.into_inner()) = (run, error);
+        result
+    }
+
+    async fn flush_once(&self) -> Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        let (gone, punched) = self.take_released();
+        if !self.journal.has_pending() {
+            self.store.sync().await?;
+            self.alloc.add_ready(punched);
+            return self.punch_released(gone).await;
+        }
+        let (half, pending) = self.journal.turn().await;
+        let bitmaps = self.snapshot(&pending);
+        self.store.sync().await?;
+        self.alloc.add_ready(punched);
+        for (sector, bytes) in bitmaps {
+            self.store.write_at(StoreOffset(u64::from(sector) * SECTOR), &bytes, Via::Cached).await?;
+        }
+        self.store.sync().await?;
+        self.journal.retire(&self.store, half).await?;
+        self.punch_released(gone).await
+    }
+
+    /// The bitmaps as they are now: every bit in them has its data written, and the sync to come makes these durable.
+    fn snapshot(&self, pending: &Pending) -> Vec<(u32, Segments)> {
+        let len = self.layout.bitmap_bytes as usize;
+        pending
+            .iter()
+            .filter(|(block, (sector, _))| self.bat.get(**block) == Some(*sector))
+            .map(|(_, (sector, bits))| (*sector, Segments::copied(&bits.to_bytes(len))))
+            .collect()
+    }
+
+    /// Released blocks whose last reader is gone, and punched ones that the coming sync makes ready.
+    fn take_released(&self) -> (Vec<u32>, Vec<Ready>) {
+        let mut state = self.alloc.lock();
+        let released = &mut state.released;
+        if released.waiting.is_none() && !released.fresh.is_empty() {
+            released.waiting = Some((self.grace.turn(), std::mem::take(&mut released.fresh)));
+        }
+        let over = released.waiting.as_ref().is_some_and(|(phase, _)| self.grace.is_over(*phase));
+        let gone = if over { released.waiting.take().map(|(_, blocks)| blocks) } else { None };
+        (gone.unwrap_or_default(), std::mem::take(&mut released.punched))
+    }
+
+    /// Rule 5: the release is durable and nobody reads there any more; bytes and bitmap go.
+    async fn punch_released(&self, sectors: Vec<u32>) -> Result<()> {
+        for sector in sectors {
+            let place = self.empty_place(sector).await?;
+            self.alloc.lock().released.punched.push(place);
+        }
+        Ok(())
+    }
+
+    pub(super) async fn write_footer_at(&self, offset: u64) -> Result<()> {
+        self.store.write_at(StoreOffset(offset), &Segments::copied(&self.footer.to_bytes()), Via::Cached).await
+    }
+
+    /// Makes the batmap void, once and durably, before a block's bitmap may lose bits.
+    pub(super) async fn void_batmap(&self) -> Result<()> {
+        let Some(batmap) = &self.layout.batmap else { return Ok(()) };
+        let _one = self.flusher.voiding.lock().await;
+        if self.flusher.batmap_valid.load(Ordering::Acquire) {
+            let range = batmap.header.map_bytes();
+            let empty = vec![0; (range.end - range.start) as usize];
+            write_batmap(&self.store, batmap, &empty, &self.footer).await?;
+            self.store.sync().await?;
+            self.flusher.batmap_valid.store(false, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Rule 6. No request may be in flight.
+    pub(crate) async fn close(&self) -> Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        self.flush().await?;
+        if !self.store.info().grows_zeroed {
+            self.write_footer_at(self.store.len_bytes() - SECTOR).await?;
+            self.write_batmap().await?;
+            return self.store.sync().await;
+        }
+        if self.alloc.has_grown() {
+            self.cut_tail().await?;
+        }
+        self.write_batmap().await?;
+        self.store.sync().await
+    }
+
+    /// Moves the trailing footer to the end of the last block, and ends the file there.
+    async fn cut_tail(&self) -> Result<()> {
+        let end = self.used_end();
+        self.write_footer_at(end).await?;
+        self.store.sync().await?;
+        self.alloc.cut(end);
+        self.store.set_len(end + SECTOR).await
+    }
+
+    /// One past the last byte that anything refers to.
+    pub(super) fn used_end(&self) -> u64 {
+        let blocks = self.bat.allocated().map(|(_, sector)| self.layout.block_end(sector)).max();
+        blocks.unwrap_or(0).max(self.layout.metadata_end)
+    }
+
+    async fn write_batmap(&self) -> Result<()> {
+        let Some(batmap) = &self.layout.batmap else { return Ok(()) };
+        let range = batmap.header.map_bytes();
+        let mut map = vec![0u8; (range.end - range.start) as usize];
+        for (block, _) in self.bat.allocated().filter(|(block, _)| self.bat.is_full(*block)) {
+            map[block as usize / 8] |= 0x80 >> (block % 8);
+        }
+        write_batmap(&self.store, batmap, &map, &self.footer).await?;
+        self.flusher.batmap_valid.store(true, Ordering::Release);
+        Ok(())
+    }
+}

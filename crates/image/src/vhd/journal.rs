@@ -1,0 +1,338 @@
+//! The bitmap journal: lets a first write be acknowledged after one small cached write, and no sync.
+//!
+//! A set bit says that a sector's data are in this file. It must not become durable before the data are, or a power
+//! cut would show what lay there before. Nor may it be lost when only the process dies. So a bit is first recorded
+//! here, in an area of the file that other readers ignore; the next flush syncs the data, writes the real bitmaps,
+//! and drops the record. A record counts only in the boot of the host that wrote it: the page cache of that boot
+//! still holds everything that had returned. After a power cut or a reboot the boot is another, and the journal is void.
+//!
+//! The area has two halves, used in turn, so that records go on while a flush retires the other half. Each half:
+//! one header in its first 4 KiB (magic, version, boot id, image UUID, generation, CRC-32), then 32-byte records
+//! (block, sector of the block, first sector, sectors, generation, CRC-32 over all this and the slot). Records may
+//! be written out of order, so a replay looks at every slot.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use event_listener::Event;
+use spile_core::{Result, Segments, Store, StoreOffset, Via};
+
+use super::bits::Bits;
+
+const MAGIC: &[u8; 8] = b"spiljrnl";
+const VERSION: u32 = 1;
+const HEADER_BYTES: u64 = 4096;
+const RECORD_BYTES: u64 = 32;
+
+/// A record: these sectors of the block that lies there are in this file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub block: u32,
+    /// The BAT's value for the block: a record outlives neither its block's release nor its move.
+    pub at_sector: u32,
+    pub sectors: Range<u32>,
+}
+
+/// Which boot and image a journal is good for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub boot_id: [u8; 16],
+    pub image_uuid: [u8; 16],
+}
+
+pub(crate) struct Journal {
+    /// Where the area lies in the store; `None` when the image has none, and each new bit waits for a sync.
+    area: Option<Range<u64>>,
+    owner: Owner,
+    slots: u64,
+    state: Mutex<State>,
+    /// Notified when a record is complete and when a half is retired.
+    changed: Event,
+}
+
+struct State {
+    current: usize,
+    halves: [Half; 2],
+}
+
+#[derive(Default)]
+struct Half {
+    generation: u64,
+    /// The half's header is in the file.
+    begun: bool,
+    used: u64,
+    in_flight: usize,
+    /// Blocks with bits that are recorded here and not in their bitmaps.
+    pending: Pending,
+}
+
+/// Blocks whose bitmaps must be written, with the sector each lies at.
+pub(crate) type Pending = HashMap<u32, (u32, Arc<Bits>)>;
+
+/// A slot to be filled; a retirement of its half waits for it.
+pub(crate) struct Slot<'a> {
+    journal: &'a Journal,
+    half: usize,
+    number: u64,
+    generation: u64,
+    begun: bool,
+}
+
+impl Journal {
+    pub(crate) fn new(area: Option<Range<u64>>, owner: Owner, first_generation: u64) -> Self {
+        let half_bytes = area.as_ref().map_or(0, |area| (area.end - area.start) / 2);
+        let slots = half_bytes.saturating_sub(HEADER_BYTES) / RECORD_BYTES;
+        let half = |n| Half { generation: first_generation.wrapping_add(n), ..Half::default() };
+        let area = area.filter(|_| slots > 0);
+        let state = Mutex::new(State { current: 0, halves: [half(0), half(1)] });
+        Self { area, owner, slots, state, changed: Event::new() }
+    }
+
+    pub(crate) fn has_area(&self) -> bool {
+        self.area.is_some()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn half_start(&self, half: usize) -> u64 {
+        let area = self.area.clone().unwrap_or(0..0);
+        area.start + half as u64 * ((area.end - area.start) / 2)
+    }
+
+    /// Takes a slot in the current half; `None` when it is full and must be retired first.
+    pub(crate) fn reserve(&self) -> Option<Slot<'_>> {
+        let mut state = self.lock();
+        let current = state.current;
+        let half = &mut state.halves[current];
+        if half.used >= self.slots {
+            return None;
+        }
+        let slot =
+            Slot { journal: self, half: current, number: half.used, generation: half.generation, begun: half.begun };
+        half.used += 1;
+        half.in_flight += 1;
+        Some(slot)
+    }
+
+    /// True when a retirement would be in time now: the current half is three quarters full.
+    pub(crate) fn is_filling(&self) -> bool {
+        let state = self.lock();
+        self.has_area() && state.halves[state.current].used * 4 > self.slots * 3
+    }
+
+    /// Notes bits that have no record because there is no area: they are pending all the same.
+    pub(crate) fn note_unrecorded(&self, block: u32, at_sector: u32, bits: Arc<Bits>) {
+        let mut state = self.lock();
+        let current = state.current;
+        state.halves[current].pending.insert(block, (at_sector, bits));
+    }
+
+    /// True when some bitmap in memory is ahead of the file.
+    pub(crate) fn has_pending(&self) -> bool {
+        self.lock().halves.iter().any(|half| !half.pending.is_empty())
+    }
+
+    /// Forgets a block that was released.
+    pub(crate) fn forget(&self, block: u32) {
+        self.lock().halves.iter_mut().for_each(|half| {
+            half.pending.remove(&block);
+        });
+    }
+
+    /// Turns to the other half and waits for the records of the old one that are under way. Returns the old half's
+    /// number and all that is pending: what was left by a retirement that failed, or by an earlier process, too.
+    /// One caller at a time, each followed by [`Journal::retire`].
+    pub(crate) async fn turn(&self) -> (usize, Pending) {
+        let (old, left) = {
+            let mut state = self.lock();
+            let old = state.current;
+            state.current = 1 - old;
+            (old, state.halves[1 - old].pending.clone())
+        };
+        loop {
+            let listener = self.changed.listen();
+            {
+                let state = self.lock();
+                if state.halves[old].in_flight == 0 {
+                    let mut pending = state.halves[old].pending.clone();
+                    pending.extend(left.iter().map(|(block, at)| (*block, at.clone())));
+                    return (old, pending);
+                }
+            }
+            listener.await;
+        }
+    }
+
+    /// Drops a half whose pending bits are durable in their bitmaps.
+    pub(crate) async fn retire<S: Store>(&self, store: &S, half: usize) -> Result<()> {
+        let (begun, generation) = {
+            let mut state = self.lock();
+            let old = &mut state.halves[half];
+            let next = old.generation.wrapping_add(2);
+            (std::mem::take(&mut old.begun), next)
+        };
+        if begun {
+            self.write_header(store, half, None).await?;
+        }
+        let mut state = self.lock();
+        state.halves[half] = Half { generation, ..Half::default() };
+        drop(state);
+        self.changed.notify(usize::MAX);
+        Ok(())
+    }
+
+    async fn write_header<S: Store>(&self, store: &S, half: usize, generation: Option<u64>) -> Result<()> {
+        let mut bytes = [0; 512];
+        if let Some(generation) = generation {
+            encode_header(&mut bytes, &self.owner, generation);
+        }
+        store.write_at(StoreOffset(self.half_start(half)), &Segments::copied(&bytes), Via::Cached).await
+    }
+
+    /// Reads the records of an earlier process in this boot of the host, and adopts them: they stay pending here.
+    pub(crate) async fn replay<S: Store>(&self, store: &S) -> Result<Vec<(usize, Record)>> {
+        let mut found = Vec::new();
+        if !self.has_area() {
+            return Ok(found);
+        }
+        for half in 0..2 {
+            let start = self.half_start(half);
+            let header = Segments::zeroed(512);
+            store.read_at(StoreOffset(start), &header, Via::Cached).await?;
+            let Some(generation) = decode_header(&header.to_vec(), &self.owner) else { continue };
+            let records = Segments::zeroed((self.slots * RECORD_BYTES) as usize);
+            store.read_at(StoreOffset(start + HEADER_BYTES), &records, Via::Cached).await?;
+            let bytes = records.to_vec();
+            let mut used = 0;
+            for (slot, bytes) in bytes.chunks_exact(RECORD_BYTES as usize).enumerate() {
+                if let Some(record) = decode_record(bytes, generation, slot as u64) {
+                    used = slot as u64 + 1;
+                    found.push((half, record));
+                }
+            }
+            self.lock().halves[half] =
+                Half { generation, begun: true, used, in_flight: 0, pending: Pending::default() };
+        }
+        Ok(found)
+    }
+
+    /// Notes the bits of a replayed record as pending in its half.
+    pub(crate) fn adopt(&self, half: usize, record: &Record, bits: Arc<Bits>) {
+        self.lock().halves[half].pending.insert(record.block, (record.at_sector, bits));
+    }
+}
+
+impl Slot<'_> {
+    /// Writes the record; then sets the bits in `bits`, so that no reader sees a bit that a dying process could lose.
+    pub(crate) async fn record<S: Store>(self, store: &S, record: &Record, bits: Arc<Bits>) -> Result<()> {
+        let journal = self.journal;
+        if !self.begun {
+            journal.write_header(store, self.half, Some(self.generation)).await?;
+        }
+        let bytes = encode_record(record, self.generation, self.number);
+        let at = journal.half_start(self.half) + HEADER_BYTES + self.number * RECORD_BYTES;
+        store.write_at(StoreOffset(at), &Segments::copied(&bytes), Via::Cached).await?;
+        bits.set(record.sectors.clone());
+        let mut state = journal.lock();
+        let half = &mut state.halves[self.half];
+        half.begun = true;
+        half.pending.insert(record.block, (record.at_sector, bits));
+        Ok(())
+    }
+}
+
+impl Drop for Slot<'_> {
+    fn drop(&mut self) {
+        self.journal.lock().halves[self.half].in_flight -= 1;
+        self.journal.changed.notify(usize::MAX);
+    }
+}
+
+fn encode_header(bytes: &mut [u8; 512], owner: &Owner, generation: u64) {
+    bytes[0..8].copy_from_slice(MAGIC);
+    bytes[8..12].copy_from_slice(&VERSION.to_be_bytes());
+    bytes[12..28].copy_from_slice(&owner.boot_id);
+    bytes[28..44].copy_from_slice(&owner.image_uuid);
+    bytes[44..52].copy_from_slice(&generation.to_be_bytes());
+    let crc = crc32fast::hash(&bytes[..52]);
+    bytes[52..56].copy_from_slice(&crc.to_be_bytes());
+}
+
+/// The generation, if the header is whole and this owner's.
+fn decode_header(bytes: &[u8], owner: &Owner) -> Option<u64> {
+    let bytes: &[u8; 512] = bytes.try_into().ok()?;
+    let generation = u64::from_be_bytes(bytes[44..52].try_into().ok()?);
+    let mut expected = [0; 512];
+    encode_header(&mut expected, owner, generation);
+    (bytes == &expected).then_some(generation)
+}
+
+fn encode_record(record: &Record, generation: u64, slot: u64) -> [u8; RECORD_BYTES as usize] {
+    let mut bytes = [0; RECORD_BYTES as usize];
+    let fields = [record.block, record.at_sector, record.sectors.start, record.sectors.end];
+    for (field, chunk) in fields.iter().zip(bytes.chunks_exact_mut(4)) {
+        chunk.copy_from_slice(&field.to_be_bytes());
+    }
+    bytes[16..24].copy_from_slice(&generation.to_be_bytes());
+    let crc = record_crc(&bytes, slot);
+    bytes[24..28].copy_from_slice(&crc.to_be_bytes());
+    bytes
+}
+
+fn record_crc(bytes: &[u8], slot: u64) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&bytes[..24]);
+    hasher.update(&slot.to_be_bytes());
+    hasher.finalize()
+}
+
+/// The record in these 32 bytes, if it is whole and of this generation and slot.
+fn decode_record(bytes: &[u8], generation: u64, slot: u64) -> Option<Record> {
+    let field = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    let record = Record { block: field(0)?, at_sector: field(4)?, sectors: field(8)?..field(12)? };
+    let whole = bytes.get(16..24)? == generation.to_be_bytes() && field(24)? == record_crc(bytes, slot);
+    (whole && record.sectors.start < record.sectors.end).then_some(record)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWNER: Owner = Owner { boot_id: [1; 16], image_uuid: [2; 16] };
+
+    #[test]
+    fn a_record_counts_only_in_its_generation_and_slot() {
+        let record = Record { block: 5, at_sector: 99, sectors: 8..16 };
+        let bytes = encode_record(&record, 77, 3);
+        assert_eq!(decode_record(&bytes, 77, 3), Some(record));
+        assert_eq!(decode_record(&bytes, 78, 3), None);
+        assert_eq!(decode_record(&bytes, 77, 4), None);
+        for at in 0..28 {
+            let mut torn = bytes;
+            torn[at] ^= 1;
+            assert_eq!(decode_record(&torn, 77, 3), None, "byte {at}");
+        }
+    }
+
+    #[test]
+    fn a_header_counts_only_in_its_boot_and_image() {
+        let mut bytes = [0; 512];
+        encode_header(&mut bytes, &OWNER, 42);
+        assert_eq!(decode_header(&bytes, &OWNER), Some(42));
+        assert_eq!(decode_header(&bytes, &Owner { boot_id: [9; 16], ..OWNER }), None);
+        assert_eq!(decode_header(&bytes, &Owner { image_uuid: [9; 16], ..OWNER }), None);
+        bytes[100] = 1;
+        assert_eq!(decode_header(&bytes, &OWNER), None);
+    }
+
+    #[test]
+    fn a_full_half_gives_no_slot() {
+        let journal = Journal::new(Some(0..2 * (4096 + 64)), OWNER, 1);
+        let slots = (journal.reserve(), journal.reserve());
+        assert!(slots.0.is_some() && slots.1.is_some() && journal.reserve().is_none());
+        assert!(journal.is_filling());
+    }
+}

@@ -1,0 +1,256 @@
+//! VHD: fixed, dynamic and differencing images, read and write.
+//!
+//! # Order of writes
+//!
+//! What may be lost at which moment decides the order. "Cached" below means: written through the page cache, so it
+//! survives the death of the process but not yet a power cut. "Sync" makes all that was written before durable.
+//!
+//! 1. **Space before use.** The file grows by whole steps: new length, a footer at its new end, sync. Only then may a
+//!    block be placed there. Grown space reads as zeroes; on a device the bitmaps of the coming blocks are zeroed and
+//!    synced instead. So a BAT entry, whenever it becomes durable, points at a block whose bitmap says "nothing here".
+//! 2. **Block before BAT.** A new block's bitmap (all ones in a dynamic image on zeroed space, else zero) is written
+//!    cached, then its BAT entry, cached. Neither needs a sync: until the data come, the block reads as before.
+//! 3. **Data before bit.** Where a clear bit shows something else than the bytes under it (a parent, or stale bytes),
+//!    the bit follows its data: data, then a record in the journal, cached, then the answer. The bitmap itself is
+//!    written by the next flush only after a sync of the data.
+//! 4. **Flush** = sync; bitmaps of recorded bits, cached; sync; journal half retired.
+//! 5. **Release before reuse.** A released block loses its BAT entry (cached). After a sync that began later, and
+//!    when no reader that knew the old address is left, its bytes and bitmap are punched; after one more sync it may
+//!    be allocated again.
+//! 6. **Close** = flush; footer behind the last block; sync; the file is cut there; batmap, its header; sync.
+//!
+//! A batmap is trusted at open, and made void (and synced) before the first release of a block, as it would otherwise
+//! call the block's successor full.
+
+pub mod codec;
+
+mod alloc;
+mod bat;
+mod bits;
+mod check;
+mod create;
+mod flush;
+mod journal;
+mod open;
+mod write;
+
+pub use check::{Finding, Report, Severity, check, repair};
+pub use create::{CreateParams, ParentRef, create};
+pub(crate) use open::{Opened, open};
+pub(crate) use write::BlockPart;
+
+use std::ops::Range;
+
+use spile_core::{Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
+
+use self::alloc::Alloc;
+use self::bat::Bat;
+use self::bits::{Bits, BitsCache};
+use self::codec::batmap::BatmapHeader;
+use self::codec::footer::{DiskType, Footer};
+use self::codec::header::Header;
+use self::flush::Flusher;
+use self::journal::Journal;
+use crate::grace::Grace;
+use crate::range_lock::RangeLock;
+
+const SECTOR: u64 = spile_core::SECTOR_BYTES;
+
+/// Where the parts of a dynamic or differencing image lie. Offsets in bytes.
+#[derive(Clone, Debug)]
+pub(crate) struct Layout {
+    pub size_bytes: u64,
+    pub block_bytes: u64,
+    pub bitmap_bytes: u64,
+    pub bat_offset: u64,
+    pub batmap: Option<Batmap>,
+    pub journal: Option<Range<u64>>,
+    /// Footer copy, header, BAT, batmap, locators and journal: no block may touch them.
+    pub metadata: Vec<Range<u64>>,
+    /// One past the last byte of these.
+    pub metadata_end: u64,
+}
+
+impl Layout {
+    /// Where the data of a block lie whose BAT entry is `sector`.
+    pub(crate) fn data_offset(&self, sector: u32) -> u64 {
+        u64::from(sector) * SECTOR + self.bitmap_bytes
+    }
+
+    /// One past the last byte of such a block.
+    pub(crate) fn block_end(&self, sector: u32) -> u64 {
+        self.data_offset(sector) + self.block_bytes
+    }
+
+    pub(crate) fn sectors_per_block(&self) -> u32 {
+        (self.block_bytes / SECTOR) as u32
+    }
+
+    /// The block that holds guest byte `at`, and the byte in it.
+    pub(crate) fn split(&self, at: u64) -> (u32, u64) {
+        ((at / self.block_bytes) as u32, at % self.block_bytes)
+    }
+}
+
+/// Where the batmap lies.
+#[derive(Clone, Debug)]
+pub(crate) struct Batmap {
+    pub header_offset: u64,
+    pub header: BatmapHeader,
+}
+
+impl Batmap {
+    fn ranges(&self) -> [Range<u64>; 2] {
+        [self.header_offset..self.header_offset + BatmapHeader::LEN as u64, self.header.map_bytes()]
+    }
+}
+
+/// What a layer knows of a run of guest bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// In this file, at that offset.
+    Data(StoreOffset),
+    /// Not in this file: the parent's, or zeroes where there is none.
+    Below,
+    /// The bitmap of that block must be read first ([`Sparse::load_bits`]).
+    Unknown(u32),
+}
+
+/// A dynamic or differencing VHD.
+pub(crate) struct Sparse<S> {
+    store: S,
+    footer: Footer,
+    header: Header,
+    layout: Layout,
+    /// How data are reached: directly only when no 4 KiB page holds both data and metadata.
+    via: Via,
+    read_only: bool,
+    bat: Bat,
+    bits: BitsCache,
+    journal: Journal,
+    alloc: Alloc,
+    flusher: Flusher,
+    grace: Grace,
+    /// By block number: writers hold their block shared, a release holds it exclusively.
+    blocks: RangeLock,
+}
+
+impl<S: Store> Sparse<S> {
+    pub(crate) fn footer(&self) -> &Footer {
+        &self.footer
+    }
+
+    pub(crate) fn header(&self) -> &Header {
+        &self.header
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    pub(crate) fn store(&self) -> &S {
+        &self.store
+    }
+
+    pub(crate) fn via(&self) -> Via {
+        self.via
+    }
+
+    pub(crate) fn grace(&self) -> &Grace {
+        &self.grace
+    }
+
+    pub(crate) fn is_differencing(&self) -> bool {
+        self.footer.disk_type == DiskType::Differencing
+    }
+
+    pub(crate) fn allocated_blocks(&self) -> u64 {
+        self.bat.allocated().count() as u64
+    }
+
+    pub(crate) fn has_unflushed_bits(&self) -> bool {
+        self.journal.has_pending()
+    }
+
+    /// What is known of the run that starts at guest byte `at`, and how far that goes, at most `len_bytes`. Never
+    /// beyond one block, except for a hole.
+    pub(crate) fn find(&self, at: u64, len_bytes: u64) -> (Found, u64) {
+        let (block, within) = self.layout.split(at);
+        let in_block = len_bytes.min(self.layout.block_bytes - within);
+        let Some(sector) = self.bat.get(block) else {
+            let next = self.bat.next_allocated(block).map_or(u64::MAX, |b| u64::from(b) * self.layout.block_bytes);
+            return (Found::Below, len_bytes.min(next.saturating_sub(at)).max(in_block));
+        };
+        let data = Found::Data(StoreOffset(self.layout.data_offset(sector) + within));
+        if self.bat.is_full(block) {
+            return (data, in_block);
+        }
+        let Some(bits) = self.bits.get(block) else { return (Found::Unknown(block), in_block) };
+        let first = (within / SECTOR) as u32;
+        let last = (within + in_block).div_ceil(SECTOR) as u32;
+        let (set, sectors) = bits.run(first..last);
+        let run_end = u64::from(first + sectors) * SECTOR;
+        let run = in_block.min(run_end - within);
+        (if set { data } else { Found::Below }, run)
+    }
+
+    /// Where guest byte `at` of an allocated block lies, and how far the block goes on, at most `len_bytes`.
+    pub(crate) fn locate(&self, at: u64, len_bytes: u64) -> Option<(StoreOffset, u64)> {
+        let (block, within) = self.layout.split(at);
+        let offset = self.layout.data_offset(self.bat.get(block)?) + within;
+        Some((StoreOffset(offset), len_bytes.min(self.layout.block_bytes - within)))
+    }
+
+    /// True when the block that holds guest byte `at` is not allocated here.
+    pub(crate) fn is_unallocated(&self, at: u64) -> bool {
+        self.bat.get(self.layout.split(at).0).is_none()
+    }
+
+    /// The part of `at..end` that lies in the block of `at`.
+    pub(crate) fn part(&self, at: u64, end: u64) -> BlockPart {
+        let (block, within) = self.layout.split(at);
+        let len = (end - at).min(self.layout.block_bytes - within);
+        BlockPart { block, within: within..within + len }
+    }
+
+    /// The guest bytes of a block.
+    pub(crate) fn block_extent(&self, block: u32) -> Extent {
+        let start = u64::from(block) * self.layout.block_bytes;
+        Extent::from_range(start..start + self.layout.block_bytes)
+    }
+
+    /// Reads the bitmap of an allocated block into the cache.
+    pub(crate) async fn load_bits(&self, block: u32) -> Result<()> {
+        let _reader = self.grace.enter();
+        match self.bat.get(block) {
+            Some(sector) => self.bits_of(block, sector).await.map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// The bitmap of a block, read if need be. The caller keeps the block from being released.
+    async fn bits_of(&self, block: u32, sector: u32) -> Result<std::sync::Arc<Bits>> {
+        if let Some(bits) = self.bits.get(block) {
+            return Ok(bits);
+        }
+        let offset = u64::from(sector) * SECTOR;
+        let bytes = Segments::zeroed(self.layout.bitmap_bytes as usize);
+        self.store.read_at(StoreOffset(offset), &bytes, Via::Cached).await.at_offset(offset)?;
+        let bits = Bits::from_bytes(&bytes.to_vec(), self.layout.sectors_per_block());
+        let full = bits.is_full();
+        let bits = self.bits.insert(block, bits);
+        if full {
+            self.bat.set_full(block, true);
+        }
+        Ok(bits)
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        match self.read_only {
+            true => {
+                Err(Error::new(ErrorKind::ReadOnly, "the image is open for reading only").at_path(self.store.path()))
+            }
+            false => Ok(()),
+        }
+    }
+}

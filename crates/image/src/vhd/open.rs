@@ -1,0 +1,369 @@
+//! Opening: everything an image claims is checked here, before anything is believed.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use spile_core::{Env, Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
+
+use super::alloc::Alloc;
+use super::bat::Bat;
+use super::bits::{Bits, BitsCache};
+use super::codec::MAX_SIZE_BYTES;
+use super::codec::bat::{MAX_BLOCKS, UNALLOCATED, bitmap_bytes, bytes_len};
+use super::codec::batmap::{BatmapHeader, is_full};
+use super::codec::footer::{DiskType, Footer};
+use super::codec::header::Header;
+use super::codec::locator::{Locator, Platform};
+use super::flush::Flusher;
+use super::journal::{Journal, Owner};
+use super::{Batmap, Layout, SECTOR, Sparse};
+use crate::grace::Grace;
+use crate::range_lock::RangeLock;
+use crate::raw::Raw;
+
+/// BAT bytes read at a time.
+const BAT_READ_BYTES: usize = 256 << 10;
+
+/// An image, opened.
+pub(crate) enum Opened<S> {
+    Fixed(Footer, Raw<S>),
+    Sparse(Box<Sparse<S>>),
+}
+
+/// Opens the VHD in `store`.
+///
+/// # Errors
+/// `Corrupt` or `Unsupported`, saying which field is wrong; I/O errors.
+pub(crate) async fn open<S: Store>(
+    store: S,
+    env: &Arc<dyn Env>,
+    read_only: bool,
+    bits_budget_bytes: usize,
+) -> Result<Opened<S>> {
+    let path = store.path().to_owned();
+    open_inner(store, env, read_only, bits_budget_bytes).await.at_path(&path)
+}
+
+async fn open_inner<S: Store>(store: S, env: &Arc<dyn Env>, read_only: bool, budget: usize) -> Result<Opened<S>> {
+    let found = read_footers(&store).await?;
+    let footer = found.footer;
+    check_size(&footer, store.len_bytes())?;
+    if footer.disk_type == DiskType::Fixed {
+        let size = footer.virtual_size_bytes();
+        return Ok(Opened::Fixed(footer, Raw::new(store, size)));
+    }
+    let header = read_header(&store, &footer).await?;
+    let (layout, batmap) = lay_out(&store, &footer, &header).await?;
+    let bat = Bat::new(layout.size_bytes.div_ceil(layout.block_bytes) as u32);
+    let mut sectors = load_bat(&store, &layout, &bat).await?;
+    sectors.sort_unstable();
+    check_blocks(&store, &layout, &sectors)?;
+    batmap.iter().for_each(|map| apply_batmap(&bat, map));
+    let separate = sectors.iter().all(|&sector| layout.data_offset(sector).is_multiple_of(4096))
+        && layout.block_bytes.is_multiple_of(4096)
+        && layout.size_bytes.is_multiple_of(u64::from(store.info().offset_align_bytes));
+    let owner = Owner { boot_id: env.boot_id(), image_uuid: footer.uuid };
+    let generation = env.random_16()[..8].iter().fold(0, |sum, &byte| sum << 8 | u64::from(byte));
+    let next_free = next_free(&store, &layout, &sectors, found.has_trailing);
+    let sparse = Sparse {
+        alloc: Alloc::new(next_free, gaps(&layout, &sectors)),
+        bits: BitsCache::new(budget, layout.bitmap_bytes as usize),
+        journal: Journal::new(layout.journal.clone(), owner, generation),
+        flusher: Flusher::new(batmap.is_some()),
+        via: if separate { Via::Direct } else { Via::Cached },
+        grace: Grace::default(),
+        blocks: RangeLock::default(),
+        store,
+        footer,
+        header,
+        layout,
+        read_only,
+        bat,
+    };
+    sparse.replay().await?;
+    Ok(Opened::Sparse(Box::new(sparse)))
+}
+
+impl<S: Store> Sparse<S> {
+    /// Takes over what an earlier process recorded and did not flush.
+    async fn replay(&self) -> Result<()> {
+        for (half, record) in self.journal.replay(&self.store).await? {
+            let valid = record.sectors.end <= self.layout.sectors_per_block();
+            if !valid || record.block >= self.bat.entries() || self.bat.get(record.block) != Some(record.at_sector) {
+                continue;
+            }
+            let bits: Arc<Bits> = self.bits_of(record.block, record.at_sector).await?;
+            bits.set(record.sectors.clone());
+            if bits.is_full() {
+                self.bat.set_full(record.block, true);
+            }
+            self.journal.adopt(half, &record, bits);
+        }
+        Ok(())
+    }
+}
+
+pub(super) struct Footers {
+    pub footer: Footer,
+    pub has_trailing: bool,
+    /// What is wrong with either of them, for `check`.
+    pub trailing_error: Option<Error>,
+    pub copy_error: Option<Error>,
+}
+
+/// The trailing footer; where it is bad, the copy at the start.
+pub(super) async fn read_footers<S: Store>(store: &S) -> Result<Footers> {
+    let len = store.len_bytes();
+    if len < SECTOR {
+        return Err(corrupt("the file is shorter than a VHD footer (512 bytes)"));
+    }
+    let trailing = read_footer_at(store, len - SECTOR, SECTOR).await;
+    let trailing = match trailing {
+        // Virtual PC before 2004 wrote footers of 511 bytes.
+        Err(_) if len % SECTOR == 511 => read_footer_at(store, len - 511, 511).await,
+        other => other,
+    };
+    let copy = read_footer_at(store, 0, SECTOR).await;
+    match (trailing, copy) {
+        (Ok(footer), copy) if footer.disk_type == DiskType::Fixed => {
+            Ok(Footers { footer, has_trailing: true, trailing_error: None, copy_error: copy.err() })
+        }
+        (Ok(footer), Ok(copy)) => {
+            check_agreement(&footer, &copy)?;
+            Ok(Footers { footer, has_trailing: true, trailing_error: None, copy_error: None })
+        }
+        (Ok(footer), Err(error)) => {
+            Ok(Footers { footer, has_trailing: true, trailing_error: None, copy_error: Some(error) })
+        }
+        (Err(error), Ok(footer)) if footer.disk_type != DiskType::Fixed => {
+            Ok(Footers { footer, has_trailing: false, trailing_error: Some(error), copy_error: None })
+        }
+        (Err(error), _) => Err(error.hint("neither a footer at the end nor a copy of it at the start can be used")),
+    }
+}
+
+async fn read_footer_at<S: Store>(store: &S, offset: u64, len: u64) -> Result<Footer> {
+    let bytes = Segments::zeroed(len as usize);
+    store.read_at(StoreOffset(offset), &bytes, Via::Cached).await?;
+    Footer::parse(&bytes.to_vec()).map_err(|e| Error::from(e).at_offset(offset))
+}
+
+/// Both footers are whole: whatever decides where the data are must be the same in both.
+fn check_agreement(trailing: &Footer, copy: &Footer) -> Result<()> {
+    let key = |f: &Footer| (f.disk_type, f.uuid, f.current_size_bytes, f.data_offset);
+    match key(trailing) == key(copy) {
+        true => Ok(()),
+        false => Err(corrupt("the footer at the end and its copy at the start disagree")
+            .hint("they differ in type, UUID, size or data offset; the image may have been resized halfway")),
+    }
+}
+
+fn check_size(footer: &Footer, file_bytes: u64) -> Result<()> {
+    let size = footer.virtual_size_bytes();
+    if size == 0 || !size.is_multiple_of(SECTOR) {
+        return Err(corrupt(format!("the virtual size {size} is not a positive multiple of 512")));
+    }
+    if size > MAX_SIZE_BYTES {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("the virtual size {size} is over the format's limit of 2040 GiB"),
+        ));
+    }
+    if footer.disk_type == DiskType::Fixed && size > file_bytes.saturating_sub(511) {
+        return Err(corrupt(format!("the fixed disk of {size} bytes does not fit its file of {file_bytes} bytes")));
+    }
+    Ok(())
+}
+
+pub(super) async fn read_header<S: Store>(store: &S, footer: &Footer) -> Result<Header> {
+    let offset = footer.data_offset.ok_or_else(|| corrupt("a sparse disk's footer points at no header"))?;
+    if offset > store.len_bytes().saturating_sub(Header::LEN as u64) {
+        return Err(corrupt("the header lies past the end of the file").at_offset(offset));
+    }
+    let bytes = Segments::zeroed(Header::LEN);
+    store.read_at(StoreOffset(offset), &bytes, Via::Cached).await?;
+    Header::parse(&bytes.to_vec()).map_err(|e| Error::from(e).at_offset(offset))
+}
+
+/// The layout, and the batmap if the image has a good one.
+pub(super) async fn lay_out<S: Store>(
+    store: &S,
+    footer: &Footer,
+    header: &Header,
+) -> Result<(Layout, Option<Vec<u8>>)> {
+    let (size_bytes, block_bytes) = (footer.virtual_size_bytes(), u64::from(header.block_size_bytes));
+    let blocks = size_bytes.div_ceil(block_bytes);
+    if blocks > MAX_BLOCKS {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{blocks} blocks are more than the {MAX_BLOCKS} supported"),
+        ));
+    }
+    if blocks > u64::from(header.max_entries) {
+        return Err(corrupt(format!("the BAT has {} entries where the size needs {blocks}", header.max_entries)));
+    }
+    let file_bytes = store.len_bytes();
+    let bat_end = header.bat_offset_bytes.checked_add(bytes_len(header.max_entries)).filter(|&end| end <= file_bytes);
+    let Some(bat_end) = bat_end else {
+        return Err(corrupt("the BAT goes past the end of the file").at_offset(header.bat_offset_bytes));
+    };
+    let header_range = footer.data_offset.unwrap_or(0)..footer.data_offset.unwrap_or(0) + Header::LEN as u64;
+    let bat_range = header.bat_offset_bytes..bat_end;
+    if !header.bat_offset_bytes.is_multiple_of(SECTOR) || bat_range.start < SECTOR || overlap(&bat_range, &header_range)
+    {
+        return Err(corrupt("the BAT lies over the header or the footer").at_offset(bat_range.start));
+    }
+    let (batmap, map) = find_batmap(store, footer, bat_end, blocks).await?;
+    let journal = batmap.as_ref().and_then(|batmap| batmap.header.journal_area(batmap.header_offset));
+    let metadata = metadata_ranges(footer, header, &batmap, &journal, file_bytes);
+    let layout = Layout {
+        size_bytes,
+        block_bytes,
+        bitmap_bytes: u64::from(bitmap_bytes(header.block_size_bytes)),
+        bat_offset: header.bat_offset_bytes,
+        batmap,
+        journal,
+        metadata_end: metadata.iter().map(|range| range.end).max().unwrap_or(bat_end),
+        metadata,
+    };
+    Ok((layout, map))
+}
+
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// The batmap's place, if there is one for us to keep; and its map, if it can be believed.
+async fn find_batmap<S: Store>(
+    store: &S,
+    footer: &Footer,
+    header_offset: u64,
+    blocks: u64,
+) -> Result<(Option<Batmap>, Option<Vec<u8>>)> {
+    let file_bytes = store.len_bytes();
+    if !footer.may_have_batmap() || header_offset + SECTOR > file_bytes {
+        return Ok((None, None));
+    }
+    let bytes = Segments::zeroed(SECTOR as usize);
+    store.read_at(StoreOffset(header_offset), &bytes, Via::Cached).await?;
+    let Ok(header) = BatmapHeader::parse(&bytes.to_vec()) else { return Ok((None, None)) };
+    let range = header.map_bytes();
+    let large_enough = range.end - range.start >= blocks.div_ceil(8);
+    if range.start < header_offset + SECTOR || range.end > file_bytes || !large_enough || header.is_encrypted() {
+        return Ok((None, None));
+    }
+    let map = Segments::zeroed((range.end - range.start) as usize);
+    store.read_at(StoreOffset(range.start), &map, Via::Cached).await?;
+    let (batmap, map) = (Batmap { header_offset, header }, map.to_vec());
+    let good = batmap.header.matches(&map, footer.current_size_bytes);
+    Ok((Some(batmap), good.then_some(map)))
+}
+
+fn apply_batmap(bat: &Bat, map: &[u8]) {
+    for (block, _) in bat.allocated() {
+        if is_full(map, block) {
+            bat.set_full(block, true);
+        }
+    }
+}
+
+/// The runs of the file that hold metadata; no block may touch them.
+fn metadata_ranges(
+    footer: &Footer,
+    header: &Header,
+    batmap: &Option<Batmap>,
+    journal: &Option<Range<u64>>,
+    file_bytes: u64,
+) -> Vec<Range<u64>> {
+    let header_at = footer.data_offset.unwrap_or(SECTOR);
+    let mut ranges = vec![0..SECTOR, header_at..header_at + Header::LEN as u64];
+    ranges.push(header.bat_offset_bytes..header.bat_offset_bytes + bytes_len(header.max_entries));
+    ranges.extend(batmap.iter().flat_map(Batmap::ranges));
+    ranges.extend(journal.clone());
+    ranges.extend(header.locators.iter().filter_map(|locator| locator_range(locator, file_bytes)));
+    ranges
+}
+
+/// Where a parent locator's text lies, if it lies in the file.
+pub(super) fn locator_range(locator: &Locator, file_bytes: u64) -> Option<Range<u64>> {
+    if matches!(locator.platform, Platform::None) || locator.len_bytes == 0 {
+        return None;
+    }
+    let end = locator.offset_bytes.checked_add(u64::from(locator.len_bytes))?;
+    (end <= file_bytes).then_some(locator.offset_bytes..end)
+}
+
+/// Fills `bat`; returns the sectors of all allocated blocks.
+pub(super) async fn load_bat<S: Store>(store: &S, layout: &Layout, bat: &Bat) -> Result<Vec<u32>> {
+    let mut sectors = Vec::new();
+    let total = bat.entries() as usize * 4;
+    let buffer = Segments::zeroed(BAT_READ_BYTES.min(total.next_multiple_of(4)));
+    let mut bytes = vec![0u8; buffer.len()];
+    for start in (0..total).step_by(BAT_READ_BYTES) {
+        let len = BAT_READ_BYTES.min(total - start);
+        let offset = layout.bat_offset + start as u64;
+        store.read_at(StoreOffset(offset), &buffer.slice(0..len), Via::Cached).await?;
+        buffer.copy_to_slice(0, &mut bytes[..len]);
+        load_bat_part(bat, (start / 4) as u32, &bytes[..len], &mut sectors);
+    }
+    Ok(sectors)
+}
+
+fn load_bat_part(bat: &Bat, first: u32, bytes: &[u8], sectors: &mut Vec<u32>) {
+    for (chunk_at, chunk) in bytes.chunks(4096).enumerate() {
+        if chunk.iter().fold(u8::MAX, |all, byte| all & byte) == u8::MAX {
+            continue;
+        }
+        for (at, entry) in chunk.chunks_exact(4).enumerate() {
+            let sector = u32::from_be_bytes([entry[0], entry[1], entry[2], entry[3]]);
+            if sector != UNALLOCATED {
+                bat.set(first + (chunk_at * 1024 + at) as u32, sector);
+                sectors.push(sector);
+            }
+        }
+    }
+}
+
+/// No block over another, over metadata or past the end. `sectors` is sorted.
+fn check_blocks<S: Store>(store: &S, layout: &Layout, sectors: &[u32]) -> Result<()> {
+    let span = layout.bitmap_bytes + layout.block_bytes;
+    let start = |sector: u32| u64::from(sector) * SECTOR;
+    if let Some(pair) = sectors.windows(2).find(|pair| start(pair[1]) - start(pair[0]) < span) {
+        return Err(corrupt("two blocks overlap").at_offset(start(pair[1])));
+    }
+    if let Some(&last) = sectors.last().filter(|&&last| start(last) + span > store.len_bytes()) {
+        return Err(corrupt("a block goes past the end of the file").at_offset(start(last)));
+    }
+    for range in &layout.metadata {
+        let at = sectors.partition_point(|&sector| start(sector) + span <= range.start);
+        if let Some(&sector) = sectors.get(at).filter(|&&sector| start(sector) < range.end) {
+            return Err(corrupt("a block lies over the image's metadata").at_offset(start(sector)));
+        }
+    }
+    Ok(())
+}
+
+/// Where new blocks may go. In a file of ours, behind the last block; in another's, behind all it has but the footer.
+fn next_free<S: Store>(store: &S, layout: &Layout, sectors: &[u32], has_trailing: bool) -> u64 {
+    let used_end = sectors.last().map_or(0, |&last| layout.block_end(last)).max(layout.metadata_end);
+    if layout.journal.is_some() || !store.info().grows_zeroed {
+        return used_end;
+    }
+    used_end.max(store.len_bytes() - if has_trailing { SECTOR } else { 0 })
+}
+
+/// Runs between blocks, or between metadata and the first block, that could hold a block. Only in files of ours:
+/// others may keep something there.
+fn gaps(layout: &Layout, sectors: &[u32]) -> Vec<Range<u64>> {
+    if layout.journal.is_none() {
+        return Vec::new();
+    }
+    let span = layout.bitmap_bytes + layout.block_bytes;
+    let ends = std::iter::once(layout.metadata_end).chain(sectors.iter().map(|&sector| layout.block_end(sector)));
+    let starts = sectors.iter().map(|&sector| u64::from(sector) * SECTOR);
+    ends.zip(starts).filter(|(end, start)| *start >= end + span).map(|(end, start)| end..start).collect()
+}
+
+fn corrupt(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Corrupt, message)
+}

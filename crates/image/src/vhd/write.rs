@@ -1,0 +1,168 @@
+//! Writes, zeroes and discards, one block at a time.
+
+use std::ops::Range;
+
+use spile_core::{Result, Segments, Store, StoreOffset};
+
+use super::codec::bat::UNALLOCATED;
+use super::journal::Record;
+use super::{SECTOR, Sparse};
+
+/// A part of one block: `within` is in bytes from the block's start, on sector boundaries.
+#[derive(Clone, Debug)]
+pub(crate) struct BlockPart {
+    pub block: u32,
+    pub within: Range<u64>,
+}
+
+impl BlockPart {
+    fn sectors(&self) -> Range<u32> {
+        (self.within.start / SECTOR) as u32..(self.within.end / SECTOR) as u32
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.within.end - self.within.start
+    }
+
+    fn lock_range(&self) -> Range<u64> {
+        u64::from(self.block)..u64::from(self.block) + 1
+    }
+}
+
+impl<S: Store> Sparse<S> {
+    /// Writes data into one block, which is allocated if need be.
+    pub(crate) async fn write_part(&self, part: &BlockPart, from: &Segments) -> Result<()> {
+        self.check_writable()?;
+        {
+            let _held = self.blocks.shared(part.lock_range()).await;
+            let sector = self.place(part.block).await?;
+            let bits = match self.bat.is_full(part.block) {
+                true => None,
+                false => Some(self.bits_of(part.block, sector).await?),
+            };
+            let offset = self.layout.data_offset(sector) + part.within.start;
+            self.store.write_at(StoreOffset(offset), from, self.via).await?;
+            if let Some(bits) = bits {
+                self.set_bits(part, sector, bits).await?;
+            }
+        }
+        match self.is_running_low() {
+            true => self.prepare(false).await,
+            false => Ok(()),
+        }
+    }
+
+    /// Rule 3: notes that the sectors of `part`, whose data are written, are in this file. When it returns, the
+    /// process may die.
+    async fn set_bits(&self, part: &BlockPart, sector: u32, bits: std::sync::Arc<super::Bits>) -> Result<()> {
+        let sectors = part.sectors();
+        if bits.has_all(sectors.clone()) {
+            return Ok(());
+        }
+        if !self.journal.has_area() {
+            bits.set(sectors);
+            self.journal.note_unrecorded(part.block, sector, bits.clone());
+            self.mark_if_full(part.block, &bits);
+            return self.flush().await;
+        }
+        let record = Record { block: part.block, at_sector: sector, sectors };
+        let slot = loop {
+            match self.journal.reserve() {
+                Some(slot) => break slot,
+                None => self.flush().await?,
+            }
+        };
+        slot.record(&self.store, &record, bits.clone()).await?;
+        self.mark_if_full(part.block, &bits);
+        match self.journal.is_filling() {
+            true => self.flush().await,
+            false => Ok(()),
+        }
+    }
+
+    fn mark_if_full(&self, block: u32, bits: &super::Bits) {
+        if bits.is_full() {
+            self.bat.set_full(block, true);
+        }
+    }
+
+    /// Makes `part` read as zeroes. `below_is_zero`: what lies under the whole block reads as zeroes.
+    pub(crate) async fn zero_part(&self, part: &BlockPart, may_unmap: bool, below_is_zero: bool) -> Result<()> {
+        self.check_writable()?;
+        if may_unmap && below_is_zero {
+            return self.unmap_part(part).await;
+        }
+        let _held = self.blocks.shared(part.lock_range()).await;
+        let sector = self.place(part.block).await?;
+        let bits = match self.bat.is_full(part.block) {
+            true => None,
+            false => Some(self.bits_of(part.block, sector).await?),
+        };
+        self.zero_data(part, sector, may_unmap).await?;
+        match bits {
+            Some(bits) => self.set_bits(part, sector, bits).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Frees what it can of `part`. Sectors that are not in this file stay as they are below.
+    pub(crate) async fn discard_part(&self, part: &BlockPart, below_is_zero: bool) -> Result<()> {
+        self.check_writable()?;
+        if below_is_zero {
+            return self.unmap_part(part).await;
+        }
+        let _held = self.blocks.shared(part.lock_range()).await;
+        match self.bat.get(part.block) {
+            Some(sector) => self.zero_data(part, sector, true).await,
+            None => Ok(()),
+        }
+    }
+
+    /// With zeroes below: the part reads as zeroes afterwards, and a block with nothing left is released.
+    async fn unmap_part(&self, part: &BlockPart) -> Result<()> {
+        let whole = part.len_bytes() == self.layout.block_bytes;
+        if whole && self.release_if(part, false).await? {
+            return Ok(());
+        }
+        {
+            let _held = self.blocks.shared(part.lock_range()).await;
+            let Some(sector) = self.bat.get(part.block) else { return Ok(()) };
+            self.zero_data(part, sector, true).await?;
+        }
+        self.release_if(part, true).await.map(drop)
+    }
+
+    /// Zeroes data in place. Clear bits stay clear: what is under them is not looked at.
+    async fn zero_data(&self, part: &BlockPart, sector: u32, may_unmap: bool) -> Result<()> {
+        let offset = StoreOffset(self.layout.data_offset(sector) + part.within.start);
+        match may_unmap && self.store.info().punches {
+            true => self.store.punch_hole(offset, part.len_bytes()).await,
+            false => self.store.zero_range(offset, part.len_bytes()).await,
+        }
+    }
+
+    /// Releases the block, unless somebody is writing to it now or (with `only_if_hole`) it still has data. True
+    /// when it is not allocated afterwards.
+    async fn release_if(&self, part: &BlockPart, only_if_hole: bool) -> Result<bool> {
+        let Some(_alone) = self.blocks.try_exclusive(part.lock_range()) else { return Ok(false) };
+        let Some(sector) = self.bat.get(part.block) else { return Ok(true) };
+        if only_if_hole && !self.is_hole(sector).await? {
+            return Ok(false);
+        }
+        self.void_batmap().await?;
+        self.write_bat_entry(part.block, UNALLOCATED).await?;
+        self.bat.clear(part.block);
+        self.bits.remove(part.block);
+        self.journal.forget(part.block);
+        self.alloc.lock().released.fresh.push(sector);
+        Ok(true)
+    }
+
+    async fn is_hole(&self, sector: u32) -> Result<bool> {
+        if !self.store.info().punches {
+            return Ok(false);
+        }
+        let found = self.store.extent_at(StoreOffset(self.layout.data_offset(sector))).await?;
+        Ok(found.is_hole && found.len_bytes >= self.layout.block_bytes)
+    }
+}

@@ -1,0 +1,279 @@
+//! The explorer: takes a subject through the lives of a plan, crashes it, opens it again, and checks everything.
+
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::sync::Once;
+
+use spile_core::Disk;
+
+use crate::exec::{Ended, Executor, block_on};
+use crate::faults::{Faults, Sabotage};
+use crate::oracle::{Crash, Oracle};
+use crate::plan::{Life, Plan};
+use crate::rng::Rng;
+use crate::subject::Subject;
+use crate::workload::Shared;
+use crate::world::World;
+
+/// What a run that found nothing did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Two runs with the same hash did the same.
+    pub trace_hash: u64,
+    /// Steps of all lives.
+    pub steps: u64,
+    /// Steps of the first life of the last layer.
+    pub first_life_steps: u64,
+    /// Crashes survived.
+    pub crashes: u64,
+}
+
+/// What a run found.
+#[derive(Clone, Debug)]
+pub struct Finding {
+    /// What was wrong, and where.
+    pub message: String,
+    /// The trace, when it was kept.
+    pub trace: Vec<String>,
+}
+
+/// How a run is watched and disturbed.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Keep the trace.
+    pub trace: bool,
+    /// Break the store's promises, from the leaf's first life to its last but one.
+    pub sabotage: Sabotage,
+}
+
+thread_local! {
+    static EXPLORING: Cell<bool> = const { Cell::new(false) };
+    static PANIC_AT: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+/// Panics on exploring threads are findings: kept, not printed.
+fn catch_panics_quietly() {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !EXPLORING.get() {
+                return before(info);
+            }
+            let place = info.location().map(ToString::to_string).unwrap_or_default();
+            PANIC_AT.set(place);
+        }));
+    });
+}
+
+/// Runs `plan` on `subject`.
+///
+/// # Errors
+/// What was found.
+pub fn explore<S: Subject>(subject: S, plan: Plan, options: &Options) -> Result<Summary, Finding> {
+    catch_panics_quietly();
+    let world = World::new(plan.seed, plan.hardware.clone());
+    if options.trace {
+        world.keep_trace();
+    }
+    let mut run = Run::new(world.clone(), subject, plan, options);
+    EXPLORING.set(true);
+    let ended = catch_unwind(AssertUnwindSafe(move || run.all()));
+    EXPLORING.set(false);
+    ended.map_err(|panic| {
+        let text = panic
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string))
+            .unwrap_or_else(|| "a panic without a message".to_owned());
+        let place = PANIC_AT.take();
+        Finding { message: format!("{text}\n  at {place}"), trace: world.trace() }
+    })
+}
+
+/// Runs `plan` once for every step of its first life and both kinds of crash.
+///
+/// # Errors
+/// The first finding, with the step and the kind of crash.
+pub fn explore_every_step<S: Subject + Clone>(
+    subject: &S,
+    plan: &Plan,
+    options: &Options,
+) -> Result<u64, Finding> {
+    let steps = explore(subject.clone(), plan.clone(), options)?.first_life_steps;
+    for step in 0..steps {
+        for crash in [Crash::Death, Crash::PowerCut] {
+            let mut plan = plan.clone();
+            (plan.lives[0].crash_at, plan.lives[0].crash) = (Some(step), crash);
+            explore(subject.clone(), plan, options).map_err(|mut finding| {
+                finding.message = format!("{crash:?} at step {step}: {}", finding.message);
+                finding
+            })?;
+        }
+    }
+    Ok(steps)
+}
+
+struct Run<S: Subject> {
+    world: World,
+    subject: Rc<S>,
+    plan: Rc<Plan>,
+    oracle: Rc<RefCell<Oracle>>,
+    rng: Rng,
+    sabotage: Sabotage,
+    summary: Summary,
+}
+
+/// A value that a task leaves for its caller.
+type Slot<T> = Rc<RefCell<Option<T>>>;
+
+impl<S: Subject> Run<S> {
+    fn new(world: World, subject: S, plan: Plan, options: &Options) -> Self {
+        let oracle = Rc::new(RefCell::new(Oracle::new(subject.size_bytes() / 512)));
+        let rng = Rng::new(plan.seed).split(20);
+        let (subject, plan) = (Rc::new(subject), Rc::new(plan));
+        let (sabotage, summary) = (options.sabotage.clone(), Summary::default());
+        Self { world, subject, plan, oracle, rng, sabotage, summary }
+    }
+
+    fn all(&mut self) -> Summary {
+        let last = self.subject.layers() - 1;
+        for layer in 0..last {
+            self.create(layer);
+            self.life(layer, &quiet(40));
+        }
+        self.create(last);
+        self.world.set_sabotage(self.sabotage.clone());
+        for (at, life) in self.plan.clone().lives.iter().enumerate() {
+            let steps = self.life(last, life);
+            if at == 0 {
+                self.summary.first_life_steps = steps;
+            }
+        }
+        self.world.set_sabotage(Sabotage::None);
+        self.life(last, &quiet(10));
+        self.check(true);
+        self.life(last, &quiet(0));
+        self.check(true);
+        self.summary.trace_hash = self.world.trace_hash();
+        self.summary
+    }
+
+    fn create(&mut self, layer: usize) {
+        let (subject, world) = (self.subject.clone(), self.world.clone());
+        let made = block_on(&self.world, async move { subject.create(&world, layer).await });
+        made.unwrap_or_else(|error| panic!("cannot create layer {layer}: {error:?}"));
+        self.world.settle();
+    }
+
+    fn check(&self, clean: bool) {
+        let (subject, world) = (self.subject.clone(), self.world.clone());
+        let checked = block_on(&self.world, async move { subject.check(&world, clean).await });
+        checked.unwrap_or_else(|what| panic!("the check (clean: {clean}) found: {what}"));
+    }
+
+    /// One life of the process; answers its steps.
+    fn life(&mut self, layer: usize, life: &Life) -> u64 {
+        let limit = life.crash_at.unwrap_or(u64::MAX);
+        let mut executor = Executor::new(self.world.clone(), Rng::new(self.rng.next()));
+        self.world.set_faults(life.faults.clone());
+        let closed = self.phases(&mut executor, layer, life, limit);
+        let steps = executor.steps();
+        self.summary.steps += steps;
+        if closed.is_none() || life.crash_at.is_some() || self.rng.chance(1, 4) {
+            self.crash(executor, life.crash);
+        } else {
+            drop(executor);
+            self.world.kill();
+        }
+        self.world.set_faults(Faults::default());
+        if layer + 1 == self.subject.layers() {
+            self.check(false);
+        }
+        steps
+    }
+
+    /// The process ends, or the host: first the world, so that what the tasks do as they go has no effect.
+    fn crash(&mut self, executor: Executor, crash: Crash) {
+        match crash {
+            Crash::Death => self.world.kill(),
+            Crash::PowerCut => self.world.cut_power(),
+        }
+        drop(executor);
+        self.oracle.borrow_mut().crash(crash);
+        self.summary.crashes += 1;
+    }
+
+    /// Open, verify, work, verify, close; `None` when it was stopped on the way.
+    fn phases(
+        &mut self,
+        executor: &mut Executor,
+        layer: usize,
+        life: &Life,
+        limit: u64,
+    ) -> Option<()> {
+        let shared = self.open(executor, layer, life, limit)?;
+        if life.verify_first {
+            executor.spawn(shared.clone().verify(Rng::new(self.rng.next()), false));
+            run(executor, limit)?;
+        }
+        let clients = life.clients.min(life.requests.max(1));
+        for _ in 0..clients {
+            let rng = Rng::new(self.rng.next());
+            executor.spawn(shared.clone().client(rng, life.requests.div_ceil(clients)));
+        }
+        run(executor, limit)?;
+        let whole = life.crash_at.is_none() && shared.disk.info().size_bytes <= 4 << 20;
+        executor.spawn(shared.clone().verify(Rng::new(self.rng.next()), whole));
+        run(executor, limit)?;
+        executor.spawn(shared.close());
+        run(executor, limit)
+    }
+
+    fn open(
+        &mut self,
+        executor: &mut Executor,
+        layer: usize,
+        life: &Life,
+        limit: u64,
+    ) -> Option<Rc<Shared<S::Disk>>> {
+        let faults_before = self.world.faults_fired();
+        let slot: Slot<_> = Rc::default();
+        let (subject, world, into) = (self.subject.clone(), self.world.clone(), slot.clone());
+        executor.spawn(async move {
+            let opened = subject.open(&world, layer).await;
+            *into.borrow_mut() = Some(opened);
+        });
+        run(executor, limit)?;
+        let disk = match slot.take()? {
+            Ok(disk) => disk,
+            Err(error) => {
+                let fired = self.world.faults_fired() > faults_before;
+                assert!(fired, "the open failed without a fault: {error:?}");
+                return None;
+            }
+        };
+        let faults = &life.faults;
+        let only_syncs_fail = faults.read_eio + faults.write_eio + faults.no_space == 0;
+        let (world, oracle, plan) = (self.world.clone(), self.oracle.clone(), self.plan.clone());
+        let flush_failed = Cell::new(false);
+        let shared =
+            Shared { disk, world, oracle, plan, faults_before, only_syncs_fail, flush_failed };
+        Some(Rc::new(shared))
+    }
+}
+
+fn run(executor: &mut Executor, limit: u64) -> Option<()> {
+    match executor.run(limit) {
+        Ended::Done => Some(()),
+        Ended::Stopped => None,
+        Ended::Stuck => panic!("requests are left that nothing will wake"),
+    }
+}
+
+/// A life without crash or faults.
+fn quiet(requests: u64) -> Life {
+    let (crash_at, crash, clients) = (None, Crash::Death, 3);
+    Life { crash_at, crash, requests, clients, verify_first: true, faults: Faults::default() }
+}

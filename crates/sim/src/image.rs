@@ -1,0 +1,308 @@
+//! The images of `spile-image` as a [`Subject`]: raw, fixed, dynamic, and chains of differencing VHDs.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use spile_core::{
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, OpenMode, Result, Segments,
+    WriteZeroes,
+};
+use spile_image::vhd::codec::footer::DiskType;
+use spile_image::vhd::{self, CreateParams, ParentRef, Severity};
+use spile_image::{Aligned, Chain, Format, OpenOptions};
+
+use crate::pages::Pages;
+use crate::rng::Rng;
+use crate::store::SimStore;
+use crate::subject::Subject;
+use crate::world::World;
+
+/// What the leaf is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A raw file.
+    Raw,
+    /// A fixed VHD.
+    Fixed,
+    /// A dynamic VHD.
+    Dynamic,
+    /// A differencing VHD on one to three parents, the lowest of any other kind.
+    Chain,
+}
+
+impl Kind {
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Raw => "raw",
+            Kind::Fixed => "fixed",
+            Kind::Dynamic => "dynamic",
+            Kind::Chain => "chain",
+        }
+    }
+
+    fn draw(rng: &mut Rng) -> Self {
+        *rng.pick(&[
+            Kind::Raw,
+            Kind::Fixed,
+            Kind::Dynamic,
+            Kind::Dynamic,
+            Kind::Dynamic,
+            Kind::Chain,
+            Kind::Chain,
+            Kind::Chain,
+        ])
+    }
+}
+
+impl FromStr for Kind {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        [Kind::Raw, Kind::Fixed, Kind::Dynamic, Kind::Chain]
+            .into_iter()
+            .find(|kind| kind.name() == name)
+            .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("no such kind: {name}")))
+    }
+}
+
+/// One layer of a chain.
+#[derive(Clone, Debug)]
+pub struct LayerPlan {
+    /// A differencing one is called `Chain` here.
+    pub kind: Kind,
+    /// Its size in bytes; never less than that of the layer below.
+    pub size_bytes: u64,
+    /// Its block in bytes.
+    pub block_bytes: u32,
+}
+
+/// A chain to be tested.
+#[derive(Clone, Debug)]
+pub struct Image {
+    /// Base first.
+    pub layers: Vec<LayerPlan>,
+    /// Put [`Aligned`] over it.
+    pub aligned: bool,
+    /// The metadata cache in bytes.
+    pub cache_bytes: usize,
+}
+
+impl Image {
+    /// The image of `seed`; of this kind, if one is given.
+    pub fn draw(seed: u64, kind: Option<Kind>) -> Self {
+        let mut rng = Rng::new(seed).split(30);
+        let drawn = Kind::draw(&mut rng);
+        let kind = kind.unwrap_or(drawn);
+        let mut layers = vec![LayerPlan::draw(&mut rng, kind, 0)];
+        if kind == Kind::Chain {
+            let base = *rng.pick(&[Kind::Raw, Kind::Fixed, Kind::Dynamic, Kind::Dynamic]);
+            layers[0].kind = base;
+            for _ in 0..rng.between(1, 3) {
+                let least = layers[layers.len() - 1].size_bytes;
+                layers.push(LayerPlan::draw(&mut rng, Kind::Chain, least));
+            }
+        }
+        let cache_bytes = *rng.pick(&[64 << 10, 1 << 20, 64 << 20]);
+        Self { layers, aligned: rng.chance(1, 2), cache_bytes }
+    }
+
+    /// The leaf.
+    pub fn leaf(&self) -> &LayerPlan {
+        &self.layers[self.layers.len() - 1]
+    }
+
+    /// Where the file of `layer` is.
+    pub fn path(&self, layer: usize) -> PathBuf {
+        PathBuf::from("/images").join(self.name(layer))
+    }
+
+    fn name(&self, layer: usize) -> String {
+        let extension = if self.layers[layer].kind == Kind::Raw { "raw" } else { "vhd" };
+        format!("layer{layer}.{extension}")
+    }
+
+    async fn chain(&self, world: &World, layer: usize, read_only: bool) -> Result<Chain<SimStore>> {
+        let options = OpenOptions {
+            read_only,
+            metadata_cache_bytes: self.cache_bytes,
+            ..OpenOptions::default()
+        };
+        Chain::open(&world.files(), world.env(), &self.path(layer), &options).await
+    }
+
+    async fn params(&self, world: &World, layer: usize) -> Result<CreateParams> {
+        let plan = &self.layers[layer];
+        let mut params = match plan.kind {
+            Kind::Raw | Kind::Fixed => CreateParams::new(DiskType::Fixed, plan.size_bytes),
+            Kind::Dynamic => CreateParams::new(DiskType::Dynamic, plan.size_bytes),
+            Kind::Chain => {
+                let parent = self.chain(world, layer - 1, true).await?.layers().swap_remove(0);
+                let footer = parent.vhd.map(|facts| facts.footer);
+                let name = self.name(layer - 1);
+                CreateParams::child(
+                    plan.size_bytes,
+                    ParentRef {
+                        relative_path: name.clone(),
+                        absolute_path: None,
+                        uuid: footer.map_or([0; 16], |footer| footer.uuid),
+                        timestamp: 0,
+                        name,
+                    },
+                )
+            }
+        };
+        params.block_size_bytes = plan.block_bytes;
+        Ok(params)
+    }
+
+    async fn check_layer(&self, world: &World, layer: usize) -> Result<(), String> {
+        let path = self.path(layer);
+        let checked = async {
+            let store = world.files().open(&path, OpenMode::ReadOnly).await?;
+            vhd::check(&store, &*world.env()).await
+        };
+        let report = checked.await.map_err(|error| format!("{error:?}"))?;
+        match report.findings.iter().find(|found| found.severity == Severity::Corruption) {
+            Some(found) => Err(format!("layer {layer}, at {:#x?}: {}", found.offset_bytes, found.message)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl LayerPlan {
+    fn draw(rng: &mut Rng, kind: Kind, least_bytes: u64) -> Self {
+        let mut size_bytes = match rng.below(8) {
+            0 => rng.between(8, 64) << 20,
+            1 => rng.between(1, 16 << 11) << 9,
+            2 => rng.between(1, 4096) << 12,
+            _ => rng.between(1, 8) << 20,
+        };
+        if rng.chance(1, 3) {
+            size_bytes = least_bytes;
+        }
+        let block_bytes = *rng.pick(&[4096, 64 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]);
+        // A block of 4 KiB is for small disks: each is an entry.
+        let block_bytes = if size_bytes > 8 << 20 { block_bytes.max(64 << 10) } else { block_bytes };
+        Self { kind, size_bytes: size_bytes.max(least_bytes).max(4096), block_bytes }
+    }
+}
+
+impl Subject for Image {
+    type Disk = SimDisk;
+
+    fn size_bytes(&self) -> u64 {
+        self.leaf().size_bytes
+    }
+
+    fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    async fn create(&self, world: &World, layer: usize) -> Result<()> {
+        let plan = &self.layers[layer];
+        if plan.kind == Kind::Raw {
+            return world.files().create(&self.path(layer), plan.size_bytes).map(drop);
+        }
+        let params = self.params(world, layer).await?;
+        let store = world.files().create(&self.path(layer), 0)?;
+        vhd::create(&store, &*world.env(), &params).await
+    }
+
+    async fn open(&self, world: &World, layer: usize) -> Result<SimDisk> {
+        let chain = self.chain(world, layer, false).await?;
+        Ok(if self.aligned {
+            SimDisk::Aligned(Aligned::new(chain))
+        } else {
+            SimDisk::Plain(chain)
+        })
+    }
+
+    async fn check(&self, world: &World, clean: bool) -> Result<(), String> {
+        for layer in 0..self.layers.len() {
+            if Format::from_extension(&self.path(layer)) == Some(Format::Vhd) {
+                self.check_layer(world, layer).await?;
+            }
+        }
+        let leaf = self.layers.len() - 1;
+        let sparse = matches!(self.leaf().kind, Kind::Dynamic | Kind::Chain);
+        match world.view(&self.path(leaf)) {
+            Some(view) if clean && sparse => check_closed(&view),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A dynamic or differencing image that was closed in order ends with the same footer as it begins with.
+fn check_closed(view: &Pages) -> Result<(), String> {
+    let (mut copy, mut trailing) = ([0; 512], [0; 512]);
+    view.read(0, &mut copy);
+    view.read(view.len().saturating_sub(512), &mut trailing);
+    if copy == trailing { Ok(()) } else { Err("closed, but without a footer at its end".to_owned()) }
+}
+
+/// A chain, with or without [`Aligned`] over it.
+pub enum SimDisk {
+    /// As it is.
+    Plain(Chain<SimStore>),
+    /// With any alignment.
+    Aligned(Aligned<Chain<SimStore>>),
+}
+
+impl Disk for SimDisk {
+    fn info(&self) -> DiskInfo {
+        match self {
+            Self::Plain(disk) => disk.info(),
+            Self::Aligned(disk) => disk.info(),
+        }
+    }
+
+    async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
+        match self {
+            Self::Plain(disk) => disk.read(extent, into).await,
+            Self::Aligned(disk) => disk.read(extent, into).await,
+        }
+    }
+
+    async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+        match self {
+            Self::Plain(disk) => disk.write(extent, from, fua).await,
+            Self::Aligned(disk) => disk.write(extent, from, fua).await,
+        }
+    }
+
+    async fn flush(&self) -> Result<()> {
+        match self {
+            Self::Plain(disk) => disk.flush().await,
+            Self::Aligned(disk) => disk.flush().await,
+        }
+    }
+
+    async fn discard(&self, extent: Extent) -> Result<()> {
+        match self {
+            Self::Plain(disk) => disk.discard(extent).await,
+            Self::Aligned(disk) => disk.discard(extent).await,
+        }
+    }
+
+    async fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
+        match self {
+            Self::Plain(disk) => disk.write_zeroes(extent, how).await,
+            Self::Aligned(disk) => disk.write_zeroes(extent, how).await,
+        }
+    }
+
+    async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
+        match self {
+            Self::Plain(disk) => disk.extents(extent, max_runs).await,
+            Self::Aligned(disk) => disk.extents(extent, max_runs).await,
+        }
+    }
+
+    async fn close(&self) -> Result<()> {
+        match self {
+            Self::Plain(disk) => disk.close().await,
+            Self::Aligned(disk) => disk.close().await,
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! `cargo run -p spile-sim --release -- --seeds N --start S`: runs any number of seeds; exit code 1 when one finds something.
+
+use std::process::ExitCode;
+
+use spile_sim::explore::Options;
+use spile_sim::image::{Image, Kind};
+use spile_sim::plan::Plan;
+use spile_sim::seeds::{Mode, report, run_seeds};
+
+const USAGE: &str = "\
+spile-sim: runs the image code against a simulated host and crashes it anywhere
+
+  --seeds N        how many seeds to run (default 1000)
+  --start S        the first of them (default 0)
+  --kind KIND      raw, fixed, dynamic or chain (default: the seed decides)
+  --every-step     one short life for each seed, crashed at every step, both ways
+  --threads N      default: as many as there are processors
+  --findings N     stop after so many (default 10)
+  --trace          print the plan and the trace of what was found";
+
+struct Arguments {
+    seeds: u64,
+    start: u64,
+    kind: Option<Kind>,
+    mode: Mode,
+    threads: usize,
+    findings: usize,
+    trace: bool,
+}
+
+fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let (kind, mode) = (None, Mode::Random);
+    let mut arguments =
+        Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace: false };
+    while let Some(word) = words.next() {
+        let mut number = || -> Result<u64, String> {
+            let value = words.next().ok_or(format!("{word} wants a number"))?;
+            value.parse().map_err(|_| format!("{word} wants a number, not {value}"))
+        };
+        match word.as_str() {
+            "--seeds" => arguments.seeds = number()?,
+            "--start" => arguments.start = number()?,
+            "--threads" => arguments.threads = number()?.max(1) as usize,
+            "--findings" => arguments.findings = number()?.max(1) as usize,
+            "--every-step" => arguments.mode = Mode::EveryStep,
+            "--trace" => arguments.trace = true,
+            "--kind" => {
+                let name = words.next().unwrap_or_default();
+                arguments.kind = Some(name.parse().map_err(|error| format!("{error}"))?);
+            }
+            _ => return Err(USAGE.to_owned()),
+        }
+    }
+    Ok(arguments)
+}
+
+fn run(arguments: &Arguments) -> ExitCode {
+    let options = Options { trace: arguments.trace, ..Options::default() };
+    let seeds = arguments.start..arguments.start.saturating_add(arguments.seeds);
+    let Arguments { kind, mode, .. } = *arguments;
+    let totals = run_seeds(seeds, kind, mode, &options, arguments.threads, arguments.findings);
+    for (seed, finding) in totals.findings.iter().filter(|_| arguments.trace) {
+        let image = Image::draw(*seed, kind);
+        println!("{image:#?}");
+        let leaf = image.leaf();
+        println!("{:#?}", Plan::draw(*seed, leaf.size_bytes, leaf.block_bytes.into()));
+        finding.trace.iter().for_each(|line| println!("{line}"));
+    }
+    print!("{}", report(&totals.findings, kind, mode));
+    println!(
+        "{} seeds, {} steps, {} crashes, {} findings",
+        totals.seeds,
+        totals.steps,
+        totals.crashes,
+        totals.findings.len()
+    );
+    if totals.findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn main() -> ExitCode {
+    match parse(std::env::args().skip(1)) {
+        Ok(arguments) => run(&arguments),
+        Err(message) => {
+            eprintln!("{message}");
+            ExitCode::from(2)
+        }
+    }
+}

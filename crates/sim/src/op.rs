@@ -1,0 +1,83 @@
+//! One operation in flight: what it does, when it may go on, and how far it has come.
+
+use std::ops::Range;
+use std::task::Waker;
+
+use spile_core::{Result, Segments, Via};
+
+/// What an operation does.
+pub(crate) enum Kind {
+    Read { offset: u64, into: Segments },
+    Write { offset: u64, from: Segments, via: Via },
+    Zero { range: Range<u64> },
+    SetLen(u64),
+    /// With the operations that were in flight when it was issued: these need not be covered.
+    Sync { in_flight: Vec<u64>, number: u64 },
+    /// Opening a file, or asking for its map: takes time, changes nothing.
+    Ask,
+}
+
+impl Kind {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Kind::Read { .. } => "read",
+            Kind::Write { via: Via::Direct, .. } => "write-direct",
+            Kind::Write { .. } => "write-cached",
+            Kind::Zero { .. } => "zero",
+            Kind::SetLen(_) => "set-len",
+            Kind::Sync { .. } => "sync",
+            Kind::Ask => "ask",
+        }
+    }
+
+    /// The bytes of the file it touches; a length for `SetLen` is shown as the start.
+    pub fn range(&self) -> Range<u64> {
+        match self {
+            Kind::Read { offset, into } => *offset..offset + into.len() as u64,
+            Kind::Write { offset, from, .. } => *offset..offset + from.len() as u64,
+            Kind::Zero { range } => range.clone(),
+            Kind::SetLen(len) => *len..*len,
+            Kind::Sync { .. } | Kind::Ask => 0..0,
+        }
+    }
+
+    /// True when it changes the file.
+    pub fn is_change(&self) -> bool {
+        matches!(self, Kind::Write { .. } | Kind::Zero { .. } | Kind::SetLen(_))
+    }
+}
+
+/// How far an operation has come.
+pub(crate) enum Stage {
+    /// `done_bytes` of it have taken effect.
+    Working { done_bytes: usize },
+    /// It has taken effect; the answer is on its way.
+    Done(Result<()>),
+}
+
+pub(crate) struct Op {
+    pub id: u64,
+    pub file: usize,
+    pub kind: Kind,
+    /// It moves on at this step of the world at the earliest.
+    pub due: u64,
+    pub stage: Stage,
+    pub waker: Option<Waker>,
+    /// It takes effect from its end backwards.
+    pub backwards: bool,
+    /// Sabotage: it answers before it takes effect.
+    pub early: bool,
+    /// Sabotage: it never takes effect.
+    pub lost: bool,
+    /// Sabotage: syncs leave it out.
+    pub skip_sync: bool,
+}
+
+impl Op {
+    /// The next `len` bytes to take effect, after `done` bytes, counted from the operation's start.
+    pub fn piece(&self, done: usize, len: usize) -> Range<usize> {
+        let range = self.kind.range();
+        let total = (range.end - range.start) as usize;
+        if self.backwards { total - done - len..total - done } else { done..done + len }
+    }
+}

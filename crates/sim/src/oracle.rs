@@ -1,0 +1,488 @@
+//! The judge: it knows for every sector which values a read may return.
+//!
+//! Each write, zeroing and discard is a *version* of the sectors it covers, with the times of its issue and its answer.
+//! One version comes *before* another when it was over before the other was issued. A read must not return a version that
+//! came before one that had certainly taken effect when the read began. That is one rule for everything; a crash only
+//! changes what is certain:
+//! - after the death of the process, what was answered stays certain, and what was in flight is over: it happened or not;
+//! - after a power cut, only what a completed flush covered (or was written with FUA) stays certain.
+//!
+//! What a read returns while nothing is in flight on the sector *settles* it: a new version, with the value read,
+//! so that a disk that goes back and forth in time is found. After a power cut what was read came from the medium:
+//! it is certain from then on.
+//!
+//! A discard may leave old bytes ("what was freed reads as zeroes, the rest is unchanged"): it is never
+//! certain until it is seen.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::stamp::{self, SECTOR, Value};
+
+const NEVER: u64 = u64::MAX;
+
+/// What a request does to its sectors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// New data.
+    Data,
+    /// Zeroes, for certain.
+    Zeroes,
+    /// Zeroes, or what was there.
+    Discard,
+}
+
+/// How the run was interrupted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Crash {
+    /// The process died; the page cache stays.
+    Death,
+    /// The host lost power.
+    PowerCut,
+}
+
+#[derive(Clone, Debug)]
+struct Version {
+    value: Value,
+    issued: u64,
+    /// It was over (answered, failed or crashed): it took effect before this, or never will.
+    ended: u64,
+    /// It was answered with success.
+    acked: u64,
+    /// A read that returned it was over.
+    seen: u64,
+    /// Durable once answered.
+    fua: bool,
+    discard: bool,
+}
+
+impl Version {
+    /// It has taken effect before this time, if it has at all.
+    fn over(&self) -> u64 {
+        self.ended.min(self.seen)
+    }
+
+    /// It certainly had taken effect at this time.
+    fn certain(&self) -> u64 {
+        if self.discard { self.seen } else { self.acked.min(self.seen) }
+    }
+
+    fn durable(&self, flushed: u64) -> bool {
+        let answered = if self.discard && self.seen == NEVER { NEVER } else { self.acked };
+        answered < flushed || (self.fua && answered != NEVER)
+    }
+}
+
+/// A change under way.
+#[derive(Clone, Debug)]
+pub struct Pending {
+    /// The number of the write, for its stamps.
+    pub write: u64,
+    sectors: Range<u64>,
+    issued: u64,
+}
+
+/// What every sector may hold.
+pub struct Oracle {
+    /// `None`: never written, reads as zeroes.
+    sectors: Vec<Option<Box<Vec<Version>>>>,
+    now: u64,
+    writes: u64,
+    /// A completed flush was issued at this time, the latest of all.
+    flushed: u64,
+    /// The time of the last power cut.
+    cut: u64,
+    in_flight: BTreeMap<u64, Pending>,
+    /// The times at which reads under way began, with how many.
+    reads: BTreeMap<u64, u64>,
+}
+
+impl Oracle {
+    /// The oracle of a disk of zeroes.
+    pub fn new(size_sectors: u64) -> Self {
+        let sectors = (0..size_sectors).map(|_| None).collect();
+        let (in_flight, reads) = (BTreeMap::new(), BTreeMap::new());
+        Self { sectors, now: 1, writes: 0, flushed: 0, cut: 0, in_flight, reads }
+    }
+
+    fn tick(&mut self) -> u64 {
+        self.now += 1;
+        self.now
+    }
+
+    /// A change of `sectors` is issued.
+    pub fn begin(&mut self, sectors: Range<u64>, change: Change, fua: bool) -> Pending {
+        let issued = self.tick();
+        self.writes += 1;
+        let value = if change == Change::Data { Value::Stamp(self.writes) } else { Value::Zero };
+        let version = Version {
+            value,
+            issued,
+            ended: NEVER,
+            acked: NEVER,
+            seen: NEVER,
+            fua,
+            discard: change == Change::Discard,
+        };
+        for sector in sectors.clone() {
+            self.prune(sector);
+            self.history(sector).push(version.clone());
+        }
+        let pending = Pending { write: self.writes, sectors, issued };
+        self.in_flight.insert(issued, pending.clone());
+        pending
+    }
+
+    fn history(&mut self, sector: u64) -> &mut Vec<Version> {
+        self.sectors[sector as usize].get_or_insert_with(|| {
+            let (value, fua, discard) = (Value::Zero, true, false);
+            Box::new(vec![Version { value, issued: 0, ended: 0, acked: 0, seen: 0, fua, discard }])
+        })
+    }
+
+    /// Drops versions that no read may return any more, whatever happens.
+    fn prune(&mut self, sector: u64) {
+        let since = self.reads.first_key_value().map_or(self.now, |(start, _)| *start);
+        let flushed = self.flushed;
+        let Some(versions) = &mut self.sectors[sector as usize] else { return };
+        if versions.len() < 6 {
+            return;
+        }
+        let keep: Vec<bool> = versions
+            .iter()
+            .map(|v| {
+                let after = |w: &&Version| v.over() < w.issued;
+                let gone = versions.iter().filter(after).any(|w| w.certain() < since);
+                !gone || !versions.iter().filter(after).any(|w| w.durable(flushed))
+            })
+            .collect();
+        let mut keep = keep.into_iter();
+        versions.retain(|_| keep.next().unwrap_or(true));
+    }
+
+    /// The change was answered with success (`true`) or an error.
+    pub fn end(&mut self, pending: &Pending, success: bool) {
+        let now = self.tick();
+        self.in_flight.remove(&pending.issued);
+        for sector in pending.sectors.clone() {
+            let version =
+                self.history(sector).iter_mut().find(|version| version.issued == pending.issued);
+            if let Some(version) = version {
+                version.ended = now;
+                version.acked = if success { now } else { NEVER };
+            }
+        }
+    }
+
+    /// A flush is issued; the answer goes to [`Oracle::end_flush`].
+    pub fn begin_flush(&mut self) -> u64 {
+        self.tick()
+    }
+
+    /// The flush issued at `issued` was answered with success.
+    pub fn end_flush(&mut self, issued: u64) {
+        self.flushed = self.flushed.max(issued);
+    }
+
+    /// A read is issued; the answer goes to [`Oracle::end_read`].
+    pub fn begin_read(&mut self) -> u64 {
+        let now = self.tick();
+        *self.reads.entry(now).or_default() += 1;
+        now
+    }
+
+    /// A read issued at `issued` returned `bytes` from `first_sector` on.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub fn end_read(&mut self, issued: u64, first_sector: u64, bytes: &[u8]) -> Result<(), String> {
+        self.reads.remove(&issued);
+        let now = self.tick();
+        for (sector, bytes) in (first_sector..).zip(bytes.chunks_exact(SECTOR)) {
+            let read = stamp::decode(sector, bytes);
+            self.judge(sector, issued, now, read)?;
+        }
+        Ok(())
+    }
+
+    /// A question issued at `issued` (by [`Oracle::begin_read`]) was answered: these runs of sectors read as zeroes.
+    ///
+    /// # Errors
+    /// Why they cannot.
+    pub fn end_zeroes(&mut self, issued: u64, runs: &[Range<u64>]) -> Result<(), String> {
+        self.reads.remove(&issued);
+        let now = self.tick();
+        let mut sectors = runs.iter().cloned().flatten();
+        sectors.try_for_each(|sector| self.judge(sector, issued, now, Ok(Value::Zero)))
+    }
+
+    /// A read or question ended without an answer.
+    pub fn abandon_read(&mut self, issued: u64) {
+        self.reads.remove(&issued);
+    }
+
+    fn judge(
+        &mut self,
+        sector: u64,
+        issued: u64,
+        now: u64,
+        read: Result<Value, String>,
+    ) -> Result<(), String> {
+        let Some(versions) = &mut self.sectors[sector as usize] else {
+            return match read {
+                Ok(Value::Zero) => Ok(()),
+                _ => Err(format!("sector {sector:#x} was never written but reads {read:?}")),
+            };
+        };
+        let allowed = allowed(versions, issued);
+        let explained = |what: &str, versions: &[Version]| {
+            Err(format!("sector {sector:#x} reads {what}: {}", explain(versions, issued)))
+        };
+        let value = match read {
+            Ok(value) => value,
+            Err(garbage) => return explained(&garbage, versions),
+        };
+        let matching: Vec<usize> =
+            allowed.iter().copied().filter(|at| versions[*at].value == value).collect();
+        if matching.is_empty() {
+            return explained(&format!("{value:?}"), versions);
+        }
+        if let [only] = matching[..] {
+            versions[only].seen = versions[only].seen.min(now);
+        }
+        let quiet = versions.iter().all(|version| version.ended < issued);
+        if quiet && allowed.len() > 1 {
+            let fua = versions.iter().all(|version| version.issued < self.cut);
+            let (issued, ended, acked, seen) = (now, now, now, now);
+            versions.push(Version { value, issued, ended, acked, seen, fua, discard: false });
+        }
+        Ok(())
+    }
+
+    /// The run was interrupted; nothing is in flight any more.
+    pub fn crash(&mut self, crash: Crash) {
+        let now = self.tick();
+        self.reads.clear();
+        for pending in std::mem::take(&mut self.in_flight).into_values() {
+            for sector in pending.sectors.clone() {
+                let mine = |version: &&mut Version| version.issued == pending.issued;
+                if let Some(version) = self.history(sector).iter_mut().find(mine) {
+                    version.ended = now;
+                }
+            }
+        }
+        if crash == Crash::PowerCut {
+            let flushed = self.flushed;
+            self.sectors.iter_mut().flatten().for_each(|versions| cut(versions, flushed));
+            self.cut = self.tick();
+        }
+    }
+
+    /// Runs of sectors that were ever written, each at most `max_sectors` long.
+    pub fn touched(&self, max_sectors: u64) -> Vec<Range<u64>> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        for (sector, _) in self.sectors.iter().enumerate().filter(|(_, v)| v.is_some()) {
+            let sector = sector as u64;
+            match runs.last_mut() {
+                Some(run) if run.end == sector && run.end - run.start < max_sectors => run.end += 1,
+                _ => runs.push(sector..sector + 1),
+            }
+        }
+        runs
+    }
+
+    /// The size of the disk in sectors.
+    pub fn size_sectors(&self) -> u64 {
+        self.sectors.len() as u64
+    }
+}
+
+/// The versions that a read that began at `start` may return.
+fn allowed(versions: &[Version], start: u64) -> Vec<usize> {
+    let replaced = |v: &Version| {
+        versions.iter().any(|w| v.over() < w.issued && w.certain() < start)
+    };
+    (0..versions.len()).filter(|at| !replaced(&versions[*at])).collect()
+}
+
+/// A power cut: what is not durable becomes uncertain, what a durable version replaced is gone.
+fn cut(versions: &mut Vec<Version>, flushed: u64) {
+    let durable: Vec<u64> =
+        versions.iter().filter(|v| v.durable(flushed)).map(|v| v.issued).collect();
+    versions.retain(|v| !durable.iter().any(|issued| v.over() < *issued));
+    for version in versions {
+        version.ended = version.over();
+        if version.durable(flushed) {
+            version.fua = true;
+        } else {
+            (version.acked, version.seen, version.fua) = (NEVER, NEVER, false);
+        }
+    }
+}
+
+fn explain(versions: &[Version], start: u64) -> String {
+    let allowed = allowed(versions, start);
+    let show = |at: u64| if at == NEVER { "-".to_owned() } else { at.to_string() };
+    let line = |(at, v): (usize, &Version)| {
+        let (issued, acked, ended, seen) =
+            (v.issued, show(v.acked), show(v.ended), show(v.seen));
+        let kind = if v.discard { " discard" } else { "" };
+        let may = if allowed.contains(&at) { "allowed " } else { "replaced" };
+        format!("\n    {may} {:?}{kind} issued {issued} acked {acked} ended {ended} seen {seen} fua {}", v.value, v.fua)
+    };
+    let lines: String = versions.iter().enumerate().map(line).collect();
+    format!("begun at {start}; versions:{lines}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(sector: u64, value: Value) -> Vec<u8> {
+        let mut bytes = vec![0; SECTOR];
+        if let Value::Stamp(write) = value {
+            stamp::stamp(sector, write, &mut bytes);
+        }
+        bytes
+    }
+
+    /// Reads sector 0 in an instant.
+    fn read(oracle: &mut Oracle, value: Value) -> bool {
+        let issued = oracle.begin_read();
+        oracle.end_read(issued, 0, &bytes(0, value)).is_ok()
+    }
+
+    fn write(oracle: &mut Oracle) -> Value {
+        let pending = oracle.begin(0..1, Change::Data, false);
+        oracle.end(&pending, true);
+        Value::Stamp(pending.write)
+    }
+
+    fn flush(oracle: &mut Oracle) {
+        let issued = oracle.begin_flush();
+        oracle.end_flush(issued);
+    }
+
+    #[test]
+    fn an_answered_write_replaces_what_was_there() {
+        let mut oracle = Oracle::new(2);
+        assert!(read(&mut oracle, Value::Zero));
+        let first = write(&mut oracle);
+        let second = write(&mut oracle);
+        assert!(!read(&mut oracle, Value::Zero) && !read(&mut oracle, first));
+        assert!(read(&mut oracle, second) && !read(&mut oracle, Value::Stamp(99)));
+    }
+
+    #[test]
+    fn a_write_in_flight_may_show_or_not_but_not_vanish_again() {
+        let mut oracle = Oracle::new(1);
+        let old = write(&mut oracle);
+        let pending = oracle.begin(0..1, Change::Data, false);
+        assert!(read(&mut oracle, old) && read(&mut oracle, Value::Stamp(pending.write)));
+        assert!(!read(&mut oracle, old));
+    }
+
+    #[test]
+    fn death_keeps_what_was_answered_and_settles_what_was_not() {
+        let mut oracle = Oracle::new(1);
+        let old = write(&mut oracle);
+        let pending = oracle.begin(0..1, Change::Data, false);
+        oracle.crash(Crash::Death);
+        assert!(!read(&mut oracle, Value::Zero));
+        assert!(read(&mut oracle, old));
+        assert!(!read(&mut oracle, Value::Stamp(pending.write)));
+        oracle.crash(Crash::Death);
+        assert!(!read(&mut oracle, Value::Stamp(pending.write)) && read(&mut oracle, old));
+    }
+
+    #[test]
+    fn a_power_cut_may_lose_what_no_flush_covered() {
+        let make = || {
+            let mut oracle = Oracle::new(1);
+            let lost = write(&mut oracle);
+            let flushed = write(&mut oracle);
+            flush(&mut oracle);
+            let late = write(&mut oracle);
+            oracle.crash(Crash::PowerCut);
+            (oracle, [lost, flushed, late])
+        };
+        let judged = |at: usize| {
+            let (mut oracle, values) = make();
+            read(&mut oracle, values[at])
+        };
+        assert_eq!([0, 1, 2].map(judged), [false, true, true]);
+        let (mut oracle, [_, flushed, late]) = make();
+        assert!(read(&mut oracle, flushed) && !read(&mut oracle, late));
+        oracle.crash(Crash::PowerCut);
+        assert!(!read(&mut oracle, late) && read(&mut oracle, flushed));
+    }
+
+    #[test]
+    fn after_a_death_what_was_read_is_not_yet_durable() {
+        let mut oracle = Oracle::new(1);
+        let kept = write(&mut oracle);
+        flush(&mut oracle);
+        let late = write(&mut oracle);
+        oracle.crash(Crash::Death);
+        assert!(read(&mut oracle, late));
+        oracle.crash(Crash::PowerCut);
+        assert!(read(&mut oracle, kept));
+    }
+
+    #[test]
+    fn a_fua_write_is_durable_and_a_flush_covers_only_what_was_answered_before() {
+        let mut oracle = Oracle::new(1);
+        let first = oracle.begin(0..1, Change::Data, true);
+        oracle.end(&first, true);
+        let flush = oracle.begin_flush();
+        let late = write(&mut oracle);
+        oracle.end_flush(flush);
+        oracle.crash(Crash::PowerCut);
+        assert!(!read(&mut oracle, Value::Zero));
+        assert!(read(&mut oracle, Value::Stamp(first.write)) && !read(&mut oracle, late));
+    }
+
+    #[test]
+    fn a_discard_may_do_nothing_but_not_change_its_mind() {
+        for first in [true, false] {
+            let mut oracle = Oracle::new(1);
+            let old = write(&mut oracle);
+            let discard = oracle.begin(0..1, Change::Discard, false);
+            oracle.end(&discard, true);
+            let (shown, other) = if first { (old, Value::Zero) } else { (Value::Zero, old) };
+            assert!(read(&mut oracle, shown));
+            assert!(!read(&mut oracle, other) && read(&mut oracle, shown));
+        }
+    }
+
+    #[test]
+    fn a_failed_write_may_show_and_then_stays() {
+        let mut oracle = Oracle::new(1);
+        let old = write(&mut oracle);
+        let failed = oracle.begin(0..1, Change::Data, false);
+        oracle.end(&failed, false);
+        assert!(read(&mut oracle, Value::Stamp(failed.write)) && !read(&mut oracle, old));
+    }
+
+    #[test]
+    fn misplaced_content_is_garbage() {
+        let mut oracle = Oracle::new(2);
+        let written = write(&mut oracle);
+        let issued = oracle.begin_read();
+        assert!(oracle.end_read(issued, 1, &bytes(0, written)).is_err());
+    }
+
+    #[test]
+    fn long_histories_are_pruned_without_changing_the_verdict() {
+        let mut oracle = Oracle::new(1);
+        let values: Vec<Value> = (0..40)
+            .map(|_| {
+                flush(&mut oracle);
+                write(&mut oracle)
+            })
+            .collect();
+        assert!(oracle.sectors[0].as_ref().unwrap().len() < 10);
+        oracle.crash(Crash::PowerCut);
+        assert!(!read(&mut oracle, values[37]) && read(&mut oracle, values[38]));
+    }
+}

@@ -1,0 +1,268 @@
+//! The seams of `spile-core` over a [`World`]: [`SimFiles`], [`SimStore`], [`SimEnv`].
+//!
+//! A handle belongs to the life of the process in which it was made: after a crash it answers only `Shutdown`.
+
+use std::path::{Component, Path, PathBuf};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use spile_core::{
+    Env, Error, ErrorKind, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo,
+    StoreOffset, Via,
+};
+
+use crate::file::SimFile;
+use crate::op::Kind;
+use crate::rng::Rng;
+use crate::world::World;
+
+/// The simulated file system, as one life of the process sees it.
+#[derive(Clone)]
+pub struct SimFiles {
+    world: World,
+    life: u64,
+}
+
+/// One open simulated file.
+pub struct SimStore {
+    world: World,
+    life: u64,
+    file: usize,
+    path: PathBuf,
+    mode: OpenMode,
+}
+
+/// The simulated clock, randomness and boot.
+pub struct SimEnv {
+    world: World,
+}
+
+/// Waits for the answer to one operation; dropping it leaves the operation in flight.
+struct Answer {
+    world: World,
+    id: u64,
+}
+
+impl Future for Answer {
+    type Output = Result<()>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {
+        let mut state = self.world.lock();
+        if let Some(result) = state.results.remove(&self.id) {
+            return Poll::Ready(result);
+        }
+        state.wait(self.id, cx.waker());
+        Poll::Pending
+    }
+}
+
+impl SimFiles {
+    pub(crate) fn new(world: World) -> Self {
+        let life = world.lock().life;
+        Self { world, life }
+    }
+
+    /// Makes a new file of `len_bytes` and opens it for writing (`Exists` when there is one). That it exists is
+    /// durable at once.
+    pub fn create(&self, path: &Path, len_bytes: u64) -> Result<SimStore> {
+        let path = self.canonical_name(path);
+        if self.world.lock().names.contains_key(&path) {
+            return Err(Error::new(ErrorKind::Exists, "cannot create").at_path(&path));
+        }
+        self.world.install_empty(path.clone(), len_bytes);
+        self.take(path, OpenMode::ReadWrite)
+    }
+
+    fn take(&self, path: PathBuf, mode: OpenMode) -> Result<SimStore> {
+        let mut state = self.world.lock();
+        let Some(&file) = state.names.get(&path) else {
+            return Err(Error::new(ErrorKind::NotFound, "cannot open").at_path(&path));
+        };
+        if mode == OpenMode::ReadWrite {
+            if state.files[file].locked {
+                return Err(Error::new(ErrorKind::Busy, "open for writing already").at_path(&path));
+            }
+            state.files[file].locked = true;
+        }
+        drop(state);
+        Ok(SimStore { world: self.world.clone(), life: self.life, file, path, mode })
+    }
+
+    fn canonical_name(&self, path: &Path) -> PathBuf {
+        let mut out = PathBuf::from("/");
+        for part in path.components() {
+            match part {
+                Component::Normal(name) => out.push(name),
+                Component::ParentDir => {
+                    out.pop();
+                }
+                Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
+            }
+        }
+        out
+    }
+}
+
+impl Files for SimFiles {
+    type Store = SimStore;
+
+    async fn open(&self, path: &Path, mode: OpenMode) -> Result<SimStore> {
+        let store = self.take(self.canonical_name(path), mode)?;
+        store.run(Kind::Ask).await?;
+        Ok(store)
+    }
+
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        let path = self.canonical_name(path);
+        if self.world.lock().names.contains_key(&path) {
+            return Ok(path);
+        }
+        Err(Error::new(ErrorKind::NotFound, "no such file").at_path(&path))
+    }
+}
+
+impl SimStore {
+    async fn run(&self, kind: Kind) -> Result<()> {
+        let id = self.submit(kind)?;
+        Answer { world: self.world.clone(), id }.await
+    }
+
+    fn submit(&self, kind: Kind) -> Result<u64> {
+        let mut state = self.world.lock();
+        if state.life != self.life {
+            return Err(Error::new(ErrorKind::Shutdown, "this process died").at_path(&self.path));
+        }
+        if kind.is_change() && self.mode == OpenMode::ReadOnly {
+            return Err(Error::new(ErrorKind::ReadOnly, "opened read-only").at_path(&self.path));
+        }
+        Ok(state.submit(self.file, kind))
+    }
+
+    /// Direct operations that are not aligned are bugs of the image, not errors to be handled.
+    fn check_alignment(&self, offset: u64, memory: &Segments, via: Via) {
+        let align = u64::from(self.info().offset_align_bytes);
+        let len = memory.len() as u64;
+        let fits = (offset | len) & (align - 1) == 0 && memory.is_aligned(align as usize);
+        assert!(
+            via == Via::Cached || fits,
+            "{}: a direct operation at {offset:#x}+{len:#x} is not aligned to {align} bytes (or its memory is not)",
+            self.path.display()
+        );
+    }
+
+    /// What the file holds, for code that only looks: no operation.
+    pub fn view(&self) -> crate::pages::Pages {
+        self.world.lock().files[self.file].view.clone()
+    }
+}
+
+impl Drop for SimStore {
+    fn drop(&mut self) {
+        let mut state = self.world.lock();
+        if self.mode == OpenMode::ReadWrite && state.life == self.life {
+            state.files[self.file].locked = false;
+        }
+    }
+}
+
+impl Store for SimStore {
+    fn info(&self) -> StoreInfo {
+        let hardware = self.world.lock().hardware.clone();
+        StoreInfo {
+            offset_align_bytes: hardware.align_bytes,
+            memory_align_bytes: hardware.align_bytes,
+            grows_zeroed: true,
+            punches: hardware.punches,
+            read_only: self.mode == OpenMode::ReadOnly,
+        }
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.world.lock().files[self.file].view.len()
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
+        self.check_alignment(offset.0, into, via);
+        let kind = Kind::Read { offset: offset.0, into: into.clone() };
+        self.run(kind).await.map_err(|e| e.at_path(&self.path).at_offset(offset.0))
+    }
+
+    async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
+        self.check_alignment(offset.0, from, via);
+        let kind = Kind::Write { offset: offset.0, from: from.clone(), via };
+        self.run(kind).await.map_err(|e| e.at_path(&self.path).at_offset(offset.0))
+    }
+
+    async fn sync(&self) -> Result<()> {
+        let kind = Kind::Sync { in_flight: Vec::new(), number: 0 };
+        self.run(kind).await.map_err(|e| e.at_path(&self.path))
+    }
+
+    async fn zero_range(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
+        let kind = Kind::Zero { range: offset.0..offset.0 + len_bytes };
+        self.run(kind).await.map_err(|e| e.at_path(&self.path).at_offset(offset.0))
+    }
+
+    async fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
+        if !self.info().punches {
+            return Err(Error::new(ErrorKind::Unsupported, "cannot punch").at_path(&self.path));
+        }
+        self.zero_range(offset, len_bytes).await
+    }
+
+    async fn set_len(&self, len_bytes: u64) -> Result<()> {
+        self.run(Kind::SetLen(len_bytes)).await.map_err(|e| e.at_path(&self.path))
+    }
+
+    async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
+        self.run(Kind::Ask).await?;
+        let view = self.view();
+        if offset.0 >= view.len() {
+            return Err(Error::new(ErrorKind::OutOfRange, "past the end").at_path(&self.path));
+        }
+        let (len_bytes, is_hole) = view.run_at(offset.0);
+        Ok(StoreExtent { len_bytes, is_hole })
+    }
+}
+
+impl SimEnv {
+    pub(crate) fn new(world: World) -> Self {
+        Self { world }
+    }
+}
+
+impl Env for SimEnv {
+    fn now_unix_s(&self) -> u64 {
+        self.world.lock().clock_ms / 1000
+    }
+
+    fn random_16(&self) -> [u8; 16] {
+        let mut state = self.world.lock();
+        let (low, high) = (state.env_rng.next(), state.env_rng.next());
+        (u128::from(high) << 64 | u128::from(low)).to_le_bytes()
+    }
+
+    fn boot_id(&self) -> [u8; 16] {
+        let mut rng = Rng::new(self.world.lock().boot);
+        (u128::from(rng.next()) << 64 | u128::from(rng.next())).to_le_bytes()
+    }
+}
+
+impl std::fmt::Debug for SimStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SimStore({})", self.path.display())
+    }
+}
+
+/// A file whose content is durable from the start.
+impl From<&[u8]> for SimFile {
+    fn from(content: &[u8]) -> Self {
+        let mut pages = crate::pages::Pages::default();
+        pages.write(0, content);
+        SimFile::durable(pages)
+    }
+}

@@ -1,0 +1,273 @@
+//! The clients of a disk under test: random requests, each reported to the oracle; and the reader of everything.
+//!
+//! A finding is a panic: it unwinds to [`crate::explore`], like the panics of the code under test.
+
+use std::cell::{Cell, RefCell};
+use std::ops::Range;
+use std::rc::Rc;
+
+use spile_core::{
+    Disk, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Segment, Segments, WriteZeroes,
+};
+
+use crate::oracle::{Change, Oracle, Pending};
+use crate::plan::{Plan, Weights};
+use crate::rng::Rng;
+use crate::stamp::{self, SECTOR};
+use crate::world::World;
+
+/// One life's disk and what its clients share.
+pub(crate) struct Shared<D> {
+    pub disk: D,
+    pub world: World,
+    pub oracle: Rc<RefCell<Oracle>>,
+    pub plan: Rc<Plan>,
+    /// Faults injected before this life.
+    pub faults_before: u64,
+    /// Only syncs fail in this life: then a failed flush must be followed by failing ones.
+    pub only_syncs_fail: bool,
+    pub flush_failed: Cell<bool>,
+}
+
+fn extent(sectors: &Range<u64>) -> Extent {
+    Extent::from_range(sectors.start * SECTOR as u64..sectors.end * SECTOR as u64)
+}
+
+fn len_bytes(sectors: &Range<u64>) -> usize {
+    (sectors.end - sectors.start) as usize * SECTOR
+}
+
+fn found(what: Result<(), String>) {
+    if let Err(what) = what {
+        panic!("{what}");
+    }
+}
+
+impl<D: Disk> Shared<D> {
+    /// Makes `requests` requests, one after the other.
+    pub async fn client(self: Rc<Self>, mut rng: Rng, requests: u64) {
+        for _ in 0..requests {
+            self.request(&mut rng).await;
+        }
+    }
+
+    async fn request(&self, rng: &mut Rng) {
+        let Weights { write, fua, read, flush, discard, zeroes, extents } =
+            self.plan.weights.clone();
+        let mut choice = rng.below(write + fua + read + flush + discard + zeroes + extents);
+        let mut is = |weight: u64| {
+            let hit = choice < weight;
+            choice = choice.wrapping_sub(weight);
+            hit
+        };
+        let places = &self.plan.places;
+        if is(write) {
+            self.write(self.place(rng, places.max_write), false, rng).await;
+        } else if is(fua) {
+            self.write(self.place(rng, places.max_write), true, rng).await;
+        } else if is(read) {
+            self.read(self.place(rng, 128)).await;
+        } else if is(flush) {
+            self.flush().await;
+        } else if is(discard) {
+            self.discard(self.place(rng, places.max_discard)).await;
+        } else if is(zeroes) {
+            self.zeroes(self.place(rng, places.max_discard), rng).await;
+        } else {
+            self.extents(self.place(rng, places.block * 4)).await;
+        }
+    }
+
+    /// A run of at most `max` sectors, on the disk's alignment.
+    fn place(&self, rng: &mut Rng, max: u64) -> Range<u64> {
+        let (info, places) = (self.disk.info(), &self.plan.places);
+        let (size, align) = (info.size_bytes / 512, u64::from(info.request_align_bytes).max(512) / 512);
+        let near = if rng.chance(places.anywhere, 100) {
+            rng.below(size)
+        } else if rng.chance(1, 5) {
+            rng.below(size / places.block + 1) * places.block
+        } else {
+            *rng.pick(&places.hot)
+        };
+        let mut start = (near + rng.below(places.spread)).saturating_sub(places.spread / 2);
+        let mut len = rng.skewed(max);
+        if rng.chance(1, 3) {
+            (start, len) = (start & !7, len.next_multiple_of(8));
+        }
+        if rng.chance(1, 8) && max >= places.block {
+            (start, len) = (near / places.block * places.block, places.block);
+        }
+        let start = start.min(size - 1) / align * align;
+        let end = (start + len).next_multiple_of(align).min(size / align * align);
+        if start < end { start..end } else { 0..align }
+    }
+
+    /// An error is right only when a fault was injected in this life.
+    fn accept(&self, what: &str, sectors: &Range<u64>, error: &Error) {
+        let fired = self.world.faults_fired() > self.faults_before;
+        assert!(fired, "{what} of sectors {sectors:#x?} failed without a fault: {error:?}");
+        self.world.note("failed", [sectors.start, sectors.end, 0]);
+    }
+
+    fn begin(&self, sectors: &Range<u64>, change: Change, fua: bool) -> Pending {
+        let pending = self.oracle.borrow_mut().begin(sectors.clone(), change, fua);
+        self.world.note("begin", [pending.write, sectors.start, sectors.end]);
+        pending
+    }
+
+    fn end(&self, what: &str, sectors: &Range<u64>, pending: &Pending, done: &spile_core::Result<()>) {
+        if let Err(error) = done {
+            self.accept(what, sectors, error);
+        }
+        self.world.note("end", [pending.write, u64::from(done.is_ok()), 0]);
+        self.oracle.borrow_mut().end(pending, done.is_ok());
+    }
+
+    async fn write(&self, sectors: Range<u64>, fua: bool, rng: &mut Rng) {
+        let failed_before = self.flush_failed.get();
+        let pending = self.begin(&sectors, Change::Data, fua);
+        let mut bytes = vec![0; len_bytes(&sectors)];
+        for (sector, bytes) in sectors.clone().zip(bytes.chunks_exact_mut(SECTOR)) {
+            stamp::stamp(sector, pending.write, bytes);
+        }
+        let from = self.buffer(bytes.len(), rng);
+        from.copy_from_slice(0, &bytes);
+        let done = self.disk.write(extent(&sectors), &from, fua).await;
+        self.end("write", &sectors, &pending, &done);
+        if fua {
+            self.no_flush_after_failure(failed_before, done.is_ok());
+        }
+    }
+
+    /// A buffer in one or two segments, each on the disk's alignment for memory.
+    fn buffer(&self, len: usize, rng: &mut Rng) -> Segments {
+        let align = (self.disk.info().memory_align_bytes as usize).max(512);
+        let first = rng.index(len / align + 1) * align;
+        let mut buffer = Segments::zeroed(first);
+        buffer.push(Segment::zeroed(len - first));
+        if rng.chance(1, 2) { Segments::zeroed(len) } else { buffer }
+    }
+
+    async fn zeroes(&self, sectors: Range<u64>, rng: &mut Rng) {
+        let how = WriteZeroes { may_unmap: rng.chance(1, 2), only_if_fast: rng.chance(1, 6) };
+        let pending = self.begin(&sectors, Change::Zeroes, false);
+        let done = self.disk.write_zeroes(extent(&sectors), how).await;
+        match &done {
+            Err(error) if how.only_if_fast && error.kind() == ErrorKind::Unsupported => {
+                self.oracle.borrow_mut().end(&pending, false);
+            }
+            _ => self.end("write_zeroes", &sectors, &pending, &done),
+        }
+    }
+
+    async fn discard(&self, sectors: Range<u64>) {
+        let pending = self.begin(&sectors, Change::Discard, false);
+        let done = self.disk.discard(extent(&sectors)).await;
+        self.end("discard", &sectors, &pending, &done);
+    }
+
+    async fn flush(&self) {
+        let failed_before = self.flush_failed.get();
+        let issued = self.oracle.borrow_mut().begin_flush();
+        let done = self.disk.flush().await;
+        match &done {
+            Ok(()) => self.oracle.borrow_mut().end_flush(issued),
+            Err(error) => self.accept("flush", &(0..0), error),
+        }
+        self.world.note("flushed", [issued, u64::from(done.is_ok()), 0]);
+        self.no_flush_after_failure(failed_before, done.is_ok());
+    }
+
+    /// The contract of a disk: after a failed sync every later flush fails.
+    fn no_flush_after_failure(&self, failed_before: bool, success: bool) {
+        if self.only_syncs_fail {
+            assert!(!(success && failed_before), "a flush succeeds after one that failed");
+            self.flush_failed.set(self.flush_failed.get() || !success);
+        }
+    }
+
+    async fn read(&self, sectors: Range<u64>) {
+        let issued = self.oracle.borrow_mut().begin_read();
+        let into = Segments::zeroed(len_bytes(&sectors));
+        into.fill(0xA5);
+        let done = self.disk.read(extent(&sectors), &into).await;
+        self.world.note("read-done", [sectors.start, sectors.end, u64::from(done.is_ok())]);
+        let mut oracle = self.oracle.borrow_mut();
+        match done {
+            Ok(()) => found(oracle.end_read(issued, sectors.start, &into.to_vec())),
+            Err(error) => {
+                oracle.abandon_read(issued);
+                self.accept("read", &sectors, &error);
+            }
+        }
+    }
+
+    async fn extents(&self, sectors: Range<u64>) {
+        let issued = self.oracle.borrow_mut().begin_read();
+        let asked = extent(&sectors);
+        let answer = self.disk.extents(asked, 1000).await;
+        let mut oracle = self.oracle.borrow_mut();
+        match answer {
+            Ok(runs) => {
+                found(check_runs(asked, &runs));
+                let zero = |run: &&ExtentStatus| run.kind != ExtentKind::Data;
+                let sectors = |run: &ExtentStatus| run.extent.start() / 512..run.extent.end() / 512;
+                let zeroes: Vec<Range<u64>> = runs.iter().filter(zero).map(sectors).collect();
+                found(oracle.end_zeroes(issued, &zeroes).map_err(|e| format!("by the map, {e}")));
+            }
+            Err(error) => {
+                oracle.abandon_read(issued);
+                self.accept("extents", &sectors, &error);
+            }
+        }
+    }
+
+    /// The orderly end.
+    pub async fn close(self: Rc<Self>) {
+        let issued = self.oracle.borrow_mut().begin_flush();
+        match self.disk.close().await {
+            Ok(()) => self.oracle.borrow_mut().end_flush(issued),
+            Err(error) => self.accept("close", &(0..0), &error),
+        }
+        self.world.note("closed", [issued, 0, 0]);
+    }
+
+    /// Reads everything that was ever written, and some of what was not.
+    pub async fn verify(self: Rc<Self>, mut rng: Rng, whole: bool) {
+        let info = self.disk.info();
+        let (size, align) = (info.size_bytes / 512, u64::from(info.request_align_bytes).max(512) / 512);
+        let touched = self.oracle.borrow().touched(256);
+        for run in touched {
+            let end = run.end.next_multiple_of(align).min(size / align * align);
+            self.read(run.start / align * align..end).await;
+        }
+        for _ in 0..4 {
+            self.read(self.place(&mut rng, 64)).await;
+        }
+        for start in (0..if whole { size } else { 0 }).step_by(2048) {
+            self.read(start..(start + 2048).min(size / align * align)).await;
+        }
+    }
+}
+
+/// The runs cover what was asked for from its start, in order.
+fn check_runs(asked: Extent, runs: &[ExtentStatus]) -> Result<(), String> {
+    let mut at = asked.start();
+    for run in runs {
+        if run.extent.start() != at || run.extent.is_empty() || run.extent.end() > asked.end() {
+            return Err(format!("the map of {asked} has a wrong run {run:?}"));
+        }
+        at = run.extent.end();
+    }
+    let alike = |pair: &[ExtentStatus]| {
+        pair[0].kind == pair[1].kind
+            && (pair[0].depth == pair[1].depth || pair[0].kind == ExtentKind::Hole)
+    };
+    if runs.windows(2).any(alike) {
+        return Err(format!("the map of {asked} has adjacent runs alike: {runs:?}"));
+    }
+    if runs.is_empty() || (at < asked.end() && runs.len() < 1000) {
+        return Err(format!("the map of {asked} stops at {at:#x} after {} runs", runs.len()));
+    }
+    Ok(())
+}

@@ -1,0 +1,143 @@
+//! The simulator proves itself: right toys pass, every planted bug is found, and a seed repeats.
+
+use spile_sim::explore::{Finding, Options, Summary, explore, explore_every_step};
+use spile_sim::faults::Sabotage;
+use spile_sim::plan::Plan;
+use spile_sim::toys::{Bug, Toy};
+
+const SIZE: u64 = 2 << 20;
+const BLOCK: u64 = 64 << 10;
+
+fn toy(thin: bool, bug: Bug) -> Toy {
+    Toy { size_bytes: SIZE, thin, bug }
+}
+
+fn run(toy: &Toy, seed: u64, options: &Options) -> Result<Summary, Finding> {
+    explore(toy.clone(), Plan::draw(seed, SIZE, BLOCK), options)
+}
+
+/// The first finding within `seeds`, with its seed.
+fn hunt(toy: &Toy, seeds: u64, options: &Options) -> Option<(u64, Finding)> {
+    (0..seeds).find_map(|seed| run(toy, seed, options).err().map(|finding| (seed, finding)))
+}
+
+fn finds_nothing(thin: bool, bug: Bug) {
+    if let Some((seed, finding)) = hunt(&toy(thin, bug), 150, &Options::default()) {
+        panic!("seed {seed}: {}", finding.message);
+    }
+}
+
+fn finds(thin: bool, bug: Bug) {
+    let found = hunt(&toy(thin, bug), 150, &Options::default());
+    assert!(found.is_some(), "{bug:?} was not found");
+}
+
+#[test]
+fn a_right_raw_toy_passes() {
+    finds_nothing(false, Bug::None);
+}
+
+#[test]
+fn a_right_thin_toy_passes() {
+    finds_nothing(true, Bug::None);
+}
+
+#[test]
+fn an_entry_before_its_data_is_harmless_where_blocks_are_never_used_again() {
+    finds_nothing(true, Bug::EntryBeforeData);
+}
+
+#[test]
+fn an_answer_before_the_write_is_found() {
+    finds(false, Bug::AnswersFirst);
+}
+
+#[test]
+fn a_flush_without_sync_is_found() {
+    finds(false, Bug::FlushWithoutSync);
+}
+
+#[test]
+fn a_fua_write_without_sync_is_found() {
+    finds(false, Bug::FuaWithoutSync);
+}
+
+#[test]
+fn a_table_lost_at_death_is_found() {
+    finds(true, Bug::TableInMemory);
+}
+
+#[test]
+fn stale_bytes_in_a_leaked_block_are_found() {
+    finds(true, Bug::ReusesLeakedBlocks);
+}
+
+#[test]
+fn a_sector_lost_only_among_concurrent_writes_is_found() {
+    finds(false, Bug::DropsConcurrent);
+}
+
+#[test]
+fn a_discard_that_a_restart_forgets_is_found() {
+    finds(false, Bug::DiscardInMemory);
+}
+
+#[test]
+fn every_sabotage_of_the_store_is_found_on_a_right_toy() {
+    let data = |from: u64| -> spile_sim::faults::Region {
+        std::sync::Arc::new(move |_, range| range.start >= from)
+    };
+    let sabotages = [
+        Sabotage::SkipSync { every: 2, phase: 1 },
+        Sabotage::EarlySync,
+        Sabotage::UnsyncedRegion(data(4096)),
+        Sabotage::LateRegion(data(4096)),
+        Sabotage::LostRegion(std::sync::Arc::new(|_, range| range.end <= 4096)),
+    ];
+    for sabotage in sabotages {
+        let name = format!("{sabotage:?}");
+        let options = Options { sabotage, ..Options::default() };
+        assert!(hunt(&toy(true, Bug::None), 150, &options).is_some(), "{name} was not found");
+    }
+}
+
+#[test]
+fn a_seed_does_the_same_every_time() {
+    let right = toy(true, Bug::None);
+    let runs: Vec<Summary> = (0..40)
+        .map(|seed| {
+            let traced = Options { trace: true, ..Options::default() };
+            let first = run(&right, seed, &Options::default()).unwrap();
+            assert_eq!(first, run(&right, seed, &traced).unwrap());
+            first
+        })
+        .collect();
+    let hashes: std::collections::BTreeSet<u64> = runs.iter().map(|run| run.trace_hash).collect();
+    assert_eq!(hashes.len(), runs.len());
+}
+
+#[test]
+fn a_finding_carries_its_trace_when_asked() {
+    let broken = toy(false, Bug::FlushWithoutSync);
+    let (seed, _) = hunt(&broken, 150, &Options::default()).unwrap();
+    let traced = Options { trace: true, ..Options::default() };
+    let finding = run(&broken, seed, &traced).unwrap_err();
+    assert!(finding.trace.iter().any(|line| line.contains("write-direct")));
+}
+
+#[test]
+fn a_crash_at_every_step_of_a_short_run_passes() {
+    let steps = explore_every_step(
+        &toy(true, Bug::None),
+        &Plan::short(3, SIZE, BLOCK),
+        &Options::default(),
+    );
+    assert!(steps.unwrap_or_else(|finding| panic!("{}", finding.message)) > 40);
+}
+
+#[test]
+fn a_crash_at_every_step_finds_a_table_lost_at_death() {
+    let broken = toy(true, Bug::TableInMemory);
+    let found = explore_every_step(&broken, &Plan::short(3, SIZE, BLOCK), &Options::default());
+    assert!(found.unwrap_err().message.contains("Death at step"));
+}

@@ -1,0 +1,146 @@
+//! The common part of `convert` and `compare`: a disk's data in chunks, several at a time.
+
+use std::cell::RefCell;
+
+use futures_util::future::join_all;
+use spile_core::{Disk, Extent, ExtentKind, Result, Segments};
+
+/// The most bytes in one chunk.
+pub const CHUNK_BYTES: u64 = 1 << 20;
+/// Chunks worked on at a time.
+const IN_FLIGHT: usize = 8;
+/// Runs of a map asked for at a time.
+const RUNS_AT_ONCE: usize = 256;
+
+/// A run of a disk, cut into chunks.
+#[derive(Clone, Copy, Debug)]
+pub struct Chunk {
+    /// Where.
+    pub extent: Extent,
+    /// False when it is known to read as zeroes.
+    pub is_data: bool,
+}
+
+/// The chunks of a disk, in order: data cut to [`CHUNK_BYTES`], the rest as long as its runs.
+pub struct Chunks<'a, D> {
+    disk: &'a D,
+    at: u64,
+    end: u64,
+    /// Reversed: the next is the last.
+    ready: Vec<Chunk>,
+}
+
+impl<'a, D: Disk> Chunks<'a, D> {
+    /// The chunks of `extent`.
+    pub fn new(disk: &'a D, extent: Extent) -> Self {
+        Self { disk, at: extent.start(), end: extent.end(), ready: Vec::new() }
+    }
+
+    async fn next(&mut self) -> Result<Option<Chunk>> {
+        if self.ready.is_empty() && self.at < self.end {
+            let rest = Extent::from_range(self.at..self.end);
+            for run in self.disk.extents(rest, RUNS_AT_ONCE).await? {
+                self.at = run.extent.end();
+                cut(run.extent, run.kind == ExtentKind::Data, &mut self.ready);
+            }
+            self.ready.reverse();
+        }
+        Ok(self.ready.pop())
+    }
+}
+
+fn cut(extent: Extent, is_data: bool, into: &mut Vec<Chunk>) {
+    let step = if is_data { CHUNK_BYTES } else { extent.len_bytes.max(1) };
+    let mut at = extent.start();
+    while at < extent.end() {
+        // Cut at multiples of the chunk, so that a block is not worked on twice at a time.
+        let end = extent.end().min((at / step + 1) * step).max(at + 1);
+        let end = if is_data { end } else { extent.end() };
+        into.push(Chunk { extent: Extent::from_range(at..end), is_data });
+        at = end;
+    }
+}
+
+/// Runs `work` on every chunk, several at a time, until one fails.
+///
+/// # Errors
+/// The first failure.
+pub async fn for_each<D: Disk>(
+    chunks: Chunks<'_, D>,
+    work: impl AsyncFn(Chunk) -> Result<()>,
+) -> Result<()> {
+    let chunks = async_lock::Mutex::new(chunks);
+    let failure = RefCell::new(None);
+    let lane = async || {
+        while failure.borrow().is_none() {
+            let next = chunks.lock().await.next().await;
+            let done = match next {
+                Ok(None) => return,
+                Ok(Some(chunk)) => work(chunk).await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = done {
+                failure.borrow_mut().get_or_insert(error);
+            }
+        }
+    };
+    join_all((0..IN_FLIGHT).map(|_| lane())).await;
+    failure.into_inner().map_or(Ok(()), Err)
+}
+
+/// The bytes of `extent`.
+///
+/// # Errors
+/// The disk's.
+pub async fn read(disk: &impl Disk, extent: Extent) -> Result<Segments> {
+    let buffer = Segments::from(spile_engine::pool().alloc(extent.len_bytes as usize));
+    disk.read(extent, &buffer).await?;
+    Ok(buffer)
+}
+
+/// Zeroes are looked for in units of this many bytes.
+const GRANULE: usize = 4096;
+/// A gap of zeroes this long or longer is left out.
+const GAP: usize = 32 << 10;
+
+/// The runs of `bytes` that hold something else than zeroes, in units of 4 KiB; gaps of less than 32 KiB between
+/// them are counted in, as one request more costs more than the bytes.
+pub fn data_runs(bytes: &Segments) -> Vec<std::ops::Range<usize>> {
+    let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
+    for start in (0..bytes.len()).step_by(GRANULE) {
+        let end = bytes.len().min(start + GRANULE);
+        if bytes.slice(start..end).is_zero() {
+            continue;
+        }
+        match runs.last_mut() {
+            Some(last) if start - last.end < GAP => last.end = end,
+            _ => runs.push(start..end),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeroes_are_left_out_where_it_pays() {
+        let bytes = Segments::zeroed(200_000);
+        assert!(data_runs(&bytes).is_empty());
+        bytes.copy_from_slice(5000, &[1]);
+        bytes.copy_from_slice(20_000, &[1]);
+        bytes.copy_from_slice(100_000, &[1]);
+        bytes.copy_from_slice(199_999, &[1]);
+        assert_eq!(data_runs(&bytes), [4096..20_480, 98_304..102_400, 196_608..200_000]);
+    }
+
+    #[test]
+    fn data_are_cut_at_multiples_and_zeroes_are_not() {
+        let mut chunks = Vec::new();
+        cut(Extent::from_range(CHUNK_BYTES - 512..2 * CHUNK_BYTES + 5), true, &mut chunks);
+        cut(Extent::from_range(0..10 * CHUNK_BYTES), false, &mut chunks);
+        let lens: Vec<u64> = chunks.iter().map(|chunk| chunk.extent.len_bytes).collect();
+        assert_eq!(lens, [512, CHUNK_BYTES, 5, 10 * CHUNK_BYTES]);
+    }
+}

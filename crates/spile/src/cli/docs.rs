@@ -1,0 +1,46 @@
+//! `spile completions` and `spile man`: both made from the command line's own definition.
+
+use std::io;
+use std::path::PathBuf;
+
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
+use spile_core::{Error, Result, ResultExt};
+
+use super::{Cli, Exit};
+
+/// Print shell completions on stdout
+#[derive(Debug, Args)]
+pub struct CompletionsArgs {
+    /// The shell
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+/// Write man pages, one for each command
+#[derive(Debug, Args)]
+pub struct ManArgs {
+    /// Where to; made if it is not there
+    dir: PathBuf,
+}
+
+/// Runs `spile completions`.
+///
+/// # Errors
+/// None.
+pub fn completions(args: &CompletionsArgs) -> Result<Exit> {
+    clap_complete::generate(args.shell, &mut Cli::command(), "spile", &mut io::stdout());
+    Ok(Exit::Ok)
+}
+
+/// Runs `spile man`.
+///
+/// # Errors
+/// When the folder cannot be written to.
+pub fn man(args: &ManArgs) -> Result<Exit> {
+    std::fs::create_dir_all(&args.dir)
+        .and_then(|()| clap_mangen::generate_to(Cli::command(), &args.dir))
+        .map_err(|e| Error::io("cannot write the man pages", e))
+        .at_path(&args.dir)?;
+    Ok(Exit::Ok)
+}

@@ -1,0 +1,229 @@
+//! `spile load`: the load generator's command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use spile_core::{Error, ErrorKind, Result, ResultExt};
+
+use super::{Exit, print_json};
+use crate::load::{self, LoadOutcome, Model, Options, Pattern, Progress, Report};
+use crate::units::{format_count, format_rate, parse_duration, parse_size};
+use crate::uri::NbdUri;
+
+/// The patterns, named as in fio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Rw {
+    Read,
+    Write,
+    Randread,
+    Randwrite,
+    Rw,
+    Randrw,
+}
+
+/// Put a load on an NBD server and report throughput, latency and queue depth
+///
+/// Works with any NBD server. Each connection has its own thread and its own equal part of the disk. With --verify
+/// every 512-byte sector written carries its offset, a version and a checksum; reads are checked, and at the end all
+/// that was written is read back over other connections. WRITES DESTROY what is on the disk.
+#[derive(Debug, Args)]
+pub struct LoadArgs {
+    /// The export: nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME
+    uri: NbdUri,
+    /// The pattern of requests
+    #[arg(long, value_enum, default_value = "randread")]
+    rw: Rw,
+    /// Bytes in a request
+    #[arg(long, value_name = "SIZE", default_value = "4k", value_parser = parse_size)]
+    bs: u64,
+    /// Requests in flight on each connection
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    depth: u32,
+    /// Connections, each with a thread
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    connections: u32,
+    /// Stop after this long (10s when no other end is given)
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    runtime: Option<Duration>,
+    /// Stop after this many bytes
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "ios")]
+    size: Option<u64>,
+    /// Stop after this many requests
+    #[arg(long, value_name = "N")]
+    ios: Option<u64>,
+    /// Use only this many bytes from the start of the disk
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    span: Option<u64>,
+    /// How many of a hundred requests are reads, for rw and randrw
+    #[arg(long, value_name = "PERCENT", default_value_t = 70,
+          value_parser = clap::value_parser!(u8).range(0..=100))]
+    rwmix: u8,
+    /// Stamp what is written and check what is read
+    #[arg(long)]
+    verify: bool,
+    /// Keep in FILE which versions were written and acknowledged, also when the connection is lost
+    #[arg(long, value_name = "FILE", requires = "verify")]
+    save_model: Option<PathBuf>,
+    /// Write nothing: read back what FILE, made by --save-model, says was acknowledged
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["verify", "size", "ios", "runtime"])]
+    verify_model: Option<PathBuf>,
+    /// The seed of offsets and directions
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Requests a second in all, instead of as many as go
+    #[arg(long, value_name = "IOPS")]
+    rate: Option<f64>,
+    /// Make every write durable before it is answered
+    #[arg(long)]
+    fua: bool,
+    /// A flush after every N writes of a connection
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    flush_every: u64,
+    /// Measure the CPU time of this process too
+    #[arg(long, value_name = "PID")]
+    server_pid: Option<u32>,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs `spile load`.
+///
+/// # Errors
+/// When the load could not start or was cut short.
+pub fn run(args: &LoadArgs) -> Result<Exit> {
+    if let Some(path) = &args.verify_model {
+        return verify_model(args, path);
+    }
+    let options = options(args)?;
+    let mut line = ProgressLine::new();
+    let outcome = load::run(&options, |now| line.show(now))?;
+    line.clear();
+    if let Some(path) = &args.save_model {
+        save_model(path, &outcome.models)?;
+    }
+    let report = Report::new(&options, &outcome);
+    if args.json {
+        print_json(&report)?;
+    } else {
+        print!("{}", report.to_text());
+    }
+    verdict(outcome)
+}
+
+fn options(args: &LoadArgs) -> Result<Options> {
+    let (random, read_percent) = match args.rw {
+        Rw::Read => (false, 100),
+        Rw::Write => (false, 0),
+        Rw::Rw => (false, args.rwmix),
+        Rw::Randread => (true, 100),
+        Rw::Randwrite => (true, 0),
+        Rw::Randrw => (true, args.rwmix),
+    };
+    let invalid = |message: &str| Error::new(ErrorKind::InvalidInput, message);
+    let block_bytes = u32::try_from(args.bs).map_err(|_| invalid("--bs must be below 4 GiB"))?;
+    if args.rate.is_some_and(|rate| rate.is_nan() || rate <= 0.0) {
+        return Err(invalid("--rate must be above 0"));
+    }
+    let ios = args.ios.or(args.size.map(|size| size.div_ceil(args.bs.max(1))));
+    let runtime = args.runtime.or(ios.is_none().then_some(Duration::from_secs(10)));
+    Ok(Options {
+        pattern: Pattern { random, read_percent },
+        block_bytes,
+        depth: args.depth,
+        connections: args.connections,
+        runtime,
+        ios,
+        span_bytes: args.span,
+        verify: args.verify,
+        seed: args.seed,
+        rate: args.rate,
+        fua: args.fua,
+        flush_every: args.flush_every,
+        server_pid: args.server_pid,
+        ..Options::new(args.uri.clone())
+    })
+}
+
+fn verdict(outcome: LoadOutcome) -> Result<Exit> {
+    for mismatch in &outcome.mismatches {
+        eprintln!("spile: mismatch: {mismatch}");
+    }
+    match outcome.error {
+        _ if !outcome.mismatches.is_empty() => Ok(Exit::Corrupt),
+        Some(error) => Err(error),
+        None => Ok(Exit::Ok),
+    }
+}
+
+fn save_model(path: &std::path::Path, models: &[Model]) -> Result<()> {
+    let bytes = serde_json::to_vec(models)
+        .map_err(|e| Error::new(ErrorKind::InvalidInput, "model").caused_by(e))?;
+    std::fs::write(path, bytes).map_err(|e| Error::io("cannot write the model", e)).at_path(path)
+}
+
+fn verify_model(args: &LoadArgs, path: &std::path::Path) -> Result<Exit> {
+    let bytes = std::fs::read(path)
+        .map_err(|e| Error::io("cannot read the model", e))
+        .at_path(path)?;
+    let models: Vec<Model> = serde_json::from_slice(&bytes).map_err(|e| {
+        Error::new(ErrorKind::InvalidInput, "not a model of --save-model").caused_by(e).at_path(path)
+    })?;
+    let acknowledged: u64 = models.iter().map(Model::acknowledged_blocks).sum();
+    let (blocks, mismatches) = load::verify(&args.uri, &models)?;
+    if args.json {
+        print_json(&serde_json::json!({
+            "read_back_blocks": blocks,
+            "acknowledged_blocks": acknowledged,
+            "mismatches": mismatches.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        }))?;
+    } else if mismatches.is_empty() {
+        println!("verified: {blocks} blocks read back, {acknowledged} of them acknowledged, all right");
+    }
+    mismatches.iter().for_each(|mismatch| eprintln!("spile: mismatch: {mismatch}"));
+    Ok(if mismatches.is_empty() { Exit::Ok } else { Exit::Corrupt })
+}
+
+/// One line on stderr, rewritten each second, when that is a terminal.
+pub struct ProgressLine {
+    terminal: bool,
+    last: Option<Progress>,
+}
+
+impl ProgressLine {
+    /// Shows nothing before the first call of `show`.
+    pub fn new() -> Self {
+        Self { terminal: std::io::IsTerminal::is_terminal(&std::io::stderr()), last: None }
+    }
+
+    /// Shows the rates since the last call.
+    pub fn show(&mut self, now: Progress) {
+        let zero = Progress { elapsed: Duration::ZERO, reads: 0, writes: 0, bytes: 0 };
+        let last = self.last.replace(now).unwrap_or(zero);
+        let seconds = (now.elapsed - last.elapsed).as_secs_f64().max(1e-9);
+        let per_s = |now: u64, last: u64| (now - last) as f64 / seconds;
+        if self.terminal {
+            eprint!(
+                "\r{:4.0} s   {:>8} reads/s   {:>8} writes/s   {:>10}   ",
+                now.elapsed.as_secs_f64(),
+                format_count(per_s(now.reads, last.reads)),
+                format_count(per_s(now.writes, last.writes)),
+                format_rate(per_s(now.bytes, last.bytes)),
+            );
+        }
+    }
+
+    /// Wipes the line.
+    pub fn clear(&self) {
+        if self.terminal && self.last.is_some() {
+            eprint!("\r\x1b[K");
+        }
+    }
+}
+
+impl Default for ProgressLine {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,192 @@
+//! The command line: one definition for parsing, help, completions and man pages.
+
+mod check;
+mod compare;
+mod convert;
+mod copy;
+mod create;
+mod demo;
+mod docs;
+mod info;
+mod load;
+mod map;
+mod serve;
+
+use std::fmt::Display;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+use serde::Serialize;
+use spile_core::{Error, ErrorKind, Result};
+use spile_engine::{CacheMode, Config, Engine};
+use spile_image::{Format, OpenOptions};
+
+/// Serve virtual disks to guests, and create, inspect, check, convert and measure them
+#[derive(Debug, Parser)]
+#[command(name = "spile", version, arg_required_else_help = true, after_help = EXIT_CODES)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  success; for compare: the same content
+  1  failure; for compare: also when the content differs
+  2  wrong usage
+  3  check: corruption found; load and demo: data read back wrong
+  4  check: nothing wrong but leaked space
+
+Sizes are binary: 4k = 4096 bytes, 20G = 20 GiB. With --json, the names of fields say their units.
+A disk's format is --format, or what its extension says (.vhd, .avhd, .vpc; .raw, .img). It is never guessed from
+the content, which a guest could forge.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Create(create::CreateArgs),
+    Info(info::InfoArgs),
+    Map(map::MapArgs),
+    Check(check::CheckArgs),
+    Convert(convert::ConvertArgs),
+    Compare(compare::CompareArgs),
+    Serve(Box<serve::ServeArgs>),
+    Load(Box<load::LoadArgs>),
+    Demo(demo::DemoArgs),
+    Completions(docs::CompletionsArgs),
+    Man(docs::ManArgs),
+}
+
+/// How the program ends when nothing failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// As asked.
+    Ok,
+    /// `compare`: the contents differ.
+    Differs,
+    /// `check`, `load`: wrong bytes.
+    Corrupt,
+    /// `check`: leaks only.
+    Leaks,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        match exit {
+            Exit::Ok => 0,
+            Exit::Differs => 1,
+            Exit::Corrupt => 3,
+            Exit::Leaks => 4,
+        }
+        .into()
+    }
+}
+
+/// Runs the program on the process's arguments.
+pub fn run() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match &cli.command {
+        Command::Create(args) => create::run(args),
+        Command::Info(args) => info::run(args),
+        Command::Map(args) => map::run(args),
+        Command::Check(args) => check::run(args),
+        Command::Convert(args) => convert::run(args),
+        Command::Compare(args) => compare::run(args),
+        Command::Serve(args) => serve::run(args),
+        Command::Load(args) => load::run(args),
+        Command::Demo(args) => demo::run(args),
+        Command::Completions(args) => docs::completions(args),
+        Command::Man(args) => docs::man(args),
+    };
+    match result {
+        Ok(exit) => exit.into(),
+        Err(error) => {
+            eprintln!("spile: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// How an existing disk is opened.
+#[derive(Debug, Args)]
+struct OpenArgs {
+    /// The format, instead of what the extension says
+    #[arg(long, value_name = "raw|vhd", value_parser = parse_format)]
+    format: Option<Format>,
+    #[command(flatten)]
+    parents: ParentArgs,
+}
+
+/// Where parents may be.
+#[derive(Debug, Args)]
+struct ParentArgs {
+    /// Follow parents into this folder too, besides the disk's own (may be given several times)
+    #[arg(long, value_name = "DIR")]
+    allow_parents: Vec<PathBuf>,
+}
+
+impl OpenArgs {
+    fn read_only(&self) -> OpenOptions {
+        self.parents.read_only(self.format)
+    }
+}
+
+impl ParentArgs {
+    fn read_only(&self, format: Option<Format>) -> OpenOptions {
+        OpenOptions {
+            format,
+            read_only: true,
+            allow_parents: self.allow_parents.clone(),
+            ..OpenOptions::default()
+        }
+    }
+}
+
+fn parse_format(text: &str) -> Result<Format, String> {
+    text.parse().map_err(|error: Error| error.to_string())
+}
+
+fn parse_cache(text: &str) -> Result<CacheMode, String> {
+    match text {
+        "direct" => Ok(CacheMode::Direct),
+        "page" => Ok(CacheMode::Page),
+        _ => Err(format!("there is no cache mode `{text}`; use direct or page")),
+    }
+}
+
+/// Runs one piece of work on an engine with one worker.
+fn on_engine<T, Fut>(work: impl FnOnce() -> Fut + Send + 'static) -> Result<T>
+where
+    T: Send + 'static,
+    Fut: Future<Output = Result<T>> + 'static,
+{
+    let engine = Engine::start(Config { workers: 1, ..Config::default() })?;
+    let result = engine.run_on(0, work);
+    engine.shutdown();
+    result
+}
+
+/// Prints on stdout. When the reader has gone, the program ends as if it had read all.
+fn say(text: impl Display) {
+    let mut out = std::io::stdout().lock();
+    if writeln!(out, "{text}").and_then(|()| out.flush()).is_err() {
+        std::process::exit(0);
+    }
+}
+
+/// Prints one JSON value on stdout.
+fn print_json(value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(value)
+        .map_err(|e| Error::new(ErrorKind::InvalidInput, "cannot write JSON").caused_by(e))?;
+    say(text);
+    Ok(())
+}
+
+/// A progress bar over `total_bytes` on stderr, hidden where that is no terminal.
+fn progress_bar(total_bytes: u64, what: &'static str) -> indicatif::ProgressBar {
+    let template = "{msg} {wide_bar} {binary_bytes} of {binary_total_bytes} {binary_bytes_per_sec}";
+    let style = indicatif::ProgressStyle::with_template(template)
+        .unwrap_or_else(|_| indicatif::ProgressStyle::default_bar());
+    indicatif::ProgressBar::new(total_bytes).with_style(style).with_message(what)
+}

@@ -1,0 +1,15 @@
+//! The program `spile`: the command line, and the pieces of it that tests use too.
+//!
+//! This is the only crate that joins fronts and images. Start at [`cli::run`].
+#![forbid(unsafe_code)]
+
+pub mod cli;
+pub mod disks;
+pub mod listen;
+pub mod load;
+pub mod nbd_client;
+pub mod notify;
+pub mod signals;
+pub mod stats;
+pub mod units;
+pub mod uri;

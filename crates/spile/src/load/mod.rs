@@ -1,0 +1,332 @@
+//! A load generator for NBD servers: pipelined, one thread a connection, with verification.
+//!
+//! [`run`] connects, runs and merges; [`verify`] reads back what a model says was written, for instance after
+//! the server was killed. `spile load`, `spile demo` and the tests use the same functions.
+
+mod model;
+mod plan;
+mod pump;
+mod report;
+mod stamp;
+mod stats;
+
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
+use nix::unistd::Pid;
+use spile_core::{Error, ErrorKind, Result};
+
+pub use model::Model;
+pub use plan::{Direction, Rng};
+pub use report::{LaneReport, Report};
+pub use stamp::{Expected, Found, Mismatch};
+pub use stats::{Lane, Stats};
+
+use crate::nbd_client::{Client, ExportInfo};
+use crate::units::format_size;
+use crate::uri::NbdUri;
+use plan::{Plan, split};
+use pump::{Outcome, Pump, Source, Task};
+use stats::Counters;
+
+/// The pattern of requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pattern {
+    /// At random, or from the start of each connection's region to its end and round again.
+    pub random: bool,
+    /// How many of a hundred requests are reads.
+    pub read_percent: u8,
+}
+
+/// What to do. Connections share the disk in equal regions, one each.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The export.
+    pub uri: NbdUri,
+    /// Which requests.
+    pub pattern: Pattern,
+    /// Bytes in a request.
+    pub block_bytes: u32,
+    /// Requests in flight on each connection.
+    pub depth: u32,
+    /// Connections, each with a thread.
+    pub connections: u32,
+    /// Stop after this long.
+    pub runtime: Option<Duration>,
+    /// Stop after this many requests in all.
+    pub ios: Option<u64>,
+    /// Use only this many bytes from the disk's start.
+    pub span_bytes: Option<u64>,
+    /// Stamp what is written, check what is read, and read everything back at the end.
+    pub verify: bool,
+    /// The seed of offsets and directions.
+    pub seed: u64,
+    /// Requests a second in all.
+    pub rate: Option<f64>,
+    /// Writes ask to be durable.
+    pub fua: bool,
+    /// A flush after this many writes of a connection; 0 = none.
+    pub flush_every: u64,
+    /// The server's process, whose CPU time is to be measured.
+    pub server_pid: Option<u32>,
+}
+
+impl Options {
+    /// Random 4 KiB reads of `uri` at depth 32 over one connection, without an end.
+    pub fn new(uri: NbdUri) -> Self {
+        Self {
+            uri,
+            pattern: Pattern { random: true, read_percent: 100 },
+            block_bytes: 4096,
+            depth: 32,
+            connections: 1,
+            runtime: None,
+            ios: None,
+            span_bytes: None,
+            verify: false,
+            seed: 1,
+            rate: None,
+            fua: false,
+            flush_every: 0,
+            server_pid: None,
+        }
+    }
+}
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Since the start.
+    pub elapsed: Duration,
+    /// Completed reads.
+    pub reads: u64,
+    /// Completed writes.
+    pub writes: u64,
+    /// Bytes of both.
+    pub bytes: u64,
+}
+
+/// What came of a run. When a connection was lost or a request refused, `error` says so and the rest still holds.
+#[derive(Debug)]
+pub struct LoadOutcome {
+    /// All connections' figures together.
+    pub stats: Stats,
+    /// One for each connection, when verified.
+    pub models: Vec<Model>,
+    /// The first wrong sectors.
+    pub mismatches: Vec<Mismatch>,
+    /// Blocks read back and found right after the run, when verified.
+    pub read_back_blocks: u64,
+    /// Why it stopped early.
+    pub error: Option<Error>,
+    /// CPU time of this process over the run.
+    pub client_cpu: Duration,
+    /// CPU time of the server over the run, if its process was given.
+    pub server_cpu: Option<Duration>,
+}
+
+/// Runs a load. `progress` is called about once a second.
+///
+/// # Errors
+/// When it could not start. What happens after that is in the outcome.
+pub fn run(options: &Options, mut progress: impl FnMut(Progress)) -> Result<LoadOutcome> {
+    let clients = connect(&options.uri, options.connections)?;
+    let blocks = usable_blocks(options, clients[0].info())?;
+    let regions = split(blocks, u64::from(options.connections));
+    let run = run_stamp(options.seed);
+    let jobs = clients.into_iter().zip(regions).enumerate().map(|(number, (client, region))| {
+        let rng = Rng::new(options.seed, number as u64);
+        let Pattern { random, read_percent } = options.pattern;
+        let model = options.verify.then(|| Model::new(run, options.block_bytes, region.clone()));
+        let source = Source::Plan(Plan::new(rng, region, random, read_percent));
+        (task(options, number as u64), source, model, client)
+    });
+    let cpu = CpuMeter::start(options.server_pid)?;
+    let outcomes = drive(jobs.collect(), &mut progress);
+    let (client_cpu, server_cpu) = cpu.stop();
+    let mut outcome = merge(outcomes, client_cpu, server_cpu);
+    if options.verify && outcome.error.is_none() && outcome.mismatches.is_empty() {
+        read_back(options, &mut outcome)?;
+    }
+    Ok(outcome)
+}
+
+/// Reads back every block that `models` say was written, each model over a connection of its own; returns how
+/// many blocks were right, and the first wrong sectors.
+///
+/// # Errors
+/// When the server cannot be reached or refuses a read.
+pub fn verify(uri: &NbdUri, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
+    let clients = connect(uri, models.len() as u32)?;
+    let jobs = clients.into_iter().zip(models).map(|(client, model)| {
+        let task = Task {
+            depth: 16,
+            block_bytes: model.block_bytes(),
+            fua: false,
+            flush_every: 0,
+            rate: None,
+            ios: None,
+            runtime: None,
+        };
+        (task, Source::Readback { next: model.blocks().start }, Some(model.clone()), client)
+    });
+    let outcomes = drive(jobs.collect(), &mut |_| {});
+    let outcome = merge(outcomes, Duration::ZERO, None);
+    match outcome.error {
+        Some(error) => Err(error),
+        None => Ok((outcome.stats.read.ios, outcome.mismatches)),
+    }
+}
+
+fn read_back(options: &Options, outcome: &mut LoadOutcome) -> Result<()> {
+    // Another connection than the one that wrote: what one sees, all must see.
+    outcome.models.rotate_left(1);
+    let result = verify(&options.uri, &outcome.models);
+    outcome.models.rotate_right(1);
+    match result {
+        Ok((blocks, mismatches)) => {
+            outcome.read_back_blocks = blocks;
+            outcome.mismatches = mismatches;
+        }
+        Err(error) => outcome.error = Some(error),
+    }
+    Ok(())
+}
+
+fn connect(uri: &NbdUri, connections: u32) -> Result<Vec<Client>> {
+    (0..connections).map(|_| Client::connect(uri)).collect()
+}
+
+fn task(options: &Options, number: u64) -> Task {
+    let parts = u64::from(options.connections);
+    Task {
+        depth: options.depth,
+        block_bytes: options.block_bytes,
+        fua: options.fua,
+        flush_every: options.flush_every,
+        rate: options.rate.map(|rate| rate / parts as f64),
+        ios: options.ios.map(|ios| ios / parts + u64::from(number < ios % parts)),
+        runtime: options.runtime,
+    }
+}
+
+fn usable_blocks(options: &Options, export: ExportInfo) -> Result<u64> {
+    let refuse = |message: String| Err(Error::new(ErrorKind::InvalidInput, message));
+    let block = u64::from(options.block_bytes);
+    if block == 0 || options.block_bytes > export.max_block_bytes {
+        let most = format_size(u64::from(export.max_block_bytes));
+        return refuse(format!("--bs must be from 1 to {most}, the server's largest request"));
+    }
+    if options.verify && block % stamp::SECTOR as u64 != 0 {
+        return refuse("--verify needs a --bs that is a multiple of 512".to_owned());
+    }
+    if block % u64::from(export.min_block_bytes.max(1)) != 0 {
+        return refuse(format!("--bs must be a multiple of {} here", export.min_block_bytes));
+    }
+    if options.pattern.read_percent < 100 && export.flags.read_only() {
+        return Err(Error::new(ErrorKind::ReadOnly, "the export is read-only; use --rw randread"));
+    }
+    if options.fua && !export.flags.fua() {
+        return Err(Error::new(ErrorKind::Unsupported, "the server does not offer FUA"));
+    }
+    let blocks = export.size_bytes.min(options.span_bytes.unwrap_or(u64::MAX)) / block;
+    if blocks < u64::from(options.connections) {
+        let size = format_size(export.size_bytes);
+        return refuse(format!("the disk ({size}) is too small for that --bs and --connections"));
+    }
+    Ok(blocks)
+}
+
+/// The stamp of this run: another one each time, so that what an earlier run left on the disk is not taken for ours.
+fn run_stamp(seed: u64) -> u64 {
+    let since_1970 = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let now_ns = since_1970.map_or(0, |time| time.as_nanos() as u64);
+    Rng::new(seed ^ now_ns, u64::from(std::process::id())).next() | 1
+}
+
+type Job = (Task, Source, Option<Model>, Client);
+
+fn drive(jobs: Vec<Job>, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
+    let counters: Vec<Counters> = jobs.iter().map(|_| Counters::default()).collect();
+    let epoch = Instant::now();
+    let (done, all_done) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let start = |((task, source, model, client), counters): (Job, _)| {
+            let done = done.clone();
+            scope.spawn(move || {
+                let _done = done;
+                Pump::new(task, source, model, client.into_stream(), counters, epoch).run()
+            })
+        };
+        let threads: Vec<_> = jobs.into_iter().zip(&counters).map(start).collect();
+        drop(done);
+        // Nothing is ever sent: the wait ends when the last thread drops its sender.
+        while let Err(mpsc::RecvTimeoutError::Timeout) =
+            all_done.recv_timeout(Duration::from_secs(1))
+        {
+            progress(sum(&counters, epoch.elapsed()));
+        }
+        threads.into_iter().map(|t| t.join().expect("a load thread panicked")).collect()
+    })
+}
+
+fn sum(counters: &[Counters], elapsed: Duration) -> Progress {
+    use std::sync::atomic::Ordering::Relaxed;
+    Progress {
+        elapsed,
+        reads: counters.iter().map(|c| c.reads.load(Relaxed)).sum(),
+        writes: counters.iter().map(|c| c.writes.load(Relaxed)).sum(),
+        bytes: counters.iter().map(|c| c.bytes.load(Relaxed)).sum(),
+    }
+}
+
+fn merge(
+    outcomes: Vec<Outcome>,
+    client_cpu: Duration,
+    server_cpu: Option<Duration>,
+) -> LoadOutcome {
+    let mut merged = LoadOutcome {
+        stats: Stats::new(),
+        models: Vec::new(),
+        mismatches: Vec::new(),
+        read_back_blocks: 0,
+        error: None,
+        client_cpu,
+        server_cpu,
+    };
+    for outcome in outcomes {
+        merged.stats.merge(&outcome.stats);
+        merged.models.extend(outcome.model);
+        merged.mismatches.extend(outcome.mismatches);
+        merged.error = merged.error.or(outcome.error);
+    }
+    merged
+}
+
+/// CPU clocks of this process and of the server's.
+struct CpuMeter {
+    clocks: (ClockId, Option<ClockId>),
+    start: (Duration, Option<Duration>),
+}
+
+impl CpuMeter {
+    fn start(server_pid: Option<u32>) -> Result<Self> {
+        let server = server_pid.map(|pid| clock_getcpuclockid(Pid::from_raw(pid as i32)));
+        let server = server.transpose().map_err(|e| Error::io("--server-pid", e.into()))?;
+        let clocks = (ClockId::CLOCK_PROCESS_CPUTIME_ID, server);
+        Ok(Self { clocks, start: read_clocks(clocks) })
+    }
+
+    fn stop(self) -> (Duration, Option<Duration>) {
+        let (own, server) = read_clocks(self.clocks);
+        let server = server.zip(self.start.1).map(|(end, start)| end.saturating_sub(start));
+        (own.saturating_sub(self.start.0), server)
+    }
+}
+
+fn read_clocks((own, server): (ClockId, Option<ClockId>)) -> (Duration, Option<Duration>) {
+    let read = |clock| clock_gettime(clock).ok().map(Duration::from);
+    (read(own).unwrap_or_default(), server.and_then(read))
+}

@@ -1,0 +1,138 @@
+//! Human units in and out. Sizes are binary (`20G` is 20 GiB); a bare `B` after the letter (`20GB`) is refused,
+//! because people mean two different things by it.
+
+use std::time::Duration;
+
+/// Reads a size: digits with an optional fraction, then nothing, `k`, `M`, `G`, `T`, `P` or `E` (either case), with
+/// or without `iB`; all are powers of 1024. The result is a whole number of bytes.
+///
+/// # Errors
+/// A message fit for a command line when the text is not such a size or does not fit 64 bits.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, suffix) = text.split_at(split);
+    let shift = size_shift(suffix)
+        .ok_or_else(|| format!("`{text}` is not a size; write 512, 4k, 20G or 1.5TiB"))?;
+    let bad = || format!("`{text}` is not a size; write 512, 4k, 20G or 1.5TiB");
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    let whole: u64 = whole.parse().map_err(|_| bad())?;
+    let bytes = whole.checked_shl(shift).filter(|bytes| bytes >> shift == whole);
+    let bytes = bytes.ok_or_else(|| format!("`{text}` does not fit 64 bits"))?;
+    let part = parse_fraction(fraction, shift).ok_or_else(bad)?;
+    bytes.checked_add(part).ok_or_else(|| format!("`{text}` does not fit 64 bits"))
+}
+
+fn size_shift(suffix: &str) -> Option<u32> {
+    let letter = match suffix {
+        "" => return Some(0),
+        "B" | "b" => return Some(0),
+        _ => suffix.strip_suffix("iB").unwrap_or(suffix),
+    };
+    let at = ["k", "m", "g", "t", "p", "e"].iter().position(|l| letter.eq_ignore_ascii_case(l))?;
+    Some(10 * (at as u32 + 1))
+}
+
+fn parse_fraction(digits: &str, shift: u32) -> Option<u64> {
+    let scale = 10u128.checked_pow(u32::try_from(digits.len()).ok().filter(|n| *n <= 18)?)?;
+    let bytes = digits.parse::<u64>().ok()? as u128 * (1u128 << shift);
+    bytes.is_multiple_of(scale).then_some((bytes / scale) as u64)
+}
+
+/// Writes a size with a binary unit and at most two digits after the point: `20 GiB`, `1.5 MiB`, `512 B`.
+pub fn format_size(bytes: u64) -> String {
+    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let unit = if bytes == 0 { 0 } else { bytes.ilog2() as usize / 10 };
+    let value = bytes as f64 / (1u64 << (10 * unit)) as f64;
+    let digits = format!("{value:.2}");
+    let digits = digits.trim_end_matches('0').trim_end_matches('.');
+    format!("{digits} {}", UNITS[unit])
+}
+
+/// Reads a length of time: `10s`, `500ms`, `2m`, `1h`; a bare number means seconds.
+///
+/// # Errors
+/// A message fit for a command line.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let bad = || format!("`{text}` is not a length of time; write 10s, 500ms, 2m or 1h");
+    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, suffix) = text.split_at(split);
+    let unit_s = match suffix {
+        "" | "s" => 1.0,
+        "ms" => 1e-3,
+        "us" | "µs" => 1e-6,
+        "m" | "min" => 60.0,
+        "h" => 3600.0,
+        _ => return Err(bad()),
+    };
+    let value: f64 = number.parse().map_err(|_| bad())?;
+    Duration::try_from_secs_f64(value * unit_s).map_err(|_| bad())
+}
+
+/// Writes a latency given in microseconds with three digits that matter: `12.3 µs`, `4.56 ms`, `1.20 s`.
+pub fn format_us(us: f64) -> String {
+    match us {
+        us if us < 1_000.0 => format!("{} µs", three_digits(us)),
+        us if us < 1_000_000.0 => format!("{} ms", three_digits(us / 1e3)),
+        us => format!("{} s", three_digits(us / 1e6)),
+    }
+}
+
+fn three_digits(value: f64) -> String {
+    match value {
+        v if v < 10.0 => format!("{v:.2}"),
+        v if v < 100.0 => format!("{v:.1}"),
+        v => format!("{v:.0}"),
+    }
+}
+
+/// Writes a count with a decimal unit where it is long: `950`, `12.3 k`, `1.23 M`.
+pub fn format_count(count: f64) -> String {
+    match count {
+        c if c < 1_000.0 => format!("{c:.0}"),
+        c if c < 1e6 => format!("{} k", three_digits(c / 1e3)),
+        c => format!("{} M", three_digits(c / 1e6)),
+    }
+}
+
+/// Writes a rate in decimal megabytes a second, as disks are sold by: `123 MB/s`.
+pub fn format_rate(bytes_per_s: f64) -> String {
+    format!("{} MB/s", three_digits(bytes_per_s / 1e6))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_binary() {
+        let cases = [("0", 0), ("512", 512), ("4k", 4096), ("20G", 20 << 30), ("1.5TiB", 3 << 39)];
+        for (text, bytes) in cases {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        assert_eq!(parse_size("1MiB"), parse_size("1m"));
+    }
+
+    #[test]
+    fn what_is_not_a_size_is_refused() {
+        for text in ["", "G", "-1", "20GB", "1.k", "0.3", "16E", "99999999999999999999", "1 G"] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes_read_back() {
+        for (bytes, text) in [(0, "0 B"), (512, "512 B"), (20 << 30, "20 GiB"), (3 << 19, "1.5 MiB")]
+        {
+            assert_eq!(format_size(bytes), text);
+        }
+        assert_eq!(format_size(u64::MAX), "16 EiB");
+    }
+
+    #[test]
+    fn durations() {
+        assert_eq!(parse_duration("10"), Ok(Duration::from_secs(10)));
+        assert_eq!(parse_duration("500ms"), Ok(Duration::from_millis(500)));
+        assert!(parse_duration("10x").is_err() && parse_duration("").is_err());
+        assert_eq!(format_us(4560.0), "4.56 ms");
+    }
+}

@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Runs the peer tests, a few files at a time, and prints the sums.
+
+    tests/peer/run.py [--folder guest] [--jobs N] [WORD…]
+
+A WORD selects tests whose names hold it. Prints one line a test, `SKIP name: reason` for each that
+could not run here, and last `N passed, N failed, N skipped`. Exit code 1 when one failed.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import unittest
+
+HERE = pathlib.Path(__file__).resolve().parent
+# A file that hangs is a failure with a name.
+FILE_LIMIT_S = 900
+
+
+class Recorder(unittest.TestResult):
+    """Keeps (name, outcome, detail, seconds) of each test."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+        self.begun = time.monotonic()
+
+    def startTest(self, test):
+        super().startTest(test)
+        self.begun = time.monotonic()
+
+    def keep(self, test, outcome, detail=""):
+        name = test.id().replace("__main__.", "")
+        self.records.append((name, outcome, detail, time.monotonic() - self.begun))
+
+    def addSuccess(self, test):
+        self.keep(test, "passed")
+
+    def addSkip(self, test, reason):
+        super().addSkip(test, reason)
+        self.keep(test, "skipped", reason)
+
+    def addFailure(self, test, error):
+        super().addFailure(test, error)
+        self.keep(test, "failed", self.failures[-1][1])
+
+    def addError(self, test, error):
+        super().addError(test, error)
+        self.keep(test, "failed", self.errors[-1][1])
+
+    def addSubTest(self, test, subtest, error):
+        super().addSubTest(test, subtest, error)
+        if error is not None:
+            self.keep(subtest, "failed", (self.failures + self.errors)[-1][1])
+
+
+def selected(suite, words):
+    for test in suite:
+        if isinstance(test, unittest.TestSuite):
+            yield from selected(test, words)
+        elif not words or any(word in test.id() for word in words):
+            yield test
+
+
+def run_one(path, words):
+    """Runs one file in this process and prints its records as JSON."""
+    sys.path[:0] = [str(HERE), str(path.parent)]
+    recorder = Recorder()
+    try:
+        __import__(path.stem)
+    except unittest.SkipTest as reason:
+        print(json.dumps([(path.stem, "skipped", str(reason), 0)]))
+        return
+    suite = unittest.TestLoader().loadTestsFromName(path.stem)
+    unittest.TestSuite(selected(suite, words)).run(recorder)
+    print(json.dumps(recorder.records))
+
+
+def run_file(path, words):
+    """Runs one file in a process of its own; its records."""
+    command = [sys.executable, __file__, "--one", str(path), *words]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=FILE_LIMIT_S)
+        return json.loads(done.stdout.decode().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return [(path.stem, "failed", f"not done after {FILE_LIMIT_S} s", FILE_LIMIT_S)]
+    except (IndexError, ValueError):
+        return [(path.stem, "failed", f"broke with exit code {done.returncode}", 0)]
+
+
+def show(records, sums):
+    for name, outcome, detail, seconds in records:
+        sums[outcome] += 1
+        if outcome == "skipped":
+            print(f"SKIP {name}: {detail}")
+        else:
+            print(f"{outcome:<7} {name} ({seconds:.1f} s)")
+        if outcome == "failed":
+            print("    " + detail.strip().replace("\n", "\n    "))
+    sys.stdout.flush()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", default=".")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--one", type=pathlib.Path)
+    parser.add_argument("words", nargs="*")
+    options = parser.parse_args()
+    if options.one:
+        run_one(options.one, options.words)
+        return 0
+    files = sorted((HERE / options.folder).glob("test_*.py"))
+    sums = {"passed": 0, "failed": 0, "skipped": 0}
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        jobs = [pool.submit(run_file, path, options.words) for path in files]
+        for job in concurrent.futures.as_completed(jobs):
+            show(job.result(), sums)
+    print(f"{sums['passed']} passed, {sums['failed']} failed, {sums['skipped']} skipped")
+    return 1 if sums["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+//! The images that are measured, made when first asked for.
+
+use super::Plan;
+use super::lines::{Cache, Format, Side, State};
+use super::server::{Kind, Server};
+use crate::{Result, shell};
+use std::collections::BTreeSet;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Random writes into each child of a chain.
+const CHILD_WRITES: u64 = 4000;
+
+/// Makes images and remembers which it has made.
+pub struct Images<'a> {
+    plan: &'a Plan,
+    folder: PathBuf,
+    made: BTreeSet<PathBuf>,
+}
+
+impl<'a> Images<'a> {
+    /// None made yet; what a run before left is removed.
+    pub fn new(plan: &'a Plan) -> Images<'a> {
+        let images = Images { plan, folder: plan.folder.join("work"), made: BTreeSet::new() };
+        images.remove();
+        images
+    }
+
+    /// The image for one point of `side`.
+    pub fn get(&mut self, side: &Side) -> Result<PathBuf> {
+        match side.state {
+            State::Full | State::Again => self.full(side.format),
+            State::Fresh => self.fresh(side.format),
+            State::Chain(depth) => self.chain(depth),
+        }
+    }
+
+    /// Removes all that was made.
+    pub fn remove(&self) {
+        for entry in std::fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            // What cannot be removed is made anew or fails with a better message there.
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+
+    fn size_bytes(&self) -> u64 {
+        if self.plan.quick { 64 << 20 } else { 1 << 30 }
+    }
+
+    /// An image with every byte written, as `format`.
+    fn full(&mut self, format: Format) -> Result<PathBuf> {
+        let raw = self.folder.join("full.raw");
+        if self.made.insert(raw.clone()) {
+            fill(&raw, self.size_bytes())?;
+        }
+        let path = match format {
+            Format::Raw => return Ok(raw),
+            Format::Vhd => self.folder.join("full.vhd"),
+            Format::Vpc => self.folder.join("full.vpc"),
+            Format::Qcow2 => self.folder.join("full.qcow2"),
+        };
+        if self.made.insert(path.clone()) {
+            shell::run(self.convert(format).arg(&raw).arg(&path).stdout(Stdio::null()))?;
+        }
+        Ok(path)
+    }
+
+    fn convert(&self, format: Format) -> Command {
+        match format {
+            Format::Raw | Format::Vhd => self.spile(&["convert"]),
+            Format::Vpc => {
+                qemu_img(&["convert", "-O", "vpc", "-o", "subformat=dynamic,force_size=on"])
+            }
+            Format::Qcow2 => qemu_img(&["convert", "-O", "qcow2"]),
+        }
+    }
+
+    /// A new empty image, eight times as large as the full ones: random writes rarely meet.
+    fn fresh(&mut self, format: Format) -> Result<PathBuf> {
+        let size = (8 * self.size_bytes()).to_string();
+        let path = self.folder.join(match format {
+            Format::Raw => "fresh.raw",
+            Format::Vhd => "fresh.vhd",
+            Format::Vpc => "fresh.vpc",
+            Format::Qcow2 => "fresh.qcow2",
+        });
+        let _ = std::fs::remove_file(&path);
+        let mut command = match format {
+            Format::Raw | Format::Vhd => self.spile(&["create"]),
+            Format::Vpc => {
+                qemu_img(&["create", "-f", "vpc", "-o", "subformat=dynamic,force_size=on"])
+            }
+            Format::Qcow2 => qemu_img(&["create", "-f", "qcow2"]),
+        };
+        match format {
+            Format::Raw | Format::Vhd => command.arg(&path).args(["--size", &size]),
+            Format::Vpc | Format::Qcow2 => command.arg(&path).arg(&size),
+        };
+        shell::run(command.stdout(Stdio::null()))?;
+        Ok(path)
+    }
+
+    /// The leaf of a chain of `depth` files: a full one, and children with scattered writes.
+    fn chain(&mut self, depth: usize) -> Result<PathBuf> {
+        let mut below = self.full(Format::Vhd)?;
+        for level in 2..=depth {
+            let leaf = self.folder.join(format!("chain-{level}.vhd"));
+            if self.made.insert(leaf.clone()) {
+                let mut create = self.spile(&["create"]);
+                create.arg(&leaf).arg("--parent").arg(&below);
+                shell::run(create.stdout(Stdio::null()))?;
+                self.scatter(&leaf, level)?;
+            }
+            below = leaf;
+        }
+        Ok(below)
+    }
+
+    fn scatter(&self, leaf: &Path, seed: usize) -> Result<()> {
+        let side = Side {
+            name: "making",
+            server: Kind::Spile,
+            format: Format::Vhd,
+            state: State::Full,
+            cache: Cache::Page,
+        };
+        let server = Server::start(self.plan, &side, leaf)?;
+        let writes = if self.plan.quick { CHILD_WRITES / 20 } else { CHILD_WRITES };
+        let mut load = self.spile(&["load", "--rw", "randwrite", "--bs", "4k", "--json"]);
+        load.args(["--ios", &writes.to_string(), "--seed", &seed.to_string()]).arg(server.uri());
+        shell::run(load.stdout(Stdio::null()))
+    }
+
+    fn spile(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(&self.plan.spile);
+        command.args(words);
+        command
+    }
+}
+
+fn qemu_img(words: &[&str]) -> Command {
+    let mut command = Command::new("qemu-img");
+    command.args(words);
+    command
+}
+
+/// Fills a new file with bytes that no one can take for zeros or compress.
+fn fill(path: &Path, size_bytes: u64) -> Result<()> {
+    let problem = |error: std::io::Error| format!("{}: {error}", path.display());
+    let mut file = std::fs::File::create(path).map_err(problem)?;
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut chunk = vec![0_u8; 1 << 20];
+    for _ in 0..size_bytes >> 20 {
+        for word in chunk.chunks_exact_mut(8) {
+            // xorshift: quick, and good enough to be incompressible.
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            word.copy_from_slice(&state.to_le_bytes());
+        }
+        file.write_all(&chunk).map_err(problem)?;
+    }
+    file.sync_all().map_err(problem)
+}

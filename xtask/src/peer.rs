@@ -1,0 +1,46 @@
+//! `cargo xtask peer` and `cargo xtask guest`: the tests in `tests/peer/`, against a release build.
+
+use crate::{Result, shell};
+use std::path::Path;
+use std::process::Command;
+
+/// Builds the program and runs the tests whose names hold one of the arguments.
+pub fn run(arguments: &[String]) -> Result<()> {
+    build()?;
+    shell::run(&mut command(arguments))
+}
+
+/// Builds the program and boots the guest.
+pub fn run_guest(_arguments: &[String]) -> Result<()> {
+    build()?;
+    shell::run(&mut guest_command())
+}
+
+fn build() -> Result<()> {
+    shell::run(shell::cargo().args(["build", "--release", "--package", "spile"]))
+}
+
+/// The runner of the peer tests, without the guest.
+pub fn command(arguments: &[String]) -> Command {
+    let mut command = python("tests/peer/run.py");
+    command.args(arguments);
+    command
+}
+
+/// The guest boot test.
+pub fn guest_command() -> Command {
+    let mut command = python("tests/peer/run.py");
+    command.args(["--folder", "guest"]);
+    command
+}
+
+/// The distribution's Python: the peers' bindings are installed for it, not for one beside it.
+fn python(script: &str) -> Command {
+    let packaged = "/usr/bin/python3";
+    let program = if Path::new(packaged).exists() { packaged } else { "python3" };
+    let mut command = Command::new(program);
+    command.arg(script).current_dir(shell::root());
+    command.env("SPILE_BIN", shell::target_dir().join("release/spile"));
+    command.env("SPILE_TARGET", shell::target_dir());
+    command
+}

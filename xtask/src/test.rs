@@ -1,0 +1,167 @@
+//! `cargo xtask test`: every check there is, in stages, with one line of sums at the end.
+//!
+//! A stage is a program. Its output goes to `target/test-logs/STAGE.log`; when it fails, its end
+//! is printed too. A failed stage does not stop the others, so one run names all that is wrong.
+//! Each skip is printed with its reason. The last line is `N passed, N failed, N skipped`.
+
+mod counts;
+
+use crate::{Result, peer, shell, sim};
+use counts::{Counts, Reader};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// Lines of a failed stage's log that are printed.
+const SHOWN_LINES: usize = 120;
+
+/// One program to run, and how to read its sums from what it prints.
+struct Stage {
+    name: &'static str,
+    command: Command,
+    reader: Reader,
+}
+
+struct Outcome {
+    name: &'static str,
+    counts: Counts,
+    seconds: f64,
+}
+
+/// Runs all stages; an error when any check failed.
+pub fn run(arguments: &[String]) -> Result<()> {
+    let only: String = shell::option(arguments, "--only", String::new())?;
+    let logs = shell::target_dir().join("test-logs");
+    std::fs::create_dir_all(&logs).map_err(|error| format!("{}: {error}", logs.display()))?;
+    let begun = Instant::now();
+    let mut outcomes = Vec::new();
+    for stage in stages()? {
+        if stage.name.contains(&only) {
+            outcomes.push(run_stage(stage, &logs)?);
+        }
+    }
+    print_sums(&outcomes, begun.elapsed().as_secs_f64())
+}
+
+fn stages() -> Result<Vec<Stage>> {
+    let mut stages = checks();
+    stages.extend(rust_tests()?);
+    stages.push(Stage { name: "sim", command: sim::short_slice(), reader: Reader::Seeds });
+    stages.push(Stage { name: "peer", command: peer::command(&[]), reader: Reader::Tally });
+    stages.push(Stage { name: "guest", command: peer::guest_command(), reader: Reader::Tally });
+    stages.push(Stage {
+        name: "corpus",
+        command: own(&["fuzz", "--corpus"]),
+        reader: Reader::Tally,
+    });
+    stages.push(Stage {
+        name: "bench",
+        command: own(&["bench", "--quick"]),
+        reader: Reader::Whole,
+    });
+    Ok(stages)
+}
+
+/// What needs no test to run.
+fn checks() -> Vec<Stage> {
+    let one = |name, command| Stage { name, command, reader: Reader::Whole };
+    let mut stages = vec![
+        one("fmt", cargo(&["fmt", "--all", "--check"])),
+        one("tidy", own(&["tidy"])),
+        Stage { name: "deny", command: own(&["deny"]), reader: Reader::Tally },
+        one("clippy", cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])),
+    ];
+    stages.push(one("release", cargo(&["build", "--release", "--package", "spile"])));
+    stages
+}
+
+/// The workspace's own tests: by nextest where it is, else by cargo; doc tests always by cargo.
+fn rust_tests() -> Result<Vec<Stage>> {
+    let unit = if shell::on_path("cargo-nextest") {
+        let mut command = cargo(&["nextest", "run", "--workspace", "--success-output=immediate"]);
+        command.args(["--color=never", "--no-tests=pass"]);
+        Stage { name: "unit", command, reader: Reader::Nextest }
+    } else {
+        let mut command = cargo(&["test", "--workspace", "--lib", "--bins", "--tests"]);
+        command.args(["--no-fail-fast", "--", "--show-output"]);
+        Stage { name: "unit", command, reader: Reader::CargoTest }
+    };
+    let doc = cargo(&["test", "--workspace", "--doc"]);
+    Ok(vec![unit, Stage { name: "doc", command: doc, reader: Reader::CargoTest }])
+}
+
+fn cargo(arguments: &[&str]) -> Command {
+    let mut command = shell::cargo();
+    command.args(arguments);
+    command
+}
+
+/// A command of this program. A fresh process, so that its output can be kept.
+fn own(arguments: &[&str]) -> Command {
+    let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("xtask"));
+    let mut command = Command::new(program);
+    command.args(arguments).current_dir(shell::root());
+    command
+}
+
+fn run_stage(mut stage: Stage, logs: &Path) -> Result<Outcome> {
+    println!("{:<8} running", stage.name);
+    let path = logs.join(format!("{}.log", stage.name));
+    let begun = Instant::now();
+    let passed = run_logged(&mut stage.command, &path)?;
+    let log = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let log = String::from_utf8_lossy(&log);
+    let counts = stage.reader.read(&log, passed);
+    let seconds = begun.elapsed().as_secs_f64();
+    println!("{:<8} {} ({seconds:.1} s)", stage.name, counts.line());
+    for skip in &counts.reasons {
+        println!("         skipped: {skip}");
+    }
+    if counts.failed > 0 {
+        print_end(&log, &path);
+    }
+    Ok(Outcome { name: stage.name, counts, seconds })
+}
+
+/// Runs with both outputs in one file; answers whether it ended well.
+fn run_logged(command: &mut Command, path: &Path) -> Result<bool> {
+    let problem = |error: std::io::Error| format!("{}: {error}", path.display());
+    let log = File::create(path).map_err(problem)?;
+    let errors = log.try_clone().map_err(problem)?;
+    command.stdin(Stdio::null()).stdout(log).stderr(errors);
+    match command.status() {
+        Ok(status) => Ok(status.success()),
+        Err(error) => {
+            let text = format!("cannot run {command:?}: {error}\n");
+            std::fs::write(path, text).map_err(problem)?;
+            Ok(false)
+        }
+    }
+}
+
+fn print_end(log: &str, path: &Path) {
+    let lines: Vec<&str> = log.lines().collect();
+    let from = lines.len().saturating_sub(SHOWN_LINES);
+    println!("--- the end of {} ---", path.display());
+    for line in &lines[from..] {
+        println!("{line}");
+    }
+    println!("--- end ---");
+}
+
+fn print_sums(outcomes: &[Outcome], seconds: f64) -> Result<()> {
+    let mut sum = Counts::default();
+    println!("\n{:<8} {:>7} {:>7} {:>7} {:>9}", "stage", "passed", "failed", "skipped", "seconds");
+    for Outcome { name, counts, seconds } in outcomes {
+        let Counts { passed, failed, skipped, .. } = counts;
+        println!("{name:<8} {passed:>7} {failed:>7} {skipped:>7} {seconds:>9.1}");
+        sum.add(counts);
+    }
+    println!("{:<8} {:>33.1}", "all", seconds);
+    for reason in &sum.reasons {
+        println!("skipped: {reason}");
+    }
+    println!("{}", sum.line());
+    if sum.failed == 0 { Ok(()) } else { Err(format!("{} failed", sum.failed)) }
+}

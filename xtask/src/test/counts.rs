@@ -1,0 +1,190 @@
+//! Sums of a stage, read from what it printed.
+
+/// How many checks passed, failed and were skipped, and why those were.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Checks that held.
+    pub passed: u64,
+    /// Checks that did not, and stages that broke.
+    pub failed: u64,
+    /// Checks that could not be made here.
+    pub skipped: u64,
+    /// One `name: reason` for each skip.
+    pub reasons: Vec<String>,
+}
+
+/// How a stage tells its sums.
+#[derive(Clone, Copy)]
+pub enum Reader {
+    /// The stage is one check: its exit code.
+    Whole,
+    /// Our own runners: a last line `N passed, N failed, N skipped`, and `SKIP name: reason` lines.
+    Tally,
+    /// The simulator: each seed is a check.
+    Seeds,
+    /// `cargo nextest run`.
+    Nextest,
+    /// `cargo test`.
+    CargoTest,
+}
+
+impl Reader {
+    /// Sums in `log`; `ended_well` is whether the program's exit code was 0.
+    pub fn read(self, log: &str, ended_well: bool) -> Counts {
+        let mut counts = match self {
+            Reader::Whole => Counts { passed: u64::from(ended_well), ..Counts::default() },
+            Reader::Tally => tally(log),
+            Reader::Seeds => seeds(log),
+            Reader::Nextest => nextest(log),
+            Reader::CargoTest => cargo_test(log),
+        };
+        counts.reasons = log.lines().filter_map(skip_reason).collect();
+        if matches!(self, Reader::Nextest | Reader::CargoTest) {
+            counts.move_self_skips();
+        }
+        let silent = ended_well && counts.passed + counts.skipped == 0 && self.must_count();
+        // A stage that broke before it counted, or ran nothing at all, must not look well.
+        if counts.failed == 0 && (!ended_well || silent) {
+            counts.failed = 1;
+        }
+        counts
+    }
+
+    /// A workspace may have no doc tests; the other stages always have something to say.
+    fn must_count(self) -> bool {
+        !matches!(self, Reader::CargoTest)
+    }
+}
+
+impl Counts {
+    /// `N passed, N failed, N skipped`.
+    pub fn line(&self) -> String {
+        format!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
+    }
+
+    /// Adds the sums of `other`.
+    pub fn add(&mut self, other: &Counts) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+        self.reasons.extend(other.reasons.iter().cloned());
+    }
+
+    /// Rust's runners count a test that printed `SKIP` and returned as passed.
+    fn move_self_skips(&mut self) {
+        let moved = (self.reasons.len() as u64).min(self.passed);
+        self.passed -= moved;
+        self.skipped += moved;
+    }
+}
+
+/// The reason in a line `SKIP name: reason`, indented or not.
+fn skip_reason(line: &str) -> Option<String> {
+    line.trim().strip_prefix("SKIP ").map(str::to_string)
+}
+
+/// Our runners' last line.
+fn tally(log: &str) -> Counts {
+    let found = log.lines().rev().find_map(|line| {
+        let (passed, rest) = line.trim().split_once(" passed, ")?;
+        let (failed, rest) = rest.split_once(" failed, ")?;
+        let skipped = rest.strip_suffix(" skipped")?;
+        let number = |text: &str| text.parse::<u64>().ok();
+        Some((number(passed)?, number(failed)?, number(skipped)?))
+    });
+    let (passed, failed, skipped) = found.unwrap_or_default();
+    Counts { passed, failed, skipped, reasons: Vec::new() }
+}
+
+/// `N seeds, N steps, N crashes, N findings`.
+fn seeds(log: &str) -> Counts {
+    let line = log.lines().rev().find(|line| line.ends_with(" findings")).unwrap_or_default();
+    let failed = number_before(line, "findings");
+    let passed = number_before(line, "seeds").saturating_sub(failed);
+    Counts { passed, failed, ..Counts::default() }
+}
+
+/// `Summary [ 1.2s] 9 tests run: 7 passed (1 slow), 2 failed, 3 skipped`.
+fn nextest(log: &str) -> Counts {
+    let summary = log.lines().rev().find(|line| line.trim_start().starts_with("Summary ["));
+    let tail = summary.and_then(|line| line.split_once("run:")).map_or("", |(_, tail)| tail);
+    Counts {
+        passed: number_before(tail, "passed"),
+        failed: number_before(tail, "failed")
+            + number_before(tail, "timed out")
+            + number_before(tail, "exec failed"),
+        skipped: number_before(tail, "skipped"),
+        reasons: Vec::new(),
+    }
+}
+
+/// `test result: ok. 9 passed; 0 failed; 1 ignored; …`, one line for each target.
+fn cargo_test(log: &str) -> Counts {
+    let mut counts = Counts::default();
+    for line in log.lines().filter(|line| line.starts_with("test result:")) {
+        counts.passed += number_before(line, "passed");
+        counts.failed += number_before(line, "failed");
+        counts.skipped += number_before(line, "ignored");
+    }
+    counts
+}
+
+/// The number that stands before `word` in `text`; 0 when it is not there.
+fn number_before(text: &str, word: &str) -> u64 {
+    let parts = text.split([',', ';', '.', '(']).map(str::trim);
+    let mut numbers = parts.filter_map(|part| part.strip_suffix(word)?.trim().parse().ok());
+    numbers.next().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sums(counts: &Counts) -> (u64, u64, u64) {
+        (counts.passed, counts.failed, counts.skipped)
+    }
+
+    #[test]
+    fn nextest_is_read() {
+        let log = "  Summary [  12.5s] 12 tests run: 9 passed (1 slow), 3 failed, 2 skipped\n";
+        assert_eq!(sums(&Reader::Nextest.read(log, false)), (9, 3, 2));
+    }
+
+    #[test]
+    fn cargo_test_is_read_and_summed() {
+        let line = "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out;\n";
+        assert_eq!(sums(&Reader::CargoTest.read(&line.repeat(2), true)), (6, 0, 2));
+    }
+
+    #[test]
+    fn a_test_that_skips_itself_is_no_pass() {
+        let log =
+            "    SKIP uring: forbidden here\nSummary [ 1s] 2 tests run: 2 passed, 0 skipped\n";
+        let counts = Reader::Nextest.read(log, true);
+        assert_eq!(sums(&counts), (1, 0, 1));
+        assert_eq!(counts.reasons, ["uring: forbidden here"]);
+    }
+
+    #[test]
+    fn seeds_are_counted() {
+        let log = "2000 seeds, 9 steps, 7 crashes, 3 findings\n";
+        assert_eq!(sums(&Reader::Seeds.read(log, false)), (1997, 3, 0));
+    }
+
+    #[test]
+    fn our_own_line_is_read() {
+        let log = "SKIP fio: not installed\n4 passed, 0 failed, 1 skipped\n";
+        let counts = Reader::Tally.read(log, true);
+        assert_eq!(sums(&counts), (4, 0, 1));
+        assert_eq!(counts.reasons.len(), 1);
+    }
+
+    #[test]
+    fn a_stage_that_broke_or_ran_nothing_is_a_failure() {
+        assert_eq!(sums(&Reader::Tally.read("boom", false)), (0, 1, 0));
+        assert_eq!(sums(&Reader::Tally.read("", true)), (0, 1, 0));
+        assert_eq!(sums(&Reader::Nextest.read("", true)), (0, 1, 0));
+        assert_eq!(sums(&Reader::Whole.read("", false)), (0, 1, 0));
+        assert_eq!(sums(&Reader::Tally.read("4 passed, 0 failed, 0 skipped", false)), (4, 1, 0));
+    }
+}
