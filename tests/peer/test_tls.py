@@ -46,9 +46,10 @@ class Tls(PeerTest):
             cwd=folder,
         )
 
-    def serve_tls(self, *more):
+    def serve_tls(self, *more, required=True):
         own = self.path("own")
         extra = ["--tls-cert", own / "server-cert.pem", "--tls-key", own / "server-key.pem", *more]
+        extra += ["--tls-required"] if required else []
         return self.serve(self.empty("disk.raw", SIZE_BYTES), tcp=True, extra=extra)
 
     def libnbd_uri(self, server, folder="own"):
@@ -81,6 +82,11 @@ class Tls(PeerTest):
         server = self.serve_tls()
         run("nbdinfo", server.uri(), ok=False)
 
+    def test_plain_clients_are_served_where_tls_is_not_required(self):
+        server = self.serve_tls(required=False)
+        run("nbdinfo", server.uri())
+        run("nbdinfo", self.libnbd_uri(server))
+
     def test_a_client_of_another_authority_refuses_the_server(self):
         self.certificates("other", "localhost")
         server = self.serve_tls()
@@ -93,7 +99,7 @@ class Tls(PeerTest):
         # Trusts the server, but shows a certificate that the server does not trust.
         own, other = self.path("own"), self.path("other")
         (other / "ca-cert.pem").write_bytes((own / "ca-cert.pem").read_bytes())
-        server = self.serve_tls("--tls-client-ca", own / "ca-cert.pem")
+        server = self.serve_tls("--tls-ca", own / "ca-cert.pem")
         run("nbdinfo", self.libnbd_uri(server))
         run("nbdinfo", self.libnbd_uri(server, "other"), ok=False)
         self.qemu_io(server)

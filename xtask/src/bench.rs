@@ -41,8 +41,7 @@ pub struct Plan {
 /// Runs all lines that are asked for and prints the tables.
 pub fn run(arguments: &[String]) -> Result<()> {
     let plan = plan(arguments)?;
-    std::fs::create_dir_all(plan.folder.join("work"))
-        .map_err(|error| format!("{}: {error}", plan.folder.display()))?;
+    std::fs::create_dir_all(plan.folder.join("work")).map_err(|error| format!("{}: {error}", plan.folder.display()))?;
     let mut report = Report::new(&plan);
     let mut images = Images::new(&plan);
     for group in lines::groups(&plan) {
@@ -74,8 +73,7 @@ fn plan(arguments: &[String]) -> Result<Plan> {
 }
 
 fn run_group(plan: &Plan, group: &Group, images: &mut Images, report: &mut Report) -> Result<()> {
-    let lines: Vec<&Line> =
-        group.lines.iter().filter(|line| line.is_asked_for(plan, group)).collect();
+    let lines: Vec<&Line> = group.lines.iter().filter(|line| line.is_asked_for(plan, group)).collect();
     if lines.is_empty() {
         return Ok(());
     }
@@ -103,12 +101,7 @@ fn usable_sides(group: &Group, report: &mut Report) -> Vec<Side> {
 }
 
 /// One line: `points[side][round]`.
-fn run_line(
-    plan: &Plan,
-    line: &Line,
-    sides: &[Side],
-    images: &mut Images,
-) -> Result<Vec<Vec<Point>>> {
+fn run_line(plan: &Plan, line: &Line, sides: &[Side], images: &mut Images) -> Result<Vec<Vec<Point>>> {
     let mut points = vec![Vec::new(); sides.len()];
     for round in 0..plan.rounds {
         let mut kept: Option<Server> = None;
@@ -125,20 +118,13 @@ fn run_line(
     Ok(points)
 }
 
-fn run_point(
-    plan: &Plan,
-    line: &Line,
-    side: &Side,
-    round: usize,
-    server: &Server,
-) -> Result<Point> {
+fn run_point(plan: &Plan, line: &Line, side: &Side, round: usize, server: &Server) -> Result<Point> {
     // What the point before left in the page cache must not be written back during this one.
     shell::run(Command::new("sync").arg("--file-system").arg(&plan.folder))?;
     let mut load = server::pinned(0, &plan.spile);
     load.arg("load").arg(server.uri()).arg("--json");
     load.args(["--server-pid", &server.pid().to_string(), "--seed", &(round + 1).to_string()]);
     load.args(line.load_arguments(plan));
-    let text = shell::output(&mut load)
-        .map_err(|problem| format!("{} on {}: {problem}", line.name, side.name))?;
+    let text = shell::output(&mut load).map_err(|problem| format!("{} on {}: {problem}", line.name, side.name))?;
     Point::read(&text)
 }

@@ -1,11 +1,67 @@
-//! `cargo xtask fuzz`: the fuzz targets in `fuzz/`, or only their corpora.
+//! `cargo xtask fuzz`: the fuzz targets in `fuzz/`, each for some seconds.
 //!
-//! A long run needs cargo-fuzz and a nightly toolchain. The corpora need neither: `--corpus` runs
-//! each kept input once through the same functions, as ordinary tests do.
+//! This is the long run, and needs cargo-fuzz and a nightly toolchain. The short one needs neither:
+//! the crates' own tests run each codec over the corpus in `fuzz/corpus/` and over mutations of it.
 
-use crate::Result;
+use crate::{Result, shell};
+use std::process::Command;
 
-/// Runs each target for `--seconds N`, or only the corpora with `--corpus`.
-pub fn run(_arguments: &[String]) -> Result<()> {
-    Err("no fuzz targets yet".into())
+/// Largest input that is tried, in bytes; the corpora are far smaller.
+const MAX_INPUT_BYTES: u64 = 1 << 16;
+
+/// Runs each target for `--seconds N`; `--only WORD` takes those whose name holds the word.
+pub fn run(arguments: &[String]) -> Result<()> {
+    let seconds: u64 = shell::option(arguments, "--seconds", 60)?;
+    let only: String = shell::option(arguments, "--only", String::new())?;
+    let targets = targets()?;
+    let chosen: Vec<&String> = targets.iter().filter(|name| name.contains(&only)).collect();
+    if chosen.is_empty() {
+        return Err(format!("no fuzz target's name holds '{only}'"));
+    }
+    check_tools()?;
+    let failed: Vec<&str> = chosen.into_iter().filter_map(|name| fuzz(name, seconds).err()).collect();
+    if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", "))) }
+}
+
+/// The names of all targets, sorted.
+fn targets() -> Result<Vec<String>> {
+    let folder = shell::root().join("fuzz/fuzz_targets");
+    let entries = std::fs::read_dir(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let stems = entries.flatten().filter_map(|entry| {
+        let path = entry.path();
+        path.extension().filter(|extension| *extension == "rs")?;
+        Some(path.file_stem()?.to_string_lossy().into_owned())
+    });
+    let mut names: Vec<String> = stems.collect();
+    names.sort();
+    Ok(names)
+}
+
+fn check_tools() -> Result<()> {
+    let mut version = nightly();
+    version.args(["fuzz", "--version"]);
+    shell::output(&mut version).map(drop).map_err(|problem| {
+        format!("{problem}\nneeds: rustup toolchain install nightly; cargo install --locked cargo-fuzz")
+    })
+}
+
+fn nightly() -> Command {
+    let mut command = Command::new("rustup");
+    command.args(["run", "nightly", "cargo"]).current_dir(shell::root());
+    // The toolchain that built this task must not decide for the one that fuzzes.
+    command.env_remove("CARGO").env_remove("RUSTC").env_remove("RUSTUP_TOOLCHAIN");
+    command
+}
+
+/// One target; its name when it found something.
+fn fuzz(name: &str, seconds: u64) -> std::result::Result<(), &str> {
+    println!("{name}: {seconds} s");
+    let mut command = nightly();
+    command.args(["fuzz", "run", name, "--"]);
+    command.arg(format!("-max_total_time={seconds}")).arg(format!("-max_len={MAX_INPUT_BYTES}"));
+    command.args(["-print_final_stats=1", "-verbosity=0"]);
+    shell::run(&mut command).map_err(|problem| {
+        eprintln!("{problem}");
+        name
+    })
 }

@@ -28,7 +28,7 @@ const COMMANDS: &[(&str, &str, Entry)] = &[
     ("deny", "check licences and sources of the dependencies", deny::run),
     ("test", "run every check and print the sums", test::run),
     ("sim", "run the crash simulator (--seeds N)", sim::run),
-    ("fuzz", "run the fuzz targets (--seconds N, --corpus)", fuzz::run),
+    ("fuzz", "run the fuzz targets (--seconds N, --only WORD)", fuzz::run),
     ("peer", "run the tests against other programs (a name selects)", peer::run),
     ("guest", "run the guest boot test", peer::run_guest),
     ("bench", "compare speed with peers (--quick, --rounds N, --only PATTERN)", bench::run),

@@ -50,16 +50,7 @@ fn stages() -> Result<Vec<Stage>> {
     stages.push(Stage { name: "sim", command: sim::short_slice(), reader: Reader::Seeds });
     stages.push(Stage { name: "peer", command: peer::command(&[]), reader: Reader::Tally });
     stages.push(Stage { name: "guest", command: peer::guest_command(), reader: Reader::Tally });
-    stages.push(Stage {
-        name: "corpus",
-        command: own(&["fuzz", "--corpus"]),
-        reader: Reader::Tally,
-    });
-    stages.push(Stage {
-        name: "bench",
-        command: own(&["bench", "--quick"]),
-        reader: Reader::Whole,
-    });
+    stages.push(Stage { name: "bench", command: own(&["bench", "--quick"]), reader: Reader::Whole });
     Ok(stages)
 }
 

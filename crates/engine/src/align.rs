@@ -50,10 +50,7 @@ fn reported(file: &File) -> Option<DirectAlign> {
     let mask = StatxFlags::DIOALIGN;
     let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, mask).ok()?;
     let told = stat.stx_mask & mask.bits() != 0;
-    told.then_some(DirectAlign {
-        offset: stat.stx_dio_offset_align,
-        memory: stat.stx_dio_mem_align,
-    })
+    told.then_some(DirectAlign { offset: stat.stx_dio_offset_align, memory: stat.stx_dio_mem_align })
 }
 
 /// Reads `align` bytes at offset and address `align`: neither is aligned to more. An empty file proves nothing by its
@@ -62,9 +59,7 @@ fn trial_read(file: &File, align: u32) -> bool {
     let align = align as usize;
     let segment = Segment::zeroed((2 * align).max(PAGE_BYTES)).slice(align..2 * align);
     // SAFETY: the segment is alive and as long as said.
-    let got = unsafe {
-        libc::pread(file.as_raw_fd(), segment.as_ptr().cast(), segment.len(), align as i64)
-    };
+    let got = unsafe { libc::pread(file.as_raw_fd(), segment.as_ptr().cast(), segment.len(), align as i64) };
     got >= 0
 }
 
@@ -112,10 +107,7 @@ mod tests {
         assert!(trial_read(&file, found.offset.max(found.memory)));
         // The trial alone must agree with what the file system reports, or be stricter.
         let tried = decide(None, None, |n| trial_read(&file, n)).expect("an alignment");
-        assert!(
-            tried.offset >= found.offset && tried.memory >= found.memory,
-            "{tried:?} {found:?}"
-        );
+        assert!(tried.offset >= found.offset && tried.memory >= found.memory, "{tried:?} {found:?}");
     }
 
     proptest! {

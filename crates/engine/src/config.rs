@@ -25,11 +25,8 @@ impl FromStr for EngineKind {
             "auto" => Ok(Self::Auto),
             "uring" => Ok(Self::Uring),
             "threads" => Ok(Self::Threads),
-            _ => Err(Error::new(
-                ErrorKind::InvalidInput,
-                format!("there is no engine named {text:?}"),
-            )
-            .hint("use auto, uring or threads")),
+            _ => Err(Error::new(ErrorKind::InvalidInput, format!("there is no engine named {text:?}"))
+                .hint("use auto, uring or threads")),
         }
     }
 }

@@ -4,8 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use spile_core::{
-    Error, ErrorKind, Files, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo,
-    StoreOffset, Via,
+    Error, ErrorKind, Files, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
 
 use crate::memory::{MemStore, NullStore};
@@ -108,9 +107,10 @@ impl OsFiles {
             ErrorKind::Exists => error.hint("remove it or choose another name"),
             _ => error,
         })?;
-        let store = file.set_len(len_bytes).map_err(failed("set the length")).and_then(|()| {
-            FileStore::open(path, OpenMode::ReadWrite, self.cache).map(AnyStore::File)
-        });
+        let store = file
+            .set_len(len_bytes)
+            .map_err(failed("set the length"))
+            .and_then(|()| FileStore::open(path, OpenMode::ReadWrite, self.cache).map(AnyStore::File));
         if store.is_err() {
             let _ = std::fs::remove_file(path);
         }

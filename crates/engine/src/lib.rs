@@ -27,6 +27,8 @@ mod sync_gate;
 mod sys;
 mod threads;
 mod time;
+#[doc(hidden)]
+pub mod tuning;
 mod uring;
 mod worker;
 

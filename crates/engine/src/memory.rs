@@ -7,9 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
-use spile_core::{
-    Error, ErrorKind, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
-};
+use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via};
 
 /// The unit that is allocated, locked and freed.
 const PAGE: u64 = 16 << 10;
@@ -49,19 +47,14 @@ fn pieces(range: Range<u64>) -> impl Iterator<Item = (u64, Range<usize>, usize)>
 }
 
 fn end_of(offset: u64, len: u64, limit: u64) -> Result<u64> {
-    offset.checked_add(len).filter(|end| *end <= limit).ok_or_else(|| {
-        Error::new(ErrorKind::OutOfRange, "past the end of the store").at_offset(offset)
-    })
+    offset
+        .checked_add(len)
+        .filter(|end| *end <= limit)
+        .ok_or_else(|| Error::new(ErrorKind::OutOfRange, "past the end of the store").at_offset(offset))
 }
 
 fn memory_info(grows_zeroed: bool) -> StoreInfo {
-    StoreInfo {
-        offset_align_bytes: 1,
-        memory_align_bytes: 1,
-        grows_zeroed,
-        punches: true,
-        read_only: false,
-    }
+    StoreInfo { offset_align_bytes: 1, memory_align_bytes: 1, grows_zeroed, punches: true, read_only: false }
 }
 
 impl MemStore {
@@ -174,21 +167,11 @@ impl Store for MemStore {
         Path::new("mem:")
     }
 
-    fn read_at(
-        &self,
-        at: StoreOffset,
-        into: &Segments,
-        _: Via,
-    ) -> impl Future<Output = Result<()>> {
+    fn read_at(&self, at: StoreOffset, into: &Segments, _: Via) -> impl Future<Output = Result<()>> {
         ready(self.read(at.0, into))
     }
 
-    fn write_at(
-        &self,
-        at: StoreOffset,
-        from: &Segments,
-        _: Via,
-    ) -> impl Future<Output = Result<()>> {
+    fn write_at(&self, at: StoreOffset, from: &Segments, _: Via) -> impl Future<Output = Result<()>> {
         ready(self.write(at.0, from))
     }
 
@@ -244,21 +227,11 @@ impl Store for NullStore {
         Path::new("null:")
     }
 
-    fn read_at(
-        &self,
-        at: StoreOffset,
-        into: &Segments,
-        _: Via,
-    ) -> impl Future<Output = Result<()>> {
+    fn read_at(&self, at: StoreOffset, into: &Segments, _: Via) -> impl Future<Output = Result<()>> {
         ready(self.check(at.0, into.len() as u64).map(|()| into.fill(0)))
     }
 
-    fn write_at(
-        &self,
-        at: StoreOffset,
-        from: &Segments,
-        _: Via,
-    ) -> impl Future<Output = Result<()>> {
+    fn write_at(&self, at: StoreOffset, from: &Segments, _: Via) -> impl Future<Output = Result<()>> {
         ready(self.check(at.0, from.len() as u64))
     }
 

@@ -152,9 +152,7 @@ impl Future for OpFuture {
                     }
                 }
             }
-            State::Started(key) => {
-                worker::with(|w| w.reactor.borrow_mut().poll(*key, context.waker()))
-            }
+            State::Started(key) => worker::with(|w| w.reactor.borrow_mut().poll(*key, context.waker())),
             State::Over => panic!("an operation was polled after its end"),
         };
         if answer.is_ready() {

@@ -9,7 +9,7 @@ use spile_core::{Error, ErrorKind, Result, Segment};
 use crate::fd::Fd;
 use crate::op::Op;
 use crate::shared::relock;
-use crate::sys;
+use crate::{sys, tuning, worker};
 
 /// A connected stream socket (Unix or TCP). One [`Socket::recv`] and one [`Socket::send`] may be in flight at a time.
 pub struct Socket {
@@ -35,6 +35,14 @@ impl Socket {
         if into.is_empty() {
             return Err(Error::new(ErrorKind::InvalidInput, "receive into an empty buffer"));
         }
+        if tuning::is_on(&tuning::RECV_AT_ONCE) {
+            match sys::try_recv(self.fd.raw(), into) {
+                Err(libc::EAGAIN) => (),
+                result => {
+                    return result.map_err(|errno| Error::errno("receive failed", errno));
+                }
+            }
+        }
         Op::recv(&self.fd, into).run().await.map_err(|errno| Error::errno("receive failed", errno))
     }
 
@@ -44,7 +52,9 @@ impl Socket {
     /// `Io` with the errno when the connection is broken; some bytes may have been sent.
     pub async fn send(&self, parts: &[Segment]) -> Result<()> {
         let total: usize = parts.iter().map(Segment::len).sum();
-        let done = match sys::try_send(self.fd.raw(), parts, 0) {
+        let at_once = tuning::is_on(&tuning::SEND_AT_ONCE) && worker::is_alone();
+        let first = if at_once { sys::try_send(self.fd.raw(), parts, 0) } else { Ok(0) };
+        let done = match first {
             Ok(done) => done,
             Err(libc::EAGAIN) => 0,
             Err(errno) => return Err(send_error(errno)),

@@ -10,8 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 use spile_core::{
-    Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo,
-    StoreOffset, Via,
+    Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
 use spile_mem::Segment;
 
@@ -19,7 +18,7 @@ use crate::fd::Fd;
 use crate::files::CacheMode;
 use crate::op::{Op, Outcome};
 use crate::sync_gate::{SyncGate, Turn};
-use crate::{align, lock, sys, worker};
+use crate::{align, lock, sys, tuning, worker};
 
 /// Zeroes written at a time where the file system cannot zero a range itself.
 const ZERO_CHUNK_BYTES: usize = 1 << 20;
@@ -129,8 +128,7 @@ impl FileStore {
     /// The end of a range, which must be in the store unless the store grows.
     fn check_end(&self, offset: u64, len: u64, may_grow: bool) -> Result<u64> {
         let inner = &self.inner;
-        let limit =
-            if may_grow && inner.info.grows_zeroed { i64::MAX as u64 } else { self.len_bytes() };
+        let limit = if may_grow && inner.info.grows_zeroed { i64::MAX as u64 } else { self.len_bytes() };
         let end = offset.checked_add(len).filter(|end| *end <= limit);
         end.ok_or_else(|| self.refuse(ErrorKind::OutOfRange, "past the end of the store", offset))
     }
@@ -183,7 +181,8 @@ impl Store for FileStore {
         if into.is_empty() {
             return Ok(());
         }
-        if !fd.direct && sys::read_nowait(fd.raw(), offset, into.as_slice()) == Ok(into.len()) {
+        let at_once = !fd.direct && tuning::is_on(&tuning::READ_AT_ONCE);
+        if at_once && sys::read_nowait(fd.raw(), offset, into.as_slice()) == Ok(into.len()) {
             return Ok(());
         }
         match Op::read(fd, offset, into).run().await {
@@ -204,7 +203,9 @@ impl Store for FileStore {
         if from.is_empty() {
             return Ok(());
         }
-        let outcome = Op::write(fd, offset, from).run().await;
+        let mut op = Op::write(fd, offset, from);
+        let at_once = !fd.direct && from.len() <= tuning::write_at_once_bytes();
+        let outcome = if at_once { sys::run_file_op(&mut op) } else { op.run().await };
         outcome.map_err(|errno| self.fail("write failed", errno).at_offset(offset))?;
         self.inner.len.fetch_max(end, Ordering::AcqRel);
         Ok(())
@@ -336,6 +337,5 @@ fn open_direct(
 }
 
 fn device_len(device: &File) -> Result<u64> {
-    rustix::fs::seek(device, SeekFrom::End(0))
-        .map_err(|errno| Error::io("find the device's length", errno.into()))
+    rustix::fs::seek(device, SeekFrom::End(0)).map_err(|errno| Error::io("find the device's length", errno.into()))
 }

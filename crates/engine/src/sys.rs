@@ -107,8 +107,7 @@ pub(crate) fn epoll_delete(epoll: RawFd, fd: RawFd) {
 /// Waits at most `timeout_ms` (-1: without end) and returns how many of `events` were filled.
 pub(crate) fn epoll_wait(epoll: RawFd, events: &mut [libc::epoll_event], timeout_ms: i32) -> usize {
     // SAFETY: the buffer is live and its length is passed with it.
-    let count =
-        unsafe { libc::epoll_wait(epoll, events.as_mut_ptr(), events.len() as i32, timeout_ms) };
+    let count = unsafe { libc::epoll_wait(epoll, events.as_mut_ptr(), events.len() as i32, timeout_ms) };
     // An interrupted wait is a wait that found nothing.
     usize::try_from(count).unwrap_or(0)
 }
@@ -177,9 +176,7 @@ fn file_call(op: &Op) -> Outcome {
             Kind::Read => libc::preadv(fd, ptr, count, at),
             Kind::Write => libc::pwritev(fd, ptr, count, at),
             Kind::Sync => libc::fdatasync(fd) as isize,
-            Kind::Fallocate(mode) => {
-                libc::fallocate(fd, mode, op.offset as i64, op.len as i64) as isize
-            }
+            Kind::Fallocate(mode) => libc::fallocate(fd, mode, op.offset as i64, op.len as i64) as isize,
             Kind::Truncate => libc::ftruncate(fd, op.len as i64) as isize,
             Kind::Recv | Kind::Send | Kind::Accept => unreachable!("not a file operation"),
         }

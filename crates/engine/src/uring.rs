@@ -40,10 +40,7 @@ pub(crate) struct Uring {
     ring: IoUring,
     shared: Arc<Shared>,
     pool: Pool,
-    #[expect(
-        clippy::vec_box,
-        reason = "the kernel holds addresses inside the slots: they must not move"
-    )]
+    #[expect(clippy::vec_box, reason = "the kernel holds addresses inside the slots: they must not move")]
     slots: Vec<Box<Slot>>,
     free: Vec<u32>,
     /// Operations in the kernel, also those that nobody waits for any more.
@@ -150,10 +147,7 @@ fn check_features(ring: &IoUring) -> io::Result<()> {
     if params.is_feature_ext_arg() && params.is_feature_nodrop() {
         return Ok(());
     }
-    Err(io::Error::new(
-        io::ErrorKind::Unsupported,
-        "this kernel's io_uring is older than Linux 5.11",
-    ))
+    Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel's io_uring is older than Linux 5.11"))
 }
 
 fn has_opcode(ring: &IoUring, code: u8) -> bool {

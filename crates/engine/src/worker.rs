@@ -94,8 +94,6 @@ impl Reactor {
 pub(crate) struct Worker {
     pub(crate) shared: Arc<Shared>,
     ready: RefCell<VecDeque<Runnable>>,
-    /// Tasks that gave way: woken after the reactor's next turn.
-    pub(crate) yielded: RefCell<Vec<Waker>>,
     pub(crate) timers: RefCell<Timers>,
     tasks: Cell<usize>,
     // The reactor goes before the pool, whose arena it may have registered.
@@ -105,11 +103,7 @@ pub(crate) struct Worker {
 
 impl Worker {
     /// Makes the reactor; to be called on the worker's own thread. With `files` it is a threads reactor.
-    pub(crate) fn new(
-        index: usize,
-        files: Option<Arc<FilePool>>,
-        pool_bytes: usize,
-    ) -> std::io::Result<Self> {
+    pub(crate) fn new(index: usize, files: Option<Arc<FilePool>>, pool_bytes: usize) -> std::io::Result<Self> {
         let pool = Pool::new(pool_bytes)?;
         let (shared, reactor) = match files {
             Some(files) => {
@@ -126,7 +120,6 @@ impl Worker {
         Ok(Self {
             shared,
             ready: RefCell::default(),
-            yielded: RefCell::default(),
             timers: RefCell::default(),
             tasks: Cell::new(0),
             reactor: RefCell::new(reactor),
@@ -151,10 +144,7 @@ impl Worker {
     }
 
     fn is_over(&self) -> bool {
-        self.shared.is_stopping()
-            && self.tasks.get() == 0
-            && self.reactor.borrow().is_idle()
-            && self.shared.close()
+        self.shared.is_stopping() && self.tasks.get() == 0 && self.reactor.borrow().is_idle() && self.shared.close()
     }
 
     fn take_messages(&self, inbox: &mut VecDeque<Message>, woken: &mut Vec<Waker>) {
@@ -187,8 +177,7 @@ impl Worker {
     }
 
     fn turn(&self, woken: &mut Vec<Waker>) {
-        woken.append(&mut self.yielded.borrow_mut());
-        let runnable = !woken.is_empty() || !self.ready.borrow().is_empty() || self.may_end();
+        let runnable = !self.ready.borrow().is_empty() || self.may_end();
         let wait = if runnable || !self.shared.prepare_sleep() {
             None
         } else {
@@ -214,8 +203,7 @@ impl Worker {
             future.await;
         };
         let shared = self.shared.clone();
-        let (runnable, task) =
-            async_task::spawn_local(counted, move |runnable| shared.schedule(runnable));
+        let (runnable, task) = async_task::spawn_local(counted, move |runnable| shared.schedule(runnable));
         task.detach();
         runnable.schedule();
     }
@@ -253,6 +241,11 @@ pub(crate) fn try_with<R>(f: impl FnOnce(&Worker) -> R) -> Option<R> {
 /// When this thread is no worker.
 pub(crate) fn with<R>(f: impl FnOnce(&Worker) -> R) -> R {
     try_with(f).expect("this belongs inside a task on a worker of the engine")
+}
+
+/// True when no other task of this worker is ready to run.
+pub(crate) fn is_alone() -> bool {
+    with(|w| w.ready.borrow().is_empty())
 }
 
 /// Puts a woken task into its worker's own queue; gives it back when this is another thread.

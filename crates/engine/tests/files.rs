@@ -58,9 +58,7 @@ fn every_way_reads_what_was_written(engine: &Engine) {
         store.write_at(at(0), &pooled, Via::Direct).await.unwrap();
     });
     let content = std::fs::read(path).unwrap();
-    assert!(
-        content[..4096] == pattern(4096, 4096) && content[100_001..104_612] == pattern(5, 4611)
-    );
+    assert!(content[..4096] == pattern(4096, 4096) && content[100_001..104_612] == pattern(5, 4611));
     assert!(content[200_000..] == pattern(200_000, MIB - 200_000));
 }
 
@@ -68,8 +66,7 @@ fn the_end_of_the_file_is_an_error(engine: &Engine) {
     let (_dir, path, store) = patterned(10_000);
     engine.run_on(0, move || async move {
         for (offset, len) in [(9_999, 2), (10_000, 1), (usize::MAX, 1), (0, 10_001)] {
-            let error =
-                store.read_at(at(offset), &segments(&[len]), Via::Cached).await.unwrap_err();
+            let error = store.read_at(at(offset), &segments(&[len]), Via::Cached).await.unwrap_err();
             assert_eq!((error.kind(), error.path()), (ErrorKind::OutOfRange, Some(&*path)));
             assert_eq!(error.offset_bytes(), Some(offset as u64));
         }
@@ -294,11 +291,7 @@ fn two_writers_are_refused(engine: &Engine) {
 
 fn open_descriptors(path: &Path) -> usize {
     let links = std::fs::read_dir("/proc/self/fd").unwrap();
-    links
-        .filter(|entry| {
-            std::fs::read_link(entry.as_ref().unwrap().path()).is_ok_and(|to| to == path)
-        })
-        .count()
+    links.filter(|entry| std::fs::read_link(entry.as_ref().unwrap().path()).is_ok_and(|to| to == path)).count()
 }
 
 fn closing_frees_the_descriptors(engine: &Engine) {
@@ -307,8 +300,7 @@ fn closing_frees_the_descriptors(engine: &Engine) {
     let file = path.clone();
     engine.run_on(0, move || async move {
         for _ in 0..1500 {
-            let store =
-                OsFiles::new(CacheMode::Direct).open(&file, OpenMode::ReadWrite).await.unwrap();
+            let store = OsFiles::new(CacheMode::Direct).open(&file, OpenMode::ReadWrite).await.unwrap();
             let page = Segments::from(pool().alloc(4096));
             store.read_at(at(0), &page, Via::Direct).await.unwrap();
             store.write_at(at(0), &page, Via::Cached).await.unwrap();

@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-use common::*;
 use spile_engine::{Config, Engine, EngineKind, current_worker, pool, sleep, spawn, yield_now};
 
 both_engines!(

@@ -153,9 +153,7 @@ impl<S: Subject> Run<S> {
         }
         self.world.set_sabotage(Sabotage::None);
         self.life(last, &quiet(10));
-        self.check(true);
         self.life(last, &quiet(0));
-        self.check(true);
         self.summary.trace_hash = self.world.trace_hash();
         self.summary
     }
@@ -178,31 +176,32 @@ impl<S: Subject> Run<S> {
         let limit = life.crash_at.unwrap_or(u64::MAX);
         let mut executor = Executor::new(self.world.clone(), Rng::new(self.rng.next()));
         self.world.set_faults(life.faults.clone());
+        let faults_before = self.world.faults_fired();
         let closed = self.phases(&mut executor, layer, life, limit);
         let steps = executor.steps();
         self.summary.steps += steps;
-        if closed.is_none() || life.crash_at.is_some() || self.rng.chance(1, 4) {
-            self.crash(executor, life.crash);
-        } else {
-            drop(executor);
-            self.world.kill();
-        }
+        let by_crash = closed.is_none() || life.crash_at.is_some() || self.rng.chance(1, 4);
+        let crash = if by_crash { Some(life.crash) } else { None };
+        let clean = closed.is_some() && self.world.faults_fired() == faults_before;
+        self.end(executor, crash);
         self.world.set_faults(Faults::default());
         if layer + 1 == self.subject.layers() {
-            self.check(false);
+            self.check(clean);
         }
         steps
     }
 
     /// The process ends, or the host: first the world, so that what the tasks do as they go has no effect.
-    fn crash(&mut self, executor: Executor, crash: Crash) {
+    fn end(&mut self, executor: Executor, crash: Option<Crash>) {
         match crash {
-            Crash::Death => self.world.kill(),
-            Crash::PowerCut => self.world.cut_power(),
+            Some(Crash::PowerCut) => self.world.cut_power(),
+            Some(Crash::Death) | None => self.world.kill(),
         }
         drop(executor);
-        self.oracle.borrow_mut().crash(crash);
-        self.summary.crashes += 1;
+        if let Some(crash) = crash {
+            self.oracle.borrow_mut().crash(crash);
+            self.summary.crashes += 1;
+        }
     }
 
     /// Open, verify, work, verify, close; `None` when it was stopped on the way.

@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use spile_core::Via;
+
 use crate::pages::Pages;
 
 /// Honest faults: what a store's contract allows. Chances are in 10,000 operations; all zero by default.
@@ -25,8 +27,30 @@ pub struct Faults {
     pub slow: u64,
 }
 
-/// Names a region of files: gets what the file shows now, and the byte range of a write.
-pub type Region = Arc<dyn Fn(&Pages, Range<u64>) -> bool + Send + Sync>;
+/// How an operation changes a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// A write, and the way it takes.
+    Write(Via),
+    /// Zeroes or a hole.
+    Zero,
+    /// A new length: the range is empty and lies at the new end.
+    SetLen,
+}
+
+/// One change of a file, as sabotage sees it when it is issued.
+#[derive(Clone, Debug)]
+pub struct Touch {
+    /// How.
+    pub how: How,
+    /// Which bytes of the file.
+    pub range: Range<u64>,
+    /// What is written; empty for the others.
+    pub bytes: Vec<u8>,
+}
+
+/// Chooses changes: gets what the file shows before the change, and the change.
+pub type Choice = Arc<dyn Fn(&Pages, &Touch) -> bool + Send + Sync>;
 
 /// A broken promise of the store, to prove that the simulator finds code that relies on it less than it should:
 /// each stands for an image that has left out or misplaced one step of its write order.
@@ -44,12 +68,19 @@ pub enum Sabotage {
     },
     /// Every sync answers before it has happened.
     EarlySync,
-    /// Syncs leave writes to this region out, as if they had been sent after the sync.
-    UnsyncedRegion(Region),
-    /// Writes to this region answer at once and take effect much later, as if they had been sent after the answer.
-    LateRegion(Region),
-    /// Writes to this region never take effect, as if they had been forgotten.
-    LostRegion(Region),
+    /// A sync does nothing when one of the changes it should cover is chosen by `of` and none by `unless`.
+    SkipSyncOf {
+        /// What would be synced too early to be noticed otherwise.
+        of: Choice,
+        /// What must not be there.
+        unless: Choice,
+    },
+    /// Syncs leave chosen changes out, as if they had been sent after the sync.
+    Unsynced(Choice),
+    /// Chosen changes answer at once and take effect much later, as if they had been sent after the answer.
+    Late(Choice),
+    /// Chosen changes never take effect, as if they had been forgotten.
+    Lost(Choice),
 }
 
 impl std::fmt::Debug for Sabotage {
@@ -58,31 +89,49 @@ impl std::fmt::Debug for Sabotage {
             Sabotage::None => "none",
             Sabotage::SkipSync { .. } => "skip-sync",
             Sabotage::EarlySync => "early-sync",
-            Sabotage::UnsyncedRegion(_) => "unsynced-region",
-            Sabotage::LateRegion(_) => "late-region",
-            Sabotage::LostRegion(_) => "lost-region",
+            Sabotage::SkipSyncOf { .. } => "skip-sync-of",
+            Sabotage::Unsynced(_) => "unsynced",
+            Sabotage::Late(_) => "late",
+            Sabotage::Lost(_) => "lost",
         })
     }
 }
 
+/// What sabotage does to one change.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Harm {
+    /// It answers before it takes effect.
+    pub late: bool,
+    /// It has no effect.
+    pub lost: bool,
+    /// Syncs leave it out.
+    pub unsynced: bool,
+    /// A sync that should cover it does nothing,
+    pub voids_sync: bool,
+    /// unless it should cover this as well.
+    pub saves_sync: bool,
+}
+
 impl Sabotage {
-    fn is_in(region: &Region, view: &Pages, range: &Range<u64>) -> bool {
-        region(view, range.clone())
+    /// True when changes must be shown to [`Sabotage::harm`].
+    pub(crate) fn chooses(&self) -> bool {
+        !matches!(self, Sabotage::None | Sabotage::SkipSync { .. } | Sabotage::EarlySync)
     }
 
-    /// The write of `range` answers before it takes effect.
-    pub(crate) fn is_late(&self, view: &Pages, range: &Range<u64>) -> bool {
-        matches!(self, Sabotage::LateRegion(r) if Self::is_in(r, view, range))
-    }
-
-    /// The write of `range` has no effect.
-    pub(crate) fn is_lost(&self, view: &Pages, range: &Range<u64>) -> bool {
-        matches!(self, Sabotage::LostRegion(r) if Self::is_in(r, view, range))
-    }
-
-    /// Syncs leave the write of `range` out.
-    pub(crate) fn is_unsynced(&self, view: &Pages, range: &Range<u64>) -> bool {
-        matches!(self, Sabotage::UnsyncedRegion(r) if Self::is_in(r, view, range))
+    /// What happens to this change.
+    pub(crate) fn harm(&self, view: &Pages, touch: &Touch) -> Harm {
+        let mut harm = Harm::default();
+        match self {
+            Sabotage::Late(choice) => harm.late = choice(view, touch),
+            Sabotage::Lost(choice) => harm.lost = choice(view, touch),
+            Sabotage::Unsynced(choice) => harm.unsynced = choice(view, touch),
+            Sabotage::SkipSyncOf { of, unless } => {
+                harm.voids_sync = of(view, touch);
+                harm.saves_sync = unless(view, touch);
+            }
+            Sabotage::None | Sabotage::SkipSync { .. } | Sabotage::EarlySync => {}
+        }
+        harm
     }
 
     /// The sync with this running number does nothing.

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use spile_core::Via;
 
+use crate::faults::Harm;
 use crate::pages::{PAGE, Pages};
 use crate::rng::Rng;
 
@@ -45,8 +46,8 @@ pub(crate) struct Effect {
     pub op: u64,
     /// The way a write took.
     pub via: Option<Via>,
-    /// A sabotaged sync leaves it out.
-    pub skip_sync: bool,
+    /// What sabotage does to it.
+    pub harm: Harm,
     pub change: Change,
 }
 
@@ -120,7 +121,7 @@ impl SimFile {
                     .any(|later| !stays[later] && overlaps(&range, &self.unsynced[later].change.range()))
             };
             stays[at] =
-                effect.skip_sync || (optional(effect.op) && rng.chance(1, 2) && !overtaken());
+                effect.harm.unsynced || (optional(effect.op) && rng.chance(1, 2) && !overtaken());
         }
         let mut stays = stays.into_iter();
         let durable = &mut self.durable;
@@ -132,6 +133,12 @@ impl SimFile {
             stay
         });
         self.forget_ways(writing);
+    }
+
+    /// Sabotage: a sync of what is unsynced now does nothing.
+    pub fn is_sync_void(&self) -> bool {
+        let any = |harm: fn(&Harm) -> bool| self.unsynced.iter().any(|effect| harm(&effect.harm));
+        any(|harm| harm.voids_sync) && !any(|harm| harm.saves_sync)
     }
 
     /// Rebuilds the notes on mixing from what is still unsynced or in flight.
@@ -227,7 +234,7 @@ mod tests {
 
     fn write(file: &mut SimFile, op: u64, offset: u64, byte: u8, len: usize) {
         let change = Change::Write { offset, bytes: vec![byte; len] };
-        file.apply(Effect { op, via: Some(Via::Cached), skip_sync: false, change });
+        file.apply(Effect { op, via: Some(Via::Cached), harm: Harm::default(), change });
     }
 
     fn byte(file: &SimFile, offset: u64) -> u8 {

@@ -14,6 +14,7 @@ mod op;
 pub mod oracle;
 pub mod pages;
 pub mod plan;
+pub mod regions;
 pub mod rng;
 pub mod seeds;
 pub mod stamp;

@@ -5,6 +5,8 @@ use std::task::Waker;
 
 use spile_core::{Result, Segments, Via};
 
+use crate::faults::{Harm, How, Touch};
+
 /// What an operation does.
 pub(crate) enum Kind {
     Read { offset: u64, into: Segments },
@@ -41,6 +43,17 @@ impl Kind {
         }
     }
 
+    /// The change it makes, if it makes one.
+    pub fn touch(&self) -> Option<Touch> {
+        let (how, bytes) = match self {
+            Kind::Write { from, via, .. } => (How::Write(*via), from.to_vec()),
+            Kind::Zero { .. } => (How::Zero, Vec::new()),
+            Kind::SetLen(_) => (How::SetLen, Vec::new()),
+            Kind::Read { .. } | Kind::Sync { .. } | Kind::Ask => return None,
+        };
+        Some(Touch { how, range: self.range(), bytes })
+    }
+
     /// True when it changes the file.
     pub fn is_change(&self) -> bool {
         matches!(self, Kind::Write { .. } | Kind::Zero { .. } | Kind::SetLen(_))
@@ -67,10 +80,8 @@ pub(crate) struct Op {
     pub backwards: bool,
     /// Sabotage: it answers before it takes effect.
     pub early: bool,
-    /// Sabotage: it never takes effect.
-    pub lost: bool,
-    /// Sabotage: syncs leave it out.
-    pub skip_sync: bool,
+    /// Sabotage, of a change.
+    pub harm: Harm,
 }
 
 impl Op {

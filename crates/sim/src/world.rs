@@ -12,7 +12,7 @@ use std::task::Waker;
 
 use spile_core::{Error, ErrorKind, Result};
 
-use crate::faults::{Faults, Sabotage};
+use crate::faults::{Faults, Harm, Sabotage};
 use crate::file::{Change, Effect, SimFile};
 use crate::op::{Kind, Op, Stage};
 use crate::pages::{PAGE, Pages};
@@ -261,17 +261,15 @@ impl State {
     }
 
     fn make_op(&mut self, id: u64, file: usize, kind: Kind) -> Op {
+        let touch = if self.sabotage.chooses() { kind.touch() } else { None };
         let view = &self.files[file].view;
-        let range = kind.range();
+        let harm = touch.map_or(Harm::default(), |touch| self.sabotage.harm(view, &touch));
         let is_sync = matches!(kind, Kind::Sync { .. });
-        let early = is_sync && self.sabotage.is_early_sync()
-            || kind.is_change() && self.sabotage.is_late(view, &range);
-        let lost = kind.is_change() && self.sabotage.is_lost(view, &range);
-        let skip_sync = kind.is_change() && self.sabotage.is_unsynced(view, &range);
+        let early = harm.late || (is_sync && self.sabotage.is_early_sync());
         let due = self.step + self.delay();
         let backwards = self.rng.chance(1, 2);
         let stage = Stage::Working { done_bytes: 0 };
-        Op { id, file, kind, due, stage, waker: None, backwards, early, lost, skip_sync }
+        Op { id, file, kind, due, stage, waker: None, backwards, early, harm }
     }
 
     /// Steps until an operation may move: mostly none, at times many.
@@ -381,13 +379,13 @@ impl State {
             Kind::Sync { .. } | Kind::Ask => return,
         };
         let via = if let Kind::Write { via, .. } = op.kind { Some(via) } else { None };
-        if !op.lost {
-            file.apply(Effect { op: op.id, via, skip_sync: op.skip_sync, change });
+        if !op.harm.lost {
+            file.apply(Effect { op: op.id, via, harm: op.harm, change });
         }
     }
 
     fn sync(&mut self, op: &Op, in_flight: &[u64], number: u64) -> Result<()> {
-        if self.sabotage.skips_sync(number) {
+        if self.sabotage.skips_sync(number) || self.files[op.file].is_sync_void() {
             return Ok(());
         }
         let writing: Vec<_> = self

@@ -1,7 +1,9 @@
 //! The simulator proves itself: right toys pass, every planted bug is found, and a seed repeats.
 
+use std::sync::Arc;
+
 use spile_sim::explore::{Finding, Options, Summary, explore, explore_every_step};
-use spile_sim::faults::Sabotage;
+use spile_sim::faults::{Choice, Sabotage};
 use spile_sim::plan::Plan;
 use spile_sim::toys::{Bug, Toy};
 
@@ -84,15 +86,14 @@ fn a_discard_that_a_restart_forgets_is_found() {
 
 #[test]
 fn every_sabotage_of_the_store_is_found_on_a_right_toy() {
-    let data = |from: u64| -> spile_sim::faults::Region {
-        std::sync::Arc::new(move |_, range| range.start >= from)
-    };
+    let data = || -> Choice { Arc::new(|_, touch| touch.range.start >= 4096) };
     let sabotages = [
         Sabotage::SkipSync { every: 2, phase: 1 },
         Sabotage::EarlySync,
-        Sabotage::UnsyncedRegion(data(4096)),
-        Sabotage::LateRegion(data(4096)),
-        Sabotage::LostRegion(std::sync::Arc::new(|_, range| range.end <= 4096)),
+        Sabotage::SkipSyncOf { of: data(), unless: Arc::new(|_, _| false) },
+        Sabotage::Unsynced(data()),
+        Sabotage::Late(data()),
+        Sabotage::Lost(Arc::new(|_, touch| touch.range.end <= 4096)),
     ];
     for sabotage in sabotages {
         let name = format!("{sabotage:?}");

@@ -30,6 +30,12 @@ struct PendingName {
     wanted: PathBuf,
 }
 
+impl Drop for PendingName {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.temporary);
+    }
+}
+
 /// A Unix socket's name; removed when this is dropped, unless another server has taken it over.
 #[derive(Debug)]
 pub struct Published {
@@ -54,12 +60,11 @@ impl Bound {
     /// # Errors
     /// `Busy` when another server came first; the system's.
     pub fn publish(self) -> Result<(OwnedFd, Option<Published>)> {
-        let Some(PendingName { temporary, wanted }) = self.pending else {
-            return Ok((self.fd, None));
+        let published = match &self.pending {
+            Some(name) => Some(name_socket(&name.temporary, &name.wanted)?),
+            None => None,
         };
-        let result = name_socket(&temporary, &wanted);
-        let _ = fs::remove_file(&temporary);
-        result.map(|published| (self.fd, Some(published)))
+        Ok((self.fd, published))
     }
 
     /// The URI of `export` on this socket.

@@ -69,9 +69,7 @@ impl<'a> Images<'a> {
     fn convert(&self, format: Format) -> Command {
         match format {
             Format::Raw | Format::Vhd => self.spile(&["convert"]),
-            Format::Vpc => {
-                qemu_img(&["convert", "-O", "vpc", "-o", "subformat=dynamic,force_size=on"])
-            }
+            Format::Vpc => qemu_img(&["convert", "-O", "vpc", "-o", "subformat=dynamic,force_size=on"]),
             Format::Qcow2 => qemu_img(&["convert", "-O", "qcow2"]),
         }
     }
@@ -88,9 +86,7 @@ impl<'a> Images<'a> {
         let _ = std::fs::remove_file(&path);
         let mut command = match format {
             Format::Raw | Format::Vhd => self.spile(&["create"]),
-            Format::Vpc => {
-                qemu_img(&["create", "-f", "vpc", "-o", "subformat=dynamic,force_size=on"])
-            }
+            Format::Vpc => qemu_img(&["create", "-f", "vpc", "-o", "subformat=dynamic,force_size=on"]),
             Format::Qcow2 => qemu_img(&["create", "-f", "qcow2"]),
         };
         match format {
@@ -118,13 +114,8 @@ impl<'a> Images<'a> {
     }
 
     fn scatter(&self, leaf: &Path, seed: usize) -> Result<()> {
-        let side = Side {
-            name: "making",
-            server: Kind::Spile,
-            format: Format::Vhd,
-            state: State::Full,
-            cache: Cache::Page,
-        };
+        let side =
+            Side { name: "making", server: Kind::Spile, format: Format::Vhd, state: State::Full, cache: Cache::Page };
         let server = Server::start(self.plan, &side, leaf)?;
         let writes = if self.plan.quick { CHILD_WRITES / 20 } else { CHILD_WRITES };
         let mut load = self.spile(&["load", "--rw", "randwrite", "--bs", "4k", "--json"]);

@@ -180,23 +180,13 @@ fn chains() -> Group {
         Line::new("randread", "4k", 1, 1),
         Line::new("randread", "4k", 128, 4),
     ];
-    let chain =
-        |name, depth| side(name, Kind::Spile, Format::Vhd, State::Chain(depth), Cache::Page);
+    let chain = |name, depth| side(name, Kind::Spile, Format::Vhd, State::Chain(depth), Cache::Page);
     let sides = vec![chain("depth 30", 30), chain("depth 10", 10), chain("depth 1", 1)];
-    Group {
-        name: "chain",
-        about: "VHD chain, every block partly written in every child",
-        sides,
-        lines,
-    }
+    Group { name: "chain", about: "VHD chain, every block partly written in every child", sides, lines }
 }
 
 fn fresh_lines() -> Vec<Line> {
-    vec![
-        Line::new("randwrite", "4k", 32, 1),
-        Line::new("write", "64k", 8, 1),
-        Line::new("write", "1m", 8, 1),
-    ]
+    vec![Line::new("randwrite", "4k", 32, 1), Line::new("write", "64k", 8, 1), Line::new("write", "1m", 8, 1)]
 }
 
 fn fresh_sides(cache: Cache) -> Vec<Side> {

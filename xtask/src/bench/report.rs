@@ -19,9 +19,7 @@ impl Point {
     /// Reads the JSON of `spile load`.
     pub fn read(text: &str) -> Result<Point> {
         let all: Value = serde_json::from_str(text).map_err(|error| format!("load: {error}"))?;
-        let number = |name: &str| {
-            all[name].as_f64().ok_or_else(|| format!("spile load printed no {name}: {text}"))
-        };
+        let number = |name: &str| all[name].as_f64().ok_or_else(|| format!("spile load printed no {name}: {text}"));
         Ok(Point {
             iops: number("iops")?,
             bytes_per_s: number("bytes_per_s")?,
@@ -73,8 +71,7 @@ impl Report {
     pub fn add_line(&mut self, group: &Group, line: &Line, sides: &[Side], points: &[Vec<Point>]) {
         let rate = |point: &Point| if line.is_bandwidth() { point.bytes_per_s } else { point.iops };
         let rates: Vec<f64> = points.iter().map(|p| median(p.iter().map(rate).collect())).collect();
-        let cpus: Vec<f64> =
-            points.iter().map(|p| median(p.iter().map(|p| p.server_cpu_us).collect())).collect();
+        let cpus: Vec<f64> = points.iter().map(|p| median(p.iter().map(|p| p.server_cpu_us).collect())).collect();
         let (rate_ratio, cpu_ratio) = (against_most(&rates), against_least(&cpus));
         print!("{:<28}", line.name);
         for (rate, cpu) in rates.iter().zip(&cpus) {
@@ -96,18 +93,10 @@ impl Report {
     }
 
     /// The opening of a long chain.
-    pub fn add_opening(
-        &mut self,
-        size: &str,
-        depth: usize,
-        times_ms: &mut [f64],
-        memory_kib: &mut [f64],
-    ) {
+    pub fn add_opening(&mut self, size: &str, depth: usize, times_ms: &mut [f64], memory_kib: &mut [f64]) {
         let (time_ms, peak_kib) = (median(times_ms.to_vec()), median(memory_kib.to_vec()));
         let peak_mib = peak_kib / 1024.0;
-        println!(
-            "\nopen: a VHD of {size} with a chain of {depth}, from exec to the first connection"
-        );
+        println!("\nopen: a VHD of {size} with a chain of {depth}, from exec to the first connection");
         println!("{time_ms:.1} ms, {peak_mib:.1} MiB peak memory");
         self.results.push(json!({
             "line": format!("open/{size} chain {depth}"), "side": "spile",
@@ -125,8 +114,7 @@ impl Report {
             "host": host(), "rounds": plan.rounds, "seconds": plan.point_s,
             "results": self.results, "skipped": self.skips,
         });
-        std::fs::write(&path, format!("{whole:#}\n"))
-            .map_err(|error| format!("{}: {error}", path.display()))?;
+        std::fs::write(&path, format!("{whole:#}\n")).map_err(|error| format!("{}: {error}", path.display()))?;
         if !plan.quick && !self.slower.is_empty() {
             println!("\nBelow the best of the others (under 15 % is no difference):");
             self.slower.iter().for_each(|line| println!("  {line}"));
@@ -157,9 +145,7 @@ fn shown_rate(rate: f64, bandwidth: bool) -> String {
 /// What the figures were measured on.
 fn host() -> Value {
     let first_line = |program: &str, argument: &str| {
-        let done = shell::on_path(program)
-            .then(|| Command::new(program).arg(argument).output().ok())
-            .flatten();
+        let done = shell::on_path(program).then(|| Command::new(program).arg(argument).output().ok()).flatten();
         let text = done.map(|done| String::from_utf8_lossy(&done.stdout).into_owned());
         text.and_then(|text| text.lines().next().map(str::to_string))
     };

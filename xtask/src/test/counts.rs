@@ -110,9 +110,7 @@ fn nextest(log: &str) -> Counts {
     let tail = summary.and_then(|line| line.split_once("run:")).map_or("", |(_, tail)| tail);
     Counts {
         passed: number_before(tail, "passed"),
-        failed: number_before(tail, "failed")
-            + number_before(tail, "timed out")
-            + number_before(tail, "exec failed"),
+        failed: number_before(tail, "failed") + number_before(tail, "timed out") + number_before(tail, "exec failed"),
         skipped: number_before(tail, "skipped"),
         reasons: Vec::new(),
     }
@@ -158,8 +156,7 @@ mod tests {
 
     #[test]
     fn a_test_that_skips_itself_is_no_pass() {
-        let log =
-            "    SKIP uring: forbidden here\nSummary [ 1s] 2 tests run: 2 passed, 0 skipped\n";
+        let log = "    SKIP uring: forbidden here\nSummary [ 1s] 2 tests run: 2 passed, 0 skipped\n";
         let counts = Reader::Nextest.read(log, true);
         assert_eq!(sums(&counts), (1, 0, 1));
         assert_eq!(counts.reasons, ["uring: forbidden here"]);

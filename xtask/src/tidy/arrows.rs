@@ -17,12 +17,10 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-front-nbd", &["spile-core", "spile-mem", "spile-engine"], &[]),
     ("spile-sim", &["spile-core", "spile-image"], &["spile-mem"]),
     ("spile", &ALL, &ALL),
-    ("spile-fuzz", &ALL, &ALL),
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 6] =
-    ["spile-mem", "spile-core", "spile-engine", "spile-image", "spile-front-nbd", "spile-sim"];
+const ALL: [&str; 6] = ["spile-mem", "spile-core", "spile-engine", "spile-image", "spile-front-nbd", "spile-sim"];
 
 /// What cargo knows of the workspace.
 pub struct Metadata {
@@ -75,8 +73,7 @@ fn parse_package(value: &Value, root: &Path) -> Package {
         .collect();
     let targets = list(&value["targets"])
         .map(|target| {
-            let own =
-                list(&target["kind"]).any(|kind| matches!(kind.as_str(), Some("lib" | "bin")));
+            let own = list(&target["kind"]).any(|kind| matches!(kind.as_str(), Some("lib" | "bin")));
             (relative(&target["src_path"]), own)
         })
         .collect();

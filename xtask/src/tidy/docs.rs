@@ -5,8 +5,7 @@ use crate::{COMMANDS, Result};
 use std::path::Path;
 
 /// Folders of one machine. Written in two halves, so that this file passes its own rule.
-const MACHINE_FOLDERS: &[&str] =
-    &[concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/")];
+const MACHINE_FOLDERS: &[&str] = &[concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/")];
 
 /// Hosts of package archives: what a machine downloads from is the machine's own choice.
 const ARCHIVE_HOSTS: &[&str] = &[
@@ -63,8 +62,7 @@ pub struct Names {
 impl Names {
     /// Reads the targets of the Makefile in `root`.
     pub fn read(root: &Path) -> Result<Names> {
-        let text = std::fs::read_to_string(root.join("Makefile"))
-            .map_err(|error| format!("Makefile: {error}"))?;
+        let text = std::fs::read_to_string(root.join("Makefile")).map_err(|error| format!("Makefile: {error}"))?;
         Ok(Names { make_targets: make_targets(&text) })
     }
 }
@@ -106,8 +104,7 @@ fn link_targets(line: &str) -> impl Iterator<Item = &str> {
 
 /// Targets in "`make target`" and, inside a fence, in lines that are the command.
 fn make_uses(line: &str, fenced: bool) -> impl Iterator<Item = String> {
-    let quoted =
-        line.match_indices("`make ").map(|(at, found)| first_word(&line[at + found.len()..]));
+    let quoted = line.match_indices("`make ").map(|(at, found)| first_word(&line[at + found.len()..]));
     let command = line.trim_start().trim_start_matches("$ ");
     let command = command.strip_prefix("make ").filter(|_| fenced).map(first_word);
     quoted.chain(command).filter(|name| !name.is_empty())
@@ -136,10 +133,7 @@ mod tests {
 
     #[test]
     fn a_link_to_nothing_is_found() {
-        assert!(
-            check("[a](Cargo.toml) [b](src/main.rs#x) [c](https://rustup.rs) [d](#here)")
-                .is_empty()
-        );
+        assert!(check("[a](Cargo.toml) [b](src/main.rs#x) [c](https://rustup.rs) [d](#here)").is_empty());
         assert_eq!(check("see [a](gone.md)").len(), 1);
     }
 

@@ -7,8 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// Files that no target's root reaches through `mod`, `#[path]` or `include!`.
 pub fn dead_files(sources: &[Source], roots: &[PathBuf]) -> Vec<Finding> {
-    let known: BTreeMap<&Path, &Source> =
-        sources.iter().map(|source| (source.path.as_path(), source)).collect();
+    let known: BTreeMap<&Path, &Source> = sources.iter().map(|source| (source.path.as_path(), source)).collect();
     let mut reached: BTreeSet<PathBuf> = BTreeSet::new();
     let mut waiting: Vec<(PathBuf, bool)> = roots.iter().map(|root| (root.clone(), true)).collect();
     while let Some((path, is_root)) = waiting.pop() {

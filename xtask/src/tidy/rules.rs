@@ -22,11 +22,7 @@ pub fn file_length(source: &Source) -> Vec<Finding> {
     if lines <= MAX_FILE_LINES {
         return Vec::new();
     }
-    vec![Finding::new(
-        &source.path,
-        0,
-        format!("{lines} lines; a file has at most {MAX_FILE_LINES}"),
-    )]
+    vec![Finding::new(&source.path, 0, format!("{lines} lines; a file has at most {MAX_FILE_LINES}"))]
 }
 
 /// No function is longer than a screen or two.
@@ -35,10 +31,8 @@ pub fn function_length(source: &Source) -> Vec<Finding> {
     let too_long = functions.into_iter().filter(|f| f.length_lines > MAX_FUNCTION_LINES);
     too_long
         .map(|f| {
-            let message = format!(
-                "fn {}: {} lines; a function has at most {MAX_FUNCTION_LINES}",
-                f.name, f.length_lines
-            );
+            let message =
+                format!("fn {}: {} lines; a function has at most {MAX_FUNCTION_LINES}", f.name, f.length_lines);
             Finding::new(&source.path, f.line, message)
         })
         .collect()
@@ -199,8 +193,7 @@ mod tests {
 
     #[test]
     fn unsafe_without_a_reason_is_found() {
-        let bare =
-            "fn a() {\n    f();\n    let a = unsafe { f() };\n}\nunsafe impl Send for A {}\n";
+        let bare = "fn a() {\n    f();\n    let a = unsafe { f() };\n}\nunsafe impl Send for A {}\n";
         assert_eq!(unsafe_use(&at("crates/mem/src/a.rs", bare)).len(), 2);
         let split = "// SAFETY: sound.\nlet a =\n    unsafe { f() };\n";
         assert!(unsafe_use(&at("crates/mem/src/a.rs", split)).is_empty());

@@ -279,10 +279,8 @@ mod tests {
 
     #[test]
     fn functions_are_measured_from_fn_to_brace() {
-        let split =
-            source("fn one() {}\ntrait T { fn declared(&self); }\nfn two(\n) -> u8 {\n 1\n}\n");
-        let found: Vec<_> =
-            split.functions().into_iter().map(|f| (f.name, f.line, f.length_lines)).collect();
+        let split = source("fn one() {}\ntrait T { fn declared(&self); }\nfn two(\n) -> u8 {\n 1\n}\n");
+        let found: Vec<_> = split.functions().into_iter().map(|f| (f.name, f.line, f.length_lines)).collect();
         assert_eq!(found, [("one".to_string(), 1, 1), ("two".to_string(), 3, 4)]);
     }
 

@@ -76,10 +76,18 @@ pub fn ready(path: &Path, structured: bool) -> Client<UnixStream> {
 impl Client<UnixStream> {
     /// True when the server has closed and owed nothing more.
     pub fn at_end(&mut self) -> bool {
-        match self.stream.read(&mut [0; 1]) {
+        let mut byte = [0; 1];
+        let read = loop {
+            match self.stream.read(&mut byte) {
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                other => break other,
+            }
+        };
+        match read {
             Ok(0) => true,
-            Ok(_) => false,
-            Err(e) => e.kind() == std::io::ErrorKind::ConnectionReset,
+            Ok(_) => panic!("the server has more to say"),
+            Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => true,
+            Err(e) => panic!("neither an end nor a byte: {e}"),
         }
     }
 

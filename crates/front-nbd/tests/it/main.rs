@@ -8,7 +8,7 @@ mod requests;
 mod stream;
 mod tls;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,19 +21,18 @@ pub const SIZE: u64 = (8 << 20) + 512;
 
 /// A server with its engine, its socket, and the disk behind its default export.
 pub struct Rig {
+    /// Under test.
     pub server: Server<StoreDisk<MemStore>>,
+    /// Behind its exports.
     pub disk: Arc<StoreDisk<MemStore>>,
     engine: Engine,
     dir: tempfile::TempDir,
 }
 
 impl Rig {
+    /// Its socket.
     pub fn path(&self) -> PathBuf {
         self.dir.path().join("s")
-    }
-
-    pub fn dir(&self) -> &Path {
-        self.dir.path()
     }
 
     /// Looks until `done` holds; a test that waits for ever fails instead.
@@ -89,6 +88,7 @@ pub fn rig_with(
     Rig { server, disk, engine, dir }
 }
 
+/// A rig as it comes.
 pub fn rig(kind: EngineKind) -> Rig {
     rig_with(kind, |_, _| {})
 }

@@ -127,11 +127,21 @@ pub struct LoadOutcome {
     pub server_cpu: Option<Duration>,
 }
 
-/// Runs a load. `progress` is called about once a second.
+/// Runs a load, and reads back what it wrote if it is verified. `progress` is called about once a second.
 ///
 /// # Errors
 /// When it could not start. What happens after that is in the outcome.
-pub fn run(options: &Options, mut progress: impl FnMut(Progress)) -> Result<LoadOutcome> {
+pub fn run(options: &Options, progress: impl FnMut(Progress)) -> Result<LoadOutcome> {
+    let mut outcome = run_only(options, progress)?;
+    read_back(options, &mut outcome);
+    Ok(outcome)
+}
+
+/// [`run`] without the reading back.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_only(options: &Options, mut progress: impl FnMut(Progress)) -> Result<LoadOutcome> {
     let clients = connect(&options.uri, options.connections)?;
     let blocks = usable_blocks(options, clients[0].info())?;
     let regions = split(blocks, u64::from(options.connections));
@@ -146,11 +156,7 @@ pub fn run(options: &Options, mut progress: impl FnMut(Progress)) -> Result<Load
     let cpu = CpuMeter::start(options.server_pid)?;
     let outcomes = drive(jobs.collect(), &mut progress);
     let (client_cpu, server_cpu) = cpu.stop();
-    let mut outcome = merge(outcomes, client_cpu, server_cpu);
-    if options.verify && outcome.error.is_none() && outcome.mismatches.is_empty() {
-        read_back(options, &mut outcome)?;
-    }
-    Ok(outcome)
+    Ok(merge(outcomes, client_cpu, server_cpu))
 }
 
 /// Reads back every block that `models` say was written, each model over a connection of its own; returns how
@@ -180,19 +186,22 @@ pub fn verify(uri: &NbdUri, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
     }
 }
 
-fn read_back(options: &Options, outcome: &mut LoadOutcome) -> Result<()> {
-    // Another connection than the one that wrote: what one sees, all must see.
+/// Reads back what the run wrote, unless it was not verified or has failed already. What is found goes into the
+/// outcome.
+pub fn read_back(options: &Options, outcome: &mut LoadOutcome) {
+    if outcome.models.is_empty() || outcome.error.is_some() || !outcome.mismatches.is_empty() {
+        return;
+    }
+    // Over another connection than the one that wrote: what one sees, all must see.
     outcome.models.rotate_left(1);
-    let result = verify(&options.uri, &outcome.models);
-    outcome.models.rotate_right(1);
-    match result {
+    match verify(&options.uri, &outcome.models) {
         Ok((blocks, mismatches)) => {
             outcome.read_back_blocks = blocks;
             outcome.mismatches = mismatches;
         }
         Err(error) => outcome.error = Some(error),
     }
-    Ok(())
+    outcome.models.rotate_right(1);
 }
 
 fn connect(uri: &NbdUri, connections: u32) -> Result<Vec<Client>> {

@@ -119,7 +119,13 @@ impl Report {
                 table.add_row(lane.row(name));
             }
         }
-        let mut text = format!("{table}\n");
+        format!("{table}\n{}", self.summary())
+    }
+
+    /// The lines below the table: shape of the load, queue depth, CPU time, verification.
+    pub fn summary(&self) -> String {
+        let mut text = String::new();
+        // Writing to a string cannot fail.
         let _ = self.write_lines(&mut text);
         text
     }

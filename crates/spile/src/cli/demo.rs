@@ -1,0 +1,326 @@
+//! `spile demo`: the whole of it in a few seconds.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use comfy_table::{Table, presets};
+use serde::Serialize;
+use spile_core::{Error, Result, ResultExt};
+use spile_engine::{AnyStore, CacheMode, Config, Engine, OsEnv, OsFiles};
+use spile_front_nbd::{Export, FrontMetrics, Server, ServerConfig};
+use spile_image::vhd::codec::footer::DiskType;
+use spile_image::vhd::{self, CreateParams, Severity};
+use spile_image::{Aligned, Chain, OpenOptions};
+
+use super::create::{self, Kind};
+use super::load::ProgressLine;
+use super::{Exit, on_engine, print_json, say};
+use crate::disks::{self, Source};
+use crate::listen::{Bound, Published};
+use crate::load::{self, LaneReport, Options, Pattern, Report};
+use crate::stats::{Measured, MeasuredFiles, MeasuredStore, Meter, Op, Reading};
+use crate::units::{format_count, format_rate, format_size, format_us, parse_size};
+use crate::uri::{Address, NbdUri};
+
+/// Create a thin disk, serve it, put a verified load on it, check it, and say how to use it
+#[derive(Debug, Args)]
+pub struct DemoArgs {
+    /// Where to put the disk (a temporary folder unless given)
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Keep the disk (as --dir does)
+    #[arg(long)]
+    keep: bool,
+    /// How long the load runs
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    seconds: u32,
+    /// The size of the disk
+    #[arg(long, default_value = "20G", value_parser = parse_size)]
+    size: u64,
+    /// How much of the disk is written to
+    #[arg(long, default_value = "1G", value_parser = parse_size)]
+    span: u64,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+type DemoDisk = Measured<Aligned<Chain<MeasuredStore<AnyStore>>>>;
+
+/// What runs while the load does.
+struct Running {
+    engine: Engine,
+    server: Server<DemoDisk>,
+    disk: Arc<DemoDisk>,
+    meters: [Arc<Meter>; 2],
+    uri: NbdUri,
+    _socket: Option<Published>,
+}
+
+/// The queue below the front: at the disk and at the store.
+#[derive(Clone, Debug, Serialize)]
+struct Layer {
+    name: &'static str,
+    queue_depth_avg: f64,
+    read_iops: f64,
+    write_iops: f64,
+    bytes_per_s: f64,
+    latency_p50_us: f64,
+    latency_p99_us: f64,
+    latency_p999_us: f64,
+}
+
+/// The JSON output.
+#[derive(Debug, Serialize)]
+struct Shown<'a> {
+    disk: &'a Path,
+    virtual_size_bytes: u64,
+    used_bytes: Option<u64>,
+    check: &'static str,
+    load: &'a Report,
+    layers: &'a [Layer],
+}
+
+/// Runs `spile demo`.
+///
+/// # Errors
+/// When any step fails.
+pub fn run(args: &DemoArgs) -> Result<Exit> {
+    let (dir, keep) = folder(args)?;
+    let result = demo(args, &dir, keep);
+    if !keep {
+        let _ = std::fs::remove_dir_all(&dir);
+    }
+    result
+}
+
+/// The folder, and whether it stays.
+fn folder(args: &DemoArgs) -> Result<(PathBuf, bool)> {
+    let (dir, keep) = match &args.dir {
+        Some(dir) => (dir.clone(), true),
+        None => (std::env::temp_dir().join(format!("spile-demo-{}", std::process::id())), args.keep),
+    };
+    std::fs::create_dir_all(&dir).map_err(|e| Error::io("create the folder", e)).at_path(&dir)?;
+    Ok((dir, keep))
+}
+
+fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
+    let note = |text: String| {
+        if !args.json {
+            say(text);
+        }
+    };
+    let path = dir.join("demo.vhd");
+    create::create(path.clone(), Kind::Vhd(CreateParams::new(DiskType::Dynamic, args.size)))?;
+    let used = format_size(disks::used_bytes(&path).unwrap_or(0));
+    note(format!("created {}: {} thin VHD, {used} used", path.display(), format_size(args.size)));
+
+    let running = start(&path, dir)?;
+    let (kind, workers) = (running.engine.kind(), running.engine.workers());
+    note(format!("serving it as {} (engine {kind}, {workers} workers)", running.uri));
+    note(format!(
+        "load: {} s of random 4 KiB reads and writes (70:30) on {}, every sector verified",
+        args.seconds,
+        format_size(args.span)
+    ));
+    let (report, layers, right) = measure(args, &running)?;
+    stop(running)?;
+
+    let check = check(path.clone())?;
+    let used_bytes = disks::used_bytes(&path);
+    if args.json {
+        let load = &report;
+        let layers = &layers;
+        let disk = &path;
+        print_json(&Shown { disk, virtual_size_bytes: args.size, used_bytes, check, load, layers })?;
+    } else {
+        say(table(&report, &layers));
+        print!("{}", report.summary());
+        say(format_args!(
+            "space used: {} of {}; check: {check}",
+            format_size(used_bytes.unwrap_or(0)),
+            format_size(args.size)
+        ));
+        say(how_to_attach(&path, keep));
+    }
+    Ok(if right && check == "sound" { Exit::Ok } else { Exit::Corrupt })
+}
+
+fn start(path: &Path, dir: &Path) -> Result<Running> {
+    let engine = Engine::start(Config::default())?;
+    let meters = [Arc::new(Meter::new()), Arc::new(Meter::new())];
+    let [at_disk, at_store] = meters.clone();
+    let source = Source::File(path.to_owned());
+    let chain = engine.run_on(0, move || async move {
+        let files = MeasuredFiles::new(OsFiles::new(CacheMode::Direct), at_store.clone());
+        let wrap = |store| MeasuredStore::new(store, at_store);
+        disks::open_with(&files, &source, &OpenOptions::default(), wrap).await
+    })?;
+    let disk = Arc::new(Measured::new(Aligned::new(chain), at_disk));
+    let export = Export {
+        name: String::new(),
+        description: "demo".to_owned(),
+        disk: disk.clone(),
+        read_only: false,
+    };
+    let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;
+    let address = Address::Unix(dir.join("demo.sock"));
+    let (fd, socket) = Bound::new(&address)?.publish()?;
+    server.listen(fd)?;
+    let uri = NbdUri { address, export: String::new(), tls: false };
+    Ok(Running { engine, server, disk, meters, uri, _socket: socket })
+}
+
+fn stop(running: Running) -> Result<()> {
+    running.server.stop();
+    running.server.wait_drained(Duration::from_secs(10));
+    drop(running.server);
+    let disk = running.disk;
+    let closed = running.engine.run_on(0, move || {
+        use spile_core::Disk;
+        async move { disk.close().await }
+    });
+    running.engine.shutdown();
+    closed
+}
+
+/// Runs the load; returns its report, the queues below, and whether all was right.
+fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Layer>, bool)> {
+    let options = Options {
+        pattern: Pattern { random: true, read_percent: 70 },
+        depth: 16,
+        connections: 2,
+        runtime: Some(Duration::from_secs(u64::from(args.seconds))),
+        span_bytes: Some(args.span.min(args.size)),
+        verify: true,
+        flush_every: 1000,
+        ..Options::new(running.uri.clone())
+    };
+    let mut line = ProgressLine::new();
+    let front = running.server.metrics("");
+    let before = [running.meters[0].read(), running.meters[1].read()];
+    let mut outcome = load::run_only(&options, |now| line.show(now))?;
+    let after = [running.meters[0].read(), running.meters[1].read()];
+    let front = front_layer(&running.server.metrics(""), &front);
+    load::read_back(&options, &mut outcome);
+    line.clear();
+    let right = outcome.error.is_none() && outcome.mismatches.is_empty();
+    outcome.mismatches.iter().for_each(|mismatch| eprintln!("spile: mismatch: {mismatch}"));
+    let report = Report::new(&options, &outcome);
+    if let Some(error) = outcome.error {
+        return Err(error);
+    }
+    let layers = vec![
+        front,
+        Layer::new("disk", &after[0], &before[0]),
+        Layer::new("store", &after[1], &before[1]),
+    ];
+    Ok((report, layers, right))
+}
+
+fn front_layer(after: &FrontMetrics, before: &FrontMetrics) -> Layer {
+    use spile_front_nbd::OpKind;
+    let time_s = (after.at_ns - before.at_ns) as f64 / 1e9;
+    let per_s = |kind| {
+        let ops = after.op(kind).completed - before.op(kind).completed;
+        ops as f64 / time_s
+    };
+    let bytes = |kind| after.op(kind).bytes - before.op(kind).bytes;
+    let mut latency = after.op(OpKind::Read).latency_ns.clone();
+    let _ = latency.add(&after.op(OpKind::Write).latency_ns);
+    let at = |quantile| latency.value_at_quantile(quantile) as f64 / 1e3;
+    Layer {
+        name: "front",
+        queue_depth_avg: after.average_depth_since(before),
+        read_iops: per_s(OpKind::Read),
+        write_iops: per_s(OpKind::Write),
+        bytes_per_s: (bytes(OpKind::Read) + bytes(OpKind::Write)) as f64 / time_s,
+        latency_p50_us: at(0.5),
+        latency_p99_us: at(0.99),
+        latency_p999_us: at(0.999),
+    }
+}
+
+impl Layer {
+    fn new(name: &'static str, after: &Reading, before: &Reading) -> Self {
+        let time_s = (after.at_ns - before.at_ns) as f64 / 1e9;
+        let (read, write) = (after.op_since(Op::Read, before), after.op_since(Op::Write, before));
+        let both = read.merged(&write);
+        Self {
+            name,
+            queue_depth_avg: after.average_depth_since(before),
+            read_iops: read.ops as f64 / time_s,
+            write_iops: write.ops as f64 / time_s,
+            bytes_per_s: both.bytes as f64 / time_s,
+            latency_p50_us: both.latency_us(0.5),
+            latency_p99_us: both.latency_us(0.99),
+            latency_p999_us: both.latency_us(0.999),
+        }
+    }
+
+    fn row(&self) -> [String; 8] {
+        [
+            self.name.to_owned(),
+            format_count(self.read_iops),
+            format_count(self.write_iops),
+            format_rate(self.bytes_per_s),
+            format_us(self.latency_p50_us),
+            format_us(self.latency_p99_us),
+            format_us(self.latency_p999_us),
+            format!("{:.2}", self.queue_depth_avg),
+        ]
+    }
+}
+
+fn table(report: &Report, layers: &[Layer]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+    let header = ["seen at", "reads/s", "writes/s", "rate", "p50", "p99", "p99.9", "avg queue"];
+    table.set_header(header);
+    for (name, lane) in [("client, reads", &report.read), ("client, writes", &report.write)] {
+        table.add_row(client_row(name, lane));
+    }
+    table.add_rows(layers.iter().map(Layer::row));
+    table
+}
+
+fn client_row(name: &str, lane: &LaneReport) -> [String; 8] {
+    let rate = if name.ends_with("reads") { [format_count(lane.iops), "".into()] } else { ["".into(), format_count(lane.iops)] };
+    let [reads, writes] = rate;
+    [
+        name.to_owned(),
+        reads,
+        writes,
+        format_rate(lane.bytes_per_s),
+        format_us(lane.latency_p50_us),
+        format_us(lane.latency_p99_us),
+        format_us(lane.latency_p999_us),
+        // λ·W of one direction: the queue of both is in the lines below.
+        format!("{:.2}", lane.iops * lane.latency_mean_us / 1e6),
+    ]
+}
+
+fn check(path: PathBuf) -> Result<&'static str> {
+    let report = on_engine(move || async move {
+        use spile_core::{Files, OpenMode};
+        let store = OsFiles::new(CacheMode::Page).open(&path, OpenMode::ReadOnly).await?;
+        vhd::check(&store, &OsEnv).await
+    })?;
+    Ok(match report.worst() {
+        Some(Severity::Corruption) => "corrupt",
+        Some(Severity::Leak) => "leaks",
+        Some(Severity::Note) | None => "sound",
+    })
+}
+
+fn how_to_attach(path: &Path, keep: bool) -> String {
+    let path = if keep { path.display().to_string() } else { "DISK.vhd".to_owned() };
+    format!(
+        "\nTo give such a disk to a QEMU guest:\n  \
+         spile serve {path} --nbd unix:/tmp/spile.sock\n  \
+         qemu-system-x86_64 -m 1G -drive driver=raw,if=virtio,file.driver=nbd,file.server.type=unix,\
+         file.server.path=/tmp/spile.sock"
+    )
+}
