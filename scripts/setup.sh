@@ -15,7 +15,7 @@ readonly ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 readonly BUILD_PACKAGES=(gcc libc6-dev make ca-certificates)
 readonly TEST_PACKAGES=(
   qemu-utils qemu-system-x86 fio nbdkit libnbd-bin python3 python3-libnbd
-  libvhdi-utils python3-libvhdi 'p7zip-full|7zip' e2fsprogs busybox-static openssl iproute2
+  libvhdi-utils python3-libvhdi 'p7zip-full|7zip' e2fsprogs busybox-static zstd openssl
 )
 
 say() { printf 'setup: %s\n' "$*" >&2; }

@@ -90,6 +90,13 @@ def spile_json(*command):
     return json.loads(spile(*command, "--json").stdout)
 
 
+def check(image):
+    """`spile check`: nothing is wrong. Space that the next writer will use (exit code 4) is not."""
+    done = spile("check", image, ok=None)
+    if done.returncode not in (0, 4):
+        raise AssertionError(f"check {image}: {done.returncode}\n{text(done.stdout + done.stderr)}")
+
+
 def qemu_img_json(*command):
     return json.loads(run("qemu-img", *command, "--output=json").stdout)
 
@@ -194,12 +201,13 @@ class Server:
             time.sleep(0.01)
 
     def answers(self):
-        """Does somebody accept a connection?"""
+        """Does somebody greet? A dying server's socket may still accept, but it says nothing."""
         family = socket.AF_INET if self.port else socket.AF_UNIX
         with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1)
             try:
                 probe.connect(("127.0.0.1", self.port) if self.port else str(self.socket))
-                return True
+                return probe.recv(8) == b"NBDMAGIC"
             except OSError:
                 return False
 

@@ -3,7 +3,7 @@
 import shutil
 import unittest
 
-from support import MIB, PeerTest, STANDIN, apply_change, overwrite_some, need_module, run, spile
+from support import MIB, PeerTest, STANDIN, apply_change, check, need_module, overwrite_some, run, spile
 
 SIZE_BYTES = 48 * MIB
 
@@ -61,8 +61,8 @@ class SevenZip(PeerTest):
             server = self.serve(child)
             apply_change(server, before, raw)
             self.assertEqual(server.stop(), 0)
-            spile("check", child)
+            check(child)
             self.assertReads(child, raw)
             image = child
         # The levels below have not moved.
-        spile("check", self.path("1.vhd"))
+        check(self.path("1.vhd"))

@@ -2,7 +2,7 @@
 
 import json
 
-from support import GIB, MIB, STANDIN, PeerTest, need, run, spile
+from support import GIB, MIB, STANDIN, PeerTest, check, need, run, spile
 
 VERIFY = ["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--verify_backlog=512"]
 
@@ -30,7 +30,7 @@ class Fio(PeerTest):
 
     def check(self, disk):
         if not STANDIN:
-            spile("check", disk)
+            check(disk)
 
     def test_random_blocks_on_raw(self):
         server = self.serve(self.empty("disk.raw", 32 * MIB))
@@ -74,5 +74,7 @@ class Fio(PeerTest):
         server = self.serve(disk)
         self.fio(server, *options, "--do_verify=0", "--end_fsync=1")
         server.kill()
-        self.fio(self.serve(disk), *options, "--verify_only=1")
+        server = self.serve(disk)
+        self.fio(server, *options, "--verify_only=1")
+        self.assertEqual(server.stop(), 0)
         self.check(disk)

@@ -37,9 +37,13 @@ class Client:
         self.handle.connect_uri(server.uri(name))
 
     def close(self):
-        if self.handle is not None and self.handle.aio_is_ready():
-            self.handle.shutdown()
-        self.handle = None
+        handle, self.handle = self.handle, None
+        if handle is not None and handle.aio_is_ready():
+            try:
+                handle.shutdown()
+            except nbd.Error:
+                # The server was killed: there is nobody to say goodbye to.
+                pass
 
 
 def error_of(call, *arguments, **options):

@@ -1,6 +1,6 @@
 """nbdcopy as client: whole disks in and out, over many connections."""
 
-from support import MIB, STANDIN, PeerTest, need, run, spile
+from support import MIB, STANDIN, PeerTest, check, need, run, spile
 
 SIZE_BYTES = 96 * MIB
 
@@ -29,6 +29,7 @@ class Nbdcopy(PeerTest):
         again = self.serve(disk)
         run("nbdcopy", "--connections=1", "--request-size=262144", again.uri(), back)
         self.assertSame(source, back, "after a restart")
+        self.assertEqual(again.stop(), 0)
         return disk
 
     def test_raw(self):
@@ -36,7 +37,7 @@ class Nbdcopy(PeerTest):
 
     def test_vhd(self):
         disk = self.round_trip("vhd")
-        spile("check", disk)
+        check(disk)
         self.assertLess(disk.stat().st_blocks * 512, SIZE_BYTES, "zeros were kept out")
 
     def test_from_export_to_export(self):

@@ -7,7 +7,7 @@ judged by 7-Zip and libvhdi.
 import json
 
 from support import (
-    GIB, MIB, STANDIN, PeerTest, apply_change, need, overwrite_some, qemu_img_json, run, spile,
+    GIB, MIB, STANDIN, PeerTest, apply_change, check, need, overwrite_some, qemu_img_json, run, spile,
     spile_json,
 )
 
@@ -60,7 +60,7 @@ class OursByQemu(QemuImg):
     def test_converted_raw_is_the_same(self):
         raw = self.raw(size_bytes=96 * MIB + 512)
         spile("convert", raw, self.path("a.vhd"))
-        spile("check", self.path("a.vhd"))
+        check(self.path("a.vhd"))
         self.assertQemuReads(self.path("a.vhd"), raw)
 
     def test_zeros_take_no_space(self):
@@ -79,7 +79,7 @@ class OursByQemu(QemuImg):
         raw, image = self.raw(size_bytes=96 * MIB), self.path("a.vhd")
         spile("create", image, "--size", 96 * MIB)
         self.write_over_nbd(image, raw)
-        spile("check", image)
+        check(image)
         self.assertQemuReads(image, raw)
 
     def test_rewritten_and_trimmed(self):
@@ -97,7 +97,7 @@ class OursByQemu(QemuImg):
         with open(raw, "r+b") as file:
             file.seek(8 * MIB)
             file.write(bytes(16 * MIB))
-        spile("check", image)
+        check(image)
         self.assertQemuReads(image, raw)
 
     def test_map_agrees(self):
@@ -149,7 +149,7 @@ class TheirsByUs(QemuImg):
                 info = qemu_img_json("info", "-f", "vpc", image)
                 ours = spile_json("info", image)
                 self.assertEqual(ours["virtual_size_bytes"], info["virtual-size"])
-                spile("check", image)
+                check(image)
                 back = self.path("back.raw")
                 back.unlink(missing_ok=True)
                 spile("convert", image, back)
@@ -167,7 +167,7 @@ class TheirsByUs(QemuImg):
                 server = self.serve(image)
                 apply_change(server, before, raw)
                 self.assertEqual(server.stop(), 0)
-                spile("check", image)
+                check(image)
                 self.assertQemuReads(image, raw)
 
     def test_empty_sizes(self):

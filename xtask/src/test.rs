@@ -48,6 +48,7 @@ fn stages() -> Result<Vec<Stage>> {
     let mut stages = checks();
     stages.extend(rust_tests()?);
     stages.push(Stage { name: "sim", command: sim::short_slice(), reader: Reader::Seeds });
+    stages.push(Stage { name: "demo", command: demo(), reader: Reader::Whole });
     stages.push(Stage { name: "peer", command: peer::command(&[]), reader: Reader::Tally });
     stages.push(Stage { name: "guest", command: peer::guest_command(), reader: Reader::Tally });
     stages.push(Stage { name: "bench", command: own(&["bench", "--quick"]), reader: Reader::Whole });
@@ -58,7 +59,7 @@ fn stages() -> Result<Vec<Stage>> {
 fn checks() -> Vec<Stage> {
     let one = |name, command| Stage { name, command, reader: Reader::Whole };
     let mut stages = vec![
-        one("fmt", cargo(&["fmt", "--all", "--check"])),
+        one("fmt", cargo(&["fmt", "--all", "--", "--check", "--color=never"])),
         one("tidy", own(&["tidy"])),
         Stage { name: "deny", command: own(&["deny"]), reader: Reader::Tally },
         one("clippy", cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])),
@@ -80,6 +81,13 @@ fn rust_tests() -> Result<Vec<Stage>> {
     };
     let doc = cargo(&["test", "--workspace", "--doc"]);
     Ok(vec![unit, Stage { name: "doc", command: doc, reader: Reader::CargoTest }])
+}
+
+/// The first thing that a user runs, made short.
+fn demo() -> Command {
+    let mut command = Command::new(shell::target_dir().join("release/spile"));
+    command.args(["demo", "--seconds", "2", "--span", "128M"]).current_dir(shell::root());
+    command
 }
 
 fn cargo(arguments: &[&str]) -> Command {

@@ -79,25 +79,23 @@ async fn answer(socket: Arc<Socket>, lock: Arc<Turns>, store: FileStore, at: u64
     }
     let header = pool().alloc(REQUEST);
     header.copy_from_slice(0, &at.to_le_bytes());
-    let mut queue = lock.queue.borrow_mut();
-    queue.push(header);
+    lock.queue.borrow_mut().push(header);
     if !load.write {
-        queue.push(data);
+        lock.queue.borrow_mut().push(data);
     }
-    if !lock.sending.replace(true) {
-        drop(queue);
-        loop {
-            if load.gather {
-                yield_now().await;
-            }
-            let parts = std::mem::take(&mut *lock.queue.borrow_mut());
-            if parts.is_empty() {
-                break;
-            }
-            // The client goes when its time is over, without waiting for the rest.
-            let _ = socket.send(&parts).await;
+    if lock.sending.replace(true) {
+        return;
+    }
+    loop {
+        if load.gather {
+            yield_now().await;
         }
-        lock.sending.set(false);
+        let parts = std::mem::take(&mut *lock.queue.borrow_mut());
+        if parts.is_empty() {
+            return lock.sending.set(false);
+        }
+        // The client goes when its time is over, without waiting for the rest.
+        let _ = socket.send(&parts).await;
     }
 }
 

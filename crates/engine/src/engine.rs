@@ -40,11 +40,11 @@ impl Engine {
     /// descriptors or memory are short.
     pub fn start(config: Config) -> Result<Engine> {
         let kind = resolve(config.kind)?;
-        let files = (kind == EngineKind::Threads).then(FilePool::new);
+        let files = FilePool::new();
         let mut inner = Inner { kind, workers: Vec::new(), threads: Mutex::default() };
         for index in 0..config.workers.max(1) {
             // When one fails, the drop of `inner` ends those before it.
-            let (shared, thread) = start_worker(index, files.clone(), config.pool_bytes)?;
+            let (shared, thread) = start_worker(index, kind, files.clone(), config.pool_bytes)?;
             inner.workers.push(shared);
             relock(&inner.threads).push(thread);
         }
@@ -135,9 +135,9 @@ fn uring_error(error: std::io::Error) -> Error {
 type Started = (Arc<Shared>, JoinHandle<()>);
 
 /// Starts one thread; its reactor is made on it, for a ring belongs to one thread.
-fn start_worker(index: usize, files: Option<Arc<FilePool>>, pool_bytes: usize) -> Result<Started> {
+fn start_worker(index: usize, kind: EngineKind, files: Arc<FilePool>, pool_bytes: usize) -> Result<Started> {
     let (sender, receiver) = mpsc::sync_channel(1);
-    let body = move || match Worker::new(index, files, pool_bytes) {
+    let body = move || match Worker::new(index, kind, files, pool_bytes) {
         Ok(worker) => {
             let _ = sender.send(Ok(worker.shared.clone()));
             drop(sender);

@@ -91,3 +91,69 @@ fn busy() -> Error {
     Error::new(ErrorKind::Busy, "the file is in use by another process")
         .hint("end the program that has it open, or open it read-only in both")
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+    use std::path::Path;
+
+    use super::*;
+
+    fn open(path: &Path) -> File {
+        File::options().read(true).write(true).open(path).unwrap()
+    }
+
+    fn locked(path: &Path, mode: OpenMode) -> Option<File> {
+        let file = open(path);
+        acquire(file.as_fd(), mode).ok().map(|()| file)
+    }
+
+    /// What QEMU holds: shared locks on the permissions it uses, and on those it does not let others have.
+    fn qemu(path: &Path, uses: &[i64]) -> File {
+        let file = open(path);
+        for byte in uses.iter().map(|p| USES + p).chain([REFUSES + WRITE, REFUSES + RESIZE]) {
+            call(file.as_fd(), libc::F_OFD_SETLK, &mut request(libc::F_RDLCK, byte)).unwrap();
+        }
+        file
+    }
+
+    #[test]
+    fn readers_share_and_writers_do_not() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let readers = [OpenMode::ReadOnly; 2].map(|mode| locked(file.path(), mode).unwrap());
+        assert!(locked(file.path(), OpenMode::ReadWrite).is_none());
+        drop(readers);
+        let writer = locked(file.path(), OpenMode::ReadWrite).unwrap();
+        assert!(locked(file.path(), OpenMode::ReadOnly).is_none());
+        let duplicate = writer.try_clone().unwrap();
+        release(writer.as_fd());
+        assert!(locked(file.path(), OpenMode::ReadWrite).is_some());
+        drop(duplicate);
+    }
+
+    #[test]
+    fn qemus_locks_are_respected() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let reader = qemu(file.path(), &[READ]);
+        assert!(locked(file.path(), OpenMode::ReadOnly).is_some());
+        assert!(locked(file.path(), OpenMode::ReadWrite).is_none());
+        drop(reader);
+        let _writer = qemu(file.path(), &[READ, WRITE, RESIZE]);
+        assert!(locked(file.path(), OpenMode::ReadOnly).is_none());
+        assert!(locked(file.path(), OpenMode::ReadWrite).is_none());
+    }
+
+    #[test]
+    fn qemu_sees_our_locks() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let other = open(file.path());
+        let held = |byte| look(other.as_fd(), byte).is_err();
+        let reader = locked(file.path(), OpenMode::ReadOnly).unwrap();
+        // A reader is in the way of a writer, and of no reader.
+        assert!(held(REFUSES + WRITE) && !held(USES + WRITE) && !held(REFUSES + READ));
+        drop(reader);
+        let _writer = locked(file.path(), OpenMode::ReadWrite).unwrap();
+        assert!(held(USES + WRITE) && held(REFUSES + WRITE) && !held(REFUSES + READ));
+    }
+}

@@ -257,3 +257,104 @@ impl Store for NullStore {
         ready(self.check(at.0, 1).map(|()| StoreExtent { len_bytes: left, is_hole: true }))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// These stores answer at once, without an engine.
+    fn now<T>(future: impl Future<Output = T>) -> T {
+        match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(value) => value,
+            Poll::Pending => panic!("memory never waits"),
+        }
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Write(u64, usize, u8),
+        Punch(u64, u64),
+        Resize(u64),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let at = 0..100_000u64;
+        let write = (at.clone(), 1..40_000usize, 1..=255u8).prop_map(|(a, l, b)| Step::Write(a, l, b));
+        let punch = (at.clone(), 0..60_000u64).prop_map(|(a, l)| Step::Punch(a, l));
+        proptest::collection::vec(prop_oneof![write, punch, at.prop_map(Step::Resize)], 1..20)
+    }
+
+    proptest! {
+        #[test]
+        fn memory_behaves_as_a_vector(steps in steps()) {
+            let (store, mut model) = (MemStore::new(50_000), vec![0u8; 50_000]);
+            for step in steps {
+                match step {
+                    Step::Write(at, len, byte) => {
+                        let (from, end) = (Segments::zeroed(len), at as usize + len);
+                        from.fill(byte);
+                        now(store.write_at(StoreOffset(at), &from, Via::Direct)).unwrap();
+                        model.resize(model.len().max(end), 0);
+                        model[at as usize..end].fill(byte);
+                    }
+                    Step::Punch(at, len) => {
+                        let fits = at + len <= model.len() as u64;
+                        let result = now(store.punch_hole(StoreOffset(at), len));
+                        prop_assert_eq!(result.is_ok(), fits);
+                        if fits {
+                            model[at as usize..(at + len) as usize].fill(0);
+                        }
+                    }
+                    Step::Resize(len) => {
+                        now(store.set_len(len)).unwrap();
+                        model.resize(len as usize, 0);
+                    }
+                }
+                let all = Segments::zeroed(model.len());
+                now(store.read_at(StoreOffset(0), &all, Via::Cached)).unwrap();
+                prop_assert!(all.to_vec() == model);
+            }
+            check_extents(&store, &model);
+        }
+    }
+
+    fn check_extents(store: &MemStore, model: &[u8]) {
+        let mut at = 0;
+        while at < model.len() {
+            let run = now(store.extent_at(StoreOffset(at as u64))).unwrap();
+            let end = at + run.len_bytes as usize;
+            assert!(end > at && (!run.is_hole || model[at..end].iter().all(|b| *b == 0)));
+            at = end;
+        }
+        assert_eq!(at, model.len());
+    }
+
+    #[test]
+    fn punching_gives_memory_back() {
+        let store = MemStore::new(1 << 40);
+        now(store.write_at(StoreOffset(1 << 30), &Segments::zeroed(64 << 10), Via::Direct)).unwrap();
+        assert_eq!(store.allocated_bytes(), 64 << 10);
+        now(store.punch_hole(StoreOffset(0), 1 << 40)).unwrap();
+        assert_eq!(store.allocated_bytes(), 0);
+        let past = now(store.read_at(StoreOffset(1 << 40), &Segments::zeroed(1), Via::Direct));
+        assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfRange);
+    }
+
+    #[test]
+    fn nothing_is_kept_by_the_null_store() {
+        let store = NullStore::new(10_000);
+        let bytes = Segments::copied(&[7; 100]);
+        now(store.write_at(StoreOffset(9_900), &bytes, Via::Direct)).unwrap();
+        now(store.read_at(StoreOffset(9_900), &bytes, Via::Direct)).unwrap();
+        assert!(bytes.is_zero());
+        let past = now(store.write_at(StoreOffset(9_901), &bytes, Via::Direct)).unwrap_err();
+        assert_eq!(past.kind(), ErrorKind::OutOfRange);
+        let hole = now(store.extent_at(StoreOffset(1))).unwrap();
+        assert_eq!(hole, StoreExtent { len_bytes: 9_999, is_hole: true });
+    }
+}

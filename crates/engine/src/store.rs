@@ -339,3 +339,59 @@ fn open_direct(
 fn device_len(device: &File) -> Result<u64> {
     rustix::fs::seek(device, SeekFrom::End(0)).map_err(|errno| Error::io("find the device's length", errno.into()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Config, Engine, EngineKind};
+
+    #[test]
+    fn a_failed_sync_is_never_forgotten() {
+        for kind in [EngineKind::Auto, EngineKind::Threads] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let store = FileStore::open(file.path(), OpenMode::ReadWrite, CacheMode::Page).unwrap();
+            let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21 }).unwrap();
+            engine.run_on(0, move || async move {
+                store.sync().await.unwrap();
+                store.inner.cached.note_sync(libc::EIO);
+                store.inner.cached.note_sync(libc::ENOSPC);
+                for _ in 0..2 {
+                    let error = store.clone().sync().await.unwrap_err();
+                    assert_eq!(error.os_errno(), Some(libc::EIO), "{error}");
+                }
+            });
+            engine.shutdown();
+        }
+    }
+
+    #[test]
+    fn a_sync_that_fails_unseen_is_noted() {
+        // A pipe cannot be synced: the same path as a failing disk, and its future is dropped.
+        for kind in [EngineKind::Auto, EngineKind::Threads] {
+            let (_reader, writer) = std::io::pipe().unwrap();
+            let fd = Fd::file(std::os::fd::OwnedFd::from(writer), false);
+            let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21 }).unwrap();
+            let shared = fd.clone();
+            engine.run_on(0, move || async move {
+                let mut dropped = std::pin::pin!(Op::sync(&shared).run());
+                let poll = |context: &mut std::task::Context<'_>| {
+                    std::task::Poll::Ready(dropped.as_mut().poll(context).is_pending())
+                };
+                assert!(std::future::poll_fn(poll).await);
+            });
+            engine.shutdown();
+            assert_eq!(fd.sync_errno(), Some(libc::EINVAL));
+        }
+    }
+
+    #[test]
+    fn only_files_and_devices_are_stores() {
+        for path in ["/dev/null", "/proc/self", "/dev/full"] {
+            let error = FileStore::open(path.as_ref(), OpenMode::ReadOnly, CacheMode::Direct);
+            let error = error.err().expect("no store");
+            assert_eq!((error.kind(), error.path()), (ErrorKind::InvalidInput, Some(path.as_ref())));
+        }
+        let missing = FileStore::open("/no/such".as_ref(), OpenMode::ReadOnly, CacheMode::Page);
+        assert_eq!(missing.err().map(|e| e.kind()), Some(ErrorKind::NotFound));
+    }
+}

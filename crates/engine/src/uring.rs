@@ -5,6 +5,10 @@
 //! vectors and message headers lie in the slot, buffers and file are owned by it. File operations in flight are
 //! bounded, the rest waits in a backlog; socket operations are not, for an idle connection must not take a place
 //! from them. Needs Linux 5.11 (EXT_ARG, NODROP); everything newer is used where it is there.
+//!
+//! What can only be done by waiting (sync, fallocate, truncate, a cached write, a direct write that must first find space) goes to the
+//! engine's helper threads. The ring would do the same with threads of the kernel's, but one of those that were ever
+//! needed then wakes every five seconds for as long as the ring lives, and an idle process shall make no wake-up.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,12 +17,12 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-use io_uring::squeue::Flags;
 use io_uring::types::{self, SubmitArgs, Timespec};
-use io_uring::{IoUring, Probe, opcode, squeue};
+use io_uring::{IoUring, opcode, squeue};
 use spile_mem::Pool;
 
 use crate::fd::{Fd, TABLE_FILES};
+use crate::file_pool::{FilePool, Job};
 use crate::op::{Kind, Op, Outcome, Started};
 use crate::shared::Shared;
 use crate::sys::{self, IoVecs};
@@ -39,6 +43,7 @@ const CANCELLED: u64 = u64::MAX - 1;
 pub(crate) struct Uring {
     ring: IoUring,
     shared: Arc<Shared>,
+    helpers: Arc<FilePool>,
     pool: Pool,
     #[expect(clippy::vec_box, reason = "the kernel holds addresses inside the slots: they must not move")]
     slots: Vec<Box<Slot>>,
@@ -55,7 +60,6 @@ pub(crate) struct Uring {
     doorbell_armed: bool,
     files: FileTable,
     buffer: Registered,
-    has_truncate: bool,
 }
 
 /// The ring's table of registered files: which file is at which index, by [`Fd::id`].
@@ -75,11 +79,11 @@ enum Registered {
 struct Slot {
     generation: u32,
     state: State,
+    kind: Kind,
+    /// `None` while a helper thread has it.
     op: Option<Op>,
     iovecs: IoVecs,
     message: libc::msghdr,
-    /// The kernel could not go on without waiting: let it wait on a thread of its own.
-    force_async: bool,
 }
 
 enum State {
@@ -142,6 +146,12 @@ fn build_ring(entries: u32) -> io::Result<IoUring> {
     Err(refused)
 }
 
+/// True for what the kernel answers instead of waiting: EAGAIN, and EOPNOTSUPP where the file system has no direct
+/// transfer that does not wait.
+fn must_wait(errno: i32, direct: bool) -> bool {
+    errno == libc::EAGAIN || (direct && errno == libc::EOPNOTSUPP)
+}
+
 fn check_features(ring: &IoUring) -> io::Result<()> {
     let params = ring.params();
     if params.is_feature_ext_arg() && params.is_feature_nodrop() {
@@ -150,25 +160,20 @@ fn check_features(ring: &IoUring) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel's io_uring is older than Linux 5.11"))
 }
 
-fn has_opcode(ring: &IoUring, code: u8) -> bool {
-    let mut probe = Probe::new();
-    ring.submitter().register_probe(&mut probe).is_ok() && probe.is_supported(code)
-}
-
 impl Uring {
     /// Finds out whether io_uring can be used at all.
     pub(crate) fn probe() -> io::Result<()> {
         check_features(&build_ring(8)?)
     }
 
-    pub(crate) fn new(shared: Arc<Shared>, pool: Pool) -> io::Result<Self> {
+    pub(crate) fn new(shared: Arc<Shared>, helpers: Arc<FilePool>, pool: Pool) -> io::Result<Self> {
         let ring = build_ring(SQ_ENTRIES)?;
         check_features(&ring)?;
         let usable = ring.submitter().register_files_sparse(TABLE_FILES).is_ok();
-        let has_truncate = has_opcode(&ring, opcode::Ftruncate::CODE);
         let mut this = Self {
             ring,
             shared,
+            helpers,
             pool,
             slots: Vec::new(),
             free: Vec::new(),
@@ -181,7 +186,6 @@ impl Uring {
             doorbell_armed: false,
             files: FileTable { ids: vec![0; TABLE_FILES as usize], usable },
             buffer: Registered::NotTried,
-            has_truncate,
         };
         this.arm_doorbell();
         Ok(this)
@@ -191,12 +195,8 @@ impl Uring {
         self.in_flight == 0 && self.backlog.is_empty()
     }
 
-    pub(crate) fn start(&mut self, mut op: Op, waker: &Waker) -> Started {
+    pub(crate) fn start(&mut self, op: Op, waker: &Waker) -> Started {
         let kind = op.kind;
-        if kind == Kind::Truncate && !self.has_truncate {
-            // The rare operation that older rings lack: done at once, on this thread.
-            return Started::Ended(sys::run_file_op(&mut op));
-        }
         let key = self.occupy(op, waker);
         if kind.is_file() && self.file_ops >= MAX_FILE_OPS {
             self.backlog.push_back(key);
@@ -214,15 +214,34 @@ impl Uring {
         });
         let slot = &mut self.slots[index as usize];
         slot.state = State::Waits(waker.clone());
+        slot.kind = op.kind;
         slot.op = Some(op);
-        slot.force_async = false;
         key_of(index, slot.generation)
     }
 
     fn launch(&mut self, key: u64, kind: Kind) {
         self.in_flight += 1;
         self.file_ops += usize::from(kind.is_file());
-        self.submit(key);
+        let direct = self.slots[index_of(key)].op.as_ref().is_some_and(|op| op.fd.direct);
+        match kind {
+            Kind::Sync | Kind::Fallocate(_) | Kind::Truncate => self.hand_over(key),
+            // Most file systems have no cached write that does not wait.
+            Kind::Write if !direct => self.hand_over(key),
+            _ => self.submit(key),
+        }
+    }
+
+    /// Gives an operation that must wait to a helper thread.
+    fn hand_over(&mut self, key: u64) {
+        let op = self.slots[index_of(key)].op.take().expect("an operation in flight is in its slot");
+        self.shared.counters.submitted(1);
+        self.helpers.push(Job { op, key, worker: self.shared.clone() });
+    }
+
+    /// A helper thread is done.
+    pub(crate) fn done(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
+        self.shared.counters.completed(1);
+        self.finish(key, outcome, woken);
     }
 
     /// Queues the next part of an operation.
@@ -234,10 +253,7 @@ impl Uring {
         }
         let target = self.files.target(&self.ring, &self.shared, &op.fd);
         let fixed = op.fd.direct && self.buffer.covers(op);
-        let mut entry = slot.entry(target, fixed).user_data(key);
-        if slot.force_async {
-            entry = entry.flags(Flags::ASYNC);
-        }
+        let entry = slot.entry(target, fixed).user_data(key);
         self.push(entry);
     }
 
@@ -294,7 +310,7 @@ impl Uring {
         }
         slot.state = State::Abandoned;
         // A file operation ends by itself; a peer may keep a socket's waiting for ever.
-        if slot.op.as_ref().is_some_and(|op| !op.kind.is_file()) {
+        if !slot.kind.is_file() {
             self.push(opcode::AsyncCancel::new(key).build().user_data(CANCELLED));
         }
     }
@@ -366,33 +382,25 @@ impl Uring {
     fn complete(&mut self, key: u64, result: i32, woken: &mut Vec<Waker>) {
         let slot = &mut self.slots[index_of(key)];
         let op = slot.op.as_mut().expect("an operation in flight is in its slot");
+        let must_wait = op.kind.is_file() && must_wait(-result, op.fd.direct);
         let outcome = match usize::try_from(result) {
             Ok(count) => op.advance(count),
-            Err(_) => match -result {
-                libc::EINTR => None,
-                libc::EAGAIN => {
-                    slot.force_async = op.kind.is_file();
-                    None
-                }
-                errno => Some(Err(errno)),
-            },
+            Err(_) if must_wait || matches!(-result, libc::EINTR | libc::EAGAIN) => None,
+            Err(_) => Some(Err(-result)),
         };
         match outcome {
             Some(outcome) => self.finish(key, outcome, woken),
             None if matches!(slot.state, State::Abandoned) => {
                 self.finish(key, Err(libc::ECANCELED), woken);
             }
+            None if must_wait => self.hand_over(key),
             None => self.submit(key),
         }
     }
 
     fn finish(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
         let slot = &mut self.slots[index_of(key)];
-        let op = slot.op.as_ref().expect("an operation in flight is in its slot");
-        let is_file = op.kind.is_file();
-        if let (Kind::Sync, Err(errno)) = (op.kind, outcome) {
-            op.fd.note_sync(errno);
-        }
+        let is_file = slot.kind.is_file();
         match std::mem::replace(&mut slot.state, State::Ended(outcome)) {
             State::Waits(waker) => woken.push(waker),
             _ => {
@@ -411,13 +419,11 @@ impl Uring {
     fn launch_next(&mut self) {
         while let Some(key) = self.backlog.pop_front() {
             let slot = &self.slots[index_of(key)];
-            match (&slot.state, &slot.op) {
-                (State::Waits(_), Some(op)) => {
-                    let kind = op.kind;
-                    return self.launch(key, kind);
-                }
-                _ => self.release(key),
+            if matches!(slot.state, State::Waits(_)) {
+                let kind = slot.kind;
+                return self.launch(key, kind);
             }
+            self.release(key);
         }
     }
 }
@@ -441,17 +447,17 @@ impl Slot {
         Self {
             generation: 0,
             state: State::Free,
+            kind: Kind::Sync,
             op: None,
             iovecs: IoVecs::new(),
             // SAFETY: a msghdr of zeroes is valid: no name, no vectors, no control data.
             message: unsafe { std::mem::zeroed() },
-            force_async: false,
         }
     }
 
     /// An accepted connection that nobody takes is closed.
     fn close_unclaimed(&self, outcome: Outcome) {
-        if let (Some(Kind::Accept), Ok(fd)) = (self.op.as_ref().map(|op| op.kind), outcome) {
+        if let (Kind::Accept, Ok(fd)) = (self.kind, outcome) {
             sys::close_unclaimed(fd);
         }
     }
@@ -471,17 +477,8 @@ impl Slot {
                 let (null, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC);
                 with_target!(target, fd => opcode::Accept::new(fd, null, null.cast()).flags(flags))
             }
-            Kind::Sync => {
-                let flags = types::FsyncFlags::DATASYNC;
-                with_target!(target, fd => opcode::Fsync::new(fd).flags(flags))
-            }
-            Kind::Fallocate(mode) => {
-                let (offset, len) = (op.offset, op.len);
-                with_target!(target, fd => opcode::Fallocate::new(fd, len).offset(offset).mode(mode))
-            }
-            Kind::Truncate => {
-                let len = op.len;
-                with_target!(target, fd => opcode::Ftruncate::new(fd, len))
+            Kind::Sync | Kind::Fallocate(_) | Kind::Truncate => {
+                unreachable!("a helper thread does this")
             }
         }
     }
@@ -490,29 +487,32 @@ impl Slot {
         let op = self.op.as_ref().expect("an operation in flight is in its slot");
         let is_read = op.kind == Kind::Read;
         let at = op.offset + op.done as u64;
+        // Or the ring would put what must wait on a kernel thread. A cached read must not have this: the ring can wait
+        // for its pages without a thread.
+        let flags = if op.fd.direct { libc::RWF_NOWAIT } else { 0 };
         sys::fill_iovecs(op.segments.as_slice(), op.done, &mut self.iovecs);
         if let [one] = self.iovecs.as_slice() {
             let (ptr, len) = (one.iov_base.cast::<u8>(), one.iov_len as u32);
             return match (is_read, fixed) {
                 (true, true) => {
-                    with_target!(target, fd => opcode::ReadFixed::new(fd, ptr, len, 0).offset(at))
+                    with_target!(target, fd => opcode::ReadFixed::new(fd, ptr, len, 0).offset(at).rw_flags(flags))
                 }
                 (true, false) => {
-                    with_target!(target, fd => opcode::Read::new(fd, ptr, len).offset(at))
+                    with_target!(target, fd => opcode::Read::new(fd, ptr, len).offset(at).rw_flags(flags))
                 }
                 (false, true) => {
-                    with_target!(target, fd => opcode::WriteFixed::new(fd, ptr, len, 0).offset(at))
+                    with_target!(target, fd => opcode::WriteFixed::new(fd, ptr, len, 0).offset(at).rw_flags(flags))
                 }
                 (false, false) => {
-                    with_target!(target, fd => opcode::Write::new(fd, ptr, len).offset(at))
+                    with_target!(target, fd => opcode::Write::new(fd, ptr, len).offset(at).rw_flags(flags))
                 }
             };
         }
         let (ptr, count) = (self.iovecs.as_ptr(), self.iovecs.len() as u32);
         if is_read {
-            with_target!(target, fd => opcode::Readv::new(fd, ptr, count).offset(at))
+            with_target!(target, fd => opcode::Readv::new(fd, ptr, count).offset(at).rw_flags(flags))
         } else {
-            with_target!(target, fd => opcode::Writev::new(fd, ptr, count).offset(at))
+            with_target!(target, fd => opcode::Writev::new(fd, ptr, count).offset(at).rw_flags(flags))
         }
     }
 

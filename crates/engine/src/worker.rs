@@ -16,6 +16,7 @@ use std::time::Duration;
 use async_task::Runnable;
 use spile_mem::Pool;
 
+use crate::config::EngineKind;
 use crate::file_pool::FilePool;
 use crate::op::{Op, Outcome, Started};
 use crate::shared::{Message, Shared};
@@ -77,8 +78,9 @@ impl Reactor {
     }
 
     fn done(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
-        if let Self::Threads(r) = self {
-            r.done(key, outcome, woken);
+        match self {
+            Self::Uring(r) => r.done(key, outcome, woken),
+            Self::Threads(r) => r.done(key, outcome, woken),
         }
     }
 
@@ -102,18 +104,23 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Makes the reactor; to be called on the worker's own thread. With `files` it is a threads reactor.
-    pub(crate) fn new(index: usize, files: Option<Arc<FilePool>>, pool_bytes: usize) -> std::io::Result<Self> {
+    /// Makes the reactor; to be called on the worker's own thread.
+    pub(crate) fn new(
+        index: usize,
+        kind: EngineKind,
+        files: Arc<FilePool>,
+        pool_bytes: usize,
+    ) -> std::io::Result<Self> {
         let pool = Pool::new(pool_bytes)?;
-        let (shared, reactor) = match files {
-            Some(files) => {
+        let (shared, reactor) = match kind {
+            EngineKind::Threads => {
                 let shared = Arc::new(Shared::new(index, Some(crate::sys::epoll_create()?))?);
                 let threads = Threads::new(shared.clone(), files)?;
                 (shared, Reactor::Threads(Box::new(threads)))
             }
-            None => {
+            _ => {
                 let shared = Arc::new(Shared::new(index, None)?);
-                let uring = Uring::new(shared.clone(), pool.clone())?;
+                let uring = Uring::new(shared.clone(), files, pool.clone())?;
                 (shared, Reactor::Uring(Box::new(uring)))
             }
         };

@@ -44,6 +44,11 @@ fn settle(engine: &Engine) -> (tempfile::TempDir, Vec<UnixStream>) {
         spawn(async move { drop(listener.accept().await) });
         store.read_at(at(0), &segments(&[4096]), Via::Direct).await.unwrap();
         store.write_at(at(0), &segments(&[4096]), Via::Cached).await.unwrap();
+        store.write_at(at(0), &segments(&[MIB]), Via::Cached).await.unwrap();
+        store.write_at(at(8 * MIB), &segments(&[4096]), Via::Direct).await.unwrap();
+        store.punch_hole(at(0), 65536).await.unwrap();
+        store.write_at(at(0), &segments(&[4096]), Via::Direct).await.unwrap();
+        store.set_len(16 << 20).await.unwrap();
         store.sync().await.unwrap();
         sleep(Duration::from_millis(1)).await;
         other.close();
@@ -56,6 +61,8 @@ fn an_idle_engine_makes_no_wake_up(engine: &Engine) {
     std::thread::sleep(Duration::from_millis(300));
     let before = (sleeps("spile-"), engine.stats());
     assert!(before.0.len() >= 2, "{before:?}");
+    // The kernel's threads for a ring, which wake every five seconds, must not have come into being.
+    assert_eq!(sleeps("iou-").len(), 0, "{:?}", sleeps("iou-"));
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!((sleeps("spile-"), engine.stats()), before);
     drop(kept);

@@ -1,5 +1,5 @@
-//! What is left without the right to lock memory: everything, only not registered. Run in a child process, because a
-//! limit that was lowered stays so.
+//! What is left without the right to lock memory (everything, only not registered) and without io_uring (the other
+//! reactor). Run in child processes, because a right that was given up stays so.
 
 mod common;
 
@@ -48,6 +48,51 @@ fn run_in_child(kind: spile_engine::EngineKind) {
         Err(error) => eprintln!("skipped: nobody may not run this program: {error}"),
         Ok(output) => {
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout))
+        }
+    }
+}
+
+const FORBIDDEN: &str = "SPILE_TEST_URING_FORBIDDEN_WITH";
+
+/// Makes io_uring_setup fail with `errno` in this process and all it starts.
+fn forbid_uring(errno: u32) -> std::io::Result<()> {
+    let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let mut filter = [
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, libc::SYS_io_uring_setup as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | errno),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the program and its steps are live during the call, which copies them.
+    let result = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program)
+    };
+    if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+#[test]
+fn where_io_uring_is_forbidden_threads_serve() {
+    use spile_engine::{Config, EngineKind};
+    if std::env::var_os(FORBIDDEN).is_some() {
+        let start = |kind| Engine::start(Config { kind, ..Config::default() });
+        let error = start(EngineKind::Uring).err().expect("io_uring is forbidden");
+        assert!(error.hint_text().is_some_and(|hint| hint.contains("--engine threads")), "{error}");
+        let engine = start(EngineKind::Auto).unwrap();
+        assert_eq!(engine.kind(), EngineKind::Threads);
+        return engine.shutdown();
+    }
+    for errno in [libc::EPERM, libc::ENOSYS] {
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "where_io_uring_is_forbidden_threads_serve"]).env(FORBIDDEN, "1");
+        // SAFETY: only system calls between fork and exec.
+        unsafe { child.pre_exec(move || forbid_uring(errno as u32)) };
+        match child.output() {
+            Err(error) => eprintln!("skipped: no seccomp here: {error}"),
+            Ok(output) => {
+                assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+            }
         }
     }
 }

@@ -64,11 +64,7 @@ fn prepare(fd: &OwnedFd) {
     let _ = rustix::net::sockopt::set_socket_keepalive(fd, true);
 }
 
-async fn talk<D: Disk>(
-    server: &Arc<Shared<D>>,
-    transport: &Rc<Transport>,
-    life: &Life,
-) -> Result<()> {
+async fn talk<D: Disk>(server: &Arc<Shared<D>>, transport: &Rc<Transport>, life: &Life) -> Result<()> {
     let mut inbound = Inbound::new();
     let Some(agreed) = negotiate(server, transport, &mut inbound).await? else { return Ok(()) };
     life.set(&life.negotiated);
@@ -185,11 +181,7 @@ async fn watch<D: Disk>(server: Arc<Shared<D>>, transport: Rc<Transport>, life: 
     }
 }
 
-fn poll_life(
-    life: &Life,
-    timer: &mut Option<Pin<Box<dyn Future<Output = ()>>>>,
-    cx: &mut Context<'_>,
-) -> Poll<Event> {
+fn poll_life(life: &Life, timer: &mut Option<Pin<Box<dyn Future<Output = ()>>>>, cx: &mut Context<'_>) -> Poll<Event> {
     while life.changed.poll_wait(cx).is_ready() {}
     if life.over.get() {
         return Poll::Ready(Event::Over);

@@ -33,10 +33,7 @@ impl Refusal {
 }
 
 /// Takes requests until the client disconnects, hangs up or breaks the protocol, or the server stops.
-pub(crate) async fn take_requests<D: Disk>(
-    session: &Rc<Session<D>>,
-    inbound: &mut Inbound,
-) -> Result<()> {
+pub(crate) async fn take_requests<D: Disk>(session: &Rc<Session<D>>, inbound: &mut Inbound) -> Result<()> {
     let mut now_ns = session.server.clock.now_ns();
     loop {
         let header = loop {
@@ -48,8 +45,8 @@ pub(crate) async fn take_requests<D: Disk>(
             }
             now_ns = session.server.clock.now_ns();
         };
-        let request = Request::parse(&header)
-            .ok_or_else(|| Error::new(ErrorKind::Protocol, "a request has the wrong magic"))?;
+        let request =
+            Request::parse(&header).ok_or_else(|| Error::new(ErrorKind::Protocol, "a request has the wrong magic"))?;
         if request.command == Command::Disconnect || session.stopping() {
             return Ok(());
         }
@@ -150,11 +147,7 @@ async fn receive_payload<D: Disk>(
     Ok(payload)
 }
 
-async fn receive_part<D: Disk>(
-    session: &Session<D>,
-    inbound: &mut Inbound,
-    part: &Segment,
-) -> Result<usize> {
+async fn receive_part<D: Disk>(session: &Session<D>, inbound: &mut Inbound, part: &Segment) -> Result<usize> {
     if part.len() >= DIRECT_BYTES {
         let n = session.transport.recv(part).await?;
         return if n == 0 { Err(torn()) } else { Ok(n) };

@@ -118,14 +118,7 @@ impl FrontMetrics {
     /// All zero: what to merge into.
     pub fn new() -> Self {
         let ops = OpKind::ALL.iter().map(|_| OpMetrics::new()).collect();
-        Self {
-            ops,
-            connections: 0,
-            in_flight: 0,
-            depth_integral_ns: 0,
-            latency_sum_ns: 0,
-            at_ns: 0,
-        }
+        Self { ops, connections: 0, in_flight: 0, depth_integral_ns: 0, latency_sum_ns: 0, at_ns: 0 }
     }
 
     /// The figures of `kind`.
@@ -243,8 +236,7 @@ impl WorkerCell {
             }
             let latency_ns = now_ns.saturating_sub(one.started_ns);
             add(&self.latency_sum_ns, latency_ns);
-            let latency =
-                op.latency.get_or_init(|| (0..BUCKETS).map(|_| AtomicU64::new(0)).collect());
+            let latency = op.latency.get_or_init(|| (0..BUCKETS).map(|_| AtomicU64::new(0)).collect());
             add(&latency[bucket_of(latency_ns)], 1);
         }
     }

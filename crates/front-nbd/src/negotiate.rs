@@ -7,9 +7,8 @@
 use std::sync::Arc;
 
 use crate::wire::handshake::{
-    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, InfoRequest, Invalid, MetaRequest, OPTION_HEADER_BYTES,
-    OptionHeader, info, option, put_export_name_reply, put_greeting, put_reply, rep, string,
-    transmission,
+    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, InfoRequest, Invalid, MetaRequest, OPTION_HEADER_BYTES, OptionHeader, info,
+    option, put_export_name_reply, put_greeting, put_reply, rep, string, transmission,
 };
 use crate::wire::reply::cut;
 
@@ -149,9 +148,7 @@ impl Negotiator {
             State::ClientFlags => 4,
             State::Skipping { .. } => 1,
             State::Options => match prefix.first_chunk().and_then(OptionHeader::parse) {
-                Some(header) if header.len_bytes <= MAX_OPTION_BYTES => {
-                    OPTION_HEADER_BYTES + header.len_bytes as usize
-                }
+                Some(header) if header.len_bytes <= MAX_OPTION_BYTES => OPTION_HEADER_BYTES + header.len_bytes as usize,
                 _ => OPTION_HEADER_BYTES,
             },
         }
@@ -220,9 +217,7 @@ impl Negotiator {
     }
 
     fn needs_tls(&self, option: u32) -> bool {
-        self.tls == TlsMode::Required
-            && !self.tls_active
-            && !matches!(option, option::STARTTLS | option::ABORT)
+        self.tls == TlsMode::Required && !self.tls_active && !matches!(option, option::STARTTLS | option::ABORT)
     }
 
     fn answer(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Next {
@@ -395,13 +390,7 @@ fn refuse_unknown(out: &mut Vec<u8>, option: u32, name: &str) {
     refuse(out, option, rep::ERR_UNKNOWN, &format!("no export is named '{}'", cut(name, 256)));
 }
 
-fn put_infos(
-    out: &mut Vec<u8>,
-    option: u32,
-    offer: &Offer,
-    flags: u16,
-    request: &InfoRequest<'_>,
-) {
+fn put_infos(out: &mut Vec<u8>, option: u32, offer: &Offer, flags: u16, request: &InfoRequest<'_>) {
     let kind = u16::to_be_bytes;
     let (size, flags) = (offer.size_bytes.to_be_bytes(), flags.to_be_bytes());
     put_reply(out, option, rep::INFO, &[&kind(info::EXPORT), &size, &flags]);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result};
 use spile_engine::{Engine, Listener, sleep, spawn};
@@ -46,12 +46,7 @@ pub struct ServerConfig {
 
 impl Default for ServerConfig {
     fn default() -> Self {
-        Self {
-            handshake_timeout: Duration::from_secs(10),
-            max_in_flight: 128,
-            max_connections: 1024,
-            tls: None,
-        }
+        Self { handshake_timeout: Duration::from_secs(10), max_in_flight: 128, max_connections: 1024, tls: None }
     }
 }
 
@@ -187,15 +182,10 @@ impl<D: Disk> Server<D> {
     /// Waits until every listener and connection is over, after [`Server::stop`]. Who has not taken its replies
     /// when `patience` is over is hung up on. True when that was not needed. Not to be called from a worker.
     pub fn wait_drained(&self, patience: Duration) -> bool {
-        let deadline = Instant::now().checked_add(patience);
         let alive = self.shared.alive.lock().unwrap_or_else(|e| e.into_inner());
         let busy = |alive: &mut usize| *alive > 0;
-        let patience = deadline.map_or(Duration::MAX, |at| at - Instant::now());
-        let (alive, timed_out) = self
-            .shared
-            .all_over
-            .wait_timeout_while(alive, patience, busy)
-            .unwrap_or_else(|e| e.into_inner());
+        let (alive, timed_out) =
+            self.shared.all_over.wait_timeout_while(alive, patience, busy).unwrap_or_else(|e| e.into_inner());
         if !timed_out.timed_out() {
             return true;
         }
@@ -209,9 +199,7 @@ impl<D: Disk> Server<D> {
     /// The figures of the export of this name; all zero if there is none.
     pub fn metrics(&self, export: &str) -> FrontMetrics {
         let index = self.shared.exports.iter().position(|other| other.name == export);
-        index.map_or_else(FrontMetrics::new, |index| {
-            self.shared.metrics[index].read(&self.shared.clock)
-        })
+        index.map_or_else(FrontMetrics::new, |index| self.shared.metrics[index].read(&self.shared.clock))
     }
 
     /// Connections now, those in the handshake included.
@@ -227,9 +215,7 @@ impl<D: Disk> Drop for Server<D> {
 }
 
 fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {
-    let bad = |what: &str| {
-        Err(Error::new(ErrorKind::InvalidInput, format!("export '{}': {what}", export.name)))
-    };
+    let bad = |what: &str| Err(Error::new(ErrorKind::InvalidInput, format!("export '{}': {what}", export.name)));
     for text in [&export.name, &export.description] {
         if let Err(invalid) = string(text.as_bytes()) {
             return bad(invalid.0);

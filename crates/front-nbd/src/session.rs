@@ -112,11 +112,7 @@ struct Slots {
 }
 
 impl<D: Disk> Session<D> {
-    pub(crate) fn new(
-        server: Arc<Shared<D>>,
-        agreed: negotiate::Session,
-        transport: Rc<Transport>,
-    ) -> Rc<Self> {
+    pub(crate) fn new(server: Arc<Shared<D>>, agreed: negotiate::Session, transport: Rc<Transport>) -> Rc<Self> {
         let export = &server.exports[agreed.export];
         let info = export.disk.info();
         let limits = Limits {
@@ -171,8 +167,7 @@ impl<D: Disk> Session<D> {
 
     fn has_room(&self, bytes: u64) -> bool {
         let held = self.held_bytes.get();
-        self.in_flight.get() < self.server.config.max_in_flight
-            && (held == 0 || held + bytes <= MAX_HELD_BYTES)
+        self.in_flight.get() < self.server.config.max_in_flight && (held == 0 || held + bytes <= MAX_HELD_BYTES)
     }
 
     /// Takes back an admission whose request never arrived whole.
@@ -293,8 +288,7 @@ struct Owed<'a, D: Disk> {
 
 impl<D: Disk> Drop for Owed<'_, D> {
     fn drop(&mut self) {
-        let panicked =
-            || Answer::Failed { errno: EIO, message: "internal error".to_owned(), at_start: false };
+        let panicked = || Answer::Failed { errno: EIO, message: "internal error".to_owned(), at_start: false };
         let answer = self.answer.take().unwrap_or_else(panicked);
         let &Job { request, held_bytes, started_ns, .. } = self.job;
         self.session.reply(Reply { request, answer, held_bytes, started_ns });

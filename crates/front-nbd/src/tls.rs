@@ -45,11 +45,10 @@ impl TlsConfig {
         let builder = match &self.client_ca_pem {
             None => builder.with_no_client_auth(),
             Some(path) => {
-                let verifier =
-                    WebPkiClientVerifier::builder_with_provider(roots(path)?.into(), provider)
-                        .build()
-                        .map_err(|e| unusable("no usable client authority", e))
-                        .at_path(path)?;
+                let verifier = WebPkiClientVerifier::builder_with_provider(roots(path)?.into(), provider)
+                    .build()
+                    .map_err(|e| unusable("no usable client authority", e))
+                    .at_path(path)?;
                 builder.with_client_cert_verifier(verifier)
             }
         };
@@ -203,9 +202,9 @@ impl Tls {
         let mut session = self.session.borrow_mut();
         let taken = session.read_tls(&mut &scratch[..len]).map_err(|e| Error::io("TLS", e))?;
         self.pending.set((start + taken, end));
-        session.process_new_packets().map_err(|e| {
-            Error::new(ErrorKind::Protocol, "the peer broke the TLS protocol").caused_by(e)
-        })?;
+        session
+            .process_new_packets()
+            .map_err(|e| Error::new(ErrorKind::Protocol, "the peer broke the TLS protocol").caused_by(e))?;
         Ok(())
     }
 

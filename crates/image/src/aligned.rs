@@ -4,7 +4,7 @@
 //! read-modify-write of the edges under an exclusive range lock, so that two writes to different bytes of one
 //! sector never undo each other.
 
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Result, Segments, WriteZeroes};
+use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Result, SECTOR_BYTES, Segments, WriteZeroes};
 
 use crate::range_lock::RangeLock;
 
@@ -29,6 +29,14 @@ impl<D: Disk> Aligned<D> {
     /// The disk below.
     pub fn inner(&self) -> &D {
         &self.inner
+    }
+
+    /// Before any rounding, which could overflow.
+    fn check(&self, extent: Extent) -> Result<()> {
+        match extent.end() > self.info.size_bytes {
+            true => Err(Error::new(ErrorKind::OutOfRange, format!("{extent} is past the end of the disk"))),
+            false => Ok(()),
+        }
     }
 
     fn outer(&self, extent: Extent) -> Extent {
@@ -89,6 +97,7 @@ impl<D: Disk> Disk for Aligned<D> {
     }
 
     async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
+        self.check(extent)?;
         match self.fits(extent, into) {
             true => self.inner.read(extent, into).await,
             false => self.read_bounced(extent, into).await,
@@ -96,6 +105,7 @@ impl<D: Disk> Disk for Aligned<D> {
     }
 
     async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+        self.check(extent)?;
         if self.align == 1 && self.memory_align == 1 {
             return self.inner.write(extent, from, fua).await;
         }
@@ -119,6 +129,7 @@ impl<D: Disk> Disk for Aligned<D> {
     }
 
     async fn discard(&self, extent: Extent) -> Result<()> {
+        self.check(extent)?;
         let inside = self.inside(extent);
         if inside.is_empty() {
             return Ok(());
@@ -128,6 +139,7 @@ impl<D: Disk> Disk for Aligned<D> {
     }
 
     async fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
+        self.check(extent)?;
         let inside = self.inside(extent);
         if inside.is_empty() {
             return self.zero_edge(extent).await;
@@ -141,12 +153,16 @@ impl<D: Disk> Disk for Aligned<D> {
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
-        let mut runs = self.inner.extents(self.outer(extent), max_runs).await?;
+        self.check(extent)?;
+        // Runs of sectors that end before the extent begins are dropped, so as many more are asked for.
+        let spare = (self.align / SECTOR_BYTES) as usize;
+        let mut runs = self.inner.extents(self.outer(extent), max_runs + spare).await?;
         for run in &mut runs {
             let range = run.extent.range();
             run.extent = Extent::from_range(range.start.max(extent.start())..range.end.min(extent.end()));
         }
         runs.retain(|run| !run.extent.is_empty());
+        runs.truncate(max_runs);
         Ok(runs)
     }
 

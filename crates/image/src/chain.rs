@@ -156,6 +156,9 @@ enum Step {
     LoadZone(u64),
 }
 
+/// The zone that was loaded last, for the request that needed it: the cache may be too small to keep it.
+type LastZone = Option<(u64, Arc<Zone>)>;
+
 /// One store operation of a read.
 struct Piece {
     layer: usize,
@@ -236,12 +239,12 @@ impl<S: Store> Chain<S> {
     }
 
     /// Where the bytes from `at` lie, and how far that holds, at most `len_bytes`.
-    fn step(&self, at: u64, len_bytes: u64) -> (Step, u64) {
+    fn step(&self, at: u64, len_bytes: u64, last: &LastZone) -> (Step, u64) {
         let (found, len) = self.layers[0].find(at, len_bytes);
         match found {
             Found::Data(offset) => (Step::Data { layer: 0, offset }, len),
             Found::Unknown(block) => (Step::LoadBits { layer: 0, block }, len),
-            Found::Below if self.layers.len() > 2 => self.step_in_zone(at, len),
+            Found::Below if self.layers.len() > 2 => self.step_in_zone(at, len, last),
             Found::Below => self.walk(1, at, len),
         }
     }
@@ -265,11 +268,15 @@ impl<S: Store> Chain<S> {
     }
 
     /// The same, by the merged map of the parents.
-    fn step_in_zone(&self, at: u64, len_bytes: u64) -> (Step, u64) {
+    fn step_in_zone(&self, at: u64, len_bytes: u64, last: &LastZone) -> (Step, u64) {
         let number = at / ZONE_BYTES;
-        let Some(zone) = self.zones.get(number) else { return (Step::LoadZone(number), len_bytes) };
-        let (layer, run) = zone.find(at % ZONE_BYTES);
-        let len = len_bytes.min(run);
+        let (layer, len) = match last.as_ref().filter(|(last, _)| *last == number) {
+            Some((_, zone)) => zone.find(at % ZONE_BYTES, len_bytes),
+            None => match self.zones.get(number) {
+                Some(zone) => zone.find(at % ZONE_BYTES, len_bytes),
+                None => return (Step::LoadZone(number), len_bytes),
+            },
+        };
         if layer == NOWHERE {
             return (Step::Zero, len);
         }
@@ -284,19 +291,26 @@ impl<S: Store> Chain<S> {
     }
 
     /// Reads what a step needs.
-    async fn load(&self, step: &Step) -> Result<()> {
+    async fn load(&self, step: &Step, last: &mut LastZone) -> Result<()> {
         match step {
-            Step::LoadBits { layer, block } => match &self.layers[*layer] {
-                Layer::Sparse(sparse) => sparse.load_bits(*block).await.at_path(sparse.store().path()),
-                Layer::Raw(..) => Ok(()),
-            },
-            Step::LoadZone(number) => self.load_zone(*number).await,
+            Step::LoadBits { layer, block } => self.load_bits(*layer, *block).await,
+            Step::LoadZone(number) => {
+                *last = Some((*number, self.load_zone(*number).await?));
+                Ok(())
+            }
             Step::Data { .. } | Step::Zero => Ok(()),
         }
     }
 
+    async fn load_bits(&self, layer: usize, block: u32) -> Result<()> {
+        match &self.layers[layer] {
+            Layer::Sparse(sparse) => sparse.load_bits(block).await.at_path(sparse.store().path()),
+            Layer::Raw(..) => Ok(()),
+        }
+    }
+
     /// Walks all parents for one zone, and keeps the result.
-    async fn load_zone(&self, number: u64) -> Result<()> {
+    async fn load_zone(&self, number: u64) -> Result<Arc<Zone>> {
         let start = number * ZONE_BYTES;
         let end = (start + ZONE_BYTES).min(self.info.size_bytes);
         let mut layers = Vec::with_capacity((ZONE_BYTES / SECTOR_BYTES) as usize);
@@ -305,31 +319,32 @@ impl<S: Store> Chain<S> {
             let (step, len) = self.walk(1, at, end - at);
             let layer = match step {
                 Step::Data { layer, .. } => layer as u8,
-                Step::Zero => NOWHERE,
-                Step::LoadBits { .. } | Step::LoadZone(_) => {
-                    Box::pin(self.load(&step)).await?;
+                Step::LoadBits { layer, block } => {
+                    self.load_bits(layer, block).await?;
                     continue;
                 }
+                // The walk knows no zones.
+                Step::Zero | Step::LoadZone(_) => NOWHERE,
             };
             at += len;
             layers.resize(((at - start).div_ceil(SECTOR_BYTES)) as usize, layer);
         }
-        self.zones.insert(number, Zone::new(layers));
-        Ok(())
+        Ok(self.zones.insert(number, Zone::new(layers)))
     }
 
     /// Resolves a read: zeroes are filled in at once, the rest is listed.
     async fn resolve(&self, extent: Extent, into: &Segments) -> Result<Vec<Piece>> {
         let mut pieces: Vec<Piece> = Vec::new();
+        let mut last = None;
         let mut at = extent.start();
         while at < extent.end() {
-            let (step, len) = self.step(at, extent.end() - at);
+            let (step, len) = self.step(at, extent.end() - at, &last);
             let start = (at - extent.start()) as usize;
             match step {
                 Step::Data { layer, offset } => pieces.push(Piece { layer, offset, start, len: len as usize }),
                 Step::Zero => into.slice(start..start + len as usize).fill(0),
                 Step::LoadBits { .. } | Step::LoadZone(_) => {
-                    self.load(&step).await?;
+                    self.load(&step, &mut last).await?;
                     continue;
                 }
             }
@@ -357,7 +372,7 @@ impl<S: Store> Chain<S> {
             match step {
                 Step::Zero => at += len,
                 Step::Data { .. } => return Ok(false),
-                _ => self.load(&step).await?,
+                _ => self.load(&step, &mut None).await?,
             }
         }
         Ok(true)
@@ -429,18 +444,34 @@ async fn open_parent<F: Files>(
     let mut last = None;
     for path in candidates(files, child.store(), child.header(), policy).await? {
         if visited.contains(&path) {
-            last = Some(Error::new(ErrorKind::Corrupt, format!("the chain loops back to {}", path.display())));
+            last.get_or_insert(Error::new(ErrorKind::Corrupt, format!("the chain loops back to {}", path.display())));
             continue;
         }
-        let store = files.open(&path, OpenMode::ReadOnly).await?;
-        let layer = open_layer(store, format, env, true, PARENT_BITS_BYTES).await?;
-        match layer.uuid() {
-            Some(uuid) if uuid != expected => last = Some(wrong_parent(&path, &expected, &uuid)),
-            _ => return Ok((path, layer)),
+        match open_candidate(files, env, &path, format, &expected).await {
+            Ok(layer) => return Ok((path, layer)),
+            // Another locator may be the right one; the first, best one's error is the one to tell.
+            Err(error) => {
+                last.get_or_insert(error);
+            }
         }
     }
     let error = last.unwrap_or_else(|| Error::new(ErrorKind::NotFound, "no parent was found"));
     Err(error.at_path(child.store().path()))
+}
+
+async fn open_candidate<F: Files>(
+    files: &F,
+    env: &Arc<dyn Env>,
+    path: &Path,
+    format: Format,
+    expected: &[u8; 16],
+) -> Result<Layer<F::Store>> {
+    let store = files.open(path, OpenMode::ReadOnly).await?;
+    let layer = open_layer(store, format, env, true, PARENT_BITS_BYTES).await?;
+    match layer.uuid() {
+        Some(uuid) if uuid != *expected => Err(wrong_parent(path, expected, &uuid)),
+        _ => Ok(layer),
+    }
 }
 
 impl<S: Store> Layer<S> {
@@ -489,7 +520,7 @@ impl<S: Store> Disk for Chain<S> {
             _ => None,
         };
         // The common read lies in one piece, and needs no list.
-        if let (Step::Data { layer, offset }, len) = self.step(extent.start(), extent.len_bytes)
+        if let (Step::Data { layer, offset }, len) = self.step(extent.start(), extent.len_bytes, &None)
             && len == extent.len_bytes
         {
             return self.read_piece(layer, offset, into).await;
@@ -504,6 +535,7 @@ impl<S: Store> Disk for Chain<S> {
     async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
         self.check_write(extent)?;
         match &self.layers[0] {
+            _ if extent.is_empty() => {}
             Layer::Raw(raw, _) => raw.write(extent, from).await?,
             Layer::Sparse(sparse) => write_sparse(sparse, extent, from).await?,
         }
@@ -559,15 +591,15 @@ impl<S: Store> Disk for Chain<S> {
             Layer::Raw(..) => None,
         };
         let mut runs = Runs { list: Vec::new(), max_runs };
-        let mut at = extent.start();
+        let (mut at, mut last) = (extent.start(), None);
         while at < extent.end() && !runs.is_full() {
-            let (step, len) = self.step(at, extent.end() - at);
+            let (step, len) = self.step(at, extent.end() - at, &last);
             let run = Extent::from_range(at..at + len);
             match step {
                 Step::Data { layer, offset } => self.add_data_runs(&mut runs, run, layer, offset).await?,
                 Step::Zero => runs.add(ExtentStatus { extent: run, kind: ExtentKind::Hole, depth: 0 }),
                 Step::LoadBits { .. } | Step::LoadZone(_) => {
-                    self.load(&step).await?;
+                    self.load(&step, &mut last).await?;
                     continue;
                 }
             }
@@ -599,7 +631,9 @@ impl<S: Store> Chain<S> {
                 true => ExtentKind::Zero,
                 false => ExtentKind::Data,
             };
-            runs.add(ExtentStatus { extent, kind, depth: layer as u16 });
+            // The depth of a hole means nothing, and must not part it from another.
+            let depth = if kind == ExtentKind::Hole { 0 } else { layer as u16 };
+            runs.add(ExtentStatus { extent, kind, depth });
             done += len;
         }
         Ok(())

@@ -36,16 +36,18 @@ impl Zone {
         }
     }
 
-    /// The layer that has byte `within` of the zone, and how many bytes from there are the same layer's.
-    pub(crate) fn find(&self, within: u64) -> (u8, u64) {
+    /// The layer that has byte `within` of the zone, and how many bytes from there are the same layer's, looking no
+    /// further than `len_bytes`.
+    pub(crate) fn find(&self, within: u64, len_bytes: u64) -> (u8, u64) {
         let (map, unit) = match self {
-            Self::Whole(layer) => return (*layer, ZONE_BYTES - within),
+            Self::Whole(layer) => return (*layer, len_bytes.min(ZONE_BYTES - within)),
             Self::Pages(map) => (map, SECTOR_BYTES * 8),
             Self::Sectors(map) => (map, SECTOR_BYTES),
         };
         let first = (within / unit) as usize;
-        let same = map[first..].iter().take_while(|&&layer| layer == map[first]).count() as u64;
-        (map[first], (first as u64 + same) * unit - within)
+        let last = map.len().min((within + len_bytes).div_ceil(unit) as usize);
+        let same = map[first..last].iter().take_while(|&&layer| layer == map[first]).count() as u64;
+        (map[first], len_bytes.min((first as u64 + same) * unit - within))
     }
 
     fn bytes(&self) -> u64 {
@@ -100,12 +102,12 @@ mod tests {
         let zone = Zone::new(pages.clone());
         assert!(matches!(zone, Zone::Pages(_)));
         assert_eq!(
-            [zone.find(0), zone.find(4096 + 512), zone.find(8192)],
+            [zone.find(0, ZONE_BYTES), zone.find(4096 + 512, ZONE_BYTES), zone.find(8192, ZONE_BYTES)],
             [(1, 4096), (2, 3584), (1, ZONE_BYTES - 8192)]
         );
         pages[9] = 7;
         let zone = Zone::new(pages);
         assert!(matches!(zone, Zone::Sectors(_)));
-        assert_eq!([zone.find(4096), zone.find(4608), zone.find(5120)], [(2, 512), (7, 512), (2, 3072)]);
+        assert_eq!([zone.find(4096, ZONE_BYTES), zone.find(4608, ZONE_BYTES), zone.find(5120, ZONE_BYTES)], [(2, 512), (7, 512), (2, 3072)]);
     }
 }

@@ -229,7 +229,7 @@ fn bad_block_sizes_are_refused() {
 
 #[test]
 fn bad_bat_entry_counts_are_refused() {
-    for (entries, names) in [(0u32, "BAT has 0"), (u32::MAX, "BAT has"), (3, "BAT has 3"), (1 << 20, "BAT goes past")] {
+    for (entries, names) in [(0u32, "BAT has 0"), (u32::MAX, "BAT has"), (3, "BAT has 3"), (2 * 1_044_480, "BAT goes past")] {
         let (world, file) = sample();
         patch_header(&file, 28, &entries.to_be_bytes());
         corrupt(&world, names);
@@ -369,9 +369,17 @@ fn a_batmap_with_a_bad_cookie_is_ignored() {
 
 #[test]
 fn a_batmap_of_a_bad_size_is_ignored() {
-    for sectors in [0u32, 8193, u32::MAX, 8000] {
+    for sectors in [0u32, 8193, u32::MAX] {
         with_batmap(|bytes| bytes[16..20].copy_from_slice(&sectors.to_be_bytes()));
     }
+}
+
+#[test]
+fn a_batmap_over_blocks_is_refused() {
+    let (world, file) = sample();
+    let at = header_of(&file).bat_end_bytes();
+    file.patch(at + 16, &8000u32.to_be_bytes());
+    corrupt(&world, "over the image's metadata");
 }
 
 #[test]

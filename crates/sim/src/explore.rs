@@ -96,11 +96,7 @@ pub fn explore<S: Subject>(subject: S, plan: Plan, options: &Options) -> Result<
 ///
 /// # Errors
 /// The first finding, with the step and the kind of crash.
-pub fn explore_every_step<S: Subject + Clone>(
-    subject: &S,
-    plan: &Plan,
-    options: &Options,
-) -> Result<u64, Finding> {
+pub fn explore_every_step<S: Subject + Clone>(subject: &S, plan: &Plan, options: &Options) -> Result<u64, Finding> {
     let steps = explore(subject.clone(), plan.clone(), options)?.first_life_steps;
     for step in 0..steps {
         for crash in [Crash::Death, Crash::PowerCut] {
@@ -205,13 +201,7 @@ impl<S: Subject> Run<S> {
     }
 
     /// Open, verify, work, verify, close; `None` when it was stopped on the way.
-    fn phases(
-        &mut self,
-        executor: &mut Executor,
-        layer: usize,
-        life: &Life,
-        limit: u64,
-    ) -> Option<()> {
+    fn phases(&mut self, executor: &mut Executor, layer: usize, life: &Life, limit: u64) -> Option<()> {
         let shared = self.open(executor, layer, life, limit)?;
         if life.verify_first {
             executor.spawn(shared.clone().verify(Rng::new(self.rng.next()), false));
@@ -230,13 +220,7 @@ impl<S: Subject> Run<S> {
         run(executor, limit)
     }
 
-    fn open(
-        &mut self,
-        executor: &mut Executor,
-        layer: usize,
-        life: &Life,
-        limit: u64,
-    ) -> Option<Rc<Shared<S::Disk>>> {
+    fn open(&mut self, executor: &mut Executor, layer: usize, life: &Life, limit: u64) -> Option<Rc<Shared<S::Disk>>> {
         let faults_before = self.world.faults_fired();
         let slot: Slot<_> = Rc::default();
         let (subject, world, into) = (self.subject.clone(), self.world.clone(), slot.clone());
@@ -254,11 +238,10 @@ impl<S: Subject> Run<S> {
             }
         };
         let faults = &life.faults;
-        let only_syncs_fail = faults.read_eio + faults.write_eio + faults.no_space == 0;
+        let only_syncs_fail = faults.read_eio + faults.write_eio + faults.no_space == 0 && faults.space_bytes.is_none();
         let (world, oracle, plan) = (self.world.clone(), self.oracle.clone(), self.plan.clone());
         let flush_failed = Cell::new(false);
-        let shared =
-            Shared { disk, world, oracle, plan, faults_before, only_syncs_fail, flush_failed };
+        let shared = Shared { disk, world, oracle, plan, faults_before, only_syncs_fail, flush_failed };
         Some(Rc::new(shared))
     }
 }

@@ -105,12 +105,7 @@ impl SimFile {
 
     /// Makes effects durable: all whose operation is not `optional`, and each optional one by chance.
     /// `writing` lists the ranges and ways of writes in flight.
-    pub fn sync(
-        &mut self,
-        rng: &mut Rng,
-        optional: impl Fn(u64) -> bool,
-        writing: &[(Range<u64>, Via)],
-    ) {
+    pub fn sync(&mut self, rng: &mut Rng, optional: impl Fn(u64) -> bool, writing: &[(Range<u64>, Via)]) {
         let mut stays = vec![false; self.unsynced.len()];
         for at in (0..self.unsynced.len()).rev() {
             let effect = &self.unsynced[at];
@@ -120,8 +115,7 @@ impl SimFile {
                 (at + 1..stays.len())
                     .any(|later| !stays[later] && overlaps(&range, &self.unsynced[later].change.range()))
             };
-            stays[at] =
-                effect.harm.unsynced || (optional(effect.op) && rng.chance(1, 2) && !overtaken());
+            stays[at] = effect.harm.unsynced || (optional(effect.op) && rng.chance(1, 2) && !overtaken());
         }
         let mut stays = stays.into_iter();
         let durable = &mut self.durable;
@@ -199,32 +193,51 @@ impl Style {
         match self {
             Style::Pieces(chance) => *chance,
             Style::Prefix(end) if at == *end => 50,
-            Style::Prefix(end) => if at < *end { 100 } else { 0 },
+            Style::Prefix(end) => {
+                if at < *end {
+                    100
+                } else {
+                    0
+                }
+            }
             Style::Whole(bits) => (crate::rng::mix(bits ^ at as u64) & 1) * 100,
         }
     }
 }
 
+/// The parts of `range` between multiples of `step`.
+fn pieces(range: Range<u64>, step: u64) -> impl Iterator<Item = Range<u64>> {
+    let mut at = range.start;
+    std::iter::from_fn(move || {
+        let piece = at..((at / step + 1) * step).min(range.end);
+        at = piece.end;
+        (!piece.is_empty()).then_some(piece)
+    })
+}
+
 /// Applies each `granule`-sized piece of `change` with a chance of `chance` in 100.
 fn keep(pages: &mut Pages, change: &Change, rng: &mut Rng, granule: u64, chance: u64) {
-    let Change::Write { offset, bytes } = change else {
-        if rng.chance(chance, 100) {
-            change.apply(pages);
+    match change {
+        Change::Write { offset, bytes } => {
+            let end = offset + bytes.len() as u64;
+            // A longer length may survive without the bytes that made it longer.
+            if end > pages.len() && rng.chance(chance, 100) {
+                pages.set_len(end);
+            }
+            for piece in pieces(*offset..end, granule).filter(|_| rng.chance(chance, 100)) {
+                let part = (piece.start - offset) as usize..(piece.end - offset) as usize;
+                pages.write(piece.start, &bytes[part]);
+            }
         }
-        return;
-    };
-    let end = offset + bytes.len() as u64;
-    // A longer length may survive without the bytes that made it longer.
-    if end > pages.len() && rng.chance(chance, 100) {
-        pages.set_len(end);
-    }
-    let mut at = *offset;
-    while at < end {
-        let next = ((at / granule + 1) * granule).min(end);
-        if rng.chance(chance, 100) {
-            pages.write(at, &bytes[(at - offset) as usize..(next - offset) as usize]);
+        // Holes are made extent by extent.
+        Change::Zero { range } => {
+            pieces(range.clone(), 16 * PAGE).filter(|_| rng.chance(chance, 100)).for_each(|piece| pages.zero(piece))
         }
-        at = next;
+        Change::SetLen(len) => {
+            if rng.chance(chance, 100) {
+                pages.set_len(*len);
+            }
+        }
     }
 }
 

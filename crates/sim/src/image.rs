@@ -4,8 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, OpenMode, Result, Segments,
-    WriteZeroes,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, OpenMode, Result, Segments, WriteZeroes,
 };
 use spile_image::vhd::codec::footer::DiskType;
 use spile_image::vhd::{self, CreateParams, ParentRef, Severity};
@@ -123,11 +122,7 @@ impl Image {
     }
 
     async fn chain(&self, world: &World, layer: usize, read_only: bool) -> Result<Chain<SimStore>> {
-        let options = OpenOptions {
-            read_only,
-            metadata_cache_bytes: self.cache_bytes,
-            ..OpenOptions::default()
-        };
+        let options = OpenOptions { read_only, metadata_cache_bytes: self.cache_bytes, ..OpenOptions::default() };
         Chain::open(&world.files(), world.env(), &self.path(layer), &options).await
     }
 
@@ -211,11 +206,7 @@ impl Subject for Image {
 
     async fn open(&self, world: &World, layer: usize) -> Result<SimDisk> {
         let chain = self.chain(world, layer, false).await?;
-        Ok(if self.aligned {
-            SimDisk::Aligned(Aligned::new(chain))
-        } else {
-            SimDisk::Plain(chain)
-        })
+        Ok(if self.aligned { SimDisk::Aligned(Aligned::new(chain)) } else { SimDisk::Plain(chain) })
     }
 
     async fn check(&self, world: &World, clean: bool) -> Result<(), String> {

@@ -31,8 +31,7 @@ struct Arguments {
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (kind, mode) = (None, Mode::Random);
-    let mut arguments =
-        Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace: false };
+    let mut arguments = Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace: false };
     while let Some(word) = words.next() {
         let mut number = || -> Result<u64, String> {
             let value = words.next().ok_or(format!("{word} wants a number"))?;

@@ -9,12 +9,24 @@ use crate::faults::{Harm, How, Touch};
 
 /// What an operation does.
 pub(crate) enum Kind {
-    Read { offset: u64, into: Segments },
-    Write { offset: u64, from: Segments, via: Via },
-    Zero { range: Range<u64> },
+    Read {
+        offset: u64,
+        into: Segments,
+    },
+    Write {
+        offset: u64,
+        from: Segments,
+        via: Via,
+    },
+    Zero {
+        range: Range<u64>,
+    },
     SetLen(u64),
     /// With the operations that were in flight when it was issued: these need not be covered.
-    Sync { in_flight: Vec<u64>, number: u64 },
+    Sync {
+        in_flight: Vec<u64>,
+        number: u64,
+    },
     /// Opening a file, or asking for its map: takes time, changes nothing.
     Ask,
 }

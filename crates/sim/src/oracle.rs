@@ -12,7 +12,7 @@
 //! it is certain from then on.
 //!
 //! A discard may leave old bytes ("what was freed reads as zeroes, the rest is unchanged"): it is never
-//! certain until it is seen.
+//! certain until it is seen. A request that was answered with an error leaves its sectors open until they are written again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -54,6 +54,8 @@ struct Version {
     /// Durable once answered.
     fua: bool,
     discard: bool,
+    /// It was answered with an error: nobody may rely on either content until the sector is written again.
+    failed: bool,
 }
 
 impl Version {
@@ -115,15 +117,8 @@ impl Oracle {
         let issued = self.tick();
         self.writes += 1;
         let value = if change == Change::Data { Value::Stamp(self.writes) } else { Value::Zero };
-        let version = Version {
-            value,
-            issued,
-            ended: NEVER,
-            acked: NEVER,
-            seen: NEVER,
-            fua,
-            discard: change == Change::Discard,
-        };
+        let (ended, acked, seen, discard) = (NEVER, NEVER, NEVER, change == Change::Discard);
+        let version = Version { value, issued, ended, acked, seen, fua, discard, failed: false };
         for sector in sectors.clone() {
             self.prune(sector);
             self.history(sector).push(version.clone());
@@ -136,7 +131,7 @@ impl Oracle {
     fn history(&mut self, sector: u64) -> &mut Vec<Version> {
         self.sectors[sector as usize].get_or_insert_with(|| {
             let (value, fua, discard) = (Value::Zero, true, false);
-            Box::new(vec![Version { value, issued: 0, ended: 0, acked: 0, seen: 0, fua, discard }])
+            Box::new(vec![Version { value, issued: 0, ended: 0, acked: 0, seen: 0, fua, discard, failed: false }])
         })
     }
 
@@ -165,12 +160,20 @@ impl Oracle {
         let now = self.tick();
         self.in_flight.remove(&pending.issued);
         for sector in pending.sectors.clone() {
-            let version =
-                self.history(sector).iter_mut().find(|version| version.issued == pending.issued);
+            let version = self.history(sector).iter_mut().find(|version| version.issued == pending.issued);
             if let Some(version) = version {
                 version.ended = now;
                 version.acked = if success { now } else { NEVER };
+                version.failed = !success;
             }
+        }
+    }
+
+    /// The change was refused at once, with nothing changed.
+    pub fn withdraw(&mut self, pending: &Pending) {
+        self.in_flight.remove(&pending.issued);
+        for sector in pending.sectors.clone() {
+            self.history(sector).retain(|version| version.issued != pending.issued);
         }
     }
 
@@ -221,13 +224,7 @@ impl Oracle {
         self.reads.remove(&issued);
     }
 
-    fn judge(
-        &mut self,
-        sector: u64,
-        issued: u64,
-        now: u64,
-        read: Result<Value, String>,
-    ) -> Result<(), String> {
+    fn judge(&mut self, sector: u64, issued: u64, now: u64, read: Result<Value, String>) -> Result<(), String> {
         let Some(versions) = &mut self.sectors[sector as usize] else {
             return match read {
                 Ok(Value::Zero) => Ok(()),
@@ -242,10 +239,12 @@ impl Oracle {
             Ok(value) => value,
             Err(garbage) => return explained(&garbage, versions),
         };
-        let matching: Vec<usize> =
-            allowed.iter().copied().filter(|at| versions[*at].value == value).collect();
+        let matching: Vec<usize> = allowed.iter().copied().filter(|at| versions[*at].value == value).collect();
         if matching.is_empty() {
             return explained(&format!("{value:?}"), versions);
+        }
+        if allowed.iter().any(|at| versions[*at].failed) {
+            return Ok(());
         }
         if let [only] = matching[..] {
             versions[only].seen = versions[only].seen.min(now);
@@ -254,7 +253,7 @@ impl Oracle {
         if quiet && allowed.len() > 1 {
             let fua = versions.iter().all(|version| version.issued < self.cut);
             let (issued, ended, acked, seen) = (now, now, now, now);
-            versions.push(Version { value, issued, ended, acked, seen, fua, discard: false });
+            versions.push(Version { value, issued, ended, acked, seen, fua, discard: false, failed: false });
         }
         Ok(())
     }
@@ -299,16 +298,13 @@ impl Oracle {
 
 /// The versions that a read that began at `start` may return.
 fn allowed(versions: &[Version], start: u64) -> Vec<usize> {
-    let replaced = |v: &Version| {
-        versions.iter().any(|w| v.over() < w.issued && w.certain() < start)
-    };
+    let replaced = |v: &Version| versions.iter().any(|w| v.over() < w.issued && w.certain() < start);
     (0..versions.len()).filter(|at| !replaced(&versions[*at])).collect()
 }
 
 /// A power cut: what is not durable becomes uncertain, what a durable version replaced is gone.
 fn cut(versions: &mut Vec<Version>, flushed: u64) {
-    let durable: Vec<u64> =
-        versions.iter().filter(|v| v.durable(flushed)).map(|v| v.issued).collect();
+    let durable: Vec<u64> = versions.iter().filter(|v| v.durable(flushed)).map(|v| v.issued).collect();
     versions.retain(|v| !durable.iter().any(|issued| v.over() < *issued));
     for version in versions {
         version.ended = version.over();
@@ -324,8 +320,7 @@ fn explain(versions: &[Version], start: u64) -> String {
     let allowed = allowed(versions, start);
     let show = |at: u64| if at == NEVER { "-".to_owned() } else { at.to_string() };
     let line = |(at, v): (usize, &Version)| {
-        let (issued, acked, ended, seen) =
-            (v.issued, show(v.acked), show(v.ended), show(v.seen));
+        let (issued, acked, ended, seen) = (v.issued, show(v.acked), show(v.ended), show(v.seen));
         let kind = if v.discard { " discard" } else { "" };
         let may = if allowed.contains(&at) { "allowed " } else { "replaced" };
         format!("\n    {may} {:?}{kind} issued {issued} acked {acked} ended {ended} seen {seen} fua {}", v.value, v.fua)
@@ -456,12 +451,14 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_write_may_show_and_then_stays() {
+    fn after_a_failed_write_old_and_new_may_show_until_the_next() {
         let mut oracle = Oracle::new(1);
         let old = write(&mut oracle);
         let failed = oracle.begin(0..1, Change::Data, false);
         oracle.end(&failed, false);
-        assert!(read(&mut oracle, Value::Stamp(failed.write)) && !read(&mut oracle, old));
+        assert!(read(&mut oracle, Value::Stamp(failed.write)) && read(&mut oracle, old));
+        write(&mut oracle);
+        assert!(!read(&mut oracle, Value::Stamp(failed.write)) && !read(&mut oracle, old));
     }
 
     #[test]

@@ -58,8 +58,7 @@ impl Pages {
     pub fn write(&mut self, offset: u64, bytes: &[u8]) {
         let end = offset + bytes.len() as u64;
         for (page, within, done) in parts(offset..end) {
-            let target =
-                self.map.entry(page).or_insert_with(|| Arc::new([0; PAGE as usize]));
+            let target = self.map.entry(page).or_insert_with(|| Arc::new([0; PAGE as usize]));
             let len = within.len();
             Arc::make_mut(target)[within].copy_from_slice(&bytes[done..done + len]);
         }

@@ -120,11 +120,12 @@ impl Life {
 
 fn draw_faults(rng: &mut Rng) -> Faults {
     let mut faults = Faults::default();
-    match rng.below(5) {
+    match rng.below(6) {
         0 => faults.read_eio = rng.between(10, 300),
         1 => faults.write_eio = rng.between(10, 300),
         2 => faults.no_space = rng.between(10, 500),
         3 => faults.sync_eio = rng.between(200, 3000),
+        4 => faults.space_bytes = Some(rng.between(16, 2048) << 12),
         _ => faults.slow = rng.between(100, 1000),
     }
     faults

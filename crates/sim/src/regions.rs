@@ -54,6 +54,16 @@ pub fn part_of(view: &Pages, touch: &Touch) -> Option<Part> {
     in_batmap(view, bat_end, at).or_else(|| Some(behind(&header, touch)))
 }
 
+/// True when `touch` empties a batmap: its map or the header of an empty map is written.
+pub fn empties_batmap(view: &Pages, touch: &Touch) -> bool {
+    match part_of(view, touch) {
+        Some(Part::Batmap) => touch.bytes.iter().all(|byte| *byte == 0),
+        Some(Part::BatmapHeader) => BatmapHeader::parse(&touch.bytes)
+            .is_ok_and(|header| header.checksum == BatmapHeader::checksum_of(header.version, &[])),
+        _ => false,
+    }
+}
+
 fn in_batmap(view: &Pages, header_at: u64, at: u64) -> Option<Part> {
     let mut bytes = [0; BatmapHeader::LEN];
     view.read(header_at, &mut bytes);

@@ -34,12 +34,7 @@ pub struct Totals {
 ///
 /// # Errors
 /// What was found.
-pub fn run_seed(
-    seed: u64,
-    kind: Option<Kind>,
-    mode: Mode,
-    options: &Options,
-) -> Result<Summary, Finding> {
+pub fn run_seed(seed: u64, kind: Option<Kind>, mode: Mode, options: &Options) -> Result<Summary, Finding> {
     let image = Image::draw(seed, kind);
     let (size, block) = (image.leaf().size_bytes, u64::from(image.leaf().block_bytes));
     match mode {

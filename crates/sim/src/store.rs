@@ -7,8 +7,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use spile_core::{
-    Env, Error, ErrorKind, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo,
-    StoreOffset, Via,
+    Env, Error, ErrorKind, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
 
 use crate::file::SimFile;

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use spile_core::{
-    Disk, DiskInfo, Extent, ExtentKind, ExtentStatus, Files, OpenMode, Result, Segments, Store,
-    StoreOffset, Via, WriteZeroes,
+    Disk, DiskInfo, Extent, ExtentKind, ExtentStatus, Files, OpenMode, Result, Segments, Store, StoreOffset, Via,
+    WriteZeroes,
 };
 
 use crate::store::SimStore;
@@ -101,8 +101,7 @@ impl Subject for Toy {
         let view = world.view(Path::new(PATH)).ok_or("the file is gone")?;
         let mut table = vec![0; if self.thin { TABLE_BYTES as usize } else { 0 }];
         view.read(0, &mut table);
-        let mut used: Vec<u32> =
-            table.chunks_exact(4).map(|b| entry(b).0).filter(|block| *block > 0).collect();
+        let mut used: Vec<u32> = table.chunks_exact(4).map(|b| entry(b).0).filter(|block| *block > 0).collect();
         used.sort_unstable();
         let twice = used.windows(2).find(|pair| pair[0] == pair[1]);
         twice.map_or(Ok(()), |pair| Err(format!("block {} is used twice", pair[0])))

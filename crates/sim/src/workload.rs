@@ -6,9 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::rc::Rc;
 
-use spile_core::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Segment, Segments, WriteZeroes,
-};
+use spile_core::{Disk, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Segment, Segments, WriteZeroes};
 
 use crate::oracle::{Change, Oracle, Pending};
 use crate::plan::{Plan, Weights};
@@ -52,8 +50,7 @@ impl<D: Disk> Shared<D> {
     }
 
     async fn request(&self, rng: &mut Rng) {
-        let Weights { write, fua, read, flush, discard, zeroes, extents } =
-            self.plan.weights.clone();
+        let Weights { write, fua, read, flush, discard, zeroes, extents } = self.plan.weights.clone();
         let mut choice = rng.below(write + fua + read + flush + discard + zeroes + extents);
         let mut is = |weight: u64| {
             let hit = choice < weight;
@@ -141,8 +138,8 @@ impl<D: Disk> Shared<D> {
 
     /// A buffer in one or two segments, each on the disk's alignment for memory.
     fn buffer(&self, len: usize, rng: &mut Rng) -> Segments {
-        let align = (self.disk.info().memory_align_bytes as usize).max(512);
-        let first = rng.index(len / align + 1) * align;
+        let align = self.disk.info().memory_align_bytes as usize;
+        let first = rng.index(len / align) * align;
         let mut buffer = Segments::zeroed(first);
         buffer.push(Segment::zeroed(len - first));
         if rng.chance(1, 2) { Segments::zeroed(len) } else { buffer }
@@ -154,7 +151,7 @@ impl<D: Disk> Shared<D> {
         let done = self.disk.write_zeroes(extent(&sectors), how).await;
         match &done {
             Err(error) if how.only_if_fast && error.kind() == ErrorKind::Unsupported => {
-                self.oracle.borrow_mut().end(&pending, false);
+                self.oracle.borrow_mut().withdraw(&pending);
             }
             _ => self.end("write_zeroes", &sectors, &pending, &done),
         }
@@ -260,8 +257,7 @@ fn check_runs(asked: Extent, runs: &[ExtentStatus]) -> Result<(), String> {
         at = run.extent.end();
     }
     let alike = |pair: &[ExtentStatus]| {
-        pair[0].kind == pair[1].kind
-            && (pair[0].depth == pair[1].depth || pair[0].kind == ExtentKind::Hole)
+        pair[0].kind == pair[1].kind && (pair[0].depth == pair[1].depth || pair[0].kind == ExtentKind::Hole)
     };
     if runs.windows(2).any(alike) {
         return Err(format!("the map of {asked} has adjacent runs alike: {runs:?}"));

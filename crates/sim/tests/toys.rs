@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use spile_sim::explore::{Finding, Options, Summary, explore, explore_every_step};
-use spile_sim::faults::{Choice, Sabotage};
+use spile_sim::faults::{Choice, Faults, Sabotage};
 use spile_sim::plan::Plan;
 use spile_sim::toys::{Bug, Toy};
 
@@ -128,11 +128,7 @@ fn a_finding_carries_its_trace_when_asked() {
 
 #[test]
 fn a_crash_at_every_step_of_a_short_run_passes() {
-    let steps = explore_every_step(
-        &toy(true, Bug::None),
-        &Plan::short(3, SIZE, BLOCK),
-        &Options::default(),
-    );
+    let steps = explore_every_step(&toy(true, Bug::None), &Plan::short(3, SIZE, BLOCK), &Options::default());
     assert!(steps.unwrap_or_else(|finding| panic!("{}", finding.message)) > 40);
 }
 
@@ -141,4 +137,35 @@ fn a_crash_at_every_step_finds_a_table_lost_at_death() {
     let broken = toy(true, Bug::TableInMemory);
     let found = explore_every_step(&broken, &Plan::short(3, SIZE, BLOCK), &Options::default());
     assert!(found.unwrap_err().message.contains("Death at step"));
+}
+
+/// A right toy under these faults, in every life.
+fn hunt_with_faults(faults: &Faults) -> Option<Finding> {
+    (0..150).find_map(|seed| {
+        let mut plan = Plan::draw(seed, SIZE, BLOCK);
+        plan.lives.iter_mut().for_each(|life| life.faults = faults.clone());
+        explore(toy(false, Bug::None), plan, &Options::default()).err()
+    })
+}
+
+#[test]
+fn honest_faults_break_no_promise() {
+    let faults = Faults {
+        read_eio: 100,
+        write_eio: 100,
+        no_space: 100,
+        sync_eio: 500,
+        slow: 500,
+        space_bytes: Some(SIZE / 2),
+        forgetful_sync: false,
+    };
+    let found = hunt_with_faults(&faults);
+    assert!(found.is_none(), "{found:?}");
+}
+
+#[test]
+fn a_sync_that_fails_once_and_then_lies_is_found() {
+    let faults = Faults { sync_eio: 2000, forgetful_sync: true, ..Faults::default() };
+    let message = hunt_with_faults(&faults).unwrap().message;
+    assert!(message.contains("a flush succeeds after one that failed"), "{message}");
 }

@@ -8,7 +8,7 @@ use spile_sim::explore::{Finding, Options, Summary, explore};
 use spile_sim::faults::{Choice, How, Sabotage, Touch};
 use spile_sim::image::{Image, Kind, LayerPlan};
 use spile_sim::plan::{Life, Plan, Weights};
-use spile_sim::regions::{Part, part_of};
+use spile_sim::regions::{Part, empties_batmap, part_of};
 use spile_sim::seeds::{Mode, run_seed};
 
 const SEEDS: u64 = 600;
@@ -84,7 +84,12 @@ fn rule_2_the_entry_before_the_answer() {
 
 #[test]
 fn rule_2_the_bitmap_before_the_entry() {
-    bites(drawn(Kind::Dynamic), "a new block's bitmap is written after its entry", CONTENT, Sabotage::Late(part(Part::Bitmap)));
+    bites(
+        drawn(Kind::Dynamic),
+        "a new block's bitmap is written after its entry",
+        CONTENT,
+        Sabotage::Late(part(Part::Bitmap)),
+    );
 }
 
 #[test]
@@ -123,7 +128,12 @@ fn rule_5_a_sync_between_release_and_reuse() {
 
 #[test]
 fn rule_5_a_released_block_is_emptied() {
-    bites(drawn(Kind::Chain), "a released block keeps its bytes and bitmap", CONTENT, Sabotage::Lost(part(Part::Block)));
+    bites(
+        drawn(Kind::Chain),
+        "a released block keeps its bytes and bitmap",
+        CONTENT,
+        Sabotage::Lost(part(Part::Block)),
+    );
 }
 
 #[test]
@@ -146,11 +156,11 @@ fn rule_6_a_sync_behind_the_footer() {
 
 #[test]
 fn the_batmap_is_void_before_a_release() {
-    bites(small_blocks, "the batmap stays valid", "batmap calls", Sabotage::Lost(part(Part::BatmapHeader)));
+    bites(small_blocks, "the batmap stays valid", "batmap calls", Sabotage::Lost(Arc::new(empties_batmap)));
 }
 
 #[test]
 fn the_void_batmap_is_synced_before_a_release() {
-    let sabotage = Sabotage::Unsynced(part(Part::BatmapHeader));
+    let sabotage = Sabotage::Unsynced(Arc::new(empties_batmap));
     bites(small_blocks, "the void batmap is not synced", "batmap calls", sabotage);
 }

@@ -115,11 +115,7 @@ fn split_commas(text: &str) -> Vec<String> {
 ///
 /// # Errors
 /// As [`Chain::open`].
-pub async fn open(
-    cache: CacheMode,
-    source: &Source,
-    options: &OpenOptions,
-) -> Result<Chain<AnyStore>> {
+pub async fn open(cache: CacheMode, source: &Source, options: &OpenOptions) -> Result<Chain<AnyStore>> {
     open_with(&OsFiles::new(cache), source, options, |store| store).await
 }
 

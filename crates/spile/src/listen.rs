@@ -2,12 +2,13 @@
 //! answers is replaced, and only our own is removed. Sockets passed by systemd are taken as they are.
 
 use std::fs;
-use std::io::ErrorKind as IoKind;
+use std::io::{ErrorKind as IoKind, Read};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
@@ -105,11 +106,7 @@ fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
     let listener = TcpListener::bind((host, port)).map_err(failed)?;
     // The port that the system chose, if it was left to it.
     let port = listener.local_addr().map_err(failed)?.port();
-    Ok(Bound {
-        fd: listener.into(),
-        address: Some(Address::Tcp(host.to_owned(), port)),
-        pending: None,
-    })
+    Ok(Bound { fd: listener.into(), address: Some(Address::Tcp(host.to_owned(), port)), pending: None })
 }
 
 fn bind_unix(path: &Path) -> Result<Bound> {
@@ -118,9 +115,8 @@ fn bind_unix(path: &Path) -> Result<Bound> {
     let name = format!(".spile-{}-{}", std::process::id(), next_number());
     let temporary = path.with_file_name(name);
     let _ = fs::remove_file(&temporary);
-    let listener = UnixListener::bind(&temporary)
-        .map_err(|e| Error::io("cannot listen on this socket", e))
-        .at_path(&path)?;
+    let listener =
+        UnixListener::bind(&temporary).map_err(|e| Error::io("cannot listen on this socket", e)).at_path(&path)?;
     let pending = Some(PendingName { temporary, wanted: path.clone() });
     Ok(Bound { fd: listener.into(), address: Some(Address::Unix(path)), pending })
 }
@@ -139,9 +135,28 @@ fn refuse_busy(path: &Path) -> Result<()> {
             .at_path(path)
             .hint("remove it or choose another path"));
     }
-    match UnixStream::connect(path) {
-        Err(e) if e.kind() == IoKind::ConnectionRefused => Ok(()),
-        _ => Err(busy(path)),
+    for _ in 0..ATTEMPTS {
+        match UnixStream::connect(path) {
+            Err(e) if e.kind() == IoKind::ConnectionRefused => return Ok(()),
+            Ok(stream) if !greets(&stream) => std::thread::sleep(PAUSE),
+            _ => break,
+        }
+    }
+    Err(busy(path))
+}
+
+/// How often a socket is tried that takes connections and drops them.
+const ATTEMPTS: u32 = 100;
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// True unless the connection ends without a word. A server that was just killed is like that: the kernel keeps its
+/// socket for as long as it takes to wind up its io_uring, which may be some time after the process was reaped.
+fn greets(mut stream: &UnixStream) -> bool {
+    let patient = stream.set_read_timeout(Some(Duration::from_secs(2)));
+    let first = patient.and_then(|()| stream.read(&mut [0]));
+    match first {
+        Ok(len) => len > 0,
+        Err(e) => e.kind() != IoKind::ConnectionReset,
     }
 }
 

@@ -115,12 +115,10 @@ impl Stream {
     pub fn connect(address: &Address) -> Result<Self> {
         let stream = match address {
             Address::Unix(path) => UnixStream::connect(path).map(Self::Unix),
-            Address::Tcp(host, port) => {
-                TcpStream::connect((host.as_str(), *port)).and_then(|stream| {
-                    stream.set_nodelay(true)?;
-                    Ok(Self::Tcp(stream))
-                })
-            }
+            Address::Tcp(host, port) => TcpStream::connect((host.as_str(), *port)).and_then(|stream| {
+                stream.set_nodelay(true)?;
+                Ok(Self::Tcp(stream))
+            }),
         };
         stream.map_err(|e| Error::io(format!("cannot connect to {address}"), e))
     }
@@ -193,8 +191,7 @@ impl Client {
     /// # Errors
     /// `NotFound` for an unknown export, `Unsupported` for `nbds`, `Protocol` for a server that is not one.
     pub fn connect(uri: &NbdUri) -> Result<Self> {
-        Self::connect_inner(uri)
-            .map_err(|e| Error::new(e.kind(), format!("cannot use {uri}")).caused_by(e))
+        Self::connect_inner(uri).map_err(|e| Error::new(e.kind(), format!("cannot use {uri}")).caused_by(e))
     }
 
     fn connect_inner(uri: &NbdUri) -> Result<Self> {
@@ -305,8 +302,7 @@ impl Client {
     ) -> Result<()> {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
-        let len = u32::try_from(len)
-            .map_err(|_| Error::new(ErrorKind::InvalidInput, "a request of 4 GiB or more"))?;
+        let len = u32::try_from(len).map_err(|_| Error::new(ErrorKind::InvalidInput, "a request of 4 GiB or more"))?;
         let header = request_header(command, flags, cookie, offset_bytes, len);
         self.stream.write_all(&header).map_err(lost)?;
         self.stream.write_all(data).map_err(lost)?;
@@ -374,9 +370,7 @@ fn protocol(message: &str) -> Error {
 
 fn lost(error: io::Error) -> Error {
     match error.kind() {
-        io::ErrorKind::WouldBlock => {
-            Error::new(ErrorKind::TimedOut, "the server did not answer in time")
-        }
+        io::ErrorKind::WouldBlock => Error::new(ErrorKind::TimedOut, "the server did not answer in time"),
         _ => Error::io("the connection was lost", error),
     }
 }

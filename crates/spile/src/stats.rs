@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
 use spile_core::{
-    Disk, DiskInfo, Extent, ExtentStatus, Files, OpenMode, Result, Segments, Store, StoreExtent,
-    StoreInfo, StoreOffset, Via, WriteZeroes,
+    Disk, DiskInfo, Extent, ExtentStatus, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo,
+    StoreOffset, Via, WriteZeroes,
 };
 
 /// Threads beyond this many share shards.
@@ -131,8 +131,7 @@ impl Meter {
         let (ended, end_sum) = (sum(|s| &s.ended), sum(|s| &s.end_sum_ns));
         let (started, start_sum) = (sum(|s| &s.started), sum(|s| &s.start_sum_ns));
         let in_flight = started.wrapping_sub(ended);
-        let depth_integral_ns =
-            end_sum.wrapping_sub(start_sum).wrapping_add(in_flight.wrapping_mul(at_ns));
+        let depth_integral_ns = end_sum.wrapping_sub(start_sum).wrapping_add(in_flight.wrapping_mul(at_ns));
         let by_op = std::array::from_fn(|op| self.read_op(op));
         Reading { at_ns, depth_integral_ns, in_flight, by_op }
     }
@@ -142,9 +141,7 @@ impl Meter {
         OpReading {
             ops: counts().map(|c| c.ops.load(Relaxed)).sum(),
             bytes: counts().map(|c| c.bytes.load(Relaxed)).sum(),
-            buckets: (0..BUCKETS)
-                .map(|at| counts().map(|c| c.buckets[at].load(Relaxed)).sum())
-                .collect(),
+            buckets: (0..BUCKETS).map(|at| counts().map(|c| c.buckets[at].load(Relaxed)).sum()).collect(),
         }
     }
 }

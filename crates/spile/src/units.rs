@@ -11,8 +11,7 @@ use std::time::Duration;
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, suffix) = text.split_at(split);
-    let shift = size_shift(suffix)
-        .ok_or_else(|| format!("`{text}` is not a size; write 512, 4k, 20G or 1.5TiB"))?;
+    let shift = size_shift(suffix).ok_or_else(|| format!("`{text}` is not a size; write 512, 4k, 20G or 1.5TiB"))?;
     let bad = || format!("`{text}` is not a size; write 512, 4k, 20G or 1.5TiB");
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
     let whole: u64 = whole.parse().map_err(|_| bad())?;
@@ -121,8 +120,7 @@ mod tests {
 
     #[test]
     fn sizes_read_back() {
-        for (bytes, text) in [(0, "0 B"), (512, "512 B"), (20 << 30, "20 GiB"), (3 << 19, "1.5 MiB")]
-        {
+        for (bytes, text) in [(0, "0 B"), (512, "512 B"), (20 << 30, "20 GiB"), (3 << 19, "1.5 MiB")] {
             assert_eq!(format_size(bytes), text);
         }
         assert_eq!(format_size(u64::MAX), "16 EiB");

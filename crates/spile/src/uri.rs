@@ -79,9 +79,7 @@ impl FromStr for NbdUri {
 }
 
 fn not_a_uri(text: &str) -> String {
-    format!(
-        "`{text}` is not an NBD URI; write nbd+unix:///EXPORT?socket=PATH or nbd://HOST:PORT/EXPORT"
-    )
+    format!("`{text}` is not an NBD URI; write nbd+unix:///EXPORT?socket=PATH or nbd://HOST:PORT/EXPORT")
 }
 
 fn unix_address(text: &str, authority: &str, query: &str) -> Result<Address, String> {

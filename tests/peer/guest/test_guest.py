@@ -7,7 +7,7 @@ under the running guest, which then has to go on as if nothing had been.
 
 from kernel import initramfs, kernel
 from machine import Machine, root_image
-from support import MIB, STANDIN, PeerTest, Server, need, run, same_content, sha256, spile, text
+from support import MIB, STANDIN, PeerTest, Server, check, need, run, same_content, sha256, spile, text
 
 ROOT_BYTES = 512 * MIB
 # Rounds of writes before the kill: enough to reach many blocks of the disk.
@@ -69,7 +69,7 @@ class Guest(PeerTest):
     def check_images(self):
         if STANDIN:
             return
-        spile("check", self.disk)
+        check(self.disk)
         self.assertEqual(sha256(self.path("parent.vhd")), self.parent_sum, "the parent changed")
         spile("convert", self.disk, self.path("flat.raw"))
         self.assertTrue(same_content(self.path("flat.raw"), self.path("copy.raw")))

@@ -4,6 +4,7 @@ use super::Plan;
 use super::lines::{Cache, Format, Side};
 use crate::Result;
 use std::ffi::OsStr;
+use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -50,20 +51,31 @@ impl Server {
         // A server before may have left it when it was ended the hard way.
         let _ = std::fs::remove_file(&socket);
         let shown = format!("{command:?}");
-        command.stdin(Stdio::null()).stdout(Stdio::null());
+        // Servers tell of clients that only look whether they are there; a failure is told below.
+        let log = socket.with_extension("log");
+        let errors = File::create(&log).map_err(|error| format!("{}: {error}", log.display()))?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
         let child = command.spawn().map_err(|error| format!("cannot run {shown}: {error}"))?;
         let mut server = Server { child, socket };
+        server.wait_until_ready().map_err(|problem| {
+            let said = std::fs::read_to_string(&log).unwrap_or_default();
+            format!("{shown}: {problem}\n{said}")
+        })?;
+        Ok(server)
+    }
+
+    fn wait_until_ready(&mut self) -> Result<()> {
         let end = Instant::now() + LIMIT;
-        while UnixStream::connect(&server.socket).is_err() {
-            if let Ok(Some(status)) = server.child.try_wait() {
-                return Err(format!("{shown}: {status}"));
+        while UnixStream::connect(&self.socket).is_err() {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Err(status.to_string());
             }
             if Instant::now() > end {
-                return Err(format!("{shown}: not ready"));
+                return Err(format!("not ready after {LIMIT:?}"));
             }
             std::thread::sleep(Duration::from_micros(200));
         }
-        Ok(server)
+        Ok(())
     }
 
     /// The process.
@@ -79,6 +91,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        let _ = std::fs::remove_file(self.socket.with_extension("log"));
         let pid = self.child.id().to_string();
         let asked = Command::new("kill").args(["-TERM", &pid]).status();
         let end = Instant::now() + LIMIT;

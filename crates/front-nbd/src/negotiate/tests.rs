@@ -20,10 +20,7 @@ fn offers(names: &[&str]) -> Arc<[Offer]> {
 
 fn started(names: &[&str], tls: TlsMode) -> Negotiator {
     let mut negotiator = Negotiator::new(offers(names), tls, &mut Vec::new());
-    assert_eq!(
-        negotiator.step(&3u32.to_be_bytes(), &mut Vec::new()),
-        Some(Step { consumed: 4, next: Next::Continue })
-    );
+    assert_eq!(negotiator.step(&3u32.to_be_bytes(), &mut Vec::new()), Some(Step { consumed: 4, next: Next::Continue }));
     negotiator
 }
 
@@ -119,10 +116,7 @@ fn go_gives_what_was_asked_for() {
     let (replies, next) = ask(&mut negotiator, option::GO, &go_data("b", &all));
     assert_eq!(kinds(&replies), [rep::INFO, rep::INFO, rep::INFO, rep::INFO, rep::ACK]);
     assert_eq!(replies.iter().map(|r| r.1.len()).collect::<Vec<_>>(), [12, 3, 11, 14, 0]);
-    assert_eq!(
-        next,
-        Next::Transmit(Session { export: 1, structured: false, block_status: false })
-    );
+    assert_eq!(next, Next::Transmit(Session { export: 1, structured: false, block_status: false }));
 }
 
 #[test]
@@ -136,11 +130,9 @@ fn info_does_not_enter_transmission_and_a_failed_go_does_not_either() {
 
 #[test]
 fn the_empty_name_is_the_only_export_or_the_one_named_so() {
-    let session = |names: &[&str]| {
-        match ask(&mut started(names, TlsMode::Off), option::GO, &go_data("", &[])).1 {
-            Next::Transmit(session) => Some(session.export),
-            _ => None,
-        }
+    let session = |names: &[&str]| match ask(&mut started(names, TlsMode::Off), option::GO, &go_data("", &[])).1 {
+        Next::Transmit(session) => Some(session.export),
+        _ => None,
     };
     assert_eq!(session(&["a"]), Some(0));
     assert_eq!(session(&["a", ""]), Some(1));
@@ -176,10 +168,7 @@ fn metadata_needs_structured_replies_and_the_same_export() {
     let (replies, _) = ask(&mut negotiator, option::SET_META_CONTEXT, &query);
     assert_eq!(kinds(&replies), [rep::META_CONTEXT, rep::ACK]);
     let (_, next) = ask(&mut negotiator, option::GO, &go_data("b", &[]));
-    assert_eq!(
-        next,
-        Next::Transmit(Session { export: 1, structured: true, block_status: false })
-    );
+    assert_eq!(next, Next::Transmit(Session { export: 1, structured: true, block_status: false }));
 }
 
 #[test]
@@ -189,9 +178,7 @@ fn a_failed_selection_clears_the_one_before() {
     let query = meta_data("a", &["base:allocation"]);
     ask(&mut negotiator, option::SET_META_CONTEXT, &query);
     ask(&mut negotiator, option::SET_META_CONTEXT, &meta_data("a", &["x-no:thing"]));
-    let Next::Transmit(session) = ask(&mut negotiator, option::GO, &go_data("a", &[])).1 else {
-        panic!("go failed")
-    };
+    let Next::Transmit(session) = ask(&mut negotiator, option::GO, &go_data("a", &[])).1 else { panic!("go failed") };
     assert!(session.structured && !session.block_status);
 }
 
@@ -238,10 +225,7 @@ fn starttls_voids_what_was_agreed_before() {
     assert_eq!(ask(&mut negotiator, option::STARTTLS, b"").1, Next::StartTls);
     negotiator.tls_started();
     let (_, next) = ask(&mut negotiator, option::GO, &go_data("a", &[]));
-    assert_eq!(
-        next,
-        Next::Transmit(Session { export: 0, structured: false, block_status: false })
-    );
+    assert_eq!(next, Next::Transmit(Session { export: 0, structured: false, block_status: false }));
 }
 
 #[test]
@@ -305,13 +289,7 @@ fn a_flood_of_options_is_bounded() {
 #[test]
 fn a_request_before_go_ends_the_session() {
     use crate::wire::request::{Command, Request};
-    let request = Request {
-        flags: 0,
-        command: Command::Read,
-        cookie: 1,
-        offset_bytes: 0,
-        len_bytes: 512,
-    };
+    let request = Request { flags: 0, command: Command::Read, cookie: 1, offset_bytes: 0, len_bytes: 512 };
     let mut negotiator = started(&["a"], TlsMode::Off);
     let step = negotiator.step(&request.encode(), &mut Vec::new()).unwrap();
     assert_eq!(step.next, Next::HangUp);

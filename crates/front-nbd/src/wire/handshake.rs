@@ -144,8 +144,7 @@ impl<'a> InfoRequest<'a> {
         let mut cursor = Cursor::new(data);
         let name = counted_string(&mut cursor)?;
         let count = cursor.u16().ok_or(SHORT)?;
-        let mut request =
-            Self { name, wants_name: false, wants_description: false, wants_block_size: false };
+        let mut request = Self { name, wants_name: false, wants_description: false, wants_block_size: false };
         for _ in 0..count {
             match cursor.u16().ok_or(SHORT)? {
                 info::NAME => request.wants_name = true,

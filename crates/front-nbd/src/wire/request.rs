@@ -178,8 +178,7 @@ mod tests {
     fn only_a_write_has_a_payload() {
         for number in 0..10 {
             let command = Command::from_wire(number);
-            let request =
-                Request { flags: 0, command, cookie: 0, offset_bytes: 0, len_bytes: 7 };
+            let request = Request { flags: 0, command, cookie: 0, offset_bytes: 0, len_bytes: 7 };
             assert_eq!(request.payload_bytes() == 7, number == 1);
         }
     }

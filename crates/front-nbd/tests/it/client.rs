@@ -6,12 +6,10 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use spile_front_nbd::wire::handshake::{
-    INIT_MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, info, option, rep,
-};
+use spile_front_nbd::wire::handshake::{INIT_MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, info, option, rep};
 use spile_front_nbd::wire::reply::{
-    FLAG_DONE, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, TYPE_BLOCK_STATUS, TYPE_ERROR,
-    TYPE_ERROR_OFFSET, TYPE_NONE, TYPE_OFFSET_DATA, TYPE_OFFSET_HOLE,
+    FLAG_DONE, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, TYPE_BLOCK_STATUS, TYPE_ERROR, TYPE_ERROR_OFFSET, TYPE_NONE,
+    TYPE_OFFSET_DATA, TYPE_OFFSET_HOLE,
 };
 use spile_front_nbd::wire::request::{Command, Request};
 
@@ -177,18 +175,14 @@ impl<S: Stream> Client<S> {
         assert_eq!(replies.last().unwrap().0, rep::ACK, "{replies:?}");
         let export = replies.iter().find(|(_, data)| data.starts_with(&info::EXPORT.to_be_bytes()));
         let data = &export.expect("GO tells of the export").1;
-        (
-            u64::from_be_bytes(data[2..10].try_into().unwrap()),
-            u16::from_be_bytes(data[10..12].try_into().unwrap()),
-        )
+        (u64::from_be_bytes(data[2..10].try_into().unwrap()), u16::from_be_bytes(data[10..12].try_into().unwrap()))
     }
 
     /// Sends a request; its cookie.
     pub fn request(&mut self, command: Command, flags: u16, offset: u64, len: u32) -> u64 {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
-        let request =
-            Request { flags, command, cookie, offset_bytes: offset, len_bytes: len };
+        let request = Request { flags, command, cookie, offset_bytes: offset, len_bytes: len };
         self.send(&request.encode());
         cookie
     }

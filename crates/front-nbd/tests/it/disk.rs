@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Poll, Waker};
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Result, Segments, Store,
-    StoreOffset, Via, WriteZeroes,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Result, Segments, Store, StoreOffset, Via,
+    WriteZeroes,
 };
 
 /// See the module.

@@ -42,15 +42,13 @@ impl Step {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let range = (0..SIZE, prop_oneof![8 => 0u32..9000, 1 => 60_000u32..300_000])
         .prop_map(|(offset, len)| (offset, len.min((SIZE - offset) as u32)));
-    let step = (range, 0u8..10, any::<u8>(), any::<bool>()).prop_map(
-        |((offset, len), kind, byte, flag)| match kind {
-            0..4 => Step::Read { offset, len, df: flag },
-            4..7 => Step::Write { offset, len, byte, fua: flag && byte < 30 },
-            7 => Step::Zero { offset, len, no_hole: flag },
-            8 => Step::Trim { offset, len },
-            _ => Step::Flush,
-        },
-    );
+    let step = (range, 0u8..10, any::<u8>(), any::<bool>()).prop_map(|((offset, len), kind, byte, flag)| match kind {
+        0..4 => Step::Read { offset, len, df: flag },
+        4..7 => Step::Write { offset, len, byte, fua: flag && byte < 30 },
+        7 => Step::Zero { offset, len, no_hole: flag },
+        8 => Step::Trim { offset, len },
+        _ => Step::Flush,
+    });
     prop::collection::vec(step, 1..60)
 }
 
@@ -112,8 +110,7 @@ impl Checker {
             Some((Step::Read { offset, len, .. }, _)) => Some((*offset, *len)),
             _ => None,
         });
-        let (step, expected) =
-            self.in_flight.remove(&answer.cookie).expect("an answer to a request, once");
+        let (step, expected) = self.in_flight.remove(&answer.cookie).expect("an answer to a request, once");
         match step {
             Step::Read { offset, len, .. } => {
                 assert!(answer.data(offset, len as usize) == expected, "{step:?}");

@@ -234,9 +234,12 @@ fn unusable_certificates_are_named() {
     let config = Config { kind: EngineKind::Threads, workers: 1, pool_bytes: 2 << 20 };
     let engine = Engine::start(config).unwrap();
     std::fs::write(papers.path("empty.pem"), "").unwrap();
-    for (cert, key) in
-        [("none.pem", "server.key"), ("empty.pem", "server.key"), ("server.pem", "client.key"), ("server.pem", "empty.pem")]
-    {
+    for (cert, key) in [
+        ("none.pem", "server.key"),
+        ("empty.pem", "server.key"),
+        ("server.pem", "client.key"),
+        ("server.pem", "empty.pem"),
+    ] {
         let tls = TlsConfig {
             cert_chain_pem: papers.path(cert),
             key_pem: papers.path(key),

@@ -18,6 +18,17 @@ use crate::vhd::codec::footer::DiskType;
 const STEP_MIN_BYTES: u64 = 64 << 20;
 const STEP_MAX_BYTES: u64 = 1 << 30;
 
+/// Punched in one flush at most, so that a guest's flush after a large discard does not wait for all of it.
+const PUNCHES_A_FLUSH: usize = 256;
+
+/// Where a block lies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Placed {
+    pub sector: u32,
+    /// It was placed by this very call.
+    pub is_new: bool,
+}
+
 /// A place for a block, safe to use: whatever a crash leaves, its bitmap reads as zeroes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ready {
@@ -33,8 +44,23 @@ pub(crate) struct Released {
     pub fresh: Vec<u32>,
     /// Waiting until no reader of that phase is left.
     pub waiting: Option<(usize, Vec<u32>)>,
+    /// Without readers, to be punched once a sync that began later has ended.
+    pub gone: Vec<u32>,
     /// Punched, not yet synced.
     pub punched: Vec<Ready>,
+}
+
+impl Released {
+    fn count(&self) -> usize {
+        let waiting = self.waiting.as_ref().map_or(0, |(_, blocks)| blocks.len());
+        self.fresh.len() + waiting + self.gone.len() + self.punched.len()
+    }
+
+    /// The next blocks to be punched.
+    pub(crate) fn next_gone(&mut self) -> Vec<u32> {
+        let rest = self.gone.len().saturating_sub(PUNCHES_A_FLUSH);
+        self.gone.split_off(rest)
+    }
 }
 
 pub(crate) struct Alloc {
@@ -56,18 +82,34 @@ pub(crate) struct AllocState {
     step_blocks: u64,
     /// Unused runs between blocks, as an earlier session left them; used before the file grows.
     gaps: Vec<Range<u64>>,
+    /// The file is never cut before this: what lies here may be somebody's.
+    keep_end: u64,
+    footers: FooterState,
+}
+
+/// Which of the two footers are whole.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct FooterState {
+    pub copy_is_bad: bool,
+    pub trailing_is_gone: bool,
 }
 
 impl Alloc {
     /// For an image with these unused runs, and nothing but a footer from `next_free` on.
-    pub(crate) fn new(next_free: u64, gaps: Vec<Range<u64>>) -> Self {
-        let state = AllocState { next_free, gaps, ..AllocState::default() };
+    pub(crate) fn new(next_free: u64, gaps: Vec<Range<u64>>, keep_end: u64, footers: FooterState) -> Self {
+        let state = AllocState { next_free, gaps, keep_end, footers, ..AllocState::default() };
         Self { state: Mutex::new(state), preparing: async_lock::Mutex::new(()) }
     }
 
-    /// True when the file is longer than its blocks need, by this session's doing.
-    pub(crate) fn has_grown(&self) -> bool {
-        self.lock().tail_is_clean
+    /// True when the trailing footer is not behind the last block, by this session's doing, or is not there at all.
+    pub(crate) fn needs_footer(&self) -> bool {
+        let state = self.lock();
+        state.tail_is_clean || state.footers.trailing_is_gone
+    }
+
+    /// Where the file may end at the earliest, given the end of what is in use.
+    pub(crate) fn end_for(&self, used_end: u64) -> u64 {
+        self.lock().keep_end.max(used_end).next_multiple_of(SECTOR)
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, AllocState> {
@@ -82,8 +124,10 @@ impl Alloc {
     pub(crate) fn cut(&self, used_end: u64) {
         let mut state = self.lock();
         state.ready.clear();
+        state.released = Released::default();
         state.next_free = used_end;
         state.tail_is_clean = false;
+        state.footers.trailing_is_gone = false;
     }
 }
 
@@ -96,18 +140,22 @@ enum Turn {
 
 impl<S: Store> Sparse<S> {
     /// The sector of `block`, allocated if need be. The caller holds the block's lock.
-    pub(super) async fn place(&self, block: u32) -> Result<u32> {
+    pub(super) async fn place(&self, block: u32) -> Result<Placed> {
         loop {
             match self.next_turn(block) {
-                Turn::Placed(sector) => return Ok(sector),
+                Turn::Placed(sector) => return Ok(Placed { sector, is_new: false }),
                 Turn::Wait(done) => done.await,
-                Turn::Prepare => self.prepare(true).await?,
+                Turn::Prepare => self.prepare().await?,
                 Turn::Place(ready) => {
                     let placed = self.write_new_block(block, ready).await;
-                    if let Some(waiters) = self.alloc.lock().placing.remove(&block) {
+                    let mut state = self.alloc.lock();
+                    if placed.is_err() {
+                        state.keep_end = state.keep_end.max(self.layout.block_end(ready.sector));
+                    }
+                    if let Some(waiters) = state.placing.remove(&block) {
                         waiters.notify(usize::MAX);
                     }
-                    return placed.map(|()| ready.sector);
+                    return placed.map(|()| Placed { sector: ready.sector, is_new: true });
                 }
             }
         }
@@ -160,39 +208,85 @@ impl<S: Store> Sparse<S> {
         (state.ready.len() as u64) < state.step_blocks / 4
     }
 
-    /// Rule 1: prepares the next step of space. With `wait` only if nothing is ready; else only if nobody else is at it.
-    pub(super) async fn prepare(&self, wait: bool) -> Result<()> {
-        let _one = if wait {
-            self.alloc.preparing.lock().await
-        } else {
-            let Some(held) = self.alloc.preparing.try_lock() else { return Ok(()) };
-            held
-        };
-        if wait && !self.alloc.lock().ready.is_empty() {
+    /// Rule 1: prepares the next step of space, unless somebody else just did.
+    async fn prepare(&self) -> Result<()> {
+        let _one = self.alloc.preparing.lock().await;
+        if !self.alloc.lock().ready.is_empty() {
             return Ok(());
         }
-        let gaps = std::mem::take(&mut self.alloc.lock().gaps);
-        if !gaps.is_empty() {
-            return self.prepare_gaps(gaps).await;
-        }
-        match self.store.info().grows_zeroed {
-            true => self.grow_file().await,
-            false => self.prepare_on_device().await,
+        match self.prepare_step(self.step_blocks().max(1)).await {
+            Err(error) if error.kind() == ErrorKind::NoSpace && self.recycle(1).await? => {
+                drop(error);
+                Ok(())
+            }
+            result => result,
         }
     }
 
-    /// Rule 5 for what an earlier session released: the BAT as it was read is made durable before the bytes go.
-    async fn prepare_gaps(&self, gaps: Vec<Range<u64>>) -> Result<()> {
-        self.store.sync().await?;
-        let mut ready = Vec::new();
-        for gap in gaps {
-            for sector in self.places(gap, u64::MAX) {
-                ready.push(self.empty_place(sector).await?);
-            }
+    /// Prepares the next step before the last one is used up, unless somebody is at it. If that fails, the write
+    /// that finds no place will say so; this one has its place.
+    pub(super) async fn prepare_early(&self) {
+        let Some(_one) = self.alloc.preparing.try_lock() else { return };
+        let count = self.step_blocks();
+        if count == 0 || self.prepare_step(count).await.is_err() {
+            self.alloc.lock().step_blocks = 0;
+        }
+    }
+
+    /// Makes at least one block ready, and up to `count`: released ones if they are worth the syncs, then gaps, then
+    /// new space.
+    async fn prepare_step(&self, count: u64) -> Result<()> {
+        if self.recycle((count / 4).max(1)).await? || self.prepare_gaps(count).await? {
+            return Ok(());
+        }
+        match self.store.info().grows_zeroed {
+            true => self.grow_file(count).await,
+            false => self.prepare_on_device(count).await,
+        }
+    }
+
+    /// Brings released blocks to their end, if there are `least` of them. True when some are ready now. (Each of the
+    /// three steps of rule 5 takes a flush; readers may hold up the first.)
+    async fn recycle(&self, least: u64) -> Result<bool> {
+        if (self.alloc.lock().released.count() as u64) < least {
+            return Ok(false);
+        }
+        for _ in 0..3 {
+            self.flush().await?;
+        }
+        Ok(!self.alloc.lock().ready.is_empty())
+    }
+
+    /// Rule 5 for what an earlier session released: the BAT as it was read is made durable before the bytes go, and
+    /// both halves of the journal are retired, which may have records of what lay there. True when there were gaps.
+    async fn prepare_gaps(&self, count: u64) -> Result<bool> {
+        let places = self.take_gap_places(count);
+        if places.is_empty() {
+            return Ok(false);
+        }
+        self.flush().await?;
+        self.flush().await?;
+        let mut ready = Vec::with_capacity(places.len());
+        for sector in places {
+            ready.push(self.empty_place(sector).await?);
         }
         self.store.sync().await?;
         self.alloc.add_ready(ready);
-        Ok(())
+        Ok(true)
+    }
+
+    fn take_gap_places(&self, count: u64) -> Vec<u32> {
+        let mut state = self.alloc.lock();
+        let mut places = Vec::new();
+        while (places.len() as u64) < count {
+            let Some(gap) = state.gaps.pop() else { break };
+            let more = self.places(gap.clone(), count - places.len() as u64);
+            if let Some(&last) = more.last() {
+                state.gaps.push(self.layout.block_end(last)..gap.end);
+            }
+            places.extend(more);
+        }
+        places
     }
 
     /// Makes the place of a block read as an empty one: its bytes punched, or at least its bitmap zero.
@@ -209,11 +303,13 @@ impl<S: Store> Sparse<S> {
         Ok(Ready { sector, zeroed })
     }
 
-    /// How many blocks the next step should have: never more than the disk still lacks, at least one.
-    fn step_blocks(&self, next_free: u64) -> u64 {
-        let bytes = (next_free / 8).clamp(STEP_MIN_BYTES, STEP_MAX_BYTES);
-        let entries = u64::from(self.bat.entries());
-        (bytes / self.layout.block_bytes).clamp(1, entries.max(1))
+    /// How many blocks the next step should have: never more than the disk still lacks.
+    fn step_blocks(&self) -> u64 {
+        let allocated = self.bat.allocated().count();
+        let state = self.alloc.lock();
+        let lacking = (self.bat.entries() as usize).saturating_sub(allocated + state.ready.len());
+        let bytes = (state.next_free / 8).clamp(STEP_MIN_BYTES, STEP_MAX_BYTES);
+        (bytes / self.layout.block_bytes).max(1).min(lacking as u64)
     }
 
     /// The places of up to `count` blocks inside `within`. Data lie on 4 KiB boundaries, with the bitmap in the
@@ -232,16 +328,19 @@ impl<S: Store> Sparse<S> {
         places
     }
 
-    async fn grow_file(&self) -> Result<()> {
+    async fn grow_file(&self, count: u64) -> Result<()> {
         let (next_free, tail_is_clean) = {
             let state = self.alloc.lock();
             (state.next_free, state.tail_is_clean)
         };
         if !tail_is_clean {
             // An earlier process may have left bytes behind the last block: cut them off, so that the file grows zeroes.
+            // The trailing footer goes with them, so the copy must be whole.
+            self.mend_copy().await?;
+            self.alloc.lock().footers.trailing_is_gone = true;
             self.store.set_len(next_free).await?;
         }
-        let places = self.places(next_free..u64::MAX, self.step_blocks(next_free));
+        let places = self.places(next_free..u64::MAX, count);
         let Some(&last) = places.last() else { return Err(self.no_space()) };
         let end = self.layout.block_end(last);
         self.store.set_len(end + SECTOR).await?;
@@ -251,10 +350,21 @@ impl<S: Store> Sparse<S> {
         Ok(())
     }
 
-    async fn prepare_on_device(&self) -> Result<()> {
+    /// Writes the footer's copy at the start anew, and durably, if it was bad.
+    pub(super) async fn mend_copy(&self) -> Result<()> {
+        if !self.alloc.lock().footers.copy_is_bad {
+            return Ok(());
+        }
+        self.write_footer_at(0).await?;
+        self.store.sync().await?;
+        self.alloc.lock().footers.copy_is_bad = false;
+        Ok(())
+    }
+
+    async fn prepare_on_device(&self, count: u64) -> Result<()> {
         let next_free = self.alloc.lock().next_free;
         let limit = self.store.len_bytes().saturating_sub(SECTOR);
-        let places = self.places(next_free..limit, self.step_blocks(next_free));
+        let places = self.places(next_free..limit, count);
         let Some(&last) = places.last() else { return Err(self.no_space()) };
         let mut ready = Vec::with_capacity(places.len());
         for &sector in &places {

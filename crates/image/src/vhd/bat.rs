@@ -91,12 +91,12 @@ impl Bat {
         })
     }
 
-    /// The first allocated block at or after `block`.
-    pub(crate) fn next_allocated(&self, block: u32) -> Option<u32> {
+    /// The first allocated block at or after `block` and before `until`.
+    pub(crate) fn next_allocated(&self, block: u32, until: u32) -> Option<u32> {
         let mut at = block;
-        while at < self.entries {
+        while at < self.entries.min(until) {
             match self.page(at) {
-                None => at = (at / PAGE as u32 + 1) * PAGE as u32,
+                None => at = (at / PAGE as u32 + 1).saturating_mul(PAGE as u32),
                 Some(_) if self.get(at).is_some() => return Some(at),
                 Some(_) => at += 1,
             }
@@ -112,11 +112,12 @@ mod tests {
     #[test]
     fn blocks_come_and_go() {
         let bat = Bat::new(5000);
-        assert_eq!((bat.get(4999), bat.next_allocated(0)), (None, None));
+        assert_eq!((bat.get(4999), bat.next_allocated(0, 5000)), (None, None));
         bat.set(2049, 7);
         bat.set_full(2049, true);
         assert_eq!((bat.get(2049), bat.is_full(2049), bat.is_full(2050)), (Some(7), true, false));
-        assert_eq!((bat.next_allocated(3), bat.next_allocated(2050)), (Some(2049), None));
+        assert_eq!((bat.next_allocated(3, 5000), bat.next_allocated(2050, 5000)), (Some(2049), None));
+        assert_eq!(bat.next_allocated(3, 2049), None);
         assert_eq!(bat.allocated().collect::<Vec<_>>(), [(2049, 7)]);
         bat.clear(2049);
         assert!(bat.get(2049).is_none() && !bat.is_full(2049));

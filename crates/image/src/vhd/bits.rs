@@ -113,7 +113,16 @@ impl BitsCache {
 
     /// Adds a bitmap unless there is one; returns the one that is there then.
     pub(crate) fn insert(&self, block: u32, bits: Bits) -> Arc<Bits> {
+        self.insert_if(block, bits, |_| true)
+    }
+
+    /// The same, but only if `still_holds`, which is asked while no [`BitsCache::remove_with`] of the block can run.
+    /// If it does not, the bitmap is returned and not kept.
+    pub(crate) fn insert_if(&self, block: u32, bits: Bits, still_holds: impl FnOnce(&Bits) -> bool) -> Arc<Bits> {
         let mut shard = self.shard(block);
+        if !still_holds(&bits) {
+            return Arc::new(bits);
+        }
         if shard.len() >= self.most_per_shard && !shard.contains_key(&block) {
             let idle = shard.iter().find(|(_, bits)| Arc::strong_count(bits) == 1).map(|(&block, _)| block);
             idle.and_then(|block| shard.remove(&block));
@@ -122,7 +131,14 @@ impl BitsCache {
     }
 
     pub(crate) fn remove(&self, block: u32) {
-        self.shard(block).remove(&block);
+        self.remove_with(block, || ());
+    }
+
+    /// Removes a block's bitmap and runs `also` in one step, as [`BitsCache::insert_if`] sees it.
+    pub(crate) fn remove_with(&self, block: u32, also: impl FnOnce()) {
+        let mut shard = self.shard(block);
+        also();
+        shard.remove(&block);
     }
 }
 

@@ -103,7 +103,8 @@ pub async fn check<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
 }
 
 /// Mends what [`check`] says can be mended: footers, the batmap, BAT entries that point past the end of the file
-/// (there is nothing there to lose), space behind the last block. Returns what was found before.
+/// (there is nothing there to lose), space behind the last block. Touches nothing when there is corruption that
+/// cannot be mended so: what to keep is then a person's choice. Returns what was found before.
 ///
 /// # Errors
 /// As [`check`]; `ReadOnly` when the store cannot be written; I/O errors.
@@ -113,6 +114,9 @@ pub async fn repair<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
         return Err(
             Error::new(ErrorKind::ReadOnly, "cannot repair what is open for reading only").at_path(store.path())
         );
+    }
+    if report.findings.iter().any(|f| f.severity == Severity::Corruption && !f.can_repair) {
+        return Ok(report);
     }
     let parts = read_parts(store).await?;
     if let Some(sparse) = &parts.sparse {
@@ -298,11 +302,13 @@ async fn mend_batmap<S: Store>(store: &S, sparse: &SparseParts, footer: &Footer)
     write_batmap(store, batmap, &map, footer).await
 }
 
-/// Writes the map and the header that makes it valid.
+/// Writes the map, and when that is durable the header that makes it valid: the checksum is a plain sum over a part of
+/// the map, and may well fit an older map too.
 pub(super) async fn write_batmap<S: Store>(store: &S, batmap: &Batmap, map: &[u8], footer: &Footer) -> Result<()> {
     let start = batmap.header.map_bytes().start;
     let header = BatmapHeader::new(start, map, footer.current_size_bytes);
     write(store, start, map).await?;
+    store.sync().await?;
     write(store, batmap.header_offset, &header.to_bytes()).await
 }
 

@@ -56,7 +56,7 @@ impl<S: Store> Sparse<S> {
             return Ok(());
         }
         let (gone, punched) = self.take_released();
-        if !self.journal.has_pending() {
+        if !self.journal.has_records() {
             self.store.sync().await?;
             self.alloc.add_ready(punched);
             return self.punch_released(gone).await;
@@ -91,8 +91,10 @@ impl<S: Store> Sparse<S> {
             released.waiting = Some((self.grace.turn(), std::mem::take(&mut released.fresh)));
         }
         let over = released.waiting.as_ref().is_some_and(|(phase, _)| self.grace.is_over(*phase));
-        let gone = if over { released.waiting.take().map(|(_, blocks)| blocks) } else { None };
-        (gone.unwrap_or_default(), std::mem::take(&mut released.punched))
+        if over && let Some((_, blocks)) = released.waiting.take() {
+            released.gone.extend(blocks);
+        }
+        (released.next_gone(), std::mem::take(&mut released.punched))
     }
 
     /// Rule 5: the release is durable and nobody reads there any more; bytes and bitmap go.
@@ -128,12 +130,13 @@ impl<S: Store> Sparse<S> {
             return Ok(());
         }
         self.flush().await?;
+        self.mend_copy().await?;
         if !self.store.info().grows_zeroed {
             self.write_footer_at(self.store.len_bytes() - SECTOR).await?;
             self.write_batmap().await?;
             return self.store.sync().await;
         }
-        if self.alloc.has_grown() {
+        if self.alloc.needs_footer() {
             self.cut_tail().await?;
         }
         self.write_batmap().await?;
@@ -142,7 +145,7 @@ impl<S: Store> Sparse<S> {
 
     /// Moves the trailing footer to the end of the last block, and ends the file there.
     async fn cut_tail(&self) -> Result<()> {
-        let end = self.used_end();
+        let end = self.alloc.end_for(self.used_end());
         self.write_footer_at(end).await?;
         self.store.sync().await?;
         self.alloc.cut(end);

@@ -123,11 +123,25 @@ impl Journal {
         self.has_area() && state.halves[state.current].used * 4 > self.slots * 3
     }
 
-    /// Notes bits that have no record because there is no area: they are pending all the same.
-    pub(crate) fn note_unrecorded(&self, block: u32, at_sector: u32, bits: Arc<Bits>) {
+    /// Sets bits that have no record because there is no area: they are pending all the same.
+    pub(crate) fn set_unrecorded(&self, block: u32, at_sector: u32, bits: Arc<Bits>, sectors: Range<u32>) {
         let mut state = self.lock();
         let current = state.current;
+        bits.set(sectors);
         state.halves[current].pending.insert(block, (at_sector, bits));
+    }
+
+    /// True when all bits of `sectors` are set and survive the death of the process: recorded, or in the bitmap.
+    pub(crate) fn is_settled(&self, block: u32, bits: &Bits, sectors: Range<u32>) -> bool {
+        let state = self.lock();
+        let pending = || state.halves.iter().any(|half| half.pending.contains_key(&block));
+        bits.has_all(sectors) && (self.has_area() || !pending())
+    }
+
+    /// True when a half has records or pending bits, so that a flush must retire it. (Records alone count too: they
+    /// may name a released block, and must be gone before its place is used again.)
+    pub(crate) fn has_records(&self) -> bool {
+        self.lock().halves.iter().any(|half| half.used > 0 || !half.pending.is_empty())
     }
 
     /// True when some bitmap in memory is ahead of the file.

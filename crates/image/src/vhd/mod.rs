@@ -16,7 +16,7 @@
 //! 4. **Flush** = sync; bitmaps of recorded bits, cached; sync; journal half retired.
 //! 5. **Release before reuse.** A released block loses its BAT entry (cached). After a sync that began later, and
 //!    when no reader that knew the old address is left, its bytes and bitmap are punched; after one more sync it may
-//!    be allocated again.
+//!    be allocated again. The journal's records of the block are retired before that, too.
 //! 6. **Close** = flush; footer behind the last block; sync; the file is cut there; batmap, its header; sync.
 //!
 //! A batmap is trusted at open, and made void (and synced) before the first release of a block, as it would otherwise
@@ -133,6 +133,9 @@ pub(crate) struct Sparse<S> {
     grace: Grace,
     /// By block number: writers hold their block shared, a release holds it exclusively.
     blocks: RangeLock,
+    /// By block number: held while a bitmap is read, so that none that was read earlier comes in later, when the
+    /// one that was in use has been changed, written and dropped from the cache.
+    loads: RangeLock,
 }
 
 impl<S: Store> Sparse<S> {
@@ -175,12 +178,32 @@ impl<S: Store> Sparse<S> {
     /// What is known of the run that starts at guest byte `at`, and how far that goes, at most `len_bytes`. Never
     /// beyond one block, except for a hole.
     pub(crate) fn find(&self, at: u64, len_bytes: u64) -> (Found, u64) {
+        let (block, _) = self.layout.split(at);
+        loop {
+            let sector = self.bat.get(block);
+            let found = match sector {
+                Some(sector) => self.find_in(sector, at, len_bytes),
+                None => (Found::Below, self.hole_len(block, at, len_bytes)),
+            };
+            // Released and placed anew in between, the block's bits are not those of the old place. (It cannot be
+            // back at the old place: that is not used again while somebody may know it.)
+            if self.bat.get(block) == sector {
+                return found;
+            }
+        }
+    }
+
+    /// How far the unallocated run from `at`, which lies in `block`, goes on.
+    fn hole_len(&self, block: u32, at: u64, len_bytes: u64) -> u64 {
+        let until = ((at + len_bytes).div_ceil(self.layout.block_bytes)) as u32;
+        let next = self.bat.next_allocated(block.saturating_add(1), until);
+        next.map_or(len_bytes, |next| u64::from(next) * self.layout.block_bytes - at)
+    }
+
+    /// [`Sparse::find`] in a block that lies at `sector`.
+    fn find_in(&self, sector: u32, at: u64, len_bytes: u64) -> (Found, u64) {
         let (block, within) = self.layout.split(at);
         let in_block = len_bytes.min(self.layout.block_bytes - within);
-        let Some(sector) = self.bat.get(block) else {
-            let next = self.bat.next_allocated(block).map_or(u64::MAX, |b| u64::from(b) * self.layout.block_bytes);
-            return (Found::Below, len_bytes.min(next.saturating_sub(at)).max(in_block));
-        };
         let data = Found::Data(StoreOffset(self.layout.data_offset(sector) + within));
         if self.bat.is_full(block) {
             return (data, in_block);
@@ -233,16 +256,22 @@ impl<S: Store> Sparse<S> {
         if let Some(bits) = self.bits.get(block) {
             return Ok(bits);
         }
+        let _one = self.loads.exclusive(u64::from(block)..u64::from(block) + 1).await;
+        if let Some(bits) = self.bits.get(block) {
+            return Ok(bits);
+        }
         let offset = u64::from(sector) * SECTOR;
         let bytes = Segments::zeroed(self.layout.bitmap_bytes as usize);
         self.store.read_at(StoreOffset(offset), &bytes, Via::Cached).await.at_offset(offset)?;
         let bits = Bits::from_bytes(&bytes.to_vec(), self.layout.sectors_per_block());
-        let full = bits.is_full();
-        let bits = self.bits.insert(block, bits);
-        if full {
-            self.bat.set_full(block, true);
-        }
-        Ok(bits)
+        // A reader may come late: the block was released meanwhile, and may lie elsewhere now.
+        Ok(self.bits.insert_if(block, bits, |bits| {
+            let is_current = self.bat.get(block) == Some(sector);
+            if is_current && bits.is_full() {
+                self.bat.set_full(block, true);
+            }
+            is_current
+        }))
     }
 
     fn check_writable(&self) -> Result<()> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use spile_core::{Env, Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
-use super::alloc::Alloc;
+use super::alloc::{Alloc, FooterState};
 use super::bat::Bat;
 use super::bits::{Bits, BitsCache};
 use super::codec::MAX_SIZE_BYTES;
@@ -65,14 +65,18 @@ async fn open_inner<S: Store>(store: S, env: &Arc<dyn Env>, read_only: bool, bud
     let owner = Owner { boot_id: env.boot_id(), image_uuid: footer.uuid };
     let generation = env.random_16()[..8].iter().fold(0, |sum, &byte| sum << 8 | u64::from(byte));
     let next_free = next_free(&store, &layout, &sectors, found.has_trailing);
+    // In another's file, something may lie behind the blocks that only its maker knows.
+    let keep_end = if layout.journal.is_some() { 0 } else { next_free };
+    let footers = FooterState { copy_is_bad: found.copy_error.is_some(), trailing_is_gone: !found.has_trailing };
     let sparse = Sparse {
-        alloc: Alloc::new(next_free, gaps(&layout, &sectors)),
+        alloc: Alloc::new(next_free, gaps(&layout, &sectors), keep_end, footers),
         bits: BitsCache::new(budget, layout.bitmap_bytes as usize),
         journal: Journal::new(layout.journal.clone(), owner, generation),
         flusher: Flusher::new(batmap.is_some()),
         via: if separate { Via::Direct } else { Via::Cached },
         grace: Grace::default(),
         blocks: RangeLock::default(),
+        loads: RangeLock::default(),
         store,
         footer,
         header,
@@ -359,9 +363,18 @@ fn gaps(layout: &Layout, sectors: &[u32]) -> Vec<Range<u64>> {
         return Vec::new();
     }
     let span = layout.bitmap_bytes + layout.block_bytes;
-    let ends = std::iter::once(layout.metadata_end).chain(sectors.iter().map(|&sector| layout.block_end(sector)));
-    let starts = sectors.iter().map(|&sector| u64::from(sector) * SECTOR);
-    ends.zip(starts).filter(|(end, start)| *start >= end + span).map(|(end, start)| end..start).collect()
+    // Metadata need not be in front: a tool that renames a parent writes the new locator behind the blocks.
+    let blocks = sectors.iter().map(|&sector| u64::from(sector) * SECTOR..layout.block_end(sector));
+    let mut used: Vec<_> = blocks.chain(layout.metadata.iter().cloned()).collect();
+    used.sort_unstable_by_key(|range| range.start);
+    let (mut gaps, mut end) = (Vec::new(), 0);
+    for range in used {
+        if range.start >= end + span {
+            gaps.push(end..range.start);
+        }
+        end = end.max(range.end);
+    }
+    gaps
 }
 
 fn corrupt(message: impl Into<String>) -> Error {

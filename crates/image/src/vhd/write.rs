@@ -33,37 +33,38 @@ impl<S: Store> Sparse<S> {
     /// Writes data into one block, which is allocated if need be.
     pub(crate) async fn write_part(&self, part: &BlockPart, from: &Segments) -> Result<()> {
         self.check_writable()?;
-        {
+        let is_new = {
             let _held = self.blocks.shared(part.lock_range()).await;
-            let sector = self.place(part.block).await?;
+            let placed = self.place(part.block).await?;
             let bits = match self.bat.is_full(part.block) {
                 true => None,
-                false => Some(self.bits_of(part.block, sector).await?),
+                false => Some(self.bits_of(part.block, placed.sector).await?),
             };
-            let offset = self.layout.data_offset(sector) + part.within.start;
+            let offset = self.layout.data_offset(placed.sector) + part.within.start;
             self.store.write_at(StoreOffset(offset), from, self.via).await?;
             if let Some(bits) = bits {
-                self.set_bits(part, sector, bits).await?;
+                self.set_bits(part, placed.sector, bits).await?;
             }
+            placed.is_new
+        };
+        if is_new && self.is_running_low() {
+            self.prepare_early().await;
         }
-        match self.is_running_low() {
-            true => self.prepare(false).await,
-            false => Ok(()),
-        }
+        Ok(())
     }
 
     /// Rule 3: notes that the sectors of `part`, whose data are written, are in this file. When it returns, the
     /// process may die.
     async fn set_bits(&self, part: &BlockPart, sector: u32, bits: std::sync::Arc<super::Bits>) -> Result<()> {
         let sectors = part.sectors();
-        if bits.has_all(sectors.clone()) {
+        if self.journal.is_settled(part.block, &bits, sectors.clone()) {
             return Ok(());
         }
         if !self.journal.has_area() {
-            bits.set(sectors);
-            self.journal.note_unrecorded(part.block, sector, bits.clone());
+            self.journal.set_unrecorded(part.block, sector, bits.clone(), sectors);
+            self.flush().await?;
             self.mark_if_full(part.block, &bits);
-            return self.flush().await;
+            return Ok(());
         }
         let record = Record { block: part.block, at_sector: sector, sectors };
         let slot = loop {
@@ -80,8 +81,9 @@ impl<S: Store> Sparse<S> {
         }
     }
 
+    /// From here on writers look at the bitmap no more, so all of it must be settled.
     fn mark_if_full(&self, block: u32, bits: &super::Bits) {
-        if bits.is_full() {
+        if self.journal.is_settled(block, bits, 0..self.layout.sectors_per_block()) {
             self.bat.set_full(block, true);
         }
     }
@@ -93,7 +95,7 @@ impl<S: Store> Sparse<S> {
             return self.unmap_part(part).await;
         }
         let _held = self.blocks.shared(part.lock_range()).await;
-        let sector = self.place(part.block).await?;
+        let sector = self.place(part.block).await?.sector;
         let bits = match self.bat.is_full(part.block) {
             true => None,
             false => Some(self.bits_of(part.block, sector).await?),
@@ -151,8 +153,7 @@ impl<S: Store> Sparse<S> {
         }
         self.void_batmap().await?;
         self.write_bat_entry(part.block, UNALLOCATED).await?;
-        self.bat.clear(part.block);
-        self.bits.remove(part.block);
+        self.bits.remove_with(part.block, || self.bat.clear(part.block));
         self.journal.forget(part.block);
         self.alloc.lock().released.fresh.push(sector);
         Ok(true)

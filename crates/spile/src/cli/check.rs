@@ -80,12 +80,7 @@ pub fn run(args: &CheckArgs) -> Result<Exit> {
 }
 
 /// Returns the report of the present state, and the one from before the repair.
-async fn check(
-    path: PathBuf,
-    format: Format,
-    repair: bool,
-    options: &OpenOptions,
-) -> Result<(Report, Report)> {
+async fn check(path: PathBuf, format: Format, repair: bool, options: &OpenOptions) -> Result<(Report, Report)> {
     if format == Format::Raw {
         disks::open(CacheMode::Page, &Source::File(path), options).await?;
         return Ok((Report::default(), Report::default()));
@@ -125,16 +120,8 @@ fn verdict(report: &Report) -> (&'static str, Exit) {
 }
 
 impl Checked {
-    fn new(
-        args: &CheckArgs,
-        format: Format,
-        result: &'static str,
-        report: &Report,
-        first: &Report,
-    ) -> Self {
-        let left = |finding: &vhd::Finding| {
-            report.findings.iter().any(|other| other.message == finding.message)
-        };
+    fn new(args: &CheckArgs, format: Format, result: &'static str, report: &Report, first: &Report) -> Self {
+        let left = |finding: &vhd::Finding| report.findings.iter().any(|other| other.message == finding.message);
         Self {
             path: args.disk.clone(),
             format: format.to_string(),

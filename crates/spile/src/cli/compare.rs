@@ -50,9 +50,8 @@ struct Compared {
 /// # Errors
 /// When a disk cannot be opened or read.
 pub fn run(args: &CompareArgs) -> Result<Exit> {
-    let disks = [(&args.a, args.from), (&args.b, args.to)].map(|(path, format)| {
-        (Source::File(path.clone()), args.parents.read_only(format))
-    });
+    let disks = [(&args.a, args.from), (&args.b, args.to)]
+        .map(|(path, format)| (Source::File(path.clone()), args.parents.read_only(format)));
     let cache = args.cache;
     let compared = on_engine(move || async move {
         let [(a, a_options), (b, b_options)] = disks;
@@ -82,11 +81,7 @@ fn report(args: &CompareArgs, compared: Compared) -> Result<()> {
     Ok(())
 }
 
-async fn open(
-    cache: CacheMode,
-    source: &Source,
-    options: &OpenOptions,
-) -> Result<Aligned<impl Disk + use<>>> {
+async fn open(cache: CacheMode, source: &Source, options: &OpenOptions) -> Result<Aligned<impl Disk + use<>>> {
     Ok(Aligned::new(disks::open(cache, source, options).await?))
 }
 

@@ -50,9 +50,8 @@ pub fn run(args: &ConvertArgs) -> Result<Exit> {
     let to = Format::of(&args.dst, args.to)?;
     let (source, options) = (Source::File(args.src.clone()), args.parents.read_only(args.from));
     let cache = args.cache;
-    let size_bytes = on_engine(move || async move {
-        Ok(disks::open(cache, &source, &options).await?.info().size_bytes)
-    })?;
+    let size_bytes =
+        on_engine(move || async move { Ok(disks::open(cache, &source, &options).await?.info().size_bytes) })?;
     let made_bytes = if to == Format::Vhd { size_bytes.next_multiple_of(512) } else { size_bytes };
     create::create(args.dst.clone(), Kind::new(to, args.subformat, made_bytes, None)?)?;
     let copied = copy_disk(args, to, size_bytes);
@@ -102,11 +101,7 @@ fn copy_disk(args: &ConvertArgs, to: Format, size_bytes: u64) -> Result<u64> {
     })
 }
 
-async fn open(
-    cache: CacheMode,
-    path: &Path,
-    options: &OpenOptions,
-) -> Result<Aligned<impl Disk + use<>>> {
+async fn open(cache: CacheMode, path: &Path, options: &OpenOptions) -> Result<Aligned<impl Disk + use<>>> {
     Ok(Aligned::new(disks::open(cache, &Source::File(path.to_owned()), options).await?))
 }
 

@@ -65,10 +65,7 @@ fn cut(extent: Extent, is_data: bool, into: &mut Vec<Chunk>) {
 ///
 /// # Errors
 /// The first failure.
-pub async fn for_each<D: Disk>(
-    chunks: Chunks<'_, D>,
-    work: impl AsyncFn(Chunk) -> Result<()>,
-) -> Result<()> {
+pub async fn for_each<D: Disk>(chunks: Chunks<'_, D>, work: impl AsyncFn(Chunk) -> Result<()>) -> Result<()> {
     let chunks = async_lock::Mutex::new(chunks);
     let failure = RefCell::new(None);
     let lane = async || {

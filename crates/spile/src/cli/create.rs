@@ -110,9 +110,7 @@ impl Kind {
             (Format::Vhd, Some(Subformat::Fixed), None) => {
                 Ok(Self::Vhd(CreateParams::new(DiskType::Fixed, size_bytes)))
             }
-            (Format::Vhd, _, None) => {
-                Ok(Self::Vhd(CreateParams::new(DiskType::Dynamic, size_bytes)))
-            }
+            (Format::Vhd, _, None) => Ok(Self::Vhd(CreateParams::new(DiskType::Dynamic, size_bytes))),
         }
     }
 }
@@ -186,13 +184,8 @@ mod tests {
 
     #[test]
     fn what_a_format_has_not_is_refused() {
-        let parent = ParentRef {
-            relative_path: "p".into(),
-            absolute_path: None,
-            uuid: [0; 16],
-            timestamp: 0,
-            name: "p".into(),
-        };
+        let parent =
+            ParentRef { relative_path: "p".into(), absolute_path: None, uuid: [0; 16], timestamp: 0, name: "p".into() };
         assert!(Kind::new(Format::Raw, Some(Subformat::Fixed), 512, None).is_err());
         assert!(Kind::new(Format::Raw, None, 512, Some(parent.clone())).is_err());
         assert!(Kind::new(Format::Vhd, Some(Subformat::Fixed), 512, Some(parent)).is_err());

@@ -137,7 +137,7 @@ fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
         print_json(&Shown { disk, virtual_size_bytes: args.size, used_bytes, check, load, layers })?;
     } else {
         say(table(&report, &layers));
-        print!("{}", report.summary());
+        say(report.summary().trim_end());
         say(format_args!(
             "space used: {} of {}; check: {check}",
             format_size(used_bytes.unwrap_or(0)),
@@ -159,12 +159,7 @@ fn start(path: &Path, dir: &Path) -> Result<Running> {
         disks::open_with(&files, &source, &OpenOptions::default(), wrap).await
     })?;
     let disk = Arc::new(Measured::new(Aligned::new(chain), at_disk));
-    let export = Export {
-        name: String::new(),
-        description: "demo".to_owned(),
-        disk: disk.clone(),
-        read_only: false,
-    };
+    let export = Export { name: String::new(), description: "demo".to_owned(), disk: disk.clone(), read_only: false };
     let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;
     let address = Address::Unix(dir.join("demo.sock"));
     let (fd, socket) = Bound::new(&address)?.publish()?;
@@ -212,11 +207,7 @@ fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Layer>, bo
     if let Some(error) = outcome.error {
         return Err(error);
     }
-    let layers = vec![
-        front,
-        Layer::new("disk", &after[0], &before[0]),
-        Layer::new("store", &after[1], &before[1]),
-    ];
+    let layers = vec![front, Layer::new("disk", &after[0], &before[0]), Layer::new("store", &after[1], &before[1])];
     Ok((report, layers, right))
 }
 
@@ -287,7 +278,11 @@ fn table(report: &Report, layers: &[Layer]) -> Table {
 }
 
 fn client_row(name: &str, lane: &LaneReport) -> [String; 8] {
-    let rate = if name.ends_with("reads") { [format_count(lane.iops), "".into()] } else { ["".into(), format_count(lane.iops)] };
+    let rate = if name.ends_with("reads") {
+        [format_count(lane.iops), "".into()]
+    } else {
+        ["".into(), format_count(lane.iops)]
+    };
     let [reads, writes] = rate;
     [
         name.to_owned(),

@@ -1,13 +1,12 @@
 //! `spile completions` and `spile man`: both made from the command line's own definition.
 
-use std::io;
 use std::path::PathBuf;
 
 use clap::{Args, CommandFactory};
 use clap_complete::Shell;
 use spile_core::{Error, Result, ResultExt};
 
-use super::{Cli, Exit};
+use super::{Cli, Exit, say};
 
 /// Print shell completions on stdout
 #[derive(Debug, Args)]
@@ -29,7 +28,9 @@ pub struct ManArgs {
 /// # Errors
 /// None.
 pub fn completions(args: &CompletionsArgs) -> Result<Exit> {
-    clap_complete::generate(args.shell, &mut Cli::command(), "spile", &mut io::stdout());
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut Cli::command(), "spile", &mut script);
+    say(String::from_utf8_lossy(&script).trim_end());
     Ok(Exit::Ok)
 }
 

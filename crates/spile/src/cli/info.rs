@@ -153,16 +153,9 @@ impl Vhd {
             },
             uuid: format_uuid(&footer.uuid),
             creator: format_creator(footer.creator),
-            creator_version: format!(
-                "{}.{}",
-                footer.creator_version >> 16,
-                footer.creator_version & 0xffff
-            ),
+            creator_version: format!("{}.{}", footer.creator_version >> 16, footer.creator_version & 0xffff),
             created_unix_s: u64::from(footer.timestamp) + SECONDS_1970_TO_2000,
-            geometry: format!(
-                "{}/{}/{}",
-                geometry.cylinders, geometry.heads, geometry.sectors
-            ),
+            geometry: format!("{}/{}/{}", geometry.cylinders, geometry.heads, geometry.sectors),
             block_bytes: header.map(|header| header.block_size_bytes),
             allocated_blocks: header.map(|_| facts.allocated_blocks),
             total_blocks: header.map(|h| virtual_bytes.div_ceil(u64::from(h.block_size_bytes))),
@@ -174,9 +167,7 @@ impl Vhd {
     }
 
     fn write(&self, text: &mut String) -> std::fmt::Result {
-        if let (Some(block), Some(used), Some(total)) =
-            (self.block_bytes, self.allocated_blocks, self.total_blocks)
-        {
+        if let (Some(block), Some(used), Some(total)) = (self.block_bytes, self.allocated_blocks, self.total_blocks) {
             let size = format_size(u64::from(block));
             writeln!(text, "blocks:         {used} of {total} allocated, {size} each")?;
         }

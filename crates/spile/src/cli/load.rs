@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
-use super::{Exit, print_json};
+use super::{Exit, print_json, say};
 use crate::load::{self, LoadOutcome, Model, Options, Pattern, Progress, Report};
 use crate::units::{format_count, format_rate, parse_duration, parse_size};
 use crate::uri::NbdUri;
@@ -107,7 +107,7 @@ pub fn run(args: &LoadArgs) -> Result<Exit> {
     if args.json {
         print_json(&report)?;
     } else {
-        print!("{}", report.to_text());
+        say(report.to_text().trim_end());
     }
     verdict(outcome)
 }
@@ -158,18 +158,14 @@ fn verdict(outcome: LoadOutcome) -> Result<Exit> {
 }
 
 fn save_model(path: &std::path::Path, models: &[Model]) -> Result<()> {
-    let bytes = serde_json::to_vec(models)
-        .map_err(|e| Error::new(ErrorKind::InvalidInput, "model").caused_by(e))?;
+    let bytes = serde_json::to_vec(models).map_err(|e| Error::new(ErrorKind::InvalidInput, "model").caused_by(e))?;
     std::fs::write(path, bytes).map_err(|e| Error::io("cannot write the model", e)).at_path(path)
 }
 
 fn verify_model(args: &LoadArgs, path: &std::path::Path) -> Result<Exit> {
-    let bytes = std::fs::read(path)
-        .map_err(|e| Error::io("cannot read the model", e))
-        .at_path(path)?;
-    let models: Vec<Model> = serde_json::from_slice(&bytes).map_err(|e| {
-        Error::new(ErrorKind::InvalidInput, "not a model of --save-model").caused_by(e).at_path(path)
-    })?;
+    let bytes = std::fs::read(path).map_err(|e| Error::io("cannot read the model", e)).at_path(path)?;
+    let models: Vec<Model> = serde_json::from_slice(&bytes)
+        .map_err(|e| Error::new(ErrorKind::InvalidInput, "not a model of --save-model").caused_by(e).at_path(path))?;
     let acknowledged: u64 = models.iter().map(Model::acknowledged_blocks).sum();
     let (blocks, mismatches) = load::verify(&args.uri, &models)?;
     if args.json {
@@ -179,7 +175,7 @@ fn verify_model(args: &LoadArgs, path: &std::path::Path) -> Result<Exit> {
             "mismatches": mismatches.iter().map(ToString::to_string).collect::<Vec<_>>(),
         }))?;
     } else if mismatches.is_empty() {
-        println!("verified: {blocks} blocks read back, {acknowledged} of them acknowledged, all right");
+        say(format_args!("verified: {blocks} blocks read back, {acknowledged} of them acknowledged, all right"));
     }
     mismatches.iter().for_each(|mismatch| eprintln!("spile: mismatch: {mismatch}"));
     Ok(if mismatches.is_empty() { Exit::Ok } else { Exit::Corrupt })

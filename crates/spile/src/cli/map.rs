@@ -40,9 +40,7 @@ struct Run {
 /// When the disk cannot be opened or read.
 pub fn run(args: &MapArgs) -> Result<Exit> {
     let (source, options) = (Source::File(args.disk.clone()), args.open.read_only());
-    let runs = on_engine(move || async move {
-        runs(&disks::open(CacheMode::Page, &source, &options).await?).await
-    })?;
+    let runs = on_engine(move || async move { runs(&disks::open(CacheMode::Page, &source, &options).await?).await })?;
     let runs: Vec<Run> = runs.into_iter().map(Run::from).collect();
     if args.json {
         print_json(&runs)?;

@@ -134,12 +134,7 @@ impl OpenArgs {
 
 impl ParentArgs {
     fn read_only(&self, format: Option<Format>) -> OpenOptions {
-        OpenOptions {
-            format,
-            read_only: true,
-            allow_parents: self.allow_parents.clone(),
-            ..OpenOptions::default()
-        }
+        OpenOptions { format, read_only: true, allow_parents: self.allow_parents.clone(), ..OpenOptions::default() }
     }
 }
 
@@ -186,7 +181,7 @@ fn print_json(value: &impl Serialize) -> Result<()> {
 /// A progress bar over `total_bytes` on stderr, hidden where that is no terminal.
 fn progress_bar(total_bytes: u64, what: &'static str) -> indicatif::ProgressBar {
     let template = "{msg} {wide_bar} {binary_bytes} of {binary_total_bytes} {binary_bytes_per_sec}";
-    let style = indicatif::ProgressStyle::with_template(template)
-        .unwrap_or_else(|_| indicatif::ProgressStyle::default_bar());
+    let style =
+        indicatif::ProgressStyle::with_template(template).unwrap_or_else(|_| indicatif::ProgressStyle::default_bar());
     indicatif::ProgressBar::new(total_bytes).with_style(style).with_message(what)
 }

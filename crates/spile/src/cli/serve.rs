@@ -12,12 +12,16 @@ use spile_front_nbd::{Export, Server, ServerConfig, TlsConfig};
 use spile_image::{Aligned, Chain, Format, OpenOptions};
 
 use super::{Exit, ParentArgs, parse_cache, parse_format, say};
-use crate::disks::{self, DiskSpec};
+use crate::disks::{self, DiskSpec, Source};
 use crate::listen::{self, Bound, Published};
 use crate::notify::notify;
 use crate::signals::EndSignals;
 use crate::units::{format_size, parse_duration};
 use crate::uri::Address;
+
+/// How often and how long apart a busy disk is tried.
+const BUSY_ATTEMPTS: u32 = 100;
+const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
 /// How long clients may take to accept their last replies.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
@@ -150,9 +154,7 @@ fn open_disks(args: &ServeArgs, engine: &Engine) -> Result<Vec<Open>> {
             allow_parents: args.parents.allow_parents.clone(),
             ..OpenOptions::default()
         };
-        let (cache, source) = (args.cache, spec.source.clone());
-        let chain =
-            engine.run_on(0, move || async move { disks::open(cache, &source, &options).await })?;
+        let chain = open_patiently(engine, args.cache, &spec.source, &options)?;
         let kind = disks::describe(&chain);
         Ok(Open {
             disk: Arc::new(Aligned::new(chain)),
@@ -163,6 +165,27 @@ fn open_disks(args: &ServeArgs, engine: &Engine) -> Result<Vec<Open>> {
         })
     };
     args.disks.iter().zip(names).map(open).collect()
+}
+
+/// Opens a disk; one that is busy is tried for some time. A server that was just killed is the reason: the kernel keeps
+/// its files open, and their locks, for as long as it takes to wind up its io_uring.
+fn open_patiently(
+    engine: &Engine,
+    cache: CacheMode,
+    source: &Source,
+    options: &OpenOptions,
+) -> Result<Chain<AnyStore>> {
+    let open = || {
+        let (source, options) = (source.clone(), options.clone());
+        engine.run_on(0, move || async move { disks::open(cache, &source, &options).await })
+    };
+    for _ in 0..BUSY_ATTEMPTS {
+        match open() {
+            Err(error) if error.kind() == ErrorKind::Busy => std::thread::sleep(BUSY_PAUSE),
+            result => return result,
+        }
+    }
+    open()
 }
 
 /// Each disk's export names, by the rule in the command's help.

@@ -272,9 +272,7 @@ fn drive(jobs: Vec<Job>, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
         let threads: Vec<_> = jobs.into_iter().zip(&counters).map(start).collect();
         drop(done);
         // Nothing is ever sent: the wait ends when the last thread drops its sender.
-        while let Err(mpsc::RecvTimeoutError::Timeout) =
-            all_done.recv_timeout(Duration::from_secs(1))
-        {
+        while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(Duration::from_secs(1)) {
             progress(sum(&counters, epoch.elapsed()));
         }
         threads.into_iter().map(|t| t.join().expect("a load thread panicked")).collect()
@@ -291,11 +289,7 @@ fn sum(counters: &[Counters], elapsed: Duration) -> Progress {
     }
 }
 
-fn merge(
-    outcomes: Vec<Outcome>,
-    client_cpu: Duration,
-    server_cpu: Option<Duration>,
-) -> LoadOutcome {
+fn merge(outcomes: Vec<Outcome>, client_cpu: Duration, server_cpu: Option<Duration>) -> LoadOutcome {
     let mut merged = LoadOutcome {
         stats: Stats::new(),
         models: Vec::new(),

@@ -9,9 +9,8 @@ pub struct Rng(u64);
 impl Rng {
     /// A generator whose row depends on `seed` and `stream` only.
     pub fn new(seed: u64, stream: u64) -> Self {
-        let mixed = (seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15))
-            .wrapping_mul(0xbf58_476d_1ce4_e5b9)
-            .rotate_left(31);
+        let mixed =
+            (seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9).rotate_left(31);
         let mut rng = Self(mixed | 1);
         for _ in 0..8 {
             rng.next();

@@ -21,8 +21,7 @@ use super::plan::{Direction, Plan};
 use super::stamp::{self, Expected, Mismatch};
 use super::stats::{Counters, Stats};
 use crate::nbd_client::{
-    Command, FLAG_FUA, REPLY_BYTES, REQUEST_BYTES, Stream, parse_reply, request_header,
-    server_error,
+    Command, FLAG_FUA, REPLY_BYTES, REQUEST_BYTES, Stream, parse_reply, request_header, server_error,
 };
 
 /// Mismatches kept for the report; the run stops at the first.
@@ -361,9 +360,7 @@ impl<'a> Pump<'a> {
         let timeout = Timespec::try_from(timeout).ok();
         match poll(&mut fds, timeout.as_ref()) {
             Ok(0) if !self.outgoing.is_empty() => Err(stuck()),
-            Ok(_) => Ok(fds[0].revents().intersects(
-                PollFlags::IN | PollFlags::HUP | PollFlags::ERR,
-            )),
+            Ok(_) => Ok(fds[0].revents().intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR)),
             Err(rustix::io::Errno::INTR) => Ok(false),
             Err(e) => Err(Error::io("poll", e.into())),
         }
@@ -453,8 +450,7 @@ impl<'a> Pump<'a> {
     fn check(&mut self, slot: usize, data: usize) {
         let entry = &self.slots[slot];
         let (Kind::Read, Some(model)) = (entry.kind, &self.model) else { return };
-        let expected =
-            Expected { acked: entry.acked_at_issue, issued: model.expected(entry.block).issued };
+        let expected = Expected { acked: entry.acked_at_issue, issued: model.expected(entry.block).issued };
         let bytes = &self.inbox.unread()[REPLY_BYTES..REPLY_BYTES + data];
         let offset_bytes = entry.block * u64::from(self.task.block_bytes);
         let mismatches = &mut self.mismatches;

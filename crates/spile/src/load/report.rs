@@ -80,8 +80,7 @@ impl Report {
         let runtime_s = (end_ns - start_ns) as f64 / 1e9;
         let [read, write, flush] = stats.lanes().map(|lane| LaneReport::new(lane, runtime_s));
         let ios = (read.ios + write.ios + flush.ios).max(1) as f64;
-        let busy_us: f64 =
-            [&read, &write, &flush].iter().map(|l| l.latency_mean_us * l.ios as f64).sum();
+        let busy_us: f64 = [&read, &write, &flush].iter().map(|l| l.latency_mean_us * l.ios as f64).sum();
         Self {
             uri: options.uri.to_string(),
             block_bytes: options.block_bytes,

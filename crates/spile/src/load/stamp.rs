@@ -85,10 +85,9 @@ impl fmt::Display for Mismatch {
             Found::Offset { offset_bytes, version } => {
                 write!(f, ", got version {version} of offset {offset_bytes:#x} (misplaced)")
             }
-            Found::Torn { offset_bytes, version } => write!(
-                f,
-                ", got a torn sector that says version {version} of offset {offset_bytes:#x}"
-            ),
+            Found::Torn { offset_bytes, version } => {
+                write!(f, ", got a torn sector that says version {version} of offset {offset_bytes:#x}")
+            }
             Found::Zeroes => write!(f, ", got zeroes"),
             Found::Foreign { head } => write!(f, ", got foreign bytes that begin {head:02x?}"),
         }
@@ -104,8 +103,7 @@ pub fn write(block: &mut [u8], run: u64, offset_bytes: u64, version: u32) {
 }
 
 fn write_sector(sector: &mut [u8; SECTOR], run: u64, offset_bytes: u64, version: u32) {
-    let base = (run ^ offset_bytes.rotate_left(17) ^ u64::from(version) << 40)
-        .wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let base = (run ^ offset_bytes.rotate_left(17) ^ u64::from(version) << 40).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut word = base;
     for out in sector.as_chunks_mut::<8>().0 {
         word = word.wrapping_add(0xd1b5_4a32_d192_ed03);
@@ -119,13 +117,7 @@ fn write_sector(sector: &mut [u8; SECTOR], run: u64, offset_bytes: u64, version:
 }
 
 /// Checks every sector of `block`, read at `offset_bytes`; hands each wrong one to `report`.
-pub fn check(
-    block: &[u8],
-    run: u64,
-    offset_bytes: u64,
-    expected: Expected,
-    mut report: impl FnMut(Mismatch),
-) {
+pub fn check(block: &[u8], run: u64, offset_bytes: u64, expected: Expected, mut report: impl FnMut(Mismatch)) {
     let sectors = block.as_chunks::<SECTOR>().0;
     for (sector, offset) in sectors.iter().zip((offset_bytes..).step_by(SECTOR)) {
         if let Some(found) = check_sector(sector, run, offset, expected) {
@@ -134,12 +126,7 @@ pub fn check(
     }
 }
 
-fn check_sector(
-    sector: &[u8; SECTOR],
-    run: u64,
-    offset_bytes: u64,
-    expected: Expected,
-) -> Option<Found> {
+fn check_sector(sector: &[u8; SECTOR], run: u64, offset_bytes: u64, expected: Expected) -> Option<Found> {
     let word = |at: usize| {
         let (head, _) = sector[at..].as_chunks::<8>();
         u64::from_le_bytes(head[0])

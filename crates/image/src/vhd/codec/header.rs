@@ -92,7 +92,7 @@ impl Header {
         Ok(())
     }
 
-    /// The 1024 bytes, checksum included. A name of more than 255 UTF-16 units is cut.
+    /// The 1024 bytes, checksum included. A name of more than 256 UTF-16 units is cut.
     pub fn to_bytes(&self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         put(&mut bytes, 0, COOKIE);
@@ -126,13 +126,13 @@ fn decode_name(bytes: &[u8]) -> Result<String, CodecError> {
         .map_err(|_| CodecError::Text("parent name"))
 }
 
-/// UTF-16BE, cut at a character so that a NUL follows.
+/// UTF-16BE, cut at a character where there is no more room.
 fn encode_name(name: &str) -> Vec<u8> {
     let mut out = Vec::with_capacity(NAME_LEN);
     let mut units = [0; 2];
     for c in name.chars().take_while(|c| *c != '\0') {
         let units = c.encode_utf16(&mut units);
-        if out.len() + units.len() * 2 > NAME_LEN - 2 {
+        if out.len() + units.len() * 2 > NAME_LEN {
             break;
         }
         out.extend(units.iter().flat_map(|unit| unit.to_be_bytes()));
@@ -228,11 +228,12 @@ mod tests {
     #[test]
     fn a_long_name_is_cut_at_a_character() {
         let mut header = sample();
-        header.parent_name = format!("{}\u{1f4be}", "x".repeat(254));
+        header.parent_name = format!("{}\u{1f4be}", "x".repeat(255));
         let read = Header::parse(&header.to_bytes()).unwrap();
-        assert_eq!(read.parent_name, "x".repeat(254));
+        assert_eq!(read.parent_name, "x".repeat(255));
         header.parent_name = "y".repeat(300);
-        assert_eq!(Header::parse(&header.to_bytes()).unwrap().parent_name.len(), 255);
+        let read = Header::parse(&header.to_bytes()).unwrap();
+        assert_eq!(read.parent_name, "y".repeat(256), "without a NUL");
     }
 
     #[test]

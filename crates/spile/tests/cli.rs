@@ -1,0 +1,228 @@
+//! The commands that work on files: what they make, what they say, how they end.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use common::{fails, have, json, ok, run};
+
+/// 4 MiB with data at both ends and in the middle.
+fn pattern() -> Vec<u8> {
+    let mut bytes = vec![0; 4 << 20];
+    bytes[..5000].fill(1);
+    bytes[2 << 20..(2 << 20) + 512].fill(2);
+    *bytes.last_mut().unwrap() = 3;
+    bytes
+}
+
+#[test]
+fn info_knows_what_create_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "p.vhd", "--size", "1G"]);
+    ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
+    ok(dir, &["create", "f.vhd", "--size", "1M", "--subformat", "fixed"]);
+    ok(dir, &["create", "r", "--size", "1536", "--format", "raw"]);
+    let child = json(dir, &["info", "c.vhd"]);
+    assert_eq!(child["virtual_size_bytes"], 1u64 << 30);
+    assert_eq!(child["layers"].as_array().unwrap().len(), 2);
+    let (leaf, parent) = (&child["layers"][0]["vhd"], &child["layers"][1]["vhd"]);
+    assert_eq!((leaf["subformat"].as_str(), leaf["parent_name"].as_str()), (Some("differencing"), Some("p.vhd")));
+    assert_eq!(leaf["parent_uuid"], parent["uuid"]);
+    assert_eq!(json(dir, &["info", "f.vhd"])["layers"][0]["vhd"]["subformat"], "fixed");
+    assert_eq!(json(dir, &["info", "r", "--format", "raw"])["virtual_size_bytes"], 1536);
+    let text = ok(dir, &["info", "c.vhd"]);
+    assert!(text.contains("virtual size:   1 GiB") && text.contains("parent 1:"), "{text}");
+}
+
+#[test]
+fn a_map_shows_data_holes_and_depth() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), pattern()).unwrap();
+    ok(dir, &["convert", "a.raw", "p.vhd"]);
+    ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
+    let map = json(dir, &["map", "c.vhd"]);
+    let runs = map.as_array().unwrap();
+    let ends: Vec<u64> =
+        runs.iter().map(|r| r["offset_bytes"].as_u64().unwrap() + r["len_bytes"].as_u64().unwrap()).collect();
+    assert_eq!(runs[0]["offset_bytes"], 0);
+    assert_eq!(ends.last(), Some(&(4 << 20)));
+    assert_eq!((runs[0]["kind"].as_str(), runs[0]["depth"].as_u64()), (Some("data"), Some(1)));
+    assert!(ok(dir, &["map", "c.vhd"]).lines().count() == runs.len() + 1);
+}
+
+#[test]
+fn conversions_keep_the_bytes_and_leave_out_the_zeroes() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), pattern()).unwrap();
+    for (n, extra) in [&["--cache", "page"][..], &["--cache", "direct"], &["--subformat", "fixed"]].iter().enumerate() {
+        let (vhd, raw) = (format!("{n}.vhd"), format!("{n}.raw"));
+        let made = json(dir, &[&["convert", "a.raw", &vhd], *extra].concat());
+        assert!(made["written_bytes"].as_u64().unwrap() < 100 << 10, "{made}");
+        ok(dir, &["convert", &vhd, &raw]);
+        assert!(fs::read(dir.join(&raw)).unwrap() == pattern(), "{extra:?}");
+        ok(dir, &["compare", "a.raw", &vhd]);
+        if have("qemu-img", "convert with qemu-img") {
+            let args = ["compare", "-f", "raw", "-F", "vpc", "a.raw", &vhd];
+            assert!(Command::new("qemu-img").args(args).current_dir(dir).status().unwrap().success());
+        }
+    }
+}
+
+#[test]
+fn a_size_that_a_vhd_cannot_have_is_rounded_up() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("a.raw"), [9; 1000]).unwrap();
+    ok(dir.path(), &["convert", "a.raw", "a.vhd"]);
+    let said = ok(dir.path(), &["compare", "a.raw", "a.vhd"]);
+    assert!(said.contains("sizes differ") && said.contains("reads as zeroes"), "{said}");
+}
+
+#[test]
+fn compare_tells_where_disks_differ() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let mut bytes = pattern();
+    fs::write(dir.join("a.raw"), &bytes).unwrap();
+    bytes[3 << 20] = 1;
+    fs::write(dir.join("b.raw"), &bytes).unwrap();
+    for (a, b) in [("a.raw", "b.raw"), ("b.raw", "a.raw")] {
+        let output = run(dir, &["compare", a, b]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(String::from_utf8(output.stdout).unwrap().contains("first at offset 0x300000"));
+    }
+    // A longer disk is the same only if the rest is zero.
+    fs::write(dir.join("short.raw"), &pattern()[..1 << 20]).unwrap();
+    let output = run(dir, &["compare", "a.raw", "short.raw", "--json"]);
+    let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(told["differs_at_bytes"], 2 << 20);
+}
+
+#[test]
+fn check_finds_and_mends() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), pattern()).unwrap();
+    ok(dir, &["convert", "a.raw", "a.vhd"]);
+    assert_eq!(json(dir, &["check", "a.vhd"])["result"], "sound");
+    assert_eq!(json(dir, &["check", "a.raw"])["result"], "sound");
+    // One BAT entry points past the end of the file: corruption that repair drops.
+    let vhd = dir.join("a.vhd");
+    let mut bytes = fs::read(&vhd).unwrap();
+    bytes[1536..1540].copy_from_slice(&0x00ff_0000u32.to_be_bytes());
+    fs::write(&vhd, bytes).unwrap();
+    let output = run(dir, &["check", "a.vhd", "--json"]);
+    assert_eq!(output.status.code(), Some(3));
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        (found["result"].as_str(), found["findings"][0]["severity"].as_str()),
+        (Some("corrupt"), Some("corruption"))
+    );
+    let output = run(dir, &["check", "a.vhd", "--repair", "--json"]);
+    let mended: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_ne!(mended["result"], "corrupt", "{mended}");
+    assert!(!mended["repaired"].as_array().unwrap().is_empty(), "{mended}");
+}
+
+#[test]
+fn a_missing_parent_is_corruption_to_check_and_named_to_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "p.vhd", "--size", "1M"]);
+    ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
+    fs::remove_file(dir.join("p.vhd")).unwrap();
+    let err = fails(dir, 1, &["info", "c.vhd"]);
+    assert!(err.contains("p.vhd") && err.contains("--allow-parents"), "{err}");
+    fails(dir, 3, &["check", "c.vhd"]);
+}
+
+#[test]
+fn parents_elsewhere_need_a_word() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir_all(dir.join("base")).unwrap();
+    fs::create_dir_all(dir.join("leaf")).unwrap();
+    ok(dir, &["create", "base/p.vhd", "--size", "1M"]);
+    ok(dir, &["create", "leaf/c.vhd", "--parent", "base/p.vhd"]);
+    let err = fails(dir, 1, &["info", "leaf/c.vhd"]);
+    assert!(err.contains("outside the image's folder") && err.contains("--allow-parents"), "{err}");
+    ok(dir, &["info", "leaf/c.vhd", "--allow-parents", "base"]);
+}
+
+#[test]
+fn a_raw_disk_with_a_guests_vhd_footer_stays_raw() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "v.vhd", "--size", "1M", "--subformat", "fixed"]);
+    fs::copy(dir.join("v.vhd"), dir.join("r.raw")).unwrap();
+    let info = json(dir, &["info", "r.raw"]);
+    assert_eq!((info["format"].as_str(), info["virtual_size_bytes"].as_u64()), (Some("raw"), Some((1 << 20) + 512)));
+}
+
+#[test]
+fn mistakes_are_told_with_what_and_where() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.raw", "--size", "1M"]);
+    let cases: [(&[&str], i32, &str); 10] = [
+        (&["create", "a.raw", "--size", "1M"], 1, "a.raw"),
+        (&["create", "x", "--size", "1M"], 1, "--format raw or --format vhd"),
+        (&["create", "x.vhd"], 2, "--size"),
+        (&["create", "x.vhd", "--size", "20GB"], 2, "20GB"),
+        (&["create", "x.vhd", "--size", "1000"], 1, "multiple of 512"),
+        (&["create", "x.vhd", "--size", "3T"], 1, "2040 GiB"),
+        (&["create", "x.raw", "--size", "1M", "--subformat", "fixed"], 1, "--subformat"),
+        (&["convert", "a.raw", "a.raw"], 1, "a.raw"),
+        (&["info", "gone.raw"], 1, "gone.raw"),
+        (&["frobnicate"], 2, "frobnicate"),
+    ];
+    for (args, code, says) in cases {
+        let err = fails(dir, code, args);
+        assert!(err.contains(says), "{args:?}: {err}");
+        assert!(code == 2 || err.starts_with("spile: "), "{err}");
+    }
+    assert_eq!(files_in(dir), ["a.raw"], "nothing half-made stays");
+}
+
+fn files_in(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[test]
+fn help_man_pages_and_completions_come_from_one_definition() {
+    let dir = tempfile::tempdir().unwrap();
+    let help = ok(dir.path(), &["--help"]);
+    assert!(help.contains("Exit codes:"), "{help}");
+    ok(dir.path(), &["man", "man1"]);
+    let pages = files_in(&dir.path().join("man1"));
+    let main = fs::read_to_string(dir.path().join("man1/spile.1")).unwrap();
+    assert!(main.contains("Exit codes"), "{main}");
+    let script = ok(dir.path(), &["completions", "bash"]);
+    let commands = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let names = commands.take_while(|line| !line.is_empty()).filter(|l| !l.starts_with("     "));
+    let names: Vec<&str> = names.filter_map(|line| line.split_whitespace().next()).collect();
+    assert!(names.len() >= 11, "{names:?}");
+    for name in names.iter().filter(|name| **name != "help") {
+        assert!(pages.contains(&format!("spile-{name}.1")) && script.contains(name), "{name}");
+        assert!(ok(dir.path(), &[name, "--help"]).contains("Usage: spile"), "{name}");
+    }
+}
+
+#[test]
+fn the_demo_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["demo", "--seconds", "1", "--span", "64M", "--dir", "."];
+    let shown = json(dir.path(), &args);
+    assert_eq!((shown["check"].as_str(), &shown["load"]["mismatches"]), (Some("sound"), &serde_json::json!([])));
+    let names: Vec<&str> = shown["layers"].as_array().unwrap().iter().map(|l| l["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["front", "disk", "store"]);
+    // Each layer holds a request for a part of the time that the one above holds it.
+    let depth = |n: usize| shown["layers"][n]["queue_depth_avg"].as_f64().unwrap();
+    assert!(depth(0) >= depth(1) * 0.98 && depth(1) > 0.0, "{shown}");
+    assert!(dir.path().join("demo.vhd").exists(), "--dir keeps the disk");
+}

@@ -1,0 +1,167 @@
+//! What the tests of the program share: running it, serving with it, ending it.
+#![allow(dead_code, reason = "each test file uses a part")]
+
+pub mod faulty;
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use spile::uri::{Address, NbdUri};
+
+/// Nothing here takes longer, on the slowest machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The program under test.
+pub fn spile() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_spile"))
+}
+
+/// Runs it to its end in `dir`.
+pub fn run(dir: &Path, args: &[&str]) -> Output {
+    spile().args(args).current_dir(dir).output().expect("the program starts")
+}
+
+/// Runs it and demands success; returns stdout.
+pub fn ok(dir: &Path, args: &[&str]) -> String {
+    let output = run(dir, args);
+    let (out, err) = texts(&output);
+    assert!(output.status.success(), "{args:?}: {}\n{out}{err}", output.status);
+    out
+}
+
+/// Runs it and demands this exit code; returns stderr.
+pub fn fails(dir: &Path, code: i32, args: &[&str]) -> String {
+    let output = run(dir, args);
+    let (out, err) = texts(&output);
+    assert_eq!(output.status.code(), Some(code), "{args:?}\n{out}{err}");
+    err
+}
+
+/// Runs it with --json and reads that.
+pub fn json(dir: &Path, args: &[&str]) -> serde_json::Value {
+    serde_json::from_str(&ok(dir, &[args, &["--json"]].concat())).expect("JSON on stdout")
+}
+
+fn texts(output: &Output) -> (String, String) {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (text(&output.stdout), text(&output.stderr))
+}
+
+/// A running `spile serve`; killed when dropped.
+pub struct Served {
+    pub child: Child,
+    pub socket: PathBuf,
+}
+
+impl Served {
+    /// Serves `args` on a Unix socket in `dir`, and waits until it is ready.
+    pub fn start(dir: &Path, args: &[&str]) -> Self {
+        Self::try_start(dir, args).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
+    }
+
+    /// The same; what it said on stderr when it ended before it was ready.
+    pub fn try_start(dir: &Path, args: &[&str]) -> Result<Self, String> {
+        let socket = dir.join("nbd.sock");
+        let mut command = spile();
+        command.arg("serve").args(args).arg("--nbd").arg(format!("unix:{}", socket.display()));
+        Self::spawn(command.current_dir(dir), socket)
+    }
+
+    /// Runs `command`, a server on `socket`.
+    pub fn spawn(command: &mut Command, socket: PathBuf) -> Result<Self, String> {
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+        let mut served = Self { child: child.expect("the program starts"), socket };
+        let mut first = String::new();
+        let out = served.child.stdout.as_mut().expect("piped");
+        BufReader::new(out).read_line(&mut first).expect("stdout can be read");
+        if first.starts_with("serving ") {
+            return Ok(served);
+        }
+        let mut said = String::new();
+        let err = served.child.stderr.as_mut().expect("piped");
+        let _ = std::io::Read::read_to_string(err, &mut said);
+        Err(said)
+    }
+
+    pub fn address(&self) -> Address {
+        Address::Unix(self.socket.clone())
+    }
+
+    /// The default export.
+    pub fn uri(&self) -> NbdUri {
+        self.export("")
+    }
+
+    pub fn export(&self, name: &str) -> NbdUri {
+        NbdUri { address: self.address(), export: name.to_owned(), tls: false }
+    }
+
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
+        nix::sys::signal::kill(pid, signal).expect("the server lives");
+    }
+
+    /// SIGTERM, and waits for the end.
+    pub fn terminate(mut self) -> ExitStatus {
+        self.signal(nix::sys::signal::Signal::SIGTERM);
+        self.wait()
+    }
+
+    /// SIGKILL, and waits for the end.
+    pub fn kill(mut self) {
+        self.child.kill().expect("the server lives");
+        self.wait();
+    }
+
+    /// Waits for the end, within bounds.
+    pub fn wait(&mut self) -> ExitStatus {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("the server is our child") {
+                return status;
+            }
+            assert!(Instant::now() < end, "the server did not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Waits for something to become true, within bounds.
+pub fn eventually(what: &str, mut is: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !is() {
+        assert!(Instant::now() < end, "never happened: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The engines that work on this host; tells which do not.
+pub fn engines(dir: &Path, test: &str) -> Vec<&'static str> {
+    let works = |engine: &&'static str| match Served::try_start(dir, &["null:1M", "--engine", engine]) {
+        Ok(_) => true,
+        Err(err) => {
+            assert!(err.contains("io_uring cannot be used here"), "{engine}: {err}");
+            println!("SKIP {test} with {engine}: {}", err.trim());
+            false
+        }
+    };
+    ["uring", "threads"].into_iter().filter(works).collect()
+}
+
+/// True when the program is installed; tells when it is not.
+pub fn have(program: &str, test: &str) -> bool {
+    let found = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if found.is_err() {
+        println!("SKIP {test}: {program} is not installed");
+    }
+    found.is_ok()
+}

@@ -1,0 +1,185 @@
+//! The load generator: it finds what is wrong, keeps to what was asked, and its figures agree with each other.
+
+mod common;
+
+use std::path::Path;
+
+use common::faulty::{self, Fault};
+use common::{Served, fails, json, ok, run};
+use spile::load::{LoadOutcome, Options, Pattern, Report};
+use spile::uri::{Address, NbdUri};
+use spile_core::ErrorKind;
+
+fn uri(socket: &Path) -> NbdUri {
+    NbdUri { address: Address::Unix(socket.to_owned()), export: String::new(), tls: false }
+}
+
+/// A verified load that writes blocks 0 to 119 of the disk's first `span_blocks`, once each or in rounds.
+fn load_with(fault: Fault, span_blocks: u64) -> LoadOutcome {
+    let options = Options {
+        pattern: Pattern { random: false, read_percent: 0 },
+        depth: 8,
+        ios: Some(120),
+        span_bytes: Some(span_blocks * 4096),
+        verify: true,
+        ..Options::new(uri(Path::new("")))
+    };
+    load_faulty(fault, options)
+}
+
+fn load_faulty(fault: Fault, options: Options) -> LoadOutcome {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s");
+    faulty::serve(&socket, fault);
+    spile::load::run(&Options { uri: uri(&socket), ..options }, |_| {}).unwrap()
+}
+
+fn kinds(outcome: &LoadOutcome) -> Vec<(u64, &'static str)> {
+    let mut kinds: Vec<_> = outcome.mismatches.iter().map(|m| (m.offset_bytes / 4096, m.kind())).collect();
+    kinds.dedup();
+    kinds
+}
+
+#[test]
+fn a_right_server_passes() {
+    let pattern = Pattern { random: true, read_percent: 50 };
+    let options = Options { pattern, ios: Some(1000), verify: true, ..Options::new(uri(Path::new(""))) };
+    let outcome = load_faulty(Fault::None, options);
+    assert!(outcome.error.is_none() && outcome.mismatches.is_empty(), "{outcome:?}");
+    assert_eq!(outcome.stats.read.ios + outcome.stats.write.ios, 1000);
+    assert!(outcome.read_back_blocks > 0);
+}
+
+#[test]
+fn a_lost_write_is_found() {
+    assert_eq!(kinds(&load_with(Fault::Lose, 256)), [(100, "zeroes")]);
+    // In the second round over 64 blocks, the broken write is the second of its block.
+    assert_eq!(kinds(&load_with(Fault::Lose, 64)), [(36, "lost")]);
+}
+
+#[test]
+fn a_misplaced_write_is_found() {
+    assert_eq!(kinds(&load_with(Fault::Misplace, 256)), [(50, "misplaced")]);
+}
+
+#[test]
+fn a_torn_write_is_found() {
+    assert_eq!(kinds(&load_with(Fault::Tear, 256)), [(100, "torn")]);
+}
+
+#[test]
+fn a_refused_write_ends_the_run_with_its_offset() {
+    let error = load_with(Fault::Refuse, 256).error.unwrap();
+    assert_eq!((error.kind(), error.os_errno()), (ErrorKind::Io, Some(5)));
+    assert!(error.offset_bytes().is_some(), "{error}");
+}
+
+#[test]
+fn an_answer_to_nothing_is_a_broken_protocol() {
+    assert_eq!(load_with(Fault::WrongCookie, 256).error.unwrap().kind(), ErrorKind::Protocol);
+}
+
+#[test]
+fn a_lost_connection_leaves_the_figures_and_the_model() {
+    let outcome = load_with(Fault::HangUp, 256);
+    assert_eq!(outcome.error.as_ref().unwrap().kind(), ErrorKind::Io);
+    assert!(outcome.stats.write.ios > 0 && outcome.models[0].acknowledged_blocks() > 0);
+}
+
+#[test]
+fn a_mismatch_is_reported_exactly_and_by_the_exit_code() {
+    let dir = tempfile::tempdir().unwrap();
+    faulty::serve(&dir.path().join("s"), Fault::Tear);
+    let args = ["load", "nbd+unix:///?socket=s", "--rw", "write", "--ios", "200", "--verify"];
+    let output = run(dir.path(), &args);
+    assert_eq!(output.status.code(), Some(3));
+    let err = String::from_utf8(output.stderr).unwrap();
+    assert!(err.starts_with("spile: mismatch: offset 0x") && err.contains("expected version"), "{err}");
+}
+
+#[test]
+fn both_ways_to_the_queue_depth_agree() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = Served::start(dir.path(), &["mem:64M"]);
+    for (connections, bs, depth) in [(1, 4096, 1), (2, 4096, 32), (1, 1 << 20, 4)] {
+        let options = Options {
+            pattern: Pattern { random: true, read_percent: 50 },
+            block_bytes: bs,
+            depth,
+            connections,
+            ios: Some(2000),
+            ..Options::new(served.uri())
+        };
+        let outcome = spile::load::run(&options, |_| {}).unwrap();
+        let report = Report::new(&options, &outcome);
+        assert!(report.error.is_none() && report.depths_agree(), "{report:?}");
+        assert!(report.queue_depth_avg <= f64::from(depth * connections) + 0.01, "{report:?}");
+        assert_eq!(report.read.ios + report.write.ios, 2000);
+    }
+}
+
+#[test]
+fn every_pattern_runs_and_says_what_it_did() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = Served::start(dir.path(), &["mem:8M"]);
+    let (uri, pid) = (served.uri().to_string(), served.child.id().to_string());
+    for rw in ["read", "write", "randread", "randwrite", "rw", "randrw"] {
+        let args = ["load", &uri, "--rw", rw, "--ios", "300", "--bs", "8k", "--server-pid", &pid];
+        let report = json(dir.path(), &args);
+        let (reads, writes) = (&report["read"]["ios"], &report["write"]["ios"]);
+        assert_eq!(reads.as_u64().unwrap() + writes.as_u64().unwrap(), 300, "{rw}");
+        let both = rw.ends_with("rw");
+        assert_eq!(reads.as_u64() > Some(0), both || rw.ends_with("read"), "{rw}");
+        assert_eq!(writes.as_u64() > Some(0), both || rw.ends_with("write"), "{rw}");
+        assert!(report["server_cpu_us_per_io"].as_f64() > Some(0.0), "{rw}");
+    }
+}
+
+#[test]
+fn a_size_in_bytes_ends_it_too_and_flushes_are_sent() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = Served::start(dir.path(), &["mem:8M"]);
+    let uri = served.uri().to_string();
+    let args = ["load", &uri, "--rw", "write", "--size", "1M", "--fua", "--flush-every", "10"];
+    let report = json(dir.path(), &args);
+    let (writes, flushes) = (report["write"]["ios"].as_u64(), report["flush"]["ios"].as_u64());
+    assert_eq!(writes.unwrap() + flushes.unwrap(), 256);
+    assert_eq!(flushes, Some(23));
+}
+
+#[test]
+fn a_model_can_be_kept_and_checked_later() {
+    let dir = tempfile::tempdir().unwrap();
+    ok(dir.path(), &["create", "d.raw", "--size", "8M"]);
+    let served = Served::start(dir.path(), &["d.raw"]);
+    let uri = served.uri().to_string();
+    let load = ["load", &uri, "--rw", "randwrite", "--ios", "500", "--verify", "--connections", "3"];
+    ok(dir.path(), &[&load[..], &["--save-model", "m"]].concat());
+    let checked = json(dir.path(), &["load", &uri, "--verify-model", "m"]);
+    assert_eq!(checked["read_back_blocks"], checked["acknowledged_blocks"]);
+    // Another run over it: the first model's versions are gone.
+    ok(dir.path(), &[&load[..], &["--seed", "2"]].concat());
+    let err = fails(dir.path(), 3, &["load", &uri, "--verify-model", "m"]);
+    assert!(err.contains("mismatch"), "{err}");
+}
+
+#[test]
+fn what_cannot_be_is_refused_with_a_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = Served::start(dir.path(), &["mem:1M,read-only"]);
+    let uri = served.uri().to_string();
+    let cases: [(&[&str], i32, &str); 6] = [
+        (&["--rw", "randwrite"], 1, "read-only"),
+        (&["--bs", "64M"], 1, "--bs must be"),
+        (&["--verify", "--bs", "100"], 1, "multiple of 512"),
+        (&["--connections", "300"], 1, "too small"),
+        (&["--depth", "0"], 2, "--depth"),
+        (&["--rw", "sideways"], 2, "sideways"),
+    ];
+    for (args, code, says) in cases {
+        let err = fails(dir.path(), code, &[&["load", uri.as_str()], args].concat());
+        assert!(err.contains(says), "{args:?}: {err}");
+    }
+    let err = fails(dir.path(), 1, &["load", &served.export("nothere").to_string()]);
+    assert!(err.contains("no such export") || err.contains("nothere"), "{err}");
+}
