@@ -29,9 +29,9 @@ pub(crate) fn buffers(len: usize) -> Segments {
     (0..len).step_by(PIECE_BYTES).map(|at| pool.alloc(PIECE_BYTES.min(len - at))).collect()
 }
 
-/// Learns whether asking for holes is worth while. A map may be slow to walk, so a question that took some time
-/// is followed by a rest: [`REST`] times as long when there was no hole, as long when there was one. So a full
-/// disk's reads lose at most 2 % to it, and a sparse one is noticed soon.
+/// Learns whether asking for holes is worth while. A map may be slow to walk, so a question that found none is
+/// followed by a rest [`REST`] times as long as it took: a full disk's reads lose at most 2 % to it, and a sparse
+/// one is noticed soon. A hole that was found has saved a read, and the next read is asked as well.
 #[derive(Default)]
 pub(crate) struct HoleProbe {
     /// No question before this time.
@@ -46,8 +46,8 @@ impl HoleProbe {
     }
 
     fn learn(&self, asked_ns: u64, now_ns: u64, found: bool) {
-        let took_ns = now_ns.saturating_sub(asked_ns);
-        self.next_ns.set(now_ns + took_ns * if found { 1 } else { REST });
+        let rest_ns = if found { 0 } else { now_ns.saturating_sub(asked_ns) * REST };
+        self.next_ns.set(now_ns + rest_ns);
     }
 }
 
@@ -100,9 +100,12 @@ impl<D: Disk> Session<D> {
 
     /// How the read is cut into data and holes. A map that cannot be read is no error of the read.
     async fn runs(&self, request: &Request, extent: Extent) -> Runs {
-        let wanted = self.agreed.structured && request.flags & FLAG_DF == 0 && extent.len_bytes >= PROBE_BYTES;
+        let wanted = self.agreed.structured && request.flags & FLAG_DF == 0;
+        if !wanted || extent.len_bytes < PROBE_BYTES {
+            return Runs::Whole;
+        }
         let asked_ns = self.server.clock.now_ns();
-        if !wanted || !self.holes.may_ask(asked_ns) {
+        if !self.holes.may_ask(asked_ns) {
             return Runs::Whole;
         }
         let runs = match self.disk.extents(extent, MAX_READ_RUNS).await {
@@ -286,6 +289,6 @@ mod tests {
         }
         assert!(asking_ns > 0 && asking_ns * 50 <= now_ns, "{asking_ns} of {now_ns}");
         probe.learn(now_ns, now_ns + 1000, true);
-        assert!(probe.may_ask(now_ns + 2000), "a hole makes curious");
+        assert!(probe.may_ask(now_ns + 1000), "a hole makes curious");
     }
 }

@@ -271,7 +271,7 @@ fn any_kind() -> impl Strategy<Value = Kind> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(160))]
     #[test]
     fn a_chain_is_a_vector_of_bytes(
         base in any_base(),
@@ -331,9 +331,6 @@ fn a_raw_parent_with_an_odd_size_ends_at_its_last_byte() {
         let world = World::new();
         let len = MIB + extra;
         world.raw("/vm/p.img", &pattern(1, len as usize));
-        for depth in ["/vm/a.vhd", "/vm/b.vhd", "/vm/c.vhd"].windows(2) {
-            let _ = depth;
-        }
         world.child("/vm/a.vhd", "/vm/p.img", 2 * MIB, 64 << 10);
         world.child("/vm/b.vhd", "/vm/a.vhd", 2 * MIB, 2 << 20);
         for path in ["/vm/a.vhd", "/vm/b.vhd"] {
@@ -342,11 +339,14 @@ fn a_raw_parent_with_an_odd_size_ends_at_its_last_byte() {
             let known = (len - (MIB - 512)) as usize;
             assert!(bytes[..known] == pattern(1, len as usize)[(MIB - 512) as usize..], "{path} {extra}");
             assert!(bytes[known..].iter().all(|&byte| byte == 0), "{path} {extra}");
-            // Writing the sector in which the parent ends keeps what is beside it.
-            write(&disk, MIB, &pattern(2, 512));
-            assert_eq!(read(&disk, MIB..MIB + 512), pattern(2, 512));
-            assert_eq!(read(&disk, MIB - 512..MIB), pattern(1, MIB as usize)[(MIB - 512) as usize..]);
         }
+        // Bytes written into the sector in which the parent ends keep what is beside them.
+        let disk = Aligned::new(world.open("/vm/b.vhd"));
+        let mut model = pattern(1, len as usize);
+        model.resize(2 * MIB as usize, 0);
+        write(&disk, len - 1, &[7, 8, 9]);
+        model[len as usize - 1..len as usize + 2].copy_from_slice(&[7, 8, 9]);
+        assert!(read(&disk, 0..2 * MIB) == model, "{extra}");
     }
 }
 
@@ -390,7 +390,8 @@ fn discarded_blocks_are_used_again() {
     // Never more than the whole disk and the blocks on their way.
     assert!(file.len() < MIB + 2 * 64 * 70 * KIB, "{}", file.len());
     flush(&disk);
-    assert!(file.allocated_bytes() < 64 * KIB, "{} bytes are left", file.allocated_bytes());
+    // What is left is the metadata, and for each place the page of its bitmap.
+    assert!(file.allocated_bytes() < 64 * 4 * KIB + 64 * KIB, "{} bytes are left", file.allocated_bytes());
 }
 
 #[test]

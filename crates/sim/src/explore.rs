@@ -126,7 +126,7 @@ type Slot<T> = Rc<RefCell<Option<T>>>;
 
 impl<S: Subject> Run<S> {
     fn new(world: World, subject: S, plan: Plan, options: &Options) -> Self {
-        let oracle = Rc::new(RefCell::new(Oracle::new(subject.size_bytes() / 512)));
+        let oracle = Rc::new(RefCell::new(Oracle::default()));
         let rng = Rng::new(plan.seed).split(20);
         let (subject, plan) = (Rc::new(subject), Rc::new(plan));
         let (sabotage, summary) = (options.sabotage.clone(), Summary::default());
@@ -170,7 +170,7 @@ impl<S: Subject> Run<S> {
     /// One life of the process; answers its steps.
     fn life(&mut self, layer: usize, life: &Life) -> u64 {
         let limit = life.crash_at.unwrap_or(u64::MAX);
-        let mut executor = Executor::new(self.world.clone(), Rng::new(self.rng.next()));
+        let mut executor = Executor::new(self.world.clone(), Rng::new(self.rng.word()));
         self.world.set_faults(life.faults.clone());
         let faults_before = self.world.faults_fired();
         let closed = self.phases(&mut executor, layer, life, limit);
@@ -204,17 +204,17 @@ impl<S: Subject> Run<S> {
     fn phases(&mut self, executor: &mut Executor, layer: usize, life: &Life, limit: u64) -> Option<()> {
         let shared = self.open(executor, layer, life, limit)?;
         if life.verify_first {
-            executor.spawn(shared.clone().verify(Rng::new(self.rng.next()), false));
+            executor.spawn(shared.clone().verify(Rng::new(self.rng.word()), false));
             run(executor, limit)?;
         }
         let clients = life.clients.min(life.requests.max(1));
         for _ in 0..clients {
-            let rng = Rng::new(self.rng.next());
+            let rng = Rng::new(self.rng.word());
             executor.spawn(shared.clone().client(rng, life.requests.div_ceil(clients)));
         }
         run(executor, limit)?;
         let whole = life.crash_at.is_none() && shared.disk.info().size_bytes <= 4 << 20;
-        executor.spawn(shared.clone().verify(Rng::new(self.rng.next()), whole));
+        executor.spawn(shared.clone().verify(Rng::new(self.rng.word()), whole));
         run(executor, limit)?;
         executor.spawn(shared.close());
         run(executor, limit)

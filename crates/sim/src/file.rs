@@ -184,7 +184,7 @@ impl Style {
             0 => Style::Pieces(0),
             1 => Style::Pieces(100),
             2 => Style::Prefix(rng.index(effects + 1)),
-            3 => Style::Whole(rng.next()),
+            3 => Style::Whole(rng.word()),
             _ => Style::Pieces(*rng.pick(&[3, 20, 50, 80, 97])),
         }
     }

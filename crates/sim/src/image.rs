@@ -166,6 +166,12 @@ impl Image {
 }
 
 impl LayerPlan {
+    /// A device with room for all blocks, and some to spare.
+    fn device_bytes(&self) -> u64 {
+        let block = u64::from(self.block_bytes);
+        (self.size_bytes.div_ceil(block) + 1) * (block + 8192) + (4 << 20)
+    }
+
     fn draw(rng: &mut Rng, kind: Kind, least_bytes: u64) -> Self {
         let mut size_bytes = match rng.below(8) {
             0 => rng.between(8, 64) << 20,
@@ -186,21 +192,22 @@ impl LayerPlan {
 impl Subject for Image {
     type Disk = SimDisk;
 
-    fn size_bytes(&self) -> u64 {
-        self.leaf().size_bytes
-    }
-
     fn layers(&self) -> usize {
         self.layers.len()
     }
 
     async fn create(&self, world: &World, layer: usize) -> Result<()> {
-        let plan = &self.layers[layer];
+        let (plan, path) = (&self.layers[layer], self.path(layer));
         if plan.kind == Kind::Raw {
-            return world.files().create(&self.path(layer), plan.size_bytes).map(drop);
+            return world.files().create(&path, plan.size_bytes).map(drop);
         }
         let params = self.params(world, layer).await?;
-        let store = world.files().create(&self.path(layer), 0)?;
+        if world.hardware().devices {
+            world.install_device(&path, plan.device_bytes());
+        } else {
+            world.install_empty(&path, 0);
+        }
+        let store = world.files().open(&path, OpenMode::ReadWrite).await?;
         vhd::create(&store, &*world.env(), &params).await
     }
 

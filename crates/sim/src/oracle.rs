@@ -84,10 +84,11 @@ pub struct Pending {
     issued: u64,
 }
 
-/// What every sector may hold.
+/// What every sector may hold; at first all of them zeroes.
+#[derive(Default)]
 pub struct Oracle {
-    /// `None`: never written, reads as zeroes.
-    sectors: Vec<Option<Box<Vec<Version>>>>,
+    /// One that is not here was never written and reads as zeroes.
+    sectors: BTreeMap<u64, Vec<Version>>,
     now: u64,
     writes: u64,
     /// A completed flush was issued at this time, the latest of all.
@@ -100,13 +101,6 @@ pub struct Oracle {
 }
 
 impl Oracle {
-    /// The oracle of a disk of zeroes.
-    pub fn new(size_sectors: u64) -> Self {
-        let sectors = (0..size_sectors).map(|_| None).collect();
-        let (in_flight, reads) = (BTreeMap::new(), BTreeMap::new());
-        Self { sectors, now: 1, writes: 0, flushed: 0, cut: 0, in_flight, reads }
-    }
-
     fn tick(&mut self) -> u64 {
         self.now += 1;
         self.now
@@ -129,9 +123,9 @@ impl Oracle {
     }
 
     fn history(&mut self, sector: u64) -> &mut Vec<Version> {
-        self.sectors[sector as usize].get_or_insert_with(|| {
+        self.sectors.entry(sector).or_insert_with(|| {
             let (value, fua, discard) = (Value::Zero, true, false);
-            Box::new(vec![Version { value, issued: 0, ended: 0, acked: 0, seen: 0, fua, discard, failed: false }])
+            vec![Version { value, issued: 0, ended: 0, acked: 0, seen: 0, fua, discard, failed: false }]
         })
     }
 
@@ -139,7 +133,7 @@ impl Oracle {
     fn prune(&mut self, sector: u64) {
         let since = self.reads.first_key_value().map_or(self.now, |(start, _)| *start);
         let flushed = self.flushed;
-        let Some(versions) = &mut self.sectors[sector as usize] else { return };
+        let Some(versions) = self.sectors.get_mut(&sector) else { return };
         if versions.len() < 6 {
             return;
         }
@@ -225,7 +219,7 @@ impl Oracle {
     }
 
     fn judge(&mut self, sector: u64, issued: u64, now: u64, read: Result<Value, String>) -> Result<(), String> {
-        let Some(versions) = &mut self.sectors[sector as usize] else {
+        let Some(versions) = self.sectors.get_mut(&sector) else {
             return match read {
                 Ok(Value::Zero) => Ok(()),
                 _ => Err(format!("sector {sector:#x} was never written but reads {read:?}")),
@@ -272,7 +266,7 @@ impl Oracle {
         }
         if crash == Crash::PowerCut {
             let flushed = self.flushed;
-            self.sectors.iter_mut().flatten().for_each(|versions| cut(versions, flushed));
+            self.sectors.values_mut().for_each(|versions| cut(versions, flushed));
             self.cut = self.tick();
         }
     }
@@ -280,19 +274,13 @@ impl Oracle {
     /// Runs of sectors that were ever written, each at most `max_sectors` long.
     pub fn touched(&self, max_sectors: u64) -> Vec<Range<u64>> {
         let mut runs: Vec<Range<u64>> = Vec::new();
-        for (sector, _) in self.sectors.iter().enumerate().filter(|(_, v)| v.is_some()) {
-            let sector = sector as u64;
+        for &sector in self.sectors.keys() {
             match runs.last_mut() {
                 Some(run) if run.end == sector && run.end - run.start < max_sectors => run.end += 1,
                 _ => runs.push(sector..sector + 1),
             }
         }
         runs
-    }
-
-    /// The size of the disk in sectors.
-    pub fn size_sectors(&self) -> u64 {
-        self.sectors.len() as u64
     }
 }
 
@@ -360,7 +348,7 @@ mod tests {
 
     #[test]
     fn an_answered_write_replaces_what_was_there() {
-        let mut oracle = Oracle::new(2);
+        let mut oracle = Oracle::default();
         assert!(read(&mut oracle, Value::Zero));
         let first = write(&mut oracle);
         let second = write(&mut oracle);
@@ -370,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_write_in_flight_may_show_or_not_but_not_vanish_again() {
-        let mut oracle = Oracle::new(1);
+        let mut oracle = Oracle::default();
         let old = write(&mut oracle);
         let pending = oracle.begin(0..1, Change::Data, false);
         assert!(read(&mut oracle, old) && read(&mut oracle, Value::Stamp(pending.write)));
@@ -379,7 +367,7 @@ mod tests {
 
     #[test]
     fn death_keeps_what_was_answered_and_settles_what_was_not() {
-        let mut oracle = Oracle::new(1);
+        let mut oracle = Oracle::default();
         let old = write(&mut oracle);
         let pending = oracle.begin(0..1, Change::Data, false);
         oracle.crash(Crash::Death);
@@ -393,7 +381,7 @@ mod tests {
     #[test]
     fn a_power_cut_may_lose_what_no_flush_covered() {
         let make = || {
-            let mut oracle = Oracle::new(1);
+            let mut oracle = Oracle::default();
             let lost = write(&mut oracle);
             let flushed = write(&mut oracle);
             flush(&mut oracle);
@@ -414,7 +402,7 @@ mod tests {
 
     #[test]
     fn after_a_death_what_was_read_is_not_yet_durable() {
-        let mut oracle = Oracle::new(1);
+        let mut oracle = Oracle::default();
         let kept = write(&mut oracle);
         flush(&mut oracle);
         let late = write(&mut oracle);
@@ -426,7 +414,7 @@ mod tests {
 
     #[test]
     fn a_fua_write_is_durable_and_a_flush_covers_only_what_was_answered_before() {
-        let mut oracle = Oracle::new(1);
+        let mut oracle = Oracle::default();
         let first = oracle.begin(0..1, Change::Data, true);
         oracle.end(&first, true);
         let flush = oracle.begin_flush();
@@ -440,7 +428,7 @@ mod tests {
     #[test]
     fn a_discard_may_do_nothing_but_not_change_its_mind() {
         for first in [true, false] {
-            let mut oracle = Oracle::new(1);
+            let mut oracle = Oracle::default();
             let old = write(&mut oracle);
             let discard = oracle.begin(0..1, Change::Discard, false);
             oracle.end(&discard, true);
@@ -452,7 +440,7 @@ mod tests {
 
     #[test]
     fn after_a_failed_write_old_and_new_may_show_until_the_next() {
-        let mut oracle = Oracle::new(1);
+        let mut oracle = Oracle::default();
         let old = write(&mut oracle);
         let failed = oracle.begin(0..1, Change::Data, false);
         oracle.end(&failed, false);
@@ -463,7 +451,7 @@ mod tests {
 
     #[test]
     fn misplaced_content_is_garbage() {
-        let mut oracle = Oracle::new(2);
+        let mut oracle = Oracle::default();
         let written = write(&mut oracle);
         let issued = oracle.begin_read();
         assert!(oracle.end_read(issued, 1, &bytes(0, written)).is_err());
@@ -471,14 +459,14 @@ mod tests {
 
     #[test]
     fn long_histories_are_pruned_without_changing_the_verdict() {
-        let mut oracle = Oracle::new(1);
+        let mut oracle = Oracle::default();
         let values: Vec<Value> = (0..40)
             .map(|_| {
                 flush(&mut oracle);
                 write(&mut oracle)
             })
             .collect();
-        assert!(oracle.sectors[0].as_ref().unwrap().len() < 10);
+        assert!(oracle.sectors[&0].len() < 10);
         oracle.crash(Crash::PowerCut);
         assert!(!read(&mut oracle, values[37]) && read(&mut oracle, values[38]));
     }

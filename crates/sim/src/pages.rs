@@ -28,6 +28,13 @@ fn parts(range: Range<u64>) -> impl Iterator<Item = (u64, Range<usize>, usize)> 
 }
 
 impl Pages {
+    /// `len_bytes` that are not zero anywhere, without a memory of their own.
+    pub fn old_bytes(len_bytes: u64) -> Self {
+        let page = Arc::new([0x5A; PAGE as usize]);
+        let map = (0..len_bytes.div_ceil(PAGE)).map(|number| (number, page.clone())).collect();
+        Self { map, len: len_bytes }
+    }
+
     /// The length in bytes.
     pub fn len(&self) -> u64 {
         self.len

@@ -77,7 +77,8 @@ impl Plan {
     /// The plan of `seed` for a disk of `size_bytes` that is made of blocks of `block_bytes`.
     pub fn draw(seed: u64, size_bytes: u64, block_bytes: u64) -> Self {
         let mut rng = Rng::new(seed).split(10);
-        let hardware = Hardware::draw(&mut rng);
+        let mut hardware = Hardware::draw(&mut rng);
+        hardware.devices = Rng::new(seed).split(12).chance(1, 6);
         let lives = (0..rng.between(1, 5)).map(|_| Life::draw(&mut rng)).collect();
         let weights = Weights::draw(&mut rng);
         let places = Places::draw(&mut rng, size_bytes / 512, block_bytes / 512);
@@ -98,7 +99,8 @@ impl Plan {
 
 impl Hardware {
     fn draw(rng: &mut Rng) -> Self {
-        Self { align_bytes: *rng.pick(&[512, 512, 4096]), punches: !rng.chance(1, 6) }
+        let align_bytes = *rng.pick(&[512, 512, 4096]);
+        Self { align_bytes, punches: !rng.chance(1, 6), devices: false }
     }
 }
 

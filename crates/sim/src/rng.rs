@@ -28,14 +28,14 @@ impl Rng {
     }
 
     /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn word(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
         mix(self.state)
     }
 
     /// A number below `bound` (0 when `bound` is 0).
     pub fn below(&mut self, bound: u64) -> u64 {
-        if bound == 0 { 0 } else { self.next() % bound }
+        if bound == 0 { 0 } else { self.word() % bound }
     }
 
     /// An index into something of `len` elements (0 when empty).
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn a_seed_repeats_and_streams_differ() {
-        let draw = |mut rng: Rng| (0..8).map(|_| rng.next()).collect::<Vec<_>>();
+        let draw = |mut rng: Rng| (0..8).map(|_| rng.word()).collect::<Vec<_>>();
         assert_eq!(draw(Rng::new(7)), draw(Rng::new(7)));
         assert_ne!(draw(Rng::new(7)), draw(Rng::new(8)));
         assert_ne!(draw(Rng::new(7).split(0)), draw(Rng::new(7).split(1)));

@@ -166,11 +166,11 @@ impl Drop for SimStore {
 
 impl Store for SimStore {
     fn info(&self) -> StoreInfo {
-        let hardware = self.world.lock().hardware.clone();
+        let hardware = self.world.hardware();
         StoreInfo {
             offset_align_bytes: hardware.align_bytes,
             memory_align_bytes: hardware.align_bytes,
-            grows_zeroed: true,
+            grows_zeroed: !hardware.devices,
             punches: hardware.punches,
             read_only: self.mode == OpenMode::ReadOnly,
         }
@@ -241,13 +241,13 @@ impl Env for SimEnv {
 
     fn random_16(&self) -> [u8; 16] {
         let mut state = self.world.lock();
-        let (low, high) = (state.env_rng.next(), state.env_rng.next());
+        let (low, high) = (state.env_rng.word(), state.env_rng.word());
         (u128::from(high) << 64 | u128::from(low)).to_le_bytes()
     }
 
     fn boot_id(&self) -> [u8; 16] {
         let mut rng = Rng::new(self.world.lock().boot);
-        (u128::from(rng.next()) << 64 | u128::from(rng.next())).to_le_bytes()
+        (u128::from(rng.word()) << 64 | u128::from(rng.word())).to_le_bytes()
     }
 }
 

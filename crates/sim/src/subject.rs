@@ -9,9 +9,6 @@ pub trait Subject: 'static {
     /// The disk it opens.
     type Disk: Disk;
 
-    /// The size of the disk in bytes.
-    fn size_bytes(&self) -> u64;
-
     /// How many layers there are: 1, or more for a chain. The workload goes through the layers from the base (0) up.
     fn layers(&self) -> usize {
         1

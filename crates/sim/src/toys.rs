@@ -70,10 +70,6 @@ struct State {
 impl Subject for Toy {
     type Disk = ToyDisk;
 
-    fn size_bytes(&self) -> u64 {
-        self.size_bytes
-    }
-
     async fn create(&self, world: &World, _layer: usize) -> Result<()> {
         let len = if self.thin { TABLE_BYTES } else { self.size_bytes };
         world.files().create(Path::new(PATH), len).map(drop)

@@ -26,6 +26,8 @@ pub struct Hardware {
     pub align_bytes: u32,
     /// Holes can be punched.
     pub punches: bool,
+    /// Files are block devices: their length is fixed, and what was never written is anything.
+    pub devices: bool,
 }
 
 /// The simulated host; clones are handles to the same one.
@@ -165,6 +167,17 @@ impl World {
         let mut pages = Pages::default();
         pages.set_len(len_bytes);
         self.lock().add_file(path.into(), SimFile::durable(pages));
+    }
+
+    /// Puts a device of `len_bytes` there that holds somebody's old bytes.
+    pub fn install_device(&self, path: impl Into<PathBuf>, len_bytes: u64) {
+        let file = SimFile::durable(Pages::old_bytes(len_bytes));
+        self.lock().add_file(path.into(), file);
+    }
+
+    /// What the host is made of.
+    pub fn hardware(&self) -> Hardware {
+        self.lock().hardware.clone()
     }
 
     /// What the file shows now.
@@ -405,7 +418,8 @@ impl State {
     /// Decides whether the operation fails instead; a failed write may have taken effect in part.
     fn fail(&mut self, op: &Op) -> Result<()> {
         let (len, range) = (self.files[op.file].view.len(), op.kind.range());
-        if matches!(op.kind, Kind::Read { .. } | Kind::Zero { .. }) && range.end > len {
+        let stays_inside = self.hardware.devices || matches!(op.kind, Kind::Read { .. } | Kind::Zero { .. });
+        if stays_inside && range.end > len {
             return Err(Error::new(ErrorKind::OutOfRange, "past the end of the simulated file"));
         }
         let faults = self.faults.clone();
@@ -417,6 +431,9 @@ impl State {
                 self.fail_midway(op, faults.write_eio)
             }
             Kind::Zero { .. } => self.fail_midway(op, faults.write_eio),
+            Kind::SetLen(_) if self.hardware.devices => {
+                Err(Error::new(ErrorKind::Unsupported, "a device cannot change its length"))
+            }
             Kind::SetLen(_) => self.fault(faults.write_eio, 5),
             Kind::Sync { .. } => self.fail_sync(op.file, &faults),
             Kind::Ask => Ok(()),

@@ -31,6 +31,14 @@ fn drawn(kind: Kind) -> impl Fn(u64, &Options) -> Run {
     move |seed, options| run_seed(seed, Some(kind), Mode::Random, options)
 }
 
+/// As the seed draws it, on block devices.
+fn on_devices(seed: u64, options: &Options) -> Run {
+    let image = Image::draw(seed, Some(Kind::Chain));
+    let mut plan = Plan::draw(seed, image.leaf().size_bytes, image.leaf().block_bytes.into());
+    plan.hardware.devices = true;
+    explore(image, plan, options)
+}
+
 /// A child with blocks of 4 KiB, so that whole blocks are written, released and used again all the time, and lives
 /// that end in order, so that a batmap is there.
 fn small_blocks(seed: u64, options: &Options) -> Run {
@@ -74,6 +82,16 @@ fn places(touch: &Touch) -> bool {
 #[test]
 fn rule_1_space_before_use() {
     bites(drawn(Kind::Dynamic), "the new length is not synced", "past the end", Sabotage::Unsynced(part(Part::Length)));
+}
+
+#[test]
+fn rule_1_on_a_device_the_place_of_a_block_is_emptied() {
+    let emptied: Choice = Arc::new(|view, touch| {
+        let zeroes = touch.bytes.iter().all(|byte| *byte == 0);
+        zeroes && matches!(part_of(view, touch), Some(Part::Block | Part::Bitmap))
+    });
+    bites(on_devices, "a new block shows what the device held", CONTENT, Sabotage::Lost(emptied.clone()));
+    bites(on_devices, "the emptying of a place is not synced", CONTENT, Sabotage::Unsynced(emptied));
 }
 
 #[test]

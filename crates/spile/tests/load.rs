@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 
 use common::faulty::{self, Fault};
-use common::{Served, fails, json, ok, run};
+use common::{Served, eventually, fails, have, json, ok, run};
 use spile::load::{LoadOutcome, Options, Pattern, Report};
 use spile::uri::{Address, NbdUri};
 use spile_core::ErrorKind;
@@ -182,4 +182,37 @@ fn what_cannot_be_is_refused_with_a_reason() {
     }
     let err = fails(dir.path(), 1, &["load", &served.export("nothere").to_string()]);
     assert!(err.contains("no such export") || err.contains("nothere"), "{err}");
+}
+
+/// A verified load on another program's server; its socket is the last argument.
+fn load_foreign(program: &str, args: &[&str]) {
+    if !have(program, "a verified load on it") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s");
+    std::fs::File::create(dir.path().join("d.raw")).unwrap().set_len(64 << 20).unwrap();
+    let mut command = std::process::Command::new(program);
+    command.args(args).current_dir(dir.path());
+    command.arg(&socket);
+    let child = command.spawn().unwrap();
+    let _server = Served { child, socket: socket.clone() };
+    let uri = uri(&socket);
+    eventually("it answers", || spile::nbd_client::Client::connect(&uri).is_ok());
+    for (bs, connections) in [("4k", "1"), ("512", "2"), ("1M", "2")] {
+        let uri = uri.to_string();
+        let load = ["load", &uri, "--rw", "randrw", "--ios", "500", "--verify", "--flush-every", "50"];
+        let report = json(dir.path(), &[&load[..], &["--bs", bs, "--connections", connections]].concat());
+        assert!(report["read_back_blocks"].as_u64() > Some(0), "{program} {bs}: {report}");
+    }
+}
+
+#[test]
+fn it_loads_qemu_nbd() {
+    load_foreign("qemu-nbd", &["-f", "raw", "-t", "-x", "", "-e", "9", "d.raw", "-k"]);
+}
+
+#[test]
+fn it_loads_nbdkit() {
+    load_foreign("nbdkit", &["-f", "memory", "64M", "-U"]);
 }

@@ -133,6 +133,7 @@ fn a_second_signal_ends_it_at_once() {
         let read = request_header(nbd_client::Command::Read, 0, cookie, 0, 32 << 20);
         stream.write_all(&read).unwrap();
     }
+    stream.read_exact(&mut [0; 16]).unwrap();
     served.signal(Signal::SIGTERM);
     let refused = || Client::connect(&served.uri()).is_err();
     eventually("it stops accepting", refused);

@@ -82,6 +82,8 @@ pub(crate) struct AllocState {
     step_blocks: u64,
     /// Unused runs between blocks, as an earlier session left them; used before the file grows.
     gaps: Vec<Range<u64>>,
+    /// Places that earlier sessions released may be used ([`Sparse::settle`]).
+    is_settled: bool,
     /// The file is never cut before this: what lies here may be somebody's.
     keep_end: u64,
     footers: FooterState,
@@ -215,10 +217,7 @@ impl<S: Store> Sparse<S> {
             return Ok(());
         }
         match self.prepare_step(self.step_blocks().max(1)).await {
-            Err(error) if error.kind() == ErrorKind::NoSpace && self.recycle(1).await? => {
-                drop(error);
-                Ok(())
-            }
+            Err(error) if error.kind() == ErrorKind::NoSpace && self.recycle(1).await? => Ok(()),
             result => result,
         }
     }
@@ -236,6 +235,7 @@ impl<S: Store> Sparse<S> {
     /// Makes at least one block ready, and up to `count`: released ones if they are worth the syncs, then gaps, then
     /// new space.
     async fn prepare_step(&self, count: u64) -> Result<()> {
+        self.settle().await?;
         if self.recycle((count / 4).max(1)).await? || self.prepare_gaps(count).await? {
             return Ok(());
         }
@@ -243,6 +243,19 @@ impl<S: Store> Sparse<S> {
             true => self.grow_file(count).await,
             false => self.prepare_on_device(count).await,
         }
+    }
+
+    /// Rule 5 for what earlier sessions released, once, before any place of theirs is used: the BAT as it was read is
+    /// made durable (else a power cut could leave entries that point at what was cut off or given away), and both
+    /// halves of the journal are retired, which may have records of what lay there.
+    async fn settle(&self) -> Result<()> {
+        let is_settled = self.alloc.lock().is_settled;
+        if !is_settled {
+            self.flush().await?;
+            self.flush().await?;
+            self.alloc.lock().is_settled = true;
+        }
+        Ok(())
     }
 
     /// Brings released blocks to their end, if there are `least` of them. True when some are ready now. (Each of the
@@ -257,15 +270,12 @@ impl<S: Store> Sparse<S> {
         Ok(!self.alloc.lock().ready.is_empty())
     }
 
-    /// Rule 5 for what an earlier session released: the BAT as it was read is made durable before the bytes go, and
-    /// both halves of the journal are retired, which may have records of what lay there. True when there were gaps.
+    /// Makes places in the gaps that earlier sessions left, once these are settled. True when there were any.
     async fn prepare_gaps(&self, count: u64) -> Result<bool> {
         let places = self.take_gap_places(count);
         if places.is_empty() {
             return Ok(false);
         }
-        self.flush().await?;
-        self.flush().await?;
         let mut ready = Vec::with_capacity(places.len());
         for sector in places {
             ready.push(self.empty_place(sector).await?);

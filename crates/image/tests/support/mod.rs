@@ -109,6 +109,20 @@ pub struct MemFile {
     pub syncs: AtomicU64,
     /// Every operation that changes the file fails while this is set.
     pub fails: AtomicBool,
+    /// The next read at this offset gets its bytes, but does not end before `lets_read_go`; for tests that poll by
+    /// hand.
+    pub held_read: AtomicU64,
+    pub lets_read_go: AtomicBool,
+    /// The same for syncs.
+    pub holds_syncs: AtomicBool,
+}
+
+/// No read is held.
+pub const NO_READ: u64 = u64::MAX;
+
+/// Polls a future once by hand.
+pub fn poll_once<T>(future: std::pin::Pin<&mut impl Future<Output = T>>) -> Poll<T> {
+    future.poll(&mut Context::from_waker(Waker::noop()))
 }
 
 impl MemFile {
@@ -199,6 +213,11 @@ impl Content {
     }
 }
 
+/// Pending while the condition is false. Wakes nobody: only for futures that are polled by hand.
+async fn until(condition: impl Fn() -> bool) {
+    std::future::poll_fn(|_| if condition() { Poll::Ready(()) } else { Poll::Pending }).await;
+}
+
 /// A file, opened.
 pub struct MemStore {
     file: Arc<MemFile>,
@@ -267,11 +286,16 @@ impl Store for MemStore {
         self.file.read_bytes.fetch_add(len, Ordering::Relaxed);
         self.file.largest_read_bytes.fetch_max(len, Ordering::Relaxed);
         let mut bytes = vec![0; into.len()];
-        let content = self.file.lock();
-        if offset.0.checked_add(len).is_none_or(|end| end > content.len) {
-            return Err(self.fail(ErrorKind::OutOfRange, "read past the end", offset.0));
+        {
+            let content = self.file.lock();
+            if offset.0.checked_add(len).is_none_or(|end| end > content.len) {
+                return Err(self.fail(ErrorKind::OutOfRange, "read past the end", offset.0));
+            }
+            content.read(offset.0, &mut bytes);
         }
-        content.read(offset.0, &mut bytes);
+        if self.file.held_read.compare_exchange(offset.0, NO_READ, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+            until(|| self.file.lets_read_go.load(Ordering::Relaxed)).await;
+        }
         into.copy_from_slice(0, &bytes);
         Ok(())
     }
@@ -292,6 +316,7 @@ impl Store for MemStore {
 
     async fn sync(&self) -> Result<()> {
         self.begin_change(0).await?;
+        until(|| !self.file.holds_syncs.load(Ordering::Relaxed)).await;
         self.file.syncs.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -357,6 +382,9 @@ impl MemFiles {
             largest_read_bytes: AtomicU64::new(0),
             syncs: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            held_read: AtomicU64::new(NO_READ),
+            lets_read_go: AtomicBool::new(false),
+            holds_syncs: AtomicBool::new(false),
         });
         self.files.lock().unwrap().insert(path, file.clone());
         file

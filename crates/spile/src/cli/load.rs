@@ -16,10 +16,14 @@ use crate::uri::NbdUri;
 enum Rw {
     Read,
     Write,
-    Randread,
-    Randwrite,
-    Rw,
-    Randrw,
+    #[value(name = "randread")]
+    RandomRead,
+    #[value(name = "randwrite")]
+    RandomWrite,
+    #[value(name = "rw")]
+    Mixed,
+    #[value(name = "randrw")]
+    RandomMixed,
 }
 
 /// Put a load on an NBD server and report throughput, latency and queue depth
@@ -116,10 +120,10 @@ fn options(args: &LoadArgs) -> Result<Options> {
     let (random, read_percent) = match args.rw {
         Rw::Read => (false, 100),
         Rw::Write => (false, 0),
-        Rw::Rw => (false, args.rwmix),
-        Rw::Randread => (true, 100),
-        Rw::Randwrite => (true, 0),
-        Rw::Randrw => (true, args.rwmix),
+        Rw::Mixed => (false, args.rwmix),
+        Rw::RandomRead => (true, 100),
+        Rw::RandomWrite => (true, 0),
+        Rw::RandomMixed => (true, args.rwmix),
     };
     let invalid = |message: &str| Error::new(ErrorKind::InvalidInput, message);
     let block_bytes = u32::try_from(args.bs).map_err(|_| invalid("--bs must be below 4 GiB"))?;

@@ -252,7 +252,7 @@ fn usable_blocks(options: &Options, export: ExportInfo) -> Result<u64> {
 fn run_stamp(seed: u64) -> u64 {
     let since_1970 = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let now_ns = since_1970.map_or(0, |time| time.as_nanos() as u64);
-    Rng::new(seed ^ now_ns, u64::from(std::process::id())).next() | 1
+    Rng::new(seed ^ now_ns, u64::from(std::process::id())).next_u64() | 1
 }
 
 type Job = (Task, Source, Option<Model>, Client);

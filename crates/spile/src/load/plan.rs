@@ -13,13 +13,13 @@ impl Rng {
             (seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9).rotate_left(31);
         let mut rng = Self(mixed | 1);
         for _ in 0..8 {
-            rng.next();
+            rng.next_u64();
         }
         rng
     }
 
     /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
@@ -28,7 +28,7 @@ impl Rng {
 
     /// A number below `limit`, which is not zero.
     pub fn below(&mut self, limit: u64) -> u64 {
-        (u128::from(self.next()) * u128::from(limit) >> 64) as u64
+        ((u128::from(self.next_u64()) * u128::from(limit)) >> 64) as u64
     }
 }
 
@@ -110,7 +110,7 @@ mod tests {
     fn seeds_repeat_and_streams_differ() {
         let row = |seed, stream| {
             let mut rng = Rng::new(seed, stream);
-            [rng.next(), rng.next()]
+            [rng.next_u64(), rng.next_u64()]
         };
         assert_eq!(row(3, 1), row(3, 1));
         assert_ne!(row(3, 1), row(3, 2));

@@ -54,18 +54,14 @@ pub fn serve(path: &Path, fault: Fault) {
 fn connection(mut stream: UnixStream, shared: &Shared) -> std::io::Result<()> {
     stream.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
     read(&mut stream, 4)?;
-    loop {
-        let head = read(&mut stream, 16)?;
-        let option = be32(&head[8..]);
-        read(&mut stream, be32(&head[12..]) as usize)?;
-        assert_eq!(option, 7, "only GO is known here");
-        let mut info = vec![0, 0];
-        info.extend((SIZE as u64).to_be_bytes());
-        info.extend(0b1_0000_1101u16.to_be_bytes()); // flags, flush, FUA, several connections
-        option_reply(&mut stream, 3, &info)?;
-        option_reply(&mut stream, 1, &[])?;
-        break;
-    }
+    let head = read(&mut stream, 16)?;
+    assert_eq!(be32(&head[8..]), 7, "only GO is known here");
+    read(&mut stream, be32(&head[12..]) as usize)?;
+    let mut info = vec![0, 0];
+    info.extend((SIZE as u64).to_be_bytes());
+    info.extend(0b1_0000_1101u16.to_be_bytes()); // flags, flush, FUA, several connections
+    option_reply(&mut stream, 3, &info)?;
+    option_reply(&mut stream, 1, &[])?;
     loop {
         let head = read(&mut stream, 28)?;
         request(&mut stream, shared, &head)?;
