@@ -108,6 +108,9 @@ mod tests {
         pages[9] = 7;
         let zone = Zone::new(pages);
         assert!(matches!(zone, Zone::Sectors(_)));
-        assert_eq!([zone.find(4096, ZONE_BYTES), zone.find(4608, ZONE_BYTES), zone.find(5120, ZONE_BYTES)], [(2, 512), (7, 512), (2, 3072)]);
+        assert_eq!(
+            [zone.find(4096, ZONE_BYTES), zone.find(4608, ZONE_BYTES), zone.find(5120, ZONE_BYTES)],
+            [(2, 512), (7, 512), (2, 3072)]
+        );
     }
 }

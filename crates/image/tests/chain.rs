@@ -84,8 +84,11 @@ impl Place {
 
 fn any_place() -> impl Strategy<Value = Place> {
     let unit = prop_oneof![Just(1u64), Just(512), Just(4096), Just(16 * KIB), Just(64 * KIB)];
-    (unit, any::<prop::sample::Index>(), any::<prop::sample::Index>())
-        .prop_map(|(unit, start, len)| Place { unit, start, len })
+    (unit, any::<prop::sample::Index>(), any::<prop::sample::Index>()).prop_map(|(unit, start, len)| Place {
+        unit,
+        start,
+        len,
+    })
 }
 
 fn any_size() -> impl Strategy<Value = u64> {
@@ -490,16 +493,18 @@ fn a_locator_behind_the_blocks_is_not_taken_for_a_gap() {
     let (footer, at) = (file.bytes(0, 512), file.len() - 512);
     file.patch(at, &text);
     file.patch(at + 512, &footer);
-    edit_header(&file, |header| header.locators.iter_mut().for_each(|locator| {
-        if locator.len_bytes > 0 {
-            *locator = spile_image::vhd::codec::locator::Locator {
-                platform: spile_image::vhd::codec::locator::Platform::W2ru,
-                space: 512,
-                len_bytes: text.len() as u32,
-                offset_bytes: at,
-            };
-        }
-    }));
+    edit_header(&file, |header| {
+        header.locators.iter_mut().for_each(|locator| {
+            if locator.len_bytes > 0 {
+                *locator = spile_image::vhd::codec::locator::Locator {
+                    platform: spile_image::vhd::codec::locator::Platform::W2ru,
+                    space: 512,
+                    len_bytes: text.len() as u32,
+                    offset_bytes: at,
+                };
+            }
+        })
+    });
     let disk = world.open("/vm/a.vhd");
     write(&disk, 8 * 64 * KIB, &pattern(2, 16 * 64 * KIB as usize));
     discard(&disk, 2 * 64 * KIB..20 * 64 * KIB);

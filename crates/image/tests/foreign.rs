@@ -122,8 +122,11 @@ fn exercise(world: &World, file: &MemFile, mut model: Vec<u8>) {
     same(&model, "killed");
     let disk = world.open(A);
     let half = size / 2 / 4096 * 4096;
-    block_on(disk.write_zeroes(Extent::from_range(half..size), spile_core::WriteZeroes { may_unmap: true, only_if_fast: false }))
-        .unwrap();
+    block_on(disk.write_zeroes(
+        Extent::from_range(half..size),
+        spile_core::WriteZeroes { may_unmap: true, only_if_fast: false },
+    ))
+    .unwrap();
     model[half as usize..].fill(0);
     write(&disk, size - 4096, &pattern(77, 4096));
     model[size as usize - 4096..].copy_from_slice(&pattern(77, 4096));

@@ -54,7 +54,10 @@ fn work(disk: &Chain<MemStore>, thread: u64, seed: u64, rounds: u64, model: &mut
             _ => {}
         }
         let now = read(disk, page * PAGE..(page + 1) * PAGE);
-        assert!(now == model[(page * PAGE) as usize..((page + 1) * PAGE) as usize], "thread {thread}, page {page}, round {round}");
+        assert!(
+            now == model[(page * PAGE) as usize..((page + 1) * PAGE) as usize],
+            "thread {thread}, page {page}, round {round}"
+        );
     }
 }
 

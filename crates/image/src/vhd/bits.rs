@@ -3,7 +3,7 @@
 //! Only blocks that are partly written have one here; full blocks are a flag in the BAT. The cache is bounded: a
 //! bitmap that nobody holds may be dropped and read again. Whoever sets bits that are not yet on disk holds it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -92,8 +92,38 @@ fn masks(range: Range<u32>) -> impl Iterator<Item = (usize, u64)> {
 
 /// The bitmaps of one image that are in memory.
 pub(crate) struct BitsCache {
-    shards: [Mutex<HashMap<u32, Arc<Bits>>>; SHARDS],
+    shards: [Mutex<Shard>; SHARDS],
     most_per_shard: usize,
+}
+
+#[derive(Default)]
+struct Shard {
+    map: BTreeMap<u32, Arc<Bits>>,
+    /// The blocks in the map, in the order in which they came; who is held is passed over. No order of a hash map
+    /// decides what goes, so that a simulated run can be repeated.
+    order: VecDeque<u32>,
+}
+
+impl Shard {
+    /// Drops the oldest that nobody holds until there is room for one more, if it can be had.
+    fn make_room(&mut self, most: usize) {
+        for _ in 0..self.order.len() {
+            if self.map.len() < most {
+                return;
+            }
+            let Some(block) = self.order.pop_front() else { return };
+            match self.map.get(&block).is_some_and(|bits| Arc::strong_count(bits) > 1) {
+                true => self.order.push_back(block),
+                false => drop(self.map.remove(&block)),
+            }
+        }
+    }
+
+    fn remove(&mut self, block: u32) {
+        if self.map.remove(&block).is_some() {
+            self.order.retain(|&other| other != block);
+        }
+    }
 }
 
 impl BitsCache {
@@ -103,12 +133,12 @@ impl BitsCache {
         Self { shards: Default::default(), most_per_shard }
     }
 
-    fn shard(&self, block: u32) -> MutexGuard<'_, HashMap<u32, Arc<Bits>>> {
+    fn shard(&self, block: u32) -> MutexGuard<'_, Shard> {
         self.shards[block as usize % SHARDS].lock().unwrap_or_else(|e| e.into_inner())
     }
 
     pub(crate) fn get(&self, block: u32) -> Option<Arc<Bits>> {
-        self.shard(block).get(&block).cloned()
+        self.shard(block).map.get(&block).cloned()
     }
 
     /// Adds a bitmap unless there is one; returns the one that is there then.
@@ -123,11 +153,14 @@ impl BitsCache {
         if !still_holds(&bits) {
             return Arc::new(bits);
         }
-        if shard.len() >= self.most_per_shard && !shard.contains_key(&block) {
-            let idle = shard.iter().find(|(_, bits)| Arc::strong_count(bits) == 1).map(|(&block, _)| block);
-            idle.and_then(|block| shard.remove(&block));
+        if let Some(bits) = shard.map.get(&block) {
+            return bits.clone();
         }
-        shard.entry(block).or_insert_with(|| Arc::new(bits)).clone()
+        shard.make_room(self.most_per_shard);
+        let bits = Arc::new(bits);
+        shard.order.push_back(block);
+        shard.map.insert(block, bits.clone());
+        bits
     }
 
     pub(crate) fn remove(&self, block: u32) {
@@ -138,7 +171,7 @@ impl BitsCache {
     pub(crate) fn remove_with(&self, block: u32, also: impl FnOnce()) {
         let mut shard = self.shard(block);
         also();
-        shard.remove(&block);
+        shard.remove(block);
     }
 }
 
@@ -174,6 +207,7 @@ mod tests {
         let held = cache.insert(0, Bits::new(64));
         (1..100).for_each(|n| drop(cache.insert(n * SHARDS as u32, Bits::new(64))));
         assert!(Arc::ptr_eq(&cache.get(0).unwrap(), &held));
-        assert!(cache.shard(0).len() <= 5);
+        let shard = cache.shard(0);
+        assert!(shard.map.len() <= 5 && shard.order.len() == shard.map.len());
     }
 }

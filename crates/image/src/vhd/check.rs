@@ -240,7 +240,7 @@ fn check_leaks<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts, rep
         end = end.max(range.end);
     }
     let file_end = file_end(store, footers.has_trailing);
-    if store.info().grows_zeroed && file_end > end {
+    if store.info().grows_zeroed && file_end > end + layout.slack_bytes() {
         leak(report, end..file_end, layout.journal.is_some(), "unused space behind the last block");
     }
 }

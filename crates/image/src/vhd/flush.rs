@@ -18,6 +18,8 @@ pub(crate) struct Flusher {
     /// The last run that ended, and how.
     ended: Mutex<(u64, Option<Error>)>,
     batmap_valid: AtomicBool,
+    /// The BAT in the file may differ from the one in memory.
+    broken: AtomicBool,
     voiding: async_lock::Mutex<()>,
 }
 
@@ -28,8 +30,20 @@ impl Flusher {
             begun: AtomicU64::new(0),
             ended: Mutex::new((0, None)),
             batmap_valid: AtomicBool::new(batmap_valid),
+            broken: AtomicBool::new(false),
             voiding: async_lock::Mutex::new(()),
         }
+    }
+}
+
+impl Flusher {
+    /// From now on every write fails, until the image is opened again.
+    pub(super) fn refuse_writes(&self) {
+        self.broken.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
     }
 }
 
@@ -136,11 +150,17 @@ impl<S: Store> Sparse<S> {
             self.write_batmap().await?;
             return self.store.sync().await;
         }
-        if self.alloc.needs_footer() {
+        if self.alloc.needs_footer() || self.has_spare_tail() {
             self.cut_tail().await?;
         }
         self.write_batmap().await?;
         self.store.sync().await
+    }
+
+    /// True when space lies behind the last block of a file of ours, as a process that was killed leaves it.
+    fn has_spare_tail(&self) -> bool {
+        let most = self.alloc.end_for(self.used_end()) + self.layout.slack_bytes() + SECTOR;
+        self.layout.journal.is_some() && self.store.len_bytes() > most
     }
 
     /// Moves the trailing footer to the end of the last block, and ends the file there.

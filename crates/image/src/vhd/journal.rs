@@ -11,7 +11,7 @@
 //! (block, sector of the block, first sector, sectors, generation, CRC-32 over all this and the slot). Records may
 //! be written out of order, so a replay looks at every slot.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -67,8 +67,8 @@ struct Half {
     pending: Pending,
 }
 
-/// Blocks whose bitmaps must be written, with the sector each lies at.
-pub(crate) type Pending = HashMap<u32, (u32, Arc<Bits>)>;
+/// Blocks whose bitmaps must be written, with the sector each lies at. In order, so that a simulated run can be repeated.
+pub(crate) type Pending = BTreeMap<u32, (u32, Arc<Bits>)>;
 
 /// A slot to be filled; a retirement of its half waits for it.
 pub(crate) struct Slot<'a> {

@@ -82,6 +82,11 @@ impl Layout {
         self.data_offset(sector) + self.block_bytes
     }
 
+    /// What alignment may leave unused behind the last block, in bytes.
+    pub(crate) fn slack_bytes(&self) -> u64 {
+        4096 + self.bitmap_bytes
+    }
+
     pub(crate) fn sectors_per_block(&self) -> u32 {
         (self.block_bytes / SECTOR) as u32
     }
@@ -275,10 +280,15 @@ impl<S: Store> Sparse<S> {
     }
 
     fn check_writable(&self) -> Result<()> {
-        match self.read_only {
-            true => {
-                Err(Error::new(ErrorKind::ReadOnly, "the image is open for reading only").at_path(self.store.path()))
-            }
+        let why = |kind, message: &str| Err(Error::new(kind, message).at_path(self.store.path()));
+        if self.read_only {
+            return why(ErrorKind::ReadOnly, "the image is open for reading only");
+        }
+        match self.flusher.is_broken() {
+            true => why(
+                ErrorKind::Io,
+                "the image's map could not be written; it takes no more writes until it is opened again",
+            ),
             false => Ok(()),
         }
     }

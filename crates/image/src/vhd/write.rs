@@ -152,11 +152,21 @@ impl<S: Store> Sparse<S> {
             return Ok(false);
         }
         self.void_batmap().await?;
-        self.write_bat_entry(part.block, UNALLOCATED).await?;
+        self.clear_bat_entry(part.block, sector).await?;
         self.bits.remove_with(part.block, || self.bat.clear(part.block));
         self.journal.forget(part.block);
         self.alloc.lock().released.fresh.push(sector);
         Ok(true)
+    }
+
+    /// A failed clear may have taken effect all the same, and what is written to the block later would be lost with
+    /// it: the entry is put back. If that fails too, the image takes no more writes.
+    async fn clear_bat_entry(&self, block: u32, sector: u32) -> Result<()> {
+        let Err(error) = self.write_bat_entry(block, UNALLOCATED).await else { return Ok(()) };
+        if self.write_bat_entry(block, sector).await.is_err() {
+            self.flusher.refuse_writes();
+        }
+        Err(error)
     }
 
     async fn is_hole(&self, sector: u32) -> Result<bool> {

@@ -16,8 +16,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 
 use spile_core::{
-    Disk, Env, Error, ErrorKind, Extent, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo,
-    StoreOffset, Via,
+    Disk, Env, Error, ErrorKind, Extent, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset,
+    Via,
 };
 use spile_image::vhd::codec::footer::{DiskType, Footer};
 use spile_image::vhd::codec::header::Header;
@@ -460,8 +460,19 @@ impl World {
         self.vhd_on(path, FILE, disk_type, size_bytes, block_bytes)
     }
 
-    pub fn vhd_on(&self, path: &str, kind: Kind, disk_type: DiskType, size_bytes: u64, block_bytes: u32) -> Arc<MemFile> {
-        self.create(path, kind, CreateParams { block_size_bytes: block_bytes, ..CreateParams::new(disk_type, size_bytes) })
+    pub fn vhd_on(
+        &self,
+        path: &str,
+        kind: Kind,
+        disk_type: DiskType,
+        size_bytes: u64,
+        block_bytes: u32,
+    ) -> Arc<MemFile> {
+        self.create(
+            path,
+            kind,
+            CreateParams { block_size_bytes: block_bytes, ..CreateParams::new(disk_type, size_bytes) },
+        )
     }
 
     fn create(&self, path: &str, kind: Kind, params: CreateParams) -> Arc<MemFile> {
@@ -491,7 +502,14 @@ impl World {
         self.child_of(path, kind, self.parent_ref(parent, name), size_bytes, block_bytes)
     }
 
-    pub fn child_of(&self, path: &str, kind: Kind, parent: ParentRef, size_bytes: u64, block_bytes: u32) -> Arc<MemFile> {
+    pub fn child_of(
+        &self,
+        path: &str,
+        kind: Kind,
+        parent: ParentRef,
+        size_bytes: u64,
+        block_bytes: u32,
+    ) -> Arc<MemFile> {
         let params = CreateParams { block_size_bytes: block_bytes, ..CreateParams::child(size_bytes, parent) };
         self.create(path, kind, params)
     }
