@@ -56,8 +56,14 @@ fn nightly() -> Command {
 /// One target; its name when it found something.
 fn fuzz(name: &str, seconds: u64) -> std::result::Result<(), &str> {
     println!("{name}: {seconds} s");
+    // What it finds goes to the first folder, which git does not see; the second one seeds it.
+    let found = shell::target_dir().join("fuzz-corpus").join(name);
+    if let Err(error) = std::fs::create_dir_all(&found) {
+        eprintln!("{}: {error}", found.display());
+        return Err(name);
+    }
     let mut command = nightly();
-    command.args(["fuzz", "run", name, "--"]);
+    command.args(["fuzz", "run", name]).arg(&found).arg(format!("fuzz/corpus/{name}")).arg("--");
     command.arg(format!("-max_total_time={seconds}")).arg(format!("-max_len={MAX_INPUT_BYTES}"));
     command.args(["-print_final_stats=1", "-verbosity=0"]);
     shell::run(&mut command).map_err(|problem| {

@@ -1,5 +1,7 @@
 //! `cargo run -p spile-sim --release -- --seeds N --start S`: runs any number of seeds; exit code 1 when one finds something.
 
+#![forbid(unsafe_code)]
+
 use std::process::ExitCode;
 
 use spile_sim::explore::Options;

@@ -15,7 +15,10 @@ fn toy(thin: bool, bug: Bug) -> Toy {
 }
 
 fn run(toy: &Toy, seed: u64, options: &Options) -> Result<Summary, Finding> {
-    explore(toy.clone(), Plan::draw(seed, SIZE, BLOCK), options)
+    let mut plan = Plan::draw(seed, SIZE, BLOCK);
+    // A toy file grows, as a device cannot; images are the ones to be tried on devices.
+    plan.hardware.devices = false;
+    explore(toy.clone(), plan, options)
 }
 
 /// The first finding within `seeds`, with its seed.
