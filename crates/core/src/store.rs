@@ -62,7 +62,8 @@ pub trait Store: Send + Sync + 'static {
     /// Makes all that returned before the call durable: data, length, holes. A failure is for ever: every later call fails.
     fn sync(&self) -> impl Future<Output = Result<()>>;
 
-    /// Makes the range read as zeroes; it may keep or free its space.
+    /// Makes the range read as zeroes, and where that can be done takes or keeps its space, so that a later write
+    /// there finds it.
     fn zero_range(&self, offset: StoreOffset, len_bytes: u64) -> impl Future<Output = Result<()>>;
 
     /// Makes the range read as zeroes and frees its space where that can be done (`Unsupported` where zeroes would

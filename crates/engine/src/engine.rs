@@ -5,12 +5,11 @@ use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, Result};
 
 use crate::config::{Config, EngineKind};
 use crate::file_pool::FilePool;
 use crate::shared::{Message, Shared, WorkerStats, relock};
-use crate::uring::Uring;
 use crate::worker::{self, Worker};
 
 /// A handle to running workers; clones are handles to the same ones. When the last handle goes without
@@ -39,7 +38,16 @@ impl Engine {
     /// `Unsupported` or `Denied` when io_uring was demanded and cannot be had; `Exhausted` or `Io` when threads,
     /// descriptors or memory are short.
     pub fn start(config: Config) -> Result<Engine> {
-        let kind = resolve(config.kind)?;
+        if config.kind != EngineKind::Auto {
+            return Self::start_as(config.kind, &config);
+        }
+        Self::start_as(EngineKind::Uring, &config).or_else(|error| {
+            tracing::info!(%error, "helper threads serve instead");
+            Self::start_as(EngineKind::Threads, &config)
+        })
+    }
+
+    fn start_as(kind: EngineKind, config: &Config) -> Result<Engine> {
         let files = FilePool::new();
         let mut inner = Inner { kind, workers: Vec::new(), threads: Mutex::default() };
         for index in 0..config.workers.max(1) {
@@ -109,29 +117,6 @@ impl Engine {
     }
 }
 
-/// Finds out which reactor to use by setting one up.
-fn resolve(kind: EngineKind) -> Result<EngineKind> {
-    if kind == EngineKind::Threads {
-        return Ok(kind);
-    }
-    match Uring::probe() {
-        Ok(()) => Ok(EngineKind::Uring),
-        Err(_) if kind == EngineKind::Auto => Ok(EngineKind::Threads),
-        Err(error) => Err(uring_error(error)),
-    }
-}
-
-fn uring_error(error: std::io::Error) -> Error {
-    let kind = match error.raw_os_error() {
-        Some(libc::EPERM | libc::EACCES) => ErrorKind::Denied,
-        Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE) => ErrorKind::Exhausted,
-        _ => ErrorKind::Unsupported,
-    };
-    Error::new(kind, "io_uring cannot be used here")
-        .caused_by(error)
-        .hint("see sysctl kernel.io_uring_disabled, or use --engine threads")
-}
-
 type Started = (Arc<Shared>, JoinHandle<()>);
 
 /// Starts one thread; its reactor is made on it, for a ring belongs to one thread.
@@ -145,9 +130,9 @@ fn start_worker(index: usize, kind: EngineKind, files: Arc<FilePool>, pool_bytes
         }
         Err(error) => drop(sender.send(Err(error))),
     };
-    let failed = |source| Error::io("start a worker thread", source);
     let name = format!("spile-worker-{index}");
-    let thread = std::thread::Builder::new().name(name).spawn(body).map_err(failed)?;
-    let shared = receiver.recv().expect("a worker reports before it runs").map_err(failed)?;
+    let thread = std::thread::Builder::new().name(name).spawn(body);
+    let thread = thread.map_err(|source| Error::io("start a worker thread", source))?;
+    let shared = receiver.recv().expect("a worker reports before it runs")?;
     Ok((shared, thread))
 }

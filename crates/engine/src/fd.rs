@@ -45,6 +45,9 @@ pub(crate) struct Fd {
     pub(crate) table_index: Option<u32>,
     /// Opened with O_DIRECT.
     pub(crate) direct: bool,
+    /// The descriptor that holds the locks, when this one does not: while a transfer through this one is in flight,
+    /// also one that nobody waits for any more, the file must not look free.
+    _locked: Option<Arc<Fd>>,
     /// The first error a sync of this file ended with, 0 if none. The kernel reports it once only.
     sync_errno: AtomicI32,
     known_to: Mutex<SmallVec<[Arc<Shared>; 1]>>,
@@ -52,23 +55,28 @@ pub(crate) struct Fd {
 
 impl Fd {
     pub(crate) fn socket(fd: OwnedFd) -> Arc<Self> {
-        Arc::new(Self::new(fd, None, false))
+        Self::new(fd, None, None)
     }
 
-    pub(crate) fn file(fd: OwnedFd, direct: bool) -> Arc<Self> {
-        let index = relock(&TABLE).take();
-        Arc::new(Self::new(fd, index, direct))
+    pub(crate) fn file(fd: OwnedFd) -> Arc<Self> {
+        Self::new(fd, relock(&TABLE).take(), None)
     }
 
-    fn new(fd: OwnedFd, table_index: Option<u32>, direct: bool) -> Self {
-        Self {
+    /// The second descriptor of a file, opened with O_DIRECT; `locked` is its first.
+    pub(crate) fn direct(fd: OwnedFd, locked: &Arc<Fd>) -> Arc<Self> {
+        Self::new(fd, relock(&TABLE).take(), Some(locked.clone()))
+    }
+
+    fn new(fd: OwnedFd, table_index: Option<u32>, locked: Option<Arc<Fd>>) -> Arc<Self> {
+        Arc::new(Self {
             fd,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             table_index,
-            direct,
+            direct: locked.is_some(),
+            _locked: locked,
             sync_errno: AtomicI32::new(0),
             known_to: Mutex::default(),
-        }
+        })
     }
 
     pub(crate) fn raw(&self) -> RawFd {

@@ -1,5 +1,5 @@
-//! Helper threads for file operations of the threads engine: bounded, started as they are needed, asleep on a
-//! condition variable (no timer) when they are not.
+//! Helper threads for file operations: all of them for the reactor without io_uring, those that must wait for the one
+//! with it. Bounded, started as they are needed, asleep on a condition variable (no timer) when they are not.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
@@ -61,11 +61,17 @@ impl FilePool {
         if builder.spawn(move || inner.run()).is_ok() {
             return;
         }
+        self.do_without();
+    }
+
+    /// A thread could not be had. Where there is no other, nobody else comes for the jobs: those of this caller, and those
+    /// of callers that still counted on this thread.
+    fn do_without(&self) {
         let mut state = relock(&self.inner.state);
         state.threads -= 1;
-        let job = if state.threads == 0 { state.jobs.pop_front() } else { None };
+        let jobs = if state.threads == 0 { std::mem::take(&mut state.jobs) } else { VecDeque::new() };
         drop(state);
-        job.into_iter().for_each(do_job);
+        jobs.into_iter().for_each(do_job);
     }
 }
 
@@ -107,4 +113,25 @@ fn do_job(mut job: Job) {
     // The buffers and the file go first: who hears of the end may rely on it.
     drop(job.op);
     job.worker.push(Message::Done(job.key, outcome));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fd::Fd;
+
+    #[test]
+    fn without_any_helper_no_job_is_left_behind() {
+        let (pool, worker) = (FilePool::new(), Arc::new(Shared::new(0, None).unwrap()));
+        let file = Fd::file(tempfile::tempfile().unwrap().into());
+        let job = |key| Job { op: Op::sync(&file), key, worker: worker.clone() };
+        // Two workers have queued one each, and neither gets its thread.
+        *relock(&pool.inner.state) = State { jobs: [job(1), job(2)].into(), threads: 2, ..State::default() };
+        pool.do_without();
+        pool.do_without();
+        let mut messages = VecDeque::new();
+        worker.take(&mut messages);
+        let keys: Vec<_> = messages.iter().map(|m| matches!(m, Message::Done(_, Ok(0)))).collect();
+        assert_eq!(keys, [true, true]);
+    }
 }

@@ -111,11 +111,19 @@ impl OsFiles {
             .set_len(len_bytes)
             .map_err(failed("set the length"))
             .and_then(|()| FileStore::open(path, OpenMode::ReadWrite, self.cache).map(AnyStore::File));
-        if store.is_err() {
-            let _ = std::fs::remove_file(path);
+        match store {
+            Ok(_) => sync_folder_of(path),
+            Err(_) => drop(std::fs::remove_file(path)),
         }
         store
     }
+}
+
+/// Makes a new name durable, as far as that can be asked for: with the file systems in common use the file's first sync
+/// does it, POSIX promises nothing.
+fn sync_folder_of(path: &Path) {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let _ = File::open(folder.unwrap_or(Path::new("."))).and_then(|folder| folder.sync_all());
 }
 
 impl Files for OsFiles {

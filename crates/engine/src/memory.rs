@@ -1,6 +1,6 @@
 //! Stores without a file: [`MemStore`] keeps bytes in memory, sparsely; [`NullStore`] keeps nothing.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::future::{Future, ready};
 use std::ops::Range;
 use std::path::Path;
@@ -13,7 +13,12 @@ use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreExtent, StoreIn
 const PAGE: u64 = 16 << 10;
 const SHARDS: u64 = 64;
 
-type Pages = HashMap<u64, Box<[u8]>>;
+type Pages = BTreeMap<u64, Box<[u8]>>;
+
+/// A store's length at most, as the kernel has it.
+const MAX_LEN: u64 = i64::MAX as u64;
+/// Pages of data that one answer about extents covers at most.
+const MAX_RUN_PAGES: u64 = 1 << 12;
 
 /// Bytes in memory. What was never written takes no space and reads as zeroes. Clones are the same store.
 ///
@@ -58,8 +63,9 @@ fn memory_info(grows_zeroed: bool) -> StoreInfo {
 }
 
 impl MemStore {
-    /// A store of `len_bytes` zeroes. It grows when it is written past its end.
+    /// A store of `len_bytes` zeroes, at most `i64::MAX`. It grows when it is written past its end.
     pub fn new(len_bytes: u64) -> Self {
+        let len_bytes = len_bytes.min(MAX_LEN);
         let shards = (0..SHARDS).map(|_| RwLock::default()).collect();
         Self { inner: Arc::new(MemInner { len: AtomicU64::new(len_bytes), shards }) }
     }
@@ -86,7 +92,7 @@ impl MemStore {
     }
 
     fn write(&self, offset: u64, from: &Segments) -> Result<()> {
-        let end = end_of(offset, from.len() as u64, i64::MAX as u64)?;
+        let end = end_of(offset, from.len() as u64, MAX_LEN)?;
         for (page, part, done) in pieces(offset..end) {
             let mut pages = locked!(self.shard(page), write);
             let bytes = pages.entry(page).or_insert_with(|| vec![0; PAGE as usize].into());
@@ -132,25 +138,41 @@ impl MemStore {
         Ok(())
     }
 
-    fn resize(&self, len: u64) {
+    fn resize(&self, len: u64) -> Result<()> {
+        end_of(0, len, MAX_LEN)?;
         let old = self.inner.len.swap(len, Ordering::AcqRel);
         if len < old {
-            self.clear_long(len..u64::MAX - PAGE);
+            self.clear_long(len..MAX_LEN + 1);
         }
+        Ok(())
     }
 
+    /// A look-up in each shard for a hole, one a page for data; an answer may be shorter than the run it tells of.
+    /// Whatever others write or punch meanwhile, it is never empty.
     fn extent(&self, offset: u64) -> Result<StoreExtent> {
         let len = self.len_bytes();
         end_of(offset, 1, len)?;
-        let has = |page: u64| locked!(self.shard(page), read).contains_key(&page);
-        let mut page = offset / PAGE;
-        let is_hole = !has(page);
-        // Bounded: an answer may be shorter than the run it tells of.
-        let last = page + (1 << 16);
-        while page < last && page * PAGE < len && has(page) != is_hole {
-            page += 1;
-        }
-        Ok(StoreExtent { len_bytes: (page * PAGE).min(len) - offset, is_hole })
+        let page = offset / PAGE;
+        let first = self.first_page(page);
+        let is_hole = first != Some(page);
+        let end = match is_hole {
+            true => first.map_or(len, |next| next * PAGE),
+            false => self.run_end(page) * PAGE,
+        };
+        Ok(StoreExtent { len_bytes: end.min(len) - offset, is_hole })
+    }
+
+    /// The page after a run that starts with `page`.
+    fn run_end(&self, page: u64) -> u64 {
+        let limit = page + MAX_RUN_PAGES;
+        let is_gap = |next: &u64| !locked!(self.shard(*next), read).contains_key(next);
+        (page + 1..limit).find(is_gap).unwrap_or(limit)
+    }
+
+    /// The first page there is, from `from` on.
+    fn first_page(&self, from: u64) -> Option<u64> {
+        let first = |shard: &RwLock<Pages>| locked!(shard, read).range(from..).next().map(|(page, _)| *page);
+        self.inner.shards.iter().filter_map(first).min()
     }
 }
 
@@ -188,8 +210,7 @@ impl Store for MemStore {
     }
 
     fn set_len(&self, len_bytes: u64) -> impl Future<Output = Result<()>> {
-        self.resize(len_bytes);
-        ready(Ok(()))
+        ready(self.resize(len_bytes))
     }
 
     fn extent_at(&self, at: StoreOffset) -> impl Future<Output = Result<StoreExtent>> {
@@ -343,6 +364,35 @@ mod tests {
         assert_eq!(store.allocated_bytes(), 0);
         let past = now(store.read_at(StoreOffset(1 << 40), &Segments::zeroed(1), Via::Direct));
         assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfRange);
+    }
+
+    #[test]
+    fn a_hole_is_told_in_one_answer_and_data_in_bounded_ones() {
+        let store = MemStore::new(1 << 50);
+        let pages = MAX_RUN_PAGES + 1;
+        let page = Segments::copied(&[1]);
+        for number in 0..pages {
+            now(store.write_at(StoreOffset((1 << 40) + number * PAGE), &page, Via::Direct)).unwrap();
+        }
+        let run = |at: u64| now(store.extent_at(StoreOffset(at))).unwrap();
+        assert_eq!(run(5), StoreExtent { len_bytes: (1 << 40) - 5, is_hole: true });
+        assert_eq!(run(1 << 40), StoreExtent { len_bytes: MAX_RUN_PAGES * PAGE, is_hole: false });
+        let last = (1 << 40) + MAX_RUN_PAGES * PAGE;
+        assert_eq!(run(last + 1), StoreExtent { len_bytes: PAGE - 1, is_hole: false });
+        assert_eq!(run(last + PAGE).len_bytes, (1 << 50) - last - PAGE);
+    }
+
+    #[test]
+    fn a_length_past_the_kernels_is_refused() {
+        let store = MemStore::new(u64::MAX);
+        assert_eq!(store.len_bytes(), MAX_LEN);
+        let last = Segments::copied(&[9]);
+        now(store.write_at(StoreOffset(MAX_LEN - 1), &last, Via::Direct)).unwrap();
+        now(store.read_at(StoreOffset(MAX_LEN - 1), &last, Via::Direct)).unwrap();
+        assert_eq!(last.to_vec(), [9]);
+        assert_eq!(now(store.set_len(1 << 63)).unwrap_err().kind(), ErrorKind::OutOfRange);
+        now(store.set_len(5)).unwrap();
+        assert_eq!(store.allocated_bytes(), 0);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! the kernel has answered; the future only holds a key. So a dropped future never frees memory the kernel writes to.
 
 use std::future::Future;
+use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -28,6 +29,8 @@ pub(crate) enum Kind {
     Truncate,
     /// One receive into the first segment: what is there, at least a byte, 0 at the end.
     Recv,
+    /// Fills the first segment; ends short only at the end of the stream.
+    RecvExact,
     /// Sends all segments.
     Send,
     /// Takes one connection; the result is its descriptor.
@@ -37,7 +40,7 @@ pub(crate) enum Kind {
 impl Kind {
     /// True for operations that end by themselves, however the peer behaves.
     pub(crate) fn is_file(self) -> bool {
-        !matches!(self, Self::Recv | Self::Send | Self::Accept)
+        !matches!(self, Self::Recv | Self::RecvExact | Self::Send | Self::Accept)
     }
 }
 
@@ -92,6 +95,10 @@ impl Op {
         Self::new(Kind::Recv, fd, 0, into.len() as u64, into.clone().into())
     }
 
+    pub(crate) fn recv_exact(fd: &Arc<Fd>, into: &Segment) -> Self {
+        Self { kind: Kind::RecvExact, ..Self::recv(fd, into) }
+    }
+
     /// `done` bytes of the parts were sent already.
     pub(crate) fn send(fd: &Arc<Fd>, parts: &[Segment], done: usize) -> Self {
         let segments: Segments = parts.iter().cloned().collect();
@@ -106,9 +113,10 @@ impl Op {
     /// Takes one answer of the kernel to a transfer; `Some` when the operation is over.
     pub(crate) fn advance(&mut self, count: usize) -> Option<Outcome> {
         match self.kind {
-            Kind::Read | Kind::Write | Kind::Send => {
+            Kind::Read | Kind::RecvExact | Kind::Write | Kind::Send => {
                 self.done += count;
-                let over = self.done as u64 >= self.len || (self.kind == Kind::Read && count == 0);
+                let may_end_short = matches!(self.kind, Kind::Read | Kind::RecvExact);
+                let over = self.done as u64 >= self.len || (may_end_short && count == 0);
                 match (over, count) {
                     (true, _) => Some(Ok(self.done)),
                     // A write that takes nothing would be repeated for ever.
@@ -122,14 +130,18 @@ impl Op {
 
     /// Starts the operation when first polled, on the reactor of the polling worker.
     pub(crate) fn run(self) -> OpFuture {
-        OpFuture { state: State::Ready(Some(self)) }
+        OpFuture { state: State::Ready(Some(self)), stays: PhantomData }
     }
 }
 
 /// Waits for an operation.
 pub(crate) struct OpFuture {
     state: State,
+    stays: Stays,
 }
+
+/// Makes a future `!Send`: the key it holds means something to the reactor of its worker only.
+pub(crate) type Stays = PhantomData<*const ()>;
 
 enum State {
     Ready(Option<Op>),
@@ -168,5 +180,28 @@ impl Drop for OpFuture {
             // Outside a worker only when the worker ends, and then its reactor waits for what is in flight.
             worker::try_with(|w| w.reactor.borrow_mut().abandon(key));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two ways to be it for what is `Send`, so that naming it is ambiguous and does not compile.
+    trait NotSend<T> {
+        const IS: bool = true;
+    }
+    impl<F> NotSend<()> for F {}
+    impl<F: Send> NotSend<u8> for F {}
+
+    fn is_not_send<F: NotSend<T>, T>(_: F) -> bool {
+        F::IS
+    }
+
+    #[test]
+    fn futures_stay_on_their_worker() {
+        let file = Fd::file(tempfile::tempfile().unwrap().into());
+        assert!(is_not_send(Op::sync(&file).run()));
+        assert!(is_not_send(crate::sleep(std::time::Duration::ZERO)));
     }
 }

@@ -11,7 +11,8 @@ use crate::op::Op;
 use crate::shared::relock;
 use crate::{sys, tuning, worker};
 
-/// A connected stream socket (Unix or TCP). One [`Socket::recv`] and one [`Socket::send`] may be in flight at a time.
+/// A connected stream socket (Unix or TCP). One receive ([`Socket::recv`], [`Socket::recv_exact`]) and one
+/// [`Socket::send`] may be in flight at a time.
 pub struct Socket {
     fd: Arc<Fd>,
 }
@@ -36,14 +37,25 @@ impl Socket {
             return Err(Error::new(ErrorKind::InvalidInput, "receive into an empty buffer"));
         }
         if tuning::is_on(&tuning::RECV_AT_ONCE) {
-            match sys::try_recv(self.fd.raw(), into) {
+            match sys::try_recv(self.fd.raw(), into, 0) {
                 Err(libc::EAGAIN) => (),
-                result => {
-                    return result.map_err(|errno| Error::errno("receive failed", errno));
-                }
+                result => return result.map_err(recv_error),
             }
         }
-        Op::recv(&self.fd, into).run().await.map_err(|errno| Error::errno("receive failed", errno))
+        Op::recv(&self.fd, into).run().await.map_err(recv_error)
+    }
+
+    /// Receives until `into` is full and returns how many bytes came: less than its length only when the stream has
+    /// ended. For a payload whose length is known: however many pieces it comes in, the ring answers once (Linux 5.19).
+    /// A future dropped before its end may have taken bytes with it, as with [`Socket::recv`].
+    ///
+    /// # Errors
+    /// `Io` with the errno when the connection is broken; what had come is lost.
+    pub async fn recv_exact(&self, into: &Segment) -> Result<usize> {
+        if into.is_empty() {
+            return Ok(0);
+        }
+        Op::recv_exact(&self.fd, into).run().await.map_err(recv_error)
     }
 
     /// Sends all bytes of `parts`, in order; a dead peer is an error, never a signal.
@@ -80,6 +92,10 @@ impl Socket {
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+}
+
+fn recv_error(errno: i32) -> Error {
+    Error::errno("receive failed", errno)
 }
 
 fn send_error(errno: i32) -> Error {

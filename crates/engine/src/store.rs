@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::SeekFrom;
+use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 use spile_core::{
     Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
@@ -51,13 +51,12 @@ impl FileStore {
     }
 
     fn open_inner(path: &Path, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
+        // Looked at before it is opened: the open alone would wait for a pipe's other end, or start a watchdog.
+        check_type(&std::fs::metadata(path).map_err(|source| Error::io("open", source))?)?;
         let file = open_at(path, mode, 0)?;
         let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
+        check_type(&stat)?;
         let is_device = stat.file_type().is_block_device();
-        if !is_device && !stat.is_file() {
-            let what = "this is neither a file nor a block device";
-            return Err(Error::new(ErrorKind::InvalidInput, what));
-        }
         lock::acquire(std::os::fd::AsFd::as_fd(&file), mode)?;
         let len = if is_device { device_len(&file)? } else { stat.len() };
         let direct = match cache {
@@ -76,14 +75,16 @@ impl FileStore {
         direct: Option<(File, align::DirectAlign)>,
     ) -> FileStore {
         let align = direct.as_ref().map(|(_, align)| *align);
-        let cached = Fd::file(file.into(), false);
-        let direct = direct.map_or_else(|| cached.clone(), |(file, _)| Fd::file(file.into(), true));
+        let read_only = mode == OpenMode::ReadOnly;
+        let punches = !read_only && if is_device { device_punches(&file) } else { file_punches(&file, len) };
+        let cached = Fd::file(file.into());
+        let direct = direct.map_or_else(|| cached.clone(), |(file, _)| Fd::direct(file.into(), &cached));
         let info = StoreInfo {
             offset_align_bytes: align.map_or(1, |a| a.offset),
             memory_align_bytes: align.map_or(1, |a| a.memory),
             grows_zeroed: !is_device,
-            punches: true,
-            read_only: mode == OpenMode::ReadOnly,
+            punches,
+            read_only,
         };
         let (path, len) = (path.to_owned(), AtomicU64::new(len));
         let gate = SyncGate::default();
@@ -109,10 +110,10 @@ impl FileStore {
     /// Direct I/O that is not aligned would be refused by the kernel without a word why.
     fn check_align(&self, offset: u64, segments: &Segments, fd: &Fd) -> Result<()> {
         let info = &self.inner.info;
-        let in_file = (offset | segments.len() as u64) & u64::from(info.offset_align_bytes - 1);
-        let mask = info.memory_align_bytes as usize - 1;
-        let in_memory = || segments.iter().all(|s| s.as_ptr() as usize & mask == 0);
-        if !fd.direct || (in_file == 0 && in_memory()) {
+        let (unit, memory) = (info.offset_align_bytes as usize - 1, info.memory_align_bytes as usize - 1);
+        // The length of each part, too: most kernels cut the transfer where a part ends.
+        let fits = |s: &Segment| s.as_ptr() as usize & memory == 0 && s.len() & unit == 0;
+        if !fd.direct || (offset & unit as u64 == 0 && segments.iter().all(fits)) {
             return Ok(());
         }
         Err(self.refuse(ErrorKind::InvalidInput, "unaligned direct transfer", offset))
@@ -133,18 +134,20 @@ impl FileStore {
         end.ok_or_else(|| self.refuse(ErrorKind::OutOfRange, "past the end of the store", offset))
     }
 
-    /// fallocate over a range that may reach past the end; only what lies before it is touched.
     async fn fallocate(&self, mode: i32, offset: u64, len: u64) -> Outcome {
         Op::fallocate(&self.inner.cached, mode, offset, len).run().await
     }
 
+    /// Writes zeroes as data: directly where that can be, for the range may share a page with data written directly.
     async fn write_zeroes(&self, offset: u64, len: u64) -> Result<()> {
+        let unit = u64::from(self.inner.info.offset_align_bytes);
+        let via = if (offset | len) & (unit - 1) == 0 { Via::Direct } else { Via::Cached };
         let chunk = Segment::zeroed((len as usize).min(ZERO_CHUNK_BYTES));
         let mut at = 0;
         while at < len {
             let part = (len - at).min(chunk.len() as u64);
             let zeroes = Segments::from(chunk.slice(0..part as usize));
-            self.write_at(StoreOffset(offset + at), &zeroes, Via::Cached).await?;
+            self.write_at(StoreOffset(offset + at), &zeroes, via).await?;
             at += part;
         }
         Ok(())
@@ -238,14 +241,22 @@ impl Store for FileStore {
             return Ok(());
         }
         let keep = libc::FALLOC_FL_KEEP_SIZE;
-        for mode in [libc::FALLOC_FL_ZERO_RANGE | keep, libc::FALLOC_FL_PUNCH_HOLE | keep] {
-            match self.fallocate(mode, offset, len_bytes).await {
-                Ok(_) => return Ok(()),
-                Err(errno) if is_unsupported(errno) => (),
-                Err(errno) => return Err(self.fail("zero a range", errno).at_offset(offset)),
-            }
+        let failed = |errno| Err(self.fail("zero a range", errno).at_offset(offset));
+        match self.fallocate(libc::FALLOC_FL_ZERO_RANGE | keep, offset, len_bytes).await {
+            Ok(_) => return Ok(()),
+            Err(errno) if is_unsupported(errno) => (),
+            Err(errno) => return failed(errno),
         }
-        self.write_zeroes(offset, len_bytes).await
+        match self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | keep, offset, len_bytes).await {
+            Ok(_) => (),
+            Err(errno) if is_unsupported(errno) => return self.write_zeroes(offset, len_bytes).await,
+            Err(errno) => return failed(errno),
+        }
+        // NFS and tmpfs cannot zero, but punch and allocate.
+        match self.fallocate(keep, offset, len_bytes).await {
+            Err(errno) if !is_unsupported(errno) => failed(errno),
+            _ => Ok(()),
+        }
     }
 
     async fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
@@ -314,6 +325,13 @@ fn is_unsupported(errno: i32) -> bool {
     matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV | libc::ENOTTY)
 }
 
+fn check_type(stat: &std::fs::Metadata) -> Result<()> {
+    if stat.is_file() || stat.file_type().is_block_device() {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidInput, "this is neither a file nor a block device"))
+}
+
 fn open_at(path: &Path, mode: OpenMode, flags: i32) -> Result<File> {
     let mut options = File::options();
     options.read(true).write(mode == OpenMode::ReadWrite).custom_flags(flags);
@@ -334,6 +352,23 @@ fn open_direct(
     let sector = is_device.then(|| align::sector_bytes(std::os::fd::AsFd::as_fd(&file))).flatten();
     let align = align::find(&file, sector).filter(|_| same)?;
     Some((file, align))
+}
+
+/// Asks the file system by punching where there is nothing: past the end.
+fn file_punches(file: &File, len: u64) -> bool {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(file, flags, len.next_multiple_of(1 << 20), 4096).is_ok()
+}
+
+/// A device punches when it can write zeroes by itself; on one that cannot, fallocate fails.
+fn device_punches(device: &File) -> bool {
+    let Ok(number) = device.metadata().map(|stat| stat.rdev()) else { return false };
+    let place = format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
+    // A partition's queue is its disk's.
+    [place.clone() + "/queue", place + "/../queue"].iter().any(|queue| {
+        let most = std::fs::read_to_string(format!("{queue}/write_zeroes_max_bytes"));
+        most.is_ok_and(|most| most.trim() != "0")
+    })
 }
 
 fn device_len(device: &File) -> Result<u64> {
@@ -369,7 +404,7 @@ mod tests {
         // A pipe cannot be synced: the same path as a failing disk, and its future is dropped.
         for kind in [EngineKind::Auto, EngineKind::Threads] {
             let (_reader, writer) = std::io::pipe().unwrap();
-            let fd = Fd::file(std::os::fd::OwnedFd::from(writer), false);
+            let fd = Fd::file(writer.into());
             let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21 }).unwrap();
             let shared = fd.clone();
             engine.run_on(0, move || async move {
@@ -382,6 +417,55 @@ mod tests {
             engine.shutdown();
             assert_eq!(fd.sync_errno(), Some(libc::EINVAL));
         }
+    }
+
+    #[test]
+    fn a_direct_transfer_in_flight_keeps_the_lock() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = dir.path().join("f");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let open = || FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Direct);
+        let store = open().unwrap();
+        if !store.inner.direct.direct {
+            return println!("SKIP direct I/O: not on this file system");
+        }
+        let zeroes = Segments::zeroed(4096);
+        let op = Op::write(&store.inner.direct, 0, &zeroes);
+        drop(store);
+        assert_eq!(open().err().map(|error| error.kind()), Some(ErrorKind::Busy));
+        drop(op);
+        open().unwrap();
+    }
+
+    #[test]
+    fn zeroes_are_written_where_the_file_system_cannot() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = dir.path().join("f");
+        std::fs::write(&path, vec![7; 3 << 20]).unwrap();
+        let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+        let store = FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Direct).unwrap();
+        engine.run_on(0, move || async move {
+            store.write_zeroes(4096, (2 << 20) + 8192).await.unwrap();
+            store.write_zeroes((3 << 20) - 5, 3).await.unwrap();
+            store.write_zeroes(0, 0).await.unwrap();
+        });
+        engine.shutdown();
+        let mut expected = vec![7; 3 << 20];
+        expected[4096..(2 << 20) + 12288].fill(0);
+        expected[(3 << 20) - 5..(3 << 20) - 2].fill(0);
+        assert!(std::fs::read(&path).unwrap() == expected);
+    }
+
+    #[test]
+    fn a_pipe_is_refused_and_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pipe");
+        let status = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(status.success());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || sender.send(FileStore::open(&path, OpenMode::ReadOnly, CacheMode::Page)));
+        let answer = receiver.recv_timeout(std::time::Duration::from_secs(60)).expect("the open waits for a writer");
+        assert_eq!(answer.err().map(|error| error.kind()), Some(ErrorKind::InvalidInput));
     }
 
     #[test]

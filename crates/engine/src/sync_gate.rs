@@ -46,7 +46,10 @@ impl SyncGate {
             state.started += 1;
             return Poll::Ready(Turn::Run);
         }
-        state.waiting.push(context.waker().clone());
+        // A waiter may be polled many times during one sync.
+        if !state.waiting.iter().any(|waker| waker.will_wake(context.waker())) {
+            state.waiting.push(context.waker().clone());
+        }
         Poll::Pending
     }
 
@@ -79,5 +82,21 @@ mod tests {
         assert!(gate.poll(third, context).is_pending());
         gate.end();
         assert_eq!(gate.poll(third, context), Poll::Ready(Turn::Over));
+    }
+
+    #[test]
+    fn who_asks_again_and_again_waits_once() {
+        struct Nothing;
+        impl std::task::Wake for Nothing {
+            fn wake(self: std::sync::Arc<Self>) {}
+        }
+        let gate = SyncGate::default();
+        let wakers = [(); 2].map(|()| Waker::from(std::sync::Arc::new(Nothing)));
+        assert_eq!(gate.poll(gate.ticket(), &mut Context::from_waker(&wakers[0])), Poll::Ready(Turn::Run));
+        let next = gate.ticket();
+        for _ in 0..100 {
+            assert!(wakers.iter().all(|waker| gate.poll(next, &mut Context::from_waker(waker)).is_pending()));
+        }
+        assert_eq!(relock(&gate.state).waiting.len(), 2);
     }
 }

@@ -130,9 +130,9 @@ pub(crate) fn try_send(fd: RawFd, parts: &[Segment], skip: usize) -> Outcome {
     uninterrupted(|| unsafe { libc::sendmsg(fd, &raw const message, flags) })
 }
 
-/// Receives what is there at once.
-pub(crate) fn try_recv(fd: RawFd, into: &Segment) -> Outcome {
-    let (ptr, len) = (into.as_ptr().cast(), into.len());
+/// Receives what is there at once, behind the first `skip` bytes.
+pub(crate) fn try_recv(fd: RawFd, into: &Segment, skip: usize) -> Outcome {
+    let (ptr, len) = (into.as_ptr().wrapping_add(skip).cast(), into.len() - skip);
     // SAFETY: the segment is borrowed, thus alive, during the call.
     uninterrupted(|| unsafe { libc::recv(fd, ptr, len, libc::MSG_DONTWAIT) })
 }
@@ -178,7 +178,7 @@ fn file_call(op: &Op) -> Outcome {
             Kind::Sync => libc::fdatasync(fd) as isize,
             Kind::Fallocate(mode) => libc::fallocate(fd, mode, op.offset as i64, op.len as i64) as isize,
             Kind::Truncate => libc::ftruncate(fd, op.len as i64) as isize,
-            Kind::Recv | Kind::Send | Kind::Accept => unreachable!("not a file operation"),
+            _ => unreachable!("not a file operation"),
         }
     };
     uninterrupted(call)

@@ -234,7 +234,7 @@ fn try_socket(op: &mut Op) -> Option<Outcome> {
     loop {
         let fd = op.fd.raw();
         let result = match op.kind {
-            Kind::Recv => sys::try_recv(fd, &op.segments.as_slice()[0]),
+            Kind::Recv | Kind::RecvExact => sys::try_recv(fd, &op.segments.as_slice()[0], op.done),
             Kind::Accept => sys::try_accept(fd),
             _ => sys::try_send(fd, op.segments.as_slice(), op.done),
         };

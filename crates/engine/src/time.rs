@@ -3,10 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::future::Future;
+use std::marker::PhantomData;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use crate::op::Stays;
 use crate::worker;
 
 type Key = (Instant, u64);
@@ -50,6 +52,7 @@ impl Timers {
 struct Sleep {
     deadline: Option<Instant>,
     key: Option<Key>,
+    stays: Stays,
 }
 
 impl Future for Sleep {
@@ -86,7 +89,7 @@ impl Drop for Sleep {
 /// # Panics
 /// Outside a worker.
 pub async fn sleep(d: Duration) {
-    Sleep { deadline: Instant::now().checked_add(d), key: None }.await;
+    Sleep { deadline: Instant::now().checked_add(d), key: None, stays: PhantomData }.await;
 }
 
 /// Lets the other ready tasks of this worker run first: the task goes to the end of the queue, without a system call.

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use io_uring::types::{self, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
+use spile_core::{Error, ErrorKind, Result};
 use spile_mem::Pool;
 
 use crate::fd::{Fd, TABLE_FILES};
@@ -80,6 +81,8 @@ struct Slot {
     generation: u32,
     state: State,
     kind: Kind,
+    /// The entry in the kernel is a poll: the socket was not ready, and said so instead of waiting.
+    polls: bool,
     /// `None` while a helper thread has it.
     op: Option<Op>,
     iovecs: IoVecs,
@@ -124,7 +127,7 @@ fn index_of(key: u64) -> usize {
 }
 
 /// Sets up a ring with as much as this kernel has, from the newest features to none.
-fn build_ring(entries: u32) -> io::Result<IoUring> {
+fn build_ring() -> io::Result<IoUring> {
     type Tier = fn(&mut io_uring::Builder) -> &mut io_uring::Builder;
     let tiers: [Tier; 4] = [
         |b| b.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_submit_all(),
@@ -135,9 +138,9 @@ fn build_ring(entries: u32) -> io::Result<IoUring> {
     let mut refused = io::Error::from_raw_os_error(libc::ENOSYS);
     for tier in tiers {
         let mut builder = IoUring::builder();
-        builder.setup_clamp().setup_cqsize(CQ_ENTRIES.max(entries));
+        builder.setup_clamp().setup_cqsize(CQ_ENTRIES);
         tier(&mut builder);
-        match builder.build(entries) {
+        match builder.build(SQ_ENTRIES) {
             Ok(ring) => return Ok(ring),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = error,
             Err(error) => return Err(error),
@@ -160,14 +163,28 @@ fn check_features(ring: &IoUring) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel's io_uring is older than Linux 5.11"))
 }
 
+fn unusable(error: io::Error) -> Error {
+    let (kind, hint) = match error.raw_os_error() {
+        Some(libc::ENOMEM) => (ErrorKind::Exhausted, "raise the limit on locked memory (ulimit -l)"),
+        Some(libc::EMFILE | libc::ENFILE) => (ErrorKind::Exhausted, "raise the limit on open files (ulimit -n)"),
+        Some(libc::EPERM | libc::EACCES) => (ErrorKind::Denied, "see sysctl kernel.io_uring_disabled"),
+        _ => (ErrorKind::Unsupported, "a kernel of Linux 5.11 or later is needed"),
+    };
+    let error = Error::new(kind, "io_uring cannot be used here").caused_by(error);
+    error.hint(format!("{hint}, or use --engine threads"))
+}
+
 impl Uring {
-    /// Finds out whether io_uring can be used at all.
-    pub(crate) fn probe() -> io::Result<()> {
-        check_features(&build_ring(8)?)
+    /// Sets up a ring and enters it once: where io_uring is forbidden in part, that is noticed here and not later.
+    ///
+    /// # Errors
+    /// `Denied`, `Exhausted` or `Unsupported`, with a hint.
+    pub(crate) fn new(shared: Arc<Shared>, helpers: Arc<FilePool>, pool: Pool) -> Result<Self> {
+        Self::set_up(shared, helpers, pool).map_err(unusable)
     }
 
-    pub(crate) fn new(shared: Arc<Shared>, helpers: Arc<FilePool>, pool: Pool) -> io::Result<Self> {
-        let ring = build_ring(SQ_ENTRIES)?;
+    fn set_up(shared: Arc<Shared>, helpers: Arc<FilePool>, pool: Pool) -> io::Result<Self> {
+        let ring = build_ring()?;
         check_features(&ring)?;
         let usable = ring.submitter().register_files_sparse(TABLE_FILES).is_ok();
         let mut this = Self {
@@ -188,6 +205,7 @@ impl Uring {
             buffer: Registered::NotTried,
         };
         this.arm_doorbell();
+        this.try_enter(None)?;
         Ok(this)
     }
 
@@ -215,6 +233,7 @@ impl Uring {
         let slot = &mut self.slots[index as usize];
         slot.state = State::Waits(waker.clone());
         slot.kind = op.kind;
+        slot.polls = false;
         slot.op = Some(op);
         key_of(index, slot.generation)
     }
@@ -259,6 +278,10 @@ impl Uring {
 
     fn push(&mut self, entry: squeue::Entry) {
         self.shared.counters.submitted(1);
+        if !self.unqueued.is_empty() {
+            // Not before those that came first: an operation must not be overtaken by its own cancellation.
+            return self.unqueued.push_back(entry);
+        }
         // SAFETY: what the entry points to lies in a boxed slot, in segments that the slot's operation owns, or in
         // the boxed doorbell; all stay until the completion is reaped (and `drop` leaks what is not reaped).
         let full = unsafe { self.ring.submission().push(&entry) }.is_err();
@@ -347,6 +370,10 @@ impl Uring {
     }
 
     fn enter(&mut self, wait: Option<Option<Duration>>) {
+        self.try_enter(wait).unwrap_or_else(|error| panic!("io_uring_enter failed: {error}"));
+    }
+
+    fn try_enter(&self, wait: Option<Option<Duration>>) -> io::Result<()> {
         self.shared.counters.enter();
         let submitter = self.ring.submitter();
         let result = match wait {
@@ -359,8 +386,8 @@ impl Uring {
         };
         match result.map_err(|error| (error.raw_os_error(), error)) {
             // The time is over; a signal; completions to reap first. The worker's loop comes again.
-            Ok(_) | Err((Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN), _)) => (),
-            Err((_, error)) => panic!("io_uring_enter failed: {error}"),
+            Ok(_) | Err((Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN), _)) => Ok(()),
+            Err((_, error)) => Err(error),
         }
     }
 
@@ -383,7 +410,9 @@ impl Uring {
         let slot = &mut self.slots[index_of(key)];
         let op = slot.op.as_mut().expect("an operation in flight is in its slot");
         let must_wait = op.kind.is_file() && must_wait(-result, op.fd.direct);
+        let polled = std::mem::replace(&mut slot.polls, !op.kind.is_file() && result == -libc::EAGAIN);
         let outcome = match usize::try_from(result) {
+            Ok(_) if polled => None,
             Ok(count) => op.advance(count),
             Err(_) if must_wait || matches!(-result, libc::EINTR | libc::EAGAIN) => None,
             Err(_) => Some(Err(-result)),
@@ -431,8 +460,8 @@ impl Uring {
 impl Drop for Uring {
     fn drop(&mut self) {
         if self.in_flight > 0 {
-            // Only when the worker's loop itself has panicked: better to lose the memory than to free it under
-            // the kernel's hands.
+            // Never at an orderly end, which waits for them: better to lose the memory than to free it under the
+            // kernel's hands.
             std::mem::forget(std::mem::take(&mut self.slots));
         }
         if self.doorbell_armed {
@@ -448,6 +477,7 @@ impl Slot {
             generation: 0,
             state: State::Free,
             kind: Kind::Sync,
+            polls: false,
             op: None,
             iovecs: IoVecs::new(),
             // SAFETY: a msghdr of zeroes is valid: no name, no vectors, no control data.
@@ -465,14 +495,17 @@ impl Slot {
     /// The entry for what is left of the operation.
     fn entry(&mut self, target: Target, fixed: bool) -> squeue::Entry {
         let op = self.op.as_ref().expect("an operation in flight is in its slot");
+        if self.polls {
+            // Kernels before 5.19 answer EAGAIN on a socket that is set not to block: tried again at once, for ever, that
+            // would be a busy loop.
+            let events = if op.kind == Kind::Send { libc::POLLOUT } else { libc::POLLIN };
+            return with_target!(target, fd => opcode::PollAdd::new(fd, events as u32));
+        }
         match op.kind {
             Kind::Read | Kind::Write => self.transfer(target, fixed),
             Kind::Send => self.send(target),
-            Kind::Recv => {
-                let segment = &op.segments.as_slice()[0];
-                let (ptr, len) = (segment.as_ptr(), segment.len().min(sys::MAX_TRANSFER) as u32);
-                with_target!(target, fd => opcode::Recv::new(fd, ptr, len))
-            }
+            Kind::Recv => recv(op, target, 0),
+            Kind::RecvExact => recv(op, target, libc::MSG_WAITALL),
             Kind::Accept => {
                 let (null, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC);
                 with_target!(target, fd => opcode::Accept::new(fd, null, null.cast()).flags(flags))
@@ -532,6 +565,13 @@ impl Slot {
     }
 }
 
+fn recv(op: &Op, target: Target, flags: i32) -> squeue::Entry {
+    let segment = &op.segments.as_slice()[0];
+    let len = (segment.len() - op.done).min(sys::MAX_TRANSFER) as u32;
+    let ptr = segment.as_ptr().wrapping_add(op.done);
+    with_target!(target, fd => opcode::Recv::new(fd, ptr, len).flags(flags))
+}
+
 impl FileTable {
     /// How an entry names the file: by its index in the table, putting it there first if it can be.
     fn target(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd) -> Target {
@@ -571,7 +611,11 @@ impl Registered {
             return;
         }
         *self = Self::Refused;
-        let (_, base, arena_len) = pool.arena();
+        if !ring.params().is_feature_resource_tagging() {
+            // Before Linux 5.13 the call waits until nothing is in flight, and the doorbell always is.
+            return;
+        }
+        let (base, arena_len) = pool.arena();
         let mut len = REGISTERED_BYTES.min(arena_len);
         while len >= LEAST_REGISTERED_BYTES {
             let part = [libc::iovec { iov_base: base.cast(), iov_len: len }];
@@ -593,5 +637,89 @@ impl Registered {
             }
             _ => false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use spile_mem::Segment;
+
+    use super::*;
+
+    struct Woken;
+
+    impl std::task::Wake for Woken {
+        fn wake(self: Arc<Self>) {}
+    }
+
+    /// A ring on this thread; `None` where there is no io_uring.
+    fn ring() -> Option<Uring> {
+        let (shared, pool) = (Arc::new(Shared::new(0, None).unwrap()), Pool::new(1).unwrap());
+        Uring::new(shared, FilePool::new(), pool).map_err(|error| println!("SKIP uring: {error}")).ok()
+    }
+
+    #[test]
+    fn completions_that_the_ring_has_no_room_for_are_not_lost() {
+        let Some(mut ring) = ring() else { return };
+        const ROUNDS: u32 = CQ_ENTRIES / SQ_ENTRIES + 4;
+        for _ in 0..ROUNDS {
+            (0..SQ_ENTRIES).for_each(|_| ring.push(opcode::Nop::new().build().user_data(CANCELLED)));
+            ring.try_enter(None).unwrap();
+        }
+        assert!(ring.ring.submission().cq_overflow());
+        let woken = &mut Vec::new();
+        (0..100).for_each(|_| ring.turn(None, woken));
+        assert_eq!(ring.shared.stats().cqes, u64::from(ROUNDS * SQ_ENTRIES));
+    }
+
+    #[test]
+    fn an_exact_receive_goes_on_after_a_part() {
+        let Some(mut ring) = ring() else { return };
+        let (ours, mut peer) = UnixStream::pair().unwrap();
+        let (waker, woken) = (Waker::from(Arc::new(Woken)), &mut Vec::new());
+        let into = Segment::zeroed(8);
+        // As launched, and answered as Linux before 5.19 answers.
+        let key = ring.occupy(Op::recv_exact(&Fd::socket(ours.into()), &into), &waker);
+        ring.in_flight += 1;
+        into.copy_from_slice(0, b"abc");
+        ring.complete(key, 3, woken);
+        std::io::Write::write_all(&mut peer, b"defgh").unwrap();
+        for _ in 0..10 {
+            if woken.is_empty() {
+                ring.turn(Some(Some(Duration::from_secs(10))), woken);
+            }
+        }
+        assert_eq!(ring.poll(key, &waker), Poll::Ready(Ok(8)));
+        assert_eq!(into.to_vec(), b"abcdefgh");
+    }
+
+    #[test]
+    fn a_socket_that_does_not_wait_is_polled() {
+        let Some(mut ring) = ring() else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let (waker, woken) = (Waker::from(Arc::new(Woken)), &mut Vec::new());
+        // As launched, and answered as Linux 5.15 answers.
+        let key = ring.occupy(Op::accept(&Fd::socket(listener.into())), &waker);
+        ring.in_flight += 1;
+        ring.complete(key, -libc::EAGAIN, woken);
+        assert!(ring.slots[index_of(key)].polls);
+        ring.turn(None, woken);
+        let submitted = ring.shared.stats().sqes;
+        (0..10).for_each(|_| ring.turn(None, woken));
+        assert!(woken.is_empty() && ring.shared.stats().sqes == submitted, "it tries again and again");
+        let _peer = UnixStream::connect(&path).unwrap();
+        for _ in 0..10 {
+            if woken.is_empty() {
+                ring.turn(Some(Some(Duration::from_secs(10))), woken);
+            }
+        }
+        let Poll::Ready(Ok(fd)) = ring.poll(key, &waker) else { panic!("no connection") };
+        sys::close_unclaimed(fd);
+        assert!(ring.is_idle());
     }
 }

@@ -14,6 +14,7 @@ use std::task::{Poll, Waker};
 use std::time::Duration;
 
 use async_task::Runnable;
+use spile_core::{Error, Result};
 use spile_mem::Pool;
 
 use crate::config::EngineKind;
@@ -105,21 +106,18 @@ pub(crate) struct Worker {
 
 impl Worker {
     /// Makes the reactor; to be called on the worker's own thread.
-    pub(crate) fn new(
-        index: usize,
-        kind: EngineKind,
-        files: Arc<FilePool>,
-        pool_bytes: usize,
-    ) -> std::io::Result<Self> {
-        let pool = Pool::new(pool_bytes)?;
+    pub(crate) fn new(index: usize, kind: EngineKind, files: Arc<FilePool>, pool_bytes: usize) -> Result<Self> {
+        let failed = |source| Error::io("set up a worker", source);
+        let pool = Pool::new(pool_bytes).map_err(failed)?;
         let (shared, reactor) = match kind {
             EngineKind::Threads => {
-                let shared = Arc::new(Shared::new(index, Some(crate::sys::epoll_create()?))?);
-                let threads = Threads::new(shared.clone(), files)?;
+                let epoll = crate::sys::epoll_create().map_err(failed)?;
+                let shared = Arc::new(Shared::new(index, Some(epoll)).map_err(failed)?);
+                let threads = Threads::new(shared.clone(), files).map_err(failed)?;
                 (shared, Reactor::Threads(Box::new(threads)))
             }
             _ => {
-                let shared = Arc::new(Shared::new(index, None)?);
+                let shared = Arc::new(Shared::new(index, None).map_err(failed)?);
                 let uring = Uring::new(shared.clone(), files, pool.clone())?;
                 (shared, Reactor::Uring(Box::new(uring)))
             }
@@ -140,6 +138,7 @@ impl Worker {
         WORKER.with(|slot| *slot.borrow_mut() = Some(worker.clone()));
         let mut inbox = VecDeque::new();
         let mut woken = Vec::new();
+        let _aborts = AbortOnPanic;
         while !worker.is_over() {
             worker.take_messages(&mut inbox, &mut woken);
             worker.run_ready();
@@ -213,6 +212,18 @@ impl Worker {
         let (runnable, task) = async_task::spawn_local(counted, move |runnable| shared.schedule(runnable));
         task.detach();
         runnable.schedule();
+    }
+}
+
+/// A panic in the loop itself ends the process: its disks would hang for ever behind a worker that is gone, and an
+/// error that a supervisor sees is better than that. Everything acknowledged has left the process by then.
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
     }
 }
 

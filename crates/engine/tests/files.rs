@@ -22,6 +22,7 @@ both_engines!(
     growing_and_cutting,
     holes_are_punched_and_seen,
     zeroes_are_written,
+    zeroing_keeps_the_space,
     many_more_operations_than_slots,
     a_dropped_read_keeps_its_buffer,
     syncs_go_together,
@@ -29,6 +30,8 @@ both_engines!(
     two_writers_are_refused,
     closing_frees_the_descriptors,
     a_full_file_system_says_so,
+    a_file_system_without_holes_says_so,
+    a_block_device_is_a_store_that_does_not_grow,
     many_vectors_and_large_transfers,
     one_store_on_both_workers,
 );
@@ -84,7 +87,7 @@ fn unaligned_direct_transfers_are_refused(engine: &Engine) {
     let (_dir, _, store) = patterned(MIB);
     let info = store.info();
     if info.offset_align_bytes == 1 {
-        return eprintln!("skipped: no direct I/O on this file system");
+        return println!("SKIP direct I/O: not on this file system");
     }
     assert!(info.offset_align_bytes.is_power_of_two() && info.memory_align_bytes.is_power_of_two());
     engine.run_on(0, move || async move {
@@ -93,6 +96,9 @@ fn unaligned_direct_transfers_are_refused(engine: &Engine) {
             let result = store.read_at(at(offset), &segments(&[len]), Via::Direct).await;
             assert_eq!(result.unwrap_err().kind(), ErrorKind::InvalidInput);
         }
+        let halves = segments(&[align / 2, align / 2]);
+        let error = store.read_at(at(0), &halves, Via::Direct).await.unwrap_err();
+        assert_eq!(error.os_errno(), None, "asked of the kernel: {error}");
         let shifted = segments(&[align + 1]).slice(1..align + 1);
         let result = store.write_at(at(0), &shifted, Via::Direct).await;
         assert_eq!(result.is_err(), info.memory_align_bytes > 1);
@@ -146,9 +152,10 @@ fn holes_are_punched_and_seen(engine: &Engine) {
     let (_dir, path, store) = patterned(MIB);
     engine.run_on(0, move || async move {
         assert_eq!(map(&store).await, [(MIB as u64, false)]);
-        match store.punch_hole(at(256 * KIB), 512 * KIB as u64).await {
-            Err(error) if error.kind() == ErrorKind::Unsupported => return,
-            result => result.unwrap(),
+        let punched = store.punch_hole(at(256 * KIB), 512 * KIB as u64).await;
+        assert_eq!(store.info().punches, punched.is_ok(), "{punched:?}");
+        if punched.is_err() {
+            return println!("SKIP holes: not on this file system");
         }
         let quarter = 256 * KIB as u64;
         assert_eq!(map(&store).await, [(quarter, false), (2 * quarter, true), (quarter, false)]);
@@ -179,6 +186,26 @@ fn zeroes_are_written(engine: &Engine) {
     });
 }
 
+fn zeroing_keeps_the_space(engine: &Engine) {
+    // One that can zero a range, mostly, and one that can only punch and allocate.
+    for dir in [Ok(folder()), tempfile::tempdir_in("/dev/shm")] {
+        let Ok(dir) = dir else {
+            println!("SKIP zeroing on tmpfs: no /dev/shm");
+            continue;
+        };
+        let path = dir.path().join("disk");
+        std::fs::write(&path, pattern(0, MIB)).unwrap();
+        let store = FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Page).unwrap();
+        engine.run_on(0, move || async move {
+            store.sync().await.unwrap();
+            store.zero_range(at(64 * KIB), 512 * KIB as u64).await.unwrap();
+        });
+        let blocks = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).unwrap());
+        assert!(blocks * 512 >= MIB as u64, "{} of {blocks} blocks", path.display());
+        assert!(std::fs::read(&path).unwrap()[64 * KIB..576 * KIB].iter().all(|byte| *byte == 0));
+    }
+}
+
 fn many_more_operations_than_slots(engine: &Engine) {
     let (_dir, _, store) = patterned(4 * MIB);
     let (store, done) = (Arc::new(store), Arc::new(AtomicUsize::new(0)));
@@ -204,7 +231,7 @@ fn many_more_operations_than_slots(engine: &Engine) {
 fn a_dropped_read_keeps_its_buffer(engine: &Engine) {
     let (_dir, _, store) = patterned(MIB);
     if store.info().offset_align_bytes == 1 {
-        return eprintln!("skipped: a cached read ends at once");
+        return println!("SKIP direct I/O: not on this file system");
     }
     engine.run_on(0, move || async move {
         let mut dropped = 0;
@@ -309,20 +336,112 @@ fn closing_frees_the_descriptors(engine: &Engine) {
     assert_eq!(open_descriptors(&path), 0);
 }
 
-/// Mounts a file system of 1 MiB; `None` where that is not allowed.
-fn tiny_file_system() -> Option<tempfile::TempDir> {
+/// A mounted file system, gone at the end also when the test fails.
+struct Mounted(tempfile::TempDir);
+
+impl Mounted {
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn unmount(&self, lazily: &[&str]) -> bool {
+        let mut command = std::process::Command::new("umount");
+        let command = command.args(lazily).arg(self.path()).stderr(std::process::Stdio::null());
+        command.status().is_ok_and(|status| status.success())
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        self.unmount(&["-l"]);
+    }
+}
+
+/// Mounts a file system in memory; `None` where that is not allowed.
+fn mounted(kind: &str, options: &str) -> Option<Mounted> {
     let dir = folder();
     let status = std::process::Command::new("mount")
-        .args(["-t", "tmpfs", "-o", "size=1m", "none"])
+        .args(["-t", kind, "-o", options, "none"])
         .arg(dir.path())
         .stderr(std::process::Stdio::null())
         .status();
-    status.is_ok_and(|status| status.success()).then_some(dir)
+    status.is_ok_and(|status| status.success()).then_some(Mounted(dir))
+}
+
+/// Whoever is not told that it cannot punch here fails a guest's discards and its own allocation.
+fn a_file_system_without_holes_says_so(engine: &Engine) {
+    let Some(dir) = mounted("ramfs", "mode=700") else {
+        return println!("SKIP ramfs: mounting is not allowed");
+    };
+    let path = dir.path().join("disk");
+    std::fs::write(&path, pattern(0, MIB)).unwrap();
+    let store = FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Direct).unwrap();
+    assert!(!store.info().punches);
+    engine.run_on(0, move || async move {
+        let error = store.punch_hole(at(4096), 4096).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        store.zero_range(at(4096), 8192).await.unwrap();
+    });
+    let mut expected = pattern(0, MIB);
+    expected[4096..12288].fill(0);
+    assert!(std::fs::read(&path).unwrap() == expected);
+    check_unmount(&dir);
+}
+
+/// A loop device over a file, taken down at the end.
+struct Loop(String);
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("losetup").args(["-d", &self.0]).status();
+    }
+}
+
+fn loop_device(file: &Path) -> Option<Loop> {
+    let output = std::process::Command::new("losetup").args(["--find", "--show"]).arg(file).output().ok()?;
+    let name = String::from_utf8(output.stdout).ok()?.trim().to_owned();
+    (output.status.success() && !name.is_empty()).then_some(Loop(name))
+}
+
+fn a_block_device_is_a_store_that_does_not_grow(engine: &Engine) {
+    let dir = folder();
+    let path = dir.path().join("disk");
+    std::fs::write(&path, pattern(0, 2 * MIB)).unwrap();
+    let Some(device) = loop_device(&path) else {
+        return println!("SKIP a block device: losetup is not allowed");
+    };
+    let store = FileStore::open(device.0.as_ref(), OpenMode::ReadWrite, CacheMode::Direct).unwrap();
+    assert!(store.len_bytes() == 2 * MIB as u64 && !store.info().grows_zeroed);
+    assert!(store.info().offset_align_bytes >= 512, "{:?}", store.info());
+    engine.run_on(0, move || async move {
+        store.write_at(at(8192), &segments(&[4096, 4096]), Via::Direct).await.unwrap();
+        store.zero_range(at(MIB), 65536).await.unwrap();
+        let punched = store.punch_hole(at(65536), 65536).await;
+        assert_eq!(store.info().punches, punched.is_ok(), "{punched:?}");
+        let mut expected = pattern(0, 2 * MIB);
+        expected[8192..16384].fill(0);
+        expected[MIB..MIB + 65536].fill(0);
+        if punched.is_ok() {
+            expected[65536..131_072].fill(0);
+        }
+        let all = segments(&[2 * MIB]);
+        store.read_at(at(0), &all, Via::Direct).await.unwrap();
+        assert!(all.to_vec() == expected);
+        assert_eq!(map(&store).await, [(2 * MIB as u64, false)]);
+        let past = [
+            store.write_at(at(2 * MIB - 4096), &segments(&[8192]), Via::Direct).await,
+            store.read_at(at(2 * MIB), &segments(&[512]), Via::Direct).await,
+        ];
+        assert!(past.into_iter().all(|result| result.unwrap_err().kind() == ErrorKind::OutOfRange));
+        assert_eq!(store.set_len(MIB as u64).await.unwrap_err().kind(), ErrorKind::Unsupported);
+        store.set_len(2 * MIB as u64).await.unwrap();
+        store.sync().await.unwrap();
+    });
 }
 
 fn a_full_file_system_says_so(engine: &Engine) {
-    let Some(dir) = tiny_file_system() else {
-        return eprintln!("skipped: mounting is not allowed");
+    let Some(dir) = mounted("tmpfs", "size=1m") else {
+        return println!("SKIP a full file system: mounting is not allowed");
     };
     let path = dir.path().join("disk");
     let store = OsFiles::new(CacheMode::Page).create(&path, 4 << 20).unwrap();
@@ -333,12 +452,14 @@ fn a_full_file_system_says_so(engine: &Engine) {
         store.punch_hole(at(0), 4 << 20).await.unwrap();
         store.write_at(at(MIB), &segments(&[64 * KIB]), Via::Cached).await.unwrap();
     });
-    // The worker lets go of the file in its next turn, which may come after this.
+    check_unmount(&dir);
+}
+
+/// The worker lets go of a file in its next turn, which may come after the test.
+fn check_unmount(mounted: &Mounted) {
     let unmounted = (0..200).any(|_| {
         std::thread::sleep(Duration::from_millis(10));
-        let mut command = std::process::Command::new("umount");
-        let command = command.arg(dir.path()).stderr(std::process::Stdio::null());
-        command.status().unwrap().success()
+        mounted.unmount(&[])
     });
     assert!(unmounted, "the file is still open");
 }

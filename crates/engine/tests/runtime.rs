@@ -184,7 +184,14 @@ fn shutdown_waits_for_all(engine: &Engine) {
     engine.shutdown();
     assert_eq!(done.load(Ordering::SeqCst), 100);
     engine.shutdown();
-    engine.spawn_on(0, || async { panic!("nothing runs after the end") });
+    let (dropped, ran) = (Arc::new(()), Arc::new(AtomicBool::new(false)));
+    let (kept, set) = (dropped.clone(), ran.clone());
+    engine.spawn_on(0, move || async move {
+        set.store(true, Ordering::SeqCst);
+        drop(kept);
+    });
+    assert_eq!(Arc::strong_count(&dropped), 1, "what comes after the end is kept");
+    assert!(!ran.load(Ordering::SeqCst));
 }
 
 fn a_panic_ends_one_task_only(engine: &Engine) {
@@ -201,7 +208,7 @@ fn a_panic_ends_one_task_only(engine: &Engine) {
 }
 
 fn pools_are_the_workers_own(engine: &Engine) {
-    let arena = |worker| engine.run_on(worker, || async { pool().arena().0 });
+    let arena = |worker| engine.run_on(worker, || async { pool().arena().0 as usize });
     assert_ne!(arena(0), arena(1));
     assert_eq!(arena(0), arena(2));
 }
@@ -236,4 +243,35 @@ fn an_engine_that_is_dropped_ends_its_threads() {
         assert!(start.elapsed() < Duration::from_secs(60));
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+const INSIDE: &str = "SPILE_TEST_PANIC_IN_LOOP";
+
+/// Wakes by a panic: what no task can catch.
+struct Panics;
+
+impl std::task::Wake for Panics {
+    fn wake(self: Arc<Self>) {
+        panic!("expected by the test");
+    }
+}
+
+#[test]
+fn a_worker_whose_loop_panics_ends_the_process() {
+    use std::os::unix::process::ExitStatusExt;
+    if std::env::var_os(INSIDE).is_some() {
+        let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+        engine.spawn_on(0, || async {
+            let mut nap = Box::pin(sleep(Duration::from_millis(1)));
+            let waker = Waker::from(Arc::new(Panics));
+            assert!(nap.as_mut().poll(&mut std::task::Context::from_waker(&waker)).is_pending());
+            sleep(Duration::from_millis(50)).await;
+        });
+        engine.shutdown();
+        return;
+    }
+    let name = "a_worker_whose_loop_panics_ends_the_process";
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = child.args(["--exact", name]).env(INSIDE, "1").output().unwrap();
+    assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
 }

@@ -22,6 +22,9 @@ both_engines!(
     the_end_and_a_dead_peer,
     shutdown_wakes_the_receiver,
     a_dropped_receive_takes_nothing,
+    an_exact_receive_is_whole,
+    an_exact_receive_ends_with_the_stream,
+    receives_dropped_before_they_were_submitted_end,
     many_parts,
     connections_are_accepted_until_closed,
     a_dropped_accept_leaves_the_listener_well,
@@ -107,7 +110,7 @@ fn the_end_and_a_dead_peer(engine: &Engine) {
         assert_eq!(empty.kind(), ErrorKind::InvalidInput);
     });
     let (socket, peer) = pair();
-    engine.spawn_on(1, move || async move {
+    engine.run_on(1, move || async move {
         std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(20));
             drop(peer);
@@ -134,16 +137,24 @@ fn poll_and_drop(future: impl Future) {
     assert!(pin!(future).poll(&mut Context::from_waker(Waker::noop())).is_pending());
 }
 
+/// True when the pool has all its buffers back within some seconds.
+async fn all_buffers_are_back() -> bool {
+    for _ in 0..1000 {
+        if pool().stats().in_use_chunks == 0 {
+            return true;
+        }
+        sleep(Duration::from_millis(2)).await;
+    }
+    false
+}
+
 fn a_dropped_receive_takes_nothing(engine: &Engine) {
     let (socket, mut peer) = pair();
     engine.run_on(0, move || async move {
         poll_and_drop(socket.recv(&pool().alloc(4096)));
-        for _ in 0..1000 {
-            if pool().stats().in_use_chunks == 0 {
-                break;
-            }
-            sleep(Duration::from_millis(2)).await;
-        }
+        assert!(all_buffers_are_back().await);
+        poll_and_drop(socket.recv_exact(&pool().alloc(4096)));
+        assert!(all_buffers_are_back().await);
         let reused = pool().alloc(4096);
         reused.fill(0xaa);
         peer.write_all(&pattern(0, 4096)).unwrap();
@@ -151,6 +162,70 @@ fn a_dropped_receive_takes_nothing(engine: &Engine) {
         assert!(reused.to_vec() == vec![0xaa; 4096], "a dropped receive wrote into memory");
         assert!(receive_all(&socket, 4096).await == pattern(0, 4096));
     });
+}
+
+fn an_exact_receive_is_whole(engine: &Engine) {
+    let (socket, mut peer) = pair();
+    let writer = std::thread::spawn(move || {
+        for number in 0..256 {
+            peer.write_all(&pattern(number * 4099, 4099)).unwrap();
+            if number % 16 == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    });
+    engine.run_on(0, move || async move {
+        let into = pool().alloc(256 * 4099);
+        // Behind what has come another way, and not a byte more than asked for.
+        assert_eq!(socket.recv_exact(&into.slice(0..5)).await.unwrap(), 5);
+        let last = into.len() - 10;
+        assert_eq!(socket.recv_exact(&into.slice(5..last)).await.unwrap(), last - 5);
+        assert_eq!(socket.recv_exact(&into.slice(last..last)).await.unwrap(), 0);
+        assert_eq!(socket.recv_exact(&into.slice(last..into.len())).await.unwrap(), 10);
+        assert!(into.to_vec() == pattern(0, 256 * 4099));
+    });
+    writer.join().unwrap();
+}
+
+fn an_exact_receive_ends_with_the_stream(engine: &Engine) {
+    let (socket, mut peer) = pair();
+    peer.write_all(&pattern(0, 1000)).unwrap();
+    engine.run_on(0, move || async move {
+        let hangs_up = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(10));
+            peer.write_all(&pattern(1000, 1000)).unwrap();
+        });
+        let into = Segment::zeroed(4096);
+        assert_eq!(socket.recv_exact(&into).await.unwrap(), 2000);
+        assert_eq!(into.slice(0..2000).to_vec(), pattern(0, 2000));
+        assert_eq!(socket.recv_exact(&into).await.unwrap(), 0);
+        hangs_up.join().unwrap();
+    });
+}
+
+fn receives_dropped_before_they_were_submitted_end(engine: &Engine) {
+    let (socket, peer) = pair();
+    let ended = engine.run_on(0, move || async move {
+        // More than the submission queue holds.
+        let buffers: Vec<_> = (0..1000).map(|_| pool().alloc(1)).collect();
+        let mut waiting: Vec<_> = buffers.iter().map(|into| Box::pin(socket.recv(into))).collect();
+        let context = &mut Context::from_waker(Waker::noop());
+        assert!(waiting.iter_mut().all(|receive| receive.as_mut().poll(context).is_pending()));
+        // Long enough for the reactor to have one turn, which submits the first of them.
+        for _ in 0..300 {
+            yield_now().await;
+        }
+        // The last first: the queue has room now, and they still wait for a place in it.
+        while let Some(receive) = waiting.pop() {
+            drop(receive);
+        }
+        drop(waiting);
+        drop(buffers);
+        let ended = all_buffers_are_back().await;
+        drop(peer);
+        ended
+    });
+    assert!(ended, "a receive that nobody waits for was never cancelled");
 }
 
 fn many_parts(engine: &Engine) {

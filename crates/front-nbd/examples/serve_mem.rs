@@ -10,6 +10,7 @@ mod disk;
 
 use std::error::Error;
 use std::io::Read;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +18,7 @@ use std::time::Duration;
 use disk::StoreDisk;
 use spile_core::{Files, OpenMode, Store};
 use spile_engine::{AnyStore, CacheMode, Config, Engine, MemStore, OsFiles};
-use spile_front_nbd::{Export, FrontMetrics, OpKind, Server, ServerConfig, TlsConfig, bind_unix};
+use spile_front_nbd::{Export, FrontMetrics, OpKind, Server, ServerConfig, TlsConfig};
 
 struct Arguments {
     list: Vec<String>,
@@ -84,7 +85,7 @@ fn serve<S: Store>(
     let description = "the example's disk".to_owned();
     let export = Export { name: String::new(), description, disk, read_only };
     let server = Server::new(engine.clone(), config, vec![export])?;
-    server.listen(bind_unix(path)?)?;
+    server.listen(UnixListener::bind(path)?.into())?;
     println!("serving on {} with the {} engine", path.display(), engine.kind());
     let before = server.metrics("");
     std::io::stdin().read_to_end(&mut Vec::new())?;

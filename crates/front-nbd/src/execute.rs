@@ -127,6 +127,7 @@ impl<D: Disk> Session<D> {
 
     async fn trim(&self, request: &Request) -> Result<()> {
         for part in parts(extent_of(request)) {
+            self.check_heard()?;
             match self.disk.discard(part).await {
                 // A trim is a hint: a disk that frees nothing has heard it all the same.
                 Err(error) if error.kind() == ErrorKind::Unsupported => break,
@@ -142,9 +143,18 @@ impl<D: Disk> Session<D> {
             only_if_fast: request.flags & FLAG_FAST_ZERO != 0,
         };
         for part in parts(extent_of(request)) {
+            self.check_heard()?;
             self.disk.write_zeroes(part, how).await?;
         }
         self.flush_if(request.flags & FLAG_FUA != 0).await
+    }
+
+    /// Between the parts of a long request: a server that is to end does not wait for 4 GiB of zeroes.
+    fn check_heard(&self) -> Result<()> {
+        match self.is_forsaken() {
+            true => Err(Error::new(ErrorKind::Shutdown, "the connection is over")),
+            false => Ok(()),
+        }
     }
 
     async fn flush_if(&self, fua: bool) -> Result<()> {

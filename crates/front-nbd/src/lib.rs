@@ -26,5 +26,5 @@ mod transport;
 pub mod wire;
 
 pub use metrics::{FrontMetrics, OpKind, OpMetrics};
-pub use server::{Export, Server, ServerConfig, bind_unix};
+pub use server::{Export, Server, ServerConfig};
 pub use tls::TlsConfig;

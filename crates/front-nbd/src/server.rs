@@ -2,7 +2,6 @@
 
 use std::future::poll_fn;
 use std::os::fd::OwnedFd;
-use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -161,15 +160,19 @@ impl<D: Disk> Server<D> {
     /// Accepts connections from `fd`, a bound and listening Unix or TCP socket. May be called several times.
     ///
     /// # Errors
-    /// `Shutdown` after [`Server::stop`].
+    /// `Shutdown` after [`Server::stop`]; `InvalidInput` when it is no stream socket or does not listen.
     pub fn listen(&self, fd: OwnedFd) -> Result<()> {
         if self.shared.stop.level() > Level::Run {
             return Err(Error::new(ErrorKind::Shutdown, "the server is stopping"));
         }
+        if !rustix::net::sockopt::socket_acceptconn(&fd).unwrap_or(false) {
+            return Err(Error::new(ErrorKind::InvalidInput, "the descriptor is not a listening socket"));
+        }
+        let listener = Listener::from_fd(fd)?;
         let worker = self.next_listener.fetch_add(1, Ordering::Relaxed) % self.engine.workers();
         let alive = Alive::new(self.shared.clone(), None);
         let engine = self.engine.clone();
-        self.engine.spawn_on(worker, move || accept_all(engine, alive, fd));
+        self.engine.spawn_on(worker, move || accept_all(engine, alive, listener));
         Ok(())
     }
 
@@ -242,19 +245,20 @@ fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {
 /// After an accept that failed for want of descriptors or memory, this long a rest.
 const ACCEPT_REST: Duration = Duration::from_millis(100);
 
-async fn accept_all<D: Disk>(engine: Engine, alive: Alive<D>, fd: OwnedFd) {
+async fn accept_all<D: Disk>(engine: Engine, alive: Alive<D>, listener: Listener) {
     let shared = &alive.shared;
-    let listener = match Listener::from_fd(fd) {
-        Ok(listener) => Rc::new(listener),
-        Err(error) => return tracing::error!(%error, "NBD: unusable listener"),
-    };
+    let listener = Rc::new(listener);
+    let mut failures = 0u64;
     spawn(close_on_stop(shared.clone(), listener.clone()));
     while shared.stop.level() == Level::Run {
         match listener.accept().await {
             Ok(fd) => admit(&engine, shared, fd),
             Err(error) if error.kind() == ErrorKind::Shutdown => return,
             Err(error) => {
-                tracing::warn!(%error, "NBD: accept failed");
+                failures += 1;
+                if failures.is_power_of_two() {
+                    tracing::warn!(count = failures, %error, "NBD: a connection could not be accepted");
+                }
                 sleep(ACCEPT_REST).await;
             }
         }
@@ -278,32 +282,4 @@ fn admit<D: Disk>(engine: &Engine, shared: &Arc<Shared<D>>, fd: OwnedFd) {
         connection::serve(shared, fd).await;
         drop(alive);
     });
-}
-
-/// Binds a Unix socket at `path` and listens on it. A stale socket file there (nobody answers) is replaced.
-///
-/// # Errors
-/// `Busy` when somebody listens there, else the system's error, with the path.
-pub fn bind_unix(path: &Path) -> Result<OwnedFd> {
-    use std::os::unix::net::{UnixListener, UnixStream};
-    let failed = |e| Error::io("bind", e).at_path(path);
-    match UnixListener::bind(path) {
-        Ok(listener) => Ok(listener.into()),
-        Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => {
-            if UnixStream::connect(path).is_ok() {
-                let busy = Error::new(ErrorKind::Busy, "another server listens on this socket");
-                return Err(busy.at_path(path));
-            }
-            let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| {
-                use std::os::unix::fs::FileTypeExt;
-                meta.file_type().is_socket()
-            });
-            if !is_socket {
-                return Err(failed(e).hint("a file that is no socket is in the way"));
-            }
-            std::fs::remove_file(path).map_err(failed)?;
-            UnixListener::bind(path).map(Into::into).map_err(failed)
-        }
-        Err(e) => Err(failed(e)),
-    }
 }

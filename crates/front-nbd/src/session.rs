@@ -147,6 +147,11 @@ impl<D: Disk> Session<D> {
         self.metrics().cell(self.worker)
     }
 
+    /// True when nobody will hear an answer: long work is not worth going on with.
+    pub(crate) fn is_forsaken(&self) -> bool {
+        self.broken.get() || self.server.stop.level() == Level::HangUp
+    }
+
     /// True when no more requests are to be taken.
     pub(crate) fn stopping(&self) -> bool {
         self.broken.get() || self.server.stop.level() > Level::Run
@@ -259,10 +264,11 @@ impl<D: Disk> Session<D> {
     }
 }
 
-/// One slot: performs one job after the other.
+/// One slot: performs one job after the other. A panic of the disk ends the task: another takes its number, for the
+/// jobs that wait may have nobody else.
 async fn perform_jobs<D: Disk>(session: Rc<Session<D>>, number: usize) {
     while let Some(job) = poll_fn(|cx| session.poll_job(number, cx)).await {
-        let mut owed = Owed { session: &session, job: &job, answer: None };
+        let mut owed = Owed { session: &session, number, job: &job, answer: None };
         let answer = {
             let mut work = pin!(session.perform(&job));
             poll_fn(|cx| {
@@ -281,15 +287,20 @@ async fn perform_jobs<D: Disk>(session: Rc<Session<D>>, number: usize) {
 /// The reply that is owed to a job. It is sent by the drop, so that a disk that panics costs its client an error
 /// and not an answer that never comes.
 struct Owed<'a, D: Disk> {
-    session: &'a Session<D>,
+    session: &'a Rc<Session<D>>,
+    number: usize,
     job: &'a Job,
     answer: Option<Answer>,
 }
 
 impl<D: Disk> Drop for Owed<'_, D> {
     fn drop(&mut self) {
-        let panicked = || Answer::Failed { errno: EIO, message: "internal error".to_owned(), at_start: false };
-        let answer = self.answer.take().unwrap_or_else(panicked);
+        let answer = self.answer.take().unwrap_or_else(|| {
+            if std::thread::panicking() {
+                spile_engine::spawn(perform_jobs(self.session.clone(), self.number));
+            }
+            Answer::Failed { errno: EIO, message: "internal error".to_owned(), at_start: false }
+        });
         let &Job { request, held_bytes, started_ns, .. } = self.job;
         self.session.reply(Reply { request, answer, held_bytes, started_ns });
     }

@@ -3,6 +3,7 @@
 //! A read asks each layer where its bytes lie, without locks or awaits as long as the maps are in memory, and goes
 //! to the store that has them. Writes go to the leaf, block by block.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -13,11 +14,10 @@ use spile_core::{
 };
 
 use crate::format::Format;
-use crate::parents::{Policy, candidates};
+use crate::layer::{Layer, LayerInfo, open_layer, open_parent};
+use crate::parents::Policy;
 use crate::raw::Raw;
-use crate::vhd::codec::footer::Footer;
-use crate::vhd::codec::header::Header;
-use crate::vhd::{BlockPart, Found, Opened, Sparse};
+use crate::vhd::{BlockPart, Found, Sparse};
 use crate::zones::{NOWHERE, ZONE_BYTES, Zone, Zones};
 
 /// The longest chain that is opened, leaf included.
@@ -39,103 +39,6 @@ pub struct OpenOptions {
 impl Default for OpenOptions {
     fn default() -> Self {
         Self { format: None, read_only: false, allow_parents: Vec::new(), metadata_cache_bytes: 64 << 20 }
-    }
-}
-
-/// What there is to know of one layer.
-#[derive(Clone, Debug)]
-pub struct LayerInfo {
-    /// Where it is.
-    pub path: PathBuf,
-    /// Its format.
-    pub format: Format,
-    /// The size it shows, in bytes.
-    pub virtual_bytes: u64,
-    /// The length of its store, in bytes.
-    pub file_bytes: u64,
-    /// True when its data are reached as the store was opened; false when they need the page cache.
-    pub direct: bool,
-    /// More, for a VHD.
-    pub vhd: Option<LayerFacts>,
-}
-
-/// A VHD's own facts.
-#[derive(Clone, Debug)]
-pub struct LayerFacts {
-    /// Its footer.
-    pub footer: Footer,
-    /// Its header, unless it is fixed.
-    pub header: Option<Header>,
-    /// Blocks that are allocated.
-    pub allocated_blocks: u64,
-    /// True when a journal area lets first writes be acknowledged without a sync.
-    pub has_journal: bool,
-    /// True when bits are recorded that a flush has not yet written: an earlier process died.
-    pub unflushed: bool,
-}
-
-enum Layer<S> {
-    Raw(Raw<S>, Option<Footer>),
-    Sparse(Box<Sparse<S>>),
-}
-
-impl<S: Store> Layer<S> {
-    fn store(&self) -> &S {
-        match self {
-            Self::Raw(raw, _) => raw.store(),
-            Self::Sparse(sparse) => sparse.store(),
-        }
-    }
-
-    fn size_bytes(&self) -> u64 {
-        match self {
-            Self::Raw(raw, _) => raw.size_bytes(),
-            Self::Sparse(sparse) => sparse.layout().size_bytes,
-        }
-    }
-
-    fn via(&self) -> Via {
-        match self {
-            Self::Raw(raw, _) => raw.via(),
-            Self::Sparse(sparse) => sparse.via(),
-        }
-    }
-
-    fn find(&self, at: u64, len_bytes: u64) -> (Found, u64) {
-        match self {
-            Self::Raw(..) => (Found::Data(StoreOffset(at)), len_bytes),
-            Self::Sparse(sparse) => sparse.find(at, len_bytes),
-        }
-    }
-
-    /// Where the bytes at `at` lie, known to be in this layer, and for how long that holds.
-    fn locate(&self, at: u64, len_bytes: u64) -> Option<(StoreOffset, u64)> {
-        match self {
-            Self::Raw(..) => Some((StoreOffset(at), len_bytes)),
-            Self::Sparse(sparse) => sparse.locate(at, len_bytes),
-        }
-    }
-
-    fn info(&self) -> LayerInfo {
-        let (format, vhd) = match self {
-            Self::Raw(_, None) => (Format::Raw, None),
-            Self::Raw(_, Some(footer)) => (Format::Vhd, Some((footer.clone(), None))),
-            Self::Sparse(sparse) => (Format::Vhd, Some((sparse.footer().clone(), Some(sparse)))),
-        };
-        LayerInfo {
-            path: self.store().path().to_owned(),
-            format,
-            virtual_bytes: self.size_bytes(),
-            file_bytes: self.store().len_bytes(),
-            direct: self.via() == Via::Direct,
-            vhd: vhd.map(|(footer, sparse)| LayerFacts {
-                footer,
-                header: sparse.map(|s| s.header().clone()),
-                allocated_blocks: sparse.map_or(0, |s| s.allocated_blocks()),
-                has_journal: sparse.is_some_and(|s| s.layout().journal.is_some()),
-                unflushed: sparse.is_some_and(|s| s.has_unflushed_bits()),
-            }),
-        }
     }
 }
 
@@ -172,7 +75,7 @@ impl<S: Store> Chain<S> {
     ///
     /// # Errors
     /// What is wrong with which file: unknown format, corrupt metadata, a parent that is missing, another than
-    /// expected, outside the allowed folders, or part of a loop.
+    /// expected, outside the allowed folders, or part of a loop; a parent that cannot be made durable.
     pub async fn open<F: Files<Store = S>>(
         files: &F,
         env: Arc<dyn Env>,
@@ -188,7 +91,7 @@ impl<S: Store> Chain<S> {
         let mut layers = vec![open_layer(store, format, &env, options.read_only, budget).await?];
         let mut visited = vec![leaf];
         while let Some(Layer::Sparse(child)) = layers.last().filter(|layer| layer.has_parent()) {
-            let (path, parent) = open_parent(files, &env, child, &policy, &visited).await?;
+            let (path, parent) = open_parent(files, &env, child, &policy, &visited, !options.read_only).await?;
             visited.push(path);
             layers.push(parent);
             if layers.len() > MAX_CHAIN_LAYERS {
@@ -196,6 +99,9 @@ impl<S: Store> Chain<S> {
                     .at_path(&visited[0])
                     .hint("coalesce some of its parents"));
             }
+        }
+        if !options.read_only {
+            sync_parents(&layers).await?;
         }
         Ok(Self::assemble(layers, options.read_only, budget))
     }
@@ -309,27 +215,40 @@ impl<S: Store> Chain<S> {
         }
     }
 
-    /// Walks all parents for one zone, and keeps the result.
+    /// Merges all parents for one zone, and keeps the result: each paints what it has over what is below it.
     async fn load_zone(&self, number: u64) -> Result<Arc<Zone>> {
         let start = number * ZONE_BYTES;
         let end = (start + ZONE_BYTES).min(self.info.size_bytes);
-        let mut layers = Vec::with_capacity((ZONE_BYTES / SECTOR_BYTES) as usize);
-        let mut at = start;
+        let mut owners = vec![NOWHERE; (end - start).div_ceil(SECTOR_BYTES) as usize];
+        for layer in (1..self.layers.len()).rev() {
+            self.paint(layer, start..end, &mut owners).await?;
+        }
+        Ok(self.zones.insert(number, Zone::new(owners)))
+    }
+
+    /// Enters into `owners`, one for each sector of `range`, what `layer` has. Past its own end it hides what is below.
+    async fn paint(&self, number: usize, range: Range<u64>, owners: &mut [u8]) -> Result<()> {
+        let layer = &self.layers[number];
+        let sectors = |bytes: Range<u64>| {
+            let at = |byte: u64| ((byte - range.start).div_ceil(SECTOR_BYTES)) as usize;
+            at(bytes.start)..at(bytes.end)
+        };
+        let end = layer.size_bytes().clamp(range.start, range.end);
+        owners[sectors(end..range.end)].fill(NOWHERE);
+        let mut at = range.start;
         while at < end {
-            let (step, len) = self.walk(1, at, end - at);
-            let layer = match step {
-                Step::Data { layer, .. } => layer as u8,
-                Step::LoadBits { layer, block } => {
-                    self.load_bits(layer, block).await?;
+            let (found, len) = layer.find(at, end - at);
+            match found {
+                Found::Data(_) => owners[sectors(at..at + len)].fill(number as u8),
+                Found::Below => {}
+                Found::Unknown(block) => {
+                    self.load_bits(number, block).await?;
                     continue;
                 }
-                // The walk knows no zones.
-                Step::Zero | Step::LoadZone(_) => NOWHERE,
-            };
+            }
             at += len;
-            layers.resize(((at - start).div_ceil(SECTOR_BYTES)) as usize, layer);
         }
-        Ok(self.zones.insert(number, Zone::new(layers)))
+        Ok(())
     }
 
     /// Resolves a read: zeroes are filled in at once, the rest is listed.
@@ -403,93 +322,11 @@ impl<S: Store> Chain<S> {
     }
 }
 
-impl<S: Store> Layer<S> {
-    fn has_parent(&self) -> bool {
-        matches!(self, Self::Sparse(sparse) if sparse.is_differencing())
-    }
-}
-
-async fn open_layer<S: Store>(
-    store: S,
-    format: Format,
-    env: &Arc<dyn Env>,
-    read_only: bool,
-    budget: usize,
-) -> Result<Layer<S>> {
-    match format {
-        Format::Raw => {
-            let size = store.len_bytes();
-            Ok(Layer::Raw(Raw::new(store, size), None))
-        }
-        Format::Vhd => Ok(match crate::vhd::open(store, env, read_only, budget).await? {
-            Opened::Fixed(footer, raw) => Layer::Raw(raw, Some(footer)),
-            Opened::Sparse(sparse) => Layer::Sparse(sparse),
-        }),
-    }
-}
-
-/// Bitmaps of parents are needed only until their zone is merged: a small cache for each.
-const PARENT_BITS_BYTES: usize = 1 << 20;
-
-async fn open_parent<F: Files>(
-    files: &F,
-    env: &Arc<dyn Env>,
-    child: &Sparse<F::Store>,
-    policy: &Policy,
-    visited: &[PathBuf],
-) -> Result<(PathBuf, Layer<F::Store>)> {
-    let expected = child.header().parent_uuid;
-    // A null UUID means a raw parent (blktap's convention).
-    let format = if expected == [0; 16] { Format::Raw } else { Format::Vhd };
-    let mut last = None;
-    for path in candidates(files, child.store(), child.header(), policy).await? {
-        if visited.contains(&path) {
-            last.get_or_insert(Error::new(ErrorKind::Corrupt, format!("the chain loops back to {}", path.display())));
-            continue;
-        }
-        match open_candidate(files, env, &path, format, &expected).await {
-            Ok(layer) => return Ok((path, layer)),
-            // Another locator may be the right one; the first, best one's error is the one to tell.
-            Err(error) => {
-                last.get_or_insert(error);
-            }
-        }
-    }
-    let error = last.unwrap_or_else(|| Error::new(ErrorKind::NotFound, "no parent was found"));
-    Err(error.at_path(child.store().path()))
-}
-
-async fn open_candidate<F: Files>(
-    files: &F,
-    env: &Arc<dyn Env>,
-    path: &Path,
-    format: Format,
-    expected: &[u8; 16],
-) -> Result<Layer<F::Store>> {
-    let store = files.open(path, OpenMode::ReadOnly).await?;
-    let layer = open_layer(store, format, env, true, PARENT_BITS_BYTES).await?;
-    match layer.uuid() {
-        Some(uuid) if uuid != *expected => Err(wrong_parent(path, expected, &uuid)),
-        _ => Ok(layer),
-    }
-}
-
-impl<S: Store> Layer<S> {
-    fn uuid(&self) -> Option<[u8; 16]> {
-        match self {
-            Self::Raw(_, footer) => footer.as_ref().map(|footer| footer.uuid),
-            Self::Sparse(sparse) => Some(sparse.footer().uuid),
-        }
-    }
-}
-
-fn wrong_parent(path: &Path, expected: &[u8; 16], found: &[u8; 16]) -> Error {
-    let hex = |uuid: &[u8; 16]| uuid.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    Error::new(
-        ErrorKind::Corrupt,
-        format!("the parent {} has UUID {}, the child expects {}", path.display(), hex(found), hex(expected)),
-    )
-    .hint("another image has taken the parent's name")
+/// What a process that was killed wrote to a parent, when that was the leaf, is in the page cache; a flush of the chain
+/// promises it, too, and syncs only the leaf.
+async fn sync_parents<S: Store>(layers: &[Layer<S>]) -> Result<()> {
+    let syncs = layers.iter().skip(1).map(async |layer| layer.store().sync().await.at_path(layer.store().path()));
+    join_all(syncs).await.into_iter().collect()
 }
 
 fn disk_info<S: Store>(leaf: &Layer<S>, read_only: bool) -> DiskInfo {

@@ -8,6 +8,7 @@ mod aligned;
 mod chain;
 mod format;
 mod grace;
+mod layer;
 mod parents;
 mod range_lock;
 mod raw;
@@ -15,5 +16,6 @@ pub mod vhd;
 mod zones;
 
 pub use aligned::Aligned;
-pub use chain::{Chain, LayerFacts, LayerInfo, MAX_CHAIN_LAYERS, OpenOptions};
+pub use chain::{Chain, MAX_CHAIN_LAYERS, OpenOptions};
 pub use format::Format;
+pub use layer::{LayerFacts, LayerInfo};

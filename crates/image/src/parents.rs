@@ -1,7 +1,7 @@
 //! Finding a parent: what its child says of it, and whether that may be followed.
 //!
 //! A path in an image is input from whoever wrote the image. It is followed only when what it leads to, with every
-//! link and `..` resolved, lies inside the leaf's own folder or one that the operator named.
+//! link and `..` resolved, lies inside the leaf's own folder (unless that is `/dev`) or one that the operator named.
 
 use std::path::{Path, PathBuf};
 
@@ -19,9 +19,10 @@ pub(crate) struct Policy {
 }
 
 impl Policy {
-    /// The folder of `leaf` (a canonical path) and `allowed`.
+    /// The folder of `leaf` (a canonical path) and `allowed`. Not of a device: every disk of the host lies in `/dev`.
     pub(crate) fn new<F: Files>(files: &F, leaf: &Path, allowed: &[PathBuf]) -> Result<Self> {
-        let mut roots = vec![leaf.parent().unwrap_or(Path::new("/")).to_owned()];
+        let folder = leaf.parent().unwrap_or(Path::new("/"));
+        let mut roots = if folder.starts_with("/dev") { Vec::new() } else { vec![folder.to_owned()] };
         for folder in allowed {
             roots.push(files.canonical(folder)?);
         }
@@ -65,13 +66,17 @@ pub(crate) async fn candidates<F: Files>(
 
 fn denied_error(child: &Path, path: &Path) -> Error {
     let folder = path.parent().unwrap_or(path).display().to_string();
-    Error::new(ErrorKind::Denied, format!("the parent {} lies outside the image's folder", path.display()))
-        .at_path(child)
-        .hint(format!("if you trust the image, allow it with --allow-parents {folder}"))
+    Error::new(
+        ErrorKind::Denied,
+        format!("the parent {} lies outside the folders that parents may lie in", path.display()),
+    )
+    .at_path(child)
+    .hint(format!("if you trust the image, allow it with --allow-parents {folder}"))
 }
 
 fn not_found(child: &Path, names: &[PathBuf]) -> Error {
-    let names: Vec<_> = names.iter().map(|name| name.display().to_string()).collect();
+    // Quoted and escaped: the names are the image's, and go to a terminal.
+    let names: Vec<_> = names.iter().map(|name| format!("{name:?}")).collect();
     Error::new(ErrorKind::NotFound, format!("the parent is not there; tried: {}", names.join(", ")))
         .at_path(child)
         .hint("put the parent beside the child, or use --allow-parents DIR if it lies elsewhere")

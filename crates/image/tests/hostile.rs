@@ -9,7 +9,7 @@ use spile_core::{Disk, ErrorKind, Extent};
 use spile_image::vhd::codec::batmap::BatmapHeader;
 use spile_image::vhd::codec::footer::{DiskType, Footer};
 use spile_image::vhd::codec::locator::{Locator, Platform, encode};
-use spile_image::{MAX_CHAIN_LAYERS, OpenOptions};
+use spile_image::{Format, MAX_CHAIN_LAYERS, OpenOptions, vhd};
 use support::*;
 
 const MIB: u64 = 1 << 20;
@@ -462,7 +462,7 @@ fn a_locator_that_leaves_the_folder_is_denied() {
     for path in ["../../etc/shadow", "/etc/shadow", "../vmx/p.vhd", "./../etc/../etc/shadow"] {
         for platform in [Platform::W2ru, Platform::W2ku, Platform::MacX] {
             let world = with_locator(platform, &encode(platform, path));
-            let error = world.refused(A, ErrorKind::Denied, "outside the image's folder");
+            let error = world.refused(A, ErrorKind::Denied, "outside the folders");
             assert!(error.hint_text().unwrap().contains("--allow-parents"));
             only_the_leaf_was_opened(&world);
         }
@@ -694,4 +694,49 @@ mod noise {
             prop_assert!(world.files.opened().iter().all(|path| path.starts_with("/vm")));
         }
     }
+}
+
+// Ends that a killed process leaves, and disks that no one can read.
+
+#[test]
+fn a_short_last_block_is_refused_and_mended_where_no_footer_is_behind_it() {
+    let (world, file) = sample();
+    let last = (0..3).map(|block| entry(&file, block)).filter(|&sector| sector != u32::MAX).max().unwrap();
+    let kept = file.bytes(u64::from(last) * 512 + 512, 4096);
+    file.set_len(u64::from(last) * 512 + 512 + 4096);
+    corrupt(&world, "past the end");
+    let report = block_on(vhd::repair(&world.files.store(A), &*world.env)).unwrap();
+    assert!(report.findings.iter().any(|found| found.message.contains("past the end") && found.can_repair));
+    let after = block_on(vhd::check(&world.files.store(A), &*world.env)).unwrap();
+    assert_eq!(after.worst(), None, "{:?}", after.findings);
+    drop(world.open(A));
+    assert_eq!(file.bytes(u64::from(last) * 512 + 512, 4096), kept);
+}
+
+#[test]
+fn an_encrypted_disk_is_refused() {
+    let (world, file) = sample();
+    let at = header_of(&file).bat_end_bytes();
+    let mut header = BatmapHeader::parse(&file.bytes(at, 512)).unwrap();
+    header.key_hash[0] = 1;
+    file.patch(at, &header.to_bytes());
+    world.refused(A, ErrorKind::Unsupported, "encrypted");
+}
+
+#[test]
+fn a_leaf_on_a_device_makes_no_other_device_a_parent() {
+    let world = World::new();
+    world.raw("/dev/sda", &pattern(1, 8 << 20));
+    world.child("/dev/dm-3", "/dev/sda", 8 * MIB, 2 << 20);
+    let options = OpenOptions { format: Some(Format::Vhd), ..OpenOptions::default() };
+    world.refused_with("/dev/dm-3", &options, ErrorKind::Denied, "/dev/sda");
+    let allowed = OpenOptions { allow_parents: vec!["/dev".into()], ..options };
+    assert_eq!(read(&world.try_open("/dev/dm-3", &allowed).unwrap(), 0..512), pattern(1, 512));
+}
+
+#[test]
+fn a_locator_cannot_write_to_the_terminal() {
+    let world = with_locator(Platform::W2ku, &encode(Platform::W2ku, ".\\\u{1b}[2Jgone.vhd"));
+    let error = world.refused(A, ErrorKind::NotFound, "gone.vhd");
+    assert!(!error.to_string().contains('\u{1b}'));
 }

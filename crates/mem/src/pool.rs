@@ -1,7 +1,9 @@
 //! A bounded pool of page-aligned buffers, carved from one arena so that an engine may register it once.
 //!
-//! Buffers come in power-of-two classes from 4 KiB to 2 MiB; each class keeps its free chunks in a list. What
-//! does not fit the arena's budget, and what is larger than the largest class, comes from the heap: slower, never an error.
+//! Buffers come in power-of-two classes from 4 KiB to 2 MiB; each class keeps its free chunks in a list. Once the whole
+//! arena is carved, a larger free chunk is cut where a small one is wanted, for good: else one burst of large requests
+//! would leave the small ones, of which there are more, without the arena for ever. What does not fit the arena's
+//! budget, and what is larger than the largest class, comes from the heap: slower, never an error.
 //! A pool is meant to be one worker's: its lock is then never contended.
 
 use std::ptr::NonNull;
@@ -13,7 +15,6 @@ use rustix::mm::{MapFlags, ProtFlags};
 use crate::segment::{PAGE_BYTES, Segment};
 
 const CLASSES: usize = 10; // 4 KiB << 0 ..= 4 KiB << 9 = 2 MiB
-static NEXT_ARENA: AtomicU64 = AtomicU64::new(1);
 
 /// A pool of page-aligned buffers. Clones are handles to the same pool.
 #[derive(Clone)]
@@ -33,7 +34,6 @@ pub struct PoolStats {
 }
 
 struct PoolInner {
-    id: u64,
     base: NonNull<u8>,
     len: usize,
     /// One counter for each page: the references to the chunk that starts there.
@@ -59,7 +59,7 @@ impl Pool {
     /// # Errors
     /// When the address space cannot be mapped.
     pub fn new(len: usize) -> std::io::Result<Self> {
-        let len = len.next_multiple_of(PAGE_BYTES << (CLASSES - 1));
+        let len = len.max(1).next_multiple_of(PAGE_BYTES << (CLASSES - 1));
         // SAFETY: a new anonymous mapping at an address of the kernel's choosing.
         let base = unsafe {
             rustix::mm::mmap_anonymous(
@@ -72,29 +72,24 @@ impl Pool {
         let refs = (0..len / PAGE_BYTES).map(|_| AtomicU32::new(0)).collect();
         let free = Mutex::new(Free { lists: Default::default(), carved_pages: 0, in_use: 0 });
         let base = NonNull::new(base.cast()).expect("a mapping is never at address zero");
-        let id = NEXT_ARENA.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { inner: Arc::new(PoolInner { id, base, len, refs, free, heap_buffers: AtomicU64::new(0) }) })
+        Ok(Self { inner: Arc::new(PoolInner { base, len, refs, free, heap_buffers: AtomicU64::new(0) }) })
     }
 
     /// A buffer of `len` bytes, page-aligned, its content undefined (but never another process's).
     pub fn alloc(&self, len: usize) -> Segment {
-        match class_of(len).and_then(|class| self.inner.take(class)) {
-            Some(page) => {
-                // SAFETY: the page number came from this arena.
-                let ptr = unsafe { self.inner.base.add(page as usize * PAGE_BYTES) };
-                let class = class_of(len).unwrap_or(0) as u8;
-                Segment::from_chunk(ptr, len, ChunkRef { pool: self.inner.clone(), page, class })
-            }
-            None => {
-                self.inner.heap_buffers.fetch_add(1, Ordering::Relaxed);
-                Segment::zeroed(len)
-            }
-        }
+        let chunk = class_of(len).and_then(|class| Some((self.inner.take(class)?, class as u8)));
+        let Some((page, class)) = chunk else {
+            self.inner.heap_buffers.fetch_add(1, Ordering::Relaxed);
+            return Segment::zeroed(len);
+        };
+        // SAFETY: the page number came from this arena.
+        let ptr = unsafe { self.inner.base.add(page as usize * PAGE_BYTES) };
+        Segment::from_chunk(ptr, len, ChunkRef { pool: self.inner.clone(), page, class })
     }
 
-    /// The arena's identity, address and length in bytes, for registration with a kernel.
-    pub fn arena(&self) -> (u64, *mut u8, usize) {
-        (self.inner.id, self.inner.base.as_ptr(), self.inner.len)
+    /// The arena's address and length in bytes, for registration with a kernel. Valid while a clone of the pool lives.
+    pub fn arena(&self) -> (*mut u8, usize) {
+        (self.inner.base.as_ptr(), self.inner.len)
     }
 
     /// What is in use.
@@ -117,14 +112,8 @@ fn class_of(len: usize) -> Option<usize> {
 impl PoolInner {
     fn take(&self, class: usize) -> Option<u32> {
         let mut free = self.free.lock().unwrap_or_else(|e| e.into_inner());
-        let page = free.lists[class].pop().or_else(|| {
-            let page = free.carved_pages;
-            let end = page + (1 << class);
-            (end * PAGE_BYTES <= self.len).then(|| {
-                free.carved_pages = end;
-                page as u32
-            })
-        })?;
+        let pages = self.len / PAGE_BYTES;
+        let page = free.lists[class].pop().or_else(|| free.carve(class, pages)).or_else(|| free.cut(class))?;
         free.in_use += 1;
         self.refs[page as usize].store(1, Ordering::Relaxed);
         Some(page)
@@ -134,6 +123,26 @@ impl PoolInner {
         let mut free = self.free.lock().unwrap_or_else(|e| e.into_inner());
         free.in_use -= 1;
         free.lists[class as usize].push(page);
+    }
+}
+
+impl Free {
+    /// A chunk of what was never given out, of the arena's `pages`.
+    fn carve(&mut self, class: usize, pages: usize) -> Option<u32> {
+        let page = self.carved_pages;
+        let end = page + (1 << class);
+        (end <= pages).then(|| {
+            self.carved_pages = end;
+            page as u32
+        })
+    }
+
+    /// The start of a larger free chunk. The rest of it becomes one chunk of each class between.
+    fn cut(&mut self, class: usize) -> Option<u32> {
+        let larger = (class + 1..CLASSES).find(|larger| !self.lists[*larger].is_empty())?;
+        let page = self.lists[larger].pop()?;
+        (class..larger).for_each(|rest| self.lists[rest].push(page + (1 << rest)));
+        Some(page)
     }
 }
 
@@ -149,12 +158,6 @@ pub(crate) struct ChunkRef {
     pool: Arc<PoolInner>,
     page: u32,
     class: u8,
-}
-
-impl ChunkRef {
-    pub(crate) fn arena_id(&self) -> Option<u64> {
-        Some(self.pool.id)
-    }
 }
 
 impl Clone for ChunkRef {
@@ -194,10 +197,39 @@ mod tests {
     fn an_empty_arena_falls_back_to_the_heap() {
         let pool = Pool::new(1).unwrap();
         let _all = pool.alloc(1 << 21);
-        let more = pool.alloc(4096);
-        assert_eq!((more.len(), more.arena_id()), (4096, None));
+        assert_eq!(pool.stats().heap_buffers, 0);
+        assert_eq!(pool.alloc(4096).len(), 4096);
         assert_eq!(pool.alloc(64 << 20).len(), 64 << 20);
         assert_eq!(pool.stats().heap_buffers, 2);
+    }
+
+    #[test]
+    fn a_large_chunk_is_cut_for_small_ones_that_never_overlap() {
+        let pool = Pool::new(4 << 20).unwrap();
+        drop([pool.alloc(2 << 20), pool.alloc(2 << 20)]);
+        let mut seed = 1u32;
+        for round in 0..200u32 {
+            // Half the arena at most, so that all of it fits however it has been cut.
+            let mut buffers = Vec::new();
+            for number in 0..16u8 {
+                seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                let buffer = pool.alloc(1 + (seed >> 15) as usize % (4096 << (round % 6)));
+                buffer.fill(number);
+                buffers.push(buffer);
+            }
+            for (number, buffer) in buffers.iter().enumerate() {
+                assert!(buffer.to_vec().iter().all(|byte| usize::from(*byte) == number), "round {round}");
+            }
+        }
+        assert_eq!((pool.stats().in_use_chunks, pool.stats().heap_buffers), (0, 0));
+        let pages: Vec<_> = (0..1024).map(|_| pool.alloc(4096)).collect();
+        let addresses: std::collections::BTreeSet<_> = pages.iter().map(|page| page.as_ptr()).collect();
+        assert_eq!((addresses.len(), pool.stats().heap_buffers), (1024, 0));
+    }
+
+    #[test]
+    fn an_arena_of_nothing_is_a_small_one() {
+        assert_eq!(Pool::new(0).unwrap().arena().1, 2 << 20);
     }
 
     #[test]

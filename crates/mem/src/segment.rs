@@ -1,4 +1,8 @@
 //! [`Segment`]: one contiguous run of bytes with its owner. [`Segments`]: a scatter list of them.
+//!
+//! Why there is no lock and no borrow: the other side is a device or a guest, which knows of neither. Two threads that
+//! copy at the same bytes at the same moment get some mixture of old and new, as with memory that a device writes;
+//! nothing here trusts those bytes, and no reference to them ever exists that the mixture could break.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
@@ -23,8 +27,8 @@ pub struct Segment {
 
 #[derive(Clone)]
 enum Owner {
-    Pool(ChunkRef),
-    Shared(#[expect(dead_code, reason = "held for its drop")] Arc<dyn Send + Sync>),
+    Pool(#[expect(dead_code, reason = "held for its drop")] ChunkRef),
+    Heap(#[expect(dead_code, reason = "held for its drop")] Arc<Heap>),
 }
 
 // SAFETY: the memory is kept alive by the owner, which is itself Send + Sync, and is reached only by raw copies.
@@ -36,15 +40,7 @@ impl Segment {
     /// Allocates `len` zeroed bytes, page-aligned, from the heap (not from a pool).
     pub fn zeroed(len: usize) -> Self {
         let heap = Arc::new(Heap::zeroed(len));
-        Self { ptr: heap.ptr, len, owner: Owner::Shared(heap) }
-    }
-
-    /// Wraps memory that `owner` keeps alive.
-    ///
-    /// # Safety
-    /// `ptr..ptr + len` must stay mapped, readable and writable for as long as `owner` lives.
-    pub unsafe fn from_raw(ptr: NonNull<u8>, len: usize, owner: Arc<dyn Send + Sync>) -> Self {
-        Self { ptr, len, owner: Owner::Shared(owner) }
+        Self { ptr: heap.ptr, len, owner: Owner::Heap(heap) }
     }
 
     /// For the pool: a segment over one of its chunks.
@@ -65,15 +61,6 @@ impl Segment {
     /// The address of the first byte, for a system call. Valid while this segment or a clone of it lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
-    }
-
-    /// The identity of the pool arena this lies in, if it lies in one: an engine that registered that arena
-    /// with the kernel as a fixed buffer may use the fixed operations.
-    pub fn arena_id(&self) -> Option<u64> {
-        match &self.owner {
-            Owner::Pool(chunk) => chunk.arena_id(),
-            Owner::Shared(_) => None,
-        }
     }
 
     /// The part `range` of this segment, sharing the bytes.
@@ -249,7 +236,7 @@ impl Segments {
     /// # Panics
     /// When it does not fit.
     pub fn copy_from_slice(&self, at: usize, src: &[u8]) {
-        self.visit(at..at + src.len(), |segment, part, done| {
+        self.visit(at..at.wrapping_add(src.len()), |segment, part, done| {
             segment.copy_from_slice(part.start, &src[done..done + part.len()]);
         });
     }
@@ -259,7 +246,7 @@ impl Segments {
     /// # Panics
     /// When the list ends before `dst` is full.
     pub fn copy_to_slice(&self, at: usize, dst: &mut [u8]) {
-        self.visit(at..at + dst.len(), |segment, part, done| {
+        self.visit(at..at.wrapping_add(dst.len()), |segment, part, done| {
             let len = part.len();
             segment.copy_to_slice(part.start, &mut dst[done..done + len]);
         });
@@ -300,7 +287,7 @@ impl Segments {
 
     /// Calls `f(segment, part of that segment, bytes of the range before it)` for each piece of `range`.
     fn visit(&self, range: Range<usize>, mut f: impl FnMut(&Segment, Range<usize>, usize)) {
-        assert!(range.end <= self.len, "range {range:?} of segments of {}", self.len);
+        assert!(range.start <= range.end && range.end <= self.len, "range {range:?} of segments of {}", self.len);
         let mut base = 0;
         for segment in &self.list {
             let start = range.start.max(base);
@@ -360,6 +347,12 @@ mod tests {
     fn heap_segments_are_page_aligned() {
         assert!(list(&[4096, 8192]).is_aligned(4096));
         assert!(!list(&[4096, 512]).is_aligned(4096));
+    }
+
+    #[test]
+    #[should_panic(expected = "of segments of 8")]
+    fn a_copy_at_a_place_that_overflows_panics() {
+        list(&[4, 4]).copy_to_slice(usize::MAX, &mut [0; 2]);
     }
 
     #[test]

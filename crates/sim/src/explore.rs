@@ -137,7 +137,8 @@ impl<S: Subject> Run<S> {
         let last = self.subject.layers() - 1;
         for layer in 0..last {
             self.create(layer);
-            self.life(layer, &quiet(40));
+            let life = self.parents_life(layer);
+            self.life(layer, &life);
         }
         self.create(last);
         self.world.set_sabotage(self.sabotage.clone());
@@ -154,11 +155,23 @@ impl<S: Subject> Run<S> {
         self.summary
     }
 
+    /// A short life that leaves data in a layer that becomes a parent. Some end in a crash: a snapshot may follow one.
+    fn parents_life(&self, layer: usize) -> Life {
+        let mut rng = Rng::new(self.plan.seed).split(40 + layer as u64);
+        let mut life = quiet(40);
+        if rng.chance(1, 2) {
+            life.crash_at = Some(rng.between(20, 600));
+            life.crash = if rng.chance(1, 4) { Crash::PowerCut } else { Crash::Death };
+        }
+        life
+    }
+
     fn create(&mut self, layer: usize) {
         let (subject, world) = (self.subject.clone(), self.world.clone());
         let made = block_on(&self.world, async move { subject.create(&world, layer).await });
         made.unwrap_or_else(|error| panic!("cannot create layer {layer}: {error:?}"));
-        self.world.settle();
+        // A new image is durable when its maker is done; what a life left in the layers below may not be.
+        self.world.settle(&self.subject.path(layer));
     }
 
     fn check(&self, clean: bool) {

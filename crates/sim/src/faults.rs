@@ -68,6 +68,8 @@ pub enum Sabotage {
     },
     /// Every sync answers before it has happened.
     EarlySync,
+    /// A sync of what is open for reading only does nothing.
+    ReadersSync,
     /// A sync does nothing when one of the changes it should cover is chosen by `of` and none by `unless`.
     SkipSyncOf {
         /// What would be synced too early to be noticed otherwise.
@@ -89,6 +91,7 @@ impl std::fmt::Debug for Sabotage {
             Sabotage::None => "none",
             Sabotage::SkipSync { .. } => "skip-sync",
             Sabotage::EarlySync => "early-sync",
+            Sabotage::ReadersSync => "readers-sync",
             Sabotage::SkipSyncOf { .. } => "skip-sync-of",
             Sabotage::Unsynced(_) => "unsynced",
             Sabotage::Late(_) => "late",
@@ -115,7 +118,7 @@ pub(crate) struct Harm {
 impl Sabotage {
     /// True when changes must be shown to [`Sabotage::harm`].
     pub(crate) fn chooses(&self) -> bool {
-        !matches!(self, Sabotage::None | Sabotage::SkipSync { .. } | Sabotage::EarlySync)
+        !matches!(self, Sabotage::None | Sabotage::SkipSync { .. } | Sabotage::EarlySync | Sabotage::ReadersSync)
     }
 
     /// What happens to this change.
@@ -129,7 +132,7 @@ impl Sabotage {
                 harm.voids_sync = of(view, touch);
                 harm.saves_sync = unless(view, touch);
             }
-            Sabotage::None | Sabotage::SkipSync { .. } | Sabotage::EarlySync => {}
+            Sabotage::None | Sabotage::SkipSync { .. } | Sabotage::EarlySync | Sabotage::ReadersSync => {}
         }
         harm
     }
@@ -137,6 +140,11 @@ impl Sabotage {
     /// The sync with this running number does nothing.
     pub(crate) fn skips_sync(&self, number: u64) -> bool {
         matches!(self, Sabotage::SkipSync { every, phase } if number % every == *phase)
+    }
+
+    /// Who only reads syncs nothing.
+    pub(crate) fn voids_readers_sync(&self) -> bool {
+        matches!(self, Sabotage::ReadersSync)
     }
 
     /// Syncs answer before they have happened.

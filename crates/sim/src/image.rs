@@ -111,11 +111,6 @@ impl Image {
         &self.layers[self.layers.len() - 1]
     }
 
-    /// Where the file of `layer` is.
-    pub fn path(&self, layer: usize) -> PathBuf {
-        PathBuf::from("/images").join(self.name(layer))
-    }
-
     fn name(&self, layer: usize) -> String {
         let extension = if self.layers[layer].kind == Kind::Raw { "raw" } else { "vhd" };
         format!("layer{layer}.{extension}")
@@ -194,6 +189,10 @@ impl Subject for Image {
 
     fn layers(&self) -> usize {
         self.layers.len()
+    }
+
+    fn path(&self, layer: usize) -> PathBuf {
+        PathBuf::from("/images").join(self.name(layer))
     }
 
     async fn create(&self, world: &World, layer: usize) -> Result<()> {

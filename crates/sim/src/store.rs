@@ -197,6 +197,9 @@ impl Store for SimStore {
     }
 
     async fn sync(&self) -> Result<()> {
+        if self.mode == OpenMode::ReadOnly && self.world.lock().sabotage.voids_readers_sync() {
+            return Ok(());
+        }
         let kind = Kind::Sync { in_flight: Vec::new(), number: 0 };
         self.run(kind).await.map_err(|e| e.at_path(&self.path))
     }

@@ -1,5 +1,7 @@
 //! [`Subject`]: what is put to the test, a disk that can be created, opened again after a crash, and checked.
 
+use std::path::PathBuf;
+
 use spile_core::{Disk, Result};
 
 use crate::world::World;
@@ -14,7 +16,10 @@ pub trait Subject: 'static {
         1
     }
 
-    /// Makes the files of `layer`; the layers below it exist.
+    /// Where the file of `layer` is.
+    fn path(&self, layer: usize) -> PathBuf;
+
+    /// Makes the file of `layer`; the layers below it exist.
     fn create(&self, world: &World, layer: usize) -> impl Future<Output = Result<()>>;
 
     /// Opens the disk whose leaf is `layer`.

@@ -1,6 +1,6 @@
 //! Toy disks: a right one of each kind, and ones with a planted bug each, to prove the simulator before it proves others.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use spile_core::{
@@ -69,6 +69,10 @@ struct State {
 
 impl Subject for Toy {
     type Disk = ToyDisk;
+
+    fn path(&self, _layer: usize) -> PathBuf {
+        PathBuf::from(PATH)
+    }
 
     async fn create(&self, world: &World, _layer: usize) -> Result<()> {
         let len = if self.thin { TABLE_BYTES } else { self.size_bytes };

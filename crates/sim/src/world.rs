@@ -53,7 +53,7 @@ pub(crate) struct State {
     fault_rng: Rng,
     faults: Faults,
     faults_fired: u64,
-    sabotage: Sabotage,
+    pub sabotage: Sabotage,
     syncs: u64,
     trace: Trace,
 }
@@ -186,11 +186,13 @@ impl World {
         state.names.get(path).map(|at| state.files[*at].view.clone())
     }
 
-    /// Makes everything in every file durable: the host was long at rest. Nothing may be in flight.
-    pub fn settle(&self) {
+    /// Makes everything in the file at `path` durable. Nothing may be in flight.
+    pub fn settle(&self, path: &Path) {
         let mut state = self.lock();
-        let State { files, rng, .. } = &mut *state;
-        files.iter_mut().for_each(|file| file.sync(rng, |_| false, &[]));
+        let State { files, names, rng, .. } = &mut *state;
+        if let Some(&file) = names.get(path) {
+            files[file].sync(rng, |_| false, &[]);
+        }
     }
 
     /// The death of the process: operations in flight take effect wholly, partly or not; the page cache stays.

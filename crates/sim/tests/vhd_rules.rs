@@ -182,3 +182,8 @@ fn the_void_batmap_is_synced_before_a_release() {
     let sabotage = Sabotage::Unsynced(Arc::new(empties_batmap));
     bites(small_blocks, "the void batmap is not synced", "batmap calls", sabotage);
 }
+
+#[test]
+fn the_parents_are_durable_before_their_child_takes_writes() {
+    bites(drawn(Kind::Chain), "a killed parent is not synced", CONTENT, Sabotage::ReadersSync);
+}

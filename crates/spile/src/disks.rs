@@ -147,7 +147,7 @@ fn refuse_folder(path: &Path) -> Result<()> {
     }
 }
 
-/// The bytes of `store`'s file that take space on its file system; `None` when it has no file.
+/// The space that the file at `path` takes on its file system, in bytes; `None` when there is none.
 pub fn used_bytes(path: &Path) -> Option<u64> {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata(path).ok().map(|meta| meta.blocks() * 512)

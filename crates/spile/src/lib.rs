@@ -7,6 +7,7 @@ pub mod cli;
 pub mod disks;
 pub mod listen;
 pub mod load;
+mod log;
 pub mod nbd_client;
 pub mod notify;
 pub mod signals;

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::{ErrorKind as IoKind, Read};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -175,11 +175,30 @@ fn name_socket(temporary: &Path, wanted: &Path) -> Result<Published> {
             return Err(failed(e));
         }
         refuse_busy(wanted)?;
-        fs::remove_file(wanted).map_err(failed)?;
-        fs::hard_link(temporary, wanted).map_err(failed)?;
+        take_over(temporary, wanted)?;
     }
     let meta = fs::symlink_metadata(wanted).map_err(failed)?;
     Ok(Published { path: wanted.to_owned(), inode: (meta.dev(), meta.ino()) })
+}
+
+/// Puts our socket in the place of one that nobody answers. By now another server may have done the same, so what is
+/// there is moved aside and looked at once more before it is removed; one that lives gets its name back.
+fn take_over(temporary: &Path, wanted: &Path) -> Result<()> {
+    let failed = |e| Error::io("cannot replace the socket of a dead server", e).at_path(wanted);
+    let aside = temporary.with_extension("old");
+    match fs::rename(wanted, &aside) {
+        Err(e) if e.kind() != IoKind::NotFound => return Err(failed(e)),
+        Err(_) => {}
+        Ok(()) => {
+            let alive = refuse_busy(&aside).is_err();
+            let back = if alive { fs::hard_link(&aside, wanted) } else { Ok(()) };
+            fs::remove_file(&aside).and(back).map_err(failed)?;
+        }
+    }
+    fs::hard_link(temporary, wanted).map_err(|e| match e.kind() {
+        IoKind::AlreadyExists => busy(wanted),
+        _ => failed(e),
+    })
 }
 
 impl Drop for Published {
@@ -188,14 +207,6 @@ impl Drop for Published {
         if fs::symlink_metadata(&self.path).is_ok_and(|meta| ours(&meta)) {
             let _ = fs::remove_file(&self.path);
         }
-    }
-}
-
-/// True when somebody answers at `address`.
-pub fn answers(address: &Address) -> bool {
-    match address {
-        Address::Unix(path) => UnixStream::connect(path).is_ok(),
-        Address::Tcp(host, port) => TcpStream::connect((host.as_str(), *port)).is_ok(),
     }
 }
 
@@ -214,7 +225,7 @@ mod tests {
         let pending = Bound::new(&Address::Unix(path.clone())).unwrap();
         assert!(!path.exists());
         let (_fd, published) = pending.publish().unwrap();
-        assert!(answers(&Address::Unix(path.clone())));
+        assert!(UnixStream::connect(&path).is_ok());
         drop(published);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
@@ -228,7 +239,7 @@ mod tests {
         drop(fd);
         let (_second_fd, second) = bound(&path).unwrap();
         drop(first);
-        assert!(answers(&Address::Unix(path.clone())), "the first must not remove the second's");
+        assert!(UnixStream::connect(&path).is_ok(), "the first must not remove the second's");
         drop(second);
         assert!(!path.exists());
     }
@@ -241,5 +252,19 @@ mod tests {
         assert_eq!(bound(&path).unwrap_err().kind(), ErrorKind::Exists);
         assert_eq!(fs::read(&path).unwrap(), b"precious");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    /// What happens when two servers find the same dead socket: the second to come must see the first.
+    #[test]
+    fn a_server_that_came_first_keeps_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, other) = (dir.path().join("s"), dir.path().join("other"));
+        let (_fd, _published) = bound(&path).unwrap();
+        let _second = UnixListener::bind(&other).unwrap();
+        assert_eq!(take_over(&other, &path).unwrap_err().kind(), ErrorKind::Busy);
+        UnixStream::connect(&path).expect("the first still answers");
+        let mut names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["other", "s"]);
     }
 }

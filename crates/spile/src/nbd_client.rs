@@ -215,13 +215,10 @@ impl Client {
         greet(&mut stream)?;
         send_option(&mut stream, OPTION_LIST, &[])?;
         let mut names = Vec::new();
-        loop {
-            match read_option_reply(&mut stream, OPTION_LIST)? {
-                (REPLY_ACK, _) => break,
-                (REPLY_SERVER, data) => names.push(listed_name(&data)?),
-                (kind, data) => return Err(option_error(kind, &data)),
-            }
-        }
+        each_reply(&mut stream, OPTION_LIST, |kind, data| match kind {
+            REPLY_SERVER => listed_name(data).map(|name| names.push(name)),
+            _ => Ok(()),
+        })?;
         send_option(&mut stream, OPTION_ABORT, &[])?;
         Ok(names)
     }
@@ -412,6 +409,21 @@ fn read_option_reply(stream: &mut Stream, option: u32) -> Result<(u32, Vec<u8>)>
     Ok((be32(&head[12..16]), data))
 }
 
+/// No server has so many exports, or so much to say of one.
+const MAX_REPLIES: usize = 10_000;
+
+/// Hands the replies to an option to `take`, up to the one that ends them.
+fn each_reply(stream: &mut Stream, option: u32, mut take: impl FnMut(u32, &[u8]) -> Result<()>) -> Result<()> {
+    for _ in 0..MAX_REPLIES {
+        match read_option_reply(stream, option)? {
+            (REPLY_ACK, _) => return Ok(()),
+            (kind, data) if kind >> 31 == 1 => return Err(option_error(kind, &data)),
+            (kind, data) => take(kind, &data)?,
+        }
+    }
+    Err(protocol("it answers an option without end"))
+}
+
 fn go(stream: &mut Stream, export: &str) -> Result<ExportInfo> {
     let mut data = Vec::with_capacity(8 + export.len());
     data.extend((export.len() as u32).to_be_bytes());
@@ -421,20 +433,19 @@ fn go(stream: &mut Stream, export: &str) -> Result<ExportInfo> {
     send_option(stream, OPTION_GO, &data)?;
     let mut info = None;
     let (mut min_block_bytes, mut max_block_bytes) = (1, 32 << 20);
-    loop {
-        match read_option_reply(stream, OPTION_GO)? {
-            (REPLY_ACK, _) => break,
-            (REPLY_INFO, data) if data.len() == 12 && be16(&data) == INFO_EXPORT => {
+    each_reply(stream, OPTION_GO, |kind, data| {
+        match (kind, data.len()) {
+            (REPLY_INFO, 12) if be16(data) == INFO_EXPORT => {
                 info = Some((be64(&data[2..10]), ExportFlags(be16(&data[10..12]))));
             }
-            (REPLY_INFO, data) if data.len() == 14 && be16(&data) == INFO_BLOCK_SIZE => {
+            (REPLY_INFO, 14) if be16(data) == INFO_BLOCK_SIZE => {
                 min_block_bytes = be32(&data[2..6]);
                 max_block_bytes = be32(&data[10..14]);
             }
-            (REPLY_INFO, _) => {}
-            (kind, data) => return Err(option_error(kind, &data)),
+            _ => {}
         }
-    }
+        Ok(())
+    })?;
     let (size_bytes, flags) = info.ok_or_else(|| protocol("it did not describe the export"))?;
     Ok(ExportInfo { size_bytes, flags, min_block_bytes, max_block_bytes })
 }

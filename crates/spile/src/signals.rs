@@ -1,9 +1,13 @@
 //! SIGTERM and SIGINT, taken by waiting for them: no handler, no timer, no wake-up.
 
+use std::thread;
+
 use nix::sys::signal::{SigSet, Signal};
 use spile_core::{Error, Result};
 
-/// The signals that end a server, blocked in this thread and in all it starts.
+use crate::cli::complain;
+
+/// The signals that end a command, blocked in this thread and in all it starts.
 pub struct EndSignals(SigSet);
 
 impl EndSignals {
@@ -29,11 +33,38 @@ impl EndSignals {
 
     /// From now on the next one ends the process at once, with its customary exit code.
     pub fn exit_on_next(self) {
-        std::thread::spawn(move || {
+        thread::spawn(move || self.exit());
+    }
+
+    /// When one comes, another thread does `work` (which gets it) and then waits for a second one, which ends the
+    /// process at once.
+    pub fn on_first(self, work: impl FnOnce(Signal) + Send + 'static) {
+        thread::spawn(move || {
             if let Ok(signal) = self.wait() {
-                eprintln!("spile: a second {signal}: ending at once");
-                std::process::exit(128 + signal as i32);
+                work(signal);
+                self.exit();
             }
         });
     }
+
+    /// When one comes, `clean_up` is done and the process ends.
+    pub fn exit_after(self, clean_up: impl FnOnce() + Send + 'static) {
+        self.on_first(|signal| {
+            clean_up();
+            complain(format_args!("ended by {signal}"));
+            std::process::exit(exit_code(signal));
+        });
+    }
+
+    fn exit(&self) {
+        if let Ok(signal) = self.wait() {
+            complain(format_args!("a second {signal}: ending at once"));
+            std::process::exit(exit_code(signal));
+        }
+    }
+}
+
+/// The customary exit code of a program that a signal ended.
+pub fn exit_code(signal: Signal) -> i32 {
+    128 + signal as i32
 }

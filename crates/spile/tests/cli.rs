@@ -2,11 +2,14 @@
 
 mod common;
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use common::{fails, have, json, ok, run};
+use common::{Running, eventually, fails, have, json, ok, run, spile};
+use nix::sys::signal::Signal;
 
 /// 4 MiB with data at both ends and in the middle.
 fn pattern() -> Vec<u8> {
@@ -149,7 +152,7 @@ fn parents_elsewhere_need_a_word() {
     ok(dir, &["create", "base/p.vhd", "--size", "1M"]);
     ok(dir, &["create", "leaf/c.vhd", "--parent", "base/p.vhd"]);
     let err = fails(dir, 1, &["info", "leaf/c.vhd"]);
-    assert!(err.contains("outside the image's folder") && err.contains("--allow-parents"), "{err}");
+    assert!(err.contains("outside the folders") && err.contains("--allow-parents"), "{err}");
     ok(dir, &["info", "leaf/c.vhd", "--allow-parents", "base"]);
 }
 
@@ -225,4 +228,122 @@ fn the_demo_runs() {
     let depth = |n: usize| shown["layers"][n]["queue_depth_avg"].as_f64().unwrap();
     assert!(depth(0) >= depth(1) * 0.98 && depth(1) > 0.0, "{shown}");
     assert!(dir.path().join("demo.vhd").exists(), "--dir keeps the disk");
+}
+
+#[test]
+fn a_conversion_that_is_ended_leaves_no_disk_that_looks_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), vec![1; 256 << 20]).unwrap();
+    let begun = || fs::read_dir(dir).unwrap().count() > 1;
+    for (signal, code) in [(Signal::SIGTERM, Some(143)), (Signal::SIGINT, Some(130)), (Signal::SIGKILL, None)] {
+        let running = Running::start(spile().args(["convert", "a.raw", "b.vhd"]), dir);
+        eventually("it begins", begun);
+        assert_eq!(running.end(signal).0, code, "{signal}");
+        assert!(!dir.join("b.vhd").exists(), "{signal}");
+        // What a kill leaves cannot be taken for the disk; all else leaves nothing.
+        assert_eq!(begun(), signal == Signal::SIGKILL);
+    }
+}
+
+#[test]
+fn a_conversion_replaces_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), [1; 4096]).unwrap();
+    fs::write(dir.join("b.vhd"), "precious").unwrap();
+    std::os::unix::fs::symlink("nowhere", dir.join("c.vhd")).unwrap();
+    for dst in ["a.raw", "b.vhd", "c.vhd"] {
+        let err = fails(dir, 1, &["convert", "a.raw", dst]);
+        assert!(err.contains(dst) && err.contains("choose another name"), "{err}");
+    }
+    assert_eq!(
+        (fs::read(dir.join("a.raw")).unwrap(), fs::read(dir.join("b.vhd")).unwrap()),
+        ([1; 4096].into(), b"precious".into())
+    );
+    let err = fails(dir, 1, &["convert", "a.raw", "nowhere/b.vhd"]);
+    assert!(err.contains("nowhere/b.vhd"), "the name that was given, not a passing one: {err}");
+    assert_eq!(files_in(dir).len(), 3);
+}
+
+#[test]
+fn an_image_too_damaged_to_read_is_told_in_json_too() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("bad.vhd"), [7; 4096]).unwrap();
+    let output = run(dir.path(), &["check", "bad.vhd", "--json"]);
+    assert_eq!(output.status.code(), Some(3));
+    let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        (told["result"].as_str(), told["findings"][0]["severity"].as_str()),
+        (Some("corrupt"), Some("corruption"))
+    );
+}
+
+#[test]
+fn a_pipe_is_no_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    assert!(Command::new("mkfifo").arg(dir.join("p.raw")).arg(dir.join("p.vhd")).status().unwrap().success());
+    for args in [&["info", "p.raw"][..], &["map", "p.vhd"], &["check", "p.vhd"], &["convert", "p.raw", "x.vhd"]] {
+        let err = fails(dir, 1, args);
+        assert!(err.contains("neither a file nor a block device"), "{args:?}: {err}");
+    }
+}
+
+#[test]
+fn what_cannot_be_said_is_a_failure_and_a_reader_that_left_is_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("bad.vhd"), [7; 4096]).unwrap();
+    ok(dir, &["create", "a.raw", "--size", "1M"]);
+    for command in ["info", "map", "check"] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let status = spile().args([command, "a.raw"]).current_dir(dir).stdout(full).stderr(Stdio::null()).status();
+        assert_eq!(status.unwrap().code(), Some(1), "{command}");
+    }
+    for (args, code) in [(["check", "bad.vhd"], 3), (["map", "a.raw"], 0), (["info", "a.raw"], 0)] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let status = spile().args(args).current_dir(dir).stdout(writer).stderr(Stdio::null()).status();
+        assert_eq!(status.unwrap().code(), Some(code), "{args:?}");
+    }
+}
+
+#[test]
+fn names_that_are_no_text_or_bite_terminals() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let odd = OsStr::from_bytes(b"o\xffdd.vhd");
+    for args in [&["--size", "1M"][..], &[]] {
+        let command = if args.is_empty() { "info" } else { "create" };
+        let output = spile().arg(command).arg(odd).args(args).arg("--json").current_dir(dir).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert!(told["path"].as_str().unwrap().ends_with("dd.vhd"), "{told}");
+    }
+    let child = spile().args(["create", "c.vhd", "--parent"]).arg(odd).current_dir(dir).output().unwrap();
+    assert_eq!(child.status.code(), Some(1), "its name cannot be kept in the child: {child:?}");
+    assert!(!dir.join("c.vhd").exists());
+    let err = fails(dir, 1, &["info", "a\u{1b}[31m.raw"]);
+    assert!(!err.contains('\u{1b}') && err.contains("[31m.raw"), "{err}");
+}
+
+#[test]
+fn a_disk_without_bytes_has_an_empty_map() {
+    let dir = tempfile::tempdir().unwrap();
+    ok(dir.path(), &["create", "a.raw", "--size", "0"]);
+    assert_eq!(json(dir.path(), &["map", "a.raw"]), serde_json::json!([]));
+    assert_eq!(ok(dir.path(), &["map", "a.raw"]).lines().count(), 1);
+}
+
+#[test]
+fn a_demo_that_is_ended_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = spile();
+    command.args(["demo", "--seconds", "600", "--span", "16M"]).env("TMPDIR", dir.path());
+    let running = Running::start(&mut command, dir.path());
+    let socket = || fs::read_dir(dir.path()).unwrap().any(|entry| entry.unwrap().path().join("demo.sock").exists());
+    eventually("it serves", socket);
+    assert_eq!(running.end(Signal::SIGINT).0, Some(130));
+    assert_eq!(files_in(dir.path()), Vec::<String>::new());
 }

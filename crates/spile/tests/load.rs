@@ -5,7 +5,8 @@ mod common;
 use std::path::Path;
 
 use common::faulty::{self, Fault};
-use common::{Served, eventually, fails, have, json, ok, run};
+use common::{Running, Served, eventually, fails, have, json, ok, run};
+use nix::sys::signal::Signal;
 use spile::load::{LoadOutcome, Options, Pattern, Report};
 use spile::uri::{Address, NbdUri};
 use spile_core::ErrorKind;
@@ -168,7 +169,8 @@ fn what_cannot_be_is_refused_with_a_reason() {
     let dir = tempfile::tempdir().unwrap();
     let served = Served::start(dir.path(), &["mem:1M,read-only"]);
     let uri = served.uri().to_string();
-    let cases: [(&[&str], i32, &str); 6] = [
+    let cases: [(&[&str], i32, &str); 7] = [
+        (&["--depth", "65536", "--bs", "1M"], 1, "more than 4 GiB of memory"),
         (&["--rw", "randwrite"], 1, "read-only"),
         (&["--bs", "64M"], 1, "--bs must be"),
         (&["--verify", "--bs", "100"], 1, "multiple of 512"),
@@ -215,4 +217,64 @@ fn it_loads_qemu_nbd() {
 #[test]
 fn it_loads_nbdkit() {
     load_foreign("nbdkit", &["-f", "memory", "64M", "-U"]);
+}
+
+#[test]
+fn a_signal_ends_it_with_its_figures() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = Served::start(dir.path(), &["mem:64M"]);
+    let mut command = common::spile();
+    let uri = served.uri().to_string();
+    command.args(["load", &uri, "--rw", "randrw", "--verify", "--runtime", "1h", "--json", "--save-model", "m"]);
+    let running = Running::start(&mut command, dir.path());
+    let threads = || std::fs::read_dir(format!("/proc/{}/task", running.pid())).unwrap().count();
+    // The one that started, the one that waits for signals, and the connection's.
+    eventually("it runs", || threads() >= 3);
+    let (code, out) = running.end(Signal::SIGINT);
+    assert_eq!(code, Some(130), "{out}");
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&report["interrupted"], &report["error"]), (&true.into(), &serde_json::Value::Null), "{report}");
+    ok(dir.path(), &["load", &uri, "--verify-model", "m"]);
+}
+
+#[test]
+fn a_slow_rate_does_not_outlast_the_runtime() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = Served::start(dir.path(), &["mem:1M"]);
+    let uri = served.uri().to_string();
+    // The second request would be due in a day.
+    let report = json(dir.path(), &["load", &uri, "--rate", "0.00001", "--runtime", "200ms"]);
+    assert_eq!(report["read"]["ios"], 1);
+}
+
+#[test]
+fn what_a_load_cannot_keep_in_mind_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = Served::start(dir.path(), &["null:1P"]);
+    let uri = served.uri().to_string();
+    let err = fails(dir.path(), 1, &["load", &uri, "--rw", "randwrite", "--verify"]);
+    assert!(err.contains("--span"), "{err}");
+    let model = r#"[{"run":1,"block_bytes":4096,"first_block":0,"acked":[1,1],"issued":[1]}]"#;
+    std::fs::write(dir.path().join("m"), model).unwrap();
+    let err = fails(dir.path(), 1, &["load", &uri, "--verify-model", "m"]);
+    assert!(err.contains("contradicts itself"), "{err}");
+}
+
+#[test]
+fn a_server_that_never_stops_talking_is_left() {
+    use std::io::Write;
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s");
+    let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    std::thread::spawn(move || {
+        let mut stream = listener.accept().unwrap().0;
+        stream.write_all(b"NBDMAGICIHAVEOPT\0\x03").unwrap();
+        // The replies to GO: information of a kind that nobody knows, without end.
+        let mut reply = 0x0003_e889_0455_65a9u64.to_be_bytes().to_vec();
+        reply.extend([7u32, 3, 2].map(u32::to_be_bytes).concat());
+        reply.extend(99u16.to_be_bytes());
+        while stream.write_all(&reply).is_ok() {}
+    });
+    let error = spile::nbd_client::Client::connect(&uri(&socket)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
 }

@@ -140,6 +140,7 @@ fn a_second_signal_ends_it_at_once() {
     assert!(served.child.try_wait().unwrap().is_none(), "it drains");
     served.signal(Signal::SIGINT);
     assert_eq!(served.wait().code(), Some(130));
+    assert!(!served.socket.exists(), "the name goes first");
 }
 
 #[test]
@@ -253,4 +254,34 @@ fn bad_disks_and_addresses_are_refused_with_a_reason() {
         assert!(err.contains(says), "{args:?}: {err}");
         assert_eq!(names_in(dir), ["bad.vhd", "noext"], "{args:?} leaves nothing behind");
     }
+}
+
+#[test]
+fn it_serves_also_when_nobody_reads_its_output() {
+    let dir = tempfile::tempdir().unwrap();
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    let mut command = spile();
+    command.args(["serve", "mem:1M", "--nbd", "unix:s"]).current_dir(dir.path()).stdout(full);
+    let served = Served { child: command.spawn().unwrap(), socket: dir.path().join("s") };
+    eventually("the socket is there", || served.socket.exists());
+    Client::connect(&served.uri()).unwrap().write(0, &[1; 512], true).unwrap();
+    assert!(served.terminate().success());
+    assert_eq!(names_in(dir.path()), Vec::<String>::new());
+}
+
+#[test]
+fn a_request_that_fails_is_told_on_stderr() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = dir.path().join("d.raw");
+    fs::write(&disk, [7; 1 << 20]).unwrap();
+    let mut served = Served::start(dir.path(), &["d.raw"]);
+    let mut client = Client::connect(&served.uri()).unwrap();
+    // The ground is pulled away.
+    fs::File::options().write(true).open(&disk).unwrap().set_len(4096).unwrap();
+    client.read(512 << 10, &mut [0; 4096]).unwrap_err();
+    served.signal(Signal::SIGTERM);
+    served.wait();
+    let mut err = String::new();
+    served.child.stderr.take().unwrap().read_to_string(&mut err).unwrap();
+    assert!(err.contains("spile: NBD request failed") && err.contains("d.raw"), "{err}");
 }

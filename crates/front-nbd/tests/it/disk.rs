@@ -31,13 +31,15 @@ pub struct Calls {
     pub fua_writes: AtomicU64,
     /// Reads.
     pub reads: AtomicU64,
+    /// Writes of zeroes.
+    pub zeroes: AtomicU64,
 }
 
 #[derive(Default)]
 struct Faults {
     fail_next: Option<ErrorKind>,
     panic_next: bool,
-    /// Reads that start here wait.
+    /// Reads and writes of zeroes that start here wait.
     held: Option<u64>,
     waiting: Vec<Waker>,
 }
@@ -61,12 +63,12 @@ impl<S: Store> StoreDisk<S> {
         self.faults.lock().unwrap().panic_next = true;
     }
 
-    /// Reads that start at `offset` wait until [`StoreDisk::release`].
-    pub fn hold_reads_at(&self, offset: u64) {
+    /// Reads and writes of zeroes that start at `offset` wait until [`StoreDisk::release`].
+    pub fn hold_at(&self, offset: u64) {
         self.faults.lock().unwrap().held = Some(offset);
     }
 
-    /// How many reads wait.
+    /// How many wait.
     pub fn held(&self) -> usize {
         self.faults.lock().unwrap().waiting.len()
     }
@@ -145,6 +147,8 @@ impl<S: Store> Disk for StoreDisk<S> {
     }
 
     async fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
+        self.calls.zeroes.fetch_add(1, Ordering::Relaxed);
+        self.hold(extent.start()).await;
         if how.only_if_fast && !how.may_unmap {
             return Err(Error::new(ErrorKind::Unsupported, "not faster than writing"));
         }

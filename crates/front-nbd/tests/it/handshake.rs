@@ -115,3 +115,19 @@ fn exports_need_fit_and_unique_names() {
     }
     engine.shutdown();
 }
+
+#[test]
+fn only_a_listening_stream_socket_can_be_listened_on() {
+    use spile_core::ErrorKind;
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::{UnixDatagram, UnixStream};
+    let rig = rig(spile_engine::EngineKind::Threads);
+    let others: [OwnedFd; 3] = [
+        UnixStream::pair().unwrap().0.into(),
+        UnixDatagram::unbound().unwrap().into(),
+        std::fs::File::open("/dev/null").unwrap().into(),
+    ];
+    for fd in others {
+        assert_eq!(rig.server.listen(fd).unwrap_err().kind(), ErrorKind::InvalidInput);
+    }
+}

@@ -243,7 +243,7 @@ on_both_engines! {
     fn half_close_after_requests(kind) {
         let rig = rig(kind);
         let mut client = ready(&rig.path(), false);
-        rig.disk.hold_reads_at(4096);
+        rig.disk.hold_at(4096);
         client.request(Command::Read, 0, 4096, 512);
         (0..50).for_each(|_| { client.request(Command::Read, 0, 0, 512); });
         client.half_close();
@@ -276,7 +276,7 @@ on_both_engines! {
     fn requests_beyond_the_limit_wait(kind) {
         let rig = rig_with(kind, |_, config| config.max_in_flight = 4);
         let mut client = ready(&rig.path(), false);
-        rig.disk.hold_reads_at(0);
+        rig.disk.hold_at(0);
         (0..100).for_each(|_| { client.request(Command::Read, 0, 0, 512); });
         rig.until("four are held", |rig| rig.disk.held() == 4);
         assert_eq!(rig.server.metrics("").in_flight, 4);
@@ -288,7 +288,7 @@ on_both_engines! {
 
     fn gone_with_requests_in_flight(kind) {
         let rig = rig(kind);
-        rig.disk.hold_reads_at(0);
+        rig.disk.hold_at(0);
         for _ in 0..5 {
             let mut client = ready(&rig.path(), true);
             (0..10).for_each(|_| { client.request(Command::Read, 0, 0, 512); });

@@ -8,13 +8,14 @@ mod requests;
 mod stream;
 mod tls;
 
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use disk::StoreDisk;
 use spile_engine::{Config, Engine, EngineKind, MemStore};
-use spile_front_nbd::{Export, Server, ServerConfig, bind_unix};
+use spile_front_nbd::{Export, Server, ServerConfig};
 
 /// The size of the test disks, in bytes. The odd end is on purpose.
 pub const SIZE: u64 = (8 << 20) + 512;
@@ -81,7 +82,8 @@ pub fn rig_with(kind: EngineKind, change: impl FnOnce(&mut StoreDisk<MemStore>, 
     let exports = vec![export("", false), export("ro", true)];
     let server = Server::new(engine.clone(), config, exports).expect("the server starts");
     let dir = tempfile::tempdir().unwrap();
-    server.listen(bind_unix(&dir.path().join("s")).unwrap()).unwrap();
+    let listener = UnixListener::bind(dir.path().join("s")).unwrap();
+    server.listen(listener.into()).unwrap();
     Rig { server, disk, engine, dir }
 }
 

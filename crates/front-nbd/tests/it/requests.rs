@@ -3,12 +3,14 @@
 use std::sync::atomic::Ordering;
 
 use spile_core::ErrorKind;
+use spile_engine::MemStore;
 use spile_front_nbd::OpKind;
 use spile_front_nbd::errors::{EINVAL, EIO, ENOSPC, ENOTSUP, EOVERFLOW, EPERM};
 use spile_front_nbd::wire::reply::{STATE_HOLE, STATE_ZERO};
 use spile_front_nbd::wire::request::{Command, FLAG_DF, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE};
 
 use crate::client::{connect, ready};
+use crate::disk::StoreDisk;
 use crate::{SIZE, on_both_engines, rig, rig_with};
 
 const MIB: u64 = 1 << 20;
@@ -212,10 +214,24 @@ on_both_engines! {
         rig.assert_clean();
     }
 
+    /// More panics than there are slots, and jobs behind them that wait for a slot.
+    fn panics_use_up_no_slots(kind) {
+        let rig = rig_with(kind, |_, config| config.max_in_flight = 2);
+        let mut client = ready(&rig.path(), false);
+        for _ in 0..6 {
+            rig.disk.panic_next();
+            (0..2).for_each(|_| { client.request(Command::Read, 0, 0, 512); });
+            let answers = [(); 2].map(|()| client.answer(|_| Some((0, 512))).errno);
+            assert_eq!(answers.iter().filter(|errno| **errno == EIO).count(), 1, "{answers:?}");
+        }
+        drop(client);
+        rig.assert_clean();
+    }
+
     fn replies_overtake_a_slow_request(kind) {
         let rig = rig(kind);
         let mut client = ready(&rig.path(), true);
-        rig.disk.hold_reads_at(4096);
+        rig.disk.hold_at(4096);
         let slow = client.request(Command::Read, 0, 4096, 512);
         for _ in 0..300 {
             assert_eq!(client.read(0, 512), [0; 512]);
@@ -228,7 +244,7 @@ on_both_engines! {
     fn a_disconnect_waits_for_what_is_in_flight(kind) {
         let rig = rig(kind);
         let mut client = ready(&rig.path(), true);
-        rig.disk.hold_reads_at(4096);
+        rig.disk.hold_at(4096);
         let slow = client.request(Command::Read, 0, 4096, 512);
         client.request(Command::Disconnect, 0, 0, 0);
         rig.until("the read is held", |rig| rig.disk.held() == 1);
@@ -244,7 +260,7 @@ on_both_engines! {
         let mut shaking = connect(&rig.path());
         shaking.greet();
         let mut client = ready(&rig.path(), true);
-        rig.disk.hold_reads_at(4096);
+        rig.disk.hold_at(4096);
         let slow = client.request(Command::Read, 0, 4096, 512);
         rig.until("the read is held", |rig| rig.disk.held() == 1);
         rig.server.stop();
@@ -266,6 +282,23 @@ on_both_engines! {
         rig.server.stop();
         assert!(!rig.server.wait_drained(std::time::Duration::from_millis(50)));
         rig.assert_clean();
+    }
+
+    /// A long request is done in parts; when the server gives up on its client, the parts that are left are not done.
+    fn a_hang_up_ends_long_requests(kind) {
+        let rig = rig_with(kind, |disk, _| *disk = StoreDisk::new(MemStore::new(1 << 30)));
+        let mut client = ready(&rig.path(), true);
+        rig.disk.hold_at(0);
+        client.request(Command::WriteZeroes, 0, 0, 1 << 30);
+        rig.until("the first part is held", |rig| rig.disk.held() == 1);
+        rig.server.stop();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| rig.server.wait_drained(std::time::Duration::from_millis(50)));
+            assert!(client.at_end(), "the hang-up comes before the part is done");
+            rig.disk.release();
+            assert!(!waiting.join().unwrap());
+        });
+        assert_eq!(rig.disk.calls.zeroes.load(Ordering::Relaxed), 1);
     }
 
     fn metrics_count_what_was_done(kind) {

@@ -94,7 +94,7 @@ pub async fn check<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
     if let Some(sparse) = &parts.sparse {
         report.total_blocks = u64::from(sparse.bat.entries());
         report.allocated_blocks = sparse.bat.allocated().count() as u64;
-        check_blocks(store, sparse, &mut report);
+        check_blocks(store, &parts.footers, sparse, &mut report);
         check_batmap(store, sparse, &mut report).await?;
         check_leaks(store, &parts.footers, sparse, &mut report);
         check_journal(store, env, &parts.footers.footer, &sparse.layout, &mut report).await?;
@@ -103,7 +103,7 @@ pub async fn check<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
 }
 
 /// Mends what [`check`] says can be mended: footers, the batmap, BAT entries that point past the end of the file
-/// (there is nothing there to lose), space behind the last block. Touches nothing when there is corruption that
+/// (there is nothing there to lose), a last block that the file is too short for, space behind the last block. Touches nothing when there is corruption that
 /// cannot be mended so: what to keep is then a person's choice. Returns what was found before.
 ///
 /// # Errors
@@ -121,6 +121,7 @@ pub async fn repair<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
     let parts = read_parts(store).await?;
     if let Some(sparse) = &parts.sparse {
         drop_dangling(store, sparse).await?;
+        extend_last(store, &parts.footers, sparse).await?;
         mend_batmap(store, sparse, &parts.footers.footer).await?;
         mend_tail(store, &parts.footers, sparse).await?;
         write(store, 0, &parts.footers.footer.to_bytes()).await?;
@@ -171,7 +172,7 @@ fn by_place(sparse: &SparseParts) -> Vec<(u32, u32)> {
     blocks
 }
 
-fn check_blocks<S: Store>(store: &S, sparse: &SparseParts, report: &mut Report) {
+fn check_blocks<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts, report: &mut Report) {
     let layout = &sparse.layout;
     let blocks = by_place(sparse);
     for pair in blocks.windows(2).filter(|pair| layout.block_end(pair[0].0) > start(pair[1].0)) {
@@ -181,7 +182,7 @@ fn check_blocks<S: Store>(store: &S, sparse: &SparseParts, report: &mut Report) 
     for &(sector, block) in &blocks {
         let range = start(sector)..layout.block_end(sector);
         if range.end > store.len_bytes() {
-            let can_repair = range.start >= store.len_bytes();
+            let can_repair = range.start >= store.len_bytes() || may_extend(store, footers);
             report.add(
                 Severity::Corruption,
                 range.start,
@@ -198,6 +199,21 @@ fn check_blocks<S: Store>(store: &S, sparse: &SparseParts, report: &mut Report) 
             );
         }
     }
+}
+
+/// A process that died as it grew the file leaves the last block short and no footer: the rest is zeroes, never written.
+/// Where there is a footer at the end, it lies in the block, and which of them is right nobody knows.
+fn may_extend<S: Store>(store: &S, footers: &Footers) -> bool {
+    !footers.has_trailing && store.info().grows_zeroed
+}
+
+/// Gives a short last block its full length.
+async fn extend_last<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts) -> Result<()> {
+    let end = by_place(sparse).last().map_or(0, |&(sector, _)| sparse.layout.block_end(sector));
+    if end > store.len_bytes() && may_extend(store, footers) {
+        store.set_len(end).await?;
+    }
+    Ok(())
 }
 
 /// A block that the batmap calls full must be: its bitmap is not looked at by those who use the batmap.

@@ -251,9 +251,12 @@ async fn find_batmap<S: Store>(
     let bytes = Segments::zeroed(SECTOR as usize);
     store.read_at(StoreOffset(header_offset), &bytes, Via::Cached).await?;
     let Ok(header) = BatmapHeader::parse(&bytes.to_vec()) else { return Ok((None, None)) };
+    if header.is_encrypted() {
+        return Err(Error::new(ErrorKind::Unsupported, "the image's data are encrypted").at_offset(header_offset));
+    }
     let range = header.map_bytes();
     let large_enough = range.end - range.start >= blocks.div_ceil(8);
-    if range.start < header_offset + SECTOR || range.end > file_bytes || !large_enough || header.is_encrypted() {
+    if range.start < header_offset + SECTOR || range.end > file_bytes || !large_enough {
         return Ok((None, None));
     }
     let map = Segments::zeroed((range.end - range.start) as usize);
@@ -336,7 +339,9 @@ fn check_blocks<S: Store>(store: &S, layout: &Layout, sectors: &[u32]) -> Result
         return Err(corrupt("two blocks overlap").at_offset(start(pair[1])));
     }
     if let Some(&last) = sectors.last().filter(|&&last| start(last) + span > store.len_bytes()) {
-        return Err(corrupt("a block goes past the end of the file").at_offset(start(last)));
+        return Err(corrupt("a block goes past the end of the file").at_offset(start(last)).hint(
+            "`spile check` tells whether the file is cut short, and with --repair mends what a killed process left",
+        ));
     }
     for range in &layout.metadata {
         let at = sectors.partition_point(|&sector| start(sector) + span <= range.start);

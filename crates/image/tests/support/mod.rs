@@ -315,7 +315,10 @@ impl Store for MemStore {
     }
 
     async fn sync(&self) -> Result<()> {
-        self.begin_change(0).await?;
+        self.pause().await;
+        if self.file.fails.load(Ordering::Relaxed) {
+            return Err(self.fail(ErrorKind::Io, "injected", 0));
+        }
         until(|| !self.file.holds_syncs.load(Ordering::Relaxed)).await;
         self.file.syncs.fetch_add(1, Ordering::Relaxed);
         Ok(())

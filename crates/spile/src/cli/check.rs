@@ -9,7 +9,7 @@ use spile_engine::{CacheMode, OsEnv, OsFiles};
 use spile_image::vhd::{self, Report, Severity};
 use spile_image::{Format, OpenOptions};
 
-use super::{Exit, OpenArgs, on_engine, print_json, say};
+use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
 use crate::disks::{self, Source};
 use crate::units::format_size;
 
@@ -34,6 +34,7 @@ pub struct CheckArgs {
 
 #[derive(Debug, Serialize)]
 struct Checked {
+    #[serde(serialize_with = "text_of")]
     path: PathBuf,
     format: String,
     result: &'static str,
@@ -57,17 +58,14 @@ struct Finding {
 /// Runs `spile check`.
 ///
 /// # Errors
-/// When the image is too damaged to be read at all, or the file cannot be opened.
+/// When the file cannot be opened or read, or is in use.
 pub fn run(args: &CheckArgs) -> Result<Exit> {
     let format = Format::of(&args.disk, args.open.format)?;
     let (path, repair, options) = (args.disk.clone(), args.repair, args.open.read_only());
     let outcome = on_engine(move || async move { check(path, format, repair, &options).await });
     let (report, first) = match outcome {
         Ok(reports) => reports,
-        Err(error) if error.kind() == ErrorKind::Corrupt => {
-            eprintln!("spile: {error}");
-            return Ok(Exit::Corrupt);
-        }
+        Err(error) if error.kind() == ErrorKind::Corrupt => (unreadable(&error), Report::default()),
         Err(error) => return Err(error),
     };
     let (word, exit) = verdict(&report);
@@ -103,12 +101,18 @@ async fn check(path: PathBuf, format: Format, repair: bool, options: &OpenOption
 }
 
 fn chain_finding(error: &Error) -> vhd::Finding {
-    vhd::Finding {
-        severity: Severity::Corruption,
-        message: format!("the chain cannot be opened: {error}"),
-        offset_bytes: None,
-        can_repair: false,
-    }
+    corruption(format!("the chain cannot be opened: {error}"))
+}
+
+/// The report on an image too damaged to be read.
+fn unreadable(error: &Error) -> Report {
+    let finding = corruption(error.to_string());
+    Report { findings: vec![finding], ..Report::default() }
+}
+
+/// The offset is in the message.
+fn corruption(message: String) -> vhd::Finding {
+    vhd::Finding { severity: Severity::Corruption, message, offset_bytes: None, can_repair: false }
 }
 
 fn verdict(report: &Report) -> (&'static str, Exit) {
@@ -135,7 +139,7 @@ impl Checked {
     }
 
     fn print(&self) {
-        self.repaired.iter().for_each(|finding| say(format_args!("repaired: {}", finding.message)));
+        self.repaired.iter().for_each(|finding| say(format_args!("repaired: {}", printable(&finding.message))));
         self.findings.iter().for_each(|finding| say(finding.line()));
         let path = self.path.display();
         match self.total_blocks {
@@ -169,6 +173,6 @@ impl Finding {
     fn line(&self) -> String {
         let at = self.offset_bytes.map_or(String::new(), |offset| format!(" at offset {offset:#x}"));
         let mend = if self.can_repair { " (--repair mends this)" } else { "" };
-        format!("{}: {}{at}{mend}", self.severity, self.message)
+        format!("{}: {}{at}{mend}", self.severity, printable(&self.message))
     }
 }

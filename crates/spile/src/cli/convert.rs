@@ -1,9 +1,11 @@
 //! `spile convert`: the same disk in another format.
 
+use std::io::ErrorKind as IoKind;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use clap::Args;
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 use spile_core::{Disk, Error, ErrorKind, Extent, Result};
 use spile_engine::CacheMode;
 use spile_image::{Aligned, Format, OpenOptions};
@@ -12,11 +14,13 @@ use super::copy::{Chunks, data_runs, for_each, read};
 use super::create::{self, Kind, Subformat};
 use super::{Exit, ParentArgs, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
 use crate::disks::{self, Source};
+use crate::signals::EndSignals;
 use crate::units::format_size;
 
 /// Copy a disk into a new one of another format
 ///
-/// Holes and zeroes take no space in the new disk. A child is copied with all that its parents show.
+/// Holes and zeroes take no space in the new disk. A child is copied with all that its parents show. The new disk gets
+/// its name when it is complete; a conversion that was killed leaves a hidden file .spile-*.part beside it.
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
     /// The disk to read
@@ -42,62 +46,140 @@ pub struct ConvertArgs {
     json: bool,
 }
 
+/// What a conversion made.
+struct Converted {
+    size_bytes: u64,
+    written_bytes: u64,
+}
+
 /// Runs `spile convert`.
+///
+/// DST gets its name when all of it is durable: whatever ends the program before leaves no disk that looks whole.
 ///
 /// # Errors
 /// What is wrong with SRC; `Exists` for DST; I/O errors. A half-made DST is removed.
 pub fn run(args: &ConvertArgs) -> Result<Exit> {
+    let signals = EndSignals::block()?;
     let to = Format::of(&args.dst, args.to)?;
-    let (source, options) = (Source::File(args.src.clone()), args.parents.read_only(args.from));
-    let cache = args.cache;
-    let size_bytes =
-        on_engine(move || async move { Ok(disks::open(cache, &source, &options).await?.info().size_bytes) })?;
-    let made_bytes = if to == Format::Vhd { size_bytes.next_multiple_of(512) } else { size_bytes };
-    create::create(args.dst.clone(), Kind::new(to, args.subformat, made_bytes, None)?)?;
-    let copied = copy_disk(args, to, size_bytes);
-    if copied.is_err() {
-        let _ = std::fs::remove_file(&args.dst);
+    if args.dst.symlink_metadata().is_ok() {
+        return Err(exists(&args.dst));
     }
-    report(args, to, size_bytes, copied?)
+    let half = HalfMade::beside(&args.dst);
+    let path = half.path.clone();
+    signals.exit_after(move || drop(std::fs::remove_file(path)));
+    let converted = convert(args, to, half.path.clone()).map_err(|error| half.told_as(&args.dst, error))?;
+    half.publish(&args.dst)?;
+    report(args, to, &converted)
 }
 
-fn report(args: &ConvertArgs, to: Format, size_bytes: u64, data_bytes: u64) -> Result<Exit> {
+fn exists(path: &Path) -> Error {
+    let error = Error::new(ErrorKind::Exists, "there is something of this name already");
+    error.at_path(path).hint("remove it or choose another name")
+}
+
+fn report(args: &ConvertArgs, to: Format, converted: &Converted) -> Result<Exit> {
     let used_bytes = disks::used_bytes(&args.dst);
+    let &Converted { size_bytes, written_bytes } = converted;
     if args.json {
         print_json(&serde_json::json!({
-            "path": args.dst, "format": to.to_string(), "size_bytes": size_bytes,
-            "written_bytes": data_bytes, "used_bytes": used_bytes,
+            "path": args.dst.to_string_lossy(), "format": to.to_string(), "size_bytes": size_bytes,
+            "written_bytes": written_bytes, "used_bytes": used_bytes,
         }))?;
     } else {
         say(format_args!(
             "{}: {} {to}, {} of data written, {} used",
             args.dst.display(),
             format_size(size_bytes),
-            format_size(data_bytes),
+            format_size(written_bytes),
             format_size(used_bytes.unwrap_or(0))
         ));
     }
     Ok(Exit::Ok)
 }
 
-/// Copies and syncs; returns the bytes written.
-fn copy_disk(args: &ConvertArgs, to: Format, size_bytes: u64) -> Result<u64> {
-    let (src, dst) = (args.src.clone(), args.dst.clone());
-    let (read_options, cache) = (args.parents.read_only(args.from), args.cache);
+/// The new disk under a passing name in its folder; removed when this is dropped.
+struct HalfMade {
+    path: PathBuf,
+}
+
+impl HalfMade {
+    fn beside(dst: &Path) -> Self {
+        let since_1970 = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let now_ns = since_1970.map_or(0, |time| time.as_nanos());
+        let name = format!(".spile-{}-{now_ns:x}.part", std::process::id());
+        Self { path: create::folder_of(dst).join(name) }
+    }
+
+    /// Gives the disk its name, which nothing may have by now, and makes that durable.
+    fn publish(self, dst: &Path) -> Result<()> {
+        let failed = |e: std::io::Error| match e.kind() {
+            IoKind::AlreadyExists => exists(dst),
+            _ => Error::io("cannot give the disk its name", e).at_path(dst),
+        };
+        match renameat_with(CWD, &self.path, CWD, dst, RenameFlags::NOREPLACE) {
+            // Not every file system knows this; a link does not replace either.
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+                std::fs::hard_link(&self.path, dst).map_err(failed)?
+            }
+            renamed => renamed.map_err(|e| failed(e.into()))?,
+        }
+        sync_folder(dst)
+    }
+
+    /// An error on the passing name, as one on the name that the user knows.
+    fn told_as(&self, dst: &Path, error: Error) -> Error {
+        if error.path().and_then(Path::file_name) != self.path.file_name() {
+            return error;
+        }
+        let mut told = Error::new(error.kind(), error.message()).at_path(dst);
+        if let Some(offset) = error.offset_bytes() {
+            told = told.at_offset(offset);
+        }
+        if let Some(source) = std::error::Error::source(&error) {
+            told = told.caused_by(source.to_string());
+        }
+        match (error.kind(), error.hint_text()) {
+            (ErrorKind::NoSpace, _) => told.hint("free some space; the half-made disk was removed"),
+            (_, Some(hint)) => told.hint(hint),
+            _ => told,
+        }
+    }
+}
+
+/// Makes a new name durable, where the file system can do that.
+fn sync_folder(path: &Path) -> Result<()> {
+    let folder = create::folder_of(path);
+    match std::fs::File::open(folder).and_then(|folder| folder.sync_all()) {
+        Err(e) if !matches!(e.kind(), IoKind::InvalidInput | IoKind::Unsupported) => {
+            Err(Error::io("the disk is there, but its name cannot be made durable", e).at_path(path))
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Drop for HalfMade {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Copies into a new disk at `half`, and makes it durable.
+fn convert(args: &ConvertArgs, to: Format, half: PathBuf) -> Result<Converted> {
+    let (src, cache, subformat) = (args.src.clone(), args.cache, args.subformat);
+    let read_options = args.parents.read_only(args.from);
     let write_options = OpenOptions { format: Some(to), ..OpenOptions::default() };
-    let bar = progress_bar(size_bytes, "converting");
-    let result = on_engine(move || async move {
+    on_engine(move || async move {
         let src = open(cache, &src, &read_options).await?;
-        let dst = Arc::new(open(cache, &dst, &write_options).await?);
-        let written = copy(&src, &*dst, &bar).await;
+        let src_bytes = src.info().size_bytes;
+        let size_bytes = if to == Format::Vhd { src_bytes.next_multiple_of(512) } else { src_bytes };
+        create::create(&half, &Kind::new(to, subformat, size_bytes, None)?).await?;
+        let dst = open(cache, &half, &write_options).await?;
+        let bar = progress_bar(src_bytes, "converting");
+        let written = copy(&src, &dst, &bar).await;
         // Close also what failed: the file is about to be removed, but its locks and tasks must end.
         let closed = dst.close().await;
         bar.finish_and_clear();
-        written.and_then(|written| closed.map(|()| written))
-    });
-    result.map_err(|error| match error.kind() {
-        ErrorKind::NoSpace => error.hint("the half-made disk was removed"),
-        _ => error,
+        written.and_then(|written_bytes| closed.map(|()| Converted { size_bytes, written_bytes }))
     })
 }
 

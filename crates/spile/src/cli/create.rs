@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
-use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_core::{Error, ErrorKind, Result, ResultExt, Store};
 use spile_engine::{CacheMode, OsEnv, OsFiles};
 use spile_image::vhd::codec::footer::DiskType;
 use spile_image::vhd::{self, CreateParams, ParentRef};
@@ -66,11 +66,13 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
     };
     let reference = parent.map(|parent| parent_ref(&args.disk, &parent)).transpose()?;
     let kind = Kind::new(format, args.subformat, size_bytes, reference)?;
-    create(args.disk.clone(), kind)?;
+    let path = args.disk.clone();
+    on_engine(move || async move { create(&path, &kind).await })?;
     let used_bytes = disks::used_bytes(&args.disk);
     if args.json {
         print_json(&serde_json::json!({
-            "path": args.disk, "format": format.to_string(), "size_bytes": size_bytes, "used_bytes": used_bytes,
+            "path": args.disk.to_string_lossy(), "format": format.to_string(),
+            "size_bytes": size_bytes, "used_bytes": used_bytes,
         }))?;
     } else {
         let (path, size) = (args.disk.display(), format_size(size_bytes));
@@ -115,23 +117,25 @@ impl Kind {
     }
 }
 
-/// Creates the file; a half-made one is removed.
+/// Creates the file; it and its name are durable then. A half-made one is removed.
 ///
 /// # Errors
 /// `Exists` when there is something at the path; the system's.
-pub fn create(path: PathBuf, kind: Kind) -> Result<()> {
-    let files = OsFiles::new(CacheMode::Page);
-    on_engine(move || async move {
-        match kind {
-            Kind::Raw(size_bytes) => files.create(&path, size_bytes).map(drop),
-            Kind::Vhd(params) => {
-                let store = files.create(&path, 0)?;
-                vhd::create(&store, &OsEnv, &params).await.inspect_err(|_| {
-                    let _ = std::fs::remove_file(&path);
-                })
-            }
-        }
+pub async fn create(path: &Path, kind: &Kind) -> Result<()> {
+    let len_bytes = if let Kind::Raw(size_bytes) = kind { *size_bytes } else { 0 };
+    let store = OsFiles::new(CacheMode::Page).create(path, len_bytes)?;
+    let made = match kind {
+        Kind::Raw(_) => store.sync().await,
+        Kind::Vhd(params) => vhd::create(&store, &OsEnv, params).await,
+    };
+    made.inspect_err(|_| {
+        let _ = std::fs::remove_file(path);
     })
+}
+
+/// The folder that `path` lies in.
+pub fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
 fn find_parent(args: &CreateArgs, path: &Path) -> Result<LayerInfo> {
@@ -145,15 +149,16 @@ fn find_parent(args: &CreateArgs, path: &Path) -> Result<LayerInfo> {
 
 fn parent_ref(child: &Path, parent: &LayerInfo) -> Result<ParentRef> {
     let real = |path: &Path| path.canonicalize().map_err(|e| Error::io("find", e)).at_path(path);
-    let folder = match child.parent() {
-        Some(folder) if folder != Path::new("") => real(folder)?,
-        _ => real(Path::new("."))?,
-    };
+    let folder = real(folder_of(child))?;
     let path = real(&parent.path)?;
+    let relative_path = relative(&folder, &path).ok_or_else(|| {
+        let error = Error::new(ErrorKind::InvalidInput, "a VHD cannot name a parent whose path is not UTF-8");
+        error.at_path(&path).hint("rename the parent, or its folder")
+    })?;
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let facts = parent.vhd.as_ref();
     Ok(ParentRef {
-        relative_path: relative(&folder, &path),
+        relative_path,
         absolute_path: None,
         uuid: facts.map_or([0; 16], |facts| facts.footer.uuid),
         timestamp: facts.map_or(0, |facts| facts.footer.timestamp),
@@ -161,13 +166,12 @@ fn parent_ref(child: &Path, parent: &LayerInfo) -> Result<ParentRef> {
     })
 }
 
-/// The way from one folder to a file, both canonical.
-fn relative(folder: &Path, file: &Path) -> String {
+/// The way from one folder to a file, both canonical; `None` when it is not UTF-8.
+fn relative(folder: &Path, file: &Path) -> Option<String> {
     let shared = folder.components().zip(file.components()).take_while(|(a, b)| a == b).count();
-    let ups = folder.components().skip(shared).map(|_| "..".to_owned());
-    let downs = file.components().skip(shared);
-    let downs = downs.map(|part| part.as_os_str().to_string_lossy().into_owned());
-    ups.chain(downs).collect::<Vec<_>>().join("/")
+    let ups = folder.components().skip(shared).map(|_| Some(".."));
+    let downs = file.components().skip(shared).map(|part| part.as_os_str().to_str());
+    ups.chain(downs).collect::<Option<Vec<_>>>().map(|parts| parts.join("/"))
 }
 
 #[cfg(test)]
@@ -176,7 +180,7 @@ mod tests {
 
     #[test]
     fn ways_between_folders() {
-        let way = |folder, file| relative(Path::new(folder), Path::new(file));
+        let way = |folder, file| relative(Path::new(folder), Path::new(file)).unwrap();
         assert_eq!(way("/a/b", "/a/b/p.vhd"), "p.vhd");
         assert_eq!(way("/a/b", "/a/c/p.vhd"), "../c/p.vhd");
         assert_eq!(way("/", "/p.vhd"), "p.vhd");

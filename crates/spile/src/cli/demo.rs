@@ -1,5 +1,6 @@
 //! `spile demo`: the whole of it in a few seconds.
 
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,10 +17,11 @@ use spile_image::{Aligned, Chain, OpenOptions};
 
 use super::create::{self, Kind};
 use super::load::ProgressLine;
-use super::{Exit, on_engine, print_json, say};
+use super::{Exit, complain, on_engine, print_json, say, text_of};
 use crate::disks::{self, Source};
 use crate::listen::{Bound, Published};
 use crate::load::{self, LaneReport, Options, Pattern, Report};
+use crate::signals::EndSignals;
 use crate::stats::{Measured, MeasuredFiles, MeasuredStore, Meter, Op, Reading};
 use crate::units::{format_count, format_rate, format_size, format_us, parse_size};
 use crate::uri::{Address, NbdUri};
@@ -75,6 +77,7 @@ struct Layer {
 /// The JSON output.
 #[derive(Debug, Serialize)]
 struct Shown<'a> {
+    #[serde(serialize_with = "text_of")]
     disk: &'a Path,
     virtual_size_bytes: u64,
     used_bytes: Option<u64>,
@@ -88,7 +91,15 @@ struct Shown<'a> {
 /// # Errors
 /// When any step fails.
 pub fn run(args: &DemoArgs) -> Result<Exit> {
+    let signals = EndSignals::block()?;
     let (dir, keep) = folder(args)?;
+    let left = dir.clone();
+    signals.exit_after(move || {
+        let _ = match keep {
+            true => std::fs::remove_file(left.join(SOCKET)),
+            false => std::fs::remove_dir_all(&left),
+        };
+    });
     let result = demo(args, &dir, keep);
     if !keep {
         let _ = std::fs::remove_dir_all(&dir);
@@ -96,13 +107,20 @@ pub fn run(args: &DemoArgs) -> Result<Exit> {
     result
 }
 
+const SOCKET: &str = "demo.sock";
+
 /// The folder, and whether it stays.
 fn folder(args: &DemoArgs) -> Result<(PathBuf, bool)> {
-    let (dir, keep) = match &args.dir {
-        Some(dir) => (dir.clone(), true),
-        None => (std::env::temp_dir().join(format!("spile-demo-{}", std::process::id())), args.keep),
+    let (dir, keep, made) = match &args.dir {
+        Some(dir) => (dir.clone(), true, std::fs::create_dir_all(dir)),
+        None => {
+            let dir = std::env::temp_dir().join(format!("spile-demo-{}", std::process::id()));
+            // Ours alone, and new: it will be removed with all that is in it.
+            let made = std::fs::DirBuilder::new().mode(0o700).create(&dir);
+            (dir, args.keep, made)
+        }
     };
-    std::fs::create_dir_all(&dir).map_err(|e| Error::io("create the folder", e)).at_path(&dir)?;
+    made.map_err(|e| Error::io("create the folder", e)).at_path(&dir)?;
     Ok((dir, keep))
 }
 
@@ -113,7 +131,8 @@ fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
         }
     };
     let path = dir.join("demo.vhd");
-    create::create(path.clone(), Kind::Vhd(CreateParams::new(DiskType::Dynamic, args.size)))?;
+    let (made, kind) = (path.clone(), Kind::Vhd(CreateParams::new(DiskType::Dynamic, args.size)));
+    on_engine(move || async move { create::create(&made, &kind).await })?;
     let used = format_size(disks::used_bytes(&path).unwrap_or(0));
     note(format!("created {}: {} thin VHD, {used} used", path.display(), format_size(args.size)));
 
@@ -161,7 +180,7 @@ fn start(path: &Path, dir: &Path) -> Result<Running> {
     let disk = Arc::new(Measured::new(Aligned::new(chain), at_disk));
     let export = Export { name: String::new(), description: "demo".to_owned(), disk: disk.clone(), read_only: false };
     let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;
-    let address = Address::Unix(dir.join("demo.sock"));
+    let address = Address::Unix(dir.join(SOCKET));
     let (fd, socket) = Bound::new(&address)?.publish()?;
     server.listen(fd)?;
     let uri = NbdUri { address, export: String::new(), tls: false };
@@ -202,7 +221,7 @@ fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Layer>, bo
     load::read_back(&options, &mut outcome);
     line.clear();
     let right = outcome.error.is_none() && outcome.mismatches.is_empty();
-    outcome.mismatches.iter().for_each(|mismatch| eprintln!("spile: mismatch: {mismatch}"));
+    outcome.mismatches.iter().for_each(|mismatch| complain(format_args!("mismatch: {mismatch}")));
     let report = Report::new(&options, &outcome);
     if let Some(error) = outcome.error {
         return Err(error);

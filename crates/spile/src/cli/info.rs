@@ -9,7 +9,7 @@ use spile_core::{Disk, DiskInfo, Result};
 use spile_engine::CacheMode;
 use spile_image::{LayerFacts, LayerInfo};
 
-use super::{Exit, OpenArgs, on_engine, print_json, say};
+use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
 use crate::disks::{self, Source};
 use crate::units::format_size;
 
@@ -27,6 +27,7 @@ pub struct InfoArgs {
 
 #[derive(Debug, Serialize)]
 struct Info {
+    #[serde(serialize_with = "text_of")]
     path: PathBuf,
     format: String,
     virtual_size_bytes: u64,
@@ -37,6 +38,7 @@ struct Info {
 
 #[derive(Debug, Serialize)]
 struct Layer {
+    #[serde(serialize_with = "text_of")]
     path: PathBuf,
     format: String,
     virtual_size_bytes: u64,
@@ -118,8 +120,8 @@ impl Layer {
 
     fn write(&self, number: usize, text: &mut String) -> std::fmt::Result {
         match number {
-            0 => writeln!(text, "disk:           {}", self.path.display())?,
-            n => writeln!(text, "\nparent {n}:       {}", self.path.display())?,
+            0 => writeln!(text, "disk:           {}", printable(&self.path.to_string_lossy()))?,
+            n => writeln!(text, "\nparent {n}:       {}", printable(&self.path.to_string_lossy()))?,
         }
         let subformat = self.vhd.as_ref().map_or(String::new(), |vhd| format!(", {}", vhd.subformat));
         writeln!(text, "format:         {}{subformat}", self.format)?;
@@ -175,7 +177,7 @@ impl Vhd {
         writeln!(text, "uuid:           {}", self.uuid)?;
         writeln!(text, "geometry:       {} (cylinders/heads/sectors)", self.geometry)?;
         if let (Some(name), Some(uuid)) = (&self.parent_name, &self.parent_uuid) {
-            writeln!(text, "child of:       {name} ({uuid})")?;
+            writeln!(text, "child of:       {} ({uuid})", printable(name))?;
         }
         let journal = match (self.journal, self.unflushed) {
             (false, _) => return Ok(()),

@@ -1,13 +1,17 @@
 //! `spile load`: the load generator's command line.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use nix::sys::signal::Signal;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
-use super::{Exit, print_json, say};
+use super::{Exit, complain, print_json, say};
 use crate::load::{self, LoadOutcome, Model, Options, Pattern, Progress, Report};
+use crate::signals::EndSignals;
 use crate::units::{format_count, format_rate, parse_duration, parse_size};
 use crate::uri::NbdUri;
 
@@ -30,7 +34,7 @@ enum Rw {
 ///
 /// Works with any NBD server. Each connection has its own thread and its own equal part of the disk. With --verify
 /// every 512-byte sector written carries its offset, a version and a checksum; reads are checked, and at the end all
-/// that was written is read back over other connections. WRITES DESTROY what is on the disk.
+/// that was written is read back over other connections. Ctrl-C ends the load early and shows its figures. WRITES DESTROY what is on the disk.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
     /// The export: nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME
@@ -101,6 +105,7 @@ pub fn run(args: &LoadArgs) -> Result<Exit> {
         return verify_model(args, path);
     }
     let options = options(args)?;
+    let ended = end_on_signal(options.stop.clone())?;
     let mut line = ProgressLine::new();
     let outcome = load::run(&options, |now| line.show(now))?;
     line.clear();
@@ -113,7 +118,18 @@ pub fn run(args: &LoadArgs) -> Result<Exit> {
     } else {
         say(report.to_text().trim_end());
     }
-    verdict(outcome)
+    verdict(outcome, ended.get().copied())
+}
+
+/// A signal ends the run in order; which it was is in the result then. A second one ends the process.
+fn end_on_signal(stop: Arc<AtomicBool>) -> Result<Arc<OnceLock<Signal>>> {
+    let ended = Arc::new(OnceLock::new());
+    let note = ended.clone();
+    EndSignals::block()?.on_first(move |signal| {
+        let _ = note.set(signal);
+        stop.store(true, Ordering::Relaxed);
+    });
+    Ok(ended)
 }
 
 fn options(args: &LoadArgs) -> Result<Options> {
@@ -150,14 +166,13 @@ fn options(args: &LoadArgs) -> Result<Options> {
     })
 }
 
-fn verdict(outcome: LoadOutcome) -> Result<Exit> {
-    for mismatch in &outcome.mismatches {
-        eprintln!("spile: mismatch: {mismatch}");
-    }
-    match outcome.error {
+fn verdict(outcome: LoadOutcome, ended: Option<Signal>) -> Result<Exit> {
+    outcome.mismatches.iter().for_each(|mismatch| complain(format_args!("mismatch: {mismatch}")));
+    match (outcome.error, ended) {
         _ if !outcome.mismatches.is_empty() => Ok(Exit::Corrupt),
-        Some(error) => Err(error),
-        None => Ok(Exit::Ok),
+        (Some(error), _) => Err(error),
+        (None, Some(signal)) => Ok(Exit::Ended(signal)),
+        (None, None) => Ok(Exit::Ok),
     }
 }
 
@@ -170,6 +185,7 @@ fn verify_model(args: &LoadArgs, path: &std::path::Path) -> Result<Exit> {
     let bytes = std::fs::read(path).map_err(|e| Error::io("cannot read the model", e)).at_path(path)?;
     let models: Vec<Model> = serde_json::from_slice(&bytes)
         .map_err(|e| Error::new(ErrorKind::InvalidInput, "not a model of --save-model").caused_by(e).at_path(path))?;
+    models.iter().try_for_each(Model::validate).at_path(path)?;
     let acknowledged: u64 = models.iter().map(Model::acknowledged_blocks).sum();
     let (blocks, mismatches) = load::verify(&args.uri, &models)?;
     if args.json {
@@ -181,7 +197,7 @@ fn verify_model(args: &LoadArgs, path: &std::path::Path) -> Result<Exit> {
     } else if mismatches.is_empty() {
         say(format_args!("verified: {blocks} blocks read back, {acknowledged} of them acknowledged, all right"));
     }
-    mismatches.iter().for_each(|mismatch| eprintln!("spile: mismatch: {mismatch}"));
+    mismatches.iter().for_each(|mismatch| complain(format_args!("mismatch: {mismatch}")));
     Ok(if mismatches.is_empty() { Exit::Ok } else { Exit::Corrupt })
 }
 

@@ -1,13 +1,15 @@
 //! `spile map`: where a disk's bytes lie.
 
+use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 
 use clap::Args;
+use rustix::io::Errno;
 use serde::Serialize;
-use spile_core::{Disk, Extent, ExtentKind, ExtentStatus, Result};
+use spile_core::{Disk, Error, Extent, ExtentKind, ExtentStatus, Result};
 use spile_engine::CacheMode;
 
-use super::{Exit, OpenArgs, on_engine, print_json, say};
+use super::{Exit, OpenArgs, on_engine};
 use crate::disks::{self, Source};
 use crate::units::format_size;
 
@@ -36,39 +38,86 @@ struct Run {
 
 /// Runs `spile map`.
 ///
+/// Runs are printed as they are found: a map may be longer than memory.
+///
 /// # Errors
-/// When the disk cannot be opened or read.
+/// When the disk cannot be opened or read, or stdout cannot be written to.
 pub fn run(args: &MapArgs) -> Result<Exit> {
-    let (source, options) = (Source::File(args.disk.clone()), args.open.read_only());
-    let runs = on_engine(move || async move { runs(&disks::open(CacheMode::Page, &source, &options).await?).await })?;
-    let runs: Vec<Run> = runs.into_iter().map(Run::from).collect();
-    if args.json {
-        print_json(&runs)?;
-    } else {
-        say(format_args!("{:>16} {:>16}  {:<5} {:>5}", "offset", "length", "kind", "depth"));
-        runs.iter().for_each(|run| say(run.row()));
+    let (source, options, json) = (Source::File(args.disk.clone()), args.open.read_only(), args.json);
+    let printed = on_engine(move || async move {
+        let disk = disks::open(CacheMode::Page, &source, &options).await?;
+        let mut printer = Printer::new(std::io::stdout().lock(), json);
+        each_run(&disk, |run| printer.row(&Run::from(run))).await?;
+        printer.finish()
+    });
+    match printed {
+        // The reader has seen enough.
+        Err(error) if error.os_errno() == Some(Errno::PIPE.raw_os_error()) => Ok(Exit::Ok),
+        printed => printed.map(|()| Exit::Ok),
     }
-    Ok(Exit::Ok)
+}
+
+/// A table or a JSON array on its way out.
+struct Printer<W: Write> {
+    out: BufWriter<W>,
+    json: bool,
+    rows: u64,
+}
+
+impl<W: Write> Printer<W> {
+    fn new(out: W, json: bool) -> Self {
+        Self { out: BufWriter::new(out), json, rows: 0 }
+    }
+
+    fn row(&mut self, run: &Run) -> Result<()> {
+        let first = self.rows == 0;
+        self.rows += 1;
+        let (json, out) = (self.json, &mut self.out);
+        let written = match (json, first) {
+            (true, _) => serde_json::to_string(run)
+                .map_err(std::io::Error::from)
+                .and_then(|text| write!(out, "{}  {text}", if first { "[\n" } else { ",\n" })),
+            (false, true) => writeln!(out, "{HEAD}\n{}", run.row()),
+            (false, false) => writeln!(out, "{}", run.row()),
+        };
+        written.map_err(not_written)
+    }
+
+    fn finish(mut self) -> Result<()> {
+        let end = match (self.json, self.rows) {
+            (true, 0) => "[]\n".to_owned(),
+            (true, _) => "\n]\n".to_owned(),
+            (false, 0) => format!("{HEAD}\n"),
+            (false, _) => String::new(),
+        };
+        self.out.write_all(end.as_bytes()).and_then(|()| self.out.flush()).map_err(not_written)
+    }
+}
+
+const HEAD: &str = "          offset           length  kind  depth";
+
+fn not_written(error: std::io::Error) -> Error {
+    Error::io("cannot write to stdout", error)
 }
 
 /// Runs asked for at a time.
 const RUNS_AT_ONCE: usize = 1024;
 
-/// The whole map of `disk`, adjacent runs different.
-async fn runs(disk: &impl Disk) -> Result<Vec<ExtentStatus>> {
+/// Calls `print` on each run of the whole of `disk`, adjacent ones different.
+async fn each_run(disk: &impl Disk, mut print: impl FnMut(ExtentStatus) -> Result<()>) -> Result<()> {
     let size = disk.info().size_bytes;
-    let (mut all, mut at) = (Vec::<ExtentStatus>::new(), 0);
+    let (mut open, mut at) = (None::<ExtentStatus>, 0);
     while at < size {
         let part = disk.extents(Extent::from_range(at..size), RUNS_AT_ONCE).await?;
         at = part.last().map_or(size, |run| run.extent.end());
         for run in part {
-            match all.last_mut() {
+            match &mut open {
                 Some(last) if same(last, &run) => last.extent.len_bytes += run.extent.len_bytes,
-                _ => all.push(run),
+                _ => open.replace(run).map_or(Ok(()), &mut print)?,
             }
         }
     }
-    Ok(all)
+    open.map_or(Ok(()), print)
 }
 
 fn same(a: &ExtentStatus, b: &ExtentStatus) -> bool {

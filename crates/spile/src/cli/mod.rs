@@ -14,14 +14,17 @@ mod serve;
 
 use std::fmt::Display;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use nix::sys::signal::Signal;
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Result};
 use spile_engine::{CacheMode, Config, Engine};
 use spile_image::{Format, OpenOptions};
+
+use crate::signals;
 
 /// Serve virtual disks to guests, and create, inspect, check, convert and measure them
 #[derive(Debug, Parser)]
@@ -38,6 +41,7 @@ Exit codes:
   2  wrong usage
   3  check: corruption found; load and demo: data read back wrong
   4  check: nothing wrong but leaked space
+  130, 143  ended by SIGINT (Ctrl-C) or SIGTERM; serve: only by a second one
 
 Sizes are binary: 4k = 4096 bytes, 20G = 20 GiB. With --json, the names of fields say their units.
 A disk's format is --format, or what its extension says (.vhd, .avhd, .vpc; .raw, .img). It is never guessed from
@@ -69,17 +73,20 @@ pub enum Exit {
     Corrupt,
     /// `check`: leaks only.
     Leaks,
+    /// `load`: ended in order by a signal.
+    Ended(Signal),
 }
 
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
-        match exit {
-            Exit::Ok => 0,
+        let code = match exit {
+            Exit::Ok => 0u8,
             Exit::Differs => 1,
             Exit::Corrupt => 3,
             Exit::Leaks => 4,
-        }
-        .into()
+            Exit::Ended(signal) => return (signals::exit_code(signal) as u8).into(),
+        };
+        code.into()
     }
 }
 
@@ -102,7 +109,7 @@ pub fn run() -> ExitCode {
     match result {
         Ok(exit) => exit.into(),
         Err(error) => {
-            eprintln!("spile: {error}");
+            complain(error);
             ExitCode::FAILURE
         }
     }
@@ -162,12 +169,44 @@ where
     result
 }
 
-/// Prints on stdout. When the reader has gone, the program ends as if it had read all.
+/// Prints on stdout. A reader that has gone (`spile map DISK | head`) changes nothing: the exit code is the command's.
+/// When nothing else can be written, the program ends with a failure, as what it had to say is lost.
 fn say(text: impl Display) {
-    let mut out = std::io::stdout().lock();
-    if writeln!(out, "{text}").and_then(|()| out.flush()).is_err() {
-        std::process::exit(0);
+    if let Err(error) = try_say(text) {
+        complain(format_args!("cannot write to stdout: {error}"));
+        std::process::exit(1);
     }
+}
+
+fn try_say(text: impl Display) -> std::io::Result<()> {
+    let mut out = std::io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        result => result,
+    }
+}
+
+/// Prints on stderr, which may be gone as well. Control characters in it may come from a file that a stranger made:
+/// they do not reach the terminal.
+pub(crate) fn complain(text: impl Display) {
+    let _ = writeln!(std::io::stderr(), "spile: {}", printable(&text.to_string()));
+}
+
+/// `text` with its control characters escaped.
+fn printable(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_control() {
+            true => out.extend(c.escape_default()),
+            false => out.push(c),
+        }
+    }
+    out
+}
+
+/// A path as text: what is not UTF-8 in it is replaced, as JSON has no other strings.
+fn text_of<S: serde::Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&path.display())
 }
 
 /// Prints one JSON value on stdout.

@@ -11,9 +11,10 @@ use spile_engine::{AnyStore, CacheMode, Config, Engine, EngineKind};
 use spile_front_nbd::{Export, Server, ServerConfig, TlsConfig};
 use spile_image::{Aligned, Chain, Format, OpenOptions};
 
-use super::{Exit, ParentArgs, parse_cache, parse_format, say};
+use super::{Exit, ParentArgs, complain, parse_cache, parse_format, try_say};
 use crate::disks::{self, DiskSpec, Source};
 use crate::listen::{self, Bound, Published};
+use crate::log;
 use crate::notify::notify;
 use crate::signals::EndSignals;
 use crate::units::{format_size, parse_duration};
@@ -34,9 +35,11 @@ const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
 /// The first DISK is the default export (the empty name). Each DISK is also exported under its name=N; where that is
 /// not given and there are several, under its file's name without the extension.
 ///
-/// A socket appears only when it already answers. SIGTERM or SIGINT ends the server in order: no new requests, those in
-/// flight are answered, the disks are flushed and closed. A second signal ends it at once. Started by systemd's socket
-/// activation, it serves on the sockets passed, and --nbd may be left out. It tells systemd READY=1 and STOPPING=1.
+/// A socket appears only when it already answers. Who may connect to a Unix socket is what the umask says. SIGTERM or
+/// SIGINT ends the server in order: no new requests, those in flight are answered, the disks are flushed and closed. A
+/// second signal ends it at once. Started by systemd's socket activation, it serves on the sockets passed, and --nbd
+/// may be left out. It tells systemd READY=1 and STOPPING=1. Requests that failed are told on stderr: the first, and
+/// then each time their number has doubled.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     /// What to serve
@@ -97,29 +100,46 @@ struct Open {
 /// # Errors
 /// When a disk cannot be opened or closed, or an address cannot be listened on.
 pub fn run(args: &ServeArgs) -> Result<Exit> {
+    log::to_stderr();
     let signals = EndSignals::block()?;
     let bound = bind(args)?;
     let mut config = Config { kind: args.engine, ..Config::default() };
     config.workers = args.workers.map_or(config.workers, usize::from);
     let engine = Engine::start(config)?;
-    let disks = open_disks(args, &engine)?;
-    let server = Server::new(engine.clone(), server_config(args), exports(&disks))?;
-    let lines = describe(args, &disks, &bound);
-    let published = listen(&server, bound)?;
-    lines.iter().for_each(say);
+    let mut disks = Vec::new();
+    let served = open_disks(args, &engine, &mut disks).and_then(|()| serve(args, &engine, &disks, bound, signals));
+    // Also after a failure: what is open is to be left as other programs expect it.
+    let closed = close(&engine, disks, served);
+    engine.shutdown();
+    closed.map(|()| Exit::Ok)
+}
+
+/// Serves until a signal comes, and then until what is in flight is answered.
+fn serve(args: &ServeArgs, engine: &Engine, disks: &[Open], bound: Vec<Bound>, signals: EndSignals) -> Result<()> {
+    let server = Server::new(engine.clone(), server_config(args), exports(disks))?;
+    let lines = describe(args, disks, &bound);
+    let served = listen(&server, bound).and_then(|published| {
+        let ended = until_signal(&lines, signals);
+        server.stop();
+        // Nobody answers there any more, and a second signal shall leave no name behind.
+        drop(published);
+        ended
+    });
+    server.stop();
+    if !server.wait_drained(DRAIN_PATIENCE) {
+        complain("hung up on clients that did not take their replies");
+    }
+    served
+}
+
+fn until_signal(lines: &[String], signals: EndSignals) -> Result<()> {
+    // Guests need their disks also when nobody reads this.
+    lines.iter().for_each(|line| drop(try_say(line)));
     notify("READY=1");
     signals.wait()?;
     notify("STOPPING=1");
     signals.exit_on_next();
-    server.stop();
-    if !server.wait_drained(DRAIN_PATIENCE) {
-        eprintln!("spile: hung up on clients that did not take their replies");
-    }
-    drop(server);
-    let closed = close(&engine, disks);
-    engine.shutdown();
-    drop(published);
-    closed.map(|()| Exit::Ok)
+    Ok(())
 }
 
 fn bind(args: &ServeArgs) -> Result<Vec<Bound>> {
@@ -145,9 +165,10 @@ fn server_config(args: &ServeArgs) -> ServerConfig {
     ServerConfig { handshake_timeout: args.handshake_timeout, tls, ..ServerConfig::default() }
 }
 
-fn open_disks(args: &ServeArgs, engine: &Engine) -> Result<Vec<Open>> {
+/// Opens the disks; those that were opened before one failed are in `disks`.
+fn open_disks(args: &ServeArgs, engine: &Engine, disks: &mut Vec<Open>) -> Result<()> {
     let names = export_names(&args.disks);
-    let open = |(spec, names): (&DiskSpec, Vec<String>)| {
+    for (spec, names) in args.disks.iter().zip(names) {
         let options = OpenOptions {
             format: spec.format.or(args.format),
             read_only: spec.read_only,
@@ -156,15 +177,15 @@ fn open_disks(args: &ServeArgs, engine: &Engine) -> Result<Vec<Open>> {
         };
         let chain = open_patiently(engine, args.cache, &spec.source, &options)?;
         let kind = disks::describe(&chain);
-        Ok(Open {
+        disks.push(Open {
             disk: Arc::new(Aligned::new(chain)),
             names,
             label: spec.source.label(),
             kind,
             read_only: spec.read_only,
-        })
-    };
-    args.disks.iter().zip(names).map(open).collect()
+        });
+    }
+    Ok(())
 }
 
 /// Opens a disk; one that is busy is tried for some time. A server that was just killed is the reason: the kernel keeps
@@ -247,12 +268,17 @@ fn listen(server: &Server<ServedDisk>, bound: Vec<Bound>) -> Result<Vec<Publishe
     Ok(published)
 }
 
-fn close(engine: &Engine, disks: Vec<Open>) -> Result<()> {
-    let mut result = Ok(());
+/// Closes the disks, each whatever became of the others. The first error, `result`'s before all, is returned; the
+/// others are told at once.
+fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Result<()> {
     for open in disks {
         let disk = open.disk;
         let closed = engine.run_on(0, move || async move { disk.close().await });
-        result = result.and(closed);
+        match (&result, closed) {
+            (Ok(()), closed) => result = closed,
+            (Err(_), Err(another)) => complain(another),
+            (Err(_), Ok(())) => {}
+        }
     }
     result
 }

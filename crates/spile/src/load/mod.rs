@@ -10,7 +10,8 @@ mod report;
 mod stamp;
 mod stats;
 
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -71,6 +72,8 @@ pub struct Options {
     pub flush_every: u64,
     /// The server's process, whose CPU time is to be measured.
     pub server_pid: Option<u32>,
+    /// Set from elsewhere to end the run early; what was written is then not read back.
+    pub stop: Arc<AtomicBool>,
 }
 
 impl Options {
@@ -91,7 +94,12 @@ impl Options {
             fua: false,
             flush_every: 0,
             server_pid: None,
+            stop: Arc::default(),
         }
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
     }
 }
 
@@ -121,6 +129,8 @@ pub struct LoadOutcome {
     pub read_back_blocks: u64,
     /// Why it stopped early.
     pub error: Option<Error>,
+    /// It was told to end early.
+    pub interrupted: bool,
     /// CPU time of this process over the run.
     pub client_cpu: Duration,
     /// CPU time of the server over the run, if its process was given.
@@ -156,7 +166,7 @@ pub fn run_only(options: &Options, mut progress: impl FnMut(Progress)) -> Result
     let cpu = CpuMeter::start(options.server_pid)?;
     let outcomes = drive(jobs.collect(), &mut progress);
     let (client_cpu, server_cpu) = cpu.stop();
-    Ok(merge(outcomes, client_cpu, server_cpu))
+    Ok(LoadOutcome { interrupted: options.is_stopped(), ..merge(outcomes, client_cpu, server_cpu) })
 }
 
 /// Reads back every block that `models` say was written, each model over a connection of its own; returns how
@@ -165,6 +175,10 @@ pub fn run_only(options: &Options, mut progress: impl FnMut(Progress)) -> Result
 /// # Errors
 /// When the server cannot be reached or refuses a read.
 pub fn verify(uri: &NbdUri, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
+    verify_until(&Arc::default(), uri, models)
+}
+
+fn verify_until(stop: &Arc<AtomicBool>, uri: &NbdUri, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
     let clients = connect(uri, models.len() as u32)?;
     let jobs = clients.into_iter().zip(models).map(|(client, model)| {
         let task = Task {
@@ -175,6 +189,7 @@ pub fn verify(uri: &NbdUri, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
             rate: None,
             ios: None,
             runtime: None,
+            stop: stop.clone(),
         };
         (task, Source::Readback { next: model.blocks().start }, Some(model.clone()), client)
     });
@@ -189,19 +204,19 @@ pub fn verify(uri: &NbdUri, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
 /// Reads back what the run wrote, unless it was not verified or has failed already. What is found goes into the
 /// outcome.
 pub fn read_back(options: &Options, outcome: &mut LoadOutcome) {
-    if outcome.models.is_empty() || outcome.error.is_some() || !outcome.mismatches.is_empty() {
+    let failed = outcome.error.is_some() || !outcome.mismatches.is_empty();
+    if outcome.models.is_empty() || failed || options.is_stopped() {
         return;
     }
-    // Over another connection than the one that wrote: what one sees, all must see.
-    outcome.models.rotate_left(1);
-    match verify(&options.uri, &outcome.models) {
+    // Over other connections than those that wrote: what one sees, all must see.
+    match verify_until(&options.stop, &options.uri, &outcome.models) {
         Ok((blocks, mismatches)) => {
             outcome.read_back_blocks = blocks;
             outcome.mismatches = mismatches;
         }
         Err(error) => outcome.error = Some(error),
     }
-    outcome.models.rotate_right(1);
+    outcome.interrupted = options.is_stopped();
 }
 
 fn connect(uri: &NbdUri, connections: u32) -> Result<Vec<Client>> {
@@ -218,8 +233,14 @@ fn task(options: &Options, number: u64) -> Task {
         rate: options.rate.map(|rate| rate / parts as f64),
         ios: options.ios.map(|ios| ios / parts + u64::from(number < ios % parts)),
         runtime: options.runtime,
+        stop: options.stop.clone(),
     }
 }
+
+/// The most memory for requests in flight, in bytes.
+const MAX_BUFFER_BYTES: u64 = 4 << 30;
+/// The most blocks of a verified load: 8 bytes of memory each.
+const MAX_VERIFIED_BLOCKS: u64 = 1 << 29;
 
 fn usable_blocks(options: &Options, export: ExportInfo) -> Result<u64> {
     let refuse = |message: String| Err(Error::new(ErrorKind::InvalidInput, message));
@@ -240,10 +261,22 @@ fn usable_blocks(options: &Options, export: ExportInfo) -> Result<u64> {
     if options.fua && !export.flags.fua() {
         return Err(Error::new(ErrorKind::Unsupported, "the server does not offer FUA"));
     }
+    if options.flush_every > 0 && !export.flags.flush() {
+        return Err(Error::new(ErrorKind::Unsupported, "the server does not offer FLUSH"));
+    }
+    let buffers = u64::from(options.connections) * (u64::from(options.depth) + 2) * block;
+    if buffers > MAX_BUFFER_BYTES {
+        let most = format_size(MAX_BUFFER_BYTES);
+        return refuse(format!("--connections × --depth × --bs is more than {most} of memory"));
+    }
     let blocks = export.size_bytes.min(options.span_bytes.unwrap_or(u64::MAX)) / block;
     if blocks < u64::from(options.connections) {
         let size = format_size(export.size_bytes);
         return refuse(format!("the disk ({size}) is too small for that --bs and --connections"));
+    }
+    if options.verify && blocks > MAX_VERIFIED_BLOCKS {
+        let message = format!("--verify can keep {MAX_VERIFIED_BLOCKS} blocks in mind, and here are {blocks}");
+        return Err(Error::new(ErrorKind::InvalidInput, message).hint("say a smaller --span or a larger --bs"));
     }
     Ok(blocks)
 }
@@ -280,12 +313,11 @@ fn drive(jobs: Vec<Job>, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
 }
 
 fn sum(counters: &[Counters], elapsed: Duration) -> Progress {
-    use std::sync::atomic::Ordering::Relaxed;
     Progress {
         elapsed,
-        reads: counters.iter().map(|c| c.reads.load(Relaxed)).sum(),
-        writes: counters.iter().map(|c| c.writes.load(Relaxed)).sum(),
-        bytes: counters.iter().map(|c| c.bytes.load(Relaxed)).sum(),
+        reads: counters.iter().map(|c| c.reads.load(Ordering::Relaxed)).sum(),
+        writes: counters.iter().map(|c| c.writes.load(Ordering::Relaxed)).sum(),
+        bytes: counters.iter().map(|c| c.bytes.load(Ordering::Relaxed)).sum(),
     }
 }
 
@@ -296,6 +328,7 @@ fn merge(outcomes: Vec<Outcome>, client_cpu: Duration, server_cpu: Option<Durati
         mismatches: Vec::new(),
         read_back_blocks: 0,
         error: None,
+        interrupted: false,
         client_cpu,
         server_cpu,
     };

@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::stamp::Expected;
+use spile_core::{Error, ErrorKind, MAX_REQUEST_BYTES, Result};
+
+use super::stamp::{Expected, SECTOR};
 
 /// The versions of the blocks of one region; one connection writes a region, so no lock is needed.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -23,6 +25,22 @@ impl Model {
         let len = (blocks.end - blocks.start) as usize;
         let first_block = blocks.start;
         Self { run, block_bytes, first_block, acked: vec![0; len], issued: vec![0; len] }
+    }
+
+    /// Checks what came from a file.
+    ///
+    /// # Errors
+    /// `InvalidInput` when it is no model that a load could have made.
+    pub fn validate(&self) -> Result<()> {
+        let (len, block) = (self.acked.len() as u64, u64::from(self.block_bytes));
+        let end = self.first_block.checked_add(len).and_then(|end| end.checked_mul(block.max(1)));
+        let versions =
+            self.acked.len() == self.issued.len() && self.acked.iter().zip(&self.issued).all(|(a, i)| a <= i);
+        let blocks = block > 0 && block.is_multiple_of(SECTOR as u64) && block <= MAX_REQUEST_BYTES;
+        match versions && blocks && end.is_some() {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::InvalidInput, "the model contradicts itself")),
+        }
     }
 
     /// The run's stamp.

@@ -6,9 +6,10 @@
 //! just before the send to just after the recv; the depth is integrated apart from it.
 
 use std::collections::VecDeque;
-use std::io::{ErrorKind as IoKind, IoSlice, Read};
+use std::io::{ErrorKind as IoKind, IoSlice, Read, Write};
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -26,6 +27,8 @@ use crate::nbd_client::{
 
 /// Mismatches kept for the report; the run stops at the first.
 const MISMATCHES_KEPT: usize = 10;
+/// Whoever has nothing to do looks this often whether the run is over.
+const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 /// Slices in one `sendmsg` (the system allows 1024).
 const SLICES: usize = 256;
 
@@ -46,6 +49,8 @@ pub struct Task {
     pub ios: Option<u64>,
     /// Stop after this long.
     pub runtime: Option<Duration>,
+    /// Stop when this becomes true.
+    pub stop: Arc<AtomicBool>,
 }
 
 /// Where the requests come from.
@@ -162,6 +167,10 @@ impl<'a> Pump<'a> {
     /// Runs to the end of the task, or to the first error or mismatch.
     pub fn run(mut self) -> Outcome {
         let error = self.rounds().err();
+        if error.is_none() {
+            // Nothing is in flight: the orderly end. Whether the server hears it changes nothing.
+            let _ = self.stream.write_all(&request_header(Command::Disconnect, 0, 0, 0, 0));
+        }
         Outcome { stats: self.stats, model: self.model, mismatches: self.mismatches, error }
     }
 
@@ -226,7 +235,7 @@ impl<'a> Pump<'a> {
         self.task.ios.is_some_and(|ios| self.issued >= ios)
             || self.task.runtime.is_some_and(|runtime| u128::from(now_ns) >= runtime.as_nanos())
             || !self.mismatches.is_empty()
-            || self.counters.stop.load(Ordering::Relaxed)
+            || self.task.stop.load(Ordering::Relaxed)
     }
 
     fn due_ns(&self) -> Option<u64> {
@@ -366,8 +375,9 @@ impl<'a> Pump<'a> {
         }
     }
 
+    /// Sleeps until that time, but not so long that the end of the run is missed.
     fn sleep_until(&self, due_ns: u64) {
-        std::thread::sleep(Duration::from_nanos(due_ns.saturating_sub(self.now_ns())));
+        std::thread::sleep(Duration::from_nanos(due_ns.saturating_sub(self.now_ns())).min(LONGEST_SLEEP));
     }
 
     fn receive(&mut self) -> Result<()> {

@@ -70,6 +70,8 @@ pub struct Report {
     pub mismatches: Vec<String>,
     /// Why it stopped early.
     pub error: Option<String>,
+    /// It was ended early by a signal; what was written was not read back, or not all.
+    pub interrupted: bool,
 }
 
 impl Report {
@@ -97,6 +99,7 @@ impl Report {
             read_back_blocks: outcome.read_back_blocks,
             mismatches: outcome.mismatches.iter().map(ToString::to_string).collect(),
             error: outcome.error.as_ref().map(ToString::to_string),
+            interrupted: outcome.interrupted,
             read,
             write,
             flush,
@@ -147,10 +150,12 @@ impl Report {
             Some(us) => writeln!(text, ", {us:.2} µs in the server")?,
             None => writeln!(text)?,
         }
-        if self.verified && self.mismatches.is_empty() && self.error.is_none() {
-            writeln!(text, "verified: {} blocks read back, all right", self.read_back_blocks)?;
+        let right = self.mismatches.is_empty() && self.error.is_none();
+        match (self.verified && right, self.interrupted) {
+            (true, false) => writeln!(text, "verified: {} blocks read back, all right", self.read_back_blocks),
+            (true, true) => writeln!(text, "ended early: only {} blocks were read back", self.read_back_blocks),
+            (false, _) => Ok(()),
         }
-        Ok(())
     }
 }
 

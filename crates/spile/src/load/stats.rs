@@ -1,6 +1,6 @@
 //! What a connection counts while it runs, and what of it others may see meanwhile.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use hdrhistogram::Histogram;
 
@@ -98,8 +98,6 @@ impl Stats {
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub struct Counters {
-    /// Set to end the run early.
-    pub stop: AtomicBool,
     /// Completed reads.
     pub reads: AtomicU64,
     /// Completed writes.

@@ -49,6 +49,30 @@ fn texts(output: &Output) -> (String, String) {
     (text(&output.stdout), text(&output.stderr))
 }
 
+/// A running program that is not a server; killed when dropped.
+pub struct Running(Served);
+
+impl Running {
+    /// Starts it in `dir` with its output kept.
+    pub fn start(command: &mut Command, dir: &Path) -> Self {
+        let child = command.current_dir(dir).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+        Self(Served { child: child.expect("the program starts"), socket: PathBuf::new() })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.0.child.id()
+    }
+
+    /// Sends a signal and waits for the end: the exit code and stdout.
+    pub fn end(mut self, signal: nix::sys::signal::Signal) -> (Option<i32>, String) {
+        self.0.signal(signal);
+        let code = self.0.wait().code();
+        let mut out = String::new();
+        let _ = std::io::Read::read_to_string(self.0.child.stdout.as_mut().expect("piped"), &mut out);
+        (code, out)
+    }
+}
+
 /// A running `spile serve`; killed when dropped.
 pub struct Served {
     pub child: Child,

@@ -1,0 +1,67 @@
+//! What the libraries have to tell of while the program runs (a request that failed, a connection that could not be
+//! accepted): warnings and errors, one line each on stderr. Who writes them bounds their rate.
+
+use std::fmt::{Debug, Write as _};
+
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber, subscriber};
+
+use crate::cli::complain;
+
+/// From now on, warnings and errors of all threads go to stderr.
+pub fn to_stderr() {
+    // It fails when there is a subscriber already, and that one serves as well.
+    let _ = subscriber::set_global_default(Stderr);
+}
+
+struct Stderr;
+
+impl Subscriber for Stderr {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event() && *metadata.level() <= Level::WARN
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        complain(line.finish());
+    }
+
+    // There are no spans: `enabled` refuses them.
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+/// `message (name=value, …): error`.
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+    error: String,
+}
+
+impl Line {
+    fn finish(self) -> String {
+        let fields = if self.fields.is_empty() { String::new() } else { format!(" ({})", self.fields) };
+        let error = if self.error.is_empty() { String::new() } else { format!(": {}", self.error) };
+        format!("{}{fields}{error}", self.message)
+    }
+}
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        let comma = if self.fields.is_empty() { "" } else { ", " };
+        // Writing to a string cannot fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            "error" => write!(self.error, "{value:?}"),
+            name => write!(self.fields, "{comma}{name}={value:?}"),
+        };
+    }
+}
