@@ -149,7 +149,7 @@ async fn receive_payload<D: Disk>(
 
 async fn receive_part<D: Disk>(session: &Session<D>, inbound: &mut Inbound, part: &Segment) -> Result<usize> {
     if part.len() >= DIRECT_BYTES {
-        let n = session.transport.recv(part).await?;
+        let n = session.transport.recv_payload(part).await?;
         return if n == 0 { Err(torn()) } else { Ok(n) };
     }
     if !inbound.fill(&session.transport).await? {

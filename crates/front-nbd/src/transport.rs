@@ -34,6 +34,14 @@ impl Transport {
         }
     }
 
+    /// As [`Transport::recv`], but waits for all of `into` where that costs less than what comes piece by piece.
+    pub(crate) async fn recv_payload(&self, into: &Segment) -> Result<usize> {
+        match self.tls.get() {
+            None => self.socket.recv_exact(into).await,
+            Some(tls) => tls.recv(&self.socket, into).await,
+        }
+    }
+
     /// Sends all of `parts`.
     pub(crate) async fn send(&self, parts: &[Segment]) -> Result<()> {
         match self.tls.get() {
