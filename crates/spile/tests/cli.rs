@@ -100,6 +100,7 @@ fn compare_tells_where_disks_differ() {
     }
     // A longer disk is the same only if the rest is zero.
     fs::write(dir.join("short.raw"), &pattern()[..1 << 20]).unwrap();
+    assert!(fails(dir, 2, &["compare", "a.raw", "missing.raw"]).contains("missing.raw"));
     let output = run(dir, &["compare", "a.raw", "short.raw", "--json"]);
     let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(told["differs_at_bytes"], 2 << 20);

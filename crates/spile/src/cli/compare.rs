@@ -16,7 +16,7 @@ use crate::units::format_size;
 /// Compare what two disks show to a guest
 ///
 /// Formats and space may differ. Disks of different sizes are the same when the longer one's rest is zero (this is
-/// said). Exit code 0: the same; 1: different, or failure.
+/// said). Exit code 0: the same; 1: different; 2: failure.
 #[derive(Debug, Args)]
 pub struct CompareArgs {
     /// One disk

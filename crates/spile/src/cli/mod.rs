@@ -37,8 +37,8 @@ pub struct Cli {
 const EXIT_CODES: &str = "\
 Exit codes:
   0  success; for compare: the same content
-  1  failure; for compare: also when the content differs
-  2  wrong usage
+  1  failure; for compare: the content differs
+  2  wrong usage; for compare: also failure
   3  check: corruption found; load and demo: data read back wrong
   4  check: nothing wrong but leaked space
   130, 143  ended by SIGINT (Ctrl-C) or SIGTERM; serve: only by a second one
@@ -110,7 +110,8 @@ pub fn run() -> ExitCode {
         Ok(exit) => exit.into(),
         Err(error) => {
             complain(error);
-            ExitCode::FAILURE
+            // As cmp and qemu-img do it: 1 says that they were compared.
+            if matches!(cli.command, Command::Compare(_)) { 2.into() } else { ExitCode::FAILURE }
         }
     }
 }
