@@ -64,11 +64,13 @@ pub(crate) struct Op {
     pub(crate) segments: Segments,
     /// Bytes done so far.
     pub(crate) done: usize,
+    /// Space was taken for it ([`crate::sys::take_space`]), or could not be.
+    pub(crate) has_space: bool,
 }
 
 impl Op {
     fn new(kind: Kind, fd: &Arc<Fd>, offset: u64, len: u64, segments: Segments) -> Self {
-        Self { kind, fd: fd.clone(), offset, len, segments, done: 0 }
+        Self { kind, fd: fd.clone(), offset, len, segments, done: 0, has_space: false }
     }
 
     pub(crate) fn read(fd: &Arc<Fd>, offset: u64, into: &Segments) -> Self {

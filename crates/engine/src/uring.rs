@@ -422,9 +422,17 @@ impl Uring {
             None if matches!(slot.state, State::Abandoned) => {
                 self.finish(key, Err(libc::ECANCELED), woken);
             }
-            None if must_wait => self.hand_over(key),
+            None if must_wait && !Self::takes_space(op) => self.hand_over(key),
             None => self.submit(key),
         }
+    }
+
+    /// True when a write that the ring would not do, most likely as it goes to a hole, has space now, with which the ring
+    /// will. Tried once. By the worker itself: it is as short as a cached write, and helpers would only queue up for the
+    /// file system's lock on the file.
+    fn takes_space(op: &mut Op) -> bool {
+        let is_first = op.kind == Kind::Write && !std::mem::replace(&mut op.has_space, true);
+        is_first && sys::take_space(op)
     }
 
     fn finish(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {

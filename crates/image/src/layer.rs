@@ -108,7 +108,8 @@ impl<S: Store> Layer<S> {
             }),
         }
     }
-    /// True for the parent of a killed process's making.
+
+    /// True when a process that was killed left bits in the journal.
     fn is_unflushed(&self) -> bool {
         matches!(self, Self::Sparse(sparse) if sparse.has_unflushed_bits())
     }

@@ -105,8 +105,10 @@ impl Line {
 /// All groups; a quick plan keeps the first two lines of each.
 pub fn groups(plan: &Plan) -> Vec<Group> {
     let mut groups = vec![raw_page(), raw_direct(), vhd(), chains(), fresh(), fresh_direct()];
-    groups.push(rewrites(plan, "first", Cache::Page));
-    groups.push(rewrites(plan, "first-direct", Cache::Direct));
+    groups.push(rewrites(plan, "first", Format::Vhd, Cache::Page));
+    groups.push(rewrites(plan, "first-direct", Format::Vhd, Cache::Direct));
+    groups.push(rewrites(plan, "first-raw", Format::Raw, Cache::Page));
+    groups.push(rewrites(plan, "first-raw-direct", Format::Raw, Cache::Direct));
     if plan.quick {
         for group in &mut groups {
             group.lines.truncate(2);
@@ -207,19 +209,22 @@ fn fresh_direct() -> Group {
     Group { name: "fresh-direct", about, sides: fresh_sides(Cache::Direct), lines: fresh_lines() }
 }
 
-/// The same requests twice to one server: the first allocate, the second find all in place.
-fn rewrites(plan: &Plan, name: &'static str, cache: Cache) -> Group {
+/// The same requests twice to one server: the first allocate, the second find all in place. A sparse raw file shows
+/// what of that is the host's file system's doing.
+fn rewrites(plan: &Plan, name: &'static str, format: Format, cache: Cache) -> Group {
     let lines = vec![
         Line::new("randwrite", "4k", 32, 1).requests(plan, 60_000),
         Line::new("write", "64k", 8, 1).requests(plan, 16_000),
     ];
     let sides = vec![
-        side("first", Kind::Spile, Format::Vhd, State::Fresh, cache),
-        side("rewrite", Kind::Spile, Format::Vhd, State::Again, cache),
+        side("first", Kind::Spile, format, State::Fresh, cache),
+        side("rewrite", Kind::Spile, format, State::Again, cache),
     ];
-    let about = match cache {
-        Cache::Page => "first writes into a VHD beside rewrites of the same places, page cache",
-        Cache::Direct => "first writes into a VHD beside rewrites of the same places, O_DIRECT",
+    let about = match (format, cache) {
+        (Format::Raw, Cache::Page) => "the same on a sparse raw file, page cache",
+        (Format::Raw, Cache::Direct) => "the same on a sparse raw file, O_DIRECT",
+        (_, Cache::Page) => "first writes into a VHD beside rewrites of the same places, page cache",
+        (_, Cache::Direct) => "first writes into a VHD beside rewrites of the same places, O_DIRECT",
     };
     Group { name, about, sides, lines }
 }

@@ -93,13 +93,13 @@ impl Report {
     }
 
     /// The opening of a long chain.
-    pub fn add_opening(&mut self, size: &str, depth: usize, times_ms: &mut [f64], memory_kib: &mut [f64]) {
+    pub fn add_opening(&mut self, size: &str, depth: usize, what: &str, times_ms: &mut [f64], memory_kib: &mut [f64]) {
         let (time_ms, peak_kib) = (median(times_ms.to_vec()), median(memory_kib.to_vec()));
         let peak_mib = peak_kib / 1024.0;
-        println!("\nopen: a VHD of {size} with a chain of {depth}, from exec to the first connection");
+        println!("\nopen: a VHD of {size} with a chain of {depth} ({what}), from exec to the first connection");
         println!("{time_ms:.1} ms, {peak_mib:.1} MiB peak memory");
         self.results.push(json!({
-            "line": format!("open/{size} chain {depth}"), "side": "spile",
+            "line": format!("open/{size} chain {depth}, {what}"), "side": "spile",
             "median_ms": time_ms, "median_peak_kib": peak_kib, "rounds_ms": times_ms,
         }));
     }

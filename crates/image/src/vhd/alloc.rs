@@ -16,7 +16,7 @@ use crate::vhd::codec::footer::DiskType;
 
 /// Space prepared in one step, in bytes of guest data: an eighth of what the file holds, within these bounds.
 const STEP_MIN_BYTES: u64 = 64 << 20;
-const STEP_MAX_BYTES: u64 = 256 << 20;
+const STEP_MAX_BYTES: u64 = 1 << 30;
 
 /// Punched in one flush at most, so that a guest's flush after a large discard does not wait for all of it.
 const PUNCHES_A_FLUSH: usize = 256;
@@ -216,11 +216,10 @@ impl<S: Store> Sparse<S> {
         if !self.alloc.lock().ready.is_empty() {
             return Ok(());
         }
-        let no_space = match self.prepare_step(self.step_blocks().max(1)).await {
-            Err(error) if error.kind() == ErrorKind::NoSpace => error,
-            result => return result,
-        };
-        if self.recycle(1).await? || self.prepare_step(1).await.is_ok() { Ok(()) } else { Err(no_space) }
+        match self.prepare_step(self.step_blocks().max(1)).await {
+            Err(error) if error.kind() == ErrorKind::NoSpace && self.recycle(1).await? => Ok(()),
+            result => result,
+        }
     }
 
     /// Prepares the next step before the last one is used up, unless somebody is at it. If that fails, the write
@@ -355,11 +354,6 @@ impl<S: Store> Sparse<S> {
         let Some(&last) = places.last() else { return Err(self.no_space()) };
         let end = self.layout.block_end(last);
         self.store.set_len(end + SECTOR).await?;
-        // Space on the host is taken for the whole step at once: a first write into it costs what a rewrite costs, lies
-        // next to its neighbours, and finds no host full.
-        if self.store.info().punches {
-            self.store.zero_range(StoreOffset(next_free), end - next_free).await?;
-        }
         self.write_footer_at(end).await?;
         self.store.sync().await?;
         self.finish_step(places.into_iter().map(|sector| Ready { sector, zeroed: true }).collect(), end);

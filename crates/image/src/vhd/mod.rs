@@ -19,6 +19,9 @@
 //!    be allocated again. The journal's records of the block are retired before that, too.
 //! 6. **Close** = flush; footer behind the last block; sync; the file is cut there; batmap, its header; sync.
 //!
+//! 7. **Parents before child.** A chain that is opened for writing first makes its parents durable: they may have been
+//!    leaves of a process that was killed, and from now on flushes go to the leaf only.
+//!
 //! A batmap is trusted at open, and made void (and synced) before the first release of a block, as it would otherwise
 //! call the block's successor full.
 
