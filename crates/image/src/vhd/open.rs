@@ -68,8 +68,9 @@ async fn open_inner<S: Store>(store: S, env: &Arc<dyn Env>, read_only: bool, bud
     // In another's file, something may lie behind the blocks that only its maker knows.
     let keep_end = if layout.journal.is_some() { 0 } else { next_free };
     let footers = FooterState { copy_is_bad: found.copy_error.is_some(), trailing_is_gone: !found.has_trailing };
+    let gaps = if read_only { Vec::new() } else { gaps(&layout, &sectors) };
     let sparse = Sparse {
-        alloc: Alloc::new(next_free, gaps(&layout, &sectors), keep_end, footers),
+        alloc: Alloc::new(next_free, gaps, keep_end, footers),
         bits: BitsCache::new(budget, layout.bitmap_bytes as usize),
         journal: Journal::new(layout.journal.clone(), owner, generation),
         flusher: Flusher::new(batmap.is_some()),
