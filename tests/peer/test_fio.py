@@ -16,6 +16,8 @@ class Fio(PeerTest):
 
     def fio(self, server, *options):
         job = ["fio", "--name=job", "--ioengine=nbd", f"--uri={server.uri()}", "--thread"]
+        # Else it leaves a file for each job in the folder where the tests were started.
+        job += ["--verify_state_save=0"]
         done = run(*job, "--output-format=json", "--randseed=7", *options)
         out = done.stdout.decode()
         result = json.loads(out[out.index("{"):])
