@@ -193,20 +193,12 @@ const SPACE_MAX_BYTES: u64 = 2 << 20;
 /// its lock on a file for the whole of a write that needs space, and the writes after it wait; with this, only as long as
 /// it allocates. False where that cannot be done: the write will say why.
 pub(crate) fn take_space(op: &Op) -> bool {
-    let (fd, end) = (op.fd.raw(), op.offset + op.len);
-    // SAFETY: a zeroed stat is a valid one.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel fills the stat, which is borrowed for the call.
-    if unsafe { libc::fstat(fd, &raw mut stat) } != 0 {
-        return false;
-    }
+    let Ok(stat) = rustix::fs::fstat(&*op.fd) else { return false };
+    let end = op.offset + op.len;
     let unit = (op.len * SPACE_FACTOR).next_power_of_two().min(SPACE_MAX_BYTES);
     let start = op.offset / unit * unit;
     let end = end.next_multiple_of(unit).min(end.max(stat.st_size as u64));
-    // SAFETY: takes plain numbers.
-    let call =
-        || unsafe { libc::fallocate(fd, libc::FALLOC_FL_KEEP_SIZE, start as i64, (end - start) as i64) as isize };
-    uninterrupted(call).is_ok()
+    file_call(&Op::fallocate(&op.fd, libc::FALLOC_FL_KEEP_SIZE, start, end - start)).is_ok()
 }
 
 /// Closes a descriptor that nobody will ask for.

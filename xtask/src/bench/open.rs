@@ -38,23 +38,22 @@ pub fn run(plan: &Plan, report: &mut Report) -> Result<()> {
 }
 
 fn chain(plan: &Plan, folder: &Path, depth: usize, is_full: bool) -> Result<PathBuf> {
-    let mut leaf = folder.join("1.vhd");
-    let mut create = Command::new(&plan.spile);
-    create.arg("create").arg(&leaf).args(["--size", SIZE]);
-    shell::run(create.stdout(Stdio::null()))?;
-    let fill = |path: &Path, stride| match is_full {
-        true => allocate(path, stride).map_err(|error| format!("{}: {error}", path.display())),
-        false => Ok(()),
-    };
-    for level in 2..=depth {
-        let child = folder.join(format!("{level}.vhd"));
+    let mut leaf = PathBuf::new();
+    for level in 1..=depth {
+        let path = folder.join(format!("{level}.vhd"));
         let mut create = Command::new(&plan.spile);
-        create.arg("create").arg(&child).arg("--parent").arg(&leaf);
+        create.arg("create").arg(&path);
+        match level {
+            1 => create.args(["--size", SIZE]),
+            _ => create.arg("--parent").arg(&leaf),
+        };
         shell::run(create.stdout(Stdio::null()))?;
-        fill(&leaf, if level == 2 { 1 } else { CHILD_STRIDE })?;
-        leaf = child;
+        if is_full {
+            let stride = if level == 1 { 1 } else { CHILD_STRIDE };
+            allocate(&path, stride).map_err(|error| format!("{}: {error}", path.display()))?;
+        }
+        leaf = path;
     }
-    fill(&leaf, CHILD_STRIDE)?;
     Ok(leaf)
 }
 

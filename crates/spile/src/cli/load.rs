@@ -34,7 +34,8 @@ enum Rw {
 ///
 /// Works with any NBD server. Each connection has its own thread and its own equal part of the disk. With --verify
 /// every 512-byte sector written carries its offset, a version and a checksum; reads are checked, and at the end all
-/// that was written is read back over other connections. Ctrl-C ends the load early and shows its figures. WRITES DESTROY what is on the disk.
+/// that was written is read back over other connections. Ctrl-C ends the load early and shows its figures. WRITES
+/// DESTROY what is on the disk.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
     /// The export: nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME
