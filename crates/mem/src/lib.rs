@@ -8,6 +8,7 @@
 //!
 //! This crate is the lowest of the workspace. It holds `unsafe` so that `core`, `image` and the filters need none.
 
+mod mapping;
 mod pool;
 mod segment;
 

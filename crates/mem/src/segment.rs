@@ -9,9 +9,11 @@ use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use smallvec::SmallVec;
 
+use crate::mapping::Mapping;
 use crate::pool::ChunkRef;
 
 /// The alignment in bytes of all memory allocated by this crate: a page, enough for any direct I/O.
@@ -29,6 +31,7 @@ pub struct Segment {
 enum Owner {
     Pool(#[expect(dead_code, reason = "held for its drop")] ChunkRef),
     Heap(#[expect(dead_code, reason = "held for its drop")] Arc<Heap>),
+    Mapped(Arc<Mapping>),
 }
 
 // SAFETY: the memory is kept alive by the owner, which is itself Send + Sync, and is reached only by raw copies.
@@ -46,6 +49,17 @@ impl Segment {
     /// For the pool: a segment over one of its chunks.
     pub(crate) fn from_chunk(ptr: NonNull<u8>, len: usize, chunk: ChunkRef) -> Self {
         Self { ptr, len, owner: Owner::Pool(chunk) }
+    }
+
+    /// A segment over a whole mapping.
+    pub(crate) fn from_mapping(ptr: NonNull<u8>, len: usize, mapping: Arc<Mapping>) -> Self {
+        Self { ptr, len, owner: Owner::Mapped(mapping) }
+    }
+
+    /// True when the file of a shared mapping has become shorter than the mapping, and a touch of what is gone has put
+    /// zeroed memory in its place: nothing read from here can be believed.
+    pub fn is_lost(&self) -> bool {
+        matches!(&self.owner, Owner::Mapped(mapping) if mapping.is_lost())
     }
 
     /// Length in bytes.
@@ -94,6 +108,17 @@ impl Segment {
         unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr().add(at), dst.as_mut_ptr(), dst.len()) }
     }
 
+    /// The `N` bytes at `at`, each read exactly once: what is then checked cannot change before it is used.
+    ///
+    /// # Panics
+    /// When they are not inside the segment.
+    #[inline]
+    pub fn read_array<const N: usize>(&self, at: usize) -> [u8; N] {
+        assert!(at <= self.len && N <= self.len - at, "read of {N} at {at} of {}", self.len);
+        // SAFETY: in bounds; an array of bytes has no alignment and no invalid values.
+        unsafe { self.ptr.as_ptr().add(at).cast::<[u8; N]>().read_volatile() }
+    }
+
     /// Copies `src`'s bytes here; both have the same length and may overlap.
     ///
     /// # Panics
@@ -125,6 +150,64 @@ impl Segment {
         let mut bytes = vec![0; self.len];
         self.copy_to_slice(0, &mut bytes);
         bytes
+    }
+}
+
+/// Atomic access to a number in memory that another process shares, in the byte order of this machine.
+macro_rules! atomics {
+    ($($number:ty, $atomic:ty, $load:ident, $store:ident;)*) => {
+        impl Segment {
+            $(
+                /// Reads the number at byte `at`.
+                ///
+                /// # Panics
+                /// When it is not inside the segment, or its address is not a multiple of its size.
+                #[inline]
+                pub fn $load(&self, at: usize, order: Ordering) -> $number {
+                    let ptr = self.number(at, size_of::<$number>()).cast();
+                    // SAFETY: in bounds, aligned and alive; everyone who shares it uses it atomically or takes what comes.
+                    unsafe { <$atomic>::from_ptr(ptr) }.load(order)
+                }
+
+                /// Writes the number at byte `at`.
+                ///
+                /// # Panics
+                /// When it is not inside the segment, or its address is not a multiple of its size.
+                #[inline]
+                pub fn $store(&self, at: usize, value: $number, order: Ordering) {
+                    let ptr = self.number(at, size_of::<$number>()).cast();
+                    // SAFETY: as for reading.
+                    unsafe { <$atomic>::from_ptr(ptr) }.store(value, order);
+                }
+            )*
+        }
+    };
+}
+
+atomics! {
+    u8, AtomicU8, load_u8, store_u8;
+    u16, AtomicU16, load_u16, store_u16;
+    u32, AtomicU32, load_u32, store_u32;
+    u64, AtomicU64, load_u64, store_u64;
+}
+
+impl Segment {
+    /// The address of a number of `size` bytes at `at`.
+    #[inline]
+    fn number(&self, at: usize, size: usize) -> *mut u8 {
+        assert!(at <= self.len && size <= self.len - at, "number of {size} at {at} of {}", self.len);
+        let ptr = self.ptr.as_ptr().wrapping_add(at);
+        assert!((ptr as usize).is_multiple_of(size), "number of {size} at an odd address");
+        ptr
+    }
+
+    /// Sets the bits of `mask` in the byte at `at`, whatever others do to it at the same moment.
+    ///
+    /// # Panics
+    /// When it is not inside the segment.
+    pub fn or_u8(&self, at: usize, mask: u8) {
+        // SAFETY: as for reading.
+        unsafe { AtomicU8::from_ptr(self.number(at, 1)) }.fetch_or(mask, Ordering::AcqRel);
     }
 }
 
@@ -353,6 +436,27 @@ mod tests {
     #[should_panic(expected = "of segments of 8")]
     fn a_copy_at_a_place_that_overflows_panics() {
         list(&[4, 4]).copy_to_slice(usize::MAX, &mut [0; 2]);
+    }
+
+    #[test]
+    fn numbers_are_read_and_written_in_place() {
+        let segment = Segment::zeroed(16);
+        segment.store_u32(4, 0x0102_0304, Ordering::Relaxed);
+        segment.or_u8(0, 0x81);
+        assert_eq!(segment.load_u64(0, Ordering::Relaxed), u64::from_ne_bytes(segment.read_array(0)));
+        assert_eq!(segment.load_u8(0, Ordering::Relaxed), 0x81);
+    }
+
+    #[test]
+    #[should_panic(expected = "number of 4 at 14 of 16")]
+    fn a_number_past_the_end_panics() {
+        Segment::zeroed(16).load_u32(14, Ordering::Relaxed);
+    }
+
+    #[test]
+    #[should_panic(expected = "odd address")]
+    fn a_number_at_an_odd_address_panics() {
+        Segment::zeroed(16).store_u16(3, 1, Ordering::Relaxed);
     }
 
     #[test]
