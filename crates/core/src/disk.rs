@@ -82,6 +82,15 @@ pub trait Disk: Send + Sync + 'static {
     /// `max_runs` of them, so the answer may stop short of the end. Never empty for an extent that has bytes.
     fn extents(&self, extent: Extent, max_runs: usize) -> impl Future<Output = Result<Vec<ExtentStatus>>>;
 
+    /// Makes the disk `size_bytes` long while it is in use; it only grows. New bytes read as zeroes, but on a block
+    /// device as the device has them. Once it returns, the new size survives a power cut and [`Disk::info`] tells it;
+    /// before, requests see either size. On an error the disk has the size it had.
+    ///
+    /// # Errors
+    /// `InvalidInput` when it would become smaller, or the size is no whole number of sectors or not on the alignment
+    /// that the disk was opened with; `ReadOnly`; `Unsupported` where the disk cannot grow while it is in use.
+    fn resize(&self, size_bytes: u64) -> impl Future<Output = Result<()>>;
+
     /// Orderly end: flush, then leave the image as other programs expect it. No request may be in flight.
     fn close(&self) -> impl Future<Output = Result<()>>;
 }
@@ -107,6 +116,9 @@ impl<D: Disk> Disk for std::sync::Arc<D> {
     }
     fn extents(&self, extent: Extent, max_runs: usize) -> impl Future<Output = Result<Vec<ExtentStatus>>> {
         (**self).extents(extent, max_runs)
+    }
+    fn resize(&self, size_bytes: u64) -> impl Future<Output = Result<()>> {
+        (**self).resize(size_bytes)
     }
     fn close(&self) -> impl Future<Output = Result<()>> {
         (**self).close()

@@ -70,7 +70,8 @@ pub trait Store: Send + Sync + 'static {
     /// have to be written).
     fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> impl Future<Output = Result<()>>;
 
-    /// Sets the length; new bytes read as zeroes.
+    /// Sets the length; new bytes read as zeroes. A device's length is its own: one that has become longer since it was
+    /// opened can be taken up, wholly or in part; anything else is `Unsupported` there.
     fn set_len(&self, len_bytes: u64) -> impl Future<Output = Result<()>>;
 
     /// The run of data or hole that starts at `offset`, which lies before the end.

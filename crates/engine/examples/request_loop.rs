@@ -161,7 +161,7 @@ fn client(mut socket: UnixStream, blocks: u64, load: Load, time: Duration) -> u6
 fn run(way: Way, path: &Path, load: Load, time: Duration) -> [f64; 3] {
     apply(way);
     let load = Load { gather: way.gather, ..load };
-    let config = Config { kind: way.kind, workers: 1, pool_bytes: 64 << 20 };
+    let config = Config { kind: way.kind, workers: 1, pool_bytes: 64 << 20, ..Config::default() };
     let engine = Engine::start(config).expect("an engine");
     let store = FileStore::open(path, OpenMode::ReadWrite, CacheMode::Direct).expect("the file");
     let blocks = store.len_bytes() / BLOCK as u64;

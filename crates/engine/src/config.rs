@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use spile_core::{Error, ErrorKind};
 
@@ -50,13 +51,20 @@ pub struct Config {
     pub workers: usize,
     /// The arena of each worker's buffer pool, in bytes; memory is taken from the system as it is used.
     pub pool_bytes: usize,
+    /// The longest that a worker spins before it sleeps, when something is watched ([`crate::watch`]); zero: never.
+    pub poll: Duration,
+}
+
+impl Config {
+    /// How long a worker spins at most, unless told.
+    pub const POLL: Duration = Duration::from_micros(50);
 }
 
 impl Default for Config {
-    /// Auto, as many workers as there are processors but at most 4, 64 MiB of pool for each.
+    /// Auto, as many workers as there are processors but at most 4, 64 MiB of pool for each, [`Config::POLL`].
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        Self { kind: EngineKind::Auto, workers: cores.min(4), pool_bytes: 64 << 20 }
+        Self { kind: EngineKind::Auto, workers: cores.min(4), pool_bytes: 64 << 20, poll: Self::POLL }
     }
 }
 

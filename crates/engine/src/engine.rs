@@ -52,7 +52,7 @@ impl Engine {
         let mut inner = Inner { kind, workers: Vec::new(), threads: Mutex::default() };
         for index in 0..config.workers.max(1) {
             // When one fails, the drop of `inner` ends those before it.
-            let (shared, thread) = start_worker(index, kind, files.clone(), config.pool_bytes)?;
+            let (shared, thread) = start_worker(index, kind, files.clone(), config)?;
             inner.workers.push(shared);
             relock(&inner.threads).push(thread);
         }
@@ -120,9 +120,10 @@ impl Engine {
 type Started = (Arc<Shared>, JoinHandle<()>);
 
 /// Starts one thread; its reactor is made on it, for a ring belongs to one thread.
-fn start_worker(index: usize, kind: EngineKind, files: Arc<FilePool>, pool_bytes: usize) -> Result<Started> {
+fn start_worker(index: usize, kind: EngineKind, files: Arc<FilePool>, config: &Config) -> Result<Started> {
+    let (pool_bytes, poll) = (config.pool_bytes, config.poll);
     let (sender, receiver) = mpsc::sync_channel(1);
-    let body = move || match Worker::new(index, kind, files, pool_bytes) {
+    let body = move || match Worker::new(index, kind, files, pool_bytes, poll) {
         Ok(worker) => {
             let _ = sender.send(Ok(worker.shared.clone()));
             drop(sender);

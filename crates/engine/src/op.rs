@@ -35,12 +35,14 @@ pub(crate) enum Kind {
     Send,
     /// Takes one connection; the result is its descriptor.
     Accept,
+    /// Waits until an eventfd is rung.
+    Event,
 }
 
 impl Kind {
     /// True for operations that end by themselves, however the peer behaves.
     pub(crate) fn is_file(self) -> bool {
-        !matches!(self, Self::Recv | Self::RecvExact | Self::Send | Self::Accept)
+        !matches!(self, Self::Recv | Self::RecvExact | Self::Send | Self::Accept | Self::Event)
     }
 }
 
@@ -110,6 +112,10 @@ impl Op {
 
     pub(crate) fn accept(fd: &Arc<Fd>) -> Self {
         Self::new(Kind::Accept, fd, 0, 0, Segments::new())
+    }
+
+    pub(crate) fn event(fd: &Arc<Fd>) -> Self {
+        Self::new(Kind::Event, fd, 0, 0, Segments::new())
     }
 
     /// Takes one answer of the kernel to a transfer; `Some` when the operation is over.

@@ -168,6 +168,11 @@ impl Shared {
         }
     }
 
+    /// True when a message may be waiting.
+    pub(crate) fn has_messages(&self) -> bool {
+        self.pending.load(Ordering::Acquire)
+    }
+
     /// Announces sleep; false when there is a message after all.
     pub(crate) fn prepare_sleep(&self) -> bool {
         self.asleep.store(true, Ordering::Release);

@@ -280,11 +280,7 @@ impl Store for FileStore {
     async fn set_len(&self, len_bytes: u64) -> Result<()> {
         self.check_writable(len_bytes)?;
         if self.inner.is_device {
-            if len_bytes == self.len_bytes() {
-                return Ok(());
-            }
-            let what = "the length of a block device cannot be set";
-            return Err(self.refuse(ErrorKind::Unsupported, what, len_bytes));
+            return self.take_up_len(len_bytes);
         }
         let outcome = Op::truncate(&self.inner.cached, len_bytes).run().await;
         outcome.map_err(|errno| self.fail("set the length", errno).at_offset(len_bytes))?;
@@ -298,6 +294,18 @@ impl Store for FileStore {
 }
 
 impl FileStore {
+    /// A device has the length it has: what it gained since it was opened can be taken up.
+    fn take_up_len(&self, len_bytes: u64) -> Result<()> {
+        let device_bytes = device_len(&*self.inner.cached).at_path(&self.inner.path)?;
+        if (self.len_bytes()..=device_bytes).contains(&len_bytes) {
+            self.inner.len.fetch_max(len_bytes, Ordering::AcqRel);
+            return Ok(());
+        }
+        let what = "the length of a block device cannot be set";
+        let hint = format!("it has {device_bytes} bytes; where that is too few, make the device longer first");
+        Err(self.refuse(ErrorKind::Unsupported, what, len_bytes).hint(hint))
+    }
+
     /// lseek answers from the file system's maps in memory; a device is all data.
     fn extent(&self, offset: u64) -> Result<StoreExtent> {
         let left = self.check_end(offset, 1, false).map(|_| self.len_bytes() - offset)?;
@@ -371,7 +379,7 @@ fn device_punches(device: &File) -> bool {
     })
 }
 
-fn device_len(device: &File) -> Result<u64> {
+fn device_len(device: impl std::os::fd::AsFd) -> Result<u64> {
     rustix::fs::seek(device, SeekFrom::End(0)).map_err(|errno| Error::io("find the device's length", errno.into()))
 }
 
@@ -385,7 +393,7 @@ mod tests {
         for kind in [EngineKind::Auto, EngineKind::Threads] {
             let file = tempfile::NamedTempFile::new().unwrap();
             let store = FileStore::open(file.path(), OpenMode::ReadWrite, CacheMode::Page).unwrap();
-            let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21 }).unwrap();
+            let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21, ..Config::default() }).unwrap();
             engine.run_on(0, move || async move {
                 store.sync().await.unwrap();
                 store.inner.cached.note_sync(libc::EIO);
@@ -405,7 +413,7 @@ mod tests {
         for kind in [EngineKind::Auto, EngineKind::Threads] {
             let (_reader, writer) = std::io::pipe().unwrap();
             let fd = Fd::file(writer.into());
-            let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21 }).unwrap();
+            let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21, ..Config::default() }).unwrap();
             let shared = fd.clone();
             engine.run_on(0, move || async move {
                 let mut dropped = std::pin::pin!(Op::sync(&shared).run());

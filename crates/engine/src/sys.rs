@@ -76,7 +76,17 @@ pub(crate) fn eventfd_write(fd: RawFd) {
     let _ = unsafe { libc::write(fd, (&raw const one).cast(), 8) };
 }
 
-/// Empties an eventfd that is known to be ringing.
+/// EAGAIN unless an eventfd has been rung.
+pub(crate) fn is_rung(fd: RawFd) -> Outcome {
+    let mut rung = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: the pollfd is live.
+    match uninterrupted(|| unsafe { libc::poll(&raw mut rung, 1, 0) as isize })? {
+        0 => Err(libc::EAGAIN),
+        _ => Ok(0),
+    }
+}
+
+/// Empties an eventfd that is known to be ringing, or that does not block.
 pub(crate) fn eventfd_read(fd: RawFd) {
     let mut count = 0u64;
     // SAFETY: the buffer is eight live bytes.

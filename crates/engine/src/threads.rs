@@ -236,6 +236,7 @@ fn try_socket(op: &mut Op) -> Option<Outcome> {
         let result = match op.kind {
             Kind::Recv | Kind::RecvExact => sys::try_recv(fd, &op.segments.as_slice()[0], op.done),
             Kind::Accept => sys::try_accept(fd),
+            Kind::Event => sys::is_rung(fd),
             _ => sys::try_send(fd, op.segments.as_slice(), op.done),
         };
         match result {

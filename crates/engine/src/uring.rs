@@ -369,6 +369,11 @@ impl Uring {
         !queue.is_empty() || queue.taskrun() || queue.cq_overflow()
     }
 
+    /// True when something has ended, or the kernel wants to be entered for it.
+    pub(crate) fn has_news(&mut self) -> bool {
+        !self.ring.completion().is_empty() || self.needs_enter()
+    }
+
     fn enter(&mut self, wait: Option<Option<Duration>>) {
         self.try_enter(wait).unwrap_or_else(|error| panic!("io_uring_enter failed: {error}"));
     }
@@ -514,6 +519,7 @@ impl Slot {
             Kind::Send => self.send(target),
             Kind::Recv => recv(op, target, 0),
             Kind::RecvExact => recv(op, target, libc::MSG_WAITALL),
+            Kind::Event => with_target!(target, fd => opcode::PollAdd::new(fd, libc::POLLIN as u32)),
             Kind::Accept => {
                 let (null, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC);
                 with_target!(target, fd => opcode::Accept::new(fd, null, null.cast()).flags(flags))

@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_task::Runnable;
 use spile_core::{Error, Result};
@@ -21,12 +21,15 @@ use crate::config::EngineKind;
 use crate::file_pool::FilePool;
 use crate::op::{Op, Outcome, Started};
 use crate::shared::{Message, Shared};
+use crate::spin::{Watches, Window};
 use crate::threads::Threads;
 use crate::time::Timers;
 use crate::uring::Uring;
 
 /// Tasks polled before the reactor gets its turn, so that a busy task cannot hold up completions.
 const BATCH: usize = 256;
+/// Looks for work between two looks at the clock.
+const LOOKS: usize = 8;
 
 thread_local! {
     static WORKER: RefCell<Option<Rc<Worker>>> = const { RefCell::new(None) };
@@ -85,6 +88,15 @@ impl Reactor {
         }
     }
 
+    /// True when a turn would find something, without a system call.
+    fn has_news(&mut self) -> bool {
+        match self {
+            Self::Uring(r) => r.has_news(),
+            // Its news come by a system call only.
+            Self::Threads(_) => false,
+        }
+    }
+
     /// True when nothing is in flight.
     fn is_idle(&self) -> bool {
         match self {
@@ -102,11 +114,19 @@ pub(crate) struct Worker {
     // The reactor goes before the pool, whose arena it may have registered.
     pub(crate) reactor: RefCell<Reactor>,
     pool: Pool,
+    pub(crate) watches: RefCell<Watches>,
+    window: RefCell<Window>,
 }
 
 impl Worker {
     /// Makes the reactor; to be called on the worker's own thread.
-    pub(crate) fn new(index: usize, kind: EngineKind, files: Arc<FilePool>, pool_bytes: usize) -> Result<Self> {
+    pub(crate) fn new(
+        index: usize,
+        kind: EngineKind,
+        files: Arc<FilePool>,
+        pool_bytes: usize,
+        poll: Duration,
+    ) -> Result<Self> {
         let failed = |source| Error::io("set up a worker", source);
         let pool = Pool::new(pool_bytes).map_err(failed)?;
         let (shared, reactor) = match kind {
@@ -129,6 +149,8 @@ impl Worker {
             tasks: Cell::new(0),
             reactor: RefCell::new(reactor),
             pool,
+            watches: RefCell::default(),
+            window: RefCell::new(Window::new(poll)),
         })
     }
 
@@ -183,17 +205,58 @@ impl Worker {
     }
 
     fn turn(&self, woken: &mut Vec<Waker>) {
-        let runnable = !self.ready.borrow().is_empty() || self.may_end();
-        let wait = if runnable || !self.shared.prepare_sleep() {
-            None
-        } else {
+        let may_idle = self.ready.borrow().is_empty() && !self.may_end();
+        let idle_since = if may_idle { self.spin(woken) } else { None };
+        self.watches.borrow_mut().take_ready(woken);
+        let sleeps = may_idle && woken.is_empty() && self.prepare_sleep(woken);
+        let wait = sleeps.then(|| {
             self.shared.counters.slept();
-            Some(self.timers.borrow().time_left())
-        };
+            self.timers.borrow().time_left()
+        });
         self.reactor.borrow_mut().turn(wait, woken);
         self.shared.awake();
+        if let Some(since) = idle_since {
+            self.window.borrow_mut().learn(since.elapsed(), sleeps);
+        }
         self.timers.borrow_mut().expire(woken);
         wake_all(woken);
+    }
+
+    /// Looks for work until there is some, or the window is over. Returns when the worker had run out of work, if it
+    /// had and something is watched.
+    fn spin(&self, woken: &mut Vec<Waker>) -> Option<Instant> {
+        if self.watches.borrow().is_empty() {
+            return None;
+        }
+        let window = self.window.borrow().length();
+        if window.is_zero() {
+            return Some(Instant::now());
+        }
+        let mut reactor = self.reactor.borrow_mut();
+        // What was started must not wait for the end of the spin.
+        reactor.turn(None, woken);
+        let watches = self.watches.borrow();
+        let is_over = |reactor: &mut Reactor| watches.any_ready() || reactor.has_news() || self.shared.has_messages();
+        if !woken.is_empty() || is_over(&mut reactor) {
+            return None;
+        }
+        let since = Instant::now();
+        let window = self.timers.borrow().time_left().map_or(window, |left| left.min(window));
+        while since.elapsed() < window {
+            for _ in 0..LOOKS {
+                if is_over(&mut reactor) {
+                    return Some(since);
+                }
+                std::hint::spin_loop();
+            }
+        }
+        Some(since)
+    }
+
+    /// Asks all who could bring work to ring; false when there is some after all.
+    fn prepare_sleep(&self, woken: &mut Vec<Waker>) -> bool {
+        self.watches.borrow_mut().arm(woken);
+        woken.is_empty() && self.shared.prepare_sleep()
     }
 
     /// True when only the end is left to come, so that the loop must look and not sleep.

@@ -86,7 +86,7 @@ async fn negotiate<D: Disk>(
     inbound: &mut Inbound,
 ) -> Result<Option<negotiate::Session>> {
     let mut out = Vec::new();
-    let mut negotiator = Negotiator::new(server.offers.clone(), server.tls_mode(), &mut out);
+    let mut negotiator = Negotiator::new(server.offers_now(), server.tls_mode(), &mut out);
     loop {
         send_all(transport, &mut out).await?;
         let needed = negotiator.bytes_needed(&inbound.peek(OPTION_HEADER_BYTES));

@@ -57,6 +57,8 @@ pub enum TlsMode {
 pub struct Session {
     /// Index of the export.
     pub export: usize,
+    /// The size that the client was told, in bytes; the disk may have grown since.
+    pub size_bytes: u64,
     /// Replies are structured.
     pub structured: bool,
     /// `base:allocation` was selected for this export.
@@ -354,7 +356,7 @@ impl Negotiator {
 
     fn session(&self, export: usize) -> Session {
         let block_status = self.structured && self.meta_export == Some(export);
-        Session { export, structured: self.structured, block_status }
+        Session { export, size_bytes: self.offers[export].size_bytes, structured: self.structured, block_status }
     }
 
     /// Flush and FUA are offered for read-only exports too: clients send them without asking.

@@ -53,7 +53,8 @@ impl Default for ServerConfig {
 pub(crate) struct Shared<D> {
     pub(crate) config: ServerConfig,
     pub(crate) exports: Vec<Export<D>>,
-    pub(crate) offers: Arc<[Offer]>,
+    /// As the exports were at the start.
+    offers: Vec<Offer>,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) stop: Stop,
     pub(crate) metrics: Vec<ExportMetrics>,
@@ -69,6 +70,16 @@ pub(crate) struct Shared<D> {
 impl<D: Disk> Shared<D> {
     pub(crate) fn tls_mode(&self) -> TlsMode {
         tls_mode(self.config.tls.as_ref().map(|tls| tls.required))
+    }
+
+    /// What a client that connects now is told: disks grow.
+    pub(crate) fn offers_now(&self) -> Arc<[Offer]> {
+        let offers = self.offers.iter().zip(&self.exports);
+        let now = |(offer, export): (&Offer, &Export<D>)| Offer {
+            size_bytes: export.disk.info().size_bytes,
+            ..offer.clone()
+        };
+        offers.map(now).collect()
     }
 
     /// Logs a failure of the disk: the first, then each time their number has doubled.
@@ -131,7 +142,7 @@ impl<D: Disk> Server<D> {
     /// `InvalidInput` when an export's name is not allowed or not unique, a disk's sizes do not fit the
     /// protocol, or TLS cannot be set up (with the path of the file).
     pub fn new(engine: Engine, config: ServerConfig, exports: Vec<Export<D>>) -> Result<Self> {
-        let offers: Arc<[Offer]> = exports.iter().map(offer).collect::<Result<_>>()?;
+        let offers: Vec<Offer> = exports.iter().map(offer).collect::<Result<_>>()?;
         for (at, offer) in offers.iter().enumerate() {
             if offers[..at].iter().any(|other| other.name == offer.name) {
                 let what = format!("two exports are named '{}'", offer.name);

@@ -116,7 +116,7 @@ impl<D: Disk> Session<D> {
         let export = &server.exports[agreed.export];
         let info = export.disk.info();
         let limits = Limits {
-            size_bytes: info.size_bytes,
+            size_bytes: agreed.size_bytes,
             align_bytes: u64::from(info.request_align_bytes.max(1)),
             read_only: export.read_only || info.read_only,
         };

@@ -11,7 +11,6 @@ use crate::range_lock::RangeLock;
 /// A disk without alignment rules over one that has them.
 pub struct Aligned<D> {
     inner: D,
-    info: DiskInfo,
     align: u64,
     memory_align: usize,
     writes: RangeLock,
@@ -23,7 +22,7 @@ impl<D: Disk> Aligned<D> {
         let info = inner.info();
         let align = u64::from(info.request_align_bytes);
         let memory_align = info.memory_align_bytes as usize;
-        Self { inner, info, align, memory_align, writes: RangeLock::default() }
+        Self { inner, align, memory_align, writes: RangeLock::default() }
     }
 
     /// The disk below.
@@ -33,7 +32,7 @@ impl<D: Disk> Aligned<D> {
 
     /// Before any rounding, which could overflow.
     fn check(&self, extent: Extent) -> Result<()> {
-        match extent.end() > self.info.size_bytes {
+        match extent.end() > self.inner.info().size_bytes {
             true => Err(Error::new(ErrorKind::OutOfRange, format!("{extent} is past the end of the disk"))),
             false => Ok(()),
         }
@@ -41,7 +40,7 @@ impl<D: Disk> Aligned<D> {
 
     fn outer(&self, extent: Extent) -> Extent {
         let start = extent.start() / self.align * self.align;
-        let end = extent.end().next_multiple_of(self.align).min(self.info.size_bytes);
+        let end = extent.end().next_multiple_of(self.align).min(self.inner.info().size_bytes);
         Extent::from_range(start..end)
     }
 
@@ -63,9 +62,11 @@ impl<D: Disk> Aligned<D> {
         Ok(())
     }
 
-    /// Writes through a bounce buffer whose edges are read first. The caller holds the range exclusively.
+    /// Writes through a bounce buffer whose edges are read first, with all that they read held exclusively.
     async fn write_bounced(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+        // Found once: it could reach further once the disk has grown.
         let outer = self.outer(extent);
+        let _held = self.writes.exclusive(outer.range()).await;
         let bounce = Segments::zeroed(outer.len_bytes as usize);
         let unit = self.align.min(outer.len_bytes);
         if !extent.start().is_multiple_of(self.align) {
@@ -86,14 +87,13 @@ impl<D: Disk> Aligned<D> {
         if extent.is_empty() {
             return Ok(());
         }
-        let _held = self.writes.exclusive(self.outer(extent).range()).await;
         self.write_bounced(extent, &Segments::zeroed(extent.len_bytes as usize), false).await
     }
 }
 
 impl<D: Disk> Disk for Aligned<D> {
     fn info(&self) -> DiskInfo {
-        DiskInfo { request_align_bytes: 1, memory_align_bytes: 1, ..self.info.clone() }
+        DiskInfo { request_align_bytes: 1, memory_align_bytes: 1, ..self.inner.info() }
     }
 
     async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
@@ -120,7 +120,6 @@ impl<D: Disk> Disk for Aligned<D> {
                 }
             };
         }
-        let _held = self.writes.exclusive(self.outer(extent).range()).await;
         self.write_bounced(extent, from, fua).await
     }
 
@@ -164,6 +163,10 @@ impl<D: Disk> Disk for Aligned<D> {
         runs.retain(|run| !run.extent.is_empty());
         runs.truncate(max_runs);
         Ok(runs)
+    }
+
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        self.inner.resize(size_bytes).await
     }
 
     async fn close(&self) -> Result<()> {

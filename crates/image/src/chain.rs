@@ -48,6 +48,7 @@ pub struct Chain<S: Store> {
     layers: Vec<Layer<S>>,
     zones: Zones,
     read_only: bool,
+    /// But for the size, which the leaf knows.
     info: DiskInfo,
 }
 
@@ -122,8 +123,12 @@ impl<S: Store> Chain<S> {
         self.layers.iter().map(Layer::info).collect()
     }
 
+    fn size_bytes(&self) -> u64 {
+        self.layers[0].size_bytes()
+    }
+
     fn check(&self, extent: Extent, aligned: bool) -> Result<()> {
-        if extent.end() > self.info.size_bytes {
+        if extent.end() > self.size_bytes() {
             return Err(self.error(ErrorKind::OutOfRange, extent, "past the end of the disk"));
         }
         if aligned && !extent.is_aligned(u64::from(self.info.request_align_bytes)) {
@@ -140,7 +145,7 @@ impl<S: Store> Chain<S> {
     }
 
     fn error(&self, kind: ErrorKind, extent: Extent, why: &str) -> Error {
-        Error::new(kind, format!("{why}: {extent} of {:#x} bytes", self.info.size_bytes))
+        Error::new(kind, format!("{why}: {extent} of {:#x} bytes", self.size_bytes()))
             .at_path(self.layers[0].store().path())
     }
 
@@ -218,7 +223,7 @@ impl<S: Store> Chain<S> {
     /// Merges all parents for one zone, and keeps the result: each paints what it has over what is below it.
     async fn load_zone(&self, number: u64) -> Result<Arc<Zone>> {
         let start = number * ZONE_BYTES;
-        let end = (start + ZONE_BYTES).min(self.info.size_bytes);
+        let end = (start + ZONE_BYTES).min(self.size_bytes());
         let mut owners = vec![NOWHERE; (end - start).div_ceil(SECTOR_BYTES) as usize];
         for layer in (1..self.layers.len()).rev() {
             self.paint(layer, start..end, &mut owners).await?;
@@ -285,7 +290,7 @@ impl<S: Store> Chain<S> {
     /// True when the whole of `extent` reads as zeroes below the leaf, as far as the maps say.
     async fn below_is_zero(&self, extent: Extent) -> Result<bool> {
         let mut at = extent.start();
-        let end = extent.end().min(self.info.size_bytes);
+        let end = extent.end().min(self.size_bytes());
         while at < end {
             let (step, len) = self.walk(1, at, end - at);
             match step {
@@ -346,7 +351,7 @@ fn disk_info<S: Store>(leaf: &Layer<S>, read_only: bool) -> DiskInfo {
 
 impl<S: Store> Disk for Chain<S> {
     fn info(&self) -> DiskInfo {
-        self.info.clone()
+        DiskInfo { size_bytes: self.size_bytes(), ..self.info.clone() }
     }
 
     async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
@@ -443,6 +448,22 @@ impl<S: Store> Disk for Chain<S> {
             at += len;
         }
         Ok(runs.finish())
+    }
+
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        let path = self.layers[0].store().path();
+        match &self.layers[0] {
+            _ if self.read_only => {
+                Err(Error::new(ErrorKind::ReadOnly, "the disk is open for reading only").at_path(path))
+            }
+            Layer::Raw(raw, None) => raw.resize(size_bytes).await,
+            Layer::Raw(..) | Layer::Sparse(_) => {
+                let what = "a VHD cannot grow while it is in use: its size is in its footers and its block table, which \
+                            would have to change together";
+                let hint = "make a larger one and copy the data to it, or convert it to raw, which can grow";
+                Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint(hint))
+            }
+        }
     }
 
     async fn close(&self) -> Result<()> {

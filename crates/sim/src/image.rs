@@ -296,6 +296,13 @@ impl Disk for SimDisk {
         }
     }
 
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        match self {
+            Self::Plain(disk) => disk.resize(size_bytes).await,
+            Self::Aligned(disk) => disk.resize(size_bytes).await,
+        }
+    }
+
     async fn close(&self) -> Result<()> {
         match self {
             Self::Plain(disk) => disk.close().await,

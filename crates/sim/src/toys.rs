@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use spile_core::{
-    Disk, DiskInfo, Extent, ExtentKind, ExtentStatus, Files, OpenMode, Result, Segments, Store, StoreOffset, Via,
-    WriteZeroes,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, OpenMode, Result, Segments, Store,
+    StoreOffset, Via, WriteZeroes,
 };
 
 use crate::store::SimStore;
@@ -269,6 +269,10 @@ impl Disk for ToyDisk {
 
     async fn extents(&self, extent: Extent, _max_runs: usize) -> Result<Vec<ExtentStatus>> {
         Ok(vec![ExtentStatus { extent, kind: ExtentKind::Data, depth: 0 }])
+    }
+
+    async fn resize(&self, _size_bytes: u64) -> Result<()> {
+        Err(Error::new(ErrorKind::Unsupported, "a toy keeps its size"))
     }
 
     async fn close(&self) -> Result<()> {

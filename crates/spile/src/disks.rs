@@ -57,13 +57,15 @@ impl FromStr for Source {
     }
 }
 
-/// `DISK[,name=N][,format=F][,read-only]`, as `serve` takes it. A comma in the path is doubled.
+/// `DISK[,name=N][,serial=S][,format=F][,read-only]`, as `serve` takes it. A comma in the path is doubled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSpec {
     /// Where it is.
     pub source: Source,
     /// The export's name, if given.
     pub name: Option<String>,
+    /// The serial number that guests read, if given.
+    pub serial: Option<String>,
     /// The format, if given.
     pub format: Option<Format>,
     /// Serve it for reading only.
@@ -76,17 +78,18 @@ impl FromStr for DiskSpec {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = split_commas(text).into_iter();
         let source = parts.next().unwrap_or_default().parse()?;
-        let mut spec = Self { source, name: None, format: None, read_only: false };
+        let mut spec = Self { source, name: None, serial: None, format: None, read_only: false };
         for part in parts {
             match part.split_once('=') {
                 Some(("name", name)) => spec.name = Some(name.to_owned()),
+                Some(("serial", serial)) => spec.serial = Some(serial.to_owned()),
                 Some(("format", name)) => {
                     spec.format = Some(name.parse().map_err(|e: Error| e.to_string())?);
                 }
                 None if part == "read-only" => spec.read_only = true,
                 _ => {
                     return Err(format!(
-                        "`{part}` is not an option of a DISK; use name=N, format=F or read-only \
+                        "`{part}` is not an option of a DISK; use name=N, serial=S, format=F or read-only \
                          (a comma in the path is doubled)"
                     ));
                 }
@@ -97,7 +100,7 @@ impl FromStr for DiskSpec {
 }
 
 /// Splits at single commas; a double one stands for a comma.
-fn split_commas(text: &str) -> Vec<String> {
+pub(crate) fn split_commas(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {

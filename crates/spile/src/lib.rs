@@ -10,6 +10,7 @@ pub mod load;
 mod log;
 pub mod nbd_client;
 pub mod notify;
+pub mod serving;
 pub mod signals;
 pub mod stats;
 pub mod units;

@@ -23,6 +23,8 @@ pub struct Bound {
     pub address: Option<Address>,
     /// The name in the file system, for [`Published`].
     pending: Option<PendingName>,
+    /// Its name was made by another process and is ours now.
+    is_taken_over: bool,
 }
 
 #[derive(Debug)]
@@ -56,6 +58,11 @@ impl Bound {
         }
     }
 
+    /// A socket that listens at `address` already, taken over from another process with its name.
+    pub fn taken_over(fd: OwnedFd, address: Address) -> Self {
+        Self { fd, address: Some(address), pending: None, is_taken_over: true }
+    }
+
     /// Makes a Unix socket appear under its name, in one step.
     ///
     /// # Errors
@@ -63,7 +70,10 @@ impl Bound {
     pub fn publish(self) -> Result<(OwnedFd, Option<Published>)> {
         let published = match &self.pending {
             Some(name) => Some(name_socket(&name.temporary, &name.wanted)?),
-            None => None,
+            None => match &self.address {
+                Some(Address::Unix(path)) if self.is_taken_over => Some(Published::adopt(path)?),
+                _ => None,
+            },
         };
         Ok((self.fd, published))
     }
@@ -88,13 +98,13 @@ fn take_passed(passed: &mut listenfd::ListenFd, index: usize) -> Result<Bound> {
     let unusable = |e| Error::io(format!("LISTEN_FDS: socket {index} cannot be used"), e);
     if let Ok(Some(unix)) = passed.take_unix_listener(index) {
         let path = unix.local_addr().ok().and_then(|a| a.as_pathname().map(Path::to_owned));
-        return Ok(Bound { address: path.map(Address::Unix), fd: unix.into(), pending: None });
+        return Ok(Bound { address: path.map(Address::Unix), fd: unix.into(), pending: None, is_taken_over: false });
     }
     let tcp = passed.take_tcp_listener(index).map_err(unusable)?;
     let tcp = tcp.ok_or_else(|| unusable(IoKind::NotFound.into()))?;
     let address = tcp.local_addr().map_err(unusable)?;
     let address = Some(Address::Tcp(address.ip().to_string(), address.port()));
-    Ok(Bound { fd: tcp.into(), address, pending: None })
+    Ok(Bound { fd: tcp.into(), address, pending: None, is_taken_over: false })
 }
 
 fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
@@ -106,7 +116,12 @@ fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
     let listener = TcpListener::bind((host, port)).map_err(failed)?;
     // The port that the system chose, if it was left to it.
     let port = listener.local_addr().map_err(failed)?.port();
-    Ok(Bound { fd: listener.into(), address: Some(Address::Tcp(host.to_owned(), port)), pending: None })
+    Ok(Bound {
+        fd: listener.into(),
+        address: Some(Address::Tcp(host.to_owned(), port)),
+        pending: None,
+        is_taken_over: false,
+    })
 }
 
 fn bind_unix(path: &Path) -> Result<Bound> {
@@ -118,7 +133,7 @@ fn bind_unix(path: &Path) -> Result<Bound> {
     let listener =
         UnixListener::bind(&temporary).map_err(|e| Error::io("cannot listen on this socket", e)).at_path(&path)?;
     let pending = Some(PendingName { temporary, wanted: path.clone() });
-    Ok(Bound { fd: listener.into(), address: Some(Address::Unix(path)), pending })
+    Ok(Bound { fd: listener.into(), address: Some(Address::Unix(path)), pending, is_taken_over: false })
 }
 
 fn next_number() -> u32 {
@@ -199,6 +214,22 @@ fn take_over(temporary: &Path, wanted: &Path) -> Result<()> {
         IoKind::AlreadyExists => busy(wanted),
         _ => failed(e),
     })
+}
+
+impl Published {
+    /// The name of a socket that another process has made and that is ours from now on.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn adopt(path: &Path) -> Result<Self> {
+        let meta = fs::symlink_metadata(path).map_err(|e| Error::io("look at a socket", e)).at_path(path)?;
+        Ok(Self { path: path.to_owned(), inode: (meta.dev(), meta.ino()) })
+    }
+
+    /// Leaves the name to another process.
+    pub fn leave(mut self) {
+        self.inode = (0, 0);
+    }
 }
 
 impl Drop for Published {

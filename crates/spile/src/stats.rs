@@ -282,6 +282,11 @@ impl<D: Disk> Disk for Measured<D> {
         self.inner.extents(extent, max_runs).await
     }
 
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        let _counted = self.meter.start(Op::Other, 0);
+        self.inner.resize(size_bytes).await
+    }
+
     async fn close(&self) -> Result<()> {
         self.inner.close().await
     }

@@ -1,4 +1,4 @@
-//! NBD URIs (as in the NBD project's URI document) and the addresses `serve` listens on.
+//! NBD URIs (as in the NBD project's URI document), other names of served disks, and the addresses `serve` listens on.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -108,6 +108,43 @@ impl fmt::Display for NbdUri {
     }
 }
 
+/// A served disk, whatever it is served by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// An export of an NBD server.
+    Nbd(NbdUri),
+    /// The socket of a vhost-user-blk server.
+    Vhost(PathBuf),
+}
+
+/// An NBD URI, or `vhost-user:PATH`.
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_prefix("vhost-user:") {
+            Some("") => Err("`vhost-user:` needs the path of a socket".to_owned()),
+            Some(path) => Ok(Self::Vhost(path.into())),
+            None => text.parse().map(Self::Nbd).map_err(|e| format!("{e}, or vhost-user:PATH")),
+        }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nbd(uri) => uri.fmt(f),
+            Self::Vhost(path) => write!(f, "vhost-user:{}", path.display()),
+        }
+    }
+}
+
+impl From<NbdUri> for Target {
+    fn from(uri: NbdUri) -> Self {
+        Self::Nbd(uri)
+    }
+}
+
 fn split_host_port(text: &str) -> Option<(String, Option<u16>)> {
     let (host, port) = match text.strip_prefix('[') {
         Some(rest) => {
@@ -192,6 +229,15 @@ mod tests {
         ] {
             assert!(text.parse::<NbdUri>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn targets_read_back() {
+        for text in ["nbd://localhost:10809/", "vhost-user:/run/a b"] {
+            assert_eq!(text.parse::<Target>().unwrap().to_string(), text);
+        }
+        assert!("vhost-user:".parse::<Target>().is_err());
+        assert!("vhost:/x".parse::<Target>().unwrap_err().contains("vhost-user:PATH"));
     }
 
     #[test]

@@ -32,7 +32,7 @@ fn load_faulty(fault: Fault, options: Options) -> LoadOutcome {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("s");
     faulty::serve(&socket, fault);
-    spile::load::run(&Options { uri: uri(&socket), ..options }, |_| {}).unwrap()
+    spile::load::run(&Options { uri: uri(&socket).into(), ..options }, |_| {}).unwrap()
 }
 
 fn kinds(outcome: &LoadOutcome) -> Vec<(u64, &'static str)> {

@@ -6,7 +6,7 @@ under the running guest, which then has to go on as if nothing had been.
 """
 
 from kernel import initramfs, kernel
-from machine import Machine, root_image
+from machine import NbdMachine, root_image
 from support import MIB, STANDIN, PeerTest, Server, check, need, run, same_content, sha256, spile, text
 
 ROOT_BYTES = 512 * MIB
@@ -35,7 +35,7 @@ class Guest(PeerTest):
         return child
 
     def boot(self, server, phase, last=0):
-        machine = Machine(self.kernel, self.initramfs, server, phase, last)
+        machine = NbdMachine(self.kernel, self.initramfs, server, phase, last)
         self.addCleanup(machine.close)
         return machine
 
@@ -57,9 +57,9 @@ class Guest(PeerTest):
 
     def check_by_boot(self, server, last):
         machine = self.boot(server, "verify", last)
-        told = machine.wait_for(rb"SPILE (VERIFIED \d+|BROKEN [^\r\n]*)\r?\n").group(1)
+        told = machine.console.wait_for(rb"SPILE (VERIFIED \d+|BROKEN [^\r\n]*)\r?\n").group(1)
         self.assertEqual(told.decode(), f"VERIFIED {last}")
-        machine.wait_for(rb"SPILE DONE")
+        machine.console.wait_for(rb"SPILE DONE")
         machine.process.wait(60)
         run("nbdcopy", server.uri(), self.path("copy.raw"))
         run("e2fsck", "-fn", self.path("copy.raw"))

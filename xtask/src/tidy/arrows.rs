@@ -15,12 +15,23 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-engine", &["spile-core", "spile-mem"], &[]),
     ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-sim"]),
     ("spile-front-nbd", &["spile-core", "spile-mem", "spile-engine"], &[]),
+    ("spile-front-vhost", &["spile-core", "spile-mem", "spile-engine"], &["spile-lab"]),
+    ("spile-lab", &["spile-core", "spile-mem"], &[]),
     ("spile-sim", &["spile-core", "spile-image"], &["spile-mem"]),
     ("spile", &ALL, &ALL),
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 6] = ["spile-mem", "spile-core", "spile-engine", "spile-image", "spile-front-nbd", "spile-sim"];
+const ALL: [&str; 8] = [
+    "spile-mem",
+    "spile-core",
+    "spile-engine",
+    "spile-image",
+    "spile-front-nbd",
+    "spile-front-vhost",
+    "spile-lab",
+    "spile-sim",
+];
 
 /// What cargo knows of the workspace.
 pub struct Metadata {

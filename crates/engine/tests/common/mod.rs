@@ -26,7 +26,7 @@ macro_rules! both_engines {
 /// Runs one test on an engine of two workers, and ends the engine.
 pub fn run(kind: &str, test: fn(&Engine)) {
     let kind: EngineKind = kind.parse().unwrap();
-    let config = Config { kind, workers: 2, pool_bytes: 16 * MIB };
+    let config = Config { kind, workers: 2, pool_bytes: 16 * MIB, ..Config::default() };
     match Engine::start(config) {
         Ok(engine) => {
             assert_eq!(engine.kind(), kind);

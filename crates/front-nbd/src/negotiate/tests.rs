@@ -116,7 +116,10 @@ fn go_gives_what_was_asked_for() {
     let (replies, next) = ask(&mut negotiator, option::GO, &go_data("b", &all));
     assert_eq!(kinds(&replies), [rep::INFO, rep::INFO, rep::INFO, rep::INFO, rep::ACK]);
     assert_eq!(replies.iter().map(|r| r.1.len()).collect::<Vec<_>>(), [12, 3, 11, 14, 0]);
-    assert_eq!(next, Next::Transmit(Session { export: 1, structured: false, block_status: false }));
+    assert_eq!(
+        next,
+        Next::Transmit(Session { export: 1, size_bytes: 1 << 20, structured: false, block_status: false })
+    );
 }
 
 #[test]
@@ -168,7 +171,7 @@ fn metadata_needs_structured_replies_and_the_same_export() {
     let (replies, _) = ask(&mut negotiator, option::SET_META_CONTEXT, &query);
     assert_eq!(kinds(&replies), [rep::META_CONTEXT, rep::ACK]);
     let (_, next) = ask(&mut negotiator, option::GO, &go_data("b", &[]));
-    assert_eq!(next, Next::Transmit(Session { export: 1, structured: true, block_status: false }));
+    assert_eq!(next, Next::Transmit(Session { export: 1, size_bytes: 1 << 20, structured: true, block_status: false }));
 }
 
 #[test]
@@ -225,7 +228,10 @@ fn starttls_voids_what_was_agreed_before() {
     assert_eq!(ask(&mut negotiator, option::STARTTLS, b"").1, Next::StartTls);
     negotiator.tls_started();
     let (_, next) = ask(&mut negotiator, option::GO, &go_data("a", &[]));
-    assert_eq!(next, Next::Transmit(Session { export: 0, structured: false, block_status: false }));
+    assert_eq!(
+        next,
+        Next::Transmit(Session { export: 0, size_bytes: 1 << 20, structured: false, block_status: false })
+    );
 }
 
 #[test]

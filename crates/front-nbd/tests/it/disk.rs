@@ -168,6 +168,11 @@ impl<S: Store> Disk for StoreDisk<S> {
         Ok(runs)
     }
 
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        self.store.set_len(size_bytes).await?;
+        self.store.sync().await
+    }
+
     async fn close(&self) -> Result<()> {
         self.flush().await
     }

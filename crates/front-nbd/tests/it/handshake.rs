@@ -1,5 +1,7 @@
 //! Handshakes over a socket.
 
+use spile_core::Disk;
+use spile_front_nbd::errors::EINVAL;
 use spile_front_nbd::wire::handshake::{option, rep, transmission};
 use spile_front_nbd::wire::request::Command;
 
@@ -85,6 +87,28 @@ on_both_engines! {
         rig.assert_clean();
     }
 
+    fn a_client_is_held_to_the_size_it_was_told(kind) {
+        let rig = rig(kind);
+        let mut before = crate::client::ready(&rig.path(), true);
+        let mut meanwhile = connect(&rig.path());
+        meanwhile.greet();
+        let disk = rig.disk.clone();
+        rig.engine.run_on(0, move || async move { disk.resize(2 * SIZE).await }).unwrap();
+        let mut after = connect(&rig.path());
+        after.greet();
+        let sizes = [SIZE, meanwhile.enter("", true).0, after.enter("", true).0];
+        assert_eq!(sizes[2], 2 * SIZE);
+        for (client, size) in [&mut before, &mut meanwhile, &mut after].into_iter().zip(sizes) {
+            assert_eq!(client.read(size - 512, 512), [0; 512]);
+            assert_eq!(client.call(Command::Read, 0, size, 512).errno, EINVAL);
+            assert_eq!(client.call(Command::Read, 0, size - 512, 1024).errno, EINVAL);
+        }
+        let mut by_name = connect(&rig.path());
+        by_name.greet();
+        by_name.option(option::EXPORT_NAME, b"ro");
+        assert_eq!(u64::from_be_bytes(by_name.take()), 2 * SIZE);
+    }
+
     fn a_client_too_many_is_turned_away(kind) {
         let rig = crate::rig_with(kind, |_, config| config.max_connections = 2);
         let _kept: Vec<_> = (0..2).map(|_| crate::client::ready(&rig.path(), false)).collect();
@@ -98,7 +122,7 @@ fn exports_need_fit_and_unique_names() {
     use spile_engine::{Config, Engine, EngineKind, MemStore};
     use spile_front_nbd::{Export, Server, ServerConfig};
     use std::sync::Arc;
-    let config = Config { kind: EngineKind::Threads, workers: 1, pool_bytes: 2 << 20 };
+    let config = Config { kind: EngineKind::Threads, workers: 1, pool_bytes: 2 << 20, ..Config::default() };
     let engine = Engine::start(config).unwrap();
     let disk = Arc::new(crate::disk::StoreDisk::new(MemStore::new(512)));
     let long = "x".repeat(4097);

@@ -67,7 +67,7 @@ impl Drop for Rig {
 
 /// A rig whose disk and configuration `change` may alter.
 pub fn rig_with(kind: EngineKind, change: impl FnOnce(&mut StoreDisk<MemStore>, &mut ServerConfig)) -> Rig {
-    let config = Config { kind, workers: 2, pool_bytes: 16 << 20 };
+    let config = Config { kind, workers: 2, pool_bytes: 16 << 20, ..Config::default() };
     let engine = Engine::start(config).expect("the engine starts");
     let mut disk = StoreDisk::new(MemStore::new(SIZE));
     let mut config = ServerConfig::default();

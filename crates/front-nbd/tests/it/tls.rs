@@ -231,7 +231,7 @@ fn unusable_certificates_are_named() {
     use spile_core::ErrorKind;
     use spile_engine::{Config, Engine, MemStore};
     let papers = Papers::new();
-    let config = Config { kind: EngineKind::Threads, workers: 1, pool_bytes: 2 << 20 };
+    let config = Config { kind: EngineKind::Threads, workers: 1, pool_bytes: 2 << 20, ..Config::default() };
     let engine = Engine::start(config).unwrap();
     std::fs::write(papers.path("empty.pem"), "").unwrap();
     for (cert, key) in [

@@ -10,10 +10,10 @@ use nix::sys::signal::Signal;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
 use super::{Exit, complain, print_json, say};
-use crate::load::{self, LoadOutcome, Model, Options, Pattern, Progress, Report};
+use crate::load::{self, LoadOutcome, Model, Options, Pattern, Progress, Report, VhostOptions};
 use crate::signals::EndSignals;
 use crate::units::{format_count, format_rate, parse_duration, parse_size};
-use crate::uri::NbdUri;
+use crate::uri::Target;
 
 /// The patterns, named as in fio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -30,16 +30,17 @@ enum Rw {
     RandomMixed,
 }
 
-/// Put a load on an NBD server and report throughput, latency and queue depth
+/// Put a load on a server of disks and report throughput, latency and queue depth
 ///
-/// Works with any NBD server. Each connection has its own thread and its own equal part of the disk. With --verify
+/// Works with any NBD server and with any vhost-user-blk server, of which it is the guest then. Each connection (of
+/// vhost-user, each queue) has its own thread and its own equal part of the disk. With --verify
 /// every 512-byte sector written carries its offset, a version and a checksum; reads are checked, and at the end all
 /// that was written is read back over other connections. Ctrl-C ends the load early and shows its figures. WRITES
 /// DESTROY what is on the disk.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
-    /// The export: nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME
-    uri: NbdUri,
+    /// The disk: nbd+unix:///NAME?socket=PATH, nbd://HOST:PORT/NAME or vhost-user:PATH
+    uri: Target,
     /// The pattern of requests
     #[arg(long, value_enum, default_value = "randread")]
     rw: Rw,
@@ -49,8 +50,8 @@ pub struct LoadArgs {
     /// Requests in flight on each connection
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=65536))]
     depth: u32,
-    /// Connections, each with a thread
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    /// Connections, or queues of vhost-user, each with a thread
+    #[arg(long, visible_alias = "queues", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     connections: u32,
     /// Stop after this long (10s when no other end is given)
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
@@ -92,9 +93,48 @@ pub struct LoadArgs {
     /// Measure the CPU time of this process too
     #[arg(long, value_name = "PID")]
     server_pid: Option<u32>,
+    #[command(flatten)]
+    vhost: VhostArgs,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
+}
+
+/// What only a vhost-user target knows.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "With vhost-user")]
+struct VhostArgs {
+    /// Look for answers all the time instead of sleeping until called
+    #[arg(long)]
+    poll: bool,
+    /// Have the guest's memory in pages of 2 MiB
+    #[arg(long)]
+    huge_pages: bool,
+    /// Scatter each request's data over segments of this size, as a guest with 4 KiB pages does [default: one piece]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    segment: Option<u64>,
+    /// Go on over a restart of the server, and wait this long for it
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    reconnect: Option<Duration>,
+}
+
+impl VhostArgs {
+    fn options(&self, target: &Target) -> Result<VhostOptions> {
+        let invalid = |message: &str| Error::new(ErrorKind::InvalidInput, message);
+        let segment = self.segment.map(|bytes| u32::try_from(bytes).ok().filter(|bytes| *bytes > 0));
+        let segment_bytes = match segment {
+            Some(None) => return Err(invalid("--segment must be above 0 and below 4 GiB")),
+            segment => segment.flatten(),
+        };
+        let Self { poll, huge_pages, reconnect, .. } = *self;
+        let options = VhostOptions { poll, huge_pages, segment_bytes, reconnect };
+        match target {
+            Target::Nbd(_) if options != VhostOptions::default() => {
+                Err(invalid("--poll, --huge-pages, --segment and --reconnect are for vhost-user:PATH only"))
+            }
+            _ => Ok(options),
+        }
+    }
 }
 
 /// Runs `spile load`.
@@ -163,6 +203,7 @@ fn options(args: &LoadArgs) -> Result<Options> {
         fua: args.fua,
         flush_every: args.flush_every,
         server_pid: args.server_pid,
+        vhost: args.vhost.options(&args.uri)?,
         ..Options::new(args.uri.clone())
     })
 }

@@ -10,6 +10,7 @@ mod docs;
 mod info;
 mod load;
 mod map;
+mod resize;
 mod serve;
 
 use std::fmt::Display;
@@ -56,6 +57,7 @@ enum Command {
     Convert(convert::ConvertArgs),
     Compare(compare::CompareArgs),
     Serve(Box<serve::ServeArgs>),
+    Resize(resize::ResizeArgs),
     Load(Box<load::LoadArgs>),
     Demo(demo::DemoArgs),
     Completions(docs::CompletionsArgs),
@@ -101,6 +103,7 @@ pub fn run() -> ExitCode {
         Command::Convert(args) => convert::run(args),
         Command::Compare(args) => compare::run(args),
         Command::Serve(args) => serve::run(args),
+        Command::Resize(args) => resize::run(args),
         Command::Load(args) => load::run(args),
         Command::Demo(args) => demo::run(args),
         Command::Completions(args) => docs::completions(args),

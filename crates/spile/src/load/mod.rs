@@ -1,14 +1,20 @@
-//! A load generator for NBD servers: pipelined, one thread a connection, with verification.
+//! A load generator for servers of disks: pipelined, one thread a connection, with verification.
+//!
+//! The pump drives a connection; how a request goes to a server and back is a `Transport`: NBD's, or a queue of a
+//! vhost-user-blk device.
 //!
 //! [`run`] connects, runs and merges; [`verify`] reads back what a model says was written, for instance after
 //! the server was killed. `spile load`, `spile demo` and the tests use the same functions.
 
 mod model;
+mod nbd;
 mod plan;
 mod pump;
 mod report;
 mod stamp;
 mod stats;
+mod transport;
+mod vhost;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -24,13 +30,16 @@ pub use plan::{Direction, Rng};
 pub use report::{LaneReport, Report};
 pub use stamp::{Expected, Found, Mismatch};
 pub use stats::{Lane, Stats};
+pub use vhost::VhostOptions;
 
-use crate::nbd_client::{Client, ExportInfo};
 use crate::units::format_size;
-use crate::uri::NbdUri;
+use crate::uri::Target;
+use nbd::NbdEndpoint;
 use plan::{Plan, split};
 use pump::{Outcome, Pump, Source, Task};
 use stats::Counters;
+use transport::{Endpoint, Info, Shape, Transport};
+use vhost::VhostEndpoint;
 
 /// The pattern of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,11 +50,12 @@ pub struct Pattern {
     pub read_percent: u8,
 }
 
-/// What to do. Connections share the disk in equal regions, one each.
+/// What to do. Connections share the disk in equal regions, one each. Of a vhost-user device, its queues are the
+/// connections.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The export.
-    pub uri: NbdUri,
+    /// The disk.
+    pub uri: Target,
     /// Which requests.
     pub pattern: Pattern,
     /// Bytes in a request.
@@ -72,15 +82,17 @@ pub struct Options {
     pub flush_every: u64,
     /// The server's process, whose CPU time is to be measured.
     pub server_pid: Option<u32>,
+    /// For vhost-user: how our guest behaves.
+    pub vhost: VhostOptions,
     /// Set from elsewhere to end the run early; what was written is then not read back.
     pub stop: Arc<AtomicBool>,
 }
 
 impl Options {
     /// Random 4 KiB reads of `uri` at depth 32 over one connection, without an end.
-    pub fn new(uri: NbdUri) -> Self {
+    pub fn new(uri: impl Into<Target>) -> Self {
         Self {
-            uri,
+            uri: uri.into(),
             pattern: Pattern { random: true, read_percent: 100 },
             block_bytes: 4096,
             depth: 32,
@@ -94,6 +106,7 @@ impl Options {
             fua: false,
             flush_every: 0,
             server_pid: None,
+            vhost: VhostOptions::default(),
             stop: Arc::default(),
         }
     }
@@ -131,6 +144,8 @@ pub struct LoadOutcome {
     pub error: Option<Error>,
     /// It was told to end early.
     pub interrupted: bool,
+    /// How often a connection was taken up again after the server's end.
+    pub reconnects: u32,
     /// CPU time of this process over the run.
     pub client_cpu: Duration,
     /// CPU time of the server over the run, if its process was given.
@@ -152,21 +167,37 @@ pub fn run(options: &Options, progress: impl FnMut(Progress)) -> Result<LoadOutc
 /// # Errors
 /// As [`run`].
 pub fn run_only(options: &Options, mut progress: impl FnMut(Progress)) -> Result<LoadOutcome> {
-    let clients = connect(&options.uri, options.connections)?;
-    let blocks = usable_blocks(options, clients[0].info())?;
-    let regions = split(blocks, u64::from(options.connections));
+    match &options.uri {
+        Target::Nbd(uri) => load(options, NbdEndpoint::connect(uri, options.connections)?, &mut progress),
+        Target::Vhost(path) => {
+            let endpoint = VhostEndpoint::connect(path, options.connections, options.vhost)?;
+            load(options, endpoint, &mut progress)
+        }
+    }
+}
+
+fn load<E: Endpoint>(options: &Options, endpoint: E, progress: &mut dyn FnMut(Progress)) -> Result<LoadOutcome> {
+    let blocks = usable_blocks(options, endpoint.info())?;
     let run = run_stamp(options.seed);
-    let jobs = clients.into_iter().zip(regions).enumerate().map(|(number, (client, region))| {
+    let Pattern { random, read_percent } = options.pattern;
+    let work = split(blocks, u64::from(options.connections)).into_iter().enumerate().map(|(number, region)| {
         let rng = Rng::new(options.seed, number as u64);
-        let Pattern { random, read_percent } = options.pattern;
         let model = options.verify.then(|| Model::new(run, options.block_bytes, region.clone()));
-        let source = Source::Plan(Plan::new(rng, region, random, read_percent));
-        (task(options, number as u64), source, model, client)
+        (task(options, number as u64), Source::Plan(Plan::new(rng, region, random, read_percent)), model)
     });
-    let cpu = CpuMeter::start(options.server_pid)?;
-    let outcomes = drive(jobs.collect(), &mut progress);
-    let (client_cpu, server_cpu) = cpu.stop();
-    Ok(LoadOutcome { interrupted: options.is_stopped(), ..merge(outcomes, client_cpu, server_cpu) })
+    let work: Vec<Work> = work.collect();
+    let shape = Shape {
+        depth: options.depth,
+        block_bytes: options.block_bytes,
+        writes: read_percent < 100,
+        keep_data: options.verify,
+    };
+    let ((outcomes, cpu), reconnects) = endpoint.run(shape, |transports| {
+        let cpu = CpuMeter::start(options.server_pid)?;
+        let outcomes = drive(work, transports, progress);
+        Ok((outcomes, cpu.stop()))
+    })?;
+    Ok(LoadOutcome { interrupted: options.is_stopped(), reconnects, ..merge(outcomes, cpu) })
 }
 
 /// Reads back every block that `models` say was written, each model over a connection of its own; returns how
@@ -174,27 +205,40 @@ pub fn run_only(options: &Options, mut progress: impl FnMut(Progress)) -> Result
 ///
 /// # Errors
 /// When the server cannot be reached or refuses a read.
-pub fn verify(uri: &NbdUri, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
-    verify_until(&Arc::default(), uri, models)
+pub fn verify(uri: &(impl Clone + Into<Target>), models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
+    verify_until(&Options::new(uri.clone()), models)
 }
 
-fn verify_until(stop: &Arc<AtomicBool>, uri: &NbdUri, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
-    let clients = connect(uri, models.len() as u32)?;
-    let jobs = clients.into_iter().zip(models).map(|(client, model)| {
+/// How many requests of a read-back are in flight.
+const READBACK_DEPTH: u32 = 16;
+
+fn verify_until(options: &Options, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
+    let connections = models.len() as u32;
+    match &options.uri {
+        Target::Nbd(uri) => look(options, NbdEndpoint::connect(uri, connections)?, models),
+        Target::Vhost(path) => look(options, VhostEndpoint::connect(path, connections, options.vhost)?, models),
+    }
+}
+
+fn look<E: Endpoint>(options: &Options, endpoint: E, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
+    let Some(first) = models.first() else { return Ok((0, Vec::new())) };
+    let work = models.iter().map(|model| {
         let task = Task {
-            depth: 16,
+            depth: READBACK_DEPTH,
             block_bytes: model.block_bytes(),
             fua: false,
             flush_every: 0,
             rate: None,
             ios: None,
             runtime: None,
-            stop: stop.clone(),
+            stop: options.stop.clone(),
         };
-        (task, Source::Readback { next: model.blocks().start }, Some(model.clone()), client)
+        (task, Source::Readback { next: model.blocks().start }, Some(model.clone()))
     });
-    let outcomes = drive(jobs.collect(), &mut |_| {});
-    let outcome = merge(outcomes, Duration::ZERO, None);
+    let shape = Shape { depth: READBACK_DEPTH, block_bytes: first.block_bytes(), writes: false, keep_data: true };
+    let run = |transports| Ok(drive(work.collect(), transports, &mut |_| {}));
+    let (outcomes, _) = endpoint.run(shape, run)?;
+    let outcome = merge(outcomes, (Duration::ZERO, None));
     match outcome.error {
         Some(error) => Err(error),
         None => Ok((outcome.stats.read.ios, outcome.mismatches)),
@@ -209,7 +253,7 @@ pub fn read_back(options: &Options, outcome: &mut LoadOutcome) {
         return;
     }
     // Over other connections than those that wrote: what one sees, all must see.
-    match verify_until(&options.stop, &options.uri, &outcome.models) {
+    match verify_until(options, &outcome.models) {
         Ok((blocks, mismatches)) => {
             outcome.read_back_blocks = blocks;
             outcome.mismatches = mismatches;
@@ -217,10 +261,6 @@ pub fn read_back(options: &Options, outcome: &mut LoadOutcome) {
         Err(error) => outcome.error = Some(error),
     }
     outcome.interrupted = options.is_stopped();
-}
-
-fn connect(uri: &NbdUri, connections: u32) -> Result<Vec<Client>> {
-    (0..connections).map(|_| Client::connect(uri)).collect()
 }
 
 fn task(options: &Options, number: u64) -> Task {
@@ -242,26 +282,26 @@ const MAX_BUFFER_BYTES: u64 = 4 << 30;
 /// The most blocks of a verified load: 8 bytes of memory each.
 const MAX_VERIFIED_BLOCKS: u64 = 1 << 29;
 
-fn usable_blocks(options: &Options, export: ExportInfo) -> Result<u64> {
+fn usable_blocks(options: &Options, disk: Info) -> Result<u64> {
     let refuse = |message: String| Err(Error::new(ErrorKind::InvalidInput, message));
     let block = u64::from(options.block_bytes);
-    if block == 0 || options.block_bytes > export.max_block_bytes {
-        let most = format_size(u64::from(export.max_block_bytes));
+    if block == 0 || options.block_bytes > disk.max_block_bytes {
+        let most = format_size(u64::from(disk.max_block_bytes));
         return refuse(format!("--bs must be from 1 to {most}, the server's largest request"));
     }
     if options.verify && block % stamp::SECTOR as u64 != 0 {
         return refuse("--verify needs a --bs that is a multiple of 512".to_owned());
     }
-    if block % u64::from(export.min_block_bytes.max(1)) != 0 {
-        return refuse(format!("--bs must be a multiple of {} here", export.min_block_bytes));
+    if block % u64::from(disk.min_block_bytes) != 0 {
+        return refuse(format!("--bs must be a multiple of {} here", disk.min_block_bytes));
     }
-    if options.pattern.read_percent < 100 && export.flags.read_only() {
-        return Err(Error::new(ErrorKind::ReadOnly, "the export is read-only; use --rw randread"));
+    if options.pattern.read_percent < 100 && disk.read_only {
+        return Err(Error::new(ErrorKind::ReadOnly, "the disk is read-only; use --rw randread"));
     }
-    if options.fua && !export.flags.fua() {
+    if options.fua && !disk.fua {
         return Err(Error::new(ErrorKind::Unsupported, "the server does not offer FUA"));
     }
-    if options.flush_every > 0 && !export.flags.flush() {
+    if options.flush_every > 0 && !disk.flush {
         return Err(Error::new(ErrorKind::Unsupported, "the server does not offer FLUSH"));
     }
     let buffers = u64::from(options.connections) * (u64::from(options.depth) + 2) * block;
@@ -269,9 +309,9 @@ fn usable_blocks(options: &Options, export: ExportInfo) -> Result<u64> {
         let most = format_size(MAX_BUFFER_BYTES);
         return refuse(format!("--connections × --depth × --bs is more than {most} of memory"));
     }
-    let blocks = export.size_bytes.min(options.span_bytes.unwrap_or(u64::MAX)) / block;
+    let blocks = disk.size_bytes.min(options.span_bytes.unwrap_or(u64::MAX)) / block;
     if blocks < u64::from(options.connections) {
-        let size = format_size(export.size_bytes);
+        let size = format_size(disk.size_bytes);
         return refuse(format!("the disk ({size}) is too small for that --bs and --connections"));
     }
     if options.verify && blocks > MAX_VERIFIED_BLOCKS {
@@ -288,21 +328,21 @@ fn run_stamp(seed: u64) -> u64 {
     Rng::new(seed ^ now_ns, u64::from(std::process::id())).next_u64() | 1
 }
 
-type Job = (Task, Source, Option<Model>, Client);
+type Work = (Task, Source, Option<Model>);
 
-fn drive(jobs: Vec<Job>, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
-    let counters: Vec<Counters> = jobs.iter().map(|_| Counters::default()).collect();
+fn drive<T: Transport>(work: Vec<Work>, transports: Vec<T>, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
+    let counters: Vec<Counters> = work.iter().map(|_| Counters::default()).collect();
     let epoch = Instant::now();
     let (done, all_done) = mpsc::channel::<()>();
     thread::scope(|scope| {
-        let start = |((task, source, model, client), counters): (Job, _)| {
+        let start = |(((task, source, model), transport), counters): ((Work, T), _)| {
             let done = done.clone();
             scope.spawn(move || {
                 let _done = done;
-                Pump::new(task, source, model, client.into_stream(), counters, epoch).run()
+                Pump::new(task, source, model, transport, counters, epoch).run()
             })
         };
-        let threads: Vec<_> = jobs.into_iter().zip(&counters).map(start).collect();
+        let threads: Vec<_> = work.into_iter().zip(transports).zip(&counters).map(start).collect();
         drop(done);
         // Nothing is ever sent: the wait ends when the last thread drops its sender.
         while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(Duration::from_secs(1)) {
@@ -321,7 +361,10 @@ fn sum(counters: &[Counters], elapsed: Duration) -> Progress {
     }
 }
 
-fn merge(outcomes: Vec<Outcome>, client_cpu: Duration, server_cpu: Option<Duration>) -> LoadOutcome {
+/// The CPU times of a run: this process's, and the server's.
+type CpuTimes = (Duration, Option<Duration>);
+
+fn merge(outcomes: Vec<Outcome>, (client_cpu, server_cpu): CpuTimes) -> LoadOutcome {
     let mut merged = LoadOutcome {
         stats: Stats::new(),
         models: Vec::new(),
@@ -329,6 +372,7 @@ fn merge(outcomes: Vec<Outcome>, client_cpu: Duration, server_cpu: Option<Durati
         read_back_blocks: 0,
         error: None,
         interrupted: false,
+        reconnects: 0,
         client_cpu,
         server_cpu,
     };
@@ -344,7 +388,7 @@ fn merge(outcomes: Vec<Outcome>, client_cpu: Duration, server_cpu: Option<Durati
 /// CPU clocks of this process and of the server's.
 struct CpuMeter {
     clocks: (ClockId, Option<ClockId>),
-    start: (Duration, Option<Duration>),
+    start: CpuTimes,
 }
 
 impl CpuMeter {
@@ -355,14 +399,14 @@ impl CpuMeter {
         Ok(Self { clocks, start: read_clocks(clocks) })
     }
 
-    fn stop(self) -> (Duration, Option<Duration>) {
+    fn stop(self) -> CpuTimes {
         let (own, server) = read_clocks(self.clocks);
         let server = server.zip(self.start.1).map(|(end, start)| end.saturating_sub(start));
         (own.saturating_sub(self.start.0), server)
     }
 }
 
-fn read_clocks((own, server): (ClockId, Option<ClockId>)) -> (Duration, Option<Duration>) {
+fn read_clocks((own, server): (ClockId, Option<ClockId>)) -> CpuTimes {
     let read = |clock| clock_gettime(clock).ok().map(Duration::from);
     (read(own).unwrap_or_default(), server.and_then(read))
 }

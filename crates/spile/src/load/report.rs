@@ -34,13 +34,13 @@ pub struct LaneReport {
 /// The whole run's figures: the `--json` output of `spile load`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// The export.
+    /// The disk.
     pub uri: String,
     /// Bytes in a request.
     pub block_bytes: u32,
     /// Requests in flight on each connection.
     pub depth: u32,
-    /// Connections.
+    /// Connections; with vhost-user, queues.
     pub connections: u32,
     /// From the first issue to the last completion.
     pub runtime_s: f64,
@@ -72,6 +72,8 @@ pub struct Report {
     pub error: Option<String>,
     /// It was ended early by a signal; what was written was not read back, or not all.
     pub interrupted: bool,
+    /// How often a connection was taken up again after the server's end.
+    pub reconnects: u32,
 }
 
 impl Report {
@@ -100,6 +102,7 @@ impl Report {
             mismatches: outcome.mismatches.iter().map(ToString::to_string).collect(),
             error: outcome.error.as_ref().map(ToString::to_string),
             interrupted: outcome.interrupted,
+            reconnects: outcome.reconnects,
             read,
             write,
             flush,
@@ -149,6 +152,9 @@ impl Report {
         match self.server_cpu_us_per_io {
             Some(us) => writeln!(text, ", {us:.2} µs in the server")?,
             None => writeln!(text)?,
+        }
+        if self.reconnects > 0 {
+            writeln!(text, "taken up again after the server's end: {} times", self.reconnects)?;
         }
         let right = self.mismatches.is_empty() && self.error.is_none();
         match (self.verified && right, self.interrupted) {

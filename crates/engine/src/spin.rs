@@ -1,0 +1,162 @@
+//! Adaptive polling: a worker that has run out of work looks at memory for a while before it sleeps.
+//!
+//! A guest's queue that has no request just now is *watched*: its guest does not have to kick, because the worker looks
+//! at the queue itself. When the worker would sleep, it spins first, for the time of its window; only then are the
+//! watched queues armed (their guests asked to kick), and they are watched no more until they have had work again. So
+//! an idle disk is looked at once, and then costs nothing.
+//!
+//! The window tunes itself. Each gap, from running out of work to the next work, is compared with the limit (`--poll`):
+//! after one that spinning to the limit would have caught, the window moves towards twice the gap; after a longer one
+//! it falls to a quarter, and below [`LEAST`] to nothing. A disk whose gaps are long thus pays for one spin and
+//! then sleeps as if there were no polling, and a single short gap brings the window back.
+
+use std::rc::Rc;
+use std::task::Waker;
+use std::time::Duration;
+
+use slab::Slab;
+
+use crate::worker;
+
+/// A shorter window is not worth its look at the clock.
+const LEAST: Duration = Duration::from_micros(2);
+/// What a wake-up takes: the part of a gap that there would not have been with polling.
+const WAKE: Duration = Duration::from_micros(15);
+
+/// Something in memory that another process changes.
+pub trait Pollable {
+    /// True when there is work. Looks only.
+    fn is_ready(&self) -> bool;
+
+    /// Asks the other side to ring from now on. True when there is work after all.
+    fn arm(&self) -> bool;
+}
+
+struct Watched {
+    pollable: Rc<dyn Pollable>,
+    waker: Waker,
+}
+
+/// What the worker watches now.
+#[derive(Default)]
+pub(crate) struct Watches {
+    entries: Slab<Watched>,
+}
+
+impl Watches {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// True when one has work. Does not wake it.
+    pub(crate) fn any_ready(&self) -> bool {
+        self.entries.iter().any(|(_, watched)| watched.pollable.is_ready())
+    }
+
+    /// Wakes those that have work, and watches them no more.
+    pub(crate) fn take_ready(&mut self, woken: &mut Vec<Waker>) {
+        self.take_if(woken, |pollable| pollable.is_ready());
+    }
+
+    /// Arms all. Those that had work after all are woken; nothing is watched any more.
+    pub(crate) fn arm(&mut self, woken: &mut Vec<Waker>) {
+        self.take_if(woken, |pollable| pollable.arm());
+        self.entries.clear();
+    }
+
+    fn take_if(&mut self, woken: &mut Vec<Waker>, is_wanted: impl Fn(&dyn Pollable) -> bool) {
+        self.entries.retain(|_, watched| {
+            let wanted = is_wanted(&*watched.pollable);
+            if wanted {
+                woken.push(watched.waker.clone());
+            }
+            !wanted
+        });
+    }
+}
+
+/// Has this worker watch `pollable`, and wake `waker` once it has work. Once: whoever is woken asks again.
+///
+/// # Panics
+/// Outside a worker.
+pub fn watch(pollable: Rc<dyn Pollable>, waker: &Waker) {
+    worker::with(|w| {
+        let mut watches = w.watches.borrow_mut();
+        let known = watches.entries.iter_mut().find(|(_, watched)| Rc::ptr_eq(&watched.pollable, &pollable));
+        match known {
+            Some((_, watched)) => watched.waker.clone_from(waker),
+            None => {
+                watches.entries.insert(Watched { pollable, waker: waker.clone() });
+            }
+        }
+    });
+}
+
+/// Has this worker watch `pollable` no more.
+///
+/// # Panics
+/// Outside a worker.
+pub fn unwatch(pollable: &Rc<dyn Pollable>) {
+    worker::with(|w| w.watches.borrow_mut().entries.retain(|_, watched| !Rc::ptr_eq(&watched.pollable, pollable)));
+}
+
+/// How long to spin.
+pub(crate) struct Window {
+    limit: Duration,
+    now: Duration,
+}
+
+impl Window {
+    pub(crate) fn new(limit: Duration) -> Self {
+        Self { limit, now: Duration::ZERO }
+    }
+
+    pub(crate) fn length(&self) -> Duration {
+        self.now
+    }
+
+    /// Learns from a gap between running out of work and the next work, at the end of which the worker slept or not.
+    pub(crate) fn learn(&mut self, gap: Duration, has_slept: bool) {
+        let gap = if has_slept { gap.saturating_sub(WAKE) } else { gap };
+        self.now = match gap <= self.limit {
+            true => ((self.now + 2 * gap) / 2).clamp(LEAST, self.limit).max(gap),
+            false => self.now / 4,
+        };
+        if self.now < LEAST {
+            self.now = Duration::ZERO;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const US: Duration = Duration::from_micros(1);
+
+    #[test]
+    fn short_gaps_open_the_window_and_one_long_gap_nearly_closes_it() {
+        let mut window = Window::new(50 * US);
+        assert_eq!(window.length(), Duration::ZERO);
+        window.learn(25 * US, true);
+        assert!(window.length() >= 10 * US, "{:?}", window.length());
+        for _ in 0..8 {
+            window.learn(10 * US, false);
+        }
+        assert!((19 * US..=20 * US).contains(&window.length()), "{:?}", window.length());
+        window.learn(10_000 * US, true);
+        assert!(window.length() <= 5 * US);
+        window.learn(10_000 * US, true);
+        assert_eq!(window.length(), Duration::ZERO);
+    }
+
+    #[test]
+    fn the_window_keeps_to_its_limit() {
+        let mut window = Window::new(50 * US);
+        (0..20).for_each(|_| window.learn(50 * US, false));
+        assert_eq!(window.length(), 50 * US);
+        let mut off = Window::new(Duration::ZERO);
+        off.learn(US, false);
+        assert_eq!(off.length(), Duration::ZERO);
+    }
+}

@@ -1,0 +1,175 @@
+//! The socket of one front end: whole messages in, whole replies out, descriptors beside them.
+//!
+//! It belongs to a thread of its own, so a front end that sends half a message or takes no reply holds up itself only, and
+//! that for a bounded time.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+use smallvec::SmallVec;
+use spile_core::{Error, ErrorKind, Result};
+
+use crate::wire::{HEADER_BYTES, Header, Invalid, MAX_FDS};
+
+/// How long the rest of a message, or room for a reply, may keep us.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Descriptors that came with a message.
+pub type Fds = SmallVec<[OwnedFd; 1]>;
+
+/// A connected socket.
+pub struct Channel {
+    socket: OwnedFd,
+}
+
+/// One message as it came.
+pub struct Received {
+    /// Its header.
+    pub header: Header,
+    /// Its payload.
+    pub payload: Vec<u8>,
+    /// What came with it.
+    pub fds: Fds,
+}
+
+impl Channel {
+    /// Takes over a connected stream socket.
+    ///
+    /// # Errors
+    /// When its time-outs cannot be set.
+    pub fn new(socket: OwnedFd) -> Result<Self> {
+        for which in [Timeout::Recv, Timeout::Send] {
+            set_socket_timeout(&socket, which, Some(PATIENCE))
+                .map_err(|errno| Error::io("prepare a vhost-user socket", errno.into()))?;
+        }
+        // A successor's socket may have been made non-blocking by whoever listened.
+        rustix::io::ioctl_fionbio(&socket, false)
+            .map_err(|errno| Error::io("prepare a vhost-user socket", errno.into()))?;
+        Ok(Self { socket })
+    }
+
+    /// The socket, to pass it on or shut it down.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Waits until a message begins or `stop` is readable; true for the message. Takes no time-out: a front end may be
+    /// silent for years.
+    ///
+    /// # Errors
+    /// When the system cannot wait.
+    pub fn wait(&self, stop: BorrowedFd<'_>) -> Result<bool> {
+        loop {
+            let mut fds = [PollFd::new(&self.socket, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
+            match poll(&mut fds, None) {
+                Ok(_) if !fds[1].revents().is_empty() => return Ok(false),
+                Ok(_) if !fds[0].revents().is_empty() => return Ok(true),
+                Ok(_) | Err(Errno::INTR) => (),
+                Err(errno) => return Err(Error::io("wait for a vhost-user message", errno.into())),
+            }
+        }
+    }
+
+    /// Receives one message; `None` when the front end has hung up between two.
+    ///
+    /// # Errors
+    /// `Protocol` when the message is cut off, too long or not of version 1; `TimedOut` when its rest does not come.
+    pub fn recv(&self) -> Result<Option<Received>> {
+        let (mut bytes, mut fds) = ([0; HEADER_BYTES], Fds::new());
+        let count = self.fill(&mut bytes, &mut fds)?;
+        match count {
+            0 => return Ok(None),
+            HEADER_BYTES => (),
+            _ => return Err(Error::new(ErrorKind::Protocol, "the front end hung up within a message")),
+        }
+        let header = Header::parse(&bytes).map_err(|Invalid(what)| Error::new(ErrorKind::Protocol, what))?;
+        let mut payload = vec![0; header.size as usize];
+        if self.fill(&mut payload, &mut fds)? < payload.len() {
+            return Err(Error::new(ErrorKind::Protocol, "the front end hung up within a message"));
+        }
+        Ok(Some(Received { header, payload, fds }))
+    }
+
+    /// Receives until `into` is full or the stream ends.
+    fn fill(&self, into: &mut [u8], fds: &mut Fds) -> Result<usize> {
+        let mut done = 0;
+        while done < into.len() {
+            match recv_some(&self.socket, &mut into[done..], fds)? {
+                0 => break,
+                count => done += count,
+            }
+        }
+        Ok(done)
+    }
+
+    /// Sends a whole message, with at most one descriptor.
+    ///
+    /// # Errors
+    /// When the front end is gone, or takes no reply for 5 seconds.
+    pub fn send(&self, message: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<()> {
+        send_all(&self.socket, message, fd)
+    }
+}
+
+/// Sends a whole message on a socket.
+///
+/// # Errors
+/// When the peer is gone or takes nothing.
+pub fn send_all(socket: impl AsFd, message: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<()> {
+    let mut done = 0;
+    while done < message.len() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds: SmallVec<[BorrowedFd<'_>; 1]> = fd.filter(|_| done == 0).into_iter().collect();
+        if !fds.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&fds));
+        }
+        match sendmsg(&socket, &[IoSlice::new(&message[done..])], &mut control, SendFlags::NOSIGNAL) {
+            Ok(count) => done += count,
+            Err(Errno::INTR) => (),
+            Err(errno) => return Err(failed("send a vhost-user message", errno)),
+        }
+    }
+    Ok(())
+}
+
+/// One receive. More descriptors than any message has are an error; the kernel has closed the rest.
+fn recv_some(socket: &OwnedFd, into: &mut [u8], fds: &mut Fds) -> Result<usize> {
+    loop {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let result = recvmsg(socket, &mut [IoSliceMut::new(into)], &mut control, RecvFlags::CMSG_CLOEXEC);
+        match result {
+            Ok(received) => {
+                for message in control.drain() {
+                    if let RecvAncillaryMessage::ScmRights(rights) = message {
+                        fds.extend(rights);
+                    }
+                }
+                if received.flags.contains(ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
+                    return Err(Error::new(ErrorKind::Protocol, "more descriptors came than a message has"));
+                }
+                return Ok(received.bytes);
+            }
+            Err(Errno::INTR) => (),
+            Err(Errno::CONNRESET) => return Ok(0),
+            Err(errno) => return Err(failed("receive a vhost-user message", errno)),
+        }
+    }
+}
+
+fn failed(what: &str, errno: Errno) -> Error {
+    match errno {
+        Errno::AGAIN => Error::new(ErrorKind::TimedOut, format!("{what}: the front end is stuck within a message")),
+        errno => Error::io(what, io::Error::from(errno)),
+    }
+}

@@ -1,0 +1,118 @@
+//! What the device says of itself: feature bits and the configuration space of a virtio block device.
+//!
+//! Virtual I/O Device Version 1.2, sections 5.2.3 (feature bits) and 5.2.4 (struct virtio_blk_config).
+
+use spile_core::{DiskInfo, SECTOR_BYTES};
+
+/// Feature bits.
+pub mod feature {
+    /// The configuration has the largest segment.
+    pub const SIZE_MAX: u64 = 1 << 1;
+    /// The configuration has the most segments.
+    pub const SEG_MAX: u64 = 1 << 2;
+    /// The disk is read-only.
+    pub const RO: u64 = 1 << 5;
+    /// The configuration has the size of a block.
+    pub const BLK_SIZE: u64 = 1 << 6;
+    /// FLUSH.
+    pub const FLUSH: u64 = 1 << 9;
+    /// The configuration has physical block and optimal sizes.
+    pub const TOPOLOGY: u64 = 1 << 10;
+    /// The driver may switch the write cache.
+    pub const CONFIG_WCE: u64 = 1 << 11;
+    /// Several queues.
+    pub const MQ: u64 = 1 << 12;
+    /// DISCARD.
+    pub const DISCARD: u64 = 1 << 13;
+    /// WRITE_ZEROES.
+    pub const WRITE_ZEROES: u64 = 1 << 14;
+    /// Pages that the device writes are logged (VHOST_F_LOG_ALL).
+    pub const LOG_ALL: u64 = 1 << 26;
+    /// Indirect descriptors.
+    pub const INDIRECT_DESC: u64 = 1 << 28;
+    /// Event indices.
+    pub const EVENT_IDX: u64 = 1 << 29;
+    /// The front end knows protocol features (VHOST_USER_F_PROTOCOL_FEATURES).
+    pub const PROTOCOL_FEATURES: u64 = 1 << 30;
+    /// Not a device of before virtio 1.0.
+    pub const VERSION_1: u64 = 1 << 32;
+}
+
+/// Ranges in one discard or write of zeroes.
+pub const MAX_DISCARD_SEGMENTS: u32 = 16;
+/// Sectors in one of them: 2 GiB.
+pub const MAX_DISCARD_SECTORS: u32 = 4 << 20;
+/// Data segments in one request: what fits a queue of 128 beside header and status, the default of QEMU.
+const SEG_MAX: u32 = 126;
+/// Bytes in one segment.
+const SIZE_MAX: u32 = 4 << 20;
+const PHYSICAL_BYTES: u64 = 4096;
+
+/// Where the driver may write: the switch of the write cache.
+pub const WRITEBACK_AT: u32 = 32;
+/// Bytes of the configuration space, beyond which it reads as zeroes.
+pub const CONFIG_BYTES: usize = 60;
+
+/// The features that a disk offers.
+pub fn features(read_only: bool) -> u64 {
+    use feature::*;
+    let reads = SIZE_MAX | SEG_MAX | BLK_SIZE | TOPOLOGY | MQ | INDIRECT_DESC | EVENT_IDX | VERSION_1 | FLUSH;
+    let vhost = LOG_ALL | PROTOCOL_FEATURES;
+    let writes = if read_only { RO } else { CONFIG_WCE | DISCARD | WRITE_ZEROES };
+    reads | vhost | writes
+}
+
+/// The configuration space.
+pub fn space(info: &DiskInfo, queues: u16, is_writeback: bool) -> [u8; CONFIG_BYTES] {
+    let mut space = [0; CONFIG_BYTES];
+    let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
+    let sectors = |bytes: u64| (bytes / SECTOR_BYTES) as u32;
+    put(0, &(info.size_bytes / SECTOR_BYTES).to_le_bytes());
+    put(8, &SIZE_MAX.to_le_bytes());
+    put(12, &SEG_MAX.to_le_bytes());
+    put(20, &(SECTOR_BYTES as u32).to_le_bytes());
+    // Topology: log2 of blocks in a physical one; no offset; the smallest and the best size in blocks.
+    put(24, &[(PHYSICAL_BYTES / SECTOR_BYTES).ilog2() as u8, 0]);
+    put(26, &((PHYSICAL_BYTES / SECTOR_BYTES) as u16).to_le_bytes());
+    put(28, &sectors(u64::from(info.preferred_bytes)).to_le_bytes());
+    put(WRITEBACK_AT as usize, &[u8::from(is_writeback)]);
+    put(34, &queues.to_le_bytes());
+    put(36, &MAX_DISCARD_SECTORS.to_le_bytes());
+    put(40, &MAX_DISCARD_SEGMENTS.to_le_bytes());
+    put(44, &sectors(u64::from(info.discard_align_bytes)).max(1).to_le_bytes());
+    put(48, &MAX_DISCARD_SECTORS.to_le_bytes());
+    put(52, &MAX_DISCARD_SEGMENTS.to_le_bytes());
+    put(56, &[1]);
+    space
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_space_is_as_the_specification_lays_it_out() {
+        let info = DiskInfo {
+            size_bytes: 3 << 40,
+            request_align_bytes: 1,
+            memory_align_bytes: 1,
+            preferred_bytes: 2 << 20,
+            discard_align_bytes: 4096,
+            read_only: false,
+            fast_zero: true,
+        };
+        let space = space(&info, 5, true);
+        let u32_at = |at: usize| u32::from_le_bytes(space[at..at + 4].try_into().unwrap());
+        assert_eq!(u64::from_le_bytes(space[..8].try_into().unwrap()), 3 << 31);
+        assert_eq!((u32_at(12), u32_at(20), u32_at(28), u32_at(44)), (126, 512, 4096, 8));
+        assert_eq!((space[24], space[32], space[34], space[56]), (3, 1, 5, 1));
+        assert_eq!(space[16..20], [0; 4], "no geometry");
+    }
+
+    #[test]
+    fn a_read_only_disk_offers_no_way_to_write() {
+        assert_eq!(features(true) & (feature::DISCARD | feature::WRITE_ZEROES | feature::CONFIG_WCE), 0);
+        assert_ne!(features(true) & feature::RO, 0);
+        assert_eq!(features(false) & feature::RO, 0);
+    }
+}

@@ -1,0 +1,178 @@
+//! From a request to its status: the one place where a disk's answers become a block device's.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use spile_core::{
+    Disk, Error, ErrorKind, Extent, GuestOffset, MAX_REQUEST_BYTES, Result, SECTOR_BYTES, Segments, WriteZeroes,
+};
+
+use crate::config::{MAX_DISCARD_SECTORS, MAX_DISCARD_SEGMENTS};
+use crate::request::{Command, Request};
+
+/// How a request ended (section 5.2.6, VIRTIO_BLK_S_*).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Done.
+    Ok = 0,
+    /// Failed.
+    IoError = 1,
+    /// Not known here.
+    Unsupported = 2,
+}
+
+/// Bytes of the answer to GET_ID.
+pub const ID_BYTES: usize = 20;
+/// Bytes of one range of a discard: sector, sectors, flags.
+const RANGE_BYTES: usize = 16;
+const MAY_UNMAP: u32 = 1;
+
+/// What a connection's requests need beside the disk.
+pub struct Target<D> {
+    /// The disk.
+    pub disk: D,
+    /// For messages: the disk's name.
+    pub name: String,
+    /// What GET_ID answers, padded with zeroes.
+    pub id: [u8; ID_BYTES],
+    /// Refuse writes.
+    pub read_only: bool,
+    /// Every write is to be durable before it is answered: the driver cannot or does not want to flush.
+    pub is_write_through: AtomicBool,
+    /// Requests that failed, for the log.
+    pub failures: AtomicU64,
+}
+
+impl<D: Disk> Target<D> {
+    /// Does what the request asks for. The status, and how many bytes of data the driver finds written.
+    pub async fn execute(&self, request: &Request) -> (Status, u32) {
+        match self.run(request).await {
+            Ok(written) => (Status::Ok, written),
+            Err(error) => {
+                self.log_failure(request, &error);
+                let unsupported = error.kind() == ErrorKind::Unsupported;
+                (if unsupported { Status::Unsupported } else { Status::IoError }, 0)
+            }
+        }
+    }
+
+    async fn run(&self, request: &Request) -> Result<u32> {
+        if !request.is_sound {
+            return refuse("the header or data lie outside the guest's memory");
+        }
+        match request.command {
+            Command::Read => self.read(request).await,
+            Command::Write => self.write(request).await,
+            Command::Flush => self.disk.flush().await.map(|()| 0),
+            Command::GetId => self.id(&request.data),
+            Command::Discard => self.for_each_range(&request.data, false).await,
+            Command::WriteZeroes => self.for_each_range(&request.data, true).await,
+            Command::Unknown(number) => {
+                Err(Error::new(ErrorKind::Unsupported, format!("there is no request of type {number}")))
+            }
+        }
+    }
+
+    async fn read(&self, request: &Request) -> Result<u32> {
+        self.disk.read(extent(request)?, &request.data).await?;
+        Ok(request.data.len() as u32)
+    }
+
+    async fn write(&self, request: &Request) -> Result<u32> {
+        self.check_writable()?;
+        self.disk.write(extent(request)?, &request.data, self.is_write_through()).await?;
+        Ok(0)
+    }
+
+    fn is_write_through(&self) -> bool {
+        self.is_write_through.load(Ordering::Relaxed)
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        match self.read_only {
+            true => Err(Error::new(ErrorKind::ReadOnly, "the disk is served read-only")),
+            false => Ok(()),
+        }
+    }
+
+    fn id(&self, data: &Segments) -> Result<u32> {
+        let len = data.len().min(ID_BYTES);
+        data.copy_from_slice(0, &self.id[..len]);
+        Ok(len as u32)
+    }
+
+    /// Discards or zeroes each range that `data` lists (section 5.2.6.2).
+    async fn for_each_range(&self, data: &Segments, zeroes: bool) -> Result<u32> {
+        self.check_writable()?;
+        let count = data.len() / RANGE_BYTES;
+        if !data.len().is_multiple_of(RANGE_BYTES) || !(1..=MAX_DISCARD_SEGMENTS as usize).contains(&count) {
+            return refuse("the list of ranges has an odd length, or too many");
+        }
+        // All are read and checked before the first is done: the guest cannot change them meanwhile.
+        let mut bytes = [0; RANGE_BYTES * MAX_DISCARD_SEGMENTS as usize];
+        let bytes = &mut bytes[..data.len()];
+        data.copy_to_slice(0, bytes);
+        let (ranges, _) = bytes.as_chunks::<RANGE_BYTES>();
+        let size_bytes = self.disk.info().size_bytes;
+        for range in ranges {
+            range_of(range, zeroes, size_bytes)?;
+        }
+        for range in ranges {
+            let (extent, may_unmap) = range_of(range, zeroes, size_bytes)?;
+            match zeroes {
+                true => self.disk.write_zeroes(extent, WriteZeroes { may_unmap, only_if_fast: false }).await?,
+                false => self.disk.discard(extent).await?,
+            }
+        }
+        if self.is_write_through() {
+            self.disk.flush().await?;
+        }
+        Ok(0)
+    }
+
+    /// Logs a failure: the first, then each time their number has doubled.
+    fn log_failure(&self, request: &Request, error: &Error) {
+        let count = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
+        if count.is_power_of_two() {
+            let (name, command) = (&self.name, request.command);
+            let (offset, len) = (request.offset.map(|offset| offset.0), request.data.len());
+            tracing::warn!(disk = %name, ?command, offset, len, count, %error, "vhost-user request failed");
+        }
+    }
+}
+
+fn refuse<T>(what: &str) -> Result<T> {
+    Err(Error::new(ErrorKind::InvalidInput, what))
+}
+
+/// The extent of a read or write.
+fn extent(request: &Request) -> Result<Extent> {
+    let len_bytes = request.data.len() as u64;
+    let end = request.offset.and_then(|offset| offset.0.checked_add(len_bytes));
+    match request.offset.zip(end) {
+        Some((offset, _)) if len_bytes.is_multiple_of(SECTOR_BYTES) && len_bytes <= MAX_REQUEST_BYTES => {
+            Ok(Extent { offset, len_bytes })
+        }
+        _ => refuse("offset or length are not whole sectors, or too large"),
+    }
+}
+
+/// One range of a discard or write of zeroes, and whether its space may be freed.
+fn range_of(bytes: &[u8; RANGE_BYTES], zeroes: bool, size_bytes: u64) -> Result<(Extent, bool)> {
+    let (sector, rest) = bytes.split_first_chunk().expect("16 bytes hold 8");
+    let (sectors, flags) = rest.split_first_chunk().expect("8 bytes hold 4");
+    let (sector, sectors) = (u64::from_le_bytes(*sector), u32::from_le_bytes(*sectors));
+    let flags = u32::from_le_bytes(flags.try_into().expect("4 bytes are left"));
+    if flags & !(if zeroes { MAY_UNMAP } else { 0 }) != 0 {
+        return Err(Error::new(ErrorKind::Unsupported, format!("a range with flags {flags:#x}")));
+    }
+    let len_bytes = u64::from(sectors) * SECTOR_BYTES;
+    let offset = sector.checked_mul(SECTOR_BYTES);
+    let fits = |offset: &u64| offset.checked_add(len_bytes).is_some_and(|end| end <= size_bytes);
+    match offset.filter(fits) {
+        Some(offset) if sectors <= MAX_DISCARD_SECTORS => {
+            Ok((Extent { offset: GuestOffset(offset), len_bytes }, flags & MAY_UNMAP != 0))
+        }
+        _ => Err(Error::new(ErrorKind::OutOfRange, format!("sectors {sector} + {sectors} are not in the disk"))),
+    }
+}

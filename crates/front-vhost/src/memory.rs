@@ -1,0 +1,239 @@
+//! A guest's memory: regions of files that the front end shares, looked up by the guest's or the front end's addresses.
+//!
+//! Nothing here trusts an address: each is looked up with its whole length, and what lies in no region is an error of
+//! that request only. Segments keep their mapping, so a region may be removed while a request still uses it.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use rustix::fs::{FileType, fstat, fstatfs};
+use spile_core::{Error, ErrorKind, Result, Segment, Segments};
+
+use crate::wire::RegionInfo;
+
+/// The most regions a guest's memory may have: QEMU's own limit is 509.
+pub const MAX_SLOTS: u64 = 512;
+
+/// File systems on which another program decides how long a touch takes.
+const FUSE_MAGIC: i64 = 0x6573_5546;
+
+/// One region.
+#[derive(Clone)]
+pub struct Region {
+    /// As the front end described it.
+    pub info: RegionInfo,
+    /// To pass it on to a successor.
+    pub file: Arc<OwnedFd>,
+    bytes: Segment,
+}
+
+impl Region {
+    /// Maps the region.
+    ///
+    /// # Errors
+    /// `InvalidInput` when addresses overflow or the file is not as long as said or of a kind that is not mapped.
+    pub fn map(info: RegionInfo, file: Arc<OwnedFd>) -> Result<Self> {
+        let refuse = |what: &str| Err(Error::new(ErrorKind::InvalidInput, format!("memory region {info:x?}: {what}")));
+        let overflows = |start: u64| start.checked_add(info.len_bytes).is_none();
+        if info.len_bytes == 0 || overflows(info.guest_addr) || overflows(info.user_addr) {
+            return refuse("its length is zero or its end overflows");
+        }
+        let failed = |source: rustix::io::Errno| Error::io("look at the file of a memory region", source.into());
+        let kind = FileType::from_raw_mode(fstat(&*file).map_err(failed)?.st_mode);
+        if kind != FileType::RegularFile || fstatfs(&*file).map_err(failed)?.f_type as i64 == FUSE_MAGIC {
+            return refuse("its file is neither memory (memfd, hugetlbfs, tmpfs) nor a plain file");
+        }
+        let Ok(len) = usize::try_from(info.len_bytes) else { return refuse("it is too long") };
+        let bytes = Segment::map_shared(&*file, info.file_offset_bytes, len).map_err(|source| {
+            Error::io("map a guest's memory", source).hint("is the file as long as the region, and shared (share=on)?")
+        })?;
+        Ok(Self { info, file, bytes })
+    }
+
+    /// The offset of `addr` in the region that starts at `start`.
+    fn offset(&self, start: u64, addr: u64) -> Option<usize> {
+        addr.checked_sub(start).filter(|offset| *offset < self.info.len_bytes).map(|offset| offset as usize)
+    }
+}
+
+/// All regions, in the order of their guest addresses. A changed memory is a new value: rings in use keep the old.
+#[derive(Clone, Default)]
+pub struct GuestMemory {
+    regions: Vec<Region>,
+}
+
+impl GuestMemory {
+    /// The memory with one more region.
+    ///
+    /// # Errors
+    /// `InvalidInput` when it overlaps another, `Exhausted` when there are too many.
+    pub fn with(&self, region: Region) -> Result<Self> {
+        let overlaps = |a: u64, b: u64, other: &RegionInfo| {
+            a < b.saturating_add(other.len_bytes) && b < a.saturating_add(region.info.len_bytes)
+        };
+        let clash = self.regions.iter().map(|other| other.info).find(|other| {
+            overlaps(region.info.guest_addr, other.guest_addr, other)
+                || overlaps(region.info.user_addr, other.user_addr, other)
+        });
+        if let Some(other) = clash {
+            let what = format!("memory region {:x?} overlaps {other:x?}", region.info);
+            return Err(Error::new(ErrorKind::InvalidInput, what));
+        }
+        if self.regions.len() as u64 >= MAX_SLOTS {
+            return Err(Error::new(ErrorKind::Exhausted, format!("more than {MAX_SLOTS} memory regions")));
+        }
+        let mut regions = self.regions.clone();
+        let at = regions.partition_point(|other| other.info.guest_addr < region.info.guest_addr);
+        regions.insert(at, region);
+        Ok(Self { regions })
+    }
+
+    /// The memory without the region of this guest address, front end's address and length.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none.
+    pub fn without(&self, info: &RegionInfo) -> Result<Self> {
+        let key = |info: &RegionInfo| (info.guest_addr, info.user_addr, info.len_bytes);
+        let mut regions = self.regions.clone();
+        regions.retain(|region| key(&region.info) != key(info));
+        match regions.len() < self.regions.len() {
+            true => Ok(Self { regions }),
+            false => Err(Error::new(ErrorKind::NotFound, format!("there is no memory region {info:x?}"))),
+        }
+    }
+
+    /// The regions.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// True when a file was cut short and memory was lost.
+    pub fn is_lost(&self) -> bool {
+        self.regions.iter().any(|region| region.bytes.is_lost())
+    }
+
+    fn find(&self, addr: u64) -> Option<(&Region, usize)> {
+        let at = self.regions.partition_point(|region| region.info.guest_addr <= addr);
+        let region = &self.regions[at.checked_sub(1)?];
+        Some((region, region.offset(region.info.guest_addr, addr)?))
+    }
+
+    /// `len` bytes at an address of the front end; they lie in one region.
+    pub fn at_user(&self, addr: u64, len: usize) -> Option<Segment> {
+        let offset = |region: &Region| region.offset(region.info.user_addr, addr);
+        let (region, offset) = self.regions.iter().find_map(|region| Some((region, offset(region)?)))?;
+        slice(region, offset, len)
+    }
+
+    /// `len` bytes at an address of the guest, all in one region.
+    pub fn contiguous(&self, addr: u64, len: usize) -> Option<Segment> {
+        let (region, offset) = self.find(addr)?;
+        slice(region, offset, len)
+    }
+
+    /// Appends `len` bytes at an address of the guest to `to`. They may go on from one region to the next, where the
+    /// guest sees no seam. False, with nothing or a part appended, when some of them are in no region.
+    pub fn append(&self, mut addr: u64, len: u64, to: &mut Segments) -> bool {
+        let mut left = len;
+        while left > 0 {
+            let Some((region, offset)) = self.find(addr) else { return false };
+            let part = left.min(region.info.len_bytes - offset as u64);
+            to.push(region.bytes.slice(offset..offset + part as usize));
+            left -= part;
+            let Some(next) = addr.checked_add(part) else { return left == 0 };
+            addr = next;
+        }
+        true
+    }
+
+    /// The `N` bytes at an address of the guest, each read once.
+    pub fn read<const N: usize>(&self, addr: u64) -> Option<[u8; N]> {
+        let (region, offset) = self.find(addr)?;
+        if offset + N <= region.bytes.len() {
+            return Some(region.bytes.read_array(offset));
+        }
+        let mut array = [0; N];
+        let mut list = Segments::new();
+        self.append(addr, N as u64, &mut list).then(|| list.copy_to_slice(0, &mut array))?;
+        Some(array)
+    }
+
+    /// Writes one byte at an address of the guest; false when it is in no region.
+    pub fn write_byte(&self, addr: u64, byte: u8) -> bool {
+        let found = self.find(addr);
+        if let Some((region, offset)) = found {
+            region.bytes.store_u8(offset, byte, std::sync::atomic::Ordering::Relaxed);
+        }
+        found.is_some()
+    }
+}
+
+fn slice(region: &Region, offset: usize, len: usize) -> Option<Segment> {
+    let end = offset.checked_add(len).filter(|end| *end <= region.bytes.len())?;
+    Some(region.bytes.slice(offset..end))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    fn file(len: u64) -> Arc<OwnedFd> {
+        let fd = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, len).unwrap();
+        Arc::new(fd)
+    }
+
+    fn info(guest_addr: u64, len_bytes: u64) -> RegionInfo {
+        RegionInfo { guest_addr, len_bytes, user_addr: guest_addr.wrapping_add(1 << 40), file_offset_bytes: 0 }
+    }
+
+    /// Memory of regions that start at these addresses and have this length each.
+    pub(crate) fn memory(starts: &[u64], len: u64) -> GuestMemory {
+        starts.iter().fold(GuestMemory::default(), |memory, start| {
+            memory.with(Region::map(info(*start, len), file(len)).unwrap()).unwrap()
+        })
+    }
+
+    #[test]
+    fn bytes_go_on_from_one_region_to_the_next() {
+        let memory = memory(&[0x2000, 0x1000, 0x5000], 0x1000);
+        let mut list = Segments::new();
+        assert!(memory.append(0x1ff0, 0x20, &mut list));
+        assert_eq!(list.iter().map(Segment::len).collect::<Vec<_>>(), [16, 16]);
+        list.copy_from_slice(14, b"seam");
+        assert_eq!(memory.read::<4>(0x1ffe), Some(*b"seam"));
+        assert!(memory.contiguous(0x1ff0, 16).is_some() && memory.contiguous(0x1ff0, 17).is_none());
+    }
+
+    #[test]
+    fn holes_and_overflows_are_found() {
+        let memory = memory(&[0x1000, 0x3000], 0x1000);
+        let fits = |addr, len| memory.append(addr, len, &mut Segments::new());
+        assert!(fits(0x1000, 0x1000) && fits(0x3fff, 1));
+        assert!(
+            !fits(0x1fff, 2) && !fits(0xfff, 1) && !fits(0x4000, 1) && !fits(u64::MAX, 2) && !fits(0x3000, u64::MAX)
+        );
+        assert_eq!(memory.read::<16>(0x1ff8), None);
+        assert!(!memory.write_byte(0x2000, 1) && memory.write_byte(0x1fff, 1));
+        assert!(memory.at_user((1 << 40) + 0x1000, 0x1000).is_some());
+        assert!(memory.at_user((1 << 40) + 0x1001, 0x1000).is_none());
+        assert!(memory.at_user(0x1000, 1).is_none() && memory.at_user(u64::MAX, 2).is_none());
+    }
+
+    #[test]
+    fn regions_do_not_overlap_and_are_removed_by_what_they_are() {
+        let memory = memory(&[0x1000], 0x1000);
+        assert!(memory.with(Region::map(info(0x1fff, 0x1000), file(0x1000)).unwrap()).is_err());
+        assert!(memory.without(&info(0x1000, 0x2000)).is_err());
+        assert!(memory.without(&info(0x1000, 0x1000)).unwrap().regions().is_empty());
+    }
+
+    #[test]
+    fn what_cannot_be_mapped_is_refused() {
+        assert!(Region::map(info(0, 0x1001), file(0x1000)).is_err());
+        assert!(Region::map(info(u64::MAX - 5, 0x1000), file(0x1000)).is_err());
+        assert!(Region::map(info(0, 0), file(0x1000)).is_err());
+        let (_ours, theirs) = rustix::pipe::pipe().unwrap();
+        assert!(Region::map(info(0, 4096), Arc::new(theirs)).is_err());
+    }
+}

@@ -1,0 +1,324 @@
+//! One virtqueue at work: a task on one worker that pops, executes, answers and notifies.
+//!
+//! A turn: answer what has ended, pop and start what is new, publish, notify the driver once. When there is nothing to do
+//! the worker watches the ring ([`spile_engine::watch`]), and asks the driver for kicks only before it sleeps. The task
+//! ends when it is told to stop and nothing is in flight, or when the driver has broken the ring; a stopped queue can be
+//! started again where it ended, by this process or another.
+
+use std::future::poll_fn;
+use std::ops::ControlFlow;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use spile_core::Disk;
+use spile_engine::{Event, Pollable, unwatch, watch};
+
+use crate::execute::Target;
+use crate::inflight::InflightQueue;
+use crate::log::Log;
+use crate::memory::GuestMemory;
+use crate::metrics::QueueCounters;
+use crate::request::{Parser, Request};
+use crate::ring::{Broken, Ring};
+use crate::slots::{Bell, Desk, Done, Slots};
+
+/// Chains that are popped before what has ended is looked at.
+const BATCH: usize = 64;
+/// Answers that are held back at most, so that a driver that polls can go on while we work.
+const PUBLISH: usize = 16;
+/// Turns before other tasks of the worker get theirs.
+const TURNS: usize = 4;
+
+/// What the control of a queue and its task share.
+#[derive(Default)]
+pub(crate) struct Link {
+    pub(crate) bell: Arc<Bell>,
+    stop: AtomicBool,
+    /// How the driver hears of answers. The front end changes it at any time.
+    call: Mutex<Option<Arc<Event>>>,
+}
+
+impl Link {
+    /// Pops no more; the task ends when nothing is in flight.
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+
+    /// A link of the same call for the queue's next start.
+    pub(crate) fn fresh(&self) -> Self {
+        Self { call: Mutex::new(self.call()), ..Self::default() }
+    }
+
+    /// Changes how the driver hears of answers. It is rung once: it may have missed one in between.
+    pub(crate) fn set_call(&self, call: Option<Arc<Event>>) {
+        if let Some(event) = &call {
+            event.ring();
+        }
+        *self.call.lock().unwrap_or_else(|e| e.into_inner()) = call;
+    }
+
+    pub(crate) fn call(&self) -> Option<Arc<Event>> {
+        self.call.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    fn ring_call(&self) {
+        if let Some(event) = &*self.call.lock().unwrap_or_else(|e| e.into_inner()) {
+            event.ring();
+        }
+    }
+}
+
+/// Where the writes of a queue are logged.
+pub(crate) struct QueueLog {
+    pub(crate) log: Log,
+    /// Data and status are logged.
+    pub(crate) logs_data: bool,
+    /// The address under which the used ring is logged, if it is.
+    pub(crate) used_addr: Option<u64>,
+}
+
+/// All that a queue starts with.
+pub(crate) struct Setup<D> {
+    pub(crate) target: Arc<Target<D>>,
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) ring: Ring,
+    pub(crate) has_indirect: bool,
+    pub(crate) inflight: Option<InflightQueue>,
+    /// Chains that a server before us had popped and not answered, oldest first.
+    pub(crate) again: Vec<u16>,
+    pub(crate) log: Option<QueueLog>,
+    pub(crate) kick: Arc<Event>,
+    pub(crate) link: Arc<Link>,
+    pub(crate) counters: Arc<QueueCounters>,
+}
+
+/// How a queue ended.
+pub(crate) struct Ended {
+    /// Where to go on.
+    pub(crate) next_avail: u16,
+    /// Why it cannot go on.
+    pub(crate) broken: Option<Broken>,
+}
+
+/// Serves a queue to its end.
+pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
+    let Setup { target, memory, ring, inflight, again, log, kick, link, counters, has_indirect } = setup;
+    let is_logged = log.as_ref().is_some_and(|log| log.logs_data);
+    let make = |desk: Rc<Desk>| {
+        let target = target.clone();
+        async move {
+            loop {
+                let request = desk.next().await;
+                let (status, written_bytes) = target.execute(&request).await;
+                desk.answer(Done { request, status, written_bytes });
+            }
+        }
+    };
+    let mut slots = Slots::new(link.bell.clone(), make);
+    let ring = Rc::new(WatchedRing(ring));
+    let parser = Parser::new(has_indirect, is_logged);
+    let side = Side { ring: ring.clone(), memory, inflight, log, counters, batch: Vec::new(), since_call: None };
+    let mut queue = Queue { side, parser, link, again, again_at: 0, broken: None };
+    let watched: Rc<dyn Pollable> = ring.clone();
+    let mut kicked = Box::pin(kick.wait());
+    queue.side.counters.started();
+    poll_fn(|context| {
+        for _ in 0..TURNS {
+            if queue.turn(&mut slots, context).is_continue() {
+                continue;
+            }
+            if queue.is_over(slots.busy()) {
+                return Poll::Ready(());
+            }
+            if !queue.takes_new() {
+                return Poll::Pending;
+            }
+            match kicked.as_mut().poll(context) {
+                Poll::Ready(Ok(())) => kicked.set(kick.wait()),
+                Poll::Ready(Err(error)) => queue.stop_for(error),
+                Poll::Pending => {
+                    ring.0.suppress();
+                    watch(watched.clone(), context.waker());
+                    return Poll::Pending;
+                }
+            }
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+    unwatch(&watched);
+    queue.side.counters.stopped();
+    Ended { next_avail: ring.0.next_avail(), broken: queue.broken }
+}
+
+/// The ring, for the worker to look at.
+struct WatchedRing(Ring);
+
+impl Pollable for WatchedRing {
+    fn is_ready(&self) -> bool {
+        self.0.has_next()
+    }
+
+    fn arm(&self) -> bool {
+        self.0.arm()
+    }
+}
+
+/// The driver's side of a queue: where answers go.
+struct Side {
+    ring: Rc<WatchedRing>,
+    memory: Arc<GuestMemory>,
+    inflight: Option<InflightQueue>,
+    log: Option<QueueLog>,
+    counters: Arc<QueueCounters>,
+    /// Heads in the used ring that are not published.
+    batch: Vec<u16>,
+    /// The used index before the first answer that the driver was not told of.
+    since_call: Option<u16>,
+}
+
+impl Side {
+    fn is_lost(&self) -> bool {
+        self.memory.is_lost()
+            || self.ring.0.is_lost()
+            || self.inflight.as_ref().is_some_and(InflightQueue::is_lost)
+            || self.log.as_ref().is_some_and(|log| log.log.is_lost())
+    }
+
+    fn answer(&mut self, done: &Done) {
+        let request = &done.request;
+        // The parser has found the place of the status.
+        self.memory.write_byte(request.status_addr, done.status as u8);
+        if let Some(log) = self.log.as_ref().filter(|log| log.logs_data) {
+            request.written.iter().for_each(|(addr, len)| log.log.mark(*addr, u64::from(*len)));
+            log.log.mark(request.status_addr, 1);
+        }
+        self.counters.answered(done.status);
+        self.put(request.head, done.written_bytes + 1);
+        if self.batch.len() >= PUBLISH {
+            self.publish();
+        }
+    }
+
+    fn put(&mut self, head: u16, written_bytes: u32) {
+        self.ring.0.add_used(head, written_bytes);
+        if let Some(inflight) = &self.inflight {
+            inflight.link(head);
+        }
+        self.batch.push(head);
+    }
+
+    /// Shows the driver what was answered.
+    fn publish(&mut self) {
+        if self.batch.is_empty() {
+            return;
+        }
+        let before = self.ring.0.published();
+        self.since_call.get_or_insert(before);
+        self.ring.0.publish();
+        if let Some(inflight) = &self.inflight {
+            inflight.unnote(&self.batch, self.ring.0.published());
+        }
+        if let Some((log, used_addr)) = self.log.as_ref().and_then(|log| Some((&log.log, log.used_addr?))) {
+            self.ring.0.written_since(before).for_each(|(offset, len)| log.mark(used_addr + offset, len));
+        }
+        self.batch.clear();
+    }
+
+    /// Publishes, and tells the driver if it wants to hear.
+    fn publish_and_call(&mut self, link: &Link) {
+        self.publish();
+        if self.since_call.take().is_some_and(|before| self.ring.0.wants_call(before)) {
+            self.counters.called();
+            link.ring_call();
+        }
+    }
+}
+
+struct Queue {
+    side: Side,
+    parser: Parser,
+    link: Arc<Link>,
+    again: Vec<u16>,
+    again_at: usize,
+    broken: Option<Broken>,
+}
+
+impl Queue {
+    fn takes_new(&self) -> bool {
+        self.broken.is_none() && !self.link.stop.load(Ordering::Acquire)
+    }
+
+    /// What a server before us left is done even when we are to stop: whoever goes on from our index would not know of it.
+    fn has_leave(&self) -> bool {
+        self.takes_new() || (self.broken.is_none() && self.again_at < self.again.len())
+    }
+
+    fn is_over(&self, busy: usize) -> bool {
+        !self.has_leave() && busy == 0
+    }
+
+    fn stop_for(&mut self, error: spile_core::Error) {
+        tracing::warn!(%error, "vhost-user: a queue's kicks cannot be heard");
+        self.broken = Some(Broken("its kicks cannot be heard"));
+    }
+
+    /// One turn; goes on when there was anything to do.
+    fn turn<F, M>(&mut self, slots: &mut Slots<F, M>, context: &Context<'_>) -> ControlFlow<()>
+    where
+        F: Future<Output = ()>,
+        M: Fn(Rc<Desk>) -> F,
+    {
+        let side = &mut self.side;
+        let mut worked = slots.poll_ready(context, |done| side.answer(&done));
+        let mut started = 0;
+        while started < BATCH && slots.busy() < usize::from(self.side.ring.0.size()) && self.has_leave() {
+            let Some(request) = self.next() else { break };
+            started += 1;
+            if let Some(done) = slots.start(request) {
+                self.side.answer(&done);
+            }
+        }
+        worked |= started > 0;
+        self.side.publish_and_call(&self.link);
+        if worked && self.side.is_lost() {
+            self.broken = Some(Broken("a file of the guest's shared memory was cut short"));
+        }
+        if worked { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    }
+
+    /// The next request, of those left to us first.
+    fn next(&mut self) -> Option<Request> {
+        let result = self.pop().and_then(|head| {
+            head.map(|head| self.parser.parse(&self.side.ring.0, &self.side.memory, head)).transpose()
+        });
+        match result {
+            Ok(request) => {
+                if let Some(request) = &request {
+                    self.side.counters.popped(request);
+                }
+                request
+            }
+            Err(broken) => {
+                self.broken = Some(broken);
+                None
+            }
+        }
+    }
+
+    fn pop(&mut self) -> Result<Option<u16>, Broken> {
+        if let Some(head) = self.again.get(self.again_at) {
+            self.again_at += 1;
+            return Ok(Some(*head));
+        }
+        let head = self.side.ring.0.pop()?;
+        if let (Some(head), Some(inflight)) = (head, &self.side.inflight) {
+            inflight.note(head);
+        }
+        Ok(head)
+    }
+}

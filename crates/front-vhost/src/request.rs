@@ -1,0 +1,369 @@
+//! From a descriptor chain to a request of a block device.
+//!
+//! Virtual I/O Device Version 1.2, section 5.2.6: a header of 16 bytes that the device reads, data, one status byte that
+//! it writes; how these are cut into descriptors means nothing (2.7.4.1). A chain that breaks the rules of rings
+//! (2.7.5) breaks the ring. A chain that is whole but whose request makes no sense is answered with an error.
+
+use smallvec::SmallVec;
+use spile_core::{GuestOffset, SECTOR_BYTES, Segments};
+
+use crate::memory::GuestMemory;
+use crate::ring::{Broken, Descriptor, Ring};
+
+/// Bytes of a request's header: type, reserved, sector.
+const HEADER_BYTES: u64 = 16;
+/// Descriptors in one chain at most, where the table is larger (the kernel's and QEMU's limit).
+const MAX_CHAIN: usize = 1024;
+
+/// What a request asks for (section 5.2.6, VIRTIO_BLK_T_*).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// IN.
+    Read,
+    /// OUT.
+    Write,
+    /// FLUSH.
+    Flush,
+    /// GET_ID.
+    GetId,
+    /// DISCARD.
+    Discard,
+    /// WRITE_ZEROES.
+    WriteZeroes,
+    /// Something else.
+    Unknown(u32),
+}
+
+impl From<u32> for Command {
+    fn from(number: u32) -> Self {
+        match number {
+            0 => Self::Read,
+            1 => Self::Write,
+            4 => Self::Flush,
+            8 => Self::GetId,
+            11 => Self::Discard,
+            13 => Self::WriteZeroes,
+            other => Self::Unknown(other),
+        }
+    }
+}
+
+/// One request.
+#[derive(Debug)]
+pub struct Request {
+    /// Its chain: what to put into the used ring.
+    pub head: u16,
+    /// What to do.
+    pub command: Command,
+    /// Where, for reads and writes; `None` when the sector's offset overflows.
+    pub offset: Option<GuestOffset>,
+    /// What the device reads (all but the header), or for a read and GET_ID, writes (all but the status).
+    pub data: Segments,
+    /// The guest's address of the status byte.
+    pub status_addr: u64,
+    /// The parts of the guest's memory that the device writes, but for the status: for the log of dirty pages.
+    pub written: SmallVec<[(u64, u32); 2]>,
+    /// False when data or header lie outside the guest's memory.
+    pub is_sound: bool,
+}
+
+/// Reads chains. Keeps its lists from one to the next.
+#[derive(Default)]
+pub struct Parser {
+    readable: Vec<(u64, u32)>,
+    writable: Vec<(u64, u32)>,
+    /// INDIRECT_DESC has been agreed on.
+    pub has_indirect: bool,
+    /// Written parts are to be listed.
+    pub is_logged: bool,
+}
+
+impl Parser {
+    /// A parser for a queue's features.
+    pub fn new(has_indirect: bool, is_logged: bool) -> Self {
+        Self { has_indirect, is_logged, ..Self::default() }
+    }
+
+    /// Reads the chain at `head`.
+    ///
+    /// # Errors
+    /// When it breaks the rules of rings, or there is no byte where its status could go.
+    pub fn parse(&mut self, ring: &Ring, memory: &GuestMemory, head: u16) -> Result<Request, Broken> {
+        self.collect(ring, memory, head)?;
+        let status_addr = self.take_status(memory)?;
+        let header = take_header(&mut self.readable, memory);
+        let [number, _, low, high] = header.unwrap_or_default();
+        let command = Command::from(number);
+        let reads_disk = matches!(command, Command::Read | Command::GetId);
+        let list = if reads_disk { &self.writable } else { &self.readable };
+        let mut data = Segments::new();
+        let has_data = list.iter().all(|(addr, len)| memory.append(*addr, u64::from(*len), &mut data));
+        let sector = u64::from(high) << 32 | u64::from(low);
+        let written = match self.is_logged {
+            true => self.writable.iter().copied().collect(),
+            false => SmallVec::new(),
+        };
+        let is_sound = header.is_some() && has_data;
+        let offset = sector.checked_mul(SECTOR_BYTES).map(GuestOffset);
+        Ok(Request { head, command, offset, data, status_addr, written, is_sound })
+    }
+
+    /// Lists what the chain's descriptors describe.
+    fn collect(&mut self, ring: &Ring, memory: &GuestMemory, head: u16) -> Result<(), Broken> {
+        self.readable.clear();
+        self.writable.clear();
+        let mut index = head;
+        for _ in 0..ring.size() {
+            if index >= ring.size() {
+                return Err(Broken("a descriptor's next one is outside the table"));
+            }
+            let descriptor = ring.descriptor(index);
+            if descriptor.flags & Descriptor::INDIRECT != 0 {
+                return self.collect_indirect(memory, &descriptor);
+            }
+            self.add(&descriptor)?;
+            if descriptor.flags & Descriptor::NEXT == 0 {
+                return Ok(());
+            }
+            index = descriptor.next;
+        }
+        Err(Broken("a descriptor chain has more links than the ring: a circle"))
+    }
+
+    /// Lists what an indirect table describes (section 2.7.5.3). It is the end of its chain.
+    fn collect_indirect(&mut self, memory: &GuestMemory, table: &Descriptor) -> Result<(), Broken> {
+        let count = table.len / 16;
+        if !self.has_indirect {
+            return Err(Broken("an indirect descriptor that was not agreed on"));
+        }
+        if table.flags & Descriptor::NEXT != 0 || !table.len.is_multiple_of(16) || count == 0 {
+            return Err(Broken("an indirect descriptor with a next one, or of an odd length"));
+        }
+        let Some(bytes) = memory.contiguous(table.addr, table.len as usize) else {
+            return Err(Broken("an indirect table lies outside the guest's memory"));
+        };
+        let mut index = 0;
+        for _ in 0..count.min(u32::from(u16::MAX) + 1) {
+            if u32::from(index) >= count {
+                return Err(Broken("a descriptor's next one is outside its indirect table"));
+            }
+            let at = 16 * usize::from(index);
+            let (addr, rest) = (bytes.read_array(at), bytes.read_array(at + 8));
+            let descriptor = Descriptor::from_halves(u64::from_le_bytes(addr), u64::from_le_bytes(rest));
+            if descriptor.flags & Descriptor::INDIRECT != 0 {
+                return Err(Broken("an indirect descriptor in an indirect table"));
+            }
+            self.add(&descriptor)?;
+            if descriptor.flags & Descriptor::NEXT == 0 {
+                return Ok(());
+            }
+            index = descriptor.next;
+        }
+        Err(Broken("an indirect table's chain has more links than the table: a circle"))
+    }
+
+    fn add(&mut self, descriptor: &Descriptor) -> Result<(), Broken> {
+        let is_writable = descriptor.flags & Descriptor::WRITE != 0;
+        if descriptor.len == 0 {
+            return Err(Broken("a descriptor of no bytes"));
+        }
+        if !is_writable && !self.writable.is_empty() {
+            return Err(Broken("a descriptor to read behind one to write"));
+        }
+        if self.readable.len() + self.writable.len() >= MAX_CHAIN {
+            return Err(Broken("a chain of more than 1024 descriptors"));
+        }
+        let list = if is_writable { &mut self.writable } else { &mut self.readable };
+        list.push((descriptor.addr, descriptor.len));
+        Ok(())
+    }
+
+    /// Takes the last byte off what is writable.
+    fn take_status(&mut self, memory: &GuestMemory) -> Result<u64, Broken> {
+        let Some((addr, len)) = self.writable.last_mut() else {
+            return Err(Broken("a chain without a byte for its status"));
+        };
+        *len -= 1;
+        let status_addr = addr.checked_add(u64::from(*len)).ok_or(Broken("a descriptor's end overflows"))?;
+        if *len == 0 {
+            self.writable.pop();
+        }
+        match memory.contiguous(status_addr, 1) {
+            Some(_) => Ok(status_addr),
+            None => Err(Broken("a chain's status byte lies outside the guest's memory")),
+        }
+    }
+}
+
+/// Takes the header off what is readable: four numbers.
+fn take_header(readable: &mut Vec<(u64, u32)>, memory: &GuestMemory) -> Option<[u32; 4]> {
+    let (addr, len) = readable.first().copied()?;
+    let bytes = if u64::from(len) >= HEADER_BYTES {
+        memory.read::<{ HEADER_BYTES as usize }>(addr)?
+    } else {
+        read_split_header(readable, memory)?
+    };
+    let mut left = HEADER_BYTES as u32;
+    let whole = readable.iter().take_while(|(_, len)| left.checked_sub(*len).inspect(|rest| left = *rest).is_some());
+    let whole = whole.count();
+    readable.drain(..whole);
+    if let Some((addr, len)) = readable.first_mut().filter(|_| left > 0) {
+        *addr += u64::from(left);
+        *len -= left;
+    }
+    let (numbers, _) = bytes.as_chunks::<4>();
+    Some(std::array::from_fn(|at| u32::from_le_bytes(numbers[at])))
+}
+
+fn read_split_header(readable: &[(u64, u32)], memory: &GuestMemory) -> Option<[u8; HEADER_BYTES as usize]> {
+    let (mut bytes, mut list) = ([0; HEADER_BYTES as usize], Segments::new());
+    for (addr, len) in readable {
+        let left = HEADER_BYTES - list.len() as u64;
+        memory.append(*addr, left.min(u64::from(*len)), &mut list).then_some(())?;
+        if list.len() as u64 == HEADER_BYTES {
+            list.copy_to_slice(0, &mut bytes);
+            return Some(bytes);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::tests::memory;
+    use crate::ring::tests::Driver;
+
+    const W: u16 = Descriptor::WRITE;
+
+    struct Guest {
+        driver: Driver,
+        memory: GuestMemory,
+        parser: Parser,
+    }
+
+    impl Guest {
+        fn new() -> Self {
+            let parser = Parser::new(true, true);
+            Self { driver: Driver::new(8), memory: memory(&[0x1000, 0x2000, 0x4000], 0x1000), parser }
+        }
+
+        fn header(&self, at: u64, number: u32, sector: u64) {
+            let bytes = self.memory.contiguous(at, 16).unwrap();
+            bytes.copy_from_slice(0, &number.to_le_bytes());
+            bytes.copy_from_slice(8, &sector.to_le_bytes());
+        }
+
+        /// Describes a chain that begins at 0.
+        fn chain(&self, parts: &[(u64, u32, u16)]) {
+            for (index, (addr, len, flags)) in parts.iter().enumerate() {
+                let has_next = index + 1 < parts.len();
+                let flags = flags | if has_next { Descriptor::NEXT } else { 0 };
+                self.driver.describe(index as u16, *addr, *len, flags, index as u16 + 1);
+            }
+        }
+
+        fn parse(&mut self) -> Result<Request, Broken> {
+            self.parser.parse(&self.driver.ring(true, 0), &self.memory, 0)
+        }
+    }
+
+    #[test]
+    fn a_read_has_its_data_behind_the_header() {
+        let mut guest = Guest::new();
+        guest.header(0x1000, 0, 7);
+        guest.chain(&[(0x1000, 16, 0), (0x2000, 4096, W), (0x1100, 1, W)]);
+        let request = guest.parse().unwrap();
+        assert_eq!((request.command, request.offset), (Command::Read, Some(GuestOffset(3584))));
+        assert_eq!((request.data.len(), request.status_addr, request.is_sound), (4096, 0x1100, true));
+        assert_eq!(request.written.as_slice(), [(0x2000, 4096)]);
+    }
+
+    #[test]
+    fn the_cuts_between_descriptors_mean_nothing() {
+        let mut guest = Guest::new();
+        guest.header(0x1000, 1, 1);
+        // The header in three parts, the last with data behind it; data and status in one.
+        guest.chain(&[(0x1000, 3, 0), (0x1003, 5, 0), (0x1008, 8 + 512, 0), (0x2000, 10, W)]);
+        let request = guest.parse().unwrap();
+        assert_eq!((request.command, request.offset), (Command::Write, Some(GuestOffset(512))));
+        assert_eq!((request.data.len(), request.status_addr), (512, 0x2009));
+        assert_eq!(request.data.as_slice()[0].as_ptr(), guest.memory.contiguous(0x1010, 1).unwrap().as_ptr());
+    }
+
+    #[test]
+    fn data_may_go_on_into_the_next_region_but_not_into_a_hole() {
+        let mut guest = Guest::new();
+        guest.header(0x1000, 0, 0);
+        guest.chain(&[(0x1000, 16, 0), (0x1800, 0x1000, W), (0x4000, 1, W)]);
+        assert!(guest.parse().unwrap().is_sound);
+        guest.chain(&[(0x1000, 16, 0), (0x2800, 0x1000, W), (0x4000, 1, W)]);
+        assert!(!guest.parse().unwrap().is_sound);
+        guest.chain(&[(0x3ff8, 16, 0), (0x4000, 1, W)]);
+        assert!(!guest.parse().unwrap().is_sound);
+        guest.chain(&[(0x1000, 8, 0), (0x4000, 1, W)]);
+        assert!(!guest.parse().unwrap().is_sound, "half a header");
+    }
+
+    #[test]
+    fn indirect_tables_are_followed() {
+        let mut guest = Guest::new();
+        guest.header(0x1000, 4, 0);
+        let table = guest.memory.contiguous(0x2000, 48).unwrap();
+        let entry = |at: usize, addr: u64, len: u32, flags: u16, next: u16| {
+            table.copy_from_slice(16 * at, &addr.to_le_bytes());
+            table.copy_from_slice(16 * at + 8, &len.to_le_bytes());
+            table.copy_from_slice(16 * at + 12, &flags.to_le_bytes());
+            table.copy_from_slice(16 * at + 14, &next.to_le_bytes());
+        };
+        entry(0, 0x1000, 16, Descriptor::NEXT, 2);
+        entry(2, 0x1200, 1, W, 0);
+        guest.chain(&[(0x2000, 48, Descriptor::INDIRECT)]);
+        let request = guest.parse().unwrap();
+        assert_eq!((request.command, request.status_addr), (Command::Flush, 0x1200));
+        entry(2, 0x2000, 48, Descriptor::INDIRECT, 0);
+        assert!(guest.parse().is_err(), "indirect in indirect");
+        entry(2, 0x1200, 1, W | Descriptor::NEXT, 0);
+        assert!(guest.parse().is_err(), "a circle");
+        entry(2, 0x1200, 1, W | Descriptor::NEXT, 3);
+        assert!(guest.parse().is_err(), "outside its table");
+        for (addr, len, more) in [(0x2000, 47, 0), (0x2000, 0, 0), (0x2ff0, 48, 0), (0x2000, 48, Descriptor::NEXT)] {
+            guest.driver.describe(0, addr, len, Descriptor::INDIRECT | more, 1);
+            assert!(guest.parse().is_err(), "{addr:x} {len} {more}");
+        }
+        guest.driver.describe(0, 0x2000, 48, Descriptor::INDIRECT, 0);
+        entry(2, 0x1200, 1, W, 0);
+        assert!(guest.parse().is_ok());
+        guest.parser.has_indirect = false;
+        assert!(guest.parse().is_err(), "not agreed on");
+    }
+
+    #[test]
+    fn broken_chains_break_the_ring() {
+        let mut guest = Guest::new();
+        guest.header(0x1000, 0, 0);
+        guest.driver.describe(0, 0x1000, 16, Descriptor::NEXT, 0);
+        assert!(guest.parse().is_err(), "a circle");
+        guest.driver.describe(0, 0x1000, 16, Descriptor::NEXT, 8);
+        assert!(guest.parse().is_err(), "outside the table");
+        for parts in [
+            &[(0x1000, 16, 0)][..],
+            &[(0x1000, 16, 0), (0x2000, 0, W), (0x2000, 1, W)],
+            &[(0x1000, 16, W), (0x2000, 16, 0)],
+            &[(0x1000, 16, 0), (0x3000, 1, W)],
+            &[(0x1000, 16, 0), (u64::MAX, 2, W)],
+        ] {
+            guest.chain(parts);
+            assert!(guest.parse().is_err(), "{parts:x?}");
+        }
+    }
+
+    #[test]
+    fn a_sector_that_overflows_is_no_offset() {
+        let mut guest = Guest::new();
+        guest.header(0x1000, 0, u64::MAX);
+        guest.chain(&[(0x1000, 16, 0), (0x2000, 513, W)]);
+        let request = guest.parse().unwrap();
+        assert_eq!((request.offset, request.data.len()), (None, 512));
+    }
+}

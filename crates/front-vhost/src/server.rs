@@ -1,0 +1,415 @@
+//! [`Server`]: one disk for the front ends that connect to its sockets.
+//!
+//! Each connection has a thread, asleep but for its rare messages; its queues are tasks on the engine's workers.
+//! Several connections at a time serve the same disk: a guest that moves is connected twice for a moment.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::net::{Shutdown, shutdown};
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_engine::{Engine, Listener, sleep};
+
+use crate::channel::{Channel, Received};
+use crate::execute::{ID_BYTES, Target};
+use crate::handover::Handover;
+use crate::metrics::{QueueCounters, QueueMetrics};
+use crate::session::{Reply, Session};
+use crate::wire::{Invalid, Message};
+
+/// How a disk is served.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// For messages.
+    pub name: String,
+    /// What the guest reads as its disk's serial number: at most 20 bytes count.
+    pub serial: String,
+    /// The most queues that a guest may use, 1 to 256.
+    pub queues: u16,
+    /// Refuse writes even if the disk would take them.
+    pub read_only: bool,
+    /// Connections at a time; further ones are closed at once.
+    pub max_connections: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { name: String::new(), serial: String::new(), queues: 16, read_only: false, max_connections: 16 }
+    }
+}
+
+/// What all connections share.
+pub(crate) struct Shared<D> {
+    pub(crate) engine: Engine,
+    pub(crate) disk: Arc<D>,
+    pub(crate) config: Config,
+    counters: Vec<Arc<QueueCounters>>,
+    /// The worker of queue 0: servers of several disks do not all begin at the same.
+    first_worker: usize,
+    /// Readable once the connections are to end.
+    stop: OwnedFd,
+    is_stopping: AtomicBool,
+    /// Connections end to go on in another process.
+    is_handing_over: AtomicBool,
+    connections: Mutex<Connections<D>>,
+    one_is_over: Condvar,
+    complaints: AtomicU64,
+}
+
+struct Connections<D> {
+    next: u64,
+    open: HashMap<u64, Arc<Connection<D>>>,
+    threads: Vec<JoinHandle<()>>,
+    /// What goes on in another process.
+    kept: Vec<Handover>,
+}
+
+/// One front end.
+struct Connection<D> {
+    channel: Channel,
+    session: Mutex<Session<D>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl<D: Disk> Shared<D> {
+    pub(crate) fn worker(&self, queue: usize) -> usize {
+        (self.first_worker + queue) % self.engine.workers()
+    }
+
+    pub(crate) fn counters(&self, queue: u16) -> Arc<QueueCounters> {
+        self.counters[usize::from(queue)].clone()
+    }
+
+    pub(crate) fn target(&self) -> Target<Arc<D>> {
+        let mut id = [0; ID_BYTES];
+        let serial = self.config.serial.as_bytes();
+        let len = serial.len().min(ID_BYTES);
+        id[..len].copy_from_slice(&serial[..len]);
+        Target {
+            disk: self.disk.clone(),
+            name: self.config.name.clone(),
+            id,
+            read_only: self.config.read_only || self.disk.info().read_only,
+            // Until the driver has said that it can flush.
+            is_write_through: AtomicBool::new(true),
+            failures: AtomicU64::new(0),
+        }
+    }
+}
+
+impl<D> Shared<D> {
+    /// Bounds what a hostile front end can have us log: its first offence, then each time their number has doubled.
+    pub(crate) fn may_complain(&self) -> bool {
+        (self.complaints.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two()
+    }
+}
+
+/// How often a front end that waits for another's end looks whether it is gone itself.
+const ENDING_LOOK: Duration = Duration::from_millis(10);
+
+impl<D> Shared<D> {
+    /// Waits until every other connection whose front end is gone has answered its requests: they may be older writes of
+    /// the same guest.
+    ///
+    /// # Errors
+    /// `Shutdown` when this front end, on `own`, is gone as well.
+    pub(crate) fn wait_for_ending(&self, own: &OwnedFd) -> Result<()> {
+        let mut connections = lock(&self.connections);
+        loop {
+            if is_hung_up(own) {
+                return Err(Error::new(ErrorKind::Shutdown, "the front end is gone"));
+            }
+            let others = connections.open.values();
+            if !others.into_iter().any(|other| is_hung_up(other.channel.as_fd())) {
+                return Ok(());
+            }
+            let waited = self.one_is_over.wait_timeout(connections, ENDING_LOOK);
+            connections = waited.unwrap_or_else(|e| e.into_inner()).0;
+        }
+    }
+}
+
+fn is_hung_up(socket: impl AsFd) -> bool {
+    let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|count| count > 0)
+}
+
+/// Serves one disk. Dropping it stops it, but does not wait.
+pub struct Server<D: Disk> {
+    shared: Arc<Shared<D>>,
+    listeners: Mutex<Vec<Arc<Listener>>>,
+    /// Accept tasks that are not over.
+    accepting: Arc<AtomicUsize>,
+}
+
+impl<D: Disk> Server<D> {
+    /// A server of `disk` on `engine`'s workers. It serves nobody before [`Server::listen`].
+    ///
+    /// # Errors
+    /// `InvalidInput` when the count of queues is out of range or the disk's size is no whole number of sectors;
+    /// `Exhausted` when descriptors are short.
+    pub fn new(engine: Engine, disk: Arc<D>, config: Config) -> Result<Self> {
+        static NEXT_WORKER: AtomicUsize = AtomicUsize::new(0);
+        if !(1..=256).contains(&config.queues) {
+            let what = format!("{} queues: a disk has 1 to 256", config.queues);
+            return Err(Error::new(ErrorKind::InvalidInput, what));
+        }
+        let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::io("make an eventfd", errno.into()))?;
+        let shared = Shared {
+            counters: (0..config.queues).map(|_| Arc::default()).collect(),
+            first_worker: NEXT_WORKER.fetch_add(1, Ordering::Relaxed),
+            stop,
+            is_stopping: AtomicBool::new(false),
+            is_handing_over: AtomicBool::new(false),
+            connections: Mutex::new(Connections {
+                next: 0,
+                open: HashMap::new(),
+                threads: Vec::new(),
+                kept: Vec::new(),
+            }),
+            one_is_over: Condvar::new(),
+            complaints: AtomicU64::new(0),
+            engine,
+            disk,
+            config,
+        };
+        Ok(Self { shared: Arc::new(shared), listeners: Mutex::default(), accepting: Arc::default() })
+    }
+
+    /// Accepts front ends from `fd`, a bound and listening Unix socket. May be called several times.
+    ///
+    /// # Errors
+    /// `InvalidInput` when it is no listening stream socket.
+    pub fn listen(&self, fd: OwnedFd) -> Result<()> {
+        if !rustix::net::sockopt::socket_acceptconn(&fd).unwrap_or(false) {
+            return Err(Error::new(ErrorKind::InvalidInput, "the descriptor is not a listening socket"));
+        }
+        let listener = Arc::new(Listener::from_fd(fd)?);
+        lock(&self.listeners).push(listener.clone());
+        let (shared, accepting) = (self.shared.clone(), self.accepting.clone());
+        accepting.fetch_add(1, Ordering::AcqRel);
+        self.shared.engine.spawn_on(self.shared.first_worker, move || async move {
+            accept_all(&shared, &listener).await;
+            accepting.fetch_sub(1, Ordering::AcqRel);
+        });
+        Ok(())
+    }
+
+    /// Takes no new front end and no new request; what is in flight is answered. Does not wait.
+    pub fn stop(&self) {
+        self.shared.is_stopping.store(true, Ordering::Release);
+        let _ = rustix::io::write(&self.shared.stop, &1u64.to_ne_bytes());
+        lock(&self.listeners).iter().for_each(|listener| listener.close());
+    }
+
+    /// Waits, after [`Server::stop`], until everything is answered and the connections are closed.
+    pub fn wait_drained(&self) {
+        self.wait_for_accepting();
+        let threads = std::mem::take(&mut lock(&self.shared.connections).threads);
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+    }
+
+    fn wait_for_accepting(&self) {
+        // They end as soon as their worker comes to them.
+        while self.accepting.load(Ordering::Acquire) > 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Ends as [`Server::stop`] and [`Server::wait_drained`] do, but keeps the front ends' connections for another
+    /// process, which goes on with [`Server::adopt`]: the front ends notice nothing. One that is stuck within a message
+    /// is hung up on, for the others' sake.
+    pub fn hand_over(&self) -> Vec<Handover> {
+        self.shared.is_handing_over.store(true, Ordering::Release);
+        self.stop();
+        self.wait_for_accepting();
+        let deadline = Instant::now() + HANDOVER_PATIENCE;
+        let threads = std::mem::take(&mut lock(&self.shared.connections).threads);
+        while threads.iter().any(|thread| !thread.is_finished()) {
+            if Instant::now() > deadline {
+                let open: Vec<_> = lock(&self.shared.connections).open.values().cloned().collect();
+                let stuck = open.iter().filter(|connection| connection.session.try_lock().is_err());
+                stuck.for_each(|connection| {
+                    let _ = shutdown(connection.channel.as_fd(), Shutdown::Read);
+                });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+        std::mem::take(&mut lock(&self.shared.connections).kept)
+    }
+
+    /// Goes on with a connection that another process has handed over.
+    ///
+    /// # Errors
+    /// When its state does not fit its descriptors or this server (its queues are more than here, say), or its memory
+    /// cannot be mapped.
+    pub fn adopt(&self, handover: Handover) -> Result<()> {
+        let channel = Channel::new(handover.socket)?;
+        let hang_up = hang_up_of(&channel)?;
+        let session = Session::restore(self.shared.clone(), hang_up, handover.state, handover.fds)?;
+        start(&self.shared, channel, session)
+    }
+
+    /// Tells all front ends that the disk's size has changed.
+    pub fn disk_has_changed(&self) {
+        let open: Vec<_> = lock(&self.shared.connections).open.values().cloned().collect();
+        open.iter().for_each(|connection| lock(&connection.session).tell_config_changed());
+    }
+
+    /// Connections now.
+    pub fn connections(&self) -> usize {
+        lock(&self.shared.connections).open.len()
+    }
+
+    /// The figures of all queues together.
+    pub fn metrics(&self) -> QueueMetrics {
+        let mut sum = QueueMetrics::default();
+        self.shared.counters.iter().for_each(|counters| sum.merge(&counters.read()));
+        sum
+    }
+}
+
+impl<D: Disk> Drop for Server<D> {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// How long a connection may be within a message when all are handed over.
+const HANDOVER_PATIENCE: Duration = Duration::from_millis(20);
+
+/// After an accept that failed for want of descriptors or memory, this long a rest.
+const ACCEPT_REST: Duration = Duration::from_millis(100);
+
+async fn accept_all<D: Disk>(shared: &Arc<Shared<D>>, listener: &Listener) {
+    let mut failures = 0u64;
+    loop {
+        let result = match listener.accept().await {
+            Ok(fd) => admit(shared, fd),
+            Err(error) if error.kind() == ErrorKind::Shutdown => return,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = result {
+            failures += 1;
+            if failures.is_power_of_two() {
+                tracing::warn!(count = failures, %error, "vhost-user: a connection could not be accepted");
+            }
+            sleep(ACCEPT_REST).await;
+        }
+    }
+}
+
+fn admit<D: Disk>(shared: &Arc<Shared<D>>, fd: OwnedFd) -> Result<()> {
+    let is_full = lock(&shared.connections).open.len() >= shared.config.max_connections;
+    if is_full || shared.is_stopping.load(Ordering::Acquire) {
+        tracing::debug!("vhost-user: a connection too many was turned away");
+        return Ok(());
+    }
+    let channel = Channel::new(fd)?;
+    let session = Session::new(shared.clone(), hang_up_of(&channel)?);
+    start(shared, channel, session)
+}
+
+fn hang_up_of(channel: &Channel) -> Result<Arc<OwnedFd>> {
+    let fd = channel.as_fd().try_clone_to_owned();
+    fd.map(Arc::new).map_err(|source| Error::io("duplicate a vhost-user socket", source))
+}
+
+/// Starts the connection's thread.
+fn start<D: Disk>(shared: &Arc<Shared<D>>, channel: Channel, session: Session<D>) -> Result<()> {
+    let connection = Arc::new(Connection { channel, session: Mutex::new(session) });
+    let mut connections = lock(&shared.connections);
+    connections.threads.retain(|thread| !thread.is_finished());
+    let id = connections.next;
+    connections.next += 1;
+    connections.open.insert(id, connection.clone());
+    let shared_there = shared.clone();
+    let thread = std::thread::Builder::new()
+        .name("spile-vhost".to_owned())
+        .stack_size(STACK_BYTES)
+        .spawn(move || serve(&shared_there, id, connection));
+    match thread {
+        Ok(thread) => {
+            connections.threads.push(thread);
+            Ok(())
+        }
+        Err(source) => {
+            connections.open.remove(&id);
+            Err(Error::io("start a thread for a vhost-user connection", source))
+        }
+    }
+}
+
+/// Messages are short and their handling is not deep.
+const STACK_BYTES: usize = 256 << 10;
+
+/// Serves a connection to its end.
+fn serve<D: Disk>(shared: &Shared<D>, id: u64, connection: Arc<Connection<D>>) {
+    // Queues that another process had at work go on; a new connection has none.
+    let started = lock(&connection.session).start_queues();
+    if let Err(error) = started.and_then(|()| talk(shared, &connection))
+        && shared.may_complain()
+    {
+        tracing::warn!(disk = %shared.config.name, %error, "vhost-user: a front end is hung up on");
+    }
+    let is_whole = !is_hung_up(connection.channel.as_fd());
+    let mut session = lock(&connection.session);
+    session.stop_queues();
+    let handing_over = shared.is_handing_over.load(Ordering::Acquire) && is_whole;
+    let kept = handing_over.then(|| session.save(connection.channel.as_fd())).transpose();
+    if let Err(error) = &kept {
+        tracing::warn!(%error, "vhost-user: a connection cannot be handed over");
+    }
+    let _ = shutdown_unless(kept.as_ref().is_ok_and(Option::is_some), &connection.channel);
+    drop(session);
+    let mut connections = lock(&shared.connections);
+    connections.open.remove(&id);
+    connections.kept.extend(kept.ok().flatten());
+    shared.one_is_over.notify_all();
+}
+
+/// Ends the connection for whoever else has its socket, unless it goes on in another process.
+fn shutdown_unless(is_kept: bool, channel: &Channel) -> rustix::io::Result<()> {
+    if is_kept { Ok(()) } else { shutdown(channel.as_fd(), Shutdown::Both) }
+}
+
+/// Takes messages until the front end hangs up or the server stops.
+fn talk<D: Disk>(shared: &Shared<D>, connection: &Connection<D>) -> Result<()> {
+    while connection.channel.wait(shared.stop.as_fd())? {
+        let mut session = lock(&connection.session);
+        let Some(received) = connection.channel.recv()? else { return Ok(()) };
+        handle(&mut session, &connection.channel, received)?;
+    }
+    Ok(())
+}
+
+fn handle<D: Disk>(session: &mut Session<D>, channel: &Channel, received: Received) -> Result<()> {
+    let Received { header, payload, fds } = received;
+    let message = Message::parse(&header, &payload, fds.len()).map_err(|Invalid(what)| {
+        Error::new(ErrorKind::Protocol, format!("request {} of {} bytes: {what}", header.request, header.size))
+    })?;
+    let wants_ack = header.needs_reply() && session.acknowledges();
+    let (payload, fd) = match session.apply(message, fds) {
+        Ok(Reply::Payload(payload)) => (payload, None),
+        Ok(Reply::WithFd(payload, fd)) => (payload, Some(fd)),
+        Ok(Reply::Done) if wants_ack => (0u64.to_ne_bytes().to_vec(), None),
+        Ok(Reply::Done) => return Ok(()),
+        Err(error) if wants_ack => {
+            if session.shared.may_complain() {
+                tracing::warn!(request = header.request, %error, "vhost-user: a message was refused");
+            }
+            (1u64.to_ne_bytes().to_vec(), None)
+        }
+        Err(error) => return Err(error),
+    };
+    channel.send(&header.reply(&payload), fd.as_ref().map(|fd| fd.as_fd()))
+}

@@ -1,0 +1,346 @@
+//! What a front end has told: features, memory, rings. Applies its messages one by one.
+//!
+//! A message either takes effect as a whole or fails and changes nothing. A queue at work is never changed under way: it is
+//! stopped (what is in flight is answered), changed, and started again where it ended. Only the notification of
+//! answers changes while it works, because front ends do that often.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_engine::Event;
+
+use crate::channel::{Fds, send_all};
+use crate::config::{self, WRITEBACK_AT, feature};
+use crate::execute::Target;
+use crate::inflight::InflightRegion;
+use crate::log::Log;
+use crate::memory::{GuestMemory, MAX_SLOTS, Region};
+use crate::ring::MAX_QUEUE_SIZE;
+use crate::server::Shared;
+use crate::vring::{Context, Vring};
+use crate::wire::{self, Message, RegionInfo, VringAddr, protocol};
+
+/// What a message is answered with.
+pub(crate) enum Reply {
+    /// Nothing, or success where it was asked for.
+    Done,
+    /// A payload.
+    Payload(Vec<u8>),
+    /// A payload and a descriptor.
+    WithFd(Vec<u8>, Arc<OwnedFd>),
+}
+
+impl Reply {
+    fn number(number: u64) -> Self {
+        Self::Payload(number.to_ne_bytes().to_vec())
+    }
+}
+
+const PROTOCOL_FEATURES: u64 = protocol::MQ
+    | protocol::LOG_SHMFD
+    | protocol::REPLY_ACK
+    | protocol::BACKEND_REQ
+    | protocol::CONFIG
+    | protocol::INFLIGHT_SHMFD
+    | protocol::RESET_DEVICE
+    | protocol::CONFIGURE_MEM_SLOTS;
+
+/// One connection's state.
+pub(crate) struct Session<D> {
+    pub(crate) shared: Arc<Shared<D>>,
+    pub(crate) target: Arc<Target<Arc<D>>>,
+    /// Ends the connection from a queue.
+    pub(crate) hang_up: Arc<OwnedFd>,
+    pub(crate) features: u64,
+    pub(crate) protocol: u64,
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) queues: Vec<Vring>,
+    pub(crate) inflight: Option<InflightRegion>,
+    pub(crate) log: Option<Log>,
+    /// Where requests of our own go.
+    pub(crate) backend: Option<OwnedFd>,
+    pub(crate) is_writeback: bool,
+}
+
+impl<D: Disk> Session<D> {
+    pub(crate) fn new(shared: Arc<Shared<D>>, hang_up: Arc<OwnedFd>) -> Self {
+        let queues = (0..shared.config.queues).map(|index| Vring::new(shared.counters(index))).collect();
+        Self {
+            target: Arc::new(shared.target()),
+            shared,
+            hang_up,
+            features: 0,
+            protocol: 0,
+            memory: Arc::default(),
+            queues,
+            inflight: None,
+            log: None,
+            backend: None,
+            is_writeback: true,
+        }
+    }
+
+    fn offers(&self) -> u64 {
+        config::features(self.target.read_only)
+    }
+
+    /// True when this message is answered though it has no reply of its own.
+    pub(crate) fn acknowledges(&self) -> bool {
+        self.protocol & protocol::REPLY_ACK != 0
+    }
+
+    /// Applies a message.
+    ///
+    /// # Errors
+    /// When it makes no sense now, or what it asks for cannot be had; nothing has changed then.
+    pub(crate) fn apply(&mut self, message: Message, fds: Fds) -> Result<Reply> {
+        let reply = match message {
+            Message::GetFeatures => Reply::number(self.offers()),
+            Message::GetProtocolFeatures => Reply::number(PROTOCOL_FEATURES),
+            Message::GetQueueNum => Reply::number(self.queues.len() as u64),
+            Message::GetMaxMemSlots => Reply::number(MAX_SLOTS),
+            Message::GetConfig { offset, len, flags } => self.get_config(offset, len, flags),
+            Message::GetVringBase { index } => self.get_base(index)?,
+            Message::GetInflightFd { info, len } => self.get_inflight(info, len)?,
+            other => return self.change(other, fds),
+        };
+        Ok(reply)
+    }
+
+    /// Applies a message that changes something.
+    fn change(&mut self, message: Message, mut fds: Fds) -> Result<Reply> {
+        match message {
+            Message::SetFeatures(bits) => self.set_features(bits)?,
+            Message::SetProtocolFeatures(bits) => self.set_protocol_features(bits)?,
+            Message::SetMemTable(regions) => self.set_memory(&regions, fds)?,
+            Message::AddMemReg(info) => {
+                let memory = self.memory.with(map(info, fds.pop())?)?;
+                self.replace_memory(memory);
+            }
+            Message::RemMemReg(info) => {
+                let memory = self.memory.without(&info)?;
+                self.replace_memory(memory);
+            }
+            Message::SetConfig { offset, bytes } => self.set_config(offset, &bytes)?,
+            Message::SetLogBase { len_bytes, file_offset_bytes } => {
+                let log = Log::map(Arc::new(only(fds.pop())?), file_offset_bytes, len_bytes)?;
+                self.stop_queues();
+                self.log = Some(log);
+                self.start_queues()?;
+                // Answered always, whether or not that was asked for.
+                return Ok(Reply::number(0));
+            }
+            Message::SetInflightFd(info) => {
+                let file = Arc::new(only(fds.pop())?);
+                let region = InflightRegion::map(info, file, self.shared.config.queues)?;
+                self.stop_queues();
+                self.inflight = Some(region);
+            }
+            Message::SetBackendReqFd => self.backend = fds.pop(),
+            Message::ResetOwner | Message::ResetDevice => self.reset(),
+            // The log is a bitmap that the front end looks at when it wants to.
+            Message::SetLogFd | Message::SetOwner => (),
+            other => self.change_queue(other, fds)?,
+        }
+        self.start_queues()?;
+        Ok(Reply::Done)
+    }
+
+    fn change_queue(&mut self, message: Message, mut fds: Fds) -> Result<()> {
+        match message {
+            Message::SetVringNum { index, num } => {
+                let queue = self.queue(index)?;
+                let size = u16::try_from(num).ok().filter(|n| n.is_power_of_two() && *n <= MAX_QUEUE_SIZE);
+                let size = size.ok_or_else(|| invalid(format!("queue {index}: {num} is no size of a queue")))?;
+                queue.stop();
+                queue.size = size;
+            }
+            Message::SetVringAddr { index, addr } => self.set_addr(index, addr)?,
+            Message::SetVringBase { index, base } => {
+                let queue = self.queue(index)?;
+                let base =
+                    u16::try_from(base).map_err(|_| invalid(format!("queue {index}: base {base} has no 16 bits")))?;
+                queue.stop();
+                queue.base = base;
+            }
+            Message::SetVringEnable { index, enable } => {
+                let queue = self.queue(index)?;
+                queue.is_enabled = enable;
+                if !enable {
+                    queue.stop();
+                }
+            }
+            Message::SetVringKick { index } => {
+                let queue = self.queue(index.into())?;
+                let kick = fds.pop().map(Event::from_fd).transpose()?;
+                let kick = kick.ok_or_else(|| {
+                    Error::new(
+                        ErrorKind::Unsupported,
+                        format!("queue {index}: a queue without a kick is not polled for ever"),
+                    )
+                })?;
+                queue.stop();
+                queue.kick = Some(Arc::new(kick));
+            }
+            Message::SetVringCall { index } => {
+                let queue = self.queue(index.into())?;
+                let call = fds.pop().map(Event::from_fd).transpose()?;
+                queue.link.set_call(call.map(Arc::new));
+            }
+            Message::SetVringErr { index } => {
+                let queue = self.queue(index.into())?;
+                let err = fds.pop().map(Event::from_fd).transpose()?;
+                queue.stop();
+                queue.err = err.map(Arc::new);
+            }
+            other => unreachable!("{other:?} is applied elsewhere"),
+        }
+        Ok(())
+    }
+
+    fn queue(&mut self, index: u32) -> Result<&mut Vring> {
+        let count = self.queues.len();
+        let queue = usize::try_from(index).ok().and_then(|index| self.queues.get_mut(index));
+        queue.ok_or_else(|| invalid(format!("there is no queue {index}, only {count}")))
+    }
+
+    fn set_features(&mut self, bits: u64) -> Result<()> {
+        let unknown = bits & !self.offers();
+        if unknown != 0 {
+            return Err(invalid(format!("features {unknown:#x} were not offered")));
+        }
+        self.stop_queues();
+        self.features = bits;
+        if bits & feature::PROTOCOL_FEATURES == 0 {
+            self.queues.iter_mut().for_each(|queue| queue.is_enabled = true);
+        }
+        self.update_write_cache();
+        Ok(())
+    }
+
+    fn set_protocol_features(&mut self, bits: u64) -> Result<()> {
+        let unknown = bits & !PROTOCOL_FEATURES;
+        if unknown != 0 {
+            return Err(invalid(format!("protocol features {unknown:#x} were not offered")));
+        }
+        self.protocol = bits;
+        Ok(())
+    }
+
+    /// A driver that cannot flush must find every answered write durable (section 5.2.5.1), and so must one that has
+    /// switched the cache off.
+    pub(crate) fn update_write_cache(&self) {
+        let can_flush = self.features & feature::FLUSH != 0;
+        self.target.is_write_through.store(!can_flush || !self.is_writeback, Ordering::Relaxed);
+    }
+
+    fn set_memory(&mut self, regions: &[RegionInfo], fds: Fds) -> Result<()> {
+        let each = regions.iter().zip(fds);
+        let memory = each
+            .into_iter()
+            .try_fold(GuestMemory::default(), |memory, (info, fd)| memory.with(map(*info, Some(fd))?))?;
+        self.replace_memory(memory);
+        Ok(())
+    }
+
+    fn replace_memory(&mut self, memory: GuestMemory) {
+        self.stop_queues();
+        self.memory = Arc::new(memory);
+    }
+
+    fn get_config(&self, offset: u32, len: u32, _flags: u32) -> Reply {
+        let space = config::space(&self.shared.disk.info(), self.shared.config.queues, self.is_writeback);
+        let byte = |at: u32| space.get(at as usize).copied().unwrap_or(0);
+        let mut payload: Vec<u8> = [offset, len, 0].iter().flat_map(|number| number.to_ne_bytes()).collect();
+        payload.extend((offset..offset + len).map(byte));
+        Reply::Payload(payload)
+    }
+
+    /// Only the switch of the write cache may be written. A front end on the way in by migration writes the whole space
+    /// as it was read: all but the switch is passed over.
+    fn set_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()> {
+        let switch = WRITEBACK_AT.checked_sub(offset).and_then(|at| bytes.get(at as usize));
+        let Some(switch) = switch else { return Err(invalid("only the write cache can be configured".into())) };
+        if self.features & feature::CONFIG_WCE != 0 || bytes.len() > 1 {
+            self.is_writeback = *switch != 0;
+            self.update_write_cache();
+            return Ok(());
+        }
+        Err(invalid("the write cache cannot be switched: CONFIG_WCE was not agreed on".into()))
+    }
+
+    fn get_base(&mut self, index: u32) -> Result<Reply> {
+        let queue = self.queue(index)?;
+        queue.stop();
+        // Stopped until it is kicked off again.
+        queue.kick = None;
+        let state = [index, u32::from(queue.base)];
+        Ok(Reply::Payload(state.iter().flat_map(|number| number.to_ne_bytes()).collect()))
+    }
+
+    fn get_inflight(&mut self, info: wire::InflightInfo, len: usize) -> Result<Reply> {
+        let region = InflightRegion::create(info.queues, info.queue_size, self.shared.config.queues)?;
+        Ok(Reply::WithFd(region.info.encode(len), region.file))
+    }
+
+    fn set_addr(&mut self, index: u32, addr: VringAddr) -> Result<()> {
+        let memory = self.memory.clone();
+        let queue = self.queue(index)?;
+        queue.parts(&memory, &addr).map_err(|error| invalid(format!("queue {index}: {error}")))?;
+        queue.stop();
+        queue.addr = Some(addr);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.stop_queues();
+        for queue in &mut self.queues {
+            queue.is_enabled = false;
+            queue.kick = None;
+        }
+    }
+
+    /// Tells the front end that the configuration has changed, if it listens for that.
+    pub(crate) fn tell_config_changed(&self) {
+        let backend = self.backend.as_ref().filter(|_| self.protocol & protocol::BACKEND_REQ != 0);
+        if let Some(Err(error)) = backend.map(|backend| send_all(backend, &wire::config_changed(), None)) {
+            tracing::warn!(disk = %self.target.name, %error, "a guest could not be told of its disk's new size");
+        }
+    }
+
+    /// Starts each queue that has all it needs.
+    pub(crate) fn start_queues(&mut self) -> Result<()> {
+        let context = Context {
+            shared: self.shared.clone(),
+            target: self.target.clone(),
+            memory: self.memory.clone(),
+            features: self.features,
+            log: self.log.clone(),
+            hang_up: self.hang_up.clone(),
+        };
+        for (index, queue) in self.queues.iter_mut().enumerate() {
+            queue.start(index, &context, self.inflight.as_ref())?;
+        }
+        Ok(())
+    }
+
+    /// Stops all queues. Each is told first, so that they end beside each other.
+    pub(crate) fn stop_queues(&mut self) {
+        self.queues.iter().for_each(Vring::ask_to_stop);
+        self.queues.iter_mut().for_each(Vring::stop);
+    }
+}
+
+fn invalid(what: String) -> Error {
+    Error::new(ErrorKind::InvalidInput, what)
+}
+
+fn only(fd: Option<OwnedFd>) -> Result<OwnedFd> {
+    fd.ok_or_else(|| invalid("a descriptor is missing".into()))
+}
+
+fn map(info: RegionInfo, fd: Option<OwnedFd>) -> Result<Region> {
+    Region::map(info, Arc::new(only(fd)?))
+}

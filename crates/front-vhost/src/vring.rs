@@ -1,0 +1,188 @@
+//! One queue as its front end describes it: stopped or at work.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, mpsc};
+
+use rustix::net::{Shutdown, shutdown};
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_engine::Event;
+
+use crate::config::feature;
+use crate::execute::Target;
+use crate::inflight::InflightRegion;
+use crate::log::Log;
+use crate::memory::GuestMemory;
+use crate::metrics::QueueCounters;
+use crate::queue::{Ended, Link, QueueLog, Setup, run};
+use crate::ring::{Parts, Ring, available_bytes, descriptors_bytes, used_bytes};
+use crate::server::Shared;
+use crate::wire::VringAddr;
+
+/// What all queues of a connection start with.
+pub(crate) struct Context<D> {
+    pub(crate) shared: Arc<Shared<D>>,
+    pub(crate) target: Arc<Target<Arc<D>>>,
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) features: u64,
+    pub(crate) log: Option<Log>,
+    pub(crate) hang_up: Arc<OwnedFd>,
+}
+
+impl<D> Context<D> {
+    fn has(&self, feature: u64) -> bool {
+        self.features & feature != 0
+    }
+}
+
+/// One queue.
+pub(crate) struct Vring {
+    /// Descriptors; 0 while it was not said.
+    pub(crate) size: u16,
+    pub(crate) addr: Option<VringAddr>,
+    /// Where to go on in the available ring, while stopped.
+    pub(crate) base: u16,
+    pub(crate) is_enabled: bool,
+    pub(crate) kick: Option<Arc<Event>>,
+    pub(crate) err: Option<Arc<Event>>,
+    pub(crate) link: Arc<Link>,
+    counters: Arc<QueueCounters>,
+    /// While at work: gets its end.
+    running: Option<mpsc::Receiver<Ended>>,
+    /// The driver broke it: it stays stopped until it is described anew.
+    is_broken: bool,
+}
+
+impl Vring {
+    pub(crate) fn new(counters: Arc<QueueCounters>) -> Self {
+        Self {
+            size: 0,
+            addr: None,
+            base: 0,
+            is_enabled: false,
+            kick: None,
+            err: None,
+            link: Arc::default(),
+            counters,
+            running: None,
+            is_broken: false,
+        }
+    }
+
+    pub(crate) fn ask_to_stop(&self) {
+        if self.running.is_some() {
+            self.link.stop();
+        }
+    }
+
+    /// Stops the queue if it is at work; what is in flight is answered first. Whatever changes it comes after this, so
+    /// it may be whole again.
+    pub(crate) fn stop(&mut self) {
+        self.is_broken = false;
+        let Some(running) = self.running.take() else { return };
+        self.link.stop();
+        match running.recv() {
+            Ok(ended) => {
+                self.base = ended.next_avail;
+                self.is_broken = ended.broken.is_some();
+            }
+            // Its task has panicked, which has been reported; it cannot be known how far it came.
+            Err(mpsc::RecvError) => self.is_broken = true,
+        }
+        self.link = Arc::new(self.link.fresh());
+    }
+
+    /// Where the parts of the ring lie in our memory.
+    ///
+    /// # Errors
+    /// `InvalidInput` when one of them lies outside the guest's memory or on an odd address.
+    pub(crate) fn parts(&self, memory: &GuestMemory, addr: &VringAddr) -> Result<Parts> {
+        let size = self.size;
+        let find = |what: &str, at: u64, len: usize, align: u64| {
+            let found = memory.at_user(at, len).filter(|segment| (at | segment.as_ptr() as u64).is_multiple_of(align));
+            found.ok_or_else(|| {
+                let what = format!("its {what} at {at:#x} lies outside the guest's memory or on an odd address");
+                Error::new(ErrorKind::InvalidInput, what)
+            })
+        };
+        if size == 0 {
+            return Err(Error::new(ErrorKind::InvalidInput, "its size was not said before its addresses"));
+        }
+        Ok(Parts {
+            size,
+            descriptors: find("descriptor table", addr.descriptors, descriptors_bytes(size), 16)?,
+            available: find("available ring", addr.available, available_bytes(size), 2)?,
+            used: find("used ring", addr.used, used_bytes(size), 4)?,
+        })
+    }
+
+    /// Starts the queue unless something is missing or it is at work already.
+    pub(crate) fn start<D: Disk>(
+        &mut self,
+        index: usize,
+        context: &Context<D>,
+        inflight: Option<&InflightRegion>,
+    ) -> Result<()> {
+        let (Some(addr), Some(kick)) = (self.addr, self.kick.clone()) else { return Ok(()) };
+        if self.running.is_some() || !self.is_enabled || self.is_broken {
+            return Ok(());
+        }
+        let parts = self.parts(&context.memory, &addr)?;
+        let inflight = inflight.map(|region| region.queue(index, self.size)).transpose()?;
+        // A connection that has just ended may still have writes of the same guest in flight: they come first.
+        context.shared.wait_for_ending(&context.hang_up)?;
+        let (mut again, has_event_idx) = (Vec::new(), context.has(feature::EVENT_IDX));
+        let mut ring = Ring::new(parts, has_event_idx, self.base);
+        if let Some(left) = inflight.as_ref().and_then(|queue| queue.recover(ring.published())) {
+            // All that was popped is either published or in flight.
+            self.base = ring.published().wrapping_add(left.len() as u16);
+            ring = Ring::new(self.parts(&context.memory, &addr)?, has_event_idx, self.base);
+            again = left;
+        }
+        let setup = Setup {
+            target: context.target.clone(),
+            memory: context.memory.clone(),
+            ring,
+            has_indirect: context.has(feature::INDIRECT_DESC),
+            inflight,
+            again,
+            log: self.log(context, &addr),
+            kick,
+            link: self.link.clone(),
+            counters: self.counters.clone(),
+        };
+        self.spawn(index, context, setup);
+        Ok(())
+    }
+
+    fn log<D>(&self, context: &Context<D>, addr: &VringAddr) -> Option<QueueLog> {
+        let log = context.log.clone()?;
+        let logs_data = context.has(feature::LOG_ALL);
+        Some(QueueLog { log, logs_data, used_addr: addr.is_logged.then_some(addr.log) })
+    }
+
+    fn spawn<D: Disk>(&mut self, index: usize, context: &Context<D>, setup: Setup<Arc<D>>) {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.running = Some(receiver);
+        let (err, hang_up) = (self.err.clone(), context.hang_up.clone());
+        let name = context.target.name.clone();
+        let memory = context.memory.clone();
+        let shared = context.shared.clone();
+        context.shared.engine.spawn_on(context.shared.worker(index), move || async move {
+            let ended = run(setup).await;
+            if let Some(broken) = ended.broken {
+                if shared.may_complain() {
+                    let why = broken.0;
+                    tracing::warn!(disk = %name, queue = index, why, "a guest has broken its queue: it is stopped");
+                }
+                if let Some(err) = err {
+                    err.ring();
+                }
+                if memory.is_lost() {
+                    // Nothing that the front end shares can be believed any more.
+                    let _ = shutdown(&*hang_up, Shutdown::Both);
+                }
+            }
+            let _ = sender.send(ended);
+        });
+    }
+}

@@ -1,0 +1,234 @@
+//! Disks that grow while they are in use, on real files and devices under the engine.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use futures_util::future::join_all;
+use spile_core::{Disk, ErrorKind, Extent, Result, Segments};
+use spile_engine::{AnyStore, CacheMode, Config, Engine, EngineKind, MemStore, NullStore, OsEnv, OsFiles};
+use spile_image::{Aligned, Chain, Format, OpenOptions};
+
+const MIB: u64 = 1 << 20;
+type HostDisk = Aligned<Chain<AnyStore>>;
+
+/// A folder on the disk that the sources are on, where direct I/O works more often than in /tmp.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+fn pattern(len: u64) -> Vec<u8> {
+    (0..len).map(|at| (at / 4096 * 31 + at % 251) as u8 | 1).collect()
+}
+
+/// Runs a test on an engine of two workers, of each kind.
+fn on_both_engines(test: impl Fn(&Engine)) {
+    for kind in [EngineKind::Uring, EngineKind::Threads] {
+        match Engine::start(Config { kind, workers: 2, pool_bytes: 16 << 20, ..Config::default() }) {
+            Ok(engine) => {
+                test(&engine);
+                engine.shutdown();
+            }
+            Err(error) if kind == EngineKind::Uring => println!("SKIP uring: {error}"),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+fn open(engine: &Engine, path: &Path, cache: CacheMode) -> Arc<HostDisk> {
+    let path = path.to_owned();
+    engine.run_on(0, move || async move {
+        let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
+        let chain = Chain::open(&OsFiles::new(cache), Arc::new(OsEnv), &path, &options).await.unwrap();
+        Arc::new(Aligned::new(chain))
+    })
+}
+
+fn resize(engine: &Engine, disk: &Arc<HostDisk>, size_bytes: u64) -> Result<()> {
+    let disk = disk.clone();
+    engine.run_on(0, move || async move { disk.resize(size_bytes).await })
+}
+
+fn read(engine: &Engine, disk: &Arc<HostDisk>, start: u64, end: u64) -> Vec<u8> {
+    let disk = disk.clone();
+    engine.run_on(1, move || async move {
+        let into = Segments::zeroed((end - start) as usize);
+        into.fill(0xa5);
+        disk.read(Extent::from_range(start..end), &into).await.unwrap();
+        into.to_vec()
+    })
+}
+
+fn write(engine: &Engine, disk: &Arc<HostDisk>, start: u64, bytes: &[u8]) -> Result<()> {
+    let (disk, bytes) = (disk.clone(), bytes.to_vec());
+    engine.run_on(1, move || async move {
+        let from = Segments::copied(&bytes);
+        disk.write(Extent::from_range(start..start + bytes.len() as u64), &from, false).await
+    })
+}
+
+fn patterned(dir: &tempfile::TempDir, len: u64) -> PathBuf {
+    let path = dir.path().join("disk");
+    std::fs::write(&path, pattern(len)).unwrap();
+    path
+}
+
+#[test]
+fn a_file_grows_and_keeps_its_data_and_its_size() {
+    on_both_engines(|engine| {
+        for cache in [CacheMode::Direct, CacheMode::Page] {
+            let dir = folder();
+            let path = patterned(&dir, MIB);
+            let disk = open(engine, &path, cache);
+            resize(engine, &disk, 4 * MIB).unwrap();
+            assert_eq!((disk.info().size_bytes, std::fs::metadata(&path).unwrap().len()), (4 * MIB, 4 * MIB));
+            assert!(read(engine, &disk, 0, MIB) == pattern(MIB));
+            assert!(read(engine, &disk, MIB, 4 * MIB).iter().all(|&byte| byte == 0));
+            write(engine, &disk, 4 * MIB - 4096, &pattern(4096)).unwrap();
+            write(engine, &disk, MIB - 100, &[9; 200]).unwrap();
+            assert_eq!(resize(engine, &disk, MIB).unwrap_err().kind(), ErrorKind::InvalidInput);
+            drop(disk);
+            let disk = open(engine, &path, cache);
+            assert_eq!(disk.info().size_bytes, 4 * MIB);
+            assert!(read(engine, &disk, 4 * MIB - 4096, 4 * MIB) == pattern(4096));
+            assert_eq!(read(engine, &disk, MIB - 101, MIB + 101)[1..201], [9; 200]);
+            drop(disk);
+        }
+    });
+}
+
+/// One page for each writer of a round.
+const WRITERS: u64 = 8;
+
+/// Writes pages all over the disk as it is at the time, until told to end; what each page holds then.
+async fn keep_busy(disk: &HostDisk, is_over: &AtomicBool) -> BTreeMap<u64, u8> {
+    let (mut model, mut size_bytes) = (BTreeMap::new(), 0);
+    for round in 0.. {
+        let now_bytes = disk.info().size_bytes;
+        assert!(now_bytes >= size_bytes && now_bytes.is_multiple_of(MIB), "{now_bytes} after {size_bytes}");
+        size_bytes = now_bytes;
+        // The last pages before the end, and such as lie anywhere.
+        let pages = size_bytes / 4096;
+        let page = |n: u64| if n.is_multiple_of(2) { pages - 1 - n } else { (round * 97 + n * 1009) % (pages / 2) };
+        let stamp = |n: u64| (round * WRITERS + n) as u8 | 1;
+        let writes = (0..WRITERS).map(async |n| {
+            let from = Segments::zeroed(4096);
+            from.fill(stamp(n));
+            disk.write(at(page(n)), &from, false).await.unwrap();
+            let into = Segments::zeroed(4096);
+            disk.read(at(page(n)), &into).await.unwrap();
+        });
+        join_all(writes).await;
+        for n in 0..WRITERS {
+            // Of two to one page either may have won.
+            let again = (0..WRITERS).filter(|other| page(*other) == page(n)).count();
+            let _ = if again == 1 { model.insert(page(n), stamp(n)) } else { model.remove(&page(n)) };
+        }
+        if is_over.load(Relaxed) {
+            break;
+        }
+    }
+    model
+}
+
+fn at(page: u64) -> Extent {
+    Extent::from_range(page * 4096..(page + 1) * 4096)
+}
+
+/// Requests see either size, and nothing of theirs is lost.
+#[test]
+fn requests_go_on_while_it_grows() {
+    on_both_engines(|engine| {
+        let dir = folder();
+        let path = patterned(&dir, MIB);
+        let disk = open(engine, &path, CacheMode::Direct);
+        let is_over = Arc::new(AtomicBool::new(false));
+        let model = std::thread::scope(|scope| {
+            let (disk_there, is_over_there) = (disk.clone(), is_over.clone());
+            let busy = scope
+                .spawn(move || engine.run_on(1, move || async move { keep_busy(&disk_there, &is_over_there).await }));
+            let grown = (2..=30).try_for_each(|mib| resize(engine, &disk, mib * MIB));
+            is_over.store(true, Relaxed);
+            grown.unwrap();
+            busy.join().unwrap()
+        });
+        assert_eq!(disk.info().size_bytes, 30 * MIB);
+        drop(disk);
+        let content = std::fs::read(&path).unwrap();
+        let first = pattern(MIB);
+        for (page, bytes) in content.chunks(4096).enumerate() {
+            let old = if page < 256 { &first[page * 4096..][..4096] } else { &[0; 4096] };
+            match model.get(&(page as u64)) {
+                Some(stamp) => assert!(bytes.iter().all(|byte| byte == stamp), "page {page} lost its write"),
+                None => assert!(bytes == old || bytes.iter().all(|byte| *byte == bytes[0]), "page {page} is torn"),
+            }
+        }
+    });
+}
+
+#[test]
+fn memory_and_null_disks_grow() {
+    on_both_engines(|engine| {
+        for store in [AnyStore::Mem(MemStore::new(MIB)), AnyStore::Null(NullStore::new(MIB))] {
+            let disk = Arc::new(Aligned::new(Chain::from_raw_store(store, false)));
+            write(engine, &disk, MIB - 512, &[7; 512]).unwrap();
+            resize(engine, &disk, 2 * MIB).unwrap();
+            assert_eq!(disk.info().size_bytes, 2 * MIB);
+            assert_eq!(read(engine, &disk, MIB, 2 * MIB), vec![0; MIB as usize]);
+            write(engine, &disk, 2 * MIB - 512, &[8; 512]).unwrap();
+            assert!(write(engine, &disk, 2 * MIB - 511, &[8; 512]).is_err());
+            assert_eq!(resize(engine, &disk, MIB).unwrap_err().kind(), ErrorKind::InvalidInput);
+        }
+    });
+}
+
+/// A loop device over a file, taken down at the end.
+struct Loop(String);
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        losetup(&["-d", &self.0]);
+    }
+}
+
+fn losetup(arguments: &[&str]) -> Option<String> {
+    let output = Command::new("losetup").args(arguments).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+#[test]
+fn a_device_grows_first_and_the_disk_after_it() {
+    on_both_engines(|engine| {
+        let dir = folder();
+        let path = patterned(&dir, MIB);
+        let Some(device) = losetup(&["--find", "--show", path.to_str().unwrap()]).map(Loop) else {
+            return println!("SKIP a block device: losetup is not allowed");
+        };
+        let disk = open(engine, device.0.as_ref(), CacheMode::Direct);
+        let error = resize(engine, &disk, 4 * MIB).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.hint_text().is_some_and(|hint| hint.contains("make the device longer")), "{error}");
+        // What lies behind a device that grows is not always zeroes.
+        let mut file = std::fs::File::options().append(true).open(&path).unwrap();
+        file.write_all(&pattern(4 * MIB)[MIB as usize..]).unwrap();
+        losetup(&["-c", &device.0]).expect("the device looks at its file again");
+        assert_eq!(disk.info().size_bytes, MIB);
+        assert_eq!(write(engine, &disk, MIB, &[1; 512]).unwrap_err().kind(), ErrorKind::OutOfRange);
+        for size_bytes in [3 * MIB, 4 * MIB] {
+            resize(engine, &disk, size_bytes).unwrap();
+            assert_eq!(disk.info().size_bytes, size_bytes);
+            assert!(read(engine, &disk, 0, size_bytes) == pattern(size_bytes));
+            let past = Extent::from_range(size_bytes..size_bytes + 512);
+            let disk = disk.clone();
+            let past = engine.run_on(0, move || async move { disk.read(past, &Segments::zeroed(512)).await });
+            assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfRange);
+        }
+        write(engine, &disk, 4 * MIB - 4096, &[5; 4096]).unwrap();
+        assert_eq!(resize(engine, &disk, 4 * MIB + 512).unwrap_err().kind(), ErrorKind::Unsupported);
+        drop(disk);
+        assert_eq!(open(engine, device.0.as_ref(), CacheMode::Direct).info().size_bytes, 4 * MIB);
+    });
+}

@@ -1,0 +1,7 @@
+//! The other side of Spile's fronts, in ordinary processes: what a guest and its monitor do, for tests and for load.
+//!
+//! [`vhost`] is a front end of vhost-user-blk: it owns memory as a guest does, drives split virtqueues in it, and speaks
+//! to a server over its socket. It can also be rude: every message and every ring byte can be written as one likes.
+#![forbid(unsafe_code)]
+
+pub mod vhost;

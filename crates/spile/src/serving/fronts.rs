@@ -1,0 +1,291 @@
+//! The servers over the open disks, and the sockets that they listen on.
+
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_engine::Engine;
+use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
+use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
+
+use super::disks::{Open, ServedDisk, find};
+use crate::cli::complain;
+use crate::disks::split_commas;
+use crate::listen::{Bound, Published};
+use crate::units::format_size;
+use crate::uri::Address;
+
+/// How long NBD clients may take to accept their last replies.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
+/// The same, when the server goes on in another process: guests wait for that.
+const HANDOVER_PATIENCE: Duration = Duration::from_millis(20);
+
+/// `PATH[,export=NAME]`: where one disk is served to virtual machines. A comma in the path is doubled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VhostSpec {
+    /// The socket.
+    pub path: PathBuf,
+    /// The disk's name; the first disk if not given.
+    pub export: String,
+}
+
+impl FromStr for VhostSpec {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut parts = split_commas(text).into_iter();
+        let path = parts.next().filter(|path| !path.is_empty()).ok_or("the PATH of the socket is empty")?;
+        let mut spec = Self { path: path.into(), export: String::new() };
+        for part in parts {
+            match part.split_once('=') {
+                Some(("export", name)) => spec.export = name.to_owned(),
+                _ => {
+                    return Err(format!("`{part}` is not an option; use export=NAME (a comma in the path is doubled)"));
+                }
+            }
+        }
+        Ok(spec)
+    }
+}
+
+/// What a socket is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// All exports, by NBD.
+    Nbd,
+    /// The disk of this export, by vhost-user-blk.
+    Vhost(String),
+    /// The control socket.
+    Control,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nbd => f.write_str("nbd"),
+            Self::Vhost(export) => write!(f, "vhost-user {export:?}"),
+            Self::Control => f.write_str("control"),
+        }
+    }
+}
+
+/// A socket on its way to its server.
+pub struct Socket {
+    /// Who listens there.
+    pub role: Role,
+    /// The socket.
+    pub bound: Bound,
+}
+
+impl Socket {
+    /// By which a server and its successor know it.
+    pub fn key(&self) -> String {
+        key(&self.role, self.bound.address.as_ref())
+    }
+}
+
+/// A role and an address as one word.
+pub fn key(role: &Role, address: Option<&Address>) -> String {
+    match address {
+        Some(address) => format!("{role} {address}"),
+        None => format!("{role} (passed)"),
+    }
+}
+
+/// A socket that its server listens on.
+pub struct Listening {
+    /// As [`Socket::key`].
+    pub key: String,
+    /// To hand it over.
+    pub fd: OwnedFd,
+    /// Its name in the file system.
+    pub published: Option<Published>,
+}
+
+/// How the fronts are to behave.
+#[derive(Clone)]
+pub struct Options {
+    /// The NBD server.
+    pub nbd: NbdConfig,
+    /// Queues that a guest may use.
+    pub queues: u16,
+}
+
+struct Vhost {
+    export: String,
+    server: VhostServer<ServedDisk>,
+}
+
+/// All servers of a process.
+pub struct Fronts {
+    nbd: NbdServer<ServedDisk>,
+    vhost: Vec<Vhost>,
+}
+
+impl Fronts {
+    /// Servers of `disks`, for sockets of these roles. They serve nobody yet.
+    ///
+    /// # Errors
+    /// `NotFound` when a role names no export; `InvalidInput` when names or counts are not allowed.
+    pub fn new<'a>(
+        engine: &Engine,
+        disks: &[Open],
+        options: &Options,
+        roles: impl Iterator<Item = &'a Role>,
+    ) -> Result<Self> {
+        let nbd = NbdServer::new(engine.clone(), options.nbd.clone(), exports(disks))?;
+        let mut vhost: Vec<Vhost> = Vec::new();
+        for role in roles {
+            let Role::Vhost(export) = role else { continue };
+            if vhost.iter().any(|other| other.export == *export) {
+                continue;
+            }
+            let open = find(disks, export).ok_or_else(|| no_export(disks, export))?;
+            let config = VhostConfig {
+                name: open.label.clone(),
+                serial: open.serial.clone(),
+                queues: options.queues,
+                read_only: open.read_only,
+                ..VhostConfig::default()
+            };
+            let server = VhostServer::new(engine.clone(), open.disk.clone(), config)?;
+            vhost.push(Vhost { export: export.clone(), server });
+        }
+        Ok(Self { nbd, vhost })
+    }
+
+    fn vhost(&self, export: &str) -> Option<&VhostServer<ServedDisk>> {
+        self.vhost.iter().find(|vhost| vhost.export == export).map(|vhost| &vhost.server)
+    }
+
+    /// Has the server of its role listen on a socket, and makes it appear.
+    ///
+    /// # Errors
+    /// `Busy` when another server came first; the system's.
+    pub fn listen(&self, socket: Socket) -> Result<Listening> {
+        let (role, key) = (socket.role.clone(), socket.key());
+        let (fd, published) = socket.bound.publish()?;
+        self.listen_on(&role, fd.as_fd().try_clone_to_owned().map_err(|source| Error::io("listen", source))?)?;
+        Ok(Listening { key, fd, published })
+    }
+
+    /// Has the server of its role listen on a descriptor.
+    ///
+    /// # Errors
+    /// When it is no listening socket.
+    pub fn listen_on(&self, role: &Role, fd: OwnedFd) -> Result<()> {
+        match role {
+            Role::Nbd => self.nbd.listen(fd),
+            Role::Vhost(export) => self.vhost(export).map_or(Ok(()), |server| server.listen(fd)),
+            Role::Control => Ok(()),
+        }
+    }
+
+    /// Guests' connections, all at a time: which export, and the connection. The servers end.
+    pub fn hand_over(self) -> Vec<(String, Handover)> {
+        self.nbd.stop();
+        let mut all = Vec::new();
+        for vhost in &self.vhost {
+            all.extend(vhost.server.hand_over().into_iter().map(|handover| (vhost.export.clone(), handover)));
+        }
+        self.nbd.wait_drained(HANDOVER_PATIENCE);
+        all
+    }
+
+    /// Goes on with a guest's connection.
+    ///
+    /// # Errors
+    /// `NotFound` when nothing is served to guests under this name; else as the server's.
+    pub fn adopt(&self, export: &str, handover: Handover) -> Result<()> {
+        let server = self.vhost(export).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("export {export:?} is not served by vhost-user here"))
+        })?;
+        server.adopt(handover)
+    }
+
+    /// Tells the guests of an export that its size has changed.
+    pub fn tell_resized(&self, disk: &Open) {
+        let its_servers = self.vhost.iter().filter(|vhost| disk.names.contains(&vhost.export));
+        its_servers.for_each(|vhost| vhost.server.disk_has_changed());
+    }
+
+    /// Takes no new clients and requests.
+    pub fn stop(&self) {
+        self.nbd.stop();
+        self.vhost.iter().for_each(|vhost| vhost.server.stop());
+    }
+
+    /// Waits, after [`Fronts::stop`], until everything is answered.
+    pub fn wait_drained(&self) {
+        self.vhost.iter().for_each(|vhost| vhost.server.wait_drained());
+        if !self.nbd.wait_drained(DRAIN_PATIENCE) {
+            complain("hung up on clients that did not take their replies");
+        }
+    }
+}
+
+fn no_export(disks: &[Open], name: &str) -> Error {
+    let known: Vec<_> = disks.iter().flat_map(|open| &open.names).map(|name| format!("{name:?}")).collect();
+    Error::new(ErrorKind::NotFound, format!("no disk is exported as {name:?}"))
+        .hint(format!("say export=NAME with one of {}", known.join(", ")))
+}
+
+fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {
+    let each = |open: &Open| {
+        let (disk, read_only) = (open.disk.clone(), open.read_only);
+        let description = open.label.clone();
+        open.names.clone().into_iter().map(move |name| Export {
+            name,
+            description: description.clone(),
+            disk: disk.clone(),
+            read_only,
+        })
+    };
+    disks.iter().flat_map(each).collect()
+}
+
+/// One line for each disk and way to it.
+pub fn describe(disks: &[Open], sockets: &[Socket], tls_required: bool) -> Vec<String> {
+    let mut lines = Vec::new();
+    for open in disks {
+        let size = format_size(open.disk.info().size_bytes);
+        let read_only = if open.read_only { ", read-only" } else { "" };
+        let what = format!("serving {} ({size} {}{read_only})", open.label, open.kind);
+        for name in &open.names {
+            let ways = sockets.iter().filter_map(|socket| way(socket, name, tls_required));
+            lines.extend(ways.map(|way| format!("{what} {way}")));
+        }
+    }
+    lines
+}
+
+/// How the export `name` is reached by a socket.
+fn way(socket: &Socket, name: &str, tls_required: bool) -> Option<String> {
+    let address = socket.bound.address.as_ref();
+    match &socket.role {
+        Role::Nbd => Some(match socket.bound.uri(name, tls_required) {
+            Some(uri) => format!("as {uri}"),
+            None => format!("as export `{name}` on a socket passed to us"),
+        }),
+        Role::Vhost(export) if export == name => address.map(|address| format!("to guests by vhost-user on {address}")),
+        Role::Vhost(_) | Role::Control => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vhost_sockets_name_their_disk() {
+        let spec = |path: &str, export: &str| Ok(VhostSpec { path: path.into(), export: export.to_owned() });
+        assert_eq!("/run/a.sock".parse(), spec("/run/a.sock", ""));
+        assert_eq!("/run/a,,b,export=x".parse(), spec("/run/a,b", "x"));
+        for bad in ["", ",export=x", "/a,disk=x", "/a,x"] {
+            assert!(bad.parse::<VhostSpec>().is_err(), "{bad}");
+        }
+    }
+}

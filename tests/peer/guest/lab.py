@@ -1,0 +1,170 @@
+"""A server, a guest and the images under them: what the vhost-user tests disturb.
+
+The guest has a root on a chain (vda), a disk for verified work, a chain too (vdb), and a plain raw one
+with an ext4 (vdc); a fourth, `spare`, is there to be plugged in.
+"""
+
+import os
+import shutil
+
+from kernel import initramfs
+from machine import root_image
+from support import MIB, STANDIN, check, run, sha256, spile, write_scattered
+from vhost import PLACES, Sockets, VhostMachine, VhostServer, wait_until
+
+ROOT_BYTES = 512 * MIB
+DISK_BYTES = 128 * MIB
+DEVICES = {"root": "vda", "work": "vdb", "plain": "vdc"}
+# Jobs and depth of the verified work. The stand-in has no inflight region: what it held when it was
+# killed is lost, unless it is the one request after the last that was answered.
+WORK = "/dev/vdb 1 1" if STANDIN else "/dev/vdb 4 16"
+# Requests from one disturbance to the next.
+STEP = 400
+# On a quiet machine everything that is waited for takes a second or two.
+LIMIT_S = 120
+COMPLAINTS = "I/O error|EXT4-fs (error|warning)|is not a head|blocked for more than|Call Trace"
+
+
+class Lab:
+    def __init__(self, kernel, folder):
+        self.kernel = kernel
+        self.folder = folder
+        self.sockets = Sockets()
+        self.server = self.machine = None
+        self.machines = []
+
+    def start(self):
+        self.initramfs = initramfs(self.folder / "initramfs", self.kernel)
+        self.disks = self.make_disks()
+        self.parents = {path: sha256(path) for path in self.folder.glob("*-parent.vhd")}
+        self.start_server()
+        self.boot()
+
+    def make_disks(self):
+        plain = empty(self.folder / "plain.raw", DISK_BYTES)
+        run("mke2fs", "-q", "-F", "-t", "ext4", plain)
+        return {
+            "root": chain(root_image(self.folder, self.folder / "root.raw", ROOT_BYTES, ["fio"])),
+            "work": chain(write_scattered(self.folder / "work.raw", DISK_BYTES, seed=3)),
+            "plain": plain,
+            "spare": empty(self.folder / "spare.raw", DISK_BYTES),
+        }
+
+    def start_server(self):
+        self.server = VhostServer(self.folder, self.disks, self.sockets)
+
+    def take_over(self):
+        """Starts a server that takes everything from the running one; that one."""
+        old = self.server
+        self.server = VhostServer(self.folder, self.disks, self.sockets, takeover_from=old)
+        return old
+
+    def boot(self):
+        self.machine = self.start_machine(PLACES[0])
+        self.machine.wait_ready()
+
+    def start_machine(self, place, incoming=False):
+        machine = VhostMachine(
+            self.kernel, self.initramfs, self.folder, self.sockets, DEVICES, place, incoming,
+        )
+        self.machines.append(machine)
+        return machine
+
+    def allocated(self, name):
+        """Bytes that the image takes on the host."""
+        return os.stat(self.disks[name]).st_blocks * 512
+
+    def begin_work(self):
+        self.machine.ask(f"start hammer hammer {WORK}")
+        self.wait_progress()
+
+    def wait_progress(self):
+        """Waits until the verified work has done some more."""
+        start = self.machine.done("vdb")
+
+        def further():
+            return self.machine.done("vdb") >= start + STEP or self.work_has_ended()
+
+        wait_until(further, LIMIT_S, "progress of the work")
+        if self.work_has_ended():
+            raise AssertionError(f"the work ended by itself: {self.machine.ask('cat /tmp/hammer.log')[-4000:]}")
+
+    def work_has_ended(self):
+        return self.machine.ask_status("[ -e /tmp/hammer.status ]")[0] == 0
+
+    def end_work(self):
+        """Lets the pass be finished that the verified work is in; it must not have found anything."""
+        self.machine.ask("touch /tmp/stop")
+        wait_until(self.work_has_ended, LIMIT_S, "the end of the work's last pass")
+        log = self.machine.ask("cat /tmp/hammer.log")
+        if self.machine.ask("cat /tmp/hammer.status") != "0" or "pass 1" not in log:
+            raise AssertionError(f"the work failed: {log[-4000:]}")
+
+    def complaints(self):
+        """What the guest's kernel said of trouble since it was asked last."""
+        return self.machine.ask_status(f"dmesg -c | grep -E '{COMPLAINTS}'")[1]
+
+    def story(self):
+        """What server and guest said last, as far as it can be had."""
+        server = self.server.output()[-2000:] if self.server else ""
+        if self.machine is None:
+            return f"the server:\n{server}"
+        try:
+            guest = self.machine.ask("dmesg | tail -n 30; cat /sys/block/vd?/inflight", limit_s=10)
+        except (AssertionError, OSError) as problem:
+            guest = f"{problem}\n{self.machine.console.drain()}"
+        return f"the server:\n{server}\nthe guest:\n{guest}"
+
+    def die(self):
+        """SIGKILL for the server and for QEMU, at once."""
+        self.server.process.kill()
+        self.machine.kill()
+        self.server.kill()
+
+    def finish(self):
+        """Ends all in order and looks at the images."""
+        self.machine.leave()
+        code = self.server.stop()
+        if code != 0:
+            raise AssertionError(f"the server ended with {code}:\n{self.server.output()}")
+        for path in self.disks.values():
+            if path.suffix == ".vhd":
+                check(path)
+        for path, before in self.parents.items():
+            if sha256(path) != before:
+                raise AssertionError(f"{path} changed under its child")
+
+    def destroy(self):
+        """Ends all that still runs, however far the test came."""
+        for machine in self.machines:
+            machine.close()
+        if self.server and self.server.ended is None:
+            self.server.kill()
+        self.sockets.remove()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def flat(self, name):
+        """The content of an image that nobody uses, in a file of its own."""
+        copy = self.folder / "flat.raw"
+        copy.unlink(missing_ok=True)
+        if STANDIN:
+            shutil.copy(self.disks[name], copy)
+        else:
+            spile("convert", self.disks[name], copy)
+        return copy
+
+
+def empty(path, size_bytes):
+    with open(path, "wb") as file:
+        file.truncate(size_bytes)
+    return path
+
+
+def chain(raw):
+    """A parent made from `raw`, and an empty child of it; the child. The stand-in keeps `raw`."""
+    if STANDIN:
+        return raw
+    parent, child = raw.with_name(f"{raw.stem}-parent.vhd"), raw.with_suffix(".vhd")
+    spile("convert", raw, parent)
+    spile("create", child, "--parent", parent)
+    return child

@@ -1,0 +1,243 @@
+"""Disks on vhost-user-blk: a server of them, and a guest that uses them.
+
+Each disk has a socket for each place that QEMU can have in a test: two machines that are attached to
+one disk, as in a migration, have a socket each. `SPILE_STANDIN=qemu-storage-daemon` puts that program
+in the server's place.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import tempfile
+import time
+import unittest
+
+from machine import BOOT_LIMIT_S, Machine, Stream
+from qmp import Qmp
+from support import STANDIN, Server, need, run, spile, spile_binary, text
+
+QUEUES = 2
+PLACES = ("a", "b")
+# What a command in the guest may take; none works on more than some MiB.
+ANSWER_LIMIT_S = 120
+
+
+def need_server():
+    """Skips the tests when the stand-in cannot do vhost-user."""
+    if STANDIN == "qemu-storage-daemon":
+        need("qemu-storage-daemon", "qemu-utils")
+    elif STANDIN:
+        raise unittest.SkipTest(f"{STANDIN} has no vhost-user")
+
+
+def wait_until(true, limit_s, what):
+    """Waits until `true()` is; what it gave."""
+    end = time.monotonic() + limit_s
+    while not (value := true()):
+        if time.monotonic() > end:
+            raise AssertionError(f"not in {limit_s} s: {what}")
+        time.sleep(0.05)
+    return value
+
+
+def listens(path):
+    """Does a server listen on this socket? Spile gives its sockets their names when they listen already, so the kernel
+    knows them by other names; but connecting does not disturb it, as it would the stand-in."""
+    if STANDIN:
+        lines = pathlib.Path("/proc/net/unix").read_text().splitlines()[1:]
+        rows = [line.split(None, 7) for line in lines]
+        # Bit 16 of the flags is SO_ACCEPTCON.
+        return any(len(row) == 8 and row[7] == str(path) and int(row[3], 16) & 0x10000 for row in rows)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+class Sockets:
+    """A folder of sockets. A socket's path has to be short, so it is not in the test's folder."""
+
+    def __init__(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="spile-vhost-"))
+        self.control = self.folder / "control"
+
+    def of(self, name, place):
+        return self.folder / f"{name}-{place}"
+
+    def remove(self):
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class VhostServer(Server):
+    """Serves `disks`, a path for each name, on `sockets`, with a control socket."""
+
+    def __init__(self, folder, disks, sockets, takeover_from=None):
+        self.disks = disks
+        self.sockets = sockets
+        self.takeover_from = takeover_from
+        extra = ["--takeover"] if takeover_from else []
+        super().__init__(folder, extra=extra, at=sockets.of(next(iter(disks)), PLACES[0]))
+
+    def command(self, _disks, _address, extra):
+        if STANDIN:
+            return self.standin_command()
+        command = [spile_binary(), "serve"]
+        command += [f"{path},name={name},serial={serial(name)}" for name, path in self.disks.items()]
+        for name, place in self.attachments():
+            command += ["--vhost-user", f"{self.sockets.of(name, place)},export={name}"]
+        return [*command, "--queues", str(QUEUES), "--control", str(self.sockets.control), *extra]
+
+    def standin_command(self):
+        monitor = f"socket,id=control,path={self.sockets.control},server=on,wait=off"
+        command = ["qemu-storage-daemon", "--chardev", monitor, "--monitor", "chardev=control"]
+        for name, path in self.disks.items():
+            file = f"driver=file,node-name={name}-file,filename={path},discard=unmap"
+            command += ["--blockdev", file]
+            command += ["--blockdev", f"driver=raw,node-name={name},file={name}-file,discard=unmap"]
+        for attachment in self.attachments():
+            command += ["--export", json.dumps(self.standin_export(*attachment))]
+        return command
+
+    def standin_export(self, name, place):
+        return {
+            "type": "vhost-user-blk", "id": f"{name}-{place}", "node-name": name, "writable": True,
+            "num-queues": QUEUES, "addr": {"type": "unix", "path": str(self.sockets.of(name, place))},
+        }
+
+    def attachments(self):
+        return [(name, place) for name in self.disks for place in PLACES]
+
+    def answers(self):
+        """Does it listen? After a takeover the old one did too, so that one has to be gone."""
+        old = self.takeover_from
+        if old and old.ended is None:
+            old.ended = old.process.poll()
+            return False
+        return all(listens(self.sockets.of(*attachment)) for attachment in self.attachments())
+
+    def resize(self, name, size_bytes, used_place):
+        """Grows a disk under the guest that uses it from `used_place`."""
+        if STANDIN:
+            self.standin_resize(name, size_bytes, used_place)
+        else:
+            spile("resize", self.sockets.control, size_bytes, "--name", name)
+
+    def standin_resize(self, name, size_bytes, used_place):
+        """Without the exports that nobody uses, for it breaks when it tells those (QEMU 10.0)."""
+        control = Qmp.connect(self.sockets.control)
+        unused = [place for place in PLACES if place != used_place]
+        for place in unused:
+            control.execute("block-export-del", id=f"{name}-{place}")
+            control.wait_event("BLOCK_EXPORT_DELETED", ANSWER_LIMIT_S, id=f"{name}-{place}")
+        control.execute("block_resize", node_name=name, size=size_bytes)
+        for place in unused:
+            control.execute("block-export-add", **self.standin_export(name, place))
+        control.close()
+
+    def holdings(self):
+        """How many descriptors are open, and how many mappings of guests' memory there are."""
+        process = pathlib.Path("/proc") / str(self.process.pid)
+        maps = (process / "maps").read_text()
+        return len(list((process / "fd").iterdir())), maps.count("/memfd:")
+
+
+def serial(name):
+    """What the guest shall read as the serial of the disk `name`."""
+    return "vhost_user_blk" if STANDIN else f"SPILE-{name}"
+
+
+def reconnecting():
+    """QEMU's word for how soon it connects again, milliseconds where it knows them (from 9.2 on)."""
+    version = re.search(r"version (\d+)\.(\d+)", text(run("qemu-system-x86_64", "--version").stdout))
+    return "reconnect-ms=100" if tuple(map(int, version.groups())) >= (9, 2) else "reconnect=1"
+
+
+class VhostMachine(Machine):
+    """A guest with two processors, the disks `names` as vda, vdb, …, and an ear for commands.
+
+    With `incoming` it waits for a migration instead of booting.
+    """
+
+    def __init__(self, kernel, initramfs, folder, sockets, names, place, incoming=False):
+        self.sockets = sockets
+        self.place = place
+        self.number = 0
+        ask, qmp = socket.socketpair(), socket.socketpair()
+        options = self.options(names, ask[1].fileno(), qmp[1].fileno())
+        options += ["-incoming", "defer"] if incoming else []
+        passed = (ask[1].fileno(), qmp[1].fileno())
+        super().__init__(
+            kernel, initramfs, folder / f"console-{place}.log", "serve", options, pass_fds=passed,
+        )
+        ask[1].close()
+        qmp[1].close()
+        self.ask_socket = ask[0]
+        self.ask_log = open(folder / f"asked-{place}.log", "ab")
+        self.answers = Stream(ask[0].fileno(), self.ask_log)
+        self.qmp = self.monitor(qmp[0])
+
+    def monitor(self, connected):
+        """QMP, or what QEMU had to say when it did not come up."""
+        try:
+            return Qmp(connected)
+        except (AssertionError, OSError) as problem:
+            raise AssertionError(f"{problem}; QEMU said: {text(self.kill())}")
+
+    def wait_ready(self):
+        """Waits until a guest that boots hears commands."""
+        self.answers.wait_for(rb"SPILE READY\n", BOOT_LIMIT_S)
+
+    def options(self, names, ask, qmp):
+        memory = "memory-backend-memfd,id=memory,size=384M,share=on"
+        options = ["-machine", "pc,memory-backend=memory", "-object", memory, "-m", "384", "-smp", "2"]
+        options += ["-chardev", f"socket,id=ask,fd={ask}", "-serial", "chardev:ask"]
+        options += ["-chardev", f"socket,id=qmp,fd={qmp}", "-mon", "chardev=qmp,mode=control"]
+        again = reconnecting()
+        for slot, name in enumerate(names, 4):
+            path = self.sockets.of(name, self.place)
+            options += ["-chardev", f"socket,id={name},path={path},{again}"]
+            device = f"vhost-user-blk-pci,id=disk-{name},chardev={name},num-queues={QUEUES},addr={slot:#x}"
+            options += ["-device", device]
+        return options
+
+    def ask(self, command, limit_s=ANSWER_LIMIT_S, ok=True):
+        """Has the guest run a shell command; its words. With `ok` it has to end well."""
+        status, words = self.ask_status(command, limit_s)
+        if ok and status != 0:
+            raise AssertionError(f"in the guest: {command}: exit code {status}\n{words}")
+        return words
+
+    def ask_status(self, command, limit_s=ANSWER_LIMIT_S):
+        """The command's exit code and words."""
+        self.number += 1
+        self.ask_socket.sendall(f"{self.number} {command}\n".encode())
+        answer = rb"SPILE ANSWER %d (\d+)\n((?s:.*?))SPILE END %d\n" % (self.number, self.number)
+        match = self.answers.wait_for(answer, limit_s)
+        return int(match.group(1)), text(match.group(2)).strip()
+
+    def leave(self):
+        """Ends the guest in order."""
+        self.ask("leave")
+        self.process.wait(BOOT_LIMIT_S)
+
+    def done(self, device):
+        """Reads and writes that `device` has completed."""
+        fields = self.ask(f"cat /sys/block/{device}/stat").split()
+        return int(fields[0]) + int(fields[4])
+
+    def connections(self):
+        """The sockets that QEMU has open, each with a number that is never used again."""
+        links = pathlib.Path(f"/proc/{self.process.pid}/fd").iterdir()
+        return {name for name in map(os.readlink, links) if name.startswith("socket:")}
+
+    def close(self):
+        """Ends it if it runs; may be called again."""
+        super().close()
+        self.qmp.close()
+        self.ask_socket.close()
+        self.ask_log.close()
