@@ -9,6 +9,10 @@
 //! after one that spinning to the limit would have caught, the window moves towards twice the gap; after a longer one
 //! it falls to a quarter, and below [`LEAST`] to nothing. A disk whose gaps are long thus pays for one spin and
 //! then sleeps as if there were no polling, and a single short gap brings the window back.
+//!
+//! A wake-up that is spared is worth the more the fewer requests share it, so the limit is divided by the number of
+//! requests that are handled at a time: the worker spins for a guest that waits for each answer, and sleeps while a
+//! deep queue keeps its device busy.
 
 use std::rc::Rc;
 use std::task::Waker;
@@ -35,6 +39,8 @@ pub trait Pollable {
 struct Watched {
     pollable: Rc<dyn Pollable>,
     waker: Waker,
+    /// Requests that it handles at a time.
+    load: usize,
 }
 
 /// What the worker watches now.
@@ -46,6 +52,12 @@ pub(crate) struct Watches {
 impl Watches {
     pub(crate) fn is_empty(&self) -> bool {
         self.entries.is_empty()
+    }
+
+    /// Requests handled at a time, at least 1.
+    pub(crate) fn load(&self) -> u32 {
+        let load: usize = self.entries.iter().map(|(_, watched)| watched.load).sum();
+        load.clamp(1, 1 << 16) as u32
     }
 
     /// True when one has work. Does not wake it.
@@ -75,18 +87,22 @@ impl Watches {
     }
 }
 
-/// Has this worker watch `pollable`, and wake `waker` once it has work. Once: whoever is woken asks again.
+/// Has this worker watch `pollable`, which handles `load` requests at a time, and wake `waker` once it has work. Once:
+/// whoever is woken asks again.
 ///
 /// # Panics
 /// Outside a worker.
-pub fn watch(pollable: Rc<dyn Pollable>, waker: &Waker) {
+pub fn watch(pollable: &Rc<dyn Pollable>, waker: &Waker, load: usize) {
     worker::with(|w| {
         let mut watches = w.watches.borrow_mut();
-        let known = watches.entries.iter_mut().find(|(_, watched)| Rc::ptr_eq(&watched.pollable, &pollable));
+        let known = watches.entries.iter_mut().find(|(_, watched)| Rc::ptr_eq(&watched.pollable, pollable));
         match known {
-            Some((_, watched)) => watched.waker.clone_from(waker),
+            Some((_, watched)) => {
+                watched.waker.clone_from(waker);
+                watched.load = load;
+            }
             None => {
-                watches.entries.insert(Watched { pollable, waker: waker.clone() });
+                watches.entries.insert(Watched { pollable: pollable.clone(), waker: waker.clone(), load });
             }
         }
     });
@@ -111,20 +127,19 @@ impl Window {
         Self { limit, now: Duration::ZERO }
     }
 
-    pub(crate) fn length(&self) -> Duration {
-        self.now
+    /// How long to spin when so many requests are handled at a time.
+    pub(crate) fn length(&self, load: u32) -> Duration {
+        let length = self.now.min(self.limit / load);
+        if length < LEAST { Duration::ZERO } else { length }
     }
 
     /// Learns from a gap between running out of work and the next work, at the end of which the worker slept or not.
     pub(crate) fn learn(&mut self, gap: Duration, has_slept: bool) {
         let gap = if has_slept { gap.saturating_sub(WAKE) } else { gap };
         self.now = match gap <= self.limit {
-            true => ((self.now + 2 * gap) / 2).clamp(LEAST, self.limit).max(gap),
+            true => ((self.now + 2 * gap) / 2).max(gap).max(LEAST).min(self.limit),
             false => self.now / 4,
         };
-        if self.now < LEAST {
-            self.now = Duration::ZERO;
-        }
     }
 }
 
@@ -137,26 +152,35 @@ mod tests {
     #[test]
     fn short_gaps_open_the_window_and_one_long_gap_nearly_closes_it() {
         let mut window = Window::new(50 * US);
-        assert_eq!(window.length(), Duration::ZERO);
+        assert_eq!(window.length(1), Duration::ZERO);
         window.learn(25 * US, true);
-        assert!(window.length() >= 10 * US, "{:?}", window.length());
+        assert!(window.length(1) >= 10 * US, "{:?}", window.length(1));
         for _ in 0..8 {
             window.learn(10 * US, false);
         }
-        assert!((19 * US..=20 * US).contains(&window.length()), "{:?}", window.length());
+        assert!((19 * US..=20 * US).contains(&window.length(1)), "{:?}", window.length(1));
         window.learn(10_000 * US, true);
-        assert!(window.length() <= 5 * US);
+        assert!(window.length(1) <= 5 * US);
         window.learn(10_000 * US, true);
-        assert_eq!(window.length(), Duration::ZERO);
+        assert_eq!(window.length(1), Duration::ZERO);
+    }
+
+    #[test]
+    fn requests_that_share_a_wake_up_share_the_window() {
+        let mut window = Window::new(50 * US);
+        (0..20).for_each(|_| window.learn(50 * US, false));
+        assert_eq!([1, 2, 10, 25, 26].map(|load| window.length(load).as_micros()), [50, 25, 5, 2, 0]);
     }
 
     #[test]
     fn the_window_keeps_to_its_limit() {
         let mut window = Window::new(50 * US);
         (0..20).for_each(|_| window.learn(50 * US, false));
-        assert_eq!(window.length(), 50 * US);
+        assert_eq!(window.length(1), 50 * US);
         let mut off = Window::new(Duration::ZERO);
         off.learn(US, false);
-        assert_eq!(off.length(), Duration::ZERO);
+        // A short sleep counts as no gap at all.
+        off.learn(US, true);
+        assert_eq!(off.length(1), Duration::ZERO);
     }
 }

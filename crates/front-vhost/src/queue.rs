@@ -5,6 +5,7 @@
 //! ends when it is told to stop and nothing is in flight, or when the driver has broken the ring; a stopped queue can be
 //! started again where it ended, by this process or another.
 
+use std::cell::RefCell;
 use std::future::poll_fn;
 use std::ops::ControlFlow;
 use std::rc::Rc;
@@ -15,14 +16,14 @@ use std::task::{Context, Poll};
 use spile_core::Disk;
 use spile_engine::{Event, Pollable, unwatch, watch};
 
-use crate::execute::Target;
+use crate::execute::{Status, Target};
 use crate::inflight::InflightQueue;
 use crate::log::Log;
 use crate::memory::GuestMemory;
 use crate::metrics::QueueCounters;
 use crate::request::{Parser, Request};
 use crate::ring::{Broken, Ring};
-use crate::slots::{Bell, Desk, Done, Slots};
+use crate::slots::{Bell, Desk, Slots};
 
 /// Chains that are popped before what has ended is looked at.
 const BATCH: usize = 64;
@@ -106,25 +107,27 @@ pub(crate) struct Ended {
 /// Serves a queue to its end.
 pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     let Setup { target, memory, ring, inflight, again, log, kick, link, counters, has_indirect } = setup;
-    let is_logged = log.as_ref().is_some_and(|log| log.logs_data);
-    let make = |desk: Rc<Desk>| {
-        let target = target.clone();
-        async move {
-            loop {
-                let request = desk.next().await;
-                let (status, written_bytes) = target.execute(&request).await;
-                desk.answer(Done { request, status, written_bytes });
-            }
-        }
-    };
-    let mut slots = Slots::new(link.bell.clone(), make);
+    let parser = Parser::new(has_indirect, log.as_ref().is_some_and(|log| log.logs_data));
     let ring = Rc::new(WatchedRing(ring));
-    let parser = Parser::new(has_indirect, is_logged);
-    let side = Side { ring: ring.clone(), memory, inflight, log, counters, batch: Vec::new(), since_call: None };
-    let mut queue = Queue { side, parser, link, again, again_at: 0, broken: None };
+    let side = Side {
+        ring: ring.clone(),
+        memory,
+        parser,
+        inflight,
+        log,
+        counters,
+        link: link.clone(),
+        batch: Vec::new(),
+        since_call: None,
+        broken: None,
+    };
+    let side = Rc::new(RefCell::new(side));
+    let make = |desk: Rc<Desk>| answer_all(desk, side.clone(), target.clone());
+    let mut slots = Slots::new(link.bell.clone(), make);
+    let mut queue = Queue { ring: ring.clone(), side: side.clone(), link, again, again_at: 0, burst: 0 };
     let watched: Rc<dyn Pollable> = ring.clone();
     let mut kicked = Box::pin(kick.wait());
-    queue.side.counters.started();
+    side.borrow().counters.started();
     poll_fn(|context| {
         for _ in 0..TURNS {
             if queue.turn(&mut slots, context).is_continue() {
@@ -141,7 +144,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
                 Poll::Ready(Err(error)) => queue.stop_for(error),
                 Poll::Pending => {
                     ring.0.suppress();
-                    watch(watched.clone(), context.waker());
+                    watch(&watched, context.waker(), queue.take_load(slots.busy()));
                     return Poll::Pending;
                 }
             }
@@ -151,8 +154,25 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     })
     .await;
     unwatch(&watched);
-    queue.side.counters.stopped();
-    Ended { next_avail: ring.0.next_avail(), broken: queue.broken }
+    side.borrow().counters.stopped();
+    let broken = side.borrow().broken;
+    Ended { next_avail: ring.0.next_avail(), broken }
+}
+
+/// A slot: answers one chain after the other.
+async fn answer_all<D: Disk>(desk: Rc<Desk>, side: Rc<RefCell<Side>>, target: Arc<Target<D>>) {
+    let mut request = Request::default();
+    loop {
+        let head = desk.next().await;
+        let is_whole = side.borrow_mut().parse(head, &mut request);
+        if is_whole {
+            let (status, written_bytes) = target.execute(&request).await;
+            side.borrow_mut().answer(&request, status, written_bytes);
+            // An idle slot must not keep a region that the guest has given up.
+            request.data.clear();
+        }
+        desk.answered();
+    }
 }
 
 /// The ring, for the worker to look at.
@@ -168,17 +188,20 @@ impl Pollable for WatchedRing {
     }
 }
 
-/// The driver's side of a queue: where answers go.
+/// The driver's side of a queue: where requests come from and answers go.
 struct Side {
     ring: Rc<WatchedRing>,
     memory: Arc<GuestMemory>,
+    parser: Parser,
     inflight: Option<InflightQueue>,
     log: Option<QueueLog>,
     counters: Arc<QueueCounters>,
+    link: Arc<Link>,
     /// Heads in the used ring that are not published.
     batch: Vec<u16>,
     /// The used index before the first answer that the driver was not told of.
     since_call: Option<u16>,
+    broken: Option<Broken>,
 }
 
 impl Side {
@@ -189,18 +212,26 @@ impl Side {
             || self.log.as_ref().is_some_and(|log| log.log.is_lost())
     }
 
-    fn answer(&mut self, done: &Done) {
-        let request = &done.request;
+    /// Reads a chain; false when it has broken the ring.
+    fn parse(&mut self, head: u16, request: &mut Request) -> bool {
+        match self.parser.parse(&self.ring.0, &self.memory, head, request) {
+            Ok(()) => self.counters.popped(request),
+            Err(broken) => self.broken = Some(broken),
+        }
+        self.broken.is_none()
+    }
+
+    fn answer(&mut self, request: &Request, status: Status, written_bytes: u32) {
         // The parser has found the place of the status.
-        self.memory.write_byte(request.status_addr, done.status as u8);
+        self.memory.write_byte(request.status_addr, status as u8);
         if let Some(log) = self.log.as_ref().filter(|log| log.logs_data) {
             request.written.iter().for_each(|(addr, len)| log.log.mark(*addr, u64::from(*len)));
             log.log.mark(request.status_addr, 1);
         }
-        self.counters.answered(done.status);
-        self.put(request.head, done.written_bytes + 1);
+        self.counters.answered(status);
+        self.put(request.head, written_bytes + 1);
         if self.batch.len() >= PUBLISH {
-            self.publish();
+            self.publish_and_call();
         }
     }
 
@@ -230,32 +261,33 @@ impl Side {
     }
 
     /// Publishes, and tells the driver if it wants to hear.
-    fn publish_and_call(&mut self, link: &Link) {
+    fn publish_and_call(&mut self) {
         self.publish();
         if self.since_call.take().is_some_and(|before| self.ring.0.wants_call(before)) {
             self.counters.called();
-            link.ring_call();
+            self.link.ring_call();
         }
     }
 }
 
 struct Queue {
-    side: Side,
-    parser: Parser,
+    ring: Rc<WatchedRing>,
+    side: Rc<RefCell<Side>>,
     link: Arc<Link>,
     again: Vec<u16>,
     again_at: usize,
-    broken: Option<Broken>,
+    /// Chains popped since the worker last had nothing to do here.
+    burst: usize,
 }
 
 impl Queue {
     fn takes_new(&self) -> bool {
-        self.broken.is_none() && !self.link.stop.load(Ordering::Acquire)
+        self.side.borrow().broken.is_none() && !self.link.stop.load(Ordering::Acquire)
     }
 
     /// What a server before us left is done even when we are to stop: whoever goes on from our index would not know of it.
     fn has_leave(&self) -> bool {
-        self.takes_new() || (self.broken.is_none() && self.again_at < self.again.len())
+        self.takes_new() || (self.side.borrow().broken.is_none() && self.again_at < self.again.len())
     }
 
     fn is_over(&self, busy: usize) -> bool {
@@ -264,7 +296,12 @@ impl Queue {
 
     fn stop_for(&mut self, error: spile_core::Error) {
         tracing::warn!(%error, "vhost-user: a queue's kicks cannot be heard");
-        self.broken = Some(Broken("its kicks cannot be heard"));
+        self.side.borrow_mut().broken = Some(Broken("its kicks cannot be heard"));
+    }
+
+    /// How many requests are handled at a time: in flight, or in the burst that has just ended.
+    fn take_load(&mut self, busy: usize) -> usize {
+        std::mem::take(&mut self.burst).max(busy)
     }
 
     /// One turn; goes on when there was anything to do.
@@ -273,52 +310,41 @@ impl Queue {
         F: Future<Output = ()>,
         M: Fn(Rc<Desk>) -> F,
     {
-        let side = &mut self.side;
-        let mut worked = slots.poll_ready(context, |done| side.answer(&done));
+        let mut worked = slots.poll_ready(context);
         let mut started = 0;
-        while started < BATCH && slots.busy() < usize::from(self.side.ring.0.size()) && self.has_leave() {
-            let Some(request) = self.next() else { break };
+        while started < BATCH && slots.busy() < usize::from(self.ring.0.size()) && self.has_leave() {
+            let Some(head) = self.pop() else { break };
             started += 1;
-            if let Some(done) = slots.start(request) {
-                self.side.answer(&done);
-            }
+            slots.start(head);
         }
         worked |= started > 0;
-        self.side.publish_and_call(&self.link);
-        if worked && self.side.is_lost() {
-            self.broken = Some(Broken("a file of the guest's shared memory was cut short"));
+        self.burst += started;
+        let mut side = self.side.borrow_mut();
+        side.publish_and_call();
+        if worked && side.is_lost() {
+            side.broken = Some(Broken("a file of the guest's shared memory was cut short"));
         }
         if worked { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     }
 
-    /// The next request, of those left to us first.
-    fn next(&mut self) -> Option<Request> {
-        let result = self.pop().and_then(|head| {
-            head.map(|head| self.parser.parse(&self.side.ring.0, &self.side.memory, head)).transpose()
-        });
-        match result {
-            Ok(request) => {
-                if let Some(request) = &request {
-                    self.side.counters.popped(request);
+    /// The next chain, of those left to us first.
+    fn pop(&mut self) -> Option<u16> {
+        if let Some(head) = self.again.get(self.again_at) {
+            self.again_at += 1;
+            return Some(*head);
+        }
+        let mut side = self.side.borrow_mut();
+        match self.ring.0.pop() {
+            Ok(head) => {
+                if let (Some(head), Some(inflight)) = (head, &side.inflight) {
+                    inflight.note(head);
                 }
-                request
+                head
             }
             Err(broken) => {
-                self.broken = Some(broken);
+                side.broken = Some(broken);
                 None
             }
         }
-    }
-
-    fn pop(&mut self) -> Result<Option<u16>, Broken> {
-        if let Some(head) = self.again.get(self.again_at) {
-            self.again_at += 1;
-            return Ok(Some(*head));
-        }
-        let head = self.side.ring.0.pop()?;
-        if let (Some(head), Some(inflight)) = (head, &self.side.inflight) {
-            inflight.note(head);
-        }
-        Ok(head)
     }
 }

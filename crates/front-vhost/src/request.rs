@@ -16,9 +16,10 @@ const HEADER_BYTES: u64 = 16;
 const MAX_CHAIN: usize = 1024;
 
 /// What a request asks for (section 5.2.6, VIRTIO_BLK_T_*).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Command {
     /// IN.
+    #[default]
     Read,
     /// OUT.
     Write,
@@ -48,8 +49,8 @@ impl From<u32> for Command {
     }
 }
 
-/// One request.
-#[derive(Debug)]
+/// One request. Used again for the next: its lists keep their room.
+#[derive(Debug, Default)]
 pub struct Request {
     /// Its chain: what to put into the used ring.
     pub head: u16,
@@ -84,28 +85,28 @@ impl Parser {
         Self { has_indirect, is_logged, ..Self::default() }
     }
 
-    /// Reads the chain at `head`.
+    /// Reads the chain at `head` into `request`.
     ///
     /// # Errors
     /// When it breaks the rules of rings, or there is no byte where its status could go.
-    pub fn parse(&mut self, ring: &Ring, memory: &GuestMemory, head: u16) -> Result<Request, Broken> {
+    pub fn parse(&mut self, ring: &Ring, memory: &GuestMemory, head: u16, request: &mut Request) -> Result<(), Broken> {
         self.collect(ring, memory, head)?;
-        let status_addr = self.take_status(memory)?;
+        (request.head, request.status_addr) = (head, self.take_status(memory)?);
         let header = take_header(&mut self.readable, memory);
         let [number, _, low, high] = header.unwrap_or_default();
-        let command = Command::from(number);
-        let reads_disk = matches!(command, Command::Read | Command::GetId);
-        let list = if reads_disk { &self.writable } else { &self.readable };
-        let mut data = Segments::new();
-        let has_data = list.iter().all(|(addr, len)| memory.append(*addr, u64::from(*len), &mut data));
+        request.command = Command::from(number);
         let sector = u64::from(high) << 32 | u64::from(low);
-        let written = match self.is_logged {
-            true => self.writable.iter().copied().collect(),
-            false => SmallVec::new(),
-        };
-        let is_sound = header.is_some() && has_data;
-        let offset = sector.checked_mul(SECTOR_BYTES).map(GuestOffset);
-        Ok(Request { head, command, offset, data, status_addr, written, is_sound })
+        request.offset = sector.checked_mul(SECTOR_BYTES).map(GuestOffset);
+        let reads_disk = matches!(request.command, Command::Read | Command::GetId);
+        let list = if reads_disk { &self.writable } else { &self.readable };
+        request.data.clear();
+        let has_data = list.iter().all(|(addr, len)| memory.append(*addr, u64::from(*len), &mut request.data));
+        request.is_sound = header.is_some() && has_data;
+        request.written.clear();
+        if self.is_logged {
+            request.written.extend_from_slice(&self.writable);
+        }
+        Ok(())
     }
 
     /// Lists what the chain's descriptors describe.
@@ -264,7 +265,8 @@ mod tests {
         }
 
         fn parse(&mut self) -> Result<Request, Broken> {
-            self.parser.parse(&self.driver.ring(true, 0), &self.memory, 0)
+            let mut request = Request::default();
+            self.parser.parse(&self.driver.ring(true, 0), &self.memory, 0, &mut request).map(|()| request)
         }
     }
 

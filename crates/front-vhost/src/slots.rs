@@ -1,8 +1,9 @@
 //! Requests in flight of one queue: long-lived futures, one for each request at a time, polled by the queue's own task.
 //!
-//! A request that the disk answers at once never leaves the queue's task: no task is made or woken for it, and nothing is
-//! allocated. One that waits has a waker of its own, which puts its number on the queue's list and wakes the queue's
-//! task; so all requests that end in one turn of the worker are answered together.
+//! A request that the disk answers at once never leaves the queue's task: no task is made or woken for it, nothing is
+//! allocated and nothing is moved, for a slot's future reads its request into its own memory. One that waits has a waker
+//! of its own, which puts its number on the queue's list and wakes the queue's task; so all requests that end in one turn
+//! of the worker are answered together.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -10,17 +11,6 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
-
-use crate::execute::Status;
-use crate::request::Request;
-
-/// A request that has ended.
-pub(crate) struct Done {
-    pub(crate) request: Request,
-    pub(crate) status: Status,
-    /// Bytes of data that the driver finds written.
-    pub(crate) written_bytes: u32,
-}
 
 /// What wakes a queue: its requests, and whoever controls it from another thread.
 #[derive(Default)]
@@ -84,22 +74,22 @@ impl Wake for SlotWake {
     }
 }
 
-/// Where a slot's future finds its next request and leaves its answer.
+/// Where a slot's future finds the head of its next chain, and says that it has answered.
 #[derive(Default)]
 pub(crate) struct Desk {
-    request: Cell<Option<Request>>,
-    done: Cell<Option<Done>>,
+    head: Cell<Option<u16>>,
+    has_answered: Cell<bool>,
 }
 
 impl Desk {
-    /// The next request.
-    pub(crate) async fn next(&self) -> Request {
-        poll_fn(|_| self.request.take().map_or(Poll::Pending, Poll::Ready)).await
+    /// The next chain.
+    pub(crate) async fn next(&self) -> u16 {
+        poll_fn(|_| self.head.take().map_or(Poll::Pending, Poll::Ready)).await
     }
 
-    /// Leaves the answer.
-    pub(crate) fn answer(&self, done: Done) {
-        self.done.set(Some(done));
+    /// The chain is answered.
+    pub(crate) fn answered(&self) {
+        self.has_answered.set(true);
     }
 }
 
@@ -119,7 +109,7 @@ pub(crate) struct Slots<F, M> {
 }
 
 impl<F: Future<Output = ()>, M: Fn(Rc<Desk>) -> F> Slots<F, M> {
-    /// `make` makes the future that answers the requests of one desk, one after the other, for ever.
+    /// `make` makes the future that answers the chains of one desk, one after the other, for ever.
     pub(crate) fn new(bell: Arc<Bell>, make: M) -> Self {
         Self { bell, make, slots: Vec::new(), free: Vec::new(), ready: Vec::new() }
     }
@@ -129,11 +119,11 @@ impl<F: Future<Output = ()>, M: Fn(Rc<Desk>) -> F> Slots<F, M> {
         self.slots.len() - self.free.len()
     }
 
-    /// Starts a request; its answer when there is one at once.
-    pub(crate) fn start(&mut self, request: Request) -> Option<Done> {
+    /// Starts the request of the chain at `head`.
+    pub(crate) fn start(&mut self, head: u16) {
         let number = self.free.pop().unwrap_or_else(|| self.add());
-        self.slots[number as usize].desk.request.set(Some(request));
-        self.poll(number)
+        self.slots[number as usize].desk.head.set(Some(head));
+        self.poll(number);
     }
 
     fn add(&mut self) -> u32 {
@@ -145,26 +135,21 @@ impl<F: Future<Output = ()>, M: Fn(Rc<Desk>) -> F> Slots<F, M> {
     }
 
     /// Polls one; frees it when it has answered.
-    fn poll(&mut self, number: u32) -> Option<Done> {
+    fn poll(&mut self, number: u32) {
         let slot = &mut self.slots[number as usize];
         let is_pending = slot.future.as_mut().poll(&mut Context::from_waker(&slot.waker)).is_pending();
         debug_assert!(is_pending, "a slot's future never ends");
-        let done = slot.desk.done.take()?;
-        self.free.push(number);
-        Some(done)
+        if slot.desk.has_answered.take() {
+            self.free.push(number);
+        }
     }
 
-    /// Polls what was woken and hands each answer to `end`. The task of `context` is woken when there is more. True when
-    /// any was polled.
-    pub(crate) fn poll_ready(&mut self, context: &Context<'_>, mut end: impl FnMut(Done)) -> bool {
+    /// Polls what was woken. The task of `context` is woken when there is more. True when any was polled.
+    pub(crate) fn poll_ready(&mut self, context: &Context<'_>) -> bool {
         let mut ready = std::mem::take(&mut self.ready);
         self.bell.take(&mut ready, context.waker());
         let any = !ready.is_empty();
-        for number in ready.drain(..) {
-            if let Some(done) = self.poll(number) {
-                end(done);
-            }
-        }
+        ready.drain(..).for_each(|number| self.poll(number));
         self.ready = ready;
         any
     }

@@ -93,7 +93,7 @@ impl<S: Store> Raw<S> {
             let what = format!("the disk has {old_bytes} bytes and cannot shrink to {size_bytes}");
             return refuse(ErrorKind::InvalidInput, what, "only growing is possible; copy the data to a smaller disk");
         }
-        if false && !size_bytes.is_multiple_of(align) {
+        if self.via == Via::Direct && !size_bytes.is_multiple_of(align) {
             let what = format!("the last bytes of a size of {size_bytes} could not be reached by direct I/O");
             return refuse(ErrorKind::InvalidInput, what, &format!("choose a multiple of {align}"));
         }

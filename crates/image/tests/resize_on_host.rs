@@ -180,7 +180,10 @@ fn memory_and_null_disks_grow() {
             assert_eq!(read(engine, &disk, MIB, 2 * MIB), vec![0; MIB as usize]);
             write(engine, &disk, 2 * MIB - 512, &[8; 512]).unwrap();
             assert!(write(engine, &disk, 2 * MIB - 511, &[8; 512]).is_err());
-            assert_eq!(resize(engine, &disk, MIB).unwrap_err().kind(), ErrorKind::InvalidInput);
+            for size_bytes in [MIB, 2 * MIB + 1, 3 * MIB - 1] {
+                assert_eq!(resize(engine, &disk, size_bytes).unwrap_err().kind(), ErrorKind::InvalidInput);
+            }
+            assert_eq!(disk.info().size_bytes, 2 * MIB);
         }
     });
 }

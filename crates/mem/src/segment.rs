@@ -278,6 +278,12 @@ impl Segments {
         }
     }
 
+    /// Drops all segments; the list keeps its room for as many.
+    pub fn clear(&mut self) {
+        self.list.clear();
+        self.len = 0;
+    }
+
     /// Total length in bytes.
     pub fn len(&self) -> usize {
         self.len
