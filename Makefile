@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test bench fuzz sim guest peer tidy deny clean
+.PHONY: help setup build demo test bench bench-vhost count fuzz sim guest peer tidy deny clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -10,13 +10,15 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 # Seeds for the simulator, seconds for each fuzz target.
 SEEDS ?= 100000
 SECONDS_EACH ?= 60
-# More arguments for `spile demo`, `cargo xtask bench` and the peer tests.
+# More arguments for `spile demo`, the benchmarks, the counts and the peer tests.
 ARGS ?=
 
 help:
 	@echo 'make demo               install what is missing, build, and show Spile at work'
 	@echo 'make test               every check; ends with "N passed, N failed, N skipped"'
 	@echo 'make bench              Spile beside qemu-nbd and nbdkit  (ARGS="--only randread")'
+	@echo 'make bench-vhost        the same over vhost-user, beside qemu-storage-daemon and fio'
+	@echo 'make count              instructions of one request against those kept  (ARGS=--update)'
 	@echo 'make sim SEEDS=100000   the crash simulator over that many seeds'
 	@echo 'make fuzz               each fuzz target for SECONDS_EACH=60'
 	@echo 'make peer               only the tests against other programs  (ARGS=test_fio)'
@@ -38,6 +40,14 @@ test:
 bench:
 	@scripts/setup.sh test
 	@cargo xtask bench $(ARGS)
+
+bench-vhost:
+	@scripts/setup.sh test
+	@cargo xtask bench-vhost $(ARGS)
+
+count:
+	@scripts/setup.sh test
+	@cargo xtask count $(ARGS)
 
 fuzz:
 	@scripts/setup.sh build

@@ -1,25 +1,32 @@
-//! `cargo xtask bench`: Spile beside its peers, line by line.
+//! `cargo xtask bench` and `cargo xtask bench-vhost`: Spile beside its peers, line by line.
 //!
 //! Same file, same host, same client (`spile load`), over a Unix socket; the server on one core and
 //! the client on another. The sides of a line take turns (A B C A B C …), so that a slow minute of
-//! the host falls on all of them; what is printed is the median and the ratio to the best peer.
-//! Below 15 % nothing is a difference.
+//! the host falls on all of them; what is printed is the median, the ratios and, where a line has
+//! aims, whether they were hit. Below 15 % nothing is a difference.
 //!
 //! `--quick` runs a tiny slice of each group to show that it works; its figures mean nothing.
-//! `--only WORD` takes the lines whose group or name holds the word, `--rounds N` sets the rounds.
+//! `--only WORD` takes the lines whose group or name holds the word, `--rounds N` sets the rounds,
+//! `--seconds S` the length of a point.
 
+mod figures;
+mod fio;
+mod idle;
 mod images;
 mod lines;
+mod nbd;
 mod open;
 mod report;
-mod server;
+pub mod server;
+mod vhost;
 
 use crate::{Result, shell};
+use figures::Point;
 use images::Images;
 use lines::{Group, Line, Side, State};
-use report::{Point, Report};
-use server::Server;
-use std::path::PathBuf;
+use report::Report;
+use server::{Kind, Server};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// How a run is made.
@@ -34,56 +41,117 @@ pub struct Plan {
     pub point_s: f64,
     /// Where images and results are.
     pub folder: PathBuf,
+    /// What the files of results begin with.
+    prefix: &'static str,
     /// The program under test.
     pub spile: PathBuf,
 }
 
-/// Runs all lines that are asked for and prints the tables.
-pub fn run(arguments: &[String]) -> Result<()> {
-    let plan = plan(arguments)?;
-    std::fs::create_dir_all(plan.folder.join("work")).map_err(|error| format!("{}: {error}", plan.folder.display()))?;
-    let mut report = Report::new(&plan);
-    let mut images = Images::new(&plan);
-    for group in lines::groups(&plan) {
-        run_group(&plan, &group, &mut images, &mut report)?;
+impl Plan {
+    /// Where the figures go.
+    pub fn results(&self) -> PathBuf {
+        let name = if self.quick { "quick" } else { "results" };
+        self.folder.join(format!("{}{name}.json", self.prefix))
     }
-    if "open".contains(plan.only.as_str()) {
+
+    /// One more thing to measure, beside the groups of lines.
+    fn asks_for(&self, name: &str) -> bool {
+        name.contains(self.only.as_str())
+    }
+}
+
+/// Over NBD: runs all lines that are asked for and prints the tables.
+pub fn run(arguments: &[String]) -> Result<()> {
+    let plan = plan(arguments, "")?;
+    let mut report = Report::new(&plan);
+    run_groups(&plan, nbd::groups(&plan), &mut report)?;
+    if plan.asks_for("open") {
         open::run(&plan, &mut report)?;
     }
-    images.remove();
     report.finish(&plan)
 }
 
-fn plan(arguments: &[String]) -> Result<Plan> {
+/// The same over vhost-user-blk.
+pub fn run_vhost(arguments: &[String]) -> Result<()> {
+    let plan = plan(arguments, "vhost-")?;
+    let mut report = Report::new(&plan);
+    run_groups(&plan, vhost::groups(&plan), &mut report)?;
+    if plan.asks_for("idle") {
+        idle::run(&plan, &mut report)?;
+    }
+    report.finish(&plan)
+}
+
+/// The program under test: a release build, made now unless `SPILE_BIN` names another.
+pub fn spile() -> Result<PathBuf> {
+    if let Some(named) = std::env::var_os("SPILE_BIN") {
+        return Ok(named.into());
+    }
+    shell::run(shell::cargo().args(["build", "--release", "--package", "spile"]))?;
+    Ok(shell::target_dir().join("release/spile"))
+}
+
+fn plan(arguments: &[String], prefix: &'static str) -> Result<Plan> {
     let quick = shell::flag(arguments, "--quick");
     let (rounds, point_s) = if quick { (1, 0.1) } else { (3, 2.0) };
-    let built = shell::target_dir().join("release/spile");
-    let spile = std::env::var_os("SPILE_BIN").map_or(built.clone(), PathBuf::from);
-    if spile == built {
-        shell::run(shell::cargo().args(["build", "--release", "--package", "spile"]))?;
-    }
-    Ok(Plan {
+    let plan = Plan {
         rounds: shell::option(arguments, "--rounds", rounds)?.max(1),
         quick,
         only: shell::option(arguments, "--only", String::new())?,
         point_s: shell::option(arguments, "--seconds", point_s)?,
         folder: shell::target_dir().join("bench"),
-        spile,
-    })
+        prefix,
+        spile: spile()?,
+    };
+    let work = plan.folder.join("work");
+    std::fs::create_dir_all(&work).map_err(|error| format!("{}: {error}", work.display()))?;
+    Ok(plan)
+}
+
+/// A quick plan takes the first two lines of each group.
+fn run_groups(plan: &Plan, groups: Vec<Group>, report: &mut Report) -> Result<()> {
+    let mut images = Images::new(plan);
+    for mut group in groups {
+        if plan.quick {
+            group.lines.truncate(2);
+        }
+        run_group(plan, &group, &mut images, report)?;
+    }
+    images.remove();
+    Ok(())
 }
 
 fn run_group(plan: &Plan, group: &Group, images: &mut Images, report: &mut Report) -> Result<()> {
-    let lines: Vec<&Line> = group.lines.iter().filter(|line| line.is_asked_for(plan, group)).collect();
+    let asked: Vec<&Line> = group.lines.iter().filter(|line| line.is_asked_for(plan, group)).collect();
+    let lines = usable_lines(group, asked, report);
     if lines.is_empty() {
         return Ok(());
     }
     let sides = usable_sides(group, report);
+    images.warm(&sides)?;
     report.begin_group(group, &sides);
     for line in lines {
         let points = run_line(plan, line, &sides, images)?;
         report.add_line(group, line, &sides, &points);
     }
     Ok(())
+}
+
+/// The lines for which there is memory; the others are told as skipped.
+fn usable_lines<'a>(group: &Group, lines: Vec<&'a Line>, report: &mut Report) -> Vec<&'a Line> {
+    let free = free_huge_pages();
+    let (usable, short): (Vec<_>, Vec<_>) = lines.into_iter().partition(|line| line.huge_pages() <= free);
+    if let Some(most) = short.iter().map(|line| line.huge_pages()).max() {
+        let which = format!("bench {}: {} lines with huge pages", group.name, short.len());
+        report.skip(&format!("{which}: {free} pages are free (sysctl vm.nr_hugepages={most})"));
+    }
+    usable
+}
+
+fn free_huge_pages() -> u64 {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = info.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
+    line.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
 /// The sides whose programs are here; the others are told as skipped.
@@ -107,21 +175,31 @@ fn run_line(plan: &Plan, line: &Line, sides: &[Side], images: &mut Images) -> Re
         let mut kept: Option<Server> = None;
         for (side, points) in sides.iter().zip(&mut points) {
             // A rewrite goes to the server that has just had the first writes.
-            let server = match kept.take().filter(|_| side.state == State::Again) {
-                Some(server) => server,
-                None => Server::start(plan, side, &images.get(side)?)?,
+            let again = kept.take().filter(|_| side.state == State::Again);
+            let image = if again.is_some() { PathBuf::new() } else { images.get(side)? };
+            kept = match again {
+                None if side.server != Kind::Fio => Some(Server::start(plan, side, &image)?),
+                again => again,
             };
-            points.push(run_point(plan, line, side, round, &server)?);
-            kept = Some(server);
+            // What the point before left in the page cache must not be written back during this one.
+            shell::run(Command::new("sync").arg("--file-system").arg(&plan.folder))?;
+            points.push(run_point(plan, line, side, round, &image, kept.as_ref())?);
         }
     }
     Ok(points)
 }
 
-fn run_point(plan: &Plan, line: &Line, side: &Side, round: usize, server: &Server) -> Result<Point> {
-    // What the point before left in the page cache must not be written back during this one.
-    shell::run(Command::new("sync").arg("--file-system").arg(&plan.folder))?;
-    let mut load = server::pinned(0, &plan.spile);
+/// On a server; without one, on the image itself.
+fn run_point(
+    plan: &Plan,
+    line: &Line,
+    side: &Side,
+    round: usize,
+    image: &Path,
+    server: Option<&Server>,
+) -> Result<Point> {
+    let Some(server) = server else { return fio::run(plan, line, side, round, image) };
+    let mut load = server::pinned(&server::client_cores(side.cores), &plan.spile);
     load.arg("load").arg(server.uri()).arg("--json");
     load.args(["--server-pid", &server.pid().to_string(), "--seed", &(round + 1).to_string()]);
     load.args(line.load_arguments(plan));

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod count;
 mod deny;
 mod fuzz;
 mod peer;
@@ -31,7 +32,9 @@ const COMMANDS: &[(&str, &str, Entry)] = &[
     ("fuzz", "run the fuzz targets (--seconds N, --only WORD)", fuzz::run),
     ("peer", "run the tests against other programs (a name selects)", peer::run),
     ("guest", "run the guest boot test", peer::run_guest),
-    ("bench", "compare speed with peers (--quick, --rounds N, --only PATTERN)", bench::run),
+    ("bench", "compare speed over NBD with peers (--quick, --rounds N, --only WORD)", bench::run),
+    ("bench-vhost", "the same over vhost-user-blk", bench::run_vhost),
+    ("count", "count the instructions of one request and compare (--update keeps the figures)", count::run),
 ];
 
 fn main() -> ExitCode {
@@ -57,6 +60,6 @@ fn main() -> ExitCode {
 fn usage() {
     eprintln!("usage: cargo xtask COMMAND [ARGUMENTS]\n");
     for (name, what, _) in COMMANDS {
-        eprintln!("  {name:<8} {what}");
+        eprintln!("  {name:<12} {what}");
     }
 }

@@ -51,7 +51,9 @@ fn stages() -> Result<Vec<Stage>> {
     stages.push(Stage { name: "demo", command: demo(), reader: Reader::Whole });
     stages.push(Stage { name: "peer", command: peer::command(&[]), reader: Reader::Tally });
     stages.push(Stage { name: "guest", command: peer::guest_command(), reader: Reader::Tally });
+    stages.push(Stage { name: "count", command: own(&["count"]), reader: Reader::Tally });
     stages.push(Stage { name: "bench", command: own(&["bench", "--quick"]), reader: Reader::Whole });
+    stages.push(Stage { name: "bench-vhost", command: own(&["bench-vhost", "--quick"]), reader: Reader::Whole });
     Ok(stages)
 }
 
@@ -105,7 +107,7 @@ fn own(arguments: &[&str]) -> Command {
 }
 
 fn run_stage(mut stage: Stage, logs: &Path) -> Result<Outcome> {
-    println!("{:<8} running", stage.name);
+    println!("{:<11} running", stage.name);
     let path = logs.join(format!("{}.log", stage.name));
     let begun = Instant::now();
     let passed = run_logged(&mut stage.command, &path)?;
@@ -113,9 +115,13 @@ fn run_stage(mut stage: Stage, logs: &Path) -> Result<Outcome> {
     let log = String::from_utf8_lossy(&log);
     let counts = stage.reader.read(&log, passed);
     let seconds = begun.elapsed().as_secs_f64();
-    println!("{:<8} {} ({seconds:.1} s)", stage.name, counts.line());
+    println!("{:<11} {} ({seconds:.1} s)", stage.name, counts.line());
     for skip in &counts.reasons {
-        println!("         skipped: {skip}");
+        println!("            skipped: {skip}");
+    }
+    // What a stage has to say though it passed.
+    for note in log.lines().filter_map(|line| line.strip_prefix("NOTE ")) {
+        println!("            note: {note}");
     }
     if counts.failed > 0 {
         print_end(&log, &path);
@@ -151,13 +157,13 @@ fn print_end(log: &str, path: &Path) {
 
 fn print_sums(outcomes: &[Outcome], seconds: f64) -> Result<()> {
     let mut sum = Counts::default();
-    println!("\n{:<8} {:>7} {:>7} {:>7} {:>9}", "stage", "passed", "failed", "skipped", "seconds");
+    println!("\n{:<11} {:>7} {:>7} {:>7} {:>9}", "stage", "passed", "failed", "skipped", "seconds");
     for Outcome { name, counts, seconds } in outcomes {
         let Counts { passed, failed, skipped, .. } = counts;
-        println!("{name:<8} {passed:>7} {failed:>7} {skipped:>7} {seconds:>9.1}");
+        println!("{name:<11} {passed:>7} {failed:>7} {skipped:>7} {seconds:>9.1}");
         sum.add(counts);
     }
-    println!("{:<8} {:>33.1}", "all", seconds);
+    println!("{:<11} {:>33.1}", "all", seconds);
     for reason in &sum.reasons {
         println!("skipped: {reason}");
     }

@@ -10,9 +10,9 @@
 //! it falls to a quarter, and below [`LEAST`] to nothing. A disk whose gaps are long thus pays for one spin and
 //! then sleeps as if there were no polling, and a single short gap brings the window back.
 //!
-//! A wake-up that is spared is worth the more the fewer requests share it, so the limit is divided by the number of
-//! requests that are handled at a time: the worker spins for a guest that waits for each answer, and sleeps while a
-//! deep queue keeps its device busy.
+//! Of `n` requests that are with a device, the wake-up for one delays that one only, while the spin would burn the
+//! processor for the whole of the device's time: the limit is divided by `n`. So the worker spins for a guest that waits
+//! for each answer, or whose requests need no device, and sleeps while a deep queue keeps a device busy.
 
 use std::rc::Rc;
 use std::task::Waker;
@@ -39,8 +39,8 @@ pub trait Pollable {
 struct Watched {
     pollable: Rc<dyn Pollable>,
     waker: Waker,
-    /// Requests that it handles at a time.
-    load: usize,
+    /// Requests of it that are with a device.
+    in_flight: usize,
 }
 
 /// What the worker watches now.
@@ -54,10 +54,10 @@ impl Watches {
         self.entries.is_empty()
     }
 
-    /// Requests handled at a time, at least 1.
-    pub(crate) fn load(&self) -> u32 {
-        let load: usize = self.entries.iter().map(|(_, watched)| watched.load).sum();
-        load.clamp(1, 1 << 16) as u32
+    /// Requests that are with a device.
+    pub(crate) fn in_flight(&self) -> u32 {
+        let count: usize = self.entries.iter().map(|(_, watched)| watched.in_flight).sum();
+        count.min(1 << 16) as u32
     }
 
     /// True when one has work. Does not wake it.
@@ -87,22 +87,22 @@ impl Watches {
     }
 }
 
-/// Has this worker watch `pollable`, which handles `load` requests at a time, and wake `waker` once it has work. Once:
-/// whoever is woken asks again.
+/// Has this worker watch `pollable`, of which `in_flight` requests are with a device, and wake `waker` once it has work.
+/// Once: whoever is woken asks again.
 ///
 /// # Panics
 /// Outside a worker.
-pub fn watch(pollable: &Rc<dyn Pollable>, waker: &Waker, load: usize) {
+pub fn watch(pollable: &Rc<dyn Pollable>, waker: &Waker, in_flight: usize) {
     worker::with(|w| {
         let mut watches = w.watches.borrow_mut();
         let known = watches.entries.iter_mut().find(|(_, watched)| Rc::ptr_eq(&watched.pollable, pollable));
         match known {
             Some((_, watched)) => {
                 watched.waker.clone_from(waker);
-                watched.load = load;
+                watched.in_flight = in_flight;
             }
             None => {
-                watches.entries.insert(Watched { pollable: pollable.clone(), waker: waker.clone(), load });
+                watches.entries.insert(Watched { pollable: pollable.clone(), waker: waker.clone(), in_flight });
             }
         }
     });
@@ -127,9 +127,9 @@ impl Window {
         Self { limit, now: Duration::ZERO }
     }
 
-    /// How long to spin when so many requests are handled at a time.
-    pub(crate) fn length(&self, load: u32) -> Duration {
-        let length = self.now.min(self.limit / load);
+    /// How long to spin when so many requests are with a device.
+    pub(crate) fn length(&self, in_flight: u32) -> Duration {
+        let length = self.now.min(self.limit / in_flight.max(1));
         if length < LEAST { Duration::ZERO } else { length }
     }
 
@@ -166,10 +166,10 @@ mod tests {
     }
 
     #[test]
-    fn requests_that_share_a_wake_up_share_the_window() {
+    fn requests_with_a_device_share_the_window() {
         let mut window = Window::new(50 * US);
         (0..20).for_each(|_| window.learn(50 * US, false));
-        assert_eq!([1, 2, 10, 25, 26].map(|load| window.length(load).as_micros()), [50, 25, 5, 2, 0]);
+        assert_eq!([0, 1, 2, 10, 25, 26].map(|n| window.length(n).as_micros()), [50, 50, 25, 5, 2, 0]);
     }
 
     #[test]

@@ -228,7 +228,7 @@ impl Worker {
         if self.watches.borrow().is_empty() {
             return None;
         }
-        let window = self.window.borrow().length(self.watches.borrow().load());
+        let window = self.window.borrow().length(self.watches.borrow().in_flight());
         if window.is_zero() {
             return Some(Instant::now());
         }

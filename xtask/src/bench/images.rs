@@ -2,12 +2,16 @@
 
 use super::Plan;
 use super::lines::{Cache, Format, Side, State};
-use super::server::{Kind, Server};
+use super::server::{Front, Kind, Server};
 use crate::{Result, shell};
 use std::collections::BTreeSet;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+
+/// Spile's name for a disk without a file, and its size in bytes.
+pub const NULL: &str = "null:1G";
+pub const NULL_BYTES: u64 = 1 << 30;
 
 /// Random writes into each child of a chain.
 const CHILD_WRITES: u64 = 4000;
@@ -30,10 +34,24 @@ impl<'a> Images<'a> {
     /// The image for one point of `side`.
     pub fn get(&mut self, side: &Side) -> Result<PathBuf> {
         match side.state {
+            _ if side.format == Format::Null => Ok(NULL.into()),
             State::Full | State::Again => self.full(side.format),
             State::Fresh => self.fresh(side.format),
             State::Chain(depth) => self.chain(depth),
         }
+    }
+
+    /// Puts the images that are served from the page cache there as a plain read does: after other ways to read and
+    /// write, the cache of one image may lie in larger pieces than that of another.
+    pub fn warm(&mut self, sides: &[Side]) -> Result<()> {
+        for side in sides {
+            let is_whole = side.state == State::Full;
+            if is_whole && side.cache == Cache::Page && side.format != Format::Null {
+                let path = self.get(side)?;
+                read_again(&path)?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes all that was made.
@@ -59,6 +77,7 @@ impl<'a> Images<'a> {
             Format::Vhd => self.folder.join("full.vhd"),
             Format::Vpc => self.folder.join("full.vpc"),
             Format::Qcow2 => self.folder.join("full.qcow2"),
+            Format::Null => return Ok(NULL.into()),
         };
         if self.made.insert(path.clone()) {
             shell::run(self.convert(format).arg(&raw).arg(&path).stdout(Stdio::null()))?;
@@ -68,7 +87,7 @@ impl<'a> Images<'a> {
 
     fn convert(&self, format: Format) -> Command {
         match format {
-            Format::Raw | Format::Vhd => self.spile(&["convert"]),
+            Format::Raw | Format::Vhd | Format::Null => self.spile(&["convert"]),
             Format::Vpc => qemu_img(&["convert", "-O", "vpc", "-o", "subformat=dynamic,force_size=on"]),
             Format::Qcow2 => qemu_img(&["convert", "-O", "qcow2"]),
         }
@@ -78,19 +97,19 @@ impl<'a> Images<'a> {
     fn fresh(&mut self, format: Format) -> Result<PathBuf> {
         let size = (8 * self.size_bytes()).to_string();
         let path = self.folder.join(match format {
-            Format::Raw => "fresh.raw",
+            Format::Raw | Format::Null => "fresh.raw",
             Format::Vhd => "fresh.vhd",
             Format::Vpc => "fresh.vpc",
             Format::Qcow2 => "fresh.qcow2",
         });
         let _ = std::fs::remove_file(&path);
         let mut command = match format {
-            Format::Raw | Format::Vhd => self.spile(&["create"]),
+            Format::Raw | Format::Vhd | Format::Null => self.spile(&["create"]),
             Format::Vpc => qemu_img(&["create", "-f", "vpc", "-o", "subformat=dynamic,force_size=on"]),
             Format::Qcow2 => qemu_img(&["create", "-f", "qcow2"]),
         };
         match format {
-            Format::Raw | Format::Vhd => command.arg(&path).args(["--size", &size]),
+            Format::Raw | Format::Vhd | Format::Null => command.arg(&path).args(["--size", &size]),
             Format::Vpc | Format::Qcow2 => command.arg(&path).arg(&size),
         };
         shell::run(command.stdout(Stdio::null()))?;
@@ -114,8 +133,7 @@ impl<'a> Images<'a> {
     }
 
     fn scatter(&self, leaf: &Path, seed: usize) -> Result<()> {
-        let side =
-            Side { name: "making", server: Kind::Spile, format: Format::Vhd, state: State::Full, cache: Cache::Page };
+        let side = Side::new("making", Kind::Spile(Front::Nbd), Format::Vhd, Cache::Page);
         let server = Server::start(self.plan, &side, leaf)?;
         let writes = if self.plan.quick { CHILD_WRITES / 20 } else { CHILD_WRITES };
         let mut load = self.spile(&["load", "--rw", "randwrite", "--bs", "4k", "--json"]);
@@ -128,6 +146,17 @@ impl<'a> Images<'a> {
         command.args(words);
         command
     }
+}
+
+/// Drops a file from the page cache and reads it, front to back.
+fn read_again(path: &Path) -> Result<()> {
+    let mut drop = Command::new("dd");
+    // All of the file: that is what a count of nothing means to it.
+    drop.arg(format!("of={}", path.display())).args(["oflag=nocache", "conv=notrunc,fdatasync", "count=0"]);
+    shell::run(drop.stdin(Stdio::null()).stderr(Stdio::null()))?;
+    let problem = |error: std::io::Error| format!("{}: {error}", path.display());
+    let mut file = std::fs::File::open(path).map_err(problem)?;
+    std::io::copy(&mut file, &mut std::io::sink()).map(|_| ()).map_err(problem)
 }
 
 fn qemu_img(words: &[&str]) -> Command {

@@ -1,6 +1,7 @@
-//! What is measured: groups of lines, and the sides that each line compares.
+//! What can be measured: sides, lines and groups of them. Which are, is in `nbd` and `vhost`.
 
 use super::Plan;
+use super::figures::Aim;
 use super::server::Kind;
 
 /// How a server holds the disk's bytes.
@@ -34,6 +35,36 @@ pub enum Format {
     /// QEMU's own VHD.
     Vpc,
     Qcow2,
+    /// No file: reads as zeroes, drops what is written.
+    Null,
+}
+
+/// What a side is there for, beside the first one of its group, which is Spile's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Role {
+    /// A competitor, or what else the first side is set beside: the ratio is to the best of them.
+    Peer,
+    /// The medium itself, by a program without a server.
+    Bare,
+    /// Spile on a raw file, where the first side is something richer.
+    Raw,
+    /// Shown, and in no ratio.
+    Shown,
+}
+
+impl Role {
+    /// The roles that ratios are to, and how their columns are called.
+    pub const COMPARED: [(Role, &str); 3] = [(Role::Peer, "÷peer"), (Role::Bare, "÷bare"), (Role::Raw, "÷raw")];
+
+    /// As an aim calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Peer => "the best peer",
+            Role::Bare => "bare",
+            Role::Raw => "our raw",
+            Role::Shown => "the side shown",
+        }
+    }
 }
 
 /// One server on one image.
@@ -43,23 +74,75 @@ pub struct Side {
     pub name: &'static str,
     pub server: Kind,
     pub format: Format,
-    pub state: State,
     pub cache: Cache,
+    pub state: State,
+    pub role: Role,
+    /// More words for Spile's command line.
+    pub options: &'static [&'static str],
+    /// Cores that the server has, and the client as many others.
+    pub cores: usize,
+}
+
+impl Side {
+    /// A peer on a full image.
+    pub fn new(name: &'static str, server: Kind, format: Format, cache: Cache) -> Side {
+        Side { name, server, format, cache, state: State::Full, role: Role::Peer, options: &[], cores: 1 }
+    }
+
+    /// On an image in another state.
+    pub fn state(self, state: State) -> Side {
+        Side { state, ..self }
+    }
+
+    /// In another role.
+    pub fn role(self, role: Role) -> Side {
+        Side { role, ..self }
+    }
+
+    /// With more options, for Spile.
+    pub fn options(self, options: &'static [&'static str]) -> Side {
+        Side { options, ..self }
+    }
+
+    /// With so many cores for the server.
+    pub fn cores(self, cores: usize) -> Side {
+        Side { cores, ..self }
+    }
+}
+
+/// Where a client's data lie.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Memory {
+    /// In one piece for each request, in pages of 4 KiB.
+    Pages,
+    /// Each 4 KiB somewhere else, as in a guest with small pages.
+    Scattered,
+    /// In pages of 2 MiB.
+    Huge,
 }
 
 /// One load.
 pub struct Line {
-    /// As printed: pattern, size, depth, connections.
+    /// As printed: pattern, size, depth, connections, and what is special about the client.
     pub name: String,
-    pattern: &'static str,
-    block: &'static str,
-    depth: u32,
+    pub pattern: &'static str,
+    pub block: &'static str,
+    pub depth: u32,
+    pub memory: Memory,
     connections: u32,
     /// Ends after so many requests instead of after the plan's time.
-    requests: Option<u64>,
+    pub requests: Option<u64>,
+    /// The client looks for answers all the time instead of sleeping.
+    polling: bool,
+    /// Requests a second, instead of as many as go.
+    rate: Option<u32>,
+    /// Half of the requests are answered after so long: worth a figure of its own.
+    pub shows_p50: bool,
+    /// What the first side is to reach.
+    pub aims: Vec<Aim>,
 }
 
-/// Lines that compare the same sides. The first side is Spile's; ratios are its to the best other.
+/// Lines that compare the same sides. The first side is Spile's; ratios are its to the others', by their roles.
 pub struct Group {
     pub name: &'static str,
     pub about: &'static str,
@@ -68,14 +151,58 @@ pub struct Group {
 }
 
 impl Line {
-    fn new(pattern: &'static str, block: &'static str, depth: u32, connections: u32) -> Line {
-        let name = format!("{pattern} {block} depth {depth} × {connections}");
-        Line { name, pattern, block, depth, connections, requests: None }
+    pub fn new(pattern: &'static str, block: &'static str, depth: u32, connections: u32) -> Line {
+        Line {
+            name: format!("{pattern} {block} depth {depth} × {connections}"),
+            pattern,
+            block,
+            depth,
+            memory: Memory::Pages,
+            connections,
+            requests: None,
+            polling: false,
+            rate: None,
+            shows_p50: false,
+            aims: Vec::new(),
+        }
     }
 
     /// The same number of requests, and by the same seed the same ones, for every side.
-    fn requests(mut self, plan: &Plan, count: u64) -> Line {
-        self.requests = Some(if plan.quick { count / 100 } else { count });
+    pub fn requests(self, plan: &Plan, count: u64) -> Line {
+        let count = if plan.quick { count / 100 } else { count };
+        Line { requests: Some(count), ..self }
+    }
+
+    /// With a client whose data lie elsewhere.
+    pub fn memory(mut self, memory: Memory) -> Line {
+        self.name += match memory {
+            Memory::Pages => ", in one piece",
+            Memory::Scattered => ", in 4k pieces",
+            Memory::Huge => ", huge pages",
+        };
+        Line { memory, ..self }
+    }
+
+    /// With a client that polls.
+    pub fn polling(mut self) -> Line {
+        self.name += ", polling client";
+        Line { polling: true, ..self }
+    }
+
+    /// With a client that does not ask for more.
+    pub fn rate(mut self, requests_per_s: u32) -> Line {
+        self.name += &format!(", {requests_per_s}/s");
+        Line { rate: Some(requests_per_s), ..self }
+    }
+
+    /// Shows the median of the latencies too.
+    pub fn p50(self) -> Line {
+        Line { shows_p50: true, ..self }
+    }
+
+    /// Adds an aim.
+    pub fn aim(mut self, aim: Aim) -> Line {
+        self.aims.push(aim);
         self
     }
 
@@ -89,142 +216,60 @@ impl Line {
         self.block != "4k"
     }
 
+    /// Are its requests writes?
+    pub fn writes(&self) -> bool {
+        self.pattern.ends_with("write")
+    }
+
+    /// How many huge pages the client needs.
+    pub fn huge_pages(&self) -> u64 {
+        // Beside the data there are rings and descriptors.
+        const BESIDE: u64 = 4;
+        let block_kib = match self.block.split_at(self.block.len() - 1) {
+            (number, "m") => number.parse().unwrap_or(1) * 1024,
+            (number, _) => number.parse().unwrap_or(4),
+        };
+        match self.memory {
+            Memory::Huge => (u64::from(self.depth) * block_kib).div_ceil(2048) + BESIDE,
+            _ => 0,
+        }
+    }
+
+    /// Milliseconds of load, when it does not end by requests.
+    pub fn runtime_ms(plan: &Plan) -> u64 {
+        (plan.point_s * 1000.0) as u64
+    }
+
     /// What `spile load` is told.
     pub fn load_arguments(&self, plan: &Plan) -> Vec<String> {
         let (depth, connections) = (self.depth.to_string(), self.connections.to_string());
         let mut words = vec!["--rw", self.pattern, "--bs", self.block, "--depth", &depth];
         words.extend(["--connections", &connections]);
-        let limit = match self.requests {
+        words.extend(match self.memory {
+            Memory::Pages => &[] as &[&str],
+            Memory::Scattered => &["--segment", "4k"],
+            Memory::Huge => &["--huge-pages"],
+        });
+        words.extend(self.polling.then_some("--poll"));
+        let mut words: Vec<String> = words.into_iter().map(str::to_string).collect();
+        words.extend(self.rate.into_iter().flat_map(|rate| ["--rate".to_string(), rate.to_string()]));
+        words.extend(match self.requests {
             Some(count) => ["--ios".to_string(), count.to_string()],
-            None => ["--runtime".to_string(), format!("{}ms", (plan.point_s * 1000.0) as u64)],
-        };
-        words.into_iter().map(str::to_string).chain(limit).collect()
+            None => ["--runtime".to_string(), format!("{}ms", Line::runtime_ms(plan))],
+        });
+        words
     }
 }
 
-/// All groups; a quick plan keeps the first two lines of each.
-pub fn groups(plan: &Plan) -> Vec<Group> {
-    let mut groups = vec![raw_page(), raw_direct(), vhd(), chains(), fresh(), fresh_direct()];
-    groups.push(rewrites(plan, "first", Format::Vhd, Cache::Page));
-    groups.push(rewrites(plan, "first-direct", Format::Vhd, Cache::Direct));
-    groups.push(rewrites(plan, "first-raw", Format::Raw, Cache::Page));
-    groups.push(rewrites(plan, "first-raw-direct", Format::Raw, Cache::Direct));
-    if plan.quick {
-        for group in &mut groups {
-            group.lines.truncate(2);
-        }
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn huge_pages_are_counted_from_what_is_in_flight() {
+        let line = |block, depth| Line::new("read", block, depth, 1);
+        assert_eq!(line("1m", 8).huge_pages(), 0);
+        assert_eq!(line("1m", 8).memory(Memory::Huge).huge_pages(), 8);
+        assert_eq!(line("256k", 1).memory(Memory::Huge).huge_pages(), 5);
     }
-    groups
-}
-
-fn side(name: &'static str, server: Kind, format: Format, state: State, cache: Cache) -> Side {
-    Side { name, server, format, state, cache }
-}
-
-fn raw_page() -> Group {
-    let mut lines = Vec::new();
-    for pattern in ["randread", "randwrite"] {
-        for (depth, connections) in [(1, 1), (32, 1), (128, 1), (1, 4), (32, 4), (128, 4)] {
-            lines.push(Line::new(pattern, "4k", depth, connections));
-        }
-    }
-    for pattern in ["read", "write"] {
-        for (block, depth) in [("64k", 1), ("64k", 8), ("1m", 1), ("1m", 8)] {
-            lines.push(Line::new(pattern, block, depth, 1));
-        }
-    }
-    let sides = vec![
-        side("spile", Kind::Spile, Format::Raw, State::Full, Cache::Page),
-        side("qemu-nbd", Kind::Qemu, Format::Raw, State::Full, Cache::Page),
-        side("nbdkit file", Kind::Nbdkit, Format::Raw, State::Full, Cache::Page),
-    ];
-    Group { name: "raw", about: "raw file, page cache", sides, lines }
-}
-
-fn raw_direct() -> Group {
-    let mut lines = vec![
-        Line::new("randread", "4k", 1, 1),
-        Line::new("randread", "4k", 32, 1),
-        Line::new("randread", "4k", 128, 4),
-        Line::new("randwrite", "4k", 1, 1),
-        Line::new("randwrite", "4k", 32, 1),
-    ];
-    lines.push(Line::new("read", "1m", 8, 1));
-    lines.push(Line::new("write", "1m", 8, 1));
-    let sides = vec![
-        side("spile", Kind::Spile, Format::Raw, State::Full, Cache::Direct),
-        side("qemu-nbd", Kind::Qemu, Format::Raw, State::Full, Cache::Direct),
-    ];
-    let about = "raw file, O_DIRECT (qemu-nbd with --aio=io_uring; nbdkit's file plugin has none)";
-    Group { name: "raw-direct", about, sides, lines }
-}
-
-fn vhd() -> Group {
-    let lines = vec![
-        Line::new("randread", "4k", 1, 1),
-        Line::new("randread", "4k", 32, 1),
-        Line::new("randread", "4k", 128, 4),
-        Line::new("randwrite", "4k", 32, 1),
-        Line::new("read", "64k", 8, 1),
-        Line::new("write", "1m", 8, 1),
-    ];
-    let sides = vec![
-        side("spile vhd", Kind::Spile, Format::Vhd, State::Full, Cache::Page),
-        side("qemu vpc", Kind::Qemu, Format::Vpc, State::Full, Cache::Page),
-        side("qemu qcow2", Kind::Qemu, Format::Qcow2, State::Full, Cache::Page),
-    ];
-    Group { name: "vhd", about: "allocated image, page cache", sides, lines }
-}
-
-fn chains() -> Group {
-    let lines = vec![
-        Line::new("randread", "4k", 32, 1),
-        Line::new("randread", "4k", 1, 1),
-        Line::new("randread", "4k", 128, 4),
-    ];
-    let chain = |name, depth| side(name, Kind::Spile, Format::Vhd, State::Chain(depth), Cache::Page);
-    let sides = vec![chain("depth 30", 30), chain("depth 10", 10), chain("depth 1", 1)];
-    Group { name: "chain", about: "VHD chain, every block partly written in every child", sides, lines }
-}
-
-fn fresh_lines() -> Vec<Line> {
-    vec![Line::new("randwrite", "4k", 32, 1), Line::new("write", "64k", 8, 1), Line::new("write", "1m", 8, 1)]
-}
-
-fn fresh_sides(cache: Cache) -> Vec<Side> {
-    vec![
-        side("spile vhd", Kind::Spile, Format::Vhd, State::Fresh, cache),
-        side("qemu vpc", Kind::Qemu, Format::Vpc, State::Fresh, cache),
-        side("qemu qcow2", Kind::Qemu, Format::Qcow2, State::Fresh, cache),
-    ]
-}
-
-fn fresh() -> Group {
-    let about = "writes into an empty image, page cache";
-    Group { name: "fresh", about, sides: fresh_sides(Cache::Page), lines: fresh_lines() }
-}
-
-fn fresh_direct() -> Group {
-    let about = "writes into an empty image, O_DIRECT";
-    Group { name: "fresh-direct", about, sides: fresh_sides(Cache::Direct), lines: fresh_lines() }
-}
-
-/// The same requests twice to one server: the first allocate, the second find all in place. A sparse raw file shows
-/// what of that is the host's file system's doing.
-fn rewrites(plan: &Plan, name: &'static str, format: Format, cache: Cache) -> Group {
-    let lines = vec![
-        Line::new("randwrite", "4k", 32, 1).requests(plan, 60_000),
-        Line::new("write", "64k", 8, 1).requests(plan, 16_000),
-    ];
-    let sides = vec![
-        side("first", Kind::Spile, format, State::Fresh, cache),
-        side("rewrite", Kind::Spile, format, State::Again, cache),
-    ];
-    let about = match (format, cache) {
-        (Format::Raw, Cache::Page) => "the same on a sparse raw file, page cache",
-        (Format::Raw, Cache::Direct) => "the same on a sparse raw file, O_DIRECT",
-        (_, Cache::Page) => "first writes into a VHD beside rewrites of the same places, page cache",
-        (_, Cache::Direct) => "first writes into a VHD beside rewrites of the same places, O_DIRECT",
-    };
-    Group { name, about, sides, lines }
 }

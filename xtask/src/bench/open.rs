@@ -3,7 +3,7 @@
 
 use super::Plan;
 use super::report::Report;
-use super::server::{self, Server};
+use super::server::{Front, Server, pinned, server_cores};
 use crate::{Result, shell};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -85,10 +85,10 @@ fn allocate(path: &Path, stride: u64) -> std::io::Result<()> {
 /// Milliseconds until it accepts, and its peak memory in KiB by then.
 fn open_once(plan: &Plan, leaf: &Path) -> Result<(f64, f64)> {
     let socket = std::env::temp_dir().join(format!("spile-open-{}.sock", std::process::id()));
-    let mut command = server::pinned(1, &plan.spile);
+    let mut command = pinned(&server_cores(1), &plan.spile);
     command.arg("serve").arg(leaf).arg("--nbd").arg(format!("unix:{}", socket.display()));
     let begun = Instant::now();
-    let server = Server::spawn(&mut command, socket)?;
+    let server = Server::spawn(&mut command, socket, Front::Nbd)?;
     let time_ms = begun.elapsed().as_secs_f64() * 1e3;
     Ok((time_ms, peak_memory_kib(server.pid())?))
 }

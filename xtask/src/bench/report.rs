@@ -1,45 +1,23 @@
-//! Figures of a run: medians and ratios as tables, everything as JSON.
+//! What a run prints and keeps: medians, ratios and aims as tables, everything as JSON.
 
 use super::Plan;
-use super::lines::{Group, Line, Side};
+use super::figures::{Measure, Point, Summary, Verdict, median, ratio};
+use super::lines::{Group, Line, Role, Side};
 use crate::{Result, shell};
 use serde_json::{Value, json};
 use std::process::Command;
-
-/// The figures of one point, from `spile load --json`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Point {
-    iops: f64,
-    bytes_per_s: f64,
-    server_cpu_us: f64,
-    all: Value,
-}
-
-impl Point {
-    /// Reads the JSON of `spile load`.
-    pub fn read(text: &str) -> Result<Point> {
-        let all: Value = serde_json::from_str(text).map_err(|error| format!("load: {error}"))?;
-        let number = |name: &str| all[name].as_f64().ok_or_else(|| format!("spile load printed no {name}: {text}"));
-        Ok(Point {
-            iops: number("iops")?,
-            bytes_per_s: number("bytes_per_s")?,
-            server_cpu_us: number("server_cpu_us_per_io")?,
-            all,
-        })
-    }
-}
+use std::time::Duration;
 
 /// Collects lines; prints each as it comes.
 pub struct Report {
     results: Vec<Value>,
     skips: Vec<String>,
     slower: Vec<String>,
-}
-
-/// The figure in the middle.
-fn median(mut figures: Vec<f64>) -> f64 {
-    figures.sort_by(f64::total_cmp);
-    figures.get(figures.len() / 2).copied().unwrap_or(f64::NAN)
+    /// Aims that were hit, and texts of those that were not.
+    hit: usize,
+    missed: Vec<String>,
+    /// Promises that do not depend on speed and were not kept.
+    broken: Vec<String>,
 }
 
 impl Report {
@@ -48,7 +26,8 @@ impl Report {
         if plan.quick {
             println!("A quick run: it shows that every line works; its figures mean nothing.");
         }
-        Report { results: Vec::new(), skips: Vec::new(), slower: Vec::new() }
+        let (results, skips, slower) = (Vec::new(), Vec::new(), Vec::new());
+        Report { results, skips, slower, hit: 0, missed: Vec::new(), broken: Vec::new() }
     }
 
     /// Something could not be measured here.
@@ -60,34 +39,63 @@ impl Report {
     /// The head of a table.
     pub fn begin_group(&self, group: &Group, sides: &[Side]) {
         println!("\n{}: {}", group.name, group.about);
-        print!("{:<28}", "rate, server's CPU µs per I/O");
+        print!("{:<width$}", "rate, [p50,] server's CPU µs", width = name_width(group));
         for side in sides {
-            print!("{:>22}", side.name);
+            print!("{:>width$}", side.name, width = column_width(group));
         }
-        println!("{:>9}{:>7}", "ratio", "CPU");
+        for (_, heading) in compared(sides) {
+            print!("{heading:>8}");
+        }
+        println!("{:>8}", "CPU");
     }
 
     /// One line of it: `points[side][round]`.
     pub fn add_line(&mut self, group: &Group, line: &Line, sides: &[Side], points: &[Vec<Point>]) {
-        let rate = |point: &Point| if line.is_bandwidth() { point.bytes_per_s } else { point.iops };
-        let rates: Vec<f64> = points.iter().map(|p| median(p.iter().map(rate).collect())).collect();
-        let cpus: Vec<f64> = points.iter().map(|p| median(p.iter().map(|p| p.server_cpu_us).collect())).collect();
-        let (rate_ratio, cpu_ratio) = (against_most(&rates), against_least(&cpus));
-        print!("{:<28}", line.name);
-        for (rate, cpu) in rates.iter().zip(&cpus) {
-            print!("{:>22}", format!("{} {cpu:.2}", shown_rate(*rate, line.is_bandwidth())));
+        let summaries: Vec<Summary> =
+            sides.iter().zip(points).map(|(side, points)| Summary::new(line, side, points)).collect();
+        print!("{:<width$}", line.name, width = name_width(group));
+        for summary in &summaries {
+            print!("{:>width$}", cell(line, summary), width = column_width(group));
         }
-        println!("{rate_ratio:>8.2}×{cpu_ratio:>6.2}×");
+        for (role, _) in compared(sides) {
+            print!("{:>7.2}×", ratio(&summaries, role, Measure::Rate));
+        }
+        println!("{:>7.2}×", ratio(&summaries, first_compared(sides), Measure::Cpu));
         let name = format!("{}/{}", group.name, line.name);
-        if rate_ratio < 1.0 {
-            self.slower.push(format!("{name}: {rate_ratio:.2}×"));
+        let beside_peers = ratio(&summaries, Role::Peer, Measure::Rate);
+        if beside_peers < 1.0 {
+            self.slower.push(format!("{name}: {beside_peers:.2}×"));
         }
-        for ((side, points), (rate, cpu)) in sides.iter().zip(points).zip(rates.iter().zip(&cpus)) {
+        let verdicts = line.aims.iter().map(|aim| aim.judge(&summaries)).collect::<Vec<_>>();
+        verdicts.iter().for_each(|verdict| self.add_verdict(&name, verdict));
+        let texts: Vec<&str> = verdicts.iter().map(|verdict| verdict.text.as_str()).collect();
+        self.keep_line(&name, line, sides, points, &summaries, &texts);
+    }
+
+    fn add_verdict(&mut self, name: &str, verdict: &Verdict) {
+        println!("    aim: {}", verdict.text);
+        match verdict.is_hit {
+            Some(true) => self.hit += 1,
+            _ => self.missed.push(format!("{name}: {}", verdict.text)),
+        }
+    }
+
+    fn keep_line(
+        &mut self,
+        name: &str,
+        line: &Line,
+        sides: &[Side],
+        points: &[Vec<Point>],
+        summaries: &[Summary],
+        aims: &[&str],
+    ) {
+        for (at, ((side, points), summary)) in sides.iter().zip(points).zip(summaries).enumerate() {
             let rounds: Vec<&Value> = points.iter().map(|point| &point.all).collect();
             self.results.push(json!({
-                "line": name, "side": side.name, "median_rate": rate,
+                "line": name, "side": side.name, "median_rate": summary.rate,
                 "unit": if line.is_bandwidth() { "bytes_per_s" } else { "iops" },
-                "median_server_cpu_us_per_io": cpu, "rounds": rounds,
+                "median_server_cpu_us_per_io": summary.cpu_us, "median_p50_us": summary.p50_us,
+                "aims": if at == 0 { aims } else { &[] }, "rounds": rounds,
             }));
         }
     }
@@ -104,34 +112,78 @@ impl Report {
         }));
     }
 
-    /// Writes the JSON and says where it is.
+    /// Wake-ups of an idle server. Spile's are an aim and a promise; a peer's are shown.
+    pub fn add_idle(&mut self, side: &Side, wakeups: u64, watched: Duration) {
+        let seconds = watched.as_secs();
+        println!("{}: {wakeups} wake-ups in {seconds} s", side.name);
+        self.results.push(json!({ "line": "idle", "side": side.name, "wakeups": wakeups, "seconds": seconds }));
+        if side.role != Role::Shown {
+            let word = if wakeups == 0 { "hit" } else { "missed" };
+            let text = format!("no wake-ups: {wakeups}, {word}");
+            self.add_verdict("idle", &Verdict { text: text.clone(), is_hit: Some(wakeups == 0) });
+            self.broken.extend((wakeups > 0).then(|| format!("idle: {text}")));
+        }
+    }
+
+    /// Writes the JSON, says where it is and what fell short.
+    ///
+    /// # Errors
+    /// When nothing was measured, or a promise was not kept that does not depend on speed.
     pub fn finish(&self, plan: &Plan) -> Result<()> {
         if self.results.is_empty() {
             return Err(format!("no line holds '{}'", plan.only));
         }
-        let path = plan.folder.join(if plan.quick { "quick.json" } else { "results.json" });
+        let path = plan.results();
         let whole = json!({
             "host": host(), "rounds": plan.rounds, "seconds": plan.point_s,
-            "results": self.results, "skipped": self.skips,
+            "results": self.results, "skipped": self.skips, "missed": self.missed,
         });
         std::fs::write(&path, format!("{whole:#}\n")).map_err(|error| format!("{}: {error}", path.display()))?;
-        if !plan.quick && !self.slower.is_empty() {
+        if !plan.quick {
+            self.print_shortfalls();
+        }
+        println!("\nAll figures: {}", path.display());
+        if self.broken.is_empty() { Ok(()) } else { Err(self.broken.join("; ")) }
+    }
+
+    fn print_shortfalls(&self) {
+        if !self.slower.is_empty() {
             println!("\nBelow the best of the others (under 15 % is no difference):");
             self.slower.iter().for_each(|line| println!("  {line}"));
         }
-        println!("\nAll figures: {}", path.display());
-        Ok(())
+        if self.hit + self.missed.len() > 0 {
+            println!("\nAims: {} hit, {} not", self.hit, self.missed.len());
+            self.missed.iter().for_each(|line| println!("  {line}"));
+        }
     }
 }
 
-/// The first against the largest of the others.
-fn against_most(rates: &[f64]) -> f64 {
-    rates[0] / rates[1..].iter().copied().fold(f64::NAN, f64::max)
+/// Room for the longest name, and for the heading above.
+fn name_width(group: &Group) -> usize {
+    let names = group.lines.iter().map(|line| line.name.chars().count());
+    names.max().unwrap_or(0).max(28) + 1
 }
 
-/// The first against the smallest of the others.
-fn against_least(costs: &[f64]) -> f64 {
-    costs[0] / costs[1..].iter().copied().fold(f64::NAN, f64::min)
+/// Room for a side's figures.
+fn column_width(group: &Group) -> usize {
+    if group.lines.iter().any(|line| line.shows_p50) { 26 } else { 22 }
+}
+
+/// The roles that these sides have, so far as ratios are to them.
+fn compared(sides: &[Side]) -> impl Iterator<Item = (Role, &'static str)> {
+    let roles: Vec<Role> = sides.iter().skip(1).map(|side| side.role).collect();
+    Role::COMPARED.into_iter().filter(move |(role, _)| roles.contains(role))
+}
+
+/// Peers, unless there are none here.
+fn first_compared(sides: &[Side]) -> Role {
+    compared(sides).next().map_or(Role::Peer, |(role, _)| role)
+}
+
+fn cell(line: &Line, summary: &Summary) -> String {
+    let rate = shown_rate(summary.rate, line.is_bandwidth());
+    let p50 = if line.shows_p50 { format!(" p50 {:.1}", summary.p50_us) } else { String::new() };
+    format!("{rate}{p50} {:.2}", summary.cpu_us)
 }
 
 fn shown_rate(rate: f64, bandwidth: bool) -> String {
@@ -154,30 +206,43 @@ fn host() -> Value {
         "cores": std::thread::available_parallelism().map_or(1, usize::from),
         "qemu-nbd": first_line("qemu-nbd", "--version"),
         "nbdkit": first_line("nbdkit", "--version"),
+        "qemu-storage-daemon": first_line("qemu-storage-daemon", "--version"),
+        "fio": first_line("fio", "--version"),
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::lines::{Cache, Format};
+    use super::super::server::Kind;
     use super::*;
 
     #[test]
-    fn the_median_is_the_one_in_the_middle() {
-        assert_eq!(median(vec![9.0, 1.0, 5.0]), 5.0);
-        assert!(median(vec![]).is_nan());
+    fn a_ratio_has_a_column_where_a_side_has_its_role() {
+        let side = |role| Side::new("x", Kind::Fio, Format::Raw, Cache::Page).role(role);
+        let headings = |roles: &[Role]| {
+            let sides: Vec<Side> = roles.iter().map(|role| side(*role)).collect();
+            compared(&sides).map(|(_, heading)| heading).collect::<Vec<_>>()
+        };
+        assert_eq!(headings(&[Role::Peer, Role::Bare, Role::Peer, Role::Shown]), ["÷peer", "÷bare"]);
+        assert_eq!(headings(&[Role::Peer, Role::Raw]), ["÷raw"]);
+        assert!(headings(&[Role::Peer]).is_empty());
     }
 
     #[test]
-    fn ratios_are_to_the_best_other() {
-        assert_eq!(against_most(&[30.0, 10.0, 20.0]), 1.5);
-        assert_eq!(against_least(&[30.0, 10.0, 20.0]), 3.0);
-        assert!(against_most(&[30.0]).is_nan());
-    }
-
-    #[test]
-    fn a_report_without_the_servers_cpu_is_refused() {
-        let good = r#"{"iops":1,"bytes_per_s":2,"server_cpu_us_per_io":3}"#;
-        assert_eq!(Point::read(good).map(|point| point.iops), Ok(1.0));
-        assert!(Point::read(r#"{"iops":1,"bytes_per_s":2,"server_cpu_us_per_io":null}"#).is_err());
+    fn an_idle_server_that_wakes_up_is_a_failure() {
+        let side = Side::new("spile", Kind::Fio, Format::Null, Cache::Page);
+        let mut report = Report {
+            results: Vec::new(),
+            skips: Vec::new(),
+            slower: Vec::new(),
+            hit: 0,
+            missed: Vec::new(),
+            broken: Vec::new(),
+        };
+        report.add_idle(&side, 0, Duration::from_secs(1));
+        assert!(report.broken.is_empty() && report.hit == 1);
+        report.add_idle(&side, 3, Duration::from_secs(1));
+        assert_eq!((report.broken.len(), report.missed.len()), (1, 1));
     }
 }

@@ -13,21 +13,53 @@ use std::time::{Duration, Instant};
 /// Longest wait for a server to accept or to end.
 const LIMIT: Duration = Duration::from_secs(30);
 
+/// By what protocol a client reaches a server.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Front {
+    Nbd,
+    Vhost,
+}
+
+/// How qemu-storage-daemon does its I/O.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Aio {
+    Uring,
+    Native,
+    Threads,
+    /// None, and no zeroes either: reads leave the guest's memory as it is.
+    NoFill,
+}
+
 /// Who serves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    Spile,
+    Spile(Front),
+    /// qemu-nbd.
     Qemu,
     Nbdkit,
+    /// qemu-storage-daemon, over vhost-user-blk.
+    Daemon(Aio),
+    /// Nobody: fio does its I/O on the file itself.
+    Fio,
 }
 
 impl Kind {
     /// The program that has to be installed; none for our own.
     pub fn program(self) -> Option<&'static str> {
         match self {
-            Kind::Spile => None,
+            Kind::Spile(_) => None,
             Kind::Qemu => Some("qemu-nbd"),
             Kind::Nbdkit => Some("nbdkit"),
+            Kind::Daemon(_) => Some("qemu-storage-daemon"),
+            Kind::Fio => Some("fio"),
+        }
+    }
+
+    fn front(self) -> Front {
+        match self {
+            Kind::Spile(front) => front,
+            Kind::Daemon(_) => Front::Vhost,
+            Kind::Qemu | Kind::Nbdkit | Kind::Fio => Front::Nbd,
         }
     }
 }
@@ -36,6 +68,7 @@ impl Kind {
 pub struct Server {
     child: Child,
     socket: PathBuf,
+    front: Front,
 }
 
 impl Server {
@@ -43,11 +76,11 @@ impl Server {
     pub fn start(plan: &Plan, side: &Side, image: &Path) -> Result<Server> {
         let socket = std::env::temp_dir().join(format!("spile-bench-{}.sock", std::process::id()));
         let mut command = command(plan, side, image, &socket);
-        Server::spawn(&mut command, socket)
+        Server::spawn(&mut command, socket, side.server.front())
     }
 
     /// Starts `command`, which is to listen on `socket`.
-    pub fn spawn(command: &mut Command, socket: PathBuf) -> Result<Server> {
+    pub fn spawn(command: &mut Command, socket: PathBuf, front: Front) -> Result<Server> {
         // A server before may have left it when it was ended the hard way.
         let _ = std::fs::remove_file(&socket);
         let shown = format!("{command:?}");
@@ -56,7 +89,7 @@ impl Server {
         let errors = File::create(&log).map_err(|error| format!("{}: {error}", log.display()))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
         let child = command.spawn().map_err(|error| format!("cannot run {shown}: {error}"))?;
-        let mut server = Server { child, socket };
+        let mut server = Server { child, socket, front };
         server.wait_until_ready().map_err(|problem| {
             let said = std::fs::read_to_string(&log).unwrap_or_default();
             format!("{shown}: {problem}\n{said}")
@@ -85,7 +118,10 @@ impl Server {
 
     /// The address of its one export.
     pub fn uri(&self) -> String {
-        format!("nbd+unix:///?socket={}", self.socket.display())
+        match self.front {
+            Front::Nbd => format!("nbd+unix:///?socket={}", self.socket.display()),
+            Front::Vhost => format!("vhost-user:{}", self.socket.display()),
+        }
     }
 }
 
@@ -107,50 +143,110 @@ impl Drop for Server {
     }
 }
 
-/// A command that runs on `core`; anywhere when there are not two.
-pub fn pinned(core: usize, program: impl AsRef<OsStr>) -> Command {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    if cores < 2 {
+/// Cores that this program may use.
+pub fn core_count() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// The first `count` cores.
+pub fn server_cores(count: usize) -> String {
+    format!("0-{}", count - 1)
+}
+
+/// As many after them.
+pub fn client_cores(count: usize) -> String {
+    format!("{count}-{}", 2 * count - 1)
+}
+
+/// A command that runs on `cores`; anywhere when there are not two.
+pub fn pinned(cores: &str, program: impl AsRef<OsStr>) -> Command {
+    if core_count() < 2 {
         return Command::new(program);
     }
     let mut command = Command::new("taskset");
-    command.args(["-c", &core.to_string()]).arg(program);
+    command.args(["-c", cores]).arg(program);
     command
 }
 
 fn command(plan: &Plan, side: &Side, image: &Path, socket: &Path) -> Command {
+    let cores = server_cores(side.cores);
     match side.server {
-        Kind::Spile => spile(plan, side, image, socket),
-        Kind::Qemu => qemu(side, image, socket),
+        Kind::Spile(front) => spile(pinned(&cores, &plan.spile), front, side, image, socket),
+        Kind::Qemu => qemu(pinned(&cores, "qemu-nbd"), side, image, socket),
         Kind::Nbdkit => {
-            let mut command = pinned(1, "nbdkit");
+            let mut command = pinned(&cores, "nbdkit");
             command.args(["--foreground", "--unix"]).arg(socket).arg("file").arg(image);
             command
         }
+        Kind::Daemon(aio) => daemon(pinned(&cores, "qemu-storage-daemon"), aio, side, image, socket),
+        // It serves nobody; asked for all the same, it says so by ending.
+        Kind::Fio => Command::new("false"),
     }
 }
 
-fn spile(plan: &Plan, side: &Side, image: &Path, socket: &Path) -> Command {
-    let mut command = pinned(1, &plan.spile);
+fn spile(mut command: Command, front: Front, side: &Side, image: &Path, socket: &Path) -> Command {
     let cache = if side.cache == Cache::Direct { "direct" } else { "page" };
-    command.arg("serve").arg(image).arg("--nbd").arg(format!("unix:{}", socket.display()));
-    command.args(["--cache", cache]);
+    command.arg("serve").arg(image).args(["--cache", cache]);
+    match front {
+        Front::Nbd => command.arg("--nbd").arg(format!("unix:{}", socket.display())),
+        Front::Vhost => command.arg("--vhost-user").arg(socket),
+    };
+    if front == Front::Vhost && !side.options.contains(&"--workers") {
+        // On one core a second worker would only be in the way of the first.
+        command.args(["--workers", "1"]);
+    }
+    command.args(side.options);
     command
 }
 
-fn qemu(side: &Side, image: &Path, socket: &Path) -> Command {
-    let mut command = pinned(1, "qemu-nbd");
-    command.args(["--persistent", "--shared=16", "--export-name=", "--socket"]).arg(socket);
-    let format = match side.format {
-        Format::Raw => "raw",
+fn qemu_format(format: Format) -> &'static str {
+    match format {
+        Format::Raw | Format::Null => "raw",
         Format::Vhd | Format::Vpc => "vpc",
         Format::Qcow2 => "qcow2",
-    };
-    command.arg(format!("--format={format}"));
+    }
+}
+
+fn qemu(mut command: Command, side: &Side, image: &Path, socket: &Path) -> Command {
+    command.args(["--persistent", "--shared=16", "--export-name=", "--socket"]).arg(socket);
+    command.arg(format!("--format={}", qemu_format(side.format)));
     command.args(match side.cache {
         Cache::Page => ["--cache=writeback", "--aio=threads"],
         Cache::Direct => ["--cache=none", "--aio=io_uring"],
     });
     command.arg(image);
     command
+}
+
+fn daemon(mut command: Command, aio: Aio, side: &Side, image: &Path, socket: &Path) -> Command {
+    let direct = if side.cache == Cache::Direct { "on" } else { "off" };
+    let mut node = |options: String| {
+        command.arg("--blockdev").arg(options);
+    };
+    let file = format!("driver=file,filename={},cache.direct={direct},aio={}", image.display(), aio_name(aio));
+    match side.format {
+        Format::Null => {
+            let fill = if aio == Aio::NoFill { "off" } else { "on" };
+            node(format!("driver=null-co,node-name=disk,size={},read-zeroes={fill}", super::images::NULL_BYTES));
+        }
+        // Without the raw format above it, which has nothing to do: the shortest way that this server has.
+        Format::Raw => node(format!("{file},node-name=disk")),
+        format => {
+            node(format!("{file},node-name=file"));
+            let format = qemu_format(format);
+            node(format!("driver={format},node-name=disk,file=file,cache.direct={direct}"));
+        }
+    }
+    let address = format!("addr.type=unix,addr.path={}", socket.display());
+    command.arg("--export");
+    command.arg(format!("type=vhost-user-blk,id=export,node-name=disk,writable=on,num-queues=4,{address}"));
+    command
+}
+
+fn aio_name(aio: Aio) -> &'static str {
+    match aio {
+        Aio::Uring => "io_uring",
+        Aio::Native => "native",
+        Aio::Threads | Aio::NoFill => "threads",
+    }
 }

@@ -1,0 +1,162 @@
+//! The lines of `cargo xtask bench-vhost`: over vhost-user-blk, beside qemu-storage-daemon, and beside the medium itself
+//! as fio has it with io_uring in one process.
+
+use super::Plan;
+use super::figures::Aim;
+use super::lines::{Cache, Format, Group, Line, Memory, Role, Side, State};
+use super::server::{Aio, Front, Kind, core_count};
+
+const SPILE: Kind = Kind::Spile(Front::Vhost);
+const URING: Kind = Kind::Daemon(Aio::Uring);
+
+/// All groups.
+pub fn groups(plan: &Plan) -> Vec<Group> {
+    vec![
+        null(),
+        page(),
+        direct(),
+        in_place("vhd-page", "allocated images, page cache", Cache::Page),
+        in_place("vhd-direct", "allocated images, O_DIRECT", Cache::Direct),
+        first(plan, "first-page", "writes into empty images, page cache", Cache::Page),
+        first(plan, "first-direct", "writes into empty images, O_DIRECT", Cache::Direct),
+        large(),
+        polling("poll-null", "adaptive polling, no medium: ÷peer is to --poll 0", Format::Null, Cache::Page),
+        polling(
+            "poll-direct",
+            "adaptive polling, raw file, O_DIRECT: ÷peer is to --poll 0",
+            Format::Raw,
+            Cache::Direct,
+        ),
+        queues("queues-null", "several queues, no medium", Format::Null),
+        queues("queues-page", "several queues, raw file, page cache", Format::Raw),
+    ]
+}
+
+fn randread(depth: u32) -> Line {
+    Line::new("randread", "4k", depth, 1)
+}
+
+fn randwrite(depth: u32) -> Line {
+    Line::new("randwrite", "4k", depth, 1)
+}
+
+fn null() -> Group {
+    let lines = vec![
+        randread(32).aim(Aim::CpuOf(Role::Peer, 0.45)),
+        randread(1).p50().aim(Aim::P50Of(Role::Peer, 0.55)),
+        randread(1).polling().p50().aim(Aim::P50AtMost(1.0)),
+        randread(128),
+    ];
+    let sides = vec![
+        Side::new("spile", SPILE, Format::Null, Cache::Page),
+        Side::new("q-s-d", URING, Format::Null, Cache::Page),
+        // Spile's null fills the memory that is read into; this one leaves it as it is.
+        Side::new("q-s-d, no fill", Kind::Daemon(Aio::NoFill), Format::Null, Cache::Page).role(Role::Shown),
+    ];
+    Group { name: "null", about: "no medium: the cost of the interface", sides, lines }
+}
+
+fn page() -> Group {
+    let lines = vec![
+        randread(32).aim(Aim::RateOf(Role::Bare, 0.9)).aim(Aim::CpuAtMost(2.2)),
+        randwrite(32).aim(Aim::RateOf(Role::Bare, 1.2)),
+        randread(128).aim(Aim::RateOf(Role::Bare, 0.9)).aim(Aim::CpuAtMost(2.2)),
+        randread(1).p50(),
+        Line::new("read", "64k", 1, 1).aim(Aim::RateOf(Role::Bare, 0.4)),
+        Line::new("read", "256k", 1, 1).aim(Aim::RateOf(Role::Bare, 0.6)),
+        Line::new("read", "1m", 1, 1),
+        Line::new("read", "1m", 8, 1),
+    ];
+    let sides = vec![
+        Side::new("spile", SPILE, Format::Raw, Cache::Page),
+        Side::new("q-s-d io_uring", URING, Format::Raw, Cache::Page),
+        Side::new("q-s-d threads", Kind::Daemon(Aio::Threads), Format::Raw, Cache::Page),
+        Side::new("bare", Kind::Fio, Format::Raw, Cache::Page).role(Role::Bare),
+    ];
+    let about = "raw file, page cache (native AIO needs O_DIRECT: threads instead)";
+    Group { name: "page", about, sides, lines }
+}
+
+fn raw_direct_sides() -> Vec<Side> {
+    vec![
+        Side::new("spile", SPILE, Format::Raw, Cache::Direct),
+        Side::new("q-s-d io_uring", URING, Format::Raw, Cache::Direct),
+        Side::new("q-s-d native AIO", Kind::Daemon(Aio::Native), Format::Raw, Cache::Direct),
+        Side::new("bare", Kind::Fio, Format::Raw, Cache::Direct).role(Role::Bare),
+    ]
+}
+
+fn direct() -> Group {
+    let lines = vec![
+        randread(1).p50().aim(Aim::RateOf(Role::Bare, 0.8)),
+        randwrite(32).aim(Aim::RateOf(Role::Bare, 0.97)).aim(Aim::CpuAtMost(6.0)),
+        randread(32).aim(Aim::RateOf(Role::Bare, 0.97)).aim(Aim::CpuAtMost(5.5)),
+        randread(128).aim(Aim::RateOf(Role::Bare, 1.0)).aim(Aim::CpuAtMost(5.5)),
+        randwrite(1).p50(),
+    ];
+    Group { name: "direct", about: "raw file, O_DIRECT", sides: raw_direct_sides(), lines }
+}
+
+fn format_sides(cache: Cache, state: State) -> Vec<Side> {
+    let sides = [
+        Side::new("spile vhd", SPILE, Format::Vhd, cache),
+        Side::new("spile raw", SPILE, Format::Raw, cache).role(Role::Raw),
+        Side::new("q-s-d vpc", URING, Format::Vpc, cache),
+        Side::new("q-s-d qcow2", URING, Format::Qcow2, cache),
+        Side::new("q-s-d raw", URING, Format::Raw, cache).role(Role::Shown),
+    ];
+    sides.map(|side| side.state(state)).to_vec()
+}
+
+fn in_place(name: &'static str, about: &'static str, cache: Cache) -> Group {
+    let lines = vec![randwrite(32).aim(Aim::RateOf(Role::Raw, 0.95)), randread(32), randread(1).p50(), randread(128)];
+    Group { name, about, sides: format_sides(cache, State::Full), lines }
+}
+
+/// The same requests for every side: by time, the faster ones would write more.
+fn first(plan: &Plan, name: &'static str, about: &'static str, cache: Cache) -> Group {
+    let lines = vec![
+        randwrite(32).requests(plan, 20_000).aim(Aim::RateOf(Role::Raw, 0.9)),
+        Line::new("write", "64k", 8, 1).requests(plan, 16_000).aim(Aim::RateOf(Role::Raw, 0.9)),
+    ];
+    Group { name, about, sides: format_sides(cache, State::Fresh), lines }
+}
+
+fn large() -> Group {
+    let read = |block, depth| Line::new("read", block, depth, 1);
+    let mut lines = vec![
+        read("256k", 1).memory(Memory::Scattered),
+        read("1m", 8).memory(Memory::Pages),
+        read("256k", 8).memory(Memory::Scattered),
+        read("1m", 1).memory(Memory::Pages),
+    ];
+    for block in ["256k", "1m", "2m"] {
+        let huge = [1, 8].map(|depth| read(block, depth).memory(Memory::Huge).aim(Aim::RateOf(Role::Bare, 0.97)));
+        lines.extend(huge);
+    }
+    Group { name: "large", about: "large reads, raw file, O_DIRECT", sides: raw_direct_sides(), lines }
+}
+
+fn polling(name: &'static str, about: &'static str, format: Format, cache: Cache) -> Group {
+    let lines = vec![randread(1).p50(), randread(1).rate(1000).p50(), randread(32)];
+    let sides = vec![
+        Side::new("spile", SPILE, format, cache),
+        Side::new("spile --poll 0", SPILE, format, cache).options(&["--poll", "0"]),
+        Side::new("q-s-d", URING, format, cache).role(Role::Shown),
+    ];
+    Group { name, about, sides, lines }
+}
+
+/// One queue and two: with a worker for each where there are cores for two workers and two clients.
+fn queues(name: &'static str, about: &'static str, format: Format) -> Group {
+    let lines = [1, 2].map(|queues| Line::new("randread", "4k", 32, queues)).into();
+    let (ours, options, cores): (_, &[&str], _) = match core_count() {
+        0..4 => ("spile, 1 worker", &[], 1),
+        _ => ("spile, 2 workers", &["--workers", "2"], 2),
+    };
+    let sides = vec![
+        Side::new(ours, SPILE, format, Cache::Page).options(options).cores(cores),
+        Side::new("q-s-d", URING, format, Cache::Page).cores(cores),
+    ];
+    Group { name, about, sides, lines }
+}

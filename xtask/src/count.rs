@@ -1,0 +1,243 @@
+//! `cargo xtask count`: the instructions that the server spends on one request, counted by callgrind.
+//!
+//! Times differ from machine to machine and from minute to minute; instructions hardly do. The release build serves
+//! nothing (`null:`) over vhost-user under valgrind, once with few requests and once with many; the difference, divided
+//! by the requests between them, leaves out what starting and ending cost. The client is an ordinary `spile load`, on the
+//! same core and with the lowest priority: so the server has always answered everything and gone to sleep before it
+//! sees the next batch, and a batch costs the same each time. Figures repeat to 0.2 %.
+//!
+//! io_uring does not work under every valgrind, so the threads engine runs; on this path only its way to sleep differs.
+//! Reads are of 512 bytes, because some machines count a long fill with zeroes as one instruction a byte.
+//!
+//! The figures are kept in `xtask/counts/vhost-null.json`. What has grown by more than 5 % fails; what has shrunk by more
+//! is told, so that somebody runs `cargo xtask count --update`. Another compiler makes other code: growth is then a skip.
+
+use crate::bench::server::{Front, Server, pinned, server_cores};
+use crate::{Result, bench, shell};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// What to do about a change that is meant.
+const UPDATE: &str = "keep it by `cargo xtask count --update`";
+
+/// What a figure may change without a word, in per cent.
+const TOLERANCE: u64 = 5;
+
+/// A load that is counted. Names are the keys in the file.
+struct Case {
+    name: &'static str,
+    load: &'static [&'static str],
+}
+
+const CASES: &[Case] = &[
+    Case { name: "read 512 depth 32", load: &["--rw", "randread", "--bs", "512", "--depth", "32"] },
+    Case { name: "write 4k depth 32", load: &["--rw", "randwrite", "--bs", "4k", "--depth", "32"] },
+    Case { name: "read 512 depth 1, asleep before", load: &["--rw", "randread", "--bs", "512", "--depth", "1"] },
+];
+
+/// Requests in the short and in the long run.
+const FEW: u64 = 640;
+const MANY: u64 = 6400;
+
+/// Counts all cases and compares them with the kept figures; `--update` keeps the new ones.
+pub fn run(arguments: &[String]) -> Result<()> {
+    if let Some(program) = ["valgrind", "nice"].into_iter().find(|program| !shell::on_path(program)) {
+        println!("SKIP count: no {program}");
+        println!("0 passed, 0 failed, {} skipped", CASES.len());
+        return Ok(());
+    }
+    let spile = bench::spile()?;
+    let folder = shell::target_dir().join("count");
+    std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let counted: BTreeMap<&str, u64> =
+        CASES.iter().map(|case| Ok((case.name, count(&spile, &folder, case)?))).collect::<Result<_>>()?;
+    if shell::flag(arguments, "--update") {
+        return keep(&counted);
+    }
+    let outcome = compare(&counted, &Kept::read()?, &rustc()?);
+    outcome.lines.iter().for_each(|line| println!("{line}"));
+    let Outcome { passed, failed, skipped, .. } = outcome;
+    println!("{passed} passed, {failed} failed, {skipped} skipped");
+    if failed == 0 { Ok(()) } else { Err(format!("{failed} failed")) }
+}
+
+/// Instructions for one request.
+fn count(spile: &Path, folder: &Path, case: &Case) -> Result<u64> {
+    let few = instructions(spile, folder, case, FEW)?;
+    let many = instructions(spile, folder, case, MANY)?;
+    Ok(many.saturating_sub(few) / (MANY - FEW))
+}
+
+/// Instructions of a whole run of the server with so many requests.
+fn instructions(spile: &Path, folder: &Path, case: &Case, requests: u64) -> Result<u64> {
+    let file = folder.join(format!("{}-{requests}.callgrind", case.name.replace([' ', ','], "-")));
+    let socket = std::env::temp_dir().join(format!("spile-count-{}.sock", std::process::id()));
+    let core = server_cores(1);
+    let mut command = pinned(&core, "valgrind");
+    command.arg("--tool=callgrind").arg(format!("--callgrind-out-file={}", file.display()));
+    command.arg(spile).args(["serve", "null:1G", "--vhost-user"]).arg(&socket);
+    // Nothing that depends on time: no polling, and no second worker.
+    command.args(["--engine", "threads", "--poll", "0", "--workers", "1"]);
+    let server = Server::spawn(&mut command, socket, Front::Vhost)?;
+    let mut load = pinned(&core, "nice");
+    load.args(["-n", "19"]).arg(spile).arg("load").arg(server.uri()).arg("--json");
+    load.args(case.load).args(["--ios", &requests.to_string()]);
+    shell::run(load.stdout(Stdio::null()))?;
+    // It writes the file when it ends.
+    drop(server);
+    let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+    total(&text).ok_or_else(|| format!("{}: no totals", file.display()))
+}
+
+/// The sum in callgrind's file.
+fn total(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("summary:").or(line.strip_prefix("totals:")));
+    line?.trim().parse().ok()
+}
+
+/// The figures in the repository, and what made them.
+struct Kept {
+    arch: String,
+    rustc: String,
+    instructions: BTreeMap<String, u64>,
+}
+
+impl Kept {
+    fn path() -> PathBuf {
+        shell::root().join("xtask/counts/vhost-null.json")
+    }
+
+    fn read() -> Result<Kept> {
+        let path = Self::path();
+        let problem = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
+        let text = std::fs::read_to_string(&path).map_err(|error| problem(&error))?;
+        let value: Value = serde_json::from_str(&text).map_err(|error| problem(&error))?;
+        let word = |name: &str| value[name].as_str().unwrap_or_default().to_string();
+        let figures = value["instructions_per_request"].as_object().into_iter().flatten();
+        let instructions = figures.filter_map(|(name, count)| Some((name.clone(), count.as_u64()?))).collect();
+        Ok(Kept { arch: word("arch"), rustc: word("rustc"), instructions })
+    }
+}
+
+fn keep(counted: &BTreeMap<&str, u64>) -> Result<()> {
+    let path = Kept::path();
+    let about = "Instructions of the server for one request over vhost-user without a medium. \
+                 Written by `cargo xtask count --update`.";
+    let whole = json!({
+        "about": about, "arch": std::env::consts::ARCH, "rustc": rustc()?, "instructions_per_request": counted,
+    });
+    for (name, count) in counted {
+        println!("{name}: {count} instructions per request");
+    }
+    std::fs::write(&path, format!("{whole:#}\n")).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn rustc() -> Result<String> {
+    let program = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    // In the workspace's folder, whose toolchain may be another one than that of the folder this was called from.
+    let text = shell::output(Command::new(program).arg("--version").current_dir(shell::root()))?;
+    Ok(text.trim().to_string())
+}
+
+/// How a figure has changed.
+#[derive(Debug, PartialEq)]
+enum Change {
+    Little,
+    Grown,
+    Shrunk,
+    /// It was never kept.
+    New,
+}
+
+fn change(kept: Option<u64>, now: u64) -> Change {
+    let Some(kept) = kept else { return Change::New };
+    match now * 100 {
+        scaled if scaled > kept * (100 + TOLERANCE) => Change::Grown,
+        scaled if scaled < kept * (100 - TOLERANCE) => Change::Shrunk,
+        _ => Change::Little,
+    }
+}
+
+/// What came of a comparison, and what there is to say of it.
+#[derive(Default)]
+struct Outcome {
+    lines: Vec<String>,
+    passed: u64,
+    failed: u64,
+    skipped: u64,
+}
+
+fn compare(counted: &BTreeMap<&str, u64>, kept: &Kept, rustc: &str) -> Outcome {
+    let is_same_compiler = kept.rustc == rustc && kept.arch == std::env::consts::ARCH;
+    let mut outcome = Outcome::default();
+    for (name, &now) in counted {
+        let before = kept.instructions.get(*name).copied();
+        let percent = before.map_or(f64::NAN, |before| (now as f64 / before as f64 - 1.0) * 100.0);
+        let figures = format!("{name}: {now} instructions per request, {percent:+.1} % against those kept");
+        let (count, line) = match change(before, now) {
+            Change::Little => (&mut outcome.passed, figures),
+            Change::Shrunk => (&mut outcome.passed, format!("NOTE count {figures}: {UPDATE}")),
+            Change::Grown if is_same_compiler => {
+                (&mut outcome.failed, format!("FAIL {figures}: find the cause, or {UPDATE}"))
+            }
+            Change::Grown => {
+                let compilers = format!("those are by {}, this is by {rustc}", kept.rustc);
+                (&mut outcome.skipped, format!("SKIP count {figures}; {compilers}"))
+            }
+            Change::New => (&mut outcome.failed, format!("FAIL {name}: not kept yet: {UPDATE}")),
+        };
+        *count += 1;
+        outcome.lines.push(line);
+    }
+    outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sum_is_found_in_callgrinds_file() {
+        assert_eq!(total("version: 1\nevents: Ir\nsummary: 123\n\nfn=(1) main\n1 2\n"), Some(123));
+        assert_eq!(total("events: Ir\ntotals: 7\n"), Some(7));
+        assert_eq!(total("events: Ir\n"), None);
+    }
+
+    #[test]
+    fn five_percent_are_allowed() {
+        assert_eq!(change(Some(1000), 1050), Change::Little);
+        assert_eq!(change(Some(1000), 1051), Change::Grown);
+        assert_eq!(change(Some(1000), 950), Change::Little);
+        assert_eq!(change(Some(1000), 949), Change::Shrunk);
+        assert_eq!(change(None, 1), Change::New);
+    }
+
+    #[test]
+    fn growth_fails_and_is_a_skip_under_another_compiler() {
+        let kept = |count| Kept {
+            arch: std::env::consts::ARCH.to_string(),
+            rustc: "1".to_string(),
+            instructions: BTreeMap::from([("a".to_string(), count)]),
+        };
+        let sums = |name, kept, rustc| {
+            let outcome = compare(&BTreeMap::from([(name, 1000)]), &kept, rustc);
+            (outcome.passed, outcome.failed, outcome.skipped)
+        };
+        assert_eq!(sums("a", kept(1000), "1"), (1, 0, 0));
+        assert_eq!(sums("a", kept(2000), "1"), (1, 0, 0));
+        assert_eq!(sums("a", kept(900), "1"), (0, 1, 0));
+        assert_eq!(sums("a", kept(900), "2"), (0, 0, 1));
+        assert_eq!(sums("b", kept(900), "2"), (0, 1, 0));
+    }
+
+    #[test]
+    fn every_case_is_kept() {
+        let kept = Kept::read().expect("the file is in the repository").instructions;
+        let names: Vec<&str> = kept.keys().map(String::as_str).collect();
+        let mut cases: Vec<&str> = CASES.iter().map(|case| case.name).collect();
+        cases.sort_unstable();
+        assert_eq!(names, cases);
+    }
+}
