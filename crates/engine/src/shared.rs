@@ -5,12 +5,13 @@
 //! a sender puts its message in under that lock and then reads `asleep`. Whichever came second sees the other.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use async_task::Runnable;
 
+use crate::fd::Fd;
 use crate::op::Outcome;
 use crate::{sys, worker};
 
@@ -22,6 +23,8 @@ pub(crate) enum Message {
     Call(Box<dyn FnOnce() + Send>),
     /// A helper thread has done the file operation of this key.
     Done(u64, Outcome),
+    /// A file is locked: the reactor holds on to it.
+    Hold(Held),
     /// A file is gone: the reactor lets go of it.
     Forget { id: u64, table_index: Option<u32> },
 }
@@ -93,6 +96,39 @@ impl Counters {
     }
 }
 
+/// A file that rings are to hold: a duplicate, for the file itself may be closed, and its lock end, before all have heard.
+pub(crate) struct Held {
+    pub(crate) fd: OwnedFd,
+    pub(crate) id: u64,
+    pub(crate) table_index: u32,
+}
+
+/// All workers of the process that have a ring.
+static WITH_RING: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
+
+/// Has the ring of every worker hold on to a locked file, this worker's at once.
+///
+/// When a process is killed its descriptors are closed at once, while what its rings have in flight goes on: to the file,
+/// where it would overwrite what a successor has written by then, and into guests' memory. A ring lets go of the files
+/// registered with it only when the last of its requests has ended. So the lock of an image is held until then,
+/// whichever of its files the request is for.
+pub(crate) fn hold_everywhere(fd: &Arc<Fd>) {
+    let Some(table_index) = fd.table_index else { return };
+    let mut workers = relock(&WITH_RING);
+    workers.retain(|shared| shared.strong_count() > 0);
+    for shared in workers.iter().filter_map(Weak::upgrade) {
+        // Without a duplicate, for want of descriptors, this ring learns of the file when it first uses it.
+        let Ok(duplicate) = fd.as_fd().try_clone_to_owned() else { continue };
+        // First, so that the news of the file's end follows that of the file.
+        fd.known_to(&shared);
+        let held = Held { fd: duplicate, id: fd.id, table_index };
+        // At once where we are: what this task does next shall find it held.
+        if let Some(held) = worker::hold_here(&shared, held) {
+            shared.push(Message::Hold(held));
+        }
+    }
+}
+
 pub(crate) struct Shared {
     pub(crate) index: usize,
     queue: Mutex<Queue>,
@@ -124,6 +160,11 @@ impl Shared {
             epoll,
             counters: Counters::default(),
         })
+    }
+
+    /// Makes the worker known as one with a ring.
+    pub(crate) fn has_ring(self: &Arc<Self>) {
+        relock(&WITH_RING).push(Arc::downgrade(self));
     }
 
     pub(crate) fn epoll(&self) -> Option<&OwnedFd> {

@@ -18,7 +18,7 @@ use crate::fd::Fd;
 use crate::files::CacheMode;
 use crate::op::{Op, Outcome};
 use crate::sync_gate::{SyncGate, Turn};
-use crate::{align, lock, sys, tuning, worker};
+use crate::{align, lock, shared, sys, tuning, worker};
 
 /// Zeroes written at a time where the file system cannot zero a range itself.
 const ZERO_CHUNK_BYTES: usize = 1 << 20;
@@ -78,6 +78,9 @@ impl FileStore {
         let read_only = mode == OpenMode::ReadOnly;
         let punches = !read_only && if is_device { device_punches(&file) } else { file_punches(&file, len) };
         let cached = Fd::file(file.into());
+        if mode == OpenMode::ReadWrite {
+            shared::hold_everywhere(&cached);
+        }
         let direct = direct.map_or_else(|| cached.clone(), |(file, _)| Fd::direct(file.into(), &cached));
         let info = StoreInfo {
             offset_align_bytes: align.map_or(1, |a| a.offset),

@@ -24,8 +24,9 @@ use spile_mem::Pool;
 
 use crate::fd::{Fd, TABLE_FILES};
 use crate::file_pool::{FilePool, Job};
+use crate::fixed::FixedBuffers;
 use crate::op::{Kind, Op, Outcome, Started};
-use crate::shared::Shared;
+use crate::shared::{Held, Shared};
 use crate::sys::{self, IoVecs};
 
 const SQ_ENTRIES: u32 = 256;
@@ -33,11 +34,6 @@ const SQ_ENTRIES: u32 = 256;
 const CQ_ENTRIES: u32 = 4096;
 /// File operations in the kernel at once.
 const MAX_FILE_OPS: usize = 1024;
-/// The part of the pool's arena that is registered: chunks are carved from its start and used again last in first
-/// out, so a little covers most. It is pinned memory, hence counted against RLIMIT_MEMLOCK.
-const REGISTERED_BYTES: usize = 8 << 20;
-const LEAST_REGISTERED_BYTES: usize = 1 << 20;
-
 /// File operations that go to the kernel together at most. It holds back what it is given at once, for the block layer
 /// to join neighbours, until it has seen the last; a batch of 16 thus reaches the device late, and comes back as a
 /// batch. 4 KiB random reads of depth 32 through a guest's queue, 61 k a second with 4, 52 k with as many as there are,
@@ -66,7 +62,7 @@ pub(crate) struct Uring {
     doorbell: Box<u64>,
     doorbell_armed: bool,
     files: FileTable,
-    buffer: Registered,
+    fixed: FixedBuffers,
 }
 
 /// The ring's table of registered files: which file is at which index, by [`Fd::id`].
@@ -74,13 +70,6 @@ struct FileTable {
     ids: Vec<u64>,
     /// Cleared by the first refusal; files are then used as they are.
     usable: bool,
-}
-
-/// The registered part of the arena.
-enum Registered {
-    NotTried,
-    Refused,
-    Range { base: usize, len: usize },
 }
 
 struct Slot {
@@ -208,7 +197,7 @@ impl Uring {
             doorbell: Box::new(0),
             doorbell_armed: false,
             files: FileTable { ids: vec![0; TABLE_FILES as usize], usable },
-            buffer: Registered::NotTried,
+            fixed: FixedBuffers::default(),
         };
         this.arm_doorbell();
         this.try_enter(None)?;
@@ -269,15 +258,20 @@ impl Uring {
         self.finish(key, outcome, woken);
     }
 
+    /// The ring and its registered buffers.
+    pub(crate) fn with_fixed(&mut self, f: impl FnOnce(&IoUring, &mut FixedBuffers)) {
+        f(&self.ring, &mut self.fixed);
+    }
+
     /// Queues the next part of an operation.
     fn submit(&mut self, key: u64) {
         let slot = &mut self.slots[index_of(key)];
         let op = slot.op.as_ref().expect("an operation in flight is in its slot");
         if op.fd.direct {
-            self.buffer.register_once(&self.ring, &self.pool);
+            self.fixed.register_arena(&self.ring, &self.pool);
         }
         let target = self.files.target(&self.ring, &self.shared, &op.fd);
-        let fixed = op.fd.direct && self.buffer.covers(op);
+        let fixed = self.fixed.covering(op).filter(|_| op.fd.direct);
         let entry = slot.entry(target, fixed).user_data(key);
         self.push(entry);
         if self.ring.submission().len() >= SUBMIT_ENTRIES {
@@ -353,6 +347,11 @@ impl Uring {
         slot.state = State::Free;
         slot.op = None;
         self.free.push(key as u32);
+    }
+
+    /// Registers a file, so that the ring holds on to it until the last of its requests has ended.
+    pub(crate) fn hold(&mut self, held: &Held) {
+        self.files.put(&self.ring, held.table_index, held.id, held.fd.as_raw_fd());
     }
 
     /// Lets go of a file that is gone everywhere else.
@@ -515,7 +514,7 @@ impl Slot {
     }
 
     /// The entry for what is left of the operation.
-    fn entry(&mut self, target: Target, fixed: bool) -> squeue::Entry {
+    fn entry(&mut self, target: Target, fixed: Option<u16>) -> squeue::Entry {
         let op = self.op.as_ref().expect("an operation in flight is in its slot");
         if self.polls {
             // Kernels before 5.19 answer EAGAIN on a socket that is set not to block: tried again at once, for ever, that
@@ -539,7 +538,7 @@ impl Slot {
         }
     }
 
-    fn transfer(&mut self, target: Target, fixed: bool) -> squeue::Entry {
+    fn transfer(&mut self, target: Target, fixed: Option<u16>) -> squeue::Entry {
         let op = self.op.as_ref().expect("an operation in flight is in its slot");
         let is_read = op.kind == Kind::Read;
         let at = op.offset + op.done as u64;
@@ -550,16 +549,16 @@ impl Slot {
         if let [one] = self.iovecs.as_slice() {
             let (ptr, len) = (one.iov_base.cast::<u8>(), one.iov_len as u32);
             return match (is_read, fixed) {
-                (true, true) => {
-                    with_target!(target, fd => opcode::ReadFixed::new(fd, ptr, len, 0).offset(at).rw_flags(flags))
+                (true, Some(index)) => {
+                    with_target!(target, fd => opcode::ReadFixed::new(fd, ptr, len, index).offset(at).rw_flags(flags))
                 }
-                (true, false) => {
+                (true, None) => {
                     with_target!(target, fd => opcode::Read::new(fd, ptr, len).offset(at).rw_flags(flags))
                 }
-                (false, true) => {
-                    with_target!(target, fd => opcode::WriteFixed::new(fd, ptr, len, 0).offset(at).rw_flags(flags))
+                (false, Some(index)) => {
+                    with_target!(target, fd => opcode::WriteFixed::new(fd, ptr, len, index).offset(at).rw_flags(flags))
                 }
-                (false, false) => {
+                (false, None) => {
                     with_target!(target, fd => opcode::Write::new(fd, ptr, len).offset(at).rw_flags(flags))
                 }
             };
@@ -606,13 +605,20 @@ impl FileTable {
     }
 
     fn register(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd, index: u32) -> Target {
-        self.usable = ring.submitter().register_files_update(index, &[fd.raw()]).is_ok();
-        if !self.usable {
+        if !self.put(ring, index, fd.id, fd.raw()) {
             return Target::Plain(fd.raw());
         }
-        self.ids[index as usize] = fd.id;
         fd.known_to(shared);
         Target::Fixed(index)
+    }
+
+    /// Registers a file at `index`. False when the ring takes no files, now or ever.
+    fn put(&mut self, ring: &IoUring, index: u32, id: u64, fd: i32) -> bool {
+        self.usable = self.usable && ring.submitter().register_files_update(index, &[fd]).is_ok();
+        if self.usable {
+            self.ids[index as usize] = id;
+        }
+        self.usable
     }
 
     /// Empties the index, unless another file has it by now.
@@ -622,43 +628,6 @@ impl FileTable {
             *entry = 0;
             // It can fail only for want of memory, and then the file stays open until the worker ends.
             let _ = ring.submitter().register_files_update(index, &[-1]);
-        }
-    }
-}
-
-impl Registered {
-    /// Registers the arena's first part when direct I/O first comes up: without it there is nothing to win, and
-    /// pinning takes memory from the system. Halves the part until it is within the limits of this process.
-    fn register_once(&mut self, ring: &IoUring, pool: &Pool) {
-        if !matches!(self, Self::NotTried) {
-            return;
-        }
-        *self = Self::Refused;
-        if !ring.params().is_feature_resource_tagging() {
-            // Before Linux 5.13 the call waits until nothing is in flight, and the doorbell always is.
-            return;
-        }
-        let (base, arena_len) = pool.arena();
-        let mut len = REGISTERED_BYTES.min(arena_len);
-        while len >= LEAST_REGISTERED_BYTES {
-            let part = [libc::iovec { iov_base: base.cast(), iov_len: len }];
-            // SAFETY: the reactor holds the pool, and with it the arena, for longer than the ring.
-            if unsafe { ring.submitter().register_buffers(&part) }.is_ok() {
-                *self = Self::Range { base: base as usize, len };
-                return;
-            }
-            len /= 2;
-        }
-    }
-
-    /// True when the operation's only segment lies wholly in the registered part.
-    fn covers(&self, op: &Op) -> bool {
-        match (self, op.segments.as_slice()) {
-            (Self::Range { base, len }, [one]) => {
-                let start = one.as_ptr() as usize;
-                start >= *base && start + one.len() <= base + len
-            }
-            _ => false,
         }
     }
 }

@@ -14,13 +14,15 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use async_task::Runnable;
+use io_uring::IoUring;
 use spile_core::{Error, Result};
 use spile_mem::Pool;
 
 use crate::config::EngineKind;
 use crate::file_pool::FilePool;
+use crate::fixed::FixedBuffers;
 use crate::op::{Op, Outcome, Started};
-use crate::shared::{Message, Shared};
+use crate::shared::{Held, Message, Shared};
 use crate::spin::{Watches, Window};
 use crate::threads::Threads;
 use crate::time::Timers;
@@ -97,6 +99,13 @@ impl Reactor {
         }
     }
 
+    /// Hands the ring's registered buffers to `f`; nothing where there is no ring.
+    pub(crate) fn with_fixed(&mut self, f: impl FnOnce(&IoUring, &mut FixedBuffers)) {
+        if let Self::Uring(r) = self {
+            r.with_fixed(f);
+        }
+    }
+
     /// True when nothing is in flight.
     fn is_idle(&self) -> bool {
         match self {
@@ -139,6 +148,7 @@ impl Worker {
             _ => {
                 let shared = Arc::new(Shared::new(index, None).map_err(failed)?);
                 let uring = Uring::new(shared.clone(), files, pool.clone())?;
+                shared.has_ring();
                 (shared, Reactor::Uring(Box::new(uring)))
             }
         };
@@ -184,6 +194,7 @@ impl Worker {
                 Message::Done(key, outcome) => {
                     self.reactor.borrow_mut().done(key, outcome, woken);
                 }
+                Message::Hold(held) => self.hold(&held),
                 Message::Forget { id, table_index } => {
                     self.reactor.borrow_mut().forget(id, table_index);
                 }
@@ -264,6 +275,13 @@ impl Worker {
         self.shared.is_stopping() && self.tasks.get() == 0 && self.reactor.borrow().is_idle()
     }
 
+    /// See [`crate::shared::hold_everywhere`].
+    fn hold(&self, held: &Held) {
+        if let Reactor::Uring(r) = &mut *self.reactor.borrow_mut() {
+            r.hold(held);
+        }
+    }
+
     fn spawn(&self, future: impl Future<Output = ()> + 'static) {
         self.tasks.set(self.tasks.get() + 1);
         let guard = TaskGuard;
@@ -327,6 +345,12 @@ pub(crate) fn with<R>(f: impl FnOnce(&Worker) -> R) -> R {
 /// True when no other task of this worker is ready to run.
 pub(crate) fn is_alone() -> bool {
     with(|w| w.ready.borrow().is_empty())
+}
+
+/// Has this thread's ring hold a file, if `shared` is its worker; else gives it back.
+pub(crate) fn hold_here(shared: &Arc<Shared>, held: Held) -> Option<Held> {
+    let is_here = try_with(|w| Arc::ptr_eq(&w.shared, shared).then(|| w.hold(&held))).flatten();
+    is_here.is_none().then_some(held)
 }
 
 /// Puts a woken task into its worker's own queue; gives it back when this is another thread.

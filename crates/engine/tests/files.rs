@@ -34,7 +34,86 @@ both_engines!(
     a_block_device_is_a_store_that_does_not_grow,
     many_vectors_and_large_transfers,
     one_store_on_both_workers,
+    pinned_memory_is_read_and_written_as_any_other,
+    every_ring_holds_a_locked_file,
 );
+
+/// How many rings of this process have a file at `path` registered, by what the kernel tells of them.
+fn rings_that_hold(path: &Path) -> usize {
+    let rings = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
+        let entry = entry.ok()?;
+        let is_ring = std::fs::read_link(entry.path()).ok()?.to_string_lossy().contains("io_uring");
+        // Another test may have closed it meanwhile.
+        let info = std::fs::read_to_string(Path::new("/proc/self/fdinfo").join(entry.file_name()));
+        is_ring.then(|| info.unwrap_or_default())
+    });
+    rings.filter(|info| info.contains(&*path.to_string_lossy())).count()
+}
+
+/// A killed process's lock lasts as long as its rings: see `shared::hold_everywhere`.
+fn every_ring_holds_a_locked_file(engine: &Engine) {
+    if engine.kind() != spile_engine::EngineKind::Uring {
+        return;
+    }
+    let (_dir, path, store) = patterned(MIB);
+    (0..2).for_each(|worker| engine.run_on(worker, || async {}));
+    // The engines of other tests in this process hold it too.
+    let told = rings_that_hold(&path);
+    if told == 0 && !kernel_tells_of_files() {
+        return println!("SKIP every ring holds a locked file: this kernel does not tell what a ring holds");
+    }
+    assert!(told >= 2, "{told}");
+    drop(store);
+    for _ in 0..1000 {
+        if rings_that_hold(&path) == 0 {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("{} rings hold a file that was closed", rings_that_hold(&path));
+}
+
+fn kernel_tells_of_files() -> bool {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut numbers = release.split(['.', '-']).map(|word| word.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(6), Some(1))
+}
+
+fn pinned_memory_is_read_and_written_as_any_other(engine: &Engine) {
+    const LEN: usize = 2 * MIB;
+    let (_dir, _path, store) = patterned(MIB);
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(LEN as u64).unwrap();
+    let memory = spile_mem::Segment::map_shared(&file, 0, LEN).unwrap();
+    engine.run_on(0, move || async move {
+        // More often than the table of registered buffers has places.
+        for turn in 0..600 {
+            let first = spile_engine::pin_memory(&memory);
+            let second = spile_engine::pin_memory(&memory);
+            assert!([0, LEN].contains(&first.len_bytes()) && first.len_bytes() == second.len_bytes(), "turn {turn}");
+            drop(first);
+            if turn % 100 == 0 {
+                let into = Segments::from(memory.slice(8192..8192 + 65536));
+                store.read_at(at(4 * 65536), &into, Via::Direct).await.unwrap();
+                assert_eq!(into.to_vec(), pattern(4 * 65536, 65536), "turn {turn}");
+                store.write_at(at(0), &into, Via::Direct).await.unwrap();
+                into.fill(0);
+                store.read_at(at(0), &into, Via::Cached).await.unwrap();
+                assert_eq!(into.to_vec(), pattern(4 * 65536, 65536), "turn {turn}");
+            }
+        }
+        // Given up while a transfer is in flight.
+        let pinned = spile_engine::pin_memory(&memory);
+        let into = Segments::from(memory.slice(0..65536));
+        let mut reading = pin!(store.read_at(at(65536 * 2), &into, Via::Direct));
+        let started = std::future::poll_fn(|context| std::task::Poll::Ready(reading.as_mut().poll(context))).await;
+        drop(pinned);
+        if started.is_pending() {
+            reading.await.unwrap();
+        }
+        assert_eq!(into.to_vec(), pattern(65536 * 2, 65536));
+    });
+}
 
 fn every_way_reads_what_was_written(engine: &Engine) {
     let (_dir, path, store) = patterned(MIB);
@@ -333,7 +412,14 @@ fn closing_frees_the_descriptors(engine: &Engine) {
             store.write_at(at(0), &page, Via::Cached).await.unwrap();
         }
     });
-    assert_eq!(open_descriptors(&path), 0);
+    // Duplicates may still be on their way to the rings of other workers.
+    for _ in 0..1000 {
+        if open_descriptors(&path) == 0 {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("{} descriptors are open", open_descriptors(&path));
 }
 
 /// A mounted file system, gone at the end also when the test fails.
