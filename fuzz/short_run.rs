@@ -68,6 +68,11 @@ fn mutate(random: &mut Random, bytes: &mut Vec<u8>, other: &[u8]) {
 
 /// Runs `codec` over the corpus of `target`; panics with the input on which it fails.
 pub fn run(target: &str, codec: fn(&[u8])) {
+    run_times(target, MUTATIONS, codec);
+}
+
+/// [`run`], with so many mutations: for targets that do more than read bytes.
+pub fn run_times(target: &str, mutations: usize, codec: fn(&[u8])) {
     let seeds = corpus(target);
     let attempt = |what: &str, bytes: &[u8]| {
         let outcome = catch_unwind(AssertUnwindSafe(|| codec(bytes)));
@@ -77,7 +82,7 @@ pub fn run(target: &str, codec: fn(&[u8])) {
         attempt(name, bytes);
     }
     let mut random = Random(0x5eed_0000 + target.len() as u64);
-    for number in 0..MUTATIONS {
+    for number in 0..mutations {
         let mut bytes = seeds[random.below(seeds.len())].1.clone();
         let other = &seeds[random.below(seeds.len())].1;
         mutate(&mut random, &mut bytes, other);

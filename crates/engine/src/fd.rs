@@ -5,7 +5,7 @@
 //! end at once and not when the last worker has heard: the drop unlocks first.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use smallvec::SmallVec;
@@ -48,6 +48,8 @@ pub(crate) struct Fd {
     /// The descriptor that holds the locks, when this one does not: while a transfer through this one is in flight,
     /// also one that nobody waits for any more, the file must not look free.
     _locked: Option<Arc<Fd>>,
+    /// An eventfd: rings that are on their way to it.
+    pub(crate) rings: AtomicU32,
     /// The first error a sync of this file ended with, 0 if none. The kernel reports it once only.
     sync_errno: AtomicI32,
     known_to: Mutex<SmallVec<[Arc<Shared>; 1]>>,
@@ -74,6 +76,7 @@ impl Fd {
             table_index,
             direct: locked.is_some(),
             _locked: locked,
+            rings: AtomicU32::new(0),
             sync_errno: AtomicI32::new(0),
             known_to: Mutex::default(),
         })

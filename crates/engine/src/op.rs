@@ -37,12 +37,14 @@ pub(crate) enum Kind {
     Accept,
     /// Waits until an eventfd is rung.
     Event,
+    /// Rings an eventfd.
+    Ring,
 }
 
 impl Kind {
     /// True for operations that end by themselves, however the peer behaves.
     pub(crate) fn is_file(self) -> bool {
-        !matches!(self, Self::Recv | Self::RecvExact | Self::Send | Self::Accept | Self::Event)
+        !matches!(self, Self::Recv | Self::RecvExact | Self::Send | Self::Accept | Self::Event | Self::Ring)
     }
 }
 
@@ -116,6 +118,10 @@ impl Op {
 
     pub(crate) fn event(fd: &Arc<Fd>) -> Self {
         Self::new(Kind::Event, fd, 0, 0, Segments::new())
+    }
+
+    pub(crate) fn ring(fd: &Arc<Fd>, one: &Segment) -> Self {
+        Self::new(Kind::Ring, fd, 0, one.len() as u64, one.clone().into())
     }
 
     /// Takes one answer of the kernel to a transfer; `Some` when the operation is over.

@@ -76,6 +76,24 @@ pub(crate) fn eventfd_write(fd: RawFd) {
     let _ = unsafe { libc::write(fd, (&raw const one).cast(), 8) };
 }
 
+/// Rings an eventfd unless it is full, and then it is ringing. Whoever shares it may fill it, set to block, in between: only
+/// where there is no ring to do this.
+pub(crate) fn ring_if_room(fd: RawFd) {
+    let mut room = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: the pollfd is live.
+    if unsafe { libc::poll(&raw mut room, 1, 0) } == 1 {
+        eventfd_write(fd);
+    }
+}
+
+/// Empties an eventfd without waiting, also when whoever shares it has it set to block.
+pub(crate) fn eventfd_drain(fd: RawFd) {
+    let mut count = [0u8; 8];
+    let iovec = libc::iovec { iov_base: count.as_mut_ptr().cast(), iov_len: 8 };
+    // SAFETY: the vector describes eight live bytes.
+    let _ = unsafe { libc::preadv2(fd, &raw const iovec, 1, -1, libc::RWF_NOWAIT) };
+}
+
 /// EAGAIN unless an eventfd has been rung.
 pub(crate) fn is_rung(fd: RawFd) -> Outcome {
     let mut rung = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
@@ -86,7 +104,7 @@ pub(crate) fn is_rung(fd: RawFd) -> Outcome {
     }
 }
 
-/// Empties an eventfd that is known to be ringing, or that does not block.
+/// Empties an eventfd of our own that is known to be ringing.
 pub(crate) fn eventfd_read(fd: RawFd) {
     let mut count = 0u64;
     // SAFETY: the buffer is eight live bytes.

@@ -14,6 +14,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
@@ -53,6 +54,8 @@ pub(crate) struct Uring {
     free: Vec<u32>,
     /// Operations in the kernel, also those that nobody waits for any more.
     in_flight: usize,
+    /// Of these, rings of eventfds: a peer can keep one there for ever, and no end waits for them.
+    rings: usize,
     file_ops: usize,
     backlog: VecDeque<u64>,
     /// Entries that found the submission queue full.
@@ -190,6 +193,7 @@ impl Uring {
             slots: Vec::new(),
             free: Vec::new(),
             in_flight: 0,
+            rings: 0,
             file_ops: 0,
             backlog: VecDeque::new(),
             unqueued: VecDeque::new(),
@@ -205,7 +209,7 @@ impl Uring {
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.in_flight == 0 && self.backlog.is_empty()
+        self.in_flight == self.rings && self.backlog.is_empty()
     }
 
     pub(crate) fn start(&mut self, op: Op, waker: &Waker) -> Started {
@@ -235,6 +239,7 @@ impl Uring {
 
     fn launch(&mut self, key: u64, kind: Kind) {
         self.in_flight += 1;
+        self.rings += usize::from(kind == Kind::Ring);
         self.file_ops += usize::from(kind.is_file());
         let direct = self.slots[index_of(key)].op.as_ref().is_some_and(|op| op.fd.direct);
         match kind {
@@ -349,6 +354,14 @@ impl Uring {
         self.free.push(key as u32);
     }
 
+    /// Starts an operation whose end nobody waits for.
+    pub(crate) fn start_alone(&mut self, op: Op) {
+        let kind = op.kind;
+        let key = self.occupy(op, Waker::noop());
+        self.slots[index_of(key)].state = State::Abandoned;
+        self.launch(key, kind);
+    }
+
     /// Registers a file, so that the ring holds on to it until the last of its requests has ended.
     pub(crate) fn hold(&mut self, held: &Held) {
         self.files.put(&self.ring, held.table_index, held.id, held.fd.as_raw_fd());
@@ -451,6 +464,10 @@ impl Uring {
     fn finish(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
         let slot = &mut self.slots[index_of(key)];
         let is_file = slot.kind.is_file();
+        if let (Kind::Ring, Some(op)) = (slot.kind, &slot.op) {
+            op.fd.rings.fetch_sub(1, Ordering::Relaxed);
+            self.rings -= 1;
+        }
         match std::mem::replace(&mut slot.state, State::Ended(outcome)) {
             State::Waits(waker) => woken.push(waker),
             _ => {
@@ -519,7 +536,8 @@ impl Slot {
         if self.polls {
             // Kernels before 5.19 answer EAGAIN on a socket that is set not to block: tried again at once, for ever, that
             // would be a busy loop.
-            let events = if op.kind == Kind::Send { libc::POLLOUT } else { libc::POLLIN };
+            let sends = matches!(op.kind, Kind::Send | Kind::Ring);
+            let events = if sends { libc::POLLOUT } else { libc::POLLIN };
             return with_target!(target, fd => opcode::PollAdd::new(fd, events as u32));
         }
         match op.kind {
@@ -527,6 +545,10 @@ impl Slot {
             Kind::Send => self.send(target),
             Kind::Recv => recv(op, target, 0),
             Kind::RecvExact => recv(op, target, libc::MSG_WAITALL),
+            Kind::Ring => {
+                let one = op.segments.as_slice()[0].as_ptr();
+                with_target!(target, fd => opcode::Write::new(fd, one, 8))
+            }
             Kind::Event => with_target!(target, fd => opcode::PollAdd::new(fd, libc::POLLIN as u32)),
             Kind::Accept => {
                 let (null, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC);

@@ -16,14 +16,16 @@ use std::time::{Duration, Instant};
 use async_task::Runnable;
 use io_uring::IoUring;
 use spile_core::{Error, Result};
-use spile_mem::Pool;
+use spile_mem::{Pool, Segment};
 
 use crate::config::EngineKind;
+use crate::fd::Fd;
 use crate::file_pool::FilePool;
 use crate::fixed::FixedBuffers;
 use crate::op::{Op, Outcome, Started};
 use crate::shared::{Held, Message, Shared};
 use crate::spin::{Watches, Window};
+use crate::sys;
 use crate::threads::Threads;
 use crate::time::Timers;
 use crate::uring::Uring;
@@ -96,6 +98,18 @@ impl Reactor {
             Self::Uring(r) => r.has_news(),
             // Its news come by a system call only.
             Self::Threads(_) => false,
+        }
+    }
+
+    pub(crate) fn has_ring(&self) -> bool {
+        matches!(self, Self::Uring(_))
+    }
+
+    /// Rings an eventfd that another process has a hand in, without ever waiting for it.
+    pub(crate) fn ring(&mut self, fd: &Arc<Fd>, one: &Segment) {
+        match self {
+            Self::Uring(r) => r.start_alone(Op::ring(fd, one)),
+            Self::Threads(_) => sys::ring_if_room(fd.raw()),
         }
     }
 

@@ -312,6 +312,8 @@ fn a_dropped_read_keeps_its_buffer(engine: &Engine) {
     if store.info().offset_align_bytes == 1 {
         return println!("SKIP direct I/O: not on this file system");
     }
+    // Helper threads may be done with all by the time we look; a ring is not looked into before.
+    let is_ring = engine.kind() == spile_engine::EngineKind::Uring;
     engine.run_on(0, move || async move {
         let mut dropped = 0;
         for _ in 0..50 {
@@ -320,7 +322,8 @@ fn a_dropped_read_keeps_its_buffer(engine: &Engine) {
             let pending = pin!(store.read_at(at(0), &into, Via::Direct)).poll(context).is_pending();
             dropped += usize::from(pending);
         }
-        assert!(dropped > 0 && pool().stats().in_use_chunks > 0, "all were freed at once");
+        let in_use = pool().stats().in_use_chunks;
+        assert!(dropped > 0 && (in_use > 0 || !is_ring), "all were freed at once");
         for _ in 0..1000 {
             if pool().stats().in_use_chunks == 0 {
                 return;

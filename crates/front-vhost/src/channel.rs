@@ -1,12 +1,14 @@
 //! The socket of one front end: whole messages in, whole replies out, descriptors beside them.
 //!
 //! It belongs to a thread of its own, so a front end that sends half a message or takes no reply holds up itself only, and
-//! that for a bounded time.
+//! that for a bounded time, however it feeds us byte by byte.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -85,7 +87,8 @@ impl Channel {
     /// `Protocol` when the message is cut off, too long or not of version 1; `TimedOut` when its rest does not come.
     pub fn recv(&self) -> Result<Option<Received>> {
         let (mut bytes, mut fds) = ([0; HEADER_BYTES], Fds::new());
-        let count = self.fill(&mut bytes, &mut fds)?;
+        let deadline = Instant::now() + PATIENCE;
+        let count = self.fill(&mut bytes, &mut fds, deadline)?;
         match count {
             0 => return Ok(None),
             HEADER_BYTES => (),
@@ -93,16 +96,19 @@ impl Channel {
         }
         let header = Header::parse(&bytes).map_err(|Invalid(what)| Error::new(ErrorKind::Protocol, what))?;
         let mut payload = vec![0; header.size as usize];
-        if self.fill(&mut payload, &mut fds)? < payload.len() {
+        if self.fill(&mut payload, &mut fds, deadline)? < payload.len() {
             return Err(Error::new(ErrorKind::Protocol, "the front end hung up within a message"));
         }
         Ok(Some(Received { header, payload, fds }))
     }
 
-    /// Receives until `into` is full or the stream ends.
-    fn fill(&self, into: &mut [u8], fds: &mut Fds) -> Result<usize> {
+    /// Receives until `into` is full or the stream ends. Past the deadline nothing more is waited for.
+    fn fill(&self, into: &mut [u8], fds: &mut Fds, deadline: Instant) -> Result<usize> {
         let mut done = 0;
         while done < into.len() {
+            if Instant::now() > deadline {
+                return Err(failed("receive a vhost-user message", Errno::AGAIN));
+            }
             match recv_some(&self.socket, &mut into[done..], fds)? {
                 0 => break,
                 count => done += count,
@@ -116,30 +122,69 @@ impl Channel {
     /// # Errors
     /// When the front end is gone, or takes no reply for 5 seconds.
     pub fn send(&self, message: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<()> {
-        send_all(&self.socket, message, fd)
+        let mut done = 0;
+        while done < message.len() {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            let fds: SmallVec<[BorrowedFd<'_>; 1]> = fd.filter(|_| done == 0).into_iter().collect();
+            if !fds.is_empty() {
+                control.push(SendAncillaryMessage::ScmRights(&fds));
+            }
+            match sendmsg(&self.socket, &[IoSlice::new(&message[done..])], &mut control, SendFlags::NOSIGNAL) {
+                Ok(count) => done += count,
+                Err(Errno::INTR) => (),
+                Err(errno) => return Err(failed("send a vhost-user message", errno)),
+            }
+        }
+        Ok(())
     }
 }
 
-/// Sends a whole message on a socket.
-///
-/// # Errors
-/// When the peer is gone or takes nothing.
-pub fn send_all(socket: impl AsFd, message: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<()> {
-    let mut done = 0;
-    while done < message.len() {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let fds: SmallVec<[BorrowedFd<'_>; 1]> = fd.filter(|_| done == 0).into_iter().collect();
-        if !fds.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(&fds));
-        }
-        match sendmsg(&socket, &[IoSlice::new(&message[done..])], &mut control, SendFlags::NOSIGNAL) {
-            Ok(count) => done += count,
-            Err(Errno::INTR) => (),
-            Err(errno) => return Err(failed("send a vhost-user message", errno)),
+/// The channel for requests of our own. It stands beside the front end's messages, which may take as long as the disk
+/// does.
+#[derive(Default)]
+pub struct Notices {
+    socket: Mutex<Option<OwnedFd>>,
+    /// The front end has agreed to listen.
+    is_agreed: AtomicBool,
+}
+
+impl Notices {
+    fn socket(&self) -> MutexGuard<'_, Option<OwnedFd>> {
+        self.socket.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Takes over the socket that the front end has chosen.
+    pub fn set_socket(&self, socket: Option<OwnedFd>) {
+        *self.socket() = socket;
+    }
+
+    /// Whether the front end has agreed to listen.
+    pub fn agree(&self, is_agreed: bool) {
+        self.is_agreed.store(is_agreed, Ordering::Relaxed);
+    }
+
+    /// The socket, to pass it on.
+    ///
+    /// # Errors
+    /// When descriptors are short.
+    pub fn duplicate(&self) -> io::Result<Option<OwnedFd>> {
+        self.socket().as_ref().map(OwnedFd::try_clone).transpose()
+    }
+
+    /// Sends a message to those who listen, without waiting for room: whoever lets the socket fill up misses messages.
+    ///
+    /// # Errors
+    /// When the message was not sent as a whole.
+    pub fn send(&self, message: &[u8]) -> Result<()> {
+        let socket = self.socket();
+        let Some(socket) = socket.as_ref().filter(|_| self.is_agreed.load(Ordering::Relaxed)) else { return Ok(()) };
+        match rustix::net::send(socket, message, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(count) if count == message.len() => Ok(()),
+            Ok(_) => Err(Error::new(ErrorKind::Io, "a part only of a vhost-user message was sent")),
+            Err(errno) => Err(Error::io("send a vhost-user message", errno.into())),
         }
     }
-    Ok(())
 }
 
 /// One receive. More descriptors than any message has are an error; the kernel has closed the rest.

@@ -44,8 +44,8 @@ pub const MAX_DISCARD_SEGMENTS: u32 = 16;
 pub const MAX_DISCARD_SECTORS: u32 = 4 << 20;
 /// Data segments in one request: what fits a queue of 128 beside header and status, the default of QEMU.
 const SEG_MAX: u32 = 126;
-/// Bytes in one segment.
-const SIZE_MAX: u32 = 4 << 20;
+/// Bytes in one segment: so that no request is larger than a front may pass on ([`spile_core::MAX_REQUEST_BYTES`]).
+const SIZE_MAX: u32 = 256 << 10;
 const PHYSICAL_BYTES: u64 = 4096;
 
 /// Where the driver may write: the switch of the write cache.

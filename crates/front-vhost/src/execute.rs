@@ -1,5 +1,6 @@
 //! From a request to its status: the one place where a disk's answers become a block device's.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use spile_core::{
@@ -40,7 +41,7 @@ pub struct Target<D> {
     /// Every write is to be durable before it is answered: the driver cannot or does not want to flush.
     pub is_write_through: AtomicBool,
     /// Requests that failed, for the log.
-    pub failures: AtomicU64,
+    pub failures: Arc<AtomicU64>,
 }
 
 impl<D: Disk> Target<D> {

@@ -13,7 +13,7 @@ use crate::log::Log;
 use crate::memory::Region;
 use crate::server::Shared;
 use crate::session::Session;
-use crate::wire::{InflightInfo, RegionInfo, VringAddr};
+use crate::wire::{InflightInfo, RegionInfo, VringAddr, protocol};
 
 /// A connection on its way to another process.
 pub struct Handover {
@@ -50,6 +50,7 @@ struct QueueState {
     addr: Option<VringAddr>,
     base: u16,
     is_enabled: bool,
+    is_broken: bool,
     has_kick: bool,
     has_call: bool,
     has_err: bool,
@@ -78,9 +79,10 @@ impl<D: Disk> Session<D> {
         for file in files.into_iter().flatten() {
             fds.push(duplicate(file.as_fd())?);
         }
-        if let Some(backend) = &self.backend {
-            fds.push(duplicate(backend.as_fd())?);
-        }
+        let notices = self.notices.duplicate();
+        let notices = notices.map_err(|source| Error::io("duplicate a descriptor to hand it over", source))?;
+        let has_backend = notices.is_some();
+        fds.extend(notices);
         let mut queues = Vec::new();
         for queue in &self.queues {
             let call = queue.link.call();
@@ -90,7 +92,8 @@ impl<D: Disk> Session<D> {
             }
             let [has_kick, has_call, has_err] = events.map(|event| event.is_some());
             let (size, addr, base, is_enabled) = (queue.size, queue.addr, queue.base, queue.is_enabled);
-            queues.push(QueueState { size, addr, base, is_enabled, has_kick, has_call, has_err });
+            let is_broken = queue.is_broken;
+            queues.push(QueueState { size, addr, base, is_enabled, is_broken, has_kick, has_call, has_err });
         }
         let log = self.log.as_ref();
         let state = ConnectionState {
@@ -100,7 +103,7 @@ impl<D: Disk> Session<D> {
             memory: self.memory.regions().iter().map(|region| region.info).collect(),
             inflight: self.inflight.as_ref().map(|region| region.info),
             log: log.map(|log| LogState { file_offset_bytes: log.file_offset_bytes, len_bytes: log.len_bytes() }),
-            has_backend: self.backend.is_some(),
+            has_backend,
             queues,
         };
         Ok(Handover { socket: duplicate(socket)?, state, fds })
@@ -140,7 +143,8 @@ impl<D: Disk> Session<D> {
         if let Some(LogState { file_offset_bytes, len_bytes }) = state.log {
             session.log = Some(Log::map(Arc::new(next()?), file_offset_bytes, len_bytes)?);
         }
-        session.backend = state.has_backend.then(&mut next).transpose()?;
+        session.notices.set_socket(state.has_backend.then(&mut next).transpose()?);
+        session.notices.agree(state.protocol & protocol::BACKEND_REQ != 0);
         (session.features, session.protocol) = (state.features, state.protocol);
         session.is_writeback = state.is_writeback;
         session.update_write_cache();
@@ -150,6 +154,7 @@ impl<D: Disk> Session<D> {
             };
             (queue.size, queue.addr, queue.base) = (saved.size, saved.addr, saved.base);
             queue.is_enabled = saved.is_enabled;
+            queue.is_broken = saved.is_broken;
             queue.kick = event(saved.has_kick)?;
             queue.link.set_call(event(saved.has_call)?);
             queue.err = event(saved.has_err)?;

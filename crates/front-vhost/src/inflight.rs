@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{MemfdFlags, SealFlags};
 use spile_core::{Error, ErrorKind, Result, Segment};
 
+use crate::memory::map_file;
 use crate::ring::MAX_QUEUE_SIZE;
 use crate::wire::InflightInfo;
 
@@ -26,6 +27,10 @@ const COUNTER_AT: usize = 8;
 const VERSION: u16 = 1;
 /// Each queue's part begins on its own cache line.
 const PART_ALIGN: usize = 64;
+/// Behind the parts of all queues, which is as far as the specification goes: how the guest has switched its write cache.
+const TRAILER_BYTES: usize = PART_ALIGN;
+const IS_WRITEBACK: u8 = 1;
+const IS_WRITE_THROUGH: u8 = 2;
 
 fn part_bytes(queue_size: u16) -> usize {
     (TABLE_AT + ENTRY_BYTES * usize::from(queue_size)).next_multiple_of(PART_ALIGN)
@@ -48,7 +53,7 @@ impl InflightRegion {
     /// `InvalidInput` for impossible counts; else the system's.
     pub fn create(queues: u16, queue_size: u16, max_queues: u16) -> Result<Self> {
         check_counts(queues, queue_size, max_queues)?;
-        let len_bytes = u64::from(queues) * part_bytes(queue_size) as u64;
+        let len_bytes = u64::from(queues) * part_bytes(queue_size) as u64 + TRAILER_BYTES as u64;
         let failed = |source: rustix::io::Errno| Error::io("make a region for requests in flight", source.into());
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("vhost-inflight", flags).map_err(failed)?;
@@ -67,9 +72,33 @@ impl InflightRegion {
         if info.len_bytes < needed as u64 || !info.file_offset_bytes.is_multiple_of(PART_ALIGN as u64) {
             return Err(refused(format!("{info:?} is too short for its queues, or begins at an odd offset")));
         }
-        let bytes = Segment::map_shared(&*file, info.file_offset_bytes, needed)
-            .map_err(|source| Error::io("map the region of requests in flight", source))?;
+        let len_bytes = info.len_bytes.min((needed + TRAILER_BYTES) as u64);
+        let bytes = map_file("the region of requests in flight", &file, info.file_offset_bytes, len_bytes)?;
         Ok(Self { info, file, bytes })
+    }
+
+    /// Where the trailer is; a region that we did not make has none.
+    fn trailer(&self) -> Option<usize> {
+        let at = usize::from(self.info.queues) * part_bytes(self.info.queue_size);
+        (at < self.bytes.len()).then_some(at)
+    }
+
+    /// Keeps how the guest has switched its write cache, for the next server.
+    pub fn keep_write_cache(&self, is_writeback: bool) {
+        if let Some(at) = self.trailer() {
+            self.bytes.store_u8(at, if is_writeback { IS_WRITEBACK } else { IS_WRITE_THROUGH }, Ordering::Release);
+        }
+    }
+
+    /// How the guest has switched its write cache: true for write-back; `None` when nobody has said so, in a new region.
+    /// Where it cannot be known, the side on which nothing is lost.
+    pub fn kept_write_cache(&self) -> Option<bool> {
+        let is_used = self.bytes.load_u16(VERSION_AT, Ordering::Acquire) != 0;
+        match self.trailer().map(|at| self.bytes.load_u8(at, Ordering::Acquire)) {
+            Some(IS_WRITEBACK) => Some(true),
+            Some(0) | None if !is_used => None,
+            _ => Some(false),
+        }
     }
 
     /// The part of queue number `index`, whose size is `queue_size`.
@@ -119,7 +148,7 @@ impl InflightQueue {
     pub fn note(&self, head: u16) {
         let (entry, counter) = (self.entry(head), self.counter.get());
         self.bytes.store_u64(entry + COUNTER_AT, counter, Ordering::Relaxed);
-        self.counter.set(counter + 1);
+        self.counter.set(counter.wrapping_add(1));
         self.bytes.store_u8(entry, 1, Ordering::Release);
     }
 
@@ -236,6 +265,20 @@ mod tests {
     }
 
     #[test]
+    fn the_write_cache_is_kept_and_unknown_is_write_through() {
+        let region = InflightRegion::create(2, 8, 4).unwrap();
+        assert_eq!(region.kept_write_cache(), None);
+        region.keep_write_cache(true);
+        region.queue(0, 8).unwrap().recover(0);
+        let again = |info| InflightRegion::map(info, region.file.clone(), 4).unwrap().kept_write_cache();
+        assert_eq!(again(region.info), Some(true));
+        region.keep_write_cache(false);
+        assert_eq!(again(region.info), Some(false));
+        // Another program's region, as long as the specification has it.
+        assert_eq!(again(InflightInfo { len_bytes: region.info.len_bytes - 64, ..region.info }), Some(false));
+    }
+
+    #[test]
     fn impossible_regions_are_refused() {
         for (queues, size) in [(0, 8), (5, 8), (u16::MAX, 8), (1, 0), (1, 7), (1, u16::MAX)] {
             assert!(InflightRegion::create(queues, size, 4).is_err(), "{queues} {size}");
@@ -244,7 +287,7 @@ mod tests {
         let map = |info| InflightRegion::map(info, region.file.clone(), 4);
         let good = region.info;
         assert!(map(good).is_ok());
-        assert!(map(InflightInfo { len_bytes: good.len_bytes - 1, ..good }).is_err());
+        assert!(map(InflightInfo { len_bytes: good.len_bytes - 65, ..good }).is_err());
         assert!(map(InflightInfo { file_offset_bytes: 4096, ..good }).is_err());
         assert!(map(InflightInfo { file_offset_bytes: !63, ..good }).is_err());
         assert!(map(InflightInfo { queues: 3, ..good }).is_err());

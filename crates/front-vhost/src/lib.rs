@@ -16,6 +16,8 @@
 mod channel;
 mod config;
 mod execute;
+#[doc(hidden)]
+pub mod fuzz;
 mod handover;
 mod inflight;
 mod log;

@@ -6,9 +6,13 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use spile_core::{Error, Result, Segment};
+use spile_core::{Error, ErrorKind, Result, Segment};
+
+use crate::memory::map_file;
 
 const PAGE_BYTES: u64 = 4096;
+/// The longest log: of 32 TiB of addresses, holes included.
+const MAX_LOG_BYTES: u64 = 1 << 30;
 
 /// The log, mapped.
 #[derive(Clone)]
@@ -25,9 +29,10 @@ impl Log {
     /// # Errors
     /// When the file is shorter than said, or cannot be mapped.
     pub fn map(file: Arc<OwnedFd>, file_offset_bytes: u64, len_bytes: u64) -> Result<Self> {
-        let failed = |source| Error::io("map the log of dirty pages", source);
-        let len = usize::try_from(len_bytes).map_err(|_| failed(std::io::ErrorKind::InvalidInput.into()))?;
-        let bytes = Segment::map_shared(&*file, file_offset_bytes, len).map_err(failed)?;
+        if len_bytes > MAX_LOG_BYTES {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("a log of dirty pages of {len_bytes} bytes")));
+        }
+        let bytes = map_file("the log of dirty pages", &file, file_offset_bytes, len_bytes)?;
         Ok(Self { bytes, file_offset_bytes, file })
     }
 

@@ -11,11 +11,32 @@ use spile_core::{Error, ErrorKind, Result, Segment, Segments};
 
 use crate::wire::RegionInfo;
 
+/// The most memory of one guest that is mapped: address space is shared by all disks of a process.
+pub const MAX_GUEST_BYTES: u64 = 4 << 40;
+
 /// The most regions a guest's memory may have: QEMU's own limit is 509.
 pub const MAX_SLOTS: u64 = 512;
 
 /// File systems on which another program decides how long a touch takes.
 const FUSE_MAGIC: i64 = 0x6573_5546;
+
+/// Maps a part of a file that the front end shares.
+///
+/// # Errors
+/// `InvalidInput` when the file is of a kind that is not mapped, or ends before the part does; else the system's.
+pub fn map_file(what: &str, file: &OwnedFd, offset_bytes: u64, len_bytes: u64) -> Result<Segment> {
+    let failed = |source: std::io::Error| {
+        Error::io(format!("map {what}"), source).hint("is the file as long as was said, and shared (share=on)?")
+    };
+    let kind = FileType::from_raw_mode(fstat(file).map_err(|errno| failed(errno.into()))?.st_mode);
+    let system = fstatfs(file).map_err(|errno| failed(errno.into()))?.f_type;
+    if kind != FileType::RegularFile || system as i64 == FUSE_MAGIC {
+        let problem = format!("the file for {what} is neither memory (memfd, hugetlbfs, tmpfs) nor a plain file");
+        return Err(Error::new(ErrorKind::InvalidInput, problem));
+    }
+    let len = usize::try_from(len_bytes).map_err(|_| failed(std::io::ErrorKind::InvalidInput.into()))?;
+    Segment::map_shared(file, offset_bytes, len).map_err(failed)
+}
 
 /// One region.
 #[derive(Clone)]
@@ -24,7 +45,7 @@ pub struct Region {
     pub info: RegionInfo,
     /// To pass it on to a successor.
     pub file: Arc<OwnedFd>,
-    bytes: Segment,
+    pub(crate) bytes: Segment,
 }
 
 impl Region {
@@ -38,15 +59,7 @@ impl Region {
         if info.len_bytes == 0 || overflows(info.guest_addr) || overflows(info.user_addr) {
             return refuse("its length is zero or its end overflows");
         }
-        let failed = |source: rustix::io::Errno| Error::io("look at the file of a memory region", source.into());
-        let kind = FileType::from_raw_mode(fstat(&*file).map_err(failed)?.st_mode);
-        if kind != FileType::RegularFile || fstatfs(&*file).map_err(failed)?.f_type as i64 == FUSE_MAGIC {
-            return refuse("its file is neither memory (memfd, hugetlbfs, tmpfs) nor a plain file");
-        }
-        let Ok(len) = usize::try_from(info.len_bytes) else { return refuse("it is too long") };
-        let bytes = Segment::map_shared(&*file, info.file_offset_bytes, len).map_err(|source| {
-            Error::io("map a guest's memory", source).hint("is the file as long as the region, and shared (share=on)?")
-        })?;
+        let bytes = map_file("a guest's memory", &file, info.file_offset_bytes, info.len_bytes)?;
         Ok(Self { info, file, bytes })
     }
 
@@ -78,6 +91,10 @@ impl GuestMemory {
         if let Some(other) = clash {
             let what = format!("memory region {:x?} overlaps {other:x?}", region.info);
             return Err(Error::new(ErrorKind::InvalidInput, what));
+        }
+        let total = self.regions.iter().fold(region.info.len_bytes, |sum, r| sum.saturating_add(r.info.len_bytes));
+        if total > MAX_GUEST_BYTES {
+            return Err(Error::new(ErrorKind::Exhausted, format!("more than {MAX_GUEST_BYTES} bytes of memory")));
         }
         if self.regions.len() as u64 >= MAX_SLOTS {
             return Err(Error::new(ErrorKind::Exhausted, format!("more than {MAX_SLOTS} memory regions")));
@@ -138,7 +155,7 @@ impl GuestMemory {
         while left > 0 {
             let Some((region, offset)) = self.find(addr) else { return false };
             let part = left.min(region.info.len_bytes - offset as u64);
-            to.push(region.bytes.slice(offset..offset + part as usize));
+            to.push_joined(region.bytes.slice(offset..offset + part as usize));
             left -= part;
             let Some(next) = addr.checked_add(part) else { return left == 0 };
             addr = next;

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
 use spile_core::Disk;
-use spile_engine::{Event, Pollable, unwatch, watch};
+use spile_engine::{Event, Pollable, pin_memory, unwatch, watch};
 
 use crate::execute::{Status, Target};
 use crate::inflight::InflightQueue;
@@ -22,9 +22,11 @@ use crate::log::Log;
 use crate::memory::GuestMemory;
 use crate::metrics::QueueCounters;
 use crate::request::{Parser, Request};
-use crate::ring::{Broken, Ring};
+use crate::ring::{Broken, Ring, used_bytes};
 use crate::slots::{Bell, Desk, Slots};
 
+/// Requests of one queue in flight at most.
+const MAX_IN_FLIGHT: usize = 512;
 /// Chains that are popped before what has ended is looked at.
 const BATCH: usize = 64;
 /// Answers that are held back at most, so that a driver that polls can go on while we work.
@@ -39,6 +41,8 @@ pub(crate) struct Link {
     stop: AtomicBool,
     /// How the driver hears of answers. The front end changes it at any time.
     call: Mutex<Option<Arc<Event>>>,
+    /// It has changed: the driver may have missed a call in between.
+    has_new_call: AtomicBool,
 }
 
 impl Link {
@@ -50,15 +54,15 @@ impl Link {
 
     /// A link of the same call for the queue's next start.
     pub(crate) fn fresh(&self) -> Self {
-        Self { call: Mutex::new(self.call()), ..Self::default() }
+        Self { call: Mutex::new(self.call()), has_new_call: AtomicBool::new(true), ..Self::default() }
     }
 
-    /// Changes how the driver hears of answers. It is rung once: it may have missed one in between.
+    /// Changes how the driver hears of answers. It is called once by the queue, if that is at work: it may have missed a
+    /// call in between.
     pub(crate) fn set_call(&self, call: Option<Arc<Event>>) {
-        if let Some(event) = &call {
-            event.ring();
-        }
         *self.call.lock().unwrap_or_else(|e| e.into_inner()) = call;
+        self.has_new_call.store(true, Ordering::Release);
+        self.bell.ring();
     }
 
     pub(crate) fn call(&self) -> Option<Arc<Event>> {
@@ -92,6 +96,7 @@ pub(crate) struct Setup<D> {
     pub(crate) again: Vec<u16>,
     pub(crate) log: Option<QueueLog>,
     pub(crate) kick: Arc<Event>,
+    pub(crate) pins_memory: bool,
     pub(crate) link: Arc<Link>,
     pub(crate) counters: Arc<QueueCounters>,
 }
@@ -102,11 +107,19 @@ pub(crate) struct Ended {
     pub(crate) next_avail: u16,
     /// Why it cannot go on.
     pub(crate) broken: Option<Broken>,
+    /// Memory that the front end shares was lost.
+    pub(crate) is_lost: bool,
 }
 
 /// Serves a queue to its end.
 pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
-    let Setup { target, memory, ring, inflight, again, log, kick, link, counters, has_indirect } = setup;
+    if let Some((log, used_addr)) = setup.log.as_ref().and_then(|log| Some((&log.log, log.used_addr?))) {
+        // A server before us may have been killed between a write to it and the mark.
+        log.mark(used_addr, used_bytes(setup.ring.size()) as u64);
+    }
+    let Setup { target, memory, ring, inflight, again, log, kick, link, counters, has_indirect, pins_memory } = setup;
+    let wanted = memory.regions().iter().filter(|_| pins_memory);
+    let _pinned: Vec<_> = wanted.map(|region| pin_memory(&region.bytes)).collect();
     let parser = Parser::new(has_indirect, log.as_ref().is_some_and(|log| log.logs_data));
     let ring = Rc::new(WatchedRing(ring));
     let side = Side {
@@ -118,13 +131,12 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
         counters,
         link: link.clone(),
         batch: Vec::new(),
-        since_call: None,
         broken: None,
     };
     let side = Rc::new(RefCell::new(side));
     let make = |desk: Rc<Desk>| answer_all(desk, side.clone(), target.clone());
     let mut slots = Slots::new(link.bell.clone(), make);
-    let mut queue = Queue { ring: ring.clone(), side: side.clone(), link, again, again_at: 0, burst: 0 };
+    let mut queue = Queue { ring: ring.clone(), side: side.clone(), link, again, again_at: 0 };
     let watched: Rc<dyn Pollable> = ring.clone();
     let mut kicked = Box::pin(kick.wait());
     side.borrow().counters.started();
@@ -136,15 +148,20 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
             if queue.is_over(slots.busy()) {
                 return Poll::Ready(());
             }
-            if !queue.takes_new() {
+            // With every slot taken there is nothing to look for: an answer will wake us.
+            if !queue.takes_new() || slots.busy() >= queue.slots() {
                 return Poll::Pending;
             }
             match kicked.as_mut().poll(context) {
-                Poll::Ready(Ok(())) => kicked.set(kick.wait()),
+                Poll::Ready(Ok(())) => {
+                    kicked.set(kick.wait());
+                    // The turn has looked at the ring, and may have found that it is gone.
+                    queue.side.borrow_mut().break_if_lost();
+                }
                 Poll::Ready(Err(error)) => queue.stop_for(error),
                 Poll::Pending => {
                     ring.0.suppress();
-                    watch(&watched, context.waker(), queue.take_load(slots.busy()));
+                    watch(&watched, context.waker(), slots.busy());
                     return Poll::Pending;
                 }
             }
@@ -155,8 +172,8 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     .await;
     unwatch(&watched);
     side.borrow().counters.stopped();
-    let broken = side.borrow().broken;
-    Ended { next_avail: ring.0.next_avail(), broken }
+    let side = side.borrow();
+    Ended { next_avail: ring.0.next_avail(), broken: side.broken, is_lost: side.is_lost() }
 }
 
 /// A slot: answers one chain after the other.
@@ -168,8 +185,7 @@ async fn answer_all<D: Disk>(desk: Rc<Desk>, side: Rc<RefCell<Side>>, target: Ar
         if is_whole {
             let (status, written_bytes) = target.execute(&request).await;
             side.borrow_mut().answer(&request, status, written_bytes);
-            // An idle slot must not keep a region that the guest has given up.
-            request.data.clear();
+            request.clear();
         }
         desk.answered();
     }
@@ -199,8 +215,6 @@ struct Side {
     link: Arc<Link>,
     /// Heads in the used ring that are not published.
     batch: Vec<u16>,
-    /// The used index before the first answer that the driver was not told of.
-    since_call: Option<u16>,
     broken: Option<Broken>,
 }
 
@@ -210,6 +224,12 @@ impl Side {
             || self.ring.0.is_lost()
             || self.inflight.as_ref().is_some_and(InflightQueue::is_lost)
             || self.log.as_ref().is_some_and(|log| log.log.is_lost())
+    }
+
+    fn break_if_lost(&mut self) {
+        if self.is_lost() {
+            self.broken = Some(Broken("a file of the guest's shared memory was cut short"));
+        }
     }
 
     /// Reads a chain; false when it has broken the ring.
@@ -243,27 +263,27 @@ impl Side {
         self.batch.push(head);
     }
 
-    /// Shows the driver what was answered.
-    fn publish(&mut self) {
+    /// Shows the driver what was answered. The used index before that, if there was anything.
+    fn publish(&mut self) -> Option<u16> {
         if self.batch.is_empty() {
-            return;
+            return None;
         }
         let before = self.ring.0.published();
-        self.since_call.get_or_insert(before);
         self.ring.0.publish();
         if let Some(inflight) = &self.inflight {
             inflight.unnote(&self.batch, self.ring.0.published());
         }
         if let Some((log, used_addr)) = self.log.as_ref().and_then(|log| Some((&log.log, log.used_addr?))) {
-            self.ring.0.written_since(before).for_each(|(offset, len)| log.mark(used_addr + offset, len));
+            self.ring.0.written_since(before).for_each(|(offset, len)| log.mark(used_addr.saturating_add(offset), len));
         }
         self.batch.clear();
+        Some(before)
     }
 
     /// Publishes, and tells the driver if it wants to hear.
     fn publish_and_call(&mut self) {
-        self.publish();
-        if self.since_call.take().is_some_and(|before| self.ring.0.wants_call(before)) {
+        let wants_call = self.publish().is_some_and(|before| self.ring.0.wants_call(before));
+        if wants_call || self.link.has_new_call.swap(false, Ordering::Acquire) {
             self.counters.called();
             self.link.ring_call();
         }
@@ -276,11 +296,14 @@ struct Queue {
     link: Arc<Link>,
     again: Vec<u16>,
     again_at: usize,
-    /// Chains popped since the worker last had nothing to do here.
-    burst: usize,
 }
 
 impl Queue {
+    /// Requests in flight at most: the rest waits in the ring.
+    fn slots(&self) -> usize {
+        MAX_IN_FLIGHT.min(usize::from(self.ring.0.size()))
+    }
+
     fn takes_new(&self) -> bool {
         self.side.borrow().broken.is_none() && !self.link.stop.load(Ordering::Acquire)
     }
@@ -299,11 +322,6 @@ impl Queue {
         self.side.borrow_mut().broken = Some(Broken("its kicks cannot be heard"));
     }
 
-    /// How many requests are handled at a time: in flight, or in the burst that has just ended.
-    fn take_load(&mut self, busy: usize) -> usize {
-        std::mem::take(&mut self.burst).max(busy)
-    }
-
     /// One turn; goes on when there was anything to do.
     fn turn<F, M>(&mut self, slots: &mut Slots<F, M>, context: &Context<'_>) -> ControlFlow<()>
     where
@@ -312,17 +330,16 @@ impl Queue {
     {
         let mut worked = slots.poll_ready(context);
         let mut started = 0;
-        while started < BATCH && slots.busy() < usize::from(self.ring.0.size()) && self.has_leave() {
+        while started < BATCH && slots.busy() < self.slots() && self.has_leave() {
             let Some(head) = self.pop() else { break };
             started += 1;
             slots.start(head);
         }
         worked |= started > 0;
-        self.burst += started;
         let mut side = self.side.borrow_mut();
         side.publish_and_call();
-        if worked && side.is_lost() {
-            side.broken = Some(Broken("a file of the guest's shared memory was cut short"));
+        if worked {
+            side.break_if_lost();
         }
         if worked { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     }

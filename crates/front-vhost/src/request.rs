@@ -5,7 +5,7 @@
 //! (2.7.5) breaks the ring. A chain that is whole but whose request makes no sense is answered with an error.
 
 use smallvec::SmallVec;
-use spile_core::{GuestOffset, SECTOR_BYTES, Segments};
+use spile_core::{GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
 
 use crate::memory::GuestMemory;
 use crate::ring::{Broken, Descriptor, Ring};
@@ -14,6 +14,10 @@ use crate::ring::{Broken, Descriptor, Ring};
 const HEADER_BYTES: u64 = 16;
 /// Descriptors in one chain at most, where the table is larger (the kernel's and QEMU's limit).
 const MAX_CHAIN: usize = 1024;
+/// Segments of one request's data at most: a descriptor may go on over the seams of small regions.
+const MAX_SEGMENTS: usize = 2 * MAX_CHAIN;
+/// Segments for which a request that is used again keeps its room.
+const KEPT_SEGMENTS: usize = 256;
 
 /// What a request asks for (section 5.2.6, VIRTIO_BLK_T_*).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,6 +72,19 @@ pub struct Request {
     pub is_sound: bool,
 }
 
+impl Request {
+    /// Lets go of the guest's memory, which an idle slot must not keep, and of the room that only odd requests need.
+    pub fn clear(&mut self) {
+        if self.data.as_slice().len() > KEPT_SEGMENTS {
+            self.data = Segments::new();
+        }
+        self.data.clear();
+        if self.written.len() > KEPT_SEGMENTS {
+            self.written = SmallVec::new();
+        }
+    }
+}
+
 /// Reads chains. Keeps its lists from one to the next.
 #[derive(Default)]
 pub struct Parser {
@@ -100,10 +117,14 @@ impl Parser {
         let reads_disk = matches!(request.command, Command::Read | Command::GetId);
         let list = if reads_disk { &self.writable } else { &self.readable };
         request.data.clear();
-        let has_data = list.iter().all(|(addr, len)| memory.append(*addr, u64::from(*len), &mut request.data));
+        let has_data = list.iter().all(|(addr, len)| {
+            memory.append(*addr, u64::from(*len), &mut request.data) && request.data.as_slice().len() <= MAX_SEGMENTS
+        });
         request.is_sound = header.is_some() && has_data;
         request.written.clear();
-        if self.is_logged {
+        // What is refused unread writes nothing, and may claim to be of any length.
+        let writes = request.is_sound && reads_disk && request.data.len() as u64 <= MAX_REQUEST_BYTES;
+        if self.is_logged && writes {
             request.written.extend_from_slice(&self.writable);
         }
         Ok(())

@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -15,12 +16,12 @@ use rustix::net::{Shutdown, shutdown};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::{Engine, Listener, sleep};
 
-use crate::channel::{Channel, Received};
+use crate::channel::{Channel, Notices, Received};
 use crate::execute::{ID_BYTES, Target};
 use crate::handover::Handover;
 use crate::metrics::{QueueCounters, QueueMetrics};
 use crate::session::{Reply, Session};
-use crate::wire::{Invalid, Message};
+use crate::wire::{Invalid, Message, config_changed};
 
 /// How a disk is served.
 #[derive(Clone, Debug)]
@@ -33,13 +34,22 @@ pub struct Config {
     pub queues: u16,
     /// Refuse writes even if the disk would take them.
     pub read_only: bool,
+    /// Register the guest's memory with the workers' rings ([`spile_engine::pin_memory`]).
+    pub pins_memory: bool,
     /// Connections at a time; further ones are closed at once.
     pub max_connections: usize,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Self { name: String::new(), serial: String::new(), queues: 16, read_only: false, max_connections: 16 }
+        Self {
+            name: String::new(),
+            serial: String::new(),
+            queues: 16,
+            read_only: false,
+            pins_memory: false,
+            max_connections: 4,
+        }
     }
 }
 
@@ -59,6 +69,8 @@ pub(crate) struct Shared<D> {
     connections: Mutex<Connections<D>>,
     one_is_over: Condvar,
     complaints: AtomicU64,
+    /// Requests that failed, of all connections.
+    failures: Arc<AtomicU64>,
 }
 
 struct Connections<D> {
@@ -73,6 +85,22 @@ struct Connections<D> {
 struct Connection<D> {
     channel: Channel,
     session: Mutex<Session<D>>,
+    notices: Arc<Notices>,
+    /// Since when we have been within a message, of its or of ours. The session is free then.
+    talking_since: Mutex<Option<Instant>>,
+}
+
+impl<D> Connection<D> {
+    fn talk<T>(&self, what: impl FnOnce(&Channel) -> Result<T>) -> Result<T> {
+        *lock(&self.talking_since) = Some(Instant::now());
+        let result = what(&self.channel);
+        *lock(&self.talking_since) = None;
+        result
+    }
+
+    fn is_stuck(&self) -> bool {
+        lock(&self.talking_since).is_some_and(|since| since.elapsed() > HANDOVER_PATIENCE)
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -100,7 +128,7 @@ impl<D: Disk> Shared<D> {
             read_only: self.config.read_only || self.disk.info().read_only,
             // Until the driver has said that it can flush.
             is_write_through: AtomicBool::new(true),
-            failures: AtomicU64::new(0),
+            failures: self.failures.clone(),
         }
     }
 }
@@ -177,6 +205,7 @@ impl<D: Disk> Server<D> {
             }),
             one_is_over: Condvar::new(),
             complaints: AtomicU64::new(0),
+            failures: Arc::default(),
             engine,
             disk,
             config,
@@ -231,16 +260,12 @@ impl<D: Disk> Server<D> {
         self.shared.is_handing_over.store(true, Ordering::Release);
         self.stop();
         self.wait_for_accepting();
-        let deadline = Instant::now() + HANDOVER_PATIENCE;
         let threads = std::mem::take(&mut lock(&self.shared.connections).threads);
         while threads.iter().any(|thread| !thread.is_finished()) {
-            if Instant::now() > deadline {
-                let open: Vec<_> = lock(&self.shared.connections).open.values().cloned().collect();
-                let stuck = open.iter().filter(|connection| connection.session.try_lock().is_err());
-                stuck.for_each(|connection| {
-                    let _ = shutdown(connection.channel.as_fd(), Shutdown::Read);
-                });
-            }
+            let open: Vec<_> = lock(&self.shared.connections).open.values().cloned().collect();
+            open.iter().filter(|connection| connection.is_stuck()).for_each(|connection| {
+                let _ = shutdown(connection.channel.as_fd(), Shutdown::Both);
+            });
             std::thread::sleep(Duration::from_millis(1));
         }
         threads.into_iter().for_each(|thread| drop(thread.join()));
@@ -262,7 +287,14 @@ impl<D: Disk> Server<D> {
     /// Tells all front ends that the disk's size has changed.
     pub fn disk_has_changed(&self) {
         let open: Vec<_> = lock(&self.shared.connections).open.values().cloned().collect();
-        open.iter().for_each(|connection| lock(&connection.session).tell_config_changed());
+        for connection in open {
+            if let Err(error) = connection.notices.send(&config_changed())
+                && self.shared.may_complain()
+            {
+                let disk = &self.shared.config.name;
+                tracing::warn!(%disk, %error, "a guest could not be told of its disk's new size");
+            }
+        }
     }
 
     /// Connections now.
@@ -326,17 +358,24 @@ fn hang_up_of(channel: &Channel) -> Result<Arc<OwnedFd>> {
 
 /// Starts the connection's thread.
 fn start<D: Disk>(shared: &Arc<Shared<D>>, channel: Channel, session: Session<D>) -> Result<()> {
-    let connection = Arc::new(Connection { channel, session: Mutex::new(session) });
+    let (notices, talking_since) = (session.notices.clone(), Mutex::default());
+    let connection = Arc::new(Connection { channel, session: Mutex::new(session), notices, talking_since });
     let mut connections = lock(&shared.connections);
     connections.threads.retain(|thread| !thread.is_finished());
     let id = connections.next;
     connections.next += 1;
     connections.open.insert(id, connection.clone());
     let shared_there = shared.clone();
-    let thread = std::thread::Builder::new()
-        .name("spile-vhost".to_owned())
-        .stack_size(STACK_BYTES)
-        .spawn(move || serve(&shared_there, id, connection));
+    let thread = std::thread::Builder::new().name("spile-vhost".to_owned()).stack_size(STACK_BYTES).spawn(move || {
+        let socket = connection.clone();
+        let served = catch_unwind(AssertUnwindSafe(|| serve(&shared_there, id, connection)));
+        if served.is_err() {
+            // The panic has been told. Others wait for the end of this connection.
+            let _ = shutdown(socket.channel.as_fd(), Shutdown::Both);
+            lock(&shared_there.connections).open.remove(&id);
+            shared_there.one_is_over.notify_all();
+        }
+    });
     match thread {
         Ok(thread) => {
             connections.threads.push(thread);
@@ -356,12 +395,14 @@ const STACK_BYTES: usize = 256 << 10;
 fn serve<D: Disk>(shared: &Shared<D>, id: u64, connection: Arc<Connection<D>>) {
     // Queues that another process had at work go on; a new connection has none.
     let started = lock(&connection.session).start_queues();
-    if let Err(error) = started.and_then(|()| talk(shared, &connection))
+    let talked = started.and_then(|()| talk(shared, &connection));
+    if let Err(error) = &talked
         && shared.may_complain()
     {
         tracing::warn!(disk = %shared.config.name, %error, "vhost-user: a front end is hung up on");
     }
-    let is_whole = !is_hung_up(connection.channel.as_fd());
+    // One that a message has failed for ends: another process would not know of that message.
+    let is_whole = talked.is_ok() && !is_hung_up(connection.channel.as_fd());
     let mut session = lock(&connection.session);
     session.stop_queues();
     let handing_over = shared.is_handing_over.load(Ordering::Acquire) && is_whole;
@@ -385,24 +426,32 @@ fn shutdown_unless(is_kept: bool, channel: &Channel) -> rustix::io::Result<()> {
 /// Takes messages until the front end hangs up or the server stops.
 fn talk<D: Disk>(shared: &Shared<D>, connection: &Connection<D>) -> Result<()> {
     while connection.channel.wait(shared.stop.as_fd())? {
-        let mut session = lock(&connection.session);
-        let Some(received) = connection.channel.recv()? else { return Ok(()) };
-        handle(&mut session, &connection.channel, received)?;
+        let Some(received) = connection.talk(Channel::recv)? else { return Ok(()) };
+        // The session is let go before the answer is sent, which may take the front end's time.
+        let answer = handle(&mut lock(&connection.session), received)?;
+        if let Some((message, fd)) = answer {
+            connection.talk(|channel| channel.send(&message, fd.as_ref().map(|fd| fd.as_fd())))?;
+        }
     }
     Ok(())
 }
 
-fn handle<D: Disk>(session: &mut Session<D>, channel: &Channel, received: Received) -> Result<()> {
+/// A message to be sent, and the descriptor that goes with it.
+type Outgoing = (Vec<u8>, Option<Arc<OwnedFd>>);
+
+/// Applies a message; what is to be sent for it.
+fn handle<D: Disk>(session: &mut Session<D>, received: Received) -> Result<Option<Outgoing>> {
     let Received { header, payload, fds } = received;
     let message = Message::parse(&header, &payload, fds.len()).map_err(|Invalid(what)| {
         Error::new(ErrorKind::Protocol, format!("request {} of {} bytes: {what}", header.request, header.size))
     })?;
-    let wants_ack = header.needs_reply() && session.acknowledges();
+    // A message with an answer of its own has no place for a refusal.
+    let wants_ack = header.needs_reply() && session.acknowledges() && !message.is_question();
     let (payload, fd) = match session.apply(message, fds) {
         Ok(Reply::Payload(payload)) => (payload, None),
         Ok(Reply::WithFd(payload, fd)) => (payload, Some(fd)),
         Ok(Reply::Done) if wants_ack => (0u64.to_ne_bytes().to_vec(), None),
-        Ok(Reply::Done) => return Ok(()),
+        Ok(Reply::Done) => return Ok(None),
         Err(error) if wants_ack => {
             if session.shared.may_complain() {
                 tracing::warn!(request = header.request, %error, "vhost-user: a message was refused");
@@ -411,5 +460,5 @@ fn handle<D: Disk>(session: &mut Session<D>, channel: &Channel, received: Receiv
         }
         Err(error) => return Err(error),
     };
-    channel.send(&header.reply(&payload), fd.as_ref().map(|fd| fd.as_fd()))
+    Ok(Some((header.reply(&payload), fd)))
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Event;
 
-use crate::channel::{Fds, send_all};
+use crate::channel::{Fds, Notices};
 use crate::config::{self, WRITEBACK_AT, feature};
 use crate::execute::Target;
 use crate::inflight::InflightRegion;
@@ -60,7 +60,7 @@ pub(crate) struct Session<D> {
     pub(crate) inflight: Option<InflightRegion>,
     pub(crate) log: Option<Log>,
     /// Where requests of our own go.
-    pub(crate) backend: Option<OwnedFd>,
+    pub(crate) notices: Arc<Notices>,
     pub(crate) is_writeback: bool,
 }
 
@@ -77,7 +77,7 @@ impl<D: Disk> Session<D> {
             queues,
             inflight: None,
             log: None,
-            backend: None,
+            notices: Arc::default(),
             is_writeback: true,
         }
     }
@@ -136,9 +136,10 @@ impl<D: Disk> Session<D> {
                 let file = Arc::new(only(fds.pop())?);
                 let region = InflightRegion::map(info, file, self.shared.config.queues)?;
                 self.stop_queues();
+                self.recall_write_cache(&region);
                 self.inflight = Some(region);
             }
-            Message::SetBackendReqFd => self.backend = fds.pop(),
+            Message::SetBackendReqFd => self.notices.set_socket(fds.pop()),
             Message::ResetOwner | Message::ResetDevice => self.reset(),
             // The log is a bitmap that the front end looks at when it wants to.
             Message::SetLogFd | Message::SetOwner => (),
@@ -154,7 +155,7 @@ impl<D: Disk> Session<D> {
                 let queue = self.queue(index)?;
                 let size = u16::try_from(num).ok().filter(|n| n.is_power_of_two() && *n <= MAX_QUEUE_SIZE);
                 let size = size.ok_or_else(|| invalid(format!("queue {index}: {num} is no size of a queue")))?;
-                queue.stop();
+                queue.stop_to_change();
                 queue.size = size;
             }
             Message::SetVringAddr { index, addr } => self.set_addr(index, addr)?,
@@ -162,7 +163,7 @@ impl<D: Disk> Session<D> {
                 let queue = self.queue(index)?;
                 let base =
                     u16::try_from(base).map_err(|_| invalid(format!("queue {index}: base {base} has no 16 bits")))?;
-                queue.stop();
+                queue.stop_to_change();
                 queue.base = base;
             }
             Message::SetVringEnable { index, enable } => {
@@ -181,7 +182,7 @@ impl<D: Disk> Session<D> {
                         format!("queue {index}: a queue without a kick is not polled for ever"),
                     )
                 })?;
-                queue.stop();
+                queue.stop_to_change();
                 queue.kick = Some(Arc::new(kick));
             }
             Message::SetVringCall { index } => {
@@ -226,6 +227,7 @@ impl<D: Disk> Session<D> {
             return Err(invalid(format!("protocol features {unknown:#x} were not offered")));
         }
         self.protocol = bits;
+        self.notices.agree(bits & protocol::BACKEND_REQ != 0);
         Ok(())
     }
 
@@ -234,6 +236,16 @@ impl<D: Disk> Session<D> {
     pub(crate) fn update_write_cache(&self) {
         let can_flush = self.features & feature::FLUSH != 0;
         self.target.is_write_through.store(!can_flush || !self.is_writeback, Ordering::Relaxed);
+    }
+
+    /// A front end does not say again how the guest had switched the write cache when its server was killed; the region
+    /// that it kept does.
+    fn recall_write_cache(&mut self, region: &InflightRegion) {
+        match region.kept_write_cache() {
+            Some(is_writeback) => self.is_writeback = is_writeback,
+            None => region.keep_write_cache(self.is_writeback),
+        }
+        self.update_write_cache();
     }
 
     fn set_memory(&mut self, regions: &[RegionInfo], fds: Fds) -> Result<()> {
@@ -250,7 +262,11 @@ impl<D: Disk> Session<D> {
         self.memory = Arc::new(memory);
     }
 
+    /// Nothing answers a question that goes beyond the space: so the specification has it.
     fn get_config(&self, offset: u32, len: u32, _flags: u32) -> Reply {
+        if !wire::config_fits(offset, len) {
+            return Reply::Payload(Vec::new());
+        }
         let space = config::space(&self.shared.disk.info(), self.shared.config.queues, self.is_writeback);
         let byte = |at: u32| space.get(at as usize).copied().unwrap_or(0);
         let mut payload: Vec<u8> = [offset, len, 0].iter().flat_map(|number| number.to_ne_bytes()).collect();
@@ -266,6 +282,9 @@ impl<D: Disk> Session<D> {
         if self.features & feature::CONFIG_WCE != 0 || bytes.len() > 1 {
             self.is_writeback = *switch != 0;
             self.update_write_cache();
+            if let Some(region) = &self.inflight {
+                region.keep_write_cache(self.is_writeback);
+            }
             return Ok(());
         }
         Err(invalid("the write cache cannot be switched: CONFIG_WCE was not agreed on".into()))
@@ -276,7 +295,7 @@ impl<D: Disk> Session<D> {
         queue.stop();
         // Stopped until it is kicked off again.
         queue.kick = None;
-        let state = [index, u32::from(queue.base)];
+        let state = [index, u32::from(queue.base()?)];
         Ok(Reply::Payload(state.iter().flat_map(|number| number.to_ne_bytes()).collect()))
     }
 
@@ -289,7 +308,7 @@ impl<D: Disk> Session<D> {
         let memory = self.memory.clone();
         let queue = self.queue(index)?;
         queue.parts(&memory, &addr).map_err(|error| invalid(format!("queue {index}: {error}")))?;
-        queue.stop();
+        queue.stop_to_change();
         queue.addr = Some(addr);
         Ok(())
     }
@@ -297,16 +316,9 @@ impl<D: Disk> Session<D> {
     fn reset(&mut self) {
         self.stop_queues();
         for queue in &mut self.queues {
+            queue.stop_to_change();
             queue.is_enabled = false;
             queue.kick = None;
-        }
-    }
-
-    /// Tells the front end that the configuration has changed, if it listens for that.
-    pub(crate) fn tell_config_changed(&self) {
-        let backend = self.backend.as_ref().filter(|_| self.protocol & protocol::BACKEND_REQ != 0);
-        if let Some(Err(error)) = backend.map(|backend| send_all(backend, &wire::config_changed(), None)) {
-            tracing::warn!(disk = %self.target.name, %error, "a guest could not be told of its disk's new size");
         }
     }
 
@@ -320,10 +332,10 @@ impl<D: Disk> Session<D> {
             log: self.log.clone(),
             hang_up: self.hang_up.clone(),
         };
-        for (index, queue) in self.queues.iter_mut().enumerate() {
-            queue.start(index, &context, self.inflight.as_ref())?;
-        }
-        Ok(())
+        // One that cannot be started is no reason for the others to rest.
+        let queues = self.queues.iter_mut().enumerate();
+        let results = queues.map(|(index, queue)| queue.start(index, &context, self.inflight.as_ref()));
+        results.fold(Ok(()), Result::and)
     }
 
     /// Stops all queues. Each is told first, so that they end beside each other.

@@ -49,7 +49,9 @@ pub(crate) struct Vring {
     /// While at work: gets its end.
     running: Option<mpsc::Receiver<Ended>>,
     /// The driver broke it: it stays stopped until it is described anew.
-    is_broken: bool,
+    pub(crate) is_broken: bool,
+    /// Its task has ended in a way that says nothing of what is in flight.
+    is_astray: bool,
 }
 
 impl Vring {
@@ -65,6 +67,7 @@ impl Vring {
             counters,
             running: None,
             is_broken: false,
+            is_astray: false,
         }
     }
 
@@ -74,10 +77,14 @@ impl Vring {
         }
     }
 
-    /// Stops the queue if it is at work; what is in flight is answered first. Whatever changes it comes after this, so
-    /// it may be whole again.
+    /// Stops the queue to describe it anew: it may be whole again.
+    pub(crate) fn stop_to_change(&mut self) {
+        self.stop();
+        self.is_broken = self.is_astray;
+    }
+
+    /// Stops the queue if it is at work; what is in flight is answered first.
     pub(crate) fn stop(&mut self) {
-        self.is_broken = false;
         let Some(running) = self.running.take() else { return };
         self.link.stop();
         match running.recv() {
@@ -86,9 +93,20 @@ impl Vring {
                 self.is_broken = ended.broken.is_some();
             }
             // Its task has panicked, which has been reported; it cannot be known how far it came.
-            Err(mpsc::RecvError) => self.is_broken = true,
+            Err(mpsc::RecvError) => (self.is_broken, self.is_astray) = (true, true),
         }
         self.link = Arc::new(self.link.fresh());
+    }
+
+    /// Where to go on in the available ring.
+    ///
+    /// # Errors
+    /// When that cannot be known, nor whether anything is in flight: the connection has to end.
+    pub(crate) fn base(&self) -> Result<u16> {
+        match self.is_astray {
+            true => Err(Error::new(ErrorKind::Io, "a queue's task has panicked")),
+            false => Ok(self.base),
+        }
     }
 
     /// Where the parts of the ring lie in our memory.
@@ -126,7 +144,8 @@ impl Vring {
         if self.running.is_some() || !self.is_enabled || self.is_broken {
             return Ok(());
         }
-        let parts = self.parts(&context.memory, &addr)?;
+        // A ring whose memory was taken away rests until it is back.
+        let Ok(parts) = self.parts(&context.memory, &addr) else { return Ok(()) };
         let inflight = inflight.map(|region| region.queue(index, self.size)).transpose()?;
         // A connection that has just ended may still have writes of the same guest in flight: they come first.
         context.shared.wait_for_ending(&context.hang_up)?;
@@ -147,6 +166,7 @@ impl Vring {
             again,
             log: self.log(context, &addr),
             kick,
+            pins_memory: context.shared.config.pins_memory,
             link: self.link.clone(),
             counters: self.counters.clone(),
         };
@@ -165,7 +185,6 @@ impl Vring {
         self.running = Some(receiver);
         let (err, hang_up) = (self.err.clone(), context.hang_up.clone());
         let name = context.target.name.clone();
-        let memory = context.memory.clone();
         let shared = context.shared.clone();
         context.shared.engine.spawn_on(context.shared.worker(index), move || async move {
             let ended = run(setup).await;
@@ -177,7 +196,7 @@ impl Vring {
                 if let Some(err) = err {
                     err.ring();
                 }
-                if memory.is_lost() {
+                if ended.is_lost {
                     // Nothing that the front end shares can be believed any more.
                     let _ = shutdown(&*hang_up, Shutdown::Both);
                 }

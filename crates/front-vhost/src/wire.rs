@@ -205,6 +205,13 @@ impl Message {
         }
     }
 
+    /// True when its answer carries what was asked for, and an acknowledgement can take no place of it.
+    pub fn is_question(&self) -> bool {
+        use Message::*;
+        matches!(self, GetFeatures | GetProtocolFeatures | GetQueueNum | GetMaxMemSlots)
+            || matches!(self, GetConfig { .. } | GetVringBase { .. } | GetInflightFd { .. })
+    }
+
     fn read(request: u32, reader: &mut Reader<'_>) -> Result<(Self, Fds), Invalid> {
         let message = match request {
             1 => Self::GetFeatures,
@@ -258,6 +265,11 @@ impl Message {
     }
 }
 
+/// True when a part of the configuration space lies within it.
+pub fn config_fits(offset: u32, len: u32) -> bool {
+    len <= MAX_CONFIG_BYTES && offset <= MAX_CONFIG_BYTES - len
+}
+
 /// Takes numbers off the front of a payload.
 struct Reader<'a>(&'a [u8]);
 
@@ -306,13 +318,15 @@ impl Reader<'_> {
     fn config(&mut self, is_set: bool) -> Result<Message, Invalid> {
         let (offset, len, flags) = (self.u32()?, self.u32()?, self.u32()?);
         let bytes = std::mem::take(&mut self.0);
-        if len > MAX_CONFIG_BYTES || offset > MAX_CONFIG_BYTES - len || bytes.len() != len as usize {
-            return Err(Invalid("the part of the configuration space does not fit the payload or the space"));
+        if bytes.len() != len as usize {
+            return Err(Invalid("the part of the configuration space does not fit the payload"));
         }
-        Ok(match is_set {
-            true => Message::SetConfig { offset, bytes: bytes.to_vec() },
-            false => Message::GetConfig { offset, len, flags },
-        })
+        match is_set {
+            // A question that goes beyond the space has an answer.
+            false => Ok(Message::GetConfig { offset, len, flags }),
+            true if config_fits(offset, len) => Ok(Message::SetConfig { offset, bytes: bytes.to_vec() }),
+            true => Err(Invalid("the part of the configuration space is not in the space")),
+        }
     }
 
     fn inflight(&mut self) -> Result<InflightInfo, Invalid> {
@@ -403,14 +417,15 @@ mod tests {
     fn counts_are_bounded() {
         assert!(parse(5, &numbers(&[9, 0]), 0).is_err());
         assert!(parse(5, &numbers(&[u64::from(u32::MAX)]), 0).is_err());
-        let config = |offset: u32, len: u32, bytes: usize| {
+        let config = |request: u32, offset: u32, len: u32, bytes: usize| {
             let mut payload: Vec<u8> = [offset, len, 0].iter().flat_map(|n| n.to_ne_bytes()).collect();
             payload.resize(12 + bytes, 0);
-            parse(24, &payload, 0)
+            parse(request, &payload, 0)
         };
-        assert_eq!(config(0, 60, 60), Ok(Message::GetConfig { offset: 0, len: 60, flags: 0 }));
-        assert!(config(0, 60, 59).is_err() && config(0, 257, 257).is_err() && config(250, 7, 7).is_err());
-        assert!(config(u32::MAX, 1, 1).is_err());
+        assert_eq!(config(24, 0, 60, 60), Ok(Message::GetConfig { offset: 0, len: 60, flags: 0 }));
+        assert!(config(24, 0, 60, 59).is_err() && config(24, 250, 7, 7).is_ok());
+        assert!(config(25, 0, 257, 257).is_err() && config(25, 250, 7, 7).is_err());
+        assert!(config(25, u32::MAX, 1, 1).is_err() && config(25, 255, 1, 1).is_ok());
     }
 
     #[test]

@@ -3,26 +3,54 @@
 //! Aligned requests pass through untouched. For the rest there is a bounce buffer, and for writes a
 //! read-modify-write of the edges under an exclusive range lock, so that two writes to different bytes of one
 //! sector never undo each other.
+//!
+//! What a guest asks for does not decide how much memory that takes: a request goes through one small buffer chunk by
+//! chunk, and a disk has a fixed number of buffers, which its requests wait for.
 
+use std::ops::Range;
+
+use async_lock::{Semaphore, SemaphoreGuard};
 use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Result, SECTOR_BYTES, Segments, WriteZeroes};
 
 use crate::range_lock::RangeLock;
+
+/// The size of a bounce buffer in bytes, unless the alignment is larger.
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// The bounce buffers that one disk uses at a time: 32 MiB.
+const BUFFERS: usize = 32;
 
 /// A disk without alignment rules over one that has them.
 pub struct Aligned<D> {
     inner: D,
     align: u64,
     memory_align: usize,
+    /// A multiple of the alignment.
+    chunk_bytes: usize,
+    buffers: Semaphore,
+    /// As many as the two edges of a write of zeroes have at most. Never written to.
+    zeroes: Segments,
     writes: RangeLock,
 }
 
 impl<D: Disk> Aligned<D> {
     /// Wraps `inner`.
     pub fn new(inner: D) -> Self {
+        Self::with_chunks(inner, CHUNK_BYTES)
+    }
+
+    fn with_chunks(inner: D, chunk_bytes: usize) -> Self {
         let info = inner.info();
-        let align = u64::from(info.request_align_bytes);
-        let memory_align = info.memory_align_bytes as usize;
-        Self { inner, align, memory_align, writes: RangeLock::default() }
+        let align = info.request_align_bytes as usize;
+        Self {
+            inner,
+            align: align as u64,
+            memory_align: info.memory_align_bytes as usize,
+            chunk_bytes: (chunk_bytes / align).max(1) * align,
+            buffers: Semaphore::new(BUFFERS),
+            zeroes: Segments::zeroed(2 * align),
+            writes: RangeLock::default(),
+        }
     }
 
     /// The disk below.
@@ -53,41 +81,108 @@ impl<D: Disk> Aligned<D> {
         extent.is_aligned(self.align) && memory.is_aligned(self.memory_align)
     }
 
+    /// The parts of `outer` that go through a bounce buffer one after the other. They meet on the alignment, so that only
+    /// the ends of `outer` can be sectors of which the request wants a part.
+    fn chunks(&self, outer: Extent) -> impl Iterator<Item = Extent> {
+        let chunk_bytes = self.chunk_bytes as u64;
+        let starts = outer.range().step_by(self.chunk_bytes);
+        starts.map(move |start| Extent::from_range(start..start + chunk_bytes.min(outer.end() - start)))
+    }
+
+    /// Waits for a buffer that holds each chunk of `outer`.
+    ///
+    /// The order is: range lock, buffer, then the disk below. Nobody takes a second buffer, nor a range while it has a
+    /// buffer: whoever has one waits for nothing but the disk below, and gives it back. So whoever has a range gets its
+    /// buffer, and gives back the range: no circle can close. In the other order, 32 writes that wait for one sector
+    /// would keep all buffers idle.
+    async fn bounce(&self, outer: Extent) -> Bounce<'_> {
+        let permit = self.buffers.acquire().await;
+        Bounce { bytes: Segments::zeroed(self.chunk_bytes.min(outer.len_bytes as usize)), _permit: permit }
+    }
+
     async fn read_bounced(&self, extent: Extent, into: &Segments) -> Result<()> {
         let outer = self.outer(extent);
-        let bounce = Segments::zeroed(outer.len_bytes as usize);
-        self.inner.read(outer, &bounce).await?;
-        let skip = (extent.start() - outer.start()) as usize;
-        into.copy_from(&bounce.slice(skip..skip + extent.len_bytes as usize));
+        let bounce = self.bounce(outer).await;
+        for chunk in self.chunks(outer) {
+            let bytes = bounce.bytes.slice(0..chunk.len_bytes as usize);
+            self.inner.read(chunk, &bytes).await?;
+            let shared = Shared::of(extent, chunk);
+            into.slice(shared.of_request).copy_from(&bytes.slice(shared.of_chunk));
+        }
         Ok(())
     }
 
-    /// Writes through a bounce buffer whose edges are read first, with all that they read held exclusively.
-    async fn write_bounced(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        // Found once: it could reach further once the disk has grown.
-        let outer = self.outer(extent);
-        let _held = self.writes.exclusive(outer.range()).await;
-        let bounce = Segments::zeroed(outer.len_bytes as usize);
-        let unit = self.align.min(outer.len_bytes);
-        if !extent.start().is_multiple_of(self.align) {
-            let head = Extent::from_range(outer.start()..outer.start() + unit);
-            self.inner.read(head, &bounce.slice(0..unit as usize)).await?;
+    /// Writes all of `outer` through a bounce buffer; what lies outside of `extent` is read first. The caller holds
+    /// `outer`: exclusively, unless it is the same as `extent`.
+    async fn write_bounced(&self, outer: Extent, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+        let is_one_chunk = outer.len_bytes <= self.chunk_bytes as u64;
+        {
+            let bounce = self.bounce(outer).await;
+            for chunk in self.chunks(outer) {
+                let bytes = bounce.bytes.slice(0..chunk.len_bytes as usize);
+                self.read_edges(chunk, extent, &bytes).await?;
+                let shared = Shared::of(extent, chunk);
+                bytes.slice(shared.of_chunk).copy_from(&from.slice(shared.of_request));
+                self.inner.write(chunk, &bytes, fua && is_one_chunk).await?;
+            }
         }
-        if extent.end() != outer.end() {
-            let start = (outer.end() - 1) / self.align * self.align;
-            let at = (start - outer.start()) as usize;
-            self.inner.read(Extent::from_range(start..outer.end()), &bounce.slice(at..bounce.len())).await?;
+        // A write with `fua` promises itself only, not the chunks before it; a flush promises them all, for one sync.
+        match fua && !is_one_chunk {
+            true => self.inner.flush().await,
+            false => Ok(()),
         }
-        let skip = (extent.start() - outer.start()) as usize;
-        bounce.slice(skip..skip + from.len()).copy_from(from);
-        self.inner.write(outer, &bounce, fua).await
+    }
+
+    /// Reads those sectors of `chunk` into `bytes` of which `extent` covers a part only: its ends, if anything.
+    async fn read_edges(&self, chunk: Extent, extent: Extent, bytes: &Segments) -> Result<()> {
+        let unit = self.align.min(chunk.len_bytes);
+        if chunk.start() < extent.start() {
+            let head = Extent::from_range(chunk.start()..chunk.start() + unit);
+            self.inner.read(head, &bytes.slice(0..unit as usize)).await?;
+        }
+        if chunk.end() > extent.end() {
+            let start = (chunk.end() - 1) / self.align * self.align;
+            let at = (start - chunk.start()) as usize;
+            self.inner.read(Extent::from_range(start..chunk.end()), &bytes.slice(at..bytes.len())).await?;
+        }
+        Ok(())
     }
 
     async fn zero_edge(&self, extent: Extent) -> Result<()> {
         if extent.is_empty() {
             return Ok(());
         }
-        self.write_bounced(extent, &Segments::zeroed(extent.len_bytes as usize), false).await
+        let zeroes = self.zeroes.slice(0..extent.len_bytes as usize);
+        self.write_unaligned(extent, &zeroes, false).await
+    }
+
+    /// Writes an extent off the alignment, with all that its edges read held exclusively.
+    async fn write_unaligned(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+        // Found once: it could reach further once the disk has grown.
+        let outer = self.outer(extent);
+        let _held = self.writes.exclusive(outer.range()).await;
+        self.write_bounced(outer, extent, from, fua).await
+    }
+}
+
+/// A bounce buffer, counted.
+struct Bounce<'a> {
+    bytes: Segments,
+    /// After the bytes, so that they are freed before another takes their place.
+    _permit: SemaphoreGuard<'a>,
+}
+
+/// The bytes that a request and a chunk of it have in common.
+struct Shared {
+    of_request: Range<usize>,
+    of_chunk: Range<usize>,
+}
+
+impl Shared {
+    fn of(request: Extent, chunk: Extent) -> Self {
+        let common = request.start().max(chunk.start())..request.end().min(chunk.end());
+        let from = |start: u64| (common.start - start) as usize..(common.end - start) as usize;
+        Self { of_request: from(request.start()), of_chunk: from(chunk.start()) }
     }
 }
 
@@ -113,14 +208,10 @@ impl<D: Disk> Disk for Aligned<D> {
             let _held = self.writes.shared(extent.range()).await;
             return match from.is_aligned(self.memory_align) {
                 true => self.inner.write(extent, from, fua).await,
-                false => {
-                    let bounce = Segments::zeroed(from.len());
-                    bounce.copy_from(from);
-                    self.inner.write(extent, &bounce, fua).await
-                }
+                false => self.write_bounced(extent, extent, from, fua).await,
             };
         }
-        self.write_bounced(extent, from, fua).await
+        self.write_unaligned(extent, from, fua).await
     }
 
     async fn flush(&self) -> Result<()> {
@@ -171,5 +262,387 @@ impl<D: Disk> Disk for Aligned<D> {
 
     async fn close(&self) -> Result<()> {
         self.inner.close().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::pin::Pin;
+    use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+    use std::sync::{Arc, Mutex};
+    use std::task::{Context, Poll, Wake, Waker};
+
+    use proptest::prelude::*;
+    use spile_core::Segment;
+
+    use super::*;
+
+    const ALIGN: u64 = 512;
+    const CHUNK: usize = 4 * ALIGN as usize;
+
+    /// Refuses what is not aligned, takes a few polls for each request, and counts the memory that requests have with it.
+    struct Slow {
+        /// What a reader sees, and what is left after a power cut.
+        bytes: Mutex<(Vec<u8>, Vec<u8>)>,
+        /// Nothing ends while this is set.
+        holds: AtomicBool,
+        random: AtomicU64,
+        requests: AtomicUsize,
+        memory_bytes: AtomicUsize,
+        peak_bytes: AtomicUsize,
+    }
+
+    impl Slow {
+        fn new(bytes: Vec<u8>) -> Self {
+            Self {
+                bytes: Mutex::new((bytes.clone(), bytes)),
+                holds: AtomicBool::new(false),
+                random: AtomicU64::new(1),
+                requests: AtomicUsize::new(0),
+                memory_bytes: AtomicUsize::new(0),
+                peak_bytes: AtomicUsize::new(0),
+            }
+        }
+
+        fn bytes(&self) -> Vec<u8> {
+            self.bytes.lock().unwrap().0.clone()
+        }
+
+        fn durable(&self) -> Vec<u8> {
+            self.bytes.lock().unwrap().1.clone()
+        }
+
+        fn range(&self, extent: Extent, memory: &Segments) -> Range<usize> {
+            let size = self.info().size_bytes;
+            let is_aligned = |at: u64| at.is_multiple_of(ALIGN) || at == size;
+            assert!(is_aligned(extent.start()) && is_aligned(extent.end()) && extent.end() <= size, "{extent}");
+            assert!(memory.iter().all(|segment| (segment.as_ptr() as usize).is_multiple_of(4)), "{memory:?}");
+            assert_eq!(memory.len() as u64, extent.len_bytes);
+            extent.start() as usize..extent.end() as usize
+        }
+
+        async fn take_time(&self, memory: &Segments) {
+            self.requests.fetch_add(1, Relaxed);
+            let memory_bytes = self.memory_bytes.fetch_add(memory.len(), Relaxed) + memory.len();
+            self.peak_bytes.fetch_max(memory_bytes, Relaxed);
+            let mut polls = self.random.fetch_add(0x9e37_79b9, Relaxed) % 5;
+            poll_fn(|_| match polls {
+                _ if self.holds.load(Relaxed) => Poll::Pending,
+                0 => Poll::Ready(()),
+                _ => {
+                    polls -= 1;
+                    Poll::Pending
+                }
+            })
+            .await;
+            self.memory_bytes.fetch_sub(memory.len(), Relaxed);
+            self.requests.fetch_sub(1, Relaxed);
+        }
+    }
+
+    impl Disk for Slow {
+        fn info(&self) -> DiskInfo {
+            DiskInfo {
+                size_bytes: self.bytes.lock().unwrap().0.len() as u64,
+                request_align_bytes: ALIGN as u32,
+                memory_align_bytes: 4,
+                preferred_bytes: 4096,
+                discard_align_bytes: 4096,
+                read_only: false,
+                fast_zero: false,
+            }
+        }
+
+        /// The bytes are those of the beginning, and come at the end.
+        async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
+            let bytes = self.bytes()[self.range(extent, into)].to_vec();
+            self.take_time(into).await;
+            into.copy_from_slice(0, &bytes);
+            Ok(())
+        }
+
+        /// The bytes are taken at the end. With `fua` these are durable, and nothing else.
+        async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+            self.take_time(from).await;
+            let range = self.range(extent, from);
+            let mut bytes = self.bytes.lock().unwrap();
+            bytes.0[range.clone()].copy_from_slice(&from.to_vec());
+            if fua {
+                bytes.1[range].copy_from_slice(&from.to_vec());
+            }
+            Ok(())
+        }
+
+        async fn flush(&self) -> Result<()> {
+            let mut bytes = self.bytes.lock().unwrap();
+            bytes.1 = bytes.0.clone();
+            Ok(())
+        }
+
+        async fn discard(&self, _: Extent) -> Result<()> {
+            Ok(())
+        }
+
+        async fn write_zeroes(&self, extent: Extent, _: WriteZeroes) -> Result<()> {
+            self.write(extent, &Segments::zeroed(extent.len_bytes as usize), false).await
+        }
+
+        async fn extents(&self, _: Extent, _: usize) -> Result<Vec<ExtentStatus>> {
+            Ok(Vec::new())
+        }
+
+        async fn resize(&self, _: u64) -> Result<()> {
+            Ok(())
+        }
+
+        async fn close(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    type Request<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
+
+    /// Polls each once, from place `first` on, and drops those that have ended.
+    fn poll_all(requests: &mut Vec<Request<'_>>, first: usize) {
+        let mut context = Context::from_waker(Waker::noop());
+        let middle = first % requests.len().max(1);
+        requests.rotate_left(middle);
+        requests.retain_mut(|request| request.as_mut().poll(&mut context).is_pending());
+    }
+
+    fn run(mut requests: Vec<Request<'_>>) {
+        for round in 0..100_000 {
+            if requests.is_empty() {
+                return;
+            }
+            poll_all(&mut requests, round * 7);
+        }
+        panic!("{} requests never end", requests.len());
+    }
+
+    fn pattern(seed: u64, len: usize) -> Vec<u8> {
+        (0..len as u64).map(|at| ((at ^ seed << 7).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+    }
+
+    fn at(start: usize, len: usize) -> Extent {
+        Extent::from_range(start as u64..(start + len) as u64)
+    }
+
+    /// `len` bytes of memory that begin `skip` bytes after an aligned address, cut into pieces of the lengths in `cuts`.
+    fn scattered(len: usize, skip: usize, cuts: &[usize]) -> Segments {
+        let whole = Segment::zeroed(skip + len);
+        let mut list = Segments::new();
+        let mut start = skip;
+        for cut in cuts {
+            let end = (start + cut).min(skip + len);
+            list.push(whole.slice(start..end));
+            start = end;
+        }
+        list.push(whole.slice(start..skip + len));
+        list
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    enum Kind {
+        Read,
+        Write,
+        WriteFua,
+        Zero,
+    }
+
+    #[derive(Clone, Debug)]
+    struct Op {
+        kind: Kind,
+        start: usize,
+        len: usize,
+        skip: usize,
+        cuts: Vec<usize>,
+    }
+
+    impl Op {
+        fn memory(&self) -> Segments {
+            scattered(self.len, self.skip, &self.cuts)
+        }
+
+        fn range(&self) -> Range<usize> {
+            self.start..self.start + self.len
+        }
+
+        fn extent(&self) -> Extent {
+            at(self.start, self.len)
+        }
+    }
+
+    /// Its last sector is a part of one.
+    const SIZE: usize = 24 * ALIGN as usize + 100;
+
+    fn op() -> impl Strategy<Value = Op> {
+        let kind = prop_oneof![Just(Kind::Read), Just(Kind::Write), Just(Kind::WriteFua), Just(Kind::Zero)];
+        let place = (0..=SIZE, 0..=SIZE, prop_oneof![Just(1), Just(4), Just(ALIGN as usize)]);
+        let place = place.prop_map(|(a, b, unit)| {
+            let (start, end) = (a.min(b) / unit * unit, a.max(b) / unit * unit);
+            (start, end - start)
+        });
+        let cuts = prop::collection::vec(0..2 * CHUNK, 0..6);
+        (kind, place, 0..6_usize, cuts).prop_map(|(kind, (start, len), skip, cuts)| Op { kind, start, len, skip, cuts })
+    }
+
+    fn check_alone(disk: &Aligned<Slow>, model: &mut [u8], seed: u64, op: &Op) {
+        let memory = op.memory();
+        match op.kind {
+            Kind::Read => {
+                run(vec![Box::pin(async { disk.read(op.extent(), &memory).await.unwrap() })]);
+                assert!(memory.to_vec() == model[op.range()], "{op:?}");
+            }
+            Kind::Write | Kind::WriteFua => {
+                let fua = matches!(op.kind, Kind::WriteFua);
+                memory.copy_from_slice(0, &pattern(seed, op.len));
+                run(vec![Box::pin(async { disk.write(op.extent(), &memory, fua).await.unwrap() })]);
+                model[op.range()].copy_from_slice(&pattern(seed, op.len));
+                assert!(!fua || disk.inner.durable()[op.range()] == model[op.range()], "not durable: {op:?}");
+            }
+            Kind::Zero => {
+                let how = WriteZeroes::default();
+                run(vec![Box::pin(async { disk.write_zeroes(op.extent(), how).await.unwrap() })]);
+                model[op.range()].fill(0);
+            }
+        }
+        assert!(disk.inner.bytes() == model, "{op:?}");
+    }
+
+    /// One of many at once: does as `op` says, with `byte` as the data.
+    async fn one_of_many(disk: &Aligned<Slow>, op: &Op, byte: u8) {
+        let memory = op.memory();
+        match op.kind {
+            Kind::Read => disk.read(op.extent(), &memory).await.unwrap(),
+            Kind::Zero => disk.write_zeroes(op.extent(), WriteZeroes::default()).await.unwrap(),
+            Kind::Write | Kind::WriteFua => {
+                memory.fill(byte);
+                disk.write(op.extent(), &memory, matches!(op.kind, Kind::WriteFua)).await.unwrap();
+            }
+        }
+    }
+
+    /// What may be at byte `at` after all of `ops` ran at once: what one of them wrote there, or else what was there.
+    fn allowed(ops: &[Op], at: usize, before: u8) -> Vec<u8> {
+        let writes = ops.iter().enumerate().filter(|(_, op)| op.range().contains(&at));
+        let bytes: Vec<u8> = writes
+            .filter_map(|(number, op)| match op.kind {
+                Kind::Read => None,
+                Kind::Zero => Some(0),
+                Kind::Write | Kind::WriteFua => Some(number as u8 + 1),
+            })
+            .collect();
+        if bytes.is_empty() { vec![before] } else { bytes }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_bytes_from_any_memory(ops in prop::collection::vec(op(), 1..12), chunk in 1..6_usize) {
+            let mut model = pattern(99, SIZE);
+            let disk = Aligned::with_chunks(Slow::new(model.clone()), chunk * ALIGN as usize);
+            for (seed, op) in ops.iter().enumerate() {
+                check_alone(&disk, &mut model, seed as u64, op);
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+
+        /// With more requests than buffers, on sectors that they share.
+        #[test]
+        fn requests_at_once_undo_nothing(ops in prop::collection::vec(op(), 2..80), chunk in 1..6_usize) {
+            let before = pattern(99, SIZE);
+            let disk = Aligned::with_chunks(Slow::new(before.clone()), chunk * ALIGN as usize);
+            run(ops.iter().enumerate().map(|(n, op)| Box::pin(one_of_many(&disk, op, n as u8 + 1)) as _).collect());
+            for (at, byte) in disk.inner.bytes().into_iter().enumerate() {
+                prop_assert!(allowed(&ops, at, before[at]).contains(&byte), "{byte} at {at}");
+            }
+        }
+    }
+
+    /// Many large requests from odd addresses: reads, aligned writes, and writes that share their edges' sectors.
+    fn flood(disk: &Aligned<Slow>) -> Vec<Request<'_>> {
+        let len = 8 * CHUNK;
+        let request = |number: usize| async move {
+            let memory = scattered(len, 1, &[]);
+            let start = number / 4 * (len + 1);
+            match number % 4 {
+                0 | 1 => disk.read(at(start, len), &memory).await.unwrap(),
+                2 => disk.write(at(start, len), &memory, number % 8 == 2).await.unwrap(),
+                _ => disk.write(at(number / 4 * len, len), &memory, false).await.unwrap(),
+            }
+        };
+        (0..200).map(|number| Box::pin(request(number)) as _).collect()
+    }
+
+    #[test]
+    fn a_flood_of_unaligned_requests_takes_a_bounded_amount_of_memory() {
+        let disk = Aligned::with_chunks(Slow::new(vec![0; 51 * (8 * CHUNK + 1)]), CHUNK);
+        let mut requests = flood(&disk);
+        disk.inner.holds.store(true, Relaxed);
+        for round in 0..4 {
+            poll_all(&mut requests, round);
+        }
+        assert_eq!((disk.inner.requests.load(Relaxed), disk.buffers.available_permits()), (BUFFERS, 0));
+        disk.inner.holds.store(false, Relaxed);
+        run(requests);
+        assert_eq!(disk.buffers.available_permits(), BUFFERS);
+        let peak_bytes = disk.inner.peak_bytes.load(Relaxed);
+        assert!((16 * CHUNK..=BUFFERS * CHUNK).contains(&peak_bytes), "{peak_bytes} bytes");
+    }
+
+    struct Woken(AtomicBool);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Relaxed);
+        }
+    }
+
+    /// Buffers that are given back at the same moment are all taken again, by requests that are polled only when woken.
+    #[test]
+    fn no_buffer_stays_idle_while_requests_wait() {
+        let disk = Aligned::with_chunks(Slow::new(vec![0; CHUNK]), CHUNK);
+        let read = async || disk.read(at(1, 1000), &Segments::zeroed(1000)).await.unwrap();
+        let requests = |count| -> Vec<Request<'_>> { (0..count).map(|_| Box::pin(read()) as _).collect() };
+        let (mut first, mut waiting) = (requests(BUFFERS), requests(2 * BUFFERS));
+        let woken: Vec<_> = waiting.iter().map(|_| Arc::new(Woken(AtomicBool::new(true)))).collect();
+        let mut poll_woken = || {
+            for (request, woken) in waiting.iter_mut().zip(&woken) {
+                if woken.0.swap(false, Relaxed) {
+                    let waker = Waker::from(woken.clone());
+                    assert!(request.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+                }
+            }
+        };
+        disk.inner.holds.store(true, Relaxed);
+        poll_all(&mut first, 0);
+        poll_woken();
+        disk.inner.holds.store(false, Relaxed);
+        run(first);
+        disk.inner.holds.store(true, Relaxed);
+        (0..=BUFFERS).for_each(|_| poll_woken());
+        assert_eq!(disk.inner.requests.load(Relaxed), BUFFERS);
+        disk.inner.holds.store(false, Relaxed);
+        run(waiting);
+    }
+
+    #[test]
+    fn aligned_requests_need_no_buffer() {
+        let disk = Aligned::with_chunks(Slow::new(vec![7; 2 * CHUNK]), CHUNK);
+        let permits: Vec<_> = (0..BUFFERS).map(|_| disk.buffers.try_acquire().unwrap()).collect();
+        let memory = Segments::zeroed(2 * CHUNK);
+        run(vec![Box::pin(async { disk.read(at(0, 2 * CHUNK), &memory).await.unwrap() })]);
+        assert!(memory.to_vec() == vec![7; 2 * CHUNK]);
+        memory.fill(8);
+        run(vec![Box::pin(async { disk.write(at(0, 2 * CHUNK), &memory, false).await.unwrap() })]);
+        assert!(disk.inner.bytes() == vec![8; 2 * CHUNK]);
+        assert_eq!(disk.inner.peak_bytes.load(Relaxed), 2 * CHUNK);
+        drop(permits);
     }
 }

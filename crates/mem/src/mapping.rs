@@ -16,6 +16,11 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::segment::Segment;
 
+/// All shared mappings together, in bytes, and how many there may be at most: half of what a process can address. Whoever
+/// shares memory without end must not leave others none.
+static MAPPED_BYTES: AtomicUsize = AtomicUsize::new(0);
+const MAX_MAPPED_BYTES: usize = 64 << 40;
+
 /// A shared mapping of a file.
 pub(crate) struct Mapping {
     base: NonNull<u8>,
@@ -56,6 +61,16 @@ impl Segment {
 impl Mapping {
     fn new(fd: impl AsFd, start: u64, len: usize) -> io::Result<Self> {
         install_handler()?;
+        if MAPPED_BYTES.fetch_add(len, Ordering::Relaxed).saturating_add(len) > MAX_MAPPED_BYTES {
+            MAPPED_BYTES.fetch_sub(len, Ordering::Relaxed);
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, "too much memory is shared with this process"));
+        }
+        Self::map(fd, start, len).inspect_err(|_| {
+            MAPPED_BYTES.fetch_sub(len, Ordering::Relaxed);
+        })
+    }
+
+    fn map(fd: impl AsFd, start: u64, len: usize) -> io::Result<Self> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choosing.
         let base =
@@ -77,13 +92,16 @@ impl Drop for Mapping {
         self.guard.release();
         // SAFETY: the mapping made in `new` (or the memory put in its place); every segment on it holds it alive.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+        MAPPED_BYTES.fetch_sub(self.len, Ordering::Relaxed);
     }
 }
 
 /// One guarded range. Nodes are never freed, only used again: the handler walks their list at any moment.
 struct Guard {
+    /// Odd while the range is being changed, so that the handler never takes one's start for another's length.
+    version: AtomicUsize,
     start: AtomicUsize,
-    /// 0 while the node is free or being changed.
+    /// 0 while the node is free.
     len: AtomicUsize,
     lost: AtomicBool,
     next: *const Guard,
@@ -102,8 +120,7 @@ impl Guard {
         let mut free = FREE.lock().unwrap_or_else(|e| e.into_inner());
         let guard = free.pop().unwrap_or_else(Self::append);
         guard.lost.store(false, Ordering::Relaxed);
-        guard.start.store(start, Ordering::Relaxed);
-        guard.len.store(len, Ordering::Release);
+        guard.set(start, len);
         guard
     }
 
@@ -111,6 +128,7 @@ impl Guard {
     fn append() -> &'static Self {
         let next = GUARDS.load(Ordering::Relaxed);
         let guard = Box::leak(Box::new(Self {
+            version: AtomicUsize::new(0),
             start: AtomicUsize::new(0),
             len: AtomicUsize::new(0),
             lost: AtomicBool::new(false),
@@ -121,15 +139,30 @@ impl Guard {
     }
 
     fn release(&'static self) {
-        self.len.store(0, Ordering::Release);
+        self.set(0, 0);
         FREE.lock().unwrap_or_else(|e| e.into_inner()).push(self);
+    }
+
+    /// Changes the range. For whoever has taken the node.
+    fn set(&self, start: usize, len: usize) {
+        self.version.fetch_add(1, Ordering::SeqCst);
+        self.start.store(start, Ordering::SeqCst);
+        self.len.store(len, Ordering::SeqCst);
+        self.version.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// The range, if it is not being changed just now: the one that a fault lies in is not, for somebody uses it.
+    fn range(&self) -> Option<(usize, usize)> {
+        let version = self.version.load(Ordering::SeqCst);
+        let (start, len) = (self.start.load(Ordering::SeqCst), self.len.load(Ordering::SeqCst));
+        let is_whole = version.is_multiple_of(2) && self.version.load(Ordering::SeqCst) == version;
+        is_whole.then_some((start, len))
     }
 
     /// Puts zeroed memory in the place of the range if `address` lies in it. Runs in the signal handler: atomics and
     /// one system call only.
     fn repair(&self, address: usize) -> bool {
-        let len = self.len.load(Ordering::Acquire);
-        let start = self.start.load(Ordering::Relaxed);
+        let Some((start, len)) = self.range() else { return false };
         if address < start || address - start >= len {
             return false;
         }
@@ -163,9 +196,12 @@ fn install_handler() -> io::Result<()> {
 }
 
 extern "C" fn on_sigbus(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid siginfo, and for SIGBUS it has an address.
-    let address = unsafe { (*info).si_addr() } as usize;
-    let mut guard = GUARDS.load(Ordering::Acquire).cast_const();
+    // SAFETY: the kernel passes a valid siginfo.
+    let code = unsafe { (*info).si_code };
+    // SAFETY: as above, and a SIGBUS of the kernel's has an address.
+    let address = if code > 0 { unsafe { (*info).si_addr() as usize } } else { 0 };
+    // A signal that somebody sent has none, and is none of ours.
+    let mut guard = if code > 0 { GUARDS.load(Ordering::Acquire).cast_const() } else { ptr::null() };
     // SAFETY: nodes are never freed, and complete before they are published.
     while let Some(node) = unsafe { guard.as_ref() } {
         if node.repair(address) {

@@ -62,6 +62,12 @@ impl Segment {
         matches!(&self.owner, Owner::Mapped(mapping) if mapping.is_lost())
     }
 
+    /// True when `next` begins where this ends, in the same mapping.
+    fn is_followed_by(&self, next: &Segment) -> bool {
+        let (Owner::Mapped(mine), Owner::Mapped(its)) = (&self.owner, &next.owner) else { return false };
+        Arc::ptr_eq(mine, its) && self.ptr.as_ptr().wrapping_add(self.len) == next.ptr.as_ptr()
+    }
+
     /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
@@ -275,6 +281,17 @@ impl Segments {
         if !segment.is_empty() {
             self.len += segment.len();
             self.list.push(segment);
+        }
+    }
+
+    /// Appends a segment, as one with the last where it goes on in the same memory.
+    pub fn push_joined(&mut self, segment: Segment) {
+        match self.list.last_mut() {
+            Some(last) if last.is_followed_by(&segment) => {
+                last.len += segment.len;
+                self.len += segment.len;
+            }
+            _ => self.push(segment),
         }
     }
 

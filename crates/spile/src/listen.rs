@@ -2,13 +2,13 @@
 //! answers is replaced, and only our own is removed. Sockets passed by systemd are taken as they are.
 
 use std::fs;
-use std::io::{ErrorKind as IoKind, Read};
+use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
@@ -23,7 +23,7 @@ pub struct Bound {
     pub address: Option<Address>,
     /// The name in the file system, for [`Published`].
     pending: Option<PendingName>,
-    /// Its name was made by another process and is ours now.
+    /// Its name was made by another process.
     is_taken_over: bool,
 }
 
@@ -31,6 +31,7 @@ pub struct Bound {
 struct PendingName {
     temporary: PathBuf,
     wanted: PathBuf,
+    question: Vec<u8>,
 }
 
 impl Drop for PendingName {
@@ -47,18 +48,27 @@ pub struct Published {
 }
 
 impl Bound {
-    /// Listens at `address`; a Unix socket is not to be found there before [`Bound::publish`].
+    /// Listens at `address`, for a server that speaks first; a Unix socket is not to be found there before
+    /// [`Bound::publish`].
     ///
     /// # Errors
     /// `Busy` when another server answers there; the system's.
     pub fn new(address: &Address) -> Result<Self> {
+        Self::after_asking(address, Vec::new())
+    }
+
+    /// The same for a server that speaks when it is spoken to. A live one of its kind answers `question`.
+    ///
+    /// # Errors
+    /// As [`Bound::new`].
+    pub fn after_asking(address: &Address, question: Vec<u8>) -> Result<Self> {
         match address {
-            Address::Unix(path) => bind_unix(path),
+            Address::Unix(path) => bind_unix(path, question),
             Address::Tcp(host, port) => bind_tcp(host, *port),
         }
     }
 
-    /// A socket that listens at `address` already, taken over from another process with its name.
+    /// A socket that listens at `address` already, shared with the process that has made its name.
     pub fn taken_over(fd: OwnedFd, address: Address) -> Self {
         Self { fd, address: Some(address), pending: None, is_taken_over: true }
     }
@@ -68,12 +78,10 @@ impl Bound {
     /// # Errors
     /// `Busy` when another server came first; the system's.
     pub fn publish(self) -> Result<(OwnedFd, Option<Published>)> {
-        let published = match &self.pending {
-            Some(name) => Some(name_socket(&name.temporary, &name.wanted)?),
-            None => match &self.address {
-                Some(Address::Unix(path)) if self.is_taken_over => Some(Published::adopt(path)?),
-                _ => None,
-            },
+        let published = match (&self.pending, &self.address) {
+            (Some(name), _) => Some(name_socket(name)?),
+            (None, Some(Address::Unix(path))) if self.is_taken_over => Some(Published::of_another(path)),
+            (None, _) => None,
         };
         Ok((self.fd, published))
     }
@@ -124,15 +132,21 @@ fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
     })
 }
 
-fn bind_unix(path: &Path) -> Result<Bound> {
+fn bind_unix(path: &Path, question: Vec<u8>) -> Result<Bound> {
     let path = std::path::absolute(path).map_err(|e| Error::io("listen", e)).at_path(path)?;
-    refuse_busy(&path)?;
+    let failed = |e: std::io::Error| {
+        let is_too_long = e.kind() == IoKind::InvalidInput;
+        let error = Error::io("cannot listen on this socket", e).at_path(&path);
+        if is_too_long { error.hint("choose a shorter path") } else { error }
+    };
+    // The name that is bound below may be shorter than the one that clients have to use.
+    SocketAddr::from_pathname(&path).map_err(failed)?;
+    refuse_busy(&path, &question)?;
     let name = format!(".spile-{}-{}", std::process::id(), next_number());
     let temporary = path.with_file_name(name);
     let _ = fs::remove_file(&temporary);
-    let listener =
-        UnixListener::bind(&temporary).map_err(|e| Error::io("cannot listen on this socket", e)).at_path(&path)?;
-    let pending = Some(PendingName { temporary, wanted: path.clone() });
+    let listener = UnixListener::bind(&temporary).map_err(failed)?;
+    let pending = Some(PendingName { temporary, wanted: path.clone(), question });
     Ok(Bound { fd: listener.into(), address: Some(Address::Unix(path)), pending, is_taken_over: false })
 }
 
@@ -142,37 +156,36 @@ fn next_number() -> u32 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Refuses a path where a server answers, or where something lies that is no socket.
-fn refuse_busy(path: &Path) -> Result<()> {
+/// Refuses a path where a server is, or where something lies that is no socket.
+fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
     let Ok(meta) = fs::symlink_metadata(path) else { return Ok(()) };
     if !meta.file_type().is_socket() {
         return Err(Error::new(ErrorKind::Exists, "a file that is no socket is in the way")
             .at_path(path)
             .hint("remove it or choose another path"));
     }
-    for _ in 0..ATTEMPTS {
+    let end = Instant::now() + WIND_UP;
+    loop {
         match UnixStream::connect(path) {
             Err(e) if e.kind() == IoKind::ConnectionRefused => return Ok(()),
-            Ok(stream) if !greets(&stream) => std::thread::sleep(PAUSE),
-            _ => break,
+            Ok(stream) if !answers(&stream, question) && Instant::now() < end => std::thread::sleep(PAUSE),
+            _ => return Err(busy(path)),
         }
     }
-    Err(busy(path))
 }
 
-/// How often a socket is tried that takes connections and drops them.
-const ATTEMPTS: u32 = 100;
+/// How long a socket may be there that takes connections and says nothing, until it is held for a server's. A server
+/// that was just killed is like that: the kernel keeps its socket for as long as it takes to wind up its io_uring, which
+/// may be some time after the process was reaped.
+const WIND_UP: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(20);
+/// A server that lives says something within this time.
+const ANSWER: Duration = Duration::from_secs(2);
 
-/// True unless the connection ends without a word. A server that was just killed is like that: the kernel keeps its
-/// socket for as long as it takes to wind up its io_uring, which may be some time after the process was reaped.
-fn greets(mut stream: &UnixStream) -> bool {
-    let patient = stream.set_read_timeout(Some(Duration::from_secs(2)));
-    let first = patient.and_then(|()| stream.read(&mut [0]));
-    match first {
-        Ok(len) => len > 0,
-        Err(e) => e.kind() != IoKind::ConnectionReset,
-    }
+fn answers(mut stream: &UnixStream, question: &[u8]) -> bool {
+    let patient = stream.set_read_timeout(Some(ANSWER)).and_then(|()| stream.set_write_timeout(Some(ANSWER)));
+    let asked = patient.and_then(|()| stream.write_all(question));
+    asked.and_then(|()| stream.read(&mut [0])).is_ok_and(|len| len > 0)
 }
 
 fn busy(path: &Path) -> Error {
@@ -183,14 +196,15 @@ fn busy(path: &Path) -> Error {
 
 /// Gives the socket at `temporary` the name `wanted`. `link` fails where a name exists, so of two servers that
 /// start at the same moment one gets the name and the other is told.
-fn name_socket(temporary: &Path, wanted: &Path) -> Result<Published> {
+fn name_socket(name: &PendingName) -> Result<Published> {
+    let PendingName { temporary, wanted, question } = name;
     let failed = |e| Error::io("cannot make the socket appear", e).at_path(wanted);
     if let Err(e) = fs::hard_link(temporary, wanted) {
         if e.kind() != IoKind::AlreadyExists {
             return Err(failed(e));
         }
-        refuse_busy(wanted)?;
-        take_over(temporary, wanted)?;
+        refuse_busy(wanted, question)?;
+        take_over(name)?;
     }
     let meta = fs::symlink_metadata(wanted).map_err(failed)?;
     Ok(Published { path: wanted.to_owned(), inode: (meta.dev(), meta.ino()) })
@@ -198,14 +212,14 @@ fn name_socket(temporary: &Path, wanted: &Path) -> Result<Published> {
 
 /// Puts our socket in the place of one that nobody answers. By now another server may have done the same, so what is
 /// there is moved aside and looked at once more before it is removed; one that lives gets its name back.
-fn take_over(temporary: &Path, wanted: &Path) -> Result<()> {
+fn take_over(PendingName { temporary, wanted, question }: &PendingName) -> Result<()> {
     let failed = |e| Error::io("cannot replace the socket of a dead server", e).at_path(wanted);
     let aside = temporary.with_extension("old");
     match fs::rename(wanted, &aside) {
         Err(e) if e.kind() != IoKind::NotFound => return Err(failed(e)),
         Err(_) => {}
         Ok(()) => {
-            let alive = refuse_busy(&aside).is_err();
+            let alive = refuse_busy(&aside, question).is_err();
             let back = if alive { fs::hard_link(&aside, wanted) } else { Ok(()) };
             fs::remove_file(&aside).and(back).map_err(failed)?;
         }
@@ -217,20 +231,24 @@ fn take_over(temporary: &Path, wanted: &Path) -> Result<()> {
 }
 
 impl Published {
-    /// The name of a socket that another process has made and that is ours from now on.
-    ///
-    /// # Errors
-    /// The system's.
-    pub fn adopt(path: &Path) -> Result<Self> {
-        let meta = fs::symlink_metadata(path).map_err(|e| Error::io("look at a socket", e)).at_path(path)?;
-        Ok(Self { path: path.to_owned(), inode: (meta.dev(), meta.ino()) })
+    /// The name of a socket that is another process's to remove, until [`Published::take`].
+    fn of_another(path: &Path) -> Self {
+        Self { path: path.to_owned(), inode: NOBODYS }
+    }
+
+    /// The name is ours to remove from now on, if it is still there.
+    pub fn take(&mut self) {
+        self.inode = fs::symlink_metadata(&self.path).map_or(NOBODYS, |meta| (meta.dev(), meta.ino()));
     }
 
     /// Leaves the name to another process.
-    pub fn leave(mut self) {
-        self.inode = (0, 0);
+    pub fn leave(&mut self) {
+        self.inode = NOBODYS;
     }
 }
+
+/// No file has this number.
+const NOBODYS: (u64, u64) = (0, 0);
 
 impl Drop for Published {
     fn drop(&mut self) {
@@ -247,6 +265,16 @@ mod tests {
 
     fn bound(path: &Path) -> Result<(OwnedFd, Option<Published>)> {
         Bound::new(&Address::Unix(path.to_owned()))?.publish()
+    }
+
+    /// Says a word to everybody who connects, as an NBD server does.
+    fn greet(fd: &OwnedFd) -> std::thread::JoinHandle<()> {
+        let listener = UnixListener::from(fd.try_clone().unwrap());
+        std::thread::spawn(move || {
+            while let Ok((mut stream, _)) = listener.accept() {
+                stream.write_all(b"N").unwrap();
+            }
+        })
     }
 
     #[test]
@@ -266,13 +294,30 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
         let (fd, first) = bound(&path).unwrap();
+        let greeter = greet(&fd);
         assert_eq!(bound(&path).unwrap_err().kind(), ErrorKind::Busy);
+        rustix::net::shutdown(&fd, rustix::net::Shutdown::Both).unwrap();
+        greeter.join().unwrap();
         drop(fd);
         let (_second_fd, second) = bound(&path).unwrap();
         drop(first);
         assert!(UnixStream::connect(&path).is_ok(), "the first must not remove the second's");
         drop(second);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_server_that_is_spoken_to_answers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.read_exact(&mut [0; 3]).unwrap();
+            stream.write_all(b"!").unwrap();
+        });
+        let bound = Bound::after_asking(&Address::Unix(path), b"ho?".to_vec());
+        assert_eq!(bound.unwrap_err().kind(), ErrorKind::Busy);
     }
 
     #[test]
@@ -290,9 +335,11 @@ mod tests {
     fn a_server_that_came_first_keeps_its_name() {
         let dir = tempfile::tempdir().unwrap();
         let (path, other) = (dir.path().join("s"), dir.path().join("other"));
-        let (_fd, _published) = bound(&path).unwrap();
+        let (fd, _published) = bound(&path).unwrap();
+        greet(&fd);
         let _second = UnixListener::bind(&other).unwrap();
-        assert_eq!(take_over(&other, &path).unwrap_err().kind(), ErrorKind::Busy);
+        let name = PendingName { temporary: other, wanted: path.clone(), question: Vec::new() };
+        assert_eq!(take_over(&name).unwrap_err().kind(), ErrorKind::Busy);
         UnixStream::connect(&path).expect("the first still answers");
         let mut names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         names.sort();

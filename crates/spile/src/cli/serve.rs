@@ -6,9 +6,11 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use clap::Args;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::{CacheMode, Config, Engine, EngineKind};
 use spile_front_nbd::{ServerConfig, TlsConfig};
+use spile_front_vhost::Handover;
 use spile_image::Format;
 
 use super::{Exit, ParentArgs, complain, parse_cache, parse_format, try_say};
@@ -16,7 +18,7 @@ use crate::disks::DiskSpec;
 use crate::listen::{self, Bound, Published};
 use crate::log;
 use crate::notify::notify;
-use crate::serving::control::{self, Answer, Event, Link, Request};
+use crate::serving::control::{self, Answer, Asked, Event, Link, Request};
 use crate::serving::disks::{self, Open, Opening, find};
 use crate::serving::fronts::{self, Fronts, Listening, Options, Role, Socket, VhostSpec};
 use crate::serving::takeover::{self, Estate};
@@ -54,6 +56,11 @@ pub struct ServeArgs {
     /// Queues that a virtual machine may use for a disk at most
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), default_value = "16")]
     queues: u16,
+    /// Register the memory of virtual machines with io_uring: direct I/O then costs a little less. It pins that memory: not
+    /// for guests with a balloon, free page reporting or virtio-mem, whose data would go to pages that they have given up.
+    /// What exceeds the limit on locked memory is served unregistered
+    #[arg(long)]
+    pin_memory: bool,
     /// Microseconds that a worker looks for requests of its guests at most before it sleeps. It does so only while that pays
     /// and never for an idle disk; 0 switches it off
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=10_000), default_value_t = Config::POLL.as_micros() as u32)]
@@ -109,15 +116,20 @@ fn parse_engine(text: &str) -> Result<EngineKind, String> {
 /// When a disk cannot be opened or closed, or an address cannot be listened on.
 pub fn run(args: &ServeArgs) -> Result<Exit> {
     log::to_stderr();
+    raise_file_limit();
     let signals = EndSignals::block()?;
     let mut config = Config { kind: args.engine, poll: Duration::from_micros(args.poll.into()), ..Config::default() };
     config.workers = args.workers.map_or(config.workers, usize::from);
     let engine = Engine::start(config)?;
-    let passed = listen::from_systemd()?;
-    // Everything that can be made ready is, before the running server is asked to stop.
-    let mut estate = estate(args, &passed)?;
-    let sockets = sockets(args, passed, estate.as_mut())?;
-    let mut serving = Serving { args, opening: opening(args), engine, disks: Vec::new(), listening: Vec::new() };
+    let opening = opening(args);
+    let places = places(args, &opening)?;
+    let passed = passed()?;
+    let options = Options { nbd: nbd_config(args), queues: args.queues, pins_memory: args.pin_memory };
+    let fronts = Fronts::of_nothing(&engine, &options)?;
+    // What can be found out is, before the running server is asked to stop.
+    let mut estate = estate(args, &places, &passed)?;
+    let sockets = sockets(places, passed, estate.as_mut())?;
+    let mut serving = Serving { opening, options, engine, fronts, disks: Vec::new(), listening: Vec::new() };
     let served = serving.run(sockets, estate, signals);
     let Serving { engine, disks, .. } = serving;
     // Also after a failure: what is open is to be left as other programs expect it.
@@ -126,11 +138,19 @@ pub fn run(args: &ServeArgs) -> Result<Exit> {
     closed.map(|()| Exit::Ok)
 }
 
+/// Takes all the descriptors that we are allowed: a guest of many queues needs a hundred, and twice that while it is handed
+/// over. Where it cannot be, fewer are served.
+fn raise_file_limit() {
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
+
 /// A server at work.
-struct Serving<'a> {
-    args: &'a ServeArgs,
+struct Serving {
     opening: Opening,
+    options: Options,
     engine: Engine,
+    fronts: Fronts,
     disks: Vec<Open>,
     listening: Vec<Listening>,
 }
@@ -139,133 +159,161 @@ struct Serving<'a> {
 enum Fate {
     /// It ends.
     Ends,
-    /// Another goes on with all it had.
-    Succeeded,
+    /// Another goes on with all it had, and will have told so when it hangs up here.
+    Succeeded(Asked),
 }
 
-impl Serving<'_> {
+impl Serving {
     /// Serves until a signal or a successor comes, and then until what is in flight is answered.
-    fn run(&mut self, sockets: Vec<Socket>, estate: Option<Estate>, signals: EndSignals) -> Result<()> {
-        self.opening.open(&self.engine, &mut self.disks)?;
+    fn run(&mut self, sockets: Vec<Socket>, mut estate: Option<Estate>, signals: EndSignals) -> Result<()> {
         let roles: Vec<Role> = sockets.iter().map(|socket| socket.role.clone()).collect();
-        let mut fronts = Fronts::new(&self.engine, &self.disks, &self.options(), roles.iter())?;
-        let lines = fronts::describe(&self.disks, &sockets, self.args.tls_required);
+        self.open(&roles)?;
+        let lines = fronts::describe(&self.disks, &sockets, self.options.is_tls_required());
         let (sender, events) = mpsc::channel();
-        let served = self.start(&fronts, sockets, estate, &sender).and_then(|()| {
-            until_ready(&lines, signals, sender);
-            self.hear(&mut fronts, &roles, &events)
+        let served = self.start(sockets, estate.as_mut(), &sender).and_then(|()| {
+            until_ready(&lines, estate.is_some(), signals, sender);
+            // Who served before us ends now.
+            drop(estate);
+            self.hear(&roles, &events)
         });
         match served {
-            Ok(Fate::Succeeded) => {
-                self.listening.drain(..).for_each(|socket| socket.published.into_iter().for_each(Published::leave));
+            Ok(Fate::Succeeded(mut asked)) => {
+                self.listening.iter_mut().filter_map(|socket| socket.published.as_mut()).for_each(Published::leave);
+                takeover::wait_for_news(&mut asked.link);
                 return Ok(());
             }
-            Ok(Fate::Ends) | Err(_) => fronts.stop(),
+            Ok(Fate::Ends) | Err(_) => self.fronts.stop(),
         }
         // Nobody answers there any more, and a second signal shall leave no name behind.
         self.listening.clear();
-        fronts.wait_drained();
+        self.fronts.wait_drained();
         served.map(|_| ())
     }
 
-    fn options(&self) -> Options {
-        Options { nbd: nbd_config(self.args), queues: self.args.queues }
+    /// Opens the disks and makes their servers, for sockets of these roles. They serve nobody yet.
+    fn open(&mut self, roles: &[Role]) -> Result<()> {
+        self.opening.open(&self.engine, &mut self.disks)?;
+        self.fronts = Fronts::new(&self.engine, &self.disks, &self.options, roles)?;
+        Ok(())
     }
 
-    /// Listens, and goes on with what a server before us had.
-    fn start(
-        &mut self,
-        fronts: &Fronts,
-        sockets: Vec<Socket>,
-        estate: Option<Estate>,
-        events: &mpsc::Sender<Event>,
-    ) -> Result<()> {
+    /// Goes on with what a server before us had, and listens.
+    fn start(&mut self, sockets: Vec<Socket>, estate: Option<&mut Estate>, events: &mpsc::Sender<Event>) -> Result<()> {
         for socket in sockets {
-            let is_control = socket.role == Role::Control;
-            let listening = fronts.listen(socket)?;
-            if is_control {
-                control::listen(duplicate(&listening.fd)?, control::to(events.clone()))?;
+            self.listening.push(Listening::publish(socket)?);
+        }
+        let shares = self.share_sockets()?;
+        if let Some(estate) = estate {
+            // The last thing that may fail: from its word on, the other server does not go on.
+            estate.confirm()?;
+            self.listening.iter_mut().filter_map(|socket| socket.published.as_mut()).for_each(Published::take);
+            self.adopt(std::mem::take(&mut estate.connections));
+        }
+        let control = self.listening.iter().position(|socket| socket.role == Role::Control);
+        self.listen(shares)?;
+        control.map_or(Ok(()), |at| control::listen(self.listening[at].share()?, events.clone()))
+    }
+
+    fn share_sockets(&self) -> Result<Vec<OwnedFd>> {
+        self.listening.iter().map(Listening::share).collect()
+    }
+
+    /// Has the servers listen on shares of their sockets.
+    fn listen(&self, shares: Vec<OwnedFd>) -> Result<()> {
+        let mut sockets = self.listening.iter().zip(shares);
+        sockets.try_for_each(|(socket, fd)| self.fronts.listen(&socket.role, fd))
+    }
+
+    /// Goes on with guests' connections. A guest that cannot be served is hung up on, and may connect again.
+    fn adopt(&self, connections: Vec<(String, Handover)>) {
+        for (export, connection) in connections {
+            if let Err(error) = self.fronts.adopt(&export, connection) {
+                complain(format_args!("a guest of export {export:?} is lost: {error}"));
             }
-            self.listening.push(listening);
         }
-        let Some(mut estate) = estate else { return Ok(()) };
-        for (export, connection) in std::mem::take(&mut estate.connections) {
-            fronts.adopt(&export, connection)?;
-        }
-        estate.confirm()
     }
 
     /// Does what is asked until the end.
-    fn hear(&mut self, fronts: &mut Fronts, roles: &[Role], events: &mpsc::Receiver<Event>) -> Result<Fate> {
+    fn hear(&mut self, roles: &[Role], events: &mpsc::Receiver<Event>) -> Result<Fate> {
         // The threads that send end with the process only.
-        while let Ok(event) = events.recv() {
-            match event {
-                Event::Signal => break,
-                Event::Asked(link, Request::Resize { export, size_bytes }) => {
-                    let answer = match self.resize(fronts, &export, size_bytes) {
-                        Ok(()) => Answer::Done,
-                        Err(error) => Answer::Error(error.to_string()),
-                    };
-                    let _ = link.send(&answer, &[]);
-                }
-                Event::Asked(link, Request::TakeOver { sockets }) => {
-                    if self.hand_over(fronts, roles, link, &sockets)? {
-                        return Ok(Fate::Succeeded);
-                    }
-                }
-            }
+        while let Ok(Event::Asked(mut asked)) = events.recv() {
+            let done = match &asked.request {
+                Request::Resize { export, size_bytes } => self.resize(export, *size_bytes),
+                Request::TakeOver { sockets, queues } => match self.prepare(sockets, *queues) {
+                    Ok(nothing) => match self.hand_over(nothing, roles, &mut asked.link)? {
+                        None => return Ok(Fate::Succeeded(asked)),
+                        Some(failure) => Err(failure),
+                    },
+                    Err(refusal) => Err(refusal),
+                },
+            };
+            asked.answer(&done);
         }
         Ok(Fate::Ends)
     }
 
-    fn resize(&self, fronts: &Fronts, export: &str, size_bytes: u64) -> Result<()> {
-        let open = find(&self.disks, export)
-            .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("no disk is exported as {export:?}")))?;
+    fn resize(&self, export: &str, size_bytes: u64) -> Result<()> {
+        let open = find(&self.disks, export)?;
         let disk = open.disk.clone();
         self.engine.run_on(0, move || async move { disk.resize(size_bytes).await })?;
-        fronts.tell_resized(open);
+        self.fronts.tell_resized(open);
         Ok(())
     }
 
-    /// Gives everything to the process at the other end. When that fails, goes on as before and returns false.
-    fn hand_over(&mut self, fronts: &mut Fronts, roles: &[Role], mut link: Link, its: &[String]) -> Result<bool> {
-        let unknown = takeover::unknown(&self.listening, its);
-        if !unknown.is_empty() {
-            let what = format!("the successor does not listen on {}", unknown.join(", "));
-            let _ = link.send(&Answer::Error(what), &[]);
-            return Ok(false);
+    /// Finds out whether a successor with these sockets and queues can go on with what we have, and whether we can when
+    /// it fails. Returns what is in our servers' place while they are handed over.
+    fn prepare(&self, its_sockets: &[String], its_queues: u16) -> Result<Fronts> {
+        takeover::compare(&self.listening, self.options.queues, its_sockets, its_queues)?;
+        if !self.opening.is_lasting() {
+            return Err(Error::new(ErrorKind::Unsupported, "a disk in memory (mem:) would be empty"));
         }
-        disks::flush(&self.engine, &self.disks);
-        let nothing = Fronts::new(&self.engine, &[], &self.options(), [].iter())?;
-        let connections = std::mem::replace(fronts, nothing).hand_over();
-        let closed = disks::close(&self.engine, std::mem::take(&mut self.disks), Ok(()));
-        if closed.is_ok() && takeover::give(&mut link, &self.listening, &connections) {
-            return Ok(true);
+        let nothing = Fronts::of_nothing(&self.engine, &self.options)?;
+        // Guests whose disk cannot be flushed have to be told so, when they flush. That a disk opened anew could not.
+        disks::flush(&self.engine, &self.disks)?;
+        Ok(nothing)
+    }
+
+    /// Gives everything to the process at the other end. When that fails, goes on as before and returns why.
+    fn hand_over(&mut self, nothing: Fronts, roles: &[Role], link: &mut Link) -> Result<Option<Error>> {
+        let connections = std::mem::replace(&mut self.fronts, nothing).hand_over();
+        if let Err(error) = self.close() {
+            // What a guest believes to be durable may not be. It must not go on as if nothing had been.
+            let _ = link.send(&Answer::Error(format!("a disk could not be closed: {error}")), &[]);
+            return Err(error);
         }
-        complain("the successor does not serve; going on");
-        closed?;
-        drop(link);
-        self.opening.open(&self.engine, &mut self.disks)?;
-        *fronts = Fronts::new(&self.engine, &self.disks, &self.options(), roles.iter())?;
-        for (socket, role) in self.listening.iter().zip(roles) {
-            fronts.listen_on(role, duplicate(&socket.fd)?)?;
-        }
-        for (export, connection) in connections {
-            fronts.adopt(&export, connection)?;
-        }
-        Ok(false)
+        let mut given = takeover::give(link, &self.listening, &connections);
+        let failure = loop {
+            let Err(failure) = given.and_then(|()| takeover::give_the_word(link)) else { return Ok(None) };
+            complain(format_args!("nothing is handed over: {failure}"));
+            match self.open(roles) {
+                Ok(()) => break failure,
+                // Who is silent and has the disks may yet speak. Nobody else could serve them.
+                Err(error) if error.kind() == ErrorKind::Busy && failure.kind() == ErrorKind::TimedOut => {
+                    self.close()?;
+                    given = Ok(());
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        self.listen(self.share_sockets()?)?;
+        self.adopt(connections);
+        Ok(Some(failure))
+    }
+
+    fn close(&mut self) -> Result<()> {
+        disks::close(&self.engine, std::mem::take(&mut self.disks), Ok(()))
     }
 }
 
-fn duplicate(fd: &OwnedFd) -> Result<OwnedFd> {
-    fd.try_clone().map_err(|source| Error::io("duplicate a socket", source))
-}
-
 /// Says that the disks are served, and from then on passes on the signal that ends that.
-fn until_ready(lines: &[String], signals: EndSignals, events: mpsc::Sender<Event>) {
+fn until_ready(lines: &[String], is_successor: bool, signals: EndSignals, events: mpsc::Sender<Event>) {
     // Guests need their disks also when nobody reads this.
     lines.iter().for_each(|line| drop(try_say(line)));
-    notify(&format!("READY=1\nMAINPID={}", std::process::id()));
+    match is_successor {
+        // To the service manager another process is the main one.
+        true => notify(&format!("READY=1\nMAINPID={}", std::process::id())),
+        false => notify("READY=1"),
+    }
     signals.on_first(move |_| {
         notify("STOPPING=1");
         let _ = events.send(Event::Signal);
@@ -292,48 +340,67 @@ fn nbd_config(args: &ServeArgs) -> ServerConfig {
     ServerConfig { handshake_timeout: args.handshake_timeout, tls, ..ServerConfig::default() }
 }
 
-/// Where to listen: role and address.
-fn places(args: &ServeArgs) -> Result<Vec<(Role, Address)>> {
-    let unix = |path: &PathBuf| {
-        std::path::absolute(path).map(Address::Unix).map_err(|e| Error::io("find this folder's path", e))
-    };
+/// A place to listen, and its [`fronts::key`].
+struct Place {
+    role: Role,
+    address: Address,
+    key: String,
+}
+
+/// Where to listen.
+fn places(args: &ServeArgs, opening: &Opening) -> Result<Vec<Place>> {
     let mut places = Vec::new();
+    let mut add = |role, disk: Option<&str>, address: &Address| -> Result<()> {
+        let absolute = |path| std::path::absolute(path).map_err(|e| Error::io("find this folder's path", e));
+        let address = if let Address::Unix(path) = address { Address::Unix(absolute(path)?) } else { address.clone() };
+        if matches!(address, Address::Unix(_)) && places.iter().any(|place: &Place| place.address == address) {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("{address} is given twice")));
+        }
+        places.push(Place { key: fronts::key(&role, disk, Some(&address)), role, address });
+        Ok(())
+    };
     for address in &args.nbd {
-        let address = if let Address::Unix(path) = address { unix(path)? } else { address.clone() };
-        places.push((Role::Nbd, address));
+        add(Role::Nbd, None, address)?;
     }
     for spec in &args.vhost_user {
-        places.push((Role::Vhost(spec.export.clone()), unix(&spec.path)?));
+        let disk = opening.identity(&spec.export)?;
+        add(Role::Vhost(spec.export.clone()), Some(&disk), &Address::Unix(spec.path.clone()))?;
     }
     if let Some(path) = &args.control {
-        places.push((Role::Control, unix(path)?));
+        add(Role::Control, None, &Address::Unix(path.clone()))?;
     }
     Ok(places)
 }
 
+/// The sockets that systemd passed.
+fn passed() -> Result<Vec<Socket>> {
+    let bound = listen::from_systemd()?.into_iter();
+    let socket =
+        |bound: Bound| Socket { role: Role::Nbd, key: fronts::key(&Role::Nbd, None, bound.address.as_ref()), bound };
+    Ok(bound.map(socket).collect())
+}
+
 /// All that a running server gives, if we are to ask one.
-fn estate(args: &ServeArgs, passed: &[Bound]) -> Result<Option<Estate>> {
+fn estate(args: &ServeArgs, places: &[Place], passed: &[Socket]) -> Result<Option<Estate>> {
+    if passed.is_empty() && places.iter().all(|place| place.role == Role::Control) {
+        return Err(Error::new(ErrorKind::InvalidInput, "there is nowhere to listen")
+            .hint("say --vhost-user PATH, --nbd unix:PATH or --nbd tcp:HOST:PORT"));
+    }
     let Some(control) = args.control.as_ref().filter(|_| args.takeover) else { return Ok(None) };
-    let mut keys: Vec<_> = places(args)?.iter().map(|(role, address)| fronts::key(role, Some(address))).collect();
-    keys.extend(passed.iter().map(|bound| fronts::key(&Role::Nbd, bound.address.as_ref())));
-    takeover::ask(control, keys)
+    let keys = places.iter().map(|place| &place.key).chain(passed.iter().map(|socket| &socket.key));
+    takeover::ask(control, keys.cloned().collect(), args.queues)
 }
 
 /// The sockets to listen on: those passed by systemd, those taken over, and new ones for the rest.
-fn sockets(args: &ServeArgs, passed: Vec<Bound>, mut estate: Option<&mut Estate>) -> Result<Vec<Socket>> {
-    let mut sockets: Vec<Socket> = passed.into_iter().map(|bound| Socket { role: Role::Nbd, bound }).collect();
-    for (role, address) in places(args)? {
-        let key = fronts::key(&role, Some(&address));
+fn sockets(places: Vec<Place>, passed: Vec<Socket>, mut estate: Option<&mut Estate>) -> Result<Vec<Socket>> {
+    let mut sockets = passed;
+    for Place { role, address, key } in places {
         let taken = estate.as_mut().and_then(|estate| estate.take_socket(&key));
         let bound = match taken {
             Some(fd) => Bound::taken_over(fd, address),
-            None => Bound::new(&address)?,
+            None => Bound::after_asking(&address, role.question())?,
         };
-        sockets.push(Socket { role, bound });
-    }
-    if sockets.iter().all(|socket| socket.role == Role::Control) {
-        return Err(Error::new(ErrorKind::InvalidInput, "there is nowhere to listen")
-            .hint("say --vhost-user PATH, --nbd unix:PATH or --nbd tcp:HOST:PORT"));
+        sockets.push(Socket { role, key, bound });
     }
     Ok(sockets)
 }

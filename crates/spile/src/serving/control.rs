@@ -2,7 +2,8 @@
 //!
 //! A Unix socket; each message is one line of JSON, so that a person with `socat` can talk to it too. Descriptors travel
 //! beside the first byte of their line, and the line says how many. Only the user that runs the server, and root,
-//! are heard. One connection is heard at a time, and none may keep us waiting for long.
+//! are heard. One connection is heard at a time, and none may keep us waiting for long. After a request was heard
+//! nobody is before it is answered: when all is given to a successor, whoever comes next is the successor's.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
@@ -11,7 +12,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -45,6 +46,8 @@ pub enum Request {
     TakeOver {
         /// What it will listen on: the keys of sockets.
         sockets: Vec<String>,
+        /// Queues that its guests may use.
+        queues: u16,
     },
 }
 
@@ -84,13 +87,14 @@ pub struct Link {
     stream: UnixStream,
     bytes: Vec<u8>,
     fds: VecDeque<OwnedFd>,
+    patience: Duration,
 }
 
 impl Link {
     fn new(stream: UnixStream) -> Result<Self> {
-        let patient = stream.set_read_timeout(Some(PATIENCE)).and_then(|()| stream.set_write_timeout(Some(PATIENCE)));
+        let patient = stream.set_write_timeout(Some(PATIENCE));
         patient.map_err(|source| Error::io("prepare a control connection", source))?;
-        Ok(Self { stream, bytes: Vec::new(), fds: VecDeque::new() })
+        Ok(Self { stream, bytes: Vec::new(), fds: VecDeque::new(), patience: PATIENCE })
     }
 
     /// Connects to a server's control socket. `None` when nobody listens there.
@@ -107,10 +111,9 @@ impl Link {
         }
     }
 
-    /// Waits this long for the other side from now on.
-    pub fn set_patience(&self, patience: Duration) {
-        // Fails for a zero only.
-        let _ = self.stream.set_read_timeout(Some(patience));
+    /// Waits this long for each message from now on.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
     /// Sends a message with at most [`MAX_FDS`] descriptors.
@@ -142,6 +145,7 @@ impl Link {
     /// # Errors
     /// `Protocol` when it is no such message, or longer than any; `TimedOut` when it does not come.
     pub fn recv<T: DeserializeOwned>(&mut self) -> Result<Option<(T, Vec<OwnedFd>)>> {
+        let deadline = Instant::now() + self.patience;
         let end = loop {
             if let Some(end) = self.bytes.iter().position(|byte| *byte == b'\n') {
                 break end;
@@ -149,7 +153,7 @@ impl Link {
             if self.bytes.len() > MAX_LINE_BYTES {
                 return Err(Error::new(ErrorKind::Protocol, "a line on the control socket is too long"));
             }
-            if self.recv_some()? == 0 {
+            if self.recv_some(deadline)? == 0 {
                 return Ok(None);
             }
         };
@@ -163,17 +167,21 @@ impl Link {
         Ok(Some((line.message, self.fds.drain(..line.fds).collect())))
     }
 
-    fn recv_some(&mut self) -> Result<usize> {
+    fn recv_some(&mut self, deadline: Instant) -> Result<usize> {
+        let silent = || Error::new(ErrorKind::TimedOut, "the other side of the control socket says nothing");
+        // Who sends byte by byte has no more time than others. None is left where the time-out would be zero.
+        let left = deadline.saturating_duration_since(Instant::now());
+        self.stream.set_read_timeout(Some(left)).map_err(|_| silent())?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut chunk = [0; 64 << 10];
         let result = recvmsg(&self.stream, &mut [IoSliceMut::new(&mut chunk)], &mut control, RecvFlags::CMSG_CLOEXEC);
         let count = match result {
             Ok(received) => received.bytes,
-            Err(Errno::INTR) => return self.recv_some(),
-            Err(Errno::AGAIN) => {
-                return Err(Error::new(ErrorKind::TimedOut, "the other side of the control socket says nothing"));
-            }
+            Err(Errno::INTR) => return self.recv_some(deadline),
+            Err(Errno::AGAIN) => return Err(silent()),
+            // It has hung up with something of ours unread.
+            Err(Errno::CONNRESET) => return Ok(0),
             Err(errno) => return Err(Error::io("receive on the control socket", errno.into())),
         };
         for message in control.drain() {
@@ -193,7 +201,8 @@ impl Link {
     /// # Errors
     /// What the server answers, or the conversation's own.
     pub fn ask(&mut self, request: &Request) -> Result<()> {
-        self.send(request, &[])?;
+        // Whoever does not listen to us says so before it hangs up.
+        let _ = self.send(request, &[]);
         match self.recv()? {
             Some((Answer::Done, _)) => Ok(()),
             Some((Answer::Error(what), _)) => Err(Error::new(ErrorKind::Io, what)),
@@ -218,45 +227,78 @@ pub fn unexpected(answer: Option<&Answer>) -> Error {
     }
 }
 
-/// Hears the control socket on a thread of its own, and passes on what is asked, with the way to answer.
+/// Something for the server's main thread.
+pub enum Event {
+    /// A signal that ends it.
+    Signal,
+    /// Something was asked.
+    Asked(Asked),
+}
+
+/// Something that was asked.
+pub struct Asked {
+    /// What.
+    pub request: Request,
+    /// To answer.
+    pub link: Link,
+    /// Nobody else is heard before something is sent here, and nobody at all once it is dropped.
+    go_on: mpsc::Sender<()>,
+}
+
+impl Asked {
+    /// Answers that it is done, or why not; then others are heard again.
+    pub fn answer(self, done: &Result<()>) {
+        let answer = done.as_ref().map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done);
+        // Who has gone does not hear it. The thread that is told waits for just that.
+        let _ = self.link.send(&answer, &[]);
+        let _ = self.go_on.send(());
+    }
+}
+
+/// Hears the control socket on a thread of its own, and passes on what is asked, one request after the other.
 ///
 /// # Errors
 /// When the thread cannot be started.
-pub fn listen(fd: OwnedFd, sink: impl Fn(Link, Request) -> bool + Send + 'static) -> Result<()> {
+pub fn listen(fd: OwnedFd, events: mpsc::Sender<Event>) -> Result<()> {
     let listener = UnixListener::from(fd);
     let thread = std::thread::Builder::new().name("spile-control".to_owned());
     let body = move || {
         for stream in listener.incoming() {
-            let Ok(mut link) = stream.map_err(|e| Error::io("accept", e)).and_then(Link::new) else { continue };
-            if !link.is_ours() {
-                let _ = link.send(&Answer::Error("only the server's own user and root are heard".to_owned()), &[]);
+            // Such as for want of descriptors, and then the next try fails as well.
+            let Ok(stream) = stream else {
+                std::thread::sleep(ACCEPT_REST);
                 continue;
-            }
-            match link.recv::<Request>() {
-                Ok(Some((request, _))) => {
-                    if !sink(link, request) {
-                        return;
-                    }
-                }
-                Ok(None) => {}
-                Err(error) => drop(link.send(&Answer::Error(error.to_string()), &[])),
+            };
+            if !hear(stream, &events) {
+                return;
             }
         }
     };
     thread.spawn(body).map(drop).map_err(|e| Error::io("start a thread for the control socket", e))
 }
 
-/// Something for the server's main thread.
-pub enum Event {
-    /// A signal that ends it.
-    Signal,
-    /// Something was asked.
-    Asked(Link, Request),
-}
+/// After an accept that failed, this long a rest.
+const ACCEPT_REST: Duration = Duration::from_millis(100);
 
-/// A sink of [`listen`] that passes everything on to `events`.
-pub fn to(events: mpsc::Sender<Event>) -> impl Fn(Link, Request) -> bool {
-    move |link, request| events.send(Event::Asked(link, request)).is_ok()
+/// Hears one connection; false when nobody is to be heard any more.
+fn hear(stream: UnixStream, events: &mpsc::Sender<Event>) -> bool {
+    let Ok(mut link) = Link::new(stream) else { return true };
+    let refuse = |link: &Link, what| drop(link.send(&Answer::Error(what), &[]));
+    if !link.is_ours() {
+        refuse(&link, "only the server's own user and root are heard".to_owned());
+        return true;
+    }
+    match link.recv::<Request>() {
+        Ok(Some((request, _))) => {
+            let (go_on, answered) = mpsc::channel();
+            events.send(Event::Asked(Asked { request, link, go_on })).is_ok() && answered.recv().is_ok()
+        }
+        Ok(None) => true,
+        Err(error) => {
+            refuse(&link, error.to_string());
+            true
+        }
+    }
 }
 
 #[cfg(test)]

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use spile_core::{Disk, ErrorKind, Result};
+use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::{AnyStore, CacheMode, Engine};
 use spile_image::{Aligned, Chain, Format, OpenOptions};
 
 use crate::cli::complain;
-use crate::disks::{self, DiskSpec};
+use crate::disks::{self, DiskSpec, Source};
 
 /// How often and how long apart a busy disk is tried.
 const BUSY_ATTEMPTS: u32 = 100;
@@ -46,6 +46,27 @@ pub struct Opening {
 }
 
 impl Opening {
+    /// What will be exported under `name`, by which a server and its successor know that they mean the same disk.
+    ///
+    /// # Errors
+    /// `NotFound` with the names that there are.
+    pub fn identity(&self, name: &str) -> Result<String> {
+        let names = export_names(&self.specs);
+        let number = names.iter().position(|names| names.iter().any(|other| other == name));
+        let spec = number.map(|number| &self.specs[number]).ok_or_else(|| no_export(&names, name))?;
+        let path = match &spec.source {
+            // One that is not there cannot be opened either, which is told then.
+            Source::File(path) => std::fs::canonicalize(path).unwrap_or_else(|_| path.clone()).display().to_string(),
+            other => other.label(),
+        };
+        Ok(if spec.read_only { format!("{path}, read-only") } else { path })
+    }
+
+    /// True when all that is written stays when the disks are closed.
+    pub fn is_lasting(&self) -> bool {
+        !self.specs.iter().any(|spec| matches!(spec.source, Source::Mem(_)))
+    }
+
     /// Opens the disks; those that were opened before one failed are in `into`.
     ///
     /// # Errors
@@ -92,12 +113,15 @@ impl Opening {
     }
 }
 
-/// Flushes the disks, so that closing them soon after takes little time. A failure is told by that close.
-pub fn flush(engine: &Engine, disks: &[Open]) {
-    for open in disks {
+/// Flushes the disks, so that closing them soon after takes little time.
+///
+/// # Errors
+/// The first failure.
+pub fn flush(engine: &Engine, disks: &[Open]) -> Result<()> {
+    disks.iter().try_for_each(|open| {
         let disk = open.disk.clone();
-        let _ = engine.run_on(0, move || async move { disk.flush().await });
-    }
+        engine.run_on(0, move || async move { disk.flush().await })
+    })
 }
 
 /// Closes the disks, each whatever became of the others. The first error, `result`'s before all, is returned; the
@@ -132,8 +156,18 @@ fn export_names(disks: &[DiskSpec]) -> Vec<Vec<String>> {
 }
 
 /// The disk that is exported under `name`.
-pub fn find<'a>(disks: &'a [Open], name: &str) -> Option<&'a Open> {
-    disks.iter().find(|open| open.names.iter().any(|other| other == name))
+///
+/// # Errors
+/// `NotFound` with the names that there are.
+pub fn find<'a>(disks: &'a [Open], name: &str) -> Result<&'a Open> {
+    let found = disks.iter().find(|open| open.names.iter().any(|other| other == name));
+    found.ok_or_else(|| no_export(disks.iter().map(|open| &open.names), name))
+}
+
+fn no_export<'a>(known: impl IntoIterator<Item = &'a Vec<String>>, name: &str) -> Error {
+    let known: Vec<_> = known.into_iter().flatten().map(|name| format!("{name:?}")).collect();
+    Error::new(ErrorKind::NotFound, format!("no disk is exported as {name:?}"))
+        .hint(format!("the exports are {}", known.join(", ")))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The servers over the open disks, and the sockets that they listen on.
 
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -62,6 +62,19 @@ pub enum Role {
     Control,
 }
 
+impl Role {
+    /// What a live server in this role answers: nothing where it speaks first.
+    pub fn question(&self) -> Vec<u8> {
+        match self {
+            Self::Nbd => Vec::new(),
+            // vhost-user's GET_FEATURES: request 1, version 1, no payload.
+            Self::Vhost(_) => [1u32, 1, 0].iter().flat_map(|word| word.to_ne_bytes()).collect(),
+            // No request, so it is refused.
+            Self::Control => b"\n".to_vec(),
+        }
+    }
+}
+
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -72,46 +85,72 @@ impl fmt::Display for Role {
     }
 }
 
+/// By which a server and its successor know a socket: what it is for (with the identity of its disk, if it has one), and
+/// where it is.
+pub fn key(role: &Role, disk: Option<&str>, address: Option<&Address>) -> String {
+    let disk = disk.map_or(String::new(), |disk| format!(" ({disk})"));
+    match address {
+        Some(address) => format!("{role}{disk} {address}"),
+        None => format!("{role}{disk} (passed)"),
+    }
+}
+
 /// A socket on its way to its server.
 pub struct Socket {
     /// Who listens there.
     pub role: Role,
+    /// As of [`key`].
+    pub key: String,
     /// The socket.
     pub bound: Bound,
 }
 
-impl Socket {
-    /// By which a server and its successor know it.
-    pub fn key(&self) -> String {
-        key(&self.role, self.bound.address.as_ref())
-    }
-}
-
-/// A role and an address as one word.
-pub fn key(role: &Role, address: Option<&Address>) -> String {
-    match address {
-        Some(address) => format!("{role} {address}"),
-        None => format!("{role} (passed)"),
-    }
-}
-
 /// A socket that its server listens on.
 pub struct Listening {
-    /// As [`Socket::key`].
+    /// Who listens there.
+    pub role: Role,
+    /// As of [`key`].
     pub key: String,
-    /// To hand it over.
+    /// The socket, for its server and to hand it over.
     pub fd: OwnedFd,
     /// Its name in the file system.
     pub published: Option<Published>,
 }
 
+impl Listening {
+    /// Makes a socket appear under its name.
+    ///
+    /// # Errors
+    /// `Busy` when another server came first; the system's.
+    pub fn publish(Socket { role, key, bound }: Socket) -> Result<Self> {
+        let (fd, published) = bound.publish()?;
+        Ok(Self { role, key, fd, published })
+    }
+
+    /// Another share of the socket.
+    ///
+    /// # Errors
+    /// `Exhausted` when descriptors are short.
+    pub fn share(&self) -> Result<OwnedFd> {
+        self.fd.try_clone().map_err(|source| Error::io("duplicate a socket", source))
+    }
+}
+
 /// How the fronts are to behave.
-#[derive(Clone)]
 pub struct Options {
     /// The NBD server.
     pub nbd: NbdConfig,
     /// Queues that a guest may use.
     pub queues: u16,
+    /// Register guests' memory with the workers' rings.
+    pub pins_memory: bool,
+}
+
+impl Options {
+    /// NBD clients have to use TLS.
+    pub fn is_tls_required(&self) -> bool {
+        self.nbd.tls.as_ref().is_some_and(|tls| tls.required)
+    }
 }
 
 struct Vhost {
@@ -130,12 +169,7 @@ impl Fronts {
     ///
     /// # Errors
     /// `NotFound` when a role names no export; `InvalidInput` when names or counts are not allowed.
-    pub fn new<'a>(
-        engine: &Engine,
-        disks: &[Open],
-        options: &Options,
-        roles: impl Iterator<Item = &'a Role>,
-    ) -> Result<Self> {
+    pub fn new(engine: &Engine, disks: &[Open], options: &Options, roles: &[Role]) -> Result<Self> {
         let nbd = NbdServer::new(engine.clone(), options.nbd.clone(), exports(disks))?;
         let mut vhost: Vec<Vhost> = Vec::new();
         for role in roles {
@@ -143,11 +177,12 @@ impl Fronts {
             if vhost.iter().any(|other| other.export == *export) {
                 continue;
             }
-            let open = find(disks, export).ok_or_else(|| no_export(disks, export))?;
+            let open = find(disks, export)?;
             let config = VhostConfig {
                 name: open.label.clone(),
                 serial: open.serial.clone(),
                 queues: options.queues,
+                pins_memory: options.pins_memory,
                 read_only: open.read_only,
                 ..VhostConfig::default()
             };
@@ -157,26 +192,23 @@ impl Fronts {
         Ok(Self { nbd, vhost })
     }
 
+    /// Servers of no disk. That they can be made shows that the options will do.
+    ///
+    /// # Errors
+    /// As [`Fronts::new`].
+    pub fn of_nothing(engine: &Engine, options: &Options) -> Result<Self> {
+        Self::new(engine, &[], options, &[])
+    }
+
     fn vhost(&self, export: &str) -> Option<&VhostServer<ServedDisk>> {
         self.vhost.iter().find(|vhost| vhost.export == export).map(|vhost| &vhost.server)
     }
 
-    /// Has the server of its role listen on a socket, and makes it appear.
-    ///
-    /// # Errors
-    /// `Busy` when another server came first; the system's.
-    pub fn listen(&self, socket: Socket) -> Result<Listening> {
-        let (role, key) = (socket.role.clone(), socket.key());
-        let (fd, published) = socket.bound.publish()?;
-        self.listen_on(&role, fd.as_fd().try_clone_to_owned().map_err(|source| Error::io("listen", source))?)?;
-        Ok(Listening { key, fd, published })
-    }
-
-    /// Has the server of its role listen on a descriptor.
+    /// Has the server of its role listen on a descriptor. The control socket is none of theirs.
     ///
     /// # Errors
     /// When it is no listening socket.
-    pub fn listen_on(&self, role: &Role, fd: OwnedFd) -> Result<()> {
+    pub fn listen(&self, role: &Role, fd: OwnedFd) -> Result<()> {
         match role {
             Role::Nbd => self.nbd.listen(fd),
             Role::Vhost(export) => self.vhost(export).map_or(Ok(()), |server| server.listen(fd)),
@@ -184,13 +216,15 @@ impl Fronts {
         }
     }
 
-    /// Guests' connections, all at a time: which export, and the connection. The servers end.
+    /// Guests' connections: which export, and the connection. The servers end, beside each other.
     pub fn hand_over(self) -> Vec<(String, Handover)> {
         self.nbd.stop();
-        let mut all = Vec::new();
-        for vhost in &self.vhost {
-            all.extend(vhost.server.hand_over().into_iter().map(|handover| (vhost.export.clone(), handover)));
-        }
+        let all = std::thread::scope(|scope| {
+            let end = |vhost: &'_ Vhost| (vhost.export.clone(), vhost.server.hand_over());
+            let threads: Vec<_> = self.vhost.iter().map(|vhost| scope.spawn(move || end(vhost))).collect();
+            let ended = threads.into_iter().map(|thread| thread.join().expect("handing over does not panic"));
+            ended.flat_map(|(export, connections)| connections.into_iter().map(move |c| (export.clone(), c))).collect()
+        });
         self.nbd.wait_drained(HANDOVER_PATIENCE);
         all
     }
@@ -225,12 +259,6 @@ impl Fronts {
             complain("hung up on clients that did not take their replies");
         }
     }
-}
-
-fn no_export(disks: &[Open], name: &str) -> Error {
-    let known: Vec<_> = disks.iter().flat_map(|open| &open.names).map(|name| format!("{name:?}")).collect();
-    Error::new(ErrorKind::NotFound, format!("no disk is exported as {name:?}"))
-        .hint(format!("say export=NAME with one of {}", known.join(", ")))
 }
 
 fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {

@@ -1,16 +1,25 @@
 //! A planned restart: the running server gives its sockets, its guests' connections and its disks to a new process.
 //!
 //! The old server first finds out whether the new one will listen on everything it has; only then does it stop, answer what
-//! is in flight, and close its disks, which frees their locks. The new one opens them and goes on with the same sockets
-//! and connections: guests see a pause, and nothing else. Until the new server says that it serves, the old one keeps
-//! a share of every descriptor; when the new one fails or falls silent, the old one opens its disks again and goes on.
+//! is in flight, and close its disks, which frees their locks. It gives shares of all descriptors to the new one, which
+//! opens the disks and says that it is ready. The old one's word then makes it the server: guests see a pause, and
+//! nothing else. Before that word the new one leaves the guests' queues alone, for the old one goes on where they were
+//! when the new one fails or falls silent; after it the old one does nothing any more.
+//!
+//! | old | new |
+//! |---|---|
+//! | | `TakeOver`: the sockets' keys, the count of queues |
+//! | `Error` if that does not do; else stops, closes, `Socket`s, `Connection`s with `Fds`, `End` | |
+//! | | opens, `Done` |
+//! | `Done` | serves, tells the service manager, hangs up |
+//! | ends | |
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_front_vhost::Handover;
 
 use super::control::{Answer, Link, MAX_FDS, Request, unexpected};
@@ -26,12 +35,19 @@ pub struct Estate {
 }
 
 impl Estate {
-    /// Tells the old server that all is well, and it ends.
+    /// Tells the old server that all is ready here, and waits for its word that all is ours.
     ///
     /// # Errors
-    /// When it is gone already.
-    pub fn confirm(&self) -> Result<()> {
-        self.link.send(&Answer::Done, &[])
+    /// When it is gone, or goes on itself.
+    pub fn confirm(&mut self) -> Result<()> {
+        // One that goes on itself has said so before it hung up.
+        let _ = self.link.send(&Answer::Done, &[]);
+        match self.link.recv() {
+            Ok(Some((Answer::Done, _))) => Ok(()),
+            Ok(Some((Answer::Error(what), _))) => Err(refused(&what)),
+            Ok(other) => Err(unexpected(other.map(|(answer, _)| answer).as_ref()).hint(BROKEN_OFF)),
+            Err(error) => Err(error.hint(BROKEN_OFF)),
+        }
     }
 
     /// Takes the socket of this key.
@@ -40,6 +56,8 @@ impl Estate {
     }
 }
 
+const BROKEN_OFF: &str = "if it goes on, all is as before; if it was ended, start again: guests reconnect";
+
 /// How long the old server may take to flush its disks.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -47,10 +65,15 @@ const PATIENCE: Duration = Duration::from_secs(120);
 ///
 /// # Errors
 /// When it refuses, or breaks off.
-pub fn ask(control: &Path, sockets: Vec<String>) -> Result<Option<Estate>> {
+pub fn ask(control: &Path, sockets: Vec<String>, queues: u16) -> Result<Option<Estate>> {
     let Some(mut link) = Link::connect(control)? else { return Ok(None) };
     link.set_patience(PATIENCE);
-    link.send(&Request::TakeOver { sockets }, &[])?;
+    // Whoever does not listen to us says so before it hangs up.
+    let _ = link.send(&Request::TakeOver { sockets, queues }, &[]);
+    receive(link).map(Some).at_path(control)
+}
+
+fn receive(mut link: Link) -> Result<Estate> {
     let (mut sockets, mut connections) = (HashMap::new(), Vec::new());
     loop {
         match link.recv()? {
@@ -63,13 +86,16 @@ pub fn ask(control: &Path, sockets: Vec<String>) -> Result<Option<Estate>> {
                 let socket = fds.next().ok_or_else(missing)?;
                 connections.push((export, Handover { socket, state: *state, fds: fds.collect() }));
             }
-            Some((Answer::End, _)) => return Ok(Some(Estate { sockets, connections, link })),
-            Some((Answer::Error(what), _)) => {
-                return Err(Error::new(ErrorKind::Busy, format!("the running server gives nothing over: {what}")));
-            }
-            other => return Err(unexpected(other.map(|(answer, _)| answer).as_ref())),
+            Some((Answer::End, _)) => return Ok(Estate { sockets, connections, link }),
+            Some((Answer::Error(what), _)) => return Err(refused(&what)),
+            None => return Err(unexpected(None).hint(BROKEN_OFF)),
+            Some((other, _)) => return Err(unexpected(Some(&other))),
         }
     }
+}
+
+fn refused(what: &str) -> Error {
+    Error::new(ErrorKind::Busy, format!("the running server hands nothing over: {what}"))
 }
 
 fn missing() -> Error {
@@ -86,24 +112,53 @@ fn recv_fds(link: &mut Link, mut fds: Vec<OwnedFd>, total: usize) -> Result<Vec<
     Ok(fds)
 }
 
-/// The sockets of ours that the successor does not know of: it would leave their clients alone.
-pub fn unknown<'a>(listening: &'a [Listening], its: &[String]) -> Vec<&'a str> {
+/// Refuses a successor with these sockets and queues: it would leave clients alone, or guests could not use what they have.
+///
+/// # Errors
+/// `InvalidInput`.
+pub fn compare(listening: &[Listening], queues: u16, its_sockets: &[String], its_queues: u16) -> Result<()> {
+    let refuse = |what| Err(Error::new(ErrorKind::InvalidInput, what).hint("serve with the same options as before"));
     let ours = listening.iter().map(|socket| socket.key.as_str());
-    ours.filter(|key| !its.iter().any(|other| other == key)).collect()
+    let unknown: Vec<_> = ours.filter(|key| !its_sockets.iter().any(|other| other == key)).collect();
+    if !unknown.is_empty() {
+        return refuse(format!("the successor does not listen on {}", unknown.join(", ")));
+    }
+    if its_queues < queues {
+        return refuse(format!("the successor has --queues {its_queues} and this server {queues}"));
+    }
+    Ok(())
 }
 
-/// Gives shares of everything to the successor. True when it says that it serves.
-pub fn give(link: &mut Link, listening: &[Listening], connections: &[(String, Handover)]) -> bool {
-    let given = || -> Result<()> {
-        for socket in listening {
-            link.send(&Answer::Socket(socket.key.clone()), &[socket.fd.as_fd()])?;
-        }
-        for (export, handover) in connections {
-            give_connection(link, export, handover)?;
-        }
-        link.send(&Answer::End, &[])
-    };
-    given().is_ok() && matches!(link.recv(), Ok(Some((Answer::Done, _))))
+/// Gives shares of everything to the successor.
+///
+/// # Errors
+/// When it is gone or takes nothing.
+pub fn give(link: &Link, listening: &[Listening], connections: &[(String, Handover)]) -> Result<()> {
+    for socket in listening {
+        link.send(&Answer::Socket(socket.key.clone()), &[socket.fd.as_fd()])?;
+    }
+    for (export, handover) in connections {
+        give_connection(link, export, handover)?;
+    }
+    link.send(&Answer::End, &[])
+}
+
+/// Waits until the successor is ready, and gives it the word.
+///
+/// # Errors
+/// `TimedOut` when it says nothing; else when it is gone.
+pub fn give_the_word(link: &mut Link) -> Result<()> {
+    match link.recv()? {
+        Some((Answer::Done, _)) => link.send(&Answer::Done, &[]),
+        None => Err(Error::new(ErrorKind::Shutdown, "the successor has ended before it served")),
+        Some((other, _)) => Err(unexpected(Some(&other))),
+    }
+}
+
+/// Waits until the successor has told the service manager that it is the server now: a manager that saw us end before
+/// would take that for the service's end.
+pub fn wait_for_news(link: &mut Link) {
+    let _ = link.recv::<Answer>();
 }
 
 fn give_connection(link: &Link, export: &str, handover: &Handover) -> Result<()> {

@@ -2,8 +2,9 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 pub mod faulty;
+pub mod guests;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -61,6 +62,15 @@ impl Running {
 
     pub fn pid(&self) -> u32 {
         self.0.child.id()
+    }
+
+    /// What it said, if it has ended already.
+    pub fn has_ended(&mut self) -> Option<String> {
+        let status = self.0.child.try_wait().expect("it is our child")?;
+        let mut said = status.to_string();
+        let _ = self.0.child.stdout.take().map(|mut out| out.read_to_string(&mut said));
+        let _ = self.0.child.stderr.take().map(|mut err| err.read_to_string(&mut said));
+        Some(said)
     }
 
     /// Sends a signal and waits for the end: the exit code and stdout.

@@ -1,0 +1,145 @@
+//! A request on the common path allocates nothing: neither here nor anywhere else in the process.
+//!
+//! A program of its own, with an allocator that counts, and one test that has it to itself.
+#![forbid(unsafe_code)]
+
+use std::alloc::System;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Result, Segments, Store, StoreOffset, Via, WriteZeroes};
+use spile_engine::{CacheMode, Config as EngineConfig, Engine, EngineKind, FileStore, NullStore};
+use spile_front_vhost::{Config, Server};
+use spile_lab::vhost::{Device, DeviceOptions, Op, Queue, QueueOptions, STATUS_OK};
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+const SIZE: u64 = 1 << 20;
+const LEN: u32 = 4096;
+
+/// A disk that is its store.
+struct Bare<S>(S);
+
+impl<S: Store> Disk for Bare<S> {
+    fn info(&self) -> DiskInfo {
+        DiskInfo {
+            size_bytes: SIZE,
+            request_align_bytes: 1,
+            memory_align_bytes: 1,
+            preferred_bytes: 4096,
+            discard_align_bytes: 4096,
+            read_only: false,
+            fast_zero: true,
+        }
+    }
+
+    fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
+        self.0.read_at(StoreOffset(extent.start()), into, Via::Cached)
+    }
+
+    fn write(&self, extent: Extent, from: &Segments, _fua: bool) -> impl Future<Output = Result<()>> {
+        self.0.write_at(StoreOffset(extent.start()), from, Via::Cached)
+    }
+
+    fn flush(&self) -> impl Future<Output = Result<()>> {
+        self.0.sync()
+    }
+
+    fn discard(&self, extent: Extent) -> impl Future<Output = Result<()>> {
+        self.0.punch_hole(StoreOffset(extent.start()), extent.len_bytes)
+    }
+
+    fn write_zeroes(&self, extent: Extent, _how: WriteZeroes) -> impl Future<Output = Result<()>> {
+        self.0.zero_range(StoreOffset(extent.start()), extent.len_bytes)
+    }
+
+    async fn extents(&self, _extent: Extent, _max_runs: usize) -> Result<Vec<ExtentStatus>> {
+        Ok(Vec::new())
+    }
+
+    async fn resize(&self, _size_bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
+    async fn close(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// So many requests, all slots at work all the time. With `sleep`, the client waits for calls instead of looking.
+fn run(queue: &mut Queue, op: Op, count: usize, sleep: bool) {
+    let places = (SIZE / u64::from(LEN)) as usize;
+    let mut submitted = 0;
+    let mut submit = |queue: &mut Queue, slot: usize| {
+        if submitted < count {
+            queue.submit(slot, op, (submitted % places) as u64 * u64::from(LEN), LEN);
+            submitted += 1;
+        }
+    };
+    (0..queue.slots()).for_each(|slot| submit(queue, slot));
+    queue.publish();
+    while queue.outstanding() > 0 {
+        while let Some(done) = queue.take().unwrap() {
+            assert_eq!(done.status, STATUS_OK);
+            submit(queue, done.slot);
+        }
+        queue.publish();
+        if queue.outstanding() > 0 {
+            let patience = Duration::from_secs(30);
+            assert!(if sleep { queue.sleep(patience) } else { queue.spin(patience) }.unwrap(), "no answer");
+        }
+    }
+}
+
+/// Comes by every way once: the server falls asleep, is woken, finds one request and many.
+fn warm_up(queue: &mut Queue, op: Op, sleep: bool) {
+    for count in [1, 5000, 100, 1, 5000, 1] {
+        run(queue, op, count, sleep);
+        std::thread::sleep(Duration::from_millis(3));
+    }
+}
+
+/// Counts what 5,000 requests of each kind allocate, after a warm-up.
+fn count(what: &str, kind: EngineKind, store: impl Store, options: &QueueOptions) {
+    let config = EngineConfig { kind, workers: 1, pool_bytes: 1 << 20, ..EngineConfig::default() };
+    let engine = Engine::start(config).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let server = Server::new(engine.clone(), Arc::new(Bare(store)), Config::default()).unwrap();
+    server.listen(UnixListener::bind(&path).unwrap().into()).unwrap();
+    let mut device = Device::connect(&path, DeviceOptions::default()).unwrap();
+    let mut queues = device.start(options).unwrap();
+    for sleep in [true, false] {
+        for op in [Op::Read, Op::Write] {
+            warm_up(&mut queues[0], op, sleep);
+            let region = Region::new(ALLOCATOR);
+            run(&mut queues[0], op, 5000, sleep);
+            let change = region.change();
+            let counted = (change.allocations, change.reallocations, change.deallocations);
+            assert_eq!(counted, (0, 0, 0), "{what} on {kind}, {op:?}, sleep: {sleep}: {change:?}");
+        }
+    }
+    drop((queues, device));
+    server.stop();
+    server.wait_drained();
+    engine.shutdown();
+}
+
+#[test]
+fn requests_allocate_nothing() {
+    let depth_32 = QueueOptions { depth: 32, data_bytes: LEN, ..QueueOptions::default() };
+    for kind in [EngineKind::Auto, EngineKind::Threads] {
+        count("the null store", kind, NullStore::new(SIZE), &depth_32);
+        count("depth 1", kind, NullStore::new(SIZE), &QueueOptions { depth: 1, ..depth_32 });
+        let scattered = QueueOptions { segment_bytes: Some(512), ..depth_32 };
+        count("eight segments each", kind, NullStore::new(SIZE), &scattered);
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk");
+    std::fs::write(&path, vec![1; SIZE as usize]).unwrap();
+    let store = FileStore::open(&path, spile_core::OpenMode::ReadWrite, CacheMode::Page).unwrap();
+    count("a file", EngineKind::Auto, store, &depth_32);
+}

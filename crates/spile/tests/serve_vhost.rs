@@ -1,0 +1,193 @@
+//! `spile serve --vhost-user`: what is said on the command line, and what a guest then finds at the socket.
+
+mod common;
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use common::guests::{guest, names_in, nbd, open_files, serve, try_serve};
+use common::{Served, eventually, fails, have, ok, spile};
+use spile::nbd_client::Client;
+use spile_lab::vhost::proto::feature;
+use spile_lab::vhost::{Device, DeviceOptions};
+
+const MIB: u64 = 1 << 20;
+
+fn device(socket: &Path) -> Device {
+    Device::connect(socket, DeviceOptions::default()).unwrap()
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_with_a_reason_and_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("file"), "precious").unwrap();
+    let long = "x".repeat(120);
+    let cases: [(&[&str], i32, &str); 19] = [
+        (&["--vhost-user", ""], 2, "the PATH of the socket is empty"),
+        (&["--vhost-user", ",export=x"], 2, "the PATH of the socket is empty"),
+        (&["--vhost-user", "v,disk=x"], 2, "`disk=x` is not an option; use export=NAME"),
+        (&["--vhost-user", "v,1"], 2, "a comma in the path is doubled"),
+        (&["--vhost-user", "v", "--queues", "0"], 2, "--queues"),
+        (&["--vhost-user", "v", "--queues", "257"], 2, "--queues"),
+        (&["--vhost-user", "v", "--poll", "10001"], 2, "--poll"),
+        (&["--vhost-user", "v", "--takeover"], 2, "--control"),
+        (&[], 1, "there is nowhere to listen (say --vhost-user PATH"),
+        (&["--control", "c"], 1, "there is nowhere to listen"),
+        (&["--control", "c", "--takeover"], 1, "there is nowhere to listen"),
+        (&["--vhost-user", "v,export=y"], 1, "no disk is exported as \"y\" (the exports are \"\", \"x\")"),
+        (&["--vhost-user", "v", "--vhost-user", "w,export=y"], 1, "no disk is exported as \"y\""),
+        (&["--vhost-user", "v", "--nbd", "unix:./v"], 1, "/v is given twice"),
+        (&["--vhost-user", "v", "--vhost-user", "v"], 1, "/v is given twice"),
+        (&["--vhost-user", "file"], 1, "file: a file that is no socket is in the way (remove it"),
+        (&["--vhost-user", "v", "--control", "file"], 1, "file: a file that is no socket is in the way"),
+        (&["--vhost-user", "gone/v"], 1, "gone/v: cannot listen on this socket: No such file or directory"),
+        (&["--vhost-user", &long], 1, "(choose a shorter path)"),
+    ];
+    for (args, code, says) in cases {
+        let err = fails(dir, code, &[&["serve", "null:1M,name=x"], args].concat());
+        assert!(err.contains(says), "{args:?}: {err}");
+        assert_eq!(names_in(dir), ["file"], "{args:?} leaves nothing behind");
+    }
+    assert_eq!(fs::read(dir.join("file")).unwrap(), b"precious");
+}
+
+#[test]
+fn a_guest_finds_its_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir(dir.join("sub")).unwrap();
+    for (disk, size) in [("a.raw", "16M"), ("b.vhd", "32M"), ("c.raw", "48M")] {
+        ok(dir, &["create", disk, "--size", size]);
+    }
+    let disks = ["a.raw", "b.vhd,name=y,serial=twenty-bytes-and-more", "c.raw,read-only"];
+    let sockets = ["--vhost-user", "sub/a,,1", "--vhost-user", "./b,export=y", "--vhost-user", "ro,export=c"];
+    let served = serve(dir, &[&disks[..], &sockets, &["--queues", "3", "--nbd", "unix:n"]].concat());
+    assert_eq!(names_in(&dir.join("sub")), ["a,1"]);
+    let expected = [("sub/a,1", 16, false, "a"), ("b", 32, false, "twenty-bytes-and-mor"), ("ro", 48, true, "c")];
+    for (socket, mib, read_only, serial) in expected {
+        let (device, mut queue) = guest(&dir.join(socket));
+        assert_eq!((device.config().size_bytes(), device.max_queues()), (mib * MIB, 3), "{socket}");
+        assert_eq!(device.features() & feature::BLK_RO != 0, read_only, "{socket}");
+        assert_eq!(queue.disk_id().unwrap(), serial.as_bytes());
+        assert_eq!(queue.write(0, &[mib as u8; 512]).is_ok(), !read_only);
+    }
+    // NBD clients see what guests wrote.
+    let mut bytes = [0; 512];
+    Client::connect(&nbd(dir, "y")).unwrap().read(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [32; 512]);
+    assert!(served.terminate().success());
+    assert_eq!(names_in(dir), ["a.raw", "b.vhd", "c.raw", "sub"]);
+    assert_eq!(names_in(&dir.join("sub")), Vec::<String>::new());
+}
+
+#[test]
+fn every_way_to_a_disk_has_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = spile();
+    command.args(["serve", "mem:1M", "mem:2M,name=x", "--vhost-user", "v", "--vhost-user", "w", "--vhost-user"]);
+    command.args(["u,export=x", "--nbd", "unix:n", "--control", "c"]).current_dir(dir.path());
+    let child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut served = Served { child, socket: dir.path().join("n") };
+    eventually("the sockets are there", || names_in(dir.path()) == ["c", "n", "u", "v", "w"]);
+    served.signal(nix::sys::signal::Signal::SIGINT);
+    assert!(served.wait().success());
+    let mut out = String::new();
+    served.child.stdout.take().unwrap().read_to_string(&mut out).unwrap();
+    let guests = |size: &str, socket: &str| {
+        let socket = dir.path().join(socket);
+        format!("serving mem ({size} raw) to guests by vhost-user on unix:{}", socket.display())
+    };
+    for line in [guests("1 MiB", "v"), guests("1 MiB", "w"), guests("2 MiB", "u")] {
+        assert_eq!(out.lines().filter(|other| **other == *line).count(), 1, "{line}\n{out}");
+    }
+    assert_eq!(out.lines().filter(|line| line.contains("as nbd+unix:///")).count(), 3, "{out}");
+}
+
+#[test]
+fn sockets_of_a_killed_server_are_replaced_and_those_of_a_live_one_are_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "d.raw", "--size", "16M"]);
+    let args = ["d.raw", "--vhost-user", "v", "--vhost-user", "w", "--nbd", "unix:n"];
+    let served = serve(dir, &args);
+    for taken in [&["--vhost-user", "v"][..], &["--nbd", "unix:n"], &["--nbd", "unix:m", "--control", "c"]] {
+        let err = fails(dir, 1, &[&["serve", "null:1M"], taken].concat());
+        assert!(err.contains("another server listens on this socket"), "{taken:?}: {err}");
+    }
+    let (_device, mut queue) = guest(&dir.join("v"));
+    queue.write(0, &[3; 512]).unwrap();
+    served.kill();
+    assert_eq!(names_in(dir), ["c", "d.raw", "n", "v", "w"]);
+    let served = serve(dir, &args);
+    for socket in ["v", "w"] {
+        let (_device, mut queue) = guest(&dir.join(socket));
+        assert_eq!(queue.read(0, 512).unwrap(), [3; 512]);
+    }
+    assert!(served.terminate().success());
+    assert_eq!(names_in(dir), ["d.raw"]);
+}
+
+#[test]
+fn sockets_that_systemd_passes_are_for_nbd_beside_those_for_guests() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let listener = UnixListener::bind(dir.join("n")).unwrap();
+    let script = "exec 3<&0 0</dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" serve mem:1M --vhost-user v";
+    let mut command = Command::new("sh");
+    command.args(["-c", script, env!("CARGO_BIN_EXE_spile")]).current_dir(dir);
+    command.stdin(std::os::fd::OwnedFd::from(listener));
+    let served = Served::spawn(&mut command, dir.join("n")).unwrap();
+    Client::connect(&served.uri()).unwrap().write(0, &[6; 512], false).unwrap();
+    let (_device, mut queue) = guest(&dir.join("v"));
+    assert_eq!(queue.read(0, 512).unwrap(), [6; 512]);
+    assert!(served.terminate().success());
+    assert_eq!(names_in(dir), ["n"], "the socket is systemd's to remove");
+}
+
+#[test]
+fn guests_come_and_go_and_leave_nothing_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let served = try_serve(dir, &["mem:16M", "--vhost-user", "v", "--vhost-user", "w"]).unwrap();
+    let before = open_files(&served);
+    for round in 0..10 {
+        let (first, mut queue) = guest(&dir.join("v"));
+        let (second, mut other) = guest(&dir.join("w"));
+        queue.write(round * 4096, &[round as u8; 4096]).unwrap();
+        assert_eq!(other.read(round * 4096, 4096).unwrap(), [round as u8; 4096], "two sockets of one disk");
+        drop((first, second, device(&dir.join("v")), UnixStream::connect(dir.join("v")).unwrap()));
+    }
+    eventually("all is closed", || open_files(&served) <= before);
+    assert!(served.terminate().success());
+}
+
+/// The limit on open files that a process starts with suits few guests: a server takes what it is allowed.
+#[test]
+fn many_guests_fit_where_the_hard_limit_lets_them() {
+    const TEST: &str = "many guests under a low soft limit";
+    if !have("prlimit", TEST) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "d.raw", "--size", "16M"]);
+    let ways = ["--vhost-user", "v", "--control", "c"];
+    let start = |extra: &[&str]| {
+        let mut command = Command::new("prlimit");
+        command.args(["--nofile=64:4096", env!("CARGO_BIN_EXE_spile"), "serve", "d.raw"]);
+        command.args(ways).args(extra).current_dir(dir);
+        Served::spawn(&mut command, dir.join("v")).unwrap()
+    };
+    let mut old = start(&[]);
+    let mut guests: Vec<_> = (0..12).map(|_| guest(&dir.join("v"))).collect();
+    let new = start(&["--takeover"]);
+    assert!(old.wait().success());
+    for (number, (_, queue)) in guests.iter_mut().enumerate() {
+        queue.write(number as u64 * 4096, &[number as u8; 512]).unwrap();
+    }
+    assert!(new.terminate().success());
+}

@@ -1,0 +1,331 @@
+//! Takeovers that fail: whatever becomes of the successor, the running server goes on, and its guests see a pause at most.
+
+mod common;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use common::guests::{
+    Load, complains, guest, names_in, nbd, open_files, rest_of_stderr, serve, simple_guest, succeed, try_serve,
+};
+use common::{Served, eventually, fails, ok};
+use nix::sys::signal::Signal;
+use rustix::fs::{FlockOperation, fcntl_lock};
+use spile::nbd_client::Client;
+use spile::serving::control::{self, Answer, Asked, Event, Link, Request};
+use spile::serving::fronts::{Listening, Role, key};
+use spile::serving::takeover::{self, Estate, ask};
+use spile::uri::Address;
+use spile_lab::vhost::{Op, STATUS_OK};
+
+/// A disk `d.raw` with a guest's socket, one for NBD and the one for orders.
+const ARGS: [&str; 5] = ["d.raw", "--vhost-user", "v", "--nbd", "unix:n"];
+
+fn start() -> (tempfile::TempDir, Served) {
+    let dir = tempfile::tempdir().unwrap();
+    ok(dir.path(), &["create", "d.raw", "--size", "64M"]);
+    let served = serve(dir.path(), &ARGS);
+    (dir, served)
+}
+
+/// Takes everything, as a successor with the same options does before it opens the disks.
+fn take(dir: &Path) -> Estate {
+    let dir = &dir.canonicalize().unwrap();
+    let disk = dir.join("d.raw").display().to_string();
+    let unix = |name: &str| Address::Unix(dir.join(name));
+    let keys = [
+        key(&Role::Vhost(String::new()), Some(&disk), Some(&unix("v"))),
+        key(&Role::Nbd, None, Some(&unix("n"))),
+        key(&Role::Control, None, Some(&unix("c"))),
+    ];
+    ask(&dir.join("c"), keys.to_vec(), 16).unwrap().expect("a server is there")
+}
+
+fn refused(dir: &Path, args: &[&str]) -> String {
+    match try_serve(dir, &[args, &["--takeover"]].concat()) {
+        Ok(_) => panic!("{args:?} has taken over"),
+        Err(said) => said,
+    }
+}
+
+/// A new NBD client finds the disk.
+fn answers_nbd(dir: &Path) {
+    Client::connect(&nbd(dir, "")).unwrap().read(0, &mut [0; 512]).unwrap();
+}
+
+#[test]
+fn who_could_not_go_on_with_everything_is_refused_before_anything_stops() {
+    let (dir, served) = start();
+    let dir = dir.path();
+    ok(dir, &["create", "other.raw", "--size", "64M"]);
+    let mut load = Load::start(dir, "v", &[]);
+    load.goes_on(&served);
+    let mut client = Client::connect(&nbd(dir, "")).unwrap();
+    let cases: [(&[&str], &str); 8] = [
+        (&["d.raw", "--vhost-user", "v"], "does not listen on nbd unix:"),
+        (&["d.raw", "--nbd", "unix:n"], "does not listen on vhost-user \"\" ("),
+        (&["other.raw", "--vhost-user", "v", "--nbd", "unix:n"], "/d.raw) unix:"),
+        (&["d.raw,read-only", "--vhost-user", "v", "--nbd", "unix:n"], "/d.raw) unix:"),
+        (&["d.raw,name=x", "--vhost-user", "v,export=x", "--nbd", "unix:n"], "vhost-user \"\" ("),
+        (&["d.raw", "--vhost-user", "v", "--nbd", "unix:n", "--queues", "15"], "--queues 15 and this server 16"),
+        (&["d.raw", "--vhost-user", "v,export=y", "--nbd", "unix:n"], "the exports are \"\""),
+        (&["d.raw", "--vhost-user", "v", "--nbd", "unix:n", "--tls-cert", "x", "--tls-key", "x"], "x"),
+    ];
+    for (args, says) in cases {
+        let said = refused(dir, args);
+        assert!(said.contains(says), "{args:?}: {said}");
+        client.read(0, &mut [0; 512]).expect("NBD clients are still connected");
+    }
+    load.goes_on(&served);
+    assert_eq!(load.end(), 0);
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn a_disk_in_memory_stays_with_its_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let args = ["mem:16M", "--vhost-user", "v"];
+    let served = serve(dir, &args);
+    let (_device, mut queue) = guest(&dir.join("v"));
+    queue.write(0, &[9; 512]).unwrap();
+    let said = refused(dir, &args);
+    assert!(said.contains("mem:") && said.contains("would be empty"), "{said}");
+    assert_eq!(queue.read(0, 512).unwrap(), [9; 512]);
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn without_a_takeover_a_second_server_is_told_who_is_in_the_way() {
+    let (dir, served) = start();
+    let dir = dir.path();
+    let cases: [(&[&str], &str); 4] = [
+        (&["d.raw", "--vhost-user", "other"], "d.raw: the file is in use by another process (end the program"),
+        (&["null:1M", "--vhost-user", "v"], "/v: another server listens on this socket (stop it"),
+        (&["null:1M", "--vhost-user", "other", "--control", "c"], "/c: another server listens on this socket (stop it"),
+        // Nobody to take over from hears there.
+        (&["d.raw", "--vhost-user", "other", "--control", "c2", "--takeover"], "d.raw: the file is in use"),
+    ];
+    for (args, says) in cases {
+        let said = fails(dir, 1, &[&["serve"], args].concat());
+        assert!(said.contains(says), "{args:?}: {said}");
+    }
+    assert_eq!(names_in(dir), ["c", "d.raw", "n", "v"]);
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn a_successor_that_cannot_open_the_disk_or_dies_changes_nothing() {
+    let (dir, mut served) = start();
+    let dir = dir.path();
+    let mut load = Load::start(dir, "v", &["--queues", "2", "--span", "32M"]);
+    // Its place in the ring is known from what was handed over, and from nothing else.
+    let (_device, mut queue) = simple_guest(&dir.join("v"));
+    load.goes_on(&served);
+    let files = open_files(&served);
+    for round in 1..=3u8 {
+        queue.write(48 << 20, &[round; 4096]).unwrap();
+        let said = refused(dir, &[&ARGS[..], &["--format", "vhd"]].concat());
+        assert!(said.contains("d.raw"), "{said}");
+        assert_eq!(queue.read(48 << 20, 4096).unwrap(), [round; 4096]);
+        let estate = take(dir);
+        assert_eq!((estate.sockets.len(), estate.connections.len()), (3, 2));
+        drop(estate);
+        assert_eq!(queue.read(48 << 20, 4096).unwrap(), [round; 4096]);
+        answers_nbd(dir);
+        load.goes_on(&served);
+    }
+    eventually("no descriptor is left over", || open_files(&served) <= files);
+    // And when one succeeds in the end, it has all.
+    served = succeed(dir, &ARGS, served);
+    load.goes_on(&served);
+    assert_eq!(queue.read(48 << 20, 4096).unwrap(), [3; 4096]);
+    assert_eq!(load.end(), 0);
+    assert!(served.terminate().success());
+    assert_eq!(names_in(dir), ["d.raw", "v.model"]);
+}
+
+#[test]
+fn a_silent_successor_is_not_waited_for_and_comes_too_late() {
+    let (dir, mut served) = start();
+    let dir = dir.path();
+    let mut load = Load::start(dir, "v", &[]);
+    load.goes_on(&served);
+    let mut estate = take(dir);
+    complains(&mut served, "nothing is handed over");
+    load.goes_on(&served);
+    let error = estate.confirm().unwrap_err();
+    assert!(error.to_string().contains("hands nothing over"), "{error}");
+    assert_eq!(load.end(), 0);
+    assert!(served.terminate().success());
+}
+
+/// Holds the disk as a server that has opened it, until the file is dropped.
+fn lock(dir: &Path) -> fs::File {
+    let file = fs::File::options().write(true).open(dir.join("d.raw")).unwrap();
+    fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).expect("the old server has closed the disk");
+    file
+}
+
+#[test]
+fn a_silent_successor_that_has_the_disk_is_waited_for() {
+    let (dir, mut served) = start();
+    let dir = dir.path();
+    let (_device, mut queue) = guest(&dir.join("v"));
+    queue.write(0, &[1; 512]).unwrap();
+    let (mut estate, disk) = (take(dir), lock(dir));
+    complains(&mut served, "nothing is handed over");
+    // It comes at last, and gets what it was given.
+    estate.confirm().unwrap();
+    drop((estate, disk));
+    assert!(served.wait().success());
+    assert_eq!(names_in(dir), ["c", "d.raw", "n", "v"], "the names are the successor's");
+}
+
+#[test]
+fn when_the_old_server_is_killed_a_fresh_one_goes_on_with_what_was_in_flight() {
+    let (dir, mut served) = start();
+    let dir = dir.path();
+    let mut load = Load::start(dir, "v", &["--reconnect", "30s", "--queues", "2"]);
+    for _ in 0..2 {
+        load.goes_on(&served);
+        let mut estate = take(dir);
+        served.kill();
+        let error = estate.confirm().unwrap_err();
+        assert!(error.to_string().contains("start again"), "{error}");
+        drop(estate);
+        served = serve(dir, &[&ARGS[..], &["--takeover"]].concat());
+    }
+    load.goes_on(&served);
+    assert_eq!(load.end(), 2);
+}
+
+#[test]
+fn a_signal_during_a_takeover_is_heeded_when_that_is_settled() {
+    // The takeover succeeds: the old server ends anyway, and leaves everything to its successor.
+    let (dir, mut served) = start();
+    let (_device, mut queue) = guest(&dir.path().join("v"));
+    queue.write(0, &[1; 512]).unwrap();
+    let mut estate = take(dir.path());
+    served.signal(Signal::SIGTERM);
+    estate.confirm().unwrap();
+    drop(estate);
+    assert!(served.wait().success());
+    assert_eq!(names_in(dir.path()), ["c", "d.raw", "n", "v"]);
+    // It fails: the old server ends in order.
+    let mut served = serve(dir.path(), &ARGS);
+    let estate = take(dir.path());
+    served.signal(Signal::SIGTERM);
+    drop(estate);
+    assert!(served.wait().success());
+    assert_eq!(names_in(dir.path()), ["d.raw"]);
+}
+
+/// A server that hands over, at the socket `c2`, what another has handed over to us; and then waits until the successor is
+/// ready, and does not give it the word.
+fn hand_on(dir: &Path, estate: &Estate) -> Link {
+    let listener = UnixListener::bind(dir.join("c2")).unwrap();
+    let (sender, events) = mpsc::channel();
+    control::listen(listener.into(), sender).unwrap();
+    let Ok(Event::Asked(Asked { request: Request::TakeOver { sockets, .. }, mut link, .. })) = events.recv() else {
+        panic!("nobody wants to take over");
+    };
+    let share = |wanted: &String| {
+        let fd = estate.sockets.get(wanted)?.try_clone().unwrap();
+        Some(Listening { role: Role::Nbd, key: wanted.clone(), fd, published: None })
+    };
+    let listening: Vec<Listening> = sockets.iter().filter_map(share).collect();
+    assert_eq!(listening.len(), 2, "all but the control socket, which is another");
+    takeover::give(&link, &listening, &estate.connections).unwrap();
+    let ready = link.recv::<Answer>().unwrap();
+    assert!(matches!(ready, Some((Answer::Done, _))), "the successor is ready");
+    link
+}
+
+#[test]
+fn before_it_has_the_word_a_successor_touches_no_queue_and_no_name() {
+    let (dir, served) = start();
+    let dir = dir.path();
+    let (_device, mut queue) = simple_guest(&dir.join("v"));
+    queue.write(0, &[1; 512]).unwrap();
+    let estate = take(dir);
+    let mut command = common::spile();
+    command.args(["serve", "--takeover", "--control", "c2"]).args(ARGS).current_dir(dir).stderr(Stdio::piped());
+    let mut successor = Served { child: command.spawn().unwrap(), socket: dir.join("v") };
+    let link = hand_on(dir, &estate);
+    queue.data(0).copy_from_slice(0, &[2; 512]);
+    queue.submit(0, Op::Write, 0, 512);
+    queue.publish();
+    let is_answered = queue.sleep(Duration::from_millis(300)).unwrap();
+    assert!(!is_answered, "nobody serves now");
+    drop(link);
+    assert_eq!(successor.wait().code(), Some(1));
+    let said = rest_of_stderr(&mut successor);
+    assert!(said.contains("has hung up on the control socket"), "{said}");
+    // What it had made itself, in the place of our control socket, is gone.
+    assert_eq!(names_in(dir), ["c", "d.raw", "n", "v"]);
+    // The old server answers it, once.
+    drop(estate);
+    eventually("the request is answered", || queue.sleep(Duration::from_secs(1)).unwrap());
+    assert_eq!(queue.take().unwrap().map(|done| done.status), Some(STATUS_OK));
+    assert_eq!(queue.read(0, 512).unwrap(), [2; 512]);
+    assert!(served.terminate().success());
+}
+
+/// Hears one request as a server would, and answers with these bytes.
+fn answer_once(dir: &Path, answer: &'static [u8]) -> std::thread::JoinHandle<String> {
+    let listener = UnixListener::bind(dir.join("c")).unwrap();
+    std::thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        let mut request = String::new();
+        BufReader::new(&stream).read_line(&mut request).unwrap();
+        (&stream).write_all(answer).unwrap();
+        request
+    })
+}
+
+#[test]
+fn a_server_that_breaks_off_or_talks_nonsense_ends_the_successor_with_a_reason() {
+    let cases: [(&[u8], &str); 6] = [
+        (b"", "c: the server has hung up on the control socket (if it goes on"),
+        (b"what?\n", "c: a line on the control socket is not understood"),
+        (b"{\"fds\":0,\"message\":\"done\"}\n", "c: an unexpected answer on the control socket: Done"),
+        (b"{\"fds\":1,\"message\":{\"socket\":\"x\"}}\n", "c: descriptors are missing on the control socket"),
+        (b"{\"fds\":0,\"message\":{\"socket\":\"x\"}}\n", "c: a descriptor is missing in a takeover"),
+        (b"{\"fds\":0,\"message\":{\"error\":\"no, thanks\"}}\n", "hands nothing over: no, thanks"),
+    ];
+    for (answer, says) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        ok(dir, &["create", "d.raw", "--size", "16M"]);
+        let old = answer_once(dir, answer);
+        let said = refused(dir, &ARGS);
+        assert!(said.contains(says), "{answer:?}: {said}");
+        assert!(old.join().unwrap().contains("take_over"));
+        assert_eq!(names_in(dir), ["c", "d.raw"], "it leaves nothing behind");
+    }
+}
+
+#[test]
+fn a_successor_that_fails_once_it_was_ready_leaves_the_names_alone() {
+    let (dir, mut served) = start();
+    let dir = dir.path();
+    let (_device, mut queue) = guest(&dir.join("v"));
+    queue.write(0, &[4; 512]).unwrap();
+    // A socket of its own is in the way only when all else is done.
+    fs::write(dir.join("n2"), "no socket").unwrap();
+    let said = refused(dir, &[&ARGS[..], &["--nbd", "unix:n2"]].concat());
+    assert!(said.contains("n2: a file that is no socket is in the way"), "{said}");
+    assert_eq!(queue.read(0, 512).unwrap(), [4; 512]);
+    answers_nbd(dir);
+    assert_eq!(names_in(dir), ["c", "d.raw", "n", "n2", "v"]);
+    served.signal(Signal::SIGTERM);
+    assert!(served.wait().success());
+    let said = rest_of_stderr(&mut served);
+    assert!(said.contains("nothing is handed over: the successor has ended before it served"), "{said}");
+}

@@ -1,0 +1,7 @@
+//! A vhost-user server as a whole, driven by a script of messages, rings and kicks.
+#![no_main]
+
+#[path = "../vhost_stream.rs"]
+mod vhost_stream;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| vhost_stream::run(data));
