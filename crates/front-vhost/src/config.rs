@@ -42,6 +42,12 @@ pub mod feature {
 pub const MAX_DISCARD_SEGMENTS: u32 = 16;
 /// Sectors in one of them: 2 GiB.
 pub const MAX_DISCARD_SECTORS: u32 = 4 << 20;
+/// Ranges in one write of zeroes, and sectors in one of them. Where zeroes are written as data, a request shall not take
+/// minutes: whoever stops the disk waits for it.
+pub fn max_zeroes(info: &DiskInfo) -> (u32, u32) {
+    if info.fast_zero { (MAX_DISCARD_SEGMENTS, MAX_DISCARD_SECTORS) } else { (1, 64 << 11) }
+}
+
 /// Data segments in one request: what fits a queue of 128 beside header and status, the default of QEMU.
 const SEG_MAX: u32 = 126;
 /// Bytes in one segment: so that no request is larger than a front may pass on ([`spile_core::MAX_REQUEST_BYTES`]).
@@ -80,8 +86,9 @@ pub fn space(info: &DiskInfo, queues: u16, is_writeback: bool) -> [u8; CONFIG_BY
     put(36, &MAX_DISCARD_SECTORS.to_le_bytes());
     put(40, &MAX_DISCARD_SEGMENTS.to_le_bytes());
     put(44, &sectors(u64::from(info.discard_align_bytes)).max(1).to_le_bytes());
-    put(48, &MAX_DISCARD_SECTORS.to_le_bytes());
-    put(52, &MAX_DISCARD_SEGMENTS.to_le_bytes());
+    let (max_zeroes_segments, max_zeroes_sectors) = max_zeroes(info);
+    put(48, &max_zeroes_sectors.to_le_bytes());
+    put(52, &max_zeroes_segments.to_le_bytes());
     put(56, &[1]);
     space
 }
@@ -107,6 +114,10 @@ mod tests {
         assert_eq!((u32_at(12), u32_at(20), u32_at(28), u32_at(44)), (126, 512, 4096, 8));
         assert_eq!((space[24], space[32], space[34], space[56]), (3, 1, 5, 1));
         assert_eq!(space[16..20], [0; 4], "no geometry");
+        assert_eq!((u32_at(48), u32_at(52)), (4 << 20, 16));
+        let slow = super::space(&DiskInfo { fast_zero: false, ..info }, 5, true);
+        let u32_at = |at: usize| u32::from_le_bytes(slow[at..at + 4].try_into().unwrap());
+        assert_eq!((u32_at(36), u32_at(48), u32_at(52)), (4 << 20, 1 << 17, 1));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use spile_core::{
     Disk, Error, ErrorKind, Extent, GuestOffset, MAX_REQUEST_BYTES, Result, SECTOR_BYTES, Segments, WriteZeroes,
 };
 
-use crate::config::{MAX_DISCARD_SECTORS, MAX_DISCARD_SEGMENTS};
+use crate::config::{MAX_DISCARD_SECTORS, MAX_DISCARD_SEGMENTS, max_zeroes};
 use crate::request::{Command, Request};
 
 /// How a request ended (section 5.2.6, VIRTIO_BLK_S_*).
@@ -105,8 +105,11 @@ impl<D: Disk> Target<D> {
     /// Discards or zeroes each range that `data` lists (section 5.2.6.2).
     async fn for_each_range(&self, data: &Segments, zeroes: bool) -> Result<u32> {
         self.check_writable()?;
+        let info = self.disk.info();
+        let discards = (MAX_DISCARD_SEGMENTS, MAX_DISCARD_SECTORS);
+        let (max_ranges, max_sectors) = if zeroes { max_zeroes(&info) } else { discards };
         let count = data.len() / RANGE_BYTES;
-        if !data.len().is_multiple_of(RANGE_BYTES) || !(1..=MAX_DISCARD_SEGMENTS as usize).contains(&count) {
+        if !data.len().is_multiple_of(RANGE_BYTES) || !(1..=max_ranges as usize).contains(&count) {
             return refuse("the list of ranges has an odd length, or too many");
         }
         // All are read and checked before the first is done: the guest cannot change them meanwhile.
@@ -114,12 +117,11 @@ impl<D: Disk> Target<D> {
         let bytes = &mut bytes[..data.len()];
         data.copy_to_slice(0, bytes);
         let (ranges, _) = bytes.as_chunks::<RANGE_BYTES>();
-        let size_bytes = self.disk.info().size_bytes;
         for range in ranges {
-            range_of(range, zeroes, size_bytes)?;
+            range_of(range, zeroes, max_sectors, info.size_bytes)?;
         }
         for range in ranges {
-            let (extent, may_unmap) = range_of(range, zeroes, size_bytes)?;
+            let (extent, may_unmap) = range_of(range, zeroes, max_sectors, info.size_bytes)?;
             match zeroes {
                 true => self.disk.write_zeroes(extent, WriteZeroes { may_unmap, only_if_fast: false }).await?,
                 false => self.disk.discard(extent).await?,
@@ -159,7 +161,7 @@ fn extent(request: &Request) -> Result<Extent> {
 }
 
 /// One range of a discard or write of zeroes, and whether its space may be freed.
-fn range_of(bytes: &[u8; RANGE_BYTES], zeroes: bool, size_bytes: u64) -> Result<(Extent, bool)> {
+fn range_of(bytes: &[u8; RANGE_BYTES], zeroes: bool, max_sectors: u32, size_bytes: u64) -> Result<(Extent, bool)> {
     let (sector, rest) = bytes.split_first_chunk().expect("16 bytes hold 8");
     let (sectors, flags) = rest.split_first_chunk().expect("8 bytes hold 4");
     let (sector, sectors) = (u64::from_le_bytes(*sector), u32::from_le_bytes(*sectors));
@@ -171,9 +173,12 @@ fn range_of(bytes: &[u8; RANGE_BYTES], zeroes: bool, size_bytes: u64) -> Result<
     let offset = sector.checked_mul(SECTOR_BYTES);
     let fits = |offset: &u64| offset.checked_add(len_bytes).is_some_and(|end| end <= size_bytes);
     match offset.filter(fits) {
-        Some(offset) if sectors <= MAX_DISCARD_SECTORS => {
+        Some(offset) if sectors <= max_sectors => {
             Ok((Extent { offset: GuestOffset(offset), len_bytes }, flags & MAY_UNMAP != 0))
         }
-        _ => Err(Error::new(ErrorKind::OutOfRange, format!("sectors {sector} + {sectors} are not in the disk"))),
+        _ => Err(Error::new(
+            ErrorKind::OutOfRange,
+            format!("sectors {sector} + {sectors} are too many, or not in the disk"),
+        )),
     }
 }

@@ -26,6 +26,9 @@ use crate::signals::EndSignals;
 use crate::units::parse_duration;
 use crate::uri::Address;
 
+/// How often the disks are opened again after a failed takeover, each time with the patience that a busy disk is given.
+const REOPEN_ATTEMPTS: u32 = 60;
+
 /// Serve disks to virtual machines and NBD clients
 ///
 /// Each DISK is an image file, a block device, null:SIZE (reads zeroes, drops writes) or mem:SIZE (memory). A comma in
@@ -282,6 +285,7 @@ impl Serving {
             return Err(error);
         }
         let mut given = takeover::give(link, &self.listening, &connections);
+        let mut attempts = 0;
         let failure = loop {
             let Err(failure) = given.and_then(|()| takeover::give_the_word(link)) else { return Ok(None) };
             complain(format_args!("nothing is handed over: {failure}"));
@@ -291,6 +295,12 @@ impl Serving {
                 Err(error) if error.kind() == ErrorKind::Busy && failure.kind() == ErrorKind::TimedOut => {
                     self.close()?;
                     given = Ok(());
+                }
+                // Who is gone had begun with them, and the kernel keeps their locks until its last request has ended.
+                Err(error) if error.kind() == ErrorKind::Busy && attempts < REOPEN_ATTEMPTS => {
+                    attempts += 1;
+                    self.close()?;
+                    given = Err(failure);
                 }
                 Err(error) => return Err(error),
             }
