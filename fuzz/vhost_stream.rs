@@ -102,7 +102,8 @@ impl World {
         let config = EngineConfig { kind, workers: 1, pool_bytes: 1 << 20, ..EngineConfig::default() };
         let engine = Engine::start(config).expect("the engine starts");
         let disk = Arc::new(TestDisk::new(DISK_BYTES));
-        let config = Config { queues: QUEUES as u16, serial: "fuzz".to_owned(), ..Config::default() };
+        let (serial, max_connections) = ("fuzz".to_owned(), 16);
+        let config = Config { queues: QUEUES as u16, serial, max_connections, pins_memory: true, ..Config::default() };
         let server = Server::new(engine, disk.clone(), config).expect("the server starts");
         let name = format!("spile-fuzz-{}-{kind}", std::process::id());
         let address = SocketAddr::from_abstract_name(name).expect("a name is a name");

@@ -4,7 +4,8 @@
 //! nothing (`null:`) over vhost-user under valgrind, once with few requests and once with many; the difference, divided
 //! by the requests between them, leaves out what starting and ending cost. The client is an ordinary `spile load`, on the
 //! same core and with the lowest priority: so the server has always answered everything and gone to sleep before it
-//! sees the next batch, and a batch costs the same each time. Figures repeat to 0.2 %.
+//! sees the next batch, and a batch costs the same each time. Figures repeat to 0.2 %. One request at a time is not counted:
+//! whether the server has gone to sleep before it is a matter of the host's other work (12 % between two runs).
 //!
 //! io_uring does not work under every valgrind, so the threads engine runs; on this path only its way to sleep differs.
 //! Reads are of 512 bytes, because some machines count a long fill with zeroes as one instruction a byte.
@@ -34,7 +35,6 @@ struct Case {
 const CASES: &[Case] = &[
     Case { name: "read 512 depth 32", load: &["--rw", "randread", "--bs", "512", "--depth", "32"] },
     Case { name: "write 4k depth 32", load: &["--rw", "randwrite", "--bs", "4k", "--depth", "32"] },
-    Case { name: "read 512 depth 1, asleep before", load: &["--rw", "randread", "--bs", "512", "--depth", "1"] },
 ];
 
 /// Requests in the short and in the long run.

@@ -236,7 +236,13 @@ impl Side {
     fn parse(&mut self, head: u16, request: &mut Request) -> bool {
         match self.parser.parse(&self.ring.0, &self.memory, head, request) {
             Ok(()) => self.counters.popped(request),
-            Err(broken) => self.broken = Some(broken),
+            Err(broken) => {
+                self.broken = Some(broken);
+                // It was not started and never will be: whoever comes after us must not do it again.
+                if let Some(inflight) = &self.inflight {
+                    inflight.unnote(&[head], self.ring.0.published());
+                }
+            }
         }
         self.broken.is_none()
     }

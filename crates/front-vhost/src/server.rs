@@ -86,20 +86,23 @@ struct Connection<D> {
     channel: Channel,
     session: Mutex<Session<D>>,
     notices: Arc<Notices>,
-    /// Since when we have been within a message, of its or of ours. The session is free then.
-    talking_since: Mutex<Option<Instant>>,
+    /// Since when we have been within a message, of its (`IN`) or of ours (`OUT`). The session is free then.
+    talking_since: Mutex<Option<(Instant, PollFlags)>>,
 }
 
 impl<D> Connection<D> {
-    fn talk<T>(&self, what: impl FnOnce(&Channel) -> Result<T>) -> Result<T> {
-        *lock(&self.talking_since) = Some(Instant::now());
+    fn talk<T>(&self, way: PollFlags, what: impl FnOnce(&Channel) -> Result<T>) -> Result<T> {
+        *lock(&self.talking_since) = Some((Instant::now(), way));
         let result = what(&self.channel);
         *lock(&self.talking_since) = None;
         result
     }
 
+    /// True when it is the front end that we wait for, and not a processor.
     fn is_stuck(&self) -> bool {
-        lock(&self.talking_since).is_some_and(|since| since.elapsed() > HANDOVER_PATIENCE)
+        let talking = *lock(&self.talking_since);
+        let late = talking.filter(|(since, _)| since.elapsed() > HANDOVER_PATIENCE);
+        late.is_some_and(|(_, way)| !is_ready(self.channel.as_fd(), way))
     }
 }
 
@@ -166,8 +169,11 @@ impl<D> Shared<D> {
 }
 
 fn is_hung_up(socket: impl AsFd) -> bool {
-    let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|count| count > 0)
+    is_ready(socket, PollFlags::RDHUP)
+}
+
+fn is_ready(socket: impl AsFd, way: PollFlags) -> bool {
+    poll(&mut [PollFd::new(&socket, way)], Some(&Timespec::default())).is_ok_and(|count| count > 0)
 }
 
 /// Serves one disk. Dropping it stops it, but does not wait.
@@ -426,11 +432,11 @@ fn shutdown_unless(is_kept: bool, channel: &Channel) -> rustix::io::Result<()> {
 /// Takes messages until the front end hangs up or the server stops.
 fn talk<D: Disk>(shared: &Shared<D>, connection: &Connection<D>) -> Result<()> {
     while connection.channel.wait(shared.stop.as_fd())? {
-        let Some(received) = connection.talk(Channel::recv)? else { return Ok(()) };
+        let Some(received) = connection.talk(PollFlags::IN, Channel::recv)? else { return Ok(()) };
         // The session is let go before the answer is sent, which may take the front end's time.
         let answer = handle(&mut lock(&connection.session), received)?;
         if let Some((message, fd)) = answer {
-            connection.talk(|channel| channel.send(&message, fd.as_ref().map(|fd| fd.as_fd())))?;
+            connection.talk(PollFlags::OUT, |channel| channel.send(&message, fd.as_ref().map(|fd| fd.as_fd())))?;
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Descriptors that front ends send: whatever becomes of their messages, none is kept that is not needed.
+//! Descriptors and memory that front ends send: whatever becomes of their messages, nothing is kept that is not needed.
 //!
 //! A program of its own: the count is that of the whole process.
 #![forbid(unsafe_code)]
@@ -19,6 +19,13 @@ static TURN: Mutex<()> = Mutex::new(());
 
 fn open_files() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Memory of this process that the kernel may not move or take, in KiB.
+fn pinned_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmPin:")).unwrap();
+    line.split_whitespace().next().unwrap().parse().unwrap()
 }
 
 /// Runs `each` often; the process has no more files open afterwards than after the first few times.
@@ -130,6 +137,24 @@ on_both_engines! {
                 rustix::io::write(&stream, &[1, 0, 0][..round % 4]).unwrap();
             }
         });
+    }
+
+    fn memory_that_was_pinned(kind) {
+        let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
+        let rig = rig_with(kind, |setup| setup.config.pins_memory = true);
+        let before = pinned_kib();
+        for _ in 0..20 {
+            let mut guest = rig.guest();
+            guest.assert_works(0);
+            guest.assert_works(1);
+            if rig.engine.kind() == EngineKind::Uring && pinned_kib() < before + 2048 {
+                println!("SKIP memory_that_was_pinned: this host does not let us pin memory");
+                return;
+            }
+            drop(guest);
+            until("the connection ends", || rig.server.connections() == 0);
+            until("its memory is let go", || pinned_kib() <= before);
+        }
     }
 
     fn handovers_that_nobody_adopts(kind) {

@@ -176,11 +176,11 @@ fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
 
 /// How long a socket may be there that takes connections and says nothing, until it is held for a server's. A server
 /// that was just killed is like that: the kernel keeps its socket for as long as it takes to wind up its io_uring, which
-/// may be some time after the process was reaped.
-const WIND_UP: Duration = Duration::from_secs(10);
+/// may be some time after the process was reaped (seconds, where hundreds of rings end at once).
+const WIND_UP: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(20);
 /// A server that lives says something within this time.
-const ANSWER: Duration = Duration::from_secs(2);
+const ANSWER: Duration = Duration::from_secs(1);
 
 fn answers(mut stream: &UnixStream, question: &[u8]) -> bool {
     let patient = stream.set_read_timeout(Some(ANSWER)).and_then(|()| stream.set_write_timeout(Some(ANSWER)));
@@ -272,7 +272,8 @@ mod tests {
         let listener = UnixListener::from(fd.try_clone().unwrap());
         std::thread::spawn(move || {
             while let Ok((mut stream, _)) = listener.accept() {
-                stream.write_all(b"N").unwrap();
+                // Whoever only looked is gone already.
+                let _ = stream.write_all(b"N");
             }
         })
     }

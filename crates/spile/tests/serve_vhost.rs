@@ -5,20 +5,15 @@ mod common;
 use std::fs;
 use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::guests::{guest, names_in, nbd, open_files, serve, try_serve};
+use common::guests::{guest, names_in, nbd, open_files, serve, serve_again, try_serve};
 use common::{Served, eventually, fails, have, ok, spile};
 use spile::nbd_client::Client;
 use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Device, DeviceOptions};
 
 const MIB: u64 = 1 << 20;
-
-fn device(socket: &Path) -> Device {
-    Device::connect(socket, DeviceOptions::default()).unwrap()
-}
 
 #[test]
 fn what_makes_no_sense_is_refused_with_a_reason_and_leaves_nothing_behind() {
@@ -122,7 +117,7 @@ fn sockets_of_a_killed_server_are_replaced_and_those_of_a_live_one_are_not() {
     queue.write(0, &[3; 512]).unwrap();
     served.kill();
     assert_eq!(names_in(dir), ["c", "d.raw", "n", "v", "w"]);
-    let served = serve(dir, &args);
+    let served = serve_again(dir, &args);
     for socket in ["v", "w"] {
         let (_device, mut queue) = guest(&dir.join(socket));
         assert_eq!(queue.read(0, 512).unwrap(), [3; 512]);
@@ -159,9 +154,10 @@ fn guests_come_and_go_and_leave_nothing_open() {
         let (second, mut other) = guest(&dir.join("w"));
         queue.write(round * 4096, &[round as u8; 4096]).unwrap();
         assert_eq!(other.read(round * 4096, 4096).unwrap(), [round as u8; 4096], "two sockets of one disk");
-        drop((first, second, device(&dir.join("v")), UnixStream::connect(dir.join("v")).unwrap()));
+        drop((first, second));
+        drop((Device::connect(&dir.join("v"), DeviceOptions::default()), UnixStream::connect(dir.join("w"))));
+        eventually("all is closed", || open_files(&served) <= before);
     }
-    eventually("all is closed", || open_files(&served) <= before);
     assert!(served.terminate().success());
 }
 
@@ -174,16 +170,17 @@ fn many_guests_fit_where_the_hard_limit_lets_them() {
     }
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    ok(dir, &["create", "d.raw", "--size", "16M"]);
-    let ways = ["--vhost-user", "v", "--control", "c"];
+    let disks: Vec<String> = (0..4).map(|n| format!("d{n}.raw")).collect();
+    disks.iter().for_each(|disk| drop(ok(dir, &["create", disk, "--size", "16M"])));
+    let ways: Vec<String> = (0..4).map(|n| format!("--vhost-user=v{n},export=d{n}")).collect();
     let start = |extra: &[&str]| {
         let mut command = Command::new("prlimit");
-        command.args(["--nofile=64:4096", env!("CARGO_BIN_EXE_spile"), "serve", "d.raw"]);
-        command.args(ways).args(extra).current_dir(dir);
-        Served::spawn(&mut command, dir.join("v")).unwrap()
+        command.args(["--nofile=64:4096", env!("CARGO_BIN_EXE_spile"), "serve", "--control", "c"]);
+        command.args(&disks).args(&ways).args(extra).current_dir(dir);
+        Served::spawn(&mut command, dir.join("v0")).unwrap()
     };
     let mut old = start(&[]);
-    let mut guests: Vec<_> = (0..12).map(|_| guest(&dir.join("v"))).collect();
+    let mut guests: Vec<_> = (0..12).map(|n| guest(&dir.join(format!("v{}", n % 4)))).collect();
     let new = start(&["--takeover"]);
     assert!(old.wait().success());
     for (number, (_, queue)) in guests.iter_mut().enumerate() {

@@ -8,7 +8,9 @@ use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::time::Duration;
 
-use common::guests::{Load, guest, names_in, nbd, open_files, rest_of_stderr, serve, simple_guest, succeed, try_serve};
+use common::guests::{
+    Load, guest, names_in, nbd, open_files, rest_of_stderr, serve, serve_again, simple_guest, succeed, try_serve,
+};
 use common::{Served, eventually, json, ok};
 use nix::sys::signal::Signal;
 use spile::nbd_client::Client;
@@ -120,7 +122,7 @@ fn where_nobody_is_the_successor_starts_afresh() {
     // The same when only the names of a dead one are there.
     served.kill();
     assert_eq!(names_in(dir), ["c", "d.raw", "v"]);
-    let served = serve(dir, &args);
+    let served = serve_again(dir, &args);
     let (_device, mut queue) = guest(&dir.join("v"));
     assert_eq!(queue.read(0, 512).unwrap(), [1; 512]);
     assert!(served.terminate().success());
@@ -241,7 +243,7 @@ fn whoever_ends_and_whenever_nothing_is_lost() {
         };
         served = left.unwrap_or_else(|| {
             afresh += 1;
-            serve(dir, &args)
+            serve_again(dir, &args)
         });
     }
     load.goes_on(&served);

@@ -11,7 +11,8 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use common::guests::{
-    Load, complains, guest, names_in, nbd, open_files, rest_of_stderr, serve, simple_guest, succeed, try_serve,
+    Load, complains, guest, names_in, nbd, open_files, rest_of_stderr, serve, serve_again, simple_guest, succeed,
+    try_serve,
 };
 use common::{Served, eventually, fails, ok};
 use nix::sys::signal::Signal;
@@ -199,7 +200,7 @@ fn when_the_old_server_is_killed_a_fresh_one_goes_on_with_what_was_in_flight() {
         let error = estate.confirm().unwrap_err();
         assert!(error.to_string().contains("start again"), "{error}");
         drop(estate);
-        served = serve(dir, &[&ARGS[..], &["--takeover"]].concat());
+        served = serve_again(dir, &[&ARGS[..], &["--takeover"]].concat());
     }
     load.goes_on(&served);
     assert_eq!(load.end(), 2);

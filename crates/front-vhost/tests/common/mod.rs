@@ -115,7 +115,7 @@ impl Rig {
         Guest::connect(&self.path())
     }
 
-    /// Has the workers stand still for good. To a front end this is a server that was killed at that moment: it writes to
+    /// Has the workers stand still. To a front end this is a server that was killed at that moment: it writes to
     /// nothing any more, whatever it had in hand.
     pub fn freeze(&self) {
         for worker in 0..self.engine.workers() {
@@ -127,6 +127,11 @@ impl Rig {
             is_still.recv().unwrap();
             self.frozen.lock().unwrap().push(until);
         }
+    }
+
+    /// They go on.
+    pub fn thaw(&self) {
+        self.frozen.lock().unwrap_or_else(|e| e.into_inner()).clear();
     }
 
     /// The server and its disk are well: a new guest can work.
@@ -145,7 +150,7 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        self.frozen.get_mut().unwrap_or_else(|e| e.into_inner()).clear();
+        self.thaw();
         self.disk.release();
         self.server.stop();
         self.server.wait_drained();

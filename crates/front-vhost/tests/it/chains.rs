@@ -185,7 +185,8 @@ on_both_engines! {
         breaks(kind, |guest| {
             let (header, status) = frame(guest);
             let (inner, len) = indirect(guest, &[(with_next(header), 1), (status, 0)]);
-            let (outer, len) = indirect(guest, &[((inner, len, INDIRECT), 0), (status, 0)]);
+            // Taken for a buffer to be read, it would be the header of a sound chain.
+            let (outer, len) = indirect(guest, &[(with_next((inner, len, INDIRECT)), 1), (status, 0)]);
             offer_indirect(guest, outer, len, 0);
         });
     }
@@ -227,7 +228,7 @@ on_both_engines! {
     }
 
     fn an_indirect_table_of_an_odd_length_breaks_the_ring(kind) {
-        for len in [0, 1, 15, 17, 31] {
+        for len in [0, 1, 15, 17, 31, 33, 47] {
             breaks(kind, |guest| {
                 let (header, status) = frame(guest);
                 let (address, _) = indirect(guest, &[(with_next(header), 1), (status, 0)]);

@@ -2,11 +2,12 @@
 
 use std::os::fd::AsFd;
 
-use spile_lab::vhost::DirtyLog;
 use spile_lab::vhost::proto::{Request, VRING_LOG, VringAddresses, feature};
-use spile_lab::vhost::{Area, MemoryOptions};
+use spile_lab::vhost::{Area, Descriptor, DescriptorTable, DirtyLog, MemoryOptions};
 
-use crate::common::guest::{FLUSH, GET_ID, Guest, IOERR, OK, Options, Part, R, READ, UNSUPP, W, WRITE, assert_refused};
+use crate::common::guest::{
+    FLUSH, GET_ID, Guest, INDIRECT, IOERR, NEXT, OK, Options, Part, R, READ, UNSUPP, W, WRITE, assert_refused,
+};
 use crate::common::messages::file;
 use crate::common::{SIZE, rig, until};
 use crate::on_both_engines;
@@ -83,6 +84,30 @@ on_both_engines! {
         // Lengths that would take the log minutes to walk, were they believed.
         let data = [(0, u32::MAX, W), (0, u32::MAX, W), (1 << 20, u32::MAX, W), (end, u32::MAX, W), (u64::MAX - 1, 9, W)];
         assert_eq!(dirtied(&mut guest, &log, READ, &data), (IOERR, vec![]));
+    }
+
+    fn what_is_refused_for_its_length_marks_nothing(kind) {
+        let rig = rig(kind);
+        let (mut guest, log) = logged(&rig.path());
+        let memory = guest.memory.regions()[0].guest_address;
+        let (header, status, table) = (guest.header(READ, 0), take_pages(&mut guest, 1), guest.take(16 * 20));
+        // Eighteen times the whole memory: 36 MiB, all of it there.
+        let mut parts = vec![header];
+        parts.resize(19, (memory, 2 << 20, W));
+        parts.push((status.address, 1, W));
+        for (index, (address, len_bytes, flags)) in parts.iter().copied().enumerate() {
+            let flags = if index < 19 { flags | NEXT } else { flags };
+            let descriptor = Descriptor { address, len_bytes, flags, next: index as u16 + 1 };
+            DescriptorTable(table.bytes.clone()).set(index, descriptor);
+        }
+        log.clear();
+        let head = guest.rings[0].chain(&[(table.address, 16 * 20, INDIRECT)]);
+        guest.rings[0].offer(head);
+        guest.rings[0].publish_and_kick();
+        guest.rings[0].take();
+        let used = page(guest.rings[0].areas[2].address);
+        until("the used ring is logged", || log.is_dirty(used));
+        assert_eq!((status.bytes.to_vec()[0], log.dirty_pages().len()), (IOERR, 2), "status and used ring");
     }
 
     fn a_used_ring_is_logged_at_the_address_it_was_told(kind) {

@@ -32,8 +32,16 @@ fn region_of(guest: &Guest) -> Segment {
 
 /// Puts the guest's rings to another server, as a front end does whose server has died.
 fn reconnect(guest: &mut Guest, rig: &Rig) {
+    connect(guest, rig);
+    bring_back(guest);
+}
+
+fn connect(guest: &mut Guest, rig: &Rig) {
     let options = guest.options;
     (guest.connection, _) = negotiate(&rig.path(), &options);
+}
+
+fn bring_back(guest: &mut Guest) {
     let (payload, fd) = guest.inflight.as_ref().unwrap();
     guest.connection.set_inflight(*payload, fd.as_fd()).unwrap();
     guest.share_memory().unwrap();
@@ -99,6 +107,26 @@ on_both_engines! {
         reconnect(&mut guest, &heir);
         guest.rings[0].take_ids(3);
         assert_eq!((written(&heir), offered.status()), (vec![5, 4, 6], OK));
+    }
+
+    fn a_queue_that_is_stopped_at_once_does_first_what_was_left(kind) {
+        let (dead, heir) = (rig(kind), rig(kind));
+        let mut guest = Guest::with(&dead.path(), options());
+        writes_in_flight(&dead, &mut guest, &[4, 2, 6]);
+        dead.freeze();
+        connect(&mut guest, &heir);
+        // The queue is told to start and to stop before its worker comes to it.
+        heir.freeze();
+        bring_back(&mut guest);
+        guest.offer(0, FLUSH, 0, &[]);
+        guest.rings[0].publish();
+        std::thread::scope(|scope| {
+            let stopped = scope.spawn(|| guest.connection.stop_vring(0).unwrap());
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            heir.thaw();
+            assert_eq!(stopped.join().unwrap(), 3, "whoever goes on from there knows nothing of the three");
+        });
+        assert_eq!((guest.rings[0].used(), written(&heir)), (3, vec![4, 2, 6]));
     }
 
     fn a_server_may_die_again_while_it_recovers(kind) {

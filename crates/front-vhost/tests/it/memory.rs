@@ -10,7 +10,7 @@ use spile_lab::vhost::proto::{InflightPayload, RegionPayload, Request, feature};
 use spile_lab::vhost::{Connection, Device, DeviceOptions, MemoryOptions, QueueOptions};
 
 use crate::common::guest::{
-    FLUSH, Guest, INDIRECT, IOERR, OK, Options, R, READ, W, WRITE, assert_hung_up, assert_refused, is_readable,
+    FLUSH, Guest, INDIRECT, IOERR, NONE, OK, Options, R, READ, W, WRITE, assert_hung_up, assert_refused, is_readable,
     negotiate,
 };
 use crate::common::load::{under_load, wait_for_more};
@@ -224,6 +224,36 @@ on_both_engines! {
             other.assert_works(0);
         }
         rig.assert_serves();
+    }
+
+    fn memory_that_the_kernel_has_pinned_is_as_any_other(kind) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        std::fs::File::create(&path).unwrap().set_len(crate::common::SIZE).unwrap();
+        let store = FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Page).unwrap();
+        let rig = rig_with(kind, |setup| (setup.disk.file, setup.config.pins_memory) = (Some(store), true));
+        let (device, queues) = device(&rig, &QueueOptions { depth: 8, data_bytes: 4096, ..QueueOptions::default() });
+        let more = page();
+        under_load(queues, |answered| {
+            for round in 0..10 {
+                device.connection().add_memory_region(region(round), more.as_fd()).unwrap();
+                wait_for_more(answered);
+                device.connection().remove_memory_region(region(round)).unwrap();
+            }
+        });
+        let mut guest = rig.guest();
+        let second = guest.memory.regions()[1].guest_address;
+        assert_eq!(guest.run(0, WRITE, 8, &[(second, 4096, R)]).0, OK);
+        cut_off(&guest, 1);
+        // The pages are still there for the kernel; whether it takes them or the server notices is no matter.
+        let asked = guest.offer(0, READ, 8, &[(second, 4096, W)]);
+        guest.rings[0].publish_and_kick();
+        let (ring, now) = (&guest.rings[0], Duration::ZERO);
+        until("an answer or the end", || ring.used() > 0 || is_readable(&ring.err, now));
+        assert!(asked.status() != NONE || is_readable(&ring.err, now));
+        drop((guest, device));
+        rig.assert_serves();
+        rig.assert_quiet();
     }
 
     fn rings_cut_off_end_their_connection_only(kind) {

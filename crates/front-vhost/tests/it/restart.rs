@@ -123,6 +123,27 @@ on_both_engines! {
         guest.assert_works(0);
     }
 
+    fn a_chain_that_broke_its_ring_is_not_in_flight(kind) {
+        let rig = rig(kind);
+        let mut guest = Guest::with(&rig.path(), Options { inflight: true, ..Options::default() });
+        for round in 0..3 {
+            guest.assert_works(0);
+            rig.disk.hold();
+            let asked = guest.ask(0, FLUSH, 0, &[]);
+            until("one is in flight", || rig.disk.held() == 1);
+            let header = guest.header(FLUSH, 0);
+            let head = guest.rings[0].chain(&[header, (header.0, 0, R)]);
+            guest.rings[0].offer(head);
+            guest.rings[0].publish_and_kick();
+            rig.disk.release();
+            guest.rings[0].assert_broken();
+            assert_eq!((asked.status(), guest.rings[0].used()), (OK, 1), "round {round}");
+            // With the same region: what it says is in flight would be done again, over and over.
+            guest.reset_ring(0);
+        }
+        guest.assert_works(0);
+    }
+
     fn one_ring_that_cannot_start_is_no_reason_for_others_to_rest(kind) {
         let rig = rig(kind);
         let mut guest = Guest::negotiated(&rig.path(), Options::default());

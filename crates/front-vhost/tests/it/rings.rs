@@ -125,9 +125,14 @@ on_both_engines! {
         guest.rings[0].publish_and_kick();
         guest.assert_works_beside();
         assert_eq!(rig.disk.held(), 16, "never more than the ring is long");
+        // A place that is free is taken, and no more.
+        rig.disk.release_at(u64::MAX);
+        until("the next one is taken", || rig.disk.held() == 16 && rig.server.metrics().answered == 2);
+        guest.assert_works_beside();
+        assert_eq!(rig.disk.held(), 16);
         rig.disk.release();
-        // And one of the other ring.
-        until("all are answered", || rig.server.metrics().answered == 32 + 1);
+        // And two of the other ring.
+        until("all are answered", || rig.server.metrics().answered == 32 + 2);
         assert_eq!(guest.rings[0].parts.used_index(), 32);
         // And a ring more than that is too much.
         let ring = &guest.rings[0];

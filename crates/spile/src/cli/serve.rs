@@ -75,7 +75,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
     /// Take disks, sockets and guests over from the server that listens on the --control socket; start afresh if there is
-    /// none. It must be given at least the sockets that that server has
+    /// none. It must be given the same disks, and at least the sockets and queues that that server has
     #[arg(long, requires = "control")]
     takeover: bool,
     /// The way to the disks' bytes: past the page cache (O_DIRECT) or through it

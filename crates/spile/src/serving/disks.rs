@@ -1,7 +1,7 @@
 //! The images that are served, open for as long as they are.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::{AnyStore, CacheMode, Engine};
@@ -10,8 +10,8 @@ use spile_image::{Aligned, Chain, Format, OpenOptions};
 use crate::cli::complain;
 use crate::disks::{self, DiskSpec, Source};
 
-/// How often and how long apart a busy disk is tried.
-const BUSY_ATTEMPTS: u32 = 100;
+/// How long a busy disk is waited for, and how often it is tried.
+const BUSY_PATIENCE: Duration = Duration::from_secs(5);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
 /// A disk as fronts see it.
@@ -98,18 +98,16 @@ impl Opening {
     /// Opens a disk; one that is busy is tried for some time. A server that was just killed is the reason: the kernel keeps
     /// its files open, and their locks, for as long as it takes to wind up its io_uring.
     fn open_patiently(&self, engine: &Engine, spec: &DiskSpec, options: &OpenOptions) -> Result<Chain<AnyStore>> {
-        let cache = self.cache;
-        let open = || {
-            let (source, options) = (spec.source.clone(), options.clone());
-            engine.run_on(0, move || async move { disks::open(cache, &source, &options).await })
-        };
-        for _ in 0..BUSY_ATTEMPTS {
-            match open() {
-                Err(error) if error.kind() == ErrorKind::Busy => std::thread::sleep(BUSY_PAUSE),
+        let end = Instant::now() + BUSY_PATIENCE;
+        loop {
+            let (cache, source, options) = (self.cache, spec.source.clone(), options.clone());
+            match engine.run_on(0, move || async move { disks::open(cache, &source, &options).await }) {
+                Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < end => {
+                    std::thread::sleep(BUSY_PAUSE);
+                }
                 result => return result,
             }
         }
-        open()
     }
 }
 

@@ -31,6 +31,18 @@ pub fn try_serve(dir: &Path, args: &[&str]) -> Result<Served, String> {
     Served::spawn(&mut command, dir.join("n"))
 }
 
+/// Starts a server as a service manager does: again when it fails. On a host where many rings end at once the kernel may
+/// keep the disk and the sockets of one that was killed for longer than a server waits.
+pub fn serve_again(dir: &Path, args: &[&str]) -> Served {
+    let mut served = None;
+    let is_busy = |said: &str| said.contains("in use by another process") || said.contains("another server listens");
+    eventually("a fresh server starts", || {
+        served = try_serve(dir, args).map_err(|said| assert!(is_busy(&said), "{said}")).ok();
+        served.is_some()
+    });
+    served.expect("it has started")
+}
+
 /// A successor that takes over. The old server ends in order.
 pub fn succeed(dir: &Path, args: &[&str], mut old: Served) -> Served {
     let new = serve(dir, &[args, &["--takeover"]].concat());
