@@ -167,6 +167,9 @@ fn print_sums(outcomes: &[Outcome], seconds: f64) -> Result<()> {
     for reason in &sum.reasons {
         println!("skipped: {reason}");
     }
+    for failure in &sum.failures {
+        println!("failed: {failure}");
+    }
     println!("{}", sum.line());
     if sum.failed == 0 { Ok(()) } else { Err(format!("{} failed", sum.failed)) }
 }

@@ -4,6 +4,7 @@ The package is found by the name that always means the newest kernel; nothing is
 fetched is kept in the target folder, so that only the first run needs the network.
 """
 
+import fcntl
 import lzma
 import os
 import pathlib
@@ -82,11 +83,15 @@ def kernel():
     if os.uname().machine != "x86_64":
         raise unittest.SkipTest("the guest test knows only x86_64 kernels")
     top = CACHE / "root"
-    if not (CACHE / "complete").exists():
-        need("apt-get", "apt")
-        need("dpkg-deb", "dpkg")
-        fetch(top)
-        (CACHE / "complete").touch()
+    CACHE.parent.mkdir(parents=True, exist_ok=True)
+    # Test files run at the same time, each in a process of its own; the first one fetches.
+    with open(CACHE.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (CACHE / "complete").exists():
+            need("apt-get", "apt")
+            need("dpkg-deb", "dpkg")
+            fetch(top)
+            (CACHE / "complete").touch()
     return Kernel(top)
 
 

@@ -9,7 +9,7 @@ import shutil
 
 from kernel import initramfs
 from machine import root_image
-from support import MIB, STANDIN, check, run, sha256, spile, write_scattered
+from support import MIB, STANDIN, check, run, sha256, spile, spile_once_free, write_scattered
 from vhost import PLACES, Sockets, VhostMachine, VhostServer, wait_until
 
 ROOT_BYTES = 512 * MIB
@@ -150,7 +150,7 @@ class Lab:
         if STANDIN:
             shutil.copy(self.disks[name], copy)
         else:
-            spile("convert", self.disks[name], copy)
+            spile_once_free("convert", self.disks[name], copy)
         return copy
 
 

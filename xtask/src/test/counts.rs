@@ -11,6 +11,8 @@ pub struct Counts {
     pub skipped: u64,
     /// One `name: reason` for each skip.
     pub reasons: Vec<String>,
+    /// One line for each failed check that the runner names.
+    pub failures: Vec<String>,
 }
 
 /// How a stage tells its sums.
@@ -39,6 +41,7 @@ impl Reader {
             Reader::CargoTest => cargo_test(log),
         };
         counts.reasons = log.lines().filter_map(skip_reason).collect();
+        counts.failures = failures(log);
         if matches!(self, Reader::Nextest | Reader::CargoTest) {
             counts.move_self_skips();
         }
@@ -68,6 +71,7 @@ impl Counts {
         self.failed += other.failed;
         self.skipped += other.skipped;
         self.reasons.extend(other.reasons.iter().cloned());
+        self.failures.extend(other.failures.iter().cloned());
     }
 
     /// Rust's runners count a test that printed `SKIP` and returned as passed.
@@ -83,6 +87,33 @@ fn skip_reason(line: &str) -> Option<String> {
     line.trim().strip_prefix("SKIP ").map(str::to_string)
 }
 
+/// Names of failed checks: our runners' `failed NAME (1.0 s)` with the last line of what they say of
+/// it, and nextest's `FAIL [ 1.0s] NAME`, which stands twice in a log.
+fn failures(log: &str) -> Vec<String> {
+    let mut found: Vec<String> = Vec::new();
+    let mut lines = log.lines().peekable();
+    while let Some(line) = lines.next() {
+        if let Some(name) = line.strip_prefix("failed ") {
+            let mut last = "";
+            while let Some(detail) = lines.next_if(|line| line.starts_with("    ")) {
+                last = detail.trim();
+            }
+            found.push(format!("{}: {last}", name.trim()));
+        } else if let Some(name) = nextest_failure(line) {
+            found.push(name.to_string());
+        }
+    }
+    found.sort();
+    found.dedup();
+    found
+}
+
+fn nextest_failure(line: &str) -> Option<&str> {
+    let (word, rest) = line.trim().split_once(" [")?;
+    matches!(word, "FAIL" | "TIMEOUT" | "SIGNAL" | "SIGABRT" | "SIGSEGV" | "SIGBUS").then_some(())?;
+    Some(rest.split_once(']')?.1.trim())
+}
+
 /// Our runners' last line.
 fn tally(log: &str) -> Counts {
     let found = log.lines().rev().find_map(|line| {
@@ -93,7 +124,7 @@ fn tally(log: &str) -> Counts {
         Some((number(passed)?, number(failed)?, number(skipped)?))
     });
     let (passed, failed, skipped) = found.unwrap_or_default();
-    Counts { passed, failed, skipped, reasons: Vec::new() }
+    Counts { passed, failed, skipped, ..Counts::default() }
 }
 
 /// `N seeds, N steps, N crashes, N findings`.
@@ -112,7 +143,7 @@ fn nextest(log: &str) -> Counts {
         passed: number_before(tail, "passed"),
         failed: number_before(tail, "failed") + number_before(tail, "timed out") + number_before(tail, "exec failed"),
         skipped: number_before(tail, "skipped"),
-        reasons: Vec::new(),
+        ..Counts::default()
     }
 }
 
@@ -174,6 +205,14 @@ mod tests {
         let counts = Reader::Tally.read(log, true);
         assert_eq!(sums(&counts), (4, 0, 1));
         assert_eq!(counts.reasons.len(), 1);
+    }
+
+    #[test]
+    fn failures_are_named() {
+        let ours = "failed  a.b (3.3 s)\n    Traceback\n    No such file\npassed  c (1.0 s)\n";
+        assert_eq!(Reader::Tally.read(ours, false).failures, ["a.b (3.3 s): No such file"]);
+        let nextest = "  FAIL [   0.1s] (3/9) mem it::x\nSummary [ 1s] 9 tests run\n  FAIL [   0.1s] (3/9) mem it::x\n";
+        assert_eq!(Reader::Nextest.read(nextest, false).failures, ["(3/9) mem it::x"]);
     }
 
     #[test]
