@@ -23,6 +23,7 @@ mod lock;
 mod memory;
 mod op;
 mod shared;
+mod slots;
 mod socket;
 mod spin;
 mod store;
@@ -32,6 +33,7 @@ mod threads;
 mod time;
 #[doc(hidden)]
 pub mod tuning;
+mod turns;
 mod uring;
 mod worker;
 
@@ -43,8 +45,10 @@ pub use files::{AnyStore, CacheMode, OsFiles};
 pub use fixed::{Pinned, pin_memory};
 pub use memory::{MemStore, NullStore};
 pub use shared::WorkerStats;
+pub use slots::{Bell, Desk, Slots};
 pub use socket::{Listener, Socket};
 pub use spin::{Pollable, unwatch, watch};
 pub use store::FileStore;
 pub use time::{sleep, yield_now};
+pub use turns::{Turns, serve};
 pub use worker::{current_worker, pool, spawn};

@@ -28,7 +28,6 @@ mod request;
 mod ring;
 mod server;
 mod session;
-mod slots;
 mod vring;
 pub mod wire;
 

@@ -1,20 +1,16 @@
 //! One virtqueue at work: a task on one worker that pops, executes, answers and notifies.
 //!
-//! A turn: answer what has ended, pop and start what is new, publish, notify the driver once. When there is nothing to do
-//! the worker watches the ring ([`spile_engine::watch`]), and asks the driver for kicks only before it sleeps. The task
-//! ends when it is told to stop and nothing is in flight, or when the driver has broken the ring; a stopped queue can be
-//! started again where it ended, by this process or another.
+//! Its turns are those of every ring ([`spile_engine::serve`]). The task ends when it is told to stop and nothing is in
+//! flight, or when the driver has broken the ring; a stopped queue can be started again where it ended, by this process
+//! or another.
 
 use std::cell::RefCell;
-use std::future::poll_fn;
-use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll};
 
 use spile_core::Disk;
-use spile_engine::{Event, Pollable, pin_memory, unwatch, watch};
+use spile_engine::{Bell, Desk, Event, Pollable, Slots, Turns, pin_memory, serve};
 
 use crate::execute::{Status, Target};
 use crate::inflight::InflightQueue;
@@ -23,16 +19,11 @@ use crate::memory::GuestMemory;
 use crate::metrics::QueueCounters;
 use crate::request::{Parser, Request};
 use crate::ring::{Broken, Ring, used_bytes};
-use crate::slots::{Bell, Desk, Slots};
 
 /// Requests of one queue in flight at most.
 const MAX_IN_FLIGHT: usize = 512;
-/// Chains that are popped before what has ended is looked at.
-const BATCH: usize = 64;
 /// Answers that are held back at most, so that a driver that polls can go on while we work.
 const PUBLISH: usize = 16;
-/// Turns before other tasks of the worker get theirs.
-const TURNS: usize = 4;
 
 /// What the control of a queue and its task share.
 #[derive(Default)]
@@ -134,50 +125,19 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
         broken: None,
     };
     let side = Rc::new(RefCell::new(side));
-    let make = |desk: Rc<Desk>| answer_all(desk, side.clone(), target.clone());
+    let make = |desk: Rc<Desk<u16>>| answer_all(desk, side.clone(), target.clone());
     let mut slots = Slots::new(link.bell.clone(), make);
     let mut queue = Queue { ring: ring.clone(), side: side.clone(), link, again, again_at: 0 };
     let watched: Rc<dyn Pollable> = ring.clone();
-    let mut kicked = Box::pin(kick.wait());
     side.borrow().counters.started();
-    poll_fn(|context| {
-        for _ in 0..TURNS {
-            if queue.turn(&mut slots, context).is_continue() {
-                continue;
-            }
-            if queue.is_over(slots.busy()) {
-                return Poll::Ready(());
-            }
-            // With every slot taken there is nothing to look for: an answer will wake us.
-            if !queue.takes_new() || slots.busy() >= queue.slots() {
-                return Poll::Pending;
-            }
-            match kicked.as_mut().poll(context) {
-                Poll::Ready(Ok(())) => {
-                    kicked.set(kick.wait());
-                    // The turn has looked at the ring, and may have found that it is gone.
-                    queue.side.borrow_mut().break_if_lost();
-                }
-                Poll::Ready(Err(error)) => queue.stop_for(error),
-                Poll::Pending => {
-                    ring.0.suppress();
-                    watch(&watched, context.waker(), slots.busy());
-                    return Poll::Pending;
-                }
-            }
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
-    unwatch(&watched);
+    serve(&mut queue, &mut slots, &watched, &kick).await;
     side.borrow().counters.stopped();
     let side = side.borrow();
     Ended { next_avail: ring.0.next_avail(), broken: side.broken, is_lost: side.is_lost() }
 }
 
 /// A slot: answers one chain after the other.
-async fn answer_all<D: Disk>(desk: Rc<Desk>, side: Rc<RefCell<Side>>, target: Arc<Target<D>>) {
+async fn answer_all<D: Disk>(desk: Rc<Desk<u16>>, side: Rc<RefCell<Side>>, target: Arc<Target<D>>) {
     let mut request = Request::default();
     loop {
         let head = desk.next().await;
@@ -304,51 +264,8 @@ struct Queue {
     again_at: usize,
 }
 
-impl Queue {
-    /// Requests in flight at most: the rest waits in the ring.
-    fn slots(&self) -> usize {
-        MAX_IN_FLIGHT.min(usize::from(self.ring.0.size()))
-    }
-
-    fn takes_new(&self) -> bool {
-        self.side.borrow().broken.is_none() && !self.link.stop.load(Ordering::Acquire)
-    }
-
-    /// What a server before us left is done even when we are to stop: whoever goes on from our index would not know of it.
-    fn has_leave(&self) -> bool {
-        self.takes_new() || (self.side.borrow().broken.is_none() && self.again_at < self.again.len())
-    }
-
-    fn is_over(&self, busy: usize) -> bool {
-        !self.has_leave() && busy == 0
-    }
-
-    fn stop_for(&mut self, error: spile_core::Error) {
-        tracing::warn!(%error, "vhost-user: a queue's kicks cannot be heard");
-        self.side.borrow_mut().broken = Some(Broken("its kicks cannot be heard"));
-    }
-
-    /// One turn; goes on when there was anything to do.
-    fn turn<F, M>(&mut self, slots: &mut Slots<F, M>, context: &Context<'_>) -> ControlFlow<()>
-    where
-        F: Future<Output = ()>,
-        M: Fn(Rc<Desk>) -> F,
-    {
-        let mut worked = slots.poll_ready(context);
-        let mut started = 0;
-        while started < BATCH && slots.busy() < self.slots() && self.has_leave() {
-            let Some(head) = self.pop() else { break };
-            started += 1;
-            slots.start(head);
-        }
-        worked |= started > 0;
-        let mut side = self.side.borrow_mut();
-        side.publish_and_call();
-        if worked {
-            side.break_if_lost();
-        }
-        if worked { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
-    }
+impl Turns for Queue {
+    type Work = u16;
 
     /// The next chain, of those left to us first.
     fn pop(&mut self) -> Option<u16> {
@@ -369,5 +286,40 @@ impl Queue {
                 None
             }
         }
+    }
+
+    fn takes_new(&self) -> bool {
+        self.side.borrow().broken.is_none() && !self.link.stop.load(Ordering::Acquire)
+    }
+
+    /// What a server before us left is done even when we are to stop: whoever goes on from our index would not know of it.
+    fn may_pop(&self) -> bool {
+        self.takes_new() || (self.side.borrow().broken.is_none() && self.again_at < self.again.len())
+    }
+
+    fn max_in_flight(&self) -> usize {
+        MAX_IN_FLIGHT.min(usize::from(self.ring.0.size()))
+    }
+
+    fn end_turn(&mut self, has_worked: bool) {
+        let mut side = self.side.borrow_mut();
+        side.publish_and_call();
+        if has_worked {
+            side.break_if_lost();
+        }
+    }
+
+    /// The turn has looked at the ring, and may have found that it is gone.
+    fn kicked(&mut self) {
+        self.side.borrow_mut().break_if_lost();
+    }
+
+    fn kicks_failed(&mut self, error: spile_core::Error) {
+        tracing::warn!(%error, "vhost-user: a queue's kicks cannot be heard");
+        self.side.borrow_mut().broken = Some(Broken("its kicks cannot be heard"));
+    }
+
+    fn suppress(&self) {
+        self.ring.0.suppress();
     }
 }

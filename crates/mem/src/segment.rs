@@ -32,6 +32,7 @@ enum Owner {
     Pool(#[expect(dead_code, reason = "held for its drop")] ChunkRef),
     Heap(#[expect(dead_code, reason = "held for its drop")] Arc<Heap>),
     Mapped(Arc<Mapping>),
+    Other(#[expect(dead_code, reason = "held for its drop")] Arc<dyn Send + Sync>),
 }
 
 // SAFETY: the memory is kept alive by the owner, which is itself Send + Sync, and is reached only by raw copies.
@@ -54,6 +55,15 @@ impl Segment {
     /// A segment over a whole mapping.
     pub(crate) fn from_mapping(ptr: NonNull<u8>, len: usize, mapping: Arc<Mapping>) -> Self {
         Self { ptr, len, owner: Owner::Mapped(mapping) }
+    }
+
+    /// A segment over memory that `owner` keeps alive: mapped through a device, say.
+    ///
+    /// # Safety
+    /// `ptr` is the start of `len` bytes that may be read and written (or only read, when whoever uses the segment only
+    /// reads) for as long as `owner` lives.
+    pub unsafe fn from_owner(ptr: NonNull<u8>, len: usize, owner: Arc<dyn Send + Sync>) -> Self {
+        Self { ptr, len, owner: Owner::Other(owner) }
     }
 
     /// True when the file of a shared mapping has become shorter than the mapping, and a touch of what is gone has put

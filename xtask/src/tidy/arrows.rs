@@ -16,19 +16,23 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-sim"]),
     ("spile-front-nbd", &["spile-core", "spile-mem", "spile-engine"], &[]),
     ("spile-front-vhost", &["spile-core", "spile-mem", "spile-engine"], &["spile-lab"]),
-    ("spile-lab", &["spile-core", "spile-mem"], &[]),
+    ("spile-xen", &["spile-core", "spile-mem"], &[]),
+    ("spile-front-blkif", &["spile-core", "spile-mem", "spile-engine", "spile-xen"], &["spile-lab"]),
+    ("spile-lab", &["spile-core", "spile-mem", "spile-xen"], &[]),
     ("spile-sim", &["spile-core", "spile-image"], &["spile-mem"]),
     ("spile", &ALL, &ALL),
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 8] = [
+const ALL: [&str; 10] = [
     "spile-mem",
     "spile-core",
     "spile-engine",
     "spile-image",
     "spile-front-nbd",
     "spile-front-vhost",
+    "spile-front-blkif",
+    "spile-xen",
     "spile-lab",
     "spile-sim",
 ];

@@ -1,4 +1,4 @@
-//! Requests in flight of one queue: long-lived futures, one for each request at a time, polled by the queue's own task.
+//! Requests in flight of one ring: long-lived futures, one for each request at a time, polled by the queue's own task.
 //!
 //! A request that the disk answers at once never leaves the queue's task: no task is made or woken for it, nothing is
 //! allocated and nothing is moved, for a slot's future reads its request into its own memory. One that waits has a waker
@@ -14,7 +14,7 @@ use std::task::{Context, Poll, Wake, Waker};
 
 /// What wakes a queue: its requests, and whoever controls it from another thread.
 #[derive(Default)]
-pub(crate) struct Bell {
+pub struct Bell {
     state: Mutex<BellState>,
 }
 
@@ -31,7 +31,7 @@ impl Bell {
     }
 
     /// Wakes the queue.
-    pub(crate) fn ring(&self) {
+    pub fn ring(&self) {
         let waker = self.lock().queue.take();
         if let Some(waker) = waker {
             waker.wake();
@@ -74,61 +74,64 @@ impl Wake for SlotWake {
     }
 }
 
-/// Where a slot's future finds the head of its next chain, and says that it has answered.
-#[derive(Default)]
-pub(crate) struct Desk {
-    head: Cell<Option<u16>>,
+/// Where a slot's future finds its next request, and says that it has answered.
+pub struct Desk<T> {
+    work: Cell<Option<T>>,
     has_answered: Cell<bool>,
 }
 
-impl Desk {
-    /// The next chain.
-    pub(crate) async fn next(&self) -> u16 {
-        poll_fn(|_| self.head.take().map_or(Poll::Pending, Poll::Ready)).await
+impl<T> Desk<T> {
+    fn new() -> Self {
+        Self { work: Cell::new(None), has_answered: Cell::new(false) }
     }
 
-    /// The chain is answered.
-    pub(crate) fn answered(&self) {
+    /// The next request.
+    pub async fn next(&self) -> T {
+        poll_fn(|_| self.work.take().map_or(Poll::Pending, Poll::Ready)).await
+    }
+
+    /// The request is answered.
+    pub fn answered(&self) {
         self.has_answered.set(true);
     }
 }
 
-struct Slot<F> {
+struct Slot<F, T> {
     future: Pin<Box<F>>,
-    desk: Rc<Desk>,
+    desk: Rc<Desk<T>>,
     waker: Waker,
 }
 
 /// The slots of a queue. They are made as they are needed and stay.
-pub(crate) struct Slots<F, M> {
+pub struct Slots<F, M, T> {
     bell: Arc<Bell>,
     make: M,
-    slots: Vec<Slot<F>>,
+    slots: Vec<Slot<F, T>>,
     free: Vec<u32>,
     ready: Vec<u32>,
 }
 
-impl<F: Future<Output = ()>, M: Fn(Rc<Desk>) -> F> Slots<F, M> {
-    /// `make` makes the future that answers the chains of one desk, one after the other, for ever.
-    pub(crate) fn new(bell: Arc<Bell>, make: M) -> Self {
+impl<F: Future<Output = ()>, M: Fn(Rc<Desk<T>>) -> F, T> Slots<F, M, T> {
+    /// `make` makes the future that answers the requests of one desk, one after the other, for ever.
+    pub fn new(bell: Arc<Bell>, make: M) -> Self {
         Self { bell, make, slots: Vec::new(), free: Vec::new(), ready: Vec::new() }
     }
 
     /// Requests in flight.
-    pub(crate) fn busy(&self) -> usize {
+    pub fn busy(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Starts the request of the chain at `head`.
-    pub(crate) fn start(&mut self, head: u16) {
+    /// Starts a request.
+    pub fn start(&mut self, work: T) {
         let number = self.free.pop().unwrap_or_else(|| self.add());
-        self.slots[number as usize].desk.head.set(Some(head));
+        self.slots[number as usize].desk.work.set(Some(work));
         self.poll(number);
     }
 
     fn add(&mut self) -> u32 {
         let number = self.slots.len() as u32;
-        let desk = Rc::new(Desk::default());
+        let desk = Rc::new(Desk::new());
         let waker = Waker::from(Arc::new(SlotWake { number, bell: self.bell.clone() }));
         self.slots.push(Slot { future: Box::pin((self.make)(desk.clone())), desk, waker });
         number
@@ -145,7 +148,7 @@ impl<F: Future<Output = ()>, M: Fn(Rc<Desk>) -> F> Slots<F, M> {
     }
 
     /// Polls what was woken. The task of `context` is woken when there is more. True when any was polled.
-    pub(crate) fn poll_ready(&mut self, context: &Context<'_>) -> bool {
+    pub fn poll_ready(&mut self, context: &Context<'_>) -> bool {
         let mut ready = std::mem::take(&mut self.ready);
         self.bell.take(&mut ready, context.waker());
         let any = !ready.is_empty();

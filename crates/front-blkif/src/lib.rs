@@ -1,0 +1,2 @@
+//! Serves a disk to a Xen guest: straight from the guest's blkif ring.
+#![forbid(unsafe_code)]

@@ -1,0 +1,395 @@
+//! Requests and responses, in the layouts of both ABIs.
+//!
+//! | | x86_64 | x86_32 (packed to 4) |
+//! |---|---|---|
+//! | request: op, segments, handle | 0, 1, 2 | 0, 1, 2 |
+//! | id, sector, segments | 8, 16, 24: 112 bytes | 4, 12, 20: 108 bytes |
+//! | segment: grant u32, first u8, last u8 | 0, 4, 5: 8 bytes | the same |
+//! | discard: flag, handle, id, sector, sectors | 1, 2, 8, 16, 24 | 1, 2, 4, 12, 20 |
+//! | indirect: op, real op, segments u16, id, sector, handle, grants | 0, 1, 2, 8, 16, 24, 28 | 0, 1, 2, 4, 12, 20, 24 |
+//! | response: id, op, status i16 | 0, 8, 10: 16 bytes | 0, 8, 10: 12 bytes |
+
+use crate::GrantRef;
+use crate::blkif::{INDIRECT_PAGES, SLOT_SEGMENTS};
+
+/// Bytes of one segment, in a slot and in an indirect page.
+pub const SEGMENT_BYTES: usize = 8;
+
+/// Operations (BLKIF_OP_*).
+pub mod op {
+    /// Read.
+    pub const READ: u8 = 0;
+    /// Write.
+    pub const WRITE: u8 = 1;
+    /// Write, after all before it is durable, and before all after it.
+    pub const WRITE_BARRIER: u8 = 2;
+    /// Make what was written durable.
+    pub const FLUSH_DISKCACHE: u8 = 3;
+    /// Free sectors.
+    pub const DISCARD: u8 = 5;
+    /// A read or write whose segments lie in pages of their own.
+    pub const INDIRECT: u8 = 6;
+}
+
+/// How a request ended (BLKIF_RSP_*).
+pub mod status {
+    /// Done.
+    pub const OKAY: i16 = 0;
+    /// Failed.
+    pub const ERROR: i16 = -1;
+    /// Not known here.
+    pub const EOPNOTSUPP: i16 = -2;
+}
+
+/// The layout of a guest's structures.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Abi {
+    /// `x86_64-abi`, and all other machines of 64 bits.
+    #[default]
+    X86_64,
+    /// `x86_32-abi`: numbers of 64 bits are aligned to 4 bytes.
+    X86_32,
+}
+
+impl Abi {
+    /// Its name in xenstore.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::X86_64 => "x86_64-abi",
+            Self::X86_32 => "x86_32-abi",
+        }
+    }
+
+    /// The ABI of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::X86_64, Self::X86_32].into_iter().find(|abi| abi.name() == name)
+    }
+
+    /// Bytes of a slot in a ring of requests and responses.
+    pub const fn slot_bytes(self) -> usize {
+        match self {
+            Self::X86_64 => 112,
+            Self::X86_32 => 108,
+        }
+    }
+
+    /// Bytes of a response.
+    pub const fn response_bytes(self) -> usize {
+        match self {
+            Self::X86_64 => 16,
+            Self::X86_32 => 12,
+        }
+    }
+
+    /// Where the first number of 64 bits lies; all that follows it lies by as much later.
+    const fn id_at(self) -> usize {
+        match self {
+            Self::X86_64 => 8,
+            Self::X86_32 => 4,
+        }
+    }
+}
+
+/// A part of one granted page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SegmentEntry {
+    /// The page.
+    pub gref: GrantRef,
+    /// Its first sector, 0 to 7.
+    pub first_sect: u8,
+    /// Its last sector, which belongs to it.
+    pub last_sect: u8,
+}
+
+impl SegmentEntry {
+    /// The segment in 8 bytes, as slots and indirect pages have it.
+    pub fn decode(bytes: &[u8; SEGMENT_BYTES]) -> Self {
+        Self { gref: GrantRef(u32_at(bytes, 0)), first_sect: bytes[4], last_sect: bytes[5] }
+    }
+
+    /// Its 8 bytes; those without meaning are 0.
+    pub fn encode(&self) -> [u8; SEGMENT_BYTES] {
+        let mut bytes = [0; SEGMENT_BYTES];
+        bytes[..4].copy_from_slice(&self.gref.0.to_le_bytes());
+        (bytes[4], bytes[5]) = (self.first_sect, self.last_sect);
+        bytes
+    }
+}
+
+/// A read, write, barrier or flush.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlainRequest {
+    /// What to do.
+    pub op: u8,
+    /// How many segments count; as the guest says, not checked.
+    pub nr_segments: u8,
+    /// The guest's number for the disk; without meaning.
+    pub handle: u16,
+    /// What the response repeats.
+    pub id: u64,
+    /// The first sector.
+    pub sector: u64,
+    /// The segments.
+    pub segments: [SegmentEntry; SLOT_SEGMENTS],
+}
+
+/// A discard.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Discard {
+    /// Bit 0: so that nobody can read it again.
+    pub flag: u8,
+    /// As in [`PlainRequest`].
+    pub handle: u16,
+    /// As in [`PlainRequest`].
+    pub id: u64,
+    /// The first sector.
+    pub sector: u64,
+    /// Sectors.
+    pub nr_sectors: u64,
+}
+
+/// A read or write whose segments lie in pages of their own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IndirectRequest {
+    /// What to do.
+    pub op: u8,
+    /// How many segments; as the guest says, not checked.
+    pub nr_segments: u16,
+    /// As in [`PlainRequest`].
+    pub id: u64,
+    /// The first sector.
+    pub sector: u64,
+    /// As in [`PlainRequest`].
+    pub handle: u16,
+    /// The pages of segments.
+    pub pages: [GrantRef; INDIRECT_PAGES],
+}
+
+/// What a slot holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// A read, write, barrier or flush; or an operation that is not known, whose fields mean nothing but the id.
+    Plain(PlainRequest),
+    /// A discard.
+    Discard(Discard),
+    /// A read or write whose segments lie in pages of their own.
+    Indirect(IndirectRequest),
+}
+
+impl Request {
+    /// Reads a slot of at least [`Abi::slot_bytes`].
+    ///
+    /// # Panics
+    /// When `slot` is shorter.
+    pub fn decode(abi: Abi, slot: &[u8]) -> Self {
+        let at = abi.id_at();
+        match slot[0] {
+            op::DISCARD => Self::Discard(Discard {
+                flag: slot[1],
+                handle: u16_at(slot, 2),
+                id: u64_at(slot, at),
+                sector: u64_at(slot, at + 8),
+                nr_sectors: u64_at(slot, at + 16),
+            }),
+            op::INDIRECT => Self::Indirect(IndirectRequest {
+                op: slot[1],
+                nr_segments: u16_at(slot, 2),
+                id: u64_at(slot, at),
+                sector: u64_at(slot, at + 8),
+                handle: u16_at(slot, at + 16),
+                pages: std::array::from_fn(|page| GrantRef(u32_at(slot, at + 20 + 4 * page))),
+            }),
+            op => Self::Plain(PlainRequest {
+                op,
+                nr_segments: slot[1],
+                handle: u16_at(slot, 2),
+                id: u64_at(slot, at),
+                sector: u64_at(slot, at + 8),
+                segments: std::array::from_fn(|index| {
+                    let from = at + 16 + SEGMENT_BYTES * index;
+                    SegmentEntry::decode(slot[from..].first_chunk().expect("a slot holds 11 segments"))
+                }),
+            }),
+        }
+    }
+
+    /// Writes the request into `slot`; bytes without meaning are 0.
+    ///
+    /// # Panics
+    /// When `slot` is shorter than [`Abi::slot_bytes`].
+    pub fn encode(&self, abi: Abi, slot: &mut [u8]) {
+        let slot = &mut slot[..abi.slot_bytes()];
+        slot.fill(0);
+        let at = abi.id_at();
+        let mut put = |at: usize, bytes: &[u8]| slot[at..at + bytes.len()].copy_from_slice(bytes);
+        match self {
+            Self::Plain(plain) => {
+                put(0, &[plain.op, plain.nr_segments]);
+                put(2, &plain.handle.to_le_bytes());
+                put(at, &plain.id.to_le_bytes());
+                put(at + 8, &plain.sector.to_le_bytes());
+                for (index, segment) in plain.segments.iter().enumerate() {
+                    put(at + 16 + SEGMENT_BYTES * index, &segment.encode());
+                }
+            }
+            Self::Discard(discard) => {
+                put(0, &[op::DISCARD, discard.flag]);
+                put(2, &discard.handle.to_le_bytes());
+                put(at, &discard.id.to_le_bytes());
+                put(at + 8, &discard.sector.to_le_bytes());
+                put(at + 16, &discard.nr_sectors.to_le_bytes());
+            }
+            Self::Indirect(indirect) => {
+                put(0, &[op::INDIRECT, indirect.op]);
+                put(2, &indirect.nr_segments.to_le_bytes());
+                put(at, &indirect.id.to_le_bytes());
+                put(at + 8, &indirect.sector.to_le_bytes());
+                put(at + 16, &indirect.handle.to_le_bytes());
+                for (page, gref) in indirect.pages.iter().enumerate() {
+                    put(at + 20 + 4 * page, &gref.0.to_le_bytes());
+                }
+            }
+        }
+    }
+
+    /// What the response repeats.
+    pub fn id(&self) -> u64 {
+        match self {
+            Self::Plain(plain) => plain.id,
+            Self::Discard(discard) => discard.id,
+            Self::Indirect(indirect) => indirect.id,
+        }
+    }
+
+    /// The operation that the response has to name: of an indirect request the real one, for Linux gives a disk up
+    /// whose back end answers with 6.
+    pub fn response_op(&self) -> u8 {
+        match self {
+            Self::Plain(plain) => plain.op,
+            Self::Discard(_) => op::DISCARD,
+            Self::Indirect(indirect) => indirect.op,
+        }
+    }
+}
+
+/// The answer to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Response {
+    /// The request's.
+    pub id: u64,
+    /// The request's, see [`Request::response_op`].
+    pub op: u8,
+    /// See [`status`].
+    pub status: i16,
+}
+
+impl Response {
+    /// Its bytes, of which [`Abi::response_bytes`] count; those without meaning are 0.
+    pub fn encode(&self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&self.id.to_le_bytes());
+        bytes[8] = self.op;
+        bytes[10..12].copy_from_slice(&self.status.to_le_bytes());
+        bytes
+    }
+
+    /// The response in a slot of at least 12 bytes.
+    ///
+    /// # Panics
+    /// When `slot` is shorter.
+    pub fn decode(slot: &[u8]) -> Self {
+        Self { id: u64_at(slot, 0), op: slot[8], status: u16_at(slot, 10) as i16 }
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes(*bytes[at..].first_chunk().expect("the slot is long enough"))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(*bytes[at..].first_chunk().expect("the slot is long enough"))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(*bytes[at..].first_chunk().expect("the slot is long enough"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn segment() -> impl Strategy<Value = SegmentEntry> {
+        (any::<u32>(), any::<u8>(), any::<u8>()).prop_map(|(gref, first_sect, last_sect)| SegmentEntry {
+            gref: GrantRef(gref),
+            first_sect,
+            last_sect,
+        })
+    }
+
+    fn request() -> impl Strategy<Value = Request> {
+        let plain_op = any::<u8>().prop_filter("others have shapes of their own", |op| ![5, 6].contains(op));
+        let segments = proptest::array::uniform11(segment());
+        let plain = (plain_op, any::<u8>(), any::<u16>(), any::<u64>(), any::<u64>(), segments).prop_map(
+            |(op, nr_segments, handle, id, sector, segments)| {
+                Request::Plain(PlainRequest { op, nr_segments, handle, id, sector, segments })
+            },
+        );
+        let discard = any::<(u8, u16, u64, u64, u64)>().prop_map(|(flag, handle, id, sector, nr_sectors)| {
+            Request::Discard(Discard { flag, handle, id, sector, nr_sectors })
+        });
+        let indirect = (any::<(u8, u16, u64, u64, u16)>(), any::<[u32; 8]>()).prop_map(
+            |((op, nr_segments, id, sector, handle), pages)| {
+                let pages = pages.map(GrantRef);
+                Request::Indirect(IndirectRequest { op, nr_segments, id, sector, handle, pages })
+            },
+        );
+        prop_oneof![plain, discard, indirect]
+    }
+
+    proptest! {
+        #[test]
+        fn requests_come_back_as_they_went(request in request()) {
+            for abi in [Abi::X86_64, Abi::X86_32] {
+                let mut slot = [0xff; 112];
+                request.encode(abi, &mut slot);
+                prop_assert_eq!(Request::decode(abi, &slot), request);
+                prop_assert_eq!(slot[0] == op::INDIRECT, matches!(request, Request::Indirect(_)));
+            }
+        }
+
+        #[test]
+        fn any_slot_can_be_read(slot in proptest::collection::vec(any::<u8>(), 108..=112)) {
+            let abi = if slot.len() == 112 { Abi::X86_64 } else { Abi::X86_32 };
+            let request = Request::decode(abi, &slot);
+            let at = if abi == Abi::X86_64 { 8 } else { 4 };
+            prop_assert_eq!(&request.id().to_le_bytes(), &slot[at..at + 8]);
+        }
+
+        #[test]
+        fn responses_come_back_as_they_went(id: u64, op: u8, status: i16) {
+            let response = Response { id, op, status };
+            prop_assert_eq!(Response::decode(&response.encode()[..12]), response);
+        }
+    }
+
+    /// Against bytes as a C compiler lays them out (see the module's table).
+    #[test]
+    fn the_layouts_are_those_of_the_header() {
+        let mut segments = [SegmentEntry::default(); SLOT_SEGMENTS];
+        segments[10] = SegmentEntry { gref: GrantRef(0x0403_0201), first_sect: 5, last_sect: 6 };
+        let plain = PlainRequest { op: 1, nr_segments: 11, handle: 0x0908, id: 7, sector: 0x1122, segments };
+        let mut slot = [0; 112];
+        Request::Plain(plain).encode(Abi::X86_64, &mut slot);
+        assert_eq!((slot[8], slot[16], &slot[104..110]), (7, 0x22, &[1, 2, 3, 4, 5, 6][..]));
+        Request::Plain(plain).encode(Abi::X86_32, &mut slot);
+        assert_eq!((slot[4], slot[12], &slot[100..106]), (7, 0x22, &[1, 2, 3, 4, 5, 6][..]));
+        let pages = [GrantRef(0xaabb); INDIRECT_PAGES];
+        let indirect = IndirectRequest { op: 1, nr_segments: 0x102, id: 7, sector: 9, handle: 3, pages };
+        Request::Indirect(indirect).encode(Abi::X86_64, &mut slot);
+        assert_eq!((&slot[..4], slot[24], &slot[56..60]), (&[6, 1, 2, 1][..], 3, &[0xbb, 0xaa, 0, 0][..]));
+        Request::Indirect(indirect).encode(Abi::X86_32, &mut slot);
+        assert_eq!((slot[20], &slot[24..26], &slot[52..56]), (3, &[0xbb, 0xaa][..], &[0xbb, 0xaa, 0, 0][..]));
+        assert_eq!(Request::decode(Abi::X86_32, &slot).response_op(), op::WRITE);
+    }
+}

@@ -1,0 +1,1 @@
+//! A client of xenstore (public/io/xs_wire.h).

@@ -1,0 +1,1 @@
+//! The device files of a real Xen.
