@@ -1,4 +1,4 @@
-//! [`Event`]: an eventfd that another process rings, or that we ring.
+//! [`Event`]: an eventfd or a Xen event channel that another process or guest rings, or that we ring.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -10,13 +10,19 @@ use crate::fd::Fd;
 use crate::op::Op;
 use crate::{sys, worker};
 
-/// An eventfd, as the kicks and calls of a virtqueue use it. Its count does not matter.
+/// An eventfd, as the kicks and calls of a virtqueue use it, whose count does not matter; or an event channel of Xen's.
 ///
-/// Whoever shares it decides whether it blocks, and may change that at any moment; nothing here waits for it.
+/// Whoever shares an eventfd decides whether it blocks, and may change that at any moment; nothing here waits for it.
 pub struct Event {
     fd: Arc<Fd>,
+    kind: Kind,
+}
+
+enum Kind {
     /// What is written to ring it.
-    one: Segment,
+    Eventfd(Segment),
+    /// The port that the device file is bound to.
+    Channel(u32),
 }
 
 /// Rings that may be on their way to one eventfd. There are more only when it is full, and then it is ringing.
@@ -35,7 +41,7 @@ impl Event {
                 sys::set_nonblocking(&fd).map_err(|source| Error::io("prepare an eventfd", source))?;
                 let one = Segment::zeroed(8);
                 one.copy_from_slice(0, &1u64.to_ne_bytes());
-                Ok(Self { fd: Fd::socket(fd), one })
+                Ok(Self { fd: Fd::socket(fd), kind: Kind::Eventfd(one) })
             }
             Ok(name) => {
                 let name = name.to_string_lossy().into_owned();
@@ -45,13 +51,27 @@ impl Event {
         }
     }
 
+    /// Takes over a device file /dev/xen/evtchn with one channel bound to it, which it knows as `port`.
+    ///
+    /// # Errors
+    /// When it cannot be set not to block.
+    pub fn from_channel(fd: OwnedFd, port: u32) -> Result<Self> {
+        sys::set_nonblocking(&fd).map_err(|source| Error::io("prepare an event channel", source))?;
+        Ok(Self { fd: Fd::socket(fd), kind: Kind::Channel(port) })
+    }
+
     /// Waits until it has been rung since the last wait. One wait at a time.
     ///
     /// # Errors
     /// `Io` with the errno.
     pub async fn wait(&self) -> Result<()> {
         Op::event(&self.fd).run().await.map_err(|errno| Error::errno("wait for an eventfd", errno))?;
-        sys::eventfd_drain(self.fd.raw());
+        match self.kind {
+            Kind::Eventfd(_) => sys::eventfd_drain(self.fd.raw()),
+            Kind::Channel(_) => {
+                sys::channel_drain(self.fd.raw()).map_err(|source| Error::io("read an event channel", source))?;
+            }
+        }
         Ok(())
     }
 
@@ -60,6 +80,11 @@ impl Event {
     /// # Panics
     /// Outside a worker.
     pub fn ring(&self) {
+        let one = match &self.kind {
+            Kind::Eventfd(one) => one,
+            // A hypercall: there is nothing that it could wait for.
+            Kind::Channel(port) => return sys::channel_notify(self.fd.raw(), *port),
+        };
         let rings = &self.fd.rings;
         worker::with(|w| {
             let mut reactor = w.reactor.borrow_mut();
@@ -67,7 +92,7 @@ impl Event {
                 rings.fetch_sub(1, Ordering::Relaxed);
                 return;
             }
-            reactor.ring(&self.fd, &self.one);
+            reactor.ring(&self.fd, one);
         });
     }
 

@@ -15,3 +15,4 @@ pub mod signals;
 pub mod stats;
 pub mod units;
 pub mod uri;
+pub mod xen;

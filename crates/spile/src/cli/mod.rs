@@ -12,6 +12,7 @@ mod load;
 mod map;
 mod resize;
 mod serve;
+mod xen_backend;
 
 use std::fmt::Display;
 use std::io::Write;
@@ -58,6 +59,9 @@ enum Command {
     Compare(compare::CompareArgs),
     Serve(Box<serve::ServeArgs>),
     Resize(resize::ResizeArgs),
+    XenBackend(Box<xen_backend::XenBackendArgs>),
+    #[command(hide = true)]
+    XenDisk(Box<xen_backend::XenDiskArgs>),
     Load(Box<load::LoadArgs>),
     Demo(demo::DemoArgs),
     Completions(docs::CompletionsArgs),
@@ -104,6 +108,8 @@ pub fn run() -> ExitCode {
         Command::Compare(args) => compare::run(args),
         Command::Serve(args) => serve::run(args),
         Command::Resize(args) => resize::run(args),
+        Command::XenBackend(args) => xen_backend::run(args),
+        Command::XenDisk(args) => xen_backend::run_disk(args),
         Command::Load(args) => load::run(args),
         Command::Demo(args) => demo::run(args),
         Command::Completions(args) => docs::completions(args),

@@ -231,6 +231,8 @@ pub fn unexpected(answer: Option<&Answer>) -> Error {
 pub enum Event {
     /// A signal that ends it.
     Signal,
+    /// A front that ended by itself.
+    Ended,
     /// Something was asked.
     Asked(Asked),
 }

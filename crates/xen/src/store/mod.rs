@@ -1,1 +1,15 @@
-//! A client of xenstore (public/io/xs_wire.h).
+//! Xenstore: the tree of small texts in which a host and its guests describe and watch their devices.
+//!
+//! [`wire`] is the protocol's bytes as pure code (public/io/xs_wire.h, docs/misc/xenstore.txt), for both of its sides.
+//! [`XenStore`] is a client: over a Unix socket of the store's daemon, or over the device /dev/xen/xenbus, which speaks
+//! the same messages.
+
+mod client;
+mod connection;
+#[cfg(test)]
+mod tests;
+pub mod wire;
+
+pub use client::{Tx, XenStore};
+pub use connection::WatchEvent;
+pub use wire::{Access, Permission};

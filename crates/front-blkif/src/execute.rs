@@ -1,0 +1,97 @@
+//! From a request to its status: the one place where a disk's answers become blkif's.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_xen::blkif::status;
+
+use crate::request::{Command, Refusal, Request};
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It is answered so.
+    Answer(i16),
+    /// It is not answered: a flush that failed. A guest that is told of an error believes that the disk cannot flush, and
+    /// never asks for it again (Linux); one that is told of nothing waits, and loses nothing.
+    Held,
+}
+
+/// What a ring's requests need beside the disk.
+pub struct Target<D> {
+    /// The disk.
+    pub disk: D,
+    /// For messages: the disk's name.
+    pub name: String,
+    /// Requests that failed, for the log.
+    pub failures: Arc<AtomicU64>,
+}
+
+enum Failure {
+    Refused(Refusal),
+    Disk(Error),
+    Flush(Error),
+}
+
+impl From<Refusal> for Failure {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal)
+    }
+}
+
+impl<D: Disk> Target<D> {
+    /// Does what the request asks for.
+    pub async fn execute(&self, request: &Request) -> Outcome {
+        match self.run(request).await {
+            Ok(()) => Outcome::Answer(status::OKAY),
+            Err(failure) => {
+                self.log_failure(request, &failure);
+                match failure {
+                    Failure::Refused(refusal) => Outcome::Answer(refusal.status),
+                    Failure::Flush(_) => Outcome::Held,
+                    Failure::Disk(error) if error.kind() == ErrorKind::Unsupported => {
+                        Outcome::Answer(status::EOPNOTSUPP)
+                    }
+                    Failure::Disk(_) => Outcome::Answer(status::ERROR),
+                }
+            }
+        }
+    }
+
+    async fn run(&self, request: &Request) -> Result<(), Failure> {
+        if let Some(refusal) = request.refusal {
+            return Err(refusal.into());
+        }
+        let extent = |request: &Request| request.extent(self.disk.info().size_bytes);
+        match request.command {
+            Command::Read => self.disk.read(extent(request)?, &request.data).await.map_err(Failure::Disk),
+            Command::Write => self.disk.write(extent(request)?, &request.data, false).await.map_err(Failure::Disk),
+            Command::Discard(_) => self.disk.discard(extent(request)?).await.map_err(Failure::Disk),
+            Command::Flush | Command::Barrier => {
+                let extent = if request.len_bytes > 0 { Some(extent(request)?) } else { None };
+                self.disk.flush().await.map_err(Failure::Flush)?;
+                let is_durable = request.command == Command::Barrier;
+                match extent {
+                    Some(extent) => self.disk.write(extent, &request.data, is_durable).await.map_err(Failure::Disk),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+
+    /// Logs a failure: the first, then each time their number has doubled.
+    fn log_failure(&self, request: &Request, failure: &Failure) {
+        let count = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
+        let held = matches!(failure, Failure::Flush(_));
+        if count.is_power_of_two() || held {
+            let reason = match failure {
+                Failure::Refused(refusal) => refusal.reason.to_string(),
+                Failure::Disk(error) | Failure::Flush(error) => error.to_string(),
+            };
+            let Request { command, sector, len_bytes, .. } = request;
+            let what = if held { "blkif: a flush failed and is held" } else { "blkif: a request failed" };
+            tracing::warn!(disk = %self.name, ?command, sector, len_bytes, count, %reason, "{what}");
+        }
+    }
+}

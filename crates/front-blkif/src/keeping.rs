@@ -1,0 +1,105 @@
+//! What a device keeps outside its process: the journals of its rings, and which connection they are of.
+//!
+//! Two files in a folder that a new boot of the host finds empty: `DOMAIN-DEVICE.journal`, the journals one after the
+//! other, and `DOMAIN-DEVICE.connection`, the rings as the guest named them. The second is written when the first is
+//! whole, and removed before it: without it, or when the guest names other rings, there is nothing to go on with.
+
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use spile_core::{Error, ErrorKind, Result, Segment};
+use spile_xen::DomId;
+
+use crate::journal::journal_bytes;
+use crate::xenbus::Wish;
+
+const PAGE_BYTES: u64 = 4096;
+
+/// The files of one device.
+pub struct Keeping {
+    journal: PathBuf,
+    connection: PathBuf,
+}
+
+impl Keeping {
+    /// Those of `device` of `domain` in `folder`.
+    pub fn new(folder: &Path, domain: DomId, device: u32) -> Self {
+        let name = format!("{domain}-{device}");
+        Self { journal: folder.join(format!("{name}.journal")), connection: folder.join(format!("{name}.connection")) }
+    }
+
+    /// Memory for the journals of rings of so many slots each.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn begin(&self, slots: &[u32]) -> Result<Vec<Segment>> {
+        self.forget();
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).create_new(true).mode(0o600).open(&self.journal);
+        let file = file.map_err(|source| self.error("make", source))?;
+        let len = places(slots).map(|(_, end)| end).last().unwrap_or(0);
+        file.set_len(len).map_err(|source| self.error("make", source))?;
+        self.map(&file, slots)
+    }
+
+    /// The journals of before, if they are of the connection that `wish` describes.
+    ///
+    /// # Errors
+    /// `NotFound` when there are none; `Corrupt` when they are of another connection.
+    pub fn resume(&self, wish: &Wish, slots: &[u32]) -> Result<Vec<Segment>> {
+        let kept = fs::read_to_string(&self.connection);
+        let kept = kept.map_err(|source| Error::io("read", source).at_path(&self.connection))?;
+        if kept != text(wish) {
+            let what = "the guest has other rings than those that were served before";
+            return Err(Error::new(ErrorKind::Corrupt, what).at_path(&self.connection));
+        }
+        let file = OpenOptions::new().read(true).write(true).open(&self.journal);
+        let file = file.map_err(|source| self.error("open", source))?;
+        self.map(&file, slots)
+    }
+
+    fn map(&self, file: &fs::File, slots: &[u32]) -> Result<Vec<Segment>> {
+        let each = places(slots).map(|(start, end)| Segment::map_shared(file, start, (end - start) as usize));
+        each.collect::<std::io::Result<_>>().map_err(|source| self.error("map", source))
+    }
+
+    /// Notes that the journals are those of `wish`.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn keep(&self, wish: &Wish) -> Result<()> {
+        let new = self.connection.with_extension("new");
+        let mut options = OpenOptions::new();
+        let file = options.write(true).create(true).truncate(true).mode(0o600).open(&new);
+        let written = file.and_then(|mut file| file.write_all(text(wish).as_bytes()));
+        let renamed = written.and_then(|()| fs::rename(&new, &self.connection));
+        renamed.map_err(|source| Error::io("write", source).at_path(&self.connection))
+    }
+
+    /// Removes both.
+    pub fn forget(&self) {
+        for path in [&self.connection, &self.journal] {
+            // They are mostly not there.
+            let _ = fs::remove_file(path);
+        }
+    }
+
+    fn error(&self, what: &'static str, source: std::io::Error) -> Error {
+        Error::io(what, source).at_path(&self.journal)
+    }
+}
+
+/// Where each journal begins and ends in the file.
+fn places(slots: &[u32]) -> impl Iterator<Item = (u64, u64)> {
+    slots.iter().scan(0, |end, slots| {
+        let start = *end;
+        *end = (start + journal_bytes(*slots) as u64).next_multiple_of(PAGE_BYTES);
+        Some((start, *end))
+    })
+}
+
+fn text(wish: &Wish) -> String {
+    format!("{wish:?}\n")
+}

@@ -1,0 +1,371 @@
+//! One ring at work: a task on one worker that takes requests, executes, answers and notifies.
+//!
+//! Its turns are those of every ring ([`spile_engine::serve`]); what is its own is that the pieces of all requests that
+//! begin, and of all that end in a turn, are copied with one call each. A request passes: taken from the ring and
+//! noted in the journal → *waiting* → given memory, and its data if it writes → *ready* → executed → *done* → its
+//! data brought to the guest → answered.
+
+#![expect(clippy::vec_box, reason = "requests move from list to list, and the disk holds on to one while it works")]
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use spile_core::{Disk, Error};
+use spile_engine::{Bell, Desk, Event, Pollable, Slots, Turns, serve};
+use spile_xen::blkif::{Response, status};
+use spile_xen::{DomId, Grants};
+
+use crate::execute::{Outcome, Target};
+use crate::journal::Journal;
+use crate::metrics::{DiskCounters, RingCounters};
+use crate::pages::{Access, Pages};
+use crate::request::{Command, Limits, Refusal, Request};
+use crate::ring::{Broken, Ring, SLOT_BYTES, Slot};
+use crate::trace::{Stamps, Trace, now};
+
+/// Requests that are given memory at a time.
+const BATCH: usize = 64;
+/// Bytes of the buffers of one ring at most; one request is always let through.
+const BUDGET_BYTES: usize = 32 << 20;
+/// Answers that are held back at most, so that a guest that polls can go on while we work.
+const PUBLISH: usize = 16;
+
+/// What the control of a ring and its task share.
+#[derive(Default)]
+pub struct Link {
+    bell: Arc<Bell>,
+    stop: AtomicBool,
+}
+
+impl Link {
+    /// Takes no more requests; the task ends when those that were taken are answered.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+}
+
+/// All that a ring starts with.
+pub struct Setup<D, G> {
+    /// The disk.
+    pub target: Arc<Target<D>>,
+    /// How the guest's pages are reached.
+    pub grants: Arc<G>,
+    /// The guest.
+    pub domain: DomId,
+    /// The same, in kind.
+    pub access: Access,
+    /// What the guest may ask for.
+    pub limits: Limits,
+    /// The ring.
+    pub ring: Ring,
+    /// Its journal.
+    pub journal: Journal,
+    /// Requests that another back end has taken and not answered, oldest first.
+    pub again: Vec<(u16, Slot)>,
+    /// Rung by the guest.
+    pub kick: Arc<Event>,
+    /// Rung by us.
+    pub call: Arc<Event>,
+    /// Where it is told to stop.
+    pub link: Arc<Link>,
+    /// What it counts.
+    pub counters: Arc<RingCounters>,
+    /// What all rings of the disk count, its own among them.
+    pub disk_counters: Arc<DiskCounters>,
+    /// Where the times of requests are noted, if they are.
+    pub trace: Option<Arc<Trace>>,
+}
+
+/// Serves a ring to its end; why it cannot go on, if that is why.
+///
+/// # Panics
+/// Outside a worker.
+pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
+    let Setup { target, grants, domain, access, limits, ring, journal, again, kick, call, .. } = setup;
+    let (link, counters, disk_counters, trace) = (setup.link, setup.counters, setup.disk_counters, setup.trace);
+    let ring = Rc::new(WatchedRing(ring));
+    let room = ring.0.slots() as usize;
+    let done = Rc::new(RefCell::new(Vec::with_capacity(room)));
+    let make = |desk: Rc<Desk<Box<Request>>>| answer_all(desk, done.clone(), target.clone(), trace.is_some());
+    let mut slots = Slots::new(link.bell.clone(), make);
+    let mut queue = Queue {
+        ring: ring.clone(),
+        journal,
+        pages: Pages::new(grants, domain, access),
+        limits,
+        call,
+        link,
+        counters,
+        disk_counters,
+        taken: Vec::with_capacity(room),
+        waiting: VecDeque::with_capacity(room),
+        ready: VecDeque::with_capacity(BATCH),
+        done: done.clone(),
+        answers: Vec::with_capacity(room),
+        outcomes: Vec::with_capacity(room),
+        free: Vec::with_capacity(room),
+        in_flight: 0,
+        in_flight_bytes: 0,
+        has_barrier: false,
+        // Whoever served the ring before us may have been killed before it had notified the guest.
+        must_notify: true,
+        broken: None,
+        trace: trace.clone(),
+        unshown: Vec::new(),
+    };
+    queue.counters.started();
+    queue.take_again(again);
+    let watched: Rc<dyn Pollable> = ring.clone();
+    serve(&mut queue, &mut slots, &watched, &kick).await;
+    queue.counters.stopped();
+    queue.disk_counters.show();
+    queue.broken
+}
+
+type Done = Rc<RefCell<Vec<(Box<Request>, Outcome)>>>;
+
+/// A slot: executes one request after the other.
+async fn answer_all<D: Disk>(desk: Rc<Desk<Box<Request>>>, done: Done, target: Arc<Target<D>>, is_traced: bool) {
+    loop {
+        let mut request = desk.next().await;
+        if is_traced {
+            request.stamps.begun = now();
+        }
+        let outcome = target.execute(&request).await;
+        if is_traced {
+            request.stamps.ended = now();
+        }
+        done.borrow_mut().push((request, outcome));
+        desk.answered();
+    }
+}
+
+/// The ring, for the worker to look at.
+struct WatchedRing(Ring);
+
+impl Pollable for WatchedRing {
+    fn is_ready(&self) -> bool {
+        self.0.has_next()
+    }
+
+    fn arm(&self) -> bool {
+        self.0.arm()
+    }
+}
+
+struct Queue<G> {
+    ring: Rc<WatchedRing>,
+    journal: Journal,
+    pages: Pages<G>,
+    limits: Limits,
+    call: Arc<Event>,
+    link: Arc<Link>,
+    counters: Arc<RingCounters>,
+    disk_counters: Arc<DiskCounters>,
+    /// Just taken.
+    taken: Vec<Box<Request>>,
+    waiting: VecDeque<Box<Request>>,
+    ready: VecDeque<Box<Request>>,
+    done: Done,
+    /// The done ones of this turn, and how they ended.
+    answers: Vec<Box<Request>>,
+    outcomes: Vec<Outcome>,
+    free: Vec<Box<Request>>,
+    /// Those that are ready or executed.
+    in_flight: usize,
+    in_flight_bytes: usize,
+    /// One of them is a barrier: it is the only one.
+    has_barrier: bool,
+    must_notify: bool,
+    broken: Option<Broken>,
+    trace: Option<Arc<Trace>>,
+    /// Traced requests that are answered and not shown.
+    unshown: Vec<Box<Request>>,
+}
+
+impl<G: Grants> Queue<G> {
+    /// Those that another back end has left.
+    fn take_again(&mut self, again: Vec<(u16, Slot)>) {
+        for (entry, slot) in again {
+            self.decode(entry, &slot);
+        }
+        self.sort_in();
+    }
+
+    /// Takes all that is in the ring. It has to be all: the worker looks at the ring again while there is any.
+    fn take_new(&mut self) {
+        let mut slot = [0; SLOT_BYTES];
+        while self.broken.is_none() && !self.link.stop.load(Ordering::Acquire) {
+            let index = self.ring.0.req_cons();
+            match self.ring.0.pop(&mut slot) {
+                Ok(true) => {
+                    let entry = self.journal.take(index, &slot);
+                    self.decode(entry, &slot);
+                }
+                Ok(false) => break,
+                Err(broken) => self.broken = Some(broken),
+            }
+        }
+        self.sort_in();
+    }
+
+    fn decode(&mut self, entry: u16, slot: &Slot) {
+        let mut request = self.free.pop().unwrap_or_default();
+        request.entry = entry;
+        request.decode(self.ring.0.abi(), slot, &self.limits);
+        self.taken.push(request);
+    }
+
+    fn sort_in(&mut self) {
+        if !self.taken.is_empty() {
+            // One reading of the clock for all: how long requests take is counted whether they are traced or not.
+            let time = now();
+            self.taken.iter_mut().for_each(|request| request.stamps.taken = time);
+        }
+        self.pages.read_indirect(&mut self.taken);
+        self.counters.taken(&self.taken);
+        self.waiting.extend(self.taken.drain(..));
+    }
+
+    /// Gives memory to those that wait, as many as may begin now.
+    fn make_ready(&mut self) {
+        while self.taken.len() < BATCH && !self.has_barrier {
+            let Some(next) = self.waiting.front() else { break };
+            let (is_barrier, len) = (next.command == Command::Barrier, next.len_bytes as usize);
+            let is_full = self.in_flight_bytes + len > BUDGET_BYTES;
+            if self.in_flight > 0 && (is_barrier || is_full) {
+                break;
+            }
+            self.in_flight += 1;
+            self.in_flight_bytes += len;
+            self.has_barrier = is_barrier;
+            self.taken.extend(self.waiting.pop_front());
+        }
+        self.pages.load(&mut self.taken);
+        self.stamp(|queue| &mut queue.taken, |stamps| &mut stamps.loaded);
+        self.ready.extend(self.taken.drain(..));
+    }
+
+    /// Answers what has ended.
+    fn answer(&mut self) {
+        for (request, outcome) in self.done.borrow_mut().drain(..) {
+            self.in_flight -= 1;
+            self.in_flight_bytes -= request.len_bytes as usize;
+            // After a barrier that is held nothing may begin.
+            self.has_barrier &= outcome == Outcome::Held && request.command == Command::Barrier;
+            self.answers.push(request);
+            self.outcomes.push(outcome);
+        }
+        for (request, outcome) in self.answers.iter_mut().zip(&self.outcomes) {
+            // Only what was read well is brought to the guest.
+            if *outcome != Outcome::Answer(status::OKAY) && request.refusal.is_none() {
+                request.refusal = Some(Refusal::error("the disk failed"));
+            }
+        }
+        self.pages.store(&mut self.answers);
+        self.stamp(|queue| &mut queue.answers, |stamps| &mut stamps.stored);
+        let time = if self.answers.is_empty() { 0 } else { now() };
+        let (mut answers, mut outcomes) = (std::mem::take(&mut self.answers), std::mem::take(&mut self.outcomes));
+        for (mut request, outcome) in answers.drain(..).zip(outcomes.drain(..)) {
+            let refused = request.refusal.map(|refusal| refusal.status);
+            // Before the guest is told: it then takes its pages back.
+            request.clear();
+            match outcome {
+                Outcome::Held => self.counters.held(),
+                Outcome::Answer(status::OKAY) => self.put(&request, refused.unwrap_or(status::OKAY), time),
+                Outcome::Answer(status) => self.put(&request, status, time),
+            }
+            if self.trace.is_some() { self.unshown.push(request) } else { self.free.push(request) }
+        }
+        (self.answers, self.outcomes) = (answers, outcomes);
+    }
+
+    /// Notes the time in all requests of a list, if they are traced.
+    fn stamp(&mut self, list: impl Fn(&mut Self) -> &mut Vec<Box<Request>>, field: impl Fn(&mut Stamps) -> &mut u64) {
+        if self.trace.is_some() {
+            let time = now();
+            list(self).iter_mut().for_each(|request| *field(&mut request.stamps) = time);
+        }
+    }
+
+    fn note_shown(&mut self) {
+        if let Some(trace) = &self.trace {
+            let time = now();
+            self.unshown.iter().for_each(|request| trace.note(request, time));
+            self.free.append(&mut self.unshown);
+        }
+    }
+
+    fn put(&mut self, request: &Request, status: i16, time: u64) {
+        let ring = &self.ring.0;
+        self.journal.answer(request.entry, ring.rsp_prod());
+        ring.put(&Response { id: request.id, op: request.response_op, status });
+        self.counters.answered(request, status, time);
+        if ring.rsp_prod().wrapping_sub(ring.published()) as usize >= PUBLISH {
+            self.publish();
+        }
+    }
+
+    /// Shows the guest what was answered, and notifies it if it wants to hear.
+    fn publish(&mut self) {
+        let ring = &self.ring.0;
+        let (before, next) = (ring.published(), ring.rsp_prod());
+        if before != next {
+            self.journal.will_show(next);
+            ring.publish();
+            self.journal.has_shown(next);
+            self.must_notify |= ring.wants_notice(before);
+            self.note_shown();
+        }
+        if std::mem::take(&mut self.must_notify) {
+            self.counters.notified();
+            self.call.ring();
+        }
+    }
+}
+
+impl<G: Grants> Turns for Queue<G> {
+    type Work = Box<Request>;
+
+    fn pop(&mut self) -> Option<Box<Request>> {
+        if self.ready.is_empty() {
+            self.take_new();
+            self.make_ready();
+        }
+        self.ready.pop_front()
+    }
+
+    fn takes_new(&self) -> bool {
+        self.broken.is_none() && !self.link.stop.load(Ordering::Acquire)
+    }
+
+    /// What was taken is done even when we are to stop; not what waits for a barrier that is held.
+    fn may_pop(&self) -> bool {
+        let is_stuck = self.has_barrier && self.in_flight == 0;
+        self.takes_new() || !self.ready.is_empty() || (!self.waiting.is_empty() && !is_stuck)
+    }
+
+    fn max_in_flight(&self) -> usize {
+        self.ring.0.slots() as usize
+    }
+
+    fn end_turn(&mut self, has_worked: bool) {
+        self.answer();
+        self.publish();
+        if has_worked {
+            self.disk_counters.show();
+        }
+    }
+
+    fn kicks_failed(&mut self, error: Error) {
+        tracing::warn!(%error, "blkif: a ring's event channel cannot be heard");
+        self.broken = Some(Broken("its event channel cannot be heard"));
+    }
+
+    /// A guest whose index was passed does not notify until it is armed again.
+    fn suppress(&self) {}
+}

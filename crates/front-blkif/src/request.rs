@@ -1,0 +1,385 @@
+//! From a slot to a request: what it asks for, checked before anything is done.
+//!
+//! A slot is a copy, so what is checked here cannot change any more; the pages of segments of an indirect request are
+//! copied once too, and checked then. What makes no sense is answered with an error; nothing a request says can break
+//! the ring.
+
+use spile_core::{Extent, GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
+use spile_xen::GrantRef;
+
+use crate::trace::Stamps;
+use spile_xen::XEN_PAGE_BYTES;
+use spile_xen::blkif::{
+    self, Abi, INDIRECT_PAGES, IndirectRequest, PlainRequest, SEGMENT_BYTES, SEGMENTS_PER_PAGE, SLOT_SEGMENTS,
+    SegmentEntry, op, status,
+};
+
+/// Sectors in a granted page.
+const PAGE_SECTORS: u8 = (XEN_PAGE_BYTES as u64 / SECTOR_BYTES) as u8;
+/// Discard this so that nobody can read it again, which we do not offer.
+const DISCARD_SECURE: u8 = 1;
+
+/// What a request asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Command {
+    /// Read.
+    #[default]
+    Read,
+    /// Write.
+    Write,
+    /// Make what was written durable; then write, if there are data.
+    Flush,
+    /// All before it is durable before it is begun, it is durable before it is answered, and nothing is begun meanwhile.
+    Barrier,
+    /// Free so many sectors.
+    Discard(u64),
+}
+
+/// Why a request is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// What the guest is told.
+    pub status: i16,
+    /// What the log is told.
+    pub reason: &'static str,
+}
+
+impl Refusal {
+    /// The request makes no sense, or cannot be done.
+    pub const fn error(reason: &'static str) -> Self {
+        Self { status: status::ERROR, reason }
+    }
+
+    const fn unsupported(reason: &'static str) -> Self {
+        Self { status: status::EOPNOTSUPP, reason }
+    }
+}
+
+/// What a front end may ask for.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Segments of an indirect request.
+    pub max_indirect: u16,
+    /// Nothing may be written.
+    pub read_only: bool,
+}
+
+/// One request. Used again for another: its lists keep their room.
+#[derive(Debug, Default)]
+pub struct Request {
+    /// Its entry in the journal.
+    pub entry: u16,
+    /// What the response repeats.
+    pub id: u64,
+    /// What the response names.
+    pub response_op: u8,
+    /// What to do.
+    pub command: Command,
+    /// The first sector.
+    pub sector: u64,
+    /// The parts of the guest's pages.
+    pub segments: Vec<SegmentEntry>,
+    /// The pages in which the segments lie, as long as they were not read from there, and how many there are.
+    pub indirect: Option<([GrantRef; INDIRECT_PAGES], u16)>,
+    /// Bytes of data.
+    pub len_bytes: u32,
+    /// Where the disk puts them or takes them from.
+    pub data: Segments,
+    /// The guest's pages, while they are mapped.
+    pub mapped: Segments,
+    /// It is answered with this.
+    pub refusal: Option<Refusal>,
+    /// When it passed where, if that is traced.
+    pub stamps: Stamps,
+}
+
+impl Request {
+    /// Reads a slot. An indirect request has its segments yet to be read ([`Request::take_indirect`]).
+    pub fn decode(&mut self, abi: Abi, slot: &[u8], limits: &Limits) {
+        let wire = blkif::Request::decode(abi, slot);
+        (self.id, self.response_op) = (wire.id(), wire.response_op());
+        (self.refusal, self.indirect, self.len_bytes) = (None, None, 0);
+        self.segments.clear();
+        let done = match wire {
+            blkif::Request::Plain(plain) => self.plain(&plain),
+            blkif::Request::Indirect(indirect) => self.start_indirect(&indirect, limits),
+            blkif::Request::Discard(discard) => {
+                (self.command, self.sector) = (Command::Discard(discard.nr_sectors), discard.sector);
+                match discard.flag & DISCARD_SECURE {
+                    0 => Ok(()),
+                    _ => Err(Refusal::unsupported("a secure discard, which is not offered")),
+                }
+            }
+        };
+        let done = done.and_then(|()| match limits.read_only && self.writes() {
+            true => Err(Refusal::error("the disk is served read-only")),
+            false => Ok(()),
+        });
+        self.refusal = done.err();
+    }
+
+    /// True when it changes the disk.
+    fn writes(&self) -> bool {
+        match self.command {
+            Command::Read => false,
+            Command::Write | Command::Discard(_) => true,
+            Command::Flush | Command::Barrier => !self.segments.is_empty(),
+        }
+    }
+
+    /// True when the disk puts data into the guest's pages.
+    pub fn fills_pages(&self) -> bool {
+        self.command == Command::Read
+    }
+
+    fn plain(&mut self, plain: &PlainRequest) -> Result<(), Refusal> {
+        self.command = match plain.op {
+            op::READ => Command::Read,
+            op::WRITE => Command::Write,
+            op::FLUSH_DISKCACHE => Command::Flush,
+            op::WRITE_BARRIER => Command::Barrier,
+            _ => return Err(Refusal::unsupported("an unknown operation")),
+        };
+        self.sector = plain.sector;
+        let segments = plain.segments.get(..usize::from(plain.nr_segments));
+        let segments = segments.ok_or(Refusal::error("more segments than a slot holds"))?;
+        if segments.is_empty() && matches!(self.command, Command::Read | Command::Write) {
+            return Err(Refusal::error("no segments"));
+        }
+        self.segments.extend_from_slice(segments);
+        self.check_segments()
+    }
+
+    fn start_indirect(&mut self, indirect: &IndirectRequest, limits: &Limits) -> Result<(), Refusal> {
+        self.command = match indirect.op {
+            op::READ => Command::Read,
+            op::WRITE => Command::Write,
+            _ => return Err(Refusal::error("an indirect request that is neither read nor write")),
+        };
+        self.sector = indirect.sector;
+        if !(1..=limits.max_indirect).contains(&indirect.nr_segments) {
+            return Err(Refusal::error("an indirect request of no segments, or more than are offered"));
+        }
+        self.indirect = Some((indirect.pages, indirect.nr_segments));
+        Ok(())
+    }
+
+    /// The pages in which the segments of an indirect request lie, and how many bytes of each count.
+    pub fn indirect_pages(&self) -> impl Iterator<Item = (GrantRef, u16)> + use<> {
+        let (pages, count) = self.indirect.filter(|_| self.refusal.is_none()).unwrap_or_default();
+        let count = usize::from(count);
+        let used = count.div_ceil(SEGMENTS_PER_PAGE);
+        pages.into_iter().take(used).enumerate().map(move |(page, gref)| {
+            let here = (count - page * SEGMENTS_PER_PAGE).min(SEGMENTS_PER_PAGE);
+            (gref, (here * SEGMENT_BYTES) as u16)
+        })
+    }
+
+    /// Takes the segments of an indirect request from a copy of its pages.
+    pub fn take_indirect(&mut self, bytes: &[u8]) {
+        let (segments, _) = bytes.as_chunks::<SEGMENT_BYTES>();
+        self.segments.extend(segments.iter().map(SegmentEntry::decode));
+        self.indirect = None;
+        self.refusal = self.check_segments().err();
+    }
+
+    /// Each part lies in its page, and the whole is not too long.
+    fn check_segments(&mut self) -> Result<(), Refusal> {
+        let mut sectors = 0;
+        for segment in &self.segments {
+            if segment.first_sect > segment.last_sect || segment.last_sect >= PAGE_SECTORS {
+                return Err(Refusal::error("a segment is not within its page"));
+            }
+            sectors += u64::from(segment.last_sect - segment.first_sect) + 1;
+        }
+        let len_bytes = sectors * SECTOR_BYTES;
+        if len_bytes > MAX_REQUEST_BYTES {
+            return Err(Refusal::error("more data than a request may have"));
+        }
+        self.len_bytes = len_bytes as u32;
+        Ok(())
+    }
+
+    /// Where on the disk; a discard has its own length.
+    ///
+    /// # Errors
+    /// When it does not lie within `size_bytes`.
+    pub fn extent(&self, size_bytes: u64) -> Result<Extent, Refusal> {
+        let outside = Refusal::error("sectors that are not in the disk");
+        let len_bytes = match self.command {
+            Command::Discard(sectors) => sectors.checked_mul(SECTOR_BYTES).filter(|len| *len > 0).ok_or(outside)?,
+            _ => u64::from(self.len_bytes),
+        };
+        let offset = self.sector.checked_mul(SECTOR_BYTES).ok_or(outside)?;
+        let end = offset.checked_add(len_bytes).filter(|end| *end <= size_bytes);
+        end.map(|_| Extent { offset: GuestOffset(offset), len_bytes }).ok_or(outside)
+    }
+
+    /// Lets go of the guest's memory and of the buffers, which an idle request must not keep, and of room that only
+    /// large requests need.
+    pub fn clear(&mut self) {
+        self.data.clear();
+        self.mapped = Segments::new();
+        if self.segments.capacity() > 4 * SLOT_SEGMENTS {
+            self.segments = Vec::new();
+        }
+    }
+}
+
+/// A segment's first byte in its page, and its length.
+pub fn range(segment: &SegmentEntry) -> (usize, usize) {
+    let sector = SECTOR_BYTES as usize;
+    let sectors = usize::from(segment.last_sect - segment.first_sect) + 1;
+    (usize::from(segment.first_sect) * sector, sectors * sector)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ring::SLOT_BYTES;
+    use spile_xen::blkif::Discard;
+
+    const SIZE_BYTES: u64 = 1 << 30;
+    const LIMITS: Limits = Limits { max_indirect: 256, read_only: false };
+
+    fn segment(first_sect: u8, last_sect: u8) -> SegmentEntry {
+        SegmentEntry { gref: GrantRef(8), first_sect, last_sect }
+    }
+
+    fn plain(op: u8, nr_segments: u8) -> PlainRequest {
+        PlainRequest { op, nr_segments, id: 5, segments: [segment(0, 7); SLOT_SEGMENTS], ..PlainRequest::default() }
+    }
+
+    fn decode(wire: blkif::Request, limits: &Limits) -> Request {
+        let both = [Abi::X86_64, Abi::X86_32].map(|abi| {
+            let (mut slot, mut request) = ([0xff; SLOT_BYTES], Request::default());
+            wire.encode(abi, &mut slot);
+            request.decode(abi, &slot, limits);
+            request
+        });
+        assert_eq!(format!("{:?}", both[0]), format!("{:?}", both[1]));
+        let [request, _] = both;
+        request
+    }
+
+    fn status_of(wire: blkif::Request) -> i16 {
+        decode(wire, &LIMITS).refusal.map_or(status::OKAY, |refusal| refusal.status)
+    }
+
+    /// Cases 13 and 17.
+    #[test]
+    fn counts_and_operations_are_checked() {
+        for (count, wanted) in [(0, -1), (1, 0), (11, 0), (12, -1), (32, -1), (255, -1)] {
+            assert_eq!(status_of(blkif::Request::Plain(plain(op::READ, count))), wanted, "{count}");
+            assert_eq!(status_of(blkif::Request::Plain(plain(op::WRITE, count))), wanted, "{count}");
+        }
+        assert_eq!(status_of(blkif::Request::Plain(plain(op::FLUSH_DISKCACHE, 0))), 0);
+        assert_eq!(status_of(blkif::Request::Plain(plain(op::WRITE_BARRIER, 0))), 0);
+        assert_eq!(status_of(blkif::Request::Plain(plain(op::WRITE_BARRIER, 12))), -1);
+        for unknown in [4, 7, 255] {
+            assert_eq!(status_of(blkif::Request::Plain(plain(unknown, 1))), status::EOPNOTSUPP, "{unknown}");
+        }
+    }
+
+    /// Case 14.
+    #[test]
+    fn segments_lie_within_their_pages() {
+        for (first, last, wanted) in [(0, 7, 0), (7, 7, 0), (0, 8, -1), (0, 255, -1), (8, 8, -1), (5, 4, -1)] {
+            let mut request = plain(op::READ, 2);
+            request.segments[1] = segment(first, last);
+            assert_eq!(status_of(blkif::Request::Plain(request)), wanted, "{first} {last}");
+        }
+        let mut request = plain(op::READ, 2);
+        (request.segments[0], request.segments[1]) = (segment(7, 7), segment(2, 4));
+        let request = decode(blkif::Request::Plain(request), &LIMITS);
+        assert_eq!((request.len_bytes, range(&request.segments[1])), (4 * 512, (1024, 1536)));
+    }
+
+    /// Case 15.
+    #[test]
+    fn extents_lie_within_the_disk() {
+        let last = SIZE_BYTES / 512 - 8;
+        for (sector, fits) in
+            [(last, true), (last + 1, false), (u64::MAX, false), (u64::MAX / 512, false), (1 << 55, false)]
+        {
+            let request = decode(blkif::Request::Plain(PlainRequest { sector, ..plain(op::READ, 1) }), &LIMITS);
+            assert_eq!(request.refusal, None);
+            assert_eq!(request.extent(SIZE_BYTES).is_ok(), fits, "{sector}");
+        }
+    }
+
+    /// Case 18.
+    #[test]
+    fn discards_are_checked() {
+        let discard = |sector, nr_sectors, flag| Discard { sector, nr_sectors, flag, ..Discard::default() };
+        for (sectors, fits) in [(0, false), (1, true), (SIZE_BYTES / 512, true), (u64::MAX, false), (1 << 55, false)] {
+            let request = decode(blkif::Request::Discard(discard(0, sectors, 0)), &LIMITS);
+            assert_eq!(request.extent(SIZE_BYTES).is_ok(), fits, "{sectors}");
+        }
+        assert_eq!(status_of(blkif::Request::Discard(discard(0, 8, 1))), status::EOPNOTSUPP);
+    }
+
+    /// Case 16.
+    #[test]
+    fn a_read_only_disk_takes_no_writes() {
+        let limits = Limits { read_only: true, ..LIMITS };
+        let is_refused = |wire| decode(wire, &limits).refusal.is_some();
+        assert!(is_refused(blkif::Request::Plain(plain(op::WRITE, 1))));
+        assert!(is_refused(blkif::Request::Plain(plain(op::FLUSH_DISKCACHE, 1))));
+        assert!(is_refused(blkif::Request::Plain(plain(op::WRITE_BARRIER, 1))));
+        assert!(is_refused(blkif::Request::Discard(Discard { nr_sectors: 8, ..Discard::default() })));
+        let indirect = IndirectRequest { op: op::WRITE, nr_segments: 20, ..IndirectRequest::default() };
+        assert!(is_refused(blkif::Request::Indirect(indirect)));
+        assert!(!is_refused(blkif::Request::Plain(plain(op::FLUSH_DISKCACHE, 0))));
+        assert!(!is_refused(blkif::Request::Plain(plain(op::READ, 1))));
+    }
+
+    /// Cases 19 and 20.
+    #[test]
+    fn indirect_requests_are_checked_before_their_pages_are_read() {
+        let indirect = |op, nr_segments| IndirectRequest { op, nr_segments, id: 9, ..IndirectRequest::default() };
+        for (op, count, wanted) in [
+            (op::READ, 1, 0),
+            (op::WRITE, 256, 0),
+            (op::READ, 0, -1),
+            (op::READ, 257, -1),
+            (op::READ, 65535, -1),
+            (op::WRITE_BARRIER, 20, -1),
+            (op::DISCARD, 20, -1),
+            (op::INDIRECT, 20, -1),
+            (op::FLUSH_DISKCACHE, 1, -1),
+        ] {
+            let request = decode(blkif::Request::Indirect(indirect(op, count)), &LIMITS);
+            assert_eq!(request.refusal.map_or(0, |refusal| refusal.status), wanted, "{op} {count}");
+            assert_eq!(request.indirect_pages().count(), usize::from(wanted == 0));
+            assert_eq!((request.id, request.response_op), (9, op), "the answer names the real operation");
+        }
+        let none = Limits { max_indirect: 0, ..LIMITS };
+        assert!(decode(blkif::Request::Indirect(indirect(op::READ, 1)), &none).refusal.is_some());
+    }
+
+    #[test]
+    fn indirect_segments_are_checked_once_they_are_read() {
+        let wire = IndirectRequest { op: op::READ, nr_segments: 3, ..IndirectRequest::default() };
+        let mut request = decode(blkif::Request::Indirect(wire), &LIMITS);
+        assert_eq!(request.indirect_pages().map(|(_, len)| len).collect::<Vec<_>>(), [24]);
+        let bytes: Vec<_> =
+            [segment(0, 7), segment(1, 2), segment(3, 3)].iter().flat_map(SegmentEntry::encode).collect();
+        request.take_indirect(&bytes);
+        assert_eq!((request.refusal, request.len_bytes, request.segments.len()), (None, 11 * 512, 3));
+        let mut request = decode(blkif::Request::Indirect(wire), &LIMITS);
+        request.take_indirect(&segment(3, 8).encode());
+        assert!(request.refusal.is_some());
+    }
+
+    #[test]
+    fn a_request_that_is_used_again_has_nothing_of_the_one_before() {
+        let mut request = Request::default();
+        let mut slot = [0; SLOT_BYTES];
+        blkif::Request::Plain(plain(77, 255)).encode(Abi::X86_64, &mut slot);
+        request.decode(Abi::X86_64, &slot, &LIMITS);
+        blkif::Request::Plain(plain(op::READ, 1)).encode(Abi::X86_64, &mut slot);
+        request.decode(Abi::X86_64, &slot, &LIMITS);
+        assert_eq!((request.refusal, request.len_bytes, request.segments.len()), (None, 4096, 1));
+    }
+}

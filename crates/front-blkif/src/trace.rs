@@ -1,0 +1,84 @@
+//! When each request passed which place, for whoever wants to know where the time goes.
+//!
+//! Records lie in a file that is shared with the reader, the newest over the oldest: a header of 64 bytes (magic u32,
+//! version u32, records u32, 0 u32, records written so far u64) and records of 64 bytes, each eight numbers of 64 bits: the
+//! request's id; the times at which it was taken from the ring, had its memory (copied or mapped), was begun and ended by
+//! the disk, was copied back, and was shown to the guest, in ns of CLOCK_MONOTONIC; and its length in bytes times 256 plus
+//! its operation. All are little-endian. Without a trace none of this costs anything but a look whether there is one.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::time::{ClockId, clock_gettime};
+use spile_core::{Error, Result, Segment};
+
+use crate::request::Request;
+
+const MAGIC: u32 = 0x5370_7472;
+const VERSION: u32 = 1;
+const HEADER_BYTES: usize = 64;
+const RECORD_BYTES: usize = 64;
+const NEXT_AT: usize = 16;
+
+/// The times of one request, in ns of CLOCK_MONOTONIC.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Stamps {
+    /// Taken from the ring.
+    pub taken: u64,
+    /// It had its memory.
+    pub loaded: u64,
+    /// The disk began.
+    pub begun: u64,
+    /// The disk was done.
+    pub ended: u64,
+    /// Copied back.
+    pub stored: u64,
+}
+
+/// Where the records go.
+pub struct Trace {
+    memory: Segment,
+    records: u64,
+    next: AtomicU64,
+}
+
+impl Trace {
+    /// A trace of the last `records` requests in the file at `path`, which is made anew.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn create(path: &Path, records: u32) -> Result<Self> {
+        let problem = |source| Error::io("make a trace", source).at_path(path);
+        let mut options = OpenOptions::new();
+        let file =
+            options.read(true).write(true).create(true).truncate(true).mode(0o600).open(path).map_err(problem)?;
+        let len = HEADER_BYTES + records as usize * RECORD_BYTES;
+        file.set_len(len as u64).map_err(problem)?;
+        let memory = Segment::map_shared(&file, 0, len).map_err(problem)?;
+        for (at, value) in [(4, VERSION), (8, records), (0, MAGIC)] {
+            memory.store_u32(at, value, Ordering::Release);
+        }
+        Ok(Self { memory, records: u64::from(records), next: AtomicU64::new(0) })
+    }
+
+    /// Notes a request that was shown to the guest at `shown`.
+    pub fn note(&self, request: &Request, shown: u64) {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let at = HEADER_BYTES + (number % self.records) as usize * RECORD_BYTES;
+        let Stamps { taken, loaded, begun, ended, stored } = request.stamps;
+        let what = u64::from(request.len_bytes) << 8 | u64::from(request.response_op);
+        let fields = [request.id, taken, loaded, begun, ended, stored, shown, what];
+        for (field, value) in fields.into_iter().enumerate() {
+            self.memory.store_u64(at + 8 * field, value, Ordering::Relaxed);
+        }
+        self.memory.store_u64(NEXT_AT, number + 1, Ordering::Release);
+    }
+}
+
+/// ns of CLOCK_MONOTONIC.
+pub fn now() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}

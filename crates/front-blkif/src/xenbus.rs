@@ -1,0 +1,266 @@
+//! What back end and front end tell each other in xenstore before there is a ring (public/io/blkif.h, xenbus.h).
+//!
+//! Whatever the guest has written is text that it may change at any moment: it is read once and parsed with bounds.
+
+use spile_core::{DiskInfo, Error, ErrorKind, Result, SECTOR_BYTES};
+use spile_xen::blkif::Abi;
+use spile_xen::store::{Tx, XenStore};
+use spile_xen::{DomId, GrantRef, Port};
+
+use crate::pages::Access;
+
+/// The state of one end of a device (XenbusState).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// It begins.
+    Initialising = 1,
+    /// The back end has written its features.
+    InitWait = 2,
+    /// The front end has written its ring.
+    Initialised = 3,
+    /// The disk is in use.
+    Connected = 4,
+    /// The end is wanted.
+    Closing = 5,
+    /// The end.
+    Closed = 6,
+}
+
+impl State {
+    /// The state of that number; `None` for what is none, 0 (unknown) among it.
+    pub fn parse(text: &str) -> Option<Self> {
+        use State::*;
+        let all = [Initialising, InitWait, Initialised, Connected, Closing, Closed];
+        text.parse().ok().and_then(|number: usize| all.get(number.checked_sub(1)?).copied())
+    }
+
+    /// As xenstore has it.
+    pub fn text(self) -> &'static str {
+        ["1", "2", "3", "4", "5", "6"][self as usize - 1]
+    }
+}
+
+/// Pages of the largest ring: 2^4.
+pub const MAX_RING_ORDER: u32 = 4;
+/// Digits of the largest number that is believed to be one.
+const MAX_DIGITS: usize = 10;
+
+/// What a back end offers.
+#[derive(Clone, Debug)]
+pub struct Offer {
+    /// Rings have at most 2^`max_order` pages.
+    pub max_order: u32,
+    /// Rings at most.
+    pub max_queues: u16,
+    /// Segments of an indirect request at most; 0 for no such requests.
+    pub max_indirect: u16,
+    /// How the guest's pages are reached.
+    pub access: Access,
+    /// Nothing may be written.
+    pub read_only: bool,
+}
+
+/// The features, as keys below the back end's path.
+pub fn features(offer: &Offer, info: &DiskInfo, may_discard: bool) -> Vec<(&'static str, String)> {
+    let flag = |is_set: bool| u8::from(is_set).to_string();
+    let mut keys = vec![
+        ("feature-flush-cache", flag(true)),
+        ("feature-barrier", flag(true)),
+        // A guest whose pages are copied would copy once more for nothing.
+        ("feature-persistent", flag(offer.access == Access::Persistent)),
+        ("max-ring-page-order", offer.max_order.to_string()),
+        ("max-ring-pages", (1u32 << offer.max_order).to_string()),
+        ("multi-queue-max-queues", offer.max_queues.to_string()),
+    ];
+    if offer.max_indirect > 0 {
+        keys.push(("feature-max-indirect-segments", offer.max_indirect.to_string()));
+    }
+    let discards = may_discard && !offer.read_only;
+    keys.push(("feature-discard", flag(discards)));
+    if discards {
+        // Linux takes both or neither.
+        keys.push(("discard-granularity", info.discard_align_bytes.max(SECTOR_BYTES as u32).to_string()));
+        keys.push(("discard-alignment", flag(false)));
+        keys.push(("discard-secure", flag(false)));
+    }
+    keys
+}
+
+/// What the guest has to know of the disk before it uses it, as keys below the back end's path.
+pub fn properties(info: &DiskInfo, flags: u32) -> Vec<(&'static str, String)> {
+    vec![
+        ("sectors", (info.size_bytes / SECTOR_BYTES).to_string()),
+        // Older front ends disagree on the unit of anything else.
+        ("sector-size", SECTOR_BYTES.to_string()),
+        ("physical-sector-size", "4096".to_string()),
+        ("info", flags.to_string()),
+    ]
+}
+
+/// VDISK_*: what kind of disk it is.
+pub mod disk_flag {
+    /// A CD-ROM.
+    pub const CDROM: u32 = 1;
+    /// Removable.
+    pub const REMOVABLE: u32 = 2;
+    /// Read-only.
+    pub const READONLY: u32 = 4;
+}
+
+/// How a front end wants to be served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wish {
+    /// Its layout.
+    pub abi: Abi,
+    /// It keeps its grants for ever.
+    pub is_persistent: bool,
+    /// Its rings.
+    pub rings: Vec<RingWish>,
+}
+
+/// One ring of a front end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RingWish {
+    /// It has 2^`order` pages.
+    pub order: u32,
+    /// They.
+    pub refs: Vec<GrantRef>,
+    /// The event channel.
+    pub port: Port,
+}
+
+/// Reads what the front end at `path` has written, within what was offered.
+///
+/// # Errors
+/// `InvalidInput` when anything is missing, is no number, or is more than was offered; what the store says.
+pub fn read_wish(store: &mut XenStore, path: &str, offer: &Offer) -> Result<Wish> {
+    let mut keys = Keys { store, path };
+    let abi = match keys.text("protocol")? {
+        // On x86 a guest that names none is one of 32 bits.
+        None if cfg!(target_arch = "x86_64") => Abi::X86_32,
+        None => Abi::X86_64,
+        Some(name) => Abi::from_name(&name).ok_or_else(|| keys.bad("protocol", &name))?,
+    };
+    let queues = keys.number("multi-queue-num-queues", 1, u32::from(offer.max_queues))?.unwrap_or(1);
+    let is_persistent = keys.number("feature-persistent", 0, u32::MAX)?.is_some_and(|value| value != 0);
+    let mut rings = Vec::new();
+    for queue in 0..queues {
+        let folder = if queues > 1 { format!("queue-{queue}/") } else { String::new() };
+        rings.push(keys.ring(&folder, offer.max_order)?);
+    }
+    let mut refs: Vec<_> = rings.iter().flat_map(|ring| &ring.refs).collect();
+    refs.sort();
+    if refs.windows(2).any(|pair| pair[0] == pair[1]) {
+        return Err(Error::new(ErrorKind::InvalidInput, format!("{path}: one page is in two rings, or twice in one")));
+    }
+    Ok(Wish { abi, is_persistent, rings })
+}
+
+/// The keys of a front end.
+struct Keys<'a> {
+    store: &'a mut XenStore,
+    path: &'a str,
+}
+
+impl Keys<'_> {
+    fn text(&mut self, key: &str) -> Result<Option<String>> {
+        self.store.read_optional(Tx::NONE, &format!("{}/{key}", self.path))
+    }
+
+    fn bad(&self, key: &str, value: &str) -> Error {
+        let value: String = value.chars().take(32).collect();
+        Error::new(ErrorKind::InvalidInput, format!("{}/{key} is {value:?}, which cannot be served", self.path))
+    }
+
+    fn number(&mut self, key: &str, least: u32, most: u32) -> Result<Option<u32>> {
+        let Some(text) = self.text(key)? else { return Ok(None) };
+        let is_number = (1..=MAX_DIGITS).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit());
+        let number = text.parse().ok().filter(|number| is_number && (least..=most).contains(number));
+        number.map(Some).ok_or_else(|| self.bad(key, &text))
+    }
+
+    fn demand(&mut self, key: &str) -> Result<u32> {
+        let missing = Error::new(ErrorKind::InvalidInput, format!("{}/{key} is missing", self.path));
+        self.number(key, 0, u32::MAX)?.ok_or(missing)
+    }
+
+    fn ring(&mut self, folder: &str, max_order: u32) -> Result<RingWish> {
+        let order = self.order(max_order)?;
+        let pages = 1u32 << order;
+        let single = format!("{folder}ring-ref");
+        // With an order of 0 some front ends write one key and some the other.
+        let refs = if pages == 1 && self.text(&format!("{folder}ring-ref0"))?.is_none() {
+            vec![GrantRef(self.demand(&single)?)]
+        } else {
+            let each = (0..pages).map(|page| self.demand(&format!("{folder}ring-ref{page}")).map(GrantRef));
+            each.collect::<Result<_>>()?
+        };
+        Ok(RingWish { order, refs, port: Port(self.demand(&format!("{folder}event-channel"))?) })
+    }
+
+    /// The rings of one device are of one size, which is told once.
+    fn order(&mut self, max_order: u32) -> Result<u32> {
+        if let Some(order) = self.number("ring-page-order", 0, max_order)? {
+            return Ok(order);
+        }
+        match self.number("num-ring-pages", 1, 1 << max_order)? {
+            Some(pages) if !pages.is_power_of_two() => Err(self.bad("num-ring-pages", &pages.to_string())),
+            pages => Ok(pages.unwrap_or(1).ilog2()),
+        }
+    }
+}
+
+/// Where a back end's path says that its guest and its disk are: the last two parts.
+///
+/// # Errors
+/// `InvalidInput` when they are no numbers.
+pub fn guest_of(backend_path: &str) -> Result<(DomId, u32)> {
+    let mut parts = backend_path.rsplit('/');
+    let device = parts.next().and_then(|part| part.parse().ok());
+    let domain = parts.next().and_then(|part| part.parse().ok()).map(DomId);
+    let bad = || Error::new(ErrorKind::InvalidInput, format!("{backend_path:?} is no back end's path in xenstore"));
+    domain.zip(device).ok_or_else(bad)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_are_numbers_from_1_to_6() {
+        for number in 1..=6 {
+            assert_eq!(State::parse(&number.to_string()).unwrap().text(), number.to_string());
+        }
+        for other in ["0", "7", "", "four", "-1", "4 ", "99999999999999999999"] {
+            assert_eq!(State::parse(other), None, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn paths_name_guest_and_device() {
+        assert_eq!(guest_of("/local/domain/0/backend/vbd/12/51712").unwrap(), (DomId(12), 51712));
+        for bad in ["", "/", "a/b", "/x/70000/1", "/local/domain/0/backend/vbd/1"] {
+            assert!(guest_of(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn discards_are_offered_whole_or_not() {
+        let info = DiskInfo {
+            size_bytes: 1 << 30,
+            request_align_bytes: 1,
+            memory_align_bytes: 1,
+            preferred_bytes: 4096,
+            discard_align_bytes: 4096,
+            read_only: false,
+            fast_zero: true,
+        };
+        let offer = Offer { max_order: 4, max_queues: 2, max_indirect: 256, access: Access::Copy, read_only: false };
+        let keys = features(&offer, &info, true);
+        let get = |name: &str| keys.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str());
+        assert_eq!(get("discard-granularity"), Some("4096"));
+        assert_eq!((get("feature-persistent"), get("feature-flush-cache")), (Some("0"), Some("1")));
+        let keys = features(&Offer { read_only: true, ..offer }, &info, true);
+        assert!(keys.iter().all(|(key, value)| !key.contains("discard") || value == "0"));
+    }
+}

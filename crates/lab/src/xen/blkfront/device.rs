@@ -1,0 +1,311 @@
+//! The handshake through xenstore.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use spile_core::{Error, ErrorKind, Result};
+use spile_mem::Segments;
+use spile_xen::blkif::{INDIRECT_PAGES, SEGMENTS_PER_PAGE, SLOT_SEGMENTS, ring_slots};
+use spile_xen::store::{Tx, XenStore};
+use spile_xen::{DomId, GrantRef, XEN_PAGE_BYTES};
+
+use super::options::{BlkfrontOptions, Disk, Features, read_number};
+use super::queue::{Queue, QueueParts};
+use super::ring::Ring;
+use super::slots::{Page, SlotMemory};
+use crate::xen::guest::{Frames, Guest};
+use crate::xen::state;
+
+/// The front end of one virtual disk.
+pub struct Blkfront {
+    guest: Arc<Guest>,
+    store: XenStore,
+    /// Our folder.
+    path: String,
+    device: u32,
+    backend: String,
+    backend_id: DomId,
+    options: BlkfrontOptions,
+    features: Features,
+    disk: Disk,
+}
+
+impl Blkfront {
+    /// The front end of the disk of that number, which the toolstack has added.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such disk, else those of the store.
+    pub fn new(guest: Arc<Guest>, device: u32, options: BlkfrontOptions) -> Result<Self> {
+        let mut store = XenStore::open(&guest.xenstored())?;
+        let path = format!("/local/domain/{}/device/vbd/{device}", guest.id());
+        let backend = store.read_string(Tx::NONE, &format!("{path}/backend"))?;
+        let backend_id = DomId(read_number(&mut store, &path, "backend-id")? as u16);
+        store.watch(&format!("{backend}/state"), "blkfront")?;
+        let (features, disk) = (Features::default(), Disk::default());
+        Ok(Self { guest, store, path, device, backend, backend_id, options, features, disk })
+    }
+
+    /// The guest.
+    pub fn guest(&self) -> &Arc<Guest> {
+        &self.guest
+    }
+
+    /// The connection to xenstore, as the guest.
+    pub fn store(&mut self) -> &mut XenStore {
+        &mut self.store
+    }
+
+    /// Our folder in xenstore.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The back end's.
+    pub fn backend_path(&self) -> &str {
+        &self.backend
+    }
+
+    /// What the back end offers; known after [`Blkfront::negotiate`].
+    pub fn features(&self) -> Features {
+        self.features
+    }
+
+    /// The disk; known after [`Blkfront::start`].
+    pub fn disk(&self) -> Disk {
+        self.disk
+    }
+
+    /// How it behaves.
+    pub fn options(&self) -> &BlkfrontOptions {
+        &self.options
+    }
+
+    /// The most bytes of a request, by the options and what the back end offers.
+    pub fn max_request_bytes(&self) -> u32 {
+        self.options.data_bytes.min(self.max_segments() * XEN_PAGE_BYTES as u32)
+    }
+
+    fn max_segments(&self) -> u32 {
+        let indirect = self.options.indirect_segments.min(self.features.max_indirect_segments);
+        let most = (INDIRECT_PAGES * SEGMENTS_PER_PAGE) as u32;
+        indirect.min(most).max(SLOT_SEGMENTS as u32)
+    }
+
+    /// Writes one of our keys, whatever it means.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub fn write_key(&mut self, key: &str, value: &str) -> Result<()> {
+        self.store.write(Tx::NONE, &format!("{}/{key}", self.path), value)
+    }
+
+    /// Says our state.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub fn set_state(&mut self, to: u32) -> Result<()> {
+        self.write_key("state", &to.to_string())
+    }
+
+    /// The back end's state.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub fn backend_state(&mut self) -> Result<u32> {
+        Ok(read_number(&mut self.store, &self.backend, "state")? as u32)
+    }
+
+    /// Waits for a change of the back end's state, or for a sign of one, at most so long; the state then.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub fn next_change(&mut self, timeout: Duration) -> Result<u32> {
+        self.store.next_event(Some(timeout))?;
+        self.backend_state()
+    }
+
+    /// Waits until the back end is in one of these states, and says in which.
+    ///
+    /// # Errors
+    /// `TimedOut` when it is not in time; `Io` when it closes instead.
+    pub fn wait_for(&mut self, wanted: &[u32]) -> Result<u32> {
+        let deadline = Instant::now() + self.options.patience;
+        loop {
+            let now = self.backend_state()?;
+            if wanted.contains(&now) {
+                return Ok(now);
+            }
+            if now >= state::CLOSING && !wanted.contains(&state::CLOSED) {
+                return Err(Error::new(ErrorKind::Io, format!("the back end {} closes", self.backend)));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let message = format!("the back end {} stays in state {now}, not {wanted:?}", self.backend);
+                return Err(Error::new(ErrorKind::TimedOut, message));
+            }
+            self.store.next_event(Some(left))?;
+        }
+    }
+
+    /// Waits for the back end's offers, and reads them.
+    ///
+    /// # Errors
+    /// As [`Blkfront::wait_for`].
+    pub fn negotiate(&mut self) -> Result<Features> {
+        self.wait_for(&[state::INIT_WAIT])?;
+        self.features = Features::read(&mut self.store, &self.backend)?;
+        Ok(self.features)
+    }
+
+    /// Makes the queues and says where they are, up to state 3. What is to be rude can still be done before the back
+    /// end connects: [`Blkfront::finish`].
+    ///
+    /// # Errors
+    /// `Exhausted` when the guest has too little memory, and those of the store.
+    pub fn prepare(&mut self) -> Result<Vec<Queue>> {
+        let count = self.options.queues.min(self.features.max_queues).max(1);
+        let queues: Result<Vec<_>> = (0..count).map(|_| self.make_queue()).collect();
+        let queues = queues?;
+        let keys = self.keys(&queues);
+        self.store.transaction(|store, tx| keys.iter().try_for_each(|(key, value)| store.write(tx, key, value)))?;
+        self.set_state(state::INITIALISED)?;
+        Ok(queues)
+    }
+
+    /// Waits until the back end has connected, and follows it.
+    ///
+    /// # Errors
+    /// As [`Blkfront::wait_for`].
+    pub fn finish(&mut self) -> Result<()> {
+        self.wait_for(&[state::CONNECTED])?;
+        self.refresh()?;
+        self.set_state(state::CONNECTED)
+    }
+
+    /// The whole handshake.
+    ///
+    /// # Errors
+    /// As its parts.
+    pub fn start(&mut self) -> Result<Vec<Queue>> {
+        self.negotiate()?;
+        let queues = self.prepare()?;
+        self.finish()?;
+        Ok(queues)
+    }
+
+    /// Reads the disk's properties anew, as after a change of its size.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub fn refresh(&mut self) -> Result<Disk> {
+        self.disk = Disk::read(&mut self.store, &self.backend)?;
+        Ok(self.disk)
+    }
+
+    /// The orderly end, with nothing in flight: both sides close, and all grants are revoked. After it the front end may
+    /// start again: [`Blkfront::restart`].
+    ///
+    /// # Errors
+    /// `TimedOut` when the back end does not close, `Protocol` when it has closed and still uses pages.
+    pub fn stop(&mut self, queues: Vec<Queue>) -> Result<()> {
+        self.set_state(state::CLOSING)?;
+        self.wait_for(&[state::CLOSING, state::CLOSED, state::UNKNOWN])?;
+        self.set_state(state::CLOSED)?;
+        self.wait_for(&[state::CLOSED, state::UNKNOWN])?;
+        queues.into_iter().map(Queue::close).fold(Ok(()), Result::and)
+    }
+
+    /// Begins anew after [`Blkfront::stop`], as a driver that is loaded again.
+    ///
+    /// # Errors
+    /// As [`Blkfront::start`].
+    pub fn restart(&mut self) -> Result<Vec<Queue>> {
+        self.set_state(state::INITIALISING)?;
+        let deadline = Instant::now() + self.options.patience;
+        // Until it has seen that we are back, the back end is still closed.
+        while self.backend_state()? == state::CLOSED && Instant::now() < deadline {
+            self.next_change(deadline.saturating_duration_since(Instant::now()))?;
+        }
+        self.start()
+    }
+
+    fn is_persistent(&self) -> bool {
+        self.options.persistent && self.features.persistent
+    }
+
+    fn make_queue(&self) -> Result<Queue> {
+        let order = self.options.ring_order.min(self.features.max_ring_order).min(4);
+        let slots = ring_slots(order);
+        let ring_pages = self.guest.take_frames(1 << order)?;
+        let grant = |number| self.guest.grant(self.backend_id, ring_pages.first + number, false);
+        let mut frames = vec![ring_pages.clone()];
+        let ring_refs: Result<Vec<GrantRef>> = (0..1 << order).map(grant).collect();
+        Queue::new(QueueParts {
+            guest: self.guest.clone(),
+            backend: self.backend_id,
+            ring: Ring::new(ring_pages.bytes.clone(), self.options.abi, slots),
+            ring_refs: ring_refs?,
+            event: self.guest.alloc_unbound(self.backend_id)?,
+            slots: self.make_slots(self.options.depth.clamp(1, slots as usize), &mut frames)?,
+            frames,
+            is_persistent: self.is_persistent(),
+            handle: self.device as u16,
+        })
+    }
+
+    /// Slots, whose memory is noted in `frames`.
+    fn make_slots(&self, depth: usize, frames: &mut Vec<Frames>) -> Result<Vec<SlotMemory>> {
+        let pages_each = self.max_request_bytes().div_ceil(XEN_PAGE_BYTES as u32).max(1) as usize;
+        let indirect_each = if pages_each > SLOT_SEGMENTS { pages_each.div_ceil(SEGMENTS_PER_PAGE) } else { 0 };
+        let pages = Page::take(&self.guest, (depth * pages_each) as u32, frames)?;
+        let mut indirect = Page::take(&self.guest, (depth * indirect_each) as u32, frames)?.into_iter();
+        let mut slots = Vec::with_capacity(depth);
+        for slot in 0..depth {
+            let place = |number| if self.options.scatter { number * depth + slot } else { slot * pages_each + number };
+            let pages: Vec<Page> = (0..pages_each).map(|number| pages[place(number)].clone()).collect();
+            let data = self.data_for(&pages, frames)?;
+            let indirect = indirect.by_ref().take(indirect_each).collect();
+            slots.push(SlotMemory { pages, indirect, data });
+        }
+        Ok(slots)
+    }
+
+    /// The guest's programs use the very pages, or with persistent grants others.
+    fn data_for(&self, pages: &[Page], frames: &mut Vec<Frames>) -> Result<Segments> {
+        let mut data = Segments::new();
+        if self.is_persistent() {
+            let own = self.guest.take_frames(pages.len() as u32)?;
+            (0..pages.len()).for_each(|number| data.push(own.page(number as u32)));
+            frames.push(own);
+        } else {
+            pages.iter().for_each(|page| data.push(page.bytes.clone()));
+        }
+        Ok(data)
+    }
+
+    /// Our keys, with their whole paths.
+    fn keys(&self, queues: &[Queue]) -> Vec<(String, String)> {
+        let key = |name: &str| format!("{}/{name}", self.path);
+        let mut keys = vec![
+            (key("protocol"), self.options.abi.name().to_owned()),
+            (key("feature-persistent"), u8::from(self.is_persistent()).to_string()),
+        ];
+        let order = queues[0].ring_refs().len().trailing_zeros();
+        let is_numbered = order > 0 || self.options.numbered_ring_ref;
+        if is_numbered {
+            keys.push((key("ring-page-order"), order.to_string()));
+        }
+        if queues.len() > 1 {
+            keys.push((key("multi-queue-num-queues"), queues.len().to_string()));
+        }
+        for (number, queue) in queues.iter().enumerate() {
+            let folder = if queues.len() > 1 { key(&format!("queue-{number}")) } else { self.path.clone() };
+            for (page, gref) in queue.ring_refs().iter().enumerate() {
+                let name = if is_numbered { format!("ring-ref{page}") } else { "ring-ref".to_owned() };
+                keys.push((format!("{folder}/{name}"), gref.0.to_string()));
+            }
+            keys.push((format!("{folder}/event-channel"), queue.event().port.0.to_string()));
+        }
+        keys
+    }
+}

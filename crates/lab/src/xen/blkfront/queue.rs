@@ -1,0 +1,283 @@
+//! The data path of one ring: slots with fixed pages, of which each can hold one request at a time.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use spile_core::{Error, ErrorKind, Result};
+use spile_mem::Segments;
+use spile_xen::blkif::{Request, Response, status};
+use spile_xen::{DomId, GrantRef};
+
+use super::bell::Bell;
+use super::ring::Ring;
+use super::slots::{Asked, Op, SlotMemory};
+use crate::xen::guest::{EventPort, Frames, Guest};
+
+/// Looks at the ring between two looks at the clock: a few microseconds.
+const SPINS: u32 = 100;
+/// Bits of a request's number that say its slot; the others count the slot's requests, so that a late answer is noticed.
+const SLOT_BITS: u32 = 16;
+
+/// A request that the back end has answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// Its slot, free again.
+    pub slot: usize,
+    /// The back end's answer (`spile_xen::blkif::status`).
+    pub status: i16,
+}
+
+#[derive(Debug)]
+struct Slot {
+    memory: SlotMemory,
+    asked: Option<Asked>,
+    requests: u64,
+}
+
+/// What a queue is made of.
+pub(super) struct QueueParts {
+    pub guest: Arc<Guest>,
+    pub backend: DomId,
+    pub ring: Ring,
+    /// The ring's own grants.
+    pub ring_refs: Vec<GrantRef>,
+    pub event: EventPort,
+    pub slots: Vec<SlotMemory>,
+    /// All memory of ring and slots.
+    pub frames: Vec<Frames>,
+    pub is_persistent: bool,
+    pub handle: u16,
+}
+
+/// One ring with its slots. It belongs to one thread.
+#[derive(Debug)]
+pub struct Queue {
+    guest: Arc<Guest>,
+    backend: DomId,
+    ring: Ring,
+    ring_refs: Vec<GrantRef>,
+    event: EventPort,
+    bell: Bell,
+    slots: Vec<Slot>,
+    frames: Vec<Frames>,
+    outstanding: usize,
+    is_persistent: bool,
+    handle: u16,
+}
+
+impl Queue {
+    pub(super) fn new(parts: QueueParts) -> Result<Self> {
+        let QueueParts { guest, backend, ring, ring_refs, event, slots, frames, is_persistent, handle } = parts;
+        let bell = Bell::new(&event.call)?;
+        if is_persistent {
+            let pages = slots.iter().flat_map(|slot| slot.pages.iter().chain(&slot.indirect));
+            pages.for_each(|page| page.grant(&guest, backend, false));
+        }
+        let slots = slots.into_iter().map(|memory| Slot { memory, asked: None, requests: 0 }).collect();
+        ring.disarm();
+        Ok(Self { guest, backend, ring, ring_refs, event, bell, slots, frames, outstanding: 0, is_persistent, handle })
+    }
+
+    /// Slots: requests that can be outstanding.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Requests that are outstanding.
+    pub fn outstanding(&self) -> usize {
+        self.outstanding
+    }
+
+    /// True while the slot's request is outstanding.
+    pub fn is_outstanding(&self, slot: usize) -> bool {
+        self.slots[slot].asked.is_some()
+    }
+
+    /// The data of a slot, in the guest's memory.
+    pub fn data(&self, slot: usize) -> &Segments {
+        &self.slots[slot].memory.data
+    }
+
+    /// The grants of a slot's pages of data. Without persistent grants they hold while a request is outstanding.
+    pub fn grants(&self, slot: usize) -> impl Iterator<Item = GrantRef> {
+        self.slots[slot].memory.pages.iter().map(|page| page.gref)
+    }
+
+    /// The grants of a slot's pages of segments.
+    pub fn indirect_grants(&self, slot: usize) -> impl Iterator<Item = GrantRef> {
+        self.slots[slot].memory.indirect.iter().map(|page| page.gref)
+    }
+
+    /// Grants all of a slot's pages for both, for requests of one's own ([`Ring::push`]).
+    pub fn grant_all(&self, slot: usize) {
+        let memory = &self.slots[slot].memory;
+        memory.pages.iter().chain(&memory.indirect).for_each(|page| page.grant(&self.guest, self.backend, false));
+    }
+
+    /// The request that [`Queue::submit`] would put into the ring, its pages not granted: to be changed and pushed by
+    /// oneself. Its number is no slot's.
+    ///
+    /// # Panics
+    /// As [`Queue::submit`].
+    pub fn draft(&self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) -> Request {
+        let asked = Asked { op, id: u64::MAX, handle: self.handle, offset_bytes, len_bytes };
+        self.slots[slot].memory.request(&asked)
+    }
+
+    /// The guest.
+    pub fn guest(&self) -> &Arc<Guest> {
+        &self.guest
+    }
+
+    /// The ring, to look at.
+    pub fn ring(&self) -> &Ring {
+        &self.ring
+    }
+
+    /// The ring, for requests of one's own; what they bring must be taken from the ring too.
+    pub fn ring_mut(&mut self) -> &mut Ring {
+        &mut self.ring
+    }
+
+    /// The ring's own grants.
+    pub fn ring_refs(&self) -> &[GrantRef] {
+        &self.ring_refs
+    }
+
+    /// Our end of the event channel.
+    pub fn event(&self) -> &EventPort {
+        &self.event
+    }
+
+    /// Rings the back end, whether it wants that or not.
+    pub fn kick(&self) {
+        self.event.notify();
+    }
+
+    /// Puts a request into a free slot. The back end sees it after [`Queue::publish`]. Offset and length are whole sectors;
+    /// a write's data are in [`Queue::data`] already.
+    ///
+    /// # Panics
+    /// When the slot is taken, or has not so many pages.
+    pub fn submit(&mut self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) {
+        let place = &mut self.slots[slot];
+        assert!(place.asked.is_none(), "slot {slot} is taken");
+        place.requests += 1;
+        let id = place.requests << SLOT_BITS | slot as u64;
+        let asked = Asked { op, id, handle: self.handle, offset_bytes, len_bytes };
+        let request = place.memory.request(&asked);
+        if self.is_persistent {
+            if op != Op::Read {
+                copy_pages(&place.memory, &asked, true);
+            }
+        } else {
+            let used = SlotMemory::used_pages(&asked);
+            for (number, page) in place.memory.granted(&asked).enumerate() {
+                page.grant(&self.guest, self.backend, op != Op::Read || number >= used);
+            }
+        }
+        place.asked = Some(asked);
+        self.outstanding += 1;
+        self.ring.push(&request);
+    }
+
+    /// Shows the back end what was submitted, and rings if it wants that.
+    pub fn publish(&mut self) {
+        if self.ring.publish() {
+            self.kick();
+        }
+    }
+
+    /// Takes the next answered request.
+    ///
+    /// # Errors
+    /// `Protocol` when the back end answers what is not outstanding, with another operation, or still uses its pages.
+    pub fn take(&mut self) -> Result<Option<Completion>> {
+        let Some(response) = self.ring.pop()? else { return Ok(None) };
+        let slot = (response.id & ((1 << SLOT_BITS) - 1)) as usize;
+        let place = self.slots.get_mut(slot);
+        let Some((place, asked)) = place.and_then(|place| {
+            let asked = place.asked.filter(|asked| asked.id == response.id)?;
+            Some((place, asked))
+        }) else {
+            return Err(broken(&response, "which is not outstanding"));
+        };
+        if response.op != asked.op.raw() {
+            return Err(broken(&response, &format!("which was operation {}", asked.op.raw())));
+        }
+        place.asked = None;
+        self.outstanding -= 1;
+        if self.is_persistent {
+            if asked.op == Op::Read && response.status == status::OKAY {
+                copy_pages(&place.memory, &asked, false);
+            }
+        } else if !place.memory.granted(&asked).all(|page| self.guest.table().end_access(page.gref)) {
+            return Err(broken(&response, "whose pages it still uses"));
+        }
+        Ok(Some(Completion { slot, status: response.status }))
+    }
+
+    /// Sleeps until something is answered; false when `timeout` is over first.
+    ///
+    /// # Errors
+    /// When the system does not let us wait.
+    pub fn sleep(&mut self, timeout: Duration) -> Result<bool> {
+        let deadline = Instant::now() + timeout;
+        while self.ring.arm() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                self.ring.disarm();
+                return Ok(false);
+            }
+            self.bell.wait(left)?;
+        }
+        self.ring.disarm();
+        Ok(true)
+    }
+
+    /// Looks at the ring until something is answered, without sleeping; false when `timeout` is over first.
+    pub fn spin(&mut self, timeout: Duration) -> bool {
+        let mut start = None;
+        loop {
+            for _ in 0..SPINS {
+                if self.ring.has_response() {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            if start.get_or_insert_with(Instant::now).elapsed() >= timeout {
+                return false;
+            }
+        }
+    }
+
+    /// Ends its grants and its event channel, when the back end has closed, and gives its memory back.
+    ///
+    /// # Errors
+    /// `Protocol` when the back end still uses a page.
+    pub(super) fn close(self) -> Result<()> {
+        let pages = self.slots.iter().flat_map(|slot| slot.memory.pages.iter().chain(&slot.memory.indirect));
+        let all = pages.map(|page| page.gref).chain(self.ring_refs.iter().copied());
+        let held = all.filter(|gref| !self.guest.end_access(*gref)).count();
+        // A guest that is gone for the host has no channels to close.
+        let _ = self.guest.close(self.event.port);
+        if held == 0 {
+            self.frames.into_iter().for_each(|frames| self.guest.give_frames(frames));
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Protocol, format!("the back end has closed and still uses {held} pages")))
+    }
+}
+
+/// With persistent grants: data into the pages that the back end sees, or out of them.
+fn copy_pages(memory: &SlotMemory, asked: &Asked, is_out: bool) {
+    let used = SlotMemory::used_pages(asked);
+    for (page, data) in memory.pages[..used].iter().zip(memory.data.iter()) {
+        if is_out { page.bytes.copy_from(data) } else { data.copy_from(&page.bytes) }
+    }
+}
+
+fn broken(response: &Response, what: &str) -> Error {
+    let message = format!("the back end answered request {:#x} as operation {}, {what}", response.id, response.op);
+    Error::new(ErrorKind::Protocol, message)
+}

@@ -1,0 +1,228 @@
+//! A guest: a process with memory and a grant table of its own.
+
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::process::{PTracer, set_ptracer};
+use spile_core::{Error, ErrorKind, Result};
+use spile_mem::Segment;
+use spile_xen::{DomId, GrantRef, Port, XEN_PAGE_BYTES};
+
+use super::message::{Link, call, fds};
+use super::table::{Entry, Table, flag};
+
+/// What a guest's grant table has on Xen by default: 64 pages of 512 entries.
+pub const GRANT_ENTRIES: u32 = 64 * 512;
+/// The first entries belong to the toolstack on Xen.
+const FIRST_GRANT: u32 = 8;
+
+/// Pages that follow each other.
+#[derive(Clone, Debug)]
+pub struct Frames {
+    /// The number of the first.
+    pub first: u32,
+    /// Their bytes.
+    pub bytes: Segment,
+}
+
+impl Frames {
+    /// How many.
+    pub fn count(&self) -> u32 {
+        (self.bytes.len() / XEN_PAGE_BYTES) as u32
+    }
+
+    /// One of them.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    pub fn page(&self, number: u32) -> Segment {
+        let at = number as usize * XEN_PAGE_BYTES;
+        self.bytes.slice(at..at + XEN_PAGE_BYTES)
+    }
+}
+
+/// The guest's end of an event channel.
+#[derive(Debug)]
+pub struct EventPort {
+    /// Its number.
+    pub port: Port,
+    /// What the guest rings.
+    pub kick: OwnedFd,
+    /// What the back end rings.
+    pub call: OwnedFd,
+}
+
+impl EventPort {
+    /// Rings. It can only fail when it has been rung without end.
+    pub fn notify(&self) {
+        let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
+    }
+}
+
+#[derive(Debug)]
+struct Free {
+    /// Frames that were taken.
+    taken: u32,
+    /// Runs of them that were given back.
+    frames: Vec<Frames>,
+    /// Entries that were never used begin here.
+    next: u32,
+    /// Entries that were given back.
+    grants: Vec<GrantRef>,
+}
+
+/// A domain, which lives as long as this. Its process allows others of the same user to copy from and to its memory.
+pub struct Guest {
+    id: DomId,
+    dir: PathBuf,
+    link: Link,
+    memory: Segment,
+    table: Table,
+    free: Mutex<Free>,
+}
+
+impl Guest {
+    /// Makes domain `id` of the host in `dir`, with so many bytes of memory (rounded up to pages), zeroed.
+    ///
+    /// # Errors
+    /// `Exists` when there is such a domain, `InvalidInput` for domain 0, or when there is no host.
+    pub fn create(dir: &Path, id: DomId, memory_bytes: usize) -> Result<Self> {
+        let memory_bytes = memory_bytes.max(1).next_multiple_of(XEN_PAGE_BYTES);
+        let memory_file = sealed_file("guest", memory_bytes)?;
+        let table_file = sealed_file("grants", GRANT_ENTRIES as usize * 8)?;
+        let map = |file: &OwnedFd, len| {
+            Segment::map_shared(file, 0, len).map_err(|e| Error::io("cannot map the guest's memory", e))
+        };
+        let (memory, table) = (map(&memory_file, memory_bytes)?, map(&table_file, GRANT_ENTRIES as usize * 8)?);
+        // Without the security module that this is for there is nothing to allow.
+        let _ = set_ptracer(PTracer::Any);
+        let link = Link::connect(dir)?;
+        let words = [call::CREATE, u64::from(id.0), memory.as_ptr() as u64];
+        link.call(&format!("cannot create domain {id}"), &words, &[memory_file.as_fd(), table_file.as_fd()])?;
+        let free = Mutex::new(Free { taken: 0, frames: Vec::new(), next: FIRST_GRANT, grants: Vec::new() });
+        Ok(Self { id, dir: dir.to_owned(), link, memory, table: Table::new(table), free })
+    }
+
+    /// Its number.
+    pub fn id(&self) -> DomId {
+        self.id
+    }
+
+    /// The socket by which it speaks to xenstored.
+    pub fn xenstored(&self) -> PathBuf {
+        self.dir.join(format!("xenstored-{}", self.id))
+    }
+
+    /// All its memory.
+    pub fn memory(&self) -> &Segment {
+        &self.memory
+    }
+
+    /// Its grant table, for what no well-behaved guest does.
+    pub fn table(&self) -> &Table {
+        &self.table
+    }
+
+    fn free(&self) -> MutexGuard<'_, Free> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes pages of its memory.
+    ///
+    /// # Errors
+    /// `Exhausted` when there are not so many left.
+    pub fn take_frames(&self, count: u32) -> Result<Frames> {
+        let mut free = self.free();
+        if let Some(place) = free.frames.iter().position(|frames| frames.count() == count) {
+            return Ok(free.frames.swap_remove(place));
+        }
+        let (first, all) = (free.taken, (self.memory.len() / XEN_PAGE_BYTES) as u32);
+        if count > all - first {
+            return Err(Error::new(ErrorKind::Exhausted, format!("the guest has no {count} pages left of {all}")));
+        }
+        free.taken += count;
+        let at = first as usize * XEN_PAGE_BYTES;
+        Ok(Frames { first, bytes: self.memory.slice(at..at + count as usize * XEN_PAGE_BYTES) })
+    }
+
+    /// Gives pages back. They are taken again as they are, by whoever wants as many.
+    pub fn give_frames(&self, frames: Frames) {
+        self.free().frames.push(frames);
+    }
+
+    /// Takes an entry of the grant table, which grants nothing yet.
+    ///
+    /// # Errors
+    /// `Exhausted` when the table is full.
+    pub fn reserve_grant(&self) -> Result<GrantRef> {
+        let mut free = self.free();
+        let gref = free.grants.pop().unwrap_or(GrantRef(free.next));
+        if gref.0 >= self.table.entries() {
+            return Err(Error::new(ErrorKind::Exhausted, "the guest's grant table is full"));
+        }
+        free.next = free.next.max(gref.0 + 1);
+        Ok(gref)
+    }
+
+    /// Grants a page to a domain.
+    ///
+    /// # Errors
+    /// `Exhausted` when the table is full.
+    pub fn grant(&self, to: DomId, frame: u32, is_readonly: bool) -> Result<GrantRef> {
+        let gref = self.reserve_grant()?;
+        let flags = if is_readonly { flag::PERMIT_ACCESS | flag::READONLY } else { flag::PERMIT_ACCESS };
+        self.table.set(gref, Entry { flags, domain: to.0, frame });
+        Ok(gref)
+    }
+
+    /// Revokes a grant; false when somebody uses it just now, and nothing has changed.
+    pub fn end_access(&self, gref: GrantRef) -> bool {
+        let is_ended = self.table.end_access(gref);
+        if is_ended {
+            self.free().grants.push(gref);
+        }
+        is_ended
+    }
+
+    /// Makes an event channel that `remote` may bind to.
+    ///
+    /// # Errors
+    /// `NoSpace` when it has too many (1024).
+    pub fn alloc_unbound(&self, remote: DomId) -> Result<EventPort> {
+        let reply = self.link.call("cannot make an event channel", &[call::ALLOC_UNBOUND, u64::from(remote.0)], &[])?;
+        let port = Port(reply.words[1] as u32);
+        let [kick, call] = fds(reply)?;
+        Ok(EventPort { port, kick, call })
+    }
+
+    /// Closes an event channel. Whoever is bound to it hears nothing from it any more.
+    ///
+    /// # Errors
+    /// `NotFound` when it has no such port.
+    pub fn close(&self, port: Port) -> Result<()> {
+        self.link.call("cannot close the event channel", &[call::CLOSE, u64::from(port.0)], &[]).map(drop)
+    }
+}
+
+impl fmt::Debug for Guest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Guest({}, {} bytes)", self.id, self.memory.len())
+    }
+}
+
+fn sealed_file(name: &str, len_bytes: usize) -> Result<OwnedFd> {
+    let make = || {
+        let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        ftruncate(&file, len_bytes as u64)?;
+        fcntl_add_seals(&file, SEALS)?;
+        Ok(file)
+    };
+    make().map_err(|e: Errno| Error::io("cannot make the guest's memory", e.into()))
+}
+
+/// What makes a file's length certain for good.
+pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);

@@ -1,0 +1,230 @@
+//! The back end's side of the stand-in: grants and event channels as the front of Spile uses them.
+//!
+//! The host is asked once about each domain. From then on every operation is checked against the domain's grant table in
+//! shared memory, and done by this process and the kernel: no third process is in the way, as there is none on Xen.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+
+use rustix::io::Errno;
+use spile_core::{Error, ErrorKind, Result};
+use spile_mem::{Segment, Segments};
+use spile_xen::{Channel, CopyOp, DomId, EventChannels, GrantRef, GrantStatus, Grants, Port, Way, XEN_PAGE_BYTES};
+
+use super::copy;
+use super::message::{Link, call, fds};
+use super::pins::Pins;
+use super::table::Table;
+use crate::sys::{Remote, Window, map_run};
+
+/// A connection to a host, as domain 0.
+#[derive(Debug)]
+pub struct Hypervisor {
+    link: Link,
+    domains: RwLock<HashMap<DomId, Arc<Domain>>>,
+}
+
+impl Hypervisor {
+    /// Connects to the host in `dir`.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn connect(dir: &Path) -> Result<Self> {
+        Ok(Self { link: Link::connect(dir)?, domains: RwLock::default() })
+    }
+
+    /// Ends a domain as `xl destroy` does, at once; its process is told by nothing but that.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such domain.
+    pub fn destroy(&self, domain: DomId) -> Result<()> {
+        self.link.call("cannot destroy the domain", &[call::DESTROY, u64::from(domain.0)], &[]).map(drop)
+    }
+
+    /// What is known of a domain; the host is asked only when that is nothing, or when the domain has ended.
+    fn domain(&self, id: DomId) -> Result<Arc<Domain>> {
+        let domains = self.domains.read().unwrap_or_else(PoisonError::into_inner);
+        let known = domains.get(&id).filter(|domain| domain.is_alive()).cloned();
+        drop(domains);
+        match known {
+            Some(domain) => Ok(domain),
+            None => self.look_up(id),
+        }
+    }
+
+    fn look_up(&self, id: DomId) -> Result<Arc<Domain>> {
+        let reply = self.link.call("cannot use the domain's grants", &[call::LOOK_UP, u64::from(id.0)], &[]);
+        let mut domains = self.domains.write().unwrap_or_else(PoisonError::into_inner);
+        // Whoever else has asked meanwhile has been told the same; and there must be one count of uses only.
+        if let Some(domain) = domains.get(&id).filter(|domain| domain.is_alive()) {
+            return Ok(domain.clone());
+        }
+        domains.remove(&id);
+        let reply = reply?;
+        let [_, pid, base, ..] = reply.words;
+        let remote = Remote { pid: pid as i32, base: base as usize };
+        let domain = Arc::new(Domain::new(id, remote, fds(reply)?)?);
+        domains.insert(id, domain.clone());
+        Ok(domain)
+    }
+}
+
+impl Grants for Hypervisor {
+    fn copy(
+        &self,
+        domain: DomId,
+        way: Way,
+        buffers: &[Segment],
+        ops: &[CopyOp],
+        statuses: &mut Vec<GrantStatus>,
+    ) -> Result<()> {
+        statuses.clear();
+        statuses.resize(ops.len(), GrantStatus::OKAY);
+        match self.domain(domain) {
+            Ok(domain) => domain.copy(way, buffers, ops, statuses),
+            Err(e) if e.kind() == ErrorKind::NotFound => {
+                statuses.fill(GrantStatus::BAD_DOMAIN);
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    fn map(&self, domain: DomId, refs: &[GrantRef], is_writable: bool) -> Result<Segments> {
+        let domain = self.domain(domain)?;
+        let (frames, uses) = domain.begin_all(refs, is_writable)?;
+        let segments = domain.window(is_writable).and_then(|window| window.map(&frames, uses));
+        segments.map_err(|e| Error::io("cannot map the guest's pages", e))
+    }
+
+    fn map_ring(&self, domain: DomId, refs: &[GrantRef]) -> Result<Segment> {
+        let domain = self.domain(domain)?;
+        let (frames, uses) = domain.begin_all(refs, true)?;
+        map_run(domain.memory.as_fd(), &frames, uses).map_err(|e| Error::io("cannot map the guest's ring", e))
+    }
+}
+
+impl EventChannels for Hypervisor {
+    fn bind(&self, domain: DomId, port: Port) -> Result<Channel> {
+        let words = [call::BIND, u64::from(domain.0), u64::from(port.0)];
+        let reply = self.link.call(&format!("cannot bind to port {} of domain {domain}", port.0), &words, &[])?;
+        let [kick, call] = fds(reply)?;
+        Ok(Channel::Eventfds(kick, call))
+    }
+}
+
+/// A domain as the host described it.
+pub(super) struct Domain {
+    id: DomId,
+    remote: Remote,
+    memory: OwnedFd,
+    memory_bytes: usize,
+    pins: Mutex<Pins>,
+    /// Its only number is 1 until the host knows that the domain has ended.
+    life: Segment,
+    /// For reading; for both.
+    windows: [OnceLock<Arc<Window>>; 2],
+}
+
+impl Domain {
+    fn new(id: DomId, remote: Remote, [memory, table, life]: [OwnedFd; 3]) -> Result<Self> {
+        let failed = |e| Error::io(format!("cannot map what domain {id} shares"), e);
+        let len = |fd: &OwnedFd| rustix::fs::fstat(fd).map(|stat| stat.st_size as usize);
+        let memory_bytes = len(&memory).map_err(|e| failed(e.into()))?;
+        let table_bytes = len(&table).map_err(|e| failed(e.into()))?;
+        let table = Table::new(Segment::map_shared(&table, 0, table_bytes).map_err(failed)?);
+        let life = Segment::map_shared(&life, 0, 4).map_err(failed)?;
+        let frames = u32::try_from(memory_bytes / XEN_PAGE_BYTES).unwrap_or(u32::MAX);
+        let pins = Mutex::new(Pins::new(table, DomId(0), frames));
+        let mut domain = Self { id, remote, memory, memory_bytes, pins, life, windows: Default::default() };
+        if remote.pid == rustix::process::getpid().as_raw_nonzero().get() {
+            // A guest in our own process may unmap its memory under a copy; our own mapping of it cannot go.
+            domain.remote.base = domain.window(true).map_err(failed)?.address();
+        }
+        Ok(domain)
+    }
+
+    fn is_alive(&self) -> bool {
+        self.life.load_u32(0, Ordering::Relaxed) == 1
+    }
+
+    pub(super) fn pins(&self) -> MutexGuard<'_, Pins> {
+        self.pins.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn window(&self, is_writable: bool) -> std::io::Result<Arc<Window>> {
+        let cell = &self.windows[usize::from(is_writable)];
+        if let Some(window) = cell.get() {
+            return Ok(window.clone());
+        }
+        let window = Arc::new(Window::new(&self.memory, self.memory_bytes, is_writable)?);
+        Ok(cell.get_or_init(|| window).clone())
+    }
+
+    /// Begins uses of all `refs`, or of none.
+    fn begin_all(self: &Arc<Self>, refs: &[GrantRef], is_write: bool) -> Result<(Vec<u32>, Uses)> {
+        let mut uses = Uses { domain: self.clone(), refs: Vec::with_capacity(refs.len()), is_write };
+        let mut frames = Vec::with_capacity(refs.len());
+        let mut pins = self.pins();
+        for gref in refs {
+            match pins.begin(*gref, is_write) {
+                Ok(frame) => frames.push(frame),
+                Err(status) => {
+                    drop(pins);
+                    return Err(refused(self.id, *gref, status));
+                }
+            }
+            uses.refs.push(*gref);
+        }
+        drop(pins);
+        Ok((frames, uses))
+    }
+
+    fn copy(&self, way: Way, buffers: &[Segment], ops: &[CopyOp], statuses: &mut [GrantStatus]) -> Result<()> {
+        copy::run(self, way, buffers, ops, statuses).map_err(|errno| self.copy_error(errno))
+    }
+
+    fn copy_error(&self, errno: Errno) -> Error {
+        let error = Error::io(format!("cannot copy to and from process {}", self.remote.pid), errno.into());
+        match errno {
+            Errno::PERM | Errno::ACCESS => error.hint(
+                "both processes need the same user and neither may be undumpable; \
+                 sysctl kernel.yama.ptrace_scope must be 0 or 1",
+            ),
+            _ => error,
+        }
+    }
+
+    pub(super) fn remote(&self) -> Remote {
+        self.remote
+    }
+}
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Domain({}, {:?}, {} bytes)", self.id, self.remote, self.memory_bytes)
+    }
+}
+
+fn refused(domain: DomId, gref: GrantRef, status: GrantStatus) -> Error {
+    let message = format!("domain {domain} does not grant page {}: status {}", gref.0, status.0);
+    Error::new(ErrorKind::Denied, message)
+}
+
+/// Uses that end together.
+struct Uses {
+    domain: Arc<Domain>,
+    refs: Vec<GrantRef>,
+    is_write: bool,
+}
+
+impl Drop for Uses {
+    fn drop(&mut self) {
+        let mut pins = self.domain.pins();
+        self.refs.iter().for_each(|gref| pins.end(*gref, self.is_write));
+    }
+}

@@ -1,0 +1,163 @@
+//! What goes over `DIR/hypervisor`: messages of six numbers, some with descriptors beside them, on a socket that keeps
+//! their borders (SOCK_SEQPACKET). A request is answered by one reply, whose first number is 0 or an errno.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::cmsg_space;
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, sendmsg, socket_with,
+};
+use spile_core::{Error, ErrorKind, Result, ResultExt};
+
+/// How long the host may take over an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The most descriptors with one message.
+const MAX_FDS: usize = 4;
+const WORDS: usize = 6;
+const BYTES: usize = WORDS * 8;
+
+/// The numbers of a message.
+pub(crate) type Words = [u64; WORDS];
+
+/// Requests: the first number, what follows it, and what the reply has.
+pub(crate) mod call {
+    /// The sender becomes a domain: its number, where its memory begins in its process; memory and grant table beside it.
+    pub const CREATE: u64 = 1;
+    /// About a domain: its number. The reply: process, where its memory begins there; memory, grant table, life.
+    pub const LOOK_UP: u64 = 2;
+    /// A port for a domain to bind to: its number. The reply: the port; the guest's eventfd, the back end's.
+    pub const ALLOC_UNBOUND: u64 = 3;
+    /// Binds to a port: domain, port. The reply: the guest's eventfd, the back end's.
+    pub const BIND: u64 = 4;
+    /// Closes a port of the sender's.
+    pub const CLOSE: u64 = 5;
+    /// Ends a domain: its number. For domain 0 only.
+    pub const DESTROY: u64 = 6;
+}
+
+/// A message that came.
+#[derive(Debug)]
+pub(crate) struct Message {
+    pub words: Words,
+    pub fds: Vec<OwnedFd>,
+}
+
+/// Sends one message.
+pub(crate) fn send(socket: impl AsFd, words: &Words, fds: &[BorrowedFd<'_>]) -> rustix::io::Result<()> {
+    let mut bytes = [0; BYTES];
+    for (number, word) in words.iter().enumerate() {
+        bytes[8 * number..8 * number + 8].copy_from_slice(&word.to_ne_bytes());
+    }
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    rustix::io::retry_on_intr(|| sendmsg(&socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL))?;
+    Ok(())
+}
+
+/// Receives one message; `None` when the other side is gone.
+pub(crate) fn receive(socket: impl AsFd) -> rustix::io::Result<Option<Message>> {
+    let mut bytes = [0; BYTES];
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let got = rustix::io::retry_on_intr(|| {
+        recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
+    });
+    let len = match got {
+        Ok(got) => got.bytes,
+        Err(Errno::CONNRESET) => 0,
+        Err(e) => return Err(e),
+    };
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(more) = message {
+            fds.extend(more);
+        }
+    }
+    if len == 0 {
+        return Ok(None);
+    }
+    let mut words = [0; WORDS];
+    for (word, bytes) in words.iter_mut().zip(bytes[..len].as_chunks::<8>().0) {
+        *word = u64::from_ne_bytes(*bytes);
+    }
+    Ok(Some(Message { words, fds }))
+}
+
+/// The address of a socket.
+///
+/// # Errors
+/// When the path is longer than the system allows (107 bytes).
+pub(crate) fn address(path: &Path) -> Result<SocketAddrUnix> {
+    let address = SocketAddrUnix::new(path).map_err(|e| Error::io("cannot name a socket", e.into()));
+    address.map_err(|e| e.hint("a socket's path has at most 107 bytes")).at_path(path)
+}
+
+/// A connection to a host.
+#[derive(Debug)]
+pub(crate) struct Link {
+    socket: Mutex<OwnedFd>,
+    path: PathBuf,
+}
+
+impl Link {
+    /// Connects to the host in `dir`.
+    pub fn connect(dir: &Path) -> Result<Self> {
+        let path = dir.join("hypervisor");
+        let open = || {
+            let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+            for which in [Timeout::Recv, Timeout::Send] {
+                set_socket_timeout(&socket, which, Some(PATIENCE))?;
+            }
+            Ok(socket)
+        };
+        let socket = open().map_err(|e: Errno| Error::io("cannot make a socket", e.into()))?;
+        let connected = connect(&socket, &address(&path)?);
+        connected.map_err(|e| Error::io("cannot connect to the Xen host", e.into())).at_path(&path)?;
+        Ok(Self { socket: Mutex::new(socket), path })
+    }
+
+    /// Asks, and waits for the reply.
+    ///
+    /// # Errors
+    /// `operation` with the errno of the reply, or `Io` and `TimedOut` when there is none.
+    pub fn call(&self, operation: &str, words: &[u64], fds: &[BorrowedFd<'_>]) -> Result<Message> {
+        let mut request = [0; WORDS];
+        request[..words.len()].copy_from_slice(words);
+        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = send(&*socket, &request, fds).and_then(|()| receive(&*socket));
+        let reply = match answer {
+            Ok(Some(reply)) => reply,
+            Ok(None) | Err(Errno::PIPE) => {
+                return Err(Error::new(ErrorKind::Io, "the Xen host has gone")).at_path(&self.path);
+            }
+            Err(Errno::AGAIN) => {
+                return Err(Error::new(ErrorKind::TimedOut, "the Xen host does not answer")).at_path(&self.path);
+            }
+            Err(e) => return Err(Error::io("the Xen host was lost", e.into())).at_path(&self.path),
+        };
+        match i32::try_from(reply.words[0]) {
+            Ok(0) => Ok(reply),
+            Ok(errno) => Err(Error::errno(operation, errno)),
+            Err(_) => Err(Error::new(ErrorKind::Protocol, "the Xen host answered what it never should")),
+        }
+    }
+}
+
+/// The descriptors of a reply, exactly as many as expected.
+pub(crate) fn fds<const N: usize>(message: Message) -> Result<[OwnedFd; N]> {
+    let fds: Result<[OwnedFd; N], _> = message.fds.try_into();
+    fds.map_err(|fds| {
+        Error::new(ErrorKind::Protocol, format!("the Xen host sent {} descriptors instead of {N}", fds.len()))
+    })
+}

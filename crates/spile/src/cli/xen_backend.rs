@@ -1,0 +1,155 @@
+//! `spile xen-backend` and `spile xen-disk`: disks for Xen guests.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use rustix::event::{EventfdFlags, eventfd};
+use spile_core::{Error, Result};
+use spile_engine::{CacheMode, Config, Engine};
+use spile_front_blkif::pages::Access;
+
+use super::{Exit, ParentArgs, parse_cache, try_say};
+use crate::log;
+use crate::notify::notify;
+use crate::serving::disks::Opening;
+use crate::signals::EndSignals;
+use crate::xen::StorePlace;
+use crate::xen::backend::Backend;
+use crate::xen::disk::{Options, access_name, parse_access, serve};
+
+/// Serve disks to Xen guests
+///
+/// Watches the back end's folder in xenstore and starts a process for each disk that a toolstack makes there; one that
+/// dies is started again, and its guest goes on without an error. The disk is what its key `params` says:
+/// [vhd:|raw:]PATH, where without a prefix the extension tells the format.
+///
+/// The disks' processes go on when this one ends, also by a signal: the next one finds them by their pid files
+/// RUN-DIR/DOMAIN-DEVICE.pid. A disk grows by `spile resize RUN-DIR/DOMAIN-DEVICE.control SIZE`. What a successor needs
+/// when a disk's process is killed lies in the run folder too, which must be in memory (tmpfs).
+#[derive(Debug, Args)]
+pub struct XenBackendArgs {
+    /// The type of disks: the folder /local/domain/N/backend/TYPE in xenstore. `vbd` is also what the kernel's own back end
+    /// takes: xen-blkback must not be loaded then
+    #[arg(long = "type", value_name = "TYPE", default_value = "vbd")]
+    kind: String,
+    #[command(flatten)]
+    disk: DiskArgs,
+}
+
+/// Serve one disk to a Xen guest; `spile xen-backend` starts this
+///
+/// SIGTERM answers what was taken and leaves guest and xenstore as they are, for the next process.
+#[derive(Debug, Args)]
+pub struct XenDiskArgs {
+    #[command(flatten)]
+    disk: DiskArgs,
+    /// The back end's path in xenstore, such as /local/domain/0/backend/vbd/3/51712
+    #[arg(value_name = "BACKEND-PATH")]
+    path: String,
+}
+
+/// How disks are served.
+#[derive(Debug, Args)]
+struct DiskArgs {
+    #[command(flatten)]
+    place: StorePlace,
+    /// For pid files, control sockets and journals; in memory
+    #[arg(long, value_name = "DIR", default_value = "/run/spile")]
+    run_dir: PathBuf,
+    /// How guests' memory is reached: by grant copy, by grant map, by grant map and a copy, or by persistent grants. A back
+    /// end's key `spile-access` says it for one disk
+    #[arg(long, value_name = "copy|map|map-copy|persistent", value_parser = parse_access, default_value = "copy")]
+    access: Access,
+    /// Rings that a guest may use for a disk at most
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), default_value = "4")]
+    queues: u16,
+    /// Segments (each at most a page) of one indirect request at most; 0 for no such requests, as tapdisk3
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=256), default_value = "256")]
+    max_indirect: u16,
+    /// Note when the last N requests passed which place, in RUN-DIR/DOMAIN-DEVICE.trace; 0 for none
+    #[arg(long, value_name = "N", default_value = "0")]
+    trace: u32,
+    /// Microseconds that a worker looks for requests at most before it sleeps; 0 switches it off
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=10_000), default_value_t = Config::POLL.as_micros() as u32)]
+    poll: u32,
+    /// The way to the disks' bytes: past the page cache (O_DIRECT) or through it
+    #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "direct")]
+    cache: CacheMode,
+    /// Worker threads of a disk
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), default_value = "1")]
+    workers: u16,
+    #[command(flatten)]
+    parents: ParentArgs,
+}
+
+impl DiskArgs {
+    /// The same for a disk's process.
+    fn arguments(&self) -> Vec<OsString> {
+        let cache = if self.cache == CacheMode::Page { "page" } else { "direct" };
+        let mut words: Vec<OsString> = vec!["xen-disk".into()];
+        let mut pair = |option: &str, value: OsString| words.extend([option.into(), value]);
+        pair("--run-dir", self.run_dir.clone().into());
+        pair("--access", access_name(self.access).into());
+        pair("--queues", self.queues.to_string().into());
+        pair("--max-indirect", self.max_indirect.to_string().into());
+        pair("--trace", self.trace.to_string().into());
+        pair("--poll", self.poll.to_string().into());
+        pair("--cache", cache.into());
+        pair("--workers", self.workers.to_string().into());
+        self.parents.allow_parents.iter().for_each(|folder| pair("--allow-parents", folder.clone().into()));
+        words.extend(self.place.arguments());
+        words
+    }
+}
+
+/// Runs `spile xen-backend`.
+///
+/// # Errors
+/// When xenstore cannot be reached, or is gone.
+pub fn run(args: &XenBackendArgs) -> Result<Exit> {
+    log::to_stderr();
+    let signals = EndSignals::block()?;
+    let store = args.disk.place.open()?;
+    let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::io("make an eventfd", errno.into()))?;
+    let bell = stop.try_clone().map_err(|source| Error::io("duplicate an eventfd", source))?;
+    let mut backend = Backend::new(store, &args.kind, &args.disk.run_dir, args.disk.arguments())?;
+    signals.on_first(move |_| {
+        notify("STOPPING=1");
+        let _ = rustix::io::write(&bell, &1u64.to_ne_bytes());
+    });
+    let _ = try_say(format_args!("serving the disks of type {} to Xen guests", args.kind));
+    notify("READY=1");
+    backend.run(&stop).map(|()| Exit::Ok)
+}
+
+/// Runs `spile xen-disk`.
+///
+/// # Errors
+/// As [`serve`].
+pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
+    log::to_stderr();
+    let signals = EndSignals::block()?;
+    let disk = &args.disk;
+    let config =
+        Config { workers: disk.workers.into(), poll: Duration::from_micros(disk.poll.into()), ..Config::default() };
+    let engine = Engine::start(config)?;
+    let opening = Opening {
+        specs: Vec::new(),
+        format: None,
+        cache: disk.cache,
+        allow_parents: disk.parents.allow_parents.clone(),
+    };
+    let options = Options {
+        place: disk.place.clone(),
+        run_dir: disk.run_dir.clone(),
+        access: disk.access,
+        queues: disk.queues,
+        max_indirect: disk.max_indirect,
+        trace_records: disk.trace,
+    };
+    let served = serve(&engine, &args.path, &options, opening, signals);
+    engine.shutdown();
+    served.map(|_| Exit::Ok)
+}

@@ -1,0 +1,236 @@
+//! One disk for one Xen guest, in a process of its own.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
+
+use rustix::fs::{FlockOperation, flock};
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_engine::Engine;
+use spile_front_blkif::device::{Config, Device, End};
+use spile_front_blkif::pages::Access;
+use spile_front_blkif::xenbus::guest_of;
+use spile_xen::store::{Tx, XenStore};
+use spile_xen::{EventChannels, Grants};
+
+use crate::listen::Bound;
+use crate::serving::control::{self, Event, Request};
+use crate::serving::disks::{self, Open, Opening};
+use crate::serving::fronts::{Listening, Role, Socket};
+use crate::signals::EndSignals;
+use crate::uri::Address;
+use crate::xen::places::OverPlaces;
+use crate::xen::stats::Stats;
+use crate::xen::{Places, StorePlace, params};
+
+/// How a disk is served.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where the Xen is.
+    pub place: StorePlace,
+    /// For its pid, its control socket and what a successor needs.
+    pub run_dir: PathBuf,
+    /// How guests' pages are reached, unless the back end's key `spile-access` says it.
+    pub access: Access,
+    /// Rings at most.
+    pub queues: u16,
+    /// Segments of an indirect request at most.
+    pub max_indirect: u16,
+    /// Note the times of so many requests.
+    pub trace_records: u32,
+}
+
+/// The name of a disk's files in the run folder, without an extension.
+///
+/// # Errors
+/// `InvalidInput` when the path is no back end's.
+pub fn file_stem(backend_path: &str) -> Result<String> {
+    let (domain, device) = guest_of(backend_path)?;
+    Ok(format!("{domain}-{device}"))
+}
+
+/// `copy`, `map`, `map-copy` or `persistent`.
+///
+/// # Errors
+/// What there is.
+pub fn parse_access(text: &str) -> Result<Access, String> {
+    match text {
+        "copy" => Ok(Access::Copy),
+        "map" => Ok(Access::Map),
+        "map-copy" => Ok(Access::MapCopy),
+        "persistent" => Ok(Access::Persistent),
+        _ => Err(format!("there is no access `{text}`; use copy, map, map-copy or persistent")),
+    }
+}
+
+/// The name of an access, as [`parse_access`] takes it.
+pub fn access_name(access: Access) -> &'static str {
+    match access {
+        Access::Copy => "copy",
+        Access::Map => "map",
+        Access::MapCopy => "map-copy",
+        Access::Persistent => "persistent",
+    }
+}
+
+/// Serves the disk of a back end to the end, or until a signal.
+///
+/// # Errors
+/// When the disk cannot be opened, the Xen cannot be reached, or another process serves it.
+pub fn serve(
+    engine: &Engine,
+    backend_path: &str,
+    options: &Options,
+    mut opening: Opening,
+    signals: EndSignals,
+) -> Result<End> {
+    let stem = options.run_dir.join(file_stem(backend_path)?);
+    let _claim = Claim::take(&stem.with_extension("pid"))?;
+    let mut store = options.place.open()?;
+    let wanted = Wanted::read(&mut store, backend_path, options.access)?;
+    opening.specs = vec![params::parse(&wanted.params, wanted.read_only)?];
+    let places = Places::open(&options.place)?;
+    let mut disks = Vec::new();
+    let served = opening.open(engine, &mut disks).and_then(|()| {
+        let config = Config {
+            name: disks[0].label.clone(),
+            backend_path: backend_path.to_owned(),
+            access: wanted.access,
+            max_queues: options.queues,
+            max_order: spile_front_blkif::xenbus::MAX_RING_ORDER,
+            max_indirect: options.max_indirect,
+            trace_records: options.trace_records,
+            read_only: disks[0].read_only,
+            run_dir: options.run_dir.clone(),
+        };
+        let control = stem.with_extension("control");
+        let stats = Stats::begin(&options.place, backend_path);
+        places.run(Serve { engine, open: &disks[0], store, config, control, signals, stats })
+    });
+    let (end, served) = match served {
+        Ok(end) => (Some(end), Ok(())),
+        Err(error) => (None, Err(error)),
+    };
+    disks::close(engine, disks, served)?;
+    Ok(end.expect("what failed was returned"))
+}
+
+/// What the toolstack has written of a disk.
+struct Wanted {
+    params: String,
+    read_only: bool,
+    access: Access,
+}
+
+impl Wanted {
+    fn read(store: &mut XenStore, path: &str, default: Access) -> Result<Self> {
+        let params = store.read_string(Tx::NONE, &format!("{path}/params"))?;
+        let mode = store.read_optional(Tx::NONE, &format!("{path}/mode"))?;
+        let access = store.read_optional(Tx::NONE, &format!("{path}/spile-access"))?;
+        let access = access.map(|text| parse_access(&text)).transpose();
+        let access =
+            access.map_err(|why| Error::new(ErrorKind::InvalidInput, format!("{path}/spile-access: {why}")))?;
+        let read_only = !mode.is_some_and(|mode| mode.contains('w'));
+        Ok(Self { params, read_only, access: access.unwrap_or(default) })
+    }
+}
+
+struct Serve<'a> {
+    engine: &'a Engine,
+    open: &'a Open,
+    store: XenStore,
+    config: Config,
+    control: PathBuf,
+    signals: EndSignals,
+    stats: Option<Stats>,
+}
+
+impl OverPlaces for Serve<'_> {
+    type Output = Result<End>;
+
+    fn run<G: Grants, E: EventChannels>(self, grants: Arc<G>, channels: Arc<E>) -> Result<End> {
+        let (sender, events) = mpsc::channel();
+        let address = Address::Unix(self.control);
+        let (key, role) = (address.to_string(), Role::Control);
+        let bound = Bound::after_asking(&address, role.question())?;
+        let listening = Listening::publish(Socket { role, key, bound })?;
+        control::listen(listening.share()?, sender.clone())?;
+        let ended = sender.clone();
+        let disk = self.open.disk.clone();
+        let tell = move || drop(ended.send(Event::Ended));
+        let mut device = Device::start(self.engine.clone(), disk, self.store, grants, channels, self.config, tell)?;
+        self.stats.iter().for_each(|stats| device.show_on(stats.board()));
+        self.signals.on_first(move |_| drop(sender.send(Event::Signal)));
+        hear(self.engine, self.open, &device, &events);
+        device.stop();
+        device.wait()
+    }
+}
+
+/// Does what is asked until the end.
+fn hear(engine: &Engine, open: &Open, device: &Device, events: &mpsc::Receiver<Event>) {
+    while let Ok(Event::Asked(asked)) = events.recv() {
+        let done = match &asked.request {
+            Request::Resize { size_bytes, .. } => {
+                let (disk, size_bytes) = (open.disk.clone(), *size_bytes);
+                engine.run_on(0, move || async move { disk.resize(size_bytes).await })
+            }
+            Request::TakeOver { .. } => {
+                let what = "a Xen guest's disk is not handed over: end this process, and the next one goes on";
+                Err(Error::new(ErrorKind::Unsupported, what))
+            }
+        };
+        if done.is_ok() {
+            device.resized();
+        }
+        asked.answer(&done);
+    }
+}
+
+/// The right to serve a disk: its pid file, locked for as long as the process lives.
+pub struct Claim {
+    path: PathBuf,
+    /// Unlocked when it is closed.
+    _file: File,
+}
+
+impl Claim {
+    /// Takes it.
+    ///
+    /// # Errors
+    /// `Busy` when another process has it.
+    pub fn take(path: &Path) -> Result<Self> {
+        let problem = |source| Error::io("write", source).at_path(path);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        loop {
+            let mut file = options.open(path).map_err(problem)?;
+            if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+                return Err(Error::new(ErrorKind::Busy, "another process serves this disk").at_path(path));
+            }
+            // Whoever had it may have removed it in between: then it is not the one that others find.
+            let (ours, found) = (file.metadata().map_err(problem)?, fs::metadata(path));
+            if !found.is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
+                continue;
+            }
+            file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())).map_err(problem)?;
+            return Ok(Self { path: path.to_owned(), _file: file });
+        }
+    }
+
+    /// The process that has it, if any has.
+    pub fn holder(path: &Path) -> Option<i32> {
+        let file = File::open(path).ok()?;
+        flock(&file, FlockOperation::NonBlockingLockShared).is_err().then_some(())?;
+        fs::read_to_string(path).ok()?.trim().parse().ok()
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        // While it is locked, so that it is ours.
+        let _ = fs::remove_file(&self.path);
+    }
+}

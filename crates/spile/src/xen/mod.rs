@@ -1,0 +1,9 @@
+//! Disks for Xen guests: [`disk`] serves one, [`backend`] keeps a process for each that the toolstack has made.
+
+pub mod backend;
+pub mod disk;
+mod params;
+mod places;
+pub mod stats;
+
+pub use places::{Places, StorePlace};

@@ -1,0 +1,383 @@
+//! What a program asks of xenstore.
+
+use std::env;
+use std::fs::{self, OpenOptions};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use spile_core::{Error, ErrorKind, Result};
+
+use super::connection::{Connection, WatchEvent, within};
+use super::wire::{self, MAX_PATH_BYTES, MessageType, Permission};
+use crate::DomId;
+
+/// Where a store is found when the environment does not say.
+const USUAL_PATHS: [&str; 3] = ["/run/xenstored/socket", "/var/run/xenstored/socket", "/dev/xen/xenbus"];
+/// A transaction that others have crossed so often is given up.
+const MAX_TRANSACTION_TRIES: usize = 100;
+/// Bytes of all names below one node: a store with more is broken.
+const MAX_NAMES_BYTES: usize = 1 << 20;
+/// A long list that changes so often while it is read is given up.
+const MAX_LIST_TRIES: usize = 20;
+
+/// A transaction, or none: what is done in one is seen by others at its end, all or nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tx(u32);
+
+impl Tx {
+    /// Outside of transactions: each request by itself.
+    pub const NONE: Self = Self(0);
+}
+
+/// A connection to xenstore. One request at a time; each waits for its answer, at most a minute. Watches and
+/// transactions belong to the connection and end with it.
+///
+/// Every method fails with `NotFound`, `Denied` and so on as the store says, the store's word being in the message;
+/// with `InvalidInput` when a path or a message would be too long; and with `Protocol`, `TimedOut` or `Io` when the
+/// store cannot be understood or reached, after which the connection is of no more use.
+pub struct XenStore {
+    connection: Connection,
+}
+
+impl XenStore {
+    /// Connects to the store at `path`: the daemon's Unix socket, or the device.
+    ///
+    /// # Errors
+    /// `NotFound` when nothing is there, `InvalidInput` when it is something else, or what the system says.
+    pub fn open(path: &Path) -> Result<Self> {
+        let failed = |e| Error::io("connect to xenstore", e).at_path(path);
+        let file_type = fs::metadata(path).map_err(failed)?.file_type();
+        if file_type.is_socket() {
+            return UnixStream::connect(path).map(Self::from_socket).map_err(failed);
+        }
+        if !file_type.is_char_device() {
+            let message = "connect to xenstore: this is neither a socket nor a device";
+            return Err(Error::new(ErrorKind::InvalidInput, message).at_path(path));
+        }
+        let device = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
+        Ok(Self { connection: Connection::new(device.into(), false) })
+    }
+
+    /// A store at the other end of `socket`.
+    pub fn from_socket(socket: UnixStream) -> Self {
+        Self { connection: Connection::new(OwnedFd::from(socket), true) }
+    }
+
+    /// Connects to this machine's store: the one that `XENSTORED_PATH` in the environment names, and no other; else the
+    /// first at /run/xenstored/socket, /var/run/xenstored/socket and /dev/xen/xenbus.
+    ///
+    /// # Errors
+    /// When there is none; the message names all places that were tried, and why each failed.
+    pub fn open_default() -> Result<Self> {
+        match env::var_os("XENSTORED_PATH").filter(|path| !path.is_empty()) {
+            Some(path) => Self::open(Path::new(&path)),
+            None => Self::open_first(&USUAL_PATHS.map(PathBuf::from)),
+        }
+    }
+
+    pub(super) fn open_first(paths: &[PathBuf]) -> Result<Self> {
+        let mut kind = ErrorKind::NotFound;
+        let mut tried = Vec::new();
+        for path in paths {
+            match Self::open(path) {
+                Ok(store) => return Ok(store),
+                Err(error) => {
+                    if kind == ErrorKind::NotFound {
+                        kind = error.kind();
+                    }
+                    tried.push(error.to_string());
+                }
+            }
+        }
+        Err(Error::new(kind, format!("no xenstore can be reached: {}", tried.join("; ")))
+            .hint("is this a domain of Xen, and does xenstored run? XENSTORED_PATH names another place"))
+    }
+
+    /// The value at `path`.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such node; otherwise see [`XenStore`].
+    pub fn read(&mut self, tx: Tx, path: &str) -> Result<Vec<u8>> {
+        self.ask(MessageType::Read, tx, path, &[])
+    }
+
+    /// The value at `path`, which is to be text.
+    ///
+    /// # Errors
+    /// As [`XenStore::read`]; `InvalidInput` when it is not UTF-8.
+    pub fn read_string(&mut self, tx: Tx, path: &str) -> Result<String> {
+        String::from_utf8(self.read(tx, path)?)
+            .map_err(|_| Error::new(ErrorKind::InvalidInput, format!("read {path}: the value is not text")))
+    }
+
+    /// The text at `path`, or `None` when there is no such node.
+    ///
+    /// # Errors
+    /// As [`XenStore::read_string`], without `NotFound`.
+    pub fn read_optional(&mut self, tx: Tx, path: &str) -> Result<Option<String>> {
+        match self.read_string(tx, path) {
+            Err(error) if error.os_errno() == Some(libc::ENOENT) => Ok(None),
+            value => value.map(Some),
+        }
+    }
+
+    /// Sets the value at `path`; what is missing above is made.
+    ///
+    /// # Errors
+    /// See [`XenStore`].
+    pub fn write(&mut self, tx: Tx, path: &str, value: &str) -> Result<()> {
+        let what = what(MessageType::Write, path);
+        check_path(&what, path)?;
+        let mut payload = wire::join([path]);
+        payload.extend_from_slice(value.as_bytes());
+        self.do_so(MessageType::Write, tx, &what, &payload)
+    }
+
+    /// The names of the nodes right below `path`.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such node; otherwise see [`XenStore`].
+    pub fn list(&mut self, tx: Tx, path: &str) -> Result<Vec<String>> {
+        match self.ask(MessageType::Directory, tx, path, &[]) {
+            Ok(payload) => names(path, &payload),
+            Err(error) if error.os_errno() == Some(libc::E2BIG) => self.list_in_parts(tx, path),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes `path` and all below it.
+    ///
+    /// # Errors
+    /// `NotFound` when not even the node above is there (some stores: when the node itself is not); see [`XenStore`].
+    pub fn remove(&mut self, tx: Tx, path: &str) -> Result<()> {
+        self.tell(MessageType::Rm, tx, path, &[])
+    }
+
+    /// Makes a node with an empty value at `path`, and above it what is missing; one that is there stays as it is.
+    ///
+    /// # Errors
+    /// See [`XenStore`].
+    pub fn make_folder(&mut self, tx: Tx, path: &str) -> Result<()> {
+        self.tell(MessageType::Mkdir, tx, path, &[])
+    }
+
+    /// Who may do what with `path`; the owner first.
+    ///
+    /// # Errors
+    /// See [`XenStore`].
+    pub fn permissions(&mut self, tx: Tx, path: &str) -> Result<Vec<Permission>> {
+        let payload = self.ask(MessageType::GetPerms, tx, path, &[])?;
+        let permissions: Result<_> = wire::split(&payload).map(Permission::parse).collect();
+        permissions.map_err(|e| within(&what(MessageType::GetPerms, path), &e))
+    }
+
+    /// Says who may do what with `path`; the owner first.
+    ///
+    /// # Errors
+    /// See [`XenStore`].
+    pub fn set_permissions(&mut self, tx: Tx, path: &str, permissions: &[Permission]) -> Result<()> {
+        let entries: Vec<String> = permissions.iter().map(Permission::to_string).collect();
+        let entries: Vec<&str> = entries.iter().map(String::as_str).collect();
+        self.tell(MessageType::SetPerms, tx, path, &entries)
+    }
+
+    /// Asks to be told of changes at and below `path`, with `token` in each event. One event comes at once.
+    ///
+    /// # Errors
+    /// `Exists` when there is that watch already; see [`XenStore`].
+    pub fn watch(&mut self, path: &str, token: &str) -> Result<()> {
+        self.tell(MessageType::Watch, Tx::NONE, path, &[token])
+    }
+
+    /// Ends a watch. Events of it that were on their way may still come.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such watch; see [`XenStore`].
+    pub fn unwatch(&mut self, path: &str, token: &str) -> Result<()> {
+        self.tell(MessageType::Unwatch, Tx::NONE, path, &[token])
+    }
+
+    /// The next event, waiting for it at most `timeout` (without end when `None`); `None` when none has come. Events
+    /// that came while something else was asked are kept until they are taken here, even when the connection has failed
+    /// since. Take until `None` before waiting for [`XenStore::as_fd`] to become readable.
+    ///
+    /// # Errors
+    /// `Exhausted` when thousands of different ones wait; see [`XenStore`].
+    pub fn next_event(&mut self, timeout: Option<Duration>) -> Result<Option<WatchEvent>> {
+        self.connection.next_event(timeout)
+    }
+
+    /// Does what `f` asks for as one transaction, and again from the start when another's change has crossed it. When
+    /// `f` fails, nothing of it has happened.
+    ///
+    /// # Errors
+    /// Those of `f`; `Busy` when it was crossed a hundred times; see [`XenStore`].
+    pub fn transaction<T>(&mut self, mut f: impl FnMut(&mut Self, Tx) -> Result<T>) -> Result<T> {
+        for _ in 0..MAX_TRANSACTION_TRIES {
+            let tx = self.start_transaction()?;
+            let value = match f(self, tx) {
+                Ok(value) => value,
+                Err(error) => {
+                    // What f says matters more than how this ends: a store that is gone has forgotten it too.
+                    let _ = self.end_transaction(tx, "F");
+                    return Err(error);
+                }
+            };
+            match self.end_transaction(tx, "T") {
+                Ok(()) => return Ok(value),
+                Err(error) if error.os_errno() == Some(libc::EAGAIN) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let message = format!("a transaction of xenstore was crossed by others {MAX_TRANSACTION_TRIES} times");
+        Err(Error::new(ErrorKind::Busy, message))
+    }
+
+    /// The path below which a domain's own nodes are, such as /local/domain/3.
+    ///
+    /// # Errors
+    /// See [`XenStore`].
+    pub fn domain_path(&mut self, domain: DomId) -> Result<String> {
+        let what = format!("get the path of domain {domain}");
+        let payload = wire::join([domain.to_string().as_str()]);
+        let reply = self.connection.exchange(MessageType::GetDomainPath, 0, &what, &payload)?;
+        let path = wire::split(&reply).next().unwrap_or_default();
+        wire::text(path).map(str::to_owned).map_err(|e| within(&what, &e))
+    }
+
+    /// The number of the domain that this runs in.
+    ///
+    /// # Errors
+    /// `Protocol` when the store holds no number there; see [`XenStore`].
+    pub fn own_domid(&mut self) -> Result<DomId> {
+        let value = self.read_string(Tx::NONE, "domid")?;
+        value.trim().parse().map(DomId).map_err(|e| {
+            let shown = value.escape_default();
+            Error::new(ErrorKind::Protocol, format!("read domid: `{shown}` is no domain's number")).caused_by(e)
+        })
+    }
+
+    /// Readable when there is something to take; events already taken in do not show (see [`XenStore::next_event`]).
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.connection.as_fd()
+    }
+
+    #[cfg(test)]
+    pub(super) fn set_reply_limit(&mut self, limit: Duration) {
+        self.connection.reply_limit = limit;
+    }
+
+    /// The answer to a request of `path` and `more` texts.
+    fn ask(&mut self, kind: MessageType, tx: Tx, path: &str, more: &[&str]) -> Result<Vec<u8>> {
+        let what = what(kind, path);
+        check_path(&what, path)?;
+        if more.iter().any(|text| text.contains('\0')) {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("{what}: a NUL in what goes with the path")));
+        }
+        let payload = wire::join([path].into_iter().chain(more.iter().copied()));
+        self.connection.exchange(kind, tx.0, &what, &payload)
+    }
+
+    /// [`Self::ask`], of what is answered by no more than that it is done.
+    fn tell(&mut self, kind: MessageType, tx: Tx, path: &str, more: &[&str]) -> Result<()> {
+        self.ask(kind, tx, path, more).and_then(|reply| check_done(&what(kind, path), &reply))
+    }
+
+    fn do_so(&mut self, kind: MessageType, tx: Tx, what: &str, payload: &[u8]) -> Result<()> {
+        self.connection.exchange(kind, tx.0, what, payload).and_then(|reply| check_done(what, &reply))
+    }
+
+    fn start_transaction(&mut self) -> Result<Tx> {
+        let what = "start a transaction of xenstore";
+        let reply = self.connection.exchange(MessageType::TransactionStart, 0, what, b"\0")?;
+        let id = wire::split(&reply).next().and_then(wire::decimal).filter(|id| *id != 0);
+        id.map(Tx).ok_or_else(|| Error::new(ErrorKind::Protocol, format!("{what}: the store gave no number for it")))
+    }
+
+    fn end_transaction(&mut self, tx: Tx, verdict: &str) -> Result<()> {
+        let what = "end a transaction of xenstore";
+        self.do_so(MessageType::TransactionEnd, tx, what, &wire::join([verdict]))
+    }
+
+    /// [`Self::list`] where the names do not fit into one message: parts, each with the node's generation. When that
+    /// changes on the way, all begins anew.
+    fn list_in_parts(&mut self, tx: Tx, path: &str) -> Result<Vec<String>> {
+        'anew: for _ in 0..MAX_LIST_TRIES {
+            let (mut all, mut generation) = (Vec::new(), None);
+            while all.len() <= MAX_NAMES_BYTES {
+                let reply = self.ask(MessageType::DirectoryPart, tx, path, &[&all.len().to_string()])?;
+                let Some((now, part, is_end)) = split_part(&reply) else {
+                    let message = format!("list {path}: a part that is not a generation and names");
+                    return Err(Error::new(ErrorKind::Protocol, message));
+                };
+                if generation.get_or_insert_with(|| now.to_vec()) != now {
+                    continue 'anew;
+                }
+                all.extend_from_slice(part);
+                if is_end {
+                    return names(path, &all);
+                }
+            }
+            let message = format!("list {path}: over {MAX_NAMES_BYTES} bytes of names");
+            return Err(Error::new(ErrorKind::Protocol, message));
+        }
+        let message = format!("list {path}: it changed {MAX_LIST_TRIES} times while it was read");
+        Err(Error::new(ErrorKind::Busy, message))
+    }
+}
+
+/// The generation, the names, and whether they are the last, of a part of a list. An empty name is the list's end: a
+/// NUL by itself, or one after the last name's. A part that is not the end has at least one name.
+fn split_part(reply: &[u8]) -> Option<(&[u8], &[u8], bool)> {
+    let (generation, part) = wire::split_first(reply)?;
+    match part {
+        [0] => Some((generation, &[], true)),
+        [names @ .., 0] if names.ends_with(&[0]) => Some((generation, names, true)),
+        [_, .., 0] => Some((generation, part, false)),
+        _ => None,
+    }
+}
+
+/// A request in words, for errors.
+fn what(kind: MessageType, path: &str) -> String {
+    let verb = match kind {
+        MessageType::Read => "read",
+        MessageType::Write => "write",
+        MessageType::Directory | MessageType::DirectoryPart => "list",
+        MessageType::Rm => "remove",
+        MessageType::Mkdir => "make",
+        MessageType::GetPerms => "get permissions of",
+        MessageType::SetPerms => "set permissions of",
+        MessageType::Watch => "watch",
+        MessageType::Unwatch => "unwatch",
+        _ => "ask for",
+    };
+    format!("{verb} {path}")
+}
+
+/// A NUL would end the path early, and what follows would be taken for something else.
+fn check_path(what: &str, path: &str) -> Result<()> {
+    let fault = match path {
+        "" => "the path is empty",
+        _ if path.contains('\0') => "the path has a NUL",
+        _ if path.len() > MAX_PATH_BYTES => "a path has at most 3072 bytes",
+        _ => return Ok(()),
+    };
+    let shown: String = what.chars().take(80).collect();
+    Err(Error::new(ErrorKind::InvalidInput, format!("{}: {fault}", shown.escape_debug())))
+}
+
+fn check_done(what: &str, reply: &[u8]) -> Result<()> {
+    match reply {
+        b"OK" | b"OK\0" => Ok(()),
+        _ => Err(Error::new(ErrorKind::Protocol, format!("{what}: the store's answer is not `OK`"))),
+    }
+}
+
+fn names(path: &str, payload: &[u8]) -> Result<Vec<String>> {
+    let names: Result<_> = wire::split(payload).map(|name| wire::text(name).map(str::to_owned)).collect();
+    names.map_err(|e| within(&format!("list {path}"), &e))
+}

@@ -1,0 +1,107 @@
+//! Event channels through /dev/xen/evtchn.
+//!
+//! Each channel has a device file of its own, which is readable when the guest has rung. A read gives the port, as a
+//! u32, and keeps further rings back until the port has been written to the same file: rings between the two become
+//! one.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+
+use spile_core::{Error, Result};
+
+use super::{call, open_device, request};
+use crate::{Channel, DomId, EventChannels, Port};
+
+const DEVICE: &str = "/dev/xen/evtchn";
+const MODULE: &str = "xen-evtchn";
+
+/// struct ioctl_evtchn_bind_interdomain.
+#[repr(C)]
+struct BindInterdomain {
+    remote_domain: u32,
+    remote_port: u32,
+}
+
+const BIND_INTERDOMAIN: u32 = request(b'E', 1, size_of::<BindInterdomain>());
+/// The argument is struct ioctl_evtchn_notify: a port.
+const NOTIFY: u32 = request(b'E', 4, size_of::<u32>());
+
+/// Event channels of a real Xen.
+#[derive(Debug)]
+pub struct Evtchn {
+    path: PathBuf,
+}
+
+impl Evtchn {
+    /// The event channels of this machine. That they can be had is tried at once.
+    ///
+    /// # Errors
+    /// When /dev/xen/evtchn cannot be opened; the message says what to do.
+    pub fn open() -> Result<Self> {
+        Self::open_at(Path::new(DEVICE))
+    }
+
+    fn open_at(path: &Path) -> Result<Self> {
+        open_device(path, MODULE, 0)?;
+        Ok(Self { path: path.to_owned() })
+    }
+}
+
+impl EventChannels for Evtchn {
+    fn bind(&self, domain: DomId, port: Port) -> Result<Channel> {
+        let device = open_device(&self.path, MODULE, libc::O_NONBLOCK)?;
+        let mut argument = BindInterdomain { remote_domain: domain.0.into(), remote_port: port.0 };
+        // SAFETY: the argument of this call, which the device only reads.
+        let bound = unsafe { call(device.as_fd(), BIND_INTERDOMAIN, &raw mut argument) };
+        match bound {
+            Ok(ours) => Ok(Channel::Device(device.into(), Port(ours))),
+            Err(e) => {
+                Err(Error::io(format!("bind to event channel {} of domain {domain}", port.0), e).at_path(&self.path))
+            }
+        }
+    }
+}
+
+/// Rings the guest at the other end of `port`, which is bound to the device file `device`.
+///
+/// # Errors
+/// `ENOTCONN` when the port is not bound to this file (any more).
+pub fn notify(device: BorrowedFd<'_>, port: Port) -> io::Result<()> {
+    let mut argument = port.0;
+    // SAFETY: the argument of this call, which the device only reads.
+    unsafe { call(device, NOTIFY, &raw mut argument) }.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use spile_core::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn the_numbers_are_those_of_the_header_file() {
+        assert_eq!((BIND_INTERDOMAIN, NOTIFY), (0x0008_4501, 0x0004_4504));
+    }
+
+    #[test]
+    fn a_missing_device_is_named_with_its_module() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Evtchn::open_at(&folder.path().join("evtchn")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        let text = error.to_string();
+        assert!(text.contains("/evtchn: open the device") && text.contains("modprobe xen-evtchn"), "{text}");
+    }
+
+    #[test]
+    fn what_the_device_refuses_is_an_error_with_all_names() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let channels = Evtchn::open_at(file.path()).unwrap();
+        let error = channels.bind(DomId(3), Port(9)).unwrap_err();
+        assert_eq!(error.os_errno(), Some(libc::ENOTTY));
+        assert!(error.to_string().contains("bind to event channel 9 of domain 3"), "{error}");
+        assert_eq!(notify(file.as_file().as_fd(), Port(9)).unwrap_err().raw_os_error(), Some(libc::ENOTTY));
+    }
+}

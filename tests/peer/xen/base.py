@@ -1,0 +1,101 @@
+"""What the tests on Xen share: one host for all tests of a class, and a new one after a test that failed."""
+
+import pathlib
+import shutil
+import tempfile
+import unittest
+from contextlib import contextmanager
+
+import neighbour  # noqa: F401: before what comes from there
+from host import Host
+from parts import parts
+from support import TARGET, need, run, text
+
+# What dom0's kernel must not say while a disk is used.
+COMPLAINTS = (
+    "I/O error|EXT4-fs (error|warning)|vbd.*(fatal|error)|blkfront:.*(unknown|error|failed)"
+    "|blocked for more than|Call Trace|Oops|BUG:"
+)
+
+
+class XenTest(unittest.TestCase):
+    running = None
+    folder = None
+
+    @classmethod
+    def setUpClass(cls):
+        for program, package in (
+            ("qemu-system-x86_64", "qemu-system-x86"), ("busybox", "busybox-static"), ("debugfs", "e2fsprogs"),
+        ):
+            need(program, package)
+        cls.parts = parts()
+        cls.addClassCleanup(cls.drop)
+
+    @classmethod
+    def tearDownClass(cls):
+        if cls.running:
+            cls.running.leave()
+
+    @classmethod
+    def drop(cls):
+        host, cls.running = cls.running, None
+        if host:
+            host.close()
+        if cls.folder:
+            shutil.rmtree(cls.folder, ignore_errors=True)
+
+    @classmethod
+    def start(cls):
+        """A host with the class's images."""
+        TARGET.mkdir(parents=True, exist_ok=True)
+        cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="xen-", dir=TARGET))
+        cls.running = Host(cls.parts, cls.folder, cls.images(cls.folder))
+        cls.running.wait_ready()
+        cls.prepare(cls.running)
+
+    @classmethod
+    def images(cls, folder):
+        """The files that dom0 shall find under /data."""
+        return []
+
+    @classmethod
+    def prepare(cls, host):
+        """What a new host has to do before the first test."""
+
+    @contextmanager
+    def host(self):
+        """The running host, or a new one. When the test fails, it is over with this one."""
+        cls, well = type(self), False
+        try:
+            if cls.running is None:
+                cls.start()
+            yield cls.running
+            self.assertEqual(self.complaints(), "")
+            well = True
+        except Exception as problem:
+            raise AssertionError(f"{problem}\n{self.story()}") from problem
+        finally:
+            if not well:
+                cls.drop()
+
+    def complaints(self):
+        """What dom0's kernel said of trouble since it was asked last."""
+        return self.running.ask_status(f"dmesg -c | grep -E '{COMPLAINTS}'")[1]
+
+    def story(self):
+        if self.running is None:
+            return ""
+        try:
+            kernel = self.running.ask("dmesg | tail -n 30", limit_s=10)
+        except (AssertionError, OSError) as problem:
+            kernel = str(problem)
+        return f"dom0's kernel:\n{kernel}\nthe console:\n{self.running.said()}"
+
+    @classmethod
+    def fetch(cls, name):
+        """Copies a file out of the disk of a host that has ended."""
+        path = cls.folder / f"fetched-{pathlib.Path(name).name}"
+        done = run("debugfs", "-R", f"dump /{name} {path.name}", "data", cwd=cls.folder)
+        if not path.exists():
+            raise AssertionError(f"no {name} on the host's disk: {text(done.stderr)}")
+        return path

@@ -1,0 +1,49 @@
+#!/bin/busybox sh
+# All that an unprivileged domain does. In the initramfs: loads blkfront and goes on from the root on
+# /dev/xvda, where this file is /sbin/init. There: checks what the root was made with, writes more, reads it
+# back from the disk, and powers off in order.
+export PATH=/bin
+
+fail() {
+  echo "SPILE BROKEN $1"
+  dmesg | tail -n 20
+  poweroff -f
+}
+
+to_root() {
+  /bin/busybox --install -s /bin
+  mount -t proc proc /proc
+  mount -t sysfs sysfs /sys
+  mount -t devtmpfs dev /dev
+  while read -r name; do insmod /modules/$name.ko || fail "module $name"; done </modules/order
+  tries=0
+  while [ ! -b /dev/xvda ] && [ $tries -lt 600 ]; do sleep 0.1; tries=$((tries + 1)); done
+  mount -t ext4 -o noatime /dev/xvda /mnt || fail "the root does not mount"
+  for folder in dev proc sys; do mount --move /$folder /mnt/$folder; done
+  exec switch_root /mnt /sbin/init
+}
+
+check() {
+  echo 3 >/proc/sys/vm/drop_caches
+  (cd $1 && sha256sum -c sums >/dev/null) || fail "what is in $1"
+}
+
+write() {
+  mkdir -p /written
+  for size in 1 4 7 10 13 16 19 22; do
+    dd if=/dev/urandom of=/written/$size bs=13000 count=$size 2>/dev/null || fail "a write"
+  done
+  (cd /written && sha256sum [0-9]* >sums) || fail "the sums"
+  sync || fail "sync"
+}
+
+[ ! -e /modules/order ] || to_root
+echo "SPILE BOOTED domU"
+check /checked
+write
+check /written
+dmesg | grep -E 'I/O error|EXT4-fs (error|warning)' && fail "the kernel complains"
+echo "SPILE BARRIER $(dmesg | grep -o 'blkfront: xvda: .*')"
+mount -o remount,ro / || fail "the root does not go read-only"
+echo "SPILE VERIFIED domU"
+poweroff -f

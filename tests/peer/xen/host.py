@@ -1,0 +1,117 @@
+"""A host with Xen: QEMU in software emulation, the first domain, and a line on which it hears commands."""
+
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+
+import neighbour  # noqa: F401: before what comes from there
+from machine import Stream
+from parts import dom0_initramfs, domu_initramfs, image
+from support import MIB, need, spile_binary, text
+
+# Software emulation of a whole host on a busy machine; some twenty seconds on a quiet one.
+BOOT_LIMIT_S = 300
+# What a command may take; those that wait for something give up by themselves after some minutes.
+ANSWER_LIMIT_S = 300
+
+DATA_BYTES = 1024 * MIB
+XEN_WORDS = (
+    "console=com1 com1=115200,8n1 dom0_mem=640M,max:640M dom0_max_vcpus=2"
+    # Without it programs in dom0 crash now and then: lazily restored registers and emulation do not agree.
+    " spec-ctrl=eager-fpu"
+)
+DOM0_WORDS = "console=hvc0 panic=-1 loglevel=4"
+
+
+class Host:
+    """A running host. `images` are files that dom0 finds under /data, where it can write."""
+
+    def __init__(self, parts, folder, images):
+        need("qemu-system-x86_64", "qemu-system-x86")
+        self.folder = folder
+        self.number = 0
+        for name in ("hypervisor", "vmlinux", "tools"):
+            (folder / name).symlink_to(getattr(parts, name))
+        dom0_initramfs(folder / "dom0.cpio", parts.kernel)
+        self.make_data(parts, images)
+        near, far = socket.socketpair()
+        # To a file and not to a pipe: a pipe that nobody reads would stop the host.
+        self.console = open(folder / "console.log", "ab")
+        # In the folder, so that no name here holds a comma or a blank, which have a meaning to QEMU.
+        self.process = subprocess.Popen(
+            command(far.fileno()), cwd=folder, stdin=subprocess.DEVNULL, stdout=self.console,
+            stderr=subprocess.STDOUT, pass_fds=[far.fileno()],
+        )
+        far.close()
+        self.line = near
+        self.log = open(folder / "asked.log", "ab")
+        self.answers = Stream(near.fileno(), self.log)
+
+    def make_data(self, parts, images):
+        top = self.folder / "top"
+        (top / "bin").mkdir(parents=True)
+        # Its libraries are among those on the tools' disk.
+        shutil.copy(spile_binary(), top / "bin/spile")
+        domu_initramfs(top / "domu.cpio", parts.kernel)
+        for path in images:
+            os.link(path, top / path.name)
+        image(self.folder / "data", DATA_BYTES, top)
+        shutil.rmtree(top)
+
+    def wait_ready(self):
+        """Waits until dom0 has brought up Xen's tool stack and hears commands."""
+        try:
+            self.answers.wait_for(rb"SPILE READY\n", BOOT_LIMIT_S)
+        except AssertionError as problem:
+            raise AssertionError(f"dom0 did not come up: {problem}\n{self.said()}")
+
+    def ask(self, command, limit_s=ANSWER_LIMIT_S, ok=True):
+        """Has dom0 run a shell command; its words. With `ok` it has to end well."""
+        status, words = self.ask_status(command, limit_s)
+        if ok and status != 0:
+            raise AssertionError(f"in dom0: {command}: exit code {status}\n{words}")
+        return words
+
+    def ask_status(self, command, limit_s=ANSWER_LIMIT_S):
+        """The command's exit code and words."""
+        self.number += 1
+        self.line.sendall(f"{self.number} {command}\n".encode())
+        answer = rb"SPILE ANSWER %d (\d+)\n((?s:.*?))SPILE END %d\n" % (self.number, self.number)
+        match = self.answers.wait_for(answer, limit_s)
+        return int(match.group(1)), text(match.group(2)).strip()
+
+    def said(self):
+        """The end of what Xen, dom0 and QEMU said on the console."""
+        return text(pathlib.Path(self.console.name).read_bytes()[-1500:])
+
+    def leave(self):
+        """Ends the host in order, so that its disk can be looked at."""
+        self.ask("leave")
+        self.process.wait(BOOT_LIMIT_S)
+        if "SPILE DONE" not in self.said():
+            raise AssertionError(f"dom0 did not end in order:\n{self.said()}")
+
+    def close(self):
+        """Ends it if it runs; may be called again."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.line.close()
+        self.log.close()
+        self.console.close()
+
+
+def command(line):
+    """QEMU's words: what emulation of a processor can do with Xen, two disks, and a port for commands."""
+    words = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "qemu64,+rdrand"]
+    words += ["-smp", "2", "-m", "1G", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+    words += ["-serial", "stdio", "-kernel", "hypervisor", "-append", XEN_WORDS]
+    # A comma ends a module's words.
+    words += ["-initrd", f"vmlinux {DOM0_WORDS.replace(',', ',,')},dom0.cpio"]
+    for name, how in (("tools", "read-only=on"), ("data", "discard=unmap,cache.no-flush=on")):
+        words += ["-blockdev", f"driver=raw,node-name={name},file.driver=file,file.filename={name},{how}"]
+        words += ["-device", f"virtio-blk-pci,drive={name}"]
+    words += ["-device", "virtio-serial-pci", "-chardev", f"socket,id=line,fd={line}"]
+    return [*words, "-device", "virtserialport,chardev=line,name=line"]

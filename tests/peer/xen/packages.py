@@ -1,0 +1,150 @@
+"""Xen and a kernel that can be its first domain, from the distribution's packages; nothing is installed.
+
+Nothing is pinned: the newest kernel that apt knows is taken, from a suite of backports where the
+machine has one, and Xen in the version that apt would install. What was fetched is kept in the
+target folder, so that only the first run needs the network.
+"""
+
+import fcntl
+import functools
+import os
+import re
+import shutil
+import subprocess
+import unittest
+
+import neighbour  # noqa: F401: before what comes from there
+from kernel import Kernel
+from support import TARGET, need, run, text
+
+CACHE = TARGET / "xen-cache"
+
+# Names that depend on the newest kernel, of the kinds that can be a first domain: those made for
+# virtual machines leave Xen's own drivers out.
+KERNELS = ("linux-image-amd64", "linux-image-generic")
+# Depends on the hypervisor and on its tools, of whatever version there is.
+XEN = "xen-system-amd64"
+# The longest word from a mirror that is slow but alive.
+FETCH_LIMIT_S = 900
+
+# What Xen's tools need and load first; a module that is built in drops out.
+STORAGE = ("virtio_pci", "virtio_blk", "virtio_console", "crc32c_generic", "ext4")
+DEVICES = ("xenfs", "xen_privcmd", "xen_evtchn", "xen_gntdev", "xen_gntalloc")
+# Kept at hand, loaded by the test that wants them.
+SPARE = ("xen_blkfront", "xen_blkback", "loop")
+
+
+class Dom0Kernel(Kernel):
+    """The unpacked kernel of the first domain."""
+
+    def needed(self):
+        return self.with_dependencies(*STORAGE, *DEVICES)
+
+    def with_dependencies(self, *names):
+        """(name, bytes) of each module, in the order to load them."""
+        ordered = {}
+        for name in names:
+            self.collect(name, ordered)
+        return list(ordered.items())
+
+
+class Packages:
+    """The unpacked packages: `top` is the root that they would be installed in."""
+
+    def __init__(self, top):
+        self.top = top
+        self.kernel = Dom0Kernel(top)
+        self.hypervisor = newest(top.glob("boot/xen-*.gz"), top)
+        self.tools = newest(top.glob("usr/lib/xen-*/bin/xl"), top).parent
+        found = [*top.glob("lib/*/*.so.*"), *top.glob("usr/lib/**/*.so.*")]
+        self.libraries = sorted({path.parent for path in found})
+
+
+def newest(found, top):
+    found = sorted(found)
+    if not found:
+        raise FileNotFoundError(f"the hypervisor or its tools are not in {top}")
+    return found[-1]
+
+
+def locked(what):
+    """Runs `what` with the cache to itself: test files run at the same time, each in a process of its own."""
+    CACHE.parent.mkdir(parents=True, exist_ok=True)
+    with open(CACHE.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return what()
+
+
+def packages():
+    """The unpacked packages, fetched first when they are not there; a skip when they cannot be had.
+
+    To be called through `locked`.
+    """
+    if os.uname().machine != "x86_64":
+        raise unittest.SkipTest("the Xen tests know only x86_64")
+    if not (CACHE / "complete").exists():
+        need("apt-get", "apt")
+        need("dpkg-deb", "dpkg")
+        fetch(CACHE / "root")
+        (CACHE / "complete").touch()
+    return Packages(CACHE / "root")
+
+
+def fetch(top):
+    """Downloads and unpacks; what is there without the mark `complete` is thrown away first."""
+    shutil.rmtree(CACHE, ignore_errors=True)
+    debs = CACHE / "debs"
+    debs.mkdir(parents=True)
+    wanted = [*kernel_packages(), *xen_packages()]
+    try:
+        run("apt-get", "download", "-q", *wanted, cwd=debs, limit_s=FETCH_LIMIT_S)
+    except (AssertionError, subprocess.TimeoutExpired) as problem:
+        reason = str(problem).strip().splitlines()[-1]
+        raise unittest.SkipTest(f"packages for Xen cannot be downloaded: {reason}")
+    for deb in debs.glob("*.deb"):
+        run("dpkg-deb", "-x", deb, top)
+    shutil.rmtree(debs)
+
+
+def kernel_packages():
+    """The packages of the newest kernel that apt knows in any suite."""
+    for name in KERNELS:
+        versions = re.findall(rf"^ *{name} \| *(\S+) \|.*Packages", apt_cache("madison", name), re.M)
+        if versions:
+            return packages_of(name, max(versions, key=functools.cmp_to_key(compare)))
+    raise unittest.SkipTest(f"apt knows none of {', '.join(KERNELS)} (apt-get update?)")
+
+
+def packages_of(name, version):
+    """`PACKAGE=VERSION` of the packages with the kernel that this version of `name` depends on."""
+    shown = apt_cache("show", f"{name}={version}")
+    image = re.search(r"^Depends:.*?(linux-image-\d[^\s,]*)(?: \(= ([^)]*)\))?", shown, re.M)
+    if image is None:
+        raise unittest.SkipTest(f"{name} {version} depends on no kernel")
+    exact = f"{image[1]}={image[2]}" if image[2] else image[1]
+    others = re.findall(r"linux-modules-\d[^\s,|]*", apt_cache("show", exact))
+    # Where the modules have packages of their own, Xen's are among the less common ones.
+    more = {other.replace("linux-modules-", "linux-modules-extra-") for other in others}
+    return [exact, *sorted({*others, *more})]
+
+
+def compare(one, other):
+    """Which version is the newer? As dpkg sees it."""
+    if one == other:
+        return 0
+    return 1 if run("dpkg", "--compare-versions", one, "gt", other, ok=None).returncode == 0 else -1
+
+
+def xen_packages():
+    """The hypervisor, its tools, and the libraries that they name."""
+    listed = apt_cache("depends", "--important", "--recurse", XEN).splitlines()
+    ours = sorted({name for name in listed if re.match(r"(xen-(hypervisor|utils)|xenstore-utils|libxen)", name)})
+    if not ours:
+        raise unittest.SkipTest(f"apt knows no {XEN} (apt-get update?)")
+    named = re.findall(r"^ *Depends: (lib[^\s:]+)$", apt_cache("depends", "--important", *ours), re.M)
+    # The C library has to be the one that this machine's own programs run with.
+    return sorted({*ours, *named} - {"libc6"})
+
+
+def apt_cache(*words):
+    return text(run("apt-cache", *words, ok=None, env={"LC_ALL": "C"}).stdout)

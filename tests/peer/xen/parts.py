@@ -1,0 +1,190 @@
+"""What a machine with Xen is put together from: hypervisor, kernel, the tools' disk, initramfs."""
+
+import gzip
+import hashlib
+import lzma
+import os
+import pathlib
+import re
+import shutil
+import struct
+import zlib
+
+import neighbour  # noqa: F401: before what comes from there
+from kernel import archive, busybox
+from packages import CACHE, SPARE, locked, packages
+from support import MIB, need, run, text
+
+HERE = pathlib.Path(__file__).parent
+TOOLS_BYTES = 512 * MIB
+# Xen's programs that dom0 runs, the last of them by xl's hand.
+XEN_PROGRAMS = ("xl", "xenstored", "xenconsoled", "xenconsole", "xen-init-dom0", "libxl-save-helper")
+# Programs of this machine, each with its package.
+HOST_PROGRAMS = (("fio", "fio"), ("mke2fs", "e2fsprogs"), ("e2fsck", "e2fsprogs"), ("resize2fs", "e2fsprogs"))
+# Where the loader looks by itself, so that no cache of its has to be made.
+LIBRARIES = "lib/x86_64-linux-gnu"
+
+
+class Parts:
+    """`hypervisor`, `vmlinux` and `tools` (an ext4 image to be read only) are files; `kernel` has the modules."""
+
+    def __init__(self, folder, kernel):
+        self.hypervisor = folder / "xen"
+        self.vmlinux = folder / "vmlinux"
+        self.tools = folder / "tools.img"
+        self.kernel = kernel
+
+
+def parts():
+    """The parts that change only with the packages, made first when they are not there."""
+    for program, package in (("mke2fs", "e2fsprogs"), ("ldd", "libc-bin"), *HOST_PROGRAMS):
+        need(program, package)
+    return locked(make_parts)
+
+
+def make_parts():
+    have = packages()
+    # Another way to make them makes them again.
+    name = "parts-" + hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:12]
+    folder = CACHE / name
+    if not folder.exists():
+        new = CACHE / "parts.new"
+        for old in CACHE.glob("parts*"):
+            shutil.rmtree(old)
+        new.mkdir()
+        make_into(new, have)
+        new.rename(folder)
+    return Parts(folder, have.kernel)
+
+
+def make_into(folder, have):
+    made = Parts(folder, have.kernel)
+    made.hypervisor.write_bytes(gzip.decompress(have.hypervisor.read_bytes()))
+    made.vmlinux.write_bytes(vmlinux(have.kernel.image))
+    top = folder / "tools"
+    top.mkdir()
+    (top / "boot").mkdir()
+    # For xl, which starts guests of paravirtual kind from it.
+    os.link(made.vmlinux, top / "boot/vmlinux")
+    copy_xen(have, top)
+    for program, _ in HOST_PROGRAMS:
+        found = pathlib.Path(shutil.which(program))
+        copy_program(found, top / "bin" / program, top)
+    copy_library("libgcc_s.so.1", top)
+    image(made.tools, TOOLS_BYTES, top)
+    shutil.rmtree(top)
+
+
+def copy_xen(have, top):
+    """Xen's programs, where they look for each other; those for the shell are in /bin."""
+    inside = have.tools.relative_to(have.top)
+    for program in XEN_PROGRAMS:
+        copy_program(have.tools / program, top / inside / program, top, have.libraries)
+        link(top / "bin" / program, f"../{inside}/{program}")
+    for found in sorted(have.top.glob("usr/*bin/xenstore-*")):
+        # A wrapper that chooses between versions, of which there is one here, is a link.
+        if not found.is_symlink():
+            copy_program(found, top / "bin" / found.name, top, have.libraries)
+
+
+def link(path, target):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def copy_program(source, target, top, folders=()):
+    """Copies a program, and its libraries to where the loader looks; `folders` hold some of them."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source, target)
+    paths = ":".join(str(folder) for folder in folders)
+    listed = text(run("ldd", source, env={"LD_LIBRARY_PATH": paths} if paths else None).stdout)
+    if missing := re.findall(r"(\S+) => not found", listed):
+        raise FileNotFoundError(f"{source} needs {', '.join(missing)}")
+    for library in map(pathlib.Path, re.findall(r"(/\S+) \(0x", listed)):
+        is_loader = library.name.startswith("ld-linux")
+        place = top / ("lib64" if is_loader else LIBRARIES) / library.name
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(library, place)
+
+
+def copy_library(name, top):
+    """A library that the C library opens by its name when a thread is cancelled, so that ldd does not list it."""
+    found = next(filter(pathlib.Path.exists, (pathlib.Path(up) / LIBRARIES / name for up in ("/", "/usr"))), None)
+    if found is None:
+        raise FileNotFoundError(f"no {name} on this machine")
+    shutil.copy(found, top / LIBRARIES / name)
+
+
+def image(path, size_bytes, top):
+    """An ext4 image with the files in `top`, made as an ordinary user."""
+    with open(path, "wb") as file:
+        file.truncate(size_bytes)
+    run("mke2fs", "-q", "-F", "-t", "ext4", "-E", "root_owner=0:0", "-d", top, path)
+
+
+def vmlinux(bzimage):
+    """The ELF kernel inside a bzImage: Xen would unpack it too, but slowly, in emulation."""
+    raw = bzimage.read_bytes()
+    if raw[0x202:0x206] != b"HdrS":
+        raise ValueError(f"{bzimage} has no boot header")
+    # Documentation/arch/x86/boot.rst: setup_sects, payload_offset, payload_length.
+    start = ((raw[0x1F1] or 4) + 1) * 512
+    offset, length = struct.unpack_from("<II", raw, 0x248)
+    elf = decompressed(raw[start + offset:start + offset + length])
+    if elf[:4] != b"\x7fELF":
+        raise ValueError(f"{bzimage} does not hold an ELF kernel")
+    return elf
+
+
+def decompressed(payload):
+    """Unpacks a payload, which ends with its unpacked length in four bytes of no packer's format."""
+    if payload.startswith(b"\x28\xb5\x2f\xfd"):
+        need("zstd")
+        return run("zstd", "-dc", stdin=payload[:-4]).stdout
+    if payload.startswith(b"\x02\x21\x4c\x18"):
+        need("lz4")
+        return run("lz4", "-dc", stdin=payload[:-4]).stdout
+    if payload.startswith(b"\xfd7zXZ\0"):
+        return lzma.LZMADecompressor().decompress(payload)
+    return zlib.decompressobj(wbits=31).decompress(payload)
+
+
+def dom0_initramfs(path, kernel):
+    """Busybox, the modules to load and those at hand, and dom0.sh; all else is on the tools' disk."""
+    folders = ("bin", "sbin", "dev", "proc", "sys", "tmp", "run", "mnt", "tools", "data", "etc", "etc/xen", "lib", "var")
+    modules = kernel.needed()
+    spare = [item for item in kernel.with_dependencies(*SPARE) if item not in modules]
+    order = "".join(f"{name}\n" for name, _ in modules)
+    files = [
+        ("modules/order", 0o100644, order.encode()),
+        ("bin/block-spile", 0o100755, (HERE / "block-spile.sh").read_bytes()),
+        ("init", 0o100755, (HERE / "dom0.sh").read_bytes()),
+        *links(("lib64", "tools/lib64"), (LIBRARIES, f"/tools/{LIBRARIES}"), ("usr", "tools/usr")),
+        # xl wants to read it, and the kernel to run this for modules that it misses.
+        ("etc/xen/xl.conf", 0o100644, b""),
+        *links(("sbin/modprobe", "../bin/busybox"), ("var/run", "/run")),
+    ]
+    write_initramfs(path, folders, [*modules, *spare], files)
+
+
+def domu_initramfs(path, kernel):
+    """Busybox, blkfront, ext4, and domu.sh, which does all that a domU does."""
+    modules = kernel.with_dependencies("xen_blkfront", "crc32c_generic", "ext4")
+    order = "".join(f"{name}\n" for name, _ in modules)
+    files = [
+        ("modules/order", 0o100644, order.encode()),
+        ("init", 0o100755, (HERE / "domu.sh").read_bytes()),
+    ]
+    write_initramfs(path, ("bin", "dev", "proc", "sys", "tmp", "mnt"), modules, files)
+
+
+def links(*pairs):
+    return [(name, 0o120777, target.encode()) for name, target in pairs]
+
+
+def write_initramfs(path, folders, modules, files):
+    entries = [(folder, 0o040755, b"") for folder in (*folders, "modules")]
+    entries.append(("bin/busybox", 0o100755, busybox()))
+    entries += [(f"modules/{name}.ko", 0o100644, code) for name, code in modules]
+    path.write_bytes(archive([*entries, *files]))
