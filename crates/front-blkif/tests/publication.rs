@@ -55,7 +55,7 @@ impl Shared for Side {
 
     fn read(&self, at: usize, into: &mut [u8]) {
         // The model reports a read that races with a write.
-        into[0] = self.0.slot(at).with(|number| read(number)) as u8;
+        into[0] = self.0.slot(at).with(read) as u8;
     }
 
     fn write(&self, at: usize, from: &[u8]) {

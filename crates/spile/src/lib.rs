@@ -3,6 +3,7 @@
 //! This is the only crate that joins fronts and images. Start at [`cli::run`].
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod cli;
 pub mod disks;
 pub mod listen;

@@ -5,6 +5,7 @@
 // The other fronts' test disk.
 #[path = "../../../front-vhost/tests/common/disk.rs"]
 pub mod disk;
+pub mod hostile;
 
 use std::path::PathBuf;
 use std::sync::Arc;

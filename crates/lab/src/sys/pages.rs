@@ -61,6 +61,16 @@ impl Window {
         self.base.as_ptr() as usize
     }
 
+    /// Makes a page that no access reaches, by whichever way.
+    #[cfg(test)]
+    pub fn forbid(&self, frame: u32) {
+        let start = self.range(Run { first: frame, count: 1 });
+        // SAFETY: a page of our own mapping; whoever touches it faults.
+        unsafe {
+            rustix::mm::mprotect(start.as_ptr().cast(), XEN_PAGE_BYTES, rustix::mm::MprotectFlags::empty()).unwrap();
+        }
+    }
+
     /// Puts the frames into the page tables: one segment for each, in order. When the last is dropped they are taken out
     /// together, and then `release` is dropped.
     ///

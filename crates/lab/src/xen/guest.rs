@@ -91,13 +91,22 @@ impl Guest {
     /// # Errors
     /// `Exists` when there is such a domain, `InvalidInput` for domain 0, or when there is no host.
     pub fn create(dir: &Path, id: DomId, memory_bytes: usize) -> Result<Self> {
+        Self::create_with_grants(dir, id, memory_bytes, GRANT_ENTRIES)
+    }
+
+    /// [`Guest::create`], with a grant table of so many entries (at least 512).
+    ///
+    /// # Errors
+    /// As [`Guest::create`].
+    pub fn create_with_grants(dir: &Path, id: DomId, memory_bytes: usize, entries: u32) -> Result<Self> {
+        let table_bytes = entries.max(512) as usize * 8;
         let memory_bytes = memory_bytes.max(1).next_multiple_of(XEN_PAGE_BYTES);
         let memory_file = sealed_file("guest", memory_bytes)?;
-        let table_file = sealed_file("grants", GRANT_ENTRIES as usize * 8)?;
+        let table_file = sealed_file("grants", table_bytes)?;
         let map = |file: &OwnedFd, len| {
             Segment::map_shared(file, 0, len).map_err(|e| Error::io("cannot map the guest's memory", e))
         };
-        let (memory, table) = (map(&memory_file, memory_bytes)?, map(&table_file, GRANT_ENTRIES as usize * 8)?);
+        let (memory, table) = (map(&memory_file, memory_bytes)?, map(&table_file, table_bytes)?);
         // Without the security module that this is for there is nothing to allow.
         let _ = set_ptracer(PTracer::Any);
         let link = Link::connect(dir)?;
@@ -205,6 +214,13 @@ impl Guest {
     /// `NotFound` when it has no such port.
     pub fn close(&self, port: Port) -> Result<()> {
         self.link.call("cannot close the event channel", &[call::CLOSE, u64::from(port.0)], &[]).map(drop)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // The memory goes after this, and nobody shall begin to copy to its address any more.
+        self.link.leave();
     }
 }
 

@@ -193,7 +193,7 @@ impl Domain {
         match errno {
             Errno::PERM | Errno::ACCESS => error.hint(
                 "both processes need the same user and neither may be undumpable; \
-                 sysctl kernel.yama.ptrace_scope must be 0 or 1",
+                 sysctl kernel.yama.ptrace_scope must be 0 or 1, and a container must not forbid process_vm_readv",
             ),
             _ => error,
         }
@@ -226,5 +226,45 @@ impl Drop for Uses {
     fn drop(&mut self) {
         let mut pins = self.domain.pins();
         self.refs.iter().for_each(|gref| pins.end(*gref, self.is_write));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::xen::{Guest, Host};
+
+    /// As of a guest that has taken pages out of its process.
+    #[test]
+    fn pages_that_are_not_there_fail_by_themselves() {
+        let dir = tempfile::tempdir().unwrap();
+        let _host = Host::start(dir.path()).unwrap();
+        let guest = Guest::create(dir.path(), DomId(3), 8 * XEN_PAGE_BYTES).unwrap();
+        let grefs: Vec<_> = (0..8).map(|frame| guest.grant(DomId(0), frame, false).unwrap()).collect();
+        let hypervisor = Hypervisor::connect(dir.path()).unwrap();
+        let window = hypervisor.domain(DomId(3)).unwrap().window(true).unwrap();
+        [0, 3, 4, 7].into_iter().for_each(|frame| window.forbid(frame));
+        let op = |n: u32| CopyOp {
+            gref: grefs[n as usize / 2],
+            page_offset: (n % 2 * 1000) as u16,
+            len: 10,
+            buffer: n % 2,
+            buffer_offset: n / 2 * 10,
+        };
+        let ops: Vec<_> = (0..16).map(op).collect();
+        let buffers = [Segment::zeroed(80), Segment::zeroed(80)];
+        buffers.iter().for_each(|buffer| buffer.fill(7));
+        let mut statuses = Vec::new();
+        for way in [Way::ToGuest, Way::FromGuest] {
+            hypervisor.copy(DomId(3), way, &buffers, &ops, &mut statuses).unwrap();
+            let good: Vec<_> = (0..8).filter(|frame| statuses[2 * frame].is_okay()).collect();
+            assert_eq!(good, [1, 2, 5, 6]);
+            assert!(statuses.chunks(2).all(|page| page[0] == page[1]));
+        }
+        for (frame, gref) in grefs.into_iter().enumerate() {
+            let expected = if [1, 2, 5, 6].contains(&frame) { [7; 10] } else { [0; 10] };
+            assert_eq!(guest.memory().read_array::<10>(frame * XEN_PAGE_BYTES + 1000), expected);
+            assert!(guest.end_access(gref));
+        }
     }
 }

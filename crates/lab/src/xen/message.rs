@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, sendmsg, socket_with,
+    SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, sendmsg, shutdown, socket_with,
 };
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
@@ -125,6 +125,15 @@ impl Link {
         let connected = connect(&socket, &address(&path)?);
         connected.map_err(|e| Error::io("cannot connect to the Xen host", e.into())).at_path(&path)?;
         Ok(Self { socket: Mutex::new(socket), path })
+    }
+
+    /// Leaves, and waits until the host has seen it.
+    pub fn leave(&self) {
+        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        // A host that has gone, or does not answer, need not be waited for.
+        if shutdown(&*socket, Shutdown::Write).is_ok() {
+            let _ = receive(&*socket);
+        }
     }
 
     /// Asks, and waits for the reply.

@@ -99,12 +99,8 @@ impl Broker {
     }
 
     fn wait(&mut self) -> Vec<Ready> {
-        let mut names = vec![Ready::Stop, Ready::Hypervisor];
-        let mut fds = vec![PollFd::new(&*self.stop, PollFlags::IN), PollFd::new(&self.hypervisor, PollFlags::IN)];
-        for (domain, listener) in &self.listeners {
-            names.push(Ready::Listener(*domain));
-            fds.push(PollFd::new(listener, PollFlags::IN));
-        }
+        let mut names = vec![Ready::Stop];
+        let mut fds = vec![PollFd::new(&*self.stop, PollFlags::IN)];
         for (number, caller) in &self.callers {
             names.push(Ready::Caller(*number));
             fds.push(PollFd::new(&caller.socket, PollFlags::IN));
@@ -115,6 +111,13 @@ impl Broker {
             let mut flags = if outbox.is_busy() { PollFlags::empty() } else { PollFlags::IN };
             flags.set(PollFlags::OUT, outbox.front().is_some());
             fds.push(PollFd::new(&session.stream, flags));
+        }
+        // After those who may have gone and left room.
+        names.push(Ready::Hypervisor);
+        fds.push(PollFd::new(&self.hypervisor, PollFlags::IN));
+        for (domain, listener) in &self.listeners {
+            names.push(Ready::Listener(*domain));
+            fds.push(PollFd::new(listener, PollFlags::IN));
         }
         match poll(&mut fds, None) {
             Ok(_) => {}

@@ -1,9 +1,14 @@
 //! Event channels, the host's own bounds, and its end.
 
+use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use spile_core::ErrorKind;
 use spile_lab::xen::{Guest, Host, Hypervisor};
+use spile_xen::store::wire::Header;
+use spile_xen::store::{Tx, XenStore};
 use spile_xen::{Channel, DomId, EventChannels, Port};
 
 use crate::common::{DOMAIN, World};
@@ -91,7 +96,46 @@ fn a_folder_has_one_host_and_a_new_one_when_that_has_gone() {
     // What a killed one leaves behind.
     drop(std::os::unix::net::UnixListener::bind(dir.path().join("xenstored")).unwrap());
     let host = Host::start(dir.path()).unwrap();
-    assert!(std::os::unix::net::UnixStream::connect(host.xenstored()).is_ok());
+    assert!(UnixStream::connect(host.xenstored()).is_ok());
     drop(guest);
     Guest::create(dir.path(), DOMAIN, 4096).unwrap();
+}
+
+#[test]
+fn a_rude_client_of_xenstored_harms_itself_only() {
+    let world = World::new(4);
+    let mut good = XenStore::open(&world.host.xenstored()).unwrap();
+    let connect = || {
+        let stream = UnixStream::connect(world.host.xenstored()).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        stream
+    };
+    let header = |kind: u32, len: u32| Header { kind, req_id: 5, tx_id: 0, len }.encode();
+    let mut long = connect();
+    long.write_all(&header(2, 4097)).unwrap();
+    assert_eq!(long.read(&mut [0; 100]).unwrap(), 0, "cut off");
+    let mut half = connect();
+    half.write_all(&header(11, 100)[..9]).unwrap();
+    drop(half);
+    let mut unknown = connect();
+    unknown.write_all(&header(99, 0)).unwrap();
+    let mut answer = [0; 23];
+    unknown.read_exact(&mut answer).unwrap();
+    assert_eq!((answer[0], &answer[16..]), (16, &b"ENOSYS\0"[..]));
+    good.write(Tx::NONE, "/good", "1").unwrap();
+}
+
+#[test]
+fn a_guest_cannot_take_all_connections() {
+    let world = World::new(4);
+    let mut streams: Vec<_> = (0..200).map(|_| UnixStream::connect(world.guest.xenstored()).unwrap()).collect();
+    // The last to come is turned away once its turn has come.
+    let last = streams.last_mut().unwrap();
+    last.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    assert_eq!(last.read(&mut [0; 1]).unwrap(), 0);
+    let mut store = XenStore::open(&world.host.xenstored()).unwrap();
+    assert_eq!(store.read(Tx::NONE, "/local/domain/3/domid").unwrap(), b"3");
+    drop(streams);
+    let mut own = XenStore::open(&world.guest.xenstored()).unwrap();
+    assert_eq!(own.own_domid().unwrap(), DOMAIN);
 }

@@ -1,7 +1,7 @@
 //! What is granted can be used, and nothing else.
 
 use spile_core::ErrorKind;
-use spile_lab::xen::{Entry, GRANT_ENTRIES, flag};
+use spile_lab::xen::{Entry, GRANT_ENTRIES, Guest, flag};
 use spile_mem::Segment;
 use spile_xen::{CopyOp, DomId, GrantRef, Grants, Way};
 
@@ -85,8 +85,9 @@ fn bad_foreign_and_readonly_grants_fail_by_themselves() {
     assert_eq!(world.hypervisor.map(DOMAIN, &[good, readonly], false).unwrap().len(), 8192);
     assert!(world.hypervisor.map(DOMAIN, &[good, readonly], true).is_err());
     assert!(world.hypervisor.map_ring(DOMAIN, &[readonly]).is_err());
-    assert!(world.guest.end_access(good), "nothing is held after a failure");
-    assert!(world.guest.end_access(readonly));
+    for gref in [good, readonly, outside, far] {
+        assert!(world.guest.end_access(gref), "{gref:?} is held after a failure");
+    }
 }
 
 #[test]
@@ -131,6 +132,25 @@ fn revoked_grants_are_refused_and_used_ones_cannot_be_revoked() {
 }
 
 #[test]
+fn who_reads_may_not_write_because_of_that() {
+    let world = World::new(4);
+    let frame = world.guest.take_frames(1).unwrap().first;
+    let readonly = world.guest.grant(DomId(0), frame, true).unwrap();
+    let both = world.guest.grant(DomId(0), frame, false).unwrap();
+    let reading = world.hypervisor.map(DOMAIN, &[readonly, both], false).unwrap();
+    let ops = [piece(readonly, 0), piece(both, 1)];
+    assert_eq!(world.copy(Way::ToGuest, &Segment::zeroed(4096), &ops), [GENERAL_ERROR, OKAY]);
+    assert!(world.hypervisor.map(DOMAIN, &[readonly], true).is_err());
+    let writing = world.hypervisor.map(DOMAIN, &[both], true).unwrap();
+    let marks = || world.guest.table().get(both).flags & (flag::READING | flag::WRITING);
+    assert_eq!(marks(), flag::READING | flag::WRITING);
+    drop(writing);
+    assert_eq!(marks(), flag::READING);
+    drop(reading);
+    assert_eq!(marks(), 0);
+}
+
+#[test]
 fn a_grant_in_use_stays_where_it_is() {
     let world = World::new(4);
     let frames = world.guest.take_frames(2).unwrap();
@@ -170,7 +190,7 @@ fn maps_show_the_guests_pages_in_the_order_asked_for() {
 
 #[test]
 fn an_unmapped_page_leaves_the_page_tables() {
-    let world = World::new(256);
+    let world = World::new(ODD_PAGES);
     let frames = world.guest.take_frames(200).unwrap();
     let grefs: Vec<_> = (0..200).map(|n| world.guest.grant(DomId(0), frames.first + n, false).unwrap()).collect();
     frames.bytes.fill(1);
@@ -184,16 +204,19 @@ fn an_unmapped_page_leaves_the_page_tables() {
     assert!(after < before + 20, "{after} pages after {before}");
 }
 
-/// How many pages of files this process has in its page tables.
+/// A guest's size that no other test here has.
+const ODD_PAGES: usize = 257;
+
+/// How many pages of such a guest this process has in its page tables.
 fn resident_shared_pages() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/smaps").unwrap();
-    let mut is_guest = false;
-    let mut all = 0;
-    for line in status.lines() {
-        if line.contains('-') && line.contains(" r") {
-            is_guest = line.contains("/memfd:guest");
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut is_guest, mut all) = (false, 0);
+    for line in smaps.lines() {
+        let kib = |rest: &str| rest.trim().trim_end_matches(" kB").parse::<u64>().unwrap();
+        if let Some(rest) = line.strip_prefix("Size:") {
+            is_guest = kib(rest) == ODD_PAGES as u64 * 4;
         } else if let Some(rest) = line.strip_prefix("Rss:").filter(|_| is_guest) {
-            all += rest.trim().trim_end_matches(" kB").parse::<u64>().unwrap() / 4;
+            all += kib(rest) / 4;
         }
     }
     all
@@ -211,10 +234,13 @@ fn a_domain_that_is_gone_is_bad_and_a_new_one_is_another() {
     assert_eq!(copy(&hypervisor, DOMAIN, Way::FromGuest, &buffer, &[piece(gref, 0)]), [BAD_DOMAIN]);
     assert_eq!(hypervisor.map(DOMAIN, &[gref], false).unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(mapped.to_vec().len(), 4096, "what is mapped stays so");
-    let again = spile_lab::xen::Guest::create(dir.path(), DOMAIN, 8192).unwrap();
-    again.memory().fill(3);
-    let gref = again.grant(DomId(0), 1, true).unwrap();
-    assert_eq!(copy(&hypervisor, DOMAIN, Way::FromGuest, &buffer, &[piece(gref, 7)]), [OKAY]);
-    assert_eq!(buffer.read_array(4095), [3]);
+    for number in 3..6 {
+        let again = Guest::create(dir.path(), DOMAIN, 8192).unwrap();
+        again.memory().fill(number);
+        let gref = again.grant(DomId(0), 1, true).unwrap();
+        assert_eq!(copy(&hypervisor, DOMAIN, Way::FromGuest, &buffer, &[piece(gref, 7)]), [OKAY]);
+        assert_eq!(buffer.read_array(4095), [number]);
+    }
+    assert_eq!(copy(&hypervisor, DOMAIN, Way::FromGuest, &buffer, &[piece(gref, 0)]), [BAD_DOMAIN]);
     drop((mapped, guest, host));
 }

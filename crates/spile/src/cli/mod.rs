@@ -1,5 +1,6 @@
 //! The command line: one definition for parsing, help, completions and man pages.
 
+mod bench;
 mod check;
 mod compare;
 mod convert;
@@ -63,6 +64,11 @@ enum Command {
     #[command(hide = true)]
     XenDisk(Box<xen_backend::XenDiskArgs>),
     Load(Box<load::LoadArgs>),
+    Bench(Box<bench::BenchArgs>),
+    #[command(hide = true)]
+    BenchGuest(bench::BenchGuestArgs),
+    #[command(hide = true)]
+    BenchTied(bench::BenchTiedArgs),
     Demo(demo::DemoArgs),
     Completions(docs::CompletionsArgs),
     Man(docs::ManArgs),
@@ -111,6 +117,9 @@ pub fn run() -> ExitCode {
         Command::XenBackend(args) => xen_backend::run(args),
         Command::XenDisk(args) => xen_backend::run_disk(args),
         Command::Load(args) => load::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::BenchGuest(args) => bench::run_guest(args),
+        Command::BenchTied(args) => bench::run_tied(args),
         Command::Demo(args) => demo::run(args),
         Command::Completions(args) => docs::completions(args),
         Command::Man(args) => docs::man(args),

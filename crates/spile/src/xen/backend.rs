@@ -20,8 +20,10 @@ use spile_xen::store::{Tx, XenStore};
 use crate::cli::complain;
 use crate::xen::disk::{Claim, file_stem};
 
-/// Before a disk's process is started again that died within this time, so long a rest.
-const QUICK_DEATH: Duration = Duration::from_secs(2);
+/// Before a disk's process is started again that has ended with an error, or could not be started.
+const REST: Duration = Duration::from_secs(2);
+/// The same of one that was killed, soon after it was started.
+const SHORT_REST: Duration = Duration::from_millis(50);
 
 /// What the back end of a host needs.
 pub struct Backend {
@@ -91,7 +93,7 @@ impl Backend {
                     Ok(process) => drop(self.disks.insert(path, process)),
                     Err(error) => {
                         complain(format_args!("{path}: {error}"));
-                        self.resting.insert(path, Instant::now() + QUICK_DEATH);
+                        self.resting.insert(path, Instant::now() + REST);
                     }
                 }
             }
@@ -163,11 +165,14 @@ impl Backend {
             let mut fds = [PollFd::new(&process.pidfd, PollFlags::IN)];
             let has_ended = poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0);
             if has_ended {
-                // It may be another's child, and then there is nothing to bury.
-                let _ = waitpid(Some(process.pid), WaitOptions::NOHANG);
-                if process.started.elapsed() < QUICK_DEATH {
-                    resting.insert(path.clone(), Instant::now() + QUICK_DEATH);
-                }
+                // It may be another's child, and then there is nothing to bury, nor is it known how it ended.
+                let status = waitpid(Some(process.pid), WaitOptions::NOHANG).ok().flatten();
+                let has_failed = status.is_some_and(|(_, status)| status.exit_status().is_some_and(|code| code != 0));
+                let rest = match has_failed {
+                    true => Some(REST),
+                    false => (process.started.elapsed() < REST).then_some(SHORT_REST),
+                };
+                resting.extend(rest.map(|rest| (path.clone(), Instant::now() + rest)));
             }
             !has_ended
         });

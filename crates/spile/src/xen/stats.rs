@@ -25,10 +25,10 @@
 //! XenServer 6.5 read the second file and need no pid. Both tools' key says `vbd3`: they see disks that are served with
 //! `spile xen-backend --type vbd3`, which is the type that their toolstack uses for tapdisk3.
 //!
-//! Where we differ from tapdisk3: everyone may read the files, as /proc/diskstats; a barrier without data counts as a
-//! write there and here, but every flush counts too; a request that makes no sense counts as failed. Requests that find
-//! no memory wait here, so that number stays 0. There is no `io_ring` beside the second file: xen-ringwatch takes indices
-//! that stand still for a ring that is stuck, and they would have to be written by a clock to be right.
+//! Where we differ from tapdisk3: everyone may read the files, as /proc/diskstats; flushes and discards, which it does
+//! not know, are counted; a request that makes no sense counts as failed. One that finds no memory waits here, so that
+//! number stays 0, and so does the flag. There is no `io_ring` beside the second file: xen-ringwatch takes indices that
+//! stand still for a ring that is stuck, and they would have to be written by a clock to be right.
 //!
 //! With the stand-in for Xen the folder is `shm` in its folder, for two of them may have a domain of the same number.
 
@@ -265,8 +265,8 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, [9; 4096]).unwrap();
         };
-        ["td3-1/vbd-7-51712", "td3-2/vbd-8-51712", "vbd3-7-51712/statistics"].map(make);
-        ["vbd3-8-51712/statistics", "td3-x/vbd-7-51712"].map(make);
+        ["td3-1/vbd-7-51712", "td3-2/vbd-8-51712", "td3-x/vbd-7-51712"].into_iter().for_each(make);
+        ["vbd3-7-51712/statistics", "vbd3-8-51712/statistics"].into_iter().for_each(make);
         let stats = Stats::create(root.path(), STEM).unwrap();
         let page = fs::read(root.path().join("vbd3-7-51712/statistics")).unwrap();
         assert!(page.iter().all(|byte| *byte == 0));

@@ -157,17 +157,32 @@ impl Blkfront {
         Ok(self.features)
     }
 
-    /// Makes the queues and says where they are, up to state 3. What is to be rude can still be done before the back
-    /// end connects: [`Blkfront::finish`].
+    /// Makes the queues, of which the back end knows nothing yet.
     ///
     /// # Errors
-    /// `Exhausted` when the guest has too little memory, and those of the store.
-    pub fn prepare(&mut self) -> Result<Vec<Queue>> {
+    /// `Exhausted` when the guest has too little memory, and those of the host.
+    pub fn make_queues(&self) -> Result<Vec<Queue>> {
         let count = self.options.queues.min(self.features.max_queues).max(1);
-        let queues: Result<Vec<_>> = (0..count).map(|_| self.make_queue()).collect();
-        let queues = queues?;
-        let keys = self.keys(&queues);
-        self.store.transaction(|store, tx| keys.iter().try_for_each(|(key, value)| store.write(tx, key, value)))?;
+        (0..count).map(|_| self.make_queue()).collect()
+    }
+
+    /// Writes where the queues are, in one transaction.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub fn write_keys(&mut self, queues: &[Queue]) -> Result<()> {
+        let keys = self.keys(queues);
+        self.store.transaction(|store, tx| keys.iter().try_for_each(|(key, value)| store.write(tx, key, value)))
+    }
+
+    /// Makes the queues and says where they are, up to state 3. What is to be rude can still be done before the back
+    /// end connects ([`Blkfront::finish`]), or between this one's parts.
+    ///
+    /// # Errors
+    /// As its parts.
+    pub fn prepare(&mut self) -> Result<Vec<Queue>> {
+        let queues = self.make_queues()?;
+        self.write_keys(&queues)?;
         self.set_state(state::INITIALISED)?;
         Ok(queues)
     }

@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 
-/// So much may wait for a client that does not read; whoever lets more gather loses the connection.
-const MAX_BYTES: usize = 4 << 20;
+/// So much may wait for a client that does not read; whoever lets more gather loses the connection. It is more than the
+/// answers to all requests that are taken at once.
+const MAX_BYTES: usize = 8 << 20;
 /// While so much waits, no further request is taken.
 const BUSY_BYTES: usize = 64 << 10;
 

@@ -298,6 +298,11 @@ fn a_guest_cannot_take_without_end() {
         (0..2000).map(&mut f).find_map(Result::err).expect("a bound")
     };
     assert_eq!(count(Box::new(|n| guest.write(&mut s, &format!("data/{n}"), ""))), "ENOSPC");
+    guest.start(&mut s);
+    guest.texts(&mut s, M::Rm, &["data/1"]).unwrap();
+    assert_eq!(guest.write(&mut s, "data/x", ""), ok("OK"), "one for another");
+    assert_eq!(guest.write(&mut s, "data/y", ""), word(Errno::NOSPC));
+    guest.end(&mut s, "F").unwrap();
     // Some in a transaction, the others are there already.
     guest.texts(&mut s, M::Rm, &["data/1"]).unwrap();
     guest.texts(&mut s, M::Rm, &["data/2"]).unwrap();
@@ -332,7 +337,7 @@ fn who_does_not_read_is_cut_off_in_the_end() {
     let mut s = Xenstored::new();
     let (dom0, deaf) = (Client::new(&mut s, 0), Client::new(&mut s, 0));
     deaf.texts(&mut s, M::Watch, &["/a", &"t".repeat(1024)]).unwrap();
-    for number in 0..5000 {
+    for number in 0..10_000 {
         dom0.write(&mut s, &format!("/a/{number}"), "").unwrap();
         if s.outbox(deaf.id).is_overrun() {
             return;

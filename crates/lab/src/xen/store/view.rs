@@ -167,9 +167,10 @@ impl View<'_> {
     fn make_all(&mut self, path: &str) -> Result<(), Errno> {
         let (mut at, mut above) = self.nearest(path);
         let rest = path.strip_prefix(&at).unwrap_or_default().trim_start_matches('/').to_owned();
-        let made = self.transaction.as_ref().map_or(0, |transaction| transaction.made.max(0) as usize);
+        let made = self.transaction.as_ref().map_or(0, |transaction| transaction.made);
         let names = rest.split('/').count();
-        if self.tree.owned(self.who) + made + names > Quota::of(self.who).nodes {
+        let owned = self.tree.owned(self.who).saturating_add_signed(made);
+        if owned + names > Quota::of(self.who).nodes {
             return Err(Errno::NOSPC);
         }
         if let Some(transaction) = &mut self.transaction {

@@ -1,0 +1,265 @@
+//! `aggregate`: how much do many guests with many disks move together?
+//!
+//! After the article on tapdisk3 (2014): each guest has one program for each of its disks, which writes, and then reads, from
+//! the start to the end, one request at a time, on all disks at once. What is drawn over the size of requests and the
+//! number of guests is the throughput of the host. All disks of all paths are there all the time, and the paths take turns
+//! at each point.
+
+mod show;
+
+use std::time::Duration;
+
+use serde::Serialize;
+use spile_core::{Error, ErrorKind, Result};
+
+use super::guest::{Answer, Order, now_ns};
+use super::rings::{RingPath, find};
+use super::world::{Disks, Folder, Storage, WantedDisk, World};
+use super::{Direction, HostFacts, Outcome, all_sizes};
+pub use show::{figures, text};
+
+/// The paths that are compared unless others are named: tapdisk2's, tapdisk3's, and ours.
+pub const PATHS: [&str; 3] = ["grant-map-memcpy", "grant-copy-44k", "grant-copy"];
+
+/// All guests hear an order before they are to begin.
+const HEAD_START: Duration = Duration::from_millis(20);
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct Parameters {
+    /// The ways.
+    pub paths: Vec<RingPath>,
+    /// Guests at most; fewer are measured too.
+    pub guests: u16,
+    /// Disks of each guest.
+    pub disks: u16,
+    /// Sizes of requests in bytes.
+    pub sizes: Vec<u64>,
+    /// How long each point takes.
+    pub runtime: Duration,
+    /// What is behind the disks.
+    pub storage: Storage,
+    /// The part of each disk that is used, in bytes.
+    pub span_bytes: u64,
+}
+
+impl Parameters {
+    /// All of it as in the article, or little.
+    pub fn new(is_quick: bool) -> Self {
+        let paths = PATHS.iter().filter_map(|name| find(name)).collect();
+        let storage = Storage::Null;
+        let span_bytes = 16 << 20;
+        match is_quick {
+            false => Self {
+                paths,
+                guests: 10,
+                disks: 9,
+                sizes: all_sizes(),
+                runtime: Duration::from_secs(10),
+                storage,
+                span_bytes,
+            },
+            true => Self {
+                paths,
+                guests: 2,
+                disks: 2,
+                sizes: vec![64 << 10, 1 << 20],
+                runtime: Duration::from_millis(500),
+                storage,
+                span_bytes,
+            },
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        let invalid = |message: &str| Err(Error::new(ErrorKind::InvalidInput, message));
+        match () {
+            _ if self.sizes.is_empty() || self.paths.is_empty() || self.guests == 0 || self.disks == 0 => {
+                invalid("there is nothing to measure")
+            }
+            _ if self.sizes.iter().any(|size| *size == 0 || !size.is_multiple_of(512)) => {
+                invalid("sizes of requests are multiples of 512")
+            }
+            _ if self.sizes.iter().any(|size| *size > self.span_bytes || *size > 32 << 20) => {
+                invalid("a request may be no longer than the part of the disk that is used, and than 32 MiB")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Numbers of guests: each twice the one before, and all of them.
+    fn steps(&self) -> Vec<u16> {
+        let doubling = std::iter::successors(Some(1u16), |guests| guests.checked_mul(2));
+        doubling.take_while(|guests| *guests < self.guests).chain([self.guests]).collect()
+    }
+
+    /// How long all of it takes, but for starting.
+    pub fn duration(&self) -> Duration {
+        let points = self.steps().len() * self.sizes.len() * self.paths.len() * 2;
+        self.runtime * points as u32
+    }
+}
+
+/// [`Parameters`] as figures have them.
+#[derive(Clone, Debug, Serialize)]
+pub struct Asked {
+    /// What is behind the disks.
+    pub storage: String,
+    /// The part of each disk that is used.
+    pub span_bytes: u64,
+    /// How long each point took.
+    pub runtime_seconds: f64,
+    /// Requests in flight on each disk.
+    pub depth: u32,
+}
+
+/// One point.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Row {
+    /// The way.
+    pub path: &'static str,
+    /// Write or read.
+    pub op: Direction,
+    /// Guests at work.
+    pub guests: u16,
+    /// Disks of each.
+    pub disks: u16,
+    /// Bytes of a request.
+    pub request_bytes: u64,
+    /// Of all disks of all guests together.
+    pub bytes_per_second: f64,
+}
+
+/// Runs the experiment; `progress` is told what comes next, and how far it is, from 0 to 1.
+///
+/// # Errors
+/// When something does not start, or a request fails.
+pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
+    parameters.check()?;
+    let host = HostFacts::now();
+    let folder = Folder::new()?;
+    progress("starting", 0.0);
+    let mut disks = Disks::new(parameters.storage.clone(), parameters.span_bytes);
+    let mut world = start(parameters, &folder, &mut disks)?;
+    let mut rows = Vec::new();
+    let points = points(parameters);
+    for (number, point) in points.iter().enumerate() {
+        let Point { direction, guests, request_bytes } = *point;
+        let size = crate::units::format_size(request_bytes);
+        progress(&format!("{guests} guests {} {size}", direction.name()), number as f64 / points.len() as f64);
+        for (path, ring) in parameters.paths.iter().enumerate() {
+            let bytes_per_second = measure(&mut world, parameters, path, point)?;
+            let disks = parameters.disks;
+            rows.push(Row { path: ring.name, op: direction, guests, disks, request_bytes, bytes_per_second });
+        }
+    }
+    let asked = Asked {
+        storage: parameters.storage.to_string(),
+        span_bytes: parameters.span_bytes,
+        runtime_seconds: parameters.runtime.as_secs_f64(),
+        depth: 1,
+    };
+    Ok(Outcome { experiment: "aggregate", host, parameters: asked, rows })
+}
+
+/// Where something is measured.
+#[derive(Clone, Copy, Debug)]
+struct Point {
+    direction: Direction,
+    guests: u16,
+    request_bytes: u64,
+}
+
+/// First all writes, then all reads, as in the article.
+fn points(parameters: &Parameters) -> Vec<Point> {
+    let mut points = Vec::new();
+    for direction in [Direction::Write, Direction::Read] {
+        for guests in parameters.steps() {
+            points.extend(parameters.sizes.iter().map(|size| Point { direction, guests, request_bytes: *size }));
+        }
+    }
+    points
+}
+
+/// Guests from 1 on; the disks of the first path come first in each.
+fn start(parameters: &Parameters, folder: &Folder, disks: &mut Disks) -> Result<World> {
+    let mut world = World::new(folder.path())?;
+    let max_request_bytes = parameters.sizes.iter().max().copied().unwrap_or(0);
+    for guest in 1..=parameters.guests {
+        let mut wanted = Vec::new();
+        for path in &parameters.paths {
+            for number in 0..parameters.disks {
+                let params = disks.add(&format!("{guest}-{}-{number}", path.name))?;
+                wanted.push(WantedDisk { path: *path, params, max_request_bytes, traced: 0 });
+            }
+        }
+        world.add_guest(guest, &wanted)?;
+        if disks.keep_data() {
+            fill(&mut world, guest, wanted.len(), max_request_bytes.min(1 << 20), parameters.span_bytes)?;
+        }
+    }
+    Ok(world)
+}
+
+fn fill(world: &mut World, guest: u16, disks: usize, request_bytes: u64, span_bytes: u64) -> Result<()> {
+    let requests = span_bytes.div_ceil(request_bytes) as u32;
+    let direction = Direction::Write;
+    let mut order = (0..disks).map(|disk| Order::Each { disk, direction, request_bytes, requests, span_bytes });
+    order.try_for_each(|order| world.ask(guest, &order).map(drop))
+}
+
+/// Bytes in a second of all guests together, over the disks of one path.
+fn measure(world: &mut World, parameters: &Parameters, path: usize, point: &Point) -> Result<f64> {
+    let each = usize::from(parameters.disks);
+    let (runtime, from) = (parameters.runtime, now_ns() + HEAD_START.as_nanos() as u64);
+    let order = Order::Stream {
+        disks: (path * each..(path + 1) * each).collect(),
+        direction: point.direction,
+        request_bytes: point.request_bytes,
+        span_bytes: parameters.span_bytes,
+        from_until_ns: (from, from + runtime.as_nanos() as u64),
+    };
+    (1..=point.guests).try_for_each(|guest| world.tell(guest, &order))?;
+    // Every answer is heard, also after one that is bad: the next order is to find the guests ready.
+    let answers: Vec<Result<Answer>> = (1..=point.guests).map(|guest| world.hear(guest, runtime)).collect();
+    answers.into_iter().try_fold(0.0, |sum, answer| match answer? {
+        Answer::BytesPerSecond(rate) => Ok(sum + rate),
+        _ => Err(Error::new(ErrorKind::Protocol, "a guest answers something else")),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guests_double_up_to_all() {
+        let steps = |guests| Parameters { guests, ..Parameters::new(false) }.steps();
+        assert_eq!((steps(1), steps(2), steps(10)), (vec![1], vec![1, 2], vec![1, 2, 4, 8, 10]));
+    }
+
+    #[test]
+    fn writes_come_before_reads() {
+        let points = points(&Parameters::new(true));
+        assert_eq!(points.len(), 8);
+        assert!(points.is_sorted_by_key(|point| point.direction == Direction::Read));
+    }
+
+    #[test]
+    fn the_quick_one_is_quick() {
+        assert!(Parameters::new(true).duration() <= Duration::from_secs(15));
+        assert_eq!(Parameters::new(false).duration(), Duration::from_secs(10 * 5 * 14 * 3 * 2));
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        for bad in [
+            Parameters { guests: 0, ..Parameters::new(true) },
+            Parameters { sizes: vec![100], ..Parameters::new(true) },
+            Parameters { sizes: vec![32 << 20], ..Parameters::new(true) },
+            Parameters { paths: vec![], ..Parameters::new(true) },
+        ] {
+            assert_eq!(bad.check().unwrap_err().kind(), ErrorKind::InvalidInput);
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Experiments: what ways to a disk cost, side by side.
+//!
+//! [`paths`] has one guest and one disk, and shows where a request's time goes; [`aggregate`] has many of both. Each runs
+//! the program as it runs in production: a process for each disk ([`world`] starts them), and one for each guest
+//! ([`guest`]). On a host without Xen the guests are those of `spile_lab::xen`: the order of the paths and the shape of
+//! their curves mean something there, Xen's absolute costs do not.
+
+pub mod aggregate;
+pub mod guest;
+mod host;
+pub mod paths;
+pub mod plot;
+pub mod process;
+pub mod rings;
+pub mod sample;
+pub mod trace;
+pub mod world;
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use spile_core::{Error, Result, ResultExt};
+use spile_lab::xen::blkfront::Op;
+
+pub use host::HostFacts;
+use plot::Figure;
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// From the disk.
+    Read,
+    /// To the disk.
+    Write,
+}
+
+impl Direction {
+    /// Its name in figures.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+
+    fn op(self) -> Op {
+        match self {
+            Self::Read => Op::Read,
+            Self::Write => Op::Write,
+        }
+    }
+}
+
+/// What came of an experiment.
+#[derive(Debug, Serialize)]
+pub struct Outcome<P, R> {
+    /// Its name.
+    pub experiment: &'static str,
+    /// Where and when.
+    pub host: HostFacts,
+    /// What was asked for.
+    pub parameters: P,
+    /// The figures.
+    pub rows: Vec<R>,
+}
+
+/// The sizes from 512 bytes to 4 MiB, each twice the one before.
+pub fn all_sizes() -> Vec<u64> {
+    (9..=22).map(|power| 1 << power).collect()
+}
+
+/// Puts a text file into `dir`, which is made if it is not there; its path.
+///
+/// # Errors
+/// With the path that could not be written.
+pub fn save(dir: &Path, name: &str, text: &str) -> Result<PathBuf> {
+    std::fs::create_dir_all(dir).map_err(|e| Error::io("make the folder", e)).at_path(dir)?;
+    let path = dir.join(name);
+    std::fs::write(&path, text).map_err(|e| Error::io("cannot write", e)).at_path(&path)?;
+    Ok(path)
+}
+
+/// Figures and the names of their files, without the extension.
+pub type Figures = Vec<(String, Figure)>;

@@ -1,0 +1,128 @@
+//! Processes of a measurement: they end with it, whatever ends it.
+
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::Duration;
+
+use rustix::process::{Signal, set_parent_process_death_signal};
+use spile_core::{Error, ErrorKind, Result};
+
+/// The hidden subcommand that becomes another one, which is killed when we end.
+pub const TIED: &str = "bench-tied";
+
+/// Becomes `spile ARGS…`, killed by the kernel when the process that started this one ends.
+///
+/// # Errors
+/// When that cannot be.
+pub fn become_tied(args: &[OsString]) -> Result<()> {
+    set_parent_process_death_signal(Some(Signal::KILL)).map_err(|e| Error::io("ask for our end", e.into()))?;
+    let program = this_program()?;
+    Err(Error::io("start", Command::new(&program).args(args).exec()).at_path(&program))
+}
+
+fn this_program() -> Result<std::path::PathBuf> {
+    std::env::current_exe().map_err(|e| Error::io("find this program", e))
+}
+
+/// This program once more, with other arguments. It is killed when this is dropped, or when we end. To be started from a
+/// thread that lives as long: for the kernel it is the thread that has children.
+pub struct Tied {
+    child: Child,
+    name: String,
+}
+
+impl Tied {
+    /// Starts it; what it says on stdout is dropped.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start(name: impl Into<String>, args: impl IntoIterator<Item = OsString>) -> Result<Self> {
+        let mut command = command(args)?;
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn();
+        Ok(Self { child: child.map_err(|e| Error::io("start this program once more", e))?, name: name.into() })
+    }
+
+    /// An error when it has ended.
+    ///
+    /// # Errors
+    /// `Io` with its exit status.
+    pub fn check(&mut self) -> Result<()> {
+        match self.child.try_wait() {
+            Ok(Some(status)) => Err(Error::new(ErrorKind::Io, format!("{} has ended: {status}", self.name))),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Tied {
+    fn drop(&mut self) {
+        // One that has ended already cannot be killed, and need not.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
+    let mut command = Command::new(this_program()?);
+    command.arg(TIED).arg("--").args(args);
+    Ok(command)
+}
+
+/// One that takes lines and answers each with a line.
+pub struct Talking {
+    tied: Tied,
+    input: ChildStdin,
+    lines: Receiver<String>,
+}
+
+impl Talking {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start(name: impl Into<String>, args: impl IntoIterator<Item = OsString>) -> Result<Self> {
+        let failed = |e| Error::io("start this program once more", e);
+        let mut child = command(args)?.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+        let (input, output) = (child.stdin.take().expect("it is piped"), child.stdout.take().expect("it is piped"));
+        let (sender, lines) = sync_channel(1);
+        std::thread::Builder::new()
+            .name("bench-lines".into())
+            .spawn(move || {
+                for line in BufReader::new(output).lines().map_while(std::io::Result::ok) {
+                    if sender.send(line).is_err() {
+                        return;
+                    }
+                }
+            })
+            .map_err(failed)?;
+        Ok(Self { tied: Tied { child, name: name.into() }, input, lines })
+    }
+
+    /// Says a line.
+    ///
+    /// # Errors
+    /// When it has ended.
+    pub fn say(&mut self, line: &str) -> Result<()> {
+        let said = writeln!(self.input, "{line}").and_then(|()| self.input.flush());
+        said.map_err(|e| Error::io(format!("cannot speak to {}", self.tied.name), e))
+    }
+
+    /// Its next line.
+    ///
+    /// # Errors
+    /// When it has ended, or says nothing for so long.
+    pub fn hear(&mut self, patience: Duration) -> Result<String> {
+        self.lines.recv_timeout(patience).map_err(|e| match e {
+            RecvTimeoutError::Timeout => {
+                let seconds = patience.as_secs();
+                Error::new(ErrorKind::TimedOut, format!("{} says nothing for {seconds} s", self.tied.name))
+            }
+            RecvTimeoutError::Disconnected => {
+                Error::new(ErrorKind::Io, format!("{} has ended without an answer", self.tied.name))
+            }
+        })
+    }
+}

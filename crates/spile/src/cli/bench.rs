@@ -1,0 +1,249 @@
+//! `spile bench`: the experiments' command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+use spile_core::{Error, ErrorKind, Result};
+
+use super::{Exit, complain, print_json, say};
+use crate::bench::paths::{self, Kind};
+use crate::bench::rings::RINGS;
+use crate::bench::world::Storage;
+use crate::bench::{Direction, Figures, Outcome, aggregate, guest, process, save};
+use crate::signals::EndSignals;
+use crate::units::{parse_duration, parse_size};
+
+/// Measure what ways to a disk cost, side by side
+///
+/// Guests are those of a Xen made of ordinary processes, so this runs on any Linux host. The order of the paths and the
+/// shape of their curves mean something there; Xen's absolute costs are others. The paths take turns, so that what else
+/// the host does falls on all alike.
+///
+/// Paths through a ring:
+///   grant-map-memcpy           as tapdisk2: pages mapped, copied and unmapped, requests of 44 KiB
+///   grant-map-memcpy-indirect  the same with indirect segments
+///   grant-map                  as blkback: pages mapped for the time of the I/O
+///   persistent                 as qemu's qdisk: pages stay mapped, the guest copies
+///   grant-copy-44k             as tapdisk3: the hypervisor copies, requests of 44 KiB
+///   grant-copy                 Spile's default: the hypervisor copies, indirect segments
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    experiment: Experiment,
+}
+
+#[derive(Debug, Subcommand)]
+enum Experiment {
+    Paths(PathsArgs),
+    Aggregate(AggregateArgs),
+}
+
+/// What all experiments have.
+#[derive(Debug, Args)]
+struct CommonArgs {
+    /// Few points, short: seconds instead of minutes
+    #[arg(long)]
+    quick: bool,
+    /// Print one JSON object instead of tables
+    #[arg(long)]
+    json: bool,
+    /// Put plots (SVG) and the JSON into DIR
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Only these sizes of requests, such as 4k,64k,1M
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size)]
+    sizes: Vec<u64>,
+    /// What is behind the disks: null (nothing), mem (memory), or a folder for a file each
+    #[arg(long, value_name = "null|mem|DIR")]
+    store: Option<Storage>,
+    /// The part of each disk that is used
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    span: Option<u64>,
+    /// Only this path (may be given several times)
+    #[arg(long = "path", value_name = "NAME")]
+    paths: Vec<String>,
+}
+
+/// One guest, one disk, one request at a time: latency by size, and where it goes
+///
+/// After Project Karcygwins (2013): rows of 100 requests or more, of which the fastest and the slowest fifth are
+/// dropped. Paths are those through a ring, and host-direct (no guest: the disk in this process), vhost-user and nbd.
+#[derive(Debug, Args)]
+struct PathsArgs {
+    #[command(flatten)]
+    common: CommonArgs,
+    /// Measure writes too
+    #[arg(long)]
+    write: bool,
+    /// Rows of each path and size
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: Option<u32>,
+    /// Requests of a row; from 100 on, of small ones there are more
+    #[arg(long, value_name = "N", default_value_t = paths::REQUESTS, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    requests: u32,
+}
+
+/// Many guests with many disks: what they move together, writing and then reading
+///
+/// After the article on tapdisk3 (2014): each guest writes, then reads, all its disks at once from start to end, one
+/// request at a time on each. Unless other paths are named, those of tapdisk2 (grant-map-memcpy), of tapdisk3
+/// (grant-copy-44k) and of Spile (grant-copy) are compared. A disk is a process with one worker thread. All of it takes
+/// more than an hour.
+#[derive(Debug, Args)]
+struct AggregateArgs {
+    #[command(flatten)]
+    common: CommonArgs,
+    /// Guests at most (10, quick: 2): 1, 2, 4 … are measured too
+    #[arg(long, value_name = "G", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    guests: Option<u16>,
+    /// Disks of each guest (9, quick: 2)
+    #[arg(long, value_name = "D", value_parser = clap::value_parser!(u16).range(1..=64))]
+    disks: Option<u16>,
+    /// How long each point takes (10, quick: 0.5)
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    seconds: Option<Duration>,
+}
+
+/// Runs `spile bench`.
+///
+/// # Errors
+/// As the experiments.
+pub fn run(args: &BenchArgs) -> Result<Exit> {
+    match &args.experiment {
+        Experiment::Paths(args) => run_paths(args),
+        Experiment::Aggregate(args) => run_aggregate(args),
+    }
+}
+
+fn run_paths(args: &PathsArgs) -> Result<Exit> {
+    let mut parameters = paths::Parameters::new(args.common.quick);
+    args.common.put_into(&mut parameters.sizes, &mut parameters.storage, &mut parameters.span_bytes);
+    parameters.kinds = args.common.only(paths::all_kinds(), parameters.kinds, Kind::name)?;
+    parameters.rounds = args.rounds.unwrap_or(parameters.rounds);
+    parameters.requests = args.requests;
+    if args.write {
+        parameters.directions.push(Direction::Write);
+    }
+    let outcome = with_progress(|progress| paths::run(&parameters, progress))?;
+    args.common.show(&outcome, paths::text(&outcome), paths::figures)
+}
+
+fn run_aggregate(args: &AggregateArgs) -> Result<Exit> {
+    let mut parameters = aggregate::Parameters::new(args.common.quick);
+    args.common.put_into(&mut parameters.sizes, &mut parameters.storage, &mut parameters.span_bytes);
+    parameters.paths = args.common.only(RINGS.to_vec(), parameters.paths, |ring| ring.name)?;
+    parameters.guests = args.guests.unwrap_or(parameters.guests);
+    parameters.disks = args.disks.unwrap_or(parameters.disks);
+    parameters.runtime = args.seconds.unwrap_or(parameters.runtime);
+    if parameters.duration() > Duration::from_secs(120) {
+        complain(format_args!("this takes {} minutes", parameters.duration().as_secs() / 60));
+    }
+    let outcome = with_progress(|progress| aggregate::run(&parameters, progress))?;
+    args.common.show(&outcome, aggregate::text(&outcome), aggregate::figures)
+}
+
+/// Runs an experiment with a bar on stderr, hidden where that is no terminal. A signal ends it: its processes end with this
+/// one.
+fn with_progress<T>(run: impl FnOnce(&mut dyn FnMut(&str, f64)) -> Result<T>) -> Result<T> {
+    const STEPS: f64 = 1000.0;
+    EndSignals::block()?.exit_after(crate::bench::world::remove_folder);
+    let style = ProgressStyle::with_template("{wide_bar} {percent} % {msg}");
+    let bar = ProgressBar::new(STEPS as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let outcome = run(&mut |what, share| {
+        bar.set_message(what.to_owned());
+        bar.set_position((share * STEPS) as u64);
+    });
+    bar.finish_and_clear();
+    outcome
+}
+
+impl CommonArgs {
+    fn put_into(&self, sizes: &mut Vec<u64>, storage: &mut Storage, span_bytes: &mut u64) {
+        if !self.sizes.is_empty() {
+            sizes.clone_from(&self.sizes);
+            sizes.sort_unstable();
+            sizes.dedup();
+        }
+        if let Some(store) = &self.store {
+            storage.clone_from(store);
+        }
+        *span_bytes = self.span.unwrap_or(*span_bytes);
+    }
+
+    /// Those of `all` that --path names, in their order; `default` when there is no --path.
+    fn only<T>(&self, all: Vec<T>, default: Vec<T>, name: impl Fn(T) -> &'static str) -> Result<Vec<T>>
+    where
+        T: Copy,
+    {
+        if let Some(unknown) = self.paths.iter().find(|wanted| !all.iter().any(|one| name(*one) == *wanted)) {
+            let names: Vec<&str> = all.iter().map(|one| name(*one)).collect();
+            let message = format!("there is no path `{unknown}` here; use {}", names.join(", "));
+            return Err(Error::new(ErrorKind::InvalidInput, message));
+        }
+        if self.paths.is_empty() {
+            return Ok(default);
+        }
+        Ok(all.into_iter().filter(|one| self.paths.iter().any(|wanted| wanted == name(*one))).collect())
+    }
+
+    fn show<P, R>(
+        &self,
+        outcome: &Outcome<P, R>,
+        text: String,
+        figures: impl FnOnce(&Outcome<P, R>) -> Figures,
+    ) -> Result<Exit>
+    where
+        P: Serialize,
+        R: Serialize,
+    {
+        if self.json {
+            print_json(outcome)?;
+        } else {
+            say(text);
+        }
+        let Some(dir) = &self.out else { return Ok(Exit::Ok) };
+        let json = serde_json::to_string_pretty(outcome);
+        let json = json.map_err(|e| Error::new(ErrorKind::InvalidInput, "cannot write JSON").caused_by(e))?;
+        let mut saved = vec![save(dir, &format!("{}.json", outcome.experiment), &json)?];
+        for (name, figure) in figures(outcome) {
+            saved.push(save(dir, &format!("{name}.svg"), &figure.to_svg())?);
+        }
+        if !self.json {
+            saved.iter().for_each(|path| say(path.display()));
+        }
+        Ok(Exit::Ok)
+    }
+}
+
+/// Be a guest of an experiment; `spile bench` starts this
+#[derive(Debug, Args)]
+pub struct BenchGuestArgs {}
+
+/// Runs `spile bench-guest`.
+///
+/// # Errors
+/// As [`guest::run`].
+pub fn run_guest(_: &BenchGuestArgs) -> Result<Exit> {
+    guest::run().map(|()| Exit::Ok)
+}
+
+/// Become `spile ARGS…`, ended with the process that starts this; `spile bench` starts this
+#[derive(Debug, Args)]
+pub struct BenchTiedArgs {
+    /// The arguments
+    #[arg(last = true, required = true, value_name = "ARGS")]
+    args: Vec<OsString>,
+}
+
+/// Runs `spile bench-tied`.
+///
+/// # Errors
+/// As [`process::become_tied`].
+pub fn run_tied(args: &BenchTiedArgs) -> Result<Exit> {
+    process::become_tied(&args.args).map(|()| Exit::Ok)
+}

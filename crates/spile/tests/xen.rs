@@ -1,0 +1,331 @@
+//! `spile xen-backend` over a Xen of ordinary processes: disks that come and go, processes that are killed.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{json, ok, spile};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
+use spile_lab::xen::toolstack::{Vbd, add_vbd};
+use spile_lab::xen::{Blkfront, Guest, Host};
+use spile_xen::DomId;
+use spile_xen::blkif::status;
+use spile_xen::store::{Tx, XenStore};
+
+/// Nothing here takes longer, on the slowest machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+const KILLS: u32 = 50;
+/// Bytes of a block that is written as a whole, and how many there are.
+const BLOCK: u32 = 16 << 10;
+const BLOCKS: u64 = 512;
+
+/// A Xen, and the back end on it.
+struct Xen {
+    store: XenStore,
+    backend: Child,
+    _host: Host,
+    dir: tempfile::TempDir,
+}
+
+impl Xen {
+    fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::start(dir.path()).unwrap();
+        let store = XenStore::open(&host.xenstored()).unwrap();
+        let backend = start_backend(dir.path());
+        Self { store, backend, _host: host, dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn guest(&self, id: u16) -> Arc<Guest> {
+        Arc::new(Guest::create(self.dir.path(), DomId(id), 32 << 20).unwrap())
+    }
+
+    /// The disk's process, once there is one that is not `old`.
+    fn process(&self, vbd: &Vbd, old: Option<i32>) -> i32 {
+        let file = self.path(&format!("run/{}-{}.pid", vbd.guest, vbd.device));
+        let mut found = None;
+        wait_until("the disk's process", || {
+            let text = std::fs::read_to_string(&file).unwrap_or_default();
+            found = text.trim().parse().ok().filter(|pid| Some(*pid) != old);
+            found.is_some()
+        });
+        found.unwrap()
+    }
+
+    fn key(&mut self, vbd: &Vbd, key: &str) -> Option<String> {
+        self.store.read_optional(Tx::NONE, &format!("{}/{key}", vbd.backend_path())).unwrap()
+    }
+
+    fn set_key(&mut self, vbd: &Vbd, key: &str, value: &str) {
+        self.store.write(Tx::NONE, &format!("{}/{key}", vbd.backend_path()), value).unwrap();
+    }
+}
+
+impl Drop for Xen {
+    fn drop(&mut self) {
+        let _ = self.backend.kill();
+        let _ = self.backend.wait();
+        for entry in std::fs::read_dir(self.path("run")).into_iter().flatten().flatten() {
+            if entry.path().extension().is_some_and(|extension| extension == "pid") {
+                let pid = std::fs::read_to_string(entry.path()).unwrap_or_default();
+                let _ = pid.trim().parse().map(|pid| kill(Pid::from_raw(pid), Signal::SIGKILL));
+            }
+        }
+    }
+}
+
+fn start_backend(dir: &Path) -> Child {
+    let mut command = spile();
+    command.arg("xen-backend").arg("--lab").arg(dir).arg("--run-dir").arg(dir.join("run"));
+    command.stdout(Stdio::null()).spawn().expect("the program starts")
+}
+
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < end, "not in {PATIENCE:?}: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn take(queue: &mut Queue) -> (usize, i16) {
+    loop {
+        if let Some(done) = queue.take().unwrap() {
+            return (done.slot, done.status);
+        }
+        assert!(queue.sleep(PATIENCE).unwrap(), "no answer");
+    }
+}
+
+fn request(queue: &mut Queue, op: Op, at: u64, len: u32) {
+    queue.submit(0, op, at, len);
+    queue.publish();
+    assert_eq!(take(queue), (0, status::OKAY));
+}
+
+/// What a block holds after its `version`th write.
+fn content(block: u64, version: u64) -> Vec<u8> {
+    let word = (block << 32 | version).to_le_bytes();
+    if version == 0 { vec![0; BLOCK as usize] } else { word.repeat(BLOCK as usize / 8) }
+}
+
+/// A load that never has two requests on one block, so that each answer can be checked.
+struct Load {
+    queues: Vec<Queue>,
+    versions: Vec<u64>,
+    /// Of each queue's slots: the block, and whether it is being written.
+    at_work: Vec<Vec<Option<(u64, bool)>>>,
+    dice: u64,
+    done: u64,
+}
+
+impl Load {
+    fn new(queues: Vec<Queue>) -> Self {
+        let at_work = queues.iter().map(|queue| vec![None; queue.slots()]).collect();
+        Self { queues, versions: vec![0; BLOCKS as usize], at_work, dice: 0x9e37_79b9_7f4a_7c15, done: 0 }
+    }
+
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.dice ^= self.dice << 13;
+        self.dice ^= self.dice >> 7;
+        self.dice ^= self.dice << 17;
+        self.dice % sides
+    }
+
+    /// Every free slot gets a request on a block of its own.
+    fn submit(&mut self) {
+        let lanes: u64 = self.queues.iter().map(|queue| queue.slots() as u64).sum();
+        let mut lane = 0;
+        for number in 0..self.queues.len() {
+            for slot in 0..self.queues[number].slots() {
+                let block = lane + lanes * self.roll(BLOCKS / lanes);
+                lane += 1;
+                if self.at_work[number][slot].is_some() {
+                    continue;
+                }
+                let writes = self.roll(3) > 0;
+                if writes {
+                    self.versions[block as usize] += 1;
+                    let bytes = content(block, self.versions[block as usize]);
+                    self.queues[number].data(slot).copy_from_slice(0, &bytes);
+                }
+                let op = if writes { Op::Write } else { Op::Read };
+                self.queues[number].submit(slot, op, block * u64::from(BLOCK), BLOCK);
+                self.at_work[number][slot] = Some((block, writes));
+            }
+            self.queues[number].publish();
+        }
+    }
+
+    /// Takes what is answered; reads have to be right.
+    fn collect(&mut self) {
+        for number in 0..self.queues.len() {
+            while let Some(done) = self.queues[number].take().unwrap() {
+                assert_eq!(done.status, status::OKAY, "the guest saw an error");
+                let (block, writes) = self.at_work[number][done.slot].take().expect("one answer for each request");
+                self.done += 1;
+                if !writes {
+                    let got = self.queues[number].data(done.slot).slice(0..BLOCK as usize).to_vec();
+                    assert_eq!(got, content(block, self.versions[block as usize]), "block {block}");
+                }
+            }
+        }
+    }
+
+    /// Goes on until `count` more are answered.
+    fn run(&mut self, count: u64) {
+        let (end, until) = (self.done + count, Instant::now() + PATIENCE);
+        while self.done < end {
+            assert!(Instant::now() < until, "the load stands still");
+            self.submit();
+            self.collect();
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    /// Waits for all that is outstanding.
+    fn drain(&mut self) {
+        wait_until("the last answers", || {
+            self.collect();
+            self.queues.iter().all(|queue| queue.outstanding() == 0)
+        });
+    }
+}
+
+/// A chain of two, the parent of which is empty.
+fn chain(dir: &Path) -> PathBuf {
+    let size = format!("{}", BLOCKS * u64::from(BLOCK));
+    ok(dir, &["create", "parent.vhd", "--size", &size]);
+    ok(dir, &["create", "disk.vhd", "--parent", "parent.vhd"]);
+    dir.join("disk.vhd")
+}
+
+fn killed_under_load(access: &str, persistent: bool, kills: u32) {
+    let mut xen = Xen::start();
+    let mut vbd = Vbd::new(DomId(3), format!("vhd:{}", chain(xen.dir.path()).display()));
+    vbd.extra.push(("spile-access".into(), access.into()));
+    add_vbd(&mut xen.store, &vbd).unwrap();
+    let options = BlkfrontOptions {
+        queues: 2,
+        depth: 16,
+        data_bytes: BLOCK,
+        indirect_segments: 32,
+        persistent,
+        ..BlkfrontOptions::default()
+    };
+    let mut front = Blkfront::new(xen.guest(3), vbd.device, options).unwrap();
+    let mut load = Load::new(front.start().unwrap());
+    let mut pid = xen.process(&vbd, None);
+    for turn in 0..kills {
+        // Now and then the next end comes while the successor begins.
+        if turn % 4 == 3 {
+            let pause = load.roll(60);
+            std::thread::sleep(Duration::from_millis(pause));
+            load.submit();
+        } else {
+            load.run(200);
+        }
+        kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
+        pid = xen.process(&vbd, Some(pid));
+    }
+    load.run(1000);
+    load.drain();
+    assert_eq!(front.backend_state().unwrap(), 4);
+    let Load { queues, versions, .. } = load;
+    xen.set_key(&vbd, "online", "0");
+    xen.set_key(&vbd, "state", "5");
+    front.stop(queues).unwrap();
+    wait_until("the end of the process", || !xen.path("run/3-51712.pid").exists());
+    let bytes: Vec<u8> = (0..BLOCKS).flat_map(|block| content(block, versions[block as usize])).collect();
+    std::fs::write(xen.path("wanted.raw"), bytes).unwrap();
+    ok(xen.dir.path(), &["compare", "wanted.raw", "disk.vhd"]);
+    assert_eq!(json(xen.dir.path(), &["check", "disk.vhd"])["result"], "sound");
+}
+
+#[test]
+fn a_process_that_is_killed_fifty_times_loses_nothing_and_the_guest_sees_no_error() {
+    killed_under_load("copy", false, KILLS);
+}
+
+#[test]
+fn so_it_is_with_pages_that_stay_mapped() {
+    killed_under_load("persistent", true, KILLS / 5);
+}
+
+#[test]
+fn disks_come_and_go_and_outlive_the_back_end() {
+    let mut xen = Xen::start();
+    let guests = [xen.guest(3), xen.guest(4)];
+    let mut fronts = Vec::new();
+    for guest in &guests {
+        for device in [51712, 51728] {
+            let name = format!("{}-{device}.raw", guest.id());
+            ok(xen.dir.path(), &["create", &name, "--size", "1M"]);
+            let vbd = Vbd { device, ..Vbd::new(guest.id(), format!("raw:{}", xen.path(&name).display())) };
+            add_vbd(&mut xen.store, &vbd).unwrap();
+            let mut front = Blkfront::new(guest.clone(), device, BlkfrontOptions::default()).unwrap();
+            let mut queue = front.start().unwrap().remove(0);
+            queue.data(0).fill(guest.id().0 as u8);
+            request(&mut queue, Op::Write, 4096, 4096);
+            fronts.push((vbd, front, queue, xen.path(&name)));
+        }
+    }
+    let pids: Vec<_> = fronts.iter().map(|(vbd, ..)| xen.process(vbd, None)).collect();
+    // Another back end takes them as they are.
+    xen.backend.kill().unwrap();
+    xen.backend.wait().unwrap();
+    fronts.iter_mut().for_each(|(_, _, queue, _)| request(queue, Op::Read, 4096, 4096));
+    xen.backend = start_backend(xen.dir.path());
+    kill(Pid::from_raw(pids[0]), Signal::SIGKILL).unwrap();
+    assert_ne!(xen.process(&fronts[0].0, Some(pids[0])), pids[0]);
+    for (number, (vbd, _, queue, file)) in fronts.iter_mut().enumerate() {
+        request(queue, Op::Read, 4096, 4096);
+        assert_eq!(queue.data(0).slice(0..4096).to_vec(), vec![vbd.guest.0 as u8; 4096]);
+        assert_eq!(std::fs::read(file).unwrap()[4096..8192], vec![vbd.guest.0 as u8; 4096]);
+        assert!(number == 0 || xen.process(vbd, None) == pids[number]);
+    }
+    for (vbd, mut front, queue, _) in fronts {
+        xen.set_key(&vbd, "online", "0");
+        xen.set_key(&vbd, "state", "5");
+        front.stop(vec![queue]).unwrap();
+        let file = xen.path(&format!("run/{}-{}.pid", vbd.guest, vbd.device));
+        wait_until("the end of the process", || !file.exists());
+        assert_eq!(xen.key(&vbd, "state").as_deref(), Some("6"));
+    }
+}
+
+#[test]
+fn a_disk_grows_under_its_guest() {
+    let mut xen = Xen::start();
+    ok(xen.dir.path(), &["create", "a.raw", "--size", "1M"]);
+    let vbd = Vbd::new(DomId(3), format!("{}", xen.path("a.raw").display()));
+    add_vbd(&mut xen.store, &vbd).unwrap();
+    let mut front = Blkfront::new(xen.guest(3), vbd.device, BlkfrontOptions::default()).unwrap();
+    let mut queue = front.start().unwrap().remove(0);
+    ok(xen.dir.path(), &["resize", "run/3-51712.control", "2M"]);
+    wait_until("the new size", || front.refresh().unwrap().size_bytes() == 2 << 20);
+    request(&mut queue, Op::Write, (2 << 20) - 4096, 4096);
+}
+
+/// A disk that cannot be opened is tried again and again, slowly, and served once it can be.
+#[test]
+fn a_disk_that_is_not_there_yet_is_served_when_it_is() {
+    let mut xen = Xen::start();
+    let vbd = Vbd::new(DomId(3), format!("raw:{}", xen.path("late.raw").display()));
+    add_vbd(&mut xen.store, &vbd).unwrap();
+    let mut front = Blkfront::new(xen.guest(3), vbd.device, BlkfrontOptions::default()).unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(front.backend_state().unwrap(), 1);
+    ok(xen.dir.path(), &["create", "late.raw", "--size", "1M"]);
+    let mut queue = front.start().unwrap().remove(0);
+    request(&mut queue, Op::Write, 0, 4096);
+}
