@@ -14,9 +14,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_core::{Disk, Error, ErrorKind, Result, Segment};
 use spile_engine::{Engine, Event};
-use spile_xen::blkif::ring_slots;
 use spile_xen::store::{Tx, XenStore};
 use spile_xen::{Channel, DomId, EventChannels, Grants, Port};
 
@@ -48,6 +47,8 @@ pub struct Config {
     pub max_indirect: u16,
     /// Refuse writes even if disk and toolstack would allow them.
     pub read_only: bool,
+    /// Offer rings of their own for responses ([`spile_xen::blkif::split`]).
+    pub splits_rings: bool,
     /// Note the times of the last so many requests in a file in `run_dir`; 0 for none ([`crate::trace`]).
     pub trace_records: u32,
     /// Where what a successor needs is kept: a folder in memory, that the next boot finds empty.
@@ -103,6 +104,7 @@ impl Device {
             max_indirect: config.max_indirect,
             access: config.access,
             read_only,
+            splits_rings: config.splits_rings,
         };
         let keeping = Keeping::new(&config.run_dir, domain, device);
         let trace_path = config.run_dir.join(format!("{domain}-{device}.trace"));
@@ -118,6 +120,7 @@ impl Device {
             grants,
             events,
             offer,
+            agreed_indirect: 0,
             config,
             domain,
             keeping,
@@ -190,6 +193,26 @@ struct Running {
     ended: mpsc::Receiver<Option<Broken>>,
 }
 
+/// A ring's pages.
+struct RingMemory {
+    requests: Segment,
+    responses: Option<Segment>,
+}
+
+impl RingMemory {
+    fn rsp_prod(&self) -> u32 {
+        shared_rsp_prod(self.responses.as_ref().unwrap_or(&self.requests))
+    }
+
+    fn ring(self, wish: &Wish, ring: &RingWish, req_cons: u32, rsp_prod: u32) -> Ring {
+        let made = Ring::new(self.requests, wish.abi, ring.order, req_cons, rsp_prod);
+        match self.responses {
+            Some(memory) => made.with_responses(memory, ring.response_refs.len().ilog2()),
+            None => made,
+        }
+    }
+}
+
 struct Control<D, G, E> {
     engine: Engine,
     target: Arc<Target<Arc<D>>>,
@@ -197,6 +220,8 @@ struct Control<D, G, E> {
     grants: Arc<G>,
     events: Arc<E>,
     offer: Offer,
+    /// Segments of an indirect request of the guest's at most.
+    agreed_indirect: u16,
     config: Config,
     domain: DomId,
     keeping: Keeping,
@@ -370,13 +395,14 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     }
 
     fn connect(&mut self, wish: &Wish) -> Result<()> {
-        let slots: Vec<_> = wish.rings.iter().map(|ring| ring_slots(ring.order)).collect();
+        self.agreed_indirect = self.offer.max_indirect;
+        let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
         let journals = self.keeping.begin(&slots)?;
         for (ring_wish, journal) in wish.rings.iter().zip(journals) {
-            let memory = self.grants.map_ring(self.domain, &ring_wish.refs)?;
-            let start = shared_rsp_prod(&memory);
-            let journal = Journal::begin(journal, ring_slots(ring_wish.order), start);
-            let ring = Ring::new(memory, wish.abi, ring_wish.order, start, start);
+            let memory = self.map(ring_wish)?;
+            let start = memory.rsp_prod();
+            let journal = Journal::begin(journal, ring_wish.max_in_flight(), start);
+            let ring = memory.ring(wish, ring_wish, start, start);
             self.start_ring(ring_wish, wish, ring, journal, Vec::new())?;
         }
         self.keeping.keep(wish)?;
@@ -386,7 +412,10 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
 
     /// Goes on where another process, or we before a pause, have ended.
     fn resume(&mut self) -> Result<()> {
-        let resumed = read_wish(&mut self.store, &self.frontend, &self.offer).and_then(|wish| self.resume_rings(&wish));
+        // What was agreed on before holds, whatever we would offer now.
+        self.agreed_indirect = Offer::WIDEST.max_indirect;
+        let wish = read_wish(&mut self.store, &self.frontend, &Offer::WIDEST);
+        let resumed = wish.and_then(|wish| self.resume_rings(&wish));
         let Err(error) = resumed else {
             return self.store.write(Tx::NONE, &self.key("kthread-pid"), &std::process::id().to_string());
         };
@@ -403,18 +432,26 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     }
 
     fn resume_rings(&mut self, wish: &Wish) -> Result<()> {
-        let slots: Vec<_> = wish.rings.iter().map(|ring| ring_slots(ring.order)).collect();
+        let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
         let journals = self.keeping.resume(wish, &slots)?;
         for (ring_wish, journal) in wish.rings.iter().zip(journals) {
-            let memory = self.grants.map_ring(self.domain, &ring_wish.refs)?;
-            let slots = ring_slots(ring_wish.order);
-            let (journal, left) = Journal::resume(journal, slots, shared_rsp_prod(&memory))
+            let memory = self.map(ring_wish)?;
+            let (journal, left) = Journal::resume(journal, ring_wish.max_in_flight(), memory.rsp_prod())
                 .map_err(|Broken(why)| Error::new(ErrorKind::Corrupt, why))?;
-            let ring = Ring::new(memory, wish.abi, ring_wish.order, left.req_cons, left.rsp_prod);
+            let ring = memory.ring(wish, ring_wish, left.req_cons, left.rsp_prod);
             self.start_ring(ring_wish, wish, ring, journal, left.again)?;
         }
         self.is_connected = true;
         Ok(())
+    }
+
+    fn map(&self, ring: &RingWish) -> Result<RingMemory> {
+        let requests = self.grants.map_ring(self.domain, &ring.refs)?;
+        let responses = match ring.response_refs.as_slice() {
+            [] => None,
+            refs => Some(self.grants.map_ring(self.domain, refs)?),
+        };
+        Ok(RingMemory { requests, responses })
     }
 
     fn start_ring(
@@ -437,7 +474,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             grants: self.grants.clone(),
             domain: self.domain,
             access,
-            limits: Limits { max_indirect: self.offer.max_indirect, read_only: self.offer.read_only },
+            limits: Limits { max_indirect: self.agreed_indirect, read_only: self.offer.read_only },
             ring,
             journal,
             again,

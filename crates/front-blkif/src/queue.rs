@@ -88,7 +88,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
     let Setup { target, grants, domain, access, limits, ring, journal, again, kick, call, .. } = setup;
     let (link, counters, disk_counters, trace) = (setup.link, setup.counters, setup.disk_counters, setup.trace);
     let ring = Rc::new(WatchedRing(ring));
-    let room = ring.0.slots() as usize;
+    let room = ring.0.max_in_flight() as usize;
     let done = Rc::new(RefCell::new(Vec::with_capacity(room)));
     let make = |desk: Rc<Desk<Box<Request>>>| answer_all(desk, done.clone(), target.clone(), trace.is_some());
     let mut slots = Slots::new(link.bell.clone(), make);
@@ -210,6 +210,7 @@ impl<G: Grants> Queue<G> {
                 Err(broken) => self.broken = Some(broken),
             }
         }
+        self.ring.0.give_back();
         self.sort_in();
     }
 
@@ -350,7 +351,7 @@ impl<G: Grants> Turns for Queue<G> {
     }
 
     fn max_in_flight(&self) -> usize {
-        self.ring.0.slots() as usize
+        self.ring.0.max_in_flight() as usize
     }
 
     fn end_turn(&mut self, has_worked: bool) {

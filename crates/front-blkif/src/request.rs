@@ -98,7 +98,7 @@ impl Request {
     pub fn decode(&mut self, abi: Abi, slot: &[u8], limits: &Limits) {
         let wire = blkif::Request::decode(abi, slot);
         (self.id, self.response_op) = (wire.id(), wire.response_op());
-        (self.refusal, self.indirect, self.len_bytes) = (None, None, 0);
+        (self.refusal, self.indirect, self.len_bytes, self.command) = (None, None, 0, Command::Read);
         self.segments.clear();
         let done = match wire {
             blkif::Request::Plain(plain) => self.plain(&plain),

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::sync::atomic::{Ordering, fence};
 
 use spile_core::Segment;
-use spile_xen::blkif::{Abi, RING_HEADER_BYTES, Response, index, ring_slots};
+use spile_xen::blkif::{Abi, RING_HEADER_BYTES, Response, index, ring_slots, split};
 
 /// Bytes of the largest slot.
 pub const SLOT_BYTES: usize = Abi::X86_64.slot_bytes();
@@ -60,6 +60,8 @@ pub struct Ring<M = Segment> {
     memory: M,
     abi: Abi,
     slots: u32,
+    /// Where responses go, if not over requests, and how many fit.
+    responses: Option<(M, u32)>,
     /// Requests taken.
     req_cons: Cell<u32>,
     /// The guest's producer index as last seen.
@@ -80,6 +82,18 @@ impl Ring<Segment> {
         assert!(memory.len() >= len, "the ring's memory is too short");
         Self::over(memory, abi, order, req_cons, rsp_prod)
     }
+
+    /// The same ring with its responses in 2^`order` pages of their own ([`split`]).
+    ///
+    /// # Panics
+    /// When `memory` is shorter than the ring of responses.
+    pub fn with_responses(mut self, memory: Segment, order: u32) -> Self {
+        let slots = split::response_slots(order);
+        let len = RING_HEADER_BYTES + slots as usize * split::RESPONSE_BYTES;
+        assert!(memory.len() >= len, "the memory of the ring of responses is too short");
+        self.responses = Some((memory, slots));
+        self
+    }
 }
 
 impl<M: Shared> Ring<M> {
@@ -90,6 +104,7 @@ impl<M: Shared> Ring<M> {
             memory,
             abi,
             slots,
+            responses: None,
             req_cons: Cell::new(req_cons),
             req_prod: Cell::new(req_cons),
             rsp_prod: Cell::new(rsp_prod),
@@ -97,9 +112,9 @@ impl<M: Shared> Ring<M> {
         }
     }
 
-    /// Slots.
-    pub fn slots(&self) -> u32 {
-        self.slots
+    /// Requests in flight at most.
+    pub fn max_in_flight(&self) -> u32 {
+        self.responses.as_ref().map_or(self.slots, |(_, slots)| *slots)
     }
 
     /// The guest's layout.
@@ -131,7 +146,8 @@ impl<M: Shared> Ring<M> {
         if next == self.req_prod.get() {
             let seen = self.memory.load(index::REQ_PROD, Ordering::Acquire);
             let in_flight = next.wrapping_sub(self.rsp_prod.get());
-            if seen.wrapping_sub(next) > self.slots.saturating_sub(in_flight) {
+            let room = self.max_in_flight().saturating_sub(in_flight);
+            if seen.wrapping_sub(next) > room.min(self.slots) {
                 return Err(Broken("the guest claims more requests than its ring has room for"));
             }
             self.req_prod.set(seen);
@@ -143,6 +159,13 @@ impl<M: Shared> Ring<M> {
         self.memory.read(self.slot_at(next), &mut slot[..len]);
         self.req_cons.set(next.wrapping_add(1));
         Ok(true)
+    }
+
+    /// With split rings, gives the guest the slots of the requests that were taken.
+    pub fn give_back(&self) {
+        if self.responses.is_some() {
+            self.memory.store(split::TAKEN, self.req_cons.get(), Ordering::Release);
+        }
     }
 
     /// Asks the guest to notify us of the next request. True when there is one already, for which no notice may come.
@@ -160,21 +183,27 @@ impl<M: Shared> Ring<M> {
     pub fn put(&self, response: &Response) {
         let next = self.rsp_prod.get();
         assert_ne!(next, self.req_cons.get(), "a response without a request");
-        self.memory.write(self.slot_at(next), &response.encode()[..self.abi.response_bytes()]);
+        match &self.responses {
+            Some((memory, slots)) => {
+                let at = RING_HEADER_BYTES + (next & (slots - 1)) as usize * split::RESPONSE_BYTES;
+                memory.write(at, &response.encode());
+            }
+            None => self.memory.write(self.slot_at(next), &response.encode()[..self.abi.response_bytes()]),
+        }
         self.rsp_prod.set(next.wrapping_add(1));
     }
 
     /// Shows the guest all responses.
     pub fn publish(&self) {
         self.published.set(self.rsp_prod.get());
-        self.memory.store(index::RSP_PROD, self.published.get(), Ordering::Release);
+        self.response_memory().store(index::RSP_PROD, self.published.get(), Ordering::Release);
     }
 
     /// True when the guest wants to hear of what was published after `before`.
     pub fn wants_notice(&self, before: u32) -> bool {
         // The guest writes when it wants to hear and then reads our index; we wrote that and now read when.
         self.memory.fence();
-        let event = self.memory.load(index::RSP_EVENT, Ordering::Relaxed);
+        let event = self.response_memory().load(index::RSP_EVENT, Ordering::Relaxed);
         let now = self.published.get();
         now.wrapping_sub(event) < now.wrapping_sub(before)
     }
@@ -184,12 +213,16 @@ impl<M: Shared> Ring<M> {
         self.published.get()
     }
 
+    fn response_memory(&self) -> &M {
+        self.responses.as_ref().map_or(&self.memory, |(memory, _)| memory)
+    }
+
     fn slot_at(&self, index: u32) -> usize {
         RING_HEADER_BYTES + (index & (self.slots - 1)) as usize * self.abi.slot_bytes()
     }
 }
 
-/// The index of responses in a ring's memory, for whoever goes on where another back end was killed.
+/// The index of responses in the memory of a ring, or of a ring of responses, for whoever goes on where another back end was killed.
 pub fn shared_rsp_prod(memory: &Segment) -> u32 {
     memory.load_u32(index::RSP_PROD, Ordering::Acquire)
 }

@@ -3,7 +3,7 @@
 //! Whatever the guest has written is text that it may change at any moment: it is read once and parsed with bounds.
 
 use spile_core::{DiskInfo, Error, ErrorKind, Result, SECTOR_BYTES};
-use spile_xen::blkif::Abi;
+use spile_xen::blkif::{Abi, ring_slots, split};
 use spile_xen::store::{Tx, XenStore};
 use spile_xen::{DomId, GrantRef, Port};
 
@@ -42,6 +42,10 @@ impl State {
 
 /// Pages of the largest ring: 2^4.
 pub const MAX_RING_ORDER: u32 = 4;
+/// Rings of one disk at most.
+pub const MAX_QUEUES: u16 = 64;
+/// Segments of an indirect request at most: 1 MiB in whole pages.
+pub const MAX_INDIRECT: u16 = 256;
 /// Digits of the largest number that is believed to be one.
 const MAX_DIGITS: usize = 10;
 
@@ -58,6 +62,20 @@ pub struct Offer {
     pub access: Access,
     /// Nothing may be written.
     pub read_only: bool,
+    /// Responses may have rings of their own ([`split`]).
+    pub splits_rings: bool,
+}
+
+impl Offer {
+    /// All that there is.
+    pub const WIDEST: Self = Self {
+        max_order: MAX_RING_ORDER,
+        max_queues: MAX_QUEUES,
+        max_indirect: MAX_INDIRECT,
+        access: Access::Copy,
+        read_only: false,
+        splits_rings: true,
+    };
 }
 
 /// The features, as keys below the back end's path.
@@ -74,6 +92,9 @@ pub fn features(offer: &Offer, info: &DiskInfo, may_discard: bool) -> Vec<(&'sta
     ];
     if offer.max_indirect > 0 {
         keys.push(("feature-max-indirect-segments", offer.max_indirect.to_string()));
+    }
+    if offer.splits_rings {
+        keys.push((split::FEATURE, flag(true)));
     }
     let discards = may_discard && !offer.read_only;
     keys.push(("feature-discard", flag(discards)));
@@ -125,8 +146,20 @@ pub struct RingWish {
     pub order: u32,
     /// They.
     pub refs: Vec<GrantRef>,
+    /// The pages of the ring of responses, if it is one of its own.
+    pub response_refs: Vec<GrantRef>,
     /// The event channel.
     pub port: Port,
+}
+
+impl RingWish {
+    /// Requests in flight at most.
+    pub fn max_in_flight(&self) -> u32 {
+        match self.response_refs.len() {
+            0 => ring_slots(self.order),
+            pages => split::response_slots(pages.ilog2()),
+        }
+    }
 }
 
 /// Reads what the front end at `path` has written, within what was offered.
@@ -143,12 +176,13 @@ pub fn read_wish(store: &mut XenStore, path: &str, offer: &Offer) -> Result<Wish
     };
     let queues = keys.number("multi-queue-num-queues", 1, u32::from(offer.max_queues))?.unwrap_or(1);
     let is_persistent = keys.number("feature-persistent", 0, u32::MAX)?.is_some_and(|value| value != 0);
+    let is_split = offer.splits_rings && keys.number(split::WANTED, 0, 1)? == Some(1);
     let mut rings = Vec::new();
     for queue in 0..queues {
         let folder = if queues > 1 { format!("queue-{queue}/") } else { String::new() };
-        rings.push(keys.ring(&folder, offer.max_order)?);
+        rings.push(keys.ring(&folder, offer.max_order, is_split)?);
     }
-    let mut refs: Vec<_> = rings.iter().flat_map(|ring| &ring.refs).collect();
+    let mut refs: Vec<_> = rings.iter().flat_map(|ring| ring.refs.iter().chain(&ring.response_refs)).collect();
     refs.sort();
     if refs.windows(2).any(|pair| pair[0] == pair[1]) {
         return Err(Error::new(ErrorKind::InvalidInput, format!("{path}: one page is in two rings, or twice in one")));
@@ -184,7 +218,7 @@ impl Keys<'_> {
         self.number(key, 0, u32::MAX)?.ok_or(missing)
     }
 
-    fn ring(&mut self, folder: &str, max_order: u32) -> Result<RingWish> {
+    fn ring(&mut self, folder: &str, max_order: u32, is_split: bool) -> Result<RingWish> {
         let order = self.order(max_order)?;
         let pages = 1u32 << order;
         let single = format!("{folder}ring-ref");
@@ -192,10 +226,19 @@ impl Keys<'_> {
         let refs = if pages == 1 && self.text(&format!("{folder}ring-ref0"))?.is_none() {
             vec![GrantRef(self.demand(&single)?)]
         } else {
-            let each = (0..pages).map(|page| self.demand(&format!("{folder}ring-ref{page}")).map(GrantRef));
-            each.collect::<Result<_>>()?
+            self.refs(&format!("{folder}ring-ref"), pages)?
         };
-        Ok(RingWish { order, refs, port: Port(self.demand(&format!("{folder}event-channel"))?) })
+        let mut response_refs = Vec::new();
+        if is_split {
+            let order = self.number(split::ORDER, 0, max_order)?.unwrap_or(0);
+            response_refs = self.refs(&format!("{folder}{}", split::REF), 1 << order)?;
+        }
+        Ok(RingWish { order, refs, response_refs, port: Port(self.demand(&format!("{folder}event-channel"))?) })
+    }
+
+    /// Keys that end in the numbers of pages.
+    fn refs(&mut self, key: &str, pages: u32) -> Result<Vec<GrantRef>> {
+        (0..pages).map(|page| self.demand(&format!("{key}{page}")).map(GrantRef)).collect()
     }
 
     /// The rings of one device are of one size, which is told once.
@@ -255,7 +298,14 @@ mod tests {
             read_only: false,
             fast_zero: true,
         };
-        let offer = Offer { max_order: 4, max_queues: 2, max_indirect: 256, access: Access::Copy, read_only: false };
+        let offer = Offer {
+            max_order: 4,
+            max_queues: 2,
+            max_indirect: 256,
+            access: Access::Copy,
+            read_only: false,
+            splits_rings: false,
+        };
         let keys = features(&offer, &info, true);
         let get = |name: &str| keys.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str());
         assert_eq!(get("discard-granularity"), Some("4096"));

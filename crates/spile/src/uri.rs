@@ -115,17 +115,21 @@ pub enum Target {
     Nbd(NbdUri),
     /// The socket of a vhost-user-blk server.
     Vhost(PathBuf),
+    /// The folder of a stand-in for Xen.
+    Lab(PathBuf),
 }
 
-/// An NBD URI, or `vhost-user:PATH`.
+/// An NBD URI, `vhost-user:PATH` or `xen-lab:DIR`.
 impl FromStr for Target {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.strip_prefix("vhost-user:") {
-            Some("") => Err("`vhost-user:` needs the path of a socket".to_owned()),
-            Some(path) => Ok(Self::Vhost(path.into())),
-            None => text.parse().map(Self::Nbd).map_err(|e| format!("{e}, or vhost-user:PATH")),
+        match text.split_once(':') {
+            Some(("vhost-user", "")) => Err("`vhost-user:` needs the path of a socket".to_owned()),
+            Some(("vhost-user", path)) => Ok(Self::Vhost(path.into())),
+            Some(("xen-lab", "")) => Err("`xen-lab:` needs a folder".to_owned()),
+            Some(("xen-lab", dir)) => Ok(Self::Lab(dir.into())),
+            _ => text.parse().map(Self::Nbd).map_err(|e| format!("{e}, or vhost-user:PATH or xen-lab:DIR")),
         }
     }
 }
@@ -135,6 +139,7 @@ impl fmt::Display for Target {
         match self {
             Self::Nbd(uri) => uri.fmt(f),
             Self::Vhost(path) => write!(f, "vhost-user:{}", path.display()),
+            Self::Lab(path) => write!(f, "xen-lab:{}", path.display()),
         }
     }
 }

@@ -61,6 +61,7 @@ impl Setup {
             max_order: 4,
             max_indirect: self.max_indirect,
             read_only: false,
+            splits_rings: true,
             trace_records: 0,
             run_dir: dir.path().to_owned(),
         };

@@ -46,7 +46,8 @@ fn an_index_too_far_ahead_breaks_the_ring() {
 #[test]
 fn an_index_far_away_or_going_back_breaks_the_ring() {
     let mut street = Street::new(Access::Copy);
-    for (taken, claimed) in [(0, 1 << 31), (0, u32::MAX), (3, 2), (3, 3 + (1 << 31)), (32, 31), (32, 0), (5, u32::MAX)] {
+    for (taken, claimed) in [(0, 1 << 31), (0, u32::MAX), (3, 2), (3, 3 + (1 << 31)), (32, 31), (32, 0), (5, u32::MAX)]
+    {
         let (front, mut queue) = street.connect(options(Access::Copy));
         (0..taken).for_each(|_| assert_reads(&mut queue));
         street.world.disk.take_did();
@@ -66,7 +67,8 @@ fn indices_wrap_while_the_ring_is_full() {
         let mut street = Street::new(access);
         for abi in ABIS {
             let options = BlkfrontOptions { abi, ..options(access) };
-            let (mut front, mut queues) = street.prepare(options, |_, queues| queues[0].ring_mut().start_at(u32::MAX - 40));
+            let (mut front, mut queues) =
+                street.prepare(options, |_, queues| queues[0].ring_mut().start_at(u32::MAX - 40));
             front.finish().unwrap();
             for round in 0..4 {
                 street.world.disk.hold();
@@ -297,7 +299,8 @@ fn no_request_is_lost_when_the_back_end_falls_asleep() {
     }
     street.rest();
     // Shown without a kick though one was asked for: whatever the next kick is for, it is found.
-    queue.ring_mut().push(&Request::Plain(plain(&queue, op::FLUSH_DISKCACHE, 0, 0)));
+    let flush = plain(&queue, op::FLUSH_DISKCACHE, 0, 0);
+    queue.ring_mut().push(&Request::Plain(flush));
     assert!(queue.ring_mut().publish(), "a kick is asked for");
     street.rest();
     queue.kick();
@@ -355,7 +358,8 @@ fn bytes_of_responses_that_mean_nothing_are_zero() {
             let left = queue.ring().slot(number as u32).to_vec();
             assert_eq!(left[abi.response_bytes()..], slot[abi.response_bytes()..], "the guest's own bytes");
         }
-        assert_eq!(ask_all(&mut queue, &[Request::Plain(plain(&queue, 255, 1, 0))]), [status::EOPNOTSUPP]);
+        let unknown = Request::Plain(plain(&queue, 255, 1, 0));
+        assert_eq!(ask_all(&mut queue, &[unknown]), [status::EOPNOTSUPP]);
         street.assert_well(front, vec![queue]);
     }
 }

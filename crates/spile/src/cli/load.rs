@@ -10,6 +10,7 @@ use nix::sys::signal::Signal;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
 use super::{Exit, complain, print_json, say};
+use crate::load::GuestOptions;
 use crate::load::{self, LoadOutcome, Model, Options, Pattern, Progress, Report, VhostOptions};
 use crate::signals::EndSignals;
 use crate::units::{format_count, format_rate, parse_duration, parse_size};
@@ -32,14 +33,14 @@ enum Rw {
 
 /// Put a load on a server of disks and report throughput, latency and queue depth
 ///
-/// Works with any NBD server and with any vhost-user-blk server, of which it is the guest then. Each connection (of
-/// vhost-user, each queue) has its own thread and its own equal part of the disk. With --verify
+/// Works with any NBD server, with any vhost-user-blk server, of which it is the guest then, and as a Xen guest on the Xen
+/// of `spile xen-lab`, where it makes a disk and takes it away again. Each connection (of a guest, each queue) has its own thread and its own equal part of the disk. With --verify
 /// every 512-byte sector written carries its offset, a version and a checksum; reads are checked, and at the end all
 /// that was written is read back over other connections. Ctrl-C ends the load early and shows its figures. WRITES
 /// DESTROY what is on the disk.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
-    /// The disk: nbd+unix:///NAME?socket=PATH, nbd://HOST:PORT/NAME or vhost-user:PATH
+    /// The disk: nbd+unix:///NAME?socket=PATH, nbd://HOST:PORT/NAME, vhost-user:PATH or xen-lab:DIR
     uri: Target,
     /// The pattern of requests
     #[arg(long, value_enum, default_value = "randread")]
@@ -50,7 +51,7 @@ pub struct LoadArgs {
     /// Requests in flight on each connection
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=65536))]
     depth: u32,
-    /// Connections, or queues of vhost-user, each with a thread
+    /// Connections, or queues of a guest, each with a thread
     #[arg(long, visible_alias = "queues", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     connections: u32,
     /// Stop after this long (10s when no other end is given)
@@ -95,6 +96,8 @@ pub struct LoadArgs {
     server_pid: Option<u32>,
     #[command(flatten)]
     vhost: VhostArgs,
+    #[command(flatten)]
+    guest: GuestArgs,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -102,7 +105,7 @@ pub struct LoadArgs {
 
 /// What only a vhost-user target knows.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "With vhost-user")]
+#[command(next_help_heading = "With vhost-user (--poll with xen-lab too)")]
 struct VhostArgs {
     /// Look for answers all the time instead of sleeping until called
     #[arg(long)]
@@ -130,9 +133,54 @@ impl VhostArgs {
         let options = VhostOptions { poll, huge_pages, segment_bytes, reconnect };
         match target {
             Target::Nbd(_) if options != VhostOptions::default() => {
-                Err(invalid("--poll, --huge-pages, --segment and --reconnect are for vhost-user:PATH only"))
+                Err(invalid("--poll, --huge-pages, --segment and --reconnect are for guests only"))
+            }
+            Target::Lab(_) if options != (VhostOptions { poll, ..VhostOptions::default() }) => {
+                Err(invalid("--huge-pages, --segment and --reconnect are for vhost-user:PATH only"))
             }
             _ => Ok(options),
+        }
+    }
+}
+
+/// What only a Xen guest knows.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "With xen-lab")]
+struct GuestArgs {
+    /// What the back end shall serve: the key `params` of the disk
+    #[arg(long, value_name = "[vhd:|raw:]PATH")]
+    params: Option<String>,
+    /// How the back end shall reach the guest's memory, if not as it would by itself
+    #[arg(long, value_name = "copy|map|map-copy|persistent")]
+    access: Option<String>,
+    /// The ring has 2 to this many pages
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4))]
+    ring_order: Option<u32>,
+    /// Segments of an indirect request at most; none unless given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=256))]
+    indirect: Option<u32>,
+    /// Be a guest of 32 bits
+    #[arg(long)]
+    x86_32: bool,
+}
+
+impl GuestArgs {
+    fn options(&self, target: &Target, poll: bool) -> Result<GuestOptions> {
+        let options = GuestOptions {
+            params: self.params.clone(),
+            access: self.access.clone(),
+            poll,
+            ring_order: self.ring_order.unwrap_or(0),
+            indirect_segments: self.indirect.unwrap_or(0),
+            is_32_bit: self.x86_32,
+        };
+        match target {
+            Target::Lab(_) => Ok(options),
+            _ if options == (GuestOptions { poll, ..GuestOptions::default() }) => Ok(options),
+            _ => {
+                let what = "--params, --access, --ring-order, --indirect and --x86-32 are for xen-lab:DIR only";
+                Err(Error::new(ErrorKind::InvalidInput, what))
+            }
         }
     }
 }
@@ -204,6 +252,7 @@ fn options(args: &LoadArgs) -> Result<Options> {
         flush_every: args.flush_every,
         server_pid: args.server_pid,
         vhost: args.vhost.options(&args.uri)?,
+        guest: args.guest.options(&args.uri, args.vhost.poll)?,
         ..Options::new(args.uri.clone())
     })
 }

@@ -14,6 +14,7 @@ mod map;
 mod resize;
 mod serve;
 mod xen_backend;
+mod xen_lab;
 
 use std::fmt::Display;
 use std::io::Write;
@@ -60,6 +61,7 @@ enum Command {
     Compare(compare::CompareArgs),
     Serve(Box<serve::ServeArgs>),
     Resize(resize::ResizeArgs),
+    XenLab(xen_lab::XenLabArgs),
     XenBackend(Box<xen_backend::XenBackendArgs>),
     #[command(hide = true)]
     XenDisk(Box<xen_backend::XenDiskArgs>),
@@ -114,6 +116,7 @@ pub fn run() -> ExitCode {
         Command::Compare(args) => compare::run(args),
         Command::Serve(args) => serve::run(args),
         Command::Resize(args) => resize::run(args),
+        Command::XenLab(args) => xen_lab::run(args),
         Command::XenBackend(args) => xen_backend::run(args),
         Command::XenDisk(args) => xen_backend::run_disk(args),
         Command::Load(args) => load::run(args),

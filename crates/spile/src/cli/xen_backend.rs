@@ -68,6 +68,9 @@ struct DiskArgs {
     /// Segments (each at most a page) of one indirect request at most; 0 for no such requests, as tapdisk3
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=256), default_value = "256")]
     max_indirect: u16,
+    /// Offer guests rings of their own for responses, an extension of Spile's: more requests are in flight on one page
+    #[arg(long)]
+    split_rings: bool,
     /// Note when the last N requests passed which place, in RUN-DIR/DOMAIN-DEVICE.trace; 0 for none
     #[arg(long, value_name = "N", default_value = "0")]
     trace: u32,
@@ -98,6 +101,8 @@ impl DiskArgs {
         pair("--poll", self.poll.to_string().into());
         pair("--cache", cache.into());
         pair("--workers", self.workers.to_string().into());
+        words.extend(self.split_rings.then(|| "--split-rings".into()));
+        let mut pair = |option: &str, value: OsString| words.extend([option.into(), value]);
         self.parents.allow_parents.iter().for_each(|folder| pair("--allow-parents", folder.clone().into()));
         words.extend(self.place.arguments());
         words
@@ -147,6 +152,7 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
         access: disk.access,
         queues: disk.queues,
         max_indirect: disk.max_indirect,
+        splits_rings: disk.split_rings,
         trace_records: disk.trace,
     };
     let served = serve(&engine, &args.path, &options, opening, signals);

@@ -1,11 +1,12 @@
 //! A load generator for servers of disks: pipelined, one thread a connection, with verification.
 //!
-//! The pump drives a connection; how a request goes to a server and back is a `Transport`: NBD's, or a queue of a
-//! vhost-user-blk device.
+//! The pump drives a connection; how a request goes to a server and back is a `Transport`: NBD's, a queue of a
+//! vhost-user-blk device, or one of a Xen guest.
 //!
 //! [`run`] connects, runs and merges; [`verify`] reads back what a model says was written, for instance after
 //! the server was killed. `spile load`, `spile demo` and the tests use the same functions.
 
+mod blkif;
 mod model;
 mod nbd;
 mod plan;
@@ -25,6 +26,7 @@ use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
 use spile_core::{Error, ErrorKind, Result};
 
+pub use blkif::GuestOptions;
 pub use model::Model;
 pub use plan::{Direction, Rng};
 pub use report::{LaneReport, Report};
@@ -34,6 +36,7 @@ pub use vhost::VhostOptions;
 
 use crate::units::format_size;
 use crate::uri::Target;
+use blkif::BlkifEndpoint;
 use nbd::NbdEndpoint;
 use plan::{Plan, split};
 use pump::{Outcome, Pump, Source, Task};
@@ -84,6 +87,8 @@ pub struct Options {
     pub server_pid: Option<u32>,
     /// For vhost-user: how our guest behaves.
     pub vhost: VhostOptions,
+    /// For a Xen guest: its disk, and how it behaves.
+    pub guest: GuestOptions,
     /// Set from elsewhere to end the run early; what was written is then not read back.
     pub stop: Arc<AtomicBool>,
 }
@@ -107,6 +112,7 @@ impl Options {
             flush_every: 0,
             server_pid: None,
             vhost: VhostOptions::default(),
+            guest: GuestOptions::default(),
             stop: Arc::default(),
         }
     }
@@ -173,6 +179,10 @@ pub fn run_only(options: &Options, mut progress: impl FnMut(Progress)) -> Result
             let endpoint = VhostEndpoint::connect(path, options.connections, options.vhost)?;
             load(options, endpoint, &mut progress)
         }
+        Target::Lab(dir) => {
+            let endpoint = BlkifEndpoint::connect(dir, options.connections, options.guest.clone())?;
+            load(options, endpoint, &mut progress)
+        }
     }
 }
 
@@ -217,6 +227,7 @@ fn verify_until(options: &Options, models: &[Model]) -> Result<(u64, Vec<Mismatc
     match &options.uri {
         Target::Nbd(uri) => look(options, NbdEndpoint::connect(uri, connections)?, models),
         Target::Vhost(path) => look(options, VhostEndpoint::connect(path, connections, options.vhost)?, models),
+        Target::Lab(dir) => look(options, BlkifEndpoint::connect(dir, connections, options.guest.clone())?, models),
     }
 }
 

@@ -38,6 +38,8 @@ pub struct Options {
     pub queues: u16,
     /// Segments of an indirect request at most.
     pub max_indirect: u16,
+    /// Offer rings of their own for responses.
+    pub splits_rings: bool,
     /// Note the times of so many requests.
     pub trace_records: u32,
 }
@@ -101,6 +103,7 @@ pub fn serve(
             max_queues: options.queues,
             max_order: spile_front_blkif::xenbus::MAX_RING_ORDER,
             max_indirect: options.max_indirect,
+            splits_rings: options.splits_rings,
             trace_records: options.trace_records,
             read_only: disks[0].read_only,
             run_dir: options.run_dir.clone(),

@@ -32,3 +32,33 @@ pub mod index {
 pub fn ring_slots(order: u32) -> u32 {
     32 << order
 }
+
+/// *Split rings*, an extension of our own: requests and responses in rings of their own, so that a request's slot is free
+/// as soon as it was taken, and more requests are in flight than one ring has slots.
+///
+/// The ring of requests is as ever, but where the other has the index of responses it has the count of requests that were
+/// taken ([`TAKEN`](split::TAKEN)). The ring of responses has the usual header, of which only the indices of responses are used,
+/// and responses of 16 bytes in both ABIs. At most as many requests are in flight as that has slots.
+///
+/// The back end offers it by `feature-spile-split-rings` = 1. A front end that wants it writes `spile-split-rings` = 1, the
+/// pages of each ring of responses as `spile-response-ref0`, … beside the other keys of the ring, and, when they are more
+/// than one, `spile-response-page-order`.
+pub mod split {
+    /// Where the ring of requests has the count of those that were taken.
+    pub const TAKEN: usize = super::index::RSP_PROD;
+    /// Bytes of a response.
+    pub const RESPONSE_BYTES: usize = 16;
+    /// What the back end offers.
+    pub const FEATURE: &str = "feature-spile-split-rings";
+    /// What the front end wants.
+    pub const WANTED: &str = "spile-split-rings";
+    /// How many pages a ring of responses has.
+    pub const ORDER: &str = "spile-response-page-order";
+    /// The pages, with their number behind.
+    pub const REF: &str = "spile-response-ref";
+
+    /// Slots of a ring of responses of 2^`order` pages.
+    pub fn response_slots(order: u32) -> u32 {
+        128 << order
+    }
+}

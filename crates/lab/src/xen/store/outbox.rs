@@ -1,6 +1,7 @@
 //! What a connection has still to be sent.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
 
 /// So much may wait for a client that does not read; whoever lets more gather loses the connection. It is more than the
 /// answers to all requests that are taken at once.
@@ -11,7 +12,9 @@ const BUSY_BYTES: usize = 64 << 10;
 /// Messages in order.
 #[derive(Debug, Default)]
 pub(in crate::xen) struct Outbox {
-    messages: VecDeque<Vec<u8>>,
+    messages: VecDeque<Arc<[u8]>>,
+    /// The events among them.
+    events: HashSet<Arc<[u8]>>,
     bytes: usize,
     /// Bytes of the first that have gone.
     sent: usize,
@@ -21,17 +24,21 @@ pub(in crate::xen) struct Outbox {
 impl Outbox {
     /// Adds a reply.
     pub fn push(&mut self, message: Vec<u8>) {
+        self.append(message.into());
+    }
+
+    /// Adds an event, unless the same one waits already: whoever takes that later sees this change too.
+    pub fn push_event(&mut self, message: Vec<u8>) {
+        let message: Arc<[u8]> = message.into();
+        if self.events.insert(message.clone()) {
+            self.append(message);
+        }
+    }
+
+    fn append(&mut self, message: Arc<[u8]>) {
         self.bytes += message.len();
         self.messages.push_back(message);
         self.is_overrun |= self.bytes > MAX_BYTES;
-    }
-
-    /// Adds an event, unless the same one waits already.
-    pub fn push_event(&mut self, message: Vec<u8>) {
-        // The first may be half sent.
-        if !self.messages.iter().skip(1).any(|waiting| *waiting == message) {
-            self.push(message);
-        }
     }
 
     /// What to send next.
@@ -44,7 +51,8 @@ impl Outbox {
         self.sent += bytes;
         self.bytes -= bytes;
         if self.messages.front().is_some_and(|message| message.len() == self.sent) {
-            self.messages.pop_front();
+            let message = self.messages.pop_front();
+            message.and_then(|message| self.events.take(&message));
             self.sent = 0;
         }
     }

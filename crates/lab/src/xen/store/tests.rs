@@ -235,9 +235,10 @@ fn events_that_wait_are_not_doubled() {
     watcher.texts(&mut s, M::Watch, &["/a", "t"]).unwrap();
     watcher.events(&mut s);
     (0..100).for_each(|_| ["/a/x", "/a/y", "/a/z"].iter().for_each(|path| drop(dom0.write(&mut s, path, "1"))));
-    let events = watcher.events(&mut s);
-    // The first that waits may be half sent already, so it is not counted upon.
-    assert_eq!(events, ["/a/x t", "/a/y t", "/a/z t", "/a/x t"]);
+    for _ in 0..2 {
+        assert_eq!(watcher.events(&mut s), ["/a/x t", "/a/y t", "/a/z t"]);
+        ["/a/x", "/a/y", "/a/z"].iter().for_each(|path| drop(dom0.write(&mut s, path, "1")));
+    }
 }
 
 #[test]
