@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test bench bench-vhost count fuzz sim guest peer tidy deny clean
+.PHONY: help setup build demo test bench bench-vhost count fuzz sim guest peer tidy deny test-xen clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -22,7 +22,8 @@ help:
 	@echo 'make sim SEEDS=100000   the crash simulator over that many seeds'
 	@echo 'make fuzz               each fuzz target for SECONDS_EACH=60'
 	@echo 'make peer               only the tests against other programs  (ARGS=test_fio)'
-	@echo 'make guest              only the guest boot test'
+	@echo 'make guest              only the tests with a guest under QEMU'
+	@echo 'make test-xen           only the tests on a nested Xen  (ARGS=test_process)'
 
 setup:
 	@scripts/setup.sh build
@@ -64,6 +65,10 @@ peer:
 guest:
 	@scripts/setup.sh test
 	@cargo xtask guest $(ARGS)
+
+test-xen:
+	@scripts/setup.sh test
+	@cargo xtask xen $(ARGS)
 
 tidy:
 	@cargo xtask tidy

@@ -1,4 +1,4 @@
-//! `cargo xtask peer` and `cargo xtask guest`: the tests in `tests/peer/`, against a release build.
+//! `cargo xtask peer`, `cargo xtask guest` and `cargo xtask xen`: the tests in `tests/peer/`, against a release build.
 
 use crate::{Result, shell};
 use std::path::Path;
@@ -10,10 +10,16 @@ pub fn run(arguments: &[String]) -> Result<()> {
     shell::run(&mut command(arguments))
 }
 
-/// Builds the program and boots the guest.
-pub fn run_guest(_arguments: &[String]) -> Result<()> {
+/// Builds the program and boots the guests.
+pub fn run_guest(arguments: &[String]) -> Result<()> {
     build()?;
-    shell::run(&mut guest_command())
+    shell::run(folder_command("guest").args(arguments))
+}
+
+/// Builds the program and boots the nested Xen.
+pub fn run_xen(arguments: &[String]) -> Result<()> {
+    build()?;
+    shell::run(folder_command("xen").args(arguments))
 }
 
 fn build() -> Result<()> {
@@ -27,10 +33,10 @@ pub fn command(arguments: &[String]) -> Command {
     command
 }
 
-/// The guest boot test.
-pub fn guest_command() -> Command {
+/// The runner of the tests in a folder of their own: `guest` or `xen`.
+pub fn folder_command(folder: &str) -> Command {
     let mut command = python("tests/peer/run.py");
-    command.args(["--folder", "guest"]);
+    command.args(["--folder", folder]);
     command
 }
 

@@ -71,8 +71,9 @@ impl Drop for Neighbour {
 
 /// A world with a neighbour.
 pub struct Street {
-    pub world: World,
+    /// Goes first: its device works on the world's engine.
     pub neighbour: Neighbour,
+    pub world: World,
 }
 
 impl Street {
@@ -84,7 +85,7 @@ impl Street {
         let mut world = setup.start();
         let mut neighbour = Neighbour::new(&mut world);
         neighbour.assert_served();
-        Self { world, neighbour }
+        Self { neighbour, world }
     }
 
     /// The rude guest's front end, connected.

@@ -10,7 +10,7 @@ use crate::common::disk::Did;
 use crate::common::hostile::{
     ABIS, Street, ask, ask_all, assert_reads, discard, fill_indirect, indirect, options, page, plain,
 };
-use crate::common::{ACCESSES, GUEST, SIZE, Setup, pattern, wait_until};
+use crate::common::{ACCESSES, GUEST, SIZE, Setup, pattern};
 
 const OKAY: i16 = status::OKAY;
 const ERROR: i16 = status::ERROR;
@@ -348,7 +348,7 @@ fn one_page_in_all_segments_of_a_read() {
         let gref = request.segments[0].gref;
         request.segments.iter_mut().for_each(|segment| segment.gref = gref);
         assert_eq!(ask_all(&mut queue, &[Request::Plain(request); 8]), [OKAY; 8], "{access:?}");
-        wait_until("the last page", || page(&queue, gref).to_vec() == pattern(9, 65536)[40960..45056]);
+        assert_eq!(page(&queue, gref).to_vec(), pattern(9, 65536)[40960..45056], "the last one's");
         street.assert_well(front, vec![queue]);
     }
 }

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod hostile_requests;
 mod hostile_ring;
 mod requests;
 mod restart;
