@@ -1,7 +1,7 @@
 //! `cargo xtask count`: the instructions that the server spends on one request, counted by callgrind.
 //!
 //! Times differ from machine to machine and from minute to minute; instructions hardly do. The release build serves
-//! nothing (`null:`) over vhost-user under valgrind, once with few requests and once with many; the difference, divided
+//! nothing (`null:`) over vhost-user, and to a Xen guest of the stand-in, under valgrind, once with few requests and once with many; the difference, divided
 //! by the requests between them, leaves out what starting and ending cost. The client is an ordinary `spile load`, on the
 //! same core and with the lowest priority: so the server has always answered everything and gone to sleep before it
 //! sees the next batch, and a batch costs the same each time. Figures repeat to 0.2 %. One request at a time is not counted:
@@ -10,7 +10,7 @@
 //! io_uring does not work under every valgrind, so the threads engine runs; on this path only its way to sleep differs.
 //! Reads are of 512 bytes, because some machines count a long fill with zeroes as one instruction a byte.
 //!
-//! The figures are kept in `xtask/counts/vhost-null.json`. What has grown by more than 5 % fails; what has shrunk by more
+//! The figures are kept in `xtask/counts/null.json`. What has grown by more than 5 % fails; what has shrunk by more
 //! is told, so that somebody runs `cargo xtask count --update`. Another compiler makes other code: growth is then a skip.
 
 use crate::bench::server::{Front, Server, pinned, server_cores};
@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// What to do about a change that is meant.
 const UPDATE: &str = "keep it by `cargo xtask count --update`";
@@ -29,13 +30,26 @@ const TOLERANCE: u64 = 5;
 /// A load that is counted. Names are the keys in the file.
 struct Case {
     name: &'static str,
+    /// How the back end reaches a Xen guest's memory; none for vhost-user.
+    access: Option<&'static str>,
     load: &'static [&'static str],
 }
 
+const READ: &[&str] = &["--rw", "randread", "--bs", "512", "--depth", "32"];
+const WRITE: &[&str] = &["--rw", "randwrite", "--bs", "4k", "--depth", "32"];
+
 const CASES: &[Case] = &[
-    Case { name: "read 512 depth 32", load: &["--rw", "randread", "--bs", "512", "--depth", "32"] },
-    Case { name: "write 4k depth 32", load: &["--rw", "randwrite", "--bs", "4k", "--depth", "32"] },
+    Case { name: "vhost-user read 512 depth 32", access: None, load: READ },
+    Case { name: "vhost-user write 4k depth 32", access: None, load: WRITE },
+    Case { name: "blkif persistent read 512 depth 32", access: Some("persistent"), load: READ },
+    Case { name: "blkif persistent write 4k depth 32", access: Some("persistent"), load: WRITE },
+    Case { name: "blkif copy write 4k depth 32", access: Some("copy"), load: WRITE },
 ];
+
+/// Nothing that depends on time: no polling, and no second worker.
+const STEADY: &[&str] = &["--engine", "threads", "--poll", "0", "--workers", "1"];
+/// Longest wait for a disk to serve.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Requests in the short and in the long run.
 const FEW: u64 = 640;
@@ -72,23 +86,65 @@ fn count(spile: &Path, folder: &Path, case: &Case) -> Result<u64> {
 
 /// Instructions of a whole run of the server with so many requests.
 fn instructions(spile: &Path, folder: &Path, case: &Case, requests: u64) -> Result<u64> {
-    let file = folder.join(format!("{}-{requests}.callgrind", case.name.replace([' ', ','], "-")));
+    let name = format!("{}-{requests}.callgrind", case.name.replace([' ', ','], "-"));
+    match case.access {
+        Some(access) => run_blkif(spile, &folder.join(name), access, case.load, requests),
+        None => run_vhost(spile, &folder.join(name), case.load, requests),
+    }
+}
+
+/// The client. It has its core to itself only when the server sleeps.
+fn load(core: &str, spile: &Path, uri: &str, what: &[&str], requests: u64) -> Command {
+    let mut command = pinned(core, "nice");
+    command.args(["-n", "19"]).arg(spile).arg("load").arg(uri).arg("--json");
+    command.args(what).args(["--ios", &requests.to_string()]).stdout(Stdio::null());
+    command
+}
+
+fn run_vhost(spile: &Path, file: &Path, what: &[&str], requests: u64) -> Result<u64> {
     let socket = std::env::temp_dir().join(format!("spile-count-{}.sock", std::process::id()));
     let core = server_cores(1);
     let mut command = pinned(&core, "valgrind");
     command.arg("--tool=callgrind").arg(format!("--callgrind-out-file={}", file.display()));
-    command.arg(spile).args(["serve", "null:1G", "--vhost-user"]).arg(&socket);
-    // Nothing that depends on time: no polling, and no second worker.
-    command.args(["--engine", "threads", "--poll", "0", "--workers", "1"]);
+    command.arg(spile).args(["serve", "null:1G", "--vhost-user"]).arg(&socket).args(STEADY);
     let server = Server::spawn(&mut command, socket, Front::Vhost)?;
-    let mut load = pinned(&core, "nice");
-    load.args(["-n", "19"]).arg(spile).arg("load").arg(server.uri()).arg("--json");
-    load.args(case.load).args(["--ios", &requests.to_string()]);
-    shell::run(load.stdout(Stdio::null()))?;
+    shell::run(&mut load(&core, spile, &server.uri(), what, requests))?;
     // It writes the file when it ends.
     drop(server);
-    let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
     total(&text).ok_or_else(|| format!("{}: no totals", file.display()))
+}
+
+/// The disk's process ends, and writes the file, when the load takes its disk away.
+fn run_blkif(spile: &Path, file: &Path, access: &str, what: &[&str], requests: u64) -> Result<u64> {
+    let lab = std::env::temp_dir().join(format!("spile-count-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&lab);
+    std::fs::create_dir_all(&lab).map_err(|error| format!("{}: {error}", lab.display()))?;
+    let _ = std::fs::remove_file(file);
+    let core = server_cores(1);
+    let host = Server::spawn(Command::new(spile).arg("xen-lab").arg(&lab), lab.join("xenstored"), Front::Nbd)?;
+    let uri = format!("xen-lab:{}", lab.display());
+    let what = [what, &["--params", "null:1G", "--access", access, "--domain", "7"]].concat();
+    let mut client = load(&core, spile, &uri, &what, requests);
+    let mut client = client.spawn().map_err(|error| format!("cannot run {client:?}: {error}"))?;
+    let end = Instant::now() + LIMIT;
+    let counted = loop {
+        // Until the client has made its disk, there is nothing to serve.
+        let mut command = pinned(&core, "valgrind");
+        command.args(["--quiet", "--tool=callgrind"]).arg(format!("--callgrind-out-file={}", file.display()));
+        command.arg(spile).arg("xen-disk").arg("--lab").arg(&lab).arg("--run-dir").arg(&lab).args(STEADY);
+        command.arg("/local/domain/0/backend/vbd/7/51712").stdin(Stdio::null()).stdout(Stdio::null());
+        let served = command.stderr(Stdio::null()).status();
+        let served = served.map_err(|error| format!("cannot run {command:?}: {error}"))?;
+        if served.success() || Instant::now() > end {
+            let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+            break total(&text).ok_or_else(|| format!("{}: no totals", file.display()));
+        }
+    };
+    let client = client.wait().map_err(|error| format!("the client: {error}"))?;
+    drop(host);
+    let _ = std::fs::remove_dir_all(&lab);
+    if client.success() { counted } else { Err(format!("the client: {client}")) }
 }
 
 /// The sum in callgrind's file.
@@ -106,7 +162,7 @@ struct Kept {
 
 impl Kept {
     fn path() -> PathBuf {
-        shell::root().join("xtask/counts/vhost-null.json")
+        shell::root().join("xtask/counts/null.json")
     }
 
     fn read() -> Result<Kept> {
@@ -123,7 +179,7 @@ impl Kept {
 
 fn keep(counted: &BTreeMap<&str, u64>) -> Result<()> {
     let path = Kept::path();
-    let about = "Instructions of the server for one request over vhost-user without a medium. \
+    let about = "Instructions of the server for one request without a medium. \
                  Written by `cargo xtask count --update`.";
     let whole = json!({
         "about": about, "arch": std::env::consts::ARCH, "rustc": rustc()?, "instructions_per_request": counted,

@@ -273,8 +273,11 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         let is_paused = self.store.read_optional(Tx::NONE, &self.key("pause-done"))?.is_some();
         match (self.own_state()?, self.front_state()?) {
             (Some(State::Connected), Some(State::Connected)) if is_paused => return Ok(()),
-            // A front end in state 3 has seen our 4, or is about to.
-            (Some(State::Connected), Some(State::Connected | State::Initialised)) => return self.resume(),
+            // A front end in state 3 has seen our 4, or is about to. One that is to close has requests to be answered first.
+            (Some(State::Connected | State::Closing), Some(State::Connected | State::Initialised)) => {
+                return self.resume();
+            }
+            (Some(State::Closing), _) => return Ok(()),
             _ => {}
         }
         self.keeping.forget();
@@ -317,9 +320,13 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         })
     }
 
+    /// The toolstack may have an image keep all of its space.
+    fn may_discard(&mut self) -> Result<bool> {
+        Ok(self.store.read_optional(Tx::NONE, &self.key("discard-enable"))?.is_none_or(|value| value != "0"))
+    }
+
     fn offer_features(&mut self) -> Result<()> {
-        let may_discard = self.store.read_optional(Tx::NONE, &self.key("discard-enable"))?;
-        let may_discard = may_discard.is_none_or(|value| value != "0");
+        let may_discard = self.may_discard()?;
         let mut keys = features(&self.offer, &self.target.disk.info(), may_discard);
         keys.push(("hotplug-status", "connected".into()));
         keys.push(("kthread-pid", std::process::id().to_string()));
@@ -419,7 +426,9 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         let Err(error) = resumed else {
             return self.store.write(Tx::NONE, &self.key("kthread-pid"), &std::process::id().to_string());
         };
-        if !matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::InvalidInput) {
+        // `Denied`: the guest has revoked its ring, and will not grant it again to whoever comes next.
+        use ErrorKind::{Corrupt, Denied, InvalidInput, NotFound};
+        if !matches!(error.kind(), Corrupt | NotFound | InvalidInput | Denied) {
             // Perhaps it can be done later, by the next process.
             return Err(error);
         }
@@ -467,14 +476,14 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             Access::Persistent if !wish.is_persistent => Access::Map,
             access => access,
         };
-        let number = self.rings.len();
+        let (number, discards) = (self.rings.len(), self.may_discard()?);
         let link = Arc::new(Link::default());
         let setup = Setup {
             target: self.target.clone(),
             grants: self.grants.clone(),
             domain: self.domain,
             access,
-            limits: Limits { max_indirect: self.agreed_indirect, read_only: self.offer.read_only },
+            limits: Limits { max_indirect: self.agreed_indirect, read_only: self.offer.read_only, discards },
             ring,
             journal,
             again,

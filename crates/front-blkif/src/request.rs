@@ -62,6 +62,8 @@ pub struct Limits {
     pub max_indirect: u16,
     /// Nothing may be written.
     pub read_only: bool,
+    /// Sectors may be freed.
+    pub discards: bool,
 }
 
 /// One request. Used again for another: its lists keep their room.
@@ -106,7 +108,8 @@ impl Request {
             blkif::Request::Discard(discard) => {
                 (self.command, self.sector) = (Command::Discard(discard.nr_sectors), discard.sector);
                 match discard.flag & DISCARD_SECURE {
-                    0 => Ok(()),
+                    0 if limits.discards => Ok(()),
+                    0 => Err(Refusal::unsupported("a discard, which is not offered")),
                     _ => Err(Refusal::unsupported("a secure discard, which is not offered")),
                 }
             }
@@ -240,7 +243,7 @@ mod tests {
     use spile_xen::blkif::Discard;
 
     const SIZE_BYTES: u64 = 1 << 30;
-    const LIMITS: Limits = Limits { max_indirect: 256, read_only: false };
+    const LIMITS: Limits = Limits { max_indirect: 256, read_only: false, discards: true };
 
     fn segment(first_sect: u8, last_sect: u8) -> SegmentEntry {
         SegmentEntry { gref: GrantRef(8), first_sect, last_sect }

@@ -222,8 +222,11 @@ impl Keys<'_> {
         let order = self.order(max_order)?;
         let pages = 1u32 << order;
         let single = format!("{folder}ring-ref");
-        // With an order of 0 some front ends write one key and some the other.
-        let refs = if pages == 1 && self.text(&format!("{folder}ring-ref0"))?.is_none() {
+        // With an order of 0 some front ends write one key and some the other. Who writes no order means the one without a
+        // number, and the other is what an earlier driver has left.
+        let has_order = self.text("ring-page-order")?.is_some();
+        let is_single = !has_order && self.text(&single)?.is_some();
+        let refs = if pages == 1 && (is_single || self.text(&format!("{folder}ring-ref0"))?.is_none()) {
             vec![GrantRef(self.demand(&single)?)]
         } else {
             self.refs(&format!("{folder}ring-ref"), pages)?

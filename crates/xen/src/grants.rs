@@ -55,11 +55,11 @@ pub struct GrantStatus(pub i16);
 impl GrantStatus {
     /// Done.
     pub const OKAY: Self = Self(0);
-    /// Refused for another reason, such as a write to a page that was granted for reading.
+    /// Refused for another reason: the entry grants nothing to us, or not what was asked for.
     pub const GENERAL_ERROR: Self = Self(-1);
     /// There is no such domain.
     pub const BAD_DOMAIN: Self = Self(-2);
-    /// No such entry, or it grants nothing to us.
+    /// No such entry: the number is beyond the table.
     pub const BAD_GREF: Self = Self(-3);
 
     /// True when the bytes were copied.

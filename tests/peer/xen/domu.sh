@@ -43,7 +43,7 @@ check /checked
 write
 check /written
 dmesg | grep -E 'I/O error|EXT4-fs (error|warning)' && fail "the kernel complains"
-echo "SPILE BARRIER $(dmesg | grep -o 'blkfront: xvda: .*')"
+echo "SPILE FRONT $(dmesg | grep -o 'blkfront: xvda: .*')"
 mount -o remount,ro / || fail "the root does not go read-only"
 echo "SPILE VERIFIED domU"
 poweroff -f

@@ -152,7 +152,7 @@ def decompressed(payload):
 
 def dom0_initramfs(path, kernel):
     """Busybox, the modules to load and those at hand, and dom0.sh; all else is on the tools' disk."""
-    folders = ("bin", "sbin", "dev", "proc", "sys", "tmp", "run", "mnt", "tools", "data", "etc", "etc/xen", "lib", "var")
+    folders = ("bin", "sbin", "dev", "proc", "sys", "tmp", "run", "mnt", "tools", "data", "lib", "var", "etc", "etc/xen")
     modules = kernel.needed()
     spare = [item for item in kernel.with_dependencies(*SPARE) if item not in modules]
     order = "".join(f"{name}\n" for name, _ in modules)

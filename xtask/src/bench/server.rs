@@ -66,9 +66,20 @@ impl Kind {
 
 /// A running server; dropping it ends it.
 pub struct Server {
-    child: Child,
+    process: Process,
     socket: PathBuf,
     front: Front,
+}
+
+/// A running program; dropping it ends it, by SIGTERM if it hears that.
+struct Process(Child);
+
+impl Process {
+    /// Starts `command` without input and output.
+    fn spawn(command: &mut Command) -> Result<Process> {
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn();
+        child.map(Process).map_err(|error| format!("cannot run {command:?}: {error}"))
+    }
 }
 
 impl Server {
@@ -83,16 +94,14 @@ impl Server {
     pub fn spawn(command: &mut Command, socket: PathBuf, front: Front) -> Result<Server> {
         // A server before may have left it when it was ended the hard way.
         let _ = std::fs::remove_file(&socket);
-        let shown = format!("{command:?}");
         // Servers tell of clients that only look whether they are there; a failure is told below.
         let log = socket.with_extension("log");
         let errors = File::create(&log).map_err(|error| format!("{}: {error}", log.display()))?;
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
-        let child = command.spawn().map_err(|error| format!("cannot run {shown}: {error}"))?;
-        let mut server = Server { child, socket, front };
+        let process = Process::spawn(command.stderr(errors))?;
+        let mut server = Server { process, socket, front };
         server.wait_until_ready().map_err(|problem| {
             let said = std::fs::read_to_string(&log).unwrap_or_default();
-            format!("{shown}: {problem}\n{said}")
+            format!("{command:?}: {problem}\n{said}")
         })?;
         Ok(server)
     }
@@ -100,7 +109,7 @@ impl Server {
     fn wait_until_ready(&mut self) -> Result<()> {
         let end = Instant::now() + LIMIT;
         while UnixStream::connect(&self.socket).is_err() {
-            if let Ok(Some(status)) = self.child.try_wait() {
+            if let Ok(Some(status)) = self.process.0.try_wait() {
                 return Err(status.to_string());
             }
             if Instant::now() > end {
@@ -113,7 +122,7 @@ impl Server {
 
     /// The process.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.process.0.id()
     }
 
     /// The address of its one export.
@@ -128,18 +137,23 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(self.socket.with_extension("log"));
-        let pid = self.child.id().to_string();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let pid = self.0.id().to_string();
         let asked = Command::new("kill").args(["-TERM", &pid]).status();
         let end = Instant::now() + LIMIT;
         while asked.is_ok() && Instant::now() < end {
-            if let Ok(Some(_)) = self.child.try_wait() {
+            if let Ok(Some(_)) = self.0.try_wait() {
                 return;
             }
             std::thread::sleep(Duration::from_millis(1));
         }
         // It did not end when asked: it must not disturb what comes after.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 

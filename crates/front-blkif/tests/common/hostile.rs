@@ -2,6 +2,7 @@
 //! [`Neighbour`], must not notice; and requests that are put into a ring by hand.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use spile_core::Segment;
@@ -129,11 +130,21 @@ impl Street {
     pub fn assert_well(&mut self, mut front: Blkfront, queues: Vec<Queue>) {
         self.neighbour.assert_served();
         front.stop(queues).unwrap();
-        let mut queues = front.restart().unwrap();
-        let bytes = pattern(77, 4096);
-        write(&mut queues[0], 8192, &bytes);
-        assert_eq!(read(&mut queues[0], 8192, 4096), bytes);
+        Self::begin_again(&mut front);
+        let mut queues = front.start().unwrap();
+        if front.disk().is_readonly() {
+            assert_reads(&mut queues[0]);
+        } else {
+            let bytes = pattern(77, 4096);
+            write(&mut queues[0], 8192, &bytes);
+            assert_eq!(read(&mut queues[0], 8192, 4096), bytes);
+        }
         front.stop(queues).unwrap();
+        Self::begin_again(&mut front);
+    }
+
+    /// Waits for an offer; whatever the back end's state is before, for a rude front end may have been quicker than it.
+    fn begin_again(front: &mut Blkfront) {
         front.set_state(1).unwrap();
         wait_until("another offer", || front.backend_state().unwrap() == 2);
     }
@@ -209,7 +220,9 @@ pub fn numbered(mut request: Request, number: u64) -> Request {
 /// The next answer, whose bytes without meaning are zero.
 pub fn next_response(queue: &mut Queue, number: u32) -> Response {
     while !queue.ring().has_response() {
-        assert!(queue.sleep(PATIENCE).unwrap(), "no answer");
+        let is_there = queue.sleep(PATIENCE).unwrap();
+        let indices = [index::REQ_PROD, index::REQ_EVENT, index::RSP_PROD, index::RSP_EVENT];
+        assert!(is_there, "no answer {number}; indices {:?}", indices.map(|at| queue.ring().index(at)));
     }
     let response = queue.ring_mut().pop().unwrap().expect("there is one");
     let ring = queue.ring();
@@ -265,6 +278,32 @@ impl From<IndirectRequest> for Asked {
 /// A sound read by the queue's own path, after requests by hand.
 pub fn assert_reads(queue: &mut Queue) {
     assert_eq!(super::request(queue, Op::Read, 0, 4096), status::OKAY);
+}
+
+/// Runs `rude` over and over in a thread of the guest's, while `work` goes on.
+pub fn beside<R>(rude: impl Fn(u32) + Send + Sync, work: impl FnOnce() -> R) -> R {
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut round = 0u32;
+            while !is_over.load(Ordering::Relaxed) {
+                rude(round);
+                round = round.wrapping_add(1);
+                if round.is_multiple_of(64) {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        /// Ends the thread even when the work fails.
+        struct End<'a>(&'a AtomicBool);
+        impl Drop for End<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Relaxed);
+            }
+        }
+        let _end = End(&is_over);
+        work()
+    })
 }
 
 /// Both layouts.

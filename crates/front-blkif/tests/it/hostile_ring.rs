@@ -1,6 +1,6 @@
 //! Rings of hostile guests: indices, notices, padding, and slots that change while they are read (cases 1 to 12).
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use spile_core::Segment;
@@ -9,7 +9,7 @@ use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_xen::blkif::{Abi, PlainRequest, RING_HEADER_BYTES, Request, Response, index, op, status};
 
 use crate::common::disk::Did;
-use crate::common::hostile::{ABIS, Street, ask_all, assert_reads, next_response, options, plain};
+use crate::common::hostile::{ABIS, Street, ask_all, assert_reads, beside, next_response, numbered, options, plain};
 use crate::common::{ACCESSES, PATIENCE, next, request, wait_until};
 
 /// Case 1, with requests at work: they are answered, and no more is taken.
@@ -87,32 +87,6 @@ fn indices_wrap_while_the_ring_is_full() {
     }
 }
 
-/// Runs `rude` over and over in a thread of the guest's, while `work` goes on.
-fn beside<R>(rude: impl Fn(u32) + Send + Sync, work: impl FnOnce() -> R) -> R {
-    let is_over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut round = 0u32;
-            while !is_over.load(Ordering::Relaxed) {
-                rude(round);
-                round = round.wrapping_add(1);
-                if round.is_multiple_of(64) {
-                    std::thread::yield_now();
-                }
-            }
-        });
-        /// Ends the thread even when the work fails.
-        struct End<'a>(&'a AtomicBool);
-        impl Drop for End<'_> {
-            fn drop(&mut self) {
-                self.0.store(true, Ordering::Relaxed);
-            }
-        }
-        let _end = End(&is_over);
-        work()
-    })
-}
-
 /// Case 4: at worst a notice too many or too few, of which the guest cannot complain. All is answered.
 #[test]
 fn event_indices_may_be_scribbled_on() {
@@ -173,7 +147,8 @@ fn race(street: &mut Street, queue: &mut Queue, rounds: usize, readings: [Reques
     beside(flip, || {
         for _ in 0..rounds {
             (0..32).for_each(|id| {
-                queue.ring_mut().push(&crate::common::hostile::numbered(readings[0], id));
+                // The upper half of a response's number lies where no request is rewritten.
+                queue.ring_mut().push(&numbered(readings[0], id << 32));
             });
             queue.publish();
             queue.kick();
@@ -189,7 +164,7 @@ fn assert_answered_once(queue: &mut Queue, count: usize) {
     for _ in 0..count {
         assert!(queue.spin(PATIENCE), "no answer");
         let response = queue.ring_mut().pop().unwrap().unwrap();
-        let seen = &mut seen[response.id as usize];
+        let seen = &mut seen[(response.id >> 32) as usize];
         assert!(!std::mem::replace(seen, true), "{} is answered twice", response.id);
     }
     assert!(!queue.ring().has_response());

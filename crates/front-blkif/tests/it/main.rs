@@ -4,8 +4,11 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod hostile_ends;
+mod hostile_grants;
 mod hostile_requests;
 mod hostile_ring;
+mod hostile_store;
 mod requests;
 mod restart;
 mod states;

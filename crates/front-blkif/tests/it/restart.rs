@@ -52,3 +52,20 @@ fn a_stop_waits_for_what_was_taken() {
     assert_eq!(slots, (0..8).collect::<Vec<_>>());
     assert_eq!(world.disk.take_did(), [], "nothing was done twice");
 }
+
+/// The guest waits for its requests before it lets the disk go, and for us after that.
+#[test]
+fn a_successor_ends_what_was_being_detached() {
+    let mut world = Setup::new(spile_front_blkif::pages::Access::Copy).start();
+    let (mut front, mut queue) = world.connect_one(BlkfrontOptions::default());
+    world.stop();
+    queue.submit(0, Op::Write, 0, 4096);
+    queue.publish();
+    world.set_backend_key("online", "0");
+    world.set_backend_key("state", "5");
+    world.serve();
+    assert_eq!(next(&mut queue), (0, status::OKAY));
+    front.stop(vec![queue]).unwrap();
+    assert_eq!(world.ended(), End::Closed);
+    assert_eq!(world.backend_key("state").as_deref(), Some("6"));
+}

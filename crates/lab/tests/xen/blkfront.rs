@@ -121,12 +121,25 @@ fn data_come_back_whatever_was_negotiated() {
     }
 }
 
+/// This back end knows nothing of split rings.
+#[test]
+fn one_ring_is_enough_where_two_are_not_offered() {
+    let mut world = world(BlkfrontOptions { split_response_order: Some(1), depth: 128, ..Default::default() });
+    let mut queue = world.front.start().unwrap().remove(0);
+    assert!(!world.front.features().splits_rings && !queue.ring().is_split());
+    assert_eq!((queue.slots(), queue.ring().max_in_flight()), (32, 32));
+    write_and_read(&mut queue, 0, 4096);
+    world.front.stop(vec![queue]).unwrap();
+}
+
 #[test]
 fn indices_go_round() {
     let mut world = world(BlkfrontOptions::default());
     world.front.negotiate().unwrap();
-    let mut queues = world.front.prepare().unwrap();
+    let mut queues = world.front.make_queues().unwrap();
     queues[0].ring_mut().start_at(u32::MAX - 70);
+    world.front.write_keys(&queues).unwrap();
+    world.front.set_state(state::INITIALISED).unwrap();
     world.front.finish().unwrap();
     write_and_read(&mut queues[0], 0, 4096);
     assert_eq!(queues[0].ring().index(index::RSP_PROD), (3 * 2 * 32u32).wrapping_sub(71));

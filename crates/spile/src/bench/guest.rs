@@ -33,6 +33,10 @@ pub struct DiskSetup {
     pub indirect_segments: u32,
     /// The front end asks for persistent grants.
     pub is_persistent: bool,
+    /// The front end asks for a ring of its own for responses.
+    pub is_split: bool,
+    /// Requests that the rings hold.
+    pub ring_slots: u32,
     /// The longest request of a program in the guest.
     pub max_request_bytes: u64,
 }
@@ -43,9 +47,9 @@ impl DiskSetup {
         u64::from(self.indirect_segments.max(11)) * 4096
     }
 
-    /// Parts of the longest request, as far as a ring of one page holds them.
+    /// Parts of the longest request, as far as the rings hold them.
     fn slots(&self) -> u64 {
-        self.max_request_bytes.div_ceil(self.part_bytes()).clamp(1, 32)
+        self.max_request_bytes.div_ceil(self.part_bytes()).clamp(1, self.ring_slots.into())
     }
 
     /// The memory that its pages need, with persistent grants those of the programs too.
@@ -62,6 +66,7 @@ impl DiskSetup {
             data_bytes: self.part_bytes().min(self.max_request_bytes.next_multiple_of(4096)) as u32,
             indirect_segments: self.indirect_segments,
             persistent: self.is_persistent,
+            split_response_order: self.is_split.then_some(0),
             ..BlkfrontOptions::default()
         }
     }
@@ -200,7 +205,8 @@ impl AtWork {
                 // Not zeroes, which a disk may treat as a hole.
                 queue.data(slot).fill(0x5a);
             }
-            self.disks.push(Disk { queue, _front: front, part_bytes, at: 0 });
+            let free = (0..queue.slots()).rev().collect();
+            self.disks.push(Disk { queue, _front: front, free, part_bytes, at: 0 });
         }
         Ok(Answer::Done)
     }
@@ -226,6 +232,8 @@ struct Disk {
     queue: Queue,
     /// Its connection to xenstore.
     _front: Blkfront,
+    /// Slots without a request.
+    free: Vec<usize>,
     /// Bytes of the largest request that goes into the ring.
     part_bytes: u64,
     /// Where the next request goes.
@@ -246,17 +254,9 @@ impl Disk {
     fn request(&mut self, op: Op, offset_bytes: u64, len_bytes: u64) -> Result<Times> {
         let mut times = Times { started: now_ns(), ..Times::default() };
         let (mut at, end) = (offset_bytes, offset_bytes + len_bytes);
-        let mut free: u32 = !0 >> (32 - self.queue.slots().min(32));
         while at < end || self.queue.outstanding() > 0 {
-            if at < end && free != 0 {
-                while at < end && free != 0 {
-                    let slot = free.trailing_zeros() as usize;
-                    free &= free - 1;
-                    let len = (end - at).min(self.part_bytes);
-                    self.queue.submit(slot, op, at, len as u32);
-                    at += len;
-                }
-                self.queue.publish();
+            if at < end && !self.free.is_empty() {
+                at = self.issue(op, at, end);
                 if times.kicked == 0 {
                     times.kicked = now_ns();
                 }
@@ -270,11 +270,24 @@ impl Disk {
                 if completion.status != status::OKAY {
                     return Err(refusal(op, offset_bytes, completion.status));
                 }
-                free |= 1 << completion.slot;
+                self.free.push(completion.slot);
             }
         }
         times.done = now_ns();
         Ok(times)
+    }
+
+    /// Puts parts of a request into the ring from byte `at` on, as many as there are slots; where it has come to.
+    fn issue(&mut self, op: Op, mut at: u64, end: u64) -> u64 {
+        while at < end
+            && let Some(slot) = self.free.pop()
+        {
+            let len = (end - at).min(self.part_bytes);
+            self.queue.submit(slot, op, at, len as u32);
+            at += len;
+        }
+        self.queue.publish();
+        at
     }
 
     /// Requests from one moment to another; bytes in a second up to the end of the last request.
@@ -297,7 +310,14 @@ mod tests {
     use super::*;
 
     fn setup(indirect_segments: u32, max_request_bytes: u64) -> DiskSetup {
-        DiskSetup { device: 51712, indirect_segments, is_persistent: false, max_request_bytes }
+        DiskSetup {
+            device: 51712,
+            indirect_segments,
+            is_persistent: false,
+            is_split: false,
+            ring_slots: 32,
+            max_request_bytes,
+        }
     }
 
     #[test]

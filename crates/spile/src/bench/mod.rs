@@ -18,6 +18,7 @@ pub mod world;
 
 use std::path::{Path, PathBuf};
 
+use comfy_table::{Cell, CellAlignment, LineStyle, Table, TableStyle};
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, Result, ResultExt};
 use spile_lab::xen::blkfront::Op;
@@ -83,3 +84,20 @@ pub fn save(dir: &Path, name: &str, text: &str) -> Result<PathBuf> {
 
 /// Figures and the names of their files, without the extension.
 pub type Figures = Vec<(String, Figure)>;
+
+/// Lines above, below and under the header: what is between them has many rows.
+const STYLE: TableStyle = TableStyle::new()
+    .top_border(LineStyle::none().fill('─').junction('─'))
+    .header_separator(LineStyle::none().fill('─').junction('─'))
+    .bottom_border(LineStyle::none().fill('─').junction('─'));
+
+fn table(header: impl IntoIterator<Item = String>) -> Table {
+    let mut table = Table::new();
+    table.load_style(STYLE);
+    table.set_header(header.into_iter().map(Cell::new));
+    table
+}
+
+fn right(text: impl Into<String>) -> Cell {
+    Cell::new(text.into()).set_alignment(CellAlignment::Right)
+}

@@ -1,5 +1,7 @@
 //! The ways from a guest's ring to a disk: one line each.
 
+use spile_xen::blkif::{ring_slots, split};
+
 /// A way from a guest's ring to a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingPath {
@@ -9,28 +11,47 @@ pub struct RingPath {
     pub access: &'static str,
     /// Segments of the front end's indirect requests; 0: none, and requests have at most 11 segments, 44 KiB.
     pub indirect_segments: u32,
-    /// What it stands for.
-    pub stands_for: &'static str,
+    /// Responses have a ring of their own.
+    pub is_split: bool,
+    /// It is measured unless others are named.
+    pub is_usual: bool,
 }
 
+/// Segments that Linux's blkfront asks for unless told else: requests of up to 128 KiB.
+const LINUX: u32 = 32;
 /// As many as the back end offers: requests of up to 1 MiB.
-const INDIRECT: u32 = 256;
+const MOST: u32 = 256;
 
 /// All of them.
 pub const RINGS: &[RingPath] = &[
-    ring("grant-map-memcpy", "map-copy", 0, "as tapdisk2: pages mapped, copied and unmapped, requests of 44 KiB"),
-    ring("grant-map-memcpy-indirect", "map-copy", INDIRECT, "the same with indirect segments"),
-    ring("grant-map", "map", INDIRECT, "as blkback: pages mapped for the time of the I/O"),
-    ring("persistent", "persistent", INDIRECT, "as qemu's qdisk: pages stay mapped, the guest copies"),
-    ring("grant-copy-44k", "copy", 0, "as tapdisk3: the hypervisor copies, requests of 44 KiB"),
-    ring("grant-copy", "copy", INDIRECT, "Spile's default: the hypervisor copies, indirect segments"),
+    // As tapdisk2.
+    RingPath { is_usual: true, ..ring("grant-map-memcpy", "map-copy", 0) },
+    ring("grant-map-memcpy-indirect", "map-copy", LINUX),
+    // As blkback.
+    RingPath { is_usual: true, ..ring("grant-map", "map", LINUX) },
+    // As qemu's qdisk.
+    RingPath { is_usual: true, ..ring("persistent", "persistent", LINUX) },
+    // As tapdisk3.
+    RingPath { is_usual: true, ..ring("grant-copy-44k", "copy", 0) },
+    RingPath { is_usual: true, is_split: true, ..ring("grant-copy-44k-split", "copy", 0) },
+    // Ours.
+    RingPath { is_usual: true, ..ring("grant-copy", "copy", LINUX) },
+    RingPath { is_split: true, ..ring("grant-copy-split", "copy", LINUX) },
+    ring("grant-copy-1m", "copy", MOST),
 ];
 
-const fn ring(name: &'static str, access: &'static str, indirect_segments: u32, stands_for: &'static str) -> RingPath {
-    RingPath { name, access, indirect_segments, stands_for }
+const fn ring(name: &'static str, access: &'static str, indirect_segments: u32) -> RingPath {
+    RingPath { name, access, indirect_segments, is_split: false, is_usual: false }
 }
 
 /// The way of that name.
 pub fn find(name: &str) -> Option<RingPath> {
     RINGS.iter().find(|ring| ring.name == name).copied()
+}
+
+impl RingPath {
+    /// Requests that its rings, of a page each, hold.
+    pub fn slots(&self) -> u32 {
+        if self.is_split { split::response_slots(0) } else { ring_slots(0) }
+    }
 }

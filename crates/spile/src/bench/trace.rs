@@ -92,7 +92,7 @@ pub struct Phases {
     pub complete_us: f64,
     /// The data of a read are copied out, or pages are unmapped.
     pub copy_out_or_unmap_us: f64,
-    /// Until the guest can see the answer.
+    /// Until the guest can see the answer; what is still mapped then is unmapped.
     pub response_us: f64,
     /// Until the guest is awake.
     pub notify_us: f64,

@@ -209,6 +209,9 @@ impl World {
         let mut args: Vec<std::ffi::OsString> = vec!["xen-disk".into(), path.clone().into()];
         args.extend(["--lab".into(), self.lab.clone().into(), "--run-dir".into(), self.run_dir.clone().into()]);
         args.extend(["--access".into(), disk.path.access.into()]);
+        if disk.path.is_split {
+            args.push("--split-rings".into());
+        }
         if disk.traced > 0 {
             args.extend(["--trace".into(), disk.traced.to_string().into()]);
         }
@@ -264,6 +267,8 @@ impl WantedDisk {
             device: device(number),
             indirect_segments: self.path.indirect_segments,
             is_persistent: self.path.access == "persistent",
+            is_split: self.path.is_split,
+            ring_slots: self.path.slots(),
             max_request_bytes: self.max_request_bytes,
         }
     }

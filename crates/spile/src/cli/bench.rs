@@ -23,13 +23,16 @@ use crate::units::{parse_duration, parse_size};
 /// shape of their curves mean something there; Xen's absolute costs are others. The paths take turns, so that what else
 /// the host does falls on all alike.
 ///
-/// Paths through a ring:
-///   grant-map-memcpy           as tapdisk2: pages mapped, copied and unmapped, requests of 44 KiB
-///   grant-map-memcpy-indirect  the same with indirect segments
-///   grant-map                  as blkback: pages mapped for the time of the I/O
-///   persistent                 as qemu's qdisk: pages stay mapped, the guest copies
-///   grant-copy-44k             as tapdisk3: the hypervisor copies, requests of 44 KiB
-///   grant-copy                 Spile's default: the hypervisor copies, indirect segments
+/// Paths through a ring; those marked * are measured unless others are named:
+///   grant-map-memcpy           * as tapdisk2: pages mapped, copied and unmapped, requests of 44 KiB
+///   grant-map-memcpy-indirect    the same with indirect segments, as many as Linux asks for: 128 KiB
+///   grant-map                  * as blkback: pages mapped for the time of the I/O, indirect segments
+///   persistent                 * as qemu's qdisk: pages stay mapped, the guest copies, indirect segments
+///   grant-copy-44k             * as tapdisk3: the hypervisor copies, requests of 44 KiB
+///   grant-copy-44k-split       * the same with a ring of its own for responses
+///   grant-copy                 * Spile's default: the hypervisor copies, indirect segments
+///   grant-copy-split             the same with a ring of its own for responses
+///   grant-copy-1m                the same with one ring and as many segments as Spile offers: 1 MiB
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct BenchArgs {

@@ -147,6 +147,9 @@ impl VhostArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "With xen-lab")]
 struct GuestArgs {
+    /// The guest's number [default: any that is free]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=32751))]
+    domain: Option<u16>,
     /// What the back end shall serve: the key `params` of the disk
     #[arg(long, value_name = "[vhd:|raw:]PATH")]
     params: Option<String>,
@@ -167,6 +170,7 @@ struct GuestArgs {
 impl GuestArgs {
     fn options(&self, target: &Target, poll: bool) -> Result<GuestOptions> {
         let options = GuestOptions {
+            domain: self.domain,
             params: self.params.clone(),
             access: self.access.clone(),
             poll,
@@ -178,7 +182,8 @@ impl GuestArgs {
             Target::Lab(_) => Ok(options),
             _ if options == (GuestOptions { poll, ..GuestOptions::default() }) => Ok(options),
             _ => {
-                let what = "--params, --access, --ring-order, --indirect and --x86-32 are for xen-lab:DIR only";
+                let what =
+                    "--domain, --params, --access, --ring-order, --indirect and --x86-32 are for xen-lab:DIR only";
                 Err(Error::new(ErrorKind::InvalidInput, what))
             }
         }

@@ -25,7 +25,7 @@ use clap::{Args, Parser, Subcommand};
 use nix::sys::signal::Signal;
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Result};
-use spile_engine::{CacheMode, Config, Engine};
+use spile_engine::{CacheMode, Config, Engine, EngineKind};
 use spile_image::{Format, OpenOptions};
 
 use crate::signals;
@@ -168,6 +168,10 @@ impl ParentArgs {
 }
 
 fn parse_format(text: &str) -> Result<Format, String> {
+    text.parse().map_err(|error: Error| error.to_string())
+}
+
+fn parse_engine(text: &str) -> Result<EngineKind, String> {
     text.parse().map_err(|error: Error| error.to_string())
 }
 

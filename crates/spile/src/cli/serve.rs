@@ -13,7 +13,7 @@ use spile_front_nbd::{ServerConfig, TlsConfig};
 use spile_front_vhost::Handover;
 use spile_image::Format;
 
-use super::{Exit, ParentArgs, complain, parse_cache, parse_format, try_say};
+use super::{Exit, ParentArgs, complain, parse_cache, parse_engine, parse_format, try_say};
 use crate::disks::DiskSpec;
 use crate::listen::{self, Bound, Published};
 use crate::log;
@@ -107,10 +107,6 @@ pub struct ServeArgs {
     /// Hang up on clients that have not chosen an export after this long
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10s")]
     handshake_timeout: Duration,
-}
-
-fn parse_engine(text: &str) -> Result<EngineKind, String> {
-    text.parse().map_err(|error: Error| error.to_string())
 }
 
 /// Runs `spile serve`.

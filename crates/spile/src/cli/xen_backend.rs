@@ -7,10 +7,10 @@ use std::time::Duration;
 use clap::Args;
 use rustix::event::{EventfdFlags, eventfd};
 use spile_core::{Error, Result};
-use spile_engine::{CacheMode, Config, Engine};
+use spile_engine::{CacheMode, Config, Engine, EngineKind};
 use spile_front_blkif::pages::Access;
 
-use super::{Exit, ParentArgs, parse_cache, try_say};
+use super::{Exit, ParentArgs, parse_cache, parse_engine, try_say};
 use crate::log;
 use crate::notify::notify;
 use crate::serving::disks::Opening;
@@ -80,6 +80,9 @@ struct DiskArgs {
     /// The way to the disks' bytes: past the page cache (O_DIRECT) or through it
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "direct")]
     cache: CacheMode,
+    /// How I/O is done: auto takes io_uring where the kernel has and allows it
+    #[arg(long, value_name = "auto|uring|threads", value_parser = parse_engine, default_value = "auto")]
+    engine: EngineKind,
     /// Worker threads of a disk
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), default_value = "1")]
     workers: u16,
@@ -100,6 +103,7 @@ impl DiskArgs {
         pair("--trace", self.trace.to_string().into());
         pair("--poll", self.poll.to_string().into());
         pair("--cache", cache.into());
+        pair("--engine", self.engine.to_string().into());
         pair("--workers", self.workers.to_string().into());
         words.extend(self.split_rings.then(|| "--split-rings".into()));
         let mut pair = |option: &str, value: OsString| words.extend([option.into(), value]);
@@ -137,8 +141,12 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     log::to_stderr();
     let signals = EndSignals::block()?;
     let disk = &args.disk;
-    let config =
-        Config { workers: disk.workers.into(), poll: Duration::from_micros(disk.poll.into()), ..Config::default() };
+    let config = Config {
+        kind: disk.engine,
+        workers: disk.workers.into(),
+        poll: Duration::from_micros(disk.poll.into()),
+        ..Config::default()
+    };
     let engine = Engine::start(config)?;
     let opening = Opening {
         specs: Vec::new(),

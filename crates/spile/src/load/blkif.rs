@@ -26,6 +26,8 @@ const DOMAINS: u32 = 30_000;
 /// How our guest behaves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GuestOptions {
+    /// Its number, if not just any.
+    pub domain: Option<u16>,
     /// What is served: the key `params`.
     pub params: Option<String>,
     /// The key `spile-access`: how the back end reaches our memory.
@@ -76,8 +78,8 @@ impl BlkifEndpoint {
         let params = options.params.clone().ok_or_else(|| {
             Error::new(ErrorKind::InvalidInput, "it is not said what to serve").hint("say --params [vhd:|raw:]PATH")
         })?;
-        let domain = FIRST_DOMAIN + std::process::id() % DOMAINS;
-        let guest = Arc::new(Guest::create(dir, DomId(domain as u16), GUEST_BYTES)?);
+        let any = (FIRST_DOMAIN + std::process::id() % DOMAINS) as u16;
+        let guest = Arc::new(Guest::create(dir, DomId(options.domain.unwrap_or(any)), GUEST_BYTES)?);
         let mut vbd = Vbd::new(guest.id(), params);
         vbd.extra.extend(options.access.clone().map(|access| ("spile-access".to_owned(), access)));
         let xenstored = dir.join("xenstored");

@@ -113,11 +113,9 @@ impl Backend {
         let mut get = |key: &str| self.store.read_optional(Tx::NONE, &format!("{path}/{key}"));
         let is_whole = get("params")?.is_some() && get("frontend")?.is_some();
         let state = get("state")?.and_then(|text| State::parse(&text));
-        let is_wanted = get("online")?.is_some_and(|online| online != "0");
-        Ok(is_whole
-            && is_wanted
-            && file_stem(path).is_ok()
-            && !matches!(state, None | Some(State::Closing | State::Closed)))
+        // Also one that is to go, as long as it has not gone: its guest waits for that.
+        let is_there = get("online")?.is_some();
+        Ok(is_whole && is_there && file_stem(path).is_ok() && !matches!(state, None | Some(State::Closed)))
     }
 
     /// The process that serves a disk already, else a new one.

@@ -4,8 +4,7 @@
 //! u32, and keeps further rings back until the port has been written to the same file: rings between the two become
 //! one.
 
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use spile_core::{Error, Result};
@@ -24,8 +23,6 @@ struct BindInterdomain {
 }
 
 const BIND_INTERDOMAIN: u32 = request(b'E', 1, size_of::<BindInterdomain>());
-/// The argument is struct ioctl_evtchn_notify: a port.
-const NOTIFY: u32 = request(b'E', 4, size_of::<u32>());
 
 /// Event channels of a real Xen.
 #[derive(Debug)]
@@ -63,27 +60,15 @@ impl EventChannels for Evtchn {
     }
 }
 
-/// Rings the guest at the other end of `port`, which is bound to the device file `device`.
-///
-/// # Errors
-/// `ENOTCONN` when the port is not bound to this file (any more).
-pub fn notify(device: BorrowedFd<'_>, port: Port) -> io::Result<()> {
-    let mut argument = port.0;
-    // SAFETY: the argument of this call, which the device only reads.
-    unsafe { call(device, NOTIFY, &raw mut argument) }.map(drop)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
     use spile_core::ErrorKind;
 
     use super::*;
 
     #[test]
     fn the_numbers_are_those_of_the_header_file() {
-        assert_eq!((BIND_INTERDOMAIN, NOTIFY), (0x0008_4501, 0x0004_4504));
+        assert_eq!(BIND_INTERDOMAIN, 0x0008_4501);
     }
 
     #[test]
@@ -102,6 +87,5 @@ mod tests {
         let error = channels.bind(DomId(3), Port(9)).unwrap_err();
         assert_eq!(error.os_errno(), Some(libc::ENOTTY));
         assert!(error.to_string().contains("bind to event channel 9 of domain 3"), "{error}");
-        assert_eq!(notify(file.as_file().as_fd(), Port(9)).unwrap_err().raw_os_error(), Some(libc::ENOTTY));
     }
 }

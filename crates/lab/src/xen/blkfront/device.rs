@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use spile_core::{Error, ErrorKind, Result};
-use spile_mem::Segments;
-use spile_xen::blkif::{INDIRECT_PAGES, SEGMENTS_PER_PAGE, SLOT_SEGMENTS, ring_slots};
+use spile_mem::{Segment, Segments};
+use spile_xen::blkif::{INDIRECT_PAGES, SEGMENTS_PER_PAGE, SLOT_SEGMENTS, ring_slots, split};
 use spile_xen::store::{Tx, XenStore};
 use spile_xen::{DomId, GrantRef, XEN_PAGE_BYTES};
 
@@ -249,23 +249,49 @@ impl Blkfront {
     }
 
     fn make_queue(&self) -> Result<Queue> {
-        let order = self.options.ring_order.min(self.features.max_ring_order).min(4);
-        let slots = ring_slots(order);
-        let ring_pages = self.guest.take_frames(1 << order)?;
-        let grant = |number| self.guest.grant(self.backend_id, ring_pages.first + number, false);
-        let mut frames = vec![ring_pages.clone()];
-        let ring_refs: Result<Vec<GrantRef>> = (0..1 << order).map(grant).collect();
+        let mut frames = Vec::new();
+        let order = self.order_at_most(self.options.ring_order);
+        let (bytes, ring_refs) = self.ring_pages(order, &mut frames)?;
+        let mut ring = Ring::new(bytes, self.options.abi, ring_slots(order));
+        let mut response_refs = Vec::new();
+        if let Some(order) = self.split_order() {
+            let (bytes, refs) = self.ring_pages(order, &mut frames)?;
+            ring = ring.with_responses(bytes, split::response_slots(order));
+            response_refs = refs;
+        }
+        let depth = self.options.depth.clamp(1, ring.max_in_flight() as usize);
         Queue::new(QueueParts {
             guest: self.guest.clone(),
             backend: self.backend_id,
-            ring: Ring::new(ring_pages.bytes.clone(), self.options.abi, slots),
-            ring_refs: ring_refs?,
+            ring,
+            ring_refs,
+            response_refs,
             event: self.guest.alloc_unbound(self.backend_id)?,
-            slots: self.make_slots(self.options.depth.clamp(1, slots as usize), &mut frames)?,
+            slots: self.make_slots(depth, &mut frames)?,
             frames,
             is_persistent: self.is_persistent(),
             handle: self.device as u16,
         })
+    }
+
+    /// The order of a ring, by what is wanted and what the back end offers.
+    fn order_at_most(&self, wanted: u32) -> u32 {
+        wanted.min(self.features.max_ring_order).min(4)
+    }
+
+    /// The order of the rings of responses, if these have rings of their own.
+    fn split_order(&self) -> Option<u32> {
+        let wanted = self.options.split_response_order.filter(|_| self.features.splits_rings);
+        wanted.map(|order| self.order_at_most(order))
+    }
+
+    /// The pages of a ring, which are granted and noted in `frames`.
+    fn ring_pages(&self, order: u32, frames: &mut Vec<Frames>) -> Result<(Segment, Vec<GrantRef>)> {
+        let pages = self.guest.take_frames(1 << order)?;
+        let grant = |number| self.guest.grant(self.backend_id, pages.first + number, false);
+        let refs = (0..pages.count()).map(grant).collect::<Result<_>>()?;
+        frames.push(pages.clone());
+        Ok((pages.bytes, refs))
     }
 
     /// Slots, whose memory is noted in `frames`.
@@ -313,14 +339,27 @@ impl Blkfront {
         if queues.len() > 1 {
             keys.push((key("multi-queue-num-queues"), queues.len().to_string()));
         }
+        keys.extend(self.split_keys().map(|(name, value)| (key(name), value)));
         for (number, queue) in queues.iter().enumerate() {
             let folder = if queues.len() > 1 { key(&format!("queue-{number}")) } else { self.path.clone() };
             for (page, gref) in queue.ring_refs().iter().enumerate() {
                 let name = if is_numbered { format!("ring-ref{page}") } else { "ring-ref".to_owned() };
                 keys.push((format!("{folder}/{name}"), gref.0.to_string()));
             }
+            for (page, gref) in queue.response_refs().iter().enumerate() {
+                keys.push((format!("{folder}/{}{page}", split::REF), gref.0.to_string()));
+            }
             keys.push((format!("{folder}/event-channel"), queue.event().port.0.to_string()));
         }
         keys
+    }
+
+    /// What is said of split rings. When they are wanted, the key is written even if they are not to be had: one of an
+    /// earlier connection shall not stay. Other front ends write nothing.
+    fn split_keys(&self) -> impl Iterator<Item = (&'static str, String)> {
+        let order = self.split_order();
+        let wanted = self.options.split_response_order.is_some() || self.features.splits_rings;
+        let wanted = wanted.then(|| (split::WANTED, u8::from(order.is_some()).to_string()));
+        wanted.into_iter().chain(order.map(|order| (split::ORDER, order.to_string())))
     }
 }

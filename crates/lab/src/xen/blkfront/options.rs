@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use spile_core::Result;
-use spile_xen::blkif::Abi;
+use spile_xen::blkif::{Abi, split};
 use spile_xen::store::{Tx, XenStore};
 
 /// How a front end behaves.
@@ -15,7 +15,10 @@ pub struct BlkfrontOptions {
     pub ring_order: u32,
     /// Queues, at most as many as the back end offers.
     pub queues: u32,
-    /// Requests in flight in each queue, at most the ring's slots.
+    /// Responses come in rings of their own, of at most 2 to this many pages, where the back end offers that
+    /// ([`spile_xen::blkif::split`]); else, and with `None`, in the ring of requests.
+    pub split_response_order: Option<u32>,
+    /// Requests in flight in each queue, at most the ring's slots; with split rings at most those of the ring of responses.
     pub depth: usize,
     /// The most bytes of a request, as far as segments reach.
     pub data_bytes: u32,
@@ -37,6 +40,7 @@ impl Default for BlkfrontOptions {
             abi: Abi::X86_64,
             ring_order: 0,
             queues: 1,
+            split_response_order: None,
             depth: 32,
             data_bytes: 44 << 10,
             indirect_segments: 0,
@@ -67,6 +71,8 @@ pub struct Features {
     pub max_ring_order: u32,
     /// `multi-queue-max-queues`, at least 1.
     pub max_queues: u32,
+    /// `feature-spile-split-rings`.
+    pub splits_rings: bool,
 }
 
 impl Features {
@@ -81,6 +87,7 @@ impl Features {
             max_indirect_segments: number("feature-max-indirect-segments")? as u32,
             max_ring_order: number("max-ring-page-order")? as u32,
             max_queues: number("multi-queue-max-queues")?.max(1) as u32,
+            splits_rings: number(split::FEATURE)? == 1,
         })
     }
 }

@@ -1,5 +1,12 @@
 //! The data path of one ring: slots with fixed pages, of which each can hold one request at a time.
+//!
+//! With split rings more requests can be in flight than the ring of requests has slots. A request for which there is none
+//! waits in a list here, in order, and goes into the ring as soon as the back end has taken others: within
+//! [`Queue::publish`], which looks for that for some microseconds, as the back end takes all it sees at once, or within the next
+//! [`Queue::take`], [`Queue::sleep`] or [`Queue::spin`]. Nobody rings when requests are taken, so the sleep is short
+//! then. A back end that is gone for a while is no different from a slow one.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,6 +22,10 @@ use crate::xen::guest::{EventPort, Frames, Guest};
 
 /// Looks at the ring between two looks at the clock: a few microseconds.
 const SPINS: u32 = 100;
+/// Looks at a full ring of requests while one publishes: some tens of microseconds, in which a back end that is awake takes them.
+const FULL_SPINS: u32 = 1000;
+/// How long one sleeps at a time while requests wait for slots.
+const NAP: Duration = Duration::from_millis(1);
 /// Bits of a request's number that say its slot; the others count the slot's requests, so that a late answer is noticed.
 const SLOT_BITS: u32 = 16;
 
@@ -41,6 +52,8 @@ pub(super) struct QueueParts {
     pub ring: Ring,
     /// The ring's own grants.
     pub ring_refs: Vec<GrantRef>,
+    /// Those of the ring of responses, if it is one of its own.
+    pub response_refs: Vec<GrantRef>,
     pub event: EventPort,
     pub slots: Vec<SlotMemory>,
     /// All memory of ring and slots.
@@ -56,9 +69,12 @@ pub struct Queue {
     backend: DomId,
     ring: Ring,
     ring_refs: Vec<GrantRef>,
+    response_refs: Vec<GrantRef>,
     event: EventPort,
     bell: Bell,
     slots: Vec<Slot>,
+    /// The slots whose requests were submitted and are not in the ring yet.
+    waiting: VecDeque<usize>,
     frames: Vec<Frames>,
     outstanding: usize,
     is_persistent: bool,
@@ -67,15 +83,30 @@ pub struct Queue {
 
 impl Queue {
     pub(super) fn new(parts: QueueParts) -> Result<Self> {
-        let QueueParts { guest, backend, ring, ring_refs, event, slots, frames, is_persistent, handle } = parts;
+        let QueueParts { guest, backend, ring, ring_refs, response_refs, event, slots, frames, is_persistent, handle } =
+            parts;
         let bell = Bell::new(&event.call)?;
         if is_persistent {
             let pages = slots.iter().flat_map(|slot| slot.pages.iter().chain(&slot.indirect));
             pages.for_each(|page| page.grant(&guest, backend, false));
         }
-        let slots = slots.into_iter().map(|memory| Slot { memory, asked: None, requests: 0 }).collect();
+        let slots: Vec<_> = slots.into_iter().map(|memory| Slot { memory, asked: None, requests: 0 }).collect();
         ring.disarm();
-        Ok(Self { guest, backend, ring, ring_refs, event, bell, slots, frames, outstanding: 0, is_persistent, handle })
+        Ok(Self {
+            guest,
+            backend,
+            ring,
+            ring_refs,
+            response_refs,
+            event,
+            bell,
+            waiting: VecDeque::with_capacity(slots.len()),
+            slots,
+            frames,
+            outstanding: 0,
+            is_persistent,
+            handle,
+        })
     }
 
     /// Slots: requests that can be outstanding.
@@ -86,6 +117,11 @@ impl Queue {
     /// Requests that are outstanding.
     pub fn outstanding(&self) -> usize {
         self.outstanding
+    }
+
+    /// Of these, those that still wait for slots in the ring.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
     }
 
     /// True while the slot's request is outstanding.
@@ -144,6 +180,11 @@ impl Queue {
         &self.ring_refs
     }
 
+    /// The grants of the ring of responses; none when there is one ring for both.
+    pub fn response_refs(&self) -> &[GrantRef] {
+        &self.response_refs
+    }
+
     /// Our end of the event channel.
     pub fn event(&self) -> &EventPort {
         &self.event
@@ -154,8 +195,9 @@ impl Queue {
         self.event.notify();
     }
 
-    /// Puts a request into a free slot. The back end sees it after [`Queue::publish`]. Offset and length are whole sectors;
-    /// a write's data are in [`Queue::data`] already.
+    /// Puts a request into a free slot. The back end sees it after [`Queue::publish`]; later, if the ring is full, and
+    /// perhaps a little earlier, if it was full before. Offset and length are whole sectors; a write's data are in
+    /// [`Queue::data`] already.
     ///
     /// # Panics
     /// When the slot is taken, or has not so many pages.
@@ -178,14 +220,45 @@ impl Queue {
         }
         place.asked = Some(asked);
         self.outstanding += 1;
-        self.ring.push(&request);
+        // Those that wait go first.
+        if self.waiting.is_empty() && self.ring.free() > 0 {
+            self.ring.push(&request);
+        } else {
+            self.waiting.push_back(slot);
+        }
     }
 
-    /// Shows the back end what was submitted, and rings if it wants that.
+    /// Shows the back end what was submitted, and rings if it wants that. With split rings it sees now what fits into the
+    /// ring, and soon the rest: see the module's head.
     pub fn publish(&mut self) {
+        self.show();
+        for _ in 0..FULL_SPINS {
+            if self.waiting.is_empty() {
+                return;
+            }
+            std::hint::spin_loop();
+            self.show_waiting();
+        }
+    }
+
+    fn show(&mut self) {
         if self.ring.publish() {
             self.kick();
         }
+    }
+
+    /// Puts those that wait into the ring, as many as fit, and shows them.
+    fn show_waiting(&mut self) {
+        if self.waiting.is_empty() || self.ring.free() == 0 {
+            return;
+        }
+        while self.ring.free() > 0
+            && let Some(slot) = self.waiting.pop_front()
+        {
+            let Slot { memory, asked, .. } = &self.slots[slot];
+            self.ring.push(&memory.request(asked.as_ref().expect("what waits was submitted")));
+        }
+        self.show();
     }
 
     /// Takes the next answered request.
@@ -193,6 +266,7 @@ impl Queue {
     /// # Errors
     /// `Protocol` when the back end answers what is not outstanding, with another operation, or still uses its pages.
     pub fn take(&mut self) -> Result<Option<Completion>> {
+        self.show_waiting();
         let Some(response) = self.ring.pop()? else { return Ok(None) };
         let slot = (response.id & ((1 << SLOT_BITS) - 1)) as usize;
         let place = self.slots.get_mut(slot);
@@ -229,7 +303,8 @@ impl Queue {
                 self.ring.disarm();
                 return Ok(false);
             }
-            self.bell.wait(left)?;
+            self.show_waiting();
+            self.bell.wait(if self.waiting.is_empty() { left } else { left.min(NAP) })?;
         }
         self.ring.disarm();
         Ok(true)
@@ -240,6 +315,7 @@ impl Queue {
         let mut start = None;
         loop {
             for _ in 0..SPINS {
+                self.show_waiting();
                 if self.ring.has_response() {
                     return true;
                 }
@@ -257,7 +333,7 @@ impl Queue {
     /// `Protocol` when the back end still uses a page.
     pub(super) fn close(self) -> Result<()> {
         let pages = self.slots.iter().flat_map(|slot| slot.memory.pages.iter().chain(&slot.memory.indirect));
-        let all = pages.map(|page| page.gref).chain(self.ring_refs.iter().copied());
+        let all = pages.map(|page| page.gref).chain(self.ring_refs.iter().chain(&self.response_refs).copied());
         let held = all.filter(|gref| !self.guest.end_access(*gref)).count();
         // A guest that is gone for the host has no channels to close.
         let _ = self.guest.close(self.event.port);

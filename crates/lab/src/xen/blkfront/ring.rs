@@ -1,10 +1,13 @@
 //! The front end's side of a ring, with raw access to all of it.
+//!
+//! With *split rings* ([`split`]) responses come in a ring of their own. A request's slot is free again as soon as the back
+//! end has taken it, not only when it is answered, and what bounds the requests in flight are the slots for responses.
 
 use std::sync::atomic::{Ordering, fence};
 
 use spile_core::{Error, ErrorKind, Result};
 use spile_mem::Segment;
-use spile_xen::blkif::{Abi, RING_HEADER_BYTES, Request, Response, index};
+use spile_xen::blkif::{Abi, RING_HEADER_BYTES, Request, Response, index, split};
 
 /// A ring in shared memory, and what of it is our own.
 #[derive(Debug)]
@@ -12,11 +15,19 @@ pub struct Ring {
     bytes: Segment,
     abi: Abi,
     slots: u32,
+    /// Where responses come, if not over requests.
+    responses: Option<Responses>,
     /// Requests pushed, of which those before `published` are the back end's to see.
     pushed: u32,
     published: u32,
     /// Responses taken.
     taken: u32,
+}
+
+#[derive(Debug)]
+struct Responses {
+    bytes: Segment,
+    slots: u32,
 }
 
 impl Ring {
@@ -28,15 +39,34 @@ impl Ring {
         assert!(slots.is_power_of_two());
         assert!(RING_HEADER_BYTES + slots as usize * abi.slot_bytes() <= bytes.len());
         bytes.fill(0);
-        let ring = Self { bytes, abi, slots, pushed: 0, published: 0, taken: 0 };
+        let ring = Self { bytes, abi, slots, responses: None, pushed: 0, published: 0, taken: 0 };
         ring.set_index(index::REQ_EVENT, 1);
         ring.set_index(index::RSP_EVENT, 1);
         ring
     }
 
-    /// All of its bytes, to do with as one likes.
+    /// The same ring with its responses in `bytes`, which are zeroed before and have room for `slots` of them ([`split`]). For
+    /// before anything was pushed.
+    ///
+    /// # Panics
+    /// When they do not fit, or the slots are no power of two.
+    pub fn with_responses(mut self, bytes: Segment, slots: u32) -> Self {
+        assert!(slots.is_power_of_two());
+        assert!(RING_HEADER_BYTES + slots as usize * split::RESPONSE_BYTES <= bytes.len());
+        bytes.fill(0);
+        self.responses = Some(Responses { bytes, slots });
+        self.set_index(index::RSP_EVENT, 1);
+        self
+    }
+
+    /// All bytes of the ring of requests, to do with as one likes.
     pub fn bytes(&self) -> &Segment {
         &self.bytes
+    }
+
+    /// All bytes of the ring that responses come in: the same, or with split rings the other.
+    pub fn response_bytes(&self) -> &Segment {
+        self.responses.as_ref().map_or(&self.bytes, |responses| &responses.bytes)
     }
 
     /// The layout of what is in it.
@@ -44,29 +74,64 @@ impl Ring {
         self.abi
     }
 
-    /// How many slots it has.
+    /// How many requests fit into it.
     pub fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// One of the shared indices (`spile_xen::blkif::index`).
+    /// Responses come in a ring of their own.
+    pub fn is_split(&self) -> bool {
+        self.responses.is_some()
+    }
+
+    /// Requests in flight at most.
+    pub fn max_in_flight(&self) -> u32 {
+        self.responses.as_ref().map_or(self.slots, |responses| responses.slots)
+    }
+
+    /// One of the shared indices (`spile_xen::blkif::index`), in whichever ring it counts.
     pub fn index(&self, at: usize) -> u32 {
-        self.bytes.load_u32(at, Ordering::Acquire)
+        self.index_bytes(at).load_u32(at, Ordering::Acquire)
     }
 
-    /// Sets one of the shared indices.
+    /// Sets one of the shared indices, in whichever ring it counts.
     pub fn set_index(&self, at: usize, value: u32) {
-        self.bytes.store_u32(at, value, Ordering::Release);
+        self.index_bytes(at).store_u32(at, value, Ordering::Release);
     }
 
-    /// The bytes of the slot for the request or response of that number, counted from the ring's start.
+    fn index_bytes(&self, at: usize) -> &Segment {
+        if matches!(at, index::RSP_PROD | index::RSP_EVENT) { self.response_bytes() } else { &self.bytes }
+    }
+
+    /// With split rings, how many requests the back end says it has taken ([`split::TAKEN`]).
+    pub fn requests_taken(&self) -> u32 {
+        self.bytes.load_u32(split::TAKEN, Ordering::Acquire)
+    }
+
+    /// With split rings, sets that.
+    pub fn set_requests_taken(&self, value: u32) {
+        self.bytes.store_u32(split::TAKEN, value, Ordering::Release);
+    }
+
+    /// The bytes of the slot for the request of that number, counted from the ring's start; in one ring the response's too.
     pub fn slot(&self, number: u32) -> Segment {
         let (len, number) = (self.abi.slot_bytes(), (number & (self.slots - 1)) as usize);
         let at = RING_HEADER_BYTES + number * len;
         self.bytes.slice(at..at + len)
     }
 
-    /// Starts all four indices elsewhere, such as shortly before they wrap. For before the back end connects.
+    /// Where the response of that number is, counted from the ring's start.
+    pub fn response_slot(&self, number: u32) -> Segment {
+        match &self.responses {
+            None => self.slot(number),
+            Some(Responses { bytes, slots }) => {
+                let at = RING_HEADER_BYTES + (number & (slots - 1)) as usize * split::RESPONSE_BYTES;
+                bytes.slice(at..at + split::RESPONSE_BYTES)
+            }
+        }
+    }
+
+    /// Starts all indices elsewhere, such as shortly before they wrap. For before the back end is told of the ring.
     pub fn start_at(&mut self, number: u32) {
         (self.pushed, self.published, self.taken) = (number, number, number);
         for (at, value) in [(index::REQ_PROD, number), (index::RSP_PROD, number)] {
@@ -75,11 +140,20 @@ impl Ring {
         for at in [index::REQ_EVENT, index::RSP_EVENT] {
             self.set_index(at, number.wrapping_add(1));
         }
+        if self.is_split() {
+            self.set_requests_taken(number);
+        }
     }
 
-    /// Slots without a request whose response was not taken.
+    /// How many requests can be pushed now: one for each slot whose request's response was taken; with split rings, for each
+    /// slot whose request the back end has taken, as long as all responses have room.
     pub fn free(&self) -> u32 {
-        self.slots - self.pushed.wrapping_sub(self.taken)
+        let room = self.max_in_flight() - self.pushed.wrapping_sub(self.taken);
+        if !self.is_split() {
+            return room;
+        }
+        // A back end that takes its word back frees nothing.
+        room.min(self.slots.saturating_sub(self.pushed.wrapping_sub(self.requests_taken())))
     }
 
     /// Puts a request into the next slot. The back end sees it after [`Ring::publish`].
@@ -126,19 +200,26 @@ impl Ring {
     /// Takes the next response.
     ///
     /// # Errors
-    /// `Protocol` when there are more than requests.
+    /// `Protocol` when there are more than requests, or with split rings when the back end says that it has taken more
+    /// requests than there are, or fewer than are answered.
     pub fn pop(&mut self) -> Result<Option<Response>> {
         let waiting = self.index(index::RSP_PROD).wrapping_sub(self.taken);
-        if waiting == 0 {
-            return Ok(None);
-        }
-        if waiting > self.published.wrapping_sub(self.taken) {
+        let in_flight = self.published.wrapping_sub(self.taken);
+        if waiting > in_flight {
             let message = format!("the back end has {waiting} more answers than we took, and not so many requests");
             return Err(Error::new(ErrorKind::Protocol, message));
         }
-        let at = RING_HEADER_BYTES + (self.taken & (self.slots - 1)) as usize * self.abi.slot_bytes();
+        // Looked at after the index of responses: whoever has written that has told before what it had taken.
+        if self.is_split() && !(waiting..=in_flight).contains(&self.requests_taken().wrapping_sub(self.taken)) {
+            let taken = self.requests_taken();
+            let message = format!("the back end says that it has taken {taken} requests, which cannot be");
+            return Err(Error::new(ErrorKind::Protocol, message));
+        }
+        if waiting == 0 {
+            return Ok(None);
+        }
         // What counts of a response is its first 12 bytes in both layouts.
-        let response = Response::decode(&self.bytes.read_array::<12>(at));
+        let response = Response::decode(&self.response_slot(self.taken).read_array::<12>(0));
         self.taken = self.taken.wrapping_add(1);
         Ok(Some(response))
     }

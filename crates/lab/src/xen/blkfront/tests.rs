@@ -1,5 +1,7 @@
 //! Queues against answers that a test writes itself.
 
+mod split;
+
 use std::path::Path;
 use std::sync::Arc;
 
@@ -19,7 +21,7 @@ struct World {
     _dir: tempfile::TempDir,
 }
 
-/// A front end whose back end has offered so many segments, and nothing else.
+/// A front end whose back end has offered so many segments, and split rings to one that wants them, and nothing else.
 fn front(dir: &Path, options: BlkfrontOptions) -> (Host, Blkfront) {
     let host = Host::start(dir).unwrap();
     let guest = Arc::new(Guest::create(dir, DomId(3), 32 << 20).unwrap());
@@ -27,6 +29,11 @@ fn front(dir: &Path, options: BlkfrontOptions) -> (Host, Blkfront) {
     let mut vbd = Vbd::new(DomId(3), "x");
     for (key, value) in [("state", "2"), ("feature-max-indirect-segments", "256"), ("feature-persistent", "1")] {
         vbd.extra.push((key.into(), value.into()));
+    }
+    if options.split_response_order.is_some() {
+        for (key, value) in [(spile_xen::blkif::split::FEATURE, "1"), ("max-ring-page-order", "2")] {
+            vbd.extra.push((key.into(), value.into()));
+        }
     }
     add_vbd(&mut store, &vbd).unwrap();
     let front = Blkfront::new(guest, vbd.device, options).unwrap();
@@ -52,7 +59,8 @@ impl World {
     fn answer(&self, response: Response) {
         let ring = self.queue.ring();
         let next = ring.index(index::RSP_PROD);
-        ring.slot(next).copy_from_slice(0, &response.encode()[..ring.abi().response_bytes()]);
+        let len = if ring.is_split() { 16 } else { ring.abi().response_bytes() };
+        ring.response_slot(next).copy_from_slice(0, &response.encode()[..len]);
         ring.set_index(index::RSP_PROD, next.wrapping_add(1));
     }
 

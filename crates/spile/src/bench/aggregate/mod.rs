@@ -2,8 +2,8 @@
 //!
 //! After the article on tapdisk3 (2014): each guest has one program for each of its disks, which writes, and then reads, from
 //! the start to the end, one request at a time, on all disks at once. What is drawn over the size of requests and the
-//! number of guests is the throughput of the host. All disks of all paths are there all the time, and the paths take turns
-//! at each point.
+//! number of guests is the throughput of the host. All disks of all paths are there all the time; the time of each point is
+//! cut into pieces between which the paths take turns, so that what else the host does falls on all alike.
 
 mod show;
 
@@ -14,12 +14,16 @@ use spile_core::{Error, ErrorKind, Result};
 
 use super::guest::{Answer, Order, now_ns};
 use super::rings::{RingPath, find};
+use super::sample::median;
 use super::world::{Disks, Folder, Storage, WantedDisk, World};
 use super::{Direction, HostFacts, Outcome, all_sizes};
 pub use show::{figures, text};
 
 /// The paths that are compared unless others are named: tapdisk2's, tapdisk3's, and ours.
 pub const PATHS: [&str; 3] = ["grant-map-memcpy", "grant-copy-44k", "grant-copy"];
+
+/// A point is measured in so many pieces, between which the paths take turns; the median counts.
+const PIECES: u32 = 5;
 
 /// All guests hear an order before they are to begin.
 const HEAD_START: Duration = Duration::from_millis(20);
@@ -126,7 +130,7 @@ pub struct Row {
     pub disks: u16,
     /// Bytes of a request.
     pub request_bytes: u64,
-    /// Of all disks of all guests together.
+    /// Of all disks of all guests together; the median of the pieces of time that were measured.
     pub bytes_per_second: f64,
 }
 
@@ -147,11 +151,15 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         let Point { direction, guests, request_bytes } = *point;
         let size = crate::units::format_size(request_bytes);
         progress(&format!("{guests} guests {} {size}", direction.name()), number as f64 / points.len() as f64);
-        for (path, ring) in parameters.paths.iter().enumerate() {
-            let bytes_per_second = measure(&mut world, parameters, path, point)?;
-            let disks = parameters.disks;
-            rows.push(Row { path: ring.name, op: direction, guests, disks, request_bytes, bytes_per_second });
-        }
+        let rates = measure_in_turns(&mut world, parameters, point)?;
+        rows.extend(parameters.paths.iter().zip(rates).map(|(ring, rates)| Row {
+            path: ring.name,
+            op: direction,
+            guests,
+            disks: parameters.disks,
+            request_bytes,
+            bytes_per_second: median(rates),
+        }));
     }
     let asked = Asked {
         storage: parameters.storage.to_string(),
@@ -208,10 +216,24 @@ fn fill(world: &mut World, guest: u16, disks: usize, request_bytes: u64, span_by
     order.try_for_each(|order| world.ask(guest, &order).map(drop))
 }
 
-/// Bytes in a second of all guests together, over the disks of one path.
+/// The rates of each path, one of each piece.
+fn measure_in_turns(world: &mut World, parameters: &Parameters, point: &Point) -> Result<Vec<Vec<f64>>> {
+    let count = parameters.paths.len();
+    let mut rates = vec![Vec::new(); count];
+    for piece in 0..PIECES as usize {
+        for turn in 0..count {
+            // Another one begins each time.
+            let path = (piece + turn) % count;
+            rates[path].push(measure(world, parameters, path, point)?);
+        }
+    }
+    Ok(rates)
+}
+
+/// Bytes in a second of all guests together, over the disks of one path, for one piece of the time.
 fn measure(world: &mut World, parameters: &Parameters, path: usize, point: &Point) -> Result<f64> {
     let each = usize::from(parameters.disks);
-    let (runtime, from) = (parameters.runtime, now_ns() + HEAD_START.as_nanos() as u64);
+    let (runtime, from) = (parameters.runtime / PIECES, now_ns() + HEAD_START.as_nanos() as u64);
     let order = Order::Stream {
         disks: (path * each..(path + 1) * each).collect(),
         direction: point.direction,

@@ -1,10 +1,10 @@
 //! The figures of `aggregate` as a table and plots.
 
-use comfy_table::{Cell, CellAlignment, Table, presets};
+use comfy_table::Cell;
 
 use super::{Asked, Row};
 use crate::bench::plot::{Axis, Figure, Line, Marks, Panel, colour};
-use crate::bench::{Direction, Figures, Outcome};
+use crate::bench::{Direction, Figures, Outcome, right, table};
 use crate::units::format_size;
 
 type Aggregate = Outcome<Asked, Row>;
@@ -25,12 +25,9 @@ fn paths(rows: &[Row]) -> Vec<&'static str> {
 pub fn text(outcome: &Aggregate) -> String {
     let paths = paths(&outcome.rows);
     let others: Vec<&str> = paths.iter().copied().filter(|path| *path != BASE && paths.contains(&BASE)).collect();
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
     let header = ["op", "guests", "request"].map(str::to_owned).into_iter();
     let rates = paths.iter().map(|path| format!("{path}\nMB/s"));
-    table.set_header(header.chain(rates).chain(others.iter().map(|path| format!("{path}\n÷ {BASE}"))));
-    let right = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
+    let mut table = table(header.chain(rates).chain(others.iter().map(|path| format!("{path}\n÷ {BASE}"))));
     for of_point in outcome.rows.chunk_by(|a, b| (a.op, a.guests, a.request_bytes) == (b.op, b.guests, b.request_bytes))
     {
         let rate = |path: &str| of_point.iter().find(|row| row.path == path).map(|row| row.bytes_per_second);

@@ -48,7 +48,7 @@ impl Parameters {
     pub fn new(is_quick: bool) -> Self {
         let sizes = if is_quick { vec![4 << 10, 64 << 10, 1 << 20] } else { all_sizes() };
         Self {
-            kinds: all_kinds(),
+            kinds: all_kinds().into_iter().filter(|kind| kind.is_usual()).collect(),
             sizes,
             directions: vec![Direction::Read],
             rounds: if is_quick { 2 } else { 5 },
@@ -160,7 +160,7 @@ struct Kept {
 }
 
 fn one_size(ways: &mut Ways, parameters: &Parameters, direction: Direction, request_bytes: u64) -> Result<Vec<Row>> {
-    let row_requests = ((ROW_BYTES / request_bytes) as u32).min(MAX_REQUESTS).max(REQUESTS);
+    let row_requests = ((ROW_BYTES / request_bytes) as u32).clamp(REQUESTS, MAX_REQUESTS);
     // One who asks for fewer than is the custom means it.
     let requests =
         if parameters.requests < REQUESTS { parameters.requests } else { row_requests.max(parameters.requests) };

@@ -1,11 +1,11 @@
 //! The figures of `paths` as tables and plots.
 
-use comfy_table::{Cell, CellAlignment, Table, presets};
+use comfy_table::{Cell, Table};
 
 use super::{Asked, Row};
 use crate::bench::plot::{Axis, Bar, Figure, Line, Marks, Panel, colour};
 use crate::bench::trace::{PHASES, Phases};
-use crate::bench::{Direction, Figures, Outcome};
+use crate::bench::{Direction, Figures, Outcome, right, table};
 use crate::units::{format_size, format_us};
 
 type Paths = Outcome<Asked, Row>;
@@ -47,17 +47,6 @@ pub fn text(outcome: &Paths) -> String {
         }
     }
     text + "Of each row of requests the fastest and the slowest fifth are dropped."
-}
-
-fn table(header: impl IntoIterator<Item = String>) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(header);
-    table
-}
-
-fn right(text: impl Into<String>) -> Cell {
-    Cell::new(text.into()).set_alignment(CellAlignment::Right)
 }
 
 /// A line for each path, a column for each size: there are more of these, but they are narrow.

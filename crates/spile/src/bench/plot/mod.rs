@@ -8,9 +8,11 @@ use std::fmt::Write;
 
 pub use axis::{Axis, Scale};
 
-/// Colours that people with any kind of sight can tell apart (Okabe and Ito), and two more.
-const COLOURS: [&str; 9] =
-    ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31", "#7f7f7f"];
+/// Colours that people with any kind of sight can tell apart (Okabe and Ito), and some more.
+const COLOURS: [&str; 12] = [
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31", "#7f7f7f", "#882255",
+    "#999933", "#332288",
+];
 
 /// The `number`th colour.
 pub fn colour(number: usize) -> &'static str {
@@ -227,9 +229,13 @@ impl Page {
 
     fn bars(&mut self, label: &str, bars: &[Bar], axis: &Axis, area: Area) {
         let Area(left, top, width, height) = area;
+        // Notes are wider than bars: the first may not reach over the axis.
+        let (left, width) = (left + 10.0, width - 10.0);
         let step = width / bars.len().max(1) as f64;
         let breadth = step * 0.72;
-        let labels = stride(bars.iter().map(|bar| bar.label.as_str()), 10.0, step);
+        // Two rows of labels have room for twice as many.
+        let rows = stride(bars.iter().map(|bar| bar.label.as_str()), 10.0, step).min(2);
+        let labels = stride(bars.iter().map(|bar| bar.label.as_str()), 10.0, 2.0 * step);
         let notes = stride(bars.iter().map(|bar| bar.note.as_str()), 9.5, step);
         for (number, bar) in bars.iter().enumerate() {
             let middle = left + (number as f64 + 0.5) * step;
@@ -244,10 +250,11 @@ impl Page {
                 self.text(middle, area.y(axis.place(sum)) - 4.0, 9.5, "middle", "#333", &bar.note);
             }
             if number % labels == 0 {
-                self.text(middle, top + height + 15.0, 10.0, "middle", "#333", &bar.label);
+                let row = (number / labels % rows) as f64;
+                self.text(middle, top + height + 14.0 + 11.0 * row, 10.0, "middle", "#333", &bar.label);
             }
         }
-        self.text(left + width / 2.0, top + height + 38.0, 12.0, "middle", "#333", label);
+        self.text(left + width / 2.0, top + height + 40.0, 12.0, "middle", "#333", label);
     }
 }
 

@@ -51,7 +51,7 @@ fn bars_are_stacked() {
     let svg = figure(vec![bars()]).to_svg();
     let heights: Vec<f64> = svg
         .lines()
-        .filter(|line| line.starts_with("<rect x") && line.contains("width=\"268") || line.contains("width=\"267"))
+        .filter(|line| line.starts_with("<rect x") && line.contains("width=\"260.6"))
         .map(|line| line.split("height=\"").nth(1).unwrap().split('"').next().unwrap().parse().unwrap())
         .collect();
     assert_eq!(heights.len(), 2);

@@ -1,0 +1,155 @@
+//! `spile bench`, as short as it goes: what it says, not how fast anything is.
+
+mod common;
+
+use std::path::Path;
+
+use common::{fails, json, ok};
+use serde_json::Value;
+
+fn rows(outcome: &Value) -> &Vec<Value> {
+    outcome["rows"].as_array().expect("rows")
+}
+
+/// Everything in a row is plain, and what must be positive is.
+fn assert_plain(row: &Value, positive: &[&str]) {
+    let fields = row.as_object().expect("a row is an object");
+    assert!(fields.values().all(|value| value.is_number() || value.is_string()), "{row}");
+    for field in positive {
+        assert!(row[*field].as_f64().is_some_and(|value| value > 0.0), "{field} in {row}");
+    }
+}
+
+fn assert_host(outcome: &Value) {
+    let host = &outcome["host"];
+    assert!(host["cpus"].as_u64().is_some_and(|cpus| cpus > 0));
+    assert_eq!(host["spile_version"], env!("CARGO_PKG_VERSION"));
+    let date = host["date_utc"].as_str().unwrap();
+    assert!(date.len() == 20 && date.starts_with("20") && date.ends_with('Z'), "{date}");
+    assert!(host["kernel"].as_str().is_some_and(|kernel| kernel.contains('.')));
+}
+
+const PHASES: [&str; 9] = [
+    "kick_us",
+    "pickup_us",
+    "copy_in_or_map_us",
+    "submit_us",
+    "complete_us",
+    "copy_out_or_unmap_us",
+    "response_us",
+    "notify_us",
+    "guest_end_us",
+];
+
+#[test]
+fn every_path_has_its_rows() {
+    let dir = tempfile::tempdir().unwrap();
+    let outcome = json(
+        dir.path(),
+        &[
+            "bench",
+            "paths",
+            "--quick",
+            "--rounds",
+            "1",
+            "--requests",
+            "10",
+            "--sizes",
+            "4k,64k",
+            "--write",
+            "--span",
+            "1M",
+        ],
+    );
+    assert_host(&outcome);
+    assert_eq!(outcome["experiment"], "paths");
+    let paths = [
+        "host-direct",
+        "grant-map-memcpy",
+        "grant-map",
+        "persistent",
+        "grant-copy-44k",
+        "grant-copy-44k-split",
+        "grant-copy",
+        "vhost-user",
+        "nbd",
+    ];
+    for path in paths {
+        let rows: Vec<&Value> = rows(&outcome).iter().filter(|row| row["path"] == path).collect();
+        assert_eq!(rows.len(), 4, "two sizes, both ways: {path}");
+        for row in rows {
+            assert_plain(row, &["request_bytes", "latency_p50_us", "latency_mean_us", "bytes_per_second"]);
+            assert_eq!((row["requests"].as_u64(), row["requests_kept"].as_u64()), (Some(10), Some(6)), "{row}");
+        }
+    }
+    assert_eq!(rows(&outcome).len(), 4 * paths.len());
+}
+
+#[test]
+fn phases_add_up_to_the_latency() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["bench", "paths", "--quick", "--rounds", "1", "--sizes", "4k,1M", "--path", "grant-copy-44k"];
+    let outcome = json(dir.path(), &args);
+    assert_eq!(rows(&outcome).len(), 2);
+    for row in rows(&outcome) {
+        let sum: f64 =
+            PHASES.iter().map(|phase| row[*phase].as_f64().unwrap_or_else(|| panic!("{phase} in {row}"))).sum();
+        let mean = row["latency_mean_us"].as_f64().unwrap();
+        assert!((sum / mean - 1.0).abs() < 0.001, "{sum} of {mean}");
+        assert!(row["pickup_us"].as_f64().unwrap() > 0.0 && row["copy_out_or_unmap_us"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn aggregate_has_a_row_for_each_point() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["bench", "aggregate", "--quick", "--seconds", "50ms", "--sizes", "64k", "--disks", "1"];
+    let outcome = json(dir.path(), &args);
+    assert_host(&outcome);
+    let rows = rows(&outcome);
+    assert_eq!(rows.len(), 2 * 2 * 3, "both ways, one and two guests, three paths");
+    for row in rows {
+        assert_plain(row, &["guests", "disks", "request_bytes", "bytes_per_second"]);
+        let mut fields: Vec<&str> = row.as_object().unwrap().keys().map(String::as_str).collect();
+        fields.sort_unstable();
+        assert_eq!(fields, ["bytes_per_second", "disks", "guests", "op", "path", "request_bytes"]);
+    }
+    let has = |path: &str, op: &str| rows.iter().any(|row| row["path"] == path && row["op"] == op);
+    assert!(has("grant-copy", "read") && has("grant-map-memcpy", "write") && has("grant-copy-44k", "read"));
+}
+
+#[test]
+fn plots_are_kept_beside_the_figures() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["bench", "aggregate", "--quick", "--seconds", "20ms", "--guests", "1", "--disks", "1", "--out", "o"];
+    let text = ok(dir.path(), &[&args[..], &["--store", "mem", "--span", "1M"]].concat());
+    assert!(text.contains("÷ grant-map-memcpy") && text.contains("aggregate-read.svg"), "{text}");
+    for name in ["aggregate-write.svg", "aggregate-read.svg"] {
+        let svg = std::fs::read_to_string(dir.path().join("o").join(name)).unwrap();
+        assert!(svg.starts_with("<svg xmlns=") && svg.ends_with("</svg>\n") && svg.contains("<polyline"), "{svg}");
+    }
+    let kept: Value = serde_json::from_slice(&std::fs::read(dir.path().join("o/aggregate.json")).unwrap()).unwrap();
+    assert_eq!(rows(&kept).len(), 2 * 2 * 3);
+}
+
+#[test]
+fn disks_may_be_files_which_go_afterwards() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir(dir.path().join("d")).unwrap();
+    let args = ["bench", "paths", "--quick", "--rounds", "1", "--requests", "5", "--sizes", "4k", "--span", "1M"];
+    let paths = ["--store", "d", "--path", "host-direct", "--path", "grant-copy", "--path", "nbd"];
+    let outcome = json(dir.path(), &[&args[..], &paths[..]].concat());
+    assert_eq!(rows(&outcome).len(), 3);
+    assert_eq!(outcome["parameters"]["storage"], "d");
+    assert_eq!(std::fs::read_dir(dir.path().join("d")).unwrap().count(), 0);
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let refused = |args: &[&str], code: i32| fails(Path::new("/"), code, &[&["bench"], args].concat());
+    assert!(refused(&["paths", "--path", "carrier-pigeon"], 1).contains("host-direct, grant-map-memcpy"));
+    assert!(refused(&["aggregate", "--path", "nbd"], 1).contains("there is no path `nbd` here"));
+    assert!(refused(&["paths", "--sizes", "100"], 1).contains("multiples of 512"));
+    assert!(refused(&["paths", "--store", "/nowhere/at/all"], 2).contains("use null, mem or a folder"));
+    refused(&["everything"], 2);
+}

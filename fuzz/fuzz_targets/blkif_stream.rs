@@ -1,0 +1,7 @@
+//! A blkif ring at work, driven by a script of bytes, indices, kicks and faults.
+#![no_main]
+
+#[path = "../blkif_stream.rs"]
+mod blkif_stream;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| blkif_stream::run(data));
