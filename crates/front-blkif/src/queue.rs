@@ -87,8 +87,8 @@ pub struct Setup<D, G> {
 pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
     let Setup { target, grants, domain, access, limits, ring, journal, again, kick, call, .. } = setup;
     let (link, counters, disk_counters, trace) = (setup.link, setup.counters, setup.disk_counters, setup.trace);
-    let ring = Rc::new(WatchedRing(ring));
-    let room = ring.0.max_in_flight() as usize;
+    let ring = Rc::new(ring);
+    let room = ring.max_in_flight() as usize;
     let done = Rc::new(RefCell::new(Vec::with_capacity(room)));
     let make = |desk: Rc<Desk<Box<Request>>>| answer_all(desk, done.clone(), target.clone(), trace.is_some());
     let mut slots = Slots::new(link.bell.clone(), make);
@@ -144,21 +144,19 @@ async fn answer_all<D: Disk>(desk: Rc<Desk<Box<Request>>>, done: Done, target: A
     }
 }
 
-/// The ring, for the worker to look at.
-struct WatchedRing(Ring);
-
-impl Pollable for WatchedRing {
+/// For the worker to look at.
+impl Pollable for Ring {
     fn is_ready(&self) -> bool {
-        self.0.has_next()
+        self.has_next()
     }
 
     fn arm(&self) -> bool {
-        self.0.arm()
+        self.arm()
     }
 }
 
 struct Queue<G> {
-    ring: Rc<WatchedRing>,
+    ring: Rc<Ring>,
     journal: Journal,
     pages: Pages<G>,
     limits: Limits,
@@ -200,8 +198,8 @@ impl<G: Grants> Queue<G> {
     fn take_new(&mut self) {
         let mut slot = [0; SLOT_BYTES];
         while self.broken.is_none() && !self.link.stop.load(Ordering::Acquire) {
-            let index = self.ring.0.req_cons();
-            match self.ring.0.pop(&mut slot) {
+            let index = self.ring.req_cons();
+            match self.ring.pop(&mut slot) {
                 Ok(true) => {
                     let entry = self.journal.take(index, &slot);
                     self.decode(entry, &slot);
@@ -210,14 +208,14 @@ impl<G: Grants> Queue<G> {
                 Err(broken) => self.broken = Some(broken),
             }
         }
-        self.ring.0.give_back();
+        self.ring.give_back();
         self.sort_in();
     }
 
     fn decode(&mut self, entry: u16, slot: &Slot) {
         let mut request = self.free.pop().unwrap_or_default();
         request.entry = entry;
-        request.decode(self.ring.0.abi(), slot, &self.limits);
+        request.decode(self.ring.abi(), slot, &self.limits);
         self.taken.push(request);
     }
 
@@ -302,7 +300,7 @@ impl<G: Grants> Queue<G> {
     }
 
     fn put(&mut self, request: &Request, status: i16, time: u64) {
-        let ring = &self.ring.0;
+        let ring = &self.ring;
         self.journal.answer(request.entry, ring.rsp_prod());
         ring.put(&Response { id: request.id, op: request.response_op, status });
         self.counters.answered(request, status, time);
@@ -313,7 +311,7 @@ impl<G: Grants> Queue<G> {
 
     /// Shows the guest what was answered, and notifies it if it wants to hear.
     fn publish(&mut self) {
-        let ring = &self.ring.0;
+        let ring = &self.ring;
         let (before, next) = (ring.published(), ring.rsp_prod());
         if before != next {
             self.journal.will_show(next);
@@ -351,7 +349,7 @@ impl<G: Grants> Turns for Queue<G> {
     }
 
     fn max_in_flight(&self) -> usize {
-        self.ring.0.max_in_flight() as usize
+        self.ring.max_in_flight() as usize
     }
 
     fn end_turn(&mut self, has_worked: bool) {

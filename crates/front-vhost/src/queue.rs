@@ -112,7 +112,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     let wanted = memory.regions().iter().filter(|_| pins_memory);
     let _pinned: Vec<_> = wanted.map(|region| pin_memory(&region.bytes)).collect();
     let parser = Parser::new(has_indirect, log.as_ref().is_some_and(|log| log.logs_data));
-    let ring = Rc::new(WatchedRing(ring));
+    let ring = Rc::new(ring);
     let side = Side {
         ring: ring.clone(),
         memory,
@@ -133,7 +133,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     serve(&mut queue, &mut slots, &watched, &kick).await;
     side.borrow().counters.stopped();
     let side = side.borrow();
-    Ended { next_avail: ring.0.next_avail(), broken: side.broken, is_lost: side.is_lost() }
+    Ended { next_avail: ring.next_avail(), broken: side.broken, is_lost: side.is_lost() }
 }
 
 /// A slot: answers one chain after the other.
@@ -151,22 +151,20 @@ async fn answer_all<D: Disk>(desk: Rc<Desk<u16>>, side: Rc<RefCell<Side>>, targe
     }
 }
 
-/// The ring, for the worker to look at.
-struct WatchedRing(Ring);
-
-impl Pollable for WatchedRing {
+/// For the worker to look at.
+impl Pollable for Ring {
     fn is_ready(&self) -> bool {
-        self.0.has_next()
+        self.has_next()
     }
 
     fn arm(&self) -> bool {
-        self.0.arm()
+        self.arm()
     }
 }
 
 /// The driver's side of a queue: where requests come from and answers go.
 struct Side {
-    ring: Rc<WatchedRing>,
+    ring: Rc<Ring>,
     memory: Arc<GuestMemory>,
     parser: Parser,
     inflight: Option<InflightQueue>,
@@ -181,7 +179,7 @@ struct Side {
 impl Side {
     fn is_lost(&self) -> bool {
         self.memory.is_lost()
-            || self.ring.0.is_lost()
+            || self.ring.is_lost()
             || self.inflight.as_ref().is_some_and(InflightQueue::is_lost)
             || self.log.as_ref().is_some_and(|log| log.log.is_lost())
     }
@@ -194,13 +192,13 @@ impl Side {
 
     /// Reads a chain; false when it has broken the ring.
     fn parse(&mut self, head: u16, request: &mut Request) -> bool {
-        match self.parser.parse(&self.ring.0, &self.memory, head, request) {
+        match self.parser.parse(&self.ring, &self.memory, head, request) {
             Ok(()) => self.counters.popped(request),
             Err(broken) => {
                 self.broken = Some(broken);
                 // It was not started and never will be: whoever comes after us must not do it again.
                 if let Some(inflight) = &self.inflight {
-                    inflight.unnote(&[head], self.ring.0.published());
+                    inflight.unnote(&[head], self.ring.published());
                 }
             }
         }
@@ -222,7 +220,7 @@ impl Side {
     }
 
     fn put(&mut self, head: u16, written_bytes: u32) {
-        self.ring.0.add_used(head, written_bytes);
+        self.ring.add_used(head, written_bytes);
         if let Some(inflight) = &self.inflight {
             inflight.link(head);
         }
@@ -234,13 +232,13 @@ impl Side {
         if self.batch.is_empty() {
             return None;
         }
-        let before = self.ring.0.published();
-        self.ring.0.publish();
+        let before = self.ring.published();
+        self.ring.publish();
         if let Some(inflight) = &self.inflight {
-            inflight.unnote(&self.batch, self.ring.0.published());
+            inflight.unnote(&self.batch, self.ring.published());
         }
         if let Some((log, used_addr)) = self.log.as_ref().and_then(|log| Some((&log.log, log.used_addr?))) {
-            self.ring.0.written_since(before).for_each(|(offset, len)| log.mark(used_addr.saturating_add(offset), len));
+            self.ring.written_since(before).for_each(|(offset, len)| log.mark(used_addr.saturating_add(offset), len));
         }
         self.batch.clear();
         Some(before)
@@ -248,7 +246,7 @@ impl Side {
 
     /// Publishes, and tells the driver if it wants to hear.
     fn publish_and_call(&mut self) {
-        let wants_call = self.publish().is_some_and(|before| self.ring.0.wants_call(before));
+        let wants_call = self.publish().is_some_and(|before| self.ring.wants_call(before));
         if wants_call || self.link.has_new_call.swap(false, Ordering::Acquire) {
             self.counters.called();
             self.link.ring_call();
@@ -257,7 +255,7 @@ impl Side {
 }
 
 struct Queue {
-    ring: Rc<WatchedRing>,
+    ring: Rc<Ring>,
     side: Rc<RefCell<Side>>,
     link: Arc<Link>,
     again: Vec<u16>,
@@ -274,7 +272,7 @@ impl Turns for Queue {
             return Some(*head);
         }
         let mut side = self.side.borrow_mut();
-        match self.ring.0.pop() {
+        match self.ring.pop() {
             Ok(head) => {
                 if let (Some(head), Some(inflight)) = (head, &side.inflight) {
                     inflight.note(head);
@@ -298,7 +296,7 @@ impl Turns for Queue {
     }
 
     fn max_in_flight(&self) -> usize {
-        MAX_IN_FLIGHT.min(usize::from(self.ring.0.size()))
+        MAX_IN_FLIGHT.min(usize::from(self.ring.size()))
     }
 
     fn end_turn(&mut self, has_worked: bool) {
@@ -320,6 +318,6 @@ impl Turns for Queue {
     }
 
     fn suppress(&self) {
-        self.ring.0.suppress();
+        self.ring.suppress();
     }
 }
