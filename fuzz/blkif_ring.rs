@@ -175,7 +175,7 @@ impl BackEnd {
     /// over, it may find out or not, but not fall.
     fn die(&mut self, at: u8) -> bool {
         let next = self.ring.rsp_prod();
-        if at % 3 > 0 {
+        if !at.is_multiple_of(3) {
             self.journal.will_show(next);
         }
         if at % 3 > 1 {

@@ -63,7 +63,8 @@ fn keys(mut data: &[u8]) {
     for number in 1..=ANSWERS {
         let (len, rest) = data.split_first().map_or((255, data), |(len, rest)| (*len, rest));
         let (value, rest) = rest.split_at(if len == 255 { 0 } else { rest.len().min(usize::from(len)) });
-        let (kind, value) = if len == 255 { (MessageType::Error, &b"ENOENT\0"[..]) } else { (MessageType::Read, value) };
+        let (kind, value) =
+            if len == 255 { (MessageType::Error, &b"ENOENT\0"[..]) } else { (MessageType::Read, value) };
         let message = wire::message(kind, number, 0, value).expect("a value is short");
         theirs.write_all(&message).expect("the socket has room");
         data = rest;

@@ -8,7 +8,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -63,6 +63,9 @@ pub enum End {
     /// Guest or toolstack have closed it for good.
     Closed,
 }
+
+/// Watches that are taken before commands and states are looked at.
+const MAX_NEWS: usize = 1024;
 
 enum Command {
     Resized,
@@ -131,6 +134,7 @@ impl Device {
             is_connected: false,
             orders,
             doorbell: doorbell.clone(),
+            complaints: Arc::default(),
         };
         let thread = std::thread::Builder::new().name("spile-blkif".into()).spawn(move || {
             let result = control.run();
@@ -232,6 +236,8 @@ struct Control<D, G, E> {
     is_connected: bool,
     orders: mpsc::Receiver<Command>,
     doorbell: Arc<OwnedFd>,
+    /// Connections that were refused and rings that were broken: the guest decides how many.
+    complaints: Arc<AtomicU64>,
 }
 
 impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
@@ -378,7 +384,12 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             }
             let _ = rustix::io::read(self.doorbell.as_fd(), &mut [0; 8]);
         }
-        while self.store.next_event(Some(Duration::ZERO))?.is_some() {}
+        // Not without end, for a guest that writes all the time: those that are left wake us at once.
+        for _ in 0..MAX_NEWS {
+            if self.store.next_event(Some(Duration::ZERO))?.is_none() {
+                break;
+            }
+        }
         Ok(())
     }
 
@@ -386,7 +397,10 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     fn connect_or_close(&mut self) -> Result<()> {
         let connected = read_wish(&mut self.store, &self.frontend, &self.offer).and_then(|wish| self.connect(&wish));
         if let Err(error) = connected {
-            tracing::error!(disk = %self.config.name, domain = %self.domain, %error, "blkif: the guest cannot be served");
+            if let Some(count) = to_log(&self.complaints) {
+                let (disk, domain) = (&self.config.name, self.domain);
+                tracing::error!(%disk, %domain, count, %error, "blkif: the guest cannot be served");
+            }
             self.disconnect();
             return self.set_state(State::Closing);
         }
@@ -495,11 +509,11 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             trace: self.trace.clone(),
         };
         let (name, (tell, ended)) = (self.config.name.clone(), mpsc::channel());
-        let domain = self.domain;
+        let (domain, complaints) = (self.domain, self.complaints.clone());
         self.engine.spawn_on(number, move || async move {
             let broken = run(setup).await;
-            if let Some(Broken(why)) = broken {
-                tracing::error!(disk = %name, %domain, ring = number, why, "blkif: a ring is broken and served no more");
+            if let Some((Broken(why), count)) = broken.and_then(|broken| Some((broken, to_log(&complaints)?))) {
+                tracing::error!(disk = %name, %domain, ring = number, count, why, "blkif: a ring is broken and served no more");
             }
             let _ = tell.send(broken);
         });
@@ -552,6 +566,11 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         let sectors = properties(&self.target.disk.info(), 0).swap_remove(0);
         self.write_all(&[sectors], State::Connected)
     }
+}
+
+/// Counts one more, and says which it is when that shall be logged: the first, and then each time their number has doubled.
+fn to_log(count: &AtomicU64) -> Option<u64> {
+    Some(count.fetch_add(1, Ordering::Relaxed) + 1).filter(|count| count.is_power_of_two())
 }
 
 /// Our end of a channel as the engine knows it: rung by the guest, rung by us.

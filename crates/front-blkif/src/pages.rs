@@ -47,6 +47,8 @@ pub struct Pages<G> {
     buffers: Vec<Segment>,
     statuses: Vec<GrantStatus>,
     bytes: Vec<u8>,
+    /// Calls that failed as a whole.
+    failures: u64,
 }
 
 struct Kept {
@@ -68,6 +70,7 @@ impl<G: Grants> Pages<G> {
             buffers: Vec::new(),
             statuses: Vec::new(),
             bytes: Vec::new(),
+            failures: 0,
         }
     }
 
@@ -163,7 +166,10 @@ impl<G: Grants> Pages<G> {
         if !self.ops.is_empty() {
             self.statuses.clear();
             let copied = self.grants.copy(self.domain, way, &self.buffers, &self.ops, &mut self.statuses);
-            if let Err(error) = &copied {
+            self.failures += u64::from(copied.is_err());
+            if let Err(error) = &copied
+                && self.failures.is_power_of_two()
+            {
                 tracing::warn!(domain = %self.domain, %error, "blkif: the guest's pages cannot be copied");
             }
             for (at, owner) in self.owners.iter().enumerate() {

@@ -28,6 +28,9 @@ use crate::trace::{Stamps, Trace, now};
 
 /// Requests that are given memory at a time.
 const BATCH: usize = 64;
+/// Bytes that are copied before the disk begins with them, or the guest is told of them: what was copied should still be
+/// in the processor's cache then.
+const BATCH_BYTES: usize = 512 << 10;
 /// Bytes of the buffers of one ring at most; one request is always let through.
 const BUDGET_BYTES: usize = 32 << 20;
 /// Answers that are held back at most, so that a guest that polls can go on while we work.
@@ -106,7 +109,6 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
         ready: VecDeque::with_capacity(BATCH),
         done: done.clone(),
         answers: Vec::with_capacity(room),
-        outcomes: Vec::with_capacity(room),
         free: Vec::with_capacity(room),
         in_flight: 0,
         in_flight_bytes: 0,
@@ -169,9 +171,8 @@ struct Queue<G> {
     waiting: VecDeque<Box<Request>>,
     ready: VecDeque<Box<Request>>,
     done: Done,
-    /// The done ones of this turn, and how they ended.
+    /// Those that are being answered.
     answers: Vec<Box<Request>>,
-    outcomes: Vec<Outcome>,
     free: Vec<Box<Request>>,
     /// Those that are ready or executed.
     in_flight: usize,
@@ -232,7 +233,8 @@ impl<G: Grants> Queue<G> {
 
     /// Gives memory to those that wait, as many as may begin now.
     fn make_ready(&mut self) {
-        while self.taken.len() < BATCH && !self.has_barrier {
+        let mut bytes = 0;
+        while self.taken.len() < BATCH && bytes < BATCH_BYTES && !self.has_barrier {
             let Some(next) = self.waiting.front() else { break };
             let (is_barrier, len) = (next.command == Command::Barrier, next.len_bytes as usize);
             let is_full = self.in_flight_bytes + len > BUDGET_BYTES;
@@ -241,6 +243,7 @@ impl<G: Grants> Queue<G> {
             }
             self.in_flight += 1;
             self.in_flight_bytes += len;
+            bytes += len;
             self.has_barrier = is_barrier;
             self.taken.extend(self.waiting.pop_front());
         }
@@ -251,36 +254,47 @@ impl<G: Grants> Queue<G> {
 
     /// Answers what has ended.
     fn answer(&mut self) {
-        for (request, outcome) in self.done.borrow_mut().drain(..) {
+        let (done, mut bytes) = (self.done.clone(), 0);
+        for (mut request, outcome) in done.borrow_mut().drain(..) {
             self.in_flight -= 1;
             self.in_flight_bytes -= request.len_bytes as usize;
             // After a barrier that is held nothing may begin.
             self.has_barrier &= outcome == Outcome::Held && request.command == Command::Barrier;
-            self.answers.push(request);
-            self.outcomes.push(outcome);
-        }
-        for (request, outcome) in self.answers.iter_mut().zip(&self.outcomes) {
-            // Only what was read well is brought to the guest.
-            if *outcome != Outcome::Answer(status::OKAY) && request.refusal.is_none() {
-                request.refusal = Some(Refusal::error("the disk failed"));
+            let Outcome::Answer(status) = outcome else {
+                self.counters.held();
+                request.clear();
+                self.free.push(request);
+                continue;
+            };
+            if status != status::OKAY {
+                request.refusal.get_or_insert(Refusal { status, reason: "the disk failed" });
             }
+            bytes += request.len_bytes as usize;
+            self.answers.push(request);
+            if bytes >= BATCH_BYTES {
+                self.bring();
+                bytes = 0;
+            }
+        }
+        self.bring();
+    }
+
+    /// Brings to the guest what was read well, takes hands off its pages, and answers.
+    fn bring(&mut self) {
+        if self.answers.is_empty() {
+            return;
         }
         self.pages.store(&mut self.answers);
+        // Before the guest is told: it then takes its pages back.
+        self.answers.iter_mut().for_each(|request| request.clear());
         self.stamp(|queue| &mut queue.answers, |stamps| &mut stamps.stored);
-        let time = if self.answers.is_empty() { 0 } else { now() };
-        let (mut answers, mut outcomes) = (std::mem::take(&mut self.answers), std::mem::take(&mut self.outcomes));
-        for (mut request, outcome) in answers.drain(..).zip(outcomes.drain(..)) {
-            let refused = request.refusal.map(|refusal| refusal.status);
-            // Before the guest is told: it then takes its pages back.
-            request.clear();
-            match outcome {
-                Outcome::Held => self.counters.held(),
-                Outcome::Answer(status::OKAY) => self.put(&request, refused.unwrap_or(status::OKAY), time),
-                Outcome::Answer(status) => self.put(&request, status, time),
-            }
+        let time = now();
+        let mut answers = std::mem::take(&mut self.answers);
+        for request in answers.drain(..) {
+            self.put(&request, request.refusal.map_or(status::OKAY, |refusal| refusal.status), time);
             if self.trace.is_some() { self.unshown.push(request) } else { self.free.push(request) }
         }
-        (self.answers, self.outcomes) = (answers, outcomes);
+        self.answers = answers;
     }
 
     /// Notes the time in all requests of a list, if they are traced.

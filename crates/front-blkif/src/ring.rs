@@ -87,12 +87,10 @@ impl Ring<Segment> {
     ///
     /// # Panics
     /// When `memory` is shorter than the ring of responses.
-    pub fn with_responses(mut self, memory: Segment, order: u32) -> Self {
-        let slots = split::response_slots(order);
-        let len = RING_HEADER_BYTES + slots as usize * split::RESPONSE_BYTES;
+    pub fn with_responses(self, memory: Segment, order: u32) -> Self {
+        let len = RING_HEADER_BYTES + split::response_slots(order) as usize * split::RESPONSE_BYTES;
         assert!(memory.len() >= len, "the memory of the ring of responses is too short");
-        self.responses = Some((memory, slots));
-        self
+        self.with_responses_over(memory, order)
     }
 }
 
@@ -110,6 +108,12 @@ impl<M: Shared> Ring<M> {
             rsp_prod: Cell::new(rsp_prod),
             published: Cell::new(rsp_prod),
         }
+    }
+
+    /// As [`Ring::with_responses`], in memory that is long enough.
+    pub fn with_responses_over(mut self, memory: M, order: u32) -> Self {
+        self.responses = Some((memory, split::response_slots(order)));
+        self
     }
 
     /// Requests in flight at most.

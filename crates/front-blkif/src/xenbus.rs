@@ -90,12 +90,9 @@ pub fn features(offer: &Offer, info: &DiskInfo, may_discard: bool) -> Vec<(&'sta
         ("max-ring-pages", (1u32 << offer.max_order).to_string()),
         ("multi-queue-max-queues", offer.max_queues.to_string()),
     ];
-    if offer.max_indirect > 0 {
-        keys.push(("feature-max-indirect-segments", offer.max_indirect.to_string()));
-    }
-    if offer.splits_rings {
-        keys.push((split::FEATURE, flag(true)));
-    }
+    // Also when there are none: another back end may have left the keys.
+    keys.push(("feature-max-indirect-segments", offer.max_indirect.to_string()));
+    keys.push((split::FEATURE, flag(offer.splits_rings)));
     let discards = may_discard && !offer.read_only;
     keys.push(("feature-discard", flag(discards)));
     if discards {
@@ -176,7 +173,7 @@ pub fn read_wish(store: &mut XenStore, path: &str, offer: &Offer) -> Result<Wish
     };
     let queues = keys.number("multi-queue-num-queues", 1, u32::from(offer.max_queues))?.unwrap_or(1);
     let is_persistent = keys.number("feature-persistent", 0, u32::MAX)?.is_some_and(|value| value != 0);
-    let is_split = offer.splits_rings && keys.number(split::WANTED, 0, 1)? == Some(1);
+    let is_split = keys.number(split::WANTED, 0, u32::from(offer.splits_rings))? == Some(1);
     let mut rings = Vec::new();
     for queue in 0..queues {
         let folder = if queues > 1 { format!("queue-{queue}/") } else { String::new() };

@@ -34,10 +34,15 @@ struct Xen {
 
 impl Xen {
     fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// With more arguments for the back end.
+    fn start_with(args: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::start(dir.path()).unwrap();
         let store = XenStore::open(&host.xenstored()).unwrap();
-        let backend = start_backend(dir.path());
+        let backend = start_backend(dir.path(), args);
         Self { store, backend, _host: host, dir }
     }
 
@@ -83,9 +88,9 @@ impl Drop for Xen {
     }
 }
 
-fn start_backend(dir: &Path) -> Child {
+fn start_backend(dir: &Path, args: &[&str]) -> Child {
     let mut command = spile();
-    command.arg("xen-backend").arg("--lab").arg(dir).arg("--run-dir").arg(dir.join("run"));
+    command.arg("xen-backend").arg("--lab").arg(dir).arg("--run-dir").arg(dir.join("run")).args(args);
     command.stdout(Stdio::null()).spawn().expect("the program starts")
 }
 
@@ -209,21 +214,19 @@ fn chain(dir: &Path) -> PathBuf {
     dir.join("disk.vhd")
 }
 
-fn killed_under_load(access: &str, persistent: bool, kills: u32) {
-    let mut xen = Xen::start();
+/// What a guest under load is like, if nothing else is said.
+fn guest_options() -> BlkfrontOptions {
+    BlkfrontOptions { queues: 2, depth: 16, data_bytes: BLOCK, indirect_segments: 32, ..BlkfrontOptions::default() }
+}
+
+fn killed_under_load(mut xen: Xen, access: &str, options: BlkfrontOptions, kills: u32) {
     let mut vbd = Vbd::new(DomId(3), format!("vhd:{}", chain(xen.dir.path()).display()));
     vbd.extra.push(("spile-access".into(), access.into()));
     add_vbd(&mut xen.store, &vbd).unwrap();
-    let options = BlkfrontOptions {
-        queues: 2,
-        depth: 16,
-        data_bytes: BLOCK,
-        indirect_segments: 32,
-        persistent,
-        ..BlkfrontOptions::default()
-    };
+    let depth = options.depth;
     let mut front = Blkfront::new(xen.guest(3), vbd.device, options).unwrap();
     let mut load = Load::new(front.start().unwrap());
+    assert_eq!(load.queues.iter().map(Queue::slots).collect::<Vec<_>>(), [depth; 2]);
     let mut pid = xen.process(&vbd, None);
     for turn in 0..kills {
         // Now and then the next end comes while the successor begins.
@@ -253,12 +256,36 @@ fn killed_under_load(access: &str, persistent: bool, kills: u32) {
 
 #[test]
 fn a_process_that_is_killed_fifty_times_loses_nothing_and_the_guest_sees_no_error() {
-    killed_under_load("copy", false, KILLS);
+    killed_under_load(Xen::start(), "copy", guest_options(), KILLS);
 }
 
 #[test]
 fn so_it_is_with_pages_that_stay_mapped() {
-    killed_under_load("persistent", true, KILLS / 5);
+    let options = BlkfrontOptions { persistent: true, ..guest_options() };
+    killed_under_load(Xen::start(), "persistent", options, KILLS / 5);
+}
+
+/// Twice as many requests are in flight as the ring of requests has slots, and while nobody serves it, the others wait.
+#[test]
+fn so_it_is_with_split_rings() {
+    let options = BlkfrontOptions { split_response_order: Some(0), depth: 64, ..guest_options() };
+    killed_under_load(Xen::start_with(&["--split-rings"]), "copy", options, KILLS / 5);
+}
+
+#[test]
+fn a_load_uses_split_rings_where_they_are_offered_and_says_where_not() {
+    for is_offered in [true, false] {
+        let xen = Xen::start_with(if is_offered { &["--split-rings"] } else { &[] });
+        ok(xen.dir.path(), &["create", "a.raw", "--size", "8M"]);
+        let (disk, params) =
+            (format!("xen-lab:{}", xen.dir.path().display()), format!("raw:{}", xen.path("a.raw").display()));
+        let mut command = spile();
+        command.args(["load", &disk, "--params", &params, "--rw", "randrw", "--verify", "--ios", "3000"]);
+        let done = command.args(["--depth", "128", "--split-responses"]).output().expect("the program starts");
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.success(), is_offered, "{said}");
+        assert!(is_offered || said.contains("--split-rings"), "{said}");
+    }
 }
 
 #[test]
@@ -284,7 +311,7 @@ fn disks_come_and_go_and_outlive_the_back_end() {
     xen.backend.kill().unwrap();
     xen.backend.wait().unwrap();
     fronts.iter_mut().for_each(|(_, _, queue, _)| request(queue, Op::Read, 4096, 4096));
-    xen.backend = start_backend(xen.dir.path());
+    xen.backend = start_backend(xen.dir.path(), &[]);
     kill(Pid::from_raw(pids[0]), Signal::SIGKILL).unwrap();
     assert_ne!(xen.process(&fronts[0].0, Some(pids[0])), pids[0]);
     for (number, (vbd, _, queue, file)) in fronts.iter_mut().enumerate() {

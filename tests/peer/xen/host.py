@@ -1,8 +1,10 @@
 """A host with Xen: QEMU in software emulation, the first domain, and a line on which it hears commands."""
 
+import ctypes
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
 
@@ -14,7 +16,7 @@ from support import MIB, need, spile_binary, text
 # Software emulation of a whole host on a busy machine; some twenty seconds on a quiet one.
 BOOT_LIMIT_S = 300
 # What a command may take; those that wait for something give up by themselves after some minutes.
-ANSWER_LIMIT_S = 300
+ANSWER_LIMIT_S = 240
 
 DATA_BYTES = 1024 * MIB
 XEN_WORDS = (
@@ -42,7 +44,7 @@ class Host:
         # In the folder, so that no name here holds a comma or a blank, which have a meaning to QEMU.
         self.process = subprocess.Popen(
             command(far.fileno()), cwd=folder, stdin=subprocess.DEVNULL, stdout=self.console,
-            stderr=subprocess.STDOUT, pass_fds=[far.fileno()],
+            stderr=subprocess.STDOUT, pass_fds=[far.fileno()], preexec_fn=end_with_parent,
         )
         far.close()
         self.line = near
@@ -101,6 +103,11 @@ class Host:
         self.line.close()
         self.log.close()
         self.console.close()
+
+
+def end_with_parent():
+    """A test file that takes too long is killed, and what it has started shall not live on: PR_SET_PDEATHSIG, SIGKILL."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def command(line):

@@ -152,7 +152,7 @@ def decompressed(payload):
 
 def dom0_initramfs(path, kernel):
     """Busybox, the modules to load and those at hand, and dom0.sh; all else is on the tools' disk."""
-    folders = ("bin", "sbin", "dev", "proc", "sys", "tmp", "run", "mnt", "tools", "data", "lib", "var", "etc", "etc/xen")
+    folders = ("bin", "sbin", "dev", "proc", "sys", "tmp", "run", "mnt", "tools", "data", "lib", "var", "etc")
     modules = kernel.needed()
     spare = [item for item in kernel.with_dependencies(*SPARE) if item not in modules]
     order = "".join(f"{name}\n" for name, _ in modules)
@@ -165,7 +165,7 @@ def dom0_initramfs(path, kernel):
         ("etc/xen/xl.conf", 0o100644, b""),
         *links(("sbin/modprobe", "../bin/busybox"), ("var/run", "/run")),
     ]
-    write_initramfs(path, folders, [*modules, *spare], files)
+    write_initramfs(path, (*folders, "etc/xen"), [*modules, *spare], files)
 
 
 def domu_initramfs(path, kernel):

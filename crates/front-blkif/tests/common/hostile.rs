@@ -144,7 +144,7 @@ impl Street {
     }
 
     /// Waits for an offer; whatever the back end's state is before, for a rude front end may have been quicker than it.
-    fn begin_again(front: &mut Blkfront) {
+    pub fn begin_again(front: &mut Blkfront) {
         front.set_state(1).unwrap();
         wait_until("another offer", || front.backend_state().unwrap() == 2);
     }
@@ -289,7 +289,7 @@ pub fn beside<R>(rude: impl Fn(u32) + Send + Sync, work: impl FnOnce() -> R) -> 
             while !is_over.load(Ordering::Relaxed) {
                 rude(round);
                 round = round.wrapping_add(1);
-                if round.is_multiple_of(64) {
+                if round.is_multiple_of(4096) {
                     std::thread::yield_now();
                 }
             }

@@ -148,6 +148,8 @@ impl World {
 
 impl Drop for World {
     fn drop(&mut self) {
+        // It ends when nothing is in flight any more, also after a test that has failed.
+        self.disk.release();
         if let Some(device) = &mut self.device {
             device.stop();
             let _ = device.wait();

@@ -41,7 +41,7 @@ fn run(setup: impl Fn(Access) -> Setup, sizes: BlkfrontOptions, cases: impl Fn(&
             for (request, wanted, did) in &cases {
                 assert_eq!(ask(&mut queue, *request), *wanted, "{access:?} {abi:?}: {request:?}");
                 let done = street.world.disk.take_did();
-                assert_eq!(done, did.into_iter().copied().collect::<Vec<_>>(), "{access:?} {abi:?}: {request:?}");
+                assert_eq!(done, did.iter().copied().collect::<Vec<_>>(), "{access:?} {abi:?}: {request:?}");
                 if *wanted != OKAY {
                     assert_reads(&mut queue);
                     street.world.disk.take_did();

@@ -11,4 +11,5 @@ mod hostile_ring;
 mod hostile_store;
 mod requests;
 mod restart;
+mod split;
 mod states;

@@ -47,9 +47,9 @@ impl DiskSetup {
         u64::from(self.indirect_segments.max(11)) * 4096
     }
 
-    /// Parts of the longest request, as far as the rings hold them.
+    /// Parts of the longest request, as far as the rings hold them; two at least, whose pages lie between each other.
     fn slots(&self) -> u64 {
-        self.max_request_bytes.div_ceil(self.part_bytes()).clamp(1, self.ring_slots.into())
+        self.max_request_bytes.div_ceil(self.part_bytes()).clamp(2, self.ring_slots.into())
     }
 
     /// The memory that its pages need, with persistent grants those of the programs too.
@@ -67,6 +67,8 @@ impl DiskSetup {
             indirect_segments: self.indirect_segments,
             persistent: self.is_persistent,
             split_response_order: self.is_split.then_some(0),
+            // Xen maps and copies page by page, wherever they lie. Here neighbours could be mapped as one.
+            scatter: true,
             ..BlkfrontOptions::default()
         }
     }
@@ -324,14 +326,14 @@ mod tests {
     fn slots_hold_the_longest_request_as_far_as_a_ring_does() {
         assert_eq!((setup(0, 4 << 20).part_bytes(), setup(0, 4 << 20).slots()), (44 << 10, 32));
         assert_eq!((setup(256, 4 << 20).part_bytes(), setup(256, 4 << 20).slots()), (1 << 20, 4));
-        assert_eq!(setup(0, 512).slots(), 1);
+        assert_eq!(setup(0, 512).slots(), 2);
     }
 
     #[test]
     fn persistent_grants_need_the_pages_twice() {
         let one = setup(256, 1 << 20);
         let two = DiskSetup { is_persistent: true, ..one.clone() };
-        assert_eq!(two.memory_bytes() - one.memory_bytes(), 1 << 20);
+        assert_eq!(two.memory_bytes() - one.memory_bytes(), 2 << 20);
     }
 
     #[test]

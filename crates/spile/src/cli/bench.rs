@@ -17,24 +17,25 @@ use crate::bench::{Direction, Figures, Outcome, aggregate, guest, process, save}
 use crate::signals::EndSignals;
 use crate::units::{parse_duration, parse_size};
 
+const PATHS: &str = "\
+Paths through a ring; those with a * are measured unless others are named:
+  grant-map-memcpy           * as tapdisk2: pages mapped, copied, unmapped; requests of 44 KiB
+  grant-map-memcpy-indirect    the same with indirect segments, as many as Linux has: 128 KiB
+  grant-map                  * as blkback: pages mapped for the time of the I/O; 128 KiB
+  persistent                 * as qemu's qdisk: pages stay mapped, the guest copies; 128 KiB
+  grant-copy-44k             * as tapdisk3: the hypervisor copies; 44 KiB
+  grant-copy-44k-split       * the same with a ring of its own for responses
+  grant-copy                 * Spile's default: the hypervisor copies; 128 KiB
+  grant-copy-split             the same with a ring of its own for responses
+  grant-copy-1m                one ring, and as many segments as Spile offers: 1 MiB";
+
 /// Measure what ways to a disk cost, side by side
 ///
 /// Guests are those of a Xen made of ordinary processes, so this runs on any Linux host. The order of the paths and the
 /// shape of their curves mean something there; Xen's absolute costs are others. The paths take turns, so that what else
 /// the host does falls on all alike.
-///
-/// Paths through a ring; those marked * are measured unless others are named:
-///   grant-map-memcpy           * as tapdisk2: pages mapped, copied and unmapped, requests of 44 KiB
-///   grant-map-memcpy-indirect    the same with indirect segments, as many as Linux asks for: 128 KiB
-///   grant-map                  * as blkback: pages mapped for the time of the I/O, indirect segments
-///   persistent                 * as qemu's qdisk: pages stay mapped, the guest copies, indirect segments
-///   grant-copy-44k             * as tapdisk3: the hypervisor copies, requests of 44 KiB
-///   grant-copy-44k-split       * the same with a ring of its own for responses
-///   grant-copy                 * Spile's default: the hypervisor copies, indirect segments
-///   grant-copy-split             the same with a ring of its own for responses
-///   grant-copy-1m                the same with one ring and as many segments as Spile offers: 1 MiB
 #[derive(Debug, Args)]
-#[command(verbatim_doc_comment)]
+#[command(after_long_help = PATHS)]
 pub struct BenchArgs {
     #[command(subcommand)]
     experiment: Experiment,

@@ -159,6 +159,11 @@ struct GuestArgs {
     /// The ring has 2 to this many pages
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4))]
     ring_order: Option<u32>,
+    /// Have responses in a ring of their own, of 2 to this many pages [default: 0], so that 128 requests can be in flight
+    /// with one page of each; for a back end that was started with --split-rings
+    #[arg(long, value_name = "ORDER", num_args = 0..=1, default_missing_value = "0",
+          value_parser = clap::value_parser!(u32).range(0..=4))]
+    split_responses: Option<u32>,
     /// Segments of an indirect request at most; none unless given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=256))]
     indirect: Option<u32>,
@@ -175,6 +180,7 @@ impl GuestArgs {
             access: self.access.clone(),
             poll,
             ring_order: self.ring_order.unwrap_or(0),
+            split_responses: self.split_responses,
             indirect_segments: self.indirect.unwrap_or(0),
             is_32_bit: self.x86_32,
         };
@@ -182,8 +188,8 @@ impl GuestArgs {
             Target::Lab(_) => Ok(options),
             _ if options == (GuestOptions { poll, ..GuestOptions::default() }) => Ok(options),
             _ => {
-                let what =
-                    "--domain, --params, --access, --ring-order, --indirect and --x86-32 are for xen-lab:DIR only";
+                let what = "--domain, --params, --access, --ring-order, --split-responses, --indirect and --x86-32 are \
+                            for xen-lab:DIR only";
                 Err(Error::new(ErrorKind::InvalidInput, what))
             }
         }

@@ -36,6 +36,8 @@ pub struct GuestOptions {
     pub poll: bool,
     /// Its ring has 2 to this many pages.
     pub ring_order: u32,
+    /// Responses come in rings of their own of 2 to this many pages, which the back end has to offer.
+    pub split_responses: Option<u32>,
     /// Segments of an indirect request at most; 0: none.
     pub indirect_segments: u32,
     /// Its structures are those of a guest of 32 bits.
@@ -73,7 +75,8 @@ impl BlkifEndpoint {
     /// Makes a guest on the stand-in in `dir`, and a disk for it.
     ///
     /// # Errors
-    /// When there is no stand-in, or nobody serves the disk.
+    /// When there is no stand-in, or nobody serves the disk; `Unsupported` when rings shall be split and the back end
+    /// does not offer that.
     pub fn connect(dir: &Path, queues: u32, options: GuestOptions) -> Result<Self> {
         let params = options.params.clone().ok_or_else(|| {
             Error::new(ErrorKind::InvalidInput, "it is not said what to serve").hint("say --params [vhd:|raw:]PATH")
@@ -100,6 +103,11 @@ impl BlkifEndpoint {
             max_block_bytes: (most.min(features.max_indirect_segments.max(11)) * 4096).min(MAX_REQUEST_BYTES as u32),
         };
         front.stop(rings)?;
+        if options.split_responses.is_some() && !features.splits_rings {
+            let what = "the back end does not offer rings of their own for responses";
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .hint("start spile xen-backend with --split-rings, or leave --split-responses out"));
+        }
         Ok(Self { guest, disk, info, queues, options })
     }
 }
@@ -116,6 +124,7 @@ impl Endpoint for BlkifEndpoint {
         let wanted = BlkfrontOptions {
             abi: if options.is_32_bit { Abi::X86_32 } else { Abi::X86_64 },
             ring_order: options.ring_order,
+            split_response_order: options.split_responses,
             queues,
             depth: shape.depth as usize,
             data_bytes: shape.block_bytes,
@@ -129,7 +138,7 @@ impl Endpoint for BlkifEndpoint {
         if rings.len() < queues as usize || rings.iter().any(|ring| ring.slots() < shape.depth as usize) {
             let what = "the back end offers fewer queues, or a smaller ring, than the load needs";
             return Err(Error::new(ErrorKind::Unsupported, what)
-                .hint("use fewer --queues, a lower --depth or a higher --ring-order"));
+                .hint("use fewer --queues, a lower --depth, a higher --ring-order or --split-responses"));
         }
         let transports = rings.into_iter().map(|ring| BlkifTransport::new(ring, shape, options.poll)).collect();
         let result = run(transports)?;

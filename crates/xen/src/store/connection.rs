@@ -3,7 +3,7 @@
 //! Only as many bytes are read as the message at hand has, so the descriptor is readable exactly when there is more to
 //! take. A message of which a part has come is kept until the rest does.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -148,6 +148,12 @@ impl Connection {
         let event = WatchEvent { path: wire::text(path)?.to_owned(), token: wire::text(token)?.to_owned() };
         if self.events.contains(&event) {
             return Ok(());
+        }
+        if self.events.len() == MAX_EVENTS {
+            // Who may write below a watched node may write any number of names. One event for each watch says enough:
+            // who is told looks at the store anyway.
+            let mut tokens = HashSet::new();
+            self.events.retain(|event| tokens.insert(event.token.clone()));
         }
         if self.events.len() == MAX_EVENTS {
             return Err(Error::new(ErrorKind::Exhausted, format!("over {MAX_EVENTS} different events wait")));

@@ -203,10 +203,30 @@ fn half_an_event_waits_for_its_other_half() {
 }
 
 #[test]
+fn a_flood_below_one_watch_is_one_event() {
+    let (mut store, thread) = scripted(|p| {
+        p.expect(MessageType::Read, b"/a\0");
+        let mut send = |name: &str, token| {
+            let payload = wire::join([name, token]);
+            p.socket.write_all(&wire::message(MessageType::WatchEvent, 0, 0, &payload).unwrap()).unwrap();
+        };
+        send("/other", "u");
+        (0..4500).for_each(|n| send(&format!("/w/{n}"), "t"));
+        p.answer(b"v");
+    });
+    assert_eq!(store.read(Tx::NONE, "/a").unwrap(), b"v");
+    assert_eq!(store.next_event(NOW).unwrap(), Some(event("/other", "u")));
+    assert_eq!(store.next_event(NOW).unwrap(), Some(event("/w/0", "t")));
+    let left = std::iter::from_fn(|| store.next_event(NOW).unwrap()).count();
+    assert!(left < 4096, "{left}");
+    end(store, thread);
+}
+
+#[test]
 fn too_many_different_events_end_the_connection() {
     let (mut store, thread) = scripted(|p| {
         p.expect(MessageType::Read, b"/a\0");
-        let message = |n: u32| wire::message(MessageType::WatchEvent, 0, 0, &wire::join([&*n.to_string(), "t"]));
+        let message = |n: u32| wire::message(MessageType::WatchEvent, 0, 0, &wire::join(["/a", &n.to_string()]));
         // The client goes before it has read all.
         let _ = (0..5000).try_for_each(|n| p.socket.write_all(&message(n).unwrap()));
     });

@@ -217,8 +217,8 @@ impl Blkfront {
         Ok(self.disk)
     }
 
-    /// The orderly end, with nothing in flight: both sides close, and all grants are revoked. After it the front end may
-    /// start again: [`Blkfront::restart`].
+    /// The orderly end, with nothing in flight: both sides close, and all grants are revoked. After it the front end
+    /// may start again: [`Blkfront::restart`].
     ///
     /// # Errors
     /// `TimedOut` when the back end does not close, `Protocol` when it has closed and still uses pages.

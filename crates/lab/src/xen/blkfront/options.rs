@@ -18,7 +18,8 @@ pub struct BlkfrontOptions {
     /// Responses come in rings of their own, of at most 2 to this many pages, where the back end offers that
     /// ([`spile_xen::blkif::split`]); else, and with `None`, in the ring of requests.
     pub split_response_order: Option<u32>,
-    /// Requests in flight in each queue, at most the ring's slots; with split rings at most those of the ring of responses.
+    /// Requests in flight in each queue, at most the ring's slots; with split rings at most those of the ring of
+    /// responses.
     pub depth: usize,
     /// The most bytes of a request, as far as segments reach.
     pub data_bytes: u32,

@@ -1,10 +1,10 @@
 //! The data path of one ring: slots with fixed pages, of which each can hold one request at a time.
 //!
-//! With split rings more requests can be in flight than the ring of requests has slots. A request for which there is none
-//! waits in a list here, in order, and goes into the ring as soon as the back end has taken others: within
-//! [`Queue::publish`], which looks for that for some microseconds, as the back end takes all it sees at once, or within the next
-//! [`Queue::take`], [`Queue::sleep`] or [`Queue::spin`]. Nobody rings when requests are taken, so the sleep is short
-//! then. A back end that is gone for a while is no different from a slow one.
+//! With split rings more requests can be in flight than the ring of requests has slots. A request for which there is
+//! none waits in a list here, in order, and goes into the ring as soon as the back end has taken others: within
+//! [`Queue::publish`], which looks for that for some microseconds, as the back end takes all it sees at once, or
+//! within the next [`Queue::take`], [`Queue::sleep`] or [`Queue::spin`]. Nobody rings when requests are taken, so the
+//! sleep is short then. A back end that is gone for a while is no different from a slow one.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,11 +22,13 @@ use crate::xen::guest::{EventPort, Frames, Guest};
 
 /// Looks at the ring between two looks at the clock: a few microseconds.
 const SPINS: u32 = 100;
-/// Looks at a full ring of requests while one publishes: some tens of microseconds, in which a back end that is awake takes them.
+/// Looks at a full ring of requests while one publishes: some tens of microseconds, in which a back end that is awake
+/// takes them.
 const FULL_SPINS: u32 = 1000;
 /// How long one sleeps at a time while requests wait for slots.
 const NAP: Duration = Duration::from_millis(1);
-/// Bits of a request's number that say its slot; the others count the slot's requests, so that a late answer is noticed.
+/// Bits of a request's number that say its slot; the others count the slot's requests, so that a late answer is
+/// noticed.
 const SLOT_BITS: u32 = 16;
 
 /// A request that the back end has answered.
@@ -228,8 +230,8 @@ impl Queue {
         }
     }
 
-    /// Shows the back end what was submitted, and rings if it wants that. With split rings it sees now what fits into the
-    /// ring, and soon the rest: see the module's head.
+    /// Shows the back end what was submitted, and rings if it wants that. With split rings it sees now what fits into
+    /// the ring, and soon the rest: see the module's head.
     pub fn publish(&mut self) {
         self.show();
         for _ in 0..FULL_SPINS {

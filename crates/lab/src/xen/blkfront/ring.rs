@@ -1,7 +1,8 @@
 //! The front end's side of a ring, with raw access to all of it.
 //!
-//! With *split rings* ([`split`]) responses come in a ring of their own. A request's slot is free again as soon as the back
-//! end has taken it, not only when it is answered, and what bounds the requests in flight are the slots for responses.
+//! With *split rings* ([`split`]) responses come in a ring of their own. A request's slot is free again as soon as
+//! the back end has taken it, not only when it is answered, and what bounds the requests in flight are the slots for
+//! responses.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -45,8 +46,8 @@ impl Ring {
         ring
     }
 
-    /// The same ring with its responses in `bytes`, which are zeroed before and have room for `slots` of them ([`split`]). For
-    /// before anything was pushed.
+    /// The same ring with its responses in `bytes`, which are zeroed before and have room for `slots` of them
+    /// ([`split`]). For before anything was pushed.
     ///
     /// # Panics
     /// When they do not fit, or the slots are no power of two.
@@ -113,7 +114,8 @@ impl Ring {
         self.bytes.store_u32(split::TAKEN, value, Ordering::Release);
     }
 
-    /// The bytes of the slot for the request of that number, counted from the ring's start; in one ring the response's too.
+    /// The bytes of the slot for the request of that number, counted from the ring's start; in one ring the
+    /// response's too.
     pub fn slot(&self, number: u32) -> Segment {
         let (len, number) = (self.abi.slot_bytes(), (number & (self.slots - 1)) as usize);
         let at = RING_HEADER_BYTES + number * len;
@@ -145,8 +147,8 @@ impl Ring {
         }
     }
 
-    /// How many requests can be pushed now: one for each slot whose request's response was taken; with split rings, for each
-    /// slot whose request the back end has taken, as long as all responses have room.
+    /// How many requests can be pushed now: one for each slot whose request's response was taken; with split rings,
+    /// for each slot whose request the back end has taken, as long as all responses have room.
     pub fn free(&self) -> u32 {
         let room = self.max_in_flight() - self.pushed.wrapping_sub(self.taken);
         if !self.is_split() {

@@ -85,7 +85,7 @@ fn figure(outcome: &Aggregate, direction: Direction) -> (String, Figure) {
         outcome.host.date_utc
     );
     let title = format!("aggregate: sequential {} of all disks of all guests", direction.name());
-    let columns = panels.len().min(3);
+    let columns = if panels.len() == 4 { 2 } else { panels.len().min(3) };
     (format!("aggregate-{}", direction.name()), Figure { title, note, panels, columns, legend })
 }
 

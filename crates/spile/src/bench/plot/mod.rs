@@ -80,7 +80,7 @@ const PANEL: (f64, f64) = (460.0, 330.0);
 /// Around the plot in a panel: left, top, right, bottom.
 const MARGIN: (f64, f64, f64, f64) = (66.0, 34.0, 22.0, 52.0);
 /// A character's width as part of the text's height, generously: there is no font to measure.
-const CHARACTER: f64 = 0.58;
+const CHARACTER: f64 = 0.62;
 
 /// A rectangle on the page: left, top, width, height.
 #[derive(Clone, Copy)]

@@ -27,7 +27,8 @@ impl World {
     }
 }
 
-/// A page holds 32 requests and the back end takes some at a time: all come, in order, never more than there is room for.
+/// A page holds 32 requests and the back end takes some at a time: all come, in order, never more than there is room
+/// for.
 #[test]
 fn requests_for_which_there_is_no_slot_wait_until_others_are_taken() {
     for (abi, start) in [(Abi::X86_64, 0), (Abi::X86_32, u32::MAX - 70)] {
@@ -36,6 +37,7 @@ fn requests_for_which_there_is_no_slot_wait_until_others_are_taken() {
         assert_eq!((world.queue.slots(), world.queue.ring().slots()), (128, 32));
         (0..100).for_each(|slot| world.queue.submit(slot, Op::Flush, 0, 0));
         world.queue.publish();
+        assert_eq!((world.queue.waiting(), world.queue.ring().index(index::REQ_PROD)), (68, start.wrapping_add(32)));
         let (mut taken, mut seen) = (0, 0);
         let mut requests = Vec::new();
         while taken < 128 {

@@ -1,0 +1,179 @@
+//! A request on the common path allocates nothing: neither here nor anywhere else in the process, the guest's side among
+//! it.
+//!
+//! A program of its own, with an allocator that counts, and one test that has it to itself.
+#![forbid(unsafe_code)]
+
+use std::alloc::System;
+use std::sync::Arc;
+use std::time::Duration;
+
+use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Result, Segments, Store, StoreOffset, Via, WriteZeroes};
+use spile_engine::{CacheMode, Config as EngineConfig, Engine, EngineKind, FileStore, NullStore};
+use spile_front_blkif::device::{Config, Device};
+use spile_front_blkif::pages::Access;
+use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
+use spile_lab::xen::toolstack::{Vbd, add_vbd};
+use spile_lab::xen::{Blkfront, Guest, Host, Hypervisor};
+use spile_xen::DomId;
+use spile_xen::blkif::{Abi, status};
+use spile_xen::store::XenStore;
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+const SIZE: u64 = 4 << 20;
+const GUEST: DomId = DomId(7);
+
+/// A disk that is its store.
+struct Bare<S>(S);
+
+impl<S: Store> Disk for Bare<S> {
+    fn info(&self) -> DiskInfo {
+        DiskInfo {
+            size_bytes: SIZE,
+            request_align_bytes: 1,
+            memory_align_bytes: 1,
+            preferred_bytes: 4096,
+            discard_align_bytes: 4096,
+            read_only: false,
+            fast_zero: true,
+        }
+    }
+
+    fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
+        self.0.read_at(StoreOffset(extent.start()), into, Via::Cached)
+    }
+
+    fn write(&self, extent: Extent, from: &Segments, _fua: bool) -> impl Future<Output = Result<()>> {
+        self.0.write_at(StoreOffset(extent.start()), from, Via::Cached)
+    }
+
+    fn flush(&self) -> impl Future<Output = Result<()>> {
+        self.0.sync()
+    }
+
+    fn discard(&self, extent: Extent) -> impl Future<Output = Result<()>> {
+        self.0.punch_hole(StoreOffset(extent.start()), extent.len_bytes)
+    }
+
+    fn write_zeroes(&self, extent: Extent, _how: WriteZeroes) -> impl Future<Output = Result<()>> {
+        self.0.zero_range(StoreOffset(extent.start()), extent.len_bytes)
+    }
+
+    async fn extents(&self, _extent: Extent, _max_runs: usize) -> Result<Vec<ExtentStatus>> {
+        Ok(Vec::new())
+    }
+
+    async fn resize(&self, _size_bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
+    async fn close(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// So many requests, all slots at work all the time. With `sleeps`, the guest waits for notices instead of looking.
+fn run(queue: &mut Queue, (op, len): (Op, u32), count: usize, sleeps: bool) {
+    let places = (SIZE / u64::from(len)) as usize;
+    let mut submitted = 0;
+    let mut submit = |queue: &mut Queue, slot: usize| {
+        if submitted < count {
+            queue.submit(slot, op, (submitted % places) as u64 * u64::from(len), len);
+            submitted += 1;
+        }
+    };
+    (0..queue.slots()).for_each(|slot| submit(queue, slot));
+    queue.publish();
+    while queue.outstanding() > 0 {
+        while let Some(done) = queue.take().unwrap() {
+            assert_eq!(done.status, status::OKAY);
+            submit(queue, done.slot);
+        }
+        queue.publish();
+        if queue.outstanding() > 0 {
+            let patience = Duration::from_secs(30);
+            assert!(if sleeps { queue.sleep(patience).unwrap() } else { queue.spin(patience) }, "no answer");
+        }
+    }
+}
+
+/// Comes by every way once: the back end falls asleep, is woken, finds one request and many.
+fn warm_up(queue: &mut Queue, what: (Op, u32), sleeps: bool) {
+    for count in [1, 2000, 100, 1, 2000, 1] {
+        run(queue, what, count, sleeps);
+        std::thread::sleep(Duration::from_millis(3));
+    }
+}
+
+/// Counts what 2,000 requests of each kind allocate, after a warm-up.
+fn count(what: &str, kind: EngineKind, access: Access, store: impl Store, options: &BlkfrontOptions) {
+    let config = EngineConfig { kind, workers: 1, pool_bytes: 4 << 20, ..EngineConfig::default() };
+    let engine = Engine::start(config).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let host = Host::start(dir.path()).unwrap();
+    let guest = Arc::new(Guest::create(dir.path(), GUEST, 64 << 20).unwrap());
+    let vbd = Vbd::new(GUEST, "null");
+    add_vbd(&mut XenStore::open(&host.xenstored()).unwrap(), &vbd).unwrap();
+    let hypervisor = Arc::new(Hypervisor::connect(dir.path()).unwrap());
+    let config = config_for(&vbd, access, dir.path());
+    let (disk, store) = (Arc::new(Bare(store)), XenStore::open(&host.xenstored()).unwrap());
+    let device = Device::start(engine.clone(), disk, store, hypervisor.clone(), hypervisor, config, || {});
+    let mut device = device.unwrap();
+    let persistent = access == Access::Persistent;
+    let mut front = Blkfront::new(guest, vbd.device, BlkfrontOptions { persistent, ..options.clone() }).unwrap();
+    let mut queue = front.start().unwrap().remove(0);
+    let len = options.data_bytes;
+    for sleeps in [true, false] {
+        for op in [Op::Read, Op::Write] {
+            warm_up(&mut queue, (op, len), sleeps);
+            let region = Region::new(ALLOCATOR);
+            run(&mut queue, (op, len), 2000, sleeps);
+            let change = region.change();
+            let counted = (change.allocations, change.reallocations, change.deallocations);
+            assert_eq!(counted, (0, 0, 0), "{what} on {kind}, {access:?}, {op:?}, sleeps: {sleeps}: {change:?}");
+        }
+    }
+    front.stop(vec![queue]).unwrap();
+    device.stop();
+    device.wait().unwrap();
+    engine.shutdown();
+}
+
+fn config_for(vbd: &Vbd, access: Access, dir: &std::path::Path) -> Config {
+    Config {
+        name: "null".into(),
+        backend_path: vbd.backend_path(),
+        access,
+        max_queues: 1,
+        max_order: 0,
+        max_indirect: 256,
+        splits_rings: false,
+        read_only: false,
+        trace_records: 0,
+        run_dir: dir.to_owned(),
+    }
+}
+
+#[test]
+fn requests_allocate_nothing() {
+    let small = BlkfrontOptions { data_bytes: 4096, ..BlkfrontOptions::default() };
+    for kind in [EngineKind::Auto, EngineKind::Threads] {
+        for access in [Access::Copy, Access::Persistent] {
+            count("4 KiB", kind, access, NullStore::new(SIZE), &small);
+            count("depth 1", kind, access, NullStore::new(SIZE), &BlkfrontOptions { depth: 1, ..small.clone() });
+        }
+    }
+    let abi = Abi::X86_32;
+    count("32 bits", EngineKind::Auto, Access::Copy, NullStore::new(SIZE), &BlkfrontOptions { abi, ..small.clone() });
+    // The buffer of a copy is one however many pages there are.
+    let whole = BlkfrontOptions { data_bytes: 44 << 10, ..small.clone() };
+    count("44 KiB", EngineKind::Auto, Access::Copy, NullStore::new(SIZE), &whole);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk");
+    std::fs::write(&path, vec![1; SIZE as usize]).unwrap();
+    let store = FileStore::open(&path, spile_core::OpenMode::ReadWrite, CacheMode::Page).unwrap();
+    count("a file", EngineKind::Auto, Access::Copy, store, &small);
+}

@@ -1,0 +1,88 @@
+"""Disks that `spile xen-backend` serves to Linux's blkfront: what the tests of them share.
+
+What the front saw of each image is compared, at the end, with what is in the image on the machine that runs the tests.
+"""
+
+from backends import backend, need_backend
+from base import XenTest
+from disks import Vbd
+from guests import domu_root
+from lab import chain
+from support import MIB, STANDIN, check, run, sha256, spile, write_scattered
+
+SIZE_MIB = 64
+
+
+class ServedTest(XenTest):
+    @classmethod
+    def setUpClass(cls):
+        need_backend()
+        super().setUpClass()
+
+    @classmethod
+    def images(cls, folder):
+        raws = [domu_root(folder, folder / f"{name}.raw", seed) for seed, name in enumerate(("xl", "hand"))]
+        raws += [write_scattered(folder / f"{name}.raw", SIZE_MIB * MIB, 9) for name in ("files", "work")]
+        cls.disks = {raw.stem: f"/data/{chain(raw).name}" for raw in raws}
+        plain = folder / "plain.raw"
+        plain.write_bytes(b"")
+        cls.disks["plain"] = "/data/plain.raw"
+        cls.parents = {path.name: sha256(path) for path in folder.glob("*-parent.vhd")}
+        # The sums that fronts saw, by image.
+        cls.seen = {"files": sha256(folder / "files.raw")}
+        children = [] if STANDIN else [folder / f"{raw.stem}.vhd" for raw in raws]
+        return [*(children or raws), plain, *folder.glob("*-parent.vhd")]
+
+    @classmethod
+    def prepare(cls, host):
+        host.ask(f"truncate -s {SIZE_MIB}M /data/plain.raw && mkdir -p /mnt")
+        cls.backend = backend(host)
+
+    @classmethod
+    def tearDownClass(cls):
+        if cls.running:
+            cls.backend.stop()
+        super().tearDownClass()
+        if cls.running:
+            cls.compare_images()
+
+    @classmethod
+    def compare_images(cls):
+        """Looks at the images as the host left them."""
+        for name, before in cls.parents.items():
+            if sha256(cls.fetch(f"{name}")) != before:
+                raise AssertionError(f"{name} changed under its child")
+        for name, path in cls.disks.items():
+            image = cls.fetch(path.removeprefix("/data/"))
+            if image.suffix == ".vhd":
+                check(image)
+                spile("convert", image, image.with_suffix(".flat"))
+                image = image.with_suffix(".flat")
+            if name in cls.seen and sha256(image) != cls.seen[name]:
+                raise AssertionError(f"{name} holds something else than the front saw")
+            if name in ("xl", "hand"):
+                run("e2fsck", "-fn", image)
+
+    def attach(self, name, device="xvda", access="copy"):
+        host = self.running
+        host.ask("load xen_blkfront")
+        return Vbd(host, device, self.backend.nodes(self.disks[name], access)).attach().wait_connected()
+
+    def detach(self, vbd, name):
+        """Takes the disk away; what the front saw last is what shall be in the image."""
+        self.seen[name] = self.running.ask(f"sum_of /dev/{vbd.device}")
+        vbd.detach()
+        self.backend.release(self.disks[name])
+
+    def story(self):
+        words = super().story()
+        if self.running is None or self.running.process.poll() is not None:
+            return words
+        return f"the backend:\n{self.backend.said()}\n{words}"
+
+    def end_hammer(self, host):
+        """Lets the pass be finished that the verified work is in; it must not have found anything."""
+        host.ask("touch /tmp/stop && until_true '[ -e /tmp/hammer.status ]'")
+        log = host.ask("cat /tmp/hammer.log")
+        if host.ask("cat /tmp/hammer.status") != "0" or "pass 1" not in log:
+            raise AssertionError(f"the work failed: {log[-3000:]}")
