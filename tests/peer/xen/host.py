@@ -106,7 +106,7 @@ class Host:
 
 
 def end_with_parent():
-    """A test file that takes too long is killed, and what it has started shall not live on: PR_SET_PDEATHSIG, SIGKILL."""
+    """A test file that takes too long is killed; what it has started ends with it (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""`spile xen-backend` on a real Xen: domains that boot from a chain, disks that come and go, processes that are killed."""
+"""`spile xen-backend` on a real Xen: domains that boot from a chain, disks that come and go, processes killed."""
 
 from backends import backend
 from disks import Vbd

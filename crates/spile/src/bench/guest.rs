@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result};
+use spile_front_blkif::trace::now;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue, refusal};
 use spile_lab::xen::{Blkfront, Guest};
 use spile_xen::DomId;
@@ -142,12 +142,6 @@ pub enum Answer {
     Failed(String),
 }
 
-/// ns of CLOCK_MONOTONIC.
-pub fn now_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
-
 /// Obeys until stdin ends.
 ///
 /// # Errors
@@ -254,20 +248,20 @@ impl Disk {
 
     /// One request of a program: split into what the ring takes, and issued together as far as there are slots.
     fn request(&mut self, op: Op, offset_bytes: u64, len_bytes: u64) -> Result<Times> {
-        let mut times = Times { started: now_ns(), ..Times::default() };
+        let mut times = Times { started: now(), ..Times::default() };
         let (mut at, end) = (offset_bytes, offset_bytes + len_bytes);
         while at < end || self.queue.outstanding() > 0 {
             if at < end && !self.free.is_empty() {
                 at = self.issue(op, at, end);
                 if times.kicked == 0 {
-                    times.kicked = now_ns();
+                    times.kicked = now();
                 }
             }
             if !self.queue.sleep(PATIENCE)? {
                 let message = format!("no answer for {} s", PATIENCE.as_secs());
                 return Err(Error::new(ErrorKind::TimedOut, message).at_offset(offset_bytes));
             }
-            times.woken = now_ns();
+            times.woken = now();
             while let Some(completion) = self.queue.take()? {
                 if completion.status != status::OKAY {
                     return Err(refusal(op, offset_bytes, completion.status));
@@ -275,7 +269,7 @@ impl Disk {
                 self.free.push(completion.slot);
             }
         }
-        times.done = now_ns();
+        times.done = now();
         Ok(times)
     }
 
@@ -296,8 +290,8 @@ impl Disk {
     fn stream(&mut self, direction: Direction, request_bytes: u64, span_bytes: u64, when: (u64, u64)) -> Result<f64> {
         let (from, until) = when;
         self.at = 0;
-        std::thread::sleep(Duration::from_nanos(from.saturating_sub(now_ns())));
-        let (start, mut bytes) = (now_ns(), 0);
+        std::thread::sleep(Duration::from_nanos(from.saturating_sub(now())));
+        let (start, mut bytes) = (now(), 0);
         let mut end = start;
         while end < until || bytes == 0 {
             end = self.next(direction, request_bytes, span_bytes)?.done;

@@ -11,8 +11,9 @@ use std::time::Duration;
 
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Result};
+use spile_front_blkif::trace::now;
 
-use super::guest::{Answer, Order, now_ns};
+use super::guest::{Answer, Order};
 use super::rings::{RingPath, find};
 use super::sample::median;
 use super::world::{Disks, Folder, Storage, WantedDisk, World};
@@ -233,7 +234,7 @@ fn measure_in_turns(world: &mut World, parameters: &Parameters, point: &Point) -
 /// Bytes in a second of all guests together, over the disks of one path, for one piece of the time.
 fn measure(world: &mut World, parameters: &Parameters, path: usize, point: &Point) -> Result<f64> {
     let each = usize::from(parameters.disks);
-    let (runtime, from) = (parameters.runtime / PIECES, now_ns() + HEAD_START.as_nanos() as u64);
+    let (runtime, from) = (parameters.runtime / PIECES, now() + HEAD_START.as_nanos() as u64);
     let order = Order::Stream {
         disks: (path * each..(path + 1) * each).collect(),
         direction: point.direction,
