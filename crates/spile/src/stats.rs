@@ -385,9 +385,9 @@ mod tests {
     #[test]
     fn the_integral_is_the_sum_of_the_times_in_flight() {
         let meter = Meter::new();
-        let before = meter.read();
         let long = meter.start(Op::Read, 4096);
         let short = meter.start(Op::Write, 512);
+        let before = meter.read();
         std::thread::sleep(std::time::Duration::from_millis(2));
         drop(short);
         let middle = meter.read();
