@@ -51,6 +51,12 @@ until_true() {
   done
 }
 
+# done_on DEVICE: reads and writes that it has completed.
+done_on() {
+  set -- $(cat /sys/block/$1/stat)
+  echo $(($1 + $5))
+}
+
 # sum_of FILE: the sum of its content, read anew.
 sum_of() {
   sync && echo 3 >/proc/sys/vm/drop_caches && sha256sum <$1 | cut -d' ' -f1

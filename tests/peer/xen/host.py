@@ -73,7 +73,7 @@ class Host:
         """Has dom0 run a shell command; its words. With `ok` it has to end well."""
         status, words = self.ask_status(command, limit_s)
         if ok and status != 0:
-            raise AssertionError(f"in dom0: {command}: exit code {status}\n{words}")
+            raise AssertionError(f"in dom0: {command}: exit code {status}\n{words[-3000:]}")
         return words
 
     def ask_status(self, command, limit_s=ANSWER_LIMIT_S):

@@ -56,8 +56,9 @@ class ServedTest(XenTest):
             image = cls.fetch(path.removeprefix("/data/"))
             if image.suffix == ".vhd":
                 check(image)
-                spile("convert", image, image.with_suffix(".flat"))
-                image = image.with_suffix(".flat")
+                flat = cls.folder / f"flat-{name}.raw"
+                spile("convert", image, flat)
+                image = flat
             if name in cls.seen and sha256(image) != cls.seen[name]:
                 raise AssertionError(f"{name} holds something else than the front saw")
             if name in ("xl", "hand"):

@@ -36,8 +36,7 @@ class XenDomain(ServedTest):
 
     def wait_progress(self, host, vbd):
         goal = vbd.done()[0] + STEP
-        done = "set -- $(cat /sys/block/xvda/stat); [ $(($1 + $5)) -ge %d ] || [ -e /tmp/hammer.status ]" % goal
-        host.ask(f"until_true '{done}'")
+        host.ask(f"until_true '[ $(done_on xvda) -ge {goal} ] || [ -e /tmp/hammer.status ]'")
         if host.ask_status("[ -e /tmp/hammer.status ]")[0] == 0:
             raise AssertionError(f"the work ended by itself: {host.ask('tail -c 3000 /tmp/hammer.log')}")
 
