@@ -274,7 +274,12 @@ impl FrontEnd {
         self.kick = kick_fd;
         self.link = Arc::default();
         let setup = Setup {
-            target: Arc::new(Target { disk: self.world.disk.clone(), name: "fuzz".into(), failures }),
+            target: Arc::new(Target {
+                disk: self.world.disk.clone(),
+                name: "fuzz".into(),
+                failures,
+                has_failed_flush: Default::default(),
+            }),
             grants: self.memory.clone(),
             domain: GUEST,
             access: self.access,

@@ -8,7 +8,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -115,7 +115,12 @@ impl Device {
             0 => None,
             records => Some(Arc::new(Trace::create(&trace_path, records)?)),
         };
-        let target = Target { disk, name: config.name.clone(), failures: Arc::new(AtomicU64::new(0)) };
+        let target = Target {
+            disk,
+            name: config.name.clone(),
+            failures: Arc::default(),
+            has_failed_flush: AtomicBool::new(false),
+        };
         let mut control = Control {
             engine,
             target: Arc::new(target),
@@ -124,6 +129,7 @@ impl Device {
             events,
             offer,
             agreed_indirect: 0,
+            agreed_persistent: false,
             config,
             domain,
             keeping,
@@ -226,6 +232,8 @@ struct Control<D, G, E> {
     offer: Offer,
     /// Segments of an indirect request of the guest's at most.
     agreed_indirect: u16,
+    /// It was told that pages may stay mapped. One that was not takes each page back after its answer.
+    agreed_persistent: bool,
     config: Config,
     domain: DomId,
     keeping: Keeping,
@@ -280,7 +288,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         match (self.own_state()?, self.front_state()?) {
             (Some(State::Connected), Some(State::Connected)) if is_paused => return Ok(()),
             // A front end in state 3 has seen our 4, or is about to. One that is to close has requests to be answered first.
-            (Some(State::Connected | State::Closing), Some(State::Connected | State::Initialised)) => {
+            (Some(State::Connected | State::Closing), Some(State::Connected | State::Initialised | State::Closing)) => {
                 return self.resume();
             }
             (Some(State::Closing), _) => return Ok(()),
@@ -348,9 +356,12 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         };
         let (own, front, is_wanted) = (self.own_state()?, self.front_state()?, online != "0");
         match front {
-            Some(State::Closing) => {
-                self.disconnect();
-                self.set_state(State::Closing)?;
+            // It goes on using the disk until it is closed: a guest that has it mounted may stay in this state for long.
+            Some(State::Closing) => self.set_state(State::Closing)?,
+            // It never began, and is not to.
+            Some(State::Initialising | State::InitWait) if own == Some(State::Closing) && !is_wanted => {
+                self.set_state(State::Closed)?;
+                return Ok(Some(End::Closed));
             }
             // It has not begun yet.
             None | Some(State::Closed) if own == Some(State::InitWait) && is_wanted => {}
@@ -417,6 +428,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
 
     fn connect(&mut self, wish: &Wish) -> Result<()> {
         self.agreed_indirect = self.offer.max_indirect;
+        self.agreed_persistent = self.offer.access == Access::Persistent;
+        self.target.has_failed_flush.store(false, Ordering::Relaxed);
         let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
         let journals = self.keeping.begin(&slots)?;
         for (ring_wish, journal) in wish.rings.iter().zip(journals) {
@@ -435,6 +448,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     fn resume(&mut self) -> Result<()> {
         // What was agreed on before holds, whatever we would offer now.
         self.agreed_indirect = Offer::WIDEST.max_indirect;
+        let offered = self.store.read_optional(Tx::NONE, &self.key("feature-persistent"))?;
+        self.agreed_persistent = offered.as_deref() == Some("1");
         let wish = read_wish(&mut self.store, &self.frontend, &Offer::WIDEST);
         let resumed = wish.and_then(|wish| self.resume_rings(&wish));
         let Err(error) = resumed else {
@@ -461,6 +476,9 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             let memory = self.map(ring_wish)?;
             let (journal, left) = Journal::resume(journal, ring_wish.max_in_flight(), memory.rsp_prod())
                 .map_err(|Broken(why)| Error::new(ErrorKind::Corrupt, why))?;
+            if left.has_failed_flush {
+                self.target.has_failed_flush.store(true, Ordering::Relaxed);
+            }
             let ring = memory.ring(wish, ring_wish, left.req_cons, left.rsp_prod);
             self.start_ring(ring_wish, wish, ring, journal, left.again)?;
         }
@@ -487,7 +505,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     ) -> Result<()> {
         let (kick, call) = open_channel(self.events.bind(self.domain, ring_wish.port)?)?;
         let access = match self.config.access {
-            Access::Persistent if !wish.is_persistent => Access::Map,
+            Access::Persistent if !(wish.is_persistent && self.agreed_persistent) => Access::Map,
             access => access,
         };
         let (number, discards) = (self.rings.len(), self.may_discard()?);

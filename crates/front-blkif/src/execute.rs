@@ -1,7 +1,7 @@
 //! From a request to its status: the one place where a disk's answers become blkif's.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_xen::blkif::status;
@@ -26,6 +26,8 @@ pub struct Target<D> {
     pub name: String,
     /// Requests that failed, for the log.
     pub failures: Arc<AtomicU64>,
+    /// A process before us could not flush: no flush can succeed any more, whatever the disk says.
+    pub has_failed_flush: AtomicBool,
 }
 
 enum Failure {
@@ -70,6 +72,10 @@ impl<D: Disk> Target<D> {
             Command::Discard(_) => self.disk.discard(extent(request)?).await.map_err(Failure::Disk),
             Command::Flush | Command::Barrier => {
                 let extent = if request.len_bytes > 0 { Some(extent(request)?) } else { None };
+                if self.has_failed_flush.load(Ordering::Relaxed) {
+                    let what = "a flush of before has failed, and what it was to save may be lost";
+                    return Err(Failure::Flush(Error::new(ErrorKind::Io, what)));
+                }
                 self.disk.flush().await.map_err(Failure::Flush)?;
                 let is_durable = request.command == Command::Barrier;
                 match extent {
@@ -84,7 +90,7 @@ impl<D: Disk> Target<D> {
     fn log_failure(&self, request: &Request, failure: &Failure) {
         let count = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
         let held = matches!(failure, Failure::Flush(_));
-        if count.is_power_of_two() || held {
+        if count.is_power_of_two() {
             let reason = match failure {
                 Failure::Refused(refusal) => refusal.reason.to_string(),
                 Failure::Disk(error) | Failure::Flush(error) => error.to_string(),

@@ -33,6 +33,7 @@ const SLOTS_AT: usize = 4;
 const REQ_CONS_AT: usize = 8;
 const SHOWN_AT: usize = 12;
 const NEXT_AT: usize = 16;
+const FAILED_AT: usize = 20;
 
 const ENTRY_BYTES: usize = 128;
 const STATE: usize = 0;
@@ -69,6 +70,8 @@ pub struct Left {
     pub req_cons: u32,
     /// Responses shown.
     pub rsp_prod: u32,
+    /// A flush has failed: what the guest believes to be on its way may be lost.
+    pub has_failed_flush: bool,
     /// Requests that were taken and not answered, oldest first: entry and slot.
     pub again: Vec<(u16, Slot)>,
 }
@@ -83,7 +86,9 @@ impl Journal {
         memory.store_u32(MAGIC_AT, 0, Ordering::Release);
         let journal = Self::over(memory, slots);
         (0..slots as u16).for_each(|entry| journal.set(entry, STATE, FREE));
-        for (at, value) in [(SLOTS_AT, slots), (REQ_CONS_AT, start), (SHOWN_AT, start), (NEXT_AT, start)] {
+        for (at, value) in
+            [(SLOTS_AT, slots), (REQ_CONS_AT, start), (SHOWN_AT, start), (NEXT_AT, start), (FAILED_AT, 0)]
+        {
             journal.memory.store_u32(at, value, Ordering::Relaxed);
         }
         journal.memory.store_u32(MAGIC_AT, MAGIC, Ordering::Release);
@@ -145,7 +150,13 @@ impl Journal {
         }
         let req_cons = req_cons.wrapping_add(u32::from(has_one_more));
         again.sort_by_key(|(index, ..)| Reverse(req_cons.wrapping_sub(*index)));
-        Ok(Left { req_cons, rsp_prod, again: again.into_iter().map(|(_, entry, slot)| (entry, slot)).collect() })
+        let has_failed_flush = self.header(FAILED_AT) != 0;
+        Ok(Left {
+            req_cons,
+            rsp_prod,
+            has_failed_flush,
+            again: again.into_iter().map(|(_, entry, slot)| (entry, slot)).collect(),
+        })
     }
 
     /// Notes that the request `index` was taken, whose copy is `slot`; its entry.
@@ -166,6 +177,11 @@ impl Journal {
         self.set(entry, ANSWER, rsp_index);
         self.memory.store_u32(at(entry, STATE), ANSWERED, Ordering::Release);
         self.own.borrow_mut().answered.push(entry);
+    }
+
+    /// Notes that a flush has failed. The kernel tells of that once: whoever comes after us would be told of success.
+    pub fn flush_failed(&self) {
+        self.memory.store_u32(FAILED_AT, 1, Ordering::Release);
     }
 
     /// The responses up to `next` are going to be shown.

@@ -9,6 +9,7 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::FallocateFlags;
 use spile_core::{Error, ErrorKind, Result, Segment};
 use spile_xen::DomId;
 
@@ -40,7 +41,9 @@ impl Keeping {
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(&self.journal);
         let file = file.map_err(|source| self.error("make", source))?;
         let len = places(slots).map(|(_, end)| end).last().unwrap_or(0);
-        file.set_len(len).map_err(|source| self.error("make", source))?;
+        // Memory that is not there when it is written to would be lost without a word.
+        let made = rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, len);
+        made.map_err(|errno| self.error("make", errno.into()))?;
         self.map(&file, slots)
     }
 

@@ -1,4 +1,4 @@
-//! The three ways to a guest's pages.
+//! The ways to a guest's pages.
 //!
 //! **Copy** (the default): data go through buffers of ours, copied by the hypervisor, all pieces of a turn's requests with
 //! one call. What is being written cannot change under the disk, and nothing of the guest is mapped here.

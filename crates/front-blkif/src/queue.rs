@@ -261,6 +261,7 @@ impl<G: Grants> Queue<G> {
             // After a barrier that is held nothing may begin.
             self.has_barrier &= outcome == Outcome::Held && request.command == Command::Barrier;
             let Outcome::Answer(status) = outcome else {
+                self.journal.flush_failed();
                 self.counters.held();
                 request.clear();
                 self.free.push(request);

@@ -69,3 +69,49 @@ fn a_successor_ends_what_was_being_detached() {
     assert_eq!(world.ended(), End::Closed);
     assert_eq!(world.backend_key("state").as_deref(), Some("6"));
 }
+
+fn held(world: &mut crate::common::World) -> u64 {
+    world.device().metrics().first().map_or(0, |ring| ring.held)
+}
+
+/// The kernel tells of a failed sync once. A successor that flushes with success has not saved what was lost.
+#[test]
+fn a_flush_that_failed_is_not_made_good_by_a_successor() {
+    let mut world = Setup::new(spile_front_blkif::pages::Access::Copy).start();
+    let (mut front, mut queue) = world.connect_one(BlkfrontOptions::default());
+    world.disk.fail(Some(spile_core::ErrorKind::Io));
+    queue.submit(5, Op::Flush, 0, 0);
+    queue.publish();
+    wait_until("the flush", || held(&mut world) == 1);
+    world.disk.fail(None);
+    world.stop();
+    world.serve();
+    queue.submit(6, Op::Flush, 0, 0);
+    queue.publish();
+    wait_until("both flushes", || held(&mut world) == 2);
+    write(&mut queue, 0, &pattern(1, 512));
+    assert_eq!(queue.outstanding(), 2);
+    // A guest that connects anew knows that it has to write again.
+    front.set_state(6).unwrap();
+    wait_until("the end", || front.backend_state().unwrap() == 6);
+    let mut queue = front.restart().unwrap().remove(0);
+    queue.submit(0, Op::Flush, 0, 0);
+    queue.publish();
+    assert_eq!(next(&mut queue), (0, status::OKAY));
+}
+
+/// Older Linux guests say that they close while the disk is mounted, and go on using it.
+#[test]
+fn a_guest_that_is_about_to_close_is_served_until_it_has() {
+    let mut world = Setup::new(spile_front_blkif::pages::Access::Copy).start();
+    let (mut front, mut queue) = world.connect_one(BlkfrontOptions::default());
+    world.set_backend_key("online", "0");
+    world.set_backend_key("state", "5");
+    front.set_state(5).unwrap();
+    write(&mut queue, 0, &pattern(1, 4096));
+    world.stop();
+    world.serve();
+    write(&mut queue, 4096, &pattern(2, 4096));
+    front.stop(vec![queue]).unwrap();
+    assert_eq!(world.ended(), End::Closed);
+}

@@ -84,10 +84,22 @@ impl Backend {
                 wanted.insert(format!("{}/{domain}/{device}", self.folder));
             }
         }
-        self.resting.retain(|path, _| wanted.contains(path));
+        self.resting.retain(|path, until| wanted.contains(path) && *until > Instant::now());
         for path in wanted {
             let is_resting = self.resting.get(&path).is_some_and(|until| *until > Instant::now());
-            if !is_resting && !self.disks.contains_key(&path) && self.is_to_be_served(&path)? {
+            if is_resting || self.disks.contains_key(&path) {
+                continue;
+            }
+            let is_wanted = match self.is_to_be_served(&path) {
+                // What is no text is this disk's trouble only.
+                Err(error) if error.kind() == ErrorKind::InvalidInput => {
+                    complain(format_args!("{path}: {error}"));
+                    self.resting.insert(path.clone(), Instant::now() + REST);
+                    false
+                }
+                result => result?,
+            };
+            if is_wanted {
                 self.resting.remove(&path);
                 match self.find_or_start(&path) {
                     Ok(process) => drop(self.disks.insert(path, process)),
@@ -113,9 +125,11 @@ impl Backend {
         let mut get = |key: &str| self.store.read_optional(Tx::NONE, &format!("{path}/{key}"));
         let is_whole = get("params")?.is_some() && get("frontend")?.is_some();
         let state = get("state")?.and_then(|text| State::parse(&text));
-        // Also one that is to go, as long as it has not gone: its guest waits for that.
-        let is_there = get("online")?.is_some();
-        Ok(is_whole && is_there && file_stem(path).is_ok() && !matches!(state, None | Some(State::Closed)))
+        // Also one that is to go, as long as it has not gone: its guest waits for that. And one whose guest has closed it and
+        // may open it again.
+        let online = get("online")?;
+        let has_gone = state == Some(State::Closed) && online.as_deref() == Some("0");
+        Ok(is_whole && online.is_some() && state.is_some() && !has_gone && file_stem(path).is_ok())
     }
 
     /// The process that serves a disk already, else a new one.
