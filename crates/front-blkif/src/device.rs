@@ -453,7 +453,9 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         let wish = read_wish(&mut self.store, &self.frontend, &Offer::WIDEST);
         let resumed = wish.and_then(|wish| self.resume_rings(&wish));
         let Err(error) = resumed else {
-            return self.store.write(Tx::NONE, &self.key("kthread-pid"), &std::process::id().to_string());
+            self.store.write(Tx::NONE, &self.key("kthread-pid"), &std::process::id().to_string())?;
+            // It may have grown while nobody served it, or just before the process that served it was killed.
+            return self.publish_size();
         };
         // `Denied`: the guest has revoked its ring, and will not grant it again to whoever comes next.
         use ErrorKind::{Corrupt, Denied, InvalidInput, NotFound};
@@ -582,6 +584,9 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             return Ok(());
         }
         let sectors = properties(&self.target.disk.info(), 0).swap_remove(0);
+        if self.store.read_optional(Tx::NONE, &self.key(sectors.0))?.as_ref() == Some(&sectors.1) {
+            return Ok(());
+        }
         self.write_all(&[sectors], State::Connected)
     }
 }

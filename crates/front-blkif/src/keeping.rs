@@ -11,10 +11,10 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::FallocateFlags;
 use spile_core::{Error, ErrorKind, Result, Segment};
-use spile_xen::DomId;
+use spile_xen::{DomId, GrantRef};
 
 use crate::journal::journal_bytes;
-use crate::xenbus::Wish;
+use crate::xenbus::{RingWish, Wish};
 
 const PAGE_BYTES: u64 = 4096;
 
@@ -103,6 +103,29 @@ fn places(slots: &[u32]) -> impl Iterator<Item = (u64, u64)> {
     })
 }
 
+/// One line for the guest, and one for each ring. Another version of this program must write the same, or an upgrade would
+/// find other rings than it left.
 fn text(wish: &Wish) -> String {
-    format!("{wish:?}\n")
+    let mut lines = format!("1 {} {}\n", wish.abi.name(), u8::from(wish.is_persistent));
+    for ring in &wish.rings {
+        let list = |refs: &[GrantRef]| refs.iter().map(|gref| gref.0.to_string()).collect::<Vec<_>>().join(",");
+        let RingWish { order, refs, response_refs, port } = ring;
+        lines += &format!("{} {order} {} [{}]\n", port.0, list(refs), list(response_refs));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use spile_xen::Port;
+    use spile_xen::blkif::Abi;
+
+    #[test]
+    fn a_connection_is_written_as_ever() {
+        let refs = vec![GrantRef(8), GrantRef(9)];
+        let ring = RingWish { order: 1, refs, response_refs: vec![GrantRef(7)], port: Port(3) };
+        let wish = Wish { abi: Abi::X86_64, is_persistent: true, rings: vec![ring] };
+        assert_eq!(text(&wish), "1 x86_64-abi 1\n3 1 8,9 [7]\n");
+    }
 }

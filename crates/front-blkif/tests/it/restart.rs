@@ -100,6 +100,18 @@ fn a_flush_that_failed_is_not_made_good_by_a_successor() {
     assert_eq!(next(&mut queue), (0, status::OKAY));
 }
 
+#[test]
+fn a_successor_tells_of_what_has_grown_meanwhile() {
+    let mut world = Setup::new(spile_front_blkif::pages::Access::Copy).start();
+    let (mut front, _queue) = world.connect_one(BlkfrontOptions::default());
+    world.stop();
+    let (engine, disk) = (world.engine.clone(), world.disk.clone());
+    let size = 2 * crate::common::SIZE;
+    engine.run_on(0, move || async move { spile_core::Disk::resize(&*disk, size).await }).unwrap();
+    world.serve();
+    wait_until("the new size", || front.refresh().unwrap().size_bytes() == size);
+}
+
 /// Older Linux guests say that they close while the disk is mounted, and go on using it.
 #[test]
 fn a_guest_that_is_about_to_close_is_served_until_it_has() {
