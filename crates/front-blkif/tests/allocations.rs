@@ -4,11 +4,15 @@
 //! A program of its own, with an allocator that counts, and one test that has it to itself.
 #![forbid(unsafe_code)]
 
+#[path = "../../front-vhost/tests/common/bare.rs"]
+mod bare;
+
 use std::alloc::System;
 use std::sync::Arc;
 use std::time::Duration;
 
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Result, Segments, Store, StoreOffset, Via, WriteZeroes};
+use bare::Bare;
+use spile_core::Store;
 use spile_engine::{CacheMode, Config as EngineConfig, Engine, EngineKind, FileStore, NullStore};
 use spile_front_blkif::device::{Config, Device};
 use spile_front_blkif::pages::Access;
@@ -25,55 +29,6 @@ static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 const SIZE: u64 = 4 << 20;
 const GUEST: DomId = DomId(7);
-
-/// A disk that is its store.
-struct Bare<S>(S);
-
-impl<S: Store> Disk for Bare<S> {
-    fn info(&self) -> DiskInfo {
-        DiskInfo {
-            size_bytes: SIZE,
-            request_align_bytes: 1,
-            memory_align_bytes: 1,
-            preferred_bytes: 4096,
-            discard_align_bytes: 4096,
-            read_only: false,
-            fast_zero: true,
-        }
-    }
-
-    fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
-        self.0.read_at(StoreOffset(extent.start()), into, Via::Cached)
-    }
-
-    fn write(&self, extent: Extent, from: &Segments, _fua: bool) -> impl Future<Output = Result<()>> {
-        self.0.write_at(StoreOffset(extent.start()), from, Via::Cached)
-    }
-
-    fn flush(&self) -> impl Future<Output = Result<()>> {
-        self.0.sync()
-    }
-
-    fn discard(&self, extent: Extent) -> impl Future<Output = Result<()>> {
-        self.0.punch_hole(StoreOffset(extent.start()), extent.len_bytes)
-    }
-
-    fn write_zeroes(&self, extent: Extent, _how: WriteZeroes) -> impl Future<Output = Result<()>> {
-        self.0.zero_range(StoreOffset(extent.start()), extent.len_bytes)
-    }
-
-    async fn extents(&self, _extent: Extent, _max_runs: usize) -> Result<Vec<ExtentStatus>> {
-        Ok(Vec::new())
-    }
-
-    async fn resize(&self, _size_bytes: u64) -> Result<()> {
-        Ok(())
-    }
-
-    async fn close(&self) -> Result<()> {
-        Ok(())
-    }
-}
 
 /// So many requests, all slots at work all the time. With `sleeps`, the guest waits for notices instead of looking.
 fn run(queue: &mut Queue, (op, len): (Op, u32), count: usize, sleeps: bool) {
@@ -119,7 +74,7 @@ fn count(what: &str, kind: EngineKind, access: Access, store: impl Store, option
     add_vbd(&mut XenStore::open(&host.xenstored()).unwrap(), &vbd).unwrap();
     let hypervisor = Arc::new(Hypervisor::connect(dir.path()).unwrap());
     let config = config_for(&vbd, access, dir.path());
-    let (disk, store) = (Arc::new(Bare(store)), XenStore::open(&host.xenstored()).unwrap());
+    let (disk, store) = (Arc::new(Bare(store, SIZE)), XenStore::open(&host.xenstored()).unwrap());
     let device = Device::start(engine.clone(), disk, store, hypervisor.clone(), hypervisor, config, || {});
     let mut device = device.unwrap();
     let persistent = access == Access::Persistent;

@@ -3,12 +3,16 @@
 //! A program of its own, with an allocator that counts, and one test that has it to itself.
 #![forbid(unsafe_code)]
 
+#[path = "common/bare.rs"]
+mod bare;
+
 use std::alloc::System;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Result, Segments, Store, StoreOffset, Via, WriteZeroes};
+use bare::Bare;
+use spile_core::Store;
 use spile_engine::{CacheMode, Config as EngineConfig, Engine, EngineKind, FileStore, NullStore};
 use spile_front_vhost::{Config, Server};
 use spile_lab::vhost::{Device, DeviceOptions, Op, Queue, QueueOptions, STATUS_OK};
@@ -19,55 +23,6 @@ static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 const SIZE: u64 = 1 << 20;
 const LEN: u32 = 4096;
-
-/// A disk that is its store.
-struct Bare<S>(S);
-
-impl<S: Store> Disk for Bare<S> {
-    fn info(&self) -> DiskInfo {
-        DiskInfo {
-            size_bytes: SIZE,
-            request_align_bytes: 1,
-            memory_align_bytes: 1,
-            preferred_bytes: 4096,
-            discard_align_bytes: 4096,
-            read_only: false,
-            fast_zero: true,
-        }
-    }
-
-    fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
-        self.0.read_at(StoreOffset(extent.start()), into, Via::Cached)
-    }
-
-    fn write(&self, extent: Extent, from: &Segments, _fua: bool) -> impl Future<Output = Result<()>> {
-        self.0.write_at(StoreOffset(extent.start()), from, Via::Cached)
-    }
-
-    fn flush(&self) -> impl Future<Output = Result<()>> {
-        self.0.sync()
-    }
-
-    fn discard(&self, extent: Extent) -> impl Future<Output = Result<()>> {
-        self.0.punch_hole(StoreOffset(extent.start()), extent.len_bytes)
-    }
-
-    fn write_zeroes(&self, extent: Extent, _how: WriteZeroes) -> impl Future<Output = Result<()>> {
-        self.0.zero_range(StoreOffset(extent.start()), extent.len_bytes)
-    }
-
-    async fn extents(&self, _extent: Extent, _max_runs: usize) -> Result<Vec<ExtentStatus>> {
-        Ok(Vec::new())
-    }
-
-    async fn resize(&self, _size_bytes: u64) -> Result<()> {
-        Ok(())
-    }
-
-    async fn close(&self) -> Result<()> {
-        Ok(())
-    }
-}
 
 /// So many requests, all slots at work all the time. With `sleep`, the client waits for calls instead of looking.
 fn run(queue: &mut Queue, op: Op, count: usize, sleep: bool) {
@@ -108,7 +63,7 @@ fn count(what: &str, kind: EngineKind, store: impl Store, options: &QueueOptions
     let engine = Engine::start(config).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
-    let server = Server::new(engine.clone(), Arc::new(Bare(store)), Config::default()).unwrap();
+    let server = Server::new(engine.clone(), Arc::new(Bare(store, SIZE)), Config::default()).unwrap();
     server.listen(UnixListener::bind(&path).unwrap().into()).unwrap();
     let mut device = Device::connect(&path, DeviceOptions::default()).unwrap();
     let mut queues = device.start(options).unwrap();

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use spile_core::{Error, ErrorKind, MAX_REQUEST_BYTES, Result};
+use spile_core::{Error, ErrorKind, MAX_REQUEST_BYTES, Result, Segments};
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue, refusal};
 use spile_lab::xen::toolstack::{Vbd, add_vbd, detach_vbd, wait_closed};
 use spile_lab::xen::{Blkfront, Guest};
@@ -12,8 +12,8 @@ use spile_xen::DomId;
 use spile_xen::blkif::{Abi, status};
 use spile_xen::store::XenStore;
 
-use super::pump::{STUCK_AFTER, stuck};
-use super::transport::{Endpoint, Info, Kind, Shape, Transport};
+use super::guest::{GuestQueue, GuestTransport};
+use super::transport::{Endpoint, Info, Kind, Shape};
 
 /// How long a back end may take to serve a disk, or to let it go.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -113,13 +113,13 @@ impl BlkifEndpoint {
 }
 
 impl Endpoint for BlkifEndpoint {
-    type Transport = BlkifTransport;
+    type Transport = GuestTransport<Queue>;
 
     fn info(&self) -> Info {
         self.info
     }
 
-    fn run<R>(self, shape: Shape, run: impl FnOnce(Vec<BlkifTransport>) -> Result<R>) -> Result<(R, u32)> {
+    fn run<R>(self, shape: Shape, run: impl FnOnce(Vec<GuestTransport<Queue>>) -> Result<R>) -> Result<(R, u32)> {
         let Self { guest, disk, queues, options, .. } = self;
         let wanted = BlkfrontOptions {
             abi: if options.is_32_bit { Abi::X86_32 } else { Abi::X86_64 },
@@ -140,7 +140,7 @@ impl Endpoint for BlkifEndpoint {
             return Err(Error::new(ErrorKind::Unsupported, what)
                 .hint("use fewer --queues, a lower --depth, a higher --ring-order or --split-responses"));
         }
-        let transports = rings.into_iter().map(|ring| BlkifTransport::new(ring, shape, options.poll)).collect();
+        let transports = rings.into_iter().map(|ring| GuestTransport::new(ring, shape, options.poll)).collect();
         let result = run(transports)?;
         // The guest goes with its process; the disk is taken away by its drop.
         front.set_state(spile_lab::xen::state::CLOSED)?;
@@ -149,65 +149,47 @@ impl Endpoint for BlkifEndpoint {
     }
 }
 
-/// One queue.
-pub struct BlkifTransport {
-    queue: Queue,
-    block_bytes: u32,
-    poll: bool,
-    /// The operation and offset of each slot.
-    asked: Vec<(Op, u64)>,
-    /// One block, for data that are made or looked at.
-    block: Vec<u8>,
-}
+impl GuestQueue for Queue {
+    type Op = Op;
 
-impl BlkifTransport {
-    fn new(queue: Queue, shape: Shape, poll: bool) -> Self {
-        let asked = vec![(Op::Flush, 0); queue.slots()];
-        Self { queue, block_bytes: shape.block_bytes, poll, asked, block: vec![0; shape.block_bytes as usize] }
-    }
-}
-
-impl Transport for BlkifTransport {
-    fn fill(&mut self, slot: usize, fill: impl FnOnce(&mut [u8])) {
-        fill(&mut self.block);
-        self.queue.data(slot).copy_from_slice(0, &self.block);
+    fn op(kind: Kind) -> Op {
+        match kind {
+            Kind::Read => Op::Read,
+            Kind::Write => Op::Write,
+            Kind::Flush => Op::Flush,
+        }
     }
 
-    fn issue(&mut self, slot: usize, kind: Kind, offset_bytes: u64, _fua: bool) {
-        let (op, len) = match kind {
-            Kind::Read => (Op::Read, self.block_bytes),
-            Kind::Write => (Op::Write, self.block_bytes),
-            Kind::Flush => (Op::Flush, 0),
-        };
-        self.asked[slot] = (op, offset_bytes);
-        self.queue.submit(slot, op, offset_bytes, len);
+    fn slots(&self) -> usize {
+        self.slots()
     }
 
-    fn submit(&mut self) -> Result<()> {
-        self.queue.publish();
-        Ok(())
+    fn data(&self, slot: usize) -> &Segments {
+        self.data(slot)
     }
 
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<bool> {
-        let patience = timeout.unwrap_or(STUCK_AFTER);
-        let ready = if self.poll { self.queue.spin(patience) } else { self.queue.sleep(patience)? };
-        if !ready && timeout.is_none() { Err(stuck()) } else { Ok(ready) }
+    fn submit(&mut self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) {
+        self.submit(slot, op, offset_bytes, len_bytes);
     }
 
-    fn take(&mut self) -> Result<Option<usize>> {
-        let Some(done) = self.queue.take()? else { return Ok(None) };
-        let (op, offset_bytes) = self.asked[done.slot];
+    fn publish(&mut self) {
+        self.publish();
+    }
+
+    fn spin(&mut self, timeout: Duration) -> Result<bool> {
+        Ok(self.spin(timeout))
+    }
+
+    fn sleep(&mut self, timeout: Duration) -> Result<bool> {
+        self.sleep(timeout)
+    }
+
+    fn take(&mut self, asked: &[(Op, u64)]) -> Result<Option<usize>> {
+        let Some(done) = self.take()? else { return Ok(None) };
+        let (op, offset_bytes) = asked[done.slot];
         if done.status != status::OKAY {
             return Err(refusal(op, offset_bytes, done.status));
         }
         Ok(Some(done.slot))
     }
-
-    fn data(&mut self, slot: usize) -> &[u8] {
-        let len = self.block.len();
-        self.queue.data(slot).slice(0..len).copy_to_slice(0, &mut self.block);
-        &self.block
-    }
-
-    fn finish(&mut self) {}
 }

@@ -7,6 +7,7 @@
 //! the server was killed. `spile load`, `spile demo` and the tests use the same functions.
 
 mod blkif;
+mod guest;
 mod model;
 mod nbd;
 mod plan;

@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::time::Duration;
 
-use spile_core::{MAX_REQUEST_BYTES, Result};
+use spile_core::{MAX_REQUEST_BYTES, Result, Segments};
 use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Device, DeviceOptions, LinkState, Op, Queue, QueueOptions, STATUS_OK, Watch, refusal};
 
-use super::pump::{STUCK_AFTER, stuck};
-use super::transport::{Endpoint, Info, Kind, Shape, Transport};
+use super::guest::{GuestQueue, GuestTransport};
+use super::transport::{Endpoint, Info, Kind, Shape};
 
 /// How our guest behaves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,7 +42,7 @@ impl VhostEndpoint {
 }
 
 impl Endpoint for VhostEndpoint {
-    type Transport = VhostTransport;
+    type Transport = GuestTransport<Queue>;
 
     fn info(&self) -> Info {
         let (config, features) = (self.device.config(), self.device.features());
@@ -58,7 +58,7 @@ impl Endpoint for VhostEndpoint {
         }
     }
 
-    fn run<R>(mut self, shape: Shape, run: impl FnOnce(Vec<VhostTransport>) -> Result<R>) -> Result<(R, u32)> {
+    fn run<R>(mut self, shape: Shape, run: impl FnOnce(Vec<GuestTransport<Queue>>) -> Result<R>) -> Result<(R, u32)> {
         let queues = self.device.start(&QueueOptions {
             queues: self.queues,
             depth: shape.depth.try_into().unwrap_or(u16::MAX),
@@ -69,7 +69,7 @@ impl Endpoint for VhostEndpoint {
         })?;
         let link = self.device.link().clone();
         let watch = Watch::start(self.device, self.options.reconnect, None)?;
-        let new = |queue| VhostTransport::new(queue, shape, self.options.poll);
+        let new = |queue| GuestTransport::new(queue, shape, self.options.poll);
         let result = run(queues.into_iter().map(new).collect());
         let device = watch.stop();
         if link.state() == LinkState::Up {
@@ -80,66 +80,52 @@ impl Endpoint for VhostEndpoint {
     }
 }
 
-/// One queue.
-pub struct VhostTransport {
-    queue: Queue,
-    block_bytes: u32,
-    poll: bool,
-    /// The operation and offset of each slot.
-    asked: Vec<(Op, u64)>,
-    /// One block, for data that are made or looked at.
-    block: Vec<u8>,
-}
+impl GuestQueue for Queue {
+    type Op = Op;
 
-impl VhostTransport {
-    fn new(queue: Queue, shape: Shape, poll: bool) -> Self {
-        let asked = vec![(Op::Flush, 0); queue.slots()];
-        Self { queue, block_bytes: shape.block_bytes, poll, asked, block: vec![0; shape.block_bytes as usize] }
-    }
-}
-
-impl Transport for VhostTransport {
-    fn fill(&mut self, slot: usize, fill: impl FnOnce(&mut [u8])) {
-        fill(&mut self.block);
-        self.queue.data(slot).copy_from_slice(0, &self.block);
+    fn op(kind: Kind) -> Op {
+        match kind {
+            Kind::Read => Op::Read,
+            Kind::Write => Op::Write,
+            Kind::Flush => Op::Flush,
+        }
     }
 
-    fn issue(&mut self, slot: usize, kind: Kind, offset_bytes: u64, _fua: bool) {
-        let (op, len) = match kind {
-            Kind::Read => (Op::Read, self.block_bytes),
-            Kind::Write => (Op::Write, self.block_bytes),
-            Kind::Flush => (Op::Flush, 0),
-        };
-        self.asked[slot] = (op, offset_bytes);
-        self.queue.submit(slot, op, offset_bytes, len);
+    fn slots(&self) -> usize {
+        self.slots()
     }
 
-    fn submit(&mut self) -> Result<()> {
-        self.queue.publish();
-        Ok(())
+    fn data(&self, slot: usize) -> &Segments {
+        self.data(slot)
     }
 
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<bool> {
-        let patience = timeout.unwrap_or(STUCK_AFTER);
-        let ready = if self.poll { self.queue.spin(patience)? } else { self.queue.sleep(patience)? };
-        // A server that is gone and may come back is waited for by those who look after the connection.
-        let is_stuck = !ready && timeout.is_none() && self.queue.link().state() == LinkState::Up;
-        if is_stuck { Err(stuck()) } else { Ok(ready) }
+    fn submit(&mut self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) {
+        self.submit(slot, op, offset_bytes, len_bytes);
     }
 
-    fn take(&mut self) -> Result<Option<usize>> {
-        let Some(done) = self.queue.take()? else { return Ok(None) };
-        let (op, offset_bytes) = self.asked[done.slot];
+    fn publish(&mut self) {
+        self.publish();
+    }
+
+    fn spin(&mut self, timeout: Duration) -> Result<bool> {
+        self.spin(timeout)
+    }
+
+    fn sleep(&mut self, timeout: Duration) -> Result<bool> {
+        self.sleep(timeout)
+    }
+
+    /// A server that is gone and may come back is waited for by those who look after the connection.
+    fn is_served(&self) -> bool {
+        self.link().state() == LinkState::Up
+    }
+
+    fn take(&mut self, asked: &[(Op, u64)]) -> Result<Option<usize>> {
+        let Some(done) = self.take()? else { return Ok(None) };
+        let (op, offset_bytes) = asked[done.slot];
         if done.status != STATUS_OK {
             return Err(refusal(op, offset_bytes, done.status));
         }
         Ok(Some(done.slot))
     }
-
-    fn data(&mut self, slot: usize) -> &[u8] {
-        self.queue.data(slot).copy_to_slice(0, &mut self.block);
-        &self.block
-    }
-
-    fn finish(&mut self) {}
 }
