@@ -13,6 +13,8 @@ use spile_front_blkif::request::{Limits, Request, range};
 use spile_front_blkif::ring::{Ring, SLOT_BYTES, Slot, shared_rsp_prod};
 use spile_xen::blkif::{Abi, Response, index, status};
 
+use super::script::Script;
+
 const SLOTS: u32 = 32;
 const STEPS: usize = 400;
 const DISK_BYTES: u64 = 1 << 30;
@@ -32,25 +34,6 @@ pub fn run(data: &[u8]) {
         if script.0.is_empty() || !back_end.step(&mut script) {
             break;
         }
-    }
-}
-
-/// Takes numbers off a script; behind its end there are zeroes.
-struct Script<'a>(&'a [u8]);
-
-impl<'a> Script<'a> {
-    fn take(&mut self, len: usize) -> &'a [u8] {
-        let (bytes, rest) = self.0.split_at(len.min(self.0.len()));
-        self.0 = rest;
-        bytes
-    }
-
-    fn u8(&mut self) -> u8 {
-        self.take(1).first().copied().unwrap_or(0)
-    }
-
-    fn u32(&mut self) -> u32 {
-        self.take(4).iter().rev().fold(0, |number, byte| number << 8 | u32::from(*byte))
     }
 }
 

@@ -31,6 +31,8 @@ use spile_xen::blkif::{
 };
 use spile_xen::{CopyOp, DomId, GrantRef, GrantStatus, Grants, Way};
 
+use super::script::Script;
+
 /// Steps of one script at most.
 const STEPS: usize = 150;
 /// How long a ring may take to come to an end.
@@ -154,24 +156,7 @@ impl Grants for Memory {
     }
 }
 
-/// Takes numbers off a script; behind its end there are zeroes.
-struct Script<'a>(&'a [u8]);
-
-impl<'a> Script<'a> {
-    fn take(&mut self, len: usize) -> &'a [u8] {
-        let (bytes, rest) = self.0.split_at(len.min(self.0.len()));
-        self.0 = rest;
-        bytes
-    }
-
-    fn u8(&mut self) -> u8 {
-        self.take(1).first().copied().unwrap_or(0)
-    }
-
-    fn u64(&mut self) -> u64 {
-        self.take(8).iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
-    }
-
+impl Script<'_> {
     /// A number at which things tend to break, or any.
     fn number(&mut self) -> u64 {
         let selector = self.u8();

@@ -3,5 +3,7 @@
 
 #[path = "../blkif_ring.rs"]
 mod blkif_ring;
+#[path = "../script.rs"]
+mod script;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| blkif_ring::run(data));

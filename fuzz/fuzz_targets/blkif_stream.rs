@@ -3,5 +3,7 @@
 
 #[path = "../blkif_stream.rs"]
 mod blkif_stream;
+#[path = "../script.rs"]
+mod script;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| blkif_stream::run(data));

@@ -3,5 +3,7 @@
 
 #[path = "../vhost_stream.rs"]
 mod vhost_stream;
+#[path = "../script.rs"]
+mod script;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| vhost_stream::run(data));
