@@ -4,7 +4,8 @@
 //! on the engine's workers. Watches come late, twice or for nothing, so each step looks at what is there now.
 //!
 //! A device that is *stopped* leaves everything as it is, for another process to go on: the guest waits meanwhile. One
-//! that was killed left the same, and its journals beside. One whose guest or toolstack wants the end ends it.
+//! that was killed left the same, and its journals beside; one that is *paused* leaves it until the toolstack says. One
+//! whose guest or toolstack wants the end ends it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -24,6 +25,7 @@ use crate::journal::Journal;
 use crate::keeping::Keeping;
 use crate::metrics::{Board, DiskCounters, RingMetrics};
 use crate::pages::Access;
+use crate::pause;
 use crate::queue::{Link, Setup, run};
 use crate::request::Limits;
 use crate::ring::{Broken, Ring, shared_rsp_prod};
@@ -62,6 +64,9 @@ pub enum End {
     Stopped,
     /// Guest or toolstack have closed it for good.
     Closed,
+    /// The toolstack wants the image ([`crate::pause`]); the guest still has the disk, and waits. Whoever has the image
+    /// closes it and says so ([`crate::pause::tell`]).
+    Paused,
 }
 
 /// Watches that are taken before commands and states are looked at.
@@ -284,9 +289,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.offer.read_only |= !mode.is_some_and(|mode| mode.contains('w'));
         self.store.watch(&format!("{}/state", self.frontend), "front")?;
         self.store.watch(&self.config.backend_path.clone(), "back")?;
-        let is_paused = self.store.read_optional(Tx::NONE, &self.key("pause-done"))?.is_some();
         match (self.own_state()?, self.front_state()?) {
-            (Some(State::Connected), Some(State::Connected)) if is_paused => return Ok(()),
             // A front end in state 3 has seen our 4, or is about to. One that is to close has requests to be answered first.
             (Some(State::Connected | State::Closing), Some(State::Connected | State::Initialised | State::Closing)) => {
                 return self.resume();
@@ -354,6 +357,9 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             self.disconnect();
             return Ok(Some(End::Closed));
         };
+        if pause::is_asked(&mut self.store, &self.config.backend_path)? {
+            return Ok(Some(End::Paused));
+        }
         let (own, front, is_wanted) = (self.own_state()?, self.front_state()?, online != "0");
         match front {
             // It goes on using the disk until it is closed: a guest that has it mounted may stay in this state for long.
@@ -376,7 +382,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
                 self.offer_features()?;
             }
             Some(State::Initialised | State::Connected) if own == Some(State::InitWait) => self.connect_or_close()?,
-            _ => self.pause_or_go_on()?,
+            _ => {}
         }
         Ok(None)
     }
@@ -444,7 +450,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         Ok(())
     }
 
-    /// Goes on where another process, or we before a pause, have ended.
+    /// Goes on where another process has ended.
     fn resume(&mut self) -> Result<()> {
         // What was agreed on before holds, whatever we would offer now.
         self.agreed_indirect = Offer::WIDEST.max_indirect;
@@ -555,27 +561,6 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     fn disconnect(&mut self) {
         self.stop_rings();
         self.keeping.forget();
-    }
-
-    fn is_pausing(&mut self) -> Result<bool> {
-        Ok(self.store.read_optional(Tx::NONE, &self.key("pause"))?.is_some())
-    }
-
-    /// A toolstack that writes `pause` wants the image for itself for a while: what was taken is answered, no more is
-    /// taken, and `pause-done` says so. Once `pause` is removed, the rings are served again.
-    fn pause_or_go_on(&mut self) -> Result<()> {
-        let pauses = self.is_pausing()?;
-        let is_paused = self.store.read_optional(Tx::NONE, &self.key("pause-done"))?.is_some();
-        if pauses && !is_paused {
-            self.stop_rings();
-            self.store.write(Tx::NONE, &self.key("pause-done"), "")?;
-        } else if !pauses && is_paused {
-            if !self.is_connected && self.own_state()? == Some(State::Connected) {
-                self.resume()?;
-            }
-            self.store.remove(Tx::NONE, &self.key("pause-done"))?;
-        }
-        Ok(())
     }
 
     /// The state that is written again makes the front end look.

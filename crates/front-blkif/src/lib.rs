@@ -14,4 +14,5 @@ pub mod queue;
 
 pub mod device;
 mod keeping;
+pub mod pause;
 pub mod xenbus;

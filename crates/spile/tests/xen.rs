@@ -70,6 +70,22 @@ impl Xen {
         self.store.read_optional(Tx::NONE, &format!("{}/{key}", vbd.backend_path())).unwrap()
     }
 
+    fn remove_key(&mut self, vbd: &Vbd, key: &str) {
+        self.store.remove(Tx::NONE, &format!("{}/{key}", vbd.backend_path())).unwrap();
+    }
+
+    /// Asks for a pause, and waits until the image is ours.
+    fn pause(&mut self, vbd: &Vbd) {
+        self.set_key(vbd, "pause", "");
+        wait_until("the pause", || self.key(vbd, "pause-done").is_some());
+    }
+
+    /// Ends a pause, and waits until Spile has the image.
+    fn go_on(&mut self, vbd: &Vbd) {
+        self.remove_key(vbd, "pause");
+        wait_until("the end of the pause", || self.key(vbd, "pause-done").is_none());
+    }
+
     fn set_key(&mut self, vbd: &Vbd, key: &str, value: &str) {
         self.store.write(Tx::NONE, &format!("{}/{key}", vbd.backend_path()), value).unwrap();
     }
@@ -341,6 +357,92 @@ fn a_disk_grows_under_its_guest() {
     ok(xen.dir.path(), &["resize", "run/3-51712.control", "2M"]);
     wait_until("the new size", || front.refresh().unwrap().size_bytes() == 2 << 20);
     request(&mut queue, Op::Write, (2 << 20) - 4096, 4096);
+}
+
+/// A toolstack takes a snapshot of a disk under load, again and again: in a pause, it puts a child on top of the image,
+/// which is from then on what is served. Now and then the disk's process is killed while it is to pause.
+#[test]
+fn a_toolstack_takes_snapshots_of_a_disk_in_use() {
+    let mut xen = Xen::start();
+    let mut name = chain(xen.dir.path()).display().to_string();
+    let vbd = Vbd::new(DomId(3), format!("vhd:{name}"));
+    add_vbd(&mut xen.store, &vbd).unwrap();
+    let mut front = Blkfront::new(xen.guest(3), vbd.device, guest_options()).unwrap();
+    let mut load = Load::new(front.start().unwrap());
+    let mut snapshots = Vec::new();
+    for number in 0..8 {
+        load.run(200);
+        load.submit();
+        if number % 3 == 2 {
+            xen.set_key(&vbd, "pause", "");
+            kill(Pid::from_raw(xen.process(&vbd, None)), Signal::SIGKILL).unwrap();
+        }
+        xen.pause(&vbd);
+        // Nobody else has it: a writer's lock can be had at once.
+        ok(xen.dir.path(), &["check", "--repair", &name]);
+        load.collect();
+        let done = load.done;
+        let child = xen.path(&format!("child-{number}.vhd")).display().to_string();
+        ok(xen.dir.path(), &["create", &child, "--parent", &name]);
+        std::thread::sleep(Duration::from_millis(20));
+        load.collect();
+        assert_eq!(load.done, done, "an answer in the pause");
+        snapshots.push((std::fs::read(&name).unwrap(), name));
+        xen.set_key(&vbd, "params", &format!("vhd:{child}"));
+        xen.go_on(&vbd);
+        name = child;
+    }
+    load.run(200);
+    load.drain();
+    let Load { queues, versions, .. } = load;
+    xen.set_key(&vbd, "online", "0");
+    xen.set_key(&vbd, "state", "5");
+    front.stop(queues).unwrap();
+    wait_until("the end of the process", || !xen.path("run/3-51712.pid").exists());
+    let bytes: Vec<u8> = (0..BLOCKS).flat_map(|block| content(block, versions[block as usize])).collect();
+    std::fs::write(xen.path("wanted.raw"), bytes).unwrap();
+    ok(xen.dir.path(), &["compare", "wanted.raw", &name]);
+    for (bytes, name) in snapshots {
+        assert!(std::fs::read(&name).unwrap() == bytes, "{name} was changed after the pause");
+    }
+}
+
+/// Whoever mends a disk that cannot be opened gets the pause that he needs for it; then it is served.
+#[test]
+fn a_disk_that_cannot_be_opened_can_be_paused() {
+    let mut xen = Xen::start();
+    let vbd = Vbd::new(DomId(3), format!("raw:{}", xen.path("late.raw").display()));
+    add_vbd(&mut xen.store, &vbd).unwrap();
+    let mut front = Blkfront::new(xen.guest(3), vbd.device, BlkfrontOptions::default()).unwrap();
+    xen.pause(&vbd);
+    ok(xen.dir.path(), &["create", "late.raw", "--size", "1M"]);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(front.backend_state().unwrap(), 1, "it was served in the pause");
+    xen.go_on(&vbd);
+    let mut queue = front.start().unwrap().remove(0);
+    request(&mut queue, Op::Write, 0, 4096);
+}
+
+/// Another back end, that comes in the pause, keeps it; and what is to go, goes.
+#[test]
+fn a_pause_outlives_the_back_end() {
+    let mut xen = Xen::start();
+    ok(xen.dir.path(), &["create", "a.raw", "--size", "1M"]);
+    let vbd = Vbd::new(DomId(3), format!("{}", xen.path("a.raw").display()));
+    add_vbd(&mut xen.store, &vbd).unwrap();
+    let mut front = Blkfront::new(xen.guest(3), vbd.device, BlkfrontOptions::default()).unwrap();
+    let queue = front.start().unwrap().remove(0);
+    xen.pause(&vbd);
+    wait_until("the end of the process", || !xen.path("run/3-51712.pid").exists());
+    xen.backend.kill().unwrap();
+    xen.backend.wait().unwrap();
+    xen.backend = start_backend(xen.dir.path(), &[]);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!xen.path("run/3-51712.pid").exists(), "it is served in the pause");
+    xen.set_key(&vbd, "online", "0");
+    xen.set_key(&vbd, "state", "5");
+    front.stop(vec![queue]).unwrap();
+    wait_until("its end", || xen.key(&vbd, "state").as_deref() == Some("6"));
 }
 
 /// A disk that cannot be opened is tried again and again, slowly, and served once it can be.

@@ -135,6 +135,10 @@ impl World {
         self.store.write(Tx::NONE, &format!("{}/{key}", self.vbd.backend_path()), value).unwrap();
     }
 
+    pub fn remove_backend_key(&mut self, key: &str) {
+        self.store.remove(Tx::NONE, &format!("{}/{key}", self.vbd.backend_path())).unwrap();
+    }
+
     /// Waits until the device has ended by itself.
     pub fn ended(&mut self) -> End {
         wait_until("the device's end", || self.device.as_ref().unwrap().has_ended());

@@ -1,12 +1,16 @@
 //! The states of xenbus: connecting, closing, connecting again, growing, pausing.
 
+use std::time::Duration;
+
 use spile_front_blkif::device::End;
 use spile_front_blkif::pages::Access;
+use spile_front_blkif::pause;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_lab::xen::toolstack::Vbd;
 use spile_xen::blkif::status;
+use spile_xen::store::{Tx, XenStore};
 
-use crate::common::{GUEST, PATIENCE, SIZE, Setup, pattern, read, request, wait_until, write};
+use crate::common::{GUEST, PATIENCE, SIZE, Setup, next, pattern, read, request, wait_until, write};
 
 #[test]
 fn a_guest_closes_and_connects_again() {
@@ -60,23 +64,96 @@ fn a_disk_that_grows_is_seen_to() {
     assert_eq!(front.backend_state().unwrap(), 4);
 }
 
+/// What is in flight is answered first; what comes later is done after the pause, also what came before there was a
+/// connection.
 #[test]
 fn a_toolstack_pauses_the_disk() {
     let mut world = Setup::new(Access::Copy).start();
     let (_front, mut queue) = world.connect_one(BlkfrontOptions::default());
     write(&mut queue, 0, &pattern(1, 4096));
+    world.disk.hold();
+    queue.submit(1, Op::Read, 0, 4096);
+    queue.publish();
+    wait_until("a request at the disk", || world.disk.held() == 1);
     world.set_backend_key("pause", "");
-    wait_until("the pause", || world.backend_key("pause-done").is_some());
-    world.disk.take_did();
+    assert!(!queue.sleep(Duration::from_millis(50)).unwrap());
+    assert!(!world.device().has_ended());
+    world.disk.release();
+    assert_eq!(next(&mut queue), (1, status::OKAY));
+    assert_eq!(world.ended(), End::Paused);
+    // One that is started all the same pauses too.
+    world.serve();
+    assert_eq!(world.ended(), End::Paused);
+    assert_eq!(world.backend_key("state").as_deref(), Some("4"));
     queue.submit(0, Op::Read, 0, 4096);
     queue.publish();
-    assert!(!queue.sleep(std::time::Duration::from_millis(50)).unwrap());
-    assert_eq!(world.disk.take_did(), []);
-    let path = format!("{}/pause", world.vbd.backend_path());
-    world.store.remove(spile_xen::store::Tx::NONE, &path).unwrap();
-    assert_eq!(crate::common::next(&mut queue), (0, status::OKAY));
-    wait_until("its end", || world.backend_key("pause-done").is_none());
+    world.remove_backend_key("pause");
+    world.serve();
+    assert_eq!(next(&mut queue), (0, status::OKAY));
     assert_eq!(read(&mut queue, 0, 4096), pattern(1, 4096));
+}
+
+#[test]
+fn a_guest_that_comes_while_its_disk_is_paused_waits() {
+    let mut world = Setup::new(Access::Copy).start();
+    wait_until("the offer", || world.backend_key("state").as_deref() == Some("2"));
+    world.set_backend_key("pause", "");
+    assert_eq!(world.ended(), End::Paused);
+    std::thread::scope(|scope| {
+        let front = world.front(BlkfrontOptions::default());
+        let guest = scope.spawn(move || {
+            let mut front = front;
+            let mut queue = front.start().unwrap().remove(0);
+            write(&mut queue, 0, &pattern(1, 4096));
+        });
+        let mut store = XenStore::open(&world.host.xenstored()).unwrap();
+        let front_state = format!("{}/state", world.vbd.frontend_path());
+        wait_until("its rings", || store.read_optional(Tx::NONE, &front_state).unwrap().as_deref() == Some("3"));
+        world.serve();
+        assert_eq!(world.ended(), End::Paused);
+        assert_eq!(world.backend_key("state").as_deref(), Some("2"));
+        world.remove_backend_key("pause");
+        world.serve();
+        guest.join().unwrap();
+    });
+    assert_eq!(world.disk.bytes(0, 4096), pattern(1, 4096));
+}
+
+/// Its guest waits for the end.
+#[test]
+fn a_disk_that_is_to_go_has_no_pause() {
+    let mut world = Setup::new(Access::Copy).start();
+    let (mut front, queue) = world.connect_one(BlkfrontOptions::default());
+    world.set_backend_key("pause", "");
+    assert_eq!(world.ended(), End::Paused);
+    world.set_backend_key("online", "0");
+    world.serve();
+    world.set_backend_key("state", "5");
+    assert_eq!(front.wait_for(&[5]).unwrap(), 5);
+    front.stop(vec![queue]).unwrap();
+    assert_eq!(world.ended(), End::Closed);
+}
+
+#[test]
+fn the_keys_of_a_pause() {
+    let mut world = Setup::new(Access::Copy).start();
+    let path = world.vbd.backend_path();
+    // Nobody asked for one.
+    pause::tell(&mut world.store, &path).unwrap();
+    assert!(!pause::stays(&mut world.store, &path).unwrap());
+    assert_eq!(world.backend_key("pause-done"), None);
+    world.set_backend_key("pause", "");
+    assert!(!pause::goes_on(&mut world.store, &path).unwrap() && !pause::stays(&mut world.store, &path).unwrap());
+    pause::tell(&mut world.store, &path).unwrap();
+    assert!(pause::goes_on(&mut world.store, &path).unwrap() && pause::stays(&mut world.store, &path).unwrap());
+    world.remove_backend_key("pause");
+    assert!(!pause::goes_on(&mut world.store, &path).unwrap());
+    // A toolstack that asks at this moment finds that the one before has not ended.
+    world.set_backend_key("pause", "");
+    assert!(pause::stays(&mut world.store, &path).unwrap());
+    world.remove_backend_key("pause");
+    assert!(!pause::stays(&mut world.store, &path).unwrap());
+    assert_eq!(world.backend_key("pause-done"), None);
 }
 
 #[test]

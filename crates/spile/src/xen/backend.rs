@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, WaitOptions, pidfd_open, waitpid};
 use spile_core::{Error, ErrorKind, Result};
+use spile_front_blkif::pause;
 use spile_front_blkif::xenbus::State;
 use spile_xen::store::{Tx, XenStore};
 
@@ -120,7 +121,7 @@ impl Backend {
         }
     }
 
-    /// True when the toolstack has written all of it, and it is not at its end.
+    /// True when the toolstack has written all of it, and it is neither at its end nor paused.
     fn is_to_be_served(&mut self, path: &str) -> Result<bool> {
         let mut get = |key: &str| self.store.read_optional(Tx::NONE, &format!("{path}/{key}"));
         let is_whole = get("params")?.is_some() && get("frontend")?.is_some();
@@ -129,7 +130,8 @@ impl Backend {
         // may open it again.
         let online = get("online")?;
         let has_gone = state == Some(State::Closed) && online.as_deref() == Some("0");
-        Ok(is_whole && online.is_some() && state.is_some() && !has_gone && file_stem(path).is_ok())
+        let is_paused = pause::goes_on(&mut self.store, path)?;
+        Ok(is_whole && online.is_some() && state.is_some() && !has_gone && !is_paused && file_stem(path).is_ok())
     }
 
     /// The process that serves a disk already, else a new one.

@@ -11,6 +11,7 @@ use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
 use spile_front_blkif::device::{Config, Device, End};
 use spile_front_blkif::pages::Access;
+use spile_front_blkif::pause;
 use spile_front_blkif::xenbus::guest_of;
 use spile_xen::store::{Tx, XenStore};
 use spile_xen::{EventChannels, Grants};
@@ -77,7 +78,7 @@ pub fn access_name(access: Access) -> &'static str {
     }
 }
 
-/// Serves the disk of a back end to the end, or until a signal.
+/// Serves the disk of a back end to the end, or until a signal, or until the toolstack pauses it.
 ///
 /// # Errors
 /// When the disk cannot be opened, the Xen cannot be reached, or another process serves it.
@@ -85,11 +86,35 @@ pub fn serve(
     engine: &Engine,
     backend_path: &str,
     options: &Options,
-    mut opening: Opening,
+    opening: Opening,
     signals: EndSignals,
 ) -> Result<End> {
     let stem = options.run_dir.join(file_stem(backend_path)?);
     let _claim = Claim::take(&stem.with_extension("pid"))?;
+    let mut store = options.place.open()?;
+    if pause::stays(&mut store, backend_path)? {
+        return Ok(End::Paused);
+    }
+    let ended = open_and_serve(engine, backend_path, options, opening, signals, &stem);
+    let has_let_go = match &ended {
+        Ok(end) => *end == End::Paused,
+        // Of one that was killed, requests may still be at work on the image.
+        Err(error) => error.kind() != ErrorKind::Busy,
+    };
+    // Also when it cannot be served: what is wrong with it can be mended in a pause.
+    let told = if has_let_go { pause::tell(&mut store, backend_path) } else { Ok(()) };
+    ended.and_then(|end| told.map(|()| end))
+}
+
+/// Its image is closed at the end.
+fn open_and_serve(
+    engine: &Engine,
+    backend_path: &str,
+    options: &Options,
+    mut opening: Opening,
+    signals: EndSignals,
+    stem: &Path,
+) -> Result<End> {
     let mut store = options.place.open()?;
     let wanted = Wanted::read(&mut store, backend_path, options.access)?;
     opening.specs = vec![params::parse(&wanted.params, wanted.read_only)?];
