@@ -218,14 +218,11 @@ impl Request {
         end.map(|_| Extent { offset: GuestOffset(offset), len_bytes }).ok_or(outside)
     }
 
-    /// Lets go of the guest's memory and of the buffers, which an idle request must not keep, and of room that only
-    /// large requests need.
+    /// Lets go of the guest's memory and of the buffers, which an idle request must not keep. The list of segments keeps
+    /// its room: 2 KiB at most.
     pub fn clear(&mut self) {
         self.data.clear();
         self.mapped = Segments::new();
-        if self.segments.capacity() > 4 * SLOT_SEGMENTS {
-            self.segments = Vec::new();
-        }
     }
 }
 

@@ -149,7 +149,8 @@ impl<M: Shared> Ring<M> {
         let next = self.req_cons.get();
         if next == self.req_prod.get() {
             let seen = self.memory.load(index::REQ_PROD, Ordering::Acquire);
-            let in_flight = next.wrapping_sub(self.rsp_prod.get());
+            // A response that was written and not shown has freed nothing that an honest guest could know of.
+            let in_flight = next.wrapping_sub(self.published.get());
             let room = self.max_in_flight().saturating_sub(in_flight);
             if seen.wrapping_sub(next) > room.min(self.slots) {
                 return Err(Broken("the guest claims more requests than its ring has room for"));
@@ -320,6 +321,20 @@ mod tests {
                 assert_eq!(ring.pop(&mut [0; SLOT_BYTES]).is_err(), claimed != taken, "{taken} {claimed}");
             }
         }
+    }
+
+    /// A slot is free again when its response is shown, and not before: the journal has no more entries than that.
+    #[test]
+    fn a_response_that_is_not_shown_gives_no_room() {
+        let mut guest = Guest::new(Abi::X86_64, 0);
+        let ring = guest.ring();
+        (0..32).for_each(|id| guest.offer(id));
+        assert_eq!(ids(&ring).len(), 32);
+        ring.put(&answer(0));
+        guest.claim(33);
+        assert!(ring.pop(&mut [0; SLOT_BYTES]).is_err());
+        ring.publish();
+        assert_eq!(ring.pop(&mut [0; SLOT_BYTES]), Ok(true));
     }
 
     /// A guest that writes over the index of responses changes nothing for us.

@@ -126,6 +126,10 @@ fn requests_allocate_nothing() {
     // The buffer of a copy is one however many pages there are.
     let whole = BlkfrontOptions { data_bytes: 44 << 10, ..small.clone() };
     count("44 KiB", EngineKind::Auto, Access::Copy, NullStore::new(SIZE), &whole);
+    for (pages, depth) in [(32, 8), (256, 2)] {
+        let large = BlkfrontOptions { data_bytes: pages << 12, depth, indirect_segments: 256, ..small.clone() };
+        count("indirect", EngineKind::Auto, Access::Copy, NullStore::new(SIZE), &large);
+    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("disk");
     std::fs::write(&path, vec![1; SIZE as usize]).unwrap();

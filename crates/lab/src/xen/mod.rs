@@ -3,7 +3,8 @@
 //! A [`Host`] owns a folder with sockets: `xenstored` (and `xenstored-N` for guest N), which speak xenstore's protocol,
 //! and `hypervisor`, over which processes find each other. A [`Guest`] is a process with memory and a grant table that
 //! it shares; a [`Hypervisor`] uses what guests grant, as `spile_xen::Grants` and `spile_xen::EventChannels`.
-//! [`toolstack`] writes what `xl` would, and a [`Blkfront`] is the guest's side of a disk.
+//! [`toolstack`] writes what `xl` would, and a [`Blkfront`] is the guest's side of a disk. On a *real* Xen a program has
+//! [`Gntalloc`] and [`UnboundPort`] in the place of a [`Guest`]: the example `hostile_front` is one that uses them.
 //!
 //! What is as on Xen:
 //! - Every operation is checked against the guest's table in shared memory, and fails as there: piece by piece. The host
@@ -37,3 +38,5 @@ pub use guest::{EventPort, Frames, GRANT_ENTRIES, Guest};
 pub use host::Host;
 pub use hypervisor::Hypervisor;
 pub use table::{Entry, Table, flag};
+
+pub use crate::sys::{Gntalloc, Granted, UnboundPort};
