@@ -10,8 +10,8 @@ use spile_xen::GrantRef;
 use crate::trace::Stamps;
 use spile_xen::XEN_PAGE_BYTES;
 use spile_xen::blkif::{
-    self, Abi, INDIRECT_PAGES, IndirectRequest, PlainRequest, SEGMENT_BYTES, SEGMENTS_PER_PAGE, SLOT_SEGMENTS,
-    SegmentEntry, op, status,
+    self, Abi, INDIRECT_PAGES, IndirectRequest, PlainRequest, SEGMENT_BYTES, SEGMENTS_PER_PAGE, SegmentEntry, op,
+    status,
 };
 
 /// Sectors in a granted page.
@@ -237,7 +237,7 @@ pub fn range(segment: &SegmentEntry) -> (usize, usize) {
 mod tests {
     use super::*;
     use crate::ring::SLOT_BYTES;
-    use spile_xen::blkif::Discard;
+    use spile_xen::blkif::{Discard, SLOT_SEGMENTS};
 
     const SIZE_BYTES: u64 = 1 << 30;
     const LIMITS: Limits = Limits { max_indirect: 256, read_only: false, discards: true };

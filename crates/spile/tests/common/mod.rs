@@ -3,6 +3,7 @@
 
 pub mod faulty;
 pub mod guests;
+pub mod xen;
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -198,4 +199,27 @@ pub fn have(program: &str, test: &str) -> bool {
         println!("SKIP {test}: {program} is not installed");
     }
     found.is_ok()
+}
+
+/// Voluntary context switches of all threads: how often they went to sleep, so how often they were woken.
+fn wake_ups(pid: u32) -> u64 {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let of = |status: String| -> u64 {
+        let line = status.lines().find_map(|l| l.strip_prefix("voluntary_ctxt_switches:"));
+        line.unwrap().trim().parse().unwrap()
+    };
+    tasks.map(|task| of(std::fs::read_to_string(task.unwrap().path().join("status")).unwrap())).sum()
+}
+
+/// The process comes to rest, and then has three seconds without a single wake-up.
+pub fn assert_silent(pid: u32, what: &str) {
+    let mut before = wake_ups(pid);
+    // What the last requests left to do may end first.
+    eventually("it comes to rest", || {
+        std::thread::sleep(Duration::from_millis(200));
+        let now = wake_ups(pid);
+        std::mem::replace(&mut before, now) == now
+    });
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(wake_ups(pid) - before, 0, "{what}");
 }
