@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test bench bench-vhost count fuzz sim guest peer tidy deny test-xen clean
+.PHONY: help setup build demo test bench bench-vhost bench-xen count fuzz sim guest peer tidy deny test-xen clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -18,6 +18,7 @@ help:
 	@echo 'make test               every check; ends with "N passed, N failed, N skipped"'
 	@echo 'make bench              Spile beside qemu-nbd and nbdkit  (ARGS="--only randread")'
 	@echo 'make bench-vhost        the same over vhost-user, beside qemu-storage-daemon and fio'
+	@echo 'make bench-xen          instructions of a request on a nested Xen, beside blkback and qdisk  (ARGS=--quick)'
 	@echo 'make count              instructions of one request against those kept  (ARGS=--update)'
 	@echo 'make sim SEEDS=100000   the crash simulator over that many seeds'
 	@echo 'make fuzz               each fuzz target for SECONDS_EACH=60'
@@ -45,6 +46,10 @@ bench:
 bench-vhost:
 	@scripts/setup.sh test
 	@cargo xtask bench-vhost $(ARGS)
+
+bench-xen:
+	@scripts/setup.sh test
+	@cargo xtask bench-xen $(ARGS)
 
 count:
 	@scripts/setup.sh test

@@ -269,6 +269,8 @@ impl FrontEnd {
             domain: GUEST,
             access: self.access,
             limits: Limits { max_indirect: 256, read_only: self.read_only, discards: true },
+            share: 1,
+            complaints: Arc::default(),
             ring,
             journal,
             again,

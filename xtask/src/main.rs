@@ -35,6 +35,7 @@ const COMMANDS: &[(&str, &str, Entry)] = &[
     ("xen", "run the tests on a nested Xen (a name selects)", peer::run_xen),
     ("bench", "compare speed over NBD with peers (--quick, --rounds N, --only WORD)", bench::run),
     ("bench-vhost", "the same over vhost-user-blk", bench::run_vhost),
+    ("bench-xen", "compare backends on a nested Xen (--quick, --rounds N, --json)", peer::run_xen_comparison),
     ("count", "count the instructions of one request and compare (--update keeps the figures)", count::run),
 ];
 

@@ -19,11 +19,25 @@ pub fn run_guest(arguments: &[String]) -> Result<()> {
 /// Builds the program and boots the nested Xen.
 pub fn run_xen(arguments: &[String]) -> Result<()> {
     build()?;
+    shell::run(&mut hostile_front())?;
     shell::run(folder_command("xen").args(arguments))
+}
+
+/// Builds the program and compares it with other backends on a nested Xen.
+pub fn run_xen_comparison(arguments: &[String]) -> Result<()> {
+    build()?;
+    shell::run(python("tests/peer/xen/compare.py").args(arguments))
 }
 
 fn build() -> Result<()> {
     shell::run(shell::cargo().args(["build", "--release", "--package", "spile"]))
+}
+
+/// Builds the front end that the tests on the nested Xen set on the program.
+pub fn hostile_front() -> Command {
+    let mut command = shell::cargo();
+    command.args(["build", "--release", "--package", "spile-lab", "--example", "hostile_front"]);
+    command
 }
 
 /// The runner of the peer tests, without the guest.
@@ -49,6 +63,7 @@ fn python(script: &str) -> Command {
     let mut command = Command::new(program);
     command.arg(script).current_dir(shell::root());
     command.env("SPILE_BIN", shell::target_dir().join("release/spile"));
+    command.env("SPILE_HOSTILE_FRONT", shell::target_dir().join("release/examples/hostile_front"));
     command.env("SPILE_TARGET", shell::target_dir());
     command
 }

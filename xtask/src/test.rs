@@ -68,6 +68,7 @@ fn checks() -> Vec<Stage> {
         one("clippy", cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])),
     ];
     stages.push(one("release", cargo(&["build", "--release", "--package", "spile"])));
+    stages.push(one("hostile", peer::hostile_front()));
     stages
 }
 

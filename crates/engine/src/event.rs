@@ -115,6 +115,17 @@ mod tests {
     }
 
     /// A front end may clear O_NONBLOCK on its side at any moment, and fill or empty the count.
+    /// As a peer does that wants us to wait: it is full, and set to block.
+    fn fill(peer: &OwnedFd) {
+        let set = |flags| rustix::fs::fcntl_setfl(peer, flags).unwrap();
+        set(rustix::fs::OFlags::NONBLOCK);
+        // A ring of before may still be on its way.
+        while rustix::io::write(peer, &(u64::MAX - 1).to_ne_bytes()).is_err() {
+            sys::eventfd_drain(std::os::fd::AsRawFd::as_raw_fd(peer));
+        }
+        set(rustix::fs::OFlags::empty());
+    }
+
     #[test]
     fn a_peer_cannot_have_us_wait() {
         for kind in [EngineKind::Uring, EngineKind::Threads] {
@@ -125,8 +136,7 @@ mod tests {
             let fd = sys::eventfd().unwrap();
             let peer = fd.try_clone().unwrap();
             let event = Arc::new(Event::from_fd(fd).unwrap());
-            rustix::fs::fcntl_setfl(&peer, rustix::fs::OFlags::empty()).unwrap();
-            rustix::io::write(&peer, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+            fill(&peer);
             let (full, last) = (event.clone(), event.clone());
             engine.run_on(0, move || async move {
                 (0..1000).for_each(|_| full.ring());
@@ -140,7 +150,7 @@ mod tests {
                 sys::eventfd_drain(event.fd.raw());
                 sys::eventfd_drain(event.fd.raw());
             });
-            rustix::io::write(&peer, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+            fill(&peer);
             let full = last.clone();
             engine.run_on(0, move || async move { full.ring() });
             // Nobody waits for that ring, nor does the end.

@@ -6,7 +6,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
@@ -35,6 +35,15 @@ impl Table {
             })
         })
     }
+}
+
+static FAILED_SYNC: OnceLock<Box<dyn Fn() + Send + Sync>> = OnceLock::new();
+
+/// Has `hear` called each time that a sync of a file of this process's has failed, before anybody is told of it: the kernel
+/// tells of it once, so whoever wants it known after the death of the process notes it then. The first caller is heeded,
+/// for the life of the process.
+pub fn on_failed_sync(hear: impl Fn() + Send + Sync + 'static) {
+    let _ = FAILED_SYNC.set(Box::new(hear));
 }
 
 pub(crate) struct Fd {
@@ -94,6 +103,9 @@ impl Fd {
     /// Notes how a sync ended, whether or not anybody still waits for it.
     pub(crate) fn note_sync(&self, errno: i32) {
         let _ = self.sync_errno.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Acquire);
+        if let Some(hear) = FAILED_SYNC.get() {
+            hear();
+        }
     }
 
     /// The errno of the first sync that failed.

@@ -41,6 +41,7 @@ pub use config::{Config, EngineKind};
 pub use engine::Engine;
 pub use env::OsEnv;
 pub use event::Event;
+pub use fd::on_failed_sync;
 pub use files::{AnyStore, CacheMode, OsFiles};
 pub use fixed::{Pinned, pin_memory};
 pub use memory::{MemStore, NullStore};

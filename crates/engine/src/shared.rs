@@ -113,12 +113,13 @@ static WITH_RING: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
 /// registered with it only when the last of its requests has ended. So the lock of an image is held until then,
 /// whichever of its files the request is for.
 pub(crate) fn hold_everywhere(fd: &Arc<Fd>) {
-    let Some(table_index) = fd.table_index else { return };
     let mut workers = relock(&WITH_RING);
     workers.retain(|shared| shared.strong_count() > 0);
     for shared in workers.iter().filter_map(Weak::upgrade) {
-        // Without a duplicate, for want of descriptors, this ring learns of the file when it first uses it.
-        let Ok(duplicate) = fd.as_fd().try_clone_to_owned() else { continue };
+        let (Some(table_index), Ok(duplicate)) = (fd.table_index, fd.as_fd().try_clone_to_owned()) else {
+            tracing::error!("{NOT_HELD}");
+            return;
+        };
         // First, so that the news of the file's end follows that of the file.
         fd.known_to(&shared);
         let held = Held { fd: duplicate, id: fd.id, table_index };
@@ -128,6 +129,10 @@ pub(crate) fn hold_everywhere(fd: &Arc<Fd>) {
         }
     }
 }
+
+/// Said when there are too few descriptors or places in a ring's table.
+pub(crate) const NOT_HELD: &str = "the lock of an image ends with this process, and not with the last of its requests: if it \
+     is killed, wait until the storage is quiet before the image is used again (raise ulimit -n, or serve fewer files)";
 
 pub(crate) struct Shared {
     pub(crate) index: usize,

@@ -184,7 +184,7 @@ impl Uring {
     fn set_up(shared: Arc<Shared>, helpers: Arc<FilePool>, pool: Pool) -> io::Result<Self> {
         let ring = build_ring()?;
         check_features(&ring)?;
-        let usable = ring.submitter().register_files_sparse(TABLE_FILES).is_ok();
+        let files = FileTable::register(&ring)?;
         let mut this = Self {
             ring,
             shared,
@@ -200,7 +200,7 @@ impl Uring {
             reaped: Vec::new(),
             doorbell: Box::new(0),
             doorbell_armed: false,
-            files: FileTable { ids: vec![0; TABLE_FILES as usize], usable },
+            files,
             fixed: FixedBuffers::default(),
         };
         this.arm_doorbell();
@@ -364,7 +364,9 @@ impl Uring {
 
     /// Registers a file, so that the ring holds on to it until the last of its requests has ended.
     pub(crate) fn hold(&mut self, held: &Held) {
-        self.files.put(&self.ring, held.table_index, held.id, held.fd.as_raw_fd());
+        if !self.files.put(&self.ring, held.table_index, held.id, held.fd.as_raw_fd()) {
+            tracing::error!("{}", crate::shared::NOT_HELD);
+        }
     }
 
     /// Lets go of a file that is gone everywhere else.
@@ -617,16 +619,36 @@ fn recv(op: &Op, target: Target, flags: i32) -> squeue::Entry {
 }
 
 impl FileTable {
+    /// A table with room for as many files as the process may have open, [`TABLE_FILES`] at most.
+    ///
+    /// # Errors
+    /// What the kernel says. A ring without a table would let go of a killed process's files, and of their locks, while its
+    /// requests are still at work.
+    fn register(ring: &IoUring) -> io::Result<Self> {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        let len = limit.unwrap_or(u64::MAX).min(TABLE_FILES.into()) as u32;
+        if ring.submitter().register_files_sparse(len).is_err() {
+            // Linux before 5.19.
+            Self::register_empty(ring, len)?;
+        }
+        Ok(Self { ids: vec![0; len as usize], usable: true })
+    }
+
+    fn register_empty(ring: &IoUring, len: u32) -> io::Result<()> {
+        ring.submitter().register_files(&vec![-1; len as usize])
+    }
+
     /// How an entry names the file: by its index in the table, putting it there first if it can be.
     fn target(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd) -> Target {
-        match fd.table_index {
-            Some(index) if self.ids[index as usize] == fd.id => Target::Fixed(index),
-            Some(index) if self.usable => self.register(ring, shared, fd, index),
+        let Some(index) = fd.table_index else { return Target::Plain(fd.raw()) };
+        match self.ids.get(index as usize) {
+            Some(id) if *id == fd.id => Target::Fixed(index),
+            Some(_) if self.usable => self.put_new(ring, shared, fd, index),
             _ => Target::Plain(fd.raw()),
         }
     }
 
-    fn register(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd, index: u32) -> Target {
+    fn put_new(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd, index: u32) -> Target {
         if !self.put(ring, index, fd.id, fd.raw()) {
             return Target::Plain(fd.raw());
         }
@@ -636,16 +658,17 @@ impl FileTable {
 
     /// Registers a file at `index`. False when the ring takes no files, now or ever.
     fn put(&mut self, ring: &IoUring, index: u32, id: u64, fd: i32) -> bool {
+        let Some(entry) = self.ids.get_mut(index as usize) else { return false };
         self.usable = self.usable && ring.submitter().register_files_update(index, &[fd]).is_ok();
         if self.usable {
-            self.ids[index as usize] = id;
+            *entry = id;
         }
         self.usable
     }
 
     /// Empties the index, unless another file has it by now.
     fn forget(&mut self, ring: &IoUring, id: u64, index: u32) {
-        let entry = &mut self.ids[index as usize];
+        let Some(entry) = self.ids.get_mut(index as usize) else { return };
         if *entry == id {
             *entry = 0;
             // It can fail only for want of memory, and then the file stays open until the worker ends.
@@ -672,6 +695,21 @@ mod tests {
     fn ring() -> Option<Uring> {
         let (shared, pool) = (Arc::new(Shared::new(0, None).unwrap()), Pool::new(1).unwrap());
         Uring::new(shared, FilePool::new(), pool).map_err(|error| println!("SKIP uring: {error}")).ok()
+    }
+
+    /// The table of Linux before 5.19, and that of a process that may have few files open.
+    #[test]
+    fn a_table_of_files_is_had_without_sparse_registration() {
+        let Some(ring) = ring() else { return };
+        ring.ring.submitter().unregister_files().unwrap();
+        FileTable::register_empty(&ring.ring, 40).unwrap();
+        let mut table = FileTable { ids: vec![0; 40], usable: true };
+        let file = tempfile::tempfile().unwrap();
+        assert!(table.put(&ring.ring, 39, 7, file.as_raw_fd()) && table.ids[39] == 7);
+        assert!(!table.put(&ring.ring, 40, 8, file.as_raw_fd()), "there is no such place");
+        assert!(table.put(&ring.ring, 0, 9, file.as_raw_fd()), "the table is of use all the same");
+        table.forget(&ring.ring, 7, 39);
+        assert_eq!(table.ids[39], 0);
     }
 
     #[test]

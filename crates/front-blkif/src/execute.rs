@@ -26,8 +26,8 @@ pub struct Target<D> {
     pub name: String,
     /// Requests that failed, for the log.
     pub failures: Arc<AtomicU64>,
-    /// A process before us could not flush: no flush can succeed any more, whatever the disk says.
-    pub has_failed_flush: AtomicBool,
+    /// A flush has failed, ours or that of a process before us: none can succeed any more, whatever the disk says.
+    pub has_failed_flush: Arc<AtomicBool>,
 }
 
 enum Failure {
@@ -72,16 +72,20 @@ impl<D: Disk> Target<D> {
             Command::Discard(_) => self.disk.discard(extent(request)?).await.map_err(Failure::Disk),
             Command::Flush | Command::Barrier => {
                 let extent = if request.len_bytes > 0 { Some(extent(request)?) } else { None };
-                if self.has_failed_flush.load(Ordering::Relaxed) {
+                if self.has_failed_flush.load(Ordering::Acquire) {
                     let what = "a flush of before has failed, and what it was to save may be lost";
                     return Err(Failure::Flush(Error::new(ErrorKind::Io, what)));
                 }
-                self.disk.flush().await.map_err(Failure::Flush)?;
-                let is_durable = request.command == Command::Barrier;
-                match extent {
-                    Some(extent) => self.disk.write(extent, &request.data, is_durable).await.map_err(Failure::Disk),
-                    None => Ok(()),
+                if let Err(error) = self.disk.flush().await {
+                    self.has_failed_flush.store(true, Ordering::Release);
+                    return Err(Failure::Flush(error));
                 }
+                let Some(extent) = extent else { return Ok(()) };
+                let is_durable = request.command == Command::Barrier;
+                let written = self.disk.write(extent, &request.data, is_durable).await;
+                // It may be the sync of a barrier that has failed, and not its write.
+                let is_flush = self.has_failed_flush.load(Ordering::Acquire);
+                written.map_err(|error| if is_flush { Failure::Flush(error) } else { Failure::Disk(error) })
             }
         }
     }

@@ -33,7 +33,7 @@ const SLOTS_AT: usize = 4;
 const REQ_CONS_AT: usize = 8;
 const SHOWN_AT: usize = 12;
 const NEXT_AT: usize = 16;
-const FAILED_AT: usize = 20;
+pub(crate) const FAILED_AT: usize = 20;
 
 const ENTRY_BYTES: usize = 128;
 const STATE: usize = 0;
@@ -48,6 +48,21 @@ const ANSWERED: u32 = 2;
 /// Bytes of the journal of a ring of `slots`.
 pub fn journal_bytes(slots: u32) -> usize {
     HEADER_BYTES + slots as usize * ENTRY_BYTES
+}
+
+/// The slots of the journal that `read` reads from: it fills its second argument from the offset in bytes that is its first.
+/// `None` when there is none.
+///
+/// # Errors
+/// Those of `read`, but not that there is nothing any more.
+pub(crate) fn slots_of(read: impl Fn(u64, &mut [u8]) -> std::io::Result<()>) -> std::io::Result<Option<u32>> {
+    let mut head = [0; SLOTS_AT + 4];
+    match read(0, &mut head) {
+        Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
+        result => result?,
+    }
+    let word = |at: usize| u32::from_le_bytes(head[at..at + 4].try_into().expect("four bytes"));
+    Ok((word(MAGIC_AT) == MAGIC).then(|| word(SLOTS_AT)))
 }
 
 /// The journal of one ring.

@@ -6,19 +6,21 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FallocateFlags;
 use spile_core::{Error, ErrorKind, Result, Segment};
 use spile_xen::{DomId, GrantRef};
 
+use crate::journal;
 use crate::journal::journal_bytes;
 use crate::xenbus::{RingWish, Wish};
 
 const PAGE_BYTES: u64 = 4096;
 
 /// The files of one device.
+#[derive(Clone)]
 pub struct Keeping {
     journal: PathBuf,
     connection: PathBuf,
@@ -45,6 +47,25 @@ impl Keeping {
         let made = rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, len);
         made.map_err(|errno| self.error("make", errno.into()))?;
         self.map(&file, slots)
+    }
+
+    /// Notes in the journals, if there are any, that a sync has failed. By writing to the file and not to memory: it may be
+    /// shorter than it should be while it is made.
+    pub fn flush_failed(&self) {
+        let noted = OpenOptions::new().read(true).write(true).open(&self.journal).and_then(|file| {
+            let mut at = 0;
+            while let Some(slots) = journal::slots_of(|offset, into| file.read_exact_at(into, at + offset))? {
+                file.write_all_at(&1u32.to_le_bytes(), at + journal::FAILED_AT as u64)?;
+                at = (at + journal_bytes(slots) as u64).next_multiple_of(PAGE_BYTES);
+            }
+            Ok(())
+        });
+        match noted {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                tracing::error!(path = %self.journal.display(), %error, "blkif: a failed sync cannot be noted");
+            }
+            _ => {}
+        }
     }
 
     /// The journals of before, if they are of the connection that `wish` describes.

@@ -12,7 +12,9 @@ pub mod request;
 pub mod metrics;
 pub mod queue;
 
+mod control;
 pub mod device;
 mod keeping;
 pub mod pause;
+mod rings;
 pub mod xenbus;

@@ -5,14 +5,18 @@
 //! **Map**: the pages are mapped for each request, and the disk works on them; or, as tapdisk2 did, on buffers that are
 //! copied from and to them. **Persistent**: pages stay mapped, for a guest that uses the same ones again and
 //! again and copies its data itself; those least recently used are let go when there are too many.
+//!
+//! Where the kernel must not work on mapped pages ([`Grants::can_be_pinned`]), the disk always works on buffers.
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use spile_core::{Segment, Segments};
 use spile_engine::pool;
 use spile_xen::{CopyOp, DomId, GrantRef, GrantStatus, Grants, Way};
 
+use crate::control::to_log;
 use crate::request::{Refusal, Request, range};
 
 /// How a guest's pages are reached.
@@ -29,8 +33,10 @@ pub enum Access {
     Persistent,
 }
 
-/// Pages that stay mapped, of one ring.
+/// Pages that stay mapped, of one ring: all that its guest uses at depth 32 and more.
 const MAX_PERSISTENT: usize = 1056;
+/// The same of one disk. Each is a mapping of its own, of which a process may have 65530 (vm.max_map_count).
+const MAX_DISK_PERSISTENT: usize = 32768;
 
 const BAD_PAGE: Refusal = Refusal::error("a page of the guest's is not granted as it must be");
 
@@ -39,6 +45,8 @@ pub struct Pages<G> {
     grants: Arc<G>,
     domain: DomId,
     access: Access,
+    /// The disk works on buffers of ours and not on mapped pages.
+    has_buffers: bool,
     kept: HashMap<GrantRef, Kept>,
     clock: u64,
     /// One call's pieces, whose they are, and how they ended. Kept for their room.
@@ -47,8 +55,9 @@ pub struct Pages<G> {
     buffers: Vec<Segment>,
     statuses: Vec<GrantStatus>,
     bytes: Vec<u8>,
-    /// Calls that failed as a whole.
-    failures: u64,
+    max_persistent: usize,
+    /// Calls that failed as a whole are counted among them.
+    complaints: Arc<AtomicU64>,
 }
 
 struct Kept {
@@ -57,12 +66,15 @@ struct Kept {
 }
 
 impl<G: Grants> Pages<G> {
-    /// The pages of `domain`.
-    pub fn new(grants: Arc<G>, domain: DomId, access: Access) -> Self {
+    /// The pages of `domain`, for one of `rings`. What goes wrong is logged, but less and less often, by the number of
+    /// `complaints`.
+    pub fn new(grants: Arc<G>, domain: DomId, access: Access, rings: usize, complaints: Arc<AtomicU64>) -> Self {
+        let has_buffers = access == Access::MapCopy || !grants.can_be_pinned();
         Self {
             grants,
             domain,
             access,
+            has_buffers,
             kept: HashMap::new(),
             clock: 0,
             ops: Vec::new(),
@@ -70,7 +82,8 @@ impl<G: Grants> Pages<G> {
             buffers: Vec::new(),
             statuses: Vec::new(),
             bytes: Vec::new(),
-            failures: 0,
+            max_persistent: MAX_PERSISTENT.min(MAX_DISK_PERSISTENT / rings),
+            complaints,
         }
     }
 
@@ -126,12 +139,12 @@ impl<G: Grants> Pages<G> {
                 self.copy(Way::ToGuest, requests);
                 self.buffers.clear();
             }
-            Access::MapCopy => {
+            Access::Map | Access::MapCopy | Access::Persistent if self.has_buffers => {
                 for request in with_data(requests).filter(|request| request.fills_pages()) {
                     pages_of(request).copy_from(&request.data);
                 }
             }
-            Access::Map | Access::Persistent => {}
+            Access::Map | Access::MapCopy | Access::Persistent => {}
         }
     }
 
@@ -166,11 +179,10 @@ impl<G: Grants> Pages<G> {
         if !self.ops.is_empty() {
             self.statuses.clear();
             let copied = self.grants.copy(self.domain, way, &self.buffers, &self.ops, &mut self.statuses);
-            self.failures += u64::from(copied.is_err());
             if let Err(error) = &copied
-                && self.failures.is_power_of_two()
+                && let Some(count) = to_log(&self.complaints)
             {
-                tracing::warn!(domain = %self.domain, %error, "blkif: the guest's pages cannot be copied");
+                tracing::warn!(domain = %self.domain, count, %error, "blkif: the guest's pages cannot be copied");
             }
             for (at, owner) in self.owners.iter().enumerate() {
                 if copied.is_err() || !self.statuses.get(at).is_some_and(|status| status.is_okay()) {
@@ -194,7 +206,7 @@ impl<G: Grants> Pages<G> {
             }
         };
         let pages = pages_of(request);
-        if self.access == Access::MapCopy {
+        if self.has_buffers {
             request.data.push(pool().alloc(request.len_bytes as usize));
             if !request.fills_pages() {
                 request.data.copy_from(&pages);
@@ -212,7 +224,7 @@ impl<G: Grants> Pages<G> {
             kept.used = self.clock;
             return Some(kept.page.clone());
         }
-        if self.kept.len() >= MAX_PERSISTENT {
+        if self.kept.len() >= self.max_persistent {
             self.drop_oldest();
         }
         let page = self.grants.map(self.domain, &[gref], true).ok()?.as_slice().first()?.clone();
@@ -223,14 +235,9 @@ impl<G: Grants> Pages<G> {
     /// Lets go of an eighth of the pages, so that the search is rare.
     fn drop_oldest(&mut self) {
         let mut used: Vec<_> = self.kept.values().map(|kept| kept.used).collect();
-        let (_, limit, _) = used.select_nth_unstable(MAX_PERSISTENT / 8);
+        let (_, limit, _) = used.select_nth_unstable(self.max_persistent / 8);
         let limit = *limit;
         self.kept.retain(|_, kept| kept.used >= limit);
-    }
-
-    /// Pages that stay mapped now.
-    pub fn persistent(&self) -> usize {
-        self.kept.len()
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! It writes the key `pause`. The disk's process answers what it has taken, closes the image, writes `pause-done` and
 //! ends; the guest waits. When `pause` is removed, another process removes `pause-done`, opens what the other keys say
-//! *then*, and goes on as after any other end. A disk that is to go away (`online` is 0) has no pauses: its guest waits
-//! for its end.
+//! *then*, and goes on as after any other end. Until then nobody touches the image, whatever the other keys say: one that
+//! is to go away in a pause (`online` is 0) goes when the pause has ended, or when its keys are removed.
 
 use spile_core::Result;
 use spile_xen::store::{Tx, XenStore};
@@ -12,17 +12,12 @@ fn has(store: &mut XenStore, tx: Tx, backend_path: &str, key: &str) -> Result<bo
     Ok(store.read_optional(tx, &format!("{backend_path}/{key}"))?.is_some())
 }
 
-fn is_asked_within(store: &mut XenStore, tx: Tx, backend_path: &str) -> Result<bool> {
-    let online = store.read_optional(tx, &format!("{backend_path}/online"))?;
-    Ok(online.is_some_and(|online| online != "0") && has(store, tx, backend_path, "pause")?)
-}
-
 /// The toolstack asks for a pause.
 ///
 /// # Errors
 /// What the store says.
 pub fn is_asked(store: &mut XenStore, backend_path: &str) -> Result<bool> {
-    is_asked_within(store, Tx::NONE, backend_path)
+    has(store, Tx::NONE, backend_path, "pause")
 }
 
 /// A pause goes on: the image is the toolstack's, and not to be touched.
@@ -44,7 +39,7 @@ pub fn stays(store: &mut XenStore, backend_path: &str) -> Result<bool> {
         if !has(store, tx, backend_path, "pause-done")? {
             return Ok(false);
         }
-        let stays = is_asked_within(store, tx, backend_path)?;
+        let stays = has(store, tx, backend_path, "pause")?;
         if !stays {
             store.remove(tx, &format!("{backend_path}/pause-done"))?;
         }
@@ -57,7 +52,7 @@ pub fn stays(store: &mut XenStore, backend_path: &str) -> Result<bool> {
 /// # Errors
 /// What the store says.
 pub fn tell(store: &mut XenStore, backend_path: &str) -> Result<()> {
-    store.transaction(|store, tx| match is_asked_within(store, tx, backend_path)? {
+    store.transaction(|store, tx| match has(store, tx, backend_path, "pause")? {
         true => store.write(tx, &format!("{backend_path}/pause-done"), ""),
         false => Ok(()),
     })

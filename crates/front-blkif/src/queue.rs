@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use spile_core::{Disk, Error};
 use spile_engine::{Bell, Desk, Event, Pollable, Slots, Turns, serve};
@@ -31,7 +31,7 @@ const BATCH: usize = 64;
 /// Bytes that are copied before the disk begins with them, or the guest is told of them: what was copied should still be
 /// in the processor's cache then.
 const BATCH_BYTES: usize = 512 << 10;
-/// Bytes of the buffers of one ring at most; one request is always let through.
+/// Bytes of the buffers of one disk at most, or of the guest's pages that are mapped; each ring may always have one request.
 const BUDGET_BYTES: usize = 32 << 20;
 /// Answers that are held back at most, so that a guest that polls can go on while we work.
 const PUBLISH: usize = 16;
@@ -63,6 +63,10 @@ pub struct Setup<D, G> {
     pub access: Access,
     /// What the guest may ask for.
     pub limits: Limits,
+    /// The rings of the disk, which share what it may have.
+    pub share: usize,
+    /// What the guest was complained of in the log.
+    pub complaints: Arc<AtomicU64>,
     /// The ring.
     pub ring: Ring,
     /// Its journal.
@@ -88,7 +92,7 @@ pub struct Setup<D, G> {
 /// # Panics
 /// Outside a worker.
 pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
-    let Setup { target, grants, domain, access, limits, ring, journal, again, kick, call, .. } = setup;
+    let Setup { target, grants, domain, access, limits, share, ring, journal, again, kick, call, .. } = setup;
     let (link, counters, disk_counters, trace) = (setup.link, setup.counters, setup.disk_counters, setup.trace);
     let ring = Rc::new(ring);
     let room = ring.max_in_flight() as usize;
@@ -98,8 +102,9 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
     let mut queue = Queue {
         ring: ring.clone(),
         journal,
-        pages: Pages::new(grants, domain, access),
+        pages: Pages::new(grants, domain, access, share, setup.complaints),
         limits,
+        budget_bytes: BUDGET_BYTES / share,
         call,
         link,
         counters,
@@ -162,6 +167,7 @@ struct Queue<G> {
     journal: Journal,
     pages: Pages<G>,
     limits: Limits,
+    budget_bytes: usize,
     call: Arc<Event>,
     link: Arc<Link>,
     counters: Arc<RingCounters>,
@@ -237,7 +243,7 @@ impl<G: Grants> Queue<G> {
         while self.taken.len() < BATCH && bytes < BATCH_BYTES && !self.has_barrier {
             let Some(next) = self.waiting.front() else { break };
             let (is_barrier, len) = (next.command == Command::Barrier, next.len_bytes as usize);
-            let is_full = self.in_flight_bytes + len > BUDGET_BYTES;
+            let is_full = self.in_flight_bytes + len > self.budget_bytes;
             if self.in_flight > 0 && (is_barrier || is_full) {
                 break;
             }

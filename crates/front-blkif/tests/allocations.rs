@@ -74,8 +74,9 @@ fn count(what: &str, kind: EngineKind, access: Access, store: impl Store, option
     add_vbd(&mut XenStore::open(&host.xenstored()).unwrap(), &vbd).unwrap();
     let hypervisor = Arc::new(Hypervisor::connect(dir.path()).unwrap());
     let config = config_for(&vbd, access, dir.path());
-    let (disk, store) = (Arc::new(Bare(store, SIZE)), XenStore::open(&host.xenstored()).unwrap());
-    let device = Device::start(engine.clone(), disk, store, hypervisor.clone(), hypervisor, config, || {});
+    let (disk, xenstored) = (Arc::new(Bare(store, SIZE)), host.xenstored());
+    let open_store = move || XenStore::open(&xenstored);
+    let device = Device::start(engine.clone(), disk, open_store, hypervisor.clone(), hypervisor, config, || {});
     let mut device = device.unwrap();
     let persistent = access == Access::Persistent;
     let mut front = Blkfront::new(guest, vbd.device, BlkfrontOptions { persistent, ..options.clone() }).unwrap();

@@ -208,7 +208,7 @@ fn a_disk_that_cannot_be_opened_can_be_paused() {
     request(&mut queue, Op::Write, 0, 4096);
 }
 
-/// Another back end, that comes in the pause, keeps it; and what is to go, goes.
+/// Another back end, that comes in the pause, keeps it.
 #[test]
 fn a_pause_outlives_the_back_end() {
     let mut xen = Xen::start();
@@ -216,7 +216,7 @@ fn a_pause_outlives_the_back_end() {
     let vbd = Vbd::new(DomId(3), format!("{}", xen.path("a.raw").display()));
     add_vbd(&mut xen.store, &vbd).unwrap();
     let mut front = Blkfront::new(xen.guest(3), vbd.device, BlkfrontOptions::default()).unwrap();
-    let queue = front.start().unwrap().remove(0);
+    let mut queue = front.start().unwrap().remove(0);
     xen.pause(&vbd);
     wait_until("the end of the process", || !xen.path("run/3-51712.pid").exists());
     xen.backend.kill().unwrap();
@@ -224,10 +224,8 @@ fn a_pause_outlives_the_back_end() {
     xen.backend = start_backend(xen.dir.path(), &[]);
     std::thread::sleep(Duration::from_millis(300));
     assert!(!xen.path("run/3-51712.pid").exists(), "it is served in the pause");
-    xen.set_key(&vbd, "online", "0");
-    xen.set_key(&vbd, "state", "5");
-    front.stop(vec![queue]).unwrap();
-    wait_until("its end", || xen.key(&vbd, "state").as_deref() == Some("6"));
+    xen.go_on(&vbd);
+    request(&mut queue, Op::Write, 0, 4096);
 }
 
 #[test]

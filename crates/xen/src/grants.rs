@@ -94,6 +94,11 @@ pub trait Grants: Send + Sync + 'static {
     /// When any cannot be mapped; then none is.
     fn map(&self, domain: DomId, refs: &[GrantRef], is_writable: bool) -> Result<Segments>;
 
+    /// True when the kernel may be told to work on mapped pages (direct I/O), and not only we ourselves.
+    fn can_be_pinned(&self) -> bool {
+        true
+    }
+
     /// Maps pages for both as one run of bytes, for a ring.
     ///
     /// # Errors

@@ -72,14 +72,14 @@ start() {
     >/tmp/$name.log 2>&1 &
 }
 
-# hammer DEVICE DEPTH: passes of verified writes until /tmp/stop is there. Every pass has a seed of its own,
-# so that a block left over from an earlier pass is a mismatch.
+# hammer DEVICE DEPTH [SIZE]: passes of verified writes until /tmp/stop is there. Every pass has a seed of its
+# own, so that a block left over from an earlier pass is a mismatch.
 hammer() {
   pass=0
   rm -f /tmp/stop
   while [ ! -e /tmp/stop ]; do
     pass=$((pass + 1))
-    verified $1 $2 $pass --size=16m >/tmp/pass.log 2>&1 || { cat /tmp/pass.log; return 1; }
+    verified $1 $2 $pass --size=${3:-16m} >/tmp/pass.log 2>&1 || { cat /tmp/pass.log; return 1; }
     echo "pass $pass"
   done
 }

@@ -1,7 +1,9 @@
 #!/bin/busybox sh
 # All that an unprivileged domain does. In the initramfs: loads blkfront and goes on from the root on
 # /dev/xvda, where this file is /sbin/init. There: checks what the root was made with, writes more, reads it
-# back from the disk, and powers off in order.
+# back from the disk, and powers off in order. The kernel's word task=… says what it does besides:
+#   reboot   it is started anew after the first writes, and finds them
+#   work     it writes and reads back, again and again, until a line comes on its console
 export PATH=/bin
 
 fail() {
@@ -37,13 +39,48 @@ write() {
   sync || fail "sync"
 }
 
+# Unlike the first time, what was written is there.
+reboot_once() {
+  if [ -e /rebooting ]; then
+    rm /rebooting
+    check /written
+    return
+  fi
+  write
+  touch /rebooting
+  end
+  echo "SPILE REBOOTS domU"
+  reboot -f
+}
+
+work() {
+  { read -r line </dev/console; : >/dev/stop; } &
+  pass=0
+  until [ -e /dev/stop ]; do
+    write
+    check /written
+    pass=$((pass + 1))
+    echo "SPILE PASS $pass"
+  done
+}
+
+# In order, so that the file system needs no recovery.
+end() {
+  sync || fail "sync"
+  mount -o remount,ro / || fail "the root does not go read-only"
+}
+
 [ ! -e /modules/order ] || to_root
 echo "SPILE BOOTED domU"
 check /checked
+case "$task" in
+  reboot) reboot_once ;;
+  work) work ;;
+esac
 write
 check /written
 dmesg | grep -E 'I/O error|EXT4-fs (error|warning)' && fail "the kernel complains"
 echo "SPILE FRONT $(dmesg | grep -o 'blkfront: xvda: .*')"
-mount -o remount,ro / || fail "the root does not go read-only"
+end
 echo "SPILE VERIFIED domU"
 poweroff -f

@@ -40,22 +40,27 @@ def fill(folder, dice):
 
 
 class Guest:
-    """A domain of paravirtual kind that xl makes; `disk` is its root in the words of xl's `disk=[…]`, or left out."""
+    """A domain of paravirtual kind that xl makes; `disk` is its root in the words of xl's `disk=[…]`, or left out.
 
-    def __init__(self, host, name, disk=None):
+    `task` is what it does, in the words of domu.sh.
+    """
+
+    def __init__(self, host, name, disk=None, task=""):
         self.host = host
         self.name = name
+        self.log = f"/run/console/guest-{name}.log"
         self.config = [
             f'name="{name}"', 'type="pv"', "memory=256", "vcpus=1", 'kernel="/tools/boot/vmlinux"',
-            'ramdisk="/data/domu.cpio"', 'extra="console=hvc0 panic=-1 loglevel=4"',
-            *(f'on_{event}="destroy"' for event in ("poweroff", "reboot", "crash")),
+            'ramdisk="/data/domu.cpio"', f'extra="console=hvc0 panic=-1 loglevel=4 task={task}"',
+            'on_poweroff="destroy"', 'on_reboot="restart"', 'on_crash="destroy"',
             *([f"disk=['vdev=xvda,{disk}']"] if disk else []),
         ]
 
-    def create(self):
-        """Makes it, not yet running; its number."""
+    def create(self, how="-p"):
+        """Makes it, by default not yet running, as it would be after each start anew; its number."""
+        self.host.ask(f"rm -f {self.log}")
         lines = " ".join(map(shlex.quote, self.config))
-        self.host.ask(f"printf '%s\\n' {lines} >/tmp/{self.name}.cfg && xl create -p /tmp/{self.name}.cfg")
+        self.host.ask(f"printf '%s\\n' {lines} >/tmp/{self.name}.cfg && xl create {how} /tmp/{self.name}.cfg")
         self.domain = int(self.host.ask(f"xl domid {self.name}"))
         return self.domain
 
@@ -64,12 +69,48 @@ class Guest:
         self.create()
         self.finish()
 
+    def start(self):
+        """Lets the domain that was made run."""
+        self.host.ask(f"xl unpause {self.name}")
+
     def finish(self):
         """Lets the domain that was made run until it is powered off and forgotten."""
-        self.host.ask(f"xl unpause {self.name}")
-        gone = f"until_true '! xenstore-exists /local/domain/{self.domain}'"
-        status, words = self.host.ask_status(gone)
-        said = self.host.ask(f"cat /run/console/guest-{self.name}.log")
-        if status != 0 or "SPILE VERIFIED domU" not in said:
-            tail = self.host.ask("xenstore-ls -f | grep -E 'vbd|51712'; tail -n 20 /var/log/xen/*")
-            raise AssertionError(f"the domain did not end well: {words[-300:]}\n{said[-3000:]}\n{tail}")
+        self.start()
+        self.wait_end()
+
+    def wait_end(self):
+        """Waits until it has done all that it is to do, and is forgotten."""
+        self.wait_said("SPILE VERIFIED domU")
+        status, words = self.host.ask_status(f"until_true '! xl domid {self.name} >/dev/null 2>&1'")
+        if status != 0:
+            raise AssertionError(f"the domain does not go: {words[-300:]}\n{self.story()}")
+
+    def wait_said(self, words):
+        """Waits until it has said this, or that it is broken."""
+        self.host.ask_status(f"until_true 'grep -qE \"{words}|SPILE BROKEN\" {self.log}' 2>/dev/null")
+        if self.host.ask_status(f"grep -qE '{words}' {self.log}")[0] != 0:
+            raise AssertionError(f"the domain does not say {words}\n{self.story()}")
+
+    def said(self):
+        """All that it has said."""
+        return self.host.ask(f"cat {self.log}")
+
+    def passes(self):
+        """How often it has written, read and compared."""
+        return self.said().count("SPILE PASS")
+
+    def wait_passes(self, count):
+        """Waits until it has done so as often again."""
+        goal = self.passes() + count
+        self.host.ask_status(f"until_true '[ $(grep -c \"SPILE PASS\\|SPILE BROKEN\" {self.log}) -ge {goal} ]'")
+        if self.passes() < goal:
+            raise AssertionError(f"the domain does not go on\n{self.story()}")
+
+    def stop_work(self):
+        """Says to it on its console that it has worked enough."""
+        domain = self.host.ask(f"xl domid {self.name}")
+        self.host.ask(f"echo stop >$(xenstore-read /local/domain/{domain}/console/tty)")
+
+    def story(self):
+        nodes = "xenstore-ls -f | grep -E 'vbd|51712'; tail -n 20 /var/log/xen/*"
+        return self.host.ask(f"tail -c 3000 {self.log}; {nodes}; xl list")

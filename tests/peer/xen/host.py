@@ -20,7 +20,7 @@ ANSWER_LIMIT_S = 240
 
 DATA_BYTES = 1024 * MIB
 XEN_WORDS = (
-    "console=com1 com1=115200,8n1 dom0_mem=640M,max:640M dom0_max_vcpus=2"
+    "console=com1 com1=115200,8n1 dom0_mem=640M,max:640M"
     # Without it programs in dom0 crash now and then: lazily restored registers and emulation do not agree.
     " spec-ctrl=eager-fpu"
 )
@@ -29,6 +29,10 @@ DOM0_WORDS = "console=hvc0 panic=-1 loglevel=4"
 
 class Host:
     """A running host. `images` are files that dom0 finds under /data, where it can write."""
+
+    # How QEMU emulates processors, and how many.
+    EMULATION = ("-accel", "tcg,thread=multi")
+    PROCESSORS = 2
 
     def __init__(self, parts, folder, images):
         need("qemu-system-x86_64", "qemu-system-x86")
@@ -43,7 +47,7 @@ class Host:
         self.console = open(folder / "console.log", "ab")
         # In the folder, so that no name here holds a comma or a blank, which have a meaning to QEMU.
         self.process = subprocess.Popen(
-            command(far.fileno()), cwd=folder, stdin=subprocess.DEVNULL, stdout=self.console,
+            self.command(far.fileno()), cwd=folder, stdin=subprocess.DEVNULL, stdout=self.console,
             stderr=subprocess.STDOUT, pass_fds=[far.fileno()], preexec_fn=end_with_parent,
         )
         far.close()
@@ -104,21 +108,21 @@ class Host:
         self.log.close()
         self.console.close()
 
+    def command(self, line):
+        """QEMU's words: what emulation of a processor can do with Xen, two disks, and a port for commands."""
+        words = ["qemu-system-x86_64", *self.EMULATION, "-machine", "q35", "-cpu", "qemu64,+rdrand"]
+        words += ["-smp", f"{self.PROCESSORS}", "-m", "1G", "-nodefaults", "-no-user-config", "-display", "none"]
+        words += ["-no-reboot", "-serial", "stdio", "-kernel", "hypervisor"]
+        words += ["-append", f"{XEN_WORDS} dom0_max_vcpus={self.PROCESSORS}"]
+        # A comma ends a module's words.
+        words += ["-initrd", f"vmlinux {DOM0_WORDS.replace(',', ',,')},dom0.cpio"]
+        for name, how in (("tools", "read-only=on"), ("data", "discard=unmap,cache.no-flush=on")):
+            words += ["-blockdev", f"driver=raw,node-name={name},file.driver=file,file.filename={name},{how}"]
+            words += ["-device", f"virtio-blk-pci,drive={name}"]
+        words += ["-device", "virtio-serial-pci", "-chardev", f"socket,id=line,fd={line}"]
+        return [*words, "-device", "virtserialport,chardev=line,name=line"]
+
 
 def end_with_parent():
     """A test file that takes too long is killed; what it has started ends with it (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def command(line):
-    """QEMU's words: what emulation of a processor can do with Xen, two disks, and a port for commands."""
-    words = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "qemu64,+rdrand"]
-    words += ["-smp", "2", "-m", "1G", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
-    words += ["-serial", "stdio", "-kernel", "hypervisor", "-append", XEN_WORDS]
-    # A comma ends a module's words.
-    words += ["-initrd", f"vmlinux {DOM0_WORDS.replace(',', ',,')},dom0.cpio"]
-    for name, how in (("tools", "read-only=on"), ("data", "discard=unmap,cache.no-flush=on")):
-        words += ["-blockdev", f"driver=raw,node-name={name},file.driver=file,file.filename={name},{how}"]
-        words += ["-device", f"virtio-blk-pci,drive={name}"]
-    words += ["-device", "virtio-serial-pci", "-chardev", f"socket,id=line,fd={line}"]
-    return [*words, "-device", "virtserialport,chardev=line,name=line"]

@@ -6,7 +6,8 @@ from guests import Guest
 from served import ServedTest
 from support import STANDIN
 
-KILLS = 10
+# For each way to the front's memory.
+KILLS = 4
 # Requests from one kill to the next.
 STEP = 100
 
@@ -25,14 +26,15 @@ class XenDomain(ServedTest):
         if STANDIN:
             self.skipTest("the kernel cannot be killed")
         with self.host() as host:
-            vbd = self.attach("work")
-            host.ask("start hammer hammer /dev/xvda 16")
-            for _ in range(KILLS):
+            for access in ("copy", "map", "persistent"):
+                vbd = self.attach("work", access=access)
+                host.ask("start hammer hammer /dev/xvda 16")
+                for _ in range(KILLS):
+                    self.wait_progress(host, vbd)
+                    self.backend.kill(vbd)
                 self.wait_progress(host, vbd)
-                self.backend.kill(vbd)
-            self.wait_progress(host, vbd)
-            self.end_hammer(host)
-            self.detach(vbd, "work")
+                self.end_hammer(host)
+                self.detach(vbd, "work")
 
     def wait_progress(self, host, vbd):
         goal = vbd.done()[0] + STEP

@@ -45,10 +45,11 @@ impl Neighbour {
         let guest = Arc::new(Guest::create(world.dir.path(), NEIGHBOUR, 8 << 20).unwrap());
         add_vbd(&mut world.store, &vbd).unwrap();
         let config = Config { name: "neighbour".into(), backend_path: vbd.backend_path(), ..world.config.clone() };
-        let store = XenStore::open(&world.host.xenstored()).unwrap();
+        let xenstored = world.host.xenstored();
+        let open_store = move || XenStore::open(&xenstored);
         let hypervisor = Arc::new(Hypervisor::connect(world.dir.path()).unwrap());
         let (engine, disk) = (world.engine.clone(), Arc::new(TestDisk::new(SIZE)));
-        let device = Device::start(engine, disk, store, hypervisor.clone(), hypervisor, config, || {}).unwrap();
+        let device = Device::start(engine, disk, open_store, hypervisor.clone(), hypervisor, config, || {}).unwrap();
         let mut front = Blkfront::new(guest, vbd.device, options(world.config.access)).unwrap();
         let queue = front.start().unwrap().remove(0);
         Self { queue, device, rounds: 0, _front: front }

@@ -89,10 +89,11 @@ pub struct World {
 impl World {
     /// Starts a back end, when there is none.
     pub fn serve(&mut self) {
-        let store = XenStore::open(&self.host.xenstored()).unwrap();
+        let xenstored = self.host.xenstored();
+        let open_store = move || XenStore::open(&xenstored);
         let hypervisor = Arc::new(Hypervisor::connect(self.dir.path()).unwrap());
         let (engine, disk, config) = (self.engine.clone(), self.disk.clone(), self.config.clone());
-        let device = Device::start(engine, disk, store, hypervisor.clone(), hypervisor, config, || {});
+        let device = Device::start(engine, disk, open_store, hypervisor.clone(), hypervisor, config, || {});
         self.device = Some(device.unwrap());
     }
 

@@ -62,10 +62,11 @@ impl Doomed {
         add_vbd(store, &vbd).unwrap();
         std::io::Write::write_all(process.stdin.as_mut().unwrap(), b"!").unwrap();
         let config = Config { name: "doomed".into(), backend_path: vbd.backend_path(), ..street.world.config.clone() };
-        let store = XenStore::open(&street.world.host.xenstored()).unwrap();
+        let xenstored = street.world.host.xenstored();
+        let open_store = move || XenStore::open(&xenstored);
         let hypervisor = Arc::new(Hypervisor::connect(dir).unwrap());
         let (engine, disk) = (street.world.engine.clone(), Arc::new(TestDisk::new(SIZE)));
-        let device = Device::start(engine, disk.clone(), store, hypervisor.clone(), hypervisor, config, || {});
+        let device = Device::start(engine, disk.clone(), open_store, hypervisor.clone(), hypervisor, config, || {});
         Self { process, device: device.unwrap(), disk }
     }
 

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod faults;
 mod hostile_ends;
 mod hostile_grants;
 mod hostile_requests;

@@ -119,19 +119,39 @@ fn a_guest_that_comes_while_its_disk_is_paused_waits() {
     assert_eq!(world.disk.bytes(0, 4096), pattern(1, 4096));
 }
 
-/// Its guest waits for the end.
+/// Whoever has it for himself shall not lose it because somebody else detaches the disk.
 #[test]
-fn a_disk_that_is_to_go_has_no_pause() {
+fn a_disk_that_is_to_go_goes_after_its_pause() {
     let mut world = Setup::new(Access::Copy).start();
     let (mut front, queue) = world.connect_one(BlkfrontOptions::default());
     world.set_backend_key("pause", "");
     assert_eq!(world.ended(), End::Paused);
     world.set_backend_key("online", "0");
-    world.serve();
     world.set_backend_key("state", "5");
+    world.serve();
+    assert_eq!(world.ended(), End::Paused);
+    world.remove_backend_key("pause");
+    world.serve();
     assert_eq!(front.wait_for(&[5]).unwrap(), 5);
     front.stop(vec![queue]).unwrap();
     assert_eq!(world.ended(), End::Closed);
+}
+
+/// What a failed flush was to save is safe nowhere but where it is.
+#[test]
+fn a_disk_whose_flush_has_failed_is_not_paused() {
+    let mut world = Setup::new(Access::Copy).start();
+    let (_front, mut queue) = world.connect_one(BlkfrontOptions::default());
+    world.disk.fail(Some(spile_core::ErrorKind::Io));
+    queue.submit(5, Op::Flush, 0, 0);
+    queue.publish();
+    wait_until("the flush", || world.device().metrics().first().is_some_and(|ring| ring.held == 1));
+    world.disk.fail(None);
+    world.set_backend_key("pause", "");
+    write(&mut queue, 0, &pattern(1, 4096));
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!world.device().has_ended());
+    assert_eq!(read(&mut queue, 0, 4096), pattern(1, 4096));
 }
 
 #[test]

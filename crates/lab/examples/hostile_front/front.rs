@@ -14,7 +14,7 @@ pub const BACK_END: DomId = DomId(0);
 /// For what has to come: all is slow in emulation.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// For what must not come, and for states that shall have come to rest.
-pub const QUIET: Duration = Duration::from_millis(400);
+pub const QUIET: Duration = Duration::from_millis(250);
 
 /// A disk's front end.
 pub struct Front {
@@ -159,7 +159,12 @@ impl Front {
     /// The back end does not take these keys, and says so; afterwards it makes another offer.
     pub fn assert_refused(&mut self, changed: &[(&str, Option<&str>)]) {
         let queue = self.queue();
-        self.tell(&queue, changed);
+        self.assert_refuses(&queue, changed);
+    }
+
+    /// The same of a queue that is there.
+    pub fn assert_refuses(&mut self, queue: &Queue, changed: &[(&str, Option<&str>)]) {
+        self.tell(queue, changed);
         let answer = self.wait_for(&[state::CONNECTED, state::CLOSING, state::CLOSED]);
         assert_ne!(answer, state::CONNECTED, "{changed:?} is taken");
         self.end();

@@ -19,7 +19,8 @@ fn refused(request: PlainRequest) -> Sent {
 
 fn bad_counts(queue: &Queue) -> Vec<Sent> {
     let counted = |kind, count| refused(PlainRequest { nr_segments: count, ..queue.plain(kind, 1, 0) });
-    let mut all: Vec<_> = [op::READ, op::WRITE].into_iter().flat_map(|kind| [0, 12, 255].map(|n| counted(kind, n))).collect();
+    let mut all: Vec<_> =
+        [op::READ, op::WRITE].into_iter().flat_map(|kind| [0, 12, 255].map(|n| counted(kind, n))).collect();
     all.extend([op::WRITE_BARRIER, op::FLUSH_DISKCACHE].map(|kind| counted(kind, 12)));
     all
 }
@@ -41,8 +42,7 @@ fn bad_places(queue: &Queue, sectors: u64) -> Vec<Sent> {
     let outside = [sectors - 7, sectors, u64::MAX, u64::MAX - 7, 1 << 55, 1 << 63];
     let mut all: Vec<_> = outside.map(|sector| refused(queue.plain(op::READ, 1, sector))).into();
     all.extend(outside.map(|sector| refused(queue.plain(op::WRITE, 1, sector))));
-    let discard =
-        |sector, nr_sectors, flag| Request::Discard(Discard { flag, handle: 0, id: 0, sector, nr_sectors });
+    let discard = |sector, nr_sectors, flag| Request::Discard(Discard { flag, handle: 0, id: 0, sector, nr_sectors });
     all.extend([(0, 0), (0, u64::MAX), (sectors, 1), (u64::MAX, 1)].map(|(at, len)| (discard(at, len, 0), ERROR)));
     all.push((discard(0, 8, 1), UNSUPPORTED));
     all

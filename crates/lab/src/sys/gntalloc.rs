@@ -200,7 +200,8 @@ impl UnboundPort {
         let mut argument: Number = domain.0.into();
         // SAFETY: the argument of this call, which the device only reads.
         let port = unsafe { call(&device, BIND_UNBOUND_PORT, &raw mut argument) };
-        let port = port.map_err(|e| Error::io(format!("make an event channel for domain {domain}"), e).at_path(path))?;
+        let port =
+            port.map_err(|e| Error::io(format!("make an event channel for domain {domain}"), e).at_path(path))?;
         Ok(Self { device, port: Port(port) })
     }
 

@@ -14,7 +14,7 @@ use super::{Exit, ParentArgs, parse_cache, parse_engine, try_say};
 use crate::log;
 use crate::notify::notify;
 use crate::serving::disks::Opening;
-use crate::signals::EndSignals;
+use crate::signals::{EndSignals, abort_on_panic};
 use crate::xen::StorePlace;
 use crate::xen::backend::Backend;
 use crate::xen::disk::{Options, access_name, parse_access, serve};
@@ -139,6 +139,7 @@ pub fn run(args: &XenBackendArgs) -> Result<Exit> {
 /// As [`serve`].
 pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     log::to_stderr();
+    abort_on_panic();
     let signals = EndSignals::block()?;
     let disk = &args.disk;
     let config = Config {

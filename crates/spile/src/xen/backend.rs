@@ -25,6 +25,12 @@ use crate::xen::disk::{Claim, file_stem};
 const REST: Duration = Duration::from_secs(2);
 /// The same of one that was killed, soon after it was started.
 const SHORT_REST: Duration = Duration::from_millis(50);
+/// Rests grow with each ten in a row, to so many times the first.
+const MAX_GROWTH: u32 = 15;
+/// A process that has lived so long had no trouble.
+const STEADY: Duration = Duration::from_secs(60);
+/// This program, also when its file was replaced or removed.
+const SELF: &str = "/proc/self/exe";
 
 /// What the back end of a host needs.
 pub struct Backend {
@@ -32,11 +38,20 @@ pub struct Backend {
     /// Where the toolstack puts disks: `…/backend/TYPE`.
     folder: String,
     run_dir: PathBuf,
+    /// Where this program was when it began, and another version of it may be by now.
+    program: PathBuf,
     /// Of a disk's process, before its back end's path.
     arguments: Vec<OsString>,
     disks: BTreeMap<String, Process>,
-    /// Disks that are not to be started before this.
-    resting: BTreeMap<String, Instant>,
+    troubles: BTreeMap<String, Trouble>,
+}
+
+/// What has happened to the processes of a disk.
+struct Trouble {
+    /// In a row.
+    count: u32,
+    /// It is not to be started before this. `None` when that is over, and was seen to be.
+    until: Option<Instant>,
 }
 
 /// A disk's process.
@@ -59,7 +74,8 @@ impl Backend {
         std::fs::create_dir_all(run_dir).map_err(|source| Error::io("make the folder", source).at_path(run_dir))?;
         store.watch(&folder, "disks")?;
         let run_dir = run_dir.to_owned();
-        Ok(Self { store, folder, run_dir, arguments, disks: BTreeMap::new(), resting: BTreeMap::new() })
+        let program = std::env::current_exe().map_err(|source| Error::io("find this program", source))?;
+        Ok(Self { store, folder, run_dir, program, arguments, disks: BTreeMap::new(), troubles: BTreeMap::new() })
     }
 
     /// Serves until `stop` is readable. The disks' processes go on.
@@ -85,33 +101,37 @@ impl Backend {
                 wanted.insert(format!("{}/{domain}/{device}", self.folder));
             }
         }
-        self.resting.retain(|path, until| wanted.contains(path) && *until > Instant::now());
+        self.troubles.retain(|path, _| wanted.contains(path));
         for path in wanted {
-            let is_resting = self.resting.get(&path).is_some_and(|until| *until > Instant::now());
-            if is_resting || self.disks.contains_key(&path) {
+            if self.disks.contains_key(&path) || self.is_resting(&path) {
                 continue;
             }
             let is_wanted = match self.is_to_be_served(&path) {
                 // What is no text is this disk's trouble only.
                 Err(error) if error.kind() == ErrorKind::InvalidInput => {
                     complain(format_args!("{path}: {error}"));
-                    self.resting.insert(path.clone(), Instant::now() + REST);
+                    rest(&mut self.troubles, &path, REST);
                     false
                 }
                 result => result?,
             };
             if is_wanted {
-                self.resting.remove(&path);
                 match self.find_or_start(&path) {
                     Ok(process) => drop(self.disks.insert(path, process)),
                     Err(error) => {
                         complain(format_args!("{path}: {error}"));
-                        self.resting.insert(path, Instant::now() + REST);
+                        rest(&mut self.troubles, &path, REST);
                     }
                 }
             }
         }
         Ok(())
+    }
+
+    fn is_resting(&mut self, path: &str) -> bool {
+        let Some(trouble) = self.troubles.get_mut(path) else { return false };
+        trouble.until = trouble.until.filter(|until| *until > Instant::now());
+        trouble.until.is_some()
     }
 
     fn list(&mut self, path: &str) -> Result<Vec<String>> {
@@ -147,12 +167,19 @@ impl Backend {
     }
 
     fn start(&self, path: &str) -> Result<Pid> {
-        let program = std::env::current_exe().map_err(|source| Error::io("find this program", source))?;
-        let mut command = Command::new(&program);
+        let child = match self.command(&self.program, path).spawn() {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => self.command(Path::new(SELF), path).spawn(),
+            child => child,
+        };
+        let child = child.map_err(|source| Error::io("start", source).at_path(&self.program))?;
+        Ok(Pid::from_child(&child))
+    }
+
+    fn command(&self, program: &Path, path: &str) -> Command {
+        let mut command = Command::new(program);
         // In a group of its own, so that a key press that ends us does not end the disks.
         command.args(&self.arguments).arg(path).stdin(Stdio::null()).stdout(Stdio::null()).process_group(0);
-        let child = command.spawn().map_err(|source| Error::io("start", source).at_path(&program))?;
-        Ok(Pid::from_child(&child))
+        command
     }
 
     /// Waits for news of xenstore's or of a process; true when it is `stop`.
@@ -160,7 +187,8 @@ impl Backend {
         if self.store.next_event(Some(Duration::ZERO))?.is_some() {
             return Ok(false);
         }
-        let rest = self.resting.values().min().map(|until| until.saturating_duration_since(Instant::now()));
+        let rest = self.troubles.values().filter_map(|trouble| trouble.until).min();
+        let rest = rest.map(|until| until.saturating_duration_since(Instant::now()));
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("a rest is short"));
         let mut fds =
             vec![PollFd::new(stop, PollFlags::IN), PollFd::from_borrowed_fd(self.store.as_fd(), PollFlags::IN)];
@@ -174,7 +202,7 @@ impl Backend {
 
     /// Forgets processes that have ended. Those that served a disk which is still wanted are started again.
     fn bury(&mut self) {
-        let resting = &mut self.resting;
+        let troubles = &mut self.troubles;
         self.disks.retain(|path, process| {
             let mut fds = [PollFd::new(&process.pidfd, PollFlags::IN)];
             let has_ended = poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0);
@@ -182,13 +210,39 @@ impl Backend {
                 // It may be another's child, and then there is nothing to bury, nor is it known how it ended.
                 let status = waitpid(Some(process.pid), WaitOptions::NOHANG).ok().flatten();
                 let has_failed = status.is_some_and(|(_, status)| status.exit_status().is_some_and(|code| code != 0));
-                let rest = match has_failed {
-                    true => Some(REST),
-                    false => (process.started.elapsed() < REST).then_some(SHORT_REST),
-                };
-                resting.extend(rest.map(|rest| (path.clone(), Instant::now() + rest)));
+                let age = process.started.elapsed();
+                if age > STEADY {
+                    troubles.remove(path);
+                }
+                match has_failed {
+                    true => rest(troubles, path, REST),
+                    false if age < REST => rest(troubles, path, SHORT_REST),
+                    false => {}
+                }
             }
             !has_ended
         });
+    }
+}
+
+/// Lets a disk rest for `least`, or longer if it has had trouble before.
+fn rest(troubles: &mut BTreeMap<String, Trouble>, path: &str, least: Duration) {
+    let trouble = troubles.entry(path.to_owned()).or_insert(Trouble { count: 0, until: None });
+    trouble.until = Some(Instant::now() + least * (1 + trouble.count / 10).min(MAX_GROWTH));
+    trouble.count += 1;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rests_grow_and_have_an_end() {
+        let mut troubles = BTreeMap::new();
+        let mut rest_after = |count: u32| {
+            (0..count).for_each(|_| rest(&mut troubles, "disk", REST));
+            troubles["disk"].until.unwrap().saturating_duration_since(Instant::now()).as_secs_f32().round() as u32
+        };
+        assert_eq!([rest_after(1), rest_after(9), rest_after(1), rest_after(1000)], [2, 2, 4, 30]);
     }
 }

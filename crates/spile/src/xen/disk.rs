@@ -95,36 +95,56 @@ pub fn serve(
     if pause::stays(&mut store, backend_path)? {
         return Ok(End::Paused);
     }
-    let ended = open_and_serve(engine, backend_path, options, opening, signals, &stem);
-    let has_let_go = match &ended {
-        Ok(end) => *end == End::Paused,
-        // Of one that was killed, requests may still be at work on the image.
-        Err(error) => error.kind() != ErrorKind::Busy,
+    let mut disks = Vec::new();
+    let opened = open(engine, &mut store, backend_path, options, opening, &mut disks);
+    let ended = match opened {
+        Ok(access) => serve_open(engine, backend_path, options, access, signals, disks),
+        Err(error) => {
+            let is_busy = error.kind() == ErrorKind::Busy;
+            let closed = disks::close(engine, disks, Err(error));
+            // Also a disk that cannot be served can be paused, so that what is wrong can be mended. But one that is busy may
+            // be so with requests of a process that was killed. If this fails, the first error says more.
+            if !is_busy {
+                let _ = pause::tell(&mut store, backend_path);
+            }
+            closed.map(|()| End::Stopped)
+        }
     };
-    // Also when it cannot be served: what is wrong with it can be mended in a pause.
-    let told = if has_let_go { pause::tell(&mut store, backend_path) } else { Ok(()) };
-    ended.and_then(|end| told.map(|()| end))
+    if matches!(ended, Ok(End::Paused)) {
+        // Over a connection of its own: the other may have come to an end in all the time.
+        pause::tell(&mut options.place.open()?, backend_path)?;
+    }
+    ended
 }
 
-/// Its image is closed at the end.
-fn open_and_serve(
+/// Opens what the toolstack has written; how the guest's pages are to be reached.
+fn open(
     engine: &Engine,
+    store: &mut XenStore,
     backend_path: &str,
     options: &Options,
     mut opening: Opening,
-    signals: EndSignals,
-    stem: &Path,
-) -> Result<End> {
-    let mut store = options.place.open()?;
-    let wanted = Wanted::read(&mut store, backend_path, options.access)?;
+    disks: &mut Vec<Open>,
+) -> Result<Access> {
+    let wanted = Wanted::read(store, backend_path, options.access)?;
     opening.specs = vec![params::parse(&wanted.params, wanted.read_only)?];
-    let places = Places::open(&options.place)?;
-    let mut disks = Vec::new();
-    let served = opening.open(engine, &mut disks).and_then(|()| {
+    opening.open(engine, disks).map(|()| wanted.access)
+}
+
+/// Serves the disk, and closes it.
+fn serve_open(
+    engine: &Engine,
+    backend_path: &str,
+    options: &Options,
+    access: Access,
+    signals: EndSignals,
+    disks: Vec<Open>,
+) -> Result<End> {
+    let served = Places::open(&options.place).and_then(|places| {
         let config = Config {
             name: disks[0].label.clone(),
             backend_path: backend_path.to_owned(),
-            access: wanted.access,
+            access,
             max_queues: options.queues,
             max_order: spile_front_blkif::xenbus::MAX_RING_ORDER,
             max_indirect: options.max_indirect,
@@ -133,9 +153,10 @@ fn open_and_serve(
             read_only: disks[0].read_only,
             run_dir: options.run_dir.clone(),
         };
-        let control = stem.with_extension("control");
+        let control = options.run_dir.join(file_stem(backend_path)?).with_extension("control");
         let stats = Stats::begin(&options.place, backend_path);
-        places.run(Serve { engine, open: &disks[0], store, config, control, signals, stats })
+        let place = options.place.clone();
+        places.run(Serve { engine, open: &disks[0], place, config, control, signals, stats })
     });
     let (end, served) = match served {
         Ok(end) => (Some(end), Ok(())),
@@ -168,7 +189,7 @@ impl Wanted {
 struct Serve<'a> {
     engine: &'a Engine,
     open: &'a Open,
-    store: XenStore,
+    place: StorePlace,
     config: Config,
     control: PathBuf,
     signals: EndSignals,
@@ -188,7 +209,9 @@ impl OverPlaces for Serve<'_> {
         let ended = sender.clone();
         let disk = self.open.disk.clone();
         let tell = move || drop(ended.send(Event::Ended));
-        let mut device = Device::start(self.engine.clone(), disk, self.store, grants, channels, self.config, tell)?;
+        let (engine, place) = (self.engine.clone(), self.place);
+        let mut device = Device::start(engine, disk, move || place.open(), grants, channels, self.config, tell)?;
+        spile_engine::on_failed_sync(device.sync_failed());
         self.stats.iter().for_each(|stats| device.show_on(stats.board()));
         self.signals.on_first(move |_| drop(sender.send(Event::Signal)));
         hear(self.engine, self.open, &device, &events);

@@ -1,7 +1,7 @@
 //! A Xen of ordinary processes with `spile xen-backend` on it, and a guest under a load whose answers are checked.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,13 @@ impl Xen {
         let store = XenStore::open(&host.xenstored()).unwrap();
         let backend = start_backend(dir.path(), args);
         Self { store, backend, _host: host, dir }
+    }
+
+    /// Another back end in the place of the one that is there.
+    pub fn replace_backend(&mut self, command: Command) {
+        self.backend.kill().unwrap();
+        self.backend.wait().unwrap();
+        self.backend = start_backend_by(command, self.dir.path(), &[]);
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -103,7 +110,11 @@ impl Drop for Xen {
 }
 
 pub fn start_backend(dir: &Path, args: &[&str]) -> Child {
-    let mut command = spile();
+    start_backend_by(spile(), dir, args)
+}
+
+/// With another program, or more of an environment.
+pub fn start_backend_by(mut command: Command, dir: &Path, args: &[&str]) -> Child {
     command.arg("xen-backend").arg("--lab").arg(dir).arg("--run-dir").arg(dir.join("run")).args(args);
     command.stdout(Stdio::null()).spawn().expect("the program starts")
 }

@@ -60,8 +60,9 @@ impl Abi {
         }
     }
 
-    /// The ABI of that name.
+    /// The ABI of that name. That of ARM is laid out as that of x86 with 64 bits (public/io/protocols.h).
     pub fn from_name(name: &str) -> Option<Self> {
+        let name = if name == "arm-abi" { Self::X86_64.name() } else { name };
         [Self::X86_64, Self::X86_32].into_iter().find(|abi| abi.name() == name)
     }
 

@@ -96,6 +96,11 @@ impl XenStore {
             .hint("is this a domain of Xen, and does xenstored run? XENSTORED_PATH names another place"))
     }
 
+    /// True when the store could not be understood or reached: only another connection helps.
+    pub fn is_lost(&self) -> bool {
+        self.connection.is_broken()
+    }
+
     /// The value at `path`.
     ///
     /// # Errors

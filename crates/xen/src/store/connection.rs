@@ -86,6 +86,10 @@ impl Connection {
         Ok(self.events.pop_front())
     }
 
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken.is_some()
+    }
+
     fn check_usable(&self) -> Result<()> {
         self.broken.as_ref().map_or(Ok(()), |error| Err(error.duplicate()))
     }

@@ -1,0 +1,331 @@
+//! The states of one device: what the toolstack and the guest write in xenstore, and what we answer there.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_engine::Engine;
+use spile_xen::store::{Tx, XenStore};
+use spile_xen::{DomId, EventChannels, Grants};
+
+use crate::device::{Config, End};
+use crate::execute::Target;
+use crate::keeping::Keeping;
+use crate::metrics::DiskCounters;
+use crate::pause;
+use crate::rings::Running;
+use crate::trace::Trace;
+use crate::xenbus::{Offer, State, disk_flag, features, properties, read_wish};
+
+/// Watches that are taken before commands and states are looked at.
+const MAX_NEWS: usize = 1024;
+/// Before another try to reach a xenstore that is gone.
+const STORE_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// What is asked of a device from outside.
+pub enum Command {
+    Resized,
+    Stop,
+}
+
+/// What a device's thread works with.
+pub struct Control<D, G, E> {
+    pub engine: Engine,
+    pub target: Arc<Target<Arc<D>>>,
+    pub store: XenStore,
+    pub open_store: Box<dyn Fn() -> Result<XenStore> + Send>,
+    pub grants: Arc<G>,
+    pub events: Arc<E>,
+    pub offer: Offer,
+    /// Segments of an indirect request of the guest's at most.
+    pub agreed_indirect: u16,
+    /// It was told that pages may stay mapped. One that was not takes each page back after its answer.
+    pub agreed_persistent: bool,
+    pub config: Config,
+    pub domain: DomId,
+    pub keeping: Keeping,
+    pub counters: Arc<DiskCounters>,
+    pub trace: Option<Arc<Trace>>,
+    pub frontend: String,
+    pub rings: Vec<Running>,
+    pub orders: mpsc::Receiver<Command>,
+    pub doorbell: Arc<OwnedFd>,
+    /// Connections that were refused, calls that failed and rings that were broken: the guest decides how many.
+    pub complaints: Arc<AtomicU64>,
+}
+
+impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
+    /// Serves to the end.
+    pub fn run(&mut self) -> Result<End> {
+        let result = loop {
+            match self.serve() {
+                Err(error) if self.store.is_lost() => {
+                    tracing::error!(
+                        disk = %self.config.name, domain = %self.domain, %error,
+                        "blkif: xenstore is lost; what the guest asks for is done, the toolstack is not heard"
+                    );
+                    if let Some(end) = self.find_store() {
+                        break Ok(end);
+                    }
+                }
+                result => break result,
+            }
+        };
+        self.stop_rings();
+        result
+    }
+
+    /// Tries to reach xenstore again. `Some` when it is to stop before that.
+    fn find_store(&mut self) -> Option<End> {
+        loop {
+            // An error is of no more interest than a time that is over.
+            let _ = poll(&mut [PollFd::new(&*self.doorbell, PollFlags::IN)], Some(&STORE_PAUSE));
+            let _ = rustix::io::read(self.doorbell.as_fd(), &mut [0; 8]);
+            // A new size is published when there is a store.
+            if self.orders.try_iter().any(|command| matches!(command, Command::Stop)) {
+                return Some(End::Stopped);
+            }
+            if let Ok(store) = (self.open_store)() {
+                self.store = store;
+                return None;
+            }
+        }
+    }
+
+    fn serve(&mut self) -> Result<End> {
+        self.begin()?;
+        loop {
+            if let Some(end) = self.step()? {
+                return Ok(end);
+            }
+            if self.rings.is_empty() && self.has_failed_flush() {
+                return Ok(End::Worn);
+            }
+            self.wait_news()?;
+            while let Ok(command) = self.orders.try_recv() {
+                match command {
+                    Command::Resized => self.publish_size()?,
+                    Command::Stop => return Ok(End::Stopped),
+                }
+            }
+        }
+    }
+
+    /// Watches what can change, and goes on where another process has ended.
+    fn begin(&mut self) -> Result<()> {
+        self.frontend = self.store.read_string(Tx::NONE, &self.key("frontend"))?;
+        let domain_path = self.store.domain_path(self.domain)?;
+        // Whoever may write our folder is trusted, but a slip there shall not have us read another guest's keys.
+        if !self.frontend.starts_with(&format!("{domain_path}/")) || self.frontend.contains("..") {
+            let what = format!("{} is not a path of domain {}", self.frontend, self.domain);
+            return Err(Error::new(ErrorKind::InvalidInput, what));
+        }
+        let mode = self.store.read_optional(Tx::NONE, &self.key("mode"))?;
+        self.offer.read_only |= !mode.is_some_and(|mode| mode.contains('w'));
+        self.store.watch(&format!("{}/state", self.frontend), "front")?;
+        self.store.watch(&self.config.backend_path.clone(), "back")?;
+        if !self.rings.is_empty() {
+            // Only xenstore was gone.
+            return self.publish_size();
+        }
+        let (own, front) = (self.own_state()?, self.front_state()?);
+        match (own, front) {
+            // A front end in state 3 has seen our 4, or is about to. One that is to close has requests to be answered first.
+            (Some(State::Connected | State::Closing), Some(State::Connected | State::Initialised | State::Closing)) => {
+                return self.resume(own);
+            }
+            (Some(State::Closing), _) => return Ok(()),
+            _ => {}
+        }
+        self.keeping.forget();
+        self.offer_features(own)
+    }
+
+    fn key(&self, key: &str) -> String {
+        format!("{}/{key}", self.config.backend_path)
+    }
+
+    /// The value of a key of ours.
+    pub fn read_key(&mut self, key: &str) -> Result<Option<String>> {
+        self.store.read_optional(Tx::NONE, &self.key(key))
+    }
+
+    fn own_state(&mut self) -> Result<Option<State>> {
+        Ok(self.read_key("state")?.and_then(|text| State::parse(&text)))
+    }
+
+    fn front_state(&mut self) -> Result<Option<State>> {
+        let text = self.store.read_optional(Tx::NONE, &format!("{}/state", self.frontend));
+        match text {
+            // What is not text, or hidden from us by the guest, is no state.
+            Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Denied) => Ok(None),
+            text => Ok(text?.and_then(|text| State::parse(&text))),
+        }
+    }
+
+    /// The device is not to go.
+    pub fn is_wanted(&mut self) -> Result<bool> {
+        Ok(self.read_key("online")?.is_some_and(|online| online != "0"))
+    }
+
+    /// Writes keys at once, and last our state. False, and nothing is written, when the toolstack has removed the device, or
+    /// our state is not `seen` any more: what it has written there is not to be lost, and a watch tells us of it.
+    pub fn write_keys(
+        &mut self,
+        seen: Option<State>,
+        keys: &[(&'static str, String)],
+        state: Option<State>,
+    ) -> Result<bool> {
+        let path = self.config.backend_path.clone();
+        self.store.transaction(|store, tx| {
+            let text = store.read_optional(tx, &format!("{path}/state"))?;
+            if text.is_none_or(|text| State::parse(&text) != seen) {
+                return Ok(false);
+            }
+            for (key, value) in keys {
+                store.write(tx, &format!("{path}/{key}"), value)?;
+            }
+            if let Some(state) = state {
+                store.write(tx, &format!("{path}/state"), state.text())?;
+            }
+            Ok(true)
+        })
+    }
+
+    /// As [`Control::write_keys`]; what is so already is not written again.
+    pub fn set_state(&mut self, seen: Option<State>, state: State) -> Result<bool> {
+        if seen == Some(state) { Ok(true) } else { self.write_keys(seen, &[], Some(state)) }
+    }
+
+    /// The toolstack may have an image keep all of its space.
+    pub fn may_discard(&mut self) -> Result<bool> {
+        Ok(self.read_key("discard-enable")?.is_none_or(|value| value != "0"))
+    }
+
+    fn offer_features(&mut self, seen: Option<State>) -> Result<()> {
+        let may_discard = self.may_discard()?;
+        let mut keys = features(&self.offer, &self.target.disk.info(), may_discard);
+        keys.push(("hotplug-status", "connected".into()));
+        keys.push(("kthread-pid", std::process::id().to_string()));
+        self.write_keys(seen, &keys, Some(State::InitWait)).map(drop)
+    }
+
+    fn has_failed_flush(&self) -> bool {
+        self.target.has_failed_flush.load(Ordering::Acquire)
+    }
+
+    /// Does what the states ask for. `Some` when the device has ended.
+    fn step(&mut self) -> Result<Option<End>> {
+        let Some(online) = self.read_key("online")? else {
+            // The toolstack has removed the device.
+            self.disconnect();
+            return Ok(Some(End::Closed));
+        };
+        if self.is_to_pause()? {
+            return Ok(Some(End::Paused));
+        }
+        let (own, front, is_wanted) = (self.own_state()?, self.front_state()?, online != "0");
+        match front {
+            // It goes on using the disk until it is closed: a guest that has it mounted may stay in this state for long.
+            Some(State::Closing) => drop(self.set_state(own, State::Closing)?),
+            // It never began, and is not to.
+            Some(State::Initialising | State::InitWait) if own == Some(State::Closing) && !is_wanted => {
+                return Ok(self.set_state(own, State::Closed)?.then_some(End::Closed));
+            }
+            // It has not begun yet.
+            None | Some(State::Closed) if own == Some(State::InitWait) && is_wanted => {}
+            None | Some(State::Closed) => {
+                self.disconnect();
+                let is_told = self.set_state(own, State::Closed)?;
+                return Ok((is_told && !is_wanted).then_some(End::Closed));
+            }
+            // It begins anew, perhaps without having closed: another kernel was started.
+            Some(State::Initialising | State::InitWait) if own != Some(State::InitWait) && is_wanted => {
+                self.disconnect();
+                self.offer_features(own)?;
+            }
+            // Not with an image that cannot be flushed any more: the next process opens it anew.
+            Some(State::Initialised | State::Connected) if own == Some(State::InitWait) && !self.has_failed_flush() => {
+                self.connect_or_close()?;
+            }
+            _ => {}
+        }
+        Ok(None)
+    }
+
+    /// The toolstack asks for a pause, and can have it: what a failed flush was to save is in the image's file only as long
+    /// as nobody closes it.
+    fn is_to_pause(&mut self) -> Result<bool> {
+        if !pause::is_asked(&mut self.store, &self.config.backend_path)? {
+            return Ok(false);
+        }
+        let has_failed = self.has_failed_flush();
+        if has_failed && let Some(count) = to_log(&self.complaints) {
+            let (disk, domain) = (&self.config.name, self.domain);
+            tracing::error!(%disk, %domain, count, "blkif: no pause: a flush has failed, and is held; end the guest first");
+        }
+        Ok(!has_failed)
+    }
+
+    /// Waits for a watch or a command, and takes all watches.
+    fn wait_news(&mut self) -> Result<()> {
+        // One may have come along with an answer, and waits here and not in the socket.
+        if self.store.next_event(Some(Duration::ZERO))?.is_none() {
+            let mut fds = [
+                PollFd::new(&*self.doorbell, PollFlags::IN),
+                PollFd::from_borrowed_fd(self.store.as_fd(), PollFlags::IN),
+            ];
+            match poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(Error::errno("wait for xenstore", errno.raw_os_error())),
+            }
+            let _ = rustix::io::read(self.doorbell.as_fd(), &mut [0; 8]);
+        }
+        // Not without end, for a guest that writes all the time: those that are left wake us at once.
+        for _ in 0..MAX_NEWS {
+            if self.store.next_event(Some(Duration::ZERO))?.is_none() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Serves what the front end has written; one that cannot be served is told by our state.
+    fn connect_or_close(&mut self) -> Result<()> {
+        let seen = Some(State::InitWait);
+        let connected = read_wish(&mut self.store, &self.frontend, &self.offer).and_then(|wish| self.connect(&wish));
+        if let Err(error) = connected {
+            if let Some(count) = to_log(&self.complaints) {
+                let (disk, domain) = (&self.config.name, self.domain);
+                tracing::error!(%disk, %domain, count, %error, "blkif: the guest cannot be served");
+            }
+            self.disconnect();
+            return self.set_state(seen, State::Closing).map(drop);
+        }
+        let mut flags = if self.offer.read_only { disk_flag::READONLY } else { 0 };
+        for (key, wanted, flag) in
+            [("device-type", "cdrom", disk_flag::CDROM), ("removable", "1", disk_flag::REMOVABLE)]
+        {
+            flags |= if self.read_key(key)?.as_deref() == Some(wanted) { flag } else { 0 };
+        }
+        let keys = properties(&self.target.disk.info(), flags);
+        self.write_keys(seen, &keys, Some(State::Connected)).map(drop)
+    }
+
+    /// The state that is written again makes the front end look.
+    pub fn publish_size(&mut self) -> Result<()> {
+        let sectors = properties(&self.target.disk.info(), 0).swap_remove(0);
+        if self.read_key(sectors.0)?.as_ref() == Some(&sectors.1) {
+            return Ok(());
+        }
+        self.write_keys(Some(State::Connected), &[sectors], Some(State::Connected)).map(drop)
+    }
+}
+
+/// Counts one more, and says which it is when that shall be logged: the first, and then each time their number has doubled.
+pub fn to_log(count: &AtomicU64) -> Option<u64> {
+    Some(count.fetch_add(1, Ordering::Relaxed) + 1).filter(|count| count.is_power_of_two())
+}

@@ -1,0 +1,198 @@
+//! The rings of one connection: mapped, bound and at work, from the beginning or where another process has ended.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
+
+use spile_core::{Disk, Error, ErrorKind, Result, Segment};
+use spile_engine::Event;
+use spile_xen::{Channel, EventChannels, Grants, Port};
+
+use crate::control::{Control, to_log};
+use crate::journal::Journal;
+use crate::pages::Access;
+use crate::queue::{Link, Setup, run};
+use crate::request::Limits;
+use crate::ring::{Broken, Ring, Slot, shared_rsp_prod};
+use crate::xenbus::{Offer, RingWish, State, Wish, read_wish};
+
+/// A ring at work.
+pub struct Running {
+    link: Arc<Link>,
+    /// Says that the task has ended.
+    ended: mpsc::Receiver<Option<Broken>>,
+}
+
+/// A ring's pages.
+struct RingMemory {
+    requests: Segment,
+    responses: Option<Segment>,
+}
+
+impl RingMemory {
+    fn rsp_prod(&self) -> u32 {
+        shared_rsp_prod(self.responses.as_ref().unwrap_or(&self.requests))
+    }
+
+    fn ring(self, wish: &Wish, ring: &RingWish, req_cons: u32, rsp_prod: u32) -> Ring {
+        let made = Ring::new(self.requests, wish.abi, ring.order, req_cons, rsp_prod);
+        match self.responses {
+            Some(memory) => made.with_responses(memory, ring.response_refs.len().ilog2()),
+            None => made,
+        }
+    }
+}
+
+impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
+    /// Begins with the rings that the front end has written.
+    ///
+    /// # Errors
+    /// When they cannot be had.
+    pub fn connect(&mut self, wish: &Wish) -> Result<()> {
+        self.agreed_indirect = self.offer.max_indirect;
+        self.agreed_persistent = self.offer.access == Access::Persistent;
+        let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
+        let journals = self.keeping.begin(&slots)?;
+        for (ring_wish, journal) in wish.rings.iter().zip(journals) {
+            let memory = self.map(ring_wish)?;
+            let start = memory.rsp_prod();
+            let journal = Journal::begin(journal, ring_wish.max_in_flight(), start);
+            let ring = memory.ring(wish, ring_wish, start, start);
+            self.start_ring(ring_wish, wish, ring, journal, Vec::new())?;
+        }
+        self.keeping.keep(wish)
+    }
+
+    /// Goes on where another process has ended, which had left our state as it was `seen`.
+    ///
+    /// # Errors
+    /// When it cannot be done now, and perhaps by the next process.
+    pub fn resume(&mut self, seen: Option<State>) -> Result<()> {
+        // What was agreed on before holds, whatever we would offer now.
+        self.agreed_indirect = Offer::WIDEST.max_indirect;
+        self.agreed_persistent = self.read_key("feature-persistent")?.as_deref() == Some("1");
+        let wish = read_wish(&mut self.store, &self.frontend, &Offer::WIDEST);
+        let resumed = wish.and_then(|wish| self.resume_rings(&wish));
+        let Err(error) = resumed else {
+            self.write_keys(seen, &[("kthread-pid", std::process::id().to_string())], None)?;
+            // It may have grown while nobody served it, or just before the process that served it was killed.
+            return self.publish_size();
+        };
+        if !is_verdict(&error) && self.is_wanted()? {
+            return Err(error);
+        }
+        tracing::error!(
+            disk = %self.config.name, domain = %self.domain, %error,
+            "blkif: the guest's requests of before cannot be taken up; its disk is closed"
+        );
+        self.disconnect();
+        self.set_state(seen, State::Closing).map(drop)
+    }
+
+    fn resume_rings(&mut self, wish: &Wish) -> Result<()> {
+        let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
+        let journals = self.keeping.resume(wish, &slots)?;
+        for (ring_wish, journal) in wish.rings.iter().zip(journals) {
+            let memory = self.map(ring_wish)?;
+            let (journal, left) = Journal::resume(journal, ring_wish.max_in_flight(), memory.rsp_prod())
+                .map_err(|Broken(why)| Error::new(ErrorKind::Corrupt, why))?;
+            if left.has_failed_flush {
+                self.target.has_failed_flush.store(true, Ordering::Release);
+            }
+            let ring = memory.ring(wish, ring_wish, left.req_cons, left.rsp_prod);
+            self.start_ring(ring_wish, wish, ring, journal, left.again)?;
+        }
+        Ok(())
+    }
+
+    fn map(&self, ring: &RingWish) -> Result<RingMemory> {
+        let requests = self.grants.map_ring(self.domain, &ring.refs)?;
+        let responses = match ring.response_refs.as_slice() {
+            [] => None,
+            refs => Some(self.grants.map_ring(self.domain, refs)?),
+        };
+        Ok(RingMemory { requests, responses })
+    }
+
+    fn start_ring(
+        &mut self,
+        ring_wish: &RingWish,
+        wish: &Wish,
+        ring: Ring,
+        journal: Journal,
+        again: Vec<(u16, Slot)>,
+    ) -> Result<()> {
+        let (kick, call) = open_channel(self.events.bind(self.domain, ring_wish.port)?)?;
+        let access = match self.config.access {
+            Access::Persistent if !(wish.is_persistent && self.agreed_persistent) => Access::Map,
+            access => access,
+        };
+        let (number, discards) = (self.rings.len(), self.may_discard()?);
+        let link = Arc::new(Link::default());
+        let setup = Setup {
+            target: self.target.clone(),
+            grants: self.grants.clone(),
+            domain: self.domain,
+            access,
+            share: wish.rings.len(),
+            complaints: self.complaints.clone(),
+            limits: Limits { max_indirect: self.agreed_indirect, read_only: self.offer.read_only, discards },
+            ring,
+            journal,
+            again,
+            kick,
+            call,
+            link: link.clone(),
+            counters: self.counters.of_ring(number),
+            disk_counters: self.counters.clone(),
+            trace: self.trace.clone(),
+        };
+        let (name, (tell, ended)) = (self.config.name.clone(), mpsc::channel());
+        let (domain, complaints) = (self.domain, self.complaints.clone());
+        self.engine.spawn_on(number, move || async move {
+            let broken = run(setup).await;
+            if let Some((Broken(why), count)) = broken.and_then(|broken| Some((broken, to_log(&complaints)?))) {
+                tracing::error!(disk = %name, %domain, ring = number, count, why, "blkif: a ring is broken and served no more");
+            }
+            let _ = tell.send(broken);
+        });
+        self.rings.push(Running { link, ended });
+        Ok(())
+    }
+
+    /// Answers what was taken, and lets go of rings and channels.
+    pub fn stop_rings(&mut self) {
+        self.rings.iter().for_each(|running| running.link.stop());
+        for running in self.rings.drain(..) {
+            // An error means that the task was dropped with its worker.
+            let _ = running.ended.recv();
+        }
+    }
+
+    /// The end of a connection.
+    pub fn disconnect(&mut self) {
+        self.stop_rings();
+        self.keeping.forget();
+    }
+}
+
+/// True when what the guest has written, or what was kept of it, will not be better for the next process. What the system
+/// says of a page or a channel may be: gntdev has EINVAL for all that can go wrong there, too many maps among it, and a
+/// channel is free again only when the process that was killed has let go of it.
+fn is_verdict(error: &Error) -> bool {
+    match error.kind() {
+        ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::Denied => true,
+        ErrorKind::InvalidInput => error.os_errno().is_none(),
+        _ => false,
+    }
+}
+
+/// Our end of a channel as the engine knows it: rung by the guest, rung by us.
+fn open_channel(channel: Channel) -> Result<(Arc<Event>, Arc<Event>)> {
+    match channel {
+        Channel::Device(fd, Port(port)) => {
+            let event = Arc::new(Event::from_channel(fd, port)?);
+            Ok((event.clone(), event))
+        }
+        Channel::Eventfds(kick, call) => Ok((Arc::new(Event::from_fd(kick)?), Arc::new(Event::from_fd(call)?))),
+    }
+}

@@ -1,0 +1,83 @@
+"""QEMU's own backend (qdisk) for dom0: its program and libraries, on an image of their own.
+
+Only the comparison wants it, so the tools' disk of the tests does not carry it, and only the first
+comparison downloads it. Nothing is installed.
+"""
+
+import functools
+import hashlib
+import pathlib
+import re
+import shutil
+import subprocess
+import unittest
+
+import neighbour  # noqa: F401: before what comes from there
+from packages import FETCH_LIMIT_S, apt_cache, compare, locked
+from parts import copy_program, image
+from support import MIB, TARGET, need, run, text
+
+CACHE = TARGET / "xen-qdisk-cache"
+PACKAGE = "qemu-system-xen"
+IMAGE_BYTES = 256 * MIB
+# Where dom0 mounts it, and what it starts there.
+PLACE = "/qdisk"
+PROGRAM = f"{PLACE}/bin/qemu"
+
+
+def qdisk_image():
+    """The image, made first when it is not there; a skip with a reason when it cannot be had."""
+    for program, package in (("apt-get", "apt"), ("dpkg-deb", "dpkg"), ("mke2fs", "e2fsprogs"), ("ldd", "libc-bin")):
+        need(program, package)
+    return locked(make)
+
+
+def make():
+    # Another way to make it makes it again.
+    name = "qdisk-" + hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:12]
+    made = CACHE / f"{name}.img"
+    if not made.exists():
+        shutil.rmtree(CACHE, ignore_errors=True)
+        (CACHE / "debs").mkdir(parents=True)
+        fetch(CACHE / "debs", CACHE / "root")
+        put_together(CACHE / "root", CACHE / "new.img")
+        shutil.rmtree(CACHE / "debs")
+        shutil.rmtree(CACHE / "root")
+        (CACHE / "new.img").rename(made)
+    return made
+
+
+def fetch(debs, top):
+    """Downloads and unpacks the package, and of those that it needs the ones that this machine lacks."""
+    try:
+        run("apt-get", "download", "-q", *wanted(), cwd=debs, limit_s=FETCH_LIMIT_S)
+    except (AssertionError, subprocess.TimeoutExpired) as problem:
+        reason = str(problem).strip().splitlines()[-1]
+        raise unittest.SkipTest(f"{PACKAGE} cannot be downloaded: {reason}")
+    for deb in debs.glob("*.deb"):
+        run("dpkg-deb", "-x", deb, top)
+
+
+def wanted():
+    """`PACKAGE=VERSION` of all that would have to be installed for the newest version that fits this machine."""
+    listed = re.findall(rf"^ *{PACKAGE} \| *(\S+) \|.*Packages", apt_cache("madison", PACKAGE), re.M)
+    for version in sorted(set(listed), key=functools.cmp_to_key(compare), reverse=True):
+        words = ("-s", "install", "--no-install-recommends", "--no-remove", f"{PACKAGE}={version}")
+        done = run("apt-get", *words, ok=None, env={"LC_ALL": "C"})
+        # A line for each package: `Inst NAME [OLD] (NEW SUITE …)`.
+        found = re.findall(r"^Inst (\S+) (?:\[\S+\] )?\((\S+) ", text(done.stdout), re.M)
+        if done.returncode == 0 and found:
+            return [f"{name}={version}" for name, version in found]
+    raise unittest.SkipTest(f"apt has no {PACKAGE} that fits this machine (apt-get update?)")
+
+
+def put_together(top, path):
+    """The image: /bin/qemu, and its libraries in /lib."""
+    programs = sorted(top.glob("usr/libexec/xen-qemu-system-*")) or sorted(top.glob("usr/lib/xen*/bin/qemu-system-*"))
+    if not programs:
+        raise unittest.SkipTest(f"{PACKAGE} holds no program where one was looked for")
+    folders = sorted({found.parent for found in top.glob("usr/lib/**/*.so.*")})
+    inside = path.with_suffix(".top")
+    copy_program(programs[0], inside / "bin/qemu", inside, folders)
+    image(path, IMAGE_BYTES, inside)
+    shutil.rmtree(inside)

@@ -1,0 +1,169 @@
+"""Hostile front ends on a real Xen: a program that is a blkfront of the worst kind, beside Linux's own.
+
+The program is `hostile_front`, an example of the crate `spile-lab`: it grants pages of its own and does with them, with
+the ring, its event channel and its keys what no driver does. What it says of each case is what the lab's tests say of
+it (`crates/front-blkif/tests/it/hostile_*.rs`); here it is Xen that grants, copies and maps.
+
+After each case the other disk is at work without an error, the process of the rude one's disk is the same, with as many
+descriptors and mapped pages as before, and a connection that keeps to the rules moves data. At the end Xen knows of no
+page that is still mapped.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import unittest
+from contextlib import contextmanager
+
+import neighbour  # noqa: F401: before what comes from there
+from disks import Vbd
+from lab import chain
+from served import SIZE_MIB, ServedTest
+from support import MIB, STANDIN, TARGET, write_scattered
+
+# Those that do nothing to pages that another disk in dom0 could be granted next.
+BESIDE_WORK = ("jumps", "kicks", "requests", "indirect", "grants", "readonly", "ring-grants", "ring-freed")
+ALONE = ("freed", "revoked")
+IN_THE_STORE = ("keys", "states", "stale")
+KILLS = 2
+# What dom0's kernel says of pages that it cannot take back for good.
+LEAKS = "g.e. .*leaking|WARNING:"
+
+
+def hostile_front():
+    """The program; a skip when it was not built."""
+    named = os.environ.get("SPILE_HOSTILE_FRONT") or TARGET / "release/examples/hostile_front"
+    if not pathlib.Path(named).exists():
+        raise unittest.SkipTest(f"no {named} (cargo build --release -p spile-lab --example hostile_front)")
+    return named
+
+
+class Victim(Vbd):
+    """A disk whose front end is the program: the kernel's own does not look where its keys are."""
+
+    def __init__(self, test, access):
+        self.backend = test.backend
+        super().__init__(test.running, "xvdb", self.backend.nodes(test.disks["rude"], access))
+        self.front = f"/local/domain/0/hostile/{self.number}"
+        self.backend_nodes["frontend"] = self.front
+        self.attach()
+        self.wait_state(self.back, 2)
+        # Once it has been used, so that all is there that is there for ever.
+        self.does("good")
+        self.before = self.has()
+
+    def does(self, case):
+        self.host.ask(f"/data/hostile_front {self.back} {case}")
+
+    def has(self):
+        """The process that serves it, its descriptors, and its maps of others' pages."""
+        pid = self.backend.pid(self)
+        files = f"ls /proc/{pid}/fd | wc -l; grep -c gntdev /proc/{pid}/maps; true"
+        return (pid, *self.host.ask(files).split())
+
+    def detach(self):
+        self.host.ask(f"xenstore-write {self.back}/online 0 {self.back}/state 5 {self.front}/state 6")
+        self.wait_state(self.back, 6)
+        self.remove()
+
+
+class XenHostile(ServedTest):
+    @classmethod
+    def setUpClass(cls):
+        if STANDIN:
+            raise unittest.SkipTest("what is refused, and how, is Spile's")
+        cls.program = hostile_front()
+        super().setUpClass()
+
+    @classmethod
+    def images(cls, folder):
+        raws = [write_scattered(folder / f"{name}.raw", SIZE_MIB * MIB, 9) for name in ("work", "rude")]
+        cls.disks = {raw.stem: f"/data/{chain(raw).name}" for raw in raws}
+        cls.parents, cls.seen = {}, {}
+        program = folder / "hostile_front"
+        shutil.copy(cls.program, program)
+        return [program, *folder.glob("*.vhd")]
+
+    def test_requests_by_grant_copy(self):
+        self.rude("copy", BESIDE_WORK, ALONE)
+
+    def test_requests_by_grant_map(self):
+        self.rude("map", BESIDE_WORK, ALONE)
+
+    def test_requests_by_persistent_grants(self):
+        self.rude("persistent", BESIDE_WORK, ALONE)
+
+    def test_keys_and_states(self):
+        self.rude("copy", IN_THE_STORE)
+        self.rude("persistent", ("states",))
+
+    def test_front_end_is_killed(self):
+        for access in ("copy", "map", "persistent"):
+            with self.beside(access) as (host, victim, work):
+                with self.at_rest(work):
+                    for _ in range(KILLS):
+                        self.kill_at_work(host, victim)
+                    victim.does("good")
+                self.assert_well(victim, work)
+
+    def rude(self, access, *groups):
+        """Does the cases of the first group while the other disk is at work, and those of a second while it rests."""
+        with self.beside(access) as (_, victim, work):
+            for case in groups[0]:
+                self.does(victim, work, case)
+            for case in groups[1] if len(groups) > 1 else ():
+                with self.at_rest(work):
+                    victim.does(case)
+                self.assert_well(victim, work)
+
+    def does(self, victim, work, case):
+        victim.does(case)
+        self.assert_well(victim, work)
+
+    @contextmanager
+    def beside(self, access):
+        """The rude one's disk, and another at work; both go in order, and all grants with them."""
+        with self.host() as host:
+            work = self.attach("work")
+            host.ask("start hammer hammer /dev/xvda 4 2m")
+            victim = Victim(self, access)
+            yield host, victim, work
+            self.end_hammer(host)
+            victim.detach()
+            self.detach(work, "work")
+            self.backend.release(self.disks["rude"])
+            self.assert_nothing_granted(host)
+            self.assertEqual(host.ask_status(f"dmesg | grep -E '{LEAKS}'")[1], "")
+
+    @contextmanager
+    def at_rest(self, work):
+        """The other disk does nothing meanwhile."""
+        self.running.ask("killall -STOP fio; until_true \"[ $(cat /sys/block/xvda/inflight | tr -d ' ') = 00 ]\"")
+        yield
+        self.running.ask("killall -CONT fio; true")
+
+    def kill_at_work(self, host, victim):
+        """SIGKILL for a front end whose ring is full; its pages are gone while requests for them are at work."""
+        host.ask(f"start work /data/hostile_front {victim.back} work")
+        host.ask("until_true 'grep -q \"at work\" /tmp/work.log || [ -e /tmp/work.status ]'; sleep 0.3")
+        if host.ask_status("[ -e /tmp/work.status ]")[0] == 0:
+            raise AssertionError(f"the program ended by itself: {host.ask('cat /tmp/work.log')}")
+        host.ask("kill -9 $(cat /tmp/work.pid) && until_true '[ -e /tmp/work.status ]'")
+
+    def assert_well(self, victim, work):
+        """The work goes on; the process of the rude one's disk is the same, and has what it had."""
+        self.assertEqual(victim.has(), victim.before)
+        self.assertEqual(self.running.ask_status(f"grep panicked /tmp/{self.backend.name}.log")[1], "")
+        goal = work.done()[0] + 20
+        self.running.ask(f"until_true '[ $(done_on xvda) -ge {goal} ] || [ -e /tmp/hammer.status ]'")
+        if self.running.ask_status("[ -e /tmp/hammer.status ]")[0] == 0:
+            raise AssertionError(f"the work ended by itself: {self.running.ask('tail -c 3000 /tmp/hammer.log')}")
+        self.assertEqual(self.complaints(), "")
+
+    def assert_nothing_granted(self, host):
+        """Xen's own list of what is mapped or being copied."""
+        host.ask("xl dmesg -c >/dev/null; xl debug-keys g")
+        words = host.ask("xl dmesg")
+        self.assertIn("grant-table for remote", words)
+        self.assertEqual(re.findall(r"\[0x[0-9a-f]+\].*", words), [], words)
