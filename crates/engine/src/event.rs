@@ -114,7 +114,6 @@ mod tests {
         assert!(error.to_string().contains("no eventfd"), "{error}");
     }
 
-    /// A front end may clear O_NONBLOCK on its side at any moment, and fill or empty the count.
     /// As a peer does that wants us to wait: it is full, and set to block.
     fn fill(peer: &OwnedFd) {
         let set = |flags| rustix::fs::fcntl_setfl(peer, flags).unwrap();
@@ -126,6 +125,7 @@ mod tests {
         set(rustix::fs::OFlags::empty());
     }
 
+    /// A front end may clear O_NONBLOCK on its side at any moment, and fill or empty the count.
     #[test]
     fn a_peer_cannot_have_us_wait() {
         for kind in [EngineKind::Uring, EngineKind::Threads] {

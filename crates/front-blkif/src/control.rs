@@ -55,6 +55,8 @@ pub struct Control<D, G, E> {
     pub doorbell: Arc<OwnedFd>,
     /// Connections that were refused, calls that failed and rings that were broken: the guest decides how many.
     pub complaints: Arc<AtomicU64>,
+    /// The pause that is asked for was refused, and that was logged.
+    pub has_refused_pause: bool,
 }
 
 impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
@@ -75,7 +77,11 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             }
         };
         self.stop_rings();
-        result
+        match result {
+            // A flush that was still at work.
+            Ok(End::Paused) if self.has_failed_flush() => Ok(End::Stopped),
+            result => result,
+        }
     }
 
     /// Tries to reach xenstore again. `Some` when it is to stop before that.
@@ -166,11 +172,6 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         }
     }
 
-    /// The device is not to go.
-    pub fn is_wanted(&mut self) -> Result<bool> {
-        Ok(self.read_key("online")?.is_some_and(|online| online != "0"))
-    }
-
     /// Writes keys at once, and last our state. False, and nothing is written, when the toolstack has removed the device, or
     /// our state is not `seen` any more: what it has written there is not to be lost, and a watch tells us of it.
     pub fn write_keys(
@@ -259,15 +260,14 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     /// The toolstack asks for a pause, and can have it: what a failed flush was to save is in the image's file only as long
     /// as nobody closes it.
     fn is_to_pause(&mut self) -> Result<bool> {
-        if !pause::is_asked(&mut self.store, &self.config.backend_path)? {
-            return Ok(false);
-        }
-        let has_failed = self.has_failed_flush();
-        if has_failed && let Some(count) = to_log(&self.complaints) {
+        let is_asked = pause::is_asked(&mut self.store, &self.config.backend_path)?;
+        let is_refused = is_asked && self.has_failed_flush();
+        if is_refused && !self.has_refused_pause {
             let (disk, domain) = (&self.config.name, self.domain);
-            tracing::error!(%disk, %domain, count, "blkif: no pause: a flush has failed, and is held; end the guest first");
+            tracing::error!(%disk, %domain, "blkif: no pause: a flush has failed, and is held; end the guest first");
         }
-        Ok(!has_failed)
+        self.has_refused_pause = is_refused;
+        Ok(is_asked && !is_refused)
     }
 
     /// Waits for a watch or a command, and takes all watches.

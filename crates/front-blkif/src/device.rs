@@ -9,7 +9,6 @@
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
@@ -21,14 +20,14 @@ use spile_xen::{EventChannels, Grants};
 
 use crate::control::{Command, Control};
 use crate::execute::Target;
-use crate::keeping::Keeping;
+use crate::keeping::{FailedSyncs, Keeping};
 use crate::metrics::{Board, DiskCounters, RingMetrics};
 use crate::pages::Access;
 use crate::trace::Trace;
 use crate::xenbus::{Offer, guest_of};
 
 /// How a disk is served to a guest.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Config {
     /// For messages.
     pub name: String,
@@ -50,6 +49,8 @@ pub struct Config {
     pub trace_records: u32,
     /// Where what a successor needs is kept: a folder in memory, that the next boot finds empty.
     pub run_dir: PathBuf,
+    /// Told by whoever has the image, from before it is opened until it is closed.
+    pub failed_syncs: FailedSyncs,
 }
 
 /// How a device ended.
@@ -72,8 +73,6 @@ pub struct Device {
     commands: mpsc::Sender<Command>,
     doorbell: Arc<OwnedFd>,
     counters: Arc<DiskCounters>,
-    keeping: Keeping,
-    has_failed_flush: Arc<AtomicBool>,
     thread: Option<JoinHandle<Result<End>>>,
 }
 
@@ -113,12 +112,11 @@ impl Device {
             0 => None,
             records => Some(Arc::new(Trace::create(&trace_path, records)?)),
         };
-        let has_failed_flush = Arc::new(AtomicBool::new(false));
         let target = Target {
             disk,
             name: config.name.clone(),
             failures: Arc::default(),
-            has_failed_flush: has_failed_flush.clone(),
+            has_failed_flush: config.failed_syncs.flag(),
         };
         let mut control = Control {
             engine,
@@ -132,7 +130,7 @@ impl Device {
             agreed_persistent: false,
             config,
             domain,
-            keeping: keeping.clone(),
+            keeping,
             counters: counters.clone(),
             trace,
             frontend: String::new(),
@@ -140,6 +138,7 @@ impl Device {
             orders,
             doorbell: doorbell.clone(),
             complaints: Arc::default(),
+            has_refused_pause: false,
         };
         let thread = std::thread::Builder::new().name("spile-blkif".into()).spawn(move || {
             let result = control.run();
@@ -147,7 +146,7 @@ impl Device {
             result
         });
         let thread = thread.map_err(|source| Error::io("start a thread for a guest's disk", source))?;
-        Ok(Self { commands, doorbell, counters, keeping, has_failed_flush, thread: Some(thread) })
+        Ok(Self { commands, doorbell, counters, thread: Some(thread) })
     }
 
     fn command(&self, command: Command) {
@@ -165,16 +164,6 @@ impl Device {
     /// when that is done.
     pub fn stop(&self) {
         self.command(Command::Stop);
-    }
-
-    /// To be called when a sync of the disk's has failed, whoever had asked for it, also when the device has ended: no flush
-    /// of this guest's succeeds any more, now or with a successor. The kernel tells of it once only.
-    pub fn sync_failed(&self) -> impl Fn() + Send + Sync + use<> {
-        let (keeping, has_failed_flush) = (self.keeping.clone(), self.has_failed_flush.clone());
-        move || {
-            has_failed_flush.store(true, Ordering::Release);
-            keeping.flush_failed();
-        }
     }
 
     /// True when it has ended.

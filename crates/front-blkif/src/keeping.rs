@@ -8,6 +8,8 @@ use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::FallocateFlags;
 use spile_core::{Error, ErrorKind, Result, Segment};
@@ -15,7 +17,7 @@ use spile_xen::{DomId, GrantRef};
 
 use crate::journal;
 use crate::journal::journal_bytes;
-use crate::xenbus::{RingWish, Wish};
+use crate::xenbus::{RingWish, Wish, guest_of};
 
 const PAGE_BYTES: u64 = 4096;
 
@@ -24,6 +26,40 @@ const PAGE_BYTES: u64 = 4096;
 pub struct Keeping {
     journal: PathBuf,
     connection: PathBuf,
+}
+
+/// Syncs of a disk's that have failed. The kernel tells of each once only, so it is noted at once where a successor looks,
+/// whoever had asked for the sync: no flush of the guest's succeeds any more.
+#[derive(Clone)]
+pub struct FailedSyncs {
+    keeping: Keeping,
+    is_any: Arc<AtomicBool>,
+}
+
+impl FailedSyncs {
+    /// None yet, of the disk of a back end's path, what is kept of which is in `run_dir`.
+    ///
+    /// # Errors
+    /// When the path is no back end's.
+    pub fn new(run_dir: &Path, backend_path: &str) -> Result<Self> {
+        let (domain, device) = guest_of(backend_path)?;
+        Ok(Self { keeping: Keeping::new(run_dir, domain, device), is_any: Arc::default() })
+    }
+
+    /// One has failed.
+    pub fn note(&self) {
+        self.is_any.store(true, Ordering::Release);
+        self.keeping.flush_failed();
+    }
+
+    /// One has failed, here or in a process before.
+    pub fn is_any(&self) -> bool {
+        self.is_any.load(Ordering::Acquire) || self.keeping.has_failed_flush()
+    }
+
+    pub(crate) fn flag(&self) -> Arc<AtomicBool> {
+        self.is_any.clone()
+    }
 }
 
 impl Keeping {
@@ -51,14 +87,9 @@ impl Keeping {
 
     /// Notes in the journals, if there are any, that a sync has failed. By writing to the file and not to memory: it may be
     /// shorter than it should be while it is made.
-    pub fn flush_failed(&self) {
+    fn flush_failed(&self) {
         let noted = OpenOptions::new().read(true).write(true).open(&self.journal).and_then(|file| {
-            let mut at = 0;
-            while let Some(slots) = journal::slots_of(|offset, into| file.read_exact_at(into, at + offset))? {
-                file.write_all_at(&1u32.to_le_bytes(), at + journal::FAILED_AT as u64)?;
-                at = (at + journal_bytes(slots) as u64).next_multiple_of(PAGE_BYTES);
-            }
-            Ok(())
+            each_journal(&file, |at| file.write_all_at(&1u32.to_le_bytes(), at + journal::FAILED_AT as u64))
         });
         match noted {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -66,6 +97,20 @@ impl Keeping {
             }
             _ => {}
         }
+    }
+
+    /// True when that is noted in any, or cannot be read.
+    fn has_failed_flush(&self) -> bool {
+        let mut has_failed = false;
+        let read = fs::File::open(&self.journal).and_then(|file| {
+            each_journal(&file, |at| {
+                let mut word = [0; 4];
+                file.read_exact_at(&mut word, at + journal::FAILED_AT as u64)?;
+                has_failed |= word != [0; 4];
+                Ok(())
+            })
+        });
+        has_failed || read.is_err_and(|error| error.kind() != std::io::ErrorKind::NotFound)
     }
 
     /// The journals of before, if they are of the connection that `wish` describes.
@@ -113,6 +158,16 @@ impl Keeping {
     fn error(&self, what: &'static str, source: std::io::Error) -> Error {
         Error::io(what, source).at_path(&self.journal)
     }
+}
+
+/// Does something for each journal of a file, at whose first byte it is.
+fn each_journal(file: &fs::File, mut act: impl FnMut(u64) -> std::io::Result<()>) -> std::io::Result<()> {
+    let mut at = 0;
+    while let Some(slots) = journal::slots_of(|offset, into| file.read_exact_at(into, at + offset))? {
+        act(at)?;
+        at = (at + journal_bytes(slots) as u64).next_multiple_of(PAGE_BYTES);
+    }
+    Ok(())
 }
 
 /// Where each journal begins and ends in the file.

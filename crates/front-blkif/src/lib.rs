@@ -14,7 +14,7 @@ pub mod queue;
 
 mod control;
 pub mod device;
-mod keeping;
+pub mod keeping;
 pub mod pause;
 mod rings;
 pub mod xenbus;

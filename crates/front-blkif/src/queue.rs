@@ -31,7 +31,8 @@ const BATCH: usize = 64;
 /// Bytes that are copied before the disk begins with them, or the guest is told of them: what was copied should still be
 /// in the processor's cache then.
 const BATCH_BYTES: usize = 512 << 10;
-/// Bytes of the buffers of one disk at most, or of the guest's pages that are mapped; each ring may always have one request.
+/// Bytes of the requests of one disk that have memory at a time: buffers, and where both are needed the guest's pages as well.
+/// Each ring may always have one.
 const BUDGET_BYTES: usize = 32 << 20;
 /// Answers that are held back at most, so that a guest that polls can go on while we work.
 const PUBLISH: usize = 16;

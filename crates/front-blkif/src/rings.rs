@@ -48,6 +48,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     /// # Errors
     /// When they cannot be had.
     pub fn connect(&mut self, wish: &Wish) -> Result<()> {
+        // Some may be at work when xenstore was lost before it could be told of them.
+        self.stop_rings();
         self.agreed_indirect = self.offer.max_indirect;
         self.agreed_persistent = self.offer.access == Access::Persistent;
         let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
@@ -77,7 +79,9 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             // It may have grown while nobody served it, or just before the process that served it was killed.
             return self.publish_size();
         };
-        if !is_verdict(&error) && self.is_wanted()? {
+        // All of them or none, for whoever tries again.
+        self.stop_rings();
+        if !is_verdict(&error) {
             return Err(error);
         }
         tracing::error!(

@@ -15,6 +15,7 @@ use bare::Bare;
 use spile_core::Store;
 use spile_engine::{CacheMode, Config as EngineConfig, Engine, EngineKind, FileStore, NullStore};
 use spile_front_blkif::device::{Config, Device};
+use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
@@ -110,6 +111,7 @@ fn config_for(vbd: &Vbd, access: Access, dir: &std::path::Path) -> Config {
         read_only: false,
         trace_records: 0,
         run_dir: dir.to_owned(),
+        failed_syncs: FailedSyncs::new(dir, &vbd.backend_path()).unwrap(),
     }
 }
 

@@ -98,6 +98,22 @@ fn a_sync_that_fails_in_a_pause_ends_the_pause() {
     assert_eq!(xen.key(&vbd, "pause-done"), None, "the toolstack was told that all is well");
 }
 
+/// A process that opens an image makes durable what one that was killed may have left in its parents.
+#[test]
+fn a_sync_that_fails_when_a_disk_is_opened_is_remembered() {
+    let (mut xen, vbd, _front, mut queue) = faulty_world();
+    let dir = xen.dir.path();
+    ok(dir, &["create", "parent.vhd", "--size", "1M"]);
+    ok(dir, &["create", "child.vhd", "--parent", "parent.vhd"]);
+    let child = xen.path("child.vhd").display().to_string();
+    xen.pause(&vbd);
+    xen.set_key(&vbd, "params", &format!("vhd:{child}"));
+    fail_sync(&xen);
+    xen.go_on(&vbd);
+    wait_until("the sync", || !xen.path("fail-sync").exists());
+    assert_held(&mut queue);
+}
+
 #[test]
 fn a_guest_that_connects_anew_can_flush_again() {
     let (xen, vbd, mut front, mut queue) = faulty_world();

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use spile_core::Segment;
 use spile_front_blkif::device::{Config, Device};
+use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
@@ -44,7 +45,9 @@ impl Neighbour {
         let vbd = Vbd::new(NEIGHBOUR, "neighbour");
         let guest = Arc::new(Guest::create(world.dir.path(), NEIGHBOUR, 8 << 20).unwrap());
         add_vbd(&mut world.store, &vbd).unwrap();
-        let config = Config { name: "neighbour".into(), backend_path: vbd.backend_path(), ..world.config.clone() };
+        let failed_syncs = FailedSyncs::new(world.dir.path(), &vbd.backend_path()).unwrap();
+        let (name, backend_path) = ("neighbour".into(), vbd.backend_path());
+        let config = Config { name, backend_path, failed_syncs, ..world.config.clone() };
         let xenstored = world.host.xenstored();
         let open_store = move || XenStore::open(&xenstored);
         let hypervisor = Arc::new(Hypervisor::connect(world.dir.path()).unwrap());

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use disk::TestDisk;
 use spile_engine::{Config as EngineConfig, Engine, EngineKind};
 use spile_front_blkif::device::{Config, Device, End};
+use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
@@ -64,6 +65,7 @@ impl Setup {
             splits_rings: true,
             trace_records: 0,
             run_dir: dir.path().to_owned(),
+            failed_syncs: FailedSyncs::new(dir.path(), &self.vbd.backend_path()).unwrap(),
         };
         let disk = Arc::new(self.disk);
         let mut world = World { engine, disk, config, store, guest, host, vbd: self.vbd, device: None, dir };
@@ -92,6 +94,7 @@ impl World {
         let xenstored = self.host.xenstored();
         let open_store = move || XenStore::open(&xenstored);
         let hypervisor = Arc::new(Hypervisor::connect(self.dir.path()).unwrap());
+        self.config.failed_syncs = FailedSyncs::new(self.dir.path(), &self.config.backend_path).unwrap();
         let (engine, disk, config) = (self.engine.clone(), self.disk.clone(), self.config.clone());
         let device = Device::start(engine, disk, open_store, hypervisor.clone(), hypervisor, config, || {});
         self.device = Some(device.unwrap());

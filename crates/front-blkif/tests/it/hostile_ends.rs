@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use spile_front_blkif::device::{Config, Device, End};
+use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_lab::xen::toolstack::{Vbd, add_vbd, remove_domain};
@@ -61,7 +62,9 @@ impl Doomed {
         let vbd = Vbd::new(DOOMED, "doomed");
         add_vbd(store, &vbd).unwrap();
         std::io::Write::write_all(process.stdin.as_mut().unwrap(), b"!").unwrap();
-        let config = Config { name: "doomed".into(), backend_path: vbd.backend_path(), ..street.world.config.clone() };
+        let failed_syncs = FailedSyncs::new(dir, &vbd.backend_path()).unwrap();
+        let (name, backend_path) = ("doomed".into(), vbd.backend_path());
+        let config = Config { name, backend_path, failed_syncs, ..street.world.config.clone() };
         let xenstored = street.world.host.xenstored();
         let open_store = move || XenStore::open(&xenstored);
         let hypervisor = Arc::new(Hypervisor::connect(dir).unwrap());

@@ -10,6 +10,7 @@ use rustix::fs::{FlockOperation, flock};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
 use spile_front_blkif::device::{Config, Device, End};
+use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
 use spile_front_blkif::pause;
 use spile_front_blkif::xenbus::guest_of;
@@ -95,26 +96,34 @@ pub fn serve(
     if pause::stays(&mut store, backend_path)? {
         return Ok(End::Paused);
     }
+    let failed_syncs = FailedSyncs::new(&options.run_dir, backend_path)?;
+    let hear = failed_syncs.clone();
+    spile_engine::on_failed_sync(move || hear.note());
     let mut disks = Vec::new();
     let opened = open(engine, &mut store, backend_path, options, opening, &mut disks);
-    let ended = match opened {
-        Ok(access) => serve_open(engine, backend_path, options, access, signals, disks),
-        Err(error) => {
-            let is_busy = error.kind() == ErrorKind::Busy;
-            let closed = disks::close(engine, disks, Err(error));
-            // Also a disk that cannot be served can be paused, so that what is wrong can be mended. But one that is busy may
-            // be so with requests of a process that was killed. If this fails, the first error says more.
-            if !is_busy {
-                let _ = pause::tell(&mut store, backend_path);
-            }
-            closed.map(|()| End::Stopped)
-        }
+    let is_busy = opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);
+    let served = opened.and_then(|access| {
+        let config = config(&disks[0], backend_path, access, options, failed_syncs.clone());
+        serve_open(engine, options, config, signals, &disks[0])
+    });
+    let (end, served) = match served {
+        Ok(end) => (Some(end), Ok(())),
+        Err(error) => (None, Err(error)),
     };
-    if matches!(ended, Ok(End::Paused)) {
-        // Over a connection of its own: the other may have come to an end in all the time.
-        pause::tell(&mut options.place.open()?, backend_path)?;
-    }
-    ended
+    let closed = disks::close(engine, disks, served);
+    let lets_go = match end {
+        Some(end) => end == End::Paused && closed.is_ok(),
+        // What is wrong with a disk that cannot be served can be mended in a pause. But one that is busy may be so with
+        // requests of a process that was killed, and what a failed sync was to save must stay where it is.
+        None => !is_busy && !failed_syncs.is_any(),
+    };
+    // Over a connection of its own: the other may have come to an end in all the time.
+    let told = if lets_go { pause_told(options, backend_path) } else { Ok(()) };
+    closed.and(told).map(|()| end.expect("what failed was returned"))
+}
+
+fn pause_told(options: &Options, backend_path: &str) -> Result<()> {
+    pause::tell(&mut options.place.open()?, backend_path)
 }
 
 /// Opens what the toolstack has written; how the guest's pages are to be reached.
@@ -131,39 +140,29 @@ fn open(
     opening.open(engine, disks).map(|()| wanted.access)
 }
 
-/// Serves the disk, and closes it.
-fn serve_open(
-    engine: &Engine,
-    backend_path: &str,
-    options: &Options,
-    access: Access,
-    signals: EndSignals,
-    disks: Vec<Open>,
-) -> Result<End> {
-    let served = Places::open(&options.place).and_then(|places| {
-        let config = Config {
-            name: disks[0].label.clone(),
-            backend_path: backend_path.to_owned(),
-            access,
-            max_queues: options.queues,
-            max_order: spile_front_blkif::xenbus::MAX_RING_ORDER,
-            max_indirect: options.max_indirect,
-            splits_rings: options.splits_rings,
-            trace_records: options.trace_records,
-            read_only: disks[0].read_only,
-            run_dir: options.run_dir.clone(),
-        };
-        let control = options.run_dir.join(file_stem(backend_path)?).with_extension("control");
-        let stats = Stats::begin(&options.place, backend_path);
-        let place = options.place.clone();
-        places.run(Serve { engine, open: &disks[0], place, config, control, signals, stats })
-    });
-    let (end, served) = match served {
-        Ok(end) => (Some(end), Ok(())),
-        Err(error) => (None, Err(error)),
-    };
-    disks::close(engine, disks, served)?;
-    Ok(end.expect("what failed was returned"))
+fn config(open: &Open, backend_path: &str, access: Access, options: &Options, failed_syncs: FailedSyncs) -> Config {
+    Config {
+        name: open.label.clone(),
+        backend_path: backend_path.to_owned(),
+        access,
+        max_queues: options.queues,
+        max_order: spile_front_blkif::xenbus::MAX_RING_ORDER,
+        max_indirect: options.max_indirect,
+        splits_rings: options.splits_rings,
+        trace_records: options.trace_records,
+        read_only: open.read_only,
+        run_dir: options.run_dir.clone(),
+        failed_syncs,
+    }
+}
+
+/// Serves the disk until it ends or is to end.
+fn serve_open(engine: &Engine, options: &Options, config: Config, signals: EndSignals, open: &Open) -> Result<End> {
+    let places = Places::open(&options.place)?;
+    let control = options.run_dir.join(file_stem(&config.backend_path)?).with_extension("control");
+    let stats = Stats::begin(&options.place, &config.backend_path);
+    let place = options.place.clone();
+    places.run(Serve { engine, open, place, config, control, signals, stats })
 }
 
 /// What the toolstack has written of a disk.
@@ -211,7 +210,6 @@ impl OverPlaces for Serve<'_> {
         let tell = move || drop(ended.send(Event::Ended));
         let (engine, place) = (self.engine.clone(), self.place);
         let mut device = Device::start(engine, disk, move || place.open(), grants, channels, self.config, tell)?;
-        spile_engine::on_failed_sync(device.sync_failed());
         self.stats.iter().for_each(|stats| device.show_on(stats.board()));
         self.signals.on_first(move |_| drop(sender.send(Event::Signal)));
         hear(self.engine, self.open, &device, &events);
