@@ -11,12 +11,13 @@ use spile_engine::Engine;
 use spile_xen::store::{Tx, XenStore};
 use spile_xen::{DomId, EventChannels, Grants};
 
-use crate::device::{Config, End};
+use crate::config::{Config, End};
 use crate::execute::Target;
 use crate::keeping::Keeping;
-use crate::metrics::DiskCounters;
+use crate::metrics::{DiskCounters, to_log};
 use crate::pause;
-use crate::rings::Running;
+use crate::queue::Link;
+use crate::ring::Broken;
 use crate::trace::Trace;
 use crate::xenbus::{Offer, State, disk_flag, features, properties, read_wish};
 
@@ -29,6 +30,13 @@ const STORE_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 pub enum Command {
     Resized,
     Stop,
+}
+
+/// A ring at work.
+pub struct Running {
+    pub link: Arc<Link>,
+    /// Says that the task has ended.
+    pub ended: mpsc::Receiver<Option<Broken>>,
 }
 
 /// What a device's thread works with.
@@ -323,9 +331,4 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         }
         self.write_keys(Some(State::Connected), &[sectors], Some(State::Connected)).map(drop)
     }
-}
-
-/// Counts one more, and says which it is when that shall be logged: the first, and then each time their number has doubled.
-pub fn to_log(count: &AtomicU64) -> Option<u64> {
-    Some(count.fetch_add(1, Ordering::Relaxed) + 1).filter(|count| count.is_power_of_two())
 }

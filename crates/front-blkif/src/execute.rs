@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_xen::blkif::status;
 
+use crate::metrics::to_log;
 use crate::request::{Command, Refusal, Request};
 
 /// How a request ended.
@@ -92,9 +93,8 @@ impl<D: Disk> Target<D> {
 
     /// Logs a failure: the first, then each time their number has doubled.
     fn log_failure(&self, request: &Request, failure: &Failure) {
-        let count = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
         let held = matches!(failure, Failure::Flush(_));
-        if count.is_power_of_two() {
+        if let Some(count) = to_log(&self.failures) {
             let reason = match failure {
                 Failure::Refused(refusal) => refusal.reason.to_string(),
                 Failure::Disk(error) | Failure::Flush(error) => error.to_string(),

@@ -12,6 +12,7 @@ pub mod request;
 pub mod metrics;
 pub mod queue;
 
+mod config;
 mod control;
 pub mod device;
 pub mod keeping;

@@ -16,7 +16,7 @@ use spile_core::{Segment, Segments};
 use spile_engine::pool;
 use spile_xen::{CopyOp, DomId, GrantRef, GrantStatus, Grants, Way};
 
-use crate::control::to_log;
+use crate::metrics::to_log;
 use crate::request::{Refusal, Request, range};
 
 /// How a guest's pages are reached.

@@ -22,9 +22,9 @@ use crate::execute::{Outcome, Target};
 use crate::journal::Journal;
 use crate::metrics::{DiskCounters, RingCounters};
 use crate::pages::{Access, Pages};
-use crate::request::{Command, Limits, Refusal, Request};
+use crate::request::{Command, Limits, Refusal, Request, Stamps};
 use crate::ring::{Broken, Ring, SLOT_BYTES, Slot};
-use crate::trace::{Stamps, Trace, now};
+use crate::trace::{Trace, now};
 
 /// Requests that are given memory at a time.
 const BATCH: usize = 64;

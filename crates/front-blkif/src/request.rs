@@ -7,7 +7,6 @@
 use spile_core::{Extent, GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
 use spile_xen::GrantRef;
 
-use crate::trace::Stamps;
 use spile_xen::XEN_PAGE_BYTES;
 use spile_xen::blkif::{
     self, Abi, INDIRECT_PAGES, IndirectRequest, PlainRequest, SEGMENT_BYTES, SEGMENTS_PER_PAGE, SegmentEntry, op,
@@ -64,6 +63,21 @@ pub struct Limits {
     pub read_only: bool,
     /// Sectors may be freed.
     pub discards: bool,
+}
+
+/// The times of one request, in ns of CLOCK_MONOTONIC.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Stamps {
+    /// Taken from the ring.
+    pub taken: u64,
+    /// It had its memory.
+    pub loaded: u64,
+    /// The disk began.
+    pub begun: u64,
+    /// The disk was done.
+    pub ended: u64,
+    /// Copied back.
+    pub stored: u64,
 }
 
 /// One request. Used again for another: its lists keep their room.

@@ -7,20 +7,14 @@ use spile_core::{Disk, Error, ErrorKind, Result, Segment};
 use spile_engine::Event;
 use spile_xen::{Channel, EventChannels, Grants, Port};
 
-use crate::control::{Control, to_log};
+use crate::control::{Control, Running};
 use crate::journal::Journal;
+use crate::metrics::to_log;
 use crate::pages::Access;
 use crate::queue::{Link, Setup, run};
 use crate::request::Limits;
 use crate::ring::{Broken, Ring, Slot, shared_rsp_prod};
 use crate::xenbus::{Offer, RingWish, State, Wish, read_wish};
-
-/// A ring at work.
-pub struct Running {
-    link: Arc<Link>,
-    /// Says that the task has ended.
-    ended: mpsc::Receiver<Option<Broken>>,
-}
 
 /// A ring's pages.
 struct RingMemory {

@@ -14,28 +14,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::time::{ClockId, clock_gettime};
 use spile_core::{Error, Result, Segment};
 
-use crate::request::Request;
+use crate::request::{Request, Stamps};
 
 const MAGIC: u32 = 0x5370_7472;
 const VERSION: u32 = 1;
 const HEADER_BYTES: usize = 64;
 const RECORD_BYTES: usize = 64;
 const NEXT_AT: usize = 16;
-
-/// The times of one request, in ns of CLOCK_MONOTONIC.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Stamps {
-    /// Taken from the ring.
-    pub taken: u64,
-    /// It had its memory.
-    pub loaded: u64,
-    /// The disk began.
-    pub begun: u64,
-    /// The disk was done.
-    pub ended: u64,
-    /// Copied back.
-    pub stored: u64,
-}
 
 /// Where the records go.
 pub struct Trace {
