@@ -20,8 +20,8 @@ use super::domains::{Change, Domains};
 use super::message::{Words, address, receive, send};
 use super::store::{ConnId, Xenstored};
 
-/// The most connections; more are closed as they come.
-const MAX_CONNECTIONS: usize = 1024;
+/// The most connections; more are closed as they come. A disk has three: two of its process's, one of its guest's.
+const MAX_CONNECTIONS: usize = 4096;
 /// The most connections to a guest's own xenstored.
 const MAX_GUEST_SESSIONS: usize = 128;
 /// A wait where the system has no descriptor or memory for us: without it we would try again at once, without end.

@@ -101,6 +101,8 @@ pub fn serve(
     spile_engine::on_failed_sync(move || hear.note());
     let mut disks = Vec::new();
     let opened = open(engine, &mut store, backend_path, options, opening, &mut disks);
+    // The device has one of its own.
+    drop(store);
     let is_busy = opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);
     let served = opened.and_then(|access| {
         let config = config(&disks[0], backend_path, access, options, failed_syncs.clone());
@@ -117,7 +119,6 @@ pub fn serve(
         // requests of a process that was killed, and what a failed sync was to save must stay where it is.
         None => !is_busy && !failed_syncs.is_any(),
     };
-    // Over a connection of its own: the other may have come to an end in all the time.
     let told = if lets_go { pause_told(options, backend_path) } else { Ok(()) };
     closed.and(told).map(|()| end.expect("what failed was returned"))
 }
