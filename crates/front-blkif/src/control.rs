@@ -48,10 +48,6 @@ pub struct Control<D, G, E> {
     pub grants: Arc<G>,
     pub events: Arc<E>,
     pub offer: Offer,
-    /// Segments of an indirect request of the guest's at most.
-    pub agreed_indirect: u16,
-    /// It was told that pages may stay mapped. One that was not takes each page back after its answer.
-    pub agreed_persistent: bool,
     pub config: Config,
     pub domain: DomId,
     pub keeping: Keeping,
@@ -137,7 +133,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             let what = format!("{} is not a path of domain {}", self.frontend, self.domain);
             return Err(Error::new(ErrorKind::InvalidInput, what));
         }
-        let mode = self.store.read_optional(Tx::NONE, &self.key("mode"))?;
+        let mode = self.read_key("mode")?;
         self.offer.read_only |= !mode.is_some_and(|mode| mode.contains('w'));
         self.store.watch(&format!("{}/state", self.frontend), "front")?;
         self.store.watch(&self.config.backend_path.clone(), "back")?;

@@ -20,7 +20,6 @@ use spile_xen::{EventChannels, Grants};
 pub use crate::config::{Config, End};
 use crate::control::{Command, Control};
 use crate::execute::Target;
-use crate::keeping::Keeping;
 use crate::metrics::{Board, DiskCounters, RingMetrics};
 use crate::trace::Trace;
 use crate::xenbus::{Offer, guest_of};
@@ -63,7 +62,6 @@ impl Device {
             read_only,
             splits_rings: config.splits_rings,
         };
-        let keeping = Keeping::new(&config.run_dir, domain, device);
         let trace_path = config.run_dir.join(format!("{domain}-{device}.trace"));
         let trace = match config.trace_records {
             0 => None,
@@ -83,11 +81,9 @@ impl Device {
             grants,
             events,
             offer,
-            agreed_indirect: 0,
-            agreed_persistent: false,
+            keeping: config.failed_syncs.keeping(),
             config,
             domain,
-            keeping,
             counters: counters.clone(),
             trace,
             frontend: String::new(),

@@ -57,6 +57,10 @@ impl FailedSyncs {
         self.is_any.load(Ordering::Acquire) || self.keeping.has_failed_flush()
     }
 
+    pub(crate) fn keeping(&self) -> Keeping {
+        self.keeping.clone()
+    }
+
     pub(crate) fn flag(&self) -> Arc<AtomicBool> {
         self.is_any.clone()
     }
@@ -64,7 +68,7 @@ impl FailedSyncs {
 
 impl Keeping {
     /// Those of `device` of `domain` in `folder`.
-    pub fn new(folder: &Path, domain: DomId, device: u32) -> Self {
+    fn new(folder: &Path, domain: DomId, device: u32) -> Self {
         let name = format!("{domain}-{device}");
         Self { journal: folder.join(format!("{name}.journal")), connection: folder.join(format!("{name}.connection")) }
     }

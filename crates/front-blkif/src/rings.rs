@@ -36,6 +36,12 @@ impl RingMemory {
     }
 }
 
+/// What all rings of a connection have in common.
+struct Terms {
+    access: Access,
+    limits: Limits,
+}
+
 impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     /// Begins with the rings that the front end has written.
     ///
@@ -44,8 +50,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     pub fn connect(&mut self, wish: &Wish) -> Result<()> {
         // Some may be at work when xenstore was lost before it could be told of them.
         self.stop_rings();
-        self.agreed_indirect = self.offer.max_indirect;
-        self.agreed_persistent = self.offer.access == Access::Persistent;
+        let terms = self.terms(wish, self.offer.max_indirect, self.offer.access == Access::Persistent)?;
         let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
         let journals = self.keeping.begin(&slots)?;
         for (ring_wish, journal) in wish.rings.iter().zip(journals) {
@@ -53,7 +58,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             let start = memory.rsp_prod();
             let journal = Journal::begin(journal, ring_wish.max_in_flight(), start);
             let ring = memory.ring(wish, ring_wish, start, start);
-            self.start_ring(ring_wish, wish, ring, journal, Vec::new())?;
+            self.start_ring(ring_wish, wish, &terms, ring, journal, Vec::new())?;
         }
         self.keeping.keep(wish)
     }
@@ -64,10 +69,9 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     /// When it cannot be done now, and perhaps by the next process.
     pub fn resume(&mut self, seen: Option<State>) -> Result<()> {
         // What was agreed on before holds, whatever we would offer now.
-        self.agreed_indirect = Offer::WIDEST.max_indirect;
-        self.agreed_persistent = self.read_key("feature-persistent")?.as_deref() == Some("1");
+        let keeps_pages = self.read_key("feature-persistent")?.as_deref() == Some("1");
         let wish = read_wish(&mut self.store, &self.frontend, &Offer::WIDEST);
-        let resumed = wish.and_then(|wish| self.resume_rings(&wish));
+        let resumed = wish.and_then(|wish| self.resume_rings(&wish, keeps_pages));
         let Err(error) = resumed else {
             self.write_keys(seen, &[("kthread-pid", std::process::id().to_string())], None)?;
             // It may have grown while nobody served it, or just before the process that served it was killed.
@@ -86,7 +90,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.set_state(seen, State::Closing).map(drop)
     }
 
-    fn resume_rings(&mut self, wish: &Wish) -> Result<()> {
+    fn resume_rings(&mut self, wish: &Wish, keeps_pages: bool) -> Result<()> {
+        let terms = self.terms(wish, Offer::WIDEST.max_indirect, keeps_pages)?;
         let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
         let journals = self.keeping.resume(wish, &slots)?;
         for (ring_wish, journal) in wish.rings.iter().zip(journals) {
@@ -97,9 +102,19 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
                 self.target.has_failed_flush.store(true, Ordering::Release);
             }
             let ring = memory.ring(wish, ring_wish, left.req_cons, left.rsp_prod);
-            self.start_ring(ring_wish, wish, ring, journal, left.again)?;
+            self.start_ring(ring_wish, wish, &terms, ring, journal, left.again)?;
         }
         Ok(())
+    }
+
+    /// `keeps_pages`: the guest was told that pages may stay mapped. One that was not takes each page back after its answer.
+    fn terms(&mut self, wish: &Wish, max_indirect: u16, keeps_pages: bool) -> Result<Terms> {
+        let access = match self.config.access {
+            Access::Persistent if !(wish.is_persistent && keeps_pages) => Access::Map,
+            access => access,
+        };
+        let limits = Limits { max_indirect, read_only: self.offer.read_only, discards: self.may_discard()? };
+        Ok(Terms { access, limits })
     }
 
     fn map(&self, ring: &RingWish) -> Result<RingMemory> {
@@ -115,25 +130,22 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         &mut self,
         ring_wish: &RingWish,
         wish: &Wish,
+        terms: &Terms,
         ring: Ring,
         journal: Journal,
         again: Vec<(u16, Slot)>,
     ) -> Result<()> {
         let (kick, call) = open_channel(self.events.bind(self.domain, ring_wish.port)?)?;
-        let access = match self.config.access {
-            Access::Persistent if !(wish.is_persistent && self.agreed_persistent) => Access::Map,
-            access => access,
-        };
-        let (number, discards) = (self.rings.len(), self.may_discard()?);
+        let number = self.rings.len();
         let link = Arc::new(Link::default());
         let setup = Setup {
             target: self.target.clone(),
             grants: self.grants.clone(),
             domain: self.domain,
-            access,
+            access: terms.access,
             share: wish.rings.len(),
             complaints: self.complaints.clone(),
-            limits: Limits { max_indirect: self.agreed_indirect, read_only: self.offer.read_only, discards },
+            limits: terms.limits,
             ring,
             journal,
             again,

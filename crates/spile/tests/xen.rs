@@ -212,11 +212,7 @@ fn a_disk_that_cannot_be_opened_can_be_paused() {
 #[test]
 fn a_pause_outlives_the_back_end() {
     let mut xen = Xen::start();
-    ok(xen.dir.path(), &["create", "a.raw", "--size", "1M"]);
-    let vbd = Vbd::new(DomId(3), format!("{}", xen.path("a.raw").display()));
-    add_vbd(&mut xen.store, &vbd).unwrap();
-    let mut front = Blkfront::new(xen.guest(3), vbd.device, BlkfrontOptions::default()).unwrap();
-    let mut queue = front.start().unwrap().remove(0);
+    let (vbd, _front, mut queue) = xen.attach();
     xen.pause(&vbd);
     wait_until("the end of the process", || !xen.path("run/3-51712.pid").exists());
     xen.backend.kill().unwrap();

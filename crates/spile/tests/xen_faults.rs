@@ -13,9 +13,8 @@ use common::{ok, spile};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use spile_lab::xen::Blkfront;
-use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
-use spile_lab::xen::toolstack::{Vbd, add_vbd};
-use spile_xen::DomId;
+use spile_lab::xen::blkfront::{Op, Queue};
+use spile_lab::xen::toolstack::Vbd;
 use spile_xen::store::Tx;
 
 /// A back end whose disks' syncs can be made to fail.
@@ -35,11 +34,7 @@ fn world(command: impl FnOnce(&Path) -> Option<Command>) -> (Xen, Vbd, Blkfront,
     if let Some(command) = command(xen.dir.path()) {
         xen.replace_backend(command);
     }
-    ok(xen.dir.path(), &["create", "a.raw", "--size", "1M"]);
-    let vbd = Vbd::new(DomId(3), format!("raw:{}", xen.path("a.raw").display()));
-    add_vbd(&mut xen.store, &vbd).unwrap();
-    let mut front = Blkfront::new(xen.guest(3), vbd.device, BlkfrontOptions::default()).unwrap();
-    let queue = front.start().unwrap().remove(0);
+    let (vbd, front, queue) = xen.attach();
     (xen, vbd, front, queue)
 }
 

@@ -254,29 +254,8 @@ pub fn ask_all(queue: &mut Queue, requests: &[Request]) -> Vec<i16> {
 }
 
 /// One request's status.
-pub fn ask(queue: &mut Queue, request: impl Into<Asked>) -> i16 {
-    ask_all(queue, &[request.into().0])[0]
-}
-
-/// So that [`ask`] takes requests of all kinds.
-pub struct Asked(pub Request);
-
-impl From<Request> for Asked {
-    fn from(request: Request) -> Self {
-        Self(request)
-    }
-}
-
-impl From<PlainRequest> for Asked {
-    fn from(request: PlainRequest) -> Self {
-        Self(Request::Plain(request))
-    }
-}
-
-impl From<IndirectRequest> for Asked {
-    fn from(request: IndirectRequest) -> Self {
-        Self(Request::Indirect(request))
-    }
+pub fn ask(queue: &mut Queue, request: impl Into<Request>) -> i16 {
+    ask_all(queue, &[request.into()])[0]
 }
 
 /// A sound read by the queue's own path, after requests by hand.

@@ -115,29 +115,8 @@ impl Queue {
         self.channel
     }
 
-    pub fn ask(&mut self, request: impl Into<Asked>) -> i16 {
-        self.ask_all(&[request.into().0])[0]
-    }
-}
-
-/// So that [`Queue::ask`] takes requests of all kinds.
-pub struct Asked(Request);
-
-impl From<Request> for Asked {
-    fn from(request: Request) -> Self {
-        Self(request)
-    }
-}
-
-impl From<PlainRequest> for Asked {
-    fn from(request: PlainRequest) -> Self {
-        Self(Request::Plain(request))
-    }
-}
-
-impl From<IndirectRequest> for Asked {
-    fn from(request: IndirectRequest) -> Self {
-        Self(Request::Indirect(request))
+    pub fn ask(&mut self, request: impl Into<Request>) -> i16 {
+        self.ask_all(&[request.into()])[0]
     }
 }
 

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use spile_lab::xen::blkfront::{Op, Queue};
-use spile_lab::xen::toolstack::Vbd;
-use spile_lab::xen::{Guest, Host};
+use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
+use spile_lab::xen::toolstack::{Vbd, add_vbd};
+use spile_lab::xen::{Blkfront, Guest, Host};
 use spile_xen::DomId;
 use spile_xen::blkif::status;
 use spile_xen::store::{Tx, XenStore};
@@ -49,6 +49,16 @@ impl Xen {
         self.backend.kill().unwrap();
         self.backend.wait().unwrap();
         self.backend = start_backend_by(command, self.dir.path(), &[]);
+    }
+
+    /// A raw disk of 1 MiB, `a.raw`, with its guest.
+    pub fn attach(&mut self) -> (Vbd, Blkfront, Queue) {
+        ok(self.dir.path(), &["create", "a.raw", "--size", "1M"]);
+        let vbd = Vbd::new(DomId(3), format!("raw:{}", self.path("a.raw").display()));
+        add_vbd(&mut self.store, &vbd).unwrap();
+        let mut front = Blkfront::new(self.guest(3), vbd.device, BlkfrontOptions::default()).unwrap();
+        let queue = front.start().unwrap().remove(0);
+        (vbd, front, queue)
     }
 
     pub fn path(&self, name: &str) -> PathBuf {

@@ -177,6 +177,18 @@ pub enum Request {
     Indirect(IndirectRequest),
 }
 
+impl From<PlainRequest> for Request {
+    fn from(plain: PlainRequest) -> Self {
+        Self::Plain(plain)
+    }
+}
+
+impl From<IndirectRequest> for Request {
+    fn from(indirect: IndirectRequest) -> Self {
+        Self::Indirect(indirect)
+    }
+}
+
 impl Request {
     /// Reads a slot of at least [`Abi::slot_bytes`].
     ///
