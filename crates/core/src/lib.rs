@@ -8,6 +8,7 @@
 mod disk;
 mod error;
 mod extent;
+pub mod metrics;
 mod store;
 
 pub use disk::{Disk, DiskInfo, ExtentKind, ExtentStatus, WriteZeroes};

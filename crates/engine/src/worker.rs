@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use async_task::Runnable;
 use io_uring::IoUring;
+use spile_core::metrics::begin_turn;
 use spile_core::{Error, Result};
 use spile_mem::{Pool, Segment};
 
@@ -186,6 +187,7 @@ impl Worker {
         let mut woken = Vec::new();
         let _aborts = AbortOnPanic;
         while !worker.is_over() {
+            begin_turn();
             worker.take_messages(&mut inbox, &mut woken);
             worker.run_ready();
             worker.turn(&mut woken);

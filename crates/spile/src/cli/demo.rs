@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use comfy_table::{Table, presets};
 use serde::Serialize;
+use spile_core::metrics::{Meter, Op, Reading};
 use spile_core::{Error, Result, ResultExt};
 use spile_engine::{AnyStore, CacheMode, Config, Engine, OsEnv, OsFiles};
 use spile_front_nbd::{Export, FrontMetrics, Server, ServerConfig};
@@ -22,7 +23,7 @@ use crate::disks::{self, Source};
 use crate::listen::{Bound, Published};
 use crate::load::{self, LaneReport, Options, Pattern, Report};
 use crate::signals::EndSignals;
-use crate::stats::{Measured, MeasuredFiles, MeasuredStore, Meter, Op, Reading};
+use crate::stats::{Measured, MeasuredFiles, MeasuredStore};
 use crate::units::{format_count, format_rate, format_size, format_us, parse_size};
 use crate::uri::{Address, NbdUri};
 
@@ -256,17 +257,20 @@ fn front_layer(after: &FrontMetrics, before: &FrontMetrics) -> Layer {
 impl Layer {
     fn new(name: &'static str, after: &Reading, before: &Reading) -> Self {
         let time_s = (after.at_ns - before.at_ns) as f64 / 1e9;
-        let (read, write) = (after.op_since(Op::Read, before), after.op_since(Op::Write, before));
-        let both = read.merged(&write);
+        let between = after.since(before);
+        let (read, write) = (between.op(Op::Read), between.op(Op::Write));
+        let mut latency = read.latency.clone();
+        latency += &write.latency;
+        let at_us = |quantile| latency.quantile_ns(quantile) as f64 / 1e3;
         Self {
             name,
             queue_depth_avg: after.average_depth_since(before),
-            read_iops: read.ops as f64 / time_s,
-            write_iops: write.ops as f64 / time_s,
-            bytes_per_s: both.bytes as f64 / time_s,
-            latency_p50_us: both.latency_us(0.5),
-            latency_p99_us: both.latency_us(0.99),
-            latency_p999_us: both.latency_us(0.999),
+            read_iops: read.ended as f64 / time_s,
+            write_iops: write.ended as f64 / time_s,
+            bytes_per_s: (read.bytes + write.bytes) as f64 / time_s,
+            latency_p50_us: at_us(0.5),
+            latency_p99_us: at_us(0.99),
+            latency_p999_us: at_us(0.999),
         }
     }
 

@@ -1,0 +1,227 @@
+//! [`Counters`]: what one writer counts.
+//!
+//! The requests in flight are integrated over time without sampling: at a time T the integral is Σ(ends) − Σ(begins) +
+//! (begun − ended)·T. Each request adds its begin and its end to two sums, whose arithmetic wraps. A count and its sum have
+//! to be read together, so a version that is odd while they change tells a reader to look again.
+
+use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
+
+use super::histogram::Histogram;
+use super::{Latency, Op, OpReading, Reading, now_ns};
+
+/// Adds to an atomic that has one writer.
+pub(super) fn add(to: &AtomicU64, count: u64) {
+    to.store(to.load(Relaxed).wrapping_add(count), Relaxed);
+}
+
+#[derive(Debug, Default)]
+struct OpCounters {
+    begun: AtomicU64,
+    ended: AtomicU64,
+    errors: AtomicU64,
+    bytes: AtomicU64,
+    latency: Histogram,
+}
+
+/// Counts requests for one writer at a time: whoever writes next must have seen the last one's end. Anybody may read.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub struct Counters {
+    /// Odd while a request begins or ends.
+    version: AtomicU64,
+    begin_sum_ns: AtomicU64,
+    end_sum_ns: AtomicU64,
+    ops: [OpCounters; Op::COUNT],
+}
+
+/// A request that has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// What it did.
+    pub op: Op,
+    /// It failed.
+    pub failed: bool,
+    /// When it began, as [`Counters::begin`] was told.
+    pub begun_ns: u64,
+}
+
+/// Sums of one [`Counters`] that belong together.
+struct Sums {
+    begun: [u64; Op::COUNT],
+    ended: [u64; Op::COUNT],
+    begin_ns: u64,
+    end_ns: u64,
+}
+
+impl Counters {
+    /// A request for `len_bytes` bytes begins.
+    #[inline]
+    pub fn begin(&self, op: Op, len_bytes: u64, now_ns: u64) {
+        let counters = &self.ops[op as usize];
+        self.change(|| {
+            add(&counters.begun, 1);
+            add(&self.begin_sum_ns, now_ns);
+        });
+        add(&counters.bytes, len_bytes);
+    }
+
+    /// A request ends, here or where another one of the same [`Meter`] began it.
+    #[inline]
+    pub fn end(&self, request: Ended, now_ns: u64) {
+        let counters = &self.ops[request.op as usize];
+        self.change(|| {
+            add(&counters.ended, 1);
+            add(&self.end_sum_ns, now_ns);
+        });
+        if request.failed {
+            add(&counters.errors, 1);
+        }
+        counters.latency.note(now_ns.saturating_sub(request.begun_ns));
+    }
+
+    /// No request that is in flight will ever end: each counts as ended, without a latency. Only where all that begins here
+    /// ends here as well.
+    pub fn abandon(&self, now_ns: u64) {
+        self.change(|| {
+            for op in &self.ops {
+                let left = op.begun.load(Relaxed).wrapping_sub(op.ended.load(Relaxed));
+                add(&op.ended, left);
+                add(&self.end_sum_ns, left.wrapping_mul(now_ns));
+            }
+        });
+    }
+
+    #[inline]
+    fn change(&self, change: impl FnOnce()) {
+        let version = self.version.load(Relaxed);
+        self.version.store(version.wrapping_add(1), Relaxed);
+        fence(Ordering::Release);
+        change();
+        self.version.store(version.wrapping_add(2), Ordering::Release);
+    }
+
+    /// What all of these have counted together, up to now.
+    pub fn read_all<'a>(counters: impl IntoIterator<Item = &'a Self>) -> Reading {
+        let mut sum = Reading::default();
+        counters.into_iter().for_each(|counters| sum += &counters.read(0));
+        // The clock is read last: nothing that was counted lies after the moment of the reading.
+        sum.advance_to(now_ns());
+        sum
+    }
+
+    /// What was counted, with everything in flight counted up to `now_ns`, which is not before the last begin or end.
+    pub fn read(&self, now_ns: u64) -> Reading {
+        let sums = self.sums();
+        let mut in_flight = 0u64;
+        let ops = std::array::from_fn(|op| {
+            let here = sums.begun[op].wrapping_sub(sums.ended[op]);
+            in_flight = in_flight.wrapping_add(here);
+            self.ops[op].read(sums.begun[op], sums.ended[op], here)
+        });
+        let integral = sums.end_ns.wrapping_sub(sums.begin_ns).wrapping_add(in_flight.wrapping_mul(now_ns));
+        Reading { at_ns: now_ns, depth_integral_ns: integral, ops }
+    }
+
+    fn sums(&self) -> Sums {
+        loop {
+            let before = self.version.load(Ordering::Acquire);
+            let sums = Sums {
+                begun: std::array::from_fn(|op| self.ops[op].begun.load(Relaxed)),
+                ended: std::array::from_fn(|op| self.ops[op].ended.load(Relaxed)),
+                begin_ns: self.begin_sum_ns.load(Relaxed),
+                end_ns: self.end_sum_ns.load(Relaxed),
+            };
+            fence(Ordering::Acquire);
+            if before & 1 == 0 && self.version.load(Relaxed) == before {
+                return sums;
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl OpCounters {
+    fn read(&self, begun: u64, ended: u64, in_flight: u64) -> OpReading {
+        let (sum_ns, max_ns) = (self.latency.sum_ns.load(Relaxed), self.latency.max_ns.load(Relaxed));
+        OpReading {
+            begun,
+            ended,
+            errors: self.errors.load(Relaxed),
+            bytes: self.bytes.load(Relaxed),
+            in_flight: in_flight as i64,
+            latency: Latency { sum_ns, max_ns, counts: self.latency.counts() },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ended(begun_ns: u64) -> Ended {
+        Ended { op: Op::Read, failed: false, begun_ns }
+    }
+
+    proptest! {
+        /// Little's law: when all have ended, the integral of the depth is the sum of the latencies.
+        #[test]
+        fn depth_and_latency_agree(mut steps in prop::collection::vec((0u64..1000, 1u64..1000), 1..40)) {
+            let counters = Counters::default();
+            steps.sort_unstable();
+            let begins = steps.iter().map(|(begin, _)| (*begin, None));
+            let mut events: Vec<_> = begins.chain(steps.iter().map(|(begin, len)| (begin + len, Some(*begin)))).collect();
+            events.sort_unstable();
+            for (now_ns, ends) in events {
+                match ends {
+                    None => counters.begin(Op::Read, 1, now_ns),
+                    Some(begun_ns) => counters.end(ended(begun_ns), now_ns),
+                }
+            }
+            let reading = counters.read(5000);
+            let reads = reading.op(Op::Read);
+            prop_assert_eq!(reading.depth_integral_ns, reads.latency.sum_ns);
+            prop_assert_eq!((reading.in_flight(), reads.ended), (0, steps.len() as u64));
+        }
+    }
+
+    #[test]
+    fn what_is_in_flight_counts_up_to_the_reading() {
+        let counters = Counters::default();
+        (0..3).for_each(|_| counters.begin(Op::Write, 512, 100));
+        let reading = counters.read(150);
+        assert_eq!((reading.in_flight(), reading.depth_integral_ns), (3, 150));
+        assert_eq!(reading.average_depth_since(&counters.read(100)), 3.0);
+    }
+
+    #[test]
+    fn nothing_is_in_flight_after_it_was_abandoned() {
+        let counters = Counters::default();
+        counters.begin(Op::Read, 512, 10);
+        counters.begin(Op::Flush, 0, 10);
+        counters.end(ended(10), 20);
+        counters.abandon(50);
+        let reading = counters.read(90);
+        assert_eq!((reading.in_flight(), reading.depth_integral_ns), (0, 10 + 40));
+        assert_eq!((reading.op(Op::Flush).ended, reading.op(Op::Flush).latency.count()), (1, 0));
+    }
+
+    #[test]
+    fn a_count_is_never_read_without_its_time() {
+        let counters = Counters::default();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for now_ns in 1 << 40..(1 << 40) + 200_000 {
+                    counters.begin(Op::Read, 1, now_ns);
+                    counters.end(ended(now_ns), now_ns);
+                }
+            });
+            for _ in 0..2000 {
+                // One request at most is in flight, for no time: a count without its time would add a whole 2^40.
+                let integral = counters.read((1 << 40) + 200_000).depth_integral_ns;
+                assert!(integral <= 200_000, "{integral}");
+            }
+        });
+    }
+}

@@ -1,0 +1,206 @@
+//! [`Meter`]: counters that several threads write, each its own.
+
+use std::cell::Cell;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use super::{Counters, Ended, Op, Reading, now_ns, turn_ns};
+use crate::Result;
+
+/// So many threads count without waiting for each other; more than any host has workers of one process.
+const THREADS: usize = 64;
+
+/// Counts the requests of one place, such as a disk or a store, on any thread. A request may end on another thread than
+/// the one on which it began.
+#[derive(Debug)]
+pub struct Meter {
+    /// By the number of the thread, made when the thread first counts here.
+    own: [OnceLock<Box<Counters>>; THREADS],
+    /// For threads beyond [`THREADS`].
+    common: Mutex<Counters>,
+}
+
+impl Default for Meter {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Meter {
+    /// A meter that has counted nothing.
+    pub fn new() -> Self {
+        Self { own: [const { OnceLock::new() }; THREADS], common: Mutex::default() }
+    }
+
+    /// Counts a request from its worker's turn on, until the result is ended.
+    #[inline]
+    pub fn begin(&self, op: Op, len_bytes: u64) -> InFlight<'_> {
+        let begun_ns = turn_ns();
+        self.here(|counters| counters.begin(op, len_bytes, begun_ns));
+        InFlight { meter: self, request: Ended { op, failed: true, begun_ns } }
+    }
+
+    /// Counts `work` as one request.
+    ///
+    /// # Errors
+    /// The work's own.
+    pub async fn measure<T>(&self, op: Op, len_bytes: u64, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let in_flight = self.begin(op, len_bytes);
+        let result = work.await;
+        in_flight.end(result.is_err());
+        result
+    }
+
+    /// What was counted up to now, on all threads.
+    pub fn read(&self) -> Reading {
+        let common = self.lock_common();
+        Counters::read_all(self.own.iter().filter_map(OnceLock::get).map(|counters| &**counters).chain([&*common]))
+    }
+
+    #[inline]
+    fn here(&self, count: impl FnOnce(&Counters)) {
+        match THREAD.try_with(Thread::number) {
+            Ok(Some(number)) => count(self.own[number].get_or_init(Box::default)),
+            _ => count(&self.lock_common()),
+        }
+    }
+
+    fn lock_common(&self) -> MutexGuard<'_, Counters> {
+        self.common.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A request in flight. One that is dropped without an end, by a panic, counts as failed.
+#[derive(Debug)]
+pub struct InFlight<'a> {
+    meter: &'a Meter,
+    request: Ended,
+}
+
+impl InFlight<'_> {
+    /// The request ends now.
+    #[inline]
+    pub fn end(mut self, failed: bool) {
+        self.request.failed = failed;
+    }
+}
+
+impl Drop for InFlight<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let now_ns = now_ns();
+        self.meter.here(|counters| counters.end(self.request, now_ns));
+    }
+}
+
+/// Numbers of threads that live, the lowest free one first. A number that was given back goes to another thread through
+/// this lock, which therefore sees all that the last one has counted.
+static TAKEN: Mutex<u64> = Mutex::new(0);
+
+thread_local!(static THREAD: Thread = const { Thread(Cell::new(Number::Unknown)) });
+
+/// This thread's number, given back when the thread ends.
+struct Thread(Cell<Number>);
+
+#[derive(Clone, Copy)]
+enum Number {
+    Unknown,
+    Own(usize),
+    /// All are taken.
+    Common,
+}
+
+impl Thread {
+    #[inline]
+    fn number(&self) -> Option<usize> {
+        match self.0.get() {
+            Number::Own(number) => Some(number),
+            Number::Common => None,
+            Number::Unknown => self.take(),
+        }
+    }
+
+    #[cold]
+    fn take(&self) -> Option<usize> {
+        let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = taken.trailing_ones() as usize;
+        let number = (number < THREADS).then_some(number);
+        if let Some(number) = number {
+            *taken |= 1 << number;
+        }
+        self.0.set(number.map_or(Number::Common, Number::Own));
+        number
+    }
+}
+
+impl Drop for Thread {
+    fn drop(&mut self) {
+        if let Number::Own(number) = self.0.get() {
+            *TAKEN.lock().unwrap_or_else(PoisonError::into_inner) &= !(1 << number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Error, ErrorKind};
+
+    #[test]
+    fn the_integral_is_the_sum_of_the_times_in_flight() {
+        let meter = Meter::new();
+        let long = meter.begin(Op::Read, 4096);
+        let short = meter.begin(Op::Write, 512);
+        let before = meter.read();
+        std::thread::sleep(std::time::Duration::from_millis(2));
+        short.end(false);
+        let middle = meter.read();
+        let writes = middle.op(Op::Write);
+        assert_eq!((middle.in_flight(), writes.ended, writes.bytes, writes.errors), (1, 1, 512, 0));
+        long.end(true);
+        let after = meter.read();
+        let depth = middle.average_depth_since(&before);
+        assert!((1.0..=2.0).contains(&depth), "{depth}");
+        assert_eq!(after.op(Op::Read).errors, 1);
+        // Nothing is in flight any more: the integral stands still.
+        assert_eq!(meter.read().depth_integral_ns, after.depth_integral_ns);
+        assert!(after.depth_integral_ns >= middle.depth_integral_ns);
+    }
+
+    #[test]
+    fn requests_may_end_on_another_thread() {
+        let meter = Meter::new();
+        let begun = meter.read();
+        let request = meter.begin(Op::Flush, 0);
+        std::thread::scope(|scope| scope.spawn(|| request.end(false)).join().unwrap());
+        let reading = meter.read();
+        assert_eq!((reading.in_flight(), reading.op(Op::Flush).ended), (0, 1));
+        assert!(reading.depth_integral_ns <= reading.at_ns - begun.at_ns);
+    }
+
+    #[test]
+    fn no_count_is_lost_with_more_threads_than_numbers() {
+        let meter = Meter::new();
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS + 20 {
+                scope.spawn(|| (0..100).for_each(|_| meter.begin(Op::Write, 2).end(false)));
+            }
+            (0..100).for_each(|_| meter.begin(Op::Write, 2).end(false));
+        });
+        let writes = meter.read().ops[Op::Write as usize].clone();
+        let requests = (THREADS as u64 + 21) * 100;
+        assert_eq!((writes.begun, writes.ended, writes.bytes), (requests, requests, 2 * requests));
+        assert_eq!(writes.latency.count(), requests);
+    }
+
+    #[test]
+    fn errors_are_counted_and_so_is_what_panics() {
+        let meter = Meter::new();
+        let mut work = Box::pin(meter.measure(Op::Discard, 8, async { Err::<(), _>(Error::new(ErrorKind::Io, "x")) }));
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        let polled = work.as_mut().poll(&mut context);
+        assert!(matches!(polled, std::task::Poll::Ready(Err(_))));
+        drop(meter.begin(Op::Discard, 8));
+        let discards = meter.read().ops[Op::Discard as usize].clone();
+        assert_eq!((discards.ended, discards.errors), (2, 2));
+    }
+}
