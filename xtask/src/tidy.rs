@@ -124,7 +124,8 @@ pub fn walk(root: &Path) -> Result<Vec<PathBuf>> {
                         folders.push(path);
                     }
                 }
-                Ok(kind) if kind.is_file() => {
+                // In a worktree of git's, `.git` is a file.
+                Ok(kind) if kind.is_file() && name_text != ".git" => {
                     found.insert(path);
                 }
                 _ => {}
