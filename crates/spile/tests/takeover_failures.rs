@@ -20,6 +20,7 @@ use rustix::fs::{FlockOperation, fcntl_lock};
 use spile::nbd_client::Client;
 use spile::serving::control::{self, Answer, Asked, Event, Link, Request};
 use spile::serving::fronts::{Listening, Role, key};
+use spile::serving::identity::{Exported, Identity};
 use spile::serving::takeover::{self, Estate, ask};
 use spile::uri::Address;
 use spile_lab::vhost::{Op, STATUS_OK};
@@ -44,7 +45,9 @@ fn take(dir: &Path) -> Estate {
         key(&Role::Nbd, None, Some(&unix("n"))),
         key(&Role::Control, None, Some(&unix("c"))),
     ];
-    ask(&dir.join("c"), keys.to_vec(), 16).unwrap().expect("a server is there")
+    let disk = Identity::of(&dir.join("d.raw").display().to_string().parse().unwrap(), None);
+    let exports = vec![Exported { name: String::new(), disk }];
+    ask(&dir.join("c"), keys.to_vec(), 16, exports).unwrap().expect("a server is there")
 }
 
 fn refused(dir: &Path, args: &[&str]) -> String {
@@ -70,8 +73,8 @@ fn who_could_not_go_on_with_everything_is_refused_before_anything_stops() {
     let cases: [(&[&str], &str); 8] = [
         (&["d.raw", "--vhost-user", "v"], "does not listen on nbd unix:"),
         (&["d.raw", "--nbd", "unix:n"], "does not listen on vhost-user \"\" ("),
-        (&["other.raw", "--vhost-user", "v", "--nbd", "unix:n"], "/d.raw) unix:"),
-        (&["d.raw,read-only", "--vhost-user", "v", "--nbd", "unix:n"], "/d.raw) unix:"),
+        (&["other.raw", "--vhost-user", "v", "--nbd", "unix:n"], "the successor asks for other.raw (raw, inode"),
+        (&["d.raw,read-only", "--vhost-user", "v", "--nbd", "unix:n"], "asks for d.raw (raw, read-only, inode"),
         (&["d.raw,name=x", "--vhost-user", "v,export=x", "--nbd", "unix:n"], "vhost-user \"\" ("),
         (&["d.raw", "--vhost-user", "v", "--nbd", "unix:n", "--queues", "15"], "--queues 15 and this server 16"),
         (&["d.raw", "--vhost-user", "v,export=y", "--nbd", "unix:n"], "the exports are \"\""),
@@ -84,6 +87,71 @@ fn who_could_not_go_on_with_everything_is_refused_before_anything_stops() {
     }
     load.goes_on(&served);
     assert_eq!(load.end(), 0);
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn another_disk_is_refused_where_only_nbd_clients_would_see_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for (disk, size) in [("d.raw", "16M"), ("other.raw", "32M"), ("e.raw", "16M")] {
+        ok(dir, &["create", disk, "--size", size]);
+    }
+    fs::hard_link(dir.join("d.raw"), dir.join("moved.raw")).unwrap();
+    let served = serve(dir, &["d.raw,name=x", "e.raw", "--nbd", "unix:n"]);
+    let mut client = Client::connect(&nbd(dir, "x")).unwrap();
+    client.write(0, &[1; 512], true).unwrap();
+    let cases: [(&[&str], &str); 5] = [
+        (&["other.raw,name=x", "e.raw"], "export \"\" is d.raw (raw, inode"),
+        (&["e.raw,name=x", "d.raw,name=e"], "the successor asks for e.raw (raw, inode"),
+        (&["d.raw,name=x,read-only", "e.raw"], "the successor asks for d.raw (raw, read-only, inode"),
+        (&["d.raw,name=x,format=vhd", "e.raw"], "the successor asks for d.raw (vhd, inode"),
+        (&["d.raw,name=x"], "export \"e\" is e.raw (raw, inode"),
+    ];
+    for (disks, says) in cases {
+        let said = refused(dir, &[disks, &["--nbd", "unix:n"]].concat());
+        assert!(said.contains("hands nothing over: ") && said.contains(says), "{disks:?}: {said}");
+        client.read(0, &mut [0; 512]).expect("NBD clients are still connected");
+    }
+    // Its path does not matter, and the client that is cut off is spoken of.
+    let mut served = served;
+    let new = serve(dir, &["moved.raw,name=x", "e.raw", "--nbd", "unix:n", "--takeover"]);
+    assert!(served.wait().success());
+    let said = rest_of_stderr(&mut served);
+    assert!(said.contains("cuts off 1 NBD client"), "{said}");
+    let mut bytes = [0; 512];
+    Client::connect(&nbd(dir, "x")).unwrap().read(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [1; 512]);
+    assert!(new.terminate().success());
+}
+
+/// What older builds ask: they do not say which disks they serve.
+#[test]
+fn an_older_successor_gets_what_its_sockets_tell_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "d.raw", "--size", "16M"]);
+    let served = serve(dir, &["d.raw", "--nbd", "unix:n"]);
+    let old_line = |sockets: &[String]| {
+        let sockets = serde_json::to_string(sockets).unwrap();
+        let stream = std::os::unix::net::UnixStream::connect(dir.join("c")).unwrap();
+        let line = format!("{{\"fds\":0,\"message\":{{\"take_over\":{{\"sockets\":{sockets},\"queues\":16}}}}}}\n");
+        (&stream).write_all(line.as_bytes()).unwrap();
+        let mut answer = String::new();
+        BufReader::new(&stream).read_line(&mut answer).unwrap();
+        answer
+    };
+    let dir_path = dir.canonicalize().unwrap();
+    let unix = |name: &str| Address::Unix(dir_path.join(name));
+    let control = key(&Role::Control, None, Some(&unix("c")));
+    let said = old_line(&[key(&Role::Nbd, None, Some(&unix("n"))), control.clone()]);
+    assert!(said.contains("does not say which disks"), "{said}");
+    assert!(served.terminate().success());
+    let served = serve(dir, &["d.raw", "--vhost-user", "v"]);
+    let disk = dir_path.join("d.raw").display().to_string();
+    let vhost = key(&Role::Vhost(String::new()), Some(&disk), Some(&unix("v")));
+    let said = old_line(&[vhost, control]);
+    assert!(said.contains("{\"socket\":"), "{said}");
     assert!(served.terminate().success());
 }
 

@@ -21,6 +21,7 @@ use crate::notify::notify;
 use crate::serving::control::{self, Answer, Asked, Event, Link, Request};
 use crate::serving::disks::{self, Open, Opening, find};
 use crate::serving::fronts::{self, Fronts, Listening, Options, Role, Socket, VhostSpec};
+use crate::serving::identity::Exported;
 use crate::serving::takeover::{self, Estate};
 use crate::signals::EndSignals;
 use crate::units::parse_duration;
@@ -46,7 +47,8 @@ const REOPEN_ATTEMPTS: u32 = 60;
 ///
 /// A guest whose server is killed waits, and goes on with the next server on the same socket as if nothing had been
 /// (QEMU: reconnect-ms). With --takeover the next server takes all from a running one, and guests are not even
-/// disconnected.
+/// disconnected. NBD clients are: a takeover cuts them off when their requests are answered, and they have to connect
+/// again to the same socket.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     /// What to serve
@@ -75,7 +77,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
     /// Take disks, sockets and guests over from the server that listens on the --control socket; start afresh if there is
-    /// none. It must be given the same disks, and at least the sockets and queues that that server has
+    /// none. It must be given the same disks (the same files and formats, whatever their paths are), and at least the
+    /// sockets and queues that that server has. NBD clients are cut off and have to connect again
     #[arg(long, requires = "control")]
     takeover: bool,
     /// The way to the disks' bytes: past the page cache (O_DIRECT) or through it
@@ -126,7 +129,7 @@ pub fn run(args: &ServeArgs) -> Result<Exit> {
     let options = Options { nbd: nbd_config(args), queues: args.queues, pins_memory: args.pin_memory };
     let fronts = Fronts::of_nothing(&engine, &options)?;
     // What can be found out is, before the running server is asked to stop.
-    let mut estate = estate(args, &places, &passed)?;
+    let mut estate = estate(args, &opening, &places, &passed)?;
     let sockets = sockets(places, passed, estate.as_mut())?;
     let mut serving = Serving { opening, options, engine, fronts, disks: Vec::new(), listening: Vec::new() };
     let served = serving.run(sockets, estate, signals);
@@ -238,13 +241,15 @@ impl Serving {
         while let Ok(Event::Asked(mut asked)) = events.recv() {
             let done = match &asked.request {
                 Request::Resize { export, size_bytes } => self.resize(export, *size_bytes),
-                Request::TakeOver { sockets, queues } => match self.prepare(sockets, *queues) {
-                    Ok(nothing) => match self.hand_over(nothing, roles, &mut asked.link)? {
-                        None => return Ok(Fate::Succeeded(asked)),
-                        Some(failure) => Err(failure),
-                    },
-                    Err(refusal) => Err(refusal),
-                },
+                Request::TakeOver { sockets, queues, disks } => {
+                    match self.prepare(sockets, *queues, disks.as_deref()) {
+                        Ok(nothing) => match self.hand_over(nothing, roles, &mut asked.link)? {
+                            None => return Ok(Fate::Succeeded(asked)),
+                            Some(failure) => Err(failure),
+                        },
+                        Err(refusal) => Err(refusal),
+                    }
+                }
             };
             asked.answer(&done);
         }
@@ -259,9 +264,10 @@ impl Serving {
         Ok(())
     }
 
-    /// Finds out whether a successor with these sockets and queues can go on with what we have, and whether we can when
-    /// it fails. Returns what is in our servers' place while they are handed over.
-    fn prepare(&self, its_sockets: &[String], its_queues: u16) -> Result<Fronts> {
+    /// Finds out whether a successor with these sockets, queues and disks can go on with what we have, and whether we can
+    /// when it fails. Returns what is in our servers' place while they are handed over.
+    fn prepare(&self, its_sockets: &[String], its_queues: u16, its_disks: Option<&[Exported]>) -> Result<Fronts> {
+        takeover::compare_disks(&disks::exported(&self.disks), &self.listening, its_disks)?;
         takeover::compare(&self.listening, self.options.queues, its_sockets, its_queues)?;
         if !self.opening.is_lasting() {
             return Err(Error::new(ErrorKind::Unsupported, "a disk in memory (mem:) would be empty"));
@@ -274,7 +280,14 @@ impl Serving {
 
     /// Gives everything to the process at the other end. When that fails, goes on as before and returns why.
     fn hand_over(&mut self, nothing: Fronts, roles: &[Role], link: &mut Link) -> Result<Option<Error>> {
-        let connections = std::mem::replace(&mut self.fronts, nothing).hand_over();
+        let fronts = std::mem::replace(&mut self.fronts, nothing);
+        let clients = fronts.nbd_connections();
+        if clients > 0 {
+            complain(format_args!(
+                "a takeover cuts off {clients} NBD client(s): they have to connect again (guests on vhost-user go on)"
+            ));
+        }
+        let connections = fronts.hand_over();
         if let Err(error) = self.close() {
             // What a guest believes to be durable may not be. It must not go on as if nothing had been.
             let _ = link.send(&Answer::Error(format!("a disk could not be closed: {error}")), &[]);
@@ -387,14 +400,14 @@ fn passed() -> Result<Vec<Socket>> {
 }
 
 /// All that a running server gives, if we are to ask one.
-fn estate(args: &ServeArgs, places: &[Place], passed: &[Socket]) -> Result<Option<Estate>> {
+fn estate(args: &ServeArgs, opening: &Opening, places: &[Place], passed: &[Socket]) -> Result<Option<Estate>> {
     if passed.is_empty() && places.iter().all(|place| place.role == Role::Control) {
         return Err(Error::new(ErrorKind::InvalidInput, "there is nowhere to listen")
             .hint("say --vhost-user PATH, --nbd unix:PATH or --nbd tcp:HOST:PORT"));
     }
     let Some(control) = args.control.as_ref().filter(|_| args.takeover) else { return Ok(None) };
     let keys = places.iter().map(|place| &place.key).chain(passed.iter().map(|socket| &socket.key));
-    takeover::ask(control, keys.cloned().collect(), args.queues)
+    takeover::ask(control, keys.cloned().collect(), args.queues, opening.exported())
 }
 
 /// The sockets to listen on: those passed by systemd, those taken over, and new ones for the rest.

@@ -24,12 +24,17 @@ use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_front_vhost::ConnectionState;
 
+use super::identity::Exported;
+
 /// The most descriptors beside one line (the kernel takes 253).
 pub const MAX_FDS: usize = 200;
 /// The longest line in bytes: a connection with all the memory regions and queues there can be is shorter.
 const MAX_LINE_BYTES: usize = 1 << 20;
 /// How long the other side may take to speak.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What a server answers to a line that it does not know.
+pub const NOT_UNDERSTOOD: &str = "a line on the control socket is not understood";
 
 /// What is asked of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,6 +53,9 @@ pub enum Request {
         sockets: Vec<String>,
         /// Queues that its guests may use.
         queues: u16,
+        /// The disks that it will serve. Older builds do not say them, and do not understand them.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disks: Option<Vec<Exported>>,
     },
 }
 
@@ -158,9 +166,8 @@ impl Link {
             }
         };
         let line: Vec<u8> = self.bytes.drain(..=end).collect();
-        let line: Line<T> = serde_json::from_slice(&line).map_err(|e| {
-            Error::new(ErrorKind::Protocol, "a line on the control socket is not understood").caused_by(e)
-        })?;
+        let line: Line<T> =
+            serde_json::from_slice(&line).map_err(|e| Error::new(ErrorKind::Protocol, NOT_UNDERSTOOD).caused_by(e))?;
         if line.fds > self.fds.len() {
             return Err(Error::new(ErrorKind::Protocol, "descriptors are missing on the control socket"));
         }

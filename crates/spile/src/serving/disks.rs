@@ -7,6 +7,7 @@ use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::{AnyStore, CacheMode, Engine};
 use spile_image::{Aligned, Chain, Format, OpenOptions};
 
+use super::identity::{Exported, Identity};
 use crate::cli::complain;
 use crate::disks::{self, DiskSpec, Source};
 
@@ -31,6 +32,20 @@ pub struct Open {
     pub kind: String,
     /// Refuse writes.
     pub read_only: bool,
+    /// Which disk it is, as found when it was opened.
+    pub identity: Identity,
+}
+
+impl Open {
+    /// Each of its exports.
+    fn exported(&self) -> impl Iterator<Item = Exported> {
+        self.names.iter().map(|name| Exported { name: name.clone(), disk: self.identity.clone() })
+    }
+}
+
+/// Every export of `disks` with the disk behind it.
+pub fn exported(disks: &[Open]) -> Vec<Exported> {
+    disks.iter().flat_map(Open::exported).collect()
 }
 
 /// What is to be opened, and how.
@@ -62,6 +77,15 @@ impl Opening {
         Ok(if spec.read_only { format!("{path}, read-only") } else { path })
     }
 
+    /// Every export with the disk behind it, as the disks' paths are now.
+    pub fn exported(&self) -> Vec<Exported> {
+        let each = |(spec, names): (&DiskSpec, Vec<String>)| {
+            let disk = Identity::of(spec, self.format);
+            names.into_iter().map(move |name| Exported { name, disk: disk.clone() })
+        };
+        self.specs.iter().zip(export_names(&self.specs)).flat_map(each).collect()
+    }
+
     /// True when all that is written stays when the disks are closed.
     pub fn is_lasting(&self) -> bool {
         !self.specs.iter().any(|spec| matches!(spec.source, Source::Mem(_)))
@@ -90,6 +114,7 @@ impl Opening {
                 label: spec.source.label(),
                 kind,
                 read_only: spec.read_only,
+                identity: Identity::of(spec, self.format),
             });
         }
         Ok(())

@@ -229,6 +229,11 @@ impl Fronts {
         all
     }
 
+    /// How many NBD clients are connected.
+    pub fn nbd_connections(&self) -> usize {
+        self.nbd.connections()
+    }
+
     /// Goes on with a guest's connection.
     ///
     /// # Errors

@@ -6,4 +6,5 @@
 pub mod control;
 pub mod disks;
 pub mod fronts;
+pub mod identity;
 pub mod takeover;

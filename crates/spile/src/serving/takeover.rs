@@ -22,8 +22,9 @@ use std::time::Duration;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_front_vhost::Handover;
 
-use super::control::{Answer, Link, MAX_FDS, Request, unexpected};
-use super::fronts::Listening;
+use super::control::{Answer, Link, MAX_FDS, NOT_UNDERSTOOD, Request, unexpected};
+use super::fronts::{Listening, Role};
+use super::identity::{self, Exported};
 
 /// What a server has that its successor goes on with.
 pub struct Estate {
@@ -65,11 +66,22 @@ const PATIENCE: Duration = Duration::from_secs(120);
 ///
 /// # Errors
 /// When it refuses, or breaks off.
-pub fn ask(control: &Path, sockets: Vec<String>, queues: u16) -> Result<Option<Estate>> {
+pub fn ask(control: &Path, sockets: Vec<String>, queues: u16, disks: Vec<Exported>) -> Result<Option<Estate>> {
+    let request = Request::TakeOver { sockets: sockets.clone(), queues, disks: Some(disks) };
+    match ask_once(control, &request) {
+        // A build that knows no identities of disks. It compares what its guests' sockets serve, as ever.
+        Err(error) if error.kind() == ErrorKind::Busy && error.to_string().contains(NOT_UNDERSTOOD) => {
+            ask_once(control, &Request::TakeOver { sockets, queues, disks: None })
+        }
+        asked => asked,
+    }
+}
+
+fn ask_once(control: &Path, request: &Request) -> Result<Option<Estate>> {
     let Some(mut link) = Link::connect(control)? else { return Ok(None) };
     link.set_patience(PATIENCE);
-    // Whoever does not listen to us says so before it hangs up.
-    let _ = link.send(&Request::TakeOver { sockets, queues }, &[]);
+    // A server that refuses to listen to us says so before it hangs up.
+    let _ = link.send(request, &[]);
     receive(link).map(Some).at_path(control)
 }
 
@@ -127,6 +139,20 @@ pub fn compare(listening: &[Listening], queues: u16, its_sockets: &[String], its
         return refuse(format!("the successor has --queues {its_queues} and this server {queues}"));
     }
     Ok(())
+}
+
+/// Refuses a successor that would serve other disks than `ours` under the same names. An older build does not say which
+/// disks it serves: for guests the keys of their sockets tell, for NBD clients nothing does.
+///
+/// # Errors
+/// `InvalidInput` with the disk that is served and the one that was asked for.
+pub fn compare_disks(ours: &[Exported], listening: &[Listening], theirs: Option<&[Exported]>) -> Result<()> {
+    match theirs {
+        Some(theirs) => identity::compare(ours, theirs),
+        None if listening.iter().all(|socket| socket.role != Role::Nbd) => Ok(()),
+        None => Err(Error::new(ErrorKind::InvalidInput, "the successor does not say which disks it would serve")
+            .hint("it is an older build: end this server, then start that one")),
+    }
 }
 
 /// Gives shares of everything to the successor.

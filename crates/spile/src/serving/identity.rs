@@ -1,0 +1,145 @@
+//! What tells one disk from every other, so that a successor never serves other bytes under the names of a running server.
+//!
+//! A disk's path is no part of it: a file may be renamed while it is served, and another file may be put in its place.
+
+use std::fmt;
+use std::fs::Metadata;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use spile_core::{Error, ErrorKind, Result};
+use spile_image::Format;
+
+use crate::disks::{DiskSpec, Source};
+
+/// Where a disk's bytes are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Place {
+    /// A file.
+    File {
+        /// The file system's device number.
+        device: u64,
+        /// The number of the file in it.
+        inode: u64,
+    },
+    /// A block device, by its own device number.
+    BlockDevice(u64),
+    /// Something that is no file, as it was typed: `null:1048576`.
+    Locator(String),
+    /// A file that cannot be looked at.
+    Missing,
+}
+
+/// What a disk is, whatever it is called.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// Where its bytes are.
+    pub place: Place,
+    /// The format that its bytes are read as.
+    pub format: String,
+    /// Writes are refused.
+    pub read_only: bool,
+    /// For messages: its path, or what was typed. Two identities with other labels may be the same.
+    pub label: String,
+}
+
+impl Identity {
+    /// The identity of what `spec` names now; `format` is for a disk that says none itself.
+    pub fn of(spec: &DiskSpec, format: Option<Format>) -> Self {
+        let format = spec.format.or(format);
+        let (place, format) = match &spec.source {
+            Source::File(path) => (place_of(path), format.or_else(|| Format::from_extension(path))),
+            Source::Null(size) => (Place::Locator(format!("null:{size}")), Some(Format::Raw)),
+            Source::Mem(size) => (Place::Locator(format!("mem:{size}")), Some(Format::Raw)),
+        };
+        let format = format.map_or_else(|| "unknown".to_owned(), |format| format.to_string());
+        Self { place, format, read_only: spec.read_only, label: spec.source.label() }
+    }
+
+    /// True when both are the same disk, read in the same way.
+    pub fn is_same(&self, other: &Self) -> bool {
+        (&self.place, &self.format, self.read_only) == (&other.place, &other.format, other.read_only)
+            && self.place != Place::Missing
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let read_only = if self.read_only { ", read-only" } else { "" };
+        write!(f, "{} ({}{read_only}", self.label, self.format)?;
+        match &self.place {
+            Place::File { device, inode } => write!(f, ", inode {inode} on device {device})"),
+            Place::BlockDevice(number) => write!(f, ", block device {number})"),
+            Place::Locator(text) => write!(f, ", {text})"),
+            Place::Missing => write!(f, ", not found)"),
+        }
+    }
+}
+
+fn place_of(path: &Path) -> Place {
+    let place = |meta: Metadata| match meta.file_type().is_block_device() {
+        true => Place::BlockDevice(meta.rdev()),
+        false => Place::File { device: meta.dev(), inode: meta.ino() },
+    };
+    std::fs::metadata(path).map_or(Place::Missing, place)
+}
+
+/// A disk under the name that NBD clients and vhost-user sockets know it by.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exported {
+    /// The export's name; empty for the default export.
+    pub name: String,
+    /// Which disk that is.
+    pub disk: Identity,
+}
+
+/// Refuses a successor that would serve another disk, or none, under one of our names.
+///
+/// # Errors
+/// `InvalidInput` with the disk that is served and the one that was asked for.
+pub fn compare(ours: &[Exported], theirs: &[Exported]) -> Result<()> {
+    let refuse = |what| Err(Error::new(ErrorKind::InvalidInput, what).hint("serve with the same disks as before"));
+    for Exported { name, disk } in ours {
+        match theirs.iter().find(|other| other.name == *name) {
+            None => return refuse(format!("export {name:?} is {disk}, and the successor has no such export")),
+            Some(other) if !disk.is_same(&other.disk) => {
+                return refuse(format!("export {name:?} is {disk}, and the successor asks for {}", other.disk));
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identity(spec: &str) -> Identity {
+        Identity::of(&spec.parse().unwrap(), None)
+    }
+
+    #[test]
+    fn a_disk_is_its_file_and_not_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let of = |name: &str| identity(&path(name).display().to_string());
+        std::fs::write(path("a.raw"), [0; 512]).unwrap();
+        std::fs::write(path("b.raw"), [0; 512]).unwrap();
+        std::fs::hard_link(path("a.raw"), path("c.raw")).unwrap();
+        std::os::unix::fs::symlink(path("a.raw"), path("d.raw")).unwrap();
+        let a = of("a.raw");
+        assert!(a.is_same(&of("c.raw")) && a.is_same(&of("d.raw")));
+        assert!(!a.is_same(&of("b.raw")));
+        assert!(!a.is_same(&of("a.raw,read-only")) && !a.is_same(&of("a.raw,format=vhd")));
+        // Another file under the same name is another disk.
+        std::fs::rename(path("b.raw"), path("a.raw")).unwrap();
+        assert!(!a.is_same(&of("a.raw")) && a.is_same(&of("c.raw")));
+        assert!(!of("gone.raw").is_same(&of("gone.raw")));
+        assert!(identity("null:1M").is_same(&identity("null:1024k")));
+        assert!(!identity("null:1M").is_same(&identity("null:2M")));
+        assert!(!identity("null:1M").is_same(&identity("mem:1M")));
+    }
+}
