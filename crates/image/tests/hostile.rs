@@ -9,7 +9,7 @@ use spile_core::{Disk, ErrorKind, Extent};
 use spile_image::vhd::codec::batmap::BatmapHeader;
 use spile_image::vhd::codec::footer::{DiskType, Footer};
 use spile_image::vhd::codec::locator::{Locator, Platform, encode};
-use spile_image::{Format, MAX_CHAIN_LAYERS, OpenOptions, vhd};
+use spile_image::{Format, MAX_CHAIN_LAYERS, OpenOptions};
 use support::*;
 
 const MIB: u64 = 1 << 20;
@@ -696,22 +696,7 @@ mod noise {
     }
 }
 
-// Ends that a killed process leaves, and disks that no one can read.
-
-#[test]
-fn a_short_last_block_is_refused_and_mended_where_no_footer_is_behind_it() {
-    let (world, file) = sample();
-    let last = (0..3).map(|block| entry(&file, block)).filter(|&sector| sector != u32::MAX).max().unwrap();
-    let kept = file.bytes(u64::from(last) * 512 + 512, 4096);
-    file.set_len(u64::from(last) * 512 + 512 + 4096);
-    corrupt(&world, "past the end");
-    let report = block_on(vhd::repair(&world.files.store(A), &*world.env)).unwrap();
-    assert!(report.findings.iter().any(|found| found.message.contains("past the end") && found.can_repair));
-    let after = block_on(vhd::check(&world.files.store(A), &*world.env)).unwrap();
-    assert_eq!(after.worst(), None, "{:?}", after.findings);
-    drop(world.open(A));
-    assert_eq!(file.bytes(u64::from(last) * 512 + 512, 4096), kept);
-}
+// Disks that no one can read.
 
 #[test]
 fn an_encrypted_disk_is_refused() {

@@ -114,22 +114,48 @@ fn check_finds_and_mends() {
     ok(dir, &["convert", "a.raw", "a.vhd"]);
     assert_eq!(json(dir, &["check", "a.vhd"])["result"], "sound");
     assert_eq!(json(dir, &["check", "a.raw"])["result"], "sound");
-    // One BAT entry points past the end of the file: corruption that repair drops.
+    // The trailing footer is gone, as after a kill.
     let vhd = dir.join("a.vhd");
-    let mut bytes = fs::read(&vhd).unwrap();
-    bytes[1536..1540].copy_from_slice(&0x00ff_0000u32.to_be_bytes());
-    fs::write(&vhd, bytes).unwrap();
-    let output = run(dir, &["check", "a.vhd", "--json"]);
-    assert_eq!(output.status.code(), Some(3));
-    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(
-        (found["result"].as_str(), found["findings"][0]["severity"].as_str()),
-        (Some("corrupt"), Some("corruption"))
-    );
-    let output = run(dir, &["check", "a.vhd", "--repair", "--json"]);
-    let mended: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_ne!(mended["result"], "corrupt", "{mended}");
+    let whole = fs::read(&vhd).unwrap();
+    fs::write(&vhd, &whole[..whole.len() - 512]).unwrap();
+    assert_eq!(json(dir, &["check", "a.vhd"])["findings"][0]["severity"], "note");
+    let mended = json(dir, &["check", "a.vhd", "--repair"]);
+    assert_eq!((mended["result"].as_str(), mended["findings"].as_array().unwrap().len()), (Some("sound"), 0));
     assert!(!mended["repaired"].as_array().unwrap().is_empty(), "{mended}");
+    assert!(fs::read(&vhd).unwrap() == whole);
+}
+
+#[test]
+fn an_unfinished_copy_is_left_to_be_completed() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), pattern()).unwrap();
+    ok(dir, &["convert", "a.raw", "a.vhd"]);
+    let whole = fs::read(dir.join("a.vhd")).unwrap();
+    let copy = dir.join("copy.vhd");
+    for len in [whole.len() - 513, whole.len() - (1 << 20), whole.len() / 2] {
+        fs::write(&copy, &whole[..len]).unwrap();
+        for args in [&["check", "copy.vhd", "--json"][..], &["check", "copy.vhd", "--repair", "--json"]] {
+            let output = run(dir, args);
+            assert_eq!(output.status.code(), Some(3), "{len} bytes");
+            let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!(told["result"], "corrupt", "{told}");
+            assert_eq!(told["missing_bytes"], whole.len() - len, "{told}");
+            assert_eq!(told["findings"][1]["can_discard_lost"], true, "{told}");
+        }
+        let output = run(dir, &["check", "copy.vhd", "--repair"]);
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.contains("cut short") && text.contains("--discard-lost"), "{text}");
+        assert!(fs::read(&copy).unwrap() == whole[..len], "check changed the file");
+        fs::write(&copy, &whole).unwrap();
+        ok(dir, &["compare", "a.raw", "copy.vhd"]);
+    }
+    fs::write(&copy, &whole[..whole.len() / 2]).unwrap();
+    fails(dir, 2, &["check", "copy.vhd", "--discard-lost"]);
+    let mended = json(dir, &["check", "copy.vhd", "--repair", "--discard-lost"]);
+    assert_eq!((mended["result"].as_str(), mended["missing_bytes"].as_u64()), (Some("sound"), Some(0)));
+    fs::write(dir.join("odd.raw"), [1; 1000]).unwrap();
+    assert_eq!(json(dir, &["check", "odd.raw"])["findings"][0]["severity"], "note");
 }
 
 #[test]

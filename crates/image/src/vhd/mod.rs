@@ -37,7 +37,7 @@ mod journal;
 mod open;
 mod write;
 
-pub use check::{Finding, Report, Severity, check, repair};
+pub use check::{Finding, Lost, Mend, Report, Severity, check, repair};
 pub use create::{CreateParams, ParentRef, create};
 pub(crate) use open::{Opened, open};
 pub(crate) use write::BlockPart;

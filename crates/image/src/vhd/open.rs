@@ -64,10 +64,10 @@ async fn open_inner<S: Store>(store: S, env: &Arc<dyn Env>, read_only: bool, bud
         && layout.size_bytes.is_multiple_of(u64::from(store.info().offset_align_bytes));
     let owner = Owner { boot_id: env.boot_id(), image_uuid: footer.uuid };
     let generation = env.random_16()[..8].iter().fold(0, |sum, &byte| sum << 8 | u64::from(byte));
-    let next_free = next_free(&store, &layout, &sectors, found.has_trailing);
+    let next_free = next_free(&store, &layout, &sectors, found.trailing_bytes);
     // In another's file, something may lie behind the blocks that only its maker knows.
     let keep_end = if layout.journal.is_some() { 0 } else { next_free };
-    let footers = FooterState { copy_is_bad: found.copy_error.is_some(), trailing_is_gone: !found.has_trailing };
+    let footers = FooterState { copy_is_bad: found.copy_error.is_some(), trailing_is_gone: found.trailing_bytes == 0 };
     let gaps = if read_only { Vec::new() } else { gaps(&layout, &sectors) };
     let sparse = Sparse {
         alloc: Alloc::new(next_free, gaps, keep_end, footers),
@@ -110,10 +110,17 @@ impl<S: Store> Sparse<S> {
 
 pub(super) struct Footers {
     pub footer: Footer,
-    pub has_trailing: bool,
+    /// Bytes of the footer at the end: 512, 511 as Virtual PC before 2004 wrote it, or 0 where there is none.
+    pub trailing_bytes: u64,
     /// What is wrong with either of them, for `check`.
     pub trailing_error: Option<Error>,
     pub copy_error: Option<Error>,
+}
+
+impl Footers {
+    pub(super) fn has_trailing(&self) -> bool {
+        self.trailing_bytes > 0
+    }
 }
 
 /// The trailing footer; where it is bad, the copy at the start.
@@ -122,29 +129,32 @@ pub(super) async fn read_footers<S: Store>(store: &S) -> Result<Footers> {
     if len < SECTOR {
         return Err(corrupt("the file is shorter than a VHD footer (512 bytes)"));
     }
-    let trailing = read_footer_at(store, len - SECTOR, SECTOR).await;
-    let trailing = match trailing {
-        // Virtual PC before 2004 wrote footers of 511 bytes.
-        Err(_) if len % SECTOR == 511 => read_footer_at(store, len - 511, 511).await,
-        other => other,
-    };
+    let mut trailing_bytes = SECTOR;
+    let mut trailing = read_footer_at(store, len - SECTOR, SECTOR).await;
+    if trailing.is_err() && len % SECTOR == SECTOR - 1 {
+        trailing_bytes = SECTOR - 1;
+        trailing = read_footer_at(store, len - trailing_bytes, trailing_bytes).await;
+    }
     let copy = read_footer_at(store, 0, SECTOR).await;
-    match (trailing, copy) {
-        (Ok(footer), copy) if footer.disk_type == DiskType::Fixed => {
-            Ok(Footers { footer, has_trailing: true, trailing_error: None, copy_error: copy.err() })
-        }
+    let (footer, trailing_error, copy_error) = match (trailing, copy) {
+        (Ok(footer), copy) if footer.disk_type == DiskType::Fixed => (footer, None, copy.err()),
         (Ok(footer), Ok(copy)) => {
             check_agreement(&footer, &copy)?;
-            Ok(Footers { footer, has_trailing: true, trailing_error: None, copy_error: None })
+            (footer, None, None)
         }
-        (Ok(footer), Err(error)) => {
-            Ok(Footers { footer, has_trailing: true, trailing_error: None, copy_error: Some(error) })
-        }
+        (Ok(footer), Err(error)) => (footer, None, Some(error)),
         (Err(error), Ok(footer)) if footer.disk_type != DiskType::Fixed => {
-            Ok(Footers { footer, has_trailing: false, trailing_error: Some(error), copy_error: None })
+            trailing_bytes = 0;
+            (footer, Some(error), None)
         }
-        (Err(error), _) => Err(error.hint("neither a footer at the end nor a copy of it at the start can be used")),
-    }
+        (Err(error), _) => {
+            return Err(error.hint(
+                "neither a footer at the end nor a copy of it at the start can be used: \
+                 this is no VHD, or a fixed one whose end is cut off",
+            ));
+        }
+    };
+    Ok(Footers { footer, trailing_bytes, trailing_error, copy_error })
 }
 
 async fn read_footer_at<S: Store>(store: &S, offset: u64, len: u64) -> Result<Footer> {
@@ -163,7 +173,8 @@ fn check_agreement(trailing: &Footer, copy: &Footer) -> Result<()> {
     }
 }
 
-fn check_size(footer: &Footer, file_bytes: u64) -> Result<()> {
+/// Refuses a virtual size that the format or, for a fixed disk, the file does not allow.
+pub(super) fn check_size(footer: &Footer, file_bytes: u64) -> Result<()> {
     let size = footer.virtual_size_bytes();
     if size == 0 || !size.is_multiple_of(SECTOR) {
         return Err(corrupt(format!("the virtual size {size} is not a positive multiple of 512")));
@@ -175,7 +186,9 @@ fn check_size(footer: &Footer, file_bytes: u64) -> Result<()> {
         ));
     }
     if footer.disk_type == DiskType::Fixed && size > file_bytes.saturating_sub(511) {
-        return Err(corrupt(format!("the fixed disk of {size} bytes does not fit its file of {file_bytes} bytes")));
+        return Err(corrupt(format!(
+            "the fixed disk of {size} bytes does not fit its file of {file_bytes} bytes, which is cut short"
+        )));
     }
     Ok(())
 }
@@ -183,7 +196,7 @@ fn check_size(footer: &Footer, file_bytes: u64) -> Result<()> {
 pub(super) async fn read_header<S: Store>(store: &S, footer: &Footer) -> Result<Header> {
     let offset = footer.data_offset.ok_or_else(|| corrupt("a sparse disk's footer points at no header"))?;
     if offset > store.len_bytes().saturating_sub(Header::LEN as u64) {
-        return Err(corrupt("the header lies past the end of the file").at_offset(offset));
+        return Err(corrupt("the header lies past the end of the file, which is cut short").at_offset(offset));
     }
     let bytes = Segments::zeroed(Header::LEN);
     store.read_at(StoreOffset(offset), &bytes, Via::Cached).await?;
@@ -210,7 +223,9 @@ pub(super) async fn lay_out<S: Store>(
     let file_bytes = store.len_bytes();
     let bat_end = header.bat_offset_bytes.checked_add(bytes_len(header.max_entries)).filter(|&end| end <= file_bytes);
     let Some(bat_end) = bat_end else {
-        return Err(corrupt("the BAT goes past the end of the file").at_offset(header.bat_offset_bytes));
+        return Err(
+            corrupt("the BAT goes past the end of the file, which is cut short").at_offset(header.bat_offset_bytes)
+        );
     };
     let header_range = footer.data_offset.unwrap_or(0)..footer.data_offset.unwrap_or(0) + Header::LEN as u64;
     let bat_range = header.bat_offset_bytes..bat_end;
@@ -340,9 +355,9 @@ fn check_blocks<S: Store>(store: &S, layout: &Layout, sectors: &[u32]) -> Result
         return Err(corrupt("two blocks overlap").at_offset(start(pair[1])));
     }
     if let Some(&last) = sectors.last().filter(|&&last| start(last) + span > store.len_bytes()) {
-        return Err(corrupt("a block goes past the end of the file").at_offset(start(last)).hint(
-            "`spile check` tells whether the file is cut short, and with --repair mends what a killed process left",
-        ));
+        let message = "a block goes past the end of the file, which is cut short";
+        let hint = "complete the copy if it is one that was not finished; `spile check` says how much is missing";
+        return Err(corrupt(message).at_offset(start(last)).hint(hint));
     }
     for range in &layout.metadata {
         let at = sectors.partition_point(|&sector| start(sector) + span <= range.start);
@@ -354,12 +369,12 @@ fn check_blocks<S: Store>(store: &S, layout: &Layout, sectors: &[u32]) -> Result
 }
 
 /// Where new blocks may go. In a file of ours, behind the last block; in another's, behind all it has but the footer.
-fn next_free<S: Store>(store: &S, layout: &Layout, sectors: &[u32], has_trailing: bool) -> u64 {
+fn next_free<S: Store>(store: &S, layout: &Layout, sectors: &[u32], trailing_bytes: u64) -> u64 {
     let used_end = sectors.last().map_or(0, |&last| layout.block_end(last)).max(layout.metadata_end);
     if layout.journal.is_some() || !store.info().grows_zeroed {
         return used_end;
     }
-    used_end.max(store.len_bytes() - if has_trailing { SECTOR } else { 0 })
+    used_end.max(store.len_bytes() - trailing_bytes)
 }
 
 /// Runs between blocks, or between metadata and the first block, that could hold a block. Only in files of ours:

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Error, ErrorKind, Files, OpenMode, Result};
+use spile_core::{Disk, Error, ErrorKind, Files, OpenMode, Result, SECTOR_BYTES};
 use spile_engine::{CacheMode, OsEnv, OsFiles};
-use spile_image::vhd::{self, Report, Severity};
+use spile_image::vhd::{self, Lost, Mend, Report, Severity};
 use spile_image::{Format, OpenOptions};
 
 use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
@@ -17,7 +17,8 @@ use crate::units::format_size;
 ///
 /// The disk must not be served meanwhile. A raw disk has no metadata: it is only opened. Parents are opened, so that a
 /// missing or exchanged one is found, but only the disk itself is checked through. Exit code 0: sound; 3: corruption
-/// found; 4: only leaked space found. With --repair, the exit code tells the state after the repair.
+/// found, or the file is cut short; 4: only leaked space found. With --repair, the exit code tells the state after the
+/// repair. A repair never gives up data: a file that is cut short, such as an unfinished copy, is left as it is.
 #[derive(Debug, Args)]
 pub struct CheckArgs {
     /// The disk
@@ -27,6 +28,10 @@ pub struct CheckArgs {
     /// Mend what can be mended without guessing
     #[arg(long)]
     repair: bool,
+    /// Also free blocks whose data are missing because the file is cut short. They then read as zeroes, or as the
+    /// parent, and completing the copy no longer brings them back
+    #[arg(long, requires = "repair")]
+    discard_lost: bool,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -41,6 +46,7 @@ struct Checked {
     total_blocks: u64,
     allocated_blocks: u64,
     leaked_bytes: u64,
+    missing_bytes: u64,
     /// What is wrong now.
     findings: Vec<Finding>,
     /// What was wrong before --repair.
@@ -53,6 +59,7 @@ struct Finding {
     message: String,
     offset_bytes: Option<u64>,
     can_repair: bool,
+    can_discard_lost: bool,
 }
 
 /// Runs `spile check`.
@@ -61,7 +68,9 @@ struct Finding {
 /// When the file cannot be opened or read, or is in use.
 pub fn run(args: &CheckArgs) -> Result<Exit> {
     let format = Format::of(&args.disk, args.open.format)?;
-    let (path, repair, options) = (args.disk.clone(), args.repair, args.open.read_only());
+    let (path, options) = (args.disk.clone(), args.open.read_only());
+    let lost = if args.discard_lost { Lost::Discard } else { Lost::Keep };
+    let repair = args.repair.then_some(lost);
     let outcome = on_engine(move || async move { check(path, format, repair, &options).await });
     let (report, first) = match outcome {
         Ok(reports) => reports,
@@ -78,17 +87,17 @@ pub fn run(args: &CheckArgs) -> Result<Exit> {
 }
 
 /// Returns the report of the present state, and the one from before the repair.
-async fn check(path: PathBuf, format: Format, repair: bool, options: &OpenOptions) -> Result<(Report, Report)> {
+async fn check(path: PathBuf, format: Format, repair: Option<Lost>, options: &OpenOptions) -> Result<(Report, Report)> {
     if format == Format::Raw {
-        disks::open(CacheMode::Page, &Source::File(path), options).await?;
-        return Ok((Report::default(), Report::default()));
+        let disk = disks::open(CacheMode::Page, &Source::File(path), options).await?;
+        return Ok((raw_report(disk.info().size_bytes), Report::default()));
     }
     let files = OsFiles::new(CacheMode::Page);
-    let mode = if repair { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
+    let mode = if repair.is_some() { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
     let store = files.open(&path, mode).await?;
     let first = match repair {
-        true => vhd::repair(&store, &OsEnv).await?,
-        false => Report::default(),
+        Some(lost) => vhd::repair(&store, &OsEnv, lost).await?,
+        None => Report::default(),
     };
     let mut report = vhd::check(&store, &OsEnv).await?;
     drop(store);
@@ -98,6 +107,21 @@ async fn check(path: PathBuf, format: Format, repair: bool, options: &OpenOption
         report.findings.push(chain_finding(&error));
     }
     Ok((report, first))
+}
+
+/// The size is all that a raw disk tells.
+fn raw_report(size_bytes: u64) -> Report {
+    let mut report = Report::default();
+    if !size_bytes.is_multiple_of(SECTOR_BYTES) {
+        let message = format!("{size_bytes} bytes are not a whole number of sectors: perhaps an unfinished copy");
+        report.findings.push(vhd::Finding {
+            severity: Severity::Note,
+            message,
+            offset_bytes: Some(size_bytes),
+            mend: Mend::No,
+        });
+    }
+    report
 }
 
 fn chain_finding(error: &Error) -> vhd::Finding {
@@ -112,7 +136,7 @@ fn unreadable(error: &Error) -> Report {
 
 /// The offset is in the message.
 fn corruption(message: String) -> vhd::Finding {
-    vhd::Finding { severity: Severity::Corruption, message, offset_bytes: None, can_repair: false }
+    vhd::Finding { severity: Severity::Corruption, message, offset_bytes: None, mend: Mend::No }
 }
 
 fn verdict(report: &Report) -> (&'static str, Exit) {
@@ -133,6 +157,7 @@ impl Checked {
             total_blocks: report.total_blocks,
             allocated_blocks: report.allocated_blocks,
             leaked_bytes: report.leaked_bytes,
+            missing_bytes: report.missing_bytes,
             findings: report.findings.iter().map(Finding::from).collect(),
             repaired: first.findings.iter().filter(|f| !left(f)).map(Finding::from).collect(),
         }
@@ -164,7 +189,8 @@ impl From<&vhd::Finding> for Finding {
             },
             message: finding.message.clone(),
             offset_bytes: finding.offset_bytes,
-            can_repair: finding.can_repair,
+            can_repair: finding.mend == Mend::Repair,
+            can_discard_lost: finding.mend == Mend::DiscardLost,
         }
     }
 }
@@ -172,7 +198,11 @@ impl From<&vhd::Finding> for Finding {
 impl Finding {
     fn line(&self) -> String {
         let at = self.offset_bytes.map_or(String::new(), |offset| format!(" at offset {offset:#x}"));
-        let mend = if self.can_repair { " (--repair mends this)" } else { "" };
+        let mend = match (self.can_repair, self.can_discard_lost) {
+            (true, _) => " (--repair mends this)",
+            (_, true) => " (complete the copy if it is one; --repair --discard-lost gives up what is missing)",
+            _ => "",
+        };
         format!("{}: {}{at}{mend}", self.severity, printable(&self.message))
     }
 }

@@ -1,87 +1,23 @@
 //! Checking an image for contradictions, and mending what can be mended without guessing.
 
+mod cut;
+mod parts;
+mod report;
+
 use std::ops::Range;
 
 use spile_core::{Env, Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
-use super::bat::Bat;
-use super::bits::Bits;
+use self::cut::{find_cut, read_bits};
+use self::parts::{SparseParts, read_parts};
+pub use self::report::{Finding, Lost, Mend, Report, Severity};
 use super::codec::bat::UNALLOCATED;
 use super::codec::batmap::{BatmapHeader, is_full};
 use super::codec::footer::{DiskType, Footer};
 use super::codec::geometry::Geometry;
-use super::journal::{Journal, Owner};
-use super::open::{Footers, lay_out, load_bat, read_footers, read_header};
+use super::journal::{Journal, Owner, Record};
+use super::open::Footers;
 use super::{Batmap, Layout, SECTOR};
-
-/// How bad a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Severity {
-    /// Worth knowing; nothing is wrong for a reader that keeps to the specification.
-    Note,
-    /// Space that nothing refers to.
-    Leak,
-    /// The image contradicts itself; data may be wrong or lost.
-    Corruption,
-}
-
-/// One thing that was found.
-#[derive(Clone, Debug)]
-pub struct Finding {
-    /// How bad it is.
-    pub severity: Severity,
-    /// What it is.
-    pub message: String,
-    /// Where in the file, in bytes.
-    pub offset_bytes: Option<u64>,
-    /// True when [`repair`] mends it.
-    pub can_repair: bool,
-}
-
-/// The result of a check.
-#[derive(Clone, Debug, Default)]
-pub struct Report {
-    /// What was found, in the order of the file's parts.
-    pub findings: Vec<Finding>,
-    /// Blocks the disk has.
-    pub total_blocks: u64,
-    /// Blocks that are allocated.
-    pub allocated_blocks: u64,
-    /// Bytes that nothing refers to.
-    pub leaked_bytes: u64,
-}
-
-impl Report {
-    /// The worst severity found.
-    pub fn worst(&self) -> Option<Severity> {
-        self.findings.iter().map(|finding| finding.severity).max()
-    }
-
-    fn add(
-        &mut self,
-        severity: Severity,
-        offset: impl Into<Option<u64>>,
-        can_repair: bool,
-        message: impl Into<String>,
-    ) {
-        let (message, offset_bytes) = (message.into(), offset.into());
-        self.findings.push(Finding { severity, message, offset_bytes, can_repair });
-    }
-}
-
-/// What a check reads.
-struct Parts {
-    footers: Footers,
-    sparse: Option<SparseParts>,
-}
-
-struct SparseParts {
-    layout: Layout,
-    bat: Bat,
-    batmap: Option<Vec<u8>>,
-    /// The batmap is there but its checksum does not fit.
-    batmap_void: bool,
-}
 
 /// Checks the VHD in `store`; its parents are not looked at.
 ///
@@ -94,34 +30,40 @@ pub async fn check<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
     if let Some(sparse) = &parts.sparse {
         report.total_blocks = u64::from(sparse.bat.entries());
         report.allocated_blocks = sparse.bat.allocated().count() as u64;
-        check_blocks(store, &parts.footers, sparse, &mut report);
+        let records = journal_records(store, env, &parts.footers.footer, &sparse.layout).await?;
+        check_end(store, &parts.footers, sparse, &records, &mut report).await?;
+        check_blocks(sparse, &mut report);
         check_batmap(store, sparse, &mut report).await?;
         check_leaks(store, &parts.footers, sparse, &mut report);
-        check_journal(store, env, &parts.footers.footer, &sparse.layout, &mut report).await?;
+        check_journal(&records, &sparse.layout, &mut report);
     }
     Ok(report)
 }
 
-/// Mends what [`check`] says can be mended: footers, the batmap, BAT entries that point past the end of the file
-/// (there is nothing there to lose), a last block that the file is too short for, space behind the last block. Touches nothing when there is corruption that
-/// cannot be mended so: what to keep is then a person's choice. Returns what was found before.
+/// Mends what [`check`] says can be mended: footers, the batmap, a last block that ends early where nothing was ever
+/// written, space behind the last block; with [`Lost::Discard`] also what data that are missing leave behind. Touches
+/// nothing when there is corruption that cannot be mended so: what to keep is then a person's choice. Returns what was
+/// found before.
 ///
 /// # Errors
 /// As [`check`]; `ReadOnly` when the store cannot be written; I/O errors.
-pub async fn repair<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
+pub async fn repair<S: Store>(store: &S, env: &dyn Env, lost: Lost) -> Result<Report> {
     let report = check(store, env).await?;
     if store.info().read_only {
         return Err(
             Error::new(ErrorKind::ReadOnly, "cannot repair what is open for reading only").at_path(store.path())
         );
     }
-    if report.findings.iter().any(|f| f.severity == Severity::Corruption && !f.can_repair) {
+    let is_left_alone = |mend| mend == Mend::No || (mend == Mend::DiscardLost && lost == Lost::Keep);
+    if report.findings.iter().any(|f| f.severity == Severity::Corruption && is_left_alone(f.mend)) {
         return Ok(report);
     }
     let parts = read_parts(store).await?;
     if let Some(sparse) = &parts.sparse {
-        drop_dangling(store, sparse).await?;
-        extend_last(store, &parts.footers, sparse).await?;
+        if lost == Lost::Discard {
+            drop_dangling(store, sparse).await?;
+        }
+        extend_last(store, sparse).await?;
         mend_batmap(store, sparse, &parts.footers.footer).await?;
         mend_tail(store, &parts.footers, sparse).await?;
         write(store, 0, &parts.footers.footer.to_bytes()).await?;
@@ -130,34 +72,34 @@ pub async fn repair<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
     Ok(report)
 }
 
-async fn read_parts<S: Store>(store: &S) -> Result<Parts> {
-    let footers = read_footers(store).await?;
-    if footers.footer.disk_type == DiskType::Fixed {
-        return Ok(Parts { footers, sparse: None });
-    }
-    let header = read_header(store, &footers.footer).await?;
-    let (layout, batmap) = lay_out(store, &footers.footer, &header).await?;
-    let bat = Bat::new(layout.size_bytes.div_ceil(layout.block_bytes) as u32);
-    load_bat(store, &layout, &bat).await?;
-    let batmap_void = layout.batmap.is_some() && batmap.is_none();
-    Ok(Parts { footers, sparse: Some(SparseParts { layout, bat, batmap, batmap_void }) })
-}
-
 fn check_footers(footers: &Footers, report: &mut Report) {
     let footer = &footers.footer;
     if let Some(error) = &footers.trailing_error {
-        let message = format!("no footer at the end ({}): the image was not closed", error.message());
-        report.add(Severity::Note, error.offset_bytes(), true, message);
+        let message = format!(
+            "no footer at the end ({}): the image was not closed, or the file is cut short there",
+            error.message()
+        );
+        report.add(Severity::Note, error.offset_bytes(), Mend::Repair, message);
+    }
+    if footers.trailing_bytes == SECTOR - 1 {
+        let message = "the footer has 511 bytes, as Virtual PC before 2004 wrote it, or the file lacks its last byte";
+        let mend = if footer.disk_type == DiskType::Fixed { Mend::No } else { Mend::Repair };
+        report.add(Severity::Note, None, mend, message);
     }
     if let Some(error) = footers.copy_error.as_ref().filter(|_| footer.disk_type != DiskType::Fixed) {
         let message = format!("the footer's copy at the start is bad: {}", error.message());
-        report.add(Severity::Corruption, 0, true, message);
+        report.add(Severity::Corruption, 0, Mend::Repair, message);
     }
     if footer.geometry.size_bytes() > Geometry::for_size(footer.current_size_bytes).size_bytes() {
-        report.add(Severity::Note, None, false, "the geometry is larger than the size allows; some tools refuse this");
+        report.add(
+            Severity::Note,
+            None,
+            Mend::No,
+            "the geometry is larger than the size allows; some tools refuse this",
+        );
     }
     if footer.uuid == [0; 16] {
-        report.add(Severity::Note, None, false, "the UUID is null: no child can name this image as its parent");
+        report.add(Severity::Note, None, Mend::No, "the UUID is null: no child can name this image as its parent");
     }
 }
 
@@ -172,45 +114,40 @@ fn by_place(sparse: &SparseParts) -> Vec<(u32, u32)> {
     blocks
 }
 
-fn check_blocks<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts, report: &mut Report) {
+/// Looks for blocks and metadata that go past the end of the file.
+async fn check_end<S: Store>(
+    store: &S,
+    footers: &Footers,
+    sparse: &SparseParts,
+    records: &[Record],
+    report: &mut Report,
+) -> Result<()> {
+    let Some(cut) = find_cut(store, footers, sparse, records).await? else { return Ok(()) };
+    report.missing_bytes = cut.missing_bytes;
+    report.add(Severity::Corruption, store.len_bytes(), cut.mend, cut.message());
+    Ok(())
+}
+
+fn check_blocks(sparse: &SparseParts, report: &mut Report) {
     let layout = &sparse.layout;
     let blocks = by_place(sparse);
     for pair in blocks.windows(2).filter(|pair| layout.block_end(pair[0].0) > start(pair[1].0)) {
         let message = format!("block {} overlaps block {}", pair[1].1, pair[0].1);
-        report.add(Severity::Corruption, start(pair[1].0), false, message);
+        report.add(Severity::Corruption, start(pair[1].0), Mend::No, message);
     }
     for &(sector, block) in &blocks {
         let range = start(sector)..layout.block_end(sector);
-        if range.end > store.len_bytes() {
-            let can_repair = range.start >= store.len_bytes() || may_extend(store, footers);
-            report.add(
-                Severity::Corruption,
-                range.start,
-                can_repair,
-                format!("block {block} goes past the end of the file"),
-            );
-        }
         if layout.metadata.iter().any(|other| other.start < range.end && range.start < other.end) {
-            report.add(
-                Severity::Corruption,
-                range.start,
-                false,
-                format!("block {block} lies over the image's metadata"),
-            );
+            let message = format!("block {block} lies over the image's metadata");
+            report.add(Severity::Corruption, range.start, Mend::No, message);
         }
     }
 }
 
-/// A process that died as it grew the file leaves the last block short and no footer: the rest is zeroes, never written.
-/// Where there is a footer at the end, it lies in the block, and which of them is right nobody knows.
-fn may_extend<S: Store>(store: &S, footers: &Footers) -> bool {
-    !footers.has_trailing && store.info().grows_zeroed
-}
-
-/// Gives a short last block its full length.
-async fn extend_last<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts) -> Result<()> {
+/// Gives a last block that ends early its full length, in zeroes. [`check`] has found that this is right.
+async fn extend_last<S: Store>(store: &S, sparse: &SparseParts) -> Result<()> {
     let end = by_place(sparse).last().map_or(0, |&(sector, _)| sparse.layout.block_end(sector));
-    if end > store.len_bytes() && may_extend(store, footers) {
+    if end > store.len_bytes() {
         store.set_len(end).await?;
     }
     Ok(())
@@ -222,7 +159,7 @@ async fn check_batmap<S: Store>(store: &S, sparse: &SparseParts, report: &mut Re
         report.add(
             Severity::Note,
             None,
-            true,
+            Mend::Repair,
             "the batmap is void: the image was not closed, or not by a program that keeps it",
         );
     }
@@ -230,16 +167,14 @@ async fn check_batmap<S: Store>(store: &S, sparse: &SparseParts, report: &mut Re
     for (block, sector) in sparse.bat.allocated().filter(|(block, _)| is_full(map, *block)) {
         if sparse.layout.block_end(sector) <= store.len_bytes() && !bitmap_is_full(store, sparse, sector).await? {
             let message = format!("the batmap calls block {block} full, its bitmap does not");
-            report.add(Severity::Corruption, start(sector), true, message);
+            report.add(Severity::Corruption, start(sector), Mend::Repair, message);
         }
     }
     Ok(())
 }
 
 async fn bitmap_is_full<S: Store>(store: &S, sparse: &SparseParts, sector: u32) -> Result<bool> {
-    let bytes = Segments::zeroed(sparse.layout.bitmap_bytes as usize);
-    store.read_at(StoreOffset(start(sector)), &bytes, Via::Cached).await?;
-    Ok(Bits::from_bytes(&bytes.to_vec(), sparse.layout.sectors_per_block()).is_full())
+    Ok(read_bits(store, &sparse.layout, sector).await?.is_full())
 }
 
 fn check_leaks<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts, report: &mut Report) {
@@ -251,51 +186,46 @@ fn check_leaks<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts, rep
     for range in used {
         // Less than a block between blocks is alignment.
         if range.start >= end + layout.block_bytes {
-            leak(report, end..range.start, false, "unused space between blocks; the next writer uses it");
+            leak(report, end..range.start, Mend::No, "unused space between blocks; the next writer uses it");
         }
         end = end.max(range.end);
     }
-    let file_end = file_end(store, footers.has_trailing);
+    let file_end = store.len_bytes() - footers.trailing_bytes;
     if store.info().grows_zeroed && file_end > end + layout.slack_bytes() {
-        leak(report, end..file_end, layout.journal.is_some(), "unused space behind the last block");
+        let mend = if layout.journal.is_some() { Mend::Repair } else { Mend::No };
+        leak(report, end..file_end, mend, "unused space behind the last block");
     }
 }
 
-/// Where the trailing footer is, or would be appended.
-fn file_end<S: Store>(store: &S, has_trailing: bool) -> u64 {
-    store.len_bytes() - if has_trailing { SECTOR } else { 0 }
-}
-
-fn leak(report: &mut Report, range: Range<u64>, can_repair: bool, what: &str) {
+fn leak(report: &mut Report, range: Range<u64>, mend: Mend, what: &str) {
     report.leaked_bytes += range.end - range.start;
-    report.add(Severity::Leak, range.start, can_repair, format!("{what}: {} bytes", range.end - range.start));
+    report.add(Severity::Leak, range.start, mend, format!("{what}: {} bytes", range.end - range.start));
 }
 
-async fn check_journal<S: Store>(
-    store: &S,
-    env: &dyn Env,
-    footer: &Footer,
-    layout: &Layout,
-    report: &mut Report,
-) -> Result<()> {
+/// What the journal holds for this boot of the host.
+async fn journal_records<S: Store>(store: &S, env: &dyn Env, footer: &Footer, layout: &Layout) -> Result<Vec<Record>> {
     let owner = Owner { boot_id: env.boot_id(), image_uuid: footer.uuid };
     let records = Journal::new(layout.journal.clone(), owner, 0).replay(store).await?;
+    Ok(records.into_iter().map(|(_, record)| record).collect())
+}
+
+fn check_journal(records: &[Record], layout: &Layout, report: &mut Report) {
     if !records.is_empty() {
         let message = format!(
             "the journal holds {} records that no flush has retired: the image is in use, or its last user was killed; opening it for writing takes them over",
             records.len()
         );
-        report.add(Severity::Note, layout.journal.as_ref().map(|area| area.start), false, message);
+        report.add(Severity::Note, layout.journal.as_ref().map(|area| area.start), Mend::No, message);
     }
-    Ok(())
 }
 
 async fn write<S: Store>(store: &S, offset: u64, bytes: &[u8]) -> Result<()> {
     store.write_at(StoreOffset(offset), &Segments::copied(bytes), Via::Cached).await
 }
 
+/// Clears the BAT entries of blocks that lie past the end of the file.
 async fn drop_dangling<S: Store>(store: &S, sparse: &SparseParts) -> Result<()> {
-    for (block, sector) in by_place(sparse).into_iter().map(|(sector, block)| (block, sector)) {
+    for (sector, block) in by_place(sparse) {
         if start(sector) >= store.len_bytes() {
             let entry = sparse.layout.bat_offset + u64::from(block) * 4;
             write(store, entry, &UNALLOCATED.to_be_bytes()).await?;
@@ -330,7 +260,7 @@ pub(super) async fn write_batmap<S: Store>(store: &S, batmap: &Batmap, map: &[u8
 
 /// Cuts the file behind the last block and puts the footer there.
 async fn mend_tail<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts) -> Result<()> {
-    let (footer, has_trailing) = (&footers.footer, footers.has_trailing);
+    let footer = &footers.footer;
     let blocks = sparse.bat.allocated().map(|(_, sector)| sparse.layout.block_end(sector)).max().unwrap_or(0);
     let end = blocks.max(sparse.layout.metadata_end);
     if !store.info().grows_zeroed {
@@ -338,7 +268,7 @@ async fn mend_tail<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts)
     }
     if sparse.layout.journal.is_none() {
         // Not a file of ours: something we know nothing of may lie behind the blocks.
-        return write(store, file_end(store, has_trailing), &footer.to_bytes()).await;
+        return write(store, store.len_bytes() - footers.trailing_bytes, &footer.to_bytes()).await;
     }
     write(store, end, &footer.to_bytes()).await?;
     store.sync().await?;

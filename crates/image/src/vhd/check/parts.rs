@@ -1,0 +1,42 @@
+//! The metadata that a check looks at, as they lie in the file.
+
+use spile_core::{Result, Store};
+
+use crate::vhd::Layout;
+use crate::vhd::bat::Bat;
+use crate::vhd::codec::footer::DiskType;
+use crate::vhd::codec::header::Header;
+use crate::vhd::open::{Footers, check_size, lay_out, load_bat, read_footers, read_header};
+
+/// What a check reads.
+pub(super) struct Parts {
+    pub footers: Footers,
+    /// `None` for a fixed disk.
+    pub sparse: Option<SparseParts>,
+}
+
+/// The metadata of a dynamic or differencing image.
+pub(super) struct SparseParts {
+    pub header: Header,
+    pub layout: Layout,
+    pub bat: Bat,
+    /// The map, where its checksum fits.
+    pub batmap: Option<Vec<u8>>,
+    /// True when the batmap is there but its checksum does not fit.
+    pub batmap_void: bool,
+}
+
+/// Reads footers, header, BAT and batmap. That blocks lie where they may is not looked at.
+pub(super) async fn read_parts<S: Store>(store: &S) -> Result<Parts> {
+    let footers = read_footers(store).await?;
+    check_size(&footers.footer, store.len_bytes())?;
+    if footers.footer.disk_type == DiskType::Fixed {
+        return Ok(Parts { footers, sparse: None });
+    }
+    let header = read_header(store, &footers.footer).await?;
+    let (layout, batmap) = lay_out(store, &footers.footer, &header).await?;
+    let bat = Bat::new(layout.size_bytes.div_ceil(layout.block_bytes) as u32);
+    load_bat(store, &layout, &bat).await?;
+    let batmap_void = layout.batmap.is_some() && batmap.is_none();
+    Ok(Parts { footers, sparse: Some(SparseParts { header, layout, bat, batmap, batmap_void }) })
+}

@@ -1,0 +1,78 @@
+//! What a check reports.
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Severity {
+    /// Worth knowing; nothing is wrong for a reader that keeps to the specification.
+    Note,
+    /// Space that nothing refers to.
+    Leak,
+    /// The image contradicts itself; data may be wrong or lost.
+    Corruption,
+}
+
+/// One thing that was found.
+#[derive(Clone, Debug)]
+pub struct Finding {
+    /// How bad it is.
+    pub severity: Severity,
+    /// What it is.
+    pub message: String,
+    /// Where in the file, in bytes.
+    pub offset_bytes: Option<u64>,
+    /// What [`super::repair`] does about it.
+    pub mend: Mend,
+}
+
+/// What [`super::repair`] does about a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mend {
+    /// Nothing: a person has to decide.
+    No,
+    /// It mends the image, and no data are lost.
+    Repair,
+    /// It mends the image only when it is told to give up what is missing ([`Lost::Discard`]).
+    DiscardLost,
+}
+
+/// What [`super::repair`] does with blocks whose data are not in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lost {
+    /// Keeps their BAT entries and repairs nothing: when the file is complete again, so are the blocks.
+    Keep,
+    /// Frees blocks that lie past the end of the file, and fills those that end early with zeroes.
+    Discard,
+}
+
+/// The result of a check.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// What was found, in the order of the file's parts.
+    pub findings: Vec<Finding>,
+    /// Blocks the disk has.
+    pub total_blocks: u64,
+    /// Blocks that are allocated.
+    pub allocated_blocks: u64,
+    /// Bytes that nothing refers to.
+    pub leaked_bytes: u64,
+    /// The least number of bytes that the file is too short by.
+    pub missing_bytes: u64,
+}
+
+impl Report {
+    /// The worst severity found.
+    pub fn worst(&self) -> Option<Severity> {
+        self.findings.iter().map(|finding| finding.severity).max()
+    }
+
+    pub(super) fn add(
+        &mut self,
+        severity: Severity,
+        offset: impl Into<Option<u64>>,
+        mend: Mend,
+        message: impl Into<String>,
+    ) {
+        let (message, offset_bytes) = (message.into(), offset.into());
+        self.findings.push(Finding { severity, message, offset_bytes, mend });
+    }
+}
