@@ -7,6 +7,7 @@
 mod aligned;
 mod chain;
 mod format;
+pub mod formats;
 mod grace;
 mod layer;
 mod parents;

@@ -1,0 +1,3 @@
+//! The image formats.
+
+pub mod qcow2;

@@ -1,0 +1,3 @@
+//! qcow2, for reading.
+
+pub mod codec;
