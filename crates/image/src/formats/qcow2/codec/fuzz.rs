@@ -97,7 +97,7 @@ pub fn fuzz_bitmaps(bytes: &[u8]) {
 pub fn fuzz_stream(bytes: &[u8]) {
     let [kind, input @ ..] = bytes else { return };
     let compression = if kind & 1 == 0 { Compression::Deflate } else { Compression::Zstd };
-    let cluster_bytes = 512 << (kind >> 1) % 9;
+    let cluster_bytes = 512 << ((kind >> 1) % 9);
     let mut decompressor = Decompressor::new(compression, cluster_bytes);
     for _ in 0..input.len() + 8 {
         match decompressor.step(input) {
