@@ -155,8 +155,8 @@ mod tests {
         (0..len).map(|at| (at as u64).wrapping_mul(0x9e37_79b9).to_be_bytes()[5] & 0x3f).collect()
     }
 
-    const KINDS: [(Compression, fn(&[u8]) -> Vec<u8>); 2] =
-        [(Compression::Deflate, deflate), (Compression::Zstd, zstd)];
+    type Compress = fn(&[u8]) -> Vec<u8>;
+    const KINDS: [(Compression, Compress); 2] = [(Compression::Deflate, deflate), (Compression::Zstd, zstd)];
 
     #[test]
     fn clusters_of_all_sizes_come_back() {
