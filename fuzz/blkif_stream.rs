@@ -6,12 +6,12 @@
 //! disk is asked for nothing outside of it, no page stays in use, and no piece of a copy leaves its page. All waits are
 //! bounded.
 
-#[path = "../crates/front-vhost/tests/common/disk.rs"]
+#[path = "../crates/front/tests/common/disk.rs"]
 #[allow(dead_code, reason = "the tests need more of it")]
 mod disk;
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError, mpsc};
 use std::time::Duration;
 
@@ -254,7 +254,6 @@ impl FrontEnd {
             ring = ring.with_responses(self.responses(), 0);
         }
         self.again += again.len() as u64;
-        let failures = Arc::new(AtomicU64::new(0));
         let (kick_fd, kick) = event();
         self.kick = kick_fd;
         self.link = Arc::default();
@@ -262,7 +261,7 @@ impl FrontEnd {
             target: Arc::new(Target {
                 disk: self.world.disk.clone(),
                 name: "fuzz".into(),
-                failures,
+                failures: Arc::default(),
                 has_failed_flush: Default::default(),
             }),
             grants: self.memory.clone(),

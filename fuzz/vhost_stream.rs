@@ -5,7 +5,7 @@
 //! Whatever the script, nothing panics, each connection ends, each request that was read is answered, no descriptor is
 //! kept, and the next guest is served. All waits are bounded.
 
-#[path = "../crates/front-vhost/tests/common/disk.rs"]
+#[path = "../crates/front/tests/common/disk.rs"]
 #[allow(dead_code, reason = "the tests need more of it")]
 mod disk;
 

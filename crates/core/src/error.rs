@@ -9,7 +9,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What went wrong, in terms a front can turn into its wire's codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum ErrorKind {
     /// The request makes no sense: EINVAL.
     InvalidInput,

@@ -1,5 +1,6 @@
-//! [`Event`]: an eventfd or a Xen event channel that another process or guest rings, or that we ring.
+//! [`Event`]: what another process or a guest rings to wake us, or what we ring to wake it.
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,7 +11,8 @@ use crate::fd::Fd;
 use crate::op::Op;
 use crate::{sys, worker};
 
-/// An eventfd, as the kicks and calls of a virtqueue use it, whose count does not matter; or an event channel of Xen's.
+/// An eventfd, as the kicks and calls of a virtqueue use it, whose count does not matter; or another device that rings
+/// ([`EventDevice`]).
 ///
 /// Whoever shares an eventfd decides whether it blocks, and may change that at any moment; nothing here waits for it.
 pub struct Event {
@@ -21,8 +23,20 @@ pub struct Event {
 enum Kind {
     /// What is written to ring it.
     Eventfd(Segment),
-    /// The port that the device file is bound to.
-    Channel(u32),
+    Device(Box<dyn EventDevice>),
+}
+
+/// How a device other than an eventfd is rung. Its descriptor becomes readable when the other side has rung.
+pub trait EventDevice: Send + Sync {
+    /// Takes what the other side has rung, so that the next ring makes the descriptor readable again. Must not wait, also
+    /// when there is nothing to take.
+    ///
+    /// # Errors
+    /// The system's.
+    fn take(&self, fd: BorrowedFd<'_>) -> io::Result<()>;
+
+    /// Rings the other side. Must not wait. Nothing can be done when it fails: then nobody listens.
+    fn ring(&self, fd: BorrowedFd<'_>);
 }
 
 /// Rings that may be on their way to one eventfd. There are more only when it is full, and then it is ringing.
@@ -51,13 +65,13 @@ impl Event {
         }
     }
 
-    /// Takes over a device file /dev/xen/evtchn with one channel bound to it, which it knows as `port`.
+    /// Takes over the descriptor of a device that rings.
     ///
     /// # Errors
     /// When it cannot be set not to block.
-    pub fn from_channel(fd: OwnedFd, port: u32) -> Result<Self> {
-        sys::set_nonblocking(&fd).map_err(|source| Error::io("prepare an event channel", source))?;
-        Ok(Self { fd: Fd::socket(fd), kind: Kind::Channel(port) })
+    pub fn from_device(fd: OwnedFd, device: Box<dyn EventDevice>) -> Result<Self> {
+        sys::set_nonblocking(&fd).map_err(|source| Error::io("prepare an event device", source))?;
+        Ok(Self { fd: Fd::socket(fd), kind: Kind::Device(device) })
     }
 
     /// Waits until it has been rung since the last wait. One wait at a time.
@@ -66,10 +80,10 @@ impl Event {
     /// `Io` with the errno.
     pub async fn wait(&self) -> Result<()> {
         Op::event(&self.fd).run().await.map_err(|errno| Error::errno("wait for an eventfd", errno))?;
-        match self.kind {
+        match &self.kind {
             Kind::Eventfd(_) => sys::eventfd_drain(self.fd.raw()),
-            Kind::Channel(_) => {
-                sys::channel_drain(self.fd.raw()).map_err(|source| Error::io("read an event channel", source))?;
+            Kind::Device(device) => {
+                device.take(self.as_fd()).map_err(|source| Error::io("read an event device", source))?;
             }
         }
         Ok(())
@@ -82,8 +96,7 @@ impl Event {
     pub fn ring(&self) {
         let one = match &self.kind {
             Kind::Eventfd(one) => one,
-            // A hypercall: there is nothing that it could wait for.
-            Kind::Channel(port) => return sys::channel_notify(self.fd.raw(), *port),
+            Kind::Device(device) => return device.ring(self.as_fd()),
         };
         let rings = &self.fd.rings;
         worker::with(|w| {

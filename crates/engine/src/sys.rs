@@ -94,28 +94,6 @@ pub(crate) fn eventfd_drain(fd: RawFd) {
     let _ = unsafe { libc::preadv2(fd, &raw const iovec, 1, -1, libc::RWF_NOWAIT) };
 }
 
-/// Reads which ports of an event channel's device file (linux/xen/evtchn.h) were rung, which masks them, and unmasks them.
-/// The file is set not to block.
-pub(crate) fn channel_drain(fd: RawFd) -> io::Result<()> {
-    let mut ports = [0u32; 4];
-    let buffer = ports.as_mut_ptr().cast::<libc::c_void>();
-    // SAFETY: the buffer is 16 live bytes.
-    let count = match uninterrupted(|| unsafe { libc::read(fd, buffer, size_of_val(&ports)) }) {
-        Err(libc::EAGAIN) => return Ok(()),
-        count => count.map_err(io::Error::from_raw_os_error)?,
-    };
-    // SAFETY: so many bytes were just read into the buffer.
-    uninterrupted(|| unsafe { libc::write(fd, buffer, count) }).map_err(io::Error::from_raw_os_error)?;
-    Ok(())
-}
-
-/// Rings an event channel's other end (IOCTL_EVTCHN_NOTIFY). It fails only when that is gone, and then nobody listens.
-pub(crate) fn channel_notify(fd: RawFd, port: u32) {
-    const NOTIFY: libc::c_ulong = (4 << 16) | ((b'E' as libc::c_ulong) << 8) | 4;
-    // SAFETY: the argument is a live structure of one number.
-    let _ = unsafe { libc::ioctl(fd, NOTIFY as _, &raw const port) };
-}
-
 /// EAGAIN unless an eventfd has been rung.
 pub(crate) fn is_rung(fd: RawFd) -> Outcome {
     let mut rung = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };

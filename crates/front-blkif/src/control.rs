@@ -1,20 +1,21 @@
 //! The states of one device: what the toolstack and the guest write in xenstore, and what we answer there.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
+use spile_front::LogLimit;
 use spile_xen::store::{Tx, XenStore};
 use spile_xen::{DomId, EventChannels, Grants};
 
 use crate::config::{Config, End};
 use crate::execute::Target;
 use crate::keeping::Keeping;
-use crate::metrics::{DiskCounters, to_log};
+use crate::metrics::DiskCounters;
 use crate::pause;
 use crate::queue::Link;
 use crate::ring::Broken;
@@ -27,7 +28,7 @@ const MAX_NEWS: usize = 1024;
 const STORE_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// What is asked of a device from outside.
-pub enum Command {
+pub enum Order {
     Resized,
     Stop,
 }
@@ -55,10 +56,10 @@ pub struct Control<D, G, E> {
     pub trace: Option<Arc<Trace>>,
     pub frontend: String,
     pub rings: Vec<Running>,
-    pub orders: mpsc::Receiver<Command>,
+    pub orders: mpsc::Receiver<Order>,
     pub doorbell: Arc<OwnedFd>,
     /// Connections that were refused, calls that failed and rings that were broken: the guest decides how many.
-    pub complaints: Arc<AtomicU64>,
+    pub complaints: Arc<LogLimit>,
     /// The pause that is asked for was refused, and that was logged.
     pub has_refused_pause: bool,
 }
@@ -95,7 +96,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             let _ = poll(&mut [PollFd::new(&*self.doorbell, PollFlags::IN)], Some(&STORE_PAUSE));
             let _ = rustix::io::read(self.doorbell.as_fd(), &mut [0; 8]);
             // A new size is published when there is a store.
-            if self.orders.try_iter().any(|command| matches!(command, Command::Stop)) {
+            if self.orders.try_iter().any(|order| matches!(order, Order::Stop)) {
                 return Some(End::Stopped);
             }
             if let Ok(store) = (self.open_store)() {
@@ -115,10 +116,10 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
                 return Ok(End::Worn);
             }
             self.wait_news()?;
-            while let Ok(command) = self.orders.try_recv() {
-                match command {
-                    Command::Resized => self.publish_size()?,
-                    Command::Stop => return Ok(End::Stopped),
+            while let Ok(order) = self.orders.try_recv() {
+                match order {
+                    Order::Resized => self.publish_size()?,
+                    Order::Stop => return Ok(End::Stopped),
                 }
             }
         }
@@ -302,7 +303,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         let seen = Some(State::InitWait);
         let connected = read_wish(&mut self.store, &self.frontend, &self.offer).and_then(|wish| self.connect(&wish));
         if let Err(error) = connected {
-            if let Some(count) = to_log(&self.complaints) {
+            if let Some(count) = self.complaints.count() {
                 let (disk, domain) = (&self.config.name, self.domain);
                 tracing::error!(%disk, %domain, count, %error, "blkif: the guest cannot be served");
             }

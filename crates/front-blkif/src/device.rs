@@ -18,7 +18,7 @@ use spile_xen::store::XenStore;
 use spile_xen::{EventChannels, Grants};
 
 pub use crate::config::{Config, End};
-use crate::control::{Command, Control};
+use crate::control::{Control, Order};
 use crate::execute::Target;
 use crate::metrics::{Board, DiskCounters, RingMetrics};
 use crate::trace::Trace;
@@ -26,7 +26,7 @@ use crate::xenbus::{Offer, guest_of};
 
 /// One disk for one guest.
 pub struct Device {
-    commands: mpsc::Sender<Command>,
+    orders: mpsc::Sender<Order>,
     doorbell: Arc<OwnedFd>,
     counters: Arc<DiskCounters>,
     thread: Option<JoinHandle<Result<End>>>,
@@ -51,7 +51,7 @@ impl Device {
         let (domain, device) = guest_of(&config.backend_path)?;
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let doorbell = Arc::new(fd.map_err(|errno| Error::io("make an eventfd", errno.into()))?);
-        let (commands, orders) = mpsc::channel();
+        let (sender, orders) = mpsc::channel();
         let counters = Arc::new(DiskCounters::default());
         let read_only = config.read_only || disk.info().read_only;
         let offer = Offer {
@@ -99,24 +99,24 @@ impl Device {
             result
         });
         let thread = thread.map_err(|source| Error::io("start a thread for a guest's disk", source))?;
-        Ok(Self { commands, doorbell, counters, thread: Some(thread) })
+        Ok(Self { orders: sender, doorbell, counters, thread: Some(thread) })
     }
 
-    fn command(&self, command: Command) {
+    fn send(&self, order: Order) {
         // One that has ended hears nothing, and need not.
-        let _ = self.commands.send(command);
+        let _ = self.orders.send(order);
         let _ = rustix::io::write(&*self.doorbell, &1u64.to_ne_bytes());
     }
 
     /// Tells the guest that the disk has another size.
     pub fn resized(&self) {
-        self.command(Command::Resized);
+        self.send(Order::Resized);
     }
 
     /// Answers what was taken, and ends; guest and xenstore are left as they are, for a successor. [`Device::wait`] tells
     /// when that is done.
     pub fn stop(&self) {
-        self.command(Command::Stop);
+        self.send(Order::Stop);
     }
 
     /// True when it has ended.

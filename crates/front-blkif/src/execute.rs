@@ -1,12 +1,13 @@
 //! From a request to its status: the one place where a disk's answers become blkif's.
 
+use std::fmt::Display;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_core::{Disk, Error, ErrorKind, Result, SECTOR_BYTES};
+use spile_front::{FailedRequest, LogLimit, WireStatus, log_failure};
 use spile_xen::blkif::status;
 
-use crate::metrics::to_log;
 use crate::request::{Command, Refusal, Request};
 
 /// How a request ended.
@@ -25,8 +26,8 @@ pub struct Target<D> {
     pub disk: D,
     /// For messages: the disk's name.
     pub name: String,
-    /// Requests that failed, for the log.
-    pub failures: Arc<AtomicU64>,
+    /// Messages to the log of requests that failed.
+    pub failures: Arc<LogLimit>,
     /// A flush has failed, ours or that of a process before us: none can succeed any more, whatever the disk says.
     pub has_failed_flush: Arc<AtomicBool>,
 }
@@ -53,10 +54,7 @@ impl<D: Disk> Target<D> {
                 match failure {
                     Failure::Refused(refusal) => Outcome::Answer(refusal.status),
                     Failure::Flush(_) => Outcome::Held,
-                    Failure::Disk(error) if error.kind() == ErrorKind::Unsupported => {
-                        Outcome::Answer(status::EOPNOTSUPP)
-                    }
-                    Failure::Disk(_) => Outcome::Answer(status::ERROR),
+                    Failure::Disk(error) => Outcome::Answer(WireStatus::of(error.kind()).blkif),
                 }
             }
         }
@@ -91,17 +89,21 @@ impl<D: Disk> Target<D> {
         }
     }
 
-    /// Logs a failure: the first, then each time their number has doubled.
     fn log_failure(&self, request: &Request, failure: &Failure) {
-        let held = matches!(failure, Failure::Flush(_));
-        if let Some(count) = to_log(&self.failures) {
-            let reason = match failure {
-                Failure::Refused(refusal) => refusal.reason.to_string(),
-                Failure::Disk(error) | Failure::Flush(error) => error.to_string(),
-            };
-            let Request { command, sector, len_bytes, .. } = request;
-            let what = if held { "blkif: a flush failed and is held" } else { "blkif: a request failed" };
-            tracing::warn!(disk = %self.name, ?command, sector, len_bytes, count, %reason, "{what}");
-        }
+        let (outcome, reason): (_, &dyn Display) = match failure {
+            Failure::Refused(refusal) => ("refused", &refusal.reason),
+            Failure::Disk(error) => ("failed", error),
+            Failure::Flush(error) => ("failed and stays unanswered, because it was to flush", error),
+        };
+        let failed = FailedRequest {
+            front: "blkif",
+            disk: &self.name,
+            command: &request.command,
+            offset_bytes: Some(request.sector.saturating_mul(SECTOR_BYTES)),
+            len_bytes: request.len_bytes.into(),
+            outcome,
+            reason,
+        };
+        log_failure(&self.failures, &failed);
     }
 }

@@ -245,11 +245,6 @@ impl DiskCounters {
     }
 }
 
-/// Counts one more, and says which it is when that shall be logged: the first, and then each time their number has doubled.
-pub fn to_log(count: &AtomicU64) -> Option<u64> {
-    Some(count.fetch_add(1, Ordering::Relaxed) + 1).filter(|count| count.is_power_of_two())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

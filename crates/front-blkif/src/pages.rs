@@ -10,13 +10,12 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use spile_core::{Segment, Segments};
 use spile_engine::pool;
+use spile_front::LogLimit;
 use spile_xen::{CopyOp, DomId, GrantRef, GrantStatus, Grants, Way};
 
-use crate::metrics::to_log;
 use crate::request::{Refusal, Request, range};
 
 /// How a guest's pages are reached.
@@ -57,7 +56,7 @@ pub struct Pages<G> {
     bytes: Vec<u8>,
     max_persistent: usize,
     /// Calls that failed as a whole are counted among them.
-    complaints: Arc<AtomicU64>,
+    complaints: Arc<LogLimit>,
 }
 
 struct Kept {
@@ -68,7 +67,7 @@ struct Kept {
 impl<G: Grants> Pages<G> {
     /// The pages of `domain`, for one of `rings`. What goes wrong is logged, but less and less often, by the number of
     /// `complaints`.
-    pub fn new(grants: Arc<G>, domain: DomId, access: Access, rings: usize, complaints: Arc<AtomicU64>) -> Self {
+    pub fn new(grants: Arc<G>, domain: DomId, access: Access, rings: usize, complaints: Arc<LogLimit>) -> Self {
         let has_buffers = access == Access::MapCopy || !grants.can_be_pinned();
         Self {
             grants,
@@ -180,7 +179,7 @@ impl<G: Grants> Pages<G> {
             self.statuses.clear();
             let copied = self.grants.copy(self.domain, way, &self.buffers, &self.ops, &mut self.statuses);
             if let Err(error) = &copied
-                && let Some(count) = to_log(&self.complaints)
+                && let Some(count) = self.complaints.count()
             {
                 tracing::warn!(domain = %self.domain, count, %error, "blkif: the guest's pages cannot be copied");
             }

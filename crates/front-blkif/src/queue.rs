@@ -1,6 +1,6 @@
 //! One ring at work: a task on one worker that takes requests, executes, answers and notifies.
 //!
-//! Its turns are those of every ring ([`spile_engine::serve`]); what is its own is that the pieces of all requests that
+//! Its turns are those of every ring ([`serve_ring`]); what is its own is that the pieces of all requests that
 //! begin, and of all that end in a turn, are copied with one call each. A request passes: taken from the ring and
 //! noted in the journal → *waiting* → given memory, and its data if it writes → *ready* → executed → *done* → its
 //! data brought to the guest → answered.
@@ -11,10 +11,11 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use spile_core::{Disk, Error};
-use spile_engine::{Bell, Desk, Event, Pollable, Slots, Turns, serve};
+use spile_engine::{Event, Pollable};
+use spile_front::{GuestRing, Inbox, LogLimit, QueueWaker, Slots, serve_ring};
 use spile_xen::blkif::{Response, status};
 use spile_xen::{DomId, Grants};
 
@@ -40,7 +41,7 @@ const PUBLISH: usize = 16;
 /// What the control of a ring and its task share.
 #[derive(Default)]
 pub struct Link {
-    bell: Arc<Bell>,
+    waker: Arc<QueueWaker>,
     stop: AtomicBool,
 }
 
@@ -48,7 +49,7 @@ impl Link {
     /// Takes no more requests; the task ends when those that were taken are answered.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
-        self.bell.ring();
+        self.waker.wake();
     }
 }
 
@@ -67,7 +68,7 @@ pub struct Setup<D, G> {
     /// The rings of the disk, which share what it may have.
     pub share: usize,
     /// What the guest was complained of in the log.
-    pub complaints: Arc<AtomicU64>,
+    pub complaints: Arc<LogLimit>,
     /// The ring.
     pub ring: Ring,
     /// Its journal.
@@ -98,9 +99,9 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
     let ring = Rc::new(ring);
     let room = ring.max_in_flight() as usize;
     let done = Rc::new(RefCell::new(Vec::with_capacity(room)));
-    let make = |desk: Rc<Desk<Box<Request>>>| answer_all(desk, done.clone(), target.clone(), trace.is_some());
-    let mut slots = Slots::new(link.bell.clone(), make);
-    let mut queue = Queue {
+    let make = |inbox: Rc<Inbox<Box<Request>>>| answer_all(inbox, done.clone(), target.clone(), trace.is_some());
+    let mut slots = Slots::new(link.waker.clone(), make);
+    let mut queue = RingTask {
         ring: ring.clone(),
         journal,
         pages: Pages::new(grants, domain, access, share, setup.complaints),
@@ -128,7 +129,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
     queue.counters.started();
     queue.take_again(again);
     let watched: Rc<dyn Pollable> = ring.clone();
-    serve(&mut queue, &mut slots, &watched, &kick).await;
+    serve_ring(&mut queue, &mut slots, &watched, &kick).await;
     queue.counters.stopped();
     queue.disk_counters.show();
     queue.broken
@@ -137,9 +138,9 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
 type Done = Rc<RefCell<Vec<(Box<Request>, Outcome)>>>;
 
 /// A slot: executes one request after the other.
-async fn answer_all<D: Disk>(desk: Rc<Desk<Box<Request>>>, done: Done, target: Arc<Target<D>>, is_traced: bool) {
+async fn answer_all<D: Disk>(inbox: Rc<Inbox<Box<Request>>>, done: Done, target: Arc<Target<D>>, is_traced: bool) {
     loop {
-        let mut request = desk.next().await;
+        let mut request = inbox.next().await;
         if is_traced {
             request.stamps.begun = now();
         }
@@ -148,7 +149,7 @@ async fn answer_all<D: Disk>(desk: Rc<Desk<Box<Request>>>, done: Done, target: A
             request.stamps.ended = now();
         }
         done.borrow_mut().push((request, outcome));
-        desk.answered();
+        inbox.answered();
     }
 }
 
@@ -163,7 +164,8 @@ impl Pollable for Ring {
     }
 }
 
-struct Queue<G> {
+/// The ring as its task sees it.
+struct RingTask<G> {
     ring: Rc<Ring>,
     journal: Journal,
     pages: Pages<G>,
@@ -193,7 +195,7 @@ struct Queue<G> {
     unshown: Vec<Box<Request>>,
 }
 
-impl<G: Grants> Queue<G> {
+impl<G: Grants> RingTask<G> {
     /// Those that another back end has left.
     fn take_again(&mut self, again: Vec<(u16, Slot)>) {
         for (entry, slot) in again {
@@ -349,8 +351,8 @@ impl<G: Grants> Queue<G> {
     }
 }
 
-impl<G: Grants> Turns for Queue<G> {
-    type Work = Box<Request>;
+impl<G: Grants> GuestRing for RingTask<G> {
+    type Request = Box<Request>;
 
     fn pop(&mut self) -> Option<Box<Request>> {
         if self.ready.is_empty() {

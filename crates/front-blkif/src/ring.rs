@@ -20,7 +20,7 @@ pub type Slot = [u8; SLOT_BYTES];
 pub struct Broken(pub &'static str);
 
 /// The pages of a ring, in which the guest writes at the same time.
-pub trait Shared {
+pub trait SharedPages {
     /// The number at `at`.
     fn load(&self, at: usize, order: Ordering) -> u32;
     /// Stores a number at `at`.
@@ -33,7 +33,7 @@ pub trait Shared {
     fn write(&self, at: usize, from: &[u8]);
 }
 
-impl Shared for Segment {
+impl SharedPages for Segment {
     fn load(&self, at: usize, order: Ordering) -> u32 {
         self.load_u32(at, order)
     }
@@ -94,7 +94,7 @@ impl Ring<Segment> {
     }
 }
 
-impl<M: Shared> Ring<M> {
+impl<M: SharedPages> Ring<M> {
     /// As [`Ring::new`], of memory that is long enough.
     pub fn over(memory: M, abi: Abi, order: u32, req_cons: u32, rsp_prod: u32) -> Self {
         let slots = ring_slots(order);

@@ -1,15 +1,17 @@
 //! The rings of one connection: mapped, bound and at work, from the beginning or where another process has ended.
 
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 
 use spile_core::{Disk, Error, ErrorKind, Result, Segment};
-use spile_engine::Event;
+use spile_engine::{Event, EventDevice};
+use spile_xen::sys::evtchn;
 use spile_xen::{Channel, EventChannels, Grants, Port};
 
 use crate::control::{Control, Running};
 use crate::journal::Journal;
-use crate::metrics::to_log;
 use crate::pages::Access;
 use crate::queue::{Link, Setup, run};
 use crate::request::Limits;
@@ -160,7 +162,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         let (domain, complaints) = (self.domain, self.complaints.clone());
         self.engine.spawn_on(number, move || async move {
             let broken = run(setup).await;
-            if let Some((Broken(why), count)) = broken.and_then(|broken| Some((broken, to_log(&complaints)?))) {
+            if let Some((Broken(why), count)) = broken.and_then(|broken| Some((broken, complaints.count()?))) {
                 tracing::error!(disk = %name, %domain, ring = number, count, why, "blkif: a ring is broken and served no more");
             }
             let _ = tell.send(broken);
@@ -196,11 +198,24 @@ fn is_verdict(error: &Error) -> bool {
     }
 }
 
+/// An event channel of a real Xen: the port that its device file is bound to.
+struct XenChannel(Port);
+
+impl EventDevice for XenChannel {
+    fn take(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        evtchn::take_ring(fd)
+    }
+
+    fn ring(&self, fd: BorrowedFd<'_>) {
+        evtchn::ring(fd, self.0);
+    }
+}
+
 /// Our end of a channel as the engine knows it: rung by the guest, rung by us.
 fn open_channel(channel: Channel) -> Result<(Arc<Event>, Arc<Event>)> {
     match channel {
-        Channel::Device(fd, Port(port)) => {
-            let event = Arc::new(Event::from_channel(fd, port)?);
+        Channel::Device(fd, port) => {
+            let event = Arc::new(Event::from_device(fd, Box::new(XenChannel(port)))?);
             Ok((event.clone(), event))
         }
         Channel::Eventfds(kick, call) => Ok((Arc::new(Event::from_fd(kick)?), Arc::new(Event::from_fd(call)?))),

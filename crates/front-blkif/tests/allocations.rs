@@ -4,7 +4,7 @@
 //! A program of its own, with an allocator that counts, and one test that has it to itself.
 #![forbid(unsafe_code)]
 
-#[path = "../../front-vhost/tests/common/bare.rs"]
+#[path = "../../front/tests/common/bare.rs"]
 mod bare;
 
 use std::alloc::System;

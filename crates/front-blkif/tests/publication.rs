@@ -8,7 +8,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, fence};
 use loom::sync::{Arc, Notify};
 use loom::thread;
-use spile_front_blkif::ring::{Ring, SLOT_BYTES, Shared};
+use spile_front_blkif::ring::{Ring, SLOT_BYTES, SharedPages};
 use spile_xen::blkif::{Abi, RING_HEADER_BYTES, Response, index, split, status};
 
 /// Requests in all.
@@ -62,7 +62,7 @@ impl Side {
     }
 }
 
-impl Shared for Side {
+impl SharedPages for Side {
     fn load(&self, at: usize, order: Ordering) -> u32 {
         self.memory().numbers[at / 4].load(order)
     }

@@ -19,7 +19,7 @@ use spile_engine::{Socket, sleep, spawn};
 use crate::intake::take_requests;
 use crate::negotiate::{self, Negotiator, Next, TlsMode};
 use crate::outflow::send_replies;
-use crate::server::Shared;
+use crate::server::ServerState;
 use crate::session::Session;
 use crate::signal::{Level, Signal};
 use crate::tls::Tls;
@@ -42,7 +42,7 @@ impl Life {
 }
 
 /// Serves the connected socket `fd` to its end.
-pub(crate) async fn serve<D: Disk>(server: Arc<Shared<D>>, fd: OwnedFd) {
+pub(crate) async fn serve<D: Disk>(server: Arc<ServerState<D>>, fd: OwnedFd) {
     prepare(&fd);
     let socket = match Socket::from_fd(fd) {
         Ok(socket) => socket,
@@ -64,7 +64,7 @@ fn prepare(fd: &OwnedFd) {
     let _ = rustix::net::sockopt::set_socket_keepalive(fd, true);
 }
 
-async fn talk<D: Disk>(server: &Arc<Shared<D>>, transport: &Rc<Transport>, life: &Life) -> Result<()> {
+async fn talk<D: Disk>(server: &Arc<ServerState<D>>, transport: &Rc<Transport>, life: &Life) -> Result<()> {
     let mut inbound = Inbound::new();
     let Some(agreed) = negotiate(server, transport, &mut inbound).await? else { return Ok(()) };
     life.set(&life.negotiated);
@@ -81,7 +81,7 @@ async fn talk<D: Disk>(server: &Arc<Shared<D>>, transport: &Rc<Transport>, life:
 
 /// The handshake; `None` when it ended without an export.
 async fn negotiate<D: Disk>(
-    server: &Shared<D>,
+    server: &ServerState<D>,
     transport: &Transport,
     inbound: &mut Inbound,
 ) -> Result<Option<negotiate::Session>> {
@@ -117,7 +117,7 @@ async fn negotiate<D: Disk>(
 }
 
 async fn start_tls<D: Disk>(
-    server: &Shared<D>,
+    server: &ServerState<D>,
     transport: &Transport,
     inbound: &Inbound,
     out: &mut Vec<u8>,
@@ -153,7 +153,7 @@ enum Event {
 
 /// Shuts the socket down when the handshake's time is over or the server stops. It holds no timer after the
 /// handshake: an idle connection costs nothing.
-async fn watch<D: Disk>(server: Arc<Shared<D>>, transport: Rc<Transport>, life: Rc<Life>) {
+async fn watch<D: Disk>(server: Arc<ServerState<D>>, transport: Rc<Transport>, life: Rc<Life>) {
     let mut stop = server.stop.watch();
     let mut seen = Level::Run;
     let timeout = server.config.handshake_timeout;

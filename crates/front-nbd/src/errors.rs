@@ -1,25 +1,11 @@
-//! The one table from the data path's errors to the error numbers of the NBD wire ("Error values").
+//! The error numbers of the NBD wire ("Error values"): a column of the fronts' one table, but for two kinds that depend on
+//! the command.
 
 use spile_core::{Error, ErrorKind};
+use spile_front::WireStatus;
+pub use spile_front::nbd::{EINVAL, EIO, ENOMEM, ENOSPC, ENOTSUP, EOVERFLOW, EPERM, ESHUTDOWN};
 
 use crate::wire::request::{Command, FLAG_FAST_ZERO};
-
-/// `NBD_EPERM`
-pub const EPERM: u32 = 1;
-/// `NBD_EIO`
-pub const EIO: u32 = 5;
-/// `NBD_ENOMEM`
-pub const ENOMEM: u32 = 12;
-/// `NBD_EINVAL`
-pub const EINVAL: u32 = 22;
-/// `NBD_ENOSPC`
-pub const ENOSPC: u32 = 28;
-/// `NBD_EOVERFLOW`
-pub const EOVERFLOW: u32 = 75;
-/// `NBD_ENOTSUP`
-pub const ENOTSUP: u32 = 95;
-/// `NBD_ESHUTDOWN`
-pub const ESHUTDOWN: u32 = 108;
 
 /// The wire's number for `error` as the answer to `command` with `flags`.
 ///
@@ -27,15 +13,9 @@ pub const ESHUTDOWN: u32 = 108;
 /// answer nothing but a fast zero.
 pub fn wire_errno(error: &Error, command: Command, flags: u16) -> u32 {
     match error.kind() {
-        ErrorKind::InvalidInput => EINVAL,
         ErrorKind::OutOfRange => out_of_range(command),
-        ErrorKind::ReadOnly | ErrorKind::Denied => EPERM,
-        ErrorKind::NoSpace => ENOSPC,
-        ErrorKind::Exhausted => ENOMEM,
-        ErrorKind::Shutdown => ESHUTDOWN,
         ErrorKind::Unsupported if flags & FLAG_FAST_ZERO != 0 => ENOTSUP,
-        ErrorKind::Unsupported => EINVAL,
-        _ => EIO,
+        kind => WireStatus::of(kind).nbd,
     }
 }
 

@@ -1,14 +1,13 @@
 //! [`Server`]: exports, listeners, the spreading of connections over workers, and the orderly end.
 
-use std::future::poll_fn;
 use std::os::fd::OwnedFd;
-use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result};
-use spile_engine::{Engine, Listener, sleep, spawn};
+use spile_engine::Engine;
+use spile_front::{Connections, FailedRequest, Listeners, LogLimit, log_failure};
 
 use crate::connection::{self, tls_mode};
 use crate::metrics::{Clock, ExportMetrics, FrontMetrics};
@@ -49,8 +48,8 @@ impl Default for ServerConfig {
     }
 }
 
-/// What all connections of a server share.
-pub(crate) struct Shared<D> {
+/// The server as all its connections see it.
+pub(crate) struct ServerState<D> {
     pub(crate) config: ServerConfig,
     pub(crate) exports: Vec<Export<D>>,
     /// As the exports were at the start.
@@ -59,15 +58,16 @@ pub(crate) struct Shared<D> {
     pub(crate) stop: Stop,
     pub(crate) metrics: Vec<ExportMetrics>,
     pub(crate) clock: Clock,
-    failures: AtomicU64,
-    /// Connections on each worker.
-    load: Vec<AtomicUsize>,
-    /// Listeners and connections that are not over.
-    alive: Mutex<usize>,
-    all_over: Condvar,
+    /// Messages to the log of requests that failed.
+    failures: LogLimit,
+    /// Connections that are open, those in the handshake included.
+    connections: Arc<Connections>,
 }
 
-impl<D: Disk> Shared<D> {
+/// The server's name in the log.
+const FRONT: &str = "NBD";
+
+impl<D: Disk> ServerState<D> {
     pub(crate) fn tls_mode(&self) -> TlsMode {
         tls_mode(self.config.tls.as_ref().map(|tls| tls.required))
     }
@@ -82,56 +82,25 @@ impl<D: Disk> Shared<D> {
         offers.map(now).collect()
     }
 
-    /// Logs a failure of the disk: the first, then each time their number has doubled.
     pub(crate) fn log_failure(&self, export: usize, request: &Request, error: &Error) {
-        let count = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
-        if count.is_power_of_two() {
-            let (name, command) = (&self.exports[export].name, request.command);
-            let (offset, len) = (request.offset_bytes, request.len_bytes);
-            tracing::warn!(export = %name, ?command, offset, len, count, %error, "NBD request failed");
-        }
-    }
-
-    fn connections(&self) -> usize {
-        self.load.iter().map(|load| load.load(Ordering::Relaxed)).sum()
-    }
-
-    fn least_loaded(&self) -> usize {
-        let loads = self.load.iter().enumerate();
-        loads.min_by_key(|(_, load)| load.load(Ordering::Relaxed)).map_or(0, |(worker, _)| worker)
-    }
-}
-
-/// Counts a listener or a connection as alive for as long as it lives.
-struct Alive<D> {
-    shared: Arc<Shared<D>>,
-    worker: Option<usize>,
-}
-
-impl<D> Alive<D> {
-    fn new(shared: Arc<Shared<D>>, worker: Option<usize>) -> Self {
-        *shared.alive.lock().unwrap_or_else(|e| e.into_inner()) += 1;
-        if let Some(worker) = worker {
-            shared.load[worker].fetch_add(1, Ordering::Relaxed);
-        }
-        Self { shared, worker }
-    }
-}
-
-impl<D> Drop for Alive<D> {
-    fn drop(&mut self) {
-        if let Some(worker) = self.worker {
-            self.shared.load[worker].fetch_sub(1, Ordering::Relaxed);
-        }
-        *self.shared.alive.lock().unwrap_or_else(|e| e.into_inner()) -= 1;
-        self.shared.all_over.notify_all();
+        let failed = FailedRequest {
+            front: FRONT,
+            disk: &self.exports[export].name,
+            command: &request.command,
+            offset_bytes: Some(request.offset_bytes),
+            len_bytes: request.len_bytes.into(),
+            outcome: "failed",
+            reason: error,
+        };
+        log_failure(&self.failures, &failed);
     }
 }
 
 /// An NBD server. Dropping it stops it, but does not wait.
 pub struct Server<D: Disk> {
     engine: Engine,
-    shared: Arc<Shared<D>>,
+    shared: Arc<ServerState<D>>,
+    listeners: Listeners,
     next_listener: AtomicUsize,
 }
 
@@ -152,62 +121,50 @@ impl<D: Disk> Server<D> {
         let config = ServerConfig { max_in_flight: config.max_in_flight.max(1), ..config };
         let tls = config.tls.as_ref().map(TlsConfig::load).transpose()?;
         let workers = engine.workers();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ServerState {
             metrics: exports.iter().map(|_| ExportMetrics::new(workers)).collect(),
-            load: (0..workers).map(|_| AtomicUsize::new(0)).collect(),
             stop: Stop::default(),
             clock: Clock::start(),
-            failures: AtomicU64::new(0),
-            alive: Mutex::new(0),
-            all_over: Condvar::new(),
+            failures: LogLimit::default(),
+            connections: Connections::new(FRONT, config.max_connections, workers),
             config,
             exports,
             offers,
             tls,
         });
-        Ok(Self { engine, shared, next_listener: AtomicUsize::new(0) })
+        Ok(Self { engine, shared, listeners: Listeners::new(FRONT), next_listener: AtomicUsize::new(0) })
     }
 
     /// Accepts connections from `fd`, a bound and listening Unix or TCP socket. May be called several times.
     ///
     /// # Errors
-    /// `Shutdown` after [`Server::stop`]; `InvalidInput` when it is no stream socket or does not listen.
+    /// As [`Listeners::listen`].
     pub fn listen(&self, fd: OwnedFd) -> Result<()> {
-        if self.shared.stop.level() > Level::Run {
-            return Err(Error::new(ErrorKind::Shutdown, "the server is stopping"));
-        }
-        if !rustix::net::sockopt::socket_acceptconn(&fd).unwrap_or(false) {
-            return Err(Error::new(ErrorKind::InvalidInput, "the descriptor is not a listening socket"));
-        }
-        let listener = Listener::from_fd(fd)?;
         let worker = self.next_listener.fetch_add(1, Ordering::Relaxed) % self.engine.workers();
-        let alive = Alive::new(self.shared.clone(), None);
-        let engine = self.engine.clone();
-        self.engine.spawn_on(worker, move || accept_all(engine, alive, listener));
-        Ok(())
+        let (engine, shared) = (self.engine.clone(), self.shared.clone());
+        self.listeners.listen(&self.engine, worker, fd, move |fd| {
+            admit(&engine, &shared, fd);
+            Ok(())
+        })
     }
 
     /// Takes no new connection and no new request. What is in flight is finished and answered, then the
     /// connections are closed. Does not wait.
     pub fn stop(&self) {
+        self.listeners.close();
         self.shared.stop.raise(Level::Drain);
     }
 
-    /// Waits until every listener and connection is over, after [`Server::stop`]. Who has not taken its replies
-    /// when `patience` is over is hung up on. True when that was not needed. Not to be called from a worker.
+    /// Waits, after [`Server::stop`], until every listener and connection is over. Clients that have not taken their replies
+    /// within `patience` are hung up on. True when that was not needed. Not to be called on a worker.
     pub fn wait_drained(&self, patience: Duration) -> bool {
-        let alive = self.shared.alive.lock().unwrap_or_else(|e| e.into_inner());
-        let busy = |alive: &mut usize| *alive > 0;
-        let (alive, timed_out) =
-            self.shared.all_over.wait_timeout_while(alive, patience, busy).unwrap_or_else(|e| e.into_inner());
-        if !timed_out.timed_out() {
-            return true;
+        self.listeners.wait_closed();
+        let is_drained = self.shared.connections.wait_for_none(patience);
+        if !is_drained {
+            self.shared.stop.raise(Level::HangUp);
+            while !self.shared.connections.wait_for_none(Duration::from_secs(60)) {}
         }
-        drop(alive);
-        self.shared.stop.raise(Level::HangUp);
-        let alive = self.shared.alive.lock().unwrap_or_else(|e| e.into_inner());
-        drop(self.shared.all_over.wait_while(alive, busy).unwrap_or_else(|e| e.into_inner()));
-        false
+        is_drained
     }
 
     /// The figures of the export of this name; all zero if there is none.
@@ -218,7 +175,7 @@ impl<D: Disk> Server<D> {
 
     /// Connections now, those in the handshake included.
     pub fn connections(&self) -> usize {
-        self.shared.connections()
+        self.shared.connections.count()
     }
 }
 
@@ -253,44 +210,11 @@ fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {
     })
 }
 
-/// After an accept that failed for want of descriptors or memory, this long a rest.
-const ACCEPT_REST: Duration = Duration::from_millis(100);
-
-async fn accept_all<D: Disk>(engine: Engine, alive: Alive<D>, listener: Listener) {
-    let shared = &alive.shared;
-    let listener = Rc::new(listener);
-    let mut failures = 0u64;
-    spawn(close_on_stop(shared.clone(), listener.clone()));
-    while shared.stop.level() == Level::Run {
-        match listener.accept().await {
-            Ok(fd) => admit(&engine, shared, fd),
-            Err(error) if error.kind() == ErrorKind::Shutdown => return,
-            Err(error) => {
-                failures += 1;
-                if failures.is_power_of_two() {
-                    tracing::warn!(count = failures, %error, "NBD: a connection could not be accepted");
-                }
-                sleep(ACCEPT_REST).await;
-            }
-        }
-    }
-}
-
-async fn close_on_stop<D: Disk>(shared: Arc<Shared<D>>, listener: Rc<Listener>) {
-    let mut stop = shared.stop.watch();
-    poll_fn(|cx| stop.poll_above(Level::Run, cx)).await;
-    listener.close();
-}
-
-fn admit<D: Disk>(engine: &Engine, shared: &Arc<Shared<D>>, fd: OwnedFd) {
-    if shared.connections() >= shared.config.max_connections {
-        return tracing::debug!("NBD: too many connections, one was turned away");
-    }
-    let worker = shared.least_loaded();
-    let alive = Alive::new(shared.clone(), Some(worker));
-    engine.spawn_on(worker, move || async move {
-        let shared = alive.shared.clone();
+fn admit<D: Disk>(engine: &Engine, shared: &Arc<ServerState<D>>, fd: OwnedFd) {
+    let Some(place) = shared.connections.enter() else { return };
+    let shared = shared.clone();
+    engine.spawn_on(place.worker(), move || async move {
         connection::serve(shared, fd).await;
-        drop(alive);
+        drop(place);
     });
 }

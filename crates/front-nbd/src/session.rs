@@ -23,7 +23,7 @@ use crate::errors::EIO;
 use crate::execute::HoleProbe;
 use crate::metrics::{ExportMetrics, Finished, OpKind, WorkerCell};
 use crate::negotiate;
-use crate::server::Shared;
+use crate::server::ServerState;
 use crate::signal::{Level, Signal};
 use crate::transport::Transport;
 use crate::wire::request::Request;
@@ -72,7 +72,7 @@ pub(crate) struct Reply {
 
 /// See the module.
 pub(crate) struct Session<D: Disk> {
-    pub(crate) server: Arc<Shared<D>>,
+    pub(crate) server: Arc<ServerState<D>>,
     pub(crate) agreed: negotiate::Session,
     pub(crate) disk: Arc<D>,
     pub(crate) limits: Limits,
@@ -112,7 +112,7 @@ struct Slots {
 }
 
 impl<D: Disk> Session<D> {
-    pub(crate) fn new(server: Arc<Shared<D>>, agreed: negotiate::Session, transport: Rc<Transport>) -> Rc<Self> {
+    pub(crate) fn new(server: Arc<ServerState<D>>, agreed: negotiate::Session, transport: Rc<Transport>) -> Rc<Self> {
         let export = &server.exports[agreed.export];
         let info = export.disk.info();
         let limits = Limits {

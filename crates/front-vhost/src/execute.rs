@@ -1,26 +1,17 @@
 //! From a request to its status: the one place where a disk's answers become a block device's.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use spile_core::{
     Disk, Error, ErrorKind, Extent, GuestOffset, MAX_REQUEST_BYTES, Result, SECTOR_BYTES, Segments, WriteZeroes,
 };
 
+use spile_front::{FailedRequest, LogLimit, WireStatus, log_failure, virtio};
+
 use crate::config::{MAX_DISCARD_SECTORS, MAX_DISCARD_SEGMENTS, max_zeroes};
 use crate::request::{Command, Request};
-
-/// How a request ended (section 5.2.6, VIRTIO_BLK_S_*).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Status {
-    /// Done.
-    Ok = 0,
-    /// Failed.
-    IoError = 1,
-    /// Not known here.
-    Unsupported = 2,
-}
+use crate::server::FRONT;
 
 /// Bytes of the answer to GET_ID.
 pub const ID_BYTES: usize = 20;
@@ -40,19 +31,18 @@ pub struct Target<D> {
     pub read_only: bool,
     /// Every write is to be durable before it is answered: the driver cannot or does not want to flush.
     pub is_write_through: AtomicBool,
-    /// Requests that failed, for the log.
-    pub failures: Arc<AtomicU64>,
+    /// Messages to the log of requests that failed.
+    pub failures: Arc<LogLimit>,
 }
 
 impl<D: Disk> Target<D> {
-    /// Does what the request asks for. The status, and how many bytes of data the driver finds written.
-    pub async fn execute(&self, request: &Request) -> (Status, u32) {
+    /// Does what the request asks for. Returns its status byte, and how many bytes of data the driver finds written.
+    pub async fn execute(&self, request: &Request) -> (u8, u32) {
         match self.run(request).await {
-            Ok(written) => (Status::Ok, written),
+            Ok(written) => (virtio::OK, written),
             Err(error) => {
                 self.log_failure(request, &error);
-                let unsupported = error.kind() == ErrorKind::Unsupported;
-                (if unsupported { Status::Unsupported } else { Status::IoError }, 0)
+                (WireStatus::of(error.kind()).virtio, 0)
             }
         }
     }
@@ -133,14 +123,17 @@ impl<D: Disk> Target<D> {
         Ok(0)
     }
 
-    /// Logs a failure: the first, then each time their number has doubled.
     fn log_failure(&self, request: &Request, error: &Error) {
-        let count = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
-        if count.is_power_of_two() {
-            let (name, command) = (&self.name, request.command);
-            let (offset, len) = (request.offset.map(|offset| offset.0), request.data.len());
-            tracing::warn!(disk = %name, ?command, offset, len, count, %error, "vhost-user request failed");
-        }
+        let failed = FailedRequest {
+            front: FRONT,
+            disk: &self.name,
+            command: &request.command,
+            offset_bytes: request.offset.map(|offset| offset.0),
+            len_bytes: request.data.len() as u64,
+            outcome: "failed",
+            reason: error,
+        };
+        log_failure(&self.failures, &failed);
     }
 }
 

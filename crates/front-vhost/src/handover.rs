@@ -11,7 +11,7 @@ use crate::config;
 use crate::inflight::InflightRegion;
 use crate::log::Log;
 use crate::memory::Region;
-use crate::server::Shared;
+use crate::server::ServerState;
 use crate::session::Session;
 use crate::wire::{InflightInfo, RegionInfo, VringAddr, protocol};
 
@@ -115,7 +115,7 @@ impl<D: Disk> Session<D> {
     /// `InvalidInput` when descriptors are missing, or there are more queues than this server has; else what mapping the
     /// memory ends with.
     pub(crate) fn restore(
-        shared: Arc<Shared<D>>,
+        shared: Arc<ServerState<D>>,
         hang_up: Arc<OwnedFd>,
         state: ConnectionState,
         fds: Vec<OwnedFd>,

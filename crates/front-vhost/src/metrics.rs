@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::execute::Status;
+use spile_front::virtio;
+
 use crate::request::{Command, Request};
 
 /// What one queue has done since its server began, over restarts of the queue.
@@ -80,9 +81,9 @@ impl QueueCounters {
         }
     }
 
-    pub(crate) fn answered(&self, status: Status) {
+    pub(crate) fn answered(&self, status: u8) {
         add(&self.answered, 1);
-        if status != Status::Ok {
+        if status != virtio::OK {
             add(&self.failed, 1);
         }
     }

@@ -1,6 +1,6 @@
 //! One virtqueue at work: a task on one worker that pops, executes, answers and notifies.
 //!
-//! Its turns are those of every ring ([`spile_engine::serve`]). The task ends when it is told to stop and nothing is in
+//! Its turns are those of every ring ([`serve_ring`]). The task ends when it is told to stop and nothing is in
 //! flight, or when the driver has broken the ring; a stopped queue can be started again where it ended, by this process
 //! or another.
 
@@ -10,9 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use spile_core::Disk;
-use spile_engine::{Bell, Desk, Event, Pollable, Slots, Turns, pin_memory, serve};
+use spile_engine::{Event, Pollable, pin_memory};
+use spile_front::{GuestRing, Inbox, QueueWaker, Slots, serve_ring};
 
-use crate::execute::{Status, Target};
+use crate::execute::Target;
 use crate::inflight::InflightQueue;
 use crate::log::Log;
 use crate::memory::GuestMemory;
@@ -28,7 +29,7 @@ const PUBLISH: usize = 16;
 /// What the control of a queue and its task share.
 #[derive(Default)]
 pub(crate) struct Link {
-    pub(crate) bell: Arc<Bell>,
+    pub(crate) waker: Arc<QueueWaker>,
     stop: AtomicBool,
     /// How the driver hears of answers. The front end changes it at any time.
     call: Mutex<Option<Arc<Event>>>,
@@ -40,7 +41,7 @@ impl Link {
     /// Pops no more; the task ends when nothing is in flight.
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
-        self.bell.ring();
+        self.waker.wake();
     }
 
     /// A link of the same call for the queue's next start.
@@ -53,7 +54,7 @@ impl Link {
     pub(crate) fn set_call(&self, call: Option<Arc<Event>>) {
         *self.call.lock().unwrap_or_else(|e| e.into_inner()) = call;
         self.has_new_call.store(true, Ordering::Release);
-        self.bell.ring();
+        self.waker.wake();
     }
 
     pub(crate) fn call(&self) -> Option<Arc<Event>> {
@@ -113,7 +114,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     let _pinned: Vec<_> = wanted.map(|region| pin_memory(&region.bytes)).collect();
     let parser = Parser::new(has_indirect, log.as_ref().is_some_and(|log| log.logs_data));
     let ring = Rc::new(ring);
-    let side = Side {
+    let side = DriverSide {
         ring: ring.clone(),
         memory,
         parser,
@@ -125,29 +126,29 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
         broken: None,
     };
     let side = Rc::new(RefCell::new(side));
-    let make = |desk: Rc<Desk<u16>>| answer_all(desk, side.clone(), target.clone());
-    let mut slots = Slots::new(link.bell.clone(), make);
-    let mut queue = Queue { ring: ring.clone(), side: side.clone(), link, again, again_at: 0 };
+    let make = |inbox: Rc<Inbox<u16>>| answer_all(inbox, side.clone(), target.clone());
+    let mut slots = Slots::new(link.waker.clone(), make);
+    let mut queue = QueueTask { ring: ring.clone(), side: side.clone(), link, again, again_at: 0 };
     let watched: Rc<dyn Pollable> = ring.clone();
     side.borrow().counters.started();
-    serve(&mut queue, &mut slots, &watched, &kick).await;
+    serve_ring(&mut queue, &mut slots, &watched, &kick).await;
     side.borrow().counters.stopped();
     let side = side.borrow();
     Ended { next_avail: ring.next_avail(), broken: side.broken, is_lost: side.is_lost() }
 }
 
 /// A slot: answers one chain after the other.
-async fn answer_all<D: Disk>(desk: Rc<Desk<u16>>, side: Rc<RefCell<Side>>, target: Arc<Target<D>>) {
+async fn answer_all<D: Disk>(inbox: Rc<Inbox<u16>>, side: Rc<RefCell<DriverSide>>, target: Arc<Target<D>>) {
     let mut request = Request::default();
     loop {
-        let head = desk.next().await;
+        let head = inbox.next().await;
         let is_whole = side.borrow_mut().parse(head, &mut request);
         if is_whole {
             let (status, written_bytes) = target.execute(&request).await;
             side.borrow_mut().answer(&request, status, written_bytes);
             request.clear();
         }
-        desk.answered();
+        inbox.answered();
     }
 }
 
@@ -163,7 +164,7 @@ impl Pollable for Ring {
 }
 
 /// The driver's side of a queue: where requests come from and answers go.
-struct Side {
+struct DriverSide {
     ring: Rc<Ring>,
     memory: Arc<GuestMemory>,
     parser: Parser,
@@ -176,7 +177,7 @@ struct Side {
     broken: Option<Broken>,
 }
 
-impl Side {
+impl DriverSide {
     fn is_lost(&self) -> bool {
         self.memory.is_lost()
             || self.ring.is_lost()
@@ -205,9 +206,9 @@ impl Side {
         self.broken.is_none()
     }
 
-    fn answer(&mut self, request: &Request, status: Status, written_bytes: u32) {
+    fn answer(&mut self, request: &Request, status: u8, written_bytes: u32) {
         // The parser has found the place of the status.
-        self.memory.write_byte(request.status_addr, status as u8);
+        self.memory.write_byte(request.status_addr, status);
         if let Some(log) = self.log.as_ref().filter(|log| log.logs_data) {
             request.written.iter().for_each(|(addr, len)| log.log.mark(*addr, u64::from(*len)));
             log.log.mark(request.status_addr, 1);
@@ -254,16 +255,17 @@ impl Side {
     }
 }
 
-struct Queue {
+/// The queue as its task sees it.
+struct QueueTask {
     ring: Rc<Ring>,
-    side: Rc<RefCell<Side>>,
+    side: Rc<RefCell<DriverSide>>,
     link: Arc<Link>,
     again: Vec<u16>,
     again_at: usize,
 }
 
-impl Turns for Queue {
-    type Work = u16;
+impl GuestRing for QueueTask {
+    type Request = u16;
 
     /// The next chain, of those left to us first.
     fn pop(&mut self) -> Option<u16> {

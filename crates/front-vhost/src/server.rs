@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{Shutdown, shutdown};
 use spile_core::{Disk, Error, ErrorKind, Result};
-use spile_engine::{Engine, Listener, sleep};
+use spile_engine::Engine;
+use spile_front::{Connections, Listeners, LogLimit, Place};
 
 use crate::channel::{Channel, Notices, Received};
 use crate::execute::{ID_BYTES, Target};
@@ -36,7 +37,7 @@ pub struct Config {
     pub read_only: bool,
     /// Register the guest's memory with the workers' rings ([`spile_engine::pin_memory`]).
     pub pins_memory: bool,
-    /// Connections at a time; further ones are closed at once.
+    /// OpenConnections at a time; further ones are closed at once.
     pub max_connections: usize,
 }
 
@@ -53,8 +54,11 @@ impl Default for Config {
     }
 }
 
-/// What all connections share.
-pub(crate) struct Shared<D> {
+/// The server's name in the log.
+pub(crate) const FRONT: &str = "vhost-user";
+
+/// The server as all its connections and queues see it.
+pub(crate) struct ServerState<D> {
     pub(crate) engine: Engine,
     pub(crate) disk: Arc<D>,
     pub(crate) config: Config,
@@ -64,21 +68,36 @@ pub(crate) struct Shared<D> {
     /// Readable once the connections are to end.
     stop: OwnedFd,
     is_stopping: AtomicBool,
-    /// Connections end to go on in another process.
+    /// OpenConnections end to go on in another process.
     is_handing_over: AtomicBool,
-    connections: Mutex<Connections<D>>,
+    connections: Mutex<OpenConnections<D>>,
     one_is_over: Condvar,
-    complaints: AtomicU64,
+    /// Limits how many connections there are.
+    places: Arc<Connections>,
+    /// Messages to the log of what front ends did wrong.
+    complaints: LogLimit,
     /// Requests that failed, of all connections.
-    failures: Arc<AtomicU64>,
+    failures: Arc<LogLimit>,
 }
 
-struct Connections<D> {
+struct OpenConnections<D> {
     next: u64,
-    open: HashMap<u64, Arc<Connection<D>>>,
+    open: HashMap<u64, Open<D>>,
     threads: Vec<JoinHandle<()>>,
     /// What goes on in another process.
     kept: Vec<Handover>,
+}
+
+/// A connection among those that are open.
+struct Open<D> {
+    connection: Arc<Connection<D>>,
+    _place: Place,
+}
+
+impl<D> OpenConnections<D> {
+    fn all(&self) -> impl Iterator<Item = &Arc<Connection<D>>> {
+        self.open.values().map(|open| &open.connection)
+    }
 }
 
 /// One front end.
@@ -110,7 +129,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-impl<D: Disk> Shared<D> {
+impl<D: Disk> ServerState<D> {
     pub(crate) fn worker(&self, queue: usize) -> usize {
         (self.first_worker + queue) % self.engine.workers()
     }
@@ -136,17 +155,17 @@ impl<D: Disk> Shared<D> {
     }
 }
 
-impl<D> Shared<D> {
-    /// Bounds what a hostile front end can have us log: its first offence, then each time their number has doubled.
+impl<D> ServerState<D> {
+    /// Counts one more mistake of a front end; true when it is to be logged.
     pub(crate) fn may_complain(&self) -> bool {
-        (self.complaints.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two()
+        self.complaints.count().is_some()
     }
 }
 
 /// How often a front end that waits for another's end looks whether it is gone itself.
 const ENDING_LOOK: Duration = Duration::from_millis(10);
 
-impl<D> Shared<D> {
+impl<D> ServerState<D> {
     /// Waits until every other connection whose front end is gone has answered its requests: they may be older writes of
     /// the same guest.
     ///
@@ -158,8 +177,7 @@ impl<D> Shared<D> {
             if is_hung_up(own) {
                 return Err(Error::new(ErrorKind::Shutdown, "the front end is gone"));
             }
-            let others = connections.open.values();
-            if !others.into_iter().any(|other| is_hung_up(other.channel.as_fd())) {
+            if !connections.all().any(|other| is_hung_up(other.channel.as_fd())) {
                 return Ok(());
             }
             let waited = self.one_is_over.wait_timeout(connections, ENDING_LOOK);
@@ -178,10 +196,8 @@ fn is_ready(socket: impl AsFd, way: PollFlags) -> bool {
 
 /// Serves one disk. Dropping it stops it, but does not wait.
 pub struct Server<D: Disk> {
-    shared: Arc<Shared<D>>,
-    listeners: Mutex<Vec<Arc<Listener>>>,
-    /// Accept tasks that are not over.
-    accepting: Arc<AtomicUsize>,
+    shared: Arc<ServerState<D>>,
+    listeners: Listeners,
 }
 
 impl<D: Disk> Server<D> {
@@ -197,66 +213,50 @@ impl<D: Disk> Server<D> {
             return Err(Error::new(ErrorKind::InvalidInput, what));
         }
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::io("make an eventfd", errno.into()))?;
-        let shared = Shared {
+        let shared = ServerState {
             counters: (0..config.queues).map(|_| Arc::default()).collect(),
             first_worker: NEXT_WORKER.fetch_add(1, Ordering::Relaxed),
             stop,
             is_stopping: AtomicBool::new(false),
             is_handing_over: AtomicBool::new(false),
-            connections: Mutex::new(Connections {
+            connections: Mutex::new(OpenConnections {
                 next: 0,
                 open: HashMap::new(),
                 threads: Vec::new(),
                 kept: Vec::new(),
             }),
             one_is_over: Condvar::new(),
-            complaints: AtomicU64::new(0),
+            places: Connections::new(FRONT, config.max_connections, 1),
+            complaints: LogLimit::default(),
             failures: Arc::default(),
             engine,
             disk,
             config,
         };
-        Ok(Self { shared: Arc::new(shared), listeners: Mutex::default(), accepting: Arc::default() })
+        Ok(Self { shared: Arc::new(shared), listeners: Listeners::new(FRONT) })
     }
 
     /// Accepts front ends from `fd`, a bound and listening Unix socket. May be called several times.
     ///
     /// # Errors
-    /// `InvalidInput` when it is no listening stream socket.
+    /// As [`Listeners::listen`].
     pub fn listen(&self, fd: OwnedFd) -> Result<()> {
-        if !rustix::net::sockopt::socket_acceptconn(&fd).unwrap_or(false) {
-            return Err(Error::new(ErrorKind::InvalidInput, "the descriptor is not a listening socket"));
-        }
-        let listener = Arc::new(Listener::from_fd(fd)?);
-        lock(&self.listeners).push(listener.clone());
-        let (shared, accepting) = (self.shared.clone(), self.accepting.clone());
-        accepting.fetch_add(1, Ordering::AcqRel);
-        self.shared.engine.spawn_on(self.shared.first_worker, move || async move {
-            accept_all(&shared, &listener).await;
-            accepting.fetch_sub(1, Ordering::AcqRel);
-        });
-        Ok(())
+        let shared = self.shared.clone();
+        self.listeners.listen(&self.shared.engine, self.shared.first_worker, fd, move |fd| admit(&shared, fd))
     }
 
     /// Takes no new front end and no new request; what is in flight is answered. Does not wait.
     pub fn stop(&self) {
         self.shared.is_stopping.store(true, Ordering::Release);
         let _ = rustix::io::write(&self.shared.stop, &1u64.to_ne_bytes());
-        lock(&self.listeners).iter().for_each(|listener| listener.close());
+        self.listeners.close();
     }
 
     /// Waits, after [`Server::stop`], until everything is answered and the connections are closed.
     pub fn wait_drained(&self) {
-        self.wait_for_accepting();
+        self.listeners.wait_closed();
         let threads = std::mem::take(&mut lock(&self.shared.connections).threads);
         threads.into_iter().for_each(|thread| drop(thread.join()));
-    }
-
-    fn wait_for_accepting(&self) {
-        // They end as soon as their worker comes to them.
-        while self.accepting.load(Ordering::Acquire) > 0 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
     }
 
     /// Ends as [`Server::stop`] and [`Server::wait_drained`] do, but keeps the front ends' connections for another
@@ -265,10 +265,10 @@ impl<D: Disk> Server<D> {
     pub fn hand_over(&self) -> Vec<Handover> {
         self.shared.is_handing_over.store(true, Ordering::Release);
         self.stop();
-        self.wait_for_accepting();
+        self.listeners.wait_closed();
         let threads = std::mem::take(&mut lock(&self.shared.connections).threads);
         while threads.iter().any(|thread| !thread.is_finished()) {
-            let open: Vec<_> = lock(&self.shared.connections).open.values().cloned().collect();
+            let open: Vec<_> = lock(&self.shared.connections).all().cloned().collect();
             open.iter().filter(|connection| connection.is_stuck()).for_each(|connection| {
                 let _ = shutdown(connection.channel.as_fd(), Shutdown::Both);
             });
@@ -287,12 +287,12 @@ impl<D: Disk> Server<D> {
         let channel = Channel::new(handover.socket)?;
         let hang_up = hang_up_of(&channel)?;
         let session = Session::restore(self.shared.clone(), hang_up, handover.state, handover.fds)?;
-        start(&self.shared, channel, session)
+        start(&self.shared, channel, session, self.shared.places.enter_anyway())
     }
 
     /// Tells all front ends that the disk's size has changed.
     pub fn disk_has_changed(&self) {
-        let open: Vec<_> = lock(&self.shared.connections).open.values().cloned().collect();
+        let open: Vec<_> = lock(&self.shared.connections).all().cloned().collect();
         for connection in open {
             if let Err(error) = connection.notices.send(&config_changed())
                 && self.shared.may_complain()
@@ -303,9 +303,9 @@ impl<D: Disk> Server<D> {
         }
     }
 
-    /// Connections now.
+    /// OpenConnections now.
     pub fn connections(&self) -> usize {
-        lock(&self.shared.connections).open.len()
+        self.shared.places.count()
     }
 
     /// The figures of all queues together.
@@ -325,36 +325,14 @@ impl<D: Disk> Drop for Server<D> {
 /// How long a connection may be within a message when all are handed over.
 const HANDOVER_PATIENCE: Duration = Duration::from_millis(20);
 
-/// After an accept that failed for want of descriptors or memory, this long a rest.
-const ACCEPT_REST: Duration = Duration::from_millis(100);
-
-async fn accept_all<D: Disk>(shared: &Arc<Shared<D>>, listener: &Listener) {
-    let mut failures = 0u64;
-    loop {
-        let result = match listener.accept().await {
-            Ok(fd) => admit(shared, fd),
-            Err(error) if error.kind() == ErrorKind::Shutdown => return,
-            Err(error) => Err(error),
-        };
-        if let Err(error) = result {
-            failures += 1;
-            if failures.is_power_of_two() {
-                tracing::warn!(count = failures, %error, "vhost-user: a connection could not be accepted");
-            }
-            sleep(ACCEPT_REST).await;
-        }
-    }
-}
-
-fn admit<D: Disk>(shared: &Arc<Shared<D>>, fd: OwnedFd) -> Result<()> {
-    let is_full = lock(&shared.connections).open.len() >= shared.config.max_connections;
-    if is_full || shared.is_stopping.load(Ordering::Acquire) {
-        tracing::debug!("vhost-user: a connection too many was turned away");
+fn admit<D: Disk>(shared: &Arc<ServerState<D>>, fd: OwnedFd) -> Result<()> {
+    if shared.is_stopping.load(Ordering::Acquire) {
         return Ok(());
     }
+    let Some(place) = shared.places.enter() else { return Ok(()) };
     let channel = Channel::new(fd)?;
     let session = Session::new(shared.clone(), hang_up_of(&channel)?);
-    start(shared, channel, session)
+    start(shared, channel, session, place)
 }
 
 fn hang_up_of(channel: &Channel) -> Result<Arc<OwnedFd>> {
@@ -363,14 +341,14 @@ fn hang_up_of(channel: &Channel) -> Result<Arc<OwnedFd>> {
 }
 
 /// Starts the connection's thread.
-fn start<D: Disk>(shared: &Arc<Shared<D>>, channel: Channel, session: Session<D>) -> Result<()> {
+fn start<D: Disk>(shared: &Arc<ServerState<D>>, channel: Channel, session: Session<D>, place: Place) -> Result<()> {
     let (notices, talking_since) = (session.notices.clone(), Mutex::default());
     let connection = Arc::new(Connection { channel, session: Mutex::new(session), notices, talking_since });
     let mut connections = lock(&shared.connections);
     connections.threads.retain(|thread| !thread.is_finished());
     let id = connections.next;
     connections.next += 1;
-    connections.open.insert(id, connection.clone());
+    connections.open.insert(id, Open { connection: connection.clone(), _place: place });
     let shared_there = shared.clone();
     let thread = std::thread::Builder::new().name("spile-vhost".to_owned()).stack_size(STACK_BYTES).spawn(move || {
         let socket = connection.clone();
@@ -398,7 +376,7 @@ fn start<D: Disk>(shared: &Arc<Shared<D>>, channel: Channel, session: Session<D>
 const STACK_BYTES: usize = 256 << 10;
 
 /// Serves a connection to its end.
-fn serve<D: Disk>(shared: &Shared<D>, id: u64, connection: Arc<Connection<D>>) {
+fn serve<D: Disk>(shared: &ServerState<D>, id: u64, connection: Arc<Connection<D>>) {
     // Queues that another process had at work go on; a new connection has none.
     let started = lock(&connection.session).start_queues();
     let talked = started.and_then(|()| talk(shared, &connection));
@@ -430,7 +408,7 @@ fn shutdown_unless(is_kept: bool, channel: &Channel) -> rustix::io::Result<()> {
 }
 
 /// Takes messages until the front end hangs up or the server stops.
-fn talk<D: Disk>(shared: &Shared<D>, connection: &Connection<D>) -> Result<()> {
+fn talk<D: Disk>(shared: &ServerState<D>, connection: &Connection<D>) -> Result<()> {
     while connection.channel.wait(shared.stop.as_fd())? {
         let Some(received) = connection.talk(PollFlags::IN, Channel::recv)? else { return Ok(()) };
         // The session is let go before the answer is sent, which may take the front end's time.

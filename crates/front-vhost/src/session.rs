@@ -18,7 +18,7 @@ use crate::inflight::InflightRegion;
 use crate::log::Log;
 use crate::memory::{GuestMemory, MAX_SLOTS, Region};
 use crate::ring::MAX_QUEUE_SIZE;
-use crate::server::Shared;
+use crate::server::ServerState;
 use crate::vring::{Context, Vring};
 use crate::wire::{self, Message, RegionInfo, VringAddr, protocol};
 
@@ -49,7 +49,7 @@ const PROTOCOL_FEATURES: u64 = protocol::MQ
 
 /// One connection's state.
 pub(crate) struct Session<D> {
-    pub(crate) shared: Arc<Shared<D>>,
+    pub(crate) shared: Arc<ServerState<D>>,
     pub(crate) target: Arc<Target<Arc<D>>>,
     /// Ends the connection from a queue.
     pub(crate) hang_up: Arc<OwnedFd>,
@@ -65,7 +65,7 @@ pub(crate) struct Session<D> {
 }
 
 impl<D: Disk> Session<D> {
-    pub(crate) fn new(shared: Arc<Shared<D>>, hang_up: Arc<OwnedFd>) -> Self {
+    pub(crate) fn new(shared: Arc<ServerState<D>>, hang_up: Arc<OwnedFd>) -> Self {
         let queues = (0..shared.config.queues).map(|index| Vring::new(shared.counters(index))).collect();
         Self {
             target: Arc::new(shared.target()),

@@ -15,12 +15,12 @@ use crate::memory::GuestMemory;
 use crate::metrics::QueueCounters;
 use crate::queue::{Ended, Link, QueueLog, Setup, run};
 use crate::ring::{Parts, Ring, available_bytes, descriptors_bytes, used_bytes};
-use crate::server::Shared;
+use crate::server::ServerState;
 use crate::wire::VringAddr;
 
 /// What all queues of a connection start with.
 pub(crate) struct Context<D> {
-    pub(crate) shared: Arc<Shared<D>>,
+    pub(crate) shared: Arc<ServerState<D>>,
     pub(crate) target: Arc<Target<Arc<D>>>,
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) features: u64,

@@ -8,6 +8,7 @@ mod common;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Mutex;
 
+use common::engines::on_both_engines;
 use common::guest::{Guest, Options, event, negotiate};
 use common::messages::{Good, all, answer, file, region};
 use common::{Rig, SIZE, rig, rig_with, until};

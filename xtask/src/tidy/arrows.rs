@@ -14,21 +14,23 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-core", &["spile-mem"], &[]),
     ("spile-engine", &["spile-core", "spile-mem"], &[]),
     ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-sim"]),
-    ("spile-front-nbd", &["spile-core", "spile-mem", "spile-engine"], &[]),
-    ("spile-front-vhost", &["spile-core", "spile-mem", "spile-engine"], &["spile-lab"]),
+    ("spile-front", &["spile-core", "spile-engine"], &[]),
+    ("spile-front-nbd", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &[]),
+    ("spile-front-vhost", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &["spile-lab"]),
     ("spile-xen", &["spile-core", "spile-mem"], &[]),
-    ("spile-front-blkif", &["spile-core", "spile-mem", "spile-engine", "spile-xen"], &["spile-lab"]),
+    ("spile-front-blkif", &["spile-core", "spile-mem", "spile-engine", "spile-front", "spile-xen"], &["spile-lab"]),
     ("spile-lab", &["spile-core", "spile-mem", "spile-xen"], &[]),
     ("spile-sim", &["spile-core", "spile-image"], &["spile-mem"]),
     ("spile", &ALL, &ALL),
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 10] = [
+const ALL: [&str; 11] = [
     "spile-mem",
     "spile-core",
     "spile-engine",
     "spile-image",
+    "spile-front",
     "spile-front-nbd",
     "spile-front-vhost",
     "spile-front-blkif",

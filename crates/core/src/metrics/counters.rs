@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
 
 use super::histogram::Histogram;
-use super::{Latency, Op, OpReading, Reading, now_ns};
+use super::{Latency, Op, OpReading, OpSums, Reading, now_ns};
 
 /// Adds to an atomic that has one writer.
 pub(super) fn add(to: &AtomicU64, count: u64) {
@@ -45,8 +45,8 @@ pub struct Ended {
     pub begun_ns: u64,
 }
 
-/// Sums of one [`Counters`] that belong together.
-struct Sums {
+/// Counts and sums of times that were read together.
+struct Times {
     begun: [u64; Op::COUNT],
     ended: [u64; Op::COUNT],
     begin_ns: u64,
@@ -111,21 +111,34 @@ impl Counters {
 
     /// What was counted, with everything in flight counted up to `now_ns`, which is not before the last begin or end.
     pub fn read(&self, now_ns: u64) -> Reading {
-        let sums = self.sums();
+        let times = self.times();
         let mut in_flight = 0u64;
         let ops = std::array::from_fn(|op| {
-            let here = sums.begun[op].wrapping_sub(sums.ended[op]);
+            let here = times.begun[op].wrapping_sub(times.ended[op]);
             in_flight = in_flight.wrapping_add(here);
-            self.ops[op].read(sums.begun[op], sums.ended[op], here)
+            self.ops[op].read(times.begun[op], times.ended[op], here)
         });
-        let integral = sums.end_ns.wrapping_sub(sums.begin_ns).wrapping_add(in_flight.wrapping_mul(now_ns));
+        let integral = times.end_ns.wrapping_sub(times.begin_ns).wrapping_add(in_flight.wrapping_mul(now_ns));
         Reading { at_ns: now_ns, depth_integral_ns: integral, ops }
     }
 
-    fn sums(&self) -> Sums {
+    /// What was counted of requests of this kind, without latencies by bucket.
+    pub fn sums(&self, op: Op) -> OpSums {
+        let counters = &self.ops[op as usize];
+        OpSums {
+            begun: counters.begun.load(Relaxed),
+            ended: counters.ended.load(Relaxed),
+            errors: counters.errors.load(Relaxed),
+            bytes: counters.bytes.load(Relaxed),
+            latency_sum_ns: counters.latency.sum_ns.load(Relaxed),
+            latency_max_ns: counters.latency.max_ns.load(Relaxed),
+        }
+    }
+
+    fn times(&self) -> Times {
         loop {
             let before = self.version.load(Ordering::Acquire);
-            let sums = Sums {
+            let times = Times {
                 begun: std::array::from_fn(|op| self.ops[op].begun.load(Relaxed)),
                 ended: std::array::from_fn(|op| self.ops[op].ended.load(Relaxed)),
                 begin_ns: self.begin_sum_ns.load(Relaxed),
@@ -133,7 +146,7 @@ impl Counters {
             };
             fence(Ordering::Acquire);
             if before & 1 == 0 && self.version.load(Relaxed) == before {
-                return sums;
+                return times;
             }
             std::thread::yield_now();
         }

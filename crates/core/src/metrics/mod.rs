@@ -22,7 +22,7 @@ pub use clock::{begin_turn, now_ns, turn_ns};
 pub use counters::{Counters, Ended};
 pub use histogram::{BUCKETS, bounds_of, bucket_of};
 pub use meter::{InFlight, Meter};
-pub use reading::{Latency, OpReading, Reading};
+pub use reading::{Latency, OpReading, OpSums, Reading};
 pub use table::{Kind, METRICS, Metric, Unit, Value};
 
 /// What a request does. Counters keep each kind apart.

@@ -34,6 +34,34 @@ pub struct OpReading {
     pub latency: Latency,
 }
 
+/// What was counted of one kind of request, without latencies by bucket: cheap enough to be read all the time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OpSums {
+    /// Requests that have begun.
+    pub begun: u64,
+    /// Requests that have ended, with success or not.
+    pub ended: u64,
+    /// Of these, how many failed.
+    pub errors: u64,
+    /// Bytes that the requests asked for when they began.
+    pub bytes: u64,
+    /// All latencies together, in nanoseconds.
+    pub latency_sum_ns: u64,
+    /// The longest latency, in nanoseconds.
+    pub latency_max_ns: u64,
+}
+
+impl AddAssign<&OpSums> for OpSums {
+    fn add_assign(&mut self, other: &Self) {
+        self.begun = self.begun.wrapping_add(other.begun);
+        self.ended = self.ended.wrapping_add(other.ended);
+        self.errors = self.errors.wrapping_add(other.errors);
+        self.bytes = self.bytes.wrapping_add(other.bytes);
+        self.latency_sum_ns = self.latency_sum_ns.wrapping_add(other.latency_sum_ns);
+        self.latency_max_ns = self.latency_max_ns.max(other.latency_max_ns);
+    }
+}
+
 /// A histogram of latencies.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Latency {

@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test program uses its part")]
 
 // The other fronts' test disk.
-#[path = "../../../front-vhost/tests/common/disk.rs"]
+#[path = "../../../front/tests/common/disk.rs"]
 pub mod disk;
 pub mod hostile;
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use spile_core::Segment;
 use spile_front_blkif::pages::Access;
-use spile_front_blkif::ring::{Ring, SLOT_BYTES, Shared};
+use spile_front_blkif::ring::{Ring, SLOT_BYTES, SharedPages};
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_xen::blkif::{Abi, PlainRequest, RING_HEADER_BYTES, Request, Response, index, op, status};
 
@@ -230,7 +230,7 @@ struct Restless {
     reads: Cell<u32>,
 }
 
-impl Shared for &Restless {
+impl SharedPages for &Restless {
     fn load(&self, _: usize, _: Ordering) -> u32 {
         self.loads.set(self.loads.get() + 1);
         self.loads.get()

@@ -6,7 +6,8 @@ use spile_front_nbd::wire::handshake::{option, rep, transmission};
 use spile_front_nbd::wire::request::Command;
 
 use crate::client::{connect, go_data, meta_data, option_bytes};
-use crate::{SIZE, on_both_engines, rig};
+use crate::engines::on_both_engines;
+use crate::{SIZE, rig};
 
 on_both_engines! {
     fn byte_by_byte_is_understood(kind) {

@@ -7,7 +7,8 @@ use spile_front_nbd::wire::handshake::{OPTION_MAGIC, option, rep};
 use spile_front_nbd::wire::request::{Command, Request};
 
 use crate::client::{connect, go_data, meta_data, option_bytes, ready};
-use crate::{Rig, on_both_engines, rig, rig_with};
+use crate::engines::on_both_engines;
+use crate::{Rig, rig, rig_with};
 
 /// The server still serves others, and nothing is left of the hostile ones.
 fn assert_unhurt(rig: &Rig) {

@@ -2,6 +2,8 @@
 
 mod client;
 mod disk;
+#[path = "../../../front/tests/common/engines.rs"]
+mod engines;
 mod handshake;
 mod hostile;
 mod requests;
@@ -90,28 +92,4 @@ pub fn rig_with(kind: EngineKind, change: impl FnOnce(&mut StoreDisk<MemStore>, 
 /// A rig as it comes.
 pub fn rig(kind: EngineKind) -> Rig {
     rig_with(kind, |_, _| {})
-}
-
-/// Runs a test on the thread-pool engine, and on io_uring where the kernel has it.
-#[macro_export]
-macro_rules! on_both_engines {
-    ($($(#[$attr:meta])* fn $name:ident($kind:ident) $body:block)*) => {
-        $(
-            mod $name {
-                use super::*;
-                fn run($kind: spile_engine::EngineKind) $body
-                #[test]
-                $(#[$attr])*
-                fn threads() {
-                    run(spile_engine::EngineKind::Threads);
-                }
-                /// `Auto` is io_uring where the kernel allows it.
-                #[test]
-                $(#[$attr])*
-                fn auto() {
-                    run(spile_engine::EngineKind::Auto);
-                }
-            }
-        )*
-    };
 }

@@ -11,7 +11,8 @@ use spile_front_nbd::wire::request::{Command, FLAG_DF, FLAG_FAST_ZERO, FLAG_FUA,
 
 use crate::client::{connect, ready};
 use crate::disk::StoreDisk;
-use crate::{SIZE, on_both_engines, rig, rig_with};
+use crate::engines::on_both_engines;
+use crate::{SIZE, rig, rig_with};
 
 const MIB: u64 = 1 << 20;
 

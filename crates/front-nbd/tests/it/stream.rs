@@ -8,7 +8,8 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use spile_front_nbd::wire::request::{Command, FLAG_DF, FLAG_FUA, FLAG_NO_HOLE};
 
 use crate::client::{Client, ready};
-use crate::{Rig, SIZE, on_both_engines, rig_with};
+use crate::engines::on_both_engines;
+use crate::{Rig, SIZE, rig_with};
 
 #[derive(Clone, Debug)]
 enum Step {

@@ -15,7 +15,8 @@ use spile_front_nbd::wire::handshake::{option, rep};
 use spile_front_nbd::wire::request::Command;
 
 use crate::client::{Client, connect, go_data, option_bytes};
-use crate::{Rig, on_both_engines, rig_with};
+use crate::engines::on_both_engines;
+use crate::{Rig, rig_with};
 
 type TlsClient = Client<StreamOwned<ClientConnection, UnixStream>>;
 

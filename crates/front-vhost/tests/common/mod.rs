@@ -2,7 +2,10 @@
 //! as rude as it likes ([`Guest`]).
 #![allow(dead_code, reason = "each test program uses its part")]
 
+#[path = "../../../front/tests/common/disk.rs"]
 pub mod disk;
+#[path = "../../../front/tests/common/engines.rs"]
+pub mod engines;
 pub mod guest;
 pub mod load;
 pub mod messages;
@@ -22,30 +25,6 @@ use spile_front_vhost::{Config, Server};
 pub const PATIENCE: Duration = Duration::from_secs(30);
 /// The size of the test disks, in bytes.
 pub const SIZE: u64 = 1 << 20;
-
-/// Runs a test on the thread-pool engine, and on io_uring where the kernel has it.
-#[macro_export]
-macro_rules! on_both_engines {
-    ($($(#[$attr:meta])* fn $name:ident($kind:ident) $body:block)*) => {
-        $(
-            mod $name {
-                use super::*;
-                fn run($kind: spile_engine::EngineKind) $body
-                #[test]
-                $(#[$attr])*
-                fn threads() {
-                    run(spile_engine::EngineKind::Threads);
-                }
-                /// `Auto` is io_uring where the kernel allows it.
-                #[test]
-                $(#[$attr])*
-                fn auto() {
-                    run(spile_engine::EngineKind::Auto);
-                }
-            }
-        )*
-    };
-}
 
 /// How a server under test is started.
 pub struct Setup {

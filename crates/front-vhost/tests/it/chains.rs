@@ -6,9 +6,9 @@ use spile_engine::EngineKind;
 use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Area, Descriptor, DescriptorTable, MemoryOptions};
 
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{FLUSH, Guest, INDIRECT, IOERR, NEXT, NONE, OK, Options, Part, R, READ, W, WRITE};
 use crate::common::{Rig, rig};
-use crate::on_both_engines;
 
 /// Two regions that touch, and behind them nothing.
 fn end_of_memory(guest: &Guest) -> u64 {

@@ -7,10 +7,10 @@ use spile_core::Disk;
 use spile_lab::vhost::proto::{Header, Request, VERSION, config_payload, feature, protocol_feature, vring_state};
 use spile_lab::vhost::{BackendChannel, BackendRequest, BlkConfig, Connection};
 
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{FLUSH, Guest, IOERR, OK, Options, R, WRITE, assert_hung_up, assert_refused, negotiate};
 use crate::common::messages::answer;
 use crate::common::{PATIENCE, Rig, SIZE, rig, until};
-use crate::on_both_engines;
 
 fn connect(rig: &Rig) -> Connection {
     negotiate(&rig.path(), &Options::default()).0

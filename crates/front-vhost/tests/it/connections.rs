@@ -7,9 +7,9 @@ use spile_lab::vhost::Connection;
 use spile_lab::vhost::proto::{Header, VERSION};
 
 use crate::common::disk::Did;
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{FLUSH, Guest, OK, Options, R, WRITE, assert_hung_up, negotiate};
 use crate::common::{Rig, rig, rig_with, until};
-use crate::on_both_engines;
 
 fn write_held(rig: &Rig, guest: &mut Guest, sectors: std::ops::Range<u64>) {
     rig.disk.hold();

@@ -5,12 +5,12 @@ use std::os::fd::AsFd;
 use spile_lab::vhost::proto::{Request, VRING_LOG, VringAddresses, feature};
 use spile_lab::vhost::{Area, Descriptor, DescriptorTable, DirtyLog, MemoryOptions};
 
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{
     FLUSH, GET_ID, Guest, INDIRECT, IOERR, NEXT, OK, Options, Part, R, READ, UNSUPP, W, WRITE, assert_refused,
 };
 use crate::common::messages::file;
 use crate::common::{SIZE, rig, until};
-use crate::on_both_engines;
 
 const PAGE: u64 = 4096;
 

@@ -11,10 +11,10 @@ use spile_lab::vhost::proto::{Header, VERSION, vring_state};
 use spile_lab::vhost::{BackendChannel, BackendRequest, Device, DeviceOptions, DirtyLog, QueueOptions};
 
 use crate::common::disk::TestDisk;
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{FLUSH, Guest, OK, Options, R, WRITE, assert_hung_up, assert_refused, rings};
 use crate::common::load::{under_load, wait_for_more};
 use crate::common::{PATIENCE, Rig, rig, until};
-use crate::on_both_engines;
 
 fn config(queues: u16) -> Config {
     Config { name: "heir".to_owned(), queues, ..Config::default() }

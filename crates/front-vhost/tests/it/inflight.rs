@@ -11,10 +11,10 @@ use spile_lab::vhost::proto::InflightPayload;
 use spile_mem::Segment;
 
 use crate::common::disk::Did;
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{FLUSH, Guest, NONE, OK, Options, R, WRITE, assert_hung_up, assert_refused, negotiate};
 use crate::common::messages::file;
 use crate::common::{Rig, rig, until};
-use crate::on_both_engines;
 
 /// Bytes of a queue's part before its table, and of an entry of that.
 const HEAD: usize = 16;

@@ -9,6 +9,7 @@ use spile_engine::{CacheMode, FileStore};
 use spile_lab::vhost::proto::{InflightPayload, RegionPayload, Request, feature};
 use spile_lab::vhost::{Connection, Device, DeviceOptions, MemoryOptions, QueueOptions};
 
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{
     FLUSH, Guest, INDIRECT, IOERR, NONE, OK, Options, R, READ, W, WRITE, assert_hung_up, assert_refused, is_readable,
     negotiate,
@@ -16,7 +17,6 @@ use crate::common::guest::{
 use crate::common::load::{under_load, wait_for_more};
 use crate::common::messages::{answer, file, region};
 use crate::common::{Rig, rig, rig_with, until};
-use crate::on_both_engines;
 
 fn connect(rig: &Rig) -> Connection {
     negotiate(&rig.path(), &Options::default()).0

@@ -10,12 +10,12 @@ use spile_lab::vhost::proto::{
     FLAG_REPLY, Header, Request, VERSION, VringAddresses, feature, protocol_feature, vring_state,
 };
 
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{
     Guest, NONE, OK, Options, READ, W, WITHOUT_ACK, assert_hung_up, assert_refused, event, negotiate,
 };
 use crate::common::messages::{all, answer, file, send};
 use crate::common::{PATIENCE, Rig, rig, rig_with};
-use crate::on_both_engines;
 
 /// A connection that has only agreed on features.
 fn connect(rig: &Rig) -> Connection {

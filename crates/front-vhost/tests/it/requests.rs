@@ -6,11 +6,11 @@ use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Area, Descriptor, DescriptorTable};
 
 use crate::common::disk::{Did, TestDisk};
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{
     DISCARD, FLUSH, GET_ID, Guest, INDIRECT, IOERR, NEXT, NONE, OK, Options, R, READ, UNSUPP, W, WRITE, WRITE_ZEROES,
 };
 use crate::common::{Rig, SIZE, rig, rig_with};
-use crate::on_both_engines;
 
 const LAST_SECTOR: u64 = SIZE / 512 - 1;
 

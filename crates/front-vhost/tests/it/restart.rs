@@ -5,11 +5,11 @@ use std::os::fd::AsFd;
 use spile_lab::vhost::proto::{InflightPayload, Request};
 use spile_lab::vhost::{Device, DeviceOptions, QueueOptions, RingParts};
 
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{FLUSH, Guest, OK, Options, R, READ, Ring, W, WRITE, rings};
 use crate::common::load::{under_load, wait_for_more};
 use crate::common::messages::file;
 use crate::common::{rig, until};
-use crate::on_both_engines;
 
 on_both_engines! {
     fn queues_stop_and_start_under_load(kind) {

@@ -7,9 +7,9 @@ use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Descriptor, MemoryOptions};
 
 use crate::common::disk::Did;
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{Asked, FLUSH, Guest, INDIRECT, NEXT, OK, Options, R, READ, W, WRITE, is_readable, rings};
 use crate::common::{PATIENCE, Rig, rig, rig_with, until};
-use crate::on_both_engines;
 
 /// Ring 0 with every one of its requests in flight: reads, one for each sector from 0 on.
 fn fill(rig: &Rig, guest: &mut Guest) -> Vec<Asked> {

@@ -8,9 +8,9 @@ use spile_engine::EngineKind;
 use spile_lab::vhost::proto::{Request, feature};
 use spile_lab::vhost::{Device, DeviceOptions, Op, Queue, QueueOptions};
 
+use crate::common::engines::on_both_engines;
 use crate::common::guest::{FLUSH, Guest, OK, Options, event, is_readable, rings};
 use crate::common::{PATIENCE, Rig, rig, rig_with, until};
-use crate::on_both_engines;
 
 /// A front end that keeps to every rule: it kicks only when it is asked to, and sleeps until it is called.
 fn device(rig: &Rig, without: u64, options: &QueueOptions) -> (Device, Vec<Queue>) {

@@ -4,9 +4,11 @@
 //! u32, and keeps further rings back until the port has been written to the same file: rings between the two become
 //! one.
 
-use std::os::fd::AsFd;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
+use rustix::io::Errno;
 use spile_core::{Error, Result};
 
 use super::{call, open_device, request};
@@ -22,7 +24,37 @@ struct BindInterdomain {
     remote_port: u32,
 }
 
+/// struct ioctl_evtchn_notify.
+#[repr(C)]
+struct Notify {
+    port: u32,
+}
+
 const BIND_INTERDOMAIN: u32 = request(b'E', 1, size_of::<BindInterdomain>());
+const NOTIFY: u32 = request(b'E', 4, size_of::<Notify>());
+
+/// Reads which ports of the device file `channel` were rung, which masks them, and unmasks them. The file is set not to
+/// block; nothing happens when no port was rung.
+///
+/// # Errors
+/// The system's.
+pub fn take_ring(channel: BorrowedFd<'_>) -> io::Result<()> {
+    let mut ports = [0; 16];
+    let count = match rustix::io::retry_on_intr(|| rustix::io::read(channel, &mut ports)) {
+        Err(Errno::AGAIN) => return Ok(()),
+        count => count?,
+    };
+    rustix::io::retry_on_intr(|| rustix::io::write(channel, &ports[..count]))?;
+    Ok(())
+}
+
+/// Rings the other end of the channel that the device file `channel` knows as `port`. It fails only when the other end is
+/// gone, and then nobody listens. A hypercall: there is nothing that it could wait for.
+pub fn ring(channel: BorrowedFd<'_>, port: Port) {
+    let mut argument = Notify { port: port.0 };
+    // SAFETY: the argument of this call, which the device only reads.
+    let _ = unsafe { call(channel, NOTIFY, &raw mut argument) };
+}
 
 /// Event channels of a real Xen.
 #[derive(Debug)]
@@ -68,7 +100,7 @@ mod tests {
 
     #[test]
     fn the_numbers_are_those_of_the_header_file() {
-        assert_eq!(BIND_INTERDOMAIN, 0x0008_4501);
+        assert_eq!((BIND_INTERDOMAIN, NOTIFY), (0x0008_4501, 0x0004_4504));
     }
 
     #[test]

@@ -1,0 +1,115 @@
+//! [`Listeners`]: the sockets on which a server accepts connections.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use spile_core::{Error, ErrorKind, Result};
+use spile_engine::{Engine, Listener, sleep};
+
+use crate::LogLimit;
+
+/// After an accept that failed for want of descriptors or memory, the listener rests so long.
+const REST: Duration = Duration::from_millis(100);
+
+/// The listening sockets of one server. Each has a task that accepts.
+pub struct Listeners {
+    front: &'static str,
+    state: Arc<State>,
+}
+
+#[derive(Default)]
+struct State {
+    sockets: Mutex<Sockets>,
+    one_is_over: Condvar,
+}
+
+#[derive(Default)]
+struct Sockets {
+    open: Vec<Arc<Listener>>,
+    is_closed: bool,
+    /// Tasks that have not ended.
+    accepting: usize,
+}
+
+impl State {
+    fn lock(&self) -> MutexGuard<'_, Sockets> {
+        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Counts a task as accepting for as long as it lives.
+struct Accepting(Arc<State>);
+
+impl Drop for Accepting {
+    fn drop(&mut self) {
+        self.0.lock().accepting -= 1;
+        self.0.one_is_over.notify_all();
+    }
+}
+
+impl Listeners {
+    /// No sockets yet. `front` is the server's name in the log.
+    pub fn new(front: &'static str) -> Self {
+        Self { front, state: Arc::default() }
+    }
+
+    /// Accepts connections from `fd`, a bound and listening stream socket, on that worker, and calls `admit` with each.
+    ///
+    /// # Errors
+    /// `Shutdown` after [`Listeners::close`]; `InvalidInput` when `fd` is no listening stream socket.
+    pub fn listen(
+        &self,
+        engine: &Engine,
+        worker: usize,
+        fd: OwnedFd,
+        admit: impl Fn(OwnedFd) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        if !rustix::net::sockopt::socket_acceptconn(&fd).unwrap_or(false) {
+            return Err(Error::new(ErrorKind::InvalidInput, "the descriptor is not a listening socket"));
+        }
+        let listener = Arc::new(Listener::from_fd(fd)?);
+        let mut sockets = self.state.lock();
+        if sockets.is_closed {
+            return Err(Error::new(ErrorKind::Shutdown, "the server is stopping"));
+        }
+        sockets.open.push(listener.clone());
+        sockets.accepting += 1;
+        let (front, accepting) = (self.front, Accepting(self.state.clone()));
+        engine.spawn_on(worker, move || async move {
+            accept_all(front, &listener, admit).await;
+            drop(accepting);
+        });
+        Ok(())
+    }
+
+    /// Closes all sockets. Their tasks end as soon as their workers come to them.
+    pub fn close(&self) {
+        let mut sockets = self.state.lock();
+        sockets.is_closed = true;
+        sockets.open.drain(..).for_each(|listener| listener.close());
+    }
+
+    /// Waits, after [`Listeners::close`], until nothing is admitted any more. Not to be called on a worker.
+    pub fn wait_closed(&self) {
+        let busy = |sockets: &mut Sockets| sockets.accepting > 0;
+        drop(self.state.one_is_over.wait_while(self.state.lock(), busy).unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+async fn accept_all(front: &'static str, listener: &Listener, admit: impl Fn(OwnedFd) -> Result<()>) {
+    let failures = LogLimit::default();
+    loop {
+        let admitted = match listener.accept().await {
+            Ok(fd) => admit(fd),
+            Err(error) if error.kind() == ErrorKind::Shutdown => return,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = admitted {
+            if let Some(count) = failures.count() {
+                tracing::warn!(count, %error, "{front}: a connection could not be accepted");
+            }
+            sleep(REST).await;
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! What all fronts share. A front speaks one wire protocol to guests or clients: NBD, vhost-user-blk, blkif.
+//!
+//! - [`serve_ring`] runs a ring that a guest shares with us, in turns; [`Slots`] are its requests in flight.
+//! - [`Listeners`] accept connections; [`Connections`] limits and counts those that are open.
+//! - [`FrontCounters`] count what each front counts; [`FrontReading`] is what they say.
+//! - [`log_failure`] writes failed requests to the log at a bounded rate ([`LogLimit`]).
+//! - [`WireStatus`] is the one table from kinds of error to the numbers of each wire.
+#![forbid(unsafe_code)]
+
+mod accept;
+mod connections;
+mod errors;
+mod log;
+mod metrics;
+mod ring;
+mod slots;
+
+pub use accept::Listeners;
+pub use connections::{Connections, Place};
+pub use errors::{WireStatus, blkif, nbd, virtio};
+pub use log::{FailedRequest, LogLimit, log_failure};
+pub use metrics::{FRONT_METRICS, FrontCounters, FrontMetric, FrontReading};
+pub use ring::{GuestRing, serve_ring};
+pub use slots::{Inbox, QueueWaker, Slots};

@@ -1,0 +1,194 @@
+//! What every front counts: its requests, in the shape that all layers have ([`spile_core::metrics`]), and what only
+//! fronts have.
+
+use std::ops::AddAssign;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use spile_core::metrics::{Counters, Kind, Reading, now_ns};
+
+/// Counts for one ring of a guest, or for one worker's share of an export. It has one writer at a time. A ring's counters
+/// go on when the ring is started again.
+#[derive(Debug, Default)]
+pub struct FrontCounters {
+    /// Requests, from the moment when they were taken to the moment when their answers are shown.
+    pub requests: Counters,
+    ring_starts: AtomicU64,
+    ring_stops: AtomicU64,
+    notifications: AtomicU64,
+    held_flushes: AtomicU64,
+}
+
+fn add_one(to: &AtomicU64) {
+    to.store(to.load(Relaxed) + 1, Relaxed);
+}
+
+impl FrontCounters {
+    /// The ring begins to be served.
+    pub fn ring_started(&self) {
+        add_one(&self.ring_starts);
+    }
+
+    /// The ring is served no more. Requests that were not answered never will be here: they count as ended, or they would
+    /// seem to be in flight for ever.
+    pub fn ring_stopped(&self) {
+        add_one(&self.ring_stops);
+        self.requests.abandon(now_ns());
+    }
+
+    /// The guest was notified of answers.
+    pub fn notified(&self) {
+        add_one(&self.notifications);
+    }
+
+    /// A flush has failed and stays unanswered.
+    pub fn flush_held(&self) {
+        add_one(&self.held_flushes);
+    }
+
+    /// What all of these have counted together, up to now.
+    pub fn read_all<'a>(counters: impl IntoIterator<Item = &'a Self> + Clone) -> FrontReading {
+        let requests = Counters::read_all(counters.clone().into_iter().map(|counters| &counters.requests));
+        let sum =
+            |of: fn(&Self) -> &AtomicU64| counters.clone().into_iter().map(|counters| of(counters).load(Relaxed)).sum();
+        FrontReading {
+            requests,
+            connections: 0,
+            ring_starts: sum(|counters| &counters.ring_starts),
+            ring_stops: sum(|counters| &counters.ring_stops),
+            notifications: sum(|counters| &counters.notifications),
+            held_flushes: sum(|counters| &counters.held_flushes),
+        }
+    }
+}
+
+/// What a front's counters say at one moment.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct FrontReading {
+    /// Requests.
+    pub requests: Reading,
+    /// Connections that are open now.
+    pub connections: u64,
+    /// How often rings were started.
+    pub ring_starts: u64,
+    /// How often rings were stopped.
+    pub ring_stops: u64,
+    /// How often guests were notified of answers.
+    pub notifications: u64,
+    /// Flushes that failed and stay unanswered.
+    pub held_flushes: u64,
+}
+
+impl FrontReading {
+    /// Rings that are served now.
+    pub fn rings_at_work(&self) -> u64 {
+        self.ring_starts.saturating_sub(self.ring_stops)
+    }
+
+    /// Requests that were answered, with success or not: unlike those that have ended, none that a stop left unanswered.
+    pub fn answered(&self) -> u64 {
+        self.requests.ops.iter().map(|op| op.latency.count()).sum()
+    }
+
+    /// Requests that were answered with an error.
+    pub fn errors(&self) -> u64 {
+        self.requests.ops.iter().map(|op| op.errors).sum()
+    }
+}
+
+/// Readings of different rings, exports, fronts or processes add up.
+impl AddAssign<&FrontReading> for FrontReading {
+    fn add_assign(&mut self, other: &Self) {
+        self.requests += &other.requests;
+        self.connections += other.connections;
+        self.ring_starts += other.ring_starts;
+        self.ring_stops += other.ring_stops;
+        self.notifications += other.notifications;
+        self.held_flushes += other.held_flushes;
+    }
+}
+
+/// A number that only fronts have.
+#[derive(Clone, Copy, Debug)]
+pub struct FrontMetric {
+    /// Its name, as those in [`spile_core::metrics::METRICS`]. Its unit is a plain count.
+    pub name: &'static str,
+    /// How it behaves over time.
+    pub kind: Kind,
+    /// What it means.
+    pub help: &'static str,
+    /// Where it is found.
+    pub value: fn(&FrontReading) -> u64,
+}
+
+/// The numbers of a [`FrontReading`] beside those of its requests.
+pub const FRONT_METRICS: [FrontMetric; 5] = [
+    FrontMetric {
+        name: "connections",
+        kind: Kind::Gauge,
+        help: "Connections that are open.",
+        value: |reading| reading.connections,
+    },
+    FrontMetric {
+        name: "rings",
+        kind: Kind::Gauge,
+        help: "Rings of guests that are served.",
+        value: FrontReading::rings_at_work,
+    },
+    FrontMetric {
+        name: "ring_starts_total",
+        kind: Kind::Counter,
+        help: "Times that a ring of a guest was started.",
+        value: |reading| reading.ring_starts,
+    },
+    FrontMetric {
+        name: "notifications_total",
+        kind: Kind::Counter,
+        help: "Times that a guest was notified of answers.",
+        value: |reading| reading.notifications,
+    },
+    FrontMetric {
+        name: "held_flushes_total",
+        kind: Kind::Counter,
+        help: "Flushes that failed and stay unanswered, because the guest would take the answer for something else.",
+        value: |reading| reading.held_flushes,
+    },
+];
+
+#[cfg(test)]
+mod tests {
+    use spile_core::metrics::{Ended, Op};
+
+    use super::*;
+
+    #[test]
+    fn nothing_is_in_flight_in_a_ring_that_has_stopped() {
+        let ring = FrontCounters::default();
+        ring.ring_started();
+        let begun_ns = now_ns();
+        [Op::Read, Op::Write, Op::Flush].into_iter().for_each(|op| ring.requests.begin(op, 512, begun_ns));
+        ring.requests.end(Ended { op: Op::Read, failed: true, begun_ns }, now_ns());
+        assert_eq!(FrontCounters::read_all([&ring]).requests.in_flight(), 2);
+        ring.ring_stopped();
+        let reading = FrontCounters::read_all([&ring]);
+        assert_eq!((reading.rings_at_work(), reading.requests.in_flight()), (0, 0));
+        assert_eq!((reading.requests.total().ended, reading.answered(), reading.errors()), (3, 1, 1));
+    }
+
+    #[test]
+    fn names_are_told_apart_and_find_their_numbers() {
+        let ring = FrontCounters::default();
+        ring.ring_started();
+        (0..3).for_each(|_| ring.notified());
+        (0..4).for_each(|_| ring.flush_held());
+        let mut reading = FrontCounters::read_all([&ring, &FrontCounters::default()]);
+        reading.connections = 2;
+        let twice = {
+            let mut sum = reading.clone();
+            sum += &reading;
+            sum
+        };
+        assert_eq!(FRONT_METRICS.map(|metric| (metric.value)(&reading)), [2, 1, 1, 3, 4]);
+        assert_eq!(FRONT_METRICS.map(|metric| (metric.value)(&twice)), [4, 2, 2, 6, 8]);
+        assert!(FRONT_METRICS.iter().all(|metric| metric.name.ends_with("_total") == (metric.kind == Kind::Counter)));
+    }
+}

@@ -1,0 +1,117 @@
+//! A guest's ring at work: one task on one worker that pops, executes, answers and notifies, in ring.
+//!
+//! A turn: answer what has ended, pop and start what is new, publish the answers, notify the guest once. When there is
+//! nothing to do, the worker watches the ring ([`spile_engine::watch`]), and asks the guest for kicks only before it
+//! sleeps. The task ends when the ring takes no new request and none is in flight.
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+
+use spile_core::Error;
+use spile_engine::{Event, Pollable, unwatch, watch};
+
+use crate::slots::{Inbox, Slots};
+
+/// So many requests are popped before the task looks at what has ended.
+const BATCH: usize = 64;
+/// So many turns follow each other before other tasks of the worker may run.
+const TURNS: usize = 4;
+
+/// A ring that a guest shares with us, as the task that serves it sees it.
+pub trait GuestRing {
+    /// What a slot gets to execute.
+    type Request;
+
+    /// The next request.
+    fn pop(&mut self) -> Option<Self::Request>;
+
+    /// False once no new request is wanted: the ring is to stop, or is broken.
+    fn takes_new(&self) -> bool;
+
+    /// True while there may be something to pop: a new request, or an old one that another process has left.
+    fn may_pop(&self) -> bool {
+        self.takes_new()
+    }
+
+    /// The most requests in flight. More wait in the ring.
+    fn max_in_flight(&self) -> usize;
+
+    /// Ends a turn: shows the guest what was answered. `has_worked` is true when the turn did anything.
+    fn end_turn(&mut self, has_worked: bool);
+
+    /// The guest has kicked, although there is nothing new.
+    fn kicked(&mut self) {}
+
+    /// The guest's kicks cannot be received any more.
+    fn kicks_failed(&mut self, error: Error);
+
+    /// Tells the guest that it need not kick: the worker looks at the ring by itself.
+    fn suppress(&self);
+}
+
+/// Serves `ring` to its end. `watched` is the same ring, for the worker to look at; `kick` is what the guest rings.
+///
+/// # Panics
+/// Outside a worker.
+pub async fn serve_ring<T, F, M>(
+    ring: &mut T,
+    slots: &mut Slots<F, M, T::Request>,
+    watched: &Rc<dyn Pollable>,
+    kick: &Event,
+) where
+    T: GuestRing,
+    F: Future<Output = ()>,
+    M: Fn(Rc<Inbox<T::Request>>) -> F,
+{
+    let mut kicked = Box::pin(kick.wait());
+    poll_fn(|context| {
+        for _ in 0..TURNS {
+            if turn(ring, slots, context) {
+                continue;
+            }
+            if !ring.may_pop() && slots.busy() == 0 {
+                return Poll::Ready(());
+            }
+            // With every slot taken there is nothing to look for: an answer will wake us.
+            if !ring.takes_new() || slots.busy() >= ring.max_in_flight() {
+                return Poll::Pending;
+            }
+            match kicked.as_mut().poll(context) {
+                Poll::Ready(Ok(())) => {
+                    kicked.set(kick.wait());
+                    ring.kicked();
+                }
+                Poll::Ready(Err(error)) => ring.kicks_failed(error),
+                Poll::Pending => {
+                    ring.suppress();
+                    watch(watched, context.waker(), slots.busy());
+                    return Poll::Pending;
+                }
+            }
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+    unwatch(watched);
+}
+
+/// One turn; true when there was anything to do.
+fn turn<T, F, M>(ring: &mut T, slots: &mut Slots<F, M, T::Request>, context: &Context<'_>) -> bool
+where
+    T: GuestRing,
+    F: Future<Output = ()>,
+    M: Fn(Rc<Inbox<T::Request>>) -> F,
+{
+    let mut has_worked = slots.poll_ready(context);
+    let mut started = 0;
+    while started < BATCH && slots.busy() < ring.max_in_flight() && ring.may_pop() {
+        let Some(request) = ring.pop() else { break };
+        started += 1;
+        slots.start(request);
+    }
+    has_worked |= started > 0;
+    ring.end_turn(has_worked);
+    has_worked
+}
