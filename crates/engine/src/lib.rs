@@ -10,6 +10,7 @@
 //! kernel has answered, also when its future is dropped; short transfers are continued, EINTR and EAGAIN are
 //! retried; an idle worker sleeps in one system call without a time-out.
 
+mod aio;
 mod align;
 mod config;
 mod engine;
@@ -17,6 +18,7 @@ mod env;
 mod event;
 mod fd;
 mod file_pool;
+mod file_table;
 mod files;
 mod fixed;
 mod lock;

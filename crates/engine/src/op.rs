@@ -68,13 +68,13 @@ pub(crate) struct Op {
     pub(crate) segments: Segments,
     /// Bytes done so far.
     pub(crate) done: usize,
-    /// Space was taken for it ([`crate::sys::take_space`]), or could not be.
-    pub(crate) has_space: bool,
+    /// A write that was given to AIO once (module `aio`).
+    pub(crate) tried_aio: bool,
 }
 
 impl Op {
     fn new(kind: Kind, fd: &Arc<Fd>, offset: u64, len: u64, segments: Segments) -> Self {
-        Self { kind, fd: fd.clone(), offset, len, segments, done: 0, has_space: false }
+        Self { kind, fd: fd.clone(), offset, len, segments, done: 0, tried_aio: false }
     }
 
     pub(crate) fn read(fd: &Arc<Fd>, offset: u64, into: &Segments) -> Self {

@@ -212,23 +212,6 @@ fn file_call(op: &Op) -> Outcome {
     uninterrupted(call)
 }
 
-/// What is allocated for a write to a hole: so many times its length, on a multiple of that,
-const SPACE_FACTOR: u64 = 16;
-/// and at most so much, in bytes, unless the write is longer.
-const SPACE_MAX_BYTES: u64 = 2 << 20;
-
-/// Gives the bytes of a write space on the file system, and some neighbours, which often come next. A file system holds
-/// its lock on a file for the whole of a write that needs space, and the writes after it wait; with this, only as long as
-/// it allocates. False where that cannot be done: the write will say why.
-pub(crate) fn take_space(op: &Op) -> bool {
-    let Ok(stat) = rustix::fs::fstat(&*op.fd) else { return false };
-    let end = op.offset + op.len;
-    let unit = (op.len * SPACE_FACTOR).next_power_of_two().min(SPACE_MAX_BYTES);
-    let start = op.offset / unit * unit;
-    let end = end.next_multiple_of(unit).min(end.max(stat.st_size as u64));
-    file_call(&Op::fallocate(&op.fd, libc::FALLOC_FL_KEEP_SIZE, start, end - start)).is_ok()
-}
-
 /// Closes a descriptor that nobody will ask for.
 pub(crate) fn close_unclaimed(fd: usize) {
     // SAFETY: the kernel has just given this descriptor to an accept whose caller is gone.
@@ -250,33 +233,11 @@ pub(crate) fn set_nonblocking(fd: &impl AsRawFd) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fd::Fd;
 
     fn lens(segments: &[Segment], skip: usize) -> Vec<usize> {
         let mut out = IoVecs::new();
         fill_iovecs(segments, skip, &mut out);
         out.iter().map(|v| v.iov_len).collect()
-    }
-
-    #[test]
-    fn space_is_taken_around_a_write_and_never_past_the_end() {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len((1 << 20) + 512).unwrap();
-        let fd = Fd::file(file.try_clone().unwrap().into());
-        let taken = |offset, len: usize| {
-            let done = take_space(&Op::write(&fd, offset, &spile_mem::Segments::zeroed(len)));
-            let now = file.metadata().unwrap();
-            assert_eq!(now.len(), (1 << 20) + 512);
-            (done, std::os::unix::fs::MetadataExt::blocks(&now) * 512)
-        };
-        let (done, bytes) = taken(70_000, 4096);
-        if !done {
-            println!("SKIP space_is_taken_around_a_write: the file system of the temporary folder has no fallocate");
-            return;
-        }
-        assert!((64 << 10..256 << 10).contains(&bytes), "{bytes}");
-        let (_, all) = taken((1 << 20) - 4096, 4096 + 512);
-        assert!(all > bytes && all < 512 << 10, "{all}");
     }
 
     #[test]

@@ -6,9 +6,10 @@
 //! bounded, the rest waits in a backlog; socket operations are not, for an idle connection must not take a place
 //! from them. Needs Linux 5.11 (EXT_ARG, NODROP); everything newer is used where it is there.
 //!
-//! What can only be done by waiting (sync, fallocate, truncate, a cached write, a direct write that must first find space) goes to the
-//! engine's helper threads. The ring would do the same with threads of the kernel's, but one of those that were ever
-//! needed then wakes every five seconds for as long as the ring lives, and an idle process shall make no wake-up.
+//! What can only be done by waiting (sync, fallocate, truncate, a cached write) goes to the engine's helper threads. The ring
+//! would do the same with threads of the kernel's, but one of those that were ever needed then wakes every five seconds for
+//! as long as the ring lives, and an idle process shall make no wake-up. A direct write that must first find space goes
+//! by AIO (module `aio`), or to a helper thread where there is none.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,11 +21,13 @@ use std::time::Duration;
 
 use io_uring::types::{self, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
+use smallvec::SmallVec;
 use spile_core::{Error, ErrorKind, Result};
 use spile_mem::Pool;
 
-use crate::fd::{Fd, TABLE_FILES};
+use crate::aio::Aio;
 use crate::file_pool::{FilePool, Job};
+use crate::file_table::{FileTable, Target};
 use crate::fixed::FixedBuffers;
 use crate::op::{Kind, Op, Outcome, Started};
 use crate::shared::{Held, Shared};
@@ -43,6 +46,8 @@ const SUBMIT_ENTRIES: usize = 4;
 
 const DOORBELL: u64 = u64::MAX;
 const CANCELLED: u64 = u64::MAX - 1;
+/// Writes by AIO have ended.
+const AIO_BELL: u64 = u64::MAX - 2;
 
 pub(crate) struct Uring {
     ring: IoUring,
@@ -61,18 +66,20 @@ pub(crate) struct Uring {
     /// Entries that found the submission queue full.
     unqueued: VecDeque<squeue::Entry>,
     reaped: Vec<(u64, i32)>,
+    ended_by_aio: Vec<(u64, i32)>,
     /// Where the kernel puts the eventfd's count.
     doorbell: Box<u64>,
     doorbell_armed: bool,
     files: FileTable,
     fixed: FixedBuffers,
+    aio: AioState,
 }
 
-/// The ring's table of registered files: which file is at which index, by [`Fd::id`].
-struct FileTable {
-    ids: Vec<u64>,
-    /// Cleared by the first refusal; files are then used as they are.
-    usable: bool,
+/// AIO is set up when the first write needs space.
+enum AioState {
+    Untried,
+    Usable(Box<Aio>),
+    Refused,
 }
 
 struct Slot {
@@ -108,12 +115,6 @@ macro_rules! with_target {
             }
         }
     };
-}
-
-#[derive(Clone, Copy)]
-enum Target {
-    Fixed(u32),
-    Plain(i32),
 }
 
 fn key_of(index: u32, generation: u32) -> u64 {
@@ -198,10 +199,12 @@ impl Uring {
             backlog: VecDeque::new(),
             unqueued: VecDeque::new(),
             reaped: Vec::new(),
+            ended_by_aio: Vec::new(),
             doorbell: Box::new(0),
             doorbell_armed: false,
             files,
             fixed: FixedBuffers::default(),
+            aio: AioState::Untried,
         };
         this.arm_doorbell();
         this.try_enter(None)?;
@@ -427,10 +430,12 @@ impl Uring {
             match key {
                 DOORBELL => self.arm_doorbell(),
                 CANCELLED => (),
+                AIO_BELL => self.reap_aio(woken),
                 key => self.complete(key, result, woken),
             }
         }
         self.reaped = reaped;
+        self.submit_aio();
     }
 
     /// Takes the kernel's answer to one entry: the end of the operation, or its next part.
@@ -450,17 +455,69 @@ impl Uring {
             None if matches!(slot.state, State::Abandoned) => {
                 self.finish(key, Err(libc::ECANCELED), woken);
             }
-            None if must_wait && !Self::takes_space(op) => self.hand_over(key),
+            None if must_wait => self.do_by_waiting(key),
             None => self.submit(key),
         }
     }
 
-    /// True when a write that the ring would not do, most likely as it goes to a hole, has space now, with which the ring
-    /// will. Tried once. By the worker itself: it is as short as a cached write, and helpers would only queue up for the
-    /// file system's lock on the file.
-    fn takes_space(op: &mut Op) -> bool {
-        let is_first = op.kind == Kind::Write && !std::mem::replace(&mut op.has_space, true);
-        is_first && sys::take_space(op)
+    /// Finds another way for a transfer that the ring would not do: AIO for a direct write, which most likely goes to a
+    /// hole, and a helper thread for everything else and for what AIO does not take.
+    fn do_by_waiting(&mut self, key: u64) {
+        let op = self.slots[index_of(key)].op.as_mut().expect("an operation in flight is in its slot");
+        let is_write = op.kind == Kind::Write && op.fd.direct;
+        if !is_write || std::mem::replace(&mut op.tried_aio, true) || !self.queue_for_aio(key) {
+            self.hand_over(key);
+        }
+    }
+
+    /// Queues a write for AIO; false where that cannot be had.
+    fn queue_for_aio(&mut self, key: u64) -> bool {
+        if matches!(self.aio, AioState::Untried) {
+            self.set_up_aio();
+        }
+        let AioState::Usable(aio) = &mut self.aio else { return false };
+        let slot = &mut self.slots[index_of(key)];
+        let op = slot.op.as_ref().expect("an operation in flight is in its slot");
+        sys::fill_iovecs(op.segments.as_slice(), op.done, &mut slot.iovecs);
+        aio.queue(key, op.fd.raw(), op.offset + op.done as u64, &slot.iovecs);
+        true
+    }
+
+    fn set_up_aio(&mut self) {
+        match Aio::new() {
+            Ok(aio) => {
+                self.aio = AioState::Usable(Box::new(aio));
+                self.arm_aio_bell();
+            }
+            Err(error) => {
+                tracing::info!("no Linux AIO here ({error}): writes into holes of files wait for each other");
+                self.aio = AioState::Refused;
+            }
+        }
+    }
+
+    fn arm_aio_bell(&mut self) {
+        let AioState::Usable(aio) = &mut self.aio else { return };
+        let (bell, count) = aio.bell();
+        let entry = opcode::Read::new(types::Fd(bell), count.cast(), 8).build();
+        self.push(entry.user_data(AIO_BELL));
+    }
+
+    /// Starts the writes that are queued for AIO.
+    fn submit_aio(&mut self) {
+        let AioState::Usable(aio) = &mut self.aio else { return };
+        let refused: SmallVec<[u64; 8]> = aio.submit().collect();
+        refused.into_iter().for_each(|key| self.hand_over(key));
+    }
+
+    /// Takes the answers to writes by AIO.
+    fn reap_aio(&mut self, woken: &mut Vec<Waker>) {
+        self.arm_aio_bell();
+        let AioState::Usable(aio) = &self.aio else { return };
+        let mut ended = std::mem::take(&mut self.ended_by_aio);
+        aio.reap(&mut ended);
+        ended.drain(..).for_each(|(key, result)| self.complete(key, result, woken));
+        self.ended_by_aio = ended;
     }
 
     fn finish(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
@@ -566,7 +623,7 @@ impl Slot {
         let op = self.op.as_ref().expect("an operation in flight is in its slot");
         let is_read = op.kind == Kind::Read;
         let at = op.offset + op.done as u64;
-        // Or the ring would put what must wait on a kernel thread. A cached read must not have this: the ring can wait
+        // Without it the ring would put what must wait on a kernel thread. A cached read must not have this: the ring can wait
         // for its pages without a thread.
         let flags = if op.fd.direct { libc::RWF_NOWAIT } else { 0 };
         sys::fill_iovecs(op.segments.as_slice(), op.done, &mut self.iovecs);
@@ -618,65 +675,6 @@ fn recv(op: &Op, target: Target, flags: i32) -> squeue::Entry {
     with_target!(target, fd => opcode::Recv::new(fd, ptr, len).flags(flags))
 }
 
-impl FileTable {
-    /// A table with room for as many files as the process may have open, [`TABLE_FILES`] at most.
-    ///
-    /// # Errors
-    /// What the kernel says. A ring without a table would let go of a killed process's files, and of their locks, while its
-    /// requests are still at work.
-    fn register(ring: &IoUring) -> io::Result<Self> {
-        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-        let len = limit.unwrap_or(u64::MAX).min(TABLE_FILES.into()) as u32;
-        if ring.submitter().register_files_sparse(len).is_err() {
-            // Linux before 5.19.
-            Self::register_empty(ring, len)?;
-        }
-        Ok(Self { ids: vec![0; len as usize], usable: true })
-    }
-
-    fn register_empty(ring: &IoUring, len: u32) -> io::Result<()> {
-        ring.submitter().register_files(&vec![-1; len as usize])
-    }
-
-    /// How an entry names the file: by its index in the table, putting it there first if it can be.
-    fn target(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd) -> Target {
-        let Some(index) = fd.table_index else { return Target::Plain(fd.raw()) };
-        match self.ids.get(index as usize) {
-            Some(id) if *id == fd.id => Target::Fixed(index),
-            Some(_) if self.usable => self.put_new(ring, shared, fd, index),
-            _ => Target::Plain(fd.raw()),
-        }
-    }
-
-    fn put_new(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd, index: u32) -> Target {
-        if !self.put(ring, index, fd.id, fd.raw()) {
-            return Target::Plain(fd.raw());
-        }
-        fd.known_to(shared);
-        Target::Fixed(index)
-    }
-
-    /// Registers a file at `index`. False when the ring takes no files, now or ever.
-    fn put(&mut self, ring: &IoUring, index: u32, id: u64, fd: i32) -> bool {
-        let Some(entry) = self.ids.get_mut(index as usize) else { return false };
-        self.usable = self.usable && ring.submitter().register_files_update(index, &[fd]).is_ok();
-        if self.usable {
-            *entry = id;
-        }
-        self.usable
-    }
-
-    /// Empties the index, unless another file has it by now.
-    fn forget(&mut self, ring: &IoUring, id: u64, index: u32) {
-        let Some(entry) = self.ids.get_mut(index as usize) else { return };
-        if *entry == id {
-            *entry = 0;
-            // It can fail only for want of memory, and then the file stays open until the worker ends.
-            let _ = ring.submitter().register_files_update(index, &[-1]);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
@@ -684,6 +682,7 @@ mod tests {
     use spile_mem::Segment;
 
     use super::*;
+    use crate::fd::Fd;
 
     struct Woken;
 

@@ -1,0 +1,187 @@
+//! Direct writes that need space on the file system, by Linux AIO (io_submit).
+//!
+//! io_uring does not do such a write itself: with RWF_NOWAIT it answers EAGAIN, without it gives the write to a kernel
+//! thread, and one of those that were ever needed wakes every five seconds for as long as the ring lives. A helper thread
+//! that calls pwritev keeps the file system's lock on the file until the device has answered, so that all other writes
+//! into holes wait. fallocate before the write is no better: on ext4 it first waits for every direct transfer of that file.
+//!
+//! io_submit does what is needed: it allocates the bytes of the write and no others, starts the transfer, lets go of the
+//! lock and returns. All writes of a turn go to the kernel in one call. The ends are announced by an eventfd that the ring
+//! reads. When the process is killed, the kernel waits for these transfers before it closes the process's files: their
+//! locks last as long as those that the rings hold.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+use crate::sys::{self, IoVecs, last_errno};
+
+/// Writes in the kernel at once for each worker. Those beyond it go to helper threads. The system has a limit for all
+/// processes together (`fs.aio-max-nr`, usually 65536).
+const MAX_WRITES: u32 = 256;
+
+/// `struct iocb` of linux/aio_abi.h, on a little-endian machine.
+#[repr(C)]
+struct Iocb {
+    data: u64,
+    key: u32,
+    rw_flags: i32,
+    opcode: u16,
+    priority: i16,
+    fd: u32,
+    address: u64,
+    count: u64,
+    offset: i64,
+    reserved: u64,
+    flags: u32,
+    eventfd: u32,
+}
+
+const IOCB_CMD_PWRITEV: u16 = 8;
+const IOCB_FLAG_RESFD: u32 = 1;
+
+/// `struct io_event` of linux/aio_abi.h.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct IoEvent {
+    data: u64,
+    iocb: u64,
+    result: i64,
+    result2: i64,
+}
+
+/// One worker's context for such writes.
+pub(crate) struct Aio {
+    context: libc::c_ulong,
+    /// Rung at the end of each write.
+    bell: OwnedFd,
+    /// Where the ring puts the bell's count.
+    count: Box<u64>,
+    queued: Vec<Iocb>,
+}
+
+impl Aio {
+    /// A context of its own.
+    ///
+    /// # Errors
+    /// The kernel's: AIO is forbidden, not built in, or used up by other processes.
+    pub(crate) fn new() -> io::Result<Self> {
+        let bell = sys::eventfd()?;
+        let mut context: libc::c_ulong = 0;
+        // SAFETY: the out parameter is live.
+        if unsafe { libc::syscall(libc::SYS_io_setup, MAX_WRITES, &raw mut context) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { context, bell, count: Box::new(0), queued: Vec::new() })
+    }
+
+    /// The bell, and where its count is to be read to.
+    pub(crate) fn bell(&mut self) -> (RawFd, *mut u64) {
+        (self.bell.as_raw_fd(), &raw mut *self.count)
+    }
+
+    /// Queues a write of what `iovecs` describes. Vectors and bytes stay where they are until the write has ended.
+    pub(crate) fn queue(&mut self, key: u64, fd: RawFd, offset: u64, iovecs: &IoVecs) {
+        self.queued.push(Iocb {
+            data: key,
+            key: 0,
+            rw_flags: 0,
+            opcode: IOCB_CMD_PWRITEV,
+            priority: 0,
+            fd: fd as u32,
+            address: iovecs.as_ptr() as u64,
+            count: iovecs.len() as u64,
+            offset: offset as i64,
+            reserved: 0,
+            flags: IOCB_FLAG_RESFD,
+            eventfd: self.bell.as_raw_fd() as u32,
+        });
+    }
+
+    /// Starts what is queued, and returns the keys of those that the kernel would not take.
+    pub(crate) fn submit(&mut self) -> impl Iterator<Item = u64> {
+        let mut started = 0;
+        while started < self.queued.len() {
+            match self.submit_from(started) {
+                Ok(count) if count > 0 => started += count,
+                Err(libc::EINTR) => (),
+                _ => break,
+            }
+        }
+        self.queued.drain(..started);
+        self.queued.drain(..).map(|iocb| iocb.data)
+    }
+
+    /// One call for the writes from number `first` on; returns how many were started.
+    fn submit_from(&mut self, first: usize) -> Result<usize, i32> {
+        let mut pointers: smallvec::SmallVec<[*mut Iocb; 32]> =
+            self.queued[first..].iter_mut().map(std::ptr::from_mut).collect();
+        let count = pointers.len().min(MAX_WRITES as usize);
+        // SAFETY: the control blocks are live for the call, which copies them and the vectors. What the vectors describe
+        // is owned by the operation in the ring's slot, which stays until the end of the write is reaped, and `drop` waits
+        // for what is not reaped.
+        let started =
+            unsafe { libc::syscall(libc::SYS_io_submit, self.context, count as libc::c_long, pointers.as_mut_ptr()) };
+        usize::try_from(started).map_err(|_| last_errno())
+    }
+
+    /// Puts key and answer of each write that has ended into `ended`: bytes written, or an errno below zero.
+    pub(crate) fn reap(&self, ended: &mut Vec<(u64, i32)>) {
+        const BATCH: usize = 32;
+        let mut events = [IoEvent::default(); BATCH];
+        loop {
+            let (context, none) = (self.context, std::ptr::null_mut::<libc::timespec>());
+            // SAFETY: the buffer is live and has the length given; with no event asked for, the call does not wait.
+            let got = unsafe {
+                libc::syscall(
+                    libc::SYS_io_getevents,
+                    context,
+                    0 as libc::c_long,
+                    BATCH as libc::c_long,
+                    events.as_mut_ptr(),
+                    none,
+                )
+            };
+            let count = usize::try_from(got).unwrap_or(0);
+            ended.extend(events[..count].iter().map(|event| (event.data, event.result as i32)));
+            if count < BATCH {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for Aio {
+    fn drop(&mut self) {
+        // SAFETY: takes plain numbers. It returns when no write of this context is in flight.
+        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
+        // The ring's read of the bell is cancelled when the ring is closed, which may take effect later.
+        std::mem::forget(std::mem::take(&mut self.count));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_structures_have_the_kernels_sizes() {
+        assert_eq!((size_of::<Iocb>(), size_of::<IoEvent>()), (64, 32));
+    }
+
+    #[test]
+    fn what_the_kernel_does_not_take_comes_back() {
+        let Ok(mut aio) = Aio::new() else { return println!("SKIP aio: the kernel has none") };
+        let iovecs = IoVecs::new();
+        let file = tempfile::tempfile().unwrap();
+        // No vectors: a write of nothing, which ends well. A descriptor that is not open is refused at once.
+        aio.queue(1, file.as_raw_fd(), 0, &iovecs);
+        aio.queue(2, -1, 0, &iovecs);
+        aio.queue(3, file.as_raw_fd(), 0, &iovecs);
+        assert_eq!(aio.submit().collect::<Vec<_>>(), [2, 3]);
+        let mut ended = Vec::new();
+        while ended.is_empty() {
+            aio.reap(&mut ended);
+        }
+        assert_eq!(ended, [(1, 0)]);
+    }
+}

@@ -1,0 +1,85 @@
+//! A ring's table of registered files. A file in it costs the kernel no look-up for each request, and the ring holds on to
+//! it until the last of its requests has ended.
+
+use std::io;
+use std::sync::Arc;
+
+use io_uring::IoUring;
+
+use crate::fd::{Fd, TABLE_FILES};
+use crate::shared::Shared;
+
+/// The ring's table of registered files: which file is at which index, by [`Fd::id`].
+pub(crate) struct FileTable {
+    pub(crate) ids: Vec<u64>,
+    /// Cleared by the first refusal; files are then used as they are.
+    pub(crate) usable: bool,
+}
+
+/// How an entry names its file.
+#[derive(Clone, Copy)]
+pub(crate) enum Target {
+    /// By its index in the table.
+    Fixed(u32),
+    /// By its descriptor.
+    Plain(i32),
+}
+
+impl FileTable {
+    /// A table with room for as many files as the process may have open, [`TABLE_FILES`] at most.
+    ///
+    /// # Errors
+    /// What the kernel says. A ring without a table would let go of a killed process's files, and of their locks, while its
+    /// requests are still at work.
+    pub(crate) fn register(ring: &IoUring) -> io::Result<Self> {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        let len = limit.unwrap_or(u64::MAX).min(TABLE_FILES.into()) as u32;
+        if ring.submitter().register_files_sparse(len).is_err() {
+            // Linux before 5.19.
+            Self::register_empty(ring, len)?;
+        }
+        Ok(Self { ids: vec![0; len as usize], usable: true })
+    }
+
+    pub(crate) fn register_empty(ring: &IoUring, len: u32) -> io::Result<()> {
+        ring.submitter().register_files(&vec![-1; len as usize])
+    }
+
+    /// How an entry names the file: by its index in the table, putting it there first if it can be.
+    pub(crate) fn target(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd) -> Target {
+        let Some(index) = fd.table_index else { return Target::Plain(fd.raw()) };
+        match self.ids.get(index as usize) {
+            Some(id) if *id == fd.id => Target::Fixed(index),
+            Some(_) if self.usable => self.put_new(ring, shared, fd, index),
+            _ => Target::Plain(fd.raw()),
+        }
+    }
+
+    fn put_new(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd, index: u32) -> Target {
+        if !self.put(ring, index, fd.id, fd.raw()) {
+            return Target::Plain(fd.raw());
+        }
+        fd.known_to(shared);
+        Target::Fixed(index)
+    }
+
+    /// Registers a file at `index`. False when the ring takes no files, now or ever.
+    pub(crate) fn put(&mut self, ring: &IoUring, index: u32, id: u64, fd: i32) -> bool {
+        let Some(entry) = self.ids.get_mut(index as usize) else { return false };
+        self.usable = self.usable && ring.submitter().register_files_update(index, &[fd]).is_ok();
+        if self.usable {
+            *entry = id;
+        }
+        self.usable
+    }
+
+    /// Empties the index, unless another file has it by now.
+    pub(crate) fn forget(&mut self, ring: &IoUring, id: u64, index: u32) {
+        let Some(entry) = self.ids.get_mut(index as usize) else { return };
+        if *entry == id {
+            *entry = 0;
+            // It can fail only for want of memory, and then the file stays open until the worker ends.
+            let _ = ring.submitter().register_files_update(index, &[-1]);
+        }
+    }
+}
