@@ -1,6 +1,6 @@
 //! [`Disk`]: what a front sees, whatever lies behind it.
 
-use crate::{Extent, Result, Segments};
+use crate::{Extent, Io, Result, Segments, WriteZeroes};
 
 /// What a front must know of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,15 +19,6 @@ pub struct DiskInfo {
     pub read_only: bool,
     /// True when a write of zeroes costs less than writing them (the disk can note a zero range).
     pub fast_zero: bool,
-}
-
-/// How zeroes are to be written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct WriteZeroes {
-    /// The range's space may be freed.
-    pub may_unmap: bool,
-    /// Fail with `Unsupported`, at once and with nothing changed, unless it is faster than writing zeroes as data.
-    pub only_if_fast: bool,
 }
 
 /// How a range of the disk is kept.
@@ -55,28 +46,46 @@ pub struct ExtentStatus {
 /// A virtual disk. All methods take the whole length or return an error; requests may overlap in time and
 /// complete in any order. A future must be polled to its end: operations are never cancelled by dropping.
 ///
+/// Data has one way in, [`Disk::execute`]; the methods [`Disk::read`] to [`Disk::write_zeroes`] only build the request
+/// and are not to be overridden. So a disk that stands before another one has one method to write.
+///
 /// Callers keep extents within the size and on the alignment of [`Disk::info`]; a disk checks both and returns
-/// `OutOfRange` or `InvalidInput`. A buffer's length equals the extent's.
+/// `OutOfRange` or `InvalidInput`. The memory of a read or a write is as long as its extent.
 pub trait Disk: Send + Sync + 'static {
     /// Size, alignment, abilities. Cheap.
     fn info(&self) -> DiskInfo;
 
-    /// Fills `into` with the bytes of `extent`.
-    fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>>;
+    /// Does what `io` asks for. [`Op`](crate::Op) says what each operation promises when it ends.
+    ///
+    /// # Errors
+    /// `OutOfRange` and `InvalidInput` as above; `ReadOnly`; `Unsupported` for zeroes that would not be fast; what the
+    /// store reports.
+    fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>>;
 
-    /// Writes `from` at `extent`. When it returns, the data survives the death of this process; with `fua` it
-    /// survives a power cut as well.
-    fn write(&self, extent: Extent, from: &Segments, fua: bool) -> impl Future<Output = Result<()>>;
+    /// Executes [`Io::read`].
+    fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
+        self.execute(Io::read(extent, into))
+    }
 
-    /// Makes everything that was acknowledged before the call survive a power cut. After a failed sync every
-    /// later flush fails too: what was lost then cannot be known.
-    fn flush(&self) -> impl Future<Output = Result<()>>;
+    /// Executes [`Io::write`].
+    fn write(&self, extent: Extent, from: &Segments, fua: bool) -> impl Future<Output = Result<()>> {
+        self.execute(Io::write(extent, from, fua))
+    }
 
-    /// Frees what it can of `extent`; what was freed reads as zeroes, the rest is unchanged.
-    fn discard(&self, extent: Extent) -> impl Future<Output = Result<()>>;
+    /// Executes [`Io::flush`].
+    fn flush(&self) -> impl Future<Output = Result<()>> {
+        self.execute(Io::flush())
+    }
 
-    /// Makes `extent` read as zeroes, with the promise of a write.
-    fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> impl Future<Output = Result<()>>;
+    /// Executes [`Io::discard`].
+    fn discard(&self, extent: Extent) -> impl Future<Output = Result<()>> {
+        self.execute(Io::discard(extent))
+    }
+
+    /// Executes [`Io::write_zeroes`].
+    fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> impl Future<Output = Result<()>> {
+        self.execute(Io::write_zeroes(extent, how))
+    }
 
     /// The map of `extent`: runs that cover it exactly from its start, in order, adjacent runs different; at most
     /// `max_runs` of them, so the answer may stop short of the end. Never empty for an extent that has bytes.
@@ -99,20 +108,8 @@ impl<D: Disk> Disk for std::sync::Arc<D> {
     fn info(&self) -> DiskInfo {
         (**self).info()
     }
-    fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
-        (**self).read(extent, into)
-    }
-    fn write(&self, extent: Extent, from: &Segments, fua: bool) -> impl Future<Output = Result<()>> {
-        (**self).write(extent, from, fua)
-    }
-    fn flush(&self) -> impl Future<Output = Result<()>> {
-        (**self).flush()
-    }
-    fn discard(&self, extent: Extent) -> impl Future<Output = Result<()>> {
-        (**self).discard(extent)
-    }
-    fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> impl Future<Output = Result<()>> {
-        (**self).write_zeroes(extent, how)
+    fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>> {
+        (**self).execute(io)
     }
     fn extents(&self, extent: Extent, max_runs: usize) -> impl Future<Output = Result<Vec<ExtentStatus>>> {
         (**self).extents(extent, max_runs)

@@ -8,12 +8,14 @@
 mod disk;
 mod error;
 mod extent;
+mod io;
 pub mod metrics;
 mod store;
 
-pub use disk::{Disk, DiskInfo, ExtentKind, ExtentStatus, WriteZeroes};
+pub use disk::{Disk, DiskInfo, ExtentKind, ExtentStatus};
 pub use error::{Error, ErrorKind, Result, ResultExt};
 pub use extent::{Extent, GuestOffset, StoreOffset};
+pub use io::{Io, Op, WriteZeroes};
 pub use spile_mem::{Segment, Segments};
 pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Via};
 

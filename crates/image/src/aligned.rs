@@ -10,7 +10,9 @@
 use std::ops::Range;
 
 use async_lock::{Semaphore, SemaphoreGuard};
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Result, SECTOR_BYTES, Segments, WriteZeroes};
+use spile_core::{
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, SECTOR_BYTES, Segments, WriteZeroes,
+};
 
 use crate::range_lock::RangeLock;
 
@@ -163,6 +165,49 @@ impl<D: Disk> Aligned<D> {
         let _held = self.writes.exclusive(outer.range()).await;
         self.write_bounced(outer, extent, from, fua).await
     }
+
+    async fn read_extent(&self, extent: Extent, into: &Segments) -> Result<()> {
+        match self.fits(extent, into) {
+            true => self.inner.read(extent, into).await,
+            false => self.read_bounced(extent, into).await,
+        }
+    }
+
+    async fn write_extent(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+        if self.align == 1 && self.memory_align == 1 {
+            return self.inner.write(extent, from, fua).await;
+        }
+        if extent.is_aligned(self.align) {
+            let _held = self.writes.shared(extent.range()).await;
+            return match from.is_aligned(self.memory_align) {
+                true => self.inner.write(extent, from, fua).await,
+                false => self.write_bounced(extent, extent, from, fua).await,
+            };
+        }
+        self.write_unaligned(extent, from, fua).await
+    }
+
+    async fn discard_extent(&self, extent: Extent) -> Result<()> {
+        let inside = self.inside(extent);
+        if inside.is_empty() {
+            return Ok(());
+        }
+        let _held = self.writes.shared(inside.range()).await;
+        self.inner.discard(inside).await
+    }
+
+    async fn zero_extent(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
+        let inside = self.inside(extent);
+        if inside.is_empty() {
+            return self.zero_edge(extent).await;
+        }
+        {
+            let _held = self.writes.shared(inside.range()).await;
+            self.inner.write_zeroes(inside, how).await?;
+        }
+        self.zero_edge(Extent::from_range(extent.start()..inside.start())).await?;
+        self.zero_edge(Extent::from_range(inside.end()..extent.end())).await
+    }
 }
 
 /// A bounce buffer, counted.
@@ -191,55 +236,15 @@ impl<D: Disk> Disk for Aligned<D> {
         DiskInfo { request_align_bytes: 1, memory_align_bytes: 1, ..self.inner.info() }
     }
 
-    async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
-        self.check(extent)?;
-        match self.fits(extent, into) {
-            true => self.inner.read(extent, into).await,
-            false => self.read_bounced(extent, into).await,
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        self.check(io.extent)?;
+        match io.op {
+            Op::Read => self.read_extent(io.extent, io.segments).await,
+            Op::Write { fua } => self.write_extent(io.extent, io.segments, fua).await,
+            Op::Flush => self.inner.execute(io).await,
+            Op::Discard => self.discard_extent(io.extent).await,
+            Op::WriteZeroes(how) => self.zero_extent(io.extent, how).await,
         }
-    }
-
-    async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        self.check(extent)?;
-        if self.align == 1 && self.memory_align == 1 {
-            return self.inner.write(extent, from, fua).await;
-        }
-        if extent.is_aligned(self.align) {
-            let _held = self.writes.shared(extent.range()).await;
-            return match from.is_aligned(self.memory_align) {
-                true => self.inner.write(extent, from, fua).await,
-                false => self.write_bounced(extent, extent, from, fua).await,
-            };
-        }
-        self.write_unaligned(extent, from, fua).await
-    }
-
-    async fn flush(&self) -> Result<()> {
-        self.inner.flush().await
-    }
-
-    async fn discard(&self, extent: Extent) -> Result<()> {
-        self.check(extent)?;
-        let inside = self.inside(extent);
-        if inside.is_empty() {
-            return Ok(());
-        }
-        let _held = self.writes.shared(inside.range()).await;
-        self.inner.discard(inside).await
-    }
-
-    async fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
-        self.check(extent)?;
-        let inside = self.inside(extent);
-        if inside.is_empty() {
-            return self.zero_edge(extent).await;
-        }
-        {
-            let _held = self.writes.shared(inside.range()).await;
-            self.inner.write_zeroes(inside, how).await?;
-        }
-        self.zero_edge(Extent::from_range(extent.start()..inside.start())).await?;
-        self.zero_edge(Extent::from_range(inside.end()..extent.end())).await
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
@@ -339,6 +344,29 @@ mod tests {
             self.memory_bytes.fetch_sub(memory.len(), Relaxed);
             self.requests.fetch_sub(1, Relaxed);
         }
+
+        /// Takes the bytes at the beginning and hands them out at the end.
+        async fn read_late(&self, extent: Extent, into: &Segments) {
+            let bytes = self.bytes()[self.range(extent, into)].to_vec();
+            self.take_time(into).await;
+            into.copy_from_slice(0, &bytes);
+        }
+
+        /// Takes the bytes at the end. With `fua` these bytes become durable, and no others.
+        async fn write_late(&self, extent: Extent, from: &Segments, fua: bool) {
+            self.take_time(from).await;
+            let range = self.range(extent, from);
+            let mut bytes = self.bytes.lock().unwrap();
+            bytes.0[range.clone()].copy_from_slice(&from.to_vec());
+            if fua {
+                bytes.1[range].copy_from_slice(&from.to_vec());
+            }
+        }
+
+        fn make_durable(&self) {
+            let mut bytes = self.bytes.lock().unwrap();
+            bytes.1 = bytes.0.clone();
+        }
     }
 
     impl Disk for Slow {
@@ -354,38 +382,18 @@ mod tests {
             }
         }
 
-        /// The bytes are those of the beginning, and come at the end.
-        async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
-            let bytes = self.bytes()[self.range(extent, into)].to_vec();
-            self.take_time(into).await;
-            into.copy_from_slice(0, &bytes);
-            Ok(())
-        }
-
-        /// The bytes are taken at the end. With `fua` these are durable, and nothing else.
-        async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-            self.take_time(from).await;
-            let range = self.range(extent, from);
-            let mut bytes = self.bytes.lock().unwrap();
-            bytes.0[range.clone()].copy_from_slice(&from.to_vec());
-            if fua {
-                bytes.1[range].copy_from_slice(&from.to_vec());
+        async fn execute(&self, io: Io<'_>) -> Result<()> {
+            match io.op {
+                Op::Read => self.read_late(io.extent, io.segments).await,
+                Op::Write { fua } => self.write_late(io.extent, io.segments, fua).await,
+                Op::Flush => self.make_durable(),
+                Op::Discard => {}
+                Op::WriteZeroes(_) => {
+                    let zeroes = Segments::zeroed(io.extent.len_bytes as usize);
+                    self.write_late(io.extent, &zeroes, false).await;
+                }
             }
             Ok(())
-        }
-
-        async fn flush(&self) -> Result<()> {
-            let mut bytes = self.bytes.lock().unwrap();
-            bytes.1 = bytes.0.clone();
-            Ok(())
-        }
-
-        async fn discard(&self, _: Extent) -> Result<()> {
-            Ok(())
-        }
-
-        async fn write_zeroes(&self, extent: Extent, _: WriteZeroes) -> Result<()> {
-            self.write(extent, &Segments::zeroed(extent.len_bytes as usize), false).await
         }
 
         async fn extents(&self, _: Extent, _: usize) -> Result<Vec<ExtentStatus>> {
@@ -452,7 +460,7 @@ mod tests {
     }
 
     #[derive(Clone, Debug)]
-    struct Op {
+    struct Case {
         kind: Kind,
         start: usize,
         len: usize,
@@ -460,7 +468,7 @@ mod tests {
         cuts: Vec<usize>,
     }
 
-    impl Op {
+    impl Case {
         fn memory(&self) -> Segments {
             scattered(self.len, self.skip, &self.cuts)
         }
@@ -477,7 +485,7 @@ mod tests {
     /// Its last sector is a part of one.
     const SIZE: usize = 24 * ALIGN as usize + 100;
 
-    fn op() -> impl Strategy<Value = Op> {
+    fn op() -> impl Strategy<Value = Case> {
         let kind = prop_oneof![Just(Kind::Read), Just(Kind::Write), Just(Kind::WriteFua), Just(Kind::Zero)];
         let place = (0..=SIZE, 0..=SIZE, prop_oneof![Just(1), Just(4), Just(ALIGN as usize)]);
         let place = place.prop_map(|(a, b, unit)| {
@@ -485,10 +493,16 @@ mod tests {
             (start, end - start)
         });
         let cuts = prop::collection::vec(0..2 * CHUNK, 0..6);
-        (kind, place, 0..6_usize, cuts).prop_map(|(kind, (start, len), skip, cuts)| Op { kind, start, len, skip, cuts })
+        (kind, place, 0..6_usize, cuts).prop_map(|(kind, (start, len), skip, cuts)| Case {
+            kind,
+            start,
+            len,
+            skip,
+            cuts,
+        })
     }
 
-    fn check_alone(disk: &Aligned<Slow>, model: &mut [u8], seed: u64, op: &Op) {
+    fn check_alone(disk: &Aligned<Slow>, model: &mut [u8], seed: u64, op: &Case) {
         let memory = op.memory();
         match op.kind {
             Kind::Read => {
@@ -512,7 +526,7 @@ mod tests {
     }
 
     /// One of many at once: does as `op` says, with `byte` as the data.
-    async fn one_of_many(disk: &Aligned<Slow>, op: &Op, byte: u8) {
+    async fn one_of_many(disk: &Aligned<Slow>, op: &Case, byte: u8) {
         let memory = op.memory();
         match op.kind {
             Kind::Read => disk.read(op.extent(), &memory).await.unwrap(),
@@ -525,7 +539,7 @@ mod tests {
     }
 
     /// What may be at byte `at` after all of `ops` ran at once: what one of them wrote there, or else what was there.
-    fn allowed(ops: &[Op], at: usize, before: u8) -> Vec<u8> {
+    fn allowed(ops: &[Case], at: usize, before: u8) -> Vec<u8> {
         let writes = ops.iter().enumerate().filter(|(_, op)| op.range().contains(&at));
         let bytes: Vec<u8> = writes
             .filter_map(|(number, op)| match op.kind {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use futures_util::future::join_all;
 use spile_core::{
-    Disk, DiskInfo, Env, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, OpenMode, Result, ResultExt,
-    SECTOR_BYTES, Segments, Store, StoreOffset, Via, WriteZeroes,
+    Disk, DiskInfo, Env, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, Io, Op, OpenMode, Result,
+    ResultExt, SECTOR_BYTES, Segments, Store, StoreOffset, Via, WriteZeroes,
 };
 
 use crate::format::Format;
@@ -354,76 +354,14 @@ impl<S: Store> Disk for Chain<S> {
         DiskInfo { size_bytes: self.size_bytes(), ..self.info.clone() }
     }
 
-    async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
-        self.check(extent, false)?;
-        let leaf = &self.layers[0];
-        let _reader = match leaf {
-            Layer::Sparse(sparse) if !self.read_only => Some(sparse.grace().enter()),
-            _ => None,
-        };
-        // The common read lies in one piece, and needs no list.
-        if let (Step::Data { layer, offset }, len) = self.step(extent.start(), extent.len_bytes, &None)
-            && len == extent.len_bytes
-        {
-            return self.read_piece(layer, offset, into).await;
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        match io.op {
+            Op::Read => self.read_extent(io.extent, io.segments).await,
+            Op::Write { fua } => self.write_extent(io.extent, io.segments, fua).await,
+            Op::Flush => self.flush_leaf().await,
+            Op::Discard => self.discard_extent(io.extent).await,
+            Op::WriteZeroes(how) => self.zero_extent(io.extent, how).await,
         }
-        let pieces = self.resolve(extent, into).await?;
-        let reads = pieces.iter().map(async |piece| {
-            self.read_piece(piece.layer, piece.offset, &into.slice(piece.start..piece.start + piece.len)).await
-        });
-        join_all(reads).await.into_iter().collect()
-    }
-
-    async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        self.check_write(extent)?;
-        match &self.layers[0] {
-            _ if extent.is_empty() => {}
-            Layer::Raw(raw, _) => raw.write(extent, from).await?,
-            Layer::Sparse(sparse) => write_sparse(sparse, extent, from).await?,
-        }
-        match fua {
-            true => self.flush().await,
-            false => Ok(()),
-        }
-    }
-
-    async fn flush(&self) -> Result<()> {
-        match &self.layers[0] {
-            _ if self.read_only => Ok(()),
-            Layer::Raw(raw, _) => raw.store().sync().await,
-            Layer::Sparse(sparse) => sparse.flush().await,
-        }
-    }
-
-    async fn discard(&self, extent: Extent) -> Result<()> {
-        self.check_write(extent)?;
-        match &self.layers[0] {
-            Layer::Raw(raw, _) => raw.discard(extent).await,
-            Layer::Sparse(sparse) => {
-                self.each_block(sparse, extent, false, async |part| {
-                    let below = self.below_is_zero(sparse.block_extent(part.block)).await?;
-                    sparse.discard_part(&part, below).await
-                })
-                .await
-            }
-        }
-    }
-
-    async fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
-        self.check_write(extent)?;
-        if how.only_if_fast && !self.info.fast_zero {
-            return Err(self.error(ErrorKind::Unsupported, extent, "zeroes are not fast on this store"));
-        }
-        let sparse = match &self.layers[0] {
-            Layer::Raw(raw, _) => return raw.write_zeroes(extent, how).await,
-            Layer::Sparse(sparse) => sparse,
-        };
-        let all = self.layers.len() > 1 || !how.may_unmap;
-        self.each_block(sparse, extent, all, async |part| {
-            let below = self.below_is_zero(sparse.block_extent(part.block)).await?;
-            sparse.zero_part(&part, how.may_unmap, below).await
-        })
-        .await
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
@@ -476,6 +414,78 @@ impl<S: Store> Disk for Chain<S> {
 }
 
 impl<S: Store> Chain<S> {
+    async fn read_extent(&self, extent: Extent, into: &Segments) -> Result<()> {
+        self.check(extent, false)?;
+        let leaf = &self.layers[0];
+        let _reader = match leaf {
+            Layer::Sparse(sparse) if !self.read_only => Some(sparse.grace().enter()),
+            _ => None,
+        };
+        // The common read lies in one piece, and needs no list.
+        if let (Step::Data { layer, offset }, len) = self.step(extent.start(), extent.len_bytes, &None)
+            && len == extent.len_bytes
+        {
+            return self.read_piece(layer, offset, into).await;
+        }
+        let pieces = self.resolve(extent, into).await?;
+        let reads = pieces.iter().map(async |piece| {
+            self.read_piece(piece.layer, piece.offset, &into.slice(piece.start..piece.start + piece.len)).await
+        });
+        join_all(reads).await.into_iter().collect()
+    }
+
+    async fn write_extent(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+        self.check_write(extent)?;
+        match &self.layers[0] {
+            _ if extent.is_empty() => {}
+            Layer::Raw(raw, _) => raw.write(extent, from).await?,
+            Layer::Sparse(sparse) => write_sparse(sparse, extent, from).await?,
+        }
+        match fua {
+            true => self.flush_leaf().await,
+            false => Ok(()),
+        }
+    }
+
+    async fn flush_leaf(&self) -> Result<()> {
+        match &self.layers[0] {
+            _ if self.read_only => Ok(()),
+            Layer::Raw(raw, _) => raw.store().sync().await,
+            Layer::Sparse(sparse) => sparse.flush().await,
+        }
+    }
+
+    async fn discard_extent(&self, extent: Extent) -> Result<()> {
+        self.check_write(extent)?;
+        match &self.layers[0] {
+            Layer::Raw(raw, _) => raw.discard(extent).await,
+            Layer::Sparse(sparse) => {
+                self.each_block(sparse, extent, false, async |part| {
+                    let below = self.below_is_zero(sparse.block_extent(part.block)).await?;
+                    sparse.discard_part(&part, below).await
+                })
+                .await
+            }
+        }
+    }
+
+    async fn zero_extent(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
+        self.check_write(extent)?;
+        if how.only_if_fast && !self.info.fast_zero {
+            return Err(self.error(ErrorKind::Unsupported, extent, "zeroes are not fast on this store"));
+        }
+        let sparse = match &self.layers[0] {
+            Layer::Raw(raw, _) => return raw.write_zeroes(extent, how).await,
+            Layer::Sparse(sparse) => sparse,
+        };
+        let all = self.layers.len() > 1 || !how.may_unmap;
+        self.each_block(sparse, extent, all, async |part| {
+            let below = self.below_is_zero(sparse.block_extent(part.block)).await?;
+            sparse.zero_part(&part, how.may_unmap, below).await
+        })
+        .await
+    }
+
     /// Data as the format sees it may be a hole to the store: asked run by run.
     async fn add_data_runs(&self, runs: &mut Runs, run: Extent, layer: usize, offset: StoreOffset) -> Result<()> {
         let mut done = 0;

@@ -270,8 +270,8 @@ pub struct Segments {
 
 impl Segments {
     /// An empty list.
-    pub fn new() -> Self {
-        Self::default()
+    pub const fn new() -> Self {
+        Self { list: SmallVec::new_const(), len: 0 }
     }
 
     /// One zeroed, page-aligned heap segment of `len` bytes.

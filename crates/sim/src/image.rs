@@ -3,9 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, OpenMode, Result, Segments, WriteZeroes,
-};
+use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result};
 use spile_image::vhd::codec::footer::DiskType;
 use spile_image::vhd::{self, CreateParams, ParentRef, Severity};
 use spile_image::{Aligned, Chain, Format, OpenOptions};
@@ -254,38 +252,10 @@ impl Disk for SimDisk {
         }
     }
 
-    async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
         match self {
-            Self::Plain(disk) => disk.read(extent, into).await,
-            Self::Aligned(disk) => disk.read(extent, into).await,
-        }
-    }
-
-    async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        match self {
-            Self::Plain(disk) => disk.write(extent, from, fua).await,
-            Self::Aligned(disk) => disk.write(extent, from, fua).await,
-        }
-    }
-
-    async fn flush(&self) -> Result<()> {
-        match self {
-            Self::Plain(disk) => disk.flush().await,
-            Self::Aligned(disk) => disk.flush().await,
-        }
-    }
-
-    async fn discard(&self, extent: Extent) -> Result<()> {
-        match self {
-            Self::Plain(disk) => disk.discard(extent).await,
-            Self::Aligned(disk) => disk.discard(extent).await,
-        }
-    }
-
-    async fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
-        match self {
-            Self::Plain(disk) => disk.write_zeroes(extent, how).await,
-            Self::Aligned(disk) => disk.write_zeroes(extent, how).await,
+            Self::Plain(disk) => disk.execute(io).await,
+            Self::Aligned(disk) => disk.execute(io).await,
         }
     }
 

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, OpenMode, Result, Segments, Store,
-    StoreOffset, Via, WriteZeroes,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, Io, Op, OpenMode, Result, Segments,
+    Store, StoreOffset, Via,
 };
 
 use crate::store::SimStore;
@@ -199,23 +199,8 @@ impl ToyDisk {
         self.with(|state| state.in_flight -= 1);
         done
     }
-}
 
-impl Disk for ToyDisk {
-    fn info(&self) -> DiskInfo {
-        let align = self.store.info().offset_align_bytes;
-        DiskInfo {
-            size_bytes: self.toy.size_bytes,
-            request_align_bytes: align,
-            memory_align_bytes: align,
-            preferred_bytes: 4096,
-            discard_align_bytes: align,
-            read_only: false,
-            fast_zero: false,
-        }
-    }
-
-    async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
+    async fn read_extent(&self, extent: Extent, into: &Segments) -> Result<()> {
         self.send_stash().await?;
         let mut at = extent.start();
         while at < extent.end() {
@@ -244,27 +229,53 @@ impl Disk for ToyDisk {
         Ok(())
     }
 
-    async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+    async fn write_extent(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
         self.with(|state| state.discarded.retain(|gone| !gone.overlaps(&extent)));
         self.write_with_bug(extent, from).await?;
-        if fua && self.toy.bug != Bug::FuaWithoutSync { self.flush().await } else { Ok(()) }
+        if fua && self.toy.bug != Bug::FuaWithoutSync { self.flush_all().await } else { Ok(()) }
     }
 
-    async fn flush(&self) -> Result<()> {
+    async fn flush_all(&self) -> Result<()> {
         self.send_stash().await?;
         self.write_entries().await?;
         if self.toy.bug == Bug::FlushWithoutSync { Ok(()) } else { self.store.sync().await }
     }
 
-    async fn discard(&self, extent: Extent) -> Result<()> {
+    fn discard_extent(&self, extent: Extent) {
         if self.toy.bug == Bug::DiscardInMemory {
             self.with(|state| state.discarded.push(extent));
         }
-        Ok(())
+    }
+}
+
+impl Disk for ToyDisk {
+    fn info(&self) -> DiskInfo {
+        let align = self.store.info().offset_align_bytes;
+        DiskInfo {
+            size_bytes: self.toy.size_bytes,
+            request_align_bytes: align,
+            memory_align_bytes: align,
+            preferred_bytes: 4096,
+            discard_align_bytes: align,
+            read_only: false,
+            fast_zero: false,
+        }
     }
 
-    async fn write_zeroes(&self, extent: Extent, _how: WriteZeroes) -> Result<()> {
-        self.write(extent, &Segments::zeroed(extent.len_bytes as usize), false).await
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        match io.op {
+            Op::Read => self.read_extent(io.extent, io.segments).await,
+            Op::Write { fua } => self.write_extent(io.extent, io.segments, fua).await,
+            Op::Flush => self.flush_all().await,
+            Op::Discard => {
+                self.discard_extent(io.extent);
+                Ok(())
+            }
+            Op::WriteZeroes(_) => {
+                let zeroes = Segments::zeroed(io.extent.len_bytes as usize);
+                self.write_extent(io.extent, &zeroes, false).await
+            }
+        }
     }
 
     async fn extents(&self, extent: Extent, _max_runs: usize) -> Result<Vec<ExtentStatus>> {
@@ -276,6 +287,6 @@ impl Disk for ToyDisk {
     }
 
     async fn close(&self) -> Result<()> {
-        self.flush().await
+        self.flush_all().await
     }
 }

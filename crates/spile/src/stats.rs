@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use spile_core::metrics::{Meter, Op};
 use spile_core::{
-    Disk, DiskInfo, Extent, ExtentStatus, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo,
-    StoreOffset, Via, WriteZeroes,
+    Disk, DiskInfo, Extent, ExtentStatus, Files, Io, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo,
+    StoreOffset, Via,
 };
 
 /// A disk that is measured.
@@ -28,24 +28,8 @@ impl<D: Disk> Disk for Measured<D> {
         self.inner.info()
     }
 
-    async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
-        self.meter.measure(Op::Read, extent.len_bytes, self.inner.read(extent, into)).await
-    }
-
-    async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        self.meter.measure(Op::Write, extent.len_bytes, self.inner.write(extent, from, fua)).await
-    }
-
-    async fn flush(&self) -> Result<()> {
-        self.meter.measure(Op::Flush, 0, self.inner.flush()).await
-    }
-
-    async fn discard(&self, extent: Extent) -> Result<()> {
-        self.meter.measure(Op::Discard, extent.len_bytes, self.inner.discard(extent)).await
-    }
-
-    async fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
-        self.meter.measure(Op::WriteZeroes, extent.len_bytes, self.inner.write_zeroes(extent, how)).await
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        self.meter.measure(io.op.into(), io.extent.len_bytes, self.inner.execute(io)).await
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {

@@ -66,3 +66,15 @@ impl Op {
         }
     }
 }
+
+impl From<crate::Op> for Op {
+    fn from(op: crate::Op) -> Self {
+        match op {
+            crate::Op::Read => Self::Read,
+            crate::Op::Write { .. } => Self::Write,
+            crate::Op::Flush => Self::Flush,
+            crate::Op::Discard => Self::Discard,
+            crate::Op::WriteZeroes(_) => Self::WriteZeroes,
+        }
+    }
+}

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Poll, Waker};
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Result, Segments, Store, StoreOffset, Via,
-    WriteZeroes,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, Result, Segments, Store, StoreOffset,
+    Via, WriteZeroes,
 };
 
 /// See the module.
@@ -105,6 +105,37 @@ impl<S: Store> StoreDisk<S> {
         })
         .await;
     }
+
+    async fn read_extent(&self, extent: Extent, into: &Segments) -> Result<()> {
+        self.calls.reads.fetch_add(1, Ordering::Relaxed);
+        self.trip()?;
+        self.hold(extent.start()).await;
+        self.store.read_at(StoreOffset(extent.start()), into, Via::Direct).await
+    }
+
+    async fn write_extent(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+        self.trip()?;
+        self.store.write_at(StoreOffset(extent.start()), from, Via::Direct).await?;
+        if fua {
+            self.calls.fua_writes.fetch_add(1, Ordering::Relaxed);
+            self.store.sync().await?;
+        }
+        Ok(())
+    }
+
+    async fn sync(&self) -> Result<()> {
+        self.calls.flushes.fetch_add(1, Ordering::Relaxed);
+        self.store.sync().await
+    }
+
+    async fn zero_extent(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
+        self.calls.zeroes.fetch_add(1, Ordering::Relaxed);
+        self.hold(extent.start()).await;
+        if how.only_if_fast && !how.may_unmap {
+            return Err(Error::new(ErrorKind::Unsupported, "not faster than writing"));
+        }
+        self.store.zero_range(StoreOffset(extent.start()), extent.len_bytes).await
+    }
 }
 
 impl<S: Store> Disk for StoreDisk<S> {
@@ -120,39 +151,14 @@ impl<S: Store> Disk for StoreDisk<S> {
         }
     }
 
-    async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
-        self.calls.reads.fetch_add(1, Ordering::Relaxed);
-        self.trip()?;
-        self.hold(extent.start()).await;
-        self.store.read_at(StoreOffset(extent.start()), into, Via::Direct).await
-    }
-
-    async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        self.trip()?;
-        self.store.write_at(StoreOffset(extent.start()), from, Via::Direct).await?;
-        if fua {
-            self.calls.fua_writes.fetch_add(1, Ordering::Relaxed);
-            self.store.sync().await?;
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        match io.op {
+            Op::Read => self.read_extent(io.extent, io.segments).await,
+            Op::Write { fua } => self.write_extent(io.extent, io.segments, fua).await,
+            Op::Flush => self.sync().await,
+            Op::Discard => self.store.punch_hole(StoreOffset(io.extent.start()), io.extent.len_bytes).await,
+            Op::WriteZeroes(how) => self.zero_extent(io.extent, how).await,
         }
-        Ok(())
-    }
-
-    async fn flush(&self) -> Result<()> {
-        self.calls.flushes.fetch_add(1, Ordering::Relaxed);
-        self.store.sync().await
-    }
-
-    async fn discard(&self, extent: Extent) -> Result<()> {
-        self.store.punch_hole(StoreOffset(extent.start()), extent.len_bytes).await
-    }
-
-    async fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
-        self.calls.zeroes.fetch_add(1, Ordering::Relaxed);
-        self.hold(extent.start()).await;
-        if how.only_if_fast && !how.may_unmap {
-            return Err(Error::new(ErrorKind::Unsupported, "not faster than writing"));
-        }
-        self.store.zero_range(StoreOffset(extent.start()), extent.len_bytes).await
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
@@ -174,6 +180,6 @@ impl<S: Store> Disk for StoreDisk<S> {
     }
 
     async fn close(&self) -> Result<()> {
-        self.flush().await
+        self.sync().await
     }
 }

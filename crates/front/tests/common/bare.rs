@@ -1,6 +1,6 @@
 //! A disk without anything between it and its store, for the tests that count allocations.
 
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Result, Segments, Store, StoreOffset, Via, WriteZeroes};
+use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Op, Result, Store, StoreOffset, Via};
 
 /// A disk that is its store, and its size in bytes.
 pub struct Bare<S>(pub S, pub u64);
@@ -18,24 +18,15 @@ impl<S: Store> Disk for Bare<S> {
         }
     }
 
-    fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
-        self.0.read_at(StoreOffset(extent.start()), into, Via::Cached)
-    }
-
-    fn write(&self, extent: Extent, from: &Segments, _fua: bool) -> impl Future<Output = Result<()>> {
-        self.0.write_at(StoreOffset(extent.start()), from, Via::Cached)
-    }
-
-    fn flush(&self) -> impl Future<Output = Result<()>> {
-        self.0.sync()
-    }
-
-    fn discard(&self, extent: Extent) -> impl Future<Output = Result<()>> {
-        self.0.punch_hole(StoreOffset(extent.start()), extent.len_bytes)
-    }
-
-    fn write_zeroes(&self, extent: Extent, _how: WriteZeroes) -> impl Future<Output = Result<()>> {
-        self.0.zero_range(StoreOffset(extent.start()), extent.len_bytes)
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        let at = StoreOffset(io.extent.start());
+        match io.op {
+            Op::Read => self.0.read_at(at, io.segments, Via::Cached).await,
+            Op::Write { .. } => self.0.write_at(at, io.segments, Via::Cached).await,
+            Op::Flush => self.0.sync().await,
+            Op::Discard => self.0.punch_hole(at, io.extent.len_bytes).await,
+            Op::WriteZeroes(_) => self.0.zero_range(at, io.extent.len_bytes).await,
+        }
     }
 
     async fn extents(&self, _extent: Extent, _max_runs: usize) -> Result<Vec<ExtentStatus>> {

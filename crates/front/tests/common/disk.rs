@@ -7,8 +7,8 @@ use std::sync::{Mutex, MutexGuard};
 use std::task::{Poll, Waker};
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Result, Segment, Segments, Store, StoreOffset,
-    Via, WriteZeroes,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, Result, Segment, Segments, Store,
+    StoreOffset, Via, WriteZeroes,
 };
 use spile_engine::FileStore;
 
@@ -154,6 +154,39 @@ impl TestDisk {
             false => Err(Error::new(ErrorKind::OutOfRange, "past the end of the disk").at_offset(extent.start())),
         }
     }
+
+    async fn read_extent(&self, extent: Extent, into: &Segments) -> Result<()> {
+        self.gate(Did::Read(extent.start(), extent.len_bytes)).await?;
+        let part = self.part(extent)?;
+        match &self.file {
+            Some(file) => file.read_at(StoreOffset(extent.start()), into, Via::Cached).await?,
+            None => into.copy_from(&part),
+        }
+        Ok(())
+    }
+
+    async fn write_extent(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
+        self.gate(Did::Write { at: extent.start(), len: extent.len_bytes, fua }).await?;
+        let part = self.part(extent)?;
+        match &self.file {
+            Some(file) => file.write_at(StoreOffset(extent.start()), from, Via::Cached).await?,
+            None => part.copy_from(from),
+        }
+        Ok(())
+    }
+
+    async fn discard_extent(&self, extent: Extent) -> Result<()> {
+        self.gate(Did::Discard(extent.start(), extent.len_bytes)).await?;
+        self.part(extent)?.fill(0);
+        Ok(())
+    }
+
+    async fn zero_extent(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
+        let (at, len, may_unmap) = (extent.start(), extent.len_bytes, how.may_unmap);
+        self.gate(Did::Zeroes { at, len, may_unmap }).await?;
+        self.part(extent)?.fill(0);
+        Ok(())
+    }
 }
 
 impl Disk for TestDisk {
@@ -169,41 +202,14 @@ impl Disk for TestDisk {
         }
     }
 
-    async fn read(&self, extent: Extent, into: &Segments) -> Result<()> {
-        self.gate(Did::Read(extent.start(), extent.len_bytes)).await?;
-        let part = self.part(extent)?;
-        match &self.file {
-            Some(file) => file.read_at(StoreOffset(extent.start()), into, Via::Cached).await?,
-            None => into.copy_from(&part),
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        match io.op {
+            Op::Read => self.read_extent(io.extent, io.segments).await,
+            Op::Write { fua } => self.write_extent(io.extent, io.segments, fua).await,
+            Op::Flush => self.gate(Did::Flush).await,
+            Op::Discard => self.discard_extent(io.extent).await,
+            Op::WriteZeroes(how) => self.zero_extent(io.extent, how).await,
         }
-        Ok(())
-    }
-
-    async fn write(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        self.gate(Did::Write { at: extent.start(), len: extent.len_bytes, fua }).await?;
-        let part = self.part(extent)?;
-        match &self.file {
-            Some(file) => file.write_at(StoreOffset(extent.start()), from, Via::Cached).await?,
-            None => part.copy_from(from),
-        }
-        Ok(())
-    }
-
-    async fn flush(&self) -> Result<()> {
-        self.gate(Did::Flush).await
-    }
-
-    async fn discard(&self, extent: Extent) -> Result<()> {
-        self.gate(Did::Discard(extent.start(), extent.len_bytes)).await?;
-        self.part(extent)?.fill(0);
-        Ok(())
-    }
-
-    async fn write_zeroes(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
-        let (at, len, may_unmap) = (extent.start(), extent.len_bytes, how.may_unmap);
-        self.gate(Did::Zeroes { at, len, may_unmap }).await?;
-        self.part(extent)?.fill(0);
-        Ok(())
     }
 
     async fn extents(&self, extent: Extent, _max_runs: usize) -> Result<Vec<ExtentStatus>> {
@@ -220,6 +226,6 @@ impl Disk for TestDisk {
     }
 
     async fn close(&self) -> Result<()> {
-        self.flush().await
+        self.gate(Did::Flush).await
     }
 }
