@@ -1,19 +1,9 @@
-//! The program `spile`: the command line, and the pieces of it that tests use too.
+//! The program `spile`: the command line. Start at [`cli::run`].
 //!
-//! This is the only crate that joins fronts and images. Start at [`cli::run`].
+//! The commands are thin: what serves is in `spile-server`, what measures is in `spile-bench`.
 #![forbid(unsafe_code)]
 
-pub mod bench;
 pub mod cli;
-pub mod disks;
-pub mod listen;
-pub mod load;
-mod log;
-pub mod nbd_client;
-pub mod notify;
-pub mod serving;
-pub mod signals;
-pub mod stats;
-pub mod units;
-pub mod uri;
-pub mod xen;
+
+pub use spile_bench::{experiments as bench, load, nbd_client, stats};
+pub use spile_server::{disks, listen, log, notify, serving, signals, units, uri, xen};

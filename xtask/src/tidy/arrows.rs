@@ -21,11 +21,31 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-front-blkif", &["spile-core", "spile-mem", "spile-engine", "spile-front", "spile-xen"], &["spile-lab"]),
     ("spile-lab", &["spile-core", "spile-mem", "spile-xen"], &[]),
     ("spile-sim", &["spile-core", "spile-image"], &["spile-mem"]),
+    (
+        "spile-server",
+        &[
+            "spile-core",
+            "spile-mem",
+            "spile-engine",
+            "spile-image",
+            "spile-xen",
+            "spile-front",
+            "spile-front-nbd",
+            "spile-front-vhost",
+            "spile-front-blkif",
+        ],
+        &[],
+    ),
+    (
+        "spile-bench",
+        &["spile-core", "spile-engine", "spile-front-blkif", "spile-xen", "spile-lab", "spile-server"],
+        &[],
+    ),
     ("spile", &ALL, &ALL),
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 11] = [
+const ALL: [&str; 13] = [
     "spile-mem",
     "spile-core",
     "spile-engine",
@@ -37,6 +57,8 @@ const ALL: [&str; 11] = [
     "spile-xen",
     "spile-lab",
     "spile-sim",
+    "spile-server",
+    "spile-bench",
 ];
 
 /// What cargo knows of the workspace.

@@ -15,6 +15,7 @@ mod resize;
 mod serve;
 mod xen_backend;
 mod xen_lab;
+mod xen_place;
 
 use std::fmt::Display;
 use std::io::Write;
@@ -28,6 +29,7 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_engine::{CacheMode, Config, Engine, EngineKind};
 use spile_image::{Format, OpenOptions};
 
+use crate::log::{complain, printable};
 use crate::signals;
 
 /// Serve virtual disks to guests, and create, inspect, check, convert and measure them
@@ -210,24 +212,6 @@ fn try_say(text: impl Display) -> std::io::Result<()> {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         result => result,
     }
-}
-
-/// Prints on stderr, which may be gone as well. Control characters in it may come from a file that a stranger made:
-/// they do not reach the terminal.
-pub(crate) fn complain(text: impl Display) {
-    let _ = writeln!(std::io::stderr(), "spile: {}", printable(&text.to_string()));
-}
-
-/// `text` with its control characters escaped.
-fn printable(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c.is_control() {
-            true => out.extend(c.escape_default()),
-            false => out.push(c),
-        }
-    }
-    out
 }
 
 /// A path as text: what is not UTF-8 in it is replaced, as JSON has no other strings.

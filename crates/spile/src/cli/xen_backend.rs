@@ -10,12 +10,13 @@ use spile_core::{Error, Result};
 use spile_engine::{CacheMode, Config, Engine, EngineKind};
 use spile_front_blkif::pages::Access;
 
+use super::xen_place::XenPlace;
 use super::{Exit, ParentArgs, parse_cache, parse_engine, try_say};
 use crate::log;
 use crate::notify::notify;
 use crate::serving::disks::Opening;
 use crate::signals::{EndSignals, abort_on_panic};
-use crate::xen::StorePlace;
+use crate::xen::Place;
 use crate::xen::backend::Backend;
 use crate::xen::disk::{Options, access_name, parse_access, serve};
 
@@ -54,7 +55,7 @@ pub struct XenDiskArgs {
 #[derive(Debug, Args)]
 struct DiskArgs {
     #[command(flatten)]
-    place: StorePlace,
+    place: XenPlace,
     /// For pid files, control sockets and journals; in memory
     #[arg(long, value_name = "DIR", default_value = "/run/spile")]
     run_dir: PathBuf,

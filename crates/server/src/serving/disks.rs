@@ -8,7 +8,6 @@ use spile_engine::{AnyStore, CacheMode, Engine};
 use spile_image::{Aligned, Chain, Format, OpenOptions};
 
 use super::identity::{Exported, Identity};
-use crate::cli::complain;
 use crate::disks::{self, DiskSpec, Source};
 
 /// How long a busy disk is waited for, and how often it is tried.
@@ -158,7 +157,7 @@ pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Resul
         let closed = engine.run_on(0, move || async move { disk.close().await });
         match (&result, closed) {
             (Ok(()), closed) => result = closed,
-            (Err(_), Err(another)) => complain(another),
+            (Err(_), Err(another)) => tracing::error!("{another}"),
             (Err(_), Ok(())) => {}
         }
     }

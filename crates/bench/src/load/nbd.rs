@@ -19,7 +19,7 @@ use super::transport::{Endpoint, Info, Kind, Shape, Transport};
 use crate::nbd_client::{
     Client, Command, FLAG_FUA, REPLY_BYTES, REQUEST_BYTES, Stream, parse_reply, request_header, server_error,
 };
-use crate::uri::NbdUri;
+use spile_server::uri::NbdUri;
 
 /// Slices in one `sendmsg` (the system allows 1024).
 const SLICES: usize = 256;

@@ -18,7 +18,6 @@ use spile_front_blkif::pause;
 use spile_front_blkif::xenbus::State;
 use spile_xen::store::{Tx, XenStore};
 
-use crate::cli::complain;
 use crate::xen::disk::{Claim, file_stem};
 
 /// Before a disk's process is started again that has ended with an error, or could not be started.
@@ -109,7 +108,7 @@ impl Backend {
             let is_wanted = match self.is_to_be_served(&path) {
                 // What is no text is this disk's trouble only.
                 Err(error) if error.kind() == ErrorKind::InvalidInput => {
-                    complain(format_args!("{path}: {error}"));
+                    tracing::warn!("{path}: {error}");
                     rest(&mut self.troubles, &path, REST);
                     false
                 }
@@ -119,7 +118,7 @@ impl Backend {
                 match self.find_or_start(&path) {
                     Ok(process) => drop(self.disks.insert(path, process)),
                     Err(error) => {
-                        complain(format_args!("{path}: {error}"));
+                        tracing::warn!("{path}: {error}");
                         rest(&mut self.troubles, &path, REST);
                     }
                 }

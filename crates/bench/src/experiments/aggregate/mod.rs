@@ -150,7 +150,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     let points = points(parameters);
     for (number, point) in points.iter().enumerate() {
         let Point { direction, guests, request_bytes } = *point;
-        let size = crate::units::format_size(request_bytes);
+        let size = spile_server::units::format_size(request_bytes);
         progress(&format!("{guests} guests {} {size}", direction.name()), number as f64 / points.len() as f64);
         let rates = measure_in_turns(&mut world, parameters, point)?;
         rows.extend(parameters.paths.iter().zip(rates).map(|(ring, rates)| Row {

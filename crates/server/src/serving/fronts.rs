@@ -12,7 +12,6 @@ use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
 use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
 
 use super::disks::{Open, ServedDisk, find};
-use crate::cli::complain;
 use crate::disks::split_commas;
 use crate::listen::{Bound, Published};
 use crate::units::format_size;
@@ -261,7 +260,7 @@ impl Fronts {
     pub fn wait_drained(&self) {
         self.vhost.iter().for_each(|vhost| vhost.server.wait_drained());
         if !self.nbd.wait_drained(DRAIN_PATIENCE) {
-            complain("hung up on clients that did not take their replies");
+            tracing::warn!("hung up on clients that did not take their replies");
         }
     }
 }

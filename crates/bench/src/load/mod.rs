@@ -35,12 +35,12 @@ pub use stamp::{Expected, Found, Mismatch};
 pub use stats::{Lane, Stats};
 pub use vhost::VhostOptions;
 
-use crate::units::format_size;
-use crate::uri::Target;
 use blkif::BlkifEndpoint;
 use nbd::NbdEndpoint;
 use plan::{Plan, split};
 use pump::{Outcome, Pump, Source, Task};
+use spile_server::units::format_size;
+use spile_server::uri::Target;
 use stats::Counters;
 use transport::{Endpoint, Info, Shape, Transport};
 use vhost::VhostEndpoint;

@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use spile_core::{Disk, Error, ErrorKind, Extent, Result, Segments};
 use spile_engine::{CacheMode, Config, Engine};
 
-use crate::bench::Direction;
-use crate::bench::guest::{Answer, Order, Times};
-use crate::bench::process::Tied;
-use crate::bench::rings::RingPath;
-use crate::bench::trace::{self, Phases};
-use crate::bench::world::{Disks, WantedDisk, World};
+use crate::experiments::Direction;
+use crate::experiments::guest::{Answer, Order, Times};
+use crate::experiments::process::Tied;
+use crate::experiments::rings::RingPath;
+use crate::experiments::trace::{self, Phases};
+use crate::experiments::world::{Disks, WantedDisk, World};
 use crate::load::{self, Options, Pattern};
-use crate::serving::disks::{Open, Opening};
-use crate::uri::{Address, NbdUri, Target};
+use spile_server::serving::disks::{Open, Opening};
+use spile_server::uri::{Address, NbdUri, Target};
 
 /// Records that a back end keeps: 4 MiB in parts of 44 KiB, a few hundred times.
 const RECORDS: u32 = 1 << 16;

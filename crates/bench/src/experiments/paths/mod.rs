@@ -136,7 +136,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     let (all, mut done) = (parameters.directions.len() * parameters.sizes.len(), 0);
     for direction in &parameters.directions {
         for request_bytes in &parameters.sizes {
-            let what = format!("{} of {}", direction.name(), crate::units::format_size(*request_bytes));
+            let what = format!("{} of {}", direction.name(), spile_server::units::format_size(*request_bytes));
             progress(&what, f64::from(done) / all as f64);
             rows.extend(one_size(&mut ways, parameters, *direction, *request_bytes)?);
             done += 1;

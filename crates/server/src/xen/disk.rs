@@ -23,15 +23,14 @@ use crate::serving::disks::{self, Open, Opening};
 use crate::serving::fronts::{Listening, Role, Socket};
 use crate::signals::EndSignals;
 use crate::uri::Address;
-use crate::xen::places::OverPlaces;
 use crate::xen::stats::Stats;
-use crate::xen::{Places, StorePlace, params};
+use crate::xen::{OverXen, Place, params};
 
 /// How a disk is served.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct Options<P> {
     /// Where the Xen is.
-    pub place: StorePlace,
+    pub place: P,
     /// For its pid, its control socket and what a successor needs.
     pub run_dir: PathBuf,
     /// How guests' pages are reached, unless the back end's key `spile-access` says it.
@@ -83,10 +82,10 @@ pub fn access_name(access: Access) -> &'static str {
 ///
 /// # Errors
 /// When the disk cannot be opened, the Xen cannot be reached, or another process serves it.
-pub fn serve(
+pub fn serve<P: Place>(
     engine: &Engine,
     backend_path: &str,
-    options: &Options,
+    options: &Options<P>,
     opening: Opening,
     signals: EndSignals,
 ) -> Result<End> {
@@ -123,16 +122,16 @@ pub fn serve(
     closed.and(told).map(|()| end.expect("what failed was returned"))
 }
 
-fn pause_told(options: &Options, backend_path: &str) -> Result<()> {
+fn pause_told<P: Place>(options: &Options<P>, backend_path: &str) -> Result<()> {
     pause::tell(&mut options.place.open()?, backend_path)
 }
 
 /// Opens what the toolstack has written; how the guest's pages are to be reached.
-fn open(
+fn open<P: Place>(
     engine: &Engine,
     store: &mut XenStore,
     backend_path: &str,
-    options: &Options,
+    options: &Options<P>,
     mut opening: Opening,
     disks: &mut Vec<Open>,
 ) -> Result<Access> {
@@ -141,7 +140,13 @@ fn open(
     opening.open(engine, disks).map(|()| wanted.access)
 }
 
-fn config(open: &Open, backend_path: &str, access: Access, options: &Options, failed_syncs: FailedSyncs) -> Config {
+fn config<P>(
+    open: &Open,
+    backend_path: &str,
+    access: Access,
+    options: &Options<P>,
+    failed_syncs: FailedSyncs,
+) -> Config {
     Config {
         name: open.label.clone(),
         backend_path: backend_path.to_owned(),
@@ -158,12 +163,17 @@ fn config(open: &Open, backend_path: &str, access: Access, options: &Options, fa
 }
 
 /// Serves the disk until it ends or is to end.
-fn serve_open(engine: &Engine, options: &Options, config: Config, signals: EndSignals, open: &Open) -> Result<End> {
-    let places = Places::open(&options.place)?;
+fn serve_open<P: Place>(
+    engine: &Engine,
+    options: &Options<P>,
+    config: Config,
+    signals: EndSignals,
+    open: &Open,
+) -> Result<End> {
     let control = options.run_dir.join(file_stem(&config.backend_path)?).with_extension("control");
     let stats = Stats::begin(&options.place, &config.backend_path);
     let place = options.place.clone();
-    places.run(Serve { engine, open, place, config, control, signals, stats })
+    options.place.run(Serve { engine, open, place, config, control, signals, stats })?
 }
 
 /// What the toolstack has written of a disk.
@@ -186,17 +196,17 @@ impl Wanted {
     }
 }
 
-struct Serve<'a> {
+struct Serve<'a, P> {
     engine: &'a Engine,
     open: &'a Open,
-    place: StorePlace,
+    place: P,
     config: Config,
     control: PathBuf,
     signals: EndSignals,
     stats: Option<Stats>,
 }
 
-impl OverPlaces for Serve<'_> {
+impl<P: Place> OverXen for Serve<'_, P> {
     type Output = Result<End>;
 
     fn run<G: Grants, E: EventChannels>(self, grants: Arc<G>, channels: Arc<E>) -> Result<End> {

@@ -1,6 +1,6 @@
 //! Scales and their ticks.
 
-use crate::units::format_size;
+use spile_server::units::format_size;
 
 /// How values become places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use comfy_table::{Table, presets};
 use serde::Serialize;
 
 use super::{Lane, LoadOutcome, Options};
-use crate::units::{format_count, format_rate, format_size, format_us};
+use spile_server::units::{format_count, format_rate, format_size, format_us};
 
 /// One direction's figures. Latencies are in microseconds, from just before the send to just after the receive.
 #[derive(Clone, Debug, Serialize)]

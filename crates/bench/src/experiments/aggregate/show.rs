@@ -3,9 +3,9 @@
 use comfy_table::Cell;
 
 use super::{Asked, Row};
-use crate::bench::plot::{Axis, Figure, Line, Marks, Panel, colour};
-use crate::bench::{Direction, Figures, Outcome, right, table};
-use crate::units::format_size;
+use crate::experiments::plot::{Axis, Figure, Line, Marks, Panel, colour};
+use crate::experiments::{Direction, Figures, Outcome, right, table};
+use spile_server::units::format_size;
 
 type Aggregate = Outcome<Asked, Row>;
 
@@ -97,7 +97,7 @@ fn sort_once<T: Ord>(values: &mut Vec<T>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::HostFacts;
+    use crate::experiments::HostFacts;
 
     fn outcome() -> Aggregate {
         let row = |path, op, rate| Row { path, op, guests: 2, disks: 3, request_bytes: 4096, bytes_per_second: rate };

@@ -5,7 +5,7 @@ use std::thread;
 use nix::sys::signal::{SigSet, Signal};
 use spile_core::{Error, Result};
 
-use crate::cli::complain;
+use crate::log::complain;
 
 /// The signals that end a command, blocked in this thread and in all it starts.
 pub struct EndSignals(SigSet);

@@ -1,13 +1,30 @@
 //! What the libraries have to tell of while the program runs (a request that failed, a connection that could not be
 //! accepted): warnings and errors, one line each on stderr. Who writes them bounds their rate.
 
-use std::fmt::{Debug, Write as _};
+use std::fmt::{Debug, Display, Write as _};
+use std::io::Write as _;
 
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
-use crate::cli::complain;
+/// Prints one line on stderr, which may be gone. Control characters in it may come from a file that a stranger made:
+/// they do not reach the terminal.
+pub fn complain(text: impl Display) {
+    let _ = writeln!(std::io::stderr(), "spile: {}", printable(&text.to_string()));
+}
+
+/// `text` with its control characters escaped.
+pub fn printable(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_control() {
+            true => out.extend(c.escape_default()),
+            false => out.push(c),
+        }
+    }
+    out
+}
 
 /// From now on, warnings and errors of all threads go to stderr.
 pub fn to_stderr() {

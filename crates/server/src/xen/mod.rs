@@ -3,7 +3,7 @@
 pub mod backend;
 pub mod disk;
 mod params;
-mod places;
+mod place;
 pub mod stats;
 
-pub use places::{Places, StorePlace};
+pub use place::{HostXen, OverXen, Place};

@@ -44,14 +44,13 @@ use spile_core::{Error, Result, SECTOR_BYTES};
 use spile_front_blkif::metrics::{Board, RingMetrics};
 use spile_mem::Segment;
 
-use crate::xen::StorePlace;
+use crate::xen::Place;
 use crate::xen::disk::file_stem;
 
 /// Bytes of each file: the tools map a page.
 const FILE_BYTES: usize = 4096;
 /// Of the first file.
 const VERSION: u32 = 1;
-const HOST_FOLDER: &str = "/dev/shm";
 const NS_IN_US: u64 = 1000;
 
 /// The files of one disk, there for as long as this lives.
@@ -72,8 +71,8 @@ struct Pages {
 impl Stats {
     /// Makes the files of the disk with that back end's path, whose right to be served the caller holds: what another
     /// process has left of it is removed. A disk is served without them when that fails, and the log says why.
-    pub fn begin(place: &StorePlace, backend_path: &str) -> Option<Self> {
-        let root = place.lab.as_ref().map_or_else(|| PathBuf::from(HOST_FOLDER), |lab| lab.join("shm"));
+    pub fn begin(place: &impl Place, backend_path: &str) -> Option<Self> {
+        let root = place.stats_root();
         let stats = file_stem(backend_path).and_then(|stem| Self::create(&root, &stem));
         stats.inspect_err(|error| tracing::warn!(%error, "no statistics for tools that read those of tapdisk3")).ok()
     }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, Result};
 
-use crate::uri::{Address, NbdUri};
+use spile_server::uri::{Address, NbdUri};
 
 const MAGIC_NBD: u64 = 0x4e42_444d_4147_4943; // "NBDMAGIC"
 const MAGIC_OPTION: u64 = 0x4948_4156_454f_5054; // "IHAVEOPT"

@@ -3,10 +3,10 @@
 use comfy_table::{Cell, Table};
 
 use super::{Asked, Row};
-use crate::bench::plot::{Axis, Bar, Figure, Line, Marks, Panel, colour};
-use crate::bench::trace::{PHASES, Phases};
-use crate::bench::{Direction, Figures, Outcome, right, table};
-use crate::units::{format_size, format_us};
+use crate::experiments::plot::{Axis, Bar, Figure, Line, Marks, Panel, colour};
+use crate::experiments::trace::{PHASES, Phases};
+use crate::experiments::{Direction, Figures, Outcome, right, table};
+use spile_server::units::{format_size, format_us};
 
 type Paths = Outcome<Asked, Row>;
 
@@ -201,8 +201,8 @@ mod tests {
 
     #[test]
     fn names_below_bars_are_short_and_differ() {
-        let names = distinct(crate::bench::rings::RINGS.iter().map(|ring| short(ring.name)));
-        assert_eq!(names.len(), crate::bench::rings::RINGS.len());
+        let names = distinct(crate::experiments::rings::RINGS.iter().map(|ring| short(ring.name)));
+        assert_eq!(names.len(), crate::experiments::rings::RINGS.len());
         assert!(names.iter().all(|name| name.len() <= 14), "{names:?}");
     }
 }

@@ -1,0 +1,19 @@
+//! The server of disks: it opens images, puts fronts over them, and is asked and told things while it runs.
+//!
+//! - [`serving`]: `spile serve`: disks for NBD clients and virtual machines, the control socket, the takeover.
+//! - [`xen`]: `spile xen-disk` and `spile xen-backend`: disks for Xen guests.
+//! - [`disks`] names and opens disks, [`listen`] makes sockets, [`signals`] ends a process in order, [`log`] writes what the
+//!   libraries report.
+//!
+//! This crate joins fronts and images. It imports nothing that measures (`bench`) or imitates (`lab`).
+#![forbid(unsafe_code)]
+
+pub mod disks;
+pub mod listen;
+pub mod log;
+pub mod notify;
+pub mod serving;
+pub mod signals;
+pub mod units;
+pub mod uri;
+pub mod xen;
