@@ -17,6 +17,7 @@ use spile_engine::{CacheMode, Config as EngineConfig, Engine, EngineKind, FileSt
 use spile_front_blkif::device::{Config, Device};
 use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
 use spile_lab::xen::{Blkfront, Guest, Host, Hypervisor};
@@ -51,7 +52,7 @@ fn run(queue: &mut Queue, (op, len): (Op, u32), count: usize, sleeps: bool) {
         queue.publish();
         if queue.outstanding() > 0 {
             let patience = Duration::from_secs(30);
-            assert!(if sleeps { queue.sleep(patience).unwrap() } else { queue.spin(patience) }, "no answer");
+            assert!(if sleeps { queue.sleep(patience) } else { queue.spin(patience) }.unwrap(), "no answer");
         }
     }
 }

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use common::hostile::{Street, ask, ask_all, options, plain};
 use common::{ACCESSES, GUEST, Setup, wait_until, write};
 use spile_front_blkif::pages::Access;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_xen::GrantRef;
 use spile_xen::blkif::{Request, index, op, status};

@@ -5,6 +5,9 @@
 //! Both can also be rude: every message and every ring byte can be written as one likes.
 #![deny(unsafe_code)]
 
+mod queue;
 mod sys;
 pub mod vhost;
 pub mod xen;
+
+pub use queue::{Completion, GuestQueue};

@@ -5,6 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use spile_core::ErrorKind;
+use spile_lab::GuestQueue;
 use spile_lab::vhost::proto::{feature, protocol_feature};
 use spile_lab::vhost::{Device, DeviceOptions, LinkState, Op, Queue, QueueOptions, STATUS_OK, Watch};
 

@@ -15,6 +15,7 @@ use std::time::Duration;
 use common::guests::{Load, guest, nbd, open_files, serve};
 use common::{Served, eventually, fails, have, ok};
 use spile::nbd_client::Client;
+use spile_lab::GuestQueue;
 use spile_lab::vhost::{BlkConfig, Device, DeviceOptions, Socket, Watch};
 
 const MIB: u64 = 1 << 20;

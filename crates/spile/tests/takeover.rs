@@ -15,6 +15,7 @@ use common::{Served, eventually, json, ok};
 use nix::sys::signal::Signal;
 use spile::nbd_client::Client;
 use spile::uri::{Address, NbdUri};
+use spile_lab::GuestQueue;
 use spile_lab::vhost::Watch;
 
 const MIB: u64 = 1 << 20;

@@ -23,6 +23,7 @@ use spile::serving::fronts::{Listening, Role, key};
 use spile::serving::identity::{Exported, Identity};
 use spile::serving::takeover::{self, Estate, ask};
 use spile::uri::Address;
+use spile_lab::GuestQueue;
 use spile_lab::vhost::{Op, STATUS_OK};
 
 /// A disk `d.raw` with a guest's socket, one for NBD and the one for orders.

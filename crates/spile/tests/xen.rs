@@ -8,6 +8,7 @@ use common::xen::{BLOCK, BLOCKS, Load, Xen, chain, content, request, start_backe
 use common::{assert_silent, json, ok, spile};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use spile_lab::GuestQueue;
 use spile_lab::xen::Blkfront;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};

@@ -12,6 +12,7 @@ use common::xen::{PATIENCE, Xen, request, wait_until};
 use common::{ok, spile};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use spile_lab::GuestQueue;
 use spile_lab::xen::Blkfront;
 use spile_lab::xen::blkfront::{Op, Queue};
 use spile_lab::xen::toolstack::Vbd;

@@ -11,6 +11,7 @@ use std::time::Instant;
 use common::{eventually, ok, spile};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
 use spile_lab::xen::{Blkfront, Guest, Host};

@@ -11,10 +11,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result};
 use spile_front_blkif::trace::now;
-use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue, refusal};
+use spile_lab::GuestQueue;
+use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::{Blkfront, Guest};
 use spile_xen::DomId;
-use spile_xen::blkif::status;
 
 use super::Direction;
 
@@ -263,9 +263,7 @@ impl Disk {
             }
             times.woken = now();
             while let Some(completion) = self.queue.take()? {
-                if completion.status != status::OKAY {
-                    return Err(refusal(op, offset_bytes, completion.status));
-                }
+                Queue::check(completion.status, op, offset_bytes)?;
                 self.free.push(completion.slot);
             }
         }

@@ -4,16 +4,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use spile_core::{Error, ErrorKind, MAX_REQUEST_BYTES, Result, Segments};
-use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue, refusal};
+use spile_core::{Error, ErrorKind, MAX_REQUEST_BYTES, Result};
+use spile_lab::GuestQueue;
+use spile_lab::xen::blkfront::{BlkfrontOptions, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd, detach_vbd, wait_closed};
 use spile_lab::xen::{Blkfront, Guest};
 use spile_xen::DomId;
-use spile_xen::blkif::{Abi, status};
+use spile_xen::blkif::Abi;
 use spile_xen::store::XenStore;
 
-use super::guest::{GuestQueue, GuestTransport};
-use super::transport::{Endpoint, Info, Kind, Shape};
+use super::guest::GuestTransport;
+use super::transport::{Endpoint, Info, Shape};
 
 /// How long a back end may take to serve a disk, or to let it go.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -146,50 +147,5 @@ impl Endpoint for BlkifEndpoint {
         front.set_state(spile_lab::xen::state::CLOSED)?;
         drop(disk);
         Ok((result, 0))
-    }
-}
-
-impl GuestQueue for Queue {
-    type Op = Op;
-
-    fn op(kind: Kind) -> Op {
-        match kind {
-            Kind::Read => Op::Read,
-            Kind::Write => Op::Write,
-            Kind::Flush => Op::Flush,
-        }
-    }
-
-    fn slots(&self) -> usize {
-        self.slots()
-    }
-
-    fn data(&self, slot: usize) -> &Segments {
-        self.data(slot)
-    }
-
-    fn submit(&mut self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) {
-        self.submit(slot, op, offset_bytes, len_bytes);
-    }
-
-    fn publish(&mut self) {
-        self.publish();
-    }
-
-    fn spin(&mut self, timeout: Duration) -> Result<bool> {
-        Ok(self.spin(timeout))
-    }
-
-    fn sleep(&mut self, timeout: Duration) -> Result<bool> {
-        self.sleep(timeout)
-    }
-
-    fn take(&mut self, asked: &[(Op, u64)]) -> Result<Option<usize>> {
-        let Some(done) = self.take()? else { return Ok(None) };
-        let (op, offset_bytes) = asked[done.slot];
-        if done.status != status::OKAY {
-            return Err(refusal(op, offset_bytes, done.status));
-        }
-        Ok(Some(done.slot))
     }
 }

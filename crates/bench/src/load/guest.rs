@@ -2,54 +2,11 @@
 
 use std::time::Duration;
 
-use spile_core::{Result, Segments};
+use spile_core::Result;
+use spile_lab::GuestQueue;
 
 use super::pump::{STUCK_AFTER, stuck};
 use super::transport::{Kind, Shape, Transport};
-
-/// A queue of a guest of ours.
-pub trait GuestQueue: Send {
-    /// Its ring's operations.
-    type Op: Copy + Send;
-
-    /// The operation of a kind of request.
-    fn op(kind: Kind) -> Self::Op;
-
-    /// Requests in flight at most.
-    fn slots(&self) -> usize;
-
-    /// The data of a slot's request.
-    fn data(&self, slot: usize) -> &Segments;
-
-    /// Puts a request into a slot.
-    fn submit(&mut self, slot: usize, op: Self::Op, offset_bytes: u64, len_bytes: u32);
-
-    /// Shows the server what was submitted.
-    fn publish(&mut self);
-
-    /// Looks for an answer without sleeping; false when the time is over.
-    ///
-    /// # Errors
-    /// When the connection is lost.
-    fn spin(&mut self, timeout: Duration) -> Result<bool>;
-
-    /// Sleeps until there is an answer; false when the time is over.
-    ///
-    /// # Errors
-    /// When the connection is lost.
-    fn sleep(&mut self, timeout: Duration) -> Result<bool>;
-
-    /// False while the server is gone and somebody else waits for it to come back.
-    fn is_served(&self) -> bool {
-        true
-    }
-
-    /// Takes an answer's slot; `asked` has what each slot's request was.
-    ///
-    /// # Errors
-    /// When the server has refused the request or broken the protocol.
-    fn take(&mut self, asked: &[(Self::Op, u64)]) -> Result<Option<usize>>;
-}
 
 /// One queue.
 pub struct GuestTransport<Q: GuestQueue> {
@@ -65,7 +22,7 @@ pub struct GuestTransport<Q: GuestQueue> {
 impl<Q: GuestQueue> GuestTransport<Q> {
     /// Puts `queue` under a load of that shape. With `poll` it looks for answers all the time.
     pub fn new(queue: Q, shape: Shape, poll: bool) -> Self {
-        let asked = vec![(Q::op(Kind::Flush), 0); queue.slots()];
+        let asked = vec![(Q::FLUSH, 0); queue.slots()];
         Self { queue, block_bytes: shape.block_bytes, poll, asked, block: vec![0; shape.block_bytes as usize] }
     }
 }
@@ -78,8 +35,13 @@ impl<Q: GuestQueue> Transport for GuestTransport<Q> {
 
     fn issue(&mut self, slot: usize, kind: Kind, offset_bytes: u64, _fua: bool) {
         let len = if kind == Kind::Flush { 0 } else { self.block_bytes };
-        self.asked[slot] = (Q::op(kind), offset_bytes);
-        self.queue.submit(slot, Q::op(kind), offset_bytes, len);
+        let op = match kind {
+            Kind::Read => Q::READ,
+            Kind::Write => Q::WRITE,
+            Kind::Flush => Q::FLUSH,
+        };
+        self.asked[slot] = (op, offset_bytes);
+        self.queue.submit(slot, op, offset_bytes, len);
     }
 
     fn submit(&mut self) -> Result<()> {
@@ -95,7 +57,10 @@ impl<Q: GuestQueue> Transport for GuestTransport<Q> {
     }
 
     fn take(&mut self) -> Result<Option<usize>> {
-        self.queue.take(&self.asked)
+        let Some(done) = self.queue.take()? else { return Ok(None) };
+        let (op, offset_bytes) = self.asked[done.slot];
+        Q::check(done.status, op, offset_bytes)?;
+        Ok(Some(done.slot))
     }
 
     fn data(&mut self, slot: usize) -> &[u8] {

@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::time::Duration;
 
-use spile_core::{MAX_REQUEST_BYTES, Result, Segments};
+use spile_core::{MAX_REQUEST_BYTES, Result};
 use spile_lab::vhost::proto::feature;
-use spile_lab::vhost::{Device, DeviceOptions, LinkState, Op, Queue, QueueOptions, STATUS_OK, Watch, refusal};
+use spile_lab::vhost::{Device, DeviceOptions, LinkState, Queue, QueueOptions, Watch};
 
-use super::guest::{GuestQueue, GuestTransport};
-use super::transport::{Endpoint, Info, Kind, Shape};
+use super::guest::GuestTransport;
+use super::transport::{Endpoint, Info, Shape};
 
 /// How our guest behaves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -77,55 +77,5 @@ impl Endpoint for VhostEndpoint {
             let _ = device.stop();
         }
         Ok((result?, link.reconnects()))
-    }
-}
-
-impl GuestQueue for Queue {
-    type Op = Op;
-
-    fn op(kind: Kind) -> Op {
-        match kind {
-            Kind::Read => Op::Read,
-            Kind::Write => Op::Write,
-            Kind::Flush => Op::Flush,
-        }
-    }
-
-    fn slots(&self) -> usize {
-        self.slots()
-    }
-
-    fn data(&self, slot: usize) -> &Segments {
-        self.data(slot)
-    }
-
-    fn submit(&mut self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) {
-        self.submit(slot, op, offset_bytes, len_bytes);
-    }
-
-    fn publish(&mut self) {
-        self.publish();
-    }
-
-    fn spin(&mut self, timeout: Duration) -> Result<bool> {
-        self.spin(timeout)
-    }
-
-    fn sleep(&mut self, timeout: Duration) -> Result<bool> {
-        self.sleep(timeout)
-    }
-
-    /// A server that is gone and may come back is waited for by those who look after the connection.
-    fn is_served(&self) -> bool {
-        self.link().state() == LinkState::Up
-    }
-
-    fn take(&mut self, asked: &[(Op, u64)]) -> Result<Option<usize>> {
-        let Some(done) = self.take()? else { return Ok(None) };
-        let (op, offset_bytes) = asked[done.slot];
-        if done.status != STATUS_OK {
-            return Err(refusal(op, offset_bytes, done.status));
-        }
-        Ok(Some(done.slot))
     }
 }

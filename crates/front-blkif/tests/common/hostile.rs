@@ -9,6 +9,7 @@ use spile_core::Segment;
 use spile_front_blkif::device::{Config, Device};
 use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
 use spile_lab::xen::{Blkfront, Guest, Hypervisor};

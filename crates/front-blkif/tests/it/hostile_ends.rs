@@ -8,6 +8,7 @@ use std::sync::Arc;
 use spile_front_blkif::device::{Config, Device, End};
 use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_lab::xen::toolstack::{Vbd, add_vbd, remove_domain};
 use spile_lab::xen::{Blkfront, Guest, Hypervisor};

@@ -2,6 +2,7 @@
 //! alone and in one batch with all others, among sound ones.
 
 use spile_front_blkif::pages::Access;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Queue};
 use spile_lab::xen::toolstack::Vbd;
 use spile_xen::GrantRef;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use spile_core::Segment;
 use spile_front_blkif::pages::Access;
 use spile_front_blkif::ring::{Ring, SLOT_BYTES, SharedPages};
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_xen::blkif::{Abi, PlainRequest, RING_HEADER_BYTES, Request, Response, index, op, status};
 
@@ -104,7 +105,7 @@ fn event_indices_may_be_scribbled_on() {
             queue.submit(0, Op::Read, 512 * (round % 8), 512);
             queue.publish();
             queue.kick();
-            assert!(queue.spin(PATIENCE), "no answer");
+            assert!(queue.spin(PATIENCE).unwrap(), "no answer");
             assert_eq!(queue.take().unwrap().map(|done| done.status), Some(status::OKAY));
         }
     });

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use spile_core::ErrorKind;
 use spile_front_blkif::device::End;
 use spile_front_blkif::pages::Access;
+use spile_lab::GuestQueue;
 use spile_lab::xen::Blkfront;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{add_vbd, remove_vbd};

@@ -2,6 +2,7 @@
 
 use spile_core::ErrorKind;
 use spile_front_blkif::pages::Access;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_xen::blkif::{Abi, status};
 

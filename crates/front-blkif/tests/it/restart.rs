@@ -1,6 +1,7 @@
 //! A back end that ends under a live guest, and another that goes on.
 
 use spile_front_blkif::device::End;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_xen::blkif::status;
 

@@ -2,6 +2,7 @@
 
 use spile_front_blkif::device::End;
 use spile_front_blkif::pages::Access;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_xen::blkif::{index, split, status};
 use spile_xen::store::Tx;

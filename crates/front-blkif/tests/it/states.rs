@@ -5,6 +5,7 @@ use std::time::Duration;
 use spile_front_blkif::device::End;
 use spile_front_blkif::pages::Access;
 use spile_front_blkif::pause;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_lab::xen::toolstack::Vbd;
 use spile_xen::blkif::status;

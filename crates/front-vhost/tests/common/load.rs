@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use spile_lab::GuestQueue;
 use spile_lab::vhost::{Op, Queue, STATUS_OK};
 
 use super::PATIENCE;

@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 
 use rustix::fs::ftruncate;
 use spile_engine::EngineKind;
+use spile_lab::GuestQueue;
 use spile_lab::vhost::Device;
 use spile_lab::vhost::proto::InflightPayload;
 use spile_mem::Segment;

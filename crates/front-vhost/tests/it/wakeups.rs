@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use spile_engine::EngineKind;
+use spile_lab::GuestQueue;
 use spile_lab::vhost::proto::{Request, feature};
 use spile_lab::vhost::{Device, DeviceOptions, Op, Queue, QueueOptions};
 

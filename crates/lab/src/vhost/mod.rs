@@ -21,7 +21,6 @@ mod queue;
 mod raw;
 mod request;
 mod ring;
-mod sync;
 mod watch;
 
 pub use backend::{BackendChannel, BackendRequest};
@@ -31,9 +30,8 @@ pub use device::{Device, DeviceOptions, QueueOptions};
 pub use link::{Link, LinkState};
 pub use log::DirtyLog;
 pub use memory::{Area, GuestMemory, MemoryOptions, Region};
-pub use queue::{Completion, Queue};
+pub use queue::Queue;
 pub use raw::{Message, Socket};
 pub use request::{Op, STATUS_IOERR, STATUS_OK, STATUS_UNSUPP};
 pub use ring::{Descriptor, DescriptorTable, Ring, RingParts, Used};
-pub use sync::refusal;
 pub use watch::{OnConfig, Watch};

@@ -11,15 +11,16 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
-use spile_core::{Error, Result};
+use spile_core::{Error, ErrorKind, Result};
 use spile_mem::{Segment, Segments};
 
 use super::backend::is_readable;
 use super::link::{Link, LinkState};
 use super::memory::Area;
 use super::raw::broken;
-use super::request::{HEADER_AT, ID_AT, META_BYTES, Op, RANGE_AT, STATUS_AT, STATUS_NONE};
+use super::request::{HEADER_AT, ID_AT, META_BYTES, Op, RANGE_AT, STATUS_AT, STATUS_NONE, STATUS_OK, STATUS_UNSUPP};
 use super::ring::{Descriptor, DescriptorTable, Ring, RingParts};
+use crate::queue::{Completion, GuestQueue};
 
 /// Looks at the used ring between two looks at the clock: a few microseconds.
 const SPINS: u32 = 100;
@@ -49,17 +50,6 @@ impl Shared {
 /// Signals an eventfd. It can only fail when it is full of signals already.
 pub(crate) fn signal(eventfd: impl AsFd) {
     let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
-}
-
-/// A request that the device has answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Completion {
-    /// Its slot, free again.
-    pub slot: usize,
-    /// The device's status: 0 is good; 255 when it wrote none.
-    pub status: u8,
-    /// How many bytes the device says it wrote, the status included.
-    pub used_bytes: u32,
 }
 
 /// The memory of one slot.
@@ -156,30 +146,22 @@ impl Queue {
         (if self.indirect { slot } else { slot * self.chain }) as u16
     }
 
-    /// Slots: requests that can be outstanding.
-    pub fn slots(&self) -> usize {
-        self.slots.len()
-    }
-
-    /// Requests that are outstanding.
-    pub fn outstanding(&self) -> usize {
-        self.outstanding
-    }
-
-    /// True while the slot's request is outstanding.
-    pub fn is_outstanding(&self, slot: usize) -> bool {
-        self.slots[slot].outstanding
-    }
-
-    /// The data of a slot, in the guest's memory.
-    pub fn data(&self, slot: usize) -> &Segments {
-        &self.slots[slot].memory.data
-    }
-
     /// What a GET_ID of a slot has brought, 20 bytes.
     pub fn id(&self, slot: usize) -> Segment {
         let at = slot * META_BYTES + ID_AT;
         self.meta.bytes.slice(at..at + super::request::ID_BYTES)
+    }
+
+    /// Asks for the disk's name, without the zeroes at its end.
+    ///
+    /// # Errors
+    /// As [`GuestQueue::run_well`].
+    pub fn disk_id(&mut self) -> Result<Vec<u8>> {
+        self.run_well(Op::GetId, 0, 0)?;
+        let mut id = self.id(0).to_vec();
+        let len = id.iter().position(|byte| *byte == 0).unwrap_or(id.len());
+        id.truncate(len);
+        Ok(id)
     }
 
     /// The connection's state.
@@ -212,27 +194,6 @@ impl Queue {
         signal(&self.shared.kick);
     }
 
-    /// Puts a request into a free slot. The server sees it after [`Queue::publish`]. Offset and length are whole sectors
-    /// unless the server is to be tried; a write's data are in [`Queue::data`] already.
-    ///
-    /// # Panics
-    /// When the slot is taken, or its memory is too small for the data.
-    pub fn submit(&mut self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) {
-        assert!(!self.slots[slot].outstanding, "slot {slot} is taken");
-        if self.slots[slot].shape != Some((op, len_bytes)) {
-            self.describe(slot, op, len_bytes);
-        }
-        let meta = slot * META_BYTES;
-        self.meta.bytes.copy_from_slice(meta + HEADER_AT, &op.header(offset_bytes));
-        if let Some(range) = op.range(offset_bytes, len_bytes) {
-            self.meta.bytes.copy_from_slice(meta + RANGE_AT, &range);
-        }
-        self.slots[slot].outstanding = true;
-        self.outstanding += 1;
-        let head = self.head(slot);
-        self.ring.push(head);
-    }
-
     fn describe(&mut self, slot: usize, op: Op, len_bytes: u32) {
         let (base, meta) = (slot * self.chain, self.meta.address + (slot * META_BYTES) as u64);
         // Links within an indirect table count from its own start.
@@ -263,50 +224,6 @@ impl Queue {
         self.meta.bytes.store_u8(slot * META_BYTES + STATUS_AT, STATUS_NONE, Ordering::Relaxed);
     }
 
-    /// Shows the server what was submitted, and kicks it if it wants that.
-    pub fn publish(&mut self) {
-        if self.ring.publish() {
-            self.kick();
-        }
-    }
-
-    /// Takes the next answered request.
-    ///
-    /// # Errors
-    /// `Protocol` when the server answers what is not outstanding: never asked, or answered twice.
-    pub fn take(&mut self) -> Result<Option<Completion>> {
-        let Some(used) = self.ring.pop()? else { return Ok(None) };
-        let slot = self.slot_of.get(used.id as usize).copied().flatten().map(usize::from);
-        let Some(slot) = slot.filter(|slot| self.slots[*slot].outstanding) else {
-            return Err(broken(format!("the server answered chain {}, which is not outstanding", used.id)));
-        };
-        self.slots[slot].outstanding = false;
-        self.outstanding -= 1;
-        let status = self.meta.bytes.load_u8(slot * META_BYTES + STATUS_AT, Ordering::Relaxed);
-        self.set_status(slot);
-        Ok(Some(Completion { slot, status, used_bytes: used.len_bytes }))
-    }
-
-    /// Sleeps until something is answered; false when `timeout` is over first. While the connection is broken it goes on
-    /// waiting.
-    ///
-    /// # Errors
-    /// When the connection is lost for good.
-    pub fn sleep(&mut self, timeout: Duration) -> Result<bool> {
-        let deadline = Instant::now() + timeout;
-        while self.ring.arm() {
-            self.check_link()?;
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                self.ring.disarm();
-                return Ok(false);
-            }
-            self.wait_for_call(left)?;
-        }
-        self.ring.disarm();
-        Ok(true)
-    }
-
     /// Waits for a call, answered or not, at most so long.
     fn wait_for_call(&self, mut timeout: Duration) -> Result<()> {
         // The system call below counts in milliseconds, which is too coarse for one who paces requests.
@@ -322,11 +239,89 @@ impl Queue {
         }
     }
 
-    /// Looks at the used ring until something is answered, without sleeping; false when `timeout` is over first.
-    ///
-    /// # Errors
-    /// When the connection is lost for good.
-    pub fn spin(&mut self, timeout: Duration) -> Result<bool> {
+    fn check_link(&self) -> Result<()> {
+        match self.link.state() {
+            LinkState::Lost => Err(self.link.error()),
+            LinkState::Up | LinkState::Broken => Ok(()),
+        }
+    }
+}
+
+impl GuestQueue for Queue {
+    type Op = Op;
+    type Status = u8;
+
+    const READ: Op = Op::Read;
+    const WRITE: Op = Op::Write;
+    const FLUSH: Op = Op::Flush;
+
+    fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    fn outstanding(&self) -> usize {
+        self.outstanding
+    }
+
+    fn is_outstanding(&self, slot: usize) -> bool {
+        self.slots[slot].outstanding
+    }
+
+    fn data(&self, slot: usize) -> &Segments {
+        &self.slots[slot].memory.data
+    }
+
+    fn submit(&mut self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) {
+        assert!(!self.slots[slot].outstanding, "slot {slot} is taken");
+        if self.slots[slot].shape != Some((op, len_bytes)) {
+            self.describe(slot, op, len_bytes);
+        }
+        let meta = slot * META_BYTES;
+        self.meta.bytes.copy_from_slice(meta + HEADER_AT, &op.header(offset_bytes));
+        if let Some(range) = op.range(offset_bytes, len_bytes) {
+            self.meta.bytes.copy_from_slice(meta + RANGE_AT, &range);
+        }
+        self.slots[slot].outstanding = true;
+        self.outstanding += 1;
+        let head = self.head(slot);
+        self.ring.push(head);
+    }
+
+    fn publish(&mut self) {
+        if self.ring.publish() {
+            self.kick();
+        }
+    }
+
+    fn take(&mut self) -> Result<Option<Completion<u8>>> {
+        let Some(used) = self.ring.pop()? else { return Ok(None) };
+        let slot = self.slot_of.get(used.id as usize).copied().flatten().map(usize::from);
+        let Some(slot) = slot.filter(|slot| self.slots[*slot].outstanding) else {
+            return Err(broken(format!("the server answered chain {}, which is not outstanding", used.id)));
+        };
+        self.slots[slot].outstanding = false;
+        self.outstanding -= 1;
+        let status = self.meta.bytes.load_u8(slot * META_BYTES + STATUS_AT, Ordering::Relaxed);
+        self.set_status(slot);
+        Ok(Some(Completion { slot, status }))
+    }
+
+    fn sleep(&mut self, timeout: Duration) -> Result<bool> {
+        let deadline = Instant::now() + timeout;
+        while self.ring.arm() {
+            self.check_link()?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                self.ring.disarm();
+                return Ok(false);
+            }
+            self.wait_for_call(left)?;
+        }
+        self.ring.disarm();
+        Ok(true)
+    }
+
+    fn spin(&mut self, timeout: Duration) -> Result<bool> {
         let mut start = None;
         loop {
             for _ in 0..SPINS {
@@ -342,10 +337,15 @@ impl Queue {
         }
     }
 
-    fn check_link(&self) -> Result<()> {
-        match self.link.state() {
-            LinkState::Lost => Err(self.link.error()),
-            LinkState::Up | LinkState::Broken => Ok(()),
+    fn is_served(&self) -> bool {
+        self.link.state() == LinkState::Up
+    }
+
+    fn error_kind(status: u8) -> Option<ErrorKind> {
+        match status {
+            STATUS_OK => None,
+            STATUS_UNSUPP => Some(ErrorKind::Unsupported),
+            _ => Some(ErrorKind::Io),
         }
     }
 }

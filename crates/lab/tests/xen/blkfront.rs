@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use spile_core::ErrorKind;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{Blkfront, BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd, detach_vbd, remove_domain, remove_vbd, wait_closed};
 use spile_lab::xen::{Guest, Host, state};
@@ -179,10 +180,10 @@ fn a_killed_back_ends_successor_goes_on() {
 fn waiting_and_looking_both_find_an_answer_and_an_end() {
     let mut world = world(BlkfrontOptions::default());
     let mut queue = world.front.start().unwrap().remove(0);
-    assert!(!queue.spin(Duration::from_millis(1)) && !queue.sleep(Duration::from_millis(1)).unwrap());
+    assert!(!queue.spin(Duration::from_millis(1)).unwrap() && !queue.sleep(Duration::from_millis(1)).unwrap());
     queue.submit(0, Op::Flush, 0, 0);
     queue.publish();
-    assert!(queue.spin(PATIENCE));
+    assert!(queue.spin(PATIENCE).unwrap());
     assert!(queue.sleep(Duration::ZERO).unwrap());
     assert!(queue.take().unwrap().is_some());
 }

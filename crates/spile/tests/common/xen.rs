@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
 use spile_lab::xen::{Blkfront, Guest, Host};

@@ -13,13 +13,11 @@ mod options;
 mod queue;
 mod ring;
 mod slots;
-mod sync;
 #[cfg(test)]
 mod tests;
 
 pub use device::Blkfront;
 pub use options::{BlkfrontOptions, Disk, Features};
-pub use queue::{Completion, Queue};
+pub use queue::Queue;
 pub use ring::Ring;
 pub use slots::Op;
-pub use sync::refusal;

@@ -2,8 +2,8 @@
 //!
 //! With split rings more requests can be in flight than the ring of requests has slots. A request for which there is
 //! none waits in a list here, in order, and goes into the ring as soon as the back end has taken others: within
-//! [`Queue::publish`], which looks for that for some microseconds, as the back end takes all it sees at once, or
-//! within the next [`Queue::take`], [`Queue::sleep`] or [`Queue::spin`]. Nobody rings when requests are taken, so the
+//! [`GuestQueue::publish`], which looks for that for some microseconds, as the back end takes all it sees at once, or
+//! within the next [`GuestQueue::take`], [`GuestQueue::sleep`] or [`GuestQueue::spin`]. Nobody rings when requests are taken, so the
 //! sleep is short then. A back end that is gone for a while is no different from a slow one.
 
 use std::collections::VecDeque;
@@ -18,6 +18,7 @@ use spile_xen::{DomId, GrantRef};
 use super::bell::Bell;
 use super::ring::Ring;
 use super::slots::{Asked, Op, SlotMemory};
+use crate::queue::{Completion, GuestQueue};
 use crate::xen::guest::{EventPort, Frames, Guest};
 
 /// Looks at the ring between two looks at the clock: a few microseconds.
@@ -30,15 +31,6 @@ const NAP: Duration = Duration::from_millis(1);
 /// Bits of a request's number that say its slot; the others count the slot's requests, so that a late answer is
 /// noticed.
 const SLOT_BITS: u32 = 16;
-
-/// A request that the back end has answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Completion {
-    /// Its slot, free again.
-    pub slot: usize,
-    /// The back end's answer (`spile_xen::blkif::status`).
-    pub status: i16,
-}
 
 #[derive(Debug)]
 struct Slot {
@@ -111,29 +103,9 @@ impl Queue {
         })
     }
 
-    /// Slots: requests that can be outstanding.
-    pub fn slots(&self) -> usize {
-        self.slots.len()
-    }
-
-    /// Requests that are outstanding.
-    pub fn outstanding(&self) -> usize {
-        self.outstanding
-    }
-
     /// Of these, those that still wait for slots in the ring.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
-    }
-
-    /// True while the slot's request is outstanding.
-    pub fn is_outstanding(&self, slot: usize) -> bool {
-        self.slots[slot].asked.is_some()
-    }
-
-    /// The data of a slot, in the guest's memory.
-    pub fn data(&self, slot: usize) -> &Segments {
-        &self.slots[slot].memory.data
     }
 
     /// The grants of a slot's pages of data. Without persistent grants they hold while a request is outstanding.
@@ -152,11 +124,11 @@ impl Queue {
         memory.pages.iter().chain(&memory.indirect).for_each(|page| page.grant(&self.guest, self.backend, false));
     }
 
-    /// The request that [`Queue::submit`] would put into the ring, its pages not granted: to be changed and pushed by
+    /// The request that [`GuestQueue::submit`] would put into the ring, its pages not granted: to be changed and pushed by
     /// oneself. Its number is no slot's.
     ///
     /// # Panics
-    /// As [`Queue::submit`].
+    /// As [`GuestQueue::submit`].
     pub fn draft(&self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) -> Request {
         let asked = Asked { op, id: u64::MAX, handle: self.handle, offset_bytes, len_bytes };
         self.slots[slot].memory.request(&asked)
@@ -197,13 +169,69 @@ impl Queue {
         self.event.notify();
     }
 
-    /// Puts a request into a free slot. The back end sees it after [`Queue::publish`]; later, if the ring is full, and
-    /// perhaps a little earlier, if it was full before. Offset and length are whole sectors; a write's data are in
-    /// [`Queue::data`] already.
+    fn show(&mut self) {
+        if self.ring.publish() {
+            self.kick();
+        }
+    }
+
+    /// Puts those that wait into the ring, as many as fit, and shows them.
+    fn show_waiting(&mut self) {
+        if self.waiting.is_empty() || self.ring.free() == 0 {
+            return;
+        }
+        while self.ring.free() > 0
+            && let Some(slot) = self.waiting.pop_front()
+        {
+            let Slot { memory, asked, .. } = &self.slots[slot];
+            self.ring.push(&memory.request(asked.as_ref().expect("what waits was submitted")));
+        }
+        self.show();
+    }
+
+    /// Ends its grants and its event channel, when the back end has closed, and gives its memory back.
     ///
-    /// # Panics
-    /// When the slot is taken, or has not so many pages.
-    pub fn submit(&mut self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) {
+    /// # Errors
+    /// `Protocol` when the back end still uses a page.
+    pub(super) fn close(self) -> Result<()> {
+        let pages = self.slots.iter().flat_map(|slot| slot.memory.pages.iter().chain(&slot.memory.indirect));
+        let all = pages.map(|page| page.gref).chain(self.ring_refs.iter().chain(&self.response_refs).copied());
+        let held = all.filter(|gref| !self.guest.end_access(*gref)).count();
+        // A guest that is gone for the host has no channels to close.
+        let _ = self.guest.close(self.event.port);
+        if held == 0 {
+            self.frames.into_iter().for_each(|frames| self.guest.give_frames(frames));
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Protocol, format!("the back end has closed and still uses {held} pages")))
+    }
+}
+
+impl GuestQueue for Queue {
+    type Op = Op;
+    type Status = i16;
+
+    const READ: Op = Op::Read;
+    const WRITE: Op = Op::Write;
+    const FLUSH: Op = Op::Flush;
+
+    fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    fn outstanding(&self) -> usize {
+        self.outstanding
+    }
+
+    fn is_outstanding(&self, slot: usize) -> bool {
+        self.slots[slot].asked.is_some()
+    }
+
+    fn data(&self, slot: usize) -> &Segments {
+        &self.slots[slot].memory.data
+    }
+
+    fn submit(&mut self, slot: usize, op: Op, offset_bytes: u64, len_bytes: u32) {
         let place = &mut self.slots[slot];
         assert!(place.asked.is_none(), "slot {slot} is taken");
         place.requests += 1;
@@ -230,9 +258,7 @@ impl Queue {
         }
     }
 
-    /// Shows the back end what was submitted, and rings if it wants that. With split rings it sees now what fits into
-    /// the ring, and soon the rest: see the module's head.
-    pub fn publish(&mut self) {
+    fn publish(&mut self) {
         self.show();
         for _ in 0..FULL_SPINS {
             if self.waiting.is_empty() {
@@ -243,31 +269,7 @@ impl Queue {
         }
     }
 
-    fn show(&mut self) {
-        if self.ring.publish() {
-            self.kick();
-        }
-    }
-
-    /// Puts those that wait into the ring, as many as fit, and shows them.
-    fn show_waiting(&mut self) {
-        if self.waiting.is_empty() || self.ring.free() == 0 {
-            return;
-        }
-        while self.ring.free() > 0
-            && let Some(slot) = self.waiting.pop_front()
-        {
-            let Slot { memory, asked, .. } = &self.slots[slot];
-            self.ring.push(&memory.request(asked.as_ref().expect("what waits was submitted")));
-        }
-        self.show();
-    }
-
-    /// Takes the next answered request.
-    ///
-    /// # Errors
-    /// `Protocol` when the back end answers what is not outstanding, with another operation, or still uses its pages.
-    pub fn take(&mut self) -> Result<Option<Completion>> {
+    fn take(&mut self) -> Result<Option<Completion<i16>>> {
         self.show_waiting();
         let Some(response) = self.ring.pop()? else { return Ok(None) };
         let slot = (response.id & ((1 << SLOT_BITS) - 1)) as usize;
@@ -293,11 +295,7 @@ impl Queue {
         Ok(Some(Completion { slot, status: response.status }))
     }
 
-    /// Sleeps until something is answered; false when `timeout` is over first.
-    ///
-    /// # Errors
-    /// When the system does not let us wait.
-    pub fn sleep(&mut self, timeout: Duration) -> Result<bool> {
+    fn sleep(&mut self, timeout: Duration) -> Result<bool> {
         let deadline = Instant::now() + timeout;
         while self.ring.arm() {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -312,38 +310,28 @@ impl Queue {
         Ok(true)
     }
 
-    /// Looks at the ring until something is answered, without sleeping; false when `timeout` is over first.
-    pub fn spin(&mut self, timeout: Duration) -> bool {
+    fn spin(&mut self, timeout: Duration) -> Result<bool> {
         let mut start = None;
         loop {
             for _ in 0..SPINS {
                 self.show_waiting();
                 if self.ring.has_response() {
-                    return true;
+                    return Ok(true);
                 }
                 std::hint::spin_loop();
             }
             if start.get_or_insert_with(Instant::now).elapsed() >= timeout {
-                return false;
+                return Ok(false);
             }
         }
     }
 
-    /// Ends its grants and its event channel, when the back end has closed, and gives its memory back.
-    ///
-    /// # Errors
-    /// `Protocol` when the back end still uses a page.
-    pub(super) fn close(self) -> Result<()> {
-        let pages = self.slots.iter().flat_map(|slot| slot.memory.pages.iter().chain(&slot.memory.indirect));
-        let all = pages.map(|page| page.gref).chain(self.ring_refs.iter().chain(&self.response_refs).copied());
-        let held = all.filter(|gref| !self.guest.end_access(*gref)).count();
-        // A guest that is gone for the host has no channels to close.
-        let _ = self.guest.close(self.event.port);
-        if held == 0 {
-            self.frames.into_iter().for_each(|frames| self.guest.give_frames(frames));
-            return Ok(());
+    fn error_kind(status: i16) -> Option<ErrorKind> {
+        match status {
+            status::OKAY => None,
+            status::EOPNOTSUPP => Some(ErrorKind::Unsupported),
+            _ => Some(ErrorKind::Io),
         }
-        Err(Error::new(ErrorKind::Protocol, format!("the back end has closed and still uses {held} pages")))
     }
 }
 

@@ -5,6 +5,7 @@ mod split;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::queue::{Completion, GuestQueue};
 use spile_core::ErrorKind;
 use spile_xen::blkif::{Abi, RING_HEADER_BYTES, Request, Response, index, op, status};
 use spile_xen::store::XenStore;

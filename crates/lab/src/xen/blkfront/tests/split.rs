@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::queue::{Completion, GuestQueue};
 use spile_xen::blkif::split;
 use spile_xen::store::Tx;
 
@@ -73,7 +74,7 @@ fn a_slot_that_is_free_again_is_used_within_whatever_one_does() {
         Queue::publish,
         |queue| assert_eq!(queue.take().unwrap(), None),
         |queue| assert!(!queue.sleep(Duration::from_millis(5)).unwrap()),
-        |queue| assert!(!queue.spin(INSTANT)),
+        |queue| assert!(!queue.spin(INSTANT).unwrap()),
     ];
     for (number, step) in steps.into_iter().enumerate() {
         let mut world = split_world(Abi::X86_64, 128);
