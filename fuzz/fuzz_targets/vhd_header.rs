@@ -1,4 +1,4 @@
 //! Dynamic headers: 1024 bytes.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| spile_image::vhd::codec::fuzz::fuzz_header(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| spile_image::formats::vhd::codec::fuzz::fuzz_header(data));

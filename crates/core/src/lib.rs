@@ -11,6 +11,7 @@ mod extent;
 mod io;
 pub mod metrics;
 mod store;
+mod units;
 
 pub use disk::{Disk, DiskInfo, ExtentKind, ExtentStatus};
 pub use error::{Error, ErrorKind, Result, ResultExt};
@@ -18,6 +19,7 @@ pub use extent::{Extent, GuestOffset, StoreOffset};
 pub use io::{Io, Op, WriteZeroes};
 pub use spile_mem::{Segment, Segments};
 pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Via};
+pub use units::format_size;
 
 /// The sector of VHD, blkif and virtio-blk, in bytes.
 pub const SECTOR_BYTES: u64 = 512;

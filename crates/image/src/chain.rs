@@ -4,48 +4,28 @@
 //! to the store that has them. Writes go to the leaf, block by block.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use futures_util::future::join_all;
 use spile_core::{
-    Disk, DiskInfo, Env, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, Io, Op, OpenMode, Result,
-    ResultExt, SECTOR_BYTES, Segments, Store, StoreOffset, Via, WriteZeroes,
+    Disk, DiskInfo, Env, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, Io, Op, Result, ResultExt,
+    SECTOR_BYTES, Segments, Store, StoreOffset, Via, WriteZeroes,
 };
 
-use crate::format::Format;
-use crate::layer::{Layer, LayerInfo, open_layer, open_parent};
-use crate::parents::Policy;
-use crate::raw::Raw;
-use crate::vhd::{BlockPart, Found, Sparse};
+use crate::facts::LayerInfo;
+use crate::formats::AnyLayer;
+use crate::layer::{EncodedUnit, Found, Layer, MapPiece, Reserved};
+use crate::open::{OpenOptions, open_layers};
 use crate::zones::{NOWHERE, ZONE_BYTES, Zone, Zones};
 
 /// The longest chain that is opened, leaf included.
 pub const MAX_CHAIN_LAYERS: usize = 255;
 
-/// How to open a chain.
-#[derive(Clone, Debug)]
-pub struct OpenOptions {
-    /// The leaf's format; `None` = what its extension says.
-    pub format: Option<Format>,
-    /// Open the leaf for reading only.
-    pub read_only: bool,
-    /// Folders, besides the leaf's own, that parents may lie in.
-    pub allow_parents: Vec<PathBuf>,
-    /// Memory for maps that can be read again (bitmaps, merged zones), in bytes for the whole chain.
-    pub metadata_cache_bytes: usize,
-}
-
-impl Default for OpenOptions {
-    fn default() -> Self {
-        Self { format: None, read_only: false, allow_parents: Vec::new(), metadata_cache_bytes: 64 << 20 }
-    }
-}
-
 /// A leaf and its parents.
 pub struct Chain<S: Store> {
     /// Leaf first.
-    layers: Vec<Layer<S>>,
+    layers: Vec<AnyLayer<S>>,
     zones: Zones,
     read_only: bool,
     /// But for the size, which the leaf knows.
@@ -53,11 +33,19 @@ pub struct Chain<S: Store> {
 }
 
 /// Where a run of the disk lies.
+#[derive(Clone, Copy)]
 enum Step {
-    Data { layer: usize, offset: StoreOffset },
+    Bytes { layer: usize, at: At },
     Zero,
-    LoadBits { layer: usize, block: u32 },
+    Load { layer: usize, piece: MapPiece },
     LoadZone(u64),
+}
+
+/// Where a run lies in its layer.
+#[derive(Clone, Copy)]
+enum At {
+    Plain(StoreOffset),
+    Encoded { unit: EncodedUnit, within_bytes: u32 },
 }
 
 /// The zone that was loaded last, for the request that needed it: the cache may be too small to keep it.
@@ -66,7 +54,7 @@ type LastZone = Option<(u64, Arc<Zone>)>;
 /// One store operation of a read.
 struct Piece {
     layer: usize,
-    offset: StoreOffset,
+    at: At,
     start: usize,
     len: usize,
 }
@@ -83,48 +71,27 @@ impl<S: Store> Chain<S> {
         path: &Path,
         options: &OpenOptions,
     ) -> Result<Self> {
-        let format = Format::of(path, options.format)?;
-        let leaf = files.canonical(path).at_path(path)?;
-        let policy = Policy::new(files, &leaf, &options.allow_parents)?;
-        let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
-        let budget = options.metadata_cache_bytes / 2;
-        let store = files.open(&leaf, mode).await?;
-        let mut layers = vec![open_layer(store, format, &env, options.read_only, budget).await?];
-        let mut visited = vec![leaf];
-        while let Some(Layer::Sparse(child)) = layers.last().filter(|layer| layer.has_parent()) {
-            let (path, parent) = open_parent(files, &env, child, &policy, &visited, !options.read_only).await?;
-            visited.push(path);
-            layers.push(parent);
-            if layers.len() > MAX_CHAIN_LAYERS {
-                return Err(Error::new(ErrorKind::Unsupported, format!("the chain is longer than {MAX_CHAIN_LAYERS}"))
-                    .at_path(&visited[0])
-                    .hint("coalesce some of its parents"));
-            }
-        }
-        if !options.read_only {
-            sync_parents(&layers).await?;
-        }
-        Ok(Self::assemble(layers, options.read_only, budget))
+        let layers = open_layers(files, &env, path, options).await?;
+        Ok(Self::assemble(layers, options.read_only, options.metadata_cache_bytes / 2))
     }
 
     /// The whole of `store` as a raw disk, for stores that have no path (`null:`, `mem:`).
     pub fn from_raw_store(store: S, read_only: bool) -> Self {
-        let size = store.len_bytes();
-        Self::assemble(vec![Layer::Raw(Raw::new(store, size), None)], read_only, 0)
+        Self::assemble(vec![AnyLayer::bare(store)], read_only, 0)
     }
 
-    fn assemble(layers: Vec<Layer<S>>, read_only: bool, zone_budget_bytes: usize) -> Self {
+    fn assemble(layers: Vec<AnyLayer<S>>, read_only: bool, zone_budget_bytes: usize) -> Self {
         let info = disk_info(&layers[0], read_only);
         Self { layers, zones: Zones::new(zone_budget_bytes), read_only, info }
     }
 
     /// What there is to know of each layer, leaf first.
     pub fn layers(&self) -> Vec<LayerInfo> {
-        self.layers.iter().map(Layer::info).collect()
+        self.layers.iter().map(layer_info).collect()
     }
 
     fn size_bytes(&self) -> u64 {
-        self.layers[0].size_bytes()
+        self.leaf().size_bytes()
     }
 
     fn check(&self, extent: Extent, aligned: bool) -> Result<()> {
@@ -146,39 +113,41 @@ impl<S: Store> Chain<S> {
 
     fn error(&self, kind: ErrorKind, extent: Extent, why: &str) -> Error {
         Error::new(kind, format!("{why}: {extent} of {:#x} bytes", self.size_bytes()))
-            .at_path(self.layers[0].store().path())
+            .at_path(self.leaf().store().path())
+    }
+
+    fn leaf(&self) -> &AnyLayer<S> {
+        &self.layers[0]
     }
 
     /// Where the bytes from `at` lie, and how far that holds, at most `len_bytes`.
     fn step(&self, at: u64, len_bytes: u64, last: &LastZone) -> (Step, u64) {
-        let (found, len) = self.layers[0].find(at, len_bytes);
-        match found {
-            Found::Data(offset) => (Step::Data { layer: 0, offset }, len),
-            Found::Unknown(block) => (Step::LoadBits { layer: 0, block }, len),
-            Found::Below if self.layers.len() > 2 => self.step_in_zone(at, len, last),
-            Found::Below => self.walk(1, at, len),
+        let (found, len) = self.leaf().find(at, len_bytes);
+        match step_at(0, found) {
+            Some(step) => (step, len),
+            None if self.layers.len() > 2 => self.step_in_zone(at, len, last),
+            None => self.walk(1, at, len),
         }
     }
 
-    /// The same, from layer `from` down.
+    /// [`Chain::step`] from layer `from` down, without the merged map.
     fn walk(&self, from: usize, at: u64, len_bytes: u64) -> (Step, u64) {
         let mut len = len_bytes;
         for (number, layer) in self.layers.iter().enumerate().skip(from) {
-            if at >= layer.size_bytes() {
+            let size = layer.size_bytes();
+            if at >= size {
                 return (Step::Zero, len);
             }
-            let (found, run) = layer.find(at, len.min(layer.size_bytes() - at));
+            let (found, run) = layer.find(at, len.min(size - at));
             len = run;
-            match found {
-                Found::Data(offset) => return (Step::Data { layer: number, offset }, len),
-                Found::Unknown(block) => return (Step::LoadBits { layer: number, block }, len),
-                Found::Below => {}
+            if let Some(step) = step_at(number, found) {
+                return (step, len);
             }
         }
         (Step::Zero, len)
     }
 
-    /// The same, by the merged map of the parents.
+    /// [`Chain::step`] below the leaf, by the merged map of the parents.
     fn step_in_zone(&self, at: u64, len_bytes: u64, last: &LastZone) -> (Step, u64) {
         let number = at / ZONE_BYTES;
         let (layer, len) = match last.as_ref().filter(|(last, _)| *last == number) {
@@ -191,33 +160,30 @@ impl<S: Store> Chain<S> {
         if layer == NOWHERE {
             return (Step::Zero, len);
         }
-        let size = self.layers[layer as usize].size_bytes();
+        let number = layer as usize;
+        let size = self.layers[number].size_bytes();
         if at >= size {
             return (Step::Zero, len.min(SECTOR_BYTES - at % SECTOR_BYTES));
         }
-        match self.layers[layer as usize].locate(at, len.min(size - at)) {
-            Some((offset, len)) => (Step::Data { layer: layer as usize, offset }, len),
-            None => (Step::Zero, len),
-        }
+        let (found, len) = self.layers[number].locate(at, len.min(size - at));
+        (step_at(number, found).unwrap_or(Step::Zero), len)
     }
 
     /// Reads what a step needs.
-    async fn load(&self, step: &Step, last: &mut LastZone) -> Result<()> {
+    async fn load(&self, step: Step, last: &mut LastZone) -> Result<()> {
         match step {
-            Step::LoadBits { layer, block } => self.load_bits(*layer, *block).await,
+            Step::Load { layer, piece } => self.load_piece(layer, piece).await,
             Step::LoadZone(number) => {
-                *last = Some((*number, self.load_zone(*number).await?));
+                *last = Some((number, self.load_zone(number).await?));
                 Ok(())
             }
-            Step::Data { .. } | Step::Zero => Ok(()),
+            Step::Bytes { .. } | Step::Zero => Ok(()),
         }
     }
 
-    async fn load_bits(&self, layer: usize, block: u32) -> Result<()> {
-        match &self.layers[layer] {
-            Layer::Sparse(sparse) => sparse.load_bits(block).await.at_path(sparse.store().path()),
-            Layer::Raw(..) => Ok(()),
-        }
+    async fn load_piece(&self, layer: usize, piece: MapPiece) -> Result<()> {
+        let layer = &self.layers[layer];
+        layer.load(piece).await.at_path(layer.store().path())
     }
 
     /// Merges all parents for one zone, and keeps the result: each paints what it has over what is below it.
@@ -244,10 +210,11 @@ impl<S: Store> Chain<S> {
         while at < end {
             let (found, len) = layer.find(at, end - at);
             match found {
-                Found::Data(_) => owners[sectors(at..at + len)].fill(number as u8),
+                Found::Data(_) | Found::Encoded { .. } => owners[sectors(at..at + len)].fill(number as u8),
+                Found::Zero => owners[sectors(at..at + len)].fill(NOWHERE),
                 Found::Below => {}
-                Found::Unknown(block) => {
-                    self.load_bits(number, block).await?;
+                Found::Miss(piece) => {
+                    self.load_piece(number, piece).await?;
                     continue;
                 }
             }
@@ -265,10 +232,10 @@ impl<S: Store> Chain<S> {
             let (step, len) = self.step(at, extent.end() - at, &last);
             let start = (at - extent.start()) as usize;
             match step {
-                Step::Data { layer, offset } => pieces.push(Piece { layer, offset, start, len: len as usize }),
+                Step::Bytes { layer, at } => pieces.push(Piece { layer, at, start, len: len as usize }),
                 Step::Zero => into.slice(start..start + len as usize).fill(0),
-                Step::LoadBits { .. } | Step::LoadZone(_) => {
-                    self.load(&step, &mut last).await?;
+                Step::Load { .. } | Step::LoadZone(_) => {
+                    self.load(step, &mut last).await?;
                     continue;
                 }
             }
@@ -277,8 +244,19 @@ impl<S: Store> Chain<S> {
         Ok(pieces)
     }
 
-    /// Reads from one layer, directly where everything is aligned for it.
-    async fn read_piece(&self, layer: usize, offset: StoreOffset, into: &Segments) -> Result<()> {
+    /// Reads a run that lies in one piece.
+    async fn read_at(&self, layer: usize, at: At, into: &Segments) -> Result<()> {
+        match at {
+            At::Plain(offset) => self.read_plain(layer, offset, into).await,
+            At::Encoded { unit, within_bytes } => {
+                let layer = &self.layers[layer];
+                layer.read_encoded(unit, within_bytes, into).await.at_path(layer.store().path())
+            }
+        }
+    }
+
+    /// Reads from one layer's store, directly where everything is aligned for it.
+    async fn read_plain(&self, layer: usize, offset: StoreOffset, into: &Segments) -> Result<()> {
         let layer = &self.layers[layer];
         let info = layer.store().info();
         let aligned = (offset.0 | into.len() as u64) & (u64::from(info.offset_align_bytes) - 1) == 0
@@ -295,49 +273,82 @@ impl<S: Store> Chain<S> {
             let (step, len) = self.walk(1, at, end - at);
             match step {
                 Step::Zero => at += len,
-                Step::Data { .. } => return Ok(false),
-                _ => self.load(&step, &mut None).await?,
+                Step::Bytes { .. } => return Ok(false),
+                _ => self.load(step, &mut None).await?,
             }
         }
         Ok(true)
     }
 
-    /// Runs `each` on every block of `extent` that the leaf has allocated, or on every block if `all`.
-    async fn each_block(
-        &self,
-        sparse: &Sparse<S>,
-        extent: Extent,
-        all: bool,
-        each: impl AsyncFn(BlockPart) -> Result<()>,
-    ) -> Result<()> {
+    /// Runs `each` on every part of `extent`, or only on those that the leaf has space for, one after the other.
+    async fn each_part(&self, extent: Extent, only_held: bool, each: impl AsyncFn(Extent) -> Result<()>) -> Result<()> {
         let mut at = extent.start();
         while at < extent.end() {
-            if !all {
-                let (found, len) = sparse.find(at, extent.end() - at);
-                if found == Found::Below && sparse.is_unallocated(at) {
-                    at += len;
-                    continue;
-                }
-            }
-            let part = sparse.part(at, extent.end());
-            at += part.within.end - part.within.start;
+            let rest = Extent::from_range(at..extent.end());
+            let part = match only_held {
+                true => match self.leaf().next_held(rest) {
+                    Some(part) => part,
+                    None => return Ok(()),
+                },
+                false => Extent::from_range(at..at + self.leaf().part_len(rest)),
+            };
+            at = part.end();
             each(part).await?;
         }
         Ok(())
     }
+
+    /// Writes a part of a request that one reservation covers.
+    async fn write_part(&self, part: Extent, from: &Segments) -> Result<()> {
+        let leaf = self.leaf();
+        let reserved = leaf.reserve(part).await?;
+        leaf.store().write_at(reserved.offset(), from, leaf.via()).await?;
+        reserved.commit().await
+    }
+
+    /// Writes a request of several parts, all at the same time.
+    async fn write_parts(&self, extent: Extent, from: &Segments) -> Result<()> {
+        let mut parts = Vec::new();
+        let mut at = extent.start();
+        while at < extent.end() {
+            let len = self.leaf().part_len(Extent::from_range(at..extent.end()));
+            let start = (at - extent.start()) as usize;
+            parts.push((Extent::from_range(at..at + len), from.slice(start..start + len as usize)));
+            at += len;
+        }
+        let writes = parts.iter().map(|(part, from)| self.write_part(*part, from));
+        join_all(writes).await.into_iter().collect()
+    }
 }
 
-/// What a process that was killed wrote to a parent, when that was the leaf, is in the page cache; a flush of the chain
-/// promises it, too, and syncs only the leaf.
-async fn sync_parents<S: Store>(layers: &[Layer<S>]) -> Result<()> {
-    let syncs = layers.iter().skip(1).map(async |layer| layer.store().sync().await.at_path(layer.store().path()));
-    join_all(syncs).await.into_iter().collect()
+/// The step to take for what layer `number` has; `None` = look further down.
+fn step_at(number: usize, found: Found) -> Option<Step> {
+    Some(match found {
+        Found::Data(offset) => Step::Bytes { layer: number, at: At::Plain(offset) },
+        Found::Encoded { unit, within_bytes } => Step::Bytes { layer: number, at: At::Encoded { unit, within_bytes } },
+        Found::Zero => Step::Zero,
+        Found::Miss(piece) => Step::Load { layer: number, piece },
+        Found::Below => return None,
+    })
 }
 
-fn disk_info<S: Store>(leaf: &Layer<S>, read_only: bool) -> DiskInfo {
+fn layer_info<S: Store>(layer: &AnyLayer<S>) -> LayerInfo {
+    LayerInfo {
+        path: layer.store().path().to_owned(),
+        format: layer.format(),
+        virtual_bytes: layer.size_bytes(),
+        file_bytes: layer.store().len_bytes(),
+        direct: layer.via() == Via::Direct,
+        identity: layer.identity(),
+        unflushed: layer.is_unflushed(),
+        facts: layer.facts(),
+    }
+}
+
+fn disk_info<S: Store>(leaf: &AnyLayer<S>, read_only: bool) -> DiskInfo {
     let store = leaf.store().info();
     let direct = leaf.via() == Via::Direct;
-    let least = if matches!(leaf, Layer::Sparse(_)) { SECTOR_BYTES as u32 } else { 1 };
+    let least = leaf.request_align_bytes();
     DiskInfo {
         size_bytes: leaf.size_bytes(),
         request_align_bytes: if direct { store.offset_align_bytes.max(least) } else { least },
@@ -366,20 +377,22 @@ impl<S: Store> Disk for Chain<S> {
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
         self.check(extent, false)?;
-        let _reader = match &self.layers[0] {
-            Layer::Sparse(sparse) => Some(sparse.grace().enter()),
-            Layer::Raw(..) => None,
-        };
+        let _reader = self.leaf().enter();
         let mut runs = Runs { list: Vec::new(), max_runs };
         let (mut at, mut last) = (extent.start(), None);
         while at < extent.end() && !runs.is_full() {
             let (step, len) = self.step(at, extent.end() - at, &last);
             let run = Extent::from_range(at..at + len);
             match step {
-                Step::Data { layer, offset } => self.add_data_runs(&mut runs, run, layer, offset).await?,
+                Step::Bytes { layer, at: At::Plain(offset) } => {
+                    self.add_data_runs(&mut runs, run, layer, offset).await?
+                }
+                Step::Bytes { layer, .. } => {
+                    runs.add(ExtentStatus { extent: run, kind: ExtentKind::Data, depth: layer as u16 });
+                }
                 Step::Zero => runs.add(ExtentStatus { extent: run, kind: ExtentKind::Hole, depth: 0 }),
-                Step::LoadBits { .. } | Step::LoadZone(_) => {
-                    self.load(&step, &mut last).await?;
+                Step::Load { .. } | Step::LoadZone(_) => {
+                    self.load(step, &mut last).await?;
                     continue;
                 }
             }
@@ -389,26 +402,17 @@ impl<S: Store> Disk for Chain<S> {
     }
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {
-        let path = self.layers[0].store().path();
-        match &self.layers[0] {
-            _ if self.read_only => {
-                Err(Error::new(ErrorKind::ReadOnly, "the disk is open for reading only").at_path(path))
-            }
-            Layer::Raw(raw, None) => raw.resize(size_bytes).await,
-            Layer::Raw(..) | Layer::Sparse(_) => {
-                let what = "a VHD cannot grow while it is in use: its size is in its footers and its block table, which \
-                            would have to change together";
-                let hint = "make a larger one and copy the data to it, or convert it to raw, which can grow";
-                Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint(hint))
-            }
+        match self.read_only {
+            true => Err(Error::new(ErrorKind::ReadOnly, "the disk is open for reading only")
+                .at_path(self.leaf().store().path())),
+            false => self.leaf().resize(size_bytes).await,
         }
     }
 
     async fn close(&self) -> Result<()> {
-        match &self.layers[0] {
-            _ if self.read_only => Ok(()),
-            Layer::Raw(raw, _) => raw.store().sync().await,
-            Layer::Sparse(sparse) => sparse.close().await,
+        match self.read_only {
+            true => Ok(()),
+            false => self.leaf().seal().await,
         }
     }
 }
@@ -416,30 +420,26 @@ impl<S: Store> Disk for Chain<S> {
 impl<S: Store> Chain<S> {
     async fn read_extent(&self, extent: Extent, into: &Segments) -> Result<()> {
         self.check(extent, false)?;
-        let leaf = &self.layers[0];
-        let _reader = match leaf {
-            Layer::Sparse(sparse) if !self.read_only => Some(sparse.grace().enter()),
-            _ => None,
-        };
+        let _reader = self.leaf().enter();
         // The common read lies in one piece, and needs no list.
-        if let (Step::Data { layer, offset }, len) = self.step(extent.start(), extent.len_bytes, &None)
+        if let (Step::Bytes { layer, at }, len) = self.step(extent.start(), extent.len_bytes, &None)
             && len == extent.len_bytes
         {
-            return self.read_piece(layer, offset, into).await;
+            return self.read_at(layer, at, into).await;
         }
         let pieces = self.resolve(extent, into).await?;
         let reads = pieces.iter().map(async |piece| {
-            self.read_piece(piece.layer, piece.offset, &into.slice(piece.start..piece.start + piece.len)).await
+            self.read_at(piece.layer, piece.at, &into.slice(piece.start..piece.start + piece.len)).await
         });
         join_all(reads).await.into_iter().collect()
     }
 
     async fn write_extent(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
         self.check_write(extent)?;
-        match &self.layers[0] {
+        match self.leaf().part_len(extent) == extent.len_bytes {
             _ if extent.is_empty() => {}
-            Layer::Raw(raw, _) => raw.write(extent, from).await?,
-            Layer::Sparse(sparse) => write_sparse(sparse, extent, from).await?,
+            true => self.write_part(extent, from).await?,
+            false => self.write_parts(extent, from).await?,
         }
         match fua {
             true => self.flush_leaf().await,
@@ -448,25 +448,19 @@ impl<S: Store> Chain<S> {
     }
 
     async fn flush_leaf(&self) -> Result<()> {
-        match &self.layers[0] {
-            _ if self.read_only => Ok(()),
-            Layer::Raw(raw, _) => raw.store().sync().await,
-            Layer::Sparse(sparse) => sparse.flush().await,
+        match self.read_only {
+            true => Ok(()),
+            false => self.leaf().flush().await,
         }
     }
 
     async fn discard_extent(&self, extent: Extent) -> Result<()> {
         self.check_write(extent)?;
-        match &self.layers[0] {
-            Layer::Raw(raw, _) => raw.discard(extent).await,
-            Layer::Sparse(sparse) => {
-                self.each_block(sparse, extent, false, async |part| {
-                    let below = self.below_is_zero(sparse.block_extent(part.block)).await?;
-                    sparse.discard_part(&part, below).await
-                })
-                .await
-            }
-        }
+        self.each_part(extent, true, async |part| {
+            let below = self.below_is_zero(self.leaf().unit(part)).await?;
+            self.leaf().unmap(part, below).await
+        })
+        .await
     }
 
     async fn zero_extent(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
@@ -474,33 +468,25 @@ impl<S: Store> Chain<S> {
         if how.only_if_fast && !self.info.fast_zero {
             return Err(self.error(ErrorKind::Unsupported, extent, "zeroes are not fast on this store"));
         }
-        let sparse = match &self.layers[0] {
-            Layer::Raw(raw, _) => return raw.write_zeroes(extent, how).await,
-            Layer::Sparse(sparse) => sparse,
-        };
-        let all = self.layers.len() > 1 || !how.may_unmap;
-        self.each_block(sparse, extent, all, async |part| {
-            let below = self.below_is_zero(sparse.block_extent(part.block)).await?;
-            sparse.zero_part(&part, how.may_unmap, below).await
+        let only_held = self.layers.len() == 1 && how.may_unmap;
+        self.each_part(extent, only_held, async |part| {
+            let below = self.below_is_zero(self.leaf().unit(part)).await?;
+            self.leaf().zero(part, how.may_unmap, below).await
         })
         .await
     }
 
     /// Data as the format sees it may be a hole to the store: asked run by run.
-    async fn add_data_runs(&self, runs: &mut Runs, run: Extent, layer: usize, offset: StoreOffset) -> Result<()> {
+    async fn add_data_runs(&self, runs: &mut Runs, run: Extent, number: usize, offset: StoreOffset) -> Result<()> {
+        let layer = &self.layers[number];
         let mut done = 0;
         while done < run.len_bytes && !runs.is_full() {
-            let found = self.layers[layer].store().extent_at(StoreOffset(offset.0 + done)).await?;
+            let found = layer.store().extent_at(StoreOffset(offset.0 + done)).await?;
             let len = found.len_bytes.clamp(1, run.len_bytes - done);
             let extent = Extent::from_range(run.start() + done..run.start() + done + len);
-            let raw = matches!(self.layers[layer], Layer::Raw(_, None));
-            let kind = match found.is_hole {
-                true if raw => ExtentKind::Hole,
-                true => ExtentKind::Zero,
-                false => ExtentKind::Data,
-            };
+            let kind = if found.is_hole { layer.hole_kind() } else { ExtentKind::Data };
             // The depth of a hole means nothing, and must not part it from another.
-            let depth = if kind == ExtentKind::Hole { 0 } else { layer as u16 };
+            let depth = if kind == ExtentKind::Hole { 0 } else { number as u16 };
             runs.add(ExtentStatus { extent, kind, depth });
             done += len;
         }
@@ -532,22 +518,4 @@ impl Runs {
         self.list.truncate(self.max_runs);
         self.list
     }
-}
-
-async fn write_sparse<S: Store>(sparse: &Sparse<S>, extent: Extent, from: &Segments) -> Result<()> {
-    let first = sparse.part(extent.start(), extent.end());
-    if first.within.end - first.within.start == extent.len_bytes {
-        return sparse.write_part(&first, from).await;
-    }
-    let mut parts = Vec::new();
-    let mut at = extent.start();
-    while at < extent.end() {
-        let part = sparse.part(at, extent.end());
-        let len = part.within.end - part.within.start;
-        let start = (at - extent.start()) as usize;
-        parts.push((part, from.slice(start..start + len as usize)));
-        at += len;
-    }
-    let writes = parts.iter().map(|(part, from)| sparse.write_part(part, from));
-    join_all(writes).await.into_iter().collect()
 }

@@ -22,7 +22,7 @@ pub(crate) struct Grace {
 }
 
 /// A reader in its phase.
-pub(crate) struct Reader<'a>(&'a AtomicUsize);
+pub struct Reader<'a>(&'a AtomicUsize);
 
 impl Grace {
     /// Counts a reader in; it is counted out when the value is dropped.

@@ -1,227 +1,247 @@
-//! One file of a chain: what it knows of where bytes lie, and how it is opened.
+//! [`Layer`]: one image as a graph sees it. This is the seam between the formats and everything that names none.
+//!
+//! A format maps, it does not move data: a layer says where guest bytes lie in its store, and the graph reads and
+//! writes them there. The exception is [`Found::Encoded`]: only the format can decode such a run.
+//!
+//! An answer from memory ([`Layer::find`]) needs no await and no allocation. When a piece of the map is not in memory,
+//! the answer is [`Found::Miss`]; the caller loads that piece ([`Layer::load`]) and asks again.
+//!
+//! A format that cannot be written implements the methods without a default, and `type Reserved<'a> = NeverReserved`.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 
-use spile_core::{Env, Error, ErrorKind, Files, OpenMode, Result, Store, StoreOffset, Via};
+use spile_core::{Error, ErrorKind, Extent, ExtentKind, Result, Segments, Store, StoreOffset, Via};
 
-use crate::format::Format;
-use crate::parents::{Policy, candidates};
-use crate::raw::Raw;
-use crate::vhd::codec::footer::Footer;
-use crate::vhd::codec::header::Header;
-use crate::vhd::{Found, Opened, Sparse};
+use crate::facts::Facts;
+use crate::formats::Format;
+use crate::grace::Reader;
 
-/// What there is to know of one layer.
-#[derive(Clone, Debug)]
-pub struct LayerInfo {
-    /// Where it is.
-    pub path: PathBuf,
-    /// Its format.
-    pub format: Format,
-    /// The size it shows, in bytes.
-    pub virtual_bytes: u64,
-    /// The length of its store, in bytes.
-    pub file_bytes: u64,
-    /// True when its data are reached as the store was opened; false when they need the page cache.
-    pub direct: bool,
-    /// More, for a VHD.
-    pub vhd: Option<LayerFacts>,
+/// What a layer knows of a run of guest bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// The bytes lie in the layer's store, at this offset.
+    Data(StoreOffset),
+    /// The run reads as zeroes, whatever the layers below have there.
+    Zero,
+    /// The layer has nothing here: the next layer down decides; without one the run reads as zeroes.
+    Below,
+    /// The bytes are in the layer's store in encoded form; [`Layer::read_encoded`] decodes them.
+    Encoded {
+        /// Which encoded unit holds the run.
+        unit: EncodedUnit,
+        /// Where the run starts in the decoded unit, in bytes.
+        within_bytes: u32,
+    },
+    /// The answer is in a piece of the map that is not in memory: load that piece, then ask again.
+    Miss(MapPiece),
 }
 
-/// A VHD's own facts.
-#[derive(Clone, Debug)]
-pub struct LayerFacts {
-    /// Its footer.
-    pub footer: Footer,
-    /// Its header, unless it is fixed.
-    pub header: Option<Header>,
-    /// Blocks that are allocated.
-    pub allocated_blocks: u64,
-    /// True when a journal area lets first writes be acknowledged without a sync.
-    pub has_journal: bool,
-    /// True when bits are recorded that a flush has not yet written: an earlier process died.
-    pub unflushed: bool,
+/// A layer's own name for a piece of its map that can be loaded, such as a block or a slice of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MapPiece(pub u64);
+
+/// A layer's own name for an encoded unit, such as a compressed cluster. Only the layer that gave it can read it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct EncodedUnit(pub u64);
+
+/// What tells an image from every other, if its format keeps such a thing: a VHD's UUID. A child that notes its
+/// parent's identity notices when another image has taken the parent's place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Identity(pub [u8; 16]);
+
+/// What a child says of its parent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParentRef {
+    /// Where the parent may lie, best first; relative paths are relative to the child's folder. Input from whoever
+    /// wrote the image: the graph follows a path only into folders that its policy allows.
+    pub names: Vec<PathBuf>,
+    /// The parent's format, if the child names it. A format is never probed from content.
+    pub format: Option<Format>,
+    /// The identity that the parent must have, if it reports one.
+    pub identity: Option<Identity>,
 }
 
-/// One file of a chain.
-pub(crate) enum Layer<S> {
-    Raw(Raw<S>, Option<Footer>),
-    Sparse(Box<Sparse<S>>),
+/// Place for one write, with all locks that the write needs. Dropped without a commit, it changes nothing that a
+/// reader can see.
+pub trait Reserved {
+    /// Where in the layer's store the data go.
+    fn offset(&self) -> StoreOffset;
+
+    /// Makes the data that were written at [`Reserved::offset`] the guest's. When it returns, they survive the death of
+    /// the process.
+    ///
+    /// # Errors
+    /// The store's.
+    fn commit(self) -> impl Future<Output = Result<()>>;
 }
 
-impl<S: Store> Layer<S> {
-    pub(crate) fn store(&self) -> &S {
-        match self {
-            Self::Raw(raw, _) => raw.store(),
-            Self::Sparse(sparse) => sparse.store(),
-        }
+/// The reservation of a layer that is never written: it cannot exist.
+pub enum NeverReserved {}
+
+impl Reserved for NeverReserved {
+    fn offset(&self) -> StoreOffset {
+        match *self {}
     }
 
-    pub(crate) fn size_bytes(&self) -> u64 {
-        match self {
-            Self::Raw(raw, _) => raw.size_bytes(),
-            Self::Sparse(sparse) => sparse.layout().size_bytes,
-        }
+    async fn commit(self) -> Result<()> {
+        match self {}
+    }
+}
+
+/// One image of a graph. Requests may overlap in time, from several workers.
+///
+/// Methods that change the image are called only while the layer is the leaf of a graph (or was, for requests that
+/// began then), with extents inside the size and on [`Layer::request_align_bytes`].
+pub trait Layer<S: Store>: Send + Sync + 'static {
+    /// What [`Layer::reserve`] returns.
+    type Reserved<'a>: Reserved
+    where
+        Self: 'a;
+
+    /// Where the image's bytes are.
+    fn store(&self) -> &S;
+
+    /// The size that the image shows to a guest, in bytes.
+    fn size_bytes(&self) -> u64;
+
+    /// How data are reached: directly only where no 4 KiB page of the store holds both data and metadata.
+    fn via(&self) -> Via;
+
+    /// The format's own unit for requests, in bytes (a power of two): 1 or 512. The store may want more.
+    fn request_align_bytes(&self) -> u32;
+
+    /// Where the bytes from `at` lie, and for how many bytes that answer holds: at least 1, at most `len_bytes`. The run lies
+    /// within the size.
+    fn find(&self, at: u64, len_bytes: u64) -> (Found, u64);
+
+    /// [`Layer::find`] for bytes that are known to be this layer's own (data or encoded). A format that knows the place
+    /// of a run without looking up whether it has the run answers from less of its map here.
+    fn locate(&self, at: u64, len_bytes: u64) -> (Found, u64) {
+        self.find(at, len_bytes)
     }
 
-    pub(crate) fn via(&self) -> Via {
-        match self {
-            Self::Raw(raw, _) => raw.via(),
-            Self::Sparse(sparse) => sparse.via(),
-        }
+    /// Brings a piece of the map into memory. Callers that want the same piece at the same time share one load.
+    ///
+    /// # Errors
+    /// The store's; `Corrupt` when the piece makes no sense.
+    fn load(&self, piece: MapPiece) -> impl Future<Output = Result<()>>;
+
+    /// Fills `into` with decoded bytes of `unit`, from `within_bytes` on.
+    ///
+    /// # Errors
+    /// The store's; `Corrupt` when the unit cannot be decoded.
+    fn read_encoded(&self, unit: EncodedUnit, within_bytes: u32, into: &Segments) -> impl Future<Output = Result<()>> {
+        let _ = (unit, within_bytes, into);
+        async { Err(self.unsupported("this format has no encoded data")) }
     }
 
-    pub(crate) fn find(&self, at: u64, len_bytes: u64) -> (Found, u64) {
-        match self {
-            Self::Raw(..) => (Found::Data(StoreOffset(at)), len_bytes),
-            Self::Sparse(sparse) => sparse.find(at, len_bytes),
-        }
+    /// What a hole of the store is, where this layer says [`Found::Data`]: a raw image's holes were never written; in
+    /// other formats the space belongs to the image.
+    fn hole_kind(&self) -> ExtentKind {
+        ExtentKind::Zero
     }
 
-    /// Where the bytes at `at` lie, known to be in this layer, and for how long that holds.
-    pub(crate) fn locate(&self, at: u64, len_bytes: u64) -> Option<(StoreOffset, u64)> {
-        match self {
-            Self::Raw(..) => Some((StoreOffset(at), len_bytes)),
-            Self::Sparse(sparse) => sparse.locate(at, len_bytes),
-        }
+    /// Counts a reader in, so that a place it may have looked up is not given to other data before it is done. `None`
+    /// when places never move.
+    fn enter(&self) -> Option<Reader<'_>> {
+        None
     }
 
-    pub(crate) fn info(&self) -> LayerInfo {
-        let (format, vhd) = match self {
-            Self::Raw(_, None) => (Format::Raw, None),
-            Self::Raw(_, Some(footer)) => (Format::Vhd, Some((footer.clone(), None))),
-            Self::Sparse(sparse) => (Format::Vhd, Some((sparse.footer().clone(), Some(sparse)))),
-        };
-        LayerInfo {
-            path: self.store().path().to_owned(),
-            format,
-            virtual_bytes: self.size_bytes(),
-            file_bytes: self.store().len_bytes(),
-            direct: self.via() == Via::Direct,
-            vhd: vhd.map(|(footer, sparse)| LayerFacts {
-                footer,
-                header: sparse.map(|s| s.header().clone()),
-                allocated_blocks: sparse.map_or(0, |s| s.allocated_blocks()),
-                has_journal: sparse.is_some_and(|s| s.layout().journal.is_some()),
-                unflushed: sparse.is_some_and(|s| s.has_unflushed_bits()),
-            }),
-        }
+    /// How many bytes of `extent`, from its start, one reservation (or one `zero` or `unmap`) can cover.
+    fn part_len(&self, extent: Extent) -> u64 {
+        extent.len_bytes
     }
 
-    /// True when a process that was killed left bits in the journal.
+    /// The unit of space (block, cluster) around `part`, whose release depends on what lies below the whole of it.
+    fn unit(&self, part: Extent) -> Extent {
+        part
+    }
+
+    /// The first part of `extent` for which this layer has space of its own; no longer than [`Layer::part_len`].
+    fn next_held(&self, extent: Extent) -> Option<Extent> {
+        let _ = extent;
+        None
+    }
+
+    /// Finds or makes place for the bytes of `part`, and holds the locks that a write there needs.
+    ///
+    /// # Errors
+    /// `ReadOnly`, `NoSpace`, the store's.
+    fn reserve(&self, part: Extent) -> impl Future<Output = Result<Self::Reserved<'_>>> {
+        let _ = part;
+        async { Err(self.read_only_error()) }
+    }
+
+    /// Makes `part` read as zeroes. `below_is_zero`: what lies below the whole [`Layer::unit`] reads as zeroes and stays so.
+    ///
+    /// # Errors
+    /// `ReadOnly`, `NoSpace`, the store's.
+    fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> impl Future<Output = Result<()>> {
+        let _ = (part, may_unmap, below_is_zero);
+        async { Err(self.read_only_error()) }
+    }
+
+    /// Frees what can be freed of `part`; what was freed reads as zeroes, the rest stays as it is.
+    ///
+    /// # Errors
+    /// `ReadOnly`, the store's.
+    fn unmap(&self, part: Extent, below_is_zero: bool) -> impl Future<Output = Result<()>> {
+        let _ = (part, below_is_zero);
+        async { Err(self.read_only_error()) }
+    }
+
+    /// Makes all that was acknowledged before the call survive a power cut.
+    ///
+    /// # Errors
+    /// The store's. After a failed sync every later flush fails too.
+    fn flush(&self) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+
+    /// Ends all writing: flushes, leaves the image as other programs expect it, and refuses writes from then on. No
+    /// write may be in flight; reads may.
+    ///
+    /// # Errors
+    /// The store's.
+    fn seal(&self) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+
+    /// Makes the image `size_bytes` long, as `Disk::resize` says.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format cannot do that while it is in use; `InvalidInput`; the store's.
+    fn resize(&self, size_bytes: u64) -> impl Future<Output = Result<()>> {
+        let _ = size_bytes;
+        async { Err(self.unsupported("this format cannot grow while it is in use")) }
+    }
+
+    /// What the image says of its parent; `None` when it has none.
+    ///
+    /// # Errors
+    /// The store's; `Corrupt` when what it says makes no sense; `Unsupported` for a format name that is not known.
+    fn parent(&self) -> impl Future<Output = Result<Option<ParentRef>>>;
+
+    /// What tells this image from others, if its format keeps such a thing.
+    fn identity(&self) -> Option<Identity> {
+        None
+    }
+
+    /// True when a process that was killed left acknowledged writes that only an open for writing makes durable.
     fn is_unflushed(&self) -> bool {
-        matches!(self, Self::Sparse(sparse) if sparse.has_unflushed_bits())
+        false
     }
 
-    pub(crate) fn has_parent(&self) -> bool {
-        matches!(self, Self::Sparse(sparse) if sparse.is_differencing())
+    /// What there is to know of the image, for people and programs.
+    fn facts(&self) -> Facts;
+
+    /// The error of a change to an image that is open for reading only.
+    fn read_only_error(&self) -> Error {
+        Error::new(ErrorKind::ReadOnly, "the image is open for reading only").at_path(self.store().path())
     }
 
-    fn uuid(&self) -> Option<[u8; 16]> {
-        match self {
-            Self::Raw(_, footer) => footer.as_ref().map(|footer| footer.uuid),
-            Self::Sparse(sparse) => Some(sparse.footer().uuid),
-        }
+    /// An error that says what the format or this image cannot do.
+    fn unsupported(&self, what: &str) -> Error {
+        Error::new(ErrorKind::Unsupported, what).at_path(self.store().path())
     }
-}
-
-/// What `store` holds, as `format`.
-pub(crate) async fn open_layer<S: Store>(
-    store: S,
-    format: Format,
-    env: &Arc<dyn Env>,
-    read_only: bool,
-    budget: usize,
-) -> Result<Layer<S>> {
-    match format {
-        Format::Raw => {
-            let size = store.len_bytes();
-            Ok(Layer::Raw(Raw::new(store, size), None))
-        }
-        Format::Vhd => Ok(match crate::vhd::open(store, env, read_only, budget).await? {
-            Opened::Fixed(footer, raw) => Layer::Raw(raw, Some(footer)),
-            Opened::Sparse(sparse) => Layer::Sparse(sparse),
-        }),
-    }
-}
-
-/// Bitmaps of parents are needed only until their zone is merged: a small cache for each.
-const PARENT_BITS_BYTES: usize = 1 << 20;
-
-/// The parent that `child` names, and its canonical path.
-pub(crate) async fn open_parent<F: Files>(
-    files: &F,
-    env: &Arc<dyn Env>,
-    child: &Sparse<F::Store>,
-    policy: &Policy,
-    visited: &[PathBuf],
-    settles: bool,
-) -> Result<(PathBuf, Layer<F::Store>)> {
-    let expected = child.header().parent_uuid;
-    // A null UUID means a raw parent (blktap's convention).
-    let format = if expected == [0; 16] { Format::Raw } else { Format::Vhd };
-    let mut last = None;
-    for path in candidates(files, child.store(), child.header(), policy).await? {
-        if visited.contains(&path) {
-            last.get_or_insert(Error::new(ErrorKind::Corrupt, format!("the chain loops back to {}", path.display())));
-            continue;
-        }
-        match open_candidate(files, env, &path, format, &expected).await {
-            Ok(layer) if settles && layer.is_unflushed() => {
-                drop(layer);
-                make_durable(files, env, &path).await?;
-                return Ok((path.clone(), open_candidate(files, env, &path, format, &expected).await?));
-            }
-            Ok(layer) => return Ok((path, layer)),
-            // Another locator may be the right one; the first, best one's error is the one to tell.
-            Err(error) => {
-                last.get_or_insert(error);
-            }
-        }
-    }
-    let error = last.unwrap_or_else(|| Error::new(ErrorKind::NotFound, "no parent was found"));
-    Err(error.at_path(child.store().path()))
-}
-
-/// Flushes and closes a parent that was a leaf when its process was killed. A guest may live on over that and a
-/// snapshot: its flushes go to the leaf from now on, and promise what it wrote before, too.
-async fn make_durable<F: Files>(files: &F, env: &Arc<dyn Env>, path: &Path) -> Result<()> {
-    let done = async {
-        let store = files.open(path, OpenMode::ReadWrite).await?;
-        match open_layer(store, Format::Vhd, env, false, PARENT_BITS_BYTES).await? {
-            Layer::Sparse(sparse) => sparse.close().await,
-            Layer::Raw(..) => Ok(()),
-        }
-    };
-    done.await.map_err(|error| {
-        error.hint(
-            "this parent's last writer was killed; what it wrote must be made durable before a child takes writes: \
-             end other processes that have it open",
-        )
-    })
-}
-
-async fn open_candidate<F: Files>(
-    files: &F,
-    env: &Arc<dyn Env>,
-    path: &Path,
-    format: Format,
-    expected: &[u8; 16],
-) -> Result<Layer<F::Store>> {
-    let store = files.open(path, OpenMode::ReadOnly).await?;
-    let layer = open_layer(store, format, env, true, PARENT_BITS_BYTES).await?;
-    match layer.uuid() {
-        Some(uuid) if uuid != *expected => Err(wrong_parent(path, expected, &uuid)),
-        _ => Ok(layer),
-    }
-}
-
-fn wrong_parent(path: &Path, expected: &[u8; 16], found: &[u8; 16]) -> Error {
-    let hex = |uuid: &[u8; 16]| uuid.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    Error::new(
-        ErrorKind::Corrupt,
-        format!("the parent {} has UUID {}, the child expects {}", path.display(), hex(found), hex(expected)),
-    )
-    .hint("another image has taken the parent's name")
 }

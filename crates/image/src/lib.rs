@@ -6,17 +6,19 @@
 
 mod aligned;
 mod chain;
-mod format;
+pub mod check;
+pub mod create;
+pub mod facts;
 pub mod formats;
 mod grace;
-mod layer;
+pub mod layer;
+mod open;
 mod parents;
 mod range_lock;
-mod raw;
-pub mod vhd;
 mod zones;
 
 pub use aligned::Aligned;
-pub use chain::{Chain, MAX_CHAIN_LAYERS, OpenOptions};
-pub use format::Format;
-pub use layer::{LayerFacts, LayerInfo};
+pub use chain::{Chain, MAX_CHAIN_LAYERS};
+pub use facts::LayerInfo;
+pub use formats::Format;
+pub use open::OpenOptions;

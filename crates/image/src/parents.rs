@@ -5,13 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use spile_core::{Error, ErrorKind, Files, Result, Segments, Store, StoreOffset, Via};
-
-use crate::vhd::codec::header::Header;
-use crate::vhd::codec::locator::{Locator, Platform};
-
-/// The longest locator that is read, in bytes.
-const MAX_LOCATOR_BYTES: u32 = 4096;
+use spile_core::{Error, ErrorKind, Files, Result};
 
 /// Folders that parents may lie in.
 pub(crate) struct Policy {
@@ -34,22 +28,20 @@ impl Policy {
     }
 }
 
-/// The canonical paths at which `child`'s parent may lie, best first: relative locators, absolute ones, the bare
-/// name in the child's folder.
+/// The canonical paths at which the parent of the image at `child` may lie, in the order of `names`, what the child
+/// calls it.
 ///
 /// # Errors
-/// `Denied` when the only files found lie outside the policy, `NotFound` when there is none, `Corrupt` when a
-/// locator makes no sense.
-pub(crate) async fn candidates<F: Files>(
+/// `Denied` when the only files found lie outside the policy, `NotFound` when there is none.
+pub(crate) fn candidates<F: Files>(
     files: &F,
-    child: &F::Store,
-    header: &Header,
+    child: &Path,
+    names: &[PathBuf],
     policy: &Policy,
 ) -> Result<Vec<PathBuf>> {
-    let names = names(child, header).await?;
-    let folder = child.path().parent().unwrap_or(Path::new("/"));
+    let folder = child.parent().unwrap_or(Path::new("/"));
     let (mut found, mut denied) = (Vec::new(), None);
-    for name in &names {
+    for name in names {
         let Ok(path) = files.canonical(&folder.join(name)) else { continue };
         match policy.allows(&path) {
             true if !found.contains(&path) => found.push(path),
@@ -58,8 +50,8 @@ pub(crate) async fn candidates<F: Files>(
         }
     }
     match denied {
-        Some(path) if found.is_empty() => Err(denied_error(child.path(), &path)),
-        _ if found.is_empty() => Err(not_found(child.path(), &names)),
+        Some(path) if found.is_empty() => Err(denied_error(child, &path)),
+        _ if found.is_empty() => Err(not_found(child, names)),
         _ => Ok(found),
     }
 }
@@ -80,38 +72,4 @@ fn not_found(child: &Path, names: &[PathBuf]) -> Error {
     Error::new(ErrorKind::NotFound, format!("the parent is not there; tried: {}", names.join(", ")))
         .at_path(child)
         .hint("put the parent beside the child, or use --allow-parents DIR if it lies elsewhere")
-}
-
-/// What the locators say, relative ones first, and the header's own name last.
-async fn names<S: Store>(store: &S, header: &Header) -> Result<Vec<PathBuf>> {
-    let mut names: Vec<PathBuf> = Vec::new();
-    for locator in &header.locators {
-        if matches!(locator.platform, Platform::W2ru | Platform::W2ku | Platform::MacX) {
-            names.push(PathBuf::from(read_locator(store, locator).await?));
-        }
-    }
-    names.sort_by_key(|name| name.is_absolute());
-    let bare = header.parent_name.rsplit(['/', '\\']).next().unwrap_or_default();
-    if !bare.is_empty() && !bare.contains('\0') {
-        names.push(PathBuf::from(bare));
-    }
-    names.dedup();
-    Ok(names)
-}
-
-async fn read_locator<S: Store>(store: &S, locator: &Locator) -> Result<String> {
-    let misplaced =
-        |why: &str| Error::new(ErrorKind::Corrupt, why).at_path(store.path()).at_offset(locator.offset_bytes);
-    if locator.len_bytes > MAX_LOCATOR_BYTES {
-        return Err(misplaced("a parent locator is longer than 4096 bytes"));
-    }
-    let end = locator.offset_bytes.checked_add(u64::from(locator.len_bytes));
-    if end.is_none_or(|end| end > store.len_bytes()) {
-        return Err(misplaced("a parent locator goes past the end of the file"));
-    }
-    let bytes = Segments::zeroed(locator.len_bytes as usize);
-    store.read_at(StoreOffset(locator.offset_bytes), &bytes, Via::Cached).await?;
-    locator
-        .decode(&bytes.to_vec())
-        .map_err(|error| Error::from(error).at_path(store.path()).at_offset(locator.offset_bytes))
 }

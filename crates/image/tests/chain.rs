@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use spile_core::{Disk, Extent, ExtentKind, Segments, WriteZeroes};
-use spile_image::vhd::codec::batmap::{self, BatmapHeader};
-use spile_image::vhd::codec::footer::{DiskType, Footer};
-use spile_image::vhd::{Severity, check};
+use spile_image::check::Severity;
+use spile_image::formats::vhd::check;
+use spile_image::formats::vhd::codec::batmap::{self, BatmapHeader};
+use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
 use spile_image::{Aligned, Chain, OpenOptions};
 use support::*;
 
@@ -496,8 +497,8 @@ fn a_locator_behind_the_blocks_is_not_taken_for_a_gap() {
     edit_header(&file, |header| {
         header.locators.iter_mut().for_each(|locator| {
             if locator.len_bytes > 0 {
-                *locator = spile_image::vhd::codec::locator::Locator {
-                    platform: spile_image::vhd::codec::locator::Platform::W2ru,
+                *locator = spile_image::formats::vhd::codec::locator::Locator {
+                    platform: spile_image::formats::vhd::codec::locator::Platform::W2ru,
                     space: 512,
                     len_bytes: text.len() as u32,
                     offset_bytes: at,
@@ -638,14 +639,14 @@ fn an_acknowledged_write_survives_the_process() {
     }
     drop(disk);
     let disk = world.open("/vm/a.vhd");
-    assert!(disk.layers()[0].vhd.as_ref().unwrap().unflushed);
+    assert!(disk.layers()[0].unflushed);
     assert_eq!(read(&disk, 8192..12288), pattern(2, 4096));
     // What was taken over is written by the next flush, and survives a power cut then.
     flush(&disk);
     drop(disk);
     world.env.reboot();
     let disk = world.open("/vm/a.vhd");
-    assert!(!disk.layers()[0].vhd.as_ref().unwrap().unflushed);
+    assert!(!disk.layers()[0].unflushed);
     assert_eq!(read(&disk, 8192..12288), pattern(2, 4096));
     assert_eq!(read(&disk, 0..8192), pattern(1, MIB as usize)[..8192]);
 }

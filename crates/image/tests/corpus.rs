@@ -5,7 +5,7 @@ mod short_run;
 
 use short_run::run;
 use spile_image::formats::qcow2::codec::fuzz as qcow2;
-use spile_image::vhd::codec::fuzz;
+use spile_image::formats::vhd::codec::fuzz;
 
 #[test]
 fn footers() {

@@ -6,8 +6,9 @@ mod support;
 use std::sync::Arc;
 
 use spile_core::{Disk, ErrorKind};
-use spile_image::vhd::codec::footer::DiskType;
-use spile_image::vhd::{self, Lost, Mend, Report, Severity};
+use spile_image::check::{Lost, Mend, Report, Severity};
+use spile_image::formats::vhd;
+use spile_image::formats::vhd::codec::footer::DiskType;
 use support::*;
 
 const MIB: u64 = 1 << 20;

@@ -8,10 +8,11 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use spile_core::{Disk, Extent};
 use spile_image::OpenOptions;
-use spile_image::vhd::codec::footer::{DiskType, Footer};
-use spile_image::vhd::codec::header::Header;
-use spile_image::vhd::codec::locator::Locator;
-use spile_image::vhd::{Severity, check};
+use spile_image::check::Severity;
+use spile_image::formats::vhd::check;
+use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
+use spile_image::formats::vhd::codec::header::Header;
+use spile_image::formats::vhd::codec::locator::Locator;
 use support::*;
 
 const KIB: u64 = 1 << 10;

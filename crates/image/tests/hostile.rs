@@ -6,9 +6,9 @@ mod support;
 use std::path::{Path, PathBuf};
 
 use spile_core::{Disk, ErrorKind, Extent};
-use spile_image::vhd::codec::batmap::BatmapHeader;
-use spile_image::vhd::codec::footer::{DiskType, Footer};
-use spile_image::vhd::codec::locator::{Locator, Platform, encode};
+use spile_image::formats::vhd::codec::batmap::BatmapHeader;
+use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
+use spile_image::formats::vhd::codec::locator::{Locator, Platform, encode};
 use spile_image::{Format, MAX_CHAIN_LAYERS, OpenOptions};
 use support::*;
 
@@ -137,7 +137,7 @@ fn a_fixed_disks_guest_cannot_forge_its_type() {
     write(&world.open(A), 0, &forged);
     let disk = world.open(A);
     assert_eq!(read(&disk, 0..512), forged);
-    assert_eq!(disk.layers()[0].vhd.as_ref().unwrap().footer.disk_type, DiskType::Fixed);
+    assert_eq!(disk.layers()[0].facts.subformat, Some("fixed"));
     assert_eq!(file.len(), MIB + 512);
 }
 
@@ -541,7 +541,7 @@ fn a_cycle_of_parents_is_refused() {
     let names = ["a.vhd", "b.vhd", "c.vhd"];
     for (at, name) in names.iter().enumerate() {
         let parent = world.parent_ref("/vm/z.vhd", names[(at + 1) % 3]);
-        let parent = spile_image::vhd::ParentRef { uuid, name: names[(at + 1) % 3].into(), ..parent };
+        let parent = spile_image::formats::vhd::VhdParent { uuid, name: names[(at + 1) % 3].into(), ..parent };
         let file = world.child_of(&format!("/vm/{name}"), FILE, parent, 8 * MIB, BLOCK);
         edit_footer(&file, |footer| footer.uuid = uuid);
     }

@@ -3,7 +3,7 @@
 mod support;
 
 use spile_core::{Disk, ErrorKind, Extent, Segments};
-use spile_image::vhd::codec::footer::{DiskType, Footer};
+use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
 use spile_image::{Aligned, Format, OpenOptions};
 use support::*;
 

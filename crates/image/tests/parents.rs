@@ -18,7 +18,7 @@ fn what_a_killed_process_left_in_a_parent_is_durable_before_a_child_takes_writes
     drop(disk);
     world.child("/vm/b.vhd", "/vm/a.vhd", 8 * MIB, 2 << 20);
     let looks = OpenOptions { read_only: true, ..OpenOptions::default() };
-    let unflushed = |path| world.try_open(path, &looks).unwrap().layers().swap_remove(0).vhd.unwrap().unflushed;
+    let unflushed = |path| world.try_open(path, &looks).unwrap().layers().swap_remove(0).unflushed;
     assert!(unflushed("/vm/a.vhd"), "the parent has nothing to be made durable: the test shows nothing");
     let syncs = |file: &MemFile| file.syncs.load(std::sync::atomic::Ordering::Relaxed);
     let before = (syncs(&base), syncs(&parent));

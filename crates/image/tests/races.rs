@@ -9,7 +9,7 @@ use std::task::Poll;
 
 use spile_core::{Disk, Extent, Segments};
 use spile_image::OpenOptions;
-use spile_image::vhd::codec::footer::DiskType;
+use spile_image::formats::vhd::codec::footer::DiskType;
 use support::*;
 
 const KIB: u64 = 1 << 10;

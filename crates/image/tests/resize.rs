@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
 
 use spile_core::{Disk, ErrorKind, Extent, Result, Segments};
-use spile_image::vhd::codec::footer::DiskType;
+use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::{Aligned, OpenOptions};
 use support::*;
 

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use spile_core::{Disk, Extent, Segments};
 use spile_engine::{CacheMode, Config, Engine, OsEnv, OsFiles};
-use spile_image::vhd::codec::footer::DiskType;
-use spile_image::{Aligned, Chain, OpenOptions, vhd};
+use spile_image::formats::vhd;
+use spile_image::formats::vhd::codec::footer::DiskType;
+use spile_image::{Aligned, Chain, OpenOptions};
 
 const MIB: u64 = 1 << 20;
 const SIZE_BYTES: u64 = 8 << 30;

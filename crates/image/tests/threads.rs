@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use spile_core::{Disk, Extent, Segments, WriteZeroes};
-use spile_image::vhd::codec::footer::DiskType;
-use spile_image::vhd::{Severity, check};
+use spile_image::check::Severity;
+use spile_image::formats::vhd::check;
+use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::{Chain, OpenOptions};
 use support::*;
 

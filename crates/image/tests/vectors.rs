@@ -3,11 +3,11 @@
 
 use std::path::Path;
 
-use spile_image::vhd::codec::batmap::BatmapHeader;
-use spile_image::vhd::codec::footer::{DiskType, Footer};
-use spile_image::vhd::codec::header::Header;
-use spile_image::vhd::codec::locator::{Locator, Platform, encode};
-use spile_image::vhd::codec::{CodecError, geometry::Geometry};
+use spile_image::formats::vhd::codec::batmap::BatmapHeader;
+use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
+use spile_image::formats::vhd::codec::header::Header;
+use spile_image::formats::vhd::codec::locator::{Locator, Platform, encode};
+use spile_image::formats::vhd::codec::{CodecError, geometry::Geometry};
 
 fn vector(name: &str) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(name);

@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+pub use spile_core::format_size;
+
 /// Reads a size: digits with an optional fraction, then nothing, `k`, `M`, `G`, `T`, `P` or `E` (either case), with
 /// or without `iB`; all are powers of 1024. The result is a whole number of bytes.
 ///
@@ -35,16 +37,6 @@ fn parse_fraction(digits: &str, shift: u32) -> Option<u64> {
     let scale = 10u128.checked_pow(u32::try_from(digits.len()).ok().filter(|n| *n <= 18)?)?;
     let bytes = digits.parse::<u64>().ok()? as u128 * (1u128 << shift);
     bytes.is_multiple_of(scale).then_some((bytes / scale) as u64)
-}
-
-/// Writes a size with a binary unit and at most two digits after the point: `20 GiB`, `1.5 MiB`, `512 B`.
-pub fn format_size(bytes: u64) -> String {
-    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    let unit = if bytes == 0 { 0 } else { bytes.ilog2() as usize / 10 };
-    let value = bytes as f64 / (1u64 << (10 * unit)) as f64;
-    let digits = format!("{value:.2}");
-    let digits = digits.trim_end_matches('0').trim_end_matches('.');
-    format!("{digits} {}", UNITS[unit])
 }
 
 /// Reads a length of time: `10s`, `500ms`, `2m`, `1h`; a bare number means seconds.

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result};
-use spile_image::vhd::codec::footer::DiskType;
-use spile_image::vhd::{self, CreateParams, ParentRef, Severity};
+use spile_image::check::Severity;
+use spile_image::formats::vhd::codec::footer::DiskType;
+use spile_image::formats::vhd::{self, CreateParams, VhdParent};
 use spile_image::{Aligned, Chain, Format, OpenOptions};
 
 use crate::pages::Pages;
@@ -126,14 +127,13 @@ impl Image {
             Kind::Dynamic => CreateParams::new(DiskType::Dynamic, plan.size_bytes),
             Kind::Chain => {
                 let parent = self.chain(world, layer - 1, true).await?.layers().swap_remove(0);
-                let footer = parent.vhd.map(|facts| facts.footer);
                 let name = self.name(layer - 1);
                 CreateParams::child(
                     plan.size_bytes,
-                    ParentRef {
+                    VhdParent {
                         relative_path: name.clone(),
                         absolute_path: None,
-                        uuid: footer.map_or([0; 16], |footer| footer.uuid),
+                        uuid: parent.identity.map_or([0; 16], |identity| identity.0),
                         timestamp: 0,
                         name,
                     },

@@ -3,14 +3,14 @@
 use std::ops::Range;
 
 use spile_core::Via;
-use spile_image::vhd::codec::bat;
-use spile_image::vhd::codec::batmap::BatmapHeader;
-use spile_image::vhd::codec::header::Header;
+use spile_image::formats::vhd::codec::bat;
+use spile_image::formats::vhd::codec::batmap::BatmapHeader;
+use spile_image::formats::vhd::codec::header::Header;
 
 use crate::faults::{How, Touch};
 use crate::pages::Pages;
 
-/// A part of a dynamic or differencing VHD, as [`spile_image::vhd`] lays it out.
+/// A part of a dynamic or differencing VHD, as [`spile_image::formats::vhd`] lays it out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// The footer's copy at the start, and the header.

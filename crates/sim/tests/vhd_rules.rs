@@ -1,4 +1,4 @@
-//! The simulator bites: for each rule in the head of `spile_image::vhd`, the store breaks that rule for one kind of
+//! The simulator bites: for each rule in the head of `spile_image::formats::vhd`, the store breaks that rule for one kind of
 //! write on purpose, and some seed must find it, a seed that finds nothing while the store is honest.
 
 use std::sync::Arc;

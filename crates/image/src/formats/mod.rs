@@ -1,3 +1,263 @@
-//! The image formats.
+//! The formats, each in a folder of its own, and the one table that names them.
+//!
+//! A new format is a folder with an [`ImageFormat`] and its [`Layer`], and a line in the table below. Everything else
+//! (graphs, creating, converting, checking, showing) works through the table and names no format.
+//!
+//! Which format a file is in is never guessed from its content: a guest that owns a raw disk owns its first sector, and
+//! could make the host read any file by writing a header there (CVE-2008-2004 and its kin).
+
+#[macro_use]
+mod table;
 
 pub mod qcow2;
+pub mod raw;
+pub mod vhd;
+
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use spile_core::{Env, Error, ErrorKind, Extent, ExtentKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
+
+use crate::check::{Lost, Report};
+use crate::create::NewImage;
+use crate::facts::Facts;
+use crate::grace::Reader;
+use crate::layer::{EncodedUnit, Found, Identity, Layer, MapPiece, ParentRef, Reserved};
+
+formats! {
+    "The guest's bytes as they are.",
+    Raw => raw::RawFormat;
+    "Virtual Hard Disk: fixed, dynamic or differencing.",
+    Vhd => vhd::VhdFormat;
+}
+
+/// A format: its names and abilities, and how its images are opened, made and checked.
+pub trait ImageFormat {
+    /// Names and abilities.
+    const ABOUT: About;
+    /// An opened image.
+    type Layer<S: Store>: Layer<S>;
+
+    /// Opens the image in `store`. Whatever the image claims is checked before it is believed.
+    ///
+    /// # Errors
+    /// `Corrupt` or `Unsupported`, saying which field is wrong; I/O errors.
+    fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer) -> impl Future<Output = Result<Self::Layer<S>>>;
+
+    /// Writes an empty image into `store`, which is empty itself or a device. Everything is durable when it returns.
+    ///
+    /// # Errors
+    /// `InvalidInput` for what the format cannot express; `Exists`, `NoSpace`; I/O errors. A failed creation may leave a
+    /// part of the image behind.
+    fn create<S: Store>(store: &S, env: &dyn Env, new: &NewImage) -> impl Future<Output = Result<()>>;
+
+    /// Checks the image in `store` for contradictions; its parents are not looked at.
+    ///
+    /// # Errors
+    /// When the image is too damaged to be read at all; I/O errors.
+    fn check<S: Store>(store: &S, env: &dyn Env) -> impl Future<Output = Result<Report>>;
+
+    /// Mends what a check says can be mended, and returns what was found before. Gives up data that the file no longer has
+    /// only when `lost` says so.
+    ///
+    /// # Errors
+    /// As [`ImageFormat::check`]; `ReadOnly` when the store cannot be written; `Unsupported` where the format has no repair.
+    fn repair<S: Store>(store: &S, env: &dyn Env, lost: Lost) -> impl Future<Output = Result<Report>>;
+}
+
+/// How a layer is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenLayer {
+    /// Open it for reading only.
+    pub read_only: bool,
+    /// Memory for pieces of the map that can be read again, in bytes.
+    pub cache_bytes: usize,
+}
+
+/// The names and abilities of a format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct About {
+    /// Its name on the command line and in JSON.
+    pub name: &'static str,
+    /// Other names that it goes by, in command lines and in images that name their parent's format.
+    pub aliases: &'static [&'static str],
+    /// The file extensions that mean it, in lower case.
+    pub extensions: &'static [&'static str],
+    /// The kinds of it that can be created by name; the first is the usual one.
+    pub subformats: &'static [&'static str],
+    /// Its images can have parents.
+    pub has_parents: bool,
+    /// Its images can be read only: not written, not created.
+    pub is_read_only: bool,
+    /// Virtual sizes are multiples of this many bytes.
+    pub size_unit_bytes: u64,
+}
+
+impl Format {
+    /// The format that `name` means, if any: a name or an alias.
+    pub fn named(name: &str) -> Option<Self> {
+        let means = |format: &Self| format.about().name == name || format.about().aliases.contains(&name);
+        Self::ALL.iter().copied().find(means)
+    }
+
+    /// The format that the file's extension means, if any.
+    pub fn from_extension(path: &Path) -> Option<Self> {
+        let extension = path.extension()?.to_str()?.to_ascii_lowercase();
+        Self::ALL.iter().copied().find(|format| format.about().extensions.contains(&extension.as_str()))
+    }
+
+    /// `given`, else what the extension says, else an error that says what to type.
+    ///
+    /// # Errors
+    /// `InvalidInput` when neither names a format.
+    pub fn of(path: &Path, given: Option<Self>) -> Result<Self> {
+        given.or_else(|| Self::from_extension(path)).ok_or_else(|| {
+            let choices = Self::names("--format ");
+            Error::new(ErrorKind::InvalidInput, "cannot tell the format from the file's extension")
+                .at_path(path)
+                .hint(format!("say {choices}; the content is never probed, as a guest could forge it"))
+        })
+    }
+
+    /// All names for a message, each with `before` in front: `raw, vhd or qcow2`.
+    fn names(before: &str) -> String {
+        let names: Vec<_> = Self::ALL.iter().map(|format| format!("{before}{format}")).collect();
+        match names.split_last() {
+            Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+            _ => names.concat(),
+        }
+    }
+
+    /// Opens the image in `store` as this format.
+    ///
+    /// # Errors
+    /// `ReadOnly` when the format cannot be written and writing is asked for; as [`ImageFormat::open`].
+    pub async fn open<S: Store>(self, store: S, env: &Arc<dyn Env>, how: OpenLayer) -> Result<AnyLayer<S>> {
+        let path = store.path().to_owned();
+        if self.about().is_read_only && !how.read_only {
+            return Err(self.read_only_error("cannot be written").at_path(&path).hint("open it for reading only"));
+        }
+        self.open_any(store, env, how).await.at_path(&path)
+    }
+
+    /// Writes an empty image of this format into `store`, as [`ImageFormat::create`] says.
+    ///
+    /// # Errors
+    /// `InvalidInput` for what the format does not have; as [`ImageFormat::create`].
+    pub async fn create<S: Store>(self, store: &S, env: &dyn Env, new: &NewImage) -> Result<()> {
+        self.check_new(new)?;
+        self.create_any(store, env, new).await.at_path(store.path())
+    }
+
+    /// Tells, before anything is made, whether the format has what `new` asks for.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a subformat or parent that the format does not have; `Unsupported` when its images cannot be made.
+    pub fn check_new(self, new: &NewImage) -> Result<()> {
+        let about = self.about();
+        let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what));
+        if about.is_read_only {
+            return Err(Error::new(ErrorKind::Unsupported, format!("a {self} image cannot be made, only read"))
+                .hint("choose another format"));
+        }
+        match &new.subformat {
+            Some(_) if about.subformats.is_empty() => return refuse(format!("a {self} disk has no --subformat")),
+            Some(kind) if !about.subformats.contains(&kind.as_str()) => {
+                return refuse(format!("{self} has no subformat {kind:?}; it has {}", about.subformats.join(", ")));
+            }
+            _ => {}
+        }
+        match &new.parent {
+            Some(_) if !about.has_parents => {
+                let able = Self::ALL.iter().find(|format| format.about().has_parents && !format.about().is_read_only);
+                let hint = able.map_or(String::new(), |format| format!("; use --format {format}"));
+                refuse(format!("a {self} disk has no parent{hint}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn read_only_error(self, what: &str) -> Error {
+        Error::new(ErrorKind::ReadOnly, format!("a {self} image {what}"))
+    }
+}
+
+impl<S: Store> AnyLayer<S> {
+    /// All of `store` as it is: for stores that hold no image, such as memory.
+    pub fn bare(store: S) -> Self {
+        let size = store.len_bytes();
+        Self::Raw(raw::Raw::new(store, size))
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.about().name)
+    }
+}
+
+impl FromStr for Format {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::named(name).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidInput, format!("unknown format '{name}'")).hint(Self::names(""))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extensions_name_formats_and_nothing_else_does() {
+        assert_eq!(Format::of(Path::new("a.VHD"), None).unwrap(), Format::Vhd);
+        assert_eq!(Format::of(Path::new("a.img"), None).unwrap(), Format::Raw);
+        assert_eq!(Format::of(Path::new("a.img"), Some(Format::Vhd)).unwrap(), Format::Vhd);
+        assert_eq!(Format::of(Path::new("disk"), None).unwrap_err().kind(), ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn no_name_and_no_extension_means_two_formats() {
+        let mut names = Vec::new();
+        let mut extensions = Vec::new();
+        for format in Format::ALL {
+            let about = format.about();
+            names.push(about.name);
+            names.extend(about.aliases);
+            extensions.extend(about.extensions);
+            assert_eq!(about.name.parse::<Format>().unwrap(), *format);
+        }
+        for list in [&mut names, &mut extensions] {
+            let all = list.len();
+            list.sort_unstable();
+            list.dedup();
+            assert_eq!(list.len(), all, "{list:?}");
+        }
+        assert_eq!("vpc".parse::<Format>().unwrap(), Format::Vhd);
+        assert!("vmdk".parse::<Format>().unwrap_err().hint_text().unwrap().contains("raw"));
+    }
+
+    #[test]
+    fn what_a_format_does_not_have_is_refused() {
+        let new = |subformat: Option<&str>, parent| NewImage {
+            size_bytes: 512,
+            subformat: subformat.map(str::to_owned),
+            parent,
+        };
+        let parent = crate::create::NewParent {
+            relative_path: "p".into(),
+            name: "p".into(),
+            format: Format::Raw,
+            identity: None,
+            changed_unix_s: None,
+        };
+        assert!(Format::Raw.check_new(&new(Some("fixed"), None)).is_err());
+        assert!(Format::Raw.check_new(&new(None, Some(parent))).is_err());
+        assert!(Format::Vhd.check_new(&new(Some("sparse"), None)).is_err());
+        assert!(Format::Vhd.check_new(&new(Some("fixed"), None)).is_ok());
+    }
+}

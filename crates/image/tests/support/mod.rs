@@ -19,9 +19,9 @@ use spile_core::{
     Disk, Env, Error, ErrorKind, Extent, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset,
     Via,
 };
-use spile_image::vhd::codec::footer::{DiskType, Footer};
-use spile_image::vhd::codec::header::Header;
-use spile_image::vhd::{CreateParams, ParentRef, create};
+use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
+use spile_image::formats::vhd::codec::header::Header;
+use spile_image::formats::vhd::{CreateParams, VhdParent, create};
 use spile_image::{Chain, OpenOptions};
 
 const PAGE: u64 = 4096;
@@ -509,7 +509,7 @@ impl World {
         &self,
         path: &str,
         kind: Kind,
-        parent: ParentRef,
+        parent: VhdParent,
         size_bytes: u64,
         block_bytes: u32,
     ) -> Arc<MemFile> {
@@ -518,12 +518,12 @@ impl World {
     }
 
     /// What a child says of `parent`, with that way to it.
-    pub fn parent_ref(&self, parent: &str, relative: &str) -> ParentRef {
+    pub fn parent_ref(&self, parent: &str, relative: &str) -> VhdParent {
         let uuid = match parent.ends_with(".vhd") {
             true => footer_of(&self.files.file(parent)).uuid,
             false => [0; 16],
         };
-        ParentRef {
+        VhdParent {
             relative_path: relative.to_owned(),
             absolute_path: None,
             uuid,

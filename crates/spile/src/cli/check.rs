@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Disk, Error, ErrorKind, Files, OpenMode, Result, SECTOR_BYTES};
+use spile_core::{Error, ErrorKind, Files, OpenMode, Result};
 use spile_engine::{CacheMode, OsEnv, OsFiles};
-use spile_image::vhd::{self, Lost, Mend, Report, Severity};
+use spile_image::check::{self, Lost, Mend, Report, Severity};
 use spile_image::{Format, OpenOptions};
 
 use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
@@ -88,18 +88,14 @@ pub fn run(args: &CheckArgs) -> Result<Exit> {
 
 /// Returns the report of the present state, and the one from before the repair.
 async fn check(path: PathBuf, format: Format, repair: Option<Lost>, options: &OpenOptions) -> Result<(Report, Report)> {
-    if format == Format::Raw {
-        let disk = disks::open(CacheMode::Page, &Source::File(path), options).await?;
-        return Ok((raw_report(disk.info().size_bytes), Report::default()));
-    }
     let files = OsFiles::new(CacheMode::Page);
     let mode = if repair.is_some() { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
     let store = files.open(&path, mode).await?;
     let first = match repair {
-        Some(lost) => vhd::repair(&store, &OsEnv, lost).await?,
+        Some(lost) => format.repair(&store, &OsEnv, lost).await?,
         None => Report::default(),
     };
-    let mut report = vhd::check(&store, &OsEnv).await?;
+    let mut report = format.check(&store, &OsEnv).await?;
     drop(store);
     if report.worst() != Some(Severity::Corruption)
         && let Err(error) = disks::open(CacheMode::Page, &Source::File(path), options).await
@@ -109,22 +105,7 @@ async fn check(path: PathBuf, format: Format, repair: Option<Lost>, options: &Op
     Ok((report, first))
 }
 
-/// The size is all that a raw disk tells.
-fn raw_report(size_bytes: u64) -> Report {
-    let mut report = Report::default();
-    if !size_bytes.is_multiple_of(SECTOR_BYTES) {
-        let message = format!("{size_bytes} bytes are not a whole number of sectors: perhaps an unfinished copy");
-        report.findings.push(vhd::Finding {
-            severity: Severity::Note,
-            message,
-            offset_bytes: Some(size_bytes),
-            mend: Mend::No,
-        });
-    }
-    report
-}
-
-fn chain_finding(error: &Error) -> vhd::Finding {
+fn chain_finding(error: &Error) -> check::Finding {
     corruption(format!("the chain cannot be opened: {error}"))
 }
 
@@ -135,8 +116,8 @@ fn unreadable(error: &Error) -> Report {
 }
 
 /// The offset is in the message.
-fn corruption(message: String) -> vhd::Finding {
-    vhd::Finding { severity: Severity::Corruption, message, offset_bytes: None, mend: Mend::No }
+fn corruption(message: String) -> check::Finding {
+    check::Finding { severity: Severity::Corruption, message, offset_bytes: None, mend: Mend::No }
 }
 
 fn verdict(report: &Report) -> (&'static str, Exit) {
@@ -149,7 +130,7 @@ fn verdict(report: &Report) -> (&'static str, Exit) {
 
 impl Checked {
     fn new(args: &CheckArgs, format: Format, result: &'static str, report: &Report, first: &Report) -> Self {
-        let left = |finding: &vhd::Finding| report.findings.iter().any(|other| other.message == finding.message);
+        let left = |finding: &check::Finding| report.findings.iter().any(|other| other.message == finding.message);
         Self {
             path: args.disk.clone(),
             format: format.to_string(),
@@ -179,8 +160,8 @@ impl Checked {
     }
 }
 
-impl From<&vhd::Finding> for Finding {
-    fn from(finding: &vhd::Finding) -> Self {
+impl From<&check::Finding> for Finding {
+    fn from(finding: &check::Finding) -> Self {
         Self {
             severity: match finding.severity {
                 Severity::Note => "note",

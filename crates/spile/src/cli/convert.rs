@@ -8,11 +8,12 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use spile_core::{Disk, Error, ErrorKind, Extent, Result};
 use spile_engine::CacheMode;
+use spile_image::create::NewImage;
 use spile_image::{Aligned, Format, OpenOptions};
 
 use super::copy::{Chunks, data_runs, for_each, read};
-use super::create::{self, Kind, Subformat};
-use super::{Exit, ParentArgs, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
+use super::create;
+use super::{Exit, ParentArgs, on_engine, parse_cache, parse_format, parse_subformat, print_json, progress_bar, say};
 use crate::disks::{self, Source};
 use crate::signals::EndSignals;
 use crate::units::format_size;
@@ -28,14 +29,14 @@ pub struct ConvertArgs {
     /// The disk to make; it must not exist
     dst: PathBuf,
     /// The format of SRC, instead of what its extension says
-    #[arg(long, value_name = "raw|vhd", value_parser = parse_format)]
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     from: Option<Format>,
     /// The format of DST, instead of what its extension says
-    #[arg(long, value_name = "raw|vhd", value_parser = parse_format)]
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     to: Option<Format>,
-    /// The kind of VHD to make (dynamic unless given)
-    #[arg(long, value_enum)]
-    subformat: Option<Subformat>,
+    /// The kind of DST's format, where it has several: a VHD is dynamic unless this says fixed
+    #[arg(long, value_name = "KIND", value_parser = parse_subformat)]
+    subformat: Option<String>,
     /// Read and write past the page cache or through it
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "page")]
     cache: CacheMode,
@@ -165,14 +166,14 @@ impl Drop for HalfMade {
 
 /// Copies into a new disk at `half`, and makes it durable.
 fn convert(args: &ConvertArgs, to: Format, half: PathBuf) -> Result<Converted> {
-    let (src, cache, subformat) = (args.src.clone(), args.cache, args.subformat);
+    let (src, cache, subformat) = (args.src.clone(), args.cache, args.subformat.clone());
     let read_options = args.parents.read_only(args.from);
     let write_options = OpenOptions { format: Some(to), ..OpenOptions::default() };
     on_engine(move || async move {
         let src = open(cache, &src, &read_options).await?;
         let src_bytes = src.info().size_bytes;
-        let size_bytes = if to == Format::Vhd { src_bytes.next_multiple_of(512) } else { src_bytes };
-        create::create(&half, &Kind::new(to, subformat, size_bytes, None)?).await?;
+        let size_bytes = src_bytes.next_multiple_of(to.about().size_unit_bytes);
+        create::create(&half, to, &NewImage { size_bytes, subformat, parent: None }).await?;
         let dst = open(cache, &half, &write_options).await?;
         let bar = progress_bar(src_bytes, "converting");
         let written = copy(&src, &dst, &bar).await;

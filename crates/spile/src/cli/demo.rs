@@ -12,11 +12,11 @@ use spile_core::metrics::{Meter, Op, Reading};
 use spile_core::{Error, Result, ResultExt};
 use spile_engine::{AnyStore, CacheMode, Config, Engine, OsEnv, OsFiles};
 use spile_front_nbd::{Export, FrontMetrics, Server, ServerConfig};
-use spile_image::vhd::codec::footer::DiskType;
-use spile_image::vhd::{self, CreateParams, Severity};
-use spile_image::{Aligned, Chain, OpenOptions};
+use spile_image::check::Severity;
+use spile_image::create::NewImage;
+use spile_image::{Aligned, Chain, Format, OpenOptions};
 
-use super::create::{self, Kind};
+use super::create;
 use super::load::ProgressLine;
 use super::{Exit, complain, on_engine, print_json, say, text_of};
 use crate::disks::{self, Source};
@@ -132,8 +132,9 @@ fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
         }
     };
     let path = dir.join("demo.vhd");
-    let (made, kind) = (path.clone(), Kind::Vhd(CreateParams::new(DiskType::Dynamic, args.size)));
-    on_engine(move || async move { create::create(&made, &kind).await })?;
+    let format = Format::of(&path, None)?;
+    let (made, new) = (path.clone(), NewImage { size_bytes: args.size, subformat: None, parent: None });
+    on_engine(move || async move { create::create(&made, format, &new).await })?;
     let used = format_size(disks::used_bytes(&path).unwrap_or(0));
     note(format!("created {}: {} thin VHD, {used} used", path.display(), format_size(args.size)));
 
@@ -148,7 +149,7 @@ fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
     let (report, layers, right) = measure(args, &running)?;
     stop(running)?;
 
-    let check = check(path.clone())?;
+    let check = check(path.clone(), format)?;
     let used_bytes = disks::used_bytes(&path);
     if args.json {
         let load = &report;
@@ -320,11 +321,11 @@ fn client_row(name: &str, lane: &LaneReport) -> [String; 8] {
     ]
 }
 
-fn check(path: PathBuf) -> Result<&'static str> {
+fn check(path: PathBuf, format: Format) -> Result<&'static str> {
     let report = on_engine(move || async move {
         use spile_core::{Files, OpenMode};
         let store = OsFiles::new(CacheMode::Page).open(&path, OpenMode::ReadOnly).await?;
-        vhd::check(&store, &OsEnv).await
+        format.check(&store, &OsEnv).await
     })?;
     Ok(match report.worst() {
         Some(Severity::Corruption) => "corrupt",

@@ -5,9 +5,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 use serde::Serialize;
+use serde_json::{Map, Value as Json};
 use spile_core::{Disk, DiskInfo, Result};
 use spile_engine::CacheMode;
-use spile_image::{LayerFacts, LayerInfo};
+use spile_image::LayerInfo;
+use spile_image::facts::{Record, Value};
 
 use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
 use crate::disks::{self, Source};
@@ -45,24 +47,13 @@ struct Layer {
     file_bytes: u64,
     used_bytes: Option<u64>,
     needs_page_cache: bool,
-    vhd: Option<Vhd>,
-}
-
-#[derive(Debug, Serialize)]
-struct Vhd {
-    subformat: &'static str,
-    uuid: String,
-    creator: String,
-    creator_version: String,
-    created_unix_s: u64,
-    geometry: String,
-    block_bytes: Option<u32>,
-    allocated_blocks: Option<u64>,
-    total_blocks: Option<u64>,
-    parent_name: Option<String>,
-    parent_uuid: Option<String>,
-    journal: bool,
-    unflushed: bool,
+    /// What only the format knows, under the format's name.
+    #[serde(flatten)]
+    facts: Map<String, Json>,
+    #[serde(skip)]
+    subformat: Option<&'static str>,
+    #[serde(skip)]
+    lines: Vec<(&'static str, String)>,
 }
 
 /// Runs `spile info`.
@@ -114,7 +105,9 @@ impl Layer {
             file_bytes: layer.file_bytes,
             used_bytes: disks::used_bytes(&layer.path),
             needs_page_cache: !layer.direct,
-            vhd: layer.vhd.as_ref().map(|facts| Vhd::new(facts, layer.virtual_bytes)),
+            facts: facts_of(layer),
+            subformat: layer.facts.subformat,
+            lines: layer.facts.lines.clone(),
         }
     }
 
@@ -123,7 +116,7 @@ impl Layer {
             0 => writeln!(text, "disk:           {}", printable(&self.path.to_string_lossy()))?,
             n => writeln!(text, "\nparent {n}:       {}", printable(&self.path.to_string_lossy()))?,
         }
-        let subformat = self.vhd.as_ref().map_or(String::new(), |vhd| format!(", {}", vhd.subformat));
+        let subformat = self.subformat.map_or(String::new(), |subformat| format!(", {subformat}"));
         writeln!(text, "format:         {}{subformat}", self.format)?;
         let size = self.virtual_size_bytes;
         writeln!(text, "virtual size:   {} ({size} bytes)", format_size(size))?;
@@ -136,67 +129,30 @@ impl Layer {
             true => "through the page cache (the data are not aligned for direct I/O)",
         };
         writeln!(text, "data access:    {access}")?;
-        self.vhd.as_ref().map_or(Ok(()), |vhd| vhd.write(text))
+        for (label, line) in &self.lines {
+            writeln!(text, "{:<16}{}", format!("{label}:"), printable(line))?;
+        }
+        Ok(())
     }
 }
 
-impl Vhd {
-    fn new(facts: &LayerFacts, virtual_bytes: u64) -> Self {
-        use spile_image::vhd::codec::footer::DiskType;
-        let (footer, header) = (&facts.footer, facts.header.as_ref());
-        let differencing = footer.disk_type == DiskType::Differencing;
-        let parent = header.filter(|_| differencing);
-        let geometry = &footer.geometry;
-        Self {
-            subformat: match footer.disk_type {
-                DiskType::Fixed => "fixed",
-                DiskType::Dynamic => "dynamic",
-                DiskType::Differencing => "differencing",
-            },
-            uuid: format_uuid(&footer.uuid),
-            creator: format_creator(footer.creator),
-            creator_version: format!("{}.{}", footer.creator_version >> 16, footer.creator_version & 0xffff),
-            created_unix_s: u64::from(footer.timestamp) + SECONDS_1970_TO_2000,
-            geometry: format!("{}/{}/{}", geometry.cylinders, geometry.heads, geometry.sectors),
-            block_bytes: header.map(|header| header.block_size_bytes),
-            allocated_blocks: header.map(|_| facts.allocated_blocks),
-            total_blocks: header.map(|h| virtual_bytes.div_ceil(u64::from(h.block_size_bytes))),
-            parent_name: parent.map(|header| header.parent_name.clone()),
-            parent_uuid: parent.map(|header| format_uuid(&header.parent_uuid)),
-            journal: facts.has_journal,
-            unflushed: facts.unflushed,
-        }
-    }
-
-    fn write(&self, text: &mut String) -> std::fmt::Result {
-        if let (Some(block), Some(used), Some(total)) = (self.block_bytes, self.allocated_blocks, self.total_blocks) {
-            let size = format_size(u64::from(block));
-            writeln!(text, "blocks:         {used} of {total} allocated, {size} each")?;
-        }
-        writeln!(text, "creator:        {} {}", self.creator, self.creator_version)?;
-        writeln!(text, "uuid:           {}", self.uuid)?;
-        writeln!(text, "geometry:       {} (cylinders/heads/sectors)", self.geometry)?;
-        if let (Some(name), Some(uuid)) = (&self.parent_name, &self.parent_uuid) {
-            writeln!(text, "child of:       {} ({uuid})", printable(name))?;
-        }
-        let journal = match (self.journal, self.unflushed) {
-            (false, _) => return Ok(()),
-            (true, false) => "clean",
-            (true, true) => "has records of an unclean end; the next open for writing takes them in",
-        };
-        writeln!(text, "journal:        {journal}")
-    }
+/// A format's own facts, under its name; nothing where it has none.
+fn facts_of(layer: &LayerInfo) -> Map<String, Json> {
+    let values = &layer.facts.values;
+    let named = (!values.is_empty()).then(|| (layer.format.to_string(), json_record(values)));
+    named.into_iter().collect()
 }
 
-const SECONDS_1970_TO_2000: u64 = 946_684_800;
-
-fn format_uuid(uuid: &[u8; 16]) -> String {
-    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-")
+fn json_record(record: &Record) -> Json {
+    record.iter().map(|(name, value)| ((*name).to_owned(), json_value(value))).collect::<Map<_, _>>().into()
 }
 
-/// Four characters from a file: only those that are safe to print.
-fn format_creator(creator: [u8; 4]) -> String {
-    let shown = creator.iter().filter(|byte| byte.is_ascii_graphic());
-    shown.map(|byte| char::from(*byte)).collect()
+fn json_value(value: &Value) -> Json {
+    match value {
+        Value::None => Json::Null,
+        Value::Bool(value) => (*value).into(),
+        Value::Number(value) => (*value).into(),
+        Value::Text(value) => value.as_str().into(),
+        Value::List(records) => records.iter().map(json_record).collect(),
+    }
 }

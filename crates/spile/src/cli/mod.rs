@@ -143,7 +143,7 @@ pub fn run() -> ExitCode {
 #[derive(Debug, Args)]
 struct OpenArgs {
     /// The format, instead of what the extension says
-    #[arg(long, value_name = "raw|vhd", value_parser = parse_format)]
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     parents: ParentArgs,
@@ -171,6 +171,15 @@ impl ParentArgs {
 
 fn parse_format(text: &str) -> Result<Format, String> {
     text.parse().map_err(|error: Error| error.to_string())
+}
+
+/// A kind that some format has; whether the chosen format has it is checked when that is known.
+fn parse_subformat(text: &str) -> Result<String, String> {
+    let kinds: Vec<_> = Format::ALL.iter().flat_map(|format| format.about().subformats).copied().collect();
+    match kinds.contains(&text) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("no format has the kind `{text}`; there are {}", kinds.join(", "))),
+    }
 }
 
 fn parse_engine(text: &str) -> Result<EngineKind, String> {

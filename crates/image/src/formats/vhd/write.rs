@@ -1,12 +1,17 @@
 //! Writes, zeroes and discards, one block at a time.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use spile_core::{Result, Segments, Store, StoreOffset};
+use spile_core::{Result, Store, StoreOffset};
 
+use super::alloc::Placed;
+use super::bits::Bits;
 use super::codec::bat::UNALLOCATED;
 use super::journal::Record;
 use super::{SECTOR, Sparse};
+use crate::layer::Reserved;
+use crate::range_lock::RangeGuard;
 
 /// A part of one block: `within` is in bytes from the block's start, on sector boundaries.
 #[derive(Clone, Debug)]
@@ -20,7 +25,7 @@ impl BlockPart {
         (self.within.start / SECTOR) as u32..(self.within.end / SECTOR) as u32
     }
 
-    fn len_bytes(&self) -> u64 {
+    pub(crate) fn len_bytes(&self) -> u64 {
         self.within.end - self.within.start
     }
 
@@ -29,33 +34,51 @@ impl BlockPart {
     }
 }
 
-impl<S: Store> Sparse<S> {
-    /// Writes data into one block, which is allocated if need be.
-    pub(crate) async fn write_part(&self, part: &BlockPart, from: &Segments) -> Result<()> {
-        self.check_writable()?;
-        let is_new = {
-            let _held = self.blocks.shared(part.lock_range()).await;
-            let placed = self.place(part.block).await?;
-            let bits = match self.bat.is_full(part.block) {
-                true => None,
-                false => Some(self.bits_of(part.block, placed.sector).await?),
-            };
-            let offset = self.layout.data_offset(placed.sector) + part.within.start;
-            self.store.write_at(StoreOffset(offset), from, self.via).await?;
-            if let Some(bits) = bits {
-                self.set_bits(part, placed.sector, bits).await?;
-            }
-            placed.is_new
-        };
-        if is_new && self.is_running_low() {
-            self.prepare_early().await;
+/// A part of a block, allocated and locked for one write.
+pub struct SparseReserved<'a, S: Store> {
+    sparse: &'a Sparse<S>,
+    part: BlockPart,
+    placed: Placed,
+    /// The block's bitmap, unless all of it is known to be set.
+    bits: Option<Arc<Bits>>,
+    held: RangeGuard<'a>,
+}
+
+impl<S: Store> Reserved for SparseReserved<'_, S> {
+    fn offset(&self) -> StoreOffset {
+        StoreOffset(self.sparse.layout.data_offset(self.placed.sector) + self.part.within.start)
+    }
+
+    async fn commit(self) -> Result<()> {
+        let Self { sparse, part, placed, bits, held } = self;
+        if let Some(bits) = bits {
+            sparse.set_bits(&part, placed.sector, bits).await?;
+        }
+        drop(held);
+        if placed.is_new && sparse.is_running_low() {
+            sparse.prepare_early().await;
         }
         Ok(())
+    }
+}
+
+impl<S: Store> Sparse<S> {
+    /// Makes place for the bytes of `part`: its block is allocated if need be, and cannot be released before the
+    /// reservation is gone.
+    pub(crate) async fn reserve_part(&self, part: BlockPart) -> Result<SparseReserved<'_, S>> {
+        self.check_writable()?;
+        let held = self.blocks.shared(part.lock_range()).await;
+        let placed = self.place(part.block).await?;
+        let bits = match self.bat.is_full(part.block) {
+            true => None,
+            false => Some(self.bits_of(part.block, placed.sector).await?),
+        };
+        Ok(SparseReserved { sparse: self, part, placed, bits, held })
     }
 
     /// Rule 3: notes that the sectors of `part`, whose data are written, are in this file. When it returns, the
     /// process may die.
-    async fn set_bits(&self, part: &BlockPart, sector: u32, bits: std::sync::Arc<super::Bits>) -> Result<()> {
+    async fn set_bits(&self, part: &BlockPart, sector: u32, bits: Arc<Bits>) -> Result<()> {
         let sectors = part.sectors();
         if self.journal.is_settled(part.block, &bits, sectors.clone()) {
             return Ok(());
@@ -82,7 +105,7 @@ impl<S: Store> Sparse<S> {
     }
 
     /// From here on writers look at the bitmap no more, so all of it must be settled.
-    fn mark_if_full(&self, block: u32, bits: &super::Bits) {
+    fn mark_if_full(&self, block: u32, bits: &Bits) {
         if self.journal.is_settled(block, bits, 0..self.layout.sectors_per_block()) {
             self.bat.set_full(block, true);
         }

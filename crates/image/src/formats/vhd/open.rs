@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
-use spile_core::{Env, Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
+use spile_core::{Env, Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::alloc::{Alloc, FooterState};
 use super::bat::Bat;
@@ -16,41 +17,26 @@ use super::codec::header::Header;
 use super::codec::locator::{Locator, Platform};
 use super::flush::Flusher;
 use super::journal::{Journal, Owner};
-use super::{Batmap, Layout, SECTOR, Sparse};
+use super::{Batmap, Layout, SECTOR, Sparse, Vhd};
+use crate::formats::OpenLayer;
+use crate::formats::raw::Raw;
 use crate::grace::Grace;
 use crate::range_lock::RangeLock;
-use crate::raw::Raw;
 
 /// BAT bytes read at a time.
 const BAT_READ_BYTES: usize = 256 << 10;
-
-/// An image, opened.
-pub(crate) enum Opened<S> {
-    Fixed(Footer, Raw<S>),
-    Sparse(Box<Sparse<S>>),
-}
 
 /// Opens the VHD in `store`.
 ///
 /// # Errors
 /// `Corrupt` or `Unsupported`, saying which field is wrong; I/O errors.
-pub(crate) async fn open<S: Store>(
-    store: S,
-    env: &Arc<dyn Env>,
-    read_only: bool,
-    bits_budget_bytes: usize,
-) -> Result<Opened<S>> {
-    let path = store.path().to_owned();
-    open_inner(store, env, read_only, bits_budget_bytes).await.at_path(&path)
-}
-
-async fn open_inner<S: Store>(store: S, env: &Arc<dyn Env>, read_only: bool, budget: usize) -> Result<Opened<S>> {
+pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer) -> Result<Vhd<S>> {
     let found = read_footers(&store).await?;
     let footer = found.footer;
     check_size(&footer, store.len_bytes())?;
     if footer.disk_type == DiskType::Fixed {
         let size = footer.virtual_size_bytes();
-        return Ok(Opened::Fixed(footer, Raw::new(store, size)));
+        return Ok(Vhd::Fixed(footer, Raw::new(store, size)));
     }
     let header = read_header(&store, &footer).await?;
     let (layout, batmap) = lay_out(&store, &footer, &header).await?;
@@ -68,10 +54,10 @@ async fn open_inner<S: Store>(store: S, env: &Arc<dyn Env>, read_only: bool, bud
     // In another's file, something may lie behind the blocks that only its maker knows.
     let keep_end = if layout.journal.is_some() { 0 } else { next_free };
     let footers = FooterState { copy_is_bad: found.copy_error.is_some(), trailing_is_gone: found.trailing_bytes == 0 };
-    let gaps = if read_only { Vec::new() } else { gaps(&layout, &sectors) };
+    let gaps = if how.read_only { Vec::new() } else { gaps(&layout, &sectors) };
     let sparse = Sparse {
         alloc: Alloc::new(next_free, gaps, keep_end, footers),
-        bits: BitsCache::new(budget, layout.bitmap_bytes as usize),
+        bits: BitsCache::new(how.cache_bytes, layout.bitmap_bytes as usize),
         journal: Journal::new(layout.journal.clone(), owner, generation),
         flusher: Flusher::new(batmap.is_some()),
         via: if separate { Via::Direct } else { Via::Cached },
@@ -82,11 +68,11 @@ async fn open_inner<S: Store>(store: S, env: &Arc<dyn Env>, read_only: bool, bud
         footer,
         header,
         layout,
-        read_only,
+        read_only: AtomicBool::new(how.read_only),
         bat,
     };
     sparse.replay().await?;
-    Ok(Opened::Sparse(Box::new(sparse)))
+    Ok(Vhd::Sparse(sparse))
 }
 
 impl<S: Store> Sparse<S> {

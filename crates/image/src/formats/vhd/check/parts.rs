@@ -2,11 +2,11 @@
 
 use spile_core::{Result, Store};
 
-use crate::vhd::Layout;
-use crate::vhd::bat::Bat;
-use crate::vhd::codec::footer::DiskType;
-use crate::vhd::codec::header::Header;
-use crate::vhd::open::{Footers, check_size, lay_out, load_bat, read_footers, read_header};
+use crate::formats::vhd::Layout;
+use crate::formats::vhd::bat::Bat;
+use crate::formats::vhd::codec::footer::DiskType;
+use crate::formats::vhd::codec::header::Header;
+use crate::formats::vhd::open::{Footers, check_size, lay_out, load_bat, read_footers, read_header};
 
 /// What a check reads.
 pub(super) struct Parts {

@@ -13,15 +13,15 @@ use std::ops::Range;
 use spile_core::{Result, Segments, Store, StoreOffset, Via};
 
 use super::parts::SparseParts;
-use super::report::Mend;
-use crate::vhd::bits::Bits;
-use crate::vhd::codec::batmap::{BatmapHeader, is_full};
-use crate::vhd::codec::footer::Footer;
-use crate::vhd::codec::header::Header;
-use crate::vhd::codec::locator::Platform;
-use crate::vhd::journal::Record;
-use crate::vhd::open::Footers;
-use crate::vhd::{Layout, SECTOR};
+use crate::check::Mend;
+use crate::formats::vhd::bits::Bits;
+use crate::formats::vhd::codec::batmap::{BatmapHeader, is_full};
+use crate::formats::vhd::codec::footer::Footer;
+use crate::formats::vhd::codec::header::Header;
+use crate::formats::vhd::codec::locator::Platform;
+use crate::formats::vhd::journal::Record;
+use crate::formats::vhd::open::Footers;
+use crate::formats::vhd::{Layout, SECTOR};
 
 /// What is missing behind the end of a file.
 pub(super) struct Cut {

@@ -32,19 +32,23 @@ mod bat;
 mod bits;
 mod check;
 mod create;
+mod facts;
 mod flush;
 mod journal;
+mod layer;
 mod open;
+mod parent;
 mod write;
 
-pub use check::{Finding, Lost, Mend, Report, Severity, check, repair};
-pub use create::{CreateParams, ParentRef, create};
-pub(crate) use open::{Opened, open};
-pub(crate) use write::BlockPart;
+pub use check::{check, repair};
+pub use create::{CreateParams, VhdParent, create};
+pub use layer::{Vhd, VhdReserved};
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use spile_core::{Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
+use spile_core::{Env, Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use self::alloc::Alloc;
 use self::bat::Bat;
@@ -54,8 +58,45 @@ use self::codec::footer::{DiskType, Footer};
 use self::codec::header::Header;
 use self::flush::Flusher;
 use self::journal::Journal;
+use self::write::BlockPart;
+use super::{About, ImageFormat, OpenLayer};
+use crate::check::{Lost, Report};
+use crate::create::NewImage;
 use crate::grace::Grace;
+use crate::layer::{Found, MapPiece};
 use crate::range_lock::RangeLock;
+
+/// The format.
+pub struct VhdFormat;
+
+impl ImageFormat for VhdFormat {
+    const ABOUT: About = About {
+        name: "vhd",
+        aliases: &["vpc"],
+        extensions: &["vhd", "avhd", "vpc"],
+        subformats: &["dynamic", "fixed"],
+        has_parents: true,
+        is_read_only: false,
+        size_unit_bytes: SECTOR,
+    };
+    type Layer<S: Store> = Vhd<S>;
+
+    async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer) -> Result<Vhd<S>> {
+        open::open(store, env, how).await
+    }
+
+    async fn create<S: Store>(store: &S, env: &dyn Env, new: &NewImage) -> Result<()> {
+        create(store, env, &CreateParams::from_new(new)?).await
+    }
+
+    async fn check<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
+        check(store, env).await
+    }
+
+    async fn repair<S: Store>(store: &S, env: &dyn Env, lost: Lost) -> Result<Report> {
+        repair(store, env, lost).await
+    }
+}
 
 const SECTOR: u64 = spile_core::SECTOR_BYTES;
 
@@ -113,26 +154,16 @@ impl Batmap {
     }
 }
 
-/// What a layer knows of a run of guest bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Found {
-    /// In this file, at that offset.
-    Data(StoreOffset),
-    /// Not in this file: the parent's, or zeroes where there is none.
-    Below,
-    /// The bitmap of that block must be read first ([`Sparse::load_bits`]).
-    Unknown(u32),
-}
-
 /// A dynamic or differencing VHD.
-pub(crate) struct Sparse<S> {
+pub struct Sparse<S> {
     store: S,
     footer: Footer,
     header: Header,
     layout: Layout,
     /// How data are reached: directly only when no 4 KiB page holds both data and metadata.
     via: Via,
-    read_only: bool,
+    /// Opened so, or sealed since.
+    read_only: AtomicBool,
     bat: Bat,
     bits: BitsCache,
     journal: Journal,
@@ -147,40 +178,12 @@ pub(crate) struct Sparse<S> {
 }
 
 impl<S: Store> Sparse<S> {
-    pub(crate) fn footer(&self) -> &Footer {
-        &self.footer
+    fn is_read_only(&self) -> bool {
+        self.read_only.load(Ordering::Acquire)
     }
 
-    pub(crate) fn header(&self) -> &Header {
-        &self.header
-    }
-
-    pub(crate) fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    pub(crate) fn store(&self) -> &S {
-        &self.store
-    }
-
-    pub(crate) fn via(&self) -> Via {
-        self.via
-    }
-
-    pub(crate) fn grace(&self) -> &Grace {
-        &self.grace
-    }
-
-    pub(crate) fn is_differencing(&self) -> bool {
+    fn is_differencing(&self) -> bool {
         self.footer.disk_type == DiskType::Differencing
-    }
-
-    pub(crate) fn allocated_blocks(&self) -> u64 {
-        self.bat.allocated().count() as u64
-    }
-
-    pub(crate) fn has_unflushed_bits(&self) -> bool {
-        self.journal.has_pending()
     }
 
     /// What is known of the run that starts at guest byte `at`, and how far that goes, at most `len_bytes`. Never
@@ -216,7 +219,7 @@ impl<S: Store> Sparse<S> {
         if self.bat.is_full(block) {
             return (data, in_block);
         }
-        let Some(bits) = self.bits.get(block) else { return (Found::Unknown(block), in_block) };
+        let Some(bits) = self.bits.get(block) else { return (Found::Miss(MapPiece(block.into())), in_block) };
         let first = (within / SECTOR) as u32;
         let last = (within + in_block).div_ceil(SECTOR) as u32;
         let (set, sectors) = bits.run(first..last);
@@ -225,16 +228,23 @@ impl<S: Store> Sparse<S> {
         (if set { data } else { Found::Below }, run)
     }
 
-    /// Where guest byte `at` of an allocated block lies, and how far the block goes on, at most `len_bytes`.
-    pub(crate) fn locate(&self, at: u64, len_bytes: u64) -> Option<(StoreOffset, u64)> {
+    /// Where guest byte `at` lies that is known to be in this file, and how far its block goes on, at most `len_bytes`.
+    pub(crate) fn locate(&self, at: u64, len_bytes: u64) -> (Found, u64) {
         let (block, within) = self.layout.split(at);
-        let offset = self.layout.data_offset(self.bat.get(block)?) + within;
-        Some((StoreOffset(offset), len_bytes.min(self.layout.block_bytes - within)))
+        let len = len_bytes.min(self.layout.block_bytes - within);
+        match self.bat.get(block) {
+            Some(sector) => (Found::Data(StoreOffset(self.layout.data_offset(sector) + within)), len),
+            None => (Found::Below, len),
+        }
     }
 
-    /// True when the block that holds guest byte `at` is not allocated here.
-    pub(crate) fn is_unallocated(&self, at: u64) -> bool {
-        self.bat.get(self.layout.split(at).0).is_none()
+    /// The part of the first allocated block in `extent`.
+    pub(crate) fn next_held(&self, extent: Extent) -> Option<Extent> {
+        let until = extent.end().div_ceil(self.layout.block_bytes) as u32;
+        let block = self.bat.next_allocated(self.layout.split(extent.start()).0, until)?;
+        let start = extent.start().max(self.block_extent(block).start());
+        let part = self.part(start, extent.end());
+        Some(Extent::from_range(start..start + part.len_bytes()))
     }
 
     /// The part of `at..end` that lies in the block of `at`.
@@ -260,7 +270,7 @@ impl<S: Store> Sparse<S> {
     }
 
     /// The bitmap of a block, read if need be. The caller keeps the block from being released.
-    async fn bits_of(&self, block: u32, sector: u32) -> Result<std::sync::Arc<Bits>> {
+    async fn bits_of(&self, block: u32, sector: u32) -> Result<Arc<Bits>> {
         if let Some(bits) = self.bits.get(block) {
             return Ok(bits);
         }
@@ -284,7 +294,7 @@ impl<S: Store> Sparse<S> {
 
     fn check_writable(&self) -> Result<()> {
         let why = |kind, message: &str| Err(Error::new(kind, message).at_path(self.store.path()));
-        if self.read_only {
+        if self.is_read_only() {
             return why(ErrorKind::ReadOnly, "the image is open for reading only");
         }
         match self.flusher.is_broken() {

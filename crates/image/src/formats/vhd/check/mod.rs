@@ -2,7 +2,6 @@
 
 mod cut;
 mod parts;
-mod report;
 
 use std::ops::Range;
 
@@ -10,7 +9,6 @@ use spile_core::{Env, Error, ErrorKind, Result, ResultExt, Segments, Store, Stor
 
 use self::cut::{find_cut, read_bits};
 use self::parts::{SparseParts, read_parts};
-pub use self::report::{Finding, Lost, Mend, Report, Severity};
 use super::codec::bat::UNALLOCATED;
 use super::codec::batmap::{BatmapHeader, is_full};
 use super::codec::footer::{DiskType, Footer};
@@ -18,6 +16,7 @@ use super::codec::geometry::Geometry;
 use super::journal::{Journal, Owner, Record};
 use super::open::Footers;
 use super::{Batmap, Layout, SECTOR};
+use crate::check::{Lost, Mend, Report, Severity};
 
 /// Checks the VHD in `store`; its parents are not looked at.
 ///

@@ -1,4 +1,4 @@
-//! What a check reports.
+//! What a check of an image reports. Each format has its own check; this is the shape of the answer.
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -20,11 +20,11 @@ pub struct Finding {
     pub message: String,
     /// Where in the file, in bytes.
     pub offset_bytes: Option<u64>,
-    /// What [`super::repair`] does about it.
+    /// What [`Format::repair`](crate::Format::repair) does about it.
     pub mend: Mend,
 }
 
-/// What [`super::repair`] does about a finding.
+/// What [`Format::repair`](crate::Format::repair) does about a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mend {
     /// Nothing: a person has to decide.
@@ -35,10 +35,10 @@ pub enum Mend {
     DiscardLost,
 }
 
-/// What [`super::repair`] does with blocks whose data are not in the file.
+/// What [`Format::repair`](crate::Format::repair) does with blocks whose data are not in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lost {
-    /// Keeps their BAT entries and repairs nothing: when the file is complete again, so are the blocks.
+    /// Keeps what the map says of them and repairs nothing: when the file is complete again, so are the blocks.
     Keep,
     /// Frees blocks that lie past the end of the file, and fills those that end early with zeroes.
     Discard,
@@ -49,9 +49,9 @@ pub enum Lost {
 pub struct Report {
     /// What was found, in the order of the file's parts.
     pub findings: Vec<Finding>,
-    /// Blocks the disk has.
+    /// Units of space (blocks, clusters) that the disk has; 0 for a format without such units.
     pub total_blocks: u64,
-    /// Blocks that are allocated.
+    /// Units of space that are allocated.
     pub allocated_blocks: u64,
     /// Bytes that nothing refers to.
     pub leaked_bytes: u64,
@@ -65,14 +65,15 @@ impl Report {
         self.findings.iter().map(|finding| finding.severity).max()
     }
 
-    pub(super) fn add(
+    /// Adds a finding.
+    pub fn add(
         &mut self,
         severity: Severity,
-        offset: impl Into<Option<u64>>,
+        offset_bytes: impl Into<Option<u64>>,
         mend: Mend,
         message: impl Into<String>,
     ) {
-        let (message, offset_bytes) = (message.into(), offset.into());
+        let (message, offset_bytes) = (message.into(), offset_bytes.into());
         self.findings.push(Finding { severity, message, offset_bytes, mend });
     }
 }

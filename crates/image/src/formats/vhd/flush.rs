@@ -66,7 +66,7 @@ impl<S: Store> Sparse<S> {
     }
 
     async fn flush_once(&self) -> Result<()> {
-        if self.read_only {
+        if self.is_read_only() {
             return Ok(());
         }
         let (gone, punched) = self.take_released();
@@ -140,7 +140,7 @@ impl<S: Store> Sparse<S> {
 
     /// Rule 6. No request may be in flight.
     pub(crate) async fn close(&self) -> Result<()> {
-        if self.read_only {
+        if self.is_read_only() {
             return Ok(());
         }
         self.flush().await?;

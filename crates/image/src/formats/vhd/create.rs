@@ -32,6 +32,9 @@ use super::codec::batmap::BatmapHeader;
 use super::codec::footer::{DiskType, Footer};
 use super::codec::header::{DEFAULT_BLOCK_BYTES, Header, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES};
 use super::codec::locator::{Locator, MAX_PATH_BYTES, Platform, encode};
+use super::codec::time;
+use super::parent;
+use crate::create::{NewImage, NewParent};
 
 /// The length of the journal's area in bytes.
 pub const JOURNAL_BYTES: u64 = 1 << 20;
@@ -44,7 +47,7 @@ const BAT_WRITE_BYTES: u64 = 1 << 20;
 
 /// The parent of a differencing image.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ParentRef {
+pub struct VhdParent {
     /// The way from the child's folder to the parent, with `/` between its parts.
     pub relative_path: String,
     /// Where the parent is by its absolute path, if children that are moved should still look there.
@@ -67,7 +70,7 @@ pub struct CreateParams {
     /// The size of a block; blktap and libvhd read 2 MiB only. Ignored for fixed disks.
     pub block_size_bytes: u32,
     /// The parent, for differencing disks only.
-    pub parent: Option<ParentRef>,
+    pub parent: Option<VhdParent>,
 }
 
 impl CreateParams {
@@ -77,8 +80,32 @@ impl CreateParams {
     }
 
     /// A differencing disk on `parent`, in blocks of 2 MiB.
-    pub fn child(size_bytes: u64, parent: ParentRef) -> Self {
+    pub fn child(size_bytes: u64, parent: VhdParent) -> Self {
         Self { parent: Some(parent), ..Self::new(DiskType::Differencing, size_bytes) }
+    }
+}
+
+impl CreateParams {
+    /// What the VHD of `new` is: a child where it has a parent, else dynamic unless it says `fixed`.
+    pub(super) fn from_new(new: &NewImage) -> Result<Self> {
+        match (new.subformat.as_deref(), &new.parent) {
+            (Some("fixed"), Some(_)) => Err(invalid("a fixed VHD has no parent; leave out --subformat")),
+            (Some("fixed"), None) => Ok(Self::new(DiskType::Fixed, new.size_bytes)),
+            (_, None) => Ok(Self::new(DiskType::Dynamic, new.size_bytes)),
+            (_, Some(parent)) => Ok(Self::child(new.size_bytes, VhdParent::from_new(parent))),
+        }
+    }
+}
+
+impl VhdParent {
+    fn from_new(parent: &NewParent) -> Self {
+        Self {
+            relative_path: parent.relative_path.clone(),
+            absolute_path: None,
+            uuid: parent::uuid_for(parent.identity),
+            timestamp: parent.changed_unix_s.map_or(0, time::from_unix_s),
+            name: parent.name.clone(),
+        }
     }
 }
 
@@ -146,7 +173,7 @@ impl CreateParams {
     }
 }
 
-impl ParentRef {
+impl VhdParent {
     fn check(&self) -> Result<()> {
         let absolute = self.absolute_path.as_deref();
         if self.relative_path.starts_with('/') || absolute.is_some_and(|p| !p.starts_with('/')) {
@@ -263,7 +290,7 @@ fn place_journal(batmap_header_at: u64) -> Range<u64> {
 }
 
 /// Fills in the parent; its locators' texts go to `end`, which moves behind them.
-fn name_parent(header: &mut Header, parent: &ParentRef, end: &mut u64) -> Vec<(u64, Vec<u8>)> {
+fn name_parent(header: &mut Header, parent: &VhdParent, end: &mut u64) -> Vec<(u64, Vec<u8>)> {
     header.parent_uuid = parent.uuid;
     header.parent_timestamp = parent.timestamp;
     header.parent_name = parent.name.clone();
@@ -424,8 +451,8 @@ mod tests {
         error.kind()
     }
 
-    fn parent(path: &str) -> ParentRef {
-        ParentRef {
+    fn parent(path: &str) -> VhdParent {
+        VhdParent {
             relative_path: path.into(),
             absolute_path: None,
             uuid: [5; 16],

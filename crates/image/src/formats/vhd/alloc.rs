@@ -11,8 +11,8 @@ use event_listener::Event;
 use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::bits::Bits;
+use super::codec::footer::DiskType;
 use super::{SECTOR, Sparse};
-use crate::vhd::codec::footer::DiskType;
 
 /// Space prepared in one step, in bytes of guest data: an eighth of what the file holds, within these bounds.
 const STEP_MIN_BYTES: u64 = 64 << 20;

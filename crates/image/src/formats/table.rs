@@ -1,0 +1,150 @@
+//! The macro that turns the table of formats into code: the enum of formats, the enum of opened layers, and the
+//! delegation to each. A call costs one match; there is no dynamic dispatch.
+
+/// One match over all variants: `each!([A B], self, layer, layer.size_bytes())`.
+macro_rules! each {
+    ([$($name:ident)+], $self:ident, $layer:ident, $call:expr) => {
+        match $self {
+            $(Self::$name($layer) => $call,)+
+        }
+    };
+}
+
+/// Methods of [`Layer`](crate::layer::Layer) that ask the same of whichever format's layer there is.
+macro_rules! delegate {
+    ($names:tt $(fn $method:ident(&$self:ident $(, $arg:ident: $type:ty)*) -> $answer:ty;)+) => {
+        $(fn $method(&$self $(, $arg: $type)*) -> $answer {
+            each!($names, $self, layer, layer.$method($($arg),*))
+        })+
+    };
+    ($names:tt $(async fn $method:ident(&$self:ident $(, $arg:ident: $type:ty)*) -> $answer:ty;)+) => {
+        $(async fn $method(&$self $(, $arg: $type)*) -> $answer {
+            each!($names, $self, layer, layer.$method($($arg),*).await)
+        })+
+    };
+}
+
+macro_rules! formats {
+    ($($about:literal, $name:ident => $format:ty;)+) => {
+        /// An image format.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Format {
+            $(#[doc = $about] $name,)+
+        }
+
+        impl Format {
+            /// Every format, in the order in which messages name them.
+            pub const ALL: &[Self] = &[$(Self::$name),+];
+
+            /// Names and abilities.
+            pub fn about(self) -> &'static About {
+                match self {
+                    $(Self::$name => &<$format as ImageFormat>::ABOUT,)+
+                }
+            }
+
+            async fn open_any<S: Store>(self, store: S, env: &Arc<dyn Env>, how: OpenLayer) -> Result<AnyLayer<S>> {
+                match self {
+                    $(Self::$name => <$format>::open(store, env, how).await.map(AnyLayer::$name),)+
+                }
+            }
+
+            async fn create_any<S: Store>(self, store: &S, env: &dyn Env, new: &NewImage) -> Result<()> {
+                match self {
+                    $(Self::$name => <$format>::create(store, env, new).await,)+
+                }
+            }
+
+            /// Checks the image in `store`, as [`ImageFormat::check`] says.
+            ///
+            /// # Errors
+            /// As [`ImageFormat::check`].
+            pub async fn check<S: Store>(self, store: &S, env: &dyn Env) -> Result<Report> {
+                match self {
+                    $(Self::$name => <$format as ImageFormat>::check(store, env).await,)+
+                }
+            }
+
+            /// Mends the image in `store`, as [`ImageFormat::repair`] says.
+            ///
+            /// # Errors
+            /// As [`ImageFormat::repair`].
+            pub async fn repair<S: Store>(self, store: &S, env: &dyn Env, lost: Lost) -> Result<Report> {
+                match self {
+                    $(Self::$name => <$format as ImageFormat>::repair(store, env, lost).await,)+
+                }
+            }
+        }
+
+        /// An opened image of any format.
+        pub enum AnyLayer<S: Store> {
+            $(#[doc = $about] $name(<$format as ImageFormat>::Layer<S>),)+
+        }
+
+        /// A reservation in an image of any format.
+        pub enum AnyReserved<'a, S: Store> {
+            $(#[doc = $about] $name(<<$format as ImageFormat>::Layer<S> as Layer<S>>::Reserved<'a>),)+
+        }
+
+        impl<S: Store> AnyLayer<S> {
+            /// The image's format.
+            pub fn format(&self) -> Format {
+                match self {
+                    $(Self::$name(_) => Format::$name,)+
+                }
+            }
+        }
+
+        impl<S: Store> Reserved for AnyReserved<'_, S> {
+            fn offset(&self) -> StoreOffset {
+                match self {
+                    $(Self::$name(reserved) => reserved.offset(),)+
+                }
+            }
+
+            async fn commit(self) -> Result<()> {
+                match self {
+                    $(Self::$name(reserved) => reserved.commit().await,)+
+                }
+            }
+        }
+
+        impl<S: Store> Layer<S> for AnyLayer<S> {
+            type Reserved<'a> = AnyReserved<'a, S> where S: 'a;
+
+            delegate! { [$($name)+]
+                fn store(&self) -> &S;
+                fn size_bytes(&self) -> u64;
+                fn via(&self) -> Via;
+                fn request_align_bytes(&self) -> u32;
+                fn find(&self, at: u64, len_bytes: u64) -> (Found, u64);
+                fn locate(&self, at: u64, len_bytes: u64) -> (Found, u64);
+                fn hole_kind(&self) -> ExtentKind;
+                fn enter(&self) -> Option<Reader<'_>>;
+                fn part_len(&self, extent: Extent) -> u64;
+                fn unit(&self, part: Extent) -> Extent;
+                fn next_held(&self, extent: Extent) -> Option<Extent>;
+                fn identity(&self) -> Option<Identity>;
+                fn is_unflushed(&self) -> bool;
+                fn facts(&self) -> Facts;
+            }
+
+            delegate! { [$($name)+]
+                async fn load(&self, piece: MapPiece) -> Result<()>;
+                async fn read_encoded(&self, unit: EncodedUnit, within_bytes: u32, into: &Segments) -> Result<()>;
+                async fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<()>;
+                async fn unmap(&self, part: Extent, below_is_zero: bool) -> Result<()>;
+                async fn flush(&self) -> Result<()>;
+                async fn seal(&self) -> Result<()>;
+                async fn resize(&self, size_bytes: u64) -> Result<()>;
+                async fn parent(&self) -> Result<Option<ParentRef>>;
+            }
+
+            async fn reserve(&self, part: Extent) -> Result<AnyReserved<'_, S>> {
+                match self {
+                    $(Self::$name(layer) => layer.reserve(part).await.map(AnyReserved::$name),)+
+                }
+            }
+        }
+    };
+}

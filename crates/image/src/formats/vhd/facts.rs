@@ -1,0 +1,98 @@
+//! What there is to know of a VHD, for `spile info`.
+
+use spile_core::{Store, format_size};
+
+use super::Sparse;
+use super::codec::footer::{DiskType, Footer};
+use super::codec::header::Header;
+use super::codec::time;
+use crate::facts::{Facts, Record, Value};
+
+/// What only a dynamic or differencing image has.
+pub(super) struct SparseFacts<'a> {
+    header: &'a Header,
+    allocated_blocks: u64,
+    total_blocks: u64,
+    has_journal: bool,
+    is_unflushed: bool,
+}
+
+impl<S: Store> Sparse<S> {
+    pub(super) fn sparse_facts(&self) -> SparseFacts<'_> {
+        SparseFacts {
+            header: &self.header,
+            allocated_blocks: self.bat.allocated().count() as u64,
+            total_blocks: u64::from(self.bat.entries()),
+            has_journal: self.layout.journal.is_some(),
+            is_unflushed: self.journal.has_pending(),
+        }
+    }
+}
+
+/// All facts of an image with this footer.
+pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
+    let is_child = footer.disk_type == DiskType::Differencing;
+    let parent = sparse.as_ref().filter(|_| is_child).map(|sparse| sparse.header);
+    let subformat = match footer.disk_type {
+        DiskType::Fixed => "fixed",
+        DiskType::Dynamic => "dynamic",
+        DiskType::Differencing => "differencing",
+    };
+    let changed_unix_s = time::to_unix_s(footer.timestamp);
+    let geometry = &footer.geometry;
+    let geometry = format!("{}/{}/{}", geometry.cylinders, geometry.heads, geometry.sectors);
+    let values: Record = vec![
+        ("subformat", subformat.into()),
+        ("uuid", format_uuid(&footer.uuid).into()),
+        ("creator", format_creator(footer.creator).into()),
+        ("creator_version", format_version(footer.creator_version).into()),
+        ("created_unix_s", changed_unix_s.into()),
+        ("geometry", geometry.clone().into()),
+        ("block_bytes", sparse.as_ref().map(|s| s.header.block_size_bytes).into()),
+        ("allocated_blocks", sparse.as_ref().map(|s| s.allocated_blocks).into()),
+        ("total_blocks", sparse.as_ref().map(|s| s.total_blocks).into()),
+        ("parent_name", parent.map(|header| header.parent_name.clone()).into()),
+        ("parent_uuid", parent.map(|header| format_uuid(&header.parent_uuid)).into()),
+        ("journal", Value::Bool(sparse.as_ref().is_some_and(|s| s.has_journal))),
+        ("unflushed", Value::Bool(sparse.as_ref().is_some_and(|s| s.is_unflushed))),
+    ];
+    let mut lines = Vec::new();
+    lines.extend(sparse.as_ref().map(|s| ("blocks", s.blocks_line())));
+    let creator = format_creator(footer.creator);
+    lines.push(("creator", format!("{creator} {}", format_version(footer.creator_version))));
+    lines.push(("uuid", format_uuid(&footer.uuid)));
+    lines.push(("geometry", format!("{geometry} (cylinders/heads/sectors)")));
+    lines.extend(parent.map(|h| ("child of", format!("{} ({})", h.parent_name, format_uuid(&h.parent_uuid)))));
+    lines.extend(sparse.as_ref().and_then(SparseFacts::journal_line).map(|line| ("journal", line)));
+    Facts { subformat: Some(subformat), changed_unix_s: Some(changed_unix_s), values, lines }
+}
+
+impl SparseFacts<'_> {
+    fn blocks_line(&self) -> String {
+        let size = format_size(u64::from(self.header.block_size_bytes));
+        format!("{} of {} allocated, {size} each", self.allocated_blocks, self.total_blocks)
+    }
+
+    fn journal_line(&self) -> Option<String> {
+        let line = match self.is_unflushed {
+            false => "clean",
+            true => "has records of an unclean end; the next open for writing takes them in",
+        };
+        self.has_journal.then(|| line.to_owned())
+    }
+}
+
+fn format_uuid(uuid: &[u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-")
+}
+
+/// Four characters from a file: only those that are safe to print.
+fn format_creator(creator: [u8; 4]) -> String {
+    let shown = creator.iter().filter(|byte| byte.is_ascii_graphic());
+    shown.map(|byte| char::from(*byte)).collect()
+}
+
+fn format_version(version: u32) -> String {
+    format!("{}.{}", version >> 16, version & 0xffff)
+}

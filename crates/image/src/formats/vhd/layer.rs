@@ -1,0 +1,210 @@
+//! A VHD as a graph sees it.
+
+use std::sync::atomic::Ordering;
+
+use spile_core::{Extent, Result, Store, StoreOffset, Via};
+
+use super::codec::footer::Footer;
+use super::write::{BlockPart, SparseReserved};
+use super::{SECTOR, Sparse};
+use crate::facts::Facts;
+use crate::formats::raw::{Raw, RawReserved};
+use crate::grace::Reader;
+use crate::layer::{Found, Identity, Layer, MapPiece, ParentRef, Reserved};
+
+/// An opened VHD of any type.
+#[expect(clippy::large_enum_variant, reason = "there is one for each layer of a graph, behind a pointer already")]
+pub enum Vhd<S> {
+    /// A fixed one: the data as in a raw image, and a footer behind them.
+    Fixed(Footer, Raw<S>),
+    /// A dynamic or differencing one.
+    Sparse(Sparse<S>),
+}
+
+/// Place for one write in a VHD.
+pub enum VhdReserved<'a, S: Store> {
+    /// In a fixed one.
+    Fixed(RawReserved),
+    /// In a dynamic or differencing one.
+    Sparse(SparseReserved<'a, S>),
+}
+
+impl<S: Store> Reserved for VhdReserved<'_, S> {
+    fn offset(&self) -> StoreOffset {
+        match self {
+            Self::Fixed(reserved) => reserved.offset(),
+            Self::Sparse(reserved) => reserved.offset(),
+        }
+    }
+
+    async fn commit(self) -> Result<()> {
+        match self {
+            Self::Fixed(reserved) => reserved.commit().await,
+            Self::Sparse(reserved) => reserved.commit().await,
+        }
+    }
+}
+
+impl<S: Store> Sparse<S> {
+    /// The part of a block that `part`, which the graph has cut to one block, stands for.
+    fn block_part(&self, part: Extent) -> BlockPart {
+        self.part(part.start(), part.end())
+    }
+}
+
+impl<S: Store> Layer<S> for Vhd<S> {
+    type Reserved<'a>
+        = VhdReserved<'a, S>
+    where
+        S: 'a;
+
+    fn store(&self) -> &S {
+        match self {
+            Self::Fixed(_, raw) => raw.store(),
+            Self::Sparse(sparse) => &sparse.store,
+        }
+    }
+
+    fn size_bytes(&self) -> u64 {
+        match self {
+            Self::Fixed(_, raw) => raw.size_bytes(),
+            Self::Sparse(sparse) => sparse.layout.size_bytes,
+        }
+    }
+
+    fn via(&self) -> Via {
+        match self {
+            Self::Fixed(_, raw) => raw.via(),
+            Self::Sparse(sparse) => sparse.via,
+        }
+    }
+
+    fn request_align_bytes(&self) -> u32 {
+        match self {
+            Self::Fixed(_, raw) => raw.request_align_bytes(),
+            Self::Sparse(_) => SECTOR as u32,
+        }
+    }
+
+    fn find(&self, at: u64, len_bytes: u64) -> (Found, u64) {
+        match self {
+            Self::Fixed(_, raw) => raw.find(at, len_bytes),
+            Self::Sparse(sparse) => sparse.find(at, len_bytes),
+        }
+    }
+
+    /// Without the bitmap: the block's place is enough.
+    fn locate(&self, at: u64, len_bytes: u64) -> (Found, u64) {
+        match self {
+            Self::Fixed(_, raw) => raw.find(at, len_bytes),
+            Self::Sparse(sparse) => sparse.locate(at, len_bytes),
+        }
+    }
+
+    async fn load(&self, MapPiece(block): MapPiece) -> Result<()> {
+        match self {
+            Self::Fixed(..) => Ok(()),
+            Self::Sparse(sparse) => sparse.load_bits(block as u32).await,
+        }
+    }
+
+    fn enter(&self) -> Option<Reader<'_>> {
+        match self {
+            Self::Sparse(sparse) if !sparse.is_read_only() => Some(sparse.grace.enter()),
+            _ => None,
+        }
+    }
+
+    fn part_len(&self, extent: Extent) -> u64 {
+        match self {
+            Self::Fixed(..) => extent.len_bytes,
+            Self::Sparse(sparse) => sparse.block_part(extent).len_bytes(),
+        }
+    }
+
+    fn unit(&self, part: Extent) -> Extent {
+        match self {
+            Self::Fixed(..) => part,
+            Self::Sparse(sparse) => sparse.block_extent(sparse.block_part(part).block),
+        }
+    }
+
+    fn next_held(&self, extent: Extent) -> Option<Extent> {
+        match self {
+            Self::Fixed(_, raw) => raw.next_held(extent),
+            Self::Sparse(sparse) => sparse.next_held(extent),
+        }
+    }
+
+    async fn reserve(&self, part: Extent) -> Result<VhdReserved<'_, S>> {
+        match self {
+            Self::Fixed(_, raw) => raw.reserve(part).await.map(VhdReserved::Fixed),
+            Self::Sparse(sparse) => sparse.reserve_part(sparse.block_part(part)).await.map(VhdReserved::Sparse),
+        }
+    }
+
+    async fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<()> {
+        match self {
+            Self::Fixed(_, raw) => raw.zero(part, may_unmap, below_is_zero).await,
+            Self::Sparse(sparse) => sparse.zero_part(&sparse.block_part(part), may_unmap, below_is_zero).await,
+        }
+    }
+
+    async fn unmap(&self, part: Extent, below_is_zero: bool) -> Result<()> {
+        match self {
+            Self::Fixed(_, raw) => raw.unmap(part, below_is_zero).await,
+            Self::Sparse(sparse) => sparse.discard_part(&sparse.block_part(part), below_is_zero).await,
+        }
+    }
+
+    async fn flush(&self) -> Result<()> {
+        match self {
+            Self::Fixed(_, raw) => raw.flush().await,
+            Self::Sparse(sparse) => sparse.flush().await,
+        }
+    }
+
+    async fn seal(&self) -> Result<()> {
+        match self {
+            Self::Fixed(_, raw) => raw.seal().await,
+            Self::Sparse(sparse) => {
+                sparse.close().await?;
+                sparse.read_only.store(true, Ordering::Release);
+                Ok(())
+            }
+        }
+    }
+
+    async fn resize(&self, _: u64) -> Result<()> {
+        let what = "a VHD cannot grow while it is in use: its size is in its footers and its block table, which \
+                    would have to change together";
+        let hint = "make a larger one and copy the data to it, or convert it to raw, which can grow";
+        Err(self.unsupported(what).hint(hint))
+    }
+
+    async fn parent(&self) -> Result<Option<ParentRef>> {
+        match self {
+            Self::Sparse(sparse) if sparse.is_differencing() => sparse.parent().await.map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    fn identity(&self) -> Option<Identity> {
+        let footer = match self {
+            Self::Fixed(footer, _) => footer,
+            Self::Sparse(sparse) => &sparse.footer,
+        };
+        Some(Identity(footer.uuid))
+    }
+
+    fn is_unflushed(&self) -> bool {
+        matches!(self, Self::Sparse(sparse) if sparse.journal.has_pending())
+    }
+
+    fn facts(&self) -> Facts {
+        match self {
+            Self::Fixed(footer, _) => super::facts::of(footer, None),
+            Self::Sparse(sparse) => super::facts::of(&sparse.footer, Some(sparse.sparse_facts())),
+        }
+    }
+}

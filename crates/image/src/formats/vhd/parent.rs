@@ -1,0 +1,67 @@
+//! What a differencing VHD says of its parent.
+
+use std::path::PathBuf;
+
+use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
+
+use super::Sparse;
+use super::codec::locator::{Locator, Platform};
+use crate::formats::Format;
+use crate::layer::{Identity, ParentRef};
+
+/// The longest locator that is read, in bytes.
+const MAX_LOCATOR_BYTES: u32 = 4096;
+
+/// The parent UUID of a child whose parent is raw: blktap's convention, as a raw image has no UUID.
+const RAW_PARENT: [u8; 16] = [0; 16];
+
+impl<S: Store> Sparse<S> {
+    /// The parent of a differencing image.
+    pub(super) async fn parent(&self) -> Result<ParentRef> {
+        let uuid = self.header.parent_uuid;
+        let names = self.parent_names().await?;
+        Ok(match uuid {
+            RAW_PARENT => ParentRef { names, format: Some(Format::Raw), identity: None },
+            _ => ParentRef { names, format: Some(Format::Vhd), identity: Some(Identity(uuid)) },
+        })
+    }
+
+    /// What the locators say, relative paths first, and the header's own name last.
+    async fn parent_names(&self) -> Result<Vec<PathBuf>> {
+        let mut names: Vec<PathBuf> = Vec::new();
+        for locator in &self.header.locators {
+            if matches!(locator.platform, Platform::W2ru | Platform::W2ku | Platform::MacX) {
+                names.push(PathBuf::from(read_locator(&self.store, locator).await?));
+            }
+        }
+        names.sort_by_key(|name| name.is_absolute());
+        let bare = self.header.parent_name.rsplit(['/', '\\']).next().unwrap_or_default();
+        if !bare.is_empty() && !bare.contains('\0') {
+            names.push(PathBuf::from(bare));
+        }
+        names.dedup();
+        Ok(names)
+    }
+}
+
+/// The parent UUID that a child of such a parent gets.
+pub(super) fn uuid_for(parent: Option<Identity>) -> [u8; 16] {
+    parent.map_or(RAW_PARENT, |identity| identity.0)
+}
+
+async fn read_locator<S: Store>(store: &S, locator: &Locator) -> Result<String> {
+    let misplaced =
+        |why: &str| Error::new(ErrorKind::Corrupt, why).at_path(store.path()).at_offset(locator.offset_bytes);
+    if locator.len_bytes > MAX_LOCATOR_BYTES {
+        return Err(misplaced("a parent locator is longer than 4096 bytes"));
+    }
+    let end = locator.offset_bytes.checked_add(u64::from(locator.len_bytes));
+    if end.is_none_or(|end| end > store.len_bytes()) {
+        return Err(misplaced("a parent locator goes past the end of the file"));
+    }
+    let bytes = Segments::zeroed(locator.len_bytes as usize);
+    store.read_at(StoreOffset(locator.offset_bytes), &bytes, Via::Cached).await?;
+    locator
+        .decode(&bytes.to_vec())
+        .map_err(|error| Error::from(error).at_path(store.path()).at_offset(locator.offset_bytes))
+}

@@ -1,0 +1,157 @@
+//! Opening an image with all its parents. No format is named here: each child says what its parent's is.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+use spile_core::{Env, Error, ErrorKind, Files, OpenMode, Result, ResultExt, Store};
+
+use crate::chain::MAX_CHAIN_LAYERS;
+use crate::formats::{AnyLayer, Format, OpenLayer};
+use crate::layer::{Identity, Layer, ParentRef};
+use crate::parents::{Policy, candidates};
+
+/// How to open a chain.
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// The leaf's format; `None` = what its extension says.
+    pub format: Option<Format>,
+    /// Open the leaf for reading only.
+    pub read_only: bool,
+    /// Folders, besides the leaf's own, that parents may lie in.
+    pub allow_parents: Vec<PathBuf>,
+    /// Memory for maps that can be read again (bitmaps, merged zones), in bytes for the whole chain.
+    pub metadata_cache_bytes: usize,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self { format: None, read_only: false, allow_parents: Vec::new(), metadata_cache_bytes: 64 << 20 }
+    }
+}
+
+/// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
+const PARENT: OpenLayer = OpenLayer { read_only: true, cache_bytes: 1 << 20 };
+
+/// Opens the image at `path` and all its parents; leaf first. With a leaf that is opened for writing, all parents are
+/// durable when it returns.
+pub(crate) async fn open_layers<F: Files>(
+    files: &F,
+    env: &Arc<dyn Env>,
+    path: &Path,
+    options: &OpenOptions,
+) -> Result<Vec<AnyLayer<F::Store>>> {
+    let format = Format::of(path, options.format)?;
+    let leaf = files.canonical(path).at_path(path)?;
+    let policy = Policy::new(files, &leaf, &options.allow_parents)?;
+    let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
+    let how = OpenLayer { read_only: options.read_only, cache_bytes: options.metadata_cache_bytes / 2 };
+    let store = files.open(&leaf, mode).await?;
+    let mut search = Search { files, env, policy, visited: vec![leaf], settles: !options.read_only };
+    let mut layers = vec![format.open(store, env, how).await?];
+    while let Some(parent) = search.parent_of(&layers[layers.len() - 1]).await? {
+        layers.push(parent);
+        if layers.len() > MAX_CHAIN_LAYERS {
+            return Err(Error::new(ErrorKind::Unsupported, format!("the chain is longer than {MAX_CHAIN_LAYERS}"))
+                .at_path(&search.visited[0])
+                .hint("coalesce some of its parents"));
+        }
+    }
+    if !options.read_only {
+        sync_all(&layers[1..]).await?;
+    }
+    Ok(layers)
+}
+
+/// What a process that was killed wrote to a parent, when that was the leaf, is in the page cache; a flush of the chain
+/// promises it, too, and syncs only the leaf.
+async fn sync_all<S: Store>(parents: &[AnyLayer<S>]) -> Result<()> {
+    let syncs = parents.iter().map(async |layer| layer.store().sync().await.at_path(layer.store().path()));
+    join_all(syncs).await.into_iter().collect()
+}
+
+/// The way down from a leaf.
+struct Search<'a, F: Files> {
+    files: &'a F,
+    env: &'a Arc<dyn Env>,
+    policy: Policy,
+    /// Canonical paths of the layers so far.
+    visited: Vec<PathBuf>,
+    /// The leaf takes writes: parents must be durable.
+    settles: bool,
+}
+
+impl<F: Files> Search<'_, F> {
+    /// The parent that `child` names, if it names one.
+    async fn parent_of(&mut self, child: &AnyLayer<F::Store>) -> Result<Option<AnyLayer<F::Store>>> {
+        let path = child.store().path();
+        let Some(parent) = child.parent().await? else { return Ok(None) };
+        let format = parent.format.ok_or_else(|| unnamed_format(path))?;
+        let mut first_error = None;
+        for candidate in candidates(self.files, path, &parent.names, &self.policy)? {
+            match self.open(&candidate, format, &parent).await {
+                Ok(layer) => {
+                    self.visited.push(candidate);
+                    return Ok(Some(layer));
+                }
+                // Another name may be the right one; the first, best one's error is the one to tell.
+                Err(error) => {
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+        let error = first_error.unwrap_or_else(|| Error::new(ErrorKind::NotFound, "no parent was found"));
+        Err(error.at_path(path))
+    }
+
+    async fn open(&self, path: &PathBuf, format: Format, parent: &ParentRef) -> Result<AnyLayer<F::Store>> {
+        if self.visited.contains(path) {
+            return Err(Error::new(ErrorKind::Corrupt, format!("the chain loops back to {}", path.display())));
+        }
+        let layer = self.open_parent(path, format, parent).await?;
+        if !self.settles || !layer.is_unflushed() {
+            return Ok(layer);
+        }
+        drop(layer);
+        self.make_durable(path, format).await?;
+        self.open_parent(path, format, parent).await
+    }
+
+    async fn open_parent(&self, path: &Path, format: Format, parent: &ParentRef) -> Result<AnyLayer<F::Store>> {
+        let store = self.files.open(path, OpenMode::ReadOnly).await?;
+        let layer = format.open(store, self.env, PARENT).await?;
+        match (parent.identity, layer.identity()) {
+            (Some(expected), Some(found)) if found != expected => Err(wrong_parent(path, expected, found)),
+            _ => Ok(layer),
+        }
+    }
+
+    /// Flushes and closes a parent that was a leaf when its process was killed. A guest may live on over that and a
+    /// snapshot: its flushes go to the leaf from now on, and promise what it wrote before, too.
+    async fn make_durable(&self, path: &Path, format: Format) -> Result<()> {
+        let done = async {
+            let store = self.files.open(path, OpenMode::ReadWrite).await?;
+            format.open(store, self.env, OpenLayer { read_only: false, ..PARENT }).await?.seal().await
+        };
+        done.await.map_err(|error| {
+            error.hint(
+                "this parent's last writer was killed; what it wrote must be made durable before a child takes \
+                 writes: end other processes that have it open",
+            )
+        })
+    }
+}
+
+fn unnamed_format(child: &Path) -> Error {
+    Error::new(ErrorKind::Unsupported, "the image does not say which format its parent has, and it is never guessed")
+        .at_path(child)
+}
+
+fn wrong_parent(path: &Path, expected: Identity, found: Identity) -> Error {
+    let hex = |id: Identity| id.0.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    Error::new(
+        ErrorKind::Corrupt,
+        format!("the parent {} has UUID {}, the child expects {}", path.display(), hex(found), hex(expected)),
+    )
+    .hint("another image has taken the parent's name")
+}
