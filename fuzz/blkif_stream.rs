@@ -409,14 +409,14 @@ impl FrontEnd {
     fn end(self) {
         self.world.disk.fail(None);
         self.stop();
-        let sums = self.counters.metrics()[0];
-        assert!(!sums.is_served);
-        let taken = sums.reads + sums.writes + sums.flushes + sums.discards;
+        let sums = self.counters.metrics().remove(0);
+        assert_eq!(sums.rings_at_work(), 0);
+        let taken = sums.requests.total().begun;
         // What was held, and what waits for a barrier that is, is taken again by the next back end or not at all.
-        if sums.held == 0 {
-            assert!(self.again == 0 && taken == sums.answered, "{sums:?}");
+        if sums.held_flushes == 0 {
+            assert!(self.again == 0 && taken == sums.answered(), "{sums:?}");
         }
-        assert!(sums.answered <= taken, "{sums:?}");
+        assert!(sums.answered() <= taken, "{sums:?}");
         let Ok(memory) = Arc::try_unwrap(self.memory) else { panic!("the guest's pages are in use") };
         drop(memory);
     }

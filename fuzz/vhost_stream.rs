@@ -129,8 +129,8 @@ impl World {
         until("a connection's end", || self.server.connections() == 0);
         assert_eq!(PANICS.load(Ordering::Relaxed), 0, "a thread has panicked");
         let metrics = self.server.metrics();
-        assert_eq!(metrics.starts, metrics.stops, "{metrics:?}");
-        assert_eq!(metrics.reads + metrics.writes + metrics.others, metrics.answered, "{metrics:?}");
+        assert_eq!(metrics.ring_starts, metrics.ring_stops, "{metrics:?}");
+        assert_eq!(metrics.requests.total().begun, metrics.answered(), "{metrics:?}");
         self.disk.take_did();
         let runs = self.runs.fetch_add(1, Ordering::Relaxed);
         if runs % 64 == 10 {

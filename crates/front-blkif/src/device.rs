@@ -14,13 +14,14 @@ use std::thread::JoinHandle;
 use rustix::event::{EventfdFlags, eventfd};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
+use spile_front::FrontReading;
 use spile_xen::store::XenStore;
 use spile_xen::{EventChannels, Grants};
 
 pub use crate::config::{Config, End};
 use crate::control::{Control, Order};
 use crate::execute::Target;
-use crate::metrics::{Board, DiskCounters, RingMetrics};
+use crate::metrics::{Board, DiskCounters};
 use crate::trace::Trace;
 use crate::xenbus::{Offer, guest_of};
 
@@ -137,7 +138,7 @@ impl Device {
     }
 
     /// What its rings have counted, also those of earlier connections.
-    pub fn metrics(&self) -> Vec<RingMetrics> {
+    pub fn metrics(&self) -> Vec<FrontReading> {
         self.counters.metrics()
     }
 

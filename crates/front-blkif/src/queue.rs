@@ -13,19 +13,20 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use spile_core::metrics::{Ended, now_ns};
 use spile_core::{Disk, Error};
 use spile_engine::{Event, Pollable};
-use spile_front::{GuestRing, Inbox, LogLimit, QueueWaker, Slots, serve_ring};
+use spile_front::{FrontCounters, GuestRing, Inbox, LogLimit, QueueWaker, Slots, serve_ring};
 use spile_xen::blkif::{Response, status};
 use spile_xen::{DomId, Grants};
 
 use crate::execute::{Outcome, Target};
 use crate::journal::Journal;
-use crate::metrics::{DiskCounters, RingCounters};
+use crate::metrics::DiskCounters;
 use crate::pages::{Access, Pages};
 use crate::request::{Command, Limits, Refusal, Request, Stamps};
 use crate::ring::{Broken, Ring, SLOT_BYTES, Slot};
-use crate::trace::{Trace, now};
+use crate::trace::Trace;
 
 /// Requests that are given memory at a time.
 const BATCH: usize = 64;
@@ -82,7 +83,7 @@ pub struct Setup<D, G> {
     /// Where it is told to stop.
     pub link: Arc<Link>,
     /// What it counts.
-    pub counters: Arc<RingCounters>,
+    pub counters: Arc<FrontCounters>,
     /// What all rings of the disk count, its own among them.
     pub disk_counters: Arc<DiskCounters>,
     /// Where the times of requests are noted, if they are.
@@ -126,11 +127,11 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
         trace: trace.clone(),
         unshown: Vec::new(),
     };
-    queue.counters.started();
+    queue.counters.ring_started();
     queue.take_again(again);
     let watched: Rc<dyn Pollable> = ring.clone();
     serve_ring(&mut queue, &mut slots, &watched, &kick).await;
-    queue.counters.stopped();
+    queue.counters.ring_stopped();
     queue.disk_counters.show();
     queue.broken
 }
@@ -142,11 +143,11 @@ async fn answer_all<D: Disk>(inbox: Rc<Inbox<Box<Request>>>, done: Done, target:
     loop {
         let mut request = inbox.next().await;
         if is_traced {
-            request.stamps.begun = now();
+            request.stamps.begun = now_ns();
         }
         let outcome = target.execute(&request).await;
         if is_traced {
-            request.stamps.ended = now();
+            request.stamps.ended = now_ns();
         }
         done.borrow_mut().push((request, outcome));
         inbox.answered();
@@ -173,7 +174,7 @@ struct RingTask<G> {
     budget_bytes: usize,
     call: Arc<Event>,
     link: Arc<Link>,
-    counters: Arc<RingCounters>,
+    counters: Arc<FrontCounters>,
     disk_counters: Arc<DiskCounters>,
     /// Just taken.
     taken: Vec<Box<Request>>,
@@ -232,11 +233,13 @@ impl<G: Grants> RingTask<G> {
     fn sort_in(&mut self) {
         if !self.taken.is_empty() {
             // One reading of the clock for all: how long requests take is counted whether they are traced or not.
-            let time = now();
+            let time = now_ns();
             self.taken.iter_mut().for_each(|request| request.stamps.taken = time);
         }
         self.pages.read_indirect(&mut self.taken);
-        self.counters.taken(&self.taken);
+        for request in &self.taken {
+            self.counters.requests.begin(request.command.op(), request.len_bytes.into(), request.stamps.taken);
+        }
         self.waiting.extend(self.taken.drain(..));
     }
 
@@ -271,7 +274,7 @@ impl<G: Grants> RingTask<G> {
             self.has_barrier &= outcome == Outcome::Held && request.command == Command::Barrier;
             let Outcome::Answer(status) = outcome else {
                 self.journal.flush_failed();
-                self.counters.held();
+                self.counters.flush_held();
                 request.clear();
                 self.free.push(request);
                 continue;
@@ -298,7 +301,7 @@ impl<G: Grants> RingTask<G> {
         // Before the guest is told: it then takes its pages back.
         self.answers.iter_mut().for_each(|request| request.clear());
         self.stamp(|queue| &mut queue.answers, |stamps| &mut stamps.stored);
-        let time = now();
+        let time = now_ns();
         let mut answers = std::mem::take(&mut self.answers);
         for request in answers.drain(..) {
             self.put(&request, request.refusal.map_or(status::OKAY, |refusal| refusal.status), time);
@@ -310,14 +313,14 @@ impl<G: Grants> RingTask<G> {
     /// Notes the time in all requests of a list, if they are traced.
     fn stamp(&mut self, list: impl Fn(&mut Self) -> &mut Vec<Box<Request>>, field: impl Fn(&mut Stamps) -> &mut u64) {
         if self.trace.is_some() {
-            let time = now();
+            let time = now_ns();
             list(self).iter_mut().for_each(|request| *field(&mut request.stamps) = time);
         }
     }
 
     fn note_shown(&mut self) {
         if let Some(trace) = &self.trace {
-            let time = now();
+            let time = now_ns();
             self.unshown.iter().for_each(|request| trace.note(request, time));
             self.free.append(&mut self.unshown);
         }
@@ -327,7 +330,8 @@ impl<G: Grants> RingTask<G> {
         let ring = &self.ring;
         self.journal.answer(request.entry, ring.rsp_prod());
         ring.put(&Response { id: request.id, op: request.response_op, status });
-        self.counters.answered(request, status, time);
+        let ended = Ended { op: request.command.op(), failed: status != status::OKAY, begun_ns: request.stamps.taken };
+        self.counters.requests.end(ended, time);
         if ring.rsp_prod().wrapping_sub(ring.published()) as usize >= PUBLISH {
             self.publish();
         }

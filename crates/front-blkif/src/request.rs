@@ -4,6 +4,7 @@
 //! copied once too, and checked then. What makes no sense is answered with an error; nothing a request says can break
 //! the ring.
 
+use spile_core::metrics::Op;
 use spile_core::{Extent, GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
 use spile_xen::GrantRef;
 
@@ -32,6 +33,18 @@ pub enum Command {
     Barrier,
     /// Free so many sectors.
     Discard(u64),
+}
+
+impl Command {
+    /// As what it is counted.
+    pub fn op(self) -> Op {
+        match self {
+            Self::Read => Op::Read,
+            Self::Write | Self::Barrier => Op::Write,
+            Self::Flush => Op::Flush,
+            Self::Discard(_) => Op::Discard,
+        }
+    }
 }
 
 /// Why a request is refused.

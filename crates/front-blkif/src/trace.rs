@@ -11,7 +11,6 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use nix::time::{ClockId, clock_gettime};
 use spile_core::{Error, Result, Segment};
 
 use crate::request::{Request, Stamps};
@@ -60,10 +59,4 @@ impl Trace {
         }
         self.memory.store_u64(NEXT_AT, number + 1, Ordering::Release);
     }
-}
-
-/// ns of CLOCK_MONOTONIC.
-pub fn now() -> u64 {
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("every Linux has this clock");
-    now.tv_sec() as u64 * 1_000_000_000 + now.tv_nsec() as u64
 }

@@ -16,9 +16,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use disk::StoreDisk;
+use spile_core::metrics::{Op, Reading};
 use spile_core::{Files, OpenMode, Store};
 use spile_engine::{AnyStore, CacheMode, Config, Engine, MemStore, OsFiles};
-use spile_front_nbd::{Export, FrontMetrics, OpKind, Server, ServerConfig, TlsConfig};
+use spile_front_nbd::{Export, Server, ServerConfig, TlsConfig};
 
 struct Arguments {
     list: Vec<String>,
@@ -87,25 +88,25 @@ fn serve<S: Store>(
     let server = Server::new(engine.clone(), config, vec![export])?;
     server.listen(UnixListener::bind(path)?.into())?;
     println!("serving on {} with the {} engine", path.display(), engine.kind());
-    let before = server.metrics("");
+    let before = server.metrics("").requests;
     std::io::stdin().read_to_end(&mut Vec::new())?;
     server.stop();
     server.wait_drained(Duration::from_secs(5));
-    report(&before, &server.metrics(""));
+    report(&before, &server.metrics("").requests);
     std::fs::remove_file(path)?;
     Ok(())
 }
 
-fn report(before: &FrontMetrics, now: &FrontMetrics) {
-    for kind in OpKind::ALL {
+fn report(before: &Reading, now: &Reading) {
+    for kind in Op::ALL {
         let op = now.op(kind);
-        if op.completed + op.failed > 0 {
-            let quantile_us = |q| op.latency_ns.value_at_quantile(q) as f64 / 1e3;
+        if op.ended > 0 {
+            let quantile_us = |q| op.latency.quantile_ns(q) as f64 / 1e3;
             println!(
                 "{:>12}: {} done, {} failed, {} bytes, p50 {:.1} us, p99 {:.1} us",
                 kind.name(),
-                op.completed,
-                op.failed,
+                op.ended - op.errors,
+                op.errors,
                 op.bytes,
                 quantile_us(0.5),
                 quantile_us(0.99)

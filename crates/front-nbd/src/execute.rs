@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 
+use spile_core::metrics::now_ns;
 use spile_core::{
     Disk, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, GuestOffset, MAX_REQUEST_BYTES, Result, Segments,
     WriteZeroes,
@@ -104,7 +105,7 @@ impl<D: Disk> Session<D> {
         if !wanted || extent.len_bytes < PROBE_BYTES {
             return Runs::Whole;
         }
-        let asked_ns = self.server.clock.now_ns();
+        let asked_ns = now_ns();
         if !self.holes.may_ask(asked_ns) {
             return Runs::Whole;
         }
@@ -113,7 +114,7 @@ impl<D: Disk> Session<D> {
             Err(_) => Runs::Whole,
         };
         let found = matches!(runs, Runs::Mixed(_));
-        self.holes.learn(asked_ns, self.server.clock.now_ns(), found);
+        self.holes.learn(asked_ns, now_ns(), found);
         runs
     }
 

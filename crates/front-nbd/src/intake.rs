@@ -6,6 +6,7 @@
 
 use std::rc::Rc;
 
+use spile_core::metrics::now_ns;
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result, Segment, Segments};
 
 use crate::errors::{EINVAL, EOVERFLOW, EPERM, out_of_range};
@@ -34,7 +35,7 @@ impl Refusal {
 
 /// Takes requests until the client disconnects, hangs up or breaks the protocol, or the server stops.
 pub(crate) async fn take_requests<D: Disk>(session: &Rc<Session<D>>, inbound: &mut Inbound) -> Result<()> {
-    let mut now_ns = session.server.clock.now_ns();
+    let mut read_ns = now_ns();
     loop {
         let header = loop {
             if let Some(header) = inbound.take::<REQUEST_BYTES>() {
@@ -43,14 +44,14 @@ pub(crate) async fn take_requests<D: Disk>(session: &Rc<Session<D>>, inbound: &m
             if !inbound.fill(&session.transport).await? {
                 return if inbound.len() == 0 { Ok(()) } else { Err(torn()) };
             }
-            now_ns = session.server.clock.now_ns();
+            read_ns = now_ns();
         };
         let request =
             Request::parse(&header).ok_or_else(|| Error::new(ErrorKind::Protocol, "a request has the wrong magic"))?;
         if request.command == Command::Disconnect || session.stopping() {
             return Ok(());
         }
-        now_ns = take_one(session, inbound, request, now_ns).await?;
+        read_ns = take_one(session, inbound, request, read_ns).await?;
     }
 }
 
@@ -59,7 +60,7 @@ async fn take_one<D: Disk>(
     session: &Rc<Session<D>>,
     inbound: &mut Inbound,
     request: Request,
-    mut now_ns: u64,
+    mut read_ns: u64,
 ) -> Result<u64> {
     let checked = check(session, &request);
     let held_bytes = if checked.is_ok() { held_bytes(&request) } else { 0 };
@@ -70,16 +71,16 @@ async fn take_one<D: Disk>(
     };
     let payload = arrived.inspect_err(|_| session.withdraw(held_bytes))?;
     if waited {
-        now_ns = session.server.clock.now_ns();
+        read_ns = now_ns();
     }
     match checked {
-        Ok(()) => session.submit(Job { request, payload, held_bytes, started_ns: now_ns }),
+        Ok(()) => session.submit(Job { request, payload, held_bytes, started_ns: read_ns }),
         Err(Refusal { errno, message }) => {
             let answer = Answer::Failed { errno, message: message.to_owned(), at_start: false };
-            session.refuse(Reply { request, answer, held_bytes, started_ns: now_ns });
+            session.refuse(Reply { request, answer, held_bytes, started_ns: read_ns });
         }
     }
-    Ok(now_ns)
+    Ok(read_ns)
 }
 
 /// The memory a request needs while it is in flight, in bytes.

@@ -8,14 +8,14 @@
 //!
 //! - [`wire`]: pure parsing and encoding. [`negotiate`]: the handshake as a state machine without I/O.
 //! - `connection`, `session`, `intake`, `execute`, `outflow`: one connection and its tasks.
-//! - [`errors`]: the one table from error kinds to the wire. [`metrics`]: what is counted.
+//! - [`errors`]: the one table from error kinds to the wire. `metrics`: what is counted.
 #![forbid(unsafe_code)]
 
 mod connection;
 pub mod errors;
 mod execute;
 mod intake;
-pub mod metrics;
+mod metrics;
 pub mod negotiate;
 mod outflow;
 mod server;
@@ -25,6 +25,5 @@ mod tls;
 mod transport;
 pub mod wire;
 
-pub use metrics::{FrontMetrics, OpKind, OpMetrics};
 pub use server::{Export, Server, ServerConfig};
 pub use tls::TlsConfig;

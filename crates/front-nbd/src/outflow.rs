@@ -3,9 +3,9 @@
 use std::net::Shutdown;
 use std::rc::Rc;
 
+use spile_core::metrics::Ended;
 use spile_core::{Disk, Segment, Segments};
 
-use crate::metrics::Finished;
 use crate::negotiate::BASE_ALLOCATION_ID;
 use crate::session::{Answer, Reply, Runs, Session};
 use crate::wire::reply::{self, MAX_HEADER_BYTES};
@@ -58,7 +58,7 @@ struct Batch {
     run_start: usize,
     parts: Vec<Segment>,
     bytes: usize,
-    finished: Vec<Finished>,
+    finished: Vec<Ended>,
     held_bytes: u64,
 }
 

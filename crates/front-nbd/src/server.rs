@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result};
 use spile_engine::Engine;
-use spile_front::{Connections, FailedRequest, Listeners, LogLimit, log_failure};
+use spile_front::{Connections, FailedRequest, FrontReading, Listeners, LogLimit, log_failure};
 
 use crate::connection::{self, tls_mode};
-use crate::metrics::{Clock, ExportMetrics, FrontMetrics};
+use crate::metrics::ExportMetrics;
 use crate::negotiate::{Offer, TlsMode};
 use crate::signal::{Level, Stop};
 use crate::tls::TlsConfig;
@@ -57,7 +57,6 @@ pub(crate) struct ServerState<D> {
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) stop: Stop,
     pub(crate) metrics: Vec<ExportMetrics>,
-    pub(crate) clock: Clock,
     /// Messages to the log of requests that failed.
     failures: LogLimit,
     /// Connections that are open, those in the handshake included.
@@ -124,7 +123,6 @@ impl<D: Disk> Server<D> {
         let shared = Arc::new(ServerState {
             metrics: exports.iter().map(|_| ExportMetrics::new(workers)).collect(),
             stop: Stop::default(),
-            clock: Clock::start(),
             failures: LogLimit::default(),
             connections: Connections::new(FRONT, config.max_connections, workers),
             config,
@@ -167,10 +165,10 @@ impl<D: Disk> Server<D> {
         is_drained
     }
 
-    /// The figures of the export of this name; all zero if there is none.
-    pub fn metrics(&self, export: &str) -> FrontMetrics {
+    /// What was counted of the export of this name; all zero if there is none.
+    pub fn metrics(&self, export: &str) -> FrontReading {
         let index = self.shared.exports.iter().position(|other| other.name == export);
-        index.map_or_else(FrontMetrics::new, |index| self.shared.metrics[index].read(&self.shared.clock))
+        index.map_or_else(FrontReading::default, |index| self.shared.metrics[index].read())
     }
 
     /// Connections now, those in the handshake included.

@@ -17,11 +17,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use spile_core::metrics::{Counters, Ended, now_ns};
 use spile_core::{Disk, Segments};
 
 use crate::errors::EIO;
 use crate::execute::HoleProbe;
-use crate::metrics::{ExportMetrics, Finished, OpKind, WorkerCell};
+use crate::metrics::{ExportMetrics, op_of};
 use crate::negotiate;
 use crate::server::ServerState;
 use crate::signal::{Level, Signal};
@@ -143,8 +144,8 @@ impl<D: Disk> Session<D> {
         &self.server.metrics[self.agreed.export]
     }
 
-    fn cell(&self) -> &WorkerCell {
-        self.metrics().cell(self.worker)
+    fn counters(&self) -> &Counters {
+        &self.metrics().of_worker(self.worker).requests
     }
 
     /// True when nobody will hear an answer: long work is not worth going on with.
@@ -197,14 +198,16 @@ impl<D: Disk> Session<D> {
 
     /// Hands an admitted request to a slot.
     pub(crate) fn submit(self: &Rc<Self>, job: Job) {
-        self.cell().arrive(1, job.started_ns);
+        let Request { command, len_bytes, .. } = job.request;
+        self.counters().begin(op_of(command), len_bytes.into(), job.started_ns);
         self.slots.jobs.borrow_mut().push_back(job);
         self.rouse();
     }
 
     /// Answers an admitted request without performing it.
     pub(crate) fn refuse(&self, reply: Reply) {
-        self.cell().arrive(1, reply.started_ns);
+        // It moves no bytes, whatever length it says.
+        self.counters().begin(op_of(reply.request.command), 0, reply.started_ns);
         self.reply(reply);
     }
 
@@ -218,8 +221,9 @@ impl<D: Disk> Session<D> {
     }
 
     /// These requests have left: their replies were sent, or nobody is there to take them.
-    pub(crate) fn depart(&self, finished: &[Finished], held_bytes: u64) {
-        self.cell().depart(finished, self.server.clock.now_ns());
+    pub(crate) fn depart(&self, finished: &[Ended], held_bytes: u64) {
+        let (counters, now_ns) = (self.counters(), now_ns());
+        finished.iter().for_each(|request| counters.end(*request, now_ns));
         self.in_flight.set(self.in_flight.get() - finished.len());
         self.held_bytes.set(self.held_bytes.get() - held_bytes);
         self.room.notify();
@@ -307,13 +311,8 @@ impl<D: Disk> Drop for Owed<'_, D> {
 }
 
 impl Reply {
-    pub(crate) fn finished(&self) -> Finished {
+    pub(crate) fn finished(&self) -> Ended {
         let failed = matches!(self.answer, Answer::Failed { .. });
-        Finished {
-            kind: OpKind::of(self.request.command),
-            bytes: u64::from(self.request.len_bytes),
-            failed,
-            started_ns: self.started_ns,
-        }
+        Ended { op: op_of(self.request.command), failed, begun_ns: self.started_ns }
     }
 }

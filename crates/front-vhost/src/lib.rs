@@ -22,7 +22,6 @@ mod handover;
 mod inflight;
 mod log;
 mod memory;
-mod metrics;
 mod queue;
 mod request;
 mod ring;
@@ -32,5 +31,4 @@ mod vring;
 pub mod wire;
 
 pub use handover::{ConnectionState, Handover};
-pub use metrics::QueueMetrics;
 pub use server::{Config, Server};

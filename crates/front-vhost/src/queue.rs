@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use spile_core::Disk;
+use spile_core::metrics::{Ended as Answered, now_ns, turn_ns};
 use spile_engine::{Event, Pollable, pin_memory};
-use spile_front::{GuestRing, Inbox, QueueWaker, Slots, serve_ring};
+use spile_front::{FrontCounters, GuestRing, Inbox, QueueWaker, Slots, serve_ring, virtio};
 
 use crate::execute::Target;
 use crate::inflight::InflightQueue;
 use crate::log::Log;
 use crate::memory::GuestMemory;
-use crate::metrics::QueueCounters;
 use crate::request::{Parser, Request};
 use crate::ring::{Broken, Ring, used_bytes};
 
@@ -90,7 +90,7 @@ pub(crate) struct Setup<D> {
     pub(crate) kick: Arc<Event>,
     pub(crate) pins_memory: bool,
     pub(crate) link: Arc<Link>,
-    pub(crate) counters: Arc<QueueCounters>,
+    pub(crate) counters: Arc<FrontCounters>,
 }
 
 /// How a queue ended.
@@ -123,6 +123,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
         counters,
         link: link.clone(),
         batch: Vec::new(),
+        answered: Vec::new(),
         broken: None,
     };
     let side = Rc::new(RefCell::new(side));
@@ -130,9 +131,9 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     let mut slots = Slots::new(link.waker.clone(), make);
     let mut queue = QueueTask { ring: ring.clone(), side: side.clone(), link, again, again_at: 0 };
     let watched: Rc<dyn Pollable> = ring.clone();
-    side.borrow().counters.started();
+    side.borrow().counters.ring_started();
     serve_ring(&mut queue, &mut slots, &watched, &kick).await;
-    side.borrow().counters.stopped();
+    side.borrow().counters.ring_stopped();
     let side = side.borrow();
     Ended { next_avail: ring.next_avail(), broken: side.broken, is_lost: side.is_lost() }
 }
@@ -170,10 +171,12 @@ struct DriverSide {
     parser: Parser,
     inflight: Option<InflightQueue>,
     log: Option<QueueLog>,
-    counters: Arc<QueueCounters>,
+    counters: Arc<FrontCounters>,
     link: Arc<Link>,
     /// Heads in the used ring that are not published.
     batch: Vec<u16>,
+    /// The same requests, to be counted when they are published.
+    answered: Vec<Answered>,
     broken: Option<Broken>,
 }
 
@@ -194,7 +197,11 @@ impl DriverSide {
     /// Reads a chain; false when it has broken the ring.
     fn parse(&mut self, head: u16, request: &mut Request) -> bool {
         match self.parser.parse(&self.ring, &self.memory, head, request) {
-            Ok(()) => self.counters.popped(request),
+            Ok(()) => {
+                request.begun_ns = turn_ns();
+                let len_bytes = request.data.len() as u64;
+                self.counters.requests.begin(request.command.op(), len_bytes, request.begun_ns);
+            }
             Err(broken) => {
                 self.broken = Some(broken);
                 // It was not started and never will be: whoever comes after us must not do it again.
@@ -213,7 +220,8 @@ impl DriverSide {
             request.written.iter().for_each(|(addr, len)| log.log.mark(*addr, u64::from(*len)));
             log.log.mark(request.status_addr, 1);
         }
-        self.counters.answered(status);
+        let (op, begun_ns) = (request.command.op(), request.begun_ns);
+        self.answered.push(Answered { op, failed: status != virtio::OK, begun_ns });
         self.put(request.head, written_bytes + 1);
         if self.batch.len() >= PUBLISH {
             self.publish_and_call();
@@ -233,6 +241,9 @@ impl DriverSide {
         if self.batch.is_empty() {
             return None;
         }
+        // One look at the clock for all of them.
+        let now_ns = now_ns();
+        self.answered.drain(..).for_each(|answered| self.counters.requests.end(answered, now_ns));
         let before = self.ring.published();
         self.ring.publish();
         if let Some(inflight) = &self.inflight {
@@ -249,7 +260,7 @@ impl DriverSide {
     fn publish_and_call(&mut self) {
         let wants_call = self.publish().is_some_and(|before| self.ring.wants_call(before));
         if wants_call || self.link.has_new_call.swap(false, Ordering::Acquire) {
-            self.counters.called();
+            self.counters.notified();
             self.link.ring_call();
         }
     }

@@ -5,6 +5,7 @@
 //! (2.7.5) breaks the ring. A chain that is whole but whose request makes no sense is answered with an error.
 
 use smallvec::SmallVec;
+use spile_core::metrics::Op;
 use spile_core::{GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
 
 use crate::memory::GuestMemory;
@@ -39,6 +40,20 @@ pub enum Command {
     Unknown(u32),
 }
 
+impl Command {
+    /// As what it is counted.
+    pub fn op(self) -> Op {
+        match self {
+            Self::Read => Op::Read,
+            Self::Write => Op::Write,
+            Self::Flush => Op::Flush,
+            Self::Discard => Op::Discard,
+            Self::WriteZeroes => Op::WriteZeroes,
+            Self::GetId | Self::Unknown(_) => Op::Other,
+        }
+    }
+}
+
 impl From<u32> for Command {
     fn from(number: u32) -> Self {
         match number {
@@ -70,6 +85,8 @@ pub struct Request {
     pub written: SmallVec<[(u64, u32); 2]>,
     /// False when data or header lie outside the guest's memory.
     pub is_sound: bool,
+    /// When it was taken from the ring, in nanoseconds of CLOCK_MONOTONIC.
+    pub begun_ns: u64,
 }
 
 impl Request {

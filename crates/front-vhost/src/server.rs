@@ -15,12 +15,11 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{Shutdown, shutdown};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
-use spile_front::{Connections, Listeners, LogLimit, Place};
+use spile_front::{Connections, FrontCounters, FrontReading, Listeners, LogLimit, Place};
 
 use crate::channel::{Channel, Notices, Received};
 use crate::execute::{ID_BYTES, Target};
 use crate::handover::Handover;
-use crate::metrics::{QueueCounters, QueueMetrics};
 use crate::session::{Reply, Session};
 use crate::wire::{Invalid, Message, config_changed};
 
@@ -62,7 +61,7 @@ pub(crate) struct ServerState<D> {
     pub(crate) engine: Engine,
     pub(crate) disk: Arc<D>,
     pub(crate) config: Config,
-    counters: Vec<Arc<QueueCounters>>,
+    counters: Vec<Arc<FrontCounters>>,
     /// The worker of queue 0: servers of several disks do not all begin at the same.
     first_worker: usize,
     /// Readable once the connections are to end.
@@ -134,7 +133,7 @@ impl<D: Disk> ServerState<D> {
         (self.first_worker + queue) % self.engine.workers()
     }
 
-    pub(crate) fn counters(&self, queue: u16) -> Arc<QueueCounters> {
+    pub(crate) fn counters(&self, queue: u16) -> Arc<FrontCounters> {
         self.counters[usize::from(queue)].clone()
     }
 
@@ -308,11 +307,10 @@ impl<D: Disk> Server<D> {
         self.shared.places.count()
     }
 
-    /// The figures of all queues together.
-    pub fn metrics(&self) -> QueueMetrics {
-        let mut sum = QueueMetrics::default();
-        self.shared.counters.iter().for_each(|counters| sum.merge(&counters.read()));
-        sum
+    /// What all queues together have counted, over restarts of queues.
+    pub fn metrics(&self) -> FrontReading {
+        let reading = FrontCounters::read_all(self.shared.counters.iter().map(|counters| &**counters));
+        FrontReading { connections: self.connections() as u64, ..reading }
     }
 }
 

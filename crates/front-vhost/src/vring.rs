@@ -6,13 +6,13 @@ use std::sync::{Arc, mpsc};
 use rustix::net::{Shutdown, shutdown};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Event;
+use spile_front::FrontCounters;
 
 use crate::config::feature;
 use crate::execute::Target;
 use crate::inflight::InflightRegion;
 use crate::log::Log;
 use crate::memory::GuestMemory;
-use crate::metrics::QueueCounters;
 use crate::queue::{Ended, Link, QueueLog, Setup, run};
 use crate::ring::{Parts, Ring, available_bytes, descriptors_bytes, used_bytes};
 use crate::server::ServerState;
@@ -45,7 +45,7 @@ pub(crate) struct Vring {
     pub(crate) kick: Option<Arc<Event>>,
     pub(crate) err: Option<Arc<Event>>,
     pub(crate) link: Arc<Link>,
-    counters: Arc<QueueCounters>,
+    counters: Arc<FrontCounters>,
     /// While at work: gets its end.
     running: Option<mpsc::Receiver<Ended>>,
     /// The driver broke it: it stays stopped until it is described anew.
@@ -55,7 +55,7 @@ pub(crate) struct Vring {
 }
 
 impl Vring {
-    pub(crate) fn new(counters: Arc<QueueCounters>) -> Self {
+    pub(crate) fn new(counters: Arc<FrontCounters>) -> Self {
         Self {
             size: 0,
             addr: None,

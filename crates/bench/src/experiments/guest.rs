@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use spile_core::metrics::now_ns as now;
 use spile_core::{Error, ErrorKind, Result};
-use spile_front_blkif::trace::now;
 use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::{Blkfront, Guest};

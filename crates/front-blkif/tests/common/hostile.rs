@@ -157,7 +157,7 @@ impl Street {
     /// The first ring is served no more.
     pub fn wait_broken(&self) {
         let device = self.world.device.as_ref().unwrap();
-        wait_until("the ring is given up", || device.metrics().first().is_some_and(|ring| !ring.is_served));
+        wait_until("the ring is given up", || device.metrics().first().is_some_and(|ring| ring.rings_at_work() == 0));
     }
 
     /// What the workers have done: tasks polled and sleeps, once they do nothing any more.

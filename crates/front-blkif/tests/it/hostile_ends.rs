@@ -75,7 +75,7 @@ impl Doomed {
     }
 
     fn answered(&self) -> u64 {
-        self.device.metrics().iter().map(|ring| ring.answered).sum()
+        self.device.metrics().iter().map(|ring| ring.answered()).sum()
     }
 
     fn kill(&mut self) {
@@ -116,9 +116,10 @@ fn dies(test: &str, holds: bool, end: impl Fn(&mut Street, &mut Doomed)) {
             remove_domain(&mut street.world.store, DOOMED).unwrap();
             wait_until("the device's end", || doomed.device.has_ended());
             assert_eq!(doomed.device.wait().unwrap(), End::Closed, "{access:?}");
-            let ring = doomed.device.metrics()[0];
-            let (taken, ended) = (ring.reads + ring.writes, ring.reads_ended + ring.writes_ended);
-            assert!(!ring.is_served && taken == ended && taken == ring.answered, "{access:?} {ring:?}");
+            let ring = doomed.device.metrics().remove(0);
+            let total = ring.requests.total();
+            let (taken, ended) = (total.begun, total.ended);
+            assert!(ring.rings_at_work() == 0 && taken == ended && taken == ring.answered(), "{access:?} {ring:?}");
             street.neighbour.assert_served();
         }
         street.rest();

@@ -1,6 +1,7 @@
 //! Requests of hostile guests (cases 13 to 26), in both layouts and by every way to the guest's memory. Each is sent
 //! alone and in one batch with all others, among sound ones.
 
+use spile_core::metrics::Op;
 use spile_front_blkif::pages::Access;
 use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Queue};
@@ -167,7 +168,7 @@ fn operations_that_nobody_knows_hold_up_nothing() {
     let barrier = Request::Plain(plain(&queue, op::WRITE_BARRIER, 1, 0));
     assert_eq!(ask_all(&mut queue, &[barrier; 4]), [OKAY; 4]);
     let (read, unknown) = (plain(&queue, op::READ, 1, 64), plain(&queue, 99, 1, 0));
-    let writes = street.world.device().metrics()[0].writes;
+    let writes = street.world.device().metrics()[0].requests.op(Op::Write).begun;
     street.world.disk.hold();
     queue.ring_mut().push(&Request::Plain(read));
     queue.ring_mut().push(&Request::Plain(unknown));
@@ -176,7 +177,7 @@ fn operations_that_nobody_knows_hold_up_nothing() {
     assert_eq!((response.op, response.status), (99, UNSUPPORTED), "it does not wait for the read");
     street.world.disk.release();
     assert_eq!(crate::common::hostile::next_response(&mut queue, 5).status, OKAY);
-    assert_eq!(street.world.device().metrics()[0].writes, writes);
+    assert_eq!(street.world.device().metrics()[0].requests.op(Op::Write).begun, writes);
     street.assert_well(front, vec![queue]);
 }
 

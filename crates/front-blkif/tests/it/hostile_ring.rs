@@ -298,13 +298,13 @@ fn a_storm_of_kicks_on_an_empty_ring_costs_no_more_than_its_kicks() {
     let mut street = Street::new(Access::Copy);
     let (front, queue) = street.connect(options(Access::Copy));
     let before = street.rest();
-    let notices = street.world.device().metrics()[0].notices;
+    let notices = street.world.device().metrics()[0].notifications;
     (0..KICKS).for_each(|_| queue.kick());
     street.neighbour.assert_served();
     let after = street.rest();
     assert!(after.0 - before.0 <= 2 * KICKS + 100, "{KICKS} kicks led to {} polls", after.0 - before.0);
     assert!(after.1 - before.1 <= 2 * KICKS + 100, "{KICKS} kicks led to {} sleeps", after.1 - before.1);
-    assert_eq!(street.world.device().metrics()[0].notices, notices, "there is nothing to tell");
+    assert_eq!(street.world.device().metrics()[0].notifications, notices, "there is nothing to tell");
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(street.rest(), after, "an idle ring causes no wake-up at all");
     street.assert_well(front, vec![queue]);

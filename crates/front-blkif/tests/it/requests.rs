@@ -149,7 +149,7 @@ fn failures_are_told_and_a_flush_that_fails_is_held() {
     // All else goes on; the flush is never answered.
     (0..40).for_each(|_| assert_eq!(request(&mut queue, Op::Read, 0, 4096), status::OKAY));
     assert_eq!(queue.outstanding(), 1);
-    let held = world.device.as_ref().unwrap().metrics()[0].held;
+    let held = world.device.as_ref().unwrap().metrics()[0].held_flushes;
     assert_eq!(held, 1);
 }
 

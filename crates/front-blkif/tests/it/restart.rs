@@ -72,7 +72,7 @@ fn a_successor_ends_what_was_being_detached() {
 }
 
 fn held(world: &mut crate::common::World) -> u64 {
-    world.device().metrics().first().map_or(0, |ring| ring.held)
+    world.device().metrics().first().map_or(0, |ring| ring.held_flushes)
 }
 
 /// The kernel tells of a failed sync once. A successor that flushes with success has not saved what was lost.

@@ -146,7 +146,7 @@ fn a_disk_whose_flush_has_failed_is_not_paused() {
     world.disk.fail(Some(spile_core::ErrorKind::Io));
     queue.submit(5, Op::Flush, 0, 0);
     queue.publish();
-    wait_until("the flush", || world.device().metrics().first().is_some_and(|ring| ring.held == 1));
+    wait_until("the flush", || world.device().metrics().first().is_some_and(|ring| ring.held_flushes == 1));
     world.disk.fail(None);
     world.set_backend_key("pause", "");
     write(&mut queue, 0, &pattern(1, 4096));

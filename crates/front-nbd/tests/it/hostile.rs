@@ -265,7 +265,7 @@ on_both_engines! {
             std::io::Write::write_all(&mut slow.stream, &bytes).is_ok()
         });
         assert!(sent.count() < 100_000);
-        assert!(rig.server.metrics("").in_flight <= 16, "64 MiB are held at most");
+        assert!(rig.server.metrics("").requests.in_flight() <= 16, "64 MiB are held at most");
         let mut others: Vec<_> = (0..4).map(|_| ready(&rig.path(), true)).collect();
         for client in &mut others {
             assert_eq!(client.read(0, 512), [0; 512]);
@@ -280,7 +280,7 @@ on_both_engines! {
         rig.disk.hold_at(0);
         (0..100).for_each(|_| { client.request(Command::Read, 0, 0, 512); });
         rig.until("four are held", |rig| rig.disk.held() == 4);
-        assert_eq!(rig.server.metrics("").in_flight, 4);
+        assert_eq!(rig.server.metrics("").requests.in_flight(), 4);
         rig.disk.release();
         for _ in 0..100 {
             assert_eq!(client.answer(|_| Some((0, 512))).errno, 0);

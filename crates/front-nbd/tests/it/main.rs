@@ -54,7 +54,7 @@ impl Rig {
     pub fn assert_clean(&self) {
         self.until("all connections end", |rig| rig.server.connections() == 0);
         let left = self.server.metrics("");
-        assert_eq!((left.in_flight, left.connections), (0, 0));
+        assert_eq!((left.requests.in_flight(), left.connections), (0, 0));
     }
 }
 

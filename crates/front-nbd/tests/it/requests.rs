@@ -3,8 +3,8 @@
 use std::sync::atomic::Ordering;
 
 use spile_core::ErrorKind;
+use spile_core::metrics::Op;
 use spile_engine::MemStore;
-use spile_front_nbd::OpKind;
 use spile_front_nbd::errors::{EINVAL, EIO, ENOSPC, ENOTSUP, EOVERFLOW, EPERM};
 use spile_front_nbd::wire::reply::{STATE_HOLE, STATE_ZERO};
 use spile_front_nbd::wire::request::{Command, FLAG_DF, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE};
@@ -237,7 +237,7 @@ on_both_engines! {
         for _ in 0..300 {
             assert_eq!(client.read(0, 512), [0; 512]);
         }
-        rig.until("only the slow one is left", |rig| rig.server.metrics("").in_flight == 1);
+        rig.until("only the slow one is left", |rig| rig.server.metrics("").requests.in_flight() == 1);
         rig.disk.release();
         assert_eq!(client.answer(|_| None).cookie, slow);
     }
@@ -279,7 +279,7 @@ on_both_engines! {
         for _ in 0..8 {
             client.request(Command::Read, 0, 0, 4 << 20);
         }
-        rig.until("replies are stuck", |rig| rig.server.metrics("").in_flight == 8);
+        rig.until("replies are stuck", |rig| rig.server.metrics("").requests.in_flight() == 8);
         rig.server.stop();
         assert!(!rig.server.wait_drained(std::time::Duration::from_millis(50)));
         rig.assert_clean();
@@ -310,13 +310,15 @@ on_both_engines! {
             client.read(0, 512);
         }
         client.call(Command::Read, 0, SIZE, 512);
-        rig.until("the last departs", |rig| rig.server.metrics("").in_flight == 0);
+        rig.until("the last departs", |rig| rig.server.metrics("").requests.in_flight() == 0);
         let metrics = rig.server.metrics("");
-        let (reads, writes) = (metrics.op(OpKind::Read), metrics.op(OpKind::Write));
-        assert_eq!((reads.completed, reads.failed, reads.bytes), (10, 1, 5120));
-        assert_eq!((writes.completed, writes.failed, writes.bytes), (10, 0, 40960));
-        assert_eq!((reads.latency_ns.len(), writes.latency_ns.len()), (11, 10));
-        assert_eq!(metrics.depth_integral_ns, metrics.latency_sum_ns, "Little's law, nothing in flight");
-        assert_eq!(rig.server.metrics("no such export").op(OpKind::Read).completed, 0);
+        let metrics = metrics.requests;
+        let (reads, writes) = (metrics.op(Op::Read), metrics.op(Op::Write));
+        assert_eq!((reads.ended, reads.errors, reads.bytes), (11, 1, 5120));
+        assert_eq!((writes.ended, writes.errors, writes.bytes), (10, 0, 40960));
+        assert_eq!((reads.latency.count(), writes.latency.count()), (11, 10));
+        let latency_sum_ns = metrics.total().latency.sum_ns;
+        assert_eq!(metrics.depth_integral_ns, latency_sum_ns, "Little's law, nothing in flight");
+        assert_eq!(rig.server.metrics("no such export").requests.op(Op::Read).ended, 0);
     }
 }

@@ -122,8 +122,8 @@ impl Rig {
     pub fn assert_quiet(&self) {
         until("all connections end", || self.server.connections() == 0);
         let metrics = self.server.metrics();
-        assert_eq!(metrics.starts, metrics.stops, "queues that are still at work: {metrics:?}");
-        assert_eq!(metrics.reads + metrics.writes + metrics.others, metrics.answered, "{metrics:?}");
+        assert_eq!(metrics.ring_starts, metrics.ring_stops, "queues that are still at work: {metrics:?}");
+        assert_eq!(metrics.requests.total().begun, metrics.answered(), "{metrics:?}");
     }
 }
 

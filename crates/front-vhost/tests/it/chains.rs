@@ -60,7 +60,7 @@ fn breaks_with(kind: EngineKind, options: Options, spoil: impl FnOnce(&mut Guest
 fn until_ended(rig: &Rig) {
     crate::common::until("all connections end", || rig.server.connections() == 0);
     let metrics = rig.server.metrics();
-    assert_eq!(metrics.starts, metrics.stops);
+    assert_eq!(metrics.ring_starts, metrics.ring_stops);
 }
 
 /// Makes `descriptors` an indirect table, at which ring 0 is then sent.

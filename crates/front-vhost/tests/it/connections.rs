@@ -78,7 +78,7 @@ on_both_engines! {
             }
         });
         rig.assert_quiet();
-        assert!(rig.server.metrics().answered >= 200);
+        assert!(rig.server.metrics().answered() >= 200);
     }
 
     fn a_guest_that_goes_with_requests_in_flight_has_them_ended(kind) {
@@ -89,14 +89,14 @@ on_both_engines! {
         until("its end is seen", || rig.server.connections() == 1);
         rig.disk.release();
         rig.assert_quiet();
-        assert_eq!((rig.server.metrics().answered, rig.disk.bytes(0, 5 * 512)), (5, vec![0xaa; 5 * 512]));
+        assert_eq!((rig.server.metrics().answered(), rig.disk.bytes(0, 5 * 512)), (5, vec![0xaa; 5 * 512]));
     }
 
     fn a_new_connection_waits_for_what_an_ended_one_has_in_flight(kind) {
         let rig = rig(kind);
         let mut gone = rig.guest();
         write_held(&rig, &mut gone, 0..3);
-        until("both of its queues are at work", || rig.server.metrics().starts == 2);
+        until("both of its queues are at work", || rig.server.metrics().ring_starts == 2);
         // Its front end dies. The guest's memory lives on, and so do its writes, which are older than all that follow.
         drop(gone);
         std::thread::scope(|scope| {
@@ -106,7 +106,7 @@ on_both_engines! {
             });
             until("the new one is there", || rig.server.connections() == 2);
             std::thread::sleep(std::time::Duration::from_millis(60));
-            assert_eq!((rig.disk.held(), rig.server.metrics().starts), (3, 2), "it did not wait");
+            assert_eq!((rig.disk.held(), rig.server.metrics().ring_starts), (3, 2), "it did not wait");
             rig.disk.release();
             new.join().unwrap();
         });

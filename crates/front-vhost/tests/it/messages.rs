@@ -233,7 +233,7 @@ on_both_engines! {
             guest.assert_works(1);
             guest.connection.tell(request, &[], &[]).unwrap();
             let metrics = rig.server.metrics();
-            assert_eq!(metrics.starts, metrics.stops, "{request:?}: no queue is at work");
+            assert_eq!(metrics.ring_starts, metrics.ring_stops, "{request:?}: no queue is at work");
             let left = guest.ask(1, READ, 0, &[]);
             guest.connection.enable_vring(1, true).unwrap();
             assert_eq!((guest.rings[1].used(), left.status()), (0, NONE));
@@ -258,7 +258,7 @@ on_both_engines! {
         assert_refused("inflight", connection.tell(Request::SetInflightFd, &[0; 24], &[guest.memory.file()]));
         guest.assert_works(0);
         guest.assert_works(1);
-        assert_eq!(rig.server.metrics().starts, 2, "not even stopped in between");
+        assert_eq!(rig.server.metrics().ring_starts, 2, "not even stopped in between");
     }
 
     fn without_reply_ack_a_refused_message_ends_the_connection(kind) {

@@ -230,7 +230,7 @@ on_both_engines! {
         }
         rig.disk.fail(None);
         guest.assert_works(0);
-        assert_eq!(rig.server.metrics().failed, 12);
+        assert_eq!(rig.server.metrics().errors(), 12);
     }
 
     fn a_disk_that_panics_costs_its_queue_only(kind) {
@@ -241,12 +241,12 @@ on_both_engines! {
         crate::common::until("the panic", || !rig.disk.take_did().is_empty());
         guest.assert_works(1);
         // Nobody knows how far the queue had come: it does not start again, and there is no answer to where it ended.
-        let starts = rig.server.metrics().starts;
+        let starts = rig.server.metrics().ring_starts;
         let base = guest.rings[0].next_avail;
         guest.set_up_ring(0, base).unwrap();
         guest.rings[0].kick();
         guest.assert_works(1);
-        assert_eq!(rig.server.metrics().starts, starts);
+        assert_eq!(rig.server.metrics().ring_starts, starts);
         assert!(guest.connection.stop_vring(0).is_err());
         crate::common::until("the connection ends", || rig.server.connections() == 0);
         rig.assert_serves();

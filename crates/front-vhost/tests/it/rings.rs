@@ -109,7 +109,7 @@ on_both_engines! {
             assert_eq!(guest.rings[0].take().id, u32::from(asked.head));
         }
         guest.assert_works(0);
-        assert_eq!(rig.server.metrics().answered, 18);
+        assert_eq!(rig.server.metrics().answered(), 18);
     }
 
     fn what_a_driver_makes_available_beyond_the_ring_waits_for_room(kind) {
@@ -127,12 +127,12 @@ on_both_engines! {
         assert_eq!(rig.disk.held(), 16, "never more than the ring is long");
         // A place that is free is taken, and no more.
         rig.disk.release_at(u64::MAX);
-        until("the next one is taken", || rig.disk.held() == 16 && rig.server.metrics().answered == 2);
+        until("the next one is taken", || rig.disk.held() == 16 && rig.server.metrics().answered() == 2);
         guest.assert_works_beside();
         assert_eq!(rig.disk.held(), 16);
         rig.disk.release();
         // And two of the other ring.
-        until("all are answered", || rig.server.metrics().answered == 32 + 2);
+        until("all are answered", || rig.server.metrics().answered() == 32 + 2);
         assert_eq!(guest.rings[0].parts.used_index(), 32);
         // And a ring more than that is too much.
         let ring = &guest.rings[0];
@@ -155,7 +155,7 @@ on_both_engines! {
                     ring.kick();
                 }
             });
-            until("it is at work", || rig.server.metrics().answered > 1000);
+            until("it is at work", || rig.server.metrics().answered() > 1000);
             (0..20).for_each(|_| other.assert_works(1));
             stop.store(true, Ordering::Relaxed);
         });
@@ -305,5 +305,5 @@ fn rings_that_break_again_and_again_hurt_no_other() {
         }
         guest.reset_ring(0);
     }
-    assert_eq!(rig.server.metrics().failed, 0);
+    assert_eq!(rig.server.metrics().errors(), 0);
 }

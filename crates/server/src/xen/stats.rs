@@ -40,8 +40,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use rustix::process::geteuid;
+use spile_core::metrics::OpSums;
 use spile_core::{Error, Result, SECTOR_BYTES};
-use spile_front_blkif::metrics::{Board, RingMetrics};
+use spile_front_blkif::metrics::{Board, RequestSums};
 use spile_mem::Segment;
 
 use crate::xen::Place;
@@ -109,25 +110,16 @@ impl Drop for Stats {
 }
 
 impl Board for Pages {
-    fn show(&self, sums: &RingMetrics) {
-        let reads = [
-            sums.reads,
-            sums.reads_ended,
-            sums.read_bytes / SECTOR_BYTES,
-            sums.read_time_ns / NS_IN_US,
-            sums.read_max_ns / NS_IN_US,
-        ];
-        let writes = [
-            sums.writes,
-            sums.writes_ended,
-            sums.written_bytes / SECTOR_BYTES,
-            sums.write_time_ns / NS_IN_US,
-            sums.write_max_ns / NS_IN_US,
-        ];
+    fn show(&self, sums: &RequestSums) {
+        let fields = |op: &OpSums| {
+            let [time_us, max_us] = [op.latency_sum_ns, op.latency_max_ns].map(|ns| ns / NS_IN_US);
+            [op.begun, op.ended, op.bytes / SECTOR_BYTES, time_us, max_us]
+        };
+        let (reads, writes) = (fields(&sums.reads), fields(&sums.writes));
         store(&self.tapdisk, 16, &reads[..4]);
         store(&self.tapdisk, 48, &writes[..4]);
-        store(&self.tapdisk, 80, &[sums.failed]);
-        store(&self.blkback, 0, &[sums.discards, sums.flushes]);
+        store(&self.tapdisk, 80, &[sums.errors()]);
+        store(&self.blkback, 0, &[sums.discards.begun, sums.flushes.begun]);
         store(&self.blkback, 24, &reads);
         store(&self.blkback, 64, &writes);
     }
@@ -188,23 +180,19 @@ mod tests {
 
     const STEM: &str = "7-51712";
 
-    fn sums() -> RingMetrics {
-        RingMetrics {
-            reads: 5,
-            reads_ended: 4,
-            read_bytes: 40 * 512,
-            read_time_ns: 123_999,
-            read_max_ns: 99_000,
-            writes: 7,
-            writes_ended: 6,
-            written_bytes: 80 * 512,
-            write_time_ns: 2_000_000,
-            write_max_ns: 1_000_000,
-            flushes: 2,
-            discards: 3,
-            failed: 1,
-            ..RingMetrics::default()
-        }
+    fn sums() -> RequestSums {
+        let reads =
+            OpSums { begun: 5, ended: 4, errors: 1, bytes: 40 * 512, latency_sum_ns: 123_999, latency_max_ns: 99_000 };
+        let writes = OpSums {
+            begun: 7,
+            ended: 6,
+            errors: 0,
+            bytes: 80 * 512,
+            latency_sum_ns: 2_000_000,
+            latency_max_ns: 1_000_000,
+        };
+        let some = |begun| OpSums { begun, ..OpSums::default() };
+        RequestSums { reads, writes, flushes: some(2), discards: some(3) }
     }
 
     fn number(bytes: &[u8], at: usize) -> u64 {

@@ -11,7 +11,7 @@ use serde::Serialize;
 use spile_core::metrics::{Meter, Op, Reading};
 use spile_core::{Error, Result, ResultExt};
 use spile_engine::{AnyStore, CacheMode, Config, Engine, OsEnv, OsFiles};
-use spile_front_nbd::{Export, FrontMetrics, Server, ServerConfig};
+use spile_front_nbd::{Export, Server, ServerConfig};
 use spile_image::check::Severity;
 use spile_image::create::NewImage;
 use spile_image::{Aligned, Chain, Format, OpenOptions};
@@ -215,11 +215,11 @@ fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Layer>, bo
         ..Options::new(running.uri.clone())
     };
     let mut line = ProgressLine::new();
-    let front = running.server.metrics("");
+    let before_front = running.server.metrics("").requests;
     let before = [running.meters[0].read(), running.meters[1].read()];
     let mut outcome = load::run_only(&options, |now| line.show(now))?;
     let after = [running.meters[0].read(), running.meters[1].read()];
-    let front = front_layer(&running.server.metrics(""), &front);
+    let front = Layer::new("front", &running.server.metrics("").requests, &before_front);
     load::read_back(&options, &mut outcome);
     line.clear();
     let right = outcome.error.is_none() && outcome.mismatches.is_empty();
@@ -230,29 +230,6 @@ fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Layer>, bo
     }
     let layers = vec![front, Layer::new("disk", &after[0], &before[0]), Layer::new("store", &after[1], &before[1])];
     Ok((report, layers, right))
-}
-
-fn front_layer(after: &FrontMetrics, before: &FrontMetrics) -> Layer {
-    use spile_front_nbd::OpKind;
-    let time_s = (after.at_ns - before.at_ns) as f64 / 1e9;
-    let per_s = |kind| {
-        let ops = after.op(kind).completed - before.op(kind).completed;
-        ops as f64 / time_s
-    };
-    let bytes = |kind| after.op(kind).bytes - before.op(kind).bytes;
-    let mut latency = after.op(OpKind::Read).latency_ns.clone();
-    let _ = latency.add(&after.op(OpKind::Write).latency_ns);
-    let at = |quantile| latency.value_at_quantile(quantile) as f64 / 1e3;
-    Layer {
-        name: "front",
-        queue_depth_avg: after.average_depth_since(before),
-        read_iops: per_s(OpKind::Read),
-        write_iops: per_s(OpKind::Write),
-        bytes_per_s: (bytes(OpKind::Read) + bytes(OpKind::Write)) as f64 / time_s,
-        latency_p50_us: at(0.5),
-        latency_p99_us: at(0.99),
-        latency_p999_us: at(0.999),
-    }
 }
 
 impl Layer {
@@ -266,8 +243,8 @@ impl Layer {
         Self {
             name,
             queue_depth_avg: after.average_depth_since(before),
-            read_iops: read.ended as f64 / time_s,
-            write_iops: write.ended as f64 / time_s,
+            read_iops: (read.ended - read.errors) as f64 / time_s,
+            write_iops: (write.ended - write.errors) as f64 / time_s,
             bytes_per_s: (read.bytes + write.bytes) as f64 / time_s,
             latency_p50_us: at_us(0.5),
             latency_p99_us: at_us(0.99),

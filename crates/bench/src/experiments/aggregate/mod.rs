@@ -10,8 +10,8 @@ mod show;
 use std::time::Duration;
 
 use serde::Serialize;
+use spile_core::metrics::now_ns as now;
 use spile_core::{Error, ErrorKind, Result};
-use spile_front_blkif::trace::now;
 
 use super::guest::{Answer, Order};
 use super::rings::{RingPath, find};
