@@ -1,4 +1,4 @@
-//! How a device is served, and how that ends.
+//! The settings with which a device is served, and the ways in which serving it can end.
 
 use std::path::PathBuf;
 
@@ -8,41 +8,41 @@ use crate::pages::Access;
 /// How a disk is served to a guest.
 #[derive(Clone)]
 pub struct Config {
-    /// For messages.
+    /// The disk's name in messages.
     pub name: String,
     /// The back end's path in xenstore.
     pub backend_path: String,
     /// How the guest's pages are reached.
     pub access: Access,
-    /// Rings at most, 1 to 64.
+    /// The most rings that a guest may use, 1 to 64.
     pub max_queues: u16,
-    /// A ring has at most 2^`max_order` pages, 0 to 4.
+    /// The largest ring that a guest may use has 2^`max_order` pages, 0 to 4.
     pub max_order: u32,
-    /// Segments of an indirect request at most, 0 to 256.
+    /// The most segments of an indirect request, 0 to 256.
     pub max_indirect: u16,
     /// Refuse writes even if disk and toolstack would allow them.
     pub read_only: bool,
-    /// Offer rings of their own for responses ([`spile_xen::blkif::split`]).
+    /// Offer separate rings for responses ([`spile_xen::blkif::split`]).
     pub splits_rings: bool,
-    /// Note the times of the last so many requests in a file in `run_dir`; 0 for none ([`crate::trace`]).
+    /// The number of last requests whose times are kept in a file in `run_dir`; 0 for no such file ([`crate::trace`]).
     pub trace_records: u32,
-    /// Where what a successor needs is kept: a folder in memory, that the next boot finds empty.
+    /// The folder in which a device keeps what its successor needs. It lies in memory: the next boot finds it empty.
     pub run_dir: PathBuf,
-    /// Told by whoever has the image, from before it is opened until it is closed.
+    /// Where failed syncs of the image are noted, from before it is opened until it is closed.
     pub failed_syncs: FailedSyncs,
 }
 
-/// How a device ended.
+/// How serving a device ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// It was stopped; the guest still has it, and waits.
+    /// This process was told to stop. The guest still has the disk, and waits for the next process.
     Stopped,
-    /// Guest or toolstack have closed it for good.
+    /// The guest or the toolstack has closed the disk for good.
     Closed,
-    /// The toolstack wants the image ([`crate::pause`]); the guest still has the disk, and waits. Whoever has the image
-    /// closes it and says so ([`crate::pause::tell`]).
+    /// The toolstack has asked for a pause ([`crate::pause`]). The guest still has the disk, and waits. Whoever opened
+    /// the image closes it and then tells the toolstack ([`crate::pause::tell`]).
     Paused,
-    /// A sync had failed, so that no flush could succeed any more, and the guest whom that kept waiting has gone. For the
-    /// next one the image is to be opened anew.
-    Worn,
+    /// A sync of the image had failed, so no flush could succeed any more, and the guest that waited for its flush has
+    /// gone. The image has to be opened again before the next guest is served.
+    FailedSync,
 }

@@ -1,4 +1,5 @@
-//! The states of one device: what the toolstack and the guest write in xenstore, and what we answer there.
+//! [`Control`]: takes one device through the states of xenbus. It reads what the toolstack and the guest write in
+//! xenstore, and answers there.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -22,12 +23,12 @@ use crate::ring::Broken;
 use crate::trace::Trace;
 use crate::xenbus::{Offer, State, disk_flag, features, properties, read_wish};
 
-/// Watches that are taken before commands and states are looked at.
+/// The most watches that are taken before orders and states are looked at again.
 const MAX_NEWS: usize = 1024;
-/// Before another try to reach a xenstore that is gone.
+/// The pause before another try to reach a xenstore that is gone.
 const STORE_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// What is asked of a device from outside.
+/// What the rest of the process asks of a device.
 pub enum Order {
     Resized,
     Stop,
@@ -36,11 +37,11 @@ pub enum Order {
 /// A ring at work.
 pub struct Running {
     pub link: Arc<Link>,
-    /// Says that the task has ended.
+    /// Receives the end of the ring's task, and why the ring is broken if it is.
     pub ended: mpsc::Receiver<Option<Broken>>,
 }
 
-/// What a device's thread works with.
+/// A device as its thread sees it.
 pub struct Control<D, G, E> {
     pub engine: Engine,
     pub target: Arc<Target<Arc<D>>>,
@@ -58,21 +59,21 @@ pub struct Control<D, G, E> {
     pub rings: Vec<Running>,
     pub orders: mpsc::Receiver<Order>,
     pub doorbell: Arc<OwnedFd>,
-    /// Connections that were refused, calls that failed and rings that were broken: the guest decides how many.
+    /// Limits messages about refused connections, failed calls and broken rings: the guest decides how many there are.
     pub complaints: Arc<LogLimit>,
     /// The pause that is asked for was refused, and that was logged.
     pub has_refused_pause: bool,
 }
 
 impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
-    /// Serves to the end.
+    /// Serves the device until it ends, and returns how.
     pub fn run(&mut self) -> Result<End> {
         let result = loop {
             match self.serve() {
                 Err(error) if self.store.is_lost() => {
                     tracing::error!(
                         disk = %self.config.name, domain = %self.domain, %error,
-                        "blkif: xenstore is lost; what the guest asks for is done, the toolstack is not heard"
+                        "blkif: the connection to xenstore is lost; the guest is served on, but the toolstack cannot be heard"
                     );
                     if let Some(end) = self.find_store() {
                         break Ok(end);
@@ -83,19 +84,19 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         };
         self.stop_rings();
         match result {
-            // A flush that was still at work.
+            // A flush that was still at work when the pause began.
             Ok(End::Paused) if self.has_failed_flush() => Ok(End::Stopped),
             result => result,
         }
     }
 
-    /// Tries to reach xenstore again. `Some` when it is to stop before that.
+    /// Tries to reach xenstore until it is there. `Some` when the device is told to stop before that.
     fn find_store(&mut self) -> Option<End> {
         loop {
-            // An error is of no more interest than a time that is over.
+            // It does not matter why the wait is over.
             let _ = poll(&mut [PollFd::new(&*self.doorbell, PollFlags::IN)], Some(&STORE_PAUSE));
             let _ = rustix::io::read(self.doorbell.as_fd(), &mut [0; 8]);
-            // A new size is published when there is a store.
+            // An order to publish a new size may be dropped: the size is published when xenstore is reached.
             if self.orders.try_iter().any(|order| matches!(order, Order::Stop)) {
                 return Some(End::Stopped);
             }
@@ -113,7 +114,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
                 return Ok(end);
             }
             if self.rings.is_empty() && self.has_failed_flush() {
-                return Ok(End::Worn);
+                return Ok(End::FailedSync);
             }
             self.wait_news()?;
             while let Ok(order) = self.orders.try_recv() {
@@ -125,11 +126,11 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         }
     }
 
-    /// Watches what can change, and goes on where another process has ended.
+    /// Watches the keys that can change, and goes on where another process has ended.
     fn begin(&mut self) -> Result<()> {
         self.frontend = self.store.read_string(Tx::NONE, &self.key("frontend"))?;
         let domain_path = self.store.domain_path(self.domain)?;
-        // Whoever may write our folder is trusted, but a slip there shall not have us read another guest's keys.
+        // Whoever may write our keys is trusted, but a mistake there must not make us read another guest's keys.
         if !self.frontend.starts_with(&format!("{domain_path}/")) || self.frontend.contains("..") {
             let what = format!("{} is not a path of domain {}", self.frontend, self.domain);
             return Err(Error::new(ErrorKind::InvalidInput, what));
@@ -139,12 +140,13 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.store.watch(&format!("{}/state", self.frontend), "front")?;
         self.store.watch(&self.config.backend_path.clone(), "back")?;
         if !self.rings.is_empty() {
-            // Only xenstore was gone.
+            // Only xenstore was gone: the rings are at work.
             return self.publish_size();
         }
         let (own, front) = (self.own_state()?, self.front_state()?);
         match (own, front) {
-            // A front end in state 3 has seen our 4, or is about to. One that is to close has requests to be answered first.
+            // A front end in state 3 has seen our state 4, or is about to see it. A device that is closing has requests
+            // that have to be answered first.
             (Some(State::Connected | State::Closing), Some(State::Connected | State::Initialised | State::Closing)) => {
                 return self.resume(own);
             }
@@ -159,7 +161,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         format!("{}/{key}", self.config.backend_path)
     }
 
-    /// The value of a key of ours.
+    /// The value of a key in the back end's folder.
     pub fn read_key(&mut self, key: &str) -> Result<Option<String>> {
         self.store.read_optional(Tx::NONE, &self.key(key))
     }
@@ -171,14 +173,15 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     fn front_state(&mut self) -> Result<Option<State>> {
         let text = self.store.read_optional(Tx::NONE, &format!("{}/state", self.frontend));
         match text {
-            // What is not text, or hidden from us by the guest, is no state.
+            // A value that is not text, or that the guest does not let us read, is no state.
             Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Denied) => Ok(None),
             text => Ok(text?.and_then(|text| State::parse(&text))),
         }
     }
 
-    /// Writes keys at once, and last our state. False, and nothing is written, when the toolstack has removed the device, or
-    /// our state is not `seen` any more: what it has written there is not to be lost, and a watch tells us of it.
+    /// Writes keys and then our state in one transaction. Returns false and writes nothing when the toolstack has
+    /// removed the device or has changed our state from `seen`: its change must not be lost, and a watch will tell us
+    /// of it.
     pub fn write_keys(
         &mut self,
         seen: Option<State>,
@@ -201,12 +204,12 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         })
     }
 
-    /// As [`Control::write_keys`]; what is so already is not written again.
+    /// Writes our state, as [`Control::write_keys`] does, unless it is that state already.
     pub fn set_state(&mut self, seen: Option<State>, state: State) -> Result<bool> {
         if seen == Some(state) { Ok(true) } else { self.write_keys(seen, &[], Some(state)) }
     }
 
-    /// The toolstack may have an image keep all of its space.
+    /// True when the guest may discard: the toolstack can forbid it, so that an image keeps all of its space.
     pub fn may_discard(&mut self) -> Result<bool> {
         Ok(self.read_key("discard-enable")?.is_none_or(|value| value != "0"))
     }
@@ -223,7 +226,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.target.has_failed_flush.load(Ordering::Acquire)
     }
 
-    /// Does what the states ask for. `Some` when the device has ended.
+    /// Does what the states of both ends ask for. `Some` when the device has ended.
     fn step(&mut self) -> Result<Option<End>> {
         let Some(online) = self.read_key("online")? else {
             // The toolstack has removed the device.
@@ -235,25 +238,25 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         }
         let (own, front, is_wanted) = (self.own_state()?, self.front_state()?, online != "0");
         match front {
-            // It goes on using the disk until it is closed: a guest that has it mounted may stay in this state for long.
+            // The guest goes on using the disk until it is closed: with a mounted file system that may take long.
             Some(State::Closing) => drop(self.set_state(own, State::Closing)?),
-            // It never began, and is not to.
+            // The device never began, and is to close.
             Some(State::Initialising | State::InitWait) if own == Some(State::Closing) && !is_wanted => {
                 return Ok(self.set_state(own, State::Closed)?.then_some(End::Closed));
             }
-            // It has not begun yet.
+            // The front end has not begun yet.
             None | Some(State::Closed) if own == Some(State::InitWait) && is_wanted => {}
             None | Some(State::Closed) => {
                 self.disconnect();
                 let is_told = self.set_state(own, State::Closed)?;
                 return Ok((is_told && !is_wanted).then_some(End::Closed));
             }
-            // It begins anew, perhaps without having closed: another kernel was started.
+            // The front end begins again, perhaps without having closed: another kernel was started in the guest.
             Some(State::Initialising | State::InitWait) if own != Some(State::InitWait) && is_wanted => {
                 self.disconnect();
                 self.offer_features(own)?;
             }
-            // Not with an image that cannot be flushed any more: the next process opens it anew.
+            // An image that cannot be flushed any more serves no new guest: the next process opens it again.
             Some(State::Initialised | State::Connected) if own == Some(State::InitWait) && !self.has_failed_flush() => {
                 self.connect_or_close()?;
             }
@@ -262,22 +265,22 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         Ok(None)
     }
 
-    /// The toolstack asks for a pause, and can have it: what a failed flush was to save is in the image's file only as long
-    /// as nobody closes it.
+    /// True when the toolstack asks for a pause and may have it. After a failed flush it may not: the data that the
+    /// flush was to make durable are in the page cache only as long as nobody closes the image.
     fn is_to_pause(&mut self) -> Result<bool> {
         let is_asked = pause::is_asked(&mut self.store, &self.config.backend_path)?;
         let is_refused = is_asked && self.has_failed_flush();
         if is_refused && !self.has_refused_pause {
             let (disk, domain) = (&self.config.name, self.domain);
-            tracing::error!(%disk, %domain, "blkif: no pause: a flush has failed, and is held; end the guest first");
+            tracing::error!(%disk, %domain, "blkif: the pause is refused, because a flush has failed and is not answered; end the guest first");
         }
         self.has_refused_pause = is_refused;
         Ok(is_asked && !is_refused)
     }
 
-    /// Waits for a watch or a command, and takes all watches.
+    /// Waits for a watch or an order, and takes all watches.
     fn wait_news(&mut self) -> Result<()> {
-        // One may have come along with an answer, and waits here and not in the socket.
+        // A watch may have come along with an answer. It waits in memory then, and not in the socket.
         if self.store.next_event(Some(Duration::ZERO))?.is_none() {
             let mut fds = [
                 PollFd::new(&*self.doorbell, PollFlags::IN),
@@ -289,7 +292,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             }
             let _ = rustix::io::read(self.doorbell.as_fd(), &mut [0; 8]);
         }
-        // Not without end, for a guest that writes all the time: those that are left wake us at once.
+        // There is a limit, because a guest may write all the time. The watches that are left wake us at once.
         for _ in 0..MAX_NEWS {
             if self.store.next_event(Some(Duration::ZERO))?.is_none() {
                 break;
@@ -298,7 +301,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         Ok(())
     }
 
-    /// Serves what the front end has written; one that cannot be served is told by our state.
+    /// Connects to the rings that the front end has written. A front end that cannot be served learns it from our
+    /// state.
     fn connect_or_close(&mut self) -> Result<()> {
         let seen = Some(State::InitWait);
         let connected = read_wish(&mut self.store, &self.frontend, &self.offer).and_then(|wish| self.connect(&wish));
@@ -320,7 +324,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.write_keys(seen, &keys, Some(State::Connected)).map(drop)
     }
 
-    /// The state that is written again makes the front end look.
+    /// Publishes the disk's size. Writing our state once more makes the front end look at it.
     pub fn publish_size(&mut self) -> Result<()> {
         let sectors = properties(&self.target.disk.info(), 0).swap_remove(0);
         if self.read_key(sectors.0)?.as_ref() == Some(&sectors.1) {

@@ -1,11 +1,13 @@
 //! [`Device`]: one disk for one guest, from the first key in xenstore to the last.
 //!
-//! A thread of the device's own, asleep but for xenstore's watches, goes through the states of xenbus; the rings are tasks
-//! on the engine's workers. Watches come late, twice or for nothing, so each step looks at what is there now.
+//! Each device has a thread, which sleeps until xenstore reports a change and then goes through the states of xenbus.
+//! The rings are tasks on the engine's workers. Watches come late, twice or for nothing, so each step looks at what
+//! xenstore says now.
 //!
-//! A device that is *stopped* leaves everything as it is, for another process to go on: the guest waits meanwhile. One
-//! that was killed left the same, and its journals beside; one that is *paused* leaves it until the toolstack says. One
-//! whose guest or toolstack wants the end ends it.
+//! A device that is *stopped* leaves guest and xenstore as they are, and the guest waits until another process goes on.
+//! A process that is killed leaves the same, and its journals tell the next process what was not answered. A device
+//! that is *paused* is left until the toolstack ends the pause. A device *ends* when its guest or the toolstack closes
+//! it.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
@@ -34,12 +36,12 @@ pub struct Device {
 }
 
 impl Device {
-    /// Serves `disk` to the guest of `config.backend_path`. Just before it ends, it calls `on_end`. When its connection to
-    /// xenstore is lost, it makes another one with `open_store`; its rings go on meanwhile.
+    /// Serves `disk` to the guest of `config.backend_path`. The device calls `on_end` just before it ends. When its
+    /// connection to xenstore is lost, it makes another one with `open_store`; its rings go on meanwhile.
     ///
     /// # Errors
-    /// When the path names no guest, xenstore cannot be reached, or there is no thread or eventfd to be had. What fails
-    /// later ends the device ([`Device::wait`]).
+    /// When the path names no guest, xenstore cannot be reached, or the system gives no thread or eventfd. A later
+    /// failure ends the device, and [`Device::wait`] returns it.
     pub fn start<D: Disk, G: Grants, E: EventChannels>(
         engine: Engine,
         disk: Arc<D>,
@@ -104,7 +106,7 @@ impl Device {
     }
 
     fn send(&self, order: Order) {
-        // One that has ended hears nothing, and need not.
+        // A device that has ended needs no orders.
         let _ = self.orders.send(order);
         let _ = rustix::io::write(&*self.doorbell, &1u64.to_ne_bytes());
     }
@@ -114,35 +116,36 @@ impl Device {
         self.send(Order::Resized);
     }
 
-    /// Answers what was taken, and ends; guest and xenstore are left as they are, for a successor. [`Device::wait`] tells
-    /// when that is done.
+    /// Has the device answer the requests that it has taken, and end. Guest and xenstore are left as they are, for the
+    /// next process. [`Device::wait`] returns when that is done.
     pub fn stop(&self) {
         self.send(Order::Stop);
     }
 
-    /// True when it has ended.
+    /// True when the device has ended.
     pub fn has_ended(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits for the end.
+    /// Waits until the device has ended.
     ///
     /// # Errors
-    /// What ended it: xenstore is gone, or the guest can be served no more.
+    /// The failure that ended it: xenstore is gone, or the guest can be served no more.
     pub fn wait(&mut self) -> Result<End> {
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(end)) => end,
-            Some(Err(_)) => Err(Error::new(ErrorKind::Io, "the thread of a guest's disk broke")),
+            Some(Err(_)) => Err(Error::new(ErrorKind::Io, "the thread of a guest's disk panicked")),
             None => Ok(End::Stopped),
         }
     }
 
-    /// What its rings have counted, also those of earlier connections.
+    /// What each ring has counted, over all connections of the guest.
     pub fn metrics(&self) -> Vec<FrontReading> {
         self.counters.metrics()
     }
 
-    /// From now on shows the sums of what its rings count on `board`, at the ends of their turns. It can have one board.
+    /// Shows the sums of what the rings count on `board`, from now on, at the end of each turn. A device has one board;
+    /// a second one is ignored.
     pub fn show_on(&self, board: Arc<dyn Board>) {
         self.counters.show_on(board);
     }

@@ -1,4 +1,4 @@
-//! From a request to its status: the one place where a disk's answers become blkif's.
+//! Executes requests on the disk, and turns the disk's results into blkif's statuses.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -13,22 +13,23 @@ use crate::request::{Command, Refusal, Request};
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It is answered so.
+    /// The request is answered with this status.
     Answer(i16),
-    /// It is not answered: a flush that failed. A guest that is told of an error believes that the disk cannot flush, and
-    /// never asks for it again (Linux); one that is told of nothing waits, and loses nothing.
+    /// The request is a flush that failed, and is not answered. A Linux guest takes an error for the answer of a disk
+    /// that cannot flush, and never flushes again. A guest that gets no answer waits, and loses nothing.
     Held,
 }
 
-/// What a ring's requests need beside the disk.
+/// The disk with what the requests of its rings need.
 pub struct Target<D> {
     /// The disk.
     pub disk: D,
-    /// For messages: the disk's name.
+    /// The disk's name in messages.
     pub name: String,
-    /// Messages to the log of requests that failed.
+    /// Limits messages about failed requests.
     pub failures: Arc<LogLimit>,
-    /// A flush has failed, ours or that of a process before us: none can succeed any more, whatever the disk says.
+    /// True once a flush has failed, in this process or in one before it. No flush can succeed after that, whatever the
+    /// disk says.
     pub has_failed_flush: Arc<AtomicBool>,
 }
 
@@ -45,7 +46,7 @@ impl From<Refusal> for Failure {
 }
 
 impl<D: Disk> Target<D> {
-    /// Does what the request asks for.
+    /// Does what the request asks for, and returns how it ended.
     pub async fn execute(&self, request: &Request) -> Outcome {
         match self.run(request).await {
             Ok(()) => Outcome::Answer(status::OKAY),
@@ -72,7 +73,7 @@ impl<D: Disk> Target<D> {
             Command::Flush | Command::Barrier => {
                 let extent = if request.len_bytes > 0 { Some(extent(request)?) } else { None };
                 if self.has_failed_flush.load(Ordering::Acquire) {
-                    let what = "a flush of before has failed, and what it was to save may be lost";
+                    let what = "an earlier flush has failed, and the data that it was to make durable may be lost";
                     return Err(Failure::Flush(Error::new(ErrorKind::Io, what)));
                 }
                 if let Err(error) = self.disk.flush().await {
@@ -82,7 +83,7 @@ impl<D: Disk> Target<D> {
                 let Some(extent) = extent else { return Ok(()) };
                 let is_durable = request.command == Command::Barrier;
                 let written = self.disk.write(extent, &request.data, is_durable).await;
-                // It may be the sync of a barrier that has failed, and not its write.
+                // The failure may be that of the barrier's sync, and not of its write.
                 let is_flush = self.has_failed_flush.load(Ordering::Acquire);
                 written.map_err(|error| if is_flush { Failure::Flush(error) } else { Failure::Disk(error) })
             }

@@ -1,21 +1,23 @@
 //! The journal of a ring: what the next back end needs when this one is killed at any instruction.
 //!
-//! A response is written over a request's slot, perhaps one that is still at work, so the ring alone does not tell what
-//! was taken and not answered. The journal keeps a copy of each such request in memory that outlives the process.
+//! A response is written over the slot of a request, perhaps of one that is still at work. So the ring alone does not
+//! tell which requests were taken and not answered. The journal keeps a copy of each such request in memory that
+//! outlives the process.
 //!
-//! The order of writes, which is all there is to it (a killed process leaves its writes in program order):
+//! The journal rests on the order of writes, because a killed process leaves its writes in program order:
 //!
-//! 1. take: the slot's copy and its index; *then* the entry is marked as taken; then the count of requests taken.
-//! 2. answer: the index of its response is noted in the entry; then the response is written to the ring.
-//! 3. publish: the index that will be shown is noted (`next`); then the guest is shown it; then it is noted as shown;
-//!    then the answered entries are freed.
+//! 1. Take: write the copy of the slot and its index; *then* mark the entry as taken; then count the request as taken.
+//! 2. Answer: note the index of the response in the entry; then write the response to the ring.
+//! 3. Publish: note the index that will be shown (`next`); then show it to the guest; then note that it is shown; then
+//!    free the entries that were answered.
 //!
-//! Whoever goes on finds one of two things in the ring: `next`, then all that was answered was shown, or what was
-//! shown before, then the answers after that are void and their requests are done again. They were not
-//! acknowledged, and their pages are still granted: doing them twice is doing them once. Each is answered once.
+//! The next back end finds one of two indices in the ring. If it is `next`, the guest has been shown all answers. If it
+//! is the index that was shown before, the later answers are void, and their requests are done again. That is safe:
+//! those requests were not acknowledged, their pages are still granted, and doing them twice has the same result as
+//! doing them once. Each request is answered once.
 //!
-//! The guest cannot reach the journal, but it can write over the ring's index of responses. When that is neither of
-//! the two, nobody can say what it has seen, and the ring is given up.
+//! The guest cannot reach the journal, but it can write over the ring's index of responses. When the next back end
+//! finds neither of the two indices there, nobody can say what the guest has seen, and the ring is given up.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -45,16 +47,16 @@ const FREE: u32 = 0;
 const TAKEN: u32 = 1;
 const ANSWERED: u32 = 2;
 
-/// Bytes of the journal of a ring of `slots`.
+/// The bytes that the journal of a ring of `slots` slots takes.
 pub fn journal_bytes(slots: u32) -> usize {
     HEADER_BYTES + slots as usize * ENTRY_BYTES
 }
 
-/// The slots of the journal that `read` reads from: it fills its second argument from the offset in bytes that is its first.
-/// `None` when there is none.
+/// The number of slots of the journal that `read` reads: `read` fills its second argument with the bytes at the offset
+/// in its first. `None` when there is no journal.
 ///
 /// # Errors
-/// Those of `read`, but not that there is nothing any more.
+/// Those of `read`, except the end of the file.
 pub(crate) fn slots_of(read: impl Fn(u64, &mut [u8]) -> std::io::Result<()>) -> std::io::Result<Option<u32>> {
     let mut head = [0; SLOTS_AT + 4];
     match read(0, &mut head) {
@@ -74,30 +76,30 @@ pub struct Journal {
 
 struct Own {
     free: Vec<u16>,
-    /// Entries whose responses are written and not shown.
+    /// Entries whose responses are written but not shown to the guest.
     answered: Vec<u16>,
 }
 
-/// Where to go on, and what was left undone.
+/// Where the last back end has ended, and what it has left undone.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Left {
-    /// Requests taken.
+    /// The index of the next request to take.
     pub req_cons: u32,
-    /// Responses shown.
+    /// The index of the next response to show.
     pub rsp_prod: u32,
-    /// A flush has failed: what the guest believes to be on its way may be lost.
+    /// True when a flush has failed: data that the guest believes to become durable may be lost.
     pub has_failed_flush: bool,
-    /// Requests that were taken and not answered, oldest first: entry and slot.
+    /// Requests that were taken and not answered, oldest first: each with its entry and the copy of its slot.
     pub again: Vec<(u16, Slot)>,
 }
 
 impl Journal {
-    /// A journal for a ring that begins, both of whose indices are `start`.
+    /// A journal for a new ring. Its index of requests and its index of responses are both `start`.
     ///
     /// # Panics
     /// When `memory` is shorter than [`journal_bytes`].
     pub fn begin(memory: Segment, slots: u32, start: u32) -> Self {
-        // Nobody shall take what is half written for a journal.
+        // A journal that is half written must not look like a whole one.
         memory.store_u32(MAGIC_AT, 0, Ordering::Release);
         let journal = Self::over(memory, slots);
         (0..slots as u16).for_each(|entry| journal.set(entry, STATE, FREE));
@@ -111,10 +113,10 @@ impl Journal {
         journal
     }
 
-    /// The journal that another back end has left, whose ring now shows `shared_rsp_prod` responses.
+    /// The journal that another back end has left. The ring now shows the index of responses `shared_rsp_prod`.
     ///
     /// # Errors
-    /// When it is no journal of such a ring, or contradicts the ring.
+    /// When there is no journal of a ring of that size, or it contradicts the ring.
     pub fn resume(memory: Segment, slots: u32, shared_rsp_prod: u32) -> Result<(Self, Left), Broken> {
         let is_ours = memory.len() >= journal_bytes(slots)
             && memory.load_u32(MAGIC_AT, Ordering::Acquire) == MAGIC
@@ -125,7 +127,7 @@ impl Journal {
         let journal = Self::over(memory, slots);
         let [req_cons, shown, next] = [REQ_CONS_AT, SHOWN_AT, NEXT_AT].map(|at| journal.header(at));
         if shared_rsp_prod != shown && shared_rsp_prod != next {
-            return Err(Broken("the ring shows other responses than the journal knows of"));
+            return Err(Broken("the ring's index of responses is none that the journal has noted"));
         }
         let left = journal.read(req_cons, shared_rsp_prod)?;
         for (at, value) in [(SHOWN_AT, left.rsp_prod), (NEXT_AT, left.rsp_prod), (REQ_CONS_AT, left.req_cons)] {
@@ -141,7 +143,7 @@ impl Journal {
         Self { memory, slots, own }
     }
 
-    /// Sorts the entries into those to do again and those that are free.
+    /// Sorts the entries into those whose requests are to be done again and those that are free.
     fn read(&self, req_cons: u32, rsp_prod: u32) -> Result<Left, Broken> {
         let mut again = Vec::new();
         for entry in 0..self.slots as u16 {
@@ -157,7 +159,7 @@ impl Journal {
             self.memory.copy_to_slice(at(entry, SLOT), &mut slot);
             again.push((self.get(entry, INDEX), entry, slot));
         }
-        // The last one may have been taken and not yet counted.
+        // The last request may have been taken but not yet counted.
         let counted = req_cons.wrapping_sub(rsp_prod) as usize;
         let has_one_more = again.len() == counted + 1 && again.iter().any(|(index, ..)| *index == req_cons);
         if again.len() != counted && !has_one_more {
@@ -174,10 +176,10 @@ impl Journal {
         })
     }
 
-    /// Notes that the request `index` was taken, whose copy is `slot`; its entry.
+    /// Notes that the request with that index was taken; `slot` is its copy. Returns its entry.
     ///
     /// # Panics
-    /// When more are in flight than the ring has slots.
+    /// When more requests are in flight than the ring has slots.
     pub fn take(&self, index: u32, slot: &Slot) -> u16 {
         let entry = self.own.borrow_mut().free.pop().expect("no more are in flight than a ring has slots");
         self.memory.copy_from_slice(at(entry, SLOT), slot);
@@ -187,24 +189,24 @@ impl Journal {
         entry
     }
 
-    /// Notes that the response `rsp_index` is the entry's; before it is written to the ring.
+    /// Notes that the response with the index `rsp_index` answers the entry. Call it before the response is written.
     pub fn answer(&self, entry: u16, rsp_index: u32) {
         self.set(entry, ANSWER, rsp_index);
         self.memory.store_u32(at(entry, STATE), ANSWERED, Ordering::Release);
         self.own.borrow_mut().answered.push(entry);
     }
 
-    /// Notes that a flush has failed. The kernel tells of that once: whoever comes after us would be told of success.
+    /// Notes that a flush has failed. The kernel reports a failed sync once only: the next process would see success.
     pub fn flush_failed(&self) {
         self.memory.store_u32(FAILED_AT, 1, Ordering::Release);
     }
 
-    /// The responses up to `next` are going to be shown.
+    /// Notes that the responses before the index `next` are going to be shown.
     pub fn will_show(&self, next: u32) {
         self.memory.store_u32(NEXT_AT, next, Ordering::Release);
     }
 
-    /// They were.
+    /// Notes that the responses before the index `next` have been shown, and frees their entries.
     pub fn has_shown(&self, next: u32) {
         self.memory.store_u32(SHOWN_AT, next, Ordering::Release);
         let mut own = self.own.borrow_mut();

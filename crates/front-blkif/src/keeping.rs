@@ -1,8 +1,10 @@
-//! What a device keeps outside its process: the journals of its rings, and which connection they are of.
+//! The files in which a device keeps what the next process needs: the journals of its rings, and the connection to
+//! which they belong.
 //!
-//! Two files in a folder that a new boot of the host finds empty: `DOMAIN-DEVICE.journal`, the journals one after the
-//! other, and `DOMAIN-DEVICE.connection`, the rings as the guest named them. The second is written when the first is
-//! whole, and removed before it: without it, or when the guest names other rings, there is nothing to go on with.
+//! There are two files, in a folder that a new boot of the host finds empty. `DOMAIN-DEVICE.journal` holds the
+//! journals, one after the other. `DOMAIN-DEVICE.connection` holds the rings as the guest has named them. The second
+//! file is written when the first is whole, and removed before it. Without the second file, or when the guest names
+//! other rings, the journals are of no use.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -28,8 +30,8 @@ pub struct Keeping {
     connection: PathBuf,
 }
 
-/// Syncs of a disk's that have failed. The kernel tells of each once only, so it is noted at once where a successor looks,
-/// whoever had asked for the sync: no flush of the guest's succeeds any more.
+/// Notes that a sync of a disk has failed, whoever had asked for the sync: after that no flush of the guest succeeds.
+/// The kernel reports a failed sync once only, so it is noted at once in the journals, where the next process looks.
 #[derive(Clone)]
 pub struct FailedSyncs {
     keeping: Keeping,
@@ -37,22 +39,22 @@ pub struct FailedSyncs {
 }
 
 impl FailedSyncs {
-    /// None yet, of the disk of a back end's path, what is kept of which is in `run_dir`.
+    /// For the disk of the back end's path in xenstore, whose files lie in `run_dir`. No sync has failed yet.
     ///
     /// # Errors
-    /// When the path is no back end's.
+    /// `InvalidInput` when the path names no back end.
     pub fn new(run_dir: &Path, backend_path: &str) -> Result<Self> {
         let (domain, device) = guest_of(backend_path)?;
         Ok(Self { keeping: Keeping::new(run_dir, domain, device), is_any: Arc::default() })
     }
 
-    /// One has failed.
+    /// Notes that a sync has failed.
     pub fn note(&self) {
         self.is_any.store(true, Ordering::Release);
         self.keeping.flush_failed();
     }
 
-    /// One has failed, here or in a process before.
+    /// True when a sync has failed, in this process or in one before it.
     pub fn is_any(&self) -> bool {
         self.is_any.load(Ordering::Acquire) || self.keeping.has_failed_flush()
     }
@@ -67,30 +69,30 @@ impl FailedSyncs {
 }
 
 impl Keeping {
-    /// Those of `device` of `domain` in `folder`.
+    /// The files of the device `device` of the guest `domain` in `folder`.
     fn new(folder: &Path, domain: DomId, device: u32) -> Self {
         let name = format!("{domain}-{device}");
         Self { journal: folder.join(format!("{name}.journal")), connection: folder.join(format!("{name}.connection")) }
     }
 
-    /// Memory for the journals of rings of so many slots each.
+    /// Makes the file of journals, and maps one journal for each ring; `slots` has the number of slots of each ring.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's, with the path of the file.
     pub fn begin(&self, slots: &[u32]) -> Result<Vec<Segment>> {
         self.forget();
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(&self.journal);
         let file = file.map_err(|source| self.error("make", source))?;
         let len = places(slots).map(|(_, end)| end).last().unwrap_or(0);
-        // Memory that is not there when it is written to would be lost without a word.
+        // The space is taken now: without it, a later write to the mapping would be lost unnoticed.
         let made = rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, len);
         made.map_err(|errno| self.error("make", errno.into()))?;
         self.map(&file, slots)
     }
 
-    /// Notes in the journals, if there are any, that a sync has failed. By writing to the file and not to memory: it may be
-    /// shorter than it should be while it is made.
+    /// Notes in the journals, if there are any, that a sync has failed. This writes to the file and not to its mapping,
+    /// because the file may be shorter than the mapping while it is being made.
     fn flush_failed(&self) {
         let noted = OpenOptions::new().read(true).write(true).open(&self.journal).and_then(|file| {
             each_journal(&file, |at| file.write_all_at(&1u32.to_le_bytes(), at + journal::FAILED_AT as u64))
@@ -103,7 +105,7 @@ impl Keeping {
         }
     }
 
-    /// True when that is noted in any, or cannot be read.
+    /// True when a journal notes a failed sync, or a journal cannot be read.
     fn has_failed_flush(&self) -> bool {
         let mut has_failed = false;
         let read = fs::File::open(&self.journal).and_then(|file| {
@@ -117,15 +119,15 @@ impl Keeping {
         has_failed || read.is_err_and(|error| error.kind() != std::io::ErrorKind::NotFound)
     }
 
-    /// The journals of before, if they are of the connection that `wish` describes.
+    /// The journals that another process has left, if they belong to the connection that `wish` describes.
     ///
     /// # Errors
-    /// `NotFound` when there are none; `Corrupt` when they are of another connection.
+    /// `NotFound` when there are none; `Corrupt` when they belong to another connection.
     pub fn resume(&self, wish: &Wish, slots: &[u32]) -> Result<Vec<Segment>> {
         let kept = fs::read_to_string(&self.connection);
         let kept = kept.map_err(|source| Error::io("read", source).at_path(&self.connection))?;
         if kept != text(wish) {
-            let what = "the guest has other rings than those that were served before";
+            let what = "the guest's rings are not those that were served before";
             return Err(Error::new(ErrorKind::Corrupt, what).at_path(&self.connection));
         }
         let file = OpenOptions::new().read(true).write(true).open(&self.journal);
@@ -138,10 +140,10 @@ impl Keeping {
         each.collect::<std::io::Result<_>>().map_err(|source| self.error("map", source))
     }
 
-    /// Notes that the journals are those of `wish`.
+    /// Notes that the journals belong to the connection that `wish` describes.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's, with the path of the file.
     pub fn keep(&self, wish: &Wish) -> Result<()> {
         let new = self.connection.with_extension("new");
         let mut options = OpenOptions::new();
@@ -151,10 +153,10 @@ impl Keeping {
         renamed.map_err(|source| Error::io("write", source).at_path(&self.connection))
     }
 
-    /// Removes both.
+    /// Removes both files.
     pub fn forget(&self) {
         for path in [&self.connection, &self.journal] {
-            // They are mostly not there.
+            // Mostly there are no such files.
             let _ = fs::remove_file(path);
         }
     }
@@ -164,7 +166,7 @@ impl Keeping {
     }
 }
 
-/// Does something for each journal of a file, at whose first byte it is.
+/// Calls `act` with the offset in bytes of each journal in a file.
 fn each_journal(file: &fs::File, mut act: impl FnMut(u64) -> std::io::Result<()>) -> std::io::Result<()> {
     let mut at = 0;
     while let Some(slots) = journal::slots_of(|offset, into| file.read_exact_at(into, at + offset))? {
@@ -174,7 +176,7 @@ fn each_journal(file: &fs::File, mut act: impl FnMut(u64) -> std::io::Result<()>
     Ok(())
 }
 
-/// Where each journal begins and ends in the file.
+/// The offsets in bytes at which each journal begins and ends in the file.
 fn places(slots: &[u32]) -> impl Iterator<Item = (u64, u64)> {
     slots.iter().scan(0, |end, slots| {
         let start = *end;
@@ -183,8 +185,8 @@ fn places(slots: &[u32]) -> impl Iterator<Item = (u64, u64)> {
     })
 }
 
-/// One line for the guest, and one for each ring. Another version of this program must write the same, or an upgrade would
-/// find other rings than it left.
+/// The text of the connection file: one line for the guest, and one for each ring. Every version of this program must
+/// write the same text, because the version after an upgrade compares it with the rings that it finds.
 fn text(wish: &Wish) -> String {
     let mut lines = format!("1 {} {}\n", wish.abi.name(), u8::from(wish.is_persistent));
     for ring in &wish.rings {

@@ -1,4 +1,9 @@
-//! Serves a disk to a Xen guest: straight from the guest's blkif ring.
+//! The blkif front: serves a disk to a Xen guest, straight from the rings in the guest's memory.
+//!
+//! - [`device`], `control`, `rings`, [`xenbus`], [`pause`]: one disk of one guest, as xenstore describes it.
+//! - [`queue`], [`ring`], [`request`], [`pages`], [`execute`]: one ring at work.
+//! - [`journal`], [`keeping`]: what the next process needs when this one is killed.
+//! - [`metrics`], [`trace`]: what is counted, and where the time goes.
 #![forbid(unsafe_code)]
 
 pub mod journal;

@@ -1,7 +1,7 @@
 //! The counters of a disk's rings, and where their sums are shown.
 //!
-//! Each ring's counters have one writer, the ring's task. At the end of a turn the sums of a disk's rings are shown on its
-//! [`Board`], if it has one.
+//! Each ring's counters have one writer, the ring's task. At the end of a turn the sums of a disk's rings are shown on
+//! its [`Board`], if it has one.
 
 use std::ops::AddAssign;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};

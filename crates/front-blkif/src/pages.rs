@@ -1,10 +1,13 @@
-//! The ways to a guest's pages.
+//! [`Pages`]: gives requests the memory on which the disk works, and moves their data from and to the guest's pages.
+//! There are three ways to do that:
 //!
-//! **Copy** (the default): data go through buffers of ours, copied by the hypervisor, all pieces of a turn's requests with
-//! one call. What is being written cannot change under the disk, and nothing of the guest is mapped here.
-//! **Map**: the pages are mapped for each request, and the disk works on them; or, as tapdisk2 did, on buffers that are
-//! copied from and to them. **Persistent**: pages stay mapped, for a guest that uses the same ones again and
-//! again and copies its data itself; those least recently used are let go when there are too many.
+//! - **Copy** (the default): the disk works on our own buffers. The hypervisor copies between them and the guest's
+//!   pages, all pieces of a turn's requests with one call. The data of a write cannot change while the disk works on
+//!   them, and no page of the guest is mapped here.
+//! - **Map**: the guest's pages are mapped for each request. The disk works on them, or, as in tapdisk2, on buffers
+//!   that are copied from and to them.
+//! - **Persistent**: pages stay mapped, for a guest that uses the same pages again and again and copies its data
+//!   itself. When too many are mapped, those that were not used for the longest time are unmapped.
 //!
 //! Where the kernel must not work on mapped pages ([`Grants::can_be_pinned`]), the disk always works on buffers.
 
@@ -18,7 +21,7 @@ use spile_xen::{CopyOp, DomId, GrantRef, GrantStatus, Grants, Way};
 
 use crate::request::{Refusal, Request, range};
 
-/// How a guest's pages are reached.
+/// The way to a guest's pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Access {
     /// Grant copy.
@@ -26,36 +29,37 @@ pub enum Access {
     Copy,
     /// Grant map for each request; the disk works on the guest's pages.
     Map,
-    /// Grant map for each request, and a copy to or from buffers of ours.
+    /// Grant map for each request; the disk works on our own buffers, copied from or to the guest's pages.
     MapCopy,
-    /// Pages stay mapped, if the guest offers it; else as `Map`.
+    /// Pages stay mapped, if the guest offers that; else as `Map`.
     Persistent,
 }
 
-/// Pages that stay mapped, of one ring: all that its guest uses at depth 32 and more.
+/// The most pages of one ring that stay mapped: all that its guest uses at depth 32 and more.
 const MAX_PERSISTENT: usize = 1056;
-/// The same of one disk. Each is a mapping of its own, of which a process may have 65530 (vm.max_map_count).
+/// The most pages of one disk that stay mapped. Each takes one mapping, and a process may have 65530
+/// (vm.max_map_count).
 const MAX_DISK_PERSISTENT: usize = 32768;
 
 const BAD_PAGE: Refusal = Refusal::error("a page of the guest's is not granted as it must be");
 
-/// The pages of one guest, as one ring reaches them.
+/// The way of one ring to its guest's pages.
 pub struct Pages<G> {
     grants: Arc<G>,
     domain: DomId,
     access: Access,
-    /// The disk works on buffers of ours and not on mapped pages.
+    /// True when the disk works on our own buffers and not on mapped pages.
     has_buffers: bool,
     kept: HashMap<GrantRef, Kept>,
     clock: u64,
-    /// One call's pieces, whose they are, and how they ended. Kept for their room.
+    /// The pieces of one call, the requests that own them, and how they ended. The lists are kept for their room.
     ops: Vec<CopyOp>,
     owners: Vec<u32>,
     buffers: Vec<Segment>,
     statuses: Vec<GrantStatus>,
     bytes: Vec<u8>,
     max_persistent: usize,
-    /// Calls that failed as a whole are counted among them.
+    /// Limits messages about calls that failed as a whole.
     complaints: Arc<LogLimit>,
 }
 
@@ -65,8 +69,7 @@ struct Kept {
 }
 
 impl<G: Grants> Pages<G> {
-    /// The pages of `domain`, for one of `rings`. What goes wrong is logged, but less and less often, by the number of
-    /// `complaints`.
+    /// The way to the pages of `domain`, for one of `rings` rings. Failed calls are logged as `complaints` allows.
     pub fn new(grants: Arc<G>, domain: DomId, access: Access, rings: usize, complaints: Arc<LogLimit>) -> Self {
         let has_buffers = access == Access::MapCopy || !grants.can_be_pinned();
         Self {
@@ -86,8 +89,8 @@ impl<G: Grants> Pages<G> {
         }
     }
 
-    /// Reads the segments of those requests that have them in pages of their own. Copied whatever the access is: they are
-    /// read once and then checked.
+    /// Reads the segments of indirect requests, which lie in pages of the guest. They are copied whatever the access
+    /// is, so that they are read once and then checked.
     pub fn read_indirect(&mut self, requests: &mut [Box<Request>]) {
         for (number, request) in requests.iter().enumerate() {
             let (buffer, mut at) = (self.buffers.len() as u32, 0);
@@ -115,7 +118,7 @@ impl<G: Grants> Pages<G> {
         self.buffers.clear();
     }
 
-    /// Gives each request the memory that the disk works on, filled with what is to be written.
+    /// Gives each request the memory on which the disk works. For writes it is filled with their data.
     pub fn load(&mut self, requests: &mut [Box<Request>]) {
         match self.access {
             Access::Copy => self.load_copies(requests),
@@ -130,7 +133,7 @@ impl<G: Grants> Pages<G> {
         }
     }
 
-    /// Brings what was read to the guest, of those requests that ended well; a page that cannot be written is an error.
+    /// Brings the data of reads that ended well to the guest. A request with a page that cannot be written is refused.
     pub fn store(&mut self, requests: &mut [Box<Request>]) {
         match self.access {
             Access::Copy => {
@@ -156,7 +159,7 @@ impl<G: Grants> Pages<G> {
         self.buffers.clear();
     }
 
-    /// Lists the pieces of all requests that `is_wanted`, each with its buffer.
+    /// Lists the pieces of all requests for which `is_wanted` is true, each with its buffer.
     fn list_pieces(&mut self, requests: &[Box<Request>], is_wanted: impl Fn(&Request) -> bool) {
         let wanted = |request: &Request| request.refusal.is_none() && request.len_bytes > 0 && is_wanted(request);
         for (number, request) in requests.iter().enumerate().filter(|(_, request)| wanted(request)) {
@@ -173,7 +176,7 @@ impl<G: Grants> Pages<G> {
         }
     }
 
-    /// Copies the listed pieces; a request one of whose pieces failed is refused.
+    /// Copies the listed pieces. A request is refused when one of its pieces failed.
     fn copy(&mut self, way: Way, requests: &mut [Box<Request>]) {
         if !self.ops.is_empty() {
             self.statuses.clear();
@@ -193,7 +196,7 @@ impl<G: Grants> Pages<G> {
         self.owners.clear();
     }
 
-    /// Maps a request's pages.
+    /// Maps the pages of one request; `None` when they cannot be mapped.
     fn map(&mut self, request: &mut Request) -> Option<()> {
         request.mapped = match self.access {
             Access::Persistent => {
@@ -216,7 +219,7 @@ impl<G: Grants> Pages<G> {
         Some(())
     }
 
-    /// A page that stays mapped.
+    /// The page of one grant, which is mapped and stays mapped; `None` when it cannot be mapped.
     fn keep(&mut self, gref: GrantRef) -> Option<Segment> {
         self.clock += 1;
         if let Some(kept) = self.kept.get_mut(&gref) {
@@ -231,7 +234,7 @@ impl<G: Grants> Pages<G> {
         Some(page)
     }
 
-    /// Lets go of an eighth of the pages, so that the search is rare.
+    /// Unmaps an eighth of the pages, those unused for the longest time. A search for the oldest is then rare.
     fn drop_oldest(&mut self) {
         let mut used: Vec<_> = self.kept.values().map(|kept| kept.used).collect();
         let (_, limit, _) = used.select_nth_unstable(self.max_persistent / 8);
@@ -240,7 +243,7 @@ impl<G: Grants> Pages<G> {
     }
 }
 
-/// Those that have data and are not refused.
+/// The requests that have data and are not refused.
 fn with_data(requests: &mut [Box<Request>]) -> impl Iterator<Item = &mut Request> {
     let boxes = requests.iter_mut().map(|request| &mut **request);
     boxes.filter(|request| request.refusal.is_none() && request.len_bytes > 0)

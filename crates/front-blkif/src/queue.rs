@@ -1,9 +1,9 @@
 //! One ring at work: a task on one worker that takes requests, executes, answers and notifies.
 //!
-//! Its turns are those of every ring ([`serve_ring`]); what is its own is that the pieces of all requests that
-//! begin, and of all that end in a turn, are copied with one call each. A request passes: taken from the ring and
-//! noted in the journal → *waiting* → given memory, and its data if it writes → *ready* → executed → *done* → its
-//! data brought to the guest → answered.
+//! Its turns are those of every ring ([`serve_ring`]). In addition, one call copies the pieces of all requests that
+//! begin in a turn, and one call those of all requests that end in it. The way of a request: it is taken from the ring
+//! and noted in the journal → *waiting* → it gets memory, and its data if it writes → *ready* → it is executed → *done*
+//! → its data are brought to the guest → it is answered.
 
 #![expect(clippy::vec_box, reason = "requests move from list to list, and the disk holds on to one while it works")]
 
@@ -28,18 +28,18 @@ use crate::request::{Command, Limits, Refusal, Request, Stamps};
 use crate::ring::{Broken, Ring, SLOT_BYTES, Slot};
 use crate::trace::Trace;
 
-/// Requests that are given memory at a time.
+/// The most requests that get memory at a time.
 const BATCH: usize = 64;
-/// Bytes that are copied before the disk begins with them, or the guest is told of them: what was copied should still be
-/// in the processor's cache then.
+/// The most bytes that are copied at a time, before the disk begins with them or the guest is told of them. What was
+/// copied should still be in the processor's cache then.
 const BATCH_BYTES: usize = 512 << 10;
-/// Bytes of the requests of one disk that have memory at a time: buffers, and where both are needed the guest's pages as well.
-/// Each ring may always have one.
+/// The most bytes of a disk's requests that have memory at a time: buffers, and, where both are needed, the guest's
+/// pages as well. Each ring may always have one request, whatever its size.
 const BUDGET_BYTES: usize = 32 << 20;
-/// Answers that are held back at most, so that a guest that polls can go on while we work.
+/// The most answers that wait to be published together, so that a guest that polls can go on while we work.
 const PUBLISH: usize = 16;
 
-/// What the control of a ring and its task share.
+/// What a ring's task shares with the device that controls it.
 #[derive(Default)]
 pub struct Link {
     waker: Arc<QueueWaker>,
@@ -47,14 +47,14 @@ pub struct Link {
 }
 
 impl Link {
-    /// Takes no more requests; the task ends when those that were taken are answered.
+    /// Has the ring take no more requests. Its task ends when those that were taken are answered.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.waker.wake();
     }
 }
 
-/// All that a ring starts with.
+/// What a ring needs to start.
 pub struct Setup<D, G> {
     /// The disk.
     pub target: Arc<Target<D>>,
@@ -62,35 +62,35 @@ pub struct Setup<D, G> {
     pub grants: Arc<G>,
     /// The guest.
     pub domain: DomId,
-    /// The same, in kind.
+    /// The way to the guest's pages.
     pub access: Access,
     /// What the guest may ask for.
     pub limits: Limits,
-    /// The rings of the disk, which share what it may have.
+    /// The number of rings among which the limits of the disk are shared out.
     pub share: usize,
-    /// What the guest was complained of in the log.
+    /// Limits messages about mistakes of the guest.
     pub complaints: Arc<LogLimit>,
     /// The ring.
     pub ring: Ring,
-    /// Its journal.
+    /// The ring's journal.
     pub journal: Journal,
     /// Requests that another back end has taken and not answered, oldest first.
     pub again: Vec<(u16, Slot)>,
-    /// Rung by the guest.
+    /// What the guest rings.
     pub kick: Arc<Event>,
-    /// Rung by us.
+    /// What we ring.
     pub call: Arc<Event>,
-    /// Where it is told to stop.
+    /// By which the ring is told to stop.
     pub link: Arc<Link>,
-    /// What it counts.
+    /// The ring's counters.
     pub counters: Arc<FrontCounters>,
-    /// What all rings of the disk count, its own among them.
+    /// The counters of all rings of the disk.
     pub disk_counters: Arc<DiskCounters>,
-    /// Where the times of requests are noted, if they are.
+    /// Where the times of requests are noted, if they are traced.
     pub trace: Option<Arc<Trace>>,
 }
 
-/// Serves a ring to its end; why it cannot go on, if that is why.
+/// Serves a ring to its end. Returns why it is broken, if that is the reason.
 ///
 /// # Panics
 /// Outside a worker.
@@ -121,7 +121,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
         in_flight: 0,
         in_flight_bytes: 0,
         has_barrier: false,
-        // Whoever served the ring before us may have been killed before it had notified the guest.
+        // The process before us may have been killed before it notified the guest.
         must_notify: true,
         broken: None,
         trace: trace.clone(),
@@ -138,7 +138,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
 
 type Done = Rc<RefCell<Vec<(Box<Request>, Outcome)>>>;
 
-/// A slot: executes one request after the other.
+/// The future of one slot: executes one request after the other.
 async fn answer_all<D: Disk>(inbox: Rc<Inbox<Box<Request>>>, done: Done, target: Arc<Target<D>>, is_traced: bool) {
     loop {
         let mut request = inbox.next().await;
@@ -154,7 +154,7 @@ async fn answer_all<D: Disk>(inbox: Rc<Inbox<Box<Request>>>, done: Done, target:
     }
 }
 
-/// For the worker to look at.
+/// The worker looks at the ring through this.
 impl Pollable for Ring {
     fn is_ready(&self) -> bool {
         self.has_next()
@@ -176,28 +176,28 @@ struct RingTask<G> {
     link: Arc<Link>,
     counters: Arc<FrontCounters>,
     disk_counters: Arc<DiskCounters>,
-    /// Just taken.
+    /// Requests that were just taken from the ring, or are just getting their memory.
     taken: Vec<Box<Request>>,
     waiting: VecDeque<Box<Request>>,
     ready: VecDeque<Box<Request>>,
     done: Done,
-    /// Those that are being answered.
+    /// Requests that are being answered.
     answers: Vec<Box<Request>>,
     free: Vec<Box<Request>>,
-    /// Those that are ready or executed.
+    /// The number of requests that are ready or being executed.
     in_flight: usize,
     in_flight_bytes: usize,
-    /// One of them is a barrier: it is the only one.
+    /// True when a barrier is in flight. It is the only request then.
     has_barrier: bool,
     must_notify: bool,
     broken: Option<Broken>,
     trace: Option<Arc<Trace>>,
-    /// Traced requests that are answered and not shown.
+    /// Traced requests that are answered and not yet shown to the guest.
     unshown: Vec<Box<Request>>,
 }
 
 impl<G: Grants> RingTask<G> {
-    /// Those that another back end has left.
+    /// Takes the requests that another back end has left.
     fn take_again(&mut self, again: Vec<(u16, Slot)>) {
         for (entry, slot) in again {
             self.decode(entry, &slot);
@@ -205,7 +205,8 @@ impl<G: Grants> RingTask<G> {
         self.sort_in();
     }
 
-    /// Takes all that is in the ring. It has to be all: the worker looks at the ring again while there is any.
+    /// Takes all requests that are in the ring. None may stay there, because the worker would look at the ring again
+    /// and again.
     fn take_new(&mut self) {
         let mut slot = [0; SLOT_BYTES];
         while self.broken.is_none() && !self.link.stop.load(Ordering::Acquire) {
@@ -232,7 +233,7 @@ impl<G: Grants> RingTask<G> {
 
     fn sort_in(&mut self) {
         if !self.taken.is_empty() {
-            // One reading of the clock for all: how long requests take is counted whether they are traced or not.
+            // One look at the clock for all of them. Latencies are counted whether requests are traced or not.
             let time = now_ns();
             self.taken.iter_mut().for_each(|request| request.stamps.taken = time);
         }
@@ -243,7 +244,7 @@ impl<G: Grants> RingTask<G> {
         self.waiting.extend(self.taken.drain(..));
     }
 
-    /// Gives memory to those that wait, as many as may begin now.
+    /// Gives memory to the requests that wait, as many as may begin now.
     fn make_ready(&mut self) {
         let mut bytes = 0;
         while self.taken.len() < BATCH && bytes < BATCH_BYTES && !self.has_barrier {
@@ -264,13 +265,13 @@ impl<G: Grants> RingTask<G> {
         self.ready.extend(self.taken.drain(..));
     }
 
-    /// Answers what has ended.
+    /// Answers the requests that have ended.
     fn answer(&mut self) {
         let (done, mut bytes) = (self.done.clone(), 0);
         for (mut request, outcome) in done.borrow_mut().drain(..) {
             self.in_flight -= 1;
             self.in_flight_bytes -= request.len_bytes as usize;
-            // After a barrier that is held nothing may begin.
+            // After a barrier that failed and is not answered, nothing may begin.
             self.has_barrier &= outcome == Outcome::Held && request.command == Command::Barrier;
             let Outcome::Answer(status) = outcome else {
                 self.journal.flush_failed();
@@ -292,13 +293,13 @@ impl<G: Grants> RingTask<G> {
         self.bring();
     }
 
-    /// Brings to the guest what was read well, takes hands off its pages, and answers.
+    /// Brings the data of reads to the guest, unmaps its pages, and writes the answers.
     fn bring(&mut self) {
         if self.answers.is_empty() {
             return;
         }
         self.pages.store(&mut self.answers);
-        // Before the guest is told: it then takes its pages back.
+        // The pages are unmapped before the guest is told, because it takes them back then.
         self.answers.iter_mut().for_each(|request| request.clear());
         self.stamp(|queue| &mut queue.answers, |stamps| &mut stamps.stored);
         let time = now_ns();
@@ -310,7 +311,7 @@ impl<G: Grants> RingTask<G> {
         self.answers = answers;
     }
 
-    /// Notes the time in all requests of a list, if they are traced.
+    /// Notes the time in a field of all requests of a list, if requests are traced.
     fn stamp(&mut self, list: impl Fn(&mut Self) -> &mut Vec<Box<Request>>, field: impl Fn(&mut Stamps) -> &mut u64) {
         if self.trace.is_some() {
             let time = now_ns();
@@ -337,7 +338,7 @@ impl<G: Grants> RingTask<G> {
         }
     }
 
-    /// Shows the guest what was answered, and notifies it if it wants to hear.
+    /// Shows the guest what was answered, and notifies it if it wants that.
     fn publish(&mut self) {
         let ring = &self.ring;
         let (before, next) = (ring.published(), ring.rsp_prod());
@@ -370,7 +371,7 @@ impl<G: Grants> GuestRing for RingTask<G> {
         self.broken.is_none() && !self.link.stop.load(Ordering::Acquire)
     }
 
-    /// What was taken is done even when we are to stop; not what waits for a barrier that is held.
+    /// Requests that were taken are done even when the ring is to stop, unless they wait for a barrier that failed.
     fn may_pop(&self) -> bool {
         let is_stuck = self.has_barrier && self.in_flight == 0;
         self.takes_new() || !self.ready.is_empty() || (!self.waiting.is_empty() && !is_stuck)
@@ -389,10 +390,10 @@ impl<G: Grants> GuestRing for RingTask<G> {
     }
 
     fn kicks_failed(&mut self, error: Error) {
-        tracing::warn!(%error, "blkif: a ring's event channel cannot be heard");
-        self.broken = Some(Broken("its event channel cannot be heard"));
+        tracing::warn!(%error, "blkif: a ring's event channel cannot be read");
+        self.broken = Some(Broken("its event channel cannot be read"));
     }
 
-    /// A guest whose index was passed does not notify until it is armed again.
+    /// Nothing has to be written: a guest notifies only when it passes the index that [`Ring::arm`] has set.
     fn suppress(&self) {}
 }

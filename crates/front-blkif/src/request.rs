@@ -1,8 +1,8 @@
-//! From a slot to a request: what it asks for, checked before anything is done.
+//! [`Request`]: decodes the slot of a ring, and checks what the request asks for before anything is done.
 //!
-//! A slot is a copy, so what is checked here cannot change any more; the pages of segments of an indirect request are
-//! copied once too, and checked then. What makes no sense is answered with an error; nothing a request says can break
-//! the ring.
+//! A slot is a copy, so what is checked here cannot change any more. The segments of an indirect request lie in pages
+//! of the guest; they are copied once too, and checked then. A request that makes no sense is answered with an error.
+//! Nothing that a request says can break the ring.
 
 use spile_core::metrics::Op;
 use spile_core::{Extent, GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
@@ -14,29 +14,30 @@ use spile_xen::blkif::{
     status,
 };
 
-/// Sectors in a granted page.
+/// The number of sectors in a granted page.
 const PAGE_SECTORS: u8 = (XEN_PAGE_BYTES as u64 / SECTOR_BYTES) as u8;
-/// Discard this so that nobody can read it again, which we do not offer.
+/// The flag of a secure discard, after which nobody can read the data again. We do not offer it.
 const DISCARD_SECURE: u8 = 1;
 
 /// What a request asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Command {
-    /// Read.
+    /// Read sectors.
     #[default]
     Read,
-    /// Write.
+    /// Write sectors.
     Write,
-    /// Make what was written durable; then write, if there are data.
+    /// Make all acknowledged writes durable; then write, if the request has data.
     Flush,
-    /// All before it is durable before it is begun, it is durable before it is answered, and nothing is begun meanwhile.
+    /// A write with a barrier: all writes before it are durable before it begins, it is durable before it is answered,
+    /// and no other request begins in between.
     Barrier,
-    /// Free so many sectors.
+    /// Free this number of sectors.
     Discard(u64),
 }
 
 impl Command {
-    /// As what it is counted.
+    /// The kind under which the request is counted.
     pub fn op(self) -> Op {
         match self {
             Self::Read => Op::Read,
@@ -50,14 +51,14 @@ impl Command {
 /// Why a request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// What the guest is told.
+    /// The status that the guest gets.
     pub status: i16,
-    /// What the log is told.
+    /// The reason in the log.
     pub reason: &'static str,
 }
 
 impl Refusal {
-    /// The request makes no sense, or cannot be done.
+    /// The refusal of a request that makes no sense or cannot be done.
     pub const fn error(reason: &'static str) -> Self {
         Self { status: status::ERROR, reason }
     }
@@ -70,60 +71,61 @@ impl Refusal {
 /// What a front end may ask for.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Segments of an indirect request.
+    /// The most segments of an indirect request.
     pub max_indirect: u16,
-    /// Nothing may be written.
+    /// True when nothing may be written.
     pub read_only: bool,
-    /// Sectors may be freed.
+    /// True when sectors may be freed.
     pub discards: bool,
 }
 
 /// The times of one request, in ns of CLOCK_MONOTONIC.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Stamps {
-    /// Taken from the ring.
+    /// When it was taken from the ring.
     pub taken: u64,
-    /// It had its memory.
+    /// When it had its memory.
     pub loaded: u64,
-    /// The disk began.
+    /// When the disk began with it.
     pub begun: u64,
-    /// The disk was done.
+    /// When the disk was done with it.
     pub ended: u64,
-    /// Copied back.
+    /// When its data were copied back to the guest.
     pub stored: u64,
 }
 
-/// One request. Used again for another: its lists keep their room.
+/// One request. The ring uses it again for another request, so its lists keep their room.
 #[derive(Debug, Default)]
 pub struct Request {
-    /// Its entry in the journal.
+    /// The number of its entry in the journal.
     pub entry: u16,
-    /// What the response repeats.
+    /// The id that the response repeats.
     pub id: u64,
-    /// What the response names.
+    /// The operation that the response names.
     pub response_op: u8,
-    /// What to do.
+    /// What it asks for.
     pub command: Command,
     /// The first sector.
     pub sector: u64,
     /// The parts of the guest's pages.
     pub segments: Vec<SegmentEntry>,
-    /// The pages in which the segments lie, as long as they were not read from there, and how many there are.
+    /// While the segments of an indirect request have not been read: the pages in which they lie, and how many segments
+    /// there are.
     pub indirect: Option<([GrantRef; INDIRECT_PAGES], u16)>,
-    /// Bytes of data.
+    /// The bytes of its data.
     pub len_bytes: u32,
-    /// Where the disk puts them or takes them from.
+    /// The memory that the disk fills or from which it takes the data.
     pub data: Segments,
     /// The guest's pages, while they are mapped.
     pub mapped: Segments,
-    /// It is answered with this.
+    /// Why the request is refused, if it is.
     pub refusal: Option<Refusal>,
-    /// When it passed where, if that is traced.
+    /// The times at which it passed each step. All but the first are noted only when requests are traced.
     pub stamps: Stamps,
 }
 
 impl Request {
-    /// Reads a slot. An indirect request has its segments yet to be read ([`Request::take_indirect`]).
+    /// Decodes a slot. The segments of an indirect request have to be read after that ([`Request::take_indirect`]).
     pub fn decode(&mut self, abi: Abi, slot: &[u8], limits: &Limits) {
         let wire = blkif::Request::decode(abi, slot);
         (self.id, self.response_op) = (wire.id(), wire.response_op());
@@ -136,8 +138,8 @@ impl Request {
                 (self.command, self.sector) = (Command::Discard(discard.nr_sectors), discard.sector);
                 match discard.flag & DISCARD_SECURE {
                     0 if limits.discards => Ok(()),
-                    0 => Err(Refusal::unsupported("a discard, which is not offered")),
-                    _ => Err(Refusal::unsupported("a secure discard, which is not offered")),
+                    0 => Err(Refusal::unsupported("discards are not offered")),
+                    _ => Err(Refusal::unsupported("secure discards are not offered")),
                 }
             }
         };
@@ -194,7 +196,7 @@ impl Request {
         Ok(())
     }
 
-    /// The pages in which the segments of an indirect request lie, and how many bytes of each count.
+    /// The pages in which the segments of an indirect request lie, each with the number of bytes that are used.
     pub fn indirect_pages(&self) -> impl Iterator<Item = (GrantRef, u16)> + use<> {
         let (pages, count) = self.indirect.filter(|_| self.refusal.is_none()).unwrap_or_default();
         let count = usize::from(count);
@@ -213,7 +215,7 @@ impl Request {
         self.refusal = self.check_segments().err();
     }
 
-    /// Each part lies in its page, and the whole is not too long.
+    /// Checks that each segment lies in its page and that the request is not too long; sets its length.
     fn check_segments(&mut self) -> Result<(), Refusal> {
         let mut sectors = 0;
         for segment in &self.segments {
@@ -230,12 +232,12 @@ impl Request {
         Ok(())
     }
 
-    /// Where on the disk; a discard has its own length.
+    /// The extent on the disk.
     ///
     /// # Errors
     /// When it does not lie within `size_bytes`.
     pub fn extent(&self, size_bytes: u64) -> Result<Extent, Refusal> {
-        let outside = Refusal::error("sectors that are not in the disk");
+        let outside = Refusal::error("some sectors lie behind the end of the disk");
         let len_bytes = match self.command {
             Command::Discard(sectors) => sectors.checked_mul(SECTOR_BYTES).filter(|len| *len > 0).ok_or(outside)?,
             _ => u64::from(self.len_bytes),
@@ -245,15 +247,15 @@ impl Request {
         end.map(|_| Extent { offset: GuestOffset(offset), len_bytes }).ok_or(outside)
     }
 
-    /// Lets go of the guest's memory and of the buffers, which an idle request must not keep. The list of segments keeps
-    /// its room: 2 KiB at most.
+    /// Drops the references to the guest's memory and the buffers, which an idle request must not keep. The list of
+    /// segments keeps its room, 2 KiB at most.
     pub fn clear(&mut self) {
         self.data.clear();
         self.mapped = Segments::new();
     }
 }
 
-/// A segment's first byte in its page, and its length.
+/// The offset in bytes of a segment in its page, and its length in bytes.
 pub fn range(segment: &SegmentEntry) -> (usize, usize) {
     let sector = SECTOR_BYTES as usize;
     let sectors = usize::from(segment.last_sect - segment.first_sect) + 1;

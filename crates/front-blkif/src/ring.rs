@@ -9,27 +9,27 @@ use std::sync::atomic::{Ordering, fence};
 use spile_core::Segment;
 use spile_xen::blkif::{Abi, RING_HEADER_BYTES, Response, index, ring_slots, split};
 
-/// Bytes of the largest slot.
+/// The bytes of the largest slot.
 pub const SLOT_BYTES: usize = Abi::X86_64.slot_bytes();
 
-/// A request's slot, copied.
+/// A copy of a request's slot.
 pub type Slot = [u8; SLOT_BYTES];
 
-/// What makes a ring unusable until the guest connects again: it has broken the rules.
+/// Which rule of rings the guest has broken. The ring is unusable until the guest connects again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Broken(pub &'static str);
 
-/// The pages of a ring, in which the guest writes at the same time.
+/// The pages of a ring, which the guest may write at the same time.
 pub trait SharedPages {
-    /// The number at `at`.
+    /// Reads the number at the offset `at`.
     fn load(&self, at: usize, order: Ordering) -> u32;
-    /// Stores a number at `at`.
+    /// Writes a number at the offset `at`.
     fn store(&self, at: usize, value: u32, order: Ordering);
-    /// What was stored before is seen before what is loaded after.
+    /// A full memory fence: other processors see the writes before it before the reads after it are done.
     fn fence(&self);
-    /// Copies the bytes from `at`.
+    /// Copies bytes from the offset `at`.
     fn read(&self, at: usize, into: &mut [u8]);
-    /// Copies bytes to `at`.
+    /// Copies bytes to the offset `at`.
     fn write(&self, at: usize, from: &[u8]);
 }
 
@@ -60,20 +60,21 @@ pub struct Ring<M = Segment> {
     memory: M,
     abi: Abi,
     slots: u32,
-    /// Where responses go, if not over requests, and how many fit.
+    /// The separate pages for responses, if there are any, and how many responses fit there.
     responses: Option<(M, u32)>,
-    /// Requests taken.
+    /// The index of the next request to take.
     req_cons: Cell<u32>,
-    /// The guest's producer index as last seen.
+    /// The guest's producer index as it was last read.
     req_prod: Cell<u32>,
-    /// Responses written.
+    /// The index of the next response to write.
     rsp_prod: Cell<u32>,
-    /// Responses that the guest has been shown.
+    /// The index of responses that the guest has been shown.
     published: Cell<u32>,
 }
 
 impl Ring<Segment> {
-    /// A ring of 2^`order` pages in `memory`, of which `req_cons` requests were taken and `rsp_prod` responses shown before.
+    /// A ring of 2^`order` pages in `memory`. It goes on at the index `req_cons` of requests and `rsp_prod` of
+    /// responses.
     ///
     /// # Panics
     /// When `memory` is shorter than the ring.
@@ -83,7 +84,7 @@ impl Ring<Segment> {
         Self::over(memory, abi, order, req_cons, rsp_prod)
     }
 
-    /// The same ring with its responses in 2^`order` pages of their own ([`split`]).
+    /// The same ring with its responses in 2^`order` separate pages ([`split`]).
     ///
     /// # Panics
     /// When `memory` is shorter than the ring of responses.
@@ -95,7 +96,7 @@ impl Ring<Segment> {
 }
 
 impl<M: SharedPages> Ring<M> {
-    /// As [`Ring::new`], of memory that is long enough.
+    /// As [`Ring::new`], for memory that is known to be long enough.
     pub fn over(memory: M, abi: Abi, order: u32, req_cons: u32, rsp_prod: u32) -> Self {
         let slots = ring_slots(order);
         Self {
@@ -110,13 +111,13 @@ impl<M: SharedPages> Ring<M> {
         }
     }
 
-    /// As [`Ring::with_responses`], in memory that is long enough.
+    /// As [`Ring::with_responses`], for memory that is known to be long enough.
     pub fn with_responses_over(mut self, memory: M, order: u32) -> Self {
         self.responses = Some((memory, split::response_slots(order)));
         self
     }
 
-    /// Requests in flight at most.
+    /// The most requests in flight.
     pub fn max_in_flight(&self) -> u32 {
         self.responses.as_ref().map_or(self.slots, |(_, slots)| *slots)
     }
@@ -136,7 +137,7 @@ impl<M: SharedPages> Ring<M> {
         self.rsp_prod.get()
     }
 
-    /// True when there is a request, or a producer index that [`Ring::pop`] will complain of.
+    /// True when there is a request, or a wrong producer index for which [`Ring::pop`] returns an error.
     pub fn has_next(&self) -> bool {
         self.memory.load(index::REQ_PROD, Ordering::Relaxed) != self.req_cons.get()
     }
@@ -149,7 +150,7 @@ impl<M: SharedPages> Ring<M> {
         let next = self.req_cons.get();
         if next == self.req_prod.get() {
             let seen = self.memory.load(index::REQ_PROD, Ordering::Acquire);
-            // A response that was written and not shown has freed nothing that an honest guest could know of.
+            // A response that is written but not shown frees no slot: an honest guest does not know of it.
             let in_flight = next.wrapping_sub(self.published.get());
             let room = self.max_in_flight().saturating_sub(in_flight);
             if seen.wrapping_sub(next) > room.min(self.slots) {
@@ -166,17 +167,19 @@ impl<M: SharedPages> Ring<M> {
         Ok(true)
     }
 
-    /// With split rings, gives the guest the slots of the requests that were taken.
+    /// With separate rings, gives the slots of the requests that were taken back to the guest.
     pub fn give_back(&self) {
         if self.responses.is_some() {
             self.memory.store(split::TAKEN, self.req_cons.get(), Ordering::Release);
         }
     }
 
-    /// Asks the guest to notify us of the next request. True when there is one already, for which no notice may come.
+    /// Asks the guest to notify us of the next request. True when there is a request already: no notification may come
+    /// for that.
     pub fn arm(&self) -> bool {
         self.memory.store(index::REQ_EVENT, self.req_cons.get().wrapping_add(1), Ordering::Relaxed);
-        // The guest writes its index and then reads ours; we write ours and then read its.
+        // The guest writes its producer index and then reads our event index. We write our event index and then read
+        // its producer index.
         self.memory.fence();
         self.has_next()
     }
@@ -204,16 +207,17 @@ impl<M: SharedPages> Ring<M> {
         self.response_memory().store(index::RSP_PROD, self.published.get(), Ordering::Release);
     }
 
-    /// True when the guest wants to hear of what was published after `before`.
+    /// True when the guest wants to be notified of what was published after the index `before`.
     pub fn wants_notice(&self, before: u32) -> bool {
-        // The guest writes when it wants to hear and then reads our index; we wrote that and now read when.
+        // The guest writes its event index and then reads our producer index. We wrote our producer index and now read
+        // its event index.
         self.memory.fence();
         let event = self.response_memory().load(index::RSP_EVENT, Ordering::Relaxed);
         let now = self.published.get();
         now.wrapping_sub(event) < now.wrapping_sub(before)
     }
 
-    /// The index of responses that the guest was shown.
+    /// The index of responses that the guest has been shown.
     pub fn published(&self) -> u32 {
         self.published.get()
     }
@@ -227,7 +231,8 @@ impl<M: SharedPages> Ring<M> {
     }
 }
 
-/// The index of responses in the memory of a ring, or of a ring of responses, for whoever goes on where another back end was killed.
+/// The index of responses in the shared memory of a ring, or of a separate ring of responses. The next process needs it
+/// when a back end was killed.
 pub fn shared_rsp_prod(memory: &Segment) -> u32 {
     memory.load_u32(index::RSP_PROD, Ordering::Acquire)
 }

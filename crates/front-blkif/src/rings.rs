@@ -1,4 +1,5 @@
-//! The rings of one connection: mapped, bound and at work, from the beginning or where another process has ended.
+//! The rings of one connection: maps them, binds their event channels and starts them, from the beginning or where
+//! another process has ended.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -45,12 +46,12 @@ struct Terms {
 }
 
 impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
-    /// Begins with the rings that the front end has written.
+    /// Starts the rings that the front end has named, from their beginning.
     ///
     /// # Errors
-    /// When they cannot be had.
+    /// When a ring cannot be mapped, bound or started.
     pub fn connect(&mut self, wish: &Wish) -> Result<()> {
-        // Some may be at work when xenstore was lost before it could be told of them.
+        // Rings may be at work if xenstore was lost before our state could be written.
         self.stop_rings();
         let terms = self.terms(wish, self.offer.max_indirect, self.offer.access == Access::Persistent)?;
         let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
@@ -65,28 +66,28 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.keeping.keep(wish)
     }
 
-    /// Goes on where another process has ended, which had left our state as it was `seen`.
+    /// Goes on where another process has ended. `seen` is the state of our end that it has left.
     ///
     /// # Errors
-    /// When it cannot be done now, and perhaps by the next process.
+    /// When it cannot be done now, but perhaps by the next process.
     pub fn resume(&mut self, seen: Option<State>) -> Result<()> {
-        // What was agreed on before holds, whatever we would offer now.
+        // What the other process has agreed on with the guest holds, whatever we would offer now.
         let keeps_pages = self.read_key("feature-persistent")?.as_deref() == Some("1");
         let wish = read_wish(&mut self.store, &self.frontend, &Offer::WIDEST);
         let resumed = wish.and_then(|wish| self.resume_rings(&wish, keeps_pages));
         let Err(error) = resumed else {
             self.write_keys(seen, &[("kthread-pid", std::process::id().to_string())], None)?;
-            // It may have grown while nobody served it, or just before the process that served it was killed.
+            // The disk may have grown while nobody served it, or just before the other process was killed.
             return self.publish_size();
         };
-        // All of them or none, for whoever tries again.
+        // All rings are started or none, so that the next process can try again.
         self.stop_rings();
         if !is_verdict(&error) {
             return Err(error);
         }
         tracing::error!(
             disk = %self.config.name, domain = %self.domain, %error,
-            "blkif: the guest's requests of before cannot be taken up; its disk is closed"
+            "blkif: the requests that the last process has left cannot be taken up; the guest's disk is closed"
         );
         self.disconnect();
         self.set_state(seen, State::Closing).map(drop)
@@ -109,7 +110,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         Ok(())
     }
 
-    /// `keeps_pages`: the guest was told that pages may stay mapped. One that was not takes each page back after its answer.
+    /// What holds for all rings of the connection. `keeps_pages`: the guest was told that its pages may stay mapped. A
+    /// guest that was not told so takes each page back after its request is answered.
     fn terms(&mut self, wish: &Wish, max_indirect: u16, keeps_pages: bool) -> Result<Terms> {
         let access = match self.config.access {
             Access::Persistent if !(wish.is_persistent && keeps_pages) => Access::Map,
@@ -163,7 +165,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.engine.spawn_on(number, move || async move {
             let broken = run(setup).await;
             if let Some((Broken(why), count)) = broken.and_then(|broken| Some((broken, complaints.count()?))) {
-                tracing::error!(disk = %name, %domain, ring = number, count, why, "blkif: a ring is broken and served no more");
+                tracing::error!(disk = %name, %domain, ring = number, count, why, "blkif: a guest has broken the rules of its ring; the ring is stopped");
             }
             let _ = tell.send(broken);
         });
@@ -171,7 +173,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         Ok(())
     }
 
-    /// Answers what was taken, and lets go of rings and channels.
+    /// Stops all rings: answers the requests that they have taken, unmaps them and closes their channels.
     pub fn stop_rings(&mut self) {
         self.rings.iter().for_each(|running| running.link.stop());
         for running in self.rings.drain(..) {
@@ -180,16 +182,16 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         }
     }
 
-    /// The end of a connection.
+    /// Ends the connection: stops its rings and removes the files that are kept for the next process.
     pub fn disconnect(&mut self) {
         self.stop_rings();
         self.keeping.forget();
     }
 }
 
-/// True when what the guest has written, or what was kept of it, will not be better for the next process. What the system
-/// says of a page or a channel may be: gntdev has EINVAL for all that can go wrong there, too many maps among it, and a
-/// channel is free again only when the process that was killed has let go of it.
+/// True when the next process would get the same error, because the cause is what the guest has written or what was
+/// kept. An error of the system may have gone by then: gntdev returns EINVAL for every failure, also for too many
+/// mappings, and a channel stays busy until the kernel has closed it for the process that was killed.
 fn is_verdict(error: &Error) -> bool {
     match error.kind() {
         ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::Denied => true,
@@ -211,7 +213,7 @@ impl EventDevice for XenChannel {
     }
 }
 
-/// Our end of a channel as the engine knows it: rung by the guest, rung by us.
+/// Our end of a channel, as two events of the engine: the first is what the guest rings, the second what we ring.
 fn open_channel(channel: Channel) -> Result<(Arc<Event>, Arc<Event>)> {
     match channel {
         Channel::Device(fd, port) => {

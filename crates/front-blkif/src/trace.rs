@@ -1,10 +1,11 @@
-//! When each request passed which place, for whoever wants to know where the time goes.
+//! [`Trace`]: the times at which each request passed each step, to find out where the time goes.
 //!
-//! Records lie in a file that is shared with the reader, the newest over the oldest: a header of 64 bytes (magic u32,
-//! version u32, records u32, 0 u32, records written so far u64) and records of 64 bytes, each eight numbers of 64 bits: the
-//! request's id; the times at which it was taken from the ring, had its memory (copied or mapped), was begun and ended by
-//! the disk, was copied back, and was shown to the guest, in ns of CLOCK_MONOTONIC; and its length in bytes times 256 plus
-//! its operation. All are little-endian. Without a trace none of this costs anything but a look whether there is one.
+//! Records lie in a file that its readers map; the newest record overwrites the oldest. The file has a header of 64
+//! bytes (magic u32, version u32, number of records u32, 0 u32, records written so far u64) and records of 64 bytes.
+//! Each record has eight numbers of 64 bits: the request's id; the times at which it was taken from the ring, had its
+//! memory (copied or mapped), was begun by the disk, was ended by the disk, was copied back, and was shown to the
+//! guest, in ns of CLOCK_MONOTONIC; and its length in bytes times 256 plus its operation. All numbers are
+//! little-endian. Without a trace a request costs no more than the question whether there is one.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
@@ -21,7 +22,7 @@ const HEADER_BYTES: usize = 64;
 const RECORD_BYTES: usize = 64;
 const NEXT_AT: usize = 16;
 
-/// Where the records go.
+/// The file of records, mapped.
 pub struct Trace {
     memory: Segment,
     records: u64,
@@ -29,10 +30,10 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// A trace of the last `records` requests in the file at `path`, which is made anew.
+    /// Makes a file at `path` for the times of the last `records` requests. An older file there is replaced.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's, with the path.
     pub fn create(path: &Path, records: u32) -> Result<Self> {
         let problem = |source| Error::io("make a trace", source).at_path(path);
         let mut options = OpenOptions::new();
@@ -47,7 +48,7 @@ impl Trace {
         Ok(Self { memory, records: u64::from(records), next: AtomicU64::new(0) })
     }
 
-    /// Notes a request that was shown to the guest at `shown`.
+    /// Writes the record of a request whose answer was shown to the guest at the time `shown`.
     pub fn note(&self, request: &Request, shown: u64) {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let at = HEADER_BYTES + (number % self.records) as usize * RECORD_BYTES;

@@ -1,6 +1,6 @@
-//! What back end and front end tell each other in xenstore before there is a ring (public/io/blkif.h, xenbus.h).
+//! The keys in xenstore by which back end and front end agree on a ring (public/io/blkif.h, xenbus.h).
 //!
-//! Whatever the guest has written is text that it may change at any moment: it is read once and parsed with bounds.
+//! What the guest writes is text that it may change at any moment. So each key is read once, and parsed with bounds.
 
 use spile_core::{DiskInfo, Error, ErrorKind, Result, SECTOR_BYTES};
 use spile_xen::blkif::{Abi, ring_slots, split};
@@ -12,62 +12,62 @@ use crate::pages::Access;
 /// The state of one end of a device (XenbusState).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// It begins.
+    /// This end has begun.
     Initialising = 1,
-    /// The back end has written its features.
+    /// The back end has written its features and waits for the front end.
     InitWait = 2,
     /// The front end has written its ring.
     Initialised = 3,
     /// The disk is in use.
     Connected = 4,
-    /// The end is wanted.
+    /// This end wants to close.
     Closing = 5,
-    /// The end.
+    /// This end has closed.
     Closed = 6,
 }
 
 impl State {
-    /// The state of that number; `None` for what is none, 0 (unknown) among it.
+    /// Parses a state. `None` for a text that is no state, and for 0 (unknown).
     pub fn parse(text: &str) -> Option<Self> {
         use State::*;
         let all = [Initialising, InitWait, Initialised, Connected, Closing, Closed];
         text.parse().ok().and_then(|number: usize| all.get(number.checked_sub(1)?).copied())
     }
 
-    /// As xenstore has it.
+    /// The state as text in xenstore.
     pub fn text(self) -> &'static str {
         ["1", "2", "3", "4", "5", "6"][self as usize - 1]
     }
 }
 
-/// Pages of the largest ring: 2^4.
+/// The largest ring has 2^4 pages.
 pub const MAX_RING_ORDER: u32 = 4;
-/// Rings of one disk at most.
+/// The most rings of one disk.
 pub const MAX_QUEUES: u16 = 64;
-/// Segments of an indirect request at most: 1 MiB in whole pages.
+/// The most segments of an indirect request: 1 MiB in whole pages.
 pub const MAX_INDIRECT: u16 = 256;
-/// Digits of the largest number that is believed to be one.
+/// The most digits that a number in xenstore may have.
 const MAX_DIGITS: usize = 10;
 
 /// What a back end offers.
 #[derive(Clone, Debug)]
 pub struct Offer {
-    /// Rings have at most 2^`max_order` pages.
+    /// The largest ring has 2^`max_order` pages.
     pub max_order: u32,
-    /// Rings at most.
+    /// The most rings.
     pub max_queues: u16,
-    /// Segments of an indirect request at most; 0 for no such requests.
+    /// The most segments of an indirect request; 0 when there are no indirect requests.
     pub max_indirect: u16,
     /// How the guest's pages are reached.
     pub access: Access,
-    /// Nothing may be written.
+    /// True when nothing may be written.
     pub read_only: bool,
-    /// Responses may have rings of their own ([`split`]).
+    /// True when responses may have separate rings ([`split`]).
     pub splits_rings: bool,
 }
 
 impl Offer {
-    /// All that there is.
+    /// Everything that this back end can offer.
     pub const WIDEST: Self = Self {
         max_order: MAX_RING_ORDER,
         max_queues: MAX_QUEUES,
@@ -84,19 +84,19 @@ pub fn features(offer: &Offer, info: &DiskInfo, may_discard: bool) -> Vec<(&'sta
     let mut keys = vec![
         ("feature-flush-cache", flag(true)),
         ("feature-barrier", flag(true)),
-        // A guest whose pages are copied would copy once more for nothing.
+        // When the hypervisor copies, persistent grants would only make the guest copy once more.
         ("feature-persistent", flag(offer.access == Access::Persistent)),
         ("max-ring-page-order", offer.max_order.to_string()),
         ("max-ring-pages", (1u32 << offer.max_order).to_string()),
         ("multi-queue-max-queues", offer.max_queues.to_string()),
     ];
-    // Also when there are none: another back end may have left the keys.
+    // The keys are written also when nothing is offered, because another back end may have left other values.
     keys.push(("feature-max-indirect-segments", offer.max_indirect.to_string()));
     keys.push((split::FEATURE, flag(offer.splits_rings)));
     let discards = may_discard && !offer.read_only;
     keys.push(("feature-discard", flag(discards)));
     if discards {
-        // Linux takes both or neither.
+        // Linux uses both keys or none.
         keys.push(("discard-granularity", info.discard_align_bytes.max(SECTOR_BYTES as u32).to_string()));
         keys.push(("discard-alignment", flag(false)));
         keys.push(("discard-secure", flag(false)));
@@ -104,33 +104,33 @@ pub fn features(offer: &Offer, info: &DiskInfo, may_discard: bool) -> Vec<(&'sta
     keys
 }
 
-/// What the guest has to know of the disk before it uses it, as keys below the back end's path.
+/// The properties of the disk, as keys below the back end's path. The guest reads them before it uses the disk.
 pub fn properties(info: &DiskInfo, flags: u32) -> Vec<(&'static str, String)> {
     vec![
         ("sectors", (info.size_bytes / SECTOR_BYTES).to_string()),
-        // Older front ends disagree on the unit of anything else.
+        // With other sizes, older front ends disagree on the unit.
         ("sector-size", SECTOR_BYTES.to_string()),
         ("physical-sector-size", "4096".to_string()),
         ("info", flags.to_string()),
     ]
 }
 
-/// VDISK_*: what kind of disk it is.
+/// The flags of the key `info` (VDISK_*).
 pub mod disk_flag {
-    /// A CD-ROM.
+    /// The disk is a CD-ROM.
     pub const CDROM: u32 = 1;
-    /// Removable.
+    /// The medium can be removed.
     pub const REMOVABLE: u32 = 2;
-    /// Read-only.
+    /// The disk is read-only.
     pub const READONLY: u32 = 4;
 }
 
-/// How a front end wants to be served.
+/// What a front end has asked for in xenstore.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wish {
-    /// Its layout.
+    /// The layout of its requests.
     pub abi: Abi,
-    /// It keeps its grants for ever.
+    /// True when it keeps its pages granted, so that they may stay mapped.
     pub is_persistent: bool,
     /// Its rings.
     pub rings: Vec<RingWish>,
@@ -139,18 +139,18 @@ pub struct Wish {
 /// One ring of a front end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RingWish {
-    /// It has 2^`order` pages.
+    /// The ring has 2^`order` pages.
     pub order: u32,
-    /// They.
+    /// The grants of its pages, in order.
     pub refs: Vec<GrantRef>,
-    /// The pages of the ring of responses, if it is one of its own.
+    /// The grants of the pages of a separate ring of responses; empty when there is none.
     pub response_refs: Vec<GrantRef>,
-    /// The event channel.
+    /// The event channel of the ring.
     pub port: Port,
 }
 
 impl RingWish {
-    /// Requests in flight at most.
+    /// The most requests in flight.
     pub fn max_in_flight(&self) -> u32 {
         match self.response_refs.len() {
             0 => ring_slots(self.order),
@@ -162,11 +162,11 @@ impl RingWish {
 /// Reads what the front end at `path` has written, within what was offered.
 ///
 /// # Errors
-/// `InvalidInput` when anything is missing, is no number, or is more than was offered; what the store says.
+/// `InvalidInput` when a key is missing, is no number, or asks for more than was offered; else those of xenstore.
 pub fn read_wish(store: &mut XenStore, path: &str, offer: &Offer) -> Result<Wish> {
     let mut keys = Keys { store, path };
     let abi = match keys.text("protocol")? {
-        // On x86 a guest that names none is one of 32 bits.
+        // On x86 a guest that names no layout is a 32-bit guest.
         None if cfg!(target_arch = "x86_64") => Abi::X86_32,
         None => Abi::X86_64,
         Some(name) => Abi::from_name(&name).ok_or_else(|| keys.bad("protocol", &name))?,
@@ -187,7 +187,7 @@ pub fn read_wish(store: &mut XenStore, path: &str, offer: &Offer) -> Result<Wish
     Ok(Wish { abi, is_persistent, rings })
 }
 
-/// The keys of a front end.
+/// Reads the keys of a front end.
 struct Keys<'a> {
     store: &'a mut XenStore,
     path: &'a str,
@@ -219,8 +219,8 @@ impl Keys<'_> {
         let order = self.order(max_order)?;
         let pages = 1u32 << order;
         let single = format!("{folder}ring-ref");
-        // With an order of 0 some front ends write one key and some the other. Who writes no order means the one without a
-        // number, and the other is what an earlier driver has left.
+        // With an order of 0 some front ends write the key without a number, and some the key with the number 0. A
+        // front end that writes no order means the key without a number: the other one was left by an earlier driver.
         let has_order = self.text("ring-page-order")?.is_some();
         let is_single = !has_order && self.text(&single)?.is_some();
         let refs = if pages == 1 && (is_single || self.text(&format!("{folder}ring-ref0"))?.is_none()) {
@@ -236,12 +236,12 @@ impl Keys<'_> {
         Ok(RingWish { order, refs, response_refs, port: Port(self.demand(&format!("{folder}event-channel"))?) })
     }
 
-    /// Keys that end in the numbers of pages.
+    /// The grants in the keys `NAME0`, `NAME1` and so on, one for each page.
     fn refs(&mut self, key: &str, pages: u32) -> Result<Vec<GrantRef>> {
         (0..pages).map(|page| self.demand(&format!("{key}{page}")).map(GrantRef)).collect()
     }
 
-    /// The rings of one device are of one size, which is told once.
+    /// The order of all rings of the device: it is written once.
     fn order(&mut self, max_order: u32) -> Result<u32> {
         if let Some(order) = self.number("ring-page-order", 0, max_order)? {
             return Ok(order);
@@ -253,10 +253,10 @@ impl Keys<'_> {
     }
 }
 
-/// Where a back end's path says that its guest and its disk are: the last two parts.
+/// The guest and the device that a back end's path names in its last two parts.
 ///
 /// # Errors
-/// `InvalidInput` when they are no numbers.
+/// `InvalidInput` when those are no numbers.
 pub fn guest_of(backend_path: &str) -> Result<(DomId, u32)> {
     let mut parts = backend_path.rsplit('/');
     let device = parts.next().and_then(|part| part.parse().ok());

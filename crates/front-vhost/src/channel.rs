@@ -1,7 +1,7 @@
-//! The socket of one front end: whole messages in, whole replies out, descriptors beside them.
+//! The socket of one front end: it receives whole messages and sends whole replies, with their descriptors.
 //!
-//! It belongs to a thread of its own, so a front end that sends half a message or takes no reply holds up itself only, and
-//! that for a bounded time, however it feeds us byte by byte.
+//! Each socket has its own thread. A front end that sends half a message, or takes no reply, therefore holds up itself
+//! only. The time for a message is bounded, also for a front end that sends it byte by byte.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -22,7 +22,7 @@ use spile_core::{Error, ErrorKind, Result};
 
 use crate::wire::{HEADER_BYTES, Header, Invalid, MAX_FDS};
 
-/// How long the rest of a message, or room for a reply, may keep us.
+/// The longest wait for the rest of a message, or for room for a reply.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Descriptors that came with a message.
@@ -33,13 +33,13 @@ pub struct Channel {
     socket: OwnedFd,
 }
 
-/// One message as it came.
+/// One message as it was received.
 pub struct Received {
     /// Its header.
     pub header: Header,
     /// Its payload.
     pub payload: Vec<u8>,
-    /// What came with it.
+    /// The descriptors that came with it.
     pub fds: Fds,
 }
 
@@ -53,18 +53,18 @@ impl Channel {
             set_socket_timeout(&socket, which, Some(PATIENCE))
                 .map_err(|errno| Error::io("prepare a vhost-user socket", errno.into()))?;
         }
-        // A successor's socket may have been made non-blocking by whoever listened.
+        // A socket that another process has handed over may be set not to block.
         rustix::io::ioctl_fionbio(&socket, false)
             .map_err(|errno| Error::io("prepare a vhost-user socket", errno.into()))?;
         Ok(Self { socket })
     }
 
-    /// The socket, to pass it on or shut it down.
+    /// The socket, to hand it over or to shut it down.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// Waits until a message begins or `stop` is readable; true for the message. Takes no time-out: a front end may be
+    /// Waits until a message begins (true) or `stop` is readable (false). There is no time-out: a front end may be
     /// silent for years.
     ///
     /// # Errors
@@ -81,7 +81,7 @@ impl Channel {
         }
     }
 
-    /// Receives one message; `None` when the front end has hung up between two.
+    /// Receives one message; `None` when the front end has hung up between two messages.
     ///
     /// # Errors
     /// `Protocol` when the message is cut off, too long or not of version 1; `TimedOut` when its rest does not come.
@@ -102,7 +102,7 @@ impl Channel {
         Ok(Some(Received { header, payload, fds }))
     }
 
-    /// Receives until `into` is full or the stream ends. Past the deadline nothing more is waited for.
+    /// Receives until `into` is full or the stream ends. After the deadline it takes only what is there.
     fn fill(&self, into: &mut [u8], fds: &mut Fds, deadline: Instant) -> Result<usize> {
         let mut done = 0;
         while done < into.len() {
@@ -140,12 +140,12 @@ impl Channel {
     }
 }
 
-/// The channel for requests of our own. It stands beside the front end's messages, which may take as long as the disk
-/// does.
+/// The socket on which we send requests to the front end. It is separate from the socket of the front end's messages,
+/// whose handling may wait for the disk.
 #[derive(Default)]
 pub struct Notices {
     socket: Mutex<Option<OwnedFd>>,
-    /// The front end has agreed to listen.
+    /// True when the front end has agreed to receive our requests.
     is_agreed: AtomicBool,
 }
 
@@ -159,35 +159,36 @@ impl Notices {
         *self.socket() = socket;
     }
 
-    /// Whether the front end has agreed to listen.
+    /// Sets whether the front end has agreed to receive our requests.
     pub fn agree(&self, is_agreed: bool) {
         self.is_agreed.store(is_agreed, Ordering::Relaxed);
     }
 
-    /// The socket, to pass it on.
+    /// A copy of the socket, to hand it over.
     ///
     /// # Errors
-    /// When descriptors are short.
+    /// `Exhausted` when descriptors are short.
     pub fn duplicate(&self) -> io::Result<Option<OwnedFd>> {
         self.socket().as_ref().map(OwnedFd::try_clone).transpose()
     }
 
-    /// Sends a message to those who listen, without waiting for room: whoever lets the socket fill up misses messages.
+    /// Sends a message if the front end has agreed to receive it. Does not wait for room: a front end that lets its
+    /// socket fill up misses messages.
     ///
     /// # Errors
-    /// When the message was not sent as a whole.
+    /// When the message could not be sent, or only in part.
     pub fn send(&self, message: &[u8]) -> Result<()> {
         let socket = self.socket();
         let Some(socket) = socket.as_ref().filter(|_| self.is_agreed.load(Ordering::Relaxed)) else { return Ok(()) };
         match rustix::net::send(socket, message, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(count) if count == message.len() => Ok(()),
-            Ok(_) => Err(Error::new(ErrorKind::Io, "a part only of a vhost-user message was sent")),
+            Ok(_) => Err(Error::new(ErrorKind::Io, "only a part of a vhost-user message was sent")),
             Err(errno) => Err(Error::io("send a vhost-user message", errno.into())),
         }
     }
 }
 
-/// One receive. More descriptors than any message has are an error; the kernel has closed the rest.
+/// Receives once. More descriptors than any message has are an error; the kernel has closed those that were too many.
 fn recv_some(socket: &OwnedFd, into: &mut [u8], fds: &mut Fds) -> Result<usize> {
     loop {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];

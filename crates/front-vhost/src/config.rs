@@ -6,57 +6,58 @@ use spile_core::{DiskInfo, SECTOR_BYTES};
 
 /// Feature bits.
 pub mod feature {
-    /// The configuration has the largest segment.
+    /// The configuration tells the size of the largest segment (SIZE_MAX).
     pub const SIZE_MAX: u64 = 1 << 1;
-    /// The configuration has the most segments.
+    /// The configuration tells the largest number of segments (SEG_MAX).
     pub const SEG_MAX: u64 = 1 << 2;
     /// The disk is read-only.
     pub const RO: u64 = 1 << 5;
-    /// The configuration has the size of a block.
+    /// The configuration tells the size of a block (BLK_SIZE).
     pub const BLK_SIZE: u64 = 1 << 6;
-    /// FLUSH.
+    /// The disk takes flushes (FLUSH).
     pub const FLUSH: u64 = 1 << 9;
-    /// The configuration has physical block and optimal sizes.
+    /// The configuration tells the size of a physical block and the optimal sizes (TOPOLOGY).
     pub const TOPOLOGY: u64 = 1 << 10;
-    /// The driver may switch the write cache.
+    /// The driver may switch the write cache (CONFIG_WCE).
     pub const CONFIG_WCE: u64 = 1 << 11;
-    /// Several queues.
+    /// The disk has several queues (MQ).
     pub const MQ: u64 = 1 << 12;
-    /// DISCARD.
+    /// The disk takes discards (DISCARD).
     pub const DISCARD: u64 = 1 << 13;
-    /// WRITE_ZEROES.
+    /// The disk takes writes of zeroes (WRITE_ZEROES).
     pub const WRITE_ZEROES: u64 = 1 << 14;
     /// Pages that the device writes are logged (VHOST_F_LOG_ALL).
     pub const LOG_ALL: u64 = 1 << 26;
-    /// Indirect descriptors.
+    /// Rings may have indirect descriptors (INDIRECT_DESC).
     pub const INDIRECT_DESC: u64 = 1 << 28;
-    /// Event indices.
+    /// Rings have event indices (EVENT_IDX).
     pub const EVENT_IDX: u64 = 1 << 29;
     /// The front end knows protocol features (VHOST_USER_F_PROTOCOL_FEATURES).
     pub const PROTOCOL_FEATURES: u64 = 1 << 30;
-    /// Not a device of before virtio 1.0.
+    /// The device follows virtio 1.0 or later (VERSION_1).
     pub const VERSION_1: u64 = 1 << 32;
 }
 
-/// Ranges in one discard or write of zeroes.
+/// The most ranges in one discard.
 pub const MAX_DISCARD_SEGMENTS: u32 = 16;
-/// Sectors in one of them: 2 GiB.
+/// The most sectors in one range of a discard: 2 GiB.
 pub const MAX_DISCARD_SECTORS: u32 = 4 << 20;
-/// Ranges in one write of zeroes, and sectors in one of them. Where zeroes are written as data, a request shall not take
-/// minutes: whoever stops the disk waits for it.
+/// The most ranges in one write of zeroes, and the most sectors in one range. They are few where zeroes have to be
+/// written as data: such a request must not take minutes, because stopping the disk waits for it.
 pub fn max_zeroes(info: &DiskInfo) -> (u32, u32) {
     if info.fast_zero { (MAX_DISCARD_SEGMENTS, MAX_DISCARD_SECTORS) } else { (1, 64 << 11) }
 }
 
-/// Data segments in one request: what fits a queue of 128 beside header and status, the default of QEMU.
+/// The most data segments in one request: as many as fit a queue of 128 (QEMU's default) beside header and status.
 const SEG_MAX: u32 = 126;
-/// Bytes in one segment: so that no request is larger than a front may pass on ([`spile_core::MAX_REQUEST_BYTES`]).
+/// The most bytes in one segment: then no request is larger than a front may pass on
+/// ([`spile_core::MAX_REQUEST_BYTES`]).
 const SIZE_MAX: u32 = 256 << 10;
 const PHYSICAL_BYTES: u64 = 4096;
 
-/// Where the driver may write: the switch of the write cache.
+/// The offset of the one byte that the driver may write: the switch of the write cache.
 pub const WRITEBACK_AT: u32 = 32;
-/// Bytes of the configuration space, beyond which it reads as zeroes.
+/// The bytes of the configuration space. What follows them reads as zeroes.
 pub const CONFIG_BYTES: usize = 60;
 
 /// The features that a disk offers.
@@ -68,7 +69,7 @@ pub fn features(read_only: bool) -> u64 {
     reads | vhost | writes
 }
 
-/// The configuration space.
+/// The configuration space of a disk.
 pub fn space(info: &DiskInfo, queues: u16, is_writeback: bool) -> [u8; CONFIG_BYTES] {
     let mut space = [0; CONFIG_BYTES];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
@@ -77,7 +78,7 @@ pub fn space(info: &DiskInfo, queues: u16, is_writeback: bool) -> [u8; CONFIG_BY
     put(8, &SIZE_MAX.to_le_bytes());
     put(12, &SEG_MAX.to_le_bytes());
     put(20, &(SECTOR_BYTES as u32).to_le_bytes());
-    // Topology: log2 of blocks in a physical one; no offset; the smallest and the best size in blocks.
+    // Topology: log2 of the blocks in a physical block; no offset; the smallest and the best request, in blocks.
     put(24, &[(PHYSICAL_BYTES / SECTOR_BYTES).ilog2() as u8, 0]);
     put(26, &((PHYSICAL_BYTES / SECTOR_BYTES) as u16).to_le_bytes());
     put(28, &sectors(u64::from(info.preferred_bytes)).to_le_bytes());

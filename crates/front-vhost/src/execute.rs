@@ -1,4 +1,4 @@
-//! From a request to its status: the one place where a disk's answers become a block device's.
+//! Executes requests on the disk, and turns the disk's results into the status bytes of virtio-blk.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,25 +13,26 @@ use crate::config::{MAX_DISCARD_SECTORS, MAX_DISCARD_SEGMENTS, max_zeroes};
 use crate::request::{Command, Request};
 use crate::server::FRONT;
 
-/// Bytes of the answer to GET_ID.
+/// The bytes of an answer to GET_ID.
 pub const ID_BYTES: usize = 20;
-/// Bytes of one range of a discard: sector, sectors, flags.
+/// The bytes of one range of a discard: first sector, number of sectors, flags.
 const RANGE_BYTES: usize = 16;
 const MAY_UNMAP: u32 = 1;
 
-/// What a connection's requests need beside the disk.
+/// The disk with what the requests of one connection need.
 pub struct Target<D> {
     /// The disk.
     pub disk: D,
-    /// For messages: the disk's name.
+    /// The disk's name in messages.
     pub name: String,
     /// What GET_ID answers, padded with zeroes.
     pub id: [u8; ID_BYTES],
     /// Refuse writes.
     pub read_only: bool,
-    /// Every write is to be durable before it is answered: the driver cannot or does not want to flush.
+    /// True when every write has to be durable before it is answered, because the driver cannot or does not want to
+    /// flush.
     pub is_write_through: AtomicBool,
-    /// Messages to the log of requests that failed.
+    /// Limits messages about failed requests.
     pub failures: Arc<LogLimit>,
 }
 
@@ -102,7 +103,7 @@ impl<D: Disk> Target<D> {
         if !data.len().is_multiple_of(RANGE_BYTES) || !(1..=max_ranges as usize).contains(&count) {
             return refuse("the list of ranges has an odd length, or too many");
         }
-        // All are read and checked before the first is done: the guest cannot change them meanwhile.
+        // All ranges are copied and checked before the first is done: the guest cannot change them any more.
         let mut bytes = [0; RANGE_BYTES * MAX_DISCARD_SEGMENTS as usize];
         let bytes = &mut bytes[..data.len()];
         data.copy_to_slice(0, bytes);
@@ -153,7 +154,8 @@ fn extent(request: &Request) -> Result<Extent> {
     }
 }
 
-/// One range of a discard or write of zeroes, and whether its space may be freed.
+/// Decodes and checks one range of a discard or write of zeroes. Returns its extent, and whether its space may be
+/// freed.
 fn range_of(bytes: &[u8; RANGE_BYTES], zeroes: bool, max_sectors: u32, size_bytes: u64) -> Result<(Extent, bool)> {
     let (sector, rest) = bytes.split_first_chunk().expect("16 bytes hold 8");
     let (sectors, flags) = rest.split_first_chunk().expect("8 bytes hold 4");

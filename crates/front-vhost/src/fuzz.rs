@@ -1,6 +1,6 @@
-//! What the fuzz targets drive: the readers of hostile bytes, with the bounds that they promise.
+//! Functions for the fuzz targets: they feed hostile bytes to the parsers and check the bounds that these promise.
 //!
-//! The server as a whole has a target of its own, which needs nothing from here.
+//! The server as a whole has its own fuzz target, which needs nothing from here.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ fn check_message(message: &Message, len: usize, fds: usize) {
 }
 
 const QUEUE_SIZE: u16 = 8;
-/// Guest addresses at which regions begin: two that touch, and one behind a hole.
+/// The guest addresses at which the regions begin: two regions touch, and the third lies behind a hole.
 const STARTS: [u64; 3] = [0x1000, 0x2000, 0x4000];
 const REGION_BYTES: usize = 0x1000;
 
@@ -65,7 +65,7 @@ pub fn chain(data: &[u8]) {
     let ring = Ring::new(Parts { size: QUEUE_SIZE, descriptors: table, available, used }, true, 0);
     let mut request = Request::default();
     let mut parser = Parser::new(flags & 1 != 0, flags & 2 != 0);
-    // Twice: lists that are used again must not show.
+    // Twice: a list that is used again must not show what it held before.
     for _ in 0..2 {
         if parser.parse(&ring, &memory, u16::from(*head), &mut request).is_ok() {
             check_request(&request, &memory, flags & 2 != 0);

@@ -1,4 +1,5 @@
-//! A connection as one process hands it over to another: numbers, and descriptors in a fixed order.
+//! [`Handover`]: a connection as one process hands it over to another, which is its state as numbers, and its
+//! descriptors in a fixed order.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -21,11 +22,12 @@ pub struct Handover {
     pub socket: OwnedFd,
     /// Everything that is not a descriptor.
     pub state: ConnectionState,
-    /// The descriptors that the state speaks of, in its order.
+    /// The descriptors that belong to the state, in its order.
     pub fds: Vec<OwnedFd>,
 }
 
-/// What a front end has told. For each `true` or entry with a file there is one descriptor, in the order of the fields.
+/// What a front end has told us. Each `true` here, and each entry that has a file, has one descriptor, in the order of
+/// the fields.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectionState {
     features: u64,
@@ -65,7 +67,7 @@ fn file_of(event: &Event) -> Result<OwnedFd> {
 }
 
 impl<D: Disk> Session<D> {
-    /// Everything another process needs to go on. The queues are stopped.
+    /// Everything that another process needs to go on with this session. The queues have to be stopped.
     ///
     /// # Errors
     /// `Exhausted` when descriptors are short.
@@ -109,11 +111,11 @@ impl<D: Disk> Session<D> {
         Ok(Handover { socket: duplicate(socket)?, state, fds })
     }
 
-    /// A session as it was saved. Its queues are stopped.
+    /// Makes a session of what another process has saved. Its queues are stopped.
     ///
     /// # Errors
-    /// `InvalidInput` when descriptors are missing, or there are more queues than this server has; else what mapping the
-    /// memory ends with.
+    /// `InvalidInput` when descriptors are missing, or the session has more queues than this server; else the error of
+    /// mapping the guest's memory.
     pub(crate) fn restore(
         shared: Arc<ServerState<D>>,
         hang_up: Arc<OwnedFd>,

@@ -1,8 +1,9 @@
-//! Which requests are in flight, in memory that the front end keeps for the next server.
+//! The in-flight region: it notes which requests are in flight, in memory that the front end keeps for the next server.
 //!
-//! The layout and the order of its writes are those of QEMU's `docs/interop/vhost-user.rst`, "Inflight I/O tracking". At
-//! any moment this process may be killed: a request is noted before it is started, and unnoted only after the driver
-//! has seen it in the used ring; between the two the list of the last batch says what the used ring knows already.
+//! The layout, and the order in which it is written, are those of QEMU's `docs/interop/vhost-user.rst`, "Inflight I/O
+//! tracking". This process may be killed at any moment. So a request is noted before it is started, and its note is
+//! removed only after the driver has been shown its answer in the used ring. Between the two, the list of the last
+//! batch tells which answers the used ring may already have.
 
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
@@ -27,7 +28,8 @@ const COUNTER_AT: usize = 8;
 const VERSION: u16 = 1;
 /// Each queue's part begins on its own cache line.
 const PART_ALIGN: usize = 64;
-/// Behind the parts of all queues, which is as far as the specification goes: how the guest has switched its write cache.
+/// Our own trailer, behind the parts of all queues, with which the specification ends: it keeps how the guest has
+/// switched its write cache.
 const TRAILER_BYTES: usize = PART_ALIGN;
 const IS_WRITEBACK: u8 = 1;
 const IS_WRITE_THROUGH: u8 = 2;
@@ -36,12 +38,12 @@ fn part_bytes(queue_size: u16) -> usize {
     (TABLE_AT + ENTRY_BYTES * usize::from(queue_size)).next_multiple_of(PART_ALIGN)
 }
 
-/// The parts of all queues.
+/// The whole region: the parts of all queues, and our trailer.
 #[derive(Clone)]
 pub struct InflightRegion {
-    /// As told to the front end.
+    /// The layout as the front end was told it.
     pub info: InflightInfo,
-    /// To pass it on.
+    /// The file, to hand it over.
     pub file: Arc<OwnedFd>,
     bytes: Segment,
 }
@@ -62,7 +64,7 @@ impl InflightRegion {
         Self::map(InflightInfo { len_bytes, file_offset_bytes: 0, queues, queue_size }, Arc::new(file), max_queues)
     }
 
-    /// The region that the front end brings back.
+    /// A region that the front end has kept and brings back.
     ///
     /// # Errors
     /// `InvalidInput` when counts, length or offset do not fit each other or the file.
@@ -77,7 +79,7 @@ impl InflightRegion {
         Ok(Self { info, file, bytes })
     }
 
-    /// Where the trailer is; a region that we did not make has none.
+    /// The offset of the trailer. A region that another program has made has none.
     fn trailer(&self) -> Option<usize> {
         let at = usize::from(self.info.queues) * part_bytes(self.info.queue_size);
         (at < self.bytes.len()).then_some(at)
@@ -90,8 +92,8 @@ impl InflightRegion {
         }
     }
 
-    /// How the guest has switched its write cache: true for write-back; `None` when nobody has said so, in a new region.
-    /// Where it cannot be known, the side on which nothing is lost.
+    /// How the guest has switched its write cache: true for write-back, false for write-through. `None` in a new
+    /// region, in which nobody has noted it. When it cannot be known, it is write-through, with which nothing is lost.
     pub fn kept_write_cache(&self) -> Option<bool> {
         let is_used = self.bytes.load_u16(VERSION_AT, Ordering::Acquire) != 0;
         match self.trailer().map(|at| self.bytes.load_u8(at, Ordering::Acquire)) {
@@ -152,21 +154,22 @@ impl InflightQueue {
         self.bytes.store_u8(entry, 1, Ordering::Release);
     }
 
-    /// Puts a chain that goes to the used ring into the list of the batch. Before the used index is published.
+    /// Puts a chain that goes to the used ring into the list of the batch. Call it before the used index is published.
     pub fn link(&self, head: u16) {
         let last = self.bytes.load_u16(LAST_BATCH_AT, Ordering::Relaxed);
         self.bytes.store_u16(self.entry(head) + NEXT_AT, last, Ordering::Relaxed);
         self.bytes.store_u16(LAST_BATCH_AT, head, Ordering::Release);
     }
 
-    /// Unnotes the batch. After the used index, `used_idx`, is published.
+    /// Removes the notes of a batch. Call it after the used index `used_idx` is published.
     pub fn unnote(&self, batch: &[u16], used_idx: u16) {
         batch.iter().for_each(|head| self.bytes.store_u8(self.entry(*head), 0, Ordering::Release));
         self.bytes.store_u16(USED_AT, used_idx, Ordering::Release);
     }
 
-    /// Takes over from whoever used the region before; `used_idx` is the used ring's. The heads of the chains to do again,
-    /// in the order in which they were popped; `None` when the region is new.
+    /// Takes over the region from the server before; `used_idx` is the index that the used ring shows. Returns the
+    /// heads of the chains that are to be done again, in the order in which they were popped; `None` when the region is
+    /// new.
     pub fn recover(&self, used_idx: u16) -> Option<Vec<u16>> {
         if self.bytes.load_u16(VERSION_AT, Ordering::Acquire) == 0 {
             self.bytes.store_u16(SIZE_AT, self.size, Ordering::Relaxed);
@@ -183,11 +186,11 @@ impl InflightQueue {
         Some(noted.into_iter().map(|(_, head)| head).collect())
     }
 
-    /// The last batch was published but not wholly unnoted.
+    /// Removes the notes of the last batch, which was published but whose notes were not all removed.
     fn finish_batch(&self, used_idx: u16) {
         let before = self.bytes.load_u16(USED_AT, Ordering::Relaxed);
         let mut head = self.bytes.load_u16(LAST_BATCH_AT, Ordering::Relaxed);
-        // Bounded, whatever the region holds.
+        // The number of steps is bounded, whatever the region holds.
         for _ in 0..used_idx.wrapping_sub(before).min(self.size) {
             if head >= self.size {
                 break;
@@ -222,7 +225,7 @@ mod tests {
         first.link(2);
         first.unnote(&[2], 1);
         assert_eq!(queue(&region).recover(1), Some(vec![5, 7, 0]));
-        // The counter goes on behind them.
+        // The counter goes on after theirs.
         let second = queue(&region);
         second.recover(1);
         second.note(2);

@@ -1,15 +1,15 @@
 //! The vhost-user-blk front: serves a disk to virtual machines through the virtqueues in their memory.
 //!
-//! The front end (QEMU, Cloud Hypervisor) connects to a Unix socket and shares the guest's memory; from then on requests
-//! come straight from the guest's rings and data goes straight between the guest's memory and the disk. The protocol is
-//! QEMU's `docs/interop/vhost-user.rst`; rings and requests are those of Virtual I/O Device Version 1.2, split
-//! virtqueues. Guests and front ends are hostile: every number is read once, then checked, then used, and what is
+//! The front end (QEMU, Cloud Hypervisor) connects to a Unix socket and shares the guest's memory; from then on
+//! requests come straight from the guest's rings and data goes straight between the guest's memory and the disk. The
+//! protocol is QEMU's `docs/interop/vhost-user.rst`; rings and requests are those of Virtual I/O Device Version 1.2,
+//! split virtqueues. Guests and front ends are hostile: every number is read once, then checked, then used, and what is
 //! wrong costs that request, that queue or that connection, never another.
 //!
 //! - [`wire`], `config`: messages and the configuration space as bytes; pure.
 //! - `ring`, `request`, `memory`, `inflight`, `log`: what is in shared memory.
-//! - `execute`: a request to its status. `slots`, `queue`: a virtqueue at work on its worker.
-//! - `channel`, `session`, `vring`, `server`: the socket, what the front end has told, and when queues work.
+//! - `execute`: a request to its status. `queue`: a virtqueue at work on its worker.
+//! - `channel`, `session`, `vring`, `server`: the socket, what the front end has told us, and when queues work.
 //! - [`Handover`]: a connection that goes on in another process.
 #![forbid(unsafe_code)]
 

@@ -18,7 +18,7 @@ const MAX_LOG_BYTES: u64 = 1 << 30;
 #[derive(Clone)]
 pub struct Log {
     bytes: Segment,
-    /// Where it lies in its file, to pass it on.
+    /// Its offset in its file, to hand it over.
     pub(crate) file_offset_bytes: u64,
     pub(crate) file: Arc<OwnedFd>,
 }
@@ -46,7 +46,8 @@ impl Log {
         self.bytes.is_lost()
     }
 
-    /// Marks the pages of `len` bytes at an address of the guest. What lies behind the log's end is not the guest's.
+    /// Marks the pages of `len` bytes at an address of the guest. Pages behind the end of the log are passed over: they
+    /// are not the guest's.
     pub fn mark(&self, addr: u64, len: u64) {
         if len == 0 {
             return;

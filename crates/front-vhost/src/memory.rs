@@ -1,7 +1,7 @@
 //! A guest's memory: regions of files that the front end shares, looked up by the guest's or the front end's addresses.
 //!
-//! Nothing here trusts an address: each is looked up with its whole length, and what lies in no region is an error of
-//! that request only. Segments keep their mapping, so a region may be removed while a request still uses it.
+//! No address is trusted: each is looked up with its whole length, and an address in no region is an error of that
+//! request only. Segments keep their mapping, so a region may be removed while a request still uses it.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub const MAX_GUEST_BYTES: u64 = 4 << 40;
 /// The most regions a guest's memory may have: QEMU's own limit is 509.
 pub const MAX_SLOTS: u64 = 512;
 
-/// File systems on which another program decides how long a touch takes.
+/// File systems on which another program decides how long an access to mapped memory takes.
 const FUSE_MAGIC: i64 = 0x6573_5546;
 
 /// Maps a part of a file that the front end shares.
@@ -41,9 +41,9 @@ pub fn map_file(what: &str, file: &OwnedFd, offset_bytes: u64, len_bytes: u64) -
 /// One region.
 #[derive(Clone)]
 pub struct Region {
-    /// As the front end described it.
+    /// The region as the front end has described it.
     pub info: RegionInfo,
-    /// To pass it on to a successor.
+    /// Its file, to hand it over.
     pub file: Arc<OwnedFd>,
     pub(crate) bytes: Segment,
 }
@@ -135,21 +135,21 @@ impl GuestMemory {
         Some((region, region.offset(region.info.guest_addr, addr)?))
     }
 
-    /// `len` bytes at an address of the front end; they lie in one region.
+    /// `len` bytes at an address of the front end; `None` unless they lie in one region.
     pub fn at_user(&self, addr: u64, len: usize) -> Option<Segment> {
         let offset = |region: &Region| region.offset(region.info.user_addr, addr);
         let (region, offset) = self.regions.iter().find_map(|region| Some((region, offset(region)?)))?;
         slice(region, offset, len)
     }
 
-    /// `len` bytes at an address of the guest, all in one region.
+    /// `len` bytes at an address of the guest; `None` unless they lie in one region.
     pub fn contiguous(&self, addr: u64, len: usize) -> Option<Segment> {
         let (region, offset) = self.find(addr)?;
         slice(region, offset, len)
     }
 
-    /// Appends `len` bytes at an address of the guest to `to`. They may go on from one region to the next, where the
-    /// guest sees no seam. False, with nothing or a part appended, when some of them are in no region.
+    /// Appends `len` bytes at an address of the guest to `to`. They may go on from one region to the next: the guest
+    /// does not see where regions end. False, with nothing or a part appended, when some of the bytes are in no region.
     pub fn append(&self, mut addr: u64, len: u64, to: &mut Segments) -> bool {
         let mut left = len;
         while left > 0 {

@@ -1,8 +1,8 @@
 //! One virtqueue at work: a task on one worker that pops, executes, answers and notifies.
 //!
-//! Its turns are those of every ring ([`serve_ring`]). The task ends when it is told to stop and nothing is in
-//! flight, or when the driver has broken the ring; a stopped queue can be started again where it ended, by this process
-//! or another.
+//! Its turns are those of every ring ([`serve_ring`]). The task ends when it is told to stop, or when the driver has
+//! broken the ring, and nothing is in flight any more. This process or another one can start the queue again where it
+//! ended.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -21,36 +21,36 @@ use crate::memory::GuestMemory;
 use crate::request::{Parser, Request};
 use crate::ring::{Broken, Ring, used_bytes};
 
-/// Requests of one queue in flight at most.
+/// The most requests of one queue in flight.
 const MAX_IN_FLIGHT: usize = 512;
-/// Answers that are held back at most, so that a driver that polls can go on while we work.
+/// The most answers that wait to be published together, so that a driver that polls can go on while we work.
 const PUBLISH: usize = 16;
 
-/// What the control of a queue and its task share.
+/// What a queue's task shares with the connection that controls it.
 #[derive(Default)]
 pub(crate) struct Link {
     pub(crate) waker: Arc<QueueWaker>,
     stop: AtomicBool,
-    /// How the driver hears of answers. The front end changes it at any time.
+    /// What is rung to notify the driver of answers. The front end may change it at any time.
     call: Mutex<Option<Arc<Event>>>,
-    /// It has changed: the driver may have missed a call in between.
+    /// True when `call` has changed: the driver may have missed a notification in between.
     has_new_call: AtomicBool,
 }
 
 impl Link {
-    /// Pops no more; the task ends when nothing is in flight.
+    /// Has the queue take no more requests; its task ends when nothing is in flight.
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.waker.wake();
     }
 
-    /// A link of the same call for the queue's next start.
+    /// A new link for the queue's next start, with the same `call`.
     pub(crate) fn fresh(&self) -> Self {
         Self { call: Mutex::new(self.call()), has_new_call: AtomicBool::new(true), ..Self::default() }
     }
 
-    /// Changes how the driver hears of answers. It is called once by the queue, if that is at work: it may have missed a
-    /// call in between.
+    /// Changes what is rung to notify the driver. A queue at work rings it once, because the driver may have missed a
+    /// notification in between.
     pub(crate) fn set_call(&self, call: Option<Arc<Event>>) {
         *self.call.lock().unwrap_or_else(|e| e.into_inner()) = call;
         self.has_new_call.store(true, Ordering::Release);
@@ -71,20 +71,20 @@ impl Link {
 /// Where the writes of a queue are logged.
 pub(crate) struct QueueLog {
     pub(crate) log: Log,
-    /// Data and status are logged.
+    /// True when writes of data and status are logged.
     pub(crate) logs_data: bool,
     /// The address under which the used ring is logged, if it is.
     pub(crate) used_addr: Option<u64>,
 }
 
-/// All that a queue starts with.
+/// What a queue needs to start.
 pub(crate) struct Setup<D> {
     pub(crate) target: Arc<Target<D>>,
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) ring: Ring,
     pub(crate) has_indirect: bool,
     pub(crate) inflight: Option<InflightQueue>,
-    /// Chains that a server before us had popped and not answered, oldest first.
+    /// Chains that another server has popped and not answered, oldest first.
     pub(crate) again: Vec<u16>,
     pub(crate) log: Option<QueueLog>,
     pub(crate) kick: Arc<Event>,
@@ -95,18 +95,18 @@ pub(crate) struct Setup<D> {
 
 /// How a queue ended.
 pub(crate) struct Ended {
-    /// Where to go on.
+    /// The index of the next element of the available ring.
     pub(crate) next_avail: u16,
-    /// Why it cannot go on.
+    /// Why the queue cannot go on, if it cannot.
     pub(crate) broken: Option<Broken>,
-    /// Memory that the front end shares was lost.
+    /// True when memory that the front end shares was lost.
     pub(crate) is_lost: bool,
 }
 
 /// Serves a queue to its end.
 pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     if let Some((log, used_addr)) = setup.log.as_ref().and_then(|log| Some((&log.log, log.used_addr?))) {
-        // A server before us may have been killed between a write to it and the mark.
+        // Another server may have been killed after it wrote to the used ring and before it marked that in the log.
         log.mark(used_addr, used_bytes(setup.ring.size()) as u64);
     }
     let Setup { target, memory, ring, inflight, again, log, kick, link, counters, has_indirect, pins_memory } = setup;
@@ -138,7 +138,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     Ended { next_avail: ring.next_avail(), broken: side.broken, is_lost: side.is_lost() }
 }
 
-/// A slot: answers one chain after the other.
+/// The future of one slot: answers one chain after the other.
 async fn answer_all<D: Disk>(inbox: Rc<Inbox<u16>>, side: Rc<RefCell<DriverSide>>, target: Arc<Target<D>>) {
     let mut request = Request::default();
     loop {
@@ -153,7 +153,7 @@ async fn answer_all<D: Disk>(inbox: Rc<Inbox<u16>>, side: Rc<RefCell<DriverSide>
     }
 }
 
-/// For the worker to look at.
+/// The worker looks at the ring through this.
 impl Pollable for Ring {
     fn is_ready(&self) -> bool {
         self.has_next()
@@ -164,7 +164,7 @@ impl Pollable for Ring {
     }
 }
 
-/// The driver's side of a queue: where requests come from and answers go.
+/// The driver's side of a queue: requests come from it and answers go to it.
 struct DriverSide {
     ring: Rc<Ring>,
     memory: Arc<GuestMemory>,
@@ -173,7 +173,7 @@ struct DriverSide {
     log: Option<QueueLog>,
     counters: Arc<FrontCounters>,
     link: Arc<Link>,
-    /// Heads in the used ring that are not published.
+    /// Heads of chains that are in the used ring and not published.
     batch: Vec<u16>,
     /// The same requests, to be counted when they are published.
     answered: Vec<Answered>,
@@ -204,7 +204,7 @@ impl DriverSide {
             }
             Err(broken) => {
                 self.broken = Some(broken);
-                // It was not started and never will be: whoever comes after us must not do it again.
+                // The chain was not started and never will be: the next server must not do it again.
                 if let Some(inflight) = &self.inflight {
                     inflight.unnote(&[head], self.ring.published());
                 }
@@ -214,7 +214,7 @@ impl DriverSide {
     }
 
     fn answer(&mut self, request: &Request, status: u8, written_bytes: u32) {
-        // The parser has found the place of the status.
+        // The parser has checked that the status byte lies in the guest's memory.
         self.memory.write_byte(request.status_addr, status);
         if let Some(log) = self.log.as_ref().filter(|log| log.logs_data) {
             request.written.iter().for_each(|(addr, len)| log.log.mark(*addr, u64::from(*len)));
@@ -236,7 +236,7 @@ impl DriverSide {
         self.batch.push(head);
     }
 
-    /// Shows the driver what was answered. The used index before that, if there was anything.
+    /// Shows the driver what was answered. Returns the used index before that; `None` when there was nothing to show.
     fn publish(&mut self) -> Option<u16> {
         if self.batch.is_empty() {
             return None;
@@ -256,7 +256,7 @@ impl DriverSide {
         Some(before)
     }
 
-    /// Publishes, and tells the driver if it wants to hear.
+    /// Publishes what was answered, and notifies the driver if it wants that.
     fn publish_and_call(&mut self) {
         let wants_call = self.publish().is_some_and(|before| self.ring.wants_call(before));
         if wants_call || self.link.has_new_call.swap(false, Ordering::Acquire) {
@@ -278,7 +278,7 @@ struct QueueTask {
 impl GuestRing for QueueTask {
     type Request = u16;
 
-    /// The next chain, of those left to us first.
+    /// The next chain. Those that another server has left come first.
     fn pop(&mut self) -> Option<u16> {
         if let Some(head) = self.again.get(self.again_at) {
             self.again_at += 1;
@@ -303,7 +303,8 @@ impl GuestRing for QueueTask {
         self.side.borrow().broken.is_none() && !self.link.stop.load(Ordering::Acquire)
     }
 
-    /// What a server before us left is done even when we are to stop: whoever goes on from our index would not know of it.
+    /// Chains that another server has left are done even when the queue is to stop: the next server goes on from our
+    /// index and would not know of them.
     fn may_pop(&self) -> bool {
         self.takes_new() || (self.side.borrow().broken.is_none() && self.again_at < self.again.len())
     }
@@ -320,14 +321,14 @@ impl GuestRing for QueueTask {
         }
     }
 
-    /// The turn has looked at the ring, and may have found that it is gone.
+    /// The turn before this has touched the ring, and may have found that its memory is gone.
     fn kicked(&mut self) {
         self.side.borrow_mut().break_if_lost();
     }
 
     fn kicks_failed(&mut self, error: spile_core::Error) {
-        tracing::warn!(%error, "vhost-user: a queue's kicks cannot be heard");
-        self.side.borrow_mut().broken = Some(Broken("its kicks cannot be heard"));
+        tracing::warn!(%error, "vhost-user: a queue's kicks cannot be received");
+        self.side.borrow_mut().broken = Some(Broken("its kicks cannot be received"));
     }
 
     fn suppress(&self) {

@@ -1,8 +1,9 @@
-//! From a descriptor chain to a request of a block device.
+//! [`Parser`]: reads a descriptor chain as a request of a block device.
 //!
-//! Virtual I/O Device Version 1.2, section 5.2.6: a header of 16 bytes that the device reads, data, one status byte that
-//! it writes; how these are cut into descriptors means nothing (2.7.4.1). A chain that breaks the rules of rings
-//! (2.7.5) breaks the ring. A chain that is whole but whose request makes no sense is answered with an error.
+//! Virtual I/O Device Version 1.2, section 5.2.6: a request has a header of 16 bytes that the device reads, data, and
+//! one status byte that the device writes. How these are cut into descriptors has no meaning (2.7.4.1). A chain that
+//! breaks the rules of rings (2.7.5) breaks the ring. A chain that keeps them, but whose request makes no sense, is
+//! answered with an error.
 
 use smallvec::SmallVec;
 use spile_core::metrics::Op;
@@ -11,37 +12,38 @@ use spile_core::{GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
 use crate::memory::GuestMemory;
 use crate::ring::{Broken, Descriptor, Ring};
 
-/// Bytes of a request's header: type, reserved, sector.
+/// The bytes of a request's header: type, reserved, sector.
 const HEADER_BYTES: u64 = 16;
-/// Descriptors in one chain at most, where the table is larger (the kernel's and QEMU's limit).
+/// The most descriptors in one chain, even when the table is larger (the kernel's and QEMU's limit).
 const MAX_CHAIN: usize = 1024;
-/// Segments of one request's data at most: a descriptor may go on over the seams of small regions.
+/// The most segments of one request's data. There may be more of them than descriptors: one descriptor may cover
+/// several small regions.
 const MAX_SEGMENTS: usize = 2 * MAX_CHAIN;
-/// Segments for which a request that is used again keeps its room.
+/// A request that is used again keeps room for so many segments.
 const KEPT_SEGMENTS: usize = 256;
 
 /// What a request asks for (section 5.2.6, VIRTIO_BLK_T_*).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Command {
-    /// IN.
+    /// Read sectors (IN).
     #[default]
     Read,
-    /// OUT.
+    /// Write sectors (OUT).
     Write,
-    /// FLUSH.
+    /// Make acknowledged writes durable (FLUSH).
     Flush,
-    /// GET_ID.
+    /// Tell the disk's serial number (GET_ID).
     GetId,
-    /// DISCARD.
+    /// Free ranges (DISCARD).
     Discard,
-    /// WRITE_ZEROES.
+    /// Write zeroes to ranges (WRITE_ZEROES).
     WriteZeroes,
-    /// Something else.
+    /// A type that is not known here.
     Unknown(u32),
 }
 
 impl Command {
-    /// As what it is counted.
+    /// The kind under which the request is counted.
     pub fn op(self) -> Op {
         match self {
             Self::Read => Op::Read,
@@ -68,20 +70,21 @@ impl From<u32> for Command {
     }
 }
 
-/// One request. Used again for the next: its lists keep their room.
+/// One request. A slot uses it again for its next request, so its lists keep their room.
 #[derive(Debug, Default)]
 pub struct Request {
-    /// Its chain: what to put into the used ring.
+    /// The head of its chain, which goes into the used ring.
     pub head: u16,
-    /// What to do.
+    /// What it asks for.
     pub command: Command,
-    /// Where, for reads and writes; `None` when the sector's offset overflows.
+    /// The offset of a read or write on the disk; `None` when the offset of its sector overflows.
     pub offset: Option<GuestOffset>,
-    /// What the device reads (all but the header), or for a read and GET_ID, writes (all but the status).
+    /// The guest's memory that the device reads (without the header), or, for a read and GET_ID, that it writes
+    /// (without the status).
     pub data: Segments,
-    /// The guest's address of the status byte.
+    /// The address of the status byte in the guest's memory.
     pub status_addr: u64,
-    /// The parts of the guest's memory that the device writes, but for the status: for the log of dirty pages.
+    /// The parts of the guest's memory that the device writes, without the status. They are for the log of dirty pages.
     pub written: SmallVec<[(u64, u32); 2]>,
     /// False when data or header lie outside the guest's memory.
     pub is_sound: bool,
@@ -90,7 +93,8 @@ pub struct Request {
 }
 
 impl Request {
-    /// Lets go of the guest's memory, which an idle slot must not keep, and of the room that only odd requests need.
+    /// Drops the references to the guest's memory, which an idle slot must not keep, and the room that only unusual
+    /// requests need.
     pub fn clear(&mut self) {
         if self.data.as_slice().len() > KEPT_SEGMENTS {
             self.data = Segments::new();
@@ -102,14 +106,14 @@ impl Request {
     }
 }
 
-/// Reads chains. Keeps its lists from one to the next.
+/// Reads chains. It keeps the room of its lists from one chain to the next.
 #[derive(Default)]
 pub struct Parser {
     readable: Vec<(u64, u32)>,
     writable: Vec<(u64, u32)>,
-    /// INDIRECT_DESC has been agreed on.
+    /// True when indirect descriptors have been agreed on.
     pub has_indirect: bool,
-    /// Written parts are to be listed.
+    /// True when the parts that the device writes are to be listed.
     pub is_logged: bool,
 }
 
@@ -139,7 +143,7 @@ impl Parser {
         });
         request.is_sound = header.is_some() && has_data;
         request.written.clear();
-        // What is refused unread writes nothing, and may claim to be of any length.
+        // A request that is refused unread writes nothing. It may claim any length.
         let writes = request.is_sound && reads_disk && request.data.len() as u64 <= MAX_REQUEST_BYTES;
         if self.is_logged && writes {
             request.written.extend_from_slice(&self.writable);
@@ -147,7 +151,7 @@ impl Parser {
         Ok(())
     }
 
-    /// Lists what the chain's descriptors describe.
+    /// Lists the memory that the chain's descriptors describe.
     fn collect(&mut self, ring: &Ring, memory: &GuestMemory, head: u16) -> Result<(), Broken> {
         self.readable.clear();
         self.writable.clear();
@@ -169,7 +173,7 @@ impl Parser {
         Err(Broken("a descriptor chain has more links than the ring: a circle"))
     }
 
-    /// Lists what an indirect table describes (section 2.7.5.3). It is the end of its chain.
+    /// Lists the memory that an indirect table describes (section 2.7.5.3). Such a table ends its chain.
     fn collect_indirect(&mut self, memory: &GuestMemory, table: &Descriptor) -> Result<(), Broken> {
         let count = table.len / 16;
         if !self.has_indirect {
@@ -217,7 +221,7 @@ impl Parser {
         Ok(())
     }
 
-    /// Takes the last byte off what is writable.
+    /// Takes the status byte off the end of the writable memory.
     fn take_status(&mut self, memory: &GuestMemory) -> Result<u64, Broken> {
         let Some((addr, len)) = self.writable.last_mut() else {
             return Err(Broken("a chain without a byte for its status"));
@@ -234,7 +238,7 @@ impl Parser {
     }
 }
 
-/// Takes the header off what is readable: four numbers.
+/// Takes the header, four numbers, off the start of the readable memory.
 fn take_header(readable: &mut Vec<(u64, u32)>, memory: &GuestMemory) -> Option<[u32; 4]> {
     let (addr, len) = readable.first().copied()?;
     let bytes = if u64::from(len) >= HEADER_BYTES {

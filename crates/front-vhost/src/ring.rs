@@ -1,4 +1,5 @@
-//! The device's side of a split virtqueue: pops heads of descriptor chains, publishes used ones, decides who is notified.
+//! The device's side of a split virtqueue: it pops the heads of descriptor chains, publishes used ones, and decides
+//! whether the driver is notified.
 //!
 //! Layout and rules: Virtual I/O Device Version 1.2, sections 2.7 (split virtqueues) and 2.7.7 to 2.7.10 (notification
 //! suppression). The guest owns the descriptors and the available ring and may change them at any moment; every number
@@ -21,79 +22,80 @@ const USED_RING: usize = 4;
 const NO_INTERRUPT: u16 = 1;
 const NO_NOTIFY: u16 = 1;
 
-/// Bytes of the descriptor table of a queue of `size`.
+/// The bytes of the descriptor table of a queue of that size.
 pub fn descriptors_bytes(size: u16) -> usize {
     16 * usize::from(size)
 }
 
-/// Bytes of the available ring, with the event index.
+/// The bytes of the available ring of a queue of that size, with the event index.
 pub fn available_bytes(size: u16) -> usize {
     AVAIL_RING + 2 * usize::from(size) + 2
 }
 
-/// Bytes of the used ring, with the event index.
+/// The bytes of the used ring of a queue of that size, with the event index.
 pub fn used_bytes(size: u16) -> usize {
     USED_RING + 8 * usize::from(size) + 2
 }
 
-/// What makes a ring unusable until it is set up again: the driver has broken the rules.
+/// Which rule the driver has broken. The ring is unusable until it is set up again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Broken(pub &'static str);
 
 /// One descriptor, read once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Descriptor {
-    /// The guest's address.
+    /// The address in the guest's memory.
     pub addr: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u32,
-    /// NEXT, WRITE, INDIRECT.
+    /// The flags: NEXT, WRITE, INDIRECT.
     pub flags: u16,
-    /// The next of the chain, with NEXT.
+    /// The index of the chain's next descriptor, if NEXT is set.
     pub next: u16,
 }
 
 impl Descriptor {
-    /// Another follows.
+    /// True when another descriptor of the chain follows.
     pub const NEXT: u16 = 1;
-    /// The device writes it.
+    /// True when the device writes the memory.
     pub const WRITE: u16 = 2;
-    /// It is a table of descriptors.
+    /// True when the memory is a table of descriptors.
     pub const INDIRECT: u16 = 4;
 
-    /// Reads one from its two halves.
+    /// Decodes a descriptor from its two halves.
     pub fn from_halves(addr: u64, rest: u64) -> Self {
         Self { addr, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
     }
 }
 
-/// Where a ring lies.
+/// The memory of a ring's parts.
 pub struct Parts {
-    /// A power of two, at most [`MAX_QUEUE_SIZE`].
+    /// The number of descriptors: a power of two, at most [`MAX_QUEUE_SIZE`].
     pub size: u16,
-    /// [`descriptors_bytes`], on a multiple of 16 bytes.
+    /// The descriptor table: [`descriptors_bytes`], at an address that is a multiple of 16.
     pub descriptors: Segment,
-    /// [`available_bytes`], on a multiple of 2.
+    /// The available ring: [`available_bytes`], at an address that is a multiple of 2.
     pub available: Segment,
-    /// [`used_bytes`], on a multiple of 4.
+    /// The used ring: [`used_bytes`], at an address that is a multiple of 4.
     pub used: Segment,
 }
 
-/// A split virtqueue. Used by one task; the interior is mutable so that a poller may look at it too.
+/// A split virtqueue. One task uses it; its state is in cells, so that the worker may look at the ring too.
 pub struct Ring {
     parts: Parts,
     has_event_idx: bool,
     next_avail: Cell<u16>,
     /// The driver's index as it was last read.
     seen_avail: Cell<u16>,
-    /// Behind the last element written to the used ring.
+    /// The index after the last element that was written to the used ring.
     next_used: Cell<u16>,
-    /// What of that the driver can see.
+    /// The index that the driver has been shown.
     published: Cell<u16>,
 }
 
 impl Ring {
-    /// A ring that goes on at `next_avail`; where the used ring goes on it says itself.
+    /// A ring that goes on at the index `next_avail` of the available ring. The used ring itself tells where it goes
+    /// on.
     pub fn new(parts: Parts, has_event_idx: bool, next_avail: u16) -> Self {
         let used = parts.used.load_u16(USED_IDX, Ordering::Relaxed);
         let cell = Cell::new;
@@ -101,7 +103,7 @@ impl Ring {
         Self { parts, has_event_idx, next_avail, seen_avail, next_used: cell(used), published: cell(used) }
     }
 
-    /// Descriptors.
+    /// The number of descriptors.
     pub fn size(&self) -> u16 {
         self.parts.size
     }
@@ -111,7 +113,7 @@ impl Ring {
         self.next_avail.get()
     }
 
-    /// Where the driver sees the used ring end.
+    /// The used index that the driver has been shown.
     pub fn published(&self) -> u16 {
         self.published.get()
     }
@@ -158,7 +160,7 @@ impl Ring {
         Ok(Some(head))
     }
 
-    /// Reads a descriptor of the table.
+    /// Reads the descriptor with that index.
     ///
     /// # Panics
     /// When `index` is outside the table.
@@ -167,15 +169,15 @@ impl Ring {
         Descriptor::from_halves(table.load_u64(at, Ordering::Relaxed), table.load_u64(at + 8, Ordering::Relaxed))
     }
 
-    /// Tells the driver not to kick: somebody looks at the ring.
+    /// Tells the driver that it need not kick, because the worker looks at the ring.
     pub fn suppress(&self) {
-        // With the event index, one that the driver has passed already means the same.
+        // With event indices nothing has to be written: the driver has passed our event index, so it does not kick.
         if !self.has_event_idx {
             self.parts.used.store_u16(USED_FLAGS, NO_NOTIFY, Ordering::Relaxed);
         }
     }
 
-    /// Asks the driver to kick for the next element. True when there is one already, for which no kick may come.
+    /// Asks the driver to kick for the next element. True when there is an element already: no kick may come for that.
     pub fn arm(&self) -> bool {
         if self.has_event_idx {
             let at = USED_RING + 8 * usize::from(self.parts.size);
@@ -183,7 +185,7 @@ impl Ring {
         } else {
             self.parts.used.store_u16(USED_FLAGS, 0, Ordering::Relaxed);
         }
-        // The driver writes its index and then reads ours; we write ours and then read its.
+        // The driver writes its index and then reads our event index. We write our event index and then read its index.
         fence(Ordering::SeqCst);
         self.has_next()
     }
@@ -203,9 +205,10 @@ impl Ring {
         self.parts.used.store_u16(USED_IDX, self.published.get(), Ordering::Release);
     }
 
-    /// True when the driver wants to hear of what was published after `before`.
+    /// True when the driver wants to be notified of what was published after the index `before`.
     pub fn wants_call(&self, before: u16) -> bool {
-        // The driver writes when it wants to hear and then reads our index; we wrote that and now read when.
+        // The driver writes its event index and then reads our used index. We wrote our used index and now read its
+        // event index.
         fence(Ordering::SeqCst);
         if !self.has_event_idx {
             return self.parts.available.load_u16(AVAIL_FLAGS, Ordering::Relaxed) & NO_INTERRUPT == 0;
@@ -216,8 +219,8 @@ impl Ring {
         now.wrapping_sub(event).wrapping_sub(1) < now.wrapping_sub(before)
     }
 
-    /// The bytes of the used ring that elements from `before` to now were written to, and its index: (offset, length) in
-    /// bytes from its start, for the log of dirty pages.
+    /// The parts of the used ring that were written since its index was `before`, for the log of dirty pages: offset
+    /// and length in bytes from its start.
     pub fn written_since(&self, before: u16) -> impl Iterator<Item = (u64, u64)> {
         let count = self.published.get().wrapping_sub(before).min(self.parts.size);
         let elements = (0..count).map(move |at| USED_RING + 8 * self.slot(before.wrapping_add(at)));

@@ -1,7 +1,8 @@
 //! [`Server`]: one disk for the front ends that connect to its sockets.
 //!
-//! Each connection has a thread, asleep but for its rare messages; its queues are tasks on the engine's workers.
-//! Several connections at a time serve the same disk: a guest that moves is connected twice for a moment.
+//! Each connection has a thread, which sleeps until one of the rare messages comes; its queues are tasks on the
+//! engine's workers. Several connections may serve the same disk: a guest that moves to another host is connected twice
+//! for a moment.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,7 +27,7 @@ use crate::wire::{Invalid, Message, config_changed};
 /// How a disk is served.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// For messages.
+    /// The disk's name in messages.
     pub name: String,
     /// What the guest reads as its disk's serial number: at most 20 bytes count.
     pub serial: String,
@@ -36,7 +37,7 @@ pub struct Config {
     pub read_only: bool,
     /// Register the guest's memory with the workers' rings ([`spile_engine::pin_memory`]).
     pub pins_memory: bool,
-    /// OpenConnections at a time; further ones are closed at once.
+    /// The most connections at a time; further ones are closed at once.
     pub max_connections: usize,
 }
 
@@ -62,20 +63,20 @@ pub(crate) struct ServerState<D> {
     pub(crate) disk: Arc<D>,
     pub(crate) config: Config,
     counters: Vec<Arc<FrontCounters>>,
-    /// The worker of queue 0: servers of several disks do not all begin at the same.
+    /// The worker of queue 0. It differs from server to server, so that not all disks begin on the same worker.
     first_worker: usize,
-    /// Readable once the connections are to end.
+    /// An eventfd that is readable once the connections are to end.
     stop: OwnedFd,
     is_stopping: AtomicBool,
-    /// OpenConnections end to go on in another process.
+    /// True when connections end to go on in another process.
     is_handing_over: AtomicBool,
     connections: Mutex<OpenConnections<D>>,
     one_is_over: Condvar,
-    /// Limits how many connections there are.
+    /// Limits the number of connections.
     places: Arc<Connections>,
-    /// Messages to the log of what front ends did wrong.
+    /// Limits messages about mistakes of front ends.
     complaints: LogLimit,
-    /// Requests that failed, of all connections.
+    /// Limits messages about failed requests, of all connections.
     failures: Arc<LogLimit>,
 }
 
@@ -83,7 +84,7 @@ struct OpenConnections<D> {
     next: u64,
     open: HashMap<u64, Open<D>>,
     threads: Vec<JoinHandle<()>>,
-    /// What goes on in another process.
+    /// Connections that have ended here and go on in another process.
     kept: Vec<Handover>,
 }
 
@@ -99,12 +100,13 @@ impl<D> OpenConnections<D> {
     }
 }
 
-/// One front end.
+/// The connection of one front end.
 struct Connection<D> {
     channel: Channel,
     session: Mutex<Session<D>>,
     notices: Arc<Notices>,
-    /// Since when we have been within a message, of its (`IN`) or of ours (`OUT`). The session is free then.
+    /// While a message is received (`IN`) or sent (`OUT`): since when, and which of both. The session is not locked
+    /// then.
     talking_since: Mutex<Option<(Instant, PollFlags)>>,
 }
 
@@ -116,7 +118,7 @@ impl<D> Connection<D> {
         result
     }
 
-    /// True when it is the front end that we wait for, and not a processor.
+    /// True when the connection waits for the front end, and not only for a processor.
     fn is_stuck(&self) -> bool {
         let talking = *lock(&self.talking_since);
         let late = talking.filter(|(since, _)| since.elapsed() > HANDOVER_PATIENCE);
@@ -147,7 +149,7 @@ impl<D: Disk> ServerState<D> {
             name: self.config.name.clone(),
             id,
             read_only: self.config.read_only || self.disk.info().read_only,
-            // Until the driver has said that it can flush.
+            // That ends when the driver says that it can flush.
             is_write_through: AtomicBool::new(true),
             failures: self.failures.clone(),
         }
@@ -161,15 +163,15 @@ impl<D> ServerState<D> {
     }
 }
 
-/// How often a front end that waits for another's end looks whether it is gone itself.
+/// How often a connection that waits for the end of another looks whether its own front end is gone.
 const ENDING_LOOK: Duration = Duration::from_millis(10);
 
 impl<D> ServerState<D> {
-    /// Waits until every other connection whose front end is gone has answered its requests: they may be older writes of
-    /// the same guest.
+    /// Waits until every other connection whose front end is gone has answered its requests, because they may be older
+    /// writes of the same guest. `own` is the socket of the connection that waits.
     ///
     /// # Errors
-    /// `Shutdown` when this front end, on `own`, is gone as well.
+    /// `Shutdown` when the front end of `own` is gone as well.
     pub(crate) fn wait_for_ending(&self, own: &OwnedFd) -> Result<()> {
         let mut connections = lock(&self.connections);
         loop {
@@ -193,7 +195,7 @@ fn is_ready(socket: impl AsFd, way: PollFlags) -> bool {
     poll(&mut [PollFd::new(&socket, way)], Some(&Timespec::default())).is_ok_and(|count| count > 0)
 }
 
-/// Serves one disk. Dropping it stops it, but does not wait.
+/// Serves one disk. Dropping a server stops it, but does not wait for the end.
 pub struct Server<D: Disk> {
     shared: Arc<ServerState<D>>,
     listeners: Listeners,
@@ -244,7 +246,7 @@ impl<D: Disk> Server<D> {
         self.listeners.listen(&self.shared.engine, self.shared.first_worker, fd, move |fd| admit(&shared, fd))
     }
 
-    /// Takes no new front end and no new request; what is in flight is answered. Does not wait.
+    /// Stops the server: it takes no new front end and no new request, and answers what is in flight. Does not wait.
     pub fn stop(&self) {
         self.shared.is_stopping.store(true, Ordering::Release);
         let _ = rustix::io::write(&self.shared.stop, &1u64.to_ne_bytes());
@@ -258,9 +260,9 @@ impl<D: Disk> Server<D> {
         threads.into_iter().for_each(|thread| drop(thread.join()));
     }
 
-    /// Ends as [`Server::stop`] and [`Server::wait_drained`] do, but keeps the front ends' connections for another
-    /// process, which goes on with [`Server::adopt`]: the front ends notice nothing. One that is stuck within a message
-    /// is hung up on, for the others' sake.
+    /// Ends as [`Server::stop`] and [`Server::wait_drained`] do, but keeps the connections for another process, which
+    /// goes on with them by [`Server::adopt`]: the front ends notice nothing. A connection whose front end is stuck
+    /// within a message is closed, because the others cannot wait for it.
     pub fn hand_over(&self) -> Vec<Handover> {
         self.shared.is_handing_over.store(true, Ordering::Release);
         self.stop();
@@ -280,8 +282,8 @@ impl<D: Disk> Server<D> {
     /// Goes on with a connection that another process has handed over.
     ///
     /// # Errors
-    /// When its state does not fit its descriptors or this server (its queues are more than here, say), or its memory
-    /// cannot be mapped.
+    /// When the state does not fit its descriptors or this server (it has more queues, for example), or the guest's
+    /// memory cannot be mapped.
     pub fn adopt(&self, handover: Handover) -> Result<()> {
         let channel = Channel::new(handover.socket)?;
         let hang_up = hang_up_of(&channel)?;
@@ -302,7 +304,7 @@ impl<D: Disk> Server<D> {
         }
     }
 
-    /// OpenConnections now.
+    /// The number of open connections.
     pub fn connections(&self) -> usize {
         self.shared.places.count()
     }
@@ -320,7 +322,7 @@ impl<D: Disk> Drop for Server<D> {
     }
 }
 
-/// How long a connection may be within a message when all are handed over.
+/// How long a hand-over waits for a front end that is within a message.
 const HANDOVER_PATIENCE: Duration = Duration::from_millis(20);
 
 fn admit<D: Disk>(shared: &Arc<ServerState<D>>, fd: OwnedFd) -> Result<()> {
@@ -352,7 +354,7 @@ fn start<D: Disk>(shared: &Arc<ServerState<D>>, channel: Channel, session: Sessi
         let socket = connection.clone();
         let served = catch_unwind(AssertUnwindSafe(|| serve(&shared_there, id, connection)));
         if served.is_err() {
-            // The panic has been told. Others wait for the end of this connection.
+            // The panic hook has reported the panic. Other connections may wait for the end of this one.
             let _ = shutdown(socket.channel.as_fd(), Shutdown::Both);
             lock(&shared_there.connections).open.remove(&id);
             shared_there.one_is_over.notify_all();
@@ -370,20 +372,20 @@ fn start<D: Disk>(shared: &Arc<ServerState<D>>, channel: Channel, session: Sessi
     }
 }
 
-/// Messages are short and their handling is not deep.
+/// The stack of a connection's thread. Messages are short and need few nested calls.
 const STACK_BYTES: usize = 256 << 10;
 
 /// Serves a connection to its end.
 fn serve<D: Disk>(shared: &ServerState<D>, id: u64, connection: Arc<Connection<D>>) {
-    // Queues that another process had at work go on; a new connection has none.
+    // Queues that were at work in another process go on. A new connection has none.
     let started = lock(&connection.session).start_queues();
     let talked = started.and_then(|()| talk(shared, &connection));
     if let Err(error) = &talked
         && shared.may_complain()
     {
-        tracing::warn!(disk = %shared.config.name, %error, "vhost-user: a front end is hung up on");
+        tracing::warn!(disk = %shared.config.name, %error, "vhost-user: a connection is closed because of an error");
     }
-    // One that a message has failed for ends: another process would not know of that message.
+    // A connection on which a message has failed is not handed over: the next process would not know of that message.
     let is_whole = talked.is_ok() && !is_hung_up(connection.channel.as_fd());
     let mut session = lock(&connection.session);
     session.stop_queues();
@@ -400,7 +402,7 @@ fn serve<D: Disk>(shared: &ServerState<D>, id: u64, connection: Arc<Connection<D
     shared.one_is_over.notify_all();
 }
 
-/// Ends the connection for whoever else has its socket, unless it goes on in another process.
+/// Shuts the socket down for all processes that have it, unless the connection goes on in another process.
 fn shutdown_unless(is_kept: bool, channel: &Channel) -> rustix::io::Result<()> {
     if is_kept { Ok(()) } else { shutdown(channel.as_fd(), Shutdown::Both) }
 }
@@ -409,7 +411,7 @@ fn shutdown_unless(is_kept: bool, channel: &Channel) -> rustix::io::Result<()> {
 fn talk<D: Disk>(shared: &ServerState<D>, connection: &Connection<D>) -> Result<()> {
     while connection.channel.wait(shared.stop.as_fd())? {
         let Some(received) = connection.talk(PollFlags::IN, Channel::recv)? else { return Ok(()) };
-        // The session is let go before the answer is sent, which may take the front end's time.
+        // The session is unlocked before the answer is sent, because a front end may take long to receive it.
         let answer = handle(&mut lock(&connection.session), received)?;
         if let Some((message, fd)) = answer {
             connection.talk(PollFlags::OUT, |channel| channel.send(&message, fd.as_ref().map(|fd| fd.as_fd())))?;
@@ -421,13 +423,13 @@ fn talk<D: Disk>(shared: &ServerState<D>, connection: &Connection<D>) -> Result<
 /// A message to be sent, and the descriptor that goes with it.
 type Outgoing = (Vec<u8>, Option<Arc<OwnedFd>>);
 
-/// Applies a message; what is to be sent for it.
+/// Applies a message. Returns what is to be sent in answer.
 fn handle<D: Disk>(session: &mut Session<D>, received: Received) -> Result<Option<Outgoing>> {
     let Received { header, payload, fds } = received;
     let message = Message::parse(&header, &payload, fds.len()).map_err(|Invalid(what)| {
         Error::new(ErrorKind::Protocol, format!("request {} of {} bytes: {what}", header.request, header.size))
     })?;
-    // A message with an answer of its own has no place for a refusal.
+    // A message that is a question has its own answer, in which there is no place for a refusal.
     let wants_ack = header.needs_reply() && session.acknowledges() && !message.is_question();
     let (payload, fd) = match session.apply(message, fds) {
         Ok(Reply::Payload(payload)) => (payload, None),

@@ -1,7 +1,7 @@
-//! What a front end has told: features, memory, rings. Applies its messages one by one.
+//! [`Session`]: what a front end has told us (features, memory, rings). It applies the front end's messages one by one.
 //!
-//! A message either takes effect as a whole or fails and changes nothing. A queue at work is never changed under way: it is
-//! stopped (what is in flight is answered), changed, and started again where it ended. Only the notification of
+//! A message either takes effect as a whole or fails and changes nothing. A queue at work is never changed under way:
+//! it is stopped (what is in flight is answered), changed, and started again where it ended. Only the notification of
 //! answers changes while it works, because front ends do that often.
 
 use std::os::fd::OwnedFd;
@@ -22,9 +22,9 @@ use crate::server::ServerState;
 use crate::vring::{Context, Vring};
 use crate::wire::{self, Message, RegionInfo, VringAddr, protocol};
 
-/// What a message is answered with.
+/// The answer to a message.
 pub(crate) enum Reply {
-    /// Nothing, or success where it was asked for.
+    /// No payload: nothing is sent, unless the front end has asked for an acknowledgement.
     Done,
     /// A payload.
     Payload(Vec<u8>),
@@ -51,7 +51,7 @@ const PROTOCOL_FEATURES: u64 = protocol::MQ
 pub(crate) struct Session<D> {
     pub(crate) shared: Arc<ServerState<D>>,
     pub(crate) target: Arc<Target<Arc<D>>>,
-    /// Ends the connection from a queue.
+    /// The socket, by which a queue can end the connection.
     pub(crate) hang_up: Arc<OwnedFd>,
     pub(crate) features: u64,
     pub(crate) protocol: u64,
@@ -59,7 +59,7 @@ pub(crate) struct Session<D> {
     pub(crate) queues: Vec<Vring>,
     pub(crate) inflight: Option<InflightRegion>,
     pub(crate) log: Option<Log>,
-    /// Where requests of our own go.
+    /// The socket for requests from us to the front end.
     pub(crate) notices: Arc<Notices>,
     pub(crate) is_writeback: bool,
 }
@@ -86,15 +86,15 @@ impl<D: Disk> Session<D> {
         config::features(self.target.read_only)
     }
 
-    /// True when this message is answered though it has no reply of its own.
+    /// True when messages that are no questions are acknowledged if they ask for it.
     pub(crate) fn acknowledges(&self) -> bool {
         self.protocol & protocol::REPLY_ACK != 0
     }
 
-    /// Applies a message.
+    /// Applies a message and returns its answer.
     ///
     /// # Errors
-    /// When it makes no sense now, or what it asks for cannot be had; nothing has changed then.
+    /// When the message makes no sense now, or cannot be carried out; nothing has changed then.
     pub(crate) fn apply(&mut self, message: Message, fds: Fds) -> Result<Reply> {
         let reply = match message {
             Message::GetFeatures => Reply::number(self.offers()),
@@ -129,7 +129,7 @@ impl<D: Disk> Session<D> {
                 self.stop_queues();
                 self.log = Some(log);
                 self.start_queues()?;
-                // Answered always, whether or not that was asked for.
+                // This message is always answered, whether or not the front end has asked for that.
                 return Ok(Reply::number(0));
             }
             Message::SetInflightFd(info) => {
@@ -141,7 +141,8 @@ impl<D: Disk> Session<D> {
             }
             Message::SetBackendReqFd => self.notices.set_socket(fds.pop()),
             Message::ResetOwner | Message::ResetDevice => self.reset(),
-            // The log is a bitmap that the front end looks at when it wants to.
+            // The descriptor that could be rung for the log is not needed: the front end looks at the log when it
+            // wants.
             Message::SetLogFd | Message::SetOwner => (),
             other => self.change_queue(other, fds)?,
         }
@@ -231,15 +232,15 @@ impl<D: Disk> Session<D> {
         Ok(())
     }
 
-    /// A driver that cannot flush must find every answered write durable (section 5.2.5.1), and so must one that has
-    /// switched the cache off.
+    /// Sets whether writes are made durable before they are answered. That is so for a driver that cannot flush
+    /// (section 5.2.5.1) and for one that has switched the write cache off.
     pub(crate) fn update_write_cache(&self) {
         let can_flush = self.features & feature::FLUSH != 0;
         self.target.is_write_through.store(!can_flush || !self.is_writeback, Ordering::Relaxed);
     }
 
-    /// A front end does not say again how the guest had switched the write cache when its server was killed; the region
-    /// that it kept does.
+    /// Takes up how the guest has switched the write cache. After a server was killed the front end does not tell that
+    /// again, but the in-flight region does.
     fn recall_write_cache(&mut self, region: &InflightRegion) {
         match region.kept_write_cache() {
             Some(is_writeback) => self.is_writeback = is_writeback,
@@ -262,7 +263,8 @@ impl<D: Disk> Session<D> {
         self.memory = Arc::new(memory);
     }
 
-    /// Nothing answers a question that goes beyond the space: so the specification has it.
+    /// A part of the configuration space. A question that goes beyond the space is answered with no bytes, as the
+    /// specification says.
     fn get_config(&self, offset: u32, len: u32, _flags: u32) -> Reply {
         if !wire::config_fits(offset, len) {
             return Reply::Payload(Vec::new());
@@ -274,8 +276,8 @@ impl<D: Disk> Session<D> {
         Reply::Payload(payload)
     }
 
-    /// Only the switch of the write cache may be written. A front end on the way in by migration writes the whole space
-    /// as it was read: all but the switch is passed over.
+    /// Writes to the configuration space. Only the switch of the write cache can be written. The front end of a guest
+    /// that has moved here writes the whole space as it was read there: everything but the switch is ignored.
     fn set_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()> {
         let switch = WRITEBACK_AT.checked_sub(offset).and_then(|at| bytes.get(at as usize));
         let Some(switch) = switch else { return Err(invalid("only the write cache can be configured".into())) };
@@ -293,7 +295,7 @@ impl<D: Disk> Session<D> {
     fn get_base(&mut self, index: u32) -> Result<Reply> {
         let queue = self.queue(index)?;
         queue.stop();
-        // Stopped until it is kicked off again.
+        // The queue stays stopped until its kick is set again.
         queue.kick = None;
         let state = [index, u32::from(queue.base()?)];
         Ok(Reply::Payload(state.iter().flat_map(|number| number.to_ne_bytes()).collect()))
@@ -322,7 +324,7 @@ impl<D: Disk> Session<D> {
         }
     }
 
-    /// Starts each queue that has all it needs.
+    /// Starts each queue for which nothing is missing.
     pub(crate) fn start_queues(&mut self) -> Result<()> {
         let context = Context {
             shared: self.shared.clone(),
@@ -332,13 +334,13 @@ impl<D: Disk> Session<D> {
             log: self.log.clone(),
             hang_up: self.hang_up.clone(),
         };
-        // One that cannot be started is no reason for the others to rest.
+        // When one queue cannot be started, the others are started all the same.
         let queues = self.queues.iter_mut().enumerate();
         let results = queues.map(|(index, queue)| queue.start(index, &context, self.inflight.as_ref()));
         results.fold(Ok(()), Result::and)
     }
 
-    /// Stops all queues. Each is told first, so that they end beside each other.
+    /// Stops all queues. All are told before the first is waited for, so that they end at the same time.
     pub(crate) fn stop_queues(&mut self) {
         self.queues.iter().for_each(Vring::ask_to_stop);
         self.queues.iter_mut().for_each(Vring::stop);

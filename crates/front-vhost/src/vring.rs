@@ -1,4 +1,4 @@
-//! One queue as its front end describes it: stopped or at work.
+//! [`Vring`]: one queue as its front end describes it, stopped or at work.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
@@ -18,7 +18,7 @@ use crate::ring::{Parts, Ring, available_bytes, descriptors_bytes, used_bytes};
 use crate::server::ServerState;
 use crate::wire::VringAddr;
 
-/// What all queues of a connection start with.
+/// What all queues of a connection need to start.
 pub(crate) struct Context<D> {
     pub(crate) shared: Arc<ServerState<D>>,
     pub(crate) target: Arc<Target<Arc<D>>>,
@@ -36,22 +36,22 @@ impl<D> Context<D> {
 
 /// One queue.
 pub(crate) struct Vring {
-    /// Descriptors; 0 while it was not said.
+    /// The number of descriptors; 0 until the front end has told it.
     pub(crate) size: u16,
     pub(crate) addr: Option<VringAddr>,
-    /// Where to go on in the available ring, while stopped.
+    /// While the queue is stopped: the index of the available ring at which it goes on.
     pub(crate) base: u16,
     pub(crate) is_enabled: bool,
     pub(crate) kick: Option<Arc<Event>>,
     pub(crate) err: Option<Arc<Event>>,
     pub(crate) link: Arc<Link>,
     counters: Arc<FrontCounters>,
-    /// While at work: gets its end.
+    /// While the queue is at work: receives how it ended.
     running: Option<mpsc::Receiver<Ended>>,
-    /// The driver broke it: it stays stopped until it is described anew.
+    /// True when the driver has broken the ring: the queue stays stopped until the front end describes it again.
     pub(crate) is_broken: bool,
-    /// Its task has ended in a way that says nothing of what is in flight.
-    is_astray: bool,
+    /// True when the queue's task has panicked, so that nobody knows what is in flight.
+    has_panicked: bool,
 }
 
 impl Vring {
@@ -67,7 +67,7 @@ impl Vring {
             counters,
             running: None,
             is_broken: false,
-            is_astray: false,
+            has_panicked: false,
         }
     }
 
@@ -77,13 +77,13 @@ impl Vring {
         }
     }
 
-    /// Stops the queue to describe it anew: it may be whole again.
+    /// Stops the queue because its description changes. A broken ring may be whole after that.
     pub(crate) fn stop_to_change(&mut self) {
         self.stop();
-        self.is_broken = self.is_astray;
+        self.is_broken = self.has_panicked;
     }
 
-    /// Stops the queue if it is at work; what is in flight is answered first.
+    /// Stops the queue if it is at work. What is in flight is answered first.
     pub(crate) fn stop(&mut self) {
         let Some(running) = self.running.take() else { return };
         self.link.stop();
@@ -92,33 +92,33 @@ impl Vring {
                 self.base = ended.next_avail;
                 self.is_broken = ended.broken.is_some();
             }
-            // Its task has panicked, which has been reported; it cannot be known how far it came.
-            Err(mpsc::RecvError) => (self.is_broken, self.is_astray) = (true, true),
+            // The task has panicked, which the panic hook has reported. Nobody knows how far it came.
+            Err(mpsc::RecvError) => (self.is_broken, self.has_panicked) = (true, true),
         }
         self.link = Arc::new(self.link.fresh());
     }
 
-    /// Where to go on in the available ring.
+    /// The index of the available ring at which the queue goes on.
     ///
     /// # Errors
-    /// When that cannot be known, nor whether anything is in flight: the connection has to end.
+    /// When the queue's task has panicked, so that nobody knows what is in flight: the connection has to end.
     pub(crate) fn base(&self) -> Result<u16> {
-        match self.is_astray {
+        match self.has_panicked {
             true => Err(Error::new(ErrorKind::Io, "a queue's task has panicked")),
             false => Ok(self.base),
         }
     }
 
-    /// Where the parts of the ring lie in our memory.
+    /// The parts of the ring in our memory.
     ///
     /// # Errors
-    /// `InvalidInput` when one of them lies outside the guest's memory or on an odd address.
+    /// `InvalidInput` when a part lies outside the guest's memory, or its address is not aligned.
     pub(crate) fn parts(&self, memory: &GuestMemory, addr: &VringAddr) -> Result<Parts> {
         let size = self.size;
         let find = |what: &str, at: u64, len: usize, align: u64| {
             let found = memory.at_user(at, len).filter(|segment| (at | segment.as_ptr() as u64).is_multiple_of(align));
             found.ok_or_else(|| {
-                let what = format!("its {what} at {at:#x} lies outside the guest's memory or on an odd address");
+                let what = format!("its {what} at {at:#x} lies outside the guest's memory, or is not aligned");
                 Error::new(ErrorKind::InvalidInput, what)
             })
         };
@@ -144,15 +144,15 @@ impl Vring {
         if self.running.is_some() || !self.is_enabled || self.is_broken {
             return Ok(());
         }
-        // A ring whose memory was taken away rests until it is back.
+        // A ring whose memory was removed waits until the memory is back.
         let Ok(parts) = self.parts(&context.memory, &addr) else { return Ok(()) };
         let inflight = inflight.map(|region| region.queue(index, self.size)).transpose()?;
-        // A connection that has just ended may still have writes of the same guest in flight: they come first.
+        // A connection that has just ended may still have writes of the same guest in flight: they have to end first.
         context.shared.wait_for_ending(&context.hang_up)?;
         let (mut again, has_event_idx) = (Vec::new(), context.has(feature::EVENT_IDX));
         let mut ring = Ring::new(parts, has_event_idx, self.base);
         if let Some(left) = inflight.as_ref().and_then(|queue| queue.recover(ring.published())) {
-            // All that was popped is either published or in flight.
+            // Each request that was popped is either published or in flight.
             self.base = ring.published().wrapping_add(left.len() as u16);
             ring = Ring::new(self.parts(&context.memory, &addr)?, has_event_idx, self.base);
             again = left;
@@ -191,13 +191,13 @@ impl Vring {
             if let Some(broken) = ended.broken {
                 if shared.may_complain() {
                     let why = broken.0;
-                    tracing::warn!(disk = %name, queue = index, why, "a guest has broken its queue: it is stopped");
+                    tracing::warn!(disk = %name, queue = index, why, "a guest has broken the rules of its queue: the queue is stopped");
                 }
                 if let Some(err) = err {
                     err.ring();
                 }
                 if ended.is_lost {
-                    // Nothing that the front end shares can be believed any more.
+                    // Nothing that the front end shares can be trusted any more.
                     let _ = shutdown(&*hang_up, Shutdown::Both);
                 }
             }

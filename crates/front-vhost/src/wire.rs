@@ -135,8 +135,8 @@ pub struct InflightInfo {
 }
 
 impl InflightInfo {
-    /// As a payload of `len` bytes: QEMU pads the structure to the alignment of its 64-bit numbers, others do not, and each
-    /// expects its own length.
+    /// As a payload of `len` bytes: QEMU pads the structure to the alignment of its 64-bit numbers, others do not, and
+    /// each expects its own length.
     pub fn encode(&self, len: usize) -> Vec<u8> {
         let mut bytes = self.len_bytes.to_ne_bytes().to_vec();
         bytes.extend(self.file_offset_bytes.to_ne_bytes());

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use spile_core::metrics::{Counters, Kind, Reading, now_ns};
 
-/// Counts for one ring of a guest, or for one worker's share of an export. It has one writer at a time. A ring's counters
-/// go on when the ring is started again.
+/// Counts for one ring of a guest, or for one worker's share of an export. It has one writer at a time. A ring's
+/// counters go on when the ring is started again.
 #[derive(Debug, Default)]
 pub struct FrontCounters {
     /// Requests, from the moment when they were taken to the moment when their answers are shown.
@@ -28,8 +28,8 @@ impl FrontCounters {
         add_one(&self.ring_starts);
     }
 
-    /// The ring is served no more. Requests that were not answered never will be here: they count as ended, or they would
-    /// seem to be in flight for ever.
+    /// The ring is served no more. Requests that were not answered never will be here: they count as ended, or they
+    /// would seem to be in flight for ever.
     pub fn ring_stopped(&self) {
         add_one(&self.ring_stops);
         self.requests.abandon(now_ns());
@@ -84,7 +84,8 @@ impl FrontReading {
         self.ring_starts.saturating_sub(self.ring_stops)
     }
 
-    /// Requests that were answered, with success or not: unlike those that have ended, none that a stop left unanswered.
+    /// Requests that were answered, with success or not: unlike those that have ended, none that a stop left
+    /// unanswered.
     pub fn answered(&self) -> u64 {
         self.requests.ops.iter().map(|op| op.latency.count()).sum()
     }

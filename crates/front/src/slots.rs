@@ -12,8 +12,8 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// Wakes the task of one ring. Its slots do so when their requests can go on, and so does whoever controls the ring from
-/// another thread.
+/// Wakes the task of one ring. Its slots do so when their requests can go on, and so does whoever controls the ring
+/// from another thread.
 #[derive(Default)]
 pub struct QueueWaker {
     state: Mutex<WakeState>,
@@ -49,7 +49,8 @@ impl QueueWaker {
         }
     }
 
-    /// Takes the slots to be polled. From now on the next slot that is ready wakes `waker`, and so does [`QueueWaker::wake`].
+    /// Takes the slots to be polled. From now on the next slot that is ready wakes `waker`, and so does
+    /// [`QueueWaker::wake`].
     fn take(&self, into: &mut Vec<u32>, waker: &Waker) {
         let mut state = self.lock();
         into.append(&mut state.ready);

@@ -1,7 +1,7 @@
 //! The clock of all counters: CLOCK_MONOTONIC in nanoseconds.
 //!
-//! Reading the clock costs 20 to 25 ns, as much as everything else that counting does. A worker therefore marks where each of
-//! its turns begins, and what begins within that turn shares one reading.
+//! Reading the clock costs 20 to 25 ns, as much as everything else that counting does. A worker therefore marks where
+//! each of its turns begins, and what begins within that turn shares one reading.
 
 use std::cell::Cell;
 
@@ -33,7 +33,8 @@ pub fn turn_ns() -> u64 {
     }
 }
 
-/// Begins a turn of this thread: [`turn_ns`] reads the clock once more. A worker calls it each time it goes round its loop.
+/// Begins a turn of this thread: [`turn_ns`] reads the clock once more. A worker calls it each time it goes round its
+/// loop.
 pub fn begin_turn() {
     TURN_NS.set(NOT_READ);
 }

@@ -1,8 +1,8 @@
 //! [`Counters`]: what one writer counts.
 //!
 //! The requests in flight are integrated over time without sampling: at a time T the integral is Σ(ends) − Σ(begins) +
-//! (begun − ended)·T. Each request adds its begin and its end to two sums, whose arithmetic wraps. A count and its sum have
-//! to be read together, so a version that is odd while they change tells a reader to look again.
+//! (begun − ended)·T. Each request adds its begin and its end to two sums, whose arithmetic wraps. A count and its sum
+//! have to be read together, so a version that is odd while they change tells a reader to look again.
 
 use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
 
@@ -79,8 +79,8 @@ impl Counters {
         counters.latency.note(now_ns.saturating_sub(request.begun_ns));
     }
 
-    /// No request that is in flight will ever end: each counts as ended, without a latency. Only where all that begins here
-    /// ends here as well.
+    /// No request that is in flight will ever end: each counts as ended, without a latency. Only where all that begins
+    /// here ends here as well.
     pub fn abandon(&self, now_ns: u64) {
         self.change(|| {
             for op in &self.ops {

@@ -1,7 +1,7 @@
 //! What is counted of requests, in one shape for every front and every layer below it.
 //!
-//! - [`Counters`] counts for one writer at a time, such as one ring or one connection's worker: plain loads and stores, no
-//!   locked instruction. [`Meter`] is a set of them, one for each thread, for what several threads use.
+//! - [`Counters`] counts for one writer at a time, such as one ring or one connection's worker: plain loads and stores,
+//!   no locked instruction. [`Meter`] is a set of them, one for each thread, for what several threads use.
 //! - A [`Reading`] is what counters say at one moment. Readings of several rings, workers, disks or processes add up;
 //!   two readings of the same counters give what happened between them. Readings hold plain numbers.
 //! - [`METRICS`] names each number, with its unit and its meaning, for whoever exports or prints them.
@@ -9,7 +9,8 @@
 //! Times are nanoseconds of CLOCK_MONOTONIC. Callers pass them, so that one look at the clock serves many requests:
 //! [`turn_ns`] is the time at which the worker's turn began, [`now_ns`] the time now.
 //!
-//! A request costs about 35 instructions here, from its begin to its end, and no allocation but for the first of its kind.
+//! A request costs about 35 instructions here, from its begin to its end, and no allocation but for the first of its
+//! kind.
 
 mod clock;
 mod counters;

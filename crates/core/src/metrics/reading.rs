@@ -169,8 +169,8 @@ impl Latency {
         self.counts.iter().sum()
     }
 
-    /// The latency in nanoseconds that a share of `quantile` (0 to 1) of the requests kept within, to 1.6 %; 0 when there
-    /// are none.
+    /// The latency in nanoseconds that a share of `quantile` (0 to 1) of the requests kept within, to 1.6 %; 0 when
+    /// there are none.
     pub fn quantile_ns(&self, quantile: f64) -> u64 {
         let rank = ((self.count() as f64 * quantile).ceil() as u64).max(1);
         let mut seen = 0;

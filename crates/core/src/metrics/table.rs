@@ -1,8 +1,8 @@
 //! [`METRICS`]: the name, unit and meaning of each number, for whoever exports or prints readings.
 //!
-//! Names are in snake_case and end in their unit, which is a base unit (seconds, bytes); sums that only rise end in `_total`.
-//! They follow the conventions of Prometheus. Whoever exports them adds what they were counted of: the disk, the place
-//! (a front, a disk, a layer, a store), and the operation ([`super::Op::name`]).
+//! Names are in snake_case and end in their unit, which is a base unit (seconds, bytes); sums that only rise end in
+//! `_total`. They follow the conventions of Prometheus. Whoever exports them adds what they were counted of: the disk,
+//! the place (a front, a disk, a layer, a store), and the operation ([`super::Op::name`]).
 
 use super::{Latency, OpReading, Reading};
 

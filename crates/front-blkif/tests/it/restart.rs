@@ -94,7 +94,7 @@ fn a_flush_that_failed_is_not_made_good_by_a_successor() {
     assert_eq!(queue.outstanding(), 2);
     // A guest that connects anew knows that it has to write again.
     front.set_state(6).unwrap();
-    assert_eq!(world.ended(), End::Worn);
+    assert_eq!(world.ended(), End::FailedSync);
     assert_eq!(front.backend_state().unwrap(), 6);
     world.serve();
     let mut queue = front.restart().unwrap().remove(0);
