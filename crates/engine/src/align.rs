@@ -8,18 +8,18 @@
 //! without a look at the alignment. So one byte is tried first, and where even that is answered, a page is assumed.
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::fs::{AtFlags, StatxFlags};
 use spile_mem::{PAGE_BYTES, Segment};
 
 /// The alignments of direct I/O in bytes: powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct DirectAlign {
+pub struct DirectAlign {
     /// Of offsets and lengths in the file.
-    pub(crate) offset: u32,
+    pub offset: u32,
     /// Of addresses in memory.
-    pub(crate) memory: u32,
+    pub memory: u32,
 }
 
 /// What is tried where nobody tells.
@@ -27,8 +27,10 @@ const CANDIDATES: [u32; 2] = [512, 4096];
 /// What suits every disk there is.
 const SAFE: u32 = 4096;
 
-/// What a file demands, `None` when it cannot do direct I/O. `direct` is open with O_DIRECT and readable.
-pub(crate) fn find(direct: &File, sector_bytes: Option<u32>) -> Option<DirectAlign> {
+/// What direct I/O on a file demands, `None` when it has none. `direct` is open with O_DIRECT and readable. Blocks for a
+/// trial read where the file system does not tell.
+pub fn find(direct: &File) -> Option<DirectAlign> {
+    let sector_bytes = sector_bytes(direct.as_fd());
     decide(reported(direct), sector_bytes, |align| trial_read(direct, align))
 }
 
@@ -73,8 +75,8 @@ fn trial_read(file: &File, align: u32) -> bool {
     got >= 0
 }
 
-/// The sector size of a block device in bytes.
-pub(crate) fn sector_bytes(device: BorrowedFd<'_>) -> Option<u32> {
+/// The sector size of a block device in bytes; `None` for anything else.
+fn sector_bytes(device: BorrowedFd<'_>) -> Option<u32> {
     rustix::fs::ioctl_blksszget(device).ok()
 }
 
@@ -124,7 +126,7 @@ mod tests {
         let Ok(file) = options.open(&path) else {
             return println!("SKIP direct I/O: not on this file system");
         };
-        let found = find(&file, None).expect("an alignment");
+        let found = find(&file).expect("an alignment");
         assert!(trial_read(&file, found.offset.max(found.memory)));
         // The trial alone must agree with what the file system reports, or be stricter.
         let tried = decide(None, None, |n| trial_read(&file, n)).expect("an alignment");

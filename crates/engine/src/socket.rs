@@ -9,7 +9,7 @@ use spile_core::{Error, ErrorKind, Result, Segment};
 use crate::fd::Fd;
 use crate::op::Op;
 use crate::shared::relock;
-use crate::{sys, tuning, worker};
+use crate::{sys, worker};
 
 /// A connected stream socket (Unix or TCP). One receive ([`Socket::recv`], [`Socket::recv_exact`]) and one
 /// [`Socket::send`] may be in flight at a time.
@@ -36,12 +36,6 @@ impl Socket {
         if into.is_empty() {
             return Err(Error::new(ErrorKind::InvalidInput, "receive into an empty buffer"));
         }
-        if tuning::is_on(&tuning::RECV_AT_ONCE) {
-            match sys::try_recv(self.fd.raw(), into, 0) {
-                Err(libc::EAGAIN) => (),
-                result => return result.map_err(recv_error),
-            }
-        }
         Op::recv(&self.fd, into).run().await.map_err(recv_error)
     }
 
@@ -64,8 +58,8 @@ impl Socket {
     /// `Io` with the errno when the connection is broken; some bytes may have been sent.
     pub async fn send(&self, parts: &[Segment]) -> Result<()> {
         let total: usize = parts.iter().map(Segment::len).sum();
-        let at_once = tuning::is_on(&tuning::SEND_AT_ONCE) && worker::is_alone();
-        let first = if at_once { sys::try_send(self.fd.raw(), parts, 0) } else { Ok(0) };
+        // Not while others are ready: a sender that did not gather its answers would send each alone.
+        let first = if worker::is_alone() { sys::try_send(self.fd.raw(), parts, 0) } else { Ok(0) };
         let done = match first {
             Ok(done) => done,
             Err(libc::EAGAIN) => 0,

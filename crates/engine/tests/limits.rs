@@ -17,7 +17,7 @@ both_engines!(works_without_locked_memory);
 fn works_without_locked_memory(engine: &Engine) {
     let Ok(path) = std::env::var(INSIDE) else { return run_in_child(engine.kind()) };
     let mode = spile_core::OpenMode::ReadOnly;
-    let store = spile_engine::FileStore::open(path.as_ref(), mode, spile_engine::CacheMode::Direct);
+    let store = spile_store::FileStore::open(path.as_ref(), mode, spile_store::CacheMode::Direct);
     let store = store.unwrap();
     engine.run_on(0, move || async move {
         let into = Segments::from(pool().alloc(8192));

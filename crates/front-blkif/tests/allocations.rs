@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use bare::Bare;
 use spile_core::Store;
-use spile_engine::{CacheMode, Config as EngineConfig, Engine, EngineKind, FileStore, NullStore};
+use spile_engine::{Config as EngineConfig, Engine, EngineKind};
 use spile_front_blkif::device::{Config, Device};
 use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
@@ -21,6 +21,7 @@ use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op, Queue};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
 use spile_lab::xen::{Blkfront, Guest, Host, Hypervisor};
+use spile_store::{CacheMode, FileStore, NullStore};
 use spile_xen::DomId;
 use spile_xen::blkif::{Abi, status};
 use spile_xen::store::XenStore;

@@ -18,8 +18,9 @@ use std::time::Duration;
 use disk::StoreDisk;
 use spile_core::metrics::{Op, Reading};
 use spile_core::{Files, OpenMode, Store};
-use spile_engine::{AnyStore, CacheMode, Config, Engine, MemStore, OsFiles};
+use spile_engine::{Config, Engine};
 use spile_front_nbd::{Export, Server, ServerConfig, TlsConfig};
+use spile_store::{AnyStore, CacheMode, MemStore, OsFiles};
 
 struct Arguments {
     list: Vec<String>,

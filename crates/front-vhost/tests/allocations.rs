@@ -13,10 +13,11 @@ use std::time::Duration;
 
 use bare::Bare;
 use spile_core::Store;
-use spile_engine::{CacheMode, Config as EngineConfig, Engine, EngineKind, FileStore, NullStore};
+use spile_engine::{Config as EngineConfig, Engine, EngineKind};
 use spile_front_vhost::{Config, Server};
 use spile_lab::GuestQueue;
 use spile_lab::vhost::{Device, DeviceOptions, Op, Queue, QueueOptions, STATUS_OK};
+use spile_store::{CacheMode, FileStore, NullStore};
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 
 #[global_allocator]

@@ -5,10 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use spile_core::{Disk, Extent, Segments};
-use spile_engine::{CacheMode, Config, Engine, OsEnv, OsFiles};
+use spile_engine::{Config, Engine, OsEnv};
 use spile_image::formats::vhd;
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::{Aligned, Chain, OpenOptions};
+use spile_store::{CacheMode, OsFiles};
 
 const MIB: u64 = 1 << 20;
 const SIZE_BYTES: u64 = 8 << 30;

@@ -5,8 +5,9 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use spile_core::{Error, ErrorKind, Files, Result, Store};
-use spile_engine::{AnyStore, CacheMode, MemStore, NullStore, OsEnv, OsFiles};
+use spile_engine::OsEnv;
 use spile_image::{Chain, Format, OpenOptions};
+use spile_store::{AnyStore, CacheMode, MemStore, NullStore, OsFiles};
 
 use crate::units::parse_size;
 

@@ -12,13 +12,18 @@ use std::path::{Path, PathBuf};
 const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-mem", &[], &[]),
     ("spile-core", &["spile-mem"], &[]),
-    ("spile-engine", &["spile-core", "spile-mem"], &[]),
-    ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-sim"]),
+    ("spile-engine", &["spile-core", "spile-mem"], &["spile-store"]),
+    ("spile-store", &["spile-core", "spile-mem", "spile-engine"], &[]),
+    ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-store", "spile-sim"]),
     ("spile-front", &["spile-core", "spile-engine"], &[]),
-    ("spile-front-nbd", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &[]),
-    ("spile-front-vhost", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &["spile-lab"]),
+    ("spile-front-nbd", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &["spile-store"]),
+    ("spile-front-vhost", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &["spile-lab", "spile-store"]),
     ("spile-xen", &["spile-core", "spile-mem"], &[]),
-    ("spile-front-blkif", &["spile-core", "spile-mem", "spile-engine", "spile-front", "spile-xen"], &["spile-lab"]),
+    (
+        "spile-front-blkif",
+        &["spile-core", "spile-mem", "spile-engine", "spile-front", "spile-xen"],
+        &["spile-lab", "spile-store"],
+    ),
     ("spile-lab", &["spile-core", "spile-mem", "spile-xen"], &[]),
     ("spile-sim", &["spile-core", "spile-image"], &["spile-mem"]),
     (
@@ -27,6 +32,7 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
             "spile-core",
             "spile-mem",
             "spile-engine",
+            "spile-store",
             "spile-image",
             "spile-xen",
             "spile-front",
@@ -38,17 +44,18 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ),
     (
         "spile-bench",
-        &["spile-core", "spile-engine", "spile-front-blkif", "spile-xen", "spile-lab", "spile-server"],
+        &["spile-core", "spile-engine", "spile-store", "spile-front-blkif", "spile-xen", "spile-lab", "spile-server"],
         &[],
     ),
     ("spile", &ALL, &ALL),
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 13] = [
+const ALL: [&str; 14] = [
     "spile-mem",
     "spile-core",
     "spile-engine",
+    "spile-store",
     "spile-image",
     "spile-front",
     "spile-front-nbd",

@@ -4,7 +4,8 @@
 use std::path::PathBuf;
 
 use spile_core::{Segment, Segments, StoreOffset};
-use spile_engine::{AnyStore, CacheMode, Config, Engine, EngineKind, FileStore, OsFiles};
+use spile_engine::{Config, Engine, EngineKind};
+use spile_store::{AnyStore, CacheMode, FileStore, OsFiles};
 use tempfile::TempDir;
 
 pub const KIB: usize = 1 << 10;

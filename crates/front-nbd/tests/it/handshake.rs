@@ -120,8 +120,9 @@ on_both_engines! {
 #[test]
 fn exports_need_fit_and_unique_names() {
     use spile_core::ErrorKind;
-    use spile_engine::{Config, Engine, EngineKind, MemStore};
+    use spile_engine::{Config, Engine, EngineKind};
     use spile_front_nbd::{Export, Server, ServerConfig};
+    use spile_store::MemStore;
     use std::sync::Arc;
     let config = Config { kind: EngineKind::Threads, workers: 1, pool_bytes: 2 << 20, ..Config::default() };
     let engine = Engine::start(config).unwrap();

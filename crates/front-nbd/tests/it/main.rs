@@ -16,8 +16,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use disk::StoreDisk;
-use spile_engine::{Config, Engine, EngineKind, MemStore};
+use spile_engine::{Config, Engine, EngineKind};
 use spile_front_nbd::{Export, Server, ServerConfig};
+use spile_store::MemStore;
 
 /// The size of the test disks, in bytes. The odd end is on purpose.
 pub const SIZE: u64 = (8 << 20) + 512;

@@ -4,10 +4,10 @@ use std::sync::atomic::Ordering;
 
 use spile_core::ErrorKind;
 use spile_core::metrics::Op;
-use spile_engine::MemStore;
 use spile_front_nbd::errors::{EINVAL, EIO, ENOSPC, ENOTSUP, EOVERFLOW, EPERM};
 use spile_front_nbd::wire::reply::{STATE_HOLE, STATE_ZERO};
 use spile_front_nbd::wire::request::{Command, FLAG_DF, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE};
+use spile_store::MemStore;
 
 use crate::client::{connect, ready};
 use crate::disk::StoreDisk;

@@ -230,7 +230,8 @@ on_both_engines! {
 #[test]
 fn unusable_certificates_are_named() {
     use spile_core::ErrorKind;
-    use spile_engine::{Config, Engine, MemStore};
+    use spile_engine::{Config, Engine};
+    use spile_store::MemStore;
     let papers = Papers::new();
     let config = Config { kind: EngineKind::Threads, workers: 1, pool_bytes: 2 << 20, ..Config::default() };
     let engine = Engine::start(config).unwrap();

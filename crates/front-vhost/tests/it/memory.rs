@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags, ftruncate};
 use spile_core::OpenMode;
-use spile_engine::{CacheMode, FileStore};
 use spile_lab::vhost::proto::{InflightPayload, RegionPayload, Request, feature};
 use spile_lab::vhost::{Connection, Device, DeviceOptions, MemoryOptions, QueueOptions};
+use spile_store::{CacheMode, FileStore};
 
 use crate::common::engines::on_both_engines;
 use crate::common::guest::{

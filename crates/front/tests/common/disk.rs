@@ -10,7 +10,7 @@ use spile_core::{
     Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, Result, Segment, Segments, Store,
     StoreOffset, Via, WriteZeroes,
 };
-use spile_engine::FileStore;
+use spile_store::FileStore;
 
 /// What the disk can grow to, in bytes.
 const MOST: u64 = 8 << 20;

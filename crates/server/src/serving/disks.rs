@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use spile_core::{Disk, Error, ErrorKind, Result};
-use spile_engine::{AnyStore, CacheMode, Engine};
+use spile_engine::Engine;
 use spile_image::{Aligned, Chain, Format, OpenOptions};
+use spile_store::{AnyStore, CacheMode};
 
 use super::identity::{Exported, Identity};
 use crate::disks::{self, DiskSpec, Source};

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Files, OpenMode, Result};
-use spile_engine::{CacheMode, OsEnv, OsFiles};
+use spile_engine::OsEnv;
 use spile_image::check::{self, Lost, Mend, Report, Severity};
 use spile_image::{Format, OpenOptions};
+use spile_store::{CacheMode, OsFiles};
 
 use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
 use crate::disks::{self, Source};

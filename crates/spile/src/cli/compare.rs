@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use spile_core::{Disk, Extent, Result, Segments};
-use spile_engine::CacheMode;
 use spile_image::{Aligned, Format, OpenOptions};
+use spile_store::CacheMode;
 
 use super::copy::{CHUNK_BYTES, Chunks, for_each, read};
 use super::{Exit, ParentArgs, on_engine, parse_cache, parse_format, print_json, progress_bar, say};

@@ -7,9 +7,9 @@ use clap::Args;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use spile_core::{Disk, Error, ErrorKind, Extent, Result};
-use spile_engine::CacheMode;
 use spile_image::create::NewImage;
 use spile_image::{Aligned, Format, OpenOptions};
+use spile_store::CacheMode;
 
 use super::copy::{Chunks, data_runs, for_each, read};
 use super::create;

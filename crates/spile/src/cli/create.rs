@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
-use spile_engine::{CacheMode, OsEnv, OsFiles};
+use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, LayerInfo};
+use spile_store::{CacheMode, OsFiles};
 
 use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say};
 use crate::disks::{self, Source};

@@ -10,11 +10,12 @@ use comfy_table::{Table, presets};
 use serde::Serialize;
 use spile_core::metrics::{Meter, Op, Reading};
 use spile_core::{Error, Result, ResultExt};
-use spile_engine::{AnyStore, CacheMode, Config, Engine, OsEnv, OsFiles};
+use spile_engine::{Config, Engine, OsEnv};
 use spile_front_nbd::{Export, Server, ServerConfig};
 use spile_image::check::Severity;
 use spile_image::create::NewImage;
 use spile_image::{Aligned, Chain, Format, OpenOptions};
+use spile_store::{AnyStore, CacheMode, OsFiles};
 
 use super::create;
 use super::load::ProgressLine;

@@ -7,9 +7,9 @@ use clap::Args;
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 use spile_core::{Disk, DiskInfo, Result};
-use spile_engine::CacheMode;
 use spile_image::LayerInfo;
 use spile_image::facts::{Record, Value};
+use spile_store::CacheMode;
 
 use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
 use crate::disks::{self, Source};

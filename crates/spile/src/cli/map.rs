@@ -7,7 +7,7 @@ use clap::Args;
 use rustix::io::Errno;
 use serde::Serialize;
 use spile_core::{Disk, Error, Extent, ExtentKind, ExtentStatus, Result};
-use spile_engine::CacheMode;
+use spile_store::CacheMode;
 
 use super::{Exit, OpenArgs, on_engine};
 use crate::disks::{self, Source};

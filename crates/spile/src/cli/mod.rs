@@ -26,8 +26,9 @@ use clap::{Args, Parser, Subcommand};
 use nix::sys::signal::Signal;
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Result};
-use spile_engine::{CacheMode, Config, Engine, EngineKind};
+use spile_engine::{Config, Engine, EngineKind};
 use spile_image::{Format, OpenOptions};
+use spile_store::CacheMode;
 
 use crate::log::{complain, printable};
 use crate::signals;

@@ -8,10 +8,11 @@ use std::time::Duration;
 use clap::Args;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use spile_core::{Disk, Error, ErrorKind, Result};
-use spile_engine::{CacheMode, Config, Engine, EngineKind};
+use spile_engine::{Config, Engine, EngineKind};
 use spile_front_nbd::{ServerConfig, TlsConfig};
 use spile_front_vhost::Handover;
 use spile_image::Format;
+use spile_store::CacheMode;
 
 use super::{Exit, ParentArgs, complain, parse_cache, parse_engine, parse_format, try_say};
 use crate::disks::DiskSpec;

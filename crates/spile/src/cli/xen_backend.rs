@@ -7,8 +7,9 @@ use std::time::Duration;
 use clap::Args;
 use rustix::event::{EventfdFlags, eventfd};
 use spile_core::{Error, Result};
-use spile_engine::{CacheMode, Config, Engine, EngineKind};
+use spile_engine::{Config, Engine, EngineKind};
 use spile_front_blkif::pages::Access;
+use spile_store::CacheMode;
 
 use super::xen_place::XenPlace;
 use super::{Exit, ParentArgs, parse_cache, parse_engine, try_say};

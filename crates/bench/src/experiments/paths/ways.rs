@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use spile_core::{Disk, Error, ErrorKind, Extent, Result, Segments};
-use spile_engine::{CacheMode, Config, Engine};
+use spile_engine::{Config, Engine};
+use spile_store::CacheMode;
 
 use crate::experiments::Direction;
 use crate::experiments::guest::{Answer, Order, Times};

@@ -7,8 +7,8 @@ use spile_core::{
     Error, ErrorKind, Files, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
 
+use crate::file::FileStore;
 use crate::memory::{MemStore, NullStore};
-use crate::store::FileStore;
 
 /// What [`Via::Direct`] means for a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

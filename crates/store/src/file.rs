@@ -12,19 +12,22 @@ use rustix::io::Errno;
 use spile_core::{
     Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
+use spile_engine::{DirectAlign, RawFile, direct_align, spawn};
 use spile_mem::Segment;
 
-use crate::fd::Fd;
 use crate::files::CacheMode;
-use crate::op::{Op, Outcome};
 use crate::sync_gate::{SyncGate, Turn};
-use crate::{align, lock, shared, sys, tuning, worker};
+
+/// A cached write of at most this many bytes is done by the worker itself, a longer one by a helper thread. Microseconds of
+/// processor for one 4 KiB request of a client, at depth 1: 17 instead of 26; at depth 32: 14 instead of 21. The price: when
+/// the system has too many dirty pages, the worker itself is slowed down.
+const WRITE_AT_ONCE_BYTES: usize = 64 << 10;
 
 /// Zeroes written at a time where the file system cannot zero a range itself.
 const ZERO_CHUNK_BYTES: usize = 1 << 20;
 
-/// A file or block device. Clones are the same store. It is locked against other writers while it is open (see the
-/// head of the module `lock` for how that goes together with QEMU).
+/// A file or block device. Clones are the same store. It is locked against other writers while it is open, in
+/// QEMU's scheme ([`RawFile::lock`]).
 #[derive(Clone)]
 pub struct FileStore {
     inner: Arc<Inner>,
@@ -34,8 +37,8 @@ struct Inner {
     path: PathBuf,
     info: StoreInfo,
     is_device: bool,
-    direct: Arc<Fd>,
-    cached: Arc<Fd>,
+    direct: RawFile,
+    cached: RawFile,
     len: AtomicU64,
     gate: SyncGate,
 }
@@ -57,10 +60,11 @@ impl FileStore {
         let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
         check_type(&stat)?;
         let is_device = stat.file_type().is_block_device();
-        lock::acquire(std::os::fd::AsFd::as_fd(&file), mode)?;
+        let file = RawFile::new(file.into());
+        file.lock(mode)?;
         let len = if is_device { device_len(&file)? } else { stat.len() };
         let direct = match cache {
-            CacheMode::Direct => open_direct(path, mode, &stat, is_device),
+            CacheMode::Direct => open_direct(path, mode, &stat),
             CacheMode::Page => None,
         };
         Ok(Self::assemble(path, mode, is_device, len, file, direct))
@@ -71,17 +75,13 @@ impl FileStore {
         mode: OpenMode,
         is_device: bool,
         len: u64,
-        file: File,
-        direct: Option<(File, align::DirectAlign)>,
+        cached: RawFile,
+        direct: Option<(File, DirectAlign)>,
     ) -> FileStore {
         let align = direct.as_ref().map(|(_, align)| *align);
         let read_only = mode == OpenMode::ReadOnly;
-        let punches = !read_only && if is_device { device_punches(&file) } else { file_punches(&file, len) };
-        let cached = Fd::file(file.into());
-        if mode == OpenMode::ReadWrite {
-            shared::hold_everywhere(&cached);
-        }
-        let direct = direct.map_or_else(|| cached.clone(), |(file, _)| Fd::direct(file.into(), &cached));
+        let punches = !read_only && if is_device { device_punches(&cached) } else { file_punches(&cached, len) };
+        let direct = direct.map_or_else(|| cached.clone(), |(file, _)| RawFile::direct(file.into(), &cached));
         let info = StoreInfo {
             offset_align_bytes: align.map_or(1, |a| a.offset),
             memory_align_bytes: align.map_or(1, |a| a.memory),
@@ -94,7 +94,7 @@ impl FileStore {
         FileStore { inner: Arc::new(Inner { path, info, is_device, direct, cached, len, gate }) }
     }
 
-    fn fd(&self, via: Via) -> &Arc<Fd> {
+    fn fd(&self, via: Via) -> &RawFile {
         match via {
             Via::Direct => &self.inner.direct,
             Via::Cached => &self.inner.cached,
@@ -111,12 +111,12 @@ impl FileStore {
     }
 
     /// Direct I/O that is not aligned would be refused by the kernel without a word why.
-    fn check_align(&self, offset: u64, segments: &Segments, fd: &Fd) -> Result<()> {
+    fn check_align(&self, offset: u64, segments: &Segments, fd: &RawFile) -> Result<()> {
         let info = &self.inner.info;
         let (unit, memory) = (info.offset_align_bytes as usize - 1, info.memory_align_bytes as usize - 1);
         // The length of each part, too: most kernels cut the transfer where a part ends.
         let fits = |s: &Segment| s.as_ptr() as usize & memory == 0 && s.len() & unit == 0;
-        if !fd.direct || (offset & unit as u64 == 0 && segments.iter().all(fits)) {
+        if !fd.is_direct() || (offset & unit as u64 == 0 && segments.iter().all(fits)) {
             return Ok(());
         }
         Err(self.refuse(ErrorKind::InvalidInput, "unaligned direct transfer", offset))
@@ -137,8 +137,8 @@ impl FileStore {
         end.ok_or_else(|| self.refuse(ErrorKind::OutOfRange, "past the end of the store", offset))
     }
 
-    async fn fallocate(&self, mode: i32, offset: u64, len: u64) -> Outcome {
-        Op::fallocate(&self.inner.cached, mode, offset, len).run().await
+    async fn fallocate(&self, flags: i32, offset: u64, len: u64) -> Result<usize, i32> {
+        self.inner.cached.fallocate(flags, offset, len).await
     }
 
     /// Writes zeroes as data: directly where that can be, for the range may share a page with data written directly.
@@ -158,7 +158,7 @@ impl FileStore {
 
     /// The sync errors of the past, which the kernel has forgotten.
     fn check_synced(&self) -> Result<()> {
-        match self.inner.cached.sync_errno() {
+        match self.inner.cached.failed_sync() {
             Some(errno) => Err(self
                 .fail("sync failed, now or earlier: what was written may be lost", errno)
                 .hint("check the storage below, then reopen")),
@@ -187,11 +187,11 @@ impl Store for FileStore {
         if into.is_empty() {
             return Ok(());
         }
-        let at_once = !fd.direct && tuning::is_on(&tuning::READ_AT_ONCE);
-        if at_once && sys::read_nowait(fd.raw(), offset, into.as_slice()) == Ok(into.len()) {
+        // 8.1 instead of 9.0 microseconds of processor for a request of 4 KiB at depth 1.
+        if !fd.is_direct() && fd.read_at_once(offset, into) == Ok(into.len()) {
             return Ok(());
         }
-        match Op::read(fd, offset, into).run().await {
+        match fd.read(offset, into).await {
             Ok(done) if done == into.len() => Ok(()),
             Ok(done) => {
                 let at = offset + done as u64;
@@ -209,9 +209,8 @@ impl Store for FileStore {
         if from.is_empty() {
             return Ok(());
         }
-        let mut op = Op::write(fd, offset, from);
-        let at_once = !fd.direct && from.len() <= tuning::write_at_once_bytes();
-        let outcome = if at_once { sys::run_file_op(&mut op) } else { op.run().await };
+        let at_once = !fd.is_direct() && from.len() <= WRITE_AT_ONCE_BYTES;
+        let outcome = if at_once { fd.write_at_once(offset, from) } else { fd.write(offset, from).await };
         outcome.map_err(|errno| self.fail("write failed", errno).at_offset(offset))?;
         self.inner.len.fetch_max(end, Ordering::AcqRel);
         Ok(())
@@ -227,8 +226,8 @@ impl Store for FileStore {
                 Turn::Run => {
                     // A task of its own: it goes on to its end though this future be dropped.
                     let inner = self.inner.clone();
-                    worker::spawn(async move {
-                        let _ = Op::sync(&inner.cached).run().await;
+                    spawn(async move {
+                        let _ = inner.cached.sync().await;
                         inner.gate.end();
                     });
                 }
@@ -285,7 +284,7 @@ impl Store for FileStore {
         if self.inner.is_device {
             return self.take_up_len(len_bytes);
         }
-        let outcome = Op::truncate(&self.inner.cached, len_bytes).run().await;
+        let outcome = self.inner.cached.truncate(len_bytes).await;
         outcome.map_err(|errno| self.fail("set the length", errno).at_offset(len_bytes))?;
         self.inner.len.store(len_bytes, Ordering::Release);
         Ok(())
@@ -299,7 +298,7 @@ impl Store for FileStore {
 impl FileStore {
     /// A device has the length it has: what it gained since it was opened can be taken up.
     fn take_up_len(&self, len_bytes: u64) -> Result<()> {
-        let device_bytes = device_len(&*self.inner.cached).at_path(&self.inner.path)?;
+        let device_bytes = device_len(&self.inner.cached).at_path(&self.inner.path)?;
         if (self.len_bytes()..=device_bytes).contains(&len_bytes) {
             self.inner.len.fetch_max(len_bytes, Ordering::AcqRel);
             return Ok(());
@@ -316,7 +315,7 @@ impl FileStore {
         if self.inner.is_device {
             return all(false);
         }
-        let seek = |from| rustix::fs::seek(&*self.inner.cached, from);
+        let seek = |from| rustix::fs::seek(&self.inner.cached, from);
         let run = |to: u64, is_hole| Ok(StoreExtent { len_bytes: left.min(to - offset), is_hole });
         match seek(SeekFrom::Data(offset)) {
             Ok(data) if data > offset => run(data, true),
@@ -350,30 +349,24 @@ fn open_at(path: &Path, mode: OpenMode, flags: i32) -> Result<File> {
 }
 
 /// The second, direct descriptor; `None` where direct I/O cannot be had. Its alignment is proven to be known.
-fn open_direct(
-    path: &Path,
-    mode: OpenMode,
-    stat: &std::fs::Metadata,
-    is_device: bool,
-) -> Option<(File, align::DirectAlign)> {
+fn open_direct(path: &Path, mode: OpenMode, stat: &std::fs::Metadata) -> Option<(File, DirectAlign)> {
     let file = open_at(path, mode, libc::O_DIRECT).ok()?;
     let again = file.metadata().ok()?;
     // The name may have been given to another file meanwhile.
     let same = (again.dev(), again.ino()) == (stat.dev(), stat.ino());
-    let sector = is_device.then(|| align::sector_bytes(std::os::fd::AsFd::as_fd(&file))).flatten();
-    let align = align::find(&file, sector).filter(|_| same)?;
+    let align = direct_align(&file).filter(|_| same)?;
     Some((file, align))
 }
 
 /// Asks the file system by punching where there is nothing: past the end.
-fn file_punches(file: &File, len: u64) -> bool {
+fn file_punches(file: &RawFile, len: u64) -> bool {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(file, flags, len.next_multiple_of(1 << 20), 4096).is_ok()
 }
 
 /// A device punches when it can write zeroes by itself; on one that cannot, fallocate fails.
-fn device_punches(device: &File) -> bool {
-    let Ok(number) = device.metadata().map(|stat| stat.rdev()) else { return false };
+fn device_punches(device: &RawFile) -> bool {
+    let Ok(number) = rustix::fs::fstat(device).map(|stat| stat.st_rdev) else { return false };
     let place = format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
     // A partition's queue is its disk's.
     [place.clone() + "/queue", place + "/../queue"].iter().any(|queue| {
@@ -389,7 +382,7 @@ fn device_len(device: impl std::os::fd::AsFd) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Config, Engine, EngineKind};
+    use spile_engine::{Config, Engine, EngineKind};
 
     #[test]
     fn a_failed_sync_is_never_forgotten() {
@@ -399,8 +392,8 @@ mod tests {
             let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21, ..Config::default() }).unwrap();
             engine.run_on(0, move || async move {
                 store.sync().await.unwrap();
-                store.inner.cached.note_sync(libc::EIO);
-                store.inner.cached.note_sync(libc::ENOSPC);
+                store.inner.cached.note_failed_sync(libc::EIO);
+                store.inner.cached.note_failed_sync(libc::ENOSPC);
                 for _ in 0..2 {
                     let error = store.clone().sync().await.unwrap_err();
                     assert_eq!(error.os_errno(), Some(libc::EIO), "{error}");
@@ -415,18 +408,18 @@ mod tests {
         // A pipe cannot be synced: the same path as a failing disk, and its future is dropped.
         for kind in [EngineKind::Auto, EngineKind::Threads] {
             let (_reader, writer) = std::io::pipe().unwrap();
-            let fd = Fd::file(writer.into());
+            let fd = RawFile::new(writer.into());
             let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21, ..Config::default() }).unwrap();
             let shared = fd.clone();
             engine.run_on(0, move || async move {
-                let mut dropped = std::pin::pin!(Op::sync(&shared).run());
+                let mut dropped = std::pin::pin!(shared.sync());
                 let poll = |context: &mut std::task::Context<'_>| {
                     std::task::Poll::Ready(dropped.as_mut().poll(context).is_pending())
                 };
                 assert!(std::future::poll_fn(poll).await);
             });
             engine.shutdown();
-            assert_eq!(fd.sync_errno(), Some(libc::EINVAL));
+            assert_eq!(fd.failed_sync(), Some(libc::EINVAL));
         }
     }
 
@@ -437,11 +430,11 @@ mod tests {
         std::fs::write(&path, [0; 4096]).unwrap();
         let open = || FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Direct);
         let store = open().unwrap();
-        if !store.inner.direct.direct {
+        if !store.inner.direct.is_direct() {
             return println!("SKIP direct I/O: not on this file system");
         }
         let zeroes = Segments::zeroed(4096);
-        let op = Op::write(&store.inner.direct, 0, &zeroes);
+        let op = store.inner.direct.write(0, &zeroes);
         drop(store);
         assert_eq!(open().err().map(|error| error.kind()), Some(ErrorKind::Busy));
         drop(op);

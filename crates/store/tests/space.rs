@@ -1,5 +1,6 @@
 //! Writes into holes of a file take the space of their data, and no more.
 
+#[path = "../../engine/tests/common/mod.rs"]
 mod common;
 
 use std::os::unix::fs::MetadataExt;
@@ -9,7 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::*;
 use spile_core::{OpenMode, Segment, Store, Via};
-use spile_engine::{CacheMode, Engine, FileStore, spawn, yield_now};
+use spile_engine::{Engine, spawn, yield_now};
+use spile_store::{CacheMode, FileStore};
 
 both_engines!(
     random_writes_take_no_more_space_than_their_data,

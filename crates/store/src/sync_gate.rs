@@ -3,14 +3,17 @@
 //! Two reasons. It is a group commit: a hundred flushes cost two. And the kernel reports a failed write-back to one
 //! sync only: were two in flight, the one it did not tell could report clean before the other's error is known.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-
-use crate::shared::relock;
 
 #[derive(Default)]
 pub(crate) struct SyncGate {
     state: Mutex<State>,
+}
+
+/// Locks without regard to a panic elsewhere: the state is whole at every moment.
+fn relock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[derive(Default)]

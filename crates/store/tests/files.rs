@@ -1,5 +1,6 @@
 //! The stores on files, on both reactors.
 
+#[path = "../../engine/tests/common/mod.rs"]
 mod common;
 
 use std::future::Future;
@@ -12,7 +13,8 @@ use std::time::Duration;
 
 use common::*;
 use spile_core::{ErrorKind, Files, OpenMode, Segments, Store, Via};
-use spile_engine::{AnyStore, CacheMode, Engine, FileStore, OsFiles, pool, sleep, spawn};
+use spile_engine::{Engine, pool, sleep, spawn};
+use spile_store::{AnyStore, CacheMode, FileStore, OsFiles};
 
 both_engines!(
     every_way_reads_what_was_written,

@@ -1,0 +1,113 @@
+//! [`RawFile`]: an open file or block device whose operations run on the reactor of the worker that polls them.
+//!
+//! No checks and no words here, only operations and errnos: a store is made of them (crate `spile-store`).
+
+use std::future::Future;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use spile_core::{OpenMode, Result, Segments};
+
+use crate::fd::Fd;
+use crate::op::Op;
+use crate::{lock, shared, sys};
+
+/// An open file. Clones are the same file. An operation in flight owns clones of its buffers and of the file until the
+/// kernel has answered, also when its future is dropped. Operations panic outside a worker.
+#[derive(Clone)]
+pub struct RawFile {
+    fd: Arc<Fd>,
+}
+
+impl RawFile {
+    /// Takes over a descriptor that goes through the page cache.
+    pub fn new(fd: OwnedFd) -> Self {
+        Self { fd: Fd::file(fd) }
+    }
+
+    /// Takes over a second descriptor of the file, opened with O_DIRECT. While an operation through it is in flight, the
+    /// locks of `locked`, the first one, are held.
+    pub fn direct(fd: OwnedFd, locked: &RawFile) -> Self {
+        Self { fd: Fd::direct(fd, &locked.fd) }
+    }
+
+    /// True for a descriptor opened with O_DIRECT.
+    pub fn is_direct(&self) -> bool {
+        self.fd.direct
+    }
+
+    /// Locks the file against what does not go with `mode` (the locks that QEMU uses, see the module `lock`). They end
+    /// when the last clone is gone and the last operation has ended, also when the process is killed.
+    ///
+    /// # Errors
+    /// `Busy` when another process has it open in a way that does not go with `mode`.
+    pub fn lock(&self, mode: OpenMode) -> Result<()> {
+        lock::acquire(self.fd.as_fd(), mode)?;
+        if mode == OpenMode::ReadWrite {
+            shared::hold_everywhere(&self.fd);
+        }
+        Ok(())
+    }
+
+    /// Fills `into` from `offset_bytes`; returns how many bytes were read, fewer only at the end of the file.
+    pub fn read(&self, offset_bytes: u64, into: &Segments) -> impl Future<Output = Result<usize, i32>> + use<> {
+        Op::read(&self.fd, offset_bytes, into).run()
+    }
+
+    /// Reads what is in the page cache, without waiting for the device; returns how many bytes that were.
+    ///
+    /// # Errors
+    /// EAGAIN when nothing is there.
+    pub fn read_at_once(&self, offset_bytes: u64, into: &Segments) -> Result<usize, i32> {
+        sys::read_nowait(self.fd.raw(), offset_bytes, into.as_slice())
+    }
+
+    /// Writes all of `from` at `offset_bytes`; returns its length.
+    pub fn write(&self, offset_bytes: u64, from: &Segments) -> impl Future<Output = Result<usize, i32>> + use<> {
+        Op::write(&self.fd, offset_bytes, from).run()
+    }
+
+    /// As [`RawFile::write`], on this thread, which waits for it: for short writes into the page cache.
+    ///
+    /// # Errors
+    /// The kernel's errno.
+    pub fn write_at_once(&self, offset_bytes: u64, from: &Segments) -> Result<usize, i32> {
+        sys::run_file_op(&mut Op::write(&self.fd, offset_bytes, from))
+    }
+
+    /// fdatasync. A failure is kept ([`RawFile::failed_sync`]), whether or not anybody waits for it.
+    pub fn sync(&self) -> impl Future<Output = Result<usize, i32>> + use<> {
+        Op::sync(&self.fd).run()
+    }
+
+    /// The errno of the first sync that failed: the kernel tells of it once only.
+    pub fn failed_sync(&self) -> Option<i32> {
+        self.fd.sync_errno()
+    }
+
+    /// Notes that a sync has failed, as if one had.
+    pub fn note_failed_sync(&self, errno: i32) {
+        self.fd.note_sync(errno);
+    }
+
+    /// fallocate(2) with these `FALLOC_FL_` flags.
+    pub fn fallocate(
+        &self,
+        flags: i32,
+        offset_bytes: u64,
+        len_bytes: u64,
+    ) -> impl Future<Output = Result<usize, i32>> + use<> {
+        Op::fallocate(&self.fd, flags, offset_bytes, len_bytes).run()
+    }
+
+    /// ftruncate(2).
+    pub fn truncate(&self, len_bytes: u64) -> impl Future<Output = Result<usize, i32>> + use<> {
+        Op::truncate(&self.fd, len_bytes).run()
+    }
+}
+
+impl AsFd for RawFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
