@@ -214,13 +214,27 @@ impl<S: Store> Chain<S> {
                 Found::Zero => owners[sectors(at..at + len)].fill(NOWHERE),
                 Found::Below => {}
                 Found::Miss(piece) => {
-                    self.load_piece(number, piece).await?;
+                    let damaged_bytes = self.load_or_skip(number, piece, at, end - at).await?;
+                    owners[sectors(at..at + damaged_bytes)].fill(number as u8);
+                    at += damaged_bytes;
                     continue;
                 }
             }
             at += len;
         }
         Ok(())
+    }
+
+    /// Loads a piece of a layer's map. Where the map is damaged, returns how many bytes from `at` it is damaged for: an
+    /// error for whoever reads those, and for nobody else.
+    async fn load_or_skip(&self, number: usize, piece: MapPiece, at: u64, len_bytes: u64) -> Result<u64> {
+        match self.load_piece(number, piece).await {
+            Err(error) if error.kind() == ErrorKind::Corrupt => match self.layers[number].find(at, len_bytes) {
+                (Found::Miss(_), damaged_bytes) => Ok(damaged_bytes),
+                _ => Ok(0),
+            },
+            other => other.map(|()| 0),
+        }
     }
 
     /// Resolves a read: zeroes are filled in at once, the rest is listed.
@@ -258,11 +272,11 @@ impl<S: Store> Chain<S> {
     /// Reads from one layer's store, directly where everything is aligned for it.
     async fn read_plain(&self, layer: usize, offset: StoreOffset, into: &Segments) -> Result<()> {
         let layer = &self.layers[layer];
-        let info = layer.store().info();
+        let info = layer.data_store().info();
         let aligned = (offset.0 | into.len() as u64) & (u64::from(info.offset_align_bytes) - 1) == 0
             && into.is_aligned(info.memory_align_bytes as usize);
         let via = if aligned { layer.via() } else { Via::Cached };
-        layer.store().read_at(offset, into, via).await
+        layer.data_store().read_at(offset, into, via).await
     }
 
     /// True when the whole of `extent` reads as zeroes below the leaf, as far as the maps say.
@@ -346,7 +360,7 @@ fn layer_info<S: Store>(layer: &AnyLayer<S>) -> LayerInfo {
 }
 
 fn disk_info<S: Store>(leaf: &AnyLayer<S>, read_only: bool) -> DiskInfo {
-    let store = leaf.store().info();
+    let store = leaf.data_store().info();
     let direct = leaf.via() == Via::Direct;
     let least = leaf.request_align_bytes();
     DiskInfo {
@@ -481,7 +495,7 @@ impl<S: Store> Chain<S> {
         let layer = &self.layers[number];
         let mut done = 0;
         while done < run.len_bytes && !runs.is_full() {
-            let found = layer.store().extent_at(StoreOffset(offset.0 + done)).await?;
+            let found = layer.data_store().extent_at(StoreOffset(offset.0 + done)).await?;
             let len = found.len_bytes.clamp(1, run.len_bytes - done);
             let extent = Extent::from_range(run.start() + done..run.start() + done + len);
             let kind = if found.is_hole { layer.hole_kind() } else { ExtentKind::Data };

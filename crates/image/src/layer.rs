@@ -101,6 +101,25 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// Where the image's bytes are.
     fn store(&self) -> &S;
 
+    /// Where data that [`Layer::find`] found are: the image's own store, unless the guest's data lie in another file.
+    fn data_store(&self) -> &S {
+        self.store()
+    }
+
+    /// The name of another file that holds the guest's data, if there is one: a path, relative to the image's folder.
+    /// Input from whoever wrote the image.
+    ///
+    /// # Errors
+    /// `Corrupt` or `Unsupported` when the name makes no sense.
+    fn data_file(&self) -> Result<Option<PathBuf>> {
+        Ok(None)
+    }
+
+    /// Gives the layer the file that [`Layer::data_file`] names, before anything is read.
+    fn attach_data_file(&mut self, store: S) {
+        let _ = store;
+    }
+
     /// The size that the image shows to a guest, in bytes.
     fn size_bytes(&self) -> u64;
 

@@ -22,11 +22,22 @@ pub struct OpenOptions {
     pub allow_parents: Vec<PathBuf>,
     /// Memory for maps that can be read again (bitmaps, merged zones), in bytes for the whole chain.
     pub metadata_cache_bytes: usize,
+    /// The format of parents whose children do not name it. It is never guessed.
+    pub parent_format: Option<Format>,
+    /// Images may name another file that holds their data.
+    pub allow_data_file: bool,
 }
 
 impl Default for OpenOptions {
     fn default() -> Self {
-        Self { format: None, read_only: false, allow_parents: Vec::new(), metadata_cache_bytes: 64 << 20 }
+        Self {
+            format: None,
+            read_only: false,
+            allow_parents: Vec::new(),
+            metadata_cache_bytes: 64 << 20,
+            parent_format: None,
+            allow_data_file: false,
+        }
     }
 }
 
@@ -47,8 +58,10 @@ pub(crate) async fn open_layers<F: Files>(
     let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
     let how = OpenLayer { read_only: options.read_only, cache_bytes: options.metadata_cache_bytes / 2 };
     let store = files.open(&leaf, mode).await?;
-    let mut search = Search { files, env, policy, visited: vec![leaf], settles: !options.read_only };
-    let mut layers = vec![format.open(store, env, how).await?];
+    let mut search = Search { files, env, policy, visited: vec![leaf], settles: !options.read_only, options };
+    let mut leaf = format.open(store, env, how).await?;
+    search.attach_data_file(&mut leaf, mode).await?;
+    let mut layers = vec![leaf];
     while let Some(parent) = search.parent_of(&layers[layers.len() - 1]).await? {
         layers.push(parent);
         if layers.len() > MAX_CHAIN_LAYERS {
@@ -79,14 +92,15 @@ struct Search<'a, F: Files> {
     visited: Vec<PathBuf>,
     /// The leaf takes writes: parents must be durable.
     settles: bool,
+    options: &'a OpenOptions,
 }
 
 impl<F: Files> Search<'_, F> {
     /// The parent that `child` names, if it names one.
     async fn parent_of(&mut self, child: &AnyLayer<F::Store>) -> Result<Option<AnyLayer<F::Store>>> {
         let path = child.store().path();
-        let Some(parent) = child.parent().await? else { return Ok(None) };
-        let format = parent.format.ok_or_else(|| unnamed_format(path))?;
+        let Some(parent) = child.parent().await.at_path(path)? else { return Ok(None) };
+        let format = parent.format.or(self.options.parent_format).ok_or_else(|| unnamed_format(path))?;
         let mut first_error = None;
         for candidate in candidates(self.files, path, &parent.names, &self.policy)? {
             match self.open(&candidate, format, &parent).await {
@@ -119,11 +133,24 @@ impl<F: Files> Search<'_, F> {
 
     async fn open_parent(&self, path: &Path, format: Format, parent: &ParentRef) -> Result<AnyLayer<F::Store>> {
         let store = self.files.open(path, OpenMode::ReadOnly).await?;
-        let layer = format.open(store, self.env, PARENT).await?;
+        let mut layer = format.open(store, self.env, PARENT).await?;
+        self.attach_data_file(&mut layer, OpenMode::ReadOnly).await?;
         match (parent.identity, layer.identity()) {
             (Some(expected), Some(found)) if found != expected => Err(wrong_parent(path, expected, found)),
             _ => Ok(layer),
         }
+    }
+
+    /// Opens the file that holds the data of `layer`, if the image names one, the user allows it, and the policy, too.
+    async fn attach_data_file(&self, layer: &mut AnyLayer<F::Store>, mode: OpenMode) -> Result<()> {
+        let image = layer.store().path().to_owned();
+        let Some(name) = layer.data_file().at_path(&image)? else { return Ok(()) };
+        if !self.options.allow_data_file {
+            return Err(data_file_denied(&image, &name));
+        }
+        let found = candidates(self.files, &image, &[name], &self.policy)?;
+        layer.attach_data_file(self.files.open(&found[0], mode).await?);
+        Ok(())
     }
 
     /// Flushes and closes a parent that was a leaf when its process was killed. A guest may live on over that and a
@@ -145,6 +172,13 @@ impl<F: Files> Search<'_, F> {
 fn unnamed_format(child: &Path) -> Error {
     Error::new(ErrorKind::Unsupported, "the image does not say which format its parent has, and it is never guessed")
         .at_path(child)
+        .hint("name it with --parent-format")
+}
+
+fn data_file_denied(image: &Path, name: &Path) -> Error {
+    Error::new(ErrorKind::Denied, format!("the image keeps its data in another file, {name:?}, which it names itself"))
+        .at_path(image)
+        .hint("if you trust the image, allow it with --allow-data-file")
 }
 
 fn wrong_parent(path: &Path, expected: Identity, found: Identity) -> Error {

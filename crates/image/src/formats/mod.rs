@@ -14,7 +14,7 @@ pub mod raw;
 pub mod vhd;
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -31,6 +31,8 @@ formats! {
     Raw => raw::RawFormat;
     "Virtual Hard Disk: fixed, dynamic or differencing.",
     Vhd => vhd::VhdFormat;
+    "qcow2, for reading.",
+    Qcow2 => qcow2::Qcow2Format;
 }
 
 /// A format: its names and abilities, and how its images are opened, made and checked.
@@ -93,6 +95,8 @@ pub struct About {
     pub is_read_only: bool,
     /// Virtual sizes are multiples of this many bytes.
     pub size_unit_bytes: u64,
+    /// The first bytes of each identity of its images, where a child can tell the format of its parent by them.
+    pub identity_mark: Option<[u8; 4]>,
 }
 
 impl Format {
@@ -100,6 +104,12 @@ impl Format {
     pub fn named(name: &str) -> Option<Self> {
         let means = |format: &Self| format.about().name == name || format.about().aliases.contains(&name);
         Self::ALL.iter().copied().find(means)
+    }
+
+    /// The format whose mark `identity` has, if any.
+    pub fn marked(identity: Identity) -> Option<Self> {
+        let has_mark = |format: &Self| format.about().identity_mark.is_some_and(|mark| identity.0.starts_with(&mark));
+        Self::ALL.iter().copied().find(has_mark)
     }
 
     /// The format that the file's extension means, if any.
@@ -137,7 +147,10 @@ impl Format {
     pub async fn open<S: Store>(self, store: S, env: &Arc<dyn Env>, how: OpenLayer) -> Result<AnyLayer<S>> {
         let path = store.path().to_owned();
         if self.about().is_read_only && !how.read_only {
-            return Err(self.read_only_error("cannot be written").at_path(&path).hint("open it for reading only"));
+            return Err(self
+                .read_only_error("cannot be written")
+                .at_path(&path)
+                .hint("open it for reading only, make a writable child over it, or convert it to another format"));
         }
         self.open_any(store, env, how).await.at_path(&path)
     }

@@ -114,6 +114,8 @@ macro_rules! formats {
 
             delegate! { [$($name)+]
                 fn store(&self) -> &S;
+                fn data_store(&self) -> &S;
+                fn data_file(&self) -> Result<Option<PathBuf>>;
                 fn size_bytes(&self) -> u64;
                 fn via(&self) -> Via;
                 fn request_align_bytes(&self) -> u32;
@@ -138,6 +140,10 @@ macro_rules! formats {
                 async fn seal(&self) -> Result<()>;
                 async fn resize(&self, size_bytes: u64) -> Result<()>;
                 async fn parent(&self) -> Result<Option<ParentRef>>;
+            }
+
+            fn attach_data_file(&mut self, store: S) {
+                each!([$($name)+], self, layer, layer.attach_data_file(store))
             }
 
             async fn reserve(&self, part: Extent) -> Result<AnyReserved<'_, S>> {

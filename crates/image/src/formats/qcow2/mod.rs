@@ -1,3 +1,150 @@
-//! qcow2, for reading.
+//! qcow2, for reading: versions 2 and 3, all that qemu-img makes, except encrypted images.
+//!
+//! An image is served, shown, checked, copied, and can be the parent of a VHD; it is never written to. So there is no
+//! order of writes here. Feature bits that speak of writing (dirty, corrupt, lazy refcounts, autoclear bits) do not
+//! hinder reading: refcounts are not used for it.
+//!
+//! Memory: L1 entries as the virtual size needs them (256 KiB at 16 TiB and 64 KiB clusters, 32 MiB at most), and L2 in
+//! 4 KiB slices through a cache of the size that the caller sets (`slices`), never more than the file has L2 tables;
+//! 1 MiB of decompressed clusters, or two clusters (`clusters`).
+//!
+//! docs/qcow2.md says what is read, what is refused and why.
 
+mod check;
+mod clusters;
 pub mod codec;
+mod facts;
+mod lists;
+mod map;
+mod open;
+mod parent;
+mod slices;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use spile_core::{Env, Error, ErrorKind, Result, Segments, Store, Via};
+
+use self::clusters::Clusters;
+use self::lists::Lists;
+use self::map::Map;
+use self::open::Head;
+use super::{About, ImageFormat, OpenLayer};
+use crate::check::{Lost, Report};
+use crate::create::NewImage;
+use crate::facts::Facts;
+use crate::layer::{EncodedUnit, Found, Identity, Layer, MapPiece, NeverReserved, ParentRef};
+
+/// The format.
+pub struct Qcow2Format;
+
+impl ImageFormat for Qcow2Format {
+    const ABOUT: About = About {
+        name: "qcow2",
+        aliases: &[],
+        extensions: &["qcow2"],
+        subformats: &[],
+        has_parents: true,
+        is_read_only: true,
+        size_unit_bytes: 512,
+        identity_mark: Some(parent::IDENTITY_MARK),
+    };
+    type Layer<S: Store> = Qcow2<S>;
+
+    async fn open<S: Store>(store: S, _: &Arc<dyn Env>, how: OpenLayer) -> Result<Qcow2<S>> {
+        open::open(store, how.cache_bytes).await
+    }
+
+    async fn create<S: Store>(store: &S, _: &dyn Env, _: &NewImage) -> Result<()> {
+        Err(Error::new(ErrorKind::Unsupported, "a qcow2 image cannot be made, only read").at_path(store.path()))
+    }
+
+    async fn check<S: Store>(store: &S, _: &dyn Env) -> Result<Report> {
+        check::check(store).await
+    }
+
+    async fn repair<S: Store>(store: &S, _: &dyn Env, _: Lost) -> Result<Report> {
+        Err(check::no_repair(store))
+    }
+}
+
+/// An image that is open for reading.
+pub struct Qcow2<S> {
+    store: S,
+    /// The external data file, where the guest's data lie in one.
+    data: Option<S>,
+    head: Head,
+    map: Map,
+    clusters: Clusters,
+    lists: Lists,
+    via: Via,
+}
+
+impl<S: Store> Layer<S> for Qcow2<S> {
+    type Reserved<'a>
+        = NeverReserved
+    where
+        Self: 'a;
+
+    fn store(&self) -> &S {
+        &self.store
+    }
+
+    fn data_store(&self) -> &S {
+        self.data.as_ref().unwrap_or(&self.store)
+    }
+
+    fn data_file(&self) -> Result<Option<PathBuf>> {
+        parent::data_file(&self.head)
+    }
+
+    fn attach_data_file(&mut self, store: S) {
+        self.map.set_data_bytes(store.len_bytes());
+        self.data = Some(store);
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.head.header.size_bytes
+    }
+
+    fn via(&self) -> Via {
+        self.via
+    }
+
+    fn request_align_bytes(&self) -> u32 {
+        1
+    }
+
+    fn find(&self, at: u64, len_bytes: u64) -> (Found, u64) {
+        self.map.find(at, len_bytes)
+    }
+
+    async fn load(&self, piece: MapPiece) -> Result<()> {
+        self.map.load(&self.store, piece).await
+    }
+
+    async fn read_encoded(&self, unit: EncodedUnit, within_bytes: u32, into: &Segments) -> Result<()> {
+        let place = self.map.compressed(unit)?;
+        let cluster = self.clusters.read(&self.store, unit.0, place).await?;
+        let start = within_bytes as usize;
+        match cluster.get(start..start + into.len()) {
+            Some(bytes) => {
+                into.copy_from_slice(0, bytes);
+                Ok(())
+            }
+            None => Err(Error::new(ErrorKind::InvalidInput, "a read goes past the end of a compressed cluster")),
+        }
+    }
+
+    async fn parent(&self) -> Result<Option<ParentRef>> {
+        parent::parent(&self.head)
+    }
+
+    fn identity(&self) -> Option<Identity> {
+        Some(parent::identity(&self.head, self.map.l1()))
+    }
+
+    fn facts(&self) -> Facts {
+        facts::facts(self)
+    }
+}

@@ -33,6 +33,7 @@ impl ImageFormat for RawFormat {
         has_parents: false,
         is_read_only: false,
         size_unit_bytes: 1,
+        identity_mark: None,
     };
     type Layer<S: Store> = Raw<S>;
 

@@ -78,6 +78,7 @@ impl ImageFormat for VhdFormat {
         has_parents: true,
         is_read_only: false,
         size_unit_bytes: SECTOR,
+        identity_mark: None,
     };
     type Layer<S: Store> = Vhd<S>;
 

@@ -20,10 +20,12 @@ impl<S: Store> Sparse<S> {
     pub(super) async fn parent(&self) -> Result<ParentRef> {
         let uuid = self.header.parent_uuid;
         let names = self.parent_names().await?;
-        Ok(match uuid {
-            RAW_PARENT => ParentRef { names, format: Some(Format::Raw), identity: None },
-            _ => ParentRef { names, format: Some(Format::Vhd), identity: Some(Identity(uuid)) },
-        })
+        if uuid == RAW_PARENT {
+            refuse_marked(&names)?;
+            return Ok(ParentRef { names, format: Some(Format::Raw), identity: None });
+        }
+        let format = Format::marked(Identity(uuid)).unwrap_or(Format::Vhd);
+        Ok(ParentRef { names, format: Some(format), identity: Some(Identity(uuid)) })
     }
 
     /// What the locators say, relative paths first, and the header's own name last.
@@ -41,6 +43,19 @@ impl<S: Store> Sparse<S> {
         }
         names.dedup();
         Ok(names)
+    }
+}
+
+/// A child that says "raw" of a file whose name says otherwise would show the guest that file's metadata. It is refused
+/// where a format's images are named by their own identities, and never by the null UUID.
+fn refuse_marked(names: &[PathBuf]) -> Result<()> {
+    let marked = |name: &PathBuf| Format::from_extension(name).filter(|format| format.about().identity_mark.is_some());
+    match names.iter().find_map(marked) {
+        None => Ok(()),
+        Some(format) => {
+            let what = format!("the child says that its parent is raw, but the parent's name says {format}");
+            Err(Error::new(ErrorKind::Corrupt, what).hint("create the child anew, and name the parent's format"))
+        }
     }
 }
 

@@ -1,0 +1,362 @@
+//! Checking an image for contradictions. Nothing is mended: that needs a program that writes qcow2.
+//!
+//! Every reference in the image is counted and compared with the refcounts: too high a count is a leak, too low a one is
+//! corruption, for a writer would give the cluster away. Beside that, a check finds entries that cannot be followed or
+//! point past the end, clusters with two kinds of users, and wrong COPIED bits.
+//!
+//! Memory is bounded, whatever the image claims: counters for 16 Mi clusters at a time, one L2 table, one refcount block,
+//! and the first levels of the tables (8 MiB of the refcount table, 32 MiB of an L1 table). An image with more clusters
+//! is walked through several times.
+
+mod window;
+
+use spile_core::{Error, ErrorKind, Result, Store};
+
+use self::window::{Findings, User, WINDOW_CLUSTERS, Window};
+use super::codec::bitmap::{Bitmap, Bits};
+use super::codec::header::{Header, feature};
+use super::codec::snapshot::Snapshot;
+use super::codec::table::{Cluster, Rules, decode};
+use super::codec::{COPIED, refcount};
+use super::lists::{List, bitmaps, snapshots};
+use super::open::{Head, read, read_head, read_l1, rules};
+use crate::check::{Report, Severity};
+
+/// The most that is read of the table of snapshots and of the directory of bitmaps.
+const LIST_BYTES: u64 = 16 << 20;
+/// What is read at once of a table that may be long.
+const READ_BYTES: u64 = 256 << 10;
+
+/// Checks the image in `store`; its backing file is not looked at.
+///
+/// # Errors
+/// When the header cannot be read; I/O errors.
+pub(super) async fn check<S: Store>(store: &S) -> Result<Report> {
+    let head = read_head(store).await?;
+    let mut findings = Findings::default();
+    findings.report.total_blocks = head.header.size_bytes.div_ceil(head.header.cluster_bytes());
+    note_features(&head.header, &mut findings);
+    let snapshots = snapshots(store, &head, LIST_BYTES).await;
+    let bitmaps = bitmaps(store, &head, LIST_BYTES).await;
+    tell_list("snapshots", &snapshots, &mut findings);
+    tell_list("bitmaps", &bitmaps, &mut findings);
+    let blocks = read_refcount_table(store, &head.header, &mut findings).await?;
+    let walk = Walk { store, rules: rules(&head.header), head, snapshots, bitmaps, blocks };
+    walk.run(&mut findings).await?;
+    Ok(findings.finish())
+}
+
+fn note_features(header: &Header, findings: &mut Findings) {
+    if header.has(feature::DIRTY) {
+        findings.add(Severity::Note, None, "the image is marked dirty: its refcounts may lag behind");
+    }
+    if header.has(feature::CORRUPT) {
+        findings.corruption(None, "the image is marked corrupt: a program that wrote to it found a contradiction");
+    }
+}
+
+fn tell_list<T>(what: &str, list: &List<T>, findings: &mut Findings) {
+    if let Some(fault) = &list.fault {
+        let read = list.entries.len();
+        findings.corruption(None, format!("of {} {what} only {read} can be read: {fault}", list.count));
+    }
+}
+
+/// The entries of the refcount table; none when it cannot be where it says.
+async fn read_refcount_table<S: Store>(store: &S, header: &Header, findings: &mut Findings) -> Result<Vec<u64>> {
+    if let Err(error) = header.check_refcount_table() {
+        findings.corruption(None, error.to_string());
+        return Ok(Vec::new());
+    }
+    let len = u64::from(header.refcount_table_clusters) << header.cluster_bits;
+    let rest = store.len_bytes().saturating_sub(header.refcount_table_offset);
+    if rest < len {
+        findings.corruption(header.refcount_table_offset, "the refcount table goes past the end of the file");
+    }
+    let bytes = read(store, header.refcount_table_offset, len.min(rest)).await?;
+    Ok(decode(&bytes).collect())
+}
+
+/// What a check walks through.
+struct Walk<'a, S> {
+    store: &'a S,
+    head: Head,
+    rules: Rules,
+    snapshots: List<Snapshot>,
+    bitmaps: List<Bitmap>,
+    /// Entries of the refcount table.
+    blocks: Vec<u64>,
+}
+
+/// One walk through the image, for one window.
+struct Pass {
+    window: Window,
+    /// In the first walk, findings that belong to no window are told.
+    is_first: bool,
+    /// The L1 table that is walked through is the active one, in which COPIED bits count.
+    is_active: bool,
+}
+
+impl<S: Store> Walk<'_, S> {
+    fn header(&self) -> &Header {
+        &self.head.header
+    }
+
+    fn cluster_bits(&self) -> u32 {
+        self.rules.cluster_bits
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        1 << self.cluster_bits()
+    }
+
+    async fn run(&self, findings: &mut Findings) -> Result<()> {
+        let clusters = self.store.len_bytes().div_ceil(self.cluster_bytes());
+        let mut first = 0;
+        while first < clusters {
+            let window = Window::new(first, WINDOW_CLUSTERS.min(clusters - first), self.cluster_bits());
+            first = window.end();
+            let mut pass = Pass { is_first: window.first == 0, window, is_active: false };
+            self.read_counts(&mut pass, findings).await?;
+            self.refer_to_tables(&mut pass, findings);
+            self.refer_to_bitmaps(&mut pass, findings).await?;
+            self.walk_all(&mut pass, findings).await?;
+            pass.window.compare(findings);
+        }
+        Ok(())
+    }
+
+    /// Reads the refcounts of the window, and counts the blocks that hold refcounts.
+    async fn read_counts(&self, pass: &mut Pass, findings: &mut Findings) -> Result<()> {
+        let (bits, order) = (self.cluster_bits(), self.header().refcount_order);
+        let per_block = refcount::counts_per_block(bits, order);
+        for (number, entry) in (0u64..).zip(&self.blocks) {
+            let offset = match refcount::block(*entry, bits) {
+                Ok(None) => continue,
+                Ok(Some(offset)) if self.is_inside(offset) => offset,
+                Ok(Some(offset)) => {
+                    pass.tell(findings, offset, || "a refcount block lies past the end of the file".into());
+                    continue;
+                }
+                Err(error) => {
+                    pass.tell(findings, *entry, || error.to_string());
+                    continue;
+                }
+            };
+            pass.window.refer(offset, self.cluster_bytes(), User::Metadata, findings);
+            let first = number * per_block;
+            if first < pass.window.end() && pass.window.first < first + per_block {
+                let rest = self.cluster_bytes().min(self.store.len_bytes() - offset);
+                let block = read(self.store, offset, rest).await?;
+                for index in 0..(rest * 8) >> order {
+                    pass.window.store(first + index, refcount::get(&block, order, index));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn is_inside(&self, offset: u64) -> bool {
+        offset < self.store.len_bytes()
+    }
+
+    /// Counts the references to what the header points at.
+    fn refer_to_tables(&self, pass: &mut Pass, findings: &mut Findings) {
+        let header = self.header();
+        let mut refer = |offset, len| pass.window.refer(offset, len, User::Metadata, findings);
+        refer(0, 1);
+        if header.l1_entries > 0 {
+            refer(header.l1_offset, u64::from(header.l1_entries) * 8);
+        }
+        if header.check_refcount_table().is_ok() {
+            refer(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << header.cluster_bits);
+        }
+        let lengths = self.snapshots.entries.iter().map(|snapshot| snapshot.to_bytes().len() as u64);
+        match lengths.sum() {
+            0 => {}
+            len => refer(header.snapshots_offset, len),
+        }
+        for snapshot in self.snapshots.entries.iter().filter(|snapshot| snapshot.l1_entries > 0) {
+            refer(snapshot.l1_offset, u64::from(snapshot.l1_entries) * 8);
+        }
+        if let Some(place) = self.head.extensions.luks {
+            refer(place.offset, place.len_bytes);
+        }
+        if let Some(place) = self.head.extensions.bitmaps {
+            refer(place.directory_offset, place.directory_bytes);
+        }
+    }
+
+    async fn refer_to_bitmaps(&self, pass: &mut Pass, findings: &mut Findings) -> Result<()> {
+        for bitmap in &self.bitmaps.entries {
+            let (offset, len) = (bitmap.table_offset, u64::from(bitmap.table_entries) * 8);
+            if offset.saturating_add(len) > self.store.len_bytes() {
+                pass.tell(findings, offset, || "the table of a bitmap goes past the end of the file".into());
+                continue;
+            }
+            pass.window.refer(offset, len, User::Metadata, findings);
+            let mut at = 0;
+            while at < len {
+                let bytes = read(self.store, offset + at, READ_BYTES.min(len - at)).await?;
+                for entry in decode(&bytes) {
+                    match Bits::parse(entry, self.cluster_bits()) {
+                        Ok(Bits::At(place)) if self.is_inside(place) => {
+                            pass.window.refer(place, self.cluster_bytes(), User::Metadata, findings);
+                        }
+                        Ok(Bits::At(place)) => {
+                            pass.tell(findings, place, || "bits of a bitmap lie past the end of the file".into());
+                        }
+                        Ok(_) => {}
+                        Err(error) => pass.tell(findings, offset + at, || error.to_string()),
+                    }
+                }
+                at += bytes.len() as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// Walks through the active L1 table and through those of the snapshots.
+    async fn walk_all(&self, pass: &mut Pass, findings: &mut Findings) -> Result<()> {
+        let header = self.header();
+        pass.is_active = true;
+        self.walk_l1(header.l1_offset, header.l1_entries, pass, findings).await?;
+        pass.is_active = false;
+        for snapshot in &self.snapshots.entries {
+            self.walk_l1(snapshot.l1_offset, snapshot.l1_entries, pass, findings).await?;
+        }
+        Ok(())
+    }
+
+    async fn walk_l1(&self, offset: u64, entries: u32, pass: &mut Pass, findings: &mut Findings) -> Result<()> {
+        let entries = u64::from(entries);
+        let l1 = match read_l1(self.store, offset, entries, entries).await {
+            Ok(l1) => l1,
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                pass.tell(findings, offset, || error.message().to_owned());
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        let covered = 1u64 << self.header().l2_coverage_bits();
+        for (number, entry) in (0u64..).zip(l1) {
+            let place = offset + number * 8;
+            match self.rules.l2_table(entry) {
+                Ok(None) => {}
+                Ok(Some(table)) if !self.is_inside(table) => {
+                    pass.tell(findings, place, || {
+                        format!("the L1 entry {entry:#018x} points past the end of the file")
+                    });
+                }
+                Ok(Some(table)) => {
+                    pass.window.refer(table, self.cluster_bytes(), User::L2, findings);
+                    self.check_copied("L1", entry, table, place, pass, findings);
+                    self.walk_l2(table, number.saturating_mul(covered), pass, findings).await?;
+                }
+                Err(fault) => pass.tell(findings, place, || format!("the L1 entry {entry:#018x} is wrong: {fault}")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Walks through the L2 table at `table`, whose first cluster is the guest's at `guest`.
+    async fn walk_l2(&self, table: u64, guest: u64, pass: &mut Pass, findings: &mut Findings) -> Result<()> {
+        let rest = self.cluster_bytes().min(self.store.len_bytes() - table);
+        if rest < self.cluster_bytes() {
+            pass.tell(findings, table, || "an L2 table is cut short by the end of the file".into());
+        }
+        let words: Vec<u64> = decode(&read(self.store, table, rest).await?).collect();
+        let per_entry = if self.rules.extended { 2 } else { 1 };
+        for (number, words) in (0u64..).zip(words.chunks_exact(per_entry)) {
+            let place = table + number * 8 * per_entry as u64;
+            let guest = guest.saturating_add(number << self.cluster_bits());
+            let bitmap = words.get(1).copied().unwrap_or(0);
+            match self.rules.cluster(words[0], bitmap) {
+                Ok(cluster) => self.refer_to_cluster(words[0], cluster, place, guest, pass, findings),
+                Err(fault) => {
+                    pass.tell(findings, place, || format!("the L2 entry {:#018x} is wrong: {fault}", words[0]));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn refer_to_cluster(
+        &self,
+        entry: u64,
+        cluster: Cluster,
+        place: u64,
+        guest: u64,
+        pass: &mut Pass,
+        findings: &mut Findings,
+    ) {
+        let host = match cluster {
+            Cluster::Unallocated => return,
+            Cluster::Compressed(found) => {
+                if entry & COPIED != 0 {
+                    pass.tell(findings, place, || {
+                        format!("the L2 entry {entry:#018x} is compressed and has COPIED set")
+                    });
+                }
+                // Counts are of whole sectors, as an entry says them.
+                let start = found.offset & !511;
+                pass.count_guest_cluster(findings);
+                return self.refer_to_data(entry, start, found.offset + found.len_bytes - start, place, pass, findings);
+            }
+            Cluster::Zero(None) | Cluster::Mixed { host: None, .. } => return,
+            Cluster::Data(host) | Cluster::Zero(Some(host)) | Cluster::Mixed { host: Some(host), .. } => host,
+        };
+        pass.count_guest_cluster(findings);
+        if self.rules.data_file {
+            if host != guest {
+                let what =
+                    format!("the L2 entry {entry:#018x} points elsewhere in the data file than the guest's offset");
+                pass.tell(findings, place, || what);
+            }
+            return;
+        }
+        self.refer_to_data(entry, host, self.cluster_bytes(), place, pass, findings);
+        self.check_copied("L2", entry, host, place, pass, findings);
+    }
+
+    fn refer_to_data(&self, entry: u64, offset: u64, len: u64, place: u64, pass: &mut Pass, findings: &mut Findings) {
+        if !self.is_inside(offset) {
+            pass.tell(findings, place, || format!("the L2 entry {entry:#018x} points past the end of the file"));
+            return;
+        }
+        pass.window.refer(offset, len, User::Data, findings);
+    }
+
+    /// COPIED says that the refcount is exactly 1: a writer believes it and writes in place.
+    fn check_copied(&self, table: &str, entry: u64, offset: u64, place: u64, pass: &mut Pass, findings: &mut Findings) {
+        let Some(count) = pass.window.stored(offset).filter(|_| pass.is_active) else { return };
+        let is_set = entry & COPIED != 0;
+        if is_set != (count == 1) {
+            let says = if is_set { "set" } else { "clear" };
+            let message = format!("the {table} entry {entry:#018x} has COPIED {says}, but the refcount is {count}");
+            findings.corruption(place, message);
+        }
+    }
+}
+
+impl Pass {
+    /// Adds a finding that every walk would come by.
+    fn tell(&self, findings: &mut Findings, offset: u64, message: impl FnOnce() -> String) {
+        if self.is_first {
+            findings.corruption(offset, message());
+        }
+    }
+
+    fn count_guest_cluster(&self, findings: &mut Findings) {
+        if self.is_first && self.is_active {
+            findings.report.allocated_blocks += 1;
+        }
+    }
+}
+
+/// The error of a repair.
+pub(super) fn no_repair<S: Store>(store: &S) -> Error {
+    Error::new(ErrorKind::Unsupported, "a qcow2 image can be checked, but not repaired")
+        .at_path(store.path())
+        .hint("qemu-img check -r repairs it; or copy what can be read with spile convert")
+}

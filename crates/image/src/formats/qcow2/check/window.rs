@@ -1,0 +1,219 @@
+//! References to host clusters, counted for a part of the file at a time, and compared with the refcounts that the image
+//! keeps.
+
+use crate::check::{Finding, Mend, Report, Severity};
+
+/// How many clusters are counted at a time: 80 MiB of memory, 1 TiB of an image with clusters of 64 KiB.
+pub(super) const WINDOW_CLUSTERS: u64 = 16 << 20;
+/// How many findings are told one by one.
+const MOST_FINDINGS: usize = 1000;
+
+/// What refers to a cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum User {
+    /// The header, an L1 table, a refcount table or block, the snapshot table, bitmaps, a LUKS header.
+    Metadata,
+    /// An L2 table. Snapshots share them.
+    L2,
+    /// Data of the guest. Snapshots share them, and several compressed clusters lie in one host cluster.
+    Data,
+}
+
+impl User {
+    fn bit(self) -> u8 {
+        match self {
+            Self::Metadata => 1,
+            Self::L2 => 2,
+            Self::Data => 4,
+        }
+    }
+
+    /// Who else may refer to the same cluster.
+    fn bears(self) -> u8 {
+        match self {
+            Self::Metadata => 0,
+            Self::L2 | Self::Data => self.bit(),
+        }
+    }
+}
+
+/// A report that stays short however much is wrong.
+#[derive(Default)]
+pub(super) struct Findings {
+    pub report: Report,
+    left_out: u64,
+    worst_left_out: Option<Severity>,
+}
+
+impl Findings {
+    pub(super) fn add(&mut self, severity: Severity, offset: impl Into<Option<u64>>, message: impl Into<String>) {
+        if self.report.findings.len() < MOST_FINDINGS {
+            return self.report.add(severity, offset, Mend::No, message);
+        }
+        self.left_out += 1;
+        self.worst_left_out = self.worst_left_out.max(Some(severity));
+    }
+
+    pub(super) fn corruption(&mut self, offset: impl Into<Option<u64>>, message: impl Into<String>) {
+        self.add(Severity::Corruption, offset, message);
+    }
+
+    pub(super) fn finish(mut self) -> Report {
+        if let Some(severity) = self.worst_left_out {
+            let message = format!("{} more findings are not listed", self.left_out);
+            self.report.findings.push(Finding { severity, message, offset_bytes: None, mend: Mend::No });
+        }
+        self.report
+    }
+}
+
+/// The clusters from number `first`, as many as there are counters.
+pub(super) struct Window {
+    pub first: u64,
+    cluster_bits: u32,
+    /// References that were found; 65535 stands for that many or more.
+    found: Vec<u16>,
+    /// Refcounts of the image; 65535 stands for that many or more.
+    stored: Vec<u16>,
+    users: Vec<u8>,
+}
+
+impl Window {
+    pub(super) fn new(first: u64, clusters: u64, cluster_bits: u32) -> Self {
+        let len = clusters as usize;
+        Self { first, cluster_bits, found: vec![0; len], stored: vec![0; len], users: vec![0; len] }
+    }
+
+    fn index(&self, offset: u64) -> Option<usize> {
+        let at = (offset >> self.cluster_bits).checked_sub(self.first)?;
+        (at < self.found.len() as u64).then_some(at as usize)
+    }
+
+    /// One past the last cluster's number.
+    pub(super) fn end(&self) -> u64 {
+        self.first + self.found.len() as u64
+    }
+
+    /// Notes what the image says of a cluster.
+    pub(super) fn store(&mut self, cluster: u64, count: u64) {
+        if let Some(index) = self.index(cluster << self.cluster_bits) {
+            self.stored[index] = count.min(u64::from(u16::MAX)) as u16;
+        }
+    }
+
+    /// The refcount of the cluster at `offset`, if that is in the window.
+    pub(super) fn stored(&self, offset: u64) -> Option<u16> {
+        self.index(offset).map(|index| self.stored[index])
+    }
+
+    /// Counts a reference to each cluster of `len_bytes` from `offset`, as far as they are in the window.
+    pub(super) fn refer(&mut self, offset: u64, len_bytes: u64, user: User, findings: &mut Findings) {
+        let last = offset.saturating_add(len_bytes.max(1) - 1) >> self.cluster_bits;
+        let first = (offset >> self.cluster_bits).max(self.first);
+        for cluster in first..(last + 1).min(self.end()) {
+            let index = (cluster - self.first) as usize;
+            self.found[index] = self.found[index].saturating_add(1);
+            if self.users[index] & !user.bears() != 0 {
+                let message = format!("{} overlaps {}", name(user.bit()), name(self.users[index]));
+                findings.corruption(cluster << self.cluster_bits, message);
+            }
+            self.users[index] |= user.bit();
+        }
+    }
+
+    /// Compares what was found with what the image says.
+    pub(super) fn compare(&self, findings: &mut Findings) {
+        let mut at = 0;
+        while at < self.found.len() {
+            let (found, stored) = (self.found[at], self.stored[at]);
+            let same = |i: &usize| (self.found[*i], self.stored[*i]) == (found, stored);
+            let end = (at..self.found.len()).take_while(same).count() + at;
+            if found != stored {
+                self.tell(at, end, findings);
+            }
+            at = end;
+        }
+    }
+
+    /// Tells of the clusters `at..end`, which are alike.
+    fn tell(&self, at: usize, end: usize, findings: &mut Findings) {
+        let (found, stored, count) = (self.found[at], self.stored[at], (end - at) as u64);
+        let offset = (self.first + at as u64) << self.cluster_bits;
+        let which = match count {
+            1 => "a cluster has".to_owned(),
+            _ => format!("{count} clusters in a row have"),
+        };
+        let message = format!("{which} refcount {stored}, but {found} references");
+        match found < stored {
+            true => {
+                findings.report.leaked_bytes += if found == 0 { count << self.cluster_bits } else { 0 };
+                findings.add(Severity::Leak, offset, message);
+            }
+            false => findings.corruption(offset, message),
+        }
+    }
+}
+
+fn name(users: u8) -> &'static str {
+    match users {
+        _ if users & User::Metadata.bit() != 0 => "the image's own metadata",
+        _ if users & User::L2.bit() != 0 => "an L2 table",
+        _ => "guest data",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn window() -> (Window, Findings) {
+        (Window::new(4, 8, 16), Findings::default())
+    }
+
+    #[test]
+    fn only_what_lies_in_the_window_is_counted() {
+        let (mut window, mut findings) = window();
+        window.refer(0, 20 << 16, User::Data, &mut findings);
+        assert_eq!(window.found, [1; 8]);
+        window.refer(11 << 16, 2, User::Data, &mut findings);
+        window.refer(12 << 16, 2, User::Data, &mut findings);
+        assert_eq!((window.found[7], findings.report.findings.len()), (2, 0));
+        assert_eq!((window.stored(3 << 16), window.stored(12 << 16), window.end()), (None, None, 12));
+    }
+
+    #[test]
+    fn metadata_bear_no_one_beside_them() {
+        let (mut window, mut findings) = window();
+        window.refer(5 << 16, 1, User::Metadata, &mut findings);
+        window.refer(6 << 16, 1, User::L2, &mut findings);
+        window.refer(6 << 16, 1, User::L2, &mut findings);
+        assert!(findings.report.findings.is_empty());
+        window.refer(5 << 16, 1, User::Data, &mut findings);
+        window.refer(6 << 16, 1, User::Data, &mut findings);
+        let messages: Vec<_> = findings.report.findings.iter().map(|f| &f.message[..]).collect();
+        assert_eq!(messages, ["guest data overlaps the image's own metadata", "guest data overlaps an L2 table"]);
+    }
+
+    #[test]
+    fn counts_too_high_are_leaks_and_too_low_are_corruption() {
+        let (mut window, mut findings) = window();
+        window.refer(4 << 16, 2 << 16, User::Data, &mut findings);
+        for (cluster, count) in [(4, 1), (5, 0), (6, 3), (7, 3), (9, 70_000), (99, 1)] {
+            window.store(cluster, count);
+        }
+        window.compare(&mut findings);
+        let report = findings.finish();
+        let told: Vec<_> = report.findings.iter().map(|f| (f.severity, f.offset_bytes.unwrap() >> 16)).collect();
+        assert_eq!(told, [(Severity::Corruption, 5), (Severity::Leak, 6), (Severity::Leak, 9)]);
+        assert_eq!(report.leaked_bytes, 3 << 16);
+    }
+
+    #[test]
+    fn a_report_stays_short() {
+        let mut findings = Findings::default();
+        (0..MOST_FINDINGS).for_each(|_| findings.add(Severity::Leak, None, "x"));
+        findings.corruption(None, "y");
+        let report = findings.finish();
+        assert_eq!((report.findings.len(), report.worst()), (MOST_FINDINGS + 1, Some(Severity::Corruption)));
+    }
+}

@@ -1,0 +1,280 @@
+//! Where guest bytes lie: L1 in memory, L2 in slices through a bounded cache.
+//!
+//! An entry that breaks a rule is no data: [`Map::find`] answers as if its slice were missing, and [`Map::load`] then says
+//! what is wrong. So a damaged entry costs an error where it is read, and nothing elsewhere.
+
+use std::sync::atomic::Ordering;
+
+use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
+
+use super::codec::header::Header;
+use super::codec::table::{Cluster, Compressed, EntryFault, Rules, SUBCLUSTERS, decode};
+use super::slices::{Entries, Slices};
+use crate::layer::{EncodedUnit, Found, MapPiece};
+use crate::range_lock::RangeLock;
+
+/// The most of an L2 table that is read at once, as a power of two: 4 KiB.
+const MAX_SLICE_BITS: u32 = 12;
+
+/// The map of an image.
+pub(crate) struct Map {
+    rules: Rules,
+    /// Bytes of an L2 entry, as a power of two.
+    entry_bits: u32,
+    /// Bytes of a slice, as a power of two.
+    slice_bits: u32,
+    l1: Vec<u64>,
+    slices: Slices,
+    /// By slice: held while one is read, so that requests that miss the same one share a read.
+    loads: RangeLock,
+    /// The length of the image, in bytes.
+    file_bytes: u64,
+    /// The length of what holds the guest's data, the image or its data file, in bytes.
+    data_bytes: u64,
+}
+
+/// What a run of clusters is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Data(u64),
+    Zero,
+    Below,
+    Encoded(u64),
+    /// The entry cannot be followed.
+    Fault,
+}
+
+impl Map {
+    /// For the image of `header`, whose L1 table starts with `l1`: as many entries as the virtual size needs.
+    pub(crate) fn new(header: &Header, rules: Rules, l1: Vec<u64>, file_bytes: u64, cache_bytes: usize) -> Self {
+        let slice_bits = MAX_SLICE_BITS.min(header.cluster_bits);
+        // No more slices can be needed than L2 tables lie in the file, nor than the disk has.
+        let in_file = file_bytes >> slice_bits;
+        let of_disk = (l1.len() as u64) << (header.cluster_bits - slice_bits);
+        let slices = Slices::new(cache_bytes, 1 << slice_bits, in_file.min(of_disk));
+        let entry_bits = header.l2_entry_bits();
+        let loads = RangeLock::default();
+        Self { rules, entry_bits, slice_bits, l1, slices, loads, file_bytes, data_bytes: file_bytes }
+    }
+
+    /// Tells how long the data file is, where the guest's data lie in one.
+    pub(crate) fn set_data_bytes(&mut self, data_bytes: u64) {
+        self.data_bytes = data_bytes;
+    }
+
+    pub(crate) fn l1(&self) -> &[u64] {
+        &self.l1
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        1 << self.rules.cluster_bits
+    }
+
+    /// Guest bytes that a slice covers, as a power of two.
+    fn coverage_bits(&self) -> u32 {
+        self.rules.cluster_bits + self.slice_bits - self.entry_bits
+    }
+
+    /// Guest bytes that an L2 table covers, as a power of two.
+    fn table_coverage_bits(&self) -> u32 {
+        2 * self.rules.cluster_bits - self.entry_bits
+    }
+
+    /// As [`Layer::find`](crate::layer::Layer::find).
+    pub(crate) fn find(&self, at: u64, len_bytes: u64) -> (Found, u64) {
+        let coverage = 1 << self.coverage_bits();
+        let rest_of_slice = coverage - (at & (coverage - 1));
+        let in_slice = len_bytes.min(rest_of_slice);
+        match self.slices.look(at >> self.coverage_bits(), |entries| self.run(entries, at, in_slice)) {
+            Some(answer) => answer,
+            None => self.find_in_l1(at, len_bytes, in_slice),
+        }
+    }
+
+    /// [`Map::find`] where the slice is not in memory: a hole as far as L1 tells, else a miss.
+    fn find_in_l1(&self, at: u64, len_bytes: u64, in_slice: u64) -> (Found, u64) {
+        let bits = self.table_coverage_bits();
+        let first = (at >> bits) as usize;
+        let last = ((at + len_bytes).div_ceil(1 << bits) as usize).min(self.l1.len());
+        let holes = self.l1[first..last].iter().take_while(|entry| **entry == 0).count() as u64;
+        match holes {
+            0 => (Found::Miss(self.piece(at)), in_slice),
+            _ => (Found::Below, len_bytes.min(((first as u64 + holes) << bits) - at)),
+        }
+    }
+
+    /// The piece of the map that is asked for: named by cluster, so that a fault of one entry can be told.
+    fn piece(&self, at: u64) -> MapPiece {
+        MapPiece(at >> self.rules.cluster_bits)
+    }
+
+    /// The run from `at`, which lies in the slice of `entries`, as does all of `len_bytes`.
+    fn run(&self, entries: &Entries, at: u64, len_bytes: u64) -> (Found, u64) {
+        let within = at & (self.cluster_bytes() - 1);
+        let (kind, mut len) = self.part(entries, at);
+        while len < len_bytes {
+            let next = at + len;
+            let (other, more) = self.part(entries, next);
+            let goes_on = match (kind, other) {
+                (Kind::Data(start), Kind::Data(other)) => other == start + len,
+                (Kind::Zero, Kind::Zero) | (Kind::Below, Kind::Below) => true,
+                _ => false,
+            };
+            if !goes_on {
+                break;
+            }
+            len += more;
+        }
+        let found = match kind {
+            Kind::Data(host) => Found::Data(StoreOffset(host)),
+            Kind::Zero => Found::Zero,
+            Kind::Below => Found::Below,
+            Kind::Encoded(entry) => Found::Encoded { unit: EncodedUnit(entry), within_bytes: within as u32 },
+            Kind::Fault => Found::Miss(self.piece(at)),
+        };
+        (found, len.min(len_bytes))
+    }
+
+    /// What the entry of the cluster at `at` says of `at`, and for how many bytes, at most to the end of the cluster.
+    fn part(&self, entries: &Entries, at: u64) -> (Kind, u64) {
+        let within = at & (self.cluster_bytes() - 1);
+        let rest = self.cluster_bytes() - within;
+        let (entry, cluster) = self.entry(entries, at);
+        match cluster {
+            Ok(Cluster::Data(host)) => self.data(host, within, rest),
+            Ok(Cluster::Unallocated) => (Kind::Below, rest),
+            Ok(Cluster::Zero(_)) => (Kind::Zero, rest),
+            Ok(Cluster::Compressed(_)) => (Kind::Encoded(entry), rest),
+            Ok(Cluster::Mixed { host, allocated, zero }) => {
+                let bits = self.rules.cluster_bits - SUBCLUSTERS.ilog2();
+                let (chosen, same) = subclusters(allocated, zero, (within >> bits) as u32);
+                let rest = (u64::from(same) << bits) - (within & ((1 << bits) - 1));
+                match (chosen, host) {
+                    (Subcluster::Allocated, Some(host)) => self.data(host, within, rest),
+                    (Subcluster::Zero, _) => (Kind::Zero, rest),
+                    _ => (Kind::Below, rest),
+                }
+            }
+            Err(_) => (Kind::Fault, rest),
+        }
+    }
+
+    /// Data of a cluster at `host`. The last cluster of the file may be cut short: what is missing reads as zeroes. A
+    /// whole cluster past the end is none.
+    fn data(&self, host: u64, within: u64, rest: u64) -> (Kind, u64) {
+        let at = host + within;
+        match self.data_bytes {
+            end if host >= end => (Kind::Fault, rest),
+            end if at >= end => (Kind::Zero, rest),
+            end => (Kind::Data(at), rest.min(end - at)),
+        }
+    }
+
+    fn entry(&self, entries: &Entries, at: u64) -> (u64, Result<Cluster, EntryFault>) {
+        let index = (at & ((1 << self.coverage_bits()) - 1)) >> self.rules.cluster_bits;
+        let word = |at: u64| entries[at as usize].load(Ordering::Relaxed);
+        let (entry, bitmap) = match self.rules.extended {
+            true => (word(index * 2), word(index * 2 + 1)),
+            false => (word(index), 0),
+        };
+        (entry, self.rules.cluster(entry, bitmap))
+    }
+
+    /// As [`Layer::load`](crate::layer::Layer::load).
+    pub(crate) async fn load<S: Store>(&self, store: &S, piece: MapPiece) -> Result<()> {
+        let at = piece.0 << self.rules.cluster_bits;
+        let slice = at >> self.coverage_bits();
+        if self.slices.look(slice, |_| ()).is_none() {
+            self.load_slice(store, slice).await?;
+        }
+        match self.slices.look(slice, |entries| self.entry(entries, at)) {
+            Some((entry, Err(fault))) => Err(entry_error("L2", entry, at, fault)),
+            Some((entry, Ok(Cluster::Data(host) | Cluster::Mixed { host: Some(host), .. })))
+                if host >= self.data_bytes =>
+            {
+                let what =
+                    format!("the L2 entry {entry:#018x} of guest offset {at:#x} points past the end of the data");
+                Err(Error::new(ErrorKind::Corrupt, what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    async fn load_slice<S: Store>(&self, store: &S, slice: u64) -> Result<()> {
+        let _one = self.loads.exclusive(slice..slice + 1).await;
+        if self.slices.look(slice, |_| ()).is_some() {
+            return Ok(());
+        }
+        let Some(offset) = self.slice_offset(slice)? else { return Ok(()) };
+        let bytes = Segments::zeroed(1 << self.slice_bits);
+        store.read_at(StoreOffset(offset), &bytes, Via::Cached).await.at_offset(offset)?;
+        self.slices.insert(slice, decode(&bytes.to_vec()));
+        Ok(())
+    }
+
+    /// Where a slice lies in the image; `None` when its L2 table does not exist.
+    fn slice_offset(&self, slice: u64) -> Result<Option<u64>> {
+        let at = slice << self.coverage_bits();
+        let entry = self.l1[(at >> self.table_coverage_bits()) as usize];
+        let table = self.rules.l2_table(entry).map_err(|fault| entry_error("L1", entry, at, fault))?;
+        let Some(table) = table else { return Ok(None) };
+        let in_table = 1u64 << (self.rules.cluster_bits - self.slice_bits);
+        let offset = table + ((slice & (in_table - 1)) << self.slice_bits);
+        match offset + (1 << self.slice_bits) <= self.file_bytes {
+            true => Ok(Some(offset)),
+            false => Err(Error::new(
+                ErrorKind::Corrupt,
+                format!("the L2 table of guest offset {at:#x} goes past the end of the file"),
+            )
+            .at_offset(offset)),
+        }
+    }
+
+    /// Where the compressed data of an L2 entry lie that [`Map::find`] gave out.
+    pub(crate) fn compressed(&self, unit: EncodedUnit) -> Result<Compressed> {
+        match self.rules.cluster(unit.0, 0) {
+            Ok(Cluster::Compressed(place)) => Ok(place),
+            _ => Err(Error::new(ErrorKind::InvalidInput, "this is no compressed cluster")),
+        }
+    }
+}
+
+fn entry_error(table: &str, entry: u64, at: u64, fault: EntryFault) -> Error {
+    let what = format!("the {table} entry {entry:#018x} of guest offset {at:#x} cannot be followed: {fault}");
+    Error::new(ErrorKind::Corrupt, what)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Subcluster {
+    Allocated,
+    Zero,
+    Below,
+}
+
+/// What subcluster `first` is, and how many from there on are the same, to the end of the cluster.
+fn subclusters(allocated: u32, zero: u32, first: u32) -> (Subcluster, u32) {
+    let (chosen, same) = match (allocated >> first & 1, zero >> first & 1) {
+        (1, _) => (Subcluster::Allocated, allocated),
+        (_, 1) => (Subcluster::Zero, zero),
+        _ => (Subcluster::Below, !(allocated | zero)),
+    };
+    // The bits shifted in from above are 0, so the count ends with the cluster.
+    (chosen, (same >> first).trailing_ones())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn runs_of_subclusters_agree_with_a_plain_walk(allocated in any::<u32>(), zero in any::<u32>(), first in 0u32..32) {
+            let zero = zero & !allocated;
+            let kind = |n: u32| (allocated >> n & 1, zero >> n & 1);
+            let (_, same) = subclusters(allocated, zero, first);
+            let expected = (first..32).take_while(|n| kind(*n) == kind(first)).count() as u32;
+            prop_assert_eq!(same, expected);
+        }
+    }
+}
