@@ -1,0 +1,341 @@
+"""Spile on qcow2 images that qemu-img made, with every option that it has.
+
+qemu-img and qemu-io make and fill the images; what qemu-img reads from them is the truth, and what
+qemu-img check says of them is what spile check has to say.
+"""
+
+import json
+import random
+import struct
+
+from support import (
+    KIB, MIB, STANDIN, PeerTest, need, qemu_img_json, run, spile, spile_json, text,
+)
+
+SIZE_BYTES = 12 * MIB + 3 * 512
+
+# A name for each kind of image, and its options.
+KINDS = {
+    "default": "",
+    "version 2": "compat=0.10",
+    "clusters of 512 bytes": "cluster_size=512",
+    "clusters of 4 KiB": "cluster_size=4k",
+    "clusters of 2 MiB": "cluster_size=2M",
+    "version 2, clusters of 1 KiB": "compat=0.10,cluster_size=1k",
+    "refcounts of 1 bit": "refcount_bits=1",
+    "refcounts of 2 bits": "refcount_bits=2,cluster_size=4k",
+    "refcounts of 4 bits": "refcount_bits=4",
+    "refcounts of 8 bits": "refcount_bits=8",
+    "refcounts of 32 bits": "refcount_bits=32",
+    "refcounts of 64 bits": "refcount_bits=64,cluster_size=512",
+    "extended L2": "extended_l2=on",
+    "extended L2, clusters of 16 KiB": "extended_l2=on,cluster_size=16k",
+    "extended L2, clusters of 2 MiB": "extended_l2=on,cluster_size=2M",
+    "lazy refcounts": "lazy_refcounts=on",
+    "zstd": "compression_type=zstd",
+    "preallocated metadata": "preallocation=metadata",
+    "preallocated metadata, extended L2": "preallocation=metadata,extended_l2=on",
+    "preallocated by falloc": "preallocation=falloc",
+    "preallocated in full": "preallocation=full,cluster_size=4k",
+}
+
+COMPRESSED = {
+    "deflate": "",
+    "deflate, version 2": "compat=0.10",
+    "deflate, clusters of 512 bytes": "cluster_size=512",
+    "deflate, clusters of 2 MiB": "cluster_size=2M",
+    "deflate, extended L2": "extended_l2=on",
+    "zstd": "compression_type=zstd",
+    "zstd, clusters of 4 KiB": "compression_type=zstd,cluster_size=4k",
+    "zstd, clusters of 2 MiB": "compression_type=zstd,cluster_size=2M",
+    "zstd, extended L2": "compression_type=zstd,extended_l2=on,cluster_size=16k",
+}
+
+# What the exit codes of qemu-img check are in spile check.
+VERDICTS = {0: 0, 2: 3, 3: 4}
+
+
+def commands(dice, turns=60):
+    """Commands for qemu-io: data, zeroes with and without unmapping, and discards, at odd sectors."""
+    for turn in range(turns):
+        length = min(dice.randrange(512, 700 * KIB), SIZE_BYTES) // 512 * 512
+        at = dice.randrange(0, SIZE_BYTES - length + 1) // 512 * 512
+        how = ("write -P {}", "write -P {}", "write -P {}", "write -z", "write -z -u", "discard")[turn % 6]
+        yield f"{how.format(dice.randrange(1, 256))} {at} {length}"
+    yield f"write -P 77 {SIZE_BYTES - 512} 512"
+
+
+class Qcow2(PeerTest):
+    def setUp(self):
+        need("qemu-img", "qemu-utils")
+        if STANDIN:
+            self.skipTest("needs more of spile than a server")
+        super().setUp()
+
+    def image(self, options="", name="a.qcow2", seed=1, size_bytes=SIZE_BYTES, backing=None):
+        """A new image, filled by qemu-io unless there is no seed."""
+        path = self.path(name)
+        path.unlink(missing_ok=True)
+        words = ["-o", options] if options else []
+        words += ["-b", backing[0], "-F", backing[1]] if backing else []
+        run("qemu-img", "create", "-q", "-f", "qcow2", *words, path, size_bytes)
+        if seed is not None:
+            self.fill(path, seed)
+        return path
+
+    def fill(self, path, seed, image_format="qcow2"):
+        lines = [word for line in commands(random.Random(seed)) for word in ("-c", line)]
+        run("qemu-io", "-f", image_format, *lines, path)
+
+    def raw_of(self, image, name="truth.raw"):
+        raw = self.path(name)
+        raw.unlink(missing_ok=True)
+        run("qemu-img", "convert", "-f", "qcow2", "-O", "raw", image, raw)
+        return raw
+
+    def assertReadsAlike(self, image, *options):
+        """Spile reads what qemu-img reads: by compare, by convert, and in small pieces."""
+        raw = self.raw_of(image)
+        spile("compare", image, raw, *options)
+        back = self.path("back.raw")
+        back.unlink(missing_ok=True)
+        spile("convert", image, back, *options)
+        self.assertSame(raw, back)
+        runs = spile_json("map", image, *options)
+        self.assertEqual(sum(run["len_bytes"] for run in runs), raw.stat().st_size)
+
+    def assertChecksAlike(self, image):
+        theirs = run("qemu-img", "check", "-q", "-f", "qcow2", image, ok=None)
+        ours = spile("check", image, ok=None)
+        said = text(ours.stdout + ours.stderr + theirs.stdout + theirs.stderr)
+        self.assertEqual(ours.returncode, VERDICTS[theirs.returncode], said)
+        return ours.returncode
+
+
+class Reading(Qcow2):
+    def test_every_kind(self):
+        for seed, (kind, options) in enumerate(KINDS.items()):
+            with self.subTest(kind):
+                image = self.image(options, seed=seed)
+                self.assertReadsAlike(image)
+                self.assertChecksAlike(image)
+                self.assertEqual(spile_json("info", image)["virtual_size_bytes"], SIZE_BYTES)
+
+    def test_compressed(self):
+        source = self.raw_of(self.image(seed=7))
+        with open(source, "r+b") as file:
+            file.seek(3 * MIB)
+            file.write(random.Random(3).randbytes(2 * MIB))
+            file.write(b"some words, and " * 100_000)
+        for kind, options in COMPRESSED.items():
+            with self.subTest(kind):
+                image = self.path("c.qcow2")
+                image.unlink(missing_ok=True)
+                words = ["-o", options] if options else []
+                run("qemu-img", "convert", "-c", "-f", "raw", "-O", "qcow2", *words, source, image)
+                self.assertReadsAlike(image)
+                self.assertChecksAlike(image)
+                # Some clusters are written over: compressed and plain ones side by side, streams without a user.
+                self.fill(image, 9)
+                self.assertReadsAlike(image)
+                self.assertChecksAlike(image)
+
+    def test_over_nbd(self):
+        need("nbdcopy", "libnbd-bin")
+        for kind in ("default", "extended L2", "clusters of 512 bytes", "zstd"):
+            with self.subTest(kind):
+                image = self.image(KINDS[kind], seed=4)
+                raw = self.raw_of(image)
+                server = self.serve(f"{image},read-only")
+                run("nbdcopy", server.uri(), self.path("over-nbd.raw"))
+                run("qemu-img", "compare", "-f", "raw", "-F", "raw", server.uri(), raw)
+                self.assertEqual(server.stop(), 0)
+                self.assertSame(raw, self.path("over-nbd.raw"))
+
+    def test_sizes(self):
+        for size_bytes in (512, 65536 - 512, 65536 + 512, MIB, 512 * MIB + 512, 16 << 40):
+            with self.subTest(size_bytes=size_bytes):
+                image = self.image(seed=None, size_bytes=size_bytes)
+                run("qemu-io", "-f", "qcow2", "-c", f"write -P 9 {size_bytes - 512} 512", image)
+                self.assertEqual(spile_json("info", image)["virtual_size_bytes"], size_bytes)
+                runs = spile_json("map", image)
+                self.assertEqual(sum(run["len_bytes"] for run in runs), size_bytes)
+                self.assertEqual(runs[-1]["kind"], "data")
+                self.assertChecksAlike(image)
+
+    def test_map_agrees(self):
+        for kind in ("default", "extended L2", "preallocated metadata"):
+            with self.subTest(kind):
+                image = self.image(KINDS[kind], seed=6)
+                zero = [False] * (SIZE_BYTES // 512)
+                for entry in qemu_img_json("map", "-f", "qcow2", image):
+                    for sector in range(entry["start"] // 512, (entry["start"] + entry["length"]) // 512):
+                        zero[sector] = entry["zero"]
+                for entry in spile_json("map", image):
+                    if entry["kind"] != "data":
+                        first = entry["offset_bytes"] // 512
+                        last = first + entry["len_bytes"] // 512
+                        self.assertTrue(all(zero[first:last]), f"{entry} holds data of QEMU's")
+
+    def test_data_file(self):
+        for raw in ("on", "off"):
+            with self.subTest(data_file_raw=raw):
+                data = self.path("data.raw")
+                data.unlink(missing_ok=True)
+                image = self.image(f"data_file={data},data_file_raw={raw}", seed=8)
+                refused = spile("convert", image, self.path("no.raw"), ok=False)
+                self.assertIn("--allow-data-file", text(refused.stderr))
+                self.assertReadsAlike(image, "--allow-data-file")
+                self.assertChecksAlike(image)
+
+    def test_encrypted_is_refused(self):
+        image = self.path("luks.qcow2")
+        run(
+            "qemu-img", "create", "-q", "-f", "qcow2", "--object", "secret,id=s,data=word", "-o",
+            "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10", image, "8M",
+        )
+        self.assertIn("LUKS", text(spile("info", image, ok=False).stderr))
+
+    def test_snapshots_and_bitmaps_are_listed(self):
+        image = self.image(seed=2)
+        run("qemu-img", "snapshot", "-c", "before the storm", image)
+        self.fill(image, 3)
+        run("qemu-img", "snapshot", "-c", "after", image)
+        run("qemu-img", "bitmap", "--add", image, "changes")
+        run("qemu-img", "bitmap", "--add", "--disable", "-g", "4096", image, "fine")
+        self.fill(image, 4)
+        said = json.dumps(spile_json("info", image))
+        for name in ("before the storm", "after", "changes", "fine"):
+            self.assertIn(name, said)
+        self.assertReadsAlike(image)
+        self.assertEqual(self.assertChecksAlike(image), 0)
+        run("qemu-img", "snapshot", "-a", "before the storm", image)
+        self.assertReadsAlike(image)
+        self.assertEqual(self.assertChecksAlike(image), 0)
+
+    def test_writing_is_refused(self):
+        image = self.image()
+        before = image.read_bytes()
+        self.assertIn("read", text(spile("serve", image, "--nbd", "unix:/nowhere", ok=False).stderr))
+        self.assertEqual(image.read_bytes(), before)
+
+
+class Chains(Qcow2):
+    def test_every_format_below(self):
+        base = self.raw_of(self.image(seed=11), "base.raw")
+        vhd = self.path("base.vhd")
+        run("qemu-img", "convert", "-f", "raw", "-O", "vpc", "-o", "force_size=on", base, vhd)
+        other = self.path("base.qcow2")
+        run("qemu-img", "convert", "-c", "-f", "raw", "-O", "qcow2", base, other)
+        for path, name in ((base, "raw"), (vhd, "vpc"), (other, "qcow2")):
+            for options in ("", "extended_l2=on", "compat=0.10", "cluster_size=512"):
+                with self.subTest(below=name, options=options):
+                    image = self.image(options, backing=(path.name, name), seed=12)
+                    self.assertReadsAlike(image)
+                    self.assertChecksAlike(image)
+
+    def test_a_long_chain_of_different_sizes(self):
+        below = (self.raw_of(self.image(seed=20), "0.raw").name, "raw")
+        for number in range(1, 8):
+            size_bytes = SIZE_BYTES + (number % 3 - 1) * 777 * 512
+            options = ("", "cluster_size=4k", "extended_l2=on", "compat=0.10")[number % 4]
+            image = self.image(options, f"{number}.qcow2", None, size_bytes, below)
+            lines = [f"write -P {number} {number * MIB} 700k", f"write -z {number * MIB + 512} 5k"]
+            run("qemu-io", "-f", "qcow2", *[word for line in lines for word in ("-c", line)], image)
+            below = (image.name, "qcow2")
+        self.assertReadsAlike(image)
+        self.assertEqual(len(spile_json("info", image)["layers"]), 8)
+
+    def test_a_parent_without_a_named_format(self):
+        self.raw_of(self.image(seed=30), "base.raw")
+        image = self.image(backing=("base.raw", "raw"), seed=31)
+        run("qemu-img", "rebase", "-u", "-f", "qcow2", "-b", "base.raw", "-F", "raw", image)
+        raw = bytearray(image.read_bytes())
+        at = raw.index(struct.pack(">I", 0xE2792ACA))
+        raw[at:at + 4] = b"none"
+        image.write_bytes(raw)
+        self.assertIn("--parent-format", text(spile("info", image, ok=False).stderr))
+        truth = self.path("truth.raw")
+        run("qemu-img", "convert", "--image-opts", "-O", "raw",
+            f"driver=qcow2,file.filename={image},backing.driver=raw,backing.file.filename={self.path('base.raw')}", truth)
+        spile("compare", image, truth, "--parent-format", "raw")
+
+    def test_a_vhd_over_a_qcow2(self):
+        for options in ("", "extended_l2=on", "compression_type=zstd"):
+            with self.subTest(options=options):
+                image = self.image(options, seed=40)
+                leaf, before = self.path("leaf.vhd"), image.read_bytes()
+                leaf.unlink(missing_ok=True)
+                spile("create", leaf, "--parent", image)
+                spile("compare", leaf, self.raw_of(image))
+                server = self.serve(leaf)
+                self.fill(server.uri(), 41, "raw")
+                self.assertEqual(server.stop(), 0)
+                self.assertEqual(image.read_bytes(), before)
+                self.fill(image, 41)
+                # The parent has changed under the child: it is not followed any more.
+                truth = self.raw_of(image)
+                image.write_bytes(before)
+                spile("compare", leaf, truth)
+                spile("check", leaf)
+
+
+class Checking(Qcow2):
+    def damage(self, dice, image):
+        """Changes one number of the image's metadata."""
+        raw = bytearray(image.read_bytes())
+        bits, l1 = struct.unpack_from(">I", raw, 20)[0], struct.unpack_from(">Q", raw, 40)[0]
+        table = struct.unpack_from(">Q", raw, 48)[0]
+        mask = (1 << 56) - 512
+        l2 = struct.unpack_from(">Q", raw, l1)[0] & mask
+        block = struct.unpack_from(">Q", raw, table)[0]
+        used = [n for n in range(1 << bits >> 3) if struct.unpack_from(">Q", raw, l2 + n * 8)[0] & mask]
+        place = l2 + dice.choice(used) * 8
+        entry = struct.unpack_from(">Q", raw, place)[0]
+        clusters = len(raw) >> bits
+        kind = dice.randrange(7)
+        if kind == 0:
+            struct.pack_into(">H", raw, block + dice.randrange(clusters) * 2, dice.randrange(4))
+        elif kind == 1:
+            struct.pack_into(">Q", raw, place, entry ^ 1 << 63)
+        elif kind == 2:
+            struct.pack_into(">Q", raw, place, dice.randrange(clusters) << bits | 1 << 63)
+        elif kind == 3:
+            struct.pack_into(">Q", raw, place, clusters + 5 << bits | 1 << 63)
+        elif kind == 4:
+            struct.pack_into(">Q", raw, place, 0)
+        elif kind == 5:
+            struct.pack_into(">Q", raw, place, entry | 1 << dice.choice((1, 5, 57, 60)))
+        else:
+            struct.pack_into(">Q", raw, l1, struct.unpack_from(">Q", raw, l1)[0] ^ 1 << 63)
+        image.write_bytes(raw)
+        return kind
+
+    def test_damage_is_found_as_qemu_finds_it(self):
+        dice, seen = random.Random(5), set()
+        original = self.small()
+        for turn in range(60):
+            image = self.path("damaged.qcow2")
+            image.write_bytes(original)
+            kind = self.damage(dice, image)
+            with self.subTest(turn=turn, kind=kind):
+                seen.add(self.assertChecksAlike(image))
+        self.assertEqual(seen, {0, 3, 4})
+
+    def small(self):
+        """An image of 2 MiB with clusters of 4 KiB."""
+        image = self.image("cluster_size=4k", seed=None, size_bytes=2 * MIB)
+        lines = ["write -P 1 0 300k", "write -z 100k 64k", "write -P 2 1M 64k", "discard 20k 40k"]
+        run("qemu-io", "-f", "qcow2", *[word for line in lines for word in ("-c", line)], image)
+        return image.read_bytes()
+
+    def test_an_image_whose_writer_was_killed(self):
+        image = self.image("lazy_refcounts=on", seed=60)
+        run("qemu-io", "-f", "qcow2", "-c", "write -P 5 3M 1M", "-c", "flush", "-c", "sigraise 9", image, ok=False)
+        self.assertTrue(json.dumps(spile_json("info", image)).count('"dirty": true'))
+        before = image.read_bytes()
+        self.assertChecksAlike(image)
+        raw = self.path("ours.raw")
+        spile("convert", image, raw)
+        self.assertEqual(image.read_bytes(), before)
+        self.assertSame(self.raw_of(image), raw)
