@@ -172,7 +172,7 @@ impl<F: Files> Search<'_, F> {
 fn unnamed_format(child: &Path) -> Error {
     Error::new(ErrorKind::Unsupported, "the image does not say which format its parent has, and it is never guessed")
         .at_path(child)
-        .hint("name it with --parent-format")
+        .hint("name it with --backing-format")
 }
 
 fn data_file_denied(image: &Path, name: &Path) -> Error {

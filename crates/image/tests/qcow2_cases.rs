@@ -472,7 +472,7 @@ fn case_40_and_41_a_backing_format_is_never_guessed() {
     let world = world_of(&bytes);
     world.raw("/d/base.img", &hidden);
     let error = world.refused_with(PATH, &read_only(), ErrorKind::Unsupported, "never guessed");
-    assert!(error.to_string().contains("--parent-format"), "{error}");
+    assert!(error.to_string().contains("--backing-format"), "{error}");
     // The user says raw: what the guest of the raw disk wrote there is data, even if it looks like an image.
     let options = OpenOptions { parent_format: Some(Format::Raw), ..read_only() };
     let disk = world.try_open(PATH, &options).unwrap();

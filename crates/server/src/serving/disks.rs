@@ -58,6 +58,10 @@ pub struct Opening {
     pub cache: CacheMode,
     /// Folders that parents may lie in.
     pub allow_parents: Vec<std::path::PathBuf>,
+    /// The format of parents whose children do not name it.
+    pub parent_format: Option<Format>,
+    /// Images may name another file that holds their data.
+    pub allow_data_file: bool,
 }
 
 impl Opening {
@@ -102,6 +106,8 @@ impl Opening {
                 format: spec.format.or(self.format),
                 read_only: spec.read_only,
                 allow_parents: self.allow_parents.clone(),
+                parent_format: self.parent_format,
+                allow_data_file: self.allow_data_file,
                 ..OpenOptions::default()
             };
             let chain = self.open_patiently(engine, spec, &options)?;

@@ -156,6 +156,12 @@ struct ParentArgs {
     /// Follow parents into this folder too, besides the disk's own (may be given several times)
     #[arg(long, value_name = "DIR")]
     allow_parents: Vec<PathBuf>,
+    /// The format of a parent whose child does not name it, as old qcow2 images do not; it is never guessed
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    backing_format: Option<Format>,
+    /// Let a qcow2 image keep its data in another file, which it names itself and which lies where parents may
+    #[arg(long)]
+    allow_data_file: bool,
 }
 
 impl OpenArgs {
@@ -166,7 +172,14 @@ impl OpenArgs {
 
 impl ParentArgs {
     fn read_only(&self, format: Option<Format>) -> OpenOptions {
-        OpenOptions { format, read_only: true, allow_parents: self.allow_parents.clone(), ..OpenOptions::default() }
+        OpenOptions {
+            format,
+            read_only: true,
+            allow_parents: self.allow_parents.clone(),
+            parent_format: self.backing_format,
+            allow_data_file: self.allow_data_file,
+            ..OpenOptions::default()
+        }
     }
 }
 

@@ -346,6 +346,8 @@ fn opening(args: &ServeArgs) -> Opening {
         format: args.format,
         cache: args.cache,
         allow_parents: args.parents.allow_parents.clone(),
+        parent_format: args.parents.backing_format,
+        allow_data_file: args.parents.allow_data_file,
     }
 }
 

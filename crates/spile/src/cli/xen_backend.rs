@@ -110,6 +110,7 @@ impl DiskArgs {
         words.extend(self.split_rings.then(|| "--split-rings".into()));
         let mut pair = |option: &str, value: OsString| words.extend([option.into(), value]);
         self.parents.allow_parents.iter().for_each(|folder| pair("--allow-parents", folder.clone().into()));
+        self.parents.backing_format.iter().for_each(|format| pair("--backing-format", format.to_string().into()));
         words.extend(self.place.arguments());
         words
     }
@@ -156,6 +157,8 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
         format: None,
         cache: disk.cache,
         allow_parents: disk.parents.allow_parents.clone(),
+        parent_format: disk.parents.backing_format,
+        allow_data_file: disk.parents.allow_data_file,
     };
     let options = Options {
         place: disk.place.clone(),
