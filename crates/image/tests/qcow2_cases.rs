@@ -306,10 +306,10 @@ fn case_24_and_26_entries_that_point_at_metadata_are_read() {
         image.set_l2(3, 3 * CLUSTER);
     });
     assert_eq!(read(&disk, CLUSTER..CLUSTER + 8), (2 * CLUSTER).to_be_bytes());
-    assert_eq!(read(&disk, 3 * CLUSTER..3 * CLUSTER + 8), (4 * CLUSTER | COPIED).to_be_bytes());
+    assert_eq!(read(&disk, 3 * CLUSTER..3 * CLUSTER + 8), ((4 * CLUSTER) | COPIED).to_be_bytes());
     // An L2 table that is the L1 table: its entry points at the next cluster as data.
-    let disk = opened(|image| image.put64(image.l1_at(), 3 * CLUSTER | COPIED));
-    assert_eq!(read(&disk, 0..8), (3 * CLUSTER | COPIED).to_be_bytes());
+    let disk = opened(|image| image.put64(image.l1_at(), (3 * CLUSTER) | COPIED));
+    assert_eq!(read(&disk, 0..8), ((3 * CLUSTER) | COPIED).to_be_bytes());
 }
 
 #[test]
@@ -334,8 +334,8 @@ fn case_27_data_past_the_end_of_the_file() {
     assert_eq!(read(&disk, CLUSTER + 999..CLUSTER + 1001), [6, 0]);
     assert_eq!(read(&disk, CLUSTER + 4096..CLUSTER + 8192), [0; 4096]);
     // A whole cluster, or a table, past the end is none.
-    only_cluster_1_fails("past the end", |image| image.set_l2(1, 99 * CLUSTER | COPIED));
-    let disk = opened(|image| image.put64(image.l1_at(), 99 * CLUSTER | COPIED));
+    only_cluster_1_fails("past the end", |image| image.set_l2(1, (99 * CLUSTER) | COPIED));
+    let disk = opened(|image| image.put64(image.l1_at(), (99 * CLUSTER) | COPIED));
     let (kind, text) = read_error(&disk, 0);
     assert!(kind == ErrorKind::Corrupt && text.contains("L2 table"), "{text}");
 }
@@ -355,7 +355,7 @@ fn case_29_reserved_bits() {
             image.set_l2(1, at | 1 << bit);
         });
     }
-    let disk = opened(|image| image.put64(image.l1_at(), 4 * CLUSTER | 1 << 57));
+    let disk = opened(|image| image.put64(image.l1_at(), (4 * CLUSTER) | (1 << 57)));
     assert!(read_error(&disk, 0).1.contains("reserved"));
 }
 
@@ -491,7 +491,7 @@ fn with_data_file(name: Option<&str>) -> World {
     image.incompatible(4);
     image.set_l2(0, COPIED);
     image.set_l2(1, CLUSTER | COPIED);
-    image.set_l2(3, 3 * CLUSTER | COPIED);
+    image.set_l2(3, (3 * CLUSTER) | COPIED);
     if let Some(name) = name {
         image.extension(0x4441_5441, name.as_bytes());
     }
@@ -732,7 +732,7 @@ fn opening_a_disk_of_16_tib_reads_its_l1_table_and_no_more() {
     image.put64(24, 16 << 40);
     image.put32(36, l1_entries as u32);
     let mut l1 = vec![0; l1_entries as usize * 8];
-    let last = image.append(&[&[0; 65528][..], &(6 * CLUSTER | COPIED).to_be_bytes()].concat());
+    let last = image.append(&[&[0; 65528][..], &((6 * CLUSTER) | COPIED).to_be_bytes()].concat());
     image.append(&[7; CLUSTER as usize]);
     l1[(l1_entries as usize - 1) * 8..].copy_from_slice(&(last | COPIED).to_be_bytes());
     let place = image.append(&l1);

@@ -141,16 +141,16 @@ fn case_24_and_26_clusters_with_two_kinds_of_users() {
     );
     let report = check(|image| image.set_l2(3, L2 | COPIED));
     assert!(report.findings.iter().any(|f| f.message == "guest data overlaps an L2 table"));
-    let report = check(|image| image.put64(3 * CLUSTER, 3 * CLUSTER | COPIED));
+    let report = check(|image| image.put64(3 * CLUSTER, (3 * CLUSTER) | COPIED));
     assert!(report.findings.iter().any(|f| f.message == "an L2 table overlaps the image's own metadata"));
 }
 
 #[test]
 fn case_25_two_entries_with_copied_for_one_cluster() {
-    let report = check(|image| image.set_l2(9, 5 * CLUSTER | COPIED));
+    let report = check(|image| image.set_l2(9, (5 * CLUSTER) | COPIED));
     finds(&report, &[(CORRUPTION, 5 * CLUSTER, "refcount 1, but 2 references")]);
     let report = check(|image| {
-        image.set_l2(9, 5 * CLUSTER | COPIED);
+        image.set_l2(9, (5 * CLUSTER) | COPIED);
         image.counts.push((5, 2));
     });
     let copied = |at| (CORRUPTION, at, "COPIED set, but the refcount is 2");
@@ -159,8 +159,8 @@ fn case_25_two_entries_with_copied_for_one_cluster() {
 
 #[test]
 fn case_27_entries_past_the_end() {
-    finds(&check(|image| image.set_l2(3, 99 * CLUSTER | COPIED)), &[(CORRUPTION, L2 + 24, "past the end")]);
-    let report = check(|image| image.put64(3 * CLUSTER, 99 * CLUSTER | COPIED));
+    finds(&check(|image| image.set_l2(3, (99 * CLUSTER) | COPIED)), &[(CORRUPTION, L2 + 24, "past the end")]);
+    let report = check(|image| image.put64(3 * CLUSTER, (99 * CLUSTER) | COPIED));
     assert!(report.findings[0].message.contains("L1 entry") && report.findings[0].message.contains("past the end"));
     // A last cluster that is cut short is no fault.
     let mut image = Image::usual();

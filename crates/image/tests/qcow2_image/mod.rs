@@ -34,7 +34,7 @@ impl Image {
         image.put32(96, 4);
         image.put32(100, 112);
         image.put64(cluster, 2 * cluster);
-        image.put64(3 * cluster, 4 * cluster | COPIED);
+        image.put64(3 * cluster, (4 * cluster) | COPIED);
         image
     }
 

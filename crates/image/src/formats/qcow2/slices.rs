@@ -85,7 +85,7 @@ impl Slices {
     fn set(&self, slice: u64) -> &Set {
         // Slices that are powers of two apart must not all meet in one set.
         let mixed = slice.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        &self.sets[(mixed * self.sets.len() as u64 >> 32) as usize]
+        &self.sets[((mixed * self.sets.len() as u64) >> 32) as usize]
     }
 
     /// What `read` makes of a slice's entries; `None` when the slice is not in memory. `read` may see entries of several
