@@ -18,7 +18,7 @@ pub use error::{Error, ErrorKind, Result, ResultExt};
 pub use extent::{Extent, GuestOffset, StoreOffset};
 pub use io::{Io, Op, WriteZeroes};
 pub use spile_mem::{Segment, Segments};
-pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Via};
+pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Timer, Via};
 pub use units::format_size;
 
 /// The sector of VHD, blkif and virtio-blk, in bytes.

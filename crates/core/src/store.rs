@@ -1,6 +1,8 @@
 //! [`Store`]: bytes under an image. [`Files`]: where stores are found by path. [`Env`]: clock, randomness, boot.
 
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::time::Duration;
 
 use crate::{Result, Segments, StoreOffset};
 
@@ -110,4 +112,10 @@ pub trait Env: Send + Sync + 'static {
     /// The identity of this boot of the host: it changes exactly when the page cache was lost
     /// (`/proc/sys/kernel/random/boot_id`).
     fn boot_id(&self) -> [u8; 16];
+}
+
+/// Lets time pass for code that knows neither an engine nor a simulator.
+pub trait Timer: Send + Sync + 'static {
+    /// Ends after `time`, at the earliest. It is to be polled on a worker's thread.
+    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>>;
 }

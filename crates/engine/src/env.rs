@@ -1,9 +1,10 @@
 //! [`OsEnv`]: this host's clock, randomness and boot identity.
 
+use std::pin::Pin;
 use std::sync::OnceLock;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
-use spile_core::Env;
+use spile_core::{Env, Timer};
 
 /// The real world.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,6 +34,12 @@ impl Env for OsEnv {
                 .and_then(|text| parse_uuid(text.trim()))
                 .unwrap_or_else(|| self.random_16())
         })
+    }
+}
+
+impl Timer for OsEnv {
+    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        Box::pin(crate::sleep(time))
     }
 }
 

@@ -4,7 +4,6 @@
 //! the traits of `core`, so the same code serves guests on io_uring and is broken on purpose under the simulator.
 #![forbid(unsafe_code)]
 
-mod aligned;
 mod chain;
 pub mod check;
 pub mod create;
@@ -17,8 +16,8 @@ mod parents;
 mod range_lock;
 mod zones;
 
-pub use aligned::Aligned;
 pub use chain::{Chain, MAX_CHAIN_LAYERS};
 pub use facts::LayerInfo;
 pub use formats::Format;
 pub use open::OpenOptions;
+pub use range_lock::{RangeGuard, RangeLock};

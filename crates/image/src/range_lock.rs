@@ -10,7 +10,7 @@ use event_listener::Event;
 
 /// A set of locked ranges. Meant for as many holders as there are requests in flight: a linear search.
 #[derive(Default)]
-pub(crate) struct RangeLock {
+pub struct RangeLock {
     held: Mutex<Vec<Held>>,
     released: Event,
 }
@@ -22,19 +22,19 @@ struct Held {
 }
 
 /// Releases its range when dropped.
-pub(crate) struct RangeGuard<'a> {
+pub struct RangeGuard<'a> {
     lock: &'a RangeLock,
     id: u64,
 }
 
 impl RangeLock {
     /// Waits until no exclusive holder overlaps `range`, then holds it shared.
-    pub(crate) async fn shared(&self, range: Range<u64>) -> RangeGuard<'_> {
+    pub async fn shared(&self, range: Range<u64>) -> RangeGuard<'_> {
         self.acquire(range, false).await
     }
 
     /// Waits until no holder overlaps `range`, then holds it exclusively.
-    pub(crate) async fn exclusive(&self, range: Range<u64>) -> RangeGuard<'_> {
+    pub async fn exclusive(&self, range: Range<u64>) -> RangeGuard<'_> {
         self.acquire(range, true).await
     }
 

@@ -11,7 +11,8 @@ use spile_image::check::Severity;
 use spile_image::formats::vhd::check;
 use spile_image::formats::vhd::codec::batmap::{self, BatmapHeader};
 use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
-use spile_image::{Aligned, Chain, OpenOptions};
+use spile_image::{Chain, OpenOptions};
+use spile_node::Aligned;
 use support::*;
 
 const KIB: u64 = 1 << 10;

@@ -4,7 +4,8 @@ mod support;
 
 use spile_core::{Disk, ErrorKind, Extent, Segments};
 use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
-use spile_image::{Aligned, Format, OpenOptions};
+use spile_image::{Format, OpenOptions};
+use spile_node::Aligned;
 use support::*;
 
 const MIB: u64 = 1 << 20;

@@ -7,8 +7,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
 
 use spile_core::{Disk, ErrorKind, Extent, Result, Segments};
+use spile_image::OpenOptions;
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::{Aligned, OpenOptions};
+use spile_node::Aligned;
 use support::*;
 
 const MIB: u64 = 1 << 20;

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use futures_util::future::join_all;
 use spile_core::{Disk, ErrorKind, Extent, Result, Segments};
 use spile_engine::{Config, Engine, EngineKind, OsEnv};
-use spile_image::{Aligned, Chain, Format, OpenOptions};
+use spile_image::{Chain, Format, OpenOptions};
+use spile_node::Aligned;
 use spile_store::{AnyStore, CacheMode, MemStore, NullStore, OsFiles};
 
 const MIB: u64 = 1 << 20;

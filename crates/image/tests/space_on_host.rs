@@ -8,7 +8,8 @@ use spile_core::{Disk, Extent, Segments};
 use spile_engine::{Config, Engine, OsEnv};
 use spile_image::formats::vhd;
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::{Aligned, Chain, OpenOptions};
+use spile_image::{Chain, OpenOptions};
+use spile_node::Aligned;
 use spile_store::{CacheMode, OsFiles};
 
 const MIB: u64 = 1 << 20;

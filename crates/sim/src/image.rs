@@ -7,7 +7,8 @@ use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, 
 use spile_image::check::Severity;
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::formats::vhd::{self, CreateParams, VhdParent};
-use spile_image::{Aligned, Chain, Format, OpenOptions};
+use spile_image::{Chain, Format, OpenOptions};
+use spile_node::Aligned;
 
 use crate::pages::Pages;
 use crate::rng::Rng;

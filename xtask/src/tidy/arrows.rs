@@ -14,7 +14,8 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-core", &["spile-mem"], &[]),
     ("spile-engine", &["spile-core", "spile-mem"], &["spile-store"]),
     ("spile-store", &["spile-core", "spile-mem", "spile-engine"], &[]),
-    ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-store", "spile-sim"]),
+    ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-node", "spile-store", "spile-sim"]),
+    ("spile-node", &["spile-core", "spile-image"], &["spile-mem", "spile-engine", "spile-store"]),
     ("spile-front", &["spile-core", "spile-engine"], &[]),
     ("spile-front-nbd", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &["spile-store"]),
     ("spile-front-vhost", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &["spile-lab", "spile-store"]),
@@ -25,7 +26,7 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
         &["spile-lab", "spile-store"],
     ),
     ("spile-lab", &["spile-core", "spile-mem", "spile-xen"], &[]),
-    ("spile-sim", &["spile-core", "spile-image"], &["spile-mem"]),
+    ("spile-sim", &["spile-core", "spile-image", "spile-node"], &["spile-mem"]),
     (
         "spile-server",
         &[
@@ -34,6 +35,7 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
             "spile-engine",
             "spile-store",
             "spile-image",
+            "spile-node",
             "spile-xen",
             "spile-front",
             "spile-front-nbd",
@@ -51,12 +53,13 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 14] = [
+const ALL: [&str; 15] = [
     "spile-mem",
     "spile-core",
     "spile-engine",
     "spile-store",
     "spile-image",
+    "spile-node",
     "spile-front",
     "spile-front-nbd",
     "spile-front-vhost",

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
-use spile_image::{Aligned, Chain, Format, OpenOptions};
+use spile_image::{Chain, Format, OpenOptions};
+use spile_node::Node;
 use spile_store::{AnyStore, CacheMode};
 
 use super::identity::{Exported, Identity};
@@ -16,7 +17,7 @@ const BUSY_PATIENCE: Duration = Duration::from_secs(5);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
 /// A disk as fronts see it.
-pub type ServedDisk = Aligned<Chain<AnyStore>>;
+pub type ServedDisk = Node<Chain<AnyStore>>;
 
 /// One DISK, open.
 pub struct Open {
@@ -114,7 +115,7 @@ impl Opening {
             let kind = disks::describe(&chain);
             let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| spec.source.stem());
             into.push(Open {
-                disk: Arc::new(Aligned::new(chain)),
+                disk: Arc::new(Node::with_buffers(chain, |len| spile_engine::pool().alloc(len).into())),
                 names,
                 serial,
                 label: spec.source.label(),

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use spile_core::{Disk, Extent, Result, Segments};
-use spile_image::{Aligned, Format, OpenOptions};
+use spile_image::{Format, OpenOptions};
+use spile_node::Aligned;
 use spile_store::CacheMode;
 
 use super::copy::{CHUNK_BYTES, Chunks, for_each, read};

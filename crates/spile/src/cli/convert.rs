@@ -8,7 +8,8 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use spile_core::{Disk, Error, ErrorKind, Extent, Result};
 use spile_image::create::NewImage;
-use spile_image::{Aligned, Format, OpenOptions};
+use spile_image::{Format, OpenOptions};
+use spile_node::Aligned;
 use spile_store::CacheMode;
 
 use super::copy::{Chunks, data_runs, for_each, read};

@@ -14,7 +14,8 @@ use spile_engine::{Config, Engine, OsEnv};
 use spile_front_nbd::{Export, Server, ServerConfig};
 use spile_image::check::Severity;
 use spile_image::create::NewImage;
-use spile_image::{Aligned, Chain, Format, OpenOptions};
+use spile_image::{Chain, Format, OpenOptions};
+use spile_node::Aligned;
 use spile_store::{AnyStore, CacheMode, OsFiles};
 
 use super::create;

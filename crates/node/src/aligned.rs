@@ -14,13 +14,16 @@ use spile_core::{
     Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, SECTOR_BYTES, Segments, WriteZeroes,
 };
 
-use crate::range_lock::RangeLock;
+use spile_image::RangeLock;
 
 /// The size of a bounce buffer in bytes, unless the alignment is larger.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// The bounce buffers that one disk uses at a time: 32 MiB.
 const BUFFERS: usize = 32;
+
+/// Makes a buffer of so many bytes, aligned to a page. Its content does not matter: whoever takes one fills it first.
+pub type Allocate = fn(usize) -> Segments;
 
 /// A disk without alignment rules over one that has them.
 pub struct Aligned<D> {
@@ -30,18 +33,24 @@ pub struct Aligned<D> {
     /// A multiple of the alignment.
     chunk_bytes: usize,
     buffers: Semaphore,
+    allocate: Allocate,
     /// As many as the two edges of a write of zeroes have at most. Never written to.
     zeroes: Segments,
     writes: RangeLock,
 }
 
 impl<D: Disk> Aligned<D> {
-    /// Wraps `inner`.
+    /// Wraps `inner`; bounce buffers come from the heap.
     pub fn new(inner: D) -> Self {
-        Self::with_chunks(inner, CHUNK_BYTES)
+        Self::with_buffers(inner, Segments::zeroed)
     }
 
-    fn with_chunks(inner: D, chunk_bytes: usize) -> Self {
+    /// Wraps `inner`; `allocate` makes bounce buffers.
+    pub fn with_buffers(inner: D, allocate: Allocate) -> Self {
+        Self::with_chunks(inner, CHUNK_BYTES, allocate)
+    }
+
+    fn with_chunks(inner: D, chunk_bytes: usize, allocate: Allocate) -> Self {
         let info = inner.info();
         let align = info.request_align_bytes as usize;
         Self {
@@ -50,6 +59,7 @@ impl<D: Disk> Aligned<D> {
             memory_align: info.memory_align_bytes as usize,
             chunk_bytes: (chunk_bytes / align).max(1) * align,
             buffers: Semaphore::new(BUFFERS),
+            allocate,
             zeroes: Segments::zeroed(2 * align),
             writes: RangeLock::default(),
         }
@@ -99,7 +109,7 @@ impl<D: Disk> Aligned<D> {
     /// would keep all buffers idle.
     async fn bounce(&self, outer: Extent) -> Bounce<'_> {
         let permit = self.buffers.acquire().await;
-        Bounce { bytes: Segments::zeroed(self.chunk_bytes.min(outer.len_bytes as usize)), _permit: permit }
+        Bounce { bytes: (self.allocate)(self.chunk_bytes.min(outer.len_bytes as usize)), _permit: permit }
     }
 
     async fn read_bounced(&self, extent: Extent, into: &Segments) -> Result<()> {
@@ -108,8 +118,8 @@ impl<D: Disk> Aligned<D> {
         for chunk in self.chunks(outer) {
             let bytes = bounce.bytes.slice(0..chunk.len_bytes as usize);
             self.inner.read(chunk, &bytes).await?;
-            let shared = Shared::of(extent, chunk);
-            into.slice(shared.of_request).copy_from(&bytes.slice(shared.of_chunk));
+            let common = Common::of(extent, chunk);
+            into.slice(common.of_request).copy_from(&bytes.slice(common.of_chunk));
         }
         Ok(())
     }
@@ -123,8 +133,8 @@ impl<D: Disk> Aligned<D> {
             for chunk in self.chunks(outer) {
                 let bytes = bounce.bytes.slice(0..chunk.len_bytes as usize);
                 self.read_edges(chunk, extent, &bytes).await?;
-                let shared = Shared::of(extent, chunk);
-                bytes.slice(shared.of_chunk).copy_from(&from.slice(shared.of_request));
+                let common = Common::of(extent, chunk);
+                bytes.slice(common.of_chunk).copy_from(&from.slice(common.of_request));
                 self.inner.write(chunk, &bytes, fua && is_one_chunk).await?;
             }
         }
@@ -218,12 +228,12 @@ struct Bounce<'a> {
 }
 
 /// The bytes that a request and a chunk of it have in common.
-struct Shared {
+struct Common {
     of_request: Range<usize>,
     of_chunk: Range<usize>,
 }
 
-impl Shared {
+impl Common {
     fn of(request: Extent, chunk: Extent) -> Self {
         let common = request.start().max(chunk.start())..request.end().min(chunk.end());
         let from = |start: u64| (common.start - start) as usize..(common.end - start) as usize;
@@ -557,7 +567,7 @@ mod tests {
         #[test]
         fn any_bytes_from_any_memory(ops in prop::collection::vec(op(), 1..12), chunk in 1..6_usize) {
             let mut model = pattern(99, SIZE);
-            let disk = Aligned::with_chunks(Slow::new(model.clone()), chunk * ALIGN as usize);
+            let disk = Aligned::with_chunks(Slow::new(model.clone()), chunk * ALIGN as usize, Segments::zeroed);
             for (seed, op) in ops.iter().enumerate() {
                 check_alone(&disk, &mut model, seed as u64, op);
             }
@@ -571,7 +581,7 @@ mod tests {
         #[test]
         fn requests_at_once_undo_nothing(ops in prop::collection::vec(op(), 2..80), chunk in 1..6_usize) {
             let before = pattern(99, SIZE);
-            let disk = Aligned::with_chunks(Slow::new(before.clone()), chunk * ALIGN as usize);
+            let disk = Aligned::with_chunks(Slow::new(before.clone()), chunk * ALIGN as usize, Segments::zeroed);
             run(ops.iter().enumerate().map(|(n, op)| Box::pin(one_of_many(&disk, op, n as u8 + 1)) as _).collect());
             for (at, byte) in disk.inner.bytes().into_iter().enumerate() {
                 prop_assert!(allowed(&ops, at, before[at]).contains(&byte), "{byte} at {at}");
@@ -596,7 +606,7 @@ mod tests {
 
     #[test]
     fn a_flood_of_unaligned_requests_takes_a_bounded_amount_of_memory() {
-        let disk = Aligned::with_chunks(Slow::new(vec![0; 51 * (8 * CHUNK + 1)]), CHUNK);
+        let disk = Aligned::with_chunks(Slow::new(vec![0; 51 * (8 * CHUNK + 1)]), CHUNK, Segments::zeroed);
         let mut requests = flood(&disk);
         disk.inner.holds.store(true, Relaxed);
         for round in 0..4 {
@@ -621,7 +631,7 @@ mod tests {
     /// Buffers that are given back at the same moment are all taken again, by requests that are polled only when woken.
     #[test]
     fn no_buffer_stays_idle_while_requests_wait() {
-        let disk = Aligned::with_chunks(Slow::new(vec![0; CHUNK]), CHUNK);
+        let disk = Aligned::with_chunks(Slow::new(vec![0; CHUNK]), CHUNK, Segments::zeroed);
         let read = async || disk.read(at(1, 1000), &Segments::zeroed(1000)).await.unwrap();
         let requests = |count| -> Vec<Request<'_>> { (0..count).map(|_| Box::pin(read()) as _).collect() };
         let (mut first, mut waiting) = (requests(BUFFERS), requests(2 * BUFFERS));
@@ -648,7 +658,7 @@ mod tests {
 
     #[test]
     fn aligned_requests_need_no_buffer() {
-        let disk = Aligned::with_chunks(Slow::new(vec![7; 2 * CHUNK]), CHUNK);
+        let disk = Aligned::with_chunks(Slow::new(vec![7; 2 * CHUNK]), CHUNK, Segments::zeroed);
         let permits: Vec<_> = (0..BUFFERS).map(|_| disk.buffers.try_acquire().unwrap()).collect();
         let memory = Segments::zeroed(2 * CHUNK);
         run(vec![Box::pin(async { disk.read(at(0, 2 * CHUNK), &memory).await.unwrap() })]);

@@ -1,0 +1,121 @@
+//! [`exchange`]: puts other graphs under running disks, all at one point in time.
+//!
+//! The gates of all disks close, then each opens to its new graph. So no request begins between the first exchange and
+//! the last: a write to one disk that follows an acknowledged write to another is never in the old epoch when that other
+//! write is in the new one. Nobody waits for requests in flight: they end under the graph that they began with.
+//!
+//! An exchange waits for a change of size, a close, a stage being attached, or another exchange of one of its disks;
+//! these wait for the exchange in turn. A disk that is closed cannot be exchanged any more.
+
+use std::sync::Arc;
+
+use async_lock::MutexGuard;
+use spile_core::{Disk, Error, ErrorKind, Result};
+
+use crate::end::End;
+use crate::node::Node;
+use crate::published::{Control, Published};
+
+/// A disk, and the graph it is to have.
+pub type Change<'a, G> = (&'a Node<G>, Arc<G>);
+
+/// What an exchange leaves behind: the old graph, under which requests may still run.
+pub struct OldEpoch<G> {
+    graph: Arc<G>,
+    ends: Vec<Arc<End>>,
+}
+
+impl<G> OldEpoch<G> {
+    /// The graph of before the exchange.
+    pub fn graph(&self) -> &Arc<G> {
+        &self.graph
+    }
+
+    /// True when every request that began before the exchange has ended.
+    pub fn has_ended(&self) -> bool {
+        self.ends.iter().all(|end| end.has_come())
+    }
+
+    /// Waits until every request that began before the exchange has ended. Then the old leaf changes no more and can
+    /// be sealed. Requests of still older epochs count as well, so layers are sealed in the order of their epochs.
+    pub async fn ended(&self) {
+        for end in &self.ends {
+            end.wait().await;
+        }
+    }
+}
+
+/// Disks whose gates are closed. Dropped without [`ClosedGates::open`], the gates open to the graphs of before.
+pub struct ClosedGates<'a, G: Disk> {
+    gates: Vec<Gate<'a, G>>,
+}
+
+struct Gate<'a, G: Disk> {
+    /// Its place in the caller's list.
+    number: usize,
+    disk: &'a Published<G>,
+    control: MutexGuard<'a, Control<G>>,
+    new: Arc<G>,
+}
+
+impl<G: Disk> Drop for Gate<'_, G> {
+    fn drop(&mut self) {
+        self.disk.open_with(&mut self.control);
+    }
+}
+
+impl<G: Disk> ClosedGates<'_, G> {
+    /// Opens each gate to its new graph. The old epochs are in the order of the changes.
+    pub fn open(self) -> Vec<OldEpoch<G>> {
+        let mut old: Vec<_> = self.gates.into_iter().map(|gate| (gate.number, gate.open())).collect();
+        old.sort_by_key(|(number, _)| *number);
+        old.into_iter().map(|(_, old)| old).collect()
+    }
+}
+
+impl<G: Disk> Gate<'_, G> {
+    fn open(mut self) -> OldEpoch<G> {
+        let new = self.new.clone();
+        let graph = std::mem::replace(&mut self.control.graph, new);
+        OldEpoch { graph, ends: self.control.epochs.clone() }
+    }
+}
+
+/// Exchanges the graphs of one or several disks at one point in time. On an error nothing has changed.
+///
+/// A graph's layers must already be durable as files: after a power cut the disk's path leads to the new leaf or the old one,
+/// and both must be complete.
+///
+/// # Errors
+/// `InvalidInput` when a graph differs from its disk in size (a change of size may have come first), in being
+/// read-only, or wants a larger alignment, or when a disk is named twice; `Shutdown` when a disk is closed.
+pub async fn exchange<G: Disk>(changes: Vec<Change<'_, G>>) -> Result<Vec<OldEpoch<G>>> {
+    Ok(close_gates(changes).await?.open())
+}
+
+/// The first half of [`exchange`]: closes the gates. From here on requests to these disks wait.
+///
+/// # Errors
+/// As [`exchange`]. All gates are open then.
+pub async fn close_gates<G: Disk>(changes: Vec<Change<'_, G>>) -> Result<ClosedGates<'_, G>> {
+    let mut changes: Vec<_> = changes.into_iter().map(|(node, new)| (node.published(), new)).enumerate().collect();
+    // Everybody locks in the same order, so that two exchanges of the same disks cannot wait for each other.
+    changes.sort_by_key(|(_, (disk, _))| std::ptr::from_ref(*disk).addr());
+    if changes.windows(2).any(|pair| std::ptr::eq(pair[0].1.0, pair[1].1.0)) {
+        return Err(Error::new(ErrorKind::InvalidInput, "a disk is to be exchanged twice at once"));
+    }
+    let mut locked = Vec::new();
+    for (number, (disk, new)) in changes {
+        let control = disk.control.lock().await;
+        control.check_open()?;
+        disk.check_fits(&new)?;
+        locked.push((number, disk, control, new));
+    }
+    // All is checked and nothing is awaited any more: the gates stay closed for as short as can be.
+    let mut gates = Vec::with_capacity(locked.len());
+    for (number, disk, control, new) in locked {
+        disk.close_gate();
+        gates.push(Gate { number, disk, control, new });
+    }
+    Ok(ClosedGates { gates })
+}

@@ -1,0 +1,29 @@
+//! [`Node`]: the disk that fronts see, over a graph of images that can be exchanged while requests run.
+//!
+//! The way of a request, from the top:
+//!
+//! 1. The meter counts it ([`Node::meter`]).
+//! 2. [`Aligned`] lets an aligned request pass, and bounces any other.
+//! 3. The request takes the graph that is published now, and with it counts in the current *epoch* (`published`). While a
+//!    gate is closed it waits there, and holds nothing but the range that [`Aligned`] has locked for it.
+//! 4. The stages that are attached see it ([`Stage`]); usually there are none.
+//! 5. The graph executes it. The request keeps the graph alive until it ends.
+//!
+//! [`Aligned`] stands above the epochs for a reason. A write to a part of a sector reads the rest and writes the whole, under
+//! a lock. Between two epochs, two such writes to one sector must still see each other: each of their steps takes
+//! the graph that is published at that moment.
+#![forbid(unsafe_code)]
+
+mod aligned;
+mod end;
+mod exchange;
+mod fault;
+mod node;
+mod published;
+mod stage;
+
+pub use aligned::{Aligned, Allocate};
+pub use exchange::{Change, ClosedGates, OldEpoch, close_gates, exchange};
+pub use fault::{Effect, Fault, Faults};
+pub use node::Node;
+pub use stage::{Pending, Place, Stage};

@@ -1,0 +1,96 @@
+//! [`Node`]: see the crate.
+
+use std::sync::Arc;
+
+use spile_core::metrics::Meter;
+use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result, Segments};
+
+use crate::aligned::{Aligned, Allocate};
+use crate::exchange::{OldEpoch, exchange};
+use crate::published::Published;
+use crate::stage::{Attached, Place, Stage};
+
+/// A disk as a front sees it: any alignment, metered, over a graph that can be exchanged while requests run.
+pub struct Node<G: Disk> {
+    disk: Aligned<Published<G>>,
+    meter: Meter,
+}
+
+impl<G: Disk> Node<G> {
+    /// A disk over `graph`, whose bounce buffers come from the heap.
+    pub fn new(graph: G) -> Self {
+        Self::with_buffers(graph, Segments::zeroed)
+    }
+
+    /// A disk over `graph`, whose bounce buffers `allocate` makes: from the worker's pool, where there is one.
+    pub fn with_buffers(graph: G, allocate: Allocate) -> Self {
+        let disk = Aligned::with_buffers(Published::new(Arc::new(graph)), allocate);
+        Self { disk, meter: Meter::new() }
+    }
+
+    /// Counts of all requests since the disk was made.
+    pub fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
+    /// The graph that is published now. While an exchange is under way, the result comes after it.
+    pub async fn graph(&self) -> Arc<G> {
+        self.published().control.lock().await.graph.clone()
+    }
+
+    /// [`exchange`](crate::exchange) for this disk alone.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn exchange(&self, graph: Arc<G>) -> Result<OldEpoch<G>> {
+        let old = exchange(vec![(self, graph)]).await?;
+        Ok(old.into_iter().next().expect("one change has one old epoch"))
+    }
+
+    /// Puts `stage` at `place`. Requests that begin from now on meet it.
+    ///
+    /// # Errors
+    /// `Busy` when the place is taken; `Shutdown` when the disk is closed.
+    pub async fn attach(&self, place: Place, stage: Arc<dyn Stage>) -> Result<()> {
+        self.published().attach(place, Attached::new(stage)).await
+    }
+
+    /// Takes the stage at `place` away and waits for the requests that met it, and for no others.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none.
+    pub async fn detach(&self, place: Place) -> Result<()> {
+        let end = self.published().detach(place).await?;
+        end.wait().await;
+        Ok(())
+    }
+
+    pub(crate) fn published(&self) -> &Published<G> {
+        self.disk.inner()
+    }
+}
+
+impl<G: Disk> Disk for Node<G> {
+    fn info(&self) -> DiskInfo {
+        self.disk.info()
+    }
+
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        let counted = self.meter.begin(io.op.into(), io.extent.len_bytes);
+        let result = self.disk.execute(io).await;
+        counted.end_in_turn(result.is_err());
+        result
+    }
+
+    async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
+        self.disk.extents(extent, max_runs).await
+    }
+
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        self.disk.resize(size_bytes).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.disk.close().await
+    }
+}

@@ -1,0 +1,290 @@
+//! [`Published`]: the graph that requests take now, the gate before it, and the epochs.
+//!
+//! Each worker has a shard with a share of the current [`Lease`] in it. A request clones that share and keeps the clone until it
+//! ends. So the share's count of references is the worker's count of requests in this epoch, on the worker's own cache
+//! line, and it keeps the graph alive. When the last share of an epoch is gone, the epoch has ended.
+//!
+//! To close the gate, each shard's share is taken out; to open it, a share of the next lease is put in. Closing
+//! waits for no request: only for workers that are just cloning a share, a few instructions. A worker never waits in a lock:
+//! when it finds its shard locked or empty, the request waits as any future does.
+
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::task::Poll;
+
+use event_listener::Event;
+use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result};
+
+use crate::end::{End, Ender};
+use crate::stage::{Attached, Place, Stages};
+
+/// Workers beyond this many share shards.
+const SHARDS: usize = 16;
+
+/// What a request meets on its way to the graph.
+#[derive(Clone)]
+pub(crate) enum Way {
+    /// Nothing.
+    Free,
+    /// Stages.
+    Staged(Stages),
+    /// The disk is closed.
+    Closed,
+}
+
+/// One worker's share of what is published in an epoch, on a cache line of its own.
+#[repr(align(128))]
+pub(crate) struct Lease<G> {
+    graph: Arc<G>,
+    way: Way,
+    /// After the graph, so that nobody has the graph any more when the epoch has ended.
+    _epoch: Arc<Ender>,
+}
+
+/// A worker's share of the current lease; none while the gate is closed.
+#[repr(align(128))]
+struct Shard<G>(Mutex<Option<Arc<Lease<G>>>>);
+
+/// What changes only by an exchange, a stage, a new size or a close. These wait for each other.
+pub(crate) struct Control<G> {
+    pub(crate) graph: Arc<G>,
+    pub(crate) stages: Stages,
+    pub(crate) is_closed: bool,
+    /// The ends of epochs that may not have ended; the last one is the current.
+    pub(crate) epochs: Vec<Arc<End>>,
+}
+
+/// A disk whose graph can be exchanged.
+pub(crate) struct Published<G> {
+    shards: Box<[Shard<G>]>,
+    is_gate_closed: AtomicBool,
+    gate_opened: Event,
+    pub(crate) control: async_lock::Mutex<Control<G>>,
+    size_bytes: AtomicU64,
+    /// But for the size.
+    info: DiskInfo,
+}
+
+impl<G: Disk> Published<G> {
+    pub(crate) fn new(graph: Arc<G>) -> Self {
+        let info = graph.info();
+        let control = Control { graph: graph.clone(), stages: Stages::default(), is_closed: false, epochs: Vec::new() };
+        let mut new = Self {
+            shards: (0..SHARDS).map(|_| Shard(Mutex::new(None))).collect(),
+            is_gate_closed: AtomicBool::new(true),
+            gate_opened: Event::new(),
+            control: async_lock::Mutex::new(control),
+            size_bytes: AtomicU64::new(info.size_bytes),
+            info,
+        };
+        let end = new.open_gate(&graph, &Way::Free);
+        new.control.get_mut().epochs.push(end);
+        new
+    }
+
+    /// From now on requests wait at the gate, until it is opened.
+    pub(crate) fn close_gate(&self) {
+        self.is_gate_closed.store(true, Ordering::SeqCst);
+        for shard in &self.shards {
+            let _share = shard.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        }
+    }
+
+    /// Begins an epoch, and lets requests in again. The result comes when the epoch has ended.
+    pub(crate) fn open_gate(&self, graph: &Arc<G>, way: &Way) -> Arc<End> {
+        let (end, ender) = End::new();
+        let epoch = Arc::new(ender);
+        for shard in &self.shards {
+            let lease = Lease { graph: graph.clone(), way: way.clone(), _epoch: epoch.clone() };
+            *shard.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(lease));
+        }
+        self.is_gate_closed.store(false, Ordering::SeqCst);
+        self.gate_opened.notify(usize::MAX);
+        end
+    }
+
+    /// Counts a request in the current epoch until the result is dropped.
+    async fn enter(&self) -> Arc<Lease<G>> {
+        match self.try_enter() {
+            Some(lease) => lease,
+            None => self.enter_late().await,
+        }
+    }
+
+    #[inline]
+    fn try_enter(&self) -> Option<Arc<Lease<G>>> {
+        match self.shards[shard_number()].0.try_lock() {
+            Ok(share) => share.clone(),
+            Err(TryLockError::Poisoned(share)) => share.into_inner().clone(),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    #[cold]
+    fn enter_late(&self) -> impl Future<Output = Arc<Lease<G>>> {
+        Box::pin(async {
+            loop {
+                let opened = self.gate_opened.listen();
+                if let Some(lease) = self.try_enter() {
+                    return lease;
+                }
+                match self.is_gate_closed.load(Ordering::SeqCst) {
+                    true => opened.await,
+                    // Another thread of this shard was just cloning the share.
+                    false => give_way().await,
+                }
+            }
+        })
+    }
+
+    /// Puts `stage` at `place`.
+    pub(crate) async fn attach(&self, place: Place, stage: Arc<Attached>) -> Result<()> {
+        let mut control = self.control.lock().await;
+        control.check_open()?;
+        match control.stages.at(place) {
+            Some(_) => return Err(Error::new(ErrorKind::Busy, format!("the place {place:?} has a stage already"))),
+            free => *free = Some(stage),
+        }
+        self.republish(&mut control);
+        Ok(())
+    }
+
+    /// Takes the stage at `place` away. What is returned comes when no request is in it any more.
+    pub(crate) async fn detach(&self, place: Place) -> Result<Arc<End>> {
+        let mut control = self.control.lock().await;
+        let Some(stage) = control.stages.at(place).take() else {
+            return Err(Error::new(ErrorKind::NotFound, format!("the place {place:?} has no stage")));
+        };
+        self.republish(&mut control);
+        Ok(stage.end())
+    }
+
+    /// Begins an epoch with what `control` says.
+    fn republish(&self, control: &mut Control<G>) {
+        self.close_gate();
+        self.open_with(control);
+    }
+
+    /// Opens the gate, which is closed, to what `control` says.
+    pub(crate) fn open_with(&self, control: &mut Control<G>) {
+        let way = match &control.stages {
+            _ if control.is_closed => Way::Closed,
+            stages if stages.is_empty() => Way::Free,
+            stages => Way::Staged(stages.clone()),
+        };
+        control.epochs.retain(|end| !end.has_come());
+        control.epochs.push(self.open_gate(&control.graph, &way));
+    }
+
+    /// Checks that requests would not notice when `graph` took the place of the present one.
+    pub(crate) fn check_fits(&self, graph: &G) -> Result<()> {
+        let (new, old) = (graph.info(), self.info());
+        let misfit = match () {
+            () if new.size_bytes != old.size_bytes => {
+                Some(format!("its size is {} bytes, the disk's {}", new.size_bytes, old.size_bytes))
+            }
+            () if new.read_only != old.read_only => Some("one of the two is read-only".to_owned()),
+            () if new.request_align_bytes > old.request_align_bytes
+                || new.memory_align_bytes > old.memory_align_bytes =>
+            {
+                Some("it wants a larger alignment".to_owned())
+            }
+            () => None,
+        };
+        match misfit {
+            Some(why) => {
+                Err(Error::new(ErrorKind::InvalidInput, format!("the new graph cannot take the disk's place: {why}")))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl<G> Control<G> {
+    pub(crate) fn check_open(&self) -> Result<()> {
+        if self.is_closed { Err(closed()) } else { Ok(()) }
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Shutdown, "the disk is closed")
+}
+
+impl<G: Disk> Disk for Published<G> {
+    fn info(&self) -> DiskInfo {
+        DiskInfo { size_bytes: self.size_bytes.load(Ordering::Acquire), ..self.info.clone() }
+    }
+
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        let lease = self.enter().await;
+        match &lease.way {
+            Way::Free => lease.graph.execute(io).await,
+            Way::Staged(stages) => Box::pin(stages.execute(&*lease.graph, io)).await,
+            Way::Closed => Err(closed()),
+        }
+    }
+
+    async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
+        let lease = self.enter().await;
+        match lease.way {
+            Way::Closed => Err(closed()),
+            _ => lease.graph.extents(extent, max_runs).await,
+        }
+    }
+
+    /// Waits for an exchange that is under way, and the next exchange waits for this.
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        let control = self.control.lock().await;
+        control.check_open()?;
+        control.graph.resize(size_bytes).await?;
+        self.size_bytes.store(size_bytes, Ordering::Release);
+        Ok(())
+    }
+
+    /// Refuses all further requests, waits for those of every epoch, then closes the graph. After an error it may be tried
+    /// again.
+    async fn close(&self) -> Result<()> {
+        let mut control = self.control.lock().await;
+        let epochs = control.epochs.clone();
+        if !control.is_closed {
+            control.is_closed = true;
+            self.republish(&mut control);
+            for end in epochs {
+                end.wait().await;
+            }
+        }
+        control.graph.close().await
+    }
+}
+
+/// Lets the other tasks of this thread run once.
+async fn give_way() {
+    let mut gave_way = false;
+    poll_fn(|context| {
+        if std::mem::replace(&mut gave_way, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+/// This thread's shard.
+#[inline]
+fn shard_number() -> usize {
+    const UNKNOWN: usize = usize::MAX;
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local!(static MINE: Cell<usize> = const { Cell::new(UNKNOWN) });
+    match MINE.get() {
+        UNKNOWN => {
+            let number = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+            MINE.set(number);
+            number
+        }
+        // Known to be in bounds already, but not to the compiler.
+        number => number % SHARDS,
+    }
+}
