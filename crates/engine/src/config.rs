@@ -1,4 +1,4 @@
-//! What an engine is started with.
+//! [`Config`]: the settings with which an engine is started.
 
 use std::fmt;
 use std::str::FromStr;
@@ -42,12 +42,12 @@ impl fmt::Display for EngineKind {
     }
 }
 
-/// How an engine is to be started.
+/// The settings of an engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// The reactor.
     pub kind: EngineKind,
-    /// Worker threads, at least 1.
+    /// The number of worker threads, at least 1.
     pub workers: usize,
     /// The arena of each worker's buffer pool, in bytes; memory is taken from the system as it is used.
     pub pool_bytes: usize,
@@ -56,12 +56,13 @@ pub struct Config {
 }
 
 impl Config {
-    /// How long a worker spins at most, unless told.
+    /// The default of [`Config::poll`].
     pub const POLL: Duration = Duration::from_micros(50);
 }
 
 impl Default for Config {
-    /// Auto, as many workers as there are processors but at most 4, 64 MiB of pool for each, [`Config::POLL`].
+    /// The reactor is chosen automatically. There is one worker for each processor, but at most 4, each with a pool of
+    /// 64 MiB. Workers spin for [`Config::POLL`] at most.
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Self { kind: EngineKind::Auto, workers: cores.min(4), pool_bytes: 64 << 20, poll: Self::POLL }

@@ -1,4 +1,4 @@
-//! [`Engine`]: starts the workers, puts tasks on them, ends them.
+//! [`Engine`]: starts the workers, runs tasks on them, and ends them.
 
 use std::future::Future;
 use std::sync::mpsc;
@@ -9,11 +9,11 @@ use spile_core::{Error, Result};
 
 use crate::config::{Config, EngineKind};
 use crate::file_pool::FilePool;
-use crate::shared::{Message, Shared, WorkerStats, relock};
+use crate::shared::{Message, WorkerLink, WorkerStats, relock};
 use crate::worker::{self, Worker};
 
-/// A handle to running workers; clones are handles to the same ones. When the last handle goes without
-/// [`Engine::shutdown`], the workers still run what they have and end by themselves.
+/// A handle to running workers. Clones are handles to the same workers. When the last handle is dropped without
+/// [`Engine::shutdown`], the workers finish their tasks and end by themselves.
 #[derive(Clone)]
 pub struct Engine {
     inner: Arc<Inner>,
@@ -21,7 +21,7 @@ pub struct Engine {
 
 struct Inner {
     kind: EngineKind,
-    workers: Vec<Arc<Shared>>,
+    workers: Vec<Arc<WorkerLink>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -51,7 +51,7 @@ impl Engine {
         let files = FilePool::new();
         let mut inner = Inner { kind, workers: Vec::new(), threads: Mutex::default() };
         for index in 0..config.workers.max(1) {
-            // When one fails, the drop of `inner` ends those before it.
+            // When a worker cannot be started, dropping `inner` ends those before it.
             let (shared, thread) = start_worker(index, kind, files.clone(), config)?;
             inner.workers.push(shared);
             relock(&inner.threads).push(thread);
@@ -117,9 +117,9 @@ impl Engine {
     }
 }
 
-type Started = (Arc<Shared>, JoinHandle<()>);
+type Started = (Arc<WorkerLink>, JoinHandle<()>);
 
-/// Starts one thread; its reactor is made on it, for a ring belongs to one thread.
+/// Starts the thread of one worker. The thread makes its own reactor, because a ring belongs to one thread.
 fn start_worker(index: usize, kind: EngineKind, files: Arc<FilePool>, config: &Config) -> Result<Started> {
     let (pool_bytes, poll) = (config.pool_bytes, config.poll);
     let (sender, receiver) = mpsc::sync_channel(1);

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use spile_core::{Env, Timer};
 
-/// The real world.
+/// The clock, randomness and boot identity of this host.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OsEnv;
 
@@ -25,7 +25,8 @@ impl Env for OsEnv {
         bytes
     }
 
-    /// Where /proc does not tell, an identity of this process: it says "another boot" once too often, never too seldom.
+    /// The identity of this boot. Where /proc does not tell it, an identity of this process is used: it may say
+    /// "another boot" when it is the same, but never the other way round.
     fn boot_id(&self) -> [u8; 16] {
         static FOUND: OnceLock<[u8; 16]> = OnceLock::new();
         *FOUND.get_or_init(|| {

@@ -11,25 +11,26 @@ use crate::fd::Fd;
 use crate::op::Op;
 use crate::{sys, worker};
 
-/// An eventfd, as the kicks and calls of a virtqueue use it, whose count does not matter; or another device that rings
+/// An eventfd, such as the kick or the call of a virtqueue, whose count does not matter; or another device that rings
 /// ([`EventDevice`]).
 ///
-/// Whoever shares an eventfd decides whether it blocks, and may change that at any moment; nothing here waits for it.
+/// The other process that has the eventfd may set it to block, or not to block, at any moment. So nothing here relies
+/// on that, and no worker ever waits in a system call for it.
 pub struct Event {
     fd: Arc<Fd>,
     kind: Kind,
 }
 
 enum Kind {
-    /// What is written to ring it.
+    /// An eventfd, rung by writing these 8 bytes.
     Eventfd(Segment),
     Device(Box<dyn EventDevice>),
 }
 
 /// How a device other than an eventfd is rung. Its descriptor becomes readable when the other side has rung.
 pub trait EventDevice: Send + Sync {
-    /// Takes what the other side has rung, so that the next ring makes the descriptor readable again. Must not wait, also
-    /// when there is nothing to take.
+    /// Takes what the other side has rung, so that the next ring makes the descriptor readable again. Must not wait,
+    /// also when there is nothing to take.
     ///
     /// # Errors
     /// The system's.
@@ -39,7 +40,8 @@ pub trait EventDevice: Send + Sync {
     fn ring(&self, fd: BorrowedFd<'_>);
 }
 
-/// Rings that may be on their way to one eventfd. There are more only when it is full, and then it is ringing.
+/// The most writes in flight to one eventfd. There would be more only when it is full, and a full eventfd is rung
+/// already.
 const MAX_RINGS: u32 = 64;
 
 impl Event {
@@ -51,7 +53,7 @@ impl Event {
         let link = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
         match rustix::fs::readlink(&link, Vec::new()) {
             Ok(name) if name.as_bytes() == b"anon_inode:[eventfd]" => {
-                // Spares the ring a look whether it has room.
+                // The ring then writes at once, without asking first whether there is room.
                 sys::set_nonblocking(&fd).map_err(|source| Error::io("prepare an eventfd", source))?;
                 let one = Segment::zeroed(8);
                 one.copy_from_slice(0, &1u64.to_ne_bytes());
@@ -59,7 +61,7 @@ impl Event {
             }
             Ok(name) => {
                 let name = name.to_string_lossy().into_owned();
-                Err(Error::new(ErrorKind::InvalidInput, format!("the descriptor is {name:?} and no eventfd")))
+                Err(Error::new(ErrorKind::InvalidInput, format!("the descriptor is {name:?}, which is no eventfd")))
             }
             Err(errno) => Err(Error::io("look at a descriptor under /proc/self/fd", errno.into())),
         }
@@ -74,7 +76,7 @@ impl Event {
         Ok(Self { fd: Fd::socket(fd), kind: Kind::Device(device) })
     }
 
-    /// Waits until it has been rung since the last wait. One wait at a time.
+    /// Waits until it has been rung since the last wait. Only one wait may be pending.
     ///
     /// # Errors
     /// `Io` with the errno.
@@ -89,7 +91,7 @@ impl Event {
         Ok(())
     }
 
-    /// Rings it at the end of this worker's turn. Never waits: one that is full is ringing already.
+    /// Rings it at the end of this worker's turn. Never waits: a full eventfd is rung already.
     ///
     /// # Panics
     /// Outside a worker.
@@ -109,7 +111,7 @@ impl Event {
         });
     }
 
-    /// The descriptor, to pass it on.
+    /// The descriptor, to hand it to another process.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }

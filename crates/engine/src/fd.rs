@@ -1,8 +1,9 @@
 //! [`Fd`]: an open file or socket as the reactors know it.
 //!
-//! A reactor may hold on to a file beyond its last user (io_uring's table of registered files, epoll's interest
-//! list), so an `Fd` keeps the list of the workers that know it and tells them when it goes. Locks on a file must
-//! end at once and not when the last worker has heard: the drop unlocks first.
+//! A reactor may keep a file open longer than its last user (by io_uring's table of registered files, or by epoll's
+//! interest list). So an `Fd` has a list of the workers that know it, and tells them when it is dropped. The locks on a
+//! file have to end at once, and not when the last worker has got that message, so dropping an `Fd` unlocks the file
+//! first.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
@@ -11,9 +12,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use smallvec::SmallVec;
 
 use crate::lock;
-use crate::shared::{Message, Shared, relock};
+use crate::shared::{Message, WorkerLink, relock};
 
-/// Entries of a ring's table of registered files. Files beyond it are used unregistered.
+/// The size of a ring's table of registered files. More files are used without being registered.
 pub(crate) const TABLE_FILES: u32 = 512;
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
@@ -39,29 +40,29 @@ impl Table {
 
 static FAILED_SYNC: OnceLock<Box<dyn Fn() + Send + Sync>> = OnceLock::new();
 
-/// Has `hear` called each time that a sync of a file of this process's has failed, before anybody is told of it: the kernel
-/// tells of it once, so whoever wants it known after the death of the process notes it then. The first caller is heeded,
-/// for the life of the process.
+/// Has `hear` called whenever a sync of a file of this process has failed, before anybody else learns of it. The kernel
+/// reports a failed sync once only; `hear` can note it for the processes that come after this one. Only the first call
+/// of this function counts, for the life of the process.
 pub fn on_failed_sync(hear: impl Fn() + Send + Sync + 'static) {
     let _ = FAILED_SYNC.set(Box::new(hear));
 }
 
 pub(crate) struct Fd {
     fd: OwnedFd,
-    /// Never used twice in a process, unlike descriptor numbers.
+    /// The identity of this file. Unlike a descriptor's number it is never used twice in a process.
     pub(crate) id: u64,
-    /// Index in the rings' tables; only store files have one.
+    /// The index in the tables of registered files. Only files of stores have one.
     pub(crate) table_index: Option<u32>,
-    /// Opened with O_DIRECT.
+    /// True when it was opened with O_DIRECT.
     pub(crate) direct: bool,
-    /// The descriptor that holds the locks, when this one does not: while a transfer through this one is in flight,
-    /// also one that nobody waits for any more, the file must not look free.
+    /// The descriptor that holds the file's locks, when it is not this one. It is kept open as long as a transfer
+    /// through this one is in flight, so that the file stays locked until the last transfer has ended.
     _locked: Option<Arc<Fd>>,
-    /// An eventfd: rings that are on their way to it.
+    /// Of an eventfd: the number of writes to it that are in flight.
     pub(crate) rings: AtomicU32,
-    /// The first error a sync of this file ended with, 0 if none. The kernel reports it once only.
+    /// The errno of the first sync of this file that failed; 0 when none has. The kernel reports a failure once only.
     sync_errno: AtomicI32,
-    known_to: Mutex<SmallVec<[Arc<Shared>; 1]>>,
+    known_to: Mutex<SmallVec<[Arc<WorkerLink>; 1]>>,
 }
 
 impl Fd {
@@ -73,7 +74,7 @@ impl Fd {
         Self::new(fd, relock(&TABLE).take(), None)
     }
 
-    /// The second descriptor of a file, opened with O_DIRECT; `locked` is its first.
+    /// The second descriptor of a file, opened with O_DIRECT; `locked` is the first one, which holds the locks.
     pub(crate) fn direct(fd: OwnedFd, locked: &Arc<Fd>) -> Arc<Self> {
         Self::new(fd, relock(&TABLE).take(), Some(locked.clone()))
     }
@@ -95,8 +96,8 @@ impl Fd {
         self.fd.as_raw_fd()
     }
 
-    /// Notes that a worker's reactor holds on to the file and must hear when it goes.
-    pub(crate) fn known_to(&self, shared: &Arc<Shared>) {
+    /// Notes that a worker's reactor knows the file and has to be told when it is dropped.
+    pub(crate) fn known_to(&self, shared: &Arc<WorkerLink>) {
         relock(&self.known_to).push(shared.clone());
     }
 
@@ -108,7 +109,7 @@ impl Fd {
         }
     }
 
-    /// The errno of the first sync that failed.
+    /// The errno of the first sync that failed, if one has.
     pub(crate) fn sync_errno(&self) -> Option<i32> {
         Some(self.sync_errno.load(Ordering::Acquire)).filter(|errno| *errno != 0)
     }

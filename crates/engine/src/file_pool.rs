@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 
 use crate::op::{Kind, Op};
-use crate::shared::{Message, Shared, relock};
+use crate::shared::{Message, WorkerLink, relock};
 use crate::sys;
 
 /// Helper threads at most: enough to keep a device busy, few enough to be cheap.
@@ -15,7 +15,7 @@ const MAX_THREADS: usize = 16;
 pub(crate) struct Job {
     pub(crate) op: Op,
     pub(crate) key: u64,
-    pub(crate) worker: Arc<Shared>,
+    pub(crate) worker: Arc<WorkerLink>,
 }
 
 pub(crate) struct FilePool {
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn without_any_helper_no_job_is_left_behind() {
-        let (pool, worker) = (FilePool::new(), Arc::new(Shared::new(0, None).unwrap()));
+        let (pool, worker) = (FilePool::new(), Arc::new(WorkerLink::new(0, None).unwrap()));
         let file = Fd::file(tempfile::tempfile().unwrap().into());
         let job = |key| Job { op: Op::sync(&file), key, worker: worker.clone() };
         // Two workers have queued one each, and neither gets its thread.

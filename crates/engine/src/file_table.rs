@@ -1,5 +1,5 @@
-//! A ring's table of registered files. A file in it costs the kernel no look-up for each request, and the ring holds on to
-//! it until the last of its requests has ended.
+//! A ring's table of registered files. A file in it costs the kernel no look-up for each request, and the ring holds on
+//! to it until the last of its requests has ended.
 
 use std::io;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use io_uring::IoUring;
 
 use crate::fd::{Fd, TABLE_FILES};
-use crate::shared::Shared;
+use crate::shared::WorkerLink;
 
 /// The ring's table of registered files: which file is at which index, by [`Fd::id`].
 pub(crate) struct FileTable {
@@ -29,8 +29,8 @@ impl FileTable {
     /// A table with room for as many files as the process may have open, [`TABLE_FILES`] at most.
     ///
     /// # Errors
-    /// What the kernel says. A ring without a table would let go of a killed process's files, and of their locks, while its
-    /// requests are still at work.
+    /// What the kernel says. A ring without a table would let go of a killed process's files, and of their locks, while
+    /// its requests are still at work.
     pub(crate) fn register(ring: &IoUring) -> io::Result<Self> {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
         let len = limit.unwrap_or(u64::MAX).min(TABLE_FILES.into()) as u32;
@@ -46,7 +46,7 @@ impl FileTable {
     }
 
     /// How an entry names the file: by its index in the table, putting it there first if it can be.
-    pub(crate) fn target(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd) -> Target {
+    pub(crate) fn target(&mut self, ring: &IoUring, shared: &Arc<WorkerLink>, fd: &Fd) -> Target {
         let Some(index) = fd.table_index else { return Target::Plain(fd.raw()) };
         match self.ids.get(index as usize) {
             Some(id) if *id == fd.id => Target::Fixed(index),
@@ -55,7 +55,7 @@ impl FileTable {
         }
     }
 
-    fn put_new(&mut self, ring: &IoUring, shared: &Arc<Shared>, fd: &Fd, index: u32) -> Target {
+    fn put_new(&mut self, ring: &IoUring, shared: &Arc<WorkerLink>, fd: &Fd, index: u32) -> Target {
         if !self.put(ring, index, fd.id, fd.raw()) {
             return Target::Plain(fd.raw());
         }

@@ -1,8 +1,8 @@
 //! Memory that a ring has registered: the kernel has looked up and pinned its pages once, not for each transfer.
 //!
-//! The first part of a worker's own arena is registered when direct I/O first comes up. A guest's memory is registered
-//! where its server was told to ([`pin_memory`]). What cannot be registered (no such kernel, no right to lock so much
-//! memory, no place in the table) is used as it is: slower by little, never an error.
+//! The first part of a worker's own arena is registered at the first direct transfer. A guest's memory is registered if
+//! its server was told to ([`pin_memory`]). Memory that cannot be registered (the kernel is too old, the process may
+//! not lock so much memory, the table is full) is used as it is: that is a little slower, and never an error.
 
 use std::marker::PhantomData;
 
@@ -13,19 +13,19 @@ use spile_mem::Pool;
 use crate::op::{Op, Stays};
 use crate::worker;
 
-/// The part of the pool's arena that is registered: chunks are carved from its start and used again last in first
-/// out, so a little covers most. It is pinned memory, hence counted against RLIMIT_MEMLOCK.
+/// The bytes of the pool's arena that are registered. The chunk that was freed last is used first, so a small part at
+/// the start of the arena serves most requests. Registered memory is pinned, and counts against RLIMIT_MEMLOCK.
 const ARENA_BYTES: usize = 8 << 20;
 const LEAST_ARENA_BYTES: usize = 1 << 20;
 /// The kernel's limit for one registered buffer.
 const BUFFER_BYTES: usize = 1 << 30;
-/// Entries of the table.
+/// The size of the table.
 const ENTRIES: u16 = 256;
 
 /// A ring's table of registered buffers.
 #[derive(Default)]
 pub(crate) struct FixedBuffers {
-    /// `None` while it was not tried.
+    /// Whether the table could be made; `None` before that was tried.
     is_usable: Option<bool>,
     has_arena: bool,
     used: Vec<Fixed>,
@@ -36,21 +36,22 @@ struct Fixed {
     base: usize,
     len: usize,
     index: u16,
-    /// Those that want it registered. The arena's one never goes.
+    /// How many users want it registered. The arena stays registered for ever.
     users: u32,
 }
 
 impl FixedBuffers {
-    /// Makes the table, once.
+    /// Makes the table at the first call.
     fn is_usable(&mut self, ring: &IoUring) -> bool {
         *self.is_usable.get_or_insert_with(|| {
-            // Before Linux 5.13 the call waits until nothing is in flight, and the doorbell always is.
+            // Before Linux 5.13 this call waits until nothing is in flight, but the read of the doorbell always is.
             ring.params().is_feature_resource_tagging()
                 && ring.submitter().register_buffers_sparse(u32::from(ENTRIES)).is_ok()
         })
     }
 
-    /// Registers the arena's first part, once; half of it, and so on, until it is within the limits of this process.
+    /// Registers the first part of the arena at the first call. When that is above the limits of this process, half of
+    /// it is tried, and so on.
     pub(crate) fn register_arena(&mut self, ring: &IoUring, pool: &Pool) {
         if std::mem::replace(&mut self.has_arena, true) || !self.is_usable(ring) {
             return;
@@ -81,7 +82,8 @@ impl FixedBuffers {
         done
     }
 
-    /// Lets go of memory that [`FixedBuffers::register`] took. Transfers in flight keep its pages until they end.
+    /// Ends the registration of memory by [`FixedBuffers::register`]. Transfers in flight keep its pages until they
+    /// end.
     fn release(&mut self, ring: &IoUring, base: usize, len: usize) {
         let Some(at) = self.used.iter().position(|fixed| (fixed.base, fixed.len) == (base, len)) else { return };
         self.used[at].users -= 1;
@@ -91,7 +93,7 @@ impl FixedBuffers {
         }
     }
 
-    /// The registered buffer in which the operation's only segment lies.
+    /// The index of the registered buffer in which the operation's only segment lies, if there is one.
     pub(crate) fn covering(&self, op: &Op) -> Option<u16> {
         let [one] = op.segments.as_slice() else { return None };
         let (start, end) = (one.as_ptr() as usize, one.as_ptr() as usize + one.len());
@@ -101,22 +103,22 @@ impl FixedBuffers {
 }
 
 fn update(ring: &IoUring, index: u16, buffer: libc::iovec) -> bool {
-    // SAFETY: the memory outlives its registration: the arena lives as long as the reactor, and what is pinned is kept by
-    // `Pinned`, which lets go of the registration first.
+    // SAFETY: the memory outlives its registration: the arena lives as long as the reactor, and what is pinned is kept
+    // by `Pinned`, which lets go of the registration first.
     unsafe { ring.submitter().register_buffers_update(u32::from(index), &[buffer], None).is_ok() }
 }
 
 /// Memory registered with one worker's ring, until this is dropped, on that worker.
 pub struct Pinned {
     memory: Segment,
-    /// (offset, length) of each part.
+    /// The offset and length of each part, in bytes.
     parts: Vec<(usize, usize)>,
     _stays: Stays,
 }
 
-/// Registers `memory` with this worker's ring, as far as that can be done. Pins its pages: they stay in memory, and the
-/// transfers of this worker go to those pages though the file under the mapping be changed (holes punched by a balloon,
-/// say). Takes time for memory that was not touched yet.
+/// Registers `memory` with this worker's ring, as far as possible. That pins its pages: they stay in memory, and
+/// transfers of this worker use those pages even when the file under the mapping gets others (when a balloon punches
+/// holes, for example). It takes time for memory that was never touched.
 ///
 /// # Panics
 /// Outside a worker.
@@ -142,7 +144,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         let base = self.memory.as_ptr() as usize;
-        // Outside a worker only when the worker ends, and its ring with it.
+        // There is no worker only when the worker has ended, and its ring with it.
         worker::try_with(|w| {
             w.reactor.borrow_mut().with_fixed(|ring, fixed| {
                 self.parts.iter().for_each(|(at, len)| fixed.release(ring, base + at, *len));

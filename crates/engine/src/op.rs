@@ -21,13 +21,13 @@ pub(crate) enum Kind {
     Read,
     /// Writes all segments at `offset`.
     Write,
-    /// fdatasync.
+    /// Makes the file's data durable (fdatasync).
     Sync,
-    /// fallocate with this mode over `offset`, `len`.
+    /// Calls fallocate with this mode, for `len` bytes at `offset`.
     Fallocate(i32),
-    /// ftruncate to `len`.
+    /// Sets the file's length to `len` bytes (ftruncate).
     Truncate,
-    /// One receive into the first segment: what is there, at least a byte, 0 at the end.
+    /// Receives once into the first segment: at least one byte, or 0 at the end of the stream.
     Recv,
     /// Fills the first segment; ends short only at the end of the stream.
     RecvExact,
@@ -48,25 +48,25 @@ impl Kind {
     }
 }
 
-/// Bytes done, or a descriptor, or 0; else an errno.
+/// The result of an operation: a number of bytes, a descriptor, or 0; else an errno.
 pub(crate) type Outcome = Result<usize, i32>;
 
-/// How a reactor took an operation.
+/// How a reactor has started an operation.
 pub(crate) enum Started {
-    /// It was done at once.
+    /// The operation was done at once.
     Ended(Outcome),
-    /// It goes on under this key.
+    /// The operation is in flight; the key names it.
     Waits(u64),
 }
 
-/// An operation with all it needs.
+/// An operation with everything that it needs.
 pub(crate) struct Op {
     pub(crate) kind: Kind,
     pub(crate) fd: Arc<Fd>,
     pub(crate) offset: u64,
     pub(crate) len: u64,
     pub(crate) segments: Segments,
-    /// Bytes done so far.
+    /// The bytes that are done so far.
     pub(crate) done: usize,
     /// A write that was given to AIO once (module `aio`).
     pub(crate) tried_aio: bool,
@@ -124,7 +124,7 @@ impl Op {
         Self::new(Kind::Ring, fd, 0, one.len() as u64, one.clone().into())
     }
 
-    /// Takes one answer of the kernel to a transfer; `Some` when the operation is over.
+    /// Takes one result of the kernel for a part of the transfer. `Some` when the operation is over.
     pub(crate) fn advance(&mut self, count: usize) -> Option<Outcome> {
         match self.kind {
             Kind::Read | Kind::RecvExact | Kind::Write | Kind::Send => {
@@ -148,13 +148,13 @@ impl Op {
     }
 }
 
-/// Waits for an operation.
+/// The future that waits for an operation.
 pub(crate) struct OpFuture {
     state: State,
     stays: Stays,
 }
 
-/// Makes a future `!Send`: the key it holds means something to the reactor of its worker only.
+/// Makes a future `!Send`, because its key is valid only for the reactor of its worker.
 pub(crate) type Stays = PhantomData<*const ()>;
 
 enum State {
@@ -191,7 +191,7 @@ impl Future for OpFuture {
 impl Drop for OpFuture {
     fn drop(&mut self) {
         if let State::Started(key) = self.state {
-            // Outside a worker only when the worker ends, and then its reactor waits for what is in flight.
+            // There is no worker only when the worker ends, and then its reactor waits for what is in flight.
             worker::try_with(|w| w.reactor.borrow_mut().abandon(key));
         }
     }

@@ -1,8 +1,10 @@
-//! The part of a worker that other threads reach: its queue, its doorbell, its counters.
+//! [`WorkerLink`]: the part of a worker that other threads use, which is its queue of messages, its doorbell and its
+//! counters.
 //!
-//! A message from another thread goes into a locked queue; the eventfd is written only when the worker sleeps or is
-//! about to. No wake-up is lost: the worker raises `asleep` and then looks into the queue under its lock once more;
-//! a sender puts its message in under that lock and then reads `asleep`. Whichever came second sees the other.
+//! A message from another thread goes into a locked queue. The eventfd is written only when the worker sleeps or is
+//! about to sleep. No wake-up is lost: the worker sets `asleep` and then looks into the queue once more, under its
+//! lock. A sender puts its message into the queue under that lock and then reads `asleep`. Whichever of the two comes
+//! second sees what the other has done.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,7 +17,7 @@ use crate::fd::Fd;
 use crate::op::Outcome;
 use crate::{sys, worker};
 
-/// What other threads tell a worker.
+/// A message from another thread to a worker.
 pub(crate) enum Message {
     /// A task of this worker was woken.
     Run(Runnable),
@@ -23,13 +25,13 @@ pub(crate) enum Message {
     Call(Box<dyn FnOnce() + Send>),
     /// A helper thread has done the file operation of this key.
     Done(u64, Outcome),
-    /// A file is locked: the reactor holds on to it.
+    /// A file is locked: the reactor has to keep it open.
     Hold(Held),
-    /// A file is gone: the reactor lets go of it.
+    /// A file was dropped: the reactor must not keep it open any more.
     Forget { id: u64, table_index: Option<u32> },
 }
 
-/// What one worker has done so far. The counts are cheap and only grow.
+/// Counts of what one worker has done so far. They only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkerStats {
     /// System calls that submitted or waited: io_uring_enter, or epoll_wait.
@@ -96,7 +98,8 @@ impl Counters {
     }
 }
 
-/// A file that rings are to hold: a duplicate, for the file itself may be closed, and its lock end, before all have heard.
+/// A file that the rings are to keep open. It is a duplicate of the descriptor, because the file itself may be closed,
+/// and its lock end, before all workers have got the message.
 pub(crate) struct Held {
     pub(crate) fd: OwnedFd,
     pub(crate) id: u64,
@@ -104,14 +107,14 @@ pub(crate) struct Held {
 }
 
 /// All workers of the process that have a ring.
-static WITH_RING: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
+static WITH_RING: Mutex<Vec<Weak<WorkerLink>>> = Mutex::new(Vec::new());
 
-/// Has the ring of every worker hold on to a locked file, this worker's at once.
+/// Has the ring of every worker keep a locked file open; this worker's ring does so at once.
 ///
-/// When a process is killed its descriptors are closed at once, while what its rings have in flight goes on: to the file,
-/// where it would overwrite what a successor has written by then, and into guests' memory. A ring lets go of the files
-/// registered with it only when the last of its requests has ended. So the lock of an image is held until then,
-/// whichever of its files the request is for.
+/// When a process is killed, its descriptors are closed at once, but requests that its rings have in flight go on. They
+/// go on writing to the file, where the next process may have written by then, and to guests' memory. A ring closes the
+/// files that are registered with it only when the last of its requests has ended. So the lock of an image is held
+/// until then, for whichever file the request is.
 pub(crate) fn hold_everywhere(fd: &Arc<Fd>) {
     let mut workers = relock(&WITH_RING);
     workers.retain(|shared| shared.strong_count() > 0);
@@ -120,24 +123,24 @@ pub(crate) fn hold_everywhere(fd: &Arc<Fd>) {
             tracing::error!("{NOT_HELD}");
             return;
         };
-        // First, so that the news of the file's end follows that of the file.
+        // First, so that the message about the file's end comes after this one.
         fd.known_to(&shared);
         let held = Held { fd: duplicate, id: fd.id, table_index };
-        // At once where we are: what this task does next shall find it held.
+        // At once on this worker: what this task does next has to find the file kept open.
         if let Some(held) = worker::hold_here(&shared, held) {
             shared.push(Message::Hold(held));
         }
     }
 }
 
-/// Said when there are too few descriptors or places in a ring's table.
+/// The message when there are too few descriptors or places in a ring's table.
 pub(crate) const NOT_HELD: &str = "the lock of an image ends with this process, and not with the last of its requests: if it \
      is killed, wait until the storage is quiet before the image is used again (raise ulimit -n, or serve fewer files)";
 
-pub(crate) struct Shared {
+pub(crate) struct WorkerLink {
     pub(crate) index: usize,
     queue: Mutex<Queue>,
-    /// The queue may have something: saves the worker the lock when it has not.
+    /// True when the queue may have a message. It saves the worker the lock when it has none.
     pending: AtomicBool,
     asleep: AtomicBool,
     stopping: AtomicBool,
@@ -153,7 +156,7 @@ struct Queue {
     closed: bool,
 }
 
-impl Shared {
+impl WorkerLink {
     pub(crate) fn new(index: usize, epoll: Option<OwnedFd>) -> std::io::Result<Self> {
         Ok(Self {
             index,
@@ -198,7 +201,7 @@ impl Shared {
         }
     }
 
-    /// The way of every waker: to the worker's own queue when on its thread, else by message.
+    /// Schedules a task that was woken: in the worker's own queue when called on its thread, else by a message.
     pub(crate) fn schedule(&self, runnable: Runnable) {
         if let Err(runnable) = worker::push_local(self, runnable) {
             self.push(Message::Run(runnable));
@@ -264,12 +267,13 @@ impl Shared {
 
 fn discard(message: Message) {
     if let Message::Run(runnable) = message {
-        // Dropping a task on a foreign thread would panic. None is left when a worker ends; so nothing is lost.
+        // Dropping a task on another thread would panic, so it is forgotten. No task is left when a worker ends, so
+        // that loses nothing.
         std::mem::forget(runnable);
     }
 }
 
-/// Locks; what these locks guard stays whole when a holder panics.
+/// Locks a mutex, also after a panic of another holder: what these mutexes guard stays consistent then.
 pub(crate) fn relock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

@@ -40,7 +40,7 @@ impl Socket {
     }
 
     /// Receives until `into` is full and returns how many bytes came: less than its length only when the stream has
-    /// ended. For a payload whose length is known: however many pieces it comes in, the ring answers once (Linux 5.19).
+    /// ended. It suits a payload whose length is known: the ring answers once for all of its pieces (since Linux 5.19).
     /// A future dropped before its end may have taken bytes with it, as with [`Socket::recv`].
     ///
     /// # Errors
@@ -71,7 +71,8 @@ impl Socket {
         Ok(())
     }
 
-    /// Ends one or both directions; a pending [`Socket::recv`] then returns. A connection that is gone already is no error.
+    /// Ends one or both directions. A pending [`Socket::recv`] then returns. That the connection is gone already is no
+    /// error.
     pub fn shutdown(&self, how: std::net::Shutdown) {
         let how = match how {
             std::net::Shutdown::Read => libc::SHUT_RD,
@@ -123,7 +124,7 @@ struct Closed {
 }
 
 impl Listener {
-    /// Takes over a listening socket and makes it non-blocking (also for those who share it).
+    /// Takes over a listening socket and makes it non-blocking, also for other processes that share it.
     ///
     /// # Errors
     /// `InvalidInput` when it is no stream socket.
@@ -154,8 +155,8 @@ impl Listener {
         .await
     }
 
-    /// Ends all [`Listener::accept`], now and later. The socket itself is closed by the drop: whoever shares it,
-    /// such as a service manager, goes on listening.
+    /// Ends all calls of [`Listener::accept`], pending and future ones. The socket itself is closed when the listener
+    /// is dropped; another process that shares it, such as a service manager, goes on listening.
     pub fn close(&self) {
         let mut closed = relock(&self.closed);
         closed.closed = true;

@@ -1,18 +1,19 @@
 //! Adaptive polling: a worker that has run out of work looks at memory for a while before it sleeps.
 //!
-//! A guest's queue that has no request just now is *watched*: its guest does not have to kick, because the worker looks
-//! at the queue itself. When the worker would sleep, it spins first, for the time of its window; only then are the
-//! watched queues armed (their guests asked to kick), and they are watched no more until they have had work again. So
-//! an idle disk is looked at once, and then costs nothing.
+//! A guest's queue that has no request at the moment is *watched*: its guest does not have to kick, because the worker
+//! looks at the queue itself. Before the worker sleeps, it spins: it looks at the watched queues again and again, for
+//! the time of its *window*. When the window is over without work, the worker *arms* the queues, which asks their
+//! guests to kick, and does not watch them until they have had work again. So an idle disk is watched for one window,
+//! and then costs nothing.
 //!
-//! The window tunes itself. Each gap, from running out of work to the next work, is compared with the limit (`--poll`):
-//! after one that spinning to the limit would have caught, the window moves towards twice the gap; after a longer one
-//! it falls to a quarter, and below [`LEAST`] to nothing. A disk whose gaps are long thus pays for one spin and
-//! then sleeps as if there were no polling, and a single short gap brings the window back.
+//! The window adapts itself. A *gap* is the time from running out of work to the next work. Each gap is compared with
+//! the limit (`--poll`). After a gap within the limit, the window moves towards twice the gap. After a longer gap it
+//! falls to a quarter, and below [`LEAST`] to nothing. A disk whose gaps are long thus costs one spin, and then the
+//! worker sleeps as if there were no polling. A single short gap brings the window back.
 //!
-//! Of `n` requests that are with a device, the wake-up for one delays that one only, while the spin would burn the
-//! processor for the whole of the device's time: the limit is divided by `n`. So the worker spins for a guest that waits
-//! for each answer, or whose requests need no device, and sleeps while a deep queue keeps a device busy.
+//! When `n` requests are with a device, a wake-up delays only the one that ends, but spinning would use the processor
+//! for as long as the device works. So the limit is divided by `n`. The worker then spins for a guest that waits for
+//! each answer, or whose requests need no device, and sleeps while a device works on a deep queue.
 
 use std::rc::Rc;
 use std::task::Waker;
@@ -22,24 +23,24 @@ use slab::Slab;
 
 use crate::worker;
 
-/// A shorter window is not worth its look at the clock.
+/// The shortest window. A shorter one would save less than looking at the clock costs.
 const LEAST: Duration = Duration::from_micros(2);
-/// What a wake-up takes: the part of a gap that there would not have been with polling.
+/// The time that a wake-up takes. With polling, a gap would have been shorter by that.
 const WAKE: Duration = Duration::from_micros(15);
 
 /// Something in memory that another process changes.
 pub trait Pollable {
-    /// True when there is work. Looks only.
+    /// True when there is work. Changes nothing.
     fn is_ready(&self) -> bool;
 
-    /// Asks the other side to ring from now on. True when there is work after all.
+    /// Asks the other side to ring from now on. True when there is work already.
     fn arm(&self) -> bool;
 }
 
 struct Watched {
     pollable: Rc<dyn Pollable>,
     waker: Waker,
-    /// Requests of it that are with a device.
+    /// The number of its requests that are with a device.
     in_flight: usize,
 }
 
@@ -60,17 +61,17 @@ impl Watches {
         count.min(1 << 16) as u32
     }
 
-    /// True when one has work. Does not wake it.
+    /// True when a watched thing has work. Wakes nobody.
     pub(crate) fn any_ready(&self) -> bool {
         self.entries.iter().any(|(_, watched)| watched.pollable.is_ready())
     }
 
-    /// Wakes those that have work, and watches them no more.
+    /// Wakes the tasks of those that have work, and ends watching them.
     pub(crate) fn take_ready(&mut self, woken: &mut Vec<Waker>) {
         self.take_if(woken, |pollable| pollable.is_ready());
     }
 
-    /// Arms all. Those that had work after all are woken; nothing is watched any more.
+    /// Arms all, wakes the tasks of those that have work already, and ends watching.
     pub(crate) fn arm(&mut self, woken: &mut Vec<Waker>) {
         self.take_if(woken, |pollable| pollable.arm());
         self.entries.clear();
@@ -87,8 +88,8 @@ impl Watches {
     }
 }
 
-/// Has this worker watch `pollable`, of which `in_flight` requests are with a device, and wake `waker` once it has work.
-/// Once: whoever is woken asks again.
+/// Has this worker watch `pollable`, and wake `waker` when it has work. `in_flight` of its requests are with a device.
+/// The watch ends with that wake-up.
 ///
 /// # Panics
 /// Outside a worker.
@@ -108,7 +109,7 @@ pub fn watch(pollable: &Rc<dyn Pollable>, waker: &Waker, in_flight: usize) {
     });
 }
 
-/// Has this worker watch `pollable` no more.
+/// Ends watching `pollable` on this worker.
 ///
 /// # Panics
 /// Outside a worker.
@@ -116,7 +117,7 @@ pub fn unwatch(pollable: &Rc<dyn Pollable>) {
     worker::with(|w| w.watches.borrow_mut().entries.retain(|_, watched| !Rc::ptr_eq(&watched.pollable, pollable)));
 }
 
-/// How long to spin.
+/// How long the worker spins before it sleeps.
 pub(crate) struct Window {
     limit: Duration,
     now: Duration,
@@ -127,13 +128,13 @@ impl Window {
         Self { limit, now: Duration::ZERO }
     }
 
-    /// How long to spin when so many requests are with a device.
+    /// How long to spin when `in_flight` requests are with a device.
     pub(crate) fn length(&self, in_flight: u32) -> Duration {
         let length = self.now.min(self.limit / in_flight.max(1));
         if length < LEAST { Duration::ZERO } else { length }
     }
 
-    /// Learns from a gap between running out of work and the next work, at the end of which the worker slept or not.
+    /// Adapts the window to a gap. `has_slept`: the worker slept at the end of the gap.
     pub(crate) fn learn(&mut self, gap: Duration, has_slept: bool) {
         let gap = if has_slept { gap.saturating_sub(WAKE) } else { gap };
         self.now = match gap <= self.limit {

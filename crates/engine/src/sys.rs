@@ -9,12 +9,12 @@ use spile_mem::Segment;
 
 use crate::op::{Kind, Op, Outcome};
 
-/// Vectors passed to one system call; more are passed by the next.
+/// The most vectors of one system call; more go to the next one.
 pub(crate) const MAX_IOVECS: usize = 1024;
-/// Bytes moved by one system call; the kernel itself stops just under 2 GiB.
+/// The most bytes of one system call; the kernel itself stops just under 2 GiB.
 pub(crate) const MAX_TRANSFER: usize = 1 << 30;
 
-/// Address and length of the bytes of a scatter list; few fit without an allocation.
+/// The addresses and lengths of a scatter list. A few of them need no allocation.
 pub(crate) type IoVecs = SmallVec<[libc::iovec; 4]>;
 
 /// Describes the bytes of `segments` after the first `skip` in `out`, up to the limits of one system call.
@@ -40,7 +40,7 @@ pub(crate) fn last_errno() -> i32 {
     io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
 }
 
-/// The count a call returned, or its errno.
+/// The result of a system call: its count, or the errno.
 fn counted(result: isize) -> Result<usize, i32> {
     usize::try_from(result).map_err(|_| last_errno())
 }
@@ -69,15 +69,15 @@ pub(crate) fn eventfd() -> io::Result<OwnedFd> {
     owned(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) })
 }
 
-/// Rings an eventfd. It cannot fail but by overflow, and then it is ringing already.
+/// Rings an eventfd. This can fail only by overflow, and then the eventfd is rung already.
 pub(crate) fn eventfd_write(fd: RawFd) {
     let one = 1u64;
     // SAFETY: the buffer is eight live bytes.
     let _ = unsafe { libc::write(fd, (&raw const one).cast(), 8) };
 }
 
-/// Rings an eventfd unless it is full, and then it is ringing. Whoever shares it may fill it, set to block, in between: only
-/// where there is no ring to do this.
+/// Rings an eventfd unless it is full, which means that it is rung already. Another process that shares it may fill it
+/// between the two steps and set it to block, and then this would wait. So it is used only where no ring can do it.
 pub(crate) fn ring_if_room(fd: RawFd) {
     let mut room = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
     // SAFETY: the pollfd is live.
@@ -86,7 +86,7 @@ pub(crate) fn ring_if_room(fd: RawFd) {
     }
 }
 
-/// Empties an eventfd without waiting, also when whoever shares it has it set to block.
+/// Empties an eventfd without waiting, also when another process that shares it has set it to block.
 pub(crate) fn eventfd_drain(fd: RawFd) {
     let mut count = [0u8; 8];
     let iovec = libc::iovec { iov_base: count.as_mut_ptr().cast(), iov_len: 8 };
@@ -94,7 +94,7 @@ pub(crate) fn eventfd_drain(fd: RawFd) {
     let _ = unsafe { libc::preadv2(fd, &raw const iovec, 1, -1, libc::RWF_NOWAIT) };
 }
 
-/// EAGAIN unless an eventfd has been rung.
+/// Asks whether an eventfd has been rung: EAGAIN when it has not.
 pub(crate) fn is_rung(fd: RawFd) -> Outcome {
     let mut rung = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     // SAFETY: the pollfd is live.
@@ -172,7 +172,7 @@ pub(crate) fn try_accept(fd: RawFd) -> Outcome {
     uninterrupted(|| unsafe { libc::accept4(fd, null, null.cast(), libc::SOCK_CLOEXEC) as isize })
 }
 
-/// Reads only what needs no waiting (for the page cache: what is in it). EAGAIN when nothing is.
+/// Reads what can be read without waiting, such as what is in the page cache. EAGAIN when there is nothing.
 pub(crate) fn read_nowait(fd: RawFd, offset: u64, into: &[Segment]) -> Outcome {
     let mut iovecs = IoVecs::new();
     fill_iovecs(into, 0, &mut iovecs);
@@ -212,7 +212,7 @@ fn file_call(op: &Op) -> Outcome {
     uninterrupted(call)
 }
 
-/// Closes a descriptor that nobody will ask for.
+/// Closes the descriptor of an accepted connection for which nobody waits any more.
 pub(crate) fn close_unclaimed(fd: usize) {
     // SAFETY: the kernel has just given this descriptor to an accept whose caller is gone.
     drop(unsafe { OwnedFd::from_raw_fd(fd as RawFd) });

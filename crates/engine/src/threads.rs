@@ -1,5 +1,5 @@
-//! The reactor without io_uring: sockets are tried at once and then waited for by epoll, file operations go to
-//! helper threads, sleepers are the time-out of epoll_wait.
+//! The reactor without io_uring. Operations on sockets are tried at once, and wait by epoll if they must. File
+//! operations go to helper threads. The nearest deadline of a sleeping task is the time-out of epoll_wait.
 //!
 //! A socket is added to the epoll set when it first has to wait, once and edge-triggered for both directions: no
 //! system call re-arms it. An operation is therefore always tried before it waits.
@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use crate::file_pool::{FilePool, Job};
 use crate::op::{Kind, Op, Outcome, Started};
-use crate::shared::Shared;
+use crate::shared::WorkerLink;
 use crate::sys;
 
 /// The eventfd's tag in the epoll set; the sockets' are their ids, which start at 1.
@@ -23,10 +23,10 @@ const DOORBELL: u64 = 0;
 const EVENTS: usize = 256;
 
 pub(crate) struct Threads {
-    shared: Arc<Shared>,
+    shared: Arc<WorkerLink>,
     files: Arc<FilePool>,
     slots: Slab<Slot>,
-    /// Who waits for which socket.
+    /// The operations that wait, by socket.
     sockets: HashMap<u64, Waiting>,
     events: Vec<libc::epoll_event>,
     /// File operations at the helper threads.
@@ -59,7 +59,7 @@ impl Waiting {
 }
 
 impl Threads {
-    pub(crate) fn new(shared: Arc<Shared>, files: Arc<FilePool>) -> std::io::Result<Self> {
+    pub(crate) fn new(shared: Arc<WorkerLink>, files: Arc<FilePool>) -> std::io::Result<Self> {
         let this = Self {
             shared,
             files,
@@ -183,7 +183,7 @@ impl Threads {
 
     pub(crate) fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
         let timeout_ms = match wait {
-            // Nothing to look for: no system call.
+            // Nothing can have happened: no system call.
             None if self.sockets.is_empty() => return,
             None => 0,
             Some(None) => -1,
@@ -211,7 +211,7 @@ impl Threads {
         }
     }
 
-    /// Tries again what waited on this side of the socket.
+    /// Tries the operation again that waits on this side of the socket.
     fn retry(&mut self, id: u64, side: Kind, woken: &mut Vec<Waker>) {
         let Some(waiting) = self.sockets.get_mut(&id) else { return };
         for key in std::mem::take(waiting.side(side)) {
@@ -224,12 +224,13 @@ impl Threads {
     }
 }
 
-/// epoll counts in milliseconds; rounded down it would wake too early, again and again.
+/// The time-out for epoll, in milliseconds. It is rounded up: rounded down, the worker would wake too early, again and
+/// again.
 fn round_up_ms(left: Duration) -> i32 {
     i32::try_from(left.as_micros().div_ceil(1000)).unwrap_or(i32::MAX)
 }
 
-/// Goes on with a socket operation as far as it goes; `None` when it must wait.
+/// Goes on with a socket operation as far as possible without waiting. `None` when it has to wait.
 fn try_socket(op: &mut Op) -> Option<Outcome> {
     loop {
         let fd = op.fd.raw();

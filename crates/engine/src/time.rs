@@ -1,5 +1,5 @@
-//! Sleeping: a sorted list of deadlines for each worker. The nearest is the time-out of the reactor's next wait, so
-//! there is a kernel timer exactly while somebody sleeps.
+//! Sleeping tasks: each worker has a sorted list of deadlines. The nearest one is the time-out of the reactor's next
+//! wait, so there is a kernel timer only while a task sleeps.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -13,7 +13,7 @@ use crate::worker;
 
 type Key = (Instant, u64);
 
-/// Who sleeps until when.
+/// The tasks that sleep, by their deadlines.
 #[derive(Default)]
 pub(crate) struct Timers {
     sleepers: BTreeMap<Key, Waker>,
@@ -28,13 +28,13 @@ impl Timers {
         key
     }
 
-    /// The time until the nearest deadline; `None` when nobody sleeps.
+    /// The time until the nearest deadline; `None` when no task sleeps.
     pub(crate) fn time_left(&self) -> Option<Duration> {
         let (deadline, _) = self.sleepers.keys().next()?;
         Some(deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// Takes out all whose time has come, earliest first.
+    /// Takes out the wakers of all deadlines that have passed, earliest first.
     pub(crate) fn expire(&mut self, woken: &mut Vec<Waker>) {
         if self.sleepers.is_empty() {
             return;
@@ -59,7 +59,7 @@ impl Future for Sleep {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        // A deadline too far to be told never comes.
+        // A deadline that is too far away to be represented never comes.
         let Some(deadline) = self.deadline else { return Poll::Pending };
         if deadline <= Instant::now() {
             return Poll::Ready(());
@@ -84,7 +84,7 @@ impl Drop for Sleep {
     }
 }
 
-/// Sleeps for at least `d`. Dropping the future cancels it. There is no timer when nobody sleeps.
+/// Sleeps for at least `d`. Dropping the future cancels it. There is no timer when no task sleeps.
 ///
 /// # Panics
 /// Outside a worker.
@@ -92,9 +92,9 @@ pub async fn sleep(d: Duration) {
     Sleep { deadline: Instant::now().checked_add(d), key: None, stays: PhantomData }.await;
 }
 
-/// Lets the other ready tasks of this worker run first: the task goes to the end of the queue, without a system call.
-/// A task that gathers what others produce (replies for one send) gives way once before it takes them. However often
-/// tasks give way, the reactor gets its turn after a bounded number of them.
+/// Lets the other ready tasks of this worker run first: the task goes to the end of the queue, without a system call. A
+/// task that collects what others produce, such as replies for one send, calls this once before it takes them. The
+/// reactor gets its turn after a bounded number of tasks, however often tasks call this.
 pub async fn yield_now() {
     let mut yielded = false;
     std::future::poll_fn(|context| {

@@ -1,15 +1,16 @@
 //! The reactor on io_uring: one ring for each worker, used by its thread only.
 //!
-//! Operations become entries in the submission queue and go to the kernel together, in the one system call of the
-//! worker's next [`Uring::turn`]. Each has a slot that stays where it is in memory until the completion has come:
-//! vectors and message headers lie in the slot, buffers and file are owned by it. File operations in flight are
-//! bounded, the rest waits in a backlog; socket operations are not, for an idle connection must not take a place
-//! from them. Needs Linux 5.11 (EXT_ARG, NODROP); everything newer is used where it is there.
+//! Operations become entries in the submission queue, and go to the kernel together in the one system call of the
+//! worker's next [`Uring::turn`]. Each operation has a slot, which does not move in memory until the completion has
+//! come: vectors and message headers lie in the slot, and it owns the buffers and the file. The number of file
+//! operations in flight is bounded, and the rest waits in a backlog. The number of socket operations is not bounded,
+//! because an idle connection must not take a place from file operations. The reactor needs Linux 5.11 (EXT_ARG,
+//! NODROP), and uses newer features where the kernel has them.
 //!
-//! What can only be done by waiting (sync, fallocate, truncate, a cached write) goes to the engine's helper threads. The ring
-//! would do the same with threads of the kernel's, but one of those that were ever needed then wakes every five seconds for
-//! as long as the ring lives, and an idle process shall make no wake-up. A direct write that must first find space goes
-//! by AIO (module `aio`), or to a helper thread where there is none.
+//! Operations that cannot be done without waiting (sync, fallocate, truncate, a cached write) go to the engine's helper
+//! threads. The ring would give them to threads of the kernel. But once such a thread was needed, it wakes every five
+//! seconds for as long as the ring lives, and an idle process must not cause any wake-up. A direct write that needs new
+//! space on the file system goes by AIO (module `aio`), or to a helper thread where there is no AIO.
 
 use std::collections::VecDeque;
 use std::io;
@@ -30,18 +31,19 @@ use crate::file_pool::{FilePool, Job};
 use crate::file_table::{FileTable, Target};
 use crate::fixed::FixedBuffers;
 use crate::op::{Kind, Op, Outcome, Started};
-use crate::shared::{Held, Shared};
+use crate::shared::{Held, WorkerLink};
 use crate::sys::{self, IoVecs};
 
 const SQ_ENTRIES: u32 = 256;
-/// Room for every file operation and then some thousand sockets; beyond it the kernel keeps completions for us.
+/// The size of the completion queue: room for every file operation and some thousand sockets. When it is full, the
+/// kernel keeps further completions for us.
 const CQ_ENTRIES: u32 = 4096;
-/// File operations in the kernel at once.
+/// The most file operations in the kernel at a time.
 const MAX_FILE_OPS: usize = 1024;
-/// File operations that go to the kernel together at most. It holds back what it is given at once, for the block layer
-/// to join neighbours, until it has seen the last; a batch of 16 thus reaches the device late, and comes back as a
-/// batch. 4 KiB random reads of depth 32 through a guest's queue, 61 k a second with 4, 52 k with as many as there are,
-/// at the same cost of processor; with 2, sequential reads are joined no more (66 k instead of 92 k).
+/// The most file operations that go to the kernel together. The kernel holds back what it gets in one call until it has
+/// seen the last of it, so that the block layer can join neighbours. A batch of 16 thus reaches the device late, and
+/// comes back as a batch. Random reads of 4 KiB at depth 32 through a guest's queue: 61 k a second with 4, 52 k without
+/// this limit, for the same processor time. With 2, sequential reads are not joined any more (66 k instead of 92 k).
 const SUBMIT_ENTRIES: usize = 4;
 
 const DOORBELL: u64 = u64::MAX;
@@ -51,7 +53,7 @@ const AIO_BELL: u64 = u64::MAX - 2;
 
 pub(crate) struct Uring {
     ring: IoUring,
-    shared: Arc<Shared>,
+    shared: Arc<WorkerLink>,
     helpers: Arc<FilePool>,
     pool: Pool,
     #[expect(clippy::vec_box, reason = "the kernel holds addresses inside the slots: they must not move")]
@@ -59,15 +61,16 @@ pub(crate) struct Uring {
     free: Vec<u32>,
     /// Operations in the kernel, also those that nobody waits for any more.
     in_flight: usize,
-    /// Of these, rings of eventfds: a peer can keep one there for ever, and no end waits for them.
+    /// Of these, the number of writes to eventfds. A peer can keep such a write there for ever, so the end of a worker
+    /// does not wait for them.
     rings: usize,
     file_ops: usize,
     backlog: VecDeque<u64>,
-    /// Entries that found the submission queue full.
+    /// Entries that wait because the submission queue was full.
     unqueued: VecDeque<squeue::Entry>,
     reaped: Vec<(u64, i32)>,
     ended_by_aio: Vec<(u64, i32)>,
-    /// Where the kernel puts the eventfd's count.
+    /// The memory into which the kernel reads the eventfd's count.
     doorbell: Box<u64>,
     doorbell_armed: bool,
     files: FileTable,
@@ -86,9 +89,10 @@ struct Slot {
     generation: u32,
     state: State,
     kind: Kind,
-    /// The entry in the kernel is a poll: the socket was not ready, and said so instead of waiting.
+    /// True when the entry in the kernel is a poll: the socket was not ready, and the kernel has answered that at once
+    /// instead of waiting.
     polls: bool,
-    /// `None` while a helper thread has it.
+    /// The operation; `None` while a helper thread has it.
     op: Option<Op>,
     iovecs: IoVecs,
     message: libc::msghdr,
@@ -125,7 +129,7 @@ fn index_of(key: u64) -> usize {
     key as u32 as usize
 }
 
-/// Sets up a ring with as much as this kernel has, from the newest features to none.
+/// Sets up a ring with as many features as this kernel has: the newest ones are tried first.
 fn build_ring() -> io::Result<IoUring> {
     type Tier = fn(&mut io_uring::Builder) -> &mut io_uring::Builder;
     let tiers: [Tier; 4] = [
@@ -174,15 +178,15 @@ fn unusable(error: io::Error) -> Error {
 }
 
 impl Uring {
-    /// Sets up a ring and enters it once: where io_uring is forbidden in part, that is noticed here and not later.
+    /// Sets up a ring and enters it once, so that an io_uring that is forbidden in part is noticed here and not later.
     ///
     /// # Errors
     /// `Denied`, `Exhausted` or `Unsupported`, with a hint.
-    pub(crate) fn new(shared: Arc<Shared>, helpers: Arc<FilePool>, pool: Pool) -> Result<Self> {
+    pub(crate) fn new(shared: Arc<WorkerLink>, helpers: Arc<FilePool>, pool: Pool) -> Result<Self> {
         Self::set_up(shared, helpers, pool).map_err(unusable)
     }
 
-    fn set_up(shared: Arc<Shared>, helpers: Arc<FilePool>, pool: Pool) -> io::Result<Self> {
+    fn set_up(shared: Arc<WorkerLink>, helpers: Arc<FilePool>, pool: Pool) -> io::Result<Self> {
         let ring = build_ring()?;
         check_features(&ring)?;
         let files = FileTable::register(&ring)?;
@@ -247,7 +251,7 @@ impl Uring {
         let direct = self.slots[index_of(key)].op.as_ref().is_some_and(|op| op.fd.direct);
         match kind {
             Kind::Sync | Kind::Fallocate(_) | Kind::Truncate => self.hand_over(key),
-            // Most file systems have no cached write that does not wait.
+            // On most file systems a cached write may have to wait.
             Kind::Write if !direct => self.hand_over(key),
             _ => self.submit(key),
         }
@@ -290,7 +294,7 @@ impl Uring {
     fn push(&mut self, entry: squeue::Entry) {
         self.shared.counters.submitted(1);
         if !self.unqueued.is_empty() {
-            // Not before those that came first: an operation must not be overtaken by its own cancellation.
+            // Entries keep their order: the cancellation of an operation must not come before the operation.
             return self.unqueued.push_back(entry);
         }
         // SAFETY: what the entry points to lies in a boxed slot, in segments that the slot's operation owns, or in
@@ -301,7 +305,7 @@ impl Uring {
         }
     }
 
-    /// Moves entries that found the queue full into it, as far as they fit.
+    /// Moves the entries that wait into the submission queue, as far as they fit.
     fn requeue(&mut self) {
         let mut queue = self.ring.submission();
         while let Some(entry) = self.unqueued.pop_front() {
@@ -343,7 +347,7 @@ impl Uring {
             return self.release(key);
         }
         slot.state = State::Abandoned;
-        // A file operation ends by itself; a peer may keep a socket's waiting for ever.
+        // A file operation ends by itself, but a socket operation may wait for its peer for ever.
         if !slot.kind.is_file() {
             self.push(opcode::AsyncCancel::new(key).build().user_data(CANCELLED));
         }
@@ -357,7 +361,7 @@ impl Uring {
         self.free.push(key as u32);
     }
 
-    /// Starts an operation whose end nobody waits for.
+    /// Starts an operation for whose end nobody waits.
     pub(crate) fn start_alone(&mut self, op: Op) {
         let kind = op.kind;
         let key = self.occupy(op, Waker::noop());
@@ -365,24 +369,24 @@ impl Uring {
         self.launch(key, kind);
     }
 
-    /// Registers a file, so that the ring holds on to it until the last of its requests has ended.
+    /// Registers a file, so that the ring keeps it open until the last of its requests has ended.
     pub(crate) fn hold(&mut self, held: &Held) {
         if !self.files.put(&self.ring, held.table_index, held.id, held.fd.as_raw_fd()) {
             tracing::error!("{}", crate::shared::NOT_HELD);
         }
     }
 
-    /// Lets go of a file that is gone everywhere else.
+    /// Ends the registration of a file that was dropped everywhere else.
     pub(crate) fn forget(&mut self, id: u64, table_index: Option<u32>) {
         if let Some(index) = table_index {
             self.files.forget(&self.ring, id, index);
         }
     }
 
-    /// Submits what is queued and reaps what has ended; with `wait` it sleeps until there is something to reap.
+    /// Submits the queued entries and takes the completions. With `wait` it sleeps until there is a completion.
     pub(crate) fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
         self.requeue();
-        // While entries wait for room, sleeping would leave them there.
+        // The worker must not sleep while entries wait for room.
         let wait = wait.filter(|_| self.unqueued.is_empty());
         if wait.is_some() || self.needs_enter() {
             self.enter(wait);
@@ -416,7 +420,7 @@ impl Uring {
             }
         };
         match result.map_err(|error| (error.raw_os_error(), error)) {
-            // The time is over; a signal; completions to reap first. The worker's loop comes again.
+            // The time is over, a signal came, or completions have to be taken first. The worker's loop calls again.
             Ok(_) | Err((Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN), _)) => Ok(()),
             Err((_, error)) => Err(error),
         }
@@ -438,7 +442,7 @@ impl Uring {
         self.submit_aio();
     }
 
-    /// Takes the kernel's answer to one entry: the end of the operation, or its next part.
+    /// Takes the completion of one entry: the operation has ended, or goes on with its next part.
     fn complete(&mut self, key: u64, result: i32, woken: &mut Vec<Waker>) {
         let slot = &mut self.slots[index_of(key)];
         let op = slot.op.as_mut().expect("an operation in flight is in its slot");
@@ -541,7 +545,7 @@ impl Uring {
         }
     }
 
-    /// Starts the next of the backlog that somebody still waits for.
+    /// Starts the next operation of the backlog for which somebody still waits.
     fn launch_next(&mut self) {
         while let Some(key) = self.backlog.pop_front() {
             let slot = &self.slots[index_of(key)];
@@ -557,8 +561,8 @@ impl Uring {
 impl Drop for Uring {
     fn drop(&mut self) {
         if self.in_flight > 0 {
-            // Never at an orderly end, which waits for them: better to lose the memory than to free it under the
-            // kernel's hands.
+            // This does not happen at an orderly end, which waits for all operations. The memory is leaked, because the
+            // kernel may still write to it.
             std::mem::forget(std::mem::take(&mut self.slots));
         }
         if self.doorbell_armed {
@@ -589,12 +593,12 @@ impl Slot {
         }
     }
 
-    /// The entry for what is left of the operation.
+    /// Builds the entry for the rest of the operation.
     fn entry(&mut self, target: Target, fixed: Option<u16>) -> squeue::Entry {
         let op = self.op.as_ref().expect("an operation in flight is in its slot");
         if self.polls {
-            // Kernels before 5.19 answer EAGAIN on a socket that is set not to block: tried again at once, for ever, that
-            // would be a busy loop.
+            // Kernels before 5.19 answer EAGAIN on a socket that is set not to block: tried again at once, for ever,
+            // that would be a busy loop.
             let sends = matches!(op.kind, Kind::Send | Kind::Ring);
             let events = if sends { libc::POLLOUT } else { libc::POLLIN };
             return with_target!(target, fd => opcode::PollAdd::new(fd, events as u32));
@@ -623,8 +627,8 @@ impl Slot {
         let op = self.op.as_ref().expect("an operation in flight is in its slot");
         let is_read = op.kind == Kind::Read;
         let at = op.offset + op.done as u64;
-        // Without it the ring would put what must wait on a kernel thread. A cached read must not have this: the ring can wait
-        // for its pages without a thread.
+        // Without it the ring would put what must wait on a kernel thread. A cached read must not have this: the ring
+        // can wait for its pages without a thread.
         let flags = if op.fd.direct { libc::RWF_NOWAIT } else { 0 };
         sys::fill_iovecs(op.segments.as_slice(), op.done, &mut self.iovecs);
         if let [one] = self.iovecs.as_slice() {
@@ -655,7 +659,7 @@ impl Slot {
     fn send(&mut self, target: Target) -> squeue::Entry {
         let op = self.op.as_ref().expect("an operation in flight is in its slot");
         sys::fill_iovecs(op.segments.as_slice(), op.done, &mut self.iovecs);
-        // The kernel itself goes on after a part, where it is new enough.
+        // A new kernel goes on by itself after it has received a part.
         let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
         if let [one] = self.iovecs.as_slice() {
             let (ptr, len) = (one.iov_base.cast::<u8>(), one.iov_len as u32);
@@ -692,7 +696,7 @@ mod tests {
 
     /// A ring on this thread; `None` where there is no io_uring.
     fn ring() -> Option<Uring> {
-        let (shared, pool) = (Arc::new(Shared::new(0, None).unwrap()), Pool::new(1).unwrap());
+        let (shared, pool) = (Arc::new(WorkerLink::new(0, None).unwrap()), Pool::new(1).unwrap());
         Uring::new(shared, FilePool::new(), pool).map_err(|error| println!("SKIP uring: {error}")).ok()
     }
 

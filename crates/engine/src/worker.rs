@@ -1,8 +1,8 @@
 //! A worker: one thread with a reactor and a single-threaded executor.
 //!
-//! The loop: take what other threads sent → run the ready tasks (a bounded batch) → let the reactor submit
-//! everything that came up in one system call, which waits only when nothing is runnable → wake the tasks whose
-//! operations have ended. Nothing is timed unless a task sleeps.
+//! The loop: take the messages of other threads → run the ready tasks (a bounded number) → let the reactor submit all
+//! new operations in one system call, which waits only when no task is ready → wake the tasks whose operations have
+//! ended. There is no timer unless a task sleeps.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -24,30 +24,30 @@ use crate::fd::Fd;
 use crate::file_pool::FilePool;
 use crate::fixed::FixedBuffers;
 use crate::op::{Op, Outcome, Started};
-use crate::shared::{Held, Message, Shared};
+use crate::shared::{Held, Message, WorkerLink};
 use crate::spin::{Watches, Window};
 use crate::sys;
 use crate::threads::Threads;
 use crate::time::Timers;
 use crate::uring::Uring;
 
-/// Tasks polled before the reactor gets its turn, so that a busy task cannot hold up completions.
+/// The most tasks that are polled before the reactor gets its turn, so that busy tasks cannot hold up completions.
 const BATCH: usize = 256;
-/// Looks for work between two looks at the clock.
+/// How often the worker looks for work between two looks at the clock.
 const LOOKS: usize = 8;
 
 thread_local! {
     static WORKER: RefCell<Option<Rc<Worker>>> = const { RefCell::new(None) };
 }
 
-/// The two reactors behind one face.
+/// One of the two reactors.
 pub(crate) enum Reactor {
     Uring(Box<Uring>),
     Threads(Box<Threads>),
 }
 
 impl Reactor {
-    /// Starts an operation; the answer comes to `waker`.
+    /// Starts an operation, and wakes `waker` when it has ended.
     pub(crate) fn start(&mut self, op: Op, waker: &Waker) -> Started {
         match self {
             Self::Uring(r) => r.start(op, waker),
@@ -55,7 +55,7 @@ impl Reactor {
         }
     }
 
-    /// The outcome of an operation, once.
+    /// Takes the outcome of an operation that has ended.
     pub(crate) fn poll(&mut self, key: u64, waker: &Waker) -> Poll<Outcome> {
         match self {
             Self::Uring(r) => r.poll(key, waker),
@@ -63,7 +63,7 @@ impl Reactor {
         }
     }
 
-    /// Nobody waits for this operation any more.
+    /// Notes that nobody waits for this operation any more.
     pub(crate) fn abandon(&mut self, key: u64) {
         match self {
             Self::Uring(r) => r.abandon(key),
@@ -71,7 +71,8 @@ impl Reactor {
         }
     }
 
-    /// Submits and reaps; with `wait` it sleeps until something happens or the time is over.
+    /// Submits operations and takes those that have ended. With `wait` it sleeps until something happens or the time is
+    /// over.
     fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
         match self {
             Self::Uring(r) => r.turn(wait, woken),
@@ -97,7 +98,7 @@ impl Reactor {
     fn has_news(&mut self) -> bool {
         match self {
             Self::Uring(r) => r.has_news(),
-            // Its news come by a system call only.
+            // Only a system call could tell.
             Self::Threads(_) => false,
         }
     }
@@ -106,7 +107,7 @@ impl Reactor {
         matches!(self, Self::Uring(_))
     }
 
-    /// Rings an eventfd that another process has a hand in, without ever waiting for it.
+    /// Rings an eventfd that another process shares, without ever waiting for it.
     pub(crate) fn ring(&mut self, fd: &Arc<Fd>, one: &Segment) {
         match self {
             Self::Uring(r) => r.start_alone(Op::ring(fd, one)),
@@ -114,7 +115,7 @@ impl Reactor {
         }
     }
 
-    /// Hands the ring's registered buffers to `f`; nothing where there is no ring.
+    /// Calls `f` with the ring and its registered buffers. Does nothing where there is no ring.
     pub(crate) fn with_fixed(&mut self, f: impl FnOnce(&IoUring, &mut FixedBuffers)) {
         if let Self::Uring(r) = self {
             r.with_fixed(f);
@@ -131,11 +132,11 @@ impl Reactor {
 }
 
 pub(crate) struct Worker {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<WorkerLink>,
     ready: RefCell<VecDeque<Runnable>>,
     pub(crate) timers: RefCell<Timers>,
     tasks: Cell<usize>,
-    // The reactor goes before the pool, whose arena it may have registered.
+    // The reactor is dropped before the pool, whose arena it may have registered.
     pub(crate) reactor: RefCell<Reactor>,
     pool: Pool,
     pub(crate) watches: RefCell<Watches>,
@@ -143,7 +144,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Makes the reactor; to be called on the worker's own thread.
+    /// Makes a worker with its reactor. Has to be called on the worker's own thread.
     pub(crate) fn new(
         index: usize,
         kind: EngineKind,
@@ -156,12 +157,12 @@ impl Worker {
         let (shared, reactor) = match kind {
             EngineKind::Threads => {
                 let epoll = crate::sys::epoll_create().map_err(failed)?;
-                let shared = Arc::new(Shared::new(index, Some(epoll)).map_err(failed)?);
+                let shared = Arc::new(WorkerLink::new(index, Some(epoll)).map_err(failed)?);
                 let threads = Threads::new(shared.clone(), files).map_err(failed)?;
                 (shared, Reactor::Threads(Box::new(threads)))
             }
             _ => {
-                let shared = Arc::new(Shared::new(index, None).map_err(failed)?);
+                let shared = Arc::new(WorkerLink::new(index, None).map_err(failed)?);
                 let uring = Uring::new(shared.clone(), files, pool.clone())?;
                 shared.has_ring();
                 (shared, Reactor::Uring(Box::new(uring)))
@@ -179,7 +180,7 @@ impl Worker {
         })
     }
 
-    /// Runs until asked to stop and without a task.
+    /// Runs until the worker is asked to stop and has no task left.
     pub(crate) fn run(self) {
         let worker = Rc::new(self);
         WORKER.with(|slot| *slot.borrow_mut() = Some(worker.clone()));
@@ -192,7 +193,7 @@ impl Worker {
             worker.run_ready();
             worker.turn(&mut woken);
         }
-        // Before the thread's own tear-down, whose order is not ours to choose.
+        // The worker is dropped here, and not when the thread's local variables are, whose order we cannot choose.
         let last = WORKER.with(|slot| slot.borrow_mut().take());
         drop(last);
     }
@@ -249,8 +250,8 @@ impl Worker {
         wake_all(woken);
     }
 
-    /// Looks for work until there is some, or the window is over. Returns when the worker had run out of work, if it
-    /// had and something is watched.
+    /// Looks for work until there is some, or the window is over. Returns the time at which the worker ran out of work;
+    /// `None` when it did not, or when nothing is watched.
     fn spin(&self, woken: &mut Vec<Waker>) -> Option<Instant> {
         if self.watches.borrow().is_empty() {
             return None;
@@ -260,7 +261,7 @@ impl Worker {
             return Some(Instant::now());
         }
         let mut reactor = self.reactor.borrow_mut();
-        // What was started must not wait for the end of the spin.
+        // Operations that were started must not wait for the end of the spin.
         reactor.turn(None, woken);
         let watches = self.watches.borrow();
         let is_over = |reactor: &mut Reactor| watches.any_ready() || reactor.has_news() || self.shared.has_messages();
@@ -280,18 +281,18 @@ impl Worker {
         Some(since)
     }
 
-    /// Asks all who could bring work to ring; false when there is some after all.
+    /// Asks everybody who could bring work to ring. False when there is work already.
     fn prepare_sleep(&self, woken: &mut Vec<Waker>) -> bool {
         self.watches.borrow_mut().arm(woken);
         woken.is_empty() && self.shared.prepare_sleep()
     }
 
-    /// True when only the end is left to come, so that the loop must look and not sleep.
+    /// True when the worker may end, so that the loop has to check that and must not sleep.
     fn may_end(&self) -> bool {
         self.shared.is_stopping() && self.tasks.get() == 0 && self.reactor.borrow().is_idle()
     }
 
-    /// See [`crate::shared::hold_everywhere`].
+    /// Has the ring keep a file open ([`crate::shared::hold_everywhere`]).
     fn hold(&self, held: &Held) {
         if let Reactor::Uring(r) = &mut *self.reactor.borrow_mut() {
             r.hold(held);
@@ -312,8 +313,8 @@ impl Worker {
     }
 }
 
-/// A panic in the loop itself ends the process: its disks would hang for ever behind a worker that is gone, and an
-/// error that a supervisor sees is better than that. Everything acknowledged has left the process by then.
+/// Ends the process when the loop itself panics. Otherwise its disks would hang for ever, because their worker is gone;
+/// a supervisor can see the end of a process. Everything that was acknowledged has left the process by then.
 struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {
@@ -324,7 +325,7 @@ impl Drop for AbortOnPanic {
     }
 }
 
-/// Counts a task out, however it ends.
+/// Counts a task as ended when this is dropped, however the task ends.
 struct TaskGuard;
 
 impl Drop for TaskGuard {
@@ -333,14 +334,14 @@ impl Drop for TaskGuard {
     }
 }
 
-/// A panic ends its task only. The panic hook has reported it by then.
+/// Calls `call`. A panic in it ends only its task; the panic hook has reported it by then.
 fn guarded(call: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(call)).is_err() {
         tracing::error!("a task panicked; its worker goes on");
     }
 }
 
-/// Wakes outside any borrow: a waker may run code of its owner.
+/// Wakes all. To be called without any borrow, because a waker may run code of its owner.
 fn wake_all(woken: &mut Vec<Waker>) {
     woken.drain(..).for_each(Waker::wake);
 }
@@ -363,14 +364,14 @@ pub(crate) fn is_alone() -> bool {
     with(|w| w.ready.borrow().is_empty())
 }
 
-/// Has this thread's ring hold a file, if `shared` is its worker; else gives it back.
-pub(crate) fn hold_here(shared: &Arc<Shared>, held: Held) -> Option<Held> {
+/// Has this thread's ring keep a file open, if `shared` belongs to this thread's worker; else gives the file back.
+pub(crate) fn hold_here(shared: &Arc<WorkerLink>, held: Held) -> Option<Held> {
     let is_here = try_with(|w| Arc::ptr_eq(&w.shared, shared).then(|| w.hold(&held))).flatten();
     is_here.is_none().then_some(held)
 }
 
-/// Puts a woken task into its worker's own queue; gives it back when this is another thread.
-pub(crate) fn push_local(shared: &Shared, runnable: Runnable) -> Result<(), Runnable> {
+/// Puts a task that was woken into its worker's own queue. Gives it back when this is another thread.
+pub(crate) fn push_local(shared: &WorkerLink, runnable: Runnable) -> Result<(), Runnable> {
     let mut runnable = Some(runnable);
     try_with(|w| {
         if std::ptr::eq(Arc::as_ptr(&w.shared), shared) {

@@ -1,7 +1,7 @@
 //! One connection from its first byte to its last: handshake, perhaps TLS, requests, the end.
 //!
-//! Two tasks see it through: [`serve`] talks; a watcher beside it ends the talk from outside, by shutting the
-//! socket down, when the handshake takes too long or the server stops. So no receive is ever cancelled.
+//! A connection has two tasks. [`serve`] exchanges the messages. A watcher shuts the socket down when the handshake
+//! takes too long or the server stops, which ends [`serve`]. So no receive is ever cancelled.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -26,7 +26,7 @@ use crate::tls::Tls;
 use crate::transport::{Inbound, Transport};
 use crate::wire::handshake::OPTION_HEADER_BYTES;
 
-/// How far a connection has come, for its watcher.
+/// How far a connection has come. Its watcher reads this.
 #[derive(Default)]
 struct Life {
     negotiated: Cell<bool>,
@@ -46,19 +46,20 @@ pub(crate) async fn serve<D: Disk>(server: Arc<ServerState<D>>, fd: OwnedFd) {
     prepare(&fd);
     let socket = match Socket::from_fd(fd) {
         Ok(socket) => socket,
-        Err(error) => return tracing::debug!(%error, "NBD: unusable connection"),
+        Err(error) => return tracing::debug!(%error, "NBD: a connection cannot be used"),
     };
     let transport = Rc::new(Transport::plain(socket));
     let life = Rc::new(Life::default());
     spawn(watch(server.clone(), transport.clone(), life.clone()));
     if let Err(error) = talk(&server, &transport, &life).await {
-        tracing::debug!(%error, "NBD: connection ended");
+        tracing::debug!(%error, "NBD: a connection has ended");
     }
     transport.close().await;
     life.set(&life.over);
 }
 
-/// TCP: no waiting to fill a packet, and a peer that has vanished is noticed one day. Neither is needed.
+/// Sets TCP's options: short packets are sent at once, and a peer that is gone without a word is noticed after a while.
+/// Other sockets do not have these options, which is no error.
 fn prepare(fd: &OwnedFd) {
     let _ = rustix::net::sockopt::set_tcp_nodelay(fd, true);
     let _ = rustix::net::sockopt::set_socket_keepalive(fd, true);
@@ -79,7 +80,7 @@ async fn talk<D: Disk>(server: &Arc<ServerState<D>>, transport: &Rc<Transport>, 
     result
 }
 
-/// The handshake; `None` when it ended without an export.
+/// Does the handshake. `None` when it ended without an export.
 async fn negotiate<D: Disk>(
     server: &ServerState<D>,
     transport: &Transport,
@@ -144,15 +145,15 @@ async fn send_all(transport: &Transport, out: &mut Vec<u8>) -> Result<()> {
     transport.send(&[segment]).await
 }
 
-/// What a watcher waits for.
+/// What ends the wait of a watcher.
 enum Event {
     Over,
     TimedOut,
     Stop(Level),
 }
 
-/// Shuts the socket down when the handshake's time is over or the server stops. It holds no timer after the
-/// handshake: an idle connection costs nothing.
+/// Shuts the socket down when the handshake takes too long or the server stops. After the handshake it has no timer, so
+/// an idle connection causes no wake-up.
 async fn watch<D: Disk>(server: Arc<ServerState<D>>, transport: Rc<Transport>, life: Rc<Life>) {
     let mut stop = server.stop.watch();
     let mut seen = Level::Run;
@@ -195,7 +196,7 @@ fn poll_life(life: &Life, timer: &mut Option<Pin<Box<dyn Future<Output = ()>>>>,
     }
 }
 
-/// The mode a server with this TLS configuration is in.
+/// The TLS mode of a server: `required` is `None` without TLS, else whether TLS is required.
 pub(crate) fn tls_mode(required: Option<bool>) -> TlsMode {
     match required {
         None => TlsMode::Off,

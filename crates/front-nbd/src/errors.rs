@@ -1,5 +1,5 @@
-//! The error numbers of the NBD wire ("Error values"): a column of the fronts' one table, but for two kinds that depend on
-//! the command.
+//! The error numbers of the NBD wire ("Error values"): a column of the fronts' one table, but for two kinds that depend
+//! on the command.
 
 use spile_core::{Error, ErrorKind};
 use spile_front::WireStatus;
@@ -7,9 +7,9 @@ pub use spile_front::nbd::{EINVAL, EIO, ENOMEM, ENOSPC, ENOTSUP, EOVERFLOW, EPER
 
 use crate::wire::request::{Command, FLAG_FAST_ZERO};
 
-/// The wire's number for `error` as the answer to `command` with `flags`.
+/// The number that answers `command` with `flags` when it failed with `error`.
 ///
-/// Two kinds depend on the command: past the end is `ENOSPC` for writes and `EINVAL` otherwise; `ENOTSUP` may
+/// Two kinds depend on the command: a request past the end is `ENOSPC` for writes and `EINVAL` otherwise; `ENOTSUP` may
 /// answer nothing but a fast zero.
 pub fn wire_errno(error: &Error, command: Command, flags: u16) -> u32 {
     match error.kind() {
@@ -27,8 +27,8 @@ pub fn out_of_range(command: Command) -> u32 {
     }
 }
 
-/// What the client's user is told: the message alone. Paths, offsets in files and hints stay on this side of
-/// the wire; they are for the log.
+/// The text that the client gets: the message alone. Paths, offsets in files and hints are for the log of the server
+/// only.
 pub fn wire_message(error: &Error) -> String {
     error.message().to_owned()
 }

@@ -1,4 +1,4 @@
-//! What the commands do to the disk.
+//! Executes the commands of clients on the disk.
 
 use std::cell::Cell;
 
@@ -13,13 +13,13 @@ use crate::session::{Answer, Job, Runs, Session};
 use crate::wire::reply::{STATE_HOLE, STATE_ZERO};
 use crate::wire::request::{Command, FLAG_DF, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE, Request};
 
-/// Shorter reads are not asked for holes: the question would cost more than the zeroes.
+/// For shorter reads, in bytes, the disk is not asked for holes: the question would cost more than sending zeroes.
 const PROBE_BYTES: u64 = 64 << 10;
-/// Shorter holes inside a read are sent as zeroes: a chunk costs the client more than copying them.
+/// Shorter holes inside a read, in bytes, are sent as zeroes: another chunk costs the client more than copying them.
 const MIN_HOLE_BYTES: u64 = 16 << 10;
-/// A read is cut into so many runs at most; the rest is sent as data.
+/// The most runs into which a read is cut; the rest is sent as data.
 const MAX_READ_RUNS: usize = 16;
-/// A block status reply has so many descriptors at most.
+/// The most descriptors of a block status reply.
 const MAX_DESCRIPTORS: usize = 4096;
 /// Buffers come from the pool in pieces of this many bytes: its largest class.
 const PIECE_BYTES: usize = 2 << 20;
@@ -30,12 +30,13 @@ pub(crate) fn buffers(len: usize) -> Segments {
     (0..len).step_by(PIECE_BYTES).map(|at| pool.alloc(PIECE_BYTES.min(len - at))).collect()
 }
 
-/// Learns whether asking for holes is worth while. A map may be slow to walk, so a question that found none is
-/// followed by a rest [`REST`] times as long as it took: a full disk's reads lose at most 2 % to it, and a sparse
-/// one is noticed soon. A hole that was found has saved a read, and the next read is asked as well.
+/// Learns whether it is worth while to ask the disk for holes. The question may take long, so after one that found no
+/// hole none is asked for [`REST`] times as long as it took. The reads of a full disk thus lose at most 2 % of their
+/// time, and holes in a sparse disk are found soon. A hole that was found has saved a read, so the next read asks
+/// again.
 #[derive(Default)]
 pub(crate) struct HoleProbe {
-    /// No question before this time.
+    /// No question is asked before this time.
     next_ns: Cell<u64>,
 }
 
@@ -63,7 +64,7 @@ impl<D: Disk> Session<D> {
             Command::Trim => self.trim(request).await.map(|()| Answer::Done),
             Command::WriteZeroes => self.write_zeroes(request).await.map(|()| Answer::Done),
             Command::BlockStatus => self.block_status(request).await,
-            // A hint, and the data path keeps no cache of data that it could fill.
+            // This command is a hint to fill a cache, and the data path keeps no cache of data.
             Command::Cache => Ok(Answer::Done),
             Command::Disconnect | Command::Unknown(_) => {
                 Err(Error::new(ErrorKind::InvalidInput, "not a command to perform"))
@@ -99,7 +100,7 @@ impl<D: Disk> Session<D> {
         Ok(Answer::Data(into, runs))
     }
 
-    /// How the read is cut into data and holes. A map that cannot be read is no error of the read.
+    /// Cuts a read into data and holes. When the map of the disk cannot be read, all of the read is data.
     async fn runs(&self, request: &Request, extent: Extent) -> Runs {
         let wanted = self.agreed.structured && request.flags & FLAG_DF == 0;
         if !wanted || extent.len_bytes < PROBE_BYTES {
@@ -130,7 +131,7 @@ impl<D: Disk> Session<D> {
         for part in parts(extent_of(request)) {
             self.check_heard()?;
             match self.disk.discard(part).await {
-                // A trim is a hint: a disk that frees nothing has heard it all the same.
+                // A trim is a hint: it succeeds also when the disk cannot free anything.
                 Err(error) if error.kind() == ErrorKind::Unsupported => break,
                 other => other?,
             }
@@ -150,7 +151,8 @@ impl<D: Disk> Session<D> {
         self.flush_if(request.flags & FLAG_FUA != 0).await
     }
 
-    /// Between the parts of a long request: a server that is to end does not wait for 4 GiB of zeroes.
+    /// Checks, between the parts of a long request, whether the connection is over. A server that is to end does not
+    /// wait until 4 GiB of zeroes are written.
     fn check_heard(&self) -> Result<()> {
         match self.is_forsaken() {
             true => Err(Error::new(ErrorKind::Shutdown, "the connection is over")),
@@ -191,7 +193,8 @@ fn parts(extent: Extent) -> impl Iterator<Item = Extent> {
     })
 }
 
-/// The read's runs, small holes counted as data, neighbours joined; what the map leaves out is data.
+/// The runs of a read. Small holes count as data, and so does what the map leaves out; neighbours of one kind are
+/// joined.
 fn cut_runs(map: &[ExtentStatus], extent: Extent) -> Runs {
     let mut runs: Vec<(u64, bool)> = Vec::new();
     let mut push = |len: u64, hole: bool| match runs.last_mut() {
@@ -209,8 +212,8 @@ fn cut_runs(map: &[ExtentStatus], extent: Extent) -> Runs {
     if runs.iter().any(|run| run.1) { Runs::Mixed(runs) } else { Runs::Whole }
 }
 
-/// The descriptors of a map: (length in bytes, flags), neighbours of equal flags joined (runs that differ only in
-/// their depth), never past `extent`. A map without runs yields one of unknown state.
+/// The descriptors of a map, each a length in bytes and flags. Neighbours with the same flags (runs that differ only in
+/// their depth) are joined. No descriptor goes past `extent`. A map without runs gives one descriptor of unknown state.
 fn describe(map: &[ExtentStatus], extent: Extent, limit: usize) -> Vec<(u32, u32)> {
     let mut out: Vec<(u32, u32)> = Vec::with_capacity(map.len().min(limit));
     let mut left = extent.len_bytes;

@@ -1,8 +1,8 @@
 //! The intake: receives requests, checks them, admits them.
 //!
-//! Contract: every request that arrives whole is answered exactly once. What cannot be framed any more (a wrong
-//! magic, a payload that is too long to skip, an end in the middle of a message) ends the connection, after
-//! what was in flight has been answered.
+//! Contract: every request that arrives whole is answered exactly once. When the end of a message cannot be found any
+//! more (a wrong magic, a payload that is too long to skip, an end of the stream within a message), the connection
+//! ends, after everything in flight has been answered.
 
 use std::rc::Rc;
 
@@ -17,8 +17,8 @@ use crate::wire::request::{Command, FLAG_DF, REQUEST_BYTES, Request};
 
 /// The payload of a refused write is skipped up to this length, in bytes; a longer one ends the connection.
 const MAX_SKIP_BYTES: u32 = 64 << 20;
-/// A payload's rest of at least so many bytes is received straight into its buffer; a shorter one comes by way
-/// of the inbound buffer, together with the requests behind it.
+/// When at least so many bytes of a payload are missing, they are received straight into its buffer. Fewer bytes go
+/// through the inbound buffer, together with the requests that follow them.
 const DIRECT_BYTES: usize = 16 << 10;
 
 /// Why a request is not performed.
@@ -55,7 +55,7 @@ pub(crate) async fn take_requests<D: Disk>(session: &Rc<Session<D>>, inbound: &m
     }
 }
 
-/// Admits one request, receives its payload and hands it on; the time up to which the clock was read.
+/// Admits one request, receives its payload and hands it to a slot. Returns the last time that was read from the clock.
 async fn take_one<D: Disk>(
     session: &Rc<Session<D>>,
     inbound: &mut Inbound,
@@ -184,5 +184,5 @@ async fn skip_payload<D: Disk>(
 }
 
 fn torn() -> Error {
-    Error::new(ErrorKind::Protocol, "hung up in the middle of a message")
+    Error::new(ErrorKind::Protocol, "the client hung up within a message")
 }

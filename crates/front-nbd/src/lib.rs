@@ -3,12 +3,12 @@
 //! A [`Server`] has exports and listeners and runs on an engine's workers. Each connection lives on one worker;
 //! its requests run at the same time and complete in any order. The protocol is the fixed newstyle handshake
 //! and its transmission phase as of github.com/NetworkBlockDevice/nbd, doc/proto.md; extended headers are not
-//! offered. Clients are strangers: every length, name and flag is checked before it is used, memory and time
-//! per connection are bounded, and a client's fault ends at most that client's connection.
+//! offered. Clients are not trusted: every length, name and flag is checked before it is used, memory and time
+//! per connection are bounded, and a client's mistake ends at most that client's connection.
 //!
 //! - [`wire`]: pure parsing and encoding. [`negotiate`]: the handshake as a state machine without I/O.
 //! - `connection`, `session`, `intake`, `execute`, `outflow`: one connection and its tasks.
-//! - [`errors`]: the one table from error kinds to the wire. `metrics`: what is counted.
+//! - [`errors`]: the error numbers of the wire. `metrics`: what is counted.
 #![forbid(unsafe_code)]
 
 mod connection;

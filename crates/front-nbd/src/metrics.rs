@@ -1,7 +1,7 @@
 //! What a server counts of each export.
 //!
-//! Contract: each export has counters for each worker, and only that worker writes them; anybody may read them. A request
-//! is in flight from the end of the receive that completed it to the end of the send that carried its reply.
+//! Contract: each export has counters for each worker, and only that worker writes them; anybody may read them. A
+//! request is in flight from the end of the receive that completed it to the end of the send that carried its reply.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 

@@ -1,8 +1,8 @@
 //! The handshake as a state machine without I/O: bytes in, replies out, and one decision at a time.
 //!
-//! Contract: [`Negotiator::step`] looks at what has arrived, consumes at most one message of it, appends the
-//! answer, and says how to go on. Memory is bounded by [`MAX_OPTION_BYTES`], work by [`MAX_OPTIONS`] (and by the
-//! connection's time-out, which is not ours). Sections named are those of the NBD protocol document.
+//! Contract: [`Negotiator::step`] looks at the bytes that have arrived, consumes at most one message, appends the
+//! answer, and says how to go on. Memory is bounded by [`MAX_OPTION_BYTES`], work by [`MAX_OPTIONS`], time by the
+//! connection's watcher. The names of sections are those of the NBD protocol document.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::wire::reply::cut;
 pub const MAX_OPTION_BYTES: u32 = 64 << 10;
 /// The longest option data that is skipped and answered with an error; a longer one ends the session.
 pub const MAX_SKIP_BYTES: u32 = 32 << 20;
-/// After so many options the session ends: no client haggles that long.
+/// After so many options the session ends: no honest client sends that many.
 pub const MAX_OPTIONS: u32 = 1024;
 /// The identity of `base:allocation` on this server's wire.
 pub const BASE_ALLOCATION_ID: u32 = 1;
@@ -27,7 +27,7 @@ const BASE_ALLOCATION: &str = "base:allocation";
 pub struct Offer {
     /// Its name.
     pub name: String,
-    /// For people; may be empty.
+    /// A description for people; may be empty.
     pub description: String,
     /// Its size in bytes.
     pub size_bytes: u64,
@@ -35,24 +35,24 @@ pub struct Offer {
     pub read_only: bool,
     /// The smallest request, in bytes.
     pub minimum_bytes: u32,
-    /// The request size that suits it, in bytes.
+    /// The request size that suits the disk best, in bytes.
     pub preferred_bytes: u32,
     /// The largest request, in bytes.
     pub maximum_bytes: u32,
 }
 
-/// How the server stands to TLS ("Server-side requirements").
+/// Whether the server offers or requires TLS ("Server-side requirements").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsMode {
-    /// NOTLS.
+    /// There is no TLS (NOTLS).
     Off,
-    /// SELECTIVETLS, mandatory on no export.
+    /// Clients may use TLS, but no export requires it (SELECTIVETLS).
     Optional,
-    /// FORCEDTLS.
+    /// Clients have to use TLS (FORCEDTLS).
     Required,
 }
 
-/// What was agreed on.
+/// What client and server have agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Session {
     /// Index of the export.
@@ -70,7 +70,7 @@ pub struct Session {
 pub enum Next {
     /// Send what was answered and step again.
     Continue,
-    /// Send what was answered, then start TLS. Not one byte may be kept that came before it.
+    /// Send what was answered, then start TLS. Bytes that arrived before that must not be used.
     StartTls,
     /// Send what was answered, then requests follow.
     Transmit(Session),
@@ -81,7 +81,7 @@ pub enum Next {
 /// One step: how many bytes of the input it used up, and how to go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Bytes of input that are done with.
+    /// The number of input bytes that were used.
     pub consumed: usize,
     /// How to go on.
     pub next: Next,
@@ -128,14 +128,14 @@ impl Negotiator {
         }
     }
 
-    /// TLS is up: all that was agreed on before is void (`OPT_STARTTLS`).
+    /// TLS has started: all that was agreed on before is void (`OPT_STARTTLS`).
     pub fn tls_started(&mut self) {
         self.tls_active = true;
         self.structured = false;
         self.meta_export = None;
     }
 
-    /// Looks at `input`; `None` when the next message is not complete yet.
+    /// Handles the next message in `input` and appends the answer to `out`. `None` when it is not complete yet.
     pub fn step(&mut self, input: &[u8], out: &mut Vec<u8>) -> Option<Step> {
         match self.state {
             State::ClientFlags => self.client_flags(input),
@@ -144,7 +144,7 @@ impl Negotiator {
         }
     }
 
-    /// How many bytes the next step needs, as far as `prefix` (the first bytes that wait) tells.
+    /// How many bytes the next step needs, as far as the first bytes of the input (`prefix`) tell.
     pub fn bytes_needed(&self, prefix: &[u8]) -> usize {
         match self.state {
             State::ClientFlags => 4,
@@ -183,7 +183,7 @@ impl Negotiator {
         Some(Step { consumed: OPTION_HEADER_BYTES + data.len(), next })
     }
 
-    /// Some sessions are over before the data of their option is read.
+    /// True for options that end the session before their data is read.
     fn may_go_on(&self, header: OptionHeader) -> bool {
         let export_name = header.option == option::EXPORT_NAME;
         self.options < MAX_OPTIONS
@@ -249,7 +249,7 @@ impl Negotiator {
         Next::Continue
     }
 
-    /// `OPT_EXPORT_NAME` cannot fail but by hanging up.
+    /// Answers `OPT_EXPORT_NAME`, which has no error reply: a failure closes the connection.
     fn export_name(&self, data: &[u8], out: &mut Vec<u8>) -> Next {
         let Some(export) = string(data).ok().and_then(|name| self.find(name)) else {
             return Next::HangUp;
@@ -410,7 +410,7 @@ fn put_infos(out: &mut Vec<u8>, option: u32, offer: &Offer, flags: u16, request:
     }
 }
 
-/// For a fuzz target: drives whole handshakes with a stranger's bytes, in pieces, and checks the bounds.
+/// For a fuzz target: runs whole handshakes with hostile bytes, in pieces, and checks the bounds.
 pub fn fuzz_handshake(data: &[u8]) {
     let offer = Offer {
         name: "disk".into(),

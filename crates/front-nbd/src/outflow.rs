@@ -10,15 +10,15 @@ use crate::negotiate::BASE_ALLOCATION_ID;
 use crate::session::{Answer, Reply, Runs, Session};
 use crate::wire::reply::{self, MAX_HEADER_BYTES};
 
-/// Headers of one send, in bytes.
+/// The room for the headers of one send, in bytes.
 const HEAD_BYTES: usize = 32 << 10;
-/// What one reply may need of it at most: a chunk header for each of a read's runs.
+/// The most header bytes of one reply: a chunk header for each run of a read.
 const HEAD_RESERVE_BYTES: usize = 1 << 10;
-/// Parts of one send: the kernel takes 1024.
+/// The most parts of one send: the kernel takes 1024.
 const MAX_PARTS: usize = 1000;
-/// What one reply may need of them at most: a 32 MiB read in pieces of 2 MiB, cut by its runs.
+/// The most parts of one reply: a read of 32 MiB in pieces of 2 MiB, cut into runs.
 const PARTS_RESERVE: usize = 64;
-/// A send that has grown to this is not made longer, so that its first reply does not wait for the last.
+/// A send of so many bytes takes no further reply, so that its first reply does not wait for the last.
 const SEND_BYTES: usize = 1 << 20;
 
 const _: () = assert!(MAX_HEADER_BYTES < HEAD_RESERVE_BYTES);
@@ -38,7 +38,7 @@ pub(crate) async fn send_replies<D: Disk>(session: Rc<Session<D>>) {
             continue;
         }
         if !session.broken.get() && session.transport.send(batch.parts()).await.is_err() {
-            // The intake may be waiting for requests: this makes it see the end.
+            // The intake may be waiting for requests: this wakes it.
             session.broken.set(true);
             session.transport.socket.shutdown(Shutdown::Both);
         }
@@ -54,7 +54,7 @@ struct Batch {
     structured: bool,
     head: Segment,
     head_end: usize,
-    /// Where the headers begin that are not yet among the parts.
+    /// The offset of the headers that are not yet among the parts.
     run_start: usize,
     parts: Vec<Segment>,
     bytes: usize,
@@ -116,7 +116,7 @@ impl Batch {
         }
     }
 
-    /// A structured read's content.
+    /// Adds the chunks of a structured reply to a read.
     fn chunks(&mut self, cookie: u64, offset: u64, data: &Segments, runs: &Runs) {
         let list = match runs {
             Runs::Whole if data.is_empty() => return self.header(&reply::none(cookie)),
@@ -152,7 +152,7 @@ impl Batch {
         self.parts.extend(data.iter().cloned());
     }
 
-    /// Headers in a row are one part.
+    /// Adds the headers since the last part as one part.
     fn close_run(&mut self) {
         if self.run_start < self.head_end {
             self.parts.push(self.head.slice(self.run_start..self.head_end));

@@ -21,7 +21,7 @@ use crate::wire::request::Request;
 pub struct Export<D> {
     /// The name clients ask for: at most 4096 bytes, without NUL, unique on its server.
     pub name: String,
-    /// For people; may be empty.
+    /// A description for people; may be empty.
     pub description: String,
     /// The disk. Its flush covers all connections.
     pub disk: Arc<D>,
@@ -32,11 +32,11 @@ pub struct Export<D> {
 /// How a server behaves.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
-    /// A client that has not chosen its export after this time is hung up on.
+    /// A client that has not chosen its export after this time is disconnected.
     pub handshake_timeout: Duration,
-    /// Requests in flight on one connection; further ones wait in the socket. At least 1.
+    /// The most requests in flight on one connection, at least 1; further ones wait in the socket.
     pub max_in_flight: usize,
-    /// Connections at a time; further ones are closed at once.
+    /// The most connections at a time; further ones are closed at once.
     pub max_connections: usize,
     /// TLS, or `None` for a server without it.
     pub tls: Option<TlsConfig>,
@@ -52,14 +52,14 @@ impl Default for ServerConfig {
 pub(crate) struct ServerState<D> {
     pub(crate) config: ServerConfig,
     pub(crate) exports: Vec<Export<D>>,
-    /// As the exports were at the start.
+    /// What the handshake tells of each export, with the sizes that the disks had at the start.
     offers: Vec<Offer>,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) stop: Stop,
     pub(crate) metrics: Vec<ExportMetrics>,
-    /// Messages to the log of requests that failed.
+    /// Limits messages about failed requests.
     failures: LogLimit,
-    /// Connections that are open, those in the handshake included.
+    /// The open connections, those in the handshake included.
     connections: Arc<Connections>,
 }
 
@@ -71,7 +71,7 @@ impl<D: Disk> ServerState<D> {
         tls_mode(self.config.tls.as_ref().map(|tls| tls.required))
     }
 
-    /// What a client that connects now is told: disks grow.
+    /// What a client that connects now is told of the exports. Disks may have grown since the start.
     pub(crate) fn offers_now(&self) -> Arc<[Offer]> {
         let offers = self.offers.iter().zip(&self.exports);
         let now = |(offer, export): (&Offer, &Export<D>)| Offer {
@@ -95,7 +95,7 @@ impl<D: Disk> ServerState<D> {
     }
 }
 
-/// An NBD server. Dropping it stops it, but does not wait.
+/// An NBD server. Dropping a server stops it, but does not wait for the end.
 pub struct Server<D: Disk> {
     engine: Engine,
     shared: Arc<ServerState<D>>,
@@ -153,8 +153,8 @@ impl<D: Disk> Server<D> {
         self.shared.stop.raise(Level::Drain);
     }
 
-    /// Waits, after [`Server::stop`], until every listener and connection is over. Clients that have not taken their replies
-    /// within `patience` are hung up on. True when that was not needed. Not to be called on a worker.
+    /// Waits, after [`Server::stop`], until every listener and connection is over. Clients that have not taken their
+    /// replies within `patience` are hung up on. True when that was not needed. Not to be called on a worker.
     pub fn wait_drained(&self, patience: Duration) -> bool {
         self.listeners.wait_closed();
         let is_drained = self.shared.connections.wait_for_none(patience);
@@ -171,7 +171,7 @@ impl<D: Disk> Server<D> {
         index.map_or_else(FrontReading::default, |index| self.shared.metrics[index].read())
     }
 
-    /// Connections now, those in the handshake included.
+    /// The number of open connections, those in the handshake included.
     pub fn connections(&self) -> usize {
         self.shared.connections.count()
     }

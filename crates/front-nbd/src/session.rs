@@ -1,11 +1,11 @@
 //! [`Session`]: one connection in the transmission phase, shared by its tasks on one worker.
 //!
-//! The tasks: the *intake* receives requests and admits them; *slots* perform them, as many at a time as there
-//! are requests in flight, out of order; the *outflow* sends replies. A request is in flight from its admission
-//! until its reply has been sent (or the connection broke), so a client that does not read its replies is soon
-//! not read from either, and holds no more than [`ServerConfig::max_in_flight`] requests and
-//! [`MAX_HELD_BYTES`] of memory. Slots are tasks that live as long as the connection and are made when first
-//! needed: in steady state a request allocates nothing here.
+//! The tasks: the *intake* receives requests and admits them; *slots* execute them, one for each request in flight, and
+//! requests may end in any order; the *outflow* sends replies. A request is in flight from its admission until its
+//! reply has been sent or the connection is broken. So a client that does not read its replies is soon not read from
+//! either, and holds no more than [`ServerConfig::max_in_flight`] requests and [`MAX_HELD_BYTES`] of memory. A slot is
+//! a task that is made when it is first needed and lives as long as the connection, so that later requests allocate
+//! nothing here.
 //!
 //! [`ServerConfig::max_in_flight`]: crate::ServerConfig::max_in_flight
 
@@ -33,23 +33,23 @@ use crate::wire::request::Request;
 /// requests of the greatest length.
 pub(crate) const MAX_HELD_BYTES: u64 = 64 << 20;
 
-/// A request to be performed.
+/// A request that a slot is to execute.
 pub(crate) struct Job {
     pub(crate) request: Request,
     /// A write's data.
     pub(crate) payload: Segments,
-    /// What was admitted for it.
+    /// The memory for which the request was admitted, in bytes.
     pub(crate) held_bytes: u64,
     pub(crate) started_ns: u64,
 }
 
 /// How a request ended.
 pub(crate) enum Answer {
-    /// Success, nothing to say.
+    /// Success without data.
     Done,
-    /// An error of the wire's number, with a text, and whether it lies where the request starts.
+    /// An error: its number on the wire, a text, and whether it happened at the start of the request's range.
     Failed { errno: u32, message: String, at_start: bool },
-    /// A read's data: all of the request but for the holes.
+    /// The data of a read, without its holes.
     Data(Segments, Runs),
     /// Block status descriptors, encoded, and their number.
     Status(Segments, u32),
@@ -71,7 +71,7 @@ pub(crate) struct Reply {
     pub(crate) started_ns: u64,
 }
 
-/// See the module.
+/// One connection in the transmission phase. The module's head describes its tasks.
 pub(crate) struct Session<D: Disk> {
     pub(crate) server: Arc<ServerState<D>>,
     pub(crate) agreed: negotiate::Session,
@@ -82,33 +82,33 @@ pub(crate) struct Session<D: Disk> {
     worker: usize,
     slots: Slots,
     replies: RefCell<VecDeque<Reply>>,
-    /// There is a reply, or the end has come.
+    /// Tells the outflow that there is a reply, or that the session ends.
     pub(crate) outgoing: Signal,
     in_flight: Cell<usize>,
     held_bytes: Cell<u64>,
-    /// A request has left.
+    /// Tells the intake that a request is not in flight any more.
     room: Signal,
-    /// The peer cannot be reached any more: replies are dropped.
+    /// True when the client cannot be reached any more: replies are dropped.
     pub(crate) broken: Cell<bool>,
     pub(crate) ended: Cell<bool>,
 }
 
-/// What a request is checked against; constant for the life of a connection.
+/// The limits against which requests are checked. They stay the same as long as the connection lives.
 pub(crate) struct Limits {
     pub(crate) size_bytes: u64,
     pub(crate) align_bytes: u64,
     pub(crate) read_only: bool,
 }
 
-/// The waiting jobs and those who perform them.
+/// The slots, and the requests that wait for one.
 #[derive(Default)]
 struct Slots {
     jobs: RefCell<VecDeque<Job>>,
-    /// Wakers of all slots by number, and the numbers of those that wait, the last to rest on top: it is the
-    /// one whose memory is warm.
+    /// The wakers of all slots by number, and the numbers of the slots that have no request. The slot that became free
+    /// last is used first, because its memory is still in the processor's cache.
     wakers: RefCell<Vec<Waker>>,
     resting: RefCell<Vec<usize>>,
-    /// A slot was woken or made and has not looked for a job yet.
+    /// True when a slot was woken or made and has not yet looked for a request.
     roused: Cell<bool>,
 }
 
@@ -148,7 +148,7 @@ impl<D: Disk> Session<D> {
         &self.metrics().of_worker(self.worker).requests
     }
 
-    /// True when nobody will hear an answer: long work is not worth going on with.
+    /// True when nobody will receive an answer, so that long work may be given up.
     pub(crate) fn is_forsaken(&self) -> bool {
         self.broken.get() || self.server.stop.level() == Level::HangUp
     }
@@ -176,7 +176,7 @@ impl<D: Disk> Session<D> {
         self.in_flight.get() < self.server.config.max_in_flight && (held == 0 || held + bytes <= MAX_HELD_BYTES)
     }
 
-    /// Takes back an admission whose request never arrived whole.
+    /// Takes back the admission of a request that did not arrive whole.
     pub(crate) fn withdraw(&self, bytes: u64) {
         self.in_flight.set(self.in_flight.get() - 1);
         self.held_bytes.set(self.held_bytes.get() - bytes);
@@ -189,7 +189,7 @@ impl<D: Disk> Session<D> {
         }
     }
 
-    /// Nothing is in flight and nothing will come: all tasks of the session may end.
+    /// Ends all tasks of the session. Nothing may be in flight, and nothing may come any more.
     pub(crate) fn end(&self) {
         self.ended.set(true);
         self.outgoing.notify();
@@ -220,7 +220,7 @@ impl<D: Disk> Session<D> {
         self.replies.borrow_mut().pop_front()
     }
 
-    /// These requests have left: their replies were sent, or nobody is there to take them.
+    /// Counts requests as no longer in flight: their replies were sent, or the client is gone.
     pub(crate) fn depart(&self, finished: &[Ended], held_bytes: u64) {
         let (counters, now_ns) = (self.counters(), now_ns());
         finished.iter().for_each(|request| counters.end(*request, now_ns));
@@ -229,8 +229,8 @@ impl<D: Disk> Session<D> {
         self.room.notify();
     }
 
-    /// Sees to it that some slot will look for a job, if there is one. Only one is called at a time, and calls
-    /// the next when its own job has to wait: a disk that answers at once is served by one slot alone.
+    /// Wakes a slot, or makes one, if a request waits. Only one slot is woken at a time, and wakes the next one when
+    /// its own request has to wait: a disk that answers at once is served by one slot alone.
     fn rouse(self: &Rc<Self>) {
         let slots = &self.slots;
         if slots.roused.get() || slots.jobs.borrow().is_empty() {
@@ -268,8 +268,8 @@ impl<D: Disk> Session<D> {
     }
 }
 
-/// One slot: performs one job after the other. A panic of the disk ends the task: another takes its number, for the
-/// jobs that wait may have nobody else.
+/// The task of one slot: executes one request after the other. A panic of the disk ends the task. Then another task
+/// takes its number, because the requests that wait may have no other slot.
 async fn perform_jobs<D: Disk>(session: Rc<Session<D>>, number: usize) {
     while let Some(job) = poll_fn(|cx| session.poll_job(number, cx)).await {
         let mut owed = Owed { session: &session, number, job: &job, answer: None };
@@ -288,8 +288,8 @@ async fn perform_jobs<D: Disk>(session: Rc<Session<D>>, number: usize) {
     }
 }
 
-/// The reply that is owed to a job. It is sent by the drop, so that a disk that panics costs its client an error
-/// and not an answer that never comes.
+/// The reply that a request has to get. Dropping this sends it, so that the client gets an error when the disk panics,
+/// and does not wait for ever.
 struct Owed<'a, D: Disk> {
     session: &'a Rc<Session<D>>,
     number: usize,

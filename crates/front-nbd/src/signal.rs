@@ -1,4 +1,5 @@
-//! Wake-ups: [`Signal`] between tasks of one worker, [`Stop`] from any thread to all connections.
+//! Wake-ups: [`Signal`] wakes one task of the same worker, [`Stop`] tells all connections on any thread that the server
+//! ends.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -8,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 
 use slab::Slab;
 
-/// One waiter, one worker: `notify` wakes whoever waits, or lets the next wait pass at once.
+/// A wake-up for one task of the same worker. `notify` wakes the task that waits, or lets its next wait return at once.
 #[derive(Default)]
 pub(crate) struct Signal {
     set: Cell<bool>,
@@ -42,7 +43,7 @@ impl Signal {
     }
 }
 
-/// How far the server's end has come. It only ever rises.
+/// How far the end of the server has come. The level never falls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(crate) enum Level {
@@ -50,11 +51,11 @@ pub(crate) enum Level {
     Run = 0,
     /// Take no new connection and no new request; finish what is in flight.
     Drain = 1,
-    /// Hang up on whoever is left.
+    /// Close all connections that are left.
     HangUp = 2,
 }
 
-/// The server's end, announced to every connection on every worker.
+/// Tells every connection on every worker how far the end of the server has come.
 #[derive(Default)]
 pub(crate) struct Stop {
     level: AtomicU8,
@@ -76,13 +77,13 @@ impl Stop {
         waiters.iter().for_each(|(_, waker)| waker.wake_by_ref());
     }
 
-    /// A place among the waiters, given up when it is dropped.
+    /// A place among those who wait for a higher level. Dropping it gives it up.
     pub(crate) fn watch(&self) -> Watch<'_> {
         Watch { stop: self, place: None }
     }
 }
 
-/// See [`Stop::watch`].
+/// A place among those who wait for a higher level ([`Stop::watch`]).
 pub(crate) struct Watch<'a> {
     stop: &'a Stop,
     place: Option<usize>,
@@ -91,7 +92,7 @@ pub(crate) struct Watch<'a> {
 impl Watch<'_> {
     /// Ready when the level is above `seen`.
     pub(crate) fn poll_above(&mut self, seen: Level, cx: &mut Context<'_>) -> Poll<Level> {
-        // The lock is taken before the level is read, so a raise between the two still finds the waker.
+        // The lock is taken before the level is read. A `raise` after that finds the waker, because it needs the lock.
         let mut waiters = self.stop.waiters.lock().unwrap_or_else(|e| e.into_inner());
         let level = self.stop.level();
         if level > seen {

@@ -1,7 +1,8 @@
-//! TLS over an engine socket: rustls driven in memory, so that the same worker and the same ring carry it.
+//! TLS over a socket of the engine. rustls works in memory only, so the bytes go through the same worker and ring as
+//! others.
 //!
 //! Contract: after [`Tls::accept`] only the reading task calls [`Tls::recv`] and only the writing task calls
-//! [`Tls::send`]. What rustls wants to say between replies (key updates) leaves with the next reply.
+//! [`Tls::send`]. What rustls itself has to send (key updates) goes out with the next reply.
 
 use std::cell::{Cell, RefCell};
 use std::io::{ErrorKind as IoKind, Read, Write};
@@ -15,12 +16,12 @@ use rustls::{RootCertStore, ServerConfig, ServerConnection};
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segment};
 use spile_engine::Socket;
 
-/// Where the server's certificates are, and how strictly it stands on TLS.
+/// The files of the server's certificates, and whether TLS is required.
 #[derive(Clone, Debug)]
 pub struct TlsConfig {
-    /// The server's certificate and those between it and the root, PEM.
+    /// The file of the server's certificate and those between it and the root, PEM.
     pub cert_chain_pem: PathBuf,
-    /// The server's private key, PEM.
+    /// The file of the server's private key, PEM.
     pub key_pem: PathBuf,
     /// When set, a client must show a certificate that one of these authorities signed.
     pub client_ca_pem: Option<PathBuf>,
@@ -84,9 +85,9 @@ fn unusable(what: &str, source: impl std::error::Error + Send + Sync + 'static) 
     Error::new(ErrorKind::InvalidInput, format!("TLS: {what}")).caused_by(source)
 }
 
-/// Ciphertext is received and sent in pieces of this many bytes at most.
+/// The most bytes of ciphertext that are received or sent at a time.
 const CIPHER_BYTES: usize = 128 << 10;
-/// Plain bytes pass through a scratch of this many bytes: one TLS record.
+/// The buffer through which plain bytes pass, in bytes: one TLS record.
 const SCRATCH_BYTES: usize = 16 << 10;
 
 /// One TLS session.
@@ -100,10 +101,10 @@ pub(crate) struct Tls {
 }
 
 impl Tls {
-    /// Shakes hands as the server.
+    /// Does the TLS handshake, as the server.
     ///
     /// # Errors
-    /// When the peer fails at it; an alert was sent if that was possible.
+    /// When the handshake fails. The peer was sent an alert if that was possible.
     pub(crate) async fn accept(socket: &Socket, config: Arc<ServerConfig>) -> Result<Self> {
         let mut session = ServerConnection::new(config).map_err(|e| unusable("no session", e))?;
         session.set_buffer_limit(Some(CIPHER_BYTES));
@@ -137,7 +138,7 @@ impl Tls {
             if let Some(n) = self.take_plain(into)? {
                 return Ok(n);
             }
-            // An end without close_notify may be an attacker's cut: it only ever ends the session.
+            // An end without close_notify may be the work of an attacker. It does nothing but end the session.
             if self.pending.get().0 == self.pending.get().1 && !self.refill(socket).await? {
                 return Ok(0);
             }
@@ -160,7 +161,7 @@ impl Tls {
         self.flush(socket).await
     }
 
-    /// Says good-bye; errors do not matter any more.
+    /// Sends the end of the TLS session (close_notify). Errors do not matter any more.
     pub(crate) async fn close(&self, socket: &Socket) {
         self.session.borrow_mut().send_close_notify();
         let _ = self.flush(socket).await;
@@ -193,7 +194,7 @@ impl Tls {
         Ok(n > 0)
     }
 
-    /// Hands rustls some of what arrived. It takes no more than it has room for.
+    /// Gives rustls some of the bytes that have arrived, as many as it has room for.
     fn feed(&self) -> Result<()> {
         let (start, end) = self.pending.get();
         let mut scratch = self.scratch.borrow_mut();
@@ -229,7 +230,7 @@ impl Tls {
     }
 }
 
-/// Fills a segment from its start and then takes no more.
+/// Writes into a segment from its start, until it is full.
 struct SegmentWriter<'a> {
     segment: &'a Segment,
     filled: usize,

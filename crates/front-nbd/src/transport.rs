@@ -1,4 +1,4 @@
-//! [`Transport`]: a connection's bytes, plain or through TLS. [`Inbound`]: the buffer they arrive in.
+//! [`Transport`]: a connection's socket, plain or with TLS. [`Inbound`]: the buffer in which its bytes arrive.
 
 use std::cell::OnceCell;
 use std::net::Shutdown;
@@ -20,7 +20,7 @@ impl Transport {
         Self { socket: Rc::new(socket), tls: OnceCell::new() }
     }
 
-    /// From here on all bytes are TLS's.
+    /// From now on all bytes go through TLS.
     pub(crate) fn start_tls(&self, tls: Tls) -> Result<()> {
         let twice = |_| Error::new(ErrorKind::Protocol, "TLS was started twice");
         self.tls.set(tls).map_err(twice)
@@ -34,7 +34,7 @@ impl Transport {
         }
     }
 
-    /// As [`Transport::recv`], but waits for all of `into` where that costs less than what comes piece by piece.
+    /// As [`Transport::recv`], but waits until `into` is full where that costs less than several receives.
     pub(crate) async fn recv_payload(&self, into: &Segment) -> Result<usize> {
         match self.tls.get() {
             None => self.socket.recv_exact(into).await,
@@ -50,7 +50,7 @@ impl Transport {
         }
     }
 
-    /// Hangs up, politely if TLS is on. The peer must have been sent all it is owed.
+    /// Closes the connection; with TLS the peer is told first. All replies must have been sent.
     pub(crate) async fn close(&self) {
         if let Some(tls) = self.tls.get() {
             tls.close(&self.socket).await;
@@ -74,12 +74,12 @@ impl Inbound {
         Self { buffer: spile_engine::pool().alloc(INBOUND_BYTES), start: 0, end: 0 }
     }
 
-    /// Bytes that wait.
+    /// The number of bytes that have arrived and were not used.
     pub(crate) fn len(&self) -> usize {
         self.end - self.start
     }
 
-    /// Receives more behind what waits; false at the end of the stream.
+    /// Receives more bytes; false at the end of the stream.
     pub(crate) async fn fill(&mut self, transport: &Transport) -> Result<bool> {
         self.compact();
         let room = self.buffer.slice(self.end..self.buffer.len());
@@ -91,7 +91,7 @@ impl Inbound {
         Ok(n > 0)
     }
 
-    /// Moves what waits to the front: a torn header, never a payload.
+    /// Moves the unused bytes to the front of the buffer. They are part of a header at most, never a payload.
     fn compact(&mut self) {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -103,7 +103,7 @@ impl Inbound {
         }
     }
 
-    /// The next `N` bytes, used up, if all have arrived.
+    /// Takes the next `N` bytes, if all of them have arrived.
     pub(crate) fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         (self.len() >= N).then(|| {
             let mut bytes = [0; N];
@@ -113,17 +113,17 @@ impl Inbound {
         })
     }
 
-    /// A copy of what waits, of `max` bytes at most.
+    /// A copy of the next bytes, `max` at most, which stay unused.
     pub(crate) fn peek(&self, max: usize) -> Vec<u8> {
         self.buffer.slice(self.start..self.start + self.len().min(max)).to_vec()
     }
 
-    /// Uses up `n` bytes.
+    /// Drops the next `n` bytes.
     pub(crate) fn consume(&mut self, n: usize) {
         self.start += n.min(self.len());
     }
 
-    /// Moves as much as has arrived into `into`; how much that was.
+    /// Takes bytes into `into`, as many as have arrived and fit. Returns how many.
     pub(crate) fn move_to(&mut self, into: &Segment) -> usize {
         let n = self.len().min(into.len());
         into.slice(0..n).copy_from(&self.buffer.slice(self.start..self.start + n));

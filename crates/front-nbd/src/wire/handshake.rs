@@ -2,9 +2,9 @@
 
 use super::{Cursor, MAX_STRING_BYTES};
 
-/// `INIT_PASSWD`, "NBDMAGIC".
+/// The first magic of the greeting, `INIT_PASSWD` ("NBDMAGIC").
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// "IHAVEOPT".
+/// The second magic of the greeting, and the magic of options ("IHAVEOPT").
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
 /// The magic of option replies.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
@@ -109,7 +109,7 @@ pub struct OptionHeader {
 }
 
 impl OptionHeader {
-    /// Parses a header; `None` when the magic is wrong and the stream has lost its frame.
+    /// Parses a header. `None` when the magic is wrong: nobody knows where the next option begins.
     pub fn parse(bytes: &[u8; OPTION_HEADER_BYTES]) -> Option<Self> {
         let mut cursor = Cursor::new(bytes);
         (cursor.u64()? == OPTION_MAGIC).then_some(())?;
@@ -138,7 +138,7 @@ impl<'a> InfoRequest<'a> {
     /// Parses an option's data.
     ///
     /// # Errors
-    /// When a length does not add up or the name is no string of the protocol.
+    /// When lengths contradict each other, or the name is no string of the protocol.
     pub fn parse(data: &'a [u8]) -> Result<Self, Invalid> {
         const SHORT: Invalid = Invalid("the option's lengths do not add up");
         let mut cursor = Cursor::new(data);
@@ -170,7 +170,7 @@ impl<'a> MetaRequest<'a> {
     /// Parses an option's data.
     ///
     /// # Errors
-    /// When a length does not add up, or a query is no string of the protocol or lacks its namespace.
+    /// When lengths contradict each other, or a query is no string of the protocol or has no namespace.
     pub fn parse(data: &'a [u8]) -> Result<Self, Invalid> {
         const SHORT: Invalid = Invalid("the option's lengths do not add up");
         let mut cursor = Cursor::new(data);

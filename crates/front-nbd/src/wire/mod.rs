@@ -1,8 +1,8 @@
 //! The wire: pure parsing and encoding of the NBD protocol, no I/O, no state.
 //!
-//! Contract: a parser takes bytes that came from a stranger, checks every length before it uses it, and returns
-//! a value or a reason; it never panics and never allocates more than its input is long. Constants bear the
-//! names of the protocol document (github.com/NetworkBlockDevice/nbd, doc/proto.md) without their `NBD_` prefix.
+//! Contract: a parser takes hostile bytes, checks every length before it uses it, and returns a value or a reason. It
+//! never panics and never allocates more bytes than its input has. Constants have the names of the protocol document
+//! (github.com/NetworkBlockDevice/nbd, doc/proto.md) without their `NBD_` prefix.
 
 pub mod handshake;
 pub mod reply;
@@ -11,7 +11,7 @@ pub mod request;
 /// The longest string of the protocol, in bytes ("Conventions").
 pub const MAX_STRING_BYTES: usize = 4096;
 
-/// A cursor over bytes from a stranger: each step checks what is left.
+/// A cursor over hostile bytes: each step checks how many bytes are left.
 pub(crate) struct Cursor<'a> {
     rest: &'a [u8],
 }

@@ -1,7 +1,7 @@
 //! Replies of the transmission phase: the simple reply and the chunks of a structured reply.
 //!
-//! Encoders write headers into a fixed little buffer ([`Header`]); data follows it on the wire from its own
-//! memory and is never copied here.
+//! Encoders write headers into a small fixed buffer ([`Header`]). Data follows the header on the wire from its own
+//! memory; it is never copied here.
 
 use smallvec::SmallVec;
 

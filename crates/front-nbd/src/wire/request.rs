@@ -89,23 +89,24 @@ impl Command {
     }
 }
 
-/// A request as it came, unchecked but for its magic.
+/// A request as it was received. Only its magic is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// `CMD_FLAG_*` bits.
     pub flags: u16,
-    /// What is asked.
+    /// What the request asks for.
     pub command: Command,
     /// The client's name for the request, given back in the reply.
     pub cookie: u64,
-    /// First byte on the export.
+    /// The offset of its first byte on the export.
     pub offset_bytes: u64,
-    /// Length in bytes.
+    /// Its length in bytes.
     pub len_bytes: u32,
 }
 
 impl Request {
-    /// Parses a header; `None` when the magic is wrong: the stream has lost its frame and cannot go on.
+    /// Parses a header. `None` when the magic is wrong: nobody knows where the next request begins, and the connection
+    /// has to end.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
         let mut cursor = Cursor::new(bytes);
         if cursor.u32()? != REQUEST_MAGIC {
@@ -120,7 +121,7 @@ impl Request {
         })
     }
 
-    /// The header's bytes: what a client sends.
+    /// Encodes the header as a client sends it.
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut bytes = [0; REQUEST_BYTES];
         bytes[0..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
@@ -138,7 +139,7 @@ impl Request {
     }
 }
 
-/// For a fuzz target: parses a stream of requests and checks that each survives the way there and back.
+/// For a fuzz target: parses a stream of requests, and checks that encoding each gives the same bytes again.
 pub fn fuzz_requests(data: &[u8]) {
     for chunk in data.chunks_exact(REQUEST_BYTES) {
         let bytes: &[u8; REQUEST_BYTES] = chunk.try_into().expect("chunks are exact");
