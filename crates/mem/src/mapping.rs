@@ -1,4 +1,5 @@
-//! Memory shared with another process by a file: a guest's memory, a region of in-flight requests, a log of dirty pages.
+//! Memory shared with another process by a file: a guest's memory, a region of in-flight requests, a log of dirty
+//! pages.
 //!
 //! The other process may shorten the file at any time. A touch of what is gone then raises SIGBUS, which would end this
 //! process and with it the disks of all others. So the first mapping installs a handler: a fault inside a mapping puts
@@ -16,8 +17,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::segment::Segment;
 
-/// All shared mappings together, in bytes, and how many there may be at most: half of what a process can address. Whoever
-/// shares memory without end must not leave others none.
+/// The bytes of all shared mappings together, and the most that they may have: half of what a process can address. A
+/// front end that shares memory without end must leave some for the others.
 static MAPPED_BYTES: AtomicUsize = AtomicUsize::new(0);
 const MAX_MAPPED_BYTES: usize = 64 << 40;
 
@@ -34,7 +35,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Segment {
-    /// Maps `len` bytes of the file `fd` from `offset` (any byte), shared with whoever else maps it. Segments keep the mapping.
+    /// Maps `len` bytes of the file `fd` from `offset` (any byte), shared with whoever else maps it. Segments keep the
+    /// mapping.
     ///
     /// # Errors
     /// `UnexpectedEof` when the file ends before the range does, `InvalidInput` when the range is empty or overflows,
@@ -81,7 +83,7 @@ impl Mapping {
         Ok(Self { base, len, guard: Guard::take(base.as_ptr() as usize, len) })
     }
 
-    /// A fault has replaced the memory.
+    /// True when a fault has replaced the memory.
     pub(crate) fn is_lost(&self) -> bool {
         self.guard.lost.load(Ordering::Relaxed)
     }
@@ -98,7 +100,8 @@ impl Drop for Mapping {
 
 /// One guarded range. Nodes are never freed, only used again: the handler walks their list at any moment.
 struct Guard {
-    /// Odd while the range is being changed, so that the handler never takes one's start for another's length.
+    /// Odd while the range is being changed, so that the handler never combines the start of one range with the length
+    /// of another.
     version: AtomicUsize,
     start: AtomicUsize,
     /// 0 while the node is free.
@@ -124,7 +127,7 @@ impl Guard {
         guard
     }
 
-    /// A new node at the head of the list. The lock on [`FREE`] keeps others from it.
+    /// Adds a new node at the head of the list. The caller holds the lock on [`FREE`], so nobody else adds one.
     fn append() -> &'static Self {
         let next = GUARDS.load(Ordering::Relaxed);
         let guard = Box::leak(Box::new(Self {
@@ -143,7 +146,7 @@ impl Guard {
         FREE.lock().unwrap_or_else(|e| e.into_inner()).push(self);
     }
 
-    /// Changes the range. For whoever has taken the node.
+    /// Changes the range. Only the owner of the node may call this.
     fn set(&self, start: usize, len: usize) {
         self.version.fetch_add(1, Ordering::SeqCst);
         self.start.store(start, Ordering::SeqCst);
@@ -151,7 +154,8 @@ impl Guard {
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// The range, if it is not being changed just now: the one that a fault lies in is not, for somebody uses it.
+    /// The range, unless it is being changed at this moment. A range in which a fault happens is not being changed,
+    /// because somebody uses it.
     fn range(&self) -> Option<(usize, usize)> {
         let version = self.version.load(Ordering::SeqCst);
         let (start, len) = (self.start.load(Ordering::SeqCst), self.len.load(Ordering::SeqCst));

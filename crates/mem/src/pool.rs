@@ -22,7 +22,7 @@ pub struct Pool {
     inner: Arc<PoolInner>,
 }
 
-/// What a pool has given out, for metrics and tests.
+/// Numbers about what a pool has given out, for metrics and tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolStats {
     /// Arena bytes carved into chunks so far.

@@ -47,7 +47,7 @@ impl Segment {
         Self { ptr: heap.ptr, len, owner: Owner::Heap(heap) }
     }
 
-    /// For the pool: a segment over one of its chunks.
+    /// A segment over a chunk of a pool.
     pub(crate) fn from_chunk(ptr: NonNull<u8>, len: usize, chunk: ChunkRef) -> Self {
         Self { ptr, len, owner: Owner::Pool(chunk) }
     }
@@ -57,7 +57,7 @@ impl Segment {
         Self { ptr, len, owner: Owner::Mapped(mapping) }
     }
 
-    /// A segment over memory that `owner` keeps alive: mapped through a device, say.
+    /// A segment over memory that `owner` keeps alive, such as memory that a device has mapped.
     ///
     /// # Safety
     /// `ptr` is the start of `len` bytes that may be read and written (or only read, when whoever uses the segment only
@@ -66,13 +66,13 @@ impl Segment {
         Self { ptr, len, owner: Owner::Other(owner) }
     }
 
-    /// True when the file of a shared mapping has become shorter than the mapping, and a touch of what is gone has put
-    /// zeroed memory in its place: nothing read from here can be believed.
+    /// True when the file of a shared mapping was made shorter and an access has found that: the mapping was replaced
+    /// by zeroed memory, and nothing that is read from it can be trusted.
     pub fn is_lost(&self) -> bool {
         matches!(&self.owner, Owner::Mapped(mapping) if mapping.is_lost())
     }
 
-    /// True when `next` begins where this ends, in the same mapping.
+    /// True when `next` begins where this segment ends, in the same mapping.
     fn is_followed_by(&self, next: &Segment) -> bool {
         let (Owner::Mapped(mine), Owner::Mapped(its)) = (&self.owner, &next.owner) else { return false };
         Arc::ptr_eq(mine, its) && self.ptr.as_ptr().wrapping_add(self.len) == next.ptr.as_ptr()
@@ -181,7 +181,8 @@ macro_rules! atomics {
                 #[inline]
                 pub fn $load(&self, at: usize, order: Ordering) -> $number {
                     let ptr = self.number(at, size_of::<$number>()).cast();
-                    // SAFETY: in bounds, aligned and alive; everyone who shares it uses it atomically or takes what comes.
+                    // SAFETY: in bounds, aligned and alive; everyone who shares it uses it atomically or takes what
+                    // comes.
                     unsafe { <$atomic>::from_ptr(ptr) }.load(order)
                 }
 
@@ -294,7 +295,7 @@ impl Segments {
         }
     }
 
-    /// Appends a segment, as one with the last where it goes on in the same memory.
+    /// Appends a segment. When it goes on where the last one ends in the same memory, the two become one.
     pub fn push_joined(&mut self, segment: Segment) {
         match self.list.last_mut() {
             Some(last) if last.is_followed_by(&segment) => {

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use spile_core::Result;
 use spile_mem::{Segment, Segments};
 
-/// A domain's number.
+/// The number of a domain: a guest, or the host's own domain 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DomId(pub u16);
 
@@ -14,7 +14,7 @@ pub struct DomId(pub u16);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GrantRef(pub u32);
 
-/// A port of an event channel, as the domain numbers it that has it.
+/// A port: the number of an event channel in the domain that has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Port(pub u32);
 
@@ -24,7 +24,7 @@ impl fmt::Display for DomId {
     }
 }
 
-/// The way of a copy.
+/// The direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// From the guest's pages to our memory.
@@ -40,9 +40,9 @@ pub struct CopyOp {
     pub gref: GrantRef,
     /// The first byte in the page.
     pub page_offset: u16,
-    /// Bytes; with the offset at most a page, which who makes the piece has checked.
+    /// The length in bytes. The piece has to end within its page; whoever makes the piece has checked that.
     pub len: u16,
-    /// Which buffer of the call.
+    /// The index of the buffer among those of the call.
     pub buffer: u32,
     /// The first byte in the buffer.
     pub buffer_offset: u32,
@@ -53,13 +53,13 @@ pub struct CopyOp {
 pub struct GrantStatus(pub i16);
 
 impl GrantStatus {
-    /// Done.
+    /// The bytes were copied.
     pub const OKAY: Self = Self(0);
-    /// Refused for another reason: the entry grants nothing to us, or not what was asked for.
+    /// Refused for a reason that has no number of its own: the entry grants nothing to us, or not this access.
     pub const GENERAL_ERROR: Self = Self(-1);
     /// There is no such domain.
     pub const BAD_DOMAIN: Self = Self(-2);
-    /// No such entry: the number is beyond the table.
+    /// There is no such entry: the number is beyond the table.
     pub const BAD_GREF: Self = Self(-3);
 
     /// True when the bytes were copied.
@@ -68,13 +68,13 @@ impl GrantStatus {
     }
 }
 
-/// The hypervisor's copies and mappings of pages that guests have granted to us.
+/// Access to pages that guests have granted to us: by copies of the hypervisor, or by mapping them.
 pub trait Grants: Send + Sync + 'static {
-    /// Copies all pieces `ops` of `buffers`, and puts into `statuses` how each ended: those after a failed one are done
-    /// too. One call of the system where it can be.
+    /// Copies all pieces `ops` between the guest's pages and `buffers`, and puts into `statuses` how each piece ended.
+    /// Pieces after a failed one are copied too. This is one system call where that is possible.
     ///
     /// # Errors
-    /// When nothing is known of any piece.
+    /// When the call failed as a whole: nothing is known of any piece.
     ///
     /// # Panics
     /// When a piece is not inside a page, or not inside its buffer.
@@ -87,29 +87,30 @@ pub trait Grants: Send + Sync + 'static {
         statuses: &mut Vec<GrantStatus>,
     ) -> Result<()>;
 
-    /// Maps pages, for reading or for both: one segment for each, in order. They are unmapped together when the last
-    /// segment is dropped.
+    /// Maps pages for reading, or for reading and writing. Returns one segment for each page, in order. The pages are
+    /// unmapped together when the last segment is dropped.
     ///
     /// # Errors
-    /// When any cannot be mapped; then none is.
+    /// When a page cannot be mapped; then none is.
     fn map(&self, domain: DomId, refs: &[GrantRef], is_writable: bool) -> Result<Segments>;
 
-    /// True when the kernel may be told to work on mapped pages (direct I/O), and not only we ourselves.
+    /// True when the kernel may work on mapped pages as well (direct I/O), and not only this process.
     fn can_be_pinned(&self) -> bool {
         true
     }
 
-    /// Maps pages for both as one run of bytes, for a ring.
+    /// Maps pages for reading and writing as one run of bytes, for a ring.
     ///
     /// # Errors
     /// As [`Grants::map`].
     fn map_ring(&self, domain: DomId, refs: &[GrantRef]) -> Result<Segment>;
 }
 
-/// Our end of an event channel. It is closed when its descriptors are.
+/// Our end of an event channel. It is closed when its descriptors are closed.
 #[derive(Debug)]
 pub enum Channel {
-    /// A device file of its own (/dev/xen/evtchn), and the port by which that knows the channel.
+    /// An open device file (/dev/xen/evtchn) for this channel alone, and the number by which that file knows the
+    /// channel.
     Device(OwnedFd, Port),
     /// Two eventfds: the guest rings the first, we ring the second.
     Eventfds(OwnedFd, OwnedFd),
@@ -117,9 +118,9 @@ pub enum Channel {
 
 /// Event channels to guests.
 pub trait EventChannels: Send + Sync + 'static {
-    /// Binds to a port that the domain has prepared for us. The channel is ringing when it is bound.
+    /// Binds to a port that the domain has prepared for us. A channel that was just bound counts as rung.
     ///
     /// # Errors
-    /// When there is no such port, or it is not for us.
+    /// When there is no such port, or the domain has not prepared it for us.
     fn bind(&self, domain: DomId, port: Port) -> Result<Channel>;
 }

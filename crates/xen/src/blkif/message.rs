@@ -12,7 +12,7 @@
 use crate::GrantRef;
 use crate::blkif::{INDIRECT_PAGES, SLOT_SEGMENTS};
 
-/// Bytes of one segment, in a slot and in an indirect page.
+/// The bytes of one segment, in a slot and in an indirect page.
 pub const SEGMENT_BYTES: usize = 8;
 
 /// Operations (BLKIF_OP_*).
@@ -21,13 +21,14 @@ pub mod op {
     pub const READ: u8 = 0;
     /// Write.
     pub const WRITE: u8 = 1;
-    /// Write, after all before it is durable, and before all after it.
+    /// Write with a barrier: all requests before it are durable first, and no request after it begins before it has
+    /// ended.
     pub const WRITE_BARRIER: u8 = 2;
-    /// Make what was written durable.
+    /// Make acknowledged writes durable.
     pub const FLUSH_DISKCACHE: u8 = 3;
     /// Free sectors.
     pub const DISCARD: u8 = 5;
-    /// A read or write whose segments lie in pages of their own.
+    /// A read or write whose segments lie in separate pages.
     pub const INDIRECT: u8 = 6;
 }
 
@@ -37,7 +38,7 @@ pub mod status {
     pub const OKAY: i16 = 0;
     /// Failed.
     pub const ERROR: i16 = -1;
-    /// Not known here.
+    /// The operation is not known here.
     pub const EOPNOTSUPP: i16 = -2;
 }
 
@@ -60,7 +61,7 @@ impl Abi {
         }
     }
 
-    /// The ABI of that name. That of ARM is laid out as that of x86 with 64 bits (public/io/protocols.h).
+    /// The ABI of that name. The ABI of ARM has the layout of x86 with 64 bits (public/io/protocols.h).
     pub fn from_name(name: &str) -> Option<Self> {
         let name = if name == "arm-abi" { Self::X86_64.name() } else { name };
         [Self::X86_64, Self::X86_32].into_iter().find(|abi| abi.name() == name)
@@ -82,7 +83,8 @@ impl Abi {
         }
     }
 
-    /// Where the first number of 64 bits lies; all that follows it lies by as much later.
+    /// The offset of the first number of 64 bits. It differs between the ABIs, and everything after it is shifted by
+    /// the same difference.
     const fn id_at(self) -> usize {
         match self {
             Self::X86_64 => 8,
@@ -98,17 +100,17 @@ pub struct SegmentEntry {
     pub gref: GrantRef,
     /// Its first sector, 0 to 7.
     pub first_sect: u8,
-    /// Its last sector, which belongs to it.
+    /// Its last sector, inclusive.
     pub last_sect: u8,
 }
 
 impl SegmentEntry {
-    /// The segment in 8 bytes, as slots and indirect pages have it.
+    /// Decodes a segment from its 8 bytes in a slot or an indirect page.
     pub fn decode(bytes: &[u8; SEGMENT_BYTES]) -> Self {
         Self { gref: GrantRef(u32_at(bytes, 0)), first_sect: bytes[4], last_sect: bytes[5] }
     }
 
-    /// Its 8 bytes; those without meaning are 0.
+    /// Encodes the segment in 8 bytes; bytes without meaning are 0.
     pub fn encode(&self) -> [u8; SEGMENT_BYTES] {
         let mut bytes = [0; SEGMENT_BYTES];
         bytes[..4].copy_from_slice(&self.gref.0.to_le_bytes());
@@ -122,11 +124,11 @@ impl SegmentEntry {
 pub struct PlainRequest {
     /// What to do.
     pub op: u8,
-    /// How many segments count; as the guest says, not checked.
+    /// The number of segments that are used, as the guest says. It is not checked.
     pub nr_segments: u8,
-    /// The guest's number for the disk; without meaning.
+    /// The guest's number for the disk. It has no meaning for us.
     pub handle: u16,
-    /// What the response repeats.
+    /// The id that the response repeats.
     pub id: u64,
     /// The first sector.
     pub sector: u64,
@@ -137,7 +139,7 @@ pub struct PlainRequest {
 /// A discard.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Discard {
-    /// Bit 0: so that nobody can read it again.
+    /// The flags. Bit 0 asks for a secure discard, after which nobody can read the data again.
     pub flag: u8,
     /// As in [`PlainRequest`].
     pub handle: u16,
@@ -145,16 +147,16 @@ pub struct Discard {
     pub id: u64,
     /// The first sector.
     pub sector: u64,
-    /// Sectors.
+    /// The number of sectors.
     pub nr_sectors: u64,
 }
 
-/// A read or write whose segments lie in pages of their own.
+/// A read or write whose segments lie in separate pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IndirectRequest {
     /// What to do.
     pub op: u8,
-    /// How many segments; as the guest says, not checked.
+    /// The number of segments, as the guest says. It is not checked.
     pub nr_segments: u16,
     /// As in [`PlainRequest`].
     pub id: u64,
@@ -162,18 +164,18 @@ pub struct IndirectRequest {
     pub sector: u64,
     /// As in [`PlainRequest`].
     pub handle: u16,
-    /// The pages of segments.
+    /// The grants of the pages in which the segments lie.
     pub pages: [GrantRef; INDIRECT_PAGES],
 }
 
-/// What a slot holds.
+/// A request, as a slot holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// A read, write, barrier or flush; or an operation that is not known, whose fields mean nothing but the id.
+    /// A read, write, barrier or flush; or an operation that is not known, of which only the id has a meaning.
     Plain(PlainRequest),
     /// A discard.
     Discard(Discard),
-    /// A read or write whose segments lie in pages of their own.
+    /// A read or write whose segments lie in separate pages.
     Indirect(IndirectRequest),
 }
 
@@ -265,7 +267,7 @@ impl Request {
         }
     }
 
-    /// What the response repeats.
+    /// The id that the response repeats.
     pub fn id(&self) -> u64 {
         match self {
             Self::Plain(plain) => plain.id,
@@ -274,8 +276,8 @@ impl Request {
         }
     }
 
-    /// The operation that the response has to name: of an indirect request the real one, for Linux gives a disk up
-    /// whose back end answers with 6.
+    /// The operation that the response has to name. For an indirect request it is the real operation: Linux gives up a
+    /// disk whose back end answers with the number of an indirect request (6).
     pub fn response_op(&self) -> u8 {
         match self {
             Self::Plain(plain) => plain.op,
@@ -288,16 +290,16 @@ impl Request {
 /// The answer to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Response {
-    /// The request's.
+    /// The id of the request.
     pub id: u64,
-    /// The request's, see [`Request::response_op`].
+    /// The operation of the request ([`Request::response_op`]).
     pub op: u8,
-    /// See [`status`].
+    /// How the request ended ([`status`]).
     pub status: i16,
 }
 
 impl Response {
-    /// Its bytes, of which [`Abi::response_bytes`] count; those without meaning are 0.
+    /// Encodes the response. The first [`Abi::response_bytes`] bytes are used; bytes without meaning are 0.
     pub fn encode(&self) -> [u8; 16] {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&self.id.to_le_bytes());
@@ -306,7 +308,7 @@ impl Response {
         bytes
     }
 
-    /// The response in a slot of at least 12 bytes.
+    /// Decodes the response from a slot of at least 12 bytes.
     ///
     /// # Panics
     /// When `slot` is shorter.

@@ -1,4 +1,4 @@
-//! What a program asks of xenstore.
+//! [`XenStore`]: a client of xenstore.
 
 use std::env;
 use std::fs::{self, OpenOptions};
@@ -14,30 +14,30 @@ use super::connection::{Connection, WatchEvent, within};
 use super::wire::{self, MAX_PATH_BYTES, MessageType, Permission};
 use crate::DomId;
 
-/// Where a store is found when the environment does not say.
+/// The places at which the store is looked for when the environment names none.
 const USUAL_PATHS: [&str; 3] = ["/run/xenstored/socket", "/var/run/xenstored/socket", "/dev/xen/xenbus"];
-/// A transaction that others have crossed so often is given up.
+/// A transaction that failed so often, because others changed the same nodes, is given up.
 const MAX_TRANSACTION_TRIES: usize = 100;
-/// Bytes of all names below one node: a store with more is broken.
+/// The most bytes of all names below one node. A store with more is broken.
 const MAX_NAMES_BYTES: usize = 1 << 20;
-/// A long list that changes so often while it is read is given up.
+/// Reading a long list is given up when the list has changed so often meanwhile.
 const MAX_LIST_TRIES: usize = 20;
 
-/// A transaction, or none: what is done in one is seen by others at its end, all or nothing.
+/// A transaction, or none. Others see the changes of a transaction at its end, all of them or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tx(u32);
 
 impl Tx {
-    /// Outside of transactions: each request by itself.
+    /// No transaction: each request takes effect by itself.
     pub const NONE: Self = Self(0);
 }
 
-/// A connection to xenstore. One request at a time; each waits for its answer, at most a minute. Watches and
+/// A connection to xenstore. It has one request at a time, which waits for its answer, at most a minute. Watches and
 /// transactions belong to the connection and end with it.
 ///
-/// Every method fails with `NotFound`, `Denied` and so on as the store says, the store's word being in the message;
-/// with `InvalidInput` when a path or a message would be too long; and with `Protocol`, `TimedOut` or `Io` when the
-/// store cannot be understood or reached, after which the connection is of no more use.
+/// Every method fails with `NotFound`, `Denied` and so on when the store answers so; the store's word is in the
+/// message. It fails with `InvalidInput` when a path or a message would be too long, and with `Protocol`, `TimedOut` or
+/// `Io` when the store cannot be understood or reached. After those three the connection cannot be used any more.
 pub struct XenStore {
     connection: Connection,
 }
@@ -46,7 +46,7 @@ impl XenStore {
     /// Connects to the store at `path`: the daemon's Unix socket, or the device.
     ///
     /// # Errors
-    /// `NotFound` when nothing is there, `InvalidInput` when it is something else, or what the system says.
+    /// `NotFound` when nothing is there, `InvalidInput` when it is neither a socket nor a device; else the system's.
     pub fn open(path: &Path) -> Result<Self> {
         let failed = |e| Error::io("connect to xenstore", e).at_path(path);
         let file_type = fs::metadata(path).map_err(failed)?.file_type();
@@ -61,16 +61,16 @@ impl XenStore {
         Ok(Self { connection: Connection::new(device.into(), false) })
     }
 
-    /// A store at the other end of `socket`.
+    /// A connection to the store at the other end of `socket`.
     pub fn from_socket(socket: UnixStream) -> Self {
         Self { connection: Connection::new(OwnedFd::from(socket), true) }
     }
 
-    /// Connects to this machine's store: the one that `XENSTORED_PATH` in the environment names, and no other; else the
-    /// first at /run/xenstored/socket, /var/run/xenstored/socket and /dev/xen/xenbus.
+    /// Connects to the store of this machine. When the environment has `XENSTORED_PATH`, that place alone is tried;
+    /// else /run/xenstored/socket, /var/run/xenstored/socket and /dev/xen/xenbus, in this order.
     ///
     /// # Errors
-    /// When there is none; the message names all places that were tried, and why each failed.
+    /// When no place has a store. The message names all places that were tried, and why each failed.
     pub fn open_default() -> Result<Self> {
         match env::var_os("XENSTORED_PATH").filter(|path| !path.is_empty()) {
             Some(path) => Self::open(Path::new(&path)),
@@ -96,7 +96,7 @@ impl XenStore {
             .hint("is this a domain of Xen, and does xenstored run? XENSTORED_PATH names another place"))
     }
 
-    /// True when the store could not be understood or reached: only another connection helps.
+    /// True when the store could not be understood or reached, so that only another connection helps.
     pub fn is_lost(&self) -> bool {
         self.connection.is_broken()
     }
@@ -109,7 +109,7 @@ impl XenStore {
         self.ask(MessageType::Read, tx, path, &[])
     }
 
-    /// The value at `path`, which is to be text.
+    /// The value at `path`, which has to be text.
     ///
     /// # Errors
     /// As [`XenStore::read`]; `InvalidInput` when it is not UTF-8.
@@ -129,7 +129,7 @@ impl XenStore {
         }
     }
 
-    /// Sets the value at `path`; what is missing above is made.
+    /// Sets the value at `path`. Missing nodes above it are made.
     ///
     /// # Errors
     /// See [`XenStore`].
@@ -153,15 +153,16 @@ impl XenStore {
         }
     }
 
-    /// Removes `path` and all below it.
+    /// Removes the node at `path` and all nodes below it.
     ///
     /// # Errors
-    /// `NotFound` when not even the node above is there (some stores: when the node itself is not); see [`XenStore`].
+    /// `NotFound` when the node above does not exist (with some stores, when the node itself does not); see
+    /// [`XenStore`].
     pub fn remove(&mut self, tx: Tx, path: &str) -> Result<()> {
         self.tell(MessageType::Rm, tx, path, &[])
     }
 
-    /// Makes a node with an empty value at `path`, and above it what is missing; one that is there stays as it is.
+    /// Makes a node with an empty value at `path`, and missing nodes above it. A node that exists stays as it is.
     ///
     /// # Errors
     /// See [`XenStore`].
@@ -169,7 +170,7 @@ impl XenStore {
         self.tell(MessageType::Mkdir, tx, path, &[])
     }
 
-    /// Who may do what with `path`; the owner first.
+    /// The permissions of `path`, the owner's first.
     ///
     /// # Errors
     /// See [`XenStore`].
@@ -179,7 +180,7 @@ impl XenStore {
         permissions.map_err(|e| within(&what(MessageType::GetPerms, path), &e))
     }
 
-    /// Says who may do what with `path`; the owner first.
+    /// Sets the permissions of `path`, the owner's first.
     ///
     /// # Errors
     /// See [`XenStore`].
@@ -189,15 +190,15 @@ impl XenStore {
         self.tell(MessageType::SetPerms, tx, path, &entries)
     }
 
-    /// Asks to be told of changes at and below `path`, with `token` in each event. One event comes at once.
+    /// Watches `path` and everything below it. Each change comes as an event with `token`; one event comes at once.
     ///
     /// # Errors
-    /// `Exists` when there is that watch already; see [`XenStore`].
+    /// `Exists` when there is such a watch already; see [`XenStore`].
     pub fn watch(&mut self, path: &str, token: &str) -> Result<()> {
         self.tell(MessageType::Watch, Tx::NONE, path, &[token])
     }
 
-    /// Ends a watch. Events of it that were on their way may still come.
+    /// Ends a watch. Events that the store has already sent may still come.
     ///
     /// # Errors
     /// `NotFound` when there is no such watch; see [`XenStore`].
@@ -205,28 +206,29 @@ impl XenStore {
         self.tell(MessageType::Unwatch, Tx::NONE, path, &[token])
     }
 
-    /// The next event, waiting for it at most `timeout` (without end when `None`); `None` when none has come. Events
-    /// that came while something else was asked are kept until they are taken here, even when the connection has failed
-    /// since. Take until `None` before waiting for [`XenStore::as_fd`] to become readable.
+    /// The next event. Waits at most `timeout` for it, or without end when that is `None`; returns `None` when no event
+    /// has come. Events that come while a request waits for its answer are kept until they are taken here, even when
+    /// the connection fails meanwhile. Take events until there are none before you wait for [`XenStore::as_fd`].
     ///
     /// # Errors
-    /// `Exhausted` when thousands of different ones wait; see [`XenStore`].
+    /// `Exhausted` when thousands of different events wait; see [`XenStore`].
     pub fn next_event(&mut self, timeout: Option<Duration>) -> Result<Option<WatchEvent>> {
         self.connection.next_event(timeout)
     }
 
-    /// Does what `f` asks for as one transaction, and again from the start when another's change has crossed it. When
-    /// `f` fails, nothing of it has happened.
+    /// Runs `f` as one transaction. When others have changed the same nodes meanwhile, `f` runs again from its start.
+    /// When `f` fails, the transaction changes nothing.
     ///
     /// # Errors
-    /// Those of `f`; `Busy` when it was crossed a hundred times; see [`XenStore`].
+    /// Those of `f`; `Busy` when others changed the nodes a hundred times; see [`XenStore`].
     pub fn transaction<T>(&mut self, mut f: impl FnMut(&mut Self, Tx) -> Result<T>) -> Result<T> {
         for _ in 0..MAX_TRANSACTION_TRIES {
             let tx = self.start_transaction()?;
             let value = match f(self, tx) {
                 Ok(value) => value,
                 Err(error) => {
-                    // What f says matters more than how this ends: a store that is gone has forgotten it too.
+                    // The error of `f` matters, and not how the transaction ends: a store that is gone has ended it
+                    // too.
                     let _ = self.end_transaction(tx, "F");
                     return Err(error);
                 }
@@ -241,7 +243,7 @@ impl XenStore {
         Err(Error::new(ErrorKind::Busy, message))
     }
 
-    /// The path below which a domain's own nodes are, such as /local/domain/3.
+    /// The path below which the nodes of a domain lie, such as /local/domain/3.
     ///
     /// # Errors
     /// See [`XenStore`].
@@ -253,7 +255,7 @@ impl XenStore {
         wire::text(path).map(str::to_owned).map_err(|e| within(&what, &e))
     }
 
-    /// The number of the domain that this runs in.
+    /// The number of the domain in which this process runs.
     ///
     /// # Errors
     /// `Protocol` when the store holds no number there; see [`XenStore`].
@@ -265,7 +267,8 @@ impl XenStore {
         })
     }
 
-    /// Readable when there is something to take; events already taken in do not show (see [`XenStore::next_event`]).
+    /// The descriptor, which is readable when a message has come. It does not show events that are kept in memory
+    /// already ([`XenStore::next_event`]).
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.connection.as_fd()
     }
@@ -275,7 +278,7 @@ impl XenStore {
         self.connection.reply_limit = limit;
     }
 
-    /// The answer to a request of `path` and `more` texts.
+    /// Sends a request with `path` and the texts `more`, and returns the answer.
     fn ask(&mut self, kind: MessageType, tx: Tx, path: &str, more: &[&str]) -> Result<Vec<u8>> {
         let what = what(kind, path);
         check_path(&what, path)?;
@@ -286,7 +289,7 @@ impl XenStore {
         self.connection.exchange(kind, tx.0, &what, &payload)
     }
 
-    /// [`Self::ask`], of what is answered by no more than that it is done.
+    /// As [`Self::ask`], for requests whose answer says only that they are done.
     fn tell(&mut self, kind: MessageType, tx: Tx, path: &str, more: &[&str]) -> Result<()> {
         self.ask(kind, tx, path, more).and_then(|reply| check_done(&what(kind, path), &reply))
     }
@@ -307,8 +310,8 @@ impl XenStore {
         self.do_so(MessageType::TransactionEnd, tx, what, &wire::join([verdict]))
     }
 
-    /// [`Self::list`] where the names do not fit into one message: parts, each with the node's generation. When that
-    /// changes on the way, all begins anew.
+    /// As [`Self::list`], when the names do not fit into one message. They come in parts, each with the node's
+    /// generation. When the generation changes in between, the list is read again from its start.
     fn list_in_parts(&mut self, tx: Tx, path: &str) -> Result<Vec<String>> {
         'anew: for _ in 0..MAX_LIST_TRIES {
             let (mut all, mut generation) = (Vec::new(), None);
@@ -334,8 +337,8 @@ impl XenStore {
     }
 }
 
-/// The generation, the names, and whether they are the last, of a part of a list. An empty name is the list's end: a
-/// NUL by itself, or one after the last name's. A part that is not the end has at least one name.
+/// Decodes a part of a list: the generation, the names, and whether this is the last part. The list ends with an empty
+/// name: a NUL alone, or a second NUL after the last name. A part that is not the last has at least one name.
 fn split_part(reply: &[u8]) -> Option<(&[u8], &[u8], bool)> {
     let (generation, part) = wire::split_first(reply)?;
     match part {
@@ -346,7 +349,7 @@ fn split_part(reply: &[u8]) -> Option<(&[u8], &[u8], bool)> {
     }
 }
 
-/// A request in words, for errors.
+/// The name of a request in error messages.
 fn what(kind: MessageType, path: &str) -> String {
     let verb = match kind {
         MessageType::Read => "read",
@@ -363,7 +366,7 @@ fn what(kind: MessageType, path: &str) -> String {
     format!("{verb} {path}")
 }
 
-/// A NUL would end the path early, and what follows would be taken for something else.
+/// Checks a path. A NUL in it would end the path early, and the rest would be taken for something else.
 fn check_path(what: &str, path: &str) -> Result<()> {
     let fault = match path {
         "" => "the path is empty",

@@ -1,7 +1,7 @@
-//! One connection to a store: messages out, answers and events in.
+//! One connection to a store: it sends requests and receives answers and events.
 //!
-//! Only as many bytes are read as the message at hand has, so the descriptor is readable exactly when there is more to
-//! take. A message of which a part has come is kept until the rest does.
+//! It never reads more bytes than the next message has, so the descriptor is readable exactly when there is more. The
+//! first part of a message is kept until the rest comes.
 
 use std::collections::{HashSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,30 +14,31 @@ use spile_core::{Error, ErrorKind, Result};
 
 use super::wire::{self, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MessageType};
 
-/// A store that has not answered by then is given up. Its daemon pauses for seconds while it is replaced by a newer
-/// one.
+/// A store that has not answered after this time is given up. Its daemon may pause for seconds while a newer one
+/// replaces it.
 const REPLY_LIMIT: Duration = Duration::from_secs(60);
-/// Different events that may wait to be taken.
+/// The most different events that are kept until they are taken.
 const MAX_EVENTS: usize = 4096;
 
-/// Something changed at or below a watched path. Equal events that wait are one; look at the store for what is true
-/// now.
+/// An event: something changed at or below a watched path. Equal events that wait are merged into one. An event does
+/// not tell the new state: read it from the store.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct WatchEvent {
-    /// What changed.
+    /// The path that changed.
     pub path: String,
-    /// What was given with the watch.
+    /// The token that was given with the watch.
     pub token: String,
 }
 
 pub(super) struct Connection {
     fd: OwnedFd,
     is_socket: bool,
-    /// What has come of the next message.
+    /// The part of the next message that has come.
     partial: Vec<u8>,
     events: VecDeque<WatchEvent>,
     last_req_id: u32,
-    /// Why nothing more can be done here: whatever came next would be taken for something else.
+    /// Why the connection has failed, if it has. Nothing is read after that, because it could be taken for something
+    /// else.
     broken: Option<Error>,
     pub(super) reply_limit: Duration,
 }
@@ -53,7 +54,8 @@ impl Connection {
         self.fd.as_fd()
     }
 
-    /// Sends a request and waits for its answer's payload; events that come first are kept. `what` is for errors.
+    /// Sends a request, waits for its answer, and returns the payload. Events that come meanwhile are kept. `what`
+    /// names the request in errors.
     pub(super) fn exchange(&mut self, kind: MessageType, tx_id: u32, what: &str, payload: &[u8]) -> Result<Vec<u8>> {
         self.check_usable()?;
         self.last_req_id = self.last_req_id.wrapping_add(1).max(1);
@@ -98,7 +100,8 @@ impl Connection {
         result.inspect_err(|error| self.broken = Some(error.duplicate()))
     }
 
-    /// The device takes a message as a whole or refuses it by an errno; a socket that fails once has failed for good.
+    /// Sends a message. The device takes it as a whole or refuses it with an errno; a socket that fails once has failed
+    /// for ever.
     fn send(&mut self, message: &[u8], what: &str) -> Result<()> {
         let mut rest = message;
         while !rest.is_empty() {
@@ -129,7 +132,7 @@ impl Connection {
                 }
                 continue;
             }
-            // Linux's device answers these two itself, and leaves the number out.
+            // Linux's device answers these two requests itself, without the number of the request.
             let is_unnumbered = matches!(kind, MessageType::Watch | MessageType::Unwatch) && header.req_id == 0;
             if header.req_id != req_id && !is_unnumbered {
                 return Err(protocol(format!("an answer to request {}, where {req_id} was asked", header.req_id)));
@@ -154,8 +157,8 @@ impl Connection {
             return Ok(());
         }
         if self.events.len() == MAX_EVENTS {
-            // Who may write below a watched node may write any number of names. One event for each watch says enough:
-            // who is told looks at the store anyway.
+            // A guest that may write below a watched node may write any number of names. One event for each watch is
+            // enough, because its receiver reads the store anyway.
             let mut tokens = HashSet::new();
             self.events.retain(|event| tokens.insert(event.token.clone()));
         }
@@ -166,7 +169,7 @@ impl Connection {
         Ok(())
     }
 
-    /// The next message; `None` when it has not come as a whole by `deadline`.
+    /// The next message; `None` when it has not come completely by `deadline`.
     fn receive(&mut self, deadline: Option<Instant>) -> Result<Option<(Header, Vec<u8>)>> {
         loop {
             let mut wanted = HEADER_BYTES;
@@ -199,7 +202,7 @@ impl Connection {
         }
     }
 
-    /// False when the deadline has come first. Looks at least once.
+    /// Waits until the descriptor is readable. False when the deadline comes first. Looks at least once.
     fn wait_readable(&self, deadline: Option<Instant>) -> Result<bool> {
         loop {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
@@ -217,7 +220,7 @@ fn protocol(message: String) -> Error {
     Error::new(ErrorKind::Protocol, message)
 }
 
-/// `error` as one of the operation `what`.
+/// Adds the name `what` of the operation to an error.
 pub(super) fn within(what: &str, error: &Error) -> Error {
     match error.os_errno() {
         Some(errno) => Error::errno(format!("{what}: {}", error.message()), errno),
@@ -225,7 +228,7 @@ pub(super) fn within(what: &str, error: &Error) -> Error {
     }
 }
 
-/// The error that the store has answered with.
+/// The error that an answer of the store names.
 fn refusal(what: &str, payload: &[u8]) -> Error {
     let word = wire::split(payload).next().unwrap_or_default();
     match std::str::from_utf8(word).ok().and_then(wire::errno_of) {

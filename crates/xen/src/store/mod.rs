@@ -1,8 +1,9 @@
-//! Xenstore: the tree of small texts in which a host and its guests describe and watch their devices.
+//! Xenstore: a tree of small texts, in which a host and its guests describe their devices and watch each other's
+//! changes.
 //!
-//! [`wire`] is the protocol's bytes as pure code (public/io/xs_wire.h, docs/misc/xenstore.txt), for both of its sides.
-//! [`XenStore`] is a client: over a Unix socket of the store's daemon, or over the device /dev/xen/xenbus, which speaks
-//! the same messages.
+//! [`wire`] encodes and decodes the messages, for both sides, without I/O (public/io/xs_wire.h,
+//! docs/misc/xenstore.txt). [`XenStore`] is a client: over a Unix socket of the store's daemon, or over the device
+//! /dev/xen/xenbus, which speaks the same messages.
 
 mod client;
 mod connection;

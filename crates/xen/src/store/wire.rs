@@ -9,62 +9,62 @@ use spile_core::{Error, ErrorKind, Result};
 
 use crate::DomId;
 
-/// Bytes of a header.
+/// The bytes of a header.
 pub const HEADER_BYTES: usize = 16;
-/// Bytes at most after a header (XENSTORE_PAYLOAD_MAX). A store ends the connection of who sends more.
+/// The most bytes after a header (XENSTORE_PAYLOAD_MAX). A store closes the connection of a client that sends more.
 pub const MAX_PAYLOAD_BYTES: usize = 4096;
-/// Bytes at most of a path from the root (XENSTORE_ABS_PATH_MAX).
+/// The most bytes of a path from the root (XENSTORE_ABS_PATH_MAX).
 pub const MAX_PATH_BYTES: usize = 3072;
 
-/// What a message is (enum xsd_sockmsg_type).
+/// The type of a message (enum xsd_sockmsg_type).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum MessageType {
-    /// A command to the store itself, for people who look for faults.
+    /// A command to the store itself, for debugging.
     Control = 0,
-    /// The names of a node's children.
+    /// List the names of a node's children.
     Directory = 1,
-    /// A node's value.
+    /// Read a node's value.
     Read = 2,
-    /// Who may do what with a node.
+    /// Read a node's permissions.
     GetPerms = 3,
-    /// Be told of changes at and below a node.
+    /// Watch a node and everything below it.
     Watch = 4,
-    /// No longer be told.
+    /// End a watch.
     Unwatch = 5,
     /// Begin a transaction.
     TransactionStart = 6,
-    /// End one: `T` makes it so, `F` forgets it.
+    /// End a transaction: `T` carries it out, `F` gives it up.
     TransactionEnd = 7,
-    /// Meet a new domain.
+    /// Introduce a new domain to the store.
     Introduce = 8,
-    /// Forget a domain.
+    /// Tell the store that a domain is gone.
     Release = 9,
-    /// The path below which a domain lives.
+    /// Read the path below which a domain's nodes lie.
     GetDomainPath = 10,
-    /// Set a node's value; what is missing above is made.
+    /// Set a node's value, and make missing nodes above it.
     Write = 11,
     /// Make a node without a value, if there is none.
     Mkdir = 12,
     /// Remove a node and all below it.
     Rm = 13,
-    /// Say who may do what with a node.
+    /// Set a node's permissions.
     SetPerms = 14,
-    /// From the store, unasked: something changed.
+    /// From the store, without a request: a watched node has changed.
     WatchEvent = 15,
-    /// From the store: the request failed, and with which errno.
+    /// From the store: the request failed, with this error.
     Error = 16,
-    /// Whether the store talks with a domain.
+    /// Ask whether a domain was introduced to the store.
     IsDomainIntroduced = 17,
-    /// Tell of a domain's end once more.
+    /// Have the store report a domain's end again.
     Resume = 18,
-    /// Let a domain act for another.
+    /// Let a domain act for another domain.
     SetTarget = 19,
-    /// No longer spoken.
+    /// A type that is not used any more.
     Restrict = 20,
-    /// Forget all watches and transactions of the connection.
+    /// End all watches and transactions of the connection.
     ResetWatches = 21,
-    /// A part of the names of a node's children, where they do not fit into one message.
+    /// List a part of the names of a node's children, when they do not fit into one message.
     DirectoryPart = 22,
 }
 
@@ -95,7 +95,7 @@ impl MessageType {
         Self::DirectoryPart,
     ];
 
-    /// The type of that number.
+    /// The type with that number, if there is one.
     pub fn from_raw(raw: u32) -> Option<Self> {
         Self::ALL.get(raw as usize).copied()
     }
@@ -106,24 +106,24 @@ impl MessageType {
     }
 }
 
-/// What every message begins with (struct xsd_sockmsg).
+/// The header of a message (struct xsd_sockmsg).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// A [`MessageType`]'s number, or one that is not known.
+    /// The number of a [`MessageType`], or a number that is not known.
     pub kind: u32,
-    /// Chosen by who asks; the answer has the same.
+    /// The number of the request. The client chooses it, and the answer has the same.
     pub req_id: u32,
     /// The transaction, or 0.
     pub tx_id: u32,
-    /// Bytes that follow.
+    /// The number of bytes that follow.
     pub len: u32,
 }
 
 impl Header {
-    /// The header in `bytes`.
+    /// Decodes a header.
     ///
     /// # Errors
-    /// `Protocol` when more than [`MAX_PAYLOAD_BYTES`] would follow: the connection is of no use then.
+    /// `Protocol` when more than [`MAX_PAYLOAD_BYTES`] would follow: the connection cannot be used after that.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self> {
         let word = |at: usize| u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let header = Self { kind: word(0), req_id: word(4), tx_id: word(8), len: word(12) };
@@ -134,7 +134,7 @@ impl Header {
         Ok(header)
     }
 
-    /// Its bytes.
+    /// Encodes the header.
     pub fn encode(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         for (place, word) in bytes.chunks_exact_mut(4).zip([self.kind, self.req_id, self.tx_id, self.len]) {
@@ -143,13 +143,13 @@ impl Header {
         bytes
     }
 
-    /// What the message is, when that is known.
+    /// The type of the message, if it is known.
     pub fn message_type(self) -> Option<MessageType> {
         MessageType::from_raw(self.kind)
     }
 }
 
-/// A whole message, header first.
+/// Encodes a whole message, the header first.
 ///
 /// # Errors
 /// `InvalidInput` when the payload is longer than [`MAX_PAYLOAD_BYTES`].
@@ -165,7 +165,7 @@ pub fn message(kind: MessageType, req_id: u32, tx_id: u32, payload: &[u8]) -> Re
     Ok(bytes)
 }
 
-/// `texts` with a NUL after each.
+/// Encodes texts, with a NUL after each.
 pub fn join<'a>(texts: impl IntoIterator<Item = &'a str>) -> Vec<u8> {
     let mut bytes = Vec::new();
     for text in texts {
@@ -175,14 +175,16 @@ pub fn join<'a>(texts: impl IntoIterator<Item = &'a str>) -> Vec<u8> {
     bytes
 }
 
-/// The texts in `payload`, without the NUL that ends each. The last one's may be missing, as some stores leave it out.
+/// The texts in `payload`, without the NUL that ends each. The last NUL may be missing, because some stores leave it
+/// out.
 pub fn split(payload: &[u8]) -> impl Iterator<Item = &[u8]> {
     let whole = payload.strip_suffix(&[0]).unwrap_or(payload);
     let count = if payload.is_empty() { 0 } else { usize::MAX };
     whole.split(|byte| *byte == 0).take(count)
 }
 
-/// The first text of `payload`, and all bytes after its NUL: a path and what shall be written there, say.
+/// The first text of `payload`, and all bytes after its NUL: for example a path and the value that is to be written
+/// there.
 pub fn split_first(payload: &[u8]) -> Option<(&[u8], &[u8])> {
     let end = payload.iter().position(|byte| *byte == 0)?;
     Some((&payload[..end], &payload[end + 1..]))
@@ -196,7 +198,7 @@ pub fn text(bytes: &[u8]) -> Result<&str> {
     std::str::from_utf8(bytes).map_err(|e| Error::new(ErrorKind::Protocol, "bytes that are not text").caused_by(e))
 }
 
-/// What a domain may do with a node.
+/// The access that a domain has to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Nothing: `n`.
@@ -205,36 +207,36 @@ pub enum Access {
     Read,
     /// Write: `w`.
     Write,
-    /// Both: `b`.
+    /// Read and write: `b`.
     Both,
 }
 
 impl Access {
     const LETTERS: [(char, Self); 4] = [('n', Self::None), ('r', Self::Read), ('w', Self::Write), ('b', Self::Both)];
 
-    /// True when it may be read.
+    /// True when the node may be read.
     pub fn can_read(self) -> bool {
         matches!(self, Self::Read | Self::Both)
     }
 
-    /// True when it may be written.
+    /// True when the node may be written.
     pub fn can_write(self) -> bool {
         matches!(self, Self::Write | Self::Both)
     }
 }
 
-/// One entry of a node's permissions. The first one's domain owns the node, and its access is for all that are not
-/// named.
+/// One entry of a node's permissions. The domain of the first entry owns the node, and that entry's access is the
+/// access of all domains that have no entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Permission {
-    /// Who.
+    /// The domain.
     pub domain: DomId,
-    /// May do what.
+    /// Its access.
     pub access: Access,
 }
 
 impl Permission {
-    /// The entry in `bytes`: a letter and a decimal number.
+    /// Decodes an entry: a letter and a decimal number.
     ///
     /// # Errors
     /// `Protocol` when it is something else.
@@ -264,8 +266,8 @@ pub fn decimal(digits: &[u8]) -> Option<u32> {
     is_number.then(|| std::str::from_utf8(digits).ok()?.parse().ok()).flatten()
 }
 
-/// The words of an error's answer and their errnos (struct xsd_errors), and the few others that stores are known to
-/// send.
+/// The words by which a store names errors, with their errnos (struct xsd_errors), and the few other words that stores
+/// are known to send.
 const ERRNO_WORDS: [(&str, i32); 18] = [
     ("EINVAL", libc::EINVAL),
     ("EACCES", libc::EACCES),
@@ -287,7 +289,7 @@ const ERRNO_WORDS: [(&str, i32); 18] = [
     ("EQUOTA", libc::EDQUOT),
 ];
 
-/// The errno that `word` names.
+/// The errno that `word` names, if it is known.
 pub fn errno_of(word: &str) -> Option<i32> {
     ERRNO_WORDS.into_iter().find(|(known, _)| *known == word).map(|(_, errno)| errno)
 }

@@ -1,8 +1,8 @@
 //! Event channels through /dev/xen/evtchn.
 //!
-//! Each channel has a device file of its own, which is readable when the guest has rung. A read gives the port, as a
-//! u32, and keeps further rings back until the port has been written to the same file: rings between the two become
-//! one.
+//! Each channel has its own open device file, which is readable when the guest has rung. A read gives the port, as a
+//! u32, and masks it: further rings are held back until the port is written to the same file. Rings between the two
+//! become one.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -48,8 +48,8 @@ pub fn take_ring(channel: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Rings the other end of the channel that the device file `channel` knows as `port`. It fails only when the other end is
-/// gone, and then nobody listens. A hypercall: there is nothing that it could wait for.
+/// Rings the other end of the channel that the device file `channel` knows as `port`. It fails only when the other end
+/// is gone, and then nobody listens. A hypercall: there is nothing that it could wait for.
 pub fn ring(channel: BorrowedFd<'_>, port: Port) {
     let mut argument = Notify { port: port.0 };
     // SAFETY: the argument of this call, which the device only reads.
@@ -63,7 +63,7 @@ pub struct Evtchn {
 }
 
 impl Evtchn {
-    /// The event channels of this machine. That they can be had is tried at once.
+    /// The event channels of this machine. The device is opened once to see that it can be.
     ///
     /// # Errors
     /// When /dev/xen/evtchn cannot be opened; the message says what to do.

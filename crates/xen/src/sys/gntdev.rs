@@ -1,8 +1,8 @@
 //! Granted pages through /dev/xen/gntdev: copied by the hypervisor, or mapped.
 //!
-//! IOCTL_GNTDEV_SET_MAX_GRANTS is not called. It raised a limit for each open file in Xen's own old kernels; the driver
-//! in Linux does not know the call, though the header still has it. Its limit is the module's parameter `limit`: of all
-//! mapped pages together, and in newer kernels of the pages of one call to map (65536).
+//! IOCTL_GNTDEV_SET_MAX_GRANTS is not called. In Xen's own old kernels it raised a limit for each open file. The driver
+//! in Linux does not know the call, although the header still has it. There the limit is the module's parameter `limit`
+//! (65536): for all mapped pages together, or in newer kernels for the pages of one call.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -51,7 +51,7 @@ struct UnmapGrantRef {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CopySegment {
-    /// Each end is an address of ours, or a [`foreign`] place.
+    /// Source and destination: each is an address in our memory, or a place in a granted page ([`foreign`]).
     source: u64,
     dest: u64,
     len: u16,
@@ -68,7 +68,7 @@ struct GrantCopy {
 
 /// GNTCOPY_source_gref: the source is in a granted page.
 const SOURCE_IS_GRANT: u16 = 1;
-/// GNTCOPY_dest_gref: the destination is.
+/// GNTCOPY_dest_gref: the destination is in a granted page.
 const DEST_IS_GRANT: u16 = 2;
 
 const MAP_GRANT_REF: u32 = request(b'G', 0, size_of::<MapGrantRef>());
@@ -88,8 +88,8 @@ const _: () = {
 };
 
 thread_local! {
-    /// The pieces of the call at hand. It keeps its room, so that a copy allocates nothing, and no thread waits for
-    /// another.
+    /// The pieces of one call. The list keeps its room, so that a copy allocates nothing. Each thread has its own list,
+    /// so that no thread waits for another.
     static PIECES: RefCell<Vec<CopySegment>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -104,14 +104,18 @@ impl Gntdev {
     /// Opens /dev/xen/gntdev.
     ///
     /// # Errors
-    /// When it cannot be opened; the message says what to do. `Unsupported` when this kernel's pages are not Xen's.
+    /// When it cannot be opened; the message says what to do. `Unsupported` when the pages of this kernel do not have
+    /// the size of Xen's.
     pub fn open() -> Result<Self> {
         Self::open_at(Path::new(DEVICE))
     }
 
     fn open_at(path: &Path) -> Result<Self> {
         if rustix::param::page_size() != XEN_PAGE_BYTES {
-            let message = format!("pages of {} bytes, where Xen's have {XEN_PAGE_BYTES}", rustix::param::page_size());
+            let message = format!(
+                "this kernel's pages have {} bytes, and Xen's have {XEN_PAGE_BYTES}",
+                rustix::param::page_size()
+            );
             return Err(Error::new(ErrorKind::Unsupported, message).at_path(path));
         }
         Ok(Self { device: Arc::new(open_device(path, MODULE, 0)?), path: path.to_owned() })
@@ -128,7 +132,7 @@ impl Gntdev {
         unsafe { call(self.device.as_fd(), GRANT_COPY, &raw mut argument) }.map(drop)
     }
 
-    /// Makes the pages known to the device and maps them: see [`Mapping`].
+    /// Tells the device of the pages and maps them.
     fn map_pages(&self, domain: DomId, refs: &[GrantRef], is_writable: bool) -> Result<Arc<Mapping>> {
         let failed = |what: &str, e: std::io::Error| {
             Error::io(format!("{what} {} pages of domain {domain}", refs.len()), e).at_path(&self.path)
@@ -175,16 +179,17 @@ impl Grants for Gntdev {
         Ok((0..refs.len()).map(|page| mapping.segment(page, 1)).collect())
     }
 
-    /// A direct read's end is told before the kernel has let go of its pages. When they are unmapped in between, gntdev puts
-    /// the unmap off and loses its count of who uses them: warnings in free_zone_device_folio and gntdev.c, after which
-    /// direct I/O fails with ENOMEM (seen with Linux 6.12 as a paravirtual dom0).
+    /// Direct I/O on mapped pages is not safe. The kernel reports the end of a direct read before it has released the
+    /// pages. When the pages are unmapped in between, gntdev postpones the unmap and miscounts their users. That gives
+    /// warnings in free_zone_device_folio and gntdev.c, after which direct I/O fails with ENOMEM (seen with Linux 6.12
+    /// as a paravirtual dom0).
     fn can_be_pinned(&self) -> bool {
         false
     }
 
     fn map_ring(&self, domain: DomId, refs: &[GrantRef]) -> Result<Segment> {
         if refs.is_empty() {
-            return Err(Error::new(ErrorKind::InvalidInput, format!("a ring without pages, of domain {domain}")));
+            return Err(Error::new(ErrorKind::InvalidInput, format!("domain {domain} has named a ring without pages")));
         }
         Ok(self.map_pages(domain, refs, true)?.segment(0, refs.len()))
     }
@@ -193,7 +198,7 @@ impl Grants for Gntdev {
 /// Pages of a guest in our address space, until the last segment on them is dropped.
 struct Mapping {
     device: Arc<File>,
-    /// By which the device knows them; also their place in it, in bytes.
+    /// The number by which the device knows the pages; it is also their offset for mmap, in bytes.
     index: u64,
     count: u32,
     base: NonNull<u8>,
@@ -205,7 +210,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps what the device has at `index`. When that fails, the device is told to forget it.
+    /// Maps the pages that the device knows as `index`. When that fails, the device is told to forget them.
     fn new(device: Arc<File>, index: u64, count: u32, is_writable: bool) -> std::io::Result<Self> {
         let prot = if is_writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         let len = count as usize * XEN_PAGE_BYTES;
@@ -243,14 +248,14 @@ impl Drop for Mapping {
     }
 }
 
-/// Tells the device that pages which are not mapped (any more) are not needed. It forgets all when it is closed, too.
+/// Tells the device to forget pages that are not mapped, or not mapped any more. It also forgets all when it is closed.
 fn forget(device: &File, index: u64, count: u32) {
     let mut argument = UnmapGrantRef { index, count, pad: 0 };
     // SAFETY: the argument of this call, which the device only reads.
     let _ = unsafe { call(device.as_fd(), UNMAP_GRANT_REF, &raw mut argument) };
 }
 
-/// One piece for the device, checked: a piece that leaves its page would fail all others of the call.
+/// Makes one piece for the device, and checks it: a piece that leaves its page would make the whole call fail.
 fn piece(domain: DomId, way: Way, buffers: &[Segment], op: &CopyOp) -> CopySegment {
     let buffer = &buffers[op.buffer as usize];
     let (at, len) = (op.buffer_offset as usize, usize::from(op.len));
@@ -265,13 +270,13 @@ fn piece(domain: DomId, way: Way, buffers: &[Segment], op: &CopyOp) -> CopySegme
     CopySegment { source, dest, len: op.len, flags, status: 0 }
 }
 
-/// A place in a granted page, as the 8 bytes that stand where an address would: {ref u32, offset u16, domid u16}.
+/// A place in a granted page, encoded in the 8 bytes of an address: {ref u32, offset u16, domid u16}.
 fn foreign(domain: DomId, gref: GrantRef, offset: u16) -> u64 {
     let ([a, b, c, d], [e, f], [g, h]) = (gref.0.to_ne_bytes(), offset.to_ne_bytes(), domain.0.to_ne_bytes());
     u64::from_ne_bytes([a, b, c, d, e, f, g, h])
 }
 
-/// A [`MapGrantRef`] with `count` entries, in words.
+/// A [`MapGrantRef`] with `count` entries, as words of 8 bytes.
 fn map_argument(domain: DomId, count: u32, refs: &[GrantRef]) -> Vec<u64> {
     let pair = |first: u32, second: u32| {
         let ([a, b, c, d], [e, f, g, h]) = (first.to_ne_bytes(), second.to_ne_bytes());

@@ -1,8 +1,7 @@
 //! The device files of a real Xen, as Linux gives them: [`Gntdev`] for the pages that guests grant, [`Evtchn`] for
 //! their event channels. The numbers and structures are those of include/uapi/xen/gntdev.h and evtchn.h.
 //!
-//! This is the only place of the crate with `unsafe`: calls of the system with structures, and memory that comes of
-//! them.
+//! This is the only place of the crate with `unsafe`: system calls with structures, and memory that they map.
 #![allow(unsafe_code)]
 
 pub mod evtchn;
@@ -22,12 +21,13 @@ pub use gntdev::Gntdev;
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("the structures that the devices take are those of machines with addresses of 64 bits");
 
-/// The number of a call: _IOC(_IOC_NONE, device, number, bytes of the argument).
+/// The number of an ioctl: _IOC(_IOC_NONE, device, number, bytes of the argument).
 const fn request(device: u8, number: u8, argument_bytes: usize) -> u32 {
     (argument_bytes as u32) << 16 | (device as u32) << 8 | number as u32
 }
 
-/// Calls a device with the address of an argument, again when a signal came between. Answers what the device answers.
+/// Calls a device (ioctl) with the address of an argument, again when a signal has interrupted it. Returns what the
+/// device returns.
 ///
 /// # Safety
 /// `argument` is what `request` takes: as long, writable where the device writes, and with addresses in it that may be
