@@ -1,8 +1,10 @@
-//! The other side of Spile's fronts, in ordinary processes: what a guest and its monitor do, for tests and for load.
+//! The other side of Spile's fronts, in ordinary processes: what guests and virtual machine monitors do. Tests and load
+//! generators use it.
 //!
 //! [`vhost`] is a front end of vhost-user-blk: it owns memory as a guest does, drives split virtqueues in it, and speaks
 //! to a server over its socket. [`xen`] is a Xen host: a xenstored, grants, event channels, and guests with a blkfront.
-//! Both can also be rude: every message and every ring byte can be written as one likes.
+//! The queues of both are [`GuestQueue`]s. Tests can also break the protocols: they can write every message and every
+//! byte of a ring.
 #![deny(unsafe_code)]
 
 mod queue;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use spile_mem::Segment;
 
-/// Puts `new` in the place of `current` at byte `at`; what is there instead, if it is not `current`.
+/// Writes `new` at byte `at` if `current` is there. The error is the value that is there instead.
 ///
 /// # Panics
 /// When the number is not inside the segment, or its address is not a multiple of four.

@@ -48,7 +48,7 @@ const DEALLOC_GREF: u32 = request(b'G', 6, size_of::<DeallocGref>());
 const BIND_UNBOUND_PORT: u32 = request(b'E', 2, size_of::<Number>());
 const NOTIFY: u32 = request(b'E', 4, size_of::<Number>());
 
-/// Where the numbers in an [`AllocGref`] begin, in words of 8 bytes.
+/// The index of the first grant reference in an [`AllocGref`], in words of 8 bytes.
 const REFS_WORD: usize = offset_of!(AllocGref, refs) / 8;
 
 const _: () = {
@@ -83,7 +83,7 @@ pub struct Gntalloc {
 }
 
 impl Gntalloc {
-    /// The device of this machine. It grants 1024 pages at most, of all programs together.
+    /// Opens the device. It grants at most 1024 pages for all programs together.
     ///
     /// # Errors
     /// When /dev/xen/gntalloc cannot be opened.
@@ -98,10 +98,10 @@ impl Gntalloc {
     /// Allocates pages, zeroed, and grants them to `domain`, which need not exist.
     ///
     /// # Errors
-    /// `NoSpace` when there are too many, and what the system says else.
+    /// `NoSpace` when the device grants too many pages already; else the system's error.
     ///
     /// # Panics
-    /// When there are no pages.
+    /// When `pages` is zero.
     pub fn grant(&self, domain: DomId, pages: u32, is_writable: bool) -> Result<Granted> {
         assert!(pages > 0, "a grant of no pages");
         let flags = if is_writable { WRITABLE } else { 0 };
@@ -118,20 +118,20 @@ impl Gntalloc {
     }
 }
 
-/// Pages that are granted as long as this lives. Those that somebody has mapped are the kernel's to keep until they are
-/// mapped no more.
+/// Granted pages. The grants end when this value is dropped. The kernel keeps pages that the other domain has mapped
+/// until they are unmapped.
 #[derive(Debug)]
 pub struct Granted {
-    /// What the other side names them by.
+    /// The grant references, by which the other domain names the pages.
     pub refs: Vec<GrantRef>,
-    /// Their bytes.
+    /// The bytes of the pages.
     pub bytes: Segment,
 }
 
 /// The mapping of pages that the device has made.
 struct Pages {
     device: Arc<File>,
-    /// By which the device knows them; also their place in it, in bytes.
+    /// The device's number for the pages. It is also their offset in the device, in bytes.
     index: u64,
     count: u32,
     base: NonNull<u8>,
@@ -205,22 +205,22 @@ impl UnboundPort {
         Ok(Self { device, port: Port(port) })
     }
 
-    /// Its number.
+    /// The channel's port.
     pub fn port(&self) -> Port {
         self.port
     }
 
-    /// Rings. Nothing happens when nobody is bound to it.
+    /// Signals the other domain. Nothing happens when no domain is bound to the channel.
     pub fn notify(&self) {
         let mut argument: Number = self.port.0;
         // SAFETY: the argument of this call, which the device only reads.
         let _ = unsafe { call(&self.device, NOTIFY, &raw mut argument) };
     }
 
-    /// Waits until the other side rings, and takes all its rings; false when it has not by then.
+    /// Waits for a signal of the other domain, at most for `limit`. Takes all signals that have come. False when none came.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub fn wait(&self, limit: Duration) -> Result<bool> {
         let failed = |e: io::Error| Error::io("wait for an event channel", e);
         let limit = Timespec::try_from(limit).expect("a limit is short");

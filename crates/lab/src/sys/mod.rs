@@ -1,6 +1,5 @@
-//! The system calls of the Xen stand-in that the compiler cannot check: copies between processes, and pages that come and
-//! go inside one mapping; and the devices by which a program is a front end on a real Xen. The only place of this crate
-//! with `unsafe` in it.
+//! The only place of this crate with `unsafe`: system calls that the compiler cannot check. They copy between processes,
+//! put pages into a mapping and take them out again, and use the devices by which a program is a front end on a real Xen.
 #![allow(unsafe_code)]
 
 mod atomic;

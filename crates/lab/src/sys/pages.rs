@@ -1,8 +1,8 @@
 //! Pages of a guest's memory that are put into this process's page tables and taken out again.
 //!
-//! A [`Window`] is one mapping of the whole memory. What a map of grants costs on Xen, it costs here in kind: page table
-//! entries are made for the pages (`MADV_POPULATE_*`), and are removed, with a flush of the TLBs, when the pages are given
-//! back (`MADV_DONTNEED`). The mapping itself stays, for making and removing one is work that Xen does not do.
+//! A [`Window`] is one mapping of the whole memory. A map of grants does the same work here as on Xen: it makes page table
+//! entries for the pages (`MADV_POPULATE_*`). When the pages are given back, the entries are removed and the TLBs are
+//! flushed (`MADV_DONTNEED`). The mapping itself stays, as Xen does not make or remove one either.
 
 use std::cell::RefCell;
 use std::io;
@@ -16,7 +16,7 @@ use spile_xen::XEN_PAGE_BYTES;
 
 use super::remote::BATCH;
 
-/// This very process, whatever its number is (linux/pidfd.h).
+/// The calling process (PIDFD_SELF in linux/pidfd.h).
 const PIDFD_SELF: libc::c_int = -10000;
 
 thread_local! {
@@ -56,12 +56,12 @@ impl Window {
         Ok(Self { base, len, is_writable })
     }
 
-    /// Where it is.
+    /// The address of the mapping.
     pub fn address(&self) -> usize {
         self.base.as_ptr() as usize
     }
 
-    /// Makes a page that no access reaches, by whichever way.
+    /// Makes a page inaccessible, for tests: every access to it faults.
     #[cfg(test)]
     pub fn forbid(&self, frame: u32) {
         let start = self.range(Run { first: frame, count: 1 });
@@ -71,8 +71,8 @@ impl Window {
         }
     }
 
-    /// Puts the frames into the page tables: one segment for each, in order. When the last is dropped they are taken out
-    /// together, and then `release` is dropped.
+    /// Puts the frames into the page tables, and returns one segment for each, in order. When the last segment is dropped,
+    /// all are taken out together, and then `release` is dropped.
     ///
     /// # Panics
     /// When a frame is not inside the window.

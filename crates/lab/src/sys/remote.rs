@@ -6,24 +6,24 @@ use std::io;
 use spile_mem::Segment;
 use spile_xen::Way;
 
-/// The most pieces of one system call (UIO_MAXIOV).
+/// The largest number of pieces in one system call (UIO_MAXIOV).
 pub(crate) const BATCH: usize = 1024;
 
 /// The other process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Remote {
     pub pid: i32,
-    /// Where its memory begins, there.
+    /// The address of the guest's memory in that process.
     pub base: usize,
 }
 
-/// Bytes here, and where they are in the other's memory.
+/// A piece of a copy: bytes of this process, and their place in the other process's memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece<'a> {
     pub segment: &'a Segment,
     pub at: usize,
     pub len: usize,
-    /// From the start of the other's memory.
+    /// The offset from the start of the other process's memory, in bytes.
     pub remote_offset: usize,
 }
 
@@ -43,7 +43,7 @@ thread_local! {
 /// `remote.base`, which must be memory that is only ever reached by raw copies.
 ///
 /// # Errors
-/// What the system says, when nothing was copied.
+/// The system's error, when nothing was copied.
 ///
 /// # Panics
 /// When a piece is not inside its segment, or there are too many.

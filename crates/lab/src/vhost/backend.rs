@@ -1,4 +1,4 @@
-//! The channel by which the server asks something of us.
+//! The channel on which the server sends requests to the front end.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -10,16 +10,16 @@ use spile_core::{Error, Result};
 use super::proto::{BACKEND_CONFIG_CHANGE, FLAG_NEED_REPLY, FLAG_REPLY, Header, VERSION};
 use super::raw::Socket;
 
-/// What the server asks.
+/// A request of the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BackendRequest {
-    /// To read the configuration again.
+    /// The configuration has changed and should be read again.
     ConfigChange,
-    /// Something that a block device has no use for.
+    /// A request that a block device has no use for.
     Other(u32),
 }
 
-/// Our end of the channel.
+/// The front end's end of the channel.
 #[derive(Debug)]
 pub struct BackendChannel {
     socket: Socket,

@@ -2,10 +2,10 @@
 
 use super::proto::feature;
 
-/// What the device says of itself. Fields that its features do not cover hold what the server put there.
+/// The configuration of a device. Fields that its features do not cover hold whatever the server put there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlkConfig {
-    /// Sectors of 512 bytes.
+    /// The size in sectors of 512 bytes.
     pub capacity_sectors: u64,
     /// The longest segment in bytes.
     pub size_max: u32,
@@ -13,9 +13,9 @@ pub struct BlkConfig {
     pub seg_max: u32,
     /// The logical block in bytes.
     pub block_bytes: u32,
-    /// The write cache is on.
+    /// 1 when the write cache is on.
     pub writeback: u8,
-    /// Queues.
+    /// The number of queues.
     pub queues: u16,
     /// The most sectors of one discard segment.
     pub max_discard_sectors: u32,
@@ -34,7 +34,7 @@ pub struct BlkConfig {
 impl BlkConfig {
     /// The bytes asked of a server: up to the write-zeroes fields, as QEMU does.
     pub const BYTES: usize = 60;
-    /// Where the write cache's switch is.
+    /// The offset of the write cache's switch, in bytes.
     pub const WRITEBACK_AT: u32 = 32;
 
     /// From the bytes of the configuration, little-endian.

@@ -14,7 +14,7 @@ use super::link::Link;
 use super::log::DirtyLog;
 use super::memory::{GuestMemory, MemoryOptions, Region};
 use super::proto::{InflightPayload, Request, VRING_LOG, VringAddresses, feature, protocol_feature};
-use super::queue::{Queue, Shared, signal};
+use super::queue::{Queue, QueueHandles, signal};
 use super::raw::broken;
 use layout::Layout;
 
@@ -44,10 +44,10 @@ const KNOWN_PROTOCOL: u64 = protocol_feature::MQ
     | protocol_feature::INFLIGHT_SHMFD
     | protocol_feature::CONFIGURE_MEM_SLOTS;
 
-/// Between two tries to reach a server that is gone.
+/// The wait between two tries to reach a server that is gone.
 const RETRY: Duration = Duration::from_millis(5);
 
-/// What is to be negotiated.
+/// The features that may be negotiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceOptions {
     /// The virtio features that may be used.
@@ -63,7 +63,7 @@ impl Default for DeviceOptions {
 }
 
 impl DeviceOptions {
-    /// Everything but these virtio features.
+    /// All features except the given virtio features.
     pub fn without(features: u64) -> Self {
         Self { features: KNOWN & !features, ..Self::default() }
     }
@@ -72,7 +72,7 @@ impl DeviceOptions {
 /// The queues of a device and their memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueOptions {
-    /// Queues.
+    /// The number of queues.
     pub queues: u16,
     /// Slots of each: requests that can be outstanding.
     pub depth: u16,
@@ -82,11 +82,11 @@ pub struct QueueOptions {
     pub segment_bytes: Option<u32>,
     /// The least descriptors of a ring (a power of two); it has more when the slots need more.
     pub ring_size: u16,
-    /// Regions of the memory.
+    /// The number of regions of the memory.
     pub regions: usize,
-    /// Guest addresses that belong to nobody between two regions.
+    /// The number of unused guest addresses between two regions.
     pub gap_bytes: u64,
-    /// Pages of 2 MiB.
+    /// Uses pages of 2 MiB.
     pub huge_pages: bool,
     /// Regions are added one by one (ADD_MEM_REG) instead of all at once (SET_MEM_TABLE).
     pub add_regions: bool,
@@ -123,12 +123,12 @@ pub struct Device {
     started: Option<Started>,
 }
 
-/// What the server was given when the queues were started, and is given again when it comes back.
+/// What the server gets when the queues are started, and gets again when it comes back.
 #[derive(Debug)]
 struct Started {
     memory: GuestMemory,
     add_regions: bool,
-    queues: Vec<Arc<Shared>>,
+    queues: Vec<Arc<QueueHandles>>,
     inflight: Option<(InflightPayload, OwnedFd)>,
     log: Option<DirtyLog>,
 }
@@ -178,7 +178,7 @@ impl Device {
         self.max_queues
     }
 
-    /// The connection, for messages of one's own.
+    /// The connection, for messages that a test sends itself.
     pub fn connection(&self) -> &Connection {
         &self.connection
     }
@@ -245,7 +245,7 @@ impl Device {
         let event_idx = self.features & feature::EVENT_IDX != 0;
         let (mut shared, mut queues) = (Vec::new(), Vec::new());
         for _ in 0..options.queues {
-            let ring = Arc::new(Shared::new(layout.take_ring(&mut memory)?, layout.ring_size)?);
+            let ring = Arc::new(QueueHandles::new(layout.take_ring(&mut memory)?, layout.ring_size)?);
             let queue_memory = layout.take_queue(&mut memory)?;
             queues.push(Queue::new(ring.clone(), self.link.clone(), event_idx, queue_memory)?);
             shared.push(ring);
@@ -262,7 +262,8 @@ impl Device {
         Ok(queues)
     }
 
-    /// Stops all rings; what was popped is answered first. Returns the base of each, for [`Device::resume`].
+    /// Stops all rings. The server answers the requests that it has taken first. Returns the base of each ring, for
+    /// [`Device::resume`].
     ///
     /// # Errors
     /// When the connection is lost.
@@ -328,7 +329,7 @@ impl Device {
         })
     }
 
-    /// [`Device::reconnect`]; `pause` waits between two tries, and returns false to give up.
+    /// As [`Device::reconnect`]. `pause` waits between two tries, and returns false to give up.
     pub(crate) fn reconnect_while(&mut self, patience: Duration, pause: impl Fn(Duration) -> bool) -> Result<()> {
         if !self.can_reconnect() {
             let error =
@@ -380,7 +381,7 @@ impl Device {
         self.backend = None;
     }
 
-    /// Where the server listens.
+    /// The path of the server's socket.
     pub fn path(&self) -> &Path {
         &self.path
     }

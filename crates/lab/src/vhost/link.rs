@@ -1,4 +1,4 @@
-//! What a queue's thread may know of the connection that another thread looks after.
+//! The state of a connection, as another thread's queues see it.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
@@ -9,11 +9,11 @@ use spile_core::{Error, ErrorKind};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum LinkState {
-    /// The server is there, as far as is known.
+    /// The server is connected, as far as is known.
     Up = 0,
-    /// It is gone and may come back; what is outstanding stays so.
+    /// The server is gone and may come back. Requests in flight stay in flight.
     Broken = 1,
-    /// It is gone for good.
+    /// The server is gone for good.
     Lost = 2,
 }
 
@@ -35,7 +35,7 @@ impl Link {
         }
     }
 
-    /// How often the connection was taken up again.
+    /// The number of times that the connection was taken up again.
     pub fn reconnects(&self) -> u32 {
         self.reconnects.load(Ordering::Relaxed)
     }

@@ -31,12 +31,12 @@ impl DirtyLog {
         Ok(Self { file, bytes })
     }
 
-    /// The file.
+    /// The file that holds the log.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 
-    /// Its length in bytes.
+    /// The length of the log in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.bytes.len() as u64
     }

@@ -1,4 +1,4 @@
-//! Memory as a guest has it: one file in memory, mapped here, that servers map too, cut into regions of guest addresses.
+//! The memory of a guest: one memory file, cut into regions of guest addresses. This process and the server both map it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -18,7 +18,7 @@ pub struct MemoryOptions {
     pub len_bytes: u64,
     /// Regions, at least one.
     pub regions: usize,
-    /// Guest addresses that belong to nobody between two regions.
+    /// The number of unused guest addresses between two regions.
     pub gap_bytes: u64,
     /// The guest address of the first region.
     pub guest_base: u64,
@@ -36,13 +36,13 @@ impl MemoryOptions {
 /// One region.
 #[derive(Clone, Debug)]
 pub struct Region {
-    /// Where it is for the guest.
+    /// The guest address of its first byte.
     pub guest_address: u64,
-    /// Where it starts in the file.
+    /// The offset of its first byte in the file.
     pub file_offset: u64,
     /// Its bytes.
     pub bytes: Segment,
-    /// How many of them were handed out.
+    /// The number of bytes that were handed out.
     taken: usize,
 }
 
@@ -61,7 +61,7 @@ impl Region {
 /// A piece of guest memory.
 #[derive(Clone, Debug)]
 pub struct Area {
-    /// Where it is for the guest.
+    /// The guest address of its first byte.
     pub address: u64,
     /// Its bytes.
     pub bytes: Segment,
@@ -82,7 +82,7 @@ impl Area {
     }
 }
 
-/// A guest's memory. What is taken from it stays taken.
+/// A guest's memory. Areas that were taken are never given back.
 #[derive(Debug)]
 pub struct GuestMemory {
     file: OwnedFd,
@@ -90,7 +90,7 @@ pub struct GuestMemory {
 }
 
 impl GuestMemory {
-    /// Makes it, zeroed.
+    /// Makes zeroed memory.
     ///
     /// # Errors
     /// `Exhausted` or `NoSpace` when there is not so much memory, or there are not so many huge pages.
@@ -110,7 +110,7 @@ impl GuestMemory {
         Ok(Self { file, regions: (0..regions).map(region).collect() })
     }
 
-    /// The file.
+    /// The file that holds the memory.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }

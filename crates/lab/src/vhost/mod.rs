@@ -1,13 +1,15 @@
 //! A vhost-user-blk front end: what QEMU and a guest's virtio-blk driver are to a server.
 //!
-//! From the outside in: a [`Device`] connects, negotiates, gives the server its memory and starts queues; a [`Queue`] is
-//! the data path of one virtqueue, without an allocation per request; a [`Watch`] looks after the connection while queues
-//! work on other threads, and takes it up again when the server comes back. Below them, and of use to tests on their
-//! own: [`GuestMemory`], the [`Ring`] with raw access to all of its parts, [`Connection`] with one method a message, and
-//! [`Socket`] for messages that no well-behaved front end would send.
+//! - A [`Device`] connects, negotiates, gives the server its memory and starts queues.
+//! - A [`Queue`] is the data path of one virtqueue. It allocates nothing for a request.
+//! - A [`Watch`] looks after the connection while queues work on other threads. It takes the connection up again when the
+//!   server comes back.
 //!
-//! Written from the vhost-user specification (as of QEMU 10) and from virtio 1.2; where the first leaves a choice, it does
-//! what QEMU does. Little-endian rings (virtio 1), one byte order with the server for messages.
+//! Tests also use the parts below: [`GuestMemory`], the [`Ring`] with raw access to all of its parts, [`Connection`] with
+//! one method for each message, and [`Socket`] for messages that no well-behaved front end would send.
+//!
+//! Written from the vhost-user specification (as of QEMU 10) and from virtio 1.2. Where the former leaves a choice, this
+//! front end does what QEMU does. Little-endian rings (virtio 1), one byte order with the server for messages.
 
 mod backend;
 mod config;

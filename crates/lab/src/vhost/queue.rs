@@ -1,8 +1,8 @@
-//! The data path of one virtqueue: slots with fixed memory, of which each can hold one request at a time.
+//! The data path of one virtqueue. Its slots have fixed memory, and each slot can hold one request at a time.
 //!
 //! A slot's descriptors, header, status and data never move, so a request costs a header, at most a few descriptors, and
-//! one entry of the available ring. Sleeping is one system call: the call eventfd is watched edge-triggered, so that it
-//! need not be read.
+//! one entry of the available ring. A sleep is one system call: the call eventfd is watched edge-triggered, so that nobody
+//! has to read it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -25,9 +25,9 @@ use crate::queue::{Completion, GuestQueue};
 /// Looks at the used ring between two looks at the clock: a few microseconds.
 const SPINS: u32 = 100;
 
-/// What of a queue its device needs too: where its ring is, and both eventfds.
+/// The parts of a queue that its device uses too: the ring's memory, and both eventfds.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct QueueHandles {
     pub parts: RingParts,
     /// Descriptor table, available ring, used ring.
     pub areas: [Area; 3],
@@ -35,7 +35,7 @@ pub(crate) struct Shared {
     pub call: OwnedFd,
 }
 
-impl Shared {
+impl QueueHandles {
     pub fn new(areas: [Area; 3], size: u16) -> Result<Self> {
         let event = || {
             let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -76,7 +76,7 @@ pub(crate) struct QueueMemory {
 #[derive(Debug)]
 struct Slot {
     memory: SlotMemory,
-    /// What its descriptors describe.
+    /// The operation and length that the slot's descriptors describe now.
     shape: Option<(Op, u32)>,
     outstanding: bool,
 }
@@ -84,7 +84,7 @@ struct Slot {
 /// One virtqueue with its slots. It belongs to one thread.
 #[derive(Debug)]
 pub struct Queue {
-    shared: Arc<Shared>,
+    shared: Arc<QueueHandles>,
     link: Arc<Link>,
     ring: Ring,
     calls: OwnedFd,
@@ -101,7 +101,12 @@ pub struct Queue {
 }
 
 impl Queue {
-    pub(crate) fn new(shared: Arc<Shared>, link: Arc<Link>, event_idx: bool, memory: QueueMemory) -> Result<Self> {
+    pub(crate) fn new(
+        shared: Arc<QueueHandles>,
+        link: Arc<Link>,
+        event_idx: bool,
+        memory: QueueMemory,
+    ) -> Result<Self> {
         let failed = |e: rustix::io::Errno| Error::io("cannot watch an eventfd", e.into());
         let calls = epoll::create(CreateFlags::CLOEXEC).map_err(failed)?;
         let flags = EventFlags::IN | EventFlags::ET;
@@ -146,7 +151,7 @@ impl Queue {
         (if self.indirect { slot } else { slot * self.chain }) as u16
     }
 
-    /// What a GET_ID of a slot has brought, 20 bytes.
+    /// The name that a GET_ID in this slot has brought, 20 bytes.
     pub fn id(&self, slot: usize) -> Segment {
         let at = slot * META_BYTES + ID_AT;
         self.meta.bytes.slice(at..at + super::request::ID_BYTES)
@@ -169,12 +174,12 @@ impl Queue {
         &self.link
     }
 
-    /// The ring, to look at.
+    /// The ring, for reading.
     pub fn ring(&self) -> &Ring {
         &self.ring
     }
 
-    /// The ring, for chains of one's own; what they bring must be taken from the ring too.
+    /// The ring, for chains that a test pushes itself. The test must also take their answers from the ring.
     pub fn ring_mut(&mut self) -> &mut Ring {
         &mut self.ring
     }
@@ -184,7 +189,7 @@ impl Queue {
         self.shared.kick.as_fd()
     }
 
-    /// The eventfd by which the server wakes us.
+    /// The eventfd by which the server wakes the queue.
     pub fn call_fd(&self) -> BorrowedFd<'_> {
         self.shared.call.as_fd()
     }
@@ -224,7 +229,7 @@ impl Queue {
         self.meta.bytes.store_u8(slot * META_BYTES + STATUS_AT, STATUS_NONE, Ordering::Relaxed);
     }
 
-    /// Waits for a call, answered or not, at most so long.
+    /// Waits for a call of the server, at most for `timeout`.
     fn wait_for_call(&self, mut timeout: Duration) -> Result<()> {
         // The system call below counts in milliseconds, which is too coarse for one who paces requests.
         if timeout < Duration::from_secs(1) {

@@ -1,4 +1,4 @@
-//! Messages as bytes: whatever one wants to send, to the letter, and whatever comes back.
+//! Messages as bytes. A test can send any bytes and sees all bytes that come back.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -16,14 +16,14 @@ use spile_core::{Error, ErrorKind, Result, ResultExt};
 
 use super::proto::{HEADER_BYTES, Header, Request, VERSION};
 
-/// How long a server may take over one message.
+/// The time that a server may take for one message.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The most payload that a reply may have, in bytes.
+/// The largest payload of a reply, in bytes.
 const MAX_PAYLOAD_BYTES: u32 = 64 << 10;
-/// The most descriptors taken with one reply.
+/// The largest number of descriptors taken with one reply.
 const MAX_FDS: usize = 32;
 
-/// A message that came.
+/// A received message.
 #[derive(Debug)]
 pub struct Message {
     /// Its header.
@@ -71,7 +71,7 @@ impl Socket {
         Ok(socket)
     }
 
-    /// Sets how long a send or a receive may wait; above zero.
+    /// Sets how long a send or a receive may wait. Must be above zero.
     ///
     /// # Errors
     /// When the socket refuses.

@@ -1,7 +1,7 @@
 //! The driver's side of a split virtqueue (virtio 1.2, 2.7), and raw access to all of its parts.
 //!
-//! Only memory: who is told of what, and how, is the business of the queue above. The server on the other side is not
-//! trusted: a used index that runs ahead of what was made available is an error.
+//! This module only reads and writes memory. The queue above sends and waits for notifications. The server is not trusted:
+//! a used index that runs ahead of what was made available is an error.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -68,7 +68,7 @@ impl DescriptorTable {
     /// Writes descriptor `index`.
     ///
     /// # Panics
-    /// When the table has no such.
+    /// When the table has no descriptor of that number.
     pub fn set(&self, index: usize, descriptor: Descriptor) {
         self.0.copy_from_slice(index * DESC_BYTES, &descriptor.to_bytes());
     }
@@ -76,7 +76,7 @@ impl DescriptorTable {
     /// Reads descriptor `index`.
     ///
     /// # Panics
-    /// When the table has no such.
+    /// When the table has no descriptor of that number.
     pub fn get(&self, index: usize) -> Descriptor {
         Descriptor::parse(self.0.read_array(index * DESC_BYTES))
     }
@@ -91,7 +91,7 @@ pub struct Used {
     pub len_bytes: u32,
 }
 
-/// The memory of a ring, every field of it open to be read and written.
+/// The memory of a ring. Every field can be read and written.
 #[derive(Clone, Debug)]
 pub struct RingParts {
     /// The descriptor table.
@@ -256,7 +256,7 @@ impl Ring {
         !self.has_used()
     }
 
-    /// Wants no calls for a while. With EVENT_IDX nothing has to be done: the wish is passed once and not again.
+    /// Asks for no calls for a while. With EVENT_IDX this needs nothing: each wish for a call counts once.
     pub fn disarm(&self) {
         if !self.event_idx {
             self.parts.set_available_flags(AVAIL_NO_INTERRUPT);

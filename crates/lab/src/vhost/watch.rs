@@ -16,8 +16,8 @@ use super::queue::signal;
 /// Called with the new configuration when the server says that it has changed.
 pub type OnConfig = Box<dyn FnMut(&BlkConfig) + Send>;
 
-/// A thread that owns the device: it notices when the server goes away, takes the connection up again if told so, and
-/// serves what the server asks. Queues learn of it by their [`Link`](super::Link).
+/// A thread that owns a device. It notices when the server goes away, takes the connection up again if it was told to, and
+/// answers the server's requests. Queues see the state of the connection in their [`Link`](super::Link).
 #[derive(Debug)]
 pub struct Watch {
     thread: JoinHandle<Device>,
@@ -25,7 +25,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts watching. With `patience`, a broken connection is taken up again, waiting so long for the server.
+    /// Starts watching. With `patience`, a broken connection is taken up again; the server has that much time to come back.
     ///
     /// # Errors
     /// `Unsupported` when the server cannot take up requests in flight but `patience` was given.
@@ -42,7 +42,7 @@ impl Watch {
         Ok(Self { thread, stop })
     }
 
-    /// Ends the watching and returns the device.
+    /// Stops watching, and returns the device.
     ///
     /// # Panics
     /// When the callback has panicked.

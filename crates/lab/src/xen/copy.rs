@@ -1,4 +1,4 @@
-//! Grant copies: every piece is checked by itself, all that pass go in one system call.
+//! Grant copies. Each piece is checked by itself. All pieces that pass are copied with one system call.
 
 use std::cell::RefCell;
 
@@ -14,7 +14,7 @@ thread_local! {
     static PASSED: RefCell<Vec<(usize, u32)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Does `ops`, and notes those that fail in `statuses`, which are all good at first.
+/// Runs the copies `ops`, and writes the status of each that fails to `statuses`. All statuses must be good at first.
 ///
 /// # Errors
 /// When this process may not reach into the guest's at all.
@@ -100,7 +100,7 @@ fn move_all(
     Ok(())
 }
 
-/// How many pieces of the batch are wholly within its first `moved` bytes.
+/// The number of pieces of the batch that lie wholly within its first `moved` bytes.
 fn whole_pieces(batch: &[(usize, u32)], ops: &[CopyOp], moved: usize) -> usize {
     let mut end = 0;
     let is_whole = |(number, _): &&(usize, u32)| {

@@ -1,4 +1,4 @@
-//! What the host knows of domains: what they share, and their event channels.
+//! The host's list of domains: their shared memory, and their event channels.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,9 +14,9 @@ use spile_xen::DomId;
 use super::guest::SEALS;
 use super::message::{Message, Words, call};
 
-/// The most event channels of a domain.
+/// The largest number of event channels of a domain.
 const MAX_PORTS: usize = 1024;
-/// Numbers from here on have other meanings on Xen (DOMID_FIRST_RESERVED).
+/// Domain numbers from here on have other meanings on Xen (DOMID_FIRST_RESERVED).
 const MAX_DOMAIN: u16 = 0x7ff0;
 
 struct Channel {
@@ -60,7 +60,7 @@ impl Reply<'_> {
     }
 }
 
-/// What has become of the domains by a request.
+/// What a request has changed among the domains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     /// The sender is now this domain.
@@ -125,7 +125,7 @@ impl Domains {
         u16::try_from(id).ok().and_then(|id| self.all.get_mut(&DomId(id))).ok_or(Errno::NOENT)
     }
 
-    /// Any other request, from domain 0 when `sender` says nothing.
+    /// Runs any other request. It is from domain 0 when `sender` is `None`.
     pub fn answer(&mut self, sender: Option<DomId>, words: &Words) -> Result<Reply<'_>, Errno> {
         let own = sender.map_or(u64::MAX, |id| u64::from(id.0));
         match (words[0], words[1]) {

@@ -15,30 +15,30 @@ use spile_xen::{DomId, GrantRef, Port, XEN_PAGE_BYTES};
 use super::message::{Link, call, fds};
 use super::table::{Entry, Table, flag};
 
-/// What a guest's grant table has on Xen by default: 64 pages of 512 entries.
+/// The number of entries of a guest's grant table, as on Xen by default: 64 pages of 512 entries.
 pub const GRANT_ENTRIES: u32 = 64 * 512;
 /// The first entries belong to the toolstack on Xen.
 const FIRST_GRANT: u32 = 8;
 
-/// Pages that follow each other.
+/// A run of pages of the guest's memory.
 #[derive(Clone, Debug)]
 pub struct Frames {
-    /// The number of the first.
+    /// The frame number of the first page.
     pub first: u32,
-    /// Their bytes.
+    /// The bytes of all pages.
     pub bytes: Segment,
 }
 
 impl Frames {
-    /// How many.
+    /// The number of pages.
     pub fn count(&self) -> u32 {
         (self.bytes.len() / XEN_PAGE_BYTES) as u32
     }
 
-    /// One of them.
+    /// The bytes of one page.
     ///
     /// # Panics
-    /// When there are not so many.
+    /// When the run has fewer pages.
     pub fn page(&self, number: u32) -> Segment {
         let at = number as usize * XEN_PAGE_BYTES;
         self.bytes.slice(at..at + XEN_PAGE_BYTES)
@@ -48,16 +48,16 @@ impl Frames {
 /// The guest's end of an event channel.
 #[derive(Debug)]
 pub struct EventPort {
-    /// Its number.
+    /// The channel's port.
     pub port: Port,
-    /// What the guest rings.
+    /// The eventfd by which the guest signals the back end.
     pub kick: OwnedFd,
-    /// What the back end rings.
+    /// The eventfd by which the back end signals the guest.
     pub call: OwnedFd,
 }
 
 impl EventPort {
-    /// Rings. It can only fail when it has been rung without end.
+    /// Signals the back end. This can fail only when the eventfd's counter is full, and then the back end will look anyway.
     pub fn notify(&self) {
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
@@ -65,17 +65,18 @@ impl EventPort {
 
 #[derive(Debug)]
 struct Free {
-    /// Frames that were taken.
+    /// The number of frames that were taken.
     taken: u32,
-    /// Runs of them that were given back.
+    /// Runs of frames that were given back.
     frames: Vec<Frames>,
-    /// Entries that were never used begin here.
+    /// The first entry that was never used.
     next: u32,
-    /// Entries that were given back.
+    /// Entries of the grant table that were given back.
     grants: Vec<GrantRef>,
 }
 
-/// A domain, which lives as long as this. Its process allows others of the same user to copy from and to its memory.
+/// A domain. It ends when this value is dropped. Its process allows other processes of the same user to copy from and to
+/// its memory.
 pub struct Guest {
     id: DomId,
     dir: PathBuf,
@@ -86,7 +87,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Makes domain `id` of the host in `dir`, with so many bytes of memory (rounded up to pages), zeroed.
+    /// Makes domain `id` on the host in `dir`, with `memory_bytes` of zeroed memory, rounded up to pages.
     ///
     /// # Errors
     /// `Exists` when there is such a domain, `InvalidInput` for domain 0, or when there is no host.
@@ -94,7 +95,7 @@ impl Guest {
         Self::create_with_grants(dir, id, memory_bytes, GRANT_ENTRIES)
     }
 
-    /// [`Guest::create`], with a grant table of so many entries (at least 512).
+    /// As [`Guest::create`], with a grant table of a given number of entries (at least 512).
     ///
     /// # Errors
     /// As [`Guest::create`].
@@ -116,22 +117,22 @@ impl Guest {
         Ok(Self { id, dir: dir.to_owned(), link, memory, table: Table::new(table), free })
     }
 
-    /// Its number.
+    /// The domain's number.
     pub fn id(&self) -> DomId {
         self.id
     }
 
-    /// The socket by which it speaks to xenstored.
+    /// The socket on which the guest speaks to xenstored.
     pub fn xenstored(&self) -> PathBuf {
         self.dir.join(format!("xenstored-{}", self.id))
     }
 
-    /// All its memory.
+    /// All memory of the guest.
     pub fn memory(&self) -> &Segment {
         &self.memory
     }
 
-    /// Its grant table, for what no well-behaved guest does.
+    /// The guest's grant table. A test can do with it what no well-behaved guest does.
     pub fn table(&self) -> &Table {
         &self.table
     }
@@ -143,7 +144,7 @@ impl Guest {
     /// Takes pages of its memory.
     ///
     /// # Errors
-    /// `Exhausted` when there are not so many left.
+    /// `Exhausted` when too few are left.
     pub fn take_frames(&self, count: u32) -> Result<Frames> {
         let mut free = self.free();
         if let Some(place) = free.frames.iter().position(|frames| frames.count() == count) {
@@ -158,12 +159,12 @@ impl Guest {
         Ok(Frames { first, bytes: self.memory.slice(at..at + count as usize * XEN_PAGE_BYTES) })
     }
 
-    /// Gives pages back. They are taken again as they are, by whoever wants as many.
+    /// Gives pages back. Their content stays, and the next taker of a run of that length gets them.
     pub fn give_frames(&self, frames: Frames) {
         self.free().frames.push(frames);
     }
 
-    /// Takes an entry of the grant table, which grants nothing yet.
+    /// Takes an entry of the grant table. The entry grants nothing yet.
     ///
     /// # Errors
     /// `Exhausted` when the table is full.
@@ -188,7 +189,7 @@ impl Guest {
         Ok(gref)
     }
 
-    /// Revokes a grant; false when somebody uses it just now, and nothing has changed.
+    /// Revokes a grant. False when it is in use; then nothing has changed.
     pub fn end_access(&self, gref: GrantRef) -> bool {
         let is_ended = self.table.end_access(gref);
         if is_ended {
@@ -200,7 +201,7 @@ impl Guest {
     /// Makes an event channel that `remote` may bind to.
     ///
     /// # Errors
-    /// `NoSpace` when it has too many (1024).
+    /// `NoSpace` when the guest has 1024 channels already.
     pub fn alloc_unbound(&self, remote: DomId) -> Result<EventPort> {
         let reply = self.link.call("cannot make an event channel", &[call::ALLOC_UNBOUND, u64::from(remote.0)], &[])?;
         let port = Port(reply.words[1] as u32);
@@ -208,10 +209,10 @@ impl Guest {
         Ok(EventPort { port, kick, call })
     }
 
-    /// Closes an event channel. Whoever is bound to it hears nothing from it any more.
+    /// Closes an event channel. The back end that is bound to it gets no more signals.
     ///
     /// # Errors
-    /// `NotFound` when it has no such port.
+    /// `NotFound` when the guest has no such port.
     pub fn close(&self, port: Port) -> Result<()> {
         self.link.call("cannot close the event channel", &[call::CLOSE, u64::from(port.0)], &[]).map(drop)
     }
@@ -240,5 +241,5 @@ fn sealed_file(name: &str, len_bytes: usize) -> Result<OwnedFd> {
     make().map_err(|e: Errno| Error::io("cannot make the guest's memory", e.into()))
 }
 
-/// What makes a file's length certain for good.
+/// Seals that keep a file's length as it is.
 pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);

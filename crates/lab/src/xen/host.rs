@@ -1,4 +1,4 @@
-//! The host: a folder of sockets with one thread behind them.
+//! The host: a folder of sockets, and one thread that serves them.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use spile_core::{Error, Result, ResultExt};
 
 use super::serve::Broker;
 
-/// A host of domains, which lives as long as this.
+/// A Xen host. It ends when this value is dropped.
 #[derive(Debug)]
 pub struct Host {
     dir: PathBuf,
@@ -19,10 +19,11 @@ pub struct Host {
 }
 
 impl Host {
-    /// Starts a host in `dir`, which is made if it is not there. Sockets that a killed host has left are replaced.
+    /// Starts a host in the folder `dir`, which is made if it does not exist. Sockets that a killed host has left are
+    /// replaced.
     ///
     /// # Errors
-    /// `Busy` when a host is there already, or with the path that could not be made.
+    /// `Busy` when a host serves the folder already; else with the path that could not be made.
     pub fn start(dir: &Path) -> Result<Self> {
         std::fs::create_dir_all(dir).map_err(|e| Error::io("cannot make the host's folder", e)).at_path(dir)?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| Error::io("cannot make an eventfd", e.into()))?;
@@ -33,12 +34,12 @@ impl Host {
         Ok(Self { dir: dir.to_owned(), stop, thread: Some(thread) })
     }
 
-    /// Its folder.
+    /// The host's folder.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The socket by which domain 0 speaks to xenstored.
+    /// The socket on which domain 0 speaks to xenstored.
     pub fn xenstored(&self) -> PathBuf {
         self.dir.join("xenstored")
     }

@@ -1,7 +1,7 @@
-//! The back end's side of the stand-in: grants and event channels as the front of Spile uses them.
+//! The back end's side of the imitated Xen: grants and event channels as `spile-front-blkif` uses them.
 //!
-//! The host is asked once about each domain. From then on every operation is checked against the domain's grant table in
-//! shared memory, and done by this process and the kernel: no third process is in the way, as there is none on Xen.
+//! This process asks the host once about each domain. From then on it checks every operation against the domain's grant
+//! table in shared memory, and does it together with the kernel. No third process takes part, as on Xen.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -32,12 +32,12 @@ impl Hypervisor {
     /// Connects to the host in `dir`.
     ///
     /// # Errors
-    /// When there is none.
+    /// When no host serves `dir`.
     pub fn connect(dir: &Path) -> Result<Self> {
         Ok(Self { link: Link::connect(dir)?, domains: RwLock::default() })
     }
 
-    /// Ends a domain as `xl destroy` does, at once; its process is told by nothing but that.
+    /// Ends a domain at once, as `xl destroy` does. Its process gets no other notice.
     ///
     /// # Errors
     /// `NotFound` when there is no such domain.
@@ -45,7 +45,7 @@ impl Hypervisor {
         self.link.call("cannot destroy the domain", &[call::DESTROY, u64::from(domain.0)], &[]).map(drop)
     }
 
-    /// What is known of a domain; the host is asked only when that is nothing, or when the domain has ended.
+    /// The description of a domain. The host is asked only when the domain is unknown or has ended.
     fn domain(&self, id: DomId) -> Result<Arc<Domain>> {
         let domains = self.domains.read().unwrap_or_else(PoisonError::into_inner);
         let known = domains.get(&id).filter(|domain| domain.is_alive()).cloned();
@@ -117,7 +117,7 @@ impl EventChannels for Hypervisor {
     }
 }
 
-/// A domain as the host described it.
+/// A domain, as the host has described it.
 pub(super) struct Domain {
     id: DomId,
     remote: Remote,
@@ -165,7 +165,7 @@ impl Domain {
         Ok(cell.get_or_init(|| window).clone())
     }
 
-    /// Begins uses of all `refs`, or of none.
+    /// Begins uses of all `refs`, or of none of them.
     fn begin_all(self: &Arc<Self>, refs: &[GrantRef], is_write: bool) -> Result<(Vec<u32>, Uses)> {
         let mut uses = Uses { domain: self.clone(), refs: Vec::with_capacity(refs.len()), is_write };
         let mut frames = Vec::with_capacity(refs.len());

@@ -1,5 +1,5 @@
-//! What goes over `DIR/hypervisor`: messages of six numbers, some with descriptors beside them, on a socket that keeps
-//! their borders (SOCK_SEQPACKET). A request is answered by one reply, whose first number is 0 or an errno.
+//! Messages on the socket `DIR/hypervisor`. Each has six numbers, and some carry file descriptors. The socket keeps the
+//! borders between messages (SOCK_SEQPACKET). Each request gets one reply, whose first number is 0 or an errno.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -17,7 +17,7 @@ use rustix::net::{
 };
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
-/// How long the host may take over an answer.
+/// The time that the host may take for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The most descriptors with one message.
 const MAX_FDS: usize = 4;
@@ -27,23 +27,27 @@ const BYTES: usize = WORDS * 8;
 /// The numbers of a message.
 pub(crate) type Words = [u64; WORDS];
 
-/// Requests: the first number, what follows it, and what the reply has.
+/// The kinds of requests. Each says which numbers follow, and what is in the reply.
 pub(crate) mod call {
-    /// The sender becomes a domain: its number, where its memory begins in its process; memory and grant table beside it.
+    /// The sender becomes a domain. Numbers: the domain, and the address of its memory in its process. Descriptors: memory,
+    /// grant table.
     pub const CREATE: u64 = 1;
-    /// About a domain: its number. The reply: process, where its memory begins there; memory, grant table, life.
+    /// Asks about a domain. Number: the domain. Reply: its process, the address of its memory there. Descriptors: memory,
+    /// grant table, and a page whose first number is 1 while the domain lives.
     pub const LOOK_UP: u64 = 2;
-    /// A port for a domain to bind to: its number. The reply: the port; the guest's eventfd, the back end's.
+    /// Makes a port that a domain can bind to. Number: that domain. Reply: the port. Descriptors: the guest's eventfd, the
+    /// back end's eventfd.
     pub const ALLOC_UNBOUND: u64 = 3;
-    /// Binds to a port: domain, port. The reply: the guest's eventfd, the back end's.
+    /// Binds to a port. Numbers: the domain, the port. Descriptors of the reply: the guest's eventfd, the back end's
+    /// eventfd.
     pub const BIND: u64 = 4;
-    /// Closes a port of the sender's.
+    /// Closes a port of the sender. Number: the port.
     pub const CLOSE: u64 = 5;
-    /// Ends a domain: its number. For domain 0 only.
+    /// Ends a domain. Number: the domain. Only domain 0 may ask for it.
     pub const DESTROY: u64 = 6;
 }
 
-/// A message that came.
+/// A message that was received.
 #[derive(Debug)]
 pub(crate) struct Message {
     pub words: Words,
@@ -127,7 +131,7 @@ impl Link {
         Ok(Self { socket: Mutex::new(socket), path })
     }
 
-    /// Leaves, and waits until the host has seen it.
+    /// Ends the connection, and waits until the host has seen that.
     pub fn leave(&self) {
         let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
         // A host that has gone, or does not answer, need not be waited for.
@@ -136,7 +140,7 @@ impl Link {
         }
     }
 
-    /// Asks, and waits for the reply.
+    /// Sends a request, and waits for the reply.
     ///
     /// # Errors
     /// `operation` with the errno of the reply, or `Io` and `TimedOut` when there is none.

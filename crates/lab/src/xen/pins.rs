@@ -1,4 +1,4 @@
-//! Which grants of a domain are in use here, and how often: so that two uses at once do not end each other.
+//! Counts how often each grant of a domain is in use in this process, so that the end of one use does not end another.
 //!
 //! The counts are this process's own. Two processes that use the same grant at the same moment may clear the mark in the
 //! table too early, which harms nobody but a guest that grants one page to two disks.
@@ -14,7 +14,7 @@ pub(crate) const BAD_PAGE: GrantStatus = GrantStatus(-9);
 struct Pin {
     readers: u32,
     writers: u32,
-    /// Holds while there are any: a guest cannot move a grant that is in use to another page.
+    /// The frame of the grant. It cannot change while the grant is in use.
     frame: u32,
 }
 
@@ -33,7 +33,7 @@ impl Pins {
         Self { table, us, frames, pins }
     }
 
-    /// Begins a use, and says of which frame.
+    /// Begins a use of a grant, and returns its frame.
     pub fn begin(&mut self, gref: GrantRef, is_write: bool) -> Result<u32, GrantStatus> {
         let pin = self.pins.get_mut(gref.0 as usize).ok_or(GrantStatus::BAD_GREF)?;
         let is_unused = pin.readers + pin.writers == 0;

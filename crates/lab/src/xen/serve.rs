@@ -1,4 +1,4 @@
-//! The host's thread: it waits for all sockets at once, and never for one of them.
+//! The host's thread. It waits for all sockets at once, and never for a single one.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind as IoKind, Read, Write};
@@ -20,23 +20,25 @@ use super::domains::{Change, Domains};
 use super::message::{Words, address, receive, send};
 use super::store::{ConnId, Xenstored};
 
-/// The most connections; more are closed as they come. A disk has three: two of its process's, one of its guest's.
+/// The largest number of connections. More are closed as soon as they come. A disk has three: two from its process, one
+/// from its guest.
 const MAX_CONNECTIONS: usize = 4096;
-/// The most connections to a guest's own xenstored.
+/// The largest number of connections to one guest's xenstored socket.
 const MAX_GUEST_SESSIONS: usize = 128;
-/// A wait where the system has no descriptor or memory for us: without it we would try again at once, without end.
+/// The wait after the system had no descriptor or no memory for a connection. Without it the thread would try again at
+/// once, without end.
 const BREATH: Duration = Duration::from_millis(10);
-/// Bytes taken from a connection before the others have their turn.
+/// The number of bytes taken from one connection before the other connections have their turn.
 const TURN_BYTES: usize = 16 << 10;
 
-/// Somebody at `DIR/hypervisor`.
+/// A connection to `DIR/hypervisor`.
 struct Caller {
     socket: OwnedFd,
-    /// Domain 0, when it has made none.
+    /// The domain that the connection has made; domain 0 when it has made none.
     domain: Option<DomId>,
 }
 
-/// Somebody at a xenstored's socket.
+/// A connection to a xenstored socket.
 struct Session {
     stream: UnixStream,
     id: ConnId,
@@ -44,7 +46,7 @@ struct Session {
     input: Vec<u8>,
 }
 
-/// What is ready.
+/// What a socket is ready for.
 #[derive(Clone, Copy)]
 enum Ready {
     Stop,
@@ -188,7 +190,7 @@ impl Broker {
         }
     }
 
-    /// Takes one message and sends its reply; false when there will be none any more.
+    /// Takes one message and sends its reply. False when the connection has ended.
     fn answer(&mut self, caller: &mut Caller) -> rustix::io::Result<bool> {
         let mut message = match receive(&caller.socket) {
             Ok(Some(message)) => message,
@@ -251,7 +253,7 @@ impl Broker {
         }
     }
 
-    /// Takes what has come and does all whole requests; false when the connection has ended.
+    /// Takes the bytes that have come, and runs all whole requests. False when the connection has ended.
     fn take_requests(&mut self, session: &mut Session) -> bool {
         let mut bytes = [0; TURN_BYTES];
         if !self.store.outbox(session.id).is_busy() {

@@ -1,16 +1,16 @@
 //! The states of a device's two sides (XenbusState in public/io/xenbus.h).
 
-/// There is no such node, or it says nothing.
+/// Unknown: there is no such node, or its value is not a state.
 pub const UNKNOWN: u32 = 0;
-/// Begins.
+/// Initialising: the device is being set up.
 pub const INITIALISING: u32 = 1;
-/// The back end waits for what the front end writes.
+/// InitWait: the back end has written its offers, and waits for the front end's keys.
 pub const INIT_WAIT: u32 = 2;
-/// The front end has written where its ring is.
+/// Initialised: the front end has written where its ring is.
 pub const INITIALISED: u32 = 3;
-/// In use.
+/// Connected: the device is in use.
 pub const CONNECTED: u32 = 4;
-/// Wants to end.
+/// Closing: this side wants to end the connection.
 pub const CLOSING: u32 = 5;
-/// Has ended.
+/// Closed: the connection has ended.
 pub const CLOSED: u32 = 6;

@@ -6,7 +6,7 @@
 //! | domain u16 | 2 |
 //! | frame u32 | 4 |
 //!
-//! Flags and domain are changed together, by compare-and-exchange, by the guest and by who uses the grant.
+//! The guest and the user of a grant both change flags and domain together, by compare-and-exchange.
 
 use std::sync::atomic::Ordering;
 
@@ -16,31 +16,31 @@ use spile_xen::{DomId, GrantRef, GrantStatus};
 use crate::sys::compare_exchange_u32;
 
 const ENTRY_BYTES: usize = 8;
-/// How often a claim is tried before the entry is taken for unstable, as on Xen.
+/// The number of times that a claim is tried before the entry counts as unstable, as on Xen.
 const MAX_TRIES: u32 = 5;
 
 /// Flags of an entry (GTF_*).
 pub mod flag {
     /// The type: the domain may use the page.
     pub const PERMIT_ACCESS: u16 = 1;
-    /// What of the flags is the type; 0 is an entry without use.
+    /// The bits of the flags that hold the type; 0: the entry grants nothing.
     pub const TYPE_MASK: u16 = 3;
-    /// For reading only.
+    /// The page may only be read.
     pub const READONLY: u16 = 4;
-    /// It is being read: set by who uses it.
+    /// The page is being read. The user of the grant sets this.
     pub const READING: u16 = 8;
-    /// It is being written.
+    /// The page is being written. The user of the grant sets this.
     pub const WRITING: u16 = 16;
 }
 
-/// An entry.
+/// An entry of a grant table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
     /// See [`flag`].
     pub flags: u16,
-    /// Who may use the page.
+    /// The domain that may use the page.
     pub domain: u16,
-    /// The page.
+    /// The frame number of the page.
     pub frame: u32,
 }
 
@@ -54,7 +54,7 @@ fn flags(word: u32) -> u16 {
     word as u16
 }
 
-/// A table, shared.
+/// A grant table in shared memory.
 #[derive(Clone, Debug)]
 pub struct Table(Segment);
 
@@ -64,7 +64,7 @@ impl Table {
         Self(bytes)
     }
 
-    /// How many entries it has.
+    /// The number of entries.
     pub fn entries(&self) -> u32 {
         (self.0.len() / ENTRY_BYTES) as u32
     }
@@ -92,14 +92,14 @@ impl Table {
         Entry { flags: flags(word), domain: (word >> 16) as u16, frame: self.frame(gref) }
     }
 
-    /// Writes an entry, whatever it was and whoever uses it: flags and domain last.
+    /// Writes an entry without a look at its old value or its use. Flags and domain are written last.
     pub fn set(&self, gref: GrantRef, entry: Entry) {
         let at = self.at(gref);
         self.0.store_u32(at + 4, entry.frame, Ordering::Release);
         self.0.store_u32(at, entry.word(), Ordering::Release);
     }
 
-    /// Revokes a grant, unless it is in use: false then.
+    /// Revokes a grant. False when it is in use; then nothing has changed.
     pub fn end_access(&self, gref: GrantRef) -> bool {
         let at = self.at(gref);
         let mut word = self.word(gref);
@@ -114,7 +114,7 @@ impl Table {
         }
     }
 
-    /// Marks a grant as in use, if `domain` may use it so.
+    /// Marks a grant as in use, if `domain` may use it in this way.
     pub(crate) fn claim(&self, gref: GrantRef, domain: DomId, is_write: bool) -> Result<(), GrantStatus> {
         let at = self.at(gref);
         let mut word = self.word(gref);
@@ -132,7 +132,7 @@ impl Table {
         Err(GrantStatus::GENERAL_ERROR)
     }
 
-    /// Takes marks of use away.
+    /// Removes marks of use.
     pub(crate) fn clear(&self, gref: GrantRef, use_flags: u16) {
         let at = self.at(gref);
         let mut word = self.word(gref);

@@ -11,19 +11,19 @@ use super::state;
 /// A virtual disk of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vbd {
-    /// Whose disk.
+    /// The guest that uses the disk.
     pub guest: DomId,
-    /// Who serves it.
+    /// The domain of the back end.
     pub backend: DomId,
-    /// The folder among the backend's, "vbd" unless another kind of back end shall serve it.
+    /// The name of the folder under `backend` in xenstore. It is "vbd" unless another kind of back end serves the disk.
     pub kind: String,
-    /// Its number for the guest: 51712 is xvda.
+    /// The disk's number in the guest: 51712 is xvda.
     pub device: u32,
-    /// What is served: `params`.
+    /// The key `params`: the image that is served.
     pub params: String,
     /// The guest may only read.
     pub is_readonly: bool,
-    /// More keys for the back end's folder, which also replace those that are written else.
+    /// More keys for the back end's folder. They replace keys of the same name.
     pub extra: Vec<(String, String)>,
 }
 
@@ -44,7 +44,7 @@ impl Vbd {
         format!("/local/domain/{}/device/vbd/{}", self.guest, self.device)
     }
 
-    /// The name that Linux gives to the device: xvda, xvdb …
+    /// The name that Linux gives to the device, such as xvda.
     fn name(&self) -> String {
         let letter = (self.device.saturating_sub(51712) / 16 % 26) as u8;
         format!("xvd{}", char::from(b'a' + letter))
@@ -82,11 +82,11 @@ impl Vbd {
     }
 }
 
-/// Adds a disk, in one transaction: the back end's folder belongs to the back end and the guest may read it, and the other
-/// way round.
+/// Adds a disk in one transaction. The back end owns its folder and the guest may read it; the guest owns the front end's
+/// folder and the back end may read it.
 ///
 /// # Errors
-/// Those of the store.
+/// As xenstore reports.
 pub fn add_vbd(store: &mut XenStore, vbd: &Vbd) -> Result<()> {
     let (front, back) = (vbd.frontend_path(), vbd.backend_path());
     let permissions = |owner, reader| {
@@ -111,10 +111,10 @@ pub fn add_vbd(store: &mut XenStore, vbd: &Vbd) -> Result<()> {
     })
 }
 
-/// Asks the back end to let a disk go, as `xl block-detach` does. Whether it has, [`wait_closed`] says.
+/// Asks the back end to let a disk go, as `xl block-detach` does. [`wait_closed`] waits until it has done so.
 ///
 /// # Errors
-/// Those of the store.
+/// As xenstore reports.
 pub fn detach_vbd(store: &mut XenStore, vbd: &Vbd) -> Result<()> {
     let back = vbd.backend_path();
     store.transaction(|store, tx| {
@@ -126,7 +126,7 @@ pub fn detach_vbd(store: &mut XenStore, vbd: &Vbd) -> Result<()> {
 /// Waits until the back end has closed.
 ///
 /// # Errors
-/// `TimedOut`, and those of the store.
+/// `TimedOut` when the back end takes too long; else as xenstore reports.
 pub fn wait_closed(store: &mut XenStore, vbd: &Vbd, patience: Duration) -> Result<()> {
     let path = format!("{}/state", vbd.backend_path());
     store.watch(&path, "toolstack")?;
@@ -149,7 +149,7 @@ pub fn wait_closed(store: &mut XenStore, vbd: &Vbd, patience: Duration) -> Resul
 /// Removes both folders of a disk, whatever state they are in.
 ///
 /// # Errors
-/// Those of the store.
+/// As xenstore reports.
 pub fn remove_vbd(store: &mut XenStore, vbd: &Vbd) -> Result<()> {
     let (front, back) = (vbd.frontend_path(), vbd.backend_path());
     store.transaction(|store, tx| remove_if_there(store, tx, &front).and_then(|()| remove_if_there(store, tx, &back)))
@@ -158,7 +158,7 @@ pub fn remove_vbd(store: &mut XenStore, vbd: &Vbd) -> Result<()> {
 /// Removes what a domain that has ended leaves behind: its own folder, and those of its disks' back ends in domain 0.
 ///
 /// # Errors
-/// Those of the store.
+/// As xenstore reports.
 pub fn remove_domain(store: &mut XenStore, domain: DomId) -> Result<()> {
     store.transaction(|store, tx| {
         remove_if_there(store, tx, &format!("/local/domain/{domain}"))?;

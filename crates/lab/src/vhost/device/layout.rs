@@ -1,4 +1,4 @@
-//! What of a guest's memory the queues need, and where requests' data lie.
+//! How much of a guest's memory the queues need, and where the data of requests lie.
 
 use spile_core::{Error, ErrorKind, Result};
 use spile_mem::Segments;

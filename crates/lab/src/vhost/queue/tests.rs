@@ -22,7 +22,7 @@ fn queue(indirect: bool) -> Queue {
         SlotMemory { pieces: pieces.map(|piece| (piece.address, 512)).into(), data }
     };
     let slots = (0..4).map(|_| slot()).collect();
-    let shared = Arc::new(Shared::new(areas, RING).unwrap());
+    let shared = Arc::new(QueueHandles::new(areas, RING).unwrap());
     Queue::new(shared, Arc::default(), true, QueueMemory { meta, tables, chain: CHAIN, slots }).unwrap()
 }
 

@@ -1,4 +1,5 @@
-//! Sleeping until the other end rings: one system call, for the eventfd is watched edge-triggered and need not be read.
+//! Sleeping until the back end signals an event channel. A sleep is one system call: the eventfd is watched
+//! edge-triggered, so nobody has to read it.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -21,7 +22,7 @@ impl Bell {
         Ok(Self { epoll })
     }
 
-    /// Waits for a ring, at most so long.
+    /// Waits for a signal, at most for `timeout`.
     pub fn wait(&self, mut timeout: Duration) -> Result<()> {
         let failed = |e: Errno| Error::io("cannot wait for the back end", e.into());
         // The second system call may count in milliseconds, which is too coarse for one who paces requests.

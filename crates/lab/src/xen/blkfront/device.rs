@@ -20,7 +20,7 @@ use crate::xen::state;
 pub struct Blkfront {
     guest: Arc<Guest>,
     store: XenStore,
-    /// Our folder.
+    /// The front end's folder in xenstore.
     path: String,
     device: u32,
     backend: String,
@@ -31,10 +31,10 @@ pub struct Blkfront {
 }
 
 impl Blkfront {
-    /// The front end of the disk of that number, which the toolstack has added.
+    /// Opens the front end of the disk with the number `device`, which the toolstack has added.
     ///
     /// # Errors
-    /// `NotFound` when there is no such disk, else those of the store.
+    /// `NotFound` when there is no such disk; else as xenstore reports.
     pub fn new(guest: Arc<Guest>, device: u32, options: BlkfrontOptions) -> Result<Self> {
         let mut store = XenStore::open(&guest.xenstored())?;
         let path = format!("/local/domain/{}/device/vbd/{device}", guest.id());
@@ -55,12 +55,12 @@ impl Blkfront {
         &mut self.store
     }
 
-    /// Our folder in xenstore.
+    /// The front end's folder in xenstore.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// The back end's.
+    /// The back end's folder in xenstore.
     pub fn backend_path(&self) -> &str {
         &self.backend
     }
@@ -75,12 +75,12 @@ impl Blkfront {
         self.disk
     }
 
-    /// How it behaves.
+    /// The options that the front end was made with.
     pub fn options(&self) -> &BlkfrontOptions {
         &self.options
     }
 
-    /// The most bytes of a request, by the options and what the back end offers.
+    /// The largest number of bytes in a request, by the options and by what the back end offers.
     pub fn max_request_bytes(&self) -> u32 {
         self.options.data_bytes.min(self.max_segments() * XEN_PAGE_BYTES as u32)
     }
@@ -91,18 +91,18 @@ impl Blkfront {
         indirect.min(most).max(SLOT_SEGMENTS as u32)
     }
 
-    /// Writes one of our keys, whatever it means.
+    /// Writes a key in the front end's folder.
     ///
     /// # Errors
-    /// Those of the store.
+    /// As xenstore reports.
     pub fn write_key(&mut self, key: &str, value: &str) -> Result<()> {
         self.store.write(Tx::NONE, &format!("{}/{key}", self.path), value)
     }
 
-    /// Says our state.
+    /// Writes the front end's state.
     ///
     /// # Errors
-    /// Those of the store.
+    /// As xenstore reports.
     pub fn set_state(&mut self, to: u32) -> Result<()> {
         self.write_key("state", &to.to_string())
     }
@@ -110,15 +110,16 @@ impl Blkfront {
     /// The back end's state.
     ///
     /// # Errors
-    /// Those of the store.
+    /// As xenstore reports.
     pub fn backend_state(&mut self) -> Result<u32> {
         Ok(read_number(&mut self.store, &self.backend, "state")? as u32)
     }
 
-    /// Waits for a change of the back end's state, or for a sign of one, at most so long; the state then.
+    /// Waits for a change of the back end's state, at most for `timeout`. Returns the state after that. xenstore may wake
+    /// it without a change.
     ///
     /// # Errors
-    /// Those of the store.
+    /// As xenstore reports.
     pub fn next_change(&mut self, timeout: Duration) -> Result<u32> {
         self.store.next_event(Some(timeout))?;
         self.backend_state()
@@ -127,7 +128,7 @@ impl Blkfront {
     /// Waits until the back end is in one of these states, and says in which.
     ///
     /// # Errors
-    /// `TimedOut` when it is not in time; `Io` when it closes instead.
+    /// `TimedOut` when the back end takes too long; `Io` when it closes instead.
     pub fn wait_for(&mut self, wanted: &[u32]) -> Result<u32> {
         let deadline = Instant::now() + self.options.patience;
         loop {
@@ -157,10 +158,10 @@ impl Blkfront {
         Ok(self.features)
     }
 
-    /// Makes the queues, of which the back end knows nothing yet.
+    /// Makes the queues. The back end does not know of them yet.
     ///
     /// # Errors
-    /// `Exhausted` when the guest has too little memory, and those of the host.
+    /// `Exhausted` when the guest has too little memory; else as the host reports.
     pub fn make_queues(&self) -> Result<Vec<Queue>> {
         let count = self.options.queues.min(self.features.max_queues).max(1);
         (0..count).map(|_| self.make_queue()).collect()
@@ -169,17 +170,17 @@ impl Blkfront {
     /// Writes where the queues are, in one transaction.
     ///
     /// # Errors
-    /// Those of the store.
+    /// As xenstore reports.
     pub fn write_keys(&mut self, queues: &[Queue]) -> Result<()> {
         let keys = self.keys(queues);
         self.store.transaction(|store, tx| keys.iter().try_for_each(|(key, value)| store.write(tx, key, value)))
     }
 
-    /// Makes the queues and says where they are, up to state 3. What is to be rude can still be done before the back
-    /// end connects ([`Blkfront::finish`]), or between this one's parts.
+    /// Makes the queues and writes where they are, up to state 3. A test can still break the rules before the back end
+    /// connects ([`Blkfront::finish`]), or between the steps of this function.
     ///
     /// # Errors
-    /// As its parts.
+    /// As the functions that it calls.
     pub fn prepare(&mut self) -> Result<Vec<Queue>> {
         let queues = self.make_queues()?;
         self.write_keys(&queues)?;
@@ -187,7 +188,7 @@ impl Blkfront {
         Ok(queues)
     }
 
-    /// Waits until the back end has connected, and follows it.
+    /// Waits until the back end has connected, and goes to that state too.
     ///
     /// # Errors
     /// As [`Blkfront::wait_for`].
@@ -200,7 +201,7 @@ impl Blkfront {
     /// The whole handshake.
     ///
     /// # Errors
-    /// As its parts.
+    /// As the functions that it calls.
     pub fn start(&mut self) -> Result<Vec<Queue>> {
         self.negotiate()?;
         let queues = self.prepare()?;
@@ -211,14 +212,14 @@ impl Blkfront {
     /// Reads the disk's properties anew, as after a change of its size.
     ///
     /// # Errors
-    /// Those of the store.
+    /// As xenstore reports.
     pub fn refresh(&mut self) -> Result<Disk> {
         self.disk = Disk::read(&mut self.store, &self.backend)?;
         Ok(self.disk)
     }
 
-    /// The orderly end, with nothing in flight: both sides close, and all grants are revoked. After it the front end
-    /// may start again: [`Blkfront::restart`].
+    /// Ends the connection in order: both sides close, and all grants are revoked. No request may be in flight. The front
+    /// end may start again afterwards ([`Blkfront::restart`]).
     ///
     /// # Errors
     /// `TimedOut` when the back end does not close, `Protocol` when it has closed and still uses pages.
@@ -274,7 +275,7 @@ impl Blkfront {
         })
     }
 
-    /// The order of a ring, by what is wanted and what the back end offers.
+    /// The order of a ring: the smaller of what is wanted and what the back end offers.
     fn order_at_most(&self, wanted: u32) -> u32 {
         wanted.min(self.features.max_ring_order).min(4)
     }
@@ -285,7 +286,7 @@ impl Blkfront {
         wanted.map(|order| self.order_at_most(order))
     }
 
-    /// The pages of a ring, which are granted and noted in `frames`.
+    /// Takes the pages of a ring and grants them. They are added to `frames`.
     fn ring_pages(&self, order: u32, frames: &mut Vec<Frames>) -> Result<(Segment, Vec<GrantRef>)> {
         let pages = self.guest.take_frames(1 << order)?;
         let grant = |number| self.guest.grant(self.backend_id, pages.first + number, false);
@@ -294,7 +295,7 @@ impl Blkfront {
         Ok((pages.bytes, refs))
     }
 
-    /// Slots, whose memory is noted in `frames`.
+    /// Makes the slots. Their memory is added to `frames`.
     fn make_slots(&self, depth: usize, frames: &mut Vec<Frames>) -> Result<Vec<SlotMemory>> {
         let pages_each = self.max_request_bytes().div_ceil(XEN_PAGE_BYTES as u32).max(1) as usize;
         let indirect_each = if pages_each > SLOT_SEGMENTS { pages_each.div_ceil(SEGMENTS_PER_PAGE) } else { 0 };
@@ -311,7 +312,7 @@ impl Blkfront {
         Ok(slots)
     }
 
-    /// The guest's programs use the very pages, or with persistent grants others.
+    /// The memory that the guest's programs use: the granted pages, or other pages when grants are persistent.
     fn data_for(&self, pages: &[Page], frames: &mut Vec<Frames>) -> Result<Segments> {
         let mut data = Segments::new();
         if self.is_persistent() {
@@ -324,7 +325,7 @@ impl Blkfront {
         Ok(data)
     }
 
-    /// Our keys, with their whole paths.
+    /// The front end's keys and values, with their whole paths.
     fn keys(&self, queues: &[Queue]) -> Vec<(String, String)> {
         let key = |name: &str| format!("{}/{name}", self.path);
         let mut keys = vec![

@@ -1,11 +1,13 @@
 //! A front end of blkif: what a guest's block driver is to a back end.
 //!
-//! A [`Blkfront`] does the handshake through xenstore and starts [`Queue`]s; a queue is the data path of one ring,
-//! without an allocation per request. A queue is watchful: an answer must be to what is outstanding, with its
-//! operation, and with its pages given back. And it can be rude: the [`Ring`]'s bytes and indices, requests, grants,
-//! and every key in xenstore can be written as one likes.
+//! A [`Blkfront`] does the handshake through xenstore and starts [`Queue`]s. A queue is the data path of one ring. It
+//! allocates nothing for a request.
 //!
-//! Written from public/io/blkif.h and ring.h; where they leave a choice, it does what Linux does.
+//! A queue checks its back end: each answer must belong to a request in flight, name its operation, and come after the
+//! back end has given the pages back. A test can also break the rules: it can write the bytes and indices of the [`Ring`],
+//! requests, grants, and every key in xenstore.
+//!
+//! Written from public/io/blkif.h and ring.h. Where these leave a choice, this front end does what Linux does.
 
 mod bell;
 mod device;

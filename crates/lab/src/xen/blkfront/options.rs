@@ -9,11 +9,11 @@ use spile_xen::store::{Tx, XenStore};
 /// How a front end behaves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlkfrontOptions {
-    /// The layout of its ring.
+    /// The layout of requests and responses.
     pub abi: Abi,
     /// The ring has at most 2 to this many pages; fewer where the back end offers fewer.
     pub ring_order: u32,
-    /// Queues, at most as many as the back end offers.
+    /// The number of queues. The front end uses fewer where the back end offers fewer.
     pub queues: u32,
     /// Responses come in rings of their own, of at most 2 to this many pages, where the back end offers that
     /// ([`spile_xen::blkif::split`]); else, and with `None`, in the ring of requests.
@@ -21,7 +21,7 @@ pub struct BlkfrontOptions {
     /// Requests in flight in each queue, at most the ring's slots; with split rings at most those of the ring of
     /// responses.
     pub depth: usize,
-    /// The most bytes of a request, as far as segments reach.
+    /// The largest number of bytes of data in a request. The number of segments may allow less.
     pub data_bytes: u32,
     /// The most segments of an indirect request; 0 or up to 11: none.
     pub indirect_segments: u32,
@@ -96,7 +96,7 @@ impl Features {
 /// The disk, as the back end describes it when it has connected.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Disk {
-    /// Of 512 bytes, whatever `sector_bytes` says.
+    /// The size in units of 512 bytes, whatever `sector_bytes` says.
     pub sectors: u64,
     /// `sector-size`.
     pub sector_bytes: u32,
@@ -116,7 +116,7 @@ impl Disk {
         self.sectors.saturating_mul(512)
     }
 
-    /// The back end refuses writes (VDISK_READONLY).
+    /// True when the back end refuses writes (VDISK_READONLY).
     pub fn is_readonly(&self) -> bool {
         self.info & 4 != 0
     }

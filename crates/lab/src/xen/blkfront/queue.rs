@@ -1,10 +1,10 @@
-//! The data path of one ring: slots with fixed pages, of which each can hold one request at a time.
+//! The data path of one ring. Its slots have fixed pages, and each slot can hold one request at a time.
 //!
-//! With split rings more requests can be in flight than the ring of requests has slots. A request for which there is
-//! none waits in a list here, in order, and goes into the ring as soon as the back end has taken others: within
-//! [`GuestQueue::publish`], which looks for that for some microseconds, as the back end takes all it sees at once, or
-//! within the next [`GuestQueue::take`], [`GuestQueue::sleep`] or [`GuestQueue::spin`]. Nobody rings when requests are taken, so the
-//! sleep is short then. A back end that is gone for a while is no different from a slow one.
+//! With split rings more requests can be in flight than the ring of requests has slots. A request that finds no slot waits
+//! in a list here, in order. It goes into the ring as soon as the back end has taken other requests. The queue looks for
+//! that in [`GuestQueue::publish`], for some microseconds, as a back end takes all requests that it sees at once; and in
+//! [`GuestQueue::take`], [`GuestQueue::sleep`] and [`GuestQueue::spin`]. A back end sends no signal when it takes requests,
+//! so the queue sleeps only for a short time while requests wait.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,10 +23,9 @@ use crate::xen::guest::{EventPort, Frames, Guest};
 
 /// Looks at the ring between two looks at the clock: a few microseconds.
 const SPINS: u32 = 100;
-/// Looks at a full ring of requests while one publishes: some tens of microseconds, in which a back end that is awake
-/// takes them.
+/// How often `publish` looks at a full ring of requests: some tens of microseconds, enough for a back end that is awake.
 const FULL_SPINS: u32 = 1000;
-/// How long one sleeps at a time while requests wait for slots.
+/// How long the queue sleeps at a time while requests wait for a slot of the ring.
 const NAP: Duration = Duration::from_millis(1);
 /// Bits of a request's number that say its slot; the others count the slot's requests, so that a late answer is
 /// noticed.
@@ -39,14 +38,14 @@ struct Slot {
     requests: u64,
 }
 
-/// What a queue is made of.
+/// The parts of a queue.
 pub(super) struct QueueParts {
     pub guest: Arc<Guest>,
     pub backend: DomId,
     pub ring: Ring,
-    /// The ring's own grants.
+    /// The grants of the ring's pages.
     pub ring_refs: Vec<GrantRef>,
-    /// Those of the ring of responses, if it is one of its own.
+    /// The grants of the ring of responses, if it has pages of its own.
     pub response_refs: Vec<GrantRef>,
     pub event: EventPort,
     pub slots: Vec<SlotMemory>,
@@ -103,12 +102,12 @@ impl Queue {
         })
     }
 
-    /// Of these, those that still wait for slots in the ring.
+    /// The number of outstanding requests that still wait for a slot in the ring.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// The grants of a slot's pages of data. Without persistent grants they hold while a request is outstanding.
+    /// The grants of a slot's pages of data. Unless grants are persistent, they are valid only while a request is outstanding.
     pub fn grants(&self, slot: usize) -> impl Iterator<Item = GrantRef> {
         self.slots[slot].memory.pages.iter().map(|page| page.gref)
     }
@@ -118,14 +117,14 @@ impl Queue {
         self.slots[slot].memory.indirect.iter().map(|page| page.gref)
     }
 
-    /// Grants all of a slot's pages for both, for requests of one's own ([`Ring::push`]).
+    /// Grants all of a slot's pages for reading and writing, for requests that a test builds itself ([`Ring::push`]).
     pub fn grant_all(&self, slot: usize) {
         let memory = &self.slots[slot].memory;
         memory.pages.iter().chain(&memory.indirect).for_each(|page| page.grant(&self.guest, self.backend, false));
     }
 
-    /// The request that [`GuestQueue::submit`] would put into the ring, its pages not granted: to be changed and pushed by
-    /// oneself. Its number is no slot's.
+    /// The request that [`GuestQueue::submit`] would put into the ring, for a test that changes it and pushes it itself.
+    /// Its pages are not granted, and its number belongs to no slot.
     ///
     /// # Panics
     /// As [`GuestQueue::submit`].
@@ -139,17 +138,17 @@ impl Queue {
         &self.guest
     }
 
-    /// The ring, to look at.
+    /// The ring, for reading.
     pub fn ring(&self) -> &Ring {
         &self.ring
     }
 
-    /// The ring, for requests of one's own; what they bring must be taken from the ring too.
+    /// The ring, for requests that a test pushes itself. The test must also take their responses from the ring.
     pub fn ring_mut(&mut self) -> &mut Ring {
         &mut self.ring
     }
 
-    /// The ring's own grants.
+    /// The grants of the ring's pages.
     pub fn ring_refs(&self) -> &[GrantRef] {
         &self.ring_refs
     }
@@ -159,12 +158,12 @@ impl Queue {
         &self.response_refs
     }
 
-    /// Our end of the event channel.
+    /// The guest's end of the event channel.
     pub fn event(&self) -> &EventPort {
         &self.event
     }
 
-    /// Rings the back end, whether it wants that or not.
+    /// Signals the back end, whether it wants that or not.
     pub fn kick(&self) {
         self.event.notify();
     }
@@ -175,7 +174,7 @@ impl Queue {
         }
     }
 
-    /// Puts those that wait into the ring, as many as fit, and shows them.
+    /// Puts waiting requests into the ring, as many as fit, and shows them to the back end.
     fn show_waiting(&mut self) {
         if self.waiting.is_empty() || self.ring.free() == 0 {
             return;
@@ -189,7 +188,7 @@ impl Queue {
         self.show();
     }
 
-    /// Ends its grants and its event channel, when the back end has closed, and gives its memory back.
+    /// Ends the queue's grants and its event channel, and gives its memory back. The back end must have closed before.
     ///
     /// # Errors
     /// `Protocol` when the back end still uses a page.
@@ -335,7 +334,7 @@ impl GuestQueue for Queue {
     }
 }
 
-/// With persistent grants: data into the pages that the back end sees, or out of them.
+/// Copies a request's data into the pages that the back end sees (`is_out`), or out of them. Used with persistent grants.
 fn copy_pages(memory: &SlotMemory, asked: &Asked, is_out: bool) {
     let used = SlotMemory::used_pages(asked);
     for (page, data) in memory.pages[..used].iter().zip(memory.data.iter()) {

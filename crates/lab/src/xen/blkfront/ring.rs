@@ -10,13 +10,13 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_mem::Segment;
 use spile_xen::blkif::{Abi, RING_HEADER_BYTES, Request, Response, index, split};
 
-/// A ring in shared memory, and what of it is our own.
+/// A ring in shared memory, and the front end's own copies of its indices.
 #[derive(Debug)]
 pub struct Ring {
     bytes: Segment,
     abi: Abi,
     slots: u32,
-    /// Where responses come, if not over requests.
+    /// The ring of responses, if it is not the ring of requests.
     responses: Option<Responses>,
     /// Requests pushed, of which those before `published` are the back end's to see.
     pushed: u32,
@@ -35,7 +35,7 @@ impl Ring {
     /// Makes a ring of `slots` slots in `bytes`, which are zeroed before.
     ///
     /// # Panics
-    /// When it does not fit, or the slots are no power of two.
+    /// When the ring does not fit, or `slots` is not a power of two.
     pub fn new(bytes: Segment, abi: Abi, slots: u32) -> Self {
         assert!(slots.is_power_of_two());
         assert!(RING_HEADER_BYTES + slots as usize * abi.slot_bytes() <= bytes.len());
@@ -46,11 +46,11 @@ impl Ring {
         ring
     }
 
-    /// The same ring with its responses in `bytes`, which are zeroed before and have room for `slots` of them
-    /// ([`split`]). For before anything was pushed.
+    /// Turns the ring into split rings: responses come in `bytes`, which are zeroed now and have room for `slots`
+    /// responses ([`split`]). Must be called before a request is pushed.
     ///
     /// # Panics
-    /// When they do not fit, or the slots are no power of two.
+    /// When the responses do not fit, or `slots` is not a power of two.
     pub fn with_responses(mut self, bytes: Segment, slots: u32) -> Self {
         assert!(slots.is_power_of_two());
         assert!(RING_HEADER_BYTES + slots as usize * split::RESPONSE_BYTES <= bytes.len());
@@ -60,32 +60,32 @@ impl Ring {
         self
     }
 
-    /// All bytes of the ring of requests, to do with as one likes.
+    /// All bytes of the ring of requests. A test may change them.
     pub fn bytes(&self) -> &Segment {
         &self.bytes
     }
 
-    /// All bytes of the ring that responses come in: the same, or with split rings the other.
+    /// All bytes of the ring of responses. Without split rings this is the ring of requests.
     pub fn response_bytes(&self) -> &Segment {
         self.responses.as_ref().map_or(&self.bytes, |responses| &responses.bytes)
     }
 
-    /// The layout of what is in it.
+    /// The layout of requests and responses.
     pub fn abi(&self) -> Abi {
         self.abi
     }
 
-    /// How many requests fit into it.
+    /// The number of requests that fit into the ring.
     pub fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// Responses come in a ring of their own.
+    /// True when responses come in a ring of their own.
     pub fn is_split(&self) -> bool {
         self.responses.is_some()
     }
 
-    /// Requests in flight at most.
+    /// The largest number of requests in flight.
     pub fn max_in_flight(&self) -> u32 {
         self.responses.as_ref().map_or(self.slots, |responses| responses.slots)
     }
@@ -109,7 +109,7 @@ impl Ring {
         self.bytes.load_u32(split::TAKEN, Ordering::Acquire)
     }
 
-    /// With split rings, sets that.
+    /// With split rings, sets the number that [`Ring::requests_taken`] returns.
     pub fn set_requests_taken(&self, value: u32) {
         self.bytes.store_u32(split::TAKEN, value, Ordering::Release);
     }
@@ -133,7 +133,8 @@ impl Ring {
         }
     }
 
-    /// Starts all indices elsewhere, such as shortly before they wrap. For before the back end is told of the ring.
+    /// Starts all indices at `number`, for example shortly before they wrap. Must be called before the back end is told
+    /// of the ring.
     pub fn start_at(&mut self, number: u32) {
         (self.pushed, self.published, self.taken) = (number, number, number);
         for (at, value) in [(index::REQ_PROD, number), (index::RSP_PROD, number)] {
@@ -181,7 +182,7 @@ impl Ring {
         self.pushed = self.pushed.wrapping_add(1);
     }
 
-    /// Shows the back end what was pushed, and says whether it wants to be told.
+    /// Shows the back end what was pushed. True when the back end wants a signal.
     #[must_use]
     pub fn publish(&mut self) -> bool {
         let (old, new) = (self.published, self.pushed);
@@ -226,14 +227,14 @@ impl Ring {
         Ok(Some(response))
     }
 
-    /// Asks to be told of the next response; false when there is one already.
+    /// Asks the back end for a signal at the next response. False when there is a response already.
     pub fn arm(&self) -> bool {
         self.set_index(index::RSP_EVENT, self.taken.wrapping_add(1));
         fence(Ordering::SeqCst);
         !self.has_response()
     }
 
-    /// Asks not to be told before all slots have gone round.
+    /// Asks the back end for no signal until all slots have been used once.
     pub fn disarm(&self) {
         self.set_index(index::RSP_EVENT, self.taken);
     }

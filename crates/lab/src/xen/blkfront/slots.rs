@@ -11,23 +11,23 @@ use spile_xen::{DomId, GrantRef, XEN_PAGE_BYTES};
 use crate::xen::guest::{Frames, Guest};
 use crate::xen::table::{Entry, flag};
 
-/// What to do.
+/// The operations of blkif.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// Read.
+    /// Reads data.
     Read,
-    /// Write.
+    /// Writes data.
     Write,
-    /// Write, if there are data, with all before and nothing after it durable.
+    /// Writes data, if there are any. Writes that came before are made durable first, and later ones wait.
     Barrier,
-    /// Make durable what was written.
+    /// Makes earlier writes durable.
     Flush,
-    /// Free sectors; `true`: so that nobody can read them again.
+    /// Frees sectors. With `true`, nobody can read their old content again (secure discard).
     Discard(bool),
 }
 
 impl Op {
-    /// Its number in a request.
+    /// The operation's number in a request (`BLKIF_OP_*`).
     pub fn raw(self) -> u8 {
         match self {
             Self::Read => op::READ,
@@ -38,7 +38,7 @@ impl Op {
         }
     }
 
-    /// Bytes go with it.
+    /// True when a request of this operation carries data.
     pub fn has_data(self) -> bool {
         matches!(self, Self::Read | Self::Write | Self::Barrier)
     }
@@ -53,7 +53,8 @@ pub(super) struct Page {
 }
 
 impl Page {
-    /// So many pages, which are noted in `taken`, and as many entries of the grant table, without grants as yet.
+    /// Takes `count` pages of the guest's memory, and as many entries of the grant table. Nothing is granted yet. The pages
+    /// are also added to `taken`.
     pub fn take(guest: &Guest, count: u32, taken: &mut Vec<Frames>) -> Result<Vec<Self>> {
         let frames = guest.take_frames(count)?;
         let page = |number| {
@@ -65,14 +66,14 @@ impl Page {
         pages
     }
 
-    /// Grants it to the back end.
+    /// Grants the page to the domain `to`.
     pub fn grant(&self, guest: &Guest, to: DomId, is_readonly: bool) {
         let flags = if is_readonly { flag::PERMIT_ACCESS | flag::READONLY } else { flag::PERMIT_ACCESS };
         guest.table().set(self.gref, Entry { flags, domain: to.0, frame: self.frame });
     }
 }
 
-/// What one slot has.
+/// The memory of one slot.
 #[derive(Debug)]
 pub(super) struct SlotMemory {
     /// The pages that the back end reads and writes.
@@ -94,20 +95,20 @@ pub(super) struct Asked {
 }
 
 impl SlotMemory {
-    /// How many pages of data a request has.
+    /// The number of pages that hold a request's data.
     pub fn used_pages(asked: &Asked) -> usize {
         if asked.op.has_data() { (asked.len_bytes as usize).div_ceil(XEN_PAGE_BYTES) } else { 0 }
     }
 
-    /// True when its segments do not fit into its slot.
+    /// True when the segments do not fit into a slot of the ring, so that the request is an indirect one.
     pub fn is_indirect(asked: &Asked) -> bool {
         Self::used_pages(asked) > SLOT_SEGMENTS
     }
 
-    /// The request; one with many segments has them in its indirect pages then.
+    /// Builds the request. The segments of an indirect one are written to the slot's indirect pages.
     ///
     /// # Panics
-    /// When the slot has not so many pages, or a length is no whole number of sectors.
+    /// When the slot has too few pages, or a length is not a whole number of sectors.
     pub fn request(&self, asked: &Asked) -> Request {
         let Asked { op, id, handle, offset_bytes, len_bytes } = *asked;
         let sector = offset_bytes / 512;

@@ -1,9 +1,11 @@
-//! A xenstored: the tree, who may do what with it, watches and transactions. Pure state; sockets are the host's.
+//! A xenstored: the tree, permissions, watches and transactions. This module is pure state; the host owns the sockets.
 //!
-//! As the C xenstored does it, where docs/misc/xenstore.txt leaves a choice: missing nodes above a new one are made, a new
-//! node has its parent's permissions and belongs to the domain that made it, a transaction fails when a node that it has
-//! looked at has been changed, siblings made at once cross each other, a removed folder's nodes are told to those only
-//! who watch them by name.
+//! Where docs/misc/xenstore.txt leaves a choice, this does what the C xenstored does:
+//! - Missing nodes above a new one are made. A new node gets its parent's permissions and belongs to the domain that made
+//!   it.
+//! - A transaction fails when a node that it has read was changed meanwhile. Two siblings that are made at the same time
+//!   are such a conflict.
+//! - When a folder is removed, a node in it causes events only for watches of that very node.
 
 mod outbox;
 mod server;

@@ -1,22 +1,22 @@
-//! What a connection has still to be sent.
+//! The messages that still have to be sent to a connection.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 
-/// So much may wait for a client that does not read; whoever lets more gather loses the connection. It is more than the
-/// answers to all requests that are taken at once.
+/// The number of bytes that may wait for a client that does not read. A client that lets more gather loses its connection.
+/// This is more than the answers to all requests that are taken at once.
 const MAX_BYTES: usize = 8 << 20;
-/// While so much waits, no further request is taken.
+/// While this number of bytes waits, no further request is taken.
 const BUSY_BYTES: usize = 64 << 10;
 
 /// Messages in order.
 #[derive(Debug, Default)]
 pub(in crate::xen) struct Outbox {
     messages: VecDeque<Arc<[u8]>>,
-    /// The events among them.
+    /// The events among the messages.
     events: HashSet<Arc<[u8]>>,
     bytes: usize,
-    /// Bytes of the first that have gone.
+    /// The number of bytes of the first message that have been sent.
     sent: usize,
     is_overrun: bool,
 }
@@ -27,7 +27,7 @@ impl Outbox {
         self.append(message.into());
     }
 
-    /// Adds an event, unless the same one waits already: whoever takes that later sees this change too.
+    /// Adds an event, unless an equal one waits already: a client that reads that one later sees this change too.
     pub fn push_event(&mut self, message: Vec<u8>) {
         let message: Arc<[u8]> = message.into();
         if self.events.insert(message.clone()) {
@@ -41,12 +41,12 @@ impl Outbox {
         self.is_overrun |= self.bytes > MAX_BYTES;
     }
 
-    /// What to send next.
+    /// The bytes to send next.
     pub fn front(&self) -> Option<&[u8]> {
         self.messages.front().map(|message| &message[self.sent..])
     }
 
-    /// So many bytes of the front have gone.
+    /// Removes the first `bytes` bytes: they have been sent.
     pub fn advance(&mut self, bytes: usize) {
         self.sent += bytes;
         self.bytes -= bytes;
@@ -57,12 +57,12 @@ impl Outbox {
         }
     }
 
-    /// Too much waits for another request to be taken.
+    /// True when so much waits that no further request may be taken.
     pub fn is_busy(&self) -> bool {
         self.bytes > BUSY_BYTES
     }
 
-    /// The client has let too much gather.
+    /// True when so much waits that the client loses its connection.
     pub fn is_overrun(&self) -> bool {
         self.is_overrun
     }

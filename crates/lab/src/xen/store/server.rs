@@ -1,4 +1,4 @@
-//! Requests and their answers.
+//! Runs the requests of all connections to xenstored, and makes answers and events.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,16 +16,16 @@ const RELEASE: &str = "@releaseDomain";
 /// The longest token of a watch, in bytes.
 const MAX_TOKEN_BYTES: usize = 1024;
 
-/// A connection's number.
+/// The number of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::xen) struct ConnId(u64);
 
 #[derive(Debug)]
 struct Watch {
-    /// What is watched: a whole path, or a special one.
+    /// The watched path: absolute, or a special one such as `@releaseDomain`.
     path: String,
     token: Vec<u8>,
-    /// It was given relative to the domain's own folder, and its events are so too.
+    /// True when the path was given relative to the domain's folder. Its events are relative too.
     is_relative: bool,
 }
 
@@ -38,13 +38,13 @@ struct Connection {
 }
 
 impl Connection {
-    /// The most watches and transactions.
+    /// The largest numbers of watches and transactions.
     fn limits(&self) -> (usize, usize) {
         if self.domain == DomId(0) { (8192, 256) } else { (128, 10) }
     }
 }
 
-/// The tree and all who are connected to it.
+/// The tree, and all connections.
 #[derive(Debug)]
 pub(in crate::xen) struct Xenstored {
     tree: Tree,
@@ -69,7 +69,7 @@ impl Xenstored {
         all
     }
 
-    /// A domain has come: its folder is made, which it may read.
+    /// Adds a domain, and makes its folder, which the domain may read.
     pub fn introduce(&mut self, domain: DomId) {
         self.domains.insert(domain);
         let path = home(domain);
@@ -90,7 +90,7 @@ impl Xenstored {
         self.fire_special(INTRODUCE);
     }
 
-    /// A domain has ended. Its nodes stay until somebody removes them, as on Xen.
+    /// Ends a domain. Its nodes stay until somebody removes them, as on Xen.
     pub fn release(&mut self, domain: DomId) {
         self.domains.remove(&domain);
         self.fire_special(RELEASE);
@@ -108,10 +108,10 @@ impl Xenstored {
         self.connections.remove(&id);
     }
 
-    /// What the connection has still to be sent.
+    /// The bytes that are still to be sent to a connection.
     ///
     /// # Panics
-    /// When there is no such connection, as for requests.
+    /// When there is no such connection.
     pub fn outbox(&mut self, id: ConnId) -> &mut Outbox {
         &mut self.connection(id).outbox
     }
@@ -120,7 +120,7 @@ impl Xenstored {
         self.connections.get_mut(&id).expect("the connection is open")
     }
 
-    /// Does one request. Its answer, and all events, are then in the outboxes.
+    /// Runs one request. Its answer and all events are in the outboxes afterwards.
     pub fn handle(&mut self, id: ConnId, header: Header, payload: &[u8]) {
         let kind = header.message_type();
         let (answer, events) = match kind {
@@ -170,7 +170,7 @@ impl Xenstored {
         (answer, Vec::new())
     }
 
-    /// Requests about one node.
+    /// Runs a request about one node.
     fn on_tree(&mut self, id: ConnId, kind: MessageType, tx: u32, payload: &[u8]) -> (Answer, Vec<Event>) {
         let Some(connection) = self.connections.get_mut(&id) else { return (Err(Errno::BADF), Vec::new()) };
         let who = connection.domain;
@@ -240,7 +240,7 @@ impl Xenstored {
         Ok(())
     }
 
-    /// The event that comes at once with the newest watch.
+    /// Sends the event that every new watch gets at once.
     fn fire_first(&mut self, id: ConnId) {
         let connection = self.connection(id);
         let Some((last, watch)) = connection.watches.iter().enumerate().next_back() else { return };
@@ -248,7 +248,7 @@ impl Xenstored {
         self.send_event(id, last, &shown);
     }
 
-    /// Tells all who watch there and may know.
+    /// Sends events to all watches of a changed node whose domains may read it.
     fn fire(&mut self, event: &Event) {
         let mut due = Vec::new();
         for (id, connection) in &self.connections {
@@ -266,7 +266,7 @@ impl Xenstored {
         due.iter().for_each(|(id, number, path)| self.send_event(*id, *number, path));
     }
 
-    /// Tells of domains that come and go: to domain 0 only.
+    /// Sends events about domains that come and go. Only domain 0 gets them.
     fn fire_special(&mut self, name: &str) {
         let mut due = Vec::new();
         for (id, connection) in self.connections.iter().filter(|(_, connection)| connection.domain == DomId(0)) {

@@ -1,4 +1,4 @@
-//! The nodes, and who may do what with them.
+//! The nodes, and their permissions.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -15,13 +15,13 @@ const MAX_RELATIVE_BYTES: usize = 2048;
 pub(super) struct Node {
     pub value: Vec<u8>,
     pub children: BTreeSet<String>,
-    /// The owner first; never empty.
+    /// The permissions, the owner's first; never empty.
     pub permissions: Vec<Permission>,
-    /// Another at every change.
+    /// A number that is new after every change.
     pub generation: u64,
 }
 
-/// What one wants to do.
+/// The kinds of access to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Need {
     Read,
@@ -33,7 +33,7 @@ impl Node {
         self.permissions[0].domain
     }
 
-    /// Whether a domain may do that. Domain 0 and the owner may do all.
+    /// True when a domain has this access. Domain 0 and the owner have every access.
     pub fn allows(&self, who: DomId, need: Need) -> bool {
         if who == DomId(0) || who == self.owner() {
             return true;
@@ -49,12 +49,12 @@ impl Node {
 pub(super) struct Tree {
     nodes: HashMap<String, Arc<Node>>,
     generation: u64,
-    /// How many nodes each domain owns.
+    /// The number of nodes that each domain owns.
     owned: HashMap<DomId, usize>,
 }
 
 impl Tree {
-    /// The root only, which all may read.
+    /// A tree with only the root, which every domain may read.
     pub fn new() -> Self {
         let mut tree = Self { nodes: HashMap::new(), generation: 0, owned: HashMap::new() };
         let permissions = vec![Permission { domain: DomId(0), access: Access::Read }];
@@ -66,7 +66,7 @@ impl Tree {
         self.nodes.get(path)
     }
 
-    /// Sets or removes a node, and nothing but that: who calls keeps the names in the node above right.
+    /// Sets or removes one node. The caller must keep the list of names in the node above right.
     pub fn put(&mut self, path: &str, node: Option<Node>) {
         self.generation += 1;
         let before = match node {
@@ -84,7 +84,7 @@ impl Tree {
         }
     }
 
-    /// How many nodes a domain owns.
+    /// The number of nodes that a domain owns.
     pub fn owned(&self, domain: DomId) -> usize {
         self.owned.get(&domain).copied().unwrap_or(0)
     }
@@ -102,7 +102,7 @@ pub(super) fn absolute(given: &[u8], who: DomId) -> Option<String> {
     (is_path && is_proper).then_some(path)
 }
 
-/// Where a domain's own nodes are.
+/// The folder of a domain's own nodes.
 pub(super) fn home(domain: DomId) -> String {
     format!("/local/domain/{domain}")
 }

@@ -9,7 +9,7 @@ use spile_xen::store::Permission;
 
 use super::tree::{Need, Node, Tree, child, parent};
 
-/// The most nodes, value bytes and permissions of a domain, and nodes that a transaction looks at or changes.
+/// Limits: nodes of a domain, bytes of a value, permissions of a node, and nodes that a transaction reads or changes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Quota {
     pub nodes: usize,
@@ -27,34 +27,35 @@ impl Quota {
     }
 }
 
-/// A change, for those who watch.
+/// A change of the tree, for watches.
 #[derive(Clone, Debug)]
 pub(super) struct Event {
     pub path: String,
-    /// Only for watches of this very path: a part of what was removed.
+    /// True for a node that was removed together with a node above it: only watches of this very path get an event.
     pub is_exact: bool,
-    /// Who may read it may hear of it.
+    /// The node's permissions: a domain that may not read it gets no event.
     pub node: Arc<Node>,
 }
 
-/// What a transaction has looked at and changed.
+/// The nodes that a transaction has read and changed.
 #[derive(Debug, Default)]
 pub(super) struct Transaction {
     /// The generation of each node when it was first looked at; `None` when there was none.
     seen: HashMap<String, Option<u64>>,
     changed: HashMap<String, Option<Arc<Node>>>,
     events: Vec<Event>,
-    /// Nodes that it has made, less those that it has removed.
+    /// The number of nodes that the transaction has made, less the number that it has removed.
     made: isize,
 }
 
 impl Transaction {
-    /// It has done so much that it may do nothing more but end.
+    /// True when the transaction has reached its limit. It can only end then.
     pub fn is_full(&self, who: DomId) -> bool {
         self.seen.len().max(self.events.len()) > Quota::of(who).transaction
     }
 
-    /// Makes it so, and returns what to tell; `None` when another's change has crossed it.
+    /// Applies the changes to the tree and returns them, for watches. `None` when a node that the transaction has read was
+    /// changed meanwhile.
     pub fn commit(self, tree: &mut Tree) -> Option<Vec<Event>> {
         let now = |path: &str| tree.get(path).map(|node| node.generation);
         if self.seen.iter().any(|(path, generation)| now(path) != *generation) {
@@ -67,12 +68,12 @@ impl Transaction {
     }
 }
 
-/// The tree for one request of `who`.
+/// The tree as one request of the domain `who` sees it.
 pub(super) struct View<'a> {
     pub tree: &'a mut Tree,
     pub transaction: Option<&'a mut Transaction>,
     pub who: DomId,
-    /// What to tell; empty within a transaction, which tells at its end.
+    /// The changes that watches are told of. Empty within a transaction: these are told at its end.
     pub events: Vec<Event>,
 }
 
@@ -104,7 +105,7 @@ impl View<'_> {
         }
     }
 
-    /// A node that `who` may use so.
+    /// The node at a path, if `who` has that permission.
     pub fn find(&mut self, path: &str, need: Need) -> Result<Arc<Node>, Errno> {
         match self.get(path) {
             Some(node) if node.allows(self.who, need) => Ok(node),
@@ -113,13 +114,13 @@ impl View<'_> {
         }
     }
 
-    /// Whether there is something at a place is told to those only who may use what is above it.
+    /// The error for a node that does not exist. Only a domain that may use the node above learns that it does not exist.
     fn nothing_at(&mut self, path: &str, need: Need) -> Errno {
         let (_, above) = self.nearest(path);
         if above.allows(self.who, need) { Errno::NOENT } else { Errno::ACCESS }
     }
 
-    /// The nearest node above.
+    /// The nearest existing node above a path.
     fn nearest(&mut self, path: &str) -> (String, Arc<Node>) {
         let mut at = path;
         while let Some((above, _)) = parent(at) {
@@ -132,7 +133,7 @@ impl View<'_> {
         ("/".to_owned(), root)
     }
 
-    /// Sets a value. What is missing is made.
+    /// Sets a value. Missing nodes are made.
     pub fn write(&mut self, path: &str, value: &[u8]) -> Result<(), Errno> {
         if value.len() > Quota::of(self.who).value_bytes {
             return Err(Errno::NOSPC);
@@ -140,7 +141,7 @@ impl View<'_> {
         self.set(path, |node| node.value = value.to_vec())
     }
 
-    /// Makes a node, unless there is one.
+    /// Makes a node, unless it exists.
     pub fn make(&mut self, path: &str) -> Result<(), Errno> {
         match self.find(path, Need::Write) {
             Err(Errno::NOENT) => self.set(path, |_| ()),
@@ -163,7 +164,7 @@ impl View<'_> {
         Ok(())
     }
 
-    /// Makes the node and all that are missing above it.
+    /// Makes the node, and all missing nodes above it.
     fn make_all(&mut self, path: &str) -> Result<(), Errno> {
         let (mut at, mut above) = self.nearest(path);
         let rest = path.strip_prefix(&at).unwrap_or_default().trim_start_matches('/').to_owned();
@@ -192,7 +193,7 @@ impl View<'_> {
         Ok(())
     }
 
-    /// Removes a node and all below it. One that is not there is no error where there is a node above it.
+    /// Removes a node and all nodes below it. A missing node is no error if the node above it exists.
     pub fn remove(&mut self, path: &str) -> Result<(), Errno> {
         let Some((above, name)) = parent(path) else { return Err(Errno::INVAL) };
         match self.find(path, Need::Write) {
@@ -219,7 +220,7 @@ impl View<'_> {
         Ok(())
     }
 
-    /// Says who may do what. Only domain 0 may give a node to another.
+    /// Sets the permissions of a node. Only domain 0 may give a node to another domain.
     pub fn set_permissions(&mut self, path: &str, permissions: Vec<Permission>) -> Result<(), Errno> {
         if permissions.is_empty() {
             return Err(Errno::INVAL);
