@@ -264,6 +264,16 @@ class Server:
             raise AssertionError(f"the server ended with {code}, not 0")
 
 
+def chain(raw):
+    """A parent made from `raw`, and an empty child of it; the child. The stand-in keeps `raw`."""
+    if STANDIN:
+        return raw
+    parent, child = raw.with_name(f"{raw.stem}-parent.vhd"), raw.with_suffix(".vhd")
+    spile("convert", raw, parent)
+    spile("create", child, "--parent", parent)
+    return child
+
+
 class PeerTest(unittest.TestCase):
     """A test with a folder of its own."""
 

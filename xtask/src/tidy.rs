@@ -52,10 +52,8 @@ fn rust_findings(sources: &[Source], metadata: &arrows::Metadata) -> Vec<Finding
     let mut findings = Vec::new();
     for source in sources {
         findings.extend(rules::file_length(source));
-        findings.extend(rules::function_length(source));
-        findings.extend(rules::unsafe_use(source));
+        findings.extend(rules::allows_unsafe(source));
         findings.extend(rules::left_open(source));
-        findings.extend(rules::ignored_without_reason(source));
         if metadata.is_crate_root(&source.path) {
             findings.extend(rules::forbids_unsafe(source));
         }

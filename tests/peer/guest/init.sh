@@ -47,6 +47,16 @@ verify() {
   echo "SPILE VERIFIED $good"
 }
 
+# until_true COMMAND: asks again and again, for two minutes at most.
+until_true() {
+  tries=0
+  until eval "$1"; do
+    tries=$((tries + 1))
+    [ $tries -lt 1200 ] || { echo "never true: $1"; return 1; }
+    sleep 0.1
+  done
+}
+
 # start NAME COMMAND…: runs it in the background; its words are in /tmp/NAME.log, and its exit code
 # is in /tmp/NAME.status once it has ended.
 start() {

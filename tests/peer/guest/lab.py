@@ -9,7 +9,7 @@ import shutil
 
 from kernel import initramfs
 from machine import root_image
-from support import MIB, STANDIN, check, run, sha256, spile, spile_once_free, write_scattered
+from support import MIB, STANDIN, chain, check, run, sha256, spile_once_free, write_scattered
 from vhost import PLACES, Sockets, VhostMachine, VhostServer, wait_until
 
 ROOT_BYTES = 512 * MIB
@@ -93,12 +93,7 @@ class Lab:
         return self.machine.ask_status("[ -e /tmp/hammer.status ]")[0] == 0
 
     def end_work(self):
-        """Lets the pass be finished that the verified work is in; it must not have found anything."""
-        self.machine.ask("touch /tmp/stop")
-        wait_until(self.work_has_ended, LIMIT_S, "the end of the work's last pass")
-        log = self.machine.ask("cat /tmp/hammer.log")
-        if self.machine.ask("cat /tmp/hammer.status") != "0" or "pass 1" not in log:
-            raise AssertionError(f"the work failed: {log[-4000:]}")
+        self.machine.commands.end_hammer()
 
     def complaints(self):
         """What the guest's kernel said of trouble since it was asked last."""
@@ -158,13 +153,3 @@ def empty(path, size_bytes):
     with open(path, "wb") as file:
         file.truncate(size_bytes)
     return path
-
-
-def chain(raw):
-    """A parent made from `raw`, and an empty child of it; the child. The stand-in keeps `raw`."""
-    if STANDIN:
-        return raw
-    parent, child = raw.with_name(f"{raw.stem}-parent.vhd"), raw.with_suffix(".vhd")
-    spile("convert", raw, parent)
-    spile("create", child, "--parent", parent)
-    return child

@@ -1,101 +1,23 @@
 """A virtual machine in software emulation, and the root file system that it starts from."""
 
-import os
 import pathlib
-import re
-import select
 import shutil
 import subprocess
-import time
 
-from kernel import busybox
-from support import need, run, text
-
-# Software emulation on a busy machine is slow; a boot takes some ten seconds on a quiet one.
-BOOT_LIMIT_S = 240
+from emulated import Stream, busybox_root, copy_program, ext4_image
+from support import need
 
 INIT = pathlib.Path(__file__).with_name("init.sh")
 
 
 def root_image(folder, path, size_bytes, programs=()):
-    """Makes an ext4 file system with busybox, init.sh and `programs`, as an ordinary user."""
-    need("mke2fs", "e2fsprogs")
+    """Makes an ext4 file system with busybox, init.sh and `programs`."""
     top = folder / "root"
-    for name in ("bin", "sbin", "dev", "proc", "sys", "data", "tmp"):
-        (top / name).mkdir(parents=True)
-    (top / "bin/busybox").write_bytes(busybox())
-    os.chmod(top / "bin/busybox", 0o755)
-    for name in text(run("busybox", "--list").stdout).split():
-        if name != "busybox":
-            (top / "bin" / name).symlink_to("busybox")
-    shutil.copy(INIT, top / "sbin/init")
-    os.chmod(top / "sbin/init", 0o755)
+    busybox_root(top, ("data",), INIT)
     for program in programs:
-        copy_program(program, top)
-    with open(path, "wb") as file:
-        file.truncate(size_bytes)
-    run("mke2fs", "-q", "-F", "-t", "ext4", "-E", "root_owner=0:0", "-d", top, path)
-    shutil.rmtree(top)
-    return path
-
-
-def copy_program(name, top):
-    """Copies a program of this machine into `top`/bin, and its libraries to where it looks for them."""
-    found = shutil.which(name)
-    shutil.copy(found, top / "bin" / name)
-    libraries = re.findall(r"(/\S+) \(0x", text(run("ldd", found).stdout))
-    for library in libraries:
-        target = top / library.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, target)
-
-
-class Stream:
-    """What a guest says on one line, kept until somebody waits for it, and all of it in a log."""
-
-    def __init__(self, number, log):
-        self.number = number
-        self.log = log
-        self.held = b""
-
-    def wait_for(self, pattern, limit_s=BOOT_LIMIT_S):
-        """The next match; what comes before it is passed over."""
-        end = time.monotonic() + limit_s
-        while not (match := re.search(pattern, self.held)):
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([self.number], [], [], left)[0]:
-                raise AssertionError(f"no {pattern} in {limit_s} s:\n{self.tail()}")
-            if not self.read():
-                raise AssertionError(f"the end came before {pattern}:\n{self.tail()}")
-        self.held = self.held[match.end():]
-        return match
-
-    def read(self):
-        """Reads once; False at the end."""
-        try:
-            chunk = os.read(self.number, 65536)
-        except ConnectionResetError:
-            chunk = b""
-        self.log.write(chunk)
-        self.log.flush()
-        self.held += chunk
-        return chunk != b""
-
-    def rest(self):
-        """All that is left up to the end, which has to be near."""
-        while self.read():
-            pass
-        held, self.held = self.held, b""
-        return held
-
-    def drain(self):
-        """The end of what there is by now."""
-        while select.select([self.number], [], [], 0)[0] and self.read():
-            pass
-        return self.tail()
-
-    def tail(self):
-        return text(pathlib.Path(self.log.name).read_bytes()[-1500:])
+        # Its libraries go where it looks for them on this machine.
+        copy_program(shutil.which(program), top / "bin" / program, lambda library: top / str(library).lstrip("/"))
+    return ext4_image(path, size_bytes, top)
 
 
 class Machine:

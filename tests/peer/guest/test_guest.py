@@ -7,7 +7,7 @@ under the running guest, which then has to go on as if nothing had been.
 
 from kernel import initramfs, kernel
 from machine import NbdMachine, root_image
-from support import MIB, STANDIN, PeerTest, Server, check, need, run, same_content, sha256, spile, text
+from support import MIB, STANDIN, PeerTest, Server, chain, check, need, run, same_content, sha256, spile, text
 
 ROOT_BYTES = 512 * MIB
 # Rounds of writes before the kill: enough to reach many blocks of the disk.
@@ -24,15 +24,10 @@ class Guest(PeerTest):
         super().setUp()
         self.initramfs = initramfs(self.path("initramfs"), self.kernel)
         raw = root_image(self.folder, self.path("root.raw"), ROOT_BYTES)
-        self.disk = raw if STANDIN else self.chain(raw)
-
-    def chain(self, raw):
-        """A parent made from `raw` and an empty child of it; the child."""
-        parent, child = self.path("parent.vhd"), self.path("child.vhd")
-        spile("convert", raw, parent)
-        spile("create", child, "--parent", parent)
-        self.parent_sum = sha256(parent)
-        return child
+        self.disk = chain(raw)
+        if not STANDIN:
+            self.parent = self.path("root-parent.vhd")
+            self.parent_sum = sha256(self.parent)
 
     def boot(self, server, phase, last=0):
         machine = NbdMachine(self.kernel, self.initramfs, server, phase, last)
@@ -70,7 +65,7 @@ class Guest(PeerTest):
         if STANDIN:
             return
         check(self.disk)
-        self.assertEqual(sha256(self.path("parent.vhd")), self.parent_sum, "the parent changed")
+        self.assertEqual(sha256(self.parent), self.parent_sum, "the parent changed")
         spile("convert", self.disk, self.path("flat.raw"))
         self.assertTrue(same_content(self.path("flat.raw"), self.path("copy.raw")))
 

@@ -15,7 +15,8 @@ import tempfile
 import time
 import unittest
 
-from machine import BOOT_LIMIT_S, Machine, Stream
+from emulated import BOOT_LIMIT_S, Commands
+from machine import Machine
 from qmp import Qmp
 from support import STANDIN, Server, need, run, spile, spile_binary, text
 
@@ -159,6 +160,22 @@ def reconnecting():
     return "reconnect-ms=100" if tuple(map(int, version.groups())) >= (9, 2) else "reconnect=1"
 
 
+class GuestCommands(Commands):
+    """The second serial line, which loses bytes now and then: what it says begins with its own length."""
+
+    LIMIT_S = ANSWER_LIMIT_S
+
+    def exchange(self, words, answer, limit_s):
+        end = time.monotonic() + limit_s
+        while True:
+            left = end - time.monotonic()
+            try:
+                return super().exchange(f"{len(words)} {words}", answer, min(left, ASK_AGAIN_S))
+            except AssertionError:
+                if left <= ASK_AGAIN_S:
+                    raise
+
+
 class VhostMachine(Machine):
     """A guest with two processors, the disks `names` as vda, vdb, …, and an ear for commands.
 
@@ -168,7 +185,6 @@ class VhostMachine(Machine):
     def __init__(self, kernel, initramfs, folder, sockets, names, place, incoming=False):
         self.sockets = sockets
         self.place = place
-        self.number = 0
         ask, qmp = socket.socketpair(), socket.socketpair()
         options = self.options(names, ask[1].fileno(), qmp[1].fileno())
         options += ["-incoming", "defer"] if incoming else []
@@ -178,9 +194,9 @@ class VhostMachine(Machine):
         )
         ask[1].close()
         qmp[1].close()
-        self.ask_socket = ask[0]
-        self.ask_log = open(folder / f"asked-{place}.log", "ab")
-        self.answers = Stream(ask[0].fileno(), self.ask_log)
+        self.commands = GuestCommands(ask[0], folder / f"asked-{place}.log", "the guest")
+        self.ask, self.ask_status = self.commands.ask, self.commands.ask_status
+        self.wait_ready = self.commands.wait_ready
         self.qmp = self.monitor(qmp[0])
 
     def monitor(self, connected):
@@ -189,10 +205,6 @@ class VhostMachine(Machine):
             return Qmp(connected)
         except (AssertionError, OSError) as problem:
             raise AssertionError(f"{problem}; QEMU said: {text(self.kill())}")
-
-    def wait_ready(self):
-        """Waits until a guest that boots hears commands."""
-        self.answers.wait_for(rb"SPILE READY\n", BOOT_LIMIT_S)
 
     def options(self, names, ask, qmp):
         memory = "memory-backend-memfd,id=memory,size=384M,share=on"
@@ -206,30 +218,6 @@ class VhostMachine(Machine):
             device = f"vhost-user-blk-pci,id=disk-{name},chardev={name},num-queues={QUEUES},addr={slot:#x}"
             options += ["-device", device]
         return options
-
-    def ask(self, command, limit_s=ANSWER_LIMIT_S, ok=True):
-        """Has the guest run a shell command; its words. With `ok` it has to end well."""
-        status, words = self.ask_status(command, limit_s)
-        if ok and status != 0:
-            raise AssertionError(f"in the guest: {command}: exit code {status}\n{words}")
-        return words
-
-    def ask_status(self, command, limit_s=ANSWER_LIMIT_S):
-        """The command's exit code and words."""
-        self.number += 1
-        words = f"{self.number} {command}"
-        answer = rb"SPILE ANSWER %d (\d+)\n((?s:.*?))SPILE END %d\n" % (self.number, self.number)
-        end = time.monotonic() + limit_s
-        while True:
-            self.ask_socket.sendall(f"{len(words)} {words}\n".encode())
-            left = end - time.monotonic()
-            try:
-                match = self.answers.wait_for(answer, min(left, ASK_AGAIN_S))
-                break
-            except AssertionError:
-                if left <= ASK_AGAIN_S:
-                    raise
-        return int(match.group(1)), text(match.group(2)).strip()
 
     def leave(self):
         """Ends the guest in order."""
@@ -250,5 +238,4 @@ class VhostMachine(Machine):
         """Ends it if it runs; may be called again."""
         super().close()
         self.qmp.close()
-        self.ask_socket.close()
-        self.ask_log.close()
+        self.commands.close()

@@ -6,7 +6,6 @@ import tempfile
 import unittest
 from contextlib import contextmanager
 
-import neighbour  # noqa: F401: before what comes from there
 from host import Host
 from parts import parts
 from support import TARGET, need, run, text

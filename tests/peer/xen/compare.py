@@ -15,7 +15,6 @@ A program, and no test: nothing here passes or fails, and what cannot be had is 
 import argparse
 import itertools
 import json
-import os
 import pathlib
 import shutil
 import statistics

@@ -1,13 +1,11 @@
 """Unprivileged domains: what their root holds, and how xl starts them."""
 
-import os
 import random
 import shlex
 
-import neighbour  # noqa: F401: before what comes from there
-from kernel import busybox
-from parts import HERE, image
-from support import MIB, run, sha256, text
+from emulated import busybox_root, ext4_image
+from parts import HERE
+from support import MIB, sha256
 
 ROOT_BYTES = 64 * MIB
 
@@ -15,19 +13,9 @@ ROOT_BYTES = 64 * MIB
 def domu_root(folder, path, seed):
     """An ext4 root with busybox, domu.sh, and files whose sums it checks."""
     top = folder / "root"
-    for name in ("bin", "sbin", "dev", "proc", "sys", "tmp", "checked"):
-        (top / name).mkdir(parents=True)
-    (top / "bin/busybox").write_bytes(busybox())
-    os.chmod(top / "bin/busybox", 0o755)
-    for name in text(run("busybox", "--list").stdout).split():
-        if name != "busybox":
-            (top / "bin" / name).symlink_to("busybox")
-    (top / "sbin/init").write_bytes((HERE / "domu.sh").read_bytes())
-    os.chmod(top / "sbin/init", 0o755)
+    busybox_root(top, ("checked",), HERE / "domu.sh")
     fill(top / "checked", random.Random(seed))
-    image(path, ROOT_BYTES, top)
-    run("rm", "-r", top)
-    return path
+    return ext4_image(path, ROOT_BYTES, top)
 
 
 def fill(folder, dice):

@@ -8,15 +8,9 @@ import signal
 import socket
 import subprocess
 
-import neighbour  # noqa: F401: before what comes from there
-from machine import Stream
-from parts import dom0_initramfs, domu_initramfs, image
+from emulated import BOOT_LIMIT_S, Commands, ext4_image
+from parts import dom0_initramfs, domu_initramfs
 from support import MIB, need, spile_binary, text
-
-# Software emulation of a whole host on a busy machine; some twenty seconds on a quiet one.
-BOOT_LIMIT_S = 300
-# What a command may take; those that wait for something give up by themselves after some minutes.
-ANSWER_LIMIT_S = 240
 
 DATA_BYTES = 1024 * MIB
 XEN_WORDS = (
@@ -37,7 +31,6 @@ class Host:
     def __init__(self, parts, folder, images):
         need("qemu-system-x86_64", "qemu-system-x86")
         self.folder = folder
-        self.number = 0
         for name in ("hypervisor", "vmlinux", "tools"):
             (folder / name).symlink_to(getattr(parts, name))
         dom0_initramfs(folder / "dom0.cpio", parts.kernel)
@@ -51,9 +44,8 @@ class Host:
             stderr=subprocess.STDOUT, pass_fds=[far.fileno()], preexec_fn=end_with_parent,
         )
         far.close()
-        self.line = near
-        self.log = open(folder / "asked.log", "ab")
-        self.answers = Stream(near.fileno(), self.log)
+        self.commands = Commands(near, folder / "asked.log", "dom0")
+        self.ask, self.ask_status = self.commands.ask, self.commands.ask_status
 
     def make_data(self, parts, images):
         top = self.folder / "top"
@@ -63,30 +55,14 @@ class Host:
         domu_initramfs(top / "domu.cpio", parts.kernel)
         for path in images:
             os.link(path, top / path.name)
-        image(self.folder / "data", DATA_BYTES, top)
-        shutil.rmtree(top)
+        ext4_image(self.folder / "data", DATA_BYTES, top)
 
     def wait_ready(self):
         """Waits until dom0 has brought up Xen's tool stack and hears commands."""
         try:
-            self.answers.wait_for(rb"SPILE READY\n", BOOT_LIMIT_S)
+            self.commands.wait_ready()
         except AssertionError as problem:
             raise AssertionError(f"dom0 did not come up: {problem}\n{self.said()}")
-
-    def ask(self, command, limit_s=ANSWER_LIMIT_S, ok=True):
-        """Has dom0 run a shell command; its words. With `ok` it has to end well."""
-        status, words = self.ask_status(command, limit_s)
-        if ok and status != 0:
-            raise AssertionError(f"in dom0: {command}: exit code {status}\n{words[-3000:]}")
-        return words
-
-    def ask_status(self, command, limit_s=ANSWER_LIMIT_S):
-        """The command's exit code and words."""
-        self.number += 1
-        self.line.sendall(f"{self.number} {command}\n".encode())
-        answer = rb"SPILE ANSWER %d (\d+)\n((?s:.*?))SPILE END %d\n" % (self.number, self.number)
-        match = self.answers.wait_for(answer, limit_s)
-        return int(match.group(1)), text(match.group(2)).strip()
 
     def said(self):
         """The end of what Xen, dom0 and QEMU said on the console."""
@@ -104,8 +80,7 @@ class Host:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self.line.close()
-        self.log.close()
+        self.commands.close()
         self.console.close()
 
     def command(self, line):

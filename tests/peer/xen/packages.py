@@ -1,21 +1,15 @@
-"""Xen and a kernel that can be its first domain, from the distribution's packages; nothing is installed.
+"""Xen and a kernel that can be its first domain, from the distribution's packages.
 
 Nothing is pinned: the newest kernel that apt knows is taken, from a suite of backports where the
-machine has one, and Xen in the version that apt would install. What was fetched is kept in the
-target folder, so that only the first run needs the network.
+machine has one, and Xen in the version that apt would install.
 """
 
-import fcntl
 import functools
-import os
 import re
-import shutil
-import subprocess
 import unittest
 
-import neighbour  # noqa: F401: before what comes from there
-from kernel import Kernel
-from support import TARGET, need, run, text
+from emulated import Kernel, apt_cache, unpack_packages
+from support import TARGET, run
 
 CACHE = TARGET / "xen-cache"
 
@@ -24,8 +18,6 @@ CACHE = TARGET / "xen-cache"
 KERNELS = ("linux-image-amd64", "linux-image-generic")
 # Depends on the hypervisor and on its tools, of whatever version there is.
 XEN = "xen-system-amd64"
-# The longest word from a mirror that is slow but alive.
-FETCH_LIMIT_S = 900
 
 # What Xen's tools need and load first; a module that is built in drops out.
 STORAGE = ("virtio_pci", "virtio_blk", "virtio_console", "crc32c_generic", "ext4")
@@ -34,26 +26,12 @@ DEVICES = ("xenfs", "xen_privcmd", "xen_evtchn", "xen_gntdev", "xen_gntalloc")
 SPARE = ("xen_blkfront", "xen_blkback", "loop")
 
 
-class Dom0Kernel(Kernel):
-    """The unpacked kernel of the first domain."""
-
-    def needed(self):
-        return self.with_dependencies(*STORAGE, *DEVICES)
-
-    def with_dependencies(self, *names):
-        """(name, bytes) of each module, in the order to load them."""
-        ordered = {}
-        for name in names:
-            self.collect(name, ordered)
-        return list(ordered.items())
-
-
 class Packages:
     """The unpacked packages: `top` is the root that they would be installed in."""
 
     def __init__(self, top):
         self.top = top
-        self.kernel = Dom0Kernel(top)
+        self.kernel = Kernel(top)
         self.hypervisor = newest(top.glob("boot/xen-*.gz"), top)
         self.tools = newest(top.glob("usr/lib/xen-*/bin/xl"), top).parent
         found = [*top.glob("lib/*/*.so.*"), *top.glob("usr/lib/**/*.so.*")]
@@ -67,43 +45,12 @@ def newest(found, top):
     return found[-1]
 
 
-def locked(what):
-    """Runs `what` with the cache to itself: test files run at the same time, each in a process of its own."""
-    CACHE.parent.mkdir(parents=True, exist_ok=True)
-    with open(CACHE.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return what()
-
-
 def packages():
     """The unpacked packages, fetched first when they are not there; a skip when they cannot be had.
 
     To be called through `locked`.
     """
-    if os.uname().machine != "x86_64":
-        raise unittest.SkipTest("the Xen tests know only x86_64")
-    if not (CACHE / "complete").exists():
-        need("apt-get", "apt")
-        need("dpkg-deb", "dpkg")
-        fetch(CACHE / "root")
-        (CACHE / "complete").touch()
-    return Packages(CACHE / "root")
-
-
-def fetch(top):
-    """Downloads and unpacks; what is there without the mark `complete` is thrown away first."""
-    shutil.rmtree(CACHE, ignore_errors=True)
-    debs = CACHE / "debs"
-    debs.mkdir(parents=True)
-    wanted = [*kernel_packages(), *xen_packages()]
-    try:
-        run("apt-get", "download", "-q", *wanted, cwd=debs, limit_s=FETCH_LIMIT_S)
-    except (AssertionError, subprocess.TimeoutExpired) as problem:
-        reason = str(problem).strip().splitlines()[-1]
-        raise unittest.SkipTest(f"packages for Xen cannot be downloaded: {reason}")
-    for deb in debs.glob("*.deb"):
-        run("dpkg-deb", "-x", deb, top)
-    shutil.rmtree(debs)
+    return Packages(unpack_packages(CACHE, lambda: [*kernel_packages(), *xen_packages()]))
 
 
 def kernel_packages():
@@ -144,7 +91,3 @@ def xen_packages():
     named = re.findall(r"^ *Depends: (lib[^\s:]+)$", apt_cache("depends", "--important", *ours), re.M)
     # The C library has to be the one that this machine's own programs run with.
     return sorted({*ours, *named} - {"libc6"})
-
-
-def apt_cache(*words):
-    return text(run("apt-cache", *words, ok=None, env={"LC_ALL": "C"}).stdout)

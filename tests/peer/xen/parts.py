@@ -5,15 +5,14 @@ import hashlib
 import lzma
 import os
 import pathlib
-import re
 import shutil
 import struct
 import zlib
 
-import neighbour  # noqa: F401: before what comes from there
-from kernel import archive, busybox
-from packages import CACHE, SPARE, locked, packages
-from support import MIB, need, run, text
+import emulated
+from emulated import ext4_image, locked, write_initramfs
+from packages import CACHE, DEVICES, SPARE, STORAGE, packages
+from support import MIB, need, run
 
 HERE = pathlib.Path(__file__).parent
 TOOLS_BYTES = 512 * MIB
@@ -39,7 +38,7 @@ def parts():
     """The parts that change only with the packages, made first when they are not there."""
     for program, package in (("mke2fs", "e2fsprogs"), ("ldd", "libc-bin"), *HOST_PROGRAMS):
         need(program, package)
-    return locked(make_parts)
+    return locked(CACHE, make_parts)
 
 
 def make_parts():
@@ -71,8 +70,7 @@ def make_into(folder, have):
         found = pathlib.Path(shutil.which(program))
         copy_program(found, top / "bin" / program, top)
     copy_library("libgcc_s.so.1", top)
-    image(made.tools, TOOLS_BYTES, top)
-    shutil.rmtree(top)
+    ext4_image(made.tools, TOOLS_BYTES, top)
 
 
 def copy_xen(have, top):
@@ -94,18 +92,12 @@ def link(path, target):
 
 def copy_program(source, target, top, folders=()):
     """Copies a program, and its libraries to where the loader looks; `folders` hold some of them."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(source, target)
-    paths = ":".join(str(folder) for folder in folders)
-    listed = text(run("ldd", source, env={"LD_LIBRARY_PATH": paths} if paths else None).stdout)
-    if missing := re.findall(r"(\S+) => not found", listed):
-        raise FileNotFoundError(f"{source} needs {', '.join(missing)}")
-    for library in map(pathlib.Path, re.findall(r"(/\S+) \(0x", listed)):
+
+    def place_of(library):
         is_loader = library.name.startswith("ld-linux")
-        place = top / ("lib64" if is_loader else LIBRARIES) / library.name
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(library, place)
+        return top / ("lib64" if is_loader else LIBRARIES) / library.name
+
+    emulated.copy_program(source, target, place_of, folders)
 
 
 def copy_library(name, top):
@@ -114,13 +106,6 @@ def copy_library(name, top):
     if found is None:
         raise FileNotFoundError(f"no {name} on this machine")
     shutil.copy(found, top / LIBRARIES / name)
-
-
-def image(path, size_bytes, top):
-    """An ext4 image with the files in `top`, made as an ordinary user."""
-    with open(path, "wb") as file:
-        file.truncate(size_bytes)
-    run("mke2fs", "-q", "-F", "-t", "ext4", "-E", "root_owner=0:0", "-d", top, path)
 
 
 def vmlinux(bzimage):
@@ -153,7 +138,7 @@ def decompressed(payload):
 def dom0_initramfs(path, kernel):
     """Busybox, the modules to load and those at hand, and dom0.sh; all else is on the tools' disk."""
     folders = ("bin", "sbin", "dev", "proc", "sys", "tmp", "run", "mnt", "tools", "data", "lib", "var", "etc")
-    modules = kernel.needed()
+    modules = kernel.with_dependencies(*STORAGE, *DEVICES)
     spare = [item for item in kernel.with_dependencies(*SPARE) if item not in modules]
     order = "".join(f"{name}\n" for name, _ in modules)
     files = [
@@ -181,10 +166,3 @@ def domu_initramfs(path, kernel):
 
 def links(*pairs):
     return [(name, 0o120777, target.encode()) for name, target in pairs]
-
-
-def write_initramfs(path, folders, modules, files):
-    entries = [(folder, 0o040755, b"") for folder in (*folders, "modules")]
-    entries.append(("bin/busybox", 0o100755, busybox()))
-    entries += [(f"modules/{name}.ko", 0o100644, code) for name, code in modules]
-    path.write_bytes(archive([*entries, *files]))

@@ -9,12 +9,11 @@ import hashlib
 import pathlib
 import re
 import shutil
-import subprocess
 import unittest
 
-import neighbour  # noqa: F401: before what comes from there
-from packages import FETCH_LIMIT_S, apt_cache, compare, locked
-from parts import copy_program, image
+from emulated import apt_cache, ext4_image, locked, unpack_packages
+from packages import compare
+from parts import copy_program
 from support import MIB, TARGET, need, run, text
 
 CACHE = TARGET / "xen-qdisk-cache"
@@ -29,7 +28,7 @@ def qdisk_image():
     """The image, made first when it is not there; a skip with a reason when it cannot be had."""
     for program, package in (("apt-get", "apt"), ("dpkg-deb", "dpkg"), ("mke2fs", "e2fsprogs"), ("ldd", "libc-bin")):
         need(program, package)
-    return locked(make)
+    return locked(CACHE, make)
 
 
 def make():
@@ -38,24 +37,11 @@ def make():
     made = CACHE / f"{name}.img"
     if not made.exists():
         shutil.rmtree(CACHE, ignore_errors=True)
-        (CACHE / "debs").mkdir(parents=True)
-        fetch(CACHE / "debs", CACHE / "root")
-        put_together(CACHE / "root", CACHE / "new.img")
-        shutil.rmtree(CACHE / "debs")
-        shutil.rmtree(CACHE / "root")
+        top = unpack_packages(CACHE, wanted)
+        put_together(top, CACHE / "new.img")
+        shutil.rmtree(top)
         (CACHE / "new.img").rename(made)
     return made
-
-
-def fetch(debs, top):
-    """Downloads and unpacks the package, and of those that it needs the ones that this machine lacks."""
-    try:
-        run("apt-get", "download", "-q", *wanted(), cwd=debs, limit_s=FETCH_LIMIT_S)
-    except (AssertionError, subprocess.TimeoutExpired) as problem:
-        reason = str(problem).strip().splitlines()[-1]
-        raise unittest.SkipTest(f"{PACKAGE} cannot be downloaded: {reason}")
-    for deb in debs.glob("*.deb"):
-        run("dpkg-deb", "-x", deb, top)
 
 
 def wanted():
@@ -79,5 +65,4 @@ def put_together(top, path):
     folders = sorted({found.parent for found in top.glob("usr/lib/**/*.so.*")})
     inside = path.with_suffix(".top")
     copy_program(programs[0], inside / "bin/qemu", inside, folders)
-    image(path, IMAGE_BYTES, inside)
-    shutil.rmtree(inside)
+    ext4_image(path, IMAGE_BYTES, inside)

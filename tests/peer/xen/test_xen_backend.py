@@ -66,7 +66,7 @@ class XenBackend(ServedTest):
             host.ask("start hammer hammer /dev/xvda 4")
             self.backend.resize(vbd, self.disks["plain"], (old + more) * 512)
             host.ask(f"until_true '[ $(cat /sys/block/xvda/size) = {old + more} ]'")
-            self.end_hammer(host)
+            host.commands.end_hammer()
             host.ask("dd if=/dev/urandom of=/tmp/last bs=4k count=1")
             seek = (old + more) // 8 - 1
             host.ask(f"dd if=/tmp/last of=/dev/xvda bs=4k seek={seek} oflag=direct conv=notrunc,fsync")

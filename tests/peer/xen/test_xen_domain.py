@@ -33,7 +33,7 @@ class XenDomain(ServedTest):
                     self.wait_progress(host, vbd)
                     self.backend.kill(vbd)
                 self.wait_progress(host, vbd)
-                self.end_hammer(host)
+                host.commands.end_hammer()
                 self.detach(vbd, "work")
 
     def wait_progress(self, host, vbd):

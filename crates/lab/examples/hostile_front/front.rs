@@ -51,11 +51,6 @@ impl Front {
         self.back_key("state") as u32
     }
 
-    /// What indirect requests may have of segments.
-    pub fn max_indirect(&mut self) -> u16 {
-        self.back_key("feature-max-indirect-segments") as u16
-    }
-
     /// The size of the disk.
     pub fn sectors(&mut self) -> u64 {
         self.back_key("sectors")
