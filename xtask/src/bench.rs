@@ -29,26 +29,26 @@ use server::{Kind, Server};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// How a run is made.
+/// The options of a run.
 pub struct Plan {
-    /// Turns each side gets on a line.
+    /// How often each side of a line is measured.
     pub rounds: usize,
-    /// A smoke test: little data, little time, few lines.
+    /// True for a smoke test: little data, little time, few lines.
     pub quick: bool,
-    /// Takes lines whose `group/name` holds this.
+    /// Only lines whose `group/name` contains this are measured.
     pub only: String,
     /// Seconds of load for each point.
     pub point_s: f64,
-    /// Where images and results are.
+    /// The folder of images and results.
     pub folder: PathBuf,
-    /// What the files of results begin with.
+    /// The start of the names of result files.
     prefix: &'static str,
     /// The program under test.
     pub spile: PathBuf,
 }
 
 impl Plan {
-    /// Where the figures go.
+    /// The file for the figures.
     pub fn results(&self) -> PathBuf {
         let name = if self.quick { "quick" } else { "results" };
         self.folder.join(format!("{}{name}.json", self.prefix))
@@ -60,7 +60,7 @@ impl Plan {
     }
 }
 
-/// Over NBD: runs all lines that are asked for and prints the tables.
+/// Measures over NBD: runs all lines that were asked for and prints the tables.
 pub fn run(arguments: &[String]) -> Result<()> {
     let plan = plan(arguments, "")?;
     let mut report = Report::new(&plan);
@@ -71,7 +71,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
     report.finish(&plan)
 }
 
-/// The same over vhost-user-blk.
+/// Measures over vhost-user-blk, in the same way.
 pub fn run_vhost(arguments: &[String]) -> Result<()> {
     let plan = plan(arguments, "vhost-")?;
     let mut report = Report::new(&plan);
@@ -137,7 +137,7 @@ fn run_group(plan: &Plan, group: &Group, images: &mut Images, report: &mut Repor
     Ok(())
 }
 
-/// The lines for which there is memory; the others are told as skipped.
+/// The lines for which there is enough memory. The others are reported as skipped.
 fn usable_lines<'a>(group: &Group, lines: Vec<&'a Line>, report: &mut Report) -> Vec<&'a Line> {
     let free = free_huge_pages();
     let (usable, short): (Vec<_>, Vec<_>) = lines.into_iter().partition(|line| line.huge_pages() <= free);
@@ -154,7 +154,7 @@ fn free_huge_pages() -> u64 {
     line.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// The sides whose programs are here; the others are told as skipped.
+/// The sides whose programs are installed. The others are reported as skipped.
 fn usable_sides(group: &Group, report: &mut Report) -> Vec<Side> {
     let mut usable = Vec::new();
     for side in &group.sides {
@@ -168,7 +168,7 @@ fn usable_sides(group: &Group, report: &mut Report) -> Vec<Side> {
     usable
 }
 
-/// One line: `points[side][round]`.
+/// Measures one line: `points[side][round]`.
 fn run_line(plan: &Plan, line: &Line, sides: &[Side], images: &mut Images) -> Result<Vec<Vec<Point>>> {
     let mut points = vec![Vec::new(); sides.len()];
     for round in 0..plan.rounds {
@@ -189,7 +189,7 @@ fn run_line(plan: &Plan, line: &Line, sides: &[Side], images: &mut Images) -> Re
     Ok(points)
 }
 
-/// On a server; without one, on the image itself.
+/// Measures one point on a server, or on the image itself where there is no server.
 fn run_point(
     plan: &Plan,
     line: &Line,

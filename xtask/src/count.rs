@@ -1,17 +1,19 @@
 //! `cargo xtask count`: the instructions that the server spends on one request, counted by callgrind.
 //!
-//! Times differ from machine to machine and from minute to minute; instructions hardly do. The release build serves
-//! nothing (`null:`) over vhost-user, and to a Xen guest of the stand-in, under valgrind, once with few requests and once with many; the difference, divided
-//! by the requests between them, leaves out what starting and ending cost. The client is an ordinary `spile load`, on the
-//! same core and with the lowest priority: so the server has always answered everything and gone to sleep before it
-//! sees the next batch, and a batch costs the same each time. Figures repeat to 0.2 %. One request at a time is not counted:
-//! whether the server has gone to sleep before it is a matter of the host's other work (12 % between two runs).
+//! Times differ from machine to machine and from minute to minute; instructions hardly do. The release build serves an empty
+//! disk (`null:`) under valgrind, over vhost-user and to a guest of the imitated Xen: once with few requests and once with
+//! many. The difference, divided by the number of requests between the two, leaves out the costs of start and end.
+//!
+//! The client is an ordinary `spile load` on the same core, with the lowest priority. So the server has always answered
+//! everything and gone to sleep before it sees the next batch, and a batch costs the same each time. Figures repeat to
+//! 0.2 %. Single requests are not counted: whether the server sleeps before the next one depends on the host's other work
+//! (12 % between two runs).
 //!
 //! io_uring does not work under every valgrind, so the threads engine runs; on this path only its way to sleep differs.
 //! Reads are of 512 bytes, because some machines count a long fill with zeroes as one instruction a byte.
 //!
-//! The figures are kept in `xtask/counts/null.json`. What has grown by more than 5 % fails; what has shrunk by more
-//! is told, so that somebody runs `cargo xtask count --update`. Another compiler makes other code: growth is then a skip.
+//! The figures are kept in `xtask/counts/null.json`. Growth of more than 5 % is a failure. A figure that shrinks by more is
+//! reported, so that somebody runs `cargo xtask count --update`. Another compiler makes other code: then growth is a skip.
 
 use crate::bench::server::{Front, Server, pinned, server_cores};
 use crate::{Result, bench, shell};
@@ -21,13 +23,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What to do about a change that is meant.
+/// The advice for a change that is wanted.
 const UPDATE: &str = "keep it by `cargo xtask count --update`";
 
-/// What a figure may change without a word, in per cent.
+/// The change of a figure that is not reported, in per cent.
 const TOLERANCE: u64 = 5;
 
-/// A load that is counted. Names are the keys in the file.
+/// A load that is counted. Its name is the key in the file.
 struct Case {
     name: &'static str,
     /// How the back end reaches a Xen guest's memory; none for vhost-user.
@@ -46,9 +48,9 @@ const CASES: &[Case] = &[
     Case { name: "blkif copy write 4k depth 32", access: Some("copy"), load: WRITE },
 ];
 
-/// Nothing that depends on time: no polling, and no second worker.
+/// The server's options. They leave out all that depends on time: polling, and a second worker.
 const STEADY: &[&str] = &["--engine", "threads", "--poll", "0", "--workers", "1"];
-/// Longest wait for a disk to serve.
+/// The longest wait until a disk is served.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Requests in the short and in the long run.
@@ -84,7 +86,7 @@ fn count(spile: &Path, folder: &Path, case: &Case) -> Result<u64> {
     Ok(many.saturating_sub(few) / (MANY - FEW))
 }
 
-/// Instructions of a whole run of the server with so many requests.
+/// Instructions of a whole run of the server with a number of requests.
 fn instructions(spile: &Path, folder: &Path, case: &Case, requests: u64) -> Result<u64> {
     let name = format!("{}-{requests}.callgrind", case.name.replace([' ', ','], "-"));
     match case.access {
@@ -93,7 +95,7 @@ fn instructions(spile: &Path, folder: &Path, case: &Case, requests: u64) -> Resu
     }
 }
 
-/// The client. It has its core to itself only when the server sleeps.
+/// The client. It gets the core only while the server sleeps.
 fn load(core: &str, spile: &Path, uri: &str, what: &[&str], requests: u64) -> Command {
     let mut command = pinned(core, "nice");
     command.args(["-n", "19"]).arg(spile).arg("load").arg(uri).arg("--json");
@@ -153,7 +155,7 @@ fn total(text: &str) -> Option<u64> {
     line?.trim().parse().ok()
 }
 
-/// The figures in the repository, and what made them.
+/// The figures in the repository, and the compiler that they belong to.
 struct Kept {
     arch: String,
     rustc: String,
@@ -203,7 +205,7 @@ enum Change {
     Little,
     Grown,
     Shrunk,
-    /// It was never kept.
+    /// There is no kept figure.
     New,
 }
 
@@ -216,7 +218,7 @@ fn change(kept: Option<u64>, now: u64) -> Change {
     }
 }
 
-/// What came of a comparison, and what there is to say of it.
+/// The result of a comparison, and its messages.
 #[derive(Default)]
 struct Outcome {
     lines: Vec<String>,

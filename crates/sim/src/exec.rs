@@ -1,5 +1,5 @@
-//! The seeded executor: one thread, and at every step one thing, chosen by the seed: a task that was woken runs
-//! until it waits again, or an operation in flight moves on. Between any two steps the run can be stopped.
+//! The seeded executor. It has one thread, and does one thing in each step, chosen by the seed: a task that was woken runs
+//! until it waits again, or an operation in flight goes on. The run can be stopped between any two steps.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -21,7 +21,7 @@ pub enum Ended {
     Stuck,
 }
 
-/// Tasks over one world.
+/// The tasks of one run, and the simulated host that they run on.
 pub struct Executor {
     world: World,
     rng: Rng,
@@ -30,7 +30,7 @@ pub struct Executor {
     steps: u64,
 }
 
-/// The tasks that were woken, each once.
+/// The queue of tasks that were woken. Each task is in it at most once.
 #[derive(Default)]
 struct Woken {
     list: Mutex<Vec<usize>>,
@@ -70,7 +70,7 @@ impl Executor {
         self.woken.with(|list| list.push(task));
     }
 
-    /// Steps taken so far.
+    /// The number of steps taken so far.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -106,7 +106,7 @@ impl Executor {
 /// Runs one future to its end, without a crash.
 ///
 /// # Panics
-/// When it waits for something that cannot come.
+/// When the future waits for something that cannot happen.
 pub fn block_on<T: 'static>(world: &World, future: impl Future<Output = T> + 'static) -> T {
     let seed = world.trace_hash();
     let out = std::rc::Rc::new(std::cell::RefCell::new(None));

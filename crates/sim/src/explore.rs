@@ -16,34 +16,34 @@ use crate::subject::Subject;
 use crate::workload::Shared;
 use crate::world::World;
 
-/// What a run that found nothing did.
+/// The sums of a run that found nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
-    /// Two runs with the same hash did the same.
+    /// A hash of everything that the run did: two runs with the same hash did the same.
     pub trace_hash: u64,
-    /// Steps of all lives.
+    /// The number of steps of all lives.
     pub steps: u64,
-    /// Steps of the first life of the last layer.
+    /// The number of steps of the first life of the last layer.
     pub first_life_steps: u64,
-    /// Crashes survived.
+    /// The number of crashes.
     pub crashes: u64,
 }
 
-/// What a run found.
+/// An error that a run found.
 #[derive(Clone, Debug)]
 pub struct Finding {
-    /// What was wrong, and where.
+    /// What was wrong, and in which part of the run.
     pub message: String,
-    /// The trace, when it was kept.
+    /// The trace, if it was kept.
     pub trace: Vec<String>,
 }
 
-/// How a run is watched and disturbed.
+/// Options of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Keep the trace.
+    /// The trace is kept.
     pub trace: bool,
-    /// Break the store's promises, from the leaf's first life to its last but one.
+    /// How the store breaks its promises, from the leaf's first life to the last but one.
     pub sabotage: Sabotage,
 }
 
@@ -70,7 +70,7 @@ fn catch_panics_quietly() {
 /// Runs `plan` on `subject`.
 ///
 /// # Errors
-/// What was found.
+/// The error that was found.
 pub fn explore<S: Subject>(subject: S, plan: Plan, options: &Options) -> Result<Summary, Finding> {
     catch_panics_quietly();
     let world = World::new(plan.seed, plan.hardware.clone());
@@ -213,7 +213,8 @@ impl<S: Subject> Run<S> {
         }
     }
 
-    /// Open, verify, work, verify, close; `None` when it was stopped on the way.
+    /// Opens the image, verifies it, runs the workload, verifies again, and closes. `None` when the life was stopped
+    /// before its end.
     fn phases(&mut self, executor: &mut Executor, layer: usize, life: &Life, limit: u64) -> Option<()> {
         let shared = self.open(executor, layer, life, limit)?;
         if life.verify_first {

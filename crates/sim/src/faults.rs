@@ -1,4 +1,4 @@
-//! What a simulated host does wrong: honest faults, and sabotage that breaks the contract of a store on purpose.
+//! Faults of a simulated host. Honest faults keep the contract of a store; sabotage breaks it on purpose.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -41,11 +41,11 @@ pub enum How {
 /// One change of a file, as sabotage sees it when it is issued.
 #[derive(Clone, Debug)]
 pub struct Touch {
-    /// How.
+    /// The kind of change.
     pub how: How,
-    /// Which bytes of the file.
+    /// The bytes of the file that change.
     pub range: Range<u64>,
-    /// What is written; empty for the others.
+    /// The bytes that are written; empty for other kinds of change.
     pub bytes: Vec<u8>,
 }
 
@@ -56,25 +56,25 @@ pub type Choice = Arc<dyn Fn(&Pages, &Touch) -> bool + Send + Sync>;
 /// each stands for an image that has left out or misplaced one step of its write order.
 #[derive(Clone, Default)]
 pub enum Sabotage {
-    /// None.
+    /// No promise is broken.
     #[default]
     None,
-    /// Of every `every` syncs the one numbered `phase` does nothing.
+    /// Out of `every` syncs, the one with the number `phase` does nothing.
     SkipSync {
-        /// The period.
+        /// The number of syncs in a period.
         every: u64,
-        /// Which of them, from 0.
+        /// The number of the sync in its period, from 0.
         phase: u64,
     },
     /// Every sync answers before it has happened.
     EarlySync,
-    /// A sync of what is open for reading only does nothing.
+    /// A sync of a store that is open for reading only does nothing.
     ReadersSync,
     /// A sync does nothing when one of the changes it should cover is chosen by `of` and none by `unless`.
     SkipSyncOf {
-        /// What would be synced too early to be noticed otherwise.
+        /// The sync does nothing when it should cover one of these changes,
         of: Choice,
-        /// What must not be there.
+        /// unless it should cover one of these, too.
         unless: Choice,
     },
     /// Syncs leave chosen changes out, as if they had been sent after the sync.
@@ -100,18 +100,18 @@ impl std::fmt::Debug for Sabotage {
     }
 }
 
-/// What sabotage does to one change.
+/// The effects of sabotage on one change.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Harm {
-    /// It answers before it takes effect.
+    /// The change is answered before it takes effect.
     pub late: bool,
-    /// It has no effect.
+    /// The change has no effect.
     pub lost: bool,
-    /// Syncs leave it out.
+    /// Syncs leave the change out.
     pub unsynced: bool,
-    /// A sync that should cover it does nothing,
+    /// A sync that should cover the change does nothing.
     pub voids_sync: bool,
-    /// unless it should cover this as well.
+    /// A sync that should cover the change works, also when another change of it is marked `voids_sync`.
     pub saves_sync: bool,
 }
 

@@ -1,4 +1,5 @@
-//! One simulated file: what the disk holds for certain, what the host's kernel shows, and what lies between.
+//! One simulated file: the durable bytes of the disk, the bytes that the host's kernel shows, and the changes between the
+//! two.
 //!
 //! Every change goes to the `view` (the page cache: it outlives the process) and onto the list of unsynced
 //! effects. A sync applies effects to `durable` and takes them off the list; a power cut applies a random part
@@ -42,11 +43,11 @@ impl Change {
 
 /// A change that reached the view and is not known to be durable.
 pub(crate) struct Effect {
-    /// The operation it belongs to.
+    /// The operation that the change belongs to.
     pub op: u64,
-    /// The way a write took.
+    /// How a write was done: directly or through the page cache.
     pub via: Option<Via>,
-    /// What sabotage does to it.
+    /// The effect of sabotage on the change.
     pub harm: Harm,
     pub change: Change,
 }
@@ -58,9 +59,9 @@ pub(crate) struct SimFile {
     unsynced: Vec<Effect>,
     /// Pages written since they were last clean, and which way: for the check on mixing.
     ways: BTreeMap<u64, Via>,
-    /// A writer has it open.
+    /// True while a writer has the file open.
     pub locked: bool,
-    /// The error of a failed sync, which is for ever.
+    /// The error of the first failed sync. All later syncs fail with it.
     pub sync_failed: bool,
 }
 

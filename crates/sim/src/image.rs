@@ -16,7 +16,7 @@ use crate::store::SimStore;
 use crate::subject::Subject;
 use crate::world::World;
 
-/// What the leaf is.
+/// The kinds of leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A raw file.
@@ -30,7 +30,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Its name on the command line.
+    /// The kind's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Kind::Raw => "raw",
@@ -68,27 +68,27 @@ impl FromStr for Kind {
 /// One layer of a chain.
 #[derive(Clone, Debug)]
 pub struct LayerPlan {
-    /// A differencing one is called `Chain` here.
+    /// The layer's kind; `Chain` is a differencing image.
     pub kind: Kind,
-    /// Its size in bytes; never less than that of the layer below.
+    /// The layer's size in bytes; never less than the size of the layer below.
     pub size_bytes: u64,
-    /// Its block in bytes.
+    /// The size of a block in bytes.
     pub block_bytes: u32,
 }
 
 /// A chain to be tested.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// Base first.
+    /// The layers, the base first.
     pub layers: Vec<LayerPlan>,
-    /// Put [`Aligned`] over it.
+    /// True to put [`Aligned`] over the chain.
     pub aligned: bool,
-    /// The metadata cache in bytes.
+    /// The size of the metadata cache in bytes.
     pub cache_bytes: usize,
 }
 
 impl Image {
-    /// The image of `seed`; of this kind, if one is given.
+    /// Draws the image of a seed; of the given kind, if there is one.
     pub fn draw(seed: u64, kind: Option<Kind>) -> Self {
         let mut rng = Rng::new(seed).split(30);
         let drawn = Kind::draw(&mut rng);
@@ -239,9 +239,9 @@ fn check_closed(view: &Pages) -> Result<(), String> {
 
 /// A chain, with or without [`Aligned`] over it.
 pub enum SimDisk {
-    /// As it is.
+    /// The chain alone.
     Plain(Chain<SimStore>),
-    /// With any alignment.
+    /// The chain behind [`Aligned`].
     Aligned(Aligned<Chain<SimStore>>),
 }
 

@@ -1,4 +1,4 @@
-//! One operation in flight: what it does, when it may go on, and how far it has come.
+//! One operation in flight: what it does, when it may go on, and how much of it is done.
 
 use std::ops::Range;
 use std::task::Waker;
@@ -22,7 +22,7 @@ pub(crate) enum Kind {
         range: Range<u64>,
     },
     SetLen(u64),
-    /// With the operations that were in flight when it was issued: these need not be covered.
+    /// A sync, with the operations that were in flight when it was issued: the sync need not cover these.
     Sync {
         in_flight: Vec<u64>,
         number: u64,
@@ -44,7 +44,7 @@ impl Kind {
         }
     }
 
-    /// The bytes of the file it touches; a length for `SetLen` is shown as the start.
+    /// The bytes of the file that the operation touches. For `SetLen`, the range starts at the new length.
     pub fn range(&self) -> Range<u64> {
         match self {
             Kind::Read { offset, into } => *offset..offset + into.len() as u64,
@@ -84,11 +84,11 @@ pub(crate) struct Op {
     pub id: u64,
     pub file: usize,
     pub kind: Kind,
-    /// It moves on at this step of the world at the earliest.
+    /// The first step of the world at which the operation may go on.
     pub due: u64,
     pub stage: Stage,
     pub waker: Option<Waker>,
-    /// It takes effect from its end backwards.
+    /// True when the operation takes effect from its end backwards.
     pub backwards: bool,
     /// Sabotage: it answers before it takes effect.
     pub early: bool,

@@ -21,21 +21,21 @@ use crate::stamp::{self, SECTOR, Value};
 
 const NEVER: u64 = u64::MAX;
 
-/// What a request does to its sectors.
+/// The effect of a request on its sectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// New data.
+    /// They hold new data.
     Data,
-    /// Zeroes, for certain.
+    /// They are zeroes for certain.
     Zeroes,
-    /// Zeroes, or what was there.
+    /// They are zeroes, or unchanged.
     Discard,
 }
 
-/// How the run was interrupted.
+/// The kinds of interruption of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Crash {
-    /// The process died; the page cache stays.
+    /// The process died. The page cache stays.
     Death,
     /// The host lost power.
     PowerCut,
@@ -87,7 +87,7 @@ pub struct Pending {
 /// What every sector may hold; at first all of them zeroes.
 #[derive(Default)]
 pub struct Oracle {
-    /// One that is not here was never written and reads as zeroes.
+    /// The sectors that were written. All others read as zeroes.
     sectors: BTreeMap<u64, Vec<Version>>,
     now: u64,
     writes: u64,
@@ -191,7 +191,7 @@ impl Oracle {
     /// A read issued at `issued` returned `bytes` from `first_sector` on.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// A description of what is wrong with the bytes.
     pub fn end_read(&mut self, issued: u64, first_sector: u64, bytes: &[u8]) -> Result<(), String> {
         self.reads.remove(&issued);
         let now = self.tick();
@@ -205,7 +205,7 @@ impl Oracle {
     /// A question issued at `issued` (by [`Oracle::begin_read`]) was answered: these runs of sectors read as zeroes.
     ///
     /// # Errors
-    /// Why they cannot.
+    /// A description of why they cannot be zeroes.
     pub fn end_zeroes(&mut self, issued: u64, runs: &[Range<u64>]) -> Result<(), String> {
         self.reads.remove(&issued);
         let now = self.tick();

@@ -8,13 +8,13 @@ use crate::world::Hardware;
 /// One life of the process, from open to crash.
 #[derive(Clone, Debug)]
 pub struct Life {
-    /// It ends after this many steps (`None`: it closes in order).
+    /// The number of steps after which the life ends (`None`: it closes in order).
     pub crash_at: Option<u64>,
-    /// How it ends, when it crashes.
+    /// The kind of its crash, if it crashes.
     pub crash: Crash,
-    /// Requests of the workload.
+    /// The number of requests of the workload.
     pub requests: u64,
-    /// Requests in flight at most: one task each.
+    /// The largest number of requests in flight. Each is a task.
     pub clients: u64,
     /// Everything is read back before the workload begins.
     pub verify_first: bool,
@@ -61,15 +61,15 @@ pub struct Places {
 /// One run.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The seed it came from.
+    /// The seed that the plan was drawn from.
     pub seed: u64,
-    /// The host.
+    /// The kind of host.
     pub hardware: Hardware,
-    /// Its lives; a last, quiet one is added.
+    /// The lives of the process. The explorer adds a last, quiet one.
     pub lives: Vec<Life>,
-    /// The mixture.
+    /// How often each kind of request is made.
     pub weights: Weights,
-    /// The places.
+    /// Where requests go.
     pub places: Places,
 }
 

@@ -17,14 +17,14 @@ pub enum Mode {
     EveryStep,
 }
 
-/// What a range of seeds amounted to.
+/// The sums of a range of seeds.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
-    /// Seeds that were run.
+    /// The number of seeds that were run.
     pub seeds: u64,
-    /// Steps of all of them (0 for [`Mode::EveryStep`]).
+    /// The number of steps of all runs (0 for [`Mode::EveryStep`]).
     pub steps: u64,
-    /// Crashes of all of them, survived.
+    /// The number of crashes of all runs.
     pub crashes: u64,
     /// The findings, by seed.
     pub findings: Vec<(u64, Finding)>,
@@ -33,7 +33,7 @@ pub struct Totals {
 /// Runs one seed on the image that it draws.
 ///
 /// # Errors
-/// What was found.
+/// The error that was found.
 pub fn run_seed(seed: u64, kind: Option<Kind>, mode: Mode, options: &Options) -> Result<Summary, Finding> {
     let image = Image::draw(seed, kind);
     let (size, block) = (image.leaf().size_bytes, u64::from(image.leaf().block_bytes));

@@ -1,4 +1,4 @@
-//! What the workload writes: every sector says where it belongs and which write it is from, in all its bytes.
+//! The content that the workload writes. All bytes of a sector say where the sector belongs and which write it is from.
 
 use crate::rng::mix;
 

@@ -10,7 +10,7 @@ pub struct Point {
     pub iops: f64,
     pub bytes_per_s: f64,
     pub server_cpu_us: f64,
-    /// Half of the requests took at most so long.
+    /// The median latency.
     pub p50_us: f64,
     /// All that the client printed.
     pub all: Value,
@@ -38,7 +38,7 @@ pub fn median(mut figures: Vec<f64>) -> f64 {
     figures.get(figures.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// What is compared.
+/// The kinds of figures that are compared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Measure {
     /// Requests or bytes a second: more is better.
@@ -60,7 +60,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Of all rounds.
+    /// The medians of all rounds.
     pub fn new(line: &Line, side: &Side, points: &[Point]) -> Summary {
         let rate = |point: &Point| if line.is_bandwidth() { point.bytes_per_s } else { point.iops };
         let middle = |figure: &dyn Fn(&Point) -> f64| median(points.iter().map(figure).collect());
@@ -89,7 +89,7 @@ pub fn ratio(sides: &[Summary], role: Role, measure: Measure) -> f64 {
     ours.get(measure) / others.fold(f64::NAN, better)
 }
 
-/// What the first side of a line is to reach.
+/// An aim for the first side of a line.
 #[derive(Clone, Copy, Debug)]
 pub enum Aim {
     /// Its rate, at least so many times the best in that role.
@@ -104,17 +104,17 @@ pub enum Aim {
     P50AtMost(f64),
 }
 
-/// How an aim came out.
+/// The result of an aim.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Verdict {
-    /// The aim, the figure, and the word.
+    /// The aim, the figure, and whether it was reached.
     pub text: String,
     /// `None` when it could not be judged.
     pub is_hit: Option<bool>,
 }
 
 impl Aim {
-    /// Compares it with what was measured.
+    /// Compares the aim with the measured figures.
     pub fn judge(self, sides: &[Summary]) -> Verdict {
         let ours = |measure| sides.first().map_or(f64::NAN, |side| side.get(measure));
         let of = |role: Role| format!(" of {}", role.name());

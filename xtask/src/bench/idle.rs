@@ -13,7 +13,7 @@ use std::time::Duration;
 /// From the guest's last request until the server has to be quiet.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// Counts the wake-ups of Spile, which have to be none, and of a peer.
+/// Counts the wake-ups of Spile, which must be zero, and of a peer.
 pub fn run(plan: &Plan, report: &mut Report) -> Result<()> {
     let watched = if plan.quick { Duration::from_secs(1) } else { Duration::from_secs(5) };
     println!("\nidle: a guest is connected, was served at full speed, and does nothing");

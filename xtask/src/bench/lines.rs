@@ -1,4 +1,4 @@
-//! What can be measured: sides, lines and groups of them. Which are, is in `nbd` and `vhost`.
+//! What can be measured: sides, lines, and groups of lines. The modules `nbd` and `vhost` list them.
 
 use super::Plan;
 use super::figures::Aim;
@@ -13,7 +13,7 @@ pub enum Cache {
     Direct,
 }
 
-/// What an image is made of before a point.
+/// The state of an image before a point.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum State {
     /// Every byte written once; made once and used by all.
@@ -39,7 +39,7 @@ pub enum Format {
     Null,
 }
 
-/// What a side is there for, beside the first one of its group, which is Spile's.
+/// The role of a side in its group. The first side of a group is Spile's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
     /// A competitor, or what else the first side is set beside: the ratio is to the best of them.
@@ -48,7 +48,7 @@ pub enum Role {
     Bare,
     /// Spile on a raw file, where the first side is something richer.
     Raw,
-    /// Shown, and in no ratio.
+    /// The side is shown, and in no ratio.
     Shown,
 }
 
@@ -56,7 +56,7 @@ impl Role {
     /// The roles that ratios are to, and how their columns are called.
     pub const COMPARED: [(Role, &str); 3] = [(Role::Peer, "÷peer"), (Role::Bare, "÷bare"), (Role::Raw, "÷raw")];
 
-    /// As an aim calls it.
+    /// The role's name in an aim.
     pub fn name(self) -> &'static str {
         match self {
             Role::Peer => "the best peer",
@@ -84,33 +84,33 @@ pub struct Side {
 }
 
 impl Side {
-    /// A peer on a full image.
+    /// Makes a peer on a full image.
     pub fn new(name: &'static str, server: Kind, format: Format, cache: Cache) -> Side {
         Side { name, server, format, cache, state: State::Full, role: Role::Peer, options: &[], cores: 1 }
     }
 
-    /// On an image in another state.
+    /// Sets the state of the image.
     pub fn state(self, state: State) -> Side {
         Side { state, ..self }
     }
 
-    /// In another role.
+    /// Sets the role.
     pub fn role(self, role: Role) -> Side {
         Side { role, ..self }
     }
 
-    /// With more options, for Spile.
+    /// Adds options for Spile.
     pub fn options(self, options: &'static [&'static str]) -> Side {
         Side { options, ..self }
     }
 
-    /// With so many cores for the server.
+    /// Sets the number of cores for the server.
     pub fn cores(self, cores: usize) -> Side {
         Side { cores, ..self }
     }
 }
 
-/// Where a client's data lie.
+/// Where the data of a client lie.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Memory {
     /// In one piece for each request, in pages of 4 KiB.
@@ -138,7 +138,7 @@ pub struct Line {
     rate: Option<u32>,
     /// Half of the requests are answered after so long: worth a figure of its own.
     pub shows_p50: bool,
-    /// What the first side is to reach.
+    /// The aims of the first side.
     pub aims: Vec<Aim>,
 }
 
@@ -173,7 +173,7 @@ impl Line {
         Line { requests: Some(count), ..self }
     }
 
-    /// With a client whose data lie elsewhere.
+    /// Sets where the data of the client lie.
     pub fn memory(mut self, memory: Memory) -> Line {
         self.name += match memory {
             Memory::Pages => ", in one piece",
@@ -183,13 +183,13 @@ impl Line {
         Line { memory, ..self }
     }
 
-    /// With a client that polls.
+    /// Lets the client poll.
     pub fn polling(mut self) -> Line {
         self.name += ", polling client";
         Line { polling: true, ..self }
     }
 
-    /// With a client that does not ask for more.
+    /// Sets the rate of the client, in requests a second.
     pub fn rate(mut self, requests_per_s: u32) -> Line {
         self.name += &format!(", {requests_per_s}/s");
         Line { rate: Some(requests_per_s), ..self }
@@ -206,7 +206,7 @@ impl Line {
         self
     }
 
-    /// Does `--only` take it?
+    /// True when `--only` selects the line.
     pub fn is_asked_for(&self, plan: &Plan, group: &Group) -> bool {
         format!("{}/{}", group.name, self.name).contains(&plan.only)
     }
@@ -216,7 +216,7 @@ impl Line {
         self.block != "4k"
     }
 
-    /// Are its requests writes?
+    /// True when its requests are writes.
     pub fn writes(&self) -> bool {
         self.pattern.ends_with("write")
     }
@@ -240,7 +240,7 @@ impl Line {
         (plan.point_s * 1000.0) as u64
     }
 
-    /// What `spile load` is told.
+    /// The arguments of `spile load`.
     pub fn load_arguments(&self, plan: &Plan) -> Vec<String> {
         let (depth, connections) = (self.depth.to_string(), self.connections.to_string());
         let mut words = vec!["--rw", self.pattern, "--bs", self.block, "--depth", &depth];

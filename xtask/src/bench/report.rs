@@ -1,4 +1,4 @@
-//! What a run prints and keeps: medians, ratios and aims as tables, everything as JSON.
+//! The output of a run: medians, ratios and aims as tables, and all figures as JSON.
 
 use super::Plan;
 use super::figures::{Measure, Point, Summary, Verdict, median, ratio};
@@ -21,7 +21,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Nothing measured.
+    /// A report without figures.
     pub fn new(plan: &Plan) -> Report {
         if plan.quick {
             println!("A quick run: it shows that every line works; its figures mean nothing.");
@@ -30,13 +30,13 @@ impl Report {
         Report { results, skips, slower, hit: 0, missed: Vec::new(), broken: Vec::new() }
     }
 
-    /// Something could not be measured here.
+    /// Notes something that could not be measured here.
     pub fn skip(&mut self, reason: &str) {
         println!("SKIP {reason}");
         self.skips.push(reason.to_string());
     }
 
-    /// The head of a table.
+    /// Prints the head of a table.
     pub fn begin_group(&self, group: &Group, sides: &[Side]) {
         println!("\n{}: {}", group.name, group.about);
         print!("{:<width$}", "rate, [p50,] server's CPU µs", width = name_width(group));
@@ -49,7 +49,7 @@ impl Report {
         println!("{:>8}", "CPU");
     }
 
-    /// One line of it: `points[side][round]`.
+    /// Prints a line of a table: `points[side][round]`.
     pub fn add_line(&mut self, group: &Group, line: &Line, sides: &[Side], points: &[Vec<Point>]) {
         let summaries: Vec<Summary> =
             sides.iter().zip(points).map(|(side, points)| Summary::new(line, side, points)).collect();
@@ -100,7 +100,7 @@ impl Report {
         }
     }
 
-    /// The opening of a long chain.
+    /// Prints how long it takes to open a long chain.
     pub fn add_opening(&mut self, size: &str, depth: usize, what: &str, times_ms: &mut [f64], memory_kib: &mut [f64]) {
         let (time_ms, peak_kib) = (median(times_ms.to_vec()), median(memory_kib.to_vec()));
         let peak_mib = peak_kib / 1024.0;
@@ -112,7 +112,7 @@ impl Report {
         }));
     }
 
-    /// Wake-ups of an idle server. Spile's are an aim and a promise; a peer's are shown.
+    /// Prints the wake-ups of an idle server. Those of Spile must be zero; those of a peer are only shown.
     pub fn add_idle(&mut self, side: &Side, wakeups: u64, watched: Duration) {
         let seconds = watched.as_secs();
         println!("{}: {wakeups} wake-ups in {seconds} s", side.name);
@@ -125,7 +125,7 @@ impl Report {
         }
     }
 
-    /// Writes the JSON, says where it is and what fell short.
+    /// Writes the JSON file, and prints its path and the aims that were missed.
     ///
     /// # Errors
     /// When nothing was measured, or a promise was not kept that does not depend on speed.
@@ -194,7 +194,7 @@ fn shown_rate(rate: f64, bandwidth: bool) -> String {
     }
 }
 
-/// What the figures were measured on.
+/// A description of the machine.
 fn host() -> Value {
     let first_line = |program: &str, argument: &str| {
         let done = shell::on_path(program).then(|| Command::new(program).arg(argument).output().ok()).flatten();

@@ -26,11 +26,11 @@ pub enum Aio {
     Uring,
     Native,
     Threads,
-    /// None, and no zeroes either: reads leave the guest's memory as it is.
+    /// No I/O at all: reads leave the guest's memory as it is.
     NoFill,
 }
 
-/// Who serves.
+/// The kinds of servers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     Spile(Front),
@@ -39,7 +39,7 @@ pub enum Kind {
     Nbdkit,
     /// qemu-storage-daemon, over vhost-user-blk.
     Daemon(Aio),
-    /// Nobody: fio does its I/O on the file itself.
+    /// No server: fio does its I/O on the file itself.
     Fio,
 }
 
@@ -71,7 +71,7 @@ pub struct Server {
     front: Front,
 }
 
-/// A running program; dropping it ends it, by SIGTERM if it hears that.
+/// A running program. When it is dropped, the program gets SIGTERM, and SIGKILL if it does not end.
 struct Process(Child);
 
 impl Process {
@@ -167,7 +167,7 @@ pub fn server_cores(count: usize) -> String {
     format!("0-{}", count - 1)
 }
 
-/// As many after them.
+/// The next `count` cores after the first `count`.
 pub fn client_cores(count: usize) -> String {
     format!("{count}-{}", 2 * count - 1)
 }

@@ -1,4 +1,4 @@
-//! Who may import whom: the arrows of the design, checked against the manifests.
+//! Which crate may import which: the arrows of the design, checked against the manifests.
 //!
 //! Cargo refuses a path to a crate that the manifest does not name, so the manifests are all
 //! there is to check.
@@ -8,7 +8,7 @@ use crate::{Result, shell};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Crate, what it may import, what its tests may import besides.
+/// For each crate: its name, the crates that it may import, and further crates that its tests may import.
 const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-mem", &[], &[]),
     ("spile-core", &["spile-mem"], &[]),
@@ -99,7 +99,7 @@ impl Metadata {
     }
 }
 
-/// Asks cargo.
+/// Reads the workspace's metadata from cargo.
 pub fn metadata() -> Result<Metadata> {
     let mut command = shell::cargo();
     command.args(["metadata", "--format-version", "1", "--no-deps", "--offline"]);

@@ -1,4 +1,4 @@
-//! Rules about text: what docs promise exists, and nothing names the machine it was written on.
+//! Rules about text: links and commands in docs exist, and no file names the machine that it was written on.
 
 use super::Finding;
 use crate::{COMMANDS, Result};
@@ -54,7 +54,7 @@ pub fn left_open(path: &Path, text: &str) -> Vec<Finding> {
     findings
 }
 
-/// What docs may name.
+/// The commands that docs may name.
 pub struct Names {
     make_targets: Vec<String>,
 }

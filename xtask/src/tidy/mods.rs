@@ -1,4 +1,4 @@
-//! Dead files: a Rust file that no `mod` reaches is compiled by nobody and tested by nobody.
+//! Dead files: a Rust file that no `mod` reaches is never compiled and never tested.
 
 use super::Finding;
 use super::source::{Source, words};

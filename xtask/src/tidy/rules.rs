@@ -5,9 +5,9 @@ use super::Finding;
 use super::source::{Source, line_of, words};
 use std::path::Path;
 
-/// Longest file.
+/// The longest file, in lines.
 const MAX_FILE_LINES: usize = 800;
-/// A function over this is long; one in ten may be.
+/// A longer function counts as long; one in ten may be long.
 const LONG_FUNCTION_LINES: usize = 35;
 /// The share of long functions that is still allowed, in per cent.
 const MAX_LONG_PERCENT: usize = 10;
@@ -38,7 +38,7 @@ pub fn long_function_share(sources: &[Source]) -> Vec<Finding> {
     vec![Finding::new(Path::new("."), 0, message)]
 }
 
-/// The sizes of the tree, for people.
+/// A line with the sizes of the tree, for people to read.
 pub fn sizes_line(sources: &[Source]) -> String {
     let lengths = function_lengths(sources);
     let long = lengths.iter().filter(|length| **length > LONG_FUNCTION_LINES).count();
@@ -73,7 +73,8 @@ pub fn forbids_unsafe(source: &Source) -> Vec<Finding> {
     vec![Finding::new(&source.path, 0, format!("the crate's root lacks {lint}"))]
 }
 
-/// Where the fence is a `deny`, nobody opens it elsewhere.
+/// A `deny(unsafe_code)` at a crate's root could be lifted by an `allow` anywhere. It may be lifted only in the folders for
+/// `unsafe`.
 pub fn allows_unsafe(source: &Source) -> Vec<Finding> {
     let allowed = UNSAFE_FOLDERS.iter().any(|folder| source.path.starts_with(folder));
     let found = source.code.match_indices("(unsafe_code").filter(|(at, _)| !allowed && !is_fence(&source.code[..*at]));
@@ -81,7 +82,7 @@ pub fn allows_unsafe(source: &Source) -> Vec<Finding> {
     found.map(|(at, _)| Finding::new(&source.path, line_of(&source.code, at), message.clone())).collect()
 }
 
-/// True when an attribute that begins so forbids.
+/// True when `before` ends with the start of an attribute that forbids or denies.
 fn is_fence(before: &str) -> bool {
     before.ends_with("![deny") || before.ends_with("![forbid")
 }

@@ -1,7 +1,7 @@
 //! A Rust file split into what the compiler sees and what only people see.
 //!
-//! No parser: a lexer that knows comments, strings and characters is enough for the rules, and it
-//! never has to be taught new syntax. `code` and `comments` have the same lines as the text, with
+//! A lexer that knows comments, strings and characters is enough for the rules. It never has to learn
+//! new syntax, as a parser would. `code` and `comments` have the same lines as the text, with
 //! everything else blanked, so a line number means the same in all three.
 
 use std::path::PathBuf;
