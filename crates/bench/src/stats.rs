@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use spile_core::metrics::{Meter, Op};
 use spile_core::{
-    Disk, DiskInfo, Extent, ExtentStatus, Files, Io, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo,
-    StoreOffset, Via,
+    Disk, DiskInfo, Extent, ExtentStatus, Files, Io, Locator, OpenMode, Result, Segments, Store, StoreExtent,
+    StoreInfo, StoreOffset, Via,
 };
 
 /// A disk that is measured.
@@ -116,8 +116,20 @@ impl<F: Files> MeasuredFiles<F> {
 impl<F: Files> Files for MeasuredFiles<F> {
     type Store = MeasuredStore<F::Store>;
 
-    async fn open(&self, path: &Path, mode: OpenMode) -> Result<Self::Store> {
-        Ok(MeasuredStore::new(self.inner.open(path, mode).await?, self.meter.clone()))
+    async fn open(&self, at: &Locator, mode: OpenMode) -> Result<Self::Store> {
+        Ok(MeasuredStore::new(self.inner.open(at, mode).await?, self.meter.clone()))
+    }
+
+    async fn create(&self, path: &Path, len_bytes: u64) -> Result<Self::Store> {
+        Ok(MeasuredStore::new(self.inner.create(path, len_bytes).await?, self.meter.clone()))
+    }
+
+    async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        self.inner.rename(from, to).await
+    }
+
+    async fn remove(&self, path: &Path) -> Result<()> {
+        self.inner.remove(path).await
     }
 
     fn canonical(&self, path: &Path) -> Result<PathBuf> {

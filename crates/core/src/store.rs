@@ -1,10 +1,10 @@
-//! [`Store`]: bytes under an image. [`Files`]: where stores are found by path. [`Env`]: clock, randomness, boot.
+//! [`Store`]: bytes under an image. [`Files`]: where stores are found and made. [`Env`]: clock, randomness, boot.
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::time::Duration;
 
-use crate::{Result, Segments, StoreOffset};
+use crate::{Locator, Result, Segments, StoreOffset};
 
 /// Which way an operation takes to the bytes.
 ///
@@ -94,8 +94,27 @@ pub trait Files: Send + Sync + 'static {
     /// The kind of store found here.
     type Store: Store;
 
-    /// Opens the store at `path`. An open for writing locks it against other writers (`Busy`).
-    fn open(&self, path: &Path, mode: OpenMode) -> impl Future<Output = Result<Self::Store>>;
+    /// Opens the store at `at`. An open for writing locks a file against other writers (`Busy`).
+    fn open(&self, at: &Locator, mode: OpenMode) -> impl Future<Output = Result<Self::Store>>;
+
+    /// Creates a file of `len_bytes` that reads as zeroes, and opens it for writing. Its name is durable then.
+    ///
+    /// # Errors
+    /// `Exists` when there is something at `path`; else the system's. A file that could not be finished is removed.
+    fn create(&self, path: &Path, len_bytes: u64) -> impl Future<Output = Result<Self::Store>>;
+
+    /// Gives a file another name, in the place of what has that name. Once it returns, the change is durable; after a
+    /// crash the file has one of the two names.
+    ///
+    /// # Errors
+    /// The system's.
+    fn rename(&self, from: &Path, to: &Path) -> impl Future<Output = Result<()>>;
+
+    /// Removes a file's name, durably.
+    ///
+    /// # Errors
+    /// The system's.
+    fn remove(&self, path: &Path) -> impl Future<Output = Result<()>>;
 
     /// The path with every link and `..` resolved, so that policy can be checked on it.
     fn canonical(&self, path: &Path) -> Result<PathBuf>;

@@ -59,8 +59,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let result = match file {
         Some(file) => {
             let files = OsFiles::new(CacheMode::Direct);
-            let store: AnyStore =
-                engine.run_on(0, move || async move { files.open(Path::new(&file), OpenMode::ReadWrite).await })?;
+            let store: AnyStore = engine
+                .run_on(0, move || async move { files.open(&Path::new(&file).into(), OpenMode::ReadWrite).await })?;
             serve(&engine, store, path, config, read_only)
         }
         None => serve(&engine, MemStore::new(size_mib << 20), path, config, read_only),

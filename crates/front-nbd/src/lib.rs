@@ -6,7 +6,7 @@
 //! offered. Clients are not trusted: every length, name and flag is checked before it is used, memory and time
 //! per connection are bounded, and a client's mistake ends at most that client's connection.
 //!
-//! - [`wire`]: pure parsing and encoding. [`negotiate`]: the handshake as a state machine without I/O.
+//! - [`wire`]: pure parsing and encoding, a crate of its own for the client's sake. [`negotiate`]: the handshake as a state machine without I/O.
 //! - `connection`, `session`, `intake`, `execute`, `outflow`: one connection and its tasks.
 //! - [`errors`]: the error numbers of the wire. `metrics`: what is counted.
 #![forbid(unsafe_code)]
@@ -23,7 +23,7 @@ mod session;
 mod signal;
 mod tls;
 mod transport;
-pub mod wire;
 
 pub use server::{Export, Server, ServerConfig};
+pub use spile_nbd_wire as wire;
 pub use tls::TlsConfig;

@@ -4,12 +4,11 @@
 //! to the store that has them. Writes go to the leaf, block by block.
 
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 
 use futures_util::future::join_all;
 use spile_core::{
-    Disk, DiskInfo, Env, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, Io, Op, Result, ResultExt,
+    Disk, DiskInfo, Env, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, Io, Locator, Op, Result, ResultExt,
     SECTOR_BYTES, Segments, Store, StoreOffset, Via, WriteZeroes,
 };
 
@@ -60,7 +59,7 @@ struct Piece {
 }
 
 impl<S: Store> Chain<S> {
-    /// Opens the image at `path` and all its parents.
+    /// Opens the image at `at` and all its parents.
     ///
     /// # Errors
     /// What is wrong with which file: unknown format, corrupt metadata, a parent that is missing, another than
@@ -68,10 +67,10 @@ impl<S: Store> Chain<S> {
     pub async fn open<F: Files<Store = S>>(
         files: &F,
         env: Arc<dyn Env>,
-        path: &Path,
+        at: impl Into<Locator>,
         options: &OpenOptions,
     ) -> Result<Self> {
-        let layers = open_layers(files, &env, path, options).await?;
+        let layers = open_layers(files, &env, &at.into(), options).await?;
         Ok(Self::assemble(layers, options.read_only, options.metadata_cache_bytes / 2))
     }
 

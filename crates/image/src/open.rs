@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use futures_util::future::join_all;
-use spile_core::{Env, Error, ErrorKind, Files, OpenMode, Result, ResultExt, Store};
+use spile_core::{Env, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
 
 use crate::chain::MAX_CHAIN_LAYERS;
 use crate::formats::{AnyLayer, Format, OpenLayer};
@@ -44,20 +44,33 @@ impl Default for OpenOptions {
 /// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
 const PARENT: OpenLayer = OpenLayer { read_only: true, cache_bytes: 1 << 20 };
 
-/// Opens the image at `path` and all its parents; leaf first. With a leaf that is opened for writing, all parents are
+/// The format of what is at `at`. Only a file's name tells it by itself.
+fn format_of(at: &Locator, given: Option<Format>) -> Result<Format> {
+    match at {
+        Locator::Path(path) => Format::of(path, given),
+        Locator::Nbd(_) => Ok(given.unwrap_or(Format::Raw)),
+        Locator::Null(_) | Locator::Mem(_) => Ok(Format::Raw),
+    }
+}
+
+/// Opens the image at `at` and all its parents; leaf first. With a leaf that is opened for writing, all parents are
 /// durable when it returns.
 pub(crate) async fn open_layers<F: Files>(
     files: &F,
     env: &Arc<dyn Env>,
-    path: &Path,
+    at: &Locator,
     options: &OpenOptions,
 ) -> Result<Vec<AnyLayer<F::Store>>> {
-    let format = Format::of(path, options.format)?;
-    let leaf = files.canonical(path).at_path(path)?;
-    let policy = Policy::new(files, &leaf, &options.allow_parents)?;
+    let format = format_of(at, options.format)?;
+    let at = match at {
+        Locator::Path(path) => Locator::Path(files.canonical(path).at_path(path)?),
+        other => other.clone(),
+    };
+    let policy = Policy::new(files, at.as_path(), &options.allow_parents)?;
     let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
     let how = OpenLayer { read_only: options.read_only, cache_bytes: options.metadata_cache_bytes / 2 };
-    let store = files.open(&leaf, mode).await?;
+    let store = files.open(&at, mode).await?;
+    let leaf = store.path().to_owned();
     let mut search = Search { files, env, policy, visited: vec![leaf], settles: !options.read_only, options };
     let mut leaf = format.open(store, env, how).await?;
     search.attach_data_file(&mut leaf, mode).await?;
@@ -132,7 +145,7 @@ impl<F: Files> Search<'_, F> {
     }
 
     async fn open_parent(&self, path: &Path, format: Format, parent: &ParentRef) -> Result<AnyLayer<F::Store>> {
-        let store = self.files.open(path, OpenMode::ReadOnly).await?;
+        let store = self.files.open(&path.into(), OpenMode::ReadOnly).await?;
         let mut layer = format.open(store, self.env, PARENT).await?;
         self.attach_data_file(&mut layer, OpenMode::ReadOnly).await?;
         match (parent.identity, layer.identity()) {
@@ -149,7 +162,7 @@ impl<F: Files> Search<'_, F> {
             return Err(data_file_denied(&image, &name));
         }
         let found = candidates(self.files, &image, &[name], &self.policy)?;
-        layer.attach_data_file(self.files.open(&found[0], mode).await?);
+        layer.attach_data_file(self.files.open(&Locator::from(&found[0]), mode).await?);
         Ok(())
     }
 
@@ -157,7 +170,7 @@ impl<F: Files> Search<'_, F> {
     /// snapshot: its flushes go to the leaf from now on, and promise what it wrote before, too.
     async fn make_durable(&self, path: &Path, format: Format) -> Result<()> {
         let done = async {
-            let store = self.files.open(path, OpenMode::ReadWrite).await?;
+            let store = self.files.open(&path.into(), OpenMode::ReadWrite).await?;
             format.open(store, self.env, OpenLayer { read_only: false, ..PARENT }).await?.seal().await
         };
         done.await.map_err(|error| {

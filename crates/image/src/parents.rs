@@ -13,10 +13,12 @@ pub(crate) struct Policy {
 }
 
 impl Policy {
-    /// The folder of `leaf` (a canonical path) and `allowed`. Not of a device: every disk of the host lies in `/dev`.
-    pub(crate) fn new<F: Files>(files: &F, leaf: &Path, allowed: &[PathBuf]) -> Result<Self> {
-        let folder = leaf.parent().unwrap_or(Path::new("/"));
-        let mut roots = if folder.starts_with("/dev") { Vec::new() } else { vec![folder.to_owned()] };
+    /// The folder of `leaf` (a canonical path; none for a leaf that is no file of this host) and `allowed`. Not of a device:
+    /// every disk of the host lies in `/dev`.
+    pub(crate) fn new<F: Files>(files: &F, leaf: Option<&Path>, allowed: &[PathBuf]) -> Result<Self> {
+        let folder = leaf.map(|leaf| leaf.parent().unwrap_or(Path::new("/")));
+        let mut roots: Vec<_> =
+            folder.filter(|folder| !folder.starts_with("/dev")).map(Path::to_owned).into_iter().collect();
         for folder in allowed {
             roots.push(files.canonical(folder)?);
         }

@@ -1,60 +1,40 @@
 //! What the command line calls a DISK, and how it is opened.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use spile_core::{Error, ErrorKind, Files, Result, Store};
+use spile_core::{Error, ErrorKind, Files, Locator, Result, Store};
 use spile_engine::OsEnv;
 use spile_image::{Chain, Format, OpenOptions};
-use spile_store::{AnyStore, CacheMode, MemStore, NullStore, OsFiles};
+use spile_store::{AnyStore, CacheMode, OsFiles};
 
-use crate::units::parse_size;
-
-/// Where a disk's bytes are.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// An image file or block device.
-    File(PathBuf),
-    /// `null:SIZE`: reads zeroes, drops writes.
-    Null(u64),
-    /// `mem:SIZE`: memory, gone when the program ends.
-    Mem(u64),
-}
-
-impl Source {
-    /// For messages: the path, or what was typed.
-    pub fn label(&self) -> String {
-        match self {
-            Self::File(path) => path.display().to_string(),
-            Self::Null(_) => "null".to_owned(),
-            Self::Mem(_) => "mem".to_owned(),
-        }
-    }
-
-    /// The name of its export when no other is given: the file's name without its extension.
-    pub fn stem(&self) -> String {
-        match self {
-            Self::File(path) => path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
-            Self::Null(_) | Self::Mem(_) => self.label(),
-        }
+/// What a command's DISK means: a locator, or the path of a file whose name is no UTF-8.
+///
+/// # Errors
+/// As for a locator's text.
+pub fn locate(disk: &Path) -> Result<Locator> {
+    match disk.to_str() {
+        Some(text) => text.parse(),
+        None => Ok(disk.into()),
     }
 }
 
-impl FromStr for Source {
-    type Err = String;
+/// For messages: the path, or what was typed.
+pub fn label(source: &Locator) -> String {
+    match source {
+        Locator::Null(_) => "null".to_owned(),
+        Locator::Mem(_) => "mem".to_owned(),
+        other => other.to_string(),
+    }
+}
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let size = |size| match parse_size(size)? {
-            bytes if bytes.is_multiple_of(512) && bytes > 0 => Ok(bytes),
-            _ => Err(format!("the size of `{text}` must be a positive multiple of 512 bytes")),
-        };
-        match text.split_once(':') {
-            _ if text.is_empty() => Err("the DISK is empty".to_owned()),
-            Some(("null", rest)) => size(rest).map(Self::Null),
-            Some(("mem", rest)) => size(rest).map(Self::Mem),
-            _ => Ok(Self::File(text.into())),
-        }
+/// The name of a disk's export when no other is given: the file's name without its extension.
+pub fn stem(source: &Locator) -> String {
+    match source {
+        Locator::Path(path) => path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
+        Locator::Nbd(_) => "nbd".to_owned(),
+        Locator::Null(_) | Locator::Mem(_) => label(source),
     }
 }
 
@@ -62,7 +42,7 @@ impl FromStr for Source {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSpec {
     /// Where it is.
-    pub source: Source,
+    pub source: Locator,
     /// The export's name, if given.
     pub name: Option<String>,
     /// The serial number that guests read, if given.
@@ -78,7 +58,7 @@ impl FromStr for DiskSpec {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = split_commas(text).into_iter();
-        let source = parts.next().unwrap_or_default().parse()?;
+        let source = parts.next().unwrap_or_default().parse().map_err(|e: Error| e.to_string())?;
         let mut spec = Self { source, name: None, serial: None, format: None, read_only: false };
         for part in parts {
             match part.split_once('=') {
@@ -119,29 +99,19 @@ pub(crate) fn split_commas(text: &str) -> Vec<String> {
 ///
 /// # Errors
 /// As [`Chain::open`].
-pub async fn open(cache: CacheMode, source: &Source, options: &OpenOptions) -> Result<Chain<AnyStore>> {
-    open_with(&OsFiles::new(cache), source, options, |store| store).await
+pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Chain<AnyStore>> {
+    open_with(&OsFiles::new(cache), source, options).await
 }
 
-/// [`open`] over any kind of files; `wrap` makes their kind of store from one that has no path.
+/// [`open`] over any kind of files.
 ///
 /// # Errors
 /// As [`Chain::open`].
-pub async fn open_with<F: Files>(
-    files: &F,
-    source: &Source,
-    options: &OpenOptions,
-    wrap: impl FnOnce(AnyStore) -> F::Store,
-) -> Result<Chain<F::Store>> {
-    let from = |store| Chain::from_raw_store(wrap(store), options.read_only);
-    match source {
-        Source::File(path) => {
-            refuse_folder(path)?;
-            Chain::open(files, Arc::new(OsEnv), path, options).await
-        }
-        Source::Null(size) => Ok(from(AnyStore::Null(NullStore::new(*size)))),
-        Source::Mem(size) => Ok(from(AnyStore::Mem(MemStore::new(*size)))),
+pub async fn open_with<F: Files>(files: &F, source: &Locator, options: &OpenOptions) -> Result<Chain<F::Store>> {
+    if let Locator::Path(path) = source {
+        refuse_folder(path)?;
     }
+    Chain::open(files, Arc::new(OsEnv), source, options).await
 }
 
 fn refuse_folder(path: &Path) -> Result<()> {
@@ -170,8 +140,8 @@ pub fn describe<S: Store>(chain: &Chain<S>) -> String {
 mod tests {
     use super::*;
 
-    fn file(path: &str) -> Source {
-        Source::File(path.into())
+    fn file(path: &str) -> Locator {
+        Locator::Path(path.into())
     }
 
     #[test]
@@ -188,18 +158,12 @@ mod tests {
     }
 
     #[test]
-    fn disks_without_files() {
-        assert_eq!("null:1T".parse(), Ok(Source::Null(1 << 40)));
-        assert_eq!("mem:512".parse(), Ok(Source::Mem(512)));
-        assert_eq!("./null:1T".parse(), Ok(file("./null:1T")));
-        for text in ["", "null:", "mem:100", "null:x", "null:0"] {
-            assert!(text.parse::<Source>().is_err(), "{text}");
-        }
+    fn an_unknown_option_is_refused() {
         assert!("a,b".parse::<DiskSpec>().unwrap_err().contains("`b`"));
     }
 
     #[test]
     fn stems_name_exports() {
-        assert_eq!(file("/x/disk.0.vhd").stem(), "disk.0");
+        assert_eq!(stem(&file("/x/disk.0.vhd")), "disk.0");
     }
 }

@@ -5,39 +5,7 @@ use std::time::Duration;
 
 pub use spile_core::format_size;
 
-/// Reads a size: digits with an optional fraction, then nothing, `k`, `M`, `G`, `T`, `P` or `E` (either case), with
-/// or without `iB`; all are powers of 1024. The result is a whole number of bytes.
-///
-/// # Errors
-/// A message fit for a command line when the text is not such a size or does not fit 64 bits.
-pub fn parse_size(text: &str) -> Result<u64, String> {
-    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (number, suffix) = text.split_at(split);
-    let shift = size_shift(suffix).ok_or_else(|| format!("`{text}` is not a size; write 512, 4k, 20G or 1.5TiB"))?;
-    let bad = || format!("`{text}` is not a size; write 512, 4k, 20G or 1.5TiB");
-    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
-    let whole: u64 = whole.parse().map_err(|_| bad())?;
-    let bytes = whole.checked_shl(shift).filter(|bytes| bytes >> shift == whole);
-    let bytes = bytes.ok_or_else(|| format!("`{text}` does not fit 64 bits"))?;
-    let part = parse_fraction(fraction, shift).ok_or_else(bad)?;
-    bytes.checked_add(part).ok_or_else(|| format!("`{text}` does not fit 64 bits"))
-}
-
-fn size_shift(suffix: &str) -> Option<u32> {
-    let letter = match suffix {
-        "" => return Some(0),
-        "B" | "b" => return Some(0),
-        _ => suffix.strip_suffix("iB").unwrap_or(suffix),
-    };
-    let at = ["k", "m", "g", "t", "p", "e"].iter().position(|l| letter.eq_ignore_ascii_case(l))?;
-    Some(10 * (at as u32 + 1))
-}
-
-fn parse_fraction(digits: &str, shift: u32) -> Option<u64> {
-    let scale = 10u128.checked_pow(u32::try_from(digits.len()).ok().filter(|n| *n <= 18)?)?;
-    let bytes = digits.parse::<u64>().ok()? as u128 * (1u128 << shift);
-    bytes.is_multiple_of(scale).then_some((bytes / scale) as u64)
-}
+pub use spile_core::parse_size;
 
 /// Reads a length of time: `10s`, `500ms`, `2m`, `1h`; a bare number means seconds.
 ///

@@ -148,7 +148,7 @@ impl Image {
     async fn check_layer(&self, world: &World, layer: usize) -> Result<(), String> {
         let path = self.path(layer);
         let checked = async {
-            let store = world.files().open(&path, OpenMode::ReadOnly).await?;
+            let store = world.files().open(&path.into(), OpenMode::ReadOnly).await?;
             vhd::check(&store, &*world.env()).await
         };
         let report = checked.await.map_err(|error| format!("{error:?}"))?;
@@ -205,7 +205,7 @@ impl Subject for Image {
         } else {
             world.install_empty(&path, 0);
         }
-        let store = world.files().open(&path, OpenMode::ReadWrite).await?;
+        let store = world.files().open(&path.into(), OpenMode::ReadWrite).await?;
         vhd::create(&store, &*world.env(), &params).await
     }
 

@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use spile_core::{
-    Env, Error, ErrorKind, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
+    Env, Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
 
 use crate::file::SimFile;
@@ -61,8 +61,7 @@ impl SimFiles {
         Self { world, life }
     }
 
-    /// Makes a new file of `len_bytes` and opens it for writing (`Exists` when there is one). That it exists is
-    /// durable at once.
+    /// [`Files::create`], at once.
     pub fn create(&self, path: &Path, len_bytes: u64) -> Result<SimStore> {
         let path = self.canonical_name(path);
         if self.world.lock().names.contains_key(&path) {
@@ -105,10 +104,32 @@ impl SimFiles {
 impl Files for SimFiles {
     type Store = SimStore;
 
-    async fn open(&self, path: &Path, mode: OpenMode) -> Result<SimStore> {
+    async fn open(&self, at: &Locator, mode: OpenMode) -> Result<SimStore> {
+        let path =
+            at.as_path().ok_or_else(|| Error::new(ErrorKind::NotFound, format!("no simulated store at {at}")))?;
         let store = self.take(self.canonical_name(path), mode)?;
         store.run(Kind::Ask).await?;
         Ok(store)
+    }
+
+    /// Durable at once, as everything about names here.
+    async fn create(&self, path: &Path, len_bytes: u64) -> Result<SimStore> {
+        SimFiles::create(self, path, len_bytes)
+    }
+
+    async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        let (from, to) = (self.canonical_name(from), self.canonical_name(to));
+        let mut state = self.world.lock();
+        let file = state.names.remove(&from);
+        let file = file.ok_or_else(|| Error::new(ErrorKind::NotFound, "no such file").at_path(&from))?;
+        state.names.insert(to, file);
+        Ok(())
+    }
+
+    async fn remove(&self, path: &Path) -> Result<()> {
+        let path = self.canonical_name(path);
+        let removed = self.world.lock().names.remove(&path);
+        removed.map(drop).ok_or_else(|| Error::new(ErrorKind::NotFound, "no such file").at_path(&path))
     }
 
     fn canonical(&self, path: &Path) -> Result<PathBuf> {

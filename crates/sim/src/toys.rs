@@ -80,7 +80,7 @@ impl Subject for Toy {
     }
 
     async fn open(&self, world: &World, _layer: usize) -> Result<ToyDisk> {
-        let store = world.files().open(Path::new(PATH), OpenMode::ReadWrite).await?;
+        let store = world.files().open(&Path::new(PATH).into(), OpenMode::ReadWrite).await?;
         let mut state = State::default();
         if self.thin {
             let table = Segments::zeroed(TABLE_BYTES as usize);

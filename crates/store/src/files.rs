@@ -1,14 +1,16 @@
-//! [`OsFiles`]: stores found by path on this host. [`AnyStore`]: any of the stores of this crate.
+//! [`OsFiles`]: opens stores by their locators, and makes files on this host. [`AnyStore`]: any of the stores of this crate.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use spile_core::{
-    Error, ErrorKind, Files, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
+    Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo,
+    StoreOffset, Via,
 };
 
 use crate::file::FileStore;
 use crate::memory::{MemStore, NullStore};
+use crate::nbd::NbdStore;
 
 /// What [`Via::Direct`] means for a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -29,6 +31,8 @@ pub enum AnyStore {
     Mem(MemStore),
     /// Nothing.
     Null(NullStore),
+    /// An export of an NBD server.
+    Nbd(NbdStore),
 }
 
 /// Does `$call` with whichever store it is.
@@ -38,6 +42,7 @@ macro_rules! each {
             AnyStore::File($store) => $call,
             AnyStore::Mem($store) => $call,
             AnyStore::Null($store) => $call,
+            AnyStore::Nbd($store) => $call,
         }
     };
 }
@@ -84,7 +89,7 @@ impl Store for AnyStore {
     }
 }
 
-/// The files and block devices of this host.
+/// All stores that this host can reach, and its files.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OsFiles {
     cache: CacheMode,
@@ -96,10 +101,10 @@ impl OsFiles {
         Self { cache }
     }
 
-    /// Creates a file of `len_bytes` that reads as zeroes and takes no space, and opens it for writing.
+    /// [`Files::create`], at once. Blocks for as long as the file system takes.
     ///
     /// # Errors
-    /// `Exists` when there is something at `path`; else the system's. A file that could not be finished is removed.
+    /// As [`Files::create`].
     pub fn create(&self, path: &Path, len_bytes: u64) -> Result<AnyStore> {
         let failed = |what: &'static str| move |source| Error::io(what, source).at_path(path);
         let file = File::options().read(true).write(true).create_new(true).open(path);
@@ -129,8 +134,30 @@ fn sync_folder_of(path: &Path) {
 impl Files for OsFiles {
     type Store = AnyStore;
 
-    async fn open(&self, path: &Path, mode: OpenMode) -> Result<AnyStore> {
-        FileStore::open(path, mode, self.cache).map(AnyStore::File)
+    async fn open(&self, at: &Locator, mode: OpenMode) -> Result<AnyStore> {
+        match at {
+            Locator::Path(path) => FileStore::open(path, mode, self.cache).map(AnyStore::File),
+            Locator::Null(len_bytes) => Ok(AnyStore::Null(NullStore::new(*len_bytes))),
+            Locator::Mem(len_bytes) => Ok(AnyStore::Mem(MemStore::new(*len_bytes))),
+            Locator::Nbd(uri) => NbdStore::open(uri, mode).await.map(AnyStore::Nbd),
+        }
+    }
+
+    async fn create(&self, path: &Path, len_bytes: u64) -> Result<AnyStore> {
+        OsFiles::create(self, path, len_bytes)
+    }
+
+    async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        std::fs::rename(from, to).map_err(|source| Error::io("rename", source)).at_path(from)?;
+        sync_folder_of(from);
+        sync_folder_of(to);
+        Ok(())
+    }
+
+    async fn remove(&self, path: &Path) -> Result<()> {
+        std::fs::remove_file(path).map_err(|source| Error::io("remove", source)).at_path(path)?;
+        sync_folder_of(path);
+        Ok(())
     }
 
     fn canonical(&self, path: &Path) -> Result<PathBuf> {

@@ -1,6 +1,7 @@
-//! Stores: the bytes under an image, on this host ([`FileStore`]), in memory ([`MemStore`]) and nowhere ([`NullStore`]).
+//! Stores: the bytes under an image, on this host ([`FileStore`]), in memory ([`MemStore`]), on an NBD server ([`NbdStore`]) and
+//! nowhere ([`NullStore`]).
 //!
-//! [`AnyStore`] is any of them, and [`OsFiles`] opens, creates, renames and removes the files among them.
+//! [`AnyStore`] is any of them. [`OsFiles`] opens them by their locators, and creates, renames and removes files.
 //!
 //! Operations run on the worker of the engine that polls them, and panic elsewhere, unless the store is in memory.
 #![forbid(unsafe_code)]
@@ -8,8 +9,10 @@
 mod file;
 mod files;
 mod memory;
+mod nbd;
 mod sync_gate;
 
 pub use file::FileStore;
 pub use files::{AnyStore, CacheMode, OsFiles};
 pub use memory::{MemStore, NullStore};
+pub use nbd::NbdStore;

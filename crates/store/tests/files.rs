@@ -12,7 +12,7 @@ use std::task::{Context, Waker};
 use std::time::Duration;
 
 use common::*;
-use spile_core::{ErrorKind, Files, OpenMode, Segments, Store, Via};
+use spile_core::{ErrorKind, Files, Locator, OpenMode, Segments, Store, Via};
 use spile_engine::{Engine, pool, sleep, spawn};
 use spile_store::{AnyStore, CacheMode, FileStore, OsFiles};
 
@@ -411,7 +411,7 @@ fn closing_frees_the_descriptors(engine: &Engine) {
     let file = path.clone();
     engine.run_on(0, move || async move {
         for _ in 0..1500 {
-            let store = OsFiles::new(CacheMode::Direct).open(&file, OpenMode::ReadWrite).await.unwrap();
+            let store = OsFiles::new(CacheMode::Direct).open(&Locator::from(&file), OpenMode::ReadWrite).await.unwrap();
             let page = Segments::from(pool().alloc(4096));
             store.read_at(at(0), &page, Via::Direct).await.unwrap();
             store.write_at(at(0), &page, Via::Cached).await.unwrap();

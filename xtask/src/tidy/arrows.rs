@@ -13,11 +13,16 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-mem", &[], &[]),
     ("spile-core", &["spile-mem"], &[]),
     ("spile-engine", &["spile-core", "spile-mem"], &["spile-store"]),
-    ("spile-store", &["spile-core", "spile-mem", "spile-engine"], &[]),
+    ("spile-nbd-wire", &[], &[]),
+    ("spile-store", &["spile-core", "spile-mem", "spile-engine", "spile-nbd-wire"], &[]),
     ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-node", "spile-store", "spile-sim"]),
     ("spile-node", &["spile-core", "spile-image"], &["spile-mem", "spile-engine", "spile-store"]),
     ("spile-front", &["spile-core", "spile-engine"], &[]),
-    ("spile-front-nbd", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &["spile-store"]),
+    (
+        "spile-front-nbd",
+        &["spile-core", "spile-mem", "spile-engine", "spile-nbd-wire", "spile-front"],
+        &["spile-store"],
+    ),
     ("spile-front-vhost", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &["spile-lab", "spile-store"]),
     ("spile-xen", &["spile-core", "spile-mem"], &[]),
     (
@@ -33,6 +38,7 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
             "spile-core",
             "spile-mem",
             "spile-engine",
+            "spile-nbd-wire",
             "spile-store",
             "spile-image",
             "spile-node",
@@ -53,7 +59,8 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 15] = [
+const ALL: [&str; 16] = [
+    "spile-nbd-wire",
     "spile-mem",
     "spile-core",
     "spile-engine",

@@ -16,8 +16,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 
 use spile_core::{
-    Disk, Env, Error, ErrorKind, Extent, Files, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset,
-    Via,
+    Disk, Env, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo,
+    StoreOffset, Via,
 };
 use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
 use spile_image::formats::vhd::codec::header::Header;
@@ -425,11 +425,24 @@ impl MemFiles {
 impl Files for MemFiles {
     type Store = MemStore;
 
-    async fn open(&self, path: &Path, mode: OpenMode) -> Result<MemStore> {
+    async fn open(&self, at: &Locator, mode: OpenMode) -> Result<MemStore> {
+        let path = at.as_path().expect("only files are here");
         self.opened.lock().unwrap().push(path.to_owned());
         let file = self.files.lock().unwrap().get(path).cloned();
         let file = file.ok_or_else(|| Error::new(ErrorKind::NotFound, "open failed").at_path(path))?;
         Ok(MemStore { file, read_only: mode == OpenMode::ReadOnly })
+    }
+
+    async fn create(&self, path: &Path, _: u64) -> Result<MemStore> {
+        unreachable!("no test creates {} so", path.display())
+    }
+
+    async fn rename(&self, from: &Path, _: &Path) -> Result<()> {
+        unreachable!("no test renames {}", from.display())
+    }
+
+    async fn remove(&self, path: &Path) -> Result<()> {
+        unreachable!("no test removes {}", path.display())
     }
 
     /// Dots resolved; a folder exists when something is in it.

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_core::{Disk, Error, ErrorKind, Locator, Result};
 use spile_engine::Engine;
 use spile_image::{Chain, Format, OpenOptions};
 use spile_node::Node;
 use spile_store::{AnyStore, CacheMode};
 
 use super::identity::{Exported, Identity};
-use crate::disks::{self, DiskSpec, Source};
+use crate::disks::{self, DiskSpec};
 
 /// How long a busy disk is waited for, and how often it is tried.
 const BUSY_PATIENCE: Duration = Duration::from_secs(5);
@@ -76,8 +76,8 @@ impl Opening {
         let spec = number.map(|number| &self.specs[number]).ok_or_else(|| no_export(&names, name))?;
         let path = match &spec.source {
             // One that is not there cannot be opened either, which is told then.
-            Source::File(path) => std::fs::canonicalize(path).unwrap_or_else(|_| path.clone()).display().to_string(),
-            other => other.label(),
+            Locator::Path(path) => std::fs::canonicalize(path).unwrap_or_else(|_| path.clone()).display().to_string(),
+            other => disks::label(other),
         };
         Ok(if spec.read_only { format!("{path}, read-only") } else { path })
     }
@@ -93,7 +93,7 @@ impl Opening {
 
     /// True when all that is written stays when the disks are closed.
     pub fn is_lasting(&self) -> bool {
-        !self.specs.iter().any(|spec| matches!(spec.source, Source::Mem(_)))
+        !self.specs.iter().any(|spec| matches!(spec.source, Locator::Mem(_)))
     }
 
     /// Opens the disks; those that were opened before one failed are in `into`.
@@ -113,12 +113,12 @@ impl Opening {
             };
             let chain = self.open_patiently(engine, spec, &options)?;
             let kind = disks::describe(&chain);
-            let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| spec.source.stem());
+            let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
             into.push(Open {
                 disk: Arc::new(Node::with_buffers(chain, |len| spile_engine::pool().alloc(len).into())),
                 names,
                 serial,
-                label: spec.source.label(),
+                label: disks::label(&spec.source),
                 kind,
                 read_only: spec.read_only,
                 identity: Identity::of(spec, self.format),
@@ -176,7 +176,7 @@ pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Resul
 fn export_names(disks: &[DiskSpec]) -> Vec<Vec<String>> {
     let several = disks.len() > 1;
     let names = disks.iter().enumerate().map(|(number, spec)| {
-        let own = spec.name.clone().or_else(|| several.then(|| spec.source.stem()));
+        let own = spec.name.clone().or_else(|| several.then(|| disks::stem(&spec.source)));
         let default = (number == 0).then(String::new);
         let mut names: Vec<String> = default.into_iter().chain(own).collect();
         names.dedup();

@@ -8,10 +8,10 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::Format;
 
-use crate::disks::{DiskSpec, Source};
+use crate::disks::DiskSpec;
 
 /// Where a disk's bytes are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,12 +50,12 @@ impl Identity {
     pub fn of(spec: &DiskSpec, format: Option<Format>) -> Self {
         let format = spec.format.or(format);
         let (place, format) = match &spec.source {
-            Source::File(path) => (place_of(path), format.or_else(|| Format::from_extension(path))),
-            Source::Null(size) => (Place::Locator(format!("null:{size}")), Some(Format::Raw)),
-            Source::Mem(size) => (Place::Locator(format!("mem:{size}")), Some(Format::Raw)),
+            Locator::Path(path) => (place_of(path), format.or_else(|| Format::from_extension(path))),
+            Locator::Nbd(uri) => (Place::Locator(uri.clone()), format.or(Some(Format::Raw))),
+            other => (Place::Locator(other.to_string()), Some(Format::Raw)),
         };
         let format = format.map_or_else(|| "unknown".to_owned(), |format| format.to_string());
-        Self { place, format, read_only: spec.read_only, label: spec.source.label() }
+        Self { place, format, read_only: spec.read_only, label: crate::disks::label(&spec.source) }
     }
 
     /// True when both are the same disk, read in the same way.

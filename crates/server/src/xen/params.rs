@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::Format;
 
-use crate::disks::{DiskSpec, Source};
+use crate::disks::DiskSpec;
 
 /// Prefixes that name a format, ours and those that toolstacks write.
 const PREFIXES: &[(&str, Format)] = &[("vhd:", Format::Vhd), ("raw:", Format::Raw), ("aio:", Format::Raw)];
@@ -19,7 +19,7 @@ pub fn parse(params: &str, read_only: bool) -> Result<DiskSpec> {
     let rest = params.strip_prefix("tap:").unwrap_or(params);
     let prefixed = PREFIXES.iter().find_map(|(prefix, format)| Some((rest.strip_prefix(prefix)?, *format)));
     let (source, format) = match prefixed {
-        Some((path, format)) if !path.is_empty() => (Source::File(PathBuf::from(path)), Some(format)),
+        Some((path, format)) if !path.is_empty() => (Locator::Path(PathBuf::from(path)), Some(format)),
         _ => {
             let bad = |why| Error::new(ErrorKind::InvalidInput, format!("params are {params:?}: {why}"));
             (rest.parse().map_err(bad)?, None)
@@ -36,9 +36,9 @@ mod tests {
     fn prefixes_name_the_format() {
         let spec = |text: &str| parse(text, false).unwrap();
         assert_eq!(spec("vhd:/a/b.raw").format, Some(Format::Vhd));
-        assert_eq!(spec("tap:aio:/a").source, Source::File("/a".into()));
+        assert_eq!(spec("tap:aio:/a").source, Locator::Path("/a".into()));
         assert_eq!(spec("/a/b.vhd").format, None);
-        assert_eq!(spec("null:1M").source, Source::Null(1 << 20));
+        assert_eq!(spec("null:1M").source, Locator::Null(1 << 20));
         for bad in ["", "null:x", "vhd:", "tap:"] {
             assert!(parse(bad, false).is_err() || parse(bad, false).unwrap().format.is_none(), "{bad:?}");
         }

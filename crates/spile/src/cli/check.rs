@@ -4,14 +4,14 @@ use std::path::PathBuf;
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Error, ErrorKind, Files, OpenMode, Result};
+use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result};
 use spile_engine::OsEnv;
 use spile_image::check::{self, Lost, Mend, Report, Severity};
 use spile_image::{Format, OpenOptions};
 use spile_store::{CacheMode, OsFiles};
 
 use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
-use crate::disks::{self, Source};
+use crate::disks;
 use crate::units::format_size;
 
 /// Check a disk's metadata, and mend what can be mended
@@ -91,7 +91,7 @@ pub fn run(args: &CheckArgs) -> Result<Exit> {
 async fn check(path: PathBuf, format: Format, repair: Option<Lost>, options: &OpenOptions) -> Result<(Report, Report)> {
     let files = OsFiles::new(CacheMode::Page);
     let mode = if repair.is_some() { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
-    let store = files.open(&path, mode).await?;
+    let store = files.open(&Locator::from(&path), mode).await?;
     let first = match repair {
         Some(lost) => format.repair(&store, &OsEnv, lost).await?,
         None => Report::default(),
@@ -99,7 +99,7 @@ async fn check(path: PathBuf, format: Format, repair: Option<Lost>, options: &Op
     let mut report = format.check(&store, &OsEnv).await?;
     drop(store);
     if report.worst() != Some(Severity::Corruption)
-        && let Err(error) = disks::open(CacheMode::Page, &Source::File(path), options).await
+        && let Err(error) = disks::open(CacheMode::Page, &Locator::Path(path), options).await
     {
         report.findings.push(chain_finding(&error));
     }

@@ -4,14 +4,14 @@ use std::cell::Cell;
 use std::path::PathBuf;
 
 use clap::Args;
-use spile_core::{Disk, Extent, Result, Segments};
+use spile_core::{Disk, Extent, Locator, Result, Segments};
 use spile_image::{Format, OpenOptions};
 use spile_node::Aligned;
 use spile_store::CacheMode;
 
 use super::copy::{CHUNK_BYTES, Chunks, for_each, read};
 use super::{Exit, ParentArgs, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
-use crate::disks::{self, Source};
+use crate::disks;
 use crate::units::format_size;
 
 /// Compare what two disks show to a guest
@@ -51,13 +51,12 @@ struct Compared {
 /// # Errors
 /// When a disk cannot be opened or read.
 pub fn run(args: &CompareArgs) -> Result<Exit> {
-    let disks = [(&args.a, args.from), (&args.b, args.to)]
-        .map(|(path, format)| (Source::File(path.clone()), args.parents.read_only(format)));
+    let a = (disks::locate(&args.a)?, args.parents.read_only(args.from));
+    let b = (disks::locate(&args.b)?, args.parents.read_only(args.to));
     let cache = args.cache;
     let compared = on_engine(move || async move {
-        let [(a, a_options), (b, b_options)] = disks;
-        let a = open(cache, &a, &a_options).await?;
-        let b = open(cache, &b, &b_options).await?;
+        let a = open(cache, &a.0, &a.1).await?;
+        let b = open(cache, &b.0, &b.1).await?;
         compare(&a, &b).await
     })?;
     report(args, compared)?;
@@ -82,7 +81,7 @@ fn report(args: &CompareArgs, compared: Compared) -> Result<()> {
     Ok(())
 }
 
-async fn open(cache: CacheMode, source: &Source, options: &OpenOptions) -> Result<Aligned<impl Disk + use<>>> {
+async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Aligned<impl Disk + use<>>> {
     Ok(Aligned::new(disks::open(cache, source, options).await?))
 }
 

@@ -15,7 +15,7 @@ use spile_store::CacheMode;
 use super::copy::{Chunks, data_runs, for_each, read};
 use super::create;
 use super::{Exit, ParentArgs, on_engine, parse_cache, parse_format, parse_subformat, print_json, progress_bar, say};
-use crate::disks::{self, Source};
+use crate::disks;
 use crate::signals::EndSignals;
 use crate::units::format_size;
 
@@ -186,7 +186,7 @@ fn convert(args: &ConvertArgs, to: Format, half: PathBuf) -> Result<Converted> {
 }
 
 async fn open(cache: CacheMode, path: &Path, options: &OpenOptions) -> Result<Aligned<impl Disk + use<>>> {
-    Ok(Aligned::new(disks::open(cache, &Source::File(path.to_owned()), options).await?))
+    Ok(Aligned::new(disks::open(cache, &disks::locate(path)?, options).await?))
 }
 
 async fn copy(src: &impl Disk, dst: &impl Disk, bar: &indicatif::ProgressBar) -> Result<u64> {

@@ -3,14 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, LayerInfo};
 use spile_store::{CacheMode, OsFiles};
 
 use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say};
-use crate::disks::{self, Source};
+use crate::disks;
 use crate::units::{format_size, parse_size};
 
 /// Create an empty disk
@@ -92,7 +92,7 @@ pub fn folder_of(path: &Path) -> &Path {
 }
 
 fn find_parent(args: &CreateArgs, path: &Path) -> Result<LayerInfo> {
-    let source = Source::File(path.to_owned());
+    let source = Locator::Path(path.to_owned());
     let options = args.parents.read_only(args.parent_format);
     on_engine(move || async move {
         let chain = disks::open(CacheMode::Page, &source, &options).await?;

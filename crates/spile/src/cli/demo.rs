@@ -9,7 +9,7 @@ use clap::Args;
 use comfy_table::{Table, presets};
 use serde::Serialize;
 use spile_core::metrics::{Meter, Op, Reading};
-use spile_core::{Error, Result, ResultExt};
+use spile_core::{Error, Locator, Result, ResultExt};
 use spile_engine::{Config, Engine, OsEnv};
 use spile_front_nbd::{Export, Server, ServerConfig};
 use spile_image::check::Severity;
@@ -21,7 +21,7 @@ use spile_store::{AnyStore, CacheMode, OsFiles};
 use super::create;
 use super::load::ProgressLine;
 use super::{Exit, complain, on_engine, print_json, say, text_of};
-use crate::disks::{self, Source};
+use crate::disks;
 use crate::listen::{Bound, Published};
 use crate::load::{self, LaneReport, Options, Pattern, Report};
 use crate::signals::EndSignals;
@@ -175,11 +175,10 @@ fn start(path: &Path, dir: &Path) -> Result<Running> {
     let engine = Engine::start(Config::default())?;
     let meters = [Arc::new(Meter::new()), Arc::new(Meter::new())];
     let [at_disk, at_store] = meters.clone();
-    let source = Source::File(path.to_owned());
+    let source = Locator::Path(path.to_owned());
     let chain = engine.run_on(0, move || async move {
-        let files = MeasuredFiles::new(OsFiles::new(CacheMode::Direct), at_store.clone());
-        let wrap = |store| MeasuredStore::new(store, at_store);
-        disks::open_with(&files, &source, &OpenOptions::default(), wrap).await
+        let files = MeasuredFiles::new(OsFiles::new(CacheMode::Direct), at_store);
+        disks::open_with(&files, &source, &OpenOptions::default()).await
     })?;
     let disk = Arc::new(Measured::new(Aligned::new(chain), at_disk));
     let export = Export { name: String::new(), description: "demo".to_owned(), disk: disk.clone(), read_only: false };
@@ -303,7 +302,7 @@ fn client_row(name: &str, lane: &LaneReport) -> [String; 8] {
 fn check(path: PathBuf, format: Format) -> Result<&'static str> {
     let report = on_engine(move || async move {
         use spile_core::{Files, OpenMode};
-        let store = OsFiles::new(CacheMode::Page).open(&path, OpenMode::ReadOnly).await?;
+        let store = OsFiles::new(CacheMode::Page).open(&path.into(), OpenMode::ReadOnly).await?;
         format.check(&store, &OsEnv).await
     })?;
     Ok(match report.worst() {

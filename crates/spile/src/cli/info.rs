@@ -12,7 +12,7 @@ use spile_image::facts::{Record, Value};
 use spile_store::CacheMode;
 
 use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
-use crate::disks::{self, Source};
+use crate::disks;
 use crate::units::format_size;
 
 /// Show what a disk is: format, sizes, chain, alignment
@@ -61,7 +61,7 @@ struct Layer {
 /// # Errors
 /// When the disk cannot be opened.
 pub fn run(args: &InfoArgs) -> Result<Exit> {
-    let (source, options) = (Source::File(args.disk.clone()), args.open.read_only());
+    let (source, options) = (disks::locate(&args.disk)?, args.open.read_only());
     let (disk, layers) = on_engine(move || async move {
         let chain = disks::open(CacheMode::Direct, &source, &options).await?;
         Ok((chain.info(), chain.layers()))

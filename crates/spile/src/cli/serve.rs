@@ -134,9 +134,11 @@ pub fn run(args: &ServeArgs) -> Result<Exit> {
     let sockets = sockets(places, passed, estate.as_mut())?;
     let mut serving = Serving { opening, options, engine, fronts, disks: Vec::new(), listening: Vec::new() };
     let served = serving.run(sockets, estate, signals);
-    let Serving { engine, disks, .. } = serving;
+    let Serving { engine, disks, fronts, .. } = serving;
     // Also after a failure: what is open is to be left as other programs expect it.
     let closed = disks::close(&engine, disks, served);
+    // They share the disks, and a disk's connection to a server ends with its last share.
+    drop(fronts);
     engine.shutdown();
     closed.map(|()| Exit::Ok)
 }

@@ -1,6 +1,6 @@
 //! The request message of the transmission phase: 28 bytes, and the payload of a write behind it.
 
-use super::Cursor;
+use crate::Cursor;
 
 /// Length in bytes of a request's header.
 pub const REQUEST_BYTES: usize = 28;

@@ -1,6 +1,6 @@
 //! Messages of the handshake: greeting, client flags, options and their replies ("Newstyle negotiation").
 
-use super::{Cursor, MAX_STRING_BYTES};
+use crate::{Cursor, MAX_STRING_BYTES};
 
 /// The first magic of the greeting, `INIT_PASSWD` ("NBDMAGIC").
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;

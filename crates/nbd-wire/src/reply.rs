@@ -102,7 +102,7 @@ pub fn error(cookie: u64, errno: u32, message: &str, offset_bytes: Option<u64>) 
 }
 
 /// The longest beginning of `text` that is at most `max` bytes and ends between characters.
-pub(crate) fn cut(text: &str, max: usize) -> &str {
+pub fn cut(text: &str, max: usize) -> &str {
     let mut end = text.len().min(max);
     while !text.is_char_boundary(end) {
         end -= 1;

@@ -1,12 +1,16 @@
-//! The wire: pure parsing and encoding of the NBD protocol, no I/O, no state.
+//! The wire of NBD: pure parsing and encoding for server and client, no I/O, no state.
 //!
 //! Contract: a parser takes hostile bytes, checks every length before it uses it, and returns a value or a reason. It
 //! never panics and never allocates more bytes than its input has. Constants have the names of the protocol document
 //! (github.com/NetworkBlockDevice/nbd, doc/proto.md) without their `NBD_` prefix.
 
+#![forbid(unsafe_code)]
+
+pub mod client;
 pub mod handshake;
 pub mod reply;
 pub mod request;
+pub mod uri;
 
 /// The longest string of the protocol, in bytes ("Conventions").
 pub const MAX_STRING_BYTES: usize = 4096;

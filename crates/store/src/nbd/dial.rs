@@ -1,0 +1,236 @@
+//! Reaching a server: the connection, made by a thread of its own because that may wait for a name server, and the
+//! handshake on it (fixed newstyle with `OPT_GO`), bounded in time and in the length of everything the server says.
+
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::pin::pin;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::future::{Either, select};
+use spile_core::{Error, ErrorKind, Result, Segment};
+use spile_engine::{Socket, sleep};
+use spile_nbd_wire::client::{
+    GREETING_BYTES, OPTION_REPLY_BYTES, OptionReply, go_data, greeting, info_block_size, info_export, meta_context,
+    meta_data, put_option,
+};
+use spile_nbd_wire::handshake::{FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, info, option, rep};
+use spile_nbd_wire::reply::cut;
+use spile_nbd_wire::uri::{Address, NbdUri};
+
+use super::call::{Notify, relock};
+
+/// A server that has not made a connection and shaken hands by then is not there.
+const LIMIT: Duration = Duration::from_secs(10);
+/// Replies to one option: an export's information comes in a few.
+const MAX_REPLIES: usize = 64;
+/// What a server takes at most in one request when it does not say.
+const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
+
+/// What a server says of an export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Facts {
+    pub(super) size_bytes: u64,
+    /// Transmission flags.
+    pub(super) flags: u16,
+    pub(super) min_block_bytes: u32,
+    pub(super) max_payload_bytes: u32,
+}
+
+impl Facts {
+    /// True when the server has this transmission flag.
+    pub(super) fn has(&self, flag: u16) -> bool {
+        self.flags & flag != 0
+    }
+}
+
+/// A connection in the transmission phase.
+pub(super) struct Connection {
+    pub(super) socket: Socket,
+    pub(super) facts: Facts,
+    /// Replies are structured.
+    pub(super) structured: bool,
+    /// The number of `base:allocation`, where the server has it.
+    pub(super) allocation: Option<u32>,
+}
+
+/// Connects to a server and shakes hands.
+///
+/// # Errors
+/// `TimedOut`; `NotFound` for an export that is not there; `Protocol` for a server that breaks it; the system's.
+pub(super) async fn dial(uri: &NbdUri) -> Result<Connection> {
+    if uri.tls {
+        let error = Error::new(ErrorKind::Unsupported, "TLS to an NBD server is not built in");
+        return Err(error.hint("use nbd:// over a trusted network, or a tunnel"));
+    }
+    let work = async {
+        let socket = Socket::from_fd(connect(&uri.address).await?)?;
+        Handshake { socket: &socket, export: &uri.export }.run().await.map(|found| (socket, found))
+    };
+    match select(pin!(work), pin!(sleep(LIMIT))).await {
+        Either::Left((done, _)) => {
+            let (socket, (facts, structured, allocation)) = done?;
+            Ok(Connection { socket, facts, structured, allocation })
+        }
+        Either::Right(_) => {
+            Err(Error::new(ErrorKind::TimedOut, format!("the server did not answer within {} s", LIMIT.as_secs())))
+        }
+    }
+}
+
+/// Connects on a thread of its own, which ends by itself.
+async fn connect(address: &Address) -> Result<OwnedFd> {
+    type Place = (Mutex<Option<std::io::Result<OwnedFd>>>, Notify);
+    let place: Arc<Place> = Arc::default();
+    let (theirs, address) = (place.clone(), address.clone());
+    let thread = std::thread::Builder::new().name("spile-connect".to_owned()).spawn(move || {
+        *relock(&theirs.0) = Some(connect_blocking(&address));
+        theirs.1.notify();
+    });
+    thread.map_err(|source| Error::io("start a thread", source))?;
+    place.1.wait().await;
+    let outcome = relock(&place.0).take().expect("the thread has left its answer");
+    outcome.map_err(|source| Error::io("cannot connect", source))
+}
+
+fn connect_blocking(address: &Address) -> std::io::Result<OwnedFd> {
+    match address {
+        Address::Unix(path) => UnixStream::connect(path).map(OwnedFd::from),
+        Address::Tcp(host, port) => {
+            let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "the host has no address");
+            for address in (host.as_str(), *port).to_socket_addrs()? {
+                match TcpStream::connect_timeout(&address, LIMIT) {
+                    Ok(stream) => return stream.set_nodelay(true).map(|()| stream.into()),
+                    Err(error) => last = error,
+                }
+            }
+            Err(last)
+        }
+    }
+}
+
+fn broken(what: &str) -> Error {
+    Error::new(ErrorKind::Protocol, what)
+}
+
+struct Handshake<'a> {
+    socket: &'a Socket,
+    export: &'a str,
+}
+
+impl Handshake<'_> {
+    async fn run(&self) -> Result<(Facts, bool, Option<u32>)> {
+        let hello = self.receive::<GREETING_BYTES>().await?;
+        let flags = greeting(&hello).ok_or_else(|| broken("this is no NBD server of the newstyle handshake"))?;
+        if flags & FLAG_FIXED_NEWSTYLE == 0 {
+            return Err(broken("the server lacks the fixed newstyle handshake"));
+        }
+        let ours = u32::from(flags & (FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES));
+        self.send(&ours.to_be_bytes()).await?;
+        let structured = self.ask(option::STRUCTURED_REPLY, &[], |_, _| Ok(())).await?.is_ok();
+        let mut allocation = None;
+        if structured {
+            let data = meta_data(self.export, "base:allocation");
+            let note = |kind, data: &[u8]| {
+                if let (rep::META_CONTEXT, Some((number, "base:allocation"))) = (kind, meta_context(data)) {
+                    allocation = Some(number);
+                }
+                Ok(())
+            };
+            // A server without it says so, and all of its export is data.
+            let _ = self.ask(option::SET_META_CONTEXT, &data, note).await?;
+        }
+        Ok((self.go().await?, structured, allocation))
+    }
+
+    async fn go(&self) -> Result<Facts> {
+        let (mut export, mut sizes) = (None, (1, 1, MAX_PAYLOAD_BYTES));
+        let note = |kind, data: &[u8]| {
+            let (rep::INFO, Some((kind, data))) = (kind, data.split_first_chunk()) else { return Ok(()) };
+            match u16::from_be_bytes(*kind) {
+                info::EXPORT => export = Some(info_export(data).ok_or_else(|| broken("a bad INFO_EXPORT"))?),
+                info::BLOCK_SIZE => {
+                    sizes = info_block_size(data).ok_or_else(|| broken("block sizes that contradict each other"))?;
+                }
+                _ => {}
+            }
+            Ok(())
+        };
+        self.ask(option::GO, &go_data(self.export, &[info::BLOCK_SIZE]), note).await??;
+        let (size_bytes, flags) = export.ok_or_else(|| broken("the server did not say how long the export is"))?;
+        if size_bytes > i64::MAX as u64 {
+            return Err(broken("the export is longer than any disk"));
+        }
+        let min = sizes.0;
+        let max_payload_bytes = sizes.2.min(MAX_PAYLOAD_BYTES) / min * min;
+        Ok(Facts {
+            size_bytes: size_bytes / u64::from(min) * u64::from(min),
+            flags,
+            min_block_bytes: min,
+            max_payload_bytes,
+        })
+    }
+
+    /// Asks one option, has `note` see each reply before the last, and returns whether it was granted.
+    async fn ask(
+        &self,
+        number: u32,
+        data: &[u8],
+        mut note: impl FnMut(u32, &[u8]) -> Result<()>,
+    ) -> Result<Result<()>> {
+        let mut out = Vec::new();
+        put_option(&mut out, number, data);
+        self.send(&out).await?;
+        for _ in 0..MAX_REPLIES {
+            let head = self.receive::<OPTION_REPLY_BYTES>().await?;
+            let head = OptionReply::parse(&head).ok_or_else(|| broken("a bad reply to an option"))?;
+            if head.option != number {
+                return Err(broken("a reply to another option than was asked"));
+            }
+            let data = self.receive_vec(head.len_bytes as usize).await?;
+            match head.kind {
+                rep::ACK => return Ok(Ok(())),
+                _ if head.is_error() => return Ok(Err(refusal(head.kind, &data))),
+                kind => note(kind, &data)?,
+            }
+        }
+        Err(broken("too many replies to an option"))
+    }
+
+    async fn send(&self, bytes: &[u8]) -> Result<()> {
+        let segment = Segment::zeroed(bytes.len());
+        segment.copy_from_slice(0, bytes);
+        self.socket.send(&[segment]).await
+    }
+
+    async fn receive<const N: usize>(&self) -> Result<[u8; N]> {
+        let bytes = self.receive_vec(N).await?;
+        Ok(bytes.try_into().expect("as many as asked for"))
+    }
+
+    async fn receive_vec(&self, len: usize) -> Result<Vec<u8>> {
+        if len == 0 {
+            return Ok(Vec::new());
+        }
+        let segment = Segment::zeroed(len);
+        match self.socket.recv_exact(&segment).await? {
+            got if got == len => Ok(segment.to_vec()),
+            _ => Err(broken("the server hung up during the handshake")),
+        }
+    }
+}
+
+/// The error of an option that was refused. The server's words are quoted: they go to a terminal.
+fn refusal(kind: u32, data: &[u8]) -> Error {
+    let words = String::from_utf8_lossy(data);
+    let words = cut(&words, 200);
+    let said = if words.is_empty() { String::new() } else { format!(": {words:?}") };
+    let (kind, what) = match kind {
+        rep::ERR_UNKNOWN => (ErrorKind::NotFound, "the server has no such export"),
+        rep::ERR_POLICY => (ErrorKind::Denied, "the server refuses"),
+        rep::ERR_TLS_REQD => (ErrorKind::Denied, "the server asks for TLS"),
+        _ => (ErrorKind::Unsupported, "the server refuses the export"),
+    };
+    Error::new(kind, format!("{what}{said}"))
+}

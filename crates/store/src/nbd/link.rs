@@ -1,0 +1,346 @@
+//! [`Link`]: one connection to a server, made again when it is lost, and the requests on it.
+//!
+//! A link's tasks live on the worker that made it; requests come from any. Requests that were sent and not answered when a
+//! connection ends are sent again on the next one, in their order.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use futures_util::future::{join3, select};
+use spile_core::{Error, ErrorKind, Result, ResultExt, Segment};
+use spile_engine::{Socket, sleep};
+use spile_nbd_wire::handshake::transmission;
+use spile_nbd_wire::request::{Command, Request};
+use spile_nbd_wire::uri::NbdUri;
+
+use super::call::{Ask, Call, Notify, Runs, relock};
+use super::dial::{Connection, Facts, dial};
+use super::receive::{Receiver, broken};
+
+/// A server that owes an answer and says nothing for so long is taken for dead.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+/// How long a lost server is tried again before what waits fails.
+const RECONNECT_LIMIT: Duration = Duration::from_secs(30);
+/// The first pause between two tries; each is twice the one before, up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(4);
+/// Requests that leave with one send.
+const SEND_CALLS: usize = 64;
+
+/// What all links to an export share.
+pub(super) struct Export {
+    pub(super) uri: NbdUri,
+    pub(super) path: std::path::PathBuf,
+    pub(super) facts: Facts,
+    /// Writes that were answered.
+    answered: AtomicU64,
+    /// Of these, how many a completed flush has covered.
+    flushed: AtomicU64,
+    /// Some of what was answered may be gone, or a flush has failed: no flush may succeed any more.
+    lost: AtomicBool,
+}
+
+impl Export {
+    pub(super) fn new(uri: NbdUri, facts: Facts) -> Self {
+        let path = uri.to_string().into();
+        let (answered, flushed, lost) = Default::default();
+        Self { uri, path, facts, answered, flushed, lost }
+    }
+
+    /// Fails when something that was answered may be gone.
+    pub(super) fn check_kept(&self) -> Result<()> {
+        if !self.lost.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let what = "a flush has failed, or the connection was lost while writes were not flushed: some may be gone";
+        Err(Error::new(ErrorKind::Io, what).at_path(&self.path).hint("check the server, then reopen"))
+    }
+
+    /// A connection has ended: the server that comes next may not have what this one kept in memory.
+    fn lose(&self) {
+        let has_unflushed = self.answered.load(Ordering::Acquire) > self.flushed.load(Ordering::Acquire);
+        if has_unflushed && self.facts.has(transmission::SEND_FLUSH) {
+            self.lost.store(true, Ordering::Release);
+        }
+    }
+
+    /// Notes what an answer says of the bytes' safety.
+    fn note(&self, call: &Call, covers: u64, outcome: &Result<Runs>) {
+        match (&call.ask, outcome) {
+            (Ask::Write(_) | Ask::Zero { .. }, Ok(_)) => drop(self.answered.fetch_add(1, Ordering::AcqRel)),
+            (Ask::Flush, Ok(_)) => drop(self.flushed.fetch_max(covers, Ordering::AcqRel)),
+            (Ask::Flush, Err(_)) => self.lost.store(true, Ordering::Release),
+            _ => {}
+        }
+    }
+}
+
+/// One connection, and the requests on it.
+pub(super) struct Link {
+    export: Arc<Export>,
+    state: Mutex<State>,
+    /// There is something to send, or the link ends.
+    work: Notify,
+    /// Something was sent, or the connection ends.
+    watch: Notify,
+}
+
+struct State {
+    queue: VecDeque<Arc<Call>>,
+    /// What was sent and not answered, by cookie. Cookies only rise.
+    sent: BTreeMap<u64, Sent>,
+    next_cookie: u64,
+    closing: bool,
+    /// When the server last said something, or began to owe an answer.
+    heard: Instant,
+}
+
+struct Sent {
+    call: Arc<Call>,
+    /// A flush: how many writes had been answered when it was sent.
+    covers: u64,
+}
+
+impl Link {
+    pub(super) fn new(export: Arc<Export>) -> Self {
+        let heard = Instant::now();
+        let state = State { queue: VecDeque::new(), sent: BTreeMap::new(), next_cookie: 0, closing: false, heard };
+        Self { export, state: Mutex::new(state), work: Notify::default(), watch: Notify::default() }
+    }
+
+    /// Queues a request.
+    pub(super) fn push(&self, call: Arc<Call>) {
+        relock(&self.state).queue.push_back(call);
+        self.work.notify();
+    }
+
+    /// Ends the link when all is answered.
+    pub(super) fn close(&self) {
+        relock(&self.state).closing = true;
+        self.work.notify();
+    }
+
+    fn is_closing(&self) -> bool {
+        relock(&self.state).closing
+    }
+
+    /// Serves requests until the link is closed, at first on `connection` if there is one.
+    pub(super) async fn serve(self: Arc<Self>, mut connection: Option<Connection>) {
+        loop {
+            if let Some(connection) = connection.take() {
+                self.run(connection).await;
+            }
+            while relock(&self.state).queue.is_empty() {
+                if self.is_closing() {
+                    return;
+                }
+                self.work.wait().await;
+            }
+            connection = self.reconnect().await;
+        }
+    }
+
+    /// Uses a connection until it ends.
+    async fn run(&self, connection: Connection) {
+        let socket = &connection.socket;
+        let session = Session { link: self, socket, ended: std::cell::Cell::new(false) };
+        relock(&self.state).heard = Instant::now();
+        let mut receiver = Receiver::new(self, socket, connection.structured, connection.allocation);
+        let receive = async {
+            let ended = receiver.run().await;
+            session.end();
+            ended
+        };
+        // None of them is dropped before its end: the kernel may still fill a request's memory.
+        let (ended, (), ()) = join3(receive, session.send_all(), session.watch_over()).await;
+        if let Err(error) = ended
+            && !self.is_closing()
+        {
+            tracing::warn!("{}: the connection has ended: {error}", self.export.path.display());
+        }
+        self.take_back();
+    }
+
+    /// Puts what was not answered back in front of the queue.
+    fn take_back(&self) {
+        self.export.lose();
+        let mut state = relock(&self.state);
+        let sent = std::mem::take(&mut state.sent);
+        for (_, sent) in sent.into_iter().rev() {
+            state.queue.push_front(sent.call);
+        }
+    }
+
+    /// Connects again. When that cannot be done in time, all that waits fails.
+    async fn reconnect(&self) -> Option<Connection> {
+        let (begin, mut pause) = (Instant::now(), FIRST_PAUSE);
+        loop {
+            let error = match self.dial_again().await {
+                Ok(connection) => return Some(connection),
+                Err(error) => error,
+            };
+            if error.kind() == ErrorKind::InvalidInput || begin.elapsed() + pause > RECONNECT_LIMIT {
+                self.fail_all(&error);
+                return None;
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// # Errors
+    /// `InvalidInput` when the export is another one than before.
+    async fn dial_again(&self) -> Result<Connection> {
+        let connection = dial(&self.export.uri).await?;
+        if connection.facts != self.export.facts {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                "the server's export has another size or other abilities than before",
+            ));
+        }
+        Ok(connection)
+    }
+
+    fn fail_all(&self, error: &Error) {
+        let waiting = std::mem::take(&mut relock(&self.state).queue);
+        tracing::error!("{}: {} requests fail: {error}", self.export.path.display(), waiting.len());
+        for call in waiting {
+            if matches!(call.ask, Ask::Flush) {
+                self.export.lost.store(true, Ordering::Release);
+            }
+            call.end(Err(error.duplicate()).at_path(&self.export.path));
+        }
+    }
+
+    /// The server has said something.
+    pub(super) fn heard(&self) {
+        relock(&self.state).heard = Instant::now();
+    }
+
+    /// The request of this cookie, if it was sent and not answered.
+    pub(super) fn sent(&self, cookie: u64) -> Option<Arc<Call>> {
+        relock(&self.state).sent.get(&cookie).map(|sent| sent.call.clone())
+    }
+
+    /// Ends a request.
+    pub(super) fn answer(&self, cookie: u64, outcome: Result<Runs>) {
+        let (removed, is_over) = {
+            let mut state = relock(&self.state);
+            (state.sent.remove(&cookie), state.closing && state.sent.is_empty())
+        };
+        if let Some(sent) = removed {
+            self.export.note(&sent.call, sent.covers, &outcome);
+            sent.call.end(outcome.at_path(&self.export.path));
+        }
+        if is_over {
+            self.work.notify();
+        }
+    }
+
+    /// Takes what is queued, as far as one send goes, and notes it as sent.
+    fn take_batch(&self) -> Vec<Segment> {
+        let mut state = relock(&self.state);
+        let mut parts = Vec::new();
+        for _ in 0..SEND_CALLS {
+            let Some(call) = state.queue.pop_front() else { break };
+            if state.sent.is_empty() {
+                state.heard = Instant::now();
+            }
+            let cookie = state.next_cookie;
+            state.next_cookie += 1;
+            put_request(&mut parts, &call, cookie);
+            let covers = self.export.answered.load(Ordering::Acquire);
+            state.sent.insert(cookie, Sent { call, covers });
+        }
+        parts
+    }
+
+    /// Since when the server owes an answer and says nothing; `None` when it owes none.
+    fn silent_since(&self) -> Option<Instant> {
+        let state = relock(&self.state);
+        (!state.sent.is_empty()).then_some(state.heard)
+    }
+
+    fn is_over(&self) -> bool {
+        let state = relock(&self.state);
+        state.closing && state.queue.is_empty() && state.sent.is_empty()
+    }
+}
+
+fn put_request(parts: &mut Vec<Segment>, call: &Call, cookie: u64) {
+    let (command, flags) = call.ask.command();
+    let head = Request { flags, command, cookie, offset_bytes: call.offset, len_bytes: call.len }.encode();
+    let segment = Segment::zeroed(head.len());
+    segment.copy_from_slice(0, &head);
+    parts.push(segment);
+    if let Ask::Write(from) = &call.ask {
+        parts.extend(from.iter().cloned());
+    }
+}
+
+/// One connection while it lasts.
+struct Session<'a> {
+    link: &'a Link,
+    socket: &'a Socket,
+    ended: std::cell::Cell<bool>,
+}
+
+impl Session<'_> {
+    /// Ends the connection: what waits for the socket returns.
+    fn end(&self) {
+        self.ended.set(true);
+        self.socket.shutdown(std::net::Shutdown::Both);
+        self.link.work.notify();
+        self.link.watch.notify();
+    }
+
+    async fn send_all(&self) {
+        while !self.ended.get() {
+            let parts = self.link.take_batch();
+            if !parts.is_empty() {
+                self.link.watch.notify();
+                if self.socket.send(&parts).await.is_err() {
+                    return self.end();
+                }
+            } else if self.link.is_over() {
+                return self.part().await;
+            } else {
+                self.link.work.wait().await;
+            }
+        }
+    }
+
+    /// Says good-bye; errors do not matter any more.
+    async fn part(&self) {
+        let mut parts = Vec::new();
+        let head =
+            Request { flags: 0, command: Command::Disconnect, cookie: 0, offset_bytes: 0, len_bytes: 0 }.encode();
+        let segment = Segment::zeroed(head.len());
+        segment.copy_from_slice(0, &head);
+        parts.push(segment);
+        let _ = self.socket.send(&parts).await;
+        self.end();
+    }
+
+    /// Ends the connection when the server owes an answer for too long. There is no timer while it owes none.
+    async fn watch_over(&self) {
+        while !self.ended.get() {
+            let Some(since) = self.link.silent_since() else {
+                self.link.watch.wait().await;
+                continue;
+            };
+            match ANSWER_LIMIT.checked_sub(since.elapsed()) {
+                Some(left) => {
+                    select(pin!(sleep(left)), pin!(self.link.watch.wait())).await;
+                }
+                None => {
+                    tracing::warn!("{}: {}", self.link.export.path.display(), broken("no answer in a minute"));
+                    self.end();
+                }
+            }
+        }
+    }
+}

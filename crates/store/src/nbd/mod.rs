@@ -1,0 +1,295 @@
+//! [`NbdStore`]: an export of an NBD server as a store.
+//!
+//! Requests of all workers are pipelined over one connection, or over one connection for each worker where the server says
+//! that several see the same bytes and that a flush on one covers all (`CAN_MULTI_CONN`).
+//!
+//! # A lost connection
+//!
+//! It is made again, with pauses that grow, for 30 seconds; requests that were not answered are sent again; then they
+//! fail, and the next request tries anew. Reads, writes and zeroes may be repeated without harm. What needs care are writes
+//! that *were* answered and not flushed: if the server's process or host died, they are gone, and no client can tell that from a
+//! broken cable. They are not kept here to be sent again: a guest that flushes rarely would have them grow without bound.
+//! So a connection that is lost while such writes exist makes the next flush fail, and every later one: **a flush that has
+//! failed stays failed**. A flush that was on its way when nothing else was unflushed is sent again. A server without `FLUSH`
+//! answers a write when it is durable, and nothing is lost with it.
+//!
+//! What a client cannot rule out: a server that lives on after its connection broke may still execute an old request late, after
+//! the same request sent again and a newer one to the same place.
+//!
+//! # What is not used
+//!
+//! `TRIM` promises nothing of what is read afterwards. A hole is punched by `WRITE_ZEROES`, which may free the space. A store's writes
+//! have no `FUA`; its sync is a `FLUSH`. The protocol has no locks: whoever exports a disk to two writers destroys it.
+//!
+//! # A hostile server
+//!
+//! Every length is checked against what was asked, the handshake ends after 10 seconds, and a server that owes an answer and says
+//! nothing for a minute is hung up on. It can fail requests and return any bytes, and nothing else.
+
+mod call;
+mod dial;
+mod link;
+mod receive;
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use spile_core::{
+    Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
+};
+use spile_engine::{current_worker, spawn};
+use spile_nbd_wire::handshake::transmission;
+use spile_nbd_wire::reply::STATE_ZERO;
+use spile_nbd_wire::uri::NbdUri;
+
+use self::call::{Ask, Call, Runs, relock};
+use self::link::{Export, Link};
+
+/// Connections at most.
+const MAX_LINKS: usize = 16;
+/// The largest minimum of a server's blocks that this client serves, in bytes: with a larger one, writes of data and of
+/// metadata could share a block.
+const MAX_MIN_BLOCK_BYTES: u32 = 4096;
+/// Zeroes and block status go in pieces of this many bytes at most.
+const PIECE_BYTES: u64 = 1 << 30;
+/// Zeroes written as data, at a time.
+const ZERO_BYTES: u64 = 1 << 20;
+
+/// An export of an NBD server. Clones are the same store.
+#[derive(Clone)]
+pub struct NbdStore {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    export: Arc<Export>,
+    read_only: bool,
+    has_map: bool,
+    /// By worker; one only without `CAN_MULTI_CONN`.
+    links: Mutex<Vec<Option<Arc<Link>>>>,
+    /// Held by writes that read the rest of a block first, and by all that might share a block with one.
+    partial: async_lock::Mutex<()>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        relock(&self.links).iter().flatten().for_each(|link| link.close());
+    }
+}
+
+impl NbdStore {
+    /// Connects to the export of this URI.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a URI that is none; `ReadOnly` when the export is and `mode` is not; `TimedOut`, `NotFound`, `Protocol`; the
+    /// system's.
+    pub async fn open(uri: &str, mode: OpenMode) -> Result<NbdStore> {
+        let parsed: NbdUri = uri.parse().map_err(|message: String| Error::new(ErrorKind::InvalidInput, message))?;
+        Self::connect(parsed, mode).await.at_path(Path::new(uri))
+    }
+
+    async fn connect(uri: NbdUri, mode: OpenMode) -> Result<NbdStore> {
+        let connection = dial::dial(&uri).await?;
+        let facts = connection.facts;
+        let read_only = mode == OpenMode::ReadOnly;
+        if !read_only && facts.has(transmission::READ_ONLY) {
+            return Err(Error::new(ErrorKind::ReadOnly, "the server exports it for reading only"));
+        }
+        if facts.min_block_bytes > MAX_MIN_BLOCK_BYTES {
+            let what = format!("the server takes only multiples of {} bytes", facts.min_block_bytes);
+            return Err(Error::new(ErrorKind::Unsupported, what).hint("at most 4096 can be served"));
+        }
+        let export = Arc::new(Export::new(uri, facts));
+        let link = Arc::new(Link::new(export.clone()));
+        let mut links = vec![None; if facts.has(transmission::CAN_MULTI_CONN) { MAX_LINKS } else { 1 }];
+        let number = current_worker() % links.len();
+        links[number] = Some(link.clone());
+        let has_map = connection.allocation.is_some();
+        spawn(link.serve(Some(connection)));
+        let (links, partial) = (Mutex::new(links), async_lock::Mutex::new(()));
+        Ok(NbdStore { inner: Arc::new(Inner { export, read_only, has_map, links, partial }) })
+    }
+
+    /// The link that this worker uses; made if it has none.
+    fn link(&self) -> Arc<Link> {
+        let mut links = relock(&self.inner.links);
+        let number = current_worker() % links.len();
+        let link = links[number].get_or_insert_with(|| {
+            let link = Arc::new(Link::new(self.inner.export.clone()));
+            spawn(link.clone().serve(None));
+            link
+        });
+        link.clone()
+    }
+
+    async fn ask(&self, ask: Ask, offset: u64, len: u64) -> Result<Runs> {
+        let call = Arc::new(Call::new(ask, offset, len as u32));
+        self.link().push(call.clone());
+        call.wait().await.at_offset(offset)
+    }
+
+    fn has(&self, flag: u16) -> bool {
+        self.inner.export.facts.has(flag)
+    }
+
+    fn unit(&self) -> u64 {
+        u64::from(self.inner.export.facts.min_block_bytes)
+    }
+
+    fn refuse(&self, kind: ErrorKind, what: &str, offset: u64) -> Error {
+        Error::new(kind, what).at_path(&self.inner.export.path).at_offset(offset)
+    }
+
+    fn check(&self, offset: u64, len: u64) -> Result<()> {
+        match offset.checked_add(len).filter(|end| *end <= self.len_bytes()) {
+            Some(_) => Ok(()),
+            None => Err(self.refuse(ErrorKind::OutOfRange, "past the end of the export", offset)),
+        }
+    }
+
+    fn check_write(&self, offset: u64, len: u64) -> Result<()> {
+        if self.inner.read_only {
+            return Err(self.refuse(ErrorKind::ReadOnly, "the store is open read-only", offset));
+        }
+        self.check(offset, len)
+    }
+
+    /// The blocks that cover a range.
+    fn blocks(&self, offset: u64, len: u64) -> (u64, u64) {
+        let start = offset / self.unit() * self.unit();
+        (start, (offset + len).next_multiple_of(self.unit()) - start)
+    }
+
+    /// Reads or writes whole blocks, in as many requests as the server wants.
+    async fn transfer(&self, offset: u64, bytes: &Segments, ask: fn(Segments) -> Ask) -> Result<()> {
+        let most = self.inner.export.facts.max_payload_bytes as usize;
+        for start in (0..bytes.len()).step_by(most) {
+            let piece = bytes.slice(start..bytes.len().min(start + most));
+            let len = piece.len() as u64;
+            self.ask(ask(piece), offset + start as u64, len).await?;
+        }
+        Ok(())
+    }
+
+    async fn read_part(&self, offset: u64, into: &Segments) -> Result<()> {
+        let (start, len) = self.blocks(offset, into.len() as u64);
+        let whole = Segments::zeroed(len as usize);
+        self.transfer(start, &whole, Ask::Read).await?;
+        let skip = (offset - start) as usize;
+        into.copy_from(&whole.slice(skip..skip + into.len()));
+        Ok(())
+    }
+
+    /// Writes part of a block: the rest is read first.
+    async fn write_part(&self, offset: u64, from: &Segments) -> Result<()> {
+        let (start, len) = self.blocks(offset, from.len() as u64);
+        let whole = Segments::zeroed(len as usize);
+        self.transfer(start, &whole, Ask::Read).await?;
+        let skip = (offset - start) as usize;
+        whole.slice(skip..skip + from.len()).copy_from(from);
+        self.transfer(start, &whole, Ask::Write).await
+    }
+
+    async fn zero(&self, offset: u64, len: u64, keep_space: bool) -> Result<()> {
+        let is_whole = (offset | len).is_multiple_of(self.unit());
+        let step = if is_whole && self.has(transmission::SEND_WRITE_ZEROES) { PIECE_BYTES } else { ZERO_BYTES };
+        let mut at = 0;
+        while at < len {
+            let piece = step.min(len - at);
+            if step == PIECE_BYTES {
+                self.ask(Ask::Zero { keep_space }, offset + at, piece).await?;
+            } else {
+                self.write_at(StoreOffset(offset + at), &Segments::zeroed(piece as usize), Via::Cached).await?;
+            }
+            at += piece;
+        }
+        Ok(())
+    }
+}
+
+impl Store for NbdStore {
+    fn info(&self) -> StoreInfo {
+        StoreInfo {
+            offset_align_bytes: self.inner.export.facts.min_block_bytes,
+            memory_align_bytes: 1,
+            grows_zeroed: false,
+            punches: !self.inner.read_only && self.has(transmission::SEND_WRITE_ZEROES),
+            read_only: self.inner.read_only,
+        }
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.inner.export.facts.size_bytes
+    }
+
+    fn path(&self) -> &Path {
+        &self.inner.export.path
+    }
+
+    async fn read_at(&self, at: StoreOffset, into: &Segments, _: Via) -> Result<()> {
+        self.check(at.0, into.len() as u64)?;
+        match (at.0 | into.len() as u64) % self.unit() {
+            0 => self.transfer(at.0, into, Ask::Read).await,
+            _ => self.read_part(at.0, into).await,
+        }
+    }
+
+    async fn write_at(&self, at: StoreOffset, from: &Segments, via: Via) -> Result<()> {
+        self.check_write(at.0, from.len() as u64)?;
+        let is_whole = (at.0 | from.len() as u64).is_multiple_of(self.unit());
+        if self.unit() == 1 || (is_whole && via == Via::Direct) {
+            return self.transfer(at.0, from, Ask::Write).await;
+        }
+        let _alone = self.inner.partial.lock().await;
+        if is_whole { self.transfer(at.0, from, Ask::Write).await } else { self.write_part(at.0, from).await }
+    }
+
+    async fn sync(&self) -> Result<()> {
+        let export = &self.inner.export;
+        export.check_kept()?;
+        if self.inner.read_only || !self.has(transmission::SEND_FLUSH) {
+            return Ok(());
+        }
+        self.ask(Ask::Flush, 0, 0).await?;
+        export.check_kept()
+    }
+
+    async fn zero_range(&self, at: StoreOffset, len_bytes: u64) -> Result<()> {
+        self.check_write(at.0, len_bytes)?;
+        self.zero(at.0, len_bytes, true).await
+    }
+
+    async fn punch_hole(&self, at: StoreOffset, len_bytes: u64) -> Result<()> {
+        self.check_write(at.0, len_bytes)?;
+        if !self.has(transmission::SEND_WRITE_ZEROES) {
+            return Err(self.refuse(ErrorKind::Unsupported, "the server cannot punch holes", at.0));
+        }
+        self.zero(at.0, len_bytes, false).await
+    }
+
+    async fn set_len(&self, len_bytes: u64) -> Result<()> {
+        if len_bytes == self.len_bytes() {
+            return Ok(());
+        }
+        Err(self.refuse(ErrorKind::Unsupported, "the length of an NBD export cannot be set", len_bytes))
+    }
+
+    /// What the server calls zero counts as a hole: it need not be read.
+    async fn extent_at(&self, at: StoreOffset) -> Result<StoreExtent> {
+        self.check(at.0, 1)?;
+        let (start, _) = self.blocks(at.0, 1);
+        let left = self.len_bytes() - start;
+        if !self.inner.has_map {
+            return Ok(StoreExtent { len_bytes: self.len_bytes() - at.0, is_hole: false });
+        }
+        let runs = self.ask(Ask::Status, start, left.min(PIECE_BYTES)).await?;
+        let is_hole = |flags: u32| flags & STATE_ZERO != 0;
+        let first = runs.first().is_some_and(|(_, flags)| is_hole(*flags));
+        let same = runs.iter().take_while(|(_, flags)| is_hole(*flags) == first);
+        let len = same.map(|(len, _)| u64::from(*len)).sum::<u64>().min(left);
+        match len.checked_sub(at.0 - start) {
+            Some(len_bytes) if len_bytes > 0 => Ok(StoreExtent { len_bytes, is_hole: first }),
+            _ => Err(self.refuse(ErrorKind::Protocol, "the server's map has a run of no bytes", at.0)),
+        }
+    }
+}
