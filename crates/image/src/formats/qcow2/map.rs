@@ -9,6 +9,7 @@ use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffs
 
 use super::codec::header::Header;
 use super::codec::table::{Cluster, Compressed, EntryFault, Rules, SUBCLUSTERS, decode};
+use super::codec::{COPIED, OFFSET_MASK};
 use super::slices::{Entries, Slices};
 use crate::layer::{EncodedUnit, Found, MapPiece};
 use crate::range_lock::RangeLock;
@@ -23,6 +24,10 @@ pub(crate) struct Map {
     entry_bits: u32,
     /// Bytes of a slice, as a power of two.
     slice_bits: u32,
+    /// Guest bytes that a slice covers, as a power of two.
+    coverage_bits: u32,
+    /// Bits that an entry of plain data has clear, beside COPIED.
+    not_plain: u64,
     l1: Vec<u64>,
     slices: Slices,
     /// By slice: held while one is read, so that requests that miss the same one share a read.
@@ -53,8 +58,18 @@ impl Map {
         let of_disk = (l1.len() as u64) << (header.cluster_bits - slice_bits);
         let slices = Slices::new(cache_bytes, 1 << slice_bits, in_file.min(of_disk));
         let entry_bits = header.l2_entry_bits();
-        let loads = RangeLock::default();
-        Self { rules, entry_bits, slice_bits, l1, slices, loads, file_bytes, data_bytes: file_bytes }
+        Self {
+            coverage_bits: header.cluster_bits + slice_bits - entry_bits,
+            not_plain: !OFFSET_MASK | (header.cluster_bytes() - 1),
+            rules,
+            entry_bits,
+            slice_bits,
+            l1,
+            slices,
+            loads: RangeLock::default(),
+            file_bytes,
+            data_bytes: file_bytes,
+        }
     }
 
     /// Tells how long the data file is, where the guest's data lie in one.
@@ -70,11 +85,6 @@ impl Map {
         1 << self.rules.cluster_bits
     }
 
-    /// Guest bytes that a slice covers, as a power of two.
-    fn coverage_bits(&self) -> u32 {
-        self.rules.cluster_bits + self.slice_bits - self.entry_bits
-    }
-
     /// Guest bytes that an L2 table covers, as a power of two.
     fn table_coverage_bits(&self) -> u32 {
         2 * self.rules.cluster_bits - self.entry_bits
@@ -82,13 +92,35 @@ impl Map {
 
     /// As [`Layer::find`](crate::layer::Layer::find).
     pub(crate) fn find(&self, at: u64, len_bytes: u64) -> (Found, u64) {
-        let coverage = 1 << self.coverage_bits();
+        let coverage = 1 << self.coverage_bits;
         let rest_of_slice = coverage - (at & (coverage - 1));
         let in_slice = len_bytes.min(rest_of_slice);
-        match self.slices.look(at >> self.coverage_bits(), |entries| self.run(entries, at, in_slice)) {
+        let answer = self.slices.look(at >> self.coverage_bits, |entries| match self.plain(entries, at, len_bytes) {
+            Some(offset) => (Found::Data(offset), len_bytes),
+            None => self.run(entries, at, in_slice),
+        });
+        match answer {
             Some(answer) => answer,
             None => self.find_in_l1(at, len_bytes, in_slice),
         }
+    }
+
+    /// The short way of most reads: plain data of one cluster, all of which is in the file. `None` sends a read the long
+    /// way, [`Map::run`], which knows all kinds of entries.
+    #[inline]
+    fn plain(&self, entries: &Entries, at: u64, len_bytes: u64) -> Option<StoreOffset> {
+        let (cluster, coverage) = (self.cluster_bytes(), 1u64 << self.coverage_bits);
+        let (within, index) = (at & (cluster - 1), (at & (coverage - 1)) >> self.rules.cluster_bits);
+        let word = |at: u64| Some(entries.get(at as usize)?.load(Ordering::Relaxed));
+        let host = !COPIED
+            & match self.rules.extended {
+                false => word(index)?,
+                true if word(index * 2 + 1)? == u64::from(u32::MAX) => word(index * 2)?,
+                true => return None,
+            };
+        let is_plain = host != 0 && host & self.not_plain == 0;
+        let is_whole = within + len_bytes <= cluster && host + cluster <= self.data_bytes;
+        (is_plain && is_whole).then_some(StoreOffset(host + within))
     }
 
     /// [`Map::find`] where the slice is not in memory: a hole as far as L1 tells, else a miss.
@@ -171,7 +203,7 @@ impl Map {
     }
 
     fn entry(&self, entries: &Entries, at: u64) -> (u64, Result<Cluster, EntryFault>) {
-        let index = (at & ((1 << self.coverage_bits()) - 1)) >> self.rules.cluster_bits;
+        let index = (at & ((1 << self.coverage_bits) - 1)) >> self.rules.cluster_bits;
         let word = |at: u64| entries[at as usize].load(Ordering::Relaxed);
         let (entry, bitmap) = match self.rules.extended {
             true => (word(index * 2), word(index * 2 + 1)),
@@ -183,7 +215,7 @@ impl Map {
     /// As [`Layer::load`](crate::layer::Layer::load).
     pub(crate) async fn load<S: Store>(&self, store: &S, piece: MapPiece) -> Result<()> {
         let at = piece.0 << self.rules.cluster_bits;
-        let slice = at >> self.coverage_bits();
+        let slice = at >> self.coverage_bits;
         if self.slices.look(slice, |_| ()).is_none() {
             self.load_slice(store, slice).await?;
         }
@@ -214,7 +246,7 @@ impl Map {
 
     /// Where a slice lies in the image; `None` when its L2 table does not exist.
     fn slice_offset(&self, slice: u64) -> Result<Option<u64>> {
-        let at = slice << self.coverage_bits();
+        let at = slice << self.coverage_bits;
         let entry = self.l1[(at >> self.table_coverage_bits()) as usize];
         let table = self.rules.l2_table(entry).map_err(|fault| entry_error("L1", entry, at, fault))?;
         let Some(table) = table else { return Ok(None) };

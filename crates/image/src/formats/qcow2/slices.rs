@@ -42,6 +42,7 @@ struct Slot {
 
 impl Slot {
     /// What `read` makes of the entries, if the slot has the slice `tag` all the while.
+    #[inline]
     fn read<T>(&self, tag: u64, read: impl FnOnce(&Entries) -> T) -> Option<T> {
         let version = self.version.load(Ordering::Acquire);
         if version & 1 == 1 || self.tag.load(Ordering::Relaxed) != tag {
@@ -90,6 +91,7 @@ impl Slices {
 
     /// What `read` makes of a slice's entries; `None` when the slice is not in memory. `read` may see entries of several
     /// slices mixed, and must bear that; its answer is then thrown away.
+    #[inline]
     pub(crate) fn look<T>(&self, slice: u64, read: impl Fn(&Entries) -> T) -> Option<T> {
         let tag = slice + 1;
         self.set(slice).slots.iter().find_map(|slot| slot.read(tag, &read))
