@@ -1,0 +1,151 @@
+//! The NBD client against servers that break the protocol: none of their replies is believed, and the request is sent again
+//! on the next connection.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+
+use spile_core::{ErrorKind, OpenMode, Segments, Store, StoreOffset, Via};
+use spile_engine::{Config, Engine};
+use spile_nbd_wire::handshake::{
+    OPTION_HEADER_BYTES, OptionHeader, option, put_greeting, put_reply, rep, transmission,
+};
+use spile_nbd_wire::reply;
+use spile_nbd_wire::request::{Command, REQUEST_BYTES, Request};
+use spile_store::NbdStore;
+
+const SIZE_BYTES: u64 = 1 << 20;
+const LEN: u32 = 4096;
+
+/// What a server answers to a read, as bytes.
+type Answer = fn(&Request) -> Vec<u8>;
+
+fn read_exact<const N: usize>(stream: &mut UnixStream) -> Option<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes).ok().map(|()| bytes)
+}
+
+/// The server's side of the handshake, honest; `None` when the client has gone.
+fn shake_hands(stream: &mut UnixStream) -> Option<()> {
+    let mut out = Vec::new();
+    put_greeting(&mut out);
+    stream.write_all(&out).ok()?;
+    read_exact::<4>(stream)?;
+    loop {
+        let head = OptionHeader::parse(&read_exact::<OPTION_HEADER_BYTES>(stream)?)?;
+        let mut data = vec![0; head.len_bytes as usize];
+        stream.read_exact(&mut data).ok()?;
+        let mut out = Vec::new();
+        if head.option == option::GO {
+            let flags = transmission::HAS_FLAGS | transmission::SEND_FLUSH;
+            let info = [&[0, 0][..], &SIZE_BYTES.to_be_bytes(), &flags.to_be_bytes()].concat();
+            put_reply(&mut out, head.option, rep::INFO, &[&info]);
+        }
+        put_reply(&mut out, head.option, rep::ACK, &[]);
+        stream.write_all(&out).ok()?;
+        if head.option == option::GO {
+            return Some(());
+        }
+    }
+}
+
+/// Serves each connection with the next of `answers`, and all after them honestly.
+fn serve(listener: &UnixListener, answers: &[Answer]) {
+    for number in 0.. {
+        let Ok((mut stream, _)) = listener.accept() else { return };
+        let answer = answers.get(number).copied().unwrap_or(honest);
+        if shake_hands(&mut stream).is_none() {
+            continue;
+        }
+        while let Some(request) = read_exact::<REQUEST_BYTES>(&mut stream).and_then(|bytes| Request::parse(&bytes)) {
+            if request.command == Command::Disconnect {
+                return;
+            }
+            let _ = stream.write_all(&answer(&request));
+        }
+    }
+}
+
+/// A chunk of data that an honest server would not send.
+fn data(request: &Request, offset: u64, len: u32, done: bool) -> Vec<u8> {
+    chunk(request, offset, len, done, 0xee)
+}
+
+fn chunk(request: &Request, offset: u64, len: u32, done: bool, byte: u8) -> Vec<u8> {
+    let head = reply::offset_data(request.cookie, done, offset, len);
+    [&head[..], &vec![byte; len as usize]].concat()
+}
+
+fn honest(request: &Request) -> Vec<u8> {
+    let half = request.len_bytes / 2;
+    let second = chunk(request, request.offset_bytes + u64::from(half), half, false, 0x5a);
+    [second, chunk(request, request.offset_bytes, half, true, 0x5a)].concat()
+}
+
+/// Reads once from a server that answers the first connections so. The bytes must be the honest server's.
+fn read_through(answers: &'static [Answer]) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let listener = UnixListener::bind(&path).unwrap();
+    let server = std::thread::spawn(move || serve(&listener, answers));
+    let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+    let uri = format!("nbd+unix:///?socket={}", path.display());
+    engine.run_on(0, move || async move {
+        let store = NbdStore::open(&uri, OpenMode::ReadOnly).await.unwrap();
+        let into = Segments::zeroed(LEN as usize);
+        store.read_at(StoreOffset(8192), &into, Via::Direct).await.unwrap();
+        assert!(into.to_vec().iter().all(|byte| *byte == 0x5a));
+    });
+    engine.shutdown();
+    server.join().unwrap();
+}
+
+#[test]
+fn replies_that_break_the_protocol_are_not_believed() {
+    read_through(&[
+        |_| vec![0xff; 64],
+        // Nothing that was asked.
+        |request| data(&Request { cookie: 99, ..*request }, request.offset_bytes, LEN, true),
+        // Before, past, twice, too little, none at all.
+        |request| data(request, request.offset_bytes - 1, LEN, true),
+        |request| data(request, request.offset_bytes + 1, LEN, true),
+        |request| {
+            [data(request, request.offset_bytes, 512, false), data(request, request.offset_bytes, 512, true)].concat()
+        },
+        |request| data(request, request.offset_bytes, LEN / 2, true),
+        |request| reply::none(request.cookie).to_vec(),
+        // Longer than all that a client waits for.
+        |request| reply::offset_hole(request.cookie, true, request.offset_bytes, u32::MAX).to_vec(),
+        |request| reply::block_status(request.cookie, 1, 1 << 28).to_vec(),
+        // A simple reply where structured ones were agreed.
+        |request| reply::simple(request.cookie, 0).to_vec(),
+    ]);
+}
+
+#[test]
+fn honest_servers_may_answer_in_any_order() {
+    read_through(&[]);
+}
+
+#[test]
+fn what_is_no_server_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let listener = UnixListener::bind(&path).unwrap();
+    let server = std::thread::spawn(move || {
+        for greeting in [&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], b""] {
+            let _ = listener.accept().unwrap().0.write_all(greeting);
+        }
+    });
+    let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+    let kind = |path: &Path, scheme: &str| {
+        let uri = format!("{scheme}+unix:///?socket={}", path.display());
+        engine.run_on(0, move || async move { NbdStore::open(&uri, OpenMode::ReadOnly).await.err().map(|e| e.kind()) })
+    };
+    assert_eq!(kind(&path, "nbd"), Some(ErrorKind::Protocol));
+    assert_eq!(kind(&path, "nbd"), Some(ErrorKind::Protocol));
+    assert_eq!(kind(&path.with_extension("none"), "nbd"), Some(ErrorKind::NotFound));
+    assert_eq!(kind(&path, "nbds"), Some(ErrorKind::Unsupported));
+    server.join().unwrap();
+    engine.shutdown();
+}
