@@ -1,23 +1,23 @@
-//! Image formats and chains: they answer where a guest's bytes lie, and keep that answer true through crashes.
+//! Image formats and graphs of layers: they answer where a guest's bytes lie, and keep that answer true through crashes.
 //!
-//! A format maps, it does not move data: [`Chain`] walks the layers by a loop and does the I/O. Everything runs on
+//! A format maps, it does not move data: [`Graph`] walks the layers by a loop and does the I/O. Everything runs on
 //! the traits of `core`, so the same code serves guests on io_uring and is broken on purpose under the simulator.
 #![forbid(unsafe_code)]
 
-mod chain;
 pub mod check;
 pub mod create;
 pub mod facts;
 pub mod formats;
 mod grace;
+mod graph;
 pub mod layer;
+mod loads;
 mod open;
 mod parents;
 mod range_lock;
-mod zones;
 
-pub use chain::{Chain, MAX_CHAIN_LAYERS};
 pub use facts::LayerInfo;
 pub use formats::Format;
-pub use open::OpenOptions;
+pub use graph::{Graph, GraphLayer, LayerId, MAX_LAYERS};
+pub use open::{OpenOptions, open_layer};
 pub use range_lock::{RangeGuard, RangeLock};

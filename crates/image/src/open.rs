@@ -6,8 +6,8 @@ use std::sync::Arc;
 use futures_util::future::join_all;
 use spile_core::{Env, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
 
-use crate::chain::MAX_CHAIN_LAYERS;
 use crate::formats::{AnyLayer, Format, OpenLayer};
+use crate::graph::{GraphLayer, check_length};
 use crate::layer::{Identity, Layer, ParentRef};
 use crate::parents::{Policy, candidates};
 
@@ -53,6 +53,20 @@ fn format_of(at: &Locator, given: Option<Format>) -> Result<Format> {
     }
 }
 
+/// Opens the image at `at` alone, without its parents, to be put on top of a graph.
+///
+/// # Errors
+/// As [`Graph::open`](crate::Graph::open).
+pub async fn open_layer<F: Files>(
+    files: &F,
+    env: Arc<dyn Env>,
+    at: impl Into<Locator>,
+    options: &OpenOptions,
+) -> Result<Arc<GraphLayer<F::Store>>> {
+    let (_, image) = Search::from_leaf(files, &env, &at.into(), options).await?;
+    Ok(GraphLayer::new(image, options.read_only))
+}
+
 /// Opens the image at `at` and all its parents; leaf first. With a leaf that is opened for writing, all parents are
 /// durable when it returns.
 pub(crate) async fn open_layers<F: Files>(
@@ -60,33 +74,18 @@ pub(crate) async fn open_layers<F: Files>(
     env: &Arc<dyn Env>,
     at: &Locator,
     options: &OpenOptions,
-) -> Result<Vec<AnyLayer<F::Store>>> {
-    let format = format_of(at, options.format)?;
-    let at = match at {
-        Locator::Path(path) => Locator::Path(files.canonical(path).at_path(path)?),
-        other => other.clone(),
-    };
-    let policy = Policy::new(files, at.as_path(), &options.allow_parents)?;
-    let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
-    let how = OpenLayer { read_only: options.read_only, cache_bytes: options.metadata_cache_bytes / 2 };
-    let store = files.open(&at, mode).await?;
-    let leaf = store.path().to_owned();
-    let mut search = Search { files, env, policy, visited: vec![leaf], settles: !options.read_only, options };
-    let mut leaf = format.open(store, env, how).await?;
-    search.attach_data_file(&mut leaf, mode).await?;
-    let mut layers = vec![leaf];
-    while let Some(parent) = search.parent_of(&layers[layers.len() - 1]).await? {
-        layers.push(parent);
-        if layers.len() > MAX_CHAIN_LAYERS {
-            return Err(Error::new(ErrorKind::Unsupported, format!("the chain is longer than {MAX_CHAIN_LAYERS}"))
-                .at_path(&search.visited[0])
-                .hint("coalesce some of its parents"));
-        }
+) -> Result<Vec<Arc<GraphLayer<F::Store>>>> {
+    let (mut search, leaf) = Search::from_leaf(files, env, at, options).await?;
+    let mut images = vec![leaf];
+    while let Some(parent) = search.parent_of(&images[images.len() - 1]).await? {
+        images.push(parent);
+        check_length(images.len(), &search.visited[0])?;
     }
     if !options.read_only {
-        sync_all(&layers[1..]).await?;
+        sync_all(&images[1..]).await?;
     }
-    Ok(layers)
+    let is_sealed = |number| number > 0 || options.read_only;
+    Ok(images.into_iter().enumerate().map(|(number, image)| GraphLayer::new(image, is_sealed(number))).collect())
 }
 
 /// What a process that was killed wrote to a parent, when that was the leaf, is in the page cache; a flush of the chain
@@ -108,7 +107,30 @@ struct Search<'a, F: Files> {
     options: &'a OpenOptions,
 }
 
-impl<F: Files> Search<'_, F> {
+impl<'a, F: Files> Search<'a, F> {
+    /// Opens the image at `at` as a leaf, to go down from there.
+    async fn from_leaf(
+        files: &'a F,
+        env: &'a Arc<dyn Env>,
+        at: &Locator,
+        options: &'a OpenOptions,
+    ) -> Result<(Self, AnyLayer<F::Store>)> {
+        let format = format_of(at, options.format)?;
+        let at = match at {
+            Locator::Path(path) => Locator::Path(files.canonical(path).at_path(path)?),
+            other => other.clone(),
+        };
+        let policy = Policy::new(files, at.as_path(), &options.allow_parents)?;
+        let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
+        let how = OpenLayer { read_only: options.read_only, cache_bytes: options.metadata_cache_bytes / 2 };
+        let store = files.open(&at, mode).await?;
+        let leaf = store.path().to_owned();
+        let search = Self { files, env, policy, visited: vec![leaf], settles: !options.read_only, options };
+        let mut image = format.open(store, env, how).await?;
+        search.attach_data_file(&mut image, mode).await?;
+        Ok((search, image))
+    }
+
     /// The parent that `child` names, if it names one.
     async fn parent_of(&mut self, child: &AnyLayer<F::Store>) -> Result<Option<AnyLayer<F::Store>>> {
         let path = child.store().path();
@@ -179,6 +201,23 @@ impl<F: Files> Search<'_, F> {
                  writes: end other processes that have it open",
             )
         })
+    }
+}
+
+/// Refuses a child that names another parent than `parent`.
+pub(crate) async fn check_parent<S: Store>(child: &AnyLayer<S>, parent: &AnyLayer<S>) -> Result<()> {
+    let (child_path, path) = (child.store().path(), parent.store().path());
+    let named = child.parent().await?;
+    let format = named.as_ref().and_then(|named| named.format);
+    match (named.as_ref().and_then(|named| named.identity), parent.identity()) {
+        (Some(expected), Some(found)) if found != expected => {
+            Err(wrong_parent(path, expected, found).at_path(child_path))
+        }
+        _ if format != Some(parent.format()) => {
+            let what = format!("the new leaf does not name {} ({}) as its parent", path.display(), parent.format());
+            Err(Error::new(ErrorKind::Corrupt, what).at_path(child_path))
+        }
+        _ => Ok(()),
     }
 }
 

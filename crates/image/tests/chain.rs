@@ -11,7 +11,7 @@ use spile_image::check::Severity;
 use spile_image::formats::vhd::check;
 use spile_image::formats::vhd::codec::batmap::{self, BatmapHeader};
 use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
-use spile_image::{Chain, OpenOptions};
+use spile_image::{Graph, OpenOptions};
 use spile_node::Aligned;
 use support::*;
 
@@ -131,7 +131,7 @@ struct Bench {
     cache_bytes: usize,
     path: String,
     depth: usize,
-    disk: Option<Aligned<Chain<MemStore>>>,
+    disk: Option<Aligned<Graph<MemStore>>>,
     model: Vec<u8>,
 }
 
@@ -165,7 +165,7 @@ impl Bench {
         self.disk = Some(disk);
     }
 
-    fn disk(&self) -> &Aligned<Chain<MemStore>> {
+    fn disk(&self) -> &Aligned<Graph<MemStore>> {
         self.disk.as_ref().unwrap()
     }
 
@@ -376,7 +376,7 @@ fn the_middle_of_a_chain_may_be_shorter_than_its_ends() {
 // Space.
 
 /// Blocks of 64 KiB in a file of that many.
-fn thin(world: &World, blocks: u64) -> (Chain<MemStore>, Arc<MemFile>) {
+fn thin(world: &World, blocks: u64) -> (Graph<MemStore>, Arc<MemFile>) {
     let file = world.vhd("/vm/a.vhd", DiskType::Dynamic, blocks * 64 * KIB, 64 << 10);
     (world.open("/vm/a.vhd"), file)
 }
@@ -623,7 +623,7 @@ fn the_batmap_is_empty_from_the_first_release_to_the_close() {
 // Death.
 
 /// A child of a parent full of data; returns the disk after one small write that no flush followed.
-fn unflushed(world: &World) -> (Arc<MemFile>, Chain<MemStore>) {
+fn unflushed(world: &World) -> (Arc<MemFile>, Graph<MemStore>) {
     world.raw("/vm/p.img", &pattern(1, MIB as usize));
     let file = world.child("/vm/a.vhd", "/vm/p.img", MIB, 64 << 10);
     let disk = world.open("/vm/a.vhd");

@@ -9,7 +9,7 @@ use spile_core::{Disk, ErrorKind, Extent};
 use spile_image::formats::vhd::codec::batmap::BatmapHeader;
 use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
 use spile_image::formats::vhd::codec::locator::{Locator, Platform, encode};
-use spile_image::{Format, MAX_CHAIN_LAYERS, OpenOptions};
+use spile_image::{Format, MAX_LAYERS, OpenOptions};
 use support::*;
 
 const MIB: u64 = 1 << 20;
@@ -557,9 +557,9 @@ fn a_chain_of_a_thousand_is_refused_and_one_at_the_limit_is_not() {
         world.child(&format!("/vm/{n}.vhd"), &format!("/vm/{}.vhd", n - 1), MIB, 1 << 16);
     }
     world.refused("/vm/999.vhd", ErrorKind::Unsupported, "longer than 255");
-    assert!(world.files.opened().len() <= MAX_CHAIN_LAYERS + 1);
-    let disk = world.open(&format!("/vm/{}.vhd", MAX_CHAIN_LAYERS - 1));
-    assert_eq!(disk.layers().len(), MAX_CHAIN_LAYERS);
+    assert!(world.files.opened().len() <= MAX_LAYERS + 1);
+    let disk = world.open(&format!("/vm/{}.vhd", MAX_LAYERS - 1));
+    assert_eq!(disk.layers().len(), MAX_LAYERS);
     assert!(read(&disk, 0..MIB).iter().all(|&byte| byte == 0));
 }
 

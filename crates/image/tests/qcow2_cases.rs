@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use qcow2_image::{COMPRESSED, COPIED, Image, deflate};
 use spile_core::{Disk, ErrorKind, Extent, ExtentKind, Segments};
-use spile_image::{Chain, Format, LayerInfo, OpenOptions};
+use spile_image::{Format, Graph, LayerInfo, OpenOptions};
 use support::{FILE_4K, MemStore, World, block_on, pattern, read};
 
 const PATH: &str = "/d/a.qcow2";
@@ -23,7 +23,7 @@ fn world_of(bytes: &[u8]) -> World {
     world
 }
 
-fn open(image: Image) -> Chain<MemStore> {
+fn open(image: Image) -> Graph<MemStore> {
     world_of(&image.finish()).try_open(PATH, &read_only()).unwrap()
 }
 
@@ -36,7 +36,7 @@ fn refused(kind: ErrorKind, names: &str, change: impl FnOnce(&mut Image)) {
 }
 
 /// The usual image, changed, must open.
-fn opened(change: impl FnOnce(&mut Image)) -> Chain<MemStore> {
+fn opened(change: impl FnOnce(&mut Image)) -> Graph<MemStore> {
     let mut image = Image::usual();
     change(&mut image);
     open(image)
@@ -63,11 +63,11 @@ fn only_cluster_1_fails(names: &str, change: impl FnOnce(&mut Image)) {
     assert_eq!(again, text);
 }
 
-fn info(disk: &Chain<MemStore>) -> LayerInfo {
+fn info(disk: &Graph<MemStore>) -> LayerInfo {
     disk.layers().swap_remove(0)
 }
 
-fn fact(disk: &Chain<MemStore>, name: &str) -> String {
+fn fact(disk: &Graph<MemStore>, name: &str) -> String {
     let facts = info(disk).facts;
     let found = facts.values.iter().find(|(other, _)| *other == name);
     format!("{:?}", found.expect("the fact exists").1)
@@ -382,7 +382,7 @@ fn case_31_the_zero_flag_in_version_2() {
 }
 
 /// 64 KiB clusters with subclusters of 2 KiB.
-fn extended(size_bytes: u64, change: impl FnOnce(&mut Image)) -> Chain<MemStore> {
+fn extended(size_bytes: u64, change: impl FnOnce(&mut Image)) -> Graph<MemStore> {
     let mut image = Image::new(16, size_bytes);
     image.incompatible(16);
     change(&mut image);
@@ -579,7 +579,7 @@ fn case_46_and_47_damaged_snapshots_are_told_and_the_disk_is_read() {
             image.data(0, 5);
         })
     };
-    let told = |disk: &Chain<MemStore>| fact(disk, "snapshots_fault");
+    let told = |disk: &Graph<MemStore>| fact(disk, "snapshots_fault");
     let good = snapshot(3 * CLUSTER, 1, 16, b"good");
     for (table, count, names) in [
         (good.clone(), 1 << 31, "snapshots"),
@@ -623,7 +623,7 @@ fn case_48_bitmaps_are_never_shown_as_usable_when_they_are_not() {
             image.data(0, 5);
         })
     };
-    let usable = |disk: &Chain<MemStore>| fact(disk, "bitmaps").contains("(\"usable\", Bool(true))");
+    let usable = |disk: &Graph<MemStore>| fact(disk, "bitmaps").contains("(\"usable\", Bool(true))");
     assert!(usable(&with(bitmap(2, 16, 1), 1)));
     for (entry, autoclear) in [(bitmap(2, 16, 1), 0), (bitmap(1, 16, 1), 1)] {
         let disk = with(entry, autoclear);

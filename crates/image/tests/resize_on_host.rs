@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use futures_util::future::join_all;
 use spile_core::{Disk, ErrorKind, Extent, Result, Segments};
 use spile_engine::{Config, Engine, EngineKind, OsEnv};
-use spile_image::{Chain, Format, OpenOptions};
+use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
 use spile_store::{AnyStore, CacheMode, MemStore, NullStore, OsFiles};
 
 const MIB: u64 = 1 << 20;
-type HostDisk = Aligned<Chain<AnyStore>>;
+type HostDisk = Aligned<Graph<AnyStore>>;
 
 /// A folder on the disk that the sources are on, where direct I/O works more often than in /tmp.
 fn folder() -> tempfile::TempDir {
@@ -44,7 +44,7 @@ fn open(engine: &Engine, path: &Path, cache: CacheMode) -> Arc<HostDisk> {
     let path = path.to_owned();
     engine.run_on(0, move || async move {
         let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
-        let chain = Chain::open(&OsFiles::new(cache), Arc::new(OsEnv), &path, &options).await.unwrap();
+        let chain = Graph::open(&OsFiles::new(cache), Arc::new(OsEnv), &path, &options).await.unwrap();
         Arc::new(Aligned::new(chain))
     })
 }
@@ -175,7 +175,7 @@ fn requests_go_on_while_it_grows() {
 fn memory_and_null_disks_grow() {
     on_both_engines(|engine| {
         for store in [AnyStore::Mem(MemStore::new(MIB)), AnyStore::Null(NullStore::new(MIB))] {
-            let disk = Arc::new(Aligned::new(Chain::from_raw_store(store, false)));
+            let disk = Arc::new(Aligned::new(Graph::from_raw_store(store, false)));
             write(engine, &disk, MIB - 512, &[7; 512]).unwrap();
             resize(engine, &disk, 2 * MIB).unwrap();
             assert_eq!(disk.info().size_bytes, 2 * MIB);

@@ -8,7 +8,7 @@ use spile_core::{Disk, Extent, Segments};
 use spile_engine::{Config, Engine, OsEnv};
 use spile_image::formats::vhd;
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::{Chain, OpenOptions};
+use spile_image::{Graph, OpenOptions};
 use spile_node::Aligned;
 use spile_store::{CacheMode, OsFiles};
 
@@ -32,7 +32,7 @@ fn space_after(len: u64, places: impl Fn(u64) -> u64 + Send + 'static) -> (u64, 
         vhd::create(&store, &OsEnv, &params).await.unwrap();
         drop(store);
         let files = OsFiles::new(CacheMode::Direct);
-        let disk = Aligned::new(Chain::open(&files, Arc::new(OsEnv), &file, &OpenOptions::default()).await.unwrap());
+        let disk = Aligned::new(Graph::open(&files, Arc::new(OsEnv), &file, &OpenOptions::default()).await.unwrap());
         let data = Segments::copied(&vec![0x5a; len as usize]);
         for number in 0..WRITES {
             disk.write(Extent::new(places(number), len).unwrap(), &data, false).await.unwrap();

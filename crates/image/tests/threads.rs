@@ -11,7 +11,7 @@ use spile_core::{Disk, Extent, Segments, WriteZeroes};
 use spile_image::check::Severity;
 use spile_image::formats::vhd::check;
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::{Chain, OpenOptions};
+use spile_image::{Graph, OpenOptions};
 use support::*;
 
 const THREADS: u64 = 4;
@@ -31,7 +31,7 @@ impl Random {
 }
 
 /// One thread's work on its pages, with a model of them: every eighth of a page is written by itself.
-fn work(disk: &Chain<MemStore>, thread: u64, seed: u64, rounds: u64, model: &mut [u8]) {
+fn work(disk: &Graph<MemStore>, thread: u64, seed: u64, rounds: u64, model: &mut [u8]) {
     let mut random = Random(seed * 100 + thread);
     for round in 0..rounds {
         let page = random.below(SIZE / PAGE / THREADS) * THREADS + thread;

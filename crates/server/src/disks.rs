@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use spile_core::{Error, ErrorKind, Files, Locator, Result, Store};
 use spile_engine::OsEnv;
-use spile_image::{Chain, Format, OpenOptions};
+use spile_image::{Format, Graph, OpenOptions};
 use spile_store::{AnyStore, CacheMode, OsFiles};
 
 /// What a command's DISK means: a locator, or the path of a file whose name is no UTF-8.
@@ -98,20 +98,20 @@ pub(crate) fn split_commas(text: &str) -> Vec<String> {
 /// Opens the disk of `source` with its parents.
 ///
 /// # Errors
-/// As [`Chain::open`].
-pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Chain<AnyStore>> {
+/// As [`Graph::open`].
+pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<AnyStore>> {
     open_with(&OsFiles::new(cache), source, options).await
 }
 
 /// [`open`] over any kind of files.
 ///
 /// # Errors
-/// As [`Chain::open`].
-pub async fn open_with<F: Files>(files: &F, source: &Locator, options: &OpenOptions) -> Result<Chain<F::Store>> {
+/// As [`Graph::open`].
+pub async fn open_with<F: Files>(files: &F, source: &Locator, options: &OpenOptions) -> Result<Graph<F::Store>> {
     if let Locator::Path(path) = source {
         refuse_folder(path)?;
     }
-    Chain::open(files, Arc::new(OsEnv), source, options).await
+    Graph::open(files, Arc::new(OsEnv), source, options).await
 }
 
 fn refuse_folder(path: &Path) -> Result<()> {
@@ -128,7 +128,7 @@ pub fn used_bytes(path: &Path) -> Option<u64> {
 }
 
 /// A short word for what a chain is: `raw`, `vhd`, or `vhd, 3 layers`.
-pub fn describe<S: Store>(chain: &Chain<S>) -> String {
+pub fn describe<S: Store>(chain: &Graph<S>) -> String {
     let layers = chain.layers();
     match layers.len() {
         1 => layers[0].format.to_string(),

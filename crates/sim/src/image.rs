@@ -7,7 +7,7 @@ use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, 
 use spile_image::check::Severity;
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::formats::vhd::{self, CreateParams, VhdParent};
-use spile_image::{Chain, Format, OpenOptions};
+use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
 
 use crate::pages::Pages;
@@ -116,9 +116,9 @@ impl Image {
         format!("layer{layer}.{extension}")
     }
 
-    async fn chain(&self, world: &World, layer: usize, read_only: bool) -> Result<Chain<SimStore>> {
+    async fn chain(&self, world: &World, layer: usize, read_only: bool) -> Result<Graph<SimStore>> {
         let options = OpenOptions { read_only, metadata_cache_bytes: self.cache_bytes, ..OpenOptions::default() };
-        Chain::open(&world.files(), world.env(), &self.path(layer), &options).await
+        Graph::open(&world.files(), world.env(), &self.path(layer), &options).await
     }
 
     async fn params(&self, world: &World, layer: usize) -> Result<CreateParams> {
@@ -239,10 +239,10 @@ fn check_closed(view: &Pages) -> Result<(), String> {
 
 /// A chain, with or without [`Aligned`] over it.
 pub enum SimDisk {
-    /// The chain alone.
-    Plain(Chain<SimStore>),
-    /// The chain behind [`Aligned`].
-    Aligned(Aligned<Chain<SimStore>>),
+    /// The graph alone.
+    Plain(Graph<SimStore>),
+    /// The graph behind [`Aligned`].
+    Aligned(Aligned<Graph<SimStore>>),
 }
 
 impl Disk for SimDisk {

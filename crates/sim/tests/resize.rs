@@ -6,7 +6,7 @@ use std::path::Path;
 use std::rc::Rc;
 
 use spile_core::{Disk, Extent, Segments};
-use spile_image::{Chain, OpenOptions};
+use spile_image::{Graph, OpenOptions};
 use spile_sim::exec::{Executor, block_on};
 use spile_sim::rng::Rng;
 use spile_sim::{Hardware, SimStore, World};
@@ -15,12 +15,12 @@ const DISK: &str = "/disk.raw";
 const OLD_BYTES: u64 = 64 << 10;
 const NEW_BYTES: u64 = 256 << 10;
 
-async fn open(world: &World) -> Chain<SimStore> {
-    Chain::open(&world.files(), world.env(), Path::new(DISK), &OpenOptions::default()).await.unwrap()
+async fn open(world: &World) -> Graph<SimStore> {
+    Graph::open(&world.files(), world.env(), Path::new(DISK), &OpenOptions::default()).await.unwrap()
 }
 
 /// Writes into the second half of what there is, and flushes.
-async fn write(disk: &Chain<SimStore>, mut rng: Rng) {
+async fn write(disk: &Graph<SimStore>, mut rng: Rng) {
     for _ in 0..rng.between(1, 10) {
         let page = disk.info().size_bytes / 4096;
         let start = (page / 2 + rng.below(page / 2)) * 4096;

@@ -22,7 +22,7 @@ use spile_core::{
 use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
 use spile_image::formats::vhd::codec::header::Header;
 use spile_image::formats::vhd::{CreateParams, VhdParent, create};
-use spile_image::{Chain, OpenOptions};
+use spile_image::{Graph, OpenOptions};
 
 const PAGE: u64 = 4096;
 
@@ -121,7 +121,7 @@ pub struct MemFile {
 pub const NO_READ: u64 = u64::MAX;
 
 /// Polls a future once by hand.
-pub fn poll_once<T>(future: std::pin::Pin<&mut impl Future<Output = T>>) -> Poll<T> {
+pub fn poll_once<T>(future: std::pin::Pin<&mut (impl Future<Output = T> + ?Sized)>) -> Poll<T> {
     future.poll(&mut Context::from_waker(Waker::noop()))
 }
 
@@ -545,11 +545,11 @@ impl World {
         }
     }
 
-    pub fn try_open(&self, path: &str, options: &OpenOptions) -> Result<Chain<MemStore>> {
-        block_on(Chain::open(&self.files, self.env.clone(), Path::new(path), options))
+    pub fn try_open(&self, path: &str, options: &OpenOptions) -> Result<Graph<MemStore>> {
+        block_on(Graph::open(&self.files, self.env.clone(), Path::new(path), options))
     }
 
-    pub fn open(&self, path: &str) -> Chain<MemStore> {
+    pub fn open(&self, path: &str) -> Graph<MemStore> {
         self.try_open(path, &OpenOptions::default()).unwrap()
     }
 

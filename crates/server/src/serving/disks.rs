@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use spile_core::{Disk, Error, ErrorKind, Locator, Result};
 use spile_engine::Engine;
-use spile_image::{Chain, Format, OpenOptions};
+use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Node;
 use spile_store::{AnyStore, CacheMode};
 
@@ -17,7 +17,7 @@ const BUSY_PATIENCE: Duration = Duration::from_secs(5);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
 /// A disk as fronts see it.
-pub type ServedDisk = Node<Chain<AnyStore>>;
+pub type ServedDisk = Node<Graph<AnyStore>>;
 
 /// One DISK, open.
 pub struct Open {
@@ -99,7 +99,7 @@ impl Opening {
     /// Opens the disks; those that were opened before one failed are in `into`.
     ///
     /// # Errors
-    /// As [`Chain::open`].
+    /// As [`Graph::open`].
     pub fn open(&self, engine: &Engine, into: &mut Vec<Open>) -> Result<()> {
         let names = export_names(&self.specs);
         for (spec, names) in self.specs.iter().zip(names) {
@@ -129,7 +129,7 @@ impl Opening {
 
     /// Opens a disk; one that is busy is tried for some time. A server that was just killed is the reason: the kernel keeps
     /// its files open, and their locks, for as long as it takes to wind up its io_uring.
-    fn open_patiently(&self, engine: &Engine, spec: &DiskSpec, options: &OpenOptions) -> Result<Chain<AnyStore>> {
+    fn open_patiently(&self, engine: &Engine, spec: &DiskSpec, options: &OpenOptions) -> Result<Graph<AnyStore>> {
         let end = Instant::now() + BUSY_PATIENCE;
         loop {
             let (cache, source, options) = (self.cache, spec.source.clone(), options.clone());

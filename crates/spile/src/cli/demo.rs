@@ -14,7 +14,7 @@ use spile_engine::{Config, Engine, OsEnv};
 use spile_front_nbd::{Export, Server, ServerConfig};
 use spile_image::check::Severity;
 use spile_image::create::NewImage;
-use spile_image::{Chain, Format, OpenOptions};
+use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
 use spile_store::{AnyStore, CacheMode, OsFiles};
 
@@ -52,7 +52,7 @@ pub struct DemoArgs {
     json: bool,
 }
 
-type DemoDisk = Measured<Aligned<Chain<MeasuredStore<AnyStore>>>>;
+type DemoDisk = Measured<Aligned<Graph<MeasuredStore<AnyStore>>>>;
 
 /// What runs while the load does.
 struct Running {

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 const SHARDS: usize = 16;
@@ -93,7 +93,7 @@ fn masks(range: Range<u32>) -> impl Iterator<Item = (usize, u64)> {
 /// The bitmaps of one image that are in memory.
 pub(crate) struct BitsCache {
     shards: [Mutex<Shard>; SHARDS],
-    most_per_shard: usize,
+    most_per_shard: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -126,11 +126,24 @@ impl Shard {
     }
 }
 
+/// How many bitmaps of `bitmap_bytes` each shard may keep.
+fn per_shard(budget_bytes: usize, bitmap_bytes: usize) -> usize {
+    (budget_bytes / (bitmap_bytes + 64) / SHARDS).max(4)
+}
+
 impl BitsCache {
     /// At most about `budget_bytes` of bitmaps of `bitmap_bytes` each that nobody holds.
     pub(crate) fn new(budget_bytes: usize, bitmap_bytes: usize) -> Self {
-        let most_per_shard = (budget_bytes / (bitmap_bytes + 64) / SHARDS).max(4);
-        Self { shards: Default::default(), most_per_shard }
+        Self { shards: Default::default(), most_per_shard: AtomicUsize::new(per_shard(budget_bytes, bitmap_bytes)) }
+    }
+
+    /// Lowers the budget, and drops what is over it.
+    pub(crate) fn shrink(&self, budget_bytes: usize, bitmap_bytes: usize) {
+        let most = per_shard(budget_bytes, bitmap_bytes);
+        let most = self.most_per_shard.fetch_min(most, Ordering::Relaxed).min(most);
+        for shard in &self.shards {
+            shard.lock().unwrap_or_else(|e| e.into_inner()).make_room(most);
+        }
     }
 
     fn shard(&self, block: u32) -> MutexGuard<'_, Shard> {
@@ -156,7 +169,7 @@ impl BitsCache {
         if let Some(bits) = shard.map.get(&block) {
             return bits.clone();
         }
-        shard.make_room(self.most_per_shard);
+        shard.make_room(self.most_per_shard.load(Ordering::Relaxed));
         let bits = Arc::new(bits);
         shard.order.push_back(block);
         shard.map.insert(block, bits.clone());

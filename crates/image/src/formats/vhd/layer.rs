@@ -12,6 +12,9 @@ use crate::formats::raw::{Raw, RawReserved};
 use crate::grace::Reader;
 use crate::layer::{Found, Identity, Layer, MapPiece, ParentRef, Reserved};
 
+/// A sealed image's bitmaps are needed only until they are in the merged map of a graph's parents.
+const SEALED_CACHE_BYTES: usize = 1 << 20;
+
 /// An opened VHD of any type.
 #[expect(clippy::large_enum_variant, reason = "there is one for each layer of a graph, behind a pointer already")]
 pub enum Vhd<S> {
@@ -170,6 +173,7 @@ impl<S: Store> Layer<S> for Vhd<S> {
             Self::Sparse(sparse) => {
                 sparse.close().await?;
                 sparse.read_only.store(true, Ordering::Release);
+                sparse.bits.shrink(SEALED_CACHE_BYTES, sparse.layout.bitmap_bytes as usize);
                 Ok(())
             }
         }

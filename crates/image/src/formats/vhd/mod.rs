@@ -64,6 +64,7 @@ use crate::check::{Lost, Report};
 use crate::create::NewImage;
 use crate::grace::Grace;
 use crate::layer::{Found, MapPiece};
+use crate::loads::Loads;
 use crate::range_lock::RangeLock;
 
 /// The format.
@@ -173,9 +174,9 @@ pub struct Sparse<S> {
     grace: Grace,
     /// By block number: writers hold their block shared, a release holds it exclusively.
     blocks: RangeLock,
-    /// By block number: held while a bitmap is read, so that none that was read earlier comes in later, when the
-    /// one that was in use has been changed, written and dropped from the cache.
-    loads: RangeLock,
+    /// By block and the sector at which it lies. No bitmap that was read earlier comes into the cache later, when the one
+    /// that was in use has been changed, written and dropped: whoever wants the bitmap meanwhile waits for the load.
+    loads: Loads<(u32, u32), Arc<Bits>>,
 }
 
 impl<S: Store> Sparse<S> {
@@ -275,7 +276,11 @@ impl<S: Store> Sparse<S> {
         if let Some(bits) = self.bits.get(block) {
             return Ok(bits);
         }
-        let _one = self.loads.exclusive(u64::from(block)..u64::from(block) + 1).await;
+        self.loads.join((block, sector), self.read_bits(block, sector)).await
+    }
+
+    async fn read_bits(&self, block: u32, sector: u32) -> Result<Arc<Bits>> {
+        // A load may have ended since the cache was looked at.
         if let Some(bits) = self.bits.get(block) {
             return Ok(bits);
         }

@@ -21,6 +21,7 @@ use super::{Batmap, Layout, SECTOR, Sparse, Vhd};
 use crate::formats::OpenLayer;
 use crate::formats::raw::Raw;
 use crate::grace::Grace;
+use crate::loads::Loads;
 use crate::range_lock::RangeLock;
 
 /// BAT bytes read at a time.
@@ -63,7 +64,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
         via: if separate { Via::Direct } else { Via::Cached },
         grace: Grace::default(),
         blocks: RangeLock::default(),
-        loads: RangeLock::default(),
+        loads: Loads::default(),
         store,
         footer,
         header,
