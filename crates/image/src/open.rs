@@ -91,7 +91,11 @@ pub(crate) async fn open_layers<F: Files>(
 /// What a process that was killed wrote to a parent, when that was the leaf, is in the page cache; a flush of the chain
 /// promises it, too, and syncs only the leaf.
 async fn sync_all<S: Store>(parents: &[AnyLayer<S>]) -> Result<()> {
-    let syncs = parents.iter().map(async |layer| layer.store().sync().await.at_path(layer.store().path()));
+    let syncs = parents.iter().flat_map(|layer| {
+        let (image, data) = (layer.store(), layer.data_store());
+        std::iter::once(image).chain((!std::ptr::eq(image, data)).then_some(data))
+    });
+    let syncs = syncs.map(async |store: &S| store.sync().await.at_path(store.path()));
     join_all(syncs).await.into_iter().collect()
 }
 

@@ -151,3 +151,26 @@ fn any_mix_of_formats_is_a_chain() {
     let found = [at(0, 0), at(1, 0), at(2, 0), at(2, 512), at(3, 9), at(4, 9), at(5, 9), at(6, 0)];
     assert_eq!(found, [1, 2, 3, 2, 3, 4, 0, 1]);
 }
+
+/// What is behind the end of a parent reads as zeroes, and not as what the layers below it have there.
+#[test]
+fn a_parent_may_end_within_a_sector() {
+    let end = 2 * CLUSTER + 1000;
+    for has_last_cluster in [false, true] {
+        let world = World::new();
+        world.raw("/d/0.raw", &[1; 1 << 20]);
+        let mut middle = Image::new(16, end);
+        middle.backing("0.raw", Some("raw"));
+        if has_last_cluster {
+            middle.data(2, 1);
+        }
+        world.raw("/d/1.qcow2", &middle.finish());
+        let mut top = Image::usual();
+        top.backing("1.qcow2", Some("qcow2"));
+        world.raw("/d/2.qcow2", &top.finish());
+        let disk = world.try_open("/d/2.qcow2", &read_only()).unwrap();
+        let content = read(&disk, 0..1 << 20);
+        let wrong = (0u64..).zip(&content).find(|(at, byte)| **byte != u8::from(*at < end));
+        assert_eq!(wrong, None, "with its last cluster: {has_last_cluster}");
+    }
+}

@@ -105,7 +105,14 @@ impl<S: Store> Graph<S> {
             return (Step::Zero, len.min(SECTOR_BYTES - at % SECTOR_BYTES));
         }
         let (found, len) = layer.locate(at, len.min(size - at));
-        (step_at(number, found).unwrap_or(Step::Zero), len)
+        match step_at(number, found) {
+            Some(step) => (step, len),
+            // In the sector where this layer ends, its bytes need not be its own.
+            None => match self.walk(number + 1..self.layers.len(), at, len) {
+                (Some(step), len) => (step, len),
+                (None, len) => (Step::Zero, len),
+            },
+        }
     }
 
     /// Reads what a step needs.
@@ -178,6 +185,11 @@ impl<S: Store> Graph<S> {
                 }
             }
             at += len;
+        }
+        // A sector has one owner: where a layer ends within a sector, it decides which bytes come from below.
+        let size = layer.size_bytes();
+        if range.contains(&size) && !size.is_multiple_of(SECTOR_BYTES) {
+            owners[((size - range.start) / SECTOR_BYTES) as usize] = rank as u8;
         }
         Ok(())
     }
