@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use spile_core::metrics::Meter;
+use spile_core::metrics::{Meter, Op};
 use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result, Segments};
 
 use crate::aligned::{Aligned, Allocate};
@@ -83,7 +83,7 @@ impl<G: Disk> Disk for Node<G> {
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
-        self.disk.extents(extent, max_runs).await
+        self.meter.measure(Op::Extents, extent.len_bytes, self.disk.extents(extent, max_runs)).await
     }
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {

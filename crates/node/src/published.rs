@@ -247,11 +247,13 @@ impl<G: Disk> Disk for Published<G> {
     /// again.
     async fn close(&self) -> Result<()> {
         let mut control = self.control.lock().await;
-        let epochs = control.epochs.clone();
         if !control.is_closed {
             control.is_closed = true;
             self.republish(&mut control);
-            for end in epochs {
+        }
+        // The last epoch is the one in which every request is refused: it goes on.
+        if let Some((_refusing, older)) = control.epochs.split_last() {
+            for end in older {
                 end.wait().await;
             }
         }
