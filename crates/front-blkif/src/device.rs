@@ -144,6 +144,12 @@ impl Device {
         self.counters.metrics()
     }
 
+    /// Reads what each ring has counted, for as long as the reader lives, also when the device has ended.
+    pub fn reader(&self) -> impl Fn() -> Vec<FrontReading> + Send + Sync + 'static {
+        let counters = self.counters.clone();
+        move || counters.metrics()
+    }
+
     /// Shows the sums of what the rings count on `board`, from now on, at the end of each turn. A device has one board;
     /// a second one is ignored.
     pub fn show_on(&self, board: Arc<dyn Board>) {

@@ -69,7 +69,7 @@ async fn talk<D: Disk>(server: &Arc<ServerState<D>>, transport: &Rc<Transport>, 
     let mut inbound = Inbound::new();
     let Some(agreed) = negotiate(server, transport, &mut inbound).await? else { return Ok(()) };
     life.set(&life.negotiated);
-    let session = Session::new(server.clone(), agreed, transport.clone());
+    let Some(session) = Session::new(server.clone(), agreed, transport.clone()) else { return Ok(()) };
     session.metrics().connections.fetch_add(1, Ordering::Relaxed);
     spawn(send_replies(session.clone()));
     let result = take_requests(&session, &mut inbound).await;

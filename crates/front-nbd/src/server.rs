@@ -1,8 +1,8 @@
 //! [`Server`]: exports, listeners, the spreading of connections over workers, and the orderly end.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result};
@@ -48,10 +48,25 @@ impl Default for ServerConfig {
     }
 }
 
+/// An export as the server keeps it.
+pub(crate) struct LiveExport<D> {
+    pub(crate) name: String,
+    pub(crate) read_only: bool,
+    /// `None` once it is withdrawn.
+    disk: Mutex<Option<Arc<D>>>,
+}
+
+impl<D> LiveExport<D> {
+    /// Its disk, if it is still there.
+    pub(crate) fn disk(&self) -> Option<Arc<D>> {
+        self.disk.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
 /// The server as all its connections see it.
 pub(crate) struct ServerState<D> {
     pub(crate) config: ServerConfig,
-    pub(crate) exports: Vec<Export<D>>,
+    pub(crate) exports: Vec<LiveExport<D>>,
     /// What the handshake tells of each export, with the sizes that the disks had at the start.
     offers: Vec<Offer>,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
@@ -74,8 +89,8 @@ impl<D: Disk> ServerState<D> {
     /// What a client that connects now is told of the exports. Disks may have grown since the start.
     pub(crate) fn offers_now(&self) -> Arc<[Offer]> {
         let offers = self.offers.iter().zip(&self.exports);
-        let now = |(offer, export): (&Offer, &Export<D>)| Offer {
-            size_bytes: export.disk.info().size_bytes,
+        let now = |(offer, export): (&Offer, &LiveExport<D>)| Offer {
+            size_bytes: export.disk().map_or(offer.size_bytes, |disk| disk.info().size_bytes),
             ..offer.clone()
         };
         offers.map(now).collect()
@@ -126,7 +141,7 @@ impl<D: Disk> Server<D> {
             failures: LogLimit::default(),
             connections: Connections::new(FRONT, config.max_connections, workers),
             config,
-            exports,
+            exports: exports.into_iter().map(live).collect(),
             offers,
             tls,
         });
@@ -144,6 +159,18 @@ impl<D: Disk> Server<D> {
             admit(&engine, &shared, fd);
             Ok(())
         })
+    }
+
+    /// Lets go of the disk of this export. Clients that have it keep it; one that chooses it from now on is hung up on.
+    pub fn withdraw(&self, export: &str) {
+        let its_exports = self.shared.exports.iter().filter(|other| other.name == export);
+        its_exports.for_each(|export| *export.disk.lock().unwrap_or_else(PoisonError::into_inner) = None);
+    }
+
+    /// Takes no new connection. Those that are open go on. Waits until no listener accepts any more; not to be called on a worker.
+    pub fn stop_listening(&self) {
+        self.listeners.pause();
+        self.listeners.wait_closed();
     }
 
     /// Takes no new connection and no new request. What is in flight is finished and answered, then the
@@ -181,6 +208,10 @@ impl<D: Disk> Drop for Server<D> {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+fn live<D>(Export { name, disk, read_only, .. }: Export<D>) -> LiveExport<D> {
+    LiveExport { name, read_only, disk: Mutex::new(Some(disk)) }
 }
 
 fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {

@@ -113,16 +113,22 @@ struct Slots {
 }
 
 impl<D: Disk> Session<D> {
-    pub(crate) fn new(server: Arc<ServerState<D>>, agreed: negotiate::Session, transport: Rc<Transport>) -> Rc<Self> {
+    /// `None` when the export was withdrawn in the meantime.
+    pub(crate) fn new(
+        server: Arc<ServerState<D>>,
+        agreed: negotiate::Session,
+        transport: Rc<Transport>,
+    ) -> Option<Rc<Self>> {
         let export = &server.exports[agreed.export];
-        let info = export.disk.info();
+        let disk = export.disk()?;
+        let info = disk.info();
         let limits = Limits {
             size_bytes: agreed.size_bytes,
             align_bytes: u64::from(info.request_align_bytes.max(1)),
             read_only: export.read_only || info.read_only,
         };
-        Rc::new(Self {
-            disk: export.disk.clone(),
+        Some(Rc::new(Self {
+            disk,
             agreed,
             limits,
             transport,
@@ -137,7 +143,7 @@ impl<D: Disk> Session<D> {
             broken: Cell::new(false),
             ended: Cell::new(false),
             server,
-        })
+        }))
     }
 
     pub(crate) fn metrics(&self) -> &ExportMetrics {

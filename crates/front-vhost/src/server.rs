@@ -246,6 +246,13 @@ impl<D: Disk> Server<D> {
         self.listeners.listen(&self.shared.engine, self.shared.first_worker, fd, move |fd| admit(&shared, fd))
     }
 
+    /// Takes no new front end; those that are connected go on. Waits until no listener accepts any more; not to be called on a
+    /// worker. The server may listen again.
+    pub fn stop_listening(&self) {
+        self.listeners.pause();
+        self.listeners.wait_closed();
+    }
+
     /// Stops the server: it takes no new front end and no new request, and answers what is in flight. Does not wait.
     pub fn stop(&self) {
         self.shared.is_stopping.store(true, Ordering::Release);

@@ -83,6 +83,11 @@ impl Listeners {
         Ok(())
     }
 
+    /// Closes the sockets that are open now. Others may be listened on later.
+    pub fn pause(&self) {
+        self.state.lock().open.drain(..).for_each(|listener| listener.close());
+    }
+
     /// Closes all sockets. Their tasks end as soon as their workers come to them.
     pub fn close(&self) {
         let mut sockets = self.state.lock();

@@ -53,6 +53,13 @@ pub struct DiskSpec {
     pub read_only: bool,
 }
 
+impl DiskSpec {
+    /// Its own name on its server: `name=N`, else that of its file without the extension.
+    pub fn own_name(&self) -> String {
+        self.name.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| stem(&self.source))
+    }
+}
+
 impl FromStr for DiskSpec {
     type Err = String;
 
@@ -81,7 +88,7 @@ impl FromStr for DiskSpec {
 }
 
 /// Splits at single commas; a double one stands for a comma.
-pub(crate) fn split_commas(text: &str) -> Vec<String> {
+pub fn split_commas(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {

@@ -3,10 +3,12 @@
 
 use std::fmt::{Debug, Display, Write as _};
 use std::io::Write as _;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Level, Metadata, Subscriber, subscriber};
+use tracing::{Event, Level, Metadata, Subscriber, callsite, subscriber};
 
 /// Prints one line on stderr, which may be gone. Control characters in it may come from a file that a stranger made:
 /// they do not reach the terminal.
@@ -26,17 +28,37 @@ pub fn printable(text: &str) -> String {
     out
 }
 
-/// From now on, warnings and errors of all threads go to stderr.
+/// From now on, what all threads report goes to stderr: warnings and errors, until [`set_level`] says otherwise.
 pub fn to_stderr() {
     // It fails when there is a subscriber already, and that one serves as well.
     let _ = subscriber::set_global_default(Stderr);
+}
+
+/// The index of the level in [`LEVELS`] up to which events are written.
+static LEVEL: AtomicUsize = AtomicUsize::new(1);
+const LEVELS: [Level; 5] = [Level::ERROR, Level::WARN, Level::INFO, Level::DEBUG, Level::TRACE];
+
+/// From now on, events up to this level are written. At the start that is warnings and errors.
+pub fn set_level(level: Level) {
+    let index = LEVELS.iter().position(|other| *other == level).unwrap_or(1);
+    LEVEL.store(index, Ordering::Relaxed);
+    // Each place in the code that reports remembers whether anybody wants to hear it.
+    callsite::rebuild_interest_cache();
+}
+
+fn level() -> Level {
+    LEVELS[LEVEL.load(Ordering::Relaxed)]
 }
 
 struct Stderr;
 
 impl Subscriber for Stderr {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_event() && *metadata.level() <= Level::WARN
+        metadata.is_event() && *metadata.level() <= level()
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(level().into())
     }
 
     fn event(&self, event: &Event<'_>) {

@@ -84,9 +84,9 @@ fn what_cannot_grow_says_why() {
         (&["c", "33554433"], 1, "no whole number of sectors"),
         (&["c", "64M", "--name", "b"], 1, "b.vhd: a VHD cannot grow while it is in use"),
         (&["c", "64M", "--name", "ro"], 1, "ro.raw: the disk is open for reading only"),
-        (&["c", "64M", "--name", "x"], 1, "as \"x\" (the exports are \"\", \"a\", \"b\", \"ro\")"),
-        (&["gone", "64M"], 1, "gone: no server listens on this control socket (start"),
-        (&["a.raw", "64M"], 1, "a.raw: no server listens on this control socket"),
+        (&["c", "64M", "--name", "x"], 1, "as \"x\" (the disks are \"a\", \"b\", \"ro\")"),
+        (&["gone", "64M"], 1, "no server has a disk \"gone\" (`spile ls` lists"),
+        (&["a.raw", "64M"], 1, "no server has a disk \"a.raw\""),
         (&["v", "64M"], 1, "the server has hung up on the control socket"),
         (&["c", "much"], 2, "much"),
     ];

@@ -7,7 +7,6 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::Stdio;
-use std::sync::mpsc;
 use std::time::Duration;
 
 use common::guests::{
@@ -18,10 +17,10 @@ use common::{Served, eventually, fails, ok};
 use nix::sys::signal::Signal;
 use rustix::fs::{FlockOperation, fcntl_lock};
 use spile::nbd_client::Client;
-use spile::serving::control::{self, Answer, Asked, Event, Link, Request};
+use spile::serving::control::{Answer, Link, Request};
 use spile::serving::fronts::{Listening, Role, key};
 use spile::serving::identity::{Exported, Identity};
-use spile::serving::takeover::{self, Estate, ask};
+use spile::serving::takeover::{self, Inheritance, ask};
 use spile::uri::Address;
 use spile_lab::GuestQueue;
 use spile_lab::vhost::{Op, STATUS_OK};
@@ -37,7 +36,7 @@ fn start() -> (tempfile::TempDir, Served) {
 }
 
 /// Takes everything, as a successor with the same options does before it opens the disks.
-fn take(dir: &Path) -> Estate {
+fn take(dir: &Path) -> Inheritance {
     let dir = &dir.canonicalize().unwrap();
     let disk = dir.join("d.raw").display().to_string();
     let unix = |name: &str| Address::Unix(dir.join(name));
@@ -298,20 +297,20 @@ fn a_signal_during_a_takeover_is_heeded_when_that_is_settled() {
 
 /// A server that hands over, at the socket `c2`, what another has handed over to us; and then waits until the successor is
 /// ready, and does not give it the word.
-fn hand_on(dir: &Path, estate: &Estate) -> Link {
+fn hand_on(dir: &Path, estate: &Inheritance) -> Link {
     let listener = UnixListener::bind(dir.join("c2")).unwrap();
-    let (sender, events) = mpsc::channel();
-    control::listen(listener.into(), sender).unwrap();
-    let Ok(Event::Asked(Asked { request: Request::TakeOver { sockets, .. }, mut link, .. })) = events.recv() else {
+    let mut link = Link::new(listener.accept().unwrap().0).unwrap();
+    drop(listener);
+    let Some((Request::TakeOver { sockets, layout, .. }, _)) = link.recv().unwrap() else {
         panic!("nobody wants to take over");
     };
     let share = |wanted: &String| {
         let fd = estate.sockets.get(wanted)?.try_clone().unwrap();
-        Some(Listening { role: Role::Nbd, key: wanted.clone(), fd, published: None })
+        Some(Listening { role: Role::Nbd, key: wanted.clone(), address: None, fd, published: None })
     };
     let listening: Vec<Listening> = sockets.iter().filter_map(share).collect();
     assert_eq!(listening.len(), 2, "all but the control socket, which is another");
-    takeover::give(&link, &listening, &estate.connections).unwrap();
+    takeover::give(&link, layout, Vec::new(), &listening, &estate.connections).unwrap();
     let ready = link.recv::<Answer>().unwrap();
     assert!(matches!(ready, Some((Answer::Done, _))), "the successor is ready");
     link
@@ -398,4 +397,79 @@ fn a_successor_that_fails_once_it_was_ready_leaves_the_names_alone() {
     assert!(served.wait().success());
     let said = rest_of_stderr(&mut served);
     assert!(said.contains("nothing is handed over: the successor has ended before it served"), "{said}");
+}
+
+/// True when a process has this file open.
+fn has_open(pid: u32, path: &Path) -> bool {
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    files.filter_map(|file| fs::read_link(file.path()).ok()).any(|found| found == path)
+}
+
+#[test]
+fn a_successor_that_hangs_with_the_disk_open_is_ended_and_the_old_server_goes_on() {
+    let (dir, mut served) = start();
+    let dir = &dir.path().canonicalize().unwrap();
+    ok(dir, &["create", "late.raw", "--size", "1M"]);
+    let (_device, mut queue) = guest(&dir.join("v"));
+    queue.write(0, &[1; 512]).unwrap();
+    // Its second disk is in use elsewhere, and it waits for that: time to stop it while it has the first one open.
+    let file = fs::File::options().write(true).open(dir.join("late.raw")).unwrap();
+    fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+    let mut command = common::spile();
+    command.args(["serve", "d.raw", "late.raw,name=late", "--vhost-user", "v", "--nbd", "unix:n"]);
+    command.args(["--takeover", "--control", "c"]).current_dir(dir).stdout(Stdio::null());
+    let mut hanging = Served { child: command.spawn().unwrap(), socket: dir.join("v") };
+    eventually("it has the disk open", || has_open(hanging.child.id(), &dir.join("d.raw")));
+    hanging.signal(Signal::SIGSTOP);
+    complains(&mut served, "hangs with the disks open, and was ended");
+    assert_eq!(hanging.wait().code(), None, "a signal has ended it");
+    queue.write(512, &[2; 512]).unwrap();
+    assert_eq!(queue.read(0, 512).unwrap(), [1; 512]);
+    assert!(served.terminate().success());
+}
+
+/// After a takeover that fails the old server opens its disks again, by their paths. Another file may lie there by now.
+#[test]
+fn another_disk_in_the_place_of_one_that_was_served_is_not_served_after_a_failed_takeover() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["d.raw", "other.raw"] {
+        ok(dir, &["create", disk, "--size", "64M"]);
+    }
+    let mut served = serve(dir, &["d.raw", "--nbd", "unix:n"]);
+    fs::rename(dir.join("d.raw"), dir.join("moved.raw")).unwrap();
+    fs::rename(dir.join("other.raw"), dir.join("d.raw")).unwrap();
+    // The successor names the disk that is served, and another one that it cannot open.
+    fs::write(dir.join("bad.vhd"), [0; 4096]).unwrap();
+    refused(dir, &["moved.raw", "bad.vhd", "--nbd", "unix:n"]);
+    assert_eq!(served.wait().code(), Some(1));
+    let said = rest_of_stderr(&mut served);
+    assert!(said.contains("another disk lies in the place"), "{said}");
+}
+
+/// The lines of layout 0, as 0.1.0 sent and understood them: an older and a newer build hand over to each other.
+#[test]
+fn the_lines_of_the_first_layout_are_understood() {
+    let asked = br#"{"take_over":{"sockets":["nbd unix:/n"],"queues":16}}"#;
+    let request: Request = serde_json::from_slice(asked).unwrap();
+    assert_eq!(request, Request::TakeOver { sockets: vec!["nbd unix:/n".into()], queues: 16, disks: None, layout: 0 });
+    // What is asked of an older server is what it understands, to the byte.
+    assert_eq!(serde_json::to_vec(&request).unwrap(), asked);
+    let resize = br#"{"resize":{"export":"","size_bytes":1024}}"#;
+    assert!(matches!(serde_json::from_slice(resize).unwrap(), Request::Resize { size_bytes: 1024, .. }));
+    let connection = br#"{"connection":{"export":"","state":STATE,"total_fds":3}}"#;
+    let state = include_str!("data/connection-0.json");
+    let connection = String::from_utf8_lossy(connection).replace("STATE", state.trim());
+    for (line, is) in [
+        (r#"{"socket":"x"}"#, "Socket(\"x\")"),
+        (connection.as_str(), "Connection { export: \"\""),
+        (r#""fds""#, "Fds"),
+        (r#""end""#, "End"),
+        (r#""done""#, "Done"),
+        (r#"{"error":"no"}"#, "Error(\"no\")"),
+    ] {
+        let answer: Answer = serde_json::from_str(line).unwrap();
+        assert!(format!("{answer:?}").starts_with(is), "{answer:?}");
+        assert_eq!(serde_json::to_string(&answer).unwrap(), line);
+    }
 }

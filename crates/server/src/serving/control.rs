@@ -1,15 +1,14 @@
-//! The control socket of `spile serve`, and both sides of what is said on it.
+//! Lines of JSON on the control socket: what a successor and the running server say to each other.
 //!
-//! A Unix socket; each message is one line of JSON, so that a person with `socat` can talk to it too. Descriptors travel
-//! beside the first byte of their line, and the line says how many. Only the user that runs the server, and root,
-//! are heard. One connection is heard at a time, and none may keep us waiting for long. After a request was heard
-//! nobody is before it is answered: when all is given to a successor, whoever comes next is the successor's.
+//! Each message is one line; descriptors travel beside the first byte of their line, and the line says how many. All other
+//! callers use HTTP on the same socket ([`super::api`]). The old request `resize` is still understood. docs/control.md
+//! describes the messages of a takeover and their versions.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -19,11 +18,16 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     recvmsg, sendmsg, sockopt,
 };
+use rustix::process::{PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_front_vhost::ConnectionState;
 
+use tokio::sync::oneshot;
+
+use super::api::Call;
+use super::api::http::Pause;
 use super::identity::Exported;
 
 /// The most descriptors beside one line (the kernel takes 253).
@@ -32,6 +36,13 @@ pub const MAX_FDS: usize = 200;
 const MAX_LINE_BYTES: usize = 1 << 20;
 /// How long the other side may take to speak.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The layout of a takeover's messages, as docs/control.md describes it. Layout 0 has no `Begin`.
+pub const LAYOUT: u32 = 1;
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
 
 /// What a server answers to a line that it does not know.
 pub const NOT_UNDERSTOOD: &str = "a line on the control socket is not understood";
@@ -56,6 +67,9 @@ pub enum Request {
         /// The disks that it will serve. Older builds do not say them, and do not understand them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         disks: Option<Vec<Exported>>,
+        /// The newest layout that it understands, [`LAYOUT`]; 0 for builds that do not say.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        layout: u32,
     },
 }
 
@@ -67,6 +81,13 @@ pub enum Answer {
     Done,
     /// It failed, and why.
     Error(String),
+    /// A takeover, first line: the layout of those that follow. Left out for a successor that says no layout.
+    Begin {
+        /// The layout, not above the successor's.
+        layout: u32,
+        /// The size of each export in bytes.
+        sizes: Vec<(String, u64)>,
+    },
     /// A takeover: a socket that listens, as the line's descriptor.
     Socket(String),
     /// A takeover: a guest's connection to an export. Its descriptors come beside this line and the following ones.
@@ -99,7 +120,11 @@ pub struct Link {
 }
 
 impl Link {
-    fn new(stream: UnixStream) -> Result<Self> {
+    /// Talks over `stream`, which blocks.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn new(stream: UnixStream) -> Result<Self> {
         let patient = stream.set_write_timeout(Some(PATIENCE));
         patient.map_err(|source| Error::io("prepare a control connection", source))?;
         Ok(Self { stream, bytes: Vec::new(), fds: VecDeque::new(), patience: PATIENCE })
@@ -217,10 +242,14 @@ impl Link {
         }
     }
 
-    /// True when the other side may give orders: it is run by our user or by root.
-    fn is_ours(&self) -> bool {
-        let own = rustix::process::geteuid();
-        sockopt::socket_peercred(&self.stream).is_ok_and(|peer| peer.uid == own || peer.uid.is_root())
+    /// The process at the other end.
+    ///
+    /// # Errors
+    /// When it has ended.
+    pub fn peer(&self) -> Result<OwnedFd> {
+        let gone = |errno: Errno| Error::io("find the process at the other end", errno.into());
+        let pid = sockopt::socket_peercred(&self.stream).map_err(gone)?.pid;
+        pidfd_open(pid, PidfdFlags::empty()).map_err(gone)
     }
 }
 
@@ -240,73 +269,55 @@ pub enum Event {
     Signal,
     /// A front that ended by itself.
     Ended,
-    /// Something was asked.
-    Asked(Asked),
+    /// A line was heard.
+    Line(LineRequest),
+    /// A call of the control API.
+    Called(Call),
 }
 
-/// Something that was asked.
-pub struct Asked {
-    /// What.
+/// A request that came as a line, and the way to answer it.
+pub struct LineRequest {
+    /// What is asked for.
     pub request: Request,
     /// To answer.
     pub link: Link,
-    /// Nobody else is heard before something is sent here, and nobody at all once it is dropped.
+    /// Nobody else is let in before something is sent here, and nobody at all once it is dropped.
     go_on: mpsc::Sender<()>,
 }
 
-impl Asked {
-    /// Answers that it is done, or why not; then others are heard again.
+impl LineRequest {
+    /// Answers that it is done, or why not; then others are let in again.
     pub fn answer(self, done: &Result<()>) {
         let answer = done.as_ref().map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done);
-        // Who has gone does not hear it. The thread that is told waits for just that.
+        // A caller that has gone does not need the answer.
         let _ = self.link.send(&answer, &[]);
         let _ = self.go_on.send(());
     }
 }
 
-/// Hears the control socket on a thread of its own, and passes on what is asked, one request after the other.
-///
-/// # Errors
-/// When the thread cannot be started.
-pub fn listen(fd: OwnedFd, events: mpsc::Sender<Event>) -> Result<()> {
-    let listener = UnixListener::from(fd);
-    let thread = std::thread::Builder::new().name("spile-control".to_owned());
-    let body = move || {
-        for stream in listener.incoming() {
-            // Such as for want of descriptors, and then the next try fails as well.
-            let Ok(stream) = stream else {
-                std::thread::sleep(ACCEPT_REST);
-                continue;
-            };
-            if !hear(stream, &events) {
-                return;
-            }
-        }
+/// Reads one request from `stream` and passes it on, with the door closed by `close_door` until it is answered.
+pub fn answer_line(stream: UnixStream, events: &mpsc::Sender<Event>, close_door: impl Fn(Pause) -> bool) {
+    let Ok(mut link) = Link::new(stream) else { return };
+    let request = match link.recv::<Request>() {
+        Ok(Some((request, _))) => request,
+        Ok(None) => return,
+        Err(error) => return drop(link.send(&Answer::Error(error.to_string()), &[])),
     };
-    thread.spawn(body).map(drop).map_err(|e| Error::io("start a thread for the control socket", e))
+    let ((closed, is_closed), (open, open_again)) = (mpsc::channel(), oneshot::channel());
+    if !close_door(Pause { closed, open_again }) || is_closed.recv().is_err() {
+        return;
+    }
+    let (go_on, answered) = mpsc::channel();
+    let is_passed_on = events.send(Event::Line(LineRequest { request, link, go_on })).is_ok();
+    if is_passed_on && answered.recv().is_ok() {
+        let _ = open.send(());
+    }
 }
 
-/// After an accept that failed, this long a rest.
-const ACCEPT_REST: Duration = Duration::from_millis(100);
-
-/// Hears one connection; false when nobody is to be heard any more.
-fn hear(stream: UnixStream, events: &mpsc::Sender<Event>) -> bool {
-    let Ok(mut link) = Link::new(stream) else { return true };
-    let refuse = |link: &Link, what| drop(link.send(&Answer::Error(what), &[]));
-    if !link.is_ours() {
-        refuse(&link, "only the server's own user and root are heard".to_owned());
-        return true;
-    }
-    match link.recv::<Request>() {
-        Ok(Some((request, _))) => {
-            let (go_on, answered) = mpsc::channel();
-            events.send(Event::Asked(Asked { request, link, go_on })).is_ok() && answered.recv().is_ok()
-        }
-        Ok(None) => true,
-        Err(error) => {
-            refuse(&link, error.to_string());
-            true
-        }
+/// Answers that nobody listens to this caller, and hangs up.
+pub fn refuse_line(stream: UnixStream, error: &Error) {
+    if let Ok(link) = Link::new(stream) {
+        let _ = link.send(&Answer::Error(error.to_string()), &[]);
     }
 }
 

@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 
 use spile_core::{Disk, Error, ErrorKind, Locator, Result};
 use spile_engine::Engine;
-use spile_image::{Format, Graph, OpenOptions};
+use spile_image::{Format, Graph, LayerInfo, OpenOptions};
 use spile_node::Node;
 use spile_store::{AnyStore, CacheMode};
 
+use super::api::types::Layer;
 use super::identity::{Exported, Identity};
 use crate::disks::{self, DiskSpec};
 
@@ -23,6 +24,10 @@ pub type ServedDisk = Node<Graph<AnyStore>>;
 pub struct Open {
     /// The disk.
     pub disk: Arc<ServedDisk>,
+    /// Its own name on this server: what callers of the control API know it by.
+    pub name: String,
+    /// The images that it is made of, the leaf first.
+    pub layers: Vec<Layer>,
     /// Its exports' names.
     pub names: Vec<String>,
     /// What the guest reads as its serial number.
@@ -50,9 +55,10 @@ pub fn exported(disks: &[Open]) -> Vec<Exported> {
 }
 
 /// What is to be opened, and how.
+#[derive(Clone, Debug)]
 pub struct Opening {
-    /// The disks.
-    pub specs: Vec<DiskSpec>,
+    /// The disks, each with the names of its exports.
+    specs: Vec<(DiskSpec, Vec<String>)>,
     /// Their format, where they do not say it.
     pub format: Option<Format>,
     /// How their bytes are reached.
@@ -66,14 +72,41 @@ pub struct Opening {
 }
 
 impl Opening {
+    /// No disk yet.
+    pub fn new(format: Option<Format>, cache: CacheMode, allow_parents: Vec<std::path::PathBuf>) -> Self {
+        Self { specs: Vec::new(), format, cache, allow_parents, parent_format: None, allow_data_file: false }
+    }
+
+    /// These disks, exported by the rule in the help of `spile serve`.
+    pub fn with_disks(mut self, specs: Vec<DiskSpec>) -> Self {
+        let names = export_names(&specs);
+        self.specs = specs.into_iter().zip(names).collect();
+        self
+    }
+
+    /// One more disk, exported under its own name only.
+    pub fn add(&mut self, spec: DiskSpec) {
+        let names = vec![spec.own_name()];
+        self.specs.push((spec, names));
+    }
+
+    /// The identity of what `spec` names now.
+    pub fn identity_of(&self, spec: &DiskSpec) -> Identity {
+        Identity::of(spec, self.format)
+    }
+
+    /// Forgets the disk of this name.
+    pub fn remove(&mut self, name: &str) {
+        self.specs.retain(|(spec, _)| spec.own_name() != name);
+    }
+
     /// What will be exported under `name`, by which a server and its successor know that they mean the same disk.
     ///
     /// # Errors
     /// `NotFound` with the names that there are.
     pub fn identity(&self, name: &str) -> Result<String> {
-        let names = export_names(&self.specs);
-        let number = names.iter().position(|names| names.iter().any(|other| other == name));
-        let spec = number.map(|number| &self.specs[number]).ok_or_else(|| no_export(&names, name))?;
+        let found = self.specs.iter().find(|(_, names)| names.iter().any(|other| other == name));
+        let (spec, _) = found.ok_or_else(|| no_export(self.specs.iter().map(|(_, names)| names), name))?;
         let path = match &spec.source {
             // One that is not there cannot be opened either, which is told then.
             Locator::Path(path) => std::fs::canonicalize(path).unwrap_or_else(|_| path.clone()).display().to_string(),
@@ -84,16 +117,16 @@ impl Opening {
 
     /// Every export with the disk behind it, as the disks' paths are now.
     pub fn exported(&self) -> Vec<Exported> {
-        let each = |(spec, names): (&DiskSpec, Vec<String>)| {
+        let each = |(spec, names): &(DiskSpec, Vec<String>)| {
             let disk = Identity::of(spec, self.format);
-            names.into_iter().map(move |name| Exported { name, disk: disk.clone() })
+            names.clone().into_iter().map(move |name| Exported { name, disk: disk.clone() })
         };
-        self.specs.iter().zip(export_names(&self.specs)).flat_map(each).collect()
+        self.specs.iter().flat_map(each).collect()
     }
 
     /// True when all that is written stays when the disks are closed.
     pub fn is_lasting(&self) -> bool {
-        !self.specs.iter().any(|spec| matches!(spec.source, Locator::Mem(_)))
+        !self.specs.iter().any(|(spec, _)| matches!(spec.source, Locator::Mem(_)))
     }
 
     /// Opens the disks; those that were opened before one failed are in `into`.
@@ -101,30 +134,45 @@ impl Opening {
     /// # Errors
     /// As [`Graph::open`].
     pub fn open(&self, engine: &Engine, into: &mut Vec<Open>) -> Result<()> {
-        let names = export_names(&self.specs);
-        for (spec, names) in self.specs.iter().zip(names) {
-            let options = OpenOptions {
-                format: spec.format.or(self.format),
-                read_only: spec.read_only,
-                allow_parents: self.allow_parents.clone(),
-                parent_format: self.parent_format,
-                allow_data_file: self.allow_data_file,
-                ..OpenOptions::default()
-            };
-            let chain = self.open_patiently(engine, spec, &options)?;
-            let kind = disks::describe(&chain);
-            let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
-            into.push(Open {
-                disk: Arc::new(Node::with_buffers(chain, |len| spile_engine::pool().alloc(len).into())),
-                names,
-                serial,
-                label: disks::label(&spec.source),
-                kind,
-                read_only: spec.read_only,
-                identity: Identity::of(spec, self.format),
-            });
-        }
-        Ok(())
+        self.specs.iter().try_for_each(|(spec, names)| {
+            into.push(self.open_one(engine, spec, names.clone())?);
+            Ok(())
+        })
+    }
+
+    /// Opens the disk that was added last.
+    ///
+    /// # Errors
+    /// As [`Graph::open`].
+    pub fn open_last(&self, engine: &Engine) -> Result<Open> {
+        let (spec, names) = self.specs.last().ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no disk"))?;
+        self.open_one(engine, spec, names.clone())
+    }
+
+    fn open_one(&self, engine: &Engine, spec: &DiskSpec, names: Vec<String>) -> Result<Open> {
+        let options = OpenOptions {
+            format: spec.format.or(self.format),
+            read_only: spec.read_only,
+            allow_parents: self.allow_parents.clone(),
+            parent_format: self.parent_format,
+            allow_data_file: self.allow_data_file,
+            ..OpenOptions::default()
+        };
+        let chain = self.open_patiently(engine, spec, &options)?;
+        let kind = disks::describe(&chain);
+        let layers = chain.layers().iter().map(layer).collect();
+        let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
+        Ok(Open {
+            name: spec.own_name(),
+            layers,
+            disk: Arc::new(Node::with_buffers(chain, |len| spile_engine::pool().alloc(len).into())),
+            names,
+            serial,
+            label: disks::label(&spec.source),
+            kind,
+            read_only: spec.read_only,
+            identity: Identity::of(spec, self.format),
+        })
     }
 
     /// Opens a disk; one that is busy is tried for some time. A server that was just killed is the reason: the kernel keeps
@@ -140,6 +188,14 @@ impl Opening {
                 result => return result,
             }
         }
+    }
+}
+
+fn layer(info: &LayerInfo) -> Layer {
+    Layer {
+        path: info.path.display().to_string(),
+        format: info.format.to_string(),
+        virtual_size_bytes: info.virtual_bytes,
     }
 }
 

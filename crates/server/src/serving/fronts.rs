@@ -4,6 +4,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, Result};
@@ -11,6 +12,8 @@ use spile_engine::Engine;
 use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
 use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
 
+use super::api::types::Export as ExportView;
+use super::api::view::ReadMeter;
 use super::disks::{Open, ServedDisk, find};
 use crate::disks::split_commas;
 use crate::listen::{Bound, Published};
@@ -110,6 +113,8 @@ pub struct Listening {
     pub role: Role,
     /// As of [`key`].
     pub key: String,
+    /// Where it is, as far as this is known.
+    pub address: Option<Address>,
     /// The socket, for its server and to hand it over.
     pub fd: OwnedFd,
     /// Its name in the file system.
@@ -122,8 +127,9 @@ impl Listening {
     /// # Errors
     /// `Busy` when another server came first; the system's.
     pub fn publish(Socket { role, key, bound }: Socket) -> Result<Self> {
+        let address = bound.address.clone();
         let (fd, published) = bound.publish()?;
-        Ok(Self { role, key, fd, published })
+        Ok(Self { role, key, address, fd, published })
     }
 
     /// Another share of the socket.
@@ -154,12 +160,51 @@ impl Options {
 
 struct Vhost {
     export: String,
-    server: VhostServer<ServedDisk>,
+    server: Arc<VhostServer<ServedDisk>>,
+}
+
+impl Vhost {
+    fn new(engine: &Engine, open: &Open, export: &str, options: &Options) -> Result<Self> {
+        let config = VhostConfig {
+            name: open.label.clone(),
+            serial: open.serial.clone(),
+            queues: options.queues,
+            pins_memory: options.pins_memory,
+            read_only: open.read_only,
+            ..VhostConfig::default()
+        };
+        let server = VhostServer::new(engine.clone(), open.disk.clone(), config)?;
+        Ok(Self { export: export.to_owned(), server: Arc::new(server) })
+    }
+}
+
+/// An NBD server and the exports that it has.
+struct Nbd {
+    server: Arc<NbdServer<ServedDisk>>,
+    names: Vec<String>,
+}
+
+impl Nbd {
+    fn new(engine: &Engine, disks: &[Open], options: &Options) -> Result<Self> {
+        let server = NbdServer::new(engine.clone(), options.nbd.clone(), exports(disks))?;
+        Ok(Self { server: Arc::new(server), names: disks.iter().flat_map(|open| open.names.clone()).collect() })
+    }
+
+    /// Clients that have one of these exports, or may still choose it.
+    fn clients_of(&self, names: &[String]) -> u64 {
+        let others = self.names.iter().filter(|name| !names.contains(name));
+        let of_others: u64 = others.map(|name| self.server.metrics(name).connections).sum();
+        (self.server.connections() as u64).saturating_sub(of_others)
+    }
 }
 
 /// All servers of a process.
+///
+/// An NBD server's exports do not change. When a disk comes or goes, a new one takes over the sockets, and the former ones keep
+/// their connections until these end.
 pub struct Fronts {
-    nbd: NbdServer<ServedDisk>,
+    nbd: Nbd,
+    former: Vec<Nbd>,
     vhost: Vec<Vhost>,
 }
 
@@ -169,26 +214,10 @@ impl Fronts {
     /// # Errors
     /// `NotFound` when a role names no export; `InvalidInput` when names or counts are not allowed.
     pub fn new(engine: &Engine, disks: &[Open], options: &Options, roles: &[Role]) -> Result<Self> {
-        let nbd = NbdServer::new(engine.clone(), options.nbd.clone(), exports(disks))?;
-        let mut vhost: Vec<Vhost> = Vec::new();
-        for role in roles {
-            let Role::Vhost(export) = role else { continue };
-            if vhost.iter().any(|other| other.export == *export) {
-                continue;
-            }
-            let open = find(disks, export)?;
-            let config = VhostConfig {
-                name: open.label.clone(),
-                serial: open.serial.clone(),
-                queues: options.queues,
-                pins_memory: options.pins_memory,
-                read_only: open.read_only,
-                ..VhostConfig::default()
-            };
-            let server = VhostServer::new(engine.clone(), open.disk.clone(), config)?;
-            vhost.push(Vhost { export: export.clone(), server });
-        }
-        Ok(Self { nbd, vhost })
+        let nbd = Nbd::new(engine, disks, options)?;
+        let mut fronts = Self { nbd, former: Vec::new(), vhost: Vec::new() };
+        roles.iter().try_for_each(|role| fronts.add(engine, disks, options, role))?;
+        Ok(fronts)
     }
 
     /// Servers of no disk. That they can be made shows that the options will do.
@@ -199,8 +228,75 @@ impl Fronts {
         Self::new(engine, &[], options, &[])
     }
 
-    fn vhost(&self, export: &str) -> Option<&VhostServer<ServedDisk>> {
+    /// A server for sockets of this role, if there is none yet.
+    ///
+    /// # Errors
+    /// As [`Fronts::new`].
+    pub fn add(&mut self, engine: &Engine, disks: &[Open], options: &Options, role: &Role) -> Result<()> {
+        match role {
+            Role::Vhost(export) if self.vhost(export).is_none() => {
+                self.vhost.push(Vhost::new(engine, find(disks, export)?, export, options)?);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// From now on NBD clients that connect find `disks`. Those that are connected keep what they have. The caller has the new server
+    /// listen on the NBD sockets.
+    ///
+    /// # Errors
+    /// As [`Fronts::new`]; then nothing has changed.
+    pub fn exchange_nbd(&mut self, engine: &Engine, disks: &[Open], options: &Options) -> Result<()> {
+        let former = std::mem::replace(&mut self.nbd, Nbd::new(engine, disks, options)?);
+        former.server.stop_listening();
+        self.former.retain(|nbd| nbd.server.connections() > 0);
+        self.former.push(former);
+        Ok(())
+    }
+
+    /// Guests and NBD clients that are connected to a disk with these exports.
+    pub fn connections(&self, names: &[String]) -> u64 {
+        let nbd: u64 = self.former.iter().chain([&self.nbd]).map(|nbd| nbd.clients_of(names)).sum();
+        let vhost = self.vhost.iter().filter(|vhost| names.contains(&vhost.export));
+        nbd + vhost.map(|vhost| vhost.server.connections() as u64).sum::<u64>()
+    }
+
+    /// Serves a disk with these exports no more, whoever is connected to it: what is in flight is answered, then its guests are
+    /// hung up on, and so are the clients of each NBD server that has clients of it. New NBD clients must not find it any more
+    /// ([`Fronts::exchange_nbd`]).
+    pub fn end(&mut self, names: &[String]) {
+        let is_ended = |vhost: &mut Vhost| names.contains(&vhost.export);
+        for vhost in self.vhost.extract_if(.., is_ended) {
+            vhost.server.stop();
+            vhost.server.wait_drained();
+        }
+        for nbd in self.former.extract_if(.., |nbd| nbd.clients_of(names) > 0) {
+            nbd.server.stop();
+            nbd.server.wait_drained(DRAIN_PATIENCE);
+        }
+        // Those that are left have no client of it, and must not keep it open.
+        self.former.iter().for_each(|nbd| names.iter().for_each(|name| nbd.server.withdraw(name)));
+    }
+
+    fn vhost(&self, export: &str) -> Option<&Arc<VhostServer<ServedDisk>>> {
         self.vhost.iter().find(|vhost| vhost.export == export).map(|vhost| &vhost.server)
+    }
+
+    /// What is counted of a disk with these exports: by front and export.
+    pub fn meters(&self, names: &[String]) -> Vec<(String, ReadMeter)> {
+        let mut meters: Vec<(String, ReadMeter)> = Vec::new();
+        for nbd in [&self.nbd].into_iter().chain(&self.former) {
+            for name in nbd.names.iter().filter(|name| names.contains(name)) {
+                let (layer, server, name) = (format!("front nbd {name:?}"), nbd.server.clone(), name.to_owned());
+                meters.push((layer, Arc::new(move || server.metrics(&name))));
+            }
+        }
+        for vhost in self.vhost.iter().filter(|vhost| names.contains(&vhost.export)) {
+            let server = vhost.server.clone();
+            meters.push((format!("front vhost-user {:?}", vhost.export), Arc::new(move || server.metrics())));
+        }
+        meters
     }
 
     /// Has the server of its role listen on a descriptor. The control socket is none of theirs.
@@ -209,28 +305,42 @@ impl Fronts {
     /// When it is no listening socket.
     pub fn listen(&self, role: &Role, fd: OwnedFd) -> Result<()> {
         match role {
-            Role::Nbd => self.nbd.listen(fd),
+            Role::Nbd => self.nbd.server.listen(fd),
             Role::Vhost(export) => self.vhost(export).map_or(Ok(()), |server| server.listen(fd)),
             Role::Control => Ok(()),
         }
     }
 
+    /// Takes no new guest of an export.
+    pub fn stop_listening(&self, export: &str) {
+        if let Some(server) = self.vhost(export) {
+            server.stop_listening();
+        }
+    }
+
+    fn nbd_servers(&self) -> impl Iterator<Item = &NbdServer<ServedDisk>> {
+        [&self.nbd].into_iter().chain(&self.former).map(|nbd| &*nbd.server)
+    }
+
     /// Guests' connections: which export, and the connection. The servers end, beside each other.
     pub fn hand_over(self) -> Vec<(String, Handover)> {
-        self.nbd.stop();
+        self.nbd_servers().for_each(NbdServer::stop);
         let all = std::thread::scope(|scope| {
             let end = |vhost: &'_ Vhost| (vhost.export.clone(), vhost.server.hand_over());
             let threads: Vec<_> = self.vhost.iter().map(|vhost| scope.spawn(move || end(vhost))).collect();
             let ended = threads.into_iter().map(|thread| thread.join().expect("handing over does not panic"));
             ended.flat_map(|(export, connections)| connections.into_iter().map(move |c| (export.clone(), c))).collect()
         });
-        self.nbd.wait_drained(HANDOVER_PATIENCE);
+        for server in self.nbd_servers() {
+            // NBD clients that have not taken their replies are cut off in any case.
+            let _ = server.wait_drained(HANDOVER_PATIENCE);
+        }
         all
     }
 
     /// How many NBD clients are connected.
     pub fn nbd_connections(&self) -> usize {
-        self.nbd.connections()
+        self.nbd_servers().map(NbdServer::connections).sum()
     }
 
     /// Goes on with a guest's connection.
@@ -252,14 +362,15 @@ impl Fronts {
 
     /// Takes no new clients and requests.
     pub fn stop(&self) {
-        self.nbd.stop();
+        self.nbd_servers().for_each(NbdServer::stop);
         self.vhost.iter().for_each(|vhost| vhost.server.stop());
     }
 
     /// Waits, after [`Fronts::stop`], until everything is answered.
     pub fn wait_drained(&self) {
         self.vhost.iter().for_each(|vhost| vhost.server.wait_drained());
-        if !self.nbd.wait_drained(DRAIN_PATIENCE) {
+        let hung_up = self.nbd_servers().filter(|server| !server.wait_drained(DRAIN_PATIENCE)).count();
+        if hung_up > 0 {
             tracing::warn!("hung up on clients that did not take their replies");
         }
     }
@@ -277,6 +388,24 @@ fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {
         })
     };
     disks.iter().flat_map(each).collect()
+}
+
+/// The ways to a disk over these sockets.
+pub fn ways_to(open: &Open, listening: &[Listening]) -> Vec<ExportView> {
+    let mut ways = Vec::new();
+    for name in &open.names {
+        let reaches = |socket: &&Listening| match &socket.role {
+            Role::Nbd => true,
+            Role::Vhost(export) => export == name,
+            Role::Control => false,
+        };
+        ways.extend(listening.iter().filter(reaches).map(|socket| ExportView {
+            protocol: if socket.role == Role::Nbd { "nbd" } else { "vhost-user" }.to_owned(),
+            address: socket.address.as_ref().map_or_else(|| "passed".to_owned(), ToString::to_string),
+            name: name.clone(),
+        }));
+    }
+    ways
 }
 
 /// One line for each disk and way to it.

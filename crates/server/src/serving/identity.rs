@@ -58,6 +58,11 @@ impl Identity {
         Self { place, format, read_only: spec.read_only, label: crate::disks::label(&spec.source) }
     }
 
+    /// True when it may be served several times: nothing is written, or there is no file.
+    pub fn is_shareable(&self) -> bool {
+        self.read_only || matches!(self.place, Place::Locator(_) | Place::Missing)
+    }
+
     /// True when both are the same disk, read in the same way.
     pub fn is_same(&self, other: &Self) -> bool {
         (&self.place, &self.format, self.read_only) == (&other.place, &other.format, other.read_only)

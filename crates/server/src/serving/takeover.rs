@@ -2,14 +2,15 @@
 //!
 //! The old server first finds out whether the new one will listen on everything it has; only then does it stop, answer what
 //! is in flight, and close its disks, which frees their locks. It gives shares of all descriptors to the new one, which
-//! opens the disks and says that it is ready. The old one's word then makes it the server: guests see a pause, and
-//! nothing else. Before that word the new one leaves the guests' queues alone, for the old one goes on where they were
-//! when the new one fails or falls silent; after it the old one does nothing any more.
+//! opens the disks and says that it is ready. The old one's last `Done` then makes it the server: guests see a pause, and
+//! nothing else. Before that the new one leaves the guests' queues alone, for the old one goes on where they were
+//! when the new one fails or falls silent; after it the old one does nothing any more. A successor that hangs with the disks open is
+//! ended. docs/control.md describes the messages and their layouts.
 //!
-//! | old | new |
+//! | old server | new server |
 //! |---|---|
-//! | | `TakeOver`: the sockets' keys, the count of queues |
-//! | `Error` if that does not do; else stops, closes, `Socket`s, `Connection`s with `Fds`, `End` | |
+//! | | `TakeOver`: the sockets' keys, the count of queues, the disks, the layout it knows |
+//! | `Error` if that does not do; else stops, closes, `Begin`, `Socket`s, `Connection`s with `Fds`, `End` | |
 //! | | opens, `Done` |
 //! | `Done` | serves, tells the service manager, hangs up |
 //! | ends | |
@@ -19,23 +20,26 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_core::{Disk as _, Error, ErrorKind, Result, ResultExt};
 use spile_front_vhost::Handover;
 
-use super::control::{Answer, Link, MAX_FDS, NOT_UNDERSTOOD, Request, unexpected};
+use super::control::{Answer, LAYOUT, Link, MAX_FDS, NOT_UNDERSTOOD, Request, unexpected};
+use super::disks::Open;
 use super::fronts::{Listening, Role};
 use super::identity::{self, Exported};
 
 /// What a server has that its successor goes on with.
-pub struct Estate {
+pub struct Inheritance {
     /// Sockets that listen, by their key.
     pub sockets: HashMap<String, OwnedFd>,
     /// Guests' connections, with their exports.
     pub connections: Vec<(String, Handover)>,
+    /// The size of each export in bytes; empty when the old server is of a build that does not say it.
+    sizes: Vec<(String, u64)>,
     link: Link,
 }
 
-impl Estate {
+impl Inheritance {
     /// Tells the old server that all is ready here, and waits for its word that all is ours.
     ///
     /// # Errors
@@ -49,6 +53,21 @@ impl Estate {
             Ok(other) => Err(unexpected(other.map(|(answer, _)| answer).as_ref()).hint(BROKEN_OFF)),
             Err(error) => Err(error.hint(BROKEN_OFF)),
         }
+    }
+
+    /// Refuses disks of another size than the old server had: they are not the same.
+    ///
+    /// # Errors
+    /// `InvalidInput`.
+    pub fn compare_sizes(&self, disks: &[Open]) -> Result<()> {
+        for (export, size_bytes) in &self.sizes {
+            let open = disks.iter().find(|open| open.names.contains(export));
+            if let Some(other) = open.map(|open| open.disk.info().size_bytes).filter(|other| other != size_bytes) {
+                let what = format!("export {export:?} has {size_bytes} bytes, and {other} here");
+                return Err(Error::new(ErrorKind::InvalidInput, what).hint("the running server goes on"));
+            }
+        }
+        Ok(())
     }
 
     /// Takes the socket of this key.
@@ -66,18 +85,18 @@ const PATIENCE: Duration = Duration::from_secs(120);
 ///
 /// # Errors
 /// When it refuses, or breaks off.
-pub fn ask(control: &Path, sockets: Vec<String>, queues: u16, disks: Vec<Exported>) -> Result<Option<Estate>> {
-    let request = Request::TakeOver { sockets: sockets.clone(), queues, disks: Some(disks) };
+pub fn ask(control: &Path, sockets: Vec<String>, queues: u16, disks: Vec<Exported>) -> Result<Option<Inheritance>> {
+    let request = Request::TakeOver { sockets: sockets.clone(), queues, disks: Some(disks), layout: LAYOUT };
     match ask_once(control, &request) {
         // A build that knows no identities of disks. It compares what its guests' sockets serve, as ever.
         Err(error) if error.kind() == ErrorKind::Busy && error.to_string().contains(NOT_UNDERSTOOD) => {
-            ask_once(control, &Request::TakeOver { sockets, queues, disks: None })
+            ask_once(control, &Request::TakeOver { sockets, queues, disks: None, layout: 0 })
         }
         asked => asked,
     }
 }
 
-fn ask_once(control: &Path, request: &Request) -> Result<Option<Estate>> {
+fn ask_once(control: &Path, request: &Request) -> Result<Option<Inheritance>> {
     let Some(mut link) = Link::connect(control)? else { return Ok(None) };
     link.set_patience(PATIENCE);
     // A server that refuses to listen to us says so before it hangs up.
@@ -85,10 +104,11 @@ fn ask_once(control: &Path, request: &Request) -> Result<Option<Estate>> {
     receive(link).map(Some).at_path(control)
 }
 
-fn receive(mut link: Link) -> Result<Estate> {
-    let (mut sockets, mut connections) = (HashMap::new(), Vec::new());
+fn receive(mut link: Link) -> Result<Inheritance> {
+    let (mut sockets, mut connections, mut sizes) = (HashMap::new(), Vec::new(), Vec::new());
     loop {
         match link.recv()? {
+            Some((Answer::Begin { layout, sizes: of_exports }, _)) if layout <= LAYOUT => sizes = of_exports,
             Some((Answer::Socket(key), fds)) => {
                 let fd = fds.into_iter().next().ok_or_else(missing)?;
                 sockets.insert(key, fd);
@@ -98,7 +118,7 @@ fn receive(mut link: Link) -> Result<Estate> {
                 let socket = fds.next().ok_or_else(missing)?;
                 connections.push((export, Handover { socket, state: *state, fds: fds.collect() }));
             }
-            Some((Answer::End, _)) => return Ok(Estate { sockets, connections, link }),
+            Some((Answer::End, _)) => return Ok(Inheritance { sockets, connections, sizes, link }),
             Some((Answer::Error(what), _)) => return Err(refused(&what)),
             None => return Err(unexpected(None).hint(BROKEN_OFF)),
             Some((other, _)) => return Err(unexpected(Some(&other))),
@@ -159,7 +179,16 @@ pub fn compare_disks(ours: &[Exported], listening: &[Listening], theirs: Option<
 ///
 /// # Errors
 /// When it is gone or takes nothing.
-pub fn give(link: &Link, listening: &[Listening], connections: &[(String, Handover)]) -> Result<()> {
+pub fn give(
+    link: &Link,
+    layout: u32,
+    sizes: Vec<(String, u64)>,
+    listening: &[Listening],
+    connections: &[(String, Handover)],
+) -> Result<()> {
+    if layout > 0 {
+        link.send(&Answer::Begin { layout: layout.min(LAYOUT), sizes }, &[])?;
+    }
     for socket in listening {
         link.send(&Answer::Socket(socket.key.clone()), &[socket.fd.as_fd()])?;
     }
@@ -169,11 +198,11 @@ pub fn give(link: &Link, listening: &[Listening], connections: &[(String, Handov
     link.send(&Answer::End, &[])
 }
 
-/// Waits until the successor is ready, and gives it the word.
+/// Waits until the successor is ready, and tells it that it is the server now.
 ///
 /// # Errors
 /// `TimedOut` when it says nothing; else when it is gone.
-pub fn give_the_word(link: &mut Link) -> Result<()> {
+pub fn make_it_the_server(link: &mut Link) -> Result<()> {
     match link.recv()? {
         Some((Answer::Done, _)) => link.send(&Answer::Done, &[]),
         None => Err(Error::new(ErrorKind::Shutdown, "the successor has ended before it served")),
@@ -183,7 +212,7 @@ pub fn give_the_word(link: &mut Link) -> Result<()> {
 
 /// Waits until the successor has told the service manager that it is the server now: a manager that saw us end before
 /// would take that for the service's end.
-pub fn wait_for_news(link: &mut Link) {
+pub fn wait_until_it_serves(link: &mut Link) {
     let _ = link.recv::<Answer>();
 }
 

@@ -9,6 +9,7 @@ use std::sync::{Arc, mpsc};
 use rustix::fs::{FlockOperation, flock};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
+use spile_front::FrontReading;
 use spile_front_blkif::device::{Config, Device, End};
 use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
@@ -18,7 +19,11 @@ use spile_xen::store::{Tx, XenStore};
 use spile_xen::{EventChannels, Grants};
 
 use crate::listen::Bound;
-use crate::serving::control::{self, Event, Request};
+use crate::serving::api::http;
+use crate::serving::api::types::Export;
+use crate::serving::api::view::{DiskView, ReadMeter, View, no_disk};
+use crate::serving::api::{Call, Command, Context};
+use crate::serving::control::{Event, LineRequest, Request};
 use crate::serving::disks::{self, Open, Opening};
 use crate::serving::fronts::{Listening, Role, Socket};
 use crate::signals::EndSignals;
@@ -136,7 +141,8 @@ fn open<P: Place>(
     disks: &mut Vec<Open>,
 ) -> Result<Access> {
     let wanted = Wanted::read(store, backend_path, options.access)?;
-    opening.specs = vec![params::parse(&wanted.params, wanted.read_only)?];
+    let spec = params::parse(&wanted.params, wanted.read_only)?;
+    opening = opening.with_disks(vec![spec]);
     opening.open(engine, disks).map(|()| wanted.access)
 }
 
@@ -211,42 +217,93 @@ impl<P: Place> OverXen for Serve<'_, P> {
 
     fn run<G: Grants, E: EventChannels>(self, grants: Arc<G>, channels: Arc<E>) -> Result<End> {
         let (sender, events) = mpsc::channel();
+        let server = self.control.display().to_string();
         let address = Address::Unix(self.control);
+        let export =
+            Export { protocol: "xen".to_owned(), address: self.config.backend_path.clone(), name: String::new() };
         let (key, role) = (address.to_string(), Role::Control);
         let bound = Bound::after_asking(&address, role.question())?;
         let listening = Listening::publish(Socket { role, key, bound })?;
-        control::listen(listening.share()?, sender.clone())?;
         let ended = sender.clone();
         let disk = self.open.disk.clone();
         let tell = move || drop(ended.send(Event::Ended));
         let (engine, place) = (self.engine.clone(), self.place);
         let mut device = Device::start(engine, disk, move || place.open(), grants, channels, self.config, tell)?;
         self.stats.iter().for_each(|stats| device.show_on(stats.board()));
+        let view = show(self.open, &device, export);
+        let context = Context { view: view.clone(), events: sender.clone(), server: server.into() };
+        http::listen(listening.share()?, context)?;
         self.signals.on_first(move |_| drop(sender.send(Event::Signal)));
-        hear(self.engine, self.open, &device, &events);
+        work(self.engine, self.open, &device, &events);
+        view.show(None);
         device.stop();
         device.wait()
     }
 }
 
+/// What callers of the control API see of the disk.
+fn show(open: &Open, device: &Device, export: Export) -> Arc<View> {
+    let read = device.reader();
+    let meter: ReadMeter = Arc::new(move || {
+        read().into_iter().fold(FrontReading::default(), |mut sum, ring| {
+            sum += &ring;
+            sum
+        })
+    });
+    let view = Arc::new(View::default());
+    view.show(Some(vec![DiskView::new(open, vec![export], vec![("front xen".to_owned(), meter)])]));
+    view
+}
+
 /// Does what is asked until the end.
-fn hear(engine: &Engine, open: &Open, device: &Device, events: &mpsc::Receiver<Event>) {
-    while let Ok(Event::Asked(asked)) = events.recv() {
-        let done = match &asked.request {
-            Request::Resize { size_bytes, .. } => {
-                let (disk, size_bytes) = (open.disk.clone(), *size_bytes);
-                engine.run_on(0, move || async move { disk.resize(size_bytes).await })
+fn work(engine: &Engine, open: &Open, device: &Device, events: &mpsc::Receiver<Event>) {
+    loop {
+        match events.recv() {
+            Ok(Event::Line(line)) => answer_line(engine, open, device, line),
+            Ok(Event::Called(call)) => {
+                if answer_call(engine, open, device, call) {
+                    return;
+                }
             }
-            Request::TakeOver { .. } => {
-                let what = "a Xen guest's disk is not handed over: end this process, and the next one goes on";
-                Err(Error::new(ErrorKind::Unsupported, what))
-            }
-        };
-        if done.is_ok() {
-            device.resized();
+            Ok(Event::Signal | Event::Ended) | Err(_) => return,
         }
-        asked.answer(&done);
     }
+}
+
+fn answer_line(engine: &Engine, open: &Open, device: &Device, line: LineRequest) {
+    let done = match line.request {
+        Request::Resize { size_bytes, .. } => resize(engine, open, device, size_bytes),
+        Request::TakeOver { .. } => {
+            let what = "a Xen guest's disk is not handed over: end this process, and the next one goes on";
+            Err(Error::new(ErrorKind::Unsupported, what))
+        }
+    };
+    line.answer(&done);
+}
+
+/// Does what the control API was asked for. True when the process is to end.
+fn answer_call(engine: &Engine, open: &Open, device: &Device, call: Call) -> bool {
+    let done = match &call.command {
+        Command::Shutdown => {
+            call.answer(Ok(()));
+            return true;
+        }
+        Command::Resize { name, size_bytes } if *name == open.name => resize(engine, open, device, *size_bytes),
+        Command::Resize { name, .. } => Err(no_disk([&open.name].into_iter(), name)),
+        Command::Attach(_) | Command::Detach { .. } | Command::AddExport(_) | Command::RemoveExport { .. } => {
+            let what = "the process of a Xen guest's disk serves that disk only";
+            Err(Error::new(ErrorKind::Unsupported, what).hint("the toolstack attaches and detaches it"))
+        }
+    };
+    call.answer(done);
+    false
+}
+
+fn resize(engine: &Engine, open: &Open, device: &Device, size_bytes: u64) -> Result<()> {
+    let disk = open.disk.clone();
+    engine.run_on(0, move || async move { disk.resize(size_bytes).await })?;
+    device.resized();
+    Ok(())
 }
 
 /// The right to serve a disk: its pid file, locked for as long as the process lives.

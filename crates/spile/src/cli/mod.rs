@@ -3,6 +3,7 @@
 mod bench;
 mod check;
 mod compare;
+mod control;
 mod convert;
 mod copy;
 mod create;
@@ -11,7 +12,6 @@ mod docs;
 mod info;
 mod load;
 mod map;
-mod resize;
 mod serve;
 mod xen_backend;
 mod xen_lab;
@@ -63,7 +63,11 @@ enum Command {
     Convert(convert::ConvertArgs),
     Compare(compare::CompareArgs),
     Serve(Box<serve::ServeArgs>),
-    Resize(resize::ResizeArgs),
+    Ls(control::LsArgs),
+    Show(control::ShowArgs),
+    Attach(control::AttachArgs),
+    Detach(control::DetachArgs),
+    Resize(control::ResizeArgs),
     XenLab(xen_lab::XenLabArgs),
     XenBackend(Box<xen_backend::XenBackendArgs>),
     #[command(hide = true)]
@@ -118,7 +122,11 @@ pub fn run() -> ExitCode {
         Command::Convert(args) => convert::run(args),
         Command::Compare(args) => compare::run(args),
         Command::Serve(args) => serve::run(args),
-        Command::Resize(args) => resize::run(args),
+        Command::Ls(args) => control::ls(args),
+        Command::Show(args) => control::show(args),
+        Command::Attach(args) => control::attach(args),
+        Command::Detach(args) => control::detach(args),
+        Command::Resize(args) => control::resize(args),
         Command::XenLab(args) => xen_lab::run(args),
         Command::XenBackend(args) => xen_backend::run(args),
         Command::XenDisk(args) => xen_backend::run_disk(args),

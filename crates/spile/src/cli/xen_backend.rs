@@ -28,7 +28,8 @@ use crate::xen::disk::{Options, access_name, parse_access, serve};
 /// [vhd:|raw:]PATH, where without a prefix the extension tells the format.
 ///
 /// The disks' processes go on when this one ends, also by a signal: the next one finds them by their pid files
-/// RUN-DIR/DOMAIN-DEVICE.pid. A disk grows by `spile resize RUN-DIR/DOMAIN-DEVICE.control SIZE`. What a successor needs
+/// RUN-DIR/DOMAIN-DEVICE.pid. A disk grows by `spile resize RUN-DIR/DOMAIN-DEVICE.control SIZE`; `spile ls` lists the disks of
+/// /run/spile. What a successor needs
 /// when a disk's process is killed lies in the run folder too, which must be in memory (tmpfs).
 #[derive(Debug, Args)]
 pub struct XenBackendArgs {
@@ -152,14 +153,9 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
         ..Config::default()
     };
     let engine = Engine::start(config)?;
-    let opening = Opening {
-        specs: Vec::new(),
-        format: None,
-        cache: disk.cache,
-        allow_parents: disk.parents.allow_parents.clone(),
-        parent_format: disk.parents.backing_format,
-        allow_data_file: disk.parents.allow_data_file,
-    };
+    let mut opening = Opening::new(None, disk.cache, disk.parents.allow_parents.clone());
+    opening.parent_format = disk.parents.backing_format;
+    opening.allow_data_file = disk.parents.allow_data_file;
     let options = Options {
         place: disk.place.clone(),
         run_dir: disk.run_dir.clone(),

@@ -17,7 +17,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The program under test.
 pub fn spile() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_spile"))
+    let mut command = Command::new(env!("CARGO_BIN_EXE_spile"));
+    // The control sockets of servers that were not told where to have theirs.
+    command.env("SPILE_RUN_DIR", format!("{}/run-{}", env!("CARGO_TARGET_TMPDIR"), std::process::id()));
+    command
 }
 
 /// Runs it to its end in `dir`.

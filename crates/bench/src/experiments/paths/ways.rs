@@ -192,14 +192,7 @@ impl Ways {
 fn host(disk: &str) -> Result<Way> {
     let engine = Engine::start(Config { workers: 1, ..Config::default() })?;
     let spec = disk.parse().map_err(|why: String| Error::new(ErrorKind::InvalidInput, why))?;
-    let opening = Opening {
-        specs: vec![spec],
-        format: None,
-        cache: CacheMode::Direct,
-        allow_parents: Vec::new(),
-        parent_format: None,
-        allow_data_file: false,
-    };
+    let opening = Opening::new(None, CacheMode::Direct, Vec::new()).with_disks(vec![spec]);
     let mut open = Vec::new();
     opening.open(&engine, &mut open)?;
     Ok(Way::Host(engine, Box::new(open.remove(0))))

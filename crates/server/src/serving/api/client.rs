@@ -1,0 +1,77 @@
+//! Calls of the control API, for commands: one connection each, and an end to every wait.
+
+use std::path::Path;
+use std::time::Duration;
+
+use axum::body::{Body, to_bytes};
+use hyper::Request;
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use spile_core::{Error, ErrorKind, Result, ResultExt};
+use tokio::net::UnixStream;
+
+use super::types::Failure;
+
+/// The longest answer in bytes.
+const MAX_ANSWER_BYTES: usize = 64 << 20;
+/// How long a server may take to answer who only looks.
+pub const LOOK_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a server may take to change something: disks are flushed, opened and closed.
+pub const CHANGE_PATIENCE: Duration = Duration::from_secs(150);
+
+/// Asks the server at the control socket `socket`. `path` begins with `/v1/`. An answer without a body is `null`.
+///
+/// # Errors
+/// `NotFound` when no server listens there; `TimedOut` when the answer does not come within `patience`; else what the server answers.
+pub fn call(socket: &Path, method: &str, path: &str, body: Option<&Value>, patience: Duration) -> Result<Value> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|e| Error::io("start a call", e))?;
+    let late = |_| Error::new(ErrorKind::TimedOut, "the server does not answer on its control socket");
+    let answer = runtime.block_on(async { tokio::time::timeout(patience, exchange(socket, method, path, body)).await });
+    let (status, bytes) = answer.map_err(late).and_then(|answer| answer).at_path(socket)?;
+    let not_understood =
+        |e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e).at_path(socket);
+    if !(200..300).contains(&status) {
+        let failure: Failure = serde_json::from_slice(&bytes).map_err(not_understood)?;
+        return Err(failure.into_error());
+    }
+    if bytes.is_empty() { Ok(Value::Null) } else { serde_json::from_slice(&bytes).map_err(not_understood) }
+}
+
+async fn exchange(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Result<(u16, Vec<u8>)> {
+    let hung_up =
+        |e: hyper::Error| Error::new(ErrorKind::Protocol, "the server has hung up on the control socket").caused_by(e);
+    let stream = UnixStream::connect(socket).await.map_err(not_there)?;
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(hung_up)?;
+    let connection = tokio::spawn(connection);
+    let body = body.map_or_else(Body::empty, |body| Body::from(body.to_string()));
+    let request = Request::builder().method(method).uri(path).header("host", "spile");
+    let request = request.header("content-type", "application/json").body(body);
+    let request = request.map_err(|e| Error::new(ErrorKind::InvalidInput, "make a request").caused_by(e))?;
+    let answer = sender.send_request(request).await.map_err(hung_up)?;
+    let status = answer.status().as_u16();
+    let bytes = to_bytes(Body::new(answer.into_body()), MAX_ANSWER_BYTES).await;
+    connection.abort();
+    let bytes = bytes.map_err(|e| Error::new(ErrorKind::Protocol, "the answer breaks off").caused_by(e))?;
+    Ok((status, bytes.to_vec()))
+}
+
+fn not_there(error: std::io::Error) -> Error {
+    match error.kind() {
+        std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused => {
+            Error::new(ErrorKind::NotFound, "no server listens on this control socket")
+                .hint("start `spile serve` with --control")
+        }
+        _ => Error::io("cannot connect to the control socket", error),
+    }
+}
+
+/// `text` as one piece of a path.
+pub fn escape(text: &str) -> String {
+    let escape = |byte: u8| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),
+        _ => format!("%{byte:02X}"),
+    };
+    text.bytes().map(escape).collect()
+}

@@ -1,0 +1,111 @@
+//! Control sockets by name: a folder has one for each server, so that nobody types paths.
+
+use std::path::{Path, PathBuf};
+
+use rustix::process::geteuid;
+use spile_core::{Error, ErrorKind, Result};
+
+use super::client::{LOOK_PATIENCE, call};
+use super::types::{Disk, DiskList};
+
+/// Of a control socket's file name.
+pub const EXTENSION: &str = "control";
+
+/// The folder of control sockets: `$SPILE_RUN_DIR`, else `/run/spile` for root, else `$XDG_RUNTIME_DIR/spile`.
+///
+/// # Errors
+/// `NotFound` when no variable names one.
+pub fn folder() -> Result<PathBuf> {
+    let variable = |name| std::env::var_os(name).filter(|text| !text.is_empty()).map(PathBuf::from);
+    if let Some(folder) = variable("SPILE_RUN_DIR") {
+        return Ok(folder);
+    }
+    if geteuid().is_root() {
+        return Ok("/run/spile".into());
+    }
+    variable("XDG_RUNTIME_DIR").map(|dir| dir.join("spile")).ok_or_else(|| {
+        Error::new(ErrorKind::NotFound, "XDG_RUNTIME_DIR is not set, so there is no folder for control sockets")
+            .hint("set it, or name the control socket by its path")
+    })
+}
+
+/// Each server that answers, with its disks, in the order of the sockets' names. Sockets of dead servers are passed over; a
+/// server that does not answer in time is one line in the log.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn servers() -> Result<Vec<(PathBuf, Vec<Disk>)>> {
+    let mut found = Vec::new();
+    for socket in sockets(&folder()?)? {
+        match disks_of(&socket) {
+            Ok(disks) => found.push((socket, disks)),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => tracing::warn!("{error}"),
+        }
+    }
+    Ok(found)
+}
+
+fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(Error::io("list control sockets", error).at_path(folder)),
+    };
+    let paths = entries.flatten().map(|entry| entry.path());
+    let mut sockets: Vec<_> = paths.filter(|path| path.extension().is_some_and(|e| e == EXTENSION)).collect();
+    sockets.sort();
+    Ok(sockets)
+}
+
+/// The disks of the server at a control socket.
+///
+/// # Errors
+/// As [`call`].
+pub fn disks_of(socket: &Path) -> Result<Vec<Disk>> {
+    let list = call(socket, "GET", "/v1/disks", None, LOOK_PATIENCE)?;
+    let list: DiskList = serde_json::from_value(list)
+        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's list is not understood").caused_by(e))?;
+    Ok(list.disks)
+}
+
+/// The server and the name of the disk that a user means: by its name, or by the path of its image.
+///
+/// # Errors
+/// `NotFound`; `InvalidInput` when several servers have such a disk.
+pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
+    let path = std::fs::canonicalize(text).ok();
+    let is_meant = |disk: &Disk| disk.name == text || path.is_some() && std::fs::canonicalize(&disk.path).ok() == path;
+    let servers = servers()?;
+    let disks = servers.iter().flat_map(|(socket, disks)| disks.iter().map(move |disk| (socket, disk)));
+    let found: Vec<_> = disks.filter(|(_, disk)| is_meant(disk)).collect();
+    match found.as_slice() {
+        [] => Err(Error::new(ErrorKind::NotFound, format!("no server has a disk {text:?}"))
+            .hint("`spile ls` lists the disks; name a server's control socket by its path")),
+        [(socket, disk)] => Ok(((*socket).clone(), disk.name.clone())),
+        several => {
+            let sockets: Vec<_> = several.iter().map(|(socket, _)| socket.display().to_string()).collect();
+            Err(Error::new(ErrorKind::InvalidInput, format!("several servers have a disk {text:?}"))
+                .hint(format!("name one by its control socket and --name: {}", sockets.join(", "))))
+        }
+    }
+}
+
+/// The control socket of the server that a user means: a path, the name of a socket in the folder, or the name of one of
+/// its disks.
+///
+/// # Errors
+/// As [`find_disk`].
+pub fn find_server(text: &str) -> Result<PathBuf> {
+    if is_socket(Path::new(text)) {
+        return Ok(text.into());
+    }
+    let named = folder()?.join(text).with_extension(EXTENSION);
+    if is_socket(&named) { Ok(named) } else { find_disk(text).map(|(socket, _)| socket) }
+}
+
+/// True for a file that is a socket.
+pub fn is_socket(path: &Path) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    std::fs::metadata(path).is_ok_and(|meta| meta.file_type().is_socket())
+}

@@ -1,0 +1,230 @@
+//! The thread of the control socket: who is let in, for how long, and which of the two languages a caller speaks.
+//!
+//! A caller that begins with a capital letter speaks HTTP (`GET /…`). Everything else is a line of JSON, which a successor
+//! uses because it is given descriptors beside it ([`super::super::control`]).
+//!
+//! Only the server's user and root are let in. At most [`MAX_CONNECTIONS`] are open, and [`MAX_OF_A_PROCESS`] of one process, so
+//! that one caller cannot take all places; each connection takes one request, which has to come within seconds. An idle server's thread sleeps
+//! without a timer.
+//!
+//! From the moment a whole line was heard until it is answered, nobody is let in: when all is given to a successor,
+//! whoever comes next is the successor's.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener as StdListener;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::Duration;
+
+use axum::Router;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use rustix::net::{RecvFlags, recv, sockopt};
+use spile_core::{Error, ErrorKind, Result};
+use tokio::io::Interest;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{mpsc as async_mpsc, oneshot};
+use tokio::time::{sleep, timeout};
+
+use super::routes::{Context, refusal, router};
+use crate::serving::control::{Event, answer_line, refuse_line};
+
+/// Connections at a time; another one is told so and hung up on.
+const MAX_CONNECTIONS: usize = 64;
+/// Of these, those of one process.
+const MAX_OF_A_PROCESS: usize = 16;
+/// How long a caller may take to say what it wants.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a call may take, its answer included. To close a disk may take long.
+const CALL_PATIENCE: Duration = Duration::from_secs(150);
+/// After an accept that failed, this long a rest.
+const ACCEPT_REST: Duration = Duration::from_millis(100);
+
+/// Somebody who was heard: nobody is let in until it is answered.
+pub struct Pause {
+    /// Told when the door is closed.
+    pub closed: mpsc::Sender<()>,
+    /// Opens the door again; when it is dropped, the door stays closed.
+    pub open_again: oneshot::Receiver<()>,
+}
+
+/// Connections that are open, by the process at their other end.
+#[derive(Clone, Default)]
+struct Places(Arc<Mutex<HashMap<i32, usize>>>);
+
+/// One connection's place.
+pub struct Place {
+    places: Places,
+    process: i32,
+}
+
+impl Places {
+    fn enter(&self, process: i32) -> Option<Place> {
+        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let all: usize = open.values().sum();
+        let own = open.entry(process).or_default();
+        if all >= MAX_CONNECTIONS || *own >= MAX_OF_A_PROCESS {
+            return None;
+        }
+        *own += 1;
+        Some(Place { places: self.clone(), process })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut open = self.places.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = open.get_mut(&self.process) {
+            *own -= 1;
+        }
+        open.retain(|_, own| *own > 0);
+    }
+}
+
+/// Hears the control socket on a thread of its own.
+///
+/// # Errors
+/// When the thread or its runtime cannot be started.
+pub fn listen(fd: OwnedFd, context: Context) -> Result<()> {
+    let failed = |source| Error::io("start the control socket's thread", source);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    let listener = StdListener::from(fd);
+    listener.set_nonblocking(true).map_err(failed)?;
+    let thread = std::thread::Builder::new().name("spile-control".to_owned());
+    let body = move || {
+        // It ends with the process.
+        runtime.block_on(async {
+            match UnixListener::from_std(listener) {
+                Ok(listener) => accept(listener, context).await,
+                Err(error) => tracing::error!(%error, "the control socket cannot be heard"),
+            }
+        });
+    };
+    thread.spawn(body).map(drop).map_err(failed)
+}
+
+async fn accept(listener: UnixListener, context: Context) {
+    let (pauses, mut paused) = async_mpsc::channel::<Pause>(MAX_CONNECTIONS);
+    let places = Places::default();
+    let door = Door { router: router(context.clone()), events: context.events, pauses };
+    loop {
+        tokio::select! {
+            biased;
+            Some(pause) = paused.recv() => keep_closed(&listener, pause).await,
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => door.let_in(&places, stream),
+                // Such as for want of descriptors, and then the next try fails as well.
+                Err(_) => sleep(ACCEPT_REST).await,
+            },
+        }
+    }
+}
+
+/// Lets nobody in until the one who was heard is answered. The socket blocks in between, as builds expect that take it over and
+/// wait in `accept`.
+async fn keep_closed(listener: &UnixListener, pause: Pause) {
+    let _ = rustix::io::ioctl_fionbio(listener, false);
+    let _ = pause.closed.send(());
+    if pause.open_again.await.is_err() {
+        std::future::pending::<()>().await;
+    }
+    let _ = rustix::io::ioctl_fionbio(listener, true);
+}
+
+#[derive(Clone)]
+struct Door {
+    router: Router,
+    events: mpsc::Sender<Event>,
+    pauses: async_mpsc::Sender<Pause>,
+}
+
+impl Door {
+    fn let_in(&self, places: &Places, stream: UnixStream) {
+        let own = rustix::process::geteuid();
+        let Ok(peer) = sockopt::socket_peercred(&stream) else { return };
+        let is_ours = peer.uid == own || peer.uid.is_root();
+        let place = if is_ours { places.enter(peer.pid.as_raw_nonzero().get()) } else { None };
+        let door = self.clone();
+        tokio::spawn(async move {
+            let Some(speaks_http) = language(&stream).await else { return };
+            let refused = match (&place, is_ours) {
+                (Some(_), _) => None,
+                (None, true) => Some(Error::new(ErrorKind::Exhausted, "too many connections to the control socket")),
+                (None, false) => Some(Error::new(ErrorKind::Denied, "only the server's own user and root are heard")),
+            };
+            match speaks_http {
+                true => door.serve(stream, refused).await,
+                false => door.hear_line(stream, refused, place),
+            }
+        });
+    }
+
+    /// One call by HTTP.
+    async fn serve(&self, stream: UnixStream, refused: Option<Error>) {
+        let router = match refused {
+            Some(error) => {
+                let error = Arc::new(error);
+                Router::new().fallback(move || std::future::ready(refusal(error.duplicate())))
+            }
+            None => self.router.clone(),
+        };
+        let mut server = hyper::server::conn::http1::Builder::new();
+        server.timer(TokioTimer::new()).header_read_timeout(PATIENCE).keep_alive(false).max_buf_size(16 << 10);
+        let call = server.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+        // What fails here the caller sees.
+        let _ = timeout(CALL_PATIENCE, call).await;
+    }
+
+    /// A line of JSON and perhaps descriptors, on a thread of its own: lines are rare.
+    fn hear_line(&self, stream: UnixStream, refused: Option<Error>, place: Option<Place>) {
+        let Ok(stream) = stream.into_std() else { return };
+        if stream.set_nonblocking(false).is_err() {
+            return;
+        }
+        if let Some(error) = refused {
+            return refuse_line(stream, &error);
+        }
+        let (events, pauses) = (self.events.clone(), self.pauses.clone());
+        let hear = move || {
+            answer_line(stream, &events, |pause| pauses.blocking_send(pause).is_ok());
+            drop(place);
+        };
+        let _ = std::thread::Builder::new().name("spile-line".to_owned()).spawn(hear);
+    }
+}
+
+/// True when a caller speaks HTTP; `None` when it says nothing.
+async fn language(stream: &UnixStream) -> Option<bool> {
+    let first = async {
+        loop {
+            stream.readable().await.ok()?;
+            let mut byte = [0];
+            let peeked = stream
+                .try_io(Interest::READABLE, || Ok(recv(stream, &mut byte, RecvFlags::PEEK).map(|(_, count)| count)?));
+            match peeked {
+                Ok(0) => return None,
+                Ok(_) => return Some(byte[0].is_ascii_uppercase()),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(_) => return None,
+            }
+        }
+    };
+    timeout(PATIENCE, first).await.ok().flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_process_cannot_take_all_places() {
+        let places = Places::default();
+        let hostile: Vec<Place> = std::iter::from_fn(|| places.enter(7)).collect();
+        assert_eq!(hostile.len(), MAX_OF_A_PROCESS);
+        let other = places.enter(8).expect("another process gets in");
+        let more: Vec<Place> = (9..100).filter_map(|process| places.enter(process)).collect();
+        assert_eq!(hostile.len() + 1 + more.len(), MAX_CONNECTIONS);
+        drop((hostile, other, more));
+        assert!(places.enter(7).is_some());
+    }
+}

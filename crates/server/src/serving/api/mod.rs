@@ -1,0 +1,72 @@
+//! The control API: HTTP and JSON over the control socket.
+//!
+//! - [`types`]: the bodies. [`view`]: what is served now, for callers that only look.
+//! - [`routes`]: the paths, and the OpenAPI document that is made from them. [`http`]: connections and their bounds.
+//! - [`client`]: the other side, for commands. [`discovery`]: control sockets in their folder.
+//!
+//! The API runs on a thread of its own. What changes the server is a [`Command`] for its main thread, one after the other.
+
+pub mod client;
+pub mod discovery;
+pub mod http;
+mod routes;
+pub mod types;
+pub mod view;
+
+use spile_core::Result;
+use tokio::sync::oneshot;
+
+use types::{Attach, NewExport};
+
+pub use routes::{Context, document};
+
+/// Something that a server's main thread is to do.
+#[derive(Clone, Debug)]
+pub enum Command {
+    /// Make the disk of this name longer.
+    Resize {
+        /// The disk.
+        name: String,
+        /// Its new size.
+        size_bytes: u64,
+    },
+    /// Serve one more disk.
+    Attach(Attach),
+    /// Serve a disk no more.
+    Detach {
+        /// The disk.
+        name: String,
+        /// Also when guests or clients are connected to it.
+        force: bool,
+    },
+    /// Listen on one more socket.
+    AddExport(NewExport),
+    /// Listen on a socket no more.
+    RemoveExport {
+        /// Its address.
+        address: String,
+    },
+    /// End in order.
+    Shutdown,
+}
+
+/// A command and the way to answer it.
+pub struct Call {
+    /// What to do.
+    pub command: Command,
+    reply: oneshot::Sender<Result<()>>,
+}
+
+impl Call {
+    /// A call, and where its answer will come.
+    pub fn new(command: Command) -> (Self, oneshot::Receiver<Result<()>>) {
+        let (reply, answer) = oneshot::channel();
+        (Self { command, reply }, answer)
+    }
+
+    /// Says that it is done, or why not.
+    pub fn answer(self, done: Result<()>) {
+        // A caller that has gone does not need the answer.
+        let _ = self.reply.send(done);
+    }
+}

@@ -1,0 +1,218 @@
+//! The paths of the control API.
+
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use axum::extract::{Path, RawQuery, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get, post, put};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use spile_core::{Error, ErrorKind, Result};
+use utoipa::OpenApi;
+
+use super::types::{Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport};
+use super::view::View;
+use super::{Call, Command};
+use crate::log;
+use crate::serving::control::Event;
+
+/// The longest body in bytes.
+const MAX_BODY_BYTES: usize = 64 << 10;
+/// How long a body may take to come.
+const BODY_PATIENCE: Duration = Duration::from_secs(5);
+
+/// What the handlers need.
+#[derive(Clone)]
+pub struct Context {
+    /// What is served.
+    pub view: Arc<View>,
+    /// The server's main thread.
+    pub events: mpsc::Sender<Event>,
+    /// The control socket's path.
+    pub server: Arc<str>,
+}
+
+/// All paths.
+pub fn router(context: Context) -> Router {
+    Router::new()
+        .route("/v1/openapi.json", get(openapi))
+        .route("/v1/disks", get(list).post(attach))
+        .route("/v1/disks/{name}", get(show).delete(detach).patch(change))
+        .route("/v1/exports", post(add_export))
+        .route("/v1/exports/{address}", delete(remove_export))
+        .route("/v1/log-level", put(set_log_level))
+        .route("/v1/shutdown", post(shutdown))
+        .fallback(unknown)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(context)
+}
+
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "Spile's control API",
+        description = "What a server of disks can be asked and told.",
+        license(name = "MIT OR Apache-2.0")
+    ),
+    paths(openapi, list, show, attach, detach, change, add_export, remove_export, set_log_level, shutdown)
+)]
+struct Document;
+
+/// The OpenAPI document of this build.
+pub fn document() -> utoipa::openapi::OpenApi {
+    Document::openapi()
+}
+
+/// An error as an answer.
+struct Refusal(Error);
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        Self(error)
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let (status, failure) = Failure::of(&self.0);
+        json(StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), &failure)
+    }
+}
+
+/// An error as an answer, for connections that no path is asked on.
+pub fn refusal(error: Error) -> Response {
+    Refusal(error).into_response()
+}
+
+type Answer = std::result::Result<Response, Refusal>;
+
+fn json(status: StatusCode, value: &impl Serialize) -> Response {
+    match serde_json::to_vec(value) {
+        Ok(text) => (status, [(header::CONTENT_TYPE, "application/json")], text).into_response(),
+        Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+    }
+}
+
+/// Reads a JSON body within its bounds.
+async fn read<T: DeserializeOwned>(body: Body) -> Result<T> {
+    let late = |_| Error::new(ErrorKind::TimedOut, "the body of the request does not come");
+    let bytes = tokio::time::timeout(BODY_PATIENCE, to_bytes(body, MAX_BODY_BYTES)).await.map_err(late)?;
+    let bytes = bytes.map_err(|e| Error::new(ErrorKind::InvalidInput, "cannot take the body").caused_by(e))?;
+    serde_json::from_slice(&bytes)
+        .map_err(|e| Error::new(ErrorKind::InvalidInput, "the body is not understood").caused_by(e))
+}
+
+impl Context {
+    /// Has the main thread do something.
+    async fn ask(&self, command: Command) -> Result<()> {
+        let ends = || Error::new(ErrorKind::Shutdown, "the server hands over or ends").hint("ask again");
+        let (call, answer) = Call::new(command);
+        self.events.send(Event::Called(call)).map_err(|_| ends())?;
+        answer.await.map_err(|_| ends())?
+    }
+
+    fn disk(&self, status: StatusCode, name: &str) -> Answer {
+        Ok(json(status, &self.view.find(&self.server, name)?))
+    }
+
+    fn disks(&self, status: StatusCode) -> Answer {
+        Ok(json(status, &self.view.list(&self.server)?))
+    }
+}
+
+/// This document.
+#[utoipa::path(get, path = "/v1/openapi.json", responses((status = 200, description = "the OpenAPI document")))]
+async fn openapi() -> Response {
+    json(StatusCode::OK, &document())
+}
+
+/// The disks that are served.
+#[utoipa::path(get, path = "/v1/disks", responses((status = 200, body = DiskList), (status = "default", body = Failure)))]
+async fn list(State(context): State<Context>) -> Answer {
+    context.disks(StatusCode::OK)
+}
+
+/// A disk with its layers and what was counted of it.
+#[utoipa::path(get, path = "/v1/disks/{name}", params(("name", description = "the disk's name")),
+    responses((status = 200, body = DiskDetail), (status = "default", body = Failure)))]
+async fn show(State(context): State<Context>, Path(name): Path<String>) -> Answer {
+    context.disk(StatusCode::OK, &name)
+}
+
+/// Serves one more disk. The answer lists all disks.
+#[utoipa::path(post, path = "/v1/disks", request_body = Attach,
+    responses((status = 201, body = DiskList), (status = "default", body = Failure)))]
+async fn attach(State(context): State<Context>, body: Body) -> Answer {
+    context.ask(Command::Attach(read(body).await?)).await?;
+    context.disks(StatusCode::CREATED)
+}
+
+/// Serves a disk no more and closes it. Refused while guests or clients are connected to it, unless the query is `force`.
+#[utoipa::path(delete, path = "/v1/disks/{name}", params(("name", description = "the disk's name"),
+    ("force" = Option<bool>, Query, description = "also when it is in use: its guests and NBD clients are cut off")),
+    responses((status = 200, body = DiskList), (status = "default", body = Failure)))]
+async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQuery(query): RawQuery) -> Answer {
+    let force = query.is_some_and(|query| matches!(query.as_str(), "force" | "force=true"));
+    context.ask(Command::Detach { name, force }).await?;
+    context.disks(StatusCode::OK)
+}
+
+/// Makes a disk longer; its guests see it at once.
+#[utoipa::path(patch, path = "/v1/disks/{name}", params(("name", description = "the disk's name")), request_body = Change,
+    responses((status = 200, body = DiskDetail), (status = "default", body = Failure)))]
+async fn change(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
+    let Change { size_bytes } = read(body).await?;
+    context.ask(Command::Resize { name: name.clone(), size_bytes }).await?;
+    context.disk(StatusCode::OK, &name)
+}
+
+/// Listens on one more socket.
+#[utoipa::path(post, path = "/v1/exports", request_body = NewExport,
+    responses((status = 201, body = DiskList), (status = "default", body = Failure)))]
+async fn add_export(State(context): State<Context>, body: Body) -> Answer {
+    context.ask(Command::AddExport(read(body).await?)).await?;
+    context.disks(StatusCode::CREATED)
+}
+
+/// Listens on a socket no more. Connections that are open go on.
+#[utoipa::path(delete, path = "/v1/exports/{address}", params(("address", description = "such as unix:%2Frun%2Fa.sock")),
+    responses((status = 200, body = DiskList), (status = "default", body = Failure)))]
+async fn remove_export(State(context): State<Context>, Path(address): Path<String>) -> Answer {
+    context.ask(Command::RemoveExport { address }).await?;
+    context.disks(StatusCode::OK)
+}
+
+/// Sets what is written to the log from now on.
+#[utoipa::path(put, path = "/v1/log-level", request_body = LogLevel,
+    responses((status = 200, body = LogLevel), (status = "default", body = Failure)))]
+async fn set_log_level(body: Body) -> Answer {
+    let level: LogLevel = read(body).await?;
+    let parsed = level.level.parse().map_err(|_| {
+        Error::new(ErrorKind::InvalidInput, format!("there is no log level {:?}", level.level))
+            .hint("use error, warn, info, debug or trace")
+    })?;
+    log::set_level(parsed);
+    Ok(json(StatusCode::OK, &level))
+}
+
+/// Ends the server in order, as SIGTERM does. The answer comes before it has ended.
+#[utoipa::path(post, path = "/v1/shutdown", responses((status = 202, description = "it ends"),
+    (status = "default", body = Failure)))]
+async fn shutdown(State(context): State<Context>) -> Answer {
+    context.ask(Command::Shutdown).await?;
+    Ok(StatusCode::ACCEPTED.into_response())
+}
+
+async fn unknown() -> Refusal {
+    Refusal(Error::new(ErrorKind::NotFound, "there is no such path").hint("GET /v1/openapi.json lists them"))
+}
+
+async fn wrong_method() -> Response {
+    let what = Error::new(ErrorKind::InvalidInput, "this path does not know that method");
+    let (_, failure) = Failure::of(&what.hint("GET /v1/openapi.json lists them"));
+    json(StatusCode::METHOD_NOT_ALLOWED, &failure)
+}

@@ -1,0 +1,270 @@
+//! What the control API says and is told: JSON bodies. Their names are the names in the OpenAPI document.
+
+use serde::{Deserialize, Serialize};
+use spile_core::metrics::{Op, OpReading};
+use spile_core::{Error, ErrorKind};
+use spile_front::FrontReading;
+use utoipa::ToSchema;
+
+/// The disks of a server.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct DiskList {
+    /// In the order in which they were given.
+    pub disks: Vec<Disk>,
+}
+
+/// A disk that is served.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Disk {
+    /// Its name on this server.
+    pub name: String,
+    /// Where its bytes are: the path of the leaf, or what was typed.
+    pub path: String,
+    /// The leaf's format.
+    pub format: String,
+    /// The size that guests see.
+    pub virtual_size_bytes: u64,
+    /// Writes are refused.
+    pub read_only: bool,
+    /// The server's control socket.
+    pub server: String,
+    /// The ways to it.
+    pub exports: Vec<Export>,
+}
+
+/// A way to a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Export {
+    /// `nbd`, `vhost-user` or `xen`.
+    pub protocol: String,
+    /// The socket: `unix:PATH` or `tcp:HOST:PORT`; for Xen the back end's path in xenstore.
+    pub address: String,
+    /// The name that NBD clients ask for; empty for the default export.
+    pub name: String,
+}
+
+/// A disk with all that is known of it.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct DiskDetail {
+    /// What the list says of it.
+    #[serde(flatten)]
+    pub disk: Disk,
+    /// The images that it is made of, the leaf first.
+    pub layers: Vec<Layer>,
+    /// Connections to it that are open: of guests and of NBD clients.
+    pub connections: u64,
+    /// What was counted, layer by layer, the guests' side first.
+    pub meters: Vec<Meter>,
+}
+
+/// One image of a disk.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Layer {
+    /// The file.
+    pub path: String,
+    /// Its format.
+    pub format: String,
+    /// The size of the disk that it describes.
+    pub virtual_size_bytes: u64,
+}
+
+/// What one layer has counted since the server began.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Meter {
+    /// Which layer: `front nbd ""`, `front vhost-user …`, `disk`.
+    pub layer: String,
+    /// Connections that are open; 0 for a layer that has none.
+    pub connections: u64,
+    /// By the kind of request; kinds that never came are left out.
+    pub operations: Vec<Operation>,
+}
+
+/// What was counted of one kind of request.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Operation {
+    /// `read`, `write`, `flush`, `discard`, `write_zeroes`, `extents` or `other`.
+    pub operation: String,
+    /// Requests that have ended.
+    pub requests: u64,
+    /// Of these, how many failed.
+    pub errors: u64,
+    /// Bytes that were asked for.
+    pub bytes: u64,
+    /// Requests in flight now.
+    pub in_flight: u64,
+    /// The average latency in microseconds.
+    pub latency_mean_us: f64,
+    /// Half of the requests took no longer, in microseconds.
+    pub latency_p50_us: f64,
+    /// 99 of 100 requests took no longer, in microseconds.
+    pub latency_p99_us: f64,
+    /// 999 of 1000 requests took no longer, in microseconds.
+    pub latency_p999_us: f64,
+    /// The longest, in microseconds.
+    pub latency_max_us: f64,
+}
+
+impl Operation {
+    fn new(op: Op, reading: &OpReading) -> Self {
+        let us = |ns: u64| ns as f64 / 1e3;
+        let latency = &reading.latency;
+        Self {
+            operation: op.name().to_owned(),
+            requests: reading.ended,
+            errors: reading.errors,
+            bytes: reading.bytes,
+            in_flight: reading.in_flight.max(0) as u64,
+            latency_mean_us: us(latency.mean_ns()),
+            latency_p50_us: us(latency.quantile_ns(0.5)),
+            latency_p99_us: us(latency.quantile_ns(0.99)),
+            latency_p999_us: us(latency.quantile_ns(0.999)),
+            latency_max_us: us(latency.max_ns),
+        }
+    }
+}
+
+impl Meter {
+    /// What `reading` says.
+    pub fn new(layer: String, reading: &FrontReading) -> Self {
+        let ops = Op::ALL.into_iter().map(|op| (op, reading.requests.op(op)));
+        let operations = ops.filter(|(_, reading)| reading.begun > 0).map(|(op, reading)| Operation::new(op, reading));
+        Self { layer, connections: reading.connections, operations: operations.collect() }
+    }
+}
+
+/// A disk to be served as well.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Attach {
+    /// The disk, as `spile serve` takes it: `DISK[,name=N][,serial=S][,format=F][,read-only]`. Paths must be absolute.
+    pub disk: String,
+    /// Unix sockets on which virtual machines reach it.
+    #[serde(default)]
+    pub vhost_user: Vec<String>,
+    /// More sockets for NBD clients of all disks: `unix:PATH` or `tcp:HOST:PORT`.
+    #[serde(default)]
+    pub nbd: Vec<String>,
+}
+
+/// A change of a disk.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Change {
+    /// The new size; a disk only grows.
+    pub size_bytes: u64,
+}
+
+/// A way to a disk that is to be opened.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NewExport {
+    /// `nbd` (for all disks) or `vhost-user` (for `disk`).
+    pub protocol: String,
+    /// `unix:PATH`, or for NBD `tcp:HOST:PORT`.
+    pub address: String,
+    /// The disk's name; needed for vhost-user.
+    #[serde(default)]
+    pub disk: String,
+}
+
+/// What the server writes to its log.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LogLevel {
+    /// `error`, `warn`, `info`, `debug` or `trace`.
+    pub level: String,
+}
+
+/// Why a call failed.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Failure {
+    /// The reason.
+    pub error: FailureDetail,
+}
+
+/// The reason of a failure.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct FailureDetail {
+    /// A name that stays the same from release to release, such as `not_found`.
+    pub kind: String,
+    /// What failed, for people.
+    pub message: String,
+    /// The file that it is about.
+    pub path: Option<String>,
+    /// Where in the file.
+    pub offset_bytes: Option<u64>,
+    /// What to do.
+    pub hint: Option<String>,
+}
+
+/// Each kind of error with its name and its HTTP status.
+const KINDS: &[(ErrorKind, &str, u16)] = &[
+    (ErrorKind::InvalidInput, "invalid_input", 400),
+    (ErrorKind::OutOfRange, "out_of_range", 400),
+    (ErrorKind::ReadOnly, "read_only", 409),
+    (ErrorKind::NoSpace, "no_space", 507),
+    (ErrorKind::Io, "io", 500),
+    (ErrorKind::Corrupt, "corrupt", 500),
+    (ErrorKind::Unsupported, "unsupported", 422),
+    (ErrorKind::NotFound, "not_found", 404),
+    (ErrorKind::Denied, "denied", 403),
+    (ErrorKind::Exists, "exists", 409),
+    (ErrorKind::Busy, "busy", 409),
+    (ErrorKind::Protocol, "protocol", 400),
+    (ErrorKind::TimedOut, "timed_out", 408),
+    (ErrorKind::Exhausted, "exhausted", 503),
+    (ErrorKind::Shutdown, "shutdown", 503),
+];
+
+impl Failure {
+    /// The body and the HTTP status for an error.
+    pub fn of(error: &Error) -> (u16, Self) {
+        let known = KINDS.iter().find(|(kind, _, _)| *kind == error.kind());
+        let (kind, status) = known.map_or(("io", 500), |(_, name, status)| (*name, *status));
+        let mut message = error.message().to_owned();
+        let mut source = std::error::Error::source(error);
+        while let Some(cause) = source {
+            message = format!("{message}: {cause}");
+            source = cause.source();
+        }
+        let detail = FailureDetail {
+            kind: kind.to_owned(),
+            message,
+            path: error.path().map(|path| path.display().to_string()),
+            offset_bytes: error.offset_bytes(),
+            hint: error.hint_text().map(str::to_owned),
+        };
+        (status, Self { error: detail })
+    }
+
+    /// The error that this body stands for, on the caller's side.
+    pub fn into_error(self) -> Error {
+        let FailureDetail { kind, message, path, offset_bytes, hint } = self.error;
+        let known = KINDS.iter().find(|(_, name, _)| *name == kind);
+        let mut error = Error::new(known.map_or(ErrorKind::Io, |(kind, _, _)| *kind), message);
+        if let Some(path) = path {
+            error = error.at_path(path.as_ref());
+        }
+        if let Some(offset_bytes) = offset_bytes {
+            error = error.at_offset(offset_bytes);
+        }
+        if let Some(hint) = hint { error.hint(hint) } else { error }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_read_back() {
+        for (kind, name, status) in KINDS {
+            let error = Error::new(*kind, "no").at_path("/a".as_ref()).at_offset(7).hint("do");
+            let (found, failure) = Failure::of(&error);
+            assert_eq!((found, failure.error.kind.as_str()), (*status, *name));
+            let back = failure.into_error();
+            assert_eq!(back.to_string(), error.to_string());
+            assert_eq!(back.kind(), *kind);
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! Commands for running servers: `ls`, `show`, `attach`, `detach`, `resize`.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use comfy_table::{Table, presets};
+use serde_json::{Value, json};
+use spile_core::{Error, ErrorKind, Locator, Result};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, call, escape};
+use spile_server::serving::api::discovery;
+use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Meter};
+
+use super::{Exit, print_json, say};
+use crate::disks::{DiskSpec, split_commas};
+use crate::log;
+use crate::units::{format_count, format_size, format_us, parse_size};
+use crate::uri::Address;
+
+/// List the disks that are served on this host
+///
+/// Every server has a control socket in /run/spile ($XDG_RUNTIME_DIR/spile without root; $SPILE_RUN_DIR names another
+/// folder). Sockets of servers that have ended are passed over.
+///
+/// Exit codes: 0, also when there is no disk; 1 when the folder or a named server cannot be asked.
+#[derive(Debug, Args)]
+pub struct LsArgs {
+    /// Only the disks of this server: the path of its control socket, its name in the folder, or one of its disks
+    server: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Show a disk that is served: its images, the ways to it, and what was counted
+///
+/// Exit codes: 0; 1 when there is no such disk or its server cannot be asked.
+#[derive(Debug, Args)]
+pub struct ShowArgs {
+    #[command(flatten)]
+    which: Which,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Which disk of which server.
+#[derive(Debug, Args)]
+struct Which {
+    /// The disk: its name, the path of its image, or the control socket of its server
+    disk: String,
+    /// With a control socket: the disk's name there, if it is not the first disk
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+}
+
+/// Have a running server serve one more disk
+///
+/// NBD clients find it under its name on the server's NBD sockets; virtual machines on the --vhost-user sockets given here.
+///
+/// Exit codes: 0; 1 when the disk cannot be opened or served, and then nothing has changed.
+#[derive(Debug, Args)]
+pub struct AttachArgs {
+    /// The server: the path of its control socket, its name in the folder, or one of its disks
+    server: String,
+    /// The disk, as for `spile serve`
+    #[arg(value_name = "DISK[,name=N][,serial=S][,format=F][,read-only]")]
+    disk: String,
+    /// Serve it to virtual machines on this Unix socket (may be given several times)
+    #[arg(long, value_name = "PATH")]
+    vhost_user: Vec<PathBuf>,
+    /// One more address for NBD clients of this server (may be given several times)
+    #[arg(long, value_name = "unix:PATH|tcp:HOST:PORT")]
+    nbd: Vec<Address>,
+}
+
+/// Have a running server serve a disk no more
+///
+/// The disk is flushed and closed. A disk in use is left alone, unless --force is given.
+///
+/// Exit codes: 0; 1 when there is no such disk, when it is in use, or when it could not be closed in order.
+#[derive(Debug, Args)]
+pub struct DetachArgs {
+    #[command(flatten)]
+    which: Which,
+    /// Cut off the guests and NBD clients that use it. NBD clients of the server's other disks may be cut off with
+    /// them, and connect again
+    #[arg(long)]
+    force: bool,
+}
+
+/// Make a disk longer while it is served
+///
+/// Guests see the new size at once, without a reboot (vhost-user, Xen); NBD clients see it when they connect anew. Raw
+/// images and block devices can grow; a block device has to be made longer first (lvextend). A disk is never
+/// made shorter.
+///
+/// Exit codes: 0; 1 when there is no such disk, or it cannot get that size.
+#[derive(Debug, Args)]
+pub struct ResizeArgs {
+    #[command(flatten)]
+    which: Which,
+    /// The new size
+    #[arg(value_parser = parse_size)]
+    size: u64,
+}
+
+impl Which {
+    /// The server's control socket and the disk's name.
+    fn find(&self) -> Result<(PathBuf, String)> {
+        let path = Path::new(&self.disk);
+        if !discovery::is_socket(path) {
+            return match &self.name {
+                Some(_) => Err(no_server(path)),
+                None => discovery::find_disk(&self.disk),
+            };
+        }
+        let disks = discovery::disks_of(path)?;
+        let is_meant = |disk: &&Disk| match &self.name {
+            Some(name) => disk.name == *name || disk.exports.iter().any(|export| export.name == *name),
+            None => true,
+        };
+        let found = disks.iter().find(is_meant).map(|disk| (path.to_owned(), disk.name.clone()));
+        found.ok_or_else(|| {
+            let known: Vec<_> = disks.iter().map(|disk| format!("{:?}", disk.name)).collect();
+            let name = self.name.clone().unwrap_or_default();
+            Error::new(ErrorKind::NotFound, format!("no disk is exported as {name:?}"))
+                .hint(format!("the disks are {}", known.join(", ")))
+        })
+    }
+}
+
+fn no_server(path: &Path) -> Error {
+    Error::new(ErrorKind::NotFound, "no server listens on this control socket")
+        .at_path(path)
+        .hint("start `spile serve` with --control")
+}
+
+/// Runs `spile ls`.
+///
+/// # Errors
+/// When the folder or the server that was named cannot be asked.
+pub fn ls(args: &LsArgs) -> Result<Exit> {
+    log::to_stderr();
+    let disks = match &args.server {
+        Some(server) => discovery::disks_of(&discovery::find_server(server)?)?,
+        None => discovery::servers()?.into_iter().flat_map(|(_, disks)| disks).collect(),
+    };
+    if args.json {
+        return print_json(&DiskList { disks }).map(|()| Exit::Ok);
+    }
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(["NAME", "SIZE", "FORMAT", "WAYS", "PATH"]);
+    for disk in &disks {
+        let mut ways: Vec<_> = disk.exports.iter().map(|export| export.protocol.as_str()).collect();
+        ways.dedup();
+        let access = if disk.read_only { " (read-only)" } else { "" };
+        let format = format!("{}{access}", disk.format);
+        table.add_row([&disk.name, &format_size(disk.virtual_size_bytes), &format, &ways.join(", "), &disk.path]);
+    }
+    say(table);
+    Ok(Exit::Ok)
+}
+
+/// Runs `spile show`.
+///
+/// # Errors
+/// When there is no such disk.
+pub fn show(args: &ShowArgs) -> Result<Exit> {
+    let (socket, name) = args.which.find()?;
+    let answer = call(&socket, "GET", &path_of(&name), None, LOOK_PATIENCE)?;
+    let detail: DiskDetail = serde_json::from_value(answer)
+        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
+    if args.json {
+        return print_json(&detail).map(|()| Exit::Ok);
+    }
+    let DiskDetail { disk, layers, connections, meters } = &detail;
+    let access = if disk.read_only { ", read-only" } else { "" };
+    say(format_args!("{}: {} {}{access}", disk.name, format_size(disk.virtual_size_bytes), disk.format));
+    say(format_args!("server: {}", disk.server));
+    for layer in layers {
+        say(format_args!("image: {} ({}, {})", layer.path, layer.format, format_size(layer.virtual_size_bytes)));
+    }
+    for export in &disk.exports {
+        say(format_args!("way: {} on {} as {:?}", export.protocol, export.address, export.name));
+    }
+    say(format_args!("connections: {connections}"));
+    meters.iter().filter(|meter| !meter.operations.is_empty()).for_each(show_meter);
+    Ok(Exit::Ok)
+}
+
+fn show_meter(meter: &Meter) {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    table.set_header([meter.layer.as_str(), "requests", "failed", "in flight", "half", "99 %", "longest"]);
+    for op in &meter.operations {
+        table.add_row([
+            op.operation.clone(),
+            format_count(op.requests as f64),
+            op.errors.to_string(),
+            op.in_flight.to_string(),
+            format_us(op.latency_p50_us),
+            format_us(op.latency_p99_us),
+            format_us(op.latency_max_us),
+        ]);
+    }
+    say(table);
+}
+
+/// Runs `spile attach`.
+///
+/// # Errors
+/// When there is no such server, or the disk cannot be served.
+pub fn attach(args: &AttachArgs) -> Result<Exit> {
+    let socket = discovery::find_server(&args.server)?;
+    let absolute = |path: &Path| std::path::absolute(path).map_err(|e| Error::io("find this folder's path", e));
+    let mut sockets = Vec::new();
+    for path in &args.vhost_user {
+        sockets.push(absolute(path)?.display().to_string());
+    }
+    let mut nbd = Vec::new();
+    for address in &args.nbd {
+        let address = if let Address::Unix(path) = address { Address::Unix(absolute(path)?) } else { address.clone() };
+        nbd.push(address.to_string());
+    }
+    let body = json!({ "disk": absolute_disk(&args.disk)?, "vhost_user": sockets, "nbd": nbd });
+    call(&socket, "POST", "/v1/disks", Some(&body), CHANGE_PATIENCE).map(|_: Value| Exit::Ok)
+}
+
+/// The disk with an absolute path: the server works in another folder.
+fn absolute_disk(text: &str) -> Result<String> {
+    let spec: DiskSpec = text.parse().map_err(|why: String| Error::new(ErrorKind::InvalidInput, why))?;
+    let Locator::Path(path) = &spec.source else { return Ok(text.to_owned()) };
+    let path = std::path::absolute(path).map_err(|e| Error::io("find this folder's path", e))?;
+    let mut parts = split_commas(text);
+    parts[0] = path.display().to_string();
+    Ok(parts.iter().map(|part| part.replace(',', ",,")).collect::<Vec<_>>().join(","))
+}
+
+/// Runs `spile detach`.
+///
+/// # Errors
+/// When there is no such disk, it is in use, or it could not be closed.
+pub fn detach(args: &DetachArgs) -> Result<Exit> {
+    let (socket, name) = args.which.find()?;
+    let force = if args.force { "?force" } else { "" };
+    call(&socket, "DELETE", &format!("{}{force}", path_of(&name)), None, CHANGE_PATIENCE)?;
+    Ok(Exit::Ok)
+}
+
+/// Runs `spile resize`.
+///
+/// # Errors
+/// When there is no such disk, or it cannot get that size.
+pub fn resize(args: &ResizeArgs) -> Result<Exit> {
+    let (socket, name) = args.which.find()?;
+    let body = json!({ "size_bytes": args.size });
+    call(&socket, "PATCH", &path_of(&name), Some(&body), CHANGE_PATIENCE).map(|_: Value| Exit::Ok)
+}
+
+fn path_of(name: &str) -> String {
+    format!("/v1/disks/{}", escape(name))
+}
