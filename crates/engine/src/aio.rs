@@ -1,22 +1,23 @@
 //! Direct writes that need space on the file system, by Linux AIO (io_submit).
 //!
-//! io_uring does not do such a write itself: with RWF_NOWAIT it answers EAGAIN, without it gives the write to a kernel
-//! thread, and one of those that were ever needed wakes every five seconds for as long as the ring lives. A helper thread
-//! that calls pwritev keeps the file system's lock on the file until the device has answered, so that all other writes
-//! into holes wait. fallocate before the write is no better: on ext4 it first waits for every direct transfer of that file.
+//! io_uring does not do such a write itself. With RWF_NOWAIT it answers EAGAIN; without that flag it gives the write to
+//! a kernel thread, and once such a thread was needed, it wakes every five seconds for as long as the ring lives. A
+//! helper thread that calls pwritev keeps the file system's lock on the file until the device has answered, and all
+//! other writes into holes wait meanwhile. fallocate before the write is no better: on ext4 it first waits for every
+//! direct transfer of that file.
 //!
-//! io_submit does what is needed: it allocates the bytes of the write and no others, starts the transfer, lets go of the
-//! lock and returns. All writes of a turn go to the kernel in one call. The ends are announced by an eventfd that the ring
-//! reads. When the process is killed, the kernel waits for these transfers before it closes the process's files: their
-//! locks last as long as those that the rings hold.
+//! io_submit does what is needed: it allocates the bytes of the write and no others, starts the transfer, releases the
+//! lock and returns. All writes of a turn go to the kernel in one call. The end of each write is announced by an
+//! eventfd, which the ring reads. When the process is killed, the kernel waits for these transfers before it closes the
+//! process's files, so their locks last as long as the transfers.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 use crate::sys::{self, IoVecs, last_errno};
 
-/// Writes in the kernel at once for each worker. Those beyond it go to helper threads. The system has a limit for all
-/// processes together (`fs.aio-max-nr`, usually 65536).
+/// The most writes of one worker that are in the kernel at a time; more go to helper threads. The system has a limit
+/// for all processes together (`fs.aio-max-nr`, usually 65536).
 const MAX_WRITES: u32 = 256;
 
 /// `struct iocb` of linux/aio_abi.h, on a little-endian machine.
@@ -52,15 +53,15 @@ struct IoEvent {
 /// One worker's context for such writes.
 pub(crate) struct Aio {
     context: libc::c_ulong,
-    /// Rung at the end of each write.
+    /// The eventfd that the kernel rings at the end of each write.
     bell: OwnedFd,
-    /// Where the ring puts the bell's count.
+    /// The memory into which the ring reads the eventfd's count.
     count: Box<u64>,
     queued: Vec<Iocb>,
 }
 
 impl Aio {
-    /// A context of its own.
+    /// Makes a context for one worker.
     ///
     /// # Errors
     /// The kernel's: AIO is forbidden, not built in, or used up by other processes.
@@ -74,12 +75,13 @@ impl Aio {
         Ok(Self { context, bell, count: Box::new(0), queued: Vec::new() })
     }
 
-    /// The bell, and where its count is to be read to.
+    /// The eventfd, and the memory into which its count is to be read.
     pub(crate) fn bell(&mut self) -> (RawFd, *mut u64) {
         (self.bell.as_raw_fd(), &raw mut *self.count)
     }
 
-    /// Queues a write of what `iovecs` describes. Vectors and bytes stay where they are until the write has ended.
+    /// Queues a write of the bytes that `iovecs` describes. The vectors and the bytes must not move until the write has
+    /// ended.
     pub(crate) fn queue(&mut self, key: u64, fd: RawFd, offset: u64, iovecs: &IoVecs) {
         self.queued.push(Iocb {
             data: key,
@@ -97,7 +99,7 @@ impl Aio {
         });
     }
 
-    /// Starts what is queued, and returns the keys of those that the kernel would not take.
+    /// Starts the queued writes. Returns the keys of those that the kernel has refused.
     pub(crate) fn submit(&mut self) -> impl Iterator<Item = u64> {
         let mut started = 0;
         while started < self.queued.len() {
@@ -111,20 +113,20 @@ impl Aio {
         self.queued.drain(..).map(|iocb| iocb.data)
     }
 
-    /// One call for the writes from number `first` on; returns how many were started.
+    /// Starts the queued writes from number `first` on with one call. Returns how many were started.
     fn submit_from(&mut self, first: usize) -> Result<usize, i32> {
         let mut pointers: smallvec::SmallVec<[*mut Iocb; 32]> =
             self.queued[first..].iter_mut().map(std::ptr::from_mut).collect();
         let count = pointers.len().min(MAX_WRITES as usize);
-        // SAFETY: the control blocks are live for the call, which copies them and the vectors. What the vectors describe
-        // is owned by the operation in the ring's slot, which stays until the end of the write is reaped, and `drop` waits
-        // for what is not reaped.
+        // SAFETY: the control blocks are live for the call, which copies them and the vectors. What the vectors
+        // describe is owned by the operation in the ring's slot, which stays until the end of the write is reaped, and
+        // `drop` waits for what is not reaped.
         let started =
             unsafe { libc::syscall(libc::SYS_io_submit, self.context, count as libc::c_long, pointers.as_mut_ptr()) };
         usize::try_from(started).map_err(|_| last_errno())
     }
 
-    /// Puts key and answer of each write that has ended into `ended`: bytes written, or an errno below zero.
+    /// Puts each write that has ended into `ended`: its key, and the bytes written or a negative errno.
     pub(crate) fn reap(&self, ended: &mut Vec<(u64, i32)>) {
         const BATCH: usize = 32;
         let mut events = [IoEvent::default(); BATCH];

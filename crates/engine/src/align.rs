@@ -1,11 +1,12 @@
-//! What direct I/O on a file demands, found by asking.
+//! Finds out which alignment direct I/O on a file needs.
 //!
-//! In this order: statx (STATX_DIOALIGN, Linux 6.1), the sector size of a block device, trial reads. On ext4 over a
-//! disk with 512-byte sectors statx reports 512 for offsets and for memory, and so it is: a 4 KiB read at a
-//! 4-byte-aligned address fails with EINVAL, at a 512-byte-aligned one it succeeds.
+//! The sources, in this order: statx (STATX_DIOALIGN, Linux 6.1), the sector size of a block device, trial reads. What
+//! statx reports is right: on ext4 over a disk with 512-byte sectors it reports 512 for offsets and for memory; there a
+//! 4 KiB read to an address aligned to 4 bytes fails with EINVAL, and one to an address aligned to 512 bytes succeeds.
 //!
-//! A trial proves something only where it can be refused: in a hole and past the end of the file, ext4 and XFS answer
-//! without a look at the alignment. So one byte is tried first, and where even that is answered, a page is assumed.
+//! A trial read proves something only where a wrong alignment is refused. In a hole, and past the end of the file, ext4
+//! and XFS answer without a check of the alignment. So one byte is tried first. Where even that is answered, an
+//! alignment of a page is assumed.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -16,35 +17,36 @@ use spile_mem::{PAGE_BYTES, Segment};
 /// The alignments of direct I/O in bytes: powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirectAlign {
-    /// Of offsets and lengths in the file.
+    /// The alignment of offsets and lengths in the file.
     pub offset: u32,
-    /// Of addresses in memory.
+    /// The alignment of addresses in memory.
     pub memory: u32,
 }
 
-/// What is tried where nobody tells.
+/// The alignments that are tried where neither the file system nor a device tells, in bytes.
 const CANDIDATES: [u32; 2] = [512, 4096];
-/// What suits every disk there is.
+/// An alignment in bytes that suits every disk.
 const SAFE: u32 = 4096;
 
-/// What direct I/O on a file demands, `None` when it has none. `direct` is open with O_DIRECT and readable. Blocks for a
-/// trial read where the file system does not tell.
+/// The alignment of direct I/O on a file; `None` when the file has no direct I/O. `direct` has to be open with
+/// O_DIRECT, and readable. This blocks for a trial read where the file system does not tell.
 pub fn find(direct: &File) -> Option<DirectAlign> {
     let sector_bytes = sector_bytes(direct.as_fd());
     decide(reported(direct), sector_bytes, |align| trial_read(direct, align))
 }
 
-/// The rule: a plausible report is believed; else a device's sector, or a trial, is used for both.
+/// Chooses the alignment: a plausible report of statx counts; else the sector of a device, or the result of a trial, is
+/// used for offsets and for memory.
 fn decide(
     reported: Option<DirectAlign>,
     sector_bytes: Option<u32>,
     mut trial: impl FnMut(u32) -> bool,
 ) -> Option<DirectAlign> {
     let plausible = |n: u32| n.is_power_of_two() && n <= 1 << 20;
-    // Memory comes in pages: more cannot be had.
+    // Our memory is aligned to pages: a larger alignment cannot be kept.
     let possible = |n: u32| n.is_power_of_two() && n <= PAGE_BYTES as u32;
     match reported {
-        // Reported zeroes say: no direct I/O on this file.
+        // Zeroes in the report mean that the file has no direct I/O.
         Some(DirectAlign { offset: 0, .. }) => return None,
         Some(align) if plausible(align.offset) && possible(align.memory) => return Some(align),
         _ => (),
@@ -58,7 +60,7 @@ fn decide(
     tried.map(both)
 }
 
-/// What statx says, where the kernel and the file system say anything.
+/// The alignment that statx reports; `None` where the kernel or the file system reports none.
 fn reported(file: &File) -> Option<DirectAlign> {
     let mask = StatxFlags::DIOALIGN;
     let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, mask).ok()?;
@@ -66,7 +68,7 @@ fn reported(file: &File) -> Option<DirectAlign> {
     told.then_some(DirectAlign { offset: stat.stx_dio_offset_align, memory: stat.stx_dio_mem_align })
 }
 
-/// Reads `align` bytes at offset and address `align`: neither is aligned to more.
+/// Reads `align` bytes at the offset and the address `align`, which are aligned to `align` and to nothing larger.
 fn trial_read(file: &File, align: u32) -> bool {
     let align = align as usize;
     let segment = Segment::zeroed((2 * align).max(PAGE_BYTES)).slice(align..2 * align);

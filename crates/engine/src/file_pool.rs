@@ -1,5 +1,6 @@
-//! Helper threads for file operations: all of them for the reactor without io_uring, those that must wait for the one
-//! with it. Bounded, started as they are needed, asleep on a condition variable (no timer) when they are not.
+//! Helper threads for file operations. The reactor without io_uring gives them all file operations; the reactor with
+//! io_uring gives them those that cannot be done without waiting. Their number is bounded. A thread is started when it
+//! is needed, and sleeps on a condition variable, without a timer, when it is not.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
@@ -8,10 +9,10 @@ use crate::op::{Kind, Op};
 use crate::shared::{Message, WorkerLink, relock};
 use crate::sys;
 
-/// Helper threads at most: enough to keep a device busy, few enough to be cheap.
+/// The most helper threads: enough to keep a device busy, and few enough to be cheap.
 const MAX_THREADS: usize = 16;
 
-/// One operation and whom to tell.
+/// One operation, and the worker that is told of its end.
 pub(crate) struct Job {
     pub(crate) op: Op,
     pub(crate) key: u64,
@@ -41,7 +42,7 @@ impl FilePool {
         Arc::new(Self { inner })
     }
 
-    /// Queues a job; it is always done, by the calling thread when no helper can be had at all.
+    /// Queues a job. It is always done: when no helper thread can be started at all, the calling thread does it.
     pub(crate) fn push(&self, job: Job) {
         let mut state = relock(&self.inner.state);
         state.jobs.push_back(job);
@@ -64,8 +65,8 @@ impl FilePool {
         self.do_without();
     }
 
-    /// A thread could not be had. Where there is no other, nobody else comes for the jobs: those of this caller, and those
-    /// of callers that still counted on this thread.
+    /// Handles that a thread could not be started. When there is no other helper thread, nobody would do the queued
+    /// jobs, neither this caller's nor those of callers that expected this thread. So they are done here.
     fn do_without(&self) {
         let mut state = relock(&self.inner.state);
         state.threads -= 1;
@@ -110,7 +111,7 @@ fn do_job(mut job: Job) {
     if let (Kind::Sync, Err(errno)) = (job.op.kind, outcome) {
         job.op.fd.note_sync(errno);
     }
-    // The buffers and the file go first: who hears of the end may rely on it.
+    // The buffers and the file are dropped first: whoever is told of the end may rely on that.
     drop(job.op);
     job.worker.push(Message::Done(job.key, outcome));
 }

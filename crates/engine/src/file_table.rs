@@ -1,5 +1,5 @@
-//! A ring's table of registered files. A file in it costs the kernel no look-up for each request, and the ring holds on
-//! to it until the last of its requests has ended.
+//! A ring's table of registered files. For a file in the table the kernel needs no look-up for each request, and the
+//! ring keeps it open until the last of its requests has ended.
 
 use std::io;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use io_uring::IoUring;
 use crate::fd::{Fd, TABLE_FILES};
 use crate::shared::WorkerLink;
 
-/// The ring's table of registered files: which file is at which index, by [`Fd::id`].
+/// The table of registered files of one ring: the identity ([`Fd::id`]) of the file at each index.
 pub(crate) struct FileTable {
     pub(crate) ids: Vec<u64>,
-    /// Cleared by the first refusal; files are then used as they are.
+    /// False after the kernel has refused a file once. Files are then used without being registered.
     pub(crate) usable: bool,
 }
 
@@ -29,13 +29,13 @@ impl FileTable {
     /// A table with room for as many files as the process may have open, [`TABLE_FILES`] at most.
     ///
     /// # Errors
-    /// What the kernel says. A ring without a table would let go of a killed process's files, and of their locks, while
-    /// its requests are still at work.
+    /// The kernel's error. There is no ring without a table: when the process is killed, its files would be closed, and
+    /// their locks would end, while requests of the ring are still at work.
     pub(crate) fn register(ring: &IoUring) -> io::Result<Self> {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
         let len = limit.unwrap_or(u64::MAX).min(TABLE_FILES.into()) as u32;
         if ring.submitter().register_files_sparse(len).is_err() {
-            // Linux before 5.19.
+            // Linux before 5.19 cannot make an empty table.
             Self::register_empty(ring, len)?;
         }
         Ok(Self { ids: vec![0; len as usize], usable: true })
@@ -45,7 +45,7 @@ impl FileTable {
         ring.submitter().register_files(&vec![-1; len as usize])
     }
 
-    /// How an entry names the file: by its index in the table, putting it there first if it can be.
+    /// How an entry names the file. A file that is not in the table is put there first, if that is possible.
     pub(crate) fn target(&mut self, ring: &IoUring, shared: &Arc<WorkerLink>, fd: &Fd) -> Target {
         let Some(index) = fd.table_index else { return Target::Plain(fd.raw()) };
         match self.ids.get(index as usize) {
@@ -63,7 +63,7 @@ impl FileTable {
         Target::Fixed(index)
     }
 
-    /// Registers a file at `index`. False when the ring takes no files, now or ever.
+    /// Registers a file at `index`. False when the ring cannot register files.
     pub(crate) fn put(&mut self, ring: &IoUring, index: u32, id: u64, fd: i32) -> bool {
         let Some(entry) = self.ids.get_mut(index as usize) else { return false };
         self.usable = self.usable && ring.submitter().register_files_update(index, &[fd]).is_ok();
@@ -73,12 +73,12 @@ impl FileTable {
         self.usable
     }
 
-    /// Empties the index, unless another file has it by now.
+    /// Removes the file from the index, unless another file is there by now.
     pub(crate) fn forget(&mut self, ring: &IoUring, id: u64, index: u32) {
         let Some(entry) = self.ids.get_mut(index as usize) else { return };
         if *entry == id {
             *entry = 0;
-            // It can fail only for want of memory, and then the file stays open until the worker ends.
+            // This fails only when there is no memory, and then the file stays open until the worker ends.
             let _ = ring.submitter().register_files_update(index, &[-1]);
         }
     }

@@ -1,17 +1,17 @@
 //! Locks between processes on an open file: open-file-description locks on single bytes, in QEMU's scheme.
 //!
-//! Why QEMU's: a disk image is touched by QEMU and qemu-img too, and two writers destroy it. QEMU holds a shared
-//! lock on byte 100 + p for each permission p it uses and on byte 200 + p for each it does not let others use, and
-//! looks whether anybody holds the opposite byte. So do we:
+//! The scheme is QEMU's because QEMU and qemu-img may open the same disk image, and two writers destroy it. QEMU holds
+//! a shared lock on byte 100 + p for each permission p that it uses, and on byte 200 + p for each permission that
+//! others must not use. Then it checks whether anybody holds the opposite byte. We do the same:
 //!
-//! - a writer uses read (0), write (1) and resize (3), and lets nobody else write or resize;
-//! - a reader uses read, and lets nobody write or resize: parents may be shared by any number of readers;
-//! - beside that, byte 0 is locked exclusively by a writer and shared by a reader. Between processes of this program
-//!   that alone decides, in one atomic step; it also stops whoever locks a whole file.
+//! - a writer uses read (0), write (1) and resize (3), and does not let others write or resize;
+//! - a reader uses read, and does not let others write or resize: any number of readers may share a parent;
+//! - in addition, a writer locks byte 0 exclusively, and a reader locks it shared. Between processes of this program
+//!   that lock alone decides, in one atomic step. It also keeps out programs that lock a whole file.
 //!
 //! So `qemu-img info`, `compare` and `convert` work on a file that is open here for reading, `qemu-img info -U` on
-//! one that is open for writing, and a second writer is refused in either direction. A file system without
-//! such locks goes unprotected: refusing to work on it would help nobody.
+//! one that is open for writing, and a second writer is refused, whichever program came first. On a file system without
+//! such locks nothing is protected; refusing to work there would help nobody.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -25,10 +25,11 @@ const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// Locks a freshly opened file against what does not go with `mode`. The locks end with the last duplicate of the descriptor.
+/// Locks a file that was just opened in `mode`, against other processes for which that mode leaves no room. The locks
+/// end when the last duplicate of the descriptor is closed.
 ///
 /// # Errors
-/// `Busy` when another process has it open in a way that does not go with `mode`.
+/// `Busy` when another process has opened it in a mode that excludes this one.
 pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
     let (gate, uses): (_, &[i64]) = match mode {
         OpenMode::ReadOnly => (libc::F_RDLCK, &[READ]),
@@ -38,14 +39,14 @@ pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
     for byte in uses.iter().map(|p| USES + p).chain([REFUSES + WRITE, REFUSES + RESIZE]) {
         take(fd, libc::F_RDLCK, byte)?;
     }
-    // Locked first and looked second, as QEMU does: of two that come at once at least one sees the other.
+    // First lock and then check, as QEMU does: when two processes come at once, at least one sees the other.
     for byte in uses.iter().map(|p| REFUSES + p).chain([USES + WRITE, USES + RESIZE]) {
         look(fd, byte)?;
     }
     Ok(())
 }
 
-/// Ends the locks at once, however many duplicates of the descriptor there are (in a ring's table of files).
+/// Ends the locks at once, however many duplicates of the descriptor there are, for example in a ring's table of files.
 pub(crate) fn release(fd: BorrowedFd<'_>) {
     let mut whole = request(libc::F_UNLCK, 0);
     whole.l_len = 0;
@@ -73,12 +74,12 @@ fn call(fd: BorrowedFd<'_>, command: i32, lock: &mut libc::flock) -> Result<(), 
 fn take(fd: BorrowedFd<'_>, kind: i32, byte: i64) -> Result<()> {
     match call(fd, libc::F_OFD_SETLK, &mut request(kind, byte)) {
         Err(libc::EAGAIN | libc::EACCES) => Err(busy()),
-        // No such locks here.
+        // This file system has no such locks.
         _ => Ok(()),
     }
 }
 
-/// Fails when anybody else holds a lock on `byte`.
+/// Fails with `Busy` when another process holds a lock on `byte`.
 fn look(fd: BorrowedFd<'_>, byte: i64) -> Result<()> {
     let mut lock = request(libc::F_WRLCK, byte);
     match call(fd, libc::F_OFD_GETLK, &mut lock) {
@@ -109,7 +110,7 @@ mod tests {
         acquire(file.as_fd(), mode).ok().map(|()| file)
     }
 
-    /// What QEMU holds: shared locks on the permissions it uses, and on those it does not let others have.
+    /// Locks as QEMU does: shared locks on the permissions that it uses, and on those that others must not use.
     fn qemu(path: &Path, uses: &[i64]) -> File {
         let file = open(path);
         for byte in uses.iter().map(|p| USES + p).chain([REFUSES + WRITE, REFUSES + RESIZE]) {

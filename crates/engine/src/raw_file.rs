@@ -1,6 +1,6 @@
 //! [`RawFile`]: an open file or block device whose operations run on the reactor of the worker that polls them.
 //!
-//! No checks and no words here, only operations and errnos: a store is made of them (crate `spile-store`).
+//! There are no checks and no messages here, only operations and errnos. The crate `spile-store` makes stores of them.
 
 use std::future::Future;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,13 +20,13 @@ pub struct RawFile {
 }
 
 impl RawFile {
-    /// Takes over a descriptor that goes through the page cache.
+    /// Takes over a descriptor whose transfers go through the page cache.
     pub fn new(fd: OwnedFd) -> Self {
         Self { fd: Fd::file(fd) }
     }
 
-    /// Takes over a second descriptor of the file, opened with O_DIRECT. While an operation through it is in flight, the
-    /// locks of `locked`, the first one, are held.
+    /// Takes over a second descriptor of the file, opened with O_DIRECT. While an operation through it is in flight,
+    /// the locks of `locked`, the first one, are held.
     pub fn direct(fd: OwnedFd, locked: &RawFile) -> Self {
         Self { fd: Fd::direct(fd, &locked.fd) }
     }
@@ -36,11 +36,12 @@ impl RawFile {
         self.fd.direct
     }
 
-    /// Locks the file against what does not go with `mode` (the locks that QEMU uses, see the module `lock`). They end
-    /// when the last clone is gone and the last operation has ended, also when the process is killed.
+    /// Locks the file for use in `mode`, against processes for which that leaves no room (by the locks that QEMU uses,
+    /// see the module `lock`). The locks end when the last clone is dropped and the last operation has ended, also when
+    /// the process is killed.
     ///
     /// # Errors
-    /// `Busy` when another process has it open in a way that does not go with `mode`.
+    /// `Busy` when another process has opened it in a mode that excludes this one.
     pub fn lock(&self, mode: OpenMode) -> Result<()> {
         lock::acquire(self.fd.as_fd(), mode)?;
         if mode == OpenMode::ReadWrite {
@@ -67,7 +68,7 @@ impl RawFile {
         Op::write(&self.fd, offset_bytes, from).run()
     }
 
-    /// As [`RawFile::write`], on this thread, which waits for it: for short writes into the page cache.
+    /// As [`RawFile::write`], but this thread does it and waits. It is meant for short writes into the page cache.
     ///
     /// # Errors
     /// The kernel's errno.
@@ -75,22 +76,23 @@ impl RawFile {
         sys::run_file_op(&mut Op::write(&self.fd, offset_bytes, from))
     }
 
-    /// fdatasync. A failure is kept ([`RawFile::failed_sync`]), whether or not anybody waits for it.
+    /// Makes the file's data durable (fdatasync). A failure is kept ([`RawFile::failed_sync`]), whether or not anybody
+    /// waits for the result.
     pub fn sync(&self) -> impl Future<Output = Result<usize, i32>> + use<> {
         Op::sync(&self.fd).run()
     }
 
-    /// The errno of the first sync that failed: the kernel tells of it once only.
+    /// The errno of the first sync that failed, if one has. The kernel reports a failure once only.
     pub fn failed_sync(&self) -> Option<i32> {
         self.fd.sync_errno()
     }
 
-    /// Notes that a sync has failed, as if one had.
+    /// Notes a failed sync, as if [`RawFile::sync`] had failed.
     pub fn note_failed_sync(&self, errno: i32) {
         self.fd.note_sync(errno);
     }
 
-    /// fallocate(2) with these `FALLOC_FL_` flags.
+    /// Calls fallocate(2) with these `FALLOC_FL_` flags.
     pub fn fallocate(
         &self,
         flags: i32,
@@ -100,7 +102,7 @@ impl RawFile {
         Op::fallocate(&self.fd, flags, offset_bytes, len_bytes).run()
     }
 
-    /// ftruncate(2).
+    /// Sets the file's length (ftruncate(2)).
     pub fn truncate(&self, len_bytes: u64) -> impl Future<Output = Result<usize, i32>> + use<> {
         Op::truncate(&self.fd, len_bytes).run()
     }

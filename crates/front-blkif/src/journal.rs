@@ -56,7 +56,7 @@ pub fn journal_bytes(slots: u32) -> usize {
 /// in its first. `None` when there is no journal.
 ///
 /// # Errors
-/// Those of `read`, except the end of the file.
+/// The errors of `read`, except the end of the file.
 pub(crate) fn slots_of(read: impl Fn(u64, &mut [u8]) -> std::io::Result<()>) -> std::io::Result<Option<u32>> {
     let mut head = [0; SLOTS_AT + 4];
     match read(0, &mut head) {

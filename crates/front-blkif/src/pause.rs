@@ -16,7 +16,7 @@ fn has(store: &mut XenStore, tx: Tx, backend_path: &str, key: &str) -> Result<bo
 /// True when the toolstack asks for a pause.
 ///
 /// # Errors
-/// Those of xenstore.
+/// The errors of [`XenStore`].
 pub fn is_asked(store: &mut XenStore, backend_path: &str) -> Result<bool> {
     has(store, Tx::NONE, backend_path, "pause")
 }
@@ -24,7 +24,7 @@ pub fn is_asked(store: &mut XenStore, backend_path: &str) -> Result<bool> {
 /// True during a pause: the image belongs to the toolstack and must not be touched.
 ///
 /// # Errors
-/// Those of xenstore.
+/// The errors of [`XenStore`].
 pub fn goes_on(store: &mut XenStore, backend_path: &str) -> Result<bool> {
     // In this order, because a toolstack asks for another pause only after it has seen the end of the one before.
     Ok(has(store, Tx::NONE, backend_path, "pause-done")? && is_asked(store, backend_path)?)
@@ -34,7 +34,7 @@ pub fn goes_on(store: &mut XenStore, backend_path: &str) -> Result<bool> {
 /// asks for a pause from now on waits until it is told that the image is closed ([`tell`]).
 ///
 /// # Errors
-/// Those of xenstore.
+/// The errors of [`XenStore`].
 pub fn stays(store: &mut XenStore, backend_path: &str) -> Result<bool> {
     store.transaction(|store, tx| {
         if !has(store, tx, backend_path, "pause-done")? {
@@ -51,7 +51,7 @@ pub fn stays(store: &mut XenStore, backend_path: &str) -> Result<bool> {
 /// Tells the toolstack that the image is closed, if it still asks for a pause.
 ///
 /// # Errors
-/// Those of xenstore.
+/// The errors of [`XenStore`].
 pub fn tell(store: &mut XenStore, backend_path: &str) -> Result<()> {
     store.transaction(|store, tx| match has(store, tx, backend_path, "pause")? {
         true => store.write(tx, &format!("{backend_path}/pause-done"), ""),

@@ -10,7 +10,7 @@ use spile_front::{FrontCounters, FrontReading};
 
 use crate::wire::request::Command;
 
-/// As what a request is counted.
+/// The kind under which a request is counted.
 pub(crate) fn op_of(command: Command) -> Op {
     match command {
         Command::Read => Op::Read,

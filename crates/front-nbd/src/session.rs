@@ -212,7 +212,7 @@ impl<D: Disk> Session<D> {
 
     /// Answers an admitted request without performing it.
     pub(crate) fn refuse(&self, reply: Reply) {
-        // It moves no bytes, whatever length it says.
+        // A refused request moves no bytes, whatever length it claims.
         self.counters().begin(op_of(reply.request.command), 0, reply.started_ns);
         self.reply(reply);
     }

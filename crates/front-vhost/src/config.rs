@@ -1,4 +1,4 @@
-//! What the device says of itself: feature bits and the configuration space of a virtio block device.
+//! The feature bits and the configuration space by which a virtio block device describes itself.
 //!
 //! Virtual I/O Device Version 1.2, sections 5.2.3 (feature bits) and 5.2.4 (struct virtio_blk_config).
 

@@ -69,7 +69,8 @@ impl Region {
     }
 }
 
-/// All regions, in the order of their guest addresses. A changed memory is a new value: rings in use keep the old.
+/// All regions of a guest's memory, in the order of their guest addresses. A change makes a new value, so that rings at
+/// work keep the old one.
 #[derive(Clone, Default)]
 pub struct GuestMemory {
     regions: Vec<Region>,

@@ -1,11 +1,12 @@
-//! Messages of the front end, as bytes and as values. Pure.
+//! The messages of the front end: decodes them from bytes, and encodes replies. It does no I/O and keeps no state.
 //!
 //! Layouts: QEMU's `docs/interop/vhost-user.rst`, "Message Specification". All numbers are in the byte order of the
-//! machine. A message is checked as a whole here: its size to the byte, and how many descriptors came with it.
+//! machine. A message is checked as a whole: its size has to be exact, and so has the number of descriptors with it.
 
-/// Bytes of a message's header: request, flags, size of the payload.
+/// The bytes of a message's header: request, flags, size of the payload.
 pub const HEADER_BYTES: usize = 12;
-/// The largest payload that is taken, in bytes. The largest of those known, SET_MEM_TABLE, has 264, and SET_CONFIG 268.
+/// The largest payload that is accepted, in bytes. The largest messages are SET_MEM_TABLE with 264 and SET_CONFIG with
+/// 268.
 pub const MAX_PAYLOAD_BYTES: usize = 512;
 /// The most descriptors that a message may bring: one for each region of SET_MEM_TABLE.
 pub const MAX_FDS: usize = MAX_TABLE_REGIONS;
@@ -20,27 +21,27 @@ const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
 const NO_FD: u64 = 1 << 8;
 
-/// Bits of the protocol features, as given and taken by GET and SET_PROTOCOL_FEATURES.
+/// Bits of the protocol features, as in GET_PROTOCOL_FEATURES and SET_PROTOCOL_FEATURES.
 pub mod protocol {
-    /// Several queues.
+    /// There may be several queues (MQ).
     pub const MQ: u64 = 1 << 0;
-    /// The log of dirty pages comes as a descriptor.
+    /// The log of dirty pages comes as a descriptor (LOG_SHMFD).
     pub const LOG_SHMFD: u64 = 1 << 1;
-    /// Any message may ask for an answer.
+    /// Any message may ask for an acknowledgement (REPLY_ACK).
     pub const REPLY_ACK: u64 = 1 << 3;
-    /// The back end may send requests of its own.
+    /// The back end may send requests to the front end (BACKEND_REQ).
     pub const BACKEND_REQ: u64 = 1 << 5;
-    /// The configuration space is the back end's.
+    /// The back end has the configuration space (CONFIG).
     pub const CONFIG: u64 = 1 << 9;
-    /// Requests in flight are noted in shared memory.
+    /// Requests in flight are noted in shared memory (INFLIGHT_SHMFD).
     pub const INFLIGHT_SHMFD: u64 = 1 << 12;
-    /// RESET_DEVICE.
+    /// The device can be reset by a message (RESET_DEVICE).
     pub const RESET_DEVICE: u64 = 1 << 13;
-    /// Memory regions come and go one by one.
+    /// Memory regions are added and removed one by one (CONFIGURE_MEM_SLOTS).
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 }
 
-/// A message that breaks the protocol, and how.
+/// In which way a message breaks the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Invalid(pub &'static str);
 
@@ -50,7 +51,7 @@ pub struct Header {
     /// The number of the request.
     pub request: u32,
     flags: u32,
-    /// Bytes of payload that follow.
+    /// The bytes of payload that follow.
     pub size: u32,
 }
 
@@ -75,13 +76,13 @@ impl Header {
         self.flags & NEED_REPLY != 0
     }
 
-    /// The whole reply to this message.
+    /// Encodes the reply to this message, with its header.
     pub fn reply(&self, payload: &[u8]) -> Vec<u8> {
         encode(self.request, VERSION | REPLY, payload)
     }
 }
 
-/// A request of the back end's own: the configuration has changed (VHOST_USER_BACKEND_CONFIG_CHANGE_MSG).
+/// A request from the back end to the front end: the configuration has changed (VHOST_USER_BACKEND_CONFIG_CHANGE_MSG).
 pub fn config_changed() -> Vec<u8> {
     encode(2, VERSION, &[])
 }
@@ -93,20 +94,20 @@ fn encode(request: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
     message
 }
 
-/// A piece of the guest's memory.
+/// A region of the guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct RegionInfo {
-    /// Where the guest sees it.
+    /// Its address as the guest sees it.
     pub guest_addr: u64,
     /// Its length in bytes.
     pub len_bytes: u64,
-    /// Where the front end sees it: the rings' addresses are given so.
+    /// Its address as the front end sees it. Addresses of rings are given in this way.
     pub user_addr: u64,
-    /// Where it begins in its file, in bytes.
+    /// Its offset in its file, in bytes.
     pub file_offset_bytes: u64,
 }
 
-/// Where the parts of a ring lie, as addresses of the front end.
+/// The addresses of the parts of a ring, as the front end sees them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct VringAddr {
     /// Writes to the used ring are logged (VHOST_VRING_F_LOG).
@@ -117,7 +118,7 @@ pub struct VringAddr {
     pub used: u64,
     /// The available ring.
     pub available: u64,
-    /// What the log takes for the guest's address of the used ring.
+    /// The address under which the log of dirty pages knows the used ring.
     pub log: u64,
 }
 
@@ -126,17 +127,17 @@ pub struct VringAddr {
 pub struct InflightInfo {
     /// Its length in bytes.
     pub len_bytes: u64,
-    /// Where it begins in its file, in bytes.
+    /// Its offset in its file, in bytes.
     pub file_offset_bytes: u64,
     /// How many queues it has room for.
     pub queues: u16,
-    /// Descriptors of each.
+    /// The number of descriptors of each queue.
     pub queue_size: u16,
 }
 
 impl InflightInfo {
-    /// As a payload of `len` bytes: QEMU pads the structure to the alignment of its 64-bit numbers, others do not, and
-    /// each expects its own length.
+    /// Encodes it as a payload of `len` bytes. QEMU pads the structure to the alignment of its 64-bit numbers, other
+    /// front ends do not, and each expects its own length.
     pub fn encode(&self, len: usize) -> Vec<u8> {
         let mut bytes = self.len_bytes.to_ne_bytes().to_vec();
         bytes.extend(self.file_offset_bytes.to_ne_bytes());
@@ -180,7 +181,7 @@ pub enum Message {
     SetInflightFd(InflightInfo),
 }
 
-/// How many descriptors belong to a message.
+/// The number of descriptors that belong to a message.
 enum Fds {
     Exactly(usize),
     AtMost(usize),
@@ -205,7 +206,7 @@ impl Message {
         }
     }
 
-    /// True when its answer carries what was asked for, and an acknowledgement can take no place of it.
+    /// True when the message is a question: its answer carries what was asked for, and cannot be an acknowledgement.
     pub fn is_question(&self) -> bool {
         use Message::*;
         matches!(self, GetFeatures | GetProtocolFeatures | GetQueueNum | GetMaxMemSlots)
@@ -258,7 +259,7 @@ impl Message {
             21 => (Self::SetBackendReqFd, one),
             32 => (Self::SetInflightFd(reader.inflight()?), one),
             37 => (Self::AddMemReg(reader.single_region()?), one),
-            // Some front ends pass a descriptor here; it is closed unused, as the specification asks.
+            // Some front ends send a descriptor here. It is closed unused, as the specification asks.
             38 => (Self::RemMemReg(reader.single_region()?), Fds::AtMost(1)),
             _ => return Err(Invalid("the request is unknown")),
         })
@@ -270,7 +271,7 @@ pub fn config_fits(offset: u32, len: u32) -> bool {
     len <= MAX_CONFIG_BYTES && offset <= MAX_CONFIG_BYTES - len
 }
 
-/// Takes numbers off the front of a payload.
+/// Reads numbers from the start of a payload, one after the other.
 struct Reader<'a>(&'a [u8]);
 
 const SHORT: Invalid = Invalid("the payload is shorter than its request needs");

@@ -220,7 +220,7 @@ impl XenStore {
     /// When `f` fails, the transaction changes nothing.
     ///
     /// # Errors
-    /// Those of `f`; `Busy` when others changed the nodes a hundred times; see [`XenStore`].
+    /// The errors of `f`; `Busy` when others changed the nodes a hundred times; see [`XenStore`].
     pub fn transaction<T>(&mut self, mut f: impl FnMut(&mut Self, Tx) -> Result<T>) -> Result<T> {
         for _ in 0..MAX_TRANSACTION_TRIES {
             let tx = self.start_transaction()?;
