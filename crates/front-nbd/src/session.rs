@@ -228,8 +228,7 @@ impl<D: Disk> Session<D> {
 
     /// Counts requests as no longer in flight: their replies were sent, or the client is gone.
     pub(crate) fn depart(&self, finished: &[Ended], held_bytes: u64) {
-        let (counters, now_ns) = (self.counters(), now_ns());
-        finished.iter().for_each(|request| counters.end(*request, now_ns));
+        self.counters().end_all(finished.iter().copied(), now_ns());
         self.in_flight.set(self.in_flight.get() - finished.len());
         self.held_bytes.set(self.held_bytes.get() - held_bytes);
         self.room.notify();

@@ -243,7 +243,7 @@ impl DriverSide {
         }
         // One look at the clock for all of them.
         let now_ns = now_ns();
-        self.answered.drain(..).for_each(|answered| self.counters.requests.end(answered, now_ns));
+        self.counters.requests.end_all(self.answered.drain(..), now_ns);
         let before = self.ring.published();
         self.ring.publish();
         if let Some(inflight) = &self.inflight {

@@ -10,6 +10,7 @@ use super::histogram::Histogram;
 use super::{Latency, Op, OpReading, OpSums, Reading, now_ns};
 
 /// Adds to an atomic that has one writer.
+#[inline]
 pub(super) fn add(to: &AtomicU64, count: u64) {
     to.store(to.load(Relaxed).wrapping_add(count), Relaxed);
 }
@@ -73,10 +74,22 @@ impl Counters {
             add(&counters.ended, 1);
             add(&self.end_sum_ns, now_ns);
         });
-        if request.failed {
-            add(&counters.errors, 1);
-        }
-        counters.latency.note(now_ns.saturating_sub(request.begun_ns));
+        counters.note_end(request, now_ns);
+    }
+
+    /// Several requests end at the same time. This costs less than ending them one by one.
+    #[inline]
+    pub fn end_all(&self, requests: impl IntoIterator<Item = Ended>, now_ns: u64) {
+        self.change(|| {
+            let mut count = 0u64;
+            for request in requests {
+                let counters = &self.ops[request.op as usize];
+                add(&counters.ended, 1);
+                counters.note_end(request, now_ns);
+                count += 1;
+            }
+            add(&self.end_sum_ns, count.wrapping_mul(now_ns));
+        });
     }
 
     /// No request that is in flight will ever end: each counts as ended, without a latency. Only where all that begins
@@ -154,6 +167,14 @@ impl Counters {
 }
 
 impl OpCounters {
+    #[inline]
+    fn note_end(&self, request: Ended, now_ns: u64) {
+        if request.failed {
+            add(&self.errors, 1);
+        }
+        self.latency.note(now_ns.saturating_sub(request.begun_ns));
+    }
+
     fn read(&self, begun: u64, ended: u64, in_flight: u64) -> OpReading {
         let (sum_ns, max_ns) = (self.latency.sum_ns.load(Relaxed), self.latency.max_ns.load(Relaxed));
         OpReading {
@@ -197,6 +218,19 @@ mod tests {
             prop_assert_eq!(reading.depth_integral_ns, reads.latency.sum_ns);
             prop_assert_eq!((reading.in_flight(), reads.ended), (0, steps.len() as u64));
         }
+    }
+
+    #[test]
+    fn ending_several_is_ending_each() {
+        let (together, each) = (Counters::default(), Counters::default());
+        let requests = [10, 20, 35].map(|begun_ns| Ended { failed: begun_ns == 20, ..ended(begun_ns) });
+        for counters in [&together, &each] {
+            requests.iter().for_each(|request| counters.begin(Op::Read, 8, request.begun_ns));
+        }
+        together.end_all(requests, 50);
+        requests.into_iter().for_each(|request| each.end(request, 50));
+        assert_eq!(together.read(60), each.read(60));
+        assert_eq!(together.read(60).depth_integral_ns, 40 + 30 + 15);
     }
 
     #[test]
