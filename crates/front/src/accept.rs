@@ -75,7 +75,9 @@ impl Listeners {
         }
         sockets.open.push(listener.clone());
         sockets.accepting += 1;
+        drop(sockets);
         let (front, accepting) = (self.front, Accepting(self.state.clone()));
+        // Without the lock: when the workers have ended, this drops the task at once, and with it `accepting`.
         engine.spawn_on(worker, move || async move {
             accept_all(front, &listener, admit).await;
             drop(accepting);
@@ -116,5 +118,44 @@ async fn accept_all(front: &'static str, listener: &Listener, admit: impl Fn(Own
             }
             sleep(REST).await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use spile_engine::{Config, EngineKind};
+
+    use super::*;
+
+    #[test]
+    fn listening_on_workers_that_have_ended_holds_up_nobody() {
+        let config = Config { kind: EngineKind::Threads, workers: 1, ..Config::default() };
+        let engine = Engine::start(config).unwrap();
+        engine.shutdown();
+        let (done, is_done) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let listeners = Listeners::new("test");
+            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+            listeners.listen(&engine, 0, socket.into(), |_| Ok(())).unwrap();
+            listeners.close();
+            listeners.wait_closed();
+            done.send(()).unwrap();
+        });
+        is_done.recv_timeout(Duration::from_secs(60)).expect("it waits for itself");
+    }
+
+    #[test]
+    fn nobody_listens_after_the_end() {
+        let config = Config { kind: EngineKind::Threads, workers: 1, ..Config::default() };
+        let engine = Engine::start(config).unwrap();
+        let listeners = Listeners::new("test");
+        listeners.close();
+        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+        let error = listeners.listen(&engine, 0, socket.into(), |_| Ok(())).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Shutdown);
+        listeners.wait_closed();
+        engine.shutdown();
     }
 }
