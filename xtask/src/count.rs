@@ -15,7 +15,8 @@
 //! The figures are kept in `xtask/counts/null.json`. Growth of more than 5 % is a failure. A figure that shrinks by more is
 //! reported, so that somebody runs `cargo xtask count --update`. Another compiler makes other code: then growth is a skip.
 
-use crate::bench::server::{Front, Server, pinned, server_cores};
+use crate::bench::kinds::Front;
+use crate::bench::server::{Server, pinned, server_cores};
 use crate::{Result, bench, shell};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

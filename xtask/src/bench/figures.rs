@@ -1,6 +1,7 @@
 //! Figures: of a point, of a line (medians, ratios), and whether they reach an aim.
 
-use super::lines::{Line, Role, Side};
+use super::kinds::{Aim, Role};
+use super::lines::{Line, Side};
 use crate::Result;
 use serde_json::Value;
 
@@ -87,21 +88,6 @@ pub fn ratio(sides: &[Summary], role: Role, measure: Measure) -> f64 {
     let better = if measure == Measure::Rate { f64::max } else { f64::min };
     let others = others.iter().filter(|side| side.role == role).map(|side| side.get(measure));
     ours.get(measure) / others.fold(f64::NAN, better)
-}
-
-/// An aim for the first side of a line.
-#[derive(Clone, Copy, Debug)]
-pub enum Aim {
-    /// Its rate, at least so many times the best in that role.
-    RateOf(Role, f64),
-    /// Its CPU time for a request, at most so many times the least in that role.
-    CpuOf(Role, f64),
-    /// Its median latency, at most so many times the least in that role.
-    P50Of(Role, f64),
-    /// Microseconds of CPU time for a request.
-    CpuAtMost(f64),
-    /// Microseconds of median latency.
-    P50AtMost(f64),
 }
 
 /// The result of an aim.

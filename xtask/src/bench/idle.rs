@@ -1,9 +1,10 @@
 //! An idle disk costs nothing: a guest is connected and has had I/O, and then the server is not woken at all.
 
 use super::Plan;
-use super::lines::{Cache, Format, Role, Side};
+use super::kinds::{Aio, Front, Kind, Role};
+use super::lines::{Cache, Format, Side};
 use super::report::Report;
-use super::server::{Aio, Front, Kind, Server, client_cores, pinned};
+use super::server::{Server, client_cores, pinned};
 use crate::{Result, shell};
 use std::collections::BTreeMap;
 use std::path::Path;

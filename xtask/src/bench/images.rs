@@ -1,8 +1,9 @@
 //! The images that are measured, made when first asked for.
 
 use super::Plan;
+use super::kinds::{Front, Kind};
 use super::lines::{Cache, Format, Side, State};
-use super::server::{Front, Kind, Server};
+use super::server::Server;
 use crate::{Result, shell};
 use std::collections::BTreeSet;
 use std::io::Write as _;

@@ -1,8 +1,7 @@
 //! What can be measured: sides, lines, and groups of lines. The modules `nbd` and `vhost` list them.
 
 use super::Plan;
-use super::figures::Aim;
-use super::server::Kind;
+use super::kinds::{Aim, Kind, Role};
 
 /// How a server holds the disk's bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -37,34 +36,6 @@ pub enum Format {
     Qcow2,
     /// No file: reads as zeroes, drops what is written.
     Null,
-}
-
-/// The role of a side in its group. The first side of a group is Spile's.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Role {
-    /// A competitor, or what else the first side is set beside: the ratio is to the best of them.
-    Peer,
-    /// The medium itself, by a program without a server.
-    Bare,
-    /// Spile on a raw file, where the first side is something richer.
-    Raw,
-    /// The side is shown, and in no ratio.
-    Shown,
-}
-
-impl Role {
-    /// The roles that ratios are to, and how their columns are called.
-    pub const COMPARED: [(Role, &str); 3] = [(Role::Peer, "÷peer"), (Role::Bare, "÷bare"), (Role::Raw, "÷raw")];
-
-    /// The role's name in an aim.
-    pub fn name(self) -> &'static str {
-        match self {
-            Role::Peer => "the best peer",
-            Role::Bare => "bare",
-            Role::Raw => "our raw",
-            Role::Shown => "the side shown",
-        }
-    }
 }
 
 /// One server on one image.

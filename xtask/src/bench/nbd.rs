@@ -1,8 +1,8 @@
 //! The lines of `cargo xtask bench`: over NBD, beside qemu-nbd and nbdkit.
 
 use super::Plan;
+use super::kinds::{Front, Kind};
 use super::lines::{Cache, Format, Group, Line, Side, State};
-use super::server::{Front, Kind};
 
 const SPILE: Kind = Kind::Spile(Front::Nbd);
 

@@ -2,8 +2,9 @@
 //! in it, once with a base that is full and children with every 64th block.
 
 use super::Plan;
+use super::kinds::Front;
 use super::report::Report;
-use super::server::{Front, Server, pinned, server_cores};
+use super::server::{Server, pinned, server_cores};
 use crate::{Result, shell};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};

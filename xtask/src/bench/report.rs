@@ -2,7 +2,8 @@
 
 use super::Plan;
 use super::figures::{Measure, Point, Summary, Verdict, median, ratio};
-use super::lines::{Group, Line, Role, Side};
+use super::kinds::Role;
+use super::lines::{Group, Line, Side};
 use crate::{Result, shell};
 use serde_json::{Value, json};
 use std::process::Command;
@@ -213,8 +214,8 @@ fn host() -> Value {
 
 #[cfg(test)]
 mod tests {
+    use super::super::kinds::Kind;
     use super::super::lines::{Cache, Format};
-    use super::super::server::Kind;
     use super::*;
 
     #[test]

@@ -1,6 +1,7 @@
 //! Servers under measurement: started on one core, ready when they accept, ended by SIGTERM.
 
 use super::Plan;
+use super::kinds::{Aio, Front, Kind};
 use super::lines::{Cache, Format, Side};
 use crate::Result;
 use std::ffi::OsStr;
@@ -12,57 +13,6 @@ use std::time::{Duration, Instant};
 
 /// Longest wait for a server to accept or to end.
 const LIMIT: Duration = Duration::from_secs(30);
-
-/// By what protocol a client reaches a server.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Front {
-    Nbd,
-    Vhost,
-}
-
-/// How qemu-storage-daemon does its I/O.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Aio {
-    Uring,
-    Native,
-    Threads,
-    /// No I/O at all: reads leave the guest's memory as it is.
-    NoFill,
-}
-
-/// The kinds of servers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
-    Spile(Front),
-    /// qemu-nbd.
-    Qemu,
-    Nbdkit,
-    /// qemu-storage-daemon, over vhost-user-blk.
-    Daemon(Aio),
-    /// No server: fio does its I/O on the file itself.
-    Fio,
-}
-
-impl Kind {
-    /// The program that has to be installed; none for our own.
-    pub fn program(self) -> Option<&'static str> {
-        match self {
-            Kind::Spile(_) => None,
-            Kind::Qemu => Some("qemu-nbd"),
-            Kind::Nbdkit => Some("nbdkit"),
-            Kind::Daemon(_) => Some("qemu-storage-daemon"),
-            Kind::Fio => Some("fio"),
-        }
-    }
-
-    fn front(self) -> Front {
-        match self {
-            Kind::Spile(front) => front,
-            Kind::Daemon(_) => Front::Vhost,
-            Kind::Qemu | Kind::Nbdkit | Kind::Fio => Front::Nbd,
-        }
-    }
-}
 
 /// A running server; dropping it ends it.
 pub struct Server {

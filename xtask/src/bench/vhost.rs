@@ -2,9 +2,9 @@
 //! as fio has it with io_uring in one process.
 
 use super::Plan;
-use super::figures::Aim;
-use super::lines::{Cache, Format, Group, Line, Memory, Role, Side, State};
-use super::server::{Aio, Front, Kind, core_count};
+use super::kinds::{Aim, Aio, Front, Kind, Role};
+use super::lines::{Cache, Format, Group, Line, Memory, Side, State};
+use super::server::core_count;
 
 const SPILE: Kind = Kind::Spile(Front::Vhost);
 const URING: Kind = Kind::Daemon(Aio::Uring);

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 use spile_mem::Segment;
 use spile_xen::{CopyOp, GrantStatus, Way, XEN_PAGE_BYTES};
 
-use super::hypervisor::Domain;
+use super::domain::Domain;
 use crate::sys::{BATCH, Piece, transfer};
 
 thread_local! {

@@ -24,6 +24,7 @@
 
 pub mod blkfront;
 mod copy;
+mod domain;
 mod domains;
 mod guest;
 mod host;
