@@ -72,14 +72,19 @@ fn catch_panics_quietly() {
 /// # Errors
 /// The error that was found.
 pub fn explore<S: Subject>(subject: S, plan: Plan, options: &Options) -> Result<Summary, Finding> {
-    catch_panics_quietly();
     let world = World::new(plan.seed, plan.hardware.clone());
     if options.trace {
         world.keep_trace();
     }
     let mut run = Run::new(world.clone(), subject, plan, options);
+    catch_findings(&world, move || run.all())
+}
+
+/// Does `work`; a panic in it is a finding.
+pub(crate) fn catch_findings<T>(world: &World, work: impl FnOnce() -> T) -> Result<T, Finding> {
+    catch_panics_quietly();
     EXPLORING.set(true);
-    let ended = catch_unwind(AssertUnwindSafe(move || run.all()));
+    let ended = catch_unwind(AssertUnwindSafe(work));
     EXPLORING.set(false);
     ended.map_err(|panic| {
         let text = panic

@@ -10,6 +10,7 @@ pub mod explore;
 pub mod faults;
 mod file;
 pub mod image;
+pub mod live;
 mod op;
 pub mod oracle;
 pub mod pages;

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use spile_sim::explore::Options;
 use spile_sim::image::{Image, Kind};
+use spile_sim::live::{Broken, run_live};
 use spile_sim::plan::Plan;
 use spile_sim::seeds::{Mode, report, run_seeds};
 
@@ -15,6 +16,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --seeds N        how many seeds to run (default 1000)
   --start S        the first of them (default 0)
   --kind KIND      raw, fixed, dynamic or chain (default: the seed decides)
+  --exchange       graphs of one or several disks are exchanged under load; on one thread
   --every-step     one short life for each seed, crashed at every step, both ways
   --threads N      default: as many as there are processors
   --findings N     stop after so many (default 10)
@@ -28,12 +30,14 @@ struct Arguments {
     threads: usize,
     findings: usize,
     trace: bool,
+    exchange: bool,
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (kind, mode) = (None, Mode::Random);
-    let mut arguments = Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace: false };
+    let (trace, exchange) = (false, false);
+    let mut arguments = Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace, exchange };
     while let Some(word) = words.next() {
         let mut number = || -> Result<u64, String> {
             let value = words.next().ok_or(format!("{word} wants a number"))?;
@@ -46,6 +50,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--findings" => arguments.findings = number()?.max(1) as usize,
             "--every-step" => arguments.mode = Mode::EveryStep,
             "--trace" => arguments.trace = true,
+            "--exchange" => arguments.exchange = true,
             "--kind" => {
                 let name = words.next().unwrap_or_default();
                 arguments.kind = Some(name.parse().map_err(|error| format!("{error}"))?);
@@ -56,9 +61,31 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     Ok(arguments)
 }
 
+fn run_exchanges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
+    let (mut findings, mut exchanges, mut sealed) = (0, 0, 0);
+    for seed in seeds {
+        match run_live(seed, Broken::Nothing, arguments.trace) {
+            Ok(summary) => (exchanges, sealed) = (exchanges + summary.exchanges, sealed + summary.sealed),
+            Err(finding) => {
+                finding.trace.iter().for_each(|line| println!("{line}"));
+                println!("seed {seed}: {}", finding.message);
+                findings += 1;
+            }
+        }
+        if findings >= arguments.findings {
+            break;
+        }
+    }
+    println!("{exchanges} disks exchanged, {sealed} old leaves sealed, {findings} findings");
+    if findings == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
 fn run(arguments: &Arguments) -> ExitCode {
     let options = Options { trace: arguments.trace, ..Options::default() };
     let seeds = arguments.start..arguments.start.saturating_add(arguments.seeds);
+    if arguments.exchange {
+        return run_exchanges(seeds, arguments);
+    }
     let Arguments { kind, mode, .. } = *arguments;
     let totals = run_seeds(seeds, kind, mode, &options, arguments.threads, arguments.findings);
     for (seed, finding) in totals.findings.iter().filter(|_| arguments.trace) {

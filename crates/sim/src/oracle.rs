@@ -85,7 +85,7 @@ pub struct Pending {
 }
 
 /// What every sector may hold; at first all of them zeroes.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Oracle {
     /// The sectors that were written. All others read as zeroes.
     sectors: BTreeMap<u64, Vec<Version>>,

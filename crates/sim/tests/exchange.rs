@@ -1,0 +1,50 @@
+//! Graphs exchanged at random under load, crashes and power cuts: nothing is found, and a rule that is broken on purpose is.
+
+use spile_sim::live::{Broken, run_live};
+
+const SEEDS: u64 = 600;
+
+#[test]
+fn three_hundred_seeds_find_nothing() {
+    let (mut exchanges, mut sealed) = (0, 0);
+    for seed in 0..300 {
+        let done = run_live(seed, Broken::Nothing, false);
+        let summary = done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
+        (exchanges, sealed) = (exchanges + summary.exchanges, sealed + summary.sealed);
+    }
+    println!("{exchanges} exchanges, {sealed} old leaves sealed");
+    assert!(exchanges > 500 && sealed > 300, "too little happened: {exchanges} exchanges, {sealed} sealed");
+}
+
+#[test]
+fn a_seed_repeats() {
+    let run = |seed| run_live(seed, Broken::Nothing, false).map(|summary| summary.steps).ok();
+    assert_eq!((run(3), run(4)), (run(3), run(4)));
+}
+
+/// A seed finds the broken rule by a message with `sign`, and nothing while the rule is kept.
+fn bites(broken: Broken, sign: &str) {
+    let found = (0..SEEDS).find_map(|seed| {
+        let finding = run_live(seed, broken, false).err().filter(|found| found.message.contains(sign))?;
+        run_live(seed, Broken::Nothing, false).is_ok().then_some((seed, finding))
+    });
+    match found {
+        Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
+        None => panic!("no seed below {SEEDS} found {broken:?}"),
+    }
+}
+
+#[test]
+fn disks_that_are_exchanged_one_after_the_other_are_found() {
+    bites(Broken::OneByOne, "frozen at one point in time");
+}
+
+#[test]
+fn a_leaf_that_is_sealed_before_its_epoch_has_ended_is_found() {
+    bites(Broken::SealedEarly, " reads ");
+}
+
+#[test]
+fn a_flush_that_covers_only_the_new_leaf_is_found() {
+    bites(Broken::FlushOfLeaf, " reads ");
+}
