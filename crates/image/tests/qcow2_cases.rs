@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use qcow2_image::{COMPRESSED, COPIED, Image, deflate};
 use spile_core::{Disk, ErrorKind, Extent, ExtentKind, Segments};
 use spile_image::{Format, Graph, LayerInfo, OpenOptions};
-use support::{FILE_4K, MemStore, World, block_on, pattern, read};
+use support::{FILE, FILE_4K, MemStore, World, block_on, pattern, read};
 
 const PATH: &str = "/d/a.qcow2";
 const CLUSTER: u64 = 65536;
@@ -88,6 +88,14 @@ fn case_02_header_lengths() {
             image.extensions.clear();
         });
     }
+}
+
+#[test]
+fn case_02_a_header_as_long_as_a_large_cluster_allows() {
+    let mut image = Image::new(21, 16 << 20);
+    image.data(1, 5);
+    image.put32(100, 1 << 20);
+    assert_eq!(read(&open(image), 2 << 20..(2 << 20) + 512), [5; 512]);
 }
 
 #[test]
@@ -368,8 +376,13 @@ fn case_30_offsets_of_compressed_data_with_large_clusters() {
     assert_eq!(read(&disk, 2 << 20..4 << 20), content);
     // All bits of the offset and of the count set: beyond the file, not wrapped round.
     let mut image = Image::new(21, 16 << 20);
-    image.set_l2(1, u64::MAX >> 1);
-    assert!(read_error(&open(image), 2 << 20).1.contains("past the end"));
+    for entry in [u64::MAX >> 1, u64::MAX] {
+        image.set_l2(1, entry);
+        let disk = world_of(&image.clone().finish()).try_open(PATH, &read_only()).unwrap();
+        for _ in 0..2 {
+            assert!(read_error(&disk, 2 << 20).1.contains("past the end"));
+        }
+    }
 }
 
 #[test]
@@ -515,6 +528,24 @@ fn case_42_data_files_only_when_allowed() {
     other.raw("/dev/sda", &content);
     other.refused_with(PATH, &allowed, ErrorKind::Denied, "/dev/sda");
     with_data_file(None).refused_with(PATH, &allowed, ErrorKind::Corrupt, "names none");
+}
+
+#[test]
+fn data_access_follows_the_alignment_of_the_data_file() {
+    let mut image = Image::usual();
+    image.put64(24, (1 << 20) - 512);
+    image.incompatible(4);
+    image.set_l2(0, COPIED);
+    image.extension(0x4441_5441, b"data.raw");
+    let bytes = image.finish();
+    let allowed = OpenOptions { allow_data_file: true, ..read_only() };
+    for (caps, direct) in [(FILE, true), (FILE_4K, false)] {
+        let world = world_of(&bytes);
+        world.files.add("/d/data.raw", caps).patch(0, &[3; CLUSTER as usize]);
+        let disk = world.try_open(PATH, &allowed).unwrap();
+        assert_eq!(info(&disk).direct, direct);
+        assert_eq!(read(&disk, 0..512), [3; 512]);
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@
 pub const COPIED: u64 = 1 << 63;
 pub const COMPRESSED: u64 = 1 << 62;
 
+#[derive(Clone)]
 pub struct Image {
     pub bytes: Vec<u8>,
     pub cluster_bits: u32,

@@ -13,6 +13,7 @@ use std::task::Poll;
 use async_lock::Semaphore;
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
+use super::codec::COPIED;
 use super::codec::header::Compression;
 use super::codec::stream::Decompressor;
 use super::codec::table::Compressed;
@@ -29,7 +30,7 @@ pub(crate) struct Clusters {
     cluster_bits: u32,
     kept: Mutex<VecDeque<(u64, Arc<[u8]>)>>,
     most_kept: usize,
-    /// By L2 entry: held while that cluster is decompressed.
+    /// By L2 entry without its bit COPIED: held while that cluster is decompressed.
     loads: RangeLock,
     turns: Semaphore,
 }
@@ -46,20 +47,20 @@ impl Clusters {
     }
 
     /// A kept cluster; it becomes the last that goes.
-    fn get(&self, entry: u64) -> Option<Arc<[u8]>> {
+    fn get(&self, key: u64) -> Option<Arc<[u8]>> {
         let mut kept = self.lock();
-        let at = kept.iter().position(|(other, _)| *other == entry)?;
+        let at = kept.iter().position(|(other, _)| *other == key)?;
         let found = kept.remove(at)?;
         kept.push_back(found.clone());
         Some(found.1)
     }
 
-    fn keep(&self, entry: u64, cluster: &Arc<[u8]>) {
+    fn keep(&self, key: u64, cluster: &Arc<[u8]>) {
         let mut kept = self.lock();
         if kept.len() == self.most_kept {
             kept.pop_front();
         }
-        kept.push_back((entry, cluster.clone()));
+        kept.push_back((key, cluster.clone()));
     }
 
     /// The cluster whose L2 entry is `entry`, which says `place`.
@@ -67,16 +68,18 @@ impl Clusters {
     /// # Errors
     /// `Corrupt` when the compressed data give no cluster; the store's.
     pub(crate) async fn read<S: Store>(&self, store: &S, entry: u64, place: Compressed) -> Result<Arc<[u8]>> {
-        if let Some(cluster) = self.get(entry) {
+        // The bit says nothing of the data, and without it the range below ends within 64 bits.
+        let key = entry & !COPIED;
+        if let Some(cluster) = self.get(key) {
             return Ok(cluster);
         }
-        let _one = self.loads.exclusive(entry..entry + 1).await;
-        if let Some(cluster) = self.get(entry) {
+        let _one = self.loads.exclusive(key..key + 1).await;
+        if let Some(cluster) = self.get(key) {
             return Ok(cluster);
         }
         let _turn = self.turns.acquire().await;
         let cluster: Arc<[u8]> = self.decompress(store, place).await.at_offset(place.offset)?.into();
-        self.keep(entry, &cluster);
+        self.keep(key, &cluster);
         Ok(cluster)
     }
 

@@ -44,8 +44,8 @@ pub(super) async fn open<S: Store>(store: S, cache_bytes: usize) -> Result<Qcow2
     Ok(Qcow2 { store, data: None, head, map, clusters, lists, via })
 }
 
-/// Data can be read directly where whole clusters and the whole disk are aligned for it.
-fn via<S: Store>(store: &S, header: &Header) -> Via {
+/// Data in `store` can be read directly where whole clusters and the whole disk are aligned for it.
+pub(super) fn via<S: Store>(store: &S, header: &Header) -> Via {
     let align = u64::from(store.info().offset_align_bytes);
     match header.cluster_bytes().is_multiple_of(align) && header.size_bytes.is_multiple_of(align) {
         true => Via::Direct,
@@ -66,11 +66,11 @@ pub(super) fn rules(header: &Header) -> Rules {
 /// Reads and checks the first cluster.
 pub(super) async fn read_head<S: Store>(store: &S) -> Result<Head> {
     let mut bytes = read(store, 0, HEAD_BYTES.min(store.len_bytes())).await?;
-    let header = Header::parse(&bytes)?;
-    let cluster = header.cluster_bytes().min(store.len_bytes());
+    let cluster = (1 << Header::cluster_bits_of(&bytes)?).min(store.len_bytes());
     if cluster > HEAD_BYTES {
         bytes = read(store, 0, cluster).await?;
     }
+    let header = Header::parse(&bytes)?;
     bytes.truncate(cluster as usize);
     let after_header = bytes.get(header.header_bytes as usize..).unwrap_or_default();
     header.check(&feature_names_of(after_header))?;

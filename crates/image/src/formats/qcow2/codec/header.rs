@@ -122,18 +122,27 @@ impl Header {
     /// # Errors
     /// `TooShort`, `Magic`, `Version`, `ClusterBits`, `HeaderLength`, `RefcountOrder`.
     pub fn parse(bytes: &[u8]) -> Result<Self, CodecError> {
+        let cluster_bits = Self::cluster_bits_of(bytes)?;
+        match be32(bytes, 4) {
+            2 => Ok(Self::base(bytes, 2, cluster_bits)),
+            version => Self::base(bytes, version, cluster_bits).with_features(bytes),
+        }
+    }
+
+    /// The cluster size of the image that begins with `bytes`, as a power of two. 72 bytes are enough, where
+    /// [`Header::parse`] needs the whole header, which may be as long as a cluster.
+    ///
+    /// # Errors
+    /// `TooShort`, `Magic`, `Version`, `ClusterBits`.
+    pub fn cluster_bits_of(bytes: &[u8]) -> Result<u32, CodecError> {
         need("header", bytes, V2_BYTES)?;
         if bytes[..4] != MAGIC {
             return Err(CodecError::Magic(array(bytes, 0)));
         }
-        let version = be32(bytes, 4);
-        let cluster_bits = be32(bytes, 20);
+        let (version, cluster_bits) = (be32(bytes, 4), be32(bytes, 20));
         match version {
-            2 | 3 if !(MIN_CLUSTER_BITS..=MAX_CLUSTER_BITS).contains(&cluster_bits) => {
-                Err(CodecError::ClusterBits(cluster_bits))
-            }
-            2 => Ok(Self::base(bytes, version, cluster_bits)),
-            3 => Self::base(bytes, version, cluster_bits).with_features(bytes),
+            2 | 3 if (MIN_CLUSTER_BITS..=MAX_CLUSTER_BITS).contains(&cluster_bits) => Ok(cluster_bits),
+            2 | 3 => Err(CodecError::ClusterBits(cluster_bits)),
             _ => Err(CodecError::Version(version)),
         }
     }

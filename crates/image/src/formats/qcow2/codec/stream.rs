@@ -15,6 +15,8 @@ use super::header::Compression;
 
 /// The output of one step, in bytes.
 const STEP_BYTES: usize = 64 << 10;
+/// The most zstd frames of one cluster. Programs write one; each costs a new decoder.
+const MAX_FRAMES: usize = 64;
 
 /// Why a stream gives no cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
@@ -103,6 +105,8 @@ struct Zstd {
     frame: Option<Box<FrameDecoder>>,
     /// Steps of this frame that did not end it: each made at least a step's bytes.
     steps: usize,
+    /// Frames that were begun.
+    frames: usize,
 }
 
 impl Zstd {
@@ -111,7 +115,9 @@ impl Zstd {
         let fault = |left: &[u8]| if left.is_empty() { StreamFault::EndsEarly } else { StreamFault::Damaged };
         let mut frame = match self.frame.take() {
             Some(frame) => frame,
+            None if self.frames == MAX_FRAMES => return Err(StreamFault::Damaged),
             None => {
+                self.frames += 1;
                 let mut frame = Box::new(FrameDecoder::new());
                 frame.init(&mut input).map_err(|_| fault(input))?;
                 frame
@@ -122,6 +128,10 @@ impl Zstd {
         let made = frame.read(&mut cluster[filled..]).map_err(|_| StreamFault::Damaged)?;
         if frame.can_collect() > 0 {
             return Err(StreamFault::TooLong);
+        }
+        if done && made == 0 && self.steps == 0 {
+            // Frames without output could go on for the whole of the input.
+            return Err(StreamFault::Damaged);
         }
         self.steps = if done { 0 } else { self.steps + 1 };
         if self.steps * step > cluster.len() {
@@ -212,6 +222,18 @@ mod tests {
         // A window of terabytes is no stream of anybody.
         let giant = [&[0x28, 0xb5, 0x2f, 0xfd, 0, 0xff, 0x01, 0x10, 0][..], &[1; 512]].concat();
         assert_eq!(run(Compression::Zstd, &giant, 512), Err(StreamFault::Damaged));
+    }
+
+    #[test]
+    fn zstd_frames_are_counted_and_empty_ones_are_damage() {
+        let frame = |content: &[u8]| {
+            [&[0x28, 0xb5, 0x2f, 0xfd, 0, 0x88, 1 | (content.len() as u8) << 3, 0, 0][..], content].concat()
+        };
+        let full = frame(&[7; 8]);
+        assert_eq!(run(Compression::Zstd, &full.repeat(MAX_FRAMES), 512), Ok(vec![7; 512]));
+        assert_eq!(run(Compression::Zstd, &full.repeat(MAX_FRAMES + 1), 520), Err(StreamFault::Damaged));
+        let empty_first = [frame(&[]), full.repeat(64)].concat();
+        assert_eq!(run(Compression::Zstd, &empty_first, 512), Err(StreamFault::Damaged));
     }
 
     proptest! {
