@@ -235,6 +235,55 @@ fn a_large_sparse_file_costs_little_memory_and_several_walks() {
 }
 
 #[test]
+fn an_l2_table_that_all_l1_entries_name_is_read_once() {
+    let mut image = Image::usual();
+    image.data(0, 1);
+    image.put32(36, 8192);
+    for number in 0..8192 {
+        image.put64(image.l1_at() + number * 8, L2);
+    }
+    // The L1 table is one cluster, as before: the refcounts and the L2 table stay where they are.
+    let (world, bytes) = (World::new(), image.finish());
+    world.raw(PATH, &bytes);
+    let report = block_on(Format::Qcow2.check(&world.files.store(PATH), &*world.env)).unwrap();
+    assert!(report.findings.iter().any(|f| f.message.contains("that another one names")), "{:?}", report.findings[0]);
+    let read = world.files.reads().0;
+    assert!(read <= 2 * bytes.len() as u64, "{read} bytes were read");
+}
+
+#[test]
+fn snapshots_that_share_an_l1_table_are_walked_through_once() {
+    let mut image = Image::usual();
+    image.data(0, 1);
+    let l1 = image.append(&L2.to_be_bytes());
+    let mut entry = l1.to_be_bytes().to_vec();
+    entry.extend([0, 0, 0, 1, 0, 1, 0, 1]);
+    entry.extend([&[0; 20][..], &[0, 0, 0, 16], &[0; 16], b"1a"].concat());
+    entry.resize(entry.len().next_multiple_of(8), 0);
+    let table = image.append(&entry.repeat(500));
+    image.put32(60, 500);
+    image.put64(64, table);
+    let (world, bytes) = (World::new(), image.finish());
+    world.raw(PATH, &bytes);
+    let report = block_on(Format::Qcow2.check(&world.files.store(PATH), &*world.env)).unwrap();
+    assert!(report.findings[0].message.contains("499 snapshots name an L1 table"), "{:?}", report.findings[0]);
+    let read = world.files.reads().0;
+    assert!(read <= 2 * bytes.len() as u64, "{read} bytes were read");
+}
+
+#[test]
+fn a_sparse_file_without_end_is_refused() {
+    let bytes = Image::new(9, 1 << 14).finish();
+    let world = World::new();
+    let file = world.files.add(PATH, FILE);
+    file.set_len(1 << 62);
+    file.patch(0, &bytes);
+    let error = block_on(Format::Qcow2.check(&world.files.store(PATH), &*world.env)).unwrap_err();
+    assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("clusters"), "{error}");
+    assert!(world.files.reads().0 <= 65536);
+}
+
+#[test]
 fn a_repair_is_refused_and_says_what_to_do() {
     let world = World::new();
     world.raw(PATH, &Image::usual().finish());

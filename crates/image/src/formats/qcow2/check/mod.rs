@@ -5,10 +5,14 @@
 //! point past the end, clusters with two kinds of users, and wrong COPIED bits.
 //!
 //! Memory is bounded, whatever the image claims: counters for 16 Mi clusters at a time, one L2 table, one refcount block,
-//! and the first levels of the tables (8 MiB of the refcount table, 32 MiB of an L1 table). An image with more clusters
-//! is walked through several times.
+//! and the first levels of the tables (8 MiB of the refcount table, 32 MiB of an L1 table, and as much again and more to
+//! know which L2 tables it named already). An image with more clusters is walked through several times.
+//!
+//! Time is bounded by the length of the file: each L2 table is walked through once for each L1 table that names it.
 
 mod window;
+
+use std::collections::HashSet;
 
 use spile_core::{Error, ErrorKind, Result, Store};
 
@@ -26,13 +30,17 @@ use crate::check::{Report, Severity};
 const LIST_BYTES: u64 = 16 << 20;
 /// What is read at once of a table that may be long.
 const READ_BYTES: u64 = 256 << 10;
+/// The most walks through an image: enough for a file of 256 TiB with clusters of 64 KiB.
+const MAX_WALKS: u64 = 256;
 
 /// Checks the image in `store`; its backing file is not looked at.
 ///
 /// # Errors
-/// When the header cannot be read; I/O errors.
+/// When the header cannot be read; `Unsupported` when the file has more clusters than [`MAX_WALKS`] walks count; I/O
+/// errors.
 pub(super) async fn check<S: Store>(store: &S) -> Result<Report> {
     let head = read_head(store).await?;
+    refuse_endless(store, &head.header)?;
     let mut findings = Findings::default();
     findings.report.total_blocks = head.header.size_bytes.div_ceil(head.header.cluster_bytes());
     note_features(&head.header, &mut findings);
@@ -41,9 +49,41 @@ pub(super) async fn check<S: Store>(store: &S) -> Result<Report> {
     tell_list("snapshots", &snapshots, &mut findings);
     tell_list("bitmaps", &bitmaps, &mut findings);
     let blocks = read_refcount_table(store, &head.header, &mut findings).await?;
-    let walk = Walk { store, rules: rules(&head.header), head, snapshots, bitmaps, blocks };
+    let snapshot_l1s = snapshot_l1s(&head.header, &snapshots.entries, store.len_bytes(), &mut findings);
+    let walk = Walk { store, rules: rules(&head.header), head, snapshots, snapshot_l1s, bitmaps, blocks };
     walk.run(&mut findings).await?;
     Ok(findings.finish())
+}
+
+/// The length of a sparse file costs nothing, but each part of it would cost a walk.
+fn refuse_endless<S: Store>(store: &S, header: &Header) -> Result<()> {
+    let clusters = store.len_bytes().div_ceil(header.cluster_bytes());
+    let most = MAX_WALKS * WINDOW_CLUSTERS;
+    if clusters <= most {
+        return Ok(());
+    }
+    let what = format!("the file has {clusters} clusters; a check counts at most {most}");
+    Err(Error::new(ErrorKind::Unsupported, what).at_path(store.path()))
+}
+
+/// The L1 tables of the snapshots, offset and number of entries, each once. Each snapshot of a sound image has its own,
+/// so all of them together fit into the file; those of an image where they do not are left out.
+fn snapshot_l1s(header: &Header, snapshots: &[Snapshot], file_bytes: u64, findings: &mut Findings) -> Vec<(u64, u32)> {
+    let with_l1 = snapshots.iter().filter(|snapshot| snapshot.l1_entries > 0);
+    let mut tables: Vec<_> = with_l1.map(|snapshot| (snapshot.l1_offset, snapshot.l1_entries)).collect();
+    let all = tables.len();
+    tables.sort_unstable();
+    tables.dedup_by_key(|(offset, _)| *offset);
+    tables.retain(|(offset, _)| *offset != header.l1_offset);
+    if tables.len() < all {
+        let shared = all - tables.len();
+        findings.corruption(None, format!("{shared} snapshots name an L1 table that is in use already"));
+    }
+    if tables.iter().map(|(_, entries)| u64::from(*entries) * 8).sum::<u64>() > file_bytes {
+        findings.corruption(None, "the L1 tables of the snapshots are longer than the file; they are not looked at");
+        tables.clear();
+    }
+    tables
 }
 
 fn note_features(header: &Header, findings: &mut Findings) {
@@ -83,6 +123,8 @@ struct Walk<'a, S> {
     head: Head,
     rules: Rules,
     snapshots: List<Snapshot>,
+    /// L1 tables of the snapshots: offset and number of entries.
+    snapshot_l1s: Vec<(u64, u32)>,
     bitmaps: List<Bitmap>,
     /// Entries of the refcount table.
     blocks: Vec<u64>,
@@ -176,8 +218,8 @@ impl<S: Store> Walk<'_, S> {
             0 => {}
             len => refer(header.snapshots_offset, len),
         }
-        for snapshot in self.snapshots.entries.iter().filter(|snapshot| snapshot.l1_entries > 0) {
-            refer(snapshot.l1_offset, u64::from(snapshot.l1_entries) * 8);
+        for (offset, entries) in &self.snapshot_l1s {
+            refer(*offset, u64::from(*entries) * 8);
         }
         if let Some(place) = self.head.extensions.luks {
             refer(place.offset, place.len_bytes);
@@ -222,8 +264,8 @@ impl<S: Store> Walk<'_, S> {
         pass.is_active = true;
         self.walk_l1(header.l1_offset, header.l1_entries, pass, findings).await?;
         pass.is_active = false;
-        for snapshot in &self.snapshots.entries {
-            self.walk_l1(snapshot.l1_offset, snapshot.l1_entries, pass, findings).await?;
+        for (offset, entries) in &self.snapshot_l1s {
+            self.walk_l1(*offset, *entries, pass, findings).await?;
         }
         Ok(())
     }
@@ -238,6 +280,7 @@ impl<S: Store> Walk<'_, S> {
             }
             Err(error) => return Err(error),
         };
+        let mut walked = HashSet::new();
         let covered = 1u64 << self.header().l2_coverage_bits();
         for (number, entry) in (0u64..).zip(l1) {
             let place = offset + number * 8;
@@ -251,7 +294,11 @@ impl<S: Store> Walk<'_, S> {
                 Ok(Some(table)) => {
                     pass.window.refer(table, self.cluster_bytes(), User::L2, findings);
                     self.check_copied("L1", entry, table, place, pass, findings);
-                    self.walk_l2(table, number.saturating_mul(covered), pass, findings).await?;
+                    if walked.insert(table) {
+                        self.walk_l2(table, number.saturating_mul(covered), pass, findings).await?;
+                    } else {
+                        pass.tell(findings, place, || "an L1 entry names an L2 table that another one names".into());
+                    }
                 }
                 Err(fault) => pass.tell(findings, place, || format!("the L1 entry {entry:#018x} is wrong: {fault}")),
             }
