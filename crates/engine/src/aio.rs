@@ -10,6 +10,10 @@
 //! lock and returns. All writes of a turn go to the kernel in one call. The end of each write is announced by an
 //! eventfd, which the ring reads. When the process is killed, the kernel waits for these transfers before it closes the
 //! process's files, so their locks last as long as the transfers.
+//!
+//! io_submit makes the worker wait where the file system makes every writer wait: while it is frozen, while it reads its
+//! maps of free space, and until the device has answered for a write past the end of the file or for a part of a file
+//! system block in a hole.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};

@@ -47,6 +47,10 @@ pub fn on_failed_sync(hear: impl Fn() + Send + Sync + 'static) {
     let _ = FAILED_SYNC.set(Box::new(hear));
 }
 
+fn is_regular(fd: &OwnedFd) -> bool {
+    rustix::fs::fstat(fd).is_ok_and(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file())
+}
+
 pub(crate) struct Fd {
     fd: OwnedFd,
     /// The identity of this file. Unlike a descriptor's number it is never used twice in a process.
@@ -55,6 +59,8 @@ pub(crate) struct Fd {
     pub(crate) table_index: Option<u32>,
     /// True when it was opened with O_DIRECT.
     pub(crate) direct: bool,
+    /// True for a regular file opened with O_DIRECT: a write may need space. A device has no holes.
+    pub(crate) may_need_space: bool,
     /// The descriptor that holds the file's locks, when it is not this one. It is kept open as long as a transfer
     /// through this one is in flight, so that the file stays locked until the last transfer has ended.
     _locked: Option<Arc<Fd>>,
@@ -80,8 +86,10 @@ impl Fd {
     }
 
     fn new(fd: OwnedFd, table_index: Option<u32>, locked: Option<Arc<Fd>>) -> Arc<Self> {
+        let may_need_space = locked.is_some() && is_regular(&fd);
         Arc::new(Self {
             fd,
+            may_need_space,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             table_index,
             direct: locked.is_some(),
@@ -131,5 +139,20 @@ impl Drop for Fd {
             lock::release(self.fd.as_fd());
             relock(&TABLE).free.push(index);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_files_need_space() {
+        let direct = |file: std::fs::File| {
+            let cached = Fd::file(file.try_clone().unwrap().into());
+            Fd::direct(file.into(), &cached).may_need_space
+        };
+        assert!(direct(tempfile::tempfile().unwrap()));
+        assert!(!direct(std::fs::File::open("/dev/zero").unwrap()));
     }
 }

@@ -464,11 +464,12 @@ impl Uring {
         }
     }
 
-    /// Finds another way for a transfer that the ring would not do: AIO for a direct write, which most likely goes to a
-    /// hole, and a helper thread for everything else and for what AIO does not take.
+    /// Finds another way for a transfer that the ring would not do: AIO for a direct write to a file, which most likely goes
+    /// to a hole, and a helper thread for everything else and for what AIO does not take. A device has no holes: the ring
+    /// refuses a write there when the device is out of tags, and AIO would make the worker wait for one.
     fn do_by_waiting(&mut self, key: u64) {
         let op = self.slots[index_of(key)].op.as_mut().expect("an operation in flight is in its slot");
-        let is_write = op.kind == Kind::Write && op.fd.direct;
+        let is_write = op.kind == Kind::Write && op.fd.may_need_space;
         if !is_write || std::mem::replace(&mut op.tried_aio, true) || !self.queue_for_aio(key) {
             self.hand_over(key);
         }
