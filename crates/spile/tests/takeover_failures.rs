@@ -45,7 +45,7 @@ fn take(dir: &Path) -> Inheritance {
         key(&Role::Nbd, None, Some(&unix("n"))),
         key(&Role::Control, None, Some(&unix("c"))),
     ];
-    let disk = Identity::of(&dir.join("d.raw").display().to_string().parse().unwrap(), None);
+    let disk = Identity::of(&dir.join("d.raw").display().to_string().parse().unwrap(), None, None);
     let exports = vec![Exported { name: String::new(), disk }];
     ask(&dir.join("c"), keys.to_vec(), 16, exports).unwrap().expect("a server is there")
 }

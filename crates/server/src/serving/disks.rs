@@ -92,7 +92,7 @@ impl Opening {
 
     /// The identity of what `spec` names now.
     pub fn identity_of(&self, spec: &DiskSpec) -> Identity {
-        Identity::of(spec, self.format)
+        Identity::of(spec, self.format, self.parent_format)
     }
 
     /// Forgets the disk of this name.
@@ -118,7 +118,7 @@ impl Opening {
     /// Every export with the disk behind it, as the disks' paths are now.
     pub fn exported(&self) -> Vec<Exported> {
         let each = |(spec, names): &(DiskSpec, Vec<String>)| {
-            let disk = Identity::of(spec, self.format);
+            let disk = self.identity_of(spec);
             names.clone().into_iter().map(move |name| Exported { name, disk: disk.clone() })
         };
         self.specs.iter().flat_map(each).collect()
@@ -171,7 +171,7 @@ impl Opening {
             label: disks::label(&spec.source),
             kind,
             read_only: spec.read_only,
-            identity: Identity::of(spec, self.format),
+            identity: self.identity_of(spec),
         })
     }
 

@@ -39,6 +39,9 @@ pub struct Identity {
     pub place: Place,
     /// The format that its bytes are read as.
     pub format: String,
+    /// The format of a parent that its child does not name, where one was said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent_format: Option<String>,
     /// Writes are refused.
     pub read_only: bool,
     /// For messages: its path, or what was typed. Two identities with other labels may be the same.
@@ -46,8 +49,9 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// The identity of what `spec` names now; `format` is for a disk that says none itself.
-    pub fn of(spec: &DiskSpec, format: Option<Format>) -> Self {
+    /// The identity of what `spec` names now; `format` is for a disk that says none itself, `parent_format` for a parent
+    /// whose child says none.
+    pub fn of(spec: &DiskSpec, format: Option<Format>, parent_format: Option<Format>) -> Self {
         let format = spec.format.or(format);
         let (place, format) = match &spec.source {
             Locator::Path(path) => (place_of(path), format.or_else(|| Format::from_extension(path))),
@@ -55,7 +59,13 @@ impl Identity {
             other => (Place::Locator(other.to_string()), Some(Format::Raw)),
         };
         let format = format.map_or_else(|| "unknown".to_owned(), |format| format.to_string());
-        Self { place, format, read_only: spec.read_only, label: crate::disks::label(&spec.source) }
+        Self {
+            place,
+            format,
+            parent_format: parent_format.map(|format| format.to_string()),
+            read_only: spec.read_only,
+            label: crate::disks::label(&spec.source),
+        }
     }
 
     /// True when it may be served several times: nothing is written, or there is no file.
@@ -65,15 +75,19 @@ impl Identity {
 
     /// True when both are the same disk, read in the same way.
     pub fn is_same(&self, other: &Self) -> bool {
-        (&self.place, &self.format, self.read_only) == (&other.place, &other.format, other.read_only)
-            && self.place != Place::Missing
+        let key = |disk: &Self| (disk.place.clone(), disk.format.clone(), disk.parent_format.clone(), disk.read_only);
+        key(self) == key(other) && self.place != Place::Missing
     }
 }
 
 impl fmt::Display for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let read_only = if self.read_only { ", read-only" } else { "" };
-        write!(f, "{} ({}{read_only}", self.label, self.format)?;
+        write!(f, "{} ({}", self.label, self.format)?;
+        if let Some(format) = &self.parent_format {
+            write!(f, " over {format}")?;
+        }
+        f.write_str(read_only)?;
         match &self.place {
             Place::File { device, inode } => write!(f, ", inode {inode} on device {device})"),
             Place::BlockDevice(number) => write!(f, ", block device {number})"),
@@ -123,7 +137,14 @@ mod tests {
     use super::*;
 
     fn identity(spec: &str) -> Identity {
-        Identity::of(&spec.parse().unwrap(), None)
+        Identity::of(&spec.parse().unwrap(), None, None)
+    }
+
+    #[test]
+    fn a_parent_that_is_read_as_another_format_makes_another_disk() {
+        let of = |format| Identity::of(&"null:1M".parse().unwrap(), None, format);
+        assert!(of(Some(Format::Raw)).is_same(&of(Some(Format::Raw))));
+        assert!(!of(Some(Format::Raw)).is_same(&of(Some(Format::Vhd))) && !of(None).is_same(&of(Some(Format::Raw))));
     }
 
     #[test]
