@@ -112,6 +112,7 @@ impl DiskArgs {
         let mut pair = |option: &str, value: OsString| words.extend([option.into(), value]);
         self.parents.allow_parents.iter().for_each(|folder| pair("--allow-parents", folder.clone().into()));
         self.parents.backing_format.iter().for_each(|format| pair("--backing-format", format.to_string().into()));
+        words.extend(self.parents.allow_data_file.then(|| "--allow-data-file".into()));
         words.extend(self.place.arguments());
         words
     }
