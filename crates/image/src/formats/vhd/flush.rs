@@ -138,12 +138,21 @@ impl<S: Store> Sparse<S> {
         Ok(())
     }
 
-    /// Rule 6. No request may be in flight.
-    pub(crate) async fn close(&self) -> Result<()> {
-        if self.is_read_only() {
-            return Ok(());
-        }
+    /// Rule 6: leaves the file as other programs expect it; the image can still be read. No request that changes it may be
+    /// in flight. Reads and flushes may: those of a graph in which it is a parent.
+    pub(super) async fn seal(&self) -> Result<()> {
         self.flush().await?;
+        // A flush that ran beside this would empty released places behind the end at which the file is cut. One that waits
+        // finds the image read-only and durable.
+        let _running = self.flusher.running.lock().await;
+        if !self.is_read_only() {
+            self.end_file().await?;
+            self.read_only.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    async fn end_file(&self) -> Result<()> {
         self.mend_copy().await?;
         if !self.store.info().grows_zeroed {
             self.write_footer_at(self.store.len_bytes() - SECTOR).await?;

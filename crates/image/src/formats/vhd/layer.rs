@@ -1,7 +1,5 @@
 //! A VHD as a graph sees it.
 
-use std::sync::atomic::Ordering;
-
 use spile_core::{Extent, Result, Store, StoreOffset, Via};
 
 use super::codec::footer::Footer;
@@ -171,8 +169,7 @@ impl<S: Store> Layer<S> for Vhd<S> {
         match self {
             Self::Fixed(_, raw) => raw.seal().await,
             Self::Sparse(sparse) => {
-                sparse.close().await?;
-                sparse.read_only.store(true, Ordering::Release);
+                sparse.seal().await?;
                 sparse.bits.shrink(SEALED_CACHE_BYTES, sparse.layout.bitmap_bytes as usize);
                 Ok(())
             }
