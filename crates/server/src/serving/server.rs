@@ -84,11 +84,12 @@ pub fn serve(settings: Settings, signals: EndSignals, say: impl Fn(&dyn Display)
     if settings.control == ControlPlace::ByName {
         sockets.extend(control_by_name(&settings.name));
     }
+    let control_name = (settings.control == ControlPlace::ByName).then_some(settings.name);
     let Settings { opening, options, .. } = settings;
     let (sender, events) = mpsc::channel();
     let view = Arc::default();
-    let mut serving =
-        Serving { opening, options, engine, fronts, disks: Vec::new(), listening: Vec::new(), view, sender };
+    let (disks, listening) = (Vec::new(), Vec::new());
+    let mut serving = Serving { opening, options, engine, fronts, disks, listening, view, sender, control_name };
     let served = serving.run(sockets, inheritance, signals, &events, say);
     serving.view.show(None);
     let Serving { engine, disks, fronts, .. } = serving;
@@ -117,6 +118,8 @@ struct Serving {
     listening: Vec<Listening>,
     view: Arc<View>,
     sender: mpsc::Sender<Event>,
+    /// The name of the control socket, where the command line names none.
+    control_name: Option<String>,
 }
 
 /// How the server ends.
@@ -171,7 +174,7 @@ impl Serving {
     /// Goes on with what a server before us had, and listens.
     fn start(&mut self, sockets: Vec<Socket>, inheritance: Option<&mut Inheritance>) -> Result<()> {
         for socket in sockets {
-            self.listening.push(Listening::publish(socket)?);
+            self.listening.extend(self.publish(socket)?);
         }
         let shares = self.share_sockets()?;
         if let Some(inheritance) = inheritance {
@@ -190,6 +193,26 @@ impl Serving {
         };
         let context = Context { view: self.view.clone(), events: self.sender.clone(), server: server.into() };
         http::listen(control.share()?, context)
+    }
+
+    /// Makes a socket appear under its name. A control socket that nobody asked for may lose its name to a server that starts
+    /// at the same moment, and then gets the next one; whatever else fails about it is only logged.
+    fn publish(&self, socket: Socket) -> Result<Option<Listening>> {
+        let Some(name) = self.control_name.as_ref().filter(|_| socket.role == Role::Control) else {
+            return Listening::publish(socket).map(Some);
+        };
+        let mut next = Some(socket);
+        while let Some(socket) = next {
+            match Listening::publish(socket) {
+                Ok(listening) => return Ok(Some(listening)),
+                Err(error) if error.kind() == ErrorKind::Busy => next = control_by_name(name),
+                Err(error) => {
+                    tracing::warn!("there is no control socket: {error}");
+                    break;
+                }
+            }
+        }
+        Ok(None)
     }
 
     fn share_sockets(&self) -> Result<Vec<OwnedFd>> {
