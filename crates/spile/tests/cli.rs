@@ -200,7 +200,7 @@ fn mistakes_are_told_with_what_and_where() {
     ok(dir, &["create", "a.raw", "--size", "1M"]);
     let cases: [(&[&str], i32, &str); 10] = [
         (&["create", "a.raw", "--size", "1M"], 1, "a.raw"),
-        (&["create", "x", "--size", "1M"], 1, "--format raw or --format vhd"),
+        (&["create", "x", "--size", "1M"], 1, "--format raw, --format vhd or --format qcow2"),
         (&["create", "x.vhd"], 2, "--size"),
         (&["create", "x.vhd", "--size", "20GB"], 2, "20GB"),
         (&["create", "x.vhd", "--size", "1000"], 1, "multiple of 512"),
