@@ -9,6 +9,7 @@
 #[macro_use]
 mod table;
 
+mod bytes;
 pub mod qcow2;
 pub mod raw;
 pub mod vhd;

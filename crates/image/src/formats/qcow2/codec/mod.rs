@@ -20,6 +20,8 @@ pub mod table;
 
 pub use error::CodecError;
 
+use crate::formats::bytes::{array, be16, be32, be64, put};
+
 /// The smallest cluster that the specification allows, as a power of two: 512 bytes.
 pub const MIN_CLUSTER_BITS: u32 = 9;
 /// The largest cluster that is opened, as a power of two: 2 MiB. QEMU opens none larger.
@@ -37,33 +39,6 @@ pub const MAX_NAME_BYTES: usize = 1023;
 pub const OFFSET_MASK: u64 = (1 << 56) - (1 << 9);
 /// The bit of an L1 or L2 entry that says that the refcount of what it points at is exactly 1.
 pub const COPIED: u64 = 1 << 63;
-
-/// The big-endian `u16` at `at`.
-fn be16(bytes: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes(array(bytes, at))
-}
-
-/// The big-endian `u32` at `at`.
-fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(array(bytes, at))
-}
-
-/// The big-endian `u64` at `at`.
-fn be64(bytes: &[u8], at: usize) -> u64 {
-    u64::from_be_bytes(array(bytes, at))
-}
-
-/// The `N` bytes at `at`; callers have checked the length.
-fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    let mut out = [0; N];
-    out.copy_from_slice(&bytes[at..at + N]);
-    out
-}
-
-/// Copies `value` to `at`.
-fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
-    bytes[at..at + value.len()].copy_from_slice(value);
-}
 
 /// Checks that `bytes` holds a structure of `needed_bytes`.
 fn need(what: &'static str, bytes: &[u8], needed_bytes: usize) -> Result<(), CodecError> {

@@ -19,39 +19,14 @@ pub mod time;
 
 pub use error::CodecError;
 
+use crate::formats::bytes::{array, be16, be32, be64, put};
+
 /// The largest virtual disk in bytes: 2040 GiB, the limit of the specification and of every known writer. It leaves
 /// room for bitmaps below the 2 TiB that 32-bit sector numbers reach.
 pub const MAX_SIZE_BYTES: u64 = 0xff00_0000 * SECTOR_BYTES;
 
 /// The unit of VHD, in bytes.
 pub(crate) const SECTOR_BYTES: u64 = 512;
-
-/// The big-endian `u16` at `at`.
-fn be16(bytes: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes(array(bytes, at))
-}
-
-/// The big-endian `u32` at `at`.
-fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(array(bytes, at))
-}
-
-/// The big-endian `u64` at `at`.
-fn be64(bytes: &[u8], at: usize) -> u64 {
-    u64::from_be_bytes(array(bytes, at))
-}
-
-/// The `N` bytes at `at`; callers have checked the length.
-fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    let mut out = [0; N];
-    out.copy_from_slice(&bytes[at..at + N]);
-    out
-}
-
-/// Copies `value` to `at`.
-fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
-    bytes[at..at + value.len()].copy_from_slice(value);
-}
 
 /// The checksum of a footer or header whose checksum field is the four bytes at `field_at`: the complement of the
 /// sum of all other bytes.
