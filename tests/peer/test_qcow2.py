@@ -249,7 +249,7 @@ class Chains(Qcow2):
             run("qemu-io", "-f", "qcow2", *[word for line in lines for word in ("-c", line)], image)
             below = (image.name, "qcow2")
         self.assertReadsAlike(image)
-        self.assertEqual(len(spile_json("info", image)["layers"]), 8)
+        self.assertEqual(len(spile_json("info", "--chain", image)["layers"]), 8)
 
     def test_a_parent_without_a_named_format(self):
         self.raw_of(self.image(seed=30), "base.raw")
@@ -259,7 +259,8 @@ class Chains(Qcow2):
         at = raw.index(struct.pack(">I", 0xE2792ACA))
         raw[at:at + 4] = b"none"
         image.write_bytes(raw)
-        self.assertIn("--backing-format", text(spile("info", image, ok=False).stderr))
+        self.assertIn("--backing-format", text(spile("info", "--chain", image, ok=False).stderr))
+        self.assertIsNone(spile_json("info", image)["layers"][0]["qcow2"]["parent_format"])
         truth = self.path("truth.raw")
         run("qemu-img", "convert", "--image-opts", "-O", "raw",
             f"driver=qcow2,file.filename={image},backing.driver=raw,backing.file.filename={self.path('base.raw')}", truth)

@@ -19,5 +19,5 @@ mod range_lock;
 pub use facts::LayerInfo;
 pub use formats::Format;
 pub use graph::{Graph, GraphLayer, LayerId, MAX_LAYERS};
-pub use open::{OpenOptions, open_layer};
+pub use open::{Described, OpenOptions, describe, open_layer};
 pub use range_lock::{RangeGuard, RangeLock};

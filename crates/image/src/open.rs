@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use futures_util::future::join_all;
-use spile_core::{Env, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
+use spile_core::{Env, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store, Via};
 
+use crate::facts::LayerInfo;
 use crate::formats::{AnyLayer, Format, OpenLayer};
 use crate::graph::{GraphLayer, check_length};
 use crate::layer::{Identity, Layer, ParentRef};
-use crate::parents::{Policy, candidates};
+use crate::parents::{Policy, candidates, quoted};
 
 /// How to open a chain.
 #[derive(Clone, Debug)]
@@ -26,6 +27,8 @@ pub struct OpenOptions {
     pub parent_format: Option<Format>,
     /// Images may name another file that holds their data.
     pub allow_data_file: bool,
+    /// Refuse an image that has a parent, wherever the parent lies.
+    pub no_parents: bool,
 }
 
 impl Default for OpenOptions {
@@ -37,8 +40,19 @@ impl Default for OpenOptions {
             metadata_cache_bytes: 64 << 20,
             parent_format: None,
             allow_data_file: false,
+            no_parents: false,
         }
     }
+}
+
+/// What an image says by itself, with nothing open but its own file.
+#[derive(Clone, Debug)]
+pub struct Described {
+    /// The image.
+    pub layer: LayerInfo,
+    /// The unit of offsets and lengths of requests, in bytes. `None` when the data lie in another file, which is not
+    /// opened.
+    pub request_align_bytes: Option<u32>,
 }
 
 /// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
@@ -50,6 +64,13 @@ fn format_of(at: &Locator, given: Option<Format>) -> Result<Format> {
         Locator::Path(path) => Format::of(path, given),
         Locator::Nbd(_) => Ok(given.unwrap_or(Format::Raw)),
         Locator::Null(_) | Locator::Mem(_) => Ok(Format::Raw),
+    }
+}
+
+fn canonical<F: Files>(files: &F, at: &Locator) -> Result<Locator> {
+    match at {
+        Locator::Path(path) => Ok(Locator::Path(files.canonical(path).at_path(path)?)),
+        other => Ok(other.clone()),
     }
 }
 
@@ -65,6 +86,30 @@ pub async fn open_layer<F: Files>(
 ) -> Result<Arc<GraphLayer<F::Store>>> {
     let (_, image) = Search::from_leaf(files, &env, &at.into(), options).await?;
     Ok(GraphLayer::new(image, options.read_only))
+}
+
+/// Describes the image at `at`. Neither parents nor a data file are opened, and the names that the image has for them are
+/// not looked up.
+///
+/// # Errors
+/// As [`Graph::open`](crate::Graph::open), for this image alone.
+pub async fn describe<F: Files>(
+    files: &F,
+    env: Arc<dyn Env>,
+    at: impl Into<Locator>,
+    format: Option<Format>,
+) -> Result<Described> {
+    let at = at.into();
+    let format = format_of(&at, format)?;
+    let at = canonical(files, &at)?;
+    let store = files.open(&at, OpenMode::ReadOnly).await?;
+    let image = format.open(store, &env, PARENT).await?;
+    let (align, least) = (image.store().info().offset_align_bytes, image.request_align_bytes());
+    let align = if image.via() == Via::Direct { align.max(least) } else { least };
+    // A data file whose name makes no sense is a data file, too.
+    let has_data_file = !matches!(image.data_file(), Ok(None));
+    let layer = GraphLayer::new(image, true).info();
+    Ok(Described { layer, request_align_bytes: (!has_data_file).then_some(align) })
 }
 
 /// Opens the image at `at` and all its parents; leaf first. With a leaf that is opened for writing, all parents are
@@ -120,10 +165,7 @@ impl<'a, F: Files> Search<'a, F> {
         options: &'a OpenOptions,
     ) -> Result<(Self, AnyLayer<F::Store>)> {
         let format = format_of(at, options.format)?;
-        let at = match at {
-            Locator::Path(path) => Locator::Path(files.canonical(path).at_path(path)?),
-            other => other.clone(),
-        };
+        let at = canonical(files, at)?;
         let policy = Policy::new(files, at.as_path(), &options.allow_parents)?;
         let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
         let how = OpenLayer { read_only: options.read_only, cache_bytes: options.metadata_cache_bytes / 2 };
@@ -139,6 +181,9 @@ impl<'a, F: Files> Search<'a, F> {
     async fn parent_of(&mut self, child: &AnyLayer<F::Store>) -> Result<Option<AnyLayer<F::Store>>> {
         let path = child.store().path();
         let Some(parent) = child.parent().await.at_path(path)? else { return Ok(None) };
+        if self.options.no_parents {
+            return Err(parents_denied(path, &parent.names));
+        }
         let format = parent.format.or(self.options.parent_format).ok_or_else(|| unnamed_format(path))?;
         let mut first_error = None;
         for candidate in candidates(self.files, path, &parent.names, &self.policy)? {
@@ -231,6 +276,12 @@ fn unnamed_format(child: &Path) -> Error {
     Error::new(ErrorKind::Unsupported, "the image does not say which format its parent has, and it is never guessed")
         .at_path(child)
         .hint("name it with --backing-format")
+}
+
+fn parents_denied(child: &Path, names: &[PathBuf]) -> Error {
+    Error::new(ErrorKind::Denied, format!("the image has a parent, which it names itself: {}", quoted(names)))
+        .at_path(child)
+        .hint("parents are not followed with --no-parents")
 }
 
 fn data_file_denied(image: &Path, name: &Path) -> Error {

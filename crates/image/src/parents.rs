@@ -69,9 +69,13 @@ fn denied_error(child: &Path, path: &Path) -> Error {
 }
 
 fn not_found(child: &Path, names: &[PathBuf]) -> Error {
-    // Quoted and escaped: the names are the image's, and go to a terminal.
-    let names: Vec<_> = names.iter().map(|name| format!("{name:?}")).collect();
-    Error::new(ErrorKind::NotFound, format!("the parent is not there; tried: {}", names.join(", ")))
+    Error::new(ErrorKind::NotFound, format!("the parent is not there; tried: {}", quoted(names)))
         .at_path(child)
         .hint("put the parent beside the child, or use --allow-parents DIR if it lies elsewhere")
+}
+
+/// `names` for a message: quoted and escaped, because they come from an image and go to a terminal.
+pub(crate) fn quoted(names: &[PathBuf]) -> String {
+    let names: Vec<_> = names.iter().map(|name| format!("{name:?}")).collect();
+    names.join(", ")
 }

@@ -9,7 +9,7 @@ use qcow2_image::Image;
 use spile_core::{Disk, ErrorKind};
 use spile_image::create::{NewImage, NewParent};
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::{Format, LayerInfo, OpenOptions};
+use spile_image::{Format, LayerInfo, OpenOptions, describe};
 use support::{FILE, World, block_on, read, write};
 
 const CLUSTER: u64 = 65536;
@@ -172,5 +172,33 @@ fn a_parent_may_end_within_a_sector() {
         let content = read(&disk, 0..1 << 20);
         let wrong = (0u64..).zip(&content).find(|(at, byte)| **byte != u8::from(*at < end));
         assert_eq!(wrong, None, "with its last cluster: {has_last_cluster}");
+    }
+}
+
+#[test]
+fn case_39_and_42_a_description_opens_nothing_else() {
+    for (name, format, data) in [
+        ("json:{\"file.filename\":\"/etc/shadow\"}", Some("raw"), None),
+        ("/etc/shadow", Some("raw"), None),
+        ("base.qcow2", None, None),
+        ("base.qcow2", Some("vmdk"), Some("data.raw")),
+    ] {
+        let mut image = Image::usual();
+        image.backing(name, format);
+        if let Some(data) = data {
+            image.incompatible(4);
+            image.extension(0x4441_5441, data.as_bytes());
+        }
+        let world = World::new();
+        world.raw("/d/a.qcow2", &image.finish());
+        for path in ["/etc/shadow", "/d/base.qcow2", "/d/data.raw"] {
+            world.raw(path, &[1; 512]);
+        }
+        let found = block_on(describe(&world.files, world.env.clone(), Path::new("/d/a.qcow2"), None)).unwrap();
+        assert_eq!(world.files.opened(), [Path::new("/d/a.qcow2")]);
+        assert_eq!(found.request_align_bytes.is_none(), data.is_some());
+        let facts = format!("{:?} {:?}", found.layer.facts.values, found.layer.facts.lines);
+        let shown = name.split(':').next().unwrap();
+        assert!(facts.contains(shown) && facts.contains(format.unwrap_or("not named")), "{facts}");
     }
 }

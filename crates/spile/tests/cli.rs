@@ -28,7 +28,7 @@ fn info_knows_what_create_made() {
     ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
     ok(dir, &["create", "f.vhd", "--size", "1M", "--subformat", "fixed"]);
     ok(dir, &["create", "r", "--size", "1536", "--format", "raw"]);
-    let child = json(dir, &["info", "c.vhd"]);
+    let child = json(dir, &["info", "--chain", "c.vhd"]);
     assert_eq!(child["virtual_size_bytes"], 1u64 << 30);
     assert_eq!(child["layers"].as_array().unwrap().len(), 2);
     let (leaf, parent) = (&child["layers"][0]["vhd"], &child["layers"][1]["vhd"]);
@@ -36,7 +36,7 @@ fn info_knows_what_create_made() {
     assert_eq!(leaf["parent_uuid"], parent["uuid"]);
     assert_eq!(json(dir, &["info", "f.vhd"])["layers"][0]["vhd"]["subformat"], "fixed");
     assert_eq!(json(dir, &["info", "r", "--format", "raw"])["virtual_size_bytes"], 1536);
-    let text = ok(dir, &["info", "c.vhd"]);
+    let text = ok(dir, &["info", "--chain", "c.vhd"]);
     assert!(text.contains("virtual size:   1 GiB") && text.contains("parent 1:"), "{text}");
 }
 
@@ -165,8 +165,11 @@ fn a_missing_parent_is_corruption_to_check_and_named_to_others() {
     ok(dir, &["create", "p.vhd", "--size", "1M"]);
     ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
     fs::remove_file(dir.join("p.vhd")).unwrap();
-    let err = fails(dir, 1, &["info", "c.vhd"]);
-    assert!(err.contains("p.vhd") && err.contains("--allow-parents"), "{err}");
+    for args in [&["info", "--chain", "c.vhd"][..], &["map", "c.vhd"]] {
+        let err = fails(dir, 1, args);
+        assert!(err.contains("p.vhd") && err.contains("--allow-parents"), "{err}");
+    }
+    ok(dir, &["info", "c.vhd"]);
     fails(dir, 3, &["check", "c.vhd"]);
 }
 
@@ -178,9 +181,42 @@ fn parents_elsewhere_need_a_word() {
     fs::create_dir_all(dir.join("leaf")).unwrap();
     ok(dir, &["create", "base/p.vhd", "--size", "1M"]);
     ok(dir, &["create", "leaf/c.vhd", "--parent", "base/p.vhd"]);
-    let err = fails(dir, 1, &["info", "leaf/c.vhd"]);
+    let err = fails(dir, 1, &["info", "--chain", "leaf/c.vhd"]);
     assert!(err.contains("outside the folders") && err.contains("--allow-parents"), "{err}");
-    ok(dir, &["info", "leaf/c.vhd", "--allow-parents", "base"]);
+    ok(dir, &["info", "--chain", "leaf/c.vhd", "--allow-parents", "base"]);
+    let err = fails(dir, 2, &["info", "leaf/c.vhd", "--allow-parents", "base"]);
+    assert!(err.contains("--chain"), "{err}");
+}
+
+#[test]
+fn info_opens_the_image_alone_and_names_its_parent() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "p.vhd", "--size", "1M"]);
+    ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
+    // What the parent holds does not matter: it is not opened.
+    fs::write(dir.join("p.vhd"), "no VHD").unwrap();
+    let info = json(dir, &["info", "c.vhd"]);
+    assert_eq!(info["layers"].as_array().unwrap().len(), 1);
+    let leaf = &info["layers"][0]["vhd"];
+    assert_eq!((leaf["parent_name"].as_str(), leaf["parent_format"].as_str()), (Some("p.vhd"), Some("vhd")));
+    let text = ok(dir, &["info", "c.vhd"]);
+    assert!(text.contains("p.vhd (vhd, ") && !text.contains("parent 1:"), "{text}");
+    fails(dir, 1, &["info", "c.vhd", "--backing-chain"]);
+}
+
+#[test]
+fn no_parents_refuses_a_parent_in_the_own_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "p.vhd", "--size", "1M"]);
+    ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
+    for args in [&["convert", "c.vhd", "x.raw"][..], &["map", "c.vhd"], &["info", "--chain", "c.vhd"]] {
+        let err = fails(dir, 1, &[args, &["--no-parents"]].concat());
+        assert!(err.contains("p.vhd") && err.contains("--no-parents"), "{err}");
+        ok(dir, args);
+    }
+    ok(dir, &["map", "p.vhd", "--no-parents"]);
 }
 
 #[test]

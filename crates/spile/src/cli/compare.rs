@@ -10,7 +10,7 @@ use spile_node::Aligned;
 use spile_store::CacheMode;
 
 use super::copy::{CHUNK_BYTES, Chunks, for_each, read};
-use super::{Exit, ParentArgs, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
+use super::{Exit, ReadArgs, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
 use crate::disks;
 use crate::units::format_size;
 
@@ -34,7 +34,7 @@ pub struct CompareArgs {
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "page")]
     cache: CacheMode,
     #[command(flatten)]
-    parents: ParentArgs,
+    read: ReadArgs,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -51,8 +51,8 @@ struct Compared {
 /// # Errors
 /// When a disk cannot be opened or read.
 pub fn run(args: &CompareArgs) -> Result<Exit> {
-    let a = (disks::locate(&args.a)?, args.parents.read_only(args.from));
-    let b = (disks::locate(&args.b)?, args.parents.read_only(args.to));
+    let a = (disks::locate(&args.a)?, args.read.read_only(args.from));
+    let b = (disks::locate(&args.b)?, args.read.read_only(args.to));
     let cache = args.cache;
     let compared = on_engine(move || async move {
         let a = open(cache, &a.0, &a.1).await?;

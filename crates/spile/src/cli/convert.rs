@@ -14,7 +14,7 @@ use spile_store::CacheMode;
 
 use super::copy::{Chunks, data_runs, for_each, read};
 use super::create;
-use super::{Exit, ParentArgs, on_engine, parse_cache, parse_format, parse_subformat, print_json, progress_bar, say};
+use super::{Exit, ReadArgs, on_engine, parse_cache, parse_format, parse_subformat, print_json, progress_bar, say};
 use crate::disks;
 use crate::signals::EndSignals;
 use crate::units::format_size;
@@ -42,7 +42,7 @@ pub struct ConvertArgs {
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "page")]
     cache: CacheMode,
     #[command(flatten)]
-    parents: ParentArgs,
+    read: ReadArgs,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -168,7 +168,7 @@ impl Drop for HalfMade {
 /// Copies into a new disk at `half`, and makes it durable.
 fn convert(args: &ConvertArgs, to: Format, half: PathBuf) -> Result<Converted> {
     let (src, cache, subformat) = (args.src.clone(), args.cache, args.subformat.clone());
-    let read_options = args.parents.read_only(args.from);
+    let read_options = args.read.read_only(args.from);
     let write_options = OpenOptions { format: Some(to), ..OpenOptions::default() };
     on_engine(move || async move {
         let src = open(cache, &src, &read_options).await?;

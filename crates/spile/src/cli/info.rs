@@ -1,31 +1,43 @@
-//! `spile info`: what a disk is, layer by layer.
+//! `spile info`: what a disk is, and with `--chain` what its parents are.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
+use std::sync::Arc;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
-use spile_core::{Disk, DiskInfo, Result};
-use spile_image::LayerInfo;
+use spile_core::{Disk, Locator, Result};
+use spile_engine::OsEnv;
 use spile_image::facts::{Record, Value};
-use spile_store::CacheMode;
+use spile_image::{Format, LayerInfo, OpenOptions, describe};
+use spile_store::{CacheMode, OsFiles};
 
 use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
 use crate::disks;
 use crate::units::format_size;
 
-/// Show what a disk is: format, sizes, chain, alignment
+/// Show what a disk is: format, sizes, alignment, and what it says of its parent
+///
+/// Only DISK itself is opened, so that an image from elsewhere can be looked at before it is trusted. With --chain, its
+/// parents are opened and shown, too; then a parent that is missing or wrong is an error.
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("parents").args(PARENT_OPTIONS).multiple(true).requires("chain")))]
 pub struct InfoArgs {
     /// The disk
     disk: PathBuf,
+    /// Open and show the parents, too
+    #[arg(long, visible_alias = "backing-chain")]
+    chain: bool,
     #[command(flatten)]
     open: OpenArgs,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
 }
+
+/// The options that speak of files other than DISK.
+const PARENT_OPTIONS: [&str; 3] = ["allow_parents", "backing_format", "allow_data_file"];
 
 #[derive(Debug, Serialize)]
 struct Info {
@@ -34,7 +46,7 @@ struct Info {
     format: String,
     virtual_size_bytes: u64,
     used_bytes: Option<u64>,
-    request_align_bytes: u32,
+    request_align_bytes: Option<u32>,
     layers: Vec<Layer>,
 }
 
@@ -46,7 +58,7 @@ struct Layer {
     virtual_size_bytes: u64,
     file_bytes: u64,
     used_bytes: Option<u64>,
-    needs_page_cache: bool,
+    needs_page_cache: Option<bool>,
     /// What only the format knows, under the format's name.
     #[serde(flatten)]
     facts: Map<String, Json>,
@@ -62,11 +74,10 @@ struct Layer {
 /// When the disk cannot be opened.
 pub fn run(args: &InfoArgs) -> Result<Exit> {
     let (source, options) = (disks::locate(&args.disk)?, args.open.read_only());
-    let (disk, layers) = on_engine(move || async move {
-        let chain = disks::open(CacheMode::Direct, &source, &options).await?;
-        Ok((chain.info(), chain.layers()))
-    })?;
-    let info = Info::new(&disk, &layers);
+    let info = match args.chain {
+        true => on_engine(move || async move { chain_info(&source, &options).await }),
+        false => on_engine(move || async move { image_info(&source, options.format).await }),
+    }?;
     match args.json {
         true => print_json(&info)?,
         false => say(info.to_text().trim_end()),
@@ -74,15 +85,31 @@ pub fn run(args: &InfoArgs) -> Result<Exit> {
     Ok(Exit::Ok)
 }
 
+/// What the image itself says. Nothing else is opened.
+async fn image_info(source: &Locator, format: Option<Format>) -> Result<Info> {
+    let image = describe(&OsFiles::new(CacheMode::Direct), Arc::new(OsEnv), source.clone(), format).await?;
+    let align = image.request_align_bytes;
+    let is_data_here = align.is_some();
+    Ok(Info::new(align, vec![Layer::new(&image.layer, is_data_here)]))
+}
+
+/// What each image of the chain says.
+async fn chain_info(source: &Locator, options: &OpenOptions) -> Result<Info> {
+    let chain = disks::open(CacheMode::Direct, source, options).await?;
+    let layers = chain.layers().iter().map(|layer| Layer::new(layer, true)).collect();
+    Ok(Info::new(Some(chain.info().request_align_bytes), layers))
+}
+
 impl Info {
-    fn new(disk: &DiskInfo, layers: &[LayerInfo]) -> Self {
+    fn new(request_align_bytes: Option<u32>, layers: Vec<Layer>) -> Self {
+        let leaf = &layers[0];
         Self {
-            path: layers[0].path.clone(),
-            format: layers[0].format.to_string(),
-            virtual_size_bytes: disk.size_bytes,
-            used_bytes: disks::used_bytes(&layers[0].path),
-            request_align_bytes: disk.request_align_bytes,
-            layers: layers.iter().map(Layer::new).collect(),
+            path: leaf.path.clone(),
+            format: leaf.format.clone(),
+            virtual_size_bytes: leaf.virtual_size_bytes,
+            used_bytes: leaf.used_bytes,
+            request_align_bytes,
+            layers,
         }
     }
 
@@ -97,14 +124,15 @@ impl Info {
 }
 
 impl Layer {
-    fn new(layer: &LayerInfo) -> Self {
+    /// `knows_access`: the file that holds the data was opened.
+    fn new(layer: &LayerInfo, knows_access: bool) -> Self {
         Self {
             path: layer.path.clone(),
             format: layer.format.to_string(),
             virtual_size_bytes: layer.virtual_bytes,
             file_bytes: layer.file_bytes,
             used_bytes: disks::used_bytes(&layer.path),
-            needs_page_cache: !layer.direct,
+            needs_page_cache: knows_access.then_some(!layer.direct),
             facts: facts_of(layer),
             subformat: layer.facts.subformat,
             lines: layer.facts.lines.clone(),
@@ -125,8 +153,9 @@ impl Layer {
             writeln!(text, "space used:     {}", format_size(used))?;
         }
         let access = match self.needs_page_cache {
-            false => "direct",
-            true => "through the page cache (the data are not aligned for direct I/O)",
+            None => "not known: another file holds the data",
+            Some(false) => "direct",
+            Some(true) => "through the page cache (the data are not aligned for direct I/O)",
         };
         writeln!(text, "data access:    {access}")?;
         for (label, line) in &self.lines {

@@ -155,13 +155,24 @@ struct OpenArgs {
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
+    read: ReadArgs,
+}
+
+/// Which other files a disk that is only read may need.
+#[derive(Debug, Args)]
+struct ReadArgs {
+    #[command(flatten)]
     parents: ParentArgs,
+    /// Refuse a disk that has a parent: without this, an image's parent in its own folder is followed
+    #[arg(long, conflicts_with = "allow_parents")]
+    no_parents: bool,
 }
 
 /// Where parents may be.
 #[derive(Debug, Args)]
 struct ParentArgs {
-    /// Follow parents into this folder too, besides the disk's own (may be given several times)
+    /// Follow parents into this folder, too (may be given several times). Parents in the disk's own folder are
+    /// followed without it, so keep no secrets beside an image from elsewhere
     #[arg(long, value_name = "DIR")]
     allow_parents: Vec<PathBuf>,
     /// The format of a parent whose child does not name it, as old qcow2 images do not; it is never guessed
@@ -174,7 +185,13 @@ struct ParentArgs {
 
 impl OpenArgs {
     fn read_only(&self) -> OpenOptions {
-        self.parents.read_only(self.format)
+        self.read.read_only(self.format)
+    }
+}
+
+impl ReadArgs {
+    fn read_only(&self, format: Option<Format>) -> OpenOptions {
+        OpenOptions { no_parents: self.no_parents, ..self.parents.read_only(format) }
     }
 }
 

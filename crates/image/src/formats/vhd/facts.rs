@@ -6,6 +6,7 @@ use super::Sparse;
 use super::codec::footer::{DiskType, Footer};
 use super::codec::header::Header;
 use super::codec::time;
+use super::parent::parent_format;
 use crate::facts::{Facts, Record, Value};
 
 /// What only a dynamic or differencing image has.
@@ -52,6 +53,7 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
         ("allocated_blocks", sparse.as_ref().map(|s| s.allocated_blocks).into()),
         ("total_blocks", sparse.as_ref().map(|s| s.total_blocks).into()),
         ("parent_name", parent.map(|header| header.parent_name.clone()).into()),
+        ("parent_format", parent.map(|header| parent_format(&header.parent_uuid).to_string()).into()),
         ("parent_uuid", parent.map(|header| format_uuid(&header.parent_uuid)).into()),
         ("journal", Value::Bool(sparse.as_ref().is_some_and(|s| s.has_journal))),
         ("unflushed", Value::Bool(sparse.as_ref().is_some_and(|s| s.is_unflushed))),
@@ -62,7 +64,7 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
     lines.push(("creator", format!("{creator} {}", format_version(footer.creator_version))));
     lines.push(("uuid", format_uuid(&footer.uuid)));
     lines.push(("geometry", format!("{geometry} (cylinders/heads/sectors)")));
-    lines.extend(parent.map(|h| ("child of", format!("{} ({})", h.parent_name, format_uuid(&h.parent_uuid)))));
+    lines.extend(parent.map(|header| ("child of", parent_line(header))));
     lines.extend(sparse.as_ref().and_then(SparseFacts::journal_line).map(|line| ("journal", line)));
     Facts { subformat: Some(subformat), changed_unix_s: Some(changed_unix_s), values, lines }
 }
@@ -80,6 +82,11 @@ impl SparseFacts<'_> {
         };
         self.has_journal.then(|| line.to_owned())
     }
+}
+
+fn parent_line(header: &Header) -> String {
+    let uuid = &header.parent_uuid;
+    format!("{} ({}, {})", header.parent_name, parent_format(uuid), format_uuid(uuid))
 }
 
 fn format_uuid(uuid: &[u8; 16]) -> String {

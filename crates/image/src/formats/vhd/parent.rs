@@ -20,11 +20,11 @@ impl<S: Store> Sparse<S> {
     pub(super) async fn parent(&self) -> Result<ParentRef> {
         let uuid = self.header.parent_uuid;
         let names = self.parent_names().await?;
-        if uuid == RAW_PARENT {
+        let format = parent_format(&uuid);
+        if format == Format::Raw {
             refuse_marked(&names)?;
             return Ok(ParentRef { names, format: Some(Format::Raw), identity: None });
         }
-        let format = Format::marked(Identity(uuid)).unwrap_or(Format::Vhd);
         Ok(ParentRef { names, format: Some(format), identity: Some(Identity(uuid)) })
     }
 
@@ -43,6 +43,14 @@ impl<S: Store> Sparse<S> {
         }
         names.dedup();
         Ok(names)
+    }
+}
+
+/// The format that the parent UUID of a child says.
+pub(super) fn parent_format(uuid: &[u8; 16]) -> Format {
+    match uuid {
+        &RAW_PARENT => Format::Raw,
+        uuid => Format::marked(Identity(*uuid)).unwrap_or(Format::Vhd),
     }
 }
 
