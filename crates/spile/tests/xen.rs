@@ -145,6 +145,25 @@ fn a_disk_grows_under_its_guest() {
     request(&mut queue, Op::Write, (2 << 20) - 4096, 4096);
 }
 
+#[test]
+fn the_process_of_a_disk_says_what_it_serves_and_leaves_changes_to_the_toolstack() {
+    let mut xen = Xen::start();
+    let (vbd, _front, mut queue) = xen.attach();
+    request(&mut queue, Op::Write, 0, 4096);
+    let (dir, control) = (xen.dir.path().to_owned(), "run/3-51712.control");
+    let shown = common::json(&dir, &["show", control]);
+    let way = serde_json::json!([{ "protocol": "xen", "address": vbd.backend_path(), "name": "" }]);
+    assert_eq!((&shown["exports"], &shown["name"]), (&way, &"a".into()));
+    let meters = shown["meters"].as_array().unwrap();
+    let layers: Vec<_> = meters.iter().filter_map(|meter| meter["layer"].as_str()).collect();
+    assert_eq!(layers, ["front xen", "disk"]);
+    let refused = common::fails(&dir, 1, &["attach", control, "null:1M", "--nbd", "unix:n"]);
+    assert!(refused.contains("serves that disk only") && refused.contains("toolstack"), "{refused}");
+    let refused = common::fails(&dir, 1, &["serve", "null:1M", "--nbd", "unix:n", "--control", control, "--takeover"]);
+    assert!(refused.contains("is not handed over"), "{refused}");
+    request(&mut queue, Op::Write, 0, 4096);
+}
+
 /// A toolstack takes a snapshot of a disk under load, again and again: in a pause, it puts a child on top of the image,
 /// which is from then on what is served. Now and then the disk's process is killed while it is to pause.
 #[test]

@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
+use spile_front::FrontReading;
+use spile_front_blkif::device::{Device, End as XenEnd};
 use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
 use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
 
@@ -142,6 +144,7 @@ impl Listening {
 }
 
 /// How the fronts are to behave.
+#[derive(Clone)]
 pub struct Options {
     /// The NBD server.
     pub nbd: NbdConfig,
@@ -198,6 +201,14 @@ impl Nbd {
     }
 }
 
+/// The back end of a Xen guest's disk, which has no socket: the guest finds it in xenstore.
+pub struct XenFront {
+    /// Its path in xenstore.
+    pub backend_path: String,
+    /// The back end at work.
+    pub device: Device,
+}
+
 /// All servers of a process.
 ///
 /// An NBD server's exports do not change. When a disk comes or goes, a new one takes over the sockets, and the former ones keep
@@ -206,6 +217,7 @@ pub struct Fronts {
     nbd: Nbd,
     former: Vec<Nbd>,
     vhost: Vec<Vhost>,
+    xen: Option<XenFront>,
 }
 
 impl Fronts {
@@ -215,7 +227,7 @@ impl Fronts {
     /// `NotFound` when a role names no export; `InvalidInput` when names or counts are not allowed.
     pub fn new(engine: &Engine, disks: &[Open], options: &Options, roles: &[Role]) -> Result<Self> {
         let nbd = Nbd::new(engine, disks, options)?;
-        let mut fronts = Self { nbd, former: Vec::new(), vhost: Vec::new() };
+        let mut fronts = Self { nbd, former: Vec::new(), vhost: Vec::new(), xen: None };
         roles.iter().try_for_each(|role| fronts.add(engine, disks, options, role))?;
         Ok(fronts)
     }
@@ -240,6 +252,16 @@ impl Fronts {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Has a Xen guest's back end among the fronts. It serves the server's only disk.
+    pub fn set_xen(&mut self, xen: XenFront) {
+        self.xen = Some(xen);
+    }
+
+    /// True in the process of a Xen guest's disk.
+    pub fn serves_xen(&self) -> bool {
+        self.xen.is_some()
     }
 
     /// From now on NBD clients that connect find `disks`. Those that are connected keep what they have. The caller has the new server
@@ -296,6 +318,7 @@ impl Fronts {
             let server = vhost.server.clone();
             meters.push((format!("front vhost-user {:?}", vhost.export), Arc::new(move || server.metrics())));
         }
+        meters.extend(self.xen.as_ref().map(|xen| ("front xen".to_owned(), sum_of(xen.device.reader()))));
         meters
     }
 
@@ -358,22 +381,49 @@ impl Fronts {
     pub fn tell_resized(&self, disk: &Open) {
         let its_servers = self.vhost.iter().filter(|vhost| disk.names.contains(&vhost.export));
         its_servers.for_each(|vhost| vhost.server.disk_has_changed());
+        self.xen.iter().for_each(|xen| xen.device.resized());
     }
 
     /// Takes no new clients and requests.
     pub fn stop(&self) {
         self.nbd_servers().for_each(NbdServer::stop);
         self.vhost.iter().for_each(|vhost| vhost.server.stop());
+        self.xen.iter().for_each(|xen| xen.device.stop());
     }
 
-    /// Waits, after [`Fronts::stop`], until everything is answered.
-    pub fn wait_drained(&self) {
+    /// Waits, after [`Fronts::stop`], until everything is answered. Returns how the Xen back end has ended, if there is one.
+    ///
+    /// # Errors
+    /// The failure that ended the Xen back end.
+    pub fn wait_drained(&mut self) -> Result<Option<XenEnd>> {
         self.vhost.iter().for_each(|vhost| vhost.server.wait_drained());
         let hung_up = self.nbd_servers().filter(|server| !server.wait_drained(DRAIN_PATIENCE)).count();
         if hung_up > 0 {
             tracing::warn!("hung up on clients that did not take their replies");
         }
+        self.xen.take().map(|mut xen| xen.device.wait()).transpose()
     }
+
+    /// The ways to a disk over these sockets and, for a Xen guest, over xenstore.
+    pub fn ways_to(&self, open: &Open, listening: &[Listening]) -> Vec<ExportView> {
+        let mut ways = ways_by_socket(open, listening);
+        ways.extend(self.xen.iter().map(|xen| ExportView {
+            protocol: "xen".to_owned(),
+            address: xen.backend_path.clone(),
+            name: String::new(),
+        }));
+        ways
+    }
+}
+
+/// Adds up what the rings of a Xen guest have counted.
+fn sum_of(read: impl Fn() -> Vec<FrontReading> + Send + Sync + 'static) -> ReadMeter {
+    Arc::new(move || {
+        read().into_iter().fold(FrontReading::default(), |mut sum, ring| {
+            sum += &ring;
+            sum
+        })
+    })
 }
 
 fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {
@@ -390,8 +440,7 @@ fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {
     disks.iter().flat_map(each).collect()
 }
 
-/// The ways to a disk over these sockets.
-pub fn ways_to(open: &Open, listening: &[Listening]) -> Vec<ExportView> {
+fn ways_by_socket(open: &Open, listening: &[Listening]) -> Vec<ExportView> {
     let mut ways = Vec::new();
     for name in &open.names {
         let reaches = |socket: &&Listening| match &socket.role {

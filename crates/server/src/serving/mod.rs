@@ -1,12 +1,18 @@
-//! Serving disks: what `spile serve` is made of.
+//! Serving disks: what `spile serve` and `spile xen-disk` are made of.
 //!
-//! - [`disks`]: the images, open. [`fronts`]: the servers over them and their sockets.
-//! - [`control`]: the control socket and who asks on it. [`takeover`]: a server that gives all it has to its successor.
+//! - [`server`]: the main loop of both. [`serve`]: `spile serve` itself; `spile xen-disk` is [`crate::xen::disk`].
+//! - [`disks`]: the images, open. [`fronts`]: the servers over them. [`sockets`]: where they listen.
+//! - [`control`]: lines on the control socket. [`api`]: HTTP on the same socket. [`takeover`]: a server that gives all it has to
+//!   its successor, and the messages for that.
 
 pub mod api;
+mod changes;
 pub mod control;
 pub mod disks;
 pub mod fronts;
+mod handover;
 pub mod identity;
+pub mod serve;
 pub mod server;
+pub mod sockets;
 pub mod takeover;

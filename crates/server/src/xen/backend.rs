@@ -18,7 +18,7 @@ use spile_front_blkif::pause;
 use spile_front_blkif::xenbus::State;
 use spile_xen::store::{Tx, XenStore};
 
-use crate::xen::disk::{Claim, file_stem};
+use crate::xen::claim::{Claim, file_stem};
 
 /// Before a disk's process is started again that has ended with an error, or could not be started.
 const REST: Duration = Duration::from_secs(2);
@@ -178,6 +178,8 @@ impl Backend {
         let mut command = Command::new(program);
         // In a group of its own, so that a key press that ends us does not end the disks.
         command.args(&self.arguments).arg(path).stdin(Stdio::null()).stdout(Stdio::null()).process_group(0);
+        // To the service manager this process is the service, and a disk's process is not.
+        command.env_remove("NOTIFY_SOCKET");
         command
     }
 

@@ -1,33 +1,30 @@
-//! One disk for one Xen guest, in a process of its own.
+//! One disk for one Xen guest, in a process of its own: a [`Server`] whose front is the back end of that guest.
+//!
+//! What is told here beside the server's main loop: the claim on the disk, what the toolstack has written in xenstore, and
+//! pauses ([`pause`]).
 
-use std::fs::{self, File, OpenOptions};
-use std::io::Write;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
 
-use rustix::fs::{FlockOperation, flock};
-use spile_core::{Disk, Error, ErrorKind, Result};
-use spile_engine::Engine;
-use spile_front::FrontReading;
+use spile_core::{Error, ErrorKind, Result};
+use spile_engine::{Config as EngineConfig, Engine};
 use spile_front_blkif::device::{Config, Device, End};
 use spile_front_blkif::keeping::FailedSyncs;
 use spile_front_blkif::pages::Access;
 use spile_front_blkif::pause;
-use spile_front_blkif::xenbus::guest_of;
+use spile_front_nbd::ServerConfig as NbdConfig;
 use spile_xen::store::{Tx, XenStore};
 use spile_xen::{EventChannels, Grants};
 
-use crate::listen::Bound;
-use crate::serving::api::http;
-use crate::serving::api::types::Export;
-use crate::serving::api::view::{DiskView, ReadMeter, View, no_disk};
-use crate::serving::api::{Call, Command, Context};
-use crate::serving::control::{Event, LineRequest, Request};
-use crate::serving::disks::{self, Open, Opening};
-use crate::serving::fronts::{Listening, Role, Socket};
+use crate::serving::control::Event;
+use crate::serving::disks::{Open, Opening, ServedDisk};
+use crate::serving::fronts::{self, Role, XenFront};
+use crate::serving::server::{Beginning, Server, StartXen};
+use crate::serving::sockets::Endpoint;
 use crate::signals::EndSignals;
 use crate::uri::Address;
+use crate::xen::claim::{Claim, file_stem};
 use crate::xen::stats::Stats;
 use crate::xen::{OverXen, Place, params};
 
@@ -48,15 +45,6 @@ pub struct Options<P> {
     pub splits_rings: bool,
     /// Note the times of so many requests.
     pub trace_records: u32,
-}
-
-/// The name of a disk's files in the run folder, without an extension.
-///
-/// # Errors
-/// `InvalidInput` when the path is no back end's.
-pub fn file_stem(backend_path: &str) -> Result<String> {
-    let (domain, device) = guest_of(backend_path)?;
-    Ok(format!("{domain}-{device}"))
 }
 
 /// `copy`, `map`, `map-copy` or `persistent`.
@@ -83,14 +71,15 @@ pub fn access_name(access: Access) -> &'static str {
     }
 }
 
-/// Serves the disk of a back end to the end, or until a signal, or until the toolstack pauses it.
+/// Serves the disk of the back end at `backend_path` until the guest or the toolstack closes it, a signal comes, or the
+/// toolstack pauses it.
 ///
 /// # Errors
-/// When the disk cannot be opened, the Xen cannot be reached, or another process serves it.
+/// When the disk cannot be opened, the Xen cannot be reached, or another process serves the disk.
 pub fn serve<P: Place>(
-    engine: &Engine,
     backend_path: &str,
     options: &Options<P>,
+    engine: EngineConfig,
     opening: Opening,
     signals: EndSignals,
 ) -> Result<End> {
@@ -103,20 +92,19 @@ pub fn serve<P: Place>(
     let failed_syncs = FailedSyncs::new(&options.run_dir, backend_path)?;
     let hear = failed_syncs.clone();
     spile_engine::on_failed_sync(move || hear.note());
-    let mut disks = Vec::new();
-    let opened = open(engine, &mut store, backend_path, options, opening, &mut disks);
-    // The device has one of its own.
+    let fronts = fronts::Options { nbd: NbdConfig::default(), queues: 1, pins_memory: false };
+    let mut server = Server::new(opening, fronts, engine)?;
+    let opened = open(&mut server, &mut store, backend_path, options);
+    // The device has a connection of its own.
     drop(store);
     let is_busy = opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);
-    let served = opened.and_then(|access| {
-        let config = config(&disks[0], backend_path, access, options, failed_syncs.clone());
-        serve_open(engine, options, config, signals, &disks[0])
-    });
+    let front = Front { options, backend_path, failed_syncs: failed_syncs.clone() };
+    let served = opened.and_then(|access| front.serve(&mut server, access, &stem, signals));
     let (end, served) = match served {
         Ok(end) => (Some(end), Ok(())),
         Err(error) => (None, Err(error)),
     };
-    let closed = disks::close(engine, disks, served);
+    let closed = server.close(served);
     let lets_go = match end {
         Some(end) => end == End::Paused && closed.is_ok(),
         // What is wrong with a disk that cannot be served can be mended in a pause. But one that is busy may be so with
@@ -131,55 +119,78 @@ fn pause_told<P: Place>(options: &Options<P>, backend_path: &str) -> Result<()> 
     pause::tell(&mut options.place.open()?, backend_path)
 }
 
-/// Opens what the toolstack has written; how the guest's pages are to be reached.
-fn open<P: Place>(
-    engine: &Engine,
-    store: &mut XenStore,
-    backend_path: &str,
-    options: &Options<P>,
-    mut opening: Opening,
-    disks: &mut Vec<Open>,
-) -> Result<Access> {
+/// Opens the disk that the toolstack has written. Returns how the guest's pages are to be reached.
+fn open<P>(server: &mut Server, store: &mut XenStore, backend_path: &str, options: &Options<P>) -> Result<Access> {
     let wanted = Wanted::read(store, backend_path, options.access)?;
-    let spec = params::parse(&wanted.params, wanted.read_only)?;
-    opening = opening.with_disks(vec![spec]);
-    opening.open(engine, disks).map(|()| wanted.access)
+    server.set_disks(vec![params::parse(&wanted.params, wanted.read_only)?]);
+    server.open_disks().map(|()| wanted.access)
 }
 
-fn config<P>(
-    open: &Open,
-    backend_path: &str,
-    access: Access,
-    options: &Options<P>,
+/// What the back end of the guest is made of.
+struct Front<'a, P> {
+    options: &'a Options<P>,
+    backend_path: &'a str,
     failed_syncs: FailedSyncs,
-) -> Config {
-    Config {
-        name: open.label.clone(),
-        backend_path: backend_path.to_owned(),
-        access,
-        max_queues: options.queues,
-        max_order: spile_front_blkif::xenbus::MAX_RING_ORDER,
-        max_indirect: options.max_indirect,
-        splits_rings: options.splits_rings,
-        trace_records: options.trace_records,
-        read_only: open.read_only,
-        run_dir: options.run_dir.clone(),
-        failed_syncs,
+}
+
+impl<P: Place> Front<'_, P> {
+    /// Serves the open disk until it ends or is to end.
+    fn serve(self, server: &mut Server, access: Access, stem: &Path, signals: EndSignals) -> Result<End> {
+        let stats = Stats::begin(&self.options.place, self.backend_path);
+        let control = Endpoint::new(Role::Control, None, &Address::Unix(stem.with_extension("control")))?;
+        let sockets = vec![control.bind()?];
+        let start: StartXen<'_> = Box::new(|engine, open, events| {
+            let device = self.start(engine, open, access, events)?;
+            stats.iter().for_each(|stats| device.show_on(stats.board()));
+            Ok(XenFront { backend_path: self.backend_path.to_owned(), device })
+        });
+        let end = server.run(Beginning { sockets, inheritance: None, xen: Some(start) }, signals, |_| {})?;
+        // Without an end there was no back end, and then the server has failed.
+        end.ok_or_else(|| Error::new(ErrorKind::Shutdown, "the back end was not started"))
+    }
+
+    fn start(&self, engine: &Engine, open: &Open, access: Access, events: Sender<Event>) -> Result<Device> {
+        let place = self.options.place.clone();
+        let config = self.config(open, access);
+        let (engine, disk) = (engine.clone(), open.disk.clone());
+        self.options.place.run(StartDevice { engine, disk, place, config, events })?
+    }
+
+    fn config(&self, open: &Open, access: Access) -> Config {
+        let options = self.options;
+        Config {
+            name: open.label.clone(),
+            backend_path: self.backend_path.to_owned(),
+            access,
+            max_queues: options.queues,
+            max_order: spile_front_blkif::xenbus::MAX_RING_ORDER,
+            max_indirect: options.max_indirect,
+            splits_rings: options.splits_rings,
+            trace_records: options.trace_records,
+            read_only: open.read_only,
+            run_dir: options.run_dir.clone(),
+            failed_syncs: self.failed_syncs.clone(),
+        }
     }
 }
 
-/// Serves the disk until it ends or is to end.
-fn serve_open<P: Place>(
-    engine: &Engine,
-    options: &Options<P>,
+/// Starts the back end once the ways to the guest's pages and events are open.
+struct StartDevice<P> {
+    engine: Engine,
+    disk: Arc<ServedDisk>,
+    place: P,
     config: Config,
-    signals: EndSignals,
-    open: &Open,
-) -> Result<End> {
-    let control = options.run_dir.join(file_stem(&config.backend_path)?).with_extension("control");
-    let stats = Stats::begin(&options.place, &config.backend_path);
-    let place = options.place.clone();
-    options.place.run(Serve { engine, open, place, config, control, signals, stats })?
+    events: Sender<Event>,
+}
+
+impl<P: Place> OverXen for StartDevice<P> {
+    type Output = Result<Device>;
+
+    fn run<G: Grants, E: EventChannels>(self, grants: Arc<G>, channels: Arc<E>) -> Result<Device> {
+        let Self { engine, disk, place, config, events } = self;
+        let tell_ended = move || drop(events.send(Event::Ended));
+        Device::start(engine, disk, move || place.open(), grants, channels, config, tell_ended)
+    }
 }
 
 /// What the toolstack has written of a disk.
@@ -199,155 +210,5 @@ impl Wanted {
             access.map_err(|why| Error::new(ErrorKind::InvalidInput, format!("{path}/spile-access: {why}")))?;
         let read_only = !mode.is_some_and(|mode| mode.contains('w'));
         Ok(Self { params, read_only, access: access.unwrap_or(default) })
-    }
-}
-
-struct Serve<'a, P> {
-    engine: &'a Engine,
-    open: &'a Open,
-    place: P,
-    config: Config,
-    control: PathBuf,
-    signals: EndSignals,
-    stats: Option<Stats>,
-}
-
-impl<P: Place> OverXen for Serve<'_, P> {
-    type Output = Result<End>;
-
-    fn run<G: Grants, E: EventChannels>(self, grants: Arc<G>, channels: Arc<E>) -> Result<End> {
-        let (sender, events) = mpsc::channel();
-        let server = self.control.display().to_string();
-        let address = Address::Unix(self.control);
-        let export =
-            Export { protocol: "xen".to_owned(), address: self.config.backend_path.clone(), name: String::new() };
-        let (key, role) = (address.to_string(), Role::Control);
-        let bound = Bound::after_asking(&address, role.question())?;
-        let listening = Listening::publish(Socket { role, key, bound })?;
-        let ended = sender.clone();
-        let disk = self.open.disk.clone();
-        let tell = move || drop(ended.send(Event::Ended));
-        let (engine, place) = (self.engine.clone(), self.place);
-        let mut device = Device::start(engine, disk, move || place.open(), grants, channels, self.config, tell)?;
-        self.stats.iter().for_each(|stats| device.show_on(stats.board()));
-        let view = show(self.open, &device, export);
-        let context = Context { view: view.clone(), events: sender.clone(), server: server.into() };
-        http::listen(listening.share()?, context)?;
-        self.signals.on_first(move |_| drop(sender.send(Event::Signal)));
-        work(self.engine, self.open, &device, &events);
-        view.show(None);
-        device.stop();
-        device.wait()
-    }
-}
-
-/// What callers of the control API see of the disk.
-fn show(open: &Open, device: &Device, export: Export) -> Arc<View> {
-    let read = device.reader();
-    let meter: ReadMeter = Arc::new(move || {
-        read().into_iter().fold(FrontReading::default(), |mut sum, ring| {
-            sum += &ring;
-            sum
-        })
-    });
-    let view = Arc::new(View::default());
-    view.show(Some(vec![DiskView::new(open, vec![export], vec![("front xen".to_owned(), meter)])]));
-    view
-}
-
-/// Does what is asked until the end.
-fn work(engine: &Engine, open: &Open, device: &Device, events: &mpsc::Receiver<Event>) {
-    loop {
-        match events.recv() {
-            Ok(Event::Line(line)) => answer_line(engine, open, device, line),
-            Ok(Event::Called(call)) => {
-                if answer_call(engine, open, device, call) {
-                    return;
-                }
-            }
-            Ok(Event::Signal | Event::Ended) | Err(_) => return,
-        }
-    }
-}
-
-fn answer_line(engine: &Engine, open: &Open, device: &Device, line: LineRequest) {
-    let done = match line.request {
-        Request::Resize { size_bytes, .. } => resize(engine, open, device, size_bytes),
-        Request::TakeOver { .. } => {
-            let what = "a Xen guest's disk is not handed over: end this process, and the next one goes on";
-            Err(Error::new(ErrorKind::Unsupported, what))
-        }
-    };
-    line.answer(&done);
-}
-
-/// Does what the control API was asked for. True when the process is to end.
-fn answer_call(engine: &Engine, open: &Open, device: &Device, call: Call) -> bool {
-    let done = match &call.command {
-        Command::Shutdown => {
-            call.answer(Ok(()));
-            return true;
-        }
-        Command::Resize { name, size_bytes } if *name == open.name => resize(engine, open, device, *size_bytes),
-        Command::Resize { name, .. } => Err(no_disk([&open.name].into_iter(), name)),
-        Command::Attach(_) | Command::Detach { .. } | Command::AddExport(_) | Command::RemoveExport { .. } => {
-            let what = "the process of a Xen guest's disk serves that disk only";
-            Err(Error::new(ErrorKind::Unsupported, what).hint("the toolstack attaches and detaches it"))
-        }
-    };
-    call.answer(done);
-    false
-}
-
-fn resize(engine: &Engine, open: &Open, device: &Device, size_bytes: u64) -> Result<()> {
-    let disk = open.disk.clone();
-    engine.run_on(0, move || async move { disk.resize(size_bytes).await })?;
-    device.resized();
-    Ok(())
-}
-
-/// The right to serve a disk: its pid file, locked for as long as the process lives.
-pub struct Claim {
-    path: PathBuf,
-    /// Unlocked when it is closed.
-    _file: File,
-}
-
-impl Claim {
-    /// Takes it.
-    ///
-    /// # Errors
-    /// `Busy` when another process has it.
-    pub fn take(path: &Path) -> Result<Self> {
-        let problem = |source| Error::io("write", source).at_path(path);
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false);
-        loop {
-            let mut file = options.open(path).map_err(problem)?;
-            if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-                return Err(Error::new(ErrorKind::Busy, "another process serves this disk").at_path(path));
-            }
-            // Whoever had it may have removed it in between: then it is not the one that others find.
-            let (ours, found) = (file.metadata().map_err(problem)?, fs::metadata(path));
-            if !found.is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
-                continue;
-            }
-            file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())).map_err(problem)?;
-            return Ok(Self { path: path.to_owned(), _file: file });
-        }
-    }
-
-    /// The process that has it, if any has.
-    pub fn holder(path: &Path) -> Option<i32> {
-        let file = File::open(path).ok()?;
-        flock(&file, FlockOperation::NonBlockingLockShared).is_err().then_some(())?;
-        fs::read_to_string(path).ok()?.trim().parse().ok()
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        // While it is locked, so that it is ours.
-        let _ = fs::remove_file(&self.path);
     }
 }

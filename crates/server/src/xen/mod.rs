@@ -1,6 +1,7 @@
 //! Disks for Xen guests: [`disk`] serves one, [`backend`] keeps a process for each that the toolstack has made.
 
 pub mod backend;
+mod claim;
 pub mod disk;
 mod params;
 mod place;

@@ -46,7 +46,7 @@ use spile_front_blkif::metrics::{Board, RequestSums};
 use spile_mem::Segment;
 
 use crate::xen::Place;
-use crate::xen::disk::file_stem;
+use crate::xen::claim::file_stem;
 
 /// Bytes of each file: the tools map a page.
 const FILE_BYTES: usize = 4096;

@@ -15,7 +15,7 @@ use crate::disks::DiskSpec;
 use crate::log;
 use crate::serving::disks::Opening;
 use crate::serving::fronts::{Options, VhostSpec};
-use crate::serving::server::{self, ControlPlace, Settings};
+use crate::serving::serve::{self, ControlPlace, Settings};
 use crate::signals::EndSignals;
 use crate::units::parse_duration;
 use crate::uri::Address;
@@ -112,7 +112,7 @@ pub fn run(args: &ServeArgs) -> Result<Exit> {
     log::to_stderr();
     let signals = EndSignals::block()?;
     // Guests need their disks also when nobody reads this.
-    server::serve(settings(args)?, signals, |line| drop(try_say(line))).map(|()| Exit::Ok)
+    serve::serve(settings(args)?, signals, |line| drop(try_say(line))).map(|()| Exit::Ok)
 }
 
 fn settings(args: &ServeArgs) -> Result<Settings> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use rustix::event::{EventfdFlags, eventfd};
 use spile_core::{Error, Result};
-use spile_engine::{Config, Engine, EngineKind};
+use spile_engine::{Config, EngineKind};
 use spile_front_blkif::pages::Access;
 use spile_store::CacheMode;
 
@@ -153,7 +153,6 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
         poll: Duration::from_micros(disk.poll.into()),
         ..Config::default()
     };
-    let engine = Engine::start(config)?;
     let mut opening = Opening::new(None, disk.cache, disk.parents.allow_parents.clone());
     opening.parent_format = disk.parents.backing_format;
     opening.allow_data_file = disk.parents.allow_data_file;
@@ -166,7 +165,5 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
         splits_rings: disk.split_rings,
         trace_records: disk.trace,
     };
-    let served = serve(&engine, &args.path, &options, opening, signals);
-    engine.shutdown();
-    served.map(|_| Exit::Ok)
+    serve(&args.path, &options, config, opening, signals).map(|_| Exit::Ok)
 }

@@ -1,0 +1,121 @@
+//! The running server's side of a takeover: it gives all it has to its successor, or goes on when that fails.
+
+use std::os::fd::OwnedFd;
+
+use rustix::process::{Signal, pidfd_send_signal};
+use spile_core::{Disk, Error, ErrorKind, Result};
+
+use super::control::{Answer, Link};
+use super::disks::{self, Open};
+use super::fronts::{Fronts, Role};
+use super::identity::{self, Exported};
+use super::server::Server;
+use super::takeover;
+
+/// How often the disks are opened again after a failed takeover, each time with the patience that a busy disk is given.
+const REOPEN_ATTEMPTS: u32 = 60;
+/// How often a successor that has the disks open and says nothing is waited for, each time as long as for any message. Then it
+/// is ended: nobody else could serve the disks.
+const HANGING_ROUNDS: u32 = 3;
+
+impl Server {
+    /// Finds out whether a successor with these sockets, queues and disks can go on with what we have, and whether we can
+    /// when it fails. Returns what is in our servers' place while they are handed over.
+    pub(super) fn prepare(
+        &self,
+        its_sockets: &[String],
+        its_queues: u16,
+        its_disks: Option<&[Exported]>,
+    ) -> Result<Fronts> {
+        if self.fronts.serves_xen() {
+            let what = "a Xen guest's disk is not handed over: end this process, and the next one goes on";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        takeover::compare_disks(&disks::exported(&self.disks), &self.listening, its_disks)?;
+        takeover::compare(&self.listening, self.options.queues, its_sockets, its_queues)?;
+        if !self.opening.is_lasting() {
+            return Err(Error::new(ErrorKind::Unsupported, "a disk in memory (mem:) would be empty"));
+        }
+        let nothing = Fronts::of_nothing(&self.engine, &self.options)?;
+        // A guest whose disk cannot be flushed has to be told so when it flushes. A disk that was opened anew could not.
+        disks::flush(&self.engine, &self.disks)?;
+        Ok(nothing)
+    }
+
+    /// Gives everything to the process at the other end. When that fails, goes on as before and returns why.
+    pub(super) fn hand_over(&mut self, nothing: Fronts, layout: u32, link: &mut Link) -> Result<Option<Error>> {
+        let successor = link.peer()?;
+        let roles: Vec<Role> = self.listening.iter().map(|socket| socket.role.clone()).collect();
+        let fronts = std::mem::replace(&mut self.fronts, nothing);
+        let clients = fronts.nbd_connections();
+        if clients > 0 {
+            tracing::warn!(
+                "a takeover cuts off {clients} NBD client(s): they have to connect again (guests on vhost-user go on)"
+            );
+        }
+        let connections = fronts.hand_over();
+        let (sizes, served) = (self.sizes(), disks::exported(&self.disks));
+        if let Err(error) = self.close_disks() {
+            // What a guest believes to be durable may not be. It must not go on as if nothing had been.
+            let _ = link.send(&Answer::Error(format!("a disk could not be closed: {error}")), &[]);
+            return Err(error);
+        }
+        let mut given = takeover::give(link, layout, sizes, &self.listening, &connections);
+        let (mut attempts, mut silences) = (0, 0);
+        let failure = loop {
+            let Err(failure) = given.and_then(|()| takeover::make_it_the_server(link)) else { return Ok(None) };
+            tracing::warn!("nothing is handed over: {failure}");
+            match self.open_again(&roles, &served) {
+                Ok(()) => break failure,
+                // A silent successor that has the disks may yet speak. Nobody else could serve them.
+                Err(error) if error.kind() == ErrorKind::Busy && failure.kind() == ErrorKind::TimedOut => {
+                    silences += 1;
+                    self.close_disks()?;
+                    given = if silences < HANGING_ROUNDS { Ok(()) } else { Err(end_hanging(&successor)) };
+                }
+                // One that is gone had begun with them, and the kernel keeps their locks until its last request has ended.
+                Err(error) if error.kind() == ErrorKind::Busy && attempts < REOPEN_ATTEMPTS => {
+                    attempts += 1;
+                    self.close_disks()?;
+                    given = Err(failure);
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        self.listen(self.share_sockets()?)?;
+        self.adopt(connections);
+        tracing::warn!("this server goes on");
+        Ok(Some(failure))
+    }
+
+    /// Opens the disks as before. What lies at their paths may be another disk by now, which guests must not get for theirs.
+    fn open_again(&mut self, roles: &[Role], served: &[Exported]) -> Result<()> {
+        self.open(roles)?;
+        identity::compare(served, &disks::exported(&self.disks)).map_err(|error| {
+            let what = "after a takeover that failed, another disk lies in the place of one that was served";
+            Error::new(ErrorKind::NotFound, what)
+                .caused_by(error)
+                .hint("start the server anew with the disk that is meant")
+        })
+    }
+
+    /// The size of each export.
+    fn sizes(&self) -> Vec<(String, u64)> {
+        let of = |open: &Open| {
+            let size_bytes = open.disk.info().size_bytes;
+            open.names.clone().into_iter().map(move |name| (name, size_bytes))
+        };
+        self.disks.iter().flat_map(of).collect()
+    }
+
+    fn close_disks(&mut self) -> Result<()> {
+        disks::close(&self.engine, std::mem::take(&mut self.disks), Ok(()))
+    }
+}
+
+/// Ends a successor that hangs with the disks open, so that they can be served again.
+fn end_hanging(successor: &OwnedFd) -> Error {
+    let ended = pidfd_send_signal(successor, Signal::KILL);
+    let how = if ended.is_ok() { "was ended" } else { "cannot be ended" };
+    Error::new(ErrorKind::Shutdown, format!("the successor hangs with the disks open, and {how}"))
+}

@@ -1,0 +1,108 @@
+//! `spile serve` from its start to its end: a [`Server`] with sockets for NBD clients and virtual machines.
+
+use std::fmt::Display;
+use std::path::PathBuf;
+
+use spile_core::{Error, ErrorKind, Result};
+use spile_engine::Config;
+
+use super::disks::Opening;
+use super::fronts::{Options, Role, Socket, VhostSpec};
+use super::server::{Beginning, Server};
+use super::sockets::{self, Endpoint};
+use super::takeover::{self, Inheritance};
+use crate::signals::EndSignals;
+use crate::uri::Address;
+
+/// Where the control socket is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ControlPlace {
+    /// There is none.
+    None,
+    /// In the folder of control sockets, named after the first disk. When it cannot be made, there is none.
+    ByName,
+    /// At this path.
+    At(PathBuf),
+}
+
+/// What a server is started with.
+pub struct Settings {
+    /// The disks.
+    pub opening: Opening,
+    /// How the fronts are to behave.
+    pub options: Options,
+    /// The workers.
+    pub engine: Config,
+    /// Where NBD clients are served.
+    pub nbd: Vec<Address>,
+    /// Where virtual machines are served.
+    pub vhost_user: Vec<VhostSpec>,
+    /// The control socket.
+    pub control: ControlPlace,
+    /// The first disk's name, for the name of the control socket.
+    pub name: String,
+    /// Take over from the server at the control socket.
+    pub takes_over: bool,
+}
+
+/// Serves until a signal, an order or a successor ends it. `say` is told each way to a disk once it is there.
+///
+/// # Errors
+/// When a disk cannot be opened or closed, or an address cannot be listened on.
+pub fn serve(settings: Settings, signals: EndSignals, say: impl Fn(&dyn Display)) -> Result<()> {
+    let mut server = Server::new(settings.opening.clone(), settings.options.clone(), settings.engine.clone())?;
+    let endpoints = endpoints(&settings)?;
+    let passed = sockets::passed()?;
+    // Whatever can be found out is found out before the running server is asked to stop.
+    let mut inheritance = inherit(&settings, &endpoints, &passed)?;
+    let mut sockets = sockets::all(endpoints, passed, inheritance.as_mut())?;
+    if settings.control == ControlPlace::ByName {
+        sockets.extend(sockets::control_by_name(&settings.name));
+        server.set_control_name(settings.name);
+    }
+    let roles: Vec<Role> = sockets.iter().map(|socket| socket.role.clone()).collect();
+    let served = server.open(&roles).and_then(|()| {
+        let beginning = Beginning { sockets, inheritance, xen: None };
+        server.run(beginning, signals, say)
+    });
+    server.close(served.map(drop))
+}
+
+/// Where to listen.
+fn endpoints(settings: &Settings) -> Result<Vec<Endpoint>> {
+    let mut endpoints = Vec::new();
+    let mut add = |role, disk: Option<&str>, address: &Address| -> Result<()> {
+        let endpoint = Endpoint::new(role, disk, address)?;
+        let is_same = |other: &Endpoint| other.address == endpoint.address;
+        if matches!(endpoint.address, Address::Unix(_)) && endpoints.iter().any(is_same) {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("{} is given twice", endpoint.address)));
+        }
+        endpoints.push(endpoint);
+        Ok(())
+    };
+    for address in &settings.nbd {
+        add(Role::Nbd, None, address)?;
+    }
+    for spec in &settings.vhost_user {
+        let disk = settings.opening.identity(&spec.export)?;
+        add(Role::Vhost(spec.export.clone()), Some(&disk), &Address::Unix(spec.path.clone()))?;
+    }
+    if let ControlPlace::At(path) = &settings.control {
+        add(Role::Control, None, &Address::Unix(path.clone()))?;
+    }
+    Ok(endpoints)
+}
+
+/// Everything that the running server gives, if this one is to take over and there is one.
+fn inherit(settings: &Settings, endpoints: &[Endpoint], passed: &[Socket]) -> Result<Option<Inheritance>> {
+    if passed.is_empty() && endpoints.iter().all(|endpoint| endpoint.role == Role::Control) {
+        return Err(Error::new(ErrorKind::InvalidInput, "there is nowhere to listen")
+            .hint("say --vhost-user PATH, --nbd unix:PATH or --nbd tcp:HOST:PORT"));
+    }
+    let ControlPlace::At(control) = &settings.control else { return Ok(None) };
+    if !settings.takes_over {
+        return Ok(None);
+    }
+    let keys = endpoints.iter().map(|endpoint| &endpoint.key).chain(passed.iter().map(|socket| &socket.key));
+    takeover::ask(control, keys.cloned().collect(), settings.options.queues, settings.opening.exported())
+}
