@@ -6,11 +6,11 @@ mod support;
 use std::path::Path;
 
 use qcow2_image::Image;
-use spile_core::{Disk, ErrorKind};
+use spile_core::{Disk, ErrorKind, Extent};
 use spile_image::create::{NewImage, NewParent};
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::{Format, LayerInfo, OpenOptions, describe};
-use support::{FILE, World, block_on, read, write};
+use support::{FILE, FILE_4K, Kind, World, block_on, read, write};
 
 const CLUSTER: u64 = 65536;
 
@@ -24,6 +24,10 @@ fn info_of(world: &World, path: &str) -> LayerInfo {
 
 /// A VHD at `path` that is a child of the image at `parent`, as `spile create --parent` makes it.
 fn vhd_child(world: &World, path: &str, parent: &str) {
+    vhd_child_on(world, FILE, path, parent);
+}
+
+fn vhd_child_on(world: &World, kind: Kind, path: &str, parent: &str) {
     let info = info_of(world, parent);
     let name = Path::new(parent).file_name().unwrap().to_str().unwrap().to_owned();
     let parent = NewParent {
@@ -33,7 +37,7 @@ fn vhd_child(world: &World, path: &str, parent: &str) {
         identity: info.identity,
         changed_unix_s: info.facts.changed_unix_s,
     };
-    world.files.add(path, FILE);
+    world.files.add(path, kind);
     let new = NewImage { size_bytes: info.virtual_bytes, subformat: None, parent: Some(parent) };
     block_on(Format::Vhd.create(&world.files.store(path), &*world.env, &new)).unwrap();
 }
@@ -201,4 +205,47 @@ fn case_39_and_42_a_description_opens_nothing_else() {
         let shown = name.split(':').next().unwrap();
         assert!(facts.contains(shown) && facts.contains(format.unwrap_or("not named")), "{facts}");
     }
+}
+
+fn extents(disk: &impl Disk, range: std::ops::Range<u64>) -> Result<Vec<(u64, u64)>, ErrorKind> {
+    let runs = block_on(disk.extents(Extent::from_range(range), 100)).map_err(|error| error.kind())?;
+    Ok(runs.iter().map(|run| (run.extent.start(), run.extent.end())).collect())
+}
+
+#[test]
+fn a_map_is_told_up_to_a_damaged_entry_and_from_behind_it() {
+    let mut image = Image::usual();
+    for index in 0..4 {
+        image.data(index, 1);
+    }
+    image.set_l2(2, 512);
+    let size = 1 << 20;
+    let world = World::new();
+    world.raw("/d/a.qcow2", &image.finish());
+    vhd_child(&world, "/d/child.vhd", "/d/a.qcow2");
+    for path in ["/d/a.qcow2", "/d/child.vhd"] {
+        let disk = world.try_open(path, &read_only()).unwrap();
+        assert_eq!(extents(&disk, 0..size), Ok(vec![(0, 2 * CLUSTER)]), "{path}");
+        assert_eq!(extents(&disk, 2 * CLUSTER..size), Err(ErrorKind::Corrupt), "{path}");
+        let behind = vec![(3 * CLUSTER, 4 * CLUSTER), (4 * CLUSTER, size)];
+        assert_eq!(extents(&disk, 3 * CLUSTER..size), Ok(behind), "{path}");
+    }
+}
+
+/// Who asks for whole units must not get an answer that ends inside of one, and ask for that unit again and again.
+#[test]
+fn a_map_is_told_in_whole_units() {
+    let mut image = Image::new(9, 32 << 10);
+    for index in 0..11 {
+        image.data(index, 1);
+    }
+    image.set_l2(9, 256);
+    let world = World::new();
+    world.raw("/d/a.qcow2", &image.finish());
+    vhd_child_on(&world, FILE_4K, "/d/child.vhd", "/d/a.qcow2");
+    let disk = world.try_open("/d/child.vhd", &read_only()).unwrap();
+    assert_eq!(disk.info().request_align_bytes, 4096);
+    assert_eq!(extents(&disk, 0..32 << 10), Ok(vec![(0, 4096)]));
+    assert_eq!(extents(&disk, 4096..32 << 10), Err(ErrorKind::Corrupt));
+    assert_eq!(extents(&disk, 5120..5632), Ok(vec![(5120, 5632)]));
 }

@@ -222,6 +222,15 @@ impl FromStr for Format {
     }
 }
 
+/// The error for a structure that a codec refuses, with what its user can do, where there is something.
+fn codec_error(kind: ErrorKind, what: &impl fmt::Display, hint: Option<&'static str>) -> Error {
+    let error = Error::new(kind, what.to_string());
+    match hint {
+        Some(hint) => error.hint(hint),
+        None => error,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -23,14 +23,19 @@ impl<S: Store> Graph<S> {
                     runs.add(ExtentStatus { extent: run, kind: ExtentKind::Data, depth: layer as u16 });
                 }
                 Step::Zero => runs.add(ExtentStatus { extent: run, kind: ExtentKind::Hole, depth: 0 }),
-                Step::Load { .. } | Step::LoadZone(_) => {
-                    self.load(step, &mut last).await?;
-                    continue;
-                }
+                Step::Load { .. } | Step::LoadZone(_) => match self.load(step, &mut last).await {
+                    Ok(()) => continue,
+                    Err(error) => return runs.known_before(self.align_down(at)).ok_or(error),
+                },
             }
             at += len;
         }
         Ok(runs.finish())
+    }
+
+    /// A caller that asks for whole units must be able to go on where an answer ended.
+    fn align_down(&self, at: u64) -> u64 {
+        at - at % u64::from(self.info.request_align_bytes)
     }
 
     /// Data as the format sees it may be a hole to the store: asked run by run.
@@ -69,6 +74,14 @@ impl Runs {
 
     fn is_full(&self) -> bool {
         self.list.len() > self.max_runs
+    }
+
+    /// The runs up to `end`, where a piece of a map that cannot be read begins. `None` when nothing is known before it.
+    fn known_before(mut self, end: u64) -> Option<Vec<ExtentStatus>> {
+        self.list.retain(|run| run.extent.start() < end);
+        let last = self.list.last_mut()?;
+        last.extent = Extent::from_range(last.extent.start()..last.extent.end().min(end));
+        Some(self.finish())
     }
 
     fn finish(mut self) -> Vec<ExtentStatus> {

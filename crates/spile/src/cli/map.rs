@@ -108,7 +108,14 @@ async fn each_run(disk: &impl Disk, mut print: impl FnMut(ExtentStatus) -> Resul
     let size = disk.info().size_bytes;
     let (mut open, mut at) = (None::<ExtentStatus>, 0);
     while at < size {
-        let part = disk.extents(Extent::from_range(at..size), RUNS_AT_ONCE).await?;
+        let part = match disk.extents(Extent::from_range(at..size), RUNS_AT_ONCE).await {
+            Ok(part) => part,
+            Err(error) => {
+                // What comes before a damaged piece of the map is known.
+                open.map_or(Ok(()), print)?;
+                return Err(error);
+            }
+        };
         at = part.last().map_or(size, |run| run.extent.end());
         for run in part {
             match &mut open {

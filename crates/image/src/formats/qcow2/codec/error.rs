@@ -3,6 +3,7 @@
 use spile_core::{Error, ErrorKind};
 
 use super::{MAX_L1_BYTES, MAX_NAME_BYTES};
+use crate::formats::codec_error;
 
 /// A structure that cannot be used. The text names the field and its value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -146,11 +147,7 @@ impl From<CodecError> for Error {
             CodecError::UnknownFeatures(_) => Some("read it with the program that made it"),
             _ => None,
         };
-        let base = Error::new(error.kind(), error.to_string());
-        match hint {
-            Some(hint) => base.hint(hint),
-            None => base,
-        }
+        codec_error(error.kind(), &error, hint)
     }
 }
 

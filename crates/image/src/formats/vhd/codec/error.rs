@@ -2,6 +2,8 @@
 
 use spile_core::{Error, ErrorKind};
 
+use crate::formats::codec_error;
+
 /// A structure that cannot be used. The text names the field and its value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -127,11 +129,7 @@ impl From<CodecError> for Error {
             CodecError::OldBitmapOrder(_) => Some("convert the image with vhd-update first"),
             _ => None,
         };
-        let base = Error::new(error.kind(), error.to_string());
-        match hint {
-            Some(hint) => base.hint(hint),
-            None => base,
-        }
+        codec_error(error.kind(), &error, hint)
     }
 }
 
