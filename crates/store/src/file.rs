@@ -33,8 +33,33 @@ pub struct FileStore {
     inner: Arc<Inner>,
 }
 
+/// What tells a file or block device from every other on this host, whatever its path is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FileId {
+    /// A file.
+    File {
+        /// The device number of its file system.
+        device: u64,
+        /// Its number in the file system.
+        inode: u64,
+    },
+    /// A block device, by its own device number.
+    BlockDevice(u64),
+}
+
+impl FileId {
+    /// The identity of the file that `stat` describes.
+    pub fn of(stat: &std::fs::Metadata) -> Self {
+        match stat.file_type().is_block_device() {
+            true => Self::BlockDevice(stat.rdev()),
+            false => Self::File { device: stat.dev(), inode: stat.ino() },
+        }
+    }
+}
+
 struct Inner {
     path: PathBuf,
+    id: FileId,
     info: StoreInfo,
     is_device: bool,
     direct: RawFile,
@@ -59,7 +84,8 @@ impl FileStore {
         let file = open_at(path, mode, 0)?;
         let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
         check_type(&stat)?;
-        let is_device = stat.file_type().is_block_device();
+        let id = FileId::of(&stat);
+        let is_device = matches!(id, FileId::BlockDevice(_));
         let file = RawFile::new(file.into());
         file.lock(mode)?;
         let len = if is_device { device_len(&file)? } else { stat.len() };
@@ -67,18 +93,19 @@ impl FileStore {
             CacheMode::Direct => open_direct(path, mode, &stat),
             CacheMode::Page => None,
         };
-        Ok(Self::assemble(path, mode, is_device, len, file, direct))
+        Ok(Self::assemble(path, mode, id, len, file, direct))
     }
 
     fn assemble(
         path: &Path,
         mode: OpenMode,
-        is_device: bool,
+        id: FileId,
         len: u64,
         cached: RawFile,
         direct: Option<(File, DirectAlign)>,
     ) -> FileStore {
         let align = direct.as_ref().map(|(_, align)| *align);
+        let is_device = matches!(id, FileId::BlockDevice(_));
         let read_only = mode == OpenMode::ReadOnly;
         let punches = !read_only && if is_device { device_punches(&cached) } else { file_punches(&cached, len) };
         let direct = direct.map_or_else(|| cached.clone(), |(file, _)| RawFile::direct(file.into(), &cached));
@@ -91,7 +118,12 @@ impl FileStore {
         };
         let (path, len) = (path.to_owned(), AtomicU64::new(len));
         let gate = SyncGate::default();
-        FileStore { inner: Arc::new(Inner { path, info, is_device, direct, cached, len, gate }) }
+        FileStore { inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate }) }
+    }
+
+    /// Which file this is, as found when it was opened. Its path may name another file by now.
+    pub fn id(&self) -> FileId {
+        self.inner.id
     }
 
     fn fd(&self, via: Via) -> &RawFile {

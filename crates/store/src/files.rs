@@ -8,7 +8,7 @@ use spile_core::{
     StoreOffset, Via,
 };
 
-use crate::file::FileStore;
+use crate::file::{FileId, FileStore};
 use crate::memory::{MemStore, NullStore};
 use crate::nbd::NbdStore;
 
@@ -33,6 +33,16 @@ pub enum AnyStore {
     Null(NullStore),
     /// An export of an NBD server.
     Nbd(NbdStore),
+}
+
+impl AnyStore {
+    /// Which file the store is ([`FileStore::id`]); `None` when it is no file of this host.
+    pub fn file_id(&self) -> Option<FileId> {
+        match self {
+            Self::File(file) => Some(file.id()),
+            Self::Mem(_) | Self::Null(_) | Self::Nbd(_) => None,
+        }
+    }
 }
 
 /// Does `$call` with whichever store it is.

@@ -12,7 +12,7 @@ mod memory;
 mod nbd;
 mod sync_gate;
 
-pub use file::FileStore;
+pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};
 pub use memory::{MemStore, NullStore};
 pub use nbd::NbdStore;

@@ -38,7 +38,7 @@ pub struct Open {
     pub kind: String,
     /// Refuse writes.
     pub read_only: bool,
-    /// Which disk it is, as found when it was opened.
+    /// Which disk it is: the file that was opened.
     pub identity: Identity,
 }
 
@@ -158,21 +158,24 @@ impl Opening {
             allow_data_file: self.allow_data_file,
             ..OpenOptions::default()
         };
-        let chain = self.open_patiently(engine, spec, &options)?;
-        let kind = disks::describe(&chain);
-        let layers = chain.layers().iter().map(layer).collect();
+        let graph = self.open_patiently(engine, spec, &options)?;
+        Ok(self.opened(graph, spec, names))
+    }
+
+    /// The disk of `spec`, which was opened as `graph`.
+    fn opened(&self, graph: Graph<AnyStore>, spec: &DiskSpec, names: Vec<String>) -> Open {
         let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
-        Ok(Open {
+        Open {
             name: spec.own_name(),
-            layers,
-            disk: Arc::new(Node::with_buffers(chain, |len| spile_engine::pool().alloc(len).into())),
+            layers: graph.layers().iter().map(layer).collect(),
             names,
             serial,
             label: disks::label(&spec.source),
-            kind,
+            kind: disks::describe(&graph),
             read_only: spec.read_only,
-            identity: self.identity_of(spec),
-        })
+            identity: self.identity_of(spec).with_opened(&graph),
+            disk: Arc::new(Node::with_buffers(graph, |len| spile_engine::pool().alloc(len).into())),
+        }
     }
 
     /// Opens a disk; one that is busy is tried for some time. A server that was just killed is the reason: the kernel keeps
@@ -262,6 +265,23 @@ mod tests {
 
     fn names(disks: &[&str]) -> Vec<Vec<String>> {
         export_names(&disks.iter().map(|disk| disk.parse().unwrap()).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_disk_is_the_file_that_was_opened_and_not_what_its_path_names_by_then() {
+        let dir = tempfile::tempdir().unwrap();
+        let [path, other] = ["a.raw", "b.raw"].map(|name| dir.path().join(name));
+        [&path, &other].into_iter().for_each(|path| std::fs::write(path, [0; 4096]).unwrap());
+        let spec: DiskSpec = path.display().to_string().parse().unwrap();
+        let opening = Opening::new(None, CacheMode::Page, Vec::new());
+        let engine = Engine::start(spile_engine::Config { workers: 1, ..Default::default() }).unwrap();
+        let before = opening.identity_of(&spec);
+        let graph = opening.open_patiently(&engine, &spec, &OpenOptions::default()).unwrap();
+        std::fs::rename(&other, &path).unwrap();
+        let open = opening.opened(graph, &spec, vec![String::new()]);
+        assert!(open.identity.is_same(&before) && !open.identity.is_same(&opening.identity_of(&spec)));
+        close(&engine, vec![open], Ok(())).unwrap();
+        engine.shutdown();
     }
 
     #[test]

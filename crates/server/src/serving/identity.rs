@@ -1,15 +1,18 @@
 //! What tells one disk from every other, so that a successor never serves other bytes under the names of a running server.
 //!
-//! A disk's path is no part of it: a file may be renamed while it is served, and another file may be put in its place.
+//! A disk's path is no part of it: a file may be renamed while it is served, and another file may be put in its place. So the
+//! identity of an open disk comes from the file that was opened ([`Identity::with_opened`]). What a path names now
+//! ([`Identity::of`]) is good enough to ask with; it may be another file when the disk is opened.
 
 use std::fmt;
-use std::fs::Metadata;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::Format;
+use spile_image::Graph;
+use spile_image::layer::Layer as _;
+use spile_store::{AnyStore, FileId};
 
 use crate::disks::DiskSpec;
 
@@ -68,6 +71,12 @@ impl Identity {
         }
     }
 
+    /// The same identity, with the file that was opened as `graph` in the place of the file that the path names.
+    pub fn with_opened(self, graph: &Graph<AnyStore>) -> Self {
+        let leaf = graph.handles().first().and_then(|layer| layer.image().store().file_id());
+        Self { place: leaf.map_or(self.place, Place::from), ..self }
+    }
+
     /// True when it may be served several times: nothing is written, or there is no file.
     pub fn is_shareable(&self) -> bool {
         self.read_only || matches!(self.place, Place::Locator(_) | Place::Missing)
@@ -97,12 +106,17 @@ impl fmt::Display for Identity {
     }
 }
 
+impl From<FileId> for Place {
+    fn from(id: FileId) -> Self {
+        match id {
+            FileId::File { device, inode } => Self::File { device, inode },
+            FileId::BlockDevice(number) => Self::BlockDevice(number),
+        }
+    }
+}
+
 fn place_of(path: &Path) -> Place {
-    let place = |meta: Metadata| match meta.file_type().is_block_device() {
-        true => Place::BlockDevice(meta.rdev()),
-        false => Place::File { device: meta.dev(), inode: meta.ino() },
-    };
-    std::fs::metadata(path).map_or(Place::Missing, place)
+    std::fs::metadata(path).map_or(Place::Missing, |stat| FileId::of(&stat).into())
 }
 
 /// A disk under the name that NBD clients and vhost-user sockets know it by.

@@ -166,7 +166,7 @@ impl Server {
         }
         let shares = self.share_sockets()?;
         if let Some(inheritance) = &mut beginning.inheritance {
-            inheritance.compare_sizes(&self.disks)?;
+            inheritance.compare_disks(&self.disks)?;
             // The last thing that may fail: from its answer on, the other server does not go on.
             inheritance.confirm()?;
             self.listening.iter_mut().filter_map(|socket| socket.published.as_mut()).for_each(Published::take);

@@ -24,7 +24,7 @@ use spile_core::{Disk as _, Error, ErrorKind, Result, ResultExt};
 use spile_front_vhost::Handover;
 
 use super::control::{Answer, LAYOUT, Link, MAX_FDS, NOT_UNDERSTOOD, Request, unexpected};
-use super::disks::Open;
+use super::disks::{self as open_disks, Open};
 use super::fronts::{Listening, Role};
 use super::identity::{self, Exported};
 
@@ -36,6 +36,8 @@ pub struct Inheritance {
     pub connections: Vec<(String, Handover)>,
     /// The size of each export in bytes; empty when the old server is of a build that does not say it.
     sizes: Vec<(String, u64)>,
+    /// The disks that the old server was asked for.
+    asked: Vec<Exported>,
     link: Link,
 }
 
@@ -55,11 +57,13 @@ impl Inheritance {
         }
     }
 
-    /// Refuses disks of another size than the old server had: they are not the same.
+    /// Refuses disks that are not those which the old server was asked for, because another file was put in the place of
+    /// one before it was opened, or which have another size than they had there.
     ///
     /// # Errors
     /// `InvalidInput`.
-    pub fn compare_sizes(&self, disks: &[Open]) -> Result<()> {
+    pub fn compare_disks(&self, disks: &[Open]) -> Result<()> {
+        identity::compare(&self.asked, &open_disks::exported(disks))?;
         for (export, size_bytes) in &self.sizes {
             let open = disks.iter().find(|open| open.names.contains(export));
             if let Some(other) = open.map(|open| open.disk.info().size_bytes).filter(|other| other != size_bytes) {
@@ -86,14 +90,15 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// # Errors
 /// When it refuses, or breaks off.
 pub fn ask(control: &Path, sockets: Vec<String>, queues: u16, disks: Vec<Exported>) -> Result<Option<Inheritance>> {
-    let request = Request::TakeOver { sockets: sockets.clone(), queues, disks: Some(disks), layout: LAYOUT };
-    match ask_once(control, &request) {
+    let request = Request::TakeOver { sockets: sockets.clone(), queues, disks: Some(disks.clone()), layout: LAYOUT };
+    let given = match ask_once(control, &request) {
         // A build that knows no identities of disks. It compares what its guests' sockets serve, as ever.
         Err(error) if error.kind() == ErrorKind::Busy && error.to_string().contains(NOT_UNDERSTOOD) => {
             ask_once(control, &Request::TakeOver { sockets, queues, disks: None, layout: 0 })
         }
-        asked => asked,
-    }
+        given => given,
+    };
+    Ok(given?.map(|given| Inheritance { asked: disks, ..given }))
 }
 
 fn ask_once(control: &Path, request: &Request) -> Result<Option<Inheritance>> {
@@ -118,7 +123,7 @@ fn receive(mut link: Link) -> Result<Inheritance> {
                 let socket = fds.next().ok_or_else(missing)?;
                 connections.push((export, Handover { socket, state: *state, fds: fds.collect() }));
             }
-            Some((Answer::End, _)) => return Ok(Inheritance { sockets, connections, sizes, link }),
+            Some((Answer::End, _)) => return Ok(Inheritance { sockets, connections, sizes, asked: Vec::new(), link }),
             Some((Answer::Error(what), _)) => return Err(refused(&what)),
             None => return Err(unexpected(None).hint(BROKEN_OFF)),
             Some((other, _)) => return Err(unexpected(Some(&other))),
@@ -223,4 +228,39 @@ fn give_connection(link: &Link, export: &str, handover: &Handover) -> Result<()>
     let state = Box::new(handover.state.clone());
     link.send(&Answer::Connection { export: export.to_owned(), state, total_fds: fds.len() }, first)?;
     fds[first.len()..].chunks(MAX_FDS).try_for_each(|chunk| link.send(&Answer::Fds, chunk))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use spile_engine::{Config, Engine};
+    use spile_store::CacheMode;
+
+    use super::*;
+    use crate::serving::disks::Opening;
+
+    #[test]
+    fn a_successor_whose_path_named_another_file_when_it_was_opened_does_not_go_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let [path, other] = ["a.raw", "b.raw"].map(|name| dir.path().join(name));
+        [&path, &other].into_iter().for_each(|path| std::fs::write(path, [0; 4096]).unwrap());
+        let spec = path.display().to_string().parse().unwrap();
+        let opening = Opening::new(None, CacheMode::Page, Vec::new()).with_disks(vec![spec]);
+        let link = Link::new(UnixStream::pair().unwrap().0).unwrap();
+        let (sockets, connections, sizes) = (HashMap::new(), Vec::new(), Vec::new());
+        let inheritance = Inheritance { sockets, connections, sizes, asked: opening.exported(), link };
+        let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+        let open = || {
+            let mut disks = Vec::new();
+            opening.open(&engine, &mut disks).unwrap();
+            let compared = inheritance.compare_disks(&disks);
+            open_disks::close(&engine, disks, Ok(())).unwrap();
+            compared
+        };
+        assert!(open().is_ok());
+        std::fs::rename(&other, &path).unwrap();
+        assert_eq!(open().unwrap_err().kind(), ErrorKind::InvalidInput);
+        engine.shutdown();
+    }
 }
