@@ -446,30 +446,3 @@ fn another_disk_in_the_place_of_one_that_was_served_is_not_served_after_a_failed
     let said = rest_of_stderr(&mut served);
     assert!(said.contains("another disk lies in the place"), "{said}");
 }
-
-/// The lines of layout 0, as 0.1.0 sent and understood them: an older and a newer build hand over to each other.
-#[test]
-fn the_lines_of_the_first_layout_are_understood() {
-    let asked = br#"{"take_over":{"sockets":["nbd unix:/n"],"queues":16}}"#;
-    let request: Request = serde_json::from_slice(asked).unwrap();
-    assert_eq!(request, Request::TakeOver { sockets: vec!["nbd unix:/n".into()], queues: 16, disks: None, layout: 0 });
-    // What is asked of an older server is what it understands, to the byte.
-    assert_eq!(serde_json::to_vec(&request).unwrap(), asked);
-    let resize = br#"{"resize":{"export":"","size_bytes":1024}}"#;
-    assert!(matches!(serde_json::from_slice(resize).unwrap(), Request::Resize { size_bytes: 1024, .. }));
-    let connection = br#"{"connection":{"export":"","state":STATE,"total_fds":3}}"#;
-    let state = include_str!("data/connection-0.json");
-    let connection = String::from_utf8_lossy(connection).replace("STATE", state.trim());
-    for (line, is) in [
-        (r#"{"socket":"x"}"#, "Socket(\"x\")"),
-        (connection.as_str(), "Connection { export: \"\""),
-        (r#""fds""#, "Fds"),
-        (r#""end""#, "End"),
-        (r#""done""#, "Done"),
-        (r#"{"error":"no"}"#, "Error(\"no\")"),
-    ] {
-        let answer: Answer = serde_json::from_str(line).unwrap();
-        assert!(format!("{answer:?}").starts_with(is), "{answer:?}");
-        assert_eq!(serde_json::to_string(&answer).unwrap(), line);
-    }
-}
