@@ -31,14 +31,13 @@ const RESIZE: i64 = 3;
 /// # Errors
 /// `Busy` when another process has opened it in a mode that excludes this one.
 pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
-    let (gate, uses): (_, &[i64]) = match mode {
-        OpenMode::ReadOnly => (libc::F_RDLCK, &[READ]),
-        OpenMode::ReadWrite => (libc::F_WRLCK, &[READ, WRITE, RESIZE]),
+    let gate = match mode {
+        OpenMode::ReadOnly => libc::F_RDLCK,
+        OpenMode::ReadWrite => libc::F_WRLCK,
     };
+    let uses = uses_of(mode);
     take(fd, gate, 0)?;
-    for byte in uses.iter().map(|p| USES + p).chain([REFUSES + WRITE, REFUSES + RESIZE]) {
-        take(fd, libc::F_RDLCK, byte)?;
-    }
+    take_shared(fd, uses)?;
     // First lock and then check, as QEMU does: when two processes come at once, at least one sees the other.
     for byte in uses.iter().map(|p| REFUSES + p).chain([USES + WRITE, USES + RESIZE]) {
         look(fd, byte)?;
@@ -46,11 +45,34 @@ pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
     Ok(())
 }
 
+/// Locks a second descriptor of a file that another descriptor of this process has locked in `mode`: by the same bytes,
+/// but for byte 0, all of which are shared. Then the file stays locked until the last transfer through either descriptor
+/// has ended, whatever becomes of the process: the kernel keeps a descriptor open for as long as a transfer uses it.
+///
+/// # Errors
+/// `Busy` when another process holds one of these bytes exclusively.
+pub(crate) fn acquire_beside(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
+    take_shared(fd, uses_of(mode))
+}
+
 /// Ends the locks at once, however many duplicates of the descriptor there are, for example in a ring's table of files.
 pub(crate) fn release(fd: BorrowedFd<'_>) {
     let mut whole = request(libc::F_UNLCK, 0);
     whole.l_len = 0;
     let _ = call(fd, libc::F_OFD_SETLK, &mut whole);
+}
+
+/// The permissions that a process uses.
+fn uses_of(mode: OpenMode) -> &'static [i64] {
+    match mode {
+        OpenMode::ReadOnly => &[READ],
+        OpenMode::ReadWrite => &[READ, WRITE, RESIZE],
+    }
+}
+
+fn take_shared(fd: BorrowedFd<'_>, uses: &[i64]) -> Result<()> {
+    let mut bytes = uses.iter().map(|p| USES + p).chain([REFUSES + WRITE, REFUSES + RESIZE]);
+    bytes.try_for_each(|byte| take(fd, libc::F_RDLCK, byte))
 }
 
 fn request(kind: i32, byte: i64) -> libc::flock {
@@ -131,6 +153,21 @@ mod tests {
         release(writer.as_fd());
         assert!(locked(file.path(), OpenMode::ReadWrite).is_some());
         drop(duplicate);
+    }
+
+    #[test]
+    fn a_file_stays_locked_while_a_transfer_through_its_second_descriptor_lasts() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let writer = locked(file.path(), OpenMode::ReadWrite).unwrap();
+        let second = open(file.path());
+        acquire_beside(second.as_fd(), OpenMode::ReadWrite).unwrap();
+        // As a transfer in the kernel does, the duplicate keeps the descriptor open when the process is gone.
+        let transfer = second.try_clone().unwrap();
+        drop((writer, second));
+        assert!(locked(file.path(), OpenMode::ReadWrite).is_none());
+        assert!(locked(file.path(), OpenMode::ReadOnly).is_none());
+        drop(transfer);
+        assert!(locked(file.path(), OpenMode::ReadWrite).is_some());
     }
 
     #[test]

@@ -25,10 +25,14 @@ impl RawFile {
         Self { fd: Fd::file(fd) }
     }
 
-    /// Takes over a second descriptor of the file, opened with O_DIRECT. While an operation through it is in flight,
-    /// the locks of `locked`, the first one, are held.
-    pub fn direct(fd: OwnedFd, locked: &RawFile) -> Self {
-        Self { fd: Fd::direct(fd, &locked.fd) }
+    /// Takes over a second descriptor of the file, opened with O_DIRECT; `locked` is the first one, which was locked in
+    /// `mode`. While an operation through either is in flight, the file stays locked, also when the process is killed.
+    ///
+    /// # Errors
+    /// `Busy` when another process has locked the file, though it could not while the first descriptor is locked.
+    pub fn direct(fd: OwnedFd, locked: &RawFile, mode: OpenMode) -> Result<Self> {
+        lock::acquire_beside(fd.as_fd(), mode)?;
+        Ok(Self { fd: Fd::direct(fd, &locked.fd) })
     }
 
     /// True for a descriptor opened with O_DIRECT.

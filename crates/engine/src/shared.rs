@@ -34,10 +34,12 @@ pub(crate) enum Message {
 /// Counts of what one worker has done so far. They only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkerStats {
-    /// System calls that submitted or waited: io_uring_enter, or epoll_wait.
+    /// System calls that submitted, waited or asked for completions: io_uring_enter, io_submit, io_getevents, epoll_wait.
     pub enters: u64,
-    /// Entries submitted to the ring; file operations handed to helper threads.
+    /// Entries submitted to the ring or to AIO; file operations handed to helper threads.
     pub sqes: u64,
+    /// Of these, the writes that went to AIO.
+    pub aio_writes: u64,
     /// Completions reaped.
     pub cqes: u64,
     /// Times another thread had to ring the eventfd.
@@ -53,6 +55,7 @@ pub struct WorkerStats {
 pub(crate) struct Counters {
     enters: AtomicU64,
     sqes: AtomicU64,
+    aio_writes: AtomicU64,
     cqes: AtomicU64,
     polls: AtomicU64,
     sleeps: AtomicU64,
@@ -73,6 +76,11 @@ impl Counters {
         add(&self.sqes, count);
     }
 
+    pub(crate) fn submitted_to_aio(&self, count: u64) {
+        add(&self.sqes, count);
+        add(&self.aio_writes, count);
+    }
+
     pub(crate) fn completed(&self, count: u64) {
         add(&self.cqes, count);
     }
@@ -85,11 +93,12 @@ impl Counters {
         add(&self.sleeps, 1);
     }
 
-    fn read(&self) -> WorkerStats {
+    pub(crate) fn read(&self) -> WorkerStats {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         WorkerStats {
             enters: get(&self.enters),
             sqes: get(&self.sqes),
+            aio_writes: get(&self.aio_writes),
             cqes: get(&self.cqes),
             wakes: get(&self.wakes),
             polls: get(&self.polls),

@@ -26,7 +26,7 @@ use smallvec::SmallVec;
 use spile_core::{Error, ErrorKind, Result};
 use spile_mem::Pool;
 
-use crate::aio::Aio;
+use crate::aio::{self, Aio, Readiness};
 use crate::file_pool::{FilePool, Job};
 use crate::file_table::{FileTable, Target};
 use crate::fixed::FixedBuffers;
@@ -75,14 +75,7 @@ pub(crate) struct Uring {
     doorbell_armed: bool,
     files: FileTable,
     fixed: FixedBuffers,
-    aio: AioState,
-}
-
-/// AIO is set up when the first write needs space.
-enum AioState {
-    Untried,
-    Usable(Box<Aio>),
-    Refused,
+    aio: Aio,
 }
 
 struct Slot {
@@ -208,7 +201,7 @@ impl Uring {
             doorbell_armed: false,
             files,
             fixed: FixedBuffers::default(),
-            aio: AioState::Untried,
+            aio: Aio::new()?,
         };
         this.arm_doorbell();
         this.try_enter(None)?;
@@ -477,50 +470,38 @@ impl Uring {
 
     /// Queues a write for AIO; false where that cannot be had.
     fn queue_for_aio(&mut self, key: u64) -> bool {
-        if matches!(self.aio, AioState::Untried) {
-            self.set_up_aio();
+        match self.aio.prepare(aio::set_up) {
+            Readiness::Refused => return false,
+            Readiness::Opened => self.arm_aio_bell(),
+            Readiness::Ready => {}
         }
-        let AioState::Usable(aio) = &mut self.aio else { return false };
         let slot = &mut self.slots[index_of(key)];
         let op = slot.op.as_ref().expect("an operation in flight is in its slot");
         sys::fill_iovecs(op.segments.as_slice(), op.done, &mut slot.iovecs);
-        aio.queue(key, op.fd.raw(), op.offset + op.done as u64, &slot.iovecs);
+        self.aio.queue(key, op.fd.raw(), op.offset + op.done as u64, &slot.iovecs);
         true
     }
 
-    fn set_up_aio(&mut self) {
-        match Aio::new() {
-            Ok(aio) => {
-                self.aio = AioState::Usable(Box::new(aio));
-                self.arm_aio_bell();
-            }
-            Err(error) => {
-                tracing::info!("no Linux AIO here ({error}): writes into holes of files wait for each other");
-                self.aio = AioState::Refused;
-            }
-        }
-    }
-
     fn arm_aio_bell(&mut self) {
-        let AioState::Usable(aio) = &mut self.aio else { return };
-        let (bell, count) = aio.bell();
+        let (bell, count) = self.aio.bell();
         let entry = opcode::Read::new(types::Fd(bell), count.cast(), 8).build();
         self.push(entry.user_data(AIO_BELL));
     }
 
     /// Starts the writes that are queued for AIO.
     fn submit_aio(&mut self) {
-        let AioState::Usable(aio) = &mut self.aio else { return };
-        let refused: SmallVec<[u64; 8]> = aio.submit().collect();
+        if !self.aio.has_queued() {
+            return;
+        }
+        let refused: SmallVec<[u64; 8]> = self.aio.submit(&self.shared.counters).collect();
         refused.into_iter().for_each(|key| self.hand_over(key));
     }
 
     /// Takes the answers to writes by AIO.
     fn reap_aio(&mut self, woken: &mut Vec<Waker>) {
         self.arm_aio_bell();
-        let AioState::Usable(aio) = &self.aio else { return };
         let mut ended = std::mem::take(&mut self.ended_by_aio);
-        aio.reap(&mut ended);
+        self.aio.reap(&self.shared.counters, &mut ended);
         ended.drain(..).for_each(|(key, result)| self.complete(key, result, woken));
         self.ended_by_aio = ended;
     }
@@ -688,6 +669,7 @@ mod tests {
 
     use super::*;
     use crate::fd::Fd;
+    use crate::shared::Message;
 
     struct Woken;
 
@@ -749,6 +731,38 @@ mod tests {
         }
         assert_eq!(ring.poll(key, &waker), Poll::Ready(Ok(8)));
         assert_eq!(into.to_vec(), b"abcdefgh");
+    }
+
+    #[test]
+    fn a_write_by_aio_goes_on_after_a_part() {
+        let Some(mut ring) = ring() else { return };
+        let file = tempfile::tempfile().unwrap();
+        let fd = Fd::direct(file.try_clone().unwrap().into(), &Fd::file(file.try_clone().unwrap().into()));
+        let (waker, woken) = (Waker::from(Arc::new(Woken)), &mut Vec::new());
+        let from = Segment::zeroed(8192);
+        from.copy_from_slice(0, &[7; 8192]);
+        // As given to AIO, which has written a half.
+        let mut op = Op::write(&fd, 0, &from.into());
+        op.tried_aio = true;
+        let key = ring.occupy(op, &waker);
+        (ring.in_flight, ring.file_ops) = (1, 1);
+        ring.complete(key, 4096, woken);
+        let mut messages = VecDeque::new();
+        for _ in 0..10 {
+            if woken.is_empty() {
+                ring.turn(Some(Some(Duration::from_secs(10))), woken);
+            }
+            // Where the rest had to wait, a helper thread has done it.
+            ring.shared.take(&mut messages);
+            for message in messages.drain(..) {
+                let Message::Done(key, outcome) = message else { panic!("nobody else sends anything") };
+                ring.done(key, outcome, woken);
+            }
+        }
+        assert_eq!(ring.poll(key, &waker), Poll::Ready(Ok(8192)));
+        let mut found = [0; 8192];
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut found, 0).unwrap();
+        assert!(found[..4096] == [0; 4096] && found[4096..] == [7; 4096]);
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl FileStore {
             CacheMode::Direct => open_direct(path, mode, &stat),
             CacheMode::Page => None,
         };
-        Ok(Self::assemble(path, mode, id, len, file, direct))
+        Self::assemble(path, mode, id, len, file, direct)
     }
 
     fn assemble(
@@ -103,12 +103,15 @@ impl FileStore {
         len: u64,
         cached: RawFile,
         direct: Option<(File, DirectAlign)>,
-    ) -> FileStore {
+    ) -> Result<FileStore> {
         let align = direct.as_ref().map(|(_, align)| *align);
         let is_device = matches!(id, FileId::BlockDevice(_));
         let read_only = mode == OpenMode::ReadOnly;
         let punches = !read_only && if is_device { device_punches(&cached) } else { file_punches(&cached, len) };
-        let direct = direct.map_or_else(|| cached.clone(), |(file, _)| RawFile::direct(file.into(), &cached));
+        let direct = match direct {
+            Some((file, _)) => RawFile::direct(file.into(), &cached, mode)?,
+            None => cached.clone(),
+        };
         let info = StoreInfo {
             offset_align_bytes: align.map_or(1, |a| a.offset),
             memory_align_bytes: align.map_or(1, |a| a.memory),
@@ -118,7 +121,7 @@ impl FileStore {
         };
         let (path, len) = (path.to_owned(), AtomicU64::new(len));
         let gate = SyncGate::default();
-        FileStore { inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate }) }
+        Ok(FileStore { inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate }) })
     }
 
     /// Which file this is, as found when it was opened. Its path may name another file by now.

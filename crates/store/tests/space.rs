@@ -5,18 +5,22 @@ mod common;
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Waker};
 
 use common::*;
 use spile_core::{OpenMode, Segment, Store, Via};
-use spile_engine::{Engine, spawn, yield_now};
+use spile_engine::{Engine, EngineKind, pool, spawn, yield_now};
 use spile_store::{CacheMode, FileStore};
 
 both_engines!(
     random_writes_take_no_more_space_than_their_data,
     sequential_writes_take_no_more_space_than_their_data,
     writes_into_holes_keep_their_data,
+    dropped_writes_into_holes_keep_their_buffers,
+    a_block_device_is_not_written_by_aio,
 );
 
 const FILE_BYTES: usize = 1 << 30;
@@ -42,18 +46,19 @@ fn bytes_of(offset: usize, len: usize) -> Segment {
     segment
 }
 
-/// Writes `len` bytes at each of `places`, 32 at a time.
+/// Writes `len` bytes at each of `places`, `depth` at a time.
 fn write_all(
     engine: &Engine,
     store: &Arc<FileStore>,
     len: usize,
+    depth: usize,
     places: impl Iterator<Item = usize> + Send + 'static,
 ) {
     let store = store.clone();
     engine.run_on(0, move || async move {
         let in_flight = Arc::new(AtomicUsize::new(0));
         for offset in places {
-            while in_flight.load(Ordering::Relaxed) >= 32 {
+            while in_flight.load(Ordering::Relaxed) >= depth {
                 yield_now().await;
             }
             in_flight.fetch_add(1, Ordering::Relaxed);
@@ -93,14 +98,35 @@ fn assert_lean(path: &Path, data: usize) {
     assert!(space >= data && space <= data + data / 10, "{space} bytes of space for {data} bytes of data");
 }
 
+fn aio_writes(engine: &Engine) -> u64 {
+    engine.stats().iter().map(|worker| worker.aio_writes).sum()
+}
+
+/// Checks that `writes` writes into holes of the file went by AIO, on file systems of which it is known that the ring
+/// refuses such writes.
+fn assert_by_aio(engine: &Engine, path: &Path, store: &FileStore, writes: usize) {
+    const EXT4: i64 = 0xef53;
+    const XFS: i64 = 0x5846_5342;
+    let is_direct = store.info().offset_align_bytes > 1;
+    let is_known = [EXT4, XFS].contains(&(rustix::fs::statfs(path).unwrap().f_type as i64));
+    match engine.kind() {
+        EngineKind::Uring if is_direct && is_known => assert_eq!(aio_writes(engine), writes as u64),
+        EngineKind::Uring => println!("SKIP use of AIO: neither ext4 nor XFS, or no direct I/O"),
+        _ => assert_eq!(aio_writes(engine), 0),
+    }
+}
+
 fn random_writes_take_no_more_space_than_their_data(engine: &Engine) {
+    let mut writes = 0;
     for len in [4 * KIB, 64 * KIB] {
         let (_dir, path, store) = sparse(FILE_BYTES);
         if !allocates_by_pages() {
             return;
         }
-        write_all(engine, &store, len, scattered(len));
+        write_all(engine, &store, len, 32, scattered(len));
         assert_lean(&path, WRITES * len);
+        writes += WRITES;
+        assert_by_aio(engine, &path, &store, writes);
     }
 }
 
@@ -110,7 +136,7 @@ fn sequential_writes_take_no_more_space_than_their_data(engine: &Engine) {
         if !allocates_by_pages() {
             return;
         }
-        write_all(engine, &store, len, (0..WRITES).map(move |number| MIB + number * len));
+        write_all(engine, &store, len, 32, (0..WRITES).map(move |number| MIB + number * len));
         drop(store);
         assert_lean(&path, WRITES * len);
     }
@@ -137,4 +163,82 @@ fn writes_into_holes_keep_their_data(engine: &Engine) {
         writer.sync().await.unwrap();
     });
     assert!(std::fs::read(&path).unwrap() == pattern(0, 16 * MIB));
+}
+
+/// A write whose future is dropped keeps its buffer until the kernel is done with it.
+fn dropped_writes_into_holes_keep_their_buffers(engine: &Engine) {
+    const WRITES: usize = 12;
+    let (_dir, path, store) = sparse(2 * WRITES * MIB);
+    let (writer, watch) = (store.clone(), engine.clone());
+    engine.run_on(0, move || async move {
+        let mut writes: Vec<_> = (0..WRITES)
+            .map(|number| {
+                let buffer = pool().alloc(MIB);
+                buffer.copy_from_slice(0, &pattern(2 * number * MIB, MIB));
+                let writer = writer.clone();
+                Box::pin(async move { writer.write_at(at(2 * number * MIB), &buffer.into(), Via::Direct).await })
+            })
+            .collect();
+        let foreign = vec![0xee; MIB];
+        for write in &mut writes {
+            let _ = write.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        }
+        // A worker polls a task some hundred times before it looks at the ring.
+        for _ in 0..5000 {
+            if aio_writes(&watch) == 0 {
+                yield_now().await;
+            }
+        }
+        drop(writes);
+        // Whoever gets a buffer that is still in use spoils a write.
+        let others: Vec<_> = (0..WRITES).map(|_| pool().alloc(MIB)).collect();
+        others.iter().for_each(|other| other.copy_from_slice(0, &foreign));
+    });
+    engine.shutdown();
+    drop(store);
+    let found = std::fs::read(&path).unwrap();
+    for offset in (0..found.len()).step_by(4 * KIB) {
+        let page = &found[offset..offset + 4 * KIB];
+        assert!(page == pattern(offset, 4 * KIB) || page == [0; 4 * KIB], "a foreign buffer at {offset:#x}");
+    }
+}
+
+/// A loop device over a new file.
+struct Loop(String);
+
+impl Loop {
+    fn over(path: &Path) -> Result<Self, String> {
+        let made = Command::new("losetup").args(["--find", "--show", "--direct-io=on"]).arg(path).output();
+        let made = made.map_err(|error| format!("losetup: {error}"))?;
+        match made.status.success() {
+            true => Ok(Self(String::from_utf8(made.stdout).unwrap().trim().to_owned())),
+            false => Err(String::from_utf8_lossy(&made.stderr).trim().to_owned()),
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+/// A device has no holes. When the ring refuses a write there, the device is busy, and AIO would make the worker wait.
+fn a_block_device_is_not_written_by_aio(engine: &Engine) {
+    let dir = folder();
+    let path = dir.path().join("disk");
+    std::fs::File::create(&path).unwrap().set_len(64 * MIB as u64).unwrap();
+    let device = match Loop::over(&path) {
+        Ok(device) => device,
+        Err(why) => return println!("SKIP block device: {why}"),
+    };
+    let store = FileStore::open(Path::new(&device.0), OpenMode::ReadWrite, CacheMode::Direct).unwrap();
+    assert!(store.info().offset_align_bytes > 1, "no direct I/O on a block device");
+    // More at once than a loop device has tags for, so that the ring refuses some.
+    write_all(engine, &Arc::new(store), 4 * KIB, 1024, (0..WRITES).map(|number| number * 64 * KIB));
+    assert_eq!(aio_writes(engine), 0);
+    let found = std::fs::read(&device.0).unwrap();
+    for offset in (0..WRITES).map(|number| number * 64 * KIB) {
+        assert!(found[offset..offset + 4 * KIB] == pattern(offset, 4 * KIB), "at {offset:#x}");
+    }
 }
