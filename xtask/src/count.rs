@@ -1,10 +1,14 @@
-//! `cargo xtask count`: the instructions that the server spends on one request, counted by callgrind.
+//! `cargo xtask count`: the instructions that one request costs, counted by callgrind.
 //!
-//! Times differ from machine to machine and from minute to minute; instructions hardly do. The release build serves an empty
-//! disk (`null:`) under valgrind, over vhost-user and to a guest of the imitated Xen: once with few requests and once with
-//! many. The difference, divided by the number of requests between the two, leaves out the costs of start and end.
+//! Times differ from machine to machine and from minute to minute; instructions hardly do. A program runs under valgrind
+//! twice, once with few requests and once with many. The difference, divided by the number of requests between the two,
+//! leaves out the costs of start and end. There are two sets of cases; `--only SET` counts one of them:
 //!
-//! The client is an ordinary `spile load` on the same core, with the lowest priority. So the server has always answered
+//! - `null`: the release build serves an empty disk (`null:`) over vhost-user and to a guest of the imitated Xen.
+//! - `image`: the example `count_reads` of the crate `image` reads 4 KiB at a time from a disk of each format. All maps are
+//!   in memory, and the store answers at once, so the figures are of the image code alone.
+//!
+//! The client of a server is an ordinary `spile load` on the same core, with the lowest priority. So the server has always answered
 //! everything and gone to sleep before it sees the next batch, and a batch costs the same each time. Figures repeat to
 //! 0.2 %. Single requests are not counted: whether the server sleeps before the next one depends on the host's other work
 //! (12 % between two runs).
@@ -12,13 +16,14 @@
 //! io_uring does not work under every valgrind, so the threads engine runs; on this path only its way to sleep differs.
 //! Reads are of 512 bytes, because some machines count a long fill with zeroes as one instruction a byte.
 //!
-//! The figures are kept in `xtask/counts/null.json`. Growth of more than 5 % is a failure. A figure that shrinks by more is
+//! The figures are kept in `xtask/counts/SET.json`. Growth of more than 5 % is a failure. A figure that shrinks by more is
 //! reported, so that somebody runs `cargo xtask count --update`. Another compiler makes other code: then growth is a skip.
 
 use crate::bench::kinds::Front;
 use crate::bench::server::{Server, pinned, server_cores};
 use crate::{Result, bench, shell};
 use serde_json::{Value, json};
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -30,23 +35,55 @@ const UPDATE: &str = "keep it by `cargo xtask count --update`";
 /// The change of a figure that is not reported, in per cent.
 const TOLERANCE: u64 = 5;
 
-/// A load that is counted. Its name is the key in the file.
+/// Cases whose figures are kept in one file.
+struct Set {
+    /// The file's name without the extension.
+    name: &'static str,
+    /// What the file says of its figures.
+    about: &'static str,
+    cases: &'static [Case],
+}
+
+/// What is counted. Its name is the key in the file.
 struct Case {
     name: &'static str,
-    /// How the back end reaches a Xen guest's memory; none for vhost-user.
-    access: Option<&'static str>,
-    load: &'static [&'static str],
+    way: Way,
+}
+
+/// The way of the counted requests.
+enum Way {
+    /// A load on the server over vhost-user.
+    Vhost(&'static [&'static str]),
+    /// A load on the server from a Xen guest, with this access to the guest's memory.
+    Blkif(&'static str, &'static [&'static str]),
+    /// Reads from an image of this format, without a server.
+    Image(&'static str),
 }
 
 const READ: &[&str] = &["--rw", "randread", "--bs", "512", "--depth", "32"];
 const WRITE: &[&str] = &["--rw", "randwrite", "--bs", "4k", "--depth", "32"];
 
-const CASES: &[Case] = &[
-    Case { name: "vhost-user read 512 depth 32", access: None, load: READ },
-    Case { name: "vhost-user write 4k depth 32", access: None, load: WRITE },
-    Case { name: "blkif persistent read 512 depth 32", access: Some("persistent"), load: READ },
-    Case { name: "blkif persistent write 4k depth 32", access: Some("persistent"), load: WRITE },
-    Case { name: "blkif copy write 4k depth 32", access: Some("copy"), load: WRITE },
+const SETS: &[Set] = &[
+    Set {
+        name: "null",
+        about: "Instructions of the server for one request without a medium. Written by `cargo xtask count --update`.",
+        cases: &[
+            Case { name: "vhost-user read 512 depth 32", way: Way::Vhost(READ) },
+            Case { name: "vhost-user write 4k depth 32", way: Way::Vhost(WRITE) },
+            Case { name: "blkif persistent read 512 depth 32", way: Way::Blkif("persistent", READ) },
+            Case { name: "blkif persistent write 4k depth 32", way: Way::Blkif("persistent", WRITE) },
+            Case { name: "blkif copy write 4k depth 32", way: Way::Blkif("copy", WRITE) },
+        ],
+    },
+    Set {
+        name: "image",
+        about: "Instructions of the image code for one read of 4 KiB, its maps in memory. Written by `cargo xtask count --update`.",
+        cases: &[
+            Case { name: "raw read 4k", way: Way::Image("raw") },
+            Case { name: "vhd read 4k", way: Way::Image("vhd") },
+            Case { name: "qcow2 read 4k", way: Way::Image("qcow2") },
+        ],
+    },
 ];
 
 /// The server's options. They leave out all that depends on time: polling, and a second worker.
@@ -58,42 +95,95 @@ const LIMIT: Duration = Duration::from_secs(60);
 const FEW: u64 = 640;
 const MANY: u64 = 6400;
 
-/// Counts all cases and compares them with the kept figures; `--update` keeps the new ones.
+/// The programs that are counted; each is built when the first case needs it.
+struct Programs {
+    spile: OnceCell<PathBuf>,
+    count_reads: OnceCell<PathBuf>,
+    folder: PathBuf,
+}
+
+/// Counts the cases and compares them with the kept figures; `--update` keeps the new ones.
 pub fn run(arguments: &[String]) -> Result<()> {
+    let only = shell::option(arguments, "--only", String::new())?;
+    let sets: Vec<&Set> = SETS.iter().filter(|set| only.is_empty() || set.name == only).collect();
+    if sets.is_empty() {
+        return Err(format!("there is no set `{only}`; there are null and image"));
+    }
     if let Some(program) = ["valgrind", "nice"].into_iter().find(|program| !shell::on_path(program)) {
         println!("SKIP count: no {program}");
-        println!("0 passed, 0 failed, {} skipped", CASES.len());
+        println!("0 passed, 0 failed, {} skipped", sets.iter().map(|set| set.cases.len()).sum::<usize>());
         return Ok(());
     }
-    let spile = bench::spile()?;
-    let folder = shell::target_dir().join("count");
-    std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-    let counted: BTreeMap<&str, u64> =
-        CASES.iter().map(|case| Ok((case.name, count(&spile, &folder, case)?))).collect::<Result<_>>()?;
-    if shell::flag(arguments, "--update") {
-        return keep(&counted);
+    let programs = Programs::new()?;
+    let mut whole = Outcome::default();
+    for set in sets {
+        let count = |case: &Case| Ok((case.name, programs.count(case)?));
+        let counted: BTreeMap<&str, u64> = set.cases.iter().map(count).collect::<Result<_>>()?;
+        match shell::flag(arguments, "--update") {
+            true => keep(set, &counted)?,
+            false => whole.add(compare(&counted, &Kept::read(set)?, &rustc()?)),
+        }
     }
-    let outcome = compare(&counted, &Kept::read()?, &rustc()?);
-    outcome.lines.iter().for_each(|line| println!("{line}"));
-    let Outcome { passed, failed, skipped, .. } = outcome;
-    println!("{passed} passed, {failed} failed, {skipped} skipped");
-    if failed == 0 { Ok(()) } else { Err(format!("{failed} failed")) }
+    if shell::flag(arguments, "--update") { Ok(()) } else { whole.tell() }
 }
 
-/// Instructions for one request.
-fn count(spile: &Path, folder: &Path, case: &Case) -> Result<u64> {
-    let few = instructions(spile, folder, case, FEW)?;
-    let many = instructions(spile, folder, case, MANY)?;
-    Ok(many.saturating_sub(few) / (MANY - FEW))
+impl Programs {
+    fn new() -> Result<Self> {
+        let folder = shell::target_dir().join("count");
+        std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+        Ok(Self { spile: OnceCell::new(), count_reads: OnceCell::new(), folder })
+    }
+
+    /// Instructions for one request.
+    fn count(&self, case: &Case) -> Result<u64> {
+        let few = self.instructions(case, FEW)?;
+        let many = self.instructions(case, MANY)?;
+        Ok(many.saturating_sub(few) / (MANY - FEW))
+    }
+
+    /// Instructions of a whole run with a number of requests.
+    fn instructions(&self, case: &Case, requests: u64) -> Result<u64> {
+        let file = self.folder.join(format!("{}-{requests}.callgrind", case.name.replace([' ', ','], "-")));
+        match case.way {
+            Way::Vhost(load) => run_vhost(self.spile()?, &file, load, requests),
+            Way::Blkif(access, load) => run_blkif(self.spile()?, &file, access, load, requests),
+            Way::Image(format) => run_image(self.count_reads()?, &file, format, requests),
+        }
+    }
+
+    fn spile(&self) -> Result<&Path> {
+        built(&self.spile, bench::spile)
+    }
+
+    fn count_reads(&self) -> Result<&Path> {
+        built(&self.count_reads, count_reads)
+    }
 }
 
-/// Instructions of a whole run of the server with a number of requests.
-fn instructions(spile: &Path, folder: &Path, case: &Case, requests: u64) -> Result<u64> {
-    let name = format!("{}-{requests}.callgrind", case.name.replace([' ', ','], "-"));
-    match case.access {
-        Some(access) => run_blkif(spile, &folder.join(name), access, case.load, requests),
-        None => run_vhost(spile, &folder.join(name), case.load, requests),
+fn built(cell: &OnceCell<PathBuf>, build: impl FnOnce() -> Result<PathBuf>) -> Result<&Path> {
+    match cell.get() {
+        Some(program) => Ok(program),
+        None => {
+            let program = build()?;
+            Ok(cell.get_or_init(|| program))
+        }
     }
+}
+
+/// The example of the crate `image`: `SPILE_COUNT_READS`, else a release build.
+fn count_reads() -> Result<PathBuf> {
+    if let Some(named) = std::env::var_os("SPILE_COUNT_READS") {
+        return Ok(named.into());
+    }
+    shell::run(shell::cargo().args(["build", "--release", "--package", "spile-image", "--example", "count_reads"]))?;
+    Ok(shell::target_dir().join("release/examples/count_reads"))
+}
+
+fn run_image(program: &Path, file: &Path, format: &str, reads: u64) -> Result<u64> {
+    let mut command = Command::new("valgrind");
+    command.args(["--quiet", "--tool=callgrind"]).arg(format!("--callgrind-out-file={}", file.display()));
+    shell::run(command.arg(program).arg(format).arg(reads.to_string()))?;
+    total_in(file)
 }
 
 /// The client. It gets the core only while the server sleeps.
@@ -114,8 +204,7 @@ fn run_vhost(spile: &Path, file: &Path, what: &[&str], requests: u64) -> Result<
     shell::run(&mut load(&core, spile, &server.uri(), what, requests))?;
     // It writes the file when it ends.
     drop(server);
-    let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
-    total(&text).ok_or_else(|| format!("{}: no totals", file.display()))
+    total_in(file)
 }
 
 /// The disk's process ends, and writes the file, when the load takes its disk away.
@@ -140,14 +229,18 @@ fn run_blkif(spile: &Path, file: &Path, access: &str, what: &[&str], requests: u
         let served = command.stderr(Stdio::null()).status();
         let served = served.map_err(|error| format!("cannot run {command:?}: {error}"))?;
         if served.success() || Instant::now() > end {
-            let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
-            break total(&text).ok_or_else(|| format!("{}: no totals", file.display()));
+            break total_in(file);
         }
     };
     let client = client.wait().map_err(|error| format!("the client: {error}"))?;
     drop(host);
     let _ = std::fs::remove_dir_all(&lab);
     if client.success() { counted } else { Err(format!("the client: {client}")) }
+}
+
+fn total_in(file: &Path) -> Result<u64> {
+    let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+    total(&text).ok_or_else(|| format!("{}: no totals", file.display()))
 }
 
 /// The sum in callgrind's file.
@@ -164,12 +257,12 @@ struct Kept {
 }
 
 impl Kept {
-    fn path() -> PathBuf {
-        shell::root().join("xtask/counts/null.json")
+    fn path(set: &Set) -> PathBuf {
+        shell::root().join(format!("xtask/counts/{}.json", set.name))
     }
 
-    fn read() -> Result<Kept> {
-        let path = Self::path();
+    fn read(set: &Set) -> Result<Kept> {
+        let path = Self::path(set);
         let problem = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
         let text = std::fs::read_to_string(&path).map_err(|error| problem(&error))?;
         let value: Value = serde_json::from_str(&text).map_err(|error| problem(&error))?;
@@ -180,12 +273,10 @@ impl Kept {
     }
 }
 
-fn keep(counted: &BTreeMap<&str, u64>) -> Result<()> {
-    let path = Kept::path();
-    let about = "Instructions of the server for one request without a medium. \
-                 Written by `cargo xtask count --update`.";
+fn keep(set: &Set, counted: &BTreeMap<&str, u64>) -> Result<()> {
+    let path = Kept::path(set);
     let whole = json!({
-        "about": about, "arch": std::env::consts::ARCH, "rustc": rustc()?, "instructions_per_request": counted,
+        "about": set.about, "arch": std::env::consts::ARCH, "rustc": rustc()?, "instructions_per_request": counted,
     });
     for (name, count) in counted {
         println!("{name}: {count} instructions per request");
@@ -226,6 +317,25 @@ struct Outcome {
     passed: u64,
     failed: u64,
     skipped: u64,
+}
+
+impl Outcome {
+    fn add(&mut self, other: Outcome) {
+        self.lines.extend(other.lines);
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+
+    /// Prints everything.
+    ///
+    /// # Errors
+    /// When a case failed.
+    fn tell(&self) -> Result<()> {
+        self.lines.iter().for_each(|line| println!("{line}"));
+        println!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped);
+        if self.failed == 0 { Ok(()) } else { Err(format!("{} failed", self.failed)) }
+    }
 }
 
 fn compare(counted: &BTreeMap<&str, u64>, kept: &Kept, rustc: &str) -> Outcome {
@@ -293,10 +403,12 @@ mod tests {
 
     #[test]
     fn every_case_is_kept() {
-        let kept = Kept::read().expect("the file is in the repository").instructions;
-        let names: Vec<&str> = kept.keys().map(String::as_str).collect();
-        let mut cases: Vec<&str> = CASES.iter().map(|case| case.name).collect();
-        cases.sort_unstable();
-        assert_eq!(names, cases);
+        for set in SETS {
+            let kept = Kept::read(set).expect("the file is in the repository").instructions;
+            let names: Vec<&str> = kept.keys().map(String::as_str).collect();
+            let mut cases: Vec<&str> = set.cases.iter().map(|case| case.name).collect();
+            cases.sort_unstable();
+            assert_eq!(names, cases);
+        }
     }
 }
