@@ -1,6 +1,7 @@
 //! [`OsFiles`]: opens stores by their locators, and makes files on this host. [`AnyStore`]: any of the stores of this crate.
 
 use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use spile_core::{
@@ -100,15 +101,23 @@ impl Store for AnyStore {
 }
 
 /// All stores that this host can reach, and its files.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct OsFiles {
     cache: CacheMode,
+    /// Makes what was done to the names in a folder durable. Tests let it fail.
+    sync_folder: fn(&Path) -> io::Result<()>,
+}
+
+impl Default for OsFiles {
+    fn default() -> Self {
+        Self::new(CacheMode::default())
+    }
 }
 
 impl OsFiles {
     /// Stores will be opened with this cache mode.
     pub fn new(cache: CacheMode) -> Self {
-        Self { cache }
+        Self { cache, sync_folder: |folder| File::open(folder).and_then(|folder| folder.sync_all()) }
     }
 
     /// [`Files::create`], at once. Blocks for as long as the file system takes.
@@ -126,19 +135,28 @@ impl OsFiles {
             .set_len(len_bytes)
             .map_err(failed("set the length"))
             .and_then(|()| FileStore::open(path, OpenMode::ReadWrite, self.cache).map(AnyStore::File));
-        match store {
-            Ok(_) => sync_folder_of(path),
-            Err(_) => drop(std::fs::remove_file(path)),
+        let store = store.and_then(|store| self.sync_name(path).map(|()| store));
+        if store.is_err() {
+            let _ = std::fs::remove_file(path);
         }
         store
     }
-}
 
-/// Makes a new name durable, as far as that can be asked for: with the file systems in common use the file's first sync
-/// does it, POSIX promises nothing.
-fn sync_folder_of(path: &Path) {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let _ = File::open(folder.unwrap_or(Path::new("."))).and_then(|folder| folder.sync_all());
+    /// Makes durable what was done to the name `path`: that it is there, or that it is gone. Blocks for as long as the
+    /// file system takes. Where a file system cannot sync a folder, nothing more can be done, and that is no error.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn sync_name(&self, path: &Path) -> Result<()> {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        match (self.sync_folder)(folder) {
+            Err(error) if !matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
+                let error = Error::io("a change of names in the folder cannot be made durable", error);
+                Err(error.at_path(folder).hint("check the storage below"))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Files for OsFiles {
@@ -159,18 +177,80 @@ impl Files for OsFiles {
 
     async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         std::fs::rename(from, to).map_err(|source| Error::io("rename", source)).at_path(from)?;
-        sync_folder_of(from);
-        sync_folder_of(to);
-        Ok(())
+        // The new name first: between the two, the file has both names and not none.
+        self.sync_name(to)?;
+        if from.parent() == to.parent() { Ok(()) } else { self.sync_name(from) }
     }
 
     async fn remove(&self, path: &Path) -> Result<()> {
         std::fs::remove_file(path).map_err(|source| Error::io("remove", source)).at_path(path)?;
-        sync_folder_of(path);
-        Ok(())
+        self.sync_name(path)
     }
 
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
         path.canonicalize().map_err(|source| Error::io("find", source)).at_path(path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+
+    fn now<T>(future: impl Future<Output = T>) -> T {
+        match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(result) => result,
+            Poll::Pending => panic!("names are changed without waiting"),
+        }
+    }
+
+    const WITHOUT_DISK: fn(&Path) -> io::Result<()> = |_| Err(io::Error::from_raw_os_error(libc::EIO));
+    const WITHOUT_SYNC: fn(&Path) -> io::Result<()> = |_| Err(io::Error::from_raw_os_error(libc::EINVAL));
+
+    #[test]
+    fn a_name_that_cannot_be_made_durable_is_an_error() {
+        let files = OsFiles { sync_folder: WITHOUT_DISK, ..OsFiles::default() };
+        let dir = tempfile::tempdir().unwrap();
+        let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
+        let failed = |result: Result<()>| {
+            let error = result.unwrap_err();
+            assert_eq!((error.os_errno(), error.path()), (Some(libc::EIO), Some(dir.path())));
+        };
+        failed(files.create(&a, 512).map(drop));
+        assert!(!a.exists(), "a file that could not be finished is removed");
+        std::fs::write(&a, "a").unwrap();
+        failed(now(files.rename(&a, &b)));
+        failed(now(files.remove(&b)));
+        assert!(!b.exists());
+    }
+
+    #[test]
+    fn a_file_system_that_cannot_sync_folders_is_no_error() {
+        let files = OsFiles { sync_folder: WITHOUT_SYNC, ..OsFiles::default() };
+        let dir = tempfile::tempdir().unwrap();
+        let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
+        drop(files.create(&a, 512).unwrap());
+        now(files.rename(&a, &b)).unwrap();
+        now(files.remove(&b)).unwrap();
+    }
+
+    #[test]
+    fn both_folders_of_a_rename_are_made_durable() {
+        static SYNCED: std::sync::Mutex<Vec<PathBuf>> = std::sync::Mutex::new(Vec::new());
+        let files = OsFiles {
+            sync_folder: |folder| {
+                SYNCED.lock().unwrap().push(folder.to_owned());
+                Ok(())
+            },
+            ..OsFiles::default()
+        };
+        let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let [a, b] = [&from, &to].map(|dir| dir.path().join("disk"));
+        std::fs::write(&a, "a").unwrap();
+        now(files.rename(&a, &b)).unwrap();
+        assert_eq!(*SYNCED.lock().unwrap(), [to.path(), from.path()]);
     }
 }

@@ -10,7 +10,7 @@ use spile_core::{Disk, Error, ErrorKind, Extent, Result};
 use spile_image::create::NewImage;
 use spile_image::{Format, OpenOptions};
 use spile_node::Aligned;
-use spile_store::CacheMode;
+use spile_store::{CacheMode, OsFiles};
 
 use super::copy::{Chunks, data_runs, for_each, read};
 use super::create;
@@ -125,7 +125,7 @@ impl HalfMade {
             }
             renamed => renamed.map_err(|e| failed(e.into()))?,
         }
-        sync_folder(dst)
+        OsFiles::default().sync_name(dst)
     }
 
     /// An error on the passing name, as one on the name that the user knows.
@@ -145,17 +145,6 @@ impl HalfMade {
             (_, Some(hint)) => told.hint(hint),
             _ => told,
         }
-    }
-}
-
-/// Makes a new name durable, where the file system can do that.
-fn sync_folder(path: &Path) -> Result<()> {
-    let folder = create::folder_of(path);
-    match std::fs::File::open(folder).and_then(|folder| folder.sync_all()) {
-        Err(e) if !matches!(e.kind(), IoKind::InvalidInput | IoKind::Unsupported) => {
-            Err(Error::io("the disk is there, but its name cannot be made durable", e).at_path(path))
-        }
-        _ => Ok(()),
     }
 }
 
