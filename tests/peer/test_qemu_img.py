@@ -39,6 +39,16 @@ class QemuImg(PeerTest):
         run("nbdcopy", "--flush", raw, server.uri())
         self.assertEqual(server.stop(), 0)
 
+    def change_over_nbd(self, image, raw, seed):
+        """Changes some places of a raw file, and the same places of an image over NBD. Returns a copy of the file as it was."""
+        before = self.path("before.raw")
+        before.write_bytes(raw.read_bytes())
+        overwrite_some(raw, seed)
+        server = self.serve(image)
+        apply_change(server, before, raw)
+        self.assertEqual(server.stop(), 0)
+        return before
+
     def assertQemuReads(self, image, raw):
         run("qemu-img", "compare", "-f", "vpc", "-F", "raw", image, raw)
         back = self.path("qemu-back.raw")
@@ -83,14 +93,10 @@ class OursByQemu(QemuImg):
         self.assertQemuReads(image, raw)
 
     def test_rewritten_and_trimmed(self):
-        raw, image, before = self.raw(size_bytes=64 * MIB), self.path("a.vhd"), self.path("before.raw")
+        raw, image = self.raw(size_bytes=64 * MIB), self.path("a.vhd")
         spile("convert", raw, image)
         for seed in (5, 6):
-            before.write_bytes(raw.read_bytes())
-            overwrite_some(raw, seed)
-            server = self.serve(image)
-            apply_change(server, before, raw)
-            self.assertEqual(server.stop(), 0)
+            self.change_over_nbd(image, raw, seed)
         server = self.serve(image)
         run("qemu-io", "-f", "raw", "-c", "write -z -u 8M 16M", "-c", "flush", server.uri())
         self.assertEqual(server.stop(), 0)
@@ -125,12 +131,7 @@ class OursByQemu(QemuImg):
             file.write(b"\x78" * (5 * MIB))
         spile("convert", image, self.path("back.raw"))
         self.assertSame(raw, self.path("back.raw"))
-        before = self.path("before.raw")
-        before.write_bytes(raw.read_bytes())
-        overwrite_some(raw, 9)
-        server = self.serve(image)
-        apply_change(server, before, raw)
-        self.assertEqual(server.stop(), 0)
+        self.change_over_nbd(image, raw, 9)
         self.assertQemuReads(image, raw)
 
 
@@ -161,12 +162,7 @@ class TheirsByUs(QemuImg):
             with self.subTest(kind=kind):
                 raw = self.raw(size_bytes=40 * MIB)
                 image = self.made_by_qemu(options, raw)
-                before = self.path("before.raw")
-                before.write_bytes(raw.read_bytes())
-                overwrite_some(raw, 11)
-                server = self.serve(image)
-                apply_change(server, before, raw)
-                self.assertEqual(server.stop(), 0)
+                self.change_over_nbd(image, raw, 11)
                 check(image)
                 self.assertQemuReads(image, raw)
 
@@ -199,12 +195,7 @@ class TheirsByUs(QemuImg):
         image = self.made_by_qemu("subformat=dynamic,force_size=on", raw)
         child = self.path("child.vhd")
         spile("create", child, "--parent", image)
-        before = self.path("before.raw")
-        before.write_bytes(raw.read_bytes())
-        overwrite_some(raw, 12)
-        server = self.serve(child)
-        apply_change(server, before, raw)
-        self.assertEqual(server.stop(), 0)
+        before = self.change_over_nbd(child, raw, 12)
         spile("convert", child, self.path("back.raw"))
         self.assertSame(raw, self.path("back.raw"))
         self.assertQemuReads(image, before)

@@ -17,17 +17,6 @@ const BLOCK: u32 = 2 << 20;
 const A: &str = "/vm/a.vhd";
 const P: &str = "/vm/p.vhd";
 
-/// A dynamic disk of four blocks, the first two written, closed.
-fn sample() -> (World, std::sync::Arc<MemFile>) {
-    let world = World::new();
-    let file = world.vhd(A, DiskType::Dynamic, 8 * MIB, BLOCK);
-    let disk = world.open(A);
-    write(&disk, 0, &pattern(1, 4096));
-    write(&disk, 2 * MIB, &pattern(2, 4096));
-    block_on(disk.close()).unwrap();
-    (world, file)
-}
-
 /// A child of a dynamic parent, both empty.
 fn family() -> (World, std::sync::Arc<MemFile>) {
     let world = World::new();
@@ -44,7 +33,7 @@ fn corrupt(world: &World, names: &str) {
 
 #[test]
 fn bad_footer_cookies_are_refused() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     file.patch(0, b"conectiX");
     file.patch(file.len() - 512, b"conectiX");
     corrupt(&world, "conectiX");
@@ -52,7 +41,7 @@ fn bad_footer_cookies_are_refused() {
 
 #[test]
 fn bad_footer_checksums_are_refused() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     file.patch(40, &[0x77]);
     file.patch(file.len() - 512 + 40, &[0x77]);
     corrupt(&world, "checksum of the VHD footer");
@@ -61,7 +50,7 @@ fn bad_footer_checksums_are_refused() {
 #[test]
 fn one_bad_footer_of_two_is_survived() {
     for at_start in [true, false] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         file.patch(if at_start { 0 } else { file.len() - 512 }, &[0; 512]);
         assert_eq!(read(&world.open(A), 0..4096), pattern(1, 4096), "at start: {at_start}");
     }
@@ -69,7 +58,7 @@ fn one_bad_footer_of_two_is_survived() {
 
 #[test]
 fn a_missing_trailing_footer_is_back_after_a_close() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let copy = file.bytes(0, 512);
     file.patch(file.len() - 512, &[0; 512]);
     let disk = world.open(A);
@@ -80,7 +69,7 @@ fn a_missing_trailing_footer_is_back_after_a_close() {
 
 #[test]
 fn a_missing_copy_is_not_the_last_footer_to_go() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     file.patch(0, &[0; 512]);
     let disk = world.open(A);
     write(&disk, 4 * MIB, &pattern(3, 512));
@@ -91,7 +80,7 @@ fn a_missing_copy_is_not_the_last_footer_to_go() {
 
 #[test]
 fn footer_copies_that_disagree_are_refused() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let mut footer = footer_of(&file);
     footer.current_size_bytes = 4 * MIB;
     file.patch(0, &footer.to_bytes());
@@ -143,7 +132,7 @@ fn a_fixed_disks_guest_cannot_forge_its_type() {
 
 #[test]
 fn the_current_size_counts_and_not_the_geometry() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     edit_footer(&file, |footer| footer.geometry.cylinders = 1);
     assert_eq!(world.open(A).info().size_bytes, 8 * MIB);
     edit_footer(&file, |footer| footer.geometry.cylinders = 60000);
@@ -153,7 +142,7 @@ fn the_current_size_counts_and_not_the_geometry() {
 #[test]
 fn for_virtual_pc_and_qemu_the_geometry_counts() {
     for creator in [b"vpc ", b"qemu"] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         edit_footer(&file, |footer| {
             footer.creator = *creator;
             footer.geometry.cylinders -= 1;
@@ -171,7 +160,7 @@ fn for_virtual_pc_and_qemu_the_geometry_counts() {
 #[test]
 fn sizes_over_2040_gib_are_refused() {
     for size in [0xff00_0001 * 512, 1 << 50, u64::MAX / 512 * 512] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         edit_footer(&file, |footer| footer.current_size_bytes = size);
         world.refused(A, ErrorKind::Unsupported, "2040 GiB");
     }
@@ -180,7 +169,7 @@ fn sizes_over_2040_gib_are_refused() {
 #[test]
 fn a_size_of_zero_or_of_half_a_sector_is_refused() {
     for size in [0, 513, 8 * MIB + 1] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         edit_footer(&file, |footer| footer.current_size_bytes = size);
         corrupt(&world, "size");
     }
@@ -188,7 +177,7 @@ fn a_size_of_zero_or_of_half_a_sector_is_refused() {
 
 #[test]
 fn an_interrupted_resize_is_refused() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     file.patch(0, b"v_poison");
     file.patch(file.len() - 512, b"v_poison");
     world.refused(A, ErrorKind::Unsupported, "v_poison");
@@ -198,10 +187,10 @@ fn an_interrupted_resize_is_refused() {
 
 #[test]
 fn bad_header_cookies_and_checksums_are_refused() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     patch_header(&file, 0, b"cxsparsE");
     corrupt(&world, "cxsparsE");
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     file.patch(512 + 100, &[1]);
     corrupt(&world, "checksum of the VHD header");
 }
@@ -209,7 +198,7 @@ fn bad_header_cookies_and_checksums_are_refused() {
 #[test]
 fn headers_past_the_end_or_nowhere_are_refused() {
     for offset in [1u64 << 40, 1 << 62, i64::MAX as u64 / 512 * 512] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         edit_footer(&file, |footer| footer.data_offset = Some(offset));
         let error = world.try_open(A, &OpenOptions::default()).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
@@ -220,7 +209,7 @@ fn headers_past_the_end_or_nowhere_are_refused() {
 #[test]
 fn bad_block_sizes_are_refused() {
     for size in [0u32, 0x80, 512, 3 << 20, (2 << 20) - 1, 512 << 20, 1 << 31, u32::MAX] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         patch_header(&file, 32, &size.to_be_bytes());
         corrupt(&world, "block size");
     }
@@ -231,7 +220,7 @@ fn bad_bat_entry_counts_are_refused() {
     for (entries, names) in
         [(0u32, "BAT has 0"), (u32::MAX, "BAT has"), (3, "BAT has 3"), (2 * 1_044_480, "BAT goes past")]
     {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         patch_header(&file, 28, &entries.to_be_bytes());
         corrupt(&world, names);
     }
@@ -240,7 +229,7 @@ fn bad_bat_entry_counts_are_refused() {
 #[test]
 fn too_many_blocks_are_refused_before_memory_is_taken_for_them() {
     // 4 KiB blocks: a BAT of 2 GiB, in a file that is long enough.
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let size = 0xff00_0000u64 * 512;
     let entries = (size / 4096) as u32;
     patch_header(&file, 28, &entries.to_be_bytes());
@@ -267,7 +256,7 @@ fn a_bat_past_the_end_or_over_the_header_is_refused() {
         (i64::MAX as u64 / 512 * 512, "BAT"),
         (u64::MAX, "BAT"),
     ] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         patch_header(&file, 16, &offset.to_be_bytes());
         corrupt(&world, names);
     }
@@ -275,11 +264,11 @@ fn a_bat_past_the_end_or_over_the_header_is_refused() {
 
 #[test]
 fn blocks_past_the_end_are_refused() {
-    let (_, file) = sample();
+    let (_, file) = dynamic_sample(A);
     let last_sector = (file.len() / 512) as u32;
     // The last one is the wrap: times 512 it is 2^41 less a little, which 32 bits would not hold.
     for sector in [last_sector, last_sector - 1, 0x0080_0000, 0x8000_0000, 0xffff_fffe] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         set_entry(&file, 2, sector);
         corrupt(&world, "past the end");
     }
@@ -287,12 +276,12 @@ fn blocks_past_the_end_are_refused() {
 
 #[test]
 fn blocks_over_metadata_are_refused() {
-    let (_, file) = sample();
+    let (_, file) = dynamic_sample(A);
     let bat_end = header_of(&file).bat_end_bytes() / 512;
     let map = BatmapHeader::parse(&file.bytes(bat_end * 512, 512)).unwrap().map_bytes();
     // Footer copy, header, BAT, batmap's header, journal, batmap.
     for sector in [0u64, 1, 2, 3, bat_end, bat_end + 8, map.start / 512] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         set_entry(&file, 0, sector as u32);
         set_entry(&file, 1, u32::MAX);
         corrupt(&world, "over the image's metadata");
@@ -302,7 +291,7 @@ fn blocks_over_metadata_are_refused() {
 #[test]
 fn blocks_over_each_other_are_refused() {
     for distance in [0, 1, 4, 4095, 4096] {
-        let (world, file) = sample();
+        let (world, file) = dynamic_sample(A);
         set_entry(&file, 1, entry(&file, 0) + distance);
         corrupt(&world, "overlap");
     }
@@ -310,7 +299,7 @@ fn blocks_over_each_other_are_refused() {
 
 #[test]
 fn a_truncated_tail_is_refused() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let len = file.len();
     for cut in [513, 1024, 4096, 2 * MIB + 4096] {
         file.set_len(len - cut);
@@ -320,7 +309,7 @@ fn a_truncated_tail_is_refused() {
 
 #[test]
 fn a_sparse_file_of_petabytes_costs_little() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let footer = footer_of(&file);
     file.set_len(8 << 50);
     file.patch((8 << 50) - 512, &footer.to_bytes());
@@ -348,7 +337,7 @@ fn an_empty_disk_of_the_largest_size_opens_with_little_memory_and_reading() {
 // Batmaps: never a reason to refuse an image, never believed when they are wrong.
 
 fn with_batmap(change: impl Fn(&mut Vec<u8>)) {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let at = header_of(&file).bat_end_bytes();
     let mut bytes = file.bytes(at, 512);
     change(&mut bytes);
@@ -377,7 +366,7 @@ fn a_batmap_of_a_bad_size_is_ignored() {
 
 #[test]
 fn a_batmap_over_blocks_is_refused() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let at = header_of(&file).bat_end_bytes();
     file.patch(at + 16, &8000u32.to_be_bytes());
     corrupt(&world, "over the image's metadata");
@@ -670,7 +659,7 @@ mod noise {
                 Just(vec![0xff; 8]), Just(vec![0; 8]), Just(vec![0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xfe, 0]),
             ]), 1..5),
         ) {
-            let (world, file) = if is_child { family() } else { sample() };
+            let (world, file) = if is_child { family() } else { dynamic_sample(A) };
             let places = places(&file);
             for (place, index, bytes) in damage {
                 let (at, len) = places[place];
@@ -700,7 +689,7 @@ mod noise {
 
 #[test]
 fn an_encrypted_disk_is_refused() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let at = header_of(&file).bat_end_bytes();
     let mut header = BatmapHeader::parse(&file.bytes(at, 512)).unwrap();
     header.key_hash[0] = 1;

@@ -9,19 +9,7 @@ use spile_node::Aligned;
 use support::*;
 
 const MIB: u64 = 1 << 20;
-const BLOCK: u32 = 2 << 20;
 const A: &str = "/vm/a.vhd";
-
-/// A dynamic disk of four blocks, the first two written, closed.
-fn sample() -> (World, std::sync::Arc<MemFile>) {
-    let world = World::new();
-    let file = world.vhd(A, DiskType::Dynamic, 8 * MIB, BLOCK);
-    let disk = world.open(A);
-    write(&disk, 0, &pattern(1, 4096));
-    write(&disk, 2 * MIB, &pattern(2, 4096));
-    block_on(disk.close()).unwrap();
-    (world, file)
-}
 
 const RAW: &str = "/vm/disk.img";
 
@@ -56,7 +44,7 @@ fn a_header_written_by_the_guest_does_not_change_a_raw_disk() {
 
 #[test]
 fn a_file_without_a_known_extension_is_not_probed() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let copy = world.raw("/vm/disk", &file.bytes(0, file.len() as usize));
     world.refused("/vm/disk", ErrorKind::InvalidInput, "format");
     let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
@@ -110,7 +98,7 @@ fn a_raw_file_that_shrinks_while_open_gives_errors_and_no_panic() {
 
 #[test]
 fn offsets_beyond_the_end_or_of_64_bits_are_errors() {
-    let (world, _) = sample();
+    let (world, _) = dynamic_sample(A);
     world.raw(RAW, &[0; 4096]);
     for path in [A, RAW] {
         let disk = Aligned::new(world.open(path));
@@ -132,7 +120,7 @@ fn offsets_beyond_the_end_or_of_64_bits_are_errors() {
 
 #[test]
 fn requests_of_no_bytes_do_nothing() {
-    let (world, file) = sample();
+    let (world, file) = dynamic_sample(A);
     let len = file.len();
     let disk = world.open(A);
     let size = disk.info().size_bytes;

@@ -103,42 +103,27 @@ pub struct Phases {
 impl Phases {
     /// In the order of [`PHASES`].
     pub fn values_us(&self) -> [f64; 9] {
-        [
-            self.kick_us,
-            self.pickup_us,
-            self.copy_in_or_map_us,
-            self.submit_us,
-            self.complete_us,
-            self.copy_out_or_unmap_us,
-            self.response_us,
-            self.notify_us,
-            self.guest_end_us,
-        ]
+        self.clone().fields_us().map(|field| *field)
     }
 
     fn from_values_us(values: [f64; 9]) -> Self {
-        let [
-            kick_us,
-            pickup_us,
-            copy_in_or_map_us,
-            submit_us,
-            complete_us,
-            copy_out_or_unmap_us,
-            response_us,
-            notify_us,
-            guest_end_us,
-        ] = values;
-        Self {
-            kick_us,
-            pickup_us,
-            copy_in_or_map_us,
-            submit_us,
-            complete_us,
-            copy_out_or_unmap_us,
-            response_us,
-            notify_us,
-            guest_end_us,
-        }
+        let mut phases = Self::default();
+        phases.fields_us().into_iter().zip(values).for_each(|(field, value)| *field = value);
+        phases
+    }
+
+    fn fields_us(&mut self) -> [&mut f64; 9] {
+        [
+            &mut self.kick_us,
+            &mut self.pickup_us,
+            &mut self.copy_in_or_map_us,
+            &mut self.submit_us,
+            &mut self.complete_us,
+            &mut self.copy_out_or_unmap_us,
+            &mut self.response_us,
+            &mut self.notify_us,
+            &mut self.guest_end_us,
+        ]
     }
 
     /// The means over `requests`, by `records` in the order in which they were taken; `None` when a request has none.

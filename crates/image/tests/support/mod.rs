@@ -650,3 +650,14 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
         })
         .collect()
 }
+
+/// A dynamic VHD of four blocks of 2 MiB at `path`, the first two written, closed.
+pub fn dynamic_sample(path: &str) -> (World, Arc<MemFile>) {
+    let world = World::new();
+    let file = world.vhd(path, DiskType::Dynamic, 8 << 20, 2 << 20);
+    let disk = world.open(path);
+    write(&disk, 0, &pattern(1, 4096));
+    write(&disk, 2 << 20, &pattern(2, 4096));
+    block_on(disk.close()).unwrap();
+    (world, file)
+}
