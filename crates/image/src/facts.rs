@@ -1,11 +1,11 @@
-//! What there is to know of a layer, in a shape that needs no format's types.
+//! Facts about a layer, in types that belong to no format.
 
 use std::path::PathBuf;
 
 use crate::formats::Format;
 use crate::layer::Identity;
 
-/// What there is to know of one layer.
+/// Facts about one layer.
 #[derive(Clone, Debug)]
 pub struct LayerInfo {
     /// Where the image is.
@@ -16,7 +16,8 @@ pub struct LayerInfo {
     pub virtual_bytes: u64,
     /// The length of its store, in bytes.
     pub file_bytes: u64,
-    /// True when its data are reached as the store was opened; false when they need the page cache.
+    /// True when its data are read and written in the way the store was opened for; false when they need the page
+    /// cache.
     pub direct: bool,
     /// What tells it from other images, if its format keeps such a thing.
     pub identity: Option<Identity>,
@@ -33,7 +34,7 @@ pub struct Facts {
     pub subformat: Option<&'static str>,
     /// When the image was made or last changed, as it says itself, in seconds since 1970-01-01 UTC.
     pub changed_unix_s: Option<u64>,
-    /// Named values. Names say their units; a name once given keeps its meaning.
+    /// Named values. Each name says its unit, and never changes its meaning.
     pub values: Record,
     /// A label and a text for each line of output.
     pub lines: Vec<(&'static str, String)>,

@@ -1,8 +1,8 @@
 //! Grace periods: when has every reader that may have seen an old mapping finished?
 //!
-//! A reader looks an address up without a lock and then reads there; the block at that address may meanwhile be
-//! freed. It must not be given to another block before the reader is done. Readers count themselves in one of two
-//! phases; turning the phase and waiting until the old one is empty proves that none of before is left.
+//! A reader looks an address up without a lock and then reads there; the block at that address may meanwhile be freed.
+//! It must not be given to another block before the reader is done. Readers count themselves in one of two phases;
+//! turning the phase and waiting until the old one is empty proves that no reader from before is left.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,15 +1,15 @@
-//! Loads of pieces of a map, joined: whoever wants a piece that is being loaded waits for that load.
+//! Joins loads of the same piece of a map: a request for a piece that is being loaded waits for that load.
 //!
-//! The first that asks for a piece runs the load in its own task; all others, on any worker, wait for its outcome. A
-//! failure is every waiter's. Requests are never cancelled by dropping, so a load runs to its end. Should its task be
-//! dropped all the same (a worker that ends), one of the waiters begins anew: no wake-up is lost.
+//! The first that asks for a piece runs the load in its own task; all others, on any worker, wait for its outcome.
+//! When it fails, every waiter gets the error. Requests are never cancelled by dropping, so a load runs to its end.
+//! Should its task be dropped all the same, because a worker ends, one of the waiters starts the load again.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use event_listener::Event;
 use spile_core::Result;
 
-/// The loads that are under way. Meant for as many as there are requests in flight: a linear search.
+/// The loads that are under way. There are never more than requests in flight, so a linear search finds one fast.
 pub(crate) struct Loads<K, T> {
     running: Mutex<Vec<(K, Arc<Load<T>>)>>,
 }
@@ -78,7 +78,7 @@ impl<T: Clone> Load<T> {
     async fn wait(&self) -> Option<Result<T>> {
         loop {
             let listener = self.ended.listen();
-            // Looked at while the listener is there, so that the end cannot be missed.
+            // The outcome is read after the listener was made, so that the end cannot be missed.
             if let Some(outcome) = self.outcome.get() {
                 return outcome.as_ref().map(duplicate);
             }

@@ -58,7 +58,8 @@ pub struct Described {
 /// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
 const PARENT: OpenLayer = OpenLayer { read_only: true, cache_bytes: 1 << 20 };
 
-/// The format of what is at `at`. Only a file's name tells it by itself.
+/// The format of the image at `at`: `given`, else what the file's extension says. An NBD export is raw unless `given`
+/// says otherwise.
 fn format_of(at: &Locator, given: Option<Format>) -> Result<Format> {
     match at {
         Locator::Path(path) => Format::of(path, given),
@@ -133,8 +134,9 @@ pub(crate) async fn open_layers<F: Files>(
     Ok(images.into_iter().enumerate().map(|(number, image)| GraphLayer::new(image, is_sealed(number))).collect())
 }
 
-/// What a process that was killed wrote to a parent, when that was the leaf, is in the page cache; a flush of the chain
-/// promises it, too, and syncs only the leaf.
+/// Syncs the stores of the parents. A process that was killed may have written to a parent while it was still the
+/// leaf, and those bytes may be in the page cache only. A flush of the chain promises them, too, but syncs the leaf
+/// only.
 async fn sync_all<S: Store>(parents: &[AnyLayer<S>]) -> Result<()> {
     let syncs = parents.iter().flat_map(|layer| {
         let (image, data) = (layer.store(), layer.data_store());
@@ -144,15 +146,15 @@ async fn sync_all<S: Store>(parents: &[AnyLayer<S>]) -> Result<()> {
     join_all(syncs).await.into_iter().collect()
 }
 
-/// The way down from a leaf.
+/// A search for the parents of a leaf, one after the other.
 struct Search<'a, F: Files> {
     files: &'a F,
     env: &'a Arc<dyn Env>,
     policy: Policy,
     /// Canonical paths of the layers so far.
     visited: Vec<PathBuf>,
-    /// The leaf takes writes: parents must be durable.
-    settles: bool,
+    /// True when the leaf takes writes: then all parents must be durable.
+    needs_durable_parents: bool,
     options: &'a OpenOptions,
 }
 
@@ -171,7 +173,8 @@ impl<'a, F: Files> Search<'a, F> {
         let how = OpenLayer { read_only: options.read_only, cache_bytes: options.metadata_cache_bytes / 2 };
         let store = files.open(&at, mode).await?;
         let leaf = store.path().to_owned();
-        let search = Self { files, env, policy, visited: vec![leaf], settles: !options.read_only, options };
+        let search =
+            Self { files, env, policy, visited: vec![leaf], needs_durable_parents: !options.read_only, options };
         let mut image = format.open(store, env, how).await?;
         search.attach_data_file(&mut image, mode).await?;
         Ok((search, image))
@@ -192,7 +195,8 @@ impl<'a, F: Files> Search<'a, F> {
                     self.visited.push(candidate);
                     return Ok(Some(layer));
                 }
-                // Another name may be the right one; the first, best one's error is the one to tell.
+                // Another name may be the right one. If none is, the caller gets the error of the first name, which is
+                // the best one.
                 Err(error) => {
                     first_error.get_or_insert(error);
                 }
@@ -207,7 +211,7 @@ impl<'a, F: Files> Search<'a, F> {
             return Err(Error::new(ErrorKind::Corrupt, format!("the chain loops back to {}", path.display())));
         }
         let layer = self.open_parent(path, format, parent).await?;
-        if !self.settles || !layer.is_unflushed() {
+        if !self.needs_durable_parents || !layer.is_unflushed() {
             return Ok(layer);
         }
         drop(layer);
@@ -227,7 +231,8 @@ impl<'a, F: Files> Search<'a, F> {
         }
     }
 
-    /// Opens the file that holds the data of `layer`, if the image names one, the user allows it, and the policy, too.
+    /// Opens the file that holds the data of `layer`, if the image names one. The user must have allowed it, and it
+    /// must lie in an allowed folder.
     async fn attach_data_file(&self, layer: &mut AnyLayer<F::Store>, mode: OpenMode) -> Result<()> {
         let image = layer.store().path().to_owned();
         let Some(name) = layer.data_file().at_path(&image)? else { return Ok(()) };
@@ -239,8 +244,9 @@ impl<'a, F: Files> Search<'a, F> {
         Ok(())
     }
 
-    /// Flushes and closes a parent that was a leaf when its process was killed. A guest may live on over that and a
-    /// snapshot: its flushes go to the leaf from now on, and promise what it wrote before, too.
+    /// Flushes and closes a parent that was a leaf when its process was killed. The guest may outlive that process and
+    /// see a snapshot taken. From then on its flushes go to the new leaf only, but they promise what the guest wrote
+    /// before, too.
     async fn make_durable(&self, path: &Path, format: Format) -> Result<()> {
         let done = async {
             let store = self.files.open(&path.into(), OpenMode::ReadWrite).await?;

@@ -1,4 +1,4 @@
-//! Finding a parent: what its child says of it, and whether that may be followed.
+//! Finds the file of a parent by the names that its child has for it, if they may be followed.
 //!
 //! A path in an image is input from whoever wrote the image. It is followed only when what it leads to, with every
 //! link and `..` resolved, lies inside the leaf's own folder (unless that is `/dev`) or one that the operator named.
@@ -13,8 +13,8 @@ pub(crate) struct Policy {
 }
 
 impl Policy {
-    /// The folder of `leaf` (a canonical path; none for a leaf that is no file of this host) and `allowed`. Not of a device:
-    /// every disk of the host lies in `/dev`.
+    /// Allows the folder of `leaf` and the folders `allowed`. `leaf` is a canonical path, or `None` when the leaf is
+    /// no file of this host. The folder of a device is not allowed, because every disk of the host lies in `/dev`.
     pub(crate) fn new<F: Files>(files: &F, leaf: Option<&Path>, allowed: &[PathBuf]) -> Result<Self> {
         let folder = leaf.map(|leaf| leaf.parent().unwrap_or(Path::new("/")));
         let mut roots: Vec<_> =
@@ -30,8 +30,8 @@ impl Policy {
     }
 }
 
-/// The canonical paths at which the parent of the image at `child` may lie, in the order of `names`, what the child
-/// calls it.
+/// The canonical paths at which the parent of the image at `child` may lie. `names` are the names that the child has
+/// for it; the answer keeps their order.
 ///
 /// # Errors
 /// `Denied` when the only files found lie outside the policy, `NotFound` when there is none.

@@ -73,13 +73,14 @@ impl FileStore {
     ///
     /// # Errors
     /// `Busy` when another process has it open and one of the two writes; `InvalidInput` when it is neither a file nor
-    /// a block device; else the system's.
+    /// a block device; else errors of the system.
     pub fn open(path: &Path, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
         Self::open_inner(path, mode, cache).at_path(path)
     }
 
     fn open_inner(path: &Path, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
-        // Looked at before it is opened: the open alone would wait for a pipe's other end, or start a watchdog.
+        // The type is checked before the open: to open a pipe would wait for its other end, and to open a watchdog
+        // would start it.
         check_type(&std::fs::metadata(path).map_err(|source| Error::io("open", source))?)?;
         let file = open_at(path, mode, 0)?;
         let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
@@ -145,11 +146,11 @@ impl FileStore {
         Error::new(kind, what).at_path(&self.inner.path).at_offset(offset)
     }
 
-    /// Direct I/O that is not aligned would be refused by the kernel without a word why.
+    /// Refuses direct I/O that is not aligned, and says why. The kernel would refuse it without a reason.
     fn check_align(&self, offset: u64, segments: &Segments, fd: &RawFile) -> Result<()> {
         let info = &self.inner.info;
         let (unit, memory) = (info.offset_align_bytes as usize - 1, info.memory_align_bytes as usize - 1);
-        // The length of each part, too: most kernels cut the transfer where a part ends.
+        // The length of each part is checked, too: most kernels cut the transfer where a part ends.
         let fits = |s: &Segment| s.as_ptr() as usize & memory == 0 && s.len() & unit == 0;
         if !fd.is_direct() || (offset & unit as u64 == 0 && segments.iter().all(fits)) {
             return Ok(());
@@ -191,7 +192,7 @@ impl FileStore {
         Ok(())
     }
 
-    /// The sync errors of the past, which the kernel has forgotten.
+    /// Fails when a sync of this file has ever failed. The kernel reports a failed sync only once.
     fn check_synced(&self) -> Result<()> {
         match self.inner.cached.failed_sync() {
             Some(errno) => Err(self
@@ -259,7 +260,7 @@ impl Store for FileStore {
             match std::future::poll_fn(|context| inner.gate.poll(ticket, context)).await {
                 Turn::Over => return self.check_synced(),
                 Turn::Run => {
-                    // A task of its own: it goes on to its end though this future be dropped.
+                    // The sync runs in a task of its own, so that it ends even if this future is dropped.
                     let inner = self.inner.clone();
                     spawn(async move {
                         let _ = inner.cached.sync().await;
@@ -331,7 +332,7 @@ impl Store for FileStore {
 }
 
 impl FileStore {
-    /// A device has the length it has: what it gained since it was opened can be taken up.
+    /// Takes up what a device has gained since it was opened. The length of a device cannot be set otherwise.
     fn take_up_len(&self, len_bytes: u64) -> Result<()> {
         let device_bytes = device_len(&self.inner.cached).at_path(&self.inner.path)?;
         if (self.len_bytes()..=device_bytes).contains(&len_bytes) {
@@ -383,7 +384,8 @@ fn open_at(path: &Path, mode: OpenMode, flags: i32) -> Result<File> {
     options.open(path).map_err(|source| Error::io("open", source))
 }
 
-/// The second, direct descriptor; `None` where direct I/O cannot be had. Its alignment is proven to be known.
+/// Opens the second descriptor, for direct I/O. `None` where there is no direct I/O, or where its alignment cannot be
+/// found out.
 fn open_direct(path: &Path, mode: OpenMode, stat: &std::fs::Metadata) -> Option<(File, DirectAlign)> {
     let file = open_at(path, mode, libc::O_DIRECT).ok()?;
     let again = file.metadata().ok()?;
@@ -393,7 +395,7 @@ fn open_direct(path: &Path, mode: OpenMode, stat: &std::fs::Metadata) -> Option<
     Some((file, align))
 }
 
-/// Asks the file system by punching where there is nothing: past the end.
+/// Asks the file system by punching past the end of the file, where there is nothing.
 fn file_punches(file: &RawFile, len: u64) -> bool {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(file, flags, len.next_multiple_of(1 << 20), 4096).is_ok()

@@ -46,7 +46,7 @@ impl AnyStore {
     }
 }
 
-/// Does `$call` with whichever store it is.
+/// Evaluates `$call` with the store that is inside.
 macro_rules! each {
     ($any:expr, $store:ident => $call:expr) => {
         match $any {
@@ -115,7 +115,7 @@ impl Default for OsFiles {
 }
 
 impl OsFiles {
-    /// Stores will be opened with this cache mode.
+    /// Opens stores with this cache mode.
     pub fn new(cache: CacheMode) -> Self {
         Self { cache, sync_folder: |folder| File::open(folder).and_then(|folder| folder.sync_all()) }
     }
@@ -146,7 +146,7 @@ impl OsFiles {
     /// file system takes. Where a file system cannot sync a folder, nothing more can be done, and that is no error.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub fn sync_name(&self, path: &Path) -> Result<()> {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         match (self.sync_folder)(folder) {

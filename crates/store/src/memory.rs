@@ -33,7 +33,7 @@ struct MemInner {
     shards: Vec<RwLock<Pages>>,
 }
 
-/// Locks without regard to a panic elsewhere: pages are whole at every moment.
+/// Locks a shard, also after another holder has panicked: pages are whole at every moment.
 macro_rules! locked {
     ($shard:expr, $how:ident) => {
         $shard.$how().unwrap_or_else(|poisoned| poisoned.into_inner())
@@ -104,7 +104,8 @@ impl MemStore {
 
     /// Frees whole pages and zeroes parts of them.
     fn clear(&self, range: Range<u64>) {
-        // A short range page by page; a long one, mostly never written, by what there is.
+        // A short range is cleared page by page. Of a long one most was never written: only the pages that exist are
+        // looked at.
         if range.end - range.start > 1024 * PAGE {
             return self.clear_long(range);
         }
@@ -147,8 +148,8 @@ impl MemStore {
         Ok(())
     }
 
-    /// A look-up in each shard for a hole, one a page for data; an answer may be shorter than the run it tells of.
-    /// Whatever others write or punch meanwhile, it is never empty.
+    /// Finds the run at `offset`: one look-up in each shard for a hole, one for each page of data. The answer may be
+    /// shorter than the run, but is never empty, whatever other tasks write or punch meanwhile.
     fn extent(&self, offset: u64) -> Result<StoreExtent> {
         let len = self.len_bytes();
         end_of(offset, 1, len)?;
@@ -169,7 +170,7 @@ impl MemStore {
         (page + 1..limit).find(is_gap).unwrap_or(limit)
     }
 
-    /// The first page there is, from `from` on.
+    /// The first page from `from` on that exists.
     fn first_page(&self, from: u64) -> Option<u64> {
         let first = |shard: &RwLock<Pages>| locked!(shard, read).range(from..).next().map(|(page, _)| *page);
         self.inner.shards.iter().filter_map(first).min()
@@ -218,7 +219,7 @@ impl Store for MemStore {
     }
 }
 
-/// Reads as zeroes and drops what is written: the data path without a store. Clones are the same store.
+/// A store that reads as zeroes and drops what is written, to measure the data path alone. Clones are the same store.
 #[derive(Clone)]
 pub struct NullStore {
     len: Arc<AtomicU64>,

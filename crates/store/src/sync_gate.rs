@@ -1,7 +1,7 @@
-//! One sync of a file at a time; those who come meanwhile share the next.
+//! One sync of a file at a time: callers that come while it runs share the next one.
 //!
 //! Two reasons. It is a group commit: a hundred flushes cost two. And the kernel reports a failed write-back to one
-//! sync only: were two in flight, the one it did not tell could report clean before the other's error is known.
+//! sync only: with two in flight, the one that was told nothing could succeed before the error of the other is known.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -11,7 +11,7 @@ pub(crate) struct SyncGate {
     state: Mutex<State>,
 }
 
-/// Locks without regard to a panic elsewhere: the state is whole at every moment.
+/// Locks the state, also after another holder has panicked: the state is whole at every moment.
 fn relock(state: &Mutex<State>) -> MutexGuard<'_, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }

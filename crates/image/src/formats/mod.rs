@@ -3,8 +3,8 @@
 //! A new format is a folder with an [`ImageFormat`] and its [`Layer`], and a line in the table below. Everything else
 //! (graphs, creating, converting, checking, showing) works through the table and names no format.
 //!
-//! Which format a file is in is never guessed from its content: a guest that owns a raw disk owns its first sector, and
-//! could make the host read any file by writing a header there (CVE-2008-2004 and its kin).
+//! Which format a file is in is never guessed from its content: a guest that owns a raw disk owns its first sector,
+//! and could make the host read any file by writing a header there (CVE-2008-2004 and similar ones).
 
 #[macro_use]
 mod table;
@@ -199,7 +199,7 @@ impl Format {
 }
 
 impl<S: Store> AnyLayer<S> {
-    /// All of `store` as it is: for stores that hold no image, such as memory.
+    /// The whole of `store` as a raw disk, for stores that hold no image, such as memory.
     pub fn bare(store: S) -> Self {
         let size = store.len_bytes();
         Self::Raw(raw::Raw::new(store, size))
@@ -222,7 +222,7 @@ impl FromStr for Format {
     }
 }
 
-/// The error for a structure that a codec refuses, with what its user can do, where there is something.
+/// The error for a structure that a codec refuses. `hint` says what the user can do, if there is something.
 fn codec_error(kind: ErrorKind, what: &impl fmt::Display, hint: Option<&'static str>) -> Error {
     let error = Error::new(kind, what.to_string());
     match hint {

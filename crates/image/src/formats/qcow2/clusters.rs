@@ -21,16 +21,16 @@ use crate::range_lock::RangeLock;
 
 /// How many clusters are decompressed at a time.
 const AT_ONCE: usize = 4;
-/// What is kept, in bytes.
+/// How many bytes of decompressed clusters are kept.
 const KEPT_BYTES: usize = 1 << 20;
 
-/// Decompresses, and remembers.
+/// Decompresses clusters, and keeps the last ones.
 pub(crate) struct Clusters {
     compression: Compression,
     cluster_bits: u32,
     kept: Mutex<VecDeque<(u64, Arc<[u8]>)>>,
     most_kept: usize,
-    /// By L2 entry without its bit COPIED: held while that cluster is decompressed.
+    /// Locks by L2 entry without its bit COPIED. One is held while its cluster is decompressed.
     loads: RangeLock,
     turns: Semaphore,
 }
@@ -46,7 +46,7 @@ impl Clusters {
         self.kept.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// A kept cluster; it becomes the last that goes.
+    /// Returns a kept cluster. From now on, all others are dropped before it.
     fn get(&self, key: u64) -> Option<Arc<[u8]>> {
         let mut kept = self.lock();
         let at = kept.iter().position(|(other, _)| *other == key)?;
@@ -66,7 +66,7 @@ impl Clusters {
     /// The cluster whose L2 entry is `entry`, which says `place`.
     ///
     /// # Errors
-    /// `Corrupt` when the compressed data give no cluster; the store's.
+    /// `Corrupt` when the compressed data give no cluster; errors of the store.
     pub(crate) async fn read<S: Store>(&self, store: &S, entry: u64, place: Compressed) -> Result<Arc<[u8]>> {
         // The bit says nothing of the data, and without it the range below ends within 64 bits.
         let key = entry & !COPIED;

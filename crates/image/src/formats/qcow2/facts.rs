@@ -1,4 +1,4 @@
-//! What there is to know of an image, for `spile info`. Text from the image is made fit for a terminal.
+//! Facts about an image, for `spile info`. Control characters in text from the image are escaped.
 
 use super::Qcow2;
 use super::codec::bitmap::{Bitmap, flag};

@@ -1,5 +1,5 @@
-//! What else is in an image: its internal snapshots and its bitmaps, for showing and checking. Reading the disk needs
-//! neither, so what is wrong with them is told and stops nothing.
+//! The internal snapshots and the bitmaps of an image, for `info` and `check`. The disk can be read without them, so
+//! damage to them is reported and stops nothing.
 
 use spile_core::{Error, ErrorKind, Result, Store};
 

@@ -1,7 +1,7 @@
 //! Where guest bytes lie: L1 in memory, L2 in slices through a bounded cache.
 //!
-//! An entry that breaks a rule is no data: [`Map::find`] answers as if its slice were missing, and [`Map::load`] then says
-//! what is wrong. So a damaged entry costs an error where it is read, and nothing elsewhere.
+//! For an entry that breaks a rule, [`Map::find`] answers as if its slice were missing, and [`Map::load`] then fails
+//! and says what is wrong. So a damaged entry is an error where it is read, and nowhere else.
 
 use std::sync::atomic::Ordering;
 
@@ -30,7 +30,7 @@ pub(crate) struct Map {
     not_plain: u64,
     l1: Vec<u64>,
     slices: Slices,
-    /// By slice: held while one is read, so that requests that miss the same one share a read.
+    /// Locks by slice. One is held while its slice is read, so that requests that miss the same slice share a read.
     loads: RangeLock,
     /// The length of the image, in bytes.
     file_bytes: u64,
@@ -50,7 +50,7 @@ enum Kind {
 }
 
 impl Map {
-    /// For the image of `header`, whose L1 table starts with `l1`: as many entries as the virtual size needs.
+    /// The map of the image with this header. `l1` has the entries of its L1 table that the virtual size needs.
     pub(crate) fn new(header: &Header, rules: Rules, l1: Vec<u64>, file_bytes: u64, cache_bytes: usize) -> Self {
         let slice_bits = MAX_SLICE_BITS.min(header.cluster_bits);
         // No more slices can be needed than L2 tables lie in the file, nor than the disk has.
@@ -192,7 +192,7 @@ impl Map {
     }
 
     /// Data of a cluster at `host`. The last cluster of the file may be cut short: what is missing reads as zeroes. A
-    /// whole cluster past the end is none.
+    /// cluster that begins past the end is a fault.
     fn data(&self, host: u64, within: u64, rest: u64) -> (Kind, u64) {
         let at = host + within;
         match self.data_bytes {

@@ -93,7 +93,7 @@ impl Hash {
         Self(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d)
     }
 
-    /// No two words lead from one state to the same next one.
+    /// Two different words lead from one state to two different states.
     fn add(&mut self, word: u64) {
         self.0 = (self.0 ^ u128::from(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
         self.0 ^= self.0 >> 64;

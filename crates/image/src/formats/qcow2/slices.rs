@@ -1,10 +1,10 @@
 //! The pieces of L2 tables that are in memory: a cache of fixed size that is read without locks.
 //!
-//! A slice is 4 KiB of an L2 table (the whole table where clusters are smaller). Slices lie in sets of eight slots. A slot
-//! has a version that is odd while its content changes: a reader notes the version, reads, and looks at the version
-//! again; if it differs, what was read is thrown away. So a look-up takes no lock, allocates nothing and writes nothing
-//! but, once, the mark that the slot is in use. Whoever brings a slice in holds the set's lock and takes a slot that was
-//! not used since the last time round.
+//! A slice is 4 KiB of an L2 table (the whole table where clusters are smaller). Slices lie in sets of eight slots. A
+//! slot has a version that is odd while its content changes: a reader notes the version, reads, and looks at the
+//! version again; if it differs, what was read is thrown away. So a look-up takes no lock, allocates nothing and
+//! writes nothing but, once, the mark that the slot is in use. To put a slice in, a task takes the set's lock and
+//! replaces a slot that was not used since the last round.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, OnceLock};
@@ -41,7 +41,7 @@ struct Slot {
 }
 
 impl Slot {
-    /// What `read` makes of the entries, if the slot has the slice `tag` all the while.
+    /// Returns the answer of `read` for the entries, if the slot holds the slice `tag` during the whole call.
     #[inline]
     fn read<T>(&self, tag: u64, read: impl FnOnce(&Entries) -> T) -> Option<T> {
         let version = self.version.load(Ordering::Acquire);
@@ -75,8 +75,8 @@ impl Slot {
 }
 
 impl Slices {
-    /// For slices of `slice_bytes`, of which there are at most `most`: no more memory than `budget_bytes` (but eight
-    /// slices), and none for slices that are not there. A slot's entries are allocated when it is first used.
+    /// A cache for at most `most` slices of `slice_bytes` each. It takes no more than `budget_bytes` of memory, but
+    /// always has room for eight slices. A slot's entries are allocated when it is first used.
     pub(crate) fn new(budget_bytes: usize, slice_bytes: usize, most: u64) -> Self {
         let slots = (budget_bytes / (slice_bytes + SLOT_BYTES)).min(usize::try_from(most).unwrap_or(usize::MAX));
         let sets = slots.div_ceil(WAYS).max(1);
@@ -89,22 +89,22 @@ impl Slices {
         &self.sets[((mixed * self.sets.len() as u64) >> 32) as usize]
     }
 
-    /// What `read` makes of a slice's entries; `None` when the slice is not in memory. `read` may see entries of several
-    /// slices mixed, and must bear that; its answer is then thrown away.
+    /// Returns the answer of `read` for a slice's entries; `None` when the slice is not in memory. `read` may see
+    /// entries of several slices mixed, and must not panic then; that answer is thrown away.
     #[inline]
     pub(crate) fn look<T>(&self, slice: u64, read: impl Fn(&Entries) -> T) -> Option<T> {
         let tag = slice + 1;
         self.set(slice).slots.iter().find_map(|slot| slot.read(tag, &read))
     }
 
-    /// Brings a slice in. Another one may have to go.
+    /// Puts a slice into the cache. It may replace another one.
     pub(crate) fn insert(&self, slice: u64, content: impl Iterator<Item = u64>) {
         let (set, tag) = (self.set(slice), slice + 1);
         let mut hand = set.hand.lock().unwrap_or_else(|e| e.into_inner());
         if set.slots.iter().any(|slot| slot.tag.load(Ordering::Relaxed) == tag) {
             return;
         }
-        // Twice round: the first time may only take marks away.
+        // Two rounds: the first one may do nothing but clear marks.
         for _ in 0..2 * WAYS {
             let slot = &set.slots[*hand];
             *hand = (*hand + 1) % WAYS;
@@ -113,7 +113,7 @@ impl Slices {
                 return;
             }
         }
-        // Readers have marked all of them again meanwhile: the next one goes all the same.
+        // Readers have marked all slots again meanwhile: replace the next one all the same.
         set.slots[*hand].replace(tag, self.words, content);
         *hand = (*hand + 1) % WAYS;
     }

@@ -1,7 +1,7 @@
-//! Allocation: the one place that hands out blocks of an image, and takes them back.
+//! Allocation: the one place where blocks of an image are given out and taken back.
 //!
-//! Decisions are made under a lock that is never held over I/O; the I/O of one allocation holds up nobody but those
-//! who want the same block. Space is prepared in large steps, so that a first write waits for no sync.
+//! Decisions are made under a lock that is never held over I/O; the I/O of one allocation holds up only requests for
+//! the same block. Space is prepared in large steps, so that a first write waits for no sync.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -18,14 +18,14 @@ use super::{SECTOR, Sparse};
 const STEP_MIN_BYTES: u64 = 64 << 20;
 const STEP_MAX_BYTES: u64 = 1 << 30;
 
-/// Punched in one flush at most, so that a guest's flush after a large discard does not wait for all of it.
+/// The most blocks that one flush punches, so that a guest's flush after a large discard does not wait for all of it.
 const PUNCHES_A_FLUSH: usize = 256;
 
 /// Where a block lies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Placed {
     pub sector: u32,
-    /// It was placed by this very call.
+    /// True when this call has placed it.
     pub is_new: bool,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct Placed {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ready {
     pub sector: u32,
-    /// Its data read as zeroes too.
+    /// True when its data read as zeroes, too.
     pub zeroed: bool,
 }
 
@@ -84,7 +84,7 @@ pub(crate) struct AllocState {
     gaps: Vec<Range<u64>>,
     /// Places that earlier sessions released may be used ([`Sparse::settle`]).
     is_settled: bool,
-    /// The file is never cut before this: what lies here may be somebody's.
+    /// The file is never cut before this offset: another program may keep something before it.
     keep_end: u64,
     footers: FooterState,
 }
@@ -97,7 +97,7 @@ pub(crate) struct FooterState {
 }
 
 impl Alloc {
-    /// For an image with these unused runs, and nothing but a footer from `next_free` on.
+    /// The allocator of an image that has the unused runs `gaps`, and nothing but a footer from `next_free` on.
     pub(crate) fn new(next_free: u64, gaps: Vec<Range<u64>>, keep_end: u64, footers: FooterState) -> Self {
         let state = AllocState { next_free, gaps, keep_end, footers, ..AllocState::default() };
         Self { state: Mutex::new(state), preparing: async_lock::Mutex::new(()) }
@@ -210,7 +210,7 @@ impl<S: Store> Sparse<S> {
         (state.ready.len() as u64) < state.step_blocks / 4
     }
 
-    /// Rule 1: prepares the next step of space, unless somebody else just did.
+    /// Rule 1: prepares the next step of space, unless another task has just done that.
     async fn prepare(&self) -> Result<()> {
         let _one = self.alloc.preparing.lock().await;
         if !self.alloc.lock().ready.is_empty() {
@@ -222,8 +222,8 @@ impl<S: Store> Sparse<S> {
         }
     }
 
-    /// Prepares the next step before the last one is used up, unless somebody is at it. If that fails, the write
-    /// that finds no place will say so; this one has its place.
+    /// Prepares the next step before the last one is used up, unless another task is doing that. A failure is not told
+    /// here: this write has its place, and the first write that finds none gets the error.
     pub(super) async fn prepare_early(&self) {
         let Some(_one) = self.alloc.preparing.try_lock() else { return };
         let count = self.step_blocks();
@@ -245,9 +245,9 @@ impl<S: Store> Sparse<S> {
         }
     }
 
-    /// Rule 5 for what earlier sessions released, once, before any place of theirs is used: the BAT as it was read is
-    /// made durable (else a power cut could leave entries that point at what was cut off or given away), and both
-    /// halves of the journal are retired, which may have records of what lay there.
+    /// Applies rule 5, once, to what earlier sessions released, before any of those places is used. The BAT as it was
+    /// read is made durable: else a power cut could leave entries that point at places that were cut off or given
+    /// away. Both halves of the journal are retired: they may have records of what lay there.
     async fn settle(&self) -> Result<()> {
         let is_settled = self.alloc.lock().is_settled;
         if !is_settled {
@@ -258,8 +258,8 @@ impl<S: Store> Sparse<S> {
         Ok(())
     }
 
-    /// Brings released blocks to their end, if there are `least` of them. True when some are ready now. (Each of the
-    /// three steps of rule 5 takes a flush; readers may hold up the first.)
+    /// Makes released blocks ready, if there are at least `least` of them. Returns true when some are ready now. (Each
+    /// of the three steps of rule 5 takes a flush; readers may hold up the first.)
     async fn recycle(&self, least: u64) -> Result<bool> {
         if (self.alloc.lock().released.count() as u64) < least {
             return Ok(false);

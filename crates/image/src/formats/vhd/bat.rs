@@ -60,7 +60,7 @@ impl Bat {
         self.page(block).is_some_and(|page| page.full[slot / 64].load(Ordering::Acquire) & (1 << (slot % 64)) != 0)
     }
 
-    /// Publishes where a block lies. Whatever its bitmap says must be in place already.
+    /// Publishes where a block lies. Its bitmap and data in the file must be right already.
     pub(crate) fn set(&self, block: u32, sector: u32) {
         self.page_mut(block).sectors[block as usize % PAGE].store(sector, Ordering::Release);
     }

@@ -1,7 +1,8 @@
 //! Sector bitmaps in memory: which sectors of a block are in this file.
 //!
 //! Only blocks that are partly written have one here; full blocks are a flag in the BAT. The cache is bounded: a
-//! bitmap that nobody holds may be dropped and read again. Whoever sets bits that are not yet on disk holds it.
+//! bitmap that nobody holds may be dropped and read again. A task that has set bits which are not on disk yet holds
+//! the bitmap.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -23,7 +24,7 @@ impl Bits {
         Self { words, sectors }
     }
 
-    /// From the bytes on disk (whole sectors; what is past the block's end is ignored).
+    /// Reads a bitmap from its bytes on disk (whole sectors; bits past the block's end are ignored).
     pub(crate) fn from_bytes(bytes: &[u8], sectors: u32) -> Self {
         let bits = Self::new(sectors);
         for (word, chunk) in bits.words.iter().zip(bytes.chunks(8)) {
@@ -99,13 +100,13 @@ pub(crate) struct BitsCache {
 #[derive(Default)]
 struct Shard {
     map: BTreeMap<u32, Arc<Bits>>,
-    /// The blocks in the map, in the order in which they came; who is held is passed over. No order of a hash map
-    /// decides what goes, so that a simulated run can be repeated.
+    /// The blocks in the map, in the order in which they came; the oldest bitmap that nobody holds is dropped first.
+    /// (The order of a hash map changes from run to run, and a simulated run must be repeatable.)
     order: VecDeque<u32>,
 }
 
 impl Shard {
-    /// Drops the oldest that nobody holds until there is room for one more, if it can be had.
+    /// Drops the oldest bitmaps that nobody holds, until there is room for one more or all are held.
     fn make_room(&mut self, most: usize) {
         for _ in 0..self.order.len() {
             if self.map.len() < most {
@@ -132,7 +133,7 @@ fn per_shard(budget_bytes: usize, bitmap_bytes: usize) -> usize {
 }
 
 impl BitsCache {
-    /// At most about `budget_bytes` of bitmaps of `bitmap_bytes` each that nobody holds.
+    /// A cache for at most about `budget_bytes` of bitmaps that nobody holds, each of `bitmap_bytes`.
     pub(crate) fn new(budget_bytes: usize, bitmap_bytes: usize) -> Self {
         Self { shards: Default::default(), most_per_shard: AtomicUsize::new(per_shard(budget_bytes, bitmap_bytes)) }
     }
@@ -159,8 +160,8 @@ impl BitsCache {
         self.insert_if(block, bits, |_| true)
     }
 
-    /// The same, but only if `still_holds`, which is asked while no [`BitsCache::remove_with`] of the block can run.
-    /// If it does not, the bitmap is returned and not kept.
+    /// [`BitsCache::insert`], but only if `still_holds` returns true. It is called while no [`BitsCache::remove_with`]
+    /// of the block can run. If it returns false, the bitmap is returned and not kept.
     pub(crate) fn insert_if(&self, block: u32, bits: Bits, still_holds: impl FnOnce(&Bits) -> bool) -> Arc<Bits> {
         let mut shard = self.shard(block);
         if !still_holds(&bits) {

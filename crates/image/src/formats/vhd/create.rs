@@ -86,7 +86,7 @@ impl CreateParams {
 }
 
 impl CreateParams {
-    /// What the VHD of `new` is: a child where it has a parent, else dynamic unless it says `fixed`.
+    /// The parameters for `new`: a differencing disk where it has a parent, else a dynamic one unless it says `fixed`.
     pub(super) fn from_new(new: &NewImage) -> Result<Self> {
         match (new.subformat.as_deref(), &new.parent) {
             (Some("fixed"), Some(_)) => Err(invalid("a fixed VHD has no parent; leave out --subformat")),
@@ -193,7 +193,8 @@ impl VhdParent {
     }
 }
 
-/// What a locator can express: Windows has no backslash in names, and no one a NUL.
+/// Refuses a path that a locator cannot express: one with a backslash, which Windows does not allow in names, or a
+/// NUL.
 fn check_path(path: &str) -> Result<()> {
     if path.is_empty() || path.contains(['\\', '\0']) {
         return Err(invalid(format!("a VHD cannot name the parent {path:?}"))

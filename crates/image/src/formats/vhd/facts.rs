@@ -1,4 +1,4 @@
-//! What there is to know of a VHD, for `spile info`.
+//! Facts about a VHD, for `spile info`.
 
 use spile_core::{Store, format_size};
 

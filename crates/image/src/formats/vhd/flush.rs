@@ -10,7 +10,7 @@ use super::check::write_batmap;
 use super::journal::Pending;
 use super::{SECTOR, Sparse};
 
-/// Joins concurrent flushes: whoever waits is served by any run that began after it came.
+/// Joins concurrent flushes: a caller is served by any run that begins after its call.
 pub(crate) struct Flusher {
     running: async_lock::Mutex<()>,
     /// Runs that began.
@@ -111,7 +111,7 @@ impl<S: Store> Sparse<S> {
         (released.next_gone(), std::mem::take(&mut released.punched))
     }
 
-    /// Rule 5: the release is durable and nobody reads there any more; bytes and bitmap go.
+    /// Rule 5: punches blocks and bitmaps whose release is durable and which nobody reads any more.
     async fn punch_released(&self, sectors: Vec<u32>) -> Result<()> {
         for sector in sectors {
             let place = self.empty_place(sector).await?;

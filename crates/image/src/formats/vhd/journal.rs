@@ -29,12 +29,12 @@ const RECORD_BYTES: u64 = 32;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
     pub block: u32,
-    /// The BAT's value for the block: a record outlives neither its block's release nor its move.
+    /// The BAT's value for the block: a record is void once its block was released or moved.
     pub at_sector: u32,
     pub sectors: Range<u32>,
 }
 
-/// Which boot and image a journal is good for.
+/// The boot of the host and the image that a journal belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub boot_id: [u8; 16],
@@ -117,7 +117,7 @@ impl Journal {
         Some(slot)
     }
 
-    /// True when a retirement would be in time now: the current half is three quarters full.
+    /// True when the current half is three quarters full, so that a flush should retire it now.
     pub(crate) fn is_filling(&self) -> bool {
         let state = self.lock();
         self.has_area() && state.halves[state.current].used * 4 > self.slots * 3
@@ -156,9 +156,9 @@ impl Journal {
         });
     }
 
-    /// Turns to the other half and waits for the records of the old one that are under way. Returns the old half's
-    /// number and all that is pending: what was left by a retirement that failed, or by an earlier process, too.
-    /// One caller at a time, each followed by [`Journal::retire`].
+    /// Switches to the other half and waits for the records of the old one that are under way. Returns the old half's
+    /// number and all that is pending: what was left by a retirement that failed, or by an earlier process, too. One
+    /// caller at a time, each followed by [`Journal::retire`].
     pub(crate) async fn turn(&self) -> (usize, Pending) {
         let (old, left) = {
             let mut state = self.lock();
@@ -275,7 +275,7 @@ fn encode_header(bytes: &mut [u8; 512], owner: &Owner, generation: u64) {
     bytes[52..56].copy_from_slice(&crc.to_be_bytes());
 }
 
-/// The generation, if the header is whole and this owner's.
+/// The generation in the header, if the header is whole and belongs to `owner`.
 fn decode_header(bytes: &[u8], owner: &Owner) -> Option<u64> {
     let bytes: &[u8; 512] = bytes.try_into().ok()?;
     let generation = u64::from_be_bytes(bytes[44..52].try_into().ok()?);

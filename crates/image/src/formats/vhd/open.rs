@@ -52,7 +52,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     let owner = Owner { boot_id: env.boot_id(), image_uuid: footer.uuid };
     let generation = env.random_16()[..8].iter().fold(0, |sum, &byte| sum << 8 | u64::from(byte));
     let next_free = next_free(&store, &layout, &sectors, found.trailing_bytes);
-    // In another's file, something may lie behind the blocks that only its maker knows.
+    // In a file of another program, something that only that program knows may lie behind the blocks.
     let keep_end = if layout.journal.is_some() { 0 } else { next_free };
     let footers = FooterState { copy_is_bad: found.copy_error.is_some(), trailing_is_gone: found.trailing_bytes == 0 };
     let gaps = if how.read_only { Vec::new() } else { gaps(&layout, &sectors) };
@@ -77,7 +77,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
 }
 
 impl<S: Store> Sparse<S> {
-    /// Takes over what an earlier process recorded and did not flush.
+    /// Takes over the records of an earlier process that did not flush them.
     async fn replay(&self) -> Result<()> {
         for (half, record) in self.journal.replay(&self.store).await? {
             let valid = record.sectors.end <= self.layout.sectors_per_block();
@@ -99,8 +99,9 @@ pub(super) struct Footers {
     pub footer: Footer,
     /// Bytes of the footer at the end: 512, 511 as Virtual PC before 2004 wrote it, or 0 where there is none.
     pub trailing_bytes: u64,
-    /// What is wrong with either of them, for `check`.
+    /// What is wrong with the trailing footer, for `check`.
     pub trailing_error: Option<Error>,
+    /// What is wrong with the copy at the start, for `check`.
     pub copy_error: Option<Error>,
 }
 
@@ -150,7 +151,7 @@ async fn read_footer_at<S: Store>(store: &S, offset: u64, len: u64) -> Result<Fo
     Footer::parse(&bytes.to_vec()).map_err(|e| Error::from(e).at_offset(offset))
 }
 
-/// Both footers are whole: whatever decides where the data are must be the same in both.
+/// Refuses two whole footers that differ in a field that decides where the data are.
 fn check_agreement(trailing: &Footer, copy: &Footer) -> Result<()> {
     let key = |f: &Footer| (f.disk_type, f.uuid, f.current_size_bytes, f.data_offset);
     match key(trailing) == key(copy) {
@@ -240,7 +241,7 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// The batmap's place, if there is one for us to keep; and its map, if it can be believed.
+/// Where the batmap lies, if the image has one that can be kept up to date; and its content, if that is valid.
 async fn find_batmap<S: Store>(
     store: &S,
     footer: &Footer,
@@ -334,7 +335,7 @@ fn load_bat_part(bat: &Bat, first: u32, bytes: &[u8], sectors: &mut Vec<u32>) {
     }
 }
 
-/// No block over another, over metadata or past the end. `sectors` is sorted.
+/// Refuses blocks that overlap each other or metadata, or go past the end of the file. `sectors` is sorted.
 fn check_blocks<S: Store>(store: &S, layout: &Layout, sectors: &[u32]) -> Result<()> {
     let span = layout.bitmap_bytes + layout.block_bytes;
     let start = |sector: u32| u64::from(sector) * SECTOR;
@@ -355,7 +356,8 @@ fn check_blocks<S: Store>(store: &S, layout: &Layout, sectors: &[u32]) -> Result
     Ok(())
 }
 
-/// Where new blocks may go. In a file of ours, behind the last block; in another's, behind all it has but the footer.
+/// Where new blocks may go: behind the last block in a file that Spile made, behind everything but the footer in
+/// another program's file.
 fn next_free<S: Store>(store: &S, layout: &Layout, sectors: &[u32], trailing_bytes: u64) -> u64 {
     let used_end = sectors.last().map_or(0, |&last| layout.block_end(last)).max(layout.metadata_end);
     if layout.journal.is_some() || !store.info().grows_zeroed {
@@ -364,8 +366,8 @@ fn next_free<S: Store>(store: &S, layout: &Layout, sectors: &[u32], trailing_byt
     used_end.max(store.len_bytes() - trailing_bytes)
 }
 
-/// Runs between blocks, or between metadata and the first block, that could hold a block. Only in files of ours:
-/// others may keep something there.
+/// Runs between blocks, or between metadata and the first block, that could hold a block. None in files of other
+/// programs, which may keep something there.
 fn gaps(layout: &Layout, sectors: &[u32]) -> Vec<Range<u64>> {
     if layout.journal.is_none() {
         return Vec::new();

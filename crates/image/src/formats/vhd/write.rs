@@ -76,8 +76,8 @@ impl<S: Store> Sparse<S> {
         Ok(SparseReserved { sparse: self, part, placed, bits, held })
     }
 
-    /// Rule 3: notes that the sectors of `part`, whose data are written, are in this file. When it returns, the
-    /// process may die.
+    /// Rule 3: notes that the sectors of `part`, whose data are written, are in this file. When it returns, that
+    /// survives the death of the process.
     async fn set_bits(&self, part: &BlockPart, sector: u32, bits: Arc<Bits>) -> Result<()> {
         let sectors = part.sectors();
         if self.journal.is_settled(part.block, &bits, sectors.clone()) {
@@ -104,7 +104,8 @@ impl<S: Store> Sparse<S> {
         }
     }
 
-    /// From here on writers look at the bitmap no more, so all of it must be settled.
+    /// Marks the block full when all of its bitmap is set. Writers do not look at the bitmap from then on, so all of
+    /// it must be settled.
     fn mark_if_full(&self, block: u32, bits: &Bits) {
         if self.journal.is_settled(block, bits, 0..self.layout.sectors_per_block()) {
             self.bat.set_full(block, true);
@@ -143,7 +144,8 @@ impl<S: Store> Sparse<S> {
         }
     }
 
-    /// With zeroes below: the part reads as zeroes afterwards, and a block with nothing left is released.
+    /// Unmaps `part` of a block below which everything is zero: it reads as zeroes afterwards, and a block with
+    /// nothing left is released.
     async fn unmap_part(&self, part: &BlockPart) -> Result<()> {
         let whole = part.len_bytes() == self.layout.block_bytes;
         if whole && self.release_if(part, false).await? {
@@ -182,8 +184,9 @@ impl<S: Store> Sparse<S> {
         Ok(true)
     }
 
-    /// A failed clear may have taken effect all the same, and what is written to the block later would be lost with
-    /// it: the entry is put back. If that fails too, the image takes no more writes.
+    /// Clears the BAT entry of a block. A write that failed may have taken effect all the same, and what is written to
+    /// the block later would be lost: so the entry is written back. If that fails, too, the image takes no more
+    /// writes.
     async fn clear_bat_entry(&self, block: u32, sector: u32) -> Result<()> {
         let Err(error) = self.write_bat_entry(block, UNALLOCATED).await else { return Ok(()) };
         if self.write_bat_entry(block, sector).await.is_err() {

@@ -1,7 +1,7 @@
 //! Checking an image for contradictions. Nothing is mended: that needs a program that writes qcow2.
 //!
-//! Every reference in the image is counted and compared with the refcounts: too high a count is a leak, too low a one is
-//! corruption, for a writer would give the cluster away. Beside that, a check finds entries that cannot be followed or
+//! Every reference in the image is counted and compared with the refcounts: too high a count is a leak, too low a one
+//! is corruption, for a writer would give the cluster away. A check also finds entries that cannot be followed or
 //! point past the end, clusters with two kinds of users, and wrong COPIED bits.
 //!
 //! Memory is bounded, whatever the image claims: counters for 16 Mi clusters at a time, one L2 table, one refcount block,
@@ -55,7 +55,7 @@ pub(super) async fn check<S: Store>(store: &S) -> Result<Report> {
     Ok(findings.finish())
 }
 
-/// The length of a sparse file costs nothing, but each part of it would cost a walk.
+/// Refuses a file that would need more than [`MAX_WALKS`] walks. A sparse file can be very long and take no space.
 fn refuse_endless<S: Store>(store: &S, header: &Header) -> Result<()> {
     let clusters = store.len_bytes().div_ceil(header.cluster_bytes());
     let most = MAX_WALKS * WINDOW_CLUSTERS;
@@ -387,7 +387,7 @@ impl<S: Store> Walk<'_, S> {
 }
 
 impl Pass {
-    /// Adds a finding that every walk would come by.
+    /// Adds a finding that every walk would make; only the first walk adds it.
     fn tell(&self, findings: &mut Findings, offset: u64, message: impl FnOnce() -> String) {
         if self.is_first {
             findings.corruption(offset, message());

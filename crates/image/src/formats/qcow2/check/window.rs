@@ -28,8 +28,8 @@ impl User {
         }
     }
 
-    /// Who else may refer to the same cluster.
-    fn bears(self) -> u8 {
+    /// The users that may refer to the same cluster as this one: a bit for each.
+    fn may_share_with(self) -> u8 {
         match self {
             Self::Metadata => 0,
             Self::L2 | Self::Data => self.bit(),
@@ -37,7 +37,7 @@ impl User {
     }
 }
 
-/// A report that stays short however much is wrong.
+/// A report whose length is bounded, however much is wrong.
 #[derive(Default)]
 pub(super) struct Findings {
     pub report: Report,
@@ -113,7 +113,7 @@ impl Window {
         for cluster in first..(last + 1).min(self.end()) {
             let index = (cluster - self.first) as usize;
             self.found[index] = self.found[index].saturating_add(1);
-            if self.users[index] & !user.bears() != 0 {
+            if self.users[index] & !user.may_share_with() != 0 {
                 let message = format!("{} overlaps {}", name(user.bit()), name(self.users[index]));
                 findings.corruption(cluster << self.cluster_bits, message);
             }
@@ -135,7 +135,7 @@ impl Window {
         }
     }
 
-    /// Tells of the clusters `at..end`, which are alike.
+    /// Adds a finding for the clusters `at..end`, which have the same counts.
     fn tell(&self, at: usize, end: usize, findings: &mut Findings) {
         let (found, stored, count) = (self.found[at], self.stored[at], (end - at) as u64);
         let offset = (self.first + at as u64) << self.cluster_bits;

@@ -31,9 +31,9 @@ pub(super) struct Cut {
     gone_blocks: u64,
     /// Allocated blocks that begin before the end and end behind it.
     short_blocks: u64,
-    /// The metadata name parts of the file that are behind the end.
+    /// True when the metadata name parts of the file that are behind the end.
     lacks_metadata: bool,
-    /// A footer is at the end of the file all the same.
+    /// True when there is a footer at the end of the file.
     has_trailing: bool,
     /// What a repair may do about it.
     pub mend: Mend,
@@ -63,7 +63,7 @@ impl Cut {
     }
 }
 
-/// Compares the length of the file with its metadata. `None`: nothing is missing but perhaps the footer.
+/// Compares the length of the file with its metadata. Returns `None` when nothing is missing, or the footer alone.
 /// `records` are what the journal holds for this boot of the host.
 pub(super) async fn find_cut<S: Store>(
     store: &S,

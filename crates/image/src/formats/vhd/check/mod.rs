@@ -40,9 +40,8 @@ pub async fn check<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
 }
 
 /// Mends what [`check`] says can be mended: footers, the batmap, a last block that ends early where nothing was ever
-/// written, space behind the last block; with [`Lost::Discard`] also what data that are missing leave behind. Touches
-/// nothing when there is corruption that cannot be mended so: what to keep is then a person's choice. Returns what was
-/// found before.
+/// written, space behind the last block; with [`Lost::Discard`] also blocks whose data are missing. Changes nothing
+/// when there is other corruption: then a person has to choose what to keep. Returns what was found before.
 ///
 /// # Errors
 /// As [`check`]; `ReadOnly` when the store cannot be written; I/O errors.
@@ -152,7 +151,7 @@ async fn extend_last<S: Store>(store: &S, sparse: &SparseParts) -> Result<()> {
     Ok(())
 }
 
-/// A block that the batmap calls full must be: its bitmap is not looked at by those who use the batmap.
+/// Checks that each block that the batmap calls full is full: programs that use the batmap do not read its bitmap.
 async fn check_batmap<S: Store>(store: &S, sparse: &SparseParts, report: &mut Report) -> Result<()> {
     if sparse.batmap_void {
         report.add(
@@ -266,7 +265,7 @@ async fn mend_tail<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts)
         return write(store, store.len_bytes() - SECTOR, &footer.to_bytes()).await;
     }
     if sparse.layout.journal.is_none() {
-        // Not a file of ours: something we know nothing of may lie behind the blocks.
+        // Another program made this file, and may keep something behind the blocks.
         return write(store, store.len_bytes() - footers.trailing_bytes, &footer.to_bytes()).await;
     }
     write(store, end, &footer.to_bytes()).await?;

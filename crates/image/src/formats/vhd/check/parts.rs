@@ -20,13 +20,13 @@ pub(super) struct SparseParts {
     pub header: Header,
     pub layout: Layout,
     pub bat: Bat,
-    /// The map, where its checksum fits.
+    /// The content of the batmap, if its checksum is right.
     pub batmap: Option<Vec<u8>>,
-    /// True when the batmap is there but its checksum does not fit.
+    /// True when there is a batmap whose checksum is wrong.
     pub batmap_void: bool,
 }
 
-/// Reads footers, header, BAT and batmap. That blocks lie where they may is not looked at.
+/// Reads footers, header, BAT and batmap. Does not check where the blocks lie.
 pub(super) async fn read_parts<S: Store>(store: &S) -> Result<Parts> {
     let footers = read_footers(store).await?;
     check_size(&footers.footer, store.len_bytes())?;
