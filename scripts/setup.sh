@@ -4,14 +4,14 @@
 #   scripts/setup.sh build   what `make demo` needs: a linker, certificates, Rust
 #   scripts/setup.sh test    the same, and the programs that tests/peer/ runs against
 #
-# Quick when all is there: packages are looked up with dpkg-query, and the package lists are
+# It is quick when nothing is missing: packages are looked up with dpkg-query, and the package lists are
 # refreshed only when something has to be installed and the lists do not know it.
-# Without root or sudo, missing test programs are only named: their tests then count as skipped.
+# Without root or sudo it only names the missing test programs; their tests then count as skipped.
 set -euo pipefail
 
 readonly ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# One package a word; `a|b` means either will do, the first that the archive has is installed.
+# One package for each word. For `a|b` either is enough, and the first that the archive has is installed.
 readonly BUILD_PACKAGES=(gcc libc6-dev make ca-certificates)
 readonly TEST_PACKAGES=(
   qemu-utils qemu-system-x86 fio nbdkit libnbd-bin python3 python3-libnbd
@@ -34,7 +34,7 @@ installed() {
   status="$(dpkg-query -W -f='${db:Status-Abbrev}' "$1" 2>/dev/null)" && [ "${status:0:2}" = ii ]
 }
 
-# Is one of `a|b` installed?
+# Succeeds when one of `a|b` is installed.
 satisfied() {
   local name
   for name in ${1//|/ }; do
@@ -43,8 +43,8 @@ satisfied() {
   return 1
 }
 
-# The answer is taken whole before it is searched: grep -q in a pipe would end apt-cache early,
-# and pipefail would call that a failure.
+# The whole answer is read before it is searched: grep -q in a pipe would end apt-cache early,
+# and pipefail would make that a failure.
 known_to_apt() {
   local policy
   policy="$(apt-cache policy "$1" 2>/dev/null)"
@@ -99,8 +99,8 @@ install_missing() {
   apt_install "${chosen[@]}"
 }
 
-# All at once; when that fails (a stale list, one bad package) once more after a refresh, then one
-# by one, so that one package that cannot be had does not cost all the others.
+# Installs all packages together. When that fails (an old list, one bad package), it tries again after a
+# refresh, and then one by one, so that one missing package does not stop all the others.
 apt_install() {
   local name failed=0
   apt_get_install "$@" && return 0
@@ -125,7 +125,7 @@ release_name() {
 }
 
 # Debian 12 alone has QEMU in two versions, and a QEMU of its backports refuses to stand beside one
-# of the release. Where a part of the newer is installed already, the rest has to come from there.
+# of the release. When a part of the newer one is installed already, the rest must come from there.
 # The archive's address is the one that this machine uses for the release itself.
 enable_backports() {
   local release address keyring=/usr/share/keyrings/debian-archive-keyring.gpg
@@ -145,7 +145,7 @@ wanted_rust() {
   sed -n 's/^rust-version *= *"\([0-9.]*\)".*/\1/p' "$ROOT/Cargo.toml"
 }
 
-# Is a cargo here, and new enough?
+# Succeeds when there is a cargo that is new enough.
 rust_is_ready() {
   local have want
   command -v cargo >/dev/null || return 1
@@ -171,7 +171,7 @@ ensure_rust() {
   return 1
 }
 
-# rustup's minimal profile leaves these out; a toolchain that came another way may lack them.
+# rustup's minimal profile leaves these components out, and other toolchains may lack them, too.
 ensure_rust_components() {
   if cargo clippy --version >/dev/null 2>&1 && cargo fmt --version >/dev/null 2>&1; then return 0; fi
   if command -v rustup >/dev/null; then
@@ -181,7 +181,7 @@ ensure_rust_components() {
   fi
 }
 
-# Checks licences and sources of what cargo pulls in. About two minutes on two cores, once.
+# cargo-deny checks licences and sources of dependencies. It is built once: two minutes on two cores.
 ensure_cargo_deny() {
   if command -v cargo-deny >/dev/null; then return 0; fi
   say 'installing cargo-deny'

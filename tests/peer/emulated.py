@@ -1,4 +1,4 @@
-"""What machines in emulation are made of, under KVM's tests (`guest`) and Xen's (`xen`).
+"""Parts of emulated machines that the tests with KVM guests (`guest`) and with Xen (`xen`) share.
 
 Kernels and other programs come from the distribution's packages, unpacked and not installed. What was
 fetched is kept in a folder below the target folder, so that only the first run needs the network.
@@ -17,14 +17,14 @@ import unittest
 
 from support import need, run, text
 
-# Software emulation of a whole machine on a busy one; some ten to twenty seconds on a quiet one.
+# A limit for what an emulated machine does on a busy host. On a quiet one it takes ten to twenty seconds.
 BOOT_LIMIT_S = 300
-# The longest word from a mirror that is slow but alive.
+# A limit for an answer of a mirror that is slow but alive.
 FETCH_LIMIT_S = 900
 
 
 def locked(cache, what):
-    """Runs `what` with the folder `cache` to itself: test files run at the same time, each in a process of its own."""
+    """Runs `what` while no other process uses the folder `cache`: test files run at the same time."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     with open(cache.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -79,7 +79,7 @@ class Kernel:
         self.builtin = {module_name(pathlib.Path(line)) for line in builtin.read_text().split()}
 
     def with_dependencies(self, *names):
-        """(name, bytes) of each module, in the order to load them. Those that are built in drop out."""
+        """(name, bytes) of each module, in the order to load them. Built-in modules are left out."""
         ordered = {}
         for name in names:
             self.collect(name, ordered)
@@ -189,7 +189,7 @@ def ext4_image(path, size_bytes, top):
 
 
 class Stream:
-    """What a machine says on one line, kept until somebody waits for it, and all of it in a log."""
+    """The output of a machine on one line. It is kept until a caller waits for it, and all of it goes to a log."""
 
     def __init__(self, number, log):
         self.number = number
@@ -197,7 +197,7 @@ class Stream:
         self.held = b""
 
     def wait_for(self, pattern, limit_s=BOOT_LIMIT_S):
-        """The next match; what comes before it is passed over."""
+        """Returns the next match, and drops the output before it."""
         end = time.monotonic() + limit_s
         while not (match := re.search(pattern, self.held)):
             left = end - time.monotonic()
@@ -220,14 +220,14 @@ class Stream:
         return chunk != b""
 
     def rest(self):
-        """All that is left up to the end, which has to be near."""
+        """Returns the rest of the output. The machine must be about to end."""
         while self.read():
             pass
         held, self.held = self.held, b""
         return held
 
     def drain(self):
-        """The end of what there is by now."""
+        """Returns the last output so far."""
         while select.select([self.number], [], [], 0)[0] and self.read():
             pass
         return self.tail()
@@ -237,9 +237,9 @@ class Stream:
 
 
 class Commands:
-    """A line on which a machine hears shell commands. `near` is this end of it; all answers go to `log_path` too."""
+    """A line on which a machine takes shell commands. `near` is our end of it. All answers go to `log_path`, too."""
 
-    # What a command may take; those that wait for something give up by themselves after some minutes.
+    # A limit for one command. Commands that wait for something give up by themselves after some minutes.
     LIMIT_S = 240
 
     def __init__(self, near, log_path, where):
@@ -250,30 +250,30 @@ class Commands:
         self.answers = Stream(near.fileno(), self.log)
 
     def wait_ready(self):
-        """Waits until a machine that boots hears commands."""
+        """Waits until a booting machine takes commands."""
         self.answers.wait_for(rb"SPILE READY\n", BOOT_LIMIT_S)
 
     def ask(self, command, limit_s=None, ok=True):
-        """Has the machine run a shell command; its words. With `ok` it has to end well."""
+        """Runs a shell command on the machine and returns its output. With `ok`, it must succeed."""
         status, words = self.ask_status(command, limit_s)
         if ok and status != 0:
             raise AssertionError(f"in {self.where}: {command}: exit code {status}\n{words[-3000:]}")
         return words
 
     def ask_status(self, command, limit_s=None):
-        """The command's exit code and words."""
+        """Runs a command; returns its exit code and its output."""
         self.number += 1
         answer = rb"SPILE ANSWER %d (\d+)\n((?s:.*?))SPILE END %d\n" % (self.number, self.number)
         match = self.exchange(f"{self.number} {command}", answer, limit_s or self.LIMIT_S)
         return int(match.group(1)), text(match.group(2)).strip()
 
     def exchange(self, words, answer, limit_s):
-        """Sends the words and waits for a match of the answer."""
+        """Sends the text and waits until the answer matches."""
         self.near.sendall(f"{words}\n".encode())
         return self.answers.wait_for(answer, limit_s)
 
     def end_hammer(self):
-        """Lets the pass be finished that the verified work is in. The work must not have found anything."""
+        """Lets the verified load end the pass that it is in. The load must not have found a mismatch."""
         self.ask("touch /tmp/stop && until_true '[ -e /tmp/hammer.status ]'")
         log = self.ask("cat /tmp/hammer.log")
         if self.ask("cat /tmp/hammer.status") != "0" or "pass 1" not in log:

@@ -18,7 +18,7 @@ import time
 import unittest
 
 HERE = pathlib.Path(__file__).resolve().parent
-# A file that hangs is a failure with a name.
+# A test file that takes longer is a failure, told by its name.
 FILE_LIMIT_S = 900
 
 
@@ -82,7 +82,7 @@ def run_one(path, words):
 
 
 def run_file(path, words):
-    """Runs one file in a process of its own; its records."""
+    """Runs one file in a process of its own; returns its records."""
     command = [sys.executable, __file__, "--one", str(path), *words]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=FILE_LIMIT_S)

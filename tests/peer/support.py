@@ -31,7 +31,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# Longer than anything here takes, shorter than a person's patience.
+# A limit for everything here. Nothing takes nearly as long.
 LIMIT_S = 120
 
 
@@ -62,7 +62,7 @@ def need_module(name, package):
 
 
 def run(*command, ok=True, stdin=None, limit_s=LIMIT_S, env=None, cwd=None):
-    """Runs a program to its end. With `ok` it has to end well, else with an error."""
+    """Runs a program to its end. With `ok` it must succeed, without it must fail."""
     words = [str(word) for word in command]
     done = subprocess.run(
         words, input=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=limit_s,
@@ -103,7 +103,7 @@ def spile_json(*command):
 
 
 def check(image):
-    """`spile check`: nothing is wrong. Space between blocks that the next writer will use (exit code 4) is not."""
+    """Runs `spile check`, which must find nothing but leaks (exit code 4): the next writer uses that space."""
     done = spile("check", image, ok=None)
     if done.returncode not in (0, 4):
         raise AssertionError(f"check {image}: {done.returncode}\n{text(done.stdout + done.stderr)}")
@@ -132,7 +132,7 @@ def write_scattered(path, size_bytes, seed, runs=40, longest_bytes=300 * KIB):
             at = dice.randrange(0, size_bytes - length + 1) // 512 * 512
             file.seek(at)
             file.write(dice.randbytes(length))
-        # The first and the last sector are where off-by-one errors live.
+        # Off-by-one errors show at the first and at the last sector.
         for at in (0, size_bytes - 512):
             file.seek(at)
             file.write(dice.randbytes(512))
@@ -152,7 +152,7 @@ def overwrite_some(path, seed, runs=20):
 
 
 def same_content(first, second):
-    """Is `first` (a raw file) the same as `second`, but for zeros past the shorter end?"""
+    """True when two raw files are the same, but for zeros past the end of the shorter one."""
     with open(first, "rb") as a, open(second, "rb") as b:
         at = 0
         while True:
@@ -213,7 +213,7 @@ class Server:
             time.sleep(0.01)
 
     def answers(self):
-        """Does somebody greet? A dying server's socket may still accept, but it says nothing."""
+        """True when a server greets. The socket of a server that is ending may still accept, but sends no greeting."""
         family = socket.AF_INET if self.port else socket.AF_UNIX
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.settimeout(1)
@@ -234,7 +234,7 @@ class Server:
         return text(pathlib.Path(self.log.name).read_bytes())
 
     def stop(self, limit_s=30):
-        """SIGTERM; the exit code, which is 0 when the server drained and synced."""
+        """Sends SIGTERM; returns the exit code, which is 0 when the server has ended its requests and synced."""
         if self.ended is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -245,7 +245,7 @@ class Server:
         return self.ended
 
     def kill(self):
-        """SIGKILL: what a crash looks like."""
+        """Kills the server with SIGKILL, as a crash would."""
         self.process.kill()
         self.process.wait()
         self.ended = -signal.SIGKILL
@@ -265,7 +265,7 @@ class Server:
 
 
 def chain(raw):
-    """A parent made from `raw`, and an empty child of it; the child. The stand-in keeps `raw`."""
+    """Makes a parent from `raw` and an empty child of it; returns the child. The stand-in uses `raw` itself."""
     if STANDIN:
         return raw
     parent, child = raw.with_name(f"{raw.stem}-parent.vhd"), raw.with_suffix(".vhd")
@@ -287,7 +287,7 @@ class PeerTest(unittest.TestCase):
         return self.folder / name
 
     def serve(self, *disks, **options):
-        """A `Server` that ends with the test and has to end well."""
+        """Starts a `Server` that ends with the test and must end well."""
         server = Server(self.folder, *disks, **options)
         self.addCleanup(server.__exit__, None, None, None)
         return server
@@ -306,7 +306,7 @@ class PeerTest(unittest.TestCase):
 
 
 def free_port():
-    """A TCP port that nobody listens on just now."""
+    """Returns a TCP port on which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -332,7 +332,7 @@ def read_until(stream, pattern, limit_s, log=None):
 
 
 def apply_change(server, before, after):
-    """Writes to the server's disk, which holds `before`, what makes it `after`, in runs of sectors."""
+    """Writes the sectors in which `after` differs from `before` to the server's disk, which holds `before`."""
     nbd = need_module("nbd", "python3-libnbd")
     handle = nbd.NBD()
     handle.connect_uri(server.uri())

@@ -23,7 +23,7 @@ class SevenZip(PeerTest):
         super().setUp()
 
     def assertReads(self, image, raw):
-        """What 7-Zip reads out of `image` is the content of `raw`."""
+        """Checks that 7-Zip reads the content of `raw` from `image`."""
         out = self.path("seven.raw")
         done = run(self.program, "e", "-so", "-tVHD", image, limit_s=300)
         out.write_bytes(done.stdout)

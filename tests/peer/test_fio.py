@@ -1,4 +1,4 @@
-"""fio's nbd engine as client: random and overlapping work, every block checked by crc32c."""
+"""fio's nbd engine as client: random and overlapping loads, with a crc32c of every block checked."""
 
 import json
 
@@ -16,7 +16,7 @@ class Fio(PeerTest):
 
     def fio(self, server, *options):
         job = ["fio", "--name=job", "--ioengine=nbd", f"--uri={server.uri()}", "--thread"]
-        # Else it leaves a file for each job in the folder where the tests were started.
+        # Without this, fio leaves a file for each job in the folder where the tests were started.
         job += ["--verify_state_save=0"]
         done = run(*job, "--output-format=json", "--randseed=7", *options)
         out = done.stdout.decode()

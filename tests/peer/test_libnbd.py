@@ -25,7 +25,7 @@ def vhd(path, size_bytes=SIZE_BYTES):
 
 
 class Client:
-    """A connection that is closed with its test; strictness off, so that the server has to judge."""
+    """A connection that is closed with its test. libnbd checks nothing itself, so that the server must check."""
 
     def __init__(self, test, server, name="", contexts=(), strict=True):
         self.handle = nbd.NBD()
@@ -42,12 +42,12 @@ class Client:
             try:
                 handle.shutdown()
             except nbd.Error:
-                # The server was killed: there is nobody to say goodbye to.
+                # The server was killed, so the connection cannot be shut down in order.
                 pass
 
 
 def error_of(call, *arguments, **options):
-    """The errno that a call ends with; 0 when it ends well."""
+    """Returns the errno of a call; 0 when it succeeds."""
     try:
         call(*arguments, **options)
         return 0
@@ -56,7 +56,7 @@ def error_of(call, *arguments, **options):
 
 
 class Commands:
-    """The same for each format; `disk` makes an empty one of SIZE_BYTES."""
+    """The tests that are the same for each format. `disk` makes an empty disk of SIZE_BYTES."""
 
     def connect(self, **options):
         server = self.serve(self.disk())
@@ -299,7 +299,7 @@ class Handshake(PeerTest):
         handle.shutdown()
 
     def test_the_oldest_client_that_newstyle_knows(self):
-        """No fixed newstyle: such a client can only send EXPORT_NAME."""
+        """A client without fixed newstyle can only send EXPORT_NAME."""
         server = self.serve(self.empty())
         handle = nbd.NBD()
         handle.set_handshake_flags(0)

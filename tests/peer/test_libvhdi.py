@@ -1,4 +1,4 @@
-"""libvhdi reads what Spile wrote: vhdiinfo the facts, its Python binding the content and chains.
+"""libvhdi reads images that Spile wrote: the program vhdiinfo shows facts, the Python binding reads content and chains.
 
 It takes a bitmap's byte for one bit, so the content here is written in pieces of 4 KiB.
 """

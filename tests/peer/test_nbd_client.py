@@ -57,7 +57,7 @@ class NbdClient(PeerTest):
         return write_scattered(self.path("source.raw"), SIZE_BYTES, seed=7)
 
     def assertCopies(self, uri, source):
-        """The bytes come whole: as a raw disk, and through a VHD."""
+        """All bytes arrive, from a raw export and from a VHD in an export."""
         spile("convert", uri, self.path("copy.raw"))
         self.assertEqual(sha256(source), sha256(self.path("copy.raw")))
         spile("convert", uri, self.path("copy.vhd"))
@@ -110,7 +110,7 @@ class NbdClient(PeerTest):
         run("qemu-io", "-f", "raw", "-c", "write -P 9 64k 128k", "-c", "flush", "-c", "read -P 9 64k 128k", server.uri())
 
     def test_a_server_that_is_cut_off_comes_back(self):
-        """Killed while a copy runs, and started again: the copy goes on, with the same bytes."""
+        """The server is killed while a copy runs, and started again: the copy goes on and is right."""
         source = self.source()
         at = self.socket_path()
         words = ["nbdkit", "--foreground", "--unix", at, "--filter=delay", "file", source, "rdelay=20ms"]
@@ -127,7 +127,7 @@ class NbdClient(PeerTest):
         self.assertEqual(sha256(source), sha256(self.path("copy.raw")))
 
     def test_writes_that_were_not_flushed_fail_the_flush_after_a_cut_off(self):
-        """The server dies with writes that it had answered: the next flush fails, and every later one."""
+        """The server dies after it has answered writes: the next flush fails, and every later one."""
         need("qemu-io", "qemu-utils")
         image = self.empty("disk.raw", SIZE_BYTES)
         at, first = self.qemu_nbd(image)

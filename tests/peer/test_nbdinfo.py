@@ -1,4 +1,4 @@
-"""nbdinfo as client: what the server says of itself, and its map."""
+"""nbdinfo as client: the properties and the map of exports."""
 
 import json
 

@@ -24,7 +24,7 @@ class Nbdkit(PeerTest):
         return self.path("disk.vhd")
 
     def proxy(self, server, *filters, options=()):
-        """nbdkit in front of `server`; the address that it listens on."""
+        """Starts nbdkit in front of `server`; returns the address on which it listens."""
         at = pathlib.Path(tempfile.mktemp(".sock", "spile-nbdkit-"))
         command = ["nbdkit", "--foreground", "--exit-with-parent", "--unix", str(at)]
         command += [f"--filter={name}" for name in filters]
@@ -58,7 +58,7 @@ class Nbdkit(PeerTest):
         self.copy_both_ways(self.proxy(self.serve(self.disk()), "delay", options=delays))
 
     def test_errors_that_the_client_retries(self):
-        """A tenth of all requests fail before they reach Spile; retried, all of them arrive."""
+        """A tenth of all requests fail before they reach Spile. The client repeats them until all arrive."""
         rates = ["error=EIO", "error-pread-rate=10%", "error-pwrite-rate=10%", "error-zero-rate=10%"]
         disk = self.disk()
         server = self.serve(disk)
@@ -81,7 +81,7 @@ class Nbdkit(PeerTest):
             each.shutdown()
 
     def until_done(self, call, *arguments):
-        """Calls until it works; how often it failed."""
+        """Repeats a call until it succeeds; returns how often it failed."""
         for failures in range(100):
             try:
                 call(*arguments)

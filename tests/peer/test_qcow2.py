@@ -51,7 +51,7 @@ COMPRESSED = {
     "zstd, extended L2": "compression_type=zstd,extended_l2=on,cluster_size=16k",
 }
 
-# What the exit codes of qemu-img check are in spile check.
+# The exit code of spile check for each one of qemu-img check.
 VERDICTS = {0: 0, 2: 3, 3: 4}
 
 
@@ -85,7 +85,7 @@ class Qcow2(PeerTest):
         return path
 
     def fill(self, path, seed, image_format="qcow2", discards=True):
-        """Without discards the content is defined in every format: a discard need not free anything."""
+        """Writes to an image with qemu-io. After discards, its content depends on the format."""
         lines = [word for line in commands(random.Random(seed), discards=discards) for word in ("-c", line)]
         run("qemu-io", "-f", image_format, *lines, path)
 
@@ -96,7 +96,7 @@ class Qcow2(PeerTest):
         return raw
 
     def assertReadsAlike(self, image, *options):
-        """Spile reads what qemu-img reads: by compare, by convert, and in small pieces."""
+        """Checks that Spile reads what qemu-img reads: by compare, by convert, and in small pieces."""
         raw = self.raw_of(image)
         spile("compare", image, raw, *options)
         back = self.path("back.raw")
@@ -137,7 +137,8 @@ class Reading(Qcow2):
                 run("qemu-img", "convert", "-c", "-f", "raw", "-O", "qcow2", *words, source, image)
                 self.assertReadsAlike(image)
                 self.assertChecksAlike(image)
-                # Some clusters are written over: compressed and plain ones side by side, streams without a user.
+                # Some clusters are written again: then compressed and plain ones lie side by side, and some
+                # compressed streams are not used any more.
                 self.fill(image, 9)
                 self.assertReadsAlike(image)
                 self.assertChecksAlike(image)

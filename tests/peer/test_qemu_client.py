@@ -22,7 +22,7 @@ class QemuClient(PeerTest):
     def io(self, server, *commands):
         words = [word for command in commands for word in ("-c", command)]
         done = run("qemu-io", "-f", "raw", *words, server.uri())
-        # qemu-io tells of a wrong pattern and goes on.
+        # qemu-io reports a wrong pattern and goes on.
         self.assertNotIn("Pattern verification failed", text(done.stdout))
         return text(done.stdout)
 

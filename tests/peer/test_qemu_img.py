@@ -11,7 +11,7 @@ from support import (
     spile_json,
 )
 
-# Sizes that the CHS geometry of a VHD cannot state, some that it can, and the edges.
+# Sizes that the CHS geometry of a VHD cannot express, some that it can, and the limits.
 SIZES_BYTES = (
     512, 3 * 512, 64 * 1024, 2 * MIB - 512, 10 * MIB + 512, 64 * MIB, 127 * MIB + 3 * 512, GIB,
     4 * GIB + 512, 127 * GIB + 512 * 17, 1000 * 1000 * 1000 * 512, 2040 * GIB,
@@ -33,14 +33,14 @@ class QemuImg(PeerTest):
         super().setUp()
 
     def write_over_nbd(self, image, raw):
-        """Makes the content of `image` that of `raw`, through a server."""
+        """Copies the content of `raw` into `image` through a server."""
         need("nbdcopy", "libnbd-bin")
         server = self.serve(image)
         run("nbdcopy", "--flush", raw, server.uri())
         self.assertEqual(server.stop(), 0)
 
     def change_over_nbd(self, image, raw, seed):
-        """Changes some places of a raw file, and the same places of an image over NBD. Returns a copy of the file as it was."""
+        """Changes some places of a raw file, and of an image over NBD. Returns a copy of the file as it was."""
         before = self.path("before.raw")
         before.write_bytes(raw.read_bytes())
         overwrite_some(raw, seed)
@@ -112,7 +112,7 @@ class OursByQemu(QemuImg):
         ours = spile_json("map", image)
         self.assertEqual(sum(run["len_bytes"] for run in ours), 64 * MIB)
         theirs = qemu_img_json("map", "-f", "vpc", image)
-        # QEMU looks at blocks only; what it calls a hole must be one here too.
+        # QEMU looks at blocks only. What it calls a hole must be a hole to Spile, too.
         data = [(r["offset_bytes"], r["len_bytes"]) for r in ours if r["kind"] == "data"]
         holes = [(e["start"], e["start"] + e["length"]) for e in theirs if not e["data"]]
         for at, length in data:
@@ -121,7 +121,7 @@ class OursByQemu(QemuImg):
         self.assertTrue(data)
 
     def test_qemu_may_write_to_it(self):
-        """A program that knows no batmap and no journal writes to our image; we go on with it."""
+        """A program that knows neither batmap nor journal writes to an image of Spile, and Spile uses it again."""
         raw, image = self.raw(size_bytes=64 * MIB), self.path("a.vhd")
         spile("convert", raw, image)
         run("qemu-io", "-f", "vpc", "-c", "write -P 0x77 0 6M", "-c", "write -P 0x78 33M 5M", image)
@@ -174,7 +174,7 @@ class TheirsByUs(QemuImg):
                     image.unlink(missing_ok=True)
                     done = run("qemu-img", "create", "-f", "vpc", "-o", options, image, size_bytes, ok=None)
                     if done.returncode != 0:
-                        # QEMU without force_size refuses what the geometry cannot hold.
+                        # Without force_size, QEMU refuses sizes that the geometry cannot express.
                         self.assertNotIn("force_size", options)
                         continue
                     info = qemu_img_json("info", "-f", "vpc", image)
@@ -190,7 +190,7 @@ class TheirsByUs(QemuImg):
         self.assertEqual(spile("compare", raw, image, ok=False).returncode, 1)
 
     def test_a_parent_of_qemus_making(self):
-        """A child of ours on a dynamic image of QEMU's."""
+        """Spile makes a child of a dynamic image that QEMU made."""
         raw = self.raw(size_bytes=40 * MIB)
         image = self.made_by_qemu("subformat=dynamic,force_size=on", raw)
         child = self.path("child.vhd")
@@ -203,7 +203,7 @@ class TheirsByUs(QemuImg):
 
 class RawStaysRaw(QemuImg):
     def test_a_vhd_inside_a_raw_disk_is_only_data(self):
-        """A guest writes a whole VHD into its raw disk: the disk is still the raw one."""
+        """A guest writes a whole VHD into its raw disk, which stays a raw disk."""
         inner, disk = self.path("inner.vhd"), self.empty("disk.raw", 16 * MIB)
         run("qemu-img", "create", "-f", "vpc", "-o", "subformat=dynamic,force_size=on", inner, "1G")
         with open(disk, "r+b") as file:

@@ -18,7 +18,7 @@ class Tls(PeerTest):
         self.certificates("own", "localhost")
 
     def certificates(self, name, host):
-        """A folder with an authority, a server's and a client's certificate, named as GnuTLS's users do."""
+        """A folder with certificates of an authority, a server and a client, named as GnuTLS programs expect."""
         folder = self.path(name)
         folder.mkdir()
         self.authority(folder)

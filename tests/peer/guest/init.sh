@@ -1,6 +1,6 @@
 #!/bin/sh
-# The guest's first process, and all that a guest does: each test names a phase on the kernel's
-# command line. `write` and `verify` tell on the console; `serve` does what the host asks for on the
+# The guest's first process, and everything that a guest does: each test names a phase on the kernel's
+# command line. `write` and `verify` report on the console; `serve` runs the host's commands from the
 # second serial line, with the functions below.
 export PATH=/bin
 phase= last=0
@@ -33,7 +33,7 @@ write() {
   done
 }
 
-# Every round up to $last, the last that was told, has to be there, whole.
+# Every round up to $last, the last one that was reported, must exist and be whole.
 verify() {
   good=0
   while [ $good -lt $last ]; do
@@ -47,7 +47,7 @@ verify() {
   echo "SPILE VERIFIED $good"
 }
 
-# until_true COMMAND: asks again and again, for two minutes at most.
+# until_true COMMAND: repeats a command until it succeeds, for two minutes at most.
 until_true() {
   tries=0
   until eval "$1"; do
@@ -57,7 +57,7 @@ until_true() {
   done
 }
 
-# start NAME COMMAND…: runs it in the background; its words are in /tmp/NAME.log, and its exit code
+# start NAME COMMAND…: runs a command in the background. Its output is in /tmp/NAME.log, and its exit code
 # is in /tmp/NAME.status once it has ended.
 start() {
   name=$1
@@ -66,7 +66,7 @@ start() {
   { "$@"; echo $? >/tmp/$name.new; mv /tmp/$name.new /tmp/$name.status; } >/tmp/$name.log 2>&1 &
 }
 
-# hammer DEVICE JOBS DEPTH: passes of verified writes until /tmp/stop is there. Every pass has a seed
+# hammer DEVICE JOBS DEPTH: makes passes of verified writes until /tmp/stop exists. Every pass has a seed
 # of its own, so that a block left over from an earlier pass is a mismatch.
 hammer() {
   pass=0
@@ -81,7 +81,7 @@ hammer() {
   done
 }
 
-# Writes the same 8 MiB of memory again and again until /tmp/stop is there.
+# Writes the same 8 MiB of memory again and again until /tmp/stop exists.
 churn() {
   dd if=/dev/urandom of=/tmp/seed bs=1M count=8 2>/dev/null
   while [ ! -e /tmp/stop ]; do
@@ -118,7 +118,7 @@ await() {
   while [ ! -e $1 ]; do sleep 0.1; done
 }
 
-# copy_and_compare DEVICE MIB: what is written is read back from the device itself; the sum of it.
+# copy_and_compare DEVICE MIB: writes, reads back from the device itself and compares; prints the checksum.
 copy_and_compare() {
   dd if=/dev/urandom of=/tmp/sent bs=1M count=$2 2>/dev/null &&
     dd if=/tmp/sent of=$1 bs=64k oflag=direct conv=fsync 2>/dev/null &&

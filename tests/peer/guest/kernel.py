@@ -13,12 +13,12 @@ CACHE = TARGET / "guest-cache"
 
 # Names that depend on the newest kernel; the small ones for virtual machines first.
 NAMES = ("linux-image-cloud-amd64", "linux-image-virtual", "linux-image-amd64")
-# What the root file system needs.
+# Modules that the root file system needs.
 MODULES = ("virtio_pci", "virtio_blk", "ext4")
 
 
 def kernel():
-    """The cached kernel, fetched first when there is none; a skip when it cannot be had."""
+    """Returns the cached kernel. Downloads it when there is none; skips the test when that is not possible."""
     return Kernel(locked(CACHE, lambda: unpack_packages(CACHE, wanted)))
 
 

@@ -1,4 +1,4 @@
-"""A server, a guest and the images under them: what the vhost-user tests disturb.
+"""A server, a guest and their images, which the vhost-user tests disturb.
 
 The guest has a root on a chain (vda), a disk for verified work, a chain too (vdb), and a plain raw one
 with an ext4 (vdc); a fourth, `spare`, is there to be plugged in.
@@ -20,7 +20,7 @@ DEVICES = {"root": "vda", "work": "vdb", "plain": "vdc"}
 WORK = "/dev/vdb 1 1" if STANDIN else "/dev/vdb 4 16"
 # Requests from one disturbance to the next.
 STEP = 400
-# On a quiet machine everything that is waited for takes a second or two.
+# A limit for each wait. On a quiet machine none takes more than a second or two.
 LIMIT_S = 120
 COMPLAINTS = "I/O error|EXT4-fs (error|warning)|is not a head|blocked for more than|Call Trace"
 
@@ -54,7 +54,7 @@ class Lab:
         self.server = VhostServer(self.folder, self.disks, self.sockets)
 
     def take_over(self):
-        """Starts a server that takes everything from the running one; that one."""
+        """Starts a server that takes over from the running one; returns the old one."""
         old = self.server
         self.server = VhostServer(self.folder, self.disks, self.sockets, takeover_from=old)
         return old
@@ -79,7 +79,7 @@ class Lab:
         self.wait_progress()
 
     def wait_progress(self):
-        """Waits until the verified work has done some more."""
+        """Waits until the verified load has made progress."""
         start = self.machine.done("vdb")
 
         def further():
@@ -96,11 +96,11 @@ class Lab:
         self.machine.commands.end_hammer()
 
     def complaints(self):
-        """What the guest's kernel said of trouble since it was asked last."""
+        """Returns the complaints of the guest's kernel since the last call."""
         return self.machine.ask_status(f"dmesg -c | grep -E '{COMPLAINTS}'")[1]
 
     def story(self):
-        """What server and guest said last, as far as it can be had."""
+        """Returns the last output of server and guest, as far as there is any."""
         server = self.server.output()[-2000:] if self.server else ""
         if self.machine is None:
             return f"the server:\n{server}"
@@ -111,13 +111,13 @@ class Lab:
         return f"the server:\n{server}\nthe guest:\n{guest}"
 
     def die(self):
-        """SIGKILL for the server and for QEMU, at once."""
+        """Kills the server and QEMU at the same time."""
         self.server.process.kill()
         self.machine.kill()
         self.server.kill()
 
     def finish(self):
-        """Ends all in order and looks at the images."""
+        """Ends everything in order and checks the images."""
         self.machine.leave()
         code = self.server.stop()
         if code != 0:
@@ -130,7 +130,7 @@ class Lab:
                 raise AssertionError(f"{path} changed under its child")
 
     def destroy(self):
-        """Ends all that still runs, however far the test came."""
+        """Ends everything that still runs, wherever the test has stopped."""
         for machine in self.machines:
             machine.close()
         if self.server and self.server.ended is None:
@@ -139,7 +139,7 @@ class Lab:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def flat(self, name):
-        """The content of an image that nobody uses, in a file of its own."""
+        """Copies the content of an image that nobody uses into a raw file; returns that file."""
         copy = self.folder / "flat.raw"
         copy.unlink(missing_ok=True)
         if STANDIN:

@@ -15,7 +15,7 @@ def root_image(folder, path, size_bytes, programs=()):
     top = folder / "root"
     busybox_root(top, ("data",), INIT)
     for program in programs:
-        # Its libraries go where it looks for them on this machine.
+        # A program looks for its libraries at the same places as on this machine.
         copy_program(shutil.which(program), top / "bin" / program, lambda library: top / str(library).lstrip("/"))
     return ext4_image(path, size_bytes, top)
 
@@ -40,7 +40,7 @@ class Machine:
         self.console = Stream(self.process.stdout.fileno(), self.log)
 
     def kill(self):
-        """SIGKILL; what the console held and nobody had waited for."""
+        """Kills QEMU; returns the output of the console that no caller has waited for."""
         self.process.kill()
         self.process.wait()
         return self.console.rest()
@@ -65,13 +65,13 @@ class NbdMachine(Machine):
         super().__init__(kernel, initramfs, server.folder / f"console-{phase}.log", phase, options, last)
 
     def wait_for_round(self, least):
-        """Waits until `least` rounds are told; the last one that was."""
+        """Waits until the guest has reported `least` rounds; returns the last one."""
         while True:
             round_number = int(self.console.wait_for(rb"SPILE SYNCED (\d+)\r?\n").group(1))
             if round_number >= least:
                 return round_number
 
     def kill(self):
-        """SIGKILL; the last round told before the end, 0 when none was in what is left to read."""
+        """Kills QEMU; returns the last round that the guest has reported, 0 when the rest of the output has none."""
         told = [word.split()[0] for word in super().kill().split(b"SPILE SYNCED ")[1:] if b"\n" in word]
         return int(told[-1]) if told else 0

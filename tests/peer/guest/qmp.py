@@ -4,7 +4,7 @@ import json
 import socket
 import time
 
-# A command is answered at once; on a busy machine in software emulation, nearly so.
+# A limit for the answer to a command. Only a busy machine in software emulation takes more than a moment.
 ANSWER_LIMIT_S = 60
 
 
@@ -31,7 +31,7 @@ class Qmp:
         return cls(connected)
 
     def execute(self, command, **arguments):
-        """The answer to `command`; an underscore in an argument's name is a dash."""
+        """Executes `command`; returns the answer. An underscore in the name of an argument stands for a dash."""
         arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
         request = {"execute": command, "arguments": arguments}
         self.socket.sendall(json.dumps(request).encode() + b"\n")
@@ -45,7 +45,7 @@ class Qmp:
             self.events.append(message)
 
     def wait_event(self, name, limit_s, **data):
-        """The next event of that name whose data hold `data`; it is taken out."""
+        """Removes and returns the next event of that name whose data contain `data`."""
         end = time.monotonic() + limit_s
         while True:
             for event in self.events:

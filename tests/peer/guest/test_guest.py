@@ -40,11 +40,11 @@ class Guest(PeerTest):
         return server
 
     def check_after_crash(self, last):
-        """Replays the journal on a copy and checks it; then boots again and has all sums checked."""
+        """Replays the journal on a copy and checks it. Then boots again, and the guest checks all sums."""
         server = self.server()
         copy = self.path("copy.raw")
         run("nbdcopy", server.uri(), copy)
-        # Exit code 1 says that something was mended, which a replay is.
+        # Exit code 1 means that something was repaired. A replay counts as a repair.
         replay = run("e2fsck", "-E", "journal_only", "-p", copy, ok=None)
         self.assertIn(replay.returncode, (0, 1), text(replay.stdout + replay.stderr))
         run("e2fsck", "-fn", copy)

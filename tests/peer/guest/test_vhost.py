@@ -50,7 +50,7 @@ class VhostGuest(unittest.TestCase):
 
     @contextmanager
     def guest(self):
-        """The running guest, or a new one. When the test fails, it is over with this one."""
+        """Returns the running guest, or a new one. A test that fails ends the guest."""
         cls, well = type(self), False
         try:
             if cls.lab is None:
@@ -79,7 +79,7 @@ class VhostGuest(unittest.TestCase):
                 self.assertGreater(self.interrupts(lab, processor), before)
 
     def interrupts(self, lab, queue):
-        """How often a queue of vdb, the guest's second virtio device, has called."""
+        """Returns how many interrupts a queue of vdb, the guest's second virtio device, has caused."""
         words = lab.machine.ask(f"grep 'virtio1-req.{queue}$' /proc/interrupts").split()
         return sum(int(word) for word in words[1:1 + QUEUES])
 
@@ -97,7 +97,7 @@ class VhostGuest(unittest.TestCase):
         filled = lab.allocated(name)
         self.assertGreaterEqual(filled, before + size_mib * MIB // 2, f"{name} did not grow")
         lab.machine.ask(f"rm {mount}/filler && sync && fstrim -v {mount} && sync")
-        # The file system may keep a little for itself, and an image what is less than a block.
+        # The file system may keep some space for itself, and an image less than one block.
         self.assertLess(lab.allocated(name), filled - size_mib * MIB // 2, f"{name} did not shrink")
 
     def test_server_is_killed_under_verified_work(self):
@@ -107,7 +107,7 @@ class VhostGuest(unittest.TestCase):
             for turn in range(KILLS):
                 lab.server.kill()
                 lab.start_server()
-                # Now and then the next end comes while QEMU connects and the server recovers.
+                # Sometimes the next kill comes while QEMU connects and the server recovers.
                 if turn % 3 == 1:
                     time.sleep(dice.uniform(0, 0.3))
                 else:
@@ -150,7 +150,7 @@ class VhostGuest(unittest.TestCase):
             lab.machine.ask("dd if=/dev/urandom of=/data/parts bs=4M count=2 && sync")
             second = lab.machine.ask("dd if=/data/parts bs=4M skip=1 2>/dev/null | sha256sum")
             lab.begin_work()
-            # Memory changes faster than it is copied: the migration goes on until it may stop the guest.
+            # The guest changes memory faster than it is copied, so the migration lasts until it may stop the guest.
             lab.machine.ask("start churn churn")
             for _ in PLACES:
                 lab.machine.ask("start parts read_twice /data/parts")
@@ -158,7 +158,7 @@ class VhostGuest(unittest.TestCase):
                 self.migrate(lab)
                 lab.machine.ask("touch /tmp/tell")
                 self.wait_in_guest(lab, "[ -e /tmp/parts.status ]")
-                # The server wrote it to the first machine; it has come to the second.
+                # The server wrote these bytes to the memory of the first machine, and they have arrived in the second.
                 self.assertEqual(lab.machine.ask("tail -n 1 /tmp/parts.log"), second)
                 lab.wait_progress()
             lab.end_work()
@@ -171,7 +171,7 @@ class VhostGuest(unittest.TestCase):
         self.set_migration(source, max_bandwidth=64 * MIB, downtime_limit=1, avail_switchover_bandwidth=1000)
         source.qmp.execute("migrate", uri=address)
         self.wait_migration(source, lambda state: state.get("ram", {}).get("dirty-sync-count", 0) > 1)
-        # All memory has been copied once: that it changes now is told by the server's record alone.
+        # All memory has been copied once. Only the server's log of dirty pages tells what changes from now on.
         source.ask("touch /tmp/go")
         self.wait_in_guest(lab, "grep second /tmp/parts.log")
         self.assertEqual(source.qmp.execute("query-migrate")["status"], "active")
@@ -223,7 +223,7 @@ class VhostGuest(unittest.TestCase):
     def wait_in_guest(self, lab, condition):
         wait_until(lambda: lab.machine.ask_status(condition)[0] == 0, LIMIT_S, condition)
 
-    # The last by its name, for it ends the guest that the others share.
+    # Its name makes it the last test: it ends the guest that the others share.
     def test_what_was_synced_survives_the_end_of_all(self):
         with self.guest() as lab:
             lab.machine.ask("start rounds write")
@@ -231,7 +231,7 @@ class VhostGuest(unittest.TestCase):
             last = self.told(lab)
             lab.die()
             copy = lab.flat("root")
-            # Exit code 1 says that something was mended, which the journal's replay is.
+            # Exit code 1 means that something was repaired. The replay of the journal counts as a repair.
             replay = run("e2fsck", "-E", "journal_only", "-p", copy, ok=None)
             self.assertIn(replay.returncode, (0, 1), text(replay.stdout + replay.stderr))
             run("e2fsck", "-fn", copy)

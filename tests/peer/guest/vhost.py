@@ -22,9 +22,9 @@ from support import STANDIN, Server, need, run, spile, spile_binary, text
 
 QUEUES = 2
 PLACES = ("a", "b")
-# An answer that takes longer was perhaps never asked for: the line loses bytes now and then.
+# After this time without an answer the command is sent again: the line sometimes loses bytes.
 ASK_AGAIN_S = 10
-# What a command in the guest may take; none works on more than some MiB.
+# A limit for a command in the guest. None works on more than some MiB.
 ANSWER_LIMIT_S = 120
 
 
@@ -37,7 +37,7 @@ def need_server():
 
 
 def wait_until(true, limit_s, what):
-    """Waits until `true()` is; what it gave."""
+    """Waits until `true()` returns something true; returns that."""
     end = time.monotonic() + limit_s
     while not (value := true()):
         if time.monotonic() > end:
@@ -116,7 +116,7 @@ class VhostServer(Server):
         return [(name, place) for name in self.disks for place in PLACES]
 
     def answers(self):
-        """Does it listen? After a takeover the old one did too, so that one has to be gone."""
+        """True when this server listens. After a takeover the old one listened there, too, so it must be gone."""
         old = self.takeover_from
         if old and old.ended is None:
             old.ended = old.process.poll()
@@ -131,7 +131,7 @@ class VhostServer(Server):
             spile("resize", self.sockets.control, size_bytes, "--name", name)
 
     def standin_resize(self, name, size_bytes, used_place):
-        """Without the exports that nobody uses, for it breaks when it tells those (QEMU 10.0)."""
+        """Removes the exports that nobody uses while the disk grows: QEMU 10.0 breaks when it notifies those."""
         control = Qmp.connect(self.sockets.control)
         unused = [place for place in PLACES if place != used_place]
         for place in unused:
@@ -143,25 +143,25 @@ class VhostServer(Server):
         control.close()
 
     def holdings(self):
-        """How many descriptors are open, and how many mappings of guests' memory there are."""
+        """Returns the number of open descriptors, and that of mappings of guests' memory."""
         process = pathlib.Path("/proc") / str(self.process.pid)
         maps = (process / "maps").read_text()
         return len(list((process / "fd").iterdir())), maps.count("/memfd:")
 
 
 def serial(name):
-    """What the guest shall read as the serial of the disk `name`."""
+    """Returns the serial number that the guest reads from the disk `name`."""
     return "vhost_user_blk" if STANDIN else f"SPILE-{name}"
 
 
 def reconnecting():
-    """QEMU's word for how soon it connects again, milliseconds where it knows them (from 9.2 on)."""
+    """Returns the option of QEMU that says how soon it connects again: in milliseconds from QEMU 9.2 on."""
     version = re.search(r"version (\d+)\.(\d+)", text(run("qemu-system-x86_64", "--version").stdout))
     return "reconnect-ms=100" if tuple(map(int, version.groups())) >= (9, 2) else "reconnect=1"
 
 
 class GuestCommands(Commands):
-    """The second serial line, which loses bytes now and then: what it says begins with its own length."""
+    """The second serial line, which sometimes loses bytes: each command is sent with its length in front."""
 
     LIMIT_S = ANSWER_LIMIT_S
 
@@ -177,7 +177,7 @@ class GuestCommands(Commands):
 
 
 class VhostMachine(Machine):
-    """A guest with two processors, the disks `names` as vda, vdb, …, and an ear for commands.
+    """A guest with two processors, the disks `names` as vda, vdb, …, and a line for commands.
 
     With `incoming` it waits for a migration instead of booting.
     """
@@ -200,7 +200,7 @@ class VhostMachine(Machine):
         self.qmp = self.monitor(qmp[0])
 
     def monitor(self, connected):
-        """QMP, or what QEMU had to say when it did not come up."""
+        """Connects to QMP. Raises an error with the output of QEMU when it did not start."""
         try:
             return Qmp(connected)
         except (AssertionError, OSError) as problem:
@@ -230,7 +230,7 @@ class VhostMachine(Machine):
         return int(fields[0]) + int(fields[4])
 
     def connections(self):
-        """The sockets that QEMU has open, each with a number that is never used again."""
+        """Returns the sockets that QEMU has open, each with a number that is never used again."""
         links = pathlib.Path(f"/proc/{self.process.pid}/fd").iterdir()
         return {name for name in map(os.readlink, links) if name.startswith("socket:")}
 

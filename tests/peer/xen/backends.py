@@ -1,4 +1,4 @@
-"""Who serves the disks: `spile xen-backend`, or the kernel's blkback in its place.
+"""The backends that serve the disks: `spile xen-backend`, or the kernel's blkback in its place.
 
 `SPILE_STANDIN=blkback` names the latter, to see that a test asks only for what the protocol promises.
 """
@@ -11,7 +11,7 @@ RUN_DIR = "/run/spile"
 
 
 def need_backend():
-    """Skips the tests when there is nothing that could serve."""
+    """Skips the tests when there is no backend."""
     if STANDIN and STANDIN != "blkback":
         raise unittest.SkipTest(f"{STANDIN} knows nothing of Xen")
     if not STANDIN and run(spile_binary(), "xen-backend", "--help", ok=None).returncode != 0:
@@ -32,21 +32,21 @@ class Spile:
         host.ask(f"start {self.name} spile xen-backend --run-dir {RUN_DIR} --type {kind}")
 
     def nodes(self, image, access="copy"):
-        """What the backend's nodes of a disk hold, so that it serves this image."""
+        """Returns the xenstore nodes of a disk's backend that name this image."""
         return {"params": prefixed(image), "spile-access": access}
 
     def words(self, image):
-        """The same in the words of xl's `disk=[…]`."""
+        """Returns the entry for this image in xl's `disk=[…]`."""
         return f"format=raw,access=rw,script=/bin/block-spile,target={prefixed(image)}"
 
     def pid(self, vbd):
-        """The number of the process that serves a disk, or None when there is none just now."""
+        """Returns the id of the process that serves a disk, or None when there is none now."""
         file = f"{RUN_DIR}/{vbd.domain}-{vbd.number}.pid"
         status, words = self.host.ask_status(f"kill -0 $(cat {file}) && cat {file}")
         return int(words) if status == 0 else None
 
     def kill(self, vbd):
-        """SIGKILL for a disk's process; returns when another one has taken its place."""
+        """Kills the process of a disk; returns when another one has taken its place."""
         old = self.pid(vbd)
         if old is None:
             raise AssertionError(f"nobody serves {vbd.back}:\n{self.said()}")
@@ -58,14 +58,14 @@ class Spile:
         self.host.ask(f"spile resize {RUN_DIR}/{vbd.domain}-{vbd.number}.control {size_bytes}")
 
     def release(self, image):
-        """Nobody uses the image any more."""
+        """Waits until no process uses the image any more."""
         self.host.ask(f"until_true 'spile info {image} >/dev/null 2>&1'")
 
     def said(self):
         return self.host.ask(f"tail -c 3000 /tmp/{self.name}.log")
 
     def stop(self):
-        """SIGTERM: it ends well, and at once."""
+        """Sends SIGTERM: the backend must end well, and at once."""
         self.host.ask(f"kill $(cat /tmp/{self.name}.pid) && until_true '[ -e /tmp/{self.name}.status ]'")
         status = self.host.ask(f"cat /tmp/{self.name}.status")
         if status != "0":
@@ -73,7 +73,7 @@ class Spile:
 
 
 def prefixed(image):
-    """What a toolstack calls an image: its format, and its path."""
+    """Returns the name of an image in a toolstack: its format and its path."""
     return f"vhd:{image}" if image.endswith(".vhd") else f"raw:{image}"
 
 
@@ -103,7 +103,7 @@ class Kernel:
 
     def resize(self, vbd, image, size_bytes):
         device = self.loop(image)
-        # It looks at the size when a request comes.
+        # blkback looks at the size when a request comes.
         self.host.ask(
             f"truncate -s {size_bytes} {image} && losetup -c {device}"
             f" && dd if=/dev/{vbd.device} of=/dev/null bs=4k count=1 iflag=direct"

@@ -1,4 +1,4 @@
-"""What the tests on Xen share: one host for all tests of a class, and a new one after a test that failed."""
+"""The base of tests on Xen: one host for all tests of a class, and a new one after a test that failed."""
 
 import pathlib
 import shutil
@@ -10,7 +10,7 @@ from host import Host
 from parts import parts
 from support import TARGET, need, run, text
 
-# What dom0's kernel must not say while a disk is used.
+# Messages that dom0's kernel must not log while a disk is used.
 COMPLAINTS = (
     "I/O error|EXT4-fs (error|warning)|vbd.*(fatal|error)|blkfront:.*(unknown|error|failed)"
     "|blocked for more than|Call Trace|Oops|BUG:"
@@ -54,16 +54,16 @@ class XenTest(unittest.TestCase):
 
     @classmethod
     def images(cls, folder):
-        """The files that dom0 shall find under /data."""
+        """Returns the files that dom0 finds under /data."""
         return []
 
     @classmethod
     def prepare(cls, host):
-        """What a new host has to do before the first test."""
+        """Prepares a new host for the first test."""
 
     @contextmanager
     def host(self):
-        """The running host, or a new one. When the test fails, it is over with this one."""
+        """Returns the running host, or a new one. A test that fails ends the host."""
         cls, well = type(self), False
         try:
             if cls.running is None:
@@ -78,7 +78,7 @@ class XenTest(unittest.TestCase):
                 cls.drop()
 
     def complaints(self):
-        """What dom0's kernel said of trouble since it was asked last."""
+        """Returns the complaints of dom0's kernel since the last call."""
         return self.running.ask_status(f"dmesg -c | grep -E '{COMPLAINTS}'")[1]
 
     def story(self):

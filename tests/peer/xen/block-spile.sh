@@ -1,6 +1,6 @@
 #!/bin/busybox sh
-# What libxl runs when a disk comes or goes (`script=` in a disk's words). A backend in user space says by
-# itself that it is ready; one in the kernel is told here which device it shall serve.
+# libxl runs this when a disk is attached or detached (`script=` in its entry). A backend in user space says by
+# itself that it is ready; the one in the kernel is told here which device it serves.
 be=$XENBUS_PATH
 [ "$1" = add ] || exit 0
 device=$(xenstore-read $be/params)

@@ -35,7 +35,7 @@ from support import KIB, TARGET  # noqa: E402
 REQUESTS = {4 * KIB: 4000, 44 * KIB: 2000, 128 * KIB: 1000}
 DEPTHS = (1, 32)
 OPERATIONS = ("read", "write")
-# What a long run of fio takes on a busy machine.
+# A limit for a long run of fio on a busy machine.
 FIO_LIMIT_S = 600
 # fio's terse output, version 3: the job's name, and for each operation the runtime in milliseconds.
 NAME_FIELD = 2
@@ -78,7 +78,7 @@ norandommap=1
 
 
 def points(quick):
-    """All points, or for a look at how it works a few of them with few requests."""
+    """Returns all points, or a few of them with few requests for a quick run."""
     sizes = list(REQUESTS)[:2] if quick else REQUESTS
     operations = OPERATIONS[:1] if quick else OPERATIONS
     each = itertools.product(operations, sizes, DEPTHS)
@@ -101,7 +101,7 @@ def compare(host, sides, at, rounds):
     """For each side and point the ratio to the reference in each round."""
     ratios = {(side.name, point): [] for side in sides for point in at}
     for number in range(rounds):
-        # Each round begins with another one.
+        # Each round begins with another backend.
         turn = number % len(sides)
         costs = {side.name: measure(host, side, at) for side in (*sides[turn:], *sides[:turn])}
         for side, point in ratios:
@@ -110,13 +110,13 @@ def compare(host, sides, at, rounds):
     return ratios
 
 
-# The words of dom0's kernel for an event that goes to a front, and to a backend.
+# The names that dom0's kernel gives to events that go to a front end and to a backend.
 TO_FRONT = ("blkif",)
 TO_BACK = ("evtchn:spile-blkif", "blkif-backend", "evtchn:qemu")
 
 
 class Counters:
-    """What dom0's kernel has counted: events to fronts and to backends, and changes from a task to another."""
+    """Counters of dom0's kernel: events to front ends and to backends, and context switches."""
 
     def __init__(self, host):
         words = host.ask("cat /proc/interrupts; grep ctxt /proc/stat")
@@ -186,7 +186,7 @@ def run(folder, options):
 
 
 def logs(host):
-    """What dom0's programs and kernel said last."""
+    """Returns the last messages of dom0's programs and kernel."""
     try:
         return host.ask("tail -n 20 /tmp/*.log; dmesg | tail -n 20", limit_s=30)
     except (AssertionError, OSError):

@@ -25,7 +25,7 @@ class Vbd:
         }
 
     def attach(self):
-        """Writes the nodes, of both sides at once: the kernel's backend looks only once whether its front is there."""
+        """Writes the nodes of both sides at once: the kernel's backend looks only once for its front end."""
         front = {
             "backend": self.back, "backend-id": 0, "virtual-device": self.number, "device-type": "disk",
             "protocol": "x86_64-abi", "state": 1,
@@ -38,7 +38,7 @@ class Vbd:
         return self
 
     def wait_connected(self):
-        """Waits until the front has the disk; in dom0 also until it can be opened."""
+        """Waits until the front end has connected to the disk; in dom0 also until the disk can be opened."""
         self.wait_state(self.front, 4)
         if self.domain == 0:
             self.host.ask(f"until_true '[ -b /dev/{self.device} ]'")
@@ -50,7 +50,7 @@ class Vbd:
             raise AssertionError(f"{side} does not come to state {state}: {words[-300:]}\n{self.story()}")
 
     def detach(self):
-        """Takes the disk away in order, and then its nodes, at which the front's device goes."""
+        """Detaches the disk in order. Then removes its nodes, and with them the front end's device."""
         self.host.ask(f"xenstore-write {self.back}/online 0 {self.back}/state 5")
         self.wait_state(self.front, 6)
         self.wait_state(self.back, 6)
@@ -62,20 +62,20 @@ class Vbd:
             self.host.ask(f"until_true '[ ! -e /dev/{self.device} ]'")
 
     def sectors(self):
-        """What the front holds the size to be, in units of 512 bytes."""
+        """Returns the size that the front end sees, in units of 512 bytes."""
         return int(self.host.ask(f"cat /sys/block/{self.device}/size"))
 
     def queue(self, name):
-        """A limit of the front's queue."""
+        """Returns a limit of the front end's queue."""
         return self.host.ask(f"cat /sys/block/{self.device}/queue/{name}")
 
     def done(self):
-        """Reads and writes that the front has completed, and flushes."""
+        """Returns how many reads and writes the front end has completed, and how many flushes."""
         fields = list(map(int, self.host.ask(f"cat /sys/block/{self.device}/stat").split()))
         return fields[0] + fields[4], fields[15]
 
     def story(self):
-        """What the two sides have come to."""
+        """Returns the states of both sides."""
         return self.host.ask(f"xenstore-ls -f {self.back}; xenstore-ls -f {self.front}; dmesg | tail -n 20")
 
 

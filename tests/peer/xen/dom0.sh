@@ -20,7 +20,7 @@ disks() {
     mount -t ext4 -o noatime /dev/vdb /data
 }
 
-# What a system's start-up scripts do for xl.
+# The work of a system's start-up scripts, as far as xl needs it.
 toolstack() {
   mkdir -p /run/xen /run/xenstored /run/console /var/lib/xen /var/lib/xenstored /var/log/xen
   mount -t xenfs xenfs /proc/xen
@@ -31,17 +31,17 @@ toolstack() {
     $tools/xenconsoled --pid-file=/run/xenconsoled.pid --log=guest --log-dir=/run/console
 }
 
-# Busybox has a smaller one and would prefer it.
+# Busybox has a smaller one, which the shell would run instead.
 mke2fs() {
   /tools/bin/mke2fs "$@"
 }
 
-# load MODULE [OPTION…]: one of those at hand; no harm when it is there already, or built in.
+# load MODULE [OPTION…]: loads a module; it may be loaded already, or built in.
 load() {
   [ -e /sys/module/$1 ] || { module=$1; shift; insmod /modules/$module.ko "$@"; }
 }
 
-# until_true COMMAND: asks again and again, for some minutes at most.
+# until_true COMMAND: repeats a command until it succeeds, for some minutes at most.
 until_true() {
   tries=0
   until eval "$1"; do
@@ -51,18 +51,18 @@ until_true() {
   done
 }
 
-# done_on DEVICE: reads and writes that it has completed.
+# done_on DEVICE: prints how many reads and writes the device has completed.
 done_on() {
   set -- $(cat /sys/block/$1/stat)
   echo $(($1 + $5))
 }
 
-# sum_of FILE: the sum of its content, read anew.
+# sum_of FILE: prints the checksum of the content, read from the device again.
 sum_of() {
   sync && echo 3 >/proc/sys/vm/drop_caches && sha256sum <$1 | cut -d' ' -f1
 }
 
-# start NAME COMMAND…: runs it in the background; its words are in /tmp/NAME.log, its number in /tmp/NAME.pid,
+# start NAME COMMAND…: runs a command in the background. Its output is in /tmp/NAME.log, its id in /tmp/NAME.pid,
 # and its exit code is in /tmp/NAME.status once it has ended.
 start() {
   name=$1
@@ -72,7 +72,7 @@ start() {
     >/tmp/$name.log 2>&1 &
 }
 
-# hammer DEVICE DEPTH [SIZE]: passes of verified writes until /tmp/stop is there. Every pass has a seed of its
+# hammer DEVICE DEPTH [SIZE]: makes passes of verified writes until /tmp/stop exists. Every pass has a seed of its
 # own, so that a block left over from an earlier pass is a mismatch.
 hammer() {
   pass=0
@@ -84,7 +84,7 @@ hammer() {
   done
 }
 
-# verified DEVICE DEPTH SEED OPTION…: writes and reads back.
+# verified DEVICE DEPTH SEED OPTION…: writes, reads back and compares.
 verified() {
   device=$1 depth=$2 seed=$3
   shift 3

@@ -1,9 +1,9 @@
 #!/bin/busybox sh
-# All that an unprivileged domain does. In the initramfs: loads blkfront and goes on from the root on
+# Everything that an unprivileged domain does. In the initramfs: loads blkfront and goes on from the root on
 # /dev/xvda, where this file is /sbin/init. There: checks what the root was made with, writes more, reads it
-# back from the disk, and powers off in order. The kernel's word task=… says what it does besides:
-#   reboot   it is started anew after the first writes, and finds them
-#   work     it writes and reads back, again and again, until a line comes on its console
+# back from the disk, and powers off in order. The kernel's argument task=… says what else it does:
+#   reboot   starts again after the first writes, and finds them
+#   work     writes and reads back again and again, until a line comes on its console
 export PATH=/bin
 
 fail() {
@@ -39,7 +39,7 @@ write() {
   sync || fail "sync"
 }
 
-# Unlike the first time, what was written is there.
+# After a reboot, the files of the first run must exist.
 reboot_once() {
   if [ -e /rebooting ]; then
     rm /rebooting

@@ -1,4 +1,4 @@
-"""Unprivileged domains: what their root holds, and how xl starts them."""
+"""Unprivileged domains: makes their root file systems, and starts them by xl."""
 
 import random
 import shlex
@@ -45,7 +45,7 @@ class Guest:
         ]
 
     def create(self, how="-p"):
-        """Makes it, by default not yet running, as it would be after each start anew; its number."""
+        """Makes the domain, by default paused, as after each new start; returns its number."""
         self.host.ask(f"rm -f {self.log}")
         lines = " ".join(map(shlex.quote, self.config))
         self.host.ask(f"printf '%s\\n' {lines} >/tmp/{self.name}.cfg && xl create {how} /tmp/{self.name}.cfg")
@@ -53,7 +53,7 @@ class Guest:
         return self.domain
 
     def run(self):
-        """Makes it, and lets it come to its end, which has to be a good one."""
+        """Makes the domain and lets it run to its end. It must end well."""
         self.create()
         self.finish()
 
@@ -67,35 +67,35 @@ class Guest:
         self.wait_end()
 
     def wait_end(self):
-        """Waits until it has done all that it is to do, and is forgotten."""
+        """Waits until the domain has done all its work and is gone."""
         self.wait_said("SPILE VERIFIED domU")
         status, words = self.host.ask_status(f"until_true '! xl domid {self.name} >/dev/null 2>&1'")
         if status != 0:
             raise AssertionError(f"the domain does not go: {words[-300:]}\n{self.story()}")
 
     def wait_said(self, words):
-        """Waits until it has said this, or that it is broken."""
+        """Waits until the domain has printed this text, or that something is broken."""
         self.host.ask_status(f"until_true 'grep -qE \"{words}|SPILE BROKEN\" {self.log}' 2>/dev/null")
         if self.host.ask_status(f"grep -qE '{words}' {self.log}")[0] != 0:
             raise AssertionError(f"the domain does not say {words}\n{self.story()}")
 
     def said(self):
-        """All that it has said."""
+        """Returns everything that the domain has printed."""
         return self.host.ask(f"cat {self.log}")
 
     def passes(self):
-        """How often it has written, read and compared."""
+        """Returns how often the domain has written, read and compared."""
         return self.said().count("SPILE PASS")
 
     def wait_passes(self, count):
-        """Waits until it has done so as often again."""
+        """Waits until the domain has done so that many times more."""
         goal = self.passes() + count
         self.host.ask_status(f"until_true '[ $(grep -c \"SPILE PASS\\|SPILE BROKEN\" {self.log}) -ge {goal} ]'")
         if self.passes() < goal:
             raise AssertionError(f"the domain does not go on\n{self.story()}")
 
     def stop_work(self):
-        """Says to it on its console that it has worked enough."""
+        """Tells the domain on its console to end its work."""
         domain = self.host.ask(f"xl domid {self.name}")
         self.host.ask(f"echo stop >$(xenstore-read /local/domain/{domain}/console/tty)")
 

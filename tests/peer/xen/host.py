@@ -1,4 +1,4 @@
-"""A host with Xen: QEMU in software emulation, the first domain, and a line on which it hears commands."""
+"""A host with Xen: QEMU in software emulation, the first domain, and a line on which it takes commands."""
 
 import ctypes
 import os
@@ -50,7 +50,7 @@ class Host:
     def make_data(self, parts, images):
         top = self.folder / "top"
         (top / "bin").mkdir(parents=True)
-        # Its libraries are among those on the tools' disk.
+        # The libraries of this program are on the tools' disk already.
         shutil.copy(spile_binary(), top / "bin/spile")
         domu_initramfs(top / "domu.cpio", parts.kernel)
         for path in images:
@@ -58,18 +58,18 @@ class Host:
         ext4_image(self.folder / "data", DATA_BYTES, top)
 
     def wait_ready(self):
-        """Waits until dom0 has brought up Xen's tool stack and hears commands."""
+        """Waits until dom0 has started Xen's tool stack and takes commands."""
         try:
             self.commands.wait_ready()
         except AssertionError as problem:
             raise AssertionError(f"dom0 did not come up: {problem}\n{self.said()}")
 
     def said(self):
-        """The end of what Xen, dom0 and QEMU said on the console."""
+        """Returns the last output of Xen, dom0 and QEMU on the console."""
         return text(pathlib.Path(self.console.name).read_bytes()[-1500:])
 
     def leave(self):
-        """Ends the host in order, so that its disk can be looked at."""
+        """Ends the host in order, so that its disk can be read."""
         self.ask("leave")
         self.process.wait(BOOT_LIMIT_S)
         if "SPILE DONE" not in self.said():
@@ -84,12 +84,12 @@ class Host:
         self.console.close()
 
     def command(self, line):
-        """QEMU's words: what emulation of a processor can do with Xen, two disks, and a port for commands."""
+        """Returns the arguments of QEMU: an emulated processor for Xen, two disks, and a port for commands."""
         words = ["qemu-system-x86_64", *self.EMULATION, "-machine", "q35", "-cpu", "qemu64,+rdrand"]
         words += ["-smp", f"{self.PROCESSORS}", "-m", "1G", "-nodefaults", "-no-user-config", "-display", "none"]
         words += ["-no-reboot", "-serial", "stdio", "-kernel", "hypervisor"]
         words += ["-append", f"{XEN_WORDS} dom0_max_vcpus={self.PROCESSORS}"]
-        # A comma ends a module's words.
+        # A comma ends the arguments of a module.
         words += ["-initrd", f"vmlinux {DOM0_WORDS.replace(',', ',,')},dom0.cpio"]
         for name, how in (("tools", "read-only=on"), ("data", "discard=unmap,cache.no-flush=on")):
             words += ["-blockdev", f"driver=raw,node-name={name},file.driver=file,file.filename={name},{how}"]

@@ -13,7 +13,7 @@ from support import TARGET, run
 
 CACHE = TARGET / "xen-cache"
 
-# Names that depend on the newest kernel, of the kinds that can be a first domain: those made for
+# Names that depend on the newest kernel, of the kinds that can be a first domain: kernels made for
 # virtual machines leave Xen's own drivers out.
 KERNELS = ("linux-image-amd64", "linux-image-generic")
 # Depends on the hypervisor and on its tools, of whatever version there is.
@@ -22,12 +22,12 @@ XEN = "xen-system-amd64"
 # What Xen's tools need and load first; a module that is built in drops out.
 STORAGE = ("virtio_pci", "virtio_blk", "virtio_console", "crc32c_generic", "ext4")
 DEVICES = ("xenfs", "xen_privcmd", "xen_evtchn", "xen_gntdev", "xen_gntalloc")
-# Kept at hand, loaded by the test that wants them.
+# Modules that are loaded only by the tests that need them.
 SPARE = ("xen_blkfront", "xen_blkback", "loop")
 
 
 class Packages:
-    """The unpacked packages: `top` is the root that they would be installed in."""
+    """The unpacked packages; `top` is the folder with their files."""
 
     def __init__(self, top):
         self.top = top
@@ -76,7 +76,7 @@ def packages_of(name, version):
 
 
 def compare(one, other):
-    """Which version is the newer? As dpkg sees it."""
+    """Compares two versions as dpkg does."""
     if one == other:
         return 0
     return 1 if run("dpkg", "--compare-versions", one, "gt", other, ok=None).returncode == 0 else -1

@@ -1,4 +1,4 @@
-"""What a machine with Xen is put together from: hypervisor, kernel, the tools' disk, initramfs."""
+"""The parts of a machine with Xen: hypervisor, kernel, the tools' disk, initramfs."""
 
 import gzip
 import hashlib
@@ -16,11 +16,11 @@ from support import MIB, need, run
 
 HERE = pathlib.Path(__file__).parent
 TOOLS_BYTES = 512 * MIB
-# Xen's programs that dom0 runs, the last of them by xl's hand.
+# Programs of Xen that dom0 runs; xl starts the last of them.
 XEN_PROGRAMS = ("xl", "xenstored", "xenconsoled", "xenconsole", "xen-init-dom0", "libxl-save-helper")
 # Programs of this machine, each with its package.
 HOST_PROGRAMS = (("fio", "fio"), ("mke2fs", "e2fsprogs"), ("e2fsck", "e2fsprogs"), ("resize2fs", "e2fsprogs"))
-# Where the loader looks by itself, so that no cache of its has to be made.
+# A folder in which the loader looks without a cache of libraries.
 LIBRARIES = "lib/x86_64-linux-gnu"
 
 
@@ -35,7 +35,7 @@ class Parts:
 
 
 def parts():
-    """The parts that change only with the packages, made first when they are not there."""
+    """Returns the parts that change only with the packages. Makes them when they are missing."""
     for program, package in (("mke2fs", "e2fsprogs"), ("ldd", "libc-bin"), *HOST_PROGRAMS):
         need(program, package)
     return locked(CACHE, make_parts)
@@ -43,7 +43,7 @@ def parts():
 
 def make_parts():
     have = packages()
-    # Another way to make them makes them again.
+    # A change of this file makes them again.
     name = "parts-" + hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:12]
     folder = CACHE / name
     if not folder.exists():
@@ -80,7 +80,7 @@ def copy_xen(have, top):
         copy_program(have.tools / program, top / inside / program, top, have.libraries)
         link(top / "bin" / program, f"../{inside}/{program}")
     for found in sorted(have.top.glob("usr/*bin/xenstore-*")):
-        # A wrapper that chooses between versions, of which there is one here, is a link.
+        # The package has a wrapper that chooses between versions. There is one version here, so a link is enough.
         if not found.is_symlink():
             copy_program(found, top / "bin" / found.name, top, have.libraries)
 
@@ -146,7 +146,7 @@ def dom0_initramfs(path, kernel):
         ("bin/block-spile", 0o100755, (HERE / "block-spile.sh").read_bytes()),
         ("init", 0o100755, (HERE / "dom0.sh").read_bytes()),
         *links(("lib64", "tools/lib64"), (LIBRARIES, f"/tools/{LIBRARIES}"), ("usr", "tools/usr")),
-        # xl wants to read it, and the kernel to run this for modules that it misses.
+        # xl reads the first file. The kernel runs modprobe for modules that are missing.
         ("etc/xen/xl.conf", 0o100644, b""),
         *links(("sbin/modprobe", "../bin/busybox"), ("var/run", "/run")),
     ]

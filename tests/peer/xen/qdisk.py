@@ -19,20 +19,20 @@ from support import MIB, TARGET, need, run, text
 CACHE = TARGET / "xen-qdisk-cache"
 PACKAGE = "qemu-system-xen"
 IMAGE_BYTES = 256 * MIB
-# Where dom0 mounts it, and what it starts there.
+# Where dom0 mounts the image, and which program it starts there.
 PLACE = "/qdisk"
 PROGRAM = f"{PLACE}/bin/qemu"
 
 
 def qdisk_image():
-    """The image, made first when it is not there; a skip with a reason when it cannot be had."""
+    """Returns the image. Makes it when it is missing; skips with a reason when that is not possible."""
     for program, package in (("apt-get", "apt"), ("dpkg-deb", "dpkg"), ("mke2fs", "e2fsprogs"), ("ldd", "libc-bin")):
         need(program, package)
     return locked(CACHE, make)
 
 
 def make():
-    # Another way to make it makes it again.
+    # A change of this file makes it again.
     name = "qdisk-" + hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:12]
     made = CACHE / f"{name}.img"
     if not made.exists():

@@ -27,7 +27,7 @@ class ServedTest(XenTest):
         plain.write_bytes(b"")
         cls.disks["plain"] = "/data/plain.raw"
         cls.parents = {path.name: sha256(path) for path in folder.glob("*-parent.vhd")}
-        # The sums that fronts saw, by image.
+        # The checksums that front ends have read, by image.
         cls.seen = {"files": sha256(folder / "files.raw")}
         children = [] if STANDIN else [folder / f"{raw.stem}.vhd" for raw in raws]
         return [*(children or raws), plain, *folder.glob("*-parent.vhd")]
@@ -47,7 +47,7 @@ class ServedTest(XenTest):
 
     @classmethod
     def compare_images(cls):
-        """Looks at the images as the host left them."""
+        """Checks the images as the host has left them."""
         for name, before in cls.parents.items():
             if sha256(cls.fetch(f"{name}")) != before:
                 raise AssertionError(f"{name} changed under its child")
@@ -69,7 +69,7 @@ class ServedTest(XenTest):
         return Vbd(host, device, self.backend.nodes(self.disks[name], access)).attach().wait_connected()
 
     def detach(self, vbd, name):
-        """Takes the disk away; what the front saw last is what shall be in the image."""
+        """Notes the checksum of what the front end reads, which the image must hold, and detaches the disk."""
         self.seen[name] = self.running.ask(f"sum_of /dev/{vbd.device}")
         vbd.detach()
         self.backend.release(self.disks[name])

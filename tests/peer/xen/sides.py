@@ -12,9 +12,9 @@ from backends import Spile
 from disks import Vbd
 from qdisk import PLACE, PROGRAM, qdisk_image
 
-# The ratio's one.
+# The backend whose ratio is 1.
 REFERENCE = "spile copy"
-# The reference once more, as a disk and a process of its own: what this differs by is noise.
+# The reference once more, as another disk with another process. The difference between the two is noise.
 AGAIN = "spile copy again"
 DEVICE = "no Xen: the device"
 QDISK = "qemu qdisk"
@@ -67,11 +67,11 @@ class Sides:
         found = {side.name: side for side in (*self.qdisk(first), *self.spile(), *self.blkback())}
         found[DEVICE] = Side(DEVICE, self.storage[DEVICE])
         self.list = [found[name] for name in names if name in found]
-        # No scheduler: it would be the same work for all, and none of theirs.
+        # No scheduler: its work is the same for all backends, and is not theirs.
         host.ask("for queue in /sys/block/xvd* /sys/block/nullb*; do echo none >$queue/queue/scheduler; done")
 
     def start_qemu(self):
-        """QEMU with its disk, or None and a reason on the output."""
+        """Returns QEMU with its disk. Prints the reason and returns None when that is not possible."""
         vbd = Vbd(self.host, f"xvd{next(self.letters)}", {}, kind="qdisk")
         self.host.ask(f"load loop && mkdir {PLACE} && mount -o loop,ro /data/{QDISK_FILE} {PLACE}")
         words = "-xen-attach -xen-domid 0 -M xenpv -nodefaults -no-user-config -display none -monitor none -serial none"

@@ -19,7 +19,7 @@ class XenBackend(ServedTest):
         self.files("persistent", "")
 
     def files(self, access, *fronts):
-        """Uses a disk that is reached so, by a front with these options after the other."""
+        """Uses a disk with this access to the front end's memory, with each of these options in turn."""
         if STANDIN and access != "copy":
             self.skipTest("the kernel has one way to reach the front's memory")
         with self.host() as host:
@@ -39,7 +39,7 @@ class XenBackend(ServedTest):
         host.ask("e2fsck -fn /dev/xvda && verified /dev/xvda 16 1 --size=8m")
         _, after = vbd.done()
         self.assertGreater(after, before, "no flush")
-        # A flush that was refused would have switched it off.
+        # If a flush had been refused, the front end would have switched flushes off.
         self.assertEqual(vbd.queue("write_cache"), "write back")
         self.detach(vbd, "files")
 

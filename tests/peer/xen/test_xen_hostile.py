@@ -1,4 +1,4 @@
-"""Hostile front ends on a real Xen: a program that is a blkfront of the worst kind, beside Linux's own.
+"""Hostile front ends on a real Xen: a program that breaks the rules of blkif, beside Linux's own front end.
 
 The program is `hostile_front`, an example of the crate `spile-lab`: it grants pages of its own and does with them, with
 the ring, its event channel and its states what no driver does. Here it is Xen that grants, copies and maps; cases in
@@ -20,17 +20,17 @@ from disks import Vbd
 from served import SIZE_MIB, ServedTest
 from support import MIB, STANDIN, TARGET, chain, write_scattered
 
-# Those that do nothing to pages that another disk in dom0 could be granted next.
+# Cases that do no harm to pages that another disk in dom0 could be granted next.
 BESIDE_WORK = ("kicks", "grants", "readonly", "ring-grants", "ring-freed")
 ALONE = ("freed", "revoked")
 IN_THE_STORE = ("states",)
 KILLS = 2
-# What dom0's kernel says of pages that it cannot take back for good.
+# Messages of dom0's kernel about pages that it can never take back.
 LEAKS = "g.e. .*leaking|WARNING:"
 
 
 def hostile_front():
-    """The program; a skip when it was not built."""
+    """Returns the program; skips when it was not built."""
     named = os.environ.get("SPILE_HOSTILE_FRONT") or TARGET / "release/examples/hostile_front"
     if not pathlib.Path(named).exists():
         raise unittest.SkipTest(f"no {named} (cargo build --release -p spile-lab --example hostile_front)")
@@ -38,7 +38,7 @@ def hostile_front():
 
 
 class Victim(Vbd):
-    """A disk whose front end is the program: the kernel's own does not look where its keys are."""
+    """A disk whose front end is the program. Its nodes lie where the kernel's own front end does not look."""
 
     def __init__(self, test, access):
         self.backend = test.backend
@@ -47,7 +47,7 @@ class Victim(Vbd):
         self.backend_nodes["frontend"] = self.front
         self.attach()
         self.wait_state(self.back, 2)
-        # Once it has been used, so that all is there that is there for ever.
+        # The disk has been used once, so that everything that stays for ever exists.
         self.does("good")
         self.before = self.has()
 
@@ -55,7 +55,7 @@ class Victim(Vbd):
         self.host.ask(f"/data/hostile_front {self.back} {case}")
 
     def has(self):
-        """The process that serves it, its descriptors, and its maps of others' pages."""
+        """Returns the process that serves the disk, and its numbers of descriptors and of mappings of grants."""
         pid = self.backend.pid(self)
         files = f"ls /proc/{pid}/fd | wc -l; grep -c gntdev /proc/{pid}/maps; true"
         return (pid, *self.host.ask(files).split())
@@ -106,7 +106,7 @@ class XenHostile(ServedTest):
                 self.assert_well(victim, work)
 
     def rude(self, access, *groups):
-        """Does the cases of the first group while the other disk is at work, and those of a second while it rests."""
+        """Runs the cases of one group while the other disk is under load, those of a second while it is idle."""
         with self.beside(access) as (_, victim, work):
             for case in groups[0]:
                 self.does(victim, work, case)
@@ -121,7 +121,7 @@ class XenHostile(ServedTest):
 
     @contextmanager
     def beside(self, access):
-        """The rude one's disk, and another at work; both go in order, and all grants with them."""
+        """Attaches a hostile front end's disk and another one under load. Detaches both at the end."""
         with self.host() as host:
             work = self.attach("work")
             host.ask("start hammer hammer /dev/xvda 4 2m")
@@ -136,13 +136,13 @@ class XenHostile(ServedTest):
 
     @contextmanager
     def at_rest(self, work):
-        """The other disk does nothing meanwhile."""
+        """Stops the load on the other disk meanwhile."""
         self.running.ask("killall -STOP fio; until_true \"[ $(cat /sys/block/xvda/inflight | tr -d ' ') = 00 ]\"")
         yield
         self.running.ask("killall -CONT fio; true")
 
     def kill_at_work(self, host, victim):
-        """SIGKILL for a front end whose ring is full; its pages are gone while requests for them are at work."""
+        """Kills a front end whose ring is full. Its pages are gone while requests still use them."""
         host.ask(f"start work /data/hostile_front {victim.back} work")
         host.ask("until_true 'grep -q \"at work\" /tmp/work.log || [ -e /tmp/work.status ]'; sleep 0.3")
         if host.ask_status("[ -e /tmp/work.status ]")[0] == 0:
@@ -150,7 +150,7 @@ class XenHostile(ServedTest):
         host.ask("kill -9 $(cat /tmp/work.pid) && until_true '[ -e /tmp/work.status ]'")
 
     def assert_well(self, victim, work):
-        """The work goes on; the process of the rude one's disk is the same, and has what it had."""
+        """Checks that the load goes on, and that the hostile disk has the same process with the same resources."""
         self.assertEqual(victim.has(), victim.before)
         self.assertEqual(self.running.ask_status(f"grep panicked /tmp/{self.backend.name}.log")[1], "")
         goal = work.done()[0] + 20
@@ -160,7 +160,7 @@ class XenHostile(ServedTest):
         self.assertEqual(self.complaints(), "")
 
     def assert_nothing_granted(self, host):
-        """Xen's own list of what is mapped or being copied."""
+        """Returns Xen's own list of grants that are mapped or being copied."""
         host.ask("xl dmesg -c >/dev/null; xl debug-keys g")
         words = host.ask("xl dmesg")
         self.assertIn("grant-table for remote", words)

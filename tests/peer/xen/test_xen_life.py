@@ -1,4 +1,4 @@
-"""What guests go through: a disk that is only read, a reboot, being saved and restored, an end in the midst of work."""
+"""The life of a guest: a disk that is read only, a reboot, save and restore, and an end in the middle of its work."""
 
 from disks import Vbd
 from guests import Guest
@@ -34,10 +34,10 @@ class XenLife(ServedTest):
             guest.create()
             guest.start()
             guest.wait_passes(1)
-            # A checkpoint: it goes on in its place, with the ring that it had.
+            # A checkpoint: the domain goes on, with the same ring.
             host.ask("xl save -c hand /data/saved && rm /data/saved")
             guest.wait_passes(2)
-            # Another domain goes on, with another ring, and asks again for what was not answered.
+            # Another domain goes on, with another ring, and sends again the requests that were not answered.
             host.ask("xl save hand /data/saved && xl restore /data/saved && rm /data/saved")
             guest.wait_passes(2)
             guest.stop_work()
@@ -55,14 +55,14 @@ class XenLife(ServedTest):
                 guest.start()
                 guest.wait_passes(1)
                 host.ask("xl destroy hand")
-                # What is mapped of a domain keeps it from going.
+                # A page of a domain that is still mapped keeps the domain from ending.
                 host.ask("until_true '[ $(xl list | wc -l) = 2 ]'")
                 vbd.remove()
                 self.backend.release(self.disks["hand"])
             self.check_root(host)
 
     def check_root(self, host):
-        """A root that was left in the middle of work recovers, and all is there that was there before."""
+        """A root file system that was left in the middle of its work recovers, and nothing is lost."""
         vbd = self.attach("hand")
         host.ask("e2fsck -fp /dev/xvda || [ $? = 1 ]")
         host.ask("mount -t ext4 /dev/xvda /mnt && (cd /mnt/checked && sha256sum -c sums >/dev/null) && umount /mnt")
