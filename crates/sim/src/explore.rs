@@ -256,11 +256,10 @@ impl<S: Subject> Run<S> {
                 return None;
             }
         };
-        let faults = &life.faults;
-        let only_syncs_fail = faults.read_eio + faults.write_eio + faults.no_space == 0 && faults.space_bytes.is_none();
+        let only_syncs_fail = life.faults.only_syncs_fail();
         let (world, oracle, plan) = (self.world.clone(), self.oracle.clone(), self.plan.clone());
-        let flush_failed = Cell::new(false);
-        let shared = Shared { disk, world, oracle, plan, faults_before, only_syncs_fail, flush_failed };
+        let (is_exchanged, flush_failed) = (false, Cell::new(false));
+        let shared = Shared { disk, world, oracle, plan, faults_before, only_syncs_fail, is_exchanged, flush_failed };
         Some(Rc::new(shared))
     }
 }

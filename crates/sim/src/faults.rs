@@ -27,6 +27,13 @@ pub struct Faults {
     pub slow: u64,
 }
 
+impl Faults {
+    /// True when syncs may fail and nothing else can.
+    pub fn only_syncs_fail(&self) -> bool {
+        self.read_eio + self.write_eio + self.no_space == 0 && self.space_bytes.is_none()
+    }
+}
+
 /// How an operation changes a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {

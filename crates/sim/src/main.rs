@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use spile_sim::explore::Options;
 use spile_sim::image::{Image, Kind};
-use spile_sim::live::{Broken, run_live};
+use spile_sim::live::{Broken, LiveSummary, run_live};
 use spile_sim::plan::Plan;
 use spile_sim::seeds::{Mode, report, run_seeds};
 
@@ -62,10 +62,10 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
 }
 
 fn run_exchanges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
-    let (mut findings, mut exchanges, mut sealed) = (0, 0, 0);
+    let (mut findings, mut all) = (0, LiveSummary::default());
     for seed in seeds {
         match run_live(seed, Broken::Nothing, arguments.trace) {
-            Ok(summary) => (exchanges, sealed) = (exchanges + summary.exchanges, sealed + summary.sealed),
+            Ok(summary) => all += summary,
             Err(finding) => {
                 finding.trace.iter().for_each(|line| println!("{line}"));
                 println!("seed {seed}: {}", finding.message);
@@ -76,7 +76,9 @@ fn run_exchanges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode
             break;
         }
     }
-    println!("{exchanges} disks exchanged, {sealed} old leaves sealed, {findings} findings");
+    let LiveSummary { exchanges, failed, sealed, grown, .. } = all;
+    println!("{exchanges} disks exchanged, {failed} exchanges failed, {sealed} old leaves sealed, {grown} disks grew");
+    println!("{findings} findings");
     if findings == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 

@@ -271,6 +271,14 @@ impl Oracle {
         }
     }
 
+    /// What is in flight ends with an error: nobody may rely on either content of its sectors.
+    pub fn fail_in_flight(&mut self) {
+        self.reads.clear();
+        for pending in std::mem::take(&mut self.in_flight).into_values() {
+            self.end(&pending, false);
+        }
+    }
+
     /// Runs of sectors that were ever written, each at most `max_sectors` long.
     pub fn touched(&self, max_sectors: u64) -> Vec<Range<u64>> {
         let mut runs: Vec<Range<u64>> = Vec::new();

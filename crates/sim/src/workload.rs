@@ -24,6 +24,9 @@ pub(crate) struct Shared<D> {
     pub faults_before: u64,
     /// Only syncs fail in this life: then a failed flush must be followed by failing ones.
     pub only_syncs_fail: bool,
+    /// The disk's images change. A write with FUA makes only its own bytes durable, and may do so in a new leaf after a flush
+    /// that failed for an image below.
+    pub is_exchanged: bool,
     pub flush_failed: Cell<bool>,
 }
 
@@ -131,7 +134,7 @@ impl<D: Disk> Shared<D> {
         from.copy_from_slice(0, &bytes);
         let done = self.disk.write(extent(&sectors), &from, fua).await;
         self.end("write", &sectors, &pending, &done);
-        if fua {
+        if fua && !self.is_exchanged {
             self.no_flush_after_failure(failed_before, done.is_ok());
         }
     }
@@ -235,8 +238,11 @@ impl<D: Disk> Shared<D> {
         let (size, align) = (info.size_bytes / 512, u64::from(info.request_align_bytes).max(512) / 512);
         let touched = self.oracle.borrow().touched(256);
         for run in touched {
-            let end = run.end.next_multiple_of(align).min(size / align * align);
-            self.read(run.start / align * align..end).await;
+            let (start, end) = (run.start / align * align, run.end.next_multiple_of(align).min(size / align * align));
+            // A growth that no flush covered may be gone, and what was written there.
+            if start < end {
+                self.read(start..end).await;
+            }
         }
         for _ in 0..4 {
             self.read(self.place(&mut rng, 64)).await;

@@ -1,19 +1,19 @@
 //! Graphs exchanged at random under load, crashes and power cuts: nothing is found, and a rule that is broken on purpose is.
 
-use spile_sim::live::{Broken, run_live};
+use spile_sim::live::{Broken, LiveSummary, run_live};
 
 const SEEDS: u64 = 600;
 
 #[test]
 fn three_hundred_seeds_find_nothing() {
-    let (mut exchanges, mut sealed) = (0, 0);
+    let mut all = LiveSummary::default();
     for seed in 0..300 {
         let done = run_live(seed, Broken::Nothing, false);
-        let summary = done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
-        (exchanges, sealed) = (exchanges + summary.exchanges, sealed + summary.sealed);
+        all += done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
     }
-    println!("{exchanges} exchanges, {sealed} old leaves sealed");
-    assert!(exchanges > 500 && sealed > 300, "too little happened: {exchanges} exchanges, {sealed} sealed");
+    println!("{all:?}");
+    assert!(all.exchanges > 400 && all.sealed > 300, "too little happened: {all:?}");
+    assert!(all.failed > 20 && all.grown > 100, "too little happened: {all:?}");
 }
 
 #[test]
@@ -47,4 +47,9 @@ fn a_leaf_that_is_sealed_before_its_epoch_has_ended_is_found() {
 #[test]
 fn a_flush_that_covers_only_the_new_leaf_is_found() {
     bites(Broken::FlushOfLeaf, " reads ");
+}
+
+#[test]
+fn a_flush_that_forgets_a_failure_below_the_leaf_is_found() {
+    bites(Broken::FailureBelowForgotten, "a flush succeeds after one that failed");
 }

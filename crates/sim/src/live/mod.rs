@@ -1,0 +1,345 @@
+//! Disks whose graphs are exchanged while clients work, and while everything may end at any step.
+//!
+//! Each disk is a [`Node`] over a chain: a dynamic VHD or a raw image, and differencing VHDs. A task puts a new leaf on top
+//! of some of the disks at once, again and again: the new image is durable before the exchange and names the old leaf as its
+//! parent; once the old epoch has ended, the old leaf is sealed. Meanwhile disks whose leaf is raw may grow, and in some lives
+//! the host's operations fail: an exchange, a sealing or a growth that fails leaves the disk as it was. What has to hold:
+//!
+//! - **For the guest nothing happens.** One oracle for each disk judges all reads over all exchanges and crashes, as for any
+//!   disk; so each flush keeps its promise over an exchange, and after a flush that failed no later one succeeds.
+//! - **A frozen parent is the disk at the exchange**: exactly what was acknowledged by then, and any part of what was in flight.
+//!   From the end of its epoch on it never changes, over crashes and power cuts either.
+//! - **Disks that are exchanged together have one point in time.** A client writes a number to one disk, then, when that is
+//!   acknowledged, to the next; no frozen disk may have a number that its forerunner lacks.
+//! - **A size that was told stays.** A leaf that was made for another size than the disk has by then is refused.
+
+mod exchange;
+mod graph;
+
+use std::cell::{Cell, RefCell};
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use spile_core::{Disk, Error, ErrorKind, Files, OpenMode, Result};
+use spile_image::formats::vhd::codec::footer::DiskType;
+use spile_image::formats::vhd::{self, CreateParams, VhdParent};
+use spile_image::{Graph, OpenOptions};
+use spile_node::Node;
+
+use crate::exec::{Ended, Executor, block_on};
+use crate::explore::{Finding, catch_findings};
+use crate::faults::Faults;
+use crate::oracle::{Crash, Oracle};
+use crate::plan::{Life, Plan};
+use crate::rng::Rng;
+use crate::workload::Shared;
+use crate::world::World;
+pub use graph::Broken;
+use graph::{LiveGraph, Tail};
+
+type LiveNode = Arc<Node<LiveGraph>>;
+
+/// A disk over all lives of the process.
+struct LiveDisk {
+    /// Its first image is raw; else it is a dynamic VHD.
+    is_raw: bool,
+    /// What the guest may read.
+    oracle: Rc<RefCell<Oracle>>,
+    /// The number of its leaf: how many images have been put on the first.
+    leaf: Cell<usize>,
+    /// The size that was told last, when it was durable; and the largest that was asked for.
+    told_bytes: Cell<u64>,
+    asked_bytes: Cell<u64>,
+}
+
+/// An old leaf that has been sealed, and what it may hold.
+struct Frozen {
+    disk: usize,
+    generation: usize,
+    oracle: Rc<RefCell<Oracle>>,
+}
+
+/// What stays over the lives of the process.
+struct Host {
+    world: World,
+    plan: Rc<Plan>,
+    broken: Broken,
+    block_bytes: u32,
+    disks: Vec<LiveDisk>,
+    frozen: RefCell<Vec<Frozen>>,
+    life: Cell<u64>,
+    /// Faults injected before this life, and whether only syncs fail in it.
+    faults_before: Cell<u64>,
+    only_syncs_fail: Cell<bool>,
+    summary: Cell<LiveSummary>,
+    /// Exchanges are still to come in this life.
+    is_exchanging: Cell<bool>,
+}
+
+/// What a run that found nothing did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LiveSummary {
+    /// Steps of all lives.
+    pub steps: u64,
+    /// Disks that were exchanged, over all lives.
+    pub exchanges: u64,
+    /// Exchanges that failed, or were refused because a disk had another size by then.
+    pub failed: u64,
+    /// Old leaves that were sealed and read.
+    pub sealed: u64,
+    /// Disks that grew.
+    pub grown: u64,
+}
+
+impl std::ops::AddAssign for LiveSummary {
+    fn add_assign(&mut self, other: Self) {
+        self.steps += other.steps;
+        self.exchanges += other.exchanges;
+        self.failed += other.failed;
+        self.sealed += other.sealed;
+        self.grown += other.grown;
+    }
+}
+
+/// Runs one seed.
+///
+/// # Errors
+/// What was found.
+pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, Finding> {
+    let mut rng = Rng::new(seed).split(50);
+    let (watched_bytes, block_bytes) = (rng.between(4, 64) << 14, *rng.pick(&[4096, 16 << 10, 64 << 10]));
+    let mut plan = Plan::draw(seed, watched_bytes, block_bytes.into());
+    plan.hardware.devices = false;
+    let world = World::new(seed, plan.hardware.clone());
+    if trace {
+        world.keep_trace();
+    }
+    let size_bytes = watched_bytes + u64::from(block_bytes);
+    let disks = (0..rng.between(1, 3)).map(|_| LiveDisk::new(rng.chance(1, 3), size_bytes)).collect();
+    let host = Rc::new(Host {
+        world: world.clone(),
+        plan: Rc::new(plan),
+        broken,
+        block_bytes,
+        disks,
+        frozen: RefCell::default(),
+        life: Cell::new(0),
+        faults_before: Cell::new(0),
+        only_syncs_fail: Cell::new(true),
+        summary: Cell::default(),
+        is_exchanging: Cell::new(false),
+    });
+    catch_findings(&world, move || host.all(&mut rng))
+}
+
+impl LiveDisk {
+    fn new(is_raw: bool, size_bytes: u64) -> Self {
+        let (told_bytes, asked_bytes) = (Cell::new(size_bytes), Cell::new(size_bytes));
+        Self { is_raw, oracle: Rc::default(), leaf: Cell::new(0), told_bytes, asked_bytes }
+    }
+}
+
+impl Host {
+    fn all(self: &Rc<Self>, rng: &mut Rng) -> LiveSummary {
+        for disk in 0..self.disks.len() {
+            let (host, size_bytes) = (self.clone(), self.disks[disk].told_bytes.get());
+            let made = block_on(&self.world, async move { host.create(disk, 0, size_bytes, None).await });
+            made.unwrap_or_else(|error| panic!("cannot create a base: {error:?}"));
+        }
+        let lives = self.plan.lives.iter().take(3).cloned();
+        for life in lives.chain([quiet()]) {
+            let steps = self.live(&life, rng);
+            self.count(|summary| summary.steps += steps);
+        }
+        self.summary.get()
+    }
+
+    fn count(&self, add: impl FnOnce(&mut LiveSummary)) {
+        let mut summary = self.summary.get();
+        add(&mut summary);
+        self.summary.set(summary);
+    }
+
+    /// An error is right only when a fault was injected in this life.
+    fn accept(&self, what: &str, error: &Error) {
+        let fired = self.world.faults_fired() > self.faults_before.get();
+        assert!(fired, "{what} failed without a fault: {error:?}");
+        self.world.note("failed", [0; 3]);
+    }
+
+    fn file_name(&self, disk: usize, generation: usize) -> String {
+        let extension = if generation == 0 && self.disks[disk].is_raw { "raw" } else { "vhd" };
+        format!("disk{disk}-{generation}.{extension}")
+    }
+
+    fn path(&self, disk: usize, generation: usize) -> PathBuf {
+        PathBuf::from(format!("/images/{}", self.file_name(disk, generation)))
+    }
+
+    /// Makes an image, durable, that names the one before it as its parent.
+    async fn create(&self, disk: usize, generation: usize, size_bytes: u64, parent: Option<[u8; 16]>) -> Result<()> {
+        let path = self.path(disk, generation);
+        if generation == 0 && self.disks[disk].is_raw {
+            self.world.install_empty(&path, size_bytes);
+            return Ok(());
+        }
+        let mut params = match parent {
+            None => CreateParams::new(DiskType::Dynamic, size_bytes),
+            Some(uuid) => {
+                let name = self.file_name(disk, generation - 1);
+                let (relative_path, absolute_path, timestamp) = (name.clone(), None, 0);
+                CreateParams::child(size_bytes, VhdParent { relative_path, absolute_path, uuid, timestamp, name })
+            }
+        };
+        params.block_size_bytes = self.block_bytes;
+        self.world.install_empty(&path, 0);
+        let store = self.world.files().open(&path.as_path().into(), OpenMode::ReadWrite).await?;
+        vhd::create(&store, &*self.world.env(), &params).await?;
+        self.world.settle(&path);
+        Ok(())
+    }
+
+    async fn open(&self, disk: usize, generation: usize, read_only: bool) -> Result<LiveGraph> {
+        let options = OpenOptions { read_only, ..OpenOptions::default() };
+        let path = self.path(disk, generation);
+        let graph = Graph::open(&self.world.files(), self.world.env(), &path, &options).await?;
+        Ok(LiveGraph { graph, broken: self.broken })
+    }
+
+    /// One life of the process; answers its steps.
+    fn live(self: &Rc<Self>, life: &Life, rng: &mut Rng) -> u64 {
+        self.life.set(self.life.get() + 1);
+        self.faults_before.set(self.world.faults_fired());
+        self.only_syncs_fail.set(life.faults.only_syncs_fail());
+        let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
+        let ended = self.phases(&mut executor, life, rng);
+        let steps = executor.steps();
+        match (ended, life.crash) {
+            (None, Crash::PowerCut) => self.world.cut_power(),
+            _ => self.world.kill(),
+        }
+        drop(executor);
+        self.world.set_faults(Faults::default());
+        if ended.is_none() {
+            self.disks.iter().for_each(|disk| disk.oracle.borrow_mut().crash(life.crash));
+            self.frozen.borrow().iter().for_each(|frozen| frozen.oracle.borrow_mut().crash(life.crash));
+        }
+        steps
+    }
+
+    /// Open, verify, work, verify, close; `None` when the process ended on the way. Faults begin with the work.
+    fn phases(self: &Rc<Self>, executor: &mut Executor, life: &Life, rng: &mut Rng) -> Option<()> {
+        let limit = life.crash_at.unwrap_or(u64::MAX);
+        let nodes: Rc<RefCell<Vec<LiveNode>>> = Rc::default();
+        let (host, into) = (self.clone(), nodes.clone());
+        executor.spawn(async move {
+            for disk in 0..host.disks.len() {
+                let opened = host.open(disk, host.disks[disk].leaf.get(), false).await;
+                let graph = opened.unwrap_or_else(|error| panic!("disk {disk} does not open: {error:?}"));
+                host.check_size(disk, graph.info().size_bytes);
+                into.borrow_mut().push(Arc::new(Node::new(graph)));
+            }
+            host.verify_frozen().await;
+        });
+        run(executor, limit)?;
+        self.world.set_faults(life.faults.clone());
+        let nodes = nodes.take();
+        let all: Vec<_> =
+            nodes.iter().zip(&self.disks).map(|(node, disk)| self.shared(node.clone(), &disk.oracle)).collect();
+        for shared in &all {
+            executor.spawn(shared.clone().verify(Rng::new(rng.word()), false));
+            for _ in 0..rng.between(1, 3) {
+                executor.spawn(shared.clone().client(Rng::new(rng.word()), life.requests / 2));
+            }
+        }
+        if life.requests > 0 {
+            self.is_exchanging.set(true);
+            executor.spawn(self.clone().write_numbers(nodes.clone()));
+            executor.spawn(self.clone().grow(nodes.clone(), Rng::new(rng.word())));
+            let rounds = rng.between(1, 5);
+            executor.spawn(self.clone().exchanges(nodes, Rng::new(rng.word()), rounds));
+        }
+        run(executor, limit)?;
+        for shared in all {
+            let rng = Rng::new(rng.word());
+            executor.spawn(async move {
+                shared.clone().verify(rng, true).await;
+                shared.close().await;
+            });
+        }
+        run(executor, limit)
+    }
+
+    /// The size that was told is there, and no more than was asked for. A growth that was not told may show now, and be gone
+    /// after a power cut.
+    fn check_size(&self, disk: usize, size_bytes: u64) {
+        let LiveDisk { told_bytes, asked_bytes, .. } = &self.disks[disk];
+        let allowed = told_bytes.get()..=asked_bytes.get();
+        assert!(allowed.contains(&size_bytes), "disk {disk} has {size_bytes} bytes, and not one of {allowed:?}");
+    }
+
+    /// What the clients and the reader of everything need.
+    fn shared<D: Disk>(&self, disk: D, oracle: &Rc<RefCell<Oracle>>) -> Rc<Shared<Tail<D>>> {
+        Rc::new(Shared {
+            disk: Tail { disk, skipped_bytes: self.block_bytes.into() },
+            world: self.world.clone(),
+            oracle: oracle.clone(),
+            plan: self.plan.clone(),
+            faults_before: self.faults_before.get(),
+            only_syncs_fail: self.only_syncs_fail.get(),
+            is_exchanged: true,
+            flush_failed: Cell::new(false),
+        })
+    }
+
+    /// Reads every old leaf again that was sealed in lives before: it is as it was.
+    async fn verify_frozen(&self) {
+        let frozen: Vec<_> = {
+            let list = self.frozen.borrow();
+            list.iter().map(|frozen| (frozen.disk, frozen.generation, frozen.oracle.clone())).collect()
+        };
+        for (disk, generation, oracle) in frozen {
+            let graph = self.open(disk, generation, true).await;
+            let graph = graph.unwrap_or_else(|error| panic!("a frozen parent does not open: {error:?}"));
+            self.shared(graph, &oracle).verify(Rng::new(generation as u64), false).await;
+        }
+    }
+
+    /// Makes disks longer now and then. A disk whose leaf is a VHD refuses that.
+    async fn grow(self: Rc<Self>, nodes: Vec<LiveNode>, mut rng: Rng) {
+        for _ in 0..rng.below(4) {
+            exchange::pause(&mut rng, 200).await;
+            let number = rng.index(nodes.len());
+            let (node, disk) = (&nodes[number], &self.disks[number]);
+            let size_bytes = node.info().size_bytes.next_multiple_of(4096) + (rng.between(1, 8) << 14);
+            // While it is not known whether the leaf is raw, the size may become what is asked for.
+            let is_raw = disk.is_raw && disk.leaf.get() == 0;
+            if is_raw {
+                disk.asked_bytes.set(disk.asked_bytes.get().max(size_bytes));
+            }
+            match node.resize(size_bytes).await {
+                Ok(()) => {
+                    disk.told_bytes.set(size_bytes);
+                    self.count(|summary| summary.grown += 1);
+                }
+                Err(error) if error.kind() == ErrorKind::Unsupported => {}
+                Err(error) => self.accept("a growth", &error),
+            }
+        }
+    }
+}
+
+fn run(executor: &mut Executor, limit: u64) -> Option<()> {
+    match executor.run(limit) {
+        Ended::Done => Some(()),
+        Ended::Stopped => None,
+        Ended::Stuck => panic!("requests are left that nothing will wake"),
+    }
+}
+
+/// A last life that only reads.
+fn quiet() -> Life {
+    let (crash_at, crash, clients) = (None, Crash::Death, 1);
+    Life { crash_at, crash, requests: 0, clients, verify_first: true, faults: Faults::default() }
+}
