@@ -113,11 +113,11 @@ impl Memory {
 }
 
 impl Grants for Memory {
-    fn copy(
+    fn copy<'a>(
         &self,
         _domain: DomId,
         way: Way,
-        buffers: &[Segment],
+        buffer_of: impl Fn(u32) -> &'a Segment,
         ops: &[CopyOp],
         statuses: &mut Vec<GrantStatus>,
     ) -> Result<()> {
@@ -126,7 +126,7 @@ impl Grants for Memory {
             let (from, len, at) =
                 (usize::from(piece.page_offset), usize::from(piece.len), piece.buffer_offset as usize);
             assert!(len > 0 && from + len <= PAGE_BYTES, "{piece:?} leaves its page");
-            let buffer = buffers[piece.buffer as usize].slice(at..at + len);
+            let buffer = buffer_of(piece.buffer).slice(at..at + len);
             let Some(page) = self.granted(piece.gref, way == Way::ToGuest) else {
                 statuses.push(GrantStatus::BAD_GREF);
                 continue;

@@ -55,6 +55,11 @@ pub trait Disk: Send + Sync + 'static {
     /// Size, alignment, abilities. Cheap.
     fn info(&self) -> DiskInfo;
 
+    /// The size of [`Disk::info`] alone.
+    fn size_bytes(&self) -> u64 {
+        self.info().size_bytes
+    }
+
     /// Does what `io` asks for. [`Op`](crate::Op) says what each operation promises when it ends.
     ///
     /// # Errors
@@ -107,6 +112,9 @@ pub trait Disk: Send + Sync + 'static {
 impl<D: Disk> Disk for std::sync::Arc<D> {
     fn info(&self) -> DiskInfo {
         (**self).info()
+    }
+    fn size_bytes(&self) -> u64 {
+        (**self).size_bytes()
     }
     fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>> {
         (**self).execute(io)

@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use spile_core::{Disk, Error, ErrorKind, Result, SECTOR_BYTES};
+use spile_core::{Disk, Error, ErrorKind, Extent, Io, Result, SECTOR_BYTES};
 use spile_front::{FailedRequest, LogLimit, WireStatus, log_failure};
 use spile_xen::blkif::status;
 
@@ -39,16 +39,23 @@ enum Failure {
     Flush(Error),
 }
 
-impl From<Refusal> for Failure {
-    fn from(refusal: Refusal) -> Self {
-        Self::Refused(refusal)
-    }
+/// What a request comes to.
+enum Work<'a> {
+    /// One request of the disk.
+    Io(Io<'a>),
+    /// A flush, and a write after it when the request has data.
+    Flush { then_write: Option<Extent> },
 }
 
 impl<D: Disk> Target<D> {
     /// Does what the request asks for, and returns how it ended.
     pub async fn execute(&self, request: &Request) -> Outcome {
-        match self.run(request).await {
+        let result = match self.work(request) {
+            Ok(Work::Io(io)) => self.disk.execute(io).await.map_err(Failure::Disk),
+            Ok(Work::Flush { then_write }) => self.flush(request, then_write).await,
+            Err(refusal) => Err(Failure::Refused(refusal)),
+        };
+        match result {
             Ok(()) => Outcome::Answer(status::OKAY),
             Err(failure) => {
                 self.log_failure(request, &failure);
@@ -61,33 +68,35 @@ impl<D: Disk> Target<D> {
         }
     }
 
-    async fn run(&self, request: &Request) -> Result<(), Failure> {
+    fn work<'a>(&self, request: &'a Request) -> Result<Work<'a>, Refusal> {
         if let Some(refusal) = request.refusal {
-            return Err(refusal.into());
+            return Err(refusal);
         }
-        let extent = |request: &Request| request.extent(self.disk.info().size_bytes);
-        match request.command {
-            Command::Read => self.disk.read(extent(request)?, &request.data).await.map_err(Failure::Disk),
-            Command::Write => self.disk.write(extent(request)?, &request.data, false).await.map_err(Failure::Disk),
-            Command::Discard(_) => self.disk.discard(extent(request)?).await.map_err(Failure::Disk),
-            Command::Flush | Command::Barrier => {
-                let extent = if request.len_bytes > 0 { Some(extent(request)?) } else { None };
-                if self.has_failed_flush.load(Ordering::Acquire) {
-                    let what = "an earlier flush has failed, and the data that it was to make durable may be lost";
-                    return Err(Failure::Flush(Error::new(ErrorKind::Io, what)));
-                }
-                if let Err(error) = self.disk.flush().await {
-                    self.has_failed_flush.store(true, Ordering::Release);
-                    return Err(Failure::Flush(error));
-                }
-                let Some(extent) = extent else { return Ok(()) };
-                let is_durable = request.command == Command::Barrier;
-                let written = self.disk.write(extent, &request.data, is_durable).await;
-                // The failure may be that of the barrier's sync, and not of its write.
-                let is_flush = self.has_failed_flush.load(Ordering::Acquire);
-                written.map_err(|error| if is_flush { Failure::Flush(error) } else { Failure::Disk(error) })
-            }
+        let extent = || request.extent(self.disk.size_bytes());
+        Ok(match request.command {
+            Command::Read => Work::Io(Io::read(extent()?, &request.data)),
+            Command::Write => Work::Io(Io::write(extent()?, &request.data, false)),
+            Command::Discard(_) => Work::Io(Io::discard(extent()?)),
+            Command::Flush | Command::Barrier if request.len_bytes == 0 => Work::Flush { then_write: None },
+            Command::Flush | Command::Barrier => Work::Flush { then_write: Some(extent()?) },
+        })
+    }
+
+    async fn flush(&self, request: &Request, then_write: Option<Extent>) -> Result<(), Failure> {
+        if self.has_failed_flush.load(Ordering::Acquire) {
+            let what = "an earlier flush has failed, and the data that it was to make durable may be lost";
+            return Err(Failure::Flush(Error::new(ErrorKind::Io, what)));
         }
+        if let Err(error) = self.disk.flush().await {
+            self.has_failed_flush.store(true, Ordering::Release);
+            return Err(Failure::Flush(error));
+        }
+        let Some(extent) = then_write else { return Ok(()) };
+        let is_durable = request.command == Command::Barrier;
+        let written = self.disk.write(extent, &request.data, is_durable).await;
+        // The failure may be that of the barrier's sync, and not of its write.
+        let is_flush = self.has_failed_flush.load(Ordering::Acquire);
+        written.map_err(|error| if is_flush { Failure::Flush(error) } else { Failure::Disk(error) })
     }
 
     fn log_failure(&self, request: &Request, failure: &Failure) {

@@ -14,7 +14,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use spile_core::{Segment, Segments};
+use foldhash::fast::RandomState;
+use spile_core::Segment;
 use spile_engine::pool;
 use spile_front::LogLimit;
 use spile_xen::{CopyOp, DomId, GrantRef, GrantStatus, Grants, Way};
@@ -50,12 +51,13 @@ pub struct Pages<G> {
     access: Access,
     /// True when the disk works on our own buffers and not on mapped pages.
     has_buffers: bool,
-    kept: HashMap<GrantRef, Kept>,
+    kept: HashMap<GrantRef, Kept, RandomState>,
     clock: u64,
     /// The pieces of one call, the requests that own them, and how they ended. The lists are kept for their room.
     ops: Vec<CopyOp>,
     owners: Vec<u32>,
-    buffers: Vec<Segment>,
+    /// Copies of the pages in which the segments of indirect requests lie.
+    tables: Vec<Segment>,
     statuses: Vec<GrantStatus>,
     bytes: Vec<u8>,
     max_persistent: usize,
@@ -77,11 +79,11 @@ impl<G: Grants> Pages<G> {
             domain,
             access,
             has_buffers,
-            kept: HashMap::new(),
+            kept: HashMap::default(),
             clock: 0,
             ops: Vec::new(),
             owners: Vec::new(),
-            buffers: Vec::new(),
+            tables: Vec::new(),
             statuses: Vec::new(),
             bytes: Vec::new(),
             max_persistent: MAX_PERSISTENT.min(MAX_DISK_PERSISTENT / rings),
@@ -92,30 +94,34 @@ impl<G: Grants> Pages<G> {
     /// Reads the segments of indirect requests, which lie in pages of the guest. They are copied whatever the access
     /// is, so that they are read once and then checked.
     pub fn read_indirect(&mut self, requests: &mut [Box<Request>]) {
+        if requests.iter().all(|request| request.indirect.is_none()) {
+            return;
+        }
+        let mut tables = std::mem::take(&mut self.tables);
         for (number, request) in requests.iter().enumerate() {
-            let (buffer, mut at) = (self.buffers.len() as u32, 0);
+            let (buffer, mut at) = (tables.len() as u32, 0);
             for (gref, len) in request.indirect_pages() {
                 self.ops.push(CopyOp { gref, page_offset: 0, len, buffer, buffer_offset: at });
                 self.owners.push(number as u32);
                 at += u32::from(len);
             }
             if at > 0 {
-                self.buffers.push(pool().alloc(at as usize));
+                tables.push(pool().alloc(at as usize));
             }
         }
-        self.copy(Way::FromGuest, requests);
-        let buffers = std::mem::take(&mut self.buffers);
+        self.copy(Way::FromGuest, |number| &tables[number as usize]);
+        self.refuse_failed(requests);
         let with_pages = requests.iter_mut().filter(|request| request.indirect.is_some());
         let with_pages = with_pages.filter(|request| request.refusal.is_none_or(|refusal| refusal == BAD_PAGE));
-        for (request, buffer) in with_pages.zip(&buffers) {
+        for (request, table) in with_pages.zip(&tables) {
             if request.refusal.is_none() {
-                self.bytes.resize(buffer.len(), 0);
-                buffer.copy_to_slice(0, &mut self.bytes);
+                self.bytes.resize(table.len(), 0);
+                table.copy_to_slice(0, &mut self.bytes);
                 request.take_indirect(&self.bytes);
             }
         }
-        self.buffers = buffers;
-        self.buffers.clear();
+        tables.clear();
+        self.tables = tables;
     }
 
     /// Gives each request the memory on which the disk works. For writes it is filled with their data.
@@ -137,13 +143,11 @@ impl<G: Grants> Pages<G> {
     pub fn store(&mut self, requests: &mut [Box<Request>]) {
         match self.access {
             Access::Copy => {
-                self.list_pieces(requests, |request| request.fills_pages());
-                self.copy(Way::ToGuest, requests);
-                self.buffers.clear();
+                self.copy_data(Way::ToGuest, requests, |request| request.fills_pages());
             }
             Access::Map | Access::MapCopy | Access::Persistent if self.has_buffers => {
                 for request in with_data(requests).filter(|request| request.fills_pages()) {
-                    pages_of(request).copy_from(&request.data);
+                    request.pages.copy_from(&request.data);
                 }
             }
             Access::Map | Access::MapCopy | Access::Persistent => {}
@@ -154,42 +158,45 @@ impl<G: Grants> Pages<G> {
         for request in with_data(requests) {
             request.data.push(pool().alloc(request.len_bytes as usize));
         }
-        self.list_pieces(requests, |request| !request.fills_pages());
-        self.copy(Way::FromGuest, requests);
-        self.buffers.clear();
+        self.copy_data(Way::FromGuest, requests, |request| !request.fills_pages());
     }
 
-    /// Lists the pieces of all requests for which `is_wanted` is true, each with its buffer.
-    fn list_pieces(&mut self, requests: &[Box<Request>], is_wanted: impl Fn(&Request) -> bool) {
+    /// Copies between the guest's pages and the buffers of all requests for which `is_wanted` is true.
+    fn copy_data(&mut self, way: Way, requests: &mut [Box<Request>], is_wanted: impl Fn(&Request) -> bool) {
         let wanted = |request: &Request| request.refusal.is_none() && request.len_bytes > 0 && is_wanted(request);
         for (number, request) in requests.iter().enumerate().filter(|(_, request)| wanted(request)) {
-            let buffer = self.buffers.len() as u32;
-            self.buffers.push(request.data.as_slice()[0].clone());
-            let mut buffer_offset = 0;
+            let (number, mut buffer_offset) = (number as u32, 0);
             for segment in &request.segments {
                 let (page_offset, len) = range(segment);
                 let (page_offset, len) = (page_offset as u16, len as u16);
-                self.ops.push(CopyOp { gref: segment.gref, page_offset, len, buffer, buffer_offset });
-                self.owners.push(number as u32);
+                self.ops.push(CopyOp { gref: segment.gref, page_offset, len, buffer: number, buffer_offset });
+                self.owners.push(number);
                 buffer_offset += u32::from(len);
+            }
+        }
+        self.copy(way, |number| &requests[number as usize].data.as_slice()[0]);
+        self.refuse_failed(requests);
+    }
+
+    /// Copies the listed pieces, and notes how each ended.
+    fn copy<'a>(&mut self, way: Way, buffer_of: impl Fn(u32) -> &'a Segment) {
+        self.statuses.clear();
+        if self.ops.is_empty() {
+            return;
+        }
+        if let Err(error) = self.grants.copy(self.domain, way, buffer_of, &self.ops, &mut self.statuses) {
+            self.statuses.clear();
+            if let Some(count) = self.complaints.count() {
+                tracing::warn!(domain = %self.domain, count, %error, "blkif: the guest's pages cannot be copied");
             }
         }
     }
 
-    /// Copies the listed pieces. A request is refused when one of its pieces failed.
-    fn copy(&mut self, way: Way, requests: &mut [Box<Request>]) {
-        if !self.ops.is_empty() {
-            self.statuses.clear();
-            let copied = self.grants.copy(self.domain, way, &self.buffers, &self.ops, &mut self.statuses);
-            if let Err(error) = &copied
-                && let Some(count) = self.complaints.count()
-            {
-                tracing::warn!(domain = %self.domain, count, %error, "blkif: the guest's pages cannot be copied");
-            }
-            for (at, owner) in self.owners.iter().enumerate() {
-                if copied.is_err() || !self.statuses.get(at).is_some_and(|status| status.is_okay()) {
-                    requests[*owner as usize].refusal = Some(BAD_PAGE);
-                }
+    /// Refuses each request that has a piece which was not copied.
+    fn refuse_failed(&mut self, requests: &mut [Box<Request>]) {
+        for (at, owner) in self.owners.iter().enumerate() {
+            if !self.statuses.get(at).is_some_and(|status| status.is_okay()) {
+                requests[*owner as usize].refusal = Some(BAD_PAGE);
             }
         }
         self.ops.clear();
@@ -198,23 +205,26 @@ impl<G: Grants> Pages<G> {
 
     /// Maps the pages of one request; `None` when they cannot be mapped.
     fn map(&mut self, request: &mut Request) -> Option<()> {
-        request.mapped = match self.access {
-            Access::Persistent => {
-                request.segments.iter().map(|segment| self.keep(segment.gref)).collect::<Option<_>>()?
+        if self.access == Access::Persistent {
+            for segment in &request.segments {
+                let (from, len) = range(segment);
+                request.pages.push(self.keep(segment.gref)?.into_slice(from..from + len));
             }
-            _ => {
-                let refs: Vec<_> = request.segments.iter().map(|segment| segment.gref).collect();
-                self.grants.map(self.domain, &refs, request.fills_pages()).ok()?
+        } else {
+            let refs: Vec<_> = request.segments.iter().map(|segment| segment.gref).collect();
+            let mapped = self.grants.map(self.domain, &refs, request.fills_pages()).ok()?;
+            for (segment, page) in request.segments.iter().zip(mapped.iter()) {
+                let (from, len) = range(segment);
+                request.pages.push(page.slice(from..from + len));
             }
-        };
-        let pages = pages_of(request);
+        }
         if self.has_buffers {
             request.data.push(pool().alloc(request.len_bytes as usize));
             if !request.fills_pages() {
-                request.data.copy_from(&pages);
+                request.data.copy_from(&request.pages);
             }
         } else {
-            request.data = pages;
+            std::mem::swap(&mut request.data, &mut request.pages);
         }
         Some(())
     }
@@ -247,14 +257,4 @@ impl<G: Grants> Pages<G> {
 fn with_data(requests: &mut [Box<Request>]) -> impl Iterator<Item = &mut Request> {
     let boxes = requests.iter_mut().map(|request| &mut **request);
     boxes.filter(|request| request.refusal.is_none() && request.len_bytes > 0)
-}
-
-/// The parts of the mapped pages that the segments name.
-fn pages_of(request: &Request) -> Segments {
-    let pairs = request.segments.iter().zip(request.mapped.iter());
-    pairs.fold(Segments::new(), |mut all, (segment, page)| {
-        let (from, len) = range(segment);
-        all.push(page.slice(from..from + len));
-        all
-    })
 }

@@ -13,7 +13,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use spile_core::metrics::{Ended, now_ns};
+use spile_core::metrics::now_ns;
 use spile_core::{Disk, Error};
 use spile_engine::{Event, Pollable};
 use spile_front::{FrontCounters, GuestRing, Inbox, LogLimit, QueueWaker, Slots, serve_ring};
@@ -238,9 +238,7 @@ impl<G: Grants> RingTask<G> {
             self.taken.iter_mut().for_each(|request| request.stamps.taken = time);
         }
         self.pages.read_indirect(&mut self.taken);
-        for request in &self.taken {
-            self.counters.requests.begin(request.command.op(), request.len_bytes.into(), request.stamps.taken);
-        }
+        self.counters.requests.begin_all(self.taken.iter().map(|request| request.begun()));
         self.waiting.extend(self.taken.drain(..));
     }
 
@@ -302,10 +300,10 @@ impl<G: Grants> RingTask<G> {
         // The pages are unmapped before the guest is told, because it takes them back then.
         self.answers.iter_mut().for_each(|request| request.clear());
         self.stamp(|queue| &mut queue.answers, |stamps| &mut stamps.stored);
-        let time = now_ns();
+        self.counters.requests.end_all(self.answers.iter().map(|request| request.ended()), now_ns());
         let mut answers = std::mem::take(&mut self.answers);
         for request in answers.drain(..) {
-            self.put(&request, request.refusal.map_or(status::OKAY, |refusal| refusal.status), time);
+            self.put(&request);
             if self.trace.is_some() { self.unshown.push(request) } else { self.free.push(request) }
         }
         self.answers = answers;
@@ -327,12 +325,10 @@ impl<G: Grants> RingTask<G> {
         }
     }
 
-    fn put(&mut self, request: &Request, status: i16, time: u64) {
+    fn put(&mut self, request: &Request) {
         let ring = &self.ring;
         self.journal.answer(request.entry, ring.rsp_prod());
-        ring.put(&Response { id: request.id, op: request.response_op, status });
-        let ended = Ended { op: request.command.op(), failed: status != status::OKAY, begun_ns: request.stamps.taken };
-        self.counters.requests.end(ended, time);
+        ring.put(&Response { id: request.id, op: request.response_op, status: request.status() });
         if ring.rsp_prod().wrapping_sub(ring.published()) as usize >= PUBLISH {
             self.publish();
         }

@@ -4,7 +4,7 @@
 //! of the guest; they are copied once too, and checked then. A request that makes no sense is answered with an error.
 //! Nothing that a request says can break the ring.
 
-use spile_core::metrics::Op;
+use spile_core::metrics::{Begun, Ended, Op};
 use spile_core::{Extent, GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
 use spile_xen::GrantRef;
 
@@ -116,8 +116,8 @@ pub struct Request {
     pub len_bytes: u32,
     /// The memory that the disk fills or from which it takes the data.
     pub data: Segments,
-    /// The guest's pages, while they are mapped.
-    pub mapped: Segments,
+    /// The parts of the guest's pages that hold the data, while they are mapped and `data` is a buffer of our own.
+    pub pages: Segments,
     /// Why the request is refused, if it is.
     pub refusal: Option<Refusal>,
     /// The times at which it passed each step. All but the first are noted only when requests are traced.
@@ -148,6 +148,21 @@ impl Request {
             false => Ok(()),
         });
         self.refusal = done.err();
+    }
+
+    /// The status that the guest gets, once the request has ended.
+    pub fn status(&self) -> i16 {
+        self.refusal.map_or(status::OKAY, |refusal| refusal.status)
+    }
+
+    /// Its begin, to be counted.
+    pub fn begun(&self) -> Begun {
+        Begun { op: self.command.op(), len_bytes: self.len_bytes.into(), begun_ns: self.stamps.taken }
+    }
+
+    /// Its end, to be counted.
+    pub fn ended(&self) -> Ended {
+        Ended { op: self.command.op(), failed: self.status() != status::OKAY, begun_ns: self.stamps.taken }
     }
 
     /// True when it changes the disk.
@@ -251,7 +266,9 @@ impl Request {
     /// segments keeps its room, 2 KiB at most.
     pub fn clear(&mut self) {
         self.data.clear();
-        self.mapped = Segments::new();
+        if !self.pages.is_empty() {
+            self.pages = Segments::new();
+        }
     }
 }
 

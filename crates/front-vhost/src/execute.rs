@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use spile_core::{
-    Disk, Error, ErrorKind, Extent, GuestOffset, MAX_REQUEST_BYTES, Result, SECTOR_BYTES, Segments, WriteZeroes,
+    Disk, Error, ErrorKind, Extent, GuestOffset, Io, MAX_REQUEST_BYTES, Op, Result, SECTOR_BYTES, Segments, WriteZeroes,
 };
 
 use spile_front::{FailedRequest, LogLimit, WireStatus, log_failure, virtio};
@@ -18,6 +18,16 @@ pub const ID_BYTES: usize = 20;
 /// The bytes of one range of a discard: first sector, number of sectors, flags.
 const RANGE_BYTES: usize = 16;
 const MAY_UNMAP: u32 = 1;
+
+/// What a request comes to.
+enum Work<'a> {
+    /// One request of the disk.
+    Io(Io<'a>),
+    /// The disk's serial number.
+    Id,
+    /// A discard, or a write of zeroes, of each range that the data list.
+    Ranges { zeroes: bool },
+}
 
 /// The disk with what the requests of one connection need.
 pub struct Target<D> {
@@ -39,7 +49,13 @@ pub struct Target<D> {
 impl<D: Disk> Target<D> {
     /// Does what the request asks for. Returns its status byte, and how many bytes of data the driver finds written.
     pub async fn execute(&self, request: &Request) -> (u8, u32) {
-        match self.run(request).await {
+        let result = match self.work(request) {
+            Ok(Work::Io(io)) => self.disk.execute(io).await.map(|()| if io.op == Op::Read { len(request) } else { 0 }),
+            Ok(Work::Id) => self.id(&request.data),
+            Ok(Work::Ranges { zeroes }) => self.for_each_range(&request.data, zeroes).await,
+            Err(error) => Err(error),
+        };
+        match result {
             Ok(written) => (virtio::OK, written),
             Err(error) => {
                 self.log_failure(request, &error);
@@ -48,32 +64,24 @@ impl<D: Disk> Target<D> {
         }
     }
 
-    async fn run(&self, request: &Request) -> Result<u32> {
+    fn work<'a>(&self, request: &'a Request) -> Result<Work<'a>> {
         if !request.is_sound {
             return refuse("the header or data lie outside the guest's memory");
         }
-        match request.command {
-            Command::Read => self.read(request).await,
-            Command::Write => self.write(request).await,
-            Command::Flush => self.disk.flush().await.map(|()| 0),
-            Command::GetId => self.id(&request.data),
-            Command::Discard => self.for_each_range(&request.data, false).await,
-            Command::WriteZeroes => self.for_each_range(&request.data, true).await,
-            Command::Unknown(number) => {
-                Err(Error::new(ErrorKind::Unsupported, format!("there is no request of type {number}")))
+        Ok(match request.command {
+            Command::Read => Work::Io(Io::read(extent(request)?, &request.data)),
+            Command::Write => {
+                self.check_writable()?;
+                Work::Io(Io::write(extent(request)?, &request.data, self.is_write_through()))
             }
-        }
-    }
-
-    async fn read(&self, request: &Request) -> Result<u32> {
-        self.disk.read(extent(request)?, &request.data).await?;
-        Ok(request.data.len() as u32)
-    }
-
-    async fn write(&self, request: &Request) -> Result<u32> {
-        self.check_writable()?;
-        self.disk.write(extent(request)?, &request.data, self.is_write_through()).await?;
-        Ok(0)
+            Command::Flush => Work::Io(Io::flush()),
+            Command::GetId => Work::Id,
+            Command::Discard => Work::Ranges { zeroes: false },
+            Command::WriteZeroes => Work::Ranges { zeroes: true },
+            Command::Unknown(number) => {
+                return Err(Error::new(ErrorKind::Unsupported, format!("there is no request of type {number}")));
+            }
+        })
     }
 
     fn is_write_through(&self) -> bool {
@@ -140,6 +148,11 @@ impl<D: Disk> Target<D> {
 
 fn refuse<T>(what: &str) -> Result<T> {
     Err(Error::new(ErrorKind::InvalidInput, what))
+}
+
+/// The length of a request's data; it is within [`MAX_REQUEST_BYTES`].
+fn len(request: &Request) -> u32 {
+    request.data.len() as u32
 }
 
 /// The extent of a read or write.

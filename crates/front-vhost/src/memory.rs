@@ -145,8 +145,20 @@ impl GuestMemory {
 
     /// `len` bytes at an address of the guest; `None` unless they lie in one region.
     pub fn contiguous(&self, addr: u64, len: usize) -> Option<Segment> {
+        let (region, offset) = self.region_of(addr, len)?;
+        Some(region.slice(offset..offset + len))
+    }
+
+    /// The region in which all `len` bytes at an address of the guest lie, and their offset in it.
+    pub fn region_of(&self, addr: u64, len: usize) -> Option<(&Segment, usize)> {
         let (region, offset) = self.find(addr)?;
-        slice(region, offset, len)
+        let end = offset.checked_add(len)?;
+        (end <= region.bytes.len()).then_some((&region.bytes, offset))
+    }
+
+    /// True when the byte at an address of the guest is in a region.
+    pub fn has(&self, addr: u64) -> bool {
+        self.find(addr).is_some()
     }
 
     /// Appends `len` bytes at an address of the guest to `to`. They may go on from one region to the next: the guest

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use spile_core::Disk;
-use spile_core::metrics::{Ended as Answered, now_ns, turn_ns};
+use spile_core::metrics::{Begun, Ended as Answered, now_ns, turn_ns};
 use spile_engine::{Event, Pollable, pin_memory};
 use spile_front::{FrontCounters, GuestRing, Inbox, QueueWaker, Slots, serve_ring, virtio};
 
@@ -123,6 +123,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
         counters,
         link: link.clone(),
         batch: Vec::new(),
+        begun: Vec::new(),
         answered: Vec::new(),
         broken: None,
     };
@@ -175,7 +176,9 @@ struct DriverSide {
     link: Arc<Link>,
     /// Heads of chains that are in the used ring and not published.
     batch: Vec<u16>,
-    /// The same requests, to be counted when they are published.
+    /// Requests that have begun in this turn, to be counted together.
+    begun: Vec<Begun>,
+    /// The requests of `batch`, to be counted when they are published.
     answered: Vec<Answered>,
     broken: Option<Broken>,
 }
@@ -200,7 +203,7 @@ impl DriverSide {
             Ok(()) => {
                 request.begun_ns = turn_ns();
                 let len_bytes = request.data.len() as u64;
-                self.counters.requests.begin(request.command.op(), len_bytes, request.begun_ns);
+                self.begun.push(Begun { op: request.command.op(), len_bytes, begun_ns: request.begun_ns });
             }
             Err(broken) => {
                 self.broken = Some(broken);
@@ -241,6 +244,7 @@ impl DriverSide {
         if self.batch.is_empty() {
             return None;
         }
+        self.count_begun();
         // One look at the clock for all of them.
         let now_ns = now_ns();
         self.counters.requests.end_all(self.answered.drain(..), now_ns);
@@ -254,6 +258,12 @@ impl DriverSide {
         }
         self.batch.clear();
         Some(before)
+    }
+
+    fn count_begun(&mut self) {
+        if !self.begun.is_empty() {
+            self.counters.requests.begin_all(self.begun.drain(..));
+        }
     }
 
     /// Publishes what was answered, and notifies the driver if it wants that.
@@ -315,6 +325,7 @@ impl GuestRing for QueueTask {
 
     fn end_turn(&mut self, has_worked: bool) {
         let mut side = self.side.borrow_mut();
+        side.count_begun();
         side.publish_and_call();
         if has_worked {
             side.break_if_lost();

@@ -110,6 +110,8 @@ impl Request {
 #[derive(Default)]
 pub struct Parser {
     readable: Vec<(u64, u32)>,
+    /// The first of `readable` that has data: those before it hold the header.
+    data_from: usize,
     writable: Vec<(u64, u32)>,
     /// True when indirect descriptors have been agreed on.
     pub has_indirect: bool,
@@ -130,13 +132,13 @@ impl Parser {
     pub fn parse(&mut self, ring: &Ring, memory: &GuestMemory, head: u16, request: &mut Request) -> Result<(), Broken> {
         self.collect(ring, memory, head)?;
         (request.head, request.status_addr) = (head, self.take_status(memory)?);
-        let header = take_header(&mut self.readable, memory);
+        let header = self.take_header(memory);
         let [number, _, low, high] = header.unwrap_or_default();
         request.command = Command::from(number);
         let sector = u64::from(high) << 32 | u64::from(low);
         request.offset = sector.checked_mul(SECTOR_BYTES).map(GuestOffset);
         let reads_disk = matches!(request.command, Command::Read | Command::GetId);
-        let list = if reads_disk { &self.writable } else { &self.readable };
+        let list = if reads_disk { &self.writable[..] } else { &self.readable[self.data_from..] };
         request.data.clear();
         let has_data = list.iter().all(|(addr, len)| {
             memory.append(*addr, u64::from(*len), &mut request.data) && request.data.as_slice().len() <= MAX_SEGMENTS
@@ -182,7 +184,7 @@ impl Parser {
         if table.flags & Descriptor::NEXT != 0 || !table.len.is_multiple_of(16) || count == 0 {
             return Err(Broken("an indirect descriptor with a next one, or of an odd length"));
         }
-        let Some(bytes) = memory.contiguous(table.addr, table.len as usize) else {
+        let Some((region, start)) = memory.region_of(table.addr, table.len as usize) else {
             return Err(Broken("an indirect table lies outside the guest's memory"));
         };
         let mut index = 0;
@@ -190,9 +192,7 @@ impl Parser {
             if u32::from(index) >= count {
                 return Err(Broken("a descriptor's next one is outside its indirect table"));
             }
-            let at = 16 * usize::from(index);
-            let (addr, rest) = (bytes.read_array(at), bytes.read_array(at + 8));
-            let descriptor = Descriptor::from_halves(u64::from_le_bytes(addr), u64::from_le_bytes(rest));
+            let descriptor = Descriptor::decode(region.read_array(start + 16 * usize::from(index)));
             if descriptor.flags & Descriptor::INDIRECT != 0 {
                 return Err(Broken("an indirect descriptor in an indirect table"));
             }
@@ -231,31 +231,29 @@ impl Parser {
         if *len == 0 {
             self.writable.pop();
         }
-        match memory.contiguous(status_addr, 1) {
-            Some(_) => Ok(status_addr),
-            None => Err(Broken("a chain's status byte lies outside the guest's memory")),
+        match memory.has(status_addr) {
+            true => Ok(status_addr),
+            false => Err(Broken("a chain's status byte lies outside the guest's memory")),
         }
     }
-}
 
-/// Takes the header, four numbers, off the start of the readable memory.
-fn take_header(readable: &mut Vec<(u64, u32)>, memory: &GuestMemory) -> Option<[u32; 4]> {
-    let (addr, len) = readable.first().copied()?;
-    let bytes = if u64::from(len) >= HEADER_BYTES {
-        memory.read::<{ HEADER_BYTES as usize }>(addr)?
-    } else {
-        read_split_header(readable, memory)?
-    };
-    let mut left = HEADER_BYTES as u32;
-    let whole = readable.iter().take_while(|(_, len)| left.checked_sub(*len).inspect(|rest| left = *rest).is_some());
-    let whole = whole.count();
-    readable.drain(..whole);
-    if let Some((addr, len)) = readable.first_mut().filter(|_| left > 0) {
-        *addr += u64::from(left);
-        *len -= left;
+    /// Takes the header, four numbers, off the start of the readable memory.
+    fn take_header(&mut self, memory: &GuestMemory) -> Option<[u32; 4]> {
+        self.data_from = 0;
+        let (addr, len) = self.readable.first().copied()?;
+        let bytes = match u64::from(len) >= HEADER_BYTES {
+            true => memory.read::<{ HEADER_BYTES as usize }>(addr)?,
+            false => read_split_header(&self.readable, memory)?,
+        };
+        let mut left = HEADER_BYTES as u32;
+        while let Some((addr, len)) = self.readable.get_mut(self.data_from).filter(|_| left > 0) {
+            let taken = left.min(*len);
+            (*addr, *len, left) = (*addr + u64::from(taken), *len - taken, left - taken);
+            self.data_from += usize::from(*len == 0);
+        }
+        let (numbers, _) = bytes.as_chunks::<4>();
+        Some(std::array::from_fn(|at| u32::from_le_bytes(numbers[at])))
     }
-    let (numbers, _) = bytes.as_chunks::<4>();
-    Some(std::array::from_fn(|at| u32::from_le_bytes(numbers[at])))
 }
 
 fn read_split_header(readable: &[(u64, u32)], memory: &GuestMemory) -> Option<[u8; HEADER_BYTES as usize]> {

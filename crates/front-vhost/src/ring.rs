@@ -62,6 +62,12 @@ impl Descriptor {
     /// True when the memory is a table of descriptors.
     pub const INDIRECT: u16 = 4;
 
+    /// Decodes a descriptor.
+    pub fn decode(bytes: [u8; 16]) -> Self {
+        let number = u128::from_le_bytes(bytes);
+        Self::from_halves(number as u64, (number >> 64) as u64)
+    }
+
     /// Decodes a descriptor from its two halves.
     pub fn from_halves(addr: u64, rest: u64) -> Self {
         Self { addr, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }

@@ -75,7 +75,7 @@ pub trait Reserved {
     fn commit(self) -> impl Future<Output = Result<()>>;
 }
 
-/// The reservation of a layer that is never written: it cannot exist.
+/// The reservation of a layer that is never written, or always in place: it cannot exist.
 pub enum NeverReserved {}
 
 impl Reserved for NeverReserved {
@@ -178,6 +178,13 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
 
     /// The first part of `extent` for which this layer has space of its own; no longer than [`Layer::part_len`].
     fn next_held(&self, extent: Extent) -> Option<Extent> {
+        let _ = extent;
+        None
+    }
+
+    /// Where the bytes of `extent` go, if they can be written there as they are: with no lock, nothing to commit, and no map
+    /// to change. Else the graph asks [`Layer::reserve`] for each part.
+    fn in_place(&self, extent: Extent) -> Option<StoreOffset> {
         let _ = extent;
         None
     }

@@ -38,6 +38,11 @@ impl RangeLock {
         self.acquire(range, true).await
     }
 
+    /// Holds `range` shared, if nobody holds any of it exclusively now.
+    pub fn try_shared(&self, range: Range<u64>) -> Option<RangeGuard<'_>> {
+        self.try_acquire(&range, false)
+    }
+
     /// Holds `range` exclusively, if nobody holds any of it now.
     pub(crate) fn try_exclusive(&self, range: Range<u64>) -> Option<RangeGuard<'_>> {
         self.try_acquire(&range, true)

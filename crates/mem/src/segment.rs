@@ -27,6 +27,10 @@ pub struct Segment {
     owner: Owner,
 }
 
+/// A number at any address.
+#[repr(C, packed)]
+struct Unaligned(u64);
+
 #[derive(Clone)]
 enum Owner {
     Pool(#[expect(dead_code, reason = "held for its drop")] ChunkRef),
@@ -79,16 +83,19 @@ impl Segment {
     }
 
     /// Length in bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
 
     /// True when the segment has no bytes.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// The address of the first byte, for a system call. Valid while this segment or a clone of it lives.
+    #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
     }
@@ -97,11 +104,21 @@ impl Segment {
     ///
     /// # Panics
     /// When `range` is not inside the segment.
+    #[inline]
     pub fn slice(&self, range: Range<usize>) -> Self {
+        self.clone().into_slice(range)
+    }
+
+    /// The part `range` of this segment.
+    ///
+    /// # Panics
+    /// When `range` is not inside the segment.
+    #[inline]
+    pub fn into_slice(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "slice {range:?} of a segment of {}", self.len);
         // SAFETY: the offset is within the segment, as just checked.
         let ptr = unsafe { self.ptr.add(range.start) };
-        Self { ptr, len: range.end - range.start, owner: self.owner.clone() }
+        Self { ptr, len: range.end - range.start, owner: self.owner }
     }
 
     /// Copies `src` into the segment at `at`.
@@ -131,8 +148,20 @@ impl Segment {
     #[inline]
     pub fn read_array<const N: usize>(&self, at: usize) -> [u8; N] {
         assert!(at <= self.len && N <= self.len - at, "read of {N} at {at} of {}", self.len);
-        // SAFETY: in bounds; an array of bytes has no alignment and no invalid values.
-        unsafe { self.ptr.as_ptr().add(at).cast::<[u8; N]>().read_volatile() }
+        let mut bytes = [0; N];
+        // Word by word: the compiler would read an array of bytes one by one.
+        let (words, rest) = bytes.as_chunks_mut::<8>();
+        let tail = words.len() * 8;
+        for (number, word) in words.iter_mut().enumerate() {
+            // SAFETY: in bounds; the type has an alignment of 1, and no invalid values.
+            let read = unsafe { self.ptr.as_ptr().add(at + 8 * number).cast::<Unaligned>().read_volatile() };
+            *word = read.0.to_ne_bytes();
+        }
+        for (number, byte) in rest.iter_mut().enumerate() {
+            // SAFETY: in bounds.
+            *byte = unsafe { self.ptr.as_ptr().add(at + tail + number).read_volatile() };
+        }
+        bytes
     }
 
     /// Copies `src`'s bytes here; both have the same length and may overlap.
@@ -288,6 +317,7 @@ impl Segments {
     }
 
     /// Appends a segment; empty ones are dropped.
+    #[inline]
     pub fn push(&mut self, segment: Segment) {
         if !segment.is_empty() {
             self.len += segment.len();
@@ -296,6 +326,7 @@ impl Segments {
     }
 
     /// Appends a segment. When it goes on where the last one ends in the same memory, the two become one.
+    #[inline]
     pub fn push_joined(&mut self, segment: Segment) {
         match self.list.last_mut() {
             Some(last) if last.is_followed_by(&segment) => {
@@ -307,32 +338,38 @@ impl Segments {
     }
 
     /// Drops all segments; the list keeps its room for as many.
+    #[inline]
     pub fn clear(&mut self) {
         self.list.clear();
         self.len = 0;
     }
 
     /// Total length in bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
 
     /// True when there are no bytes.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// The segments, in order.
+    #[inline]
     pub fn iter(&self) -> std::slice::Iter<'_, Segment> {
         self.list.iter()
     }
 
     /// The segments as a slice.
+    #[inline]
     pub fn as_slice(&self) -> &[Segment] {
         &self.list
     }
 
     /// True when every segment's address and length are multiples of `align` bytes (a power of two).
+    #[inline]
     pub fn is_aligned(&self, align: usize) -> bool {
         self.list.iter().all(|s| (s.as_ptr() as usize | s.len()) & (align - 1) == 0)
     }

@@ -14,7 +14,7 @@ use spile_core::{
     Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, SECTOR_BYTES, Segments, WriteZeroes,
 };
 
-use spile_image::RangeLock;
+use spile_image::{RangeGuard, RangeLock};
 
 /// The size of a bounce buffer in bytes, unless the alignment is larger.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -72,7 +72,7 @@ impl<D: Disk> Aligned<D> {
 
     /// Before any rounding, which could overflow.
     fn check(&self, extent: Extent) -> Result<()> {
-        match extent.end() > self.inner.info().size_bytes {
+        match extent.end() > self.inner.size_bytes() {
             true => Err(Error::new(ErrorKind::OutOfRange, format!("{extent} is past the end of the disk"))),
             false => Ok(()),
         }
@@ -80,7 +80,7 @@ impl<D: Disk> Aligned<D> {
 
     fn outer(&self, extent: Extent) -> Extent {
         let start = extent.start() / self.align * self.align;
-        let end = extent.end().next_multiple_of(self.align).min(self.inner.info().size_bytes);
+        let end = extent.end().next_multiple_of(self.align).min(self.inner.size_bytes());
         Extent::from_range(start..end)
     }
 
@@ -176,17 +176,23 @@ impl<D: Disk> Aligned<D> {
         self.write_bounced(outer, extent, from, fua).await
     }
 
-    async fn read_extent(&self, extent: Extent, into: &Segments) -> Result<()> {
-        match self.fits(extent, into) {
-            true => self.inner.read(extent, into).await,
-            false => self.read_bounced(extent, into).await,
+    /// What a request holds while the disk below executes it as it is. `None` when that cannot be, or not at once.
+    #[inline]
+    pub(crate) fn try_pass(&self, io: &Io<'_>) -> Option<Held<'_>> {
+        let is_inside = io.extent.end() <= self.inner.size_bytes();
+        let passes_all = self.align == 1 && self.memory_align == 1;
+        match io.op {
+            Op::Flush => Some(Held(None)),
+            Op::Read | Op::Write { .. } if is_inside && passes_all => Some(Held(None)),
+            Op::Read if is_inside && self.fits(io.extent, io.segments) => Some(Held(None)),
+            Op::Write { .. } if is_inside && self.fits(io.extent, io.segments) => {
+                self.writes.try_shared(io.extent.range()).map(|range| Held(Some(range)))
+            }
+            _ => None,
         }
     }
 
     async fn write_extent(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        if self.align == 1 && self.memory_align == 1 {
-            return self.inner.write(extent, from, fua).await;
-        }
         if extent.is_aligned(self.align) {
             let _held = self.writes.shared(extent.range()).await;
             return match from.is_aligned(self.memory_align) {
@@ -220,6 +226,9 @@ impl<D: Disk> Aligned<D> {
     }
 }
 
+/// What a request that passes holds: its range, if it is a write that others must not read, change and write back.
+pub(crate) struct Held<'a>(#[expect(dead_code, reason = "held for its drop")] Option<RangeGuard<'a>>);
+
 /// A bounce buffer, counted.
 struct Bounce<'a> {
     bytes: Segments,
@@ -247,9 +256,12 @@ impl<D: Disk> Disk for Aligned<D> {
     }
 
     async fn execute(&self, io: Io<'_>) -> Result<()> {
+        if let Some(_held) = self.try_pass(&io) {
+            return self.inner.execute(io).await;
+        }
         self.check(io.extent)?;
         match io.op {
-            Op::Read => self.read_extent(io.extent, io.segments).await,
+            Op::Read => self.read_bounced(io.extent, io.segments).await,
             Op::Write { fua } => self.write_extent(io.extent, io.segments, fua).await,
             Op::Flush => self.inner.execute(io).await,
             Op::Discard => self.discard_extent(io.extent).await,

@@ -10,6 +10,7 @@
 
 use std::cell::Cell;
 use std::future::poll_fn;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::task::Poll;
@@ -41,6 +42,17 @@ pub(crate) struct Lease<G> {
     way: Way,
     /// After the graph, so that nobody has the graph any more when the epoch has ended.
     _epoch: Arc<Ender>,
+}
+
+/// A request's share of an epoch in which requests go straight to the graph.
+pub(crate) struct FreeLease<G>(Arc<Lease<G>>);
+
+impl<G> Deref for FreeLease<G> {
+    type Target = G;
+
+    fn deref(&self) -> &G {
+        &self.0.graph
+    }
 }
 
 /// A worker's share of the current lease; none while the gate is closed.
@@ -113,13 +125,19 @@ impl<G: Disk> Published<G> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn try_enter(&self) -> Option<Arc<Lease<G>>> {
         match self.shards[shard_number()].0.try_lock() {
             Ok(share) => share.clone(),
             Err(TryLockError::Poisoned(share)) => share.into_inner().clone(),
             Err(TryLockError::WouldBlock) => None,
         }
+    }
+
+    /// As [`Published::enter`], for a request that has nothing to wait for and meets no stage; else `None`.
+    #[inline]
+    pub(crate) fn try_enter_free(&self) -> Option<FreeLease<G>> {
+        self.try_enter().filter(|lease| matches!(lease.way, Way::Free)).map(FreeLease)
     }
 
     #[cold]
@@ -214,7 +232,11 @@ fn closed() -> Error {
 
 impl<G: Disk> Disk for Published<G> {
     fn info(&self) -> DiskInfo {
-        DiskInfo { size_bytes: self.size_bytes.load(Ordering::Acquire), ..self.info.clone() }
+        DiskInfo { size_bytes: self.size_bytes(), ..self.info.clone() }
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
     }
 
     async fn execute(&self, io: Io<'_>) -> Result<()> {

@@ -70,19 +70,20 @@ impl GrantStatus {
 
 /// Access to pages that guests have granted to us: by copies of the hypervisor, or by mapping them.
 pub trait Grants: Send + Sync + 'static {
-    /// Copies all pieces `ops` between the guest's pages and `buffers`, and puts into `statuses` how each piece ended.
-    /// Pieces after a failed one are copied too. This is one system call where that is possible.
+    /// Copies all pieces `ops` between the guest's pages and our buffers, and puts into `statuses` how each piece ended.
+    /// `buffer_of` finds the buffer that has the number [`CopyOp::buffer`]. Pieces after a failed one are copied too. This is
+    /// one system call where that is possible.
     ///
     /// # Errors
     /// When the call failed as a whole: nothing is known of any piece.
     ///
     /// # Panics
     /// When a piece is not inside a page, or not inside its buffer.
-    fn copy(
+    fn copy<'a>(
         &self,
         domain: DomId,
         way: Way,
-        buffers: &[Segment],
+        buffer_of: impl Fn(u32) -> &'a Segment,
         ops: &[CopyOp],
         statuses: &mut Vec<GrantStatus>,
     ) -> Result<()>;

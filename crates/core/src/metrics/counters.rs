@@ -35,6 +35,17 @@ pub struct Counters {
     ops: [OpCounters; Op::COUNT],
 }
 
+/// A request that begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Begun {
+    /// What it does.
+    pub op: Op,
+    /// How many bytes it is for.
+    pub len_bytes: u64,
+    /// When it begins.
+    pub begun_ns: u64,
+}
+
 /// A request that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended {
@@ -74,21 +85,47 @@ impl Counters {
             add(&counters.ended, 1);
             add(&self.end_sum_ns, now_ns);
         });
-        counters.note_end(request, now_ns);
+        counters.note_ends(request, 1, now_ns);
     }
 
-    /// Several requests end at the same time. This costs less than ending them one by one.
+    /// A request for `len_bytes` bytes begins and ends at the same moment: it takes no time.
+    #[inline]
+    pub fn begin_and_end(&self, op: Op, len_bytes: u64, failed: bool) {
+        let counters = &self.ops[op as usize];
+        // Its begin and its end would cancel each other in the sums of times.
+        self.change(|| {
+            add(&counters.begun, 1);
+            add(&counters.ended, 1);
+        });
+        add(&counters.bytes, len_bytes);
+        if failed {
+            add(&counters.errors, 1);
+        }
+        counters.latency.note_none();
+    }
+
+    /// Several requests begin. This costs less than to begin them one by one.
+    #[inline]
+    pub fn begin_all(&self, requests: impl IntoIterator<Item = Begun>) {
+        self.change(|| {
+            for (request, count) in runs(requests) {
+                let counters = &self.ops[request.op as usize];
+                add(&counters.begun, count);
+                add(&counters.bytes, count * request.len_bytes);
+                add(&self.begin_sum_ns, count.wrapping_mul(request.begun_ns));
+            }
+        });
+    }
+
+    /// Several requests end at the same time. This costs less than to end them one by one.
     #[inline]
     pub fn end_all(&self, requests: impl IntoIterator<Item = Ended>, now_ns: u64) {
         self.change(|| {
-            let mut count = 0u64;
-            for request in requests {
-                let counters = &self.ops[request.op as usize];
-                add(&counters.ended, 1);
-                counters.note_end(request, now_ns);
-                count += 1;
+            for (request, count) in runs(requests) {
+                add(&self.ops[request.op as usize].ended, count);
+                add(&self.end_sum_ns, count.wrapping_mul(now_ns));
+                self.ops[request.op as usize].note_ends(request, count, now_ns);
             }
-            add(&self.end_sum_ns, count.wrapping_mul(now_ns));
         });
     }
 
@@ -166,13 +203,30 @@ impl Counters {
     }
 }
 
+/// Equal neighbours as one, with their number. Requests of one turn are often alike.
+#[inline]
+fn runs<T: Copy + PartialEq>(items: impl IntoIterator<Item = T>) -> impl Iterator<Item = (T, u64)> {
+    let mut items = items.into_iter();
+    let mut next = items.next();
+    std::iter::from_fn(move || {
+        let (first, mut count) = (next?, 1);
+        loop {
+            next = items.next();
+            if next != Some(first) {
+                return Some((first, count));
+            }
+            count += 1;
+        }
+    })
+}
+
 impl OpCounters {
     #[inline]
-    fn note_end(&self, request: Ended, now_ns: u64) {
+    fn note_ends(&self, request: Ended, count: u64, now_ns: u64) {
         if request.failed {
-            add(&self.errors, 1);
+            add(&self.errors, count);
         }
-        self.latency.note(now_ns.saturating_sub(request.begun_ns));
+        self.latency.note(now_ns.saturating_sub(request.begun_ns), count);
     }
 
     fn read(&self, begun: u64, ended: u64, in_flight: u64) -> OpReading {
@@ -218,6 +272,29 @@ mod tests {
             prop_assert_eq!(reading.depth_integral_ns, reads.latency.sum_ns);
             prop_assert_eq!((reading.in_flight(), reads.ended), (0, steps.len() as u64));
         }
+    }
+
+    #[test]
+    fn beginning_several_is_beginning_each() {
+        let (together, each) = (Counters::default(), Counters::default());
+        let requests = [(Op::Read, 512), (Op::Read, 512), (Op::Write, 512), (Op::Read, 4096)];
+        let requests = requests.map(|(op, len_bytes)| Begun { op, len_bytes, begun_ns: len_bytes });
+        together.begin_all(requests);
+        requests.into_iter().for_each(|request| each.begin(request.op, request.len_bytes, request.begun_ns));
+        assert_eq!(together.read(9000), each.read(9000));
+        assert_eq!(together.read(9000).op(Op::Read).begun, 3);
+    }
+
+    #[test]
+    fn a_request_without_a_wait_is_one_that_takes_no_time() {
+        let (at_once, each) = (Counters::default(), Counters::default());
+        for failed in [false, true, false] {
+            at_once.begin_and_end(Op::Write, 512, failed);
+            each.begin(Op::Write, 512, 70);
+            each.end(Ended { op: Op::Write, failed, begun_ns: 70 }, 70);
+        }
+        assert_eq!(at_once.read(90), each.read(90));
+        assert_eq!((at_once.read(90).op(Op::Write).ended, at_once.read(90).op(Op::Write).errors), (3, 1));
     }
 
     #[test]

@@ -42,13 +42,23 @@ pub(super) struct Histogram {
 
 impl Histogram {
     #[inline]
-    pub(super) fn note(&self, latency_ns: u64) {
-        add(&self.sum_ns, latency_ns);
+    pub(super) fn note(&self, latency_ns: u64, count: u64) {
+        add(&self.sum_ns, latency_ns.wrapping_mul(count));
         if latency_ns > self.max_ns.load(Relaxed) {
             self.max_ns.store(latency_ns, Relaxed);
         }
-        let buckets = self.buckets.get_or_init(|| Box::new([const { AtomicU64::new(0) }; BUCKETS]));
-        add(&buckets[bucket_of(latency_ns)], 1);
+        add(&self.buckets()[bucket_of(latency_ns)], count);
+    }
+
+    /// Notes a latency of zero.
+    #[inline]
+    pub(super) fn note_none(&self) {
+        add(&self.buckets()[0], 1);
+    }
+
+    #[inline]
+    fn buckets(&self) -> &[AtomicU64; BUCKETS] {
+        self.buckets.get_or_init(|| Box::new([const { AtomicU64::new(0) }; BUCKETS]))
     }
 
     /// The counts by bucket; nothing when there never was a latency.

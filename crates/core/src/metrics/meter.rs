@@ -1,7 +1,11 @@
 //! [`Meter`]: counters that several threads write, each its own.
 
 use std::cell::Cell;
+use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::{Context, Poll};
+
+use pin_project_lite::pin_project;
 
 use super::{Counters, Ended, Op, Reading, now_ns, turn_ns};
 use crate::Result;
@@ -50,6 +54,20 @@ impl Meter {
         result
     }
 
+    /// Counts `work` as one request that begins and ends with the worker's turns: its times are those of [`turn_ns`]. Work
+    /// that never has to wait takes no time, and is counted without a look at the clock.
+    ///
+    /// Give it a large future pinned (`pin!(work)`): one that is given by value is copied.
+    #[inline]
+    pub fn measure_by_turns<T, F: Future<Output = Result<T>>>(
+        &self,
+        op: Op,
+        len_bytes: u64,
+        work: F,
+    ) -> ByTurns<'_, F> {
+        ByTurns { meter: self, op, len_bytes, in_flight: None, work }
+    }
+
     /// What was counted up to now, on all threads.
     pub fn read(&self) -> Reading {
         let common = self.lock_common();
@@ -69,6 +87,40 @@ impl Meter {
     }
 }
 
+pin_project! {
+    /// Work that is counted by turns: what [`Meter::measure_by_turns`] returns.
+    #[must_use = "futures do nothing unless they are awaited"]
+    pub struct ByTurns<'a, F> {
+        meter: &'a Meter,
+        op: Op,
+        len_bytes: u64,
+        // Once the work has had to wait.
+        in_flight: Option<InFlight<'a>>,
+        #[pin]
+        work: F,
+    }
+}
+
+impl<T, F: Future<Output = Result<T>>> Future for ByTurns<'_, F> {
+    type Output = Result<T>;
+
+    #[inline]
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
+        let this = self.project();
+        let Poll::Ready(result) = this.work.poll(context) else {
+            if this.in_flight.is_none() {
+                *this.in_flight = Some(this.meter.begin(*this.op, *this.len_bytes));
+            }
+            return Poll::Pending;
+        };
+        match this.in_flight.take() {
+            None => this.meter.here(|counters| counters.begin_and_end(*this.op, *this.len_bytes, result.is_err())),
+            Some(in_flight) => in_flight.end_in_turn(result.is_err()),
+        }
+        Poll::Ready(result)
+    }
+}
+
 /// A request in flight. One that is dropped without an end, by a panic, counts as failed.
 #[derive(Debug)]
 pub struct InFlight<'a> {
@@ -83,10 +135,9 @@ impl InFlight<'_> {
         self.request.failed = failed;
     }
 
-    /// The request ends with the worker's turn, that is at [`turn_ns`]: no look at the clock of its own. A request that begins
-    /// and ends in one turn took no time.
+    /// The request ends with the worker's turn, that is at [`turn_ns`]: no look at the clock of its own.
     #[inline]
-    pub fn end_in_turn(mut self, failed: bool) {
+    fn end_in_turn(mut self, failed: bool) {
         self.request.failed = failed;
         self.meter.here(|counters| counters.end(self.request, turn_ns()));
         std::mem::forget(self);

@@ -20,7 +20,7 @@ mod reading;
 mod table;
 
 pub use clock::{begin_turn, now_ns, turn_ns};
-pub use counters::{Counters, Ended};
+pub use counters::{Begun, Counters, Ended};
 pub use histogram::{BUCKETS, bounds_of, bucket_of};
 pub use meter::{InFlight, Meter};
 pub use reading::{Latency, OpReading, OpSums, Reading};

@@ -125,6 +125,7 @@ macro_rules! formats {
                 fn enter(&self) -> Option<Reader<'_>>;
                 fn part_len(&self, extent: Extent) -> u64;
                 fn unit(&self, part: Extent) -> Extent;
+                fn in_place(&self, extent: Extent) -> Option<StoreOffset>;
                 fn next_held(&self, extent: Extent) -> Option<Extent>;
                 fn identity(&self) -> Option<Identity>;
                 fn is_unflushed(&self) -> bool;

@@ -10,6 +10,10 @@ impl<S: Store> Disk for Graph<S> {
         DiskInfo { size_bytes: self.size_bytes(), ..self.info.clone() }
     }
 
+    fn size_bytes(&self) -> u64 {
+        self.leaf().size_bytes()
+    }
+
     async fn execute(&self, io: Io<'_>) -> Result<()> {
         match io.op {
             Op::Read => self.read_extent(io.extent, io.segments).await,

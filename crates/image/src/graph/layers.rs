@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use async_lock::Mutex;
+use spile_core::metrics::Meter;
 use spile_core::{Result, Store, Via};
 
 use crate::facts::LayerInfo;
@@ -29,12 +30,14 @@ pub struct GraphLayer<S: Store> {
     /// The image changes no more, and all of it is durable.
     sealed: AtomicBool,
     sealing: Mutex<()>,
+    meter: Meter,
 }
 
 impl<S: Store> GraphLayer<S> {
     /// A layer for `image`. `sealed`: the image is open for reading only, and durable.
     pub(crate) fn new(image: AnyLayer<S>, sealed: bool) -> Arc<Self> {
-        Arc::new(Self { id: LayerId::next(), image, sealed: AtomicBool::new(sealed), sealing: Mutex::new(()) })
+        let (sealed, sealing, meter) = (AtomicBool::new(sealed), Mutex::new(()), Meter::new());
+        Arc::new(Self { id: LayerId::next(), image, sealed, sealing, meter })
     }
 
     /// Its identity.
@@ -45,6 +48,12 @@ impl<S: Store> GraphLayer<S> {
     /// The image.
     pub fn image(&self) -> &AnyLayer<S> {
         &self.image
+    }
+
+    /// Counts of what graphs have asked of this layer: reads and writes of the guest's data (a request that lies in several
+    /// pieces counts as several), flushes, and changes of space. The layer's own metadata are not among them.
+    pub fn meter(&self) -> &Meter {
+        &self.meter
     }
 
     /// True when the image changes no more and all of it is durable.

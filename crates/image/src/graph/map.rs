@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use spile_core::{ErrorKind, Extent, Result, ResultExt, SECTOR_BYTES, Store, StoreOffset};
+use spile_core::{Disk, ErrorKind, Extent, Result, ResultExt, SECTOR_BYTES, Store, StoreOffset};
 
 use super::Graph;
 use super::zones::{NOWHERE, ZONE_BYTES, ZONE_SECTORS, Zone};
@@ -46,7 +46,11 @@ fn step_at(number: usize, found: Found) -> Option<Step> {
 impl<S: Store> Graph<S> {
     /// Where the bytes from `at` lie, and how far that holds, at most `len_bytes`.
     pub(super) fn step(&self, at: u64, len_bytes: u64, last: &LastZone) -> (Step, u64) {
-        let (found, len) = self.leaf().find(at, len_bytes);
+        self.step_from(self.leaf().find(at, len_bytes), at, last)
+    }
+
+    /// [`Graph::step`] with what the leaf has found at `at`.
+    pub(super) fn step_from(&self, (found, len): (Found, u64), at: u64, last: &LastZone) -> (Step, u64) {
         match step_at(0, found) {
             Some(step) => (step, len),
             None => self.step_below(at, len, last),

@@ -27,7 +27,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use spile_core::{DiskInfo, Env, Error, ErrorKind, Extent, Files, Locator, Result, Store, Via};
+use spile_core::metrics::Meter;
+use spile_core::{Disk, DiskInfo, Env, Error, ErrorKind, Extent, Files, Locator, Result, Store, Via};
 
 pub use self::layers::{GraphLayer, LayerId};
 use self::zones::Zones;
@@ -148,6 +149,10 @@ impl<S: Store> Graph<S> {
         self.layers[number].image()
     }
 
+    fn meter(&self, number: usize) -> &Meter {
+        self.layers[number].meter()
+    }
+
     fn is_read_only(&self) -> bool {
         self.layers[0].is_sealed()
     }
@@ -176,10 +181,6 @@ impl<S: Store> Graph<S> {
             walked => self.layers[1..walked].iter().filter_map(|layer| layer.image().enter()).collect(),
         };
         Readers { _leaf: self.leaf().enter(), _parents: parents }
-    }
-
-    fn size_bytes(&self) -> u64 {
-        self.leaf().size_bytes()
     }
 
     fn check(&self, extent: Extent, aligned: bool) -> Result<()> {

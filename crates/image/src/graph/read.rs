@@ -1,11 +1,14 @@
 //! Reads: from the layers that have the bytes.
 
+use std::pin::pin;
+
 use futures_util::future::join_all;
+use spile_core::metrics::Op;
 use spile_core::{Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use super::Graph;
 use super::map::{At, LastZone, Step};
-use crate::layer::Layer;
+use crate::layer::{Found, Layer};
 
 /// One store operation of a read.
 struct Piece {
@@ -19,8 +22,14 @@ impl<S: Store> Graph<S> {
     pub(super) async fn read_extent(&self, extent: Extent, into: &Segments) -> Result<()> {
         self.check(extent, false)?;
         let _readers = self.enter();
-        // The common read lies in one piece, and needs no list.
-        if let (Step::Bytes { layer, at }, len) = self.step(extent.start(), extent.len_bytes, &None)
+        // The common read lies in one piece, most often of the leaf, and needs no list.
+        let found = self.leaf().find(extent.start(), extent.len_bytes);
+        if let (Found::Data(offset), len) = found
+            && len == extent.len_bytes
+        {
+            return self.read_plain(0, offset, into).await;
+        }
+        if let (Step::Bytes { layer, at }, len) = self.step_from(found, extent.start(), &None)
             && len == extent.len_bytes
         {
             return self.read_at(layer, at, into).await;
@@ -58,19 +67,22 @@ impl<S: Store> Graph<S> {
         match at {
             At::Plain(offset) => self.read_plain(layer, offset, into).await,
             At::Encoded { unit, within_bytes } => {
-                let layer = self.image(layer);
-                layer.read_encoded(unit, within_bytes, into).await.at_path(layer.store().path())
+                let (image, meter) = (self.image(layer), self.meter(layer));
+                let read = image.read_encoded(unit, within_bytes, into);
+                let read = meter.measure_by_turns(Op::Read, into.len() as u64, read).await;
+                read.at_path(image.store().path())
             }
         }
     }
 
     /// Reads from one layer's store, directly where everything is aligned for it.
     async fn read_plain(&self, layer: usize, offset: StoreOffset, into: &Segments) -> Result<()> {
-        let layer = self.image(layer);
+        let (layer, meter) = (self.image(layer), self.meter(layer));
         let info = layer.data_store().info();
         let aligned = (offset.0 | into.len() as u64) & (u64::from(info.offset_align_bytes) - 1) == 0
             && into.is_aligned(info.memory_align_bytes as usize);
         let via = if aligned { layer.via() } else { Via::Cached };
-        layer.data_store().read_at(offset, into, via).await
+        let read = pin!(layer.data_store().read_at(offset, into, via));
+        meter.measure_by_turns(Op::Read, into.len() as u64, read).await
     }
 }

@@ -1,7 +1,9 @@
 //! Changes: writes, zeroes and discards go to the leaf, part by part; flushes to every layer that may still change.
 
+use std::pin::pin;
+
 use futures_util::future::join_all;
-use spile_core::{ErrorKind, Extent, Result, Segments, Store, WriteZeroes};
+use spile_core::{ErrorKind, Extent, Result, Segments, Store, StoreOffset, WriteZeroes, metrics};
 
 use super::Graph;
 use crate::layer::{Layer, Reserved};
@@ -9,23 +11,35 @@ use crate::layer::{Layer, Reserved};
 impl<S: Store> Graph<S> {
     pub(super) async fn write_extent(&self, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
         self.check_write(extent)?;
-        match self.leaf().part_len(extent) == extent.len_bytes {
+        let leaf = self.leaf();
+        match leaf.in_place(extent) {
             _ if extent.is_empty() => {}
-            true => self.write_part(extent, from).await?,
-            false => self.write_parts(extent, from).await?,
+            Some(offset) => self.write_at(offset, from).await?,
+            None if leaf.part_len(extent) == extent.len_bytes => self.write_part(extent, from).await?,
+            None => self.write_parts(extent, from).await?,
         }
         match fua {
             // These bytes are in the leaf, whatever older requests do in its parents.
-            true => self.leaf().flush().await,
+            true => self.flush(0).await,
             false => Ok(()),
         }
     }
 
+    /// Writes to the leaf's store.
+    async fn write_at(&self, offset: StoreOffset, from: &Segments) -> Result<()> {
+        let written = pin!(self.leaf().data_store().write_at(offset, from, self.leaf().via()));
+        self.meter(0).measure_by_turns(metrics::Op::Write, from.len() as u64, written).await
+    }
+
+    /// Flushes one layer.
+    fn flush(&self, layer: usize) -> impl Future<Output = Result<()>> {
+        self.meter(layer).measure_by_turns(metrics::Op::Flush, 0, self.image(layer).flush())
+    }
+
     /// Writes a part of a request that one reservation covers.
     async fn write_part(&self, part: Extent, from: &Segments) -> Result<()> {
-        let leaf = self.leaf();
-        let reserved = leaf.reserve(part).await?;
-        leaf.data_store().write_at(reserved.offset(), from, leaf.via()).await?;
+        let reserved = self.leaf().reserve(part).await?;
+        self.write_at(reserved.offset(), from).await?;
         reserved.commit().await
     }
 
@@ -46,9 +60,9 @@ impl<S: Store> Graph<S> {
     pub(super) async fn flush_all(&self) -> Result<()> {
         match self.walked() {
             _ if self.is_read_only() => Ok(()),
-            1 => self.leaf().flush().await,
+            1 => self.flush(0).await,
             walked => {
-                let flushes = self.layers[..walked].iter().map(|layer| layer.image().flush());
+                let flushes = (0..walked).map(|layer| self.flush(layer));
                 join_all(flushes).await.into_iter().collect()
             }
         }
@@ -58,7 +72,8 @@ impl<S: Store> Graph<S> {
         self.check_write(extent)?;
         self.each_part(extent, true, async |part| {
             let below = self.below_is_zero(self.leaf().unit(part)).await?;
-            self.leaf().unmap(part, below).await
+            let unmapped = self.leaf().unmap(part, below);
+            self.meter(0).measure_by_turns(metrics::Op::Discard, part.len_bytes, unmapped).await
         })
         .await
     }
@@ -71,7 +86,8 @@ impl<S: Store> Graph<S> {
         let only_held = self.layers.len() == 1 && how.may_unmap;
         self.each_part(extent, only_held, async |part| {
             let below = self.below_is_zero(self.leaf().unit(part)).await?;
-            self.leaf().zero(part, how.may_unmap, below).await
+            let zeroed = self.leaf().zero(part, how.may_unmap, below);
+            self.meter(0).measure_by_turns(metrics::Op::WriteZeroes, part.len_bytes, zeroed).await
         })
         .await
     }

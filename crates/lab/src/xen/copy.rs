@@ -21,23 +21,23 @@ thread_local! {
 ///
 /// # Panics
 /// When a piece is not inside a page, or not inside its buffer.
-pub(super) fn run(
+pub(super) fn run<'a>(
     domain: &Domain,
     way: Way,
-    buffers: &[Segment],
+    buffer_of: impl Fn(u32) -> &'a Segment,
     ops: &[CopyOp],
     statuses: &mut [GrantStatus],
 ) -> Result<(), Errno> {
     let is_write = way == Way::ToGuest;
     for op in ops {
-        let (len, buffer) = (usize::from(op.len), &buffers[op.buffer as usize]);
+        let (len, buffer) = (usize::from(op.len), buffer_of(op.buffer));
         assert!(usize::from(op.page_offset) + len <= XEN_PAGE_BYTES, "a piece over its page's end");
         assert!(op.buffer_offset as usize + len <= buffer.len(), "a piece over its buffer's end");
     }
     PASSED.with_borrow_mut(|passed| {
         passed.clear();
         begin(domain, is_write, ops, statuses, passed);
-        let result = move_all(domain, way, buffers, ops, statuses, passed);
+        let result = move_all(domain, way, &buffer_of, ops, statuses, passed);
         let mut pins = domain.pins();
         passed.iter().for_each(|(number, _)| pins.end(ops[*number].gref, is_write));
         result
@@ -61,10 +61,10 @@ fn begin(
 }
 
 /// Moves the bytes of `passed`. The kernel stops at the first piece it cannot copy; all after that are tried again.
-fn move_all(
+fn move_all<'a>(
     domain: &Domain,
     way: Way,
-    buffers: &[Segment],
+    buffer_of: &impl Fn(u32) -> &'a Segment,
     ops: &[CopyOp],
     statuses: &mut [GrantStatus],
     passed: &[(usize, u32)],
@@ -75,7 +75,7 @@ fn move_all(
         let pieces = batch.iter().map(|(number, frame)| {
             let op = &ops[*number];
             let remote_offset = *frame as usize * XEN_PAGE_BYTES + usize::from(op.page_offset);
-            let segment = &buffers[op.buffer as usize];
+            let segment = buffer_of(op.buffer);
             Piece { segment, at: op.buffer_offset as usize, len: usize::from(op.len), remote_offset }
         });
         let moved = match transfer(domain.remote(), way, pieces) {

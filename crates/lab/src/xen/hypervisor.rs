@@ -71,18 +71,18 @@ impl Hypervisor {
 }
 
 impl Grants for Hypervisor {
-    fn copy(
+    fn copy<'a>(
         &self,
         domain: DomId,
         way: Way,
-        buffers: &[Segment],
+        buffer_of: impl Fn(u32) -> &'a Segment,
         ops: &[CopyOp],
         statuses: &mut Vec<GrantStatus>,
     ) -> Result<()> {
         statuses.clear();
         statuses.resize(ops.len(), GrantStatus::OKAY);
         match self.domain(domain) {
-            Ok(domain) => copy::run(&domain, way, buffers, ops, statuses).map_err(|errno| copy_error(&domain, errno)),
+            Ok(domain) => copy::run(&domain, way, buffer_of, ops, statuses).map_err(|errno| copy_error(&domain, errno)),
             Err(e) if e.kind() == ErrorKind::NotFound => {
                 statuses.fill(GrantStatus::BAD_DOMAIN);
                 Ok(())
@@ -154,7 +154,7 @@ mod tests {
         buffers.iter().for_each(|buffer| buffer.fill(7));
         let mut statuses = Vec::new();
         for way in [Way::ToGuest, Way::FromGuest] {
-            hypervisor.copy(DomId(3), way, &buffers, &ops, &mut statuses).unwrap();
+            hypervisor.copy(DomId(3), way, |number| &buffers[number as usize], &ops, &mut statuses).unwrap();
             let good: Vec<_> = (0..8).filter(|frame| statuses[2 * frame].is_okay()).collect();
             assert_eq!(good, [1, 2, 5, 6]);
             assert!(statuses.chunks(2).all(|page| page[0] == page[1]));

@@ -247,8 +247,7 @@ impl Worker {
             None => {
                 let way = if is_write { Way::FromGuest } else { Way::ToGuest };
                 let mut statuses = Vec::new();
-                let buffers = std::slice::from_ref(&buffer);
-                self.hypervisor.copy(self.offers.vbd.guest, way, buffers, &ops, &mut statuses).unwrap();
+                self.hypervisor.copy(self.offers.vbd.guest, way, |_| &buffer, &ops, &mut statuses).unwrap();
                 statuses.iter().all(|status| status.is_okay())
             }
         };

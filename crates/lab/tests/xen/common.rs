@@ -36,7 +36,7 @@ impl World {
 
 pub fn copy(from: &Hypervisor, domain: DomId, way: Way, buffer: &Segment, ops: &[CopyOp]) -> Vec<i16> {
     let mut statuses = vec![GrantStatus(9); 3];
-    from.copy(domain, way, std::slice::from_ref(buffer), ops, &mut statuses).unwrap();
+    from.copy(domain, way, |_| buffer, ops, &mut statuses).unwrap();
     statuses.iter().map(|status| status.0).collect()
 }
 

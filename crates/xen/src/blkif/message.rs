@@ -12,6 +12,9 @@
 use crate::GrantRef;
 use crate::blkif::{INDIRECT_PAGES, SLOT_SEGMENTS};
 
+/// The bytes of a slot from the id on, in both layouts.
+const REST_BYTES: usize = 104;
+
 /// The bytes of one segment, in a slot and in an indirect page.
 pub const SEGMENT_BYTES: usize = 8;
 
@@ -132,7 +135,7 @@ pub struct PlainRequest {
     pub id: u64,
     /// The first sector.
     pub sector: u64,
-    /// The segments.
+    /// The segments. Those past `nr_segments` have no meaning, and are not decoded.
     pub segments: [SegmentEntry; SLOT_SEGMENTS],
 }
 
@@ -197,33 +200,29 @@ impl Request {
     /// # Panics
     /// When `slot` is shorter.
     pub fn decode(abi: Abi, slot: &[u8]) -> Self {
-        let at = abi.id_at();
-        match slot[0] {
-            op::DISCARD => Self::Discard(Discard {
-                flag: slot[1],
-                handle: u16_at(slot, 2),
-                id: u64_at(slot, at),
-                sector: u64_at(slot, at + 8),
-                nr_sectors: u64_at(slot, at + 16),
-            }),
+        let (start, rest) = slot.split_at(abi.id_at());
+        let rest: &[u8; REST_BYTES] = rest.first_chunk().expect("the slot is long enough");
+        let (op, second, third) = (start[0], start[1], u16_at(start, 2));
+        let (id, sector) = (u64_at(rest, 0), u64_at(rest, 8));
+        match op {
+            op::DISCARD => {
+                Self::Discard(Discard { flag: second, handle: third, id, sector, nr_sectors: u64_at(rest, 16) })
+            }
             op::INDIRECT => Self::Indirect(IndirectRequest {
-                op: slot[1],
-                nr_segments: u16_at(slot, 2),
-                id: u64_at(slot, at),
-                sector: u64_at(slot, at + 8),
-                handle: u16_at(slot, at + 16),
-                pages: std::array::from_fn(|page| GrantRef(u32_at(slot, at + 20 + 4 * page))),
+                op: second,
+                nr_segments: third,
+                id,
+                sector,
+                handle: u16_at(rest, 16),
+                pages: std::array::from_fn(|page| GrantRef(u32_at(rest, 20 + 4 * page))),
             }),
             op => Self::Plain(PlainRequest {
                 op,
-                nr_segments: slot[1],
-                handle: u16_at(slot, 2),
-                id: u64_at(slot, at),
-                sector: u64_at(slot, at + 8),
-                segments: std::array::from_fn(|index| {
-                    let from = at + 16 + SEGMENT_BYTES * index;
-                    SegmentEntry::decode(slot[from..].first_chunk().expect("a slot holds 11 segments"))
-                }),
+                nr_segments: second,
+                handle: third,
+                id,
+                sector,
+                segments: segments_in(&rest[16..], usize::from(second)),
             }),
         }
     }
@@ -317,6 +316,15 @@ impl Response {
     }
 }
 
+/// The first `count` segments, or as many as a slot holds; the others are not looked at.
+fn segments_in(bytes: &[u8], count: usize) -> [SegmentEntry; SLOT_SEGMENTS] {
+    let mut segments = [SegmentEntry::default(); SLOT_SEGMENTS];
+    let (encoded, _) = bytes.as_chunks();
+    segments.iter_mut().zip(encoded).take(count).for_each(|(segment, bytes)| *segment = SegmentEntry::decode(bytes));
+    segments
+}
+
+#[inline]
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes(*bytes[at..].first_chunk().expect("the slot is long enough"))
 }
@@ -325,6 +333,7 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(*bytes[at..].first_chunk().expect("the slot is long enough"))
 }
 
+#[inline]
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(*bytes[at..].first_chunk().expect("the slot is long enough"))
 }
@@ -346,7 +355,8 @@ mod tests {
         let plain_op = any::<u8>().prop_filter("others have shapes of their own", |op| ![5, 6].contains(op));
         let segments = proptest::array::uniform11(segment());
         let plain = (plain_op, any::<u8>(), any::<u16>(), any::<u64>(), any::<u64>(), segments).prop_map(
-            |(op, nr_segments, handle, id, sector, segments)| {
+            |(op, nr_segments, handle, id, sector, mut segments)| {
+                segments.iter_mut().skip(nr_segments.into()).for_each(|unused| *unused = SegmentEntry::default());
                 Request::Plain(PlainRequest { op, nr_segments, handle, id, sector, segments })
             },
         );

@@ -147,11 +147,11 @@ impl Gntdev {
 }
 
 impl Grants for Gntdev {
-    fn copy(
+    fn copy<'a>(
         &self,
         domain: DomId,
         way: Way,
-        buffers: &[Segment],
+        buffer_of: impl Fn(u32) -> &'a Segment,
         ops: &[CopyOp],
         statuses: &mut Vec<GrantStatus>,
     ) -> Result<()> {
@@ -161,7 +161,7 @@ impl Grants for Gntdev {
         }
         PIECES.with_borrow_mut(|pieces| {
             pieces.clear();
-            pieces.extend(ops.iter().map(|op| piece(domain, way, buffers, op)));
+            pieces.extend(ops.iter().map(|op| piece(domain, way, buffer_of(op.buffer), op)));
             // SAFETY: `piece` has checked each against its buffer, and the buffers live as long as this call.
             unsafe { self.copy_pieces(pieces) }.map_err(|e| {
                 Error::io(format!("copy {} pieces of pages of domain {domain}", ops.len()), e).at_path(&self.path)
@@ -256,8 +256,7 @@ fn forget(device: &File, index: u64, count: u32) {
 }
 
 /// Makes one piece for the device, and checks it: a piece that leaves its page would make the whole call fail.
-fn piece(domain: DomId, way: Way, buffers: &[Segment], op: &CopyOp) -> CopySegment {
-    let buffer = &buffers[op.buffer as usize];
+fn piece(domain: DomId, way: Way, buffer: &Segment, op: &CopyOp) -> CopySegment {
     let (at, len) = (op.buffer_offset as usize, usize::from(op.len));
     assert!(usize::from(op.page_offset) + len <= XEN_PAGE_BYTES, "{len} bytes at {} of a page", op.page_offset);
     assert!(at <= buffer.len() && len <= buffer.len() - at, "{len} bytes at {at} of a buffer of {}", buffer.len());
@@ -315,13 +314,13 @@ mod tests {
 
     #[test]
     fn a_piece_names_the_page_where_the_way_has_it() {
-        let buffers = [Segment::zeroed(4096), Segment::zeroed(8192)];
+        let buffer = Segment::zeroed(8192);
         let page = u64::from_le_bytes([4, 3, 2, 1, 0, 2, 5, 0]);
-        let ours = buffers[1].as_ptr() as u64 + 96;
+        let ours = buffer.as_ptr() as u64 + 96;
         let read = CopySegment { source: page, dest: ours, len: 3584, flags: 1, status: 0 };
         let write = CopySegment { source: ours, dest: page, len: 3584, flags: 2, status: 0 };
-        assert_eq!(piece(DomId(5), Way::FromGuest, &buffers, &OP), read);
-        assert_eq!(piece(DomId(5), Way::ToGuest, &buffers, &OP), write);
+        assert_eq!(piece(DomId(5), Way::FromGuest, &buffer, &OP), read);
+        assert_eq!(piece(DomId(5), Way::ToGuest, &buffer, &OP), write);
     }
 
     #[test]
@@ -335,16 +334,16 @@ mod tests {
     #[should_panic(expected = "3584 bytes at 513 of a page")]
     fn a_piece_that_leaves_its_page_never_reaches_the_device() {
         let (_file, gntdev) = no_device();
-        let op = CopyOp { page_offset: 513, ..OP };
-        let _ = gntdev.copy(DomId(5), Way::FromGuest, &[Segment::zeroed(0), Segment::zeroed(8192)], &[op], &mut vec![]);
+        let (op, buffer) = (CopyOp { page_offset: 513, ..OP }, Segment::zeroed(8192));
+        let _ = gntdev.copy(DomId(5), Way::FromGuest, |_| &buffer, &[op], &mut vec![]);
     }
 
     #[test]
     #[should_panic(expected = "3584 bytes at 96 of a buffer of 3679")]
     fn a_piece_that_leaves_its_buffer_never_reaches_the_device() {
         let (_file, gntdev) = no_device();
-        let buffers = [Segment::zeroed(0), Segment::zeroed(3679)];
-        let _ = gntdev.copy(DomId(5), Way::FromGuest, &buffers, &[OP], &mut vec![]);
+        let buffer = Segment::zeroed(3679);
+        let _ = gntdev.copy(DomId(5), Way::FromGuest, |_| &buffer, &[OP], &mut vec![]);
     }
 
     #[test]
@@ -360,8 +359,8 @@ mod tests {
     fn what_the_device_refuses_is_an_error_with_all_names() {
         let (_file, gntdev) = no_device();
         let mut statuses = vec![GrantStatus::OKAY];
-        let buffers = [Segment::zeroed(0), Segment::zeroed(8192)];
-        let error = gntdev.copy(DomId(5), Way::ToGuest, &buffers, &[OP], &mut statuses).unwrap_err();
+        let buffer = Segment::zeroed(8192);
+        let error = gntdev.copy(DomId(5), Way::ToGuest, |_| &buffer, &[OP], &mut statuses).unwrap_err();
         assert_eq!((error.os_errno(), statuses.len()), (Some(libc::ENOTTY), 0));
         assert!(error.to_string().contains("copy 1 pieces of pages of domain 5"), "{error}");
         let error = gntdev.map(DomId(5), &[GrantRef(8)], false).unwrap_err();

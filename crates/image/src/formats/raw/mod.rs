@@ -16,7 +16,7 @@ use super::{About, ImageFormat, OpenLayer};
 use crate::check::{Lost, Mend, Report, Severity};
 use crate::create::NewImage;
 use crate::facts::Facts;
-use crate::layer::{Found, Layer, MapPiece, ParentRef, Reserved};
+use crate::layer::{Found, Layer, MapPiece, NeverReserved, ParentRef};
 
 /// The unit in which the page cache holds a file.
 const PAGE_BYTES: u64 = 4096;
@@ -74,19 +74,6 @@ pub struct Raw<S> {
     growing: Mutex<()>,
 }
 
-/// A place in a raw image: there is nothing to hold and nothing to commit.
-pub struct RawReserved(StoreOffset);
-
-impl Reserved for RawReserved {
-    fn offset(&self) -> StoreOffset {
-        self.0
-    }
-
-    async fn commit(self) -> Result<()> {
-        Ok(())
-    }
-}
-
 impl<S: Store> Raw<S> {
     /// The first `size_bytes` of `store`.
     pub(crate) fn new(store: S, size_bytes: u64) -> Self {
@@ -124,7 +111,7 @@ impl<S: Store> Raw<S> {
 
 impl<S: Store> Layer<S> for Raw<S> {
     type Reserved<'a>
-        = RawReserved
+        = NeverReserved
     where
         S: 'a;
 
@@ -161,8 +148,8 @@ impl<S: Store> Layer<S> for Raw<S> {
         (!extent.is_empty()).then_some(extent)
     }
 
-    async fn reserve(&self, part: Extent) -> Result<RawReserved> {
-        Ok(RawReserved(StoreOffset(part.start())))
+    fn in_place(&self, extent: Extent) -> Option<StoreOffset> {
+        Some(StoreOffset(extent.start()))
     }
 
     async fn zero(&self, part: Extent, may_unmap: bool, _: bool) -> Result<()> {

@@ -6,9 +6,9 @@ use super::codec::footer::Footer;
 use super::write::{BlockPart, SparseReserved};
 use super::{SECTOR, Sparse};
 use crate::facts::Facts;
-use crate::formats::raw::{Raw, RawReserved};
+use crate::formats::raw::Raw;
 use crate::grace::Reader;
-use crate::layer::{Found, Identity, Layer, MapPiece, ParentRef, Reserved};
+use crate::layer::{Found, Identity, Layer, MapPiece, ParentRef};
 
 /// A sealed image's bitmaps are needed only until they are in the merged map of a graph's parents.
 const SEALED_CACHE_BYTES: usize = 1 << 20;
@@ -22,30 +22,6 @@ pub enum Vhd<S> {
     Sparse(Sparse<S>),
 }
 
-/// Place for one write in a VHD.
-pub enum VhdReserved<'a, S: Store> {
-    /// In a fixed one.
-    Fixed(RawReserved),
-    /// In a dynamic or differencing one.
-    Sparse(SparseReserved<'a, S>),
-}
-
-impl<S: Store> Reserved for VhdReserved<'_, S> {
-    fn offset(&self) -> StoreOffset {
-        match self {
-            Self::Fixed(reserved) => reserved.offset(),
-            Self::Sparse(reserved) => reserved.offset(),
-        }
-    }
-
-    async fn commit(self) -> Result<()> {
-        match self {
-            Self::Fixed(reserved) => reserved.commit().await,
-            Self::Sparse(reserved) => reserved.commit().await,
-        }
-    }
-}
-
 impl<S: Store> Sparse<S> {
     /// The part of a block that `part`, which the graph has cut to one block, stands for.
     fn block_part(&self, part: Extent) -> BlockPart {
@@ -55,7 +31,7 @@ impl<S: Store> Sparse<S> {
 
 impl<S: Store> Layer<S> for Vhd<S> {
     type Reserved<'a>
-        = VhdReserved<'a, S>
+        = SparseReserved<'a, S>
     where
         S: 'a;
 
@@ -137,10 +113,17 @@ impl<S: Store> Layer<S> for Vhd<S> {
         }
     }
 
-    async fn reserve(&self, part: Extent) -> Result<VhdReserved<'_, S>> {
+    fn in_place(&self, extent: Extent) -> Option<StoreOffset> {
         match self {
-            Self::Fixed(_, raw) => raw.reserve(part).await.map(VhdReserved::Fixed),
-            Self::Sparse(sparse) => sparse.reserve_part(sparse.block_part(part)).await.map(VhdReserved::Sparse),
+            Self::Fixed(_, raw) => raw.in_place(extent),
+            Self::Sparse(_) => None,
+        }
+    }
+
+    async fn reserve(&self, part: Extent) -> Result<SparseReserved<'_, S>> {
+        match self {
+            Self::Fixed(..) => Err(self.unsupported("a fixed VHD is written in place")),
+            Self::Sparse(sparse) => sparse.reserve_part(sparse.block_part(part)).await,
         }
     }
 

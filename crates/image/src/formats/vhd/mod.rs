@@ -42,7 +42,7 @@ mod write;
 
 pub use check::{check, repair};
 pub use create::{CreateParams, VhdParent, create};
-pub use layer::{Vhd, VhdReserved};
+pub use layer::Vhd;
 
 use std::ops::Range;
 use std::sync::Arc;
