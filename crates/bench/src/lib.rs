@@ -1,6 +1,6 @@
 //! What measures: load generators with verification, experiments with their tables and plots, wrappers that count.
 //!
-//! - [`load`]: a load over NBD, vhost-user or the stand-in for Xen. [`nbd_client`]: the NBD client that it uses.
+//! - [`load`]: a load over NBD, vhost-user or the stand-in for Xen.
 //! - [`experiments`]: `spile bench`. [`stats`]: disks and stores that are measured.
 //!
 //! Nothing that serves guests imports this crate.
@@ -8,5 +8,4 @@
 
 pub mod experiments;
 pub mod load;
-pub mod nbd_client;
 pub mod stats;

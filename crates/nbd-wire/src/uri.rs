@@ -52,6 +52,13 @@ pub struct NbdUri {
     pub tls: bool,
 }
 
+impl NbdUri {
+    /// An export without TLS.
+    pub fn new(address: Address, export: impl Into<String>) -> Self {
+        Self { address, export: export.into(), tls: false }
+    }
+}
+
 impl FromStr for NbdUri {
     type Err = String;
 

@@ -5,5 +5,5 @@
 
 pub mod cli;
 
-pub use spile_bench::{experiments as bench, load, nbd_client, stats};
+pub use spile_bench::{experiments as bench, load, stats};
 pub use spile_server::{disks, listen, log, notify, serving, signals, units, uri, xen};

@@ -8,9 +8,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use common::guests::{guest, nbd, rest_of_stderr, serve};
+use common::nbd::Client;
 use common::{Served, assert_silent, eventually, fails, json, ok, spile};
 use serde_json::Value;
-use spile::nbd_client::Client;
 use spile::uri::{Address, NbdUri};
 use spile_lab::GuestQueue;
 
@@ -137,18 +137,18 @@ fn disks_come_and_go_while_others_are_served() {
     let (dir, served) = start(&["a.raw", "--vhost-user", "v", "--nbd", "unix:n"]);
     let dir = dir.path();
     let (_device, mut queue) = guest(&dir.join("v"));
-    let mut early = Client::connect(&nbd(dir, "")).unwrap();
+    let early = Client::connect(&nbd(dir, "")).unwrap();
     early.write(0, &[1; 512], false).unwrap();
     ok(dir, &["attach", "c", "b.raw,name=y", "--vhost-user", "w", "--nbd", "unix:m"]);
     // All that were connected are still there.
     queue.write(0, &[2; 512]).unwrap();
     early.read(0, &mut [0; 512]).unwrap();
     // The new disk is there in every way.
-    let mut client = Client::connect(&nbd(dir, "y")).unwrap();
+    let client = Client::connect(&nbd(dir, "y")).unwrap();
     client.write(4096, &[3; 512], true).unwrap();
-    let other_socket = NbdUri { address: Address::Unix(dir.join("m")), export: "y".to_owned(), tls: false };
+    let other_socket = NbdUri::new(Address::Unix(dir.join("m")), "y");
     let mut bytes = [0; 512];
-    let mut other = Client::connect(&other_socket).unwrap();
+    let other = Client::connect(&other_socket).unwrap();
     other.read(4096, &mut bytes).unwrap();
     assert_eq!(bytes, [3; 512]);
     let (device, mut second) = guest(&dir.join("w"));
@@ -163,8 +163,8 @@ fn disks_come_and_go_while_others_are_served() {
     assert!(said.contains("in use by 3 connection(s)") && said.contains("--force"), "{said}");
     client.read(4096, &mut bytes).unwrap();
     drop((second, device));
-    client.disconnect().unwrap();
-    other.disconnect().unwrap();
+    drop(client);
+    drop(other);
     eventually("it can be detached", || common::run(dir, &["detach", "c", "--name", "y"]).status.success());
     assert!(!dir.join("w").exists(), "its socket is gone");
     assert!(Client::connect(&nbd(dir, "y")).is_err());
@@ -174,7 +174,7 @@ fn disks_come_and_go_while_others_are_served() {
     // It is closed: another program may have it, and it may come back.
     ok(dir, &["convert", "b.raw", "copy.raw"]);
     ok(dir, &["attach", "c", "b.raw"]);
-    let mut client = Client::connect(&nbd(dir, "b")).unwrap();
+    let client = Client::connect(&nbd(dir, "b")).unwrap();
     client.read(4096, &mut bytes).unwrap();
     assert_eq!(bytes, [3; 512]);
     // By force its clients are cut off.

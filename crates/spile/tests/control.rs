@@ -13,8 +13,8 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use common::guests::{Load, guest, nbd, open_files, serve};
+use common::nbd::Client;
 use common::{Served, eventually, fails, have, ok};
-use spile::nbd_client::Client;
 use spile_lab::GuestQueue;
 use spile_lab::vhost::{BlkConfig, Device, DeviceOptions, Socket, Watch};
 
@@ -39,7 +39,7 @@ fn a_disk_grows_under_its_guests() {
     let (device, mut queue) = guest(&dir.join("a2"));
     let (watch, sizes) = sizes_of(device);
     let (other, other_sizes) = sizes_of(guest(&dir.join("b")).0);
-    let mut early = Client::connect(&nbd(dir, "")).unwrap();
+    let early = Client::connect(&nbd(dir, "")).unwrap();
     load.goes_on(&served);
     for size in [48 * MIB, 64 * MIB] {
         ok(dir, &["resize", "c", &size.to_string()]);
@@ -49,12 +49,12 @@ fn a_disk_grows_under_its_guests() {
         assert_eq!(std::fs::metadata(dir.join("a.raw")).unwrap().len(), size);
     }
     // NBD has no way to tell: who connects now sees it, by either name.
-    assert_eq!(early.info().size_bytes, 32 * MIB);
+    assert_eq!(early.facts().size_bytes, 32 * MIB);
     early.read(0, &mut [0; 512]).unwrap();
     for name in ["", "a"] {
         let mut bytes = [0; 4096];
-        let mut client = Client::connect(&nbd(dir, name)).unwrap();
-        assert_eq!(client.info().size_bytes, 64 * MIB);
+        let client = Client::connect(&nbd(dir, name)).unwrap();
+        assert_eq!(client.facts().size_bytes, 64 * MIB);
         client.read(64 * MIB - 4096, &mut bytes).unwrap();
         assert_eq!(bytes, [5; 4096]);
     }

@@ -5,6 +5,7 @@ mod common;
 use std::path::Path;
 
 use common::faulty::{self, Fault};
+use common::nbd::Client;
 use common::{Running, Served, eventually, fails, have, json, ok, run};
 use nix::sys::signal::Signal;
 use spile::load::{LoadOutcome, Options, Pattern, Report};
@@ -12,7 +13,7 @@ use spile::uri::{Address, NbdUri};
 use spile_core::ErrorKind;
 
 fn uri(socket: &Path) -> NbdUri {
-    NbdUri { address: Address::Unix(socket.to_owned()), export: String::new(), tls: false }
+    NbdUri::new(Address::Unix(socket.to_owned()), "")
 }
 
 /// A verified load that writes blocks 0 to 119 of the disk's first `span_blocks`, once each or in rounds.
@@ -200,7 +201,7 @@ fn load_foreign(program: &str, args: &[&str]) {
     let child = command.spawn().unwrap();
     let _server = Served { child, socket: socket.clone() };
     let uri = uri(&socket);
-    eventually("it answers", || spile::nbd_client::Client::connect(&uri).is_ok());
+    eventually("it answers", || Client::connect(&uri).is_ok());
     for (bs, connections) in [("4k", "1"), ("512", "2"), ("1M", "2")] {
         let uri = uri.to_string();
         let load = ["load", &uri, "--rw", "randrw", "--ios", "500", "--verify", "--flush-every", "50"];
@@ -275,6 +276,6 @@ fn a_server_that_never_stops_talking_is_left() {
         reply.extend(99u16.to_be_bytes());
         while stream.write_all(&reply).is_ok() {}
     });
-    let error = spile::nbd_client::Client::connect(&uri(&socket)).unwrap_err();
+    let error = Client::connect(&uri(&socket)).map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
 }

@@ -9,9 +9,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use common::nbd::{Client, raw_connection, read_request};
 use common::{Served, assert_silent, engines, eventually, fails, have, json, ok, spile};
 use nix::sys::signal::Signal;
-use spile::nbd_client::{self, Client, request_header};
 
 #[test]
 fn created_served_loaded_ended_checked_and_compared() {
@@ -35,27 +35,26 @@ fn created_served_loaded_ended_checked_and_compared() {
 }
 
 #[test]
-fn several_exports_are_listed_and_told() {
+fn several_exports_are_told() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("a,b.raw"), [7; 4096]).unwrap();
     let args = ["a,,b.raw,read-only", "mem:1M,name=scratch", "null:2M"];
     let served = Served::start(dir.path(), &args);
-    let mut names = Client::list(&served.address()).unwrap();
-    names.sort();
-    assert_eq!(names, ["", "a,b", "null", "scratch"]);
-    let mut a = Client::connect(&served.uri()).unwrap();
-    assert!(a.info().flags.read_only() && a.info().size_bytes == 4096);
+    for (name, is_there) in [("", true), ("a,b", true), ("null", true), ("scratch", true), ("b", false)] {
+        assert_eq!(Client::connect(&served.export(name)).is_ok(), is_there, "{name:?}");
+    }
+    let a = Client::connect(&served.uri()).unwrap();
+    assert!(a.facts().is_read_only() && a.facts().size_bytes == 4096);
     let mut bytes = [0; 512];
     a.read(512, &mut bytes).unwrap();
     assert_eq!(bytes, [7; 512]);
     a.write(0, &bytes, false).unwrap_err();
-    let mut scratch = Client::connect(&served.export("scratch")).unwrap();
+    let scratch = Client::connect(&served.export("scratch")).unwrap();
     scratch.write(3, b"hello", true).unwrap();
     scratch.write_zeroes(4, 2).unwrap();
-    scratch.trim(0, 1 << 20).unwrap();
     scratch.flush().unwrap();
-    assert_eq!(Client::connect(&served.export("null")).unwrap().info().size_bytes, 2 << 20);
-    scratch.disconnect().unwrap();
+    assert_eq!(Client::connect(&served.export("null")).unwrap().facts().size_bytes, 2 << 20);
+    drop(scratch);
     assert!(served.terminate().success());
 }
 
@@ -127,11 +126,9 @@ fn a_second_signal_ends_it_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let mut served = Served::start(dir.path(), &["mem:64M"]);
     // A client that asks for much and takes nothing keeps the server draining.
-    let client = Client::connect(&served.uri()).unwrap();
-    let mut stream = client.into_stream();
+    let mut stream = raw_connection(&served.socket);
     for cookie in 0..100 {
-        let read = request_header(nbd_client::Command::Read, 0, cookie, 0, 32 << 20);
-        stream.write_all(&read).unwrap();
+        stream.write_all(&read_request(cookie, 32 << 20)).unwrap();
     }
     stream.read_exact(&mut [0; 16]).unwrap();
     served.signal(Signal::SIGTERM);
@@ -162,7 +159,7 @@ fn systemd_passes_a_socket_and_is_told_the_state() {
         String::from_utf8_lossy(&text[..len]).into_owned()
     };
     assert_eq!(state(), "READY=1");
-    assert_eq!(Client::connect(&served.uri()).unwrap().info().size_bytes, 1 << 20);
+    assert_eq!(Client::connect(&served.uri()).unwrap().facts().size_bytes, 1 << 20);
     assert!(served.terminate().success());
     assert_eq!(state(), "STOPPING=1");
     assert!(socket.exists(), "the socket is systemd's to remove");
@@ -180,9 +177,9 @@ fn twenty_idle_exports_wake_nobody() {
         let served = Served::start(dir.path(), &[&disks[..], &["--engine", engine]].concat());
         let pid = served.child.id();
         assert_silent(pid, &format!("{engine}, nobody connected"));
-        let mut clients: Vec<Client> =
+        let clients: Vec<Client> =
             (0..20).map(|n| Client::connect(&served.export(&format!("d{n}"))).unwrap()).collect();
-        for client in &mut clients {
+        for client in &clients {
             client.write(0, &[1; 4096], false).unwrap();
             client.flush().unwrap();
         }
@@ -253,7 +250,7 @@ fn a_request_that_fails_is_told_on_stderr() {
     let disk = dir.path().join("d.raw");
     fs::write(&disk, [7; 1 << 20]).unwrap();
     let mut served = Served::start(dir.path(), &["d.raw"]);
-    let mut client = Client::connect(&served.uri()).unwrap();
+    let client = Client::connect(&served.uri()).unwrap();
     // The ground is pulled away.
     fs::File::options().write(true).open(&disk).unwrap().set_len(4096).unwrap();
     client.read(512 << 10, &mut [0; 4096]).unwrap_err();

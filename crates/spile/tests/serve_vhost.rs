@@ -8,8 +8,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Stdio};
 
 use common::guests::{guest, names_in, nbd, open_files, serve, serve_again, try_serve};
+use common::nbd::Client;
 use common::{Served, eventually, fails, have, ok, spile};
-use spile::nbd_client::Client;
 use spile_lab::GuestQueue;
 use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Device, DeviceOptions};

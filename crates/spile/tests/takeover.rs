@@ -11,9 +11,9 @@ use std::time::Duration;
 use common::guests::{
     Load, guest, names_in, nbd, open_files, rest_of_stderr, serve, serve_again, simple_guest, succeed, try_serve,
 };
+use common::nbd::Client;
 use common::{Served, eventually, json, ok};
 use nix::sys::signal::Signal;
-use spile::nbd_client::Client;
 use spile::uri::{Address, NbdUri};
 use spile_lab::GuestQueue;
 use spile_lab::vhost::Watch;
@@ -37,15 +37,15 @@ fn guests_notice_nothing_of_several_successors_and_nbd_clients_connect_again() {
     load.goes_on(&served);
     let mut files = None;
     for round in 0..4u8 {
-        let mut client = Client::connect(&nbd(dir, "")).unwrap();
+        let client = Client::connect(&nbd(dir, "")).unwrap();
         client.write(48 * MIB, &[round + 1; 4096], false).unwrap();
         served = succeed(dir, &args, served);
         client.read(48 * MIB, &mut [0; 4096]).expect_err("NBD clients are hung up on");
-        let mut client = Client::connect(&nbd(dir, "")).unwrap();
+        let client = Client::connect(&nbd(dir, "")).unwrap();
         let mut bytes = [0; 4096];
         client.read(48 * MIB, &mut bytes).unwrap();
         assert_eq!(bytes, [round + 1; 4096]);
-        client.disconnect().unwrap();
+        drop(client);
         load.goes_on(&served);
         assert_eq!(inodes(dir, &names), before, "the sockets are the same");
         // The second successor has nothing that the first had not.
@@ -288,7 +288,7 @@ fn a_tcp_port_goes_on_and_a_refused_successor_leaves_no_trace() {
     let address = format!("tcp:127.0.0.1:{port}");
     let args = ["d.raw", "--nbd", &address];
     let served = serve(dir, &args);
-    let uri = NbdUri { address: Address::Tcp("127.0.0.1".to_owned(), port), export: String::new(), tls: false };
+    let uri = NbdUri::new(Address::Tcp("127.0.0.1".to_owned(), port), "");
     Client::connect(&uri).unwrap().write(0, &[5; 512], false).unwrap();
     let err = try_serve(dir, &["d.raw", "--nbd", "unix:n", "--takeover"]).map(|_| ()).unwrap_err();
     assert!(err.contains(&format!("does not listen on nbd {address}")), "{err}");

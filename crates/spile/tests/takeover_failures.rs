@@ -13,10 +13,10 @@ use common::guests::{
     Load, complains, guest, names_in, nbd, open_files, rest_of_stderr, serve, serve_again, simple_guest, succeed,
     try_serve,
 };
+use common::nbd::Client;
 use common::{Served, eventually, fails, ok};
 use nix::sys::signal::Signal;
 use rustix::fs::{FlockOperation, fcntl_lock};
-use spile::nbd_client::Client;
 use spile::serving::control::{Answer, Link, Request};
 use spile::serving::fronts::{Listening, Role, key};
 use spile::serving::identity::{Exported, Identity};
@@ -69,7 +69,7 @@ fn who_could_not_go_on_with_everything_is_refused_before_anything_stops() {
     ok(dir, &["create", "other.raw", "--size", "64M"]);
     let mut load = Load::start(dir, "v", &[]);
     load.goes_on(&served);
-    let mut client = Client::connect(&nbd(dir, "")).unwrap();
+    let client = Client::connect(&nbd(dir, "")).unwrap();
     let cases: [(&[&str], &str); 8] = [
         (&["d.raw", "--vhost-user", "v"], "does not listen on nbd unix:"),
         (&["d.raw", "--nbd", "unix:n"], "does not listen on vhost-user \"\" ("),
@@ -99,7 +99,7 @@ fn another_disk_is_refused_where_only_nbd_clients_would_see_it() {
     }
     fs::hard_link(dir.join("d.raw"), dir.join("moved.raw")).unwrap();
     let served = serve(dir, &["d.raw,name=x", "e.raw", "--nbd", "unix:n"]);
-    let mut client = Client::connect(&nbd(dir, "x")).unwrap();
+    let client = Client::connect(&nbd(dir, "x")).unwrap();
     client.write(0, &[1; 512], true).unwrap();
     let cases: [(&[&str], &str); 5] = [
         (&["other.raw,name=x", "e.raw"], "export \"\" is d.raw (raw, inode"),

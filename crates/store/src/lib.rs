@@ -15,4 +15,4 @@ mod sync_gate;
 pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};
 pub use memory::{MemStore, NullStore};
-pub use nbd::NbdStore;
+pub use nbd::{NbdFacts, NbdOptions, NbdStore};

@@ -114,7 +114,7 @@ impl BlkifEndpoint {
 }
 
 impl Endpoint for BlkifEndpoint {
-    type Transport = GuestTransport<Queue>;
+    type Ready = GuestTransport<Queue>;
 
     fn info(&self) -> Info {
         self.info

@@ -1,12 +1,14 @@
 //! A guest's queue under load, whatever its ring: what vhost-user's transport and blkif's have in common.
 
+use std::future::Future;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use spile_core::Result;
 use spile_lab::GuestQueue;
 
 use super::pump::{STUCK_AFTER, stuck};
-use super::transport::{Kind, Shape, Transport};
+use super::transport::{Kind, Ready, Shape, Transport};
 
 /// One queue.
 pub struct GuestTransport<Q: GuestQueue> {
@@ -27,7 +29,20 @@ impl<Q: GuestQueue> GuestTransport<Q> {
     }
 }
 
-impl<Q: GuestQueue> Transport for GuestTransport<Q> {
+/// A guest's queue has a thread of its own and waits by blocking it.
+impl<Q: GuestQueue + Send + 'static> Ready for GuestTransport<Q> {
+    type Transport = Self;
+
+    fn block_on<T, Fut>(self, work: impl FnOnce(Self) -> Fut + Send + 'static) -> T
+    where
+        T: Send + 'static,
+        Fut: Future<Output = T> + 'static,
+    {
+        work(self).now_or_never().expect("a guest's waits block, and so never pend")
+    }
+}
+
+impl<Q: GuestQueue + 'static> Transport for GuestTransport<Q> {
     fn fill(&mut self, slot: usize, fill: impl FnOnce(&mut [u8])) {
         fill(&mut self.block);
         self.queue.data(slot).copy_from_slice(0, &self.block);
@@ -44,16 +59,19 @@ impl<Q: GuestQueue> Transport for GuestTransport<Q> {
         self.queue.submit(slot, op, offset_bytes, len);
     }
 
-    fn submit(&mut self) -> Result<()> {
+    fn submit(&mut self) {
         self.queue.publish();
-        Ok(())
     }
 
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<bool> {
+    async fn wait(&mut self, timeout: Option<Duration>) -> Result<bool> {
         let patience = timeout.unwrap_or(STUCK_AFTER);
         let ready = if self.poll { self.queue.spin(patience)? } else { self.queue.sleep(patience)? };
         let is_stuck = !ready && timeout.is_none() && self.queue.is_served();
         if is_stuck { Err(stuck()) } else { Ok(ready) }
+    }
+
+    async fn pause(&mut self, duration: Duration) {
+        std::thread::sleep(duration);
     }
 
     fn take(&mut self) -> Result<Option<usize>> {
@@ -67,6 +85,4 @@ impl<Q: GuestQueue> Transport for GuestTransport<Q> {
         self.queue.data(slot).copy_to_slice(0, &mut self.block);
         &self.block
     }
-
-    fn finish(&mut self) {}
 }

@@ -1,4 +1,4 @@
-//! A load generator for servers of disks: pipelined, one thread a connection, with verification.
+//! A load generator for servers of disks: pipelined, over several connections, with verification.
 //!
 //! The pump drives a connection; how a request goes to a server and back is a `Transport`: NBD's, a queue of a
 //! vhost-user-blk device, or one of a Xen guest.
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, ErrorKind, OpenMode, Result};
 
 pub use blkif::GuestOptions;
 pub use model::Model;
@@ -42,7 +42,7 @@ use pump::{Outcome, Pump, Source, Task};
 use spile_server::units::format_size;
 use spile_server::uri::Target;
 use stats::Counters;
-use transport::{Endpoint, Info, Shape, Transport};
+use transport::{Endpoint, Info, Ready, Shape};
 use vhost::VhostEndpoint;
 
 /// The pattern of requests.
@@ -175,7 +175,10 @@ pub fn run(options: &Options, progress: impl FnMut(Progress)) -> Result<LoadOutc
 /// As [`run`].
 pub fn run_only(options: &Options, mut progress: impl FnMut(Progress)) -> Result<LoadOutcome> {
     match &options.uri {
-        Target::Nbd(uri) => load(options, NbdEndpoint::connect(uri, options.connections)?, &mut progress),
+        Target::Nbd(uri) => {
+            let mode = if options.pattern.read_percent == 100 { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
+            load(options, NbdEndpoint::connect(uri, options.connections, mode)?, &mut progress)
+        }
         Target::Vhost(path) => {
             let endpoint = VhostEndpoint::connect(path, options.connections, options.vhost)?;
             load(options, endpoint, &mut progress)
@@ -203,9 +206,9 @@ fn load<E: Endpoint>(options: &Options, endpoint: E, progress: &mut dyn FnMut(Pr
         writes: read_percent < 100,
         keep_data: options.verify,
     };
-    let ((outcomes, cpu), reconnects) = endpoint.run(shape, |transports| {
+    let ((outcomes, cpu), reconnects) = endpoint.run(shape, |connections| {
         let cpu = CpuMeter::start(options.server_pid)?;
-        let outcomes = drive(work, transports, progress);
+        let outcomes = drive(work, connections, progress);
         Ok((outcomes, cpu.stop()))
     })?;
     Ok(LoadOutcome { interrupted: options.is_stopped(), reconnects, ..merge(outcomes, cpu) })
@@ -226,7 +229,7 @@ const READBACK_DEPTH: u32 = 16;
 fn verify_until(options: &Options, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
     let connections = models.len() as u32;
     match &options.uri {
-        Target::Nbd(uri) => look(options, NbdEndpoint::connect(uri, connections)?, models),
+        Target::Nbd(uri) => look(options, NbdEndpoint::connect(uri, connections, OpenMode::ReadOnly)?, models),
         Target::Vhost(path) => look(options, VhostEndpoint::connect(path, connections, options.vhost)?, models),
         Target::Lab(dir) => look(options, BlkifEndpoint::connect(dir, connections, options.guest.clone())?, models),
     }
@@ -248,7 +251,7 @@ fn look<E: Endpoint>(options: &Options, endpoint: E, models: &[Model]) -> Result
         (task, Source::Readback { next: model.blocks().start }, Some(model.clone()))
     });
     let shape = Shape { depth: READBACK_DEPTH, block_bytes: first.block_bytes(), writes: false, keep_data: true };
-    let run = |transports| Ok(drive(work.collect(), transports, &mut |_| {}));
+    let run = |connections| Ok(drive(work.collect(), connections, &mut |_| {}));
     let (outcomes, _) = endpoint.run(shape, run)?;
     let outcome = merge(outcomes, (Duration::ZERO, None));
     match outcome.error {
@@ -342,19 +345,19 @@ fn run_stamp(seed: u64) -> u64 {
 
 type Work = (Task, Source, Option<Model>);
 
-fn drive<T: Transport>(work: Vec<Work>, transports: Vec<T>, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
-    let counters: Vec<Counters> = work.iter().map(|_| Counters::default()).collect();
+fn drive<L: Ready>(work: Vec<Work>, connections: Vec<L>, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
+    let counters: Vec<Arc<Counters>> = work.iter().map(|_| Arc::default()).collect();
     let epoch = Instant::now();
     let (done, all_done) = mpsc::channel::<()>();
     thread::scope(|scope| {
-        let start = |(((task, source, model), transport), counters): ((Work, T), _)| {
-            let done = done.clone();
+        let start = |(((task, source, model), connection), counters): ((Work, L), &Arc<Counters>)| {
+            let (done, counters) = (done.clone(), counters.clone());
             scope.spawn(move || {
                 let _done = done;
-                Pump::new(task, source, model, transport, counters, epoch).run()
+                connection.block_on(move |transport| Pump::new(task, source, model, transport, counters, epoch).run())
             })
         };
-        let threads: Vec<_> = work.into_iter().zip(transports).zip(&counters).map(start).collect();
+        let threads: Vec<_> = work.into_iter().zip(connections).zip(&counters).map(start).collect();
         drop(done);
         // Nothing is ever sent: the wait ends when the last thread drops its sender.
         while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(Duration::from_secs(1)) {
@@ -364,7 +367,7 @@ fn drive<T: Transport>(work: Vec<Work>, transports: Vec<T>, progress: &mut dyn F
     })
 }
 
-fn sum(counters: &[Counters], elapsed: Duration) -> Progress {
+fn sum(counters: &[Arc<Counters>], elapsed: Duration) -> Progress {
     Progress {
         elapsed,
         reads: counters.iter().map(|c| c.reads.load(Ordering::Relaxed)).sum(),

@@ -1,316 +1,247 @@
-//! NBD under load: pipelined requests on one socket.
+//! NBD under load: the client of the NBD store, pipelined on one socket for each connection.
 //!
-//! All that waits goes out in one `sendmsg`; one blocking `recv` takes as many replies as there are. Sending never blocks (a
-//! server may stop reading until its replies are taken); only when the socket is full does a wait look in both directions.
+//! A connection is a store of its own that never connects again, on a worker of an engine that lives as long as the load. The
+//! pump runs on that worker, and so does one long-lived task for each slot, which carries one request after the other. So a
+//! round of requests becomes one send, and one receive brings as many answers as there are.
+//!
+//! Structured replies are not asked for: a server may look for holes at each read then, and that is not what is measured.
 
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::io::{ErrorKind as IoKind, IoSlice, Read, Write};
-use std::ops::Range;
-use std::os::fd::AsFd;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
-use smallvec::SmallVec;
-use spile_core::{Error, ErrorKind, Result};
-
-use super::pump::{STUCK_AFTER, stuck};
-use super::transport::{Endpoint, Info, Kind, Shape, Transport};
-use crate::nbd_client::{
-    Client, Command, FLAG_FUA, REPLY_BYTES, REQUEST_BYTES, Stream, parse_reply, request_header, server_error,
-};
+use futures_util::future::{Either, select};
+use spile_core::{Error, ErrorKind, OpenMode, Result, Segments, Store, StoreOffset, Via};
+use spile_engine::{Config, Engine};
 use spile_server::uri::NbdUri;
+use spile_store::{NbdFacts, NbdOptions, NbdStore};
 
-/// Slices in one `sendmsg` (the system allows 1024).
-const SLICES: usize = 256;
+use super::pump::STUCK_AFTER;
+use super::transport::{Endpoint, Info, Kind, Ready, Shape, Transport};
+
+/// Workers at most; more connections share them.
+const MAX_WORKERS: u32 = 64;
+/// The arena of each worker's pool, in bytes. The load has memory of its own.
+const POOL_BYTES: usize = 1 << 20;
 
 /// Connections after their handshake.
 pub struct NbdEndpoint {
-    clients: Vec<Client>,
+    engine: Engine,
+    stores: Vec<NbdStore>,
 }
 
 impl NbdEndpoint {
     /// Connects so often to one export.
     ///
     /// # Errors
-    /// As [`Client::connect`].
-    pub fn connect(uri: &NbdUri, connections: u32) -> Result<Self> {
-        let clients = (0..connections).map(|_| Client::connect(uri)).collect::<Result<_>>()?;
-        Ok(Self { clients })
+    /// As [`NbdStore::open`].
+    pub fn connect(uri: &NbdUri, connections: u32, mode: OpenMode) -> Result<Self> {
+        let workers = connections.clamp(1, MAX_WORKERS) as usize;
+        let engine = Engine::start(Config { workers, pool_bytes: POOL_BYTES, ..Config::default() })?;
+        let stores = (0..connections as usize).map(|number| open(&engine, number, uri, mode));
+        let stores = stores.collect::<Result<_>>()?;
+        Ok(Self { engine, stores })
     }
+}
+
+fn open(engine: &Engine, number: usize, uri: &NbdUri, mode: OpenMode) -> Result<NbdStore> {
+    let options =
+        NbdOptions { connections: 1, answer_limit: STUCK_AFTER, reconnect_limit: Duration::ZERO, structured: false };
+    let uri = uri.clone();
+    let opened = engine.run_on(number, move || NbdStore::open_with(uri, mode, options));
+    opened.map_err(|error| match error.kind() {
+        ErrorKind::ReadOnly => Error::new(error.kind(), "the disk is read-only").hint("use --rw randread"),
+        _ => error,
+    })
 }
 
 impl Endpoint for NbdEndpoint {
-    type Transport = NbdTransport;
+    type Ready = NbdConnection;
 
     fn info(&self) -> Info {
-        let export = self.clients[0].info();
+        let facts: NbdFacts = self.stores[0].facts();
         Info {
-            size_bytes: export.size_bytes,
-            read_only: export.flags.read_only(),
-            flush: export.flags.flush(),
-            fua: export.flags.fua(),
-            min_block_bytes: export.min_block_bytes.max(1),
-            max_block_bytes: export.max_block_bytes,
+            size_bytes: facts.size_bytes,
+            read_only: facts.is_read_only(),
+            flush: facts.can_flush(),
+            fua: facts.can_fua(),
+            min_block_bytes: facts.min_block_bytes,
+            max_block_bytes: facts.max_payload_bytes,
         }
     }
 
-    fn run<R>(self, shape: Shape, run: impl FnOnce(Vec<NbdTransport>) -> Result<R>) -> Result<(R, u32)> {
-        let transports = self.clients.into_iter().map(|client| NbdTransport::new(shape, client.into_stream()));
-        Ok((run(transports.collect())?, 0))
+    fn run<R>(self, shape: Shape, run: impl FnOnce(Vec<NbdConnection>) -> Result<R>) -> Result<(R, u32)> {
+        let Self { engine, stores } = self;
+        let stores = stores.into_iter().enumerate();
+        let connections = stores.map(|(worker, store)| NbdConnection { engine: engine.clone(), worker, shape, store });
+        let done = run(connections.collect());
+        // The stores are gone with their connections; the workers end when these have said good-bye.
+        engine.shutdown();
+        Ok((done?, 0))
     }
 }
 
-#[derive(Debug)]
-struct Slot {
-    kind: Kind,
-    /// The cookie of the request in flight; 0 = free.
-    cookie: u64,
-    offset_bytes: u64,
-    header: [u8; REQUEST_BYTES],
-    payload: Vec<u8>,
-}
-
-/// Bytes from the socket that were not looked at yet.
-#[derive(Debug)]
-struct Inbox {
-    bytes: Vec<u8>,
-    start: usize,
-    end: usize,
-    /// A read's data that nobody wants: its slot, and the bytes still to come.
-    skipping: Option<(usize, usize)>,
-    /// The data of the read that was taken last.
-    data: Range<usize>,
-}
-
-/// One connection.
-#[derive(Debug)]
-pub struct NbdTransport {
+/// One connection, before its load.
+pub struct NbdConnection {
+    engine: Engine,
+    worker: usize,
     shape: Shape,
-    stream: Stream,
+    store: NbdStore,
+}
+
+impl Ready for NbdConnection {
+    type Transport = NbdTransport;
+
+    fn block_on<T, Fut>(self, work: impl FnOnce(NbdTransport) -> Fut + Send + 'static) -> T
+    where
+        T: Send + 'static,
+        Fut: Future<Output = T> + 'static,
+    {
+        let Self { engine, worker, shape, store } = self;
+        engine.run_on(worker, move || work(NbdTransport::new(shape, &store)))
+    }
+}
+
+/// A request for a slot's task.
+#[derive(Clone, Copy)]
+struct Job {
+    kind: Kind,
+    offset_bytes: u64,
+    fua: bool,
+}
+
+/// One slot: its memory, and what its task is to do.
+struct Slot {
+    block: Segments,
+    job: Cell<Option<Job>>,
+    waker: RefCell<Waker>,
+}
+
+/// What the pump and the slots' tasks of one connection have in common.
+struct Board {
     slots: Vec<Slot>,
-    outgoing: VecDeque<usize>,
-    /// Bytes of the first outgoing request that were sent.
-    sent: usize,
-    inbox: Inbox,
-    next_cookie: u64,
+    done: RefCell<VecDeque<(usize, Result<()>)>>,
+    pump: RefCell<Waker>,
+    ended: Cell<bool>,
+}
+
+impl Board {
+    fn poll_job(&self, slot: usize, context: &Context<'_>) -> Poll<Option<Job>> {
+        let Slot { job, waker, .. } = &self.slots[slot];
+        match job.take() {
+            Some(job) => Poll::Ready(Some(job)),
+            None if self.ended.get() => Poll::Ready(None),
+            None => {
+                waker.borrow_mut().clone_from(context.waker());
+                Poll::Pending
+            }
+        }
+    }
+
+    fn poll_done(&self, context: &Context<'_>) -> Poll<()> {
+        if !self.done.borrow().is_empty() {
+            return Poll::Ready(());
+        }
+        self.pump.borrow_mut().clone_from(context.waker());
+        Poll::Pending
+    }
+
+    fn finish(&self, slot: usize, outcome: Result<()>) {
+        self.done.borrow_mut().push_back((slot, outcome));
+        self.pump.borrow().wake_by_ref();
+    }
+}
+
+/// The task of one slot: one request after the other, until the load ends.
+async fn serve(board: Rc<Board>, store: NbdStore, slot: usize) {
+    while let Some(job) = poll_fn(|context| board.poll_job(slot, context)).await {
+        let outcome = perform(&store, job, &board.slots[slot].block).await;
+        board.finish(slot, outcome);
+    }
+}
+
+async fn perform(store: &NbdStore, job: Job, block: &Segments) -> Result<()> {
+    let at = StoreOffset(job.offset_bytes);
+    match job.kind {
+        Kind::Read => store.read_at(at, block, Via::Direct).await,
+        Kind::Write if job.fua => store.write_durable(at, block).await,
+        Kind::Write => store.write_at(at, block, Via::Direct).await,
+        Kind::Flush => store.sync().await,
+    }
+}
+
+/// One connection under load, on its worker.
+pub struct NbdTransport {
+    board: Rc<Board>,
+    /// One block, for data that are made or looked at.
+    block: Vec<u8>,
 }
 
 impl NbdTransport {
-    fn new(shape: Shape, stream: Stream) -> Self {
-        let reply = shape.block_bytes as usize + REPLY_BYTES;
-        let slots: Vec<Slot> = (0..shape.depth).map(|_| Slot::new(shape)).collect();
-        Self {
-            outgoing: VecDeque::with_capacity(slots.len()),
-            slots,
-            sent: 0,
-            inbox: Inbox::new((2 * reply).max(256 << 10)),
-            next_cookie: 1,
-            shape,
-            stream,
+    fn new(shape: Shape, store: &NbdStore) -> Self {
+        let len = shape.block_bytes as usize;
+        let slot = |_| Slot { block: Segments::zeroed(len), job: Cell::new(None), waker: Waker::noop().clone().into() };
+        let board = Rc::new(Board {
+            slots: (0..shape.depth).map(slot).collect(),
+            done: RefCell::default(),
+            pump: Waker::noop().clone().into(),
+            ended: Cell::new(false),
+        });
+        for slot in 0..shape.depth as usize {
+            spile_engine::spawn(serve(board.clone(), store.clone(), slot));
         }
+        Self { board, block: vec![0; len] }
     }
+}
 
-    fn slices(&self) -> SmallVec<[IoSlice<'_>; SLICES]> {
-        let mut slices = SmallVec::new();
-        let mut skip = self.sent;
-        for slot in &self.outgoing {
-            if slices.len() + 2 > SLICES {
-                break;
-            }
-            for part in self.slots[*slot].parts() {
-                let cut = skip.min(part.len());
-                skip -= cut;
-                if cut < part.len() {
-                    slices.push(IoSlice::new(&part[cut..]));
-                }
-            }
-        }
-        slices
-    }
-
-    fn note_sent(&mut self, len: usize) {
-        self.sent += len;
-        while let Some(slot) = self.outgoing.front() {
-            let whole: usize = self.slots[*slot].parts().iter().map(|part| part.len()).sum();
-            if self.sent < whole {
-                break;
-            }
-            self.sent -= whole;
-            self.outgoing.pop_front();
-        }
-    }
-
-    /// Waits where a blocking receive would wait for the wrong thing; true when a receive is due.
-    fn ready_to_receive(&mut self, timeout: Option<Duration>) -> Result<bool> {
-        let (events, timeout) = match timeout {
-            _ if !self.outgoing.is_empty() => (PollFlags::IN | PollFlags::OUT, STUCK_AFTER),
-            Some(timeout) => (PollFlags::IN, timeout),
-            None => return Ok(true),
-        };
-        let mut fds = [PollFd::new(&self.stream, events)];
-        let timeout = Timespec::try_from(timeout).ok();
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(0) if !self.outgoing.is_empty() => Err(stuck()),
-            Ok(_) => Ok(fds[0].revents().intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR)),
-            Err(rustix::io::Errno::INTR) => Ok(false),
-            Err(e) => Err(Error::io("poll", e.into())),
-        }
-    }
-
-    /// Passes over data that nobody wants; its slot when that was the last of it.
-    fn skip_data(&mut self, (slot, left): (usize, usize)) -> Option<usize> {
-        let taken = left.min(self.inbox.len());
-        self.inbox.start += taken;
-        if taken < left {
-            self.inbox.skipping = Some((slot, left - taken));
-            return None;
-        }
-        self.slots[slot].cookie = 0;
-        Some(slot)
-    }
-
-    fn slot_of(&self, cookie: u64) -> Result<usize> {
-        let slot = (cookie & 0xffff_ffff) as usize;
-        match self.slots.get(slot) {
-            Some(entry) if entry.cookie == cookie => Ok(slot),
-            _ => Err(Error::new(ErrorKind::Protocol, "the server answered what was not asked")),
-        }
-    }
-
-    fn refused(&self, slot: usize, errno: u32) -> Error {
-        let entry = &self.slots[slot];
-        server_error(command(entry.kind), entry.offset_bytes, errno)
+impl Drop for NbdTransport {
+    fn drop(&mut self) {
+        self.board.ended.set(true);
+        self.board.slots.iter().for_each(|slot| slot.waker.borrow().wake_by_ref());
     }
 }
 
 impl Transport for NbdTransport {
     fn fill(&mut self, slot: usize, fill: impl FnOnce(&mut [u8])) {
-        fill(&mut self.slots[slot].payload);
+        fill(&mut self.block);
+        self.board.slots[slot].block.copy_from_slice(0, &self.block);
     }
 
     fn issue(&mut self, slot: usize, kind: Kind, offset_bytes: u64, fua: bool) {
-        let cookie = self.next_cookie << 32 | slot as u64;
-        self.next_cookie = self.next_cookie % u64::from(u32::MAX) + 1;
-        let fua = if fua { FLAG_FUA } else { 0 };
-        let (offset, len) = match kind {
-            Kind::Read | Kind::Write => (offset_bytes, self.shape.block_bytes),
-            Kind::Flush => (0, 0),
+        let slot = &self.board.slots[slot];
+        slot.job.set(Some(Job { kind, offset_bytes, fua }));
+        slot.waker.borrow().wake_by_ref();
+    }
+
+    /// The tasks send what they were given as soon as the pump waits.
+    fn submit(&mut self) {}
+
+    /// A server that must be taken for stuck is the store's to find.
+    async fn wait(&mut self, timeout: Option<Duration>) -> Result<bool> {
+        let done = poll_fn(|context| self.board.poll_done(context));
+        let Some(timeout) = timeout else {
+            done.await;
+            return Ok(true);
         };
-        let entry = &mut self.slots[slot];
-        (entry.kind, entry.cookie, entry.offset_bytes) = (kind, cookie, offset_bytes);
-        entry.header = request_header(command(kind), fua, cookie, offset, len);
-        self.outgoing.push_back(slot);
+        Ok(matches!(select(done, pin!(spile_engine::sleep(timeout))).await, Either::Left(_)))
     }
 
-    fn submit(&mut self) -> Result<()> {
-        while !self.outgoing.is_empty() {
-            let slices = self.slices();
-            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            let control = &mut SendAncillaryBuffer::default();
-            let result = sendmsg(self.stream.as_fd(), &slices, control, flags);
-            drop(slices);
-            match result {
-                Ok(len) => self.note_sent(len),
-                Err(rustix::io::Errno::AGAIN) => return Ok(()),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(Error::io("the connection was lost while sending", e.into())),
-            }
-        }
-        Ok(())
-    }
-
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<bool> {
-        if !self.ready_to_receive(timeout)? {
-            return Ok(false);
-        }
-        let space = self.inbox.space();
-        match self.stream.read(space) {
-            Ok(0) => Err(Error::new(ErrorKind::Io, "the server closed the connection")),
-            Ok(len) => {
-                self.inbox.end += len;
-                Ok(true)
-            }
-            Err(e) if e.kind() == IoKind::Interrupted => Ok(false),
-            Err(e) if e.kind() == IoKind::WouldBlock => Err(stuck()),
-            Err(e) => Err(Error::io("the connection was lost while receiving", e)),
-        }
+    async fn pause(&mut self, duration: Duration) {
+        spile_engine::sleep(duration).await;
     }
 
     fn take(&mut self) -> Result<Option<usize>> {
-        if let Some(skipping) = self.inbox.skipping.take() {
-            return Ok(self.skip_data(skipping));
-        }
-        let Some(head) = self.inbox.unread().first_chunk::<REPLY_BYTES>() else {
-            return Ok(None);
-        };
-        let reply = parse_reply(head)?;
-        let slot = self.slot_of(reply.cookie)?;
-        if reply.errno != 0 {
-            return Err(self.refused(slot, reply.errno));
-        }
-        let data = if self.slots[slot].kind == Kind::Read { self.shape.block_bytes as usize } else { 0 };
-        if self.shape.keep_data && self.inbox.len() < REPLY_BYTES + data {
-            return Ok(None);
-        }
-        self.inbox.start += REPLY_BYTES;
-        self.inbox.data = self.inbox.start..self.inbox.start + data;
-        Ok(self.skip_data((slot, data)))
+        let Some((slot, outcome)) = self.board.done.borrow_mut().pop_front() else { return Ok(None) };
+        outcome?;
+        Ok(Some(slot))
     }
 
-    fn data(&mut self, _slot: usize) -> &[u8] {
-        &self.inbox.bytes[self.inbox.data.clone()]
-    }
-
-    fn finish(&mut self) {
-        // Whether the server hears it changes nothing.
-        let _ = self.stream.write_all(&request_header(Command::Disconnect, 0, 0, 0, 0));
-    }
-}
-
-fn command(kind: Kind) -> Command {
-    match kind {
-        Kind::Read => Command::Read,
-        Kind::Write => Command::Write,
-        Kind::Flush => Command::Flush,
-    }
-}
-
-impl Slot {
-    fn new(shape: Shape) -> Self {
-        let payload = vec![0; if shape.writes { shape.block_bytes as usize } else { 0 }];
-        Self { kind: Kind::Read, cookie: 0, offset_bytes: 0, header: [0; REQUEST_BYTES], payload }
-    }
-
-    fn parts(&self) -> [&[u8]; 2] {
-        match self.kind {
-            Kind::Write => [&self.header, &self.payload],
-            Kind::Read | Kind::Flush => [&self.header, &[]],
-        }
-    }
-}
-
-impl Inbox {
-    fn new(capacity: usize) -> Self {
-        Self { bytes: vec![0; capacity], start: 0, end: 0, skipping: None, data: 0..0 }
-    }
-
-    fn len(&self) -> usize {
-        self.end - self.start
-    }
-
-    fn unread(&self) -> &[u8] {
-        &self.bytes[self.start..self.end]
-    }
-
-    /// Room to receive into; never empty, since less than one reply is left unread.
-    fn space(&mut self) -> &mut [u8] {
-        if self.start == self.end {
-            (self.start, self.end) = (0, 0);
-        } else if self.bytes.len() - self.end < self.bytes.len() / 2 {
-            self.bytes.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.len());
-        }
-        &mut self.bytes[self.end..]
+    fn data(&mut self, slot: usize) -> &[u8] {
+        self.board.slots[slot].block.copy_to_slice(0, &mut self.block);
+        &self.block
     }
 }

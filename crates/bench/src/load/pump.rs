@@ -1,4 +1,4 @@
-//! One connection under load, on one thread, whatever the way to the server is.
+//! One connection under load, whatever the way to the server is.
 //!
 //! A round is: take the time, fill every free slot, submit all that waits, then wait once and take as many answers as there
 //! are. Latency runs from just before the submission to just after the wait; the depth is integrated apart from it.
@@ -78,12 +78,12 @@ struct Slot {
 }
 
 /// One connection under load.
-pub struct Pump<'a, T> {
+pub struct Pump<T> {
     task: Task,
     source: Source,
     model: Option<Model>,
     transport: T,
-    counters: &'a Counters,
+    counters: Arc<Counters>,
     epoch: Instant,
     slots: Vec<Slot>,
     free: Vec<usize>,
@@ -95,14 +95,14 @@ pub struct Pump<'a, T> {
     mismatches: Vec<Mismatch>,
 }
 
-impl<'a, T: Transport> Pump<'a, T> {
+impl<T: Transport> Pump<T> {
     /// A connection ready to run; `epoch` is the run's common start.
     pub fn new(
         task: Task,
         source: Source,
         model: Option<Model>,
         mut transport: T,
-        counters: &'a Counters,
+        counters: Arc<Counters>,
         epoch: Instant,
     ) -> Self {
         let depth = task.depth as usize;
@@ -129,23 +129,20 @@ impl<'a, T: Transport> Pump<'a, T> {
     }
 
     /// Runs to the end of the task, or to the first error or mismatch.
-    pub fn run(mut self) -> Outcome {
-        let error = self.rounds().err();
-        if error.is_none() {
-            self.transport.finish();
-        }
+    pub async fn run(mut self) -> Outcome {
+        let error = self.rounds().await.err();
         Outcome { stats: self.stats, model: self.model, mismatches: self.mismatches, error }
     }
 
-    fn rounds(&mut self) -> Result<()> {
+    async fn rounds(&mut self) -> Result<()> {
         loop {
             let now_ns = self.now_ns();
             let wait = self.fill(now_ns);
-            self.transport.submit()?;
+            self.transport.submit();
             if self.in_flight() == 0 {
                 match wait {
                     Wait::Over => return Ok(()),
-                    Wait::Until(due_ns) => self.sleep_until(due_ns),
+                    Wait::Until(due_ns) => self.sleep_until(due_ns).await,
                     Wait::Reply => return Err(stuck()),
                 }
                 continue;
@@ -154,7 +151,7 @@ impl<'a, T: Transport> Pump<'a, T> {
                 Wait::Until(due_ns) => Some(Duration::from_nanos(due_ns.saturating_sub(self.now_ns()))),
                 Wait::Reply | Wait::Over => None,
             };
-            if self.transport.wait(timeout)? {
+            if self.transport.wait(timeout).await? {
                 self.take_all()?;
             }
         }
@@ -268,8 +265,9 @@ impl<'a, T: Transport> Pump<'a, T> {
     }
 
     /// Sleeps until that time, but not so long that the end of the run is missed.
-    fn sleep_until(&self, due_ns: u64) {
-        std::thread::sleep(Duration::from_nanos(due_ns.saturating_sub(self.now_ns())).min(LONGEST_SLEEP));
+    async fn sleep_until(&mut self, due_ns: u64) {
+        let left = Duration::from_nanos(due_ns.saturating_sub(self.now_ns()));
+        self.transport.pause(left.min(LONGEST_SLEEP)).await;
     }
 
     fn take_all(&mut self) -> Result<()> {

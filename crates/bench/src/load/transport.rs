@@ -1,5 +1,6 @@
 //! What the pump needs of a way to a server, and what a way needs of the load.
 
+use std::future::Future;
 use std::time::Duration;
 
 use spile_core::Result;
@@ -48,7 +49,7 @@ pub struct Shape {
 /// Connections to one server, before they are put under load.
 pub trait Endpoint: Sized {
     /// One of them under load.
-    type Transport: Transport;
+    type Ready: Ready;
 
     /// What the server said of the disk.
     fn info(&self) -> Info;
@@ -58,29 +59,41 @@ pub trait Endpoint: Sized {
     ///
     /// # Errors
     /// When they cannot be made ready, and those of `run`.
-    fn run<R>(self, shape: Shape, run: impl FnOnce(Vec<Self::Transport>) -> Result<R>) -> Result<(R, u32)>;
+    fn run<R>(self, shape: Shape, run: impl FnOnce(Vec<Self::Ready>) -> Result<R>) -> Result<(R, u32)>;
+}
+
+/// One connection that is ready for its load, on its way to the thread that drives it.
+pub trait Ready: Send + 'static {
+    /// The connection on that thread.
+    type Transport: Transport;
+
+    /// Runs `work` where the transport lives, and blocks the calling thread until its end.
+    fn block_on<T, Fut>(self, work: impl FnOnce(Self::Transport) -> Fut + Send + 'static) -> T
+    where
+        T: Send + 'static,
+        Fut: Future<Output = T> + 'static;
 }
 
 /// One connection under load: slots that hold one request each. Slots are below the shape's depth.
-pub trait Transport: Send {
+pub trait Transport: 'static {
     /// Lets `fill` write the data of the slot's next write: one block.
     fn fill(&mut self, slot: usize, fill: impl FnOnce(&mut [u8]));
 
     /// Puts a request into a free slot; [`Transport::submit`] sends it.
     fn issue(&mut self, slot: usize, kind: Kind, offset_bytes: u64, fua: bool);
 
-    /// Sends what was issued, or as much of it as goes without waiting.
-    ///
-    /// # Errors
-    /// When the connection is lost.
-    fn submit(&mut self) -> Result<()>;
+    /// Sends what was issued. Does not wait.
+    fn submit(&mut self);
 
     /// Waits for answers, at most `timeout` if there is one, else until the server must be taken for stuck. True when
     /// there may be something to take.
     ///
     /// # Errors
     /// When the connection is lost, or the server did not answer for long.
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<bool>;
+    async fn wait(&mut self, timeout: Option<Duration>) -> Result<bool>;
+
+    /// Waits for this long, with nothing in flight.
+    async fn pause(&mut self, duration: Duration);
 
     /// Takes one answer and returns its slot, which is free again; `None` when there is none.
     ///
@@ -90,7 +103,4 @@ pub trait Transport: Send {
 
     /// The block that the read in `slot` has brought. Holds until the next call of another method.
     fn data(&mut self, slot: usize) -> &[u8];
-
-    /// An orderly end, with nothing in flight.
-    fn finish(&mut self);
 }

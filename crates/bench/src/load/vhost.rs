@@ -42,7 +42,7 @@ impl VhostEndpoint {
 }
 
 impl Endpoint for VhostEndpoint {
-    type Transport = GuestTransport<Queue>;
+    type Ready = GuestTransport<Queue>;
 
     fn info(&self) -> Info {
         let (config, features) = (self.device.config(), self.device.features());

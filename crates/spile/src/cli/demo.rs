@@ -186,7 +186,7 @@ fn start(path: &Path, dir: &Path) -> Result<Running> {
     let address = Address::Unix(dir.join(SOCKET));
     let (fd, socket) = Bound::new(&address)?.publish()?;
     server.listen(fd)?;
-    let uri = NbdUri { address, export: String::new(), tls: false };
+    let uri = NbdUri::new(address, "");
     Ok(Running { engine, server, disk, meters, uri, _socket: socket })
 }
 

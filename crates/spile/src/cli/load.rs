@@ -34,8 +34,8 @@ enum Rw {
 /// Put a load on a server of disks and report throughput, latency and queue depth
 ///
 /// Works with any NBD server, with any vhost-user-blk server, of which it is the guest then, and as a Xen guest on the Xen
-/// of `spile xen-lab`, where it makes a disk and takes it away again. Each connection (of a guest, each queue) has its own thread and its own equal part of the disk. With --verify
-/// every 512-byte sector written carries its offset, a version and a checksum; reads are checked, and at the end all
+/// of `spile xen-lab`, where it makes a disk and takes it away again. Each connection (of a guest, each queue) has its own
+/// equal part of the disk. With --verify every 512-byte sector written carries its offset, a version and a checksum; reads are checked, and at the end all
 /// that was written is read back over other connections. Ctrl-C ends the load early and shows its figures. WRITES
 /// DESTROY what is on the disk.
 #[derive(Debug, Args)]
@@ -51,7 +51,7 @@ pub struct LoadArgs {
     /// Requests in flight on each connection
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=65536))]
     depth: u32,
-    /// Connections, or queues of a guest, each with a thread
+    /// Connections, or queues of a guest
     #[arg(long, visible_alias = "queues", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     connections: u32,
     /// Stop after this long (10s when no other end is given)

@@ -52,7 +52,7 @@ pub fn succeed(dir: &Path, args: &[&str], mut old: Served) -> Served {
 
 /// An export on the NBD socket `n` of a folder.
 pub fn nbd(dir: &Path, export: &str) -> NbdUri {
-    NbdUri { address: Address::Unix(dir.join("n")), export: export.to_owned(), tls: false }
+    NbdUri::new(Address::Unix(dir.join("n")), export)
 }
 
 /// What an ended server has said on stderr.

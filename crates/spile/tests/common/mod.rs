@@ -3,6 +3,7 @@
 
 pub mod faulty;
 pub mod guests;
+pub mod nbd;
 pub mod xen;
 
 use std::io::{BufRead, BufReader, Read};
@@ -133,7 +134,7 @@ impl Served {
     }
 
     pub fn export(&self, name: &str) -> NbdUri {
-        NbdUri { address: self.address(), export: name.to_owned(), tls: false }
+        NbdUri::new(self.address(), name)
     }
 
     pub fn signal(&self, signal: nix::sys::signal::Signal) {

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use spile_core::{Result, Segments};
-use spile_nbd_wire::request::{Command, FLAG_NO_HOLE};
+use spile_nbd_wire::request::{Command, FLAG_FUA, FLAG_NO_HOLE};
 
 /// Locks without regard to a panic elsewhere: what is locked here is whole at every moment.
 pub(super) fn relock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -16,8 +16,8 @@ pub(super) fn relock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(super) enum Ask {
     /// Fill these bytes.
     Read(Segments),
-    /// Write these bytes.
-    Write(Segments),
+    /// Write these bytes; `durable`: answer when they are durable.
+    Write { from: Segments, durable: bool },
     /// Make durable what was answered.
     Flush,
     /// Make the range read as zeroes, and keep its space if said so.
@@ -31,7 +31,7 @@ impl Ask {
     pub(super) fn command(&self) -> (Command, u16) {
         match self {
             Self::Read(_) => (Command::Read, 0),
-            Self::Write(_) => (Command::Write, 0),
+            Self::Write { durable, .. } => (Command::Write, if *durable { FLAG_FUA } else { 0 }),
             Self::Flush => (Command::Flush, 0),
             Self::Zero { keep_space: true } => (Command::WriteZeroes, FLAG_NO_HOLE),
             Self::Zero { keep_space: false } => (Command::WriteZeroes, 0),

@@ -20,6 +20,7 @@ use spile_nbd_wire::reply::cut;
 use spile_nbd_wire::uri::{Address, NbdUri};
 
 use super::call::{Notify, relock};
+use super::options::{NbdFacts, NbdOptions};
 
 /// A server that has not made a connection and shaken hands by then is not there.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -28,27 +29,10 @@ const MAX_REPLIES: usize = 64;
 /// What a server takes at most in one request when it does not say.
 const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
 
-/// What a server says of an export.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Facts {
-    pub(super) size_bytes: u64,
-    /// Transmission flags.
-    pub(super) flags: u16,
-    pub(super) min_block_bytes: u32,
-    pub(super) max_payload_bytes: u32,
-}
-
-impl Facts {
-    /// True when the server has this transmission flag.
-    pub(super) fn has(&self, flag: u16) -> bool {
-        self.flags & flag != 0
-    }
-}
-
 /// A connection in the transmission phase.
 pub(super) struct Connection {
     pub(super) socket: Socket,
-    pub(super) facts: Facts,
+    pub(super) facts: NbdFacts,
     /// Replies are structured.
     pub(super) structured: bool,
     /// The number of `base:allocation`, where the server has it.
@@ -59,14 +43,14 @@ pub(super) struct Connection {
 ///
 /// # Errors
 /// `TimedOut`; `NotFound` for an export that is not there; `Protocol` for a server that breaks it; the system's.
-pub(super) async fn dial(uri: &NbdUri) -> Result<Connection> {
+pub(super) async fn dial(uri: &NbdUri, options: &NbdOptions) -> Result<Connection> {
     if uri.tls {
         let error = Error::new(ErrorKind::Unsupported, "TLS to an NBD server is not built in");
         return Err(error.hint("use nbd:// over a trusted network, or a tunnel"));
     }
     let work = async {
         let socket = Socket::from_fd(connect(&uri.address).await?)?;
-        Handshake { socket: &socket, export: &uri.export }.run().await.map(|found| (socket, found))
+        Handshake { socket: &socket, export: &uri.export }.run(options.structured).await.map(|found| (socket, found))
     };
     match select(pin!(work), pin!(sleep(LIMIT))).await {
         Either::Left((done, _)) => {
@@ -120,7 +104,7 @@ struct Handshake<'a> {
 }
 
 impl Handshake<'_> {
-    async fn run(&self) -> Result<(Facts, bool, Option<u32>)> {
+    async fn run(&self, structured: bool) -> Result<(NbdFacts, bool, Option<u32>)> {
         let hello = self.receive::<GREETING_BYTES>().await?;
         let flags = greeting(&hello).ok_or_else(|| broken("this is no NBD server of the newstyle handshake"))?;
         if flags & FLAG_FIXED_NEWSTYLE == 0 {
@@ -128,7 +112,7 @@ impl Handshake<'_> {
         }
         let ours = u32::from(flags & (FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES));
         self.send(&ours.to_be_bytes()).await?;
-        let structured = self.ask(option::STRUCTURED_REPLY, &[], |_, _| Ok(())).await?.is_ok();
+        let structured = structured && self.ask(option::STRUCTURED_REPLY, &[], |_, _| Ok(())).await?.is_ok();
         let mut allocation = None;
         if structured {
             let data = meta_data(self.export, "base:allocation");
@@ -144,7 +128,7 @@ impl Handshake<'_> {
         Ok((self.go().await?, structured, allocation))
     }
 
-    async fn go(&self) -> Result<Facts> {
+    async fn go(&self) -> Result<NbdFacts> {
         let (mut export, mut sizes) = (None, (1, 1, MAX_PAYLOAD_BYTES));
         let note = |kind, data: &[u8]| {
             let (rep::INFO, Some((kind, data))) = (kind, data.split_first_chunk()) else { return Ok(()) };
@@ -164,7 +148,7 @@ impl Handshake<'_> {
         }
         let min = sizes.0;
         let max_payload_bytes = sizes.2.min(MAX_PAYLOAD_BYTES) / min * min;
-        Ok(Facts {
+        Ok(NbdFacts {
             size_bytes: size_bytes / u64::from(min) * u64::from(min),
             flags,
             min_block_bytes: min,

@@ -3,6 +3,7 @@
 //! A link's tasks live on the worker that made it; requests come from any. Requests that were sent and not answered when a
 //! connection ends are sent again on the next one, in their order.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,17 +14,14 @@ use futures_util::future::{join3, select};
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segment};
 use spile_engine::{Socket, sleep};
 use spile_nbd_wire::handshake::transmission;
-use spile_nbd_wire::request::{Command, Request};
+use spile_nbd_wire::request::{Command, REQUEST_BYTES, Request};
 use spile_nbd_wire::uri::NbdUri;
 
 use super::call::{Ask, Call, Notify, Runs, relock};
-use super::dial::{Connection, Facts, dial};
-use super::receive::{Receiver, broken};
+use super::dial::{Connection, dial};
+use super::options::{NbdFacts, NbdOptions};
+use super::receive::Receiver;
 
-/// A server that owes an answer and says nothing for so long is taken for dead.
-const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// How long a lost server is tried again before what waits fails.
-const RECONNECT_LIMIT: Duration = Duration::from_secs(30);
 /// The first pause between two tries; each is twice the one before, up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
@@ -34,7 +32,8 @@ const SEND_CALLS: usize = 64;
 pub(super) struct Export {
     pub(super) uri: NbdUri,
     pub(super) path: std::path::PathBuf,
-    pub(super) facts: Facts,
+    pub(super) facts: NbdFacts,
+    pub(super) options: NbdOptions,
     /// Writes that were answered.
     answered: AtomicU64,
     /// Of these, how many a completed flush has covered.
@@ -44,10 +43,10 @@ pub(super) struct Export {
 }
 
 impl Export {
-    pub(super) fn new(uri: NbdUri, facts: Facts) -> Self {
+    pub(super) fn new(uri: NbdUri, facts: NbdFacts, options: NbdOptions) -> Self {
         let path = uri.to_string().into();
         let (answered, flushed, lost) = Default::default();
-        Self { uri, path, facts, answered, flushed, lost }
+        Self { uri, path, facts, options, answered, flushed, lost }
     }
 
     /// Fails when something that was answered may be gone.
@@ -70,8 +69,12 @@ impl Export {
     /// Notes what an answer says of the bytes' safety.
     fn note(&self, call: &Call, covers: u64, outcome: &Result<Runs>) {
         match (&call.ask, outcome) {
-            (Ask::Write(_) | Ask::Zero { .. }, Ok(_)) => drop(self.answered.fetch_add(1, Ordering::AcqRel)),
-            (Ask::Flush, Ok(_)) => drop(self.flushed.fetch_max(covers, Ordering::AcqRel)),
+            (Ask::Write { durable: false, .. } | Ask::Zero { .. }, Ok(_)) => {
+                self.answered.fetch_add(1, Ordering::AcqRel);
+            }
+            (Ask::Flush, Ok(_)) => {
+                self.flushed.fetch_max(covers, Ordering::AcqRel);
+            }
             (Ask::Flush, Err(_)) => self.lost.store(true, Ordering::Release),
             _ => {}
         }
@@ -129,9 +132,10 @@ impl Link {
 
     /// Serves requests until the link is closed, at first on `connection` if there is one.
     pub(super) async fn serve(self: Arc<Self>, mut connection: Option<Connection>) {
+        let mut ended = Error::new(ErrorKind::Io, "the connection was lost");
         loop {
             if let Some(connection) = connection.take() {
-                self.run(connection).await;
+                ended = self.run(connection).await;
             }
             while relock(&self.state).queue.is_empty() {
                 if self.is_closing() {
@@ -139,29 +143,29 @@ impl Link {
                 }
                 self.work.wait().await;
             }
-            connection = self.reconnect().await;
+            connection = self.reconnect(&ended).await;
         }
     }
 
-    /// Uses a connection until it ends.
-    async fn run(&self, connection: Connection) {
+    /// Uses a connection until it ends, and returns why it did.
+    async fn run(&self, connection: Connection) -> Error {
         let socket = &connection.socket;
-        let session = Session { link: self, socket, ended: std::cell::Cell::new(false) };
+        let session = Session::new(self, socket);
         relock(&self.state).heard = Instant::now();
         let mut receiver = Receiver::new(self, socket, connection.structured, connection.allocation);
         let receive = async {
-            let ended = receiver.run().await;
+            let Err(error) = receiver.run().await;
             session.end();
-            ended
+            error
         };
         // None of them is dropped before its end: the kernel may still fill a request's memory.
-        let (ended, (), ()) = join3(receive, session.send_all(), session.watch_over()).await;
-        if let Err(error) = ended
-            && !self.is_closing()
-        {
+        let (error, (), ()) = join3(receive, session.send_all(), session.watch_over()).await;
+        let error = session.why.take().unwrap_or(error);
+        if !self.is_closing() {
             tracing::warn!("{}: the connection has ended: {error}", self.export.path.display());
         }
         self.take_back();
+        error
     }
 
     /// Puts what was not answered back in front of the queue.
@@ -174,15 +178,20 @@ impl Link {
         }
     }
 
-    /// Connects again. When that cannot be done in time, all that waits fails.
-    async fn reconnect(&self) -> Option<Connection> {
+    /// Connects again. When that cannot be done in time, or was not wanted, all that waits fails.
+    async fn reconnect(&self, ended: &Error) -> Option<Connection> {
+        let limit = self.export.options.reconnect_limit;
+        if limit.is_zero() {
+            self.fail_all(ended);
+            return None;
+        }
         let (begin, mut pause) = (Instant::now(), FIRST_PAUSE);
         loop {
             let error = match self.dial_again().await {
                 Ok(connection) => return Some(connection),
                 Err(error) => error,
             };
-            if error.kind() == ErrorKind::InvalidInput || begin.elapsed() + pause > RECONNECT_LIMIT {
+            if error.kind() == ErrorKind::InvalidInput || begin.elapsed() + pause > limit {
                 self.fail_all(&error);
                 return None;
             }
@@ -194,7 +203,7 @@ impl Link {
     /// # Errors
     /// `InvalidInput` when the export is another one than before.
     async fn dial_again(&self) -> Result<Connection> {
-        let connection = dial(&self.export.uri).await?;
+        let connection = dial(&self.export.uri, &self.export.options).await?;
         if connection.facts != self.export.facts {
             return Err(Error::new(
                 ErrorKind::InvalidInput,
@@ -240,22 +249,22 @@ impl Link {
         }
     }
 
-    /// Takes what is queued, as far as one send goes, and notes it as sent.
-    fn take_batch(&self) -> Vec<Segment> {
+    /// Takes what is queued, as far as one send goes, and notes it as sent. The parts of the message go to `parts`; the heads
+    /// of the requests are written to `heads`.
+    fn take_batch(&self, heads: &Segment, parts: &mut Vec<Segment>) {
         let mut state = relock(&self.state);
-        let mut parts = Vec::new();
-        for _ in 0..SEND_CALLS {
+        for number in 0..SEND_CALLS {
             let Some(call) = state.queue.pop_front() else { break };
             if state.sent.is_empty() {
                 state.heard = Instant::now();
             }
             let cookie = state.next_cookie;
             state.next_cookie += 1;
-            put_request(&mut parts, &call, cookie);
+            let at = number * REQUEST_BYTES;
+            put_request(heads.slice(at..at + REQUEST_BYTES), parts, &call, cookie);
             let covers = self.export.answered.load(Ordering::Acquire);
             state.sent.insert(cookie, Sent { call, covers });
         }
-        parts
     }
 
     /// Since when the server owes an answer and says nothing; `None` when it owes none.
@@ -270,13 +279,12 @@ impl Link {
     }
 }
 
-fn put_request(parts: &mut Vec<Segment>, call: &Call, cookie: u64) {
+fn put_request(head: Segment, parts: &mut Vec<Segment>, call: &Call, cookie: u64) {
     let (command, flags) = call.ask.command();
-    let head = Request { flags, command, cookie, offset_bytes: call.offset, len_bytes: call.len }.encode();
-    let segment = Segment::zeroed(head.len());
-    segment.copy_from_slice(0, &head);
-    parts.push(segment);
-    if let Ask::Write(from) = &call.ask {
+    let request = Request { flags, command, cookie, offset_bytes: call.offset, len_bytes: call.len };
+    head.copy_from_slice(0, &request.encode());
+    parts.push(head);
+    if let Ask::Write { from, .. } = &call.ask {
         parts.extend(from.iter().cloned());
     }
 }
@@ -285,10 +293,19 @@ fn put_request(parts: &mut Vec<Segment>, call: &Call, cookie: u64) {
 struct Session<'a> {
     link: &'a Link,
     socket: &'a Socket,
-    ended: std::cell::Cell<bool>,
+    ended: Cell<bool>,
+    /// Why we ended it, if we did.
+    why: Cell<Option<Error>>,
+    /// Room for the heads of the requests of one send.
+    heads: Segment,
 }
 
-impl Session<'_> {
+impl<'a> Session<'a> {
+    fn new(link: &'a Link, socket: &'a Socket) -> Self {
+        let heads = Segment::zeroed(SEND_CALLS * REQUEST_BYTES);
+        Self { link, socket, ended: Cell::new(false), why: Cell::new(None), heads }
+    }
+
     /// Ends the connection: what waits for the socket returns.
     fn end(&self) {
         self.ended.set(true);
@@ -298,8 +315,10 @@ impl Session<'_> {
     }
 
     async fn send_all(&self) {
+        let mut parts = Vec::new();
         while !self.ended.get() {
-            let parts = self.link.take_batch();
+            parts.clear();
+            self.link.take_batch(&self.heads, &mut parts);
             if !parts.is_empty() {
                 self.link.watch.notify();
                 if self.socket.send(&parts).await.is_err() {
@@ -315,13 +334,10 @@ impl Session<'_> {
 
     /// Says good-bye; errors do not matter any more.
     async fn part(&self) {
-        let mut parts = Vec::new();
-        let head =
-            Request { flags: 0, command: Command::Disconnect, cookie: 0, offset_bytes: 0, len_bytes: 0 }.encode();
-        let segment = Segment::zeroed(head.len());
-        segment.copy_from_slice(0, &head);
-        parts.push(segment);
-        let _ = self.socket.send(&parts).await;
+        let request = Request { flags: 0, command: Command::Disconnect, cookie: 0, offset_bytes: 0, len_bytes: 0 };
+        let head = self.heads.slice(0..REQUEST_BYTES);
+        head.copy_from_slice(0, &request.encode());
+        let _ = self.socket.send(&[head]).await;
         self.end();
     }
 
@@ -332,12 +348,14 @@ impl Session<'_> {
                 self.link.watch.wait().await;
                 continue;
             };
-            match ANSWER_LIMIT.checked_sub(since.elapsed()) {
+            let limit = self.link.export.options.answer_limit;
+            match limit.checked_sub(since.elapsed()) {
                 Some(left) => {
                     select(pin!(sleep(left)), pin!(self.link.watch.wait())).await;
                 }
                 None => {
-                    tracing::warn!("{}: {}", self.link.export.path.display(), broken("no answer in a minute"));
+                    let what = format!("the server did not answer for {} s", limit.as_secs_f32());
+                    self.why.set(Some(Error::new(ErrorKind::TimedOut, what)));
                     self.end();
                 }
             }

@@ -29,6 +29,7 @@
 mod call;
 mod dial;
 mod link;
+mod options;
 mod receive;
 
 use std::path::Path;
@@ -44,9 +45,8 @@ use spile_nbd_wire::uri::NbdUri;
 
 use self::call::{Ask, Call, Runs, relock};
 use self::link::{Export, Link};
+pub use self::options::{NbdFacts, NbdOptions};
 
-/// Connections at most.
-const MAX_LINKS: usize = 16;
 /// The largest minimum of a server's blocks that this client serves, in bytes: with a larger one, writes of data and of
 /// metadata could share a block.
 const MAX_MIN_BLOCK_BYTES: u32 = 4096;
@@ -54,6 +54,10 @@ const MAX_MIN_BLOCK_BYTES: u32 = 4096;
 const PIECE_BYTES: u64 = 1 << 30;
 /// Zeroes written as data, at a time.
 const ZERO_BYTES: u64 = 1 << 20;
+
+fn write(from: Segments) -> Ask {
+    Ask::Write { from, durable: false }
+}
 
 /// An export of an NBD server. Clones are the same store.
 #[derive(Clone)]
@@ -85,11 +89,20 @@ impl NbdStore {
     /// system's.
     pub async fn open(uri: &str, mode: OpenMode) -> Result<NbdStore> {
         let parsed: NbdUri = uri.parse().map_err(|message: String| Error::new(ErrorKind::InvalidInput, message))?;
-        Self::connect(parsed, mode).await.at_path(Path::new(uri))
+        Self::open_with(parsed, mode, NbdOptions::default()).await
     }
 
-    async fn connect(uri: NbdUri, mode: OpenMode) -> Result<NbdStore> {
-        let connection = dial::dial(&uri).await?;
+    /// As [`NbdStore::open`], with these options.
+    ///
+    /// # Errors
+    /// As [`NbdStore::open`].
+    pub async fn open_with(uri: NbdUri, mode: OpenMode, options: NbdOptions) -> Result<NbdStore> {
+        let path = uri.to_string();
+        Self::connect(uri, mode, options).await.at_path(Path::new(&path))
+    }
+
+    async fn connect(uri: NbdUri, mode: OpenMode, options: NbdOptions) -> Result<NbdStore> {
+        let connection = dial::dial(&uri, &options).await?;
         let facts = connection.facts;
         let read_only = mode == OpenMode::ReadOnly;
         if !read_only && facts.has(transmission::READ_ONLY) {
@@ -99,15 +112,35 @@ impl NbdStore {
             let what = format!("the server takes only multiples of {} bytes", facts.min_block_bytes);
             return Err(Error::new(ErrorKind::Unsupported, what).hint("at most 4096 can be served"));
         }
-        let export = Arc::new(Export::new(uri, facts));
+        let export = Arc::new(Export::new(uri, facts, options));
         let link = Arc::new(Link::new(export.clone()));
-        let mut links = vec![None; if facts.has(transmission::CAN_MULTI_CONN) { MAX_LINKS } else { 1 }];
+        let mut links =
+            vec![None; if facts.has(transmission::CAN_MULTI_CONN) { options.connections.max(1) } else { 1 }];
         let number = current_worker() % links.len();
         links[number] = Some(link.clone());
         let has_map = connection.allocation.is_some();
         spawn(link.serve(Some(connection)));
         let (links, partial) = (Mutex::new(links), async_lock::Mutex::new(()));
         Ok(NbdStore { inner: Arc::new(Inner { export, read_only, has_map, links, partial }) })
+    }
+
+    /// What the server says of the export.
+    pub fn facts(&self) -> NbdFacts {
+        self.inner.export.facts
+    }
+
+    /// As [`Store::write_at`] with [`Via::Direct`], and the bytes are durable at its end.
+    ///
+    /// # Errors
+    /// As those of a write and a sync.
+    pub async fn write_durable(&self, at: StoreOffset, from: &Segments) -> Result<()> {
+        let is_whole = (at.0 | from.len() as u64).is_multiple_of(self.unit());
+        if !is_whole || !self.facts().can_fua() {
+            self.write_at(at, from, Via::Direct).await?;
+            return self.sync().await;
+        }
+        self.check_write(at.0, from.len() as u64)?;
+        self.transfer(at.0, from, |from| Ask::Write { from, durable: true }).await
     }
 
     /// The link that this worker uses; made if it has none.
@@ -163,6 +196,9 @@ impl NbdStore {
     /// Reads or writes whole blocks, in as many requests as the server wants.
     async fn transfer(&self, offset: u64, bytes: &Segments, ask: fn(Segments) -> Ask) -> Result<()> {
         let most = self.inner.export.facts.max_payload_bytes as usize;
+        if bytes.len() <= most {
+            return self.ask(ask(bytes.clone()), offset, bytes.len() as u64).await.map(drop);
+        }
         for start in (0..bytes.len()).step_by(most) {
             let piece = bytes.slice(start..bytes.len().min(start + most));
             let len = piece.len() as u64;
@@ -187,7 +223,7 @@ impl NbdStore {
         self.transfer(start, &whole, Ask::Read).await?;
         let skip = (offset - start) as usize;
         whole.slice(skip..skip + from.len()).copy_from(from);
-        self.transfer(start, &whole, Ask::Write).await
+        self.transfer(start, &whole, write).await
     }
 
     async fn zero(&self, offset: u64, len: u64, keep_space: bool) -> Result<()> {
@@ -238,10 +274,10 @@ impl Store for NbdStore {
         self.check_write(at.0, from.len() as u64)?;
         let is_whole = (at.0 | from.len() as u64).is_multiple_of(self.unit());
         if self.unit() == 1 || (is_whole && via == Via::Direct) {
-            return self.transfer(at.0, from, Ask::Write).await;
+            return self.transfer(at.0, from, write).await;
         }
         let _alone = self.inner.partial.lock().await;
-        if is_whole { self.transfer(at.0, from, Ask::Write).await } else { self.write_part(at.0, from).await }
+        if is_whole { self.transfer(at.0, from, write).await } else { self.write_part(at.0, from).await }
     }
 
     async fn sync(&self) -> Result<()> {

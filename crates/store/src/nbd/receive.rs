@@ -2,6 +2,7 @@
 //! straight into the caller's memory.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::ops::Range;
 
 use spile_core::{Error, ErrorKind, Result, Segment, Segments};
@@ -12,7 +13,8 @@ use spile_nbd_wire::reply::{TYPE_BLOCK_STATUS, TYPE_NONE, TYPE_OFFSET_DATA, TYPE
 use super::call::{Ask, Call, Runs};
 use super::link::Link;
 
-const BUFFER_BYTES: usize = 64 << 10;
+/// Room for the answers to a batch of small reads, in bytes.
+const BUFFER_BYTES: usize = 256 << 10;
 /// The longest chunk beside one of data, in bytes.
 const MAX_CHUNK_BYTES: usize = 1 << 20;
 /// Chunks of data in one reply.
@@ -49,7 +51,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Takes replies until the connection ends.
-    pub(super) async fn run(&mut self) -> Result<()> {
+    pub(super) async fn run(&mut self) -> Result<Infallible> {
         loop {
             let head = self.take::<SIMPLE_REPLY_BYTES>().await?;
             match ReplyHead::parse(&head).ok_or_else(|| broken("a reply without its magic"))? {
@@ -57,7 +59,6 @@ impl<'a> Receiver<'a> {
                 ReplyHead::Chunk { done, kind, cookie } if self.structured => self.chunk(done, kind, cookie).await?,
                 ReplyHead::Chunk { .. } => return Err(broken("a structured reply that nobody asked for")),
             }
-            self.link.heard();
         }
     }
 
@@ -159,6 +160,7 @@ impl<'a> Receiver<'a> {
                     return Err(hung_up());
                 }
                 self.filled = 0..got;
+                self.link.heard();
             }
             let len = self.filled.len().min(bytes.len() - done);
             self.buffer.copy_to_slice(self.filled.start, &mut bytes[done..done + len]);
@@ -175,9 +177,13 @@ impl<'a> Receiver<'a> {
             segment.slice(0..here).copy_from(&self.buffer.slice(self.filled.start..self.filled.start + here));
             self.filled.start += here;
             let rest = segment.slice(here..segment.len());
+            if rest.is_empty() {
+                continue;
+            }
             if self.socket.recv_exact(&rest).await? != rest.len() {
                 return Err(hung_up());
             }
+            self.link.heard();
         }
         Ok(())
     }
@@ -191,7 +197,7 @@ fn hung_up() -> Error {
 fn refused(call: &Call, errno: u32, words: &str) -> Error {
     let what = match call.ask {
         Ask::Read(_) => "the server failed to read",
-        Ask::Write(_) => "the server failed to write",
+        Ask::Write { .. } => "the server failed to write",
         Ask::Flush => "the server failed to flush",
         Ask::Zero { .. } => "the server failed to write zeroes",
         Ask::Status => "the server failed to tell what is data",

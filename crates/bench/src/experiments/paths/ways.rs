@@ -253,7 +253,7 @@ fn serve(kind: Kind, disk: &str, socket: &Path) -> Result<Tied> {
 fn target(kind: Kind, socket: &Path) -> Target {
     match kind {
         Kind::VhostUser => Target::Vhost(socket.to_owned()),
-        _ => Target::Nbd(NbdUri { address: Address::Unix(socket.to_owned()), export: String::new(), tls: false }),
+        _ => Target::Nbd(NbdUri::new(Address::Unix(socket.to_owned()), "")),
     }
 }
 
