@@ -1,9 +1,11 @@
-"""TLS with certificates that openssl made, seen by libnbd and by QEMU (both on GnuTLS)."""
+"""TLS with certificates that openssl made, seen by libnbd and by QEMU (both on GnuTLS), and our client on the servers
+of QEMU and nbdkit."""
 
+import socket
 import subprocess
 import time
 
-from support import MIB, STANDIN, PeerTest, need, run, text
+from support import MIB, STANDIN, PeerTest, free_port, need, run, sha256, spile, text, write_scattered
 
 SIZE_BYTES = 16 * MIB
 
@@ -62,6 +64,63 @@ class Tls(PeerTest):
         commands = ["-c", "write -P 0x5a 1M 2M", "-c", "read -P 0x5a 1M 2M", "-c", "flush"]
         done = run("qemu-io", "--object", creds, "--image-opts", *commands, disk, ok=ok)
         self.assertNotIn("verification failed", text(done.stdout))
+
+    def start_tls_server(self, *command):
+        """Runs another program's server on a free port, which stands behind the command; returns its URI without a query."""
+        port = free_port()
+        log = open(self.path("server.log"), "wb")
+        self.addCleanup(log.close)
+        words = [str(word).replace("PORT", str(port)) for word in command]
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        end = time.monotonic() + 30
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return f"nbds://localhost:{port}/"
+            self.assertIsNone(process.poll(), self.path("server.log").read_text())
+            self.assertLess(time.monotonic(), end, f"{command} is not ready")
+            time.sleep(0.02)
+
+    def qemu_nbd_tls(self, image):
+        need("qemu-nbd", "qemu-utils")
+        creds = f"tls-creds-x509,id=t,dir={self.path('own')},endpoint=server,verify-peer=yes"
+        options = ["--persistent", "--shared=8", "--format=raw", "--bind=127.0.0.1", "--port=PORT"]
+        return self.start_tls_server("qemu-nbd", "--object", creds, "--tls-creds=t", *options, image)
+
+    def nbdkit_tls(self, image):
+        need("nbdkit")
+        tls = ["--tls=require", f"--tls-certificates={self.path('own')}", "--tls-verify-peer"]
+        return self.start_tls_server("nbdkit", "--foreground", "--port=PORT", *tls, "file", image)
+
+    def assertOurClientWorks(self, uri, image):
+        """Our client copies the image, writes to it with many requests in flight, and says what is wrong."""
+        own = f"{uri}?tls-certificates={self.path('own')}"
+        spile("convert", own, self.path("copy.raw"))
+        self.assertEqual(sha256(image), sha256(self.path("copy.raw")))
+        spile("load", own, "--rw", "randrw", "--ios", 500, "--verify", "--connections", 2, "--flush-every", 50)
+        self.certificates("other", "localhost")
+        done = spile("info", f"{uri}?tls-certificates={self.path('other')}", ok=False)
+        self.assertIn("no authority that is believed", text(done.stderr))
+        done = spile("info", f"{own}&tls-hostname=example.org", ok=False)
+        self.assertIn("another host", text(done.stderr))
+        done = spile("info", uri.replace("nbds:", "nbd:"), ok=False)
+        self.assertIn("TLS", text(done.stderr))
+
+    def test_our_client_on_qemu_nbd(self):
+        image = write_scattered(self.path("source.raw"), SIZE_BYTES, seed=3)
+        self.assertOurClientWorks(self.qemu_nbd_tls(image), image)
+
+    def test_our_client_on_nbdkit(self):
+        image = write_scattered(self.path("source.raw"), SIZE_BYTES, seed=4)
+        self.assertOurClientWorks(self.nbdkit_tls(image), image)
+
+    def test_our_client_on_a_server_without_tls(self):
+        need("nbdkit")
+        uri = self.start_tls_server("nbdkit", "--foreground", "--port=PORT", "--tls=off", "memory", SIZE_BYTES)
+        done = spile("info", f"{uri}?tls-certificates={self.path('own')}", ok=False)
+        self.assertIn("does not offer TLS", text(done.stderr))
 
     def test_libnbd_over_tls(self):
         server = self.serve_tls()

@@ -19,7 +19,7 @@ use disk::StoreDisk;
 use spile_core::metrics::{Op, Reading};
 use spile_core::{Files, OpenMode, Store};
 use spile_engine::{Config, Engine};
-use spile_front_nbd::{Export, Server, ServerConfig, TlsConfig};
+use spile_front_nbd::{Export, Server, ServerConfig, TlsFiles};
 use spile_store::{AnyStore, CacheMode, MemStore, OsFiles};
 
 struct Arguments {
@@ -69,11 +69,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     result
 }
 
-fn tls(arguments: &mut Arguments) -> Option<TlsConfig> {
+fn tls(arguments: &mut Arguments) -> Option<TlsFiles> {
     let client_ca_pem = arguments.value("--client-ca").map(PathBuf::from);
     let required = arguments.flag("--tls-required");
     let (cert, key) = (arguments.value("--cert")?, arguments.value("--key")?);
-    Some(TlsConfig { cert_chain_pem: cert.into(), key_pem: key.into(), client_ca_pem, required })
+    Some(TlsFiles { cert_chain_pem: cert.into(), key_pem: key.into(), client_ca_pem, required })
 }
 
 fn serve<S: Store>(

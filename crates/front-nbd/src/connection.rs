@@ -15,15 +15,15 @@ use std::task::{Context, Poll};
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::{Socket, sleep, spawn};
+use spile_nbd_tls::{Tls, Transport};
 
+use crate::inbound::Inbound;
 use crate::intake::take_requests;
 use crate::negotiate::{self, Negotiator, Next, TlsMode};
 use crate::outflow::send_replies;
 use crate::server::ServerState;
 use crate::session::Session;
 use crate::signal::{Level, Signal};
-use crate::tls::Tls;
-use crate::transport::{Inbound, Transport};
 use crate::wire::handshake::OPTION_HEADER_BYTES;
 
 /// How far a connection has come. Its watcher reads this.
@@ -132,7 +132,7 @@ async fn start_tls<D: Disk>(
         return Err(Error::new(ErrorKind::Unsupported, "no TLS is configured"));
     };
     send_all(transport, out).await?;
-    transport.start_tls(Tls::accept(&transport.socket, config).await?)
+    transport.start_tls(Tls::accept(transport.socket(), config).await?)
 }
 
 async fn send_all(transport: &Transport, out: &mut Vec<u8>) -> Result<()> {
@@ -171,12 +171,12 @@ async fn watch<D: Disk>(server: Arc<ServerState<D>>, transport: Rc<Transport>, l
             Event::TimedOut => {
                 tracing::debug!("NBD: the handshake took too long");
                 timer = None;
-                transport.socket.shutdown(Shutdown::Both);
+                transport.socket().shutdown(Shutdown::Both);
             }
             Event::Stop(level) => {
                 seen = level;
                 let hang_up = level == Level::HangUp;
-                transport.socket.shutdown(if hang_up { Shutdown::Both } else { Shutdown::Read });
+                transport.socket().shutdown(if hang_up { Shutdown::Both } else { Shutdown::Read });
             }
         }
     }

@@ -11,8 +11,8 @@ use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result, Segment, Seg
 
 use crate::errors::{EINVAL, EOVERFLOW, EPERM, out_of_range};
 use crate::execute::buffers;
+use crate::inbound::Inbound;
 use crate::session::{Answer, Job, Reply, Session};
-use crate::transport::Inbound;
 use crate::wire::request::{Command, FLAG_DF, REQUEST_BYTES, Request};
 
 /// The payload of a refused write is skipped up to this length, in bytes; a longer one ends the connection.

@@ -14,6 +14,7 @@
 mod connection;
 pub mod errors;
 mod execute;
+mod inbound;
 mod intake;
 mod metrics;
 pub mod negotiate;
@@ -21,9 +22,7 @@ mod outflow;
 mod server;
 mod session;
 mod signal;
-mod tls;
-mod transport;
 
 pub use server::{Export, Server, ServerConfig};
+pub use spile_nbd_tls::ServerFiles as TlsFiles;
 pub use spile_nbd_wire as wire;
-pub use tls::TlsConfig;

@@ -40,7 +40,7 @@ pub(crate) async fn send_replies<D: Disk>(session: Rc<Session<D>>) {
         if !session.broken.get() && session.transport.send(batch.parts()).await.is_err() {
             // The intake may be waiting for requests: this wakes it.
             session.broken.set(true);
-            session.transport.socket.shutdown(Shutdown::Both);
+            session.transport.socket().shutdown(Shutdown::Both);
         }
         let held = batch.held_bytes;
         batch.parts.clear(); // the buffers are free before the next request is let in

@@ -8,12 +8,12 @@ use std::time::Duration;
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result};
 use spile_engine::Engine;
 use spile_front::{Connections, FailedRequest, FrontReading, Listeners, LogLimit, log_failure};
+use spile_nbd_tls::{ServerConfig as TlsConfig, ServerFiles};
 
 use crate::connection::{self, tls_mode};
 use crate::metrics::ExportMetrics;
 use crate::negotiate::{Offer, TlsMode};
 use crate::signal::{Level, Stop};
-use crate::tls::TlsConfig;
 use crate::wire::handshake::string;
 use crate::wire::request::Request;
 
@@ -39,7 +39,7 @@ pub struct ServerConfig {
     /// The most connections at a time; further ones are closed at once.
     pub max_connections: usize,
     /// TLS, or `None` for a server without it.
-    pub tls: Option<TlsConfig>,
+    pub tls: Option<ServerFiles>,
 }
 
 impl Default for ServerConfig {
@@ -69,7 +69,7 @@ pub(crate) struct ServerState<D> {
     pub(crate) exports: Vec<LiveExport<D>>,
     /// What the handshake tells of each export, with the sizes that the disks had at the start.
     offers: Vec<Offer>,
-    pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
+    pub(crate) tls: Option<Arc<TlsConfig>>,
     pub(crate) stop: Stop,
     pub(crate) metrics: Vec<ExportMetrics>,
     /// Limits messages about failed requests.
@@ -133,7 +133,7 @@ impl<D: Disk> Server<D> {
             }
         }
         let config = ServerConfig { max_in_flight: config.max_in_flight.max(1), ..config };
-        let tls = config.tls.as_ref().map(TlsConfig::load).transpose()?;
+        let tls = config.tls.as_ref().map(ServerFiles::load).transpose()?;
         let workers = engine.workers();
         let shared = Arc::new(ServerState {
             metrics: exports.iter().map(|_| ExportMetrics::new(workers)).collect(),

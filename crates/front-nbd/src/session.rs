@@ -19,6 +19,7 @@ use std::task::{Context, Poll, Waker};
 
 use spile_core::metrics::{Counters, Ended, now_ns};
 use spile_core::{Disk, Segments};
+use spile_nbd_tls::Transport;
 
 use crate::errors::EIO;
 use crate::execute::HoleProbe;
@@ -26,7 +27,6 @@ use crate::metrics::{ExportMetrics, op_of};
 use crate::negotiate;
 use crate::server::ServerState;
 use crate::signal::{Level, Signal};
-use crate::transport::Transport;
 use crate::wire::request::Request;
 
 /// The payloads and read buffers of one connection's requests in flight never exceed this, in bytes: two

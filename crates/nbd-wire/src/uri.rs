@@ -48,14 +48,37 @@ pub struct NbdUri {
     pub address: Address,
     /// Which; the empty name is the default export.
     pub export: String,
-    /// With TLS (`nbds`).
-    pub tls: bool,
+    /// With TLS (`nbds`), and what is said of it.
+    pub tls: Option<TlsQuery>,
+}
+
+/// What a URI says of TLS in its query.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TlsQuery {
+    /// `tls-certificates=DIR`: the folder of the certificates.
+    pub certificates: Option<PathBuf>,
+    /// `tls-hostname=NAME`: the host for which the server's certificate must be.
+    pub hostname: Option<String>,
+    /// `tls-psk-file=FILE`: pre-shared keys.
+    pub psk_file: Option<PathBuf>,
+}
+
+impl TlsQuery {
+    /// The values by their keys.
+    fn pairs(&self) -> [(&'static str, Option<String>); 3] {
+        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
+        [
+            ("tls-certificates", path(&self.certificates)),
+            ("tls-hostname", self.hostname.clone()),
+            ("tls-psk-file", path(&self.psk_file)),
+        ]
+    }
 }
 
 impl NbdUri {
     /// An export without TLS.
     pub fn new(address: Address, export: impl Into<String>) -> Self {
-        Self { address, export: export.into(), tls: false }
+        Self { address, export: export.into(), tls: None }
     }
 }
 
@@ -81,6 +104,7 @@ impl FromStr for NbdUri {
                 Address::Tcp(host, port.unwrap_or(NBD_PORT))
             }
         };
+        let tls = tls_query(text, query, tls)?;
         Ok(Self { address, export, tls })
     }
 }
@@ -89,10 +113,32 @@ fn not_a_uri(text: &str) -> String {
     format!("`{text}` is not an NBD URI; write nbd+unix:///EXPORT?socket=PATH or nbd://HOST:PORT/EXPORT")
 }
 
+/// The value of a key of the query; `None` when it is not there or empty.
+fn value_of(text: &str, query: &str, key: &str) -> Result<Option<String>, String> {
+    let pairs = query.split('&').filter_map(|pair| pair.split_once('='));
+    let Some((_, value)) = pairs.into_iter().find(|(found, _)| *found == key) else { return Ok(None) };
+    let value = percent_decode(value).ok_or_else(|| not_a_uri(text))?;
+    Ok(Some(value).filter(|value| !value.is_empty()))
+}
+
+fn tls_query(text: &str, query: &str, tls: bool) -> Result<Option<TlsQuery>, String> {
+    let found = TlsQuery {
+        certificates: value_of(text, query, "tls-certificates")?.map(PathBuf::from),
+        hostname: value_of(text, query, "tls-hostname")?,
+        psk_file: value_of(text, query, "tls-psk-file")?.map(PathBuf::from),
+    };
+    match tls {
+        true => Ok(Some(found)),
+        // Somebody who speaks of certificates does not want to send data in plain text.
+        false if found != TlsQuery::default() => {
+            Err(format!("`{text}` speaks of TLS but does not ask for it; write nbds:// or nbds+unix://"))
+        }
+        false => Ok(None),
+    }
+}
+
 fn unix_address(text: &str, authority: &str, query: &str) -> Result<Address, String> {
-    let socket = query.split('&').find_map(|pair| pair.strip_prefix("socket="));
-    let path = socket.and_then(percent_decode).filter(|path| !path.is_empty());
-    match path {
+    match value_of(text, query, "socket")? {
         Some(path) if authority.is_empty() => Ok(Address::Unix(path.into())),
         _ => Err(not_a_uri(text)),
     }
@@ -100,18 +146,26 @@ fn unix_address(text: &str, authority: &str, query: &str) -> Result<Address, Str
 
 impl fmt::Display for NbdUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let s = if self.tls { "s" } else { "" };
+        let s = if self.tls.is_some() { "s" } else { "" };
         let export = percent_encode(&self.export);
         match &self.address {
             Address::Unix(path) => {
                 let socket = percent_encode(&path.to_string_lossy());
-                write!(f, "nbd{s}+unix:///{export}?socket={socket}")
+                write!(f, "nbd{s}+unix:///{export}?socket={socket}")?;
             }
             Address::Tcp(host, port) => {
                 let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
-                write!(f, "nbd{s}://{host}:{port}/{export}")
+                write!(f, "nbd{s}://{host}:{port}/{export}")?;
             }
         }
+        let mut mark = if matches!(self.address, Address::Unix(_)) { '&' } else { '?' };
+        for (key, value) in self.tls.iter().flat_map(TlsQuery::pairs) {
+            if let Some(value) = value {
+                write!(f, "{mark}{key}={}", percent_encode(&value))?;
+                mark = '&';
+            }
+        }
+        Ok(())
     }
 }
 
@@ -173,6 +227,9 @@ mod tests {
             "nbds+unix:///a/b%20c?socket=/tmp/a%3Fb",
             "nbd://localhost:10809/",
             "nbds://[::1]:99/x",
+            "nbds://h:1/x?tls-certificates=/a%20b&tls-hostname=c.d",
+            "nbds+unix:///?socket=/s&tls-certificates=/a",
+            "nbds+unix:///?socket=/s&tls-psk-file=/k",
         ] {
             let uri: NbdUri = text.parse().unwrap();
             assert_eq!(uri.to_string(), text);
@@ -196,6 +253,8 @@ mod tests {
             "nbd+unix://h/?socket=x",
             "nbd://h:x/",
             "nbd+unix:///?socket=%zz",
+            "nbd://h/?tls-certificates=/a",
+            "nbd+unix:///?socket=/s&tls-hostname=h",
         ] {
             assert!(text.parse::<NbdUri>().is_err(), "{text}");
         }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
-use crate::uri::{Address, NbdUri};
+use crate::uri::{Address, NbdUri, TlsQuery};
 
 /// A socket that listens, and what must be removed when it ends.
 #[derive(Debug)]
@@ -89,7 +89,7 @@ impl Bound {
     /// The URI of `export` on this socket.
     pub fn uri(&self, export: &str, tls: bool) -> Option<NbdUri> {
         let address = self.address.clone()?;
-        Some(NbdUri { address, export: export.to_owned(), tls })
+        Some(NbdUri { tls: tls.then(TlsQuery::default), ..NbdUri::new(address, export) })
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-pub use spile_nbd_wire::uri::{Address, NBD_PORT, NbdUri};
+pub use spile_nbd_wire::uri::{Address, NBD_PORT, NbdUri, TlsQuery};
 
 /// A served disk, whatever it is served by.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -14,13 +14,14 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-core", &["spile-mem"], &[]),
     ("spile-engine", &["spile-core", "spile-mem"], &["spile-store"]),
     ("spile-nbd-wire", &[], &[]),
-    ("spile-store", &["spile-core", "spile-mem", "spile-engine", "spile-nbd-wire"], &[]),
+    ("spile-nbd-tls", &["spile-core", "spile-engine"], &[]),
+    ("spile-store", &["spile-core", "spile-mem", "spile-engine", "spile-nbd-wire", "spile-nbd-tls"], &[]),
     ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-node", "spile-store", "spile-sim"]),
     ("spile-node", &["spile-core", "spile-image"], &["spile-mem", "spile-engine", "spile-store"]),
     ("spile-front", &["spile-core", "spile-engine"], &[]),
     (
         "spile-front-nbd",
-        &["spile-core", "spile-mem", "spile-engine", "spile-nbd-wire", "spile-front"],
+        &["spile-core", "spile-mem", "spile-engine", "spile-nbd-wire", "spile-nbd-tls", "spile-front"],
         &["spile-store"],
     ),
     ("spile-front-vhost", &["spile-core", "spile-mem", "spile-engine", "spile-front"], &["spile-lab", "spile-store"]),
@@ -59,7 +60,8 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 16] = [
+const ALL: [&str; 17] = [
+    "spile-nbd-tls",
     "spile-nbd-wire",
     "spile-mem",
     "spile-core",

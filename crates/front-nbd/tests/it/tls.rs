@@ -10,7 +10,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use spile_engine::EngineKind;
-use spile_front_nbd::TlsConfig;
+use spile_front_nbd::TlsFiles;
 use spile_front_nbd::wire::handshake::{option, rep};
 use spile_front_nbd::wire::request::Command;
 
@@ -50,8 +50,8 @@ impl Papers {
         self.dir.path().join(name)
     }
 
-    fn config(&self, required: bool, client_ca: bool) -> TlsConfig {
-        TlsConfig {
+    fn config(&self, required: bool, client_ca: bool) -> TlsFiles {
+        TlsFiles {
             cert_chain_pem: self.path("server.pem"),
             key_pem: self.path("server.key"),
             client_ca_pem: client_ca.then(|| self.path("ca.pem")),
@@ -242,7 +242,7 @@ fn unusable_certificates_are_named() {
         ("server.pem", "client.key"),
         ("server.pem", "empty.pem"),
     ] {
-        let tls = TlsConfig {
+        let tls = TlsFiles {
             cert_chain_pem: papers.path(cert),
             key_pem: papers.path(key),
             client_ca_pem: None,

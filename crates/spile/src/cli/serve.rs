@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use spile_core::{Error, ErrorKind, Result};
 use spile_engine::{Config, EngineKind};
-use spile_front_nbd::{ServerConfig, TlsConfig};
+use spile_front_nbd::{ServerConfig, TlsFiles};
 use spile_image::Format;
 use spile_store::CacheMode;
 
@@ -148,7 +148,7 @@ fn control(args: &ServeArgs) -> ControlPlace {
 
 fn nbd_config(args: &ServeArgs) -> ServerConfig {
     let files = args.tls_cert.clone().zip(args.tls_key.clone());
-    let tls = files.map(|(cert_chain_pem, key_pem)| TlsConfig {
+    let tls = files.map(|(cert_chain_pem, key_pem)| TlsFiles {
         cert_chain_pem,
         key_pem,
         client_ca_pem: args.tls_ca.clone(),

@@ -11,13 +11,14 @@ use std::time::Duration;
 use futures_util::future::{Either, select};
 use spile_core::{Error, ErrorKind, Result, Segment};
 use spile_engine::{Socket, sleep};
+use spile_nbd_tls::{ClientConfig, ClientFiles, Tls, Transport};
 use spile_nbd_wire::client::{
     GREETING_BYTES, OPTION_REPLY_BYTES, OptionReply, go_data, greeting, info_block_size, info_export, meta_context,
     meta_data, put_option,
 };
 use spile_nbd_wire::handshake::{FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, info, option, rep};
 use spile_nbd_wire::reply::cut;
-use spile_nbd_wire::uri::{Address, NbdUri};
+use spile_nbd_wire::uri::{Address, NbdUri, TlsQuery};
 
 use super::call::{Notify, relock};
 use super::options::{NbdFacts, NbdOptions};
@@ -31,7 +32,7 @@ const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
 
 /// A connection in the transmission phase.
 pub(super) struct Connection {
-    pub(super) socket: Socket,
+    pub(super) transport: Transport,
     pub(super) facts: NbdFacts,
     /// Replies are structured.
     pub(super) structured: bool,
@@ -42,20 +43,23 @@ pub(super) struct Connection {
 /// Connects to a server and shakes hands.
 ///
 /// # Errors
-/// `TimedOut`; `NotFound` for an export that is not there; `Protocol` for a server that breaks it; the system's.
+/// `TimedOut`; `NotFound` for an export that is not there; `Denied` for a server that asks for TLS, has none, or whose certificate is
+/// not good; `Protocol` for a server that breaks it; the system's.
 pub(super) async fn dial(uri: &NbdUri, options: &NbdOptions) -> Result<Connection> {
-    if uri.tls {
-        let error = Error::new(ErrorKind::Unsupported, "TLS to an NBD server is not built in");
-        return Err(error.hint("use nbd:// over a trusted network, or a tunnel"));
+    if uri.tls.as_ref().is_some_and(|tls| tls.psk_file.is_some()) {
+        let error = Error::new(ErrorKind::Unsupported, "TLS with pre-shared keys (tls-psk-file) is not built in");
+        return Err(error.hint("use certificates: tls-certificates=DIR"));
     }
     let work = async {
-        let socket = Socket::from_fd(connect(&uri.address).await?)?;
-        Handshake { socket: &socket, export: &uri.export }.run(options.structured).await.map(|found| (socket, found))
+        let Reached { fd, tls } = connect(uri).await?;
+        let transport = Transport::plain(Socket::from_fd(fd)?);
+        let found = Handshake { transport: &transport, uri }.run(options.structured, tls).await?;
+        Ok((transport, found))
     };
     match select(pin!(work), pin!(sleep(LIMIT))).await {
         Either::Left((done, _)) => {
-            let (socket, (facts, structured, allocation)) = done?;
-            Ok(Connection { socket, facts, structured, allocation })
+            let (transport, (facts, structured, allocation)) = done?;
+            Ok(Connection { transport, facts, structured, allocation })
         }
         Either::Right(_) => {
             Err(Error::new(ErrorKind::TimedOut, format!("the server did not answer within {} s", LIMIT.as_secs())))
@@ -63,19 +67,41 @@ pub(super) async fn dial(uri: &NbdUri, options: &NbdOptions) -> Result<Connectio
     }
 }
 
-/// Connects on a thread of its own, which ends by itself.
-async fn connect(address: &Address) -> Result<OwnedFd> {
-    type Place = (Mutex<Option<std::io::Result<OwnedFd>>>, Notify);
+/// A server that was reached, and the certificates for it.
+struct Reached {
+    fd: OwnedFd,
+    tls: Option<Arc<ClientConfig>>,
+}
+
+/// Connects and reads certificates on a thread of its own, which ends by itself.
+async fn connect(uri: &NbdUri) -> Result<Reached> {
+    type Place = (Mutex<Option<Result<Reached>>>, Notify);
     let place: Arc<Place> = Arc::default();
-    let (theirs, address) = (place.clone(), address.clone());
+    let (theirs, uri) = (place.clone(), uri.clone());
     let thread = std::thread::Builder::new().name("spile-connect".to_owned()).spawn(move || {
-        *relock(&theirs.0) = Some(connect_blocking(&address));
+        *relock(&theirs.0) = Some(reach(&uri));
         theirs.1.notify();
     });
     thread.map_err(|source| Error::io("start a thread", source))?;
     place.1.wait().await;
-    let outcome = relock(&place.0).take().expect("the thread has left its answer");
-    outcome.map_err(|source| Error::io("cannot connect", source))
+    relock(&place.0).take().expect("the thread has left its answer")
+}
+
+fn reach(uri: &NbdUri) -> Result<Reached> {
+    let load = |tls: &TlsQuery| ClientFiles { folder: tls.certificates.clone() }.load();
+    let tls = uri.tls.as_ref().map(load).transpose()?;
+    let fd = connect_blocking(&uri.address).map_err(|source| Error::io("cannot connect", source))?;
+    Ok(Reached { fd, tls })
+}
+
+/// The host for which the server's certificate must be: the one of the URI, unless that says another. On a Unix socket it is this
+/// host.
+fn host(uri: &NbdUri) -> &str {
+    match (uri.tls.as_ref().and_then(|tls| tls.hostname.as_deref()), &uri.address) {
+        (Some(host), _) => host,
+        (None, Address::Tcp(host, _)) => host,
+        (None, Address::Unix(_)) => "localhost",
+    }
 }
 
 fn connect_blocking(address: &Address) -> std::io::Result<OwnedFd> {
@@ -99,12 +125,12 @@ fn broken(what: &str) -> Error {
 }
 
 struct Handshake<'a> {
-    socket: &'a Socket,
-    export: &'a str,
+    transport: &'a Transport,
+    uri: &'a NbdUri,
 }
 
 impl Handshake<'_> {
-    async fn run(&self, structured: bool) -> Result<(NbdFacts, bool, Option<u32>)> {
+    async fn run(&self, structured: bool, tls: Option<Arc<ClientConfig>>) -> Result<(NbdFacts, bool, Option<u32>)> {
         let hello = self.receive::<GREETING_BYTES>().await?;
         let flags = greeting(&hello).ok_or_else(|| broken("this is no NBD server of the newstyle handshake"))?;
         if flags & FLAG_FIXED_NEWSTYLE == 0 {
@@ -112,10 +138,13 @@ impl Handshake<'_> {
         }
         let ours = u32::from(flags & (FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES));
         self.send(&ours.to_be_bytes()).await?;
+        if let Some(config) = tls {
+            self.start_tls(config).await?;
+        }
         let structured = structured && self.ask(option::STRUCTURED_REPLY, &[], |_, _| Ok(())).await?.is_ok();
         let mut allocation = None;
         if structured {
-            let data = meta_data(self.export, "base:allocation");
+            let data = meta_data(&self.uri.export, "base:allocation");
             let note = |kind, data: &[u8]| {
                 if let (rep::META_CONTEXT, Some((number, "base:allocation"))) = (kind, meta_context(data)) {
                     allocation = Some(number);
@@ -126,6 +155,16 @@ impl Handshake<'_> {
             let _ = self.ask(option::SET_META_CONTEXT, &data, note).await?;
         }
         Ok((self.go().await?, structured, allocation))
+    }
+
+    /// Nothing that came before TLS is believed: no option was asked yet, and all that came was taken.
+    async fn start_tls(&self, config: Arc<ClientConfig>) -> Result<()> {
+        self.ask(option::STARTTLS, &[], |_, _| Ok(())).await?.map_err(|refused| {
+            let error = Error::new(ErrorKind::Denied, "the server does not offer TLS").caused_by(refused);
+            error.hint("switch TLS on in the server, or use nbd:// over a network that you trust")
+        })?;
+        let tls = Tls::connect(self.transport.socket(), config, host(self.uri)).await?;
+        self.transport.start_tls(tls)
     }
 
     async fn go(&self) -> Result<NbdFacts> {
@@ -141,7 +180,7 @@ impl Handshake<'_> {
             }
             Ok(())
         };
-        self.ask(option::GO, &go_data(self.export, &[info::BLOCK_SIZE]), note).await??;
+        self.ask(option::GO, &go_data(&self.uri.export, &[info::BLOCK_SIZE]), note).await??;
         let (size_bytes, flags) = export.ok_or_else(|| broken("the server did not say how long the export is"))?;
         if size_bytes > i64::MAX as u64 {
             return Err(broken("the export is longer than any disk"));
@@ -185,7 +224,15 @@ impl Handshake<'_> {
     async fn send(&self, bytes: &[u8]) -> Result<()> {
         let segment = Segment::zeroed(bytes.len());
         segment.copy_from_slice(0, bytes);
-        self.socket.send(&[segment]).await
+        match self.transport.send(&[segment]).await {
+            Ok(()) => Ok(()),
+            Err(failed) => Err(self.last_word().await.unwrap_or(failed)),
+        }
+    }
+
+    /// Why a server that does not listen any more has refused us, if it said so in TLS.
+    async fn last_word(&self) -> Option<Error> {
+        self.transport.recv(&Segment::zeroed(1)).await.err().filter(|error| error.kind() == ErrorKind::Denied)
     }
 
     async fn receive<const N: usize>(&self) -> Result<[u8; N]> {
@@ -198,9 +245,9 @@ impl Handshake<'_> {
             return Ok(Vec::new());
         }
         let segment = Segment::zeroed(len);
-        match self.socket.recv_exact(&segment).await? {
-            got if got == len => Ok(segment.to_vec()),
-            _ => Err(broken("the server hung up during the handshake")),
+        match self.transport.recv_exact(&segment).await? {
+            true => Ok(segment.to_vec()),
+            false => Err(broken("the server hung up during the handshake")),
         }
     }
 }
@@ -210,11 +257,12 @@ fn refusal(kind: u32, data: &[u8]) -> Error {
     let words = String::from_utf8_lossy(data);
     let words = cut(&words, 200);
     let said = if words.is_empty() { String::new() } else { format!(": {words:?}") };
-    let (kind, what) = match kind {
-        rep::ERR_UNKNOWN => (ErrorKind::NotFound, "the server has no such export"),
-        rep::ERR_POLICY => (ErrorKind::Denied, "the server refuses"),
-        rep::ERR_TLS_REQD => (ErrorKind::Denied, "the server asks for TLS"),
-        _ => (ErrorKind::Unsupported, "the server refuses the export"),
-    };
-    Error::new(kind, format!("{what}{said}"))
+    let error = |kind, what: &str| Error::new(kind, format!("{what}{said}"));
+    match kind {
+        rep::ERR_UNKNOWN => error(ErrorKind::NotFound, "the server has no such export"),
+        rep::ERR_POLICY => error(ErrorKind::Denied, "the server refuses"),
+        rep::ERR_TLS_REQD => error(ErrorKind::Denied, "the server asks for TLS")
+            .hint("use nbds:// (nbds+unix:// on a Unix socket) with tls-certificates=DIR"),
+        _ => error(ErrorKind::Unsupported, "the server refuses the export"),
+    }
 }

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::{join3, select};
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segment};
-use spile_engine::{Socket, sleep};
+use spile_engine::sleep;
+use spile_nbd_tls::Transport;
 use spile_nbd_wire::handshake::transmission;
 use spile_nbd_wire::request::{Command, REQUEST_BYTES, Request};
 use spile_nbd_wire::uri::NbdUri;
@@ -149,10 +150,10 @@ impl Link {
 
     /// Uses a connection until it ends, and returns why it did.
     async fn run(&self, connection: Connection) -> Error {
-        let socket = &connection.socket;
-        let session = Session::new(self, socket);
+        let transport = &connection.transport;
+        let session = Session::new(self, transport);
         relock(&self.state).heard = Instant::now();
-        let mut receiver = Receiver::new(self, socket, connection.structured, connection.allocation);
+        let mut receiver = Receiver::new(self, transport, connection.structured, connection.allocation);
         let receive = async {
             let Err(error) = receiver.run().await;
             session.end();
@@ -292,7 +293,7 @@ fn put_request(head: Segment, parts: &mut Vec<Segment>, call: &Call, cookie: u64
 /// One connection while it lasts.
 struct Session<'a> {
     link: &'a Link,
-    socket: &'a Socket,
+    transport: &'a Transport,
     ended: Cell<bool>,
     /// Why we ended it, if we did.
     why: Cell<Option<Error>>,
@@ -301,15 +302,15 @@ struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    fn new(link: &'a Link, socket: &'a Socket) -> Self {
+    fn new(link: &'a Link, transport: &'a Transport) -> Self {
         let heads = Segment::zeroed(SEND_CALLS * REQUEST_BYTES);
-        Self { link, socket, ended: Cell::new(false), why: Cell::new(None), heads }
+        Self { link, transport, ended: Cell::new(false), why: Cell::new(None), heads }
     }
 
     /// Ends the connection: what waits for the socket returns.
     fn end(&self) {
         self.ended.set(true);
-        self.socket.shutdown(std::net::Shutdown::Both);
+        self.transport.socket().shutdown(std::net::Shutdown::Both);
         self.link.work.notify();
         self.link.watch.notify();
     }
@@ -321,7 +322,7 @@ impl<'a> Session<'a> {
             self.link.take_batch(&self.heads, &mut parts);
             if !parts.is_empty() {
                 self.link.watch.notify();
-                if self.socket.send(&parts).await.is_err() {
+                if self.transport.send(&parts).await.is_err() {
                     return self.end();
                 }
             } else if self.link.is_over() {
@@ -337,7 +338,8 @@ impl<'a> Session<'a> {
         let request = Request { flags: 0, command: Command::Disconnect, cookie: 0, offset_bytes: 0, len_bytes: 0 };
         let head = self.heads.slice(0..REQUEST_BYTES);
         head.copy_from_slice(0, &request.encode());
-        let _ = self.socket.send(&[head]).await;
+        let _ = self.transport.send(&[head]).await;
+        self.transport.close().await;
         self.end();
     }
 

@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::ops::Range;
 
 use spile_core::{Error, ErrorKind, Result, Segment, Segments};
-use spile_engine::Socket;
+use spile_nbd_tls::Transport;
 use spile_nbd_wire::client::{ReplyHead, SIMPLE_REPLY_BYTES, chunk_block_status, chunk_error};
 use spile_nbd_wire::reply::{TYPE_BLOCK_STATUS, TYPE_NONE, TYPE_OFFSET_DATA, TYPE_OFFSET_HOLE};
 
@@ -27,7 +27,7 @@ pub(super) fn broken(what: &str) -> Error {
 /// Takes the replies of one connection.
 pub(super) struct Receiver<'a> {
     link: &'a Link,
-    socket: &'a Socket,
+    transport: &'a Transport,
     structured: bool,
     allocation: Option<u32>,
     buffer: Segment,
@@ -45,9 +45,9 @@ struct Begun {
 }
 
 impl<'a> Receiver<'a> {
-    pub(super) fn new(link: &'a Link, socket: &'a Socket, structured: bool, allocation: Option<u32>) -> Self {
+    pub(super) fn new(link: &'a Link, transport: &'a Transport, structured: bool, allocation: Option<u32>) -> Self {
         let buffer = Segment::zeroed(BUFFER_BYTES);
-        Self { link, socket, structured, allocation, buffer, filled: 0..0, begun: HashMap::new() }
+        Self { link, transport, structured, allocation, buffer, filled: 0..0, begun: HashMap::new() }
     }
 
     /// Takes replies until the connection ends.
@@ -155,7 +155,7 @@ impl<'a> Receiver<'a> {
         let mut done = 0;
         while done < bytes.len() {
             if self.filled.is_empty() {
-                let got = self.socket.recv(&self.buffer).await?;
+                let got = self.transport.recv(&self.buffer).await?;
                 if got == 0 {
                     return Err(hung_up());
                 }
@@ -180,7 +180,7 @@ impl<'a> Receiver<'a> {
             if rest.is_empty() {
                 continue;
             }
-            if self.socket.recv_exact(&rest).await? != rest.len() {
+            if !self.transport.recv_exact(&rest).await? {
                 return Err(hung_up());
             }
             self.link.heard();

@@ -1,89 +1,18 @@
-//! TLS over a socket of the engine. rustls works in memory only, so the bytes go through the same worker and ring as
-//! others.
+//! [`Tls`]: one TLS session over a socket of the engine, as the server or as the client.
 //!
-//! Contract: after [`Tls::accept`] only the reading task calls [`Tls::recv`] and only the writing task calls
-//! [`Tls::send`]. What rustls itself has to send (key updates) goes out with the next reply.
+//! Contract: after the handshake only the reading task calls [`Tls::recv`] and only the writing task calls
+//! [`Tls::send`]. What rustls itself has to send (key updates) goes out with the next message.
 
 use std::cell::{Cell, RefCell};
 use std::io::{ErrorKind as IoKind, Read, Write};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, ServerConfig, ServerConnection};
-use spile_core::{Error, ErrorKind, Result, ResultExt, Segment};
+use rustls::pki_types::ServerName;
+use rustls::{CertificateError, ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
+use spile_core::{Error, ErrorKind, Result, Segment};
 use spile_engine::Socket;
 
-/// The files of the server's certificates, and whether TLS is required.
-#[derive(Clone, Debug)]
-pub struct TlsConfig {
-    /// The file of the server's certificate and those between it and the root, PEM.
-    pub cert_chain_pem: PathBuf,
-    /// The file of the server's private key, PEM.
-    pub key_pem: PathBuf,
-    /// When set, a client must show a certificate that one of these authorities signed.
-    pub client_ca_pem: Option<PathBuf>,
-    /// True: no export is shown or served without TLS. False: clients may ask for it.
-    pub required: bool,
-}
-
-impl TlsConfig {
-    /// Reads the files.
-    ///
-    /// # Errors
-    /// When a file cannot be read or holds nothing usable, with its path.
-    pub(crate) fn load(&self) -> Result<Arc<ServerConfig>> {
-        let chain = certificates(&self.cert_chain_pem)?;
-        let key = PrivateKeyDer::from_pem_file(&self.key_pem)
-            .map_err(|e| unusable("no private key", e))
-            .at_path(&self.key_pem)?;
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let builder = ServerConfig::builder_with_provider(provider.clone())
-            .with_safe_default_protocol_versions()
-            .map_err(|e| unusable("no TLS version", e))?;
-        let builder = match &self.client_ca_pem {
-            None => builder.with_no_client_auth(),
-            Some(path) => {
-                let verifier = WebPkiClientVerifier::builder_with_provider(roots(path)?.into(), provider)
-                    .build()
-                    .map_err(|e| unusable("no usable client authority", e))
-                    .at_path(path)?;
-                builder.with_client_cert_verifier(verifier)
-            }
-        };
-        let config = builder
-            .with_single_cert(chain, key)
-            .map_err(|e| unusable("the certificate and its key do not fit", e))
-            .at_path(&self.cert_chain_pem)?;
-        Ok(Arc::new(config))
-    }
-}
-
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
-    let chain: Vec<_> = CertificateDer::pem_file_iter(path)
-        .and_then(Iterator::collect)
-        .map_err(|e| unusable("no certificate", e))
-        .at_path(path)?;
-    if chain.is_empty() {
-        let error = Error::new(ErrorKind::InvalidInput, "the file holds no certificate");
-        return Err(error.at_path(path).hint("give a PEM file with a CERTIFICATE section"));
-    }
-    Ok(chain)
-}
-
-fn roots(path: &Path) -> Result<RootCertStore> {
-    let mut roots = RootCertStore::empty();
-    for certificate in certificates(path)? {
-        roots.add(certificate).map_err(|e| unusable("bad authority", e)).at_path(path)?;
-    }
-    Ok(roots)
-}
-
-fn unusable(what: &str, source: impl std::error::Error + Send + Sync + 'static) -> Error {
-    Error::new(ErrorKind::InvalidInput, format!("TLS: {what}")).caused_by(source)
-}
+use crate::files::unusable;
 
 /// The most bytes of ciphertext that are received or sent at a time.
 const CIPHER_BYTES: usize = 128 << 10;
@@ -91,8 +20,8 @@ const CIPHER_BYTES: usize = 128 << 10;
 const SCRATCH_BYTES: usize = 16 << 10;
 
 /// One TLS session.
-pub(crate) struct Tls {
-    session: RefCell<ServerConnection>,
+pub struct Tls {
+    session: RefCell<Connection>,
     inbound: Segment,
     /// The part of `inbound` that rustls has not taken yet.
     pending: Cell<(usize, usize)>,
@@ -105,8 +34,24 @@ impl Tls {
     ///
     /// # Errors
     /// When the handshake fails. The peer was sent an alert if that was possible.
-    pub(crate) async fn accept(socket: &Socket, config: Arc<ServerConfig>) -> Result<Self> {
-        let mut session = ServerConnection::new(config).map_err(|e| unusable("no session", e))?;
+    pub async fn accept(socket: &Socket, config: Arc<ServerConfig>) -> Result<Self> {
+        let session = ServerConnection::new(config).map_err(|e| unusable("no session", e))?;
+        Self::begin(socket, session.into()).await
+    }
+
+    /// Does the TLS handshake, as the client of a server whose certificate must be for `host`.
+    ///
+    /// # Errors
+    /// `InvalidInput` when `host` is no host name; `Denied` when the server's certificate is not good, or ours is not for the server;
+    /// else as [`Tls::accept`].
+    pub async fn connect(socket: &Socket, config: Arc<ClientConfig>, host: &str) -> Result<Self> {
+        let name = ServerName::try_from(host.to_owned())
+            .map_err(|e| unusable(&format!("{host:?} is no host name"), e).hint("say tls-hostname=NAME in the URI"))?;
+        let session = ClientConnection::new(config, name).map_err(|e| unusable("no session", e))?;
+        Self::begin(socket, session.into()).await
+    }
+
+    async fn begin(socket: &Socket, mut session: Connection) -> Result<Self> {
         session.set_buffer_limit(Some(CIPHER_BYTES));
         let tls = Self {
             session: RefCell::new(session),
@@ -133,7 +78,10 @@ impl Tls {
     }
 
     /// Receives plain bytes into `into`; 0 at the end of the stream.
-    pub(crate) async fn recv(&self, socket: &Socket, into: &Segment) -> Result<usize> {
+    ///
+    /// # Errors
+    /// When the connection is broken, or the peer breaks TLS; `Denied` when it refuses us.
+    pub async fn recv(&self, socket: &Socket, into: &Segment) -> Result<usize> {
         loop {
             if let Some(n) = self.take_plain(into)? {
                 return Ok(n);
@@ -147,7 +95,10 @@ impl Tls {
     }
 
     /// Sends `parts`, encrypted, in order.
-    pub(crate) async fn send(&self, socket: &Socket, parts: &[Segment]) -> Result<()> {
+    ///
+    /// # Errors
+    /// When the connection is broken.
+    pub async fn send(&self, socket: &Socket, parts: &[Segment]) -> Result<()> {
         for part in parts {
             let mut done = 0;
             while done < part.len() {
@@ -162,7 +113,7 @@ impl Tls {
     }
 
     /// Sends the end of the TLS session (close_notify). Errors do not matter any more.
-    pub(crate) async fn close(&self, socket: &Socket) {
+    pub async fn close(&self, socket: &Socket) {
         self.session.borrow_mut().send_close_notify();
         let _ = self.flush(socket).await;
     }
@@ -203,9 +154,7 @@ impl Tls {
         let mut session = self.session.borrow_mut();
         let taken = session.read_tls(&mut &scratch[..len]).map_err(|e| Error::io("TLS", e))?;
         self.pending.set((start + taken, end));
-        session
-            .process_new_packets()
-            .map_err(|e| Error::new(ErrorKind::Protocol, "the peer broke the TLS protocol").caused_by(e))?;
+        session.process_new_packets().map_err(failed)?;
         Ok(())
     }
 
@@ -228,6 +177,33 @@ impl Tls {
         }
         Ok(sink.filled)
     }
+}
+
+/// The error of a session that has failed, with what can be done.
+fn failed(error: rustls::Error) -> Error {
+    let (what, hint) = match &error {
+        // A bad signature: an authority of the same name, and not the one that signed.
+        rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer | CertificateError::BadSignature) => (
+            "TLS: no authority that is believed has signed the server's certificate",
+            "have the authority's certificate in ca-cert.pem of a folder, and say tls-certificates=DIR in the URI",
+        ),
+        rustls::Error::InvalidCertificate(
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+        ) => (
+            "TLS: the server's certificate is for another host",
+            "connect to the host that the certificate names, or say tls-hostname=NAME in the URI",
+        ),
+        rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented => {
+            ("TLS: the other side's certificate is not valid", "have the certificate renewed, or the clock set")
+        }
+        rustls::Error::AlertReceived(_) => (
+            "TLS: the other side refuses the connection",
+            "a server may ask for a client certificate: client-cert.pem and client-key.pem in the folder of \
+             tls-certificates=DIR, signed by an authority that the server believes",
+        ),
+        _ => return Error::new(ErrorKind::Protocol, "the peer broke the TLS protocol").caused_by(error),
+    };
+    Error::new(ErrorKind::Denied, what).caused_by(error).hint(hint)
 }
 
 /// Writes into a segment from its start, until it is full.

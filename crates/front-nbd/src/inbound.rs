@@ -1,63 +1,7 @@
-//! [`Transport`]: a connection's socket, plain or with TLS. [`Inbound`]: the buffer in which its bytes arrive.
-
-use std::cell::OnceCell;
-use std::net::Shutdown;
-use std::rc::Rc;
+//! [`Inbound`]: the buffer in which a connection's bytes arrive.
 
 use spile_core::{Error, ErrorKind, Result, Segment};
-use spile_engine::Socket;
-
-use crate::tls::Tls;
-
-/// A socket, and TLS over it once that has begun. One receive and one send may be in flight at a time.
-pub(crate) struct Transport {
-    pub(crate) socket: Rc<Socket>,
-    tls: OnceCell<Tls>,
-}
-
-impl Transport {
-    pub(crate) fn plain(socket: Socket) -> Self {
-        Self { socket: Rc::new(socket), tls: OnceCell::new() }
-    }
-
-    /// From now on all bytes go through TLS.
-    pub(crate) fn start_tls(&self, tls: Tls) -> Result<()> {
-        let twice = |_| Error::new(ErrorKind::Protocol, "TLS was started twice");
-        self.tls.set(tls).map_err(twice)
-    }
-
-    /// Receives into the start of `into`; 0 at the end of the stream.
-    pub(crate) async fn recv(&self, into: &Segment) -> Result<usize> {
-        match self.tls.get() {
-            None => self.socket.recv(into).await,
-            Some(tls) => tls.recv(&self.socket, into).await,
-        }
-    }
-
-    /// As [`Transport::recv`], but waits until `into` is full where that costs less than several receives.
-    pub(crate) async fn recv_payload(&self, into: &Segment) -> Result<usize> {
-        match self.tls.get() {
-            None => self.socket.recv_exact(into).await,
-            Some(tls) => tls.recv(&self.socket, into).await,
-        }
-    }
-
-    /// Sends all of `parts`.
-    pub(crate) async fn send(&self, parts: &[Segment]) -> Result<()> {
-        match self.tls.get() {
-            None => self.socket.send(parts).await,
-            Some(tls) => tls.send(&self.socket, parts).await,
-        }
-    }
-
-    /// Closes the connection; with TLS the peer is told first. All replies must have been sent.
-    pub(crate) async fn close(&self) {
-        if let Some(tls) = self.tls.get() {
-            tls.close(&self.socket).await;
-        }
-        self.socket.shutdown(Shutdown::Both);
-    }
-}
+use spile_nbd_tls::Transport;
 
 /// Bytes that have arrived and are not yet used. One receive may bring many requests.
 pub(crate) struct Inbound {

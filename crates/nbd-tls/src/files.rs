@@ -1,0 +1,141 @@
+//! Certificates and keys in PEM files, as a server and as a client use them.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use spile_core::{Error, ErrorKind, Result, ResultExt};
+
+/// The files of the server's certificates, and whether TLS is required.
+#[derive(Clone, Debug)]
+pub struct ServerFiles {
+    /// The file of the server's certificate and those between it and the root, PEM.
+    pub cert_chain_pem: PathBuf,
+    /// The file of the server's private key, PEM.
+    pub key_pem: PathBuf,
+    /// When set, a client must show a certificate that one of these authorities signed.
+    pub client_ca_pem: Option<PathBuf>,
+    /// True: no export is shown or served without TLS. False: clients may ask for it.
+    pub required: bool,
+}
+
+impl ServerFiles {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// When a file cannot be read or holds nothing usable, with its path.
+    pub fn load(&self) -> Result<Arc<ServerConfig>> {
+        let (chain, key) = identity(&self.cert_chain_pem, &self.key_pem)?;
+        let builder = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(|e| unusable("no TLS version", e))?;
+        let builder = match &self.client_ca_pem {
+            None => builder.with_no_client_auth(),
+            Some(path) => {
+                let verifier = WebPkiClientVerifier::builder_with_provider(roots(path)?.into(), provider())
+                    .build()
+                    .map_err(|e| unusable("no usable client authority", e))
+                    .at_path(path)?;
+                builder.with_client_cert_verifier(verifier)
+            }
+        };
+        let config = builder.with_single_cert(chain, key).map_err(do_not_fit).at_path(&self.cert_chain_pem)?;
+        Ok(Arc::new(config))
+    }
+}
+
+/// The authorities of the system, where distributions keep them.
+const SYSTEM_AUTHORITIES: [&str; 2] = ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt"];
+
+/// Where a client finds certificates: in a folder with the file names of libnbd and QEMU. `ca-cert.pem` has the authorities that
+/// may have signed the server's certificate. `client-cert.pem` and `client-key.pem` are shown to a server that asks who we are,
+/// and may be missing. Without a folder, the system's authorities are believed.
+#[derive(Clone, Debug)]
+pub struct ClientFiles {
+    /// The folder.
+    pub folder: Option<PathBuf>,
+}
+
+impl ClientFiles {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// When a file cannot be read or holds nothing usable, with its path.
+    pub fn load(&self) -> Result<Arc<ClientConfig>> {
+        let builder = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(|e| unusable("no TLS version", e))?
+            .with_root_certificates(roots(&self.authorities()?)?);
+        let config = match self.own() {
+            Some((cert, key)) => {
+                let (chain, key) = identity(&cert, &key)?;
+                builder.with_client_auth_cert(chain, key).map_err(do_not_fit).at_path(&cert)?
+            }
+            None => builder.with_no_client_auth(),
+        };
+        Ok(Arc::new(config))
+    }
+
+    fn authorities(&self) -> Result<PathBuf> {
+        if let Some(folder) = &self.folder {
+            return Ok(folder.join("ca-cert.pem"));
+        }
+        let found = SYSTEM_AUTHORITIES.iter().map(PathBuf::from).find(|path| path.exists());
+        found.ok_or_else(|| {
+            let error = Error::new(ErrorKind::NotFound, "TLS: this system has no list of authorities");
+            error.hint("name a folder that has ca-cert.pem: tls-certificates=DIR in the URI")
+        })
+    }
+
+    /// The client's certificate and key, where the folder has a certificate.
+    fn own(&self) -> Option<(PathBuf, PathBuf)> {
+        let folder = self.folder.as_ref()?;
+        let cert = folder.join("client-cert.pem");
+        cert.exists().then(|| (cert, folder.join("client-key.pem")))
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
+}
+
+/// A certificate with those between it and the root, and its key.
+fn identity(cert: &Path, key: &Path) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
+    let chain = certificates(cert)?;
+    let key = PrivateKeyDer::from_pem_file(key).map_err(|e| unusable("no private key", e)).at_path(key)?;
+    Ok((chain, key))
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let chain: Vec<_> = CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect)
+        .map_err(|e| unusable("no certificate", e))
+        .at_path(path)?;
+    if chain.is_empty() {
+        let error = Error::new(ErrorKind::InvalidInput, "the file holds no certificate");
+        return Err(error.at_path(path).hint("give a PEM file with a CERTIFICATE section"));
+    }
+    Ok(chain)
+}
+
+/// The authorities of a file. What is in a system's list and cannot be used is passed over, as long as something can.
+fn roots(path: &Path) -> Result<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    let (usable, _) = roots.add_parsable_certificates(certificates(path)?);
+    if usable == 0 {
+        return Err(Error::new(ErrorKind::InvalidInput, "TLS: no usable authority").at_path(path));
+    }
+    Ok(roots)
+}
+
+fn do_not_fit(error: rustls::Error) -> Error {
+    unusable("the certificate and its key do not fit", error)
+}
+
+pub(crate) fn unusable(what: &str, source: impl std::error::Error + Send + Sync + 'static) -> Error {
+    Error::new(ErrorKind::InvalidInput, format!("TLS: {what}")).caused_by(source)
+}
