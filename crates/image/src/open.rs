@@ -58,16 +58,6 @@ pub struct Described {
 /// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
 const PARENT: OpenLayer = OpenLayer { read_only: true, cache_bytes: 1 << 20 };
 
-/// The format of the image at `at`: `given`, else what the file's extension says. An NBD export is raw unless `given`
-/// says otherwise.
-fn format_of(at: &Locator, given: Option<Format>) -> Result<Format> {
-    match at {
-        Locator::Path(path) => Format::of(path, given),
-        Locator::Nbd(_) => Ok(given.unwrap_or(Format::Raw)),
-        Locator::Null(_) | Locator::Mem(_) => Ok(Format::Raw),
-    }
-}
-
 fn canonical<F: Files>(files: &F, at: &Locator) -> Result<Locator> {
     match at {
         Locator::Path(path) => Ok(Locator::Path(files.canonical(path).at_path(path)?)),
@@ -101,7 +91,7 @@ pub async fn describe<F: Files>(
     format: Option<Format>,
 ) -> Result<Described> {
     let at = at.into();
-    let format = format_of(&at, format)?;
+    let format = Format::at(&at, format)?;
     let at = canonical(files, &at)?;
     let store = files.open(&at, OpenMode::ReadOnly).await?;
     let image = format.open(store, &env, PARENT).await?;
@@ -166,7 +156,7 @@ impl<'a, F: Files> Search<'a, F> {
         at: &Locator,
         options: &'a OpenOptions,
     ) -> Result<(Self, AnyLayer<F::Store>)> {
-        let format = format_of(at, options.format)?;
+        let format = Format::at(at, options.format)?;
         let at = canonical(files, at)?;
         let policy = Policy::new(files, at.as_path(), &options.allow_parents)?;
         let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };

@@ -4,15 +4,18 @@
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::time::Duration;
 
-use spile_core::{ErrorKind, OpenMode, Segments, Store, StoreOffset, Via};
+use spile_core::{ErrorKind, OpenMode, Result, Segments, Store, StoreOffset, Via};
 use spile_engine::{Config, Engine};
+use spile_nbd_wire::client::{go_data, put_option};
 use spile_nbd_wire::handshake::{
     OPTION_HEADER_BYTES, OptionHeader, option, put_greeting, put_reply, rep, transmission,
 };
 use spile_nbd_wire::reply;
 use spile_nbd_wire::request::{Command, REQUEST_BYTES, Request};
-use spile_store::NbdStore;
+use spile_nbd_wire::uri::{Address, NbdUri};
+use spile_store::{NbdOptions, NbdStore};
 
 const SIZE_BYTES: u64 = 1 << 20;
 const LEN: u32 = 4096;
@@ -84,20 +87,94 @@ fn honest(request: &Request) -> Vec<u8> {
 
 /// Reads once from a server that answers the first connections so. The bytes must be the honest server's.
 fn read_through(answers: &'static [Answer]) {
+    read_with(answers, NbdOptions::default()).unwrap();
+}
+
+/// As [`read_through`], with these options.
+fn read_with(answers: &'static [Answer], options: NbdOptions) -> Result<()> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let listener = UnixListener::bind(&path).unwrap();
     let server = std::thread::spawn(move || serve(&listener, answers));
     let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
-    let uri = format!("nbd+unix:///?socket={}", path.display());
-    engine.run_on(0, move || async move {
-        let store = NbdStore::open(&uri, OpenMode::ReadOnly).await.unwrap();
+    let uri = NbdUri::new(Address::Unix(path.clone()), "");
+    let outcome = engine.run_on(0, move || async move {
+        let store = NbdStore::open_with(uri, OpenMode::ReadOnly, options).await.unwrap();
         let into = Segments::zeroed(LEN as usize);
-        store.read_at(StoreOffset(8192), &into, Via::Direct).await.unwrap();
+        store.read_at(StoreOffset(8192), &into, Via::Direct).await?;
         assert!(into.to_vec().iter().all(|byte| *byte == 0x5a));
+        Ok(())
     });
     engine.shutdown();
+    // A server that was not spoken to any more ends by one more connection that says nothing.
+    let _ = UnixStream::connect(&path).map(|mut last| last.write_all(&good_bye()));
     server.join().unwrap();
+    outcome
+}
+
+/// A client that shakes hands and leaves.
+fn good_bye() -> Vec<u8> {
+    let mut bytes = 3u32.to_be_bytes().to_vec();
+    put_option(&mut bytes, option::GO, &go_data("", &[]));
+    let end = Request { flags: 0, command: Command::Disconnect, cookie: 0, offset_bytes: 0, len_bytes: 0 };
+    bytes.extend(end.encode());
+    bytes
+}
+
+/// What the server never says.
+fn silent(_: &Request) -> Vec<u8> {
+    Vec::new()
+}
+
+const SHORT: Duration = Duration::from_millis(200);
+
+#[test]
+fn a_server_that_owes_an_answer_for_too_long_is_left_and_asked_again() {
+    let options = NbdOptions { answer_limit: SHORT, ..NbdOptions::default() };
+    read_with(&[silent, silent], options).unwrap();
+}
+
+#[test]
+fn without_reconnecting_the_reason_is_told_at_once() {
+    let options = NbdOptions { answer_limit: SHORT, reconnect_limit: Duration::ZERO, ..NbdOptions::default() };
+    let error = read_with(&[silent], options).unwrap_err();
+    assert!(error.kind() == ErrorKind::TimedOut && error.to_string().contains("did not answer"), "{error}");
+}
+
+#[test]
+fn a_server_that_does_not_come_back_fails_what_waits_and_is_tried_anew_by_the_next_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let uri = NbdUri::new(Address::Unix(path.clone()), "");
+    let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+    let begin = |answers: &'static [Answer]| {
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            shake_hands(&mut stream).unwrap();
+            for answer in answers {
+                let bytes = read_exact::<REQUEST_BYTES>(&mut stream).unwrap();
+                stream.write_all(&answer(&Request::parse(&bytes).unwrap())).unwrap();
+            }
+        })
+    };
+    let first = begin(&[honest]);
+    let options = NbdOptions { reconnect_limit: SHORT, ..NbdOptions::default() };
+    let store = engine.run_on(0, move || NbdStore::open_with(uri, OpenMode::ReadOnly, options)).unwrap();
+    let read = || {
+        let store = store.clone();
+        let into = Segments::zeroed(LEN as usize);
+        engine.run_on(0, move || async move { store.read_at(StoreOffset(0), &into, Via::Direct).await })
+    };
+    read().unwrap();
+    first.join().unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(read().unwrap_err().kind(), ErrorKind::NotFound);
+    let second = begin(&[honest]);
+    read().unwrap();
+    second.join().unwrap();
+    drop(store);
+    engine.shutdown();
 }
 
 #[test]

@@ -19,7 +19,9 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use spile_core::{Env, Error, ErrorKind, Extent, ExtentKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
+use spile_core::{
+    Env, Error, ErrorKind, Extent, ExtentKind, Locator, Result, ResultExt, Segments, Store, StoreOffset, Via,
+};
 
 use crate::check::{Lost, Report};
 use crate::create::NewImage;
@@ -130,6 +132,18 @@ impl Format {
                 .at_path(path)
                 .hint(format!("say {choices}; the content is never probed, as a guest could forge it"))
         })
+    }
+
+    /// The format of what is at a locator: as [`Format::of`] for a file; `given` or raw for an NBD export; raw for the others.
+    ///
+    /// # Errors
+    /// As [`Format::of`].
+    pub fn at(at: &Locator, given: Option<Self>) -> Result<Self> {
+        match at {
+            Locator::Path(path) => Self::of(path, given),
+            Locator::Nbd(_) => Ok(given.unwrap_or(Self::Raw)),
+            Locator::Null(_) | Locator::Mem(_) => Ok(Self::Raw),
+        }
     }
 
     /// All names for a message, each with `before` in front: `raw, vhd or qcow2`.

@@ -68,11 +68,11 @@ struct Finding {
 /// # Errors
 /// When the file cannot be opened or read, or is in use.
 pub fn run(args: &CheckArgs) -> Result<Exit> {
-    let format = Format::of(&args.disk, args.open.format)?;
-    let (path, options) = (args.disk.clone(), args.open.read_only());
+    let (at, options) = (disks::locate(&args.disk)?, args.open.read_only());
+    let format = Format::at(&at, args.open.format)?;
     let lost = if args.discard_lost { Lost::Discard } else { Lost::Keep };
     let repair = args.repair.then_some(lost);
-    let outcome = on_engine(move || async move { check(path, format, repair, &options).await });
+    let outcome = on_engine(move || async move { check(&at, format, repair, &options).await });
     let (report, first) = match outcome {
         Ok(reports) => reports,
         Err(error) if error.kind() == ErrorKind::Corrupt => (unreadable(&error), Report::default()),
@@ -88,10 +88,10 @@ pub fn run(args: &CheckArgs) -> Result<Exit> {
 }
 
 /// Returns the report of the present state, and the one from before the repair.
-async fn check(path: PathBuf, format: Format, repair: Option<Lost>, options: &OpenOptions) -> Result<(Report, Report)> {
+async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &OpenOptions) -> Result<(Report, Report)> {
     let files = OsFiles::new(CacheMode::Page);
     let mode = if repair.is_some() { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
-    let store = files.open(&Locator::from(&path), mode).await?;
+    let store = files.open(at, mode).await?;
     let first = match repair {
         Some(lost) => format.repair(&store, &OsEnv, lost).await?,
         None => Report::default(),
@@ -99,7 +99,7 @@ async fn check(path: PathBuf, format: Format, repair: Option<Lost>, options: &Op
     let mut report = format.check(&store, &OsEnv).await?;
     drop(store);
     if report.worst() != Some(Severity::Corruption)
-        && let Err(error) = disks::open(CacheMode::Page, &Locator::Path(path), options).await
+        && let Err(error) = disks::open(CacheMode::Page, at, options).await
     {
         report.findings.push(chain_finding(&error));
     }

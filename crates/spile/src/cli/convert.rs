@@ -1,12 +1,13 @@
 //! `spile convert`: the same disk in another format.
 
 use std::io::ErrorKind as IoKind;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
-use spile_core::{Disk, Error, ErrorKind, Extent, Result};
+use spile_core::{Disk, Error, ErrorKind, Extent, Locator, Result, WriteZeroes};
 use spile_image::create::NewImage;
 use spile_image::{Format, OpenOptions};
 use spile_node::Aligned;
@@ -19,15 +20,19 @@ use crate::disks;
 use crate::signals::EndSignals;
 use crate::units::format_size;
 
-/// Copy a disk into a new one of another format
+/// Copy a disk into a new one of another format, or onto an NBD export
 ///
 /// Holes and zeroes take no space in the new disk. A child is copied with all that its parents show. The new disk gets
 /// its name when it is complete; a conversion that was killed leaves a hidden file .spile-*.part beside it.
+///
+/// An NBD export (nbd://HOST:PORT/NAME, nbd+unix:///NAME?socket=PATH, or nbds for TLS) is there already and is overwritten: it
+/// becomes a raw disk with the bytes of SRC, and what it has behind them becomes zeroes. It must be as long as SRC at least. A
+/// conversion that fails leaves it half written.
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
     /// The disk to read
     src: PathBuf,
-    /// The disk to make; it must not exist
+    /// The disk to make, which must not exist; or the NBD export to overwrite
     dst: PathBuf,
     /// The format of SRC, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
@@ -59,8 +64,13 @@ struct Converted {
 /// DST gets its name when all of it is durable: whatever ends the program before leaves no disk that looks whole.
 ///
 /// # Errors
-/// What is wrong with SRC; `Exists` for DST; I/O errors. A half-made DST is removed.
+/// What is wrong with SRC; `Exists` for DST, `NoSpace` for an export that is too short; I/O errors. A half-made DST is removed, if
+/// it is no export.
 pub fn run(args: &ConvertArgs) -> Result<Exit> {
+    let dst = disks::locate(&args.dst)?;
+    if let Locator::Nbd(_) = dst {
+        return overwrite(args, dst);
+    }
     let signals = EndSignals::block()?;
     let to = Format::of(&args.dst, args.to)?;
     if args.dst.symlink_metadata().is_ok() {
@@ -88,13 +98,9 @@ fn report(args: &ConvertArgs, to: Format, converted: &Converted) -> Result<Exit>
             "written_bytes": written_bytes, "used_bytes": used_bytes,
         }))?;
     } else {
-        say(format_args!(
-            "{}: {} {to}, {} of data written, {} used",
-            args.dst.display(),
-            format_size(size_bytes),
-            format_size(written_bytes),
-            format_size(used_bytes.unwrap_or(0))
-        ));
+        let used = used_bytes.map_or(String::new(), |used| format!(", {} used", format_size(used)));
+        let (size, written) = (format_size(size_bytes), format_size(written_bytes));
+        say(format_args!("{}: {size} {to}, {written} of data written{used}", args.dst.display()));
     }
     Ok(Exit::Ok)
 }
@@ -166,7 +172,7 @@ fn convert(args: &ConvertArgs, to: Format, half: PathBuf) -> Result<Converted> {
         create::create(&half, to, &NewImage { size_bytes, subformat, parent: None }).await?;
         let dst = open(cache, &half, &write_options).await?;
         let bar = progress_bar(src_bytes, "converting");
-        let written = copy(&src, &dst, &bar).await;
+        let written = copy(&src, &dst, Beneath::Zeroes, &bar).await;
         // Close also what failed: the file is about to be removed, but its locks and tasks must end.
         let closed = dst.close().await;
         bar.finish_and_clear();
@@ -178,27 +184,79 @@ async fn open(cache: CacheMode, path: &Path, options: &OpenOptions) -> Result<Al
     Ok(Aligned::new(disks::open(cache, &disks::locate(path)?, options).await?))
 }
 
-async fn copy(src: &impl Disk, dst: &impl Disk, bar: &indicatif::ProgressBar) -> Result<u64> {
+/// Copies onto an export, which has to be there. Nothing tells a half-written export from a whole one but the exit code.
+fn overwrite(args: &ConvertArgs, dst: Locator) -> Result<Exit> {
+    let to = Format::at(&dst, args.to)?;
+    if to != Format::at(&dst, None)? || args.subformat.is_some() {
+        let what = "an NBD export can only be overwritten as a raw disk";
+        let error = Error::new(ErrorKind::Unsupported, what).at_path(&args.dst);
+        return Err(error.hint("leave --to and --subformat out, or convert to a file"));
+    }
+    let (src, cache, label) = (disks::locate(&args.src)?, args.cache, args.dst.clone());
+    let read_options = args.read.read_only(args.from);
+    let write_options = OpenOptions { format: Some(to), ..OpenOptions::default() };
+    let converted = on_engine(move || async move {
+        let src = Aligned::new(disks::open(cache, &src, &read_options).await?);
+        let dst = Aligned::new(disks::open(cache, &dst, &write_options).await?);
+        let sizes = (src.info().size_bytes, dst.info().size_bytes);
+        if sizes.0 > sizes.1 {
+            return Err(too_short(sizes).at_path(&label));
+        }
+        let bar = progress_bar(sizes.0, "converting");
+        let written = copy(&src, &dst, Beneath::Anything, &bar).await;
+        let closed = dst.close().await;
+        bar.finish_and_clear();
+        written.and_then(|written_bytes| closed.map(|()| Converted { size_bytes: sizes.1, written_bytes }))
+    })?;
+    report(args, to, &converted)
+}
+
+fn too_short((src_bytes, dst_bytes): (u64, u64)) -> Error {
+    let (src, dst) = (format_size(src_bytes), format_size(dst_bytes));
+    let error = Error::new(ErrorKind::NoSpace, format!("the export has {dst} and the disk {src}"));
+    error.hint(format!("use an export of {src_bytes} bytes at least"))
+}
+
+/// What a destination reads as before it is written.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Beneath {
+    /// It is new.
+    Zeroes,
+    /// It is overwritten: zeroes have to be written too.
+    Anything,
+}
+
+/// Copies all of `src` and makes it durable; returns how many bytes of data were written.
+async fn copy(src: &impl Disk, dst: &impl Disk, beneath: Beneath, bar: &indicatif::ProgressBar) -> Result<u64> {
     let all = Extent::from_range(0..src.info().size_bytes);
     let written = std::cell::Cell::new(0);
     for_each(Chunks::new(src, all), async |chunk| {
+        let mut at = chunk.extent.start();
         if chunk.is_data {
             let bytes = read(src, chunk.extent).await?;
             for run in data_runs(&bytes) {
                 written.set(written.get() + run.len() as u64);
-                let at = chunk.extent.start() + run.start as u64;
-                let extent = Extent::new(at, run.len() as u64).ok_or_else(overflow)?;
+                let extent =
+                    Extent::from_range(chunk.extent.start() + run.start as u64..chunk.extent.start() + run.end as u64);
+                zero(dst, beneath, at..extent.start()).await?;
                 dst.write(extent, &bytes.slice(run), false).await?;
+                at = extent.end();
             }
         }
+        zero(dst, beneath, at..chunk.extent.end()).await?;
         bar.inc(chunk.extent.len_bytes);
         Ok(())
     })
     .await?;
+    zero(dst, beneath, all.end()..dst.info().size_bytes).await?;
     dst.flush().await?;
     Ok(written.get())
 }
 
-fn overflow() -> Error {
-    Error::new(ErrorKind::OutOfRange, "a run past 64 bits")
+/// Makes the range read as zeroes, where it may read as something else.
+async fn zero(dst: &impl Disk, beneath: Beneath, range: Range<u64>) -> Result<()> {
+    if beneath == Beneath::Zeroes || range.is_empty() {
+        return Ok(());
+    }
+    dst.write_zeroes(Extent::from_range(range), WriteZeroes { may_unmap: true, only_if_fast: false }).await
 }

@@ -49,6 +49,10 @@ pub struct CreateArgs {
 /// # Errors
 /// `Exists` when there is something at the path; what the format cannot do; the system's.
 pub fn run(args: &CreateArgs) -> Result<Exit> {
+    if let Locator::Nbd(_) = disks::locate(&args.disk)? {
+        let error = Error::new(ErrorKind::Unsupported, "an NBD export cannot be created from here").at_path(&args.disk);
+        return Err(error.hint("create the disk on its server, or overwrite an export by spile convert"));
+    }
     let format = Format::of(&args.disk, args.format)?;
     let parent = args.parent.as_deref().map(|path| find_parent(args, path)).transpose()?;
     let size_bytes = match (args.size, &parent) {
