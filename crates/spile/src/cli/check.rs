@@ -22,7 +22,7 @@ use crate::units::format_size;
 /// repair. A repair never gives up data: a file that is cut short, such as an unfinished copy, is left as it is.
 #[derive(Debug, Args)]
 pub struct CheckArgs {
-    /// The disk
+    /// The disk: a file, a block device, or the URI of an NBD export
     disk: PathBuf,
     #[command(flatten)]
     open: OpenArgs,

@@ -30,7 +30,7 @@ use crate::units::format_size;
 /// conversion that fails leaves it half written.
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
-    /// The disk to read
+    /// The disk to read: a file, a block device, or the URI of an NBD export
     src: PathBuf,
     /// The disk to make, which must not exist; or the NBD export to overwrite
     dst: PathBuf,

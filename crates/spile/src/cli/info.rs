@@ -24,7 +24,7 @@ use crate::units::format_size;
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("parents").args(PARENT_OPTIONS).multiple(true).requires("chain")))]
 pub struct InfoArgs {
-    /// The disk
+    /// The disk: a file, a block device, or the URI of an NBD export
     disk: PathBuf,
     /// Open and show the parents, too
     #[arg(long, visible_alias = "backing-chain")]

@@ -40,7 +40,7 @@ enum Rw {
 /// DESTROY what is on the disk.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
-    /// The disk: nbd+unix:///NAME?socket=PATH, nbd://HOST:PORT/NAME, vhost-user:PATH or xen-lab:DIR
+    /// The disk: nbd+unix:///NAME?socket=PATH, nbd://HOST:PORT/NAME (nbds for TLS), vhost-user:PATH or xen-lab:DIR
     uri: Target,
     /// The pattern of requests
     #[arg(long, value_enum, default_value = "randread")]

@@ -19,7 +19,7 @@ use crate::units::format_size;
 /// is the disk itself, 1 its parent, and so on.
 #[derive(Debug, Args)]
 pub struct MapArgs {
-    /// The disk
+    /// The disk: a file, a block device, or the URI of an NBD export
     disk: PathBuf,
     #[command(flatten)]
     open: OpenArgs,

@@ -22,8 +22,8 @@ use crate::uri::Address;
 
 /// Serve disks to virtual machines and NBD clients
 ///
-/// Each DISK is an image file, a block device, null:SIZE (reads zeroes, drops writes) or mem:SIZE (memory). A comma in
-/// a path is doubled.
+/// Each DISK is an image file, a block device, an NBD export (nbd://HOST:PORT/NAME, nbd+unix:///NAME?socket=PATH, or nbds for
+/// TLS), null:SIZE (reads zeroes, drops writes) or mem:SIZE (memory). A comma in it is doubled.
 ///
 /// The first DISK is the default export (the empty name). Each DISK is also exported under its name=N; where that is
 /// not given and there are several, under its file's name without the extension. serial=S is what a guest reads as its

@@ -5,8 +5,8 @@
 //!
 //! # A lost connection
 //!
-//! It is made again, with pauses that grow, for 30 seconds; requests that were not answered are sent again; then they
-//! fail, and the next request tries anew. Reads, writes and zeroes may be repeated without harm. What needs care are writes
+//! It is made again, with pauses that grow, for 30 seconds ([`NbdOptions::reconnect_limit`]). Requests that were not answered are
+//! sent again; when the time is over they fail, and the next request tries anew. Reads, writes and zeroes may be repeated without harm. What needs care are writes
 //! that *were* answered and not flushed: if the server's process or host died, they are gone, and no client can tell that from a
 //! broken cable. They are not kept here to be sent again: a guest that flushes rarely would have them grow without bound.
 //! So a connection that is lost while such writes exist makes the next flush fail, and every later one: **a flush that has
@@ -18,13 +18,14 @@
 //!
 //! # What is not used
 //!
-//! `TRIM` promises nothing of what is read afterwards. A hole is punched by `WRITE_ZEROES`, which may free the space. A store's writes
-//! have no `FUA`; its sync is a `FLUSH`. The protocol has no locks: whoever exports a disk to two writers destroys it.
+//! `TRIM` promises nothing of what is read afterwards. A hole is punched by `WRITE_ZEROES`, which may free the space. The
+//! writes of an image have no `FUA`; its sync is a `FLUSH`. The protocol has no locks: whoever exports a disk to two writers
+//! destroys it.
 //!
 //! # A hostile server
 //!
 //! Every length is checked against what was asked, the handshake ends after 10 seconds, and a server that owes an answer and says
-//! nothing for a minute is hung up on. It can fail requests and return any bytes, and nothing else.
+//! nothing for a minute ([`NbdOptions::answer_limit`]) is hung up on. It can fail requests and return any bytes, and nothing else.
 
 mod call;
 mod dial;
