@@ -93,7 +93,7 @@ impl World {
         std::thread::spawn(move || {
             for script in script {
                 let (stream, _) = listener.accept().expect("the client connects");
-                Server { stream, script: Script(&script) }.run();
+                Server { stream, script: Script(&script), seen: Vec::new() }.run();
                 end.send(()).expect("somebody waits");
             }
         });
@@ -159,6 +159,8 @@ async fn read(store: &NbdStore, offset: u64, len: usize) -> Result<()> {
 struct Server<'a> {
     stream: UnixStream,
     script: Script<'a>,
+    /// The cookies of the requests that came.
+    seen: Vec<u64>,
 }
 
 impl Server<'_> {
@@ -233,12 +235,15 @@ impl Server<'_> {
             return self.say(&bytes);
         }
         let Some(mut request) = self.hear::<REQUEST_BYTES>().and_then(|bytes| Request::parse(&bytes)) else { return };
+        self.seen.push(request.cookie);
         if request.command == Command::Write {
             let mut data = vec![0; request.payload_bytes() as usize];
             let _ = self.stream.read_exact(&mut data);
         }
         if kind & 0x40 != 0 {
-            request.cookie = request.cookie.wrapping_add(u64::from(self.script.u8()));
+            // That of another request, answered or not, or of none.
+            let other = self.seen.get(usize::from(self.script.u8()));
+            request.cookie = other.copied().unwrap_or(u64::MAX);
         }
         let bytes = self.reply(kind, &request);
         self.say(&bytes);

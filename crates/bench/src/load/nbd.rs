@@ -168,7 +168,7 @@ async fn perform(store: &NbdStore, job: Job, block: &Segments) -> Result<()> {
     let at = StoreOffset(job.offset_bytes);
     match job.kind {
         Kind::Read => store.read_at(at, block, Via::Direct).await,
-        Kind::Write if job.fua => store.write_durable(at, block).await,
+        Kind::Write if job.fua => Box::pin(store.write_durable(at, block)).await,
         Kind::Write => store.write_at(at, block, Via::Direct).await,
         Kind::Flush => store.sync().await,
     }

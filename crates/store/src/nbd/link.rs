@@ -4,7 +4,7 @@
 //! connection ends are sent again on the next one, in their order.
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,6 +20,7 @@ use spile_nbd_wire::uri::NbdUri;
 
 use super::call::{Ask, Call, Notify, Runs, relock};
 use super::dial::{Connection, dial};
+use super::in_flight::InFlight;
 use super::options::{NbdFacts, NbdOptions};
 use super::receive::Receiver;
 
@@ -94,24 +95,17 @@ pub(super) struct Link {
 
 struct State {
     queue: VecDeque<Arc<Call>>,
-    /// What was sent and not answered, by cookie. Cookies only rise.
-    sent: BTreeMap<u64, Sent>,
-    next_cookie: u64,
+    /// What was sent and not answered.
+    sent: InFlight,
     closing: bool,
     /// When the server last said something, or began to owe an answer.
     heard: Instant,
 }
 
-struct Sent {
-    call: Arc<Call>,
-    /// A flush: how many writes had been answered when it was sent.
-    covers: u64,
-}
-
 impl Link {
     pub(super) fn new(export: Arc<Export>) -> Self {
         let heard = Instant::now();
-        let state = State { queue: VecDeque::new(), sent: BTreeMap::new(), next_cookie: 0, closing: false, heard };
+        let state = State { queue: VecDeque::new(), sent: InFlight::default(), closing: false, heard };
         Self { export, state: Mutex::new(state), work: Notify::default(), watch: Notify::default() }
     }
 
@@ -173,8 +167,7 @@ impl Link {
     fn take_back(&self) {
         self.export.lose();
         let mut state = relock(&self.state);
-        let sent = std::mem::take(&mut state.sent);
-        for (_, sent) in sent.into_iter().rev() {
+        for sent in state.sent.take_all().into_iter().rev() {
             state.queue.push_front(sent.call);
         }
     }
@@ -232,14 +225,14 @@ impl Link {
 
     /// The request of this cookie, if it was sent and not answered.
     pub(super) fn sent(&self, cookie: u64) -> Option<Arc<Call>> {
-        relock(&self.state).sent.get(&cookie).map(|sent| sent.call.clone())
+        relock(&self.state).sent.get(cookie).cloned()
     }
 
     /// Ends a request.
     pub(super) fn answer(&self, cookie: u64, outcome: Result<Runs>) {
         let (removed, is_over) = {
             let mut state = relock(&self.state);
-            (state.sent.remove(&cookie), state.closing && state.sent.is_empty())
+            (state.sent.remove(cookie), state.closing && state.sent.is_empty())
         };
         if let Some(sent) = removed {
             self.export.note(&sent.call, sent.covers, &outcome);
@@ -259,12 +252,10 @@ impl Link {
             if state.sent.is_empty() {
                 state.heard = Instant::now();
             }
-            let cookie = state.next_cookie;
-            state.next_cookie += 1;
+            let covers = self.export.answered.load(Ordering::Acquire);
+            let cookie = state.sent.insert(call.clone(), covers);
             let at = number * REQUEST_BYTES;
             put_request(heads.slice(at..at + REQUEST_BYTES), parts, &call, cookie);
-            let covers = self.export.answered.load(Ordering::Acquire);
-            state.sent.insert(cookie, Sent { call, covers });
         }
     }
 

@@ -29,6 +29,7 @@
 
 mod call;
 mod dial;
+mod in_flight;
 mod link;
 mod options;
 mod receive;
@@ -137,7 +138,7 @@ impl NbdStore {
     pub async fn write_durable(&self, at: StoreOffset, from: &Segments) -> Result<()> {
         let is_whole = (at.0 | from.len() as u64).is_multiple_of(self.unit());
         if !is_whole || !self.facts().can_fua() {
-            self.write_at(at, from, Via::Direct).await?;
+            Box::pin(self.write_at(at, from, Via::Direct)).await?;
             return self.sync().await;
         }
         self.check_write(at.0, from.len() as u64)?;
@@ -227,6 +228,12 @@ impl NbdStore {
         self.transfer(start, &whole, write).await
     }
 
+    /// Writes what may share a block with another write.
+    async fn write_alone(&self, offset: u64, from: &Segments, is_whole: bool) -> Result<()> {
+        let _alone = self.inner.partial.lock().await;
+        if is_whole { self.transfer(offset, from, write).await } else { self.write_part(offset, from).await }
+    }
+
     async fn zero(&self, offset: u64, len: u64, keep_space: bool) -> Result<()> {
         let is_whole = (offset | len).is_multiple_of(self.unit());
         let step = if is_whole && self.has(transmission::SEND_WRITE_ZEROES) { PIECE_BYTES } else { ZERO_BYTES };
@@ -267,7 +274,7 @@ impl Store for NbdStore {
         self.check(at.0, into.len() as u64)?;
         match (at.0 | into.len() as u64) % self.unit() {
             0 => self.transfer(at.0, into, Ask::Read).await,
-            _ => self.read_part(at.0, into).await,
+            _ => Box::pin(self.read_part(at.0, into)).await,
         }
     }
 
@@ -277,8 +284,7 @@ impl Store for NbdStore {
         if self.unit() == 1 || (is_whole && via == Via::Direct) {
             return self.transfer(at.0, from, write).await;
         }
-        let _alone = self.inner.partial.lock().await;
-        if is_whole { self.transfer(at.0, from, write).await } else { self.write_part(at.0, from).await }
+        Box::pin(self.write_alone(at.0, from, is_whole)).await
     }
 
     async fn sync(&self) -> Result<()> {

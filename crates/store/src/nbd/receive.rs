@@ -155,7 +155,8 @@ impl<'a> Receiver<'a> {
         let mut done = 0;
         while done < bytes.len() {
             if self.filled.is_empty() {
-                let got = self.transport.recv(&self.buffer).await?;
+                // Boxed, and so are other rare waits: what a future may hold is moved at each call.
+                let got = Box::pin(self.transport.recv(&self.buffer)).await?;
                 if got == 0 {
                     return Err(hung_up());
                 }
@@ -180,7 +181,7 @@ impl<'a> Receiver<'a> {
             if rest.is_empty() {
                 continue;
             }
-            if !self.transport.recv_exact(&rest).await? {
+            if !Box::pin(self.transport.recv_exact(&rest)).await? {
                 return Err(hung_up());
             }
             self.link.heard();
