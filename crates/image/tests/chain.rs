@@ -37,7 +37,8 @@ fn sound(world: &World, path: &str) {
     assert!(report.worst() < Some(Severity::Corruption), "{path}: {:?}", report.findings);
 }
 
-/// Makes an image that has no allocated block one of another program's: no batmap, so no journal.
+/// Changes an image without allocated blocks into one that another program could have made: without a batmap, and so
+/// without a journal.
 fn make_foreign(file: &MemFile) {
     edit_footer(file, |footer| footer.creator = *b"win ");
 }

@@ -44,7 +44,7 @@ fn content(file: &MemFile) -> Vec<u8> {
     file.bytes(0, file.len() as usize)
 }
 
-/// The only finding that keeps a repair from its work.
+/// The only finding that a repair does not mend.
 fn cut(report: &Report) -> (Mend, &str) {
     let mut found = report.findings.iter().filter(|found| found.severity == Severity::Corruption);
     let only = found.next().expect("no corruption was found");

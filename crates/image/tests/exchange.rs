@@ -152,7 +152,7 @@ fn the_merged_map_is_not_stale_after_a_late_write() {
     assert_eq!(read(&*new, start..start + u64::from(BLOCK)), expected);
 }
 
-/// What is known of the parents is kept: after an exchange, their maps are not read again.
+/// The merged map of the parents is kept: after an exchange, their maps are not read again.
 #[test]
 fn the_merged_map_survives_an_exchange() {
     let (world, old) = world_with(FILE, 4);
@@ -317,7 +317,7 @@ struct InFlight {
 struct Model {
     world: World,
     graph: Disks,
-    /// How many leaves there were.
+    /// How many leaves there have been.
     leaves: usize,
     bytes: Vec<u8>,
     in_flight: Vec<InFlight>,

@@ -7,7 +7,8 @@ use support::*;
 
 const MIB: u64 = 1 << 20;
 
-/// A guest may live on over its server's death and a snapshot: its flushes promise what it wrote before both.
+/// A guest may outlive the death of its server and see a snapshot taken. Its flushes promise what it wrote before
+/// both.
 #[test]
 fn what_a_killed_process_left_in_a_parent_is_durable_before_a_child_takes_writes() {
     let world = World::new();
@@ -30,7 +31,7 @@ fn what_a_killed_process_left_in_a_parent_is_durable_before_a_child_takes_writes
     assert_eq!(read(&world.open("/vm/b.vhd"), 4096..8192), pattern(2, 4096));
 }
 
-/// Who only looks writes to nobody.
+/// An open for reading only writes to no image.
 #[test]
 fn a_chain_that_is_only_read_changes_no_parent() {
     let world = World::new();

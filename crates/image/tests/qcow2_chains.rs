@@ -232,7 +232,8 @@ fn a_map_is_told_up_to_a_damaged_entry_and_from_behind_it() {
     }
 }
 
-/// Who asks for whole units must not get an answer that ends inside of one, and ask for that unit again and again.
+/// A caller that asks for whole units must not get an answer that ends inside one: it would ask for that unit for
+/// ever.
 #[test]
 fn a_map_is_told_in_whole_units() {
     let mut image = Image::new(9, 32 << 10);

@@ -65,7 +65,8 @@ fn a_bitmap_read_early_does_not_come_in_late() {
     assert_eq!(into.to_vec(), pattern(2, 512));
 }
 
-/// A reader that learned late that a block was full must not call the block's next incarnation so.
+/// A reader that learns late that a block was full must not mark it as full after the block was released and allocated
+/// again.
 #[test]
 fn a_late_reader_does_not_speak_for_a_blocks_next_place() {
     let world = World::new();
@@ -127,7 +128,7 @@ fn without_a_journal_no_write_is_acknowledged_on_anothers_promise() {
     }
 }
 
-/// Readers hold a released block's place back, and flushes go on without them.
+/// While readers may use a released block's place, it is not given out again. Flushes do not wait for these readers.
 #[test]
 fn a_reader_that_never_ends_holds_up_one_place_only() {
     let world = World::new();

@@ -1,13 +1,16 @@
 //! Disks that grow while they are in use, on real files and devices under the engine.
 
+#[path = "../../engine/tests/common/loop_device.rs"]
+mod loop_device;
+
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use futures_util::future::join_all;
+use loop_device::LoopDevice;
 use spile_core::{Disk, ErrorKind, Extent, Result, Segments};
 use spile_engine::{Config, Engine, EngineKind, OsEnv};
 use spile_image::{Format, Graph, OpenOptions};
@@ -112,7 +115,7 @@ async fn keep_busy(disk: &HostDisk, is_over: &AtomicBool) -> BTreeMap<u64, u8> {
         let now_bytes = disk.info().size_bytes;
         assert!(now_bytes >= size_bytes && now_bytes.is_multiple_of(MIB), "{now_bytes} after {size_bytes}");
         size_bytes = now_bytes;
-        // The last pages before the end, and such as lie anywhere.
+        // Some pages right before the end, and some anywhere.
         let pages = size_bytes / 4096;
         let page = |n: u64| if n.is_multiple_of(2) { pages - 1 - n } else { (round * 97 + n * 1009) % (pages / 2) };
         let stamp = |n: u64| (round * WRITERS + n) as u8 | 1;
@@ -125,7 +128,7 @@ async fn keep_busy(disk: &HostDisk, is_over: &AtomicBool) -> BTreeMap<u64, u8> {
         });
         join_all(writes).await;
         for n in 0..WRITERS {
-            // Of two to one page either may have won.
+            // Of two writes to one page, either may be the last.
             let again = (0..WRITERS).filter(|other| page(*other) == page(n)).count();
             let _ = if again == 1 { model.insert(page(n), stamp(n)) } else { model.remove(&page(n)) };
         }
@@ -140,7 +143,7 @@ fn at(page: u64) -> Extent {
     Extent::from_range(page * 4096..(page + 1) * 4096)
 }
 
-/// Requests see either size, and nothing of theirs is lost.
+/// Each request sees the old or the new size, and no write is lost.
 #[test]
 fn requests_go_on_while_it_grows() {
     on_both_engines(|engine| {
@@ -190,36 +193,23 @@ fn memory_and_null_disks_grow() {
     });
 }
 
-/// A loop device over a file, taken down at the end.
-struct Loop(String);
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        losetup(&["-d", &self.0]);
-    }
-}
-
-fn losetup(arguments: &[&str]) -> Option<String> {
-    let output = Command::new("losetup").args(arguments).output().ok()?;
-    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
-}
-
 #[test]
 fn a_device_grows_first_and_the_disk_after_it() {
     on_both_engines(|engine| {
         let dir = folder();
         let path = patterned(&dir, MIB);
-        let Some(device) = losetup(&["--find", "--show", path.to_str().unwrap()]).map(Loop) else {
-            return println!("SKIP a block device: losetup is not allowed");
+        let device = match LoopDevice::over(&path) {
+            Ok(device) => device,
+            Err(why) => return println!("SKIP a block device: {why}"),
         };
-        let disk = open(engine, device.0.as_ref(), CacheMode::Direct);
+        let disk = open(engine, device.path.as_ref(), CacheMode::Direct);
         let error = resize(engine, &disk, 4 * MIB).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert!(error.hint_text().is_some_and(|hint| hint.contains("make the device longer")), "{error}");
         // What lies behind a device that grows is not always zeroes.
         let mut file = std::fs::File::options().append(true).open(&path).unwrap();
         file.write_all(&pattern(4 * MIB)[MIB as usize..]).unwrap();
-        losetup(&["-c", &device.0]).expect("the device looks at its file again");
+        device.take_up_len();
         assert_eq!(disk.info().size_bytes, MIB);
         assert_eq!(write(engine, &disk, MIB, &[1; 512]).unwrap_err().kind(), ErrorKind::OutOfRange);
         for size_bytes in [3 * MIB, 4 * MIB] {
@@ -234,6 +224,6 @@ fn a_device_grows_first_and_the_disk_after_it() {
         write(engine, &disk, 4 * MIB - 4096, &[5; 4096]).unwrap();
         assert_eq!(resize(engine, &disk, 4 * MIB + 512).unwrap_err().kind(), ErrorKind::Unsupported);
         drop(disk);
-        assert_eq!(open(engine, device.0.as_ref(), CacheMode::Direct).info().size_bytes, 4 * MIB);
+        assert_eq!(open(engine, device.path.as_ref(), CacheMode::Direct).info().size_bytes, 4 * MIB);
     });
 }

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
+use common::loop_device::LoopDevice;
 use common::*;
 use spile_core::{ErrorKind, Files, Locator, OpenMode, Segments, Store, Via};
 use spile_engine::{Engine, pool, sleep, spawn};
@@ -104,7 +105,7 @@ fn pinned_memory_is_read_and_written_as_any_other(engine: &Engine) {
                 assert_eq!(into.to_vec(), pattern(4 * 65536, 65536), "turn {turn}");
             }
         }
-        // Given up while a transfer is in flight.
+        // The future is dropped while a transfer is in flight.
         let pinned = spile_engine::pin_memory(&memory);
         let into = Segments::from(memory.slice(0..65536));
         let mut reading = pin!(store.read_at(at(65536 * 2), &into, Via::Direct));
@@ -268,7 +269,7 @@ fn zeroes_are_written(engine: &Engine) {
 }
 
 fn zeroing_keeps_the_space(engine: &Engine) {
-    // One that can zero a range, mostly, and one that can only punch and allocate.
+    // A file system that can zero a range, in most cases, and one that can only punch and allocate.
     for dir in [Ok(folder()), tempfile::tempdir_in("/dev/shm")] {
         let Ok(dir) = dir else {
             println!("SKIP zeroing on tmpfs: no /dev/shm");
@@ -459,7 +460,7 @@ fn mounted(kind: &str, options: &str) -> Option<Mounted> {
     status.is_ok_and(|status| status.success()).then_some(Mounted(dir))
 }
 
-/// Whoever is not told that it cannot punch here fails a guest's discards and its own allocation.
+/// A store that did not say that it cannot punch would fail a guest's discards, and its image's allocation.
 fn a_file_system_without_holes_says_so(engine: &Engine) {
     let Some(dir) = mounted("ramfs", "mode=700") else {
         return println!("SKIP ramfs: mounting is not allowed");
@@ -479,29 +480,15 @@ fn a_file_system_without_holes_says_so(engine: &Engine) {
     check_unmount(&dir);
 }
 
-/// A loop device over a file, taken down at the end.
-struct Loop(String);
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("losetup").args(["-d", &self.0]).status();
-    }
-}
-
-fn loop_device(file: &Path) -> Option<Loop> {
-    let output = std::process::Command::new("losetup").args(["--find", "--show"]).arg(file).output().ok()?;
-    let name = String::from_utf8(output.stdout).ok()?.trim().to_owned();
-    (output.status.success() && !name.is_empty()).then_some(Loop(name))
-}
-
 fn a_block_device_is_a_store_that_does_not_grow(engine: &Engine) {
     let dir = folder();
     let path = dir.path().join("disk");
     std::fs::write(&path, pattern(0, 2 * MIB)).unwrap();
-    let Some(device) = loop_device(&path) else {
-        return println!("SKIP a block device: losetup is not allowed");
+    let device = match LoopDevice::over(&path) {
+        Ok(device) => device,
+        Err(why) => return println!("SKIP a block device: {why}"),
     };
-    let store = FileStore::open(device.0.as_ref(), OpenMode::ReadWrite, CacheMode::Direct).unwrap();
+    let store = FileStore::open(device.path.as_ref(), OpenMode::ReadWrite, CacheMode::Direct).unwrap();
     assert!(store.len_bytes() == 2 * MIB as u64 && !store.info().grows_zeroed);
     assert!(store.info().offset_align_bytes >= 512, "{:?}", store.info());
     engine.run_on(0, move || async move {
@@ -546,7 +533,7 @@ fn a_full_file_system_says_so(engine: &Engine) {
     check_unmount(&dir);
 }
 
-/// The worker lets go of a file in its next turn, which may come after the test.
+/// Unmounts the file system. The worker closes a file in its next turn, which may come after the test.
 fn check_unmount(mounted: &Mounted) {
     let unmounted = (0..200).any(|_| {
         std::thread::sleep(Duration::from_millis(10));

@@ -5,11 +5,11 @@ mod common;
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Waker};
 
+use common::loop_device::LoopDevice;
 use common::*;
 use spile_core::{OpenMode, Segment, Store, Via};
 use spile_engine::{Engine, EngineKind, pool, spawn, yield_now};
@@ -190,7 +190,7 @@ fn dropped_writes_into_holes_keep_their_buffers(engine: &Engine) {
             }
         }
         drop(writes);
-        // Whoever gets a buffer that is still in use spoils a write.
+        // If a buffer were given back too early, one of these would spoil a write.
         let others: Vec<_> = (0..WRITES).map(|_| pool().alloc(MIB)).collect();
         others.iter().for_each(|other| other.copy_from_slice(0, &foreign));
     });
@@ -203,41 +203,21 @@ fn dropped_writes_into_holes_keep_their_buffers(engine: &Engine) {
     }
 }
 
-/// A loop device over a new file.
-struct Loop(String);
-
-impl Loop {
-    fn over(path: &Path) -> Result<Self, String> {
-        let made = Command::new("losetup").args(["--find", "--show", "--direct-io=on"]).arg(path).output();
-        let made = made.map_err(|error| format!("losetup: {error}"))?;
-        match made.status.success() {
-            true => Ok(Self(String::from_utf8(made.stdout).unwrap().trim().to_owned())),
-            false => Err(String::from_utf8_lossy(&made.stderr).trim().to_owned()),
-        }
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
-    }
-}
-
 /// A device has no holes. When the ring refuses a write there, the device is busy, and AIO would make the worker wait.
 fn a_block_device_is_not_written_by_aio(engine: &Engine) {
     let dir = folder();
     let path = dir.path().join("disk");
     std::fs::File::create(&path).unwrap().set_len(64 * MIB as u64).unwrap();
-    let device = match Loop::over(&path) {
+    let device = match LoopDevice::over(&path) {
         Ok(device) => device,
         Err(why) => return println!("SKIP block device: {why}"),
     };
-    let store = FileStore::open(Path::new(&device.0), OpenMode::ReadWrite, CacheMode::Direct).unwrap();
+    let store = FileStore::open(Path::new(&device.path), OpenMode::ReadWrite, CacheMode::Direct).unwrap();
     assert!(store.info().offset_align_bytes > 1, "no direct I/O on a block device");
     // More at once than a loop device has tags for, so that the ring refuses some.
     write_all(engine, &Arc::new(store), 4 * KIB, 1024, (0..WRITES).map(|number| number * 64 * KIB));
     assert_eq!(aio_writes(engine), 0);
-    let found = std::fs::read(&device.0).unwrap();
+    let found = std::fs::read(&device.path).unwrap();
     for offset in (0..WRITES).map(|number| number * 64 * KIB) {
         assert!(found[offset..offset + 4 * KIB] == pattern(offset, 4 * KIB), "at {offset:#x}");
     }

@@ -1,6 +1,8 @@
 //! What all tests of the engine share: each test is a function of a running engine, run with both reactors.
 #![allow(dead_code, reason = "each test program uses its part")]
 
+pub mod loop_device;
+
 use std::path::PathBuf;
 
 use spile_core::{Segment, Segments, StoreOffset};

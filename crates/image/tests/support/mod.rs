@@ -113,7 +113,7 @@ pub struct MemFile {
     /// hand.
     pub held_read: AtomicU64,
     pub lets_read_go: AtomicBool,
-    /// The same for syncs.
+    /// While this is set, syncs do not end; for tests that poll by hand.
     pub holds_syncs: AtomicBool,
 }
 
@@ -445,7 +445,7 @@ impl Files for MemFiles {
         unreachable!("no test removes {}", path.display())
     }
 
-    /// Dots resolved; a folder exists when something is in it.
+    /// Resolves `.` and `..`. A folder exists when a file is in it.
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
         let mut out = PathBuf::from("/");
         for part in path.components() {
@@ -460,7 +460,7 @@ impl Files for MemFiles {
     }
 }
 
-/// Files and the world around.
+/// Files, and the environment that a test gives to images.
 pub struct World {
     pub files: MemFiles,
     pub env: Arc<TestEnv>,
@@ -530,7 +530,7 @@ impl World {
         self.create(path, kind, params)
     }
 
-    /// What a child says of `parent`, with that way to it.
+    /// How a child names `parent`, with that relative path to it.
     pub fn parent_ref(&self, parent: &str, relative: &str) -> VhdParent {
         let uuid = match parent.ends_with(".vhd") {
             true => footer_of(&self.files.file(parent)).uuid,
