@@ -20,7 +20,7 @@ pub fn locate(disk: &Path) -> Result<Locator> {
     }
 }
 
-/// For messages: the path, or what was typed.
+/// The disk's name in messages: its path, or what was typed.
 pub fn label(source: &Locator) -> String {
     match source {
         Locator::Null(_) => "null".to_owned(),
@@ -54,7 +54,7 @@ pub struct DiskSpec {
 }
 
 impl DiskSpec {
-    /// Its own name on its server: `name=N`, else that of its file without the extension.
+    /// The disk's own name on its server: `name=N`, else its file's name without the extension.
     pub fn own_name(&self) -> String {
         self.name.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| stem(&self.source))
     }

@@ -1,5 +1,5 @@
-//! Sockets to listen on: a Unix socket appears under its name only when it already listens, one that nobody
-//! answers is replaced, and only our own is removed. Sockets passed by systemd are taken as they are.
+//! Sockets to listen on. A Unix socket appears under its name only when it already listens. A socket on which nobody answers is
+//! replaced. In the end a server removes only its own socket. Sockets passed by systemd are used as they are.
 
 use std::fs;
 use std::io::{ErrorKind as IoKind, Read, Write};
@@ -14,14 +14,14 @@ use spile_core::{Error, ErrorKind, Result, ResultExt};
 
 use crate::uri::{Address, NbdUri, TlsQuery};
 
-/// A socket that listens, and what must be removed when it ends.
+/// A socket that listens. Its name in the file system is made by [`Bound::publish`].
 #[derive(Debug)]
 pub struct Bound {
     /// The socket.
     pub fd: OwnedFd,
     /// Where clients find it, as far as this is known.
     pub address: Option<Address>,
-    /// The name in the file system, for [`Published`].
+    /// The name that the socket is to get.
     pending: Option<PendingName>,
     /// Its name was made by another process.
     is_taken_over: bool,
@@ -57,7 +57,7 @@ impl Bound {
         Self::after_asking(address, Vec::new())
     }
 
-    /// The same for a server that speaks when it is spoken to. A live one of its kind answers `question`.
+    /// As [`Bound::new`], for a server that waits for its clients to speak first. A live server of that kind answers `question`.
     ///
     /// # Errors
     /// As [`Bound::new`].
@@ -139,7 +139,7 @@ fn bind_unix(path: &Path, question: Vec<u8>) -> Result<Bound> {
         let error = Error::io("cannot listen on this socket", e).at_path(&path);
         if is_too_long { error.hint("choose a shorter path") } else { error }
     };
-    // The name that is bound below may be shorter than the one that clients have to use.
+    // The name that is bound below may be shorter than the name that clients have to use, so that name is checked first.
     SocketAddr::from_pathname(&path).map_err(failed)?;
     refuse_busy(&path, &question)?;
     let name = format!(".spile-{}-{}", std::process::id(), next_number());
@@ -174,12 +174,12 @@ fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
     }
 }
 
-/// How long a socket may be there that takes connections and says nothing, until it is held for a server's. A server
-/// that was just killed is like that: the kernel keeps its socket for as long as it takes to wind up its io_uring, which
-/// may be some time after the process was reaped (seconds, where hundreds of rings end at once).
+/// How long a socket that takes connections and answers nothing is given before it counts as that of a live server. The socket of
+/// a server that was just killed is like that: the kernel keeps it until it has wound up the server's io_uring, which may take
+/// some time after the process was reaped (seconds, where hundreds of rings end at once).
 const WIND_UP: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(20);
-/// A server that lives says something within this time.
+/// A live server answers within this time.
 const ANSWER: Duration = Duration::from_secs(1);
 
 fn answers(mut stream: &UnixStream, question: &[u8]) -> bool {
@@ -210,8 +210,8 @@ fn name_socket(name: &PendingName) -> Result<Published> {
     Ok(Published { path: wanted.to_owned(), inode: (meta.dev(), meta.ino()) })
 }
 
-/// Puts our socket in the place of one that nobody answers. By now another server may have done the same, so what is
-/// there is moved aside and looked at once more before it is removed; one that lives gets its name back.
+/// Puts our socket in the place of a socket on which nobody answers. Meanwhile another server may have done the same. So the socket
+/// that is there is moved aside and asked once more before it is removed; the socket of a live server gets its name back.
 fn take_over(PendingName { temporary, wanted, question }: &PendingName) -> Result<()> {
     let failed = |e| Error::io("cannot replace the socket of a dead server", e).at_path(wanted);
     let aside = temporary.with_extension("old");
@@ -231,17 +231,17 @@ fn take_over(PendingName { temporary, wanted, question }: &PendingName) -> Resul
 }
 
 impl Published {
-    /// The name of a socket that is another process's to remove, until [`Published::take`].
+    /// The name of a socket that another process removes, until [`Published::take`].
     fn of_another(path: &Path) -> Self {
         Self { path: path.to_owned(), inode: NOBODYS }
     }
 
-    /// The name is ours to remove from now on, if it is still there.
+    /// From now on this process removes the name, if it is still there.
     pub fn take(&mut self) {
         self.inode = fs::symlink_metadata(&self.path).map_or(NOBODYS, |meta| (meta.dev(), meta.ino()));
     }
 
-    /// Leaves the name to another process.
+    /// From now on another process removes the name.
     pub fn leave(&mut self) {
         self.inode = NOBODYS;
     }
@@ -267,12 +267,12 @@ mod tests {
         Bound::new(&Address::Unix(path.to_owned()))?.publish()
     }
 
-    /// Says a word to everybody who connects, as an NBD server does.
+    /// Sends a byte to every client that connects, as an NBD server does.
     fn greet(fd: &OwnedFd) -> std::thread::JoinHandle<()> {
         let listener = UnixListener::from(fd.try_clone().unwrap());
         std::thread::spawn(move || {
             while let Ok((mut stream, _)) = listener.accept() {
-                // Whoever only looked is gone already.
+                // A client that only looked has gone already.
                 let _ = stream.write_all(b"N");
             }
         })
@@ -331,7 +331,7 @@ mod tests {
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
-    /// What happens when two servers find the same dead socket: the second to come must see the first.
+    /// Two servers find the same dead socket: the second one must notice the first.
     #[test]
     fn a_server_that_came_first_keeps_its_name() {
         let dir = tempfile::tempdir().unwrap();

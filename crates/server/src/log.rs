@@ -1,5 +1,5 @@
-//! What the libraries have to tell of while the program runs (a request that failed, a connection that could not be
-//! accepted): warnings and errors, one line each on stderr. Who writes them bounds their rate.
+//! The log: warnings and errors of all threads, one line each on stderr, such as a request that failed or a connection that
+//! could not be accepted. The code that reports an event bounds how often it does so.
 
 use std::fmt::{Debug, Display, Write as _};
 use std::io::Write as _;
@@ -10,8 +10,8 @@ use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, callsite, subscriber};
 
-/// Prints one line on stderr, which may be gone. Control characters in it may come from a file that a stranger made:
-/// they do not reach the terminal.
+/// Prints one line on stderr; when stderr is closed, the line is lost. Control characters are escaped, because they may come
+/// from a file that a stranger made and must not reach the terminal.
 pub fn complain(text: impl Display) {
     let _ = writeln!(std::io::stderr(), "spile: {}", printable(&text.to_string()));
 }
@@ -30,7 +30,7 @@ pub fn printable(text: &str) -> String {
 
 /// From now on, what all threads report goes to stderr: warnings and errors, until [`set_level`] says otherwise.
 pub fn to_stderr() {
-    // It fails when there is a subscriber already, and that one serves as well.
+    // This fails when there is a subscriber already. Then that one is used.
     let _ = subscriber::set_global_default(Stderr);
 }
 

@@ -4,8 +4,8 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// Tells the service manager `state`, such as `READY=1`. Without one, nothing happens; a manager that cannot be
-/// reached is not an error of ours.
+/// Tells the service manager `state`, such as `READY=1`. Without a service manager nothing happens, and neither when it cannot be
+/// reached: disks are served all the same.
 pub fn notify(state: &str) {
     let Some(name) = std::env::var_os("NOTIFY_SOCKET") else { return };
     let address = match name.as_bytes() {

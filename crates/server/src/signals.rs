@@ -1,4 +1,4 @@
-//! SIGTERM and SIGINT, taken by waiting for them: no handler, no timer, no wake-up.
+//! SIGTERM and SIGINT. A thread waits for them, so there is no signal handler, no timer and no wake-up.
 
 use std::thread;
 
@@ -11,7 +11,7 @@ use crate::log::complain;
 pub struct EndSignals(SigSet);
 
 impl EndSignals {
-    /// Blocks them. To be called before other threads are started.
+    /// Blocks these signals. To be called before other threads are started.
     ///
     /// # Errors
     /// The system's.
@@ -23,7 +23,7 @@ impl EndSignals {
         Ok(Self(set))
     }
 
-    /// Sleeps until one comes.
+    /// Sleeps until one of these signals comes.
     ///
     /// # Errors
     /// The system's.
@@ -31,13 +31,13 @@ impl EndSignals {
         self.0.wait().map_err(|e| Error::io("wait for a signal", e.into()))
     }
 
-    /// From now on the next one ends the process at once, with its customary exit code.
+    /// From now on the next signal ends the process at once, with the customary exit code.
     pub fn exit_on_next(self) {
         thread::spawn(move || self.exit());
     }
 
-    /// When one comes, another thread does `work` (which gets it) and then waits for a second one, which ends the
-    /// process at once.
+    /// When a signal comes, another thread does `work` with it, and then waits for a second signal, which ends the process
+    /// at once.
     pub fn on_first(self, work: impl FnOnce(Signal) + Send + 'static) {
         thread::spawn(move || {
             if let Ok(signal) = self.wait() {
@@ -47,7 +47,7 @@ impl EndSignals {
         });
     }
 
-    /// When one comes, `clean_up` is done and the process ends.
+    /// When a signal comes, `clean_up` is done and the process ends.
     pub fn exit_after(self, clean_up: impl FnOnce() + Send + 'static) {
         self.on_first(|signal| {
             clean_up();

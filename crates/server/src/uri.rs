@@ -1,4 +1,4 @@
-//! [`Target`]: a served disk by name, whatever it is served by. URIs and addresses of NBD come from its wire.
+//! [`Target`]: where a served disk is found, by any protocol. The URIs and addresses of NBD are those of `spile-nbd-wire`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 pub use spile_nbd_wire::uri::{Address, NBD_PORT, NbdUri, TlsQuery};
 
-/// A served disk, whatever it is served by.
+/// Where a served disk is found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// An export of an NBD server.

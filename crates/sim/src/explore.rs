@@ -13,7 +13,7 @@ use crate::oracle::{Crash, Oracle};
 use crate::plan::{Life, Plan};
 use crate::rng::Rng;
 use crate::subject::Subject;
-use crate::workload::Shared;
+use crate::workload::Workload;
 use crate::world::World;
 
 /// The sums of a run that found nothing.
@@ -175,7 +175,7 @@ impl<S: Subject> Run<S> {
         let (subject, world) = (self.subject.clone(), self.world.clone());
         let made = block_on(&self.world, async move { subject.create(&world, layer).await });
         made.unwrap_or_else(|error| panic!("cannot create layer {layer}: {error:?}"));
-        // A new image is durable when its maker is done; what a life left in the layers below may not be.
+        // A new image is durable once it is made. Data that an earlier life left in the layers below may not be.
         self.world.settle(&self.subject.path(layer));
     }
 
@@ -185,7 +185,7 @@ impl<S: Subject> Run<S> {
         checked.unwrap_or_else(|what| panic!("the check (clean: {clean}) found: {what}"));
     }
 
-    /// One life of the process; answers its steps.
+    /// One life of the process. Returns the number of its steps.
     fn life(&mut self, layer: usize, life: &Life) -> u64 {
         let limit = life.crash_at.unwrap_or(u64::MAX);
         let mut executor = Executor::new(self.world.clone(), Rng::new(self.rng.word()));
@@ -205,7 +205,7 @@ impl<S: Subject> Run<S> {
         steps
     }
 
-    /// The process ends, or the host: first the world, so that what the tasks do as they go has no effect.
+    /// The process or the host ends. The world ends first, so that tasks have no effect on it while they are dropped.
     fn end(&mut self, executor: Executor, crash: Option<Crash>) {
         match crash {
             Some(Crash::PowerCut) => self.world.cut_power(),
@@ -221,25 +221,31 @@ impl<S: Subject> Run<S> {
     /// Opens the image, verifies it, runs the workload, verifies again, and closes. `None` when the life was stopped
     /// before its end.
     fn phases(&mut self, executor: &mut Executor, layer: usize, life: &Life, limit: u64) -> Option<()> {
-        let shared = self.open(executor, layer, life, limit)?;
+        let work = self.open(executor, layer, life, limit)?;
         if life.verify_first {
-            executor.spawn(shared.clone().verify(Rng::new(self.rng.word()), false));
+            executor.spawn(work.clone().verify(Rng::new(self.rng.word()), false));
             run(executor, limit)?;
         }
         let clients = life.clients.min(life.requests.max(1));
         for _ in 0..clients {
             let rng = Rng::new(self.rng.word());
-            executor.spawn(shared.clone().client(rng, life.requests.div_ceil(clients)));
+            executor.spawn(work.clone().client(rng, life.requests.div_ceil(clients)));
         }
         run(executor, limit)?;
-        let whole = life.crash_at.is_none() && shared.disk.info().size_bytes <= 4 << 20;
-        executor.spawn(shared.clone().verify(Rng::new(self.rng.word()), whole));
+        let whole = life.crash_at.is_none() && work.disk.info().size_bytes <= 4 << 20;
+        executor.spawn(work.clone().verify(Rng::new(self.rng.word()), whole));
         run(executor, limit)?;
-        executor.spawn(shared.close());
+        executor.spawn(work.close());
         run(executor, limit)
     }
 
-    fn open(&mut self, executor: &mut Executor, layer: usize, life: &Life, limit: u64) -> Option<Rc<Shared<S::Disk>>> {
+    fn open(
+        &mut self,
+        executor: &mut Executor,
+        layer: usize,
+        life: &Life,
+        limit: u64,
+    ) -> Option<Rc<Workload<S::Disk>>> {
         let faults_before = self.world.faults_fired();
         let slot: Slot<_> = Rc::default();
         let (subject, world, into) = (self.subject.clone(), self.world.clone(), slot.clone());
@@ -259,8 +265,8 @@ impl<S: Subject> Run<S> {
         let only_syncs_fail = life.faults.only_syncs_fail();
         let (world, oracle, plan) = (self.world.clone(), self.oracle.clone(), self.plan.clone());
         let (is_exchanged, flush_failed) = (false, Cell::new(false));
-        let shared = Shared { disk, world, oracle, plan, faults_before, only_syncs_fail, is_exchanged, flush_failed };
-        Some(Rc::new(shared))
+        let work = Workload { disk, world, oracle, plan, faults_before, only_syncs_fail, is_exchanged, flush_failed };
+        Some(Rc::new(work))
     }
 }
 

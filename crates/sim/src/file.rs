@@ -110,7 +110,7 @@ impl SimFile {
         let mut stays = vec![false; self.unsynced.len()];
         for at in (0..self.unsynced.len()).rev() {
             let effect = &self.unsynced[at];
-            // One that stays must not come after a later one that went ahead of it in the same place.
+            // An effect that is not applied now must not be applied after a later effect in the same place.
             let overtaken = || {
                 let range = effect.change.range();
                 (at + 1..stays.len())
@@ -150,13 +150,13 @@ impl SimFile {
         self.unsynced.clear();
     }
 
-    /// The process died: the view stays, descriptors close.
+    /// The process dies: the view stays, and descriptors close.
     pub fn process_death(&mut self) {
         self.locked = false;
         self.sync_failed = false;
     }
 
-    /// The power went: a random part of the unsynced effects is kept, in pieces of `granule` bytes.
+    /// The power goes: a random part of the unsynced effects is kept, in pieces of `granule` bytes.
     pub fn power_cut(&mut self, rng: &mut Rng, granule: u64) {
         let style = Style::draw(rng, self.unsynced.len());
         for (at, effect) in std::mem::take(&mut self.unsynced).into_iter().enumerate() {
@@ -169,13 +169,13 @@ impl SimFile {
     }
 }
 
-/// How a power cut chooses.
+/// How a power cut chooses the effects that survive.
 enum Style {
-    /// Each piece with this chance in 100.
+    /// Each piece survives with this chance in 100.
     Pieces(u64),
-    /// All before this effect, none from it on; its own pieces by chance.
+    /// All effects before this one survive, pieces of this one by chance, and none after it.
     Prefix(usize),
-    /// Each effect wholly or not at all, by the bits of this word.
+    /// Each effect survives wholly or not at all, by the bits of this word.
     Whole(u64),
 }
 

@@ -92,7 +92,7 @@ pub(crate) struct Op {
     pub backwards: bool,
     /// Sabotage: it answers before it takes effect.
     pub early: bool,
-    /// Sabotage, of a change.
+    /// The effects of sabotage on the change.
     pub harm: Harm,
 }
 

@@ -45,13 +45,13 @@ pub enum Crash {
 struct Version {
     value: Value,
     issued: u64,
-    /// It was over (answered, failed or crashed): it took effect before this, or never will.
+    /// When it was over (answered, failed or crashed): it took effect before this time, or never will.
     ended: u64,
-    /// It was answered with success.
+    /// When it was answered with success.
     acked: u64,
-    /// A read that returned it was over.
+    /// When a read that returned it was over.
     seen: u64,
-    /// Durable once answered.
+    /// It is durable once it is answered.
     fua: bool,
     discard: bool,
     /// It was answered with an error: nobody may rely on either content until the sector is written again.

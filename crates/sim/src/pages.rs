@@ -45,7 +45,7 @@ impl Pages {
         self.len == 0
     }
 
-    /// Bytes that have memory behind them.
+    /// The number of bytes that have memory behind them.
     pub fn allocated_bytes(&self) -> u64 {
         self.map.len() as u64 * PAGE
     }

@@ -80,7 +80,7 @@ fn in_batmap(view: &Pages, header_at: u64, at: u64) -> Option<Part> {
     }
 }
 
-/// Behind the metadata: blocks and the footer. Only data take the direct way.
+/// The part behind the metadata that `touch` changes: a block or the footer. Only data are written directly.
 fn behind(header: &Header, touch: &Touch) -> Part {
     let bitmap_bytes = u64::from(bat::bitmap_bytes(header.block_size_bytes));
     let len = touch.range.end - touch.range.start;

@@ -1,4 +1,4 @@
-//! Many seeds, several threads: each seed is a run of its own, so the only thing shared is the next number.
+//! Runs many seeds on several threads. Each seed is a run of its own, so the threads share only the number of the next seed.
 
 use std::ops::Range;
 use std::sync::Mutex;

@@ -112,7 +112,7 @@ impl Files for SimFiles {
         Ok(store)
     }
 
-    /// Durable at once, as everything about names here.
+    /// The file is durable at once, as all changes of names are in this simulation.
     async fn create(&self, path: &Path, len_bytes: u64) -> Result<SimStore> {
         SimFiles::create(self, path, len_bytes)
     }
@@ -170,7 +170,7 @@ impl SimStore {
         );
     }
 
-    /// What the file holds, for code that only looks: no operation.
+    /// What the file holds, for code that only looks. This is no operation of the host.
     pub fn view(&self) -> crate::pages::Pages {
         self.world.lock().files[self.file].view.clone()
     }

@@ -16,7 +16,7 @@ pub trait Subject: 'static {
         1
     }
 
-    /// Where the file of `layer` is.
+    /// The path of the file of `layer`.
     fn path(&self, layer: usize) -> PathBuf;
 
     /// Makes the file of `layer`; the layers below it exist.

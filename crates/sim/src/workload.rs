@@ -1,4 +1,5 @@
-//! The clients of a disk under test: random requests, each reported to the oracle; and the reader of everything.
+//! The clients of a disk under test. They make random requests and report each to the oracle. A reader checks everything that was
+//! ever written.
 //!
 //! A finding is a panic: it unwinds to [`crate::explore`], like the panics of the code under test.
 
@@ -14,13 +15,13 @@ use crate::rng::Rng;
 use crate::stamp::{self, SECTOR};
 use crate::world::World;
 
-/// One life's disk and what its clients share.
-pub(crate) struct Shared<D> {
+/// The work on one disk in one life: the disk, and what its clients share.
+pub(crate) struct Workload<D> {
     pub disk: D,
     pub world: World,
     pub oracle: Rc<RefCell<Oracle>>,
     pub plan: Rc<Plan>,
-    /// Faults injected before this life.
+    /// The number of faults that were injected before this life.
     pub faults_before: u64,
     /// Only syncs fail in this life: then a failed flush must be followed by failing ones.
     pub only_syncs_fail: bool,
@@ -44,7 +45,7 @@ fn found(what: Result<(), String>) {
     }
 }
 
-impl<D: Disk> Shared<D> {
+impl<D: Disk> Workload<D> {
     /// Makes `requests` requests, one after the other.
     pub async fn client(self: Rc<Self>, mut rng: Rng, requests: u64) {
         for _ in 0..requests {
@@ -222,7 +223,7 @@ impl<D: Disk> Shared<D> {
         }
     }
 
-    /// The orderly end.
+    /// Closes the disk in order.
     pub async fn close(self: Rc<Self>) {
         let issued = self.oracle.borrow_mut().begin_flush();
         match self.disk.close().await {
@@ -253,7 +254,7 @@ impl<D: Disk> Shared<D> {
     }
 }
 
-/// The runs cover what was asked for from its start, in order.
+/// Checks that the runs cover what was asked for from its start, in order.
 fn check_runs(asked: Extent, runs: &[ExtentStatus]) -> Result<(), String> {
     let mut at = asked.start();
     for run in runs {

@@ -58,7 +58,7 @@ pub(crate) struct State {
     trace: Trace,
 }
 
-/// The record of a run: always its hash, the lines when they are asked for.
+/// The record of a run: its hash, and its lines when they are asked for.
 #[derive(Default)]
 struct Trace {
     hash: u64,
@@ -210,8 +210,8 @@ impl World {
         files.iter_mut().for_each(|file| file.power_cut(crash_rng, granule));
     }
 
-    /// How many operations could move on now; moves the clock forward when all wait for it and `idle` says that
-    /// nothing else can run.
+    /// The number of operations that can move on now. When all wait for the clock and `idle` says that nothing else can run, the
+    /// clock moves forward.
     pub(crate) fn due(&self, idle: bool) -> usize {
         let mut state = self.lock();
         state.step += 1;
@@ -251,7 +251,7 @@ impl State {
         self.files.len() - 1
     }
 
-    /// Takes an operation in; the future that waits for it asks by the returned number.
+    /// Takes an operation in. The future that waits for its answer asks by the returned number.
     ///
     /// # Panics
     /// When a direct and a cached write mix in one page.
@@ -287,7 +287,7 @@ impl State {
         Op { id, file, kind, due, stage, waker: None, backwards, early, harm }
     }
 
-    /// Steps until an operation may move: mostly none, at times many.
+    /// Draws the number of steps until an operation may move: mostly none, at times many.
     fn delay(&mut self) -> u64 {
         if self.rng.chance(self.faults.slow, 10_000) {
             return self.rng.between(200, 2000);
@@ -329,7 +329,7 @@ impl State {
         None
     }
 
-    /// Sabotage: the answer now, the effect later.
+    /// Sabotage: the operation is answered now and takes effect later.
     fn answer_early(&mut self, mut op: Op) -> Option<Waker> {
         let waker = op.waker.take();
         self.results.insert(op.id, Ok(()));

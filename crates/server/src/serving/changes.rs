@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use spile_core::{Error, ErrorKind, Result};
 
-use super::api::Command;
+use super::api::Order;
 use super::api::types::{Attach, NewExport};
 use super::disks::{self, Open};
 use super::fronts::{Listening, Role};
@@ -19,18 +19,18 @@ impl Server {
     ///
     /// # Errors
     /// `Unsupported` in the process of a Xen guest's disk; else the failure, and then nothing has changed.
-    pub(super) fn change(&mut self, command: &Command) -> Result<()> {
+    pub(super) fn change(&mut self, order: &Order) -> Result<()> {
         if self.fronts.serves_xen() {
             let what = "the process of a Xen guest's disk serves that disk only";
             return Err(Error::new(ErrorKind::Unsupported, what).hint("the toolstack attaches and detaches it"));
         }
-        match command {
-            Command::Attach(attach) => self.attach(attach),
-            Command::Detach { name, force } => self.detach(name, *force),
-            Command::AddExport(export) => self.add_export(export),
-            Command::RemoveExport { address } => self.remove_export(address),
+        match order {
+            Order::Attach(attach) => self.attach(attach),
+            Order::Detach { name, force } => self.detach(name, *force),
+            Order::AddExport(export) => self.add_export(export),
+            Order::RemoveExport { address } => self.remove_export(address),
             // The main loop does these itself.
-            Command::Resize { .. } | Command::Shutdown => Ok(()),
+            Order::Resize { .. } | Order::Shutdown => Ok(()),
         }
     }
 

@@ -34,7 +34,7 @@ use super::identity::Exported;
 pub const MAX_FDS: usize = 200;
 /// The longest line in bytes: a connection with all the memory regions and queues there can be is shorter.
 const MAX_LINE_BYTES: usize = 1 << 20;
-/// How long the other side may take to speak.
+/// How long the other side may take to send a message.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The layout of a takeover's messages, as docs/control.md describes it. Layout 0 has no `Begin`.
@@ -47,61 +47,61 @@ fn is_zero(number: &u32) -> bool {
 /// What a server answers to a line that it does not know.
 pub const NOT_UNDERSTOOD: &str = "a line on the control socket is not understood";
 
-/// What is asked of a server.
+/// A request to a server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Request {
     /// Make a disk longer.
     Resize {
-        /// Its export; empty for the first disk.
+        /// The disk's export; empty for the first disk.
         export: String,
-        /// Its new size.
+        /// Its new size in bytes.
         size_bytes: u64,
     },
     /// Give everything to the process that asks.
     TakeOver {
-        /// What it will listen on: the keys of sockets.
+        /// The keys of the sockets that the successor will listen on.
         sockets: Vec<String>,
-        /// Queues that its guests may use.
+        /// The most queues that a guest may use there.
         queues: u16,
-        /// The disks that it will serve. Older builds do not say them, and do not understand them.
+        /// The disks that the successor will serve. Builds of layout 0 neither send nor understand this.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         disks: Option<Vec<Exported>>,
-        /// The newest layout that it understands, [`LAYOUT`]; 0 for builds that do not say.
+        /// The newest layout that the successor understands, [`LAYOUT`]; 0 for builds that do not send it.
         #[serde(default, skip_serializing_if = "is_zero")]
         layout: u32,
     },
 }
 
-/// What is answered.
+/// An answer of a server.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// It is done.
+    /// The request is done.
     Done,
-    /// It failed, and why.
+    /// The request failed, and why.
     Error(String),
-    /// A takeover, first line: the layout of those that follow. Left out for a successor that says no layout.
+    /// The first line of a takeover. It is left out for a successor that sends no layout.
     Begin {
-        /// The layout, not above the successor's.
+        /// The layout of the lines that follow, not above the successor's.
         layout: u32,
         /// The size of each export in bytes.
         sizes: Vec<(String, u64)>,
     },
-    /// A takeover: a socket that listens, as the line's descriptor.
+    /// A takeover: the key of a listening socket, which is the line's descriptor.
     Socket(String),
     /// A takeover: a guest's connection to an export. Its descriptors come beside this line and the following ones.
     Connection {
-        /// The export.
+        /// The export that the guest uses.
         export: String,
-        /// What is known of it.
+        /// The connection's state.
         state: Box<ConnectionState>,
         /// How many descriptors it has in all, its socket first.
         total_fds: usize,
     },
     /// A takeover: more of a connection's descriptors.
     Fds,
-    /// A takeover: that was all.
+    /// The last line of a takeover.
     End,
 }
 
@@ -120,7 +120,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Talks over `stream`, which blocks.
+    /// A conversation over `stream`, which is in blocking mode.
     ///
     /// # Errors
     /// The system's.
@@ -201,7 +201,8 @@ impl Link {
 
     fn recv_some(&mut self, deadline: Instant) -> Result<usize> {
         let silent = || Error::new(ErrorKind::TimedOut, "the other side of the control socket says nothing");
-        // Who sends byte by byte has no more time than others. None is left where the time-out would be zero.
+        // The deadline is for the whole message, so a caller that sends byte by byte gets no more time. A time-out of zero is refused
+        // by the system: then no time is left.
         let left = deadline.saturating_duration_since(Instant::now());
         self.stream.set_read_timeout(Some(left)).map_err(|_| silent())?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -212,7 +213,7 @@ impl Link {
             Ok(received) => received.bytes,
             Err(Errno::INTR) => return self.recv_some(deadline),
             Err(Errno::AGAIN) => return Err(silent()),
-            // It has hung up with something of ours unread.
+            // The other side has hung up with something of ours unread.
             Err(Errno::CONNRESET) => return Ok(0),
             Err(errno) => return Err(Error::io("receive on the control socket", errno.into())),
         };
@@ -228,12 +229,12 @@ impl Link {
         Ok(count)
     }
 
-    /// Asks and waits for the answer.
+    /// Sends a request and waits for its answer.
     ///
     /// # Errors
     /// What the server answers, or the conversation's own.
     pub fn ask(&mut self, request: &Request) -> Result<()> {
-        // Whoever does not listen to us says so before it hangs up.
+        // A server that refuses to listen says so before it hangs up, so the answer is read even when the request cannot be sent.
         let _ = self.send(request, &[]);
         match self.recv()? {
             Some((Answer::Done, _)) => Ok(()),
@@ -253,7 +254,7 @@ impl Link {
     }
 }
 
-/// An answer that does not belong there, or none.
+/// The error for an answer that does not belong there, or for no answer.
 pub fn unexpected(answer: Option<&Answer>) -> Error {
     match answer {
         Some(answer) => {
@@ -263,30 +264,30 @@ pub fn unexpected(answer: Option<&Answer>) -> Error {
     }
 }
 
-/// Something for the server's main thread.
+/// An event for the server's main thread.
 pub enum Event {
-    /// A signal that ends it.
+    /// A signal asks the server to end.
     Signal,
-    /// A front that ended by itself.
+    /// A front has ended by itself.
     Ended,
-    /// A line was heard.
+    /// A line came on the control socket.
     Line(LineRequest),
-    /// A call of the control API.
+    /// A call of the control API came.
     Called(Call),
 }
 
 /// A request that came as a line, and the way to answer it.
 pub struct LineRequest {
-    /// What is asked for.
+    /// The request.
     pub request: Request,
-    /// To answer.
+    /// The way to answer it.
     pub link: Link,
-    /// Nobody else is let in before something is sent here, and nobody at all once it is dropped.
+    /// A message here lets other callers in again. When it is dropped, nobody is ever let in again.
     go_on: mpsc::Sender<()>,
 }
 
 impl LineRequest {
-    /// Answers that it is done, or why not; then others are let in again.
+    /// Answers that the request is done, or why not; then others are let in again.
     pub fn answer(self, done: &Result<()>) {
         let answer = done.as_ref().map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done);
         // A caller that has gone does not need the answer.
@@ -295,7 +296,7 @@ impl LineRequest {
     }
 }
 
-/// Reads one request from `stream` and passes it on, with the door closed by `close_door` until it is answered.
+/// Reads one request from `stream` and passes it on. `close_door` keeps all other callers out until it is answered.
 pub fn answer_line(stream: UnixStream, events: &mpsc::Sender<Event>, close_door: impl Fn(Pause) -> bool) {
     let Ok(mut link) = Link::new(stream) else { return };
     let request = match link.recv::<Request>() {

@@ -13,8 +13,9 @@ use super::api::types::Layer;
 use super::identity::{Exported, Identity};
 use crate::disks::{self, DiskSpec};
 
-/// How long a busy disk is waited for, and how often it is tried.
+/// How long a busy disk is waited for.
 const BUSY_PATIENCE: Duration = Duration::from_secs(5);
+/// The time between two tries to open a busy disk.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
 /// A disk as fronts see it.
@@ -32,9 +33,9 @@ pub struct Open {
     pub names: Vec<String>,
     /// What the guest reads as its serial number.
     pub serial: String,
-    /// For messages: where it is.
+    /// Where it is, for messages.
     pub label: String,
-    /// For messages: what it is.
+    /// What it is, for messages: `raw`, or `vhd, 3 layers`.
     pub kind: String,
     /// Refuse writes.
     pub read_only: bool,
@@ -72,12 +73,12 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// No disk yet.
+    /// How disks will be opened; there is no disk yet.
     pub fn new(format: Option<Format>, cache: CacheMode, allow_parents: Vec<std::path::PathBuf>) -> Self {
         Self { specs: Vec::new(), format, cache, allow_parents, parent_format: None, allow_data_file: false }
     }
 
-    /// These disks, exported by the rule in the help of `spile serve`.
+    /// With these disks. Their exports' names follow the rule in the help of `spile serve`.
     pub fn with_disks(mut self, specs: Vec<DiskSpec>) -> Self {
         let names = export_names(&specs);
         self.specs = specs.into_iter().zip(names).collect();
@@ -100,7 +101,7 @@ impl Opening {
         self.specs.retain(|(spec, _)| spec.own_name() != name);
     }
 
-    /// What will be exported under `name`, by which a server and its successor know that they mean the same disk.
+    /// What will be exported under `name`, as a part of its sockets' [`key`](super::fronts::key).
     ///
     /// # Errors
     /// `NotFound` with the names that there are.
@@ -108,7 +109,7 @@ impl Opening {
         let found = self.specs.iter().find(|(_, names)| names.iter().any(|other| other == name));
         let (spec, _) = found.ok_or_else(|| no_export(self.specs.iter().map(|(_, names)| names), name))?;
         let path = match &spec.source {
-            // One that is not there cannot be opened either, which is told then.
+            // A file that is not there cannot be opened either, and the open tells why.
             Locator::Path(path) => std::fs::canonicalize(path).unwrap_or_else(|_| path.clone()).display().to_string(),
             other => disks::label(other),
         };
@@ -124,7 +125,7 @@ impl Opening {
         self.specs.iter().flat_map(each).collect()
     }
 
-    /// True when all that is written stays when the disks are closed.
+    /// True when everything that was written is still there after the disks were closed.
     pub fn is_lasting(&self) -> bool {
         !self.specs.iter().any(|(spec, _)| matches!(spec.source, Locator::Mem(_)))
     }
@@ -178,8 +179,8 @@ impl Opening {
         }
     }
 
-    /// Opens a disk; one that is busy is tried for some time. A server that was just killed is the reason: the kernel keeps
-    /// its files open, and their locks, for as long as it takes to wind up its io_uring.
+    /// Opens a disk; a disk that is busy is tried for some time. A server that was just killed may be the reason: the kernel keeps
+    /// its files open and locked until it has wound up the server's io_uring.
     fn open_patiently(&self, engine: &Engine, spec: &DiskSpec, options: &OpenOptions) -> Result<Graph<AnyStore>> {
         let end = Instant::now() + BUSY_PATIENCE;
         loop {

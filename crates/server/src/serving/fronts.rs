@@ -24,7 +24,7 @@ use crate::uri::Address;
 
 /// How long NBD clients may take to accept their last replies.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
-/// The same, when the server goes on in another process: guests wait for that.
+/// How long NBD clients may take for that in a takeover, while guests wait.
 const HANDOVER_PATIENCE: Duration = Duration::from_millis(20);
 
 /// `PATH[,export=NAME]`: where one disk is served to virtual machines. A comma in the path is doubled.
@@ -67,7 +67,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// What a live server in this role answers: nothing where it speaks first.
+    /// The bytes that make a live server in this role say something. Empty where the server speaks first.
     pub fn question(&self) -> Vec<u8> {
         match self {
             Self::Nbd => Vec::new(),
@@ -89,8 +89,8 @@ impl fmt::Display for Role {
     }
 }
 
-/// By which a server and its successor know a socket: what it is for (with the identity of its disk, if it has one), and
-/// where it is.
+/// The key by which a server and its successor mean the same socket: its role, the identity of its disk if it has one, and its
+/// address.
 pub fn key(role: &Role, disk: Option<&str>, address: Option<&Address>) -> String {
     let disk = disk.map_or(String::new(), |disk| format!(" ({disk})"));
     match address {
@@ -101,9 +101,9 @@ pub fn key(role: &Role, disk: Option<&str>, address: Option<&Address>) -> String
 
 /// A socket on its way to its server.
 pub struct Socket {
-    /// Who listens there.
+    /// What it is for.
     pub role: Role,
-    /// As of [`key`].
+    /// Its [`key`].
     pub key: String,
     /// The socket.
     pub bound: Bound,
@@ -111,9 +111,9 @@ pub struct Socket {
 
 /// A socket that its server listens on.
 pub struct Listening {
-    /// Who listens there.
+    /// What it is for.
     pub role: Role,
-    /// As of [`key`].
+    /// Its [`key`].
     pub key: String,
     /// Where it is, as far as this is known.
     pub address: Option<Address>,
@@ -146,16 +146,16 @@ impl Listening {
 /// How the fronts are to behave.
 #[derive(Clone)]
 pub struct Options {
-    /// The NBD server.
+    /// How NBD is served.
     pub nbd: NbdConfig,
-    /// Queues that a guest may use.
+    /// The most queues that a guest may use for a disk.
     pub queues: u16,
-    /// Register guests' memory with the workers' rings.
+    /// Guests' memory is registered with the workers' rings.
     pub pins_memory: bool,
 }
 
 impl Options {
-    /// NBD clients have to use TLS.
+    /// True when NBD clients have to use TLS.
     pub fn is_tls_required(&self) -> bool {
         self.nbd.tls.as_ref().is_some_and(|tls| tls.required)
     }
@@ -232,7 +232,7 @@ impl Fronts {
         Ok(fronts)
     }
 
-    /// Servers of no disk. That they can be made shows that the options will do.
+    /// Servers of no disk. When they can be made, the options are allowed.
     ///
     /// # Errors
     /// As [`Fronts::new`].
@@ -322,7 +322,7 @@ impl Fronts {
         meters
     }
 
-    /// Has the server of its role listen on a descriptor. The control socket is none of theirs.
+    /// Has the server of `role` listen on a descriptor. No front listens on the control socket.
     ///
     /// # Errors
     /// When it is no listening socket.

@@ -19,8 +19,11 @@ const REOPEN_ATTEMPTS: u32 = 60;
 const HANGING_ROUNDS: u32 = 3;
 
 impl Server {
-    /// Finds out whether a successor with these sockets, queues and disks can go on with what we have, and whether we can
-    /// when it fails. Returns what is in our servers' place while they are handed over.
+    /// Finds out whether a successor with these sockets, queues and disks can go on with what this server has, and whether this
+    /// server can go on when the successor fails. Returns fronts of nothing, for the time of the hand-over.
+    ///
+    /// # Errors
+    /// Why not; nothing has changed then.
     pub(super) fn prepare(
         &self,
         its_sockets: &[String],
@@ -37,12 +40,16 @@ impl Server {
             return Err(Error::new(ErrorKind::Unsupported, "a disk in memory (mem:) would be empty"));
         }
         let nothing = Fronts::of_nothing(&self.engine, &self.options)?;
-        // A guest whose disk cannot be flushed has to be told so when it flushes. A disk that was opened anew could not.
+        // A guest has to be told when its data could not be flushed. A successor opens the disk anew and knows nothing of a flush
+        // that failed before, so a disk that cannot be flushed is not handed over.
         disks::flush(&self.engine, &self.disks)?;
         Ok(nothing)
     }
 
-    /// Gives everything to the process at the other end. When that fails, goes on as before and returns why.
+    /// Gives everything to the process at the other end. When that fails, this server goes on as before, and the reason is returned.
+    ///
+    /// # Errors
+    /// When this server cannot go on either.
     pub(super) fn hand_over(&mut self, nothing: Fronts, layout: u32, link: &mut Link) -> Result<Option<Error>> {
         let successor = link.peer()?;
         let roles: Vec<Role> = self.listening.iter().map(|socket| socket.role.clone()).collect();
@@ -56,7 +63,7 @@ impl Server {
         let connections = fronts.hand_over();
         let (sizes, served) = (self.sizes(), disks::exported(&self.disks));
         if let Err(error) = self.close_disks() {
-            // What a guest believes to be durable may not be. It must not go on as if nothing had been.
+            // Data that a guest believes to be durable may be lost, so the guest must not go on as if nothing had happened.
             let _ = link.send(&Answer::Error(format!("a disk could not be closed: {error}")), &[]);
             return Err(error);
         }
@@ -67,13 +74,13 @@ impl Server {
             tracing::warn!("nothing is handed over: {failure}");
             match self.open_again(&roles, &served) {
                 Ok(()) => break failure,
-                // A silent successor that has the disks may yet speak. Nobody else could serve them.
+                // The successor is silent but has the disks open. It may still answer, and nobody else can serve them.
                 Err(error) if error.kind() == ErrorKind::Busy && failure.kind() == ErrorKind::TimedOut => {
                     silences += 1;
                     self.close_disks()?;
                     given = if silences < HANGING_ROUNDS { Ok(()) } else { Err(end_hanging(&successor)) };
                 }
-                // One that is gone had begun with them, and the kernel keeps their locks until its last request has ended.
+                // The successor has ended after it had opened the disks. The kernel keeps their locks until its last request has ended.
                 Err(error) if error.kind() == ErrorKind::Busy && attempts < REOPEN_ATTEMPTS => {
                     attempts += 1;
                     self.close_disks()?;
@@ -88,7 +95,7 @@ impl Server {
         Ok(Some(failure))
     }
 
-    /// Opens the disks as before. What lies at their paths may be another disk by now, which guests must not get for theirs.
+    /// Opens the disks as before. Another disk may lie at one of their paths by now; guests must not get it in the place of theirs.
     fn open_again(&mut self, roles: &[Role], served: &[Exported]) -> Result<()> {
         self.open(roles)?;
         identity::compare(served, &disks::exported(&self.disks)).map_err(|error| {

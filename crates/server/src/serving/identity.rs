@@ -31,7 +31,7 @@ pub enum Place {
     BlockDevice(u64),
     /// Something that is no file, as it was typed: `null:1048576`.
     Locator(String),
-    /// A file that cannot be looked at.
+    /// A file that is not there, or whose folder may not be searched.
     Missing,
 }
 
@@ -77,7 +77,7 @@ impl Identity {
         Self { place: leaf.map_or(self.place, Place::from), ..self }
     }
 
-    /// True when it may be served several times: nothing is written, or there is no file.
+    /// True when the disk may be served several times: nothing is written to it, or it is no file.
     pub fn is_shareable(&self) -> bool {
         self.read_only || matches!(self.place, Place::Locator(_) | Place::Missing)
     }

@@ -19,7 +19,7 @@ use spile_front_vhost::Handover;
 
 use super::api::http;
 use super::api::view::{DiskView, View, no_disk};
-use super::api::{Call, Command, Context};
+use super::api::{Call, Context, Order};
 use super::control::{Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
 use super::fronts::{self, Fronts, Listening, Options, Role, Socket, XenFront};
@@ -285,13 +285,13 @@ impl Server {
 
     /// Does what the control API was asked for. True when the server is to end.
     fn answer_call(&mut self, call: Call) -> bool {
-        let done = match call.command.clone() {
-            Command::Shutdown => {
+        let done = match call.order.clone() {
+            Order::Shutdown => {
                 call.answer(Ok(()));
                 notify("STOPPING=1");
                 return true;
             }
-            Command::Resize { name, size_bytes } => self.named(&name).and_then(|open| self.resize(open, size_bytes)),
+            Order::Resize { name, size_bytes } => self.named(&name).and_then(|open| self.resize(open, size_bytes)),
             change => self.change(&change),
         };
         self.show();

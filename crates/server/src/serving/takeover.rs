@@ -36,18 +36,18 @@ pub struct Inheritance {
     pub connections: Vec<(String, Handover)>,
     /// The size of each export in bytes; empty when the old server is of a build that does not say it.
     sizes: Vec<(String, u64)>,
-    /// The disks that the old server was asked for.
+    /// The disks for which the old server was asked, as their paths named them then.
     asked: Vec<Exported>,
     link: Link,
 }
 
 impl Inheritance {
-    /// Tells the old server that all is ready here, and waits for its word that all is ours.
+    /// Tells the old server that everything is ready here, and waits for its answer that this process is the server now.
     ///
     /// # Errors
     /// When it is gone, or goes on itself.
     pub fn confirm(&mut self) -> Result<()> {
-        // One that goes on itself has said so before it hung up.
+        // An old server that goes on itself has said so before it hung up.
         let _ = self.link.send(&Answer::Done, &[]);
         match self.link.recv() {
             Ok(Some((Answer::Done, _))) => Ok(()),
@@ -92,7 +92,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub fn ask(control: &Path, sockets: Vec<String>, queues: u16, disks: Vec<Exported>) -> Result<Option<Inheritance>> {
     let request = Request::TakeOver { sockets: sockets.clone(), queues, disks: Some(disks.clone()), layout: LAYOUT };
     let given = match ask_once(control, &request) {
-        // A build that knows no identities of disks. It compares what its guests' sockets serve, as ever.
+        // A build of layout 0 knows no identities of disks. It compares the keys of its guests' sockets, which name their disks.
         Err(error) if error.kind() == ErrorKind::Busy && error.to_string().contains(NOT_UNDERSTOOD) => {
             ask_once(control, &Request::TakeOver { sockets, queues, disks: None, layout: 0 })
         }

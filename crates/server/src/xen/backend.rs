@@ -1,7 +1,7 @@
 //! The back end of a host: a process for each disk that the toolstack makes, and another one when it dies.
 //!
-//! There is nothing here that a guest's I/O passes through. The disks' processes go on when this one ends, and the next
-//! one finds them again by their pid files.
+//! No guest's I/O passes through this process. The disks' processes go on when it ends, and the next such process finds them again by
+//! their pid files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -20,36 +20,36 @@ use spile_xen::store::{Tx, XenStore};
 
 use crate::xen::claim::{Claim, file_stem};
 
-/// Before a disk's process is started again that has ended with an error, or could not be started.
+/// How long a disk rests whose process has ended with an error, or could not be started, before the process is started again.
 const REST: Duration = Duration::from_secs(2);
-/// The same of one that was killed, soon after it was started.
+/// How long a disk rests whose process was killed soon after it was started.
 const SHORT_REST: Duration = Duration::from_millis(50);
-/// Rests grow with each ten in a row, to so many times the first.
+/// A rest grows with every ten troubles in a row, at most to so many times the first.
 const MAX_GROWTH: u32 = 15;
-/// A process that has lived so long had no trouble.
+/// When a process has lived this long, the troubles of its disk before are forgotten.
 const STEADY: Duration = Duration::from_secs(60);
-/// This program, also when its file was replaced or removed.
+/// This program, for when its file was replaced or removed.
 const SELF: &str = "/proc/self/exe";
 
-/// What the back end of a host needs.
+/// The back end of a host.
 pub struct Backend {
     store: XenStore,
     /// Where the toolstack puts disks: `…/backend/TYPE`.
     folder: String,
     run_dir: PathBuf,
-    /// Where this program was when it began, and another version of it may be by now.
+    /// The path that this program had when it began. Another version of it may be there by now.
     program: PathBuf,
-    /// Of a disk's process, before its back end's path.
+    /// The arguments of a disk's process that come before the back end's path.
     arguments: Vec<OsString>,
     disks: BTreeMap<String, Process>,
     troubles: BTreeMap<String, Trouble>,
 }
 
-/// What has happened to the processes of a disk.
+/// Troubles of a disk: its process has ended with an error, was killed, or could not be started.
 struct Trouble {
-    /// In a row.
+    /// How many there were in a row.
     count: u32,
-    /// It is not to be started before this. `None` when that is over, and was seen to be.
+    /// The process is not started again before this time. `None` when that time has passed.
     until: Option<Instant>,
 }
 
@@ -62,8 +62,8 @@ struct Process {
 }
 
 impl Backend {
-    /// The back end for disks of type `kind` of our own domain. `arguments` are those of a disk's process, before
-    /// its back end's path.
+    /// The back end for disks of type `kind` of this domain. `arguments` are the arguments of a disk's process that come before
+    /// the back end's path.
     ///
     /// # Errors
     /// What the store says; when the run folder cannot be made.
@@ -88,11 +88,11 @@ impl Backend {
                 return Ok(());
             }
             while self.store.next_event(Some(Duration::ZERO))?.is_some() {}
-            self.bury();
+            self.forget_ended();
         }
     }
 
-    /// Starts a process for each disk that has none.
+    /// Reads which disks there are, and starts a process for each disk that has none.
     fn look(&mut self) -> Result<()> {
         let mut wanted = BTreeSet::new();
         for domain in self.list(&self.folder.clone())? {
@@ -106,7 +106,7 @@ impl Backend {
                 continue;
             }
             let is_wanted = match self.is_to_be_served(&path) {
-                // What is no text is this disk's trouble only.
+                // A key that is no text concerns this disk only.
                 Err(error) if error.kind() == ErrorKind::InvalidInput => {
                     tracing::warn!("{path}: {error}");
                     rest(&mut self.troubles, &path, REST);
@@ -140,13 +140,13 @@ impl Backend {
         }
     }
 
-    /// True when the toolstack has written all of it, and it is neither at its end nor paused.
+    /// True when the toolstack has written all keys of the disk, and the disk is neither at its end nor paused.
     fn is_to_be_served(&mut self, path: &str) -> Result<bool> {
         let mut get = |key: &str| self.store.read_optional(Tx::NONE, &format!("{path}/{key}"));
         let is_whole = get("params")?.is_some() && get("frontend")?.is_some();
         let state = get("state")?.and_then(|text| State::parse(&text));
-        // Also one that is to go, as long as it has not gone: its guest waits for that. And one whose guest has closed it and
-        // may open it again.
+        // A disk that is to go is served until it has gone, because its guest waits for that. A disk that its guest has closed is
+        // served too, because the guest may open it again.
         let online = get("online")?;
         let has_gone = state == Some(State::Closed) && online.as_deref() == Some("0");
         let is_paused = pause::goes_on(&mut self.store, path)?;
@@ -176,14 +176,14 @@ impl Backend {
 
     fn command(&self, program: &Path, path: &str) -> Command {
         let mut command = Command::new(program);
-        // In a group of its own, so that a key press that ends us does not end the disks.
+        // The process is in a group of its own, so that a key press that ends this process does not end the disks.
         command.args(&self.arguments).arg(path).stdin(Stdio::null()).stdout(Stdio::null()).process_group(0);
         // To the service manager this process is the service, and a disk's process is not.
         command.env_remove("NOTIFY_SOCKET");
         command
     }
 
-    /// Waits for news of xenstore's or of a process; true when it is `stop`.
+    /// Waits until xenstore has changed, a process has ended, a rest is over or `stop` is readable. True when it is `stop`.
     fn wait(&mut self, stop: &OwnedFd) -> Result<bool> {
         if self.store.next_event(Some(Duration::ZERO))?.is_some() {
             return Ok(false);
@@ -201,14 +201,14 @@ impl Backend {
         }
     }
 
-    /// Forgets processes that have ended. Those that served a disk which is still wanted are started again.
-    fn bury(&mut self) {
+    /// Forgets processes that have ended. For disks that are still wanted, `look` starts others.
+    fn forget_ended(&mut self) {
         let troubles = &mut self.troubles;
         self.disks.retain(|path, process| {
             let mut fds = [PollFd::new(&process.pidfd, PollFlags::IN)];
             let has_ended = poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0);
             if has_ended {
-                // It may be another's child, and then there is nothing to bury, nor is it known how it ended.
+                // The process may be the child of a back end before this one. Then it is not known how it ended.
                 let status = waitpid(Some(process.pid), WaitOptions::NOHANG).ok().flatten();
                 let has_failed = status.is_some_and(|(_, status)| status.exit_status().is_some_and(|code| code != 0));
                 let age = process.started.elapsed();
@@ -226,7 +226,7 @@ impl Backend {
     }
 }
 
-/// Lets a disk rest for `least`, or longer if it has had trouble before.
+/// Counts one more trouble of a disk, and lets it rest for `least`, or longer after many troubles in a row.
 fn rest(troubles: &mut BTreeMap<String, Trouble>, path: &str, least: Duration) {
     let trouble = troubles.entry(path.to_owned()).or_insert(Trouble { count: 0, until: None });
     trouble.until = Some(Instant::now() + least * (1 + trouble.count / 10).min(MAX_GROWTH));

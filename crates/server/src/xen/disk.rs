@@ -1,6 +1,6 @@
 //! One disk for one Xen guest, in a process of its own: a [`Server`] whose front is the back end of that guest.
 //!
-//! What is told here beside the server's main loop: the claim on the disk, what the toolstack has written in xenstore, and
+//! This file has what only a Xen disk has: the claim on the disk, the keys that the toolstack has written in xenstore, and
 //! pauses ([`pause`]).
 
 use std::path::{Path, PathBuf};
@@ -33,24 +33,24 @@ use crate::xen::{OverXen, Place, params};
 pub struct Options<P> {
     /// Where the Xen is.
     pub place: P,
-    /// For its pid, its control socket and what a successor needs.
+    /// The folder for the disk's pid file, its control socket, and what the next process needs.
     pub run_dir: PathBuf,
     /// How guests' pages are reached, unless the back end's key `spile-access` says it.
     pub access: Access,
-    /// Rings at most.
+    /// The most rings that a guest may use.
     pub queues: u16,
-    /// Segments of an indirect request at most.
+    /// The most segments of an indirect request.
     pub max_indirect: u16,
     /// Offer rings of their own for responses.
     pub splits_rings: bool,
-    /// Note the times of so many requests.
+    /// The number of last requests whose times are kept; 0 for none.
     pub trace_records: u32,
 }
 
-/// `copy`, `map`, `map-copy` or `persistent`.
+/// The access of this name: `copy`, `map`, `map-copy` or `persistent`.
 ///
 /// # Errors
-/// What there is.
+/// The names that there are.
 pub fn parse_access(text: &str) -> Result<Access, String> {
     match text {
         "copy" => Ok(Access::Copy),
@@ -107,8 +107,8 @@ pub fn serve<P: Place>(
     let closed = server.close(served);
     let lets_go = match end {
         Some(end) => end == End::Paused && closed.is_ok(),
-        // What is wrong with a disk that cannot be served can be mended in a pause. But one that is busy may be so with
-        // requests of a process that was killed, and what a failed sync was to save must stay where it is.
+        // A disk that cannot be served can be mended in a pause. But a disk that is busy may still have requests of a process that
+        // was killed, and after a failed sync the data that it was to save must stay where they are.
         None => !is_busy && !failed_syncs.is_any(),
     };
     let told = if lets_go { pause_told(options, backend_path) } else { Ok(()) };
@@ -193,7 +193,7 @@ impl<P: Place> OverXen for StartDevice<P> {
     }
 }
 
-/// What the toolstack has written of a disk.
+/// What the toolstack has written about a disk.
 struct Wanted {
     params: String,
     read_only: bool,

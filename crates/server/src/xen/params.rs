@@ -1,4 +1,4 @@
-//! What a toolstack calls a disk: the key `params` of a back end.
+//! The key `params` of a back end, in which a toolstack says which disk it means.
 
 use std::path::PathBuf;
 
@@ -10,12 +10,13 @@ use crate::disks::DiskSpec;
 /// Prefixes that name a format, ours and those that toolstacks write.
 const PREFIXES: &[(&str, Format)] = &[("vhd:", Format::Vhd), ("raw:", Format::Raw), ("aio:", Format::Raw)];
 
-/// `[vhd:|raw:|aio:]PATH`, `null:SIZE` or `mem:SIZE`. Without a prefix the extension tells.
+/// The disk that `params` means: `[vhd:|raw:|aio:]PATH`, `null:SIZE` or `mem:SIZE`. Without a prefix the extension tells the
+/// format.
 ///
 /// # Errors
 /// `InvalidInput` when it is nothing of these.
 pub fn parse(params: &str, read_only: bool) -> Result<DiskSpec> {
-    // libxl hands over what it was given for a tap disk with this in front.
+    // libxl puts this in front of the text that it was given for a tap disk.
     let rest = params.strip_prefix("tap:").unwrap_or(params);
     let prefixed = PREFIXES.iter().find_map(|(prefix, format)| Some((rest.strip_prefix(prefix)?, *format)));
     let (source, format) = match prefixed {

@@ -1,4 +1,4 @@
-//! Where a Xen is: this host's, or another that the program brings.
+//! Where a Xen is: on this host, or in a folder of the program's stand-in for Xen.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -9,19 +9,19 @@ use spile_xen::store::XenStore;
 use spile_xen::sys::{Evtchn, Gntdev};
 use spile_xen::{EventChannels, Grants};
 
-/// A Xen: its store, and the ways to its guests' pages and events. The program has one that is made of ordinary processes;
-/// this crate knows only [`HostXen`].
+/// A Xen: its xenstore, and the ways to its guests' pages and events. This crate has [`HostXen`]; the program adds one that is
+/// made of ordinary processes.
 pub trait Place: Clone + Send + 'static {
     /// Connects to xenstore.
     ///
     /// # Errors
-    /// What was tried, and why it is not there.
+    /// The sockets and devices that were tried, and why they do not answer.
     fn open(&self) -> Result<XenStore>;
 
     /// The folder in which tools look for statistics of disks.
     fn stats_root(&self) -> PathBuf;
 
-    /// The same place as arguments of another process of this program.
+    /// The arguments by which another process of this program uses the same Xen.
     fn arguments(&self) -> Vec<OsString>;
 
     /// Opens the ways to guests' pages and events, and runs `work` over them.
@@ -31,7 +31,7 @@ pub trait Place: Clone + Send + 'static {
     fn run<W: OverXen>(&self, work: W) -> Result<W::Output>;
 }
 
-/// Work over the grants and event channels of some Xen.
+/// Work that needs the grants and event channels of a Xen, of whichever type these are.
 pub trait OverXen {
     /// What the work returns.
     type Output;

@@ -1,4 +1,4 @@
-//! What a disk has done, in the places and the layout of tapdisk3, so that the tools made for it read us.
+//! Statistics of a disk in the files and the layout of tapdisk3, so that tools made for tapdisk3 can read them.
 //!
 //! Two files of a page each in `/dev/shm`, for the device `DEV` of domain `DOM`, served by process `PID`; all numbers are
 //! little-endian and of 64 bits where nothing else is said, times are in µs, sectors have 512 bytes, numbers only rise:
@@ -30,7 +30,8 @@
 //! number stays 0, and so does the flag. There is no `io_ring` beside the second file: xen-ringwatch takes indices that
 //! stand still for a ring that is stuck, and they would have to be written by a clock to be right.
 //!
-//! With the stand-in for Xen the folder is `shm` in its folder, for two of them may have a domain of the same number.
+//! With the stand-in for Xen the files are in the folder `shm` of the stand-in, because two stand-ins may have a domain of the same
+//! number.
 
 use std::fs::{self, DirBuilder, OpenOptions, Permissions};
 use std::io::{self, ErrorKind as IoErrorKind};
@@ -50,18 +51,18 @@ use crate::xen::claim::file_stem;
 
 /// Bytes of each file: the tools map a page.
 const FILE_BYTES: usize = 4096;
-/// Of the first file.
+/// The version in the first file.
 const VERSION: u32 = 1;
 const NS_IN_US: u64 = 1000;
 
-/// The files of one disk, there for as long as this lives.
+/// The files of one disk. They are removed when this is dropped.
 pub struct Stats {
     pages: Arc<Pages>,
     root: PathBuf,
     stem: String,
 }
 
-/// The files' memory. It may outlive the files.
+/// The files' memory, which may be used for longer than the files have names.
 struct Pages {
     /// `td3-PID/vbd-DOM-DEV`
     tapdisk: Segment,
@@ -70,15 +71,15 @@ struct Pages {
 }
 
 impl Stats {
-    /// Makes the files of the disk with that back end's path, whose right to be served the caller holds: what another
-    /// process has left of it is removed. A disk is served without them when that fails, and the log says why.
+    /// Makes the files of the disk of the back end at `backend_path`. The caller holds the claim on that disk, so files that another
+    /// process has left of it are removed. When the files cannot be made, the log says why, and the disk is served without them.
     pub fn begin(place: &impl Place, backend_path: &str) -> Option<Self> {
         let root = place.stats_root();
         let stats = file_stem(backend_path).and_then(|stem| Self::create(&root, &stem));
         stats.inspect_err(|error| tracing::warn!(%error, "no statistics for tools that read those of tapdisk3")).ok()
     }
 
-    /// The same in the folder `root`, for the device `stem` (`DOM-DEV`).
+    /// Makes the files of the device `stem` (`DOM-DEV`) in the folder `root`.
     ///
     /// # Errors
     /// What cannot be made.
@@ -89,7 +90,7 @@ impl Stats {
         let made = (|| {
             let tapdisk = make_file(&process, &format!("vbd-{stem}"))?;
             tapdisk.store_u32(0, VERSION, Ordering::Relaxed);
-            // Last, for this is what tools wait for.
+            // This one comes last, because tools wait for it.
             let blkback = make_file(&root.join(format!("vbd3-{stem}")), "statistics")?;
             Ok(Arc::new(Pages { tapdisk, blkback }))
         })();
@@ -97,7 +98,7 @@ impl Stats {
         made.inspect_err(|_| forget(root, stem))
     }
 
-    /// Where the sums are shown.
+    /// The files, as the place where the back end writes its sums.
     pub fn board(&self) -> Arc<dyn Board> {
         self.pages.clone()
     }
@@ -148,13 +149,13 @@ fn make_file(folder: &Path, name: &str) -> Result<Segment> {
     make().map_err(|source: io::Error| Error::io("make", source).at_path(&path))
 }
 
-/// Removes the files of a device that nobody serves, whoever has left them.
+/// Removes the files of a device that nobody serves, whichever process has left them.
 fn forget(root: &Path, stem: &str) {
-    // Most of it is not there.
+    // Usually there is nothing to remove.
     let remove = |folder: PathBuf, names: &[String]| {
         if is_ours(&folder) {
             names.iter().for_each(|name| drop(fs::remove_file(folder.join(name))));
-            // A process may serve another device.
+            // This fails when the process has files of another device, which stay.
             let _ = fs::remove_dir(folder);
         }
     };
@@ -168,8 +169,8 @@ fn forget(root: &Path, stem: &str) {
     }
 }
 
-/// True for a folder that we have made, or another of our processes. Anyone may make anything in /dev/shm; what we have
-/// made there nobody else can put something else in the place of.
+/// True for a folder that a process of this user has made. Anybody may make files in /dev/shm, but nobody else can replace a
+/// folder of this user's.
 fn is_ours(folder: &Path) -> bool {
     fs::symlink_metadata(folder).is_ok_and(|found| found.is_dir() && found.uid() == geteuid().as_raw())
 }

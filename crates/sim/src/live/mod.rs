@@ -33,7 +33,7 @@ use crate::faults::Faults;
 use crate::oracle::{Crash, Oracle};
 use crate::plan::{Life, Plan};
 use crate::rng::Rng;
-use crate::workload::Shared;
+use crate::workload::Workload;
 use crate::world::World;
 pub use graph::Broken;
 use graph::{LiveGraph, Tail};
@@ -207,7 +207,7 @@ impl Host {
         Ok(LiveGraph { graph, broken: self.broken })
     }
 
-    /// One life of the process; answers its steps.
+    /// One life of the process. Returns the number of its steps.
     fn live(self: &Rc<Self>, life: &Life, rng: &mut Rng) -> u64 {
         self.life.set(self.life.get() + 1);
         self.faults_before.set(self.world.faults_fired());
@@ -246,11 +246,11 @@ impl Host {
         self.world.set_faults(life.faults.clone());
         let nodes = nodes.take();
         let all: Vec<_> =
-            nodes.iter().zip(&self.disks).map(|(node, disk)| self.shared(node.clone(), &disk.oracle)).collect();
-        for shared in &all {
-            executor.spawn(shared.clone().verify(Rng::new(rng.word()), false));
+            nodes.iter().zip(&self.disks).map(|(node, disk)| self.workload(node.clone(), &disk.oracle)).collect();
+        for work in &all {
+            executor.spawn(work.clone().verify(Rng::new(rng.word()), false));
             for _ in 0..rng.between(1, 3) {
-                executor.spawn(shared.clone().client(Rng::new(rng.word()), life.requests / 2));
+                executor.spawn(work.clone().client(Rng::new(rng.word()), life.requests / 2));
             }
         }
         if life.requests > 0 {
@@ -261,11 +261,11 @@ impl Host {
             executor.spawn(self.clone().exchanges(nodes, Rng::new(rng.word()), rounds));
         }
         run(executor, limit)?;
-        for shared in all {
+        for work in all {
             let rng = Rng::new(rng.word());
             executor.spawn(async move {
-                shared.clone().verify(rng, true).await;
-                shared.close().await;
+                work.clone().verify(rng, true).await;
+                work.close().await;
             });
         }
         run(executor, limit)
@@ -280,8 +280,8 @@ impl Host {
     }
 
     /// What the clients and the reader of everything need.
-    fn shared<D: Disk>(&self, disk: D, oracle: &Rc<RefCell<Oracle>>) -> Rc<Shared<Tail<D>>> {
-        Rc::new(Shared {
+    fn workload<D: Disk>(&self, disk: D, oracle: &Rc<RefCell<Oracle>>) -> Rc<Workload<Tail<D>>> {
+        Rc::new(Workload {
             disk: Tail { disk, skipped_bytes: self.block_bytes.into() },
             world: self.world.clone(),
             oracle: oracle.clone(),
@@ -302,7 +302,7 @@ impl Host {
         for (disk, generation, oracle) in frozen {
             let graph = self.open(disk, generation, true).await;
             let graph = graph.unwrap_or_else(|error| panic!("a frozen parent does not open: {error:?}"));
-            self.shared(graph, &oracle).verify(Rng::new(generation as u64), false).await;
+            self.workload(graph, &oracle).verify(Rng::new(generation as u64), false).await;
         }
     }
 

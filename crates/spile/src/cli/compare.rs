@@ -94,7 +94,7 @@ async fn compare(a: &impl Disk, b: &impl Disk) -> Result<Compared> {
         let found = match (chunk.is_data, first.get()) {
             (_, Some(at)) if at < chunk.extent.start() => None,
             (true, _) => first_difference(a, b, chunk.extent).await?,
-            // Zeroes in one: only the other's data need a look.
+            // One of the two reads as zeroes here, so only the other one is read.
             (false, _) => first_data(b, chunk.extent).await?,
         };
         note_first(&first, found);

@@ -105,7 +105,7 @@ fn report(args: &ConvertArgs, to: Format, converted: &Converted) -> Result<Exit>
     Ok(Exit::Ok)
 }
 
-/// The new disk under a passing name in its folder; removed when this is dropped.
+/// The new disk, under a temporary name in its folder. The file is removed when this is dropped.
 struct HalfMade {
     path: PathBuf,
 }
@@ -125,7 +125,7 @@ impl HalfMade {
             _ => Error::io("cannot give the disk its name", e).at_path(dst),
         };
         match renameat_with(CWD, &self.path, CWD, dst, RenameFlags::NOREPLACE) {
-            // Not every file system knows this; a link does not replace either.
+            // Not every file system can rename without replacing. A hard link does not replace either.
             Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
                 std::fs::hard_link(&self.path, dst).map_err(failed)?
             }
@@ -134,7 +134,7 @@ impl HalfMade {
         OsFiles::default().sync_name(dst)
     }
 
-    /// An error on the passing name, as one on the name that the user knows.
+    /// An error about the temporary name, changed to one about the name that the user knows.
     fn told_as(&self, dst: &Path, error: Error) -> Error {
         if error.path().and_then(Path::file_name) != self.path.file_name() {
             return error;
@@ -173,7 +173,7 @@ fn convert(args: &ConvertArgs, to: Format, half: PathBuf) -> Result<Converted> {
         let dst = open(cache, &half, &write_options).await?;
         let bar = progress_bar(src_bytes, "converting");
         let written = copy(&src, &dst, Beneath::Zeroes, &bar).await;
-        // Close also what failed: the file is about to be removed, but its locks and tasks must end.
+        // The disk is closed after a failure, too: the file will be removed, but its locks and tasks must end.
         let closed = dst.close().await;
         bar.finish_and_clear();
         written.and_then(|written_bytes| closed.map(|()| Converted { size_bytes, written_bytes }))

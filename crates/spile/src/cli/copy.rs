@@ -15,9 +15,9 @@ const RUNS_AT_ONCE: usize = 256;
 /// A run of a disk, cut into chunks.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk {
-    /// Where.
+    /// Its place on the disk.
     pub extent: Extent,
-    /// False when it is known to read as zeroes.
+    /// True unless the run is known to read as zeroes.
     pub is_data: bool,
 }
 
@@ -26,7 +26,7 @@ pub struct Chunks<'a, D> {
     disk: &'a D,
     at: u64,
     end: u64,
-    /// Reversed: the next is the last.
+    /// The runs that are left, in reverse order: the next one is the last element.
     ready: Vec<Chunk>,
 }
 
@@ -53,7 +53,7 @@ fn cut(extent: Extent, is_data: bool, into: &mut Vec<Chunk>) {
     let step = if is_data { CHUNK_BYTES } else { extent.len_bytes.max(1) };
     let mut at = extent.start();
     while at < extent.end() {
-        // Cut at multiples of the chunk, so that a block is not worked on twice at a time.
+        // Chunks are cut at multiples of their size, so that no two chunks share a block of the image.
         let end = extent.end().min((at / step + 1) * step).max(at + 1);
         let end = if is_data { end } else { extent.end() };
         into.push(Chunk { extent: Extent::from_range(at..end), is_data });
@@ -100,8 +100,8 @@ const GRANULE: usize = 4096;
 /// A gap of zeroes this long or longer is left out.
 const GAP: usize = 32 << 10;
 
-/// The runs of `bytes` that hold something else than zeroes, in units of 4 KiB; gaps of less than 32 KiB between
-/// them are counted in, as one request more costs more than the bytes.
+/// The runs of `bytes` that are not all zeroes, in units of 4 KiB. Gaps of less than 32 KiB between them are included, because one more
+/// request costs more than these bytes.
 pub fn data_runs(bytes: &Segments) -> Vec<std::ops::Range<usize>> {
     let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
     for start in (0..bytes.len()).step_by(GRANULE) {

@@ -1,4 +1,4 @@
-//! `spile demo`: the whole of it in a few seconds.
+//! `spile demo`: creates a disk, serves it, puts a load on it and checks it, in a few seconds.
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -54,7 +54,7 @@ pub struct DemoArgs {
 
 type DemoDisk = Measured<Aligned<Graph<MeasuredStore<AnyStore>>>>;
 
-/// What runs while the load does.
+/// What runs while the load runs.
 struct Running {
     engine: Engine,
     server: Server<DemoDisk>,
@@ -64,7 +64,7 @@ struct Running {
     _socket: Option<Published>,
 }
 
-/// The queue below the front: at the disk and at the store.
+/// The average queue depth below the front: at the disk and at the store.
 #[derive(Clone, Debug, Serialize)]
 struct Layer {
     name: &'static str,

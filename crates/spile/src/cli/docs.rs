@@ -1,4 +1,4 @@
-//! `spile completions` and `spile man`: both made from the command line's own definition.
+//! `spile completions` and `spile man`. Both are made from the definition of the command line.
 
 use std::path::PathBuf;
 
@@ -19,7 +19,7 @@ pub struct CompletionsArgs {
 /// Write man pages, one for each command
 #[derive(Debug, Args)]
 pub struct ManArgs {
-    /// Where to; made if it is not there
+    /// The folder for the pages; it is made if it is not there
     dir: PathBuf,
 }
 

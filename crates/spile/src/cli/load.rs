@@ -33,11 +33,11 @@ enum Rw {
 
 /// Put a load on a server of disks and report throughput, latency and queue depth
 ///
-/// Works with any NBD server, with any vhost-user-blk server, of which it is the guest then, and as a Xen guest on the Xen
-/// of `spile xen-lab`, where it makes a disk and takes it away again. Each connection (of a guest, each queue) has its own
-/// equal part of the disk. With --verify every 512-byte sector written carries its offset, a version and a checksum; reads are checked, and at the end all
-/// that was written is read back over other connections. Ctrl-C ends the load early and shows its figures. WRITES
-/// DESTROY what is on the disk.
+/// The load is a client of any NBD server, a guest of any vhost-user-blk server, or a Xen guest on the Xen of `spile xen-lab`,
+/// where it makes a disk and removes it in the end. Each connection (of a guest, each queue) has its own equal part of the
+/// disk. With --verify every 512-byte sector that is written carries its offset, a version and a checksum. Reads are
+/// checked, and at the end everything that was written is read back over other connections. Ctrl-C ends the load early
+/// and shows its figures. WRITES DESTROY what is on the disk.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
     /// The disk: nbd+unix:///NAME?socket=PATH, nbd://HOST:PORT/NAME (nbds for TLS), vhost-user:PATH or xen-lab:DIR
@@ -82,7 +82,7 @@ pub struct LoadArgs {
     /// The seed of offsets and directions
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Requests a second in all, instead of as many as go
+    /// Make this many requests a second in all, instead of as many as the server can answer
     #[arg(long, value_name = "IOPS")]
     rate: Option<f64>,
     /// Make every write durable before it is answered
@@ -103,7 +103,7 @@ pub struct LoadArgs {
     json: bool,
 }
 
-/// What only a vhost-user target knows.
+/// Options for a vhost-user target only.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "With vhost-user (--poll with xen-lab too)")]
 struct VhostArgs {
@@ -143,17 +143,17 @@ impl VhostArgs {
     }
 }
 
-/// What only a Xen guest knows.
+/// Options for a Xen guest only.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "With xen-lab")]
 struct GuestArgs {
     /// The guest's number [default: any that is free]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=32751))]
     domain: Option<u16>,
-    /// What the back end shall serve: the key `params` of the disk
+    /// What the back end is to serve: the key `params` of the disk
     #[arg(long, value_name = "[vhd:|raw:]PATH")]
     params: Option<String>,
-    /// How the back end shall reach the guest's memory, if not as it would by itself
+    /// How the back end is to reach the guest's memory, instead of the way that it was started with
     #[arg(long, value_name = "copy|map|map-copy|persistent")]
     access: Option<String>,
     /// The ring has 2 to this many pages
@@ -221,7 +221,7 @@ pub fn run(args: &LoadArgs) -> Result<Exit> {
     verdict(outcome, ended.get().copied())
 }
 
-/// A signal ends the run in order; which it was is in the result then. A second one ends the process.
+/// A signal ends the run in order, and the result says which signal it was. A second signal ends the process.
 fn end_on_signal(stop: Arc<AtomicBool>) -> Result<Arc<OnceLock<Signal>>> {
     let ended = Arc::new(OnceLock::new());
     let note = ended.clone();

@@ -51,7 +51,7 @@ pub fn run(args: &MapArgs) -> Result<Exit> {
         printer.finish()
     });
     match printed {
-        // The reader has seen enough.
+        // The reader of the output has gone (`spile map DISK | head`).
         Err(error) if error.os_errno() == Some(Errno::PIPE.raw_os_error()) => Ok(Exit::Ok),
         printed => printed.map(|()| Exit::Ok),
     }

@@ -142,7 +142,7 @@ pub fn run() -> ExitCode {
         Ok(exit) => exit.into(),
         Err(error) => {
             complain(error);
-            // As cmp and qemu-img do it: 1 says that they were compared.
+            // As in cmp and qemu-img, 1 says that the disks were compared and differ.
             if matches!(cli.command, Command::Compare(_)) { 2.into() } else { ExitCode::FAILURE }
         }
     }
@@ -212,7 +212,7 @@ fn parse_format(text: &str) -> Result<Format, String> {
     text.parse().map_err(|error: Error| error.to_string())
 }
 
-/// A kind that some format has; whether the chosen format has it is checked when that is known.
+/// A kind that any format has. Whether the chosen format has it is checked once the format is known.
 fn parse_subformat(text: &str) -> Result<String, String> {
     let kinds: Vec<_> = Format::ALL.iter().flat_map(|format| format.about().subformats).copied().collect();
     match kinds.contains(&text) {
@@ -246,7 +246,7 @@ where
 }
 
 /// Prints on stdout. A reader that has gone (`spile map DISK | head`) changes nothing: the exit code is the command's.
-/// When nothing else can be written, the program ends with a failure, as what it had to say is lost.
+/// When stdout cannot be written to for another reason, the program ends with a failure, because its output is lost.
 fn say(text: impl Display) {
     if let Err(error) = try_say(text) {
         complain(format_args!("cannot write to stdout: {error}"));
@@ -262,7 +262,7 @@ fn try_say(text: impl Display) -> std::io::Result<()> {
     }
 }
 
-/// A path as text: what is not UTF-8 in it is replaced, as JSON has no other strings.
+/// Writes a path as text. Bytes that are not UTF-8 are replaced, because JSON has no other strings.
 fn text_of<S: serde::Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&path.display())
 }

@@ -32,8 +32,8 @@ use crate::uri::Address;
 /// A socket appears only when it already answers. Who may connect to a Unix socket is what the umask says. SIGTERM or
 /// SIGINT ends the server in order: no new requests, those in flight are answered, the disks are flushed and closed. A
 /// second signal ends it at once. Started by systemd's socket activation, it serves NBD on the sockets passed, and --nbd
-/// may be left out. It tells systemd READY=1 and STOPPING=1. Requests that failed are told on stderr: the first, and
-/// then each time their number has doubled.
+/// may be left out. It tells systemd READY=1 and STOPPING=1. Requests that fail are reported on stderr: the first one,
+/// and then each time their number has doubled.
 ///
 /// A guest whose server is killed waits, and goes on with the next server on the same socket as if nothing had been
 /// (QEMU: reconnect-ms). With --takeover the next server takes all from a running one, and guests are not even
@@ -48,7 +48,7 @@ pub struct ServeArgs {
     /// given several times)
     #[arg(long, value_name = "PATH[,export=NAME]")]
     vhost_user: Vec<VhostSpec>,
-    /// Queues that a virtual machine may use for a disk at most
+    /// The most queues that a virtual machine may use for a disk
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), default_value = "16")]
     queues: u16,
     /// Register the memory of virtual machines with io_uring: direct I/O then costs a little less. It pins that memory: not
@@ -56,8 +56,8 @@ pub struct ServeArgs {
     /// What exceeds the limit on locked memory is served unregistered
     #[arg(long)]
     pin_memory: bool,
-    /// Microseconds that a worker looks for requests of its guests at most before it sleeps. It does so only while that pays
-    /// and never for an idle disk; 0 switches it off
+    /// The most microseconds that a worker looks for requests of its guests before it sleeps. It does so only while that
+    /// pays, and never for an idle disk; 0 switches it off
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=10_000), default_value_t = Config::POLL.as_micros() as u32)]
     poll: u32,
     /// Serve NBD clients here (may be given several times)

@@ -23,14 +23,14 @@ use crate::xen::disk::{Options, access_name, parse_access, serve};
 
 /// Serve disks to Xen guests
 ///
-/// Watches the back end's folder in xenstore and starts a process for each disk that a toolstack makes there; one that
-/// dies is started again, and its guest goes on without an error. The disk is what its key `params` says:
+/// Watches the back end's folder in xenstore and starts a process for each disk that a toolstack makes there. A process that
+/// dies is started again, and its guest goes on without an error. The key `params` says which disk it is:
 /// [vhd:|raw:]PATH, where without a prefix the extension tells the format.
 ///
-/// The disks' processes go on when this one ends, also by a signal: the next one finds them by their pid files
-/// RUN-DIR/DOMAIN-DEVICE.pid. A disk grows by `spile resize RUN-DIR/DOMAIN-DEVICE.control SIZE`; `spile ls` lists the disks of
-/// /run/spile. What a successor needs
-/// when a disk's process is killed lies in the run folder too, which must be in memory (tmpfs).
+/// The disks' processes go on when this process ends, also when a signal ends it. The next one finds them by their pid files,
+/// RUN-DIR/DOMAIN-DEVICE.pid. A disk grows by `spile resize RUN-DIR/DOMAIN-DEVICE.control SIZE`; `spile ls` lists the disks
+/// of /run/spile. The run folder also has what the next process needs when a disk's process is killed, so it must be in
+/// memory (tmpfs).
 #[derive(Debug, Args)]
 pub struct XenBackendArgs {
     /// The type of disks: the folder /local/domain/N/backend/TYPE in xenstore. `vbd` is also what the kernel's own back end
@@ -43,7 +43,8 @@ pub struct XenBackendArgs {
 
 /// Serve one disk to a Xen guest; `spile xen-backend` starts this
 ///
-/// SIGTERM answers what was taken and leaves guest and xenstore as they are, for the next process.
+/// SIGTERM ends it in order: requests that were taken are answered, and guest and xenstore are left as they are, for the next
+/// process.
 #[derive(Debug, Args)]
 pub struct XenDiskArgs {
     #[command(flatten)]
@@ -58,17 +59,17 @@ pub struct XenDiskArgs {
 struct DiskArgs {
     #[command(flatten)]
     place: XenPlace,
-    /// For pid files, control sockets and journals; in memory
+    /// The folder for pid files, control sockets and journals; it must be in memory
     #[arg(long, value_name = "DIR", default_value = "/run/spile")]
     run_dir: PathBuf,
     /// How guests' memory is reached: by grant copy, by grant map, by grant map and a copy, or by persistent grants. A back
     /// end's key `spile-access` says it for one disk
     #[arg(long, value_name = "copy|map|map-copy|persistent", value_parser = parse_access, default_value = "copy")]
     access: Access,
-    /// Rings that a guest may use for a disk at most
+    /// The most rings that a guest may use for a disk
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), default_value = "4")]
     queues: u16,
-    /// Segments (each at most a page) of one indirect request at most; 0 for no such requests, as tapdisk3
+    /// The most segments (each at most a page) of one indirect request; 0 for no such requests, as tapdisk3
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=256), default_value = "256")]
     max_indirect: u16,
     /// Offer guests rings of their own for responses, an extension of Spile's: more requests are in flight on one page
@@ -77,7 +78,7 @@ struct DiskArgs {
     /// Note when the last N requests passed which place, in RUN-DIR/DOMAIN-DEVICE.trace; 0 for none
     #[arg(long, value_name = "N", default_value = "0")]
     trace: u32,
-    /// Microseconds that a worker looks for requests at most before it sleeps; 0 switches it off
+    /// The most microseconds that a worker looks for requests before it sleeps; 0 switches it off
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=10_000), default_value_t = Config::POLL.as_micros() as u32)]
     poll: u32,
     /// The way to the disks' bytes: past the page cache (O_DIRECT) or through it
@@ -94,7 +95,7 @@ struct DiskArgs {
 }
 
 impl DiskArgs {
-    /// The same for a disk's process.
+    /// The arguments of a disk's process with these settings.
     fn arguments(&self) -> Vec<OsString> {
         let cache = if self.cache == CacheMode::Page { "page" } else { "direct" };
         let mut words: Vec<OsString> = vec!["xen-disk".into()];

@@ -1,4 +1,4 @@
-//! Calls of the control API, for commands: one connection each, and an end to every wait.
+//! Calls of the control API, for commands. Each call has a connection of its own, and every wait is bounded.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::types::Failure;
 
 /// The longest answer in bytes.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
-/// How long a server may take to answer who only looks.
+/// How long a server may take to answer a call that only looks.
 pub const LOOK_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a server may take to change something: disks are flushed, opened and closed.
 pub const CHANGE_PATIENCE: Duration = Duration::from_secs(150);

@@ -8,7 +8,7 @@ use spile_core::{Error, ErrorKind, Result};
 use super::client::{LOOK_PATIENCE, call};
 use super::types::{Disk, DiskList};
 
-/// Of a control socket's file name.
+/// The extension of a control socket's file name.
 pub const EXTENSION: &str = "control";
 
 /// The folder of control sockets: `$SPILE_RUN_DIR`, else `/run/spile` for root, else `$XDG_RUNTIME_DIR/spile`.

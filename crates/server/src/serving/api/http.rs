@@ -1,4 +1,5 @@
-//! The thread of the control socket: who is let in, for how long, and which of the two languages a caller speaks.
+//! The thread of the control socket: it decides which callers are let in, for how long, and which of the two languages a caller
+//! speaks.
 //!
 //! A caller that begins with a capital letter speaks HTTP (`GET /…`). Everything else is a line of JSON, which a successor
 //! uses because it is given descriptors beside it ([`super::super::control`]).
@@ -7,8 +8,8 @@
 //! that one caller cannot take all places; each connection takes one request, which has to come within seconds. An idle server's thread sleeps
 //! without a timer.
 //!
-//! From the moment a whole line was heard until it is answered, nobody is let in: when all is given to a successor,
-//! whoever comes next is the successor's.
+//! From the moment a whole line was heard until it is answered, nobody is let in: when everything is given to a successor, the next
+//! caller belongs to the successor.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -29,37 +30,38 @@ use tokio::time::{sleep, timeout};
 use super::routes::{Context, refusal, router};
 use crate::serving::control::{Event, answer_line, refuse_line};
 
-/// Connections at a time; another one is told so and hung up on.
+/// The most connections at a time. A further caller gets an error and is hung up on.
 const MAX_CONNECTIONS: usize = 64;
-/// Of these, those of one process.
+/// The most connections of one process at a time.
 const MAX_OF_A_PROCESS: usize = 16;
 /// How long a caller may take to say what it wants.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long a call may take, its answer included. To close a disk may take long.
 const CALL_PATIENCE: Duration = Duration::from_secs(150);
-/// After an accept that failed, this long a rest.
+/// How long the thread rests after an accept that failed.
 const ACCEPT_REST: Duration = Duration::from_millis(100);
 
-/// Somebody who was heard: nobody is let in until it is answered.
+/// A caller whose line was heard. Nobody is let in until it is answered.
 pub struct Pause {
-    /// Told when the door is closed.
+    /// A message comes here once nobody is let in any more.
     pub closed: mpsc::Sender<()>,
-    /// Opens the door again; when it is dropped, the door stays closed.
+    /// A message here lets callers in again. When it is dropped, nobody is ever let in again.
     pub open_again: oneshot::Receiver<()>,
 }
 
-/// Connections that are open, by the process at their other end.
+/// The number of open connections of each process.
 #[derive(Clone, Default)]
-struct Places(Arc<Mutex<HashMap<i32, usize>>>);
+struct OpenConnections(Arc<Mutex<HashMap<i32, usize>>>);
 
-/// One connection's place.
-pub struct Place {
-    places: Places,
+/// An open connection, counted until this is dropped.
+struct Counted {
+    all: OpenConnections,
     process: i32,
 }
 
-impl Places {
-    fn enter(&self, process: i32) -> Option<Place> {
+impl OpenConnections {
+    /// Counts one more connection of `process`; `None` when it would be too many.
+    fn enter(&self, process: i32) -> Option<Counted> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let all: usize = open.values().sum();
         let own = open.entry(process).or_default();
@@ -67,13 +69,13 @@ impl Places {
             return None;
         }
         *own += 1;
-        Some(Place { places: self.clone(), process })
+        Some(Counted { all: self.clone(), process })
     }
 }
 
-impl Drop for Place {
+impl Drop for Counted {
     fn drop(&mut self) {
-        let mut open = self.places.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.all.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(own) = open.get_mut(&self.process) {
             *own -= 1;
         }
@@ -105,14 +107,14 @@ pub fn listen(fd: OwnedFd, context: Context) -> Result<()> {
 
 async fn accept(listener: UnixListener, context: Context) {
     let (pauses, mut paused) = async_mpsc::channel::<Pause>(MAX_CONNECTIONS);
-    let places = Places::default();
+    let open = OpenConnections::default();
     let door = Door { router: router(context.clone()), events: context.events, pauses };
     loop {
         tokio::select! {
             biased;
             Some(pause) = paused.recv() => keep_closed(&listener, pause).await,
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => door.let_in(&places, stream),
+                Ok((stream, _)) => door.let_in(&open, stream),
                 // Such as for want of descriptors, and then the next try fails as well.
                 Err(_) => sleep(ACCEPT_REST).await,
             },
@@ -120,8 +122,8 @@ async fn accept(listener: UnixListener, context: Context) {
     }
 }
 
-/// Lets nobody in until the one who was heard is answered. The socket blocks in between, as builds expect that take it over and
-/// wait in `accept`.
+/// Lets nobody in until the caller that was heard is answered. Meanwhile the socket blocks: older builds that take it over wait in
+/// `accept` and expect that.
 async fn keep_closed(listener: &UnixListener, pause: Pause) {
     let _ = rustix::io::ioctl_fionbio(listener, false);
     let _ = pause.closed.send(());
@@ -139,22 +141,22 @@ struct Door {
 }
 
 impl Door {
-    fn let_in(&self, places: &Places, stream: UnixStream) {
+    fn let_in(&self, open: &OpenConnections, stream: UnixStream) {
         let own = rustix::process::geteuid();
         let Ok(peer) = sockopt::socket_peercred(&stream) else { return };
         let is_ours = peer.uid == own || peer.uid.is_root();
-        let place = if is_ours { places.enter(peer.pid.as_raw_nonzero().get()) } else { None };
+        let counted = if is_ours { open.enter(peer.pid.as_raw_nonzero().get()) } else { None };
         let door = self.clone();
         tokio::spawn(async move {
             let Some(speaks_http) = language(&stream).await else { return };
-            let refused = match (&place, is_ours) {
+            let refused = match (&counted, is_ours) {
                 (Some(_), _) => None,
                 (None, true) => Some(Error::new(ErrorKind::Exhausted, "too many connections to the control socket")),
                 (None, false) => Some(Error::new(ErrorKind::Denied, "only the server's own user and root are heard")),
             };
             match speaks_http {
                 true => door.serve(stream, refused).await,
-                false => door.hear_line(stream, refused, place),
+                false => door.hear_line(stream, refused, counted),
             }
         });
     }
@@ -176,7 +178,7 @@ impl Door {
     }
 
     /// A line of JSON and perhaps descriptors, on a thread of its own: lines are rare.
-    fn hear_line(&self, stream: UnixStream, refused: Option<Error>, place: Option<Place>) {
+    fn hear_line(&self, stream: UnixStream, refused: Option<Error>, counted: Option<Counted>) {
         let Ok(stream) = stream.into_std() else { return };
         if stream.set_nonblocking(false).is_err() {
             return;
@@ -187,13 +189,13 @@ impl Door {
         let (events, pauses) = (self.events.clone(), self.pauses.clone());
         let hear = move || {
             answer_line(stream, &events, |pause| pauses.blocking_send(pause).is_ok());
-            drop(place);
+            drop(counted);
         };
         let _ = std::thread::Builder::new().name("spile-line".to_owned()).spawn(hear);
     }
 }
 
-/// True when a caller speaks HTTP; `None` when it says nothing.
+/// True when a caller speaks HTTP, false when it sends a line; `None` when it sends nothing.
 async fn language(stream: &UnixStream) -> Option<bool> {
     let first = async {
         loop {
@@ -218,13 +220,13 @@ mod tests {
 
     #[test]
     fn one_process_cannot_take_all_places() {
-        let places = Places::default();
-        let hostile: Vec<Place> = std::iter::from_fn(|| places.enter(7)).collect();
+        let open = OpenConnections::default();
+        let hostile: Vec<Counted> = std::iter::from_fn(|| open.enter(7)).collect();
         assert_eq!(hostile.len(), MAX_OF_A_PROCESS);
-        let other = places.enter(8).expect("another process gets in");
-        let more: Vec<Place> = (9..100).filter_map(|process| places.enter(process)).collect();
+        let other = open.enter(8).expect("another process gets in");
+        let more: Vec<Counted> = (9..100).filter_map(|process| open.enter(process)).collect();
         assert_eq!(hostile.len() + 1 + more.len(), MAX_CONNECTIONS);
         drop((hostile, other, more));
-        assert!(places.enter(7).is_some());
+        assert!(open.enter(7).is_some());
     }
 }

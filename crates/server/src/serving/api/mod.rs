@@ -4,7 +4,7 @@
 //! - [`routes`]: the paths, and the OpenAPI document that is made from them. [`http`]: connections and their bounds.
 //! - [`client`]: the other side, for commands. [`discovery`]: control sockets in their folder.
 //!
-//! The API runs on a thread of its own. What changes the server is a [`Command`] for its main thread, one after the other.
+//! The API runs on a thread of its own. What changes the server is a [`Order`] for its main thread, one after the other.
 
 pub mod client;
 pub mod discovery;
@@ -20,9 +20,9 @@ use types::{Attach, NewExport};
 
 pub use routes::{Context, document};
 
-/// Something that a server's main thread is to do.
+/// An order for a server's main thread.
 #[derive(Clone, Debug)]
-pub enum Command {
+pub enum Order {
     /// Make the disk of this name longer.
     Resize {
         /// The disk.
@@ -50,21 +50,21 @@ pub enum Command {
     Shutdown,
 }
 
-/// A command and the way to answer it.
+/// An order and the way to answer it.
 pub struct Call {
     /// What to do.
-    pub command: Command,
+    pub order: Order,
     reply: oneshot::Sender<Result<()>>,
 }
 
 impl Call {
     /// A call, and where its answer will come.
-    pub fn new(command: Command) -> (Self, oneshot::Receiver<Result<()>>) {
+    pub fn new(order: Order) -> (Self, oneshot::Receiver<Result<()>>) {
         let (reply, answer) = oneshot::channel();
-        (Self { command, reply }, answer)
+        (Self { order, reply }, answer)
     }
 
-    /// Says that it is done, or why not.
+    /// Answers that the order is done, or why not.
     pub fn answer(self, done: Result<()>) {
         // A caller that has gone does not need the answer.
         let _ = self.reply.send(done);

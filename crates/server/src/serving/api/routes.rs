@@ -16,7 +16,7 @@ use utoipa::OpenApi;
 
 use super::types::{Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport};
 use super::view::View;
-use super::{Call, Command};
+use super::{Call, Order};
 use crate::log;
 use crate::serving::control::Event;
 
@@ -107,10 +107,10 @@ async fn read<T: DeserializeOwned>(body: Body) -> Result<T> {
 }
 
 impl Context {
-    /// Has the main thread do something.
-    async fn ask(&self, command: Command) -> Result<()> {
+    /// Has the main thread carry out `order`, and waits for its answer.
+    async fn ask(&self, order: Order) -> Result<()> {
         let ends = || Error::new(ErrorKind::Shutdown, "the server hands over or ends").hint("ask again");
-        let (call, answer) = Call::new(command);
+        let (call, answer) = Call::new(order);
         self.events.send(Event::Called(call)).map_err(|_| ends())?;
         answer.await.map_err(|_| ends())?
     }
@@ -147,7 +147,7 @@ async fn show(State(context): State<Context>, Path(name): Path<String>) -> Answe
 #[utoipa::path(post, path = "/v1/disks", request_body = Attach,
     responses((status = 201, body = DiskList), (status = "default", body = Failure)))]
 async fn attach(State(context): State<Context>, body: Body) -> Answer {
-    context.ask(Command::Attach(read(body).await?)).await?;
+    context.ask(Order::Attach(read(body).await?)).await?;
     context.disks(StatusCode::CREATED)
 }
 
@@ -157,7 +157,7 @@ async fn attach(State(context): State<Context>, body: Body) -> Answer {
     responses((status = 200, body = DiskList), (status = "default", body = Failure)))]
 async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQuery(query): RawQuery) -> Answer {
     let force = query.is_some_and(|query| matches!(query.as_str(), "force" | "force=true"));
-    context.ask(Command::Detach { name, force }).await?;
+    context.ask(Order::Detach { name, force }).await?;
     context.disks(StatusCode::OK)
 }
 
@@ -166,7 +166,7 @@ async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQue
     responses((status = 200, body = DiskDetail), (status = "default", body = Failure)))]
 async fn change(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let Change { size_bytes } = read(body).await?;
-    context.ask(Command::Resize { name: name.clone(), size_bytes }).await?;
+    context.ask(Order::Resize { name: name.clone(), size_bytes }).await?;
     context.disk(StatusCode::OK, &name)
 }
 
@@ -174,7 +174,7 @@ async fn change(State(context): State<Context>, Path(name): Path<String>, body: 
 #[utoipa::path(post, path = "/v1/exports", request_body = NewExport,
     responses((status = 201, body = DiskList), (status = "default", body = Failure)))]
 async fn add_export(State(context): State<Context>, body: Body) -> Answer {
-    context.ask(Command::AddExport(read(body).await?)).await?;
+    context.ask(Order::AddExport(read(body).await?)).await?;
     context.disks(StatusCode::CREATED)
 }
 
@@ -182,7 +182,7 @@ async fn add_export(State(context): State<Context>, body: Body) -> Answer {
 #[utoipa::path(delete, path = "/v1/exports/{address}", params(("address", description = "such as unix:%2Frun%2Fa.sock")),
     responses((status = 200, body = DiskList), (status = "default", body = Failure)))]
 async fn remove_export(State(context): State<Context>, Path(address): Path<String>) -> Answer {
-    context.ask(Command::RemoveExport { address }).await?;
+    context.ask(Order::RemoveExport { address }).await?;
     context.disks(StatusCode::OK)
 }
 
@@ -203,7 +203,7 @@ async fn set_log_level(body: Body) -> Answer {
 #[utoipa::path(post, path = "/v1/shutdown", responses((status = 202, description = "it ends"),
     (status = "default", body = Failure)))]
 async fn shutdown(State(context): State<Context>) -> Answer {
-    context.ask(Command::Shutdown).await?;
+    context.ask(Order::Shutdown).await?;
     Ok(StatusCode::ACCEPTED.into_response())
 }
 

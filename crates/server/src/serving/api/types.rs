@@ -1,4 +1,4 @@
-//! What the control API says and is told: JSON bodies. Their names are the names in the OpenAPI document.
+//! The JSON bodies of the control API's requests and answers. The names of the types are those in the OpenAPI document.
 
 use serde::{Deserialize, Serialize};
 use spile_core::metrics::{Op, OpReading};
@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 /// The disks of a server.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct DiskList {
-    /// In the order in which they were given.
+    /// The disks, in the order in which the server was given them.
     pub disks: Vec<Disk>,
 }
 
@@ -22,13 +22,13 @@ pub struct Disk {
     pub path: String,
     /// The leaf's format.
     pub format: String,
-    /// The size that guests see.
+    /// The size that guests see, in bytes.
     pub virtual_size_bytes: u64,
     /// Writes are refused.
     pub read_only: bool,
     /// The server's control socket.
     pub server: String,
-    /// The ways to it.
+    /// The ways in which guests and clients reach the disk.
     pub exports: Vec<Export>,
 }
 
@@ -46,14 +46,14 @@ pub struct Export {
 /// A disk with all that is known of it.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct DiskDetail {
-    /// What the list says of it.
+    /// What the list of disks says of it.
     #[serde(flatten)]
     pub disk: Disk,
     /// The images that it is made of, the leaf first.
     pub layers: Vec<Layer>,
     /// Connections to it that are open: of guests and of NBD clients.
     pub connections: u64,
-    /// What was counted, layer by layer, the guests' side first.
+    /// What was counted by each layer that a request passes, the guest's side first.
     pub meters: Vec<Meter>,
 }
 
@@ -71,11 +71,11 @@ pub struct Layer {
 /// What one layer has counted since the server began.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Meter {
-    /// Which layer: `front nbd ""`, `front vhost-user …`, `disk`.
+    /// Which layer: `front nbd ""`, `front vhost-user …`, `front xen` or `disk`.
     pub layer: String,
     /// Connections that are open; 0 for a layer that has none.
     pub connections: u64,
-    /// By the kind of request; kinds that never came are left out.
+    /// What was counted of each kind of request. Kinds that never came are left out.
     pub operations: Vec<Operation>,
 }
 
@@ -94,13 +94,13 @@ pub struct Operation {
     pub in_flight: u64,
     /// The average latency in microseconds.
     pub latency_mean_us: f64,
-    /// Half of the requests took no longer, in microseconds.
+    /// The latency that half of the requests did not exceed, in microseconds.
     pub latency_p50_us: f64,
-    /// 99 of 100 requests took no longer, in microseconds.
+    /// The latency that 99 of 100 requests did not exceed, in microseconds.
     pub latency_p99_us: f64,
-    /// 999 of 1000 requests took no longer, in microseconds.
+    /// The latency that 999 of 1000 requests did not exceed, in microseconds.
     pub latency_p999_us: f64,
-    /// The longest, in microseconds.
+    /// The longest latency in microseconds.
     pub latency_max_us: f64,
 }
 
@@ -124,7 +124,7 @@ impl Operation {
 }
 
 impl Meter {
-    /// What `reading` says.
+    /// The counters of `reading`, as the layer `layer`.
     pub fn new(layer: String, reading: &FrontReading) -> Self {
         let ops = Op::ALL.into_iter().map(|op| (op, reading.requests.op(op)));
         let operations = ops.filter(|(_, reading)| reading.begun > 0).map(|(op, reading)| Operation::new(op, reading));
@@ -150,7 +150,7 @@ pub struct Attach {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Change {
-    /// The new size; a disk only grows.
+    /// The new size in bytes. A disk can only grow.
     pub size_bytes: u64,
 }
 
@@ -191,7 +191,7 @@ pub struct FailureDetail {
     pub message: String,
     /// The file that it is about.
     pub path: Option<String>,
-    /// Where in the file.
+    /// The offset in the file that it is about.
     pub offset_bytes: Option<u64>,
     /// What to do.
     pub hint: Option<String>,

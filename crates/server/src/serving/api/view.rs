@@ -1,5 +1,5 @@
-//! [`View`]: what a server serves now, for callers that only look. Who looks never waits for the server's main thread, which may
-//! be busy with a slow disk.
+//! [`View`]: what a server serves now, for callers that only look. They never wait for the server's main thread, which may be busy
+//! with a slow disk.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -70,7 +70,7 @@ pub struct View {
 }
 
 impl View {
-    /// From now on these are served; `None`: nothing can be said.
+    /// From now on callers see these disks. `None`: callers are told to ask again later.
     pub fn show(&self, disks: Option<Vec<DiskView>>) {
         *self.disks.lock().unwrap_or_else(PoisonError::into_inner) = disks.map(Arc::new);
     }
