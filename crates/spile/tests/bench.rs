@@ -153,3 +153,19 @@ fn what_cannot_be_measured_is_refused() {
     assert!(refused(&["paths", "--store", "/nowhere/at/all"], 2).contains("use null, mem or a folder"));
     refused(&["everything"], 2);
 }
+
+#[test]
+fn an_exchange_of_graphs_makes_nobody_wait_for_slow_writes() {
+    let dir = tempfile::tempdir().unwrap();
+    let outcome = json(dir.path(), &["bench", "exchange", "--quick", "--depth", "4", "--folder", "."]);
+    assert_host(&outcome);
+    assert_eq!(rows(&outcome).len(), 3);
+    for row in rows(&outcome) {
+        assert_plain(row, &["longest_without_us", "longest_with_us", "exchange_us", "old_epoch_us"]);
+        // Each write takes 20 ms, also those that an exchange meets.
+        assert!(["longest_without_us", "longest_with_us"].iter().all(|run| row[run].as_f64().unwrap() >= 20_000.0));
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the images are removed");
+    let said = ok(dir.path(), &["bench", "exchange", "--quick"]);
+    assert!(said.contains("makes the longest request") && said.contains("3 rounds, 32 writes in flight"), "{said}");
+}

@@ -53,7 +53,17 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ),
     (
         "spile-bench",
-        &["spile-core", "spile-engine", "spile-store", "spile-front-blkif", "spile-xen", "spile-lab", "spile-server"],
+        &[
+            "spile-core",
+            "spile-engine",
+            "spile-store",
+            "spile-image",
+            "spile-node",
+            "spile-front-blkif",
+            "spile-xen",
+            "spile-lab",
+            "spile-server",
+        ],
         &[],
     ),
     ("spile", &ALL, &ALL),

@@ -1,11 +1,14 @@
 //! Experiments: what ways to a disk cost, side by side.
 //!
+//! [`exchange`] has a disk in this process, and shows what its clients feel of an exchange of graphs.
+//!
 //! [`paths`] has one guest and one disk, and shows where a request's time goes; [`aggregate`] has many of both. Each runs
 //! the program as it runs in production: a process for each disk ([`world`] starts them), and one for each guest
 //! ([`guest`]). On a host without Xen the guests are those of `spile_lab::xen`: the order of the paths and the shape of
 //! their curves mean something there, Xen's absolute costs do not.
 
 pub mod aggregate;
+pub mod exchange;
 pub mod guest;
 mod host;
 pub mod paths;

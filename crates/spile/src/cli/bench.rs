@@ -13,7 +13,7 @@ use super::{Exit, complain, print_json, say};
 use crate::bench::paths::{self, Kind};
 use crate::bench::rings::RINGS;
 use crate::bench::world::Storage;
-use crate::bench::{Direction, Figures, Outcome, aggregate, guest, process, save};
+use crate::bench::{Direction, Figures, Outcome, aggregate, exchange, guest, process, save};
 use crate::signals::EndSignals;
 use crate::units::{parse_duration, parse_size};
 
@@ -45,6 +45,7 @@ pub struct BenchArgs {
 enum Experiment {
     Paths(PathsArgs),
     Aggregate(AggregateArgs),
+    Exchange(ExchangeArgs),
 }
 
 /// What all experiments have.
@@ -113,6 +114,33 @@ struct AggregateArgs {
     seconds: Option<Duration>,
 }
 
+/// A disk whose images are exchanged under load: what its guest feels
+///
+/// Writes are kept in flight on a raw disk on a device that is slow on purpose. In each round there are two runs, in changing
+/// order: one without, and one in which a VHD is put on top of the raw image, as for a snapshot. The longest
+/// request of the second should hardly be longer than that of the first. All of it takes less than two minutes.
+#[derive(Debug, Args)]
+struct ExchangeArgs {
+    /// Three short rounds
+    #[arg(long)]
+    quick: bool,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Rounds, of two runs each (100, quick: 3)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    rounds: Option<u32>,
+    /// Writes in flight
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    depth: Option<u32>,
+    /// How much longer each write takes (100ms, quick: 20ms)
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    delay: Option<Duration>,
+    /// Where the images lie; in memory unless given
+    #[arg(long, value_name = "DIR")]
+    folder: Option<PathBuf>,
+}
+
 /// Runs `spile bench`.
 ///
 /// # Errors
@@ -121,6 +149,7 @@ pub fn run(args: &BenchArgs) -> Result<Exit> {
     match &args.experiment {
         Experiment::Paths(args) => run_paths(args),
         Experiment::Aggregate(args) => run_aggregate(args),
+        Experiment::Exchange(args) => run_exchange(args),
     }
 }
 
@@ -149,6 +178,20 @@ fn run_aggregate(args: &AggregateArgs) -> Result<Exit> {
     }
     let outcome = with_progress(|progress| aggregate::run(&parameters, progress))?;
     args.common.show(&outcome, aggregate::text(&outcome), aggregate::figures)
+}
+
+fn run_exchange(args: &ExchangeArgs) -> Result<Exit> {
+    let mut parameters = exchange::Parameters::new(args.quick);
+    parameters.rounds = args.rounds.unwrap_or(parameters.rounds);
+    parameters.depth = args.depth.unwrap_or(parameters.depth);
+    parameters.delay = args.delay.unwrap_or(parameters.delay);
+    parameters.folder.clone_from(&args.folder);
+    let outcome = with_progress(|progress| exchange::run(&parameters, progress))?;
+    match args.json {
+        true => print_json(&outcome)?,
+        false => say(exchange::text(&outcome)),
+    }
+    Ok(Exit::Ok)
 }
 
 /// Runs an experiment with a bar on stderr, hidden where that is no terminal. A signal ends it: its processes end with this
