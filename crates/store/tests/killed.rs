@@ -44,18 +44,22 @@ fn kill_and_look(engine: &str) {
     let mut writer = Writer::start(&path, engine);
     let mut said = BufReader::new(writer.0.stdout.take().unwrap()).lines().map(Result::unwrap);
     // The first lines are the test runner's.
-    let mut offsets: Vec<usize> = Vec::new();
+    let (mut offsets, mut aio_writes): (Vec<usize>, u64) = (Vec::new(), 0);
     while offsets.len() < ACKNOWLEDGED_BEFORE {
         let line = said.next().expect("the writer goes on until it is killed");
-        match line.strip_prefix("skip: ") {
-            Some(why) => return println!("SKIP {engine}: {why}"),
-            None => offsets.extend(line.strip_prefix("ack ").map(|offset| offset.parse::<usize>().unwrap())),
+        match line.split_once(' ') {
+            Some(("skip:", why)) => return println!("SKIP {engine}: {why}"),
+            Some(("ack", offset)) => offsets.push(offset.parse().unwrap()),
+            Some(("aio", writes)) => aio_writes = writes.parse().unwrap(),
+            _ => {}
         }
     }
     writer.0.kill().unwrap();
     offsets.extend(said.filter_map(|line| line.strip_prefix("ack ")?.parse::<usize>().ok()));
     drop(writer);
-    drop(open_when_unlocked(&path));
+    let store = open_when_unlocked(&path);
+    assert!(engine != "uring" || !holes_need_aio(&path, &store) || aio_writes > 0, "no write went by AIO");
+    drop(store);
     let found = std::fs::read(&path).unwrap();
     for &offset in &offsets {
         assert!(found[offset..offset + WRITE_BYTES] == pattern(offset, WRITE_BYTES), "lost: {offset:#x}");
@@ -105,16 +109,17 @@ fn write_until_killed(path: &Path) {
         Err(error) => return say(&format!("skip: {error}")),
     };
     let store = Arc::new(FileStore::open(path, OpenMode::ReadWrite, CacheMode::Direct).unwrap());
+    let stats = engine.clone();
     engine.run_on(0, move || async move {
         for lane in 0..LANES {
-            let store = store.clone();
+            let (store, stats) = (store.clone(), stats.clone());
             spawn(async move {
                 let lane_bytes = DISK_BYTES / LANES;
                 for offset in (lane * lane_bytes..(lane + 1) * lane_bytes).step_by(WRITE_BYTES) {
                     let from = Segment::zeroed(WRITE_BYTES);
                     from.copy_from_slice(0, &pattern(offset, WRITE_BYTES));
                     store.write_at(at(offset), &from.into(), Via::Direct).await.unwrap();
-                    say(&format!("ack {offset}"));
+                    say(&format!("ack {offset}\naio {}", stats.stats()[0].aio_writes));
                 }
             });
         }

@@ -105,12 +105,8 @@ fn aio_writes(engine: &Engine) -> u64 {
 /// Checks that `writes` writes into holes of the file went by AIO, on file systems of which it is known that the ring
 /// refuses such writes.
 fn assert_by_aio(engine: &Engine, path: &Path, store: &FileStore, writes: usize) {
-    const EXT4: i64 = 0xef53;
-    const XFS: i64 = 0x5846_5342;
-    let is_direct = store.info().offset_align_bytes > 1;
-    let is_known = [EXT4, XFS].contains(&(rustix::fs::statfs(path).unwrap().f_type as i64));
     match engine.kind() {
-        EngineKind::Uring if is_direct && is_known => assert_eq!(aio_writes(engine), writes as u64),
+        EngineKind::Uring if holes_need_aio(path, store) => assert_eq!(aio_writes(engine), writes as u64),
         EngineKind::Uring => println!("SKIP use of AIO: neither ext4 nor XFS, or no direct I/O"),
         _ => assert_eq!(aio_writes(engine), 0),
     }

@@ -5,7 +5,7 @@ pub mod loop_device;
 
 use std::path::PathBuf;
 
-use spile_core::{Segment, Segments, StoreOffset};
+use spile_core::{Segment, Segments, Store, StoreOffset};
 use spile_engine::{Config, Engine, EngineKind};
 use spile_store::{AnyStore, CacheMode, FileStore, OsFiles};
 use tempfile::TempDir;
@@ -75,4 +75,12 @@ pub fn at(offset: usize) -> StoreOffset {
 /// Zeroed segments of these lengths.
 pub fn segments(lens: &[usize]) -> Segments {
     lens.iter().map(|&len| Segment::zeroed(len)).collect()
+}
+
+/// True where it is known that a ring refuses direct writes into holes of the file at `path`, so that they go by AIO.
+pub fn holes_need_aio(path: &std::path::Path, store: &FileStore) -> bool {
+    const EXT4: i64 = 0xef53;
+    const XFS: i64 = 0x5846_5342;
+    let kind = rustix::fs::statfs(path).unwrap().f_type as i64;
+    store.info().offset_align_bytes > 1 && [EXT4, XFS].contains(&kind)
 }
