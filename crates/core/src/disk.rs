@@ -21,6 +21,21 @@ pub struct DiskInfo {
     pub fast_zero: bool,
 }
 
+impl DiskInfo {
+    /// A disk of so many bytes that takes requests of any alignment and may be written, as disks in memory do.
+    pub fn unaligned(size_bytes: u64) -> Self {
+        Self {
+            size_bytes,
+            request_align_bytes: 1,
+            memory_align_bytes: 1,
+            preferred_bytes: 4096,
+            discard_align_bytes: 4096,
+            read_only: false,
+            fast_zero: true,
+        }
+    }
+}
+
 /// How a range of the disk is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ExtentKind {

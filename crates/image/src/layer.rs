@@ -49,7 +49,7 @@ pub struct EncodedUnit(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Identity(pub [u8; 16]);
 
-/// What a child says of its parent.
+/// How a child names its parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParentRef {
     /// Where the parent may lie, best first; relative paths are relative to the child's folder. Input from whoever
@@ -71,7 +71,7 @@ pub trait Reserved {
     /// the process.
     ///
     /// # Errors
-    /// The store's.
+    /// Errors of the store.
     fn commit(self) -> impl Future<Output = Result<()>>;
 }
 
@@ -142,31 +142,31 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// Brings a piece of the map into memory. Callers that want the same piece at the same time share one load.
     ///
     /// # Errors
-    /// The store's; `Corrupt` when the piece makes no sense.
+    /// Errors of the store; `Corrupt` when the piece makes no sense.
     fn load(&self, piece: MapPiece) -> impl Future<Output = Result<()>>;
 
     /// Fills `into` with decoded bytes of `unit`, from `within_bytes` on.
     ///
     /// # Errors
-    /// The store's; `Corrupt` when the unit cannot be decoded.
+    /// Errors of the store; `Corrupt` when the unit cannot be decoded.
     fn read_encoded(&self, unit: EncodedUnit, within_bytes: u32, into: &Segments) -> impl Future<Output = Result<()>> {
         let _ = (unit, within_bytes, into);
         async { Err(self.unsupported("this format has no encoded data")) }
     }
 
-    /// What a hole of the store is, where this layer says [`Found::Data`]: a raw image's holes were never written; in
-    /// other formats the space belongs to the image.
+    /// The kind that a map shows where this layer says [`Found::Data`] and its store has a hole. A hole of a raw image
+    /// was never written; in other formats the space belongs to the image.
     fn hole_kind(&self) -> ExtentKind {
         ExtentKind::Zero
     }
 
-    /// Counts a reader in, so that a place it may have looked up is not given to other data before it is done. `None`
-    /// when places never move.
+    /// Counts a reader in, until the value is dropped. Until then no place that the reader may have looked up is given
+    /// to other data. `None` for a format that never moves data.
     fn enter(&self) -> Option<Reader<'_>> {
         None
     }
 
-    /// How many bytes of `extent`, from its start, one reservation (or one `zero` or `unmap`) can cover.
+    /// How many bytes from the start of `extent` one reservation, one `zero` or one `unmap` can cover.
     fn part_len(&self, extent: Extent) -> u64 {
         extent.len_bytes
     }
@@ -192,7 +192,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// Finds or makes place for the bytes of `part`, and holds the locks that a write there needs.
     ///
     /// # Errors
-    /// `ReadOnly`, `NoSpace`, the store's.
+    /// `ReadOnly`, `NoSpace`; errors of the store.
     fn reserve(&self, part: Extent) -> impl Future<Output = Result<Self::Reserved<'_>>> {
         let _ = part;
         async { Err(self.read_only_error()) }
@@ -201,7 +201,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// Makes `part` read as zeroes. `below_is_zero`: what lies below the whole [`Layer::unit`] reads as zeroes and stays so.
     ///
     /// # Errors
-    /// `ReadOnly`, `NoSpace`, the store's.
+    /// `ReadOnly`, `NoSpace`; errors of the store.
     fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> impl Future<Output = Result<()>> {
         let _ = (part, may_unmap, below_is_zero);
         async { Err(self.read_only_error()) }
@@ -210,7 +210,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// Frees what can be freed of `part`; what was freed reads as zeroes, the rest stays as it is.
     ///
     /// # Errors
-    /// `ReadOnly`, the store's.
+    /// `ReadOnly`; errors of the store.
     fn unmap(&self, part: Extent, below_is_zero: bool) -> impl Future<Output = Result<()>> {
         let _ = (part, below_is_zero);
         async { Err(self.read_only_error()) }
@@ -219,7 +219,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// Makes all that was acknowledged before the call survive a power cut.
     ///
     /// # Errors
-    /// The store's. After a failed sync every later flush fails too.
+    /// Errors of the store. After a failed sync every later flush fails too.
     fn flush(&self) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
@@ -228,7 +228,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// write may be in flight; reads may.
     ///
     /// # Errors
-    /// The store's.
+    /// Errors of the store.
     fn seal(&self) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
@@ -236,7 +236,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// Makes the image `size_bytes` long, as `Disk::resize` says.
     ///
     /// # Errors
-    /// `Unsupported` where the format cannot do that while it is in use; `InvalidInput`; the store's.
+    /// `Unsupported` where the format cannot do that while it is in use; `InvalidInput`; errors of the store.
     fn resize(&self, size_bytes: u64) -> impl Future<Output = Result<()>> {
         let _ = size_bytes;
         async { Err(self.unsupported("this format cannot grow while it is in use")) }
@@ -245,7 +245,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// What the image says of its parent; `None` when it has none.
     ///
     /// # Errors
-    /// The store's; `Corrupt` when what it says makes no sense; `Unsupported` for a format name that is not known.
+    /// Errors of the store; `Corrupt` when what it says makes no sense; `Unsupported` for a format name that is not known.
     fn parent(&self) -> impl Future<Output = Result<Option<ParentRef>>>;
 
     /// What tells this image from others, if its format keeps such a thing.
@@ -258,7 +258,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         false
     }
 
-    /// What there is to know of the image, for people and programs.
+    /// Facts about the image, for people and programs.
     fn facts(&self) -> Facts;
 
     /// The error of a change to an image that is open for reading only.

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use event_listener::Event;
 
-/// A set of locked ranges. Meant for as many holders as there are requests in flight: a linear search.
+/// A set of locked ranges. There are never more holders than requests in flight, so a linear search is fast.
 #[derive(Default)]
 pub struct RangeLock {
     held: Mutex<Vec<Held>>,
@@ -54,7 +54,7 @@ impl RangeLock {
                 return guard;
             }
             let listener = self.released.listen();
-            // Once more, now that a release cannot be missed.
+            // The listener is there now, so a release cannot be missed: try once more.
             if let Some(guard) = self.try_acquire(&range, exclusive) {
                 return guard;
             }

@@ -141,13 +141,10 @@ impl<S: Store> StoreDisk<S> {
 impl<S: Store> Disk for StoreDisk<S> {
     fn info(&self) -> DiskInfo {
         DiskInfo {
-            size_bytes: self.store.len_bytes(),
             request_align_bytes: self.align_bytes,
             memory_align_bytes: self.store.info().memory_align_bytes,
-            preferred_bytes: 4096,
-            discard_align_bytes: 4096,
             read_only: self.read_only,
-            fast_zero: true,
+            ..DiskInfo::unaligned(self.store.len_bytes())
         }
     }
 

@@ -7,15 +7,7 @@ pub struct Bare<S>(pub S, pub u64);
 
 impl<S: Store> Disk for Bare<S> {
     fn info(&self) -> DiskInfo {
-        DiskInfo {
-            size_bytes: self.1,
-            request_align_bytes: 1,
-            memory_align_bytes: 1,
-            preferred_bytes: 4096,
-            discard_align_bytes: 4096,
-            read_only: false,
-            fast_zero: true,
-        }
+        DiskInfo::unaligned(self.1)
     }
 
     async fn execute(&self, io: Io<'_>) -> Result<()> {

@@ -191,15 +191,7 @@ impl TestDisk {
 
 impl Disk for TestDisk {
     fn info(&self) -> DiskInfo {
-        DiskInfo {
-            size_bytes: self.size.load(Ordering::Acquire),
-            request_align_bytes: 1,
-            memory_align_bytes: 1,
-            preferred_bytes: 4096,
-            discard_align_bytes: 4096,
-            read_only: self.read_only,
-            fast_zero: true,
-        }
+        DiskInfo { read_only: self.read_only, ..DiskInfo::unaligned(self.size.load(Ordering::Acquire)) }
     }
 
     async fn execute(&self, io: Io<'_>) -> Result<()> {

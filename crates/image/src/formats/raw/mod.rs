@@ -3,8 +3,9 @@
 //! Write order: none is needed; there is no metadata. A size that is not a multiple of the store's alignment is
 //! served through the page cache as a whole, because its last bytes cannot be reached directly.
 //!
-//! A raw image can grow while it is in use: the store's new length is durable before anybody is told of it. The way to
-//! the bytes stays the one that was chosen at the open, so a size that this way cannot serve is refused.
+//! A raw image can grow while it is in use: the store's new length is durable before a reader can see it. Data are
+//! reached as was chosen when the image was opened, directly or through the page cache; a size for which that is not
+//! possible is refused.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -49,7 +50,7 @@ impl ImageFormat for RawFormat {
         store.sync().await
     }
 
-    /// A raw image has no metadata: its size is all that it tells.
+    /// A check of a raw image looks at its size only: there is no metadata that could be wrong.
     async fn check<S: Store>(store: &S, _: &dyn Env) -> Result<Report> {
         let (mut report, size) = (Report::default(), store.len_bytes());
         if !size.is_multiple_of(SECTOR_BYTES) {
@@ -59,7 +60,7 @@ impl ImageFormat for RawFormat {
         Ok(report)
     }
 
-    /// There is nothing that a repair could mend.
+    /// A repair changes nothing, because there is no metadata.
     async fn repair<S: Store>(store: &S, env: &dyn Env, _: Lost) -> Result<Report> {
         Self::check(store, env).await
     }
@@ -119,7 +120,7 @@ impl<S: Store> Layer<S> for Raw<S> {
         &self.store
     }
 
-    /// The size now. Whoever sees a new one finds the store that long.
+    /// The size now. When it has grown, the store is as long already.
     fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Acquire)
     }

@@ -16,14 +16,14 @@ const SEALED_CACHE_BYTES: usize = 1 << 20;
 /// An opened VHD of any type.
 #[expect(clippy::large_enum_variant, reason = "there is one for each layer of a graph, behind a pointer already")]
 pub enum Vhd<S> {
-    /// A fixed one: the data as in a raw image, and a footer behind them.
+    /// A fixed image: the data as in a raw image, and a footer behind them.
     Fixed(Footer, Raw<S>),
-    /// A dynamic or differencing one.
+    /// A dynamic or differencing image.
     Sparse(Sparse<S>),
 }
 
 impl<S: Store> Sparse<S> {
-    /// The part of a block that `part`, which the graph has cut to one block, stands for.
+    /// Converts `part`, which the graph has cut to one block, into a part of that block.
     fn block_part(&self, part: Extent) -> BlockPart {
         self.part(part.start(), part.end())
     }
@@ -70,7 +70,7 @@ impl<S: Store> Layer<S> for Vhd<S> {
         }
     }
 
-    /// Without the bitmap: the block's place is enough.
+    /// Answers without the bitmap: the place of the block is enough.
     fn locate(&self, at: u64, len_bytes: u64) -> (Found, u64) {
         match self {
             Self::Fixed(_, raw) => raw.find(at, len_bytes),

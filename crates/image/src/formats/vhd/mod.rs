@@ -113,7 +113,7 @@ pub(crate) struct Layout {
     pub journal: Option<Range<u64>>,
     /// Footer copy, header, BAT, batmap, locators and journal: no block may touch them.
     pub metadata: Vec<Range<u64>>,
-    /// One past the last byte of these.
+    /// One past the last byte of the metadata.
     pub metadata_end: u64,
 }
 
@@ -123,7 +123,7 @@ impl Layout {
         u64::from(sector) * SECTOR + self.bitmap_bytes
     }
 
-    /// One past the last byte of such a block.
+    /// One past the last byte of a block whose BAT entry is `sector`.
     pub(crate) fn block_end(&self, sector: u32) -> u64 {
         self.data_offset(sector) + self.block_bytes
     }
@@ -164,7 +164,7 @@ pub struct Sparse<S> {
     layout: Layout,
     /// How data are reached: directly only when no 4 KiB page holds both data and metadata.
     via: Via,
-    /// Opened so, or sealed since.
+    /// The image was opened for reading only, or has been sealed since.
     read_only: AtomicBool,
     bat: Bat,
     bits: BitsCache,
@@ -174,8 +174,9 @@ pub struct Sparse<S> {
     grace: Grace,
     /// By block number: writers hold their block shared, a release holds it exclusively.
     blocks: RangeLock,
-    /// By block and the sector at which it lies. No bitmap that was read earlier comes into the cache later, when the one
-    /// that was in use has been changed, written and dropped: whoever wants the bitmap meanwhile waits for the load.
+    /// Loads of bitmaps, by block and the sector at which it lies. A request for a bitmap that is being loaded waits
+    /// for that load. So a bitmap that was read early cannot enter the cache after the one in use was changed, written
+    /// and dropped.
     loads: Loads<(u32, u32), Arc<Bits>>,
 }
 
@@ -198,15 +199,15 @@ impl<S: Store> Sparse<S> {
                 Some(sector) => self.find_in(sector, at, len_bytes),
                 None => (Found::Below, self.hole_len(block, at, len_bytes)),
             };
-            // Released and placed anew in between, the block's bits are not those of the old place. (It cannot be
-            // back at the old place: that is not used again while somebody may know it.)
+            // The block may have been released and placed elsewhere in between; then these bits are not those of the
+            // old place. (It cannot be back at the old place, which is not used again while a reader may know it.)
             if self.bat.get(block) == sector {
                 return found;
             }
         }
     }
 
-    /// How far the unallocated run from `at`, which lies in `block`, goes on.
+    /// The length of the unallocated run from `at`, which lies in `block`, in bytes.
     fn hole_len(&self, block: u32, at: u64, len_bytes: u64) -> u64 {
         let until = ((at + len_bytes).div_ceil(self.layout.block_bytes)) as u32;
         let next = self.bat.next_allocated(block.saturating_add(1), until);
@@ -288,7 +289,7 @@ impl<S: Store> Sparse<S> {
         let bytes = Segments::zeroed(self.layout.bitmap_bytes as usize);
         self.store.read_at(StoreOffset(offset), &bytes, Via::Cached).await.at_offset(offset)?;
         let bits = Bits::from_bytes(&bytes.to_vec(), self.layout.sectors_per_block());
-        // A reader may come late: the block was released meanwhile, and may lie elsewhere now.
+        // The block may have been released while its bitmap was read, and may lie elsewhere now.
         Ok(self.bits.insert_if(block, bits, |bits| {
             let is_current = self.bat.get(block) == Some(sector);
             if is_current && bits.is_full() {
