@@ -79,7 +79,7 @@ fn what_cannot_be_converted_onto_an_export_is_refused_before_anything_is_written
     assert!(err.contains("the export has 1 MiB") && err.contains("2097152 bytes at least"), "{err}");
     let err = fails(dir, 1, &["convert", "source.raw", &uri, "--to", "vhd"]);
     assert!(err.contains("only be overwritten as a raw disk"), "{err}");
-    drop(served);
+    assert!(served.terminate().success());
     assert!(std::fs::read(dir.join("small.raw")).unwrap() == vec![9; MIB as usize]);
     let served = Served::start(dir, &["small.raw,read-only"]);
     let err = fails(dir, 1, &["convert", "small.raw", &served.uri().to_string()]);

@@ -76,7 +76,7 @@ fn what_is_wrong_with_tls_is_named_with_what_to_do() {
     let psk = TlsQuery { psk_file: Some("/keys".into()), ..TlsQuery::default() };
     let psk = NbdUri { tls: Some(psk), ..served.uri() };
     refused(&psk, ErrorKind::Unsupported, "pre-shared keys", "tls-certificates=DIR");
-    drop(served);
+    assert!(served.terminate().success());
     let plain = Served::start(dir.path(), &["mem:1M"]);
     refused(&uri(&plain, &own, None), ErrorKind::Denied, "does not offer TLS", "network that you trust");
 }
