@@ -202,9 +202,9 @@ fn a_successor_that_cannot_open_the_disk_or_dies_changes_nothing() {
         let said = refused(dir, &[&ARGS[..], &["--format", "vhd"]].concat());
         assert!(said.contains("d.raw"), "{said}");
         assert_eq!(queue.read(48 << 20, 4096).unwrap(), [round; 4096]);
-        let estate = take(dir);
-        assert_eq!((estate.sockets.len(), estate.connections.len()), (3, 2));
-        drop(estate);
+        let inheritance = take(dir);
+        assert_eq!((inheritance.sockets.len(), inheritance.connections.len()), (3, 2));
+        drop(inheritance);
         assert_eq!(queue.read(48 << 20, 4096).unwrap(), [round; 4096]);
         answers_nbd(dir);
         load.goes_on(&served);
@@ -225,10 +225,10 @@ fn a_silent_successor_is_not_waited_for_and_comes_too_late() {
     let dir = dir.path();
     let mut load = Load::start(dir, "v", &[]);
     load.goes_on(&served);
-    let mut estate = take(dir);
+    let mut inheritance = take(dir);
     complains(&mut served, "nothing is handed over");
     load.goes_on(&served);
-    let error = estate.confirm().unwrap_err();
+    let error = inheritance.confirm().unwrap_err();
     assert!(error.to_string().contains("hands nothing over"), "{error}");
     assert_eq!(load.end(), 0);
     assert!(served.terminate().success());
@@ -247,11 +247,11 @@ fn a_silent_successor_that_has_the_disk_is_waited_for() {
     let dir = dir.path();
     let (_device, mut queue) = guest(&dir.join("v"));
     queue.write(0, &[1; 512]).unwrap();
-    let (mut estate, disk) = (take(dir), lock(dir));
+    let (mut inheritance, disk) = (take(dir), lock(dir));
     complains(&mut served, "nothing is handed over");
     // It comes at last, and gets what it was given.
-    estate.confirm().unwrap();
-    drop((estate, disk));
+    inheritance.confirm().unwrap();
+    drop((inheritance, disk));
     assert!(served.wait().success());
     assert_eq!(names_in(dir), ["c", "d.raw", "n", "v"], "the names are the successor's");
 }
@@ -263,11 +263,11 @@ fn when_the_old_server_is_killed_a_fresh_one_goes_on_with_what_was_in_flight() {
     let mut load = Load::start(dir, "v", &["--reconnect", "30s", "--queues", "2"]);
     for _ in 0..2 {
         load.goes_on(&served);
-        let mut estate = take(dir);
+        let mut inheritance = take(dir);
         served.kill();
-        let error = estate.confirm().unwrap_err();
+        let error = inheritance.confirm().unwrap_err();
         assert!(error.to_string().contains("start again"), "{error}");
-        drop(estate);
+        drop(inheritance);
         served = serve_again(dir, &[&ARGS[..], &["--takeover"]].concat());
     }
     load.goes_on(&served);
@@ -280,24 +280,24 @@ fn a_signal_during_a_takeover_is_heeded_when_that_is_settled() {
     let (dir, mut served) = start();
     let (_device, mut queue) = guest(&dir.path().join("v"));
     queue.write(0, &[1; 512]).unwrap();
-    let mut estate = take(dir.path());
+    let mut inheritance = take(dir.path());
     served.signal(Signal::SIGTERM);
-    estate.confirm().unwrap();
-    drop(estate);
+    inheritance.confirm().unwrap();
+    drop(inheritance);
     assert!(served.wait().success());
     assert_eq!(names_in(dir.path()), ["c", "d.raw", "n", "v"]);
     // It fails: the old server ends in order.
     let mut served = serve(dir.path(), &ARGS);
-    let estate = take(dir.path());
+    let inheritance = take(dir.path());
     served.signal(Signal::SIGTERM);
-    drop(estate);
+    drop(inheritance);
     assert!(served.wait().success());
     assert_eq!(names_in(dir.path()), ["d.raw"]);
 }
 
 /// A server that hands over, at the socket `c2`, what another has handed over to us; and then waits until the successor is
-/// ready, and does not give it the word.
-fn hand_on(dir: &Path, estate: &Inheritance) -> Link {
+/// ready, and does not tell it that it is the server now.
+fn hand_on(dir: &Path, inheritance: &Inheritance) -> Link {
     let listener = UnixListener::bind(dir.join("c2")).unwrap();
     let mut link = Link::new(listener.accept().unwrap().0).unwrap();
     drop(listener);
@@ -305,28 +305,28 @@ fn hand_on(dir: &Path, estate: &Inheritance) -> Link {
         panic!("nobody wants to take over");
     };
     let share = |wanted: &String| {
-        let fd = estate.sockets.get(wanted)?.try_clone().unwrap();
+        let fd = inheritance.sockets.get(wanted)?.try_clone().unwrap();
         Some(Listening { role: Role::Nbd, key: wanted.clone(), address: None, fd, published: None })
     };
     let listening: Vec<Listening> = sockets.iter().filter_map(share).collect();
     assert_eq!(listening.len(), 2, "all but the control socket, which is another");
-    takeover::give(&link, layout, Vec::new(), &listening, &estate.connections).unwrap();
+    takeover::give(&link, layout, Vec::new(), &listening, &inheritance.connections).unwrap();
     let ready = link.recv::<Answer>().unwrap();
     assert!(matches!(ready, Some((Answer::Done, _))), "the successor is ready");
     link
 }
 
 #[test]
-fn before_it_has_the_word_a_successor_touches_no_queue_and_no_name() {
+fn a_successor_that_was_not_told_to_go_on_touches_no_queue_and_no_name() {
     let (dir, served) = start();
     let dir = dir.path();
     let (_device, mut queue) = simple_guest(&dir.join("v"));
     queue.write(0, &[1; 512]).unwrap();
-    let estate = take(dir);
+    let inheritance = take(dir);
     let mut command = common::spile();
     command.args(["serve", "--takeover", "--control", "c2"]).args(ARGS).current_dir(dir).stderr(Stdio::piped());
     let mut successor = Served { child: command.spawn().unwrap(), socket: dir.join("v") };
-    let link = hand_on(dir, &estate);
+    let link = hand_on(dir, &inheritance);
     queue.data(0).copy_from_slice(0, &[2; 512]);
     queue.submit(0, Op::Write, 0, 512);
     queue.publish();
@@ -339,7 +339,7 @@ fn before_it_has_the_word_a_successor_touches_no_queue_and_no_name() {
     // What it had made itself, in the place of our control socket, is gone.
     assert_eq!(names_in(dir), ["c", "d.raw", "n", "v"]);
     // The old server answers it, once.
-    drop(estate);
+    drop(inheritance);
     eventually("the request is answered", || queue.sleep(Duration::from_secs(1)).unwrap());
     assert_eq!(queue.take().unwrap().map(|done| done.status), Some(STATUS_OK));
     assert_eq!(queue.read(0, 512).unwrap(), [2; 512]);

@@ -17,6 +17,7 @@ mod xen_backend;
 mod xen_lab;
 mod xen_place;
 
+use std::ffi::OsString;
 use std::fmt::Display;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -196,6 +197,18 @@ impl ReadArgs {
 }
 
 impl ParentArgs {
+    /// The same options for another process of this program.
+    fn arguments(&self) -> Vec<OsString> {
+        // No field can be forgotten here.
+        let Self { allow_parents, backing_format, allow_data_file } = self;
+        let mut words = Vec::new();
+        let mut pair = |option: &str, value: OsString| words.extend([option.into(), value]);
+        allow_parents.iter().for_each(|folder| pair("--allow-parents", folder.clone().into()));
+        backing_format.iter().for_each(|format| pair("--backing-format", format.to_string().into()));
+        words.extend(allow_data_file.then(|| "--allow-data-file".into()));
+        words
+    }
+
     fn read_only(&self, format: Option<Format>) -> OpenOptions {
         OpenOptions {
             format,

@@ -110,10 +110,7 @@ impl DiskArgs {
         pair("--engine", self.engine.to_string().into());
         pair("--workers", self.workers.to_string().into());
         words.extend(self.split_rings.then(|| "--split-rings".into()));
-        let mut pair = |option: &str, value: OsString| words.extend([option.into(), value]);
-        self.parents.allow_parents.iter().for_each(|folder| pair("--allow-parents", folder.clone().into()));
-        self.parents.backing_format.iter().for_each(|format| pair("--backing-format", format.to_string().into()));
-        words.extend(self.parents.allow_data_file.then(|| "--allow-data-file".into()));
+        words.extend(self.parents.arguments());
         words.extend(self.place.arguments());
         words
     }
