@@ -48,9 +48,11 @@ pub fn run(data: &[u8]) {
     fuzz_client(data);
     let selector = data.first().copied().unwrap_or(0);
     let world = world(selector);
-    world.scripts.send(data.to_vec()).expect("the server lives");
+    let listener = UnixListener::bind(&world.path).expect("the name is free");
+    world.scripts.send((listener, data.to_vec())).expect("the server lives");
     world.use_store(selector);
     world.ended.recv_timeout(PATIENCE).expect("it hangs: the server's end");
+    std::fs::remove_file(&world.path).expect("the name is there");
     assert_eq!(PANICS.load(Ordering::Relaxed), 0, "a thread has panicked");
 }
 
@@ -70,7 +72,7 @@ fn count_panics() {
 struct World {
     engine: Engine,
     path: PathBuf,
-    scripts: Sender<Vec<u8>>,
+    scripts: Sender<(UnixListener, Vec<u8>)>,
     ended: Receiver<()>,
 }
 
@@ -88,10 +90,9 @@ impl World {
         let engine = Engine::start(config).expect("the engine starts");
         let path = std::env::temp_dir().join(format!("spile-fuzz-nbd-{}-{kind}", std::process::id()));
         let _ = std::fs::remove_file(&path);
-        let listener = UnixListener::bind(&path).expect("the name is free");
-        let ((scripts, script), (end, ended)) = (channel::<Vec<u8>>(), channel());
+        let ((scripts, script), (end, ended)) = (channel::<(UnixListener, Vec<u8>)>(), channel());
         std::thread::spawn(move || {
-            for script in script {
+            for (listener, script) in script {
                 let (stream, _) = listener.accept().expect("the client connects");
                 Server { stream, script: Script(&script), seen: Vec::new() }.run();
                 end.send(()).expect("somebody waits");
