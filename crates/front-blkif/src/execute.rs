@@ -50,21 +50,14 @@ enum Work<'a> {
 impl<D: Disk> Target<D> {
     /// Does what the request asks for, and returns how it ended.
     pub async fn execute(&self, request: &Request) -> Outcome {
-        let result = match self.work(request) {
-            Ok(Work::Io(io)) => self.disk.execute(io).await.map_err(Failure::Disk),
-            Ok(Work::Flush { then_write }) => self.flush(request, then_write).await,
-            Err(refusal) => Err(Failure::Refused(refusal)),
+        let failure = match self.work(request) {
+            Ok(Work::Io(io)) => self.disk.execute(io).await.err().map(Failure::Disk),
+            Ok(Work::Flush { then_write }) => self.flush(request, then_write).await.err(),
+            Err(refusal) => Some(Failure::Refused(refusal)),
         };
-        match result {
-            Ok(()) => Outcome::Answer(status::OKAY),
-            Err(failure) => {
-                self.log_failure(request, &failure);
-                match failure {
-                    Failure::Refused(refusal) => Outcome::Answer(refusal.status),
-                    Failure::Flush(_) => Outcome::Held,
-                    Failure::Disk(error) => Outcome::Answer(WireStatus::of(error.kind()).blkif),
-                }
-            }
+        match failure {
+            None => Outcome::Answer(status::OKAY),
+            Some(failure) => self.fail(request, &failure),
         }
     }
 
@@ -97,6 +90,16 @@ impl<D: Disk> Target<D> {
         // The failure may be that of the barrier's sync, and not of its write.
         let is_flush = self.has_failed_flush.load(Ordering::Acquire);
         written.map_err(|error| if is_flush { Failure::Flush(error) } else { Failure::Disk(error) })
+    }
+
+    #[cold]
+    fn fail(&self, request: &Request, failure: &Failure) -> Outcome {
+        self.log_failure(request, failure);
+        match failure {
+            Failure::Refused(refusal) => Outcome::Answer(refusal.status),
+            Failure::Flush(_) => Outcome::Held,
+            Failure::Disk(error) => Outcome::Answer(WireStatus::of(error.kind()).blkif),
+        }
     }
 
     fn log_failure(&self, request: &Request, failure: &Failure) {

@@ -155,8 +155,9 @@ impl<G: Grants> Pages<G> {
     }
 
     fn load_copies(&mut self, requests: &mut [Box<Request>]) {
+        let pool = pool();
         for request in with_data(requests) {
-            request.data.push(pool().alloc(request.len_bytes as usize));
+            request.data.push(pool.alloc(request.len_bytes as usize));
         }
         self.copy_data(Way::FromGuest, requests, |request| !request.fills_pages());
     }

@@ -76,9 +76,13 @@ impl Meter {
 
     #[inline]
     fn here(&self, count: impl FnOnce(&Counters)) {
-        match THREAD.try_with(Thread::number) {
-            Ok(Some(number)) => count(self.own[number].get_or_init(Box::default)),
-            _ => count(&self.lock_common()),
+        let number = match NUMBER.get() {
+            UNKNOWN => take_number(),
+            known => known,
+        };
+        match self.own.get(number) {
+            Some(own) => count(own.get_or_init(Box::default)),
+            None => count(&self.lock_common()),
         }
     }
 
@@ -156,45 +160,42 @@ impl Drop for InFlight<'_> {
 /// this lock, which therefore sees all that the last one has counted.
 static TAKEN: Mutex<u64> = Mutex::new(0);
 
-thread_local!(static THREAD: Thread = const { Thread(Cell::new(Number::Unknown)) });
+/// The thread has no number, because all are taken or because it ends.
+const COMMON: usize = THREADS;
+/// The thread has not asked for a number.
+const UNKNOWN: usize = THREADS + 1;
 
-/// This thread's number, given back when the thread ends.
-struct Thread(Cell<Number>);
-
-#[derive(Clone, Copy)]
-enum Number {
-    Unknown,
-    Own(usize),
-    /// All are taken.
-    Common,
+thread_local! {
+    /// This thread's number. It lies apart from what gives it back, so that a look at it is one load.
+    static NUMBER: Cell<usize> = const { Cell::new(UNKNOWN) };
+    static GIVES_BACK: GivesBack = const { GivesBack };
 }
 
-impl Thread {
-    #[inline]
-    fn number(&self) -> Option<usize> {
-        match self.0.get() {
-            Number::Own(number) => Some(number),
-            Number::Common => None,
-            Number::Unknown => self.take(),
-        }
-    }
+/// Gives this thread's number back when the thread ends.
+struct GivesBack;
 
-    #[cold]
-    fn take(&self) -> Option<usize> {
-        let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
-        let number = taken.trailing_ones() as usize;
-        let number = (number < THREADS).then_some(number);
-        if let Some(number) = number {
-            *taken |= 1 << number;
+/// Takes a number for this thread. [`COMMON`] when there is none.
+#[cold]
+fn take_number() -> usize {
+    let number = match GIVES_BACK.try_with(|_| ()) {
+        Ok(()) => {
+            let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+            let number = taken.trailing_ones() as usize;
+            if number < THREADS {
+                *taken |= 1 << number;
+            }
+            number
         }
-        self.0.set(number.map_or(Number::Common, Number::Own));
-        number
-    }
+        Err(_) => COMMON,
+    };
+    NUMBER.set(number);
+    number
 }
 
-impl Drop for Thread {
+impl Drop for GivesBack {
     fn drop(&mut self) {
-        if let Number::Own(number) = self.0.get() {
+        let number = NUMBER.replace(COMMON);
+        if number < THREADS {
             *TAKEN.lock().unwrap_or_else(PoisonError::into_inner) &= !(1 << number);
         }
     }

@@ -199,6 +199,7 @@ impl Request {
     ///
     /// # Panics
     /// When `slot` is shorter.
+    #[inline]
     pub fn decode(abi: Abi, slot: &[u8]) -> Self {
         let (start, rest) = slot.split_at(abi.id_at());
         let rest: &[u8; REST_BYTES] = rest.first_chunk().expect("the slot is long enough");
@@ -267,6 +268,7 @@ impl Request {
     }
 
     /// The id that the response repeats.
+    #[inline]
     pub fn id(&self) -> u64 {
         match self {
             Self::Plain(plain) => plain.id,
@@ -277,6 +279,7 @@ impl Request {
 
     /// The operation that the response has to name. For an indirect request it is the real operation: Linux gives up a
     /// disk whose back end answers with the number of an indirect request (6).
+    #[inline]
     pub fn response_op(&self) -> u8 {
         match self {
             Self::Plain(plain) => plain.op,
@@ -317,6 +320,7 @@ impl Response {
 }
 
 /// The first `count` segments, or as many as a slot holds; the others are not looked at.
+#[inline]
 fn segments_in(bytes: &[u8], count: usize) -> [SegmentEntry; SLOT_SEGMENTS] {
     let mut segments = [SegmentEntry::default(); SLOT_SEGMENTS];
     let (encoded, _) = bytes.as_chunks();
