@@ -38,6 +38,11 @@ impl<G: Disk> Node<G> {
         self.published().control.lock().await.graph.clone()
     }
 
+    /// The graph that is published now, without a wait. `None` in the moment of an exchange.
+    pub fn graph_now(&self) -> Option<Arc<G>> {
+        self.published().graph_now()
+    }
+
     /// [`exchange`](crate::exchange) for this disk alone.
     ///
     /// # Errors

@@ -140,6 +140,11 @@ impl<G: Disk> Published<G> {
         self.try_enter().filter(|lease| matches!(lease.way, Way::Free)).map(FreeLease)
     }
 
+    /// The graph of the current epoch; `None` while the gate is closed.
+    pub(crate) fn graph_now(&self) -> Option<Arc<G>> {
+        self.try_enter().map(|lease| lease.graph.clone())
+    }
+
     #[cold]
     fn enter_late(&self) -> impl Future<Output = Arc<Lease<G>>> {
         Box::pin(async {

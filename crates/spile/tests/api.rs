@@ -70,11 +70,17 @@ fn a_server_says_what_it_serves_and_what_was_done_with_it() {
     assert_eq!(shown["connections"], 1);
     assert_eq!(shown["layers"][0]["format"], "raw");
     let meters = shown["meters"].as_array().unwrap();
-    let front = meters.iter().find(|meter| meter["layer"] == "front vhost-user \"\"").unwrap();
-    assert!(meters.iter().any(|meter| meter["layer"] == "disk" && meter["operations"] != Value::Array(Vec::new())));
-    let writes = front["operations"].as_array().unwrap().iter().find(|op| op["operation"] == "write").unwrap();
-    assert_eq!((&writes["requests"], &writes["bytes"], &writes["errors"]), (&10.into(), &40960.into(), &0.into()));
-    assert!(writes["latency_p50_us"].as_f64().unwrap() > 0.0, "{writes}");
+    let writes = |layer: &dyn Fn(&str) -> bool| {
+        let meter = meters.iter().find(|meter| layer(meter["layer"].as_str().unwrap())).unwrap();
+        meter["operations"].as_array().unwrap().iter().find(|op| op["operation"] == "write").unwrap()
+    };
+    let front = writes(&|layer| layer == "front vhost-user \"\"");
+    let disk = writes(&|layer| layer == "disk");
+    let image = writes(&|layer| layer.starts_with("image ") && layer.ends_with(".raw"));
+    for writes in [front, disk, image] {
+        assert_eq!((&writes["requests"], &writes["bytes"], &writes["errors"]), (&10.into(), &40960.into(), &0.into()));
+    }
+    assert!(front["latency_p50_us"].as_f64().unwrap() > 0.0, "{front}");
     for text in [ok(dir, &["ls", "c"]), ok(dir, &["show", "c", "--name", "x"])] {
         assert!(text.contains("16 MiB") && text.contains("vhost-user"), "{text}");
     }

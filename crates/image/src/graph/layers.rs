@@ -1,5 +1,6 @@
 //! A layer as graphs hold it: with an identity, and shared.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -48,6 +49,11 @@ impl<S: Store> GraphLayer<S> {
     /// The image.
     pub fn image(&self) -> &AnyLayer<S> {
         &self.image
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        self.image.store().path()
     }
 
     /// Counts of what graphs have asked of this layer: reads and writes of the guest's data (a request that lies in several

@@ -71,7 +71,8 @@ pub struct Layer {
 /// What one layer has counted since the server began.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Meter {
-    /// Which layer: `front nbd ""`, `front vhost-user …`, `front xen` or `disk`.
+    /// Which layer: `front nbd ""`, `front vhost-user …`, `front xen`, `disk`, or `image PATH` for each image of the disk, the
+    /// leaf first. What an image counts are the disk's operations on its data, not those on its own metadata.
     pub layer: String,
     /// Connections that are open; 0 for a layer that has none.
     pub connections: u64,

@@ -50,9 +50,15 @@ impl DiskView {
     }
 
     fn detail(&self, server: &str) -> DiskDetail {
+        let without_front = |requests| FrontReading { requests, ..FrontReading::default() };
         let fronts = self.meters.iter().map(|(layer, read)| Meter::new(layer.clone(), &read()));
-        let own = FrontReading { requests: self.disk.meter().read(), ..FrontReading::default() };
-        let meters: Vec<Meter> = fronts.chain([Meter::new("disk".to_owned(), &own)]).collect();
+        let disk = Meter::new("disk".to_owned(), &without_front(self.disk.meter().read()));
+        let graph = self.disk.graph_now();
+        let images = graph
+            .iter()
+            .flat_map(|graph| graph.handles())
+            .map(|image| Meter::new(format!("image {}", image.path().display()), &without_front(image.meter().read())));
+        let meters: Vec<Meter> = fronts.chain([disk]).chain(images).collect();
         DiskDetail {
             disk: self.summary(server),
             layers: self.layers.clone(),
