@@ -70,7 +70,7 @@ impl Inbound {
     /// Takes bytes into `into`, as many as have arrived and fit. Returns how many.
     pub(crate) fn move_to(&mut self, into: &Segment) -> usize {
         let n = self.len().min(into.len());
-        into.slice(0..n).copy_from(&self.buffer.slice(self.start..self.start + n));
+        into.copy_part(0, &self.buffer, self.start..self.start + n);
         self.start += n;
         n
     }

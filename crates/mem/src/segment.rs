@@ -170,8 +170,19 @@ impl Segment {
     /// When the lengths differ.
     pub fn copy_from(&self, src: &Segment) {
         assert_eq!(self.len, src.len, "copy between segments of different lengths");
-        // SAFETY: both runs are in bounds and alive; `copy` allows overlap.
-        unsafe { std::ptr::copy(src.ptr.as_ptr(), self.ptr.as_ptr(), self.len) }
+        self.copy_part(0, src, 0..src.len);
+    }
+
+    /// Copies the bytes `part` of `src` here, to `at`. The two may overlap.
+    ///
+    /// # Panics
+    /// When `part` is not inside `src`, or does not fit here.
+    #[inline]
+    pub fn copy_part(&self, at: usize, src: &Segment, part: Range<usize>) {
+        assert!(part.start <= part.end && part.end <= src.len, "copy of {part:?} of a segment of {}", src.len);
+        assert!(at <= self.len && part.len() <= self.len - at, "copy of {part:?} to {at} of {}", self.len);
+        // SAFETY: both runs are in bounds and alive, as just checked; `copy` allows overlap.
+        unsafe { std::ptr::copy(src.ptr.as_ptr().add(part.start), self.ptr.as_ptr().add(at), part.len()) }
     }
 
     /// Sets every byte to `byte`.

@@ -40,22 +40,22 @@ pub type Header = SmallVec<[u8; 32]>;
 
 /// A simple reply ("Simple reply message"): `errno` 0 is success; a read's data follows.
 pub fn simple(cookie: u64, errno: u32) -> Header {
-    let mut out = Header::new();
-    out.extend_from_slice(&SIMPLE_REPLY_MAGIC.to_be_bytes());
-    out.extend_from_slice(&errno.to_be_bytes());
-    out.extend_from_slice(&cookie.to_be_bytes());
-    out
+    let mut bytes = [0; 16];
+    bytes[..4].copy_from_slice(&SIMPLE_REPLY_MAGIC.to_be_bytes());
+    bytes[4..8].copy_from_slice(&errno.to_be_bytes());
+    bytes[8..].copy_from_slice(&cookie.to_be_bytes());
+    Header::from_slice(&bytes)
 }
 
 /// The 20 bytes that begin every chunk ("Structured reply chunk message").
 fn chunk(cookie: u64, done: bool, kind: u16, payload_bytes: u32) -> Header {
-    let mut out = Header::new();
-    out.extend_from_slice(&STRUCTURED_REPLY_MAGIC.to_be_bytes());
-    out.extend_from_slice(&(if done { FLAG_DONE } else { 0 }).to_be_bytes());
-    out.extend_from_slice(&kind.to_be_bytes());
-    out.extend_from_slice(&cookie.to_be_bytes());
-    out.extend_from_slice(&payload_bytes.to_be_bytes());
-    out
+    let mut bytes = [0; 20];
+    bytes[..4].copy_from_slice(&STRUCTURED_REPLY_MAGIC.to_be_bytes());
+    bytes[4..6].copy_from_slice(&(if done { FLAG_DONE } else { 0 }).to_be_bytes());
+    bytes[6..8].copy_from_slice(&kind.to_be_bytes());
+    bytes[8..16].copy_from_slice(&cookie.to_be_bytes());
+    bytes[16..].copy_from_slice(&payload_bytes.to_be_bytes());
+    Header::from_slice(&bytes)
 }
 
 /// A chunk without content that ends a reply in success.
