@@ -1,63 +1,34 @@
 //! The NBD client against servers that break the protocol: none of their replies is believed, and the request is sent again
 //! on the next connection.
 
-use std::io::{Read, Write};
+mod nbd_server;
+
+use std::io::Write;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::Duration;
 
+use nbd_server::{FLUSHES, SIZE_BYTES, read_exact, shake_hands};
 use spile_core::{ErrorKind, OpenMode, Result, Segments, Store, StoreOffset, Via};
 use spile_engine::{Config, Engine};
 use spile_nbd_wire::client::{go_data, put_option};
-use spile_nbd_wire::handshake::{
-    OPTION_HEADER_BYTES, OptionHeader, option, put_greeting, put_reply, rep, transmission,
-};
+use spile_nbd_wire::handshake::option;
 use spile_nbd_wire::reply;
 use spile_nbd_wire::request::{Command, REQUEST_BYTES, Request};
 use spile_nbd_wire::uri::{Address, NbdUri};
 use spile_store::{NbdOptions, NbdStore};
 
-const SIZE_BYTES: u64 = 1 << 20;
 const LEN: u32 = 4096;
 
 /// What a server answers to a read, as bytes.
 type Answer = fn(&Request) -> Vec<u8>;
-
-fn read_exact<const N: usize>(stream: &mut UnixStream) -> Option<[u8; N]> {
-    let mut bytes = [0; N];
-    stream.read_exact(&mut bytes).ok().map(|()| bytes)
-}
-
-/// The server's side of the handshake, honest; `None` when the client has gone.
-fn shake_hands(stream: &mut UnixStream) -> Option<()> {
-    let mut out = Vec::new();
-    put_greeting(&mut out);
-    stream.write_all(&out).ok()?;
-    read_exact::<4>(stream)?;
-    loop {
-        let head = OptionHeader::parse(&read_exact::<OPTION_HEADER_BYTES>(stream)?)?;
-        let mut data = vec![0; head.len_bytes as usize];
-        stream.read_exact(&mut data).ok()?;
-        let mut out = Vec::new();
-        if head.option == option::GO {
-            let flags = transmission::HAS_FLAGS | transmission::SEND_FLUSH;
-            let info = [&[0, 0][..], &SIZE_BYTES.to_be_bytes(), &flags.to_be_bytes()].concat();
-            put_reply(&mut out, head.option, rep::INFO, &[&info]);
-        }
-        put_reply(&mut out, head.option, rep::ACK, &[]);
-        stream.write_all(&out).ok()?;
-        if head.option == option::GO {
-            return Some(());
-        }
-    }
-}
 
 /// Serves each connection with the next of `answers`, and all after them honestly.
 fn serve(listener: &UnixListener, answers: &[Answer]) {
     for number in 0.. {
         let Ok((mut stream, _)) = listener.accept() else { return };
         let answer = answers.get(number).copied().unwrap_or(honest);
-        if shake_hands(&mut stream).is_none() {
+        if shake_hands(&mut stream, SIZE_BYTES, FLUSHES).is_none() {
             continue;
         }
         while let Some(request) = read_exact::<REQUEST_BYTES>(&mut stream).and_then(|bytes| Request::parse(&bytes)) {
@@ -151,7 +122,7 @@ fn a_server_that_does_not_come_back_fails_what_waits_and_is_tried_anew_by_the_ne
         let listener = UnixListener::bind(&path).unwrap();
         std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
-            shake_hands(&mut stream).unwrap();
+            shake_hands(&mut stream, SIZE_BYTES, FLUSHES).unwrap();
             for answer in answers {
                 let bytes = read_exact::<REQUEST_BYTES>(&mut stream).unwrap();
                 stream.write_all(&answer(&Request::parse(&bytes).unwrap())).unwrap();

@@ -10,7 +10,7 @@ use super::call::Call;
 /// A request that was sent and not answered.
 pub(super) struct Sent {
     pub(super) call: Arc<Call>,
-    /// A flush: how many writes had been answered when it was sent.
+    /// A flush: how many writes of this link had been answered when it was sent.
     pub(super) covers: u64,
     /// Requests are sent in this order.
     sequence: u64,

@@ -6,7 +6,7 @@
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -14,13 +14,12 @@ use futures_util::future::{join3, select};
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segment};
 use spile_engine::sleep;
 use spile_nbd_tls::Transport;
-use spile_nbd_wire::handshake::transmission;
 use spile_nbd_wire::request::{Command, REQUEST_BYTES, Request};
 use spile_nbd_wire::uri::NbdUri;
 
 use super::call::{Ask, Call, Notify, Runs, relock};
 use super::dial::{Connection, dial};
-use super::in_flight::InFlight;
+use super::in_flight::{InFlight, Sent};
 use super::options::{NbdFacts, NbdOptions};
 use super::receive::Receiver;
 
@@ -36,10 +35,6 @@ pub(super) struct Export {
     pub(super) path: std::path::PathBuf,
     pub(super) facts: NbdFacts,
     pub(super) options: NbdOptions,
-    /// Writes that were answered.
-    answered: AtomicU64,
-    /// Of these, how many a completed flush has covered.
-    flushed: AtomicU64,
     /// Some of what was answered may be gone, or a flush has failed: no flush may succeed any more.
     lost: AtomicBool,
 }
@@ -47,8 +42,7 @@ pub(super) struct Export {
 impl Export {
     pub(super) fn new(uri: NbdUri, facts: NbdFacts, options: NbdOptions) -> Self {
         let path = uri.to_string().into();
-        let (answered, flushed, lost) = Default::default();
-        Self { uri, path, facts, options, answered, flushed, lost }
+        Self { uri, path, facts, options, lost: AtomicBool::new(false) }
     }
 
     /// Fails when something that was answered may be gone.
@@ -60,26 +54,9 @@ impl Export {
         Err(Error::new(ErrorKind::Io, what).at_path(&self.path).hint("check the server, then reopen"))
     }
 
-    /// A connection has ended: the server that comes next may not have what this one kept in memory.
+    /// No flush succeeds from now on.
     fn lose(&self) {
-        let has_unflushed = self.answered.load(Ordering::Acquire) > self.flushed.load(Ordering::Acquire);
-        if has_unflushed && self.facts.has(transmission::SEND_FLUSH) {
-            self.lost.store(true, Ordering::Release);
-        }
-    }
-
-    /// Notes what an answer says of the bytes' safety.
-    fn note(&self, call: &Call, covers: u64, outcome: &Result<Runs>) {
-        match (&call.ask, outcome) {
-            (Ask::Write { durable: false, .. } | Ask::Zero { .. }, Ok(_)) => {
-                self.answered.fetch_add(1, Ordering::AcqRel);
-            }
-            (Ask::Flush, Ok(_)) => {
-                self.flushed.fetch_max(covers, Ordering::AcqRel);
-            }
-            (Ask::Flush, Err(_)) => self.lost.store(true, Ordering::Release),
-            _ => {}
-        }
+        self.lost.store(true, Ordering::Release);
     }
 }
 
@@ -98,21 +75,48 @@ struct State {
     /// What was sent and not answered.
     sent: InFlight,
     closing: bool,
+    /// How many writes of this link were answered.
+    answered: u64,
+    /// Of these, how many a completed flush of this link has covered.
+    flushed: u64,
     /// When the server last said something, or began to owe an answer.
     heard: Instant,
 }
 
+impl State {
+    fn new() -> Self {
+        let (queue, sent) = Default::default();
+        Self { queue, sent, closing: false, answered: 0, flushed: 0, heard: Instant::now() }
+    }
+
+    fn has_unflushed(&self) -> bool {
+        self.answered > self.flushed
+    }
+
+    /// Notes what a good answer says of the safety of bytes.
+    fn note(&mut self, sent: &Sent) {
+        match sent.call.ask {
+            Ask::Write { durable: false, .. } | Ask::Zero { .. } => self.answered += 1,
+            Ask::Flush => self.flushed = self.flushed.max(sent.covers),
+            _ => {}
+        }
+    }
+}
+
 impl Link {
     pub(super) fn new(export: Arc<Export>) -> Self {
-        let heard = Instant::now();
-        let state = State { queue: VecDeque::new(), sent: InFlight::default(), closing: false, heard };
-        Self { export, state: Mutex::new(state), work: Notify::default(), watch: Notify::default() }
+        Self { export, state: Mutex::new(State::new()), work: Notify::default(), watch: Notify::default() }
     }
 
     /// Queues a request.
     pub(super) fn push(&self, call: Arc<Call>) {
         relock(&self.state).queue.push_back(call);
         self.work.notify();
+    }
+
+    /// True when writes of this link were answered and no completed flush of this link has covered them.
+    pub(super) fn has_unflushed(&self) -> bool {
+        relock(&self.state).has_unflushed()
     }
 
     /// Ends the link when all is answered.
@@ -163,10 +167,13 @@ impl Link {
         error
     }
 
-    /// Puts what was not answered back in front of the queue.
+    /// Puts what was not answered back in front of the queue. The server that comes next may not have the writes that this one
+    /// kept in memory.
     fn take_back(&self) {
-        self.export.lose();
         let mut state = relock(&self.state);
+        if state.has_unflushed() && self.export.facts.can_flush() {
+            self.export.lose();
+        }
         for sent in state.sent.take_all().into_iter().rev() {
             state.queue.push_front(sent.call);
         }
@@ -212,7 +219,7 @@ impl Link {
         tracing::error!("{}: {} requests fail: {error}", self.export.path.display(), waiting.len());
         for call in waiting {
             if matches!(call.ask, Ask::Flush) {
-                self.export.lost.store(true, Ordering::Release);
+                self.export.lose();
             }
             call.end(Err(error.duplicate()).at_path(&self.export.path));
         }
@@ -232,10 +239,16 @@ impl Link {
     pub(super) fn answer(&self, cookie: u64, outcome: Result<Runs>) {
         let (removed, is_over) = {
             let mut state = relock(&self.state);
-            (state.sent.remove(cookie), state.closing && state.sent.is_empty())
+            let removed = state.sent.remove(cookie);
+            if let (Some(sent), Ok(_)) = (&removed, &outcome) {
+                state.note(sent);
+            }
+            (removed, state.closing && state.sent.is_empty())
         };
         if let Some(sent) = removed {
-            self.export.note(&sent.call, sent.covers, &outcome);
+            if matches!((&sent.call.ask, &outcome), (Ask::Flush, Err(_))) {
+                self.export.lose();
+            }
             sent.call.end(outcome.at_path(&self.export.path));
         }
         if is_over {
@@ -252,7 +265,7 @@ impl Link {
             if state.sent.is_empty() {
                 state.heard = Instant::now();
             }
-            let covers = self.export.answered.load(Ordering::Acquire);
+            let covers = state.answered;
             let cookie = state.sent.insert(call.clone(), covers);
             let at = number * REQUEST_BYTES;
             put_request(heads.slice(at..at + REQUEST_BYTES), parts, &call, cookie);

@@ -9,8 +9,10 @@
 //! sent again; when the time is over they fail, and the next request tries anew. Reads, writes and zeroes may be repeated without harm. What needs care are writes
 //! that *were* answered and not flushed: if the server's process or host died, they are gone, and no client can tell that from a
 //! broken cable. They are not kept here to be sent again: a guest that flushes rarely would have them grow without bound.
-//! So a connection that is lost while such writes exist makes the next flush fail, and every later one: **a flush that has
-//! failed stays failed**. A flush that was on its way when nothing else was unflushed is sent again. A server without `FLUSH`
+//! So a connection that is lost while such writes of its own exist makes the next flush fail, and every later one: **a flush
+//! that has failed stays failed**. For that, each connection counts its own writes, and a sync sends a `FLUSH` on every
+//! connection whose answered writes are not flushed. A `FLUSH` on another connection would cover them too, but only in the same
+//! life of the server, and a connection that waits for nothing may learn of the server's death late. A flush that was on its way when nothing else was unflushed is sent again. A server without `FLUSH`
 //! answers a write when it is durable, and nothing is lost with it.
 //!
 //! What a client cannot rule out: a server that lives on after its connection broke may still execute an old request late, after
@@ -163,6 +165,24 @@ impl NbdStore {
         call.wait().await.at_offset(offset)
     }
 
+    /// Flushes on every link with writes that were answered and not flushed; on this worker's link when there is none.
+    async fn flush(&self) -> Result<()> {
+        let begin = |link: &Arc<Link>| {
+            let call = Arc::new(Call::new(Ask::Flush, 0, 0));
+            link.push(call.clone());
+            call
+        };
+        let mut calls: Vec<Arc<Call>> =
+            relock(&self.inner.links).iter().flatten().filter(|link| link.has_unflushed()).map(begin).collect();
+        if calls.is_empty() {
+            calls.push(begin(&self.link()));
+        }
+        for call in calls {
+            call.wait().await?;
+        }
+        Ok(())
+    }
+
     fn has(&self, flag: u16) -> bool {
         self.inner.export.facts.has(flag)
     }
@@ -293,7 +313,7 @@ impl Store for NbdStore {
         if self.inner.read_only || !self.has(transmission::SEND_FLUSH) {
             return Ok(());
         }
-        self.ask(Ask::Flush, 0, 0).await?;
+        self.flush().await?;
         export.check_kept()
     }
 

@@ -1,0 +1,99 @@
+//! The NBD client and servers that die or stall: what is sent again, what fails, and which flushes may still succeed.
+
+mod nbd_server;
+
+use std::time::Duration;
+
+use nbd_server::{MANY, Reaction, Server};
+use spile_core::{OpenMode, Result, Segments, Store, StoreOffset, Via};
+use spile_engine::{Config, Engine};
+use spile_nbd_wire::request::Command;
+use spile_store::{NbdOptions, NbdStore};
+
+const LEN: usize = 4096;
+
+/// A store with two workers.
+struct Client {
+    engine: Engine,
+    store: Option<NbdStore>,
+}
+
+impl Client {
+    fn connect(server: &Server, options: NbdOptions) -> Self {
+        let engine = Engine::start(Config { workers: 2, ..Config::default() }).unwrap();
+        let (uri, options) = (server.uri(), NbdOptions { structured: false, ..options });
+        let store = engine.run_on(0, move || NbdStore::open_with(uri, OpenMode::ReadWrite, options)).unwrap();
+        Self { engine, store: Some(store) }
+    }
+
+    fn write(&self, worker: usize) -> Result<()> {
+        let store = self.store.clone().unwrap();
+        let from = Segments::zeroed(LEN);
+        self.engine.run_on(worker, move || async move { store.write_at(StoreOffset(0), &from, Via::Direct).await })
+    }
+
+    fn read(&self, worker: usize) -> Result<()> {
+        let store = self.store.clone().unwrap();
+        let into = Segments::zeroed(LEN);
+        self.engine.run_on(worker, move || async move { store.read_at(StoreOffset(0), &into, Via::Direct).await })
+    }
+
+    fn sync(&self, worker: usize) -> Result<()> {
+        let store = self.store.clone().unwrap();
+        self.engine.run_on(worker, move || async move { store.sync().await })
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.store = None;
+        self.engine.shutdown();
+    }
+}
+
+#[track_caller]
+fn assert_lost(outcome: Result<()>) {
+    let error = outcome.unwrap_err();
+    assert!(error.to_string().contains("may be gone"), "{error}");
+}
+
+#[test]
+fn a_flush_covers_the_writes_of_every_connection() {
+    let server = Server::start(MANY, |_, _| Reaction::Done);
+    let client = Client::connect(&server, NbdOptions::default());
+    client.write(0).unwrap();
+    client.write(1).unwrap();
+    client.sync(1).unwrap();
+    assert_eq!(server.connections_with(Command::Flush), [0, 1]);
+    // There is nothing to flush any more: one is enough.
+    client.sync(1).unwrap();
+    assert_eq!(server.connections_with(Command::Flush), [0, 1, 1]);
+}
+
+/// The server has lost the write of the first connection when the second one is made, and the first does not know it.
+#[test]
+fn a_flush_does_not_succeed_through_a_server_that_has_come_back_without_the_write() {
+    let server = Server::start(MANY, |connection, command| match (connection, command) {
+        (0, Command::Flush) => Reaction::HangUp,
+        _ => Reaction::Done,
+    });
+    let client = Client::connect(&server, NbdOptions::default());
+    client.write(0).unwrap();
+    assert_lost(client.sync(1));
+    assert_lost(client.sync(0));
+}
+
+#[test]
+fn a_connection_that_is_lost_with_nothing_unflushed_fails_no_flush() {
+    let server = Server::start(MANY, |connection, command| match (connection, command) {
+        (0, Command::Read) => Reaction::HangUp,
+        _ => Reaction::Done,
+    });
+    let client = Client::connect(&server, NbdOptions::default());
+    client.write(0).unwrap();
+    client.sync(0).unwrap();
+    client.write(1).unwrap();
+    client.read(0).unwrap();
+    client.sync(0).unwrap();
+    assert_eq!(server.connections_with(Command::Read), [0, 2], "the read was sent again on a new connection");
+}
