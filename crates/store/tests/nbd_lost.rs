@@ -4,13 +4,14 @@ mod nbd_server;
 
 use std::time::Duration;
 
-use nbd_server::{MANY, Reaction, Server};
-use spile_core::{OpenMode, Result, Segments, Store, StoreOffset, Via};
+use nbd_server::{FLUSHES, MANY, Reaction, Server};
+use spile_core::{ErrorKind, OpenMode, Result, Segments, Store, StoreOffset, Via};
 use spile_engine::{Config, Engine};
 use spile_nbd_wire::request::Command;
 use spile_store::{NbdOptions, NbdStore};
 
 const LEN: usize = 4096;
+const SHORT: Duration = Duration::from_millis(200);
 
 /// A store with two workers.
 struct Client {
@@ -96,4 +97,34 @@ fn a_connection_that_is_lost_with_nothing_unflushed_fails_no_flush() {
     client.read(0).unwrap();
     client.sync(0).unwrap();
     assert_eq!(server.connections_with(Command::Read), [0, 2], "the read was sent again on a new connection");
+}
+
+/// The stalled server may do the write at any later time, so that the write must not be sent again.
+#[test]
+fn a_write_that_a_server_does_not_answer_fails_and_so_does_every_later_flush() {
+    let server = Server::start(FLUSHES, |connection, _| match connection {
+        0 => Reaction::Silence,
+        _ => Reaction::Done,
+    });
+    let client = Client::connect(&server, NbdOptions { answer_limit: SHORT, ..NbdOptions::default() });
+    let error = client.write(0).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TimedOut);
+    assert!(error.to_string().contains("did not answer"), "{error}");
+    assert_eq!(server.connections_with(Command::Write), [0], "it was sent once");
+    client.read(0).unwrap();
+    assert_lost(client.sync(0));
+}
+
+#[test]
+fn a_read_that_a_server_does_not_answer_is_sent_again_and_fails_no_flush() {
+    let server = Server::start(FLUSHES, |connection, command| match (connection, command) {
+        (0, Command::Read) => Reaction::Silence,
+        _ => Reaction::Done,
+    });
+    let client = Client::connect(&server, NbdOptions { answer_limit: SHORT, ..NbdOptions::default() });
+    client.write(0).unwrap();
+    client.sync(0).unwrap();
+    client.read(0).unwrap();
+    assert_eq!(server.connections_with(Command::Read), [0, 1]);
+    client.sync(0).unwrap();
 }

@@ -27,6 +27,11 @@ pub(super) enum Ask {
 }
 
 impl Ask {
+    /// True when no harm is done if a server that did not answer executes this late, after it was sent again.
+    pub(super) fn may_come_late(&self) -> bool {
+        matches!(self, Self::Read(_) | Self::Status)
+    }
+
     /// The command and its flags.
     pub(super) fn command(&self) -> (Command, u16) {
         match self {

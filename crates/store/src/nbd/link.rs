@@ -1,7 +1,7 @@
 //! [`Link`]: one connection to a server, made again when it is lost, and the requests on it.
 //!
 //! A link's tasks live on the worker that made it; requests come from any. Requests that were sent and not answered when a
-//! connection ends are sent again on the next one, in their order.
+//! connection ends are sent again on the next one, in their order; after a time-out only those that change nothing.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -35,7 +35,8 @@ pub(super) struct Export {
     pub(super) path: std::path::PathBuf,
     pub(super) facts: NbdFacts,
     pub(super) options: NbdOptions,
-    /// Some of what was answered may be gone, or a flush has failed: no flush may succeed any more.
+    /// Some of what was answered may be gone, a flush has failed, or a write got no answer in time: no flush may succeed any
+    /// more.
     lost: AtomicBool,
 }
 
@@ -50,7 +51,8 @@ impl Export {
         if !self.lost.load(Ordering::Acquire) {
             return Ok(());
         }
-        let what = "a flush has failed, or the connection was lost while writes were not flushed: some may be gone";
+        let what = "a flush has failed, a write got no answer, or a connection was lost while writes were not flushed: \
+                    some may be gone";
         Err(Error::new(ErrorKind::Io, what).at_path(&self.path).hint("check the server, then reopen"))
     }
 
@@ -159,24 +161,30 @@ impl Link {
         };
         // None of them is dropped before its end: the kernel may still fill a request's memory.
         let (error, (), ()) = join3(receive, session.send_all(), session.watch_over()).await;
-        let error = session.why.take().unwrap_or(error);
+        let timed_out = session.why.take();
+        let stalled = self.take_back(timed_out.is_some());
+        let error = timed_out.unwrap_or(error);
         if !self.is_closing() {
             tracing::warn!("{}: the connection has ended: {error}", self.export.path.display());
         }
-        self.take_back();
+        self.fail(stalled, &error.duplicate().hint("the server may still do it later: check the server, then reopen"));
         error
     }
 
-    /// Puts what was not answered back in front of the queue. The server that comes next may not have the writes that this one
-    /// kept in memory.
-    fn take_back(&self) {
+    /// Puts what was not answered back in front of the queue, but for what must not be sent again: that is returned. The server
+    /// that comes next may not have the writes that this one kept in memory. After a time-out (`timed_out`) the server lives, and
+    /// may still execute a write after a newer one.
+    fn take_back(&self, timed_out: bool) -> VecDeque<Arc<Call>> {
         let mut state = relock(&self.state);
-        if state.has_unflushed() && self.export.facts.can_flush() {
+        let sent = state.sent.take_all().into_iter().map(|sent| sent.call);
+        let (again, stalled): (VecDeque<_>, VecDeque<_>) =
+            sent.partition(|call| !timed_out || call.ask.may_come_late());
+        if !stalled.is_empty() || (state.has_unflushed() && self.export.facts.can_flush()) {
             self.export.lose();
         }
-        for sent in state.sent.take_all().into_iter().rev() {
-            state.queue.push_front(sent.call);
-        }
+        let later = std::mem::replace(&mut state.queue, again);
+        state.queue.extend(later);
+        stalled
     }
 
     /// Connects again. When that cannot be done in time, or was not wanted, all that waits fails.
@@ -214,10 +222,18 @@ impl Link {
         Ok(connection)
     }
 
+    /// Fails all that waits.
     fn fail_all(&self, error: &Error) {
         let waiting = std::mem::take(&mut relock(&self.state).queue);
-        tracing::error!("{}: {} requests fail: {error}", self.export.path.display(), waiting.len());
-        for call in waiting {
+        self.fail(waiting, error);
+    }
+
+    fn fail(&self, calls: VecDeque<Arc<Call>>, error: &Error) {
+        if calls.is_empty() {
+            return;
+        }
+        tracing::error!("{}: {} requests fail: {error}", self.export.path.display(), calls.len());
+        for call in calls {
             if matches!(call.ask, Ask::Flush) {
                 self.export.lose();
             }

@@ -5,18 +5,26 @@
 //!
 //! # A lost connection
 //!
-//! It is made again, with pauses that grow, for 30 seconds ([`NbdOptions::reconnect_limit`]). Requests that were not answered are
-//! sent again; when the time is over they fail, and the next request tries anew. Reads, writes and zeroes may be repeated without harm. What needs care are writes
-//! that *were* answered and not flushed: if the server's process or host died, they are gone, and no client can tell that from a
-//! broken cable. They are not kept here to be sent again: a guest that flushes rarely would have them grow without bound.
-//! So a connection that is lost while such writes of its own exist makes the next flush fail, and every later one: **a flush
-//! that has failed stays failed**. For that, each connection counts its own writes, and a sync sends a `FLUSH` on every
-//! connection whose answered writes are not flushed. A `FLUSH` on another connection would cover them too, but only in the same
-//! life of the server, and a connection that waits for nothing may learn of the server's death late. A flush that was on its way when nothing else was unflushed is sent again. A server without `FLUSH`
-//! answers a write when it is durable, and nothing is lost with it.
+//! It is made again, with pauses that grow, for 30 seconds ([`NbdOptions::reconnect_limit`]). Requests that were not answered
+//! are sent again; when the time is over they fail, and the next request tries anew. Reads, writes and zeroes may be repeated
+//! without harm. What needs care are writes that *were* answered and not flushed: if the server's process or host died, they are
+//! gone, and no client can tell that from a broken cable. They are not kept here to be sent again: a guest that flushes rarely
+//! would have them grow without bound. So a connection that is lost while such writes of its own exist makes the next flush
+//! fail, and every later one: **a flush that has failed stays failed**. A flush that was on its way when nothing else was
+//! unflushed is sent again. A server without `FLUSH` answers a write when it is durable, and nothing is lost with it.
 //!
-//! What a client cannot rule out: a server that lives on after its connection broke may still execute an old request late, after
-//! the same request sent again and a newer one to the same place.
+//! Each connection counts its own writes, and a sync sends a `FLUSH` on every connection with answered writes that are not
+//! flushed. One `FLUSH` on any connection covers them all, but only while the server is the same: a new connection may reach a
+//! server that has come back without them, before the old connection is known to be lost.
+//!
+//! # A server that stalls
+//!
+//! A server that owes an answer and says nothing for a minute ([`NbdOptions::answer_limit`]) is hung up on. It may live, and
+//! execute what it has got at any later time: also after a newer write to the same place. So of the requests that it owes, only
+//! reads are sent again. Writes, zeroes and flushes fail, and every later flush fails.
+//!
+//! What a client cannot rule out: a server that lives on after its connection broke may still execute an old write late, after
+//! the same write sent again and a newer one to the same place.
 //!
 //! # What is not used
 //!
@@ -26,8 +34,8 @@
 //!
 //! # A hostile server
 //!
-//! Every length is checked against what was asked, the handshake ends after 10 seconds, and a server that owes an answer and says
-//! nothing for a minute ([`NbdOptions::answer_limit`]) is hung up on. It can fail requests and return any bytes, and nothing else.
+//! Every length is checked against what was asked, and the handshake ends after 10 seconds. A hostile server can fail requests
+//! and return any bytes, and nothing else.
 
 mod call;
 mod dial;

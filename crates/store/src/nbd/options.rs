@@ -9,7 +9,7 @@ use spile_nbd_wire::handshake::transmission;
 pub struct NbdOptions {
     /// Connections at most: one for each worker that uses the store. A server without `CAN_MULTI_CONN` gets one.
     pub connections: usize,
-    /// A server that owes an answer and says nothing for so long is hung up on.
+    /// A server that owes an answer and says nothing for so long is hung up on, and the writes that it owes fail.
     pub answer_limit: Duration,
     /// How long a lost server is tried again before the requests that wait fail. Zero: they fail at once.
     pub reconnect_limit: Duration,
