@@ -2,6 +2,8 @@
 
 mod nbd_server;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nbd_server::{FLUSHES, MANY, Reaction, Server};
@@ -127,4 +129,40 @@ fn a_read_that_a_server_does_not_answer_is_sent_again_and_fails_no_flush() {
     client.read(0).unwrap();
     assert_eq!(server.connections_with(Command::Read), [0, 1]);
     client.sync(0).unwrap();
+}
+
+/// The server would be found well after 200 connections.
+#[test]
+fn a_server_that_hangs_up_at_each_request_is_left_after_a_while() {
+    let server = Server::start(FLUSHES, |connection, _| match connection {
+        0..200 => Reaction::HangUp,
+        _ => Reaction::Done,
+    });
+    let client = Client::connect(&server, NbdOptions { reconnect_limit: SHORT, ..NbdOptions::default() });
+    let error = client.read(0).unwrap_err();
+    assert!(error.to_string().contains("hung up"), "{error}");
+    let tries = server.connections_with(Command::Read).len();
+    assert!((2..10).contains(&tries), "{tries}");
+}
+
+/// Other requests that are answered meanwhile do not keep one alive that ends each connection.
+#[test]
+fn a_request_at_which_the_server_hangs_up_fails_among_others_that_are_answered() {
+    let server = Server::start(FLUSHES, |connection, command| match (connection, command) {
+        (0..200, Command::Write) => Reaction::HangUp,
+        _ => Reaction::Done,
+    });
+    let client = Client::connect(&server, NbdOptions { reconnect_limit: SHORT, ..NbdOptions::default() });
+    let reader = client.store.clone().unwrap();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let seen = is_over.clone();
+    client.engine.spawn_on(0, move || async move {
+        while !seen.load(Ordering::SeqCst) {
+            // It fails too when the time is over.
+            let _ = reader.read_at(StoreOffset(0), &Segments::zeroed(LEN), Via::Direct).await;
+        }
+    });
+    let written = client.write(0);
+    is_over.store(true, Ordering::SeqCst);
+    written.unwrap_err();
 }

@@ -7,11 +7,11 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use futures_util::future::{join3, select};
-use spile_core::{Error, ErrorKind, Result, ResultExt, Segment};
+use spile_core::{Error, ErrorKind, LogLimit, Result, ResultExt, Segment};
 use spile_engine::sleep;
 use spile_nbd_tls::Transport;
 use spile_nbd_wire::request::{Command, REQUEST_BYTES, Request};
@@ -38,12 +38,16 @@ pub(super) struct Export {
     /// Some of what was answered may be gone, a flush has failed, or a write got no answer in time: no flush may succeed any
     /// more.
     lost: AtomicBool,
+    /// Connections that were lost, and requests that failed after that: how many go to the log.
+    losses: LogLimit,
+    failures: LogLimit,
 }
 
 impl Export {
     pub(super) fn new(uri: NbdUri, facts: NbdFacts, options: NbdOptions) -> Self {
         let path = uri.to_string().into();
-        Self { uri, path, facts, options, lost: AtomicBool::new(false) }
+        let (lost, losses, failures) = Default::default();
+        Self { uri, path, facts, options, lost, losses, failures }
     }
 
     /// Fails when something that was answered may be gone.
@@ -59,6 +63,32 @@ impl Export {
     /// No flush succeeds from now on.
     fn lose(&self) {
         self.lost.store(true, Ordering::Release);
+    }
+}
+
+/// The tries to reach a server since it has last answered the request that waited for longest.
+#[derive(Default)]
+struct Tries {
+    /// When the first was made, and the pause before the next.
+    begun: Option<(Instant, Duration)>,
+}
+
+impl Tries {
+    /// Waits until it is time for the next try: the first is made at once. False when the time for all of them, `limit`, is over.
+    async fn next(&mut self, limit: Duration) -> bool {
+        let (since, pause) = match self.begun {
+            None => {
+                self.begun = Some((Instant::now(), FIRST_PAUSE));
+                return !limit.is_zero();
+            }
+            Some(begun) => begun,
+        };
+        if since.elapsed() + pause > limit {
+            return false;
+        }
+        sleep(pause).await;
+        self.begun = Some((since, (pause * 2).min(LONGEST_PAUSE)));
+        true
     }
 }
 
@@ -134,9 +164,14 @@ impl Link {
     /// Serves requests until the link is closed, at first on `connection` if there is one.
     pub(super) async fn serve(self: Arc<Self>, mut connection: Option<Connection>) {
         let mut ended = Error::new(ErrorKind::Io, "the connection was lost");
+        let mut tries = Tries::default();
         loop {
             if let Some(connection) = connection.take() {
+                let first = self.first();
                 ended = self.run(connection).await;
+                if !self.is_first(&first) {
+                    tries = Tries::default();
+                }
             }
             while relock(&self.state).queue.is_empty() {
                 if self.is_closing() {
@@ -144,8 +179,18 @@ impl Link {
                 }
                 self.work.wait().await;
             }
-            connection = self.reconnect(&ended).await;
+            connection = self.reconnect(&ended, &mut tries).await;
         }
+    }
+
+    /// The request that waits for longest.
+    fn first(&self) -> Weak<Call> {
+        relock(&self.state).queue.front().map(Arc::downgrade).unwrap_or_default()
+    }
+
+    /// True when this request is the one that waits for longest.
+    fn is_first(&self, call: &Weak<Call>) -> bool {
+        relock(&self.state).queue.front().is_some_and(|first| call.ptr_eq(&Arc::downgrade(first)))
     }
 
     /// Uses a connection until it ends, and returns why it did.
@@ -164,8 +209,8 @@ impl Link {
         let timed_out = session.why.take();
         let stalled = self.take_back(timed_out.is_some());
         let error = timed_out.unwrap_or(error);
-        if !self.is_closing() {
-            tracing::warn!("{}: the connection has ended: {error}", self.export.path.display());
+        if let (false, Some(count)) = (self.is_closing(), self.export.losses.count()) {
+            tracing::warn!(count, "{}: the connection has ended: {error}", self.export.path.display());
         }
         self.fail(stalled, &error.duplicate().hint("the server may still do it later: check the server, then reopen"));
         error
@@ -188,25 +233,20 @@ impl Link {
     }
 
     /// Connects again. When that cannot be done in time, or was not wanted, all that waits fails.
-    async fn reconnect(&self, ended: &Error) -> Option<Connection> {
-        let limit = self.export.options.reconnect_limit;
-        if limit.is_zero() {
-            self.fail_all(ended);
-            return None;
-        }
-        let (begin, mut pause) = (Instant::now(), FIRST_PAUSE);
-        loop {
-            let error = match self.dial_again().await {
+    async fn reconnect(&self, ended: &Error, tries: &mut Tries) -> Option<Connection> {
+        let mut error = ended.duplicate();
+        while tries.next(self.export.options.reconnect_limit).await {
+            error = match self.dial_again().await {
                 Ok(connection) => return Some(connection),
                 Err(error) => error,
             };
-            if error.kind() == ErrorKind::InvalidInput || begin.elapsed() + pause > limit {
-                self.fail_all(&error);
-                return None;
+            if error.kind() == ErrorKind::InvalidInput {
+                break;
             }
-            sleep(pause).await;
-            pause = (pause * 2).min(LONGEST_PAUSE);
         }
+        *tries = Tries::default();
+        self.fail_all(&error);
+        None
     }
 
     /// # Errors
@@ -232,7 +272,9 @@ impl Link {
         if calls.is_empty() {
             return;
         }
-        tracing::error!("{}: {} requests fail: {error}", self.export.path.display(), calls.len());
+        if let Some(count) = self.export.failures.count() {
+            tracing::error!(count, "{}: {} requests fail: {error}", self.export.path.display(), calls.len());
+        }
         for call in calls {
             if matches!(call.ask, Ask::Flush) {
                 self.export.lose();

@@ -6,7 +6,8 @@
 //! # A lost connection
 //!
 //! It is made again, with pauses that grow, for 30 seconds ([`NbdOptions::reconnect_limit`]). Requests that were not answered
-//! are sent again; when the time is over they fail, and the next request tries anew. Reads, writes and zeroes may be repeated
+//! are sent again; when the time is over they fail, and the next request tries anew. The time goes on
+//! when a connection is made and lost before the request that waits for longest is answered. Reads, writes and zeroes may be repeated
 //! without harm. What needs care are writes that *were* answered and not flushed: if the server's process or host died, they are
 //! gone, and no client can tell that from a broken cable. They are not kept here to be sent again: a guest that flushes rarely
 //! would have them grow without bound. So a connection that is lost while such writes of its own exist makes the next flush
