@@ -8,7 +8,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::Duration;
 
-use nbd_server::{FLUSHES, SIZE_BYTES, read_exact, shake_hands};
+use nbd_server::{FLUSHES, read_exact, shake_hands};
 use spile_core::{ErrorKind, OpenMode, Result, Segments, Store, StoreOffset, Via};
 use spile_engine::{Config, Engine};
 use spile_nbd_wire::client::{go_data, put_option};
@@ -28,7 +28,7 @@ fn serve(listener: &UnixListener, answers: &[Answer]) {
     for number in 0.. {
         let Ok((mut stream, _)) = listener.accept() else { return };
         let answer = answers.get(number).copied().unwrap_or(honest);
-        if shake_hands(&mut stream, SIZE_BYTES, FLUSHES).is_none() {
+        if shake_hands(&mut stream, FLUSHES).is_none() {
             continue;
         }
         while let Some(request) = read_exact::<REQUEST_BYTES>(&mut stream).and_then(|bytes| Request::parse(&bytes)) {
@@ -63,6 +63,10 @@ fn read_through(answers: &'static [Answer]) {
 
 /// As [`read_through`], with these options.
 fn read_with(answers: &'static [Answer], options: NbdOptions) -> Result<()> {
+    read_many(answers, options, LEN)
+}
+
+fn read_many(answers: &'static [Answer], options: NbdOptions, len: u32) -> Result<()> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let listener = UnixListener::bind(&path).unwrap();
@@ -71,7 +75,7 @@ fn read_with(answers: &'static [Answer], options: NbdOptions) -> Result<()> {
     let uri = NbdUri::new(Address::Unix(path.clone()), "");
     let outcome = engine.run_on(0, move || async move {
         let store = NbdStore::open_with(uri, OpenMode::ReadOnly, options).await.unwrap();
-        let into = Segments::zeroed(LEN as usize);
+        let into = Segments::zeroed(len as usize);
         store.read_at(StoreOffset(8192), &into, Via::Direct).await?;
         assert!(into.to_vec().iter().all(|byte| *byte == 0x5a));
         Ok(())
@@ -91,6 +95,20 @@ fn good_bye() -> Vec<u8> {
     let end = Request { flags: 0, command: Command::Disconnect, cookie: 0, offset_bytes: 0, len_bytes: 0 };
     bytes.extend(end.encode());
     bytes
+}
+
+/// The odd parts of 512 bytes, and then the even ones.
+fn in_sectors(request: &Request) -> Vec<u8> {
+    let count = request.len_bytes / 512;
+    let sector =
+        |number| chunk(request, request.offset_bytes + u64::from(number) * 512, 512, number == count - 2, 0x5a);
+    (1..count).step_by(2).chain((0..count).step_by(2)).flat_map(sector).collect()
+}
+
+#[test]
+fn a_large_read_may_come_in_many_parts() {
+    let options = NbdOptions { reconnect_limit: Duration::ZERO, ..NbdOptions::default() };
+    read_many(&[in_sectors], options, 8 << 20).unwrap();
 }
 
 /// What the server never says.
@@ -123,7 +141,7 @@ fn a_server_that_does_not_come_back_fails_what_waits_and_is_tried_anew_by_the_ne
         let listener = UnixListener::bind(&path).unwrap();
         std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
-            shake_hands(&mut stream, SIZE_BYTES, FLUSHES).unwrap();
+            shake_hands(&mut stream, FLUSHES).unwrap();
             for answer in answers {
                 let bytes = read_exact::<REQUEST_BYTES>(&mut stream).unwrap();
                 stream.write_all(&answer(&Request::parse(&bytes).unwrap())).unwrap();

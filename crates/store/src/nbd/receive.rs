@@ -1,7 +1,7 @@
 //! Replies as they come: each is matched with its request, checked against what was asked, and its data are received
 //! straight into the caller's memory.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
 use std::ops::Range;
 
@@ -17,8 +17,11 @@ use super::link::Link;
 const BUFFER_BYTES: usize = 256 << 10;
 /// The longest chunk beside one of data, in bytes.
 const MAX_CHUNK_BYTES: usize = 1 << 20;
-/// Chunks of data in one reply.
-const MAX_PARTS: usize = 4096;
+/// Data are received in pieces of this many bytes at most: after each the server counts as heard.
+const PIECE_BYTES: usize = 256 << 10;
+/// A read may come in parts of a sector, in any order; a small one in these many parts of any length.
+const PART_BYTES: usize = 512;
+const MIN_PARTS: usize = 64;
 
 pub(super) fn broken(what: &str) -> Error {
     Error::new(ErrorKind::Protocol, format!("the server broke the protocol: {what}"))
@@ -39,9 +42,35 @@ pub(super) struct Receiver<'a> {
 /// What has come of a structured reply.
 #[derive(Default)]
 struct Begun {
-    parts: Vec<Range<u64>>,
+    parts: Parts,
     runs: Runs,
     error: Option<Error>,
+}
+
+/// The parts of a read that have come: the ends of ranges by their starts. Ranges that touch are one.
+#[derive(Default)]
+struct Parts(BTreeMap<u64, u64>);
+
+impl Parts {
+    /// Adds a part. False when some of it has come already.
+    fn add(&mut self, mut start: u64, mut end: u64) -> bool {
+        let before = self.0.range(..end).next_back().map(|(start, end)| (*start, *end));
+        match before {
+            Some((_, before_end)) if before_end > start => return false,
+            Some((before_start, before_end)) if before_end == start => start = before_start,
+            _ => {}
+        }
+        if let Some(after_end) = self.0.remove(&end) {
+            end = after_end;
+        }
+        self.0.insert(start, end);
+        true
+    }
+
+    /// How many bytes have come.
+    fn len_bytes(&self) -> u64 {
+        self.0.iter().map(|(start, end)| end - start).sum()
+    }
 }
 
 impl<'a> Receiver<'a> {
@@ -117,19 +146,18 @@ impl<'a> Receiver<'a> {
         let end = start.checked_add(len).filter(|end| *end <= u64::from(call.len));
         let end = end.ok_or_else(|| broken("data past what was asked for"))?;
         let parts = &mut self.begun.entry(cookie).or_default().parts;
-        if len == 0 || parts.len() >= MAX_PARTS || parts.iter().any(|part| start < part.end && part.start < end) {
+        let most = (call.len as usize / PART_BYTES).max(MIN_PARTS);
+        if len == 0 || parts.0.len() >= most || !parts.add(start, end) {
             return Err(broken("a read's data in parts that make no sense"));
         }
-        parts.push(start..end);
         Ok(start as usize..end as usize)
     }
 
     fn finish(&mut self, call: &Call, cookie: u64) -> Result<()> {
         let begun = self.begun.remove(&cookie).unwrap_or_default();
-        let came: u64 = begun.parts.iter().map(|part| part.end - part.start).sum();
         let outcome = match (begun.error, &call.ask) {
             (Some(error), _) => Err(error),
-            (None, Ask::Read(_)) if came != u64::from(call.len) => {
+            (None, Ask::Read(_)) if begun.parts.len_bytes() != u64::from(call.len) => {
                 return Err(broken("a read without all of its data"));
             }
             (None, Ask::Status) if begun.runs.is_empty() => return Err(broken("a block status without its runs")),
@@ -177,14 +205,13 @@ impl<'a> Receiver<'a> {
             let here = self.filled.len().min(segment.len());
             segment.slice(0..here).copy_from(&self.buffer.slice(self.filled.start..self.filled.start + here));
             self.filled.start += here;
-            let rest = segment.slice(here..segment.len());
-            if rest.is_empty() {
-                continue;
+            for start in (here..segment.len()).step_by(PIECE_BYTES) {
+                let piece = segment.slice(start..segment.len().min(start + PIECE_BYTES));
+                if !Box::pin(self.transport.recv_exact(&piece)).await? {
+                    return Err(hung_up());
+                }
+                self.link.heard();
             }
-            if !Box::pin(self.transport.recv_exact(&rest)).await? {
-                return Err(hung_up());
-            }
-            self.link.heard();
         }
         Ok(())
     }
@@ -209,5 +236,24 @@ fn refused(call: &Call, errno: u32, words: &str) -> Error {
         1 | 5 | 12 | 22 | 28 | 75 | 95 => Error::errno(what, errno as i32),
         108 => Error::new(ErrorKind::Shutdown, what),
         _ => Error::new(ErrorKind::Io, format!("{what}: error {errno}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_that_touch_are_one_and_none_comes_twice() {
+        let mut parts = Parts::default();
+        for (start, end) in [(8, 12), (0, 4), (20, 24), (12, 20)] {
+            assert!(parts.add(start, end), "{start}");
+        }
+        assert_eq!(parts.0, BTreeMap::from([(0, 4), (8, 24)]));
+        for (start, end) in [(0, 1), (3, 5), (7, 9), (4, 9), (0, 30), (4, 30), (10, 11), (23, 25)] {
+            assert!(!parts.add(start, end), "{start}");
+        }
+        assert!(parts.add(4, 8));
+        assert_eq!((parts.0.len(), parts.len_bytes()), (1, 24));
     }
 }

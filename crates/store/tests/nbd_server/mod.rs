@@ -14,7 +14,7 @@ use spile_nbd_wire::request::{Command, REQUEST_BYTES, Request};
 use spile_nbd_wire::uri::{Address, NbdUri};
 use tempfile::TempDir;
 
-pub const SIZE_BYTES: u64 = 1 << 20;
+const SIZE_BYTES: u64 = 16 << 20;
 /// A server with a flush, on one connection.
 pub const FLUSHES: u16 = transmission::HAS_FLAGS | transmission::SEND_FLUSH;
 /// The same on several connections.
@@ -26,7 +26,7 @@ pub fn read_exact<const N: usize>(stream: &mut UnixStream) -> Option<[u8; N]> {
 }
 
 /// The server's side of the handshake, honest; `None` when the client has gone.
-pub fn shake_hands(stream: &mut UnixStream, size_bytes: u64, flags: u16) -> Option<()> {
+pub fn shake_hands(stream: &mut UnixStream, flags: u16) -> Option<()> {
     let mut out = Vec::new();
     put_greeting(&mut out);
     stream.write_all(&out).ok()?;
@@ -37,7 +37,7 @@ pub fn shake_hands(stream: &mut UnixStream, size_bytes: u64, flags: u16) -> Opti
         stream.read_exact(&mut data).ok()?;
         let mut out = Vec::new();
         if head.option == option::GO {
-            let info = [&[0, 0][..], &size_bytes.to_be_bytes(), &flags.to_be_bytes()].concat();
+            let info = [&[0, 0][..], &SIZE_BYTES.to_be_bytes(), &flags.to_be_bytes()].concat();
             put_reply(&mut out, head.option, rep::INFO, &[&info]);
         }
         put_reply(&mut out, head.option, rep::ACK, &[]);
@@ -106,7 +106,7 @@ impl Server {
 
 /// Serves one connection; `None` when it has ended.
 fn serve(mut stream: UnixStream, flags: u16, react: &dyn Fn(Command) -> Reaction) -> Option<()> {
-    shake_hands(&mut stream, SIZE_BYTES, flags)?;
+    shake_hands(&mut stream, flags)?;
     loop {
         let request = Request::parse(&read_exact::<REQUEST_BYTES>(&mut stream)?)?;
         let mut payload = vec![0; request.len_bytes as usize];
