@@ -1,14 +1,16 @@
 //! Reaching a server: the connection, made by a thread of its own because that may wait for a name server, and the
 //! handshake on it (fixed newstyle with `OPT_GO`), bounded in time and in the length of everything the server says.
 
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with, sockopt};
 use spile_core::{Error, ErrorKind, Result, Segment};
 use spile_engine::{Socket, sleep};
 use spile_nbd_tls::{ClientConfig, ClientFiles, Tls, Transport};
@@ -90,7 +92,7 @@ async fn connect(uri: &NbdUri) -> Result<Reached> {
 fn reach(uri: &NbdUri) -> Result<Reached> {
     let load = |tls: &TlsQuery| ClientFiles { folder: tls.certificates.clone() }.load();
     let tls = uri.tls.as_ref().map(load).transpose()?;
-    let fd = connect_blocking(&uri.address).map_err(|source| Error::io("cannot connect", source))?;
+    let fd = connect_blocking(&uri.address, LIMIT).map_err(|source| Error::io("cannot connect", source))?;
     Ok(Reached { fd, tls })
 }
 
@@ -104,13 +106,15 @@ fn host(uri: &NbdUri) -> &str {
     }
 }
 
-fn connect_blocking(address: &Address) -> std::io::Result<OwnedFd> {
+/// Connects, for `limit` at most once the host's addresses are known: each has an equal part of it.
+fn connect_blocking(address: &Address, limit: Duration) -> std::io::Result<OwnedFd> {
     match address {
-        Address::Unix(path) => UnixStream::connect(path).map(OwnedFd::from),
+        Address::Unix(path) => connect_unix(path, limit),
         Address::Tcp(host, port) => {
+            let addresses: Vec<SocketAddr> = (host.as_str(), *port).to_socket_addrs()?.collect();
             let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "the host has no address");
-            for address in (host.as_str(), *port).to_socket_addrs()? {
-                match TcpStream::connect_timeout(&address, LIMIT) {
+            for address in &addresses {
+                match TcpStream::connect_timeout(address, limit / addresses.len() as u32) {
                     Ok(stream) => return stream.set_nodelay(true).map(|()| stream.into()),
                     Err(error) => last = error,
                 }
@@ -118,6 +122,19 @@ fn connect_blocking(address: &Address) -> std::io::Result<OwnedFd> {
             Err(last)
         }
     }
+}
+
+/// Connects to a Unix socket. A server that does not accept, and has its queue full, lets a connect wait for ever without a
+/// limit of time for sends.
+fn connect_unix(path: &Path, limit: Duration) -> std::io::Result<OwnedFd> {
+    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_socket_timeout(&fd, sockopt::Timeout::Send, Some(limit))?;
+    match rustix::net::connect(&fd, &SocketAddrUnix::new(path)?) {
+        Err(Errno::AGAIN) => Err(Errno::TIMEDOUT)?,
+        done => done?,
+    }
+    sockopt::set_socket_timeout(&fd, sockopt::Timeout::Send, None)?;
+    Ok(fd)
 }
 
 fn broken(what: &str) -> Error {
@@ -264,5 +281,28 @@ fn refusal(kind: u32, data: &[u8]) -> Error {
         rep::ERR_TLS_REQD => error(ErrorKind::Denied, "the server asks for TLS")
             .hint("use nbds:// (nbds+unix:// on a Unix socket) with tls-certificates=DIR"),
         _ => error(ErrorKind::Unsupported, "the server refuses the export"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn a_unix_socket_whose_server_does_not_accept_is_left_in_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        let address = Address::Unix(path);
+        rustix::net::listen(&listener, 0).unwrap();
+        let limit = Duration::from_millis(100);
+        let first = connect_blocking(&address, limit).unwrap();
+        assert_eq!(sockopt::socket_timeout(&first, sockopt::Timeout::Send).unwrap(), None, "for the connect only");
+        let begin = Instant::now();
+        assert_eq!(connect_blocking(&address, limit).unwrap_err().kind(), std::io::ErrorKind::TimedOut);
+        assert!(begin.elapsed() >= limit);
     }
 }
