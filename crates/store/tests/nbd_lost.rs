@@ -166,3 +166,17 @@ fn a_request_at_which_the_server_hangs_up_fails_among_others_that_are_answered()
     is_over.store(true, Ordering::SeqCst);
     written.unwrap_err();
 }
+
+#[test]
+fn without_reconnecting_each_worker_connects_once() {
+    let server = Server::start(MANY, |connection, command| match (connection, command) {
+        (1, Command::Write) => Reaction::HangUp,
+        _ => Reaction::Done,
+    });
+    let client = Client::connect(&server, NbdOptions { reconnect_limit: Duration::ZERO, ..NbdOptions::default() });
+    client.read(0).unwrap();
+    client.read(1).unwrap();
+    client.write(1).unwrap_err();
+    client.read(1).unwrap_err();
+    assert_eq!(server.connections_with(Command::Read), [0, 1]);
+}

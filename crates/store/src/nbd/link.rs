@@ -79,7 +79,7 @@ impl Tries {
         let (since, pause) = match self.begun {
             None => {
                 self.begun = Some((Instant::now(), FIRST_PAUSE));
-                return !limit.is_zero();
+                return true;
             }
             Some(begun) => begun,
         };
@@ -163,12 +163,12 @@ impl Link {
 
     /// Serves requests until the link is closed, at first on `connection` if there is one.
     pub(super) async fn serve(self: Arc<Self>, mut connection: Option<Connection>) {
-        let mut ended = Error::new(ErrorKind::Io, "the connection was lost");
+        let mut ended = None;
         let mut tries = Tries::default();
         loop {
             if let Some(connection) = connection.take() {
                 let first = self.first();
-                ended = self.run(connection).await;
+                ended = Some(self.run(connection).await);
                 if !self.is_first(&first) {
                     tries = Tries::default();
                 }
@@ -179,7 +179,7 @@ impl Link {
                 }
                 self.work.wait().await;
             }
-            connection = self.reconnect(&ended, &mut tries).await;
+            connection = self.reconnect(ended.as_ref(), &mut tries).await;
         }
     }
 
@@ -232,10 +232,13 @@ impl Link {
         stalled
     }
 
-    /// Connects again. When that cannot be done in time, or was not wanted, all that waits fails.
-    async fn reconnect(&self, ended: &Error, tries: &mut Tries) -> Option<Connection> {
-        let mut error = ended.duplicate();
-        while tries.next(self.export.options.reconnect_limit).await {
+    /// Connects, or connects again after a connection has ended (`ended`). When that cannot be done in time, or was not wanted,
+    /// all that waits fails.
+    async fn reconnect(&self, ended: Option<&Error>, tries: &mut Tries) -> Option<Connection> {
+        let limit = self.export.options.reconnect_limit;
+        let mut error = ended.map_or_else(|| Error::new(ErrorKind::Io, "not connected"), Error::duplicate);
+        let is_wanted = ended.is_none() || !limit.is_zero();
+        while is_wanted && tries.next(limit).await {
             error = match self.dial_again().await {
                 Ok(connection) => return Some(connection),
                 Err(error) => error,

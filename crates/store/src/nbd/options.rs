@@ -11,7 +11,8 @@ pub struct NbdOptions {
     pub connections: usize,
     /// A server that owes an answer and says nothing for so long is hung up on, and the writes that it owes fail.
     pub answer_limit: Duration,
-    /// How long a lost server is tried again before the requests that wait fail. Zero: they fail at once.
+    /// How long a lost server is tried again before the requests that wait fail. Zero: they fail at once,
+    /// and a connection that was lost is not made again.
     pub reconnect_limit: Duration,
     /// Ask for structured replies. They tell holes, and without them there is no map; but a server may look for
     /// holes at each read then.
