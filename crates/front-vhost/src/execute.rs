@@ -11,8 +11,9 @@ use spile_front::{FailedRequest, LogLimit, WireStatus, log_failure, virtio};
 
 use crate::config::{MAX_DISCARD_SECTORS, MAX_DISCARD_SEGMENTS, max_zeroes};
 use crate::request::{Command, Request};
-use crate::server::FRONT;
 
+/// The front's name in the log.
+pub const FRONT: &str = "vhost-user";
 /// The bytes of an answer to GET_ID.
 pub const ID_BYTES: usize = 20;
 /// The bytes of one range of a discard: first sector, number of sectors, flags.

@@ -19,7 +19,7 @@ use spile_engine::Engine;
 use spile_front::{Connections, FrontCounters, FrontReading, Listeners, LogLimit, Place};
 
 use crate::channel::{Channel, Notices, Received};
-use crate::execute::{ID_BYTES, Target};
+use crate::execute::{FRONT, ID_BYTES, Target};
 use crate::handover::Handover;
 use crate::session::{Reply, Session};
 use crate::wire::{Invalid, Message, config_changed};
@@ -53,9 +53,6 @@ impl Default for Config {
         }
     }
 }
-
-/// The server's name in the log.
-pub(crate) const FRONT: &str = "vhost-user";
 
 /// The server as all its connections and queues see it.
 pub(crate) struct ServerState<D> {

@@ -6,14 +6,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
 
-use super::histogram::Histogram;
+use super::histogram::{Histogram, add};
 use super::{Latency, Op, OpReading, OpSums, Reading, now_ns};
-
-/// Adds to an atomic that has one writer.
-#[inline]
-pub(super) fn add(to: &AtomicU64, count: u64) {
-    to.store(to.load(Relaxed).wrapping_add(count), Relaxed);
-}
 
 #[derive(Debug, Default)]
 struct OpCounters {

@@ -1,8 +1,7 @@
 //! Persistent bitmaps: the extension that says where their directory is, the directory's entries, and the tables of
 //! clusters that hold the bits.
 
-use super::header::check_offset;
-use super::{CodecError, OFFSET_MASK, be16, be32, be64, is_cluster_aligned, need, put};
+use super::{CodecError, OFFSET_MASK, be16, be32, be64, check_offset, is_cluster_aligned, need, put};
 
 /// The length of the extension.
 const EXTENSION_BYTES: usize = 24;

@@ -1,8 +1,7 @@
 //! Header extensions: typed pieces between the header and the end of the first cluster.
 
 use super::bitmap::BitmapsExtension;
-use super::header::check_offset;
-use super::{CodecError, MAX_NAME_BYTES, be32, be64, printable};
+use super::{CodecError, MAX_NAME_BYTES, be32, be64, check_offset, printable};
 
 /// Extension types of the specification.
 pub mod kind {

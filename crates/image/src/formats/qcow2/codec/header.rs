@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::extension::FeatureName;
 use super::{
-    COPIED, CodecError, MAX_CLUSTER_BITS, MAX_L1_BYTES, MAX_NAME_BYTES, MAX_REFCOUNT_TABLE_BYTES, MIN_CLUSTER_BITS,
-    MIN_EXTENDED_CLUSTER_BITS, OFFSET_MASK, array, be32, be64, is_cluster_aligned, need, put,
+    CodecError, MAX_CLUSTER_BITS, MAX_L1_BYTES, MAX_NAME_BYTES, MAX_REFCOUNT_TABLE_BYTES, MIN_CLUSTER_BITS,
+    MIN_EXTENDED_CLUSTER_BITS, array, be32, be64, check_offset, need, put,
 };
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
@@ -361,15 +361,6 @@ impl Header {
     /// How compressed clusters are compressed.
     pub fn compression(&self) -> Compression {
         if self.has(feature::COMPRESSION) { Compression::Zstd } else { Compression::Deflate }
-    }
-}
-
-/// Checks that a table's offset is that of a cluster other than the first, below 2^56.
-pub(super) fn check_offset(what: &'static str, offset: u64, cluster_bits: u32) -> Result<(), CodecError> {
-    let is_possible = offset != 0 && offset & !OFFSET_MASK & !COPIED == 0 && offset & COPIED == 0;
-    match is_possible && is_cluster_aligned(offset, cluster_bits) {
-        true => Ok(()),
-        false => Err(CodecError::TableOffset { what, offset }),
     }
 }
 

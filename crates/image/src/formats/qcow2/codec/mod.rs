@@ -53,6 +53,15 @@ fn is_cluster_aligned(offset: u64, cluster_bits: u32) -> bool {
     offset & ((1 << cluster_bits) - 1) == 0
 }
 
+/// Checks that a table's offset is that of a cluster other than the first, below 2^56.
+fn check_offset(what: &'static str, offset: u64, cluster_bits: u32) -> Result<(), CodecError> {
+    let is_possible = offset != 0 && offset & !OFFSET_MASK & !COPIED == 0 && offset & COPIED == 0;
+    match is_possible && is_cluster_aligned(offset, cluster_bits) {
+        true => Ok(()),
+        false => Err(CodecError::TableOffset { what, offset }),
+    }
+}
+
 /// Text from an image, with control characters and broken UTF-8 escaped, so that it can go to a terminal or a log.
 pub fn printable(text: &[u8]) -> String {
     match std::str::from_utf8(text) {

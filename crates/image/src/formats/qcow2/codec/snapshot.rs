@@ -1,7 +1,6 @@
 //! The table of internal snapshots: entries of variable length, one after the other.
 
-use super::header::check_offset;
-use super::{CodecError, be16, be32, be64, need, put};
+use super::{CodecError, be16, be32, be64, check_offset, need, put};
 
 /// The fixed part of an entry.
 const FIXED_BYTES: usize = 40;
