@@ -45,6 +45,11 @@ fn main() -> ExitCode {
         usage();
         return ExitCode::from(2);
     };
+    // No command begins its work because somebody asks what it does.
+    if arguments.iter().any(|argument| ["--help", "-h", "help"].contains(&argument.as_str())) {
+        usage();
+        return ExitCode::SUCCESS;
+    }
     let Some((_, _, entry)) = COMMANDS.iter().find(|command| command.0 == name) else {
         eprintln!("xtask: no command named '{name}'");
         usage();
