@@ -98,17 +98,34 @@ fn send_error(errno: i32) -> Error {
 }
 
 fn check_stream(fd: &OwnedFd) -> Result<()> {
-    let mut kind: libc::c_int = 0;
-    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: both out parameters are live, and the length is that of the first.
-    let result = unsafe {
-        let value = (&raw mut kind).cast();
-        libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_TYPE, value, &raw mut len)
-    };
-    match (result, kind) {
-        (0, libc::SOCK_STREAM) => Ok(()),
+    match option(fd.as_fd(), libc::SO_TYPE) {
+        Ok(libc::SOCK_STREAM) => Ok(()),
         _ => Err(Error::new(ErrorKind::InvalidInput, "the descriptor is not a stream socket")),
     }
+}
+
+/// An option of a socket whose value is a number.
+fn option(fd: BorrowedFd<'_>, name: libc::c_int) -> Result<libc::c_int> {
+    let mut value: libc::c_int = 0;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: both out parameters are live, and the length is that of the first.
+    let result =
+        unsafe { libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, name, (&raw mut value).cast(), &raw mut len) };
+    match result {
+        0 => Ok(value),
+        _ => Err(Error::io("read a socket option", std::io::Error::last_os_error())),
+    }
+}
+
+/// The process that connected to the other end of a Unix socket, as a pidfd (`SO_PEERPIDFD` in unix(7)). It never means
+/// a later process with the same number.
+///
+/// # Errors
+/// Before Linux 6.5 always; else the system's.
+pub fn peer_process(socket: BorrowedFd<'_>) -> Result<OwnedFd> {
+    let pidfd = option(socket, libc::SO_PEERPIDFD)?;
+    // SAFETY: the system has made this descriptor for us, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(pidfd) })
 }
 
 /// A listening socket.

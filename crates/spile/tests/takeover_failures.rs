@@ -17,7 +17,7 @@ use common::nbd::Client;
 use common::{Served, eventually, fails, ok};
 use nix::sys::signal::Signal;
 use rustix::fs::{FlockOperation, fcntl_lock};
-use spile::serving::control::{Answer, Link, Request};
+use spile::serving::control::{Answer, LAYOUT, Link, Request};
 use spile::serving::fronts::{Listening, Role, key};
 use spile::serving::identity::{Exported, Identity};
 use spile::serving::takeover::{self, Inheritance, ask};
@@ -37,6 +37,12 @@ fn start() -> (tempfile::TempDir, Served) {
 
 /// Takes everything, as a successor with the same options does before it opens the disks.
 fn take(dir: &Path) -> Inheritance {
+    let (keys, exports) = what_is_served(dir);
+    ask(&dir.join("c"), keys, 16, exports).unwrap().expect("a server is there")
+}
+
+/// The keys of the sockets, and the disks.
+fn what_is_served(dir: &Path) -> (Vec<String>, Vec<Exported>) {
     let dir = &dir.canonicalize().unwrap();
     let disk = dir.join("d.raw").display().to_string();
     let unix = |name: &str| Address::Unix(dir.join(name));
@@ -46,8 +52,7 @@ fn take(dir: &Path) -> Inheritance {
         key(&Role::Control, None, Some(&unix("c"))),
     ];
     let disk = Identity::of(&dir.join("d.raw").display().to_string().parse().unwrap(), None, None);
-    let exports = vec![Exported { name: String::new(), disk }];
-    ask(&dir.join("c"), keys.to_vec(), 16, exports).unwrap().expect("a server is there")
+    (keys.to_vec(), vec![Exported { name: String::new(), disk }])
 }
 
 fn refused(dir: &Path, args: &[&str]) -> String {
@@ -217,6 +222,40 @@ fn a_successor_that_cannot_open_the_disk_or_dies_changes_nothing() {
     assert_eq!(load.end(), 0);
     assert!(served.terminate().success());
     assert_eq!(names_in(dir), ["d.raw", "v.model"]);
+}
+
+/// Where a process of this test finds the server that it is to take over, and end at once.
+const DYING: &str = "SPILE_TEST_DYING_SUCCESSOR";
+
+#[test]
+fn a_successor_that_ends_before_anything_is_handed_over_changes_nothing() {
+    if let Some(dir) = std::env::var_os(DYING) {
+        let (sockets, disks) = what_is_served(Path::new(&dir));
+        let request = Request::TakeOver { sockets, queues: 16, disks: Some(disks), layout: LAYOUT };
+        let link = Link::connect(&Path::new(&dir).join("c")).unwrap().expect("a server is there");
+        return link.send(&request, &[]).unwrap();
+    }
+    let (dir, served) = start();
+    let dir = dir.path();
+    let (_device, mut queue) = guest(&dir.join("v"));
+    queue.write(0, &[1; 512]).unwrap();
+    let client = Client::connect(&nbd(dir, "")).unwrap();
+    // The server hears the request only when nobody is left who has sent it.
+    served.signal(Signal::SIGSTOP);
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "a_successor_that_ends_before_anything_is_handed_over_changes_nothing"]);
+    let sent = command.env(DYING, dir).output().unwrap();
+    served.signal(Signal::SIGCONT);
+    let said = String::from_utf8_lossy(&sent.stdout);
+    assert!(sent.status.success() && said.contains("1 passed"), "{said}");
+    // It answers one request after the other, so this one comes when the first is settled.
+    let said = refused(dir, &["d.raw", "--vhost-user", "v"]);
+    assert!(said.contains("does not listen on nbd unix:"), "{said}");
+    client.read(0, &mut [0; 512]).expect("NBD clients are still connected");
+    assert_eq!(queue.read(0, 512).unwrap(), [1; 512]);
+    let served = succeed(dir, &ARGS, served);
+    assert_eq!(queue.read(0, 512).unwrap(), [1; 512]);
+    assert!(served.terminate().success());
 }
 
 #[test]

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc;
@@ -243,14 +243,16 @@ impl Link {
         }
     }
 
-    /// The process at the other end.
+    /// The process at the other end, as a pidfd.
     ///
     /// # Errors
-    /// When it has ended.
+    /// When it has ended, or the system gives no pidfd.
     pub fn peer(&self) -> Result<OwnedFd> {
-        let gone = |errno: Errno| Error::io("find the process at the other end", errno.into());
-        let pid = sockopt::socket_peercred(&self.stream).map_err(gone)?.pid;
-        pidfd_open(pid, PidfdFlags::empty()).map_err(gone)
+        let refused = |errno: Errno| Error::io("find the process at the other end", errno.into());
+        spile_engine::peer_process(self.stream.as_fd()).or_else(|_| {
+            let pid = sockopt::socket_peercred(&self.stream).map_err(refused)?.pid;
+            pidfd_open(pid, PidfdFlags::empty()).map_err(refused)
+        })
     }
 }
 
@@ -324,8 +326,6 @@ pub fn refuse_line(stream: UnixStream, error: &Error) {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
     use super::*;
 
     fn pair() -> (Link, Link) {

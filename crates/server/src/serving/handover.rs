@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 use spile_core::{Disk, Error, ErrorKind, Result};
 
@@ -18,18 +19,28 @@ const REOPEN_ATTEMPTS: u32 = 60;
 /// is ended: nobody else could serve the disks.
 const HANGING_ROUNDS: u32 = 3;
 
+/// What a hand-over needs. All of it is there before anything is given away, so that no lack of it ends this server.
+pub(super) struct Prepared {
+    /// The process that will go on with everything, as a pidfd.
+    successor: OwnedFd,
+    /// Fronts of nothing, for the time of the hand-over.
+    nothing: Fronts,
+}
+
 impl Server {
-    /// Finds out whether a successor with these sockets, queues and disks can go on with what this server has, and whether this
-    /// server can go on when the successor fails. Returns fronts of nothing, for the time of the hand-over.
+    /// Finds out whether the successor at the other end of `link`, with these sockets, queues and disks, can go on with what
+    /// this server has, and whether this server can go on when the successor fails.
     ///
     /// # Errors
     /// Why not; nothing has changed then.
     pub(super) fn prepare(
         &self,
+        link: &Link,
         its_sockets: &[String],
         its_queues: u16,
         its_disks: Option<&[Exported]>,
-    ) -> Result<Fronts> {
+    ) -> Result<Prepared> {
+        let successor = link.peer()?;
         if self.fronts.serves_xen() {
             let what = "a Xen guest's disk is not handed over: end this process, and the next one goes on";
             return Err(Error::new(ErrorKind::Unsupported, what));
@@ -43,15 +54,19 @@ impl Server {
         // A guest has to be told when its data could not be flushed. A successor opens the disk anew and knows nothing of a flush
         // that failed before, so a disk that cannot be flushed is not handed over.
         disks::flush(&self.engine, &self.disks)?;
-        Ok(nothing)
+        // The flush may have taken seconds.
+        match has_ended(&successor) {
+            true => Err(Error::new(ErrorKind::Shutdown, "the successor has ended")),
+            false => Ok(Prepared { successor, nothing }),
+        }
     }
 
     /// Gives everything to the process at the other end. When that fails, this server goes on as before, and the reason is returned.
     ///
     /// # Errors
     /// When this server cannot go on either.
-    pub(super) fn hand_over(&mut self, nothing: Fronts, layout: u32, link: &mut Link) -> Result<Option<Error>> {
-        let successor = link.peer()?;
+    pub(super) fn hand_over(&mut self, prepared: Prepared, layout: u32, link: &mut Link) -> Result<Option<Error>> {
+        let Prepared { successor, nothing } = prepared;
         let roles: Vec<Role> = self.listening.iter().map(|socket| socket.role.clone()).collect();
         let fronts = std::mem::replace(&mut self.fronts, nothing);
         let clients = fronts.nbd_connections();
@@ -118,6 +133,11 @@ impl Server {
     fn close_disks(&mut self) -> Result<()> {
         disks::close(&self.engine, std::mem::take(&mut self.disks), Ok(()))
     }
+}
+
+/// True when the process of this pidfd has ended.
+fn has_ended(process: &OwnedFd) -> bool {
+    poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
 /// Ends a successor that hangs with the disks open, so that they can be served again.

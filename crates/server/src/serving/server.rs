@@ -264,10 +264,10 @@ impl Server {
                 find(&self.disks, &export).and_then(|open| self.resize(open, size_bytes))
             }
             Request::TakeOver { sockets, queues, disks, layout } => {
-                match self.prepare(&sockets, queues, disks.as_deref()) {
-                    Ok(nothing) => {
+                match self.prepare(&line.link, &sockets, queues, disks.as_deref()) {
+                    Ok(prepared) => {
                         self.view.show(None);
-                        match self.hand_over(nothing, layout, &mut line.link)? {
+                        match self.hand_over(prepared, layout, &mut line.link)? {
                             None => return Ok(Some(End::Succeeded(line))),
                             Some(failure) => {
                                 self.show();
