@@ -189,6 +189,31 @@ fn disks_come_and_go_while_others_are_served() {
     assert!(served.terminate().success());
 }
 
+/// An NBD export has no lock that would keep a second writer out.
+#[test]
+fn an_nbd_export_is_served_twice_only_when_it_is_only_read() {
+    let (dir, below) = start(&["a.raw", "--nbd", "unix:n"]);
+    let dir = dir.path();
+    let uri = format!("nbd+unix:///?socket={}", dir.join("n").display());
+    let spec = |what: &str| format!("{uri},{what}");
+    let front = |control: &str, disks: &[&str]| {
+        let args = [&["serve"], disks, &["--nbd", "unix:m", "--control", control]].concat();
+        Served::spawn(spile().args(args).current_dir(dir), dir.join("m"))
+    };
+    let served = front("d", &[&spec("name=a")]).unwrap();
+    for other in ["format=vhd,name=b", "name=b", "read-only,name=b"] {
+        let said = fails(dir, 1, &["attach", "d", &spec(other)]);
+        assert!(said.contains("served already, as \"a\""), "{other}: {said}");
+    }
+    assert!(served.terminate().success());
+    let said = front("d", &[&spec("name=a"), &spec("format=vhd,name=b")]).err().expect("two writers");
+    assert!(said.contains("served already, as \"a\""), "{said}");
+    let served = front("d", &[&spec("read-only,name=a"), &spec("read-only,name=b")]).unwrap();
+    ok(dir, &["attach", "d", &spec("read-only,name=c")]);
+    assert!(served.terminate().success());
+    assert!(below.terminate().success());
+}
+
 #[test]
 fn an_attach_that_fails_changes_nothing() {
     let (dir, served) = start(&["a.raw", "--nbd", "unix:n"]);

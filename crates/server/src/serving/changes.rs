@@ -68,14 +68,7 @@ impl Server {
             let what = format!("a disk named {name:?} is served already");
             return Err(Error::new(ErrorKind::Exists, what).hint("give the new one another name: name=N"));
         }
-        let identity = self.opening.identity_of(spec);
-        match self.disks.iter().find(|open| open.identity.place == identity.place && !identity.is_shareable()) {
-            Some(open) => {
-                let what = format!("this disk is served already, as {:?}", open.name);
-                Err(Error::new(ErrorKind::Exists, what))
-            }
-            None => Ok(()),
-        }
+        disks::refuse_twice(&self.disks, &self.opening.identity_of(spec))
     }
 
     /// Listens on these sockets as well, and has all NBD sockets find the disks that there are now.

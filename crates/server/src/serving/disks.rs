@@ -133,9 +133,13 @@ impl Opening {
     /// Opens the disks; those that were opened before one failed are in `into`.
     ///
     /// # Errors
-    /// As [`Graph::open`].
+    /// As [`Graph::open`]; `Exists` for an NBD export that would be served twice and written.
     pub fn open(&self, engine: &Engine, into: &mut Vec<Open>) -> Result<()> {
         self.specs.iter().try_for_each(|(spec, names)| {
+            // The lock of a file keeps a second writer out. An NBD export has none.
+            if let Locator::Nbd(_) = spec.source {
+                refuse_twice(into, &self.identity_of(spec))?;
+            }
             into.push(self.open_one(engine, spec, names.clone())?);
             Ok(())
         })
@@ -193,6 +197,16 @@ impl Opening {
             }
         }
     }
+}
+
+/// Refuses a disk that may not be served beside one of `served`.
+///
+/// # Errors
+/// `Exists` with the name that it is served under.
+pub fn refuse_twice(served: &[Open], disk: &Identity) -> Result<()> {
+    let Some(open) = served.iter().find(|open| !disk.goes_with(&open.identity)) else { return Ok(()) };
+    let what = format!("this disk is served already, as {:?}", open.name);
+    Err(Error::new(ErrorKind::Exists, what).hint("detach that one first, or serve both read-only"))
 }
 
 fn layer(info: &LayerInfo) -> Layer {

@@ -12,6 +12,7 @@ use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::Format;
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
+use spile_nbd_wire::uri::NbdUri;
 use spile_store::{AnyStore, FileId};
 
 use crate::disks::DiskSpec;
@@ -77,9 +78,17 @@ impl Identity {
         Self { place: leaf.map_or(self.place, Place::from), ..self }
     }
 
-    /// True when the disk may be served several times: nothing is written to it, or it is no file.
-    pub fn is_shareable(&self) -> bool {
-        self.read_only || matches!(self.place, Place::Locator(_) | Place::Missing)
+    /// True when a server may serve this disk beside `other`. Two disks in memory are never the same. A file may also be
+    /// read where it is written, as its lock allows. An export of an NBD server has no lock, so it is served several times
+    /// only when nobody writes to it.
+    pub fn goes_with(&self, other: &Self) -> bool {
+        match (&self.place, &other.place) {
+            (Place::Missing, _) => true,
+            (Place::Locator(ours), Place::Locator(theirs)) => {
+                self.read_only && other.read_only || !is_same_export(ours, theirs)
+            }
+            (ours, theirs) => self.read_only || ours != theirs,
+        }
     }
 
     /// True when both are the same disk, read in the same way.
@@ -113,6 +122,12 @@ impl From<FileId> for Place {
             FileId::BlockDevice(number) => Self::BlockDevice(number),
         }
     }
+}
+
+/// True when both are URIs of the same export of the same NBD server.
+fn is_same_export(one: &str, other: &str) -> bool {
+    let export = |text: &str| text.parse().ok().map(|NbdUri { address, export, .. }| (address, export));
+    export(one).is_some_and(|one| export(other) == Some(one))
 }
 
 fn place_of(path: &Path) -> Place {
@@ -159,6 +174,21 @@ mod tests {
         let of = |format| Identity::of(&"null:1M".parse().unwrap(), None, format);
         assert!(of(Some(Format::Raw)).is_same(&of(Some(Format::Raw))));
         assert!(!of(Some(Format::Raw)).is_same(&of(Some(Format::Vhd))) && !of(None).is_same(&of(Some(Format::Raw))));
+    }
+
+    #[test]
+    fn an_nbd_export_is_written_by_one_disk_and_read_by_no_other_then() {
+        let goes_with = |one: &str, other: &str| {
+            let (one, other) = (identity(one), identity(other));
+            assert_eq!(one.goes_with(&other), other.goes_with(&one));
+            one.goes_with(&other)
+        };
+        assert!(!goes_with("nbd://h/x", "nbd://h/x,format=vhd,name=b"));
+        assert!(!goes_with("nbd://h/x", "nbd://h:10809/x,read-only"));
+        assert!(!goes_with("nbd://h/x", "nbds://h/x"));
+        assert!(goes_with("nbd://h/x,read-only", "nbd://h:10809/x,format=vhd,read-only"));
+        assert!(goes_with("nbd://h/x", "nbd://h/y") && goes_with("nbd://h/x", "nbd://g/x"));
+        assert!(goes_with("null:1M", "null:1M") && goes_with("mem:1M", "mem:1M"));
     }
 
     #[test]
