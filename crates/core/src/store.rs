@@ -31,6 +31,9 @@ pub struct StoreInfo {
     pub punches: bool,
     /// True when writes are refused.
     pub read_only: bool,
+    /// True when what had returned is there until this host ends: the page cache of this host holds it, or memory does.
+    /// False when another host may lose it alone, as behind a network protocol.
+    pub is_local: bool,
 }
 
 /// One run of a store's own map.

@@ -4,6 +4,7 @@
 mod support;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use proptest::prelude::*;
 use spile_core::{Disk, Extent, ExtentKind, Segments, WriteZeroes};
@@ -666,6 +667,30 @@ fn a_journal_of_another_boot_is_void() {
     let mut model = pattern(1, 16384);
     model[4096..8192].copy_from_slice(&pattern(3, 4096));
     assert_eq!(read(&world.open("/vm/a.vhd"), 0..16384), model);
+}
+
+/// Another host may lose what had returned while this one goes on, so the boot of this one says nothing.
+#[test]
+fn a_store_on_another_host_has_no_journal() {
+    let world = World::new();
+    let (file, disk) = unflushed(&world);
+    drop(disk);
+    file.is_local.store(false, Ordering::Relaxed);
+    let disk = world.open("/vm/a.vhd");
+    assert!(!disk.layers()[0].unflushed);
+    assert_eq!(read(&disk, 8192..12288), pattern(1, MIB as usize)[8192..12288], "a record is trusted");
+    let bat_end = header_of(&file).bat_end_bytes();
+    let area = BatmapHeader::parse(&file.bytes(bat_end, 512)).unwrap().journal_area(bat_end).unwrap();
+    let journal = || file.bytes(area.start, (area.end - area.start) as usize);
+    let (before, syncs) = (journal(), file.syncs.load(Ordering::Relaxed));
+    write(&disk, 4096, &pattern(3, 4096));
+    assert!(journal() == before, "a record is written");
+    assert!(file.syncs.load(Ordering::Relaxed) > syncs + 1, "data and bitmap are durable before the answer");
+    drop(disk);
+    assert_eq!(read(&world.open("/vm/a.vhd"), 4096..8192), pattern(3, 4096));
+    let report = block_on(check(&world.files.store("/vm/a.vhd"), &*world.env)).unwrap();
+    let said = format!("{:?}", report.findings);
+    assert!(!said.contains("the journal holds"), "{said}");
 }
 
 #[test]

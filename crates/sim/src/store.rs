@@ -194,6 +194,7 @@ impl Store for SimStore {
             grows_zeroed: !hardware.devices,
             punches: hardware.punches,
             read_only: self.mode == OpenMode::ReadOnly,
+            is_local: true,
         }
     }
 

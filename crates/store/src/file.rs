@@ -119,6 +119,7 @@ impl FileStore {
             grows_zeroed: !is_device,
             punches,
             read_only,
+            is_local: true,
         };
         let (path, len) = (path.to_owned(), AtomicU64::new(len));
         let gate = SyncGate::default();

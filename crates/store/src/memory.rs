@@ -59,7 +59,14 @@ fn end_of(offset: u64, len: u64, limit: u64) -> Result<u64> {
 }
 
 fn memory_info(grows_zeroed: bool) -> StoreInfo {
-    StoreInfo { offset_align_bytes: 1, memory_align_bytes: 1, grows_zeroed, punches: true, read_only: false }
+    StoreInfo {
+        offset_align_bytes: 1,
+        memory_align_bytes: 1,
+        grows_zeroed,
+        punches: true,
+        read_only: false,
+        is_local: true,
+    }
 }
 
 impl MemStore {

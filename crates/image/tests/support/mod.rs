@@ -113,6 +113,8 @@ pub struct MemFile {
     /// hand.
     pub held_read: AtomicU64,
     pub lets_read_go: AtomicBool,
+    /// False: the file is on another host. To be set before the file is opened.
+    pub is_local: AtomicBool,
     /// While this is set, syncs do not end; for tests that poll by hand.
     pub holds_syncs: AtomicBool,
 }
@@ -268,6 +270,7 @@ impl Store for MemStore {
             grows_zeroed: !self.file.kind.is_device,
             punches: !self.file.kind.is_device,
             read_only: self.read_only,
+            is_local: self.file.is_local.load(Ordering::Relaxed),
         }
     }
 
@@ -387,6 +390,7 @@ impl MemFiles {
             fails: AtomicBool::new(false),
             held_read: AtomicU64::new(NO_READ),
             lets_read_go: AtomicBool::new(false),
+            is_local: AtomicBool::new(true),
             holds_syncs: AtomicBool::new(false),
         });
         self.files.lock().unwrap().insert(path, file.clone());

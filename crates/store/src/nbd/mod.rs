@@ -288,6 +288,7 @@ impl Store for NbdStore {
             grows_zeroed: false,
             punches: !self.inner.read_only && self.has(transmission::SEND_WRITE_ZEROES),
             read_only: self.inner.read_only,
+            is_local: false,
         }
     }
 

@@ -377,6 +377,7 @@ mod tests {
                 grows_zeroed: self.is_file,
                 punches: false,
                 read_only: false,
+                is_local: true,
             }
         }
         fn len_bytes(&self) -> u64 {

@@ -4,7 +4,7 @@
 //! cut would show what lay there before. Nor may it be lost when only the process dies. So a bit is first recorded
 //! here, in an area of the file that other readers ignore; the next flush syncs the data, writes the real bitmaps,
 //! and drops the record. A record counts only in the boot of the host that wrote it: the page cache of that boot
-//! still holds everything that had returned. After a power cut or a reboot the boot is another, and the journal is void.
+//! still holds everything that had returned. So a store that is not local has no journal. After a power cut or a reboot the boot is another, and the journal is void.
 //!
 //! The area has two halves, used in turn, so that records go on while a flush retires the other half. Each half:
 //! one header in its first 4 KiB (magic, version, boot id, image UUID, generation, CRC-32), then 32-byte records
@@ -42,7 +42,8 @@ pub(crate) struct Owner {
 }
 
 pub(crate) struct Journal {
-    /// Where the area lies in the store; `None` when the image has none, and each new bit waits for a sync.
+    /// Where the area lies in the store; `None` when the image has none, or the store is on another host. Each new bit waits
+    /// for a sync then.
     area: Option<Range<u64>>,
     owner: Owner,
     slots: u64,

@@ -110,6 +110,7 @@ pub(crate) struct Layout {
     pub bitmap_bytes: u64,
     pub bat_offset: u64,
     pub batmap: Option<Batmap>,
+    /// The area for a journal, which only images of ours have. [`Layout::journal_on`] says whether it can be used.
     pub journal: Option<Range<u64>>,
     /// Footer copy, header, BAT, batmap, locators and journal: no block may touch them.
     pub metadata: Vec<Range<u64>>,
@@ -118,6 +119,12 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
+    /// The journal's area, where a journal can be trusted. A record is good for one boot of this host, and says that what
+    /// had returned by then is still there. A store on another host may have lost it in the same boot of this host.
+    pub(crate) fn journal_on<S: Store>(&self, store: &S) -> Option<Range<u64>> {
+        self.journal.clone().filter(|_| store.info().is_local)
+    }
+
     /// Where the data of a block lie whose BAT entry is `sector`.
     pub(crate) fn data_offset(&self, sector: u32) -> u64 {
         u64::from(sector) * SECTOR + self.bitmap_bytes

@@ -59,7 +59,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     let sparse = Sparse {
         alloc: Alloc::new(next_free, gaps, keep_end, footers),
         bits: BitsCache::new(how.cache_bytes, layout.bitmap_bytes as usize),
-        journal: Journal::new(layout.journal.clone(), owner, generation),
+        journal: Journal::new(layout.journal_on(&store), owner, generation),
         flusher: Flusher::new(batmap.is_some()),
         via: if separate { Via::Direct } else { Via::Cached },
         grace: Grace::default(),

@@ -203,7 +203,7 @@ fn leak(report: &mut Report, range: Range<u64>, mend: Mend, what: &str) {
 /// What the journal holds for this boot of the host.
 async fn journal_records<S: Store>(store: &S, env: &dyn Env, footer: &Footer, layout: &Layout) -> Result<Vec<Record>> {
     let owner = Owner { boot_id: env.boot_id(), image_uuid: footer.uuid };
-    let records = Journal::new(layout.journal.clone(), owner, 0).replay(store).await?;
+    let records = Journal::new(layout.journal_on(store), owner, 0).replay(store).await?;
     Ok(records.into_iter().map(|(_, record)| record).collect())
 }
 
