@@ -117,7 +117,7 @@ impl Default for OsFiles {
 impl OsFiles {
     /// Opens stores with this cache mode.
     pub fn new(cache: CacheMode) -> Self {
-        Self { cache, sync_folder: |folder| File::open(folder).and_then(|folder| folder.sync_all()) }
+        Self { cache, sync_folder }
     }
 
     /// [`Files::create`], at once. Blocks for as long as the file system takes.
@@ -143,7 +143,8 @@ impl OsFiles {
     }
 
     /// Makes durable what was done to the name `path`: that it is there, or that it is gone. Blocks for as long as the
-    /// file system takes. Where a file system cannot sync a folder, nothing more can be done, and that is no error.
+    /// file system takes. Where a folder cannot be synced, by its file system or for lack of the right to read it, nothing
+    /// more can be done, and that is no error.
     ///
     /// # Errors
     /// Errors of the system.
@@ -156,6 +157,14 @@ impl OsFiles {
             }
             _ => Ok(()),
         }
+    }
+}
+
+/// Syncs a folder. One that may be written and not read cannot be opened for that.
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    match File::open(folder) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(io::ErrorKind::Unsupported.into()),
+        opened => opened?.sync_all(),
     }
 }
 
@@ -195,8 +204,11 @@ impl Files for OsFiles {
 #[cfg(test)]
 mod tests {
     use std::future::Future;
+    use std::os::unix::fs::PermissionsExt;
     use std::pin::pin;
     use std::task::{Context, Poll, Waker};
+
+    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
     use super::*;
 
@@ -235,6 +247,29 @@ mod tests {
         drop(files.create(&a, 512).unwrap());
         now(files.rename(&a, &b)).unwrap();
         now(files.remove(&b)).unwrap();
+    }
+
+    #[test]
+    fn a_folder_that_may_be_written_and_not_read_is_no_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let allow = |mode| std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(mode)).unwrap();
+        allow(0o333);
+        let work = || {
+            // Root may read any folder. This thread gives that up.
+            let mut rights = capabilities(None).unwrap();
+            rights.effective.remove(CapabilitySet::DAC_OVERRIDE | CapabilitySet::DAC_READ_SEARCH);
+            set_capabilities(None, rights).unwrap();
+            let refused = File::open(dir.path()).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied, "the test shows nothing");
+            let files = OsFiles::default();
+            let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
+            drop(files.create(&a, 512).unwrap());
+            now(files.rename(&a, &b)).unwrap();
+            now(files.remove(&b)).unwrap();
+        };
+        let done = std::thread::scope(|scope| scope.spawn(work).join());
+        allow(0o700);
+        done.unwrap();
     }
 
     #[test]
