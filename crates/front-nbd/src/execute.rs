@@ -27,7 +27,7 @@ const PIECE_BYTES: usize = 2 << 20;
 /// Page-aligned memory of `len` bytes, from this worker's pool.
 pub(crate) fn buffers(len: usize) -> Segments {
     let pool = spile_engine::pool();
-    if len <= PIECE_BYTES {
+    if (1..=PIECE_BYTES).contains(&len) {
         return pool.alloc(len).into();
     }
     (0..len).step_by(PIECE_BYTES).map(|at| pool.alloc(PIECE_BYTES.min(len - at))).collect()
