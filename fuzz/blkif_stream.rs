@@ -11,8 +11,8 @@
 mod disk;
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError, mpsc};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::time::Duration;
 
 use disk::{Did, TestDisk};
@@ -31,6 +31,7 @@ use spile_xen::blkif::{
 };
 use spile_xen::{CopyOp, DomId, GrantRef, GrantStatus, Grants, Way};
 
+use super::panics::{PANICS, count_panics};
 use super::script::Script;
 
 /// Steps of one script at most.
@@ -44,8 +45,6 @@ const PAGES: usize = 16;
 const RING_PAGE: usize = PAGES - 2;
 const PAGE_BYTES: usize = 4096;
 const GUEST: DomId = DomId(5);
-
-static PANICS: AtomicUsize = AtomicUsize::new(0);
 
 /// Runs one script.
 pub fn run(data: &[u8]) {
@@ -62,18 +61,6 @@ pub fn run(data: &[u8]) {
         guest.step(&mut script);
     }
     guest.end();
-}
-
-/// A panic on any thread, caught or not, is a finding.
-fn count_panics() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        let before = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            PANICS.fetch_add(1, Ordering::Relaxed);
-            before(info);
-        }));
-    });
 }
 
 /// What lives as long as the process.

@@ -8,9 +8,9 @@
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use spile_core::{OpenMode, Result, Segments, Store, StoreOffset, Via};
@@ -24,6 +24,7 @@ use spile_nbd_wire::request::{Command, REQUEST_BYTES, Request};
 use spile_nbd_wire::uri::{Address, NbdUri};
 use spile_store::{NbdOptions, NbdStore};
 
+use super::panics::{PANICS, count_panics};
 use super::script::Script;
 
 /// Steps of one script at most.
@@ -40,8 +41,6 @@ const DATA: u8 = 0x5a;
 /// The number of the server's `base:allocation`.
 const CONTEXT: u32 = 7;
 
-static PANICS: AtomicUsize = AtomicUsize::new(0);
-
 /// Runs one script.
 pub fn run(data: &[u8]) {
     count_panics();
@@ -54,18 +53,6 @@ pub fn run(data: &[u8]) {
     world.ended.recv_timeout(PATIENCE).expect("it hangs: the server's end");
     std::fs::remove_file(&world.path).expect("the name is there");
     assert_eq!(PANICS.load(Ordering::Relaxed), 0, "a thread has panicked");
-}
-
-/// A panic on any thread, caught or not, is a finding.
-fn count_panics() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        let before = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            PANICS.fetch_add(1, Ordering::Relaxed);
-            before(info);
-        }));
-    });
 }
 
 /// A client's engine, and the thread of its server. They live as long as the process.

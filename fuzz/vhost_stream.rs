@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Once, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use disk::TestDisk;
@@ -29,6 +29,7 @@ use spile_lab::vhost::proto::{
 };
 use spile_lab::vhost::{Area, Descriptor, DescriptorTable, GuestMemory, MemoryOptions, Region, RingParts, Socket};
 
+use super::panics::{PANICS, count_panics};
 use super::script::Script;
 
 /// Steps of one script at most.
@@ -45,8 +46,6 @@ const PARTS: [usize; 3] = [0, 0x800, 0xa00];
 /// Where the rings end.
 const DATA_AT: u64 = MEMORY.guest_base + 0x1000 * QUEUES as u64;
 
-static PANICS: AtomicUsize = AtomicUsize::new(0);
-
 /// Runs one script.
 pub fn run(data: &[u8]) {
     count_panics();
@@ -61,18 +60,6 @@ pub fn run(data: &[u8]) {
     }
     drop(front_end);
     world.settle();
-}
-
-/// A panic on any thread, caught or not, is a finding.
-fn count_panics() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        let before = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            PANICS.fetch_add(1, Ordering::Relaxed);
-            before(info);
-        }));
-    });
 }
 
 fn until(what: &str, done: impl Fn() -> bool) {

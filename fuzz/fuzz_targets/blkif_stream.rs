@@ -3,6 +3,8 @@
 
 #[path = "../blkif_stream.rs"]
 mod blkif_stream;
+#[path = "../panics.rs"]
+mod panics;
 #[path = "../script.rs"]
 mod script;
 

@@ -3,6 +3,8 @@
 
 #[path = "../nbd_client.rs"]
 mod nbd_client;
+#[path = "../panics.rs"]
+mod panics;
 #[path = "../script.rs"]
 mod script;
 

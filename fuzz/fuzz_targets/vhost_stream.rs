@@ -3,6 +3,8 @@
 
 #[path = "../vhost_stream.rs"]
 mod vhost_stream;
+#[path = "../panics.rs"]
+mod panics;
 #[path = "../script.rs"]
 mod script;
 

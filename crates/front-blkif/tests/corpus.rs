@@ -6,6 +6,8 @@
 mod blkif_ring;
 #[path = "../../../fuzz/blkif_stream.rs"]
 mod blkif_stream;
+#[path = "../../../fuzz/panics.rs"]
+mod panics;
 #[path = "../../../fuzz/script.rs"]
 mod script;
 #[path = "../../../fuzz/short_run.rs"]

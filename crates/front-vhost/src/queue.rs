@@ -241,10 +241,10 @@ impl DriverSide {
 
     /// Shows the driver what was answered. Returns the used index before that; `None` when there was nothing to show.
     fn publish(&mut self) -> Option<u16> {
+        self.count_begun();
         if self.batch.is_empty() {
             return None;
         }
-        self.count_begun();
         // One look at the clock for all of them.
         let now_ns = now_ns();
         self.counters.requests.end_all(self.answered.drain(..), now_ns);
@@ -325,7 +325,6 @@ impl GuestRing for QueueTask {
 
     fn end_turn(&mut self, has_worked: bool) {
         let mut side = self.side.borrow_mut();
-        side.count_begun();
         side.publish_and_call();
         if has_worked {
             side.break_if_lost();

@@ -1,6 +1,8 @@
 //! The readers of hostile bytes and the server as a whole, over their fuzz corpora and over mutations of them.
 #![forbid(unsafe_code)]
 
+#[path = "../../../fuzz/panics.rs"]
+mod panics;
 #[path = "../../../fuzz/script.rs"]
 mod script;
 #[path = "../../../fuzz/short_run.rs"]

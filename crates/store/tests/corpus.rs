@@ -4,6 +4,8 @@
 
 #[path = "../../../fuzz/nbd_client.rs"]
 mod nbd_client;
+#[path = "../../../fuzz/panics.rs"]
+mod panics;
 #[path = "../../../fuzz/script.rs"]
 mod script;
 #[path = "../../../fuzz/short_run.rs"]
