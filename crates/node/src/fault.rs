@@ -1,4 +1,4 @@
-//! [`Faults`]: a stage that fails or delays requests, for tests and trials. A seed decides, so a run can be repeated.
+//! [`Faults`]: a stage that fails or delays requests, or panics, for tests and trials. A seed decides, so a run can be repeated.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,6 +29,10 @@ pub enum Effect {
     Fail(ErrorKind),
     /// The request goes on so much later. Several delays add up.
     Delay(Duration),
+    /// The thread panics before the request reaches the graph.
+    Panic,
+    /// The thread panics when the graph has done the request, before anybody is told.
+    PanicAfter,
 }
 
 /// The stage. Whether a rule strikes depends on the seed, the rule, and how many requests came before.
@@ -36,29 +40,48 @@ pub struct Faults {
     rules: Vec<Fault>,
     seed: u64,
     timer: Arc<dyn Timer>,
-    requests: AtomicU64,
+    /// Requests that have come, and those that the graph has done.
+    begun: AtomicU64,
+    done: AtomicU64,
 }
+
+/// What all rules together have for one request.
+#[derive(Default)]
+struct Struck {
+    delay: Duration,
+    failure: Option<ErrorKind>,
+    panics: bool,
+}
+
+const ASKED_FOR: &str = "a fault that was asked for";
 
 impl Faults {
     /// A stage with these rules; `timer` makes the delays.
     pub fn new(rules: Vec<Fault>, seed: u64, timer: Arc<dyn Timer>) -> Self {
-        Self { rules, seed, timer, requests: AtomicU64::new(0) }
+        Self { rules, seed, timer, begun: AtomicU64::new(0), done: AtomicU64::new(0) }
     }
 
-    /// The delay and the failure that all rules together have for this request.
-    fn effect(&self, io: &Io<'_>) -> (Duration, Option<ErrorKind>) {
-        let number = self.requests.fetch_add(1, Ordering::Relaxed);
-        let (mut delay, mut failure) = (Duration::ZERO, None);
-        for (rule, fault) in self.rules.iter().enumerate() {
-            let draw = mix(self.seed ^ mix(number ^ mix(rule as u64))) % 1_000_000;
-            if draw < u64::from(fault.per_million) && fault.concerns(io) {
-                match fault.effect {
-                    Effect::Fail(kind) => failure = failure.or(Some(kind)),
-                    Effect::Delay(more) => delay = delay.saturating_add(more),
-                }
+    /// The effects of the rules that strike the request of this number.
+    fn strikes(&self, number: u64, io: Io<'_>) -> impl Iterator<Item = Effect> {
+        let rules = self.rules.iter().enumerate().filter(move |(rule, fault)| {
+            let draw = mix(self.seed ^ mix(number ^ mix(*rule as u64))) % 1_000_000;
+            draw < u64::from(fault.per_million) && fault.concerns(&io)
+        });
+        rules.map(|(_, fault)| fault.effect)
+    }
+
+    /// What the rules have for a request before it reaches the graph.
+    fn struck(&self, io: Io<'_>) -> Struck {
+        let mut struck = Struck::default();
+        for effect in self.strikes(self.begun.fetch_add(1, Ordering::Relaxed), io) {
+            match effect {
+                Effect::Fail(kind) => struck.failure = struck.failure.or(Some(kind)),
+                Effect::Delay(more) => struck.delay = struck.delay.saturating_add(more),
+                Effect::Panic => struck.panics = true,
+                Effect::PanicAfter => {}
             }
         }
-        (delay, failure)
+        struck
     }
 }
 
@@ -71,22 +94,26 @@ impl Fault {
 
 impl Stage for Faults {
     fn before<'a>(&'a self, io: Io<'a>) -> Option<Pending<'a>> {
-        let (delay, failure) = self.effect(&io);
-        if delay.is_zero() && failure.is_none() {
+        let Struck { delay, failure, panics } = self.struck(io);
+        if delay.is_zero() && failure.is_none() && !panics {
             return None;
         }
         Some(Box::pin(async move {
             if !delay.is_zero() {
                 self.timer.sleep(delay).await;
             }
+            assert!(!panics, "{ASKED_FOR}");
             match failure {
-                Some(kind) => Err(Error::new(kind, "a fault that was asked for").at_offset(io.extent.start())),
+                Some(kind) => Err(Error::new(kind, ASKED_FOR).at_offset(io.extent.start())),
                 None => Ok(()),
             }
         }))
     }
 
-    fn after<'a>(&'a self, _: Io<'a>, _: &Result<()>) -> Option<Pending<'a>> {
+    fn after<'a>(&'a self, io: Io<'a>, _: &Result<()>) -> Option<Pending<'a>> {
+        let number = self.done.fetch_add(1, Ordering::Relaxed);
+        let panics = self.strikes(number, io).any(|effect| effect == Effect::PanicAfter);
+        assert!(!panics, "{ASKED_FOR}");
         None
     }
 }

@@ -204,3 +204,17 @@ fn a_delayed_request_goes_on_when_its_time_has_come() {
     time.store(100, SeqCst);
     assert!(matches!(poll(&mut delayed), Poll::Ready(Ok(()))));
 }
+
+#[test]
+fn a_panic_comes_before_the_graph_has_the_request_or_when_it_has_done_it() {
+    for (effect, reached) in [(Effect::Panic, 0), (Effect::PanicAfter, 1)] {
+        let rule = Fault { ops: vec![Op::Write], extent: None, per_million: 1_000_000, effect };
+        let (node, _) = faults(vec![rule], 1);
+        let graph = now(node.graph());
+        now(node.flush()).unwrap();
+        let before = graph.begun.load(SeqCst);
+        let struck = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| now(write(&node, 0, 512, 1))));
+        assert!(struck.is_err(), "{effect:?}");
+        assert_eq!(graph.begun.load(SeqCst) - before, reached, "{effect:?}");
+    }
+}

@@ -2,8 +2,8 @@
 //!
 //! - [`serving`]: `spile serve`: disks for NBD clients and virtual machines, the control socket, the takeover.
 //! - [`xen`]: `spile xen-disk` and `spile xen-backend`: disks for Xen guests.
-//! - [`disks`] names and opens disks, [`listen`] makes sockets, [`signals`] ends a process in order, [`log`] writes what the
-//!   libraries report.
+//! - [`disks`] names and opens disks, [`listen`] makes sockets, [`signals`] ends a process in order, [`panics`] ends one that has a
+//!   bug, [`log`] writes what the libraries report.
 //!
 //! This crate joins fronts and images. It imports nothing that measures (`bench`) or imitates (`lab`).
 #![forbid(unsafe_code)]
@@ -12,6 +12,7 @@ pub mod disks;
 pub mod listen;
 pub mod log;
 pub mod notify;
+pub mod panics;
 pub mod serving;
 pub mod signals;
 pub mod units;

@@ -68,13 +68,3 @@ impl EndSignals {
 pub fn exit_code(signal: Signal) -> i32 {
     128 + signal as i32
 }
-
-/// From now on, a thread that panics ends the process at once, as if it had been killed. A ring whose task is gone would never
-/// answer again; the next process takes up all that it had not answered.
-pub fn abort_on_panic() {
-    let tell = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        tell(panic);
-        std::process::abort();
-    }));
-}

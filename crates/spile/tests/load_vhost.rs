@@ -4,7 +4,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{Running, Served, eventually, fails, have, json, ok};
+use common::{Blow, Running, Served, eventually, fails, have, json, ok};
 use nix::sys::signal::Signal;
 use nix::time::{clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
@@ -83,9 +83,12 @@ fn what_cannot_be_is_refused_with_a_reason() {
 }
 
 /// Our own server, on the socket `v`.
-fn serve_ours(dir: &Path) -> Served {
+fn serve_ours(dir: &Path, blow: Option<Blow>) -> Served {
     let mut command = common::spile();
     command.args(["serve", "d.raw,format=raw", "--vhost-user", "v", "--queues", "2"]).current_dir(dir);
+    if let Some(blow) = blow {
+        blow.prepare(&mut command, 3000);
+    }
     Served::spawn(&mut command, dir.join("v")).unwrap()
 }
 
@@ -97,25 +100,36 @@ fn works(served: &Served) {
     eventually("it serves the load", || used() - start > std::time::Duration::from_millis(100));
 }
 
-#[test]
-fn a_verified_load_goes_on_over_kills_of_the_server() {
+fn goes_on_over(blow: Blow, blows: u64) {
     let dir = tempfile::tempdir().unwrap();
     ok(dir.path(), &["create", "d.raw", "--size", "64M"]);
-    let mut served = serve_ours(dir.path());
+    let mut served = serve_ours(dir.path(), Some(blow));
     let mut command = common::spile();
     command.args(["load", "vhost-user:v", "--rw", "randrw", "--verify", "--runtime", "1h", "--queues", "2"]);
     command.args(["--reconnect", "30s", "--flush-every", "100", "--save-model", "m", "--json"]);
     let running = Running::start(&mut command, dir.path());
-    for _ in 0..3 {
-        works(&served);
-        served.kill();
-        served = serve_ours(dir.path());
+    for left in (0..blows).rev() {
+        if blow == Blow::Kill {
+            works(&served);
+        }
+        blow.strike(&mut served);
+        served = serve_ours(dir.path(), (left > 0).then_some(blow));
     }
     works(&served);
     let (code, out) = running.end(Signal::SIGINT);
     assert_eq!(code, Some(130), "{out}");
     let report: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert_eq!((&report["reconnects"], &report["error"]), (&3.into(), &serde_json::Value::Null), "{report}");
+    assert_eq!((&report["reconnects"], &report["error"]), (&blows.into(), &serde_json::Value::Null), "{report}");
     let checked = json(dir.path(), &["load", "vhost-user:v", "--verify-model", "m"]);
     assert!(checked["acknowledged_blocks"].as_u64() > Some(0), "{checked}");
+}
+
+#[test]
+fn a_verified_load_goes_on_over_kills_of_the_server() {
+    goes_on_over(Blow::Kill, 3);
+}
+
+#[test]
+fn a_verified_load_goes_on_over_panics_of_the_server() {
+    goes_on_over(Blow::Panic, 10);
 }

@@ -5,7 +5,7 @@ mod common;
 use std::time::Duration;
 
 use common::xen::{BLOCK, BLOCKS, Load, Xen, chain, content, request, start_backend, wait_until};
-use common::{assert_silent, json, ok, spile};
+use common::{Blow, assert_silent, json, ok, spile};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use spile_lab::GuestQueue;
@@ -21,7 +21,7 @@ fn guest_options() -> BlkfrontOptions {
     BlkfrontOptions { queues: 2, depth: 16, data_bytes: BLOCK, indirect_segments: 32, ..BlkfrontOptions::default() }
 }
 
-fn killed_under_load(mut xen: Xen, access: &str, options: BlkfrontOptions, kills: u32) {
+fn ended_under_load(mut xen: Xen, access: &str, options: BlkfrontOptions, blow: Blow, blows: u32) {
     let mut vbd = Vbd::new(DomId(3), format!("vhd:{}", chain(xen.dir.path()).display()));
     vbd.extra.push(("spile-access".into(), access.into()));
     add_vbd(&mut xen.store, &vbd).unwrap();
@@ -30,7 +30,13 @@ fn killed_under_load(mut xen: Xen, access: &str, options: BlkfrontOptions, kills
     let mut load = Load::new(front.start().unwrap());
     assert_eq!(load.queues.iter().map(Queue::slots).collect::<Vec<_>>(), [depth; 2]);
     let mut pid = xen.process(&vbd, None);
-    for turn in 0..kills {
+    for turn in 0..blows {
+        if blow == Blow::Panic {
+            // The process panics by itself, over and over.
+            load.run_until(|| xen.process_now(&vbd).is_some_and(|other| other != pid));
+            pid = xen.process(&vbd, Some(pid));
+            continue;
+        }
         // Now and then the next end comes while the successor begins.
         if turn % 4 == 3 {
             let pause = load.roll(60);
@@ -58,20 +64,27 @@ fn killed_under_load(mut xen: Xen, access: &str, options: BlkfrontOptions, kills
 
 #[test]
 fn a_process_that_is_killed_fifty_times_loses_nothing_and_the_guest_sees_no_error() {
-    killed_under_load(Xen::start(), "copy", guest_options(), KILLS);
+    ended_under_load(Xen::start(), "copy", guest_options(), Blow::Kill, KILLS);
+}
+
+#[test]
+fn so_it_is_with_a_process_that_panics() {
+    let mut command = spile();
+    Blow::Panic.prepare(&mut command, 300);
+    ended_under_load(Xen::start_by(command, &[]), "copy", guest_options(), Blow::Panic, KILLS / 2);
 }
 
 #[test]
 fn so_it_is_with_pages_that_stay_mapped() {
     let options = BlkfrontOptions { persistent: true, ..guest_options() };
-    killed_under_load(Xen::start(), "persistent", options, KILLS / 5);
+    ended_under_load(Xen::start(), "persistent", options, Blow::Kill, KILLS / 5);
 }
 
 /// Twice as many requests are in flight as the ring of requests has slots, and while nobody serves it, the others wait.
 #[test]
 fn so_it_is_with_split_rings() {
     let options = BlkfrontOptions { split_response_order: Some(0), depth: 64, ..guest_options() };
-    killed_under_load(Xen::start_with(&["--split-rings"]), "copy", options, KILLS / 5);
+    ended_under_load(Xen::start_with(&["--split-rings"]), "copy", options, Blow::Kill, KILLS / 5);
 }
 
 #[test]

@@ -191,7 +191,7 @@ fn a_program_that_is_replaced_or_removed_is_started_all_the_same() {
 #[test]
 fn a_panic_ends_a_disks_process_as_if_it_were_killed() {
     if std::env::var_os("PANIC").is_some() {
-        spile::signals::abort_on_panic();
+        spile::panics::abort_on_panic();
         let _ = std::thread::spawn(|| panic!("on purpose")).join();
         return;
     }

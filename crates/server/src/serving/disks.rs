@@ -10,6 +10,7 @@ use spile_node::Node;
 use spile_store::{AnyStore, CacheMode};
 
 use super::api::types::Layer;
+use super::faults;
 use super::identity::{Exported, Identity};
 use crate::disks::{self, DiskSpec};
 
@@ -164,7 +165,9 @@ impl Opening {
             ..OpenOptions::default()
         };
         let graph = self.open_patiently(engine, spec, &options)?;
-        Ok(self.opened(graph, spec, names))
+        let open = self.opened(graph, spec, names);
+        faults::attach(engine, &open)?;
+        Ok(open)
     }
 
     /// The disk of `spec`, which was opened as `graph`.

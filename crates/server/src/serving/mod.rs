@@ -1,7 +1,7 @@
 //! Serving disks: what `spile serve` and `spile xen-disk` are made of.
 //!
 //! - [`server`]: the main loop of both. [`serve`]: `spile serve` itself; `spile xen-disk` is [`crate::xen::disk`].
-//! - [`disks`]: the images, open. [`fronts`]: the servers over them. [`sockets`]: where they listen.
+//! - [`disks`]: the images, open; `faults.rs` has them fail for tests. [`fronts`]: the servers over them. [`sockets`]: where they listen.
 //! - [`control`]: lines on the control socket. [`api`]: HTTP on the same socket. [`takeover`]: a server that gives all it has to
 //!   its successor, and the messages for that.
 
@@ -9,6 +9,7 @@ pub mod api;
 mod changes;
 pub mod control;
 pub mod disks;
+mod faults;
 pub mod fronts;
 mod handover;
 pub mod identity;

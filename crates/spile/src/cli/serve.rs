@@ -13,6 +13,7 @@ use spile_store::CacheMode;
 use super::{Exit, ParentArgs, parse_cache, parse_engine, parse_format, try_say};
 use crate::disks::DiskSpec;
 use crate::log;
+use crate::panics::abort_on_panic;
 use crate::serving::disks::Opening;
 use crate::serving::fronts::{Options, VhostSpec};
 use crate::serving::serve::{self, ControlPlace, Settings};
@@ -110,6 +111,7 @@ pub struct ServeArgs {
 /// When a disk cannot be opened or closed, or an address cannot be listened on.
 pub fn run(args: &ServeArgs) -> Result<Exit> {
     log::to_stderr();
+    abort_on_panic();
     let signals = EndSignals::block()?;
     // Guests need their disks also when nobody reads this.
     serve::serve(settings(args)?, signals, |line| drop(try_say(line))).map(|()| Exit::Ok)

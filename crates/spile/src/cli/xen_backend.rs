@@ -15,8 +15,9 @@ use super::xen_place::XenPlace;
 use super::{Exit, ParentArgs, parse_cache, parse_engine, try_say};
 use crate::log;
 use crate::notify::notify;
+use crate::panics::abort_on_panic;
 use crate::serving::disks::Opening;
-use crate::signals::{EndSignals, abort_on_panic};
+use crate::signals::EndSignals;
 use crate::xen::Place;
 use crate::xen::backend::Backend;
 use crate::xen::disk::{Options, access_name, parse_access, serve};
@@ -122,6 +123,7 @@ impl DiskArgs {
 /// When xenstore cannot be reached, or is gone.
 pub fn run(args: &XenBackendArgs) -> Result<Exit> {
     log::to_stderr();
+    abort_on_panic();
     let signals = EndSignals::block()?;
     let store = args.disk.place.open()?;
     let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::io("make an eventfd", errno.into()))?;

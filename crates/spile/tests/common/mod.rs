@@ -7,10 +7,12 @@ pub mod nbd;
 pub mod xen;
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
 use spile::uri::{Address, NbdUri};
 
 /// Nothing here takes longer, on the slowest machine.
@@ -79,7 +81,7 @@ impl Running {
     }
 
     /// Sends a signal and waits for the end: the exit code and stdout.
-    pub fn end(mut self, signal: nix::sys::signal::Signal) -> (Option<i32>, String) {
+    pub fn end(mut self, signal: Signal) -> (Option<i32>, String) {
         self.0.signal(signal);
         let code = self.0.wait().code();
         let mut out = String::new();
@@ -137,14 +139,14 @@ impl Served {
         NbdUri::new(self.address(), name)
     }
 
-    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+    pub fn signal(&self, signal: Signal) {
         let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
         nix::sys::signal::kill(pid, signal).expect("the server lives");
     }
 
     /// SIGTERM, and waits for the end.
     pub fn terminate(mut self) -> ExitStatus {
-        self.signal(nix::sys::signal::Signal::SIGTERM);
+        self.signal(Signal::SIGTERM);
         self.wait()
     }
 
@@ -163,6 +165,40 @@ impl Served {
             }
             assert!(Instant::now() < end, "the server did not end");
             std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// How a test ends a server in the middle of its work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blow {
+    /// By SIGKILL.
+    Kill,
+    /// One of its threads panics at some request.
+    Panic,
+}
+
+impl Blow {
+    /// Has a server panic at about one in `one_in` requests, if that is the way it is to end.
+    pub fn prepare(self, command: &mut Command, one_in: u32) -> &mut Command {
+        match self {
+            Self::Kill => command,
+            Self::Panic => command.env("SPILE_TEST_PANIC", one_in.to_string()),
+        }
+    }
+
+    /// The server's end: at once by SIGKILL, or when it panics, which it has to say.
+    pub fn strike(self, served: &mut Served) {
+        if self == Self::Kill {
+            served.child.kill().expect("the server lives");
+        }
+        let status = served.wait();
+        if self == Self::Panic {
+            let said = guests::rest_of_stderr(served);
+            assert_eq!(status.signal(), Some(Signal::SIGABRT as i32), "{status}: {said}");
+            for says in ["a bug: the thread spile-worker-", "fault.rs:", "takes up their requests", "please report"] {
+                assert!(said.contains(says), "{says}: {said}");
+            }
         }
     }
 }

@@ -38,10 +38,15 @@ impl Xen {
 
     /// With more arguments for the back end.
     pub fn start_with(args: &[&str]) -> Self {
+        Self::start_by(spile(), args)
+    }
+
+    /// With another program, or more of an environment.
+    pub fn start_by(command: Command, args: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::start(dir.path()).unwrap();
         let store = XenStore::open(&host.xenstored()).unwrap();
-        let backend = start_backend(dir.path(), args);
+        let backend = start_backend_by(command, dir.path(), args);
         Self { store, backend, _host: host, dir }
     }
 
@@ -72,14 +77,18 @@ impl Xen {
 
     /// The disk's process, once there is one that is not `old`.
     pub fn process(&self, vbd: &Vbd, old: Option<i32>) -> i32 {
-        let file = self.path(&format!("run/{}-{}.pid", vbd.guest, vbd.device));
         let mut found = None;
         wait_until("the disk's process", || {
-            let text = std::fs::read_to_string(&file).unwrap_or_default();
-            found = text.trim().parse().ok().filter(|pid| Some(*pid) != old);
+            found = self.process_now(vbd).filter(|pid| Some(*pid) != old);
             found.is_some()
         });
         found.unwrap()
+    }
+
+    /// The disk's process, if there is one.
+    pub fn process_now(&self, vbd: &Vbd) -> Option<i32> {
+        let file = self.path(&format!("run/{}-{}.pid", vbd.guest, vbd.device));
+        std::fs::read_to_string(file).ok()?.trim().parse().ok()
     }
 
     pub fn key(&mut self, vbd: &Vbd, key: &str) -> Option<String> {
@@ -224,8 +233,18 @@ impl Load {
 
     /// Goes on until `count` more are answered.
     pub fn run(&mut self, count: u64) {
-        let (end, until) = (self.done + count, Instant::now() + PATIENCE);
-        while self.done < end {
+        let end = self.done + count;
+        self.run_while(|load| load.done < end);
+    }
+
+    /// Goes on until something has happened.
+    pub fn run_until(&mut self, mut has_happened: impl FnMut() -> bool) {
+        self.run_while(|_| !has_happened());
+    }
+
+    fn run_while(&mut self, mut goes_on: impl FnMut(&Self) -> bool) {
+        let until = Instant::now() + PATIENCE;
+        while goes_on(self) {
             assert!(Instant::now() < until, "the load stands still");
             self.submit();
             self.collect();
