@@ -12,6 +12,7 @@ mod io;
 mod locator;
 mod log_limit;
 pub mod metrics;
+mod shard;
 mod store;
 mod units;
 
@@ -21,6 +22,7 @@ pub use extent::{Extent, GuestOffset, StoreOffset};
 pub use io::{Io, Op, WriteZeroes};
 pub use locator::{Locator, parse_size};
 pub use log_limit::LogLimit;
+pub use shard::{SHARDS, shard_number};
 pub use spile_mem::{Segment, Segments};
 pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Timer, Via};
 pub use units::format_size;

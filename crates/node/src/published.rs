@@ -8,21 +8,17 @@
 //! waits for no request: only for workers that are just cloning a share, a few instructions. A worker never waits in a lock:
 //! when it finds its shard locked or empty, the request waits as any future does.
 
-use std::cell::Cell;
 use std::future::poll_fn;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::task::Poll;
 
 use event_listener::Event;
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result};
+use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result, SHARDS, shard_number};
 
 use crate::end::{End, Ender};
 use crate::stage::{Attached, Place, Stages};
-
-/// Workers beyond this many share shards.
-const SHARDS: usize = 16;
 
 /// What a request meets on its way to the graph.
 #[derive(Clone)]
@@ -299,21 +295,4 @@ async fn give_way() {
         Poll::Pending
     })
     .await;
-}
-
-/// This thread's shard.
-#[inline]
-fn shard_number() -> usize {
-    const UNKNOWN: usize = usize::MAX;
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    thread_local!(static MINE: Cell<usize> = const { Cell::new(UNKNOWN) });
-    match MINE.get() {
-        UNKNOWN => {
-            let number = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
-            MINE.set(number);
-            number
-        }
-        // Known to be in bounds already, but not to the compiler.
-        number => number % SHARDS,
-    }
 }

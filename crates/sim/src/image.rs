@@ -211,7 +211,7 @@ impl Subject for Image {
 
     async fn open(&self, world: &World, layer: usize) -> Result<SimDisk> {
         let chain = self.chain(world, layer, false).await?;
-        Ok(if self.aligned { SimDisk::Aligned(Aligned::new(chain)) } else { SimDisk::Plain(chain) })
+        Ok(if self.aligned { SimDisk::Aligned(Box::new(Aligned::new(chain))) } else { SimDisk::Plain(chain) })
     }
 
     async fn check(&self, world: &World, clean: bool) -> Result<(), String> {
@@ -242,7 +242,7 @@ pub enum SimDisk {
     /// The graph alone.
     Plain(Graph<SimStore>),
     /// The graph behind [`Aligned`].
-    Aligned(Aligned<Graph<SimStore>>),
+    Aligned(Box<Aligned<Graph<SimStore>>>),
 }
 
 impl Disk for SimDisk {
