@@ -145,9 +145,13 @@ impl Error {
     }
 }
 
+/// ENFILE and EMFILE: the system, or this process, has no descriptor left.
+const NO_DESCRIPTOR: [i32; 2] = [23, 24];
+
 fn kind_of(error: &io::Error) -> ErrorKind {
     use io::ErrorKind as K;
     match error.kind() {
+        _ if error.raw_os_error().is_some_and(|errno| NO_DESCRIPTOR.contains(&errno)) => ErrorKind::Exhausted,
         K::NotFound => ErrorKind::NotFound,
         K::PermissionDenied => ErrorKind::Denied,
         K::AlreadyExists => ErrorKind::Exists,

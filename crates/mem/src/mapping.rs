@@ -4,8 +4,8 @@
 //! The other process may shorten the file at any time. A touch of what is gone then raises SIGBUS, which would end this
 //! process and with it the disks of all others. So the first mapping installs a handler: a fault inside a mapping puts
 //! zeroed memory in the place of the whole mapping and marks it as lost ([`Segment::is_lost`]); its owner looks at the
-//! mark and ends that connection. A fault anywhere else is handled as it was before. System calls that meet the
-//! gap fail with EFAULT and need none of this.
+//! mark and ends that connection. A fault anywhere else is handled as it was before. A SIGBUS that somebody has sent is no
+//! fault, and nothing happens. System calls that meet the gap fail with EFAULT and need none of this.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -202,10 +202,13 @@ fn install_handler() -> io::Result<()> {
 extern "C" fn on_sigbus(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid siginfo.
     let code = unsafe { (*info).si_code };
+    if code <= 0 {
+        // Somebody has sent it: SI_USER, SI_QUEUE, SI_TKILL. It neither ends the process nor takes its protection away.
+        return;
+    }
     // SAFETY: as above, and a SIGBUS of the kernel's has an address.
-    let address = if code > 0 { unsafe { (*info).si_addr() as usize } } else { 0 };
-    // A signal that somebody sent has none, and is none of ours.
-    let mut guard = if code > 0 { GUARDS.load(Ordering::Acquire).cast_const() } else { ptr::null() };
+    let address = unsafe { (*info).si_addr() as usize };
+    let mut guard = GUARDS.load(Ordering::Acquire).cast_const();
     // SAFETY: nodes are never freed, and complete before they are published.
     while let Some(node) = unsafe { guard.as_ref() } {
         if node.repair(address) {
@@ -266,5 +269,17 @@ mod tests {
         // The place in the list is used again, without the mark.
         drop(lost);
         assert!(!Segment::map_shared(&whole, 0, 4096).unwrap().is_lost());
+    }
+
+    #[test]
+    fn a_signal_that_somebody_sends_neither_ends_the_process_nor_its_protection() {
+        let cut = file(8192);
+        let lost = Segment::map_shared(&cut, 0, 8192).unwrap();
+        // SAFETY: the handler is installed, and this thread holds no lock.
+        assert_eq!(unsafe { libc::raise(libc::SIGBUS) }, 0);
+        assert!(!lost.is_lost());
+        cut.set_len(0).unwrap();
+        assert_eq!(lost.read_array::<2>(4096), [0, 0]);
+        assert!(lost.is_lost());
     }
 }

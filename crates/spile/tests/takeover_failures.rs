@@ -17,6 +17,7 @@ use common::nbd::Client;
 use common::{Served, eventually, fails, ok};
 use nix::sys::signal::Signal;
 use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::process::{Resource, Rlimit};
 use spile::serving::control::{Answer, LAYOUT, Link, Request};
 use spile::serving::fronts::{Listening, Role, key};
 use spile::serving::identity::{Exported, Identity};
@@ -464,6 +465,71 @@ fn a_successor_that_hangs_with_the_disk_open_is_ended_and_the_old_server_goes_on
     assert_eq!(hanging.wait().code(), None, "a signal has ended it");
     queue.write(512, &[2; 512]).unwrap();
     assert_eq!(queue.read(0, 512).unwrap(), [1; 512]);
+    assert!(served.terminate().success());
+}
+
+/// A caller that stops in the middle of a takeover, and after how much of it.
+#[test]
+fn a_caller_that_says_nothing_holds_up_nobody() {
+    let (dir, served) = start();
+    let dir = dir.path();
+    let (_device, mut queue) = guest(&dir.join("v"));
+    let silent = Link::connect(&dir.join("c")).unwrap().expect("a server is there");
+    queue.write(0, &[1; 512]).unwrap();
+    // A whole takeover comes in between.
+    let served = succeed(dir, &ARGS, served);
+    assert_eq!(queue.read(0, 512).unwrap(), [1; 512]);
+    drop(silent);
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn an_old_server_that_hangs_is_spoken_of_and_goes_on_when_it_wakes_up() {
+    let (dir, mut served) = start();
+    let dir = dir.path();
+    let (_device, mut queue) = guest(&dir.join("v"));
+    queue.write(0, &[1; 512]).unwrap();
+    served.signal(Signal::SIGSTOP);
+    let mut command = common::spile();
+    command.arg("serve").args(ARGS).args(["--takeover", "--control", "c"]).current_dir(dir);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut successor = Served { child: command.spawn().unwrap(), socket: dir.join("v") };
+    complains(&mut successor, "has not answered in the takeover for 5 s: it is waited for, at most 120 s");
+    served.signal(Signal::SIGCONT);
+    assert!(served.wait().success());
+    assert!(rest_of_stderr(&mut served).contains(&format!("(process {}) serves", successor.child.id())));
+    assert_eq!(queue.read(0, 512).unwrap(), [1; 512]);
+    assert!(successor.terminate().success());
+}
+
+#[test]
+fn a_successor_that_has_everything_and_hangs_is_spoken_of() {
+    let (dir, mut served) = start();
+    let mut inheritance = take(dir.path());
+    inheritance.confirm().unwrap();
+    complains(&mut served, "has everything and does not say that it serves");
+    assert!(served.wait().success());
+}
+
+#[test]
+fn a_lack_of_descriptors_after_a_failed_takeover_is_waited_for() {
+    let (dir, mut served) = start();
+    let dir = dir.path();
+    let (_device, mut queue) = guest(&dir.join("v"));
+    queue.write(0, &[1; 512]).unwrap();
+    let inheritance = take(dir);
+    let pid = rustix::process::Pid::from_raw(served.child.id() as i32);
+    let limit = |current| {
+        let maximum = rustix::process::getrlimit(Resource::Nofile).maximum;
+        let limit = Rlimit { current: Some(current), maximum };
+        rustix::process::prlimit(pid, Resource::Nofile, limit).unwrap();
+    };
+    limit(3);
+    drop(inheritance);
+    complains(&mut served, "the disks are tried again");
+    limit(1024);
+    assert_eq!(queue.read(0, 512).unwrap(), [1; 512]);
+    answers_nbd(dir);
     assert!(served.terminate().success());
 }
 

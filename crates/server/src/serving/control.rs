@@ -243,6 +243,11 @@ impl Link {
         }
     }
 
+    /// The number of the process at the other end, as it was when it connected; `None` where the system does not know it.
+    pub fn peer_pid(&self) -> Option<i32> {
+        sockopt::socket_peercred(&self.stream).ok().map(|peer| peer.pid.as_raw_pid())
+    }
+
     /// The process at the other end, as a pidfd.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 //! The images that are served, open for as long as they are.
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use spile_core::{Disk, Error, ErrorKind, Locator, Result};
@@ -220,14 +220,24 @@ fn layer(info: &LayerInfo) -> Layer {
     }
 }
 
-/// Flushes the disks, so that closing them soon after takes little time.
+/// Flushes the disks, so that closing them soon after takes little time. After `bound` nobody waits any more; the flushes go on.
 ///
 /// # Errors
-/// The first failure.
-pub fn flush(engine: &Engine, disks: &[Open]) -> Result<()> {
-    disks.iter().try_for_each(|open| {
-        let disk = open.disk.clone();
-        engine.run_on(0, move || async move { disk.flush().await })
+/// The first failure; `TimedOut` with the name of a disk that is not flushed in time.
+pub fn flush(engine: &Engine, disks: &[Open], bound: Duration) -> Result<()> {
+    let end = Instant::now() + bound;
+    let begin = |open: &Open| {
+        let (disk, (sender, flushed)) = (open.disk.clone(), mpsc::channel());
+        engine.spawn_on(0, move || async move { drop(sender.send(disk.flush().await)) });
+        (open.label.clone(), flushed)
+    };
+    let begun: Vec<_> = disks.iter().map(begin).collect();
+    begun.into_iter().try_for_each(|(label, flushed)| {
+        let late = |_| {
+            let what = format!("{label} could not be flushed in {} s", bound.as_secs());
+            Error::new(ErrorKind::TimedOut, what).hint("try again when its storage answers")
+        };
+        flushed.recv_timeout(end.saturating_duration_since(Instant::now())).map_err(late)?
     })
 }
 
@@ -299,6 +309,24 @@ mod tests {
         let open = opening.opened(graph, &spec, vec![String::new()]);
         assert!(open.identity.is_same(&before) && !open.identity.is_same(&opening.identity_of(&spec)));
         close(&engine, vec![open], Ok(())).unwrap();
+        engine.shutdown();
+    }
+
+    #[test]
+    fn a_flush_that_does_not_end_is_waited_for_within_a_bound() {
+        let engine = Engine::start(spile_engine::Config { workers: 1, ..Default::default() }).unwrap();
+        let mut disks = Vec::new();
+        let opening = Opening::new(None, CacheMode::Page, Vec::new()).with_disks(vec!["null:1M".parse().unwrap()]);
+        opening.open(&engine, &mut disks).unwrap();
+        flush(&engine, &disks, BUSY_PATIENCE).unwrap();
+        let effect = spile_node::Effect::Delay(Duration::from_secs(2));
+        let rule = spile_node::Fault { ops: Vec::new(), extent: None, per_million: 1_000_000, effect };
+        let faults = Arc::new(spile_node::Faults::new(vec![rule], 1, Arc::new(spile_engine::OsEnv)));
+        let disk = disks[0].disk.clone();
+        engine.run_on(0, move || async move { disk.attach(spile_node::Place::Fault, faults).await }).unwrap();
+        let late = flush(&engine, &disks, Duration::from_millis(1)).unwrap_err();
+        assert!(late.kind() == ErrorKind::TimedOut && late.to_string().contains("null could not be flushed"), "{late}");
+        close(&engine, disks, Ok(())).unwrap();
         engine.shutdown();
     }
 

@@ -1,6 +1,13 @@
 //! The running server's side of a takeover: it gives all it has to its successor, or goes on when that fails.
+//!
+//! No step waits without an end. While everything is still served, a disk that cannot be flushed in time refuses the takeover. Once guests
+//! wait, a step that the storage holds up ends this process ([`within`]), as if it had been killed: guests then go on with the
+//! next server. A successor gets the time of a message, and one that has the disks open [`HANGING_ROUNDS`] times that before it is
+//! ended.
 
 use std::os::fd::OwnedFd;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -12,12 +19,24 @@ use super::fronts::{Fronts, Role};
 use super::identity::{self, Exported};
 use super::server::Server;
 use super::takeover;
+use crate::log::complain;
 
 /// How often the disks are opened again after a failed takeover, each time with the patience that a busy disk is given.
 const REOPEN_ATTEMPTS: u32 = 60;
 /// How often a successor that has the disks open and says nothing is waited for, each time as long as for any message. Then it
 /// is ended: nobody else could serve the disks.
 const HANGING_ROUNDS: u32 = 3;
+/// The time between two tries to open the disks when descriptors or memory are short.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(500);
+/// How long the disks may take to flush before anything stops. With the bounds of the steps after it, that is less than a successor
+/// waits for our first answer.
+const FLUSH_BOUND: Duration = Duration::from_secs(40);
+/// How long requests that are in flight may take.
+const DRAIN_BOUND: Duration = Duration::from_secs(40);
+/// How long the disks may take to close.
+const CLOSE_BOUND: Duration = Duration::from_secs(30);
+/// How long the disks may take to open again, a busy disk's patience included.
+const OPEN_BOUND: Duration = Duration::from_secs(60);
 
 /// What a hand-over needs. All of it is there before anything is given away, so that no lack of it ends this server.
 pub(super) struct Prepared {
@@ -25,6 +44,8 @@ pub(super) struct Prepared {
     successor: OwnedFd,
     /// Fronts of nothing, for the time of the hand-over.
     nothing: Fronts,
+    /// A share of each socket, to listen on again when the successor fails.
+    shares: Vec<OwnedFd>,
 }
 
 impl Server {
@@ -53,11 +74,12 @@ impl Server {
         let nothing = Fronts::of_nothing(&self.engine, &self.options)?;
         // A guest has to be told when its data could not be flushed. A successor opens the disk anew and knows nothing of a flush
         // that failed before, so a disk that cannot be flushed is not handed over.
-        disks::flush(&self.engine, &self.disks)?;
+        disks::flush(&self.engine, &self.disks, FLUSH_BOUND)?;
+        let shares = self.share_sockets()?;
         // The flush may have taken seconds.
         match has_ended(&successor) {
             true => Err(Error::new(ErrorKind::Shutdown, "the successor has ended")),
-            false => Ok(Prepared { successor, nothing }),
+            false => Ok(Prepared { successor, nothing, shares }),
         }
     }
 
@@ -66,7 +88,7 @@ impl Server {
     /// # Errors
     /// When this server cannot go on either.
     pub(super) fn hand_over(&mut self, prepared: Prepared, layout: u32, link: &mut Link) -> Result<Option<Error>> {
-        let Prepared { successor, nothing } = prepared;
+        let Prepared { successor, nothing, shares } = prepared;
         let roles: Vec<Role> = self.listening.iter().map(|socket| socket.role.clone()).collect();
         let fronts = std::mem::replace(&mut self.fronts, nothing);
         let clients = fronts.nbd_connections();
@@ -75,7 +97,7 @@ impl Server {
                 "a takeover cuts off {clients} NBD client(s): they have to connect again (guests on vhost-user go on)"
             );
         }
-        let connections = fronts.hand_over();
+        let connections = within("what is in flight is not answered", DRAIN_BOUND, || fronts.hand_over());
         let (sizes, served) = (self.sizes(), disks::exported(&self.disks));
         if let Err(error) = self.close_disks() {
             // Data that a guest believes to be durable may be lost, so the guest must not go on as if nothing had happened.
@@ -101,10 +123,18 @@ impl Server {
                     self.close_disks()?;
                     given = Err(failure);
                 }
+                // Others have taken the descriptors that the disks had. They may give some back.
+                Err(error) if error.kind() == ErrorKind::Exhausted && attempts < REOPEN_ATTEMPTS => {
+                    attempts += 1;
+                    tracing::warn!("the disks are tried again: {error}");
+                    self.close_disks()?;
+                    std::thread::sleep(SHORTAGE_PAUSE);
+                    given = Err(failure);
+                }
                 Err(error) => return Err(error),
             }
         };
-        self.listen(self.share_sockets()?)?;
+        self.listen(shares)?;
         self.adopt(connections);
         tracing::warn!("this server goes on");
         Ok(Some(failure))
@@ -112,7 +142,7 @@ impl Server {
 
     /// Opens the disks as before. Another disk may lie at one of their paths by now; guests must not get it in the place of theirs.
     fn open_again(&mut self, roles: &[Role], served: &[Exported]) -> Result<()> {
-        self.open(roles)?;
+        within("the disks cannot be opened again", OPEN_BOUND, || self.open(roles))?;
         identity::compare(served, &disks::exported(&self.disks)).map_err(|error| {
             let what = "after a takeover that failed, another disk lies in the place of one that was served";
             Error::new(ErrorKind::NotFound, what)
@@ -131,8 +161,31 @@ impl Server {
     }
 
     fn close_disks(&mut self) -> Result<()> {
-        disks::close(&self.engine, std::mem::take(&mut self.disks), Ok(()))
+        let disks = std::mem::take(&mut self.disks);
+        within("the disks cannot be closed", CLOSE_BOUND, || disks::close(&self.engine, disks, Ok(())))
     }
+}
+
+/// Does a step that guests wait for. When it has not ended after `bound`, this process ends: the storage does not answer, so this server
+/// can neither hand over nor go on.
+fn within<T>(trouble: &str, bound: Duration, step: impl FnOnce() -> T) -> T {
+    let (end, is_over) = mpsc::channel::<()>();
+    let trouble = trouble.to_owned();
+    let watch = move || {
+        if is_over.recv_timeout(bound) == Err(RecvTimeoutError::Timeout) {
+            complain(format_args!(
+                "{trouble} after {} s of a takeover: this server ends at once. Guests wait, and go on with the next server on the \
+                 same sockets",
+                bound.as_secs()
+            ));
+            std::process::exit(1);
+        }
+    };
+    // Where no thread can be started, the step has no bound.
+    let _ = std::thread::Builder::new().name("spile-bound".to_owned()).spawn(watch);
+    let done = step();
+    drop(end);
+    done
 }
 
 /// True when the process of this pidfd has ended.

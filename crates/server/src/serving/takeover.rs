@@ -49,7 +49,7 @@ impl Inheritance {
     pub fn confirm(&mut self) -> Result<()> {
         // An old server that goes on itself has said so before it hung up.
         let _ = self.link.send(&Answer::Done, &[]);
-        match self.link.recv() {
+        match recv_slow(&mut self.link) {
             Ok(Some((Answer::Done, _))) => Ok(()),
             Ok(Some((Answer::Error(what), _))) => Err(refused(&what)),
             Ok(other) => Err(unexpected(other.map(|(answer, _)| answer).as_ref()).hint(BROKEN_OFF)),
@@ -82,8 +82,10 @@ impl Inheritance {
 
 const BROKEN_OFF: &str = "if it goes on, all is as before; if it was ended, start again: guests reconnect";
 
-/// How long the old server may take to flush its disks.
+/// How long the old server may take to answer what is in flight, to flush its disks and to close them.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// After so much of that the log says what is waited for.
+const SILENCE: Duration = Duration::from_secs(5);
 
 /// Asks the server at `control` for all it has. `None` when there is none.
 ///
@@ -102,8 +104,7 @@ pub fn ask(control: &Path, sockets: Vec<String>, queues: u16, disks: Vec<Exporte
 }
 
 fn ask_once(control: &Path, request: &Request) -> Result<Option<Inheritance>> {
-    let Some(mut link) = Link::connect(control)? else { return Ok(None) };
-    link.set_patience(PATIENCE);
+    let Some(link) = Link::connect(control)? else { return Ok(None) };
     // A server that refuses to listen to us says so before it hangs up.
     let _ = link.send(request, &[]);
     receive(link).map(Some).at_path(control)
@@ -112,7 +113,7 @@ fn ask_once(control: &Path, request: &Request) -> Result<Option<Inheritance>> {
 fn receive(mut link: Link) -> Result<Inheritance> {
     let (mut sockets, mut connections, mut sizes) = (HashMap::new(), Vec::new(), Vec::new());
     loop {
-        match link.recv()? {
+        match recv_slow(&mut link)? {
             Some((Answer::Begin { layout, sizes: of_exports }, _)) if layout <= LAYOUT => sizes = of_exports,
             Some((Answer::Socket(key), fds)) => {
                 let fd = fds.into_iter().next().ok_or_else(missing)?;
@@ -128,6 +129,24 @@ fn receive(mut link: Link) -> Result<Inheritance> {
             None => return Err(unexpected(None).hint(BROKEN_OFF)),
             Some((other, _)) => return Err(unexpected(Some(&other))),
         }
+    }
+}
+
+/// The next message of a server that may have much to do before it sends it. The log says so when it takes long.
+fn recv_slow(link: &mut Link) -> Result<Option<(Answer, Vec<OwnedFd>)>> {
+    link.set_patience(SILENCE);
+    match link.recv() {
+        Err(error) if error.kind() == ErrorKind::TimedOut => {
+            let process = link.peer_pid().map_or_else(String::new, |pid| format!(" (process {pid})"));
+            tracing::warn!(
+                "the running server{process} has not answered in the takeover for {} s: it is waited for, at most {} s",
+                SILENCE.as_secs(),
+                PATIENCE.as_secs()
+            );
+            link.set_patience(PATIENCE - SILENCE);
+            link.recv()
+        }
+        message => message,
     }
 }
 
@@ -216,9 +235,16 @@ pub fn make_it_the_server(link: &mut Link) -> Result<()> {
 }
 
 /// Waits until the successor has told the service manager that it is the server now: a manager that saw us end before
-/// would take that for the service's end.
+/// would take that for the service's end. The log says who serves now, or does not.
 pub fn wait_until_it_serves(link: &mut Link) {
-    let _ = link.recv::<Answer>();
+    let process = link.peer_pid().map_or_else(String::new, |pid| format!(" (process {pid})"));
+    match link.recv::<Answer>() {
+        Ok(None) => tracing::warn!("the successor{process} serves, and this server ends"),
+        _ => tracing::error!(
+            "the successor{process} has everything and does not say that it serves: this server ends; if that process hangs, \
+             end it and start another"
+        ),
+    }
 }
 
 fn give_connection(link: &Link, export: &str, handover: &Handover) -> Result<()> {
