@@ -33,7 +33,7 @@ fn qemu_rounds_up_to_its_geometry() {
     let footer = footer("qemu-dynamic");
     assert_eq!((&footer.creator, footer.disk_type), (b"qemu", DiskType::Dynamic));
     assert_eq!(footer.geometry, Geometry { cylinders: 2081, heads: 16, sectors: 63 });
-    assert_eq!(footer.virtual_size_bytes(), 1_073_995_776);
+    assert_eq!(footer.current_size_bytes, 1_073_995_776);
     assert_eq!((footer.data_offset, &footer.creator_os), (Some(512), b"Wi2k"));
     assert!(!footer.may_have_batmap());
     let header = header("qemu-dynamic");
@@ -45,15 +45,15 @@ fn qemu_rounds_up_to_its_geometry() {
 fn qemu_with_force_size_means_the_current_size() {
     let footer = footer("qemu-force-size");
     assert_eq!((&footer.creator, footer.geometry.is_max()), (b"qem2", true));
-    assert_eq!(footer.virtual_size_bytes(), 1 << 30);
+    assert_eq!(footer.current_size_bytes, 1 << 30);
 }
 
 #[test]
 fn a_fixed_disk_of_qemu() {
     let footer = footer("qemu-fixed");
     assert_eq!((footer.disk_type, footer.data_offset), (DiskType::Fixed, None));
-    assert_eq!(footer.virtual_size_bytes(), footer.geometry.size_bytes());
-    assert_eq!(footer.virtual_size_bytes(), 31 * 4 * 17 * 512);
+    assert_eq!(footer.current_size_bytes, footer.geometry.size_bytes());
+    assert_eq!(footer.current_size_bytes, 31 * 4 * 17 * 512);
 }
 
 #[test]

@@ -474,7 +474,7 @@ mod tests {
         assert_eq!(image.len(), 4096 + 512);
         assert!(image[..4096].iter().all(|b| *b == 0));
         let footer = Footer::parse(&image[4096..]).unwrap();
-        assert_eq!((footer.disk_type, footer.virtual_size_bytes()), (DiskType::Fixed, 4096));
+        assert_eq!((footer.disk_type, footer.current_size_bytes), (DiskType::Fixed, 4096));
         assert_eq!((footer.timestamp, footer.uuid[6], footer.uuid[8]), (77, 0x40, 0x80));
     }
 
@@ -536,7 +536,7 @@ mod tests {
         }
         for size in [512, MAX_SIZE_BYTES] {
             let (copy, _) = footers(&made(&CreateParams::new(DiskType::Dynamic, size)));
-            assert_eq!(copy.virtual_size_bytes(), size);
+            assert_eq!(copy.current_size_bytes, size);
         }
     }
 

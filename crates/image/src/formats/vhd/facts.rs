@@ -16,6 +16,7 @@ pub(super) struct SparseFacts<'a> {
     total_blocks: u64,
     has_journal: bool,
     is_unflushed: bool,
+    footer_problem: Option<&'a str>,
 }
 
 impl<S: Store> Sparse<S> {
@@ -26,6 +27,7 @@ impl<S: Store> Sparse<S> {
             total_blocks: u64::from(self.bat.entries()),
             has_journal: self.layout.journal.is_some(),
             is_unflushed: self.journal.has_pending(),
+            footer_problem: self.footer_problem.as_deref(),
         }
     }
 }
@@ -40,6 +42,8 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
         DiskType::Differencing => "differencing",
     };
     let changed_unix_s = time::to_unix_s(footer.timestamp);
+    let other_size_bytes = footer.other_size_bytes();
+    let footer_problem = sparse.as_ref().and_then(|sparse| sparse.footer_problem);
     let geometry = &footer.geometry;
     let geometry = format!("{}/{}/{}", geometry.cylinders, geometry.heads, geometry.sectors);
     let values: Record = vec![
@@ -49,6 +53,8 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
         ("creator_version", format_version(footer.creator_version).into()),
         ("created_unix_s", changed_unix_s.into()),
         ("geometry", geometry.clone().into()),
+        ("geometry_size_bytes", other_size_bytes.into()),
+        ("footer_problem", footer_problem.into()),
         ("block_bytes", sparse.as_ref().map(|s| s.header.block_size_bytes).into()),
         ("allocated_blocks", sparse.as_ref().map(|s| s.allocated_blocks).into()),
         ("total_blocks", sparse.as_ref().map(|s| s.total_blocks).into()),
@@ -63,7 +69,9 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
     let creator = format_creator(footer.creator);
     lines.push(("creator", format!("{creator} {}", format_version(footer.creator_version))));
     lines.push(("uuid", format_uuid(&footer.uuid)));
-    lines.push(("geometry", format!("{geometry} (cylinders/heads/sectors)")));
+    let other_size = other_size_bytes.map_or(String::new(), |size| format!(", {size} bytes; the size counts"));
+    lines.push(("geometry", format!("{geometry} (cylinders/heads/sectors){other_size}")));
+    lines.extend(footer_problem.map(|problem| ("footers", problem.to_owned())));
     lines.extend(parent.map(|header| ("child of", parent_line(header))));
     lines.extend(sparse.as_ref().and_then(SparseFacts::journal_line).map(|line| ("journal", line)));
     Facts { subformat: Some(subformat), changed_unix_s: Some(changed_unix_s), values, lines }

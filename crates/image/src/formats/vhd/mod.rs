@@ -34,6 +34,7 @@ mod check;
 mod create;
 mod facts;
 mod flush;
+mod footers;
 mod journal;
 mod layer;
 mod open;
@@ -167,6 +168,8 @@ impl Batmap {
 pub struct Sparse<S> {
     store: S,
     footer: Footer,
+    /// What was wrong with the other footer when the image was opened.
+    footer_problem: Option<String>,
     header: Header,
     layout: Layout,
     /// How data are reached: directly only when no 4 KiB page holds both data and metadata.

@@ -16,6 +16,7 @@ use super::codec::footer::{DiskType, Footer};
 use super::codec::header::Header;
 use super::codec::locator::{Locator, Platform};
 use super::flush::Flusher;
+use super::footers::{Footers, read_footers};
 use super::journal::{Journal, Owner};
 use super::{Batmap, Layout, SECTOR, Sparse, Vhd};
 use crate::formats::OpenLayer;
@@ -33,10 +34,10 @@ const BAT_READ_BYTES: usize = 256 << 10;
 /// `Corrupt` or `Unsupported`, saying which field is wrong; I/O errors.
 pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer) -> Result<Vhd<S>> {
     let found = read_footers(&store).await?;
-    let footer = found.footer;
+    let footer = found.footer.clone();
     check_size(&footer, store.len_bytes())?;
     if footer.disk_type == DiskType::Fixed {
-        let size = footer.virtual_size_bytes();
+        let size = footer.current_size_bytes;
         return Ok(Vhd::Fixed(footer, Raw::new(store, size)));
     }
     let header = read_header(&store, &footer).await?;
@@ -44,7 +45,10 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     let bat = Bat::new(layout.size_bytes.div_ceil(layout.block_bytes) as u32);
     let mut sectors = load_bat(&store, &layout, &bat).await?;
     sectors.sort_unstable();
-    check_blocks(&store, &layout, &sectors)?;
+    check_blocks(store.len_bytes(), &layout, &sectors)?;
+    if !how.read_only {
+        make_footers_agree(&store, &found, &layout, &sectors).await?;
+    }
     batmap.iter().for_each(|map| apply_batmap(&bat, map));
     let separate = sectors.iter().all(|&sector| layout.data_offset(sector).is_multiple_of(4096))
         && layout.block_bytes.is_multiple_of(4096)
@@ -54,7 +58,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     let next_free = next_free(&store, &layout, &sectors, found.trailing_bytes);
     // In a file of another program, something that only that program knows may lie behind the blocks.
     let keep_end = if layout.journal.is_some() { 0 } else { next_free };
-    let footers = FooterState { copy_is_bad: found.copy_error.is_some(), trailing_is_gone: found.trailing_bytes == 0 };
+    let footers = FooterState { copy_is_bad: found.copy_is_bad(), trailing_is_gone: found.uses_copy };
     let gaps = if how.read_only { Vec::new() } else { gaps(&layout, &sectors) };
     let sparse = Sparse {
         alloc: Alloc::new(next_free, gaps, keep_end, footers),
@@ -66,6 +70,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
         blocks: RangeLock::default(),
         loads: Loads::default(),
         store,
+        footer_problem: found.problem(),
         footer,
         header,
         layout,
@@ -74,6 +79,23 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     };
     sparse.replay().await?;
     Ok(Vhd::Sparse(sparse))
+}
+
+/// Writes the footer that counts over one that describes another disk, before any block can change: what the image fits
+/// must not be decided anew from what this session leaves. On a store that does not grow, no block may lie where the footer
+/// goes.
+async fn make_footers_agree<S: Store>(store: &S, found: &Footers, layout: &Layout, sectors: &[u32]) -> Result<()> {
+    let len = store.len_bytes();
+    let blocks_end = sectors.last().map_or(0, |&last| layout.block_end(last));
+    if !store.info().grows_zeroed && blocks_end > len - SECTOR {
+        return Err(corrupt("a block lies at the end of the device, where the footer goes").at_offset(len - SECTOR));
+    }
+    if !found.differ() {
+        return Ok(());
+    }
+    let at = if found.uses_copy { len - found.trailing_bytes } else { 0 };
+    store.write_at(StoreOffset(at), &Segments::copied(&found.footer.to_bytes()), Via::Cached).await?;
+    store.sync().await
 }
 
 impl<S: Store> Sparse<S> {
@@ -95,75 +117,9 @@ impl<S: Store> Sparse<S> {
     }
 }
 
-pub(super) struct Footers {
-    pub footer: Footer,
-    /// Bytes of the footer at the end: 512, 511 as Virtual PC before 2004 wrote it, or 0 where there is none.
-    pub trailing_bytes: u64,
-    /// What is wrong with the trailing footer, for `check`.
-    pub trailing_error: Option<Error>,
-    /// What is wrong with the copy at the start, for `check`.
-    pub copy_error: Option<Error>,
-}
-
-impl Footers {
-    pub(super) fn has_trailing(&self) -> bool {
-        self.trailing_bytes > 0
-    }
-}
-
-/// The trailing footer; where it is bad, the copy at the start.
-pub(super) async fn read_footers<S: Store>(store: &S) -> Result<Footers> {
-    let len = store.len_bytes();
-    if len < SECTOR {
-        return Err(corrupt("the file is shorter than a VHD footer (512 bytes)"));
-    }
-    let mut trailing_bytes = SECTOR;
-    let mut trailing = read_footer_at(store, len - SECTOR, SECTOR).await;
-    if trailing.is_err() && len % SECTOR == SECTOR - 1 {
-        trailing_bytes = SECTOR - 1;
-        trailing = read_footer_at(store, len - trailing_bytes, trailing_bytes).await;
-    }
-    let copy = read_footer_at(store, 0, SECTOR).await;
-    let (footer, trailing_error, copy_error) = match (trailing, copy) {
-        (Ok(footer), copy) if footer.disk_type == DiskType::Fixed => (footer, None, copy.err()),
-        (Ok(footer), Ok(copy)) => {
-            check_agreement(&footer, &copy)?;
-            (footer, None, None)
-        }
-        (Ok(footer), Err(error)) => (footer, None, Some(error)),
-        (Err(error), Ok(footer)) if footer.disk_type != DiskType::Fixed => {
-            trailing_bytes = 0;
-            (footer, Some(error), None)
-        }
-        (Err(error), _) => {
-            return Err(error.hint(
-                "neither a footer at the end nor a copy of it at the start can be used: \
-                 this is no VHD, or a fixed one whose end is cut off",
-            ));
-        }
-    };
-    Ok(Footers { footer, trailing_bytes, trailing_error, copy_error })
-}
-
-async fn read_footer_at<S: Store>(store: &S, offset: u64, len: u64) -> Result<Footer> {
-    let bytes = Segments::zeroed(len as usize);
-    store.read_at(StoreOffset(offset), &bytes, Via::Cached).await?;
-    Footer::parse(&bytes.to_vec()).map_err(|e| Error::from(e).at_offset(offset))
-}
-
-/// Refuses two whole footers that differ in a field that decides where the data are.
-fn check_agreement(trailing: &Footer, copy: &Footer) -> Result<()> {
-    let key = |f: &Footer| (f.disk_type, f.uuid, f.current_size_bytes, f.data_offset);
-    match key(trailing) == key(copy) {
-        true => Ok(()),
-        false => Err(corrupt("the footer at the end and its copy at the start disagree")
-            .hint("they differ in type, UUID, size or data offset; the image may have been resized halfway")),
-    }
-}
-
 /// Refuses a virtual size that the format or, for a fixed disk, the file does not allow.
 pub(super) fn check_size(footer: &Footer, file_bytes: u64) -> Result<()> {
-    let size = footer.virtual_size_bytes();
+    let size = footer.current_size_bytes;
     if size == 0 || !size.is_multiple_of(SECTOR) {
         return Err(corrupt(format!("the virtual size {size} is not a positive multiple of 512")));
     }
@@ -197,7 +153,7 @@ pub(super) async fn lay_out<S: Store>(
     footer: &Footer,
     header: &Header,
 ) -> Result<(Layout, Option<Vec<u8>>)> {
-    let (size_bytes, block_bytes) = (footer.virtual_size_bytes(), u64::from(header.block_size_bytes));
+    let (size_bytes, block_bytes) = (footer.current_size_bytes, u64::from(header.block_size_bytes));
     let blocks = size_bytes.div_ceil(block_bytes);
     if blocks > MAX_BLOCKS {
         return Err(Error::new(
@@ -335,14 +291,14 @@ fn load_bat_part(bat: &Bat, first: u32, bytes: &[u8], sectors: &mut Vec<u32>) {
     }
 }
 
-/// Refuses blocks that overlap each other or metadata, or go past the end of the file. `sectors` is sorted.
-fn check_blocks<S: Store>(store: &S, layout: &Layout, sectors: &[u32]) -> Result<()> {
+/// Refuses blocks that overlap each other or metadata, or go past the end of the file, at `file_bytes`. `sectors` is sorted.
+pub(super) fn check_blocks(file_bytes: u64, layout: &Layout, sectors: &[u32]) -> Result<()> {
     let span = layout.bitmap_bytes + layout.block_bytes;
     let start = |sector: u32| u64::from(sector) * SECTOR;
     if let Some(pair) = sectors.windows(2).find(|pair| start(pair[1]) - start(pair[0]) < span) {
         return Err(corrupt("two blocks overlap").at_offset(start(pair[1])));
     }
-    if let Some(&last) = sectors.last().filter(|&&last| start(last) + span > store.len_bytes()) {
+    if let Some(&last) = sectors.last().filter(|&&last| start(last) + span > file_bytes) {
         let message = "a block goes past the end of the file, which is cut short";
         let hint = "complete the copy if it is one that was not finished; `spile check` says how much is missing";
         return Err(corrupt(message).at_offset(start(last)).hint(hint));
@@ -387,6 +343,6 @@ fn gaps(layout: &Layout, sectors: &[u32]) -> Vec<Range<u64>> {
     gaps
 }
 
-fn corrupt(message: impl Into<String>) -> Error {
+pub(super) fn corrupt(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::Corrupt, message)
 }

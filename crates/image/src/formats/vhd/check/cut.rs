@@ -19,8 +19,8 @@ use crate::formats::vhd::codec::batmap::{BatmapHeader, is_full};
 use crate::formats::vhd::codec::footer::Footer;
 use crate::formats::vhd::codec::header::Header;
 use crate::formats::vhd::codec::locator::Platform;
+use crate::formats::vhd::footers::Footers;
 use crate::formats::vhd::journal::Record;
-use crate::formats::vhd::open::Footers;
 use crate::formats::vhd::{Layout, SECTOR};
 
 /// What is missing behind the end of a file.

@@ -13,8 +13,8 @@ use super::codec::bat::UNALLOCATED;
 use super::codec::batmap::{BatmapHeader, is_full};
 use super::codec::footer::{DiskType, Footer};
 use super::codec::geometry::Geometry;
+use super::footers::{Footers, Other};
 use super::journal::{Journal, Owner, Record};
-use super::open::Footers;
 use super::{Batmap, Layout, SECTOR};
 use crate::check::{Lost, Mend, Report, Severity};
 
@@ -72,33 +72,44 @@ pub async fn repair<S: Store>(store: &S, env: &dyn Env, lost: Lost) -> Result<Re
 
 fn check_footers(footers: &Footers, report: &mut Report) {
     let footer = &footers.footer;
-    if let Some(error) = &footers.trailing_error {
-        let message = format!(
-            "no footer at the end ({}): the image was not closed, or the file is cut short there",
-            error.message()
-        );
-        report.add(Severity::Note, error.offset_bytes(), Mend::Repair, message);
+    match (&footers.other, footers.problem()) {
+        (Other::Bad(error), _) if footers.uses_copy => {
+            let message = format!(
+                "no footer at the end ({}): the image was not closed, or the file is cut short there",
+                error.message()
+            );
+            report.add(Severity::Note, error.offset_bytes(), Mend::Repair, message);
+        }
+        (Other::Differs { matters: false, .. }, Some(problem)) => {
+            report.add(Severity::Note, 0, Mend::Repair, problem);
+        }
+        (_, Some(problem)) => report.add(Severity::Corruption, 0, Mend::Repair, problem),
+        (_, None) => {}
     }
     if footers.trailing_bytes == SECTOR - 1 {
         let message = "the footer has 511 bytes, as Virtual PC before 2004 wrote it, or the file lacks its last byte";
         let mend = if footer.disk_type == DiskType::Fixed { Mend::No } else { Mend::Repair };
         report.add(Severity::Note, None, mend, message);
     }
-    if let Some(error) = footers.copy_error.as_ref().filter(|_| footer.disk_type != DiskType::Fixed) {
-        let message = format!("the footer's copy at the start is bad: {}", error.message());
-        report.add(Severity::Corruption, 0, Mend::Repair, message);
-    }
-    if footer.geometry.size_bytes() > Geometry::for_size(footer.current_size_bytes).size_bytes() {
-        report.add(
-            Severity::Note,
-            None,
-            Mend::No,
-            "the geometry is larger than the size allows; some tools refuse this",
-        );
-    }
+    check_geometry(footer, report);
     if footer.uuid == [0; 16] {
         report.add(Severity::Note, None, Mend::No, "the UUID is null: no child can name this image as its parent");
     }
+}
+
+/// Looks for a geometry that is not the one of the size. It changes nothing here, but for programs that go by it.
+fn check_geometry(footer: &Footer, report: &mut Report) {
+    let (found, usual) = (footer.geometry.size_bytes(), Geometry::for_size(footer.current_size_bytes).size_bytes());
+    if footer.geometry.is_max() || found == usual || found == footer.current_size_bytes {
+        return;
+    }
+    let message = match found < usual {
+        true => format!("the geometry addresses {found} bytes only: programs that go by it cut off the rest"),
+        false => format!(
+            "the geometry addresses {found} bytes, more than the size allows: some tools refuse this, others read more"
+        ),
+    };
+    report.add(Severity::Note, None, Mend::No, message);
 }
 
 fn start(sector: u32) -> u64 {

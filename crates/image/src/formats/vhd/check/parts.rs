@@ -6,7 +6,8 @@ use crate::formats::vhd::Layout;
 use crate::formats::vhd::bat::Bat;
 use crate::formats::vhd::codec::footer::DiskType;
 use crate::formats::vhd::codec::header::Header;
-use crate::formats::vhd::open::{Footers, check_size, lay_out, load_bat, read_footers, read_header};
+use crate::formats::vhd::footers::{Footers, read_footers};
+use crate::formats::vhd::open::{check_size, lay_out, load_bat, read_header};
 
 /// What a check reads.
 pub(super) struct Parts {

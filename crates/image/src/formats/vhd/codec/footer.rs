@@ -62,7 +62,7 @@ pub struct Footer {
     pub creator_os: [u8; 4],
     /// The size when it was made.
     pub original_size_bytes: u64,
-    /// The size now, by most creators' meaning; see [`Footer::virtual_size_bytes`].
+    /// The size of the disk now. What the geometry says instead is in [`Footer::other_size_bytes`].
     pub current_size_bytes: u64,
     /// CHS geometry.
     pub geometry: Geometry,
@@ -89,6 +89,9 @@ impl Footer {
 
     /// Version 1.3: sector bitmaps most significant bit first, batmap of version 1.2. Readers refuse higher ones.
     pub const CREATOR_VERSION: u32 = 0x0001_0003;
+
+    /// The one version of `tap` whose sector bitmaps have the least significant bit first: 0.1.
+    const LITTLE_ENDIAN_VERSION: u32 = 1;
 
     /// A new disk's footer. `data_offset` is 512 (behind the copy) unless the disk is fixed.
     pub fn new(disk_type: DiskType, size_bytes: u64, uuid: [u8; 16], now_unix_s: u64) -> Self {
@@ -170,11 +173,11 @@ impl Footer {
             if !fits || !offset.is_multiple_of(SECTOR_BYTES) {
                 return Err(CodecError::DataOffset(offset));
             }
-            if self.is_tap() && self.creator_version < 0x0001_0001 {
+            if self.is_tap() && self.creator_version == Self::LITTLE_ENDIAN_VERSION {
                 return Err(CodecError::OldBitmapOrder(self.creator_version));
             }
         }
-        match self.current_size_bytes.max(self.virtual_size_bytes()) {
+        match self.current_size_bytes {
             size if size > MAX_SIZE_BYTES => Err(CodecError::SizeTooLarge(size)),
             size if !size.is_multiple_of(SECTOR_BYTES) => Err(CodecError::SizeNotSectors(size)),
             _ => Ok(()),
@@ -204,15 +207,15 @@ impl Footer {
         bytes
     }
 
-    /// The size of the disk in bytes as the guest of the program that made it saw it.
+    /// The size in bytes that programs take for the disk's which go by the geometry; `None` where the geometry says
+    /// nothing ("too large"), or the same as the current size.
     ///
-    /// Virtual PC and QEMU (unless told otherwise, when it signs as `qem2`) show the CHS product and may leave a
-    /// larger current size; all others mean the current size. The largest geometry says nothing: the current
-    /// size counts then.
-    pub fn virtual_size_bytes(&self) -> u64 {
-        let by_chs = matches!(&self.creator, b"vpc " | b"qemu") && !self.geometry.is_max();
-        let chs = self.geometry.size_bytes();
-        if by_chs { chs } else { self.current_size_bytes }
+    /// Virtual PC goes by the geometry, and so does QEMU for each creator but a few that it knows. The current size is
+    /// what the specification calls the size of the disk, and each program writes it. So it counts here for every
+    /// creator, and no byte that another program has written is out of reach.
+    pub fn other_size_bytes(&self) -> Option<u64> {
+        let by_geometry = self.geometry.size_bytes();
+        (!self.geometry.is_max() && by_geometry != self.current_size_bytes).then_some(by_geometry)
     }
 
     /// True when blktap or this program made it, so that a batmap may follow the BAT.
@@ -220,10 +223,10 @@ impl Footer {
         self.creator.starts_with(b"tap")
     }
 
-    /// True when a batmap header must be looked for behind the BAT (from blktap 1.1 on, which may still lack it;
-    /// from 1.2 on it is there).
+    /// True when a batmap header must be looked for behind the BAT: in every file of blktap's after 0.1, as libvhd does.
+    /// From 1.2 on it is there.
     pub fn may_have_batmap(&self) -> bool {
-        self.disk_type != DiskType::Fixed && self.is_tap() && self.creator_version >= 0x0001_0001
+        self.disk_type != DiskType::Fixed && self.is_tap() && self.creator_version > Self::LITTLE_ENDIAN_VERSION
     }
 }
 
@@ -326,15 +329,31 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_creator_decides_which_size_counts() {
+    fn another_size_is_what_the_geometry_says() {
         let mut footer = Footer::new(DiskType::Dynamic, 1 << 30, [1; 16], 0);
-        assert_eq!(footer.virtual_size_bytes(), 1 << 30);
-        for creator in [b"vpc ", b"qemu"] {
-            footer.creator = *creator;
-            assert_eq!(footer.virtual_size_bytes(), 2080 * 16 * 63 * 512);
-        }
+        assert_eq!(footer.other_size_bytes(), Some(2080 * 16 * 63 * 512));
+        footer.geometry.cylinders = 2081;
+        assert_eq!(footer.other_size_bytes(), Some(2081 * 16 * 63 * 512));
+        footer.current_size_bytes = 2081 * 16 * 63 * 512;
+        assert_eq!(footer.other_size_bytes(), None);
         footer.geometry = Geometry::MAX;
-        assert_eq!(footer.virtual_size_bytes(), 1 << 30);
+        assert_eq!(footer.other_size_bytes(), None);
+    }
+
+    #[test]
+    fn only_version_0_1_of_tap_has_little_endian_bitmaps() {
+        let sparse = Footer::new(DiskType::Dynamic, 1 << 20, [1; 16], 0);
+        for version in [0, 2, 0xffff, 0x0001_0000, 0x0001_0001, 0x0001_0003, 0x0001_0004, u32::MAX] {
+            let footer = Footer { creator_version: version, ..sparse.clone() };
+            assert_eq!(Footer::parse(&footer.to_bytes()), Ok(footer), "{version:#x}");
+        }
+        let old = Footer { creator_version: 1, ..sparse };
+        assert_eq!(Footer::parse(&old.to_bytes()), Err(CodecError::OldBitmapOrder(1)));
+        for creator in [*b"TAP\0", *b"qemu", *b"vs\0\0"] {
+            assert!(Footer::parse(&Footer { creator, ..old.clone() }.to_bytes()).is_ok());
+        }
+        let fixed = Footer { disk_type: DiskType::Fixed, data_offset: None, ..old };
+        assert!(Footer::parse(&fixed.to_bytes()).is_ok(), "a fixed disk has no bitmaps");
     }
 
     #[test]
@@ -343,6 +362,8 @@ pub(super) mod tests {
         assert!(footer.may_have_batmap());
         footer.creator = *b"qem2";
         assert!(!footer.may_have_batmap());
+        (footer.creator, footer.creator_version) = (Footer::CREATOR, 0x0001_0000);
+        assert!(footer.may_have_batmap(), "libvhd looks for one there, too");
         assert!(!Footer::new(DiskType::Fixed, 1 << 20, [1; 16], 0).may_have_batmap());
     }
 
@@ -367,7 +388,7 @@ pub(super) mod tests {
             put(&mut bytes, 12, &VERSION.to_be_bytes());
             put(&mut bytes, 60, &3u32.to_be_bytes());
             if let Ok(footer) = Footer::parse(&resummed(bytes)) {
-                prop_assert!(footer.virtual_size_bytes() <= MAX_SIZE_BYTES);
+                prop_assert!(footer.current_size_bytes <= MAX_SIZE_BYTES);
             }
         }
     }
