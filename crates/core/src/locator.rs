@@ -109,32 +109,47 @@ impl From<&Path> for Locator {
     }
 }
 
+/// The largest size that a file can have, in bytes.
+const MOST_BYTES: u64 = i64::MAX as u64;
+
 /// Reads a size in bytes: digits, perhaps a fraction, and a suffix of powers of 1024 (`k`, `M`, `G`, `T`, `P`, `E`, each also
-/// with `iB`).
+/// with `iB`), in capitals or not, perhaps behind a space.
 ///
 /// # Errors
-/// A message fit for a command line when the text is not such a size or does not fit 64 bits.
+/// A message fit for a command line when the text is not such a size, or is larger than any file can be.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, suffix) = text.split_at(split);
     let bad = || format!("`{text}` is not a size; write 512, 4k, 20G or 1.5TiB");
-    let shift = size_shift(suffix).ok_or_else(bad)?;
+    let too_large = || format!("`{text}` is too large: a disk has less than 8 EiB");
+    let shift = size_shift(suffix.trim_start()).ok_or_else(|| decimal_unit(text, suffix).unwrap_or_else(bad))?;
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
-    let whole: u64 = whole.parse().map_err(|_| bad())?;
-    let bytes = whole.checked_shl(shift).filter(|bytes| bytes >> shift == whole);
-    let bytes = bytes.ok_or_else(|| format!("`{text}` does not fit 64 bits"))?;
+    if whole.is_empty() || !whole.bytes().all(|digit| digit.is_ascii_digit()) {
+        return Err(bad());
+    }
     let part = parse_fraction(fraction, shift).ok_or_else(bad)?;
-    bytes.checked_add(part).ok_or_else(|| format!("`{text}` does not fit 64 bits"))
+    // Only too many digits can be wrong now.
+    let whole: u64 = whole.parse().map_err(|_| too_large())?;
+    let bytes = whole.checked_shl(shift).filter(|bytes| bytes >> shift == whole);
+    bytes.and_then(|bytes| bytes.checked_add(part)).filter(|bytes| *bytes <= MOST_BYTES).ok_or_else(too_large)
 }
 
 fn size_shift(suffix: &str) -> Option<u32> {
-    let letter = match suffix {
-        "" => return Some(0),
-        "B" | "b" => return Some(0),
-        _ => suffix.strip_suffix("iB").unwrap_or(suffix),
-    };
-    let at = ["k", "m", "g", "t", "p", "e"].iter().position(|l| letter.eq_ignore_ascii_case(l))?;
+    let suffix = suffix.to_ascii_lowercase();
+    if matches!(suffix.as_str(), "" | "b") {
+        return Some(0);
+    }
+    let letter = suffix.strip_suffix("ib").unwrap_or(&suffix);
+    let at = ["k", "m", "g", "t", "p", "e"].iter().position(|known| *known == letter)?;
     Some(10 * (at as u32 + 1))
+}
+
+/// What to say of a unit such as GB: to some it is 1000 MB, to others 1024.
+fn decimal_unit(text: &str, suffix: &str) -> Option<String> {
+    let letter = suffix.trim_start().strip_suffix(['B', 'b'])?;
+    size_shift(letter).filter(|shift| *shift > 0)?;
+    let (number, binary) = (text.strip_suffix(suffix)?.trim_end(), letter.to_ascii_uppercase());
+    Some(format!("`{text}` means two things; write {number}{binary} or {number}{binary}iB for units of 1024"))
 }
 
 fn parse_fraction(digits: &str, shift: u32) -> Option<u64> {

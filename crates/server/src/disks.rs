@@ -70,7 +70,7 @@ impl FromStr for DiskSpec {
         for part in parts {
             match part.split_once('=') {
                 Some(("name", name)) => spec.name = Some(name.to_owned()),
-                Some(("serial", serial)) => spec.serial = Some(serial.to_owned()),
+                Some(("serial", serial)) => spec.serial = Some(check_serial(serial)?.to_owned()),
                 Some(("format", name)) => {
                     spec.format = Some(name.parse().map_err(|e: Error| e.to_string())?);
                 }
@@ -86,6 +86,17 @@ impl FromStr for DiskSpec {
         Ok(spec)
     }
 }
+
+/// Refuses a serial number that a guest would not see whole.
+fn check_serial(serial: &str) -> Result<&str, String> {
+    match serial.len() {
+        0..=SERIAL_BYTES => Ok(serial),
+        len => Err(format!("the serial number {serial:?} has {len} bytes; a guest sees {SERIAL_BYTES} at most")),
+    }
+}
+
+/// What virtio-blk has room for (VIRTIO_BLK_ID_BYTES).
+const SERIAL_BYTES: usize = 20;
 
 /// Splits at single commas; a double one stands for a comma.
 pub fn split_commas(text: &str) -> Vec<String> {
@@ -115,16 +126,20 @@ pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> 
 /// # Errors
 /// As [`Graph::open`].
 pub async fn open_with<F: Files>(files: &F, source: &Locator, options: &OpenOptions) -> Result<Graph<F::Store>> {
-    if let Locator::Path(path) = source {
-        refuse_folder(path)?;
-    }
+    find(source)?;
     Graph::open(files, Arc::new(OsEnv), source, options).await
 }
 
-fn refuse_folder(path: &Path) -> Result<()> {
-    match path.is_dir() {
-        true => Err(Error::new(ErrorKind::InvalidInput, "is a folder, not a disk").at_path(path)),
-        false => Ok(()),
+/// Looks whether there is something that may be a disk. What is missing is told first, before any doubt about its format.
+///
+/// # Errors
+/// `NotFound` and other errors of the system; `InvalidInput` for a folder.
+pub fn find(source: &Locator) -> Result<()> {
+    let Locator::Path(path) = source else { return Ok(()) };
+    match path.metadata() {
+        Err(error) => Err(Error::io("cannot be found", error).at_path(path)),
+        Ok(stat) if stat.is_dir() => Err(Error::new(ErrorKind::InvalidInput, "is a folder, not a disk").at_path(path)),
+        Ok(_) => Ok(()),
     }
 }
 
@@ -162,6 +177,12 @@ mod tests {
     fn a_doubled_comma_is_a_comma() {
         let spec: DiskSpec = "a,,b,,,name=".parse().unwrap();
         assert_eq!((spec.source, spec.name.as_deref()), (file("a,b,"), Some("")));
+    }
+
+    #[test]
+    fn a_serial_number_that_a_guest_would_not_see_whole_is_refused() {
+        assert_eq!("a,serial=12345678901234567890".parse::<DiskSpec>().unwrap().serial.unwrap().len(), 20);
+        assert!("a,serial=123456789012345678901".parse::<DiskSpec>().unwrap_err().contains("20 at most"));
     }
 
     #[test]

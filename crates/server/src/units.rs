@@ -64,18 +64,31 @@ mod tests {
 
     #[test]
     fn sizes_are_binary() {
-        let cases = [("0", 0), ("512", 512), ("4k", 4096), ("20G", 20 << 30), ("1.5TiB", 3 << 39)];
+        let cases = [("0", 0), ("512", 512), ("4k", 4096), ("20G", 20 << 30), ("1.5TiB", 3 << 39), ("20gib", 20 << 30)];
         for (text, bytes) in cases {
             assert_eq!(parse_size(text), Ok(bytes), "{text}");
         }
-        assert_eq!(parse_size("1MiB"), parse_size("1m"));
+        for same in ["1m", "1mib", "1MIB", "1 MiB", "1048576", "1024 K", "1048576 B"] {
+            assert_eq!(parse_size("1MiB"), parse_size(same), "{same}");
+        }
+        assert_eq!(parse_size("9223372036854775807"), Ok(i64::MAX as u64));
     }
 
     #[test]
     fn what_is_not_a_size_is_refused() {
-        for text in ["", "G", "-1", "20GB", "1.k", "0.3", "16E", "99999999999999999999", "1 G"] {
+        for text in ["", "G", "-1", "20GB", "1.k", "0.3", "16E", "1.2.3G", "1 G B", "G1", "1\tX"] {
             assert!(parse_size(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn sizes_that_cannot_be_are_refused_in_words() {
+        for text in ["8E", "16E", "99999999999999999999", "9223372036854775808"] {
+            let says = parse_size(text).unwrap_err();
+            assert!(says.contains("too large"), "{says}");
+        }
+        let says = parse_size("20 gb").unwrap_err();
+        assert!(says.contains("20G or 20GiB") && says.contains("two things"), "{says}");
     }
 
     #[test]

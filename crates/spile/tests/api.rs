@@ -333,7 +333,7 @@ fn servers_are_found_by_the_names_of_their_disks() {
     assert_eq!(said(&["resize", "sub/a.raw", "64M"]).0, Some(0), "by its path");
     assert_eq!(std::fs::metadata(dir.join("sub/a.raw")).unwrap().len(), 64 * MIB);
     let (code, _, err) = said(&["show", "a"]);
-    assert!(code == Some(1) && err.contains("several servers have a disk \"a\""), "{err}");
+    assert!(code == Some(2) && err.contains("several servers have a disk \"a\""), "{err}");
     let (code, _, err) = said(&["show", "nobody"]);
     assert!(code == Some(1) && err.contains("no server has a disk \"nobody\""), "{err}");
     assert_eq!(said(&["attach", "b", "null:1M,name=n"]).0, Some(0));

@@ -234,14 +234,22 @@ fn mistakes_are_told_with_what_and_where() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     ok(dir, &["create", "a.raw", "--size", "1M"]);
-    let cases: [(&[&str], i32, &str); 10] = [
+    let cases: [(&[&str], i32, &str); 18] = [
         (&["create", "a.raw", "--size", "1M"], 1, "a.raw"),
-        (&["create", "x", "--size", "1M"], 1, "--format raw, --format vhd or --format qcow2"),
+        (&["create", "x", "--size", "1M"], 2, "--format raw, --format vhd or --format qcow2"),
         (&["create", "x.vhd"], 2, "--size"),
-        (&["create", "x.vhd", "--size", "20GB"], 2, "20GB"),
-        (&["create", "x.vhd", "--size", "1000"], 1, "multiple of 512"),
-        (&["create", "x.vhd", "--size", "3T"], 1, "2040 GiB"),
-        (&["create", "x.raw", "--size", "1M", "--subformat", "fixed"], 1, "--subformat"),
+        (&["create", "x.vhd", "--size", "20GB"], 2, "20G or 20GiB"),
+        (&["create", "x.raw", "--size", "8E"], 2, "too large"),
+        (&["create", "x.vhd", "--size", "1000"], 2, "multiple of 512"),
+        (&["create", "x.vhd", "--size", "3T"], 2, "2040 GiB"),
+        (&["create", "x.raw", "--size", "1M", "--subformat", "fixed"], 2, "--subformat"),
+        (&["info", "gone.vhdx"], 1, "gone.vhdx: cannot be found"),
+        (&["map", "gone"], 1, "gone: cannot be found"),
+        (&["check", "."], 2, "a folder"),
+        (&["serve", "a.raw,serial=123456789012345678901", "--nbd", "unix:n"], 2, "20 at most"),
+        (&["load", "xen-lab:lab", "--params", "raw:gone.raw"], 1, "gone.raw: cannot be found"),
+        (&["load", "nbd+unix:///?socket=n", "--rate=-1"], 2, "--rate"),
+        (&["resize", "a.raw", "1.2.3"], 2, "1.2.3"),
         (&["convert", "a.raw", "a.raw"], 1, "a.raw"),
         (&["info", "gone.raw"], 1, "gone.raw"),
         (&["frobnicate"], 2, "frobnicate"),
@@ -249,7 +257,15 @@ fn mistakes_are_told_with_what_and_where() {
     for (args, code, says) in cases {
         let err = fails(dir, code, args);
         assert!(err.contains(says), "{args:?}: {err}");
-        assert!(code == 2 || err.starts_with("spile: "), "{err}");
+        assert!(err.starts_with("spile: ") || err.starts_with("error: ") && code == 2, "{err}");
+        if !["serve", "resize", "frobnicate"].contains(&args[0]) {
+            let output = run(dir, &[args, &["--json"]].concat());
+            assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(code), &b""[..]), "{args:?}");
+            let told: serde_json::Value = serde_json::from_slice(&output.stderr).unwrap();
+            let text = |name: &str| told["error"][name].as_str().unwrap_or_default().to_owned();
+            let told = format!("{}: {} ({})", text("path"), text("message"), text("hint"));
+            assert!(told.contains(says) && !text("kind").is_empty(), "{args:?}: {told}");
+        }
     }
     assert_eq!(files_in(dir), ["a.raw"], "nothing half-made stays");
 }
@@ -266,8 +282,12 @@ fn help_man_pages_and_completions_come_from_one_definition() {
     assert!(help.contains("Exit codes:"), "{help}");
     ok(dir.path(), &["man", "man1"]);
     let pages = files_in(&dir.path().join("man1"));
-    let main = fs::read_to_string(dir.path().join("man1/spile.1")).unwrap();
-    assert!(main.contains("Exit codes"), "{main}");
+    for page in &pages {
+        let text = fs::read_to_string(dir.path().join("man1").join(page)).unwrap();
+        for section in ["NAME", "SYNOPSIS", "OPTIONS", "\"EXIT STATUS\"", "EXAMPLES"] {
+            assert_eq!(text.matches(&format!(".SH {section}")).count(), 1, "{page}: {section}");
+        }
+    }
     let script = ok(dir.path(), &["completions", "bash"]);
     let commands = help.lines().skip_while(|line| *line != "Commands:").skip(1);
     let names = commands.take_while(|line| !line.is_empty()).filter(|l| !l.starts_with("     "));
@@ -275,7 +295,11 @@ fn help_man_pages_and_completions_come_from_one_definition() {
     assert!(names.len() >= 11, "{names:?}");
     for name in names.iter().filter(|name| **name != "help") {
         assert!(pages.contains(&format!("spile-{name}.1")) && script.contains(name), "{name}");
-        assert!(ok(dir.path(), &[name, "--help"]).contains("Usage: spile"), "{name}");
+        for option in ["--help", "-h"] {
+            let help = ok(dir.path(), &[name, option]);
+            let parts = ["Usage: spile", "Exit codes:", "Examples:"];
+            assert!(parts.iter().all(|part| help.contains(part)), "{name} {option}: {help}");
+        }
     }
 }
 
@@ -348,7 +372,7 @@ fn a_pipe_is_no_disk() {
     let dir = dir.path();
     assert!(Command::new("mkfifo").arg(dir.join("p.raw")).arg(dir.join("p.vhd")).status().unwrap().success());
     for args in [&["info", "p.raw"][..], &["map", "p.vhd"], &["check", "p.vhd"], &["convert", "p.raw", "x.vhd"]] {
-        let err = fails(dir, 1, args);
+        let err = fails(dir, 2, args);
         assert!(err.contains("neither a file nor a block device"), "{args:?}: {err}");
     }
 }
@@ -385,7 +409,7 @@ fn names_that_are_no_text_or_bite_terminals() {
         assert!(told["path"].as_str().unwrap().ends_with("dd.vhd"), "{told}");
     }
     let child = spile().args(["create", "c.vhd", "--parent"]).arg(odd).current_dir(dir).output().unwrap();
-    assert_eq!(child.status.code(), Some(1), "its name cannot be kept in the child: {child:?}");
+    assert_eq!(child.status.code(), Some(2), "its name cannot be kept in the child: {child:?}");
     assert!(!dir.join("c.vhd").exists());
     let err = fails(dir, 1, &["info", "a\u{1b}[31m.raw"]);
     assert!(!err.contains('\u{1b}') && err.contains("[31m.raw"), "{err}");

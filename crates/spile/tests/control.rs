@@ -80,8 +80,8 @@ fn what_cannot_grow_says_why() {
     let disks = ["a.raw", "b.vhd", "ro.raw,read-only", "--vhost-user", "v"];
     let served = serve(dir, &disks);
     let cases: [(&[&str], i32, &str); 9] = [
-        (&["c", "16M"], 1, "a.raw: the disk has 33554432 bytes and cannot shrink to 16777216 (only growing"),
-        (&["c", "33554433"], 1, "no whole number of sectors"),
+        (&["c", "16M"], 2, "a.raw: the disk has 33554432 bytes and cannot shrink to 16777216 (only growing"),
+        (&["c", "33554433"], 2, "no whole number of sectors"),
         (&["c", "64M", "--name", "b"], 1, "b.vhd: a VHD cannot grow while it is in use"),
         (&["c", "64M", "--name", "ro"], 1, "ro.raw: the disk is open for reading only"),
         (&["c", "64M", "--name", "x"], 1, "as \"x\" (the disks are \"a\", \"b\", \"ro\")"),

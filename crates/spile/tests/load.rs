@@ -171,11 +171,11 @@ fn what_cannot_be_is_refused_with_a_reason() {
     let served = Served::start(dir.path(), &["mem:1M,read-only"]);
     let uri = served.uri().to_string();
     let cases: [(&[&str], i32, &str); 7] = [
-        (&["--depth", "65536", "--bs", "1M"], 1, "more than 4 GiB of memory"),
+        (&["--depth", "65536", "--bs", "1M"], 2, "more than 4 GiB of memory"),
         (&["--rw", "randwrite"], 1, "read-only"),
-        (&["--bs", "64M"], 1, "--bs must be"),
-        (&["--verify", "--bs", "100"], 1, "multiple of 512"),
-        (&["--connections", "300"], 1, "too small"),
+        (&["--bs", "64M"], 2, "--bs must be"),
+        (&["--verify", "--bs", "100"], 2, "multiple of 512"),
+        (&["--connections", "300"], 2, "too small"),
         (&["--depth", "0"], 2, "--depth"),
         (&["--rw", "sideways"], 2, "sideways"),
     ];
@@ -253,11 +253,11 @@ fn what_a_load_cannot_keep_in_mind_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let served = Served::start(dir.path(), &["null:1P"]);
     let uri = served.uri().to_string();
-    let err = fails(dir.path(), 1, &["load", &uri, "--rw", "randwrite", "--verify"]);
+    let err = fails(dir.path(), 2, &["load", &uri, "--rw", "randwrite", "--verify"]);
     assert!(err.contains("--span"), "{err}");
     let model = r#"[{"run":1,"block_bytes":4096,"first_block":0,"acked":[1,1],"issued":[1]}]"#;
     std::fs::write(dir.path().join("m"), model).unwrap();
-    let err = fails(dir.path(), 1, &["load", &uri, "--verify-model", "m"]);
+    let err = fails(dir.path(), 2, &["load", &uri, "--verify-model", "m"]);
     assert!(err.contains("contradicts itself"), "{err}");
 }
 

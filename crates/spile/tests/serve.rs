@@ -215,12 +215,12 @@ fn bad_disks_and_addresses_are_refused_with_a_reason() {
     fs::write(dir.join("bad.vhd"), [7; 4096]).unwrap();
     fs::write(dir.join("noext"), [0; 4096]).unwrap();
     let cases: [(&[&str], i32, &str); 8] = [
-        (&["mem:1M"], 1, "nowhere to listen"),
+        (&["mem:1M"], 2, "nowhere to listen"),
         (&["bad.vhd", "--nbd", "unix:s"], 1, "bad.vhd"),
-        (&["noext", "--nbd", "unix:s"], 1, "--format"),
+        (&["noext", "--nbd", "unix:s"], 2, "--format"),
         (&["gone.raw", "--nbd", "unix:s"], 1, "gone.raw"),
         (&["mem:1M", "--nbd", "unix:noext"], 1, "no socket is in the way"),
-        (&["mem:1M", "mem:1M", "--nbd", "unix:s"], 1, "two exports are named 'mem'"),
+        (&["mem:1M", "mem:1M", "--nbd", "unix:s"], 2, "two exports are named 'mem'"),
         (&["mem:1M,frobnicate", "--nbd", "unix:s"], 2, "frobnicate"),
         (&["mem:1M", "--nbd", "udp:x"], 2, "unix:PATH or tcp:HOST:PORT"),
     ];

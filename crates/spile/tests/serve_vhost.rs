@@ -31,17 +31,17 @@ fn what_makes_no_sense_is_refused_with_a_reason_and_leaves_nothing_behind() {
         (&["--vhost-user", "v", "--queues", "257"], 2, "--queues"),
         (&["--vhost-user", "v", "--poll", "10001"], 2, "--poll"),
         (&["--vhost-user", "v", "--takeover"], 2, "--control"),
-        (&[], 1, "there is nowhere to listen (say --vhost-user PATH"),
-        (&["--control", "c"], 1, "there is nowhere to listen"),
-        (&["--control", "c", "--takeover"], 1, "there is nowhere to listen"),
+        (&[], 2, "there is nowhere to listen (say --vhost-user PATH"),
+        (&["--control", "c"], 2, "there is nowhere to listen"),
+        (&["--control", "c", "--takeover"], 2, "there is nowhere to listen"),
         (&["--vhost-user", "v,export=y"], 1, "no disk is exported as \"y\" (the exports are \"\", \"x\")"),
         (&["--vhost-user", "v", "--vhost-user", "w,export=y"], 1, "no disk is exported as \"y\""),
-        (&["--vhost-user", "v", "--nbd", "unix:./v"], 1, "/v is given twice"),
-        (&["--vhost-user", "v", "--vhost-user", "v"], 1, "/v is given twice"),
+        (&["--vhost-user", "v", "--nbd", "unix:./v"], 2, "/v is given twice"),
+        (&["--vhost-user", "v", "--vhost-user", "v"], 2, "/v is given twice"),
         (&["--vhost-user", "file"], 1, "file: a file that is no socket is in the way (remove it"),
         (&["--vhost-user", "v", "--control", "file"], 1, "file: a file that is no socket is in the way"),
         (&["--vhost-user", "gone/v"], 1, "gone/v: cannot listen on this socket: No such file or directory"),
-        (&["--vhost-user", &long], 1, "(choose a shorter path)"),
+        (&["--vhost-user", &long], 2, "(choose a shorter path)"),
     ];
     for (args, code, says) in cases {
         let err = fails(dir, code, &[&["serve", "null:1M,name=x"], args].concat());
@@ -59,7 +59,7 @@ fn a_guest_finds_its_disk() {
     for (disk, size) in [("a.raw", "16M"), ("b.vhd", "32M"), ("c.raw", "48M")] {
         ok(dir, &["create", disk, "--size", size]);
     }
-    let disks = ["a.raw", "b.vhd,name=y,serial=twenty-bytes-and-more", "c.raw,read-only"];
+    let disks = ["a.raw", "b.vhd,name=y,serial=twenty-bytes-and-mor", "c.raw,read-only"];
     let sockets = ["--vhost-user", "sub/a,,1", "--vhost-user", "./b,export=y", "--vhost-user", "ro,export=c"];
     let served = serve(dir, &[&disks[..], &sockets, &["--queues", "3", "--nbd", "unix:n"]].concat());
     assert_eq!(names_in(&dir.join("sub")), ["a,1"]);

@@ -197,7 +197,7 @@ impl Files for OsFiles {
     }
 
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        path.canonicalize().map_err(|source| Error::io("find", source)).at_path(path)
+        path.canonicalize().map_err(|source| Error::io("cannot be found", source)).at_path(path)
     }
 }
 

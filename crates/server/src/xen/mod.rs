@@ -3,7 +3,7 @@
 pub mod backend;
 mod claim;
 pub mod disk;
-mod params;
+pub mod params;
 mod place;
 pub mod stats;
 

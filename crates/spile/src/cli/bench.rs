@@ -17,7 +17,8 @@ use crate::bench::{Direction, Figures, Outcome, aggregate, exchange, guest, proc
 use crate::signals::EndSignals;
 use crate::units::{parse_duration, parse_size};
 
-const PATHS: &str = "\
+/// What `--path` takes.
+pub const PATHS: &str = "\
 Paths through a ring; those with a * are measured unless others are named:
   grant-map-memcpy           * as tapdisk2: pages mapped, copied, unmapped; requests of 44 KiB
   grant-map-memcpy-indirect    the same with indirect segments, as many as Linux has: 128 KiB
@@ -35,7 +36,6 @@ Paths through a ring; those with a * are measured unless others are named:
 /// shape of their curves mean something there; Xen's absolute costs are others. The paths take turns, so that what else
 /// the host does falls on all alike.
 #[derive(Debug, Args)]
-#[command(after_long_help = PATHS)]
 pub struct BenchArgs {
     #[command(subcommand)]
     experiment: Experiment,

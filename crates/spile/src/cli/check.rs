@@ -10,7 +10,7 @@ use spile_image::check::{self, Lost, Mend, Report, Severity};
 use spile_image::{Format, OpenOptions};
 use spile_store::{CacheMode, OsFiles};
 
-use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
+use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say, text_of};
 use crate::disks;
 use crate::units::format_size;
 
@@ -68,7 +68,7 @@ struct Finding {
 /// # Errors
 /// When the file cannot be opened or read, or is in use.
 pub fn run(args: &CheckArgs) -> Result<Exit> {
-    let (at, options) = (disks::locate(&args.disk)?, args.open.read_only());
+    let (at, options) = (existing(&args.disk)?, args.open.read_only());
     let format = Format::at(&at, args.open.format)?;
     let lost = if args.discard_lost { Lost::Discard } else { Lost::Keep };
     let repair = args.repair.then_some(lost);

@@ -10,7 +10,7 @@ use spile_node::Aligned;
 use spile_store::CacheMode;
 
 use super::copy::{CHUNK_BYTES, Chunks, for_each, read};
-use super::{Exit, ReadArgs, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
+use super::{Exit, ReadArgs, existing, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
 use crate::disks;
 use crate::units::format_size;
 
@@ -51,8 +51,8 @@ struct Compared {
 /// # Errors
 /// When a disk cannot be opened or read.
 pub fn run(args: &CompareArgs) -> Result<Exit> {
-    let a = (disks::locate(&args.a)?, args.read.read_only(args.from));
-    let b = (disks::locate(&args.b)?, args.read.read_only(args.to));
+    let a = (existing(&args.a)?, args.read.read_only(args.from));
+    let b = (existing(&args.b)?, args.read.read_only(args.to));
     let cache = args.cache;
     let compared = on_engine(move || async move {
         let a = open(cache, &a.0, &a.1).await?;

@@ -20,8 +20,6 @@ use crate::uri::Address;
 ///
 /// Every server has a control socket in /run/spile ($XDG_RUNTIME_DIR/spile without root; $SPILE_RUN_DIR names another
 /// folder). Sockets of servers that have ended are passed over.
-///
-/// Exit codes: 0, also when there is no disk; 1 when the folder or a named server cannot be asked.
 #[derive(Debug, Args)]
 pub struct LsArgs {
     /// Only the disks of this server: the path of its control socket, its name in the folder, or one of its disks
@@ -32,8 +30,6 @@ pub struct LsArgs {
 }
 
 /// Show a disk that is served: its images, the ways to it, and what was counted
-///
-/// Exit codes: 0; 1 when there is no such disk or its server cannot be asked.
 #[derive(Debug, Args)]
 pub struct ShowArgs {
     #[command(flatten)]
@@ -56,8 +52,6 @@ struct Which {
 /// Have a running server serve one more disk
 ///
 /// NBD clients find it under its name on the server's NBD sockets; virtual machines on the --vhost-user sockets given here.
-///
-/// Exit codes: 0; 1 when the disk cannot be opened or served, and then nothing has changed.
 #[derive(Debug, Args)]
 pub struct AttachArgs {
     /// The server: the path of its control socket, its name in the folder, or one of its disks
@@ -76,8 +70,6 @@ pub struct AttachArgs {
 /// Have a running server serve a disk no more
 ///
 /// The disk is flushed and closed. A disk in use is left alone, unless --force is given.
-///
-/// Exit codes: 0; 1 when there is no such disk, when it is in use, or when it could not be closed in order.
 #[derive(Debug, Args)]
 pub struct DetachArgs {
     #[command(flatten)]
@@ -93,8 +85,6 @@ pub struct DetachArgs {
 /// Guests see the new size at once, without a reboot (vhost-user, Xen); NBD clients see it when they connect anew. Raw
 /// images and block devices can grow; a block device has to be made longer first (lvextend). A disk is never
 /// made shorter.
-///
-/// Exit codes: 0; 1 when there is no such disk, or it cannot get that size.
 #[derive(Debug, Args)]
 pub struct ResizeArgs {
     #[command(flatten)]

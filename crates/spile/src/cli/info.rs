@@ -13,7 +13,7 @@ use spile_image::facts::{Record, Value};
 use spile_image::{Format, LayerInfo, OpenOptions, describe};
 use spile_store::{CacheMode, OsFiles};
 
-use super::{Exit, OpenArgs, on_engine, print_json, printable, say, text_of};
+use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say, text_of};
 use crate::disks;
 use crate::units::format_size;
 
@@ -73,7 +73,7 @@ struct Layer {
 /// # Errors
 /// When the disk cannot be opened.
 pub fn run(args: &InfoArgs) -> Result<Exit> {
-    let (source, options) = (disks::locate(&args.disk)?, args.open.read_only());
+    let (source, options) = (existing(&args.disk)?, args.open.read_only());
     let info = match args.chain {
         true => on_engine(move || async move { chain_info(&source, &options).await }),
         false => on_engine(move || async move { image_info(&source, options.format).await }),

@@ -2,19 +2,22 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use nix::sys::signal::Signal;
-use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 
 use super::{Exit, complain, print_json, say};
+use crate::disks;
 use crate::load::GuestOptions;
 use crate::load::{self, LoadOutcome, Model, Options, Pattern, Progress, Report, VhostOptions};
 use crate::signals::EndSignals;
 use crate::units::{format_count, format_rate, parse_duration, parse_size};
 use crate::uri::Target;
+use crate::xen::params;
 
 /// The patterns, named as in fio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -176,7 +179,7 @@ impl GuestArgs {
     fn options(&self, target: &Target, poll: bool) -> Result<GuestOptions> {
         let options = GuestOptions {
             domain: self.domain,
-            params: self.params.clone(),
+            params: self.params.as_deref().map(checked_params).transpose()?,
             access: self.access.clone(),
             poll,
             ring_order: self.ring_order.unwrap_or(0),
@@ -207,7 +210,11 @@ pub fn run(args: &LoadArgs) -> Result<Exit> {
     let options = options(args)?;
     let ended = end_on_signal(options.stop.clone())?;
     let mut line = ProgressLine::new();
-    let outcome = load::run(&options, |now| line.show(now))?;
+    let mut waiting = Waiting::begin(options.guest.params.as_deref());
+    let outcome = load::run(&options, |now| {
+        waiting = None;
+        line.show(now);
+    })?;
     line.clear();
     if let Some(path) = &args.save_model {
         save_model(path, &outcome.models)?;
@@ -219,6 +226,36 @@ pub fn run(args: &LoadArgs) -> Result<Exit> {
         say(report.to_text().trim_end());
     }
     verdict(outcome, ended.get().copied())
+}
+
+/// A thread that says what a guest waits for, unless this is dropped within a second.
+struct Waiting {
+    _until_dropped: Sender<()>,
+}
+
+impl Waiting {
+    fn begin(params: Option<&str>) -> Option<Self> {
+        let line = format!("waiting for a back end to serve {}", params?);
+        let (sender, receiver) = channel();
+        std::thread::spawn(move || {
+            if receiver.recv_timeout(Duration::from_secs(1)) == Err(RecvTimeoutError::Timeout) {
+                complain(line);
+            }
+        });
+        Some(Self { _until_dropped: sender })
+    }
+}
+
+/// `params` with an absolute path, because the back end works in another folder; a file that is not there is an error, for the
+/// back end would only try it again and again.
+fn checked_params(params: &str) -> Result<String> {
+    let spec = params::parse(params, false)?;
+    let Locator::Path(path) = &spec.source else { return Ok(params.to_owned()) };
+    disks::find(&spec.source)?;
+    let whole = std::path::absolute(path).map_err(|e| Error::io("cannot find this folder's path", e))?;
+    let path = path.to_string_lossy();
+    let prefix = params.strip_suffix(path.as_ref()).unwrap_or_default();
+    Ok(format!("{prefix}{}", whole.display()))
 }
 
 /// A signal ends the run in order, and the result says which signal it was. A second signal ends the process.

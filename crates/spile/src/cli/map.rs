@@ -9,7 +9,7 @@ use serde::Serialize;
 use spile_core::{Disk, Error, Extent, ExtentKind, ExtentStatus, Result};
 use spile_store::CacheMode;
 
-use super::{Exit, OpenArgs, on_engine};
+use super::{Exit, OpenArgs, existing, on_engine};
 use crate::disks;
 use crate::units::format_size;
 
@@ -43,7 +43,7 @@ struct Run {
 /// # Errors
 /// When the disk cannot be opened or read, or stdout cannot be written to.
 pub fn run(args: &MapArgs) -> Result<Exit> {
-    let (source, options, json) = (disks::locate(&args.disk)?, args.open.read_only(), args.json);
+    let (source, options, json) = (existing(&args.disk)?, args.open.read_only(), args.json);
     let printed = on_engine(move || async move {
         let disk = disks::open(CacheMode::Page, &source, &options).await?;
         let mut printer = Printer::new(std::io::stdout().lock(), json);

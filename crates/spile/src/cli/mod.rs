@@ -9,6 +9,8 @@ mod copy;
 mod create;
 mod demo;
 mod docs;
+mod ending;
+mod help;
 mod info;
 mod load;
 mod map;
@@ -23,37 +25,24 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
-use nix::sys::signal::Signal;
+use clap::{Args, FromArgMatches, Parser, Subcommand};
 use serde::Serialize;
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_engine::{Config, Engine, EngineKind};
 use spile_image::{Format, OpenOptions};
 use spile_store::CacheMode;
 
+use self::ending::Exit;
+use crate::disks;
 use crate::log::{complain, printable};
-use crate::signals;
 
 /// Serve virtual disks to guests, and create, inspect, check, convert and measure them
 #[derive(Debug, Parser)]
-#[command(name = "spile", version, arg_required_else_help = true, after_help = EXIT_CODES)]
+#[command(name = "spile", version, arg_required_else_help = true)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
 }
-
-const EXIT_CODES: &str = "\
-Exit codes:
-  0  success; for compare: the same content
-  1  failure; for compare: the content differs
-  2  wrong usage; for compare: also failure
-  3  check: corruption found; load and demo: data read back wrong
-  4  check: nothing wrong but leaked space
-  130, 143  ended by SIGINT (Ctrl-C) or SIGTERM; serve: only by a second one
-
-Sizes are binary: 4k = 4096 bytes, 20G = 20 GiB. With --json, the names of fields say their units.
-A disk's format is --format, or what its extension says (.vhd, .avhd, .vpc; .raw, .img). It is never guessed from
-the content, which a guest could forge.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -84,37 +73,13 @@ enum Command {
     Man(docs::ManArgs),
 }
 
-/// How the program ends when nothing failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Exit {
-    /// As asked.
-    Ok,
-    /// `compare`: the contents differ.
-    Differs,
-    /// `check`, `load`: wrong bytes.
-    Corrupt,
-    /// `check`: leaks only.
-    Leaks,
-    /// `load`: ended in order by a signal.
-    Ended(Signal),
-}
-
-impl From<Exit> for ExitCode {
-    fn from(exit: Exit) -> Self {
-        let code = match exit {
-            Exit::Ok => 0u8,
-            Exit::Differs => 1,
-            Exit::Corrupt => 3,
-            Exit::Leaks => 4,
-            Exit::Ended(signal) => return (signals::exit_code(signal) as u8).into(),
-        };
-        code.into()
-    }
-}
-
 /// Runs the program on the process's arguments.
 pub fn run() -> ExitCode {
-    let cli = Cli::parse();
+    let format = ending::ErrorFormat::of_arguments(std::env::args_os());
+    let cli = match help::command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches)) {
+        Ok(cli) => cli,
+        Err(error) => return format.usage(&error),
+    };
     let result = match &cli.command {
         Command::Create(args) => create::run(args),
         Command::Info(args) => info::run(args),
@@ -142,9 +107,9 @@ pub fn run() -> ExitCode {
     match result {
         Ok(exit) => exit.into(),
         Err(error) => {
-            complain(error);
+            format.complain(&error);
             // As in cmp and qemu-img, 1 says that the disks were compared and differ.
-            if matches!(cli.command, Command::Compare(_)) { 2.into() } else { ExitCode::FAILURE }
+            if matches!(cli.command, Command::Compare(_)) { 2.into() } else { ending::failure(&error) }
         }
     }
 }
@@ -244,6 +209,12 @@ fn parse_cache(text: &str) -> Result<CacheMode, String> {
         "page" => Ok(CacheMode::Page),
         _ => Err(format!("there is no cache mode `{text}`; use direct or page")),
     }
+}
+
+/// Where a disk is that must be there.
+fn existing(disk: &Path) -> Result<Locator> {
+    let at = disks::locate(disk)?;
+    disks::find(&at).map(|()| at)
 }
 
 /// Runs one piece of work on an engine with one worker.

@@ -165,5 +165,14 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
         splits_rings: disk.split_rings,
         trace_records: disk.trace,
     };
-    serve(&args.path, &options, config, opening, signals).map(|_| Exit::Ok)
+    serve(&args.path, &options, config, opening, signals)
+        .map(|_| Exit::Ok)
+        .map_err(|error| of_device(&args.path, &error))
+}
+
+/// The error with the domain and the device that it is about: the last two parts of the back end's path.
+fn of_device(backend_path: &str, error: &Error) -> Error {
+    let mut parts = backend_path.rsplit('/');
+    let (device, domain) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+    Error::new(error.kind(), format!("domain {domain}, device {device}: {error}"))
 }

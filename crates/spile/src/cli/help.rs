@@ -1,0 +1,306 @@
+//! What `--help` and the man page of each command say at their end: exit codes and examples. One table has both.
+
+use std::fmt::Write as _;
+
+use clap::{Command, CommandFactory};
+
+use super::Cli;
+use super::bench::PATHS;
+
+/// The end of one command's help.
+pub struct Ending {
+    /// The words of the command behind `spile`; empty for `spile` itself.
+    pub command: &'static str,
+    /// Exit codes besides those of [`COMMON`], which every command has.
+    pub codes: &'static [Code],
+    /// Command lines, and what each does.
+    pub examples: &'static [(&'static str, &'static str)],
+    /// What else there is to say, in paragraphs whose lines are broken already.
+    pub notes: &'static [&'static str],
+}
+
+type Code = (&'static str, &'static str);
+
+/// The exit codes of every command.
+const COMMON: [Code; 3] =
+    [("0", "success"), ("1", "failure"), ("2", "wrong usage: this makes no sense, or not for this disk")];
+
+/// The codes of a program that Ctrl-C or SIGTERM ends.
+const ENDED: Code = ("130, 143", "ended by SIGINT (Ctrl-C) or SIGTERM");
+const ENDED_AT_ONCE: Code = ("130, 143", "ended at once by a second SIGINT or SIGTERM");
+
+const SIZES: &str = "\
+Sizes are binary: 4k = 4096 bytes, 20G = 20GiB = 20 GiB. 20GB is refused, as it
+means two things.";
+
+const FORMATS: &str = "\
+A disk's format is --format, or what its extension says (.vhd, .avhd, .vpc;
+.raw, .img; .qcow2). It is never guessed from the content, which a guest could
+forge.";
+
+const JSON: &str = "\
+With --json, stdout has the answer and nothing else. An error is one JSON object
+in one line on stderr, in the place of the text. The same thing has the same
+name everywhere, and the names of numbers end in their unit.";
+
+/// One entry for each command that `--help` lists.
+pub const ENDINGS: &[Ending] = &[
+    Ending {
+        command: "",
+        codes: &[
+            ("1", "compare: the content differs"),
+            ("2", "compare: failure"),
+            ("3", "check: corruption found; load, demo: data read back wrong"),
+            ("4", "check: nothing wrong but leaked space"),
+            ("130, 143", "ended by SIGINT (Ctrl-C) or SIGTERM; servers: by a second one"),
+        ],
+        examples: &[
+            ("spile create disk.vhd --size 20G", "a thin disk of 20 GiB"),
+            ("spile serve disk.vhd --vhost-user disk.sock --nbd unix:disk.nbd", "for a guest and for NBD clients"),
+        ],
+        notes: &[SIZES, FORMATS, JSON],
+    },
+    Ending {
+        command: "create",
+        codes: &[],
+        examples: &[
+            ("spile create disk.vhd --size 20G", "a thin disk of 20 GiB"),
+            ("spile create child.vhd --parent disk.vhd", "a snapshot: disk.vhd is only read from now on"),
+            ("spile create disk.raw --size 1.5T", "a raw disk; the file is sparse"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "info",
+        codes: &[],
+        examples: &[
+            ("spile info disk.vhd", "what the image says of itself"),
+            ("spile info child.vhd --chain --json", "the same of its parents, for a program"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "map",
+        codes: &[],
+        examples: &[("spile map disk.vhd", "where the disk's bytes lie")],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "check",
+        codes: &[("3", "corruption found, or the file is cut short"), ("4", "nothing wrong but leaked space")],
+        examples: &[
+            ("spile check disk.vhd", "look only"),
+            ("spile check disk.vhd --repair", "mend what can be mended without a loss"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "convert",
+        codes: &[ENDED],
+        examples: &[
+            ("spile convert disk.vhd copy.raw", "the same disk as a raw file; holes stay holes"),
+            ("spile convert disk.raw nbd://host/export", "onto an export that is there already"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "compare",
+        codes: &[("0", "the disks read the same"), ("1", "they differ"), ("2", "failure, or wrong usage")],
+        examples: &[("spile compare disk.vhd copy.raw", "does the copy read as the disk does?")],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "serve",
+        codes: &[ENDED_AT_ONCE],
+        examples: &[
+            ("spile serve disk.vhd --vhost-user disk.sock", "for a virtual machine"),
+            ("spile serve a.vhd b.raw,name=data --nbd tcp:localhost:10809", "two disks for NBD clients"),
+            ("spile serve a.vhd --nbd unix:a.nbd --control a.control --takeover", "in the place of a running server"),
+        ],
+        notes: &[],
+    },
+    Ending {
+        command: "ls",
+        codes: &[],
+        examples: &[("spile ls", "every disk that is served on this host")],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "show",
+        codes: &[],
+        examples: &[("spile show disk", "images, ways, latencies of the disk of that name")],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "attach",
+        codes: &[],
+        examples: &[("spile attach disk data.vhd --vhost-user data.sock", "the server of `disk` serves data.vhd, too")],
+        notes: &[],
+    },
+    Ending { command: "detach", codes: &[], examples: &[("spile detach data", "closes the disk")], notes: &[] },
+    Ending {
+        command: "resize",
+        codes: &[],
+        examples: &[("spile resize disk 40G", "the disk of that name; its guest sees it at once")],
+        notes: &[],
+    },
+    Ending {
+        command: "xen-lab",
+        codes: &[],
+        examples: &[("spile xen-lab lab", "a Xen in the folder lab, until it is ended")],
+        notes: &[],
+    },
+    Ending {
+        command: "xen-backend",
+        codes: &[ENDED_AT_ONCE],
+        examples: &[
+            ("spile xen-backend", "serves the disks that the toolstack makes"),
+            ("spile xen-backend --lab lab --run-dir lab/run", "the same on the Xen of `spile xen-lab lab`"),
+        ],
+        notes: &[],
+    },
+    Ending {
+        command: "load",
+        codes: &[("3", "data read back wrong"), ENDED],
+        examples: &[
+            ("spile load nbd+unix:///?socket=disk.nbd --rw randrw --verify", "over NBD; destroys what is on the disk"),
+            ("spile load vhost-user:disk.sock --depth 32 --runtime 30s", "as a guest, reading"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "bench",
+        codes: &[],
+        examples: &[("spile bench paths --quick", "what each way to a guest's memory costs")],
+        notes: &[PATHS],
+    },
+    Ending {
+        command: "bench paths",
+        codes: &[],
+        examples: &[("spile bench paths --quick", "a short run")],
+        notes: &[],
+    },
+    Ending {
+        command: "bench aggregate",
+        codes: &[],
+        examples: &[("spile bench aggregate --quick --out plots", "a short run, drawn")],
+        notes: &[],
+    },
+    Ending {
+        command: "bench exchange",
+        codes: &[],
+        examples: &[("spile bench exchange --quick", "a short run")],
+        notes: &[],
+    },
+    Ending {
+        command: "demo",
+        codes: &[("3", "data read back wrong, or the disk is corrupt"), ENDED],
+        examples: &[("spile demo --seconds 5", "a short one, in a temporary folder")],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "completions",
+        codes: &[],
+        examples: &[("spile completions bash", "write this to a file that bash reads")],
+        notes: &[],
+    },
+    Ending {
+        command: "man",
+        codes: &[],
+        examples: &[("spile man man1", "then: man -l man1/spile-serve.1")],
+        notes: &[],
+    },
+];
+
+/// The whole command line, with what its help says at the end.
+pub fn command() -> Command {
+    with_endings(Cli::command(), "")
+}
+
+/// The end of the help of the command `words`, if that is in the table.
+pub fn ending(words: &str) -> Option<&'static Ending> {
+    ENDINGS.iter().find(|ending| ending.command == words)
+}
+
+fn with_endings(command: Command, words: &str) -> Command {
+    let names: Vec<String> = command.get_subcommands().map(|inner| inner.get_name().to_owned()).collect();
+    let command = names.iter().fold(command, |command, name| {
+        let inner = if words.is_empty() { name.clone() } else { format!("{words} {name}") };
+        command.mut_subcommand(name, |command| with_endings(command, &inner))
+    });
+    match ending(words) {
+        Some(ending) => command.after_help(ending.to_text()),
+        None => command,
+    }
+}
+
+impl Ending {
+    /// All exit codes, each once or, where one means several things, several times.
+    pub fn codes(&self) -> Vec<Code> {
+        let replaced = |code: &&Code| self.command.is_empty() || self.codes.iter().all(|own| own.0 != code.0);
+        let mut codes: Vec<_> = COMMON.iter().filter(replaced).chain(self.codes).copied().collect();
+        codes.sort_by_key(|(code, _)| (code.len(), *code));
+        codes
+    }
+
+    fn to_text(&self) -> String {
+        let mut text = String::from("Exit codes:\n");
+        // Writing to a string cannot fail.
+        for (code, meaning) in self.codes() {
+            let _ = writeln!(text, "  {code:<8}  {meaning}");
+        }
+        text.push_str("\nExamples:\n");
+        for (line, what) in self.examples {
+            let _ = writeln!(text, "  {line}\n          {what}");
+        }
+        for note in self.notes {
+            let _ = writeln!(text, "\n{note}");
+        }
+        text.trim_end().to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn visible(command: &Command, words: &str, into: &mut Vec<String>) {
+        into.push(words.to_owned());
+        for inner in command.get_subcommands().filter(|inner| !inner.is_hide_set() && inner.get_name() != "help") {
+            let name = inner.get_name();
+            visible(inner, format!("{words} {name}").trim(), into);
+        }
+    }
+
+    #[test]
+    fn every_command_has_exit_codes_and_examples_and_no_other_has() {
+        let mut commands = Vec::new();
+        visible(&command(), "", &mut commands);
+        let mut in_table: Vec<_> = ENDINGS.iter().map(|ending| ending.command.to_owned()).collect();
+        commands.sort();
+        in_table.sort();
+        assert_eq!(commands, in_table);
+        assert!(ENDINGS.iter().all(|ending| !ending.examples.is_empty()));
+    }
+
+    #[test]
+    fn every_example_is_a_command_line_of_its_command() {
+        for ending in ENDINGS {
+            for (line, _) in ending.examples {
+                assert!(line.starts_with(format!("spile {}", ending.command).trim()), "{line}");
+                if let Err(error) = command().try_get_matches_from(line.split(' ')) {
+                    panic!("{line}: {error}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_end_of_each_help_fits_a_terminal() {
+        for ending in ENDINGS {
+            for line in ending.to_text().lines() {
+                assert!(line.chars().count() <= 80, "{}: {line}", ending.command);
+            }
+        }
+    }
+}
