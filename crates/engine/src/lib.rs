@@ -42,6 +42,6 @@ pub use fixed::{Pinned, pin_memory};
 pub use raw_file::RawFile;
 pub use shared::WorkerStats;
 pub use socket::{Listener, Socket, peer_process};
-pub use spin::{Pollable, unwatch, watch};
+pub use spin::{Pollable, Watch};
 pub use time::{sleep, yield_now};
 pub use worker::{current_worker, pool, spawn};

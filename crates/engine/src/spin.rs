@@ -6,6 +6,9 @@
 //! guests to kick, and does not watch them until they have had work again. So an idle disk is watched for one window,
 //! and then costs nothing.
 //!
+//! A worker whose other queues are busy may never sleep. So a queue that has brought no work for [`PATIENCE`] turns is
+//! armed by itself: what a turn costs depends on the queues that have work, and not on all that there are.
+//!
 //! The window adapts itself. A *gap* is the time from running out of work to the next work. Each gap is compared with
 //! the limit (`--poll`). After a gap within the limit, the window moves towards twice the gap. After a longer gap it
 //! falls to a quarter, and below [`LEAST`] to nothing. A disk whose gaps are long thus costs one spin, and then the
@@ -15,11 +18,10 @@
 //! for as long as the device works. So the limit is divided by `n`. The worker then spins for a guest that waits for
 //! each answer, or whose requests need no device, and sleeps while a device works on a deep queue.
 
+use std::cell::Cell;
 use std::rc::Rc;
 use std::task::Waker;
 use std::time::Duration;
-
-use slab::Slab;
 
 use crate::worker;
 
@@ -27,6 +29,9 @@ use crate::worker;
 const LEAST: Duration = Duration::from_micros(2);
 /// The time that a wake-up takes. With polling, a gap would have been shorter by that.
 const WAKE: Duration = Duration::from_micros(15);
+
+/// So many turns of the worker without work end a watch.
+const PATIENCE: u32 = 64;
 
 /// Something in memory that another process changes.
 pub trait Pollable {
@@ -42,12 +47,19 @@ struct Watched {
     waker: Waker,
     /// The number of its requests that are with a device.
     in_flight: usize,
+    /// Turns of the worker in which it had no work.
+    quiet_turns: u32,
+    place: Rc<Place>,
 }
+
+/// Where something is among what is watched; [`NOWHERE`] while it is not.
+type Place = Cell<usize>;
+const NOWHERE: usize = usize::MAX;
 
 /// What the worker watches now.
 #[derive(Default)]
 pub(crate) struct Watches {
-    entries: Slab<Watched>,
+    entries: Vec<Watched>,
 }
 
 impl Watches {
@@ -57,64 +69,105 @@ impl Watches {
 
     /// Requests that are with a device.
     pub(crate) fn in_flight(&self) -> u32 {
-        let count: usize = self.entries.iter().map(|(_, watched)| watched.in_flight).sum();
+        let count: usize = self.entries.iter().map(|watched| watched.in_flight).sum();
         count.min(1 << 16) as u32
     }
 
     /// True when a watched thing has work. Wakes nobody.
     pub(crate) fn any_ready(&self) -> bool {
-        self.entries.iter().any(|(_, watched)| watched.pollable.is_ready())
+        self.entries.iter().any(|watched| watched.pollable.is_ready())
     }
 
-    /// Wakes the tasks of those that have work, and ends watching them.
+    /// Ends a turn: wakes the tasks of those that have work, and ends watching them. Those that have had none for long
+    /// are armed, and watched no more either.
     pub(crate) fn take_ready(&mut self, woken: &mut Vec<Waker>) {
-        self.take_if(woken, |pollable| pollable.is_ready());
+        let mut at = 0;
+        while let Some(watched) = self.entries.get_mut(at) {
+            watched.quiet_turns += 1;
+            let is_over = watched.quiet_turns > PATIENCE;
+            let has_work = if is_over { watched.pollable.arm() } else { watched.pollable.is_ready() };
+            if !is_over && !has_work {
+                at += 1;
+                continue;
+            }
+            let ended = self.remove(at);
+            if has_work {
+                woken.push(ended.waker);
+            }
+        }
     }
 
     /// Arms all, wakes the tasks of those that have work already, and ends watching.
     pub(crate) fn arm(&mut self, woken: &mut Vec<Waker>) {
-        self.take_if(woken, |pollable| pollable.arm());
-        self.entries.clear();
+        for watched in self.entries.drain(..) {
+            watched.place.set(NOWHERE);
+            if watched.pollable.arm() {
+                woken.push(watched.waker);
+            }
+        }
     }
 
-    fn take_if(&mut self, woken: &mut Vec<Waker>, is_wanted: impl Fn(&dyn Pollable) -> bool) {
-        self.entries.retain(|_, watched| {
-            let wanted = is_wanted(&*watched.pollable);
-            if wanted {
-                woken.push(watched.waker.clone());
+    fn insert(&mut self, watched: Watched) {
+        watched.place.set(self.entries.len());
+        self.entries.push(watched);
+    }
+
+    fn remove(&mut self, at: usize) -> Watched {
+        let removed = self.entries.swap_remove(at);
+        removed.place.set(NOWHERE);
+        if let Some(moved) = self.entries.get(at) {
+            moved.place.set(at);
+        }
+        removed
+    }
+}
+
+/// Something pollable that this worker watches, from time to time. When it is dropped, the worker watches it no more.
+pub struct Watch {
+    pollable: Rc<dyn Pollable>,
+    place: Rc<Place>,
+}
+
+impl Watch {
+    /// Watches nothing yet.
+    pub fn new(pollable: Rc<dyn Pollable>) -> Self {
+        Self { pollable, place: Rc::new(Cell::new(NOWHERE)) }
+    }
+
+    /// Has this worker watch it, and wake `waker` when it has work. `in_flight` of its requests are with a device. The
+    /// watch ends with that wake-up, or when the worker arms it.
+    ///
+    /// # Panics
+    /// Outside a worker.
+    pub fn begin(&self, waker: &Waker, in_flight: usize) {
+        worker::with(|w| {
+            let mut watches = w.watches.borrow_mut();
+            match watches.entries.get_mut(self.place.get()) {
+                Some(watched) => {
+                    watched.waker.clone_from(waker);
+                    watched.in_flight = in_flight;
+                    watched.quiet_turns = 0;
+                }
+                None => {
+                    let (pollable, waker, place) = (self.pollable.clone(), waker.clone(), self.place.clone());
+                    watches.insert(Watched { pollable, waker, in_flight, quiet_turns: 0, place });
+                }
             }
-            !wanted
         });
     }
 }
 
-/// Has this worker watch `pollable`, and wake `waker` when it has work. `in_flight` of its requests are with a device.
-/// The watch ends with that wake-up.
-///
-/// # Panics
-/// Outside a worker.
-pub fn watch(pollable: &Rc<dyn Pollable>, waker: &Waker, in_flight: usize) {
-    worker::with(|w| {
-        let mut watches = w.watches.borrow_mut();
-        let known = watches.entries.iter_mut().find(|(_, watched)| Rc::ptr_eq(&watched.pollable, pollable));
-        match known {
-            Some((_, watched)) => {
-                watched.waker.clone_from(waker);
-                watched.in_flight = in_flight;
-            }
-            None => {
-                watches.entries.insert(Watched { pollable: pollable.clone(), waker: waker.clone(), in_flight });
-            }
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let place = self.place.get();
+        if place == NOWHERE {
+            return;
         }
-    });
-}
-
-/// Ends watching `pollable` on this worker.
-///
-/// # Panics
-/// Outside a worker.
-pub fn unwatch(pollable: &Rc<dyn Pollable>) {
-    worker::with(|w| w.watches.borrow_mut().entries.retain(|_, watched| !Rc::ptr_eq(&watched.pollable, pollable)));
+        // Without a worker, the worker itself ends, and watches nothing any more. The entry is dropped after the borrow has
+        // ended: its waker may come back here.
+        let ended = worker::try_with(|w| w.watches.borrow_mut().remove(place));
+        drop(ended);
+    }
 }
 
 /// How long the worker spins before it sleeps.

@@ -11,13 +11,14 @@ use std::task::Poll;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
-use spile_engine::{Config, Engine, Event, Pollable, unwatch, watch};
+use spile_engine::{Config, Engine, Event, Pollable, Watch};
 
 both_engines![
     nothing_is_lost_between_looking_and_sleeping,
     what_is_armed_is_watched_no_more,
     an_idle_queue_costs_nothing,
     unwatched_things_are_not_woken,
+    an_idle_queue_beside_a_busy_one_is_looked_at_no_more,
 ];
 
 /// A mailbox as a guest's queue is one: a count that rises, and a ring that is used only when asked for.
@@ -60,7 +61,7 @@ impl Pollable for Reader {
 /// Takes `count` letters, then `last` is told.
 async fn read(mailbox: Arc<Mailbox>, bell: Event, count: u64, taken: Arc<AtomicU64>) {
     let reader = Rc::new(Reader { mailbox, taken: 0.into() });
-    let watched: Rc<dyn Pollable> = reader.clone();
+    let watch = Watch::new(reader.clone());
     let mut rung = Box::pin(bell.wait());
     poll_fn(|context| {
         loop {
@@ -71,14 +72,13 @@ async fn read(mailbox: Arc<Mailbox>, bell: Event, count: u64, taken: Arc<AtomicU
                 return Poll::Ready(());
             }
             if rung.as_mut().poll(context).is_pending() {
-                watch(&watched, context.waker(), 1);
+                watch.begin(context.waker(), 1);
                 return Poll::Pending;
             }
             rung.set(bell.wait());
         }
     })
     .await;
-    unwatch(&watched);
 }
 
 fn bell() -> (OwnedFd, Event) {
@@ -165,17 +165,39 @@ fn unwatched_things_are_not_woken(engine: &Engine) {
     }
     let looks = engine.run_on(0, || async {
         let ready = Rc::new(Ready(AtomicU64::new(0)));
-        let watched: Rc<dyn Pollable> = ready.clone();
+        let watch = Watch::new(ready.clone());
         poll_fn(|context| {
-            watch(&watched, context.waker(), 1);
-            unwatch(&watched);
+            watch.begin(context.waker(), 1);
             Poll::Ready(())
         })
         .await;
+        drop(watch);
         spile_engine::sleep(Duration::from_millis(1)).await;
         ready.0.load(Ordering::Relaxed)
     });
     assert_eq!(looks, 0);
+}
+
+/// The worker never sleeps, so it never arms all. What is idle must be armed all the same, or each turn would look at all
+/// the idle queues of a host.
+fn an_idle_queue_beside_a_busy_one_is_looked_at_no_more(engine: &Engine) {
+    let (mailbox, fd, taken) = reader(engine, 1);
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = stop.clone();
+    engine.spawn_on(0, move || async move {
+        poll_fn(|context| {
+            context.waker().wake_by_ref();
+            if stopped.load(Ordering::SeqCst) { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+    });
+    wait_until("it is armed", || mailbox.wants_ring.load(Ordering::SeqCst));
+    let sleeps = engine.stats()[0].sleeps;
+    mailbox.send(&fd);
+    wait_until("the ring was heard", || taken.load(Ordering::SeqCst) == 1);
+    assert_eq!(mailbox.rings.load(Ordering::Relaxed), 1);
+    assert_eq!(engine.stats()[0].sleeps, sleeps, "the worker was busy all the time");
+    stop.store(true, Ordering::SeqCst);
 }
 
 #[test]

@@ -129,8 +129,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
     };
     queue.counters.ring_started();
     queue.take_again(again);
-    let watched: Rc<dyn Pollable> = ring.clone();
-    serve_ring(&mut queue, &mut slots, &watched, &kick).await;
+    serve_ring(&mut queue, &mut slots, ring.clone(), &kick).await;
     queue.counters.ring_stopped();
     queue.disk_counters.show();
     queue.broken

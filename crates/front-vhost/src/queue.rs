@@ -131,9 +131,8 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     let make = |inbox: Rc<Inbox<u16>>| answer_all(inbox, side.clone(), target.clone());
     let mut slots = Slots::new(link.waker.clone(), make);
     let mut queue = QueueTask { ring: ring.clone(), side: side.clone(), link, again, again_at: 0 };
-    let watched: Rc<dyn Pollable> = ring.clone();
     side.borrow().counters.ring_started();
-    serve_ring(&mut queue, &mut slots, &watched, &kick).await;
+    serve_ring(&mut queue, &mut slots, ring.clone(), &kick).await;
     side.borrow().counters.ring_stopped();
     let side = side.borrow();
     Ended { next_avail: ring.next_avail(), broken: side.broken, is_lost: side.is_lost() }

@@ -1,7 +1,7 @@
 //! A guest's ring at work: one task on one worker that pops, executes, answers and notifies, in ring.
 //!
 //! A turn: answer what has ended, pop and start what is new, publish the answers, notify the guest once. When there is
-//! nothing to do, the worker watches the ring ([`spile_engine::watch`]), and asks the guest for kicks only before it
+//! nothing to do, the worker watches the ring ([`spile_engine::Watch`]), and asks the guest for kicks only before it
 //! sleeps. The task ends when the ring takes no new request and none is in flight.
 
 use std::future::poll_fn;
@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use spile_core::Error;
-use spile_engine::{Event, Pollable, unwatch, watch};
+use spile_engine::{Event, Pollable, Watch};
 
 use crate::slots::{Inbox, Slots};
 
@@ -57,13 +57,14 @@ pub trait GuestRing {
 pub async fn serve_ring<T, F, M>(
     ring: &mut T,
     slots: &mut Slots<F, M, T::Request>,
-    watched: &Rc<dyn Pollable>,
+    watched: Rc<dyn Pollable>,
     kick: &Event,
 ) where
     T: GuestRing,
     F: Future<Output = ()>,
     M: Fn(Rc<Inbox<T::Request>>) -> F,
 {
+    let watch = Watch::new(watched);
     let mut kicked = Box::pin(kick.wait());
     poll_fn(|context| {
         for _ in 0..TURNS {
@@ -85,7 +86,7 @@ pub async fn serve_ring<T, F, M>(
                 Poll::Ready(Err(error)) => ring.kicks_failed(error),
                 Poll::Pending => {
                     ring.suppress();
-                    watch(watched, context.waker(), slots.busy());
+                    watch.begin(context.waker(), slots.busy());
                     return Poll::Pending;
                 }
             }
@@ -94,7 +95,6 @@ pub async fn serve_ring<T, F, M>(
         Poll::Pending
     })
     .await;
-    unwatch(watched);
 }
 
 /// One turn; true when there was anything to do.
