@@ -1,14 +1,18 @@
-//! Direct writes that need space on the file system, by Linux AIO (io_submit).
+//! Linux AIO (io_submit): direct transfers that are in flight while the worker goes on.
 //!
-//! io_uring does not do such a write itself. With RWF_NOWAIT it answers EAGAIN; without that flag it gives the write to
-//! a kernel thread, and once such a thread was needed, it wakes every five seconds for as long as the ring lives. A
-//! helper thread that calls pwritev keeps the file system's lock on the file until the device has answered, and all
-//! other writes into holes wait meanwhile. fallocate before the write is no better: on ext4 it first waits for every
-//! direct transfer of that file.
+//! The engine `aio` does all direct transfers this way. They carry RWF_NOWAIT: a transfer that would have to wait comes
+//! back with EAGAIN, and goes to a helper thread.
 //!
-//! io_submit does what is needed: it allocates the bytes of the write and no others, starts the transfer, releases the
-//! lock and returns. All writes of a turn go to the kernel in one call. The end of each write is announced by an
-//! eventfd, which the ring reads.
+//! The engine `uring` does only those direct writes this way that need space on the file system, because io_uring does not
+//! do such a write itself. With RWF_NOWAIT it answers EAGAIN; without that flag it gives the write to a kernel thread, and
+//! once such a thread was needed, it wakes every five seconds for as long as the ring lives. A helper thread that calls
+//! pwritev keeps the file system's lock on the file until the device has answered, and all other writes into holes wait
+//! meanwhile. fallocate before the write is no better: on ext4 it first waits for every direct transfer of that file.
+//! io_submit without RWF_NOWAIT does what is needed: it allocates the bytes of the write and no others, starts the
+//! transfer, releases the lock and returns. The engine `aio` does so too, once such a write has come back with EAGAIN.
+//!
+//! All transfers of a turn go to the kernel together. The end of each is announced by an eventfd, which the reactor waits
+//! for, and noted in a ring of memory that the kernel shares with the process: no system call is needed to read it.
 //!
 //! When the process is killed, the kernel waits for these transfers before it closes the process's files, so the locks on
 //! the files last as long as the transfers. The kernel does not wait while another process shares the memory, as the
@@ -19,69 +23,57 @@
 //! maps of free space, and until the device has answered for a write past the end of the file or for a part of a file
 //! system block in a hole.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
+use smallvec::SmallVec;
+
+use crate::aio_context::{AioContext, Iocb};
+use crate::op::{Kind, Op};
 use crate::shared::Counters;
-use crate::sys::{self, IoVecs, last_errno};
+use crate::sys::{self, IoVecs};
 
-/// The most writes of one worker that are in the kernel at a time; more go to helper threads. The system has a limit
-/// for all processes together (`fs.aio-max-nr`, usually 65536).
-const MAX_WRITES: u32 = 256;
+/// The most transfers of one worker that are in the kernel at a time; more wait in the queue. The system has a limit for
+/// all processes together (`fs.aio-max-nr`, usually 65536).
+const MAX_TRANSFERS: u32 = 256;
+/// With so many queued transfers a reactor starts them, and does not wait for the end of its turn. It is the number of
+/// entries that a ring of io_uring is given at a time (module `uring`), for the same reason.
+pub(crate) const SUBMIT_TRANSFERS: usize = 4;
+/// The most transfers of one system call.
+const BATCH: usize = 32;
 
-/// `struct iocb` of linux/aio_abi.h, on a little-endian machine.
-#[repr(C)]
-struct Iocb {
-    data: u64,
-    key: u32,
-    rw_flags: i32,
-    opcode: u16,
-    priority: i16,
-    fd: u32,
-    address: u64,
-    count: u64,
-    offset: i64,
-    reserved: u64,
-    flags: u32,
-    eventfd: u32,
-}
-
+const IOCB_CMD_PREAD: u16 = 0;
+const IOCB_CMD_PWRITE: u16 = 1;
+const IOCB_CMD_PREADV: u16 = 7;
 const IOCB_CMD_PWRITEV: u16 = 8;
 const IOCB_FLAG_RESFD: u32 = 1;
 
-/// `struct io_event` of linux/aio_abi.h.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct IoEvent {
-    data: u64,
-    iocb: u64,
-    result: i64,
-    result2: i64,
-}
-
-/// How many writes go to helper threads after AIO was refused, before it is tried again.
-const RETRY_WRITES: u32 = 1024;
+/// How many transfers go another way after AIO was refused, before it is tried again.
+const RETRY_TRANSFERS: u32 = 1024;
 
 /// Linux AIO as one worker uses it.
 pub(crate) struct Aio {
     context: Context,
-    /// The eventfd that the kernel rings at the end of each write. It is made with the worker, so that a worker's number
-    /// of descriptors does not depend on what it writes.
+    /// The eventfd that the kernel rings at the end of each transfer. It is made with the worker, so that a worker's number
+    /// of descriptors does not depend on its transfers.
     bell: OwnedFd,
-    /// The memory into which the ring reads the eventfd's count.
-    count: Box<u64>,
-    queued: Vec<Iocb>,
+    /// The keys of the transfers to start, the oldest first.
+    queued: VecDeque<u64>,
+    in_flight: usize,
+    /// The vectors of the transfers of one system call. They are here only to be allocated once.
+    vectors: Box<[IoVecs; BATCH]>,
 }
 
-/// The kernel's context for the writes of one worker. It is made when the first write needs it.
+/// The kernel's context for the transfers of one worker.
 enum Context {
     Untried,
-    Open(libc::c_ulong),
-    /// The kernel has refused one, and so many writes have asked since.
+    Open(AioContext),
+    /// The kernel has refused one, and so many transfers have asked since.
     Refused(u32),
 }
 
-/// Whether a write can go by AIO.
+/// Whether a transfer can go by AIO.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Readiness {
     /// Yes.
@@ -98,16 +90,31 @@ impl Aio {
     /// # Errors
     /// The kernel's: there are too few descriptors.
     pub(crate) fn new() -> io::Result<Self> {
-        Ok(Self { context: Context::Untried, bell: sys::eventfd()?, count: Box::new(0), queued: Vec::new() })
+        Ok(Self {
+            context: Context::Untried,
+            bell: sys::eventfd()?,
+            queued: VecDeque::new(),
+            in_flight: 0,
+            vectors: Box::new([const { SmallVec::new_const() }; BATCH]),
+        })
     }
 
-    /// Tells whether a write can be queued. Makes the context by `set_up` if there is none; after a refusal that is tried
-    /// again for one write in [`RETRY_WRITES`].
-    pub(crate) fn prepare(&mut self, set_up: impl FnOnce() -> io::Result<libc::c_ulong>) -> Readiness {
+    /// Makes the eventfd and the context.
+    ///
+    /// # Errors
+    /// The kernel's: there are too few descriptors, or AIO is refused.
+    pub(crate) fn open() -> io::Result<Self> {
+        let context = Context::Open(set_up()?);
+        Ok(Self { context, ..Self::new()? })
+    }
+
+    /// Tells whether a transfer can be queued. Makes the context by `set_up` if there is none; after a refusal that is tried
+    /// again for one transfer in [`RETRY_TRANSFERS`].
+    pub(crate) fn prepare(&mut self, set_up: impl FnOnce() -> io::Result<AioContext>) -> Readiness {
         match &mut self.context {
             Context::Open(_) => return Readiness::Ready,
-            Context::Refused(writes) if *writes < RETRY_WRITES => {
-                *writes += 1;
+            Context::Refused(transfers) if *transfers < RETRY_TRANSFERS => {
+                *transfers += 1;
                 return Readiness::Refused;
             }
             Context::Untried | Context::Refused(_) => {}
@@ -125,105 +132,124 @@ impl Aio {
         }
     }
 
-    /// The eventfd, and the memory into which its count is to be read.
-    pub(crate) fn bell(&mut self) -> (RawFd, *mut u64) {
-        (self.bell.as_raw_fd(), &raw mut *self.count)
+    /// The eventfd.
+    pub(crate) fn bell(&self) -> RawFd {
+        self.bell.as_raw_fd()
     }
 
-    /// True when a write is queued.
-    pub(crate) fn has_queued(&self) -> bool {
-        !self.queued.is_empty()
+    /// Queues the transfer of this key.
+    pub(crate) fn queue(&mut self, key: u64) {
+        self.queued.push_back(key);
     }
 
-    /// Queues a write of the bytes that `iovecs` describes. The vectors and the bytes must not move until the write has
-    /// ended.
-    pub(crate) fn queue(&mut self, key: u64, fd: RawFd, offset: u64, iovecs: &IoVecs) {
-        self.queued.push(Iocb {
-            data: key,
-            key: 0,
-            rw_flags: 0,
-            opcode: IOCB_CMD_PWRITEV,
-            priority: 0,
-            fd: fd as u32,
-            address: iovecs.as_ptr() as u64,
-            count: iovecs.len() as u64,
-            offset: offset as i64,
-            reserved: 0,
-            flags: IOCB_FLAG_RESFD,
-            eventfd: self.bell.as_raw_fd() as u32,
-        });
+    /// How many transfers are queued.
+    pub(crate) fn queued(&self) -> usize {
+        self.queued.len()
     }
 
-    /// Starts the queued writes. Returns the keys of those that the kernel has refused.
-    pub(crate) fn submit(&mut self, counters: &Counters) -> impl Iterator<Item = u64> {
-        let mut started = 0;
-        while started < self.queued.len() {
+    /// True when a turn would find the end of a transfer.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.context().is_some_and(AioContext::has_ended)
+    }
+
+    fn context(&self) -> Option<&AioContext> {
+        match &self.context {
+            Context::Open(context) => Some(context),
+            Context::Untried | Context::Refused(_) => None,
+        }
+    }
+
+    /// Starts queued transfers, as many as there is room for. `op_of` tells the operation of a key; it must keep its buffers
+    /// and its file until the end of the transfer was reaped. A transfer that the kernel does not take has ended, as far as
+    /// AIO is concerned: it goes into `ended`, with an errno that asks for another way.
+    pub(crate) fn submit<'a>(
+        &mut self,
+        counters: &Counters,
+        ended: &mut Vec<(u64, i32)>,
+        op_of: impl Fn(u64) -> &'a Op,
+    ) {
+        while !self.queued.is_empty() && self.in_flight < MAX_TRANSFERS as usize {
             counters.enter();
-            match self.submit_from(started) {
-                Ok(count) if count > 0 => started += count,
-                Err(libc::EINTR) => (),
-                _ => break,
+            match self.submit_batch(&op_of) {
+                Ok(count) if count > 0 => {
+                    counters.submitted_to_aio(count as u64);
+                    self.queued.drain(..count);
+                    self.in_flight += count;
+                }
+                Err(libc::EINTR) => {}
+                // There is room again when a transfer has ended.
+                Err(libc::EAGAIN) if self.in_flight > 0 => return,
+                refused => {
+                    let unsupported = refused == Err(libc::EOPNOTSUPP);
+                    let errno = if unsupported { libc::EOPNOTSUPP } else { libc::EAGAIN };
+                    ended.extend(self.queued.pop_front().map(|key| (key, -errno)));
+                }
             }
         }
-        counters.submitted_to_aio(started as u64);
-        self.queued.drain(..started);
-        self.queued.drain(..).map(|iocb| iocb.data)
     }
 
-    /// Starts the queued writes from number `first` on with one call. Returns how many were started.
-    fn submit_from(&mut self, first: usize) -> Result<usize, i32> {
-        let Context::Open(context) = self.context else { return Ok(0) };
-        let mut pointers: smallvec::SmallVec<[*mut Iocb; 32]> =
-            self.queued[first..].iter_mut().map(std::ptr::from_mut).collect();
-        let count = pointers.len().min(MAX_WRITES as usize);
-        // SAFETY: the control blocks are live for the call, which copies them and the vectors. What the vectors
-        // describe is owned by the operation in the ring's slot, which stays until the end of the write is reaped, and
-        // `drop` waits for what is not reaped.
-        let started =
-            unsafe { libc::syscall(libc::SYS_io_submit, context, count as libc::c_long, pointers.as_mut_ptr()) };
-        usize::try_from(started).map_err(|_| last_errno())
+    /// Starts the first queued transfers with one call. Returns how many were started.
+    fn submit_batch<'a>(&mut self, op_of: impl Fn(u64) -> &'a Op) -> Result<usize, i32> {
+        let Context::Open(context) = &self.context else { return Ok(0) };
+        let room = BATCH.min(MAX_TRANSFERS as usize - self.in_flight);
+        let keys = self.queued.iter().take(room);
+        let bell = self.bell.as_raw_fd();
+        let mut blocks: SmallVec<[Iocb; BATCH]> = keys
+            .zip(self.vectors.iter_mut())
+            .map(|(&key, vectors)| control_block(key, op_of(key), vectors, bell))
+            .collect();
+        let mut pointers: SmallVec<[*mut Iocb; BATCH]> = blocks.iter_mut().map(std::ptr::from_mut).collect();
+        // SAFETY: the operation in the reactor's slot owns the buffers and the file, and stays until the end of its transfer
+        // is reaped. The context's drop waits for what is not reaped.
+        unsafe { context.submit(&mut pointers) }
     }
 
-    /// Puts each write that has ended into `ended`: its key, and the bytes written or a negative errno.
-    pub(crate) fn reap(&self, counters: &Counters, ended: &mut Vec<(u64, i32)>) {
-        const BATCH: usize = 32;
-        let Context::Open(context) = self.context else { return };
-        let mut events = [IoEvent::default(); BATCH];
-        loop {
-            let none = std::ptr::null_mut::<libc::timespec>();
-            // SAFETY: the buffer is live and has the length given; with no event asked for, the call does not wait.
-            let got = unsafe {
-                libc::syscall(
-                    libc::SYS_io_getevents,
-                    context,
-                    0 as libc::c_long,
-                    BATCH as libc::c_long,
-                    events.as_mut_ptr(),
-                    none,
-                )
-            };
-            let count = usize::try_from(got).unwrap_or(0);
-            counters.enter();
-            counters.completed(count as u64);
-            ended.extend(events[..count].iter().map(|event| (event.data, event.result as i32)));
-            if count < BATCH {
-                return;
-            }
+    /// Puts each transfer that has ended into `ended`: its key, and the number of bytes or a negative errno.
+    pub(crate) fn reap(&mut self, counters: &Counters, ended: &mut Vec<(u64, i32)>) {
+        if self.in_flight == 0 {
+            return;
         }
+        let before = ended.len();
+        if let Context::Open(context) = &self.context {
+            context.reap(counters, ended);
+        }
+        let count = ended.len() - before;
+        self.in_flight -= count;
+        counters.completed(count as u64);
     }
 }
 
-/// Has the kernel make a context for [`MAX_WRITES`] writes.
+/// Describes what is left of a transfer to the kernel. Several segments are described in `vectors`, which must not move
+/// until the transfer is started.
+fn control_block(key: u64, op: &Op, vectors: &mut IoVecs, bell: RawFd) -> Iocb {
+    sys::fill_iovecs(op.segments.as_slice(), op.done, vectors);
+    let is_read = op.kind == Kind::Read;
+    let (opcode, address, count) = match vectors.as_slice() {
+        [one] => (if is_read { IOCB_CMD_PREAD } else { IOCB_CMD_PWRITE }, one.iov_base as u64, one.iov_len),
+        many => (if is_read { IOCB_CMD_PREADV } else { IOCB_CMD_PWRITEV }, many.as_ptr() as u64, many.len()),
+    };
+    Iocb {
+        data: key,
+        key: 0,
+        rw_flags: if op.may_wait_in_aio { 0 } else { libc::RWF_NOWAIT },
+        opcode,
+        priority: 0,
+        fd: op.fd.raw() as u32,
+        address,
+        count: count as u64,
+        offset: (op.offset + op.done as u64) as i64,
+        reserved: 0,
+        flags: IOCB_FLAG_RESFD,
+        eventfd: bell as u32,
+    }
+}
+
+/// Has the kernel make a context for [`MAX_TRANSFERS`] transfers.
 ///
 /// # Errors
-/// The kernel's: AIO is forbidden, not built in, or used up by other processes.
-pub(crate) fn set_up() -> io::Result<libc::c_ulong> {
-    let mut context: libc::c_ulong = 0;
-    // SAFETY: the out parameter is live.
-    match unsafe { libc::syscall(libc::SYS_io_setup, MAX_WRITES, &raw mut context) } {
-        0 => Ok(context),
-        _ => Err(io::Error::last_os_error()),
-    }
+/// As [`AioContext::new`].
+pub(crate) fn set_up() -> io::Result<AioContext> {
+    AioContext::new(MAX_TRANSFERS)
 }
 
 /// Tells once in the life of the process that AIO was refused.
@@ -237,25 +263,12 @@ fn warn_once(error: &io::Error) {
     });
 }
 
-impl Drop for Aio {
-    fn drop(&mut self) {
-        if let Context::Open(context) = self.context {
-            // SAFETY: takes plain numbers. It returns when no write of this context is in flight.
-            unsafe { libc::syscall(libc::SYS_io_destroy, context) };
-        }
-        // The ring's read of the bell is cancelled when the ring is closed, which may take effect later.
-        std::mem::forget(std::mem::take(&mut self.count));
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use spile_mem::{Segment, Segments};
 
-    #[test]
-    fn the_kernels_structures_have_the_kernels_sizes() {
-        assert_eq!((size_of::<Iocb>(), size_of::<IoEvent>()), (64, 32));
-    }
+    use super::*;
+    use crate::fd::Fd;
 
     #[test]
     fn what_the_kernel_does_not_take_comes_back() {
@@ -263,40 +276,63 @@ mod tests {
         if aio.prepare(set_up) == Readiness::Refused {
             return println!("SKIP aio: the kernel has none");
         }
-        let iovecs = IoVecs::new();
-        let file = tempfile::tempfile().unwrap();
-        // No vectors: a write of nothing, which ends well. A descriptor that is not open is refused at once.
-        aio.queue(1, file.as_raw_fd(), 0, &iovecs);
-        aio.queue(2, -1, 0, &iovecs);
-        aio.queue(3, file.as_raw_fd(), 0, &iovecs);
-        assert_eq!(aio.submit(&counters).collect::<Vec<_>>(), [2, 3]);
+        let file = Fd::file(tempfile::tempfile().unwrap().into());
+        let mut write = Op::write(&file, 0, &Segments::from(Segment::zeroed(512)));
+        // So that nothing depends on the file system.
+        write.may_wait_in_aio = true;
+        (1..=3).for_each(|key| aio.queue(key));
         let mut ended = Vec::new();
-        while ended.is_empty() {
+        // The kernel refuses a descriptor that it cannot write to.
+        let read_only = Fd::file(std::fs::File::open("/dev/null").unwrap().into());
+        let refused = Op::write(&read_only, 0, &Segments::from(Segment::zeroed(512)));
+        aio.submit(&counters, &mut ended, |key| if key == 2 { &refused } else { &write });
+        assert_eq!((ended.as_slice(), aio.queued()), (&[(2, -libc::EAGAIN)][..], 0));
+        while ended.len() < 3 {
             aio.reap(&counters, &mut ended);
         }
-        assert_eq!(ended, [(1, 0)]);
+        assert_eq!(ended[1..], [(1, 512), (3, 512)]);
         let stats = counters.read();
-        assert_eq!((stats.aio_writes, stats.sqes, stats.cqes), (1, 1, 1));
-        // One call started the first, one was refused with the second in front, and one or more asked for the end.
-        assert!(stats.enters >= 3, "{stats:?}");
+        assert_eq!((stats.aio_transfers, stats.sqes, stats.cqes, stats.enters), (2, 2, 2, 3), "{stats:?}");
+    }
+
+    #[test]
+    fn more_transfers_than_there_is_room_for_wait_in_the_queue() {
+        let Ok(mut aio) = Aio::open() else { return println!("SKIP aio: the kernel has none") };
+        let (counters, mut ended) = (Counters::default(), Vec::new());
+        let file = Fd::file(tempfile::tempfile().unwrap().into());
+        // Several segments, so that each transfer has vectors.
+        let halves: Segments = [Segment::zeroed(512), Segment::zeroed(512)].into_iter().collect();
+        let mut write = Op::write(&file, 0, &halves);
+        write.may_wait_in_aio = true;
+        let all = 2 * u64::from(MAX_TRANSFERS) + 5;
+        (0..all).for_each(|key| aio.queue(key));
+        aio.submit(&counters, &mut ended, |_| &write);
+        assert_eq!(aio.queued(), all as usize - MAX_TRANSFERS as usize);
+        while ended.len() < all as usize {
+            aio.reap(&counters, &mut ended);
+            aio.submit(&counters, &mut ended, |_| &write);
+        }
+        ended.sort_unstable();
+        assert!(ended.iter().map(|(key, _)| *key).eq(0..all), "each once");
+        assert!(ended.iter().all(|(_, result)| *result == 1024), "{ended:?}");
+        assert!(!aio.has_ended() && aio.in_flight == 0);
     }
 
     #[test]
     fn aio_that_was_refused_is_tried_again() {
         let mut aio = Aio::new().unwrap();
         let mut calls = 0;
-        let mut ask = |aio: &mut Aio, answer: io::Result<libc::c_ulong>| {
+        let mut ask = |aio: &mut Aio, answer: io::Result<AioContext>| {
             aio.prepare(|| {
                 calls += 1;
                 answer
             })
         };
         let no = || Err(io::Error::from_raw_os_error(libc::EAGAIN));
-        for _ in 0..=RETRY_WRITES {
+        for _ in 0..=RETRY_TRANSFERS {
             assert_eq!(ask(&mut aio, no()), Readiness::Refused);
         }
-        // The number of a context that does not exist: closing it does nothing.
-        assert_eq!(ask(&mut aio, Ok(0)), Readiness::Opened);
+        assert_eq!(ask(&mut aio, Ok(AioContext::of_nothing())), Readiness::Opened);
         assert_eq!(ask(&mut aio, no()), Readiness::Ready);
         assert_eq!(calls, 2);
     }

@@ -6,16 +6,24 @@ use std::time::Duration;
 
 use spile_core::{Error, ErrorKind};
 
-/// Which reactor the workers run on.
+/// How the workers do I/O.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum EngineKind {
-    /// io_uring where the kernel has and allows it, else [`EngineKind::Threads`].
+    /// The first of [`EngineKind::ALL`] that the kernel has and allows.
     #[default]
     Auto,
     /// io_uring (Linux 5.11 or later) or an error.
     Uring,
+    /// Linux AIO (Linux 4.13 or later) for direct transfers, or an error; epoll for sockets, and a bounded pool of helper
+    /// threads for what remains.
+    Aio,
     /// epoll for sockets, a bounded pool of helper threads for files.
     Threads,
+}
+
+impl EngineKind {
+    /// All engines, the best first.
+    pub const ALL: [EngineKind; 3] = [Self::Uring, Self::Aio, Self::Threads];
 }
 
 impl FromStr for EngineKind {
@@ -25,9 +33,10 @@ impl FromStr for EngineKind {
         match text {
             "auto" => Ok(Self::Auto),
             "uring" => Ok(Self::Uring),
+            "aio" => Ok(Self::Aio),
             "threads" => Ok(Self::Threads),
             _ => Err(Error::new(ErrorKind::InvalidInput, format!("there is no engine named {text:?}"))
-                .hint("use auto, uring or threads")),
+                .hint("use auto, uring, aio or threads")),
         }
     }
 }
@@ -37,6 +46,7 @@ impl fmt::Display for EngineKind {
         f.pad(match self {
             Self::Auto => "auto",
             Self::Uring => "uring",
+            Self::Aio => "aio",
             Self::Threads => "threads",
         })
     }
@@ -75,10 +85,10 @@ mod tests {
 
     #[test]
     fn names_go_both_ways() {
-        for kind in [EngineKind::Auto, EngineKind::Uring, EngineKind::Threads] {
+        for kind in [EngineKind::Auto].into_iter().chain(EngineKind::ALL) {
             assert_eq!(kind.to_string().parse::<EngineKind>().unwrap(), kind);
         }
-        let error = "aio".parse::<EngineKind>().unwrap_err();
+        let error = "libaio".parse::<EngineKind>().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidInput);
     }
 }

@@ -21,6 +21,8 @@ pub struct Engine {
 
 struct Inner {
     kind: EngineKind,
+    /// Why the engines before this one were not taken.
+    refused: Vec<Error>,
     workers: Vec<Arc<WorkerLink>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -35,33 +37,57 @@ impl Engine {
     /// Starts the worker threads.
     ///
     /// # Errors
-    /// `Unsupported` or `Denied` when io_uring was demanded and cannot be had; `Exhausted` or `Io` when threads,
+    /// `Unsupported` or `Denied` when the engine that was asked for cannot be had; `Exhausted` or `Io` when threads,
     /// descriptors or memory are short.
     pub fn start(config: Config) -> Result<Engine> {
         if config.kind != EngineKind::Auto {
-            return Self::start_as(config.kind, &config);
+            return Self::start_as(config.kind, &config).map(Self::new).map_err(or_auto);
         }
-        Self::start_as(EngineKind::Uring, &config).or_else(|error| {
-            tracing::info!(%error, "helper threads serve instead");
-            Self::start_as(EngineKind::Threads, &config)
-        })
+        let mut refused = Vec::new();
+        for kind in EngineKind::ALL {
+            match Self::start_as(kind, &config) {
+                Ok(mut inner) => {
+                    inner.refused = refused;
+                    return Ok(Self::new(inner));
+                }
+                Err(error) => refused.push(error),
+            }
+        }
+        Err(refused.pop().expect("there are engines"))
     }
 
-    fn start_as(kind: EngineKind, config: &Config) -> Result<Engine> {
+    fn new(inner: Inner) -> Self {
+        Self { inner: Arc::new(inner) }
+    }
+
+    fn start_as(kind: EngineKind, config: &Config) -> Result<Inner> {
         let files = FilePool::new();
-        let mut inner = Inner { kind, workers: Vec::new(), threads: Mutex::default() };
+        let mut inner = Inner { kind, refused: Vec::new(), workers: Vec::new(), threads: Mutex::default() };
         for index in 0..config.workers.max(1) {
             // When a worker cannot be started, dropping `inner` ends those before it.
             let (shared, thread) = start_worker(index, kind, files.clone(), config)?;
             inner.workers.push(shared);
             relock(&inner.threads).push(thread);
         }
-        Ok(Engine { inner: Arc::new(inner) })
+        Ok(inner)
     }
 
-    /// The reactor in use: Uring or Threads.
+    /// The engine in use, one of [`EngineKind::ALL`].
     pub fn kind(&self) -> EngineKind {
         self.inner.kind
+    }
+
+    /// One line for people: the engine in use, why no better one, and what would have to be set for that.
+    pub fn about(&self) -> String {
+        let name = match self.kind() {
+            EngineKind::Auto | EngineKind::Uring => "uring (io_uring)",
+            EngineKind::Aio => "aio (Linux AIO)",
+            EngineKind::Threads => "threads (helper threads)",
+        };
+        let reasons: Vec<String> = self.inner.refused.iter().map(Error::to_string).collect();
+        let reasons = reasons.join("; ");
+        let colon = if reasons.is_empty() { "" } else { ": " };
+        format!("engine {name}, {} worker(s){colon}{reasons}", self.workers())
     }
 
     /// How many workers there are.
@@ -114,6 +140,14 @@ impl Engine {
             let threads = std::mem::take(&mut *relock(&self.inner.threads));
             threads.into_iter().for_each(|thread| drop(thread.join()));
         }
+    }
+}
+
+/// Adds to the hint of an engine that cannot be had that another one may be.
+fn or_auto(error: Error) -> Error {
+    match error.hint_text().map(|hint| format!("{hint}, or use --engine auto")) {
+        Some(hint) => error.hint(hint),
+        None => error,
     }
 }
 

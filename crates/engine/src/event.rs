@@ -143,7 +143,7 @@ mod tests {
     /// A front end may clear O_NONBLOCK on its side at any moment, and fill or empty the count.
     #[test]
     fn a_peer_cannot_have_us_wait() {
-        for kind in [EngineKind::Uring, EngineKind::Threads] {
+        for kind in EngineKind::ALL {
             let Ok(engine) = Engine::start(Config { kind, workers: 1, ..Config::default() }) else {
                 println!("SKIP events on {kind}: the engine cannot be had");
                 continue;
@@ -174,8 +174,8 @@ mod tests {
     }
 
     #[test]
-    fn waits_end_with_a_ring_before_or_after_on_both_engines() {
-        for kind in [EngineKind::Uring, EngineKind::Threads] {
+    fn waits_end_with_a_ring_before_or_after_on_each_engine() {
+        for kind in EngineKind::ALL {
             let config = Config { kind, workers: 1, ..Config::default() };
             let Ok(engine) = Engine::start(config) else {
                 println!("SKIP events on {kind}: the engine cannot be had");

@@ -6,7 +6,7 @@
 //! first.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use smallvec::SmallVec;
@@ -61,6 +61,8 @@ pub(crate) struct Fd {
     pub(crate) direct: bool,
     /// True for a regular file opened with O_DIRECT: a write may need space. A device has no holes.
     pub(crate) may_need_space: bool,
+    /// The kernel has no transfer of this file that does not wait.
+    waits: AtomicBool,
     /// The descriptor that holds the file's locks, when it is not this one. It is kept open as long as a transfer
     /// through this one is in flight, so that the file stays locked until the last transfer has ended.
     _locked: Option<Arc<Fd>>,
@@ -93,6 +95,7 @@ impl Fd {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             table_index,
             direct: locked.is_some(),
+            waits: AtomicBool::new(false),
             _locked: locked,
             rings: AtomicU32::new(0),
             sync_errno: AtomicI32::new(0),
@@ -107,6 +110,16 @@ impl Fd {
     /// Notes that a worker's reactor knows the file and has to be told when it is dropped.
     pub(crate) fn known_to(&self, shared: &Arc<WorkerLink>) {
         relock(&self.known_to).push(shared.clone());
+    }
+
+    /// Notes that the kernel has refused RWF_NOWAIT for this file.
+    pub(crate) fn note_waits(&self) {
+        self.waits.store(true, Ordering::Relaxed);
+    }
+
+    /// True when each transfer of this file has to go to a helper thread, because any may have to wait.
+    pub(crate) fn always_waits(&self) -> bool {
+        self.waits.load(Ordering::Relaxed)
     }
 
     /// Notes how a sync ended, whether or not anybody still waits for it.

@@ -1,20 +1,22 @@
 //! Worker threads with their reactors, and what runs on them: tasks, sockets, timers, operations on files.
 //!
-//! The contract: an [`Engine`] owns N worker threads. Each has one reactor (an io_uring, or an epoll with a few
-//! helper threads where io_uring is missing or forbidden), one single-threaded executor, one buffer [`pool`].
+//! The contract: an [`Engine`] owns N worker threads. Each has one reactor (io_uring; or epoll with Linux AIO, or
+//! with helper threads alone, where io_uring is missing or forbidden), one single-threaded executor, one buffer [`pool`].
 //! Futures belong to the worker that polls them; objects ([`RawFile`], [`Socket`]) are shared by all, and an
 //! operation runs on the reactor of the worker that polls it. File and socket operations, [`sleep`], [`spawn`],
 //! [`pool`] and [`current_worker`] therefore panic outside a worker.
 //!
-//! What holds for both reactors: an operation in flight owns clones of its buffers and of its file until the
+//! What holds for all engines: an operation in flight owns clones of its buffers and of its file until the
 //! kernel has answered, also when its future is dropped; short transfers are continued, EINTR and EAGAIN are
 //! retried; an idle worker sleeps in one system call without a time-out.
 
 mod aio;
+mod aio_context;
 mod align;
 mod config;
 mod engine;
 mod env;
+mod epoll;
 mod event;
 mod fd;
 mod file_pool;
@@ -23,11 +25,11 @@ mod fixed;
 mod lock;
 mod op;
 mod raw_file;
+mod refusal;
 mod shared;
 mod socket;
 mod spin;
 mod sys;
-mod threads;
 mod time;
 mod uring;
 mod worker;

@@ -1,4 +1,4 @@
-//! One operation on a file or socket, the same for both reactors, and the future that waits for it.
+//! One operation on a file or socket, the same for all reactors, and the future that waits for it.
 //!
 //! An [`Op`] owns clones of its segments and a share of its file. A reactor takes it by value and keeps it until
 //! the kernel has answered; the future only holds a key. So a dropped future never frees memory the kernel writes to.
@@ -51,6 +51,12 @@ impl Kind {
 /// The result of an operation: a number of bytes, a descriptor, or 0; else an errno.
 pub(crate) type Outcome = Result<usize, i32>;
 
+/// True for the errnos by which the kernel refuses a transfer instead of waiting: EAGAIN, and EOPNOTSUPP where the file
+/// system or the device has no direct transfer that does not wait.
+pub(crate) fn must_wait(errno: i32, direct: bool) -> bool {
+    errno == libc::EAGAIN || (direct && errno == libc::EOPNOTSUPP)
+}
+
 /// How a reactor has started an operation.
 pub(crate) enum Started {
     /// The operation was done at once.
@@ -68,13 +74,13 @@ pub(crate) struct Op {
     pub(crate) segments: Segments,
     /// The bytes that are done so far.
     pub(crate) done: usize,
-    /// A write that was given to AIO once (module `aio`).
-    pub(crate) tried_aio: bool,
+    /// AIO may make this write wait (module `aio`), because it did not go without.
+    pub(crate) may_wait_in_aio: bool,
 }
 
 impl Op {
     fn new(kind: Kind, fd: &Arc<Fd>, offset: u64, len: u64, segments: Segments) -> Self {
-        Self { kind, fd: fd.clone(), offset, len, segments, done: 0, tried_aio: false }
+        Self { kind, fd: fd.clone(), offset, len, segments, done: 0, may_wait_in_aio: false }
     }
 
     pub(crate) fn read(fd: &Arc<Fd>, offset: u64, into: &Segments) -> Self {
@@ -140,6 +146,14 @@ impl Op {
             }
             _ => Some(Ok(count)),
         }
+    }
+
+    /// Chooses AIO for a transfer that must wait: true, once, for a direct write to a file, which most likely goes to a hole.
+    /// A device has no holes: a transfer must wait there when the device is out of tags, and AIO would make the worker wait
+    /// for one.
+    pub(crate) fn choose_aio(&mut self) -> bool {
+        let may_need_space = self.kind == Kind::Write && self.fd.may_need_space;
+        may_need_space && !std::mem::replace(&mut self.may_wait_in_aio, true)
     }
 
     /// Starts the operation when first polled, on the reactor of the polling worker.

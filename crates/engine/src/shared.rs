@@ -38,7 +38,9 @@ pub struct WorkerStats {
     pub enters: u64,
     /// Entries submitted to the ring or to AIO; file operations handed to helper threads.
     pub sqes: u64,
-    /// Of these, the writes that went to AIO.
+    /// Of these, the transfers that went to AIO.
+    pub aio_transfers: u64,
+    /// Of these, the writes that AIO may make the worker wait for, because they need space on the file system.
     pub aio_writes: u64,
     /// Completions reaped.
     pub cqes: u64,
@@ -55,6 +57,7 @@ pub struct WorkerStats {
 pub(crate) struct Counters {
     enters: AtomicU64,
     sqes: AtomicU64,
+    aio_transfers: AtomicU64,
     aio_writes: AtomicU64,
     cqes: AtomicU64,
     polls: AtomicU64,
@@ -78,7 +81,12 @@ impl Counters {
 
     pub(crate) fn submitted_to_aio(&self, count: u64) {
         add(&self.sqes, count);
-        add(&self.aio_writes, count);
+        add(&self.aio_transfers, count);
+    }
+
+    /// A write that needs space was queued for AIO.
+    pub(crate) fn writes_by_aio(&self) {
+        add(&self.aio_writes, 1);
     }
 
     pub(crate) fn completed(&self, count: u64) {
@@ -98,6 +106,7 @@ impl Counters {
         WorkerStats {
             enters: get(&self.enters),
             sqes: get(&self.sqes),
+            aio_transfers: get(&self.aio_transfers),
             aio_writes: get(&self.aio_writes),
             cqes: get(&self.cqes),
             wakes: get(&self.wakes),
@@ -154,7 +163,7 @@ pub(crate) struct WorkerLink {
     asleep: AtomicBool,
     stopping: AtomicBool,
     pub(crate) event: OwnedFd,
-    /// The epoll instance of a worker of the threads engine.
+    /// The epoll instance of a worker without a ring.
     epoll: Option<OwnedFd>,
     pub(crate) counters: Counters,
 }

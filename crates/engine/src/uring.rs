@@ -22,15 +22,15 @@ use std::time::Duration;
 
 use io_uring::types::{self, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
-use smallvec::SmallVec;
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::Result;
 use spile_mem::Pool;
 
 use crate::aio::{self, Aio, Readiness};
 use crate::file_pool::{FilePool, Job};
 use crate::file_table::{FileTable, Target};
 use crate::fixed::FixedBuffers;
-use crate::op::{Kind, Op, Outcome, Started};
+use crate::op::{self, Kind, Op, Outcome, Started};
+use crate::refusal;
 use crate::shared::{Held, WorkerLink};
 use crate::sys::{self, IoVecs};
 
@@ -70,8 +70,9 @@ pub(crate) struct Uring {
     unqueued: VecDeque<squeue::Entry>,
     reaped: Vec<(u64, i32)>,
     ended_by_aio: Vec<(u64, i32)>,
-    /// The memory into which the kernel reads the eventfd's count.
+    /// The memory into which the kernel reads the counts of the two eventfds.
     doorbell: Box<u64>,
+    aio_bell: Box<u64>,
     doorbell_armed: bool,
     files: FileTable,
     fixed: FixedBuffers,
@@ -145,12 +146,6 @@ fn build_ring() -> io::Result<IoUring> {
     Err(refused)
 }
 
-/// True for what the kernel answers instead of waiting: EAGAIN, and EOPNOTSUPP where the file system has no direct
-/// transfer that does not wait.
-fn must_wait(errno: i32, direct: bool) -> bool {
-    errno == libc::EAGAIN || (direct && errno == libc::EOPNOTSUPP)
-}
-
 fn check_features(ring: &IoUring) -> io::Result<()> {
     let params = ring.params();
     if params.is_feature_ext_arg() && params.is_feature_nodrop() {
@@ -159,24 +154,13 @@ fn check_features(ring: &IoUring) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel's io_uring is older than Linux 5.11"))
 }
 
-fn unusable(error: io::Error) -> Error {
-    let (kind, hint) = match error.raw_os_error() {
-        Some(libc::ENOMEM) => (ErrorKind::Exhausted, "raise the limit on locked memory (ulimit -l)"),
-        Some(libc::EMFILE | libc::ENFILE) => (ErrorKind::Exhausted, "raise the limit on open files (ulimit -n)"),
-        Some(libc::EPERM | libc::EACCES) => (ErrorKind::Denied, "see sysctl kernel.io_uring_disabled"),
-        _ => (ErrorKind::Unsupported, "a kernel of Linux 5.11 or later is needed"),
-    };
-    let error = Error::new(kind, "io_uring cannot be used here").caused_by(error);
-    error.hint(format!("{hint}, or use --engine threads"))
-}
-
 impl Uring {
     /// Sets up a ring and enters it once, so that an io_uring that is forbidden in part is noticed here and not later.
     ///
     /// # Errors
     /// `Denied`, `Exhausted` or `Unsupported`, with a hint.
     pub(crate) fn new(shared: Arc<WorkerLink>, helpers: Arc<FilePool>, pool: Pool) -> Result<Self> {
-        Self::set_up(shared, helpers, pool).map_err(unusable)
+        Self::set_up(shared, helpers, pool).map_err(refusal::of_uring)
     }
 
     fn set_up(shared: Arc<WorkerLink>, helpers: Arc<FilePool>, pool: Pool) -> io::Result<Self> {
@@ -198,6 +182,7 @@ impl Uring {
             reaped: Vec::new(),
             ended_by_aio: Vec::new(),
             doorbell: Box::new(0),
+            aio_bell: Box::new(0),
             doorbell_armed: false,
             files,
             fixed: FixedBuffers::default(),
@@ -291,7 +276,7 @@ impl Uring {
             return self.unqueued.push_back(entry);
         }
         // SAFETY: what the entry points to lies in a boxed slot, in segments that the slot's operation owns, or in
-        // the boxed doorbell; all stay until the completion is reaped (and `drop` leaks what is not reaped).
+        // the boxed counts of the eventfds; all stay until the completion is reaped (and `drop` leaks what is not reaped).
         let full = unsafe { self.ring.submission().push(&entry) }.is_err();
         if full {
             self.unqueued.push_back(entry);
@@ -432,14 +417,14 @@ impl Uring {
             }
         }
         self.reaped = reaped;
-        self.submit_aio();
+        self.submit_aio(woken);
     }
 
     /// Takes the completion of one entry: the operation has ended, or goes on with its next part.
     fn complete(&mut self, key: u64, result: i32, woken: &mut Vec<Waker>) {
         let slot = &mut self.slots[index_of(key)];
         let op = slot.op.as_mut().expect("an operation in flight is in its slot");
-        let must_wait = op.kind.is_file() && must_wait(-result, op.fd.direct);
+        let must_wait = op.kind.is_file() && op::must_wait(-result, op.fd.direct);
         let polled = std::mem::replace(&mut slot.polls, !op.kind.is_file() && result == -libc::EAGAIN);
         let outcome = match usize::try_from(result) {
             Ok(_) if polled => None,
@@ -457,13 +442,10 @@ impl Uring {
         }
     }
 
-    /// Finds another way for a transfer that the ring would not do: AIO for a direct write to a file, which most likely goes
-    /// to a hole, and a helper thread for everything else and for what AIO does not take. A device has no holes: the ring
-    /// refuses a write there when the device is out of tags, and AIO would make the worker wait for one.
+    /// Finds another way for a transfer that the ring would not do: AIO, or a helper thread.
     fn do_by_waiting(&mut self, key: u64) {
         let op = self.slots[index_of(key)].op.as_mut().expect("an operation in flight is in its slot");
-        let is_write = op.kind == Kind::Write && op.fd.may_need_space;
-        if !is_write || std::mem::replace(&mut op.tried_aio, true) || !self.queue_for_aio(key) {
+        if !op.choose_aio() || !self.queue_for_aio(key) {
             self.hand_over(key);
         }
     }
@@ -475,33 +457,37 @@ impl Uring {
             Readiness::Opened => self.arm_aio_bell(),
             Readiness::Ready => {}
         }
-        let slot = &mut self.slots[index_of(key)];
-        let op = slot.op.as_ref().expect("an operation in flight is in its slot");
-        sys::fill_iovecs(op.segments.as_slice(), op.done, &mut slot.iovecs);
-        self.aio.queue(key, op.fd.raw(), op.offset + op.done as u64, &slot.iovecs);
+        self.shared.counters.writes_by_aio();
+        self.aio.queue(key);
         true
     }
 
     fn arm_aio_bell(&mut self) {
-        let (bell, count) = self.aio.bell();
-        let entry = opcode::Read::new(types::Fd(bell), count.cast(), 8).build();
+        let bell = types::Fd(self.aio.bell());
+        let entry = opcode::Read::new(bell, (&raw mut *self.aio_bell).cast(), 8).build();
         self.push(entry.user_data(AIO_BELL));
     }
 
     /// Starts the writes that are queued for AIO.
-    fn submit_aio(&mut self) {
-        if !self.aio.has_queued() {
+    fn submit_aio(&mut self, woken: &mut Vec<Waker>) {
+        if self.aio.queued() == 0 {
             return;
         }
-        let refused: SmallVec<[u64; 8]> = self.aio.submit(&self.shared.counters).collect();
-        refused.into_iter().for_each(|key| self.hand_over(key));
+        let slots = &self.slots;
+        let op_of = |key| slots[index_of(key)].op.as_ref().expect("an operation in flight is in its slot");
+        self.aio.submit(&self.shared.counters, &mut self.ended_by_aio, op_of);
+        self.complete_aio(woken);
     }
 
     /// Takes the answers to writes by AIO.
     fn reap_aio(&mut self, woken: &mut Vec<Waker>) {
         self.arm_aio_bell();
+        self.aio.reap(&self.shared.counters, &mut self.ended_by_aio);
+        self.complete_aio(woken);
+    }
+
+    fn complete_aio(&mut self, woken: &mut Vec<Waker>) {
         let mut ended = std::mem::take(&mut self.ended_by_aio);
-        self.aio.reap(&self.shared.counters, &mut ended);
         ended.drain(..).for_each(|(key, result)| self.complete(key, result, woken));
         self.ended_by_aio = ended;
     }
@@ -548,8 +534,9 @@ impl Drop for Uring {
             std::mem::forget(std::mem::take(&mut self.slots));
         }
         if self.doorbell_armed {
-            // The read is cancelled when the ring is closed, but that may take effect after this drop.
+            // The reads are cancelled when the ring is closed, but that may take effect after this drop.
             std::mem::forget(std::mem::take(&mut self.doorbell));
+            std::mem::forget(std::mem::take(&mut self.aio_bell));
         }
     }
 }
@@ -743,7 +730,7 @@ mod tests {
         from.copy_from_slice(0, &[7; 8192]);
         // As given to AIO, which has written a half.
         let mut op = Op::write(&fd, 0, &from.into());
-        op.tried_aio = true;
+        op.may_wait_in_aio = true;
         let key = ring.occupy(op, &waker);
         (ring.in_flight, ring.file_ops) = (1, 1);
         ring.complete(key, 4096, woken);

@@ -19,15 +19,17 @@ use spile_core::metrics::begin_turn;
 use spile_core::{Error, Result};
 use spile_mem::{Pool, Segment};
 
+use crate::aio::Aio;
 use crate::config::EngineKind;
+use crate::epoll::Epoll;
 use crate::fd::Fd;
 use crate::file_pool::FilePool;
 use crate::fixed::FixedBuffers;
 use crate::op::{Op, Outcome, Started};
+use crate::refusal;
 use crate::shared::{Held, Message, WorkerLink};
 use crate::spin::{Watches, Window};
 use crate::sys;
-use crate::threads::Threads;
 use crate::time::Timers;
 use crate::uring::Uring;
 
@@ -43,7 +45,7 @@ thread_local! {
 /// One of the two reactors.
 pub(crate) enum Reactor {
     Uring(Box<Uring>),
-    Threads(Box<Threads>),
+    Epoll(Box<Epoll>),
 }
 
 impl Reactor {
@@ -51,7 +53,7 @@ impl Reactor {
     pub(crate) fn start(&mut self, op: Op, waker: &Waker) -> Started {
         match self {
             Self::Uring(r) => r.start(op, waker),
-            Self::Threads(r) => r.start(op, waker),
+            Self::Epoll(r) => r.start(op, waker),
         }
     }
 
@@ -59,7 +61,7 @@ impl Reactor {
     pub(crate) fn poll(&mut self, key: u64, waker: &Waker) -> Poll<Outcome> {
         match self {
             Self::Uring(r) => r.poll(key, waker),
-            Self::Threads(r) => r.poll(key, waker),
+            Self::Epoll(r) => r.poll(key, waker),
         }
     }
 
@@ -67,7 +69,7 @@ impl Reactor {
     pub(crate) fn abandon(&mut self, key: u64) {
         match self {
             Self::Uring(r) => r.abandon(key),
-            Self::Threads(r) => r.abandon(key),
+            Self::Epoll(r) => r.abandon(key),
         }
     }
 
@@ -76,21 +78,21 @@ impl Reactor {
     fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
         match self {
             Self::Uring(r) => r.turn(wait, woken),
-            Self::Threads(r) => r.turn(wait, woken),
+            Self::Epoll(r) => r.turn(wait, woken),
         }
     }
 
     fn forget(&mut self, id: u64, table_index: Option<u32>) {
         match self {
             Self::Uring(r) => r.forget(id, table_index),
-            Self::Threads(r) => r.forget(id),
+            Self::Epoll(r) => r.forget(id),
         }
     }
 
     fn done(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
         match self {
             Self::Uring(r) => r.done(key, outcome, woken),
-            Self::Threads(r) => r.done(key, outcome, woken),
+            Self::Epoll(r) => r.done(key, outcome, woken),
         }
     }
 
@@ -98,8 +100,7 @@ impl Reactor {
     fn has_news(&mut self) -> bool {
         match self {
             Self::Uring(r) => r.has_news(),
-            // Only a system call could tell.
-            Self::Threads(_) => false,
+            Self::Epoll(r) => r.has_news(),
         }
     }
 
@@ -111,7 +112,7 @@ impl Reactor {
     pub(crate) fn ring(&mut self, fd: &Arc<Fd>, one: &Segment) {
         match self {
             Self::Uring(r) => r.start_alone(Op::ring(fd, one)),
-            Self::Threads(_) => sys::ring_if_room(fd.raw()),
+            Self::Epoll(_) => sys::ring_if_room(fd.raw()),
         }
     }
 
@@ -126,7 +127,7 @@ impl Reactor {
     fn is_idle(&self) -> bool {
         match self {
             Self::Uring(r) => r.is_idle(),
-            Self::Threads(r) => r.is_idle(),
+            Self::Epoll(r) => r.is_idle(),
         }
     }
 }
@@ -155,17 +156,18 @@ impl Worker {
         let failed = |source| Error::io("set up a worker", source);
         let pool = Pool::new(pool_bytes).map_err(failed)?;
         let (shared, reactor) = match kind {
-            EngineKind::Threads => {
-                let epoll = crate::sys::epoll_create().map_err(failed)?;
-                let shared = Arc::new(WorkerLink::new(index, Some(epoll)).map_err(failed)?);
-                let threads = Threads::new(shared.clone(), files).map_err(failed)?;
-                (shared, Reactor::Threads(Box::new(threads)))
-            }
-            _ => {
+            EngineKind::Uring | EngineKind::Auto => {
                 let shared = Arc::new(WorkerLink::new(index, None).map_err(failed)?);
                 let uring = Uring::new(shared.clone(), files, pool.clone())?;
                 shared.has_ring();
                 (shared, Reactor::Uring(Box::new(uring)))
+            }
+            EngineKind::Aio | EngineKind::Threads => {
+                let aio = (kind == EngineKind::Aio).then(Aio::open).transpose().map_err(refusal::of_aio)?;
+                let epoll = crate::sys::epoll_create().map_err(failed)?;
+                let shared = Arc::new(WorkerLink::new(index, Some(epoll)).map_err(failed)?);
+                let epoll = Epoll::new(shared.clone(), files, aio).map_err(failed)?;
+                (shared, Reactor::Epoll(Box::new(epoll)))
             }
         };
         Ok(Self {

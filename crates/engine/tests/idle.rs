@@ -71,5 +71,6 @@ fn an_idle_engine_makes_no_wake_up(engine: &Engine) {
 #[test]
 fn idle_engines_make_no_wake_up() {
     run("uring", an_idle_engine_makes_no_wake_up);
+    run("aio", an_idle_engine_makes_no_wake_up);
     run("threads", an_idle_engine_makes_no_wake_up);
 }

@@ -1,5 +1,5 @@
-//! What is left without the right to lock memory (everything, only not registered) and without io_uring (the other
-//! reactor). Run in child processes, because a right that was given up stays so.
+//! What is left without the right to lock memory (everything, only not registered) and without io_uring or AIO (the other
+//! engines). Run in child processes, because a right that was given up stays so.
 
 mod common;
 
@@ -8,11 +8,11 @@ use std::process::Command;
 
 use common::*;
 use spile_core::{Segments, Store, Via};
-use spile_engine::{Engine, pool};
+use spile_engine::{Config, Engine, EngineKind, pool};
 
 const INSIDE: &str = "SPILE_TEST_WITHOUT_MEMLOCK";
 
-both_engines!(works_without_locked_memory);
+each_engine!(works_without_locked_memory);
 
 fn works_without_locked_memory(engine: &Engine) {
     let Ok(path) = std::env::var(INSIDE) else { return run_in_child(engine.kind()) };
@@ -26,7 +26,7 @@ fn works_without_locked_memory(engine: &Engine) {
     });
 }
 
-fn run_in_child(kind: spile_engine::EngineKind) {
+fn run_in_child(kind: EngineKind) {
     let (dir, path, store) = patterned(64 * KIB);
     drop(store);
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -56,17 +56,22 @@ fn assert_passed(output: &std::process::Output) {
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
-const FORBIDDEN: &str = "SPILE_TEST_URING_FORBIDDEN_WITH";
+const FORBIDDEN: &str = "SPILE_TEST_FORBIDDEN";
 
-/// Makes the system call `number` fail with `errno` in this process and all it starts.
-fn forbid(number: libc::c_long, errno: u32) -> std::io::Result<()> {
+/// A filter that makes system calls fail with the errno behind each.
+fn filter(calls: &[(libc::c_long, i32)]) -> Vec<libc::sock_filter> {
     let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
-    let mut filter = [
-        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
-        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, number as u32),
-        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | errno),
-        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
-    ];
+    let mut filter = vec![step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0)];
+    for &(number, errno) in calls {
+        filter.push(step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, number as u32));
+        filter.push(step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32));
+    }
+    filter.push(step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW));
+    filter
+}
+
+/// Puts this process, and all that it starts, under a filter.
+fn obey(filter: &mut [libc::sock_filter]) -> std::io::Result<()> {
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
     // SAFETY: the program and its steps are live during the call, which copies them.
     let result = unsafe {
@@ -76,30 +81,48 @@ fn forbid(number: libc::c_long, errno: u32) -> std::io::Result<()> {
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-#[test]
-fn where_io_uring_is_forbidden_threads_serve() {
-    use spile_engine::{Config, EngineKind};
-    if std::env::var_os(FORBIDDEN).is_some() {
-        let start = |kind| Engine::start(Config { kind, ..Config::default() });
-        let error = start(EngineKind::Uring).err().expect("io_uring is forbidden");
-        assert!(error.hint_text().is_some_and(|hint| hint.contains("--engine threads")), "{error}");
-        let engine = start(EngineKind::Auto).unwrap();
-        assert_eq!(engine.kind(), EngineKind::Threads);
-        return engine.shutdown();
+/// Looks at the engines in a process in which io_uring is forbidden, and AIO with it when `serves` is Threads.
+fn look_at_engines(serves: EngineKind) {
+    let start = |kind| Engine::start(Config { kind, ..Config::default() });
+    for kind in EngineKind::ALL.into_iter().take_while(|kind| *kind != serves) {
+        let error = start(kind).err().expect("it is forbidden");
+        assert!(error.hint_text().is_some_and(|hint| hint.ends_with("or use --engine auto")), "{error}");
     }
-    // The last one lets a ring be made, but not used.
+    let engine = start(EngineKind::Auto).unwrap();
+    assert_eq!(engine.kind(), serves);
+    let about = engine.about();
+    assert!(about.starts_with(&format!("engine {serves} ")) && !about.contains("--engine"), "{about}");
+    assert!(about.contains("io_uring cannot be used here: "), "{about}");
+    assert_eq!(about.contains("Linux AIO cannot be used here: "), serves == EngineKind::Threads, "{about}");
+    assert!(about.contains("seccomp"), "it says what to do: {about}");
+    engine.shutdown();
+}
+
+#[test]
+fn where_engines_are_forbidden_the_next_one_serves() {
+    if let Some(serves) = std::env::var_os(FORBIDDEN) {
+        return look_at_engines(serves.to_str().unwrap().parse().unwrap());
+    }
+    if let Err(error) = Engine::start(Config { kind: EngineKind::Aio, ..Config::default() }) {
+        return println!("SKIP engines forbidden: {error}");
+    }
+    let setup = libc::SYS_io_uring_setup;
     let ways = [
-        (libc::SYS_io_uring_setup, libc::EPERM),
-        (libc::SYS_io_uring_setup, libc::ENOSYS),
-        (libc::SYS_io_uring_enter, libc::EPERM),
+        ("aio", vec![(setup, libc::EPERM)]),
+        ("aio", vec![(setup, libc::ENOSYS)]),
+        // A ring can be made, but not used.
+        ("aio", vec![(libc::SYS_io_uring_enter, libc::EPERM)]),
+        ("threads", vec![(setup, libc::ENOSYS), (libc::SYS_io_setup, libc::ENOSYS)]),
+        ("threads", vec![(setup, libc::EPERM), (libc::SYS_io_setup, libc::EPERM)]),
     ];
-    for (number, errno) in ways {
+    for (serves, calls) in ways {
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "where_io_uring_is_forbidden_threads_serve"]).env(FORBIDDEN, "1");
+        child.args(["--exact", "where_engines_are_forbidden_the_next_one_serves"]).env(FORBIDDEN, serves);
+        let mut filter = filter(&calls);
         // SAFETY: only system calls between fork and exec.
-        unsafe { child.pre_exec(move || forbid(number, errno as u32)) };
+        unsafe { child.pre_exec(move || obey(&mut filter)) };
         match child.output() {
-            Err(error) => println!("SKIP io_uring forbidden: no seccomp here: {error}"),
+            Err(error) => println!("SKIP engines forbidden: no seccomp here: {error}"),
             Ok(output) => assert_passed(&output),
         }
     }

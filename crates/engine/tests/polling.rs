@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, eventfd};
 use spile_engine::{Config, Engine, Event, Pollable, Watch};
 
-both_engines![
+each_engine![
     nothing_is_lost_between_looking_and_sleeping,
     what_is_armed_is_watched_no_more,
     an_idle_queue_costs_nothing,

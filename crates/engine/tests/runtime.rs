@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use spile_engine::{Config, Engine, EngineKind, current_worker, pool, sleep, spawn, yield_now};
 
-both_engines!(
+each_engine!(
     results_come_back_from_every_worker,
     wakes_from_other_threads_are_not_lost,
     workers_wake_each_other,

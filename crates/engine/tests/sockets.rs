@@ -16,7 +16,7 @@ use common::*;
 use spile_core::{ErrorKind, Segment};
 use spile_engine::{Engine, Listener, Socket, pool, sleep, spawn, yield_now};
 
-both_engines!(
+each_engine!(
     large_sends_to_a_slow_reader,
     both_ways_at_once,
     the_end_and_a_dead_peer,

@@ -120,7 +120,7 @@ fn config_for(vbd: &Vbd, access: Access, dir: &std::path::Path) -> Config {
 #[test]
 fn requests_allocate_nothing() {
     let small = BlkfrontOptions { data_bytes: 4096, ..BlkfrontOptions::default() };
-    for kind in [EngineKind::Auto, EngineKind::Threads] {
+    for kind in [EngineKind::Auto, EngineKind::Aio, EngineKind::Threads] {
         for access in [Access::Copy, Access::Persistent] {
             count("4 KiB", kind, access, NullStore::new(SIZE), &small);
             count("depth 1", kind, access, NullStore::new(SIZE), &BlkfrontOptions { depth: 1, ..small.clone() });

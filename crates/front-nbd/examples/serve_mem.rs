@@ -1,6 +1,6 @@
 //! A little NBD server for trying clients and measuring: one disk in memory, or over a file.
 //!
-//!     serve_mem SOCKET [SIZE_MIB] [--engine auto|uring|threads] [--workers N] [--file PATH] [--read-only]
+//!     serve_mem SOCKET [SIZE_MIB] [--engine auto|uring|aio|threads] [--workers N] [--file PATH] [--read-only]
 //!               [--cert PEM --key PEM [--client-ca PEM] [--tls-required]]
 //!
 //! It serves until its standard input ends, then prints what it counted.

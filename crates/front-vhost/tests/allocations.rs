@@ -88,7 +88,7 @@ fn count(what: &str, kind: EngineKind, store: impl Store, options: &QueueOptions
 #[test]
 fn requests_allocate_nothing() {
     let depth_32 = QueueOptions { depth: 32, data_bytes: LEN, ..QueueOptions::default() };
-    for kind in [EngineKind::Auto, EngineKind::Threads] {
+    for kind in [EngineKind::Auto, EngineKind::Aio, EngineKind::Threads] {
         count("the null store", kind, NullStore::new(SIZE), &depth_32);
         count("depth 1", kind, NullStore::new(SIZE), &QueueOptions { depth: 1, ..depth_32 });
         let scattered = QueueOptions { segment_bytes: Some(512), ..depth_32 };

@@ -8,7 +8,7 @@ mod common;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Mutex;
 
-use common::engines::on_both_engines;
+use common::engines::{on_each_engine, run_on_aio};
 use common::guest::{Guest, Options, event, negotiate};
 use common::messages::{Good, all, answer, file, region};
 use common::{Rig, SIZE, rig, rig_with, until};
@@ -47,7 +47,7 @@ fn stays_flat(kind: EngineKind, rounds: usize, each: impl Fn(&Rig, usize)) {
     rig.assert_serves();
 }
 
-on_both_engines! {
+on_each_engine! {
     fn messages_with_one_too_many(kind) {
         stays_flat(kind, 40, |rig, _| {
             for Good { request, payload, mut fds } in all() {

@@ -30,14 +30,14 @@ fn pattern(len: u64) -> Vec<u8> {
 }
 
 /// Runs a test on an engine of two workers, of each kind.
-fn on_both_engines(test: impl Fn(&Engine)) {
-    for kind in [EngineKind::Uring, EngineKind::Threads] {
+fn on_each_engine(test: impl Fn(&Engine)) {
+    for kind in EngineKind::ALL {
         match Engine::start(Config { kind, workers: 2, pool_bytes: 16 << 20, ..Config::default() }) {
             Ok(engine) => {
                 test(&engine);
                 engine.shutdown();
             }
-            Err(error) if kind == EngineKind::Uring => println!("SKIP uring: {error}"),
+            Err(error) if kind != EngineKind::Threads => println!("SKIP {kind}: {error}"),
             Err(error) => panic!("{error}"),
         }
     }
@@ -83,7 +83,7 @@ fn patterned(dir: &tempfile::TempDir, len: u64) -> PathBuf {
 
 #[test]
 fn a_file_grows_and_keeps_its_data_and_its_size() {
-    on_both_engines(|engine| {
+    on_each_engine(|engine| {
         for cache in [CacheMode::Direct, CacheMode::Page] {
             let dir = folder();
             let path = patterned(&dir, MIB);
@@ -146,7 +146,7 @@ fn at(page: u64) -> Extent {
 /// Each request sees the old or the new size, and no write is lost.
 #[test]
 fn requests_go_on_while_it_grows() {
-    on_both_engines(|engine| {
+    on_each_engine(|engine| {
         let dir = folder();
         let path = patterned(&dir, MIB);
         let disk = open(engine, &path, CacheMode::Direct);
@@ -176,7 +176,7 @@ fn requests_go_on_while_it_grows() {
 
 #[test]
 fn memory_and_null_disks_grow() {
-    on_both_engines(|engine| {
+    on_each_engine(|engine| {
         for store in [AnyStore::Mem(MemStore::new(MIB)), AnyStore::Null(NullStore::new(MIB))] {
             let disk = Arc::new(Aligned::new(Graph::from_raw_store(store, false)));
             write(engine, &disk, MIB - 512, &[7; 512]).unwrap();
@@ -195,7 +195,7 @@ fn memory_and_null_disks_grow() {
 
 #[test]
 fn a_device_grows_first_and_the_disk_after_it() {
-    on_both_engines(|engine| {
+    on_each_engine(|engine| {
         let dir = folder();
         let path = patterned(&dir, MIB);
         let device = match LoopDevice::over(&path) {

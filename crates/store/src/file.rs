@@ -424,7 +424,7 @@ mod tests {
 
     #[test]
     fn a_failed_sync_is_never_forgotten() {
-        for kind in [EngineKind::Auto, EngineKind::Threads] {
+        for kind in [EngineKind::Auto, EngineKind::Aio, EngineKind::Threads] {
             let file = tempfile::NamedTempFile::new().unwrap();
             let store = FileStore::open(file.path(), OpenMode::ReadWrite, CacheMode::Page).unwrap();
             let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21, ..Config::default() }).unwrap();
@@ -444,7 +444,7 @@ mod tests {
     #[test]
     fn a_sync_that_fails_unseen_is_noted() {
         // A pipe cannot be synced: the same path as a failing disk, and its future is dropped.
-        for kind in [EngineKind::Auto, EngineKind::Threads] {
+        for kind in [EngineKind::Auto, EngineKind::Aio, EngineKind::Threads] {
             let (_reader, writer) = std::io::pipe().unwrap();
             let fd = RawFile::new(writer.into());
             let engine = Engine::start(Config { kind, workers: 1, pool_bytes: 1 << 21, ..Config::default() }).unwrap();

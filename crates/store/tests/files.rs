@@ -14,10 +14,10 @@ use std::time::Duration;
 use common::loop_device::LoopDevice;
 use common::*;
 use spile_core::{ErrorKind, Files, Locator, OpenMode, Segments, Store, Via};
-use spile_engine::{Engine, pool, sleep, spawn};
+use spile_engine::{Engine, EngineKind, pool, sleep, spawn};
 use spile_store::{AnyStore, CacheMode, FileStore, OsFiles};
 
-both_engines!(
+each_engine!(
     every_way_reads_what_was_written,
     the_end_of_the_file_is_an_error,
     unaligned_direct_transfers_are_refused,
@@ -39,6 +39,7 @@ both_engines!(
     one_store_on_both_workers,
     pinned_memory_is_read_and_written_as_any_other,
     every_ring_holds_a_locked_file,
+    direct_transfers_go_to_aio_together,
 );
 
 /// How many rings of this process have a file at `path` registered, by what the kernel tells of them.
@@ -55,7 +56,7 @@ fn rings_that_hold(path: &Path) -> usize {
 
 /// A killed process's lock lasts as long as its rings: see `shared::hold_everywhere`.
 fn every_ring_holds_a_locked_file(engine: &Engine) {
-    if engine.kind() != spile_engine::EngineKind::Uring {
+    if engine.kind() != EngineKind::Uring {
         return;
     }
     let (_dir, path, store) = patterned(MIB);
@@ -316,7 +317,7 @@ fn a_dropped_read_keeps_its_buffer(engine: &Engine) {
         return println!("SKIP direct I/O: not on this file system");
     }
     // Helper threads may be done with all by the time we look; a ring is not looked into before.
-    let is_ring = engine.kind() == spile_engine::EngineKind::Uring;
+    let is_ring = engine.kind() == EngineKind::Uring;
     engine.run_on(0, move || async move {
         let mut dropped = 0;
         for _ in 0..50 {
@@ -581,4 +582,35 @@ fn one_store_on_both_workers(engine: &Engine) {
         })
         .collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+/// The engine `aio` gives direct transfers to the kernel some at a time, and no other engine gives them to AIO.
+fn direct_transfers_go_to_aio_together(engine: &Engine) {
+    const READS: usize = 200;
+    let (_dir, _, store) = patterned(4 * MIB);
+    if store.info().offset_align_bytes == 1 {
+        return println!("SKIP direct I/O: not on this file system");
+    }
+    let store = Arc::new(store);
+    let stats = || engine.stats().into_iter().next().unwrap();
+    let before = stats();
+    engine.run_on(0, move || async move {
+        let reads = (0..READS).map(|number| {
+            let (store, offset) = (store.clone(), number * 16 * KIB);
+            async move {
+                let halves = segments(&[4 * KIB, 4 * KIB]);
+                store.read_at(at(offset), &halves, Via::Direct).await.unwrap();
+                assert_eq!(halves.to_vec(), pattern(offset, 8 * KIB));
+            }
+        });
+        futures_util::future::join_all(reads).await;
+        store.read_at(at(1), &segments(&[100]), Via::Cached).await.unwrap();
+    });
+    let after = stats();
+    let by_aio = after.aio_transfers - before.aio_transfers;
+    if engine.kind() != EngineKind::Aio {
+        return assert_eq!(by_aio, 0);
+    }
+    assert_eq!(by_aio, READS as u64);
+    assert!(after.enters - before.enters < READS as u64, "{before:?} {after:?}");
 }

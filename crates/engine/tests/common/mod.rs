@@ -1,4 +1,4 @@
-//! What all tests of the engine share: each test is a function of a running engine, run with both reactors.
+//! What all tests of the engine share: each test is a function of a running engine, run on each engine.
 #![allow(dead_code, reason = "each test program uses its part")]
 
 pub mod loop_device;
@@ -13,12 +13,15 @@ use tempfile::TempDir;
 pub const KIB: usize = 1 << 10;
 pub const MIB: usize = 1 << 20;
 
-/// Makes a module for each reactor with a test for each function.
+/// Makes a module for each engine with a test for each function.
 #[macro_export]
-macro_rules! both_engines {
+macro_rules! each_engine {
     ($($name:ident),* $(,)?) => {
         mod uring {
             $(#[test] fn $name() { $crate::common::run("uring", super::$name); })*
+        }
+        mod aio {
+            $(#[test] fn $name() { $crate::common::run("aio", super::$name); })*
         }
         mod threads {
             $(#[test] fn $name() { $crate::common::run("threads", super::$name); })*
@@ -36,7 +39,7 @@ pub fn run(kind: &str, test: fn(&Engine)) {
             test(&engine);
             engine.shutdown();
         }
-        Err(error) if kind == EngineKind::Uring => println!("SKIP uring: {error}"),
+        Err(error) if kind != EngineKind::Threads => println!("SKIP {kind}: {error}"),
         Err(error) => panic!("{error}"),
     }
 }

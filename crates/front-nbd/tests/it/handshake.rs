@@ -6,10 +6,10 @@ use spile_front_nbd::wire::handshake::{option, rep, transmission};
 use spile_front_nbd::wire::request::Command;
 
 use crate::client::{connect, go_data, meta_data, option_bytes};
-use crate::engines::on_both_engines;
+use crate::engines::{on_each_engine, run_on_aio};
 use crate::{SIZE, rig};
 
-on_both_engines! {
+on_each_engine! {
     fn byte_by_byte_is_understood(kind) {
         let rig = rig(kind);
         let mut client = connect(&rig.path());

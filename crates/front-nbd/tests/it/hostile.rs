@@ -7,7 +7,7 @@ use spile_front_nbd::wire::handshake::{OPTION_MAGIC, option, rep};
 use spile_front_nbd::wire::request::{Command, Request};
 
 use crate::client::{connect, go_data, meta_data, option_bytes, ready};
-use crate::engines::on_both_engines;
+use crate::engines::{on_each_engine, run_on_aio};
 use crate::{Rig, rig, rig_with};
 
 /// The server still serves others, and nothing is left of the hostile ones.
@@ -30,7 +30,7 @@ fn request(command: Command, len_bytes: u32) -> [u8; 28] {
     Request { flags: 0, command, cookie: 1, offset_bytes: 0, len_bytes }.encode()
 }
 
-on_both_engines! {
+on_each_engine! {
     fn close_at_every_handshake_byte(kind) {
         let rig = rig(kind);
         let stream = full_handshake();

@@ -1,4 +1,4 @@
-//! The server over real sockets, on both engines: handshakes, requests, hostile clients, TLS, the end.
+//! The server over real sockets, on each engine: handshakes, requests, hostile clients, TLS, the end.
 
 mod client;
 mod disk;

@@ -11,12 +11,12 @@ use spile_store::MemStore;
 
 use crate::client::{connect, ready};
 use crate::disk::StoreDisk;
-use crate::engines::on_both_engines;
+use crate::engines::{on_each_engine, run_on_aio};
 use crate::{SIZE, rig, rig_with};
 
 const MIB: u64 = 1 << 20;
 
-on_both_engines! {
+on_each_engine! {
     fn what_is_written_is_read(kind) {
         let rig = rig(kind);
         for structured in [false, true] {

@@ -8,7 +8,7 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use spile_front_nbd::wire::request::{Command, FLAG_DF, FLAG_FUA, FLAG_NO_HOLE};
 
 use crate::client::{Client, ready};
-use crate::engines::on_both_engines;
+use crate::engines::{on_each_engine, run_on_aio};
 use crate::{Rig, SIZE, rig_with};
 
 #[derive(Clone, Debug)]
@@ -132,7 +132,7 @@ fn run_stream(rig: &Rig, structured: bool, steps: &[Step]) {
     }
 }
 
-on_both_engines! {
+on_each_engine! {
     fn random_streams_agree_with_the_oracle(kind) {
         let rig = rig_with(kind, |_, config| config.max_in_flight = 16);
         let config = Config { cases: 40, ..Config::default() };

@@ -15,7 +15,7 @@ use spile_front_nbd::wire::handshake::{option, rep};
 use spile_front_nbd::wire::request::Command;
 
 use crate::client::{Client, connect, go_data, option_bytes};
-use crate::engines::on_both_engines;
+use crate::engines::{on_each_engine, run_on_aio};
 use crate::{Rig, rig_with};
 
 type TlsClient = Client<StreamOwned<ClientConnection, UnixStream>>;
@@ -102,7 +102,7 @@ fn try_list(client: &mut TlsClient) -> std::io::Result<()> {
     client.stream.read_exact(&mut [0; 20])
 }
 
-on_both_engines! {
+on_each_engine! {
     fn a_disk_through_tls(kind) {
         let papers = Papers::new();
         let rig = tls_rig(kind, &papers, true, false);

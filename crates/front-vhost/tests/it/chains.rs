@@ -6,7 +6,7 @@ use spile_engine::EngineKind;
 use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Area, Descriptor, DescriptorTable, MemoryOptions};
 
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{FLUSH, Guest, INDIRECT, IOERR, NEXT, NONE, OK, Options, Part, R, READ, W, WRITE};
 use crate::common::{Rig, rig};
 
@@ -82,7 +82,7 @@ fn with_next(part: Part) -> Part {
     (part.0, part.1, part.2 | NEXT)
 }
 
-on_both_engines! {
+on_each_engine! {
     fn a_circular_chain_breaks_the_ring(kind) {
         breaks(kind, |guest| {
             let (header, status) = frame(guest);

@@ -7,7 +7,7 @@ use spile_core::Disk;
 use spile_lab::vhost::proto::{Header, Request, VERSION, config_payload, feature, protocol_feature, vring_state};
 use spile_lab::vhost::{BackendChannel, BackendRequest, BlkConfig, Connection};
 
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{FLUSH, Guest, IOERR, OK, Options, R, WRITE, assert_hung_up, assert_refused, negotiate};
 use crate::common::messages::answer;
 use crate::common::{PATIENCE, Rig, SIZE, rig, until};
@@ -33,7 +33,7 @@ fn grow(rig: &Rig, size: u64) {
     rig.server.disk_has_changed();
 }
 
-on_both_engines! {
+on_each_engine! {
     fn any_part_of_the_space_can_be_read_and_nothing_beyond(kind) {
         let rig = rig(kind);
         let connection = connect(&rig);

@@ -7,7 +7,7 @@ use spile_lab::vhost::Connection;
 use spile_lab::vhost::proto::{Header, VERSION};
 
 use crate::common::disk::Did;
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{FLUSH, Guest, OK, Options, R, WRITE, assert_hung_up, negotiate};
 use crate::common::{Rig, rig, rig_with, until};
 
@@ -23,7 +23,7 @@ fn write_held(rig: &Rig, guest: &mut Guest, sectors: std::ops::Range<u64>) {
     until("the writes are in flight", || rig.disk.held() == count);
 }
 
-on_both_engines! {
+on_each_engine! {
     fn a_storm_of_connections_is_survived(kind) {
         let rig = rig_with(kind, |setup| setup.config.max_connections = 2000);
         let mut guest = rig.guest();

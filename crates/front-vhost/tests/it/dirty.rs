@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use spile_lab::vhost::proto::{Request, VRING_LOG, VringAddresses, feature};
 use spile_lab::vhost::{Area, Descriptor, DescriptorTable, DirtyLog, MemoryOptions};
 
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{
     FLUSH, GET_ID, Guest, INDIRECT, IOERR, NEXT, OK, Options, Part, R, READ, UNSUPP, W, WRITE, assert_refused,
 };
@@ -53,7 +53,7 @@ fn dirtied(guest: &mut Guest, log: &DirtyLog, kind: u32, data: &[Part]) -> (u8, 
     (status.bytes.to_vec()[0], pages)
 }
 
-on_both_engines! {
+on_each_engine! {
     fn reads_of_the_disk_dirty_exactly_their_pages(kind) {
         let rig = rig(kind);
         let (mut guest, log) = logged(&rig.path());

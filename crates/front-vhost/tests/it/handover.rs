@@ -11,7 +11,7 @@ use spile_lab::vhost::proto::{Header, VERSION, vring_state};
 use spile_lab::vhost::{BackendChannel, BackendRequest, Device, DeviceOptions, DirtyLog, QueueOptions};
 
 use crate::common::disk::TestDisk;
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{FLUSH, Guest, OK, Options, R, WRITE, assert_hung_up, assert_refused, rings};
 use crate::common::load::{under_load, wait_for_more};
 use crate::common::{PATIENCE, Rig, rig, until};
@@ -59,7 +59,7 @@ fn without_one(handover: Handover, number: usize) -> Handover {
     Handover { socket, state, fds }
 }
 
-on_both_engines! {
+on_each_engine! {
     fn a_loaded_guest_goes_from_server_to_server(kind) {
         let rig = rig(kind);
         let mut device = Device::connect(&rig.path(), DeviceOptions::default()).unwrap();

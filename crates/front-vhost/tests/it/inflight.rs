@@ -12,7 +12,7 @@ use spile_lab::vhost::proto::InflightPayload;
 use spile_mem::Segment;
 
 use crate::common::disk::Did;
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{FLUSH, Guest, NONE, OK, Options, R, WRITE, assert_hung_up, assert_refused, negotiate};
 use crate::common::messages::file;
 use crate::common::{Rig, rig, until};
@@ -72,7 +72,7 @@ fn written(rig: &Rig) -> Vec<u64> {
     did.map(|did| if let Did::Write { at, .. } = did { at / 512 } else { panic!("{did:?}") }).collect()
 }
 
-on_both_engines! {
+on_each_engine! {
     fn what_was_in_flight_is_done_again_in_order_and_once(kind) {
         let (dead, heir) = (rig(kind), rig(kind));
         let mut guest = Guest::with(&dead.path(), options());
@@ -280,7 +280,7 @@ fn believes(kind: EngineKind, lie: impl FnOnce(&Segment)) -> (Rig, Guest, Rig) {
     (heir, guest, dead)
 }
 
-on_both_engines! {
+on_each_engine! {
     fn a_list_in_a_circle_ends(kind) {
         let (_rig, mut guest, _dead) = believes(kind, |region| {
             // The last batch begins at 3, whose next is 3; and the used index is far away.

@@ -1,4 +1,4 @@
-//! The server over real sockets and real shared memory, on both engines: what the specifications ask for, and front ends
+//! The server over real sockets and real shared memory, on each engine: what the specifications ask for, and front ends
 //! and guests that keep to none of it.
 #![forbid(unsafe_code)]
 

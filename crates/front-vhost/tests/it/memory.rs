@@ -9,7 +9,7 @@ use spile_lab::vhost::proto::{InflightPayload, RegionPayload, Request, feature};
 use spile_lab::vhost::{Connection, Device, DeviceOptions, MemoryOptions, QueueOptions};
 use spile_store::{CacheMode, FileStore};
 
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{
     FLUSH, Guest, INDIRECT, IOERR, NONE, OK, Options, R, READ, W, WRITE, assert_hung_up, assert_refused, is_readable,
     negotiate,
@@ -39,7 +39,7 @@ fn device(rig: &Rig, options: &QueueOptions) -> (Device, Vec<spile_lab::vhost::Q
     (device, queues)
 }
 
-on_both_engines! {
+on_each_engine! {
     fn what_is_no_region_is_refused(kind) {
         let rig = rig(kind);
         let connection = connect(&rig);

@@ -10,7 +10,7 @@ use spile_lab::vhost::proto::{
     FLAG_REPLY, Header, Request, VERSION, VringAddresses, feature, protocol_feature, vring_state,
 };
 
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{
     Guest, NONE, OK, Options, READ, W, WITHOUT_ACK, assert_hung_up, assert_refused, event, negotiate,
 };
@@ -22,7 +22,7 @@ fn connect(rig: &Rig) -> Connection {
     negotiate(&rig.path(), &Options::default()).0
 }
 
-on_both_engines! {
+on_each_engine! {
     fn headers_of_another_version_replies_and_long_payloads_are_hung_up_on(kind) {
         let rig = rig(kind);
         for (flags, len_bytes) in [(0, 0), (2, 0), (3, 0), (VERSION | FLAG_REPLY, 0), (VERSION, 513), (VERSION, u32::MAX)] {

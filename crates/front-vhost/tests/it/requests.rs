@@ -6,7 +6,7 @@ use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Area, Descriptor, DescriptorTable};
 
 use crate::common::disk::{Did, TestDisk};
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{
     DISCARD, FLUSH, GET_ID, Guest, INDIRECT, IOERR, NEXT, NONE, OK, Options, R, READ, UNSUPP, W, WRITE, WRITE_ZEROES,
 };
@@ -34,7 +34,7 @@ fn read_only(kind: EngineKind) -> Rig {
     rig_with(kind, |setup| setup.config.read_only = true)
 }
 
-on_both_engines! {
+on_each_engine! {
     fn nothing_is_written_to_a_read_only_disk(kind) {
         for rig in [read_only(kind), rig_with(kind, |setup| setup.disk.read_only = true)] {
             let mut guest = rig.guest();

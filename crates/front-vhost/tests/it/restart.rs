@@ -5,13 +5,13 @@ use std::os::fd::AsFd;
 use spile_lab::vhost::proto::{InflightPayload, Request};
 use spile_lab::vhost::{Device, DeviceOptions, QueueOptions, RingParts};
 
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{FLUSH, Guest, OK, Options, R, READ, Ring, W, WRITE, rings};
 use crate::common::load::{under_load, wait_for_more};
 use crate::common::messages::file;
 use crate::common::{rig, until};
 
-on_both_engines! {
+on_each_engine! {
     fn queues_stop_and_start_under_load(kind) {
         let rig = rig(kind);
         // With the region of requests in flight, and without.

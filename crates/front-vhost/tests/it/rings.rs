@@ -7,7 +7,7 @@ use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Descriptor, MemoryOptions};
 
 use crate::common::disk::Did;
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{Asked, FLUSH, Guest, INDIRECT, NEXT, OK, Options, R, READ, W, WRITE, is_readable, rings};
 use crate::common::{PATIENCE, Rig, rig, rig_with, until};
 
@@ -24,7 +24,7 @@ fn fill(rig: &Rig, guest: &mut Guest) -> Vec<Asked> {
     asked
 }
 
-on_both_engines! {
+on_each_engine! {
     fn indices_go_round_at_65536_also_while_the_ring_is_full(kind) {
         let rig = rig(kind);
         let mut guest = Guest::with(&rig.path(), Options { base: 65_530, ..Options::default() });

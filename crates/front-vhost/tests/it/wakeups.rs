@@ -9,7 +9,7 @@ use spile_lab::GuestQueue;
 use spile_lab::vhost::proto::{Request, feature};
 use spile_lab::vhost::{Device, DeviceOptions, Op, Queue, QueueOptions};
 
-use crate::common::engines::on_both_engines;
+use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{FLUSH, Guest, OK, Options, event, is_readable, rings};
 use crate::common::{PATIENCE, Rig, rig, rig_with, until};
 
@@ -55,7 +55,7 @@ fn wait_for_rest(rig: &Rig) -> (u64, u64) {
     last
 }
 
-on_both_engines! {
+on_each_engine! {
     fn no_wake_up_is_lost_without_polling(kind) {
         one_by_one(kind, Duration::ZERO);
     }

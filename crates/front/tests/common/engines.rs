@@ -1,7 +1,9 @@
-//! For the tests of all fronts: each test runs on both engines.
+//! For the tests of all fronts: each test runs on each engine.
 
-/// Runs a test on the thread-pool engine, and on io_uring where the kernel has it.
-macro_rules! on_both_engines {
+use spile_engine::{Config, Engine, EngineKind};
+
+/// Runs a test on the thread-pool engine, on Linux AIO where the kernel has it, and on io_uring where the kernel has that.
+macro_rules! on_each_engine {
     ($($(#[$attr:meta])* fn $name:ident($kind:ident) $body:block)*) => {
         $(
             mod $name {
@@ -11,6 +13,11 @@ macro_rules! on_both_engines {
                 $(#[$attr])*
                 fn threads() {
                     run(spile_engine::EngineKind::Threads);
+                }
+                #[test]
+                $(#[$attr])*
+                fn aio() {
+                    run_on_aio(run);
                 }
                 /// `Auto` is io_uring where the kernel allows it.
                 #[test]
@@ -23,4 +30,13 @@ macro_rules! on_both_engines {
     };
 }
 
-pub(crate) use on_both_engines;
+pub(crate) use on_each_engine;
+
+/// Runs a test on Linux AIO, where the kernel has it.
+pub(crate) fn run_on_aio(test: fn(EngineKind)) {
+    match Engine::start(Config { kind: EngineKind::Aio, workers: 1, ..Config::default() }) {
+        Ok(engine) => engine.shutdown(),
+        Err(error) => return println!("SKIP aio: {error}"),
+    }
+    test(EngineKind::Aio);
+}

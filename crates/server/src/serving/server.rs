@@ -125,6 +125,7 @@ impl Server {
         let lines = fronts::describe(&self.disks, &beginning.sockets, self.options.is_tls_required());
         let served = self.begin(&mut beginning).and_then(|()| {
             lines.iter().for_each(|line| say(line));
+            say(&self.engine.about());
             until_ready(beginning.inheritance.is_some(), signals, self.sender.clone());
             // The server before us ends now.
             drop(beginning.inheritance);

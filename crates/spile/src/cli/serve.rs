@@ -34,7 +34,8 @@ use crate::uri::Address;
 /// SIGINT ends the server in order: no new requests, those in flight are answered, the disks are flushed and closed. A
 /// second signal ends it at once. Started by systemd's socket activation, it serves NBD on the sockets passed, and --nbd
 /// may be left out. It tells systemd READY=1 and STOPPING=1. Requests that fail are reported on stderr: the first one,
-/// and then each time their number has doubled.
+/// and then each time their number has doubled. A line at the start names the engine that does the I/O; where it is not
+/// io_uring, it says why, and what would have to be set for that.
 ///
 /// A guest whose server is killed waits, and goes on with the next server on the same socket as if nothing had been
 /// (QEMU: reconnect-ms). With --takeover the next server takes all from a running one, and guests are not even
@@ -77,8 +78,8 @@ pub struct ServeArgs {
     /// The way to the disks' bytes: past the page cache (O_DIRECT) or through it
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "direct")]
     cache: CacheMode,
-    /// How I/O is done: auto takes io_uring where the kernel has and allows it
-    #[arg(long, value_name = "auto|uring|threads", value_parser = parse_engine, default_value = "auto")]
+    /// How I/O is done: auto takes io_uring where the kernel has and allows it, else Linux AIO, else helper threads
+    #[arg(long, value_name = "auto|uring|aio|threads", value_parser = parse_engine, default_value = "auto")]
     engine: EngineKind,
     /// Worker threads (as many as processors, at most 4, unless given)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]

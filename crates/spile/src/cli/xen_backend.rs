@@ -85,8 +85,8 @@ struct DiskArgs {
     /// The way to the disks' bytes: past the page cache (O_DIRECT) or through it
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "direct")]
     cache: CacheMode,
-    /// How I/O is done: auto takes io_uring where the kernel has and allows it
-    #[arg(long, value_name = "auto|uring|threads", value_parser = parse_engine, default_value = "auto")]
+    /// How I/O is done: auto takes io_uring where the kernel has and allows it, else Linux AIO, else helper threads
+    #[arg(long, value_name = "auto|uring|aio|threads", value_parser = parse_engine, default_value = "auto")]
     engine: EngineKind,
     /// Worker threads of a disk
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), default_value = "1")]

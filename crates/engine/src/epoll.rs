@@ -1,8 +1,12 @@
-//! The reactor without io_uring. Operations on sockets are tried at once, and wait by epoll if they must. File
-//! operations go to helper threads. The nearest deadline of a sleeping task is the time-out of epoll_wait.
+//! The reactor without io_uring. Operations on sockets are tried at once, and wait by epoll if they must. The nearest
+//! deadline of a sleeping task is the time-out of epoll_wait.
+//!
+//! File operations go to helper threads. The engine `aio` does direct transfers by Linux AIO instead (module `aio`), all of
+//! a turn together; only those that would have to wait go to helper threads.
 //!
 //! A socket is added to the epoll set when it first has to wait, once and edge-triggered for both directions: no
-//! system call re-arms it. An operation is therefore always tried before it waits.
+//! system call re-arms it. An operation is therefore always tried before it waits. The eventfd of AIO is edge-triggered
+//! too, so nobody has to read it.
 
 use std::collections::HashMap;
 use std::os::fd::AsRawFd;
@@ -13,30 +17,41 @@ use std::time::Duration;
 use slab::Slab;
 use smallvec::SmallVec;
 
+use crate::aio::{Aio, SUBMIT_TRANSFERS};
 use crate::file_pool::{FilePool, Job};
-use crate::op::{Kind, Op, Outcome, Started};
+use crate::op::{self, Kind, Op, Outcome, Started};
 use crate::shared::WorkerLink;
 use crate::sys;
 
 /// The eventfd's tag in the epoll set; the sockets' are their ids, which start at 1.
 const DOORBELL: u64 = 0;
+/// The tag of the eventfd of AIO.
+const AIO_BELL: u64 = u64::MAX;
 const EVENTS: usize = 256;
+/// The most turns in a row that do not look at the sockets because transfers have ended.
+const MAX_BLIND_TURNS: u32 = 8;
 
-pub(crate) struct Threads {
+pub(crate) struct Epoll {
+    /// Linux AIO; the engine `threads` has none. It is the first field because it is dropped first, and then waits for its
+    /// transfers, whose operations are in the slots.
+    aio: Option<Aio>,
     shared: Arc<WorkerLink>,
     files: Arc<FilePool>,
     slots: Slab<Slot>,
     /// The operations that wait, by socket.
     sockets: HashMap<u64, Waiting>,
     events: Vec<libc::epoll_event>,
-    /// File operations at the helper threads.
-    at_files: usize,
+    /// File operations that have not ended.
+    file_ops: usize,
+    ended_by_aio: Vec<(u64, i32)>,
+    /// How many turns in a row have not looked at the sockets.
+    blind_turns: u32,
 }
 
 struct Slot {
     state: State,
     kind: Kind,
-    /// A socket operation that waits; a file operation is with its helper thread.
+    /// The operation; `None` while a helper thread has it.
     op: Option<Op>,
 }
 
@@ -58,26 +73,37 @@ impl Waiting {
     }
 }
 
-impl Threads {
-    pub(crate) fn new(shared: Arc<WorkerLink>, files: Arc<FilePool>) -> std::io::Result<Self> {
+impl Epoll {
+    pub(crate) fn new(shared: Arc<WorkerLink>, files: Arc<FilePool>, aio: Option<Aio>) -> std::io::Result<Self> {
         let this = Self {
+            aio,
             shared,
             files,
             slots: Slab::new(),
             sockets: HashMap::new(),
             events: vec![libc::epoll_event { events: 0, u64: 0 }; EVENTS],
-            at_files: 0,
+            file_ops: 0,
+            ended_by_aio: Vec::new(),
+            blind_turns: 0,
         };
         sys::epoll_add(this.epoll(), this.shared.event.as_raw_fd(), libc::EPOLLIN, DOORBELL)?;
+        if let Some(aio) = &this.aio {
+            sys::epoll_add(this.epoll(), aio.bell(), libc::EPOLLIN | libc::EPOLLET, AIO_BELL)?;
+        }
         Ok(this)
     }
 
     fn epoll(&self) -> i32 {
-        self.shared.epoll().expect("a threads worker has an epoll set").as_raw_fd()
+        self.shared.epoll().expect("a worker without a ring has an epoll set").as_raw_fd()
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.at_files == 0
+        self.file_ops == 0
+    }
+
+    /// True when the end of a transfer by AIO is noted. Only a system call could tell what has become of sockets.
+    pub(crate) fn has_news(&self) -> bool {
+        self.aio.as_ref().is_some_and(Aio::has_ended)
     }
 
     pub(crate) fn start(&mut self, op: Op, waker: &Waker) -> Started {
@@ -85,11 +111,84 @@ impl Threads {
     }
 
     fn start_file(&mut self, op: Op, waker: &Waker) -> Started {
-        let key = self.insert(waker, op.kind, None) as u64;
-        self.at_files += 1;
+        let key = self.insert(waker, op);
+        self.file_ops += 1;
+        let op = self.slots[key].op.as_ref().expect("it was put there");
+        let is_transfer = matches!(op.kind, Kind::Read | Kind::Write) && op.fd.direct && !op.fd.always_waits();
+        match &mut self.aio {
+            Some(aio) if is_transfer => {
+                aio.queue(key as u64);
+                if aio.queued() >= SUBMIT_TRANSFERS {
+                    self.submit_aio();
+                }
+            }
+            _ => self.hand_over(key),
+        }
+        Started::Waits(key as u64)
+    }
+
+    /// Gives an operation that must wait to a helper thread.
+    fn hand_over(&mut self, key: usize) {
+        let op = self.slots[key].op.take().expect("an operation in flight is in its slot");
         self.shared.counters.submitted(1);
-        self.files.push(Job { op, key, worker: self.shared.clone() });
-        Started::Waits(key)
+        self.files.push(Job { op, key: key as u64, worker: self.shared.clone() });
+    }
+
+    /// Starts the transfers that are queued. Those that the kernel refuses are noted among those that have ended.
+    fn submit_aio(&mut self) {
+        if let Some(aio) = &mut self.aio {
+            let slots = &self.slots;
+            let op_of = |key| slots[key as usize].op.as_ref().expect("an operation in flight is in its slot");
+            aio.submit(&self.shared.counters, &mut self.ended_by_aio, op_of);
+        }
+    }
+
+    /// Takes the transfers that have ended. True when there were any.
+    fn reap_aio(&mut self, woken: &mut Vec<Waker>) -> bool {
+        let Some(aio) = &mut self.aio else { return false };
+        aio.reap(&self.shared.counters, &mut self.ended_by_aio);
+        if self.ended_by_aio.is_empty() {
+            return false;
+        }
+        let mut ended = std::mem::take(&mut self.ended_by_aio);
+        ended.drain(..).for_each(|(key, result)| self.complete(key as usize, result, woken));
+        self.ended_by_aio = ended;
+        true
+    }
+
+    /// Takes the answer of AIO: the operation has ended, or goes on.
+    fn complete(&mut self, key: usize, result: i32, woken: &mut Vec<Waker>) {
+        let slot = &mut self.slots[key];
+        let op = slot.op.as_mut().expect("an operation in flight is in its slot");
+        let must_wait = op::must_wait(-result, true);
+        let outcome = match usize::try_from(result) {
+            Ok(count) => op.advance(count),
+            Err(_) if must_wait || result == -libc::EINTR => None,
+            Err(_) => Some(Err(-result)),
+        };
+        match outcome {
+            Some(outcome) => self.end_file_op(key, outcome, woken),
+            None if matches!(slot.state, State::Abandoned) => self.end_file_op(key, Err(libc::ECANCELED), woken),
+            None if must_wait => self.do_by_waiting(key, -result),
+            None => self.queue_again(key),
+        }
+    }
+
+    fn queue_again(&mut self, key: usize) {
+        self.aio.as_mut().expect("it was there for the first part").queue(key as u64);
+    }
+
+    /// Finds another way for a transfer that AIO refuses with `errno` instead of waiting: AIO that may wait, or a helper thread.
+    fn do_by_waiting(&mut self, key: usize, errno: i32) {
+        let op = self.slots[key].op.as_mut().expect("an operation in flight is in its slot");
+        if errno == libc::EOPNOTSUPP {
+            op.fd.note_waits();
+        }
+        if errno == libc::EAGAIN && op.choose_aio() {
+            self.shared.counters.writes_by_aio();
+            return self.queue_again(key);
+        }
+        self.hand_over(key);
     }
 
     fn start_socket(&mut self, mut op: Op, waker: &Waker) -> Started {
@@ -100,13 +199,13 @@ impl Threads {
             return Started::Ended(Err(errno));
         }
         let (kind, id) = (op.kind, op.fd.id);
-        let key = self.insert(waker, kind, Some(op));
+        let key = self.insert(waker, op);
         self.sockets.entry(id).or_default().side(kind).push(key);
         Started::Waits(key as u64)
     }
 
-    fn insert(&mut self, waker: &Waker, kind: Kind, op: Option<Op>) -> usize {
-        self.slots.insert(Slot { state: State::Waits(waker.clone()), kind, op })
+    fn insert(&mut self, waker: &Waker, op: Op) -> usize {
+        self.slots.insert(Slot { state: State::Waits(waker.clone()), kind: op.kind, op: Some(op) })
     }
 
     /// Adds the socket to the epoll set when it is not in there. What became ready before that is reported then.
@@ -142,8 +241,8 @@ impl Threads {
         let key = key as usize;
         let slot = &mut self.slots[key];
         match (&slot.state, &slot.op) {
-            // Its helper thread still works on it.
-            (State::Waits(_), None) => slot.state = State::Abandoned,
+            // A helper thread or the kernel still works on it.
+            (State::Waits(_), _) if slot.kind.is_file() => slot.state = State::Abandoned,
             (State::Waits(_), Some(op)) => {
                 let (kind, id) = (op.kind, op.fd.id);
                 if let Some(waiting) = self.sockets.get_mut(&id) {
@@ -162,9 +261,13 @@ impl Threads {
 
     /// A helper thread is done.
     pub(crate) fn done(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
-        self.at_files -= 1;
         self.shared.counters.completed(1);
-        self.finish(key as usize, outcome, woken);
+        self.end_file_op(key as usize, outcome, woken);
+    }
+
+    fn end_file_op(&mut self, key: usize, outcome: Outcome, woken: &mut Vec<Waker>) {
+        self.file_ops -= 1;
+        self.finish(key, outcome, woken);
     }
 
     fn finish(&mut self, key: usize, outcome: Outcome, woken: &mut Vec<Waker>) {
@@ -182,12 +285,15 @@ impl Threads {
     }
 
     pub(crate) fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
+        self.submit_aio();
+        let has_ended = self.reap_aio(woken);
+        if self.is_blind_turn(wait, has_ended) {
+            return;
+        }
         let timeout_ms = match wait {
-            // Nothing can have happened: no system call.
-            None if self.sockets.is_empty() => return,
-            None => 0,
-            Some(None) => -1,
-            Some(Some(left)) => round_up_ms(left),
+            Some(None) if !has_ended => -1,
+            Some(Some(left)) if !has_ended => round_up_ms(left),
+            _ => 0,
         };
         self.shared.counters.enter();
         let epoll = self.epoll();
@@ -196,11 +302,24 @@ impl Threads {
             let event = self.events[at];
             self.on_event(event.u64, event.events as i32, woken);
         }
+        self.reap_aio(woken);
+        self.submit_aio();
+    }
+
+    /// True for a turn that makes no system call for sockets: nothing waits for one, or transfers have ended and keep the
+    /// worker busy. The sockets get their look a few turns later at most.
+    fn is_blind_turn(&mut self, wait: Option<Option<Duration>>, has_ended: bool) -> bool {
+        let is_blind = has_ended && self.blind_turns < MAX_BLIND_TURNS;
+        self.blind_turns = if is_blind { self.blind_turns + 1 } else { 0 };
+        is_blind || (wait.is_none() && self.sockets.is_empty())
     }
 
     fn on_event(&mut self, id: u64, events: i32, woken: &mut Vec<Waker>) {
         if id == DOORBELL {
             return sys::eventfd_read(self.shared.event.as_raw_fd());
+        }
+        if id == AIO_BELL {
+            return;
         }
         let broken = libc::EPOLLHUP | libc::EPOLLERR;
         if events & (libc::EPOLLIN | libc::EPOLLRDHUP | broken) != 0 {
