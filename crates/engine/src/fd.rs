@@ -14,8 +14,8 @@ use smallvec::SmallVec;
 use crate::lock;
 use crate::shared::{Message, WorkerLink, relock};
 
-/// The size of a ring's table of registered files. More files are used without being registered.
-pub(crate) const TABLE_FILES: u32 = 512;
+/// The size of a ring's table of registered files: 8 bytes each, here and in the kernel. More files are used without being registered.
+pub(crate) const TABLE_FILES: u32 = 16 << 10;
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 static TABLE: Mutex<Table> = Mutex::new(Table { free: Vec::new(), next: 0 });

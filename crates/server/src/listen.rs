@@ -165,10 +165,21 @@ fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
             .hint("remove it or choose another path"));
     }
     let end = Instant::now() + WIND_UP;
+    let mut is_told = false;
     loop {
         match UnixStream::connect(path) {
             Err(e) if e.kind() == IoKind::ConnectionRefused => return Ok(()),
-            Ok(stream) if !answers(&stream, question) && Instant::now() < end => std::thread::sleep(PAUSE),
+            Ok(stream) if !answers(&stream, question) && Instant::now() < end => {
+                if !std::mem::replace(&mut is_told, true) {
+                    let path = path.display();
+                    tracing::warn!(
+                        "{path}: nobody answers on this socket, which a server that was just killed may still have: \
+                        waiting {} s for its end",
+                        WIND_UP.as_secs()
+                    );
+                }
+                std::thread::sleep(PAUSE);
+            }
             _ => return Err(busy(path)),
         }
     }

@@ -1,4 +1,5 @@
-//! SIGTERM and SIGINT. A thread waits for them, so there is no signal handler, no timer and no wake-up.
+//! Signals: SIGTERM and SIGINT end a command. A server hears SIGHUP, SIGUSR1 and SIGUSR2, too, and none of these ends it. A thread
+//! waits for them, so there is no signal handler, no timer and no wake-up.
 
 use std::thread;
 
@@ -10,17 +11,60 @@ use crate::log::complain;
 /// The signals that end a command, blocked in this thread and in all it starts.
 pub struct EndSignals(SigSet);
 
+/// The signals of a server, blocked in this thread and in all it starts.
+pub struct ServerSignals(SigSet);
+
+const ENDS: [Signal; 2] = [Signal::SIGTERM, Signal::SIGINT];
+const OTHERS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
+
+fn block(signals: impl IntoIterator<Item = Signal>) -> Result<SigSet> {
+    let set: SigSet = signals.into_iter().collect();
+    set.thread_block().map_err(|e| Error::io("block signals", e.into()))?;
+    Ok(set)
+}
+
+fn wait(set: &SigSet) -> Result<Signal> {
+    set.wait().map_err(|e| Error::io("wait for a signal", e.into()))
+}
+
+impl ServerSignals {
+    /// Blocks these signals. To be called before other threads are started.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn block() -> Result<Self> {
+        block(ENDS.into_iter().chain(OTHERS)).map(Self)
+    }
+
+    /// From now on another thread calls `end` at the first signal that ends a server, and the second one ends the process at once. SIGUSR1
+    /// has it call `tell`, which is to write to the log what was counted.
+    pub fn hear(self, tell: impl Fn() + Send + 'static, end: impl FnOnce(Signal) + Send + 'static) {
+        thread::spawn(move || {
+            let mut end = Some(end);
+            while let Ok(signal) = wait(&self.0) {
+                match signal {
+                    Signal::SIGUSR1 => tell(),
+                    Signal::SIGHUP => {
+                        complain("SIGHUP: this server goes on; its log is stderr, so there is no file to open again");
+                    }
+                    signal if ENDS.contains(&signal) => match end.take() {
+                        Some(end) => end(signal),
+                        None => exit_at_once(signal),
+                    },
+                    signal => complain(format_args!("{signal}: nothing is done for it")),
+                }
+            }
+        });
+    }
+}
+
 impl EndSignals {
     /// Blocks these signals. To be called before other threads are started.
     ///
     /// # Errors
     /// The system's.
     pub fn block() -> Result<Self> {
-        let mut set = SigSet::empty();
-        set.add(Signal::SIGTERM);
-        set.add(Signal::SIGINT);
-        set.thread_block().map_err(|e| Error::io("block signals", e.into()))?;
-        Ok(Self(set))
+        block(ENDS).map(Self)
     }
 
     /// Sleeps until one of these signals comes.
@@ -28,7 +72,7 @@ impl EndSignals {
     /// # Errors
     /// The system's.
     pub fn wait(&self) -> Result<Signal> {
-        self.0.wait().map_err(|e| Error::io("wait for a signal", e.into()))
+        wait(&self.0)
     }
 
     /// From now on the next signal ends the process at once, with the customary exit code.
@@ -58,10 +102,14 @@ impl EndSignals {
 
     fn exit(&self) {
         if let Ok(signal) = self.wait() {
-            complain(format_args!("a second {signal}: ending at once"));
-            std::process::exit(exit_code(signal));
+            exit_at_once(signal);
         }
     }
+}
+
+fn exit_at_once(signal: Signal) -> ! {
+    complain(format_args!("a second {signal}: ending at once"));
+    std::process::exit(exit_code(signal))
 }
 
 /// The customary exit code of a program that a signal ended.

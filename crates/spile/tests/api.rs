@@ -207,7 +207,7 @@ fn an_nbd_export_is_served_twice_only_when_it_is_only_read() {
     }
     assert!(served.terminate().success());
     let said = front("d", &[&spec("name=a"), &spec("format=vhd,name=b")]).err().expect("two writers");
-    assert!(said.contains("served already, as \"a\""), "{said}");
+    assert!(said.contains("is given twice: as \"a\" and as \"b\""), "{said}");
     let served = front("d", &[&spec("read-only,name=a"), &spec("read-only,name=b")]).unwrap();
     ok(dir, &["attach", "d", &spec("read-only,name=c")]);
     assert!(served.terminate().success());

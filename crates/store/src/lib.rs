@@ -8,7 +8,6 @@
 
 mod file;
 mod files;
-mod held;
 mod memory;
 mod nbd;
 mod sync_gate;

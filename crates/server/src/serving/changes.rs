@@ -48,7 +48,7 @@ impl Server {
             addresses.push((Role::Nbd, absolute(&address.parse().map_err(bad)?)?));
         }
         self.opening.add(spec);
-        let added = self.opening.open_last(&self.engine).and_then(|open| {
+        let added = self.opening.open_last(&self.engine, &self.disks).and_then(|open| {
             self.disks.push(open);
             self.listen_on(addresses)
         });

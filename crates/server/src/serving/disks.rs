@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use spile_core::{Disk, Error, ErrorKind, Locator, Result};
 use spile_engine::Engine;
+use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions};
 use spile_node::Node;
-use spile_store::{AnyStore, CacheMode};
+use spile_store::{AnyStore, CacheMode, FileId};
 
 use super::api::types::Layer;
 use super::faults;
@@ -71,22 +72,12 @@ pub struct Opening {
     pub parent_format: Option<Format>,
     /// Images may name another file that holds their data.
     pub allow_data_file: bool,
-    /// Take no locks on files.
-    pub no_lock: bool,
 }
 
 impl Opening {
     /// How disks will be opened; there is no disk yet.
     pub fn new(format: Option<Format>, cache: CacheMode, allow_parents: Vec<std::path::PathBuf>) -> Self {
-        Self {
-            specs: Vec::new(),
-            format,
-            cache,
-            allow_parents,
-            parent_format: None,
-            allow_data_file: false,
-            no_lock: false,
-        }
+        Self { specs: Vec::new(), format, cache, allow_parents, parent_format: None, allow_data_file: false }
     }
 
     /// With these disks. Their exports' names follow the rule in the help of `spile serve`.
@@ -144,38 +135,40 @@ impl Opening {
     /// Opens the disks; those that were opened before one failed are in `into`.
     ///
     /// # Errors
-    /// As [`Graph::open`]; `Exists` for an NBD export that would be served twice and written.
+    /// As [`Graph::open`]; `Exists` for a disk that is given twice and would be written.
     pub fn open(&self, engine: &Engine, into: &mut Vec<Open>) -> Result<()> {
         self.specs.iter().try_for_each(|(spec, names)| {
-            // The lock of a file keeps a second writer out. An NBD export has none.
-            if let Locator::Nbd(_) = spec.source {
-                refuse_twice(into, &self.identity_of(spec))?;
+            let disk = self.identity_of(spec);
+            if let Some(other) =
+                into.iter().find(|open| !disk.goes_with(&open.identity) || !open.identity.goes_with(&disk))
+            {
+                let what = format!("{} is given twice: as {:?} and as {:?}", disk.label, other.name, spec.own_name());
+                return Err(Error::new(ErrorKind::Exists, what).hint("give it once, or say read-only for both"));
             }
-            into.push(self.open_one(engine, spec, names.clone())?);
+            into.push(self.open_one(engine, spec, names.clone(), into)?);
             Ok(())
         })
     }
 
-    /// Opens the disk that was added last.
+    /// Opens the disk that was added last, beside those that are `served`.
     ///
     /// # Errors
     /// As [`Graph::open`].
-    pub fn open_last(&self, engine: &Engine) -> Result<Open> {
+    pub fn open_last(&self, engine: &Engine, served: &[Open]) -> Result<Open> {
         let (spec, names) = self.specs.last().ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no disk"))?;
-        self.open_one(engine, spec, names.clone())
+        self.open_one(engine, spec, names.clone(), served)
     }
 
-    fn open_one(&self, engine: &Engine, spec: &DiskSpec, names: Vec<String>) -> Result<Open> {
+    fn open_one(&self, engine: &Engine, spec: &DiskSpec, names: Vec<String>, served: &[Open]) -> Result<Open> {
         let options = OpenOptions {
             format: spec.format.or(self.format),
             read_only: spec.read_only,
             allow_parents: self.allow_parents.clone(),
             parent_format: self.parent_format,
             allow_data_file: self.allow_data_file,
-            no_lock: self.no_lock,
             ..OpenOptions::default()
         };
-        let graph = self.open_patiently(engine, spec, &options)?;
+        let graph = self.open_patiently(engine, spec, &options, served)?;
         let open = self.opened(graph, spec, names);
         faults::attach(engine, &open)?;
         Ok(open)
@@ -199,18 +192,43 @@ impl Opening {
 
     /// Opens a disk; a disk that is busy is tried for some time. A server that was just killed may be the reason: the kernel keeps
     /// its files open and locked until it has wound up the server's io_uring.
-    fn open_patiently(&self, engine: &Engine, spec: &DiskSpec, options: &OpenOptions) -> Result<Graph<AnyStore>> {
+    fn open_patiently(
+        &self,
+        engine: &Engine,
+        spec: &DiskSpec,
+        options: &OpenOptions,
+        served: &[Open],
+    ) -> Result<Graph<AnyStore>> {
         let end = Instant::now() + BUSY_PATIENCE;
+        let mut is_told = false;
         loop {
             let (cache, source, options) = (self.cache, spec.source.clone(), options.clone());
             match engine.run_on(0, move || async move { disks::open(cache, &source, &options).await }) {
                 Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < end => {
+                    refuse_our_own(&error, served)?;
+                    if !std::mem::replace(&mut is_told, true) {
+                        tracing::warn!("{error}: waiting {} s for it", BUSY_PATIENCE.as_secs());
+                    }
                     std::thread::sleep(BUSY_PAUSE);
                 }
                 result => return result,
             }
         }
     }
+}
+
+/// Refuses to wait for a file that this server has open itself, as a part of another disk.
+fn refuse_our_own(busy: &Error, served: &[Open]) -> Result<()> {
+    let Some(path) = busy.path() else { return Ok(()) };
+    let Ok(file) = std::fs::metadata(path).map(|stat| FileId::of(&stat)) else { return Ok(()) };
+    let has_it = |open: &&Open| {
+        let graph = open.disk.graph_now();
+        graph.is_some_and(|graph| graph.handles().iter().any(|layer| layer.image().store().file_id() == Some(file)))
+    };
+    let Some(open) = served.iter().find(has_it) else { return Ok(()) };
+    Err(Error::new(ErrorKind::Busy, format!("the file is in use by the disk {:?} of this server", open.name))
+        .at_path(path)
+        .hint("a parent may be served beside its children only with read-only"))
 }
 
 /// Refuses a disk that may not be served beside one of `served`.
@@ -315,7 +333,7 @@ mod tests {
         let opening = Opening::new(None, CacheMode::Page, Vec::new());
         let engine = Engine::start(spile_engine::Config { workers: 1, ..Default::default() }).unwrap();
         let before = opening.identity_of(&spec);
-        let graph = opening.open_patiently(&engine, &spec, &OpenOptions::default()).unwrap();
+        let graph = opening.open_patiently(&engine, &spec, &OpenOptions::default(), &[]).unwrap();
         std::fs::rename(&other, &path).unwrap();
         let open = opening.opened(graph, &spec, vec![String::new()]);
         assert!(open.identity.is_same(&before) && !open.identity.is_same(&opening.identity_of(&spec)));

@@ -11,7 +11,7 @@ use super::fronts::{Options, Role, Socket, VhostSpec};
 use super::server::{Beginning, Server};
 use super::sockets::{self, Endpoint};
 use super::takeover::{self, Inheritance};
-use crate::signals::EndSignals;
+use crate::signals::ServerSignals;
 use crate::uri::Address;
 
 /// Where the control socket is.
@@ -49,8 +49,9 @@ pub struct Settings {
 ///
 /// # Errors
 /// When a disk cannot be opened or closed, or an address cannot be listened on.
-pub fn serve(settings: Settings, signals: EndSignals, say: impl Fn(&dyn Display)) -> Result<()> {
+pub fn serve(settings: Settings, signals: ServerSignals, say: impl Fn(&dyn Display)) -> Result<()> {
     let mut server = Server::new(settings.opening.clone(), settings.options.clone(), settings.engine.clone())?;
+    server.hear(signals);
     let endpoints = endpoints(&settings)?;
     let passed = sockets::passed()?;
     // Whatever can be found out is found out before the running server is asked to stop.
@@ -63,7 +64,7 @@ pub fn serve(settings: Settings, signals: EndSignals, say: impl Fn(&dyn Display)
     let roles: Vec<Role> = sockets.iter().map(|socket| socket.role.clone()).collect();
     let served = server.open(&roles).and_then(|()| {
         let beginning = Beginning { sockets, inheritance, xen: None };
-        server.run(beginning, signals, say)
+        server.run(beginning, say)
     });
     server.close(served.map(drop))
 }

@@ -10,14 +10,17 @@
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use spile_core::{Disk, ErrorKind, Result};
 use spile_engine::{Config, Engine};
+use spile_front::Connections;
 use spile_front_blkif::device::End as XenEnd;
 use spile_front_vhost::Handover;
 
 use super::api::http;
+use super::api::text;
 use super::api::view::{DiskView, View, no_disk};
 use super::api::{Call, Context, Order};
 use super::control::{Event, LineRequest, Request};
@@ -27,8 +30,9 @@ use super::sockets;
 use super::takeover::{self, Inheritance};
 use crate::disks::DiskSpec;
 use crate::listen::Published;
+use crate::log::complain;
 use crate::notify::notify;
-use crate::signals::EndSignals;
+use crate::signals::ServerSignals;
 use crate::uri::Address;
 
 /// A server at work.
@@ -40,6 +44,8 @@ pub struct Server {
     pub(super) disks: Vec<Open>,
     pub(super) listening: Vec<Listening>,
     pub(super) view: Arc<View>,
+    /// Calls of the control API that are being answered.
+    calls: Arc<Connections>,
     /// The name of the control socket, where the command line names none.
     control_name: Option<String>,
     sender: mpsc::Sender<Event>,
@@ -60,6 +66,9 @@ pub struct Beginning<'a> {
     pub xen: Option<StartXen<'a>>,
 }
 
+/// How long an end waits for the last answers on the control socket.
+const LAST_ANSWERS: Duration = Duration::from_millis(500);
+
 /// Why the main loop has ended.
 enum End {
     /// The server stops serving.
@@ -79,7 +88,19 @@ impl Server {
         let fronts = Fronts::of_nothing(&engine, &options)?;
         let (sender, events) = mpsc::channel();
         let (disks, listening, view) = (Vec::new(), Vec::new(), Arc::default());
-        Ok(Self { opening, options, engine, fronts, disks, listening, view, control_name: None, sender, events })
+        let calls = Connections::new("the control socket", usize::MAX, 1);
+        Ok(Self { opening, options, engine, fronts, disks, listening, view, calls, control_name: None, sender, events })
+    }
+
+    /// From now on signals are heard: the first one that ends a server ends this one as soon as its disks are served, a second one ends
+    /// the process at once, and SIGUSR1 writes what was counted to the log.
+    pub fn hear(&self, signals: ServerSignals) {
+        let (view, events) = (self.view.clone(), self.sender.clone());
+        let end = move |_| {
+            notify("STOPPING=1");
+            let _ = events.send(Event::Signal);
+        };
+        signals.hear(move || text::statistics(&view).iter().for_each(complain), end);
     }
 
     /// The control socket is in the folder of control sockets, under the first name like `name` that is free.
@@ -116,17 +137,12 @@ impl Server {
     ///
     /// # Errors
     /// When the server cannot listen, or a front has failed.
-    pub fn run(
-        &mut self,
-        mut beginning: Beginning<'_>,
-        signals: EndSignals,
-        say: impl Fn(&dyn Display),
-    ) -> Result<Option<XenEnd>> {
+    pub fn run(&mut self, mut beginning: Beginning<'_>, say: impl Fn(&dyn Display)) -> Result<Option<XenEnd>> {
         let lines = fronts::describe(&self.disks, &beginning.sockets, self.options.is_tls_required());
         let served = self.begin(&mut beginning).and_then(|()| {
             lines.iter().for_each(|line| say(line));
             say(&self.engine.about());
-            until_ready(beginning.inheritance.is_some(), signals, self.sender.clone());
+            tell_ready(beginning.inheritance.is_some());
             // The server before us ends now.
             drop(beginning.inheritance);
             self.work()
@@ -151,12 +167,14 @@ impl Server {
     /// # Errors
     /// `served`'s, or the first failure to close a disk.
     pub fn close(self, served: Result<()>) -> Result<()> {
-        let Self { engine, disks, fronts, view, .. } = self;
+        let Self { engine, disks, fronts, view, calls, .. } = self;
         view.show(None);
         let closed = disks::close(&engine, disks, served);
         // The fronts share the disks, and a disk's connection to an NBD server ends with its last share.
         drop(fronts);
         engine.shutdown();
+        // Who has asked for the end gets an answer before it comes.
+        calls.wait_for_none(LAST_ANSWERS);
         closed
     }
 
@@ -188,7 +206,12 @@ impl Server {
             Some(Address::Unix(path)) => path.display().to_string(),
             _ => String::new(),
         };
-        let context = Context { view: self.view.clone(), events: self.sender.clone(), server: server.into() };
+        let context = Context {
+            view: self.view.clone(),
+            events: self.sender.clone(),
+            calls: self.calls.clone(),
+            server: server.into(),
+        };
         http::listen(control.share()?, context)
     }
 
@@ -321,15 +344,11 @@ fn raise_file_limit() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
-/// Tells the service manager that the disks are served, and from then on passes on the signal that ends that.
-fn until_ready(is_successor: bool, signals: EndSignals, events: mpsc::Sender<Event>) {
+/// Tells the service manager that the disks are served.
+fn tell_ready(is_successor: bool) {
     match is_successor {
         // To the service manager another process is the main one.
         true => notify(&format!("READY=1\nMAINPID={}", std::process::id())),
         false => notify("READY=1"),
     }
-    signals.on_first(move |_| {
-        notify("STOPPING=1");
-        let _ = events.send(Event::Signal);
-    });
 }

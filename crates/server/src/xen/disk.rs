@@ -22,7 +22,7 @@ use crate::serving::disks::{Open, Opening, ServedDisk};
 use crate::serving::fronts::{self, Role, XenFront};
 use crate::serving::server::{Beginning, Server, StartXen};
 use crate::serving::sockets::Endpoint;
-use crate::signals::EndSignals;
+use crate::signals::ServerSignals;
 use crate::uri::Address;
 use crate::xen::claim::{Claim, file_stem};
 use crate::xen::stats::Stats;
@@ -81,7 +81,7 @@ pub fn serve<P: Place>(
     options: &Options<P>,
     engine: EngineConfig,
     opening: Opening,
-    signals: EndSignals,
+    signals: ServerSignals,
 ) -> Result<End> {
     let stem = options.run_dir.join(file_stem(backend_path)?);
     let _claim = Claim::take(&stem.with_extension("pid"))?;
@@ -94,12 +94,13 @@ pub fn serve<P: Place>(
     spile_engine::on_failed_sync(move || hear.note());
     let fronts = fronts::Options { nbd: NbdConfig::default(), queues: 1, pins_memory: false };
     let mut server = Server::new(opening, fronts, engine)?;
+    server.hear(signals);
     let opened = open(&mut server, &mut store, backend_path, options);
     // The device has a connection of its own.
     drop(store);
     let is_busy = opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);
     let front = Front { options, backend_path, failed_syncs: failed_syncs.clone() };
-    let served = opened.and_then(|access| front.serve(&mut server, access, &stem, signals));
+    let served = opened.and_then(|access| front.serve(&mut server, access, &stem));
     let (end, served) = match served {
         Ok(end) => (Some(end), Ok(())),
         Err(error) => (None, Err(error)),
@@ -135,7 +136,7 @@ struct Front<'a, P> {
 
 impl<P: Place> Front<'_, P> {
     /// Serves the open disk until it ends or is to end.
-    fn serve(self, server: &mut Server, access: Access, stem: &Path, signals: EndSignals) -> Result<End> {
+    fn serve(self, server: &mut Server, access: Access, stem: &Path) -> Result<End> {
         let stats = Stats::begin(&self.options.place, self.backend_path);
         let control = Endpoint::new(Role::Control, None, &Address::Unix(stem.with_extension("control")))?;
         let sockets = vec![control.bind()?];
@@ -144,7 +145,7 @@ impl<P: Place> Front<'_, P> {
             stats.iter().for_each(|stats| device.show_on(stats.board()));
             Ok(XenFront { backend_path: self.backend_path.to_owned(), device })
         });
-        let end = server.run(Beginning { sockets, inheritance: None, xen: Some(start) }, signals, |_| {})?;
+        let end = server.run(Beginning { sockets, inheritance: None, xen: Some(start) }, |_| {})?;
         // Without an end there was no back end, and then the server has failed.
         end.ok_or_else(|| Error::new(ErrorKind::Shutdown, "the back end was not started"))
     }

@@ -17,7 +17,7 @@ use crate::panics::abort_on_panic;
 use crate::serving::disks::Opening;
 use crate::serving::fronts::{Options, VhostSpec};
 use crate::serving::serve::{self, ControlPlace, Settings};
-use crate::signals::EndSignals;
+use crate::signals::ServerSignals;
 use crate::units::parse_duration;
 use crate::uri::Address;
 
@@ -32,7 +32,8 @@ use crate::uri::Address;
 ///
 /// A socket appears only when it already answers. Who may connect to a Unix socket is what the umask says. SIGTERM or
 /// SIGINT ends the server in order: no new requests, those in flight are answered, the disks are flushed and closed. A
-/// second signal ends it at once. Started by systemd's socket activation, it serves NBD on the sockets passed, and --nbd
+/// second signal ends it at once. SIGUSR1 writes what was counted to stderr (as `spile show`); SIGHUP and SIGUSR2 change
+/// nothing. Started by systemd's socket activation, it serves NBD on the sockets passed, and --nbd
 /// may be left out. It tells systemd READY=1 and STOPPING=1. Requests that fail are reported on stderr: the first one,
 /// and then each time their number has doubled. A line at the start names the engine that does the I/O; where it is not
 /// io_uring, it says why, and what would have to be set for that.
@@ -113,7 +114,7 @@ pub struct ServeArgs {
 pub fn run(args: &ServeArgs) -> Result<Exit> {
     log::to_stderr();
     abort_on_panic();
-    let signals = EndSignals::block()?;
+    let signals = ServerSignals::block()?;
     // Guests need their disks also when nobody reads this.
     serve::serve(settings(args)?, signals, |line| drop(try_say(line))).map(|()| Exit::Ok)
 }
@@ -129,7 +130,6 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     let mut opening = Opening::new(args.format, args.cache, args.parents.allow_parents.clone());
     opening.parent_format = args.parents.backing_format;
     opening.allow_data_file = args.parents.allow_data_file;
-    opening.no_lock = args.parents.no_lock;
     Ok(Settings {
         opening: opening.with_disks(args.disks.clone()),
         options: Options { nbd: nbd_config(args), queues: args.queues, pins_memory: args.pin_memory },

@@ -13,11 +13,11 @@ use spile_store::CacheMode;
 
 use super::xen_place::XenPlace;
 use super::{Exit, ParentArgs, parse_cache, parse_engine, try_say};
-use crate::log;
+use crate::log::{self, complain};
 use crate::notify::notify;
 use crate::panics::abort_on_panic;
 use crate::serving::disks::Opening;
-use crate::signals::EndSignals;
+use crate::signals::ServerSignals;
 use crate::xen::Place;
 use crate::xen::backend::Backend;
 use crate::xen::disk::{Options, access_name, parse_access, serve};
@@ -124,12 +124,15 @@ impl DiskArgs {
 pub fn run(args: &XenBackendArgs) -> Result<Exit> {
     log::to_stderr();
     abort_on_panic();
-    let signals = EndSignals::block()?;
+    let signals = ServerSignals::block()?;
     let store = args.disk.place.open()?;
     let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::io("make an eventfd", errno.into()))?;
     let bell = stop.try_clone().map_err(|source| Error::io("duplicate an eventfd", source))?;
     let mut backend = Backend::new(store, &args.kind, &args.disk.run_dir, args.disk.arguments())?;
-    signals.on_first(move |_| {
+    let tell = || {
+        complain("no guest's I/O passes through this process: send SIGUSR1 to a disk's process, or use `spile show`")
+    };
+    signals.hear(tell, move |_| {
         notify("STOPPING=1");
         let _ = rustix::io::write(&bell, &1u64.to_ne_bytes());
     });
@@ -145,7 +148,7 @@ pub fn run(args: &XenBackendArgs) -> Result<Exit> {
 pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     log::to_stderr();
     abort_on_panic();
-    let signals = EndSignals::block()?;
+    let signals = ServerSignals::block()?;
     let disk = &args.disk;
     let config = Config {
         kind: disk.engine,
@@ -156,7 +159,6 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     let mut opening = Opening::new(None, disk.cache, disk.parents.allow_parents.clone());
     opening.parent_format = disk.parents.backing_format;
     opening.allow_data_file = disk.parents.allow_data_file;
-    opening.no_lock = disk.parents.no_lock;
     let options = Options {
         place: disk.place.clone(),
         run_dir: disk.run_dir.clone(),

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use spile_core::{Error, Result, Segments, Store, StoreOffset, Via};
+use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::alloc::Ready;
 use super::check::write_batmap;
@@ -146,10 +146,19 @@ impl<S: Store> Sparse<S> {
         // finds the image read-only and durable.
         let _running = self.flusher.running.lock().await;
         if !self.is_read_only() {
-            self.end_file().await?;
+            self.end_file_if_room().await?;
             self.read_only.store(true, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// As [`Self::end_file`]. Everything is durable before it, and no reader needs what it writes: a full file system is no failure.
+    /// The file then keeps unused space at its end, or an invalid batmap, and a check says so.
+    async fn end_file_if_room(&self) -> Result<()> {
+        match self.end_file().await {
+            Err(error) if error.kind() == ErrorKind::NoSpace => self.store.sync().await,
+            ended => ended,
+        }
     }
 
     async fn end_file(&self) -> Result<()> {

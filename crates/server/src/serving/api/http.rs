@@ -22,6 +22,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rustix::net::{RecvFlags, recv, sockopt};
 use spile_core::{Error, ErrorKind, Result};
+use spile_front::Connections;
 use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc as async_mpsc, oneshot};
@@ -108,7 +109,7 @@ pub fn listen(fd: OwnedFd, context: Context) -> Result<()> {
 async fn accept(listener: UnixListener, context: Context) {
     let (pauses, mut paused) = async_mpsc::channel::<Pause>(MAX_CONNECTIONS);
     let open = OpenConnections::default();
-    let door = Door { router: router(context.clone()), events: context.events, pauses };
+    let door = Door { router: router(context.clone()), events: context.events, calls: context.calls, pauses };
     loop {
         tokio::select! {
             biased;
@@ -137,6 +138,7 @@ async fn keep_closed(listener: &UnixListener, pause: Pause) {
 struct Door {
     router: Router,
     events: mpsc::Sender<Event>,
+    calls: Arc<Connections>,
     pauses: async_mpsc::Sender<Pause>,
 }
 
@@ -163,6 +165,7 @@ impl Door {
 
     /// One call by HTTP.
     async fn serve(&self, stream: UnixStream, refused: Option<Error>) {
+        let _counted = self.calls.enter_anyway();
         let router = match refused {
             Some(error) => {
                 let error = Arc::new(error);

@@ -12,6 +12,7 @@ use axum::routing::{delete, get, post, put};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use spile_core::{Error, ErrorKind, Result};
+use spile_front::Connections;
 use utoipa::OpenApi;
 
 use super::types::{Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport};
@@ -28,6 +29,8 @@ const BODY_PATIENCE: Duration = Duration::from_secs(5);
 /// What the handlers need.
 #[derive(Clone)]
 pub struct Context {
+    /// Counts the calls that are being answered.
+    pub calls: Arc<Connections>,
     /// What is served.
     pub view: Arc<View>,
     /// The server's main thread.

@@ -94,6 +94,14 @@ impl View {
         Ok(DiskList { disks: self.disks()?.iter().map(|disk| disk.summary(server)).collect() })
     }
 
+    /// All disks with all that is known of them.
+    ///
+    /// # Errors
+    /// `Shutdown` while the server hands over.
+    pub fn details(&self, server: &str) -> Result<Vec<DiskDetail>> {
+        Ok(self.disks()?.iter().map(|disk| disk.detail(server)).collect())
+    }
+
     /// The disk of this name.
     ///
     /// # Errors

@@ -1,0 +1,165 @@
+//! The life of `spile serve`: signals that do not end it, disks that are in use, very many disks, and what an end leaves behind.
+
+mod common;
+
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use common::guests::{complains, rest_of_stderr};
+use common::mount::Mount;
+use common::nbd::Client;
+use common::xen::{Xen, request};
+use common::{Served, engines, eventually, fails, ok, run, spile};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rustix::fs::{FlockOperation, fcntl_lock};
+use spile_lab::xen::blkfront::Op;
+
+const NOT_ENDS: [Signal; 4] = [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGPIPE];
+
+#[test]
+fn hup_usr1_and_usr2_end_nothing_and_usr1_tells_what_was_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut served = Served::start(dir.path(), &["mem:1M,name=x"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    client.write(0, &[1; 4096], true).unwrap();
+    for signal in NOT_ENDS.into_iter().chain(NOT_ENDS) {
+        served.signal(signal);
+        client.read(0, &mut [0; 4096]).unwrap();
+    }
+    // Each is heard in the order in which it came, so this one comes last.
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(served.socket.exists());
+    served.signal(Signal::SIGTERM);
+    assert!(served.wait().success());
+    assert!(!served.socket.exists());
+    let said = rest_of_stderr(&mut served);
+    for says in
+        ["SIGHUP: this server goes on", "statistics: disk \"x\" (mem): ", "front nbd \"\": write: 1 requests, 0 failed"]
+    {
+        assert!(said.contains(says), "{says}: {said}");
+    }
+}
+
+#[test]
+fn they_do_not_end_the_processes_of_a_xen_host_either() {
+    let mut xen = Xen::start();
+    let (vbd, _front, mut queue) = xen.attach();
+    request(&mut queue, Op::Write, 0, 4096);
+    let pid = xen.process(&vbd, None);
+    for signal in NOT_ENDS {
+        for process in [pid, xen.backend.id() as i32] {
+            kill(Pid::from_raw(process), signal).unwrap();
+        }
+        request(&mut queue, Op::Write, 0, 4096);
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!((xen.process(&vbd, None), xen.backend.try_wait().unwrap()), (pid, None));
+}
+
+#[test]
+fn a_server_that_waits_for_its_disk_says_so_at_once_and_hears_a_second_signal() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "d.raw", "--size", "1M"]);
+    let file = std::fs::File::options().write(true).open(dir.join("d.raw")).unwrap();
+    fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+    let mut command = spile();
+    command.args(["serve", "d.raw", "--nbd", "unix:n"]).current_dir(dir).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut waiting = Served { child: command.spawn().unwrap(), socket: dir.join("n") };
+    complains(&mut waiting, "d.raw: the file is in use by another process");
+    waiting.signal(Signal::SIGINT);
+    std::thread::sleep(Duration::from_millis(50));
+    waiting.signal(Signal::SIGINT);
+    assert_eq!(waiting.wait().code(), Some(130));
+    // When it can be had within the time, it is served.
+    let mut waiting = Served { child: command.spawn().unwrap(), socket: dir.join("n") };
+    complains(&mut waiting, "waiting 5 s for it");
+    drop(file);
+    eventually("it serves", || Client::connect(&waiting.uri()).is_ok());
+    assert!(waiting.terminate().success());
+}
+
+#[test]
+fn a_disk_that_is_given_twice_is_told_from_one_in_use_elsewhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.vhd", "--size", "1M"]);
+    ok(dir, &["create", "child.vhd", "--parent", "a.vhd"]);
+    std::os::unix::fs::symlink(dir.join("a.vhd"), dir.join("b.vhd")).unwrap();
+    let cases: [(&[&str], &str); 4] = [
+        (&["a.vhd", "a.vhd"], "a.vhd is given twice: as \"a\" and as \"a\""),
+        (&["a.vhd", "b.vhd"], "b.vhd is given twice: as \"a\" and as \"b\""),
+        (&["a.vhd", "b.vhd,read-only"], "b.vhd is given twice"),
+        (&["child.vhd", "a.vhd"], "a.vhd: the file is in use by the disk \"child\" of this server"),
+    ];
+    for (disks, says) in cases {
+        let said = fails(dir, 1, &[&["serve"], disks, &["--nbd", "unix:n"]].concat());
+        assert!(said.contains(says) && !said.contains("waiting"), "{disks:?}: {said}");
+    }
+    let served = Served::start(dir, &["a.vhd,read-only", "b.vhd,read-only", "child.vhd"]);
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn three_hundred_disks_are_served_by_one_process() {
+    const DISKS: u64 = 300;
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let names: Vec<String> = (0..DISKS).map(|number| format!("d{number}.raw")).collect();
+    let disks: Vec<&str> = names.iter().map(String::as_str).collect();
+    names.iter().for_each(|name| std::fs::File::create(dir.join(name)).unwrap().set_len(1 << 20).unwrap());
+    for engine in engines(dir, "three hundred disks") {
+        let mut served = Served::start(dir, &[&disks[..], &["--engine", engine]].concat());
+        for number in [0, 254, 255, 256, 257, DISKS - 1] {
+            let client = Client::connect(&served.export(&format!("d{number}"))).unwrap();
+            client.write(4096, &number.to_le_bytes().repeat(64), true).unwrap();
+        }
+        served.signal(Signal::SIGTERM);
+        assert!(served.wait().success());
+        assert_eq!(rest_of_stderr(&mut served), "", "{engine}");
+        for number in [0, 254, 255, 256, 257, DISKS - 1] {
+            let bytes = std::fs::read(dir.join(format!("d{number}.raw"))).unwrap();
+            assert_eq!(bytes[4096..4608], number.to_le_bytes().repeat(64), "{engine}");
+        }
+    }
+}
+
+/// Writes 1 MiB at a time until there is no space, or the disk is full.
+fn fill(served: &Served, size_bytes: u64) -> bool {
+    let client = Client::connect(&served.uri()).unwrap();
+    (0..size_bytes >> 20).any(|at| client.write(at << 20, &[1; 1 << 20], false).is_err())
+}
+
+#[test]
+fn the_file_system_is_free_as_soon_as_the_process_has_ended_and_a_full_one_is_no_failure() {
+    let dir = tempfile::tempdir().unwrap();
+    let test = "what an end leaves behind";
+    let Some(mount) = Mount::new(dir.path(), 64 << 20, test) else { return };
+    for engine in engines(dir.path(), test) {
+        for (round, format) in ["raw", "vhd", "raw", "vhd"].into_iter().enumerate() {
+            let disk = mount.path.join(format!("d.{format}"));
+            let disk = disk.to_str().unwrap();
+            // Every other time it fills up.
+            let size_bytes = if round < 2 { 16 << 20 } else { 256 << 20 };
+            ok(dir.path(), &["create", disk, "--size", &size_bytes.to_string()]);
+            let mut served = Served::start(dir.path(), &[disk, "--engine", engine]);
+            assert_eq!(fill(&served, size_bytes), round >= 2, "{disk}");
+            served.signal(Signal::SIGTERM);
+            let status = served.wait();
+            assert_eq!(mount.remount(), Ok(()), "{engine} {disk}");
+            assert!(status.success(), "{engine} {disk}: {status}: {}", rest_of_stderr(&mut served));
+            readable(dir.path(), disk);
+            std::fs::remove_file(disk).unwrap();
+        }
+    }
+}
+
+/// All that was acknowledged can be read; unused space is allowed.
+fn readable(dir: &Path, disk: &str) {
+    if disk.ends_with("vhd") {
+        let checked = run(dir, &["check", disk]);
+        assert!(matches!(checked.status.code(), Some(0 | 4)), "{checked:?}");
+    }
+}
