@@ -169,3 +169,17 @@ fn an_exchange_of_graphs_makes_nobody_wait_for_slow_writes() {
     let said = ok(dir.path(), &["bench", "exchange", "--quick"]);
     assert!(said.contains("makes the longest request") && said.contains("3 rounds, 32 writes in flight"), "{said}");
 }
+
+#[test]
+fn idle_disks_wake_no_thread_of_a_busy_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let outcome = json(dir.path(), &["bench", "crowd", "--quick", "--disks", "8"]);
+    assert_host(&outcome);
+    assert_eq!(rows(&outcome).len(), 3);
+    for row in rows(&outcome) {
+        assert_plain(row, &["alone_iops", "crowd_iops", "alone_cpu_us", "crowd_cpu_us"]);
+        assert!(row["crowd_threads"].as_u64().unwrap() <= 2, "more than the two workers ran: {row}");
+    }
+    let said = ok(dir.path(), &["bench", "crowd", "--quick", "--disks", "2"]);
+    assert!(said.contains("beside 1 idle disks"), "{said}");
+}

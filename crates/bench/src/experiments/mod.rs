@@ -1,6 +1,7 @@
 //! Experiments: what ways to a disk cost, side by side.
 //!
-//! [`exchange`] has a disk in this process, and shows what its clients feel of an exchange of graphs.
+//! [`exchange`] has a disk in this process, and shows what its clients feel of an exchange of graphs. [`crowd`] has many disks
+//! in one server, all but one idle, and shows what these cost the busy one.
 //!
 //! [`paths`] has one guest and one disk, and shows where a request's time goes; [`aggregate`] has many of both. Each runs
 //! the program as it runs in production: a process for each disk ([`world`] starts them), and one for each guest
@@ -8,6 +9,7 @@
 //! their curves mean something there, Xen's absolute costs do not.
 
 pub mod aggregate;
+pub mod crowd;
 pub mod exchange;
 pub mod guest;
 mod host;

@@ -45,6 +45,11 @@ impl Tied {
         Ok(Self { child: child.map_err(|e| Error::io("start this program once more", e))?, name: name.into() })
     }
 
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// An error when it has ended.
     ///
     /// # Errors

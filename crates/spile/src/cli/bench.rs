@@ -13,7 +13,7 @@ use super::{Exit, complain, print_json, say};
 use crate::bench::paths::{self, Kind};
 use crate::bench::rings::RINGS;
 use crate::bench::world::Storage;
-use crate::bench::{Direction, Figures, Outcome, aggregate, exchange, guest, process, save};
+use crate::bench::{Direction, Figures, Outcome, aggregate, crowd, exchange, guest, process, save};
 use crate::signals::EndSignals;
 use crate::units::{parse_duration, parse_size};
 
@@ -46,6 +46,7 @@ enum Experiment {
     Paths(PathsArgs),
     Aggregate(AggregateArgs),
     Exchange(ExchangeArgs),
+    Crowd(CrowdArgs),
 }
 
 /// What all experiments have.
@@ -141,6 +142,33 @@ struct ExchangeArgs {
     folder: Option<PathBuf>,
 }
 
+/// Many idle disks beside a busy one: what they cost it
+///
+/// Two servers run, each with two workers: one has a single disk, the other one has many, each with a guest whose queues are
+/// idle. In each round a disk of either is read, in changing order. Both should be equally fast, and no thread of the
+/// second server should run but the two workers. All of it takes about a minute.
+#[derive(Debug, Args)]
+struct CrowdArgs {
+    /// Few disks, three short rounds
+    #[arg(long)]
+    quick: bool,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Disks of the crowd (500, quick: 20)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=2000))]
+    disks: Option<u32>,
+    /// Queues of each disk
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
+    queues: Option<u16>,
+    /// Requests in flight on each queue of the busy disk
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=128))]
+    depth: Option<u32>,
+    /// Rounds, of two runs each (20, quick: 3)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: Option<u32>,
+}
+
 /// Runs `spile bench`.
 ///
 /// # Errors
@@ -150,6 +178,7 @@ pub fn run(args: &BenchArgs) -> Result<Exit> {
         Experiment::Paths(args) => run_paths(args),
         Experiment::Aggregate(args) => run_aggregate(args),
         Experiment::Exchange(args) => run_exchange(args),
+        Experiment::Crowd(args) => run_crowd(args),
     }
 }
 
@@ -190,6 +219,20 @@ fn run_exchange(args: &ExchangeArgs) -> Result<Exit> {
     match args.json {
         true => print_json(&outcome)?,
         false => say(exchange::text(&outcome)),
+    }
+    Ok(Exit::Ok)
+}
+
+fn run_crowd(args: &CrowdArgs) -> Result<Exit> {
+    let mut parameters = crowd::Parameters::new(args.quick);
+    parameters.disks = args.disks.unwrap_or(parameters.disks);
+    parameters.queues = args.queues.unwrap_or(parameters.queues);
+    parameters.depth = args.depth.unwrap_or(parameters.depth);
+    parameters.rounds = args.rounds.unwrap_or(parameters.rounds);
+    let outcome = with_progress(|progress| crowd::run(&parameters, progress))?;
+    match args.json {
+        true => print_json(&outcome)?,
+        false => say(crowd::text(&outcome)),
     }
     Ok(Exit::Ok)
 }

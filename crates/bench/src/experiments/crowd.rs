@@ -1,0 +1,212 @@
+//! `crowd`: what do many idle disks cost a busy one?
+//!
+//! Two servers run, each on two workers: one has a single disk, the other one has many, and a guest on each, whose queues have all
+//! had a request and are idle now. In each round the one disk and one of the many are read for some time, in an order that
+//! changes from round to round. If the work of a worker depended on all queues that it has, the disk in the crowd would be
+//! slower.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use comfy_table::Cell;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use serde::Serialize;
+use spile_core::{Error, ErrorKind, Result};
+use spile_lab::GuestQueue;
+use spile_lab::vhost::{Device, DeviceOptions, Queue, QueueOptions};
+use spile_server::uri::Target;
+
+use super::process::Tied;
+use super::sample::median;
+use super::world::Folder;
+use super::{HostFacts, Outcome, right, table};
+use crate::load;
+
+/// How long a server may take until all its sockets are there.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What is measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Parameters {
+    /// Disks of the crowd, the busy one included.
+    pub disks: u32,
+    /// Queues of each disk.
+    pub queues: u16,
+    /// Requests of 4 KiB in flight on each queue of the busy disk.
+    pub depth: u32,
+    /// Rounds of two runs each.
+    pub rounds: u32,
+    /// Seconds of a run.
+    pub seconds: f64,
+}
+
+impl Parameters {
+    /// 500 disks of 4 queues, or a few.
+    pub fn new(is_quick: bool) -> Self {
+        match is_quick {
+            true => Self { disks: 20, queues: 4, depth: 8, rounds: 3, seconds: 0.2 },
+            false => Self { disks: 500, queues: 4, depth: 8, rounds: 20, seconds: 1.0 },
+        }
+    }
+}
+
+/// One round: requests a second, and the server's processor time for each.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Row {
+    /// Of the disk that is alone.
+    pub alone_iops: f64,
+    /// Of the disk in the crowd.
+    pub crowd_iops: f64,
+    /// Of the disk that is alone.
+    pub alone_cpu_us: f64,
+    /// Of the disk in the crowd.
+    pub crowd_cpu_us: f64,
+    /// Threads of the server of the crowd that ran in this round: the two workers, when no idle disk has woken anything.
+    pub crowd_threads: usize,
+}
+
+/// Runs the experiment; `progress` is told what comes next, and how far it is, from 0 to 1.
+///
+/// # Errors
+/// `InvalidInput` when there is nothing to measure; else when a server does not start or a request fails.
+pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Parameters, Row>> {
+    if parameters.disks < 2 || parameters.queues == 0 || parameters.depth == 0 || parameters.rounds == 0 {
+        return Err(Error::new(ErrorKind::InvalidInput, "there is nothing to measure"));
+    }
+    let host = HostFacts::now();
+    allow_many_files();
+    let folder = Folder::new()?;
+    progress("start the servers", 0.0);
+    let mut alone = Served::start(folder.path(), "alone", 1)?;
+    let mut crowd = Served::start(folder.path(), "crowd", parameters.disks)?;
+    let guests = (1..parameters.disks).map(|disk| idle_guest(&crowd.socket(disk), parameters.queues));
+    let guests: Vec<_> = guests.collect::<Result<_>>()?;
+    let mut rows = Vec::new();
+    for round in 0..parameters.rounds {
+        progress(&format!("round {}", round + 1), f64::from(round) / f64::from(parameters.rounds));
+        rows.push(one_round(&mut alone, &mut crowd, parameters, round)?);
+    }
+    drop(guests);
+    Ok(Outcome { experiment: "crowd", host, parameters: parameters.clone(), rows })
+}
+
+/// Raises the limit on open files as far as the process may: a guest has some ten.
+fn allow_many_files() {
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    // Where it cannot be raised, a connection fails with a clear error.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
+
+/// A server of disks without a medium.
+struct Served {
+    process: Tied,
+    folder: PathBuf,
+    name: &'static str,
+}
+
+impl Served {
+    fn start(folder: &Path, name: &'static str, disks: u32) -> Result<Self> {
+        let mut args: Vec<OsString> = ["serve", "--workers", "2", "--control", "none"].map(OsString::from).into();
+        let mut sockets: Vec<OsString> = Vec::new();
+        for disk in 0..disks {
+            args.push(format!("null:1G,name=d{disk}").into());
+            let socket = socket_in(folder, name, disk);
+            sockets.extend(["--vhost-user".into(), format!("{},export=d{disk}", socket.display()).into()]);
+        }
+        args.append(&mut sockets);
+        let process = Tied::start(format!("the server `{name}`"), args)?;
+        let mut served = Self { process, folder: folder.to_owned(), name };
+        let end = Instant::now() + PATIENCE;
+        while !(0..disks).all(|disk| served.socket(disk).exists()) {
+            served.process.check()?;
+            if Instant::now() > end {
+                return Err(Error::new(ErrorKind::TimedOut, "the server does not make its sockets"));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(served)
+    }
+
+    fn socket(&self, disk: u32) -> PathBuf {
+        socket_in(&self.folder, self.name, disk)
+    }
+
+    /// Reads the first disk for some time; requests a second, and microseconds of the server's processor for each.
+    fn read(&self, parameters: &Parameters) -> Result<(f64, f64)> {
+        let options = load::Options {
+            depth: parameters.depth,
+            connections: u32::from(parameters.queues),
+            runtime: Some(Duration::from_secs_f64(parameters.seconds)),
+            server_pid: Some(self.process.id()),
+            ..load::Options::new(Target::Vhost(self.socket(0)))
+        };
+        let outcome = load::run(&options, |_| {})?;
+        let report = load::Report::new(&options, &outcome);
+        match outcome.error {
+            Some(error) => Err(error),
+            None => Ok((report.iops, report.server_cpu_us_per_io.unwrap_or(0.0))),
+        }
+    }
+}
+
+fn socket_in(folder: &Path, name: &str, disk: u32) -> PathBuf {
+    folder.join(format!("{name}-{disk}"))
+}
+
+/// A guest each of whose queues has had one request, and has none now.
+fn idle_guest(socket: &Path, queues: u16) -> Result<(Device, Vec<Queue>)> {
+    let mut device = Device::connect(socket, DeviceOptions::default())?;
+    let options = QueueOptions { queues, depth: 2, data_bytes: 4096, ..QueueOptions::default() };
+    let mut queues = device.start(&options)?;
+    for queue in &mut queues {
+        queue.run_well(Queue::READ, 0, 512)?;
+    }
+    Ok((device, queues))
+}
+
+fn one_round(alone: &mut Served, crowd: &mut Served, parameters: &Parameters, round: u32) -> Result<Row> {
+    let crowd_first = !round.is_multiple_of(2);
+    let before = switches(crowd.process.id());
+    let (first, second) = if crowd_first { (&crowd, &alone) } else { (&alone, &crowd) };
+    let results = [first.read(parameters)?, second.read(parameters)?];
+    let after = switches(crowd.process.id());
+    let [in_alone, in_crowd] = if crowd_first { [results[1], results[0]] } else { results };
+    Ok(Row {
+        alone_iops: in_alone.0,
+        crowd_iops: in_crowd.0,
+        alone_cpu_us: in_alone.1,
+        crowd_cpu_us: in_crowd.1,
+        crowd_threads: after.iter().filter(|thread| !before.contains(thread)).count(),
+    })
+}
+
+/// Each thread of a process, and how often it was put on a processor (`/proc/PID/task/TID/schedstat`, third field).
+fn switches(pid: u32) -> Vec<(String, String)> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let of_task = |task: std::fs::DirEntry| {
+        let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        Some((task.file_name().to_string_lossy().into_owned(), text.split_whitespace().nth(2)?.to_owned()))
+    };
+    tasks.filter_map(of_task).collect()
+}
+
+/// The figures as a table, and what the crowd has cost.
+pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
+    let Parameters { disks, queues, depth, rounds, .. } = &outcome.parameters;
+    let middle = |of: fn(&Row) -> f64| median(outcome.rows.iter().map(of).collect());
+    let mut table = table(["", "alone", "in the crowd", "ratio"].map(str::to_owned));
+    let mut add = |name: &str, alone: f64, crowd: f64, unit: f64| {
+        let cells = [alone / unit, crowd / unit, crowd / alone].map(|value| right(format!("{value:.2}")));
+        table.add_row([Cell::new(name)].into_iter().chain(cells));
+    };
+    add("thousand requests a second", middle(|row| row.alone_iops), middle(|row| row.crowd_iops), 1000.0);
+    add("server's CPU µs a request", middle(|row| row.alone_cpu_us), middle(|row| row.crowd_cpu_us), 1.0);
+    let by_round = middle(|row| row.crowd_iops / row.alone_iops);
+    let threads = middle(|row| row.crowd_threads as f64);
+    format!(
+        "{rounds} rounds; reads of 4 KiB from one disk of {queues} queues, {depth} in flight on each; alone, and beside {} \
+         idle disks\n{table}\nthe median of the rounds' ratios is {by_round:.3}; of the crowd's server {threads} threads ran",
+        disks - 1
+    )
+}
