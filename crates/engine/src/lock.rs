@@ -10,8 +10,15 @@
 //!   that lock alone decides, in one atomic step. It also keeps out programs that lock a whole file.
 //!
 //! So `qemu-img info`, `compare` and `convert` work on a file that is open here for reading, `qemu-img info -U` on
-//! one that is open for writing, and a second writer is refused, whichever program came first. On a file system without
-//! such locks nothing is protected; refusing to work there would help nobody.
+//! one that is open for writing, and a second writer is refused, whichever program came first.
+//!
+//! **Locks fail closed.** Where a lock cannot be asked for (a file system or kernel without such locks, no lock daemon), the
+//! file is not opened, for nothing would keep a second writer out. An operator who takes that risk says `--no-lock`.
+//!
+//! **A lock can be lost** while the file is open: a file server whose lease has ended may give it to another host.
+//! [`is_held`] asks whether ours is still there. It sees what the kernel of this host knows. Linux's NFS client does not
+//! forget a lock that it has lost, so the answer there is "held"; it fails every read and write under such a lock with
+//! EIO instead, until the file is closed (its parameter `recover_lost_locks` is off by default).
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -29,7 +36,8 @@ const RESIZE: i64 = 3;
 /// end when the last duplicate of the descriptor is closed.
 ///
 /// # Errors
-/// `Busy` when another process has opened it in a mode that excludes this one.
+/// `Busy` when another process has opened it in a mode that excludes this one; `Unsupported` or `Denied` when the file
+/// system, the kernel or a lock daemon gives no locks.
 pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
     let gate = match mode {
         OpenMode::ReadOnly => libc::F_RDLCK,
@@ -50,7 +58,7 @@ pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
 /// has ended, whatever becomes of the process: the kernel keeps a descriptor open for as long as a transfer uses it.
 ///
 /// # Errors
-/// `Busy` when another process holds one of these bytes exclusively.
+/// As [`acquire`]; `Busy` when another process holds one of these bytes exclusively.
 pub(crate) fn acquire_beside(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
     take_shared(fd, uses_of(mode))
 }
@@ -86,18 +94,21 @@ fn request(kind: i32, byte: i64) -> libc::flock {
 }
 
 fn call(fd: BorrowedFd<'_>, command: i32, lock: &mut libc::flock) -> Result<(), i32> {
-    // SAFETY: the structure is live.
-    match unsafe { libc::fcntl(fd.as_raw_fd(), command, std::ptr::from_mut(lock)) } {
-        0 => Ok(()),
-        _ => Err(last_errno()),
+    loop {
+        // SAFETY: the structure is live.
+        match unsafe { libc::fcntl(fd.as_raw_fd(), command, std::ptr::from_mut(lock)) } {
+            0 => return Ok(()),
+            _ if last_errno() == libc::EINTR => continue,
+            _ => return Err(last_errno()),
+        }
     }
 }
 
 fn take(fd: BorrowedFd<'_>, kind: i32, byte: i64) -> Result<()> {
     match call(fd, libc::F_OFD_SETLK, &mut request(kind, byte)) {
+        Ok(()) => Ok(()),
         Err(libc::EAGAIN | libc::EACCES) => Err(busy()),
-        // This file system has no such locks.
-        _ => Ok(()),
+        Err(errno) => Err(no_locks(errno)),
     }
 }
 
@@ -106,8 +117,31 @@ fn look(fd: BorrowedFd<'_>, byte: i64) -> Result<()> {
     let mut lock = request(libc::F_WRLCK, byte);
     match call(fd, libc::F_OFD_GETLK, &mut lock) {
         Ok(()) if lock.l_type != libc::F_UNLCK as i16 => Err(busy()),
-        _ => Ok(()),
+        Ok(()) => Ok(()),
+        Err(errno) => Err(no_locks(errno)),
     }
+}
+
+/// Whether the locks of a file that was locked by [`acquire`] are still there, asked through `other`, another open
+/// description of the same file. `None` when the kernel cannot tell. May wait for a file server.
+pub(crate) fn is_held(other: BorrowedFd<'_>) -> Option<bool> {
+    let mut gate = request(libc::F_WRLCK, 0);
+    call(other, libc::F_OFD_GETLK, &mut gate).ok()?;
+    Some(gate.l_type != libc::F_UNLCK as i16)
+}
+
+/// The error where a lock cannot be asked for.
+fn no_locks(errno: i32) -> Error {
+    let (kind, why) = match errno {
+        libc::EINVAL | libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY => {
+            (ErrorKind::Unsupported, "its file system, or this kernel, has no locks of the kind F_OFD_SETLK")
+        }
+        libc::ENOLCK => (ErrorKind::Denied, "no lock daemon answers for its file system, or there are too many locks"),
+        _ => (ErrorKind::Denied, "its file system does not answer a request for a lock"),
+    };
+    Error::new(kind, format!("the file cannot be locked against other users: {why}"))
+        .caused_by(std::io::Error::from_raw_os_error(errno))
+        .hint("mend the locking; or, if you make sure yourself that nobody else opens the disk, say --no-lock")
 }
 
 fn busy() -> Error {
@@ -168,6 +202,35 @@ mod tests {
         assert!(locked(file.path(), OpenMode::ReadOnly).is_none());
         drop(transfer);
         assert!(locked(file.path(), OpenMode::ReadWrite).is_some());
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_locked_is_refused() {
+        // A lock for reading cannot be taken through a descriptor that only writes: EBADF, as from a broken file system.
+        let write_only = File::options().write(true).open(tempfile::NamedTempFile::new().unwrap().path()).unwrap();
+        let error = acquire(write_only.as_fd(), OpenMode::ReadOnly).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+        assert!(error.hint_text().unwrap().contains("--no-lock"));
+    }
+
+    #[test]
+    fn each_errno_but_busy_is_no_lock() {
+        let kinds = [libc::EINVAL, libc::EOPNOTSUPP, libc::ENOSYS, libc::ENOLCK, libc::EIO, libc::ESTALE]
+            .map(|errno| (no_locks(errno).kind(), no_locks(errno).hint_text().is_some()));
+        let [unsupported, denied] = [ErrorKind::Unsupported, ErrorKind::Denied].map(|kind| (kind, true));
+        assert_eq!(kinds, [unsupported, unsupported, unsupported, denied, denied, denied]);
+    }
+
+    #[test]
+    fn a_lost_lock_is_seen_through_another_descriptor() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for mode in [OpenMode::ReadOnly, OpenMode::ReadWrite] {
+            let (locked, other) = (locked(file.path(), mode).unwrap(), open(file.path()));
+            acquire_beside(other.as_fd(), mode).unwrap();
+            assert_eq!(is_held(other.as_fd()), Some(true));
+            release(locked.as_fd());
+            assert_eq!(is_held(other.as_fd()), Some(false));
+        }
     }
 
     #[test]

@@ -25,14 +25,23 @@ impl RawFile {
         Self { fd: Fd::file(fd) }
     }
 
-    /// Takes over a second descriptor of the file, opened with O_DIRECT; `locked` is the first one, which was locked in
-    /// `mode`. While an operation through either is in flight, the file stays locked, also when the process is killed.
+    /// Takes over a second descriptor of the file, opened with O_DIRECT; `first` is the first one. Where that was locked,
+    /// `locked` is the mode: then the file stays locked while an operation through either is in flight, also when the
+    /// process is killed.
     ///
     /// # Errors
     /// `Busy` when another process has locked the file, though it could not while the first descriptor is locked.
-    pub fn direct(fd: OwnedFd, locked: &RawFile, mode: OpenMode) -> Result<Self> {
-        lock::acquire_beside(fd.as_fd(), mode)?;
-        Ok(Self { fd: Fd::direct(fd, &locked.fd) })
+    pub fn direct(fd: OwnedFd, first: &RawFile, locked: Option<OpenMode>) -> Result<Self> {
+        locked.map_or(Ok(()), |mode| lock::acquire_beside(fd.as_fd(), mode))?;
+        Ok(Self { fd: Fd::direct(fd, &first.fd) })
+    }
+
+    /// Whether the locks that [`RawFile::lock`] took are still there; `None` when the kernel cannot tell. Opens the file once
+    /// more to ask. May wait for a file server: not for a worker.
+    pub fn is_still_locked(&self) -> Option<bool> {
+        let name = format!("/proc/self/fd/{}", self.fd.raw());
+        let other = std::fs::File::open(name).ok()?;
+        lock::is_held(other.as_fd())
     }
 
     /// True for a descriptor opened with O_DIRECT.
@@ -45,7 +54,8 @@ impl RawFile {
     /// the process is killed.
     ///
     /// # Errors
-    /// `Busy` when another process has opened it in a mode that excludes this one.
+    /// `Busy` when another process has opened it in a mode that excludes this one; `Unsupported` or `Denied` when the file
+    /// cannot be locked.
     pub fn lock(&self, mode: OpenMode) -> Result<()> {
         lock::acquire(self.fd.as_fd(), mode)?;
         if mode == OpenMode::ReadWrite {

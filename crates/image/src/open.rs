@@ -29,6 +29,9 @@ pub struct OpenOptions {
     pub allow_data_file: bool,
     /// Refuse an image that has a parent, wherever the parent lies.
     pub no_parents: bool,
+    /// Take no locks on files. It is a word to whoever makes the `Files` that the chain is opened from: the chain itself
+    /// knows no locks.
+    pub no_lock: bool,
 }
 
 impl Default for OpenOptions {
@@ -41,6 +44,7 @@ impl Default for OpenOptions {
             parent_format: None,
             allow_data_file: false,
             no_parents: false,
+            no_lock: false,
         }
     }
 }

@@ -118,7 +118,7 @@ pub fn split_commas(text: &str) -> Vec<String> {
 /// # Errors
 /// As [`Graph::open`].
 pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<AnyStore>> {
-    open_with(&OsFiles::new(cache), source, options).await
+    open_with(&OsFiles::new(cache).without_locks(options.no_lock), source, options).await
 }
 
 /// [`open`] over any kind of files.

@@ -16,6 +16,7 @@ use spile_engine::{DirectAlign, RawFile, direct_align, spawn};
 use spile_mem::Segment;
 
 use crate::files::CacheMode;
+use crate::held::HeldLock;
 use crate::sync_gate::{SyncGate, Turn};
 
 /// A cached write of at most this many bytes is done by the worker itself, a longer one by a helper thread. Microseconds of
@@ -27,7 +28,7 @@ const WRITE_AT_ONCE_BYTES: usize = 64 << 10;
 const ZERO_CHUNK_BYTES: usize = 1 << 20;
 
 /// A file or block device. Clones are the same store. It is locked against other writers while it is open, in
-/// QEMU's scheme ([`RawFile::lock`]).
+/// QEMU's scheme ([`RawFile::lock`]), unless it was opened without. When the lock is lost, nothing more is written.
 #[derive(Clone)]
 pub struct FileStore {
     inner: Arc<Inner>,
@@ -66,19 +67,28 @@ struct Inner {
     cached: RawFile,
     len: AtomicU64,
     gate: SyncGate,
+    lock: HeldLock,
 }
 
 impl FileStore {
     /// Opens what is at `path`. Blocks for as long as the file system takes.
     ///
     /// # Errors
-    /// `Busy` when another process has it open and one of the two writes; `InvalidInput` when it is neither a file nor
-    /// a block device; else errors of the system.
+    /// `Busy` when another process has it open and one of the two writes; `Unsupported` or `Denied` when it cannot be
+    /// locked; `InvalidInput` when it is neither a file nor a block device; else errors of the system.
     pub fn open(path: &Path, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
-        Self::open_inner(path, mode, cache).at_path(path)
+        Self::open_inner(path, mode, cache, true).at_path(path)
     }
 
-    fn open_inner(path: &Path, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
+    /// As [`FileStore::open`], but takes no locks: nothing keeps other writers out.
+    ///
+    /// # Errors
+    /// As [`FileStore::open`], but for those of locks.
+    pub fn open_unlocked(path: &Path, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
+        Self::open_inner(path, mode, cache, false).at_path(path)
+    }
+
+    fn open_inner(path: &Path, mode: OpenMode, cache: CacheMode, locks: bool) -> Result<FileStore> {
         // The type is checked before the open: to open a pipe would wait for its other end, and to open a watchdog
         // would start it.
         check_type(&std::fs::metadata(path).map_err(|source| Error::io("open", source))?)?;
@@ -88,13 +98,18 @@ impl FileStore {
         let id = FileId::of(&stat);
         let is_device = matches!(id, FileId::BlockDevice(_));
         let file = RawFile::new(file.into());
-        file.lock(mode)?;
+        let locked = locks.then_some(mode);
+        locked.map_or(Ok(()), |mode| file.lock(mode))?;
         let len = if is_device { device_len(&file)? } else { stat.len() };
         let direct = match cache {
             CacheMode::Direct => open_direct(path, mode, &stat),
             CacheMode::Page => None,
         };
-        Self::assemble(path, mode, id, len, file, direct)
+        let lock = HeldLock::new(locked.map(|_| file.clone()), path);
+        let direct = direct
+            .map(|(opened, align)| Ok::<_, Error>((RawFile::direct(opened.into(), &file, locked)?, align)))
+            .transpose()?;
+        Ok(Self::assemble(path, mode, id, len, file, direct, lock))
     }
 
     fn assemble(
@@ -103,16 +118,14 @@ impl FileStore {
         id: FileId,
         len: u64,
         cached: RawFile,
-        direct: Option<(File, DirectAlign)>,
-    ) -> Result<FileStore> {
+        direct: Option<(RawFile, DirectAlign)>,
+        lock: HeldLock,
+    ) -> FileStore {
         let align = direct.as_ref().map(|(_, align)| *align);
         let is_device = matches!(id, FileId::BlockDevice(_));
         let read_only = mode == OpenMode::ReadOnly;
         let punches = !read_only && if is_device { device_punches(&cached) } else { file_punches(&cached, len) };
-        let direct = match direct {
-            Some((file, _)) => RawFile::direct(file.into(), &cached, mode)?,
-            None => cached.clone(),
-        };
+        let direct = direct.map_or_else(|| cached.clone(), |(file, _)| file);
         let info = StoreInfo {
             offset_align_bytes: align.map_or(1, |a| a.offset),
             memory_align_bytes: align.map_or(1, |a| a.memory),
@@ -123,7 +136,7 @@ impl FileStore {
         };
         let (path, len) = (path.to_owned(), AtomicU64::new(len));
         let gate = SyncGate::default();
-        Ok(FileStore { inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate }) })
+        FileStore { inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate, lock }) }
     }
 
     /// Which file this is, as found when it was opened. Its path may name another file by now.
@@ -138,8 +151,9 @@ impl FileStore {
         }
     }
 
-    /// An error of this store.
+    /// An error of this store. It may be the first sign that the file's lock is lost.
     fn fail(&self, what: &str, errno: i32) -> Error {
+        self.inner.lock.doubt(errno);
         Error::errno(what, errno).at_path(&self.inner.path)
     }
 
@@ -163,7 +177,7 @@ impl FileStore {
         if self.inner.info.read_only {
             return Err(self.refuse(ErrorKind::ReadOnly, "the store is open read-only", offset));
         }
-        Ok(())
+        self.inner.lock.check().map_err(|error| error.at_path(&self.inner.path).at_offset(offset))
     }
 
     /// The end of a range, which must be in the store unless the store grows.

@@ -104,6 +104,7 @@ impl Store for AnyStore {
 #[derive(Clone, Copy, Debug)]
 pub struct OsFiles {
     cache: CacheMode,
+    locks: bool,
     /// Makes what was done to the names in a folder durable. Tests let it fail.
     sync_folder: fn(&Path) -> io::Result<()>,
 }
@@ -117,7 +118,17 @@ impl Default for OsFiles {
 impl OsFiles {
     /// Opens stores with this cache mode.
     pub fn new(cache: CacheMode) -> Self {
-        Self { cache, sync_folder }
+        Self { cache, locks: true, sync_folder }
+    }
+
+    /// The same, but files are opened without locks where `no_lock` is true: nothing keeps other writers out.
+    pub fn without_locks(self, no_lock: bool) -> Self {
+        Self { locks: !no_lock, ..self }
+    }
+
+    fn open_file(&self, path: &Path, mode: OpenMode) -> Result<AnyStore> {
+        let open = if self.locks { FileStore::open } else { FileStore::open_unlocked };
+        open(path, mode, self.cache).map(AnyStore::File)
     }
 
     /// [`Files::create`], at once. Blocks for as long as the file system takes.
@@ -134,7 +145,7 @@ impl OsFiles {
         let store = file
             .set_len(len_bytes)
             .map_err(failed("set the length"))
-            .and_then(|()| FileStore::open(path, OpenMode::ReadWrite, self.cache).map(AnyStore::File));
+            .and_then(|()| self.open_file(path, OpenMode::ReadWrite));
         let store = store.and_then(|store| self.sync_name(path).map(|()| store));
         if store.is_err() {
             let _ = std::fs::remove_file(path);
@@ -173,7 +184,7 @@ impl Files for OsFiles {
 
     async fn open(&self, at: &Locator, mode: OpenMode) -> Result<AnyStore> {
         match at {
-            Locator::Path(path) => FileStore::open(path, mode, self.cache).map(AnyStore::File),
+            Locator::Path(path) => self.open_file(path, mode),
             Locator::Null(len_bytes) => Ok(AnyStore::Null(NullStore::new(*len_bytes))),
             Locator::Mem(len_bytes) => Ok(AnyStore::Mem(MemStore::new(*len_bytes))),
             Locator::Nbd(uri) => NbdStore::open(uri, mode).await.map(AnyStore::Nbd),

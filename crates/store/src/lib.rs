@@ -8,6 +8,7 @@
 
 mod file;
 mod files;
+mod held;
 mod memory;
 mod nbd;
 mod sync_gate;

@@ -72,12 +72,22 @@ pub struct Opening {
     pub parent_format: Option<Format>,
     /// Images may name another file that holds their data.
     pub allow_data_file: bool,
+    /// Take no locks on files.
+    pub no_lock: bool,
 }
 
 impl Opening {
     /// How disks will be opened; there is no disk yet.
     pub fn new(format: Option<Format>, cache: CacheMode, allow_parents: Vec<std::path::PathBuf>) -> Self {
-        Self { specs: Vec::new(), format, cache, allow_parents, parent_format: None, allow_data_file: false }
+        Self {
+            specs: Vec::new(),
+            format,
+            cache,
+            allow_parents,
+            parent_format: None,
+            allow_data_file: false,
+            no_lock: false,
+        }
     }
 
     /// With these disks. Their exports' names follow the rule in the help of `spile serve`.
@@ -166,6 +176,7 @@ impl Opening {
             allow_parents: self.allow_parents.clone(),
             parent_format: self.parent_format,
             allow_data_file: self.allow_data_file,
+            no_lock: self.no_lock,
             ..OpenOptions::default()
         };
         let graph = self.open_patiently(engine, spec, &options, served)?;

@@ -20,15 +20,15 @@ use crate::units::{parse_duration, parse_size};
 /// What `--path` takes.
 pub const PATHS: &str = "\
 Paths through a ring; those with a * are measured unless others are named:
-  grant-map-memcpy           * as tapdisk2: pages mapped, copied, unmapped; requests of 44 KiB
-  grant-map-memcpy-indirect    the same with indirect segments, as many as Linux has: 128 KiB
-  grant-map                  * as blkback: pages mapped for the time of the I/O; 128 KiB
-  persistent                 * as qemu's qdisk: pages stay mapped, the guest copies; 128 KiB
+  grant-map-memcpy           * as tapdisk2: mapped, copied, unmapped; 44 KiB
+  grant-map-memcpy-indirect    with indirect segments, as Linux has: 128 KiB
+  grant-map                  * as blkback: mapped while the I/O runs; 128 KiB
+  persistent                 * as qemu's qdisk: pages stay mapped; 128 KiB
   grant-copy-44k             * as tapdisk3: the hypervisor copies; 44 KiB
-  grant-copy-44k-split       * the same with a ring of its own for responses
+  grant-copy-44k-split         with a ring of its own for responses
   grant-copy                 * Spile's default: the hypervisor copies; 128 KiB
-  grant-copy-split             the same with a ring of its own for responses
-  grant-copy-1m                one ring, and as many segments as Spile offers: 1 MiB";
+  grant-copy-split             with a ring of its own for responses
+  grant-copy-1m                one ring, as many segments as Spile has: 1 MiB";
 
 /// Measure what ways to a disk cost, side by side
 ///

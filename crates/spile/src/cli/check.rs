@@ -89,7 +89,7 @@ pub fn run(args: &CheckArgs) -> Result<Exit> {
 
 /// Returns the report of the present state, and the one from before the repair.
 async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &OpenOptions) -> Result<(Report, Report)> {
-    let files = OsFiles::new(CacheMode::Page);
+    let files = OsFiles::new(CacheMode::Page).without_locks(options.no_lock);
     let mode = if repair.is_some() { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
     let store = files.open(at, mode).await?;
     let first = match repair {

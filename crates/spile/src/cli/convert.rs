@@ -164,12 +164,13 @@ impl Drop for HalfMade {
 fn convert(args: &ConvertArgs, to: Format, half: PathBuf) -> Result<Converted> {
     let (src, cache, subformat) = (args.src.clone(), args.cache, args.subformat.clone());
     let read_options = args.read.read_only(args.from);
-    let write_options = OpenOptions { format: Some(to), ..OpenOptions::default() };
+    let no_lock = read_options.no_lock;
+    let write_options = OpenOptions { format: Some(to), no_lock, ..OpenOptions::default() };
     on_engine(move || async move {
         let src = open(cache, &src, &read_options).await?;
         let src_bytes = src.info().size_bytes;
         let size_bytes = src_bytes.next_multiple_of(to.about().size_unit_bytes);
-        create::create(&half, to, &NewImage { size_bytes, subformat, parent: None }).await?;
+        create::create(&half, to, &NewImage { size_bytes, subformat, parent: None }, no_lock).await?;
         let dst = open(cache, &half, &write_options).await?;
         let bar = progress_bar(src_bytes, "converting");
         let written = copy(&src, &dst, Beneath::Zeroes, &bar).await;
@@ -194,7 +195,8 @@ fn overwrite(args: &ConvertArgs, dst: Locator) -> Result<Exit> {
     }
     let (src, cache, label) = (disks::locate(&args.src)?, args.cache, args.dst.clone());
     let read_options = args.read.read_only(args.from);
-    let write_options = OpenOptions { format: Some(to), ..OpenOptions::default() };
+    let no_lock = read_options.no_lock;
+    let write_options = OpenOptions { format: Some(to), no_lock, ..OpenOptions::default() };
     let converted = on_engine(move || async move {
         let src = Aligned::new(disks::open(cache, &src, &read_options).await?);
         let dst = Aligned::new(disks::open(cache, &dst, &write_options).await?);

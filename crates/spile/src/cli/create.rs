@@ -63,7 +63,8 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
     let parent = parent.map(|parent| new_parent(&args.disk, &parent)).transpose()?;
     let new = NewImage { size_bytes, subformat: args.subformat.clone(), parent };
     let path = args.disk.clone();
-    on_engine(move || async move { create(&path, format, &new).await })?;
+    let no_lock = args.parents.no_lock;
+    on_engine(move || async move { create(&path, format, &new, no_lock).await })?;
     let used_bytes = disks::used_bytes(&args.disk);
     if args.json {
         print_json(&serde_json::json!({
@@ -81,10 +82,11 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
 /// Creates the file; it and its name are durable then. A half-made one is removed.
 ///
 /// # Errors
-/// `Exists` when there is something at the path; `InvalidInput` for what the format does not have; the system's.
-pub async fn create(path: &Path, format: Format, new: &NewImage) -> Result<()> {
+/// `Exists` when there is something at the path; `InvalidInput` for what the format does not have; `Unsupported` or
+/// `Denied` where the file cannot be locked, unless `no_lock` says so; the system's.
+pub async fn create(path: &Path, format: Format, new: &NewImage, no_lock: bool) -> Result<()> {
     format.check_new(new)?;
-    let store = OsFiles::new(CacheMode::Page).create(path, 0)?;
+    let store = OsFiles::new(CacheMode::Page).without_locks(no_lock).create(path, 0)?;
     format.create(&store, &OsEnv, new).await.inspect_err(|_| {
         let _ = std::fs::remove_file(path);
     })

@@ -10,7 +10,7 @@ use serde_json::{Map, Value as Json};
 use spile_core::{Disk, Locator, Result};
 use spile_engine::OsEnv;
 use spile_image::facts::{Record, Value};
-use spile_image::{Format, LayerInfo, OpenOptions, describe};
+use spile_image::{LayerInfo, OpenOptions, describe};
 use spile_store::{CacheMode, OsFiles};
 
 use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say, text_of};
@@ -76,7 +76,7 @@ pub fn run(args: &InfoArgs) -> Result<Exit> {
     let (source, options) = (existing(&args.disk)?, args.open.read_only());
     let info = match args.chain {
         true => on_engine(move || async move { chain_info(&source, &options).await }),
-        false => on_engine(move || async move { image_info(&source, options.format).await }),
+        false => on_engine(move || async move { image_info(&source, &options).await }),
     }?;
     match args.json {
         true => print_json(&info)?,
@@ -86,8 +86,9 @@ pub fn run(args: &InfoArgs) -> Result<Exit> {
 }
 
 /// What the image itself says. Nothing else is opened.
-async fn image_info(source: &Locator, format: Option<Format>) -> Result<Info> {
-    let image = describe(&OsFiles::new(CacheMode::Direct), Arc::new(OsEnv), source.clone(), format).await?;
+async fn image_info(source: &Locator, options: &OpenOptions) -> Result<Info> {
+    let files = OsFiles::new(CacheMode::Direct).without_locks(options.no_lock);
+    let image = describe(&files, Arc::new(OsEnv), source.clone(), options.format).await?;
     let align = image.request_align_bytes;
     let is_data_here = align.is_some();
     Ok(Info::new(align, vec![Layer::new(&image.layer, is_data_here)]))

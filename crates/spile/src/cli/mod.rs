@@ -134,7 +134,7 @@ struct ReadArgs {
     no_parents: bool,
 }
 
-/// Where parents may be.
+/// Which other files an image may need, and how files are opened.
 #[derive(Debug, Args)]
 struct ParentArgs {
     /// Follow parents into this folder, too (may be given several times). Parents in the disk's own folder are
@@ -147,6 +147,10 @@ struct ParentArgs {
     /// Let a qcow2 image keep its data in another file, which it names itself and which lies where parents may
     #[arg(long)]
     allow_data_file: bool,
+    /// Take no locks, where the file system has none. Make sure yourself that nobody else opens the disk: two writers
+    /// destroy it
+    #[arg(long)]
+    no_lock: bool,
 }
 
 impl OpenArgs {
@@ -165,12 +169,13 @@ impl ParentArgs {
     /// The same options for another process of this program.
     fn arguments(&self) -> Vec<OsString> {
         // No field can be forgotten here.
-        let Self { allow_parents, backing_format, allow_data_file } = self;
+        let Self { allow_parents, backing_format, allow_data_file, no_lock } = self;
         let mut words = Vec::new();
         let mut pair = |option: &str, value: OsString| words.extend([option.into(), value]);
         allow_parents.iter().for_each(|folder| pair("--allow-parents", folder.clone().into()));
         backing_format.iter().for_each(|format| pair("--backing-format", format.to_string().into()));
         words.extend(allow_data_file.then(|| "--allow-data-file".into()));
+        words.extend(no_lock.then(|| "--no-lock".into()));
         words
     }
 
@@ -181,6 +186,7 @@ impl ParentArgs {
             allow_parents: self.allow_parents.clone(),
             parent_format: self.backing_format,
             allow_data_file: self.allow_data_file,
+            no_lock: self.no_lock,
             ..OpenOptions::default()
         }
     }

@@ -130,6 +130,7 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     let mut opening = Opening::new(args.format, args.cache, args.parents.allow_parents.clone());
     opening.parent_format = args.parents.backing_format;
     opening.allow_data_file = args.parents.allow_data_file;
+    opening.no_lock = args.parents.no_lock;
     Ok(Settings {
         opening: opening.with_disks(args.disks.clone()),
         options: Options { nbd: nbd_config(args), queues: args.queues, pins_memory: args.pin_memory },

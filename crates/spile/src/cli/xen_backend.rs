@@ -159,6 +159,7 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     let mut opening = Opening::new(None, disk.cache, disk.parents.allow_parents.clone());
     opening.parent_format = disk.parents.backing_format;
     opening.allow_data_file = disk.parents.allow_data_file;
+    opening.no_lock = disk.parents.no_lock;
     let options = Options {
         place: disk.place.clone(),
         run_dir: disk.run_dir.clone(),
