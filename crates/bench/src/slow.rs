@@ -93,7 +93,7 @@ impl<F: Files> Files for SlowFiles<F> {
         self.inner.remove(path).await
     }
 
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        self.inner.canonical(path)
+    async fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        self.inner.canonical(path).await
     }
 }

@@ -132,7 +132,7 @@ impl<F: Files> Files for MeasuredFiles<F> {
         self.inner.remove(path).await
     }
 
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        self.inner.canonical(path)
+    async fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        self.inner.canonical(path).await
     }
 }

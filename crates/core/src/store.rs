@@ -120,7 +120,7 @@ pub trait Files: Send + Sync + 'static {
     fn remove(&self, path: &Path) -> impl Future<Output = Result<()>>;
 
     /// The path with every link and `..` resolved, so that policy can be checked on it.
-    fn canonical(&self, path: &Path) -> Result<PathBuf>;
+    fn canonical(&self, path: &Path) -> impl Future<Output = Result<PathBuf>>;
 }
 
 /// What the world around gives: injected, so that a simulation can be repeated.

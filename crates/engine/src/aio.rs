@@ -11,6 +11,11 @@
 //! io_submit without RWF_NOWAIT does what is needed: it allocates the bytes of the write and no others, starts the
 //! transfer, releases the lock and returns. The engine `aio` does so too, once such a write has come back with EAGAIN.
 //!
+//! io_submit without RWF_NOWAIT waits where the file system makes every writer wait: while it is frozen, while it reads its
+//! maps of free space, and until the device has answered for a write past the end of the file or for a part of a file system
+//! block in a hole. So a helper thread calls it, in the lane of the file: all such writes to a file of a worker's turn are one
+//! job ([`Batch`]). The worker and these jobs share the context, and it is destroyed with the last of them.
+//!
 //! All transfers of a turn go to the kernel together. The end of each is announced by an eventfd, which the reactor waits
 //! for, and noted in a ring of memory that the kernel shares with the process: no system call is needed to read it.
 //!
@@ -18,20 +23,18 @@
 //! the files last as long as the transfers. The kernel does not wait while another process shares the memory, as the
 //! child of vfork does until it calls exec. Each transfer keeps its own descriptor open, though, so that descriptor is
 //! locked, too (see the module `lock`).
-//!
-//! io_submit makes the worker wait where the file system makes every writer wait: while it is frozen, while it reads its
-//! maps of free space, and until the device has answered for a write past the end of the file or for a part of a file
-//! system block in a hole.
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::{Arc, Mutex};
 
 use smallvec::SmallVec;
 
 use crate::aio_context::{AioContext, Iocb};
+use crate::file_pool::{Job, Lane, Outbox};
 use crate::op::{Kind, Op};
-use crate::shared::Counters;
+use crate::shared::{Counters, Message, WorkerLink, relock};
 use crate::sys::{self, IoVecs};
 
 /// The most transfers of one worker that are in the kernel at a time; more wait in the queue. The system has a limit for
@@ -63,12 +66,18 @@ pub(crate) struct Aio {
     in_flight: usize,
     /// The vectors of the transfers of one system call. They are here only to be allocated once.
     vectors: Box<[IoVecs; BATCH]>,
+    /// The jobs of a turn, one for each file. The list is here only to be allocated once.
+    batches: Vec<Batch>,
+    spare: Spare,
 }
+
+/// The lists of batches that were submitted, to be used again.
+type Spare = Arc<Mutex<Vec<Vec<Write>>>>;
 
 /// The kernel's context for the transfers of one worker.
 enum Context {
     Untried,
-    Open(AioContext),
+    Open(Arc<AioContext>),
     /// The kernel has refused one, and so many transfers have asked since.
     Refused(u32),
 }
@@ -96,6 +105,8 @@ impl Aio {
             queued: VecDeque::new(),
             in_flight: 0,
             vectors: Box::new([const { SmallVec::new_const() }; BATCH]),
+            batches: Vec::new(),
+            spare: Spare::default(),
         })
     }
 
@@ -104,7 +115,7 @@ impl Aio {
     /// # Errors
     /// The kernel's: there are too few descriptors, or AIO is refused.
     pub(crate) fn open() -> io::Result<Self> {
-        let context = Context::Open(set_up()?);
+        let context = Context::Open(Arc::new(set_up()?));
         Ok(Self { context, ..Self::new()? })
     }
 
@@ -121,7 +132,7 @@ impl Aio {
         }
         match set_up() {
             Ok(context) => {
-                self.context = Context::Open(context);
+                self.context = Context::Open(Arc::new(context));
                 Readiness::Opened
             }
             Err(error) => {
@@ -157,6 +168,46 @@ impl Aio {
             Context::Open(context) => Some(context),
             Context::Untried | Context::Refused(_) => None,
         }
+    }
+
+    /// Has helper threads start the queued transfers that may wait, as many as there is room for. `op_of` is that of
+    /// [`Aio::submit`]. The worker gets a message about each transfer that the kernel refuses.
+    pub(crate) fn hand_over<'a>(
+        &mut self,
+        worker: &Arc<WorkerLink>,
+        helpers: &mut Outbox,
+        op_of: impl Fn(u64) -> &'a Op,
+    ) {
+        let (Context::Open(context), bell) = (&self.context, self.bell.as_raw_fd()) else { return };
+        let (in_flight, batches, spare) = (&mut self.in_flight, &mut self.batches, &self.spare);
+        self.queued.retain(|&key| {
+            let op = op_of(key);
+            let Some(lane) = op.fd.lane().filter(|_| op.may_wait_in_aio && *in_flight < MAX_TRANSFERS as usize) else {
+                return true;
+            };
+            *in_flight += 1;
+            worker.counters.submitted_to_aio(1);
+            let known = batches.iter().position(|batch| Arc::ptr_eq(&batch.lane, lane));
+            let index = known.unwrap_or_else(|| {
+                batches.push(Batch {
+                    context: context.clone(),
+                    lane: lane.clone(),
+                    worker: worker.clone(),
+                    writes: relock(spare).pop().unwrap_or_default(),
+                    spare: spare.clone(),
+                });
+                batches.len() - 1
+            });
+            batches[index].push(key, op, bell);
+            false
+        });
+        batches.drain(..).for_each(|batch| helpers.push(Job::Submit(batch)));
+    }
+
+    /// Takes note that the kernel has refused a transfer that was handed over.
+    pub(crate) fn refused(&mut self, counters: &Counters) {
+        self.in_flight -= 1;
+        counters.completed(1);
     }
 
     /// Starts queued transfers, as many as there is room for. `op_of` tells the operation of a key; it must keep its buffers
@@ -216,6 +267,73 @@ impl Aio {
         let count = ended.len() - before;
         self.in_flight -= count;
         counters.completed(count as u64);
+    }
+}
+
+/// Writes to one file that a helper thread has to start.
+pub(crate) struct Batch {
+    context: Arc<AioContext>,
+    lane: Arc<Lane>,
+    worker: Arc<WorkerLink>,
+    writes: Vec<Write>,
+    spare: Spare,
+}
+
+struct Write {
+    block: Iocb,
+    vectors: IoVecs,
+}
+
+// SAFETY: the addresses in the vectors are those of buffers that the operation in the reactor's slot owns. It stays until the
+// end of the transfer is reaped, or until the worker learns that the kernel has refused it.
+unsafe impl Send for Write {}
+
+impl Batch {
+    pub(crate) fn lane(&self) -> &Lane {
+        &self.lane
+    }
+
+    fn push(&mut self, key: u64, op: &Op, bell: RawFd) {
+        let mut vectors = IoVecs::new();
+        let block = control_block(key, op, &mut vectors, bell);
+        self.writes.push(Write { block, vectors });
+    }
+
+    /// Starts the writes, and tells the worker of those that the kernel refuses.
+    pub(crate) fn submit(mut self) {
+        let mut started = 0;
+        while started < self.writes.len() {
+            self.worker.counters.enters_aio();
+            match self.submit_from(started) {
+                Ok(count) if count > 0 => started += count,
+                Err(libc::EINTR) => {}
+                _ => break,
+            }
+        }
+        if started < self.writes.len() {
+            self.worker.push_all(self.writes.drain(started..).map(|write| Message::Refused(write.block.data)));
+        }
+        self.writes.clear();
+        relock(&self.spare).push(std::mem::take(&mut self.writes));
+    }
+
+    /// Starts the writes from number `first` on with one call. Returns how many were started.
+    fn submit_from(&mut self, first: usize) -> Result<usize, i32> {
+        let rest = self.writes[first..].iter_mut().take(BATCH);
+        let mut pointers: SmallVec<[*mut Iocb; BATCH]> = rest.map(Write::pointer).collect();
+        // SAFETY: the operation in the reactor's slot owns the buffers and the file, and stays until the end of its transfer is
+        // reaped. A write that has not been started cannot have ended.
+        unsafe { self.context.submit(&mut pointers) }
+    }
+}
+
+impl Write {
+    /// The control block, with the address that its vectors have now.
+    fn pointer(&mut self) -> *mut Iocb {
+        if self.block.opcode == IOCB_CMD_PWRITEV {
+            self.block.address = self.vectors.as_ptr() as u64;
+        }
+        &raw mut self.block
     }
 }
 

@@ -63,6 +63,12 @@ pub(crate) struct AioContext {
     ring: Option<NonNull<RingHead>>,
 }
 
+// SAFETY: the kernel takes submissions from any thread. The events of the ring are taken by one thread only, which is the worker
+// that made the context.
+unsafe impl Send for AioContext {}
+// SAFETY: as above.
+unsafe impl Sync for AioContext {}
+
 impl AioContext {
     /// Has the kernel make a context for `transfers` transfers at a time.
     ///

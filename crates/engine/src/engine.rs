@@ -61,7 +61,8 @@ impl Engine {
     }
 
     fn start_as(kind: EngineKind, config: &Config) -> Result<Inner> {
-        let files = FilePool::new();
+        let files = FilePool::shared();
+        files.ensure_thread()?;
         let mut inner = Inner { kind, refused: Vec::new(), workers: Vec::new(), threads: Mutex::default() };
         for index in 0..config.workers.max(1) {
             // When a worker cannot be started, dropping `inner` ends those before it.

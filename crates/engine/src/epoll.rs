@@ -18,7 +18,7 @@ use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::aio::{Aio, SUBMIT_TRANSFERS};
-use crate::file_pool::{FilePool, Job};
+use crate::file_pool::{FilePool, Job, Outbox};
 use crate::op::{self, Kind, Op, Outcome, Started};
 use crate::shared::WorkerLink;
 use crate::sys;
@@ -36,7 +36,7 @@ pub(crate) struct Epoll {
     /// transfers, whose operations are in the slots.
     aio: Option<Aio>,
     shared: Arc<WorkerLink>,
-    files: Arc<FilePool>,
+    files: Outbox,
     slots: Slab<Slot>,
     /// The operations that wait, by socket.
     sockets: HashMap<u64, Waiting>,
@@ -78,7 +78,7 @@ impl Epoll {
         let this = Self {
             aio,
             shared,
-            files,
+            files: Outbox::new(files),
             slots: Slab::new(),
             sockets: HashMap::new(),
             events: vec![libc::epoll_event { events: 0, u64: 0 }; EVENTS],
@@ -131,7 +131,7 @@ impl Epoll {
     fn hand_over(&mut self, key: usize) {
         let op = self.slots[key].op.take().expect("an operation in flight is in its slot");
         self.shared.counters.submitted(1);
-        self.files.push(Job { op, key: key as u64, worker: self.shared.clone() });
+        self.files.push(Job::Op { op, key: key as u64, worker: self.shared.clone() });
     }
 
     /// Starts the transfers that are queued. Those that the kernel refuses are noted among those that have ended.
@@ -139,6 +139,7 @@ impl Epoll {
         if let Some(aio) = &mut self.aio {
             let slots = &self.slots;
             let op_of = |key| slots[key as usize].op.as_ref().expect("an operation in flight is in its slot");
+            aio.hand_over(&self.shared, &mut self.files, op_of);
             aio.submit(&self.shared.counters, &mut self.ended_by_aio, op_of);
         }
     }
@@ -259,6 +260,14 @@ impl Epoll {
         }
     }
 
+    /// AIO has refused a write that a helper thread has given to it.
+    pub(crate) fn refused(&mut self, key: u64) {
+        if let Some(aio) = &mut self.aio {
+            aio.refused(&self.shared.counters);
+        }
+        self.hand_over(key as usize);
+    }
+
     /// A helper thread is done.
     pub(crate) fn done(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
         self.shared.counters.completed(1);
@@ -287,6 +296,8 @@ impl Epoll {
     pub(crate) fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
         self.submit_aio();
         let has_ended = self.reap_aio(woken);
+        self.submit_aio();
+        self.files.flush();
         if self.is_blind_turn(wait, has_ended) {
             return;
         }
@@ -304,6 +315,7 @@ impl Epoll {
         }
         self.reap_aio(woken);
         self.submit_aio();
+        self.files.flush();
     }
 
     /// True for a turn that makes no system call for sockets: nothing waits for one, or transfers have ended and keep the

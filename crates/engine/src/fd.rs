@@ -3,7 +3,7 @@
 //! A reactor may keep a file open longer than its last user (by io_uring's table of registered files, or by epoll's
 //! interest list). So an `Fd` has a list of the workers that know it, and tells them when it is dropped. The locks on a
 //! file have to end at once, and not when the last worker has got that message, so dropping an `Fd` unlocks the file
-//! first.
+//! first (see the module `closing` for the exception).
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
-use crate::lock;
+use crate::closing::{self, FileFd};
+use crate::file_pool::Lane;
 use crate::shared::{Message, WorkerLink, relock};
 
 /// The size of a ring's table of registered files: 8 bytes each, here and in the kernel. More files are used without being registered.
@@ -47,12 +48,15 @@ pub fn on_failed_sync(hear: impl Fn() + Send + Sync + 'static) {
     let _ = FAILED_SYNC.set(Box::new(hear));
 }
 
-fn is_regular(fd: &OwnedFd) -> bool {
+fn is_regular(fd: &FileFd) -> bool {
     rustix::fs::fstat(fd).is_ok_and(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file())
 }
 
 pub(crate) struct Fd {
-    fd: OwnedFd,
+    raw: RawFd,
+    /// The descriptor. A worker whose reactor keeps the file open has a share of it until the reactor has let go, so that the
+    /// last one to close the file is a helper thread.
+    fd: Arc<FileFd>,
     /// The identity of this file. Unlike a descriptor's number it is never used twice in a process.
     pub(crate) id: u64,
     /// The index in the tables of registered files. Only files of stores have one.
@@ -75,22 +79,23 @@ pub(crate) struct Fd {
 
 impl Fd {
     pub(crate) fn socket(fd: OwnedFd) -> Arc<Self> {
-        Self::new(fd, None, None)
+        Self::new(FileFd::socket(fd), None, None)
     }
 
     pub(crate) fn file(fd: OwnedFd) -> Arc<Self> {
-        Self::new(fd, relock(&TABLE).take(), None)
+        Self::new(FileFd::file(fd), relock(&TABLE).take(), None)
     }
 
     /// The second descriptor of a file, opened with O_DIRECT; `locked` is the first one, which holds the locks.
     pub(crate) fn direct(fd: OwnedFd, locked: &Arc<Fd>) -> Arc<Self> {
-        Self::new(fd, relock(&TABLE).take(), Some(locked.clone()))
+        Self::new(FileFd::file(fd), relock(&TABLE).take(), Some(locked.clone()))
     }
 
-    fn new(fd: OwnedFd, table_index: Option<u32>, locked: Option<Arc<Fd>>) -> Arc<Self> {
+    fn new(fd: FileFd, table_index: Option<u32>, locked: Option<Arc<Fd>>) -> Arc<Self> {
         let may_need_space = locked.is_some() && is_regular(&fd);
         Arc::new(Self {
-            fd,
+            raw: fd.as_fd().as_raw_fd(),
+            fd: Arc::new(fd),
             may_need_space,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             table_index,
@@ -104,7 +109,17 @@ impl Fd {
     }
 
     pub(crate) fn raw(&self) -> RawFd {
-        self.fd.as_raw_fd()
+        self.raw
+    }
+
+    /// The descriptor, to keep it open.
+    pub(crate) fn share(&self) -> &Arc<FileFd> {
+        &self.fd
+    }
+
+    /// The file's lane of the helper threads; `None` for sockets.
+    pub(crate) fn lane(&self) -> Option<&Arc<Lane>> {
+        self.fd.lane.as_ref()
     }
 
     /// Notes that a worker's reactor knows the file and has to be told when it is dropped.
@@ -146,10 +161,12 @@ impl Drop for Fd {
     fn drop(&mut self) {
         for shared in relock(&self.known_to).drain(..) {
             shared.unwatch(self.fd.as_fd());
-            shared.push(Message::Forget { id: self.id, table_index: self.table_index });
+            // A socket is closed at once; its peer has to learn of that.
+            let kept = self.lane().map(|_| self.fd.clone());
+            shared.push(Message::Forget { id: self.id, table_index: self.table_index, kept });
         }
+        closing::unlock(&self.fd);
         if let Some(index) = self.table_index {
-            lock::release(self.fd.as_fd());
             relock(&TABLE).free.push(index);
         }
     }

@@ -27,6 +27,8 @@ pub(crate) enum Kind {
     Fallocate(i32),
     /// Sets the file's length to `len` bytes (ftruncate).
     Truncate,
+    /// Finds the end of the run of data or of the hole at `offset` (`sys::find_extent`).
+    Extent,
     /// Receives once into the first segment: at least one byte, or 0 at the end of the stream.
     Recv,
     /// Fills the first segment; ends short only at the end of the stream.
@@ -101,6 +103,10 @@ impl Op {
 
     pub(crate) fn truncate(fd: &Arc<Fd>, len: u64) -> Self {
         Self::new(Kind::Truncate, fd, 0, len, Segments::new())
+    }
+
+    pub(crate) fn extent(fd: &Arc<Fd>, offset: u64) -> Self {
+        Self::new(Kind::Extent, fd, offset, 0, Segments::new())
     }
 
     pub(crate) fn recv(fd: &Arc<Fd>, into: &Segment) -> Self {

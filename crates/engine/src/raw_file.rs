@@ -6,11 +6,11 @@ use std::future::Future;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use spile_core::{OpenMode, Result, Segments};
+use spile_core::{ErrorKind, OpenMode, Result, Segments};
 
 use crate::fd::Fd;
 use crate::op::Op;
-use crate::{lock, shared, sys};
+use crate::{closing, lock, shared, sys};
 
 /// An open file. Clones are the same file. An operation in flight owns clones of its buffers and of the file until the
 /// kernel has answered, also when its future is dropped. Operations panic outside a worker.
@@ -57,7 +57,13 @@ impl RawFile {
     /// `Busy` when another process has opened it in a mode that excludes this one; `Unsupported` or `Denied` when the file
     /// cannot be locked.
     pub fn lock(&self, mode: OpenMode) -> Result<()> {
-        lock::acquire(self.fd.as_fd(), mode)?;
+        match lock::acquire(self.fd.as_fd(), mode) {
+            // This process itself may be about to unlock it.
+            Err(error) if error.kind() == ErrorKind::Busy && closing::wait_for_unlock(self.fd.share()) => {
+                lock::acquire(self.fd.as_fd(), mode)?;
+            }
+            done => done?,
+        }
         if mode == OpenMode::ReadWrite {
             shared::hold_everywhere(&self.fd);
         }
@@ -72,7 +78,7 @@ impl RawFile {
     /// Reads what is in the page cache, without waiting for the device; returns how many bytes that were.
     ///
     /// # Errors
-    /// EAGAIN when nothing is there.
+    /// EAGAIN when nothing is there; EOPNOTSUPP where the file system cannot tell.
     pub fn read_at_once(&self, offset_bytes: u64, into: &Segments) -> Result<usize, i32> {
         sys::read_nowait(self.fd.raw(), offset_bytes, into.as_slice())
     }
@@ -82,12 +88,20 @@ impl RawFile {
         Op::write(&self.fd, offset_bytes, from).run()
     }
 
-    /// As [`RawFile::write`], but this thread does it and waits. It is meant for short writes into the page cache.
+    /// Writes what has room in the page cache, without waiting; returns how many bytes that were.
     ///
     /// # Errors
-    /// The kernel's errno.
+    /// EAGAIN when that is nothing, also where the file system cannot tell whether it would wait (ext4).
     pub fn write_at_once(&self, offset_bytes: u64, from: &Segments) -> Result<usize, i32> {
-        sys::run_file_op(&mut Op::write(&self.fd, offset_bytes, from))
+        if self.fd.always_waits() {
+            return Err(libc::EAGAIN);
+        }
+        let outcome = sys::write_nowait(self.fd.raw(), offset_bytes, from.as_slice());
+        if outcome == Err(libc::EOPNOTSUPP) {
+            self.fd.note_waits();
+            return Err(libc::EAGAIN);
+        }
+        outcome
     }
 
     /// Makes the file's data durable (fdatasync). A failure is kept ([`RawFile::failed_sync`]), whether or not anybody
@@ -119,6 +133,23 @@ impl RawFile {
     /// Sets the file's length (ftruncate(2)).
     pub fn truncate(&self, len_bytes: u64) -> impl Future<Output = Result<usize, i32>> + use<> {
         Op::truncate(&self.fd, len_bytes).run()
+    }
+}
+
+/// A run of a file: data, or a hole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawExtent {
+    /// The end of the run; at least the length of the file when the run is the last one.
+    pub end_bytes: u64,
+    /// True for a hole.
+    pub is_hole: bool,
+}
+
+impl RawFile {
+    /// Finds the run that `offset_bytes`, which is in the file, belongs to (lseek(2)).
+    pub async fn extent(&self, offset_bytes: u64) -> Result<RawExtent, i32> {
+        let found = Op::extent(&self.fd, offset_bytes).run().await?;
+        Ok(RawExtent { end_bytes: found as u64 >> 1, is_hole: found & 1 == 1 })
     }
 }
 

@@ -7,12 +7,13 @@
 //! second sees what the other has done.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use async_task::Runnable;
 
+use crate::closing::FileFd;
 use crate::fd::Fd;
 use crate::op::Outcome;
 use crate::{sys, worker};
@@ -27,8 +28,11 @@ pub(crate) enum Message {
     Done(u64, Outcome),
     /// A file is locked: the reactor has to keep it open.
     Hold(Held),
-    /// A file was dropped: the reactor must not keep it open any more.
-    Forget { id: u64, table_index: Option<u32> },
+    /// A file was dropped: the reactor must not keep it open any more. `kept` is the descriptor of a file, which has to stay open
+    /// until then, so that the reactor is not the one that closes it.
+    Forget { id: u64, table_index: Option<u32>, kept: Option<Arc<FileFd>> },
+    /// AIO has refused the write of this key.
+    Refused(u64),
 }
 
 /// Counts of what one worker has done so far. They only grow.
@@ -62,8 +66,9 @@ pub(crate) struct Counters {
     cqes: AtomicU64,
     polls: AtomicU64,
     sleeps: AtomicU64,
-    /// The one counter that other threads write.
+    /// From here on, other threads write, too.
     wakes: AtomicU64,
+    aio_enters: AtomicU64,
 }
 
 fn add(counter: &AtomicU64, count: u64) {
@@ -89,6 +94,11 @@ impl Counters {
         add(&self.aio_writes, 1);
     }
 
+    /// A helper thread calls io_submit.
+    pub(crate) fn enters_aio(&self) {
+        self.aio_enters.fetch_add(1, Ordering::Relaxed);
+    }
+
     pub(crate) fn completed(&self, count: u64) {
         add(&self.cqes, count);
     }
@@ -104,7 +114,7 @@ impl Counters {
     pub(crate) fn read(&self) -> WorkerStats {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         WorkerStats {
-            enters: get(&self.enters),
+            enters: get(&self.enters) + get(&self.aio_enters),
             sqes: get(&self.sqes),
             aio_transfers: get(&self.aio_transfers),
             aio_writes: get(&self.aio_writes),
@@ -116,10 +126,10 @@ impl Counters {
     }
 }
 
-/// A file that the rings are to keep open. It is a duplicate of the descriptor, because the file itself may be closed,
-/// and its lock end, before all workers have got the message.
+/// A file that the rings are to keep open. It has a share of the descriptor, because the file itself may be dropped before all
+/// workers have got the message.
 pub(crate) struct Held {
-    pub(crate) fd: OwnedFd,
+    pub(crate) fd: Arc<FileFd>,
     pub(crate) id: u64,
     pub(crate) table_index: u32,
 }
@@ -137,13 +147,13 @@ pub(crate) fn hold_everywhere(fd: &Arc<Fd>) {
     let mut workers = relock(&WITH_RING);
     workers.retain(|shared| shared.strong_count() > 0);
     for shared in workers.iter().filter_map(Weak::upgrade) {
-        let (Some(table_index), Ok(duplicate)) = (fd.table_index, fd.as_fd().try_clone_to_owned()) else {
+        let Some(table_index) = fd.table_index else {
             tracing::error!("{NOT_HELD}");
             return;
         };
         // First, so that the message about the file's end comes after this one.
         fd.known_to(&shared);
-        let held = Held { fd: duplicate, id: fd.id, table_index };
+        let held = Held { fd: fd.share().clone(), id: fd.id, table_index };
         // At once on this worker: what this task does next has to find the file kept open.
         if let Some(held) = worker::hold_here(&shared, held) {
             shared.push(Message::Hold(held));
@@ -151,7 +161,7 @@ pub(crate) fn hold_everywhere(fd: &Arc<Fd>) {
     }
 }
 
-/// The message when there are too few descriptors or places in a ring's table.
+/// The message when there are too few places in a ring's table.
 pub(crate) const NOT_HELD: &str = "the lock of an image ends with this process, and not with the last of its requests: if it \
      is killed, wait until the storage is quiet before the image is used again (raise ulimit -n, or serve fewer files)";
 
@@ -210,6 +220,19 @@ impl WorkerLink {
         drop(queue);
         self.ring_if_asleep();
         true
+    }
+
+    /// As [`WorkerLink::push`], for several messages, with one lock and one wake-up.
+    pub(crate) fn push_all(&self, messages: impl Iterator<Item = Message>) {
+        let mut queue = relock(&self.queue);
+        if queue.closed {
+            drop(queue);
+            return messages.for_each(discard);
+        }
+        queue.messages.extend(messages);
+        self.pending.store(true, Ordering::Release);
+        drop(queue);
+        self.ring_if_asleep();
     }
 
     fn ring_if_asleep(&self) {

@@ -181,8 +181,40 @@ pub(crate) fn read_nowait(fd: RawFd, offset: u64, into: &[Segment]) -> Outcome {
     uninterrupted(|| unsafe { libc::preadv2(fd, ptr, count, at, libc::RWF_NOWAIT) })
 }
 
+/// Writes what can be written without waiting, such as what has room in the page cache. EAGAIN when that is nothing, EOPNOTSUPP
+/// where the file system cannot tell.
+pub(crate) fn write_nowait(fd: RawFd, offset: u64, from: &[Segment]) -> Outcome {
+    let mut iovecs = IoVecs::new();
+    fill_iovecs(from, 0, &mut iovecs);
+    let (ptr, count, at) = (iovecs.as_ptr(), iovecs.len() as i32, offset as i64);
+    // SAFETY: the vectors describe segments that are borrowed, thus alive, during the call.
+    uninterrupted(|| unsafe { libc::pwritev2(fd, ptr, count, at, libc::RWF_NOWAIT) })
+}
+
+/// Finds the end of the run of data, or of the hole, that `offset` is in: twice that offset, plus 1 for a hole. Everything after
+/// `offset` is one run of data where the file system does not know. A hole up to the end of the file ends at `i64::MAX`.
+fn find_extent(fd: RawFd, offset: u64) -> Outcome {
+    // SAFETY: takes plain numbers.
+    let seek = |whence| uninterrupted(|| unsafe { libc::lseek(fd, offset as i64, whence) as isize });
+    let (until, all) = (|end: usize, is_hole: bool| end << 1 | usize::from(is_hole), i64::MAX as usize);
+    match seek(libc::SEEK_DATA) {
+        Ok(data) if data as u64 > offset => Ok(until(data, true)),
+        // No data up to the end.
+        Err(libc::ENXIO) => Ok(until(all, true)),
+        Ok(_) => match seek(libc::SEEK_HOLE) {
+            Ok(hole) if hole as u64 > offset => Ok(until(hole, false)),
+            _ => Ok(until(all, false)),
+        },
+        Err(libc::EINVAL | libc::EOPNOTSUPP) => Ok(until(all, false)),
+        Err(errno) => Err(errno),
+    }
+}
+
 /// Does a file operation to its end, blocking this thread.
 pub(crate) fn run_file_op(op: &mut Op) -> Outcome {
+    if op.kind == Kind::Extent {
+        return find_extent(op.fd.raw(), op.offset);
+    }
     loop {
         match op.advance(file_call(op)?) {
             None => (),

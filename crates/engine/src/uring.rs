@@ -7,14 +7,15 @@
 //! because an idle connection must not take a place from file operations. The reactor needs Linux 5.11 (EXT_ARG,
 //! NODROP), and uses newer features where the kernel has them.
 //!
-//! Operations that cannot be done without waiting (sync, fallocate, truncate, a cached write) go to the engine's helper
-//! threads. The ring would give them to threads of the kernel. But once such a thread was needed, it wakes every five
-//! seconds for as long as the ring lives, and an idle process must not cause any wake-up. A direct write that needs new
-//! space on the file system goes by AIO (module `aio`), or to a helper thread where there is no AIO.
+//! Operations that may have to wait (sync, fallocate, truncate, cached transfers) go to the helper threads (module `file_pool`),
+//! all of a turn together. The ring would give them to threads of the kernel. But once such a thread was needed, it wakes every
+//! five seconds for as long as the ring lives, and an idle process must not cause any wake-up. A cached read that misses the page
+//! cache would begin on the worker, and wait there for the file system's maps or for a place in the device's queue. A direct
+//! write that needs new space on the file system goes by AIO (module `aio`), or to a helper thread where there is no AIO.
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
@@ -26,7 +27,7 @@ use spile_core::Result;
 use spile_mem::Pool;
 
 use crate::aio::{self, Aio, Readiness};
-use crate::file_pool::{FilePool, Job};
+use crate::file_pool::{FilePool, Job, Outbox};
 use crate::file_table::{FileTable, Target};
 use crate::fixed::FixedBuffers;
 use crate::op::{self, Kind, Op, Outcome, Started};
@@ -54,7 +55,7 @@ const AIO_BELL: u64 = u64::MAX - 2;
 pub(crate) struct Uring {
     ring: IoUring,
     shared: Arc<WorkerLink>,
-    helpers: Arc<FilePool>,
+    helpers: Outbox,
     pool: Pool,
     #[expect(clippy::vec_box, reason = "the kernel holds addresses inside the slots: they must not move")]
     slots: Vec<Box<Slot>>,
@@ -169,8 +170,9 @@ impl Uring {
         let files = FileTable::register(&ring)?;
         let mut this = Self {
             ring,
+            aio: Aio::new()?,
             shared,
-            helpers,
+            helpers: Outbox::new(helpers),
             pool,
             slots: Vec::new(),
             free: Vec::new(),
@@ -186,7 +188,6 @@ impl Uring {
             doorbell_armed: false,
             files,
             fixed: FixedBuffers::default(),
-            aio: Aio::new()?,
         };
         this.arm_doorbell();
         this.try_enter(None)?;
@@ -226,20 +227,25 @@ impl Uring {
         self.in_flight += 1;
         self.rings += usize::from(kind == Kind::Ring);
         self.file_ops += usize::from(kind.is_file());
-        let direct = self.slots[index_of(key)].op.as_ref().is_some_and(|op| op.fd.direct);
-        match kind {
-            Kind::Sync | Kind::Fallocate(_) | Kind::Truncate => self.hand_over(key),
-            // On most file systems a cached write may have to wait.
-            Kind::Write if !direct => self.hand_over(key),
-            _ => self.submit(key),
-        }
+        let op = self.slots[index_of(key)].op.as_ref().expect("an operation in flight is in its slot");
+        let may_wait = match kind {
+            Kind::Read | Kind::Write => !op.fd.direct || op.fd.always_waits(),
+            _ => kind.is_file(),
+        };
+        if may_wait { self.hand_over(key) } else { self.submit(key) }
     }
 
     /// Gives an operation that must wait to a helper thread.
     fn hand_over(&mut self, key: u64) {
         let op = self.slots[index_of(key)].op.take().expect("an operation in flight is in its slot");
         self.shared.counters.submitted(1);
-        self.helpers.push(Job { op, key, worker: self.shared.clone() });
+        self.helpers.push(Job::Op { op, key, worker: self.shared.clone() });
+    }
+
+    /// AIO has refused a write.
+    pub(crate) fn refused(&mut self, key: u64) {
+        self.aio.refused(&self.shared.counters);
+        self.hand_over(key);
     }
 
     /// A helper thread is done.
@@ -349,7 +355,7 @@ impl Uring {
 
     /// Registers a file, so that the ring keeps it open until the last of its requests has ended.
     pub(crate) fn hold(&mut self, held: &Held) {
-        if !self.files.put(&self.ring, held.table_index, held.id, held.fd.as_raw_fd()) {
+        if !self.files.put(&self.ring, held.table_index, held.id, held.fd.as_fd().as_raw_fd()) {
             tracing::error!("{}", crate::shared::NOT_HELD);
         }
     }
@@ -364,6 +370,8 @@ impl Uring {
     /// Submits the queued entries and takes the completions. With `wait` it sleeps until there is a completion.
     pub(crate) fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
         self.requeue();
+        self.submit_aio();
+        self.helpers.flush();
         // The worker must not sleep while entries wait for room.
         let wait = wait.filter(|_| self.unqueued.is_empty());
         if wait.is_some() || self.needs_enter() {
@@ -417,7 +425,8 @@ impl Uring {
             }
         }
         self.reaped = reaped;
-        self.submit_aio(woken);
+        self.submit_aio();
+        self.helpers.flush();
     }
 
     /// Takes the completion of one entry: the operation has ended, or goes on with its next part.
@@ -437,15 +446,18 @@ impl Uring {
             None if matches!(slot.state, State::Abandoned) => {
                 self.finish(key, Err(libc::ECANCELED), woken);
             }
-            None if must_wait => self.do_by_waiting(key),
+            None if must_wait => self.do_by_waiting(key, -result),
             None => self.submit(key),
         }
     }
 
-    /// Finds another way for a transfer that the ring would not do: AIO, or a helper thread.
-    fn do_by_waiting(&mut self, key: u64) {
+    /// Finds another way for a transfer that the ring has refused with `errno` instead of waiting: AIO, or a helper thread.
+    fn do_by_waiting(&mut self, key: u64, errno: i32) {
         let op = self.slots[index_of(key)].op.as_mut().expect("an operation in flight is in its slot");
-        if !op.choose_aio() || !self.queue_for_aio(key) {
+        if errno == libc::EOPNOTSUPP {
+            op.fd.note_waits();
+        }
+        if errno != libc::EAGAIN || !op.choose_aio() || !self.queue_for_aio(key) {
             self.hand_over(key);
         }
     }
@@ -468,15 +480,13 @@ impl Uring {
         self.push(entry.user_data(AIO_BELL));
     }
 
-    /// Starts the writes that are queued for AIO.
-    fn submit_aio(&mut self, woken: &mut Vec<Waker>) {
-        if self.aio.queued() == 0 {
-            return;
+    /// Has helper threads start the writes that are queued for AIO.
+    fn submit_aio(&mut self) {
+        if self.aio.queued() > 0 {
+            let slots = &self.slots;
+            let op_of = |key| slots[index_of(key)].op.as_ref().expect("an operation in flight is in its slot");
+            self.aio.hand_over(&self.shared, &mut self.helpers, op_of);
         }
-        let slots = &self.slots;
-        let op_of = |key| slots[index_of(key)].op.as_ref().expect("an operation in flight is in its slot");
-        self.aio.submit(&self.shared.counters, &mut self.ended_by_aio, op_of);
-        self.complete_aio(woken);
     }
 
     /// Takes the answers to writes by AIO.
@@ -586,7 +596,7 @@ impl Slot {
                 let (null, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC);
                 with_target!(target, fd => opcode::Accept::new(fd, null, null.cast()).flags(flags))
             }
-            Kind::Sync | Kind::Fallocate(_) | Kind::Truncate => {
+            Kind::Sync | Kind::Fallocate(_) | Kind::Truncate | Kind::Extent => {
                 unreachable!("a helper thread does this")
             }
         }
@@ -596,9 +606,8 @@ impl Slot {
         let op = self.op.as_ref().expect("an operation in flight is in its slot");
         let is_read = op.kind == Kind::Read;
         let at = op.offset + op.done as u64;
-        // Without it the ring would put what must wait on a kernel thread. A cached read must not have this: the ring
-        // can wait for its pages without a thread.
-        let flags = if op.fd.direct { libc::RWF_NOWAIT } else { 0 };
+        // Without it the ring would put what must wait on a kernel thread.
+        let flags = libc::RWF_NOWAIT;
         sys::fill_iovecs(op.segments.as_slice(), op.done, &mut self.iovecs);
         if let [one] = self.iovecs.as_slice() {
             let (ptr, len) = (one.iov_base.cast::<u8>(), one.iov_len as u32);
@@ -664,10 +673,16 @@ mod tests {
         fn wake(self: Arc<Self>) {}
     }
 
+    fn helpers() -> Arc<FilePool> {
+        let helpers = FilePool::shared();
+        helpers.ensure_thread().unwrap();
+        helpers
+    }
+
     /// A ring on this thread; `None` where there is no io_uring.
     fn ring() -> Option<Uring> {
         let (shared, pool) = (Arc::new(WorkerLink::new(0, None).unwrap()), Pool::new(1).unwrap());
-        Uring::new(shared, FilePool::new(), pool).map_err(|error| println!("SKIP uring: {error}")).ok()
+        Uring::new(shared, helpers(), pool).map_err(|error| println!("SKIP uring: {error}")).ok()
     }
 
     /// The table of Linux before 5.19, and that of a process that may have few files open.

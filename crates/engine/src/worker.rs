@@ -96,6 +96,14 @@ impl Reactor {
         }
     }
 
+    /// AIO has refused a write.
+    fn refused(&mut self, key: u64) {
+        match self {
+            Self::Uring(r) => r.refused(key),
+            Self::Epoll(r) => r.refused(key),
+        }
+    }
+
     /// True when a turn would find something, without a system call.
     fn has_news(&mut self) -> bool {
         match self {
@@ -214,9 +222,11 @@ impl Worker {
                     self.reactor.borrow_mut().done(key, outcome, woken);
                 }
                 Message::Hold(held) => self.hold(&held),
-                Message::Forget { id, table_index } => {
+                Message::Forget { id, table_index, kept } => {
                     self.reactor.borrow_mut().forget(id, table_index);
+                    drop(kept);
                 }
+                Message::Refused(key) => self.reactor.borrow_mut().refused(key),
             }
         }
         wake_all(woken);
@@ -317,7 +327,7 @@ impl Worker {
 
 /// Ends the process when the loop itself panics. Otherwise its disks would hang for ever, because their worker is gone;
 /// a supervisor can see the end of a process. Everything that was acknowledged has left the process by then.
-struct AbortOnPanic;
+pub(crate) struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {
     fn drop(&mut self) {
@@ -351,6 +361,11 @@ fn wake_all(woken: &mut Vec<Waker>) {
 /// Calls `f` with this thread's worker; `None` when the thread is no worker.
 pub(crate) fn try_with<R>(f: impl FnOnce(&Worker) -> R) -> Option<R> {
     WORKER.try_with(|slot| slot.try_borrow().ok().and_then(|w| w.as_deref().map(f))).ok().flatten()
+}
+
+/// True on a thread that is a worker.
+pub(crate) fn is_here() -> bool {
+    try_with(|_| ()).is_some()
 }
 
 /// Calls `f` with this thread's worker.

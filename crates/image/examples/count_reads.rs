@@ -175,7 +175,7 @@ impl Files for OneFile {
         Err(only_one())
     }
 
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+    async fn canonical(&self, path: &Path) -> Result<PathBuf> {
         Ok(path.to_owned())
     }
 }

@@ -62,9 +62,9 @@ pub struct Described {
 /// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
 const PARENT: OpenLayer = OpenLayer { read_only: true, cache_bytes: 1 << 20 };
 
-fn canonical<F: Files>(files: &F, at: &Locator) -> Result<Locator> {
+async fn canonical<F: Files>(files: &F, at: &Locator) -> Result<Locator> {
     match at {
-        Locator::Path(path) => Ok(Locator::Path(files.canonical(path).at_path(path)?)),
+        Locator::Path(path) => Ok(Locator::Path(files.canonical(path).await.at_path(path)?)),
         other => Ok(other.clone()),
     }
 }
@@ -96,7 +96,7 @@ pub async fn describe<F: Files>(
 ) -> Result<Described> {
     let at = at.into();
     let format = Format::at(&at, format)?;
-    let at = canonical(files, &at)?;
+    let at = canonical(files, &at).await?;
     let store = files.open(&at, OpenMode::ReadOnly).await?;
     let image = format.open(store, &env, PARENT).await?;
     let (align, least) = (image.store().info().offset_align_bytes, image.request_align_bytes());
@@ -161,8 +161,8 @@ impl<'a, F: Files> Search<'a, F> {
         options: &'a OpenOptions,
     ) -> Result<(Self, AnyLayer<F::Store>)> {
         let format = Format::at(at, options.format)?;
-        let at = canonical(files, at)?;
-        let policy = Policy::new(files, at.as_path(), &options.allow_parents)?;
+        let at = canonical(files, at).await?;
+        let policy = Policy::new(files, at.as_path(), &options.allow_parents).await?;
         let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
         let how = OpenLayer { read_only: options.read_only, cache_bytes: options.metadata_cache_bytes / 2 };
         let store = files.open(&at, mode).await?;
@@ -183,7 +183,7 @@ impl<'a, F: Files> Search<'a, F> {
         }
         let format = parent.format.or(self.options.parent_format).ok_or_else(|| unnamed_format(path))?;
         let mut first_error = None;
-        for candidate in candidates(self.files, path, &parent.names, &self.policy)? {
+        for candidate in candidates(self.files, path, &parent.names, &self.policy).await? {
             match self.open(&candidate, format, &parent).await {
                 Ok(layer) => {
                     self.visited.push(candidate);
@@ -233,7 +233,7 @@ impl<'a, F: Files> Search<'a, F> {
         if !self.options.allow_data_file {
             return Err(data_file_denied(&image, &name));
         }
-        let found = candidates(self.files, &image, &[name], &self.policy)?;
+        let found = candidates(self.files, &image, &[name], &self.policy).await?;
         layer.attach_data_file(self.files.open(&Locator::from(&found[0]), mode).await?);
         Ok(())
     }

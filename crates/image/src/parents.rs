@@ -15,12 +15,12 @@ pub(crate) struct Policy {
 impl Policy {
     /// Allows the folder of `leaf` and the folders `allowed`. `leaf` is a canonical path, or `None` when the leaf is
     /// no file of this host. The folder of a device is not allowed, because every disk of the host lies in `/dev`.
-    pub(crate) fn new<F: Files>(files: &F, leaf: Option<&Path>, allowed: &[PathBuf]) -> Result<Self> {
+    pub(crate) async fn new<F: Files>(files: &F, leaf: Option<&Path>, allowed: &[PathBuf]) -> Result<Self> {
         let folder = leaf.map(|leaf| leaf.parent().unwrap_or(Path::new("/")));
         let mut roots: Vec<_> =
             folder.filter(|folder| !folder.starts_with("/dev")).map(Path::to_owned).into_iter().collect();
         for folder in allowed {
-            roots.push(files.canonical(folder)?);
+            roots.push(files.canonical(folder).await?);
         }
         Ok(Self { roots })
     }
@@ -35,7 +35,7 @@ impl Policy {
 ///
 /// # Errors
 /// `Denied` when the only files found lie outside the policy, `NotFound` when there is none.
-pub(crate) fn candidates<F: Files>(
+pub(crate) async fn candidates<F: Files>(
     files: &F,
     child: &Path,
     names: &[PathBuf],
@@ -44,7 +44,7 @@ pub(crate) fn candidates<F: Files>(
     let folder = child.parent().unwrap_or(Path::new("/"));
     let (mut found, mut denied) = (Vec::new(), None);
     for name in names {
-        let Ok(path) = files.canonical(&folder.join(name)) else { continue };
+        let Ok(path) = files.canonical(&folder.join(name)).await else { continue };
         match policy.allows(&path) {
             true if !found.contains(&path) => found.push(path),
             true => {}

@@ -132,7 +132,7 @@ impl Files for SimFiles {
         removed.map(drop).ok_or_else(|| Error::new(ErrorKind::NotFound, "no such file").at_path(&path))
     }
 
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+    async fn canonical(&self, path: &Path) -> Result<PathBuf> {
         let path = self.canonical_name(path);
         if self.world.lock().names.contains_key(&path) {
             return Ok(path);

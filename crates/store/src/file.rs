@@ -1,27 +1,24 @@
 //! [`FileStore`]: a file or block device, directly and through the page cache.
 
 use std::fs::File;
-use std::future::Future;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
-use rustix::io::Errno;
 use spile_core::{
     Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
-use spile_engine::{DirectAlign, RawFile, direct_align, spawn};
+use spile_engine::{DirectAlign, RawFile, direct_align, run_blocking, spawn};
 use spile_mem::Segment;
 
 use crate::files::CacheMode;
 use crate::held::HeldLock;
 use crate::sync_gate::{SyncGate, Turn};
 
-/// A cached write of at most this many bytes is done by the worker itself, a longer one by a helper thread. Microseconds of
-/// processor for one 4 KiB request of a client, at depth 1: 17 instead of 26; at depth 32: 14 instead of 21. The price: when
-/// the system has too many dirty pages, the worker itself is slowed down.
+/// A cached write of at most this many bytes is tried by the worker itself, without waiting, where the file system can do that
+/// (XFS, Btrfs, tmpfs). A longer one would keep the worker busy for too long.
 const WRITE_AT_ONCE_BYTES: usize = 64 << 10;
 
 /// Zeroes written at a time where the file system cannot zero a range itself.
@@ -71,7 +68,7 @@ struct Inner {
 }
 
 impl FileStore {
-    /// Opens what is at `path`. Blocks for as long as the file system takes.
+    /// Opens what is at `path`. Blocks for as long as the file system takes, so a worker calls [`OsFiles`](crate::OsFiles) instead.
     ///
     /// # Errors
     /// `Busy` when another process has it open and one of the two writes; `Unsupported` or `Denied` when it cannot be
@@ -260,8 +257,10 @@ impl Store for FileStore {
         if from.is_empty() {
             return Ok(());
         }
-        let at_once = !fd.is_direct() && from.len() <= WRITE_AT_ONCE_BYTES;
-        let outcome = if at_once { fd.write_at_once(offset, from) } else { fd.write(offset, from).await };
+        let may_be_short = !fd.is_direct() && from.len() <= WRITE_AT_ONCE_BYTES;
+        let is_done = may_be_short && fd.write_at_once(offset, from) == Ok(from.len());
+        // What was written at once is written again with the rest, which happens rarely.
+        let outcome = if is_done { Ok(from.len()) } else { fd.write(offset, from).await };
         outcome.map_err(|errno| self.fail("write failed", errno).at_offset(offset))?;
         self.inner.len.fetch_max(end, Ordering::AcqRel);
         Ok(())
@@ -333,7 +332,7 @@ impl Store for FileStore {
     async fn set_len(&self, len_bytes: u64) -> Result<()> {
         self.check_writable(len_bytes)?;
         if self.inner.is_device {
-            return self.take_up_len(len_bytes);
+            return self.take_up_len(len_bytes).await;
         }
         let outcome = self.inner.cached.truncate(len_bytes).await;
         outcome.map_err(|errno| self.fail("set the length", errno).at_offset(len_bytes))?;
@@ -341,15 +340,23 @@ impl Store for FileStore {
         Ok(())
     }
 
-    fn extent_at(&self, offset: StoreOffset) -> impl Future<Output = Result<StoreExtent>> {
-        std::future::ready(self.extent(offset.0))
+    async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
+        let (offset, inner) = (offset.0, &self.inner);
+        let left = self.check_end(offset, 1, false).map(|_| self.len_bytes() - offset)?;
+        if inner.is_device {
+            return Ok(StoreExtent { len_bytes: left, is_hole: false });
+        }
+        let found = inner.cached.extent(offset).await;
+        let found = found.map_err(|errno| self.fail("seek", errno).at_offset(offset))?;
+        Ok(StoreExtent { len_bytes: left.min(found.end_bytes - offset), is_hole: found.is_hole })
     }
 }
 
 impl FileStore {
     /// Takes up what a device has gained since it was opened. The length of a device cannot be set otherwise.
-    fn take_up_len(&self, len_bytes: u64) -> Result<()> {
-        let device_bytes = device_len(&self.inner.cached).at_path(&self.inner.path)?;
+    async fn take_up_len(&self, len_bytes: u64) -> Result<()> {
+        let (path, device) = (&self.inner.path, self.inner.cached.clone());
+        let device_bytes = run_blocking(path, move || device_len(&device)).await.at_path(path)?;
         if (self.len_bytes()..=device_bytes).contains(&len_bytes) {
             self.inner.len.fetch_max(len_bytes, Ordering::AcqRel);
             return Ok(());
@@ -357,28 +364,6 @@ impl FileStore {
         let what = "the length of a block device cannot be set";
         let hint = format!("it has {device_bytes} bytes; where that is too few, make the device longer first");
         Err(self.refuse(ErrorKind::Unsupported, what, len_bytes).hint(hint))
-    }
-
-    /// lseek answers from the file system's maps in memory; a device is all data.
-    fn extent(&self, offset: u64) -> Result<StoreExtent> {
-        let left = self.check_end(offset, 1, false).map(|_| self.len_bytes() - offset)?;
-        let all = |is_hole| Ok(StoreExtent { len_bytes: left, is_hole });
-        if self.inner.is_device {
-            return all(false);
-        }
-        let seek = |from| rustix::fs::seek(&self.inner.cached, from);
-        let run = |to: u64, is_hole| Ok(StoreExtent { len_bytes: left.min(to - offset), is_hole });
-        match seek(SeekFrom::Data(offset)) {
-            Ok(data) if data > offset => run(data, true),
-            // No data up to the end.
-            Err(Errno::NXIO) => all(true),
-            Ok(_) => match seek(SeekFrom::Hole(offset)) {
-                Ok(hole) if hole > offset => run(hole, false),
-                _ => all(false),
-            },
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => all(false),
-            Err(errno) => Err(self.fail("seek", errno.raw_os_error()).at_offset(offset)),
-        }
     }
 }
 

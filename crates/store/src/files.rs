@@ -8,6 +8,7 @@ use spile_core::{
     Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo,
     StoreOffset, Via,
 };
+use spile_engine::run_blocking;
 
 use crate::file::{FileId, FileStore};
 use crate::memory::{MemStore, NullStore};
@@ -184,7 +185,10 @@ impl Files for OsFiles {
 
     async fn open(&self, at: &Locator, mode: OpenMode) -> Result<AnyStore> {
         match at {
-            Locator::Path(path) => self.open_file(path, mode),
+            Locator::Path(path) => {
+                let files = *self;
+                blocking(path, move |path| files.open_file(path, mode)).await
+            }
             Locator::Null(len_bytes) => Ok(AnyStore::Null(NullStore::new(*len_bytes))),
             Locator::Mem(len_bytes) => Ok(AnyStore::Mem(MemStore::new(*len_bytes))),
             Locator::Nbd(uri) => NbdStore::open(uri, mode).await.map(AnyStore::Nbd),
@@ -192,24 +196,41 @@ impl Files for OsFiles {
     }
 
     async fn create(&self, path: &Path, len_bytes: u64) -> Result<AnyStore> {
-        OsFiles::create(self, path, len_bytes)
+        let files = *self;
+        blocking(path, move |path| OsFiles::create(&files, path, len_bytes)).await
     }
 
     async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
-        std::fs::rename(from, to).map_err(|source| Error::io("rename", source)).at_path(from)?;
-        // The new name first: between the two, the file has both names and not none.
-        self.sync_name(to)?;
-        if from.parent() == to.parent() { Ok(()) } else { self.sync_name(from) }
+        let (files, to) = (*self, to.to_owned());
+        let rename = move |from: &Path| {
+            std::fs::rename(from, &to).map_err(|source| Error::io("rename", source)).at_path(from)?;
+            // The new name first: between the two, the file has both names and not none.
+            files.sync_name(&to)?;
+            if from.parent() == to.parent() { Ok(()) } else { files.sync_name(from) }
+        };
+        blocking(from, rename).await
     }
 
     async fn remove(&self, path: &Path) -> Result<()> {
-        std::fs::remove_file(path).map_err(|source| Error::io("remove", source)).at_path(path)?;
-        self.sync_name(path)
+        let files = *self;
+        let remove = move |path: &Path| {
+            std::fs::remove_file(path).map_err(|source| Error::io("remove", source)).at_path(path)?;
+            files.sync_name(path)
+        };
+        blocking(path, remove).await
     }
 
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        path.canonicalize().map_err(|source| Error::io("cannot be found", source)).at_path(path)
+    async fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        let find =
+            |path: &Path| path.canonicalize().map_err(|source| Error::io("cannot be found", source)).at_path(path);
+        blocking(path, find).await
     }
+}
+
+/// Calls `call` with the path, on a helper thread: a worker must not wait for a file system.
+async fn blocking<T: Send + 'static>(path: &Path, call: impl FnOnce(&Path) -> T + Send + 'static) -> T {
+    let ours = path.to_owned();
+    run_blocking(path, move || call(&ours)).await
 }
 
 #[cfg(test)]
@@ -217,16 +238,31 @@ mod tests {
     use std::future::Future;
     use std::os::unix::fs::PermissionsExt;
     use std::pin::pin;
-    use std::task::{Context, Poll, Waker};
+    use std::sync::Arc;
+    use std::task::{Context, Poll, Wake, Waker};
+    use std::thread::Thread;
 
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
     use super::*;
 
-    fn now<T>(future: impl Future<Output = T>) -> T {
-        match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(result) => result,
-            Poll::Pending => panic!("names are changed without waiting"),
+    struct Unpark(Thread);
+
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+
+    /// Waits on this thread, which is no worker, for what helper threads do.
+    fn block_on<T>(future: impl Future<Output = T>) -> T {
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        let mut future = pin!(future);
+        loop {
+            match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+                Poll::Ready(result) => return result,
+                Poll::Pending => std::thread::park(),
+            }
         }
     }
 
@@ -245,8 +281,8 @@ mod tests {
         failed(files.create(&a, 512).map(drop));
         assert!(!a.exists(), "a file that could not be finished is removed");
         std::fs::write(&a, "a").unwrap();
-        failed(now(files.rename(&a, &b)));
-        failed(now(files.remove(&b)));
+        failed(block_on(files.rename(&a, &b)));
+        failed(block_on(files.remove(&b)));
         assert!(!b.exists());
     }
 
@@ -256,8 +292,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
         drop(files.create(&a, 512).unwrap());
-        now(files.rename(&a, &b)).unwrap();
-        now(files.remove(&b)).unwrap();
+        block_on(files.rename(&a, &b)).unwrap();
+        block_on(files.remove(&b)).unwrap();
     }
 
     #[test]
@@ -275,8 +311,8 @@ mod tests {
             let files = OsFiles::default();
             let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
             drop(files.create(&a, 512).unwrap());
-            now(files.rename(&a, &b)).unwrap();
-            now(files.remove(&b)).unwrap();
+            block_on(files.rename(&a, &b)).unwrap();
+            block_on(files.remove(&b)).unwrap();
         };
         let done = std::thread::scope(|scope| scope.spawn(work).join());
         allow(0o700);
@@ -296,7 +332,7 @@ mod tests {
         let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let [a, b] = [&from, &to].map(|dir| dir.path().join("disk"));
         std::fs::write(&a, "a").unwrap();
-        now(files.rename(&a, &b)).unwrap();
+        block_on(files.rename(&a, &b)).unwrap();
         assert_eq!(*SYNCED.lock().unwrap(), [to.path(), from.path()]);
     }
 }

@@ -450,7 +450,7 @@ impl Files for MemFiles {
     }
 
     /// Resolves `.` and `..`. A folder exists when a file is in it.
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+    async fn canonical(&self, path: &Path) -> Result<PathBuf> {
         let mut out = PathBuf::from("/");
         for part in path.components() {
             match part {
