@@ -91,7 +91,12 @@ pub(crate) fn eventfd_drain(fd: RawFd) {
     let mut count = [0u8; 8];
     let iovec = libc::iovec { iov_base: count.as_mut_ptr().cast(), iov_len: 8 };
     // SAFETY: the vector describes eight live bytes.
-    let _ = unsafe { libc::preadv2(fd, &raw const iovec, 1, -1, libc::RWF_NOWAIT) };
+    let count = unsafe { libc::preadv2(fd, &raw const iovec, 1, -1, libc::RWF_NOWAIT) };
+    // Before Linux 5.8 no read of an eventfd takes that flag. There another process that sets it to block and empties it
+    // between these two calls has this one wait.
+    if count < 0 && last_errno() == libc::EOPNOTSUPP && is_rung(fd).is_ok() {
+        eventfd_read(fd);
+    }
 }
 
 /// Asks whether an eventfd has been rung: EAGAIN when it has not.

@@ -3,12 +3,13 @@
 
 mod common;
 
+use std::future::Future;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use common::*;
 use spile_core::{Segments, Store, Via};
-use spile_engine::{Config, Engine, EngineKind, pool};
+use spile_engine::{Config, Engine, EngineKind, Event, pool};
 
 const INSIDE: &str = "SPILE_TEST_WITHOUT_MEMLOCK";
 
@@ -126,4 +127,38 @@ fn where_engines_are_forbidden_the_next_one_serves() {
             Ok(output) => assert_passed(&output),
         }
     }
+}
+
+const OLD_KERNEL: &str = "SPILE_TEST_OLD_KERNEL";
+
+/// Before Linux 5.8 an eventfd cannot be read with RWF_NOWAIT.
+#[test]
+fn an_event_is_taken_where_no_read_of_it_can_be_told_not_to_wait() {
+    if std::env::var_os(OLD_KERNEL).is_some() {
+        return take_an_event();
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "an_event_is_taken_where_no_read_of_it_can_be_told_not_to_wait"]).env(OLD_KERNEL, "1");
+    let mut filter = filter(&[(libc::SYS_preadv2, libc::EOPNOTSUPP)]);
+    // SAFETY: only system calls between fork and exec.
+    unsafe { child.pre_exec(move || obey(&mut filter)) };
+    match child.output() {
+        Err(error) => println!("SKIP old eventfds: no seccomp here: {error}"),
+        Ok(output) => assert_passed(&output),
+    }
+}
+
+fn take_an_event() {
+    let engine = Engine::start(Config { kind: EngineKind::Threads, workers: 1, ..Config::default() }).unwrap();
+    engine.run_on(0, || async {
+        let event = Event::from_fd(rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap()).unwrap();
+        for _ in 0..2 {
+            event.ring();
+            event.wait().await.unwrap();
+        }
+        let mut wait = std::pin::pin!(event.wait());
+        let once = &mut std::task::Context::from_waker(std::task::Waker::noop());
+        assert!(wait.as_mut().poll(once).is_pending(), "it was taken, and not rung since");
+    });
+    engine.shutdown();
 }

@@ -3,7 +3,7 @@
 //! - [`serving`]: `spile serve`: disks for NBD clients and virtual machines, the control socket, the takeover.
 //! - [`xen`]: `spile xen-disk` and `spile xen-backend`: disks for Xen guests.
 //! - [`disks`] names and opens disks, [`listen`] makes sockets, [`signals`] ends a process in order, [`panics`] ends one that has a
-//!   bug, [`log`] writes what the libraries report.
+//!   bug, [`process`] names other processes, [`log`] writes what the libraries report.
 //!
 //! This crate joins fronts and images. It imports nothing that measures (`bench`) or imitates (`lab`).
 #![forbid(unsafe_code)]
@@ -13,6 +13,7 @@ pub mod listen;
 pub mod log;
 pub mod notify;
 pub mod panics;
+pub mod process;
 pub mod serving;
 pub mod signals;
 pub mod units;

@@ -18,7 +18,6 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     recvmsg, sendmsg, sockopt,
 };
-use rustix::process::{PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
@@ -29,6 +28,7 @@ use tokio::sync::oneshot;
 use super::api::Call;
 use super::api::http::Pause;
 use super::identity::Exported;
+use crate::process::Process;
 
 /// The most descriptors beside one line (the kernel takes 253).
 pub const MAX_FDS: usize = 200;
@@ -248,16 +248,12 @@ impl Link {
         sockopt::socket_peercred(&self.stream).ok().map(|peer| peer.pid.as_raw_pid())
     }
 
-    /// The process at the other end, as a pidfd.
+    /// The process at the other end.
     ///
     /// # Errors
-    /// When it has ended, or the system gives no pidfd.
-    pub fn peer(&self) -> Result<OwnedFd> {
-        let refused = |errno: Errno| Error::io("find the process at the other end", errno.into());
-        spile_engine::peer_process(self.stream.as_fd()).or_else(|_| {
-            let pid = sockopt::socket_peercred(&self.stream).map_err(refused)?.pid;
-            pidfd_open(pid, PidfdFlags::empty()).map_err(refused)
-        })
+    /// When it has ended; the system's.
+    pub fn peer(&self) -> Result<Process> {
+        Process::peer_of(self.stream.as_fd())
     }
 }
 

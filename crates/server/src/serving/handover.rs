@@ -9,8 +9,6 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Signal, pidfd_send_signal};
 use spile_core::{Disk, Error, ErrorKind, Result};
 
 use super::control::{Answer, Link};
@@ -20,6 +18,7 @@ use super::identity::{self, Exported};
 use super::server::Server;
 use super::takeover;
 use crate::log::complain;
+use crate::process::Process;
 
 /// How often the disks are opened again after a failed takeover, each time with the patience that a busy disk is given.
 const REOPEN_ATTEMPTS: u32 = 60;
@@ -40,8 +39,8 @@ const OPEN_BOUND: Duration = Duration::from_secs(60);
 
 /// What a hand-over needs. All of it is there before anything is given away, so that no lack of it ends this server.
 pub(super) struct Prepared {
-    /// The process that will go on with everything, as a pidfd.
-    successor: OwnedFd,
+    /// The process that will go on with everything.
+    successor: Process,
     /// Fronts of nothing, for the time of the hand-over.
     nothing: Fronts,
     /// A share of each socket, to listen on again when the successor fails.
@@ -77,7 +76,7 @@ impl Server {
         disks::flush(&self.engine, &self.disks, FLUSH_BOUND)?;
         let shares = self.share_sockets()?;
         // The flush may have taken seconds.
-        match has_ended(&successor) {
+        match successor.has_ended() {
             true => Err(Error::new(ErrorKind::Shutdown, "the successor has ended")),
             false => Ok(Prepared { successor, nothing, shares }),
         }
@@ -188,14 +187,8 @@ fn within<T>(trouble: &str, bound: Duration, step: impl FnOnce() -> T) -> T {
     done
 }
 
-/// True when the process of this pidfd has ended.
-fn has_ended(process: &OwnedFd) -> bool {
-    poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
-}
-
 /// Ends a successor that hangs with the disks open, so that they can be served again.
-fn end_hanging(successor: &OwnedFd) -> Error {
-    let ended = pidfd_send_signal(successor, Signal::KILL);
-    let how = if ended.is_ok() { "was ended" } else { "cannot be ended" };
+fn end_hanging(successor: &Process) -> Error {
+    let how = if successor.kill().is_ok() { "was ended" } else { "cannot be ended" };
     Error::new(ErrorKind::Shutdown, format!("the successor hangs with the disks open, and {how}"))
 }

@@ -5,19 +5,20 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, WaitOptions, pidfd_open, waitpid};
+use rustix::process::{Pid, WaitOptions, waitpid};
 use spile_core::{Error, ErrorKind, Result};
 use spile_front_blkif::pause;
 use spile_front_blkif::xenbus::State;
 use spile_xen::store::{Tx, XenStore};
 
+use crate::process::Process;
 use crate::xen::claim::{Claim, file_stem};
 
 /// How long a disk rests whose process has ended with an error, or could not be started, before the process is started again.
@@ -28,6 +29,8 @@ const SHORT_REST: Duration = Duration::from_millis(50);
 const MAX_GROWTH: u32 = 15;
 /// When a process has lived this long, the troubles of its disk before are forgotten.
 const STEADY: Duration = Duration::from_secs(60);
+/// How often the processes are looked at where nothing tells that one has ended (before Linux 5.3).
+const LOOK: Duration = Duration::from_millis(200);
 /// This program, for when its file was replaced or removed.
 const SELF: &str = "/proc/self/exe";
 
@@ -41,7 +44,7 @@ pub struct Backend {
     program: PathBuf,
     /// The arguments of a disk's process that come before the back end's path.
     arguments: Vec<OsString>,
-    disks: BTreeMap<String, Process>,
+    disks: BTreeMap<String, DiskProcess>,
     troubles: BTreeMap<String, Trouble>,
 }
 
@@ -54,10 +57,8 @@ struct Trouble {
 }
 
 /// A disk's process.
-struct Process {
-    pid: Pid,
-    /// Readable once it has ended.
-    pidfd: OwnedFd,
+struct DiskProcess {
+    process: Process,
     started: Instant,
 }
 
@@ -154,15 +155,14 @@ impl Backend {
     }
 
     /// The process that serves a disk already, else a new one.
-    fn find_or_start(&self, path: &str) -> Result<Process> {
+    fn find_or_start(&self, path: &str) -> Result<DiskProcess> {
         let pid_file = self.run_dir.join(file_stem(path)?).with_extension("pid");
         let found = Claim::holder(&pid_file).and_then(Pid::from_raw);
         let pid = match found {
             Some(pid) => pid,
             None => self.start(path)?,
         };
-        let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|errno| Error::io("watch a process", errno.into()))?;
-        Ok(Process { pid, pidfd, started: Instant::now() })
+        Ok(DiskProcess { process: Process::of(pid)?, started: Instant::now() })
     }
 
     fn start(&self, path: &str) -> Result<Pid> {
@@ -190,10 +190,13 @@ impl Backend {
         }
         let rest = self.troubles.values().filter_map(|trouble| trouble.until).min();
         let rest = rest.map(|until| until.saturating_duration_since(Instant::now()));
+        let is_silent = self.disks.values().any(|disk| disk.process.pidfd().is_none());
+        let rest = if is_silent { Some(rest.map_or(LOOK, |rest| rest.min(LOOK))) } else { rest };
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("a rest is short"));
         let mut fds =
             vec![PollFd::new(stop, PollFlags::IN), PollFd::from_borrowed_fd(self.store.as_fd(), PollFlags::IN)];
-        fds.extend(self.disks.values().map(|process| PollFd::from_borrowed_fd(process.pidfd.as_fd(), PollFlags::IN)));
+        let pidfds = self.disks.values().filter_map(|disk| disk.process.pidfd());
+        fds.extend(pidfds.map(|pidfd| PollFd::from_borrowed_fd(pidfd, PollFlags::IN)));
         match poll(&mut fds, rest.as_ref()) {
             Ok(_) => Ok(!fds[0].revents().is_empty()),
             Err(rustix::io::Errno::INTR) => Ok(false),
@@ -204,14 +207,13 @@ impl Backend {
     /// Forgets processes that have ended. For disks that are still wanted, `look` starts others.
     fn forget_ended(&mut self) {
         let troubles = &mut self.troubles;
-        self.disks.retain(|path, process| {
-            let mut fds = [PollFd::new(&process.pidfd, PollFlags::IN)];
-            let has_ended = poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0);
+        self.disks.retain(|path, disk| {
+            let has_ended = disk.process.has_ended();
             if has_ended {
                 // The process may be the child of a back end before this one. Then it is not known how it ended.
-                let status = waitpid(Some(process.pid), WaitOptions::NOHANG).ok().flatten();
+                let status = waitpid(Some(disk.process.pid()), WaitOptions::NOHANG).ok().flatten();
                 let has_failed = status.is_some_and(|(_, status)| status.exit_status().is_some_and(|code| code != 0));
-                let age = process.started.elapsed();
+                let age = disk.started.elapsed();
                 if age > STEADY {
                     troubles.remove(path);
                 }
