@@ -12,9 +12,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::{Socket, sleep, spawn};
+use spile_front::Presence;
 use spile_nbd_tls::{Tls, Transport};
 
 use crate::inbound::Inbound;
@@ -42,7 +44,7 @@ impl Life {
 }
 
 /// Serves the connected socket `fd` to its end.
-pub(crate) async fn serve<D: Disk>(server: Arc<ServerState<D>>, fd: OwnedFd) {
+pub(crate) async fn serve<D: Disk>(server: Arc<ServerState<D>>, fd: OwnedFd, presence: Arc<Presence>) {
     prepare(&fd);
     let socket = match Socket::from_fd(fd) {
         Ok(socket) => socket,
@@ -50,26 +52,42 @@ pub(crate) async fn serve<D: Disk>(server: Arc<ServerState<D>>, fd: OwnedFd) {
     };
     let transport = Rc::new(Transport::plain(socket));
     let life = Rc::new(Life::default());
-    spawn(watch(server.clone(), transport.clone(), life.clone()));
-    if let Err(error) = talk(&server, &transport, &life).await {
+    spawn(watch(server.clone(), transport.clone(), life.clone(), presence.clone()));
+    if let Err(error) = talk(&server, &transport, &life, presence).await {
         tracing::debug!(%error, "NBD: a connection has ended");
     }
     transport.close().await;
     life.set(&life.over);
 }
 
-/// Sets TCP's options: short packets are sent at once, and a peer that is gone without a word is noticed after a while.
-/// Other sockets do not have these options, which is no error.
+/// After so long without a word the system asks a TCP peer whether it is still there, then at this interval, so many times.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(60), Duration::from_secs(15), 4);
+/// A TCP peer that has not taken what it was sent after so long is gone.
+const TAKES_NOTHING: Duration = Duration::from_secs(120);
+
+/// Sets TCP's options: short packets are sent at once, and a peer that is gone without a word is noticed after two minutes. The
+/// system does that, so an idle connection wakes nobody here. Other sockets do not have these options, which is no error.
 fn prepare(fd: &OwnedFd) {
-    let _ = rustix::net::sockopt::set_tcp_nodelay(fd, true);
-    let _ = rustix::net::sockopt::set_socket_keepalive(fd, true);
+    use rustix::net::sockopt;
+    let (idle, interval, count) = KEEPALIVE;
+    let _ = sockopt::set_tcp_nodelay(fd, true);
+    let _ = sockopt::set_socket_keepalive(fd, true);
+    let _ = sockopt::set_tcp_keepidle(fd, idle);
+    let _ = sockopt::set_tcp_keepintvl(fd, interval);
+    let _ = sockopt::set_tcp_keepcnt(fd, count);
+    let _ = sockopt::set_tcp_user_timeout(fd, TAKES_NOTHING.as_millis() as u32);
 }
 
-async fn talk<D: Disk>(server: &Arc<ServerState<D>>, transport: &Rc<Transport>, life: &Life) -> Result<()> {
+async fn talk<D: Disk>(
+    server: &Arc<ServerState<D>>,
+    transport: &Rc<Transport>,
+    life: &Life,
+    presence: Arc<Presence>,
+) -> Result<()> {
     let mut inbound = Inbound::new();
     let Some(agreed) = negotiate(server, transport, &mut inbound).await? else { return Ok(()) };
     life.set(&life.negotiated);
-    let Some(session) = Session::new(server.clone(), agreed, transport.clone()) else { return Ok(()) };
+    let Some(session) = Session::new(server.clone(), agreed, transport.clone(), presence) else { return Ok(()) };
     session.metrics().connections.fetch_add(1, Ordering::Relaxed);
     spawn(send_replies(session.clone()));
     let result = take_requests(&session, &mut inbound).await;
@@ -149,12 +167,20 @@ async fn send_all(transport: &Transport, out: &mut Vec<u8>) -> Result<()> {
 enum Event {
     Over,
     TimedOut,
+    /// The connection has to give up its place to another client.
+    Cut,
     Stop(Level),
 }
 
-/// Shuts the socket down when the handshake takes too long or the server stops. After the handshake it has no timer, so
+/// Shuts the socket down when the handshake takes too long, the connection has to give up its place or the server stops. After the handshake it has no timer, so
 /// an idle connection causes no wake-up.
-async fn watch<D: Disk>(server: Arc<ServerState<D>>, transport: Rc<Transport>, life: Rc<Life>) {
+async fn watch<D: Disk>(
+    server: Arc<ServerState<D>>,
+    transport: Rc<Transport>,
+    life: Rc<Life>,
+    presence: Arc<Presence>,
+) {
+    let mut is_cut = false;
     let mut stop = server.stop.watch();
     let mut seen = Level::Run;
     let timeout = server.config.handshake_timeout;
@@ -164,6 +190,9 @@ async fn watch<D: Disk>(server: Arc<ServerState<D>>, transport: Rc<Transport>, l
             if let Poll::Ready(level) = stop.poll_above(seen, cx) {
                 return Poll::Ready(Event::Stop(level));
             }
+            if !is_cut && presence.poll_cut(cx).is_ready() {
+                return Poll::Ready(Event::Cut);
+            }
             poll_life(&life, &mut timer, cx)
         });
         match event.await {
@@ -171,6 +200,11 @@ async fn watch<D: Disk>(server: Arc<ServerState<D>>, transport: Rc<Transport>, l
             Event::TimedOut => {
                 tracing::debug!("NBD: the handshake took too long");
                 timer = None;
+                transport.socket().shutdown(Shutdown::Both);
+            }
+            Event::Cut => {
+                is_cut = true;
+                tracing::info!("NBD: a connection that was idle for long gives up its place");
                 transport.socket().shutdown(Shutdown::Both);
             }
             Event::Stop(level) => {

@@ -45,6 +45,7 @@ pub(crate) async fn take_requests<D: Disk>(session: &Rc<Session<D>>, inbound: &m
                 return if inbound.len() == 0 { Ok(()) } else { Err(torn()) };
             }
             read_ns = now_ns();
+            session.presence.heard(read_ns);
         };
         let request =
             Request::parse(&header).ok_or_else(|| Error::new(ErrorKind::Protocol, "a request has the wrong magic"))?;

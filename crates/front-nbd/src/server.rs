@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result};
 use spile_engine::Engine;
-use spile_front::{Connections, FailedRequest, FrontReading, Listeners, LogLimit, log_failure};
+use spile_front::{Connections, FailedRequest, FrontReading, Listeners, LogLimit, Peer, log_failure};
 use spile_nbd_tls::{ServerConfig as TlsConfig, ServerFiles};
 
 use crate::connection::{self, tls_mode};
@@ -36,7 +36,7 @@ pub struct ServerConfig {
     pub handshake_timeout: Duration,
     /// The most requests in flight on one connection, at least 1; further ones wait in the socket.
     pub max_in_flight: usize,
-    /// The most connections at a time; further ones are closed at once.
+    /// The most connections at a time. When all places are taken, [`Connections`] says who gets one.
     pub max_connections: usize,
     /// TLS, or `None` for a server without it.
     pub tls: Option<ServerFiles>,
@@ -240,10 +240,10 @@ fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {
 }
 
 fn admit<D: Disk>(engine: &Engine, shared: &Arc<ServerState<D>>, fd: OwnedFd) {
-    let Some(place) = shared.connections.enter() else { return };
-    let shared = shared.clone();
+    let Some(place) = shared.connections.enter(Peer::of(&fd)) else { return };
+    let (shared, presence) = (shared.clone(), place.presence());
     engine.spawn_on(place.worker(), move || async move {
-        connection::serve(shared, fd).await;
+        connection::serve(shared, fd, presence).await;
         drop(place);
     });
 }

@@ -19,6 +19,7 @@ use std::task::{Context, Poll, Waker};
 
 use spile_core::metrics::{Counters, Ended, now_ns};
 use spile_core::{Disk, Segments};
+use spile_front::Presence;
 use spile_nbd_tls::Transport;
 
 use crate::errors::EIO;
@@ -78,6 +79,7 @@ pub(crate) struct Session<D: Disk> {
     pub(crate) disk: Arc<D>,
     pub(crate) limits: Limits,
     pub(crate) transport: Rc<Transport>,
+    pub(crate) presence: Arc<Presence>,
     pub(crate) holes: HoleProbe,
     worker: usize,
     slots: Slots,
@@ -118,6 +120,7 @@ impl<D: Disk> Session<D> {
         server: Arc<ServerState<D>>,
         agreed: negotiate::Session,
         transport: Rc<Transport>,
+        presence: Arc<Presence>,
     ) -> Option<Rc<Self>> {
         let export = &server.exports[agreed.export];
         let disk = export.disk()?;
@@ -132,6 +135,7 @@ impl<D: Disk> Session<D> {
             agreed,
             limits,
             transport,
+            presence,
             holes: HoleProbe::default(),
             worker: spile_engine::current_worker(),
             slots: Slots::default(),

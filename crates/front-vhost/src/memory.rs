@@ -77,6 +77,11 @@ pub struct GuestMemory {
 }
 
 impl GuestMemory {
+    /// True when no region is shared.
+    pub fn is_empty(&self) -> bool {
+        self.regions.is_empty()
+    }
+
     /// The memory with one more region.
     ///
     /// # Errors

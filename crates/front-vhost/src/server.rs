@@ -16,7 +16,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{Shutdown, shutdown};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
-use spile_front::{Connections, FrontCounters, FrontReading, Listeners, LogLimit, Place};
+use spile_front::{Connections, FrontCounters, FrontReading, Listeners, LogLimit, Peer, Place};
 
 use crate::channel::{Channel, Notices, Received};
 use crate::execute::{FRONT, ID_BYTES, Target};
@@ -37,7 +37,8 @@ pub struct Config {
     pub read_only: bool,
     /// Register the guest's memory with the workers' rings ([`spile_engine::pin_memory`]).
     pub pins_memory: bool,
-    /// The most connections at a time; further ones are closed at once.
+    /// The most connections at a time. When all places are taken, a further front end gets the place of one that has shared no memory,
+    /// or is hung up on.
     pub max_connections: usize,
 }
 
@@ -333,10 +334,35 @@ fn admit<D: Disk>(shared: &Arc<ServerState<D>>, fd: OwnedFd) -> Result<()> {
     if shared.is_stopping.load(Ordering::Acquire) {
         return Ok(());
     }
-    let Some(place) = shared.places.enter() else { return Ok(()) };
+    let Some(place) = place_for(shared, &fd) else { return Ok(()) };
     let channel = Channel::new(fd)?;
     let session = Session::new(shared.clone(), hang_up_of(&channel)?);
     start(shared, channel, session, place)
+}
+
+/// A place for a front end that connects. When all are taken, the connection that has gone least far gives up its own, if no guest
+/// has shared memory by it: first those on which nothing was agreed, then the oldest. Such connections are a mistake, or hostile.
+fn place_for<D: Disk>(shared: &Arc<ServerState<D>>, fd: &OwnedFd) -> Option<Place> {
+    if shared.places.count() < shared.config.max_connections {
+        return Some(shared.places.enter_anyway());
+    }
+    let connections = lock(&shared.connections);
+    let progress = |(id, open): (&u64, &Open<D>)| {
+        // One whose session is busy has something to do.
+        let session = open.connection.session.try_lock().ok()?;
+        let is_idle = !is_hung_up(open.connection.channel.as_fd()) && !session.has_memory();
+        is_idle.then(|| (session.has_agreed(), *id))
+    };
+    let room = connections.open.len() < 2 * shared.config.max_connections;
+    let least = connections.open.iter().filter_map(progress).min().filter(|_| room);
+    let Some((_, id)) = least else {
+        shared.places.turn_away(Peer::of(fd));
+        return None;
+    };
+    let disk = &shared.config.name;
+    tracing::warn!(%disk, "vhost-user: all places are taken, and one is taken from a front end that has shared no memory");
+    let _ = shutdown(connections.open[&id].connection.channel.as_fd(), Shutdown::Both);
+    Some(shared.places.enter_anyway())
 }
 
 fn hang_up_of(channel: &Channel) -> Result<Arc<OwnedFd>> {

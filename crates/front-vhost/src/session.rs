@@ -82,6 +82,16 @@ impl<D: Disk> Session<D> {
         }
     }
 
+    /// True when the front end has shared memory of its guest.
+    pub(crate) fn has_memory(&self) -> bool {
+        !self.memory.is_empty()
+    }
+
+    /// True when features were agreed on.
+    pub(crate) fn has_agreed(&self) -> bool {
+        self.features | self.protocol != 0
+    }
+
     fn offers(&self) -> u64 {
         config::features(self.target.read_only)
     }

@@ -1,6 +1,6 @@
 //! [`Listeners`]: the sockets on which a server accepts connections.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -11,6 +11,10 @@ use crate::LogLimit;
 
 /// After an accept that failed for want of descriptors or memory, the listener rests so long.
 const REST: Duration = Duration::from_millis(100);
+
+/// So many of the descriptors that this process may have are not for connections: the control socket, and disks that are opened or
+/// handed over, need some when clients have taken all others.
+const RESERVED_DESCRIPTORS: u64 = 64;
 
 /// The listening sockets of one server. Each has a task that accepts.
 pub struct Listeners {
@@ -108,6 +112,9 @@ async fn accept_all(front: &'static str, listener: &Listener, admit: impl Fn(Own
     let failures = LogLimit::default();
     loop {
         let admitted = match listener.accept().await {
+            Ok(fd) if is_reserved(&fd) => {
+                Err(Error::new(ErrorKind::Exhausted, "too few descriptors are left (ulimit -n)"))
+            }
             Ok(fd) => admit(fd),
             Err(error) if error.kind() == ErrorKind::Shutdown => return,
             Err(error) => Err(error),
@@ -119,6 +126,12 @@ async fn accept_all(front: &'static str, listener: &Listener, admit: impl Fn(Own
             sleep(REST).await;
         }
     }
+}
+
+/// True for one of the last descriptors. The system gives the lowest number that is free.
+fn is_reserved(fd: &OwnedFd) -> bool {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    fd.as_raw_fd() as u64 >= limit.saturating_sub(RESERVED_DESCRIPTORS).max(limit / 2)
 }
 
 #[cfg(test)]

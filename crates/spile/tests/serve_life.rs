@@ -2,13 +2,14 @@
 
 mod common;
 
+use std::io::{Read, Write};
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
 use common::guests::{complains, rest_of_stderr};
 use common::mount::Mount;
-use common::nbd::Client;
+use common::nbd::{Client, raw_connection, read_request};
 use common::xen::{Xen, request};
 use common::{Served, engines, eventually, fails, ok, run, spile};
 use nix::sys::signal::{Signal, kill};
@@ -162,4 +163,29 @@ fn readable(dir: &Path, disk: &str) {
         let checked = run(dir, &["check", disk]);
         assert!(matches!(checked.status.code(), Some(0 | 4)), "{checked:?}");
     }
+}
+
+#[test]
+fn idle_clients_of_one_process_do_not_shut_others_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut served = Served::start(dir.path(), &["mem:1M", "--max-connections", "4"]);
+    let mut idle: Vec<_> = (0..4).map(|_| raw_connection(&served.socket)).collect();
+    let uri = served.uri().to_string();
+    let look = ["info", &uri, "--format", "raw"];
+    // None has been idle for long, so the newcomer is turned away.
+    assert!(!run(dir.path(), &look).status.success());
+    std::thread::sleep(Duration::from_secs(11));
+    idle[1].write_all(&read_request(7, 512)).unwrap();
+    idle[1].read_exact(&mut [0; 16 + 512]).unwrap();
+    ok(dir.path(), &look);
+    // One gave up its place: the one that was silent for the longest time. All others were left alone.
+    assert_eq!(idle[0].read(&mut [0]).unwrap(), 0);
+    for kept in &mut idle[1..] {
+        kept.write_all(&read_request(8, 512)).unwrap();
+        kept.read_exact(&mut [0; 16 + 512]).unwrap();
+    }
+    served.signal(Signal::SIGTERM);
+    assert!(served.wait().success());
+    let said = rest_of_stderr(&mut served);
+    assert!(said.contains("NBD: all 4 places for connections are taken, one was turned away"), "{said}");
 }

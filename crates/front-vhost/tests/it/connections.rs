@@ -57,6 +57,20 @@ on_each_engine! {
         rig.assert_serves();
     }
 
+    fn connections_without_a_guest_give_up_their_places(kind) {
+        let rig = rig_with(kind, |setup| setup.config.max_connections = 3);
+        let mut guest = rig.guest();
+        let idle: Vec<_> = (0..8).map(|_| UnixStream::connect(rig.path()).unwrap()).collect();
+        let mut others = [rig.guest(), rig.guest()];
+        guest.assert_works(0);
+        others.iter_mut().for_each(|other| other.assert_works(0));
+        assert_hung_up("now there are three guests", &Connection::connect(&rig.path()).unwrap());
+        drop((idle, others));
+        guest.assert_works(0);
+        drop(guest);
+        rig.assert_quiet();
+    }
+
     fn many_guests_come_and_go_at_once(kind) {
         let rig = rig_with(kind, |setup| setup.config.max_connections = 64);
         let start = Barrier::new(4);

@@ -102,6 +102,11 @@ pub struct ServeArgs {
     /// Serve nobody without TLS
     #[arg(long, requires = "tls_cert")]
     tls_required: bool,
+    /// The most NBD clients at a time. When all places are taken, the process or host that holds most of them gives one up to a
+    /// newcomer: its connection that has been silent for the longest time, 10 seconds at least. Where there is none such, the
+    /// newcomer is turned away, and stderr says so. Nobody is cut off for being idle while there are places
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000), default_value = "1024")]
+    max_connections: u32,
     /// Hang up on clients that have not chosen an export after this long
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10s")]
     handshake_timeout: Duration,
@@ -159,5 +164,6 @@ fn nbd_config(args: &ServeArgs) -> ServerConfig {
         client_ca_pem: args.tls_ca.clone(),
         required: args.tls_required,
     });
-    ServerConfig { handshake_timeout: args.handshake_timeout, tls, ..ServerConfig::default() }
+    let (handshake_timeout, max_connections) = (args.handshake_timeout, args.max_connections as usize);
+    ServerConfig { handshake_timeout, max_connections, tls, ..ServerConfig::default() }
 }

@@ -35,6 +35,8 @@ use crate::serving::control::{Event, answer_line, refuse_line};
 const MAX_CONNECTIONS: usize = 64;
 /// The most connections of one process at a time.
 const MAX_OF_A_PROCESS: usize = 16;
+/// The most callers at a time that are told why they are refused. Further ones are hung up on without a word.
+const MAX_REFUSED: usize = 16;
 /// How long a caller may take to say what it wants.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long a call may take, its answer included. To close a disk may take long.
@@ -50,6 +52,9 @@ pub struct Pause {
     pub open_again: oneshot::Receiver<()>,
 }
 
+/// The callers that are refused, in the place of a process. No process has this number.
+const REFUSED: i32 = 0;
+
 /// The number of open connections of each process.
 #[derive(Clone, Default)]
 struct OpenConnections(Arc<Mutex<HashMap<i32, usize>>>);
@@ -61,10 +66,21 @@ struct Counted {
 }
 
 impl OpenConnections {
+    /// Counts one more caller that is refused; `None` when there are too many of these.
+    fn enter_refused(&self) -> Option<Counted> {
+        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let refused = open.entry(REFUSED).or_default();
+        if *refused >= MAX_REFUSED {
+            return None;
+        }
+        *refused += 1;
+        Some(Counted { all: self.clone(), process: REFUSED })
+    }
+
     /// Counts one more connection of `process`; `None` when it would be too many.
     fn enter(&self, process: i32) -> Option<Counted> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let all: usize = open.values().sum();
+        let all: usize = open.iter().filter(|(process, _)| **process != REFUSED).map(|(_, count)| count).sum();
         let own = open.entry(process).or_default();
         if all >= MAX_CONNECTIONS || *own >= MAX_OF_A_PROCESS {
             return None;
@@ -148,16 +164,21 @@ impl Door {
         let Ok(peer) = sockopt::socket_peercred(&stream) else { return };
         let is_ours = peer.uid == own || peer.uid.is_root();
         let counted = if is_ours { open.enter(peer.pid.as_raw_nonzero().get()) } else { None };
+        let is_refused = counted.is_none();
+        let Some(counted) = counted.or_else(|| open.enter_refused()) else { return };
         let door = self.clone();
         tokio::spawn(async move {
             let Some(speaks_http) = language(&stream).await else { return };
-            let refused = match (&counted, is_ours) {
-                (Some(_), _) => None,
-                (None, true) => Some(Error::new(ErrorKind::Exhausted, "too many connections to the control socket")),
-                (None, false) => Some(Error::new(ErrorKind::Denied, "only the server's own user and root are heard")),
+            let refused = match (is_refused, is_ours) {
+                (false, _) => None,
+                (true, true) => Some(Error::new(ErrorKind::Exhausted, "too many connections to the control socket")),
+                (true, false) => Some(Error::new(ErrorKind::Denied, "only the server's own user and root are heard")),
             };
             match speaks_http {
-                true => door.serve(stream, refused).await,
+                true => {
+                    door.serve(stream, refused).await;
+                    drop(counted);
+                }
                 false => door.hear_line(stream, refused, counted),
             }
         });
@@ -181,7 +202,7 @@ impl Door {
     }
 
     /// A line of JSON and perhaps descriptors, on a thread of its own: lines are rare.
-    fn hear_line(&self, stream: UnixStream, refused: Option<Error>, counted: Option<Counted>) {
+    fn hear_line(&self, stream: UnixStream, refused: Option<Error>, counted: Counted) {
         let Ok(stream) = stream.into_std() else { return };
         if stream.set_nonblocking(false).is_err() {
             return;
@@ -231,5 +252,16 @@ mod tests {
         assert_eq!(hostile.len() + 1 + more.len(), MAX_CONNECTIONS);
         drop((hostile, other, more));
         assert!(open.enter(7).is_some());
+    }
+
+    #[test]
+    fn callers_that_are_refused_are_bounded_and_take_nobodys_place() {
+        let open = OpenConnections::default();
+        let refused: Vec<Counted> = std::iter::from_fn(|| open.enter_refused()).collect();
+        assert_eq!(refused.len(), MAX_REFUSED);
+        let others: Vec<Counted> = (1..=100).filter_map(|process| open.enter(process)).collect();
+        assert_eq!(others.len(), MAX_CONNECTIONS);
+        drop(refused);
+        assert!(open.enter_refused().is_some());
     }
 }
