@@ -38,7 +38,8 @@ pub enum ErrorKind {
     TimedOut,
     /// Out of memory, descriptors or slots.
     Exhausted,
-    /// Shutting down: ESHUTDOWN.
+    /// The server or the disk ends. A front does not answer a request that its disk ends in this way: it was left undone, and the
+    /// next server does it.
     Shutdown,
 }
 
@@ -53,13 +54,26 @@ struct Inner {
     hint: Option<String>,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
     errno: Option<i32>,
+    is_permanent: bool,
 }
+
+/// EFBIG: the file would be longer than its file system allows. It counts as [`ErrorKind::NoSpace`], and never passes.
+const EFBIG: i32 = 27;
 
 impl Error {
     /// An error of `kind`; `message` says which operation failed and why.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         let message = message.into();
-        Self(Box::new(Inner { kind, message, path: None, offset_bytes: None, hint: None, source: None, errno: None }))
+        Self(Box::new(Inner {
+            kind,
+            message,
+            path: None,
+            offset_bytes: None,
+            hint: None,
+            source: None,
+            errno: None,
+            is_permanent: false,
+        }))
     }
 
     /// An error made from a system call's; `operation` is what was tried, such as "read" or "open".
@@ -97,6 +111,40 @@ impl Error {
     pub fn caused_by(mut self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         self.0.source = Some(source.into());
         self
+    }
+
+    /// Says that the same request fails again, or must not be tried again, whatever happens below: a sync has failed and
+    /// nobody knows what was lost, or an image takes no more writes until it is opened again.
+    pub fn permanent(mut self) -> Self {
+        self.0.is_permanent = true;
+        self
+    }
+
+    /// True for a failure that [`Error::permanent`] marks.
+    pub fn is_permanent(&self) -> bool {
+        self.0.is_permanent
+    }
+
+    /// True when the same request may succeed later although nobody changes it: there is no space, memory or descriptor now, the
+    /// device or the server fails, or it takes too long. The other kinds say that something is wrong with the request, with
+    /// the image, or with a permission.
+    pub fn may_pass(&self) -> bool {
+        let is_passing = match self.kind() {
+            ErrorKind::NoSpace => self.os_errno() != Some(EFBIG),
+            ErrorKind::Io | ErrorKind::TimedOut | ErrorKind::Exhausted => true,
+            ErrorKind::InvalidInput
+            | ErrorKind::OutOfRange
+            | ErrorKind::ReadOnly
+            | ErrorKind::Corrupt
+            | ErrorKind::Unsupported
+            | ErrorKind::NotFound
+            | ErrorKind::Denied
+            | ErrorKind::Exists
+            | ErrorKind::Busy
+            | ErrorKind::Protocol
+            | ErrorKind::Shutdown => false,
+        };
+        is_passing && !self.is_permanent()
     }
 
     /// The stable kind.
@@ -141,6 +189,7 @@ impl Error {
             hint: i.hint.clone(),
             source,
             errno: i.errno,
+            is_permanent: i.is_permanent,
         }))
     }
 }
@@ -230,6 +279,19 @@ mod tests {
             error.to_string(),
             "/d/a.vhd: write failed at offset 0x1000: No space left on device (os error 28) (free some space)"
         );
+    }
+
+    #[test]
+    fn only_trouble_below_may_pass() {
+        for errno in [5, 12, 19, 28, 110, 121, 122] {
+            assert!(Error::errno("write", errno).may_pass(), "{errno}");
+        }
+        for errno in [1, 13, 22, 27, 30, 95] {
+            assert!(!Error::errno("write", errno).may_pass(), "{errno}");
+        }
+        assert!(!Error::new(ErrorKind::Corrupt, "bad").may_pass());
+        let lost = Error::errno("sync", 5).permanent();
+        assert!(!lost.may_pass() && !lost.duplicate().may_pass());
     }
 
     #[test]

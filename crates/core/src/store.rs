@@ -140,4 +140,9 @@ pub trait Env: Send + Sync + 'static {
 pub trait Timer: Send + Sync + 'static {
     /// Ends after `time`, at the earliest. It is to be polled on a worker's thread.
     fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>>;
+
+    /// The time since some moment in the past, in nanoseconds. It never goes back, and [`Timer::sleep`] goes by it.
+    fn now_ns(&self) -> u64 {
+        crate::metrics::now_ns()
+    }
 }

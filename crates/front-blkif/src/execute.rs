@@ -18,6 +18,8 @@ pub enum Outcome {
     /// The request is a flush that failed, and is not answered. A Linux guest takes an error for the answer of a disk
     /// that cannot flush, and never flushes again. A guest that gets no answer waits, and loses nothing.
     Held,
+    /// The disk has left the request undone, because the server ends. It is not answered: the next process does it.
+    Left,
 }
 
 /// The disk with what the requests of its rings need.
@@ -39,6 +41,12 @@ enum Failure {
     Flush(Error),
 }
 
+impl Failure {
+    fn is_left_undone(&self) -> bool {
+        matches!(self, Self::Disk(error) | Self::Flush(error) if error.kind() == ErrorKind::Shutdown)
+    }
+}
+
 /// What a request comes to.
 enum Work<'a> {
     /// One request of the disk.
@@ -57,6 +65,7 @@ impl<D: Disk> Target<D> {
         };
         match failure {
             None => Outcome::Answer(status::OKAY),
+            Some(failure) if failure.is_left_undone() => Outcome::Left,
             Some(failure) => self.fail(request, &failure),
         }
     }
@@ -81,7 +90,9 @@ impl<D: Disk> Target<D> {
             return Err(Failure::Flush(Error::new(ErrorKind::Io, what)));
         }
         if let Err(error) = self.disk.flush().await {
-            self.has_failed_flush.store(true, Ordering::Release);
+            if error.kind() != ErrorKind::Shutdown {
+                self.has_failed_flush.store(true, Ordering::Release);
+            }
             return Err(Failure::Flush(error));
         }
         let Some(extent) = then_write else { return Ok(()) };

@@ -268,11 +268,14 @@ impl<G: Grants> RingTask<G> {
         for (mut request, outcome) in done.borrow_mut().drain(..) {
             self.in_flight -= 1;
             self.in_flight_bytes -= request.len_bytes as usize;
-            // After a barrier that failed and is not answered, nothing may begin.
-            self.has_barrier &= outcome == Outcome::Held && request.command == Command::Barrier;
+            // After a barrier that is not answered, nothing may begin.
+            let is_answered = matches!(outcome, Outcome::Answer(_));
+            self.has_barrier &= !is_answered && request.command == Command::Barrier;
             let Outcome::Answer(status) = outcome else {
-                self.journal.flush_failed();
-                self.counters.flush_held();
+                if outcome == Outcome::Held {
+                    self.journal.flush_failed();
+                    self.counters.flush_held();
+                }
                 request.clear();
                 self.free.push(request);
                 continue;

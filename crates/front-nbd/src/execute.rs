@@ -77,6 +77,10 @@ impl<D: Disk> Session<D> {
     }
 
     fn failed(&self, request: &Request, error: &Error) -> Answer {
+        if error.kind() == ErrorKind::Shutdown {
+            // The request was left undone. An error would be a false answer: the client does it again on its next connection.
+            self.cut_off();
+        }
         let expected = error.kind() == ErrorKind::Unsupported;
         if !expected {
             self.server.log_failure(self.agreed.export, request, error);

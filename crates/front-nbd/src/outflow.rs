@@ -1,6 +1,5 @@
 //! The outflow: gathers the replies that are ready and sends them with one system call, one send at a time.
 
-use std::net::Shutdown;
 use std::rc::Rc;
 
 use spile_core::metrics::Ended;
@@ -38,9 +37,7 @@ pub(crate) async fn send_replies<D: Disk>(session: Rc<Session<D>>) {
             continue;
         }
         if !session.broken.get() && session.transport.send(batch.parts()).await.is_err() {
-            // The intake may be waiting for requests: this wakes it.
-            session.broken.set(true);
-            session.transport.socket().shutdown(Shutdown::Both);
+            session.cut_off();
         }
         let held = batch.held_bytes;
         batch.parts.clear(); // the buffers are free before the next request is let in

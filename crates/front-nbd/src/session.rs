@@ -12,6 +12,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
+use std::net::Shutdown;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -190,6 +191,13 @@ impl<D: Disk> Session<D> {
     pub(crate) fn withdraw(&self, bytes: u64) {
         self.in_flight.set(self.in_flight.get() - 1);
         self.held_bytes.set(self.held_bytes.get() - bytes);
+    }
+
+    /// Ends the connection without any more replies.
+    pub(crate) fn cut_off(&self) {
+        self.broken.set(true);
+        // The intake may be waiting for requests: this wakes it.
+        self.transport.socket().shutdown(Shutdown::Both);
     }
 
     /// Waits until nothing is in flight.

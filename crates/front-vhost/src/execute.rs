@@ -48,8 +48,9 @@ pub struct Target<D> {
 }
 
 impl<D: Disk> Target<D> {
-    /// Does what the request asks for. Returns its status byte, and how many bytes of data the driver finds written.
-    pub async fn execute(&self, request: &Request) -> (u8, u32) {
+    /// Does what the request asks for. Returns its status byte, and how many bytes of data the driver finds written; `None` when
+    /// the disk has left the request undone because the server ends. Such a request gets no answer: the next server does it.
+    pub async fn execute(&self, request: &Request) -> Option<(u8, u32)> {
         let result = match self.work(request) {
             Ok(Work::Io(io)) => self.disk.execute(io).await.map(|()| if io.op == Op::Read { len(request) } else { 0 }),
             Ok(Work::Id) => self.id(&request.data),
@@ -57,10 +58,11 @@ impl<D: Disk> Target<D> {
             Err(error) => Err(error),
         };
         match result {
-            Ok(written) => (virtio::OK, written),
+            Ok(written) => Some((virtio::OK, written)),
+            Err(error) if error.kind() == ErrorKind::Shutdown => None,
             Err(error) => {
                 self.log_failure(request, &error);
-                (WireStatus::of(error.kind()).virtio, 0)
+                Some((WireStatus::of(error.kind()).virtio, 0))
             }
         }
     }

@@ -46,11 +46,14 @@ struct LogState {
     len_bytes: u64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct QueueState {
     size: u16,
     addr: Option<VringAddr>,
     base: u16,
+    /// Chains before `base` that were left undone, where no in-flight region notes them. Builds before this field answered all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    left: Vec<u16>,
     is_enabled: bool,
     is_broken: bool,
     has_kick: bool,
@@ -94,8 +97,8 @@ impl<D: Disk> Session<D> {
             }
             let [has_kick, has_call, has_err] = events.map(|event| event.is_some());
             let (size, addr, base, is_enabled) = (queue.size, queue.addr, queue.base, queue.is_enabled);
-            let is_broken = queue.is_broken;
-            queues.push(QueueState { size, addr, base, is_enabled, is_broken, has_kick, has_call, has_err });
+            let (left, is_broken) = (queue.left.clone(), queue.is_broken);
+            queues.push(QueueState { size, addr, base, left, is_enabled, is_broken, has_kick, has_call, has_err });
         }
         let log = self.log.as_ref();
         let state = ConnectionState {
@@ -155,6 +158,7 @@ impl<D: Disk> Session<D> {
                 has.then(&mut next).transpose()?.map(Event::from_fd).transpose().map(|event| event.map(Arc::new))
             };
             (queue.size, queue.addr, queue.base) = (saved.size, saved.addr, saved.base);
+            queue.left = saved.left.into_iter().filter(|head| *head < saved.size).collect();
             queue.is_enabled = saved.is_enabled;
             queue.is_broken = saved.is_broken;
             queue.kick = event(saved.has_kick)?;

@@ -97,6 +97,8 @@ pub(crate) struct Setup<D> {
 pub(crate) struct Ended {
     /// The index of the next element of the available ring.
     pub(crate) next_avail: u16,
+    /// Chains that were popped and not answered, oldest first, when there is no in-flight region that notes them.
+    pub(crate) left: Vec<u16>,
     /// Why the queue cannot go on, if it cannot.
     pub(crate) broken: Option<Broken>,
     /// True when memory that the front end shares was lost.
@@ -125,6 +127,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
         batch: Vec::new(),
         begun: Vec::new(),
         answered: Vec::new(),
+        left: Vec::new(),
         broken: None,
     };
     let side = Rc::new(RefCell::new(side));
@@ -134,8 +137,9 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     side.borrow().counters.ring_started();
     serve_ring(&mut queue, &mut slots, ring.clone(), &kick).await;
     side.borrow().counters.ring_stopped();
-    let side = side.borrow();
-    Ended { next_avail: ring.next_avail(), broken: side.broken, is_lost: side.is_lost() }
+    let mut side = side.borrow_mut();
+    let left = std::mem::take(&mut side.left);
+    Ended { next_avail: ring.next_avail(), left, broken: side.broken, is_lost: side.is_lost() }
 }
 
 /// The future of one slot: answers one chain after the other.
@@ -145,8 +149,10 @@ async fn answer_all<D: Disk>(inbox: Rc<Inbox<u16>>, side: Rc<RefCell<DriverSide>
         let head = inbox.next().await;
         let is_whole = side.borrow_mut().parse(head, &mut request);
         if is_whole {
-            let (status, written_bytes) = target.execute(&request).await;
-            side.borrow_mut().answer(&request, status, written_bytes);
+            match target.execute(&request).await {
+                Some((status, written_bytes)) => side.borrow_mut().answer(&request, status, written_bytes),
+                None => side.borrow_mut().leave(request.head),
+            }
             request.clear();
         }
         inbox.answered();
@@ -179,6 +185,8 @@ struct DriverSide {
     begun: Vec<Begun>,
     /// The requests of `batch`, to be counted when they are published.
     answered: Vec<Answered>,
+    /// As of [`Ended::left`].
+    left: Vec<u16>,
     broken: Option<Broken>,
 }
 
@@ -227,6 +235,13 @@ impl DriverSide {
         self.put(request.head, written_bytes + 1);
         if self.batch.len() >= PUBLISH {
             self.publish_and_call();
+        }
+    }
+
+    /// Leaves a chain to the next server, which finds it in the in-flight region, or gets its number with the queue.
+    fn leave(&mut self, head: u16) {
+        if self.inflight.is_none() {
+            self.left.push(head);
         }
     }
 

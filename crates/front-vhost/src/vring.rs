@@ -41,6 +41,9 @@ pub(crate) struct Vring {
     pub(crate) addr: Option<VringAddr>,
     /// While the queue is stopped: the index of the available ring at which it goes on.
     pub(crate) base: u16,
+    /// While the queue is stopped: chains before `base` that are still to be done, oldest first. With an in-flight region there
+    /// are none here, because that notes them.
+    pub(crate) left: Vec<u16>,
     pub(crate) is_enabled: bool,
     pub(crate) kick: Option<Arc<Event>>,
     pub(crate) err: Option<Arc<Event>>,
@@ -60,6 +63,7 @@ impl Vring {
             size: 0,
             addr: None,
             base: 0,
+            left: Vec::new(),
             is_enabled: false,
             kick: None,
             err: None,
@@ -80,6 +84,7 @@ impl Vring {
     /// Stops the queue because its description changes. A broken ring may be whole after that.
     pub(crate) fn stop_to_change(&mut self) {
         self.stop();
+        self.left.clear();
         self.is_broken = self.has_panicked;
     }
 
@@ -90,6 +95,7 @@ impl Vring {
         match running.recv() {
             Ok(ended) => {
                 self.base = ended.next_avail;
+                self.left = ended.left;
                 self.is_broken = ended.broken.is_some();
             }
             // The task has panicked, which the panic hook has reported. Nobody knows how far it came.
@@ -156,6 +162,9 @@ impl Vring {
             self.base = ring.published().wrapping_add(left.len() as u16);
             ring = Ring::new(self.parts(&context.memory, &addr)?, has_event_idx, self.base);
             again = left;
+        }
+        if inflight.is_none() {
+            again = std::mem::take(&mut self.left);
         }
         let setup = Setup {
             target: context.target.clone(),

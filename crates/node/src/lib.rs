@@ -2,7 +2,8 @@
 //!
 //! The way of a request, from the top:
 //!
-//! 1. The meter counts it ([`Node::meter`]).
+//! 1. The meter counts it ([`Node::meter`]). What fails further down because of trouble that may pass waits here and is tried
+//!    again, if that is the disk's policy ([`Troubles`]).
 //! 2. [`Aligned`] lets an aligned request pass, and bounces any other.
 //! 3. The request takes the graph that is published now, and with it counts in the current *epoch* (`published`). While a
 //!    gate is closed it waits there, and holds nothing but the range that [`Aligned`] has locked for it.
@@ -21,9 +22,11 @@ mod fault;
 mod node;
 mod published;
 mod stage;
+mod trouble;
 
 pub use aligned::{Aligned, Allocate};
 pub use exchange::{Change, ClosedGates, OldEpoch, close_gates, exchange};
 pub use fault::{Effect, Fault, Faults};
 pub use node::Node;
 pub use stage::{Pending, Place, Stage};
+pub use trouble::{News, OnError, Policy, Tell, Troubles, Waiting};

@@ -9,11 +9,13 @@ use crate::aligned::{Aligned, Allocate};
 use crate::exchange::{OldEpoch, exchange};
 use crate::published::Published;
 use crate::stage::{Attached, Place, Stage};
+use crate::trouble::Troubles;
 
 /// A disk as a front sees it: any alignment, metered, over a graph that can be exchanged while requests run.
 pub struct Node<G: Disk> {
     disk: Aligned<Published<G>>,
     meter: Meter,
+    troubles: Option<Troubles>,
 }
 
 impl<G: Disk> Node<G> {
@@ -25,7 +27,25 @@ impl<G: Disk> Node<G> {
     /// A disk over `graph`, whose bounce buffers `allocate` makes: from the worker's pool, where there is one.
     pub fn with_buffers(graph: G, allocate: Allocate) -> Self {
         let disk = Aligned::with_buffers(Published::new(Arc::new(graph)), allocate);
-        Self { disk, meter: Meter::new() }
+        Self { disk, meter: Meter::new(), troubles: None }
+    }
+
+    /// The same disk with a policy for trouble below it. Without one, every error is reported.
+    pub fn with_troubles(self, troubles: Troubles) -> Self {
+        Self { troubles: Some(troubles), ..self }
+    }
+
+    /// The policy for trouble below the disk, and the requests that wait, if the disk has a policy.
+    pub fn troubles(&self) -> Option<&Troubles> {
+        self.troubles.as_ref()
+    }
+
+    /// As [`Disk::flush`], but it never waits for trouble to pass.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn flush_once(&self) -> Result<()> {
+        self.disk.flush().await
     }
 
     /// Counts of all requests since the disk was made.
@@ -75,14 +95,24 @@ impl<G: Disk> Node<G> {
     }
 
     /// A request that needs no bounce buffer, has nothing to wait for and meets no stage goes straight to the graph. All
-    /// others take the way through [`Aligned`] and [`Published`], where each obstacle has its place.
+    /// others take the way through [`Aligned`] and [`Published`], where each obstacle has its place. What fails is tried again
+    /// as the disk's policy says.
     async fn execute_unmetered(&self, io: Io<'_>) -> Result<()> {
-        if let Some(_held) = self.disk.try_pass(&io)
-            && let Some(graph) = self.published().try_enter_free()
-        {
-            return graph.execute(io).await;
+        let done = 'done: {
+            if let Some(_held) = self.disk.try_pass(&io)
+                && let Some(graph) = self.published().try_enter_free()
+            {
+                break 'done graph.execute(io).await;
+            }
+            self.disk.execute(io).await
+        };
+        match (done, &self.troubles) {
+            (Err(error), Some(troubles)) => {
+                let again = async || self.disk.execute(io).await;
+                Box::pin(troubles.see_through(io.op.into(), error, again)).await
+            }
+            (done, _) => done,
         }
-        self.disk.execute(io).await
     }
 }
 

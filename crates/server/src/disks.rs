@@ -3,11 +3,15 @@
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, Files, Locator, Result, Store};
 use spile_engine::OsEnv;
 use spile_image::{Format, Graph, OpenOptions};
+use spile_node::{OnError, Policy};
 use spile_store::{AnyStore, CacheMode, OsFiles};
+
+use crate::units::parse_duration;
 
 /// What a command's DISK means: a locator, or the path of a file whose name is no UTF-8.
 ///
@@ -38,7 +42,8 @@ pub fn stem(source: &Locator) -> String {
     }
 }
 
-/// `DISK[,name=N][,serial=S][,format=F][,read-only]`, as `serve` takes it. A comma in the path is doubled.
+/// `DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=report|pause][,pause-at-most=TIME]`, as `serve` takes it. A comma
+/// in the path is doubled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSpec {
     /// Where it is.
@@ -51,9 +56,26 @@ pub struct DiskSpec {
     pub format: Option<Format>,
     /// Serve it for reading only.
     pub read_only: bool,
+    /// What is done with requests that fail, if given.
+    pub on_error: Option<OnError>,
+    /// How long a request waits at most, if given.
+    pub pause_at_most: Option<Duration>,
 }
 
 impl DiskSpec {
+    /// A disk of which only its place is given.
+    pub fn new(source: Locator) -> Self {
+        Self { source, name: None, serial: None, format: None, read_only: false, on_error: None, pause_at_most: None }
+    }
+
+    /// The disk's policy for trouble below it; `default` is the server's.
+    pub fn policy(&self, default: Policy) -> Policy {
+        Policy {
+            on_error: self.on_error.unwrap_or(default.on_error),
+            pause_at_most: self.pause_at_most.or(default.pause_at_most),
+        }
+    }
+
     /// The disk's own name on its server: `name=N`, else its file's name without the extension.
     pub fn own_name(&self) -> String {
         self.name.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| stem(&self.source))
@@ -66,7 +88,7 @@ impl FromStr for DiskSpec {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = split_commas(text).into_iter();
         let source = parts.next().unwrap_or_default().parse().map_err(|e: Error| e.to_string())?;
-        let mut spec = Self { source, name: None, serial: None, format: None, read_only: false };
+        let mut spec = Self::new(source);
         for part in parts {
             match part.split_once('=') {
                 Some(("name", name)) => spec.name = Some(name.to_owned()),
@@ -74,11 +96,15 @@ impl FromStr for DiskSpec {
                 Some(("format", name)) => {
                     spec.format = Some(name.parse().map_err(|e: Error| e.to_string())?);
                 }
+                Some(("on-error", policy)) => {
+                    spec.on_error = Some(policy.parse().map_err(|e: Error| e.to_string())?);
+                }
+                Some(("pause-at-most", time)) => spec.pause_at_most = Some(parse_duration(time)?),
                 None if part == "read-only" => spec.read_only = true,
                 _ => {
                     return Err(format!(
-                        "`{part}` is not an option of a DISK; use name=N, serial=S, format=F or read-only \
-                         (a comma in the path is doubled)"
+                        "`{part}` is not an option of a DISK; use name=N, serial=S, format=F, read-only, \
+                         on-error=report|pause or pause-at-most=TIME (a comma in the path is doubled)"
                     ));
                 }
             }
@@ -171,6 +197,16 @@ mod tests {
         let spec: DiskSpec = "a.vhd,name=x,format=raw,read-only".parse().unwrap();
         assert_eq!((spec.source, spec.name.as_deref()), (file("a.vhd"), Some("x")));
         assert_eq!((spec.format, spec.read_only), (Some(Format::Raw), true));
+    }
+
+    #[test]
+    fn a_disk_has_its_own_policy_or_the_servers() {
+        let servers = Policy { on_error: OnError::Pause, pause_at_most: Some(Duration::from_secs(9)) };
+        let of = |text: &str| text.parse::<DiskSpec>().unwrap().policy(servers);
+        assert_eq!(of("a"), servers);
+        assert_eq!(of("a,on-error=report"), Policy { on_error: OnError::Report, ..servers });
+        assert_eq!(of("a,pause-at-most=2m"), Policy { pause_at_most: Some(Duration::from_secs(120)), ..servers });
+        assert!("a,on-error=stop".parse::<DiskSpec>().unwrap_err().contains("report or pause"));
     }
 
     #[test]

@@ -54,6 +54,37 @@ fn a_stop_waits_for_what_was_taken() {
     assert_eq!(world.disk.take_did(), [], "nothing was done twice");
 }
 
+/// The disk leaves requests undone when the process ends while they wait for trouble to pass.
+#[test]
+fn what_the_disk_leaves_undone_is_done_by_a_successor() {
+    let mut world = Setup::new(spile_front_blkif::pages::Access::Copy).start();
+    let (_front, mut queue) = world.connect_one(BlkfrontOptions::default());
+    world.disk.fail(Some(spile_core::ErrorKind::Shutdown));
+    for (slot, op) in [Op::Write, Op::Read, Op::Flush].into_iter().enumerate() {
+        let len_bytes = if op == Op::Flush { 0 } else { 4096 };
+        queue.submit(slot, op, 4096 * slot as u64, len_bytes);
+    }
+    queue.publish();
+    let mut did = 0;
+    wait_until("all were tried", || {
+        did += world.disk.take_did().len();
+        did == 3
+    });
+    assert_eq!(world.stop(), End::Stopped);
+    assert_eq!((queue.outstanding(), is_answered(&mut queue)), (3, false), "what was left undone is answered");
+    world.disk.fail(None);
+    world.serve();
+    let mut slots: Vec<_> = (0..3).map(|_| next(&mut queue)).collect();
+    slots.sort_unstable();
+    assert_eq!(slots, [(0, status::OKAY), (1, status::OKAY), (2, status::OKAY)]);
+    assert_eq!(held(&mut world), 0, "a flush that was left undone counts as failed");
+}
+
+/// True when the guest finds an answer without waiting.
+fn is_answered(queue: &mut spile_lab::xen::blkfront::Queue) -> bool {
+    queue.take().unwrap().is_some()
+}
+
 /// The guest waits for its requests before it lets the disk go, and for us after that.
 #[test]
 fn a_successor_ends_what_was_being_detached() {

@@ -57,6 +57,18 @@ on_each_engine! {
         }
     }
 
+    fn a_client_gets_no_answer_to_what_is_left_undone(kind) {
+        let rig = rig(kind);
+        let mut client = ready(&rig.path(), true);
+        assert_eq!(client.call_write(0, 0, &[1; 512]).errno, 0);
+        rig.disk.fail_next(ErrorKind::Shutdown);
+        client.write(0, 0, &[2; 512]);
+        assert!(client.at_end(), "the client is told something");
+        // It connects again, and does it again.
+        let mut client = ready(&rig.path(), true);
+        assert_eq!(client.call_write(0, 0, &[2; 512]).errno, 0);
+    }
+
     fn a_read_only_export_refuses_writes(kind) {
         let rig = rig(kind);
         let mut client = connect(&rig.path());

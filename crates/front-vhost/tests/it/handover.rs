@@ -108,6 +108,37 @@ on_each_engine! {
         assert_hung_up("the heir has ended", &guest.connection);
     }
 
+    fn what_the_disk_leaves_undone_is_not_answered_and_done_by_the_heir(kind) {
+        for inflight in [true, false] {
+            let rig = rig(kind);
+            let mut guest = Guest::with(&rig.path(), Options { inflight, ..Options::default() });
+            guest.assert_works(0);
+            rig.disk.fail(Some(ErrorKind::Shutdown));
+            rig.disk.take_did();
+            let asked: Vec<_> = (0..4).map(|_| guest.offer(0, FLUSH, 0, &[])).collect();
+            guest.rings[0].publish_and_kick();
+            let mut did = 0;
+            until("all are left undone", || {
+                did += rig.disk.take_did().len();
+                did == 4
+            });
+            let heir = heir(&rig, 4);
+            assert_eq!(move_all(&rig.server, &heir), 1);
+            assert_eq!(guest.rings[0].used(), 0, "what was left undone is answered");
+            // The heir leaves them undone as well, to its own heir.
+            let last = self::heir(&rig, 4);
+            assert_eq!(move_all(&heir, &last), 1);
+            rig.disk.fail(None);
+            let done = self::heir(&rig, 4);
+            assert_eq!(move_all(&last, &done), 1);
+            guest.rings[0].take_ids(4);
+            assert!(asked.iter().all(|asked| asked.status() == OK));
+            guest.assert_works(0);
+            guest.assert_works(1);
+            end(&done);
+        }
+    }
+
     fn everything_that_was_agreed_on_is_kept(kind) {
         let rig = rig(kind);
         let mut guest = Guest::with(&rig.path(), Options { features: u64::MAX, inflight: true, ..Options::default() });

@@ -118,6 +118,7 @@ impl Server {
             let what = format!("the disk {name:?} is in use by {connections} connection(s)");
             return Err(Error::new(ErrorKind::Busy, what).hint("disconnect them, or use --force to cut them off"));
         }
+        disks::leave_waiting([&open]);
         self.fronts.end(&names);
         self.listening.retain(|socket| !matches!(&socket.role, Role::Vhost(export) if names.contains(export)));
         self.opening.remove(name);

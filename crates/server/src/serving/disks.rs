@@ -7,12 +7,13 @@ use spile_core::{Disk, Error, ErrorKind, Locator, Result};
 use spile_engine::Engine;
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions};
-use spile_node::Node;
+use spile_node::{Node, Policy, Troubles};
 use spile_store::{AnyStore, CacheMode, FileId};
 
 use super::api::types::Layer;
 use super::faults;
 use super::identity::{Exported, Identity};
+use super::trouble;
 use crate::disks::{self, DiskSpec};
 
 /// How long a busy disk is waited for.
@@ -74,6 +75,8 @@ pub struct Opening {
     pub allow_data_file: bool,
     /// Take no locks on files.
     pub no_lock: bool,
+    /// What is done about trouble below disks that do not say it.
+    pub policy: Policy,
 }
 
 impl Opening {
@@ -87,6 +90,7 @@ impl Opening {
             parent_format: None,
             allow_data_file: false,
             no_lock: false,
+            policy: Policy::default(),
         }
     }
 
@@ -188,6 +192,7 @@ impl Opening {
     /// The disk of `spec`, which was opened as `graph`.
     fn opened(&self, graph: Graph<AnyStore>, spec: &DiskSpec, names: Vec<String>) -> Open {
         let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
+        let troubles = trouble::of_disk(spec.own_name(), spec.policy(self.policy));
         Open {
             name: spec.own_name(),
             layers: graph.layers().iter().map(layer).collect(),
@@ -197,7 +202,9 @@ impl Opening {
             kind: disks::describe(&graph),
             read_only: spec.read_only,
             identity: self.identity_of(spec).with_opened(&graph),
-            disk: Arc::new(Node::with_buffers(graph, |len| spile_engine::pool().alloc(len).into())),
+            disk: Arc::new(
+                Node::with_buffers(graph, |len| spile_engine::pool().alloc(len).into()).with_troubles(troubles),
+            ),
         }
     }
 
@@ -260,7 +267,7 @@ fn layer(info: &LayerInfo) -> Layer {
     }
 }
 
-/// Flushes the disks, so that closing them soon after takes little time. After `bound` nobody waits any more; the flushes go on.
+/// Flushes the disks, so that closing them soon after takes little time. It does not wait for trouble to pass. After `bound` nobody waits any more; the flushes go on.
 ///
 /// # Errors
 /// The first failure; `TimedOut` with the name of a disk that is not flushed in time.
@@ -268,7 +275,7 @@ pub fn flush(engine: &Engine, disks: &[Open], bound: Duration) -> Result<()> {
     let end = Instant::now() + bound;
     let begin = |open: &Open| {
         let (disk, (sender, flushed)) = (open.disk.clone(), mpsc::channel());
-        engine.spawn_on(0, move || async move { drop(sender.send(disk.flush().await)) });
+        engine.spawn_on(0, move || async move { drop(sender.send(disk.flush_once().await)) });
         (open.label.clone(), flushed)
     };
     let begun: Vec<_> = disks.iter().map(begin).collect();
@@ -279,6 +286,12 @@ pub fn flush(engine: &Engine, disks: &[Open], bound: Duration) -> Result<()> {
         };
         flushed.recv_timeout(end.saturating_duration_since(Instant::now())).map_err(late)?
     })
+}
+
+/// Has requests that wait for trouble to pass end without an answer, and no request wait any more: the disks are about to be
+/// closed, and the next server does these requests.
+pub fn leave_waiting<'a>(disks: impl IntoIterator<Item = &'a Open>) {
+    disks.into_iter().filter_map(|open| open.disk.troubles()).for_each(Troubles::leave);
 }
 
 /// Closes the disks, each whatever became of the others. The first error, `result`'s before all, is returned; the

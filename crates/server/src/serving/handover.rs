@@ -96,6 +96,7 @@ impl Server {
                 "a takeover cuts off {clients} NBD client(s): they have to connect again (guests on vhost-user go on)"
             );
         }
+        disks::leave_waiting(&self.disks);
         let connections = within("what is in flight is not answered", DRAIN_BOUND, || fronts.hand_over());
         let (sizes, served) = (self.sizes(), disks::exported(&self.disks));
         if let Err(error) = self.close_disks() {

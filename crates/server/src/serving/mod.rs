@@ -2,6 +2,7 @@
 //!
 //! - [`server`]: the main loop of both. [`serve`]: `spile serve` itself; `spile xen-disk` is [`crate::xen::disk`].
 //! - [`disks`]: the images, open; `faults.rs` has them fail for tests. [`fronts`]: the servers over them. [`sockets`]: where they listen.
+//! - [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
 //! - [`control`]: lines on the control socket. [`api`]: HTTP on the same socket. [`takeover`]: a server that gives all it has to
 //!   its successor, and the messages for that.
 
@@ -17,3 +18,4 @@ pub mod serve;
 pub mod server;
 pub mod sockets;
 pub mod takeover;
+mod trouble;

@@ -155,6 +155,7 @@ impl Server {
             }
             Ok(End::Stops) | Err(_) => self.fronts.stop(),
         }
+        disks::leave_waiting(&self.disks);
         // Nobody answers there any more, and a second signal shall leave no name behind.
         self.listening.clear();
         let xen = self.fronts.wait_drained();

@@ -26,7 +26,7 @@ pub fn parse(params: &str, read_only: bool) -> Result<DiskSpec> {
             (rest.parse().map_err(bad)?, None)
         }
     };
-    Ok(DiskSpec { source, name: None, serial: None, format, read_only })
+    Ok(DiskSpec { format, read_only, ..DiskSpec::new(source) })
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, call, escape};
 use spile_server::serving::api::discovery;
-use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Meter};
+use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Meter, Waiting};
 
 use super::{Exit, print_json, say};
 use crate::disks::{DiskSpec, split_commas};
@@ -41,7 +41,7 @@ pub struct ShowArgs {
 
 /// Which disk of which server.
 #[derive(Debug, Args)]
-struct Which {
+pub(super) struct Which {
     /// The disk: its name, the path of its image, or the control socket of its server
     disk: String,
     /// With a control socket: the disk's name there, if it is not the first disk
@@ -57,7 +57,7 @@ pub struct AttachArgs {
     /// The server: the path of its control socket, its name in the folder, or one of its disks
     server: String,
     /// The disk, as for `spile serve`
-    #[arg(value_name = "DISK[,name=N][,serial=S][,format=F][,read-only]")]
+    #[arg(value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T]")]
     disk: String,
     /// Serve it to virtual machines on this Unix socket (may be given several times)
     #[arg(long, value_name = "PATH")]
@@ -96,7 +96,7 @@ pub struct ResizeArgs {
 
 impl Which {
     /// The server's control socket and the disk's name.
-    fn find(&self) -> Result<(PathBuf, String)> {
+    pub(super) fn find(&self) -> Result<(PathBuf, String)> {
         let path = Path::new(&self.disk);
         if !discovery::is_socket(path) {
             return match &self.name {
@@ -139,16 +139,25 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
         return print_json(&DiskList { disks }).map(|()| Exit::Ok);
     }
     let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(["NAME", "SIZE", "FORMAT", "WAYS", "PATH"]);
+    table.load_style(presets::NOTHING).set_header(["NAME", "STATE", "SIZE", "FORMAT", "WAYS", "PATH"]);
     for disk in &disks {
         let mut ways: Vec<_> = disk.exports.iter().map(|export| export.protocol.as_str()).collect();
         ways.dedup();
         let access = if disk.read_only { " (read-only)" } else { "" };
         let format = format!("{}{access}", disk.format);
-        table.add_row([&disk.name, &format_size(disk.virtual_size_bytes), &format, &ways.join(", "), &disk.path]);
+        let size = format_size(disk.virtual_size_bytes);
+        table.add_row([&disk.name, &disk.state, &size, &format, &ways.join(", "), &disk.path]);
     }
     say(table);
+    disks.iter().filter_map(waits_for).for_each(say);
     Ok(Exit::Ok)
+}
+
+/// A line for a disk that waits: what for, since when, and how many requests.
+fn waits_for(disk: &Disk) -> Option<String> {
+    let Waiting { requests, time_s, operation, error, .. } = disk.waiting.as_ref()?;
+    let why = Failure { error: error.clone() }.into_error();
+    Some(format!("{}: {requests} request(s) wait, since {time_s:.0} s, for a {operation} to succeed: {why}", disk.name))
 }
 
 /// Runs `spile show`.
@@ -167,6 +176,9 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     let access = if disk.read_only { ", read-only" } else { "" };
     say(format_args!("{}: {} {}{access}", disk.name, format_size(disk.virtual_size_bytes), disk.format));
     say(format_args!("server: {}", disk.server));
+    let at_most = disk.pause_at_most_s.map_or(String::new(), |time_s| format!(", for at most {time_s} s"));
+    say(format_args!("on error: {}{at_most}", disk.on_error));
+    waits_for(disk).into_iter().for_each(say);
     for layer in layers {
         say(format_args!("image: {} ({}, {})", layer.path, layer.format, format_size(layer.virtual_size_bytes)));
     }
@@ -247,6 +259,6 @@ pub fn resize(args: &ResizeArgs) -> Result<Exit> {
     call(&socket, "PATCH", &path_of(&name), Some(&body), CHANGE_PATIENCE).map(|_: Value| Exit::Ok)
 }
 
-fn path_of(name: &str) -> String {
+pub(super) fn path_of(name: &str) -> String {
     format!("/v1/disks/{}", escape(name))
 }

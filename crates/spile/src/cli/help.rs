@@ -145,6 +145,21 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "on-error",
+        codes: &[],
+        examples: &[
+            ("spile on-error disk pause", "from now on requests wait for space"),
+            ("spile on-error disk report", "requests that wait are reported as failed"),
+        ],
+        notes: &[],
+    },
+    Ending {
+        command: "resume",
+        codes: &[],
+        examples: &[("spile resume disk", "tries at once what waits")],
+        notes: &[],
+    },
+    Ending {
         command: "xen-lab",
         codes: &[],
         examples: &[("spile xen-lab lab", "a Xen in the folder lab, until it is ended")],

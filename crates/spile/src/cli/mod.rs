@@ -15,6 +15,7 @@ mod info;
 mod load;
 mod map;
 mod serve;
+mod trouble;
 mod xen_backend;
 mod xen_lab;
 mod xen_place;
@@ -24,17 +25,20 @@ use std::fmt::Display;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, FromArgMatches, Parser, Subcommand};
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_engine::{Config, Engine, EngineKind};
 use spile_image::{Format, OpenOptions};
+use spile_node::{OnError, Policy};
 use spile_store::CacheMode;
 
 use self::ending::Exit;
 use crate::disks;
 use crate::log::{complain, printable};
+use crate::units::parse_duration;
 
 /// Serve virtual disks to guests, and create, inspect, check, convert and measure them
 #[derive(Debug, Parser)]
@@ -58,6 +62,8 @@ enum Command {
     Attach(control::AttachArgs),
     Detach(control::DetachArgs),
     Resize(control::ResizeArgs),
+    OnError(trouble::OnErrorArgs),
+    Resume(trouble::ResumeArgs),
     XenLab(xen_lab::XenLabArgs),
     XenBackend(Box<xen_backend::XenBackendArgs>),
     #[command(hide = true)]
@@ -93,6 +99,8 @@ pub fn run() -> ExitCode {
         Command::Attach(args) => control::attach(args),
         Command::Detach(args) => control::detach(args),
         Command::Resize(args) => control::resize(args),
+        Command::OnError(args) => trouble::on_error(args),
+        Command::Resume(args) => trouble::resume(args),
         Command::XenLab(args) => xen_lab::run(args),
         Command::XenBackend(args) => xen_backend::run(args),
         Command::XenDisk(args) => xen_backend::run_disk(args),
@@ -151,6 +159,39 @@ struct ParentArgs {
     /// destroy it
     #[arg(long)]
     no_lock: bool,
+}
+
+/// What a server does about trouble below its disks.
+#[derive(Debug, Args)]
+struct PolicyArgs {
+    /// What to do with a request that fails because of trouble that may pass (no space, an I/O error, a time-out, a lost path):
+    /// report it to the guest, or let it wait and try it again until it succeeds. `spile ls` shows which disk waits for what;
+    /// `spile on-error` changes this for a disk that is served. A failed sync is always reported
+    #[arg(long, value_name = "report|pause", value_parser = parse_on_error, default_value = "report")]
+    on_error: OnError,
+    /// The longest time that a request waits before it is reported after all [default: for ever]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    pause_at_most: Option<Duration>,
+}
+
+impl PolicyArgs {
+    fn policy(&self) -> Policy {
+        Policy { on_error: self.on_error, pause_at_most: self.pause_at_most }
+    }
+
+    /// The same options for another process of this program.
+    fn arguments(&self) -> Vec<OsString> {
+        // No field can be forgotten here.
+        let Self { on_error, pause_at_most } = self;
+        let mut words = vec!["--on-error".into(), on_error.to_string().into()];
+        let time = pause_at_most.map(|time| ["--pause-at-most".into(), format!("{}us", time.as_micros()).into()]);
+        words.extend(time.into_iter().flatten());
+        words
+    }
+}
+
+fn parse_on_error(text: &str) -> Result<OnError, String> {
+    text.parse().map_err(|error: Error| error.to_string())
 }
 
 impl OpenArgs {

@@ -10,7 +10,7 @@ use spile_front_nbd::{ServerConfig, TlsFiles};
 use spile_image::Format;
 use spile_store::CacheMode;
 
-use super::{Exit, ParentArgs, parse_cache, parse_engine, parse_format, try_say};
+use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_format, try_say};
 use crate::disks::DiskSpec;
 use crate::log;
 use crate::panics::abort_on_panic;
@@ -45,7 +45,10 @@ use crate::uri::Address;
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     /// What to serve
-    #[arg(required = true, value_name = "DISK[,name=N][,serial=S][,format=F][,read-only]")]
+    #[arg(
+        required = true,
+        value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T]"
+    )]
     disks: Vec<DiskSpec>,
     /// Serve virtual machines by vhost-user-blk on this Unix socket: the first DISK, or the one exported as NAME (may be
     /// given several times)
@@ -88,6 +91,8 @@ pub struct ServeArgs {
     /// The format of every DISK that has no format=F, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
+    #[command(flatten)]
+    policy: PolicyArgs,
     #[command(flatten)]
     parents: ParentArgs,
     /// The server's certificate chain (PEM): clients may use TLS
@@ -136,6 +141,7 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     opening.parent_format = args.parents.backing_format;
     opening.allow_data_file = args.parents.allow_data_file;
     opening.no_lock = args.parents.no_lock;
+    opening.policy = args.policy.policy();
     Ok(Settings {
         opening: opening.with_disks(args.disks.clone()),
         options: Options { nbd: nbd_config(args), queues: args.queues, pins_memory: args.pin_memory },

@@ -12,7 +12,7 @@ use spile_front_blkif::pages::Access;
 use spile_store::CacheMode;
 
 use super::xen_place::XenPlace;
-use super::{Exit, ParentArgs, parse_cache, parse_engine, try_say};
+use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, try_say};
 use crate::log::{self, complain};
 use crate::notify::notify;
 use crate::panics::abort_on_panic;
@@ -92,6 +92,8 @@ struct DiskArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), default_value = "1")]
     workers: u16,
     #[command(flatten)]
+    policy: PolicyArgs,
+    #[command(flatten)]
     parents: ParentArgs,
 }
 
@@ -111,6 +113,7 @@ impl DiskArgs {
         pair("--engine", self.engine.to_string().into());
         pair("--workers", self.workers.to_string().into());
         words.extend(self.split_rings.then(|| "--split-rings".into()));
+        words.extend(self.policy.arguments());
         words.extend(self.parents.arguments());
         words.extend(self.place.arguments());
         words
@@ -160,6 +163,7 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     opening.parent_format = disk.parents.backing_format;
     opening.allow_data_file = disk.parents.allow_data_file;
     opening.no_lock = disk.parents.no_lock;
+    opening.policy = disk.policy.policy();
     let options = Options {
         place: disk.place.clone(),
         run_dir: disk.run_dir.clone(),

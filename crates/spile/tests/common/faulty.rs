@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// The size of its disk.
@@ -32,15 +32,27 @@ struct Shared {
     bytes: Mutex<Vec<u8>>,
     fault: Fault,
     writes: AtomicU64,
+    /// The error with which every write is answered; 0 for none.
+    refuses: Arc<AtomicU32>,
 }
+
+/// `NBD_OPT_GO`.
+const GO: u32 = 7;
+/// `NBD_REP_ERR_UNSUP`.
+const UNSUPPORTED: u32 = 0x8000_0001;
 
 /// The write that breaks, counted from 0.
 const BROKEN_WRITE: u64 = 100;
 
 /// Serves at `path` until the process ends.
 pub fn serve(path: &Path, fault: Fault) {
+    serve_refusing(path, fault, Arc::default());
+}
+
+/// The same; as long as `refuses` is not 0, every write is answered with that error.
+pub fn serve_refusing(path: &Path, fault: Fault, refuses: Arc<AtomicU32>) {
     let listener = UnixListener::bind(path).expect("the socket can be made");
-    let shared = Shared { bytes: Mutex::new(vec![0; SIZE]), fault, writes: AtomicU64::new(0) };
+    let shared = Shared { bytes: Mutex::new(vec![0; SIZE]), fault, writes: AtomicU64::new(0), refuses };
     let shared = Arc::new(shared);
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
@@ -54,23 +66,29 @@ pub fn serve(path: &Path, fault: Fault) {
 fn connection(mut stream: UnixStream, shared: &Shared) -> std::io::Result<()> {
     stream.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
     read(&mut stream, 4)?;
-    let head = read(&mut stream, 16)?;
-    assert_eq!(be32(&head[8..]), 7, "only GO is known here");
-    read(&mut stream, be32(&head[12..]) as usize)?;
+    loop {
+        let head = read(&mut stream, 16)?;
+        let option = be32(&head[8..]);
+        read(&mut stream, be32(&head[12..]) as usize)?;
+        if option == GO {
+            break;
+        }
+        option_reply(&mut stream, option, UNSUPPORTED, &[])?;
+    }
     let mut info = vec![0, 0];
     info.extend((SIZE as u64).to_be_bytes());
     info.extend(0b1_0000_1101u16.to_be_bytes()); // flags, flush, FUA, several connections
-    option_reply(&mut stream, 3, &info)?;
-    option_reply(&mut stream, 1, &[])?;
+    option_reply(&mut stream, GO, 3, &info)?;
+    option_reply(&mut stream, GO, 1, &[])?;
     loop {
         let head = read(&mut stream, 28)?;
         request(&mut stream, shared, &head)?;
     }
 }
 
-fn option_reply(stream: &mut UnixStream, kind: u32, data: &[u8]) -> std::io::Result<()> {
+fn option_reply(stream: &mut UnixStream, option: u32, kind: u32, data: &[u8]) -> std::io::Result<()> {
     let mut bytes = 0x0003_e889_0455_65a9u64.to_be_bytes().to_vec();
-    bytes.extend(7u32.to_be_bytes());
+    bytes.extend(option.to_be_bytes());
     bytes.extend(kind.to_be_bytes());
     bytes.extend((data.len() as u32).to_be_bytes());
     bytes.extend(data);
@@ -87,6 +105,10 @@ fn request(stream: &mut UnixStream, shared: &Shared, head: &[u8]) -> std::io::Re
         0 => data = shared.bytes.lock().unwrap()[offset..offset + len].to_vec(),
         1 => {
             let bytes = read(stream, len)?;
+            let refused = shared.refuses.load(Ordering::Relaxed);
+            if refused != 0 {
+                return answer(stream, refused, &cookie, &[]);
+            }
             let broken = shared.writes.fetch_add(1, Ordering::Relaxed) == BROKEN_WRITE;
             let fault = if broken { shared.fault } else { Fault::None };
             write(&mut shared.bytes.lock().unwrap(), offset, &bytes, fault);
@@ -100,6 +122,10 @@ fn request(stream: &mut UnixStream, shared: &Shared, head: &[u8]) -> std::io::Re
         2 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
         _ => {}
     }
+    answer(stream, errno, &cookie, &data)
+}
+
+fn answer(stream: &mut UnixStream, errno: u32, cookie: &[u8], data: &[u8]) -> std::io::Result<()> {
     let mut reply = 0x6744_6698u32.to_be_bytes().to_vec();
     reply.extend(errno.to_be_bytes());
     reply.extend(cookie);

@@ -234,7 +234,7 @@ fn refused(call: &Call, errno: u32, words: &str) -> Error {
     let what = if words.is_empty() { what.to_owned() } else { format!("{what} ({words:?})") };
     match errno {
         1 | 5 | 12 | 22 | 28 | 75 | 95 => Error::errno(what, errno as i32),
-        108 => Error::new(ErrorKind::Shutdown, what),
+        108 => Error::new(ErrorKind::Io, format!("{what}: it is shutting down")),
         _ => Error::new(ErrorKind::Io, format!("{what}: error {errno}")),
     }
 }

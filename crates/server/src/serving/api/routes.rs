@@ -15,7 +15,7 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_front::Connections;
 use utoipa::OpenApi;
 
-use super::types::{Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport};
+use super::types::{Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport, Resumed};
 use super::view::View;
 use super::{Call, Order};
 use crate::log;
@@ -45,6 +45,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/openapi.json", get(openapi))
         .route("/v1/disks", get(list).post(attach))
         .route("/v1/disks/{name}", get(show).delete(detach).patch(change))
+        .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/exports", post(add_export))
         .route("/v1/exports/{address}", delete(remove_export))
         .route("/v1/log-level", put(set_log_level))
@@ -61,7 +62,7 @@ pub fn router(context: Context) -> Router {
         description = "What a server of disks can be asked and told.",
         license(name = "MIT OR Apache-2.0")
     ),
-    paths(openapi, list, show, attach, detach, change, add_export, remove_export, set_log_level, shutdown)
+    paths(openapi, list, show, attach, detach, change, resume, add_export, remove_export, set_log_level, shutdown)
 )]
 struct Document;
 
@@ -164,13 +165,23 @@ async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQue
     context.disks(StatusCode::OK)
 }
 
-/// Makes a disk longer; its guests see it at once.
+/// Changes a disk: makes it longer, which its guests see at once, or changes what is done about trouble below it.
 #[utoipa::path(patch, path = "/v1/disks/{name}", params(("name", description = "the disk's name")), request_body = Change,
     responses((status = 200, body = DiskDetail), (status = "default", body = Failure)))]
 async fn change(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
-    let Change { size_bytes } = read(body).await?;
-    context.ask(Order::Resize { name: name.clone(), size_bytes }).await?;
+    let change: Change = read(body).await?;
+    context.view.set_policy(&name, &change)?;
+    if let Some(size_bytes) = change.size_bytes {
+        context.ask(Order::Resize { name: name.clone(), size_bytes }).await?;
+    }
     context.disk(StatusCode::OK, &name)
+}
+
+/// Tries all requests again that wait for trouble below the disk to pass.
+#[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name", description = "the disk's name")),
+    responses((status = 200, body = Resumed), (status = "default", body = Failure)))]
+async fn resume(State(context): State<Context>, Path(name): Path<String>) -> Answer {
+    Ok(json(StatusCode::OK, &Resumed { requests: context.view.resume(&name)? }))
 }
 
 /// Listens on one more socket.

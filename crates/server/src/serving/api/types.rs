@@ -26,10 +26,50 @@ pub struct Disk {
     pub virtual_size_bytes: u64,
     /// Writes are refused.
     pub read_only: bool,
+    /// `running`, or `waiting` while requests wait for trouble below the disk to pass.
+    #[serde(default)]
+    pub state: String,
+    /// What the disk waits for, while it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<Waiting>,
+    /// What is done with a request that fails because of trouble that may pass: `report` or `pause`.
+    #[serde(default)]
+    pub on_error: String,
+    /// How long a request waits at most, in seconds, before it is reported as failed. Left out when it waits for ever.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pause_at_most_s: Option<f64>,
     /// The server's control socket.
     pub server: String,
     /// The ways in which guests and clients reach the disk.
     pub exports: Vec<Export>,
+}
+
+/// What a disk waits for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Waiting {
+    /// How many requests wait.
+    pub requests: u64,
+    /// When the first of them began to wait, in seconds since 1970-01-01 UTC.
+    pub since_unix_s: u64,
+    /// How long ago that is, in seconds.
+    pub time_s: f64,
+    /// The operation that failed last: `read`, `write`, `flush`, `discard` or `write_zeroes`.
+    pub operation: String,
+    /// Why it failed.
+    pub error: FailureDetail,
+}
+
+impl Waiting {
+    /// What the node says.
+    pub fn new(waiting: &spile_node::Waiting) -> Self {
+        Self {
+            requests: waiting.requests,
+            since_unix_s: waiting.since_unix_s,
+            time_s: waiting.time.as_secs_f64(),
+            operation: waiting.op.name().to_owned(),
+            error: Failure::of(&waiting.error).1.error,
+        }
+    }
 }
 
 /// A way to a disk.
@@ -137,7 +177,7 @@ impl Meter {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Attach {
-    /// The disk, as `spile serve` takes it: `DISK[,name=N][,serial=S][,format=F][,read-only]`. Paths must be absolute.
+    /// The disk, as `spile serve` takes it: `DISK[,name=N][,serial=S][,format=F][,read-only]` and so on. Paths must be absolute.
     pub disk: String,
     /// Unix sockets on which virtual machines reach it.
     #[serde(default)]
@@ -152,7 +192,21 @@ pub struct Attach {
 #[serde(deny_unknown_fields)]
 pub struct Change {
     /// The new size in bytes. A disk can only grow.
-    pub size_bytes: u64,
+    #[serde(default)]
+    pub size_bytes: Option<u64>,
+    /// What is done from now on with a request that fails because of trouble that may pass: `report` or `pause`.
+    #[serde(default)]
+    pub on_error: Option<String>,
+    /// How long a request waits at most from now on, in seconds; 0: for ever.
+    #[serde(default)]
+    pub pause_at_most_s: Option<f64>,
+}
+
+/// What came of an order to try again.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Resumed {
+    /// How many requests are tried again now.
+    pub requests: u64,
 }
 
 /// A way to a disk that is to be opened.
@@ -184,7 +238,7 @@ pub struct Failure {
 }
 
 /// The reason of a failure.
-#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct FailureDetail {
     /// A name that stays the same from release to release, such as `not_found`.
     pub kind: String,

@@ -2,11 +2,13 @@
 //! with a slow disk.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use spile_core::{Disk as _, Error, ErrorKind, Result};
 use spile_front::FrontReading;
+use spile_node::{Policy, Troubles};
 
-use super::types::{Disk, DiskDetail, DiskList, Export, Layer, Meter};
+use super::types::{Change, Disk, DiskDetail, DiskList, Export, Layer, Meter, Waiting};
 use crate::serving::disks::{Open, ServedDisk};
 
 /// Reads what a front has counted of a disk.
@@ -38,7 +40,14 @@ impl DiskView {
     }
 
     fn summary(&self, server: &str) -> Disk {
+        let troubles = self.disk.troubles();
+        let waiting = troubles.and_then(Troubles::waiting);
+        let policy = troubles.map(Troubles::policy).unwrap_or_default();
         Disk {
+            state: if waiting.is_some() { "waiting" } else { "running" }.to_owned(),
+            waiting: waiting.as_ref().map(Waiting::new),
+            on_error: policy.on_error.to_string(),
+            pause_at_most_s: policy.pause_at_most.map(|time| time.as_secs_f64()),
             name: self.name.clone(),
             path: self.label.clone(),
             format: self.layers.first().map_or_else(String::new, |leaf| leaf.format.clone()),
@@ -107,10 +116,47 @@ impl View {
     /// # Errors
     /// `NotFound` with the names that there are; `Shutdown` while the server hands over.
     pub fn find(&self, server: &str, name: &str) -> Result<DiskDetail> {
+        self.with(name, |disk| Ok(disk.detail(server)))
+    }
+
+    fn with<T>(&self, name: &str, act: impl FnOnce(&DiskView) -> Result<T>) -> Result<T> {
         let disks = self.disks()?;
         let found = disks.iter().find(|disk| disk.name == name);
-        found.map(|disk| disk.detail(server)).ok_or_else(|| no_disk(disks.iter().map(|disk| &disk.name), name))
+        act(found.ok_or_else(|| no_disk(disks.iter().map(|disk| &disk.name), name))?)
     }
+
+    /// Tries all requests again that wait for trouble below the disk of this name to pass. Returns how many there are.
+    ///
+    /// # Errors
+    /// As [`View::find`].
+    pub fn resume(&self, name: &str) -> Result<u64> {
+        self.with(name, |disk| Ok(disk.disk.troubles().map_or(0, Troubles::try_again)))
+    }
+
+    /// Changes the policy of the disk of this name as `change` says, also for requests that wait already.
+    ///
+    /// # Errors
+    /// As [`View::find`]; `InvalidInput` when `change` has no such policy or time.
+    pub fn set_policy(&self, name: &str, change: &Change) -> Result<()> {
+        self.with(name, |disk| {
+            let Some(troubles) = disk.disk.troubles() else { return Ok(()) };
+            let policy = changed(troubles.policy(), change)?;
+            troubles.set_policy(policy);
+            Ok(())
+        })
+    }
+}
+
+/// The policy that becomes of `policy` by `change`.
+fn changed(mut policy: Policy, change: &Change) -> Result<Policy> {
+    if let Some(on_error) = &change.on_error {
+        policy.on_error = on_error.parse()?;
+    }
+    if let Some(time_s) = change.pause_at_most_s {
+        let bad = |_| Error::new(ErrorKind::InvalidInput, format!("{time_s} s is no time to wait"));
+        policy.pause_at_most = Some(Duration::try_from_secs_f64(time_s).map_err(bad)?).filter(|time| !time.is_zero());
+    }
+    Ok(policy)
 }
 
 /// No disk has this name.

@@ -1,0 +1,411 @@
+//! [`Troubles`]: what becomes of a request that fails because of trouble below the disk.
+//!
+//! No space, a failing device, a server that is away, a time-out: such trouble passes ([`Error::may_pass`]). Under
+//! [`OnError::Report`] the request fails. Under [`OnError::Pause`] it waits in the node and is tried again, and the guest
+//! sees latency and no error. Fronts know nothing of it, so the policy is the same for all of them.
+//!
+//! - A request waits only when it has failed itself. On a full file system reads and rewrites go on.
+//! - While requests wait, one of them is the *probe*: it is tried again after a pause that grows. When it succeeds, all others are
+//!   tried once as well. When it fails, the request that has waited for longest is the next probe: a request that can
+//!   never succeed does not hold up the others.
+//! - All are tried at once when [`Troubles::try_again`] is called.
+//! - A request that has waited as long as [`Policy::pause_at_most`] says fails with its last error. So do all when the policy
+//!   becomes `Report`.
+//! - When the server ends, a request that waits ends with `Shutdown` ([`Troubles::leave`]). Fronts give no answer to such a request:
+//!   the guest must not take it for a failure, and the next server does it.
+//!
+//! A waiting request holds its memory, and nothing else: no lock of a range and no share of an epoch. Trying a write again
+//! is safe because the guest has no answer to it. Whatever it writes to the same place meanwhile is concurrent with this
+//! write, and either may be the last. A failed flush is tried again only when no sync has failed: what a failed sync
+//! has lost cannot be known, and stores mark its error as permanent.
+//!
+//! There is a timer only while a request waits.
+
+use std::fmt;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use event_listener::Event;
+use spile_core::metrics::Op;
+use spile_core::{Error, ErrorKind, Result, Timer};
+
+/// The first pause before a probe; each probe that fails doubles it.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// The longest pause before a probe.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// What is done with a request that fails because of trouble that may pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnError {
+    /// The guest gets the error.
+    #[default]
+    Report,
+    /// The request waits until it succeeds.
+    Pause,
+}
+
+impl fmt::Display for OnError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Report => "report",
+            Self::Pause => "pause",
+        })
+    }
+}
+
+impl FromStr for OnError {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "report" => Ok(Self::Report),
+            "pause" => Ok(Self::Pause),
+            other => Err(Error::new(ErrorKind::InvalidInput, format!("there is no policy {other:?} for errors"))
+                .hint("use report or pause")),
+        }
+    }
+}
+
+/// What a disk does about trouble below it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Policy {
+    /// What is done with a request that fails.
+    pub on_error: OnError,
+    /// The longest time that a request waits; `None`: until it succeeds.
+    pub pause_at_most: Option<Duration>,
+}
+
+/// What a disk waits for.
+#[derive(Debug)]
+pub struct Waiting {
+    /// How many requests wait now.
+    pub requests: u64,
+    /// When the first of them began to wait, in seconds since 1970-01-01 UTC.
+    pub since_unix_s: u64,
+    /// How long ago that is.
+    pub time: Duration,
+    /// The operation that failed last.
+    pub op: Op,
+    /// Its error.
+    pub error: Error,
+}
+
+/// What an operator wants to hear of.
+#[derive(Debug)]
+pub enum News {
+    /// A request begins to wait, and no other did.
+    Begins(Waiting),
+    /// No request waits any more.
+    Ends {
+        /// How long the disk has had requests that waited.
+        time: Duration,
+        /// How many requests waited in that time.
+        requests: u64,
+        /// How many of them were reported to the guest as failed in the end.
+        reported: u64,
+        /// How many of them were left to the next server.
+        left: u64,
+    },
+}
+
+/// Hears the news of one disk. It is called by the worker that executes the request, and must not wait.
+pub type Tell = Box<dyn Fn(&News) + Send + Sync>;
+
+/// The policy of one disk, and its requests that wait.
+pub struct Troubles {
+    timer: Arc<dyn Timer>,
+    tell: Tell,
+    state: Mutex<State>,
+    /// Something has changed for a request that waits.
+    changed: Event,
+}
+
+struct State {
+    policy: Policy,
+    /// Requests end with `Shutdown` instead of waiting.
+    is_leaving: bool,
+    /// Raised whenever all requests that wait are to be tried.
+    round: u64,
+    has_probe: bool,
+    /// The pause before the next probe.
+    pause: Duration,
+    /// While requests wait.
+    period: Option<Period>,
+}
+
+/// The time during which at least one request waits.
+struct Period {
+    began_ns: u64,
+    since_unix_s: u64,
+    waiting: u64,
+    total: u64,
+    reported: u64,
+    left: u64,
+    op: Op,
+    error: Error,
+}
+
+/// What a request that waits has to do.
+enum Step {
+    Try,
+    Report,
+    Leave,
+    /// Look again when something has changed, or after this time.
+    Wait(Option<Duration>),
+}
+
+impl Troubles {
+    /// A disk's policy. `tell` hears when requests begin and cease to wait.
+    pub fn new(policy: Policy, timer: Arc<dyn Timer>, tell: Tell) -> Self {
+        let state = State { policy, is_leaving: false, round: 0, has_probe: false, pause: FIRST_PAUSE, period: None };
+        Self { timer, tell, state: Mutex::new(state), changed: Event::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The policy now.
+    pub fn policy(&self) -> Policy {
+        self.lock().policy
+    }
+
+    /// Changes the policy, also for requests that wait already.
+    pub fn set_policy(&self, policy: Policy) {
+        self.lock().policy = policy;
+        self.changed.notify(usize::MAX);
+    }
+
+    /// Tries all requests that wait at once. Returns how many there are.
+    pub fn try_again(&self) -> u64 {
+        let mut state = self.lock();
+        state.round += 1;
+        state.pause = FIRST_PAUSE;
+        let waiting = state.period.as_ref().map_or(0, |period| period.waiting);
+        drop(state);
+        self.changed.notify(usize::MAX);
+        waiting
+    }
+
+    /// From now on no request waits: one that would ends with `Shutdown`, and so do those that wait now.
+    pub fn leave(&self) {
+        self.lock().is_leaving = true;
+        self.changed.notify(usize::MAX);
+    }
+
+    /// What the disk waits for; `None` when no request waits.
+    pub fn waiting(&self) -> Option<Waiting> {
+        self.lock().period.as_ref().map(|period| self.describe(period))
+    }
+
+    fn describe(&self, period: &Period) -> Waiting {
+        Waiting {
+            requests: period.waiting,
+            since_unix_s: period.since_unix_s,
+            time: self.since(period.began_ns),
+            op: period.op,
+            error: period.error.duplicate(),
+        }
+    }
+
+    fn since(&self, began_ns: u64) -> Duration {
+        Duration::from_nanos(self.timer.now_ns().saturating_sub(began_ns))
+    }
+
+    /// Takes a request that has failed with `error` to its end; `again` executes it once more.
+    ///
+    /// # Errors
+    /// `error` itself when nobody waits for its end; the last error after the longest time; `Shutdown` when the server ends.
+    pub(crate) async fn see_through(&self, op: Op, error: Error, again: impl AsyncFn() -> Result<()>) -> Result<()> {
+        if !error.may_pass() || self.policy().on_error == OnError::Report {
+            return Err(error);
+        }
+        let mut request = Patient::new(self, op, error);
+        loop {
+            match request.next_step().await {
+                Step::Leave => return Err(request.leave()),
+                Step::Report => return Err(request.report()),
+                Step::Try | Step::Wait(_) => {}
+            }
+            match again().await {
+                Err(error) if error.may_pass() => request.has_failed(error),
+                Ok(()) => {
+                    request.has_succeeded();
+                    return Ok(());
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+fn left_undone() -> Error {
+    Error::new(
+        ErrorKind::Shutdown,
+        "the request waits for its disk, and the server ends: it is left to the next server",
+    )
+}
+
+/// A request that waits, from its first failure to its end.
+struct Patient<'a> {
+    troubles: &'a Troubles,
+    op: Op,
+    /// Its last error.
+    error: Error,
+    began_ns: u64,
+    round: u64,
+    /// While it is the probe: when it is tried again.
+    probe_at_ns: Option<u64>,
+    /// It was the probe a moment ago, and others come first.
+    has_just_probed: bool,
+}
+
+impl<'a> Patient<'a> {
+    fn new(troubles: &'a Troubles, op: Op, error: Error) -> Self {
+        let now_ns = troubles.timer.now_ns();
+        let mut state = troubles.lock();
+        let round = state.round;
+        let begins = state.period.is_none();
+        let period = state.period.get_or_insert_with(|| Period {
+            began_ns: now_ns,
+            since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+            waiting: 0,
+            total: 0,
+            reported: 0,
+            left: 0,
+            op,
+            error: error.duplicate(),
+        });
+        period.waiting += 1;
+        period.total += 1;
+        let news = begins.then(|| News::Begins(troubles.describe(period)));
+        drop(state);
+        news.iter().for_each(|news| (troubles.tell)(news));
+        Self { troubles, op, error, began_ns: now_ns, round, probe_at_ns: None, has_just_probed: false }
+    }
+
+    /// Waits until there is something to do.
+    async fn next_step(&mut self) -> Step {
+        loop {
+            let changed = self.troubles.changed.listen();
+            let time = match self.look() {
+                Step::Wait(time) => time,
+                step => return step,
+            };
+            match time {
+                Some(time) => either(changed, self.troubles.timer.sleep(time)).await,
+                None => changed.await,
+            }
+            self.has_just_probed = false;
+        }
+    }
+
+    fn look(&mut self) -> Step {
+        let now_ns = self.troubles.timer.now_ns();
+        let mut state = self.troubles.lock();
+        if state.is_leaving {
+            return Step::Leave;
+        }
+        let deadline_ns = state.policy.pause_at_most.map(|most| self.began_ns.saturating_add(in_ns(most)));
+        if state.policy.on_error == OnError::Report || deadline_ns.is_some_and(|deadline| deadline <= now_ns) {
+            return Step::Report;
+        }
+        if state.round != self.round {
+            self.round = state.round;
+            return Step::Try;
+        }
+        let is_alone = state.period.as_ref().is_none_or(|period| period.waiting == 1);
+        if !state.has_probe && (is_alone || !self.has_just_probed) {
+            state.has_probe = true;
+            self.probe_at_ns = Some(now_ns.saturating_add(in_ns(state.pause)));
+        }
+        if self.probe_at_ns.is_some_and(|probe| probe <= now_ns) {
+            return Step::Try;
+        }
+        let next_ns = [deadline_ns, self.probe_at_ns].into_iter().flatten().min();
+        Step::Wait(next_ns.map(|next| Duration::from_nanos(next - now_ns)))
+    }
+
+    /// It was tried, in vain.
+    fn has_failed(&mut self, error: Error) {
+        let mut state = self.troubles.lock();
+        if let Some(period) = &mut state.period {
+            (period.op, period.error) = (self.op, error.duplicate());
+        }
+        self.error = error;
+        if self.probe_at_ns.take().is_some() {
+            self.has_just_probed = true;
+            state.has_probe = false;
+            state.pause = (state.pause * 2).min(LONGEST_PAUSE);
+            drop(state);
+            self.troubles.changed.notify(1);
+        }
+    }
+
+    /// It was tried, with success. When it was the probe, the others are tried, too.
+    fn has_succeeded(&mut self) {
+        if self.probe_at_ns.is_some() {
+            self.troubles.try_again();
+        }
+    }
+
+    /// The error that the guest gets.
+    fn report(&mut self) -> Error {
+        if let Some(period) = &mut self.troubles.lock().period {
+            period.reported += 1;
+        }
+        self.error.duplicate()
+    }
+
+    /// The error that has the front give no answer.
+    fn leave(&mut self) -> Error {
+        if let Some(period) = &mut self.troubles.lock().period {
+            period.left += 1;
+        }
+        left_undone()
+    }
+}
+
+impl Drop for Patient<'_> {
+    /// The request has ended: another one may have to be the probe, or nobody waits any more.
+    fn drop(&mut self) {
+        let mut state = self.troubles.lock();
+        if self.probe_at_ns.is_some() {
+            state.has_probe = false;
+        }
+        let Some(period) = &mut state.period else { return };
+        period.waiting -= 1;
+        let mut news = None;
+        if period.waiting == 0 {
+            let time = self.troubles.since(period.began_ns);
+            let (requests, reported, left) = (period.total, period.reported, period.left);
+            news = Some(News::Ends { time, requests, reported, left });
+            state.period = None;
+            state.pause = FIRST_PAUSE;
+        }
+        let lacks_probe = state.period.is_some() && !state.has_probe;
+        drop(state);
+        if lacks_probe {
+            self.troubles.changed.notify(1);
+        }
+        news.iter().for_each(|news| (self.troubles.tell)(news));
+    }
+}
+
+fn in_ns(time: Duration) -> u64 {
+    time.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// Ends when one of the two does.
+async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
+    let (mut one, mut other) = (pin!(one), pin!(other));
+    poll_fn(|context| match (one.as_mut().poll(context), other.as_mut().poll(context)) {
+        (Poll::Pending, Poll::Pending) => Poll::Pending,
+        _ => Poll::Ready(()),
+    })
+    .await;
+}

@@ -1,0 +1,41 @@
+//! Trouble below a disk, as operators hear of it: one line in the log when requests begin to wait and one when none waits any
+//! more, and the status that the service manager shows.
+
+use std::sync::Arc;
+
+use spile_engine::OsEnv;
+use spile_node::{News, Policy, Troubles};
+
+use crate::notify::notify;
+
+/// The policy for trouble below the disk of this name.
+pub fn of_disk(name: String, policy: Policy) -> Troubles {
+    Troubles::new(policy, Arc::new(OsEnv), Box::new(move |news| tell(&name, news)))
+}
+
+fn tell(disk: &str, news: &News) {
+    match news {
+        News::Begins(waiting) => {
+            let (op, error) = (waiting.op.name(), &waiting.error);
+            tracing::error!(
+                "the disk {disk:?} waits: a {op} has failed, and is tried again until it succeeds: {error} (`spile resume \
+                 {disk}` tries at once, `spile on-error {disk} report` gives the error to the guest)"
+            );
+            notify(&format!("STATUS=the disk {disk:?} waits: {error}"));
+        }
+        News::Ends { time, requests, left, .. } if *left > 0 => {
+            let time_s = time.as_secs_f64();
+            tracing::warn!(
+                "the disk {disk:?} still waits, since {time_s:.1} s: {left} of {requests} request(s) are left to the next server"
+            );
+        }
+        News::Ends { time, requests, reported, .. } => {
+            let time_s = time.as_secs_f64();
+            let failed = if *reported > 0 { format!("; {reported} were reported as failed") } else { String::new() };
+            tracing::warn!(
+                "the disk {disk:?} goes on: {requests} request(s) have waited, {time_s:.1} s in all{failed}"
+            );
+            notify(&format!("STATUS=the disk {disk:?} goes on"));
+        }
+    }
+}
