@@ -16,6 +16,10 @@
 //! block in a hole. So a helper thread calls it, in the lane of the file: all such writes to a file of a worker's turn are one
 //! job ([`Batch`]). The worker and these jobs share the context, and it is destroyed with the last of them.
 //!
+//! A device that lies over others, such as a volume of LVM, refuses RWF_NOWAIT on older kernels. The engine `aio` then has a
+//! helper thread start the transfers to it in the same way. They are as asynchronous as others, so that one thread starts them
+//! all.
+//!
 //! All transfers of a turn go to the kernel together. The end of each is announced by an eventfd, which the reactor waits
 //! for, and noted in a ring of memory that the kernel shares with the process: no system call is needed to read it.
 //!

@@ -113,10 +113,10 @@ impl Epoll {
     fn start_file(&mut self, op: Op, waker: &Waker) -> Started {
         let key = self.insert(waker, op);
         self.file_ops += 1;
-        let op = self.slots[key].op.as_ref().expect("it was put there");
-        let is_transfer = matches!(op.kind, Kind::Read | Kind::Write) && op.fd.direct && !op.fd.always_waits();
+        let op = self.slots[key].op.as_mut().expect("it was put there");
+        let is_direct = matches!(op.kind, Kind::Read | Kind::Write) && op.fd.direct;
         match &mut self.aio {
-            Some(aio) if is_transfer => {
+            Some(aio) if is_direct && (!op.fd.always_waits() || op.choose_aio(libc::EOPNOTSUPP)) => {
                 aio.queue(key as u64);
                 if aio.queued() >= SUBMIT_TRANSFERS {
                     self.submit_aio();
@@ -185,11 +185,13 @@ impl Epoll {
         if errno == libc::EOPNOTSUPP {
             op.fd.note_waits();
         }
-        if errno == libc::EAGAIN && op.choose_aio() {
-            self.shared.counters.writes_by_aio();
-            return self.queue_again(key);
+        if !op.choose_aio(errno) {
+            return self.hand_over(key);
         }
-        self.hand_over(key);
+        if errno == libc::EAGAIN {
+            self.shared.counters.writes_by_aio();
+        }
+        self.queue_again(key);
     }
 
     fn start_socket(&mut self, mut op: Op, waker: &Waker) -> Started {
@@ -380,5 +382,87 @@ fn try_socket(op: &mut Op) -> Option<Outcome> {
             Err(libc::EAGAIN) => return None,
             Err(errno) => return Some(Err(errno)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use spile_mem::{Segment, Segments};
+
+    use super::*;
+    use crate::fd::Fd;
+    use crate::shared::Message;
+
+    /// A reactor with AIO on this thread; `None` where there is none.
+    fn reactor() -> Option<Epoll> {
+        let helpers = FilePool::shared();
+        helpers.ensure_thread().unwrap();
+        let aio = Aio::open().map_err(|error| println!("SKIP aio: {error}")).ok()?;
+        let shared = Arc::new(WorkerLink::new(0, Some(sys::epoll_create().unwrap())).unwrap());
+        Some(Epoll::new(shared, helpers, Some(aio)).unwrap())
+    }
+
+    /// Lets the reactor work until the operation has ended.
+    fn finish(reactor: &mut Epoll, key: u64) -> Outcome {
+        let (woken, mut messages) = (&mut Vec::new(), VecDeque::new());
+        loop {
+            if let Poll::Ready(outcome) = reactor.poll(key, Waker::noop()) {
+                return outcome;
+            }
+            reactor.turn(Some(Some(Duration::from_millis(10))), woken);
+            reactor.shared.take(&mut messages);
+            for message in messages.drain(..) {
+                match message {
+                    Message::Done(key, outcome) => reactor.done(key, outcome, woken),
+                    Message::Refused(key) => reactor.refused(key),
+                    _ => panic!("nobody else sends anything"),
+                }
+            }
+        }
+    }
+
+    fn read(reactor: &mut Epoll, fd: &Arc<Fd>) -> Outcome {
+        let into = Segments::from(Segment::zeroed(4096));
+        let Started::Waits(key) = reactor.start(Op::read(fd, 0, &into), Waker::noop()) else { panic!("it waits") };
+        let outcome = finish(reactor, key);
+        assert_eq!(into.to_vec(), [7; 4096]);
+        outcome
+    }
+
+    /// As a volume of LVM is on Linux 4.19, and as a file on such a file system.
+    #[test]
+    fn where_no_transfer_can_be_told_not_to_wait_helpers_start_those_of_devices_and_do_those_of_files() {
+        let Some(mut reactor) = reactor() else { return };
+        for (is_device, by_aio) in [(true, 1), (false, 0)] {
+            let file = tempfile::tempfile().unwrap();
+            std::os::unix::fs::FileExt::write_all_at(&file, &[7; 4096], 0).unwrap();
+            let mut fd = Fd::direct(file.try_clone().unwrap().into(), &Fd::file(file.into()));
+            Arc::get_mut(&mut fd).unwrap().may_need_space = !is_device;
+            fd.note_waits();
+            let before = reactor.shared.stats();
+            assert_eq!(read(&mut reactor, &fd), Ok(4096));
+            let after = reactor.shared.stats();
+            assert_eq!(after.aio_transfers - before.aio_transfers, by_aio, "device: {is_device}");
+            assert_eq!(after.aio_writes, before.aio_writes);
+            assert!(reactor.is_idle());
+        }
+    }
+
+    #[test]
+    fn a_refusal_to_do_without_waiting_is_remembered() {
+        let Some(mut reactor) = reactor() else { return };
+        let file = tempfile::tempfile().unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &[7; 4096], 0).unwrap();
+        let fd = Fd::direct(file.try_clone().unwrap().into(), &Fd::file(file.into()));
+        let into = Segments::from(Segment::zeroed(4096));
+        // As queued, and answered by a kernel that has no such transfer.
+        let key = reactor.insert(Waker::noop(), Op::read(&fd, 0, &into));
+        reactor.file_ops = 1;
+        reactor.complete(key, -libc::EOPNOTSUPP, &mut Vec::new());
+        assert_eq!(finish(&mut reactor, key as u64), Ok(4096));
+        assert!(fd.always_waits());
+        assert_eq!(reactor.shared.stats().aio_transfers, 0);
     }
 }

@@ -137,6 +137,11 @@ impl Fd {
         self.waits.load(Ordering::Relaxed)
     }
 
+    /// True for a block device opened with O_DIRECT.
+    pub(crate) fn is_device(&self) -> bool {
+        self.direct && !self.may_need_space
+    }
+
     /// Notes how a sync ended, whether or not anybody still waits for it.
     pub(crate) fn note_sync(&self, errno: i32) {
         let _ = self.sync_errno.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Acquire);

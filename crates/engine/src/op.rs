@@ -154,12 +154,18 @@ impl Op {
         }
     }
 
-    /// Chooses AIO for a transfer that must wait: true, once, for a direct write to a file, which most likely goes to a hole.
-    /// A device has no holes: a transfer must wait there when the device is out of tags, and AIO would make the worker wait
-    /// for one.
-    pub(crate) fn choose_aio(&mut self) -> bool {
-        let may_need_space = self.kind == Kind::Write && self.fd.may_need_space;
-        may_need_space && !std::mem::replace(&mut self.may_wait_in_aio, true)
+    /// Chooses AIO that may wait, once, for a direct transfer that the kernel refuses with `errno` instead of waiting. It suits:
+    ///
+    /// - a write to a file that is refused with EAGAIN: most likely it goes to a hole. A device has no holes: a transfer must
+    ///   wait there when the device is out of tags;
+    /// - a device with EOPNOTSUPP: one that lies over others, such as a volume of LVM, has no transfer that does not wait on older
+    ///   kernels, but its transfers are as asynchronous as others. Of a file system that is not known.
+    pub(crate) fn choose_aio(&mut self, errno: i32) -> bool {
+        let suits = match errno {
+            libc::EAGAIN => self.kind == Kind::Write && self.fd.may_need_space,
+            _ => self.fd.is_device(),
+        };
+        suits && !std::mem::replace(&mut self.may_wait_in_aio, true)
     }
 
     /// Starts the operation when first polled, on the reactor of the polling worker.

@@ -457,7 +457,7 @@ impl Uring {
         if errno == libc::EOPNOTSUPP {
             op.fd.note_waits();
         }
-        if errno != libc::EAGAIN || !op.choose_aio() || !self.queue_for_aio(key) {
+        if errno != libc::EAGAIN || !op.choose_aio(libc::EAGAIN) || !self.queue_for_aio(key) {
             self.hand_over(key);
         }
     }

@@ -61,13 +61,16 @@ pub enum Role {
     Bare,
     /// Spile on a raw file, where the first side is something richer.
     Raw,
+    /// Spile with io_uring, where the first side has another engine.
+    Uring,
     /// The side is shown, and in no ratio.
     Shown,
 }
 
 impl Role {
     /// The roles that ratios are to, and how their columns are called.
-    pub const COMPARED: [(Role, &str); 3] = [(Role::Peer, "÷peer"), (Role::Bare, "÷bare"), (Role::Raw, "÷raw")];
+    pub const COMPARED: [(Role, &str); 4] =
+        [(Role::Peer, "÷peer"), (Role::Bare, "÷bare"), (Role::Raw, "÷raw"), (Role::Uring, "÷uring")];
 
     /// The role's name in an aim.
     pub fn name(self) -> &'static str {
@@ -75,6 +78,7 @@ impl Role {
             Role::Peer => "the best peer",
             Role::Bare => "bare",
             Role::Raw => "our raw",
+            Role::Uring => "our io_uring",
             Role::Shown => "the side shown",
         }
     }

@@ -15,6 +15,8 @@ pub fn groups(plan: &Plan) -> Vec<Group> {
         null(),
         page(),
         direct(),
+        engines(),
+        engines_first(plan),
         in_place("vhd-page", "allocated images, page cache", Cache::Page),
         in_place("vhd-direct", "allocated images, O_DIRECT", Cache::Direct),
         first(plan, "first-page", "writes into empty images, page cache", Cache::Page),
@@ -95,6 +97,42 @@ fn direct() -> Group {
         randwrite(1).p50(),
     ];
     Group { name: "direct", about: "raw file, O_DIRECT", sides: raw_direct_sides(), lines }
+}
+
+/// Spile's engines beside each other, the first of them Linux AIO.
+fn engine_sides() -> Vec<Side> {
+    let ours = |name, options| Side::new(name, SPILE, Format::Raw, Cache::Direct).options(options);
+    vec![
+        ours("aio", &["--engine", "aio"]),
+        ours("uring", &["--engine", "uring"]).role(Role::Uring),
+        ours("threads", &["--engine", "threads"]).role(Role::Shown),
+        Side::new("q-s-d native AIO", Kind::Daemon(Aio::Native), Format::Raw, Cache::Direct),
+    ]
+}
+
+fn engines() -> Group {
+    let deep = |line: Line| line.aim(Aim::RateOf(Role::Uring, 0.9)).aim(Aim::RateOf(Role::Peer, 1.0));
+    let shallow = |line: Line| line.p50().aim(Aim::RateOf(Role::Uring, 0.8)).aim(Aim::RateOf(Role::Peer, 1.0));
+    let lines = vec![
+        deep(randread(32)),
+        deep(randwrite(32)),
+        shallow(randread(1)),
+        shallow(randwrite(1)),
+        randread(128),
+        Line::new("read", "256k", 8, 1),
+    ];
+    Group {
+        name: "engines",
+        about: "Linux AIO beside the other engines, raw file, O_DIRECT",
+        sides: engine_sides(),
+        lines,
+    }
+}
+
+fn engines_first(plan: &Plan) -> Group {
+    let sides = engine_sides().into_iter().map(|side| side.state(State::Fresh)).collect();
+    let lines = vec![randwrite(32).requests(plan, 20_000), Line::new("write", "64k", 8, 1).requests(plan, 16_000)];
+    Group { name: "engines-first", about: "the same, writes into an empty raw file, O_DIRECT", sides, lines }
 }
 
 fn format_sides(cache: Cache, state: State) -> Vec<Side> {
