@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test bench bench-vhost bench-xen count fuzz sim guest peer tidy deny test-xen clean
+.PHONY: help setup build demo test bench bench-vhost bench-xen count fuzz sim soak guest peer tidy deny test-xen clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -10,6 +10,8 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 # Seeds for the simulator, seconds for each fuzz target.
 SEEDS ?= 100000
 SECONDS_EACH ?= 60
+# How long `make soak` goes on.
+HOURS ?= 1
 # More arguments for `spile demo`, the benchmarks, the counts and the peer tests.
 ARGS ?=
 
@@ -21,6 +23,7 @@ help:
 	@echo 'make bench-xen          instructions of a request on a nested Xen, beside blkback and qdisk  (ARGS=--quick)'
 	@echo 'make count              instructions of one request against those kept  (ARGS=--update)'
 	@echo 'make sim SEEDS=100000   the crash simulator over that many seeds'
+	@echo 'make soak HOURS=1       servers and guests under kills, full disks, hung stores, with verified loads'
 	@echo 'make fuzz               each fuzz target for SECONDS_EACH=60'
 	@echo 'make peer               only the tests against other programs  (ARGS=test_fio)'
 	@echo 'make guest              only the tests with a guest under QEMU'
@@ -62,6 +65,10 @@ fuzz:
 sim:
 	@scripts/setup.sh build
 	@cargo xtask sim --seeds $(SEEDS) $(ARGS)
+
+soak:
+	@scripts/setup.sh test
+	@cargo xtask soak --hours $(HOURS) $(ARGS)
 
 peer:
 	@scripts/setup.sh test

@@ -1,4 +1,5 @@
-//! `cargo xtask peer`, `cargo xtask guest` and `cargo xtask xen`: the tests in `tests/peer/`, against a release build.
+//! `cargo xtask peer`, `cargo xtask guest`, `cargo xtask xen` and `cargo xtask soak`: the tests in `tests/peer/` and
+//! `tests/soak/`, against a release build.
 
 use crate::{Result, shell};
 use std::path::Path;
@@ -27,6 +28,23 @@ pub fn run_xen(arguments: &[String]) -> Result<()> {
 pub fn run_xen_comparison(arguments: &[String]) -> Result<()> {
     build()?;
     shell::run(python("tests/peer/xen/compare.py").args(arguments))
+}
+
+/// Builds the program and runs it for long hours.
+pub fn run_soak(arguments: &[String]) -> Result<()> {
+    build()?;
+    shell::run(&mut soak(arguments))
+}
+
+/// The slice of the long hours that is part of the tests: the same events each time.
+pub fn short_soak() -> Command {
+    soak(&["--minutes", "1", "--seed", "1"].map(str::to_owned))
+}
+
+fn soak(arguments: &[String]) -> Command {
+    let mut command = python("tests/soak/soak.py");
+    command.args(arguments);
+    command
 }
 
 fn build() -> Result<()> {

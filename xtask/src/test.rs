@@ -50,6 +50,7 @@ fn stages() -> Result<Vec<Stage>> {
     stages.push(Stage { name: "sim", command: sim::short_slice(), reader: Reader::Seeds });
     stages.push(Stage { name: "demo", command: demo(), reader: Reader::Whole });
     stages.push(Stage { name: "peer", command: peer::command(&[]), reader: Reader::Tally });
+    stages.push(Stage { name: "soak", command: peer::short_soak(), reader: Reader::Tally });
     stages.push(Stage { name: "guest", command: peer::folder_command("guest"), reader: Reader::Tally });
     stages.push(Stage { name: "xen", command: peer::folder_command("xen"), reader: Reader::Tally });
     stages.push(Stage { name: "count", command: own(&["count"]), reader: Reader::Tally });

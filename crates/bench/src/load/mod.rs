@@ -220,13 +220,17 @@ fn load<E: Endpoint>(options: &Options, endpoint: E, progress: &mut dyn FnMut(Pr
 /// # Errors
 /// When the server cannot be reached or refuses a read.
 pub fn verify(uri: &(impl Clone + Into<Target>), models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
-    verify_until(&Options::new(uri.clone()), models)
+    verify_as(&Options::new(uri.clone()), models)
 }
 
 /// How many requests of a read-back are in flight.
 const READBACK_DEPTH: u32 = 16;
 
-fn verify_until(options: &Options, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
+/// As [`verify`], by a client or a guest as `options` describe it.
+///
+/// # Errors
+/// As [`verify`].
+pub fn verify_as(options: &Options, models: &[Model]) -> Result<(u64, Vec<Mismatch>)> {
     let connections = models.len() as u32;
     match &options.uri {
         Target::Nbd(uri) => look(options, NbdEndpoint::connect(uri, connections, OpenMode::ReadOnly)?, models),
@@ -268,7 +272,7 @@ pub fn read_back(options: &Options, outcome: &mut LoadOutcome) {
         return;
     }
     // Over other connections than those that wrote: what one sees, all must see.
-    match verify_until(options, &outcome.models) {
+    match verify_as(options, &outcome.models) {
         Ok((blocks, mismatches)) => {
             outcome.read_back_blocks = blocks;
             outcome.mismatches = mismatches;

@@ -326,7 +326,7 @@ fn verify_model(args: &LoadArgs, path: &std::path::Path) -> Result<Exit> {
         .map_err(|e| Error::new(ErrorKind::InvalidInput, "not a model of --save-model").caused_by(e).at_path(path))?;
     models.iter().try_for_each(Model::validate).at_path(path)?;
     let acknowledged: u64 = models.iter().map(Model::acknowledged_blocks).sum();
-    let (blocks, mismatches) = load::verify(&args.uri, &models)?;
+    let (blocks, mismatches) = load::verify_as(&options(args)?, &models)?;
     if args.json {
         print_json(&serde_json::json!({
             "read_back_blocks": blocks,
