@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -25,6 +25,37 @@ pub struct Bound {
     pending: Option<PendingName>,
     /// Its name was made by another process.
     is_taken_over: bool,
+}
+
+/// Who may connect to Unix sockets for clients and guests: what is not given is as the umask and the process's group make it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SocketAccess {
+    /// The permissions. To connect needs the permission to write.
+    pub mode: Option<u32>,
+    /// The group's number.
+    pub group: Option<u32>,
+}
+
+/// Permissions as chmod takes them in octal.
+///
+/// # Errors
+/// What is allowed.
+pub fn parse_mode(text: &str) -> Result<u32, String> {
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777);
+    mode.ok_or_else(|| format!("`{text}` is no mode: use octal digits, such as 0660"))
+}
+
+/// A group by its name or number.
+///
+/// # Errors
+/// That there is no such group.
+pub fn parse_group(text: &str) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    let found = nix::unistd::Group::from_name(text)
+        .map_err(|errno| format!("the group `{text}` cannot be looked up: {errno}"))?;
+    found.map(|group| group.gid.as_raw()).ok_or_else(|| format!("there is no group `{text}` on this host"))
 }
 
 #[derive(Debug)]
@@ -66,6 +97,25 @@ impl Bound {
             Address::Unix(path) => bind_unix(path, question),
             Address::Tcp(host, port) => bind_tcp(host, *port),
         }
+    }
+
+    /// Says who may connect to a Unix socket that has no name yet.
+    ///
+    /// # Errors
+    /// `Denied` when the socket may not be given to that group; else the system's.
+    pub fn allow(&self, access: SocketAccess) -> Result<()> {
+        let Some(PendingName { temporary, wanted, .. }) = &self.pending else { return Ok(()) };
+        if let Some(group) = access.group {
+            let hint = "start the server as root or as a member of the group";
+            let given = std::os::unix::fs::chown(temporary, None, Some(group));
+            given.map_err(|e| Error::io("give the socket to its group", e).at_path(wanted).hint(hint))?;
+        }
+        if let Some(mode) = access.mode {
+            let permissions = fs::Permissions::from_mode(mode);
+            fs::set_permissions(temporary, permissions)
+                .map_err(|e| Error::io("set the socket's mode", e).at_path(wanted))?;
+        }
+        Ok(())
     }
 
     /// A socket that listens at `address` already, shared with the process that has made its name.
@@ -299,6 +349,22 @@ mod tests {
         assert!(UnixStream::connect(&path).is_ok());
         drop(published);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn who_may_connect_is_said_before_the_socket_appears() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let pending = Bound::new(&Address::Unix(path.clone())).unwrap();
+        let own = rustix::process::getegid().as_raw();
+        pending.allow(SocketAccess { mode: Some(0o620), group: Some(own) }).unwrap();
+        let (_fd, _published) = pending.publish().unwrap();
+        let found = fs::metadata(&path).unwrap();
+        assert_eq!((found.mode() & 0o777, found.gid()), (0o620, own));
+        assert_eq!((parse_mode("0660"), parse_mode("660"), parse_group("0")), (Ok(0o660), Ok(0o660), Ok(0)));
+        assert_eq!(parse_group("root"), Ok(0));
+        assert!(["", "8", "1777", "rw"].iter().all(|text| parse_mode(text).is_err()));
+        assert!(parse_group("no such group").unwrap_err().contains("there is no group"));
     }
 
     #[test]

@@ -71,7 +71,9 @@ fn every_export_and_address_has_a_line() {
     let mut out = String::new();
     served.child.stdout.take().unwrap().read_to_string(&mut out).unwrap();
     let lines: Vec<&str> = out.lines().collect();
-    assert_eq!(lines.len(), 4, "{out}");
+    assert_eq!(lines.len(), 5, "{out}");
+    let (engine, lines) = lines.split_last().unwrap();
+    assert!(engine.starts_with("engine "), "{out}");
     assert!(lines.iter().all(|line| line.starts_with("serving mem (20 MiB raw) as nbd")), "{out}");
     assert!(lines[0].contains("nbd+unix:///?socket=/") && lines[2].contains("nbd+unix:///x?"), "{out}");
     assert!(lines[1].contains("nbd://127.0.0.1:") && !lines[1].contains(":0/"), "{out}");

@@ -4,7 +4,9 @@ mod common;
 
 use std::fs;
 use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 use common::guests::{guest, names_in, nbd, open_files, serve, serve_again, try_serve};
@@ -188,4 +190,34 @@ fn many_guests_fit_where_the_hard_limit_lets_them() {
         queue.write(number as u64 * 4096, &[number as u8; 512]).unwrap();
     }
     assert!(new.terminate().success());
+}
+
+/// What the systemd unit in docs/vhost-user.md says, with a group of this test's.
+#[test]
+fn members_of_the_sockets_group_may_connect_and_others_may_not() {
+    const GROUP: u32 = 4242;
+    let dir = tempfile::tempdir().unwrap();
+    let name = "members_of_the_sockets_group_may_connect_and_others_may_not";
+    if !rustix::process::geteuid().is_root() {
+        return println!("SKIP {name}: only root may become another user");
+    }
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let args = ["mem:1M", "--vhost-user", "v", "--nbd", "unix:n", "--socket-mode", "0660", "--socket-group", "4242"];
+    let served = serve(dir.path(), &args);
+    let connects = |socket: &str, group: u32| {
+        // The system's own program: this one may lie where other users cannot reach it.
+        let script = "import socket,sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])";
+        let mut command = Command::new("python3");
+        command.args(["-c", script]).arg(dir.path().join(socket)).current_dir("/").stderr(Stdio::null());
+        command.uid(GROUP).gid(group).status().is_ok_and(|status| status.success())
+    };
+    if !have("python3", name) {
+        return;
+    }
+    for socket in ["v", "n"] {
+        assert!(connects(socket, GROUP), "{socket}: a member");
+        assert!(!connects(socket, GROUP + 1), "{socket}: somebody else");
+    }
+    assert!(!connects("c", GROUP), "the control socket is the server's own user's");
+    assert!(served.terminate().success());
 }

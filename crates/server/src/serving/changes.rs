@@ -81,7 +81,7 @@ impl Server {
                     Role::Nbd | Role::Control => None,
                 };
                 server.fronts.add(&server.engine, &server.disks, &server.options, &role)?;
-                let socket = Endpoint::new(role, disk.as_deref(), &address)?.bind()?;
+                let socket = Endpoint::new(role, disk.as_deref(), &address)?.bind(server.options.access)?;
                 server.listening.push(Listening::publish(socket)?);
             }
             server.exchange_nbd()?;

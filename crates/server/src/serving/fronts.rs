@@ -18,7 +18,7 @@ use super::api::types::Export as ExportView;
 use super::api::view::ReadMeter;
 use super::disks::{Open, ServedDisk, find};
 use crate::disks::split_commas;
-use crate::listen::{Bound, Published};
+use crate::listen::{Bound, Published, SocketAccess};
 use crate::units::format_size;
 use crate::uri::Address;
 
@@ -152,6 +152,8 @@ pub struct Options {
     pub queues: u16,
     /// Guests' memory is registered with the workers' rings.
     pub pins_memory: bool,
+    /// Who may connect to the sockets of clients and guests. The control socket hears nobody but its own user and root.
+    pub access: SocketAccess,
 }
 
 impl Options {

@@ -56,7 +56,7 @@ pub fn serve(settings: Settings, signals: ServerSignals, say: impl Fn(&dyn Displ
     let passed = sockets::passed()?;
     // Whatever can be found out is found out before the running server is asked to stop.
     let mut inheritance = inherit(&settings, &endpoints, &passed)?;
-    let mut sockets = sockets::all(endpoints, passed, inheritance.as_mut())?;
+    let mut sockets = sockets::all(endpoints, passed, inheritance.as_mut(), settings.options.access)?;
     if settings.control == ControlPlace::ByName {
         sockets.extend(sockets::control_by_name(&settings.name));
         server.set_control_name(settings.name);

@@ -7,7 +7,7 @@ use spile_core::{Error, ErrorKind, Result};
 use super::api::discovery;
 use super::fronts::{self, Role, Socket};
 use super::takeover::Inheritance;
-use crate::listen::{self, Bound};
+use crate::listen::{self, Bound, SocketAccess};
 use crate::uri::Address;
 
 /// The most control sockets of servers whose first disks have the same name.
@@ -33,12 +33,15 @@ impl Endpoint {
         Ok(Self { key: fronts::key(&role, disk, Some(&address)), role, address })
     }
 
-    /// A new socket that listens there. It has no name yet.
+    /// A new socket that listens there. It has no name yet. `access` is not for the control socket.
     ///
     /// # Errors
     /// `Busy` when another server answers there; the system's.
-    pub fn bind(self) -> Result<Socket> {
+    pub fn bind(self, access: SocketAccess) -> Result<Socket> {
         let bound = Bound::after_asking(&self.address, self.role.question())?;
+        if self.role != Role::Control {
+            bound.allow(access)?;
+        }
         Ok(Socket { role: self.role, key: self.key, bound })
     }
 }
@@ -69,7 +72,7 @@ fn first_free(folder: &Path, name: &str) -> Result<Socket> {
     loop {
         let file = if number == 1 { name.to_owned() } else { format!("{name}-{number}") };
         let address = Address::Unix(folder.join(format!("{file}.{}", discovery::EXTENSION)));
-        match Endpoint::new(Role::Control, None, &address).and_then(Endpoint::bind) {
+        match Endpoint::new(Role::Control, None, &address).and_then(|endpoint| endpoint.bind(SocketAccess::default())) {
             Err(error) if error.kind() == ErrorKind::Busy && number < MAX_SAME_NAMES => number += 1,
             result => return result,
         }
@@ -95,6 +98,7 @@ pub fn all(
     endpoints: Vec<Endpoint>,
     passed: Vec<Socket>,
     mut inheritance: Option<&mut Inheritance>,
+    access: SocketAccess,
 ) -> Result<Vec<Socket>> {
     let mut sockets = passed;
     for endpoint in endpoints {
@@ -104,7 +108,7 @@ pub fn all(
                 let bound = Bound::taken_over(fd, endpoint.address);
                 Socket { role: endpoint.role, key: endpoint.key, bound }
             }
-            None => endpoint.bind()?,
+            None => endpoint.bind(access)?,
         });
     }
     Ok(sockets)

@@ -17,6 +17,7 @@ use spile_front_nbd::ServerConfig as NbdConfig;
 use spile_xen::store::{Tx, XenStore};
 use spile_xen::{EventChannels, Grants};
 
+use crate::listen::SocketAccess;
 use crate::serving::control::Event;
 use crate::serving::disks::{Open, Opening, ServedDisk};
 use crate::serving::fronts::{self, Role, XenFront};
@@ -92,7 +93,8 @@ pub fn serve<P: Place>(
     let failed_syncs = FailedSyncs::new(&options.run_dir, backend_path)?;
     let hear = failed_syncs.clone();
     spile_engine::on_failed_sync(move || hear.note());
-    let fronts = fronts::Options { nbd: NbdConfig::default(), queues: 1, pins_memory: false };
+    let fronts =
+        fronts::Options { nbd: NbdConfig::default(), queues: 1, pins_memory: false, access: SocketAccess::default() };
     let mut server = Server::new(opening, fronts, engine)?;
     server.hear(signals);
     let opened = open(&mut server, &mut store, backend_path, options);
@@ -139,7 +141,7 @@ impl<P: Place> Front<'_, P> {
     fn serve(self, server: &mut Server, access: Access, stem: &Path) -> Result<End> {
         let stats = Stats::begin(&self.options.place, self.backend_path);
         let control = Endpoint::new(Role::Control, None, &Address::Unix(stem.with_extension("control")))?;
-        let sockets = vec![control.bind()?];
+        let sockets = vec![control.bind(SocketAccess::default())?];
         let start: StartXen<'_> = Box::new(|engine, open, events| {
             let device = self.start(engine, open, access, events)?;
             stats.iter().for_each(|stats| device.show_on(stats.board()));

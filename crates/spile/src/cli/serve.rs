@@ -12,6 +12,7 @@ use spile_store::CacheMode;
 
 use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_format, try_say};
 use crate::disks::DiskSpec;
+use crate::listen::{SocketAccess, parse_group, parse_mode};
 use crate::log;
 use crate::panics::abort_on_panic;
 use crate::serving::disks::Opening;
@@ -30,7 +31,8 @@ use crate::uri::Address;
 /// not given and there are several, under its file's name without the extension. serial=S is what a guest reads as its
 /// disk's serial number (at most 20 bytes; the name, unless given).
 ///
-/// A socket appears only when it already answers. Who may connect to a Unix socket is what the umask says. SIGTERM or
+/// A socket appears only when it already answers. Who may connect to a Unix socket is what the umask
+/// says, or --socket-mode and --socket-group. SIGTERM or
 /// SIGINT ends the server in order: no new requests, those in flight are answered, the disks are flushed and closed. A
 /// second signal ends it at once. SIGUSR1 writes what was counted to stderr (as `spile show`); SIGHUP and SIGUSR2 change
 /// nothing. Started by systemd's socket activation, it serves NBD on the sockets passed, and --nbd
@@ -69,6 +71,15 @@ pub struct ServeArgs {
     /// Serve NBD clients here (may be given several times)
     #[arg(long, value_name = "unix:PATH|tcp:HOST:PORT")]
     nbd: Vec<Address>,
+    /// The permissions of the Unix sockets for NBD clients and virtual machines, in octal; who may connect needs to write.
+    /// Without this the umask decides. Sockets that are taken over stay as they are, and the control socket is for the
+    /// server's own user and root alone
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    socket_mode: Option<u32>,
+    /// The group of these sockets, by name or number: `--socket-mode 0660 --socket-group kvm` lets a QEMU in that group
+    /// connect
+    #[arg(long, value_name = "GROUP", value_parser = parse_group)]
+    socket_group: Option<u32>,
     /// The control socket: `spile ls`, `show`, `attach`, `detach`, `resize`, the HTTP API, and a successor with --takeover.
     /// `none` for no such socket [default: named after the first disk, in /run/spile, or in $XDG_RUNTIME_DIR/spile without
     /// root]
@@ -144,7 +155,12 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     opening.policy = args.policy.policy();
     Ok(Settings {
         opening: opening.with_disks(args.disks.clone()),
-        options: Options { nbd: nbd_config(args), queues: args.queues, pins_memory: args.pin_memory },
+        options: Options {
+            nbd: nbd_config(args),
+            queues: args.queues,
+            pins_memory: args.pin_memory,
+            access: SocketAccess { mode: args.socket_mode, group: args.socket_group },
+        },
         engine,
         nbd: args.nbd.clone(),
         vhost_user: args.vhost_user.clone(),
