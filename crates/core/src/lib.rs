@@ -24,7 +24,7 @@ pub use locator::{Locator, parse_size};
 pub use log_limit::LogLimit;
 pub use shard::{SHARDS, shard_number};
 pub use spile_mem::{Segment, Segments};
-pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Timer, Via};
+pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Timer, Via, Work};
 pub use units::format_size;
 
 /// The sector of VHD, blkif and virtio-blk, in bytes.

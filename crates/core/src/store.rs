@@ -134,7 +134,17 @@ pub trait Env: Send + Sync + 'static {
     /// The identity of this boot of the host: it changes exactly when the page cache was lost
     /// (`/proc/sys/kernel/random/boot_id`).
     fn boot_id(&self) -> [u8; 16];
+
+    /// Runs `work` beside the requests, on the worker of the caller. Returns false where nothing runs it: then it is dropped,
+    /// and whoever needs what it would have done must do that itself.
+    fn spawn(&self, work: Work) -> bool {
+        drop(work);
+        false
+    }
 }
+
+/// Work that no request waits for ([`Env::spawn`]).
+pub type Work = Pin<Box<dyn Future<Output = ()>>>;
 
 /// Lets time pass for code that knows neither an engine nor a simulator.
 pub trait Timer: Send + Sync + 'static {

@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
-use spile_core::{Env, Timer};
+use spile_core::{Env, Timer, Work};
 
 /// The clock, randomness and boot identity of this host.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,6 +35,14 @@ impl Env for OsEnv {
                 .and_then(|text| parse_uuid(text.trim()))
                 .unwrap_or_else(|| self.random_16())
         })
+    }
+
+    fn spawn(&self, work: Work) -> bool {
+        let is_worker = crate::worker::is_here();
+        if is_worker {
+            crate::spawn(work);
+        }
+        is_worker
     }
 }
 

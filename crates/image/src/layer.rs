@@ -216,6 +216,10 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         async { Err(self.read_only_error()) }
     }
 
+    /// Begins what the first writes would wait for, beside them ([`Env::spawn`](spile_core::Env::spawn)). Called when the layer
+    /// is put to use as a leaf that takes writes.
+    fn begin(&self) {}
+
     /// Makes all that was acknowledged before the call survive a power cut.
     ///
     /// # Errors

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod check;
+mod children;
 pub mod create;
 pub mod facts;
 pub mod formats;
@@ -16,8 +17,10 @@ mod open;
 mod parents;
 mod range_lock;
 
+pub use children::is_child_of;
 pub use facts::LayerInfo;
 pub use formats::Format;
 pub use graph::{Graph, GraphLayer, LayerId, MAX_LAYERS};
 pub use open::{Described, OpenOptions, describe, open_layer};
+pub use parents::check_new_child;
 pub use range_lock::{RangeGuard, RangeLock};

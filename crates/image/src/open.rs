@@ -32,6 +32,8 @@ pub struct OpenOptions {
     /// Take no locks on files. It is a word to whoever makes the `Files` that the chain is opened from: the chain itself
     /// knows no locks.
     pub no_lock: bool,
+    /// Write to an image although another one names it as its parent. A word to the opener of the `Files`, as `no_lock` is.
+    pub write_parent: bool,
 }
 
 impl Default for OpenOptions {
@@ -45,6 +47,7 @@ impl Default for OpenOptions {
             allow_data_file: false,
             no_parents: false,
             no_lock: false,
+            write_parent: false,
         }
     }
 }

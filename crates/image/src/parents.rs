@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files, Result};
 
+use crate::facts::LayerInfo;
+use crate::graph::MAX_LAYERS;
+
 /// Folders that parents may lie in.
 pub(crate) struct Policy {
     roots: Vec<PathBuf>,
@@ -23,6 +26,12 @@ impl Policy {
             roots.push(files.canonical(folder).await?);
         }
         Ok(Self { roots })
+    }
+
+    /// Allows these folders, and `leaf`'s as [`Policy::new`] does. All paths are canonical.
+    fn of(leaf: &Path, allowed: &[PathBuf]) -> Self {
+        let own = (!leaf.starts_with("/dev")).then(|| leaf.to_owned());
+        Self { roots: own.into_iter().chain(allowed.iter().cloned()).collect() }
     }
 
     fn allows(&self, path: &Path) -> bool {
@@ -58,6 +67,30 @@ pub(crate) async fn candidates<F: Files>(
     }
 }
 
+/// Checks that a new child in `folder`, on a chain with the layers `parents`, could be opened afterwards: by the rules for
+/// parents, when the folders `allowed` are allowed then as well. All paths are canonical.
+///
+/// # Errors
+/// `Unsupported` when the chain would be too long; `Denied` when a parent lies where none is followed to.
+pub fn check_new_child(folder: &Path, parents: &[LayerInfo], allowed: &[PathBuf]) -> Result<()> {
+    let parent = parents.first().map_or(folder, |parent| parent.path.as_path());
+    if parents.len() >= MAX_LAYERS {
+        let what = format!("the parent's chain has {} layers, and no chain has more than {MAX_LAYERS}", parents.len());
+        let hint =
+            "copy the parent with all that is below it into one image by spile convert, and make a child of the copy";
+        return Err(Error::new(ErrorKind::Unsupported, what).at_path(parent).hint(hint));
+    }
+    let policy = Policy::of(folder, allowed);
+    let Some(outside) = parents.iter().map(|layer| &layer.path).find(|path| !policy.allows(path)) else {
+        return Ok(());
+    };
+    let (outside, home) = (outside.display(), outside.parent().unwrap_or(Path::new("/")).display());
+    let what = format!("{outside} lies outside the folder of the new child, {}", folder.display());
+    Err(Error::new(ErrorKind::Denied, format!("{what}: no command would follow the child to it")).at_path(parent).hint(
+        format!("put the child beside its parents; or say --allow-parents {home} now and whenever the child is opened"),
+    ))
+}
+
 fn denied_error(child: &Path, path: &Path) -> Error {
     let folder = path.parent().unwrap_or(path).display().to_string();
     Error::new(
@@ -78,4 +111,54 @@ fn not_found(child: &Path, names: &[PathBuf]) -> Error {
 pub(crate) fn quoted(names: &[PathBuf]) -> String {
     let names: Vec<_> = names.iter().map(|name| format!("{name:?}")).collect();
     names.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::facts::Facts;
+    use crate::formats::Format;
+
+    fn layer(path: &str) -> LayerInfo {
+        LayerInfo {
+            path: path.into(),
+            format: Format::Vhd,
+            virtual_bytes: 512,
+            file_bytes: 512,
+            direct: true,
+            identity: None,
+            unflushed: false,
+            facts: Facts::default(),
+        }
+    }
+
+    #[test]
+    fn a_chain_that_is_too_long_gets_no_child() {
+        let chain = |layers: usize| (0..layers).map(|n| layer(&format!("/vm/{n}.vhd"))).collect::<Vec<_>>();
+        check_new_child(Path::new("/vm"), &chain(MAX_LAYERS - 1), &[]).unwrap();
+        let error = check_new_child(Path::new("/vm"), &chain(MAX_LAYERS), &[]).unwrap_err();
+        assert_eq!((error.kind(), error.path()), (ErrorKind::Unsupported, Some(Path::new("/vm/0.vhd"))));
+        assert!(error.to_string().contains("255") && error.hint_text().unwrap().contains("spile convert"), "{error}");
+    }
+
+    #[test]
+    fn a_child_is_made_only_where_it_can_be_opened() {
+        let chain = [layer("/vm/a.vhd"), layer("/base/b.vhd")];
+        let check = |folder: &str, allowed: &[&str]| {
+            let allowed: Vec<PathBuf> = allowed.iter().map(PathBuf::from).collect();
+            check_new_child(Path::new(folder), &chain, &allowed)
+        };
+        for (folder, allowed) in [("/vm", &["/base"][..]), ("/", &[]), ("/x", &["/vm", "/base"])] {
+            check(folder, allowed).unwrap();
+        }
+        for (folder, allowed, names) in [("/vm", &[][..], "/base"), ("/base", &[], "/vm"), ("/vm/x", &["/base"], "/vm")]
+        {
+            let error = check(folder, allowed).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Denied);
+            assert!(error.hint_text().unwrap().contains(&format!("--allow-parents {names} ")), "{error}");
+        }
+        // As when it is opened: every disk of the host lies in /dev.
+        let devices = [layer("/dev/vg/p")];
+        assert!(check_new_child(Path::new("/dev/vg"), &devices, &[]).is_err());
+    }
 }

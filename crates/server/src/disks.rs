@@ -11,6 +11,7 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_node::{OnError, Policy};
 use spile_store::{AnyStore, CacheMode, OsFiles};
 
+use crate::family;
 use crate::units::parse_duration;
 
 /// What a command's DISK means: a locator, or the path of a file whose name is no UTF-8.
@@ -139,12 +140,18 @@ pub fn split_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// Opens the disk of `source` with its parents.
+/// Opens the disk of `source` with its parents. A disk that is opened for writing must be no image's parent itself, as far as
+/// its folder tells, unless the options allow that.
 ///
 /// # Errors
-/// As [`Graph::open`].
+/// As [`Graph::open`]; `Denied` for a parent.
 pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<AnyStore>> {
-    open_with(&OsFiles::new(cache).without_locks(options.no_lock), source, options).await
+    let disk = open_with(&OsFiles::new(cache).without_locks(options.no_lock), source, options).await?;
+    if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {
+        family::refuse_parent(&disk).await?;
+    }
+    disk.begin();
+    Ok(disk)
 }
 
 /// [`open`] over any kind of files.

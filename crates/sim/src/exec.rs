@@ -1,6 +1,7 @@
 //! The seeded executor. It has one thread, and does one thing in each step, chosen by the seed: a task that was woken runs
 //! until it waits again, or an operation in flight goes on. The run can be stopped between any two steps.
 
+use std::cell::RefCell;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
@@ -9,6 +10,16 @@ use crate::rng::Rng;
 use crate::world::World;
 
 type Task = Pin<Box<dyn Future<Output = ()>>>;
+
+thread_local! {
+    /// What was begun beside the requests of the run on this thread, and is no task of the executor yet.
+    static BESIDE: RefCell<Vec<Task>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Adds a task to the run on this thread.
+pub(crate) fn spawn_beside(work: Task) {
+    BESIDE.with_borrow_mut(|beside| beside.push(work));
+}
 
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +71,8 @@ impl Wake for TaskWaker {
 impl Executor {
     /// An executor whose choices come from `rng`.
     pub fn new(world: World, rng: Rng) -> Self {
+        // What a run that was stopped has left there ended with its process.
+        drop(BESIDE.take());
         Self { world, rng, tasks: Vec::new(), woken: Arc::default(), steps: 0 }
     }
 
@@ -88,7 +101,12 @@ impl Executor {
             }
             self.steps += 1;
             let choice = self.rng.index(woken + due);
-            if choice < woken { self.poll(choice) } else { self.world.advance(choice - woken) }
+            if choice < woken {
+                self.poll(choice)
+            } else {
+                self.world.advance(choice - woken)
+            }
+            BESIDE.take().into_iter().for_each(|task| self.spawn(task));
         }
         Ended::Done
     }

@@ -211,6 +211,7 @@ impl Subject for Image {
 
     async fn open(&self, world: &World, layer: usize) -> Result<SimDisk> {
         let chain = self.chain(world, layer, false).await?;
+        chain.begin();
         Ok(if self.aligned { SimDisk::Aligned(Box::new(Aligned::new(chain))) } else { SimDisk::Plain(chain) })
     }
 

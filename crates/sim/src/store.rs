@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 
 use spile_core::{
     Env, Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
+    Work,
 };
 
 use crate::file::SimFile;
@@ -268,6 +269,11 @@ impl Env for SimEnv {
         let mut state = self.world.lock();
         let (low, high) = (state.env_rng.word(), state.env_rng.word());
         (u128::from(high) << 64 | u128::from(low)).to_le_bytes()
+    }
+
+    fn spawn(&self, work: Work) -> bool {
+        crate::exec::spawn_beside(work);
+        true
     }
 
     fn boot_id(&self) -> [u8; 16] {

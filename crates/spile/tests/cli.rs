@@ -180,7 +180,7 @@ fn parents_elsewhere_need_a_word() {
     fs::create_dir_all(dir.join("base")).unwrap();
     fs::create_dir_all(dir.join("leaf")).unwrap();
     ok(dir, &["create", "base/p.vhd", "--size", "1M"]);
-    ok(dir, &["create", "leaf/c.vhd", "--parent", "base/p.vhd"]);
+    ok(dir, &["create", "leaf/c.vhd", "--parent", "base/p.vhd", "--allow-parents", "base"]);
     let err = fails(dir, 1, &["info", "--chain", "leaf/c.vhd"]);
     assert!(err.contains("outside the folders") && err.contains("--allow-parents"), "{err}");
     ok(dir, &["info", "--chain", "leaf/c.vhd", "--allow-parents", "base"]);

@@ -51,6 +51,12 @@ pub trait ImageFormat {
     /// `Corrupt` or `Unsupported`, saying which field is wrong; I/O errors.
     fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer) -> impl Future<Output = Result<Self::Layer<S>>>;
 
+    /// What the image in `store` says of its parent, if it has one. Reads a header or two and neither maps nor data.
+    ///
+    /// # Errors
+    /// As [`ImageFormat::open`].
+    fn named_parent<S: Store>(store: &S) -> impl Future<Output = Result<Option<ParentRef>>>;
+
     /// Writes an empty image into `store`, which is empty itself or a device. Everything is durable when it returns.
     ///
     /// # Errors

@@ -49,6 +49,16 @@ macro_rules! formats {
                 }
             }
 
+            /// What the image in `store` says of its parent, as [`ImageFormat::named_parent`] says.
+            ///
+            /// # Errors
+            /// As [`ImageFormat::named_parent`].
+            pub async fn named_parent<S: Store>(self, store: &S) -> Result<Option<ParentRef>> {
+                match self {
+                    $(Self::$name => <$format as ImageFormat>::named_parent(store).await,)+
+                }
+            }
+
             async fn create_any<S: Store>(self, store: &S, env: &dyn Env, new: &NewImage) -> Result<()> {
                 match self {
                     $(Self::$name => <$format>::create(store, env, new).await,)+
@@ -129,6 +139,7 @@ macro_rules! formats {
                 fn next_held(&self, extent: Extent) -> Option<Extent>;
                 fn identity(&self) -> Option<Identity>;
                 fn is_unflushed(&self) -> bool;
+                fn begin(&self) -> ();
                 fn facts(&self) -> Facts;
             }
 

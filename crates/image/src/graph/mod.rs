@@ -76,6 +76,14 @@ impl<S: Store> Graph<S> {
         Ok(Self::with_new_zones(layers, options.metadata_cache_bytes / 2))
     }
 
+    /// Begins what the first writes would wait for, beside them, when the disk takes writes. Not part of opening it, so that a
+    /// disk that is opened and then refused is not changed.
+    pub fn begin(&self) {
+        if !self.is_read_only() {
+            self.leaf().begin();
+        }
+    }
+
     /// The whole of `store` as a disk, for stores that hold no image (`null:`, `mem:`).
     pub fn from_raw_store(store: S, read_only: bool) -> Self {
         let layer = GraphLayer::new(AnyLayer::bare(store), read_only);
@@ -89,6 +97,7 @@ impl<S: Store> Graph<S> {
     /// `Unsupported` when the chain would be too long; `Corrupt` when `leaf` names another parent than the leaf of now.
     pub async fn with_leaf(&self, leaf: Arc<GraphLayer<S>>) -> Result<Self> {
         check_parent(leaf.image(), self.leaf()).await?;
+        leaf.image().begin();
         let layers = [leaf].into_iter().chain(self.layers.iter().cloned()).collect();
         self.with_layers(layers)
     }

@@ -6,6 +6,7 @@
 //! cached writes to one page.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::path::{Component, Path, PathBuf};
@@ -17,7 +18,7 @@ use std::thread::Thread;
 
 use spile_core::{
     Disk, Env, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo,
-    StoreOffset, Via,
+    StoreOffset, Via, Work,
 };
 use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
 use spile_image::formats::vhd::codec::header::Header;
@@ -49,11 +50,27 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
 pub struct TestEnv {
     random: AtomicU64,
     boot: AtomicU64,
+    /// Work is kept to be run by [`run_beside`]; else nothing runs beside requests.
+    pub runs_beside: AtomicBool,
+}
+
+thread_local! {
+    static BESIDE: RefCell<Vec<Work>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Polls all that was begun beside requests on this thread. Returns how much of it has not ended.
+pub fn run_beside() -> usize {
+    let mut work = BESIDE.take();
+    work.retain_mut(|work| poll_once(work.as_mut()).is_pending());
+    BESIDE.with_borrow_mut(|beside| {
+        beside.append(&mut work);
+        beside.len()
+    })
 }
 
 impl TestEnv {
     pub fn new() -> Arc<Self> {
-        Arc::new(Self { random: AtomicU64::new(1), boot: AtomicU64::new(1) })
+        Arc::new(Self { random: AtomicU64::new(1), boot: AtomicU64::new(1), runs_beside: AtomicBool::new(false) })
     }
 
     pub fn reboot(&self) {
@@ -70,6 +87,14 @@ impl Env for TestEnv {
         let n = self.random.fetch_add(1, Ordering::Relaxed);
         let mixed = u128::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
         mixed.to_be_bytes()
+    }
+
+    fn spawn(&self, work: Work) -> bool {
+        let runs = self.runs_beside.load(Ordering::Relaxed);
+        if runs {
+            BESIDE.with_borrow_mut(|beside| beside.push(work));
+        }
+        runs
     }
 
     fn boot_id(&self) -> [u8; 16] {

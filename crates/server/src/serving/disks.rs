@@ -77,6 +77,8 @@ pub struct Opening {
     pub no_lock: bool,
     /// What is done about trouble below disks that do not say it.
     pub policy: Policy,
+    /// Write to images although others name them as their parents.
+    pub write_parent: bool,
 }
 
 impl Opening {
@@ -91,6 +93,7 @@ impl Opening {
             allow_data_file: false,
             no_lock: false,
             policy: Policy::default(),
+            write_parent: false,
         }
     }
 
@@ -181,6 +184,7 @@ impl Opening {
             parent_format: self.parent_format,
             allow_data_file: self.allow_data_file,
             no_lock: self.no_lock,
+            write_parent: self.write_parent,
             ..OpenOptions::default()
         };
         let graph = self.open_patiently(engine, spec, &options, served)?;

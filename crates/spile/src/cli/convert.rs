@@ -165,7 +165,7 @@ fn convert(args: &ConvertArgs, to: Format, half: PathBuf) -> Result<Converted> {
     let (src, cache, subformat) = (args.src.clone(), args.cache, args.subformat.clone());
     let read_options = args.read.read_only(args.from);
     let no_lock = read_options.no_lock;
-    let write_options = OpenOptions { format: Some(to), no_lock, ..OpenOptions::default() };
+    let write_options = OpenOptions { format: Some(to), no_lock, write_parent: true, ..OpenOptions::default() };
     on_engine(move || async move {
         let src = open(cache, &src, &read_options).await?;
         let src_bytes = src.info().size_bytes;
@@ -196,7 +196,7 @@ fn overwrite(args: &ConvertArgs, dst: Locator) -> Result<Exit> {
     let (src, cache, label) = (disks::locate(&args.src)?, args.cache, args.dst.clone());
     let read_options = args.read.read_only(args.from);
     let no_lock = read_options.no_lock;
-    let write_options = OpenOptions { format: Some(to), no_lock, ..OpenOptions::default() };
+    let write_options = OpenOptions { format: Some(to), no_lock, write_parent: true, ..OpenOptions::default() };
     let converted = on_engine(move || async move {
         let src = Aligned::new(disks::open(cache, &src, &read_options).await?);
         let dst = Aligned::new(disks::open(cache, &dst, &write_options).await?);

@@ -6,7 +6,7 @@ use clap::Args;
 use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
-use spile_image::{Format, LayerInfo};
+use spile_image::{Format, LayerInfo, check_new_child};
 use spile_store::{CacheMode, OsFiles};
 
 use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say};
@@ -47,7 +47,7 @@ pub struct CreateArgs {
 /// Runs `spile create`.
 ///
 /// # Errors
-/// `Exists` when there is something at the path; what the format cannot do; the system's.
+/// `Exists` when there is something at the path; what the format cannot do; a chain that could not be opened; the system's.
 pub fn run(args: &CreateArgs) -> Result<Exit> {
     if let Locator::Nbd(_) = disks::locate(&args.disk)? {
         let error = Error::new(ErrorKind::Unsupported, "an NBD export cannot be created from here").at_path(&args.disk);
@@ -100,14 +100,19 @@ pub fn folder_of(path: &Path) -> &Path {
 fn find_parent(args: &CreateArgs, path: &Path) -> Result<LayerInfo> {
     let source = Locator::Path(path.to_owned());
     let options = args.parents.read_only(args.parent_format);
-    on_engine(move || async move {
-        let chain = disks::open(CacheMode::Page, &source, &options).await?;
-        Ok(chain.layers().swap_remove(0))
-    })
+    let mut layers =
+        on_engine(move || async move { Ok(disks::open(CacheMode::Page, &source, &options).await?.layers()) })?;
+    let allowed = args.parents.allow_parents.iter().map(|folder| real(folder)).collect::<Result<Vec<_>>>()?;
+    check_new_child(&real(folder_of(&args.disk))?, &layers, &allowed)?;
+    Ok(layers.swap_remove(0))
+}
+
+/// The path without links and `..`.
+fn real(path: &Path) -> Result<PathBuf> {
+    path.canonicalize().map_err(|e| Error::io("find", e)).at_path(path)
 }
 
 fn new_parent(child: &Path, parent: &LayerInfo) -> Result<NewParent> {
-    let real = |path: &Path| path.canonicalize().map_err(|e| Error::io("find", e)).at_path(path);
     let folder = real(folder_of(child))?;
     let path = real(&parent.path)?;
     let relative_path = relative(&folder, &path).ok_or_else(|| {

@@ -106,6 +106,9 @@ pub struct ServeArgs {
     policy: PolicyArgs,
     #[command(flatten)]
     parents: ParentArgs,
+    /// Write to a disk although another image in its folder names it as its parent. That image is of no use then
+    #[arg(long)]
+    write_parent: bool,
     /// The server's certificate chain (PEM): clients may use TLS
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
@@ -153,6 +156,7 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     opening.allow_data_file = args.parents.allow_data_file;
     opening.no_lock = args.parents.no_lock;
     opening.policy = args.policy.policy();
+    opening.write_parent = args.write_parent;
     Ok(Settings {
         opening: opening.with_disks(args.disks.clone()),
         options: Options {

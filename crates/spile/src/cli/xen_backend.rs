@@ -95,6 +95,9 @@ struct DiskArgs {
     policy: PolicyArgs,
     #[command(flatten)]
     parents: ParentArgs,
+    /// Write to a disk although another image in its folder names it as its parent. That image is of no use then
+    #[arg(long)]
+    write_parent: bool,
 }
 
 impl DiskArgs {
@@ -115,6 +118,7 @@ impl DiskArgs {
         words.extend(self.split_rings.then(|| "--split-rings".into()));
         words.extend(self.policy.arguments());
         words.extend(self.parents.arguments());
+        words.extend(self.write_parent.then(|| "--write-parent".into()));
         words.extend(self.place.arguments());
         words
     }
@@ -164,6 +168,7 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     opening.allow_data_file = disk.parents.allow_data_file;
     opening.no_lock = disk.parents.no_lock;
     opening.policy = disk.policy.policy();
+    opening.write_parent = disk.write_parent;
     let options = Options {
         place: disk.place.clone(),
         run_dir: disk.run_dir.clone(),

@@ -55,6 +55,10 @@ impl ImageFormat for Qcow2Format {
         open::open(store, how.cache_bytes).await
     }
 
+    async fn named_parent<S: Store>(store: &S) -> Result<Option<ParentRef>> {
+        parent::parent(&open::read_head(store).await?)
+    }
+
     async fn create<S: Store>(store: &S, _: &dyn Env, _: &NewImage) -> Result<()> {
         Err(Error::new(ErrorKind::Unsupported, "a qcow2 image cannot be made, only read").at_path(store.path()))
     }

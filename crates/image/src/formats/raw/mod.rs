@@ -43,6 +43,10 @@ impl ImageFormat for RawFormat {
         Ok(Raw::new(store, size))
     }
 
+    async fn named_parent<S: Store>(_: &S) -> Result<Option<ParentRef>> {
+        Ok(None)
+    }
+
     async fn create<S: Store>(store: &S, _: &dyn Env, new: &NewImage) -> Result<()> {
         if store.info().grows_zeroed {
             store.set_len(new.size_bytes).await?;

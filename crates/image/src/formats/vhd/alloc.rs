@@ -14,9 +14,20 @@ use super::bits::Bits;
 use super::codec::footer::DiskType;
 use super::{SECTOR, Sparse};
 
-/// Space prepared in one step, in bytes of guest data: an eighth of what the file holds, within these bounds.
+/// Space prepared in one step of a file, in bytes of guest data: as much as the file holds, within these bounds. The step
+/// is length only, and takes no space on the host, so that few steps, each with its sync, are enough: a disk of 2 TiB that is
+/// written from end to end takes about 40.
 const STEP_MIN_BYTES: u64 = 64 << 20;
-const STEP_MAX_BYTES: u64 = 1 << 30;
+const STEP_MAX_BYTES: u64 = 64 << 30;
+
+/// The most that is prepared at a time on a device, where each place of a block has to be emptied.
+const DEVICE_STEP_MAX_BYTES: u64 = 1 << 30;
+
+/// The most blocks of a step: each is kept in memory until it is used.
+const STEP_MAX_BLOCKS: u64 = 32 << 10;
+
+/// So many released blocks are used again before the file grows, however large the step would be.
+const RECYCLED_AT_ONCE: u64 = 128;
 
 /// The most blocks that one flush punches, so that a guest's flush after a large discard does not wait for all of it.
 const PUNCHES_A_FLUSH: usize = 256;
@@ -114,6 +125,11 @@ impl Alloc {
         self.lock().keep_end.max(used_end).next_multiple_of(SECTOR)
     }
 
+    /// Waits until no space is prepared, and keeps others from it.
+    pub(crate) async fn preparing(&self) -> async_lock::MutexGuard<'_, ()> {
+        self.preparing.lock().await
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, AllocState> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -207,7 +223,7 @@ impl<S: Store> Sparse<S> {
     /// True when a step should be prepared before the last one is used up.
     pub(super) fn is_running_low(&self) -> bool {
         let state = self.alloc.lock();
-        (state.ready.len() as u64) < state.step_blocks / 4
+        (state.ready.len() as u64) < state.step_blocks.div_ceil(2)
     }
 
     /// Rule 1: prepares the next step of space, unless another task has just done that.
@@ -216,9 +232,16 @@ impl<S: Store> Sparse<S> {
         if !self.alloc.lock().ready.is_empty() {
             return Ok(());
         }
-        match self.prepare_step(self.step_blocks().max(1)).await {
-            Err(error) if error.kind() == ErrorKind::NoSpace && self.recycle(1).await? => Ok(()),
-            result => result,
+        let no_space = |result: &Result<()>| matches!(result, Err(error) if error.kind() == ErrorKind::NoSpace);
+        let count = self.step_blocks().max(1);
+        let mut done = self.prepare_step(count).await;
+        if no_space(&done) && count > 1 {
+            // A file may be as long as one block more needs, and no longer.
+            done = self.prepare_step(1).await;
+        }
+        match no_space(&done) && self.recycle(1).await? {
+            true => Ok(()),
+            false => done,
         }
     }
 
@@ -226,6 +249,9 @@ impl<S: Store> Sparse<S> {
     /// here: this write has its place, and the first write that finds none gets the error.
     pub(super) async fn prepare_early(&self) {
         let Some(_one) = self.alloc.preparing.try_lock() else { return };
+        if self.is_read_only() {
+            return;
+        }
         let count = self.step_blocks();
         if count == 0 || self.prepare_step(count).await.is_err() {
             self.alloc.lock().step_blocks = 0;
@@ -236,7 +262,7 @@ impl<S: Store> Sparse<S> {
     /// new space.
     async fn prepare_step(&self, count: u64) -> Result<()> {
         self.settle().await?;
-        if self.recycle((count / 4).max(1)).await? || self.prepare_gaps(count).await? {
+        if self.recycle((count / 4).clamp(1, RECYCLED_AT_ONCE)).await? || self.prepare_gaps(count).await? {
             return Ok(());
         }
         match self.store.info().grows_zeroed {
@@ -252,7 +278,9 @@ impl<S: Store> Sparse<S> {
         let is_settled = self.alloc.lock().is_settled;
         if !is_settled {
             self.flush().await?;
-            self.flush().await?;
+            if self.journal.has_records() {
+                self.flush().await?;
+            }
             self.alloc.lock().is_settled = true;
         }
         Ok(())
@@ -318,8 +346,11 @@ impl<S: Store> Sparse<S> {
         let allocated = self.bat.allocated().count();
         let state = self.alloc.lock();
         let lacking = (self.bat.entries() as usize).saturating_sub(allocated + state.ready.len());
-        let bytes = (state.next_free / 8).clamp(STEP_MIN_BYTES, STEP_MAX_BYTES);
-        (bytes / self.layout.block_bytes).max(1).min(lacking as u64)
+        let bytes = match self.store.info().grows_zeroed {
+            true => state.next_free.clamp(STEP_MIN_BYTES, STEP_MAX_BYTES),
+            false => (state.next_free / 8).clamp(STEP_MIN_BYTES, DEVICE_STEP_MAX_BYTES),
+        };
+        (bytes / self.layout.block_bytes).clamp(1, STEP_MAX_BLOCKS).min(lacking as u64)
     }
 
     /// The places of up to `count` blocks inside `within`. Data lie on 4 KiB boundaries, with the bitmap in the

@@ -141,6 +141,8 @@ impl<S: Store> Sparse<S> {
     /// Rule 6: leaves the file as other programs expect it; the image can still be read. No request that changes it may be
     /// in flight. Reads and flushes may: those of a graph in which it is a parent.
     pub(super) async fn seal(&self) -> Result<()> {
+        // What runs beside requests ends first, and nothing begins behind it.
+        let _preparing = self.alloc.preparing().await;
         self.flush().await?;
         // A flush that ran beside this would empty released places behind the end at which the file is cut. One that waits
         // finds the image read-only and durable.

@@ -113,6 +113,17 @@ pub(super) async fn read_footers<S: Store>(store: &S) -> Result<Footers> {
     }
 }
 
+/// A footer, for a look at what the image is: the one at the end if it is valid, else the copy at the start.
+pub(super) async fn any_footer<S: Store>(store: &S) -> Result<Footer> {
+    let len = store.len_bytes();
+    if len >= SECTOR
+        && let Ok(footer) = read_footer_at(store, len - SECTOR, SECTOR).await?
+    {
+        return Ok(footer);
+    }
+    read_footers(store).await.map(|footers| footers.footer)
+}
+
 /// The inner error says what is wrong with the footer; the outer one that it could not be read.
 async fn read_footer_at<S: Store>(store: &S, offset: u64, len: u64) -> Result<Result<Footer>> {
     let bytes = Segments::zeroed(len as usize);

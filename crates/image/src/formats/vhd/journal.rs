@@ -118,10 +118,10 @@ impl Journal {
         Some(slot)
     }
 
-    /// True when the current half is three quarters full, so that a flush should retire it now.
+    /// True when the current half is half full, so that a flush should retire it while the rest takes records.
     pub(crate) fn is_filling(&self) -> bool {
         let state = self.lock();
-        self.has_area() && state.halves[state.current].used * 4 > self.slots * 3
+        self.has_area() && state.halves[state.current].used * 2 > self.slots
     }
 
     /// Sets bits that have no record because there is no area: they are pending all the same.

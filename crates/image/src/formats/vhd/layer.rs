@@ -1,5 +1,7 @@
 //! A VHD as a graph sees it.
 
+use std::sync::Arc;
+
 use spile_core::{Extent, Result, Store, StoreOffset, Via};
 
 use super::codec::footer::Footer;
@@ -14,12 +16,11 @@ use crate::layer::{Found, Identity, Layer, MapPiece, ParentRef};
 const SEALED_CACHE_BYTES: usize = 1 << 20;
 
 /// An opened VHD of any type.
-#[expect(clippy::large_enum_variant, reason = "there is one for each layer of a graph, behind a pointer already")]
 pub enum Vhd<S> {
     /// A fixed image: the data as in a raw image, and a footer behind them.
     Fixed(Footer, Raw<S>),
     /// A dynamic or differencing image.
-    Sparse(Sparse<S>),
+    Sparse(Arc<Sparse<S>>),
 }
 
 impl<S: Store> Sparse<S> {
@@ -138,6 +139,12 @@ impl<S: Store> Layer<S> for Vhd<S> {
         match self {
             Self::Fixed(_, raw) => raw.unmap(part, below_is_zero).await,
             Self::Sparse(sparse) => sparse.discard_part(&sparse.block_part(part), below_is_zero).await,
+        }
+    }
+
+    fn begin(&self) {
+        if let Self::Sparse(sparse) = self {
+            sparse.prepare_beside();
         }
     }
 

@@ -8,6 +8,9 @@
 //! 1. **Space before use.** The file grows by whole steps: new length, a footer at its new end, sync. Only then may a
 //!    block be placed there. Grown space reads as zeroes; on a device the bitmaps of the coming blocks are zeroed and
 //!    synced instead. So a BAT entry, whenever it becomes durable, points at a block whose bitmap says "nothing here".
+//!    The sync cannot be left out: a BAT entry that is durable before the length points past the end of the file. It makes
+//!    the guest's dirty pages durable, too, so it is rare (a step is as long as all before it, and costs length only) and runs
+//!    beside requests (`beside`). The footer needs no order of its own: until it is durable, the copy at the start is.
 //! 2. **Block before BAT.** A new block's bitmap (all ones in a dynamic image on zeroed space, else zero) is written
 //!    cached, then its BAT entry, cached. Neither needs a sync: until the data come, the block reads as before.
 //! 3. **Data before bit.** Where a clear bit shows something else than the bytes under it (a parent, or stale bytes),
@@ -29,6 +32,7 @@ pub mod codec;
 
 mod alloc;
 mod bat;
+mod beside;
 mod bits;
 mod check;
 mod create;
@@ -53,6 +57,7 @@ use spile_core::{Env, Error, ErrorKind, Extent, Result, ResultExt, Segments, Sto
 
 use self::alloc::Alloc;
 use self::bat::Bat;
+use self::beside::Beside;
 use self::bits::{Bits, BitsCache};
 use self::codec::batmap::BatmapHeader;
 use self::codec::footer::{DiskType, Footer};
@@ -64,7 +69,7 @@ use super::{About, ImageFormat, OpenLayer};
 use crate::check::{Lost, Report};
 use crate::create::NewImage;
 use crate::grace::Grace;
-use crate::layer::{Found, MapPiece};
+use crate::layer::{Found, MapPiece, ParentRef};
 use crate::loads::Loads;
 use crate::range_lock::RangeLock;
 
@@ -86,6 +91,15 @@ impl ImageFormat for VhdFormat {
 
     async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer) -> Result<Vhd<S>> {
         open::open(store, env, how).await
+    }
+
+    async fn named_parent<S: Store>(store: &S) -> Result<Option<ParentRef>> {
+        let footer = footers::any_footer(store).await?;
+        if footer.disk_type != DiskType::Differencing {
+            return Ok(None);
+        }
+        let header = open::read_header(store, &footer).await?;
+        parent::parent_ref(store, &header).await.map(Some)
     }
 
     async fn create<S: Store>(store: &S, env: &dyn Env, new: &NewImage) -> Result<()> {
@@ -182,6 +196,8 @@ pub struct Sparse<S> {
     alloc: Alloc,
     flusher: Flusher,
     grace: Grace,
+    /// What runs beside requests.
+    beside: Beside,
     /// By block number: writers hold their block shared, a release holds it exclusively.
     blocks: RangeLock,
     /// Loads of bitmaps, by block and the sector at which it lies. A request for a bitmap that is being loaded waits

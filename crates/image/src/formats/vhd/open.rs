@@ -8,6 +8,7 @@ use spile_core::{Env, Error, ErrorKind, Result, Segments, Store, StoreOffset, Vi
 
 use super::alloc::{Alloc, FooterState};
 use super::bat::Bat;
+use super::beside::Beside;
 use super::bits::{Bits, BitsCache};
 use super::codec::MAX_SIZE_BYTES;
 use super::codec::bat::{MAX_BLOCKS, UNALLOCATED, bitmap_bytes, bytes_len};
@@ -75,10 +76,11 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
         header,
         layout,
         read_only: AtomicBool::new(how.read_only),
+        beside: Beside::new(env.clone()),
         bat,
     };
     sparse.replay().await?;
-    Ok(Vhd::Sparse(sparse))
+    Ok(Vhd::Sparse(Arc::new(sparse)))
 }
 
 /// Writes the footer that counts over one that describes another disk, before any block can change: what the image fits

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::Sparse;
+use super::codec::header::Header;
 use super::codec::locator::{Locator, Platform};
 use crate::formats::Format;
 use crate::layer::{Identity, ParentRef};
@@ -18,32 +19,37 @@ const RAW_PARENT: [u8; 16] = [0; 16];
 impl<S: Store> Sparse<S> {
     /// The parent of a differencing image.
     pub(super) async fn parent(&self) -> Result<ParentRef> {
-        let uuid = self.header.parent_uuid;
-        let names = self.parent_names().await?;
-        let format = parent_format(&uuid);
-        if format == Format::Raw {
-            refuse_marked(&names)?;
-            return Ok(ParentRef { names, format: Some(Format::Raw), identity: None });
-        }
-        Ok(ParentRef { names, format: Some(format), identity: Some(Identity(uuid)) })
+        parent_ref(&self.store, &self.header).await
     }
+}
 
-    /// What the locators say, relative paths first, and the header's own name last.
-    async fn parent_names(&self) -> Result<Vec<PathBuf>> {
-        let mut names: Vec<PathBuf> = Vec::new();
-        for locator in &self.header.locators {
-            if matches!(locator.platform, Platform::W2ru | Platform::W2ku | Platform::MacX) {
-                names.push(PathBuf::from(read_locator(&self.store, locator).await?));
-            }
-        }
-        names.sort_by_key(|name| name.is_absolute());
-        let bare = self.header.parent_name.rsplit(['/', '\\']).next().unwrap_or_default();
-        if !bare.is_empty() && !bare.contains('\0') {
-            names.push(PathBuf::from(bare));
-        }
-        names.dedup();
-        Ok(names)
+/// The parent of the differencing image in `store` with this header.
+pub(super) async fn parent_ref<S: Store>(store: &S, header: &Header) -> Result<ParentRef> {
+    let uuid = header.parent_uuid;
+    let names = parent_names(store, header).await?;
+    let format = parent_format(&uuid);
+    if format == Format::Raw {
+        refuse_marked(&names)?;
+        return Ok(ParentRef { names, format: Some(Format::Raw), identity: None });
     }
+    Ok(ParentRef { names, format: Some(format), identity: Some(Identity(uuid)) })
+}
+
+/// What the locators say, relative paths first, and the header's own name last.
+async fn parent_names<S: Store>(store: &S, header: &Header) -> Result<Vec<PathBuf>> {
+    let mut names: Vec<PathBuf> = Vec::new();
+    for locator in &header.locators {
+        if matches!(locator.platform, Platform::W2ru | Platform::W2ku | Platform::MacX) {
+            names.push(PathBuf::from(read_locator(store, locator).await?));
+        }
+    }
+    names.sort_by_key(|name| name.is_absolute());
+    let bare = header.parent_name.rsplit(['/', '\\']).next().unwrap_or_default();
+    if !bare.is_empty() && !bare.contains('\0') {
+        names.push(PathBuf::from(bare));
+    }
+    names.dedup();
+    Ok(names)
 }
 
 /// The format that the parent UUID of a child says.

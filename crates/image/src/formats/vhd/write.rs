@@ -36,7 +36,7 @@ impl BlockPart {
 
 /// A part of a block, allocated and locked for one write.
 pub struct SparseReserved<'a, S: Store> {
-    sparse: &'a Sparse<S>,
+    sparse: &'a Arc<Sparse<S>>,
     part: BlockPart,
     placed: Placed,
     /// The block's bitmap, unless all of it is known to be set.
@@ -56,7 +56,7 @@ impl<S: Store> Reserved for SparseReserved<'_, S> {
         }
         drop(held);
         if placed.is_new && sparse.is_running_low() {
-            sparse.prepare_early().await;
+            sparse.prepare_beside();
         }
         Ok(())
     }
@@ -65,7 +65,7 @@ impl<S: Store> Reserved for SparseReserved<'_, S> {
 impl<S: Store> Sparse<S> {
     /// Makes place for the bytes of `part`: its block is allocated if need be, and cannot be released before the
     /// reservation is gone.
-    pub(crate) async fn reserve_part(&self, part: BlockPart) -> Result<SparseReserved<'_, S>> {
+    pub(crate) async fn reserve_part(self: &Arc<Self>, part: BlockPart) -> Result<SparseReserved<'_, S>> {
         self.check_writable()?;
         let held = self.blocks.shared(part.lock_range()).await;
         let placed = self.place(part.block).await?;
@@ -78,7 +78,7 @@ impl<S: Store> Sparse<S> {
 
     /// Rule 3: notes that the sectors of `part`, whose data are written, are in this file. When it returns, that
     /// survives the death of the process.
-    async fn set_bits(&self, part: &BlockPart, sector: u32, bits: Arc<Bits>) -> Result<()> {
+    async fn set_bits(self: &Arc<Self>, part: &BlockPart, sector: u32, bits: Arc<Bits>) -> Result<()> {
         let sectors = part.sectors();
         if self.journal.is_settled(part.block, &bits, sectors.clone()) {
             return Ok(());
@@ -98,10 +98,10 @@ impl<S: Store> Sparse<S> {
         };
         slot.record(&self.store, &record, bits.clone()).await?;
         self.mark_if_full(part.block, &bits);
-        match self.journal.is_filling() {
-            true => self.flush().await,
-            false => Ok(()),
+        if self.journal.is_filling() {
+            self.retire_beside();
         }
+        Ok(())
     }
 
     /// Marks the block full when all of its bitmap is set. Writers do not look at the bitmap from then on, so all of
@@ -113,7 +113,12 @@ impl<S: Store> Sparse<S> {
     }
 
     /// Makes `part` read as zeroes. `below_is_zero`: what lies under the whole block reads as zeroes.
-    pub(crate) async fn zero_part(&self, part: &BlockPart, may_unmap: bool, below_is_zero: bool) -> Result<()> {
+    pub(crate) async fn zero_part(
+        self: &Arc<Self>,
+        part: &BlockPart,
+        may_unmap: bool,
+        below_is_zero: bool,
+    ) -> Result<()> {
         self.check_writable()?;
         if may_unmap && below_is_zero {
             return self.unmap_part(part).await;
