@@ -204,7 +204,7 @@ async fn watch<D: Disk>(
             }
             Event::Cut => {
                 is_cut = true;
-                tracing::info!("NBD: a connection that was idle for long gives up its place");
+                tracing::info!("NBD: a connection gives up its place, or the memory that it holds, to others");
                 transport.socket().shutdown(Shutdown::Both);
             }
             Event::Stop(level) => {

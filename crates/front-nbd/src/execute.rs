@@ -25,12 +25,16 @@ const MAX_DESCRIPTORS: usize = 4096;
 const PIECE_BYTES: usize = 2 << 20;
 
 /// Page-aligned memory of `len` bytes, from this worker's pool.
-pub(crate) fn buffers(len: usize) -> Segments {
+///
+/// # Errors
+/// `Exhausted` when the system has no memory for it.
+pub(crate) fn buffers(len: usize) -> Result<Segments> {
     let pool = spile_engine::pool();
-    if (1..=PIECE_BYTES).contains(&len) {
-        return pool.alloc(len).into();
-    }
-    (0..len).step_by(PIECE_BYTES).map(|at| pool.alloc(PIECE_BYTES.min(len - at))).collect()
+    let found = match len {
+        1..=PIECE_BYTES => pool.try_alloc(len).map(Segments::from),
+        _ => (0..len).step_by(PIECE_BYTES).map(|at| pool.try_alloc(PIECE_BYTES.min(len - at))).collect(),
+    };
+    found.ok_or_else(|| Error::new(ErrorKind::Exhausted, "there is no memory for the data of this request"))
 }
 
 /// Learns whether it is worth while to ask the disk for holes. The question may take long, so after one that found no
@@ -102,7 +106,7 @@ impl<D: Disk> Session<D> {
         {
             return Ok(Answer::Data(Segments::new(), runs));
         }
-        let into = buffers(extent.len_bytes as usize);
+        let into = buffers(extent.len_bytes as usize)?;
         self.disk.read(extent, &into).await?;
         Ok(Answer::Data(into, runs))
     }
@@ -176,7 +180,7 @@ impl<D: Disk> Session<D> {
         let limit = if one { 1 } else { MAX_DESCRIPTORS };
         let map = self.disk.extents(extent_of(request), limit).await?;
         let descriptors = describe(&map, extent_of(request), limit);
-        let out = buffers(descriptors.len() * 8);
+        let out = buffers(descriptors.len() * 8)?;
         for (at, (len, flags)) in descriptors.iter().enumerate() {
             out.copy_from_slice(at * 8, &len.to_be_bytes());
             out.copy_from_slice(at * 8 + 4, &flags.to_be_bytes());

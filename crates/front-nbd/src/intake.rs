@@ -9,7 +9,7 @@ use std::rc::Rc;
 use spile_core::metrics::now_ns;
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result, Segment, Segments};
 
-use crate::errors::{EINVAL, EOVERFLOW, EPERM, out_of_range};
+use crate::errors::{EINVAL, ENOMEM, EOVERFLOW, EPERM, out_of_range};
 use crate::execute::buffers;
 use crate::inbound::Inbound;
 use crate::session::{Answer, Job, Reply, Session};
@@ -66,16 +66,17 @@ async fn take_one<D: Disk>(
     let checked = check(session, &request);
     let held_bytes = if checked.is_ok() { held_bytes(&request) } else { 0 };
     let mut waited = session.admit(held_bytes).await;
-    let arrived = match &checked {
-        Ok(()) => receive_payload(session, inbound, &request, &mut waited).await,
+    let room = checked.and_then(|()| payload_room(session, &request));
+    let arrived = match &room {
+        Ok(payload) => receive_payload(session, inbound, payload, &mut waited).await,
         Err(_) => skip_payload(session, inbound, &request, &mut waited).await,
     };
-    let payload = arrived.inspect_err(|_| session.withdraw(held_bytes))?;
+    arrived.inspect_err(|_| session.withdraw(held_bytes))?;
     if waited {
         read_ns = now_ns();
     }
-    match checked {
-        Ok(()) => session.submit(Job { request, payload, held_bytes, started_ns: read_ns }),
+    match room {
+        Ok(payload) => session.submit(Job { request, payload, held_bytes, started_ns: read_ns }),
         Err(Refusal { errno, message }) => {
             let answer = Answer::Failed { errno, message: message.to_owned(), at_start: false };
             session.refuse(Reply { request, answer, held_bytes, started_ns: read_ns });
@@ -132,13 +133,20 @@ fn check<D: Disk>(session: &Session<D>, request: &Request) -> Result<(), Refusal
     Ok(())
 }
 
+/// The memory into which a request's payload is received.
+fn payload_room<D: Disk>(session: &Session<D>, request: &Request) -> Result<Segments, Refusal> {
+    buffers(request.payload_bytes() as usize).map_err(|error| {
+        session.server.log_failure(session.agreed.export, request, &error);
+        Refusal { errno: ENOMEM, message: "out of memory" }
+    })
+}
+
 async fn receive_payload<D: Disk>(
     session: &Session<D>,
     inbound: &mut Inbound,
-    request: &Request,
+    payload: &Segments,
     waited: &mut bool,
-) -> Result<Segments> {
-    let payload = buffers(request.payload_bytes() as usize);
+) -> Result<()> {
     for segment in payload.iter() {
         let mut done = inbound.move_to(segment);
         while done < segment.len() {
@@ -146,7 +154,7 @@ async fn receive_payload<D: Disk>(
             done += receive_part(session, inbound, &segment.slice(done..segment.len())).await?;
         }
     }
-    Ok(payload)
+    Ok(())
 }
 
 async fn receive_part<D: Disk>(session: &Session<D>, inbound: &mut Inbound, part: &Segment) -> Result<usize> {
@@ -165,7 +173,7 @@ async fn skip_payload<D: Disk>(
     inbound: &mut Inbound,
     request: &Request,
     waited: &mut bool,
-) -> Result<Segments> {
+) -> Result<()> {
     let mut left = request.payload_bytes();
     if left > MAX_SKIP_BYTES {
         return Err(Error::new(ErrorKind::Protocol, "a payload is too long to skip"));
@@ -175,7 +183,7 @@ async fn skip_payload<D: Disk>(
         inbound.consume(n);
         left -= n as u32;
         if left == 0 {
-            return Ok(Segments::new());
+            return Ok(());
         }
         *waited = true;
         if !inbound.fill(&session.transport).await? {

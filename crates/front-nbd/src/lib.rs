@@ -11,6 +11,7 @@
 //! - [`errors`]: the error numbers of the wire. `metrics`: what is counted.
 #![forbid(unsafe_code)]
 
+mod budget;
 mod connection;
 pub mod errors;
 mod execute;

@@ -36,8 +36,12 @@ pub(crate) async fn send_replies<D: Disk>(session: Rc<Session<D>>) {
             session.outgoing.wait().await;
             continue;
         }
-        if !session.broken.get() && session.transport.send(batch.parts()).await.is_err() {
-            session.cut_off();
+        if !session.broken.get() {
+            session.holder.sends(true);
+            if session.transport.send(batch.parts()).await.is_err() {
+                session.cut_off();
+            }
+            session.holder.sends(false);
         }
         let held = batch.held_bytes;
         batch.parts.clear(); // the buffers are free before the next request is let in

@@ -3,7 +3,8 @@
 //! The tasks: the *intake* receives requests and admits them; *slots* execute them, one for each request in flight, and
 //! requests may end in any order; the *outflow* sends replies. A request is in flight from its admission until its
 //! reply has been sent or the connection is broken. So a client that does not read its replies is soon not read from
-//! either, and holds no more than [`ServerConfig::max_in_flight`] requests and [`MAX_HELD_BYTES`] of memory. A slot is
+//! either, and holds no more than [`ServerConfig::max_in_flight`] requests and [`MAX_HELD_BYTES`] of memory; what all
+//! connections of a worker hold together is bounded by [`crate::budget`]. A slot is
 //! a task that is made when it is first needed and lives as long as the connection, so that later requests allocate
 //! nothing here.
 //!
@@ -23,6 +24,7 @@ use spile_core::{Disk, Segments};
 use spile_front::Presence;
 use spile_nbd_tls::Transport;
 
+use crate::budget::Holder;
 use crate::errors::EIO;
 use crate::execute::HoleProbe;
 use crate::metrics::{ExportMetrics, op_of};
@@ -88,7 +90,7 @@ pub(crate) struct Session<D: Disk> {
     /// Tells the outflow that there is a reply, or that the session ends.
     pub(crate) outgoing: Signal,
     in_flight: Cell<usize>,
-    held_bytes: Cell<u64>,
+    pub(crate) holder: Rc<Holder>,
     /// Tells the intake that a request is not in flight any more.
     room: Signal,
     /// True when the client cannot be reached any more: replies are dropped.
@@ -136,14 +138,14 @@ impl<D: Disk> Session<D> {
             agreed,
             limits,
             transport,
-            presence,
+            presence: presence.clone(),
             holes: HoleProbe::default(),
             worker: spile_engine::current_worker(),
             slots: Slots::default(),
             replies: RefCell::default(),
             outgoing: Signal::default(),
             in_flight: Cell::new(0),
-            held_bytes: Cell::new(0),
+            holder: Holder::new(presence),
             room: Signal::default(),
             broken: Cell::new(false),
             ended: Cell::new(false),
@@ -178,19 +180,22 @@ impl<D: Disk> Session<D> {
             waited = true;
         }
         self.in_flight.set(self.in_flight.get() + 1);
-        self.held_bytes.set(self.held_bytes.get() + bytes);
+        if !self.holder.try_take(bytes) {
+            self.holder.take(bytes).await;
+            waited = true;
+        }
         waited
     }
 
     fn has_room(&self, bytes: u64) -> bool {
-        let held = self.held_bytes.get();
+        let held = self.holder.held_bytes();
         self.in_flight.get() < self.server.config.max_in_flight && (held == 0 || held + bytes <= MAX_HELD_BYTES)
     }
 
     /// Takes back the admission of a request that did not arrive whole.
     pub(crate) fn withdraw(&self, bytes: u64) {
         self.in_flight.set(self.in_flight.get() - 1);
-        self.held_bytes.set(self.held_bytes.get() - bytes);
+        self.holder.give_back(bytes);
     }
 
     /// Ends the connection without any more replies.
@@ -242,7 +247,7 @@ impl<D: Disk> Session<D> {
     pub(crate) fn depart(&self, finished: &[Ended], held_bytes: u64) {
         self.counters().end_all(finished.iter().copied(), now_ns());
         self.in_flight.set(self.in_flight.get() - finished.len());
-        self.held_bytes.set(self.held_bytes.get() - held_bytes);
+        self.holder.give_back(held_bytes);
         self.room.notify();
     }
 

@@ -93,7 +93,8 @@ impl Presence {
         self.is_cut.load(Ordering::Acquire)
     }
 
-    fn cut(&self) {
+    /// Has the connection give up its place, and what it holds.
+    pub fn cut(&self) {
         self.is_cut.store(true, Ordering::Release);
         if let Some(waker) = self.waker.lock().unwrap_or_else(PoisonError::into_inner).take() {
             waker.wake();

@@ -3,7 +3,7 @@
 //! Buffers come in power-of-two classes from 4 KiB to 2 MiB; each class keeps its free chunks in a list. Once the whole
 //! arena is carved, a larger free chunk is cut where a small one is wanted, for good: else one burst of large requests
 //! would leave the small ones, of which there are more, without the arena for ever. What does not fit the arena's
-//! budget, and what is larger than the largest class, comes from the heap: slower, never an error.
+//! budget, and what is larger than the largest class, comes from the heap: slower, and an error only when the system has no memory.
 //! A pool is meant to be one worker's: its lock is then never contended.
 
 use std::ptr::NonNull;
@@ -77,14 +77,24 @@ impl Pool {
 
     /// A buffer of `len` bytes, page-aligned, its content undefined (but never another process's).
     pub fn alloc(&self, len: usize) -> Segment {
+        self.chunk(len).unwrap_or_else(|| Segment::zeroed(len))
+    }
+
+    /// As [`Pool::alloc`]; `None` when the arena has none left and the system has no memory for it.
+    pub fn try_alloc(&self, len: usize) -> Option<Segment> {
+        self.chunk(len).or_else(|| Segment::try_zeroed(len))
+    }
+
+    /// A buffer of the arena. One that has to come from the heap is counted.
+    fn chunk(&self, len: usize) -> Option<Segment> {
         let chunk = class_of(len).and_then(|class| Some((self.inner.take(class)?, class as u8)));
         let Some((page, class)) = chunk else {
             self.inner.heap_buffers.fetch_add(1, Ordering::Relaxed);
-            return Segment::zeroed(len);
+            return None;
         };
         // SAFETY: the page number came from this arena.
         let ptr = unsafe { self.inner.base.add(page as usize * PAGE_BYTES) };
-        Segment::from_chunk(ptr, len, ChunkRef { pool: self.inner.clone(), page, class })
+        Some(Segment::from_chunk(ptr, len, ChunkRef { pool: self.inner.clone(), page, class }))
     }
 
     /// The arena's address and length in bytes, for registration with a kernel. Valid while a clone of the pool lives.
@@ -200,6 +210,14 @@ mod tests {
         assert_eq!(pool.stats().heap_buffers, 0);
         assert_eq!(pool.alloc(4096).len(), 4096);
         assert_eq!(pool.alloc(64 << 20).len(), 64 << 20);
+        assert_eq!(pool.stats().heap_buffers, 2);
+    }
+
+    #[test]
+    fn a_lack_of_memory_is_told_and_not_the_end() {
+        let pool = Pool::new(1).unwrap();
+        assert!(pool.try_alloc(1 << 50).is_none(), "more than can be addressed");
+        assert_eq!(pool.try_alloc(4 << 20).unwrap().len(), 4 << 20);
         assert_eq!(pool.stats().heap_buffers, 2);
     }
 

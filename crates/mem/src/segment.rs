@@ -47,8 +47,13 @@ unsafe impl Sync for Segment {}
 impl Segment {
     /// Allocates `len` zeroed bytes, page-aligned, from the heap (not from a pool).
     pub fn zeroed(len: usize) -> Self {
-        let heap = Arc::new(Heap::zeroed(len));
-        Self { ptr: heap.ptr, len, owner: Owner::Heap(heap) }
+        Self::try_zeroed(len).unwrap_or_else(|| handle_alloc_error(Heap::layout(len)))
+    }
+
+    /// As [`Segment::zeroed`]; `None` when the system has no memory for it.
+    pub fn try_zeroed(len: usize) -> Option<Self> {
+        let heap = Arc::new(Heap::try_zeroed(len)?);
+        Some(Self { ptr: heap.ptr, len, owner: Owner::Heap(heap) })
     }
 
     /// A segment over a chunk of a pool.
@@ -286,18 +291,21 @@ unsafe impl Send for Heap {}
 unsafe impl Sync for Heap {}
 
 impl Heap {
-    fn zeroed(len: usize) -> Self {
-        let layout = Layout::from_size_align(len.max(1), PAGE_BYTES).expect("allocation size overflows");
+    fn layout(len: usize) -> Layout {
+        Layout::from_size_align(len.max(1), PAGE_BYTES).expect("allocation size overflows")
+    }
+
+    fn try_zeroed(len: usize) -> Option<Self> {
+        let layout = Self::layout(len);
         // SAFETY: the layout has a size that is not zero.
         let ptr = unsafe { alloc_zeroed(layout) };
-        let ptr = NonNull::new(ptr).unwrap_or_else(|| handle_alloc_error(layout));
-        Self { ptr, layout }
+        Some(Self { ptr: NonNull::new(ptr)?, layout })
     }
 }
 
 impl Drop for Heap {
     fn drop(&mut self) {
-        // SAFETY: allocated in `zeroed` with this very layout, freed only here.
+        // SAFETY: allocated in `try_zeroed` with this very layout, freed only here.
         unsafe { dealloc(self.ptr.as_ptr(), self.layout) }
     }
 }

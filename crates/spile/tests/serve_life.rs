@@ -3,6 +3,7 @@
 mod common;
 
 use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
@@ -15,6 +16,7 @@ use common::{Served, engines, eventually, fails, ok, run, spile};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
 use spile_lab::xen::blkfront::Op;
 
 const NOT_ENDS: [Signal; 4] = [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGPIPE];
@@ -188,4 +190,72 @@ fn idle_clients_of_one_process_do_not_shut_others_out() {
     assert!(served.wait().success());
     let said = rest_of_stderr(&mut served);
     assert!(said.contains("NBD: all 4 places for connections are taken, one was turned away"), "{said}");
+}
+
+/// Asks for the greatest reads there are, twice, and takes nothing.
+fn takes_nothing(served: &Served) -> UnixStream {
+    let mut stream = raw_connection(&served.socket);
+    (0..2).for_each(|cookie| stream.write_all(&read_request(cookie, 32 << 20)).unwrap());
+    stream
+}
+
+#[test]
+fn clients_that_hold_all_the_memory_for_requests_stop_no_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut served = Served::start(dir.path(), &["null:64M", "--workers", "1"]);
+    let mut greedy: Vec<UnixStream> = (0..3).map(|_| takes_nothing(&served)).collect();
+    greedy[..2].iter_mut().for_each(|stream| stream.read_exact(&mut [0; 16]).unwrap());
+    // A small request never waits for them. A large one waits until one that has taken nothing for long is hung up on.
+    let client = Client::connect(&served.uri()).unwrap();
+    client.read(0, &mut [0; 64 << 10]).unwrap();
+    client.read(0, &mut vec![0; 4 << 20]).unwrap();
+    client.read(0, &mut [0; 64 << 10]).unwrap();
+    drop((greedy, client));
+    served.signal(Signal::SIGTERM);
+    assert!(served.wait().success());
+    let said = rest_of_stderr(&mut served);
+    assert!(said.contains("a client takes no replies while others wait for the memory"), "{said}");
+}
+
+#[test]
+fn a_request_for_which_there_is_no_memory_fails_and_no_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = spile();
+    // Else the C library sets addresses aside for each thread, which the limit below would not stop it from using.
+    command.env("MALLOC_ARENA_MAX", "1").current_dir(dir.path());
+    command.args(["serve", "null:64M", "--workers", "1", "--nbd", "unix:n"]);
+    let mut served = Served::spawn(&mut command, dir.path().join("n")).unwrap();
+    let pid = served.child.id();
+    let client = Client::connect(&served.uri()).unwrap();
+    client.read(0, &mut [0; 512]).unwrap();
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    let size_kib: u64 = size.trim().trim_end_matches(" kB").parse().unwrap();
+    let limit = |current| {
+        let maximum = getrlimit(Resource::As).maximum;
+        prlimit(rustix::process::Pid::from_raw(pid as i32), Resource::As, Rlimit { current, maximum }).unwrap();
+    };
+    // The worker's pool has 64 MiB; half of what is asked for has to come from elsewhere.
+    limit(Some((size_kib << 10) + (17 << 20)));
+    let mut clients = [takes_nothing(&served), takes_nothing(&served)];
+    let mut errors = Vec::new();
+    std::thread::sleep(Duration::from_millis(500));
+    for stream in &mut clients {
+        for _ in 0..2 {
+            let mut header = [0; 16];
+            stream.read_exact(&mut header).unwrap();
+            let error = u32::from_be_bytes(header[4..8].try_into().unwrap());
+            let len_bytes = if error == 0 { 32 << 20 } else { 0 };
+            stream.read_exact(&mut vec![0; len_bytes]).unwrap();
+            errors.push(error);
+        }
+    }
+    assert!(errors.contains(&12) && errors.contains(&0), "{errors:?}");
+    client.read(0, &mut [0; 64 << 10]).unwrap();
+    limit(None);
+    client.read(0, &mut vec![0; 32 << 20]).unwrap();
+    served.signal(Signal::SIGTERM);
+    assert!(served.wait().success());
+    let said = rest_of_stderr(&mut served);
+    assert!(said.contains("there is no memory for the data of this request"), "{said}");
 }
