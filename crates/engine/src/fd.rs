@@ -39,12 +39,15 @@ impl Table {
     }
 }
 
-static FAILED_SYNC: OnceLock<Box<dyn Fn() + Send + Sync>> = OnceLock::new();
+/// Hears of a failed sync: of which file, and its errno.
+type Hear = Box<dyn Fn(BorrowedFd<'_>, i32) + Send + Sync>;
+
+static FAILED_SYNC: OnceLock<Hear> = OnceLock::new();
 
 /// Has `hear` called whenever a sync of a file of this process has failed, before anybody else learns of it. The kernel
 /// reports a failed sync once only; `hear` can note it for the processes that come after this one. Only the first call
 /// of this function counts, for the life of the process.
-pub fn on_failed_sync(hear: impl Fn() + Send + Sync + 'static) {
+pub fn on_failed_sync(hear: impl Fn(BorrowedFd<'_>, i32) + Send + Sync + 'static) {
     let _ = FAILED_SYNC.set(Box::new(hear));
 }
 
@@ -146,8 +149,13 @@ impl Fd {
     pub(crate) fn note_sync(&self, errno: i32) {
         let _ = self.sync_errno.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Acquire);
         if let Some(hear) = FAILED_SYNC.get() {
-            hear();
+            hear(self.as_fd(), errno);
         }
+    }
+
+    /// From now on a sync of this file counts as failed, or none does (0), without anybody hearing of it.
+    pub(crate) fn set_sync_errno(&self, errno: i32) {
+        self.sync_errno.store(errno, Ordering::Release);
     }
 
     /// The errno of the first sync that failed, if one has.

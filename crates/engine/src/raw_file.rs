@@ -120,6 +120,12 @@ impl RawFile {
         self.fd.note_sync(errno);
     }
 
+    /// From now on [`RawFile::failed_sync`] is `errno`, because a sync has failed in an earlier process; or nothing, because somebody
+    /// accepts what was lost.
+    pub fn set_failed_sync(&self, errno: Option<i32>) {
+        self.fd.set_sync_errno(errno.unwrap_or(0));
+    }
+
     /// Calls fallocate(2) with these `FALLOC_FL_` flags.
     pub fn fallocate(
         &self,

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use common::xen::{PATIENCE, Xen, request, wait_until};
-use common::{ok, spile};
+use common::{faulty_sync, ok};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use spile_lab::GuestQueue;
@@ -17,17 +17,6 @@ use spile_lab::xen::Blkfront;
 use spile_lab::xen::blkfront::{Op, Queue};
 use spile_lab::xen::toolstack::Vbd;
 use spile_xen::store::Tx;
-
-/// A back end whose disks' syncs can be made to fail.
-fn faulty(dir: &Path) -> Command {
-    let shim = dir.join("faulty_sync.so");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common/faulty_sync.c");
-    let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&shim).arg(source).arg("-ldl").status();
-    assert!(made.expect("cc, which the linker needs too").success());
-    let mut command = spile();
-    command.env("LD_PRELOAD", shim).env("FAULTS", dir);
-    command
-}
 
 /// A Xen with a disk and its guest.
 fn world(command: impl FnOnce(&Path) -> Option<Command>) -> (Xen, Vbd, Blkfront, Queue) {
@@ -40,7 +29,7 @@ fn world(command: impl FnOnce(&Path) -> Option<Command>) -> (Xen, Vbd, Blkfront,
 }
 
 fn faulty_world() -> (Xen, Vbd, Blkfront, Queue) {
-    world(|dir| Some(faulty(dir)))
+    world(|dir| Some(faulty_sync(dir)))
 }
 
 fn end(pid: i32, signal: Signal) {

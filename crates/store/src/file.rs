@@ -141,6 +141,16 @@ impl FileStore {
         self.inner.id
     }
 
+    /// The errno of the first sync that failed, if one has.
+    pub fn failed_sync(&self) -> Option<i32> {
+        self.inner.cached.failed_sync()
+    }
+
+    /// Says that a sync has failed in an earlier process, or that somebody accepts what was lost.
+    pub fn set_failed_sync(&self, errno: Option<i32>) {
+        self.inner.cached.set_failed_sync(errno);
+    }
+
     fn fd(&self, via: Via) -> &RawFile {
         match via {
             Via::Direct => &self.inner.direct,
@@ -209,7 +219,8 @@ impl FileStore {
         match self.inner.cached.failed_sync() {
             Some(errno) => Err(self
                 .fail("sync failed, now or earlier: what was written may be lost", errno)
-                .hint("check the storage below, then reopen")),
+                .hint("check the storage below; `spile accept-loss` has flushes of a served disk succeed again")
+                .permanent()),
             None => Ok(()),
         }
     }
@@ -433,7 +444,7 @@ mod tests {
                 store.inner.cached.note_failed_sync(libc::ENOSPC);
                 for _ in 0..2 {
                     let error = store.clone().sync().await.unwrap_err();
-                    assert_eq!(error.os_errno(), Some(libc::EIO), "{error}");
+                    assert_eq!((error.os_errno(), error.may_pass()), (Some(libc::EIO), false), "{error}");
                 }
             });
             engine.shutdown();

@@ -47,6 +47,38 @@ impl AnyStore {
     }
 }
 
+impl AnyStore {
+    /// The errno of a sync of this store that has failed, if one has: every sync fails then.
+    pub fn failed_sync(&self) -> Option<i32> {
+        match self {
+            Self::File(file) => file.failed_sync(),
+            Self::Nbd(export) => export.has_lost().then_some(EIO),
+            Self::Mem(_) | Self::Null(_) => None,
+        }
+    }
+
+    /// Has every sync of this store fail from now on, as after one that failed with `errno`.
+    pub fn recall_failed_sync(&self, errno: i32) {
+        match self {
+            Self::File(file) => file.set_failed_sync(Some(errno)),
+            Self::Nbd(export) => export.set_lost(true),
+            Self::Mem(_) | Self::Null(_) => {}
+        }
+    }
+
+    /// Has syncs succeed again although one has failed, because somebody accepts what was lost.
+    pub fn forget_failed_sync(&self) {
+        match self {
+            Self::File(file) => file.set_failed_sync(None),
+            Self::Nbd(export) => export.set_lost(false),
+            Self::Mem(_) | Self::Null(_) => {}
+        }
+    }
+}
+
+/// What a server's failure counts as: it tells no errno of ours.
+const EIO: i32 = libc::EIO;
+
 /// Evaluates `$call` with the store that is inside.
 macro_rules! each {
     ($any:expr, $store:ident => $call:expr) => {

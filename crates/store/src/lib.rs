@@ -16,4 +16,4 @@ mod sync_gate;
 pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};
 pub use memory::{MemStore, NullStore};
-pub use nbd::{NbdFacts, NbdOptions, NbdStore};
+pub use nbd::{NbdFacts, NbdOptions, NbdStore, on_lost_export};

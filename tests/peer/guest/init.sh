@@ -81,6 +81,14 @@ hammer() {
   done
 }
 
+# fill FOLDER COUNT: writes and syncs files of 8 MiB, and says `whole` when all are as they were written.
+fill() {
+  for number in $(seq $2); do
+    dd if=/dev/urandom of=$1/$number bs=1M count=8 2>/dev/null && sync || return 1
+  done
+  (cd $1 && sha256sum [0-9]* >sums && sync && sha256sum -c sums >/dev/null) && echo whole
+}
+
 # Writes the same 8 MiB of memory again and again until /tmp/stop exists.
 churn() {
   dd if=/dev/urandom of=/tmp/seed bs=1M count=8 2>/dev/null

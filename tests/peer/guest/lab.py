@@ -26,6 +26,9 @@ COMPLAINTS = "I/O error|EXT4-fs (error|warning)|is not a head|blocked for more t
 
 
 class Lab:
+    # More options of a disk, by its name, as `spile serve` takes them behind a comma.
+    OPTIONS = {}
+
     def __init__(self, kernel, folder):
         self.kernel = kernel
         self.folder = folder
@@ -51,12 +54,12 @@ class Lab:
         }
 
     def start_server(self):
-        self.server = VhostServer(self.folder, self.disks, self.sockets)
+        self.server = VhostServer(self.folder, self.disks, self.sockets, options=self.OPTIONS)
 
     def take_over(self):
         """Starts a server that takes over from the running one; returns the old one."""
         old = self.server
-        self.server = VhostServer(self.folder, self.disks, self.sockets, takeover_from=old)
+        self.server = VhostServer(self.folder, self.disks, self.sockets, takeover_from=old, options=self.OPTIONS)
         return old
 
     def boot(self):

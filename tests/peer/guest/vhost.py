@@ -79,10 +79,11 @@ class Sockets:
 class VhostServer(Server):
     """Serves `disks`, a path for each name, on `sockets`, with a control socket."""
 
-    def __init__(self, folder, disks, sockets, takeover_from=None):
+    def __init__(self, folder, disks, sockets, takeover_from=None, options=None):
         self.disks = disks
         self.sockets = sockets
         self.takeover_from = takeover_from
+        self.options = options or {}
         extra = ["--takeover"] if takeover_from else []
         super().__init__(folder, extra=extra, at=sockets.of(next(iter(disks)), PLACES[0]))
 
@@ -90,7 +91,7 @@ class VhostServer(Server):
         if STANDIN:
             return self.standin_command()
         command = [spile_binary(), "serve"]
-        command += [f"{path},name={name},serial={serial(name)}" for name, path in self.disks.items()]
+        command += [f"{path},name={name},serial={serial(name)}{self.options.get(name, '')}" for name, path in self.disks.items()]
         for name, place in self.attachments():
             command += ["--vhost-user", f"{self.sockets.of(name, place)},export={name}"]
         return [*command, "--queues", str(QUEUES), "--control", str(self.sockets.control), *extra]

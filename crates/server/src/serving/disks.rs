@@ -11,6 +11,7 @@ use spile_node::{Node, Policy, Troubles};
 use spile_store::{AnyStore, CacheMode, FileId};
 
 use super::api::types::Layer;
+use super::failed_syncs::{self, FailedSync};
 use super::faults;
 use super::identity::{Exported, Identity};
 use super::trouble;
@@ -42,6 +43,8 @@ pub struct Open {
     pub kind: String,
     /// Refuse writes.
     pub read_only: bool,
+    /// A sync of it that has failed in an earlier process.
+    pub failed_sync: Option<FailedSync>,
     /// Which disk it is: the file that was opened.
     pub identity: Identity,
 }
@@ -196,6 +199,11 @@ impl Opening {
     /// The disk of `spec`, which was opened as `graph`.
     fn opened(&self, graph: Graph<AnyStore>, spec: &DiskSpec, names: Vec<String>) -> Open {
         let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
+        let failed_sync = if spec.read_only { None } else { failed_syncs::recall(&graph) };
+        if let Some(failed) = &failed_sync {
+            let name = spec.own_name();
+            tracing::error!("{failed}. Every flush of the disk {name:?} fails until `spile accept-loss {name}`");
+        }
         let troubles = trouble::of_disk(spec.own_name(), spec.policy(self.policy));
         Open {
             name: spec.own_name(),
@@ -205,6 +213,7 @@ impl Opening {
             label: disks::label(&spec.source),
             kind: disks::describe(&graph),
             read_only: spec.read_only,
+            failed_sync,
             identity: self.identity_of(spec).with_opened(&graph),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().alloc(len).into()).with_troubles(troubles),

@@ -71,8 +71,8 @@ impl Server {
             return Err(Error::new(ErrorKind::Unsupported, "a disk in memory (mem:) would be empty"));
         }
         let nothing = Fronts::of_nothing(&self.engine, &self.options)?;
-        // A guest has to be told when its data could not be flushed. A successor opens the disk anew and knows nothing of a flush
-        // that failed before, so a disk that cannot be flushed is not handed over.
+        // A guest has to be told when its data could not be flushed. Its successor may know of it by a mark, but such marks can be
+        // lost, so a disk that cannot be flushed is not handed over.
         disks::flush(&self.engine, &self.disks, FLUSH_BOUND)?;
         let shares = self.share_sockets()?;
         // The flush may have taken seconds.

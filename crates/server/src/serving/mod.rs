@@ -2,7 +2,7 @@
 //!
 //! - [`server`]: the main loop of both. [`serve`]: `spile serve` itself; `spile xen-disk` is [`crate::xen::disk`].
 //! - [`disks`]: the images, open; `faults.rs` has them fail for tests. [`fronts`]: the servers over them. [`sockets`]: where they listen.
-//! - [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
+//! - [`failed_syncs`]: failed syncs, remembered for the next server. [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
 //! - [`control`]: lines on the control socket. [`api`]: HTTP on the same socket. [`takeover`]: a server that gives all it has to
 //!   its successor, and the messages for that.
 
@@ -10,6 +10,7 @@ pub mod api;
 mod changes;
 pub mod control;
 pub mod disks;
+pub mod failed_syncs;
 mod faults;
 pub mod fronts;
 mod handover;

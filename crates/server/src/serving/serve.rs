@@ -7,6 +7,7 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_engine::Config;
 
 use super::disks::Opening;
+use super::failed_syncs;
 use super::fronts::{Options, Role, Socket, VhostSpec};
 use super::server::{Beginning, Server};
 use super::sockets::{self, Endpoint};
@@ -50,6 +51,7 @@ pub struct Settings {
 /// # Errors
 /// When a disk cannot be opened or closed, or an address cannot be listened on.
 pub fn serve(settings: Settings, signals: ServerSignals, say: impl Fn(&dyn Display)) -> Result<()> {
+    failed_syncs::remember();
     let mut server = Server::new(settings.opening.clone(), settings.options.clone(), settings.engine.clone())?;
     server.hear(signals);
     let endpoints = endpoints(&settings)?;

@@ -25,6 +25,7 @@ use super::api::view::{DiskView, View, no_disk};
 use super::api::{Call, Context, Order};
 use super::control::{Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
+use super::failed_syncs::FailedSync;
 use super::fronts::{self, Fronts, Listening, Options, Role, Socket, XenFront};
 use super::sockets;
 use super::takeover::{self, Inheritance};
@@ -119,6 +120,11 @@ impl Server {
     /// As [`Opening::open`]. [`Server::close`] closes the disks that were opened before one failed.
     pub fn open_disks(&mut self) -> Result<()> {
         self.opening.open(&self.engine, &mut self.disks)
+    }
+
+    /// A sync of an open disk that has failed in an earlier process.
+    pub fn failed_sync(&self) -> Option<&FailedSync> {
+        self.disks.iter().find_map(|open| open.failed_sync.as_ref())
     }
 
     /// Opens the disks and makes their servers, for sockets of these roles. They serve nobody yet.

@@ -92,7 +92,7 @@ pub fn serve<P: Place>(
     }
     let failed_syncs = FailedSyncs::new(&options.run_dir, backend_path)?;
     let hear = failed_syncs.clone();
-    spile_engine::on_failed_sync(move || hear.note());
+    spile_engine::on_failed_sync(move |_, _| hear.note());
     let fronts =
         fronts::Options { nbd: NbdConfig::default(), queues: 1, pins_memory: false, access: SocketAccess::default() };
     let mut server = Server::new(opening, fronts, engine)?;
@@ -126,7 +126,13 @@ fn pause_told<P: Place>(options: &Options<P>, backend_path: &str) -> Result<()> 
 fn open<P>(server: &mut Server, store: &mut XenStore, backend_path: &str, options: &Options<P>) -> Result<Access> {
     let wanted = Wanted::read(store, backend_path, options.access)?;
     server.set_disks(vec![params::parse(&wanted.params, wanted.read_only)?]);
-    server.open_disks().map(|()| wanted.access)
+    server.open_disks()?;
+    // A guest that connects anew to a disk of this process begins anew. What another server has seen may concern this guest.
+    match server.failed_sync() {
+        Some(failed) => Err(Error::new(ErrorKind::Io, failed.to_string())
+            .hint(format!("`spile accept-loss {}` has it served all the same", failed.path))),
+        None => Ok(wanted.access),
+    }
 }
 
 /// What the back end of the guest is made of.

@@ -95,6 +95,11 @@ pub struct ResizeArgs {
 }
 
 impl Which {
+    /// The disk as a path.
+    pub(super) fn disk_path(&self) -> &Path {
+        Path::new(&self.disk)
+    }
+
     /// The server's control socket and the disk's name.
     pub(super) fn find(&self) -> Result<(PathBuf, String)> {
         let path = Path::new(&self.disk);
@@ -150,6 +155,9 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
     }
     say(table);
     disks.iter().filter_map(waits_for).for_each(say);
+    for (disk, failed) in disks.iter().filter_map(|disk| Some((disk, disk.failed_sync.as_ref()?))) {
+        say(format_args!("{}: every flush fails: {}", disk.name, failed.error));
+    }
     Ok(Exit::Ok)
 }
 
@@ -179,6 +187,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     let at_most = disk.pause_at_most_s.map_or(String::new(), |time_s| format!(", for at most {time_s} s"));
     say(format_args!("on error: {}{at_most}", disk.on_error));
     waits_for(disk).into_iter().for_each(say);
+    disk.failed_sync.iter().for_each(|failed| say(format_args!("every flush fails: {}", failed.error)));
     for layer in layers {
         say(format_args!("image: {} ({}, {})", layer.path, layer.format, format_size(layer.virtual_size_bytes)));
     }

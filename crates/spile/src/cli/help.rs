@@ -160,6 +160,15 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "accept-loss",
+        codes: &[],
+        examples: &[
+            ("spile accept-loss disk", "flushes of the disk of that name succeed again"),
+            ("spile accept-loss /srv/disk.vhd", "the same while nobody serves it"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "xen-lab",
         codes: &[],
         examples: &[("spile xen-lab lab", "a Xen in the folder lab, until it is ended")],

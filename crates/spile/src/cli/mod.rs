@@ -64,6 +64,7 @@ enum Command {
     Resize(control::ResizeArgs),
     OnError(trouble::OnErrorArgs),
     Resume(trouble::ResumeArgs),
+    AcceptLoss(trouble::AcceptLossArgs),
     XenLab(xen_lab::XenLabArgs),
     XenBackend(Box<xen_backend::XenBackendArgs>),
     #[command(hide = true)]
@@ -101,6 +102,7 @@ pub fn run() -> ExitCode {
         Command::Resize(args) => control::resize(args),
         Command::OnError(args) => trouble::on_error(args),
         Command::Resume(args) => trouble::resume(args),
+        Command::AcceptLoss(args) => trouble::accept_loss(args),
         Command::XenLab(args) => xen_lab::run(args),
         Command::XenBackend(args) => xen_backend::run(args),
         Command::XenDisk(args) => xen_backend::run_disk(args),

@@ -1,4 +1,4 @@
-//! Commands about trouble below a disk that is served: `on-error`, `resume`.
+//! Commands about trouble below a disk: `on-error`, `resume`, `accept-loss`.
 
 use std::time::Duration;
 
@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 use spile_core::{Error, ErrorKind, Result};
 use spile_node::OnError;
 use spile_server::serving::api::client::{LOOK_PATIENCE, call};
-use spile_server::serving::api::types::Resumed;
+use spile_server::serving::api::types::{Accepted, Resumed};
+use spile_server::serving::failed_syncs;
 
 use super::control::{Which, path_of};
 use super::{Exit, parse_on_error, say};
@@ -38,6 +39,41 @@ pub struct OnErrorArgs {
 pub struct ResumeArgs {
     #[command(flatten)]
     which: Which,
+}
+
+/// Accept what a failed sync may have lost
+///
+/// After a sync has failed, nobody knows which of the data written before it are on the storage. So every flush of that disk fails,
+/// whoever serves it, until the host is started anew. This ends it: flushes succeed again. Before, look at the storage below,
+/// and have the guest check its file system or write again what matters.
+#[derive(Debug, Args)]
+pub struct AcceptLossArgs {
+    #[command(flatten)]
+    which: Which,
+}
+
+/// Runs `spile accept-loss`. The disk may also be the path of one that nobody serves.
+///
+/// # Errors
+/// When there is no such disk.
+pub fn accept_loss(args: &AcceptLossArgs) -> Result<Exit> {
+    let failed_sync = match args.which.find() {
+        Ok((socket, name)) => {
+            let answer = call(&socket, "POST", &format!("{}/accept-loss", path_of(&name)), None, LOOK_PATIENCE)?;
+            let answer: Accepted = serde_json::from_value(answer)
+                .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
+            answer.failed_sync.map(|failed| failed.error)
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound && args.which.disk_path().exists() => {
+            failed_syncs::accept_at(args.which.disk_path())?.map(|failed| failed.to_string())
+        }
+        Err(error) => return Err(error),
+    };
+    match failed_sync {
+        Some(failed) => say(format_args!("accepted: {failed}")),
+        None => say("no failed sync of this disk is known"),
+    }
+    Ok(Exit::Ok)
 }
 
 /// Runs `spile on-error`.

@@ -27,6 +27,17 @@ pub fn spile() -> Command {
     command
 }
 
+/// The program, whose syncs fail or take long when files in `dir` say so (`faulty_sync.c`).
+pub fn faulty_sync(dir: &Path) -> Command {
+    let shim = dir.join("faulty_sync.so");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common/faulty_sync.c");
+    let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&shim).arg(source).arg("-ldl").status();
+    assert!(made.expect("cc, which the linker needs too").success());
+    let mut command = spile();
+    command.env("LD_PRELOAD", shim).env("FAULTS", dir);
+    command
+}
+
 /// Runs it to its end in `dir`.
 pub fn run(dir: &Path, args: &[&str]) -> Output {
     spile().args(args).current_dir(dir).output().expect("the program starts")

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use futures_util::future::{join3, select};
@@ -22,6 +22,18 @@ use super::dial::{Connection, dial};
 use super::in_flight::{InFlight, Sent};
 use super::options::{NbdFacts, NbdOptions};
 use super::receive::Receiver;
+
+/// Hears of an export that may have lost something, by its URI.
+type Hear = Box<dyn Fn(&str) + Send + Sync>;
+
+static LOST_EXPORT: OnceLock<Hear> = OnceLock::new();
+
+/// Has `hear` called when an export may first have lost something that was answered, before anybody else learns of it. No sync of it
+/// succeeds from then on; `hear` can note it for the processes that come after this one. Only the first call of this function counts,
+/// for the life of the process.
+pub fn on_lost_export(hear: impl Fn(&str) + Send + Sync + 'static) {
+    let _ = LOST_EXPORT.set(Box::new(hear));
+}
 
 /// The first pause between two tries; each is twice the one before, up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -57,12 +69,24 @@ impl Export {
         }
         let what = "a flush has failed, a write got no answer, or a connection was lost while writes were not flushed: \
                     some may be gone";
-        Err(Error::new(ErrorKind::Io, what).at_path(&self.path).hint("check the server, then reopen"))
+        let hint = "check the server; `spile accept-loss` has flushes of a served disk succeed again";
+        Err(Error::new(ErrorKind::Io, what).at_path(&self.path).hint(hint).permanent())
+    }
+
+    pub(super) fn has_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_lost(&self, has_lost: bool) {
+        self.lost.store(has_lost, Ordering::Release);
     }
 
     /// No flush succeeds from now on.
     fn lose(&self) {
-        self.lost.store(true, Ordering::Release);
+        let was_lost = self.lost.swap(true, Ordering::AcqRel);
+        if let (false, Some(hear)) = (was_lost, LOST_EXPORT.get()) {
+            hear(&self.path.display().to_string());
+        }
     }
 }
 
@@ -212,7 +236,8 @@ impl Link {
         if let (false, Some(count)) = (self.is_closing(), self.export.losses.count()) {
             tracing::warn!(count, "{}: the connection has ended: {error}", self.export.path.display());
         }
-        self.fail(stalled, &error.duplicate().hint("the server may still do it later: check the server, then reopen"));
+        // Tried again, such a write could be undone by the server when it does the first one late.
+        self.fail(stalled, &error.duplicate().hint("the server may still do it later: check the server").permanent());
         error
     }
 

@@ -57,6 +57,7 @@ use spile_nbd_wire::reply::STATE_ZERO;
 use spile_nbd_wire::uri::NbdUri;
 
 use self::call::{Ask, Call, Runs, relock};
+pub use self::link::on_lost_export;
 use self::link::{Export, Link};
 pub use self::options::{NbdFacts, NbdOptions};
 
@@ -166,6 +167,16 @@ impl NbdStore {
             link
         });
         link.clone()
+    }
+
+    /// True when something that was answered may be gone: no sync succeeds then.
+    pub fn has_lost(&self) -> bool {
+        self.inner.export.has_lost()
+    }
+
+    /// Says that something is gone, as an earlier process has seen, or that somebody accepts that.
+    pub fn set_lost(&self, has_lost: bool) {
+        self.inner.export.set_lost(has_lost);
     }
 
     async fn ask(&self, ask: Ask, offset: u64, len: u64) -> Result<Runs> {
@@ -323,8 +334,12 @@ impl Store for NbdStore {
         if self.inner.read_only || !self.has(transmission::SEND_FLUSH) {
             return Ok(());
         }
-        self.flush().await?;
-        export.check_kept()
+        match self.flush().await {
+            // What failed to be flushed is not tried again.
+            Err(error) if export.has_lost() => Err(error.permanent()),
+            Err(error) => Err(error),
+            Ok(()) => export.check_kept(),
+        }
     }
 
     async fn zero_range(&self, at: StoreOffset, len_bytes: u64) -> Result<()> {

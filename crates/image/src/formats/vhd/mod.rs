@@ -326,7 +326,8 @@ impl<S: Store> Sparse<S> {
     }
 
     fn check_writable(&self) -> Result<()> {
-        let why = |kind, message: &str| Err(Error::new(kind, message).at_path(self.store.path()));
+        // It stays so until the image is opened again.
+        let why = |kind, message: &str| Err(Error::new(kind, message).at_path(self.store.path()).permanent());
         if self.is_read_only() {
             return why(ErrorKind::ReadOnly, "the image is open for reading only");
         }

@@ -15,7 +15,7 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_front::Connections;
 use utoipa::OpenApi;
 
-use super::types::{Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport, Resumed};
+use super::types::{Accepted, Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport, Resumed};
 use super::view::View;
 use super::{Call, Order};
 use crate::log;
@@ -46,6 +46,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks", get(list).post(attach))
         .route("/v1/disks/{name}", get(show).delete(detach).patch(change))
         .route("/v1/disks/{name}/resume", post(resume))
+        .route("/v1/disks/{name}/accept-loss", post(accept_loss))
         .route("/v1/exports", post(add_export))
         .route("/v1/exports/{address}", delete(remove_export))
         .route("/v1/log-level", put(set_log_level))
@@ -62,7 +63,20 @@ pub fn router(context: Context) -> Router {
         description = "What a server of disks can be asked and told.",
         license(name = "MIT OR Apache-2.0")
     ),
-    paths(openapi, list, show, attach, detach, change, resume, add_export, remove_export, set_log_level, shutdown)
+    paths(
+        openapi,
+        list,
+        show,
+        attach,
+        detach,
+        change,
+        resume,
+        accept_loss,
+        add_export,
+        remove_export,
+        set_log_level,
+        shutdown
+    )
 )]
 struct Document;
 
@@ -182,6 +196,13 @@ async fn change(State(context): State<Context>, Path(name): Path<String>, body: 
     responses((status = 200, body = Resumed), (status = "default", body = Failure)))]
 async fn resume(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &Resumed { requests: context.view.resume(&name)? }))
+}
+
+/// Accepts what a failed sync of the disk may have lost: its flushes succeed again.
+#[utoipa::path(post, path = "/v1/disks/{name}/accept-loss", params(("name", description = "the disk's name")),
+    responses((status = 200, body = Accepted), (status = "default", body = Failure)))]
+async fn accept_loss(State(context): State<Context>, Path(name): Path<String>) -> Answer {
+    Ok(json(StatusCode::OK, &Accepted { failed_sync: context.view.accept_loss(&name)? }))
 }
 
 /// Listens on one more socket.

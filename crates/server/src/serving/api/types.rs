@@ -6,6 +6,8 @@ use spile_core::{Error, ErrorKind};
 use spile_front::FrontReading;
 use utoipa::ToSchema;
 
+use crate::serving::failed_syncs;
+
 /// The disks of a server.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct DiskList {
@@ -26,12 +28,16 @@ pub struct Disk {
     pub virtual_size_bytes: u64,
     /// Writes are refused.
     pub read_only: bool,
-    /// `running`, or `waiting` while requests wait for trouble below the disk to pass.
+    /// `running`; `waiting` while requests wait for trouble below the disk to pass; `sync_failed` when a sync has failed, and so every
+    /// flush fails.
     #[serde(default)]
     pub state: String,
     /// What the disk waits for, while it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<Waiting>,
+    /// The sync that has failed, until its loss is accepted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failed_sync: Option<FailedSync>,
     /// What is done with a request that fails because of trouble that may pass: `report` or `pause`.
     #[serde(default)]
     pub on_error: String,
@@ -42,6 +48,30 @@ pub struct Disk {
     pub server: String,
     /// The ways in which guests and clients reach the disk.
     pub exports: Vec<Export>,
+}
+
+/// A sync that has failed: what was written before it may be lost.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct FailedSync {
+    /// The file, device or export that was to be made durable.
+    pub path: String,
+    /// Why that failed.
+    pub error: String,
+    /// When, in seconds since 1970-01-01 UTC; 0 when that is not known.
+    pub at_unix_s: u64,
+}
+
+impl From<&failed_syncs::FailedSync> for FailedSync {
+    fn from(failed: &failed_syncs::FailedSync) -> Self {
+        Self { path: failed.path.clone(), error: failed.to_string(), at_unix_s: failed.at_unix_s }
+    }
+}
+
+/// What came of accepting a loss.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Accepted {
+    /// The failed sync; `null` when there was none.
+    pub failed_sync: Option<FailedSync>,
 }
 
 /// What a disk waits for.

@@ -8,8 +8,9 @@ use spile_core::{Disk as _, Error, ErrorKind, Result};
 use spile_front::FrontReading;
 use spile_node::{Policy, Troubles};
 
-use super::types::{Change, Disk, DiskDetail, DiskList, Export, Layer, Meter, Waiting};
+use super::types::{Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Meter, Waiting};
 use crate::serving::disks::{Open, ServedDisk};
+use crate::serving::failed_syncs;
 
 /// Reads what a front has counted of a disk.
 pub type ReadMeter = Arc<dyn Fn() -> FrontReading + Send + Sync>;
@@ -42,9 +43,16 @@ impl DiskView {
     fn summary(&self, server: &str) -> Disk {
         let troubles = self.disk.troubles();
         let waiting = troubles.and_then(Troubles::waiting);
+        let failed_sync = self.disk.graph_now().and_then(|graph| failed_syncs::find(&graph));
         let policy = troubles.map(Troubles::policy).unwrap_or_default();
         Disk {
-            state: if waiting.is_some() { "waiting" } else { "running" }.to_owned(),
+            state: match (&waiting, &failed_sync) {
+                (Some(_), _) => "waiting",
+                (None, Some(_)) => "sync_failed",
+                (None, None) => "running",
+            }
+            .to_owned(),
+            failed_sync: failed_sync.as_ref().map(FailedSync::from),
             waiting: waiting.as_ref().map(Waiting::new),
             on_error: policy.on_error.to_string(),
             pause_at_most_s: policy.pause_at_most.map(|time| time.as_secs_f64()),
@@ -131,6 +139,18 @@ impl View {
     /// As [`View::find`].
     pub fn resume(&self, name: &str) -> Result<u64> {
         self.with(name, |disk| Ok(disk.disk.troubles().map_or(0, Troubles::try_again)))
+    }
+
+    /// Accepts what a failed sync of the disk of this name may have lost: its flushes succeed again. Returns that sync, if there was one.
+    ///
+    /// # Errors
+    /// As [`View::find`]; `Busy` in the moment of an exchange; the system's, when it cannot be made known to the next server.
+    pub fn accept_loss(&self, name: &str) -> Result<Option<FailedSync>> {
+        self.with(name, |disk| {
+            let changes = || Error::new(ErrorKind::Busy, "the images of the disk are just exchanged").hint("try again");
+            let graph = disk.disk.graph_now().ok_or_else(changes)?;
+            Ok(failed_syncs::accept(&graph)?.as_ref().map(FailedSync::from))
+        })
     }
 
     /// Changes the policy of the disk of this name as `change` says, also for requests that wait already.

@@ -1,0 +1,269 @@
+//! Failed syncs, remembered for the servers that come after this one.
+//!
+//! When a sync fails, data that a guest believes to be durable, or will after its flush, may be lost. The kernel says so once:
+//! a server that opens the file anew would flush with success, and the guest would never learn of it. So a server that sees a
+//! failed sync writes a *mark* before anybody gets an answer. A server that opens a store with a mark has every flush of
+//! that disk fail, as the server before it did.
+//!
+//! A mark is a small file in the folder `failed-syncs` beside the control sockets, named after the store's identity: for a file the
+//! file system and the number of the file in it. It is void after a reboot of the host, when the file was made anew, and when an
+//! operator accepts the loss ([`accept`]).
+//!
+//! A Xen disk's process remembers its own failed syncs in its guest's journal, because a guest that connects anew begins anew. It
+//! writes no marks, and serves no disk that has one.
+
+use std::fmt;
+use std::fs;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::fs::{AtFlags, StatxFlags, makedev, statx};
+use serde::{Deserialize, Serialize};
+use spile_core::{Env, Error, ErrorKind, Result, Store};
+use spile_engine::OsEnv;
+use spile_image::Graph;
+use spile_image::layer::Layer as _;
+use spile_nbd_wire::uri::NbdUri;
+use spile_store::{AnyStore, FileId};
+
+use super::api::discovery;
+
+/// A sync that has failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailedSync {
+    /// The store that was to be made durable: a path or a URI.
+    pub path: String,
+    /// Why the sync failed.
+    pub errno: i32,
+    /// When, in seconds since 1970-01-01 UTC.
+    pub at_unix_s: u64,
+}
+
+impl fmt::Display for FailedSync {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let why = std::io::Error::from_raw_os_error(self.errno);
+        write!(f, "{}: a sync has failed: {why}; what was written before it may be lost", self.path)
+    }
+}
+
+/// A failed sync as a file.
+#[derive(Debug, Serialize, Deserialize)]
+struct Mark {
+    /// The boot of the host: another boot has lost the page cache, and what the guest believes with it.
+    boot: String,
+    /// When the file was made, in seconds and nanoseconds: a number in a file system is given again.
+    born: Option<(i64, u32)>,
+    sync: FailedSync,
+}
+
+/// The folder of marks.
+struct Marks(PathBuf);
+
+impl Marks {
+    fn of_host() -> Result<Self> {
+        Ok(Self(discovery::folder()?.join("failed-syncs")))
+    }
+
+    fn place(&self, key: &str) -> PathBuf {
+        self.0.join(format!("{key}.json"))
+    }
+
+    /// Writes a mark, unless there is one that counts: the first failure is the one to know.
+    fn write(&self, key: &str, born: Option<(i64, u32)>, sync: FailedSync) -> Result<()> {
+        if self.find(key, born).is_some() {
+            return Ok(());
+        }
+        let (place, new) = (self.place(key), self.place(&format!("{key}.{}", std::process::id())));
+        let text = serde_json::to_vec(&Mark { boot: boot(), born, sync }).map_err(|e| Error::io("write", e.into()))?;
+        fs::create_dir_all(&self.0)
+            .and_then(|()| fs::write(&new, text))
+            .and_then(|()| fs::rename(&new, &place))
+            .map_err(|source| Error::io("write", source).at_path(&place))
+    }
+
+    /// The failed sync of the store of this key, if its mark counts.
+    fn find(&self, key: &str, born: Option<(i64, u32)>) -> Option<FailedSync> {
+        let mark: Mark = serde_json::from_slice(&fs::read(self.place(key)).ok()?).ok()?;
+        (mark.boot == boot() && mark.born == born).then_some(mark.sync)
+    }
+
+    fn remove(&self, key: &str) -> Result<()> {
+        match fs::remove_file(self.place(key)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::io("remove", error).at_path(&self.place(key)))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn boot() -> String {
+    OsEnv.boot_id().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A store's key, and when it was made.
+type Known = (String, Option<(i64, u32)>);
+
+fn key_of_file(id: FileId) -> String {
+    match id {
+        FileId::File { device, inode } => format!("file-{device:x}-{inode}"),
+        FileId::BlockDevice(number) => format!("device-{number:x}"),
+    }
+}
+
+/// The key of an NBD export: a URI may be too long for a name, so it is a checksum (FNV-1a) of its address and export.
+fn key_of_export(uri: &str) -> String {
+    let parsed = uri.parse().map(|NbdUri { address, export, .. }| format!("{address} {export}"));
+    let text = parsed.unwrap_or_else(|_| uri.to_owned());
+    let mix = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    format!("nbd-{:016x}", text.bytes().fold(0xcbf2_9ce4_8422_2325, mix))
+}
+
+/// The key of a store; `None` when it is in memory, and gone with its process.
+fn known(store: &AnyStore) -> Option<Known> {
+    match store {
+        AnyStore::Nbd(nbd) => Some((key_of_export(&nbd.path().display().to_string()), None)),
+        _ => store.file_id().map(|id| (key_of_file(id), born(rustix::fs::CWD, store.path()))),
+    }
+}
+
+/// When a file was made, as far as its file system tells. It does not wait for a file server.
+fn born(folder: BorrowedFd<'_>, path: &Path) -> Option<(i64, u32)> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let stat = statx(folder, path, flags, StatxFlags::BTIME).ok()?;
+    let has_birth = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
+    has_birth.then_some((stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec))
+}
+
+fn known_of_fd(fd: BorrowedFd<'_>) -> Option<Known> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let stat = statx(fd, "", flags, StatxFlags::BASIC_STATS).ok()?;
+    let is_device = rustix::fs::FileType::from_raw_mode(stat.stx_mode.into()) == rustix::fs::FileType::BlockDevice;
+    let id = match is_device {
+        true => FileId::BlockDevice(makedev(stat.stx_rdev_major, stat.stx_rdev_minor)),
+        false => {
+            let device = makedev(stat.stx_dev_major, stat.stx_dev_minor);
+            FileId::File { device, inode: stat.stx_ino }
+        }
+    };
+    Some((key_of_file(id), born(fd, Path::new(""))))
+}
+
+/// From now on this process writes a mark for each sync that fails. Only the first call counts.
+pub fn remember() {
+    spile_engine::on_failed_sync(|fd, errno| {
+        let name = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+        let path = name.map_or_else(|_| "a file".to_owned(), |name| name.display().to_string());
+        note(known_of_fd(fd), path, errno);
+    });
+    spile_store::on_lost_export(|uri| {
+        note(Some((key_of_export(uri), None)), uri.to_owned(), rustix::io::Errno::IO.raw_os_error())
+    });
+}
+
+fn note(known: Option<Known>, path: String, errno: i32) {
+    let at_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let sync = FailedSync { path, errno, at_unix_s };
+    tracing::error!("{sync}. Every flush of its disk fails from now on, until `spile accept-loss`");
+    let unknown = || Error::new(ErrorKind::Io, "the file cannot be identified");
+    let written = known.ok_or_else(unknown).and_then(|(key, born)| Marks::of_host()?.write(&key, born, sync));
+    if let Err(error) = written {
+        tracing::error!("a server that is started after this one will not know of it: {error}");
+    }
+}
+
+fn stores(graph: &Graph<AnyStore>) -> impl Iterator<Item = &AnyStore> {
+    graph.handles().iter().map(|layer| layer.image().store())
+}
+
+/// Finds the marks of a disk that was just opened for writing. When there is one, every flush of the disk fails from now on.
+pub fn recall(graph: &Graph<AnyStore>) -> Option<FailedSync> {
+    let marks = Marks::of_host().ok()?;
+    let found = stores(graph).filter_map(known).find_map(|(key, born)| marks.find(&key, born))?;
+    // A flush goes to the leaf. What a parent has lost concerns it as well.
+    if let Some(leaf) = stores(graph).next() {
+        leaf.recall_failed_sync(found.errno);
+    }
+    Some(found)
+}
+
+/// The failed sync for which flushes of the disk fail now, if there is one.
+pub fn find(graph: &Graph<AnyStore>) -> Option<FailedSync> {
+    let errno = stores(graph).find_map(AnyStore::failed_sync)?;
+    let marks = Marks::of_host().ok();
+    let marked = stores(graph).filter_map(known).find_map(|(key, born)| marks.as_ref()?.find(&key, born));
+    let path = || stores(graph).next().map_or_else(String::new, |leaf| leaf.path().display().to_string());
+    Some(marked.unwrap_or_else(|| FailedSync { path: path(), errno, at_unix_s: 0 }))
+}
+
+/// An operator accepts that data may be lost: flushes of the disk succeed again. Returns the failed sync, if there was one.
+///
+/// # Errors
+/// The system's, when a mark cannot be removed.
+pub fn accept(graph: &Graph<AnyStore>) -> Result<Option<FailedSync>> {
+    let found = find(graph);
+    for store in stores(graph) {
+        if let (Some((key, _)), Ok(marks)) = (known(store), Marks::of_host()) {
+            marks.remove(&key)?;
+        }
+        store.forget_failed_sync();
+    }
+    Ok(found)
+}
+
+/// As [`accept`], for a disk that is not served: the file or device at `path`.
+///
+/// # Errors
+/// The system's, when there is no such file or its mark cannot be removed.
+pub fn accept_at(path: &Path) -> Result<Option<FailedSync>> {
+    let stat = fs::metadata(path).map_err(|source| Error::io("find", source).at_path(path))?;
+    let (marks, key) = (Marks::of_host()?, key_of_file(FileId::of(&stat)));
+    let found = marks.find(&key, born(rustix::fs::CWD, path));
+    marks.remove(&key)?;
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    fn sync(errno: i32) -> FailedSync {
+        FailedSync { path: "/d/a.raw".to_owned(), errno, at_unix_s: 7 }
+    }
+
+    #[test]
+    fn a_mark_counts_in_its_boot_and_for_its_file_and_the_first_one_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let marks = Marks(dir.path().join("failed-syncs"));
+        let born = Some((5, 6));
+        assert_eq!(marks.find("k", born), None);
+        marks.write("k", born, sync(5)).unwrap();
+        marks.write("k", born, sync(28)).unwrap();
+        assert_eq!(marks.find("k", born), Some(sync(5)));
+        assert_eq!((marks.find("k", None), marks.find("other", born)), (None, None));
+        marks.write("k", Some((9, 9)), sync(28)).unwrap();
+        assert_eq!(marks.find("k", Some((9, 9))), Some(sync(28)), "the mark of a file that is gone stays");
+        let text = fs::read_to_string(marks.place("k")).unwrap();
+        fs::write(marks.place("k"), text.replace(&boot(), "another boot")).unwrap();
+        assert_eq!(marks.find("k", Some((9, 9))), None);
+        marks.remove("k").unwrap();
+        marks.remove("k").unwrap();
+    }
+
+    #[test]
+    fn a_descriptor_and_a_path_give_the_same_key() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let id = FileId::of(&file.as_file().metadata().unwrap());
+        let by_path = (key_of_file(id), born(rustix::fs::CWD, file.path()));
+        assert_eq!(known_of_fd(file.as_file().as_fd()), Some(by_path));
+    }
+
+    #[test]
+    fn an_export_has_one_key_whatever_its_uri() {
+        assert_eq!(key_of_export("nbd://h/x"), key_of_export("nbd://h:10809/x"));
+        assert_ne!(key_of_export("nbd://h/x"), key_of_export("nbd://h/y"));
+    }
+}
