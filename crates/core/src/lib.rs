@@ -22,7 +22,7 @@ pub use extent::{Extent, GuestOffset, StoreOffset};
 pub use io::{Io, Op, WriteZeroes};
 pub use locator::{Locator, parse_size};
 pub use log_limit::LogLimit;
-pub use shard::{SHARDS, shard_number};
+pub use shard::{SHARDS, act_as_shard, shard_number};
 pub use spile_mem::{Segment, Segments};
 pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Timer, Via, Work};
 pub use units::format_size;

@@ -6,12 +6,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// How many parts such things have. Threads beyond this many share parts.
 pub const SHARDS: usize = 16;
 
+/// This thread has not asked for a number.
+const UNKNOWN: usize = usize::MAX;
+
+thread_local!(static MINE: Cell<usize> = const { Cell::new(UNKNOWN) });
+
 /// This thread's number, below [`SHARDS`].
 #[inline]
 pub fn shard_number() -> usize {
-    const UNKNOWN: usize = usize::MAX;
     static NEXT: AtomicUsize = AtomicUsize::new(0);
-    thread_local!(static MINE: Cell<usize> = const { Cell::new(UNKNOWN) });
     match MINE.get() {
         UNKNOWN => {
             let number = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
@@ -21,4 +24,9 @@ pub fn shard_number() -> usize {
         // Known to be in bounds already, but not to the compiler.
         number => number % SHARDS,
     }
+}
+
+/// Gives this thread another number, so that a simulator with one thread can be several workers by turns.
+pub fn act_as_shard(number: usize) {
+    MINE.set(number % SHARDS);
 }

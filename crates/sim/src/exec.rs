@@ -1,13 +1,19 @@
-//! The seeded executor. It has one thread, and does one thing in each step, chosen by the seed: a task that was woken runs
-//! until it waits again, or an operation in flight goes on. The run can be stopped between any two steps.
+//! The seeded executor. It has one thread, which is several workers by turns, and does one thing in each step, chosen by
+//! the seed: a task that was woken runs until it waits again, or an operation in flight goes on. The run can be stopped
+//! between any two steps.
 
 use std::cell::RefCell;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 
+use spile_core::act_as_shard;
+
 use crate::rng::Rng;
 use crate::world::World;
+
+/// The workers that the tasks belong to.
+const WORKERS: usize = 3;
 
 type Task = Pin<Box<dyn Future<Output = ()>>>;
 
@@ -115,6 +121,8 @@ impl Executor {
         let task = self.woken.with(|list| list.swap_remove(choice));
         let Some(future) = &mut self.tasks[task] else { return };
         let waker = Waker::from(Arc::new(TaskWaker { task, woken: self.woken.clone() }));
+        // What workers do not share is found by this number.
+        act_as_shard(task % WORKERS);
         if let Poll::Ready(()) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
             self.tasks[task] = None;
         }

@@ -28,6 +28,8 @@ pub(crate) struct Workload<D> {
     /// The disk's images change. A write with FUA makes only its own bytes durable, and may do so in a new leaf after a flush
     /// that failed for an image below.
     pub is_exchanged: bool,
+    /// Requests wait until trouble has passed: then none may fail for trouble that may pass.
+    pub waits: bool,
     pub flush_failed: Cell<bool>,
 }
 
@@ -107,6 +109,11 @@ impl<D: Disk> Workload<D> {
     fn accept(&self, what: &str, sectors: &Range<u64>, error: &Error) {
         let fired = self.world.faults_fired() > self.faults_before;
         assert!(fired, "{what} of sectors {sectors:#x?} failed without a fault: {error:?}");
+        let is_request = !matches!(what, "extents" | "close");
+        assert!(
+            !(self.waits && is_request && error.may_pass()),
+            "{what} of sectors {sectors:#x?} did not wait: {error:?}"
+        );
         self.world.note("failed", [sectors.start, sectors.end, 0]);
     }
 

@@ -46,6 +46,8 @@ pub(crate) struct State {
     pub env_rng: Rng,
     pub results: BTreeMap<u64, Result<()>>,
     ops: Vec<Op>,
+    /// Until which step the operations on a file stand still, by the file's number.
+    hung: BTreeMap<usize, u64>,
     next_op: u64,
     step: u64,
     rng: Rng,
@@ -91,6 +93,7 @@ impl World {
             env_rng: root.split(1),
             results: BTreeMap::new(),
             ops: Vec::new(),
+            hung: BTreeMap::new(),
             next_op: 0,
             step: 0,
             rng: root.split(2),
@@ -128,6 +131,16 @@ impl World {
     /// How many faults have been injected since the world began.
     pub fn faults_fired(&self) -> u64 {
         self.lock().faults_fired
+    }
+
+    /// Has one of the files, chosen by `choice`, hang: for so many steps no operation on it moves on.
+    pub fn hang(&self, choice: u64, steps: u64) {
+        let mut state = self.lock();
+        let file = (choice % state.files.len() as u64) as usize;
+        let until = state.step + steps;
+        state.note("hang", [file as u64, until, 0]);
+        state.hung.insert(file, until);
+        state.ops.iter_mut().filter(|op| op.file == file).for_each(|op| op.due = op.due.max(until));
     }
 
     /// Breaks a promise of the store from here on.
@@ -281,10 +294,16 @@ impl State {
         let harm = touch.map_or(Harm::default(), |touch| self.sabotage.harm(view, &touch));
         let is_sync = matches!(kind, Kind::Sync { .. });
         let early = harm.late || (is_sync && self.sabotage.is_early_sync());
-        let due = self.step + self.delay();
+        let due = self.due_of(file);
         let backwards = self.rng.chance(1, 2);
         let stage = Stage::Working { done_bytes: 0 };
         Op { id, file, kind, due, stage, waker: None, backwards, early, harm }
+    }
+
+    /// The step at which an operation on this file may move on.
+    fn due_of(&mut self, file: usize) -> u64 {
+        let due = self.step + self.delay();
+        self.hung.get(&file).map_or(due, |until| due.max(*until))
     }
 
     /// Draws the number of steps until an operation may move: mostly none, at times many.
@@ -315,7 +334,7 @@ impl State {
         }
         if let Stage::Working { done_bytes } = op.stage {
             op.stage = self.work(&op, done_bytes);
-            op.due = step + self.delay();
+            op.due = self.due_of(op.file);
             self.ops.push(op);
             return None;
         }

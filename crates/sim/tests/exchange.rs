@@ -53,3 +53,8 @@ fn a_flush_that_covers_only_the_new_leaf_is_found() {
 fn a_flush_that_forgets_a_failure_below_the_leaf_is_found() {
     bites(Broken::FailureBelowForgotten, "a flush succeeds after one that failed");
 }
+
+#[test]
+fn a_request_that_should_wait_and_does_not_is_found() {
+    bites(Broken::Impatient, "did not wait");
+}

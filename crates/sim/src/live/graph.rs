@@ -19,6 +19,8 @@ pub enum Broken {
     FlushOfLeaf,
     /// A flush succeeds when that of the leaf does, whatever fails below it.
     FailureBelowForgotten,
+    /// Requests that should wait for trouble to pass are reported instead.
+    Impatient,
 }
 
 /// The graph under test, which can be made to break a rule.

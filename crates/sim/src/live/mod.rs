@@ -11,10 +11,13 @@
 //!   From the end of its epoch on it never changes, over crashes and power cuts either.
 //! - **Disks that are exchanged together have one point in time.** A client writes a number to one disk, then, when that is
 //!   acknowledged, to the next; no frozen disk may have a number that its forerunner lacks.
+//! - **Trouble that passes is not seen.** Files hang for a while; and in some lives the disks' policy is to wait when an
+//!   operation fails or the host is full, and then no request may fail for that.
 //! - **A size that was told stays.** A leaf that was made for another size than the disk has by then is refused.
 
 mod exchange;
 mod graph;
+mod trouble;
 
 use std::cell::{Cell, RefCell};
 use std::path::PathBuf;
@@ -72,6 +75,10 @@ struct Host {
     /// Faults injected before this life, and whether only syncs fail in it.
     faults_before: Cell<u64>,
     only_syncs_fail: Cell<bool>,
+    /// In this life the disks' requests wait until trouble has passed.
+    waits: Cell<bool>,
+    /// Draws what came to the simulator later, so that older choices of a seed stay.
+    later_rng: RefCell<Rng>,
     summary: Cell<LiveSummary>,
     /// Exchanges are still to come in this life.
     is_exchanging: Cell<bool>,
@@ -127,6 +134,8 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
         life: Cell::new(0),
         faults_before: Cell::new(0),
         only_syncs_fail: Cell::new(true),
+        waits: Cell::new(false),
+        later_rng: RefCell::new(Rng::new(seed).split(51)),
         summary: Cell::default(),
         is_exchanging: Cell::new(false),
     });
@@ -212,6 +221,7 @@ impl Host {
         self.life.set(self.life.get() + 1);
         self.faults_before.set(self.world.faults_fired());
         self.only_syncs_fail.set(life.faults.only_syncs_fail());
+        self.waits.set(trouble::passes(life) && self.later_rng.borrow_mut().chance(1, 2));
         let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
         let ended = self.phases(&mut executor, life, rng);
         let steps = executor.steps();
@@ -238,7 +248,9 @@ impl Host {
                 let opened = host.open(disk, host.disks[disk].leaf.get(), false).await;
                 let graph = opened.unwrap_or_else(|error| panic!("disk {disk} does not open: {error:?}"));
                 host.check_size(disk, graph.info().size_bytes);
-                into.borrow_mut().push(Arc::new(Node::new(graph)));
+                let node = Node::new(graph);
+                let node = if host.waits.get() { node.with_troubles(trouble::policy(host.broken)) } else { node };
+                into.borrow_mut().push(Arc::new(node));
             }
             host.verify_frozen().await;
         });
@@ -259,6 +271,9 @@ impl Host {
             executor.spawn(self.clone().grow(nodes.clone(), Rng::new(rng.word())));
             let rounds = rng.between(1, 5);
             executor.spawn(self.clone().exchanges(nodes, Rng::new(rng.word()), rounds));
+            let mut later = self.later_rng.borrow_mut();
+            executor.spawn(self.clone().hang(Rng::new(later.word())));
+            executor.spawn(self.clone().relieve(life.faults.clone(), Rng::new(later.word())));
         }
         run(executor, limit)?;
         for work in all {
@@ -289,6 +304,7 @@ impl Host {
             faults_before: self.faults_before.get(),
             only_syncs_fail: self.only_syncs_fail.get(),
             is_exchanged: true,
+            waits: self.waits.get(),
             flush_failed: Cell::new(false),
         })
     }
