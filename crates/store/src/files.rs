@@ -252,9 +252,12 @@ impl Files for OsFiles {
         blocking(path, remove).await
     }
 
+    /// A file that has no name yet has no other path than the one through its descriptor.
     async fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        let find =
-            |path: &Path| path.canonicalize().map_err(|source| Error::io("cannot be found", source)).at_path(path);
+        let find = |path: &Path| match path.canonicalize() {
+            Err(_) if path.starts_with("/proc/self/fd") && path.exists() => Ok(path.to_owned()),
+            found => found.map_err(|source| Error::io("cannot be found", source)).at_path(path),
+        };
         blocking(path, find).await
     }
 }

@@ -28,6 +28,7 @@ use crate::create::NewImage;
 use crate::facts::Facts;
 use crate::grace::Reader;
 use crate::layer::{EncodedUnit, Found, Identity, Layer, MapPiece, ParentRef, Reserved};
+use crate::measure::Space;
 
 formats! {
     "The guest's bytes as they are.",
@@ -63,6 +64,12 @@ pub trait ImageFormat {
     /// `InvalidInput` for what the format cannot express; `Exists`, `NoSpace`; I/O errors. A failed creation may leave a
     /// part of the image behind.
     fn create<S: Store>(store: &S, env: &dyn Env, new: &NewImage) -> impl Future<Output = Result<()>>;
+
+    /// The space that a new image takes.
+    ///
+    /// # Errors
+    /// `InvalidInput` for what the format cannot express.
+    fn space(new: &NewImage) -> Result<Space>;
 
     /// Checks the image in `store` for contradictions; its parents are not looked at.
     ///
@@ -186,6 +193,15 @@ impl Format {
     pub async fn create<S: Store>(self, store: &S, env: &dyn Env, new: &NewImage) -> Result<()> {
         self.check_new(new)?;
         self.create_any(store, env, new).await.at_path(store.path())
+    }
+
+    /// The space that a new image takes, before anything is made.
+    ///
+    /// # Errors
+    /// As [`Format::check_new`].
+    pub fn space(self, new: &NewImage) -> Result<Space> {
+        self.check_new(new)?;
+        self.space_any(new)
     }
 
     /// Tells, before anything is made, whether the format has what `new` asks for.

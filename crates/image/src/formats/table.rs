@@ -65,6 +65,12 @@ macro_rules! formats {
                 }
             }
 
+            fn space_any(self, new: &NewImage) -> Result<Space> {
+                match self {
+                    $(Self::$name => <$format as ImageFormat>::space(new),)+
+                }
+            }
+
             /// Checks the image in `store`, as [`ImageFormat::check`] says.
             ///
             /// # Errors

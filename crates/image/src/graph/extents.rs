@@ -6,11 +6,34 @@ use super::Graph;
 use super::map::{At, Step};
 use crate::layer::Layer;
 
+/// A run of a disk's map, and where its bytes lie in the file of its layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlacedRun {
+    /// The run. Its depth is the number of the layer, the leaf's is 0.
+    pub status: ExtentStatus,
+    /// Where in the layer's data store the run begins; `None` when it has no bytes there, or compressed ones.
+    pub offset: Option<StoreOffset>,
+}
+
 impl<S: Store> Graph<S> {
+    /// The map of `extent`, with the places of the bytes: at most `max_runs` runs, of which two that touch differ in kind, depth
+    /// or place.
+    ///
+    /// # Errors
+    /// `OutOfRange`; errors of the stores; `Corrupt` for a damaged map, of which what comes before is returned first.
+    pub async fn places(&self, extent: Extent, max_runs: usize) -> Result<Vec<PlacedRun>> {
+        self.runs_of(extent, max_runs, true).await
+    }
+
     pub(super) async fn extents_of(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
+        let runs = self.runs_of(extent, max_runs, false).await?;
+        Ok(runs.into_iter().map(|run| run.status).collect())
+    }
+
+    async fn runs_of(&self, extent: Extent, max_runs: usize, by_place: bool) -> Result<Vec<PlacedRun>> {
         self.check(extent, false)?;
         let _readers = self.enter();
-        let mut runs = Runs { list: Vec::new(), max_runs };
+        let mut runs = Runs { list: Vec::new(), max_runs, by_place };
         let (mut at, mut last) = (extent.start(), None);
         while at < extent.end() && !runs.is_full() {
             let (step, len) = self.step(at, extent.end() - at, &last);
@@ -20,9 +43,9 @@ impl<S: Store> Graph<S> {
                     self.add_data_runs(&mut runs, run, layer, offset).await?
                 }
                 Step::Bytes { layer, .. } => {
-                    runs.add(ExtentStatus { extent: run, kind: ExtentKind::Data, depth: layer as u16 });
+                    runs.add(ExtentStatus { extent: run, kind: ExtentKind::Data, depth: layer as u16 }, None);
                 }
-                Step::Zero => runs.add(ExtentStatus { extent: run, kind: ExtentKind::Hole, depth: 0 }),
+                Step::Zero => runs.add(ExtentStatus { extent: run, kind: ExtentKind::Hole, depth: 0 }, None),
                 Step::Load { .. } | Step::LoadZone(_) => match self.load(step, &mut last).await {
                     Ok(()) => continue,
                     Err(error) => return runs.known_before(self.align_down(at)).ok_or(error),
@@ -49,7 +72,8 @@ impl<S: Store> Graph<S> {
             let kind = if found.is_hole { layer.hole_kind() } else { ExtentKind::Data };
             // The depth of a hole means nothing, and must not part it from another.
             let depth = if kind == ExtentKind::Hole { 0 } else { number as u16 };
-            runs.add(ExtentStatus { extent, kind, depth });
+            let place = (kind != ExtentKind::Hole).then_some(StoreOffset(offset.0 + done));
+            runs.add(ExtentStatus { extent, kind, depth }, place);
             done += len;
         }
         Ok(())
@@ -58,15 +82,18 @@ impl<S: Store> Graph<S> {
 
 /// Collects runs, joining those that are alike. Keeps one more than asked for, until it is known where the last ends.
 struct Runs {
-    list: Vec<ExtentStatus>,
+    list: Vec<PlacedRun>,
     max_runs: usize,
+    /// Runs that lie apart in the file are kept apart.
+    by_place: bool,
 }
 
 impl Runs {
-    fn add(&mut self, run: ExtentStatus) {
+    fn add(&mut self, status: ExtentStatus, offset: Option<StoreOffset>) {
+        let run = PlacedRun { status, offset };
         match self.list.last_mut() {
-            Some(last) if (last.kind, last.depth) == (run.kind, run.depth) => {
-                last.extent = Extent::from_range(last.extent.start()..run.extent.end());
+            Some(last) if last.is_followed_by(&run, self.by_place) => {
+                last.status.extent = Extent::from_range(last.status.extent.start()..status.extent.end());
             }
             _ => self.list.push(run),
         }
@@ -77,15 +104,24 @@ impl Runs {
     }
 
     /// The runs up to `end`, where a piece of a map that cannot be read begins. `None` when nothing is known before it.
-    fn known_before(mut self, end: u64) -> Option<Vec<ExtentStatus>> {
-        self.list.retain(|run| run.extent.start() < end);
-        let last = self.list.last_mut()?;
+    fn known_before(mut self, end: u64) -> Option<Vec<PlacedRun>> {
+        self.list.retain(|run| run.status.extent.start() < end);
+        let last = &mut self.list.last_mut()?.status;
         last.extent = Extent::from_range(last.extent.start()..last.extent.end().min(end));
         Some(self.finish())
     }
 
-    fn finish(mut self) -> Vec<ExtentStatus> {
+    fn finish(mut self) -> Vec<PlacedRun> {
         self.list.truncate(self.max_runs);
         self.list
+    }
+}
+
+impl PlacedRun {
+    /// True when `next`, which begins where this run ends, is a part of the same run.
+    pub fn is_followed_by(&self, next: &Self, by_place: bool) -> bool {
+        let (ours, theirs) = (&self.status, &next.status);
+        let goes_on = self.offset.map(|at| StoreOffset(at.0 + ours.extent.len_bytes)) == next.offset;
+        (ours.kind, ours.depth) == (theirs.kind, theirs.depth) && (!by_place || goes_on)
     }
 }

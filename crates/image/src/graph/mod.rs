@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use spile_core::metrics::Meter;
 use spile_core::{Disk, DiskInfo, Env, Error, ErrorKind, Extent, Files, Locator, Result, Store, Via};
 
+pub use self::extents::PlacedRun;
 pub use self::layers::{GraphLayer, LayerId};
 use self::zones::Zones;
 use crate::facts::LayerInfo;

@@ -10,7 +10,7 @@ use spile_node::Aligned;
 use spile_store::CacheMode;
 
 use super::copy::{CHUNK_BYTES, Chunks, for_each, read};
-use super::{Exit, ReadArgs, existing, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
+use super::{Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
 use crate::disks;
 use crate::units::format_size;
 
@@ -53,6 +53,7 @@ struct Compared {
 pub fn run(args: &CompareArgs) -> Result<Exit> {
     let a = (existing(&args.a)?, args.read.read_only(args.from));
     let b = (existing(&args.b)?, args.read.read_only(args.to));
+    format_of(&a.0, args.from, "--from").and_then(|_| format_of(&b.0, args.to, "--to"))?;
     let cache = args.cache;
     let compared = on_engine(move || async move {
         let a = open(cache, &a.0, &a.1).await?;

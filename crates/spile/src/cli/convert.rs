@@ -1,38 +1,50 @@
-//! `spile convert`: the same disk in another format.
+//! `spile convert`: the same disk in another format, or in another place.
 
-use std::io::ErrorKind as IoKind;
-use std::ops::Range;
+use std::cell::Cell;
+use std::fs::File;
+use std::io::{IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::fs::{Mode, OFlags, open as open_exclusively, tell};
 use rustix::io::Errno;
-use spile_core::{Disk, Error, ErrorKind, Extent, Locator, Result, WriteZeroes};
+use spile_core::{Disk, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, ResultExt, Store};
+use spile_engine::OsEnv;
 use spile_image::create::NewImage;
-use spile_image::{Format, OpenOptions};
+use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
-use spile_store::{CacheMode, OsFiles};
+use spile_store::{AnyStore, CacheMode, OsFiles};
 
-use super::copy::{Chunks, data_runs, for_each, read};
-use super::create;
-use super::{Exit, ReadArgs, on_engine, parse_cache, parse_format, parse_subformat, print_json, progress_bar, say};
+use super::copy::{Chunks, for_each, read};
+use super::create::folder_of;
+use super::new_disk::{HalfMade, exists};
+use super::stream::{self, Beneath, put, zero};
+use super::{
+    Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, parse_subformat, print_json,
+    progress_bar,
+};
+use super::{say, space};
 use crate::disks;
 use crate::signals::EndSignals;
-use crate::units::format_size;
+use crate::units::{format_size, parse_size};
 
-/// Copy a disk into a new one of another format, or onto an NBD export
+/// Copy a disk into a new one of another format, or onto something that is there already
 ///
-/// Holes and zeroes take no space in the new disk. A child is copied with all that its parents show. The new disk gets
-/// its name when it is complete; a conversion that was killed leaves a hidden file .spile-*.part beside it.
+/// Holes and zeroes take no space in the new disk. A child is copied with all that its parents show. The new disk gets its
+/// name when it is complete: a conversion that is killed leaves nothing (on a file system without files that have no name, such as NFS,
+/// a hidden file .spile-*.part). One that would not fit its file system fails before it begins.
 ///
-/// An NBD export (nbd://HOST:PORT/NAME, nbd+unix:///NAME?socket=PATH, or nbds for TLS) is there already and is overwritten: it
-/// becomes a raw disk with the bytes of SRC, and what it has behind them becomes zeroes. It must be as long as SRC at least. A
-/// conversion that fails leaves it half written.
+/// An NBD export (nbd://HOST:PORT/NAME, nbd+unix:///NAME?socket=PATH, or nbds for TLS) is overwritten, and so is a file or
+/// block device with --onto. An export or a raw device gets the bytes of SRC, and zeroes behind them; it must be as long as
+/// SRC at least. A conversion that fails leaves it half written.
+///
+/// A SRC of - is raw bytes from stdin, a DST of - raw bytes on stdout.
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
-    /// The disk to read: a file, a block device, or the URI of an NBD export
+    /// The disk to read: a file, a block device, the URI of an NBD export, or - for stdin
     src: PathBuf,
-    /// The disk to make, which must not exist; or the NBD export to overwrite
+    /// The disk to make, which must not exist; the NBD export to overwrite; with --onto the file or block device to
+    /// overwrite; or - for stdout
     dst: PathBuf,
     /// The format of SRC, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
@@ -43,6 +55,20 @@ pub struct ConvertArgs {
     /// The kind of DST's format, where it has several: a VHD is dynamic unless this says fixed
     #[arg(long, value_name = "KIND", value_parser = parse_subformat)]
     subformat: Option<String>,
+    /// Overwrite DST, a file or block device that is there
+    #[arg(long)]
+    onto: bool,
+    /// The size of DST, at least that of SRC; the rest reads as zeroes. When SRC is a pipe, only a raw file can be made
+    /// without it
+    #[arg(long, value_parser = parse_size)]
+    size: Option<u64>,
+    /// Take all of DST's space at once (a raw file, or a VHD with --subformat fixed)
+    #[arg(long)]
+    preallocate: bool,
+    /// Begin although DST might not fit its file system. What SRC holds may be zeroes, and that is known only when it is
+    /// read
+    #[arg(long, conflicts_with = "preallocate")]
+    no_space_check: bool,
     /// Read and write past the page cache or through it
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "page")]
     cache: CacheMode,
@@ -53,199 +79,305 @@ pub struct ConvertArgs {
     json: bool,
 }
 
+/// Where the bytes come from.
+#[derive(Clone, Debug)]
+enum Source {
+    Disk(Locator),
+    Stdin,
+}
+
+/// A source that is open.
+enum Opened {
+    Disk(Box<Aligned<Graph<AnyStore>>>),
+    Stdin,
+}
+
+/// What all ways of converting need, for the worker that does it.
+#[derive(Clone)]
+struct Work {
+    source: Source,
+    read_options: OpenOptions,
+    cache: CacheMode,
+    to: Format,
+    subformat: Option<String>,
+    size: Option<u64>,
+    preallocate: bool,
+    checks_space: bool,
+    /// DST as the user knows it.
+    dst: PathBuf,
+}
+
 /// What a conversion made.
 struct Converted {
-    size_bytes: u64,
+    virtual_bytes: u64,
     written_bytes: u64,
 }
 
 /// Runs `spile convert`.
 ///
-/// DST gets its name when all of it is durable: whatever ends the program before leaves no disk that looks whole.
-///
 /// # Errors
-/// What is wrong with SRC; `Exists` for DST, `NoSpace` for an export that is too short; I/O errors. A half-made DST is removed, if
-/// it is no export.
+/// What is wrong with SRC; `Exists` for DST; `NoSpace` when DST is too short or does not fit; I/O errors.
 pub fn run(args: &ConvertArgs) -> Result<Exit> {
+    let source = source(args)?;
+    if is_dash(&args.dst) {
+        return to_stdout(args, source);
+    }
     let dst = disks::locate(&args.dst)?;
-    if let Locator::Nbd(_) = dst {
-        return overwrite(args, dst);
-    }
-    let signals = EndSignals::block()?;
-    let to = Format::of(&args.dst, args.to)?;
-    if args.dst.symlink_metadata().is_ok() {
-        return Err(exists(&args.dst));
-    }
-    let half = HalfMade::beside(&args.dst);
-    let path = half.path.clone();
-    signals.exit_after(move || drop(std::fs::remove_file(path)));
-    let converted = convert(args, to, half.path.clone()).map_err(|error| half.told_as(&args.dst, error))?;
-    half.publish(&args.dst)?;
+    let to = match (&dst, args.dst.metadata()) {
+        (Locator::Path(path), Ok(stat)) if !args.onto || stat.is_dir() => return Err(exists(path)),
+        (Locator::Path(path), Err(_)) if path.is_symlink() => return Err(exists(path)),
+        _ => format_of(&dst, args.to, "--to")?,
+    };
+    let work = work(args, source, to);
+    let converted = match (&dst, args.onto) {
+        (Locator::Path(_), false) => into_new(args, work)?,
+        (Locator::Path(path), true) => onto_path(work, path)?,
+        _ => onto_export(args, work, dst)?,
+    };
     report(args, to, &converted)
 }
 
-fn exists(path: &Path) -> Error {
-    let error = Error::new(ErrorKind::Exists, "there is something of this name already");
-    error.at_path(path).hint("remove it or choose another name")
+fn is_dash(path: &Path) -> bool {
+    path == Path::new("-")
+}
+
+/// The source. A file that stdin was opened from is read as any other file: it has a length and holes.
+fn source(args: &ConvertArgs) -> Result<Source> {
+    if !is_dash(&args.src) {
+        let at = existing(&args.src)?;
+        return format_of(&at, args.from, "--from").map(|_| Source::Disk(at));
+    }
+    if args.from.is_some_and(|format| format != Format::Raw) {
+        return Err(invalid("only raw bytes can be read from stdin").hint("leave --from out, or name a file"));
+    }
+    if stdin().is_terminal() {
+        return Err(invalid("stdin is a terminal, and no disk").hint("say `… | spile convert - DST`"));
+    }
+    let path = Path::new("/proc/self/fd/0");
+    let is_disk = path.metadata().is_ok_and(|stat| stat.is_file() || space::is_block_device(&stat));
+    let is_at_start = tell(stdin()).is_ok_and(|at| at == 0);
+    Ok(if is_disk && is_at_start { Source::Disk(path.into()) } else { Source::Stdin })
+}
+
+fn invalid(what: &str) -> Error {
+    Error::new(ErrorKind::InvalidInput, what)
+}
+
+fn work(args: &ConvertArgs, source: Source, to: Format) -> Work {
+    let from = if is_dash(&args.src) { Some(Format::Raw) } else { args.from };
+    Work {
+        source,
+        read_options: args.read.read_only(from),
+        cache: args.cache,
+        to,
+        subformat: args.subformat.clone(),
+        size: args.size,
+        preallocate: args.preallocate,
+        checks_space: !args.no_space_check,
+        dst: args.dst.clone(),
+    }
 }
 
 fn report(args: &ConvertArgs, to: Format, converted: &Converted) -> Result<Exit> {
     let used_bytes = disks::used_bytes(&args.dst);
-    let &Converted { size_bytes, written_bytes } = converted;
+    let &Converted { virtual_bytes, written_bytes } = converted;
     if args.json {
         print_json(&serde_json::json!({
-            "path": args.dst.to_string_lossy(), "format": to.to_string(), "size_bytes": size_bytes,
+            "path": args.dst.to_string_lossy(), "format": to.to_string(), "virtual_size_bytes": virtual_bytes,
             "written_bytes": written_bytes, "used_bytes": used_bytes,
         }))?;
     } else {
         let used = used_bytes.map_or(String::new(), |used| format!(", {} used", format_size(used)));
-        let (size, written) = (format_size(size_bytes), format_size(written_bytes));
+        let (size, written) = (format_size(virtual_bytes), format_size(written_bytes));
         say(format_args!("{}: {size} {to}, {written} of data written{used}", args.dst.display()));
     }
     Ok(Exit::Ok)
 }
 
-/// The new disk, under a temporary name in its folder. The file is removed when this is dropped.
-struct HalfMade {
-    path: PathBuf,
+/// Makes a new disk, which gets its name when all of it is durable.
+fn into_new(args: &ConvertArgs, work: Work) -> Result<Converted> {
+    let signals = EndSignals::block()?;
+    let half = HalfMade::begin(&args.dst)?;
+    signals.exit_after(half.clean_up());
+    let path = half.path();
+    let converted = match (&work.source, work.size) {
+        (Source::Stdin, None) if work.to == Format::Raw && !work.preallocate => {
+            stream::into_file(half.file()).map(Converted::whole)
+        }
+        _ => on_engine(move || async move { work.fill_new(&path, Beneath::Zeroes).await }),
+    };
+    let converted = converted.map_err(|error| half.told_as(&args.dst, error))?;
+    half.publish(&args.dst)?;
+    Ok(converted)
 }
 
-impl HalfMade {
-    fn beside(dst: &Path) -> Self {
-        let since_1970 = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        let now_ns = since_1970.map_or(0, |time| time.as_nanos());
-        let name = format!(".spile-{}-{now_ns:x}.part", std::process::id());
-        Self { path: create::folder_of(dst).join(name) }
-    }
-
-    /// Gives the disk its name, which nothing may have by now, and makes that durable.
-    fn publish(self, dst: &Path) -> Result<()> {
-        let failed = |e: std::io::Error| match e.kind() {
-            IoKind::AlreadyExists => exists(dst),
-            _ => Error::io("cannot give the disk its name", e).at_path(dst),
-        };
-        match renameat_with(CWD, &self.path, CWD, dst, RenameFlags::NOREPLACE) {
-            // Not every file system can rename without replacing. A hard link does not replace either.
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                std::fs::hard_link(&self.path, dst).map_err(failed)?
-            }
-            renamed => renamed.map_err(|e| failed(e.into()))?,
-        }
-        OsFiles::default().sync_name(dst)
-    }
-
-    /// An error about the temporary name, changed to one about the name that the user knows.
-    fn told_as(&self, dst: &Path, error: Error) -> Error {
-        if error.path().and_then(Path::file_name) != self.path.file_name() {
-            return error;
-        }
-        let mut told = Error::new(error.kind(), error.message()).at_path(dst);
-        if let Some(offset) = error.offset_bytes() {
-            told = told.at_offset(offset);
-        }
-        if let Some(source) = std::error::Error::source(&error) {
-            told = told.caused_by(source.to_string());
-        }
-        match (error.kind(), error.hint_text()) {
-            (ErrorKind::NoSpace, _) => told.hint("free some space; the half-made disk was removed"),
-            (_, Some(hint)) => told.hint(hint),
-            _ => told,
-        }
+impl Converted {
+    fn whole((virtual_bytes, written_bytes): (u64, u64)) -> Self {
+        Self { virtual_bytes, written_bytes }
     }
 }
 
-impl Drop for HalfMade {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
-    }
+/// Makes the disk in a file or device that is there. Nothing of what it held is left.
+fn onto_path(work: Work, path: &Path) -> Result<Converted> {
+    let stat = path.metadata().map_err(|e| Error::io("cannot be found", e)).at_path(path)?;
+    let _alone = space::is_block_device(&stat).then(|| claim(path)).transpose()?;
+    let beneath = if space::is_block_device(&stat) { Beneath::Anything } else { Beneath::Zeroes };
+    let path = path.to_owned();
+    on_engine(move || async move { work.fill_new(&path, beneath).await })
 }
 
-/// Copies into a new disk at `half`, and makes it durable.
-fn convert(args: &ConvertArgs, to: Format, half: PathBuf) -> Result<Converted> {
-    let (src, cache, subformat) = (args.src.clone(), args.cache, args.subformat.clone());
-    let read_options = args.read.read_only(args.from);
-    let no_lock = read_options.no_lock;
-    let write_options = OpenOptions { format: Some(to), no_lock, write_parent: true, ..OpenOptions::default() };
-    on_engine(move || async move {
-        let src = open(cache, &src, &read_options).await?;
-        let src_bytes = src.info().size_bytes;
-        let size_bytes = src_bytes.next_multiple_of(to.about().size_unit_bytes);
-        create::create(&half, to, &NewImage { size_bytes, subformat, parent: None }, no_lock).await?;
-        let dst = open(cache, &half, &write_options).await?;
-        let bar = progress_bar(src_bytes, "converting");
-        let written = copy(&src, &dst, Beneath::Zeroes, &bar).await;
-        // The disk is closed after a failure, too: the file will be removed, but its locks and tasks must end.
-        let closed = dst.close().await;
-        bar.finish_and_clear();
-        written.and_then(|written_bytes| closed.map(|()| Converted { size_bytes, written_bytes }))
+/// Takes a block device for this process alone, which the kernel refuses when it is mounted or part of another device.
+fn claim(device: &Path) -> Result<File> {
+    let fd = open_exclusively(device, OFlags::RDWR | OFlags::EXCL | OFlags::CLOEXEC, Mode::empty());
+    fd.map(File::from).map_err(|errno| match errno {
+        Errno::BUSY => Error::new(ErrorKind::Busy, "the device is in use: mounted, or a part of another device")
+            .at_path(device)
+            .hint("unmount it first"),
+        _ => Error::io("open", errno.into()).at_path(device),
     })
 }
 
-async fn open(cache: CacheMode, path: &Path, options: &OpenOptions) -> Result<Aligned<impl Disk + use<>>> {
-    Ok(Aligned::new(disks::open(cache, &disks::locate(path)?, options).await?))
+impl Work {
+    fn write_options(&self) -> OpenOptions {
+        OpenOptions {
+            format: Some(self.to),
+            no_lock: self.read_options.no_lock,
+            write_parent: true,
+            ..OpenOptions::default()
+        }
+    }
+
+    async fn open_source(&self) -> Result<Opened> {
+        match &self.source {
+            Source::Stdin => Ok(Opened::Stdin),
+            Source::Disk(at) => {
+                let disk = disks::open(self.cache, at, &self.read_options).await?;
+                Ok(Opened::Disk(Box::new(Aligned::new(disk))))
+            }
+        }
+    }
+
+    /// The size of the new disk.
+    fn virtual_bytes(&self, source: &Opened) -> Result<u64> {
+        let unit = self.to.about().size_unit_bytes;
+        match (source, self.size) {
+            (Opened::Disk(disk), Some(size)) if size < disk.info().size_bytes => {
+                Err(too_short(disk.info().size_bytes, size).at_path(&self.dst))
+            }
+            (_, Some(size)) => Ok(size),
+            (Opened::Disk(disk), None) => Ok(disk.info().size_bytes.next_multiple_of(unit)),
+            (Opened::Stdin, None) => {
+                Err(invalid("a pipe does not say how long the disk is").hint("say --size, or make a raw file"))
+            }
+        }
+    }
+
+    /// Makes an image in the file or device at `path`, copies the source into it, and makes all of it durable.
+    async fn fill_new(&self, path: &Path, beneath: Beneath) -> Result<Converted> {
+        let source = self.open_source().await?;
+        let virtual_bytes = self.virtual_bytes(&source)?;
+        let new = NewImage { size_bytes: virtual_bytes, subformat: self.subformat.clone(), parent: None };
+        let data_bytes = self.check_space(&source, &new, path).await?;
+        self.create(path, &new, beneath).await?;
+        let options = self.write_options();
+        let dst = Aligned::new(disks::open(self.cache, &path.into(), &options).await?);
+        fill(&source, &dst, beneath, virtual_bytes, data_bytes).await
+    }
+
+    /// Refuses what does not fit the file system of a new file. Returns how many bytes of data there seem to be.
+    async fn check_space(&self, source: &Opened, new: &NewImage, path: &Path) -> Result<u64> {
+        let shape = self.to.space(new)?;
+        let Opened::Disk(disk) = source else { return Ok(new.size_bytes) };
+        let count = space::count(&**disk, &shape).await?;
+        let stat = path.metadata().map_err(|e| Error::io("cannot be found", e)).at_path(path)?;
+        if self.checks_space && !self.preallocate && !space::is_block_device(&stat) {
+            let held = disks::used_bytes(path).unwrap_or(0);
+            let needed = shape.measure(&count).used_bytes.saturating_sub(held);
+            space::check(folder_of(&self.dst), &self.dst, needed).map_err(|error| match error.kind() {
+                ErrorKind::NoSpace => {
+                    error.hint("free some space; --no-space-check tries it, as some of it may be zeroes")
+                }
+                _ => error,
+            })?;
+        }
+        Ok(count.data_bytes())
+    }
+
+    async fn create(&self, path: &Path, new: &NewImage, beneath: Beneath) -> Result<()> {
+        let files = OsFiles::new(CacheMode::Page).without_locks(self.read_options.no_lock);
+        let store = files.open(&path.into(), OpenMode::ReadWrite).await?;
+        if beneath == Beneath::Zeroes {
+            store.set_len(0).await?;
+        }
+        self.to.create(&store, &OsEnv, new).await?;
+        if self.preallocate {
+            let file = File::options().write(true).open(path).map_err(|e| Error::io("open", e)).at_path(path)?;
+            space::preallocate(&file, &self.dst, new.size_bytes)?;
+        }
+        Ok(())
+    }
 }
 
 /// Copies onto an export, which has to be there. Nothing tells a half-written export from a whole one but the exit code.
-fn overwrite(args: &ConvertArgs, dst: Locator) -> Result<Exit> {
-    let to = Format::at(&dst, args.to)?;
-    if to != Format::at(&dst, None)? || args.subformat.is_some() {
-        let what = "an NBD export can only be overwritten as a raw disk";
-        let error = Error::new(ErrorKind::Unsupported, what).at_path(&args.dst);
-        return Err(error.hint("leave --to and --subformat out, or convert to a file"));
+fn onto_export(args: &ConvertArgs, work: Work, dst: Locator) -> Result<Converted> {
+    if !matches!(dst, Locator::Nbd(_)) {
+        return Err(invalid("nothing is kept there").at_path(&args.dst).hint("name a file, a device or an NBD export"));
     }
-    let (src, cache, label) = (disks::locate(&args.src)?, args.cache, args.dst.clone());
-    let read_options = args.read.read_only(args.from);
-    let no_lock = read_options.no_lock;
-    let write_options = OpenOptions { format: Some(to), no_lock, write_parent: true, ..OpenOptions::default() };
-    let converted = on_engine(move || async move {
-        let src = Aligned::new(disks::open(cache, &src, &read_options).await?);
-        let dst = Aligned::new(disks::open(cache, &dst, &write_options).await?);
-        let sizes = (src.info().size_bytes, dst.info().size_bytes);
-        if sizes.0 > sizes.1 {
-            return Err(too_short(sizes).at_path(&label));
-        }
-        let bar = progress_bar(sizes.0, "converting");
-        let written = copy(&src, &dst, Beneath::Anything, &bar).await;
-        let closed = dst.close().await;
-        bar.finish_and_clear();
-        written.and_then(|written_bytes| closed.map(|()| Converted { size_bytes: sizes.1, written_bytes }))
-    })?;
-    report(args, to, &converted)
+    if work.to != Format::at(&dst, None)? || args.subformat.is_some() || args.preallocate || args.size.is_some() {
+        let what = "an NBD export can only be overwritten as a raw disk of the size that it has";
+        let error = Error::new(ErrorKind::Unsupported, what).at_path(&args.dst);
+        return Err(error.hint("leave --to, --subformat, --size and --preallocate out, or convert to a file"));
+    }
+    on_engine(move || async move {
+        let source = work.open_source().await?;
+        let options = work.write_options();
+        let dst = Aligned::new(disks::open(work.cache, &dst, &options).await?);
+        let least = if let Opened::Disk(disk) = &source { disk.info().size_bytes } else { 0 };
+        let size = dst.info().size_bytes;
+        fill(&source, &dst, Beneath::Anything, least, size).await.map_err(|error| error.at_path(&work.dst))
+    })
 }
 
-fn too_short((src_bytes, dst_bytes): (u64, u64)) -> Error {
+fn too_short(src_bytes: u64, dst_bytes: u64) -> Error {
     let (src, dst) = (format_size(src_bytes), format_size(dst_bytes));
-    let error = Error::new(ErrorKind::NoSpace, format!("the export has {dst} and the disk {src}"));
-    error.hint(format!("use an export of {src_bytes} bytes at least"))
+    let error = Error::new(ErrorKind::NoSpace, format!("it has {dst}, and the disk {src}"));
+    error.hint(format!("it needs {src_bytes} bytes at least"))
 }
 
-/// What a destination reads as before it is written.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Beneath {
-    /// It is new.
-    Zeroes,
-    /// It is overwritten: zeroes have to be written too.
-    Anything,
+/// Copies all of the source to `dst`, makes it durable and closes it. `data_bytes` is how much there seems to be.
+async fn fill(
+    source: &Opened,
+    dst: &Aligned<Graph<AnyStore>>,
+    beneath: Beneath,
+    least_bytes: u64,
+    data_bytes: u64,
+) -> Result<Converted> {
+    let virtual_bytes = dst.info().size_bytes;
+    if virtual_bytes < least_bytes {
+        return Err(too_short(least_bytes, virtual_bytes));
+    }
+    let bar = progress_bar(data_bytes, "converting");
+    let written = match source {
+        Opened::Disk(disk) => copy(&**disk, dst, beneath, &bar).await,
+        Opened::Stdin => stream::into_disk(dst, beneath, &bar).await,
+    };
+    // The disk is closed after a failure, too: the file will be removed, but its locks and tasks must end.
+    let closed = dst.close().await;
+    bar.finish_and_clear();
+    written.and_then(|written_bytes| closed.map(|()| Converted { virtual_bytes, written_bytes }))
 }
 
 /// Copies all of `src` and makes it durable; returns how many bytes of data were written.
 async fn copy(src: &impl Disk, dst: &impl Disk, beneath: Beneath, bar: &indicatif::ProgressBar) -> Result<u64> {
     let all = Extent::from_range(0..src.info().size_bytes);
-    let written = std::cell::Cell::new(0);
+    let written = Cell::new(0);
     for_each(Chunks::new(src, all), async |chunk| {
-        let mut at = chunk.extent.start();
-        if chunk.is_data {
-            let bytes = read(src, chunk.extent).await?;
-            for run in data_runs(&bytes) {
-                written.set(written.get() + run.len() as u64);
-                let extent =
-                    Extent::from_range(chunk.extent.start() + run.start as u64..chunk.extent.start() + run.end as u64);
-                zero(dst, beneath, at..extent.start()).await?;
-                dst.write(extent, &bytes.slice(run), false).await?;
-                at = extent.end();
-            }
+        if !chunk.is_data {
+            return zero(dst, beneath, chunk.extent.start()..chunk.extent.end()).await;
         }
-        zero(dst, beneath, at..chunk.extent.end()).await?;
+        let bytes = read(src, chunk.extent).await?;
+        let done = put(dst, beneath, chunk.extent.start(), &bytes).await?;
+        written.set(written.get() + done);
         bar.inc(chunk.extent.len_bytes);
         Ok(())
     })
@@ -255,10 +387,29 @@ async fn copy(src: &impl Disk, dst: &impl Disk, beneath: Beneath, bar: &indicati
     Ok(written.get())
 }
 
-/// Makes the range read as zeroes, where it may read as something else.
-async fn zero(dst: &impl Disk, beneath: Beneath, range: Range<u64>) -> Result<()> {
-    if beneath == Beneath::Zeroes || range.is_empty() {
-        return Ok(());
+/// Writes the disk's bytes to stdout, which then holds nothing else.
+fn to_stdout(args: &ConvertArgs, source: Source) -> Result<Exit> {
+    let Source::Disk(at) = source else { return Err(invalid("stdin to stdout is no conversion")) };
+    if args.to.is_some_and(|to| to != Format::Raw)
+        || args.subformat.is_some()
+        || args.onto
+        || args.preallocate
+        || args.json
+    {
+        let error = invalid("only raw bytes can be written to stdout, and nothing beside them");
+        return Err(error.hint("leave --to, --subformat, --onto, --preallocate and --json out"));
     }
-    dst.write_zeroes(Extent::from_range(range), WriteZeroes { may_unmap: true, only_if_fast: false }).await
+    if stdout().is_terminal() {
+        return Err(invalid("stdout is a terminal").hint("say `spile convert SRC - > FILE`"));
+    }
+    let (options, cache, size) = (args.read.read_only(args.from), args.cache, args.size);
+    on_engine(move || async move {
+        let disk = Aligned::new(disks::open(cache, &at, &options).await?);
+        let bytes = disk.info().size_bytes;
+        if size.is_some_and(|size| size < bytes) {
+            return Err(too_short(bytes, size.unwrap_or(0)));
+        }
+        stream::out_of_disk(&disk, size.unwrap_or(bytes)).await
+    })?;
+    Ok(Exit::Ok)
 }

@@ -1,4 +1,4 @@
-//! The common part of `convert` and `compare`: a disk's data in chunks, several at a time.
+//! The common part of `convert` and `compare`: a disk's data in chunks, several at a time or one after the other.
 
 use std::cell::RefCell;
 
@@ -36,7 +36,11 @@ impl<'a, D: Disk> Chunks<'a, D> {
         Self { disk, at: extent.start(), end: extent.end(), ready: Vec::new() }
     }
 
-    async fn next(&mut self) -> Result<Option<Chunk>> {
+    /// The next chunk; `None` at the end.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub async fn next(&mut self) -> Result<Option<Chunk>> {
         if self.ready.is_empty() && self.at < self.end {
             let rest = Extent::from_range(self.at..self.end);
             for run in self.disk.extents(rest, RUNS_AT_ONCE).await? {

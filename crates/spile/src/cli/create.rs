@@ -1,5 +1,6 @@
 //! `spile create`: an empty disk in any format that can be made.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -9,7 +10,7 @@ use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, LayerInfo, check_new_child};
 use spile_store::{CacheMode, OsFiles};
 
-use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say};
+use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say, space};
 use crate::disks;
 use crate::units::{format_size, parse_size};
 
@@ -37,6 +38,9 @@ pub struct CreateArgs {
     /// The parent's format, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format, requires = "parent")]
     parent_format: Option<Format>,
+    /// Take all of the disk's space at once (a raw file, or a VHD with --subformat fixed)
+    #[arg(long, conflicts_with = "parent")]
+    preallocate: bool,
     #[command(flatten)]
     parents: ParentArgs,
     /// Print one JSON object instead of text
@@ -62,14 +66,17 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
     };
     let parent = parent.map(|parent| new_parent(&args.disk, &parent)).transpose()?;
     let new = NewImage { size_bytes, subformat: args.subformat.clone(), parent };
-    let path = args.disk.clone();
+    let (path, takes_space) = (args.disk.clone(), args.preallocate);
     let no_lock = args.parents.no_lock;
-    on_engine(move || async move { create(&path, format, &new, no_lock).await })?;
+    on_engine(move || async move {
+        create(&path, format, &new, no_lock).await?;
+        if takes_space { take_space(&path, size_bytes) } else { Ok(()) }
+    })?;
     let used_bytes = disks::used_bytes(&args.disk);
     if args.json {
         print_json(&serde_json::json!({
             "path": args.disk.to_string_lossy(), "format": format.to_string(),
-            "size_bytes": size_bytes, "used_bytes": used_bytes,
+            "virtual_size_bytes": size_bytes, "used_bytes": used_bytes,
         }))?;
     } else {
         let (path, size) = (args.disk.display(), format_size(size_bytes));
@@ -88,6 +95,14 @@ pub async fn create(path: &Path, format: Format, new: &NewImage, no_lock: bool) 
     format.check_new(new)?;
     let store = OsFiles::new(CacheMode::Page).without_locks(no_lock).create(path, 0)?;
     format.create(&store, &OsEnv, new).await.inspect_err(|_| {
+        let _ = std::fs::remove_file(path);
+    })
+}
+
+/// Takes the space of a new disk; one that does not fit is removed.
+fn take_space(path: &Path, size_bytes: u64) -> Result<()> {
+    let file = File::options().write(true).open(path).map_err(|e| Error::io("open", e)).at_path(path);
+    file.and_then(|file| space::preallocate(&file, path, size_bytes)).inspect_err(|_| {
         let _ = std::fs::remove_file(path);
     })
 }

@@ -100,6 +100,8 @@ pub const ENDINGS: &[Ending] = &[
         examples: &[
             ("spile convert disk.vhd copy.raw", "the same disk as a raw file; holes stay holes"),
             ("spile convert disk.raw nbd://host/export", "onto an export that is there already"),
+            ("spile convert disk.vhd /dev/vg/lv --to raw --onto", "onto a block device; all on it is lost"),
+            ("spile convert - disk.vhd --size 20G", "raw bytes from a pipe, such as that of `xz -dc`"),
         ],
         notes: &[JSON],
     },
@@ -107,6 +109,15 @@ pub const ENDINGS: &[Ending] = &[
         command: "compare",
         codes: &[("0", "the disks read the same"), ("1", "they differ"), ("2", "failure, or wrong usage")],
         examples: &[("spile compare disk.vhd copy.raw", "does the copy read as the disk does?")],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "measure",
+        codes: &[],
+        examples: &[
+            ("spile measure disk.raw --to vhd", "how long disk.raw would be as a VHD"),
+            ("spile measure --size 20G --to raw", "the same for an empty disk of that size"),
+        ],
         notes: &[JSON],
     },
     Ending {
@@ -208,6 +219,12 @@ pub const ENDINGS: &[Ending] = &[
         command: "bench aggregate",
         codes: &[],
         examples: &[("spile bench aggregate --quick --out plots", "a short run, drawn")],
+        notes: &[],
+    },
+    Ending {
+        command: "bench crowd",
+        codes: &[],
+        examples: &[("spile bench crowd --quick", "a short run")],
         notes: &[],
     },
     Ending {

@@ -14,7 +14,11 @@ mod help;
 mod info;
 mod load;
 mod map;
+mod measure;
+mod new_disk;
 mod serve;
+mod space;
+mod stream;
 mod trouble;
 mod xen_backend;
 mod xen_lab;
@@ -56,6 +60,7 @@ enum Command {
     Check(check::CheckArgs),
     Convert(convert::ConvertArgs),
     Compare(compare::CompareArgs),
+    Measure(measure::MeasureArgs),
     Serve(Box<serve::ServeArgs>),
     Ls(control::LsArgs),
     Show(control::ShowArgs),
@@ -94,6 +99,7 @@ pub fn run() -> ExitCode {
         Command::Check(args) => check::run(args),
         Command::Convert(args) => convert::run(args),
         Command::Compare(args) => compare::run(args),
+        Command::Measure(args) => measure::run(args),
         Command::Serve(args) => serve::run(args),
         Command::Ls(args) => control::ls(args),
         Command::Show(args) => control::show(args),
@@ -266,6 +272,15 @@ fn existing(disk: &Path) -> Result<Locator> {
     disks::find(&at).map(|()| at)
 }
 
+/// The format of what is at `at`. A command with several disks has options of its own names for their formats, and an error says
+/// the right one.
+fn format_of(at: &Locator, given: Option<Format>, option: &str) -> Result<Format> {
+    Format::at(at, given).map_err(|error| match error.hint_text().map(|hint| hint.replace("--format", option)) {
+        Some(hint) => error.hint(hint),
+        None => error,
+    })
+}
+
 /// Runs one piece of work on an engine with one worker.
 fn on_engine<T, Fut>(work: impl FnOnce() -> Fut + Send + 'static) -> Result<T>
 where
@@ -308,9 +323,9 @@ fn print_json(value: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
-/// A progress bar over `total_bytes` on stderr, hidden where that is no terminal.
+/// A progress bar over `total_bytes` on stderr, with the time that is left; hidden where that is no terminal.
 fn progress_bar(total_bytes: u64, what: &'static str) -> indicatif::ProgressBar {
-    let template = "{msg} {wide_bar} {binary_bytes} of {binary_total_bytes} {binary_bytes_per_sec}";
+    let template = "{msg} {wide_bar} {binary_bytes} of {binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
     let style =
         indicatif::ProgressStyle::with_template(template).unwrap_or_else(|_| indicatif::ProgressStyle::default_bar());
     indicatif::ProgressBar::new(total_bytes).with_style(style).with_message(what)

@@ -34,6 +34,7 @@ use crate::check::{Lost, Report};
 use crate::create::NewImage;
 use crate::facts::Facts;
 use crate::layer::{EncodedUnit, Found, Identity, Layer, MapPiece, NeverReserved, ParentRef};
+use crate::measure::Space;
 
 /// The format.
 pub struct Qcow2Format;
@@ -61,6 +62,10 @@ impl ImageFormat for Qcow2Format {
 
     async fn create<S: Store>(store: &S, _: &dyn Env, _: &NewImage) -> Result<()> {
         Err(Error::new(ErrorKind::Unsupported, "a qcow2 image cannot be made, only read").at_path(store.path()))
+    }
+
+    fn space(_: &NewImage) -> Result<Space> {
+        Err(Error::new(ErrorKind::Unsupported, "a qcow2 image cannot be made, only read"))
     }
 
     async fn check<S: Store>(store: &S, _: &dyn Env) -> Result<Report> {

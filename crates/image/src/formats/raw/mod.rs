@@ -18,6 +18,7 @@ use crate::check::{Lost, Mend, Report, Severity};
 use crate::create::NewImage;
 use crate::facts::Facts;
 use crate::layer::{Found, Layer, MapPiece, NeverReserved, ParentRef};
+use crate::measure::Space;
 
 /// The unit in which the page cache holds a file.
 const PAGE_BYTES: u64 = 4096;
@@ -52,6 +53,10 @@ impl ImageFormat for RawFormat {
             store.set_len(new.size_bytes).await?;
         }
         store.sync().await
+    }
+
+    fn space(new: &NewImage) -> Result<Space> {
+        Ok(Space::whole(new.size_bytes, 0))
     }
 
     /// A check of a raw image looks at its size only: there is no metadata that could be wrong.

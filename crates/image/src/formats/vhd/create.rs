@@ -35,6 +35,7 @@ use super::codec::locator::{Locator, MAX_PATH_BYTES, Platform, encode};
 use super::codec::time;
 use super::parent;
 use crate::create::{NewImage, NewParent};
+use crate::measure::{Space, Unit};
 
 /// The length of the journal's area in bytes.
 pub const JOURNAL_BYTES: u64 = 1 << 20;
@@ -136,6 +137,26 @@ impl CreateParams {
             (DiskType::Differencing, None) => Err(invalid("a differencing disk needs a parent")),
             (_, Some(_)) => Err(invalid("only a differencing disk has a parent")),
         }
+    }
+
+    /// The space that the new image takes.
+    pub(super) fn space(&self) -> Result<Space> {
+        self.check()?;
+        if self.disk_type == DiskType::Fixed {
+            return Ok(Space::whole(self.size_bytes, SECTOR_BYTES));
+        }
+        let (plan, block) = (Plan::new(self), u64::from(self.block_size_bytes));
+        let bitmap = u64::from(bat::bitmap_bytes(self.block_size_bytes));
+        // Blocks are placed as the allocator does it: a free sector, the bitmap, and data that begin on a page.
+        let stride_bytes = (SECTOR_BYTES + bitmap + block).next_multiple_of(ALIGN);
+        let first = (plan.metadata_end + SECTOR_BYTES + bitmap).next_multiple_of(ALIGN);
+        Ok(Space {
+            empty_bytes: plan.end,
+            written_bytes: plan.end - JOURNAL_BYTES,
+            tail_bytes: SECTOR_BYTES,
+            unit: Some(Unit { data_bytes: block, lead_bytes: first - plan.end, stride_bytes }),
+            virtual_bytes: self.size_bytes,
+        })
     }
 
     fn check_size(&self) -> Result<()> {
@@ -252,7 +273,9 @@ struct Plan {
     batmap_header_at: u64,
     /// Locators' texts and where they go.
     texts: Vec<(u64, Vec<u8>)>,
-    /// One past all metadata: where the first block's bitmap goes.
+    /// One past the last byte of the metadata.
+    metadata_end: u64,
+    /// The end of an empty image, but for its footer: a place for a block's bitmap.
     end: u64,
 }
 
@@ -279,8 +302,9 @@ impl Plan {
             None => Vec::new(),
         };
         let bitmap = u64::from(bat::bitmap_bytes(params.block_size_bytes));
+        let metadata_end = end;
         let end = (end + bitmap).next_multiple_of(ALIGN) - bitmap;
-        Self { header, batmap_header, batmap_header_at, texts, end }
+        Self { header, batmap_header, batmap_header_at, texts, metadata_end, end }
     }
 }
 

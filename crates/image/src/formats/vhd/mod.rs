@@ -71,6 +71,7 @@ use crate::create::NewImage;
 use crate::grace::Grace;
 use crate::layer::{Found, MapPiece, ParentRef};
 use crate::loads::Loads;
+use crate::measure::Space;
 use crate::range_lock::RangeLock;
 
 /// The format.
@@ -104,6 +105,10 @@ impl ImageFormat for VhdFormat {
 
     async fn create<S: Store>(store: &S, env: &dyn Env, new: &NewImage) -> Result<()> {
         create(store, env, &CreateParams::from_new(new)?).await
+    }
+
+    fn space(new: &NewImage) -> Result<Space> {
+        CreateParams::from_new(new)?.space()
     }
 
     async fn check<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {

@@ -1,0 +1,96 @@
+//! `spile measure`: how much space a disk would take in another format.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_image::Format;
+use spile_image::create::NewImage;
+use spile_image::measure::{Count, Measure};
+use spile_store::CacheMode;
+
+use super::{Exit, ReadArgs, existing, on_engine, parse_format, parse_subformat, print_json, say, space};
+use crate::disks;
+use crate::units::{format_size, parse_size};
+
+/// Say how much space a disk would take in a format
+///
+/// The figures are upper bounds: what SRC holds may be zeroes, which a conversion leaves out.
+#[derive(Debug, Args)]
+pub struct MeasureArgs {
+    /// The disk to be converted: a file, a block device, or the URI of an NBD export
+    #[arg(required_unless_present = "size")]
+    src: Option<PathBuf>,
+    /// The format that it would have
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    to: Format,
+    /// The kind of that format, where it has several
+    #[arg(long, value_name = "KIND", value_parser = parse_subformat)]
+    subformat: Option<String>,
+    /// The size of an empty disk, instead of SRC; with SRC: the size of the new disk
+    #[arg(long, value_parser = parse_size)]
+    size: Option<u64>,
+    /// The format of SRC, instead of what its extension says
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    from: Option<Format>,
+    #[command(flatten)]
+    read: ReadArgs,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs `spile measure`.
+///
+/// # Errors
+/// When SRC cannot be read, or the format cannot hold such a disk.
+pub fn run(args: &MeasureArgs) -> Result<Exit> {
+    let (virtual_bytes, count, measure) = match &args.src {
+        Some(src) => of_disk(args, src)?,
+        None => {
+            let size = args.size.unwrap_or(0);
+            (size, Count::default(), args.to.space(&new_image(args, size))?.measure(&Count::default()))
+        }
+    };
+    report(args, virtual_bytes, &count, measure)
+}
+
+fn new_image(args: &MeasureArgs, size_bytes: u64) -> NewImage {
+    NewImage { size_bytes, subformat: args.subformat.clone(), parent: None }
+}
+
+fn of_disk(args: &MeasureArgs, src: &Path) -> Result<(u64, Count, Measure)> {
+    let at = existing(src)?;
+    let (options, to, size) = (args.read.read_only(args.from), args.to, args.size);
+    let mut new = new_image(args, 0);
+    on_engine(move || async move {
+        let disk = disks::open(CacheMode::Page, &at, &options).await?;
+        let bytes = disk.info().size_bytes;
+        if size.is_some_and(|size| size < bytes) {
+            let error = Error::new(ErrorKind::InvalidInput, format!("the disk has {bytes} bytes, more than --size"));
+            return Err(error.hint("a disk is never made shorter"));
+        }
+        new.size_bytes = size.unwrap_or(bytes).next_multiple_of(to.about().size_unit_bytes);
+        let shape = to.space(&new)?;
+        let count = space::count(&disk, &shape).await?;
+        Ok((new.size_bytes, count, shape.measure(&count)))
+    })
+}
+
+fn report(args: &MeasureArgs, virtual_bytes: u64, count: &Count, measure: Measure) -> Result<Exit> {
+    let Measure { required_bytes, fully_allocated_bytes, used_bytes } = measure;
+    if args.json {
+        print_json(&serde_json::json!({
+            "format": args.to.to_string(), "virtual_size_bytes": virtual_bytes, "data_bytes": count.data_bytes(),
+            "required_bytes": required_bytes, "fully_allocated_bytes": fully_allocated_bytes, "used_bytes": used_bytes,
+        }))?;
+        return Ok(Exit::Ok);
+    }
+    let line = |label: &str, bytes: u64| say(format_args!("{label:<17}{} ({bytes} bytes)", format_size(bytes)));
+    line("virtual size:", virtual_bytes);
+    line("data:", count.data_bytes());
+    line("file length:", required_bytes);
+    line("fully allocated:", fully_allocated_bytes);
+    line("space used:", used_bytes);
+    Ok(Exit::Ok)
+}
