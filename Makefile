@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test bench bench-vhost bench-xen count fuzz sim soak guest peer tidy deny test-xen clean
+.PHONY: help setup build static demo test bench bench-vhost bench-xen count fuzz sim soak guest peer tidy deny test-xen clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -17,6 +17,7 @@ ARGS ?=
 
 help:
 	@echo 'make demo               install what is missing, build, and show Spile at work'
+	@echo 'make static             build one static file, and run the demo as on Linux 4.19'
 	@echo 'make test               every check; ends with "N passed, N failed, N skipped"'
 	@echo 'make bench              Spile beside qemu-nbd and nbdkit  (ARGS="--only randread")'
 	@echo 'make bench-vhost        the same over vhost-user, beside qemu-storage-daemon and fio'
@@ -34,6 +35,10 @@ setup:
 
 build: setup
 	@cargo build --release --package spile
+
+static:
+	@scripts/setup.sh static
+	@scripts/static.sh
 
 demo: build
 	@"$${CARGO_TARGET_DIR:-target}/release/spile" demo $(ARGS)

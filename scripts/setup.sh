@@ -3,6 +3,7 @@
 #
 #   scripts/setup.sh build   what `make demo` needs: a linker, certificates, Rust
 #   scripts/setup.sh test    the same, and the programs that tests/peer/ runs against
+#   scripts/setup.sh static  what `make static` needs; musl where it can be had
 #
 # It is quick when nothing is missing: packages are looked up with dpkg-query, and the package lists are
 # refreshed only when something has to be installed and the lists do not know it.
@@ -18,6 +19,8 @@ readonly TEST_PACKAGES=(
   libvhdi-utils python3-libvhdi 'p7zip-full|7zip' e2fsprogs busybox-static zstd openssl
   valgrind
 )
+
+readonly STATIC_PACKAGES=(binutils file python3)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -181,6 +184,17 @@ ensure_rust_components() {
   fi
 }
 
+# Rust's library for musl comes from rustup alone. Where it cannot be had, `make static` links with glibc.
+ensure_musl() {
+  local target
+  target="$(uname -m)-unknown-linux-musl"
+  if ! command -v rustup >/dev/null || ! timeout 120 rustup target add "$target" >&2; then
+    say "no Rust library for $target can be had here"
+    return 0
+  fi
+  install_missing musl-tools || say 'no musl-gcc can be had here'
+}
+
 # cargo-deny checks licences and sources of dependencies. It is built once: two minutes on two cores.
 ensure_cargo_deny() {
   if command -v cargo-deny >/dev/null; then return 0; fi
@@ -218,8 +232,13 @@ main() {
       ensure_cargo_deny
       ensure_kernel_is_known
       ;;
+    static)
+      install_missing "${BUILD_PACKAGES[@]}" "${STATIC_PACKAGES[@]}"
+      ensure_rust
+      ensure_musl
+      ;;
     *)
-      say 'usage: scripts/setup.sh build|test'
+      say 'usage: scripts/setup.sh build|test|static'
       return 2
       ;;
   esac

@@ -68,6 +68,9 @@ fn a_server_says_what_it_serves_and_what_was_done_with_it() {
     assert_eq!(list["disks"][1]["read_only"], true);
     let shown = json(dir, &["show", "c"]);
     assert_eq!(shown["connections"], 1);
+    let engine = shown["engine"].as_str().unwrap();
+    assert!(["uring", "aio", "threads"].contains(&engine));
+    assert!(shown["engine_about"].as_str().unwrap().starts_with(&format!("engine {engine} ")), "{shown}");
     assert_eq!(shown["layers"][0]["format"], "raw");
     let meters = shown["meters"].as_array().unwrap();
     let writes = |layer: &dyn Fn(&str) -> bool| {

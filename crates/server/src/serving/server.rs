@@ -88,7 +88,7 @@ impl Server {
         let engine = Engine::start(engine)?;
         let fronts = Fronts::of_nothing(&engine, &options)?;
         let (sender, events) = mpsc::channel();
-        let (disks, listening, view) = (Vec::new(), Vec::new(), Arc::default());
+        let (disks, listening, view) = (Vec::new(), Vec::new(), Arc::new(View::new(engine.clone())));
         let calls = Connections::new("the control socket", usize::MAX, 1);
         Ok(Self { opening, options, engine, fronts, disks, listening, view, calls, control_name: None, sender, events })
     }

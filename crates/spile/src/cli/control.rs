@@ -180,7 +180,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     if args.json {
         return print_json(&detail).map(|()| Exit::Ok);
     }
-    let DiskDetail { disk, layers, connections, meters } = &detail;
+    let DiskDetail { disk, layers, connections, engine_about, meters, .. } = &detail;
     let access = if disk.read_only { ", read-only" } else { "" };
     say(format_args!("{}: {} {}{access}", disk.name, format_size(disk.virtual_size_bytes), disk.format));
     say(format_args!("server: {}", disk.server));
@@ -195,6 +195,9 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
         say(format_args!("way: {} on {} as {:?}", export.protocol, export.address, export.name));
     }
     say(format_args!("connections: {connections}"));
+    if !engine_about.is_empty() {
+        say(engine_about);
+    }
     meters.iter().filter(|meter| !meter.operations.is_empty()).for_each(show_meter);
     Ok(Exit::Ok)
 }

@@ -123,6 +123,12 @@ pub struct DiskDetail {
     pub layers: Vec<Layer>,
     /// Connections to it that are open: of guests and of NBD clients.
     pub connections: u64,
+    /// The engine that does the server's I/O: `uring`, `aio` or `threads`.
+    #[serde(default)]
+    pub engine: String,
+    /// The engine in words: why it is not a better one, and what would have to be set for that.
+    #[serde(default)]
+    pub engine_about: String,
     /// What was counted by each layer that a request passes, the guest's side first.
     pub meters: Vec<Meter>,
 }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use spile_core::{Disk as _, Error, ErrorKind, Result};
+use spile_engine::Engine;
 use spile_front::FrontReading;
 use spile_node::{Policy, Troubles};
 
@@ -66,7 +67,7 @@ impl DiskView {
         }
     }
 
-    fn detail(&self, server: &str) -> DiskDetail {
+    fn detail(&self, server: &str, engine: &Engine) -> DiskDetail {
         let without_front = |requests| FrontReading { requests, ..FrontReading::default() };
         let fronts = self.meters.iter().map(|(layer, read)| Meter::new(layer.clone(), &read()));
         let disk = Meter::new("disk".to_owned(), &without_front(self.disk.meter().read()));
@@ -79,6 +80,8 @@ impl DiskView {
         DiskDetail {
             disk: self.summary(server),
             layers: self.layers.clone(),
+            engine: engine.kind().to_string(),
+            engine_about: engine.about(),
             connections: meters.iter().map(|meter| meter.connections).sum(),
             meters,
         }
@@ -86,13 +89,18 @@ impl DiskView {
 }
 
 /// What is served now.
-#[derive(Default)]
 pub struct View {
+    engine: Engine,
     /// `None` while the server hands over, and once it has ended.
     disks: Mutex<Option<Arc<Vec<DiskView>>>>,
 }
 
 impl View {
+    /// Nothing is served yet. `engine` does the I/O.
+    pub fn new(engine: Engine) -> Self {
+        Self { engine, disks: Mutex::default() }
+    }
+
     /// From now on callers see these disks. `None`: callers are told to ask again later.
     pub fn show(&self, disks: Option<Vec<DiskView>>) {
         *self.disks.lock().unwrap_or_else(PoisonError::into_inner) = disks.map(Arc::new);
@@ -116,7 +124,7 @@ impl View {
     /// # Errors
     /// `Shutdown` while the server hands over.
     pub fn details(&self, server: &str) -> Result<Vec<DiskDetail>> {
-        Ok(self.disks()?.iter().map(|disk| disk.detail(server)).collect())
+        Ok(self.disks()?.iter().map(|disk| disk.detail(server, &self.engine)).collect())
     }
 
     /// The disk of this name.
@@ -124,7 +132,7 @@ impl View {
     /// # Errors
     /// `NotFound` with the names that there are; `Shutdown` while the server hands over.
     pub fn find(&self, server: &str, name: &str) -> Result<DiskDetail> {
-        self.with(name, |disk| Ok(disk.detail(server)))
+        self.with(name, |disk| Ok(disk.detail(server, &self.engine)))
     }
 
     fn with<T>(&self, name: &str, act: impl FnOnce(&DiskView) -> Result<T>) -> Result<T> {
