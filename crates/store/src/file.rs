@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::fs::{AtFlags, FallocateFlags, SeekFrom, StatxFlags};
 use spile_core::{
     Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
 use spile_engine::{DirectAlign, RawFile, direct_align, run_blocking, spawn};
 use spile_mem::Segment;
 
+use crate::cut::{Cut, cut_short};
 use crate::files::CacheMode;
 use crate::held::HeldLock;
 use crate::sync_gate::{SyncGate, Turn};
@@ -65,6 +66,7 @@ struct Inner {
     len: AtomicU64,
     gate: SyncGate,
     lock: HeldLock,
+    cut: Cut,
 }
 
 impl FileStore {
@@ -133,7 +135,9 @@ impl FileStore {
         };
         let (path, len) = (path.to_owned(), AtomicU64::new(len));
         let gate = SyncGate::default();
-        FileStore { inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate, lock }) }
+        FileStore {
+            inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate, lock, cut: Cut::default() }),
+        }
     }
 
     /// Which file this is, as found when it was opened. Its path may name another file by now.
@@ -191,8 +195,11 @@ impl FileStore {
     fn check_end(&self, offset: u64, len: u64, may_grow: bool) -> Result<u64> {
         let inner = &self.inner;
         let limit = if may_grow && inner.info.grows_zeroed { i64::MAX as u64 } else { self.len_bytes() };
-        let end = offset.checked_add(len).filter(|end| *end <= limit);
-        end.ok_or_else(|| self.refuse(ErrorKind::OutOfRange, "past the end of the store", offset))
+        let end = offset.checked_add(len).filter(|end| *end <= limit.min(inner.cut.end()));
+        end.ok_or_else(|| match offset.saturating_add(len) > inner.cut.end() {
+            true => cut_short(inner.cut.end()).at_path(&inner.path).at_offset(offset),
+            false => self.refuse(ErrorKind::OutOfRange, "past the end of the store", offset),
+        })
     }
 
     async fn fallocate(&self, flags: i32, offset: u64, len: u64) -> Result<usize, i32> {
@@ -214,8 +221,10 @@ impl FileStore {
         Ok(())
     }
 
-    /// Fails when a sync of this file has ever failed. The kernel reports a failed sync only once.
+    /// Fails when a sync of this file has ever failed, as the kernel reports a failed sync only once, or when a part of what was
+    /// written is gone.
     fn check_synced(&self) -> Result<()> {
+        self.inner.cut.check().map_err(|error| error.at_path(&self.inner.path))?;
         match self.inner.cached.failed_sync() {
             Some(errno) => Err(self
                 .fail("sync failed, now or earlier: what was written may be lost", errno)
@@ -254,7 +263,8 @@ impl Store for FileStore {
             Ok(done) if done == into.len() => Ok(()),
             Ok(done) => {
                 let at = offset + done as u64;
-                Err(self.refuse(ErrorKind::OutOfRange, "the file ends early", at))
+                self.inner.cut.note(at, &self.inner.path);
+                Err(cut_short(at).at_path(&self.inner.path).at_offset(at))
             }
             Err(errno) => Err(self.fail("read failed", errno).at_offset(offset)),
         }
@@ -289,6 +299,7 @@ impl Store for FileStore {
                     let inner = self.inner.clone();
                     spawn(async move {
                         let _ = inner.cached.sync().await;
+                        inner.look_for_cut();
                         inner.gate.end();
                     });
                 }
@@ -345,6 +356,8 @@ impl Store for FileStore {
         if self.inner.is_device {
             return self.take_up_len(len_bytes).await;
         }
+        self.inner.cut.check().map_err(|error| error.at_path(&self.inner.path))?;
+        let _changing = self.inner.cut.changing();
         let outcome = self.inner.cached.truncate(len_bytes).await;
         outcome.map_err(|errno| self.fail("set the length", errno).at_offset(len_bytes))?;
         self.inner.len.store(len_bytes, Ordering::Release);
@@ -359,6 +372,12 @@ impl Store for FileStore {
         }
         let found = inner.cached.extent(offset).await;
         let found = found.map_err(|errno| self.fail("seek", errno).at_offset(offset))?;
+        if found.is_hole && found.end_bytes - offset >= left {
+            // Behind the end of a file, all is a hole to the file system.
+            inner.look_for_cut();
+            let left = self.check_end(offset, 1, false).map(|_| left.min(inner.cut.end() - offset))?;
+            return Ok(StoreExtent { len_bytes: left, is_hole: true });
+        }
         Ok(StoreExtent { len_bytes: left.min(found.end_bytes - offset), is_hole: found.is_hole })
     }
 }
@@ -375,6 +394,17 @@ impl FileStore {
         let what = "the length of a block device cannot be set";
         let hint = format!("it has {device_bytes} bytes; where that is too few, make the device longer first");
         Err(self.refuse(ErrorKind::Unsupported, what, len_bytes).hint(hint))
+    }
+}
+
+impl Inner {
+    /// Compares the length of the file with what it should be. Asks only for what this host knows, so a worker may do it.
+    fn look_for_cut(&self) {
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let found = || rustix::fs::statx(&self.cached, c"", flags, StatxFlags::SIZE).ok().map(|stat| stat.stx_size);
+        if !self.is_device {
+            self.cut.look(|| self.len.load(Ordering::Acquire), found, &self.path);
+        }
     }
 }
 

@@ -195,7 +195,7 @@ fn a_file_cut_behind_our_back_is_an_error(engine: &Engine) {
     engine.run_on(0, move || async move {
         for via in [Via::Cached, Via::Direct] {
             let error = store.read_at(at(4096), &segments(&[4096]), via).await.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::OutOfRange, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
         }
     });
 }
