@@ -89,19 +89,23 @@ fn a_disk_that_is_given_twice_is_told_from_one_in_use_elsewhere() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     ok(dir, &["create", "a.vhd", "--size", "1M"]);
-    ok(dir, &["create", "child.vhd", "--parent", "a.vhd"]);
+    ok(dir, &["create", "base.vhd", "--size", "1M"]);
+    ok(dir, &["create", "child.vhd", "--parent", "base.vhd"]);
     std::os::unix::fs::symlink(dir.join("a.vhd"), dir.join("b.vhd")).unwrap();
     let cases: [(&[&str], &str); 4] = [
         (&["a.vhd", "a.vhd"], "a.vhd is given twice: as \"a\" and as \"a\""),
         (&["a.vhd", "b.vhd"], "b.vhd is given twice: as \"a\" and as \"b\""),
         (&["a.vhd", "b.vhd,read-only"], "b.vhd is given twice"),
-        (&["child.vhd", "a.vhd"], "a.vhd: the file is in use by the disk \"child\" of this server"),
+        (
+            &["child.vhd", "base.vhd", "--write-parent"],
+            "base.vhd: the file is in use by the disk \"child\" of this server",
+        ),
     ];
     for (disks, says) in cases {
         let said = fails(dir, 1, &[&["serve"], disks, &["--nbd", "unix:n"]].concat());
         assert!(said.contains(says) && !said.contains("waiting"), "{disks:?}: {said}");
     }
-    let served = Served::start(dir, &["a.vhd,read-only", "b.vhd,read-only", "child.vhd"]);
+    let served = Served::start(dir, &["a.vhd,read-only", "b.vhd,read-only", "base.vhd,read-only", "child.vhd"]);
     assert!(served.terminate().success());
 }
 
