@@ -20,14 +20,16 @@ choose_target() {
   if has_library "$musl" && command -v musl-gcc >/dev/null; then
     printf '%s\n' "$musl"
   else
-    say "not with musl: $musl-library or musl-gcc is missing; with glibc instead"
+    say "Rust's library for $musl or musl-gcc is missing: with glibc instead"
     printf '%s\n' "$MACHINE-unknown-linux-gnu"
   fi
 }
 
 # A static program asks for no loader of libraries.
 assert_static() {
-  if readelf --program-headers "$1" | grep -q INTERP; then
+  local headers
+  headers="$(readelf --program-headers "$1")"
+  if [[ $headers == *INTERP* ]]; then
     say "$1 needs shared libraries"
     return 1
   fi
