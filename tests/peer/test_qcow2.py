@@ -103,7 +103,7 @@ class Qcow2(PeerTest):
         back.unlink(missing_ok=True)
         spile("convert", image, back, *options)
         self.assertSame(raw, back)
-        runs = spile_json("map", image, *options)
+        runs = spile_json("map", image, *options)["runs"]
         self.assertEqual(sum(run["len_bytes"] for run in runs), raw.stat().st_size)
 
     def assertChecksAlike(self, image, *options):
@@ -161,7 +161,7 @@ class Reading(Qcow2):
                 image = self.image(seed=None, size_bytes=size_bytes)
                 run("qemu-io", "-f", "qcow2", "-c", f"write -P 9 {size_bytes - 512} 512", image)
                 self.assertEqual(spile_json("info", image)["virtual_size_bytes"], size_bytes)
-                runs = spile_json("map", image)
+                runs = spile_json("map", image)["runs"]
                 self.assertEqual(sum(run["len_bytes"] for run in runs), size_bytes)
                 self.assertEqual(runs[-1]["kind"], "data")
                 self.assertChecksAlike(image)
@@ -172,7 +172,7 @@ class Reading(Qcow2):
                 image = self.image(KINDS[kind], seed=6)
                 content = self.raw_of(image).read_bytes()
                 ours = [False] * (SIZE_BYTES // 512)
-                for entry in spile_json("map", image):
+                for entry in spile_json("map", image)["runs"]:
                     first, last = entry["offset_bytes"], entry["offset_bytes"] + entry["len_bytes"]
                     if entry["kind"] != "data":
                         self.assertFalse(any(content[first:last]), f"{entry} holds data")

@@ -109,7 +109,7 @@ class OursByQemu(QemuImg):
     def test_map_agrees(self):
         raw, image = self.raw(size_bytes=64 * MIB), self.path("a.vhd")
         spile("convert", raw, image)
-        ours = spile_json("map", image)
+        ours = spile_json("map", image)["runs"]
         self.assertEqual(sum(run["len_bytes"] for run in ours), 64 * MIB)
         theirs = qemu_img_json("map", "-f", "vpc", image)
         # QEMU looks at blocks only. What it calls a hole must be a hole to Spile, too.

@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::{Running, eventually, fails, have, json, ok, run, spile};
+use common::{Running, Served, eventually, fails, have, json, ok, run, spile};
 use nix::sys::signal::Signal;
 
 /// 4 MiB with data at both ends and in the middle.
@@ -49,13 +49,22 @@ fn a_map_shows_data_holes_and_depth() {
     ok(dir, &["convert", "a.raw", "p.vhd"]);
     ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
     let map = json(dir, &["map", "c.vhd"]);
-    let runs = map.as_array().unwrap();
+    let runs = map["runs"].as_array().unwrap();
     let ends: Vec<u64> =
         runs.iter().map(|r| r["offset_bytes"].as_u64().unwrap() + r["len_bytes"].as_u64().unwrap()).collect();
     assert_eq!(runs[0]["offset_bytes"], 0);
     assert_eq!(ends.last(), Some(&(4 << 20)));
     assert_eq!((runs[0]["kind"].as_str(), runs[0]["depth"].as_u64()), (Some("data"), Some(1)));
-    assert!(ok(dir, &["map", "c.vhd"]).lines().count() == runs.len() + 1);
+    // The bytes are where the map says.
+    let at = runs[0]["file_offset_bytes"].as_u64().unwrap() as usize;
+    assert_eq!(fs::read(dir.join("p.vhd")).unwrap()[at..at + 5000], pattern()[..5000]);
+    assert!(map["layers"][1]["path"].as_str().unwrap().ends_with("p.vhd"), "{map}");
+    let sum = ["data_bytes", "zero_bytes", "hole_bytes"].map(|kind| map["summary"][kind].as_u64().unwrap());
+    assert_eq!((sum.iter().sum::<u64>(), map["summary"]["runs"].as_u64()), (4 << 20, Some(runs.len() as u64)));
+    let text = ok(dir, &["map", "c.vhd"]);
+    assert!(text.contains("runs: ") && text.contains("depth 1: "), "{text}");
+    assert_eq!(text.lines().count(), 1 + runs.len() + 1 + 1 + 2);
+    assert!(text.lines().filter(|line| !line.starts_with("depth")).all(|line| line.len() <= 80), "{text}");
 }
 
 #[test]
@@ -424,8 +433,45 @@ fn names_that_are_no_text_or_bite_terminals() {
 fn a_disk_without_bytes_has_an_empty_map() {
     let dir = tempfile::tempdir().unwrap();
     ok(dir.path(), &["create", "a.raw", "--size", "0"]);
-    assert_eq!(json(dir.path(), &["map", "a.raw"]), serde_json::json!([]));
-    assert_eq!(ok(dir.path(), &["map", "a.raw"]).lines().count(), 1);
+    let map = json(dir.path(), &["map", "a.raw"]);
+    assert_eq!((&map["runs"], &map["summary"]["runs"]), (&serde_json::json!([]), &serde_json::json!(0)));
+    assert!(ok(dir.path(), &["map", "a.raw"]).contains("0 runs: "));
+}
+
+#[test]
+fn a_disk_that_is_not_served_can_grow() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), pattern()).unwrap();
+    ok(dir, &["create", "b.vhd", "--size", "1M"]);
+    ok(dir, &["resize", "a.raw", "8M"]);
+    let bytes = fs::read(dir.join("a.raw")).unwrap();
+    assert!(bytes.len() == 8 << 20 && bytes[..4 << 20] == pattern() && bytes[4 << 20..].iter().all(|byte| *byte == 0));
+    assert!(fails(dir, 2, &["resize", "a.raw", "1M"]).contains("cannot shrink"));
+    let said = fails(dir, 1, &["resize", "b.vhd", "2M"]);
+    assert!(said.contains("spile convert b.vhd NEW --size 2097152"), "{said}");
+    ok(dir, &["convert", "b.vhd", "NEW", "--to", "vhd", "--size", "2097152"]);
+    assert!(fails(dir, 1, &["resize", "gone.raw", "2M"]).contains("no server has a disk"));
+}
+
+#[test]
+fn a_disk_that_is_served_is_named_with_its_server_and_the_way_to_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("boot-of-this-test.raw"), pattern()).unwrap();
+    let served = Served::start(dir, &["boot-of-this-test.raw"]);
+    for command in ["info", "map", "check"] {
+        let said = fails(dir, 1, &[command, "boot-of-this-test.raw"]);
+        assert!(
+            said.contains("it is served as \"boot-of-this-test\" by ") && said.contains("name it by nbd+unix:"),
+            "{said}"
+        );
+    }
+    // The way that is named leads to the disk, and there is one past the lock.
+    let copy = served.uri().to_string();
+    ok(dir, &["compare", &copy, "boot-of-this-test.raw", "--no-lock"]);
+    ok(dir, &["convert", &copy, "copy.raw"]);
+    assert!(fs::read(dir.join("copy.raw")).unwrap() == pattern());
 }
 
 #[test]

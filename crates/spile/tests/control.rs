@@ -86,7 +86,7 @@ fn what_cannot_grow_says_why() {
         (&["c", "64M", "--name", "ro"], 1, "ro.raw: the disk is open for reading only"),
         (&["c", "64M", "--name", "x"], 1, "as \"x\" (the disks are \"a\", \"b\", \"ro\")"),
         (&["gone", "64M"], 1, "no server has a disk \"gone\" (`spile ls` lists"),
-        (&["a.raw", "64M"], 1, "no server has a disk \"a.raw\""),
+        (&["a.raw", "64M"], 1, "a.raw: the file is in use"),
         (&["v", "64M"], 1, "the server has hung up on the control socket"),
         (&["c", "much"], 2, "much"),
     ];

@@ -5,13 +5,16 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
-use spile_core::{Error, ErrorKind, Locator, Result};
+use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
+use spile_image::{Format, OpenOptions};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, call, escape};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Meter, Waiting};
 
-use super::{Exit, print_json, say};
-use crate::disks::{DiskSpec, split_commas};
+use spile_store::CacheMode;
+
+use super::{Exit, existing, on_engine, parse_format, print_json, say, space};
+use crate::disks::{self, DiskSpec, split_commas};
 use crate::log;
 use crate::units::{format_count, format_size, format_us, parse_size};
 use crate::uri::Address;
@@ -80,10 +83,11 @@ pub struct DetachArgs {
     force: bool,
 }
 
-/// Make a disk longer while it is served
+/// Make a disk longer, while it is served or while nobody uses it
 ///
 /// Guests see the new size at once, without a reboot (vhost-user, Xen); NBD clients see it when they connect anew. Raw
-/// images and block devices can grow; a block device has to be made longer first (lvextend). A disk is never
+/// images and block devices can grow; a block device has to be made longer first (lvextend). A VHD cannot: its block table has
+/// room for the size that it was made with, but `spile convert DISK NEW --size SIZE` makes a longer copy. A disk is never
 /// made shorter.
 #[derive(Debug, Args)]
 pub struct ResizeArgs {
@@ -92,9 +96,18 @@ pub struct ResizeArgs {
     /// The new size
     #[arg(value_parser = parse_size)]
     size: u64,
+    /// The format of a disk that is not served, instead of what its extension says
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    format: Option<Format>,
 }
 
 impl Which {
+    /// True when the words may mean a file that is there.
+    fn may_be_file(&self) -> bool {
+        let is_disk = |stat: std::fs::Metadata| stat.is_file() || space::is_block_device(&stat);
+        self.name.is_none() && Path::new(&self.disk).metadata().is_ok_and(is_disk)
+    }
+
     /// The disk as a path.
     pub(super) fn disk_path(&self) -> &Path {
         Path::new(&self.disk)
@@ -266,9 +279,30 @@ pub fn detach(args: &DetachArgs) -> Result<Exit> {
 /// # Errors
 /// When there is no such disk, or it cannot get that size.
 pub fn resize(args: &ResizeArgs) -> Result<Exit> {
-    let (socket, name) = args.which.find()?;
+    let (socket, name) = match args.which.find() {
+        Err(error) if error.kind() == ErrorKind::NotFound && args.which.may_be_file() => return resize_file(args),
+        found => found?,
+    };
     let body = json!({ "size_bytes": args.size });
     call(&socket, "PATCH", &path_of(&name), Some(&body), CHANGE_PATIENCE).map(|_: Value| Exit::Ok)
+}
+
+/// Makes a disk longer that no server has. The image is locked meanwhile, so nobody else has it open.
+fn resize_file(args: &ResizeArgs) -> Result<Exit> {
+    let (at, size) = (existing(Path::new(&args.which.disk))?, args.size);
+    let options = OpenOptions { format: args.format, ..OpenOptions::default() };
+    on_engine(move || async move {
+        let disk = disks::open(CacheMode::Page, &at, &options).await?;
+        let grown = disk.resize(size).await.map_err(|error| match error.kind() {
+            ErrorKind::Unsupported => {
+                error.hint(format!("make a longer copy: spile convert {} NEW --size {size}", disks::label(&at)))
+            }
+            _ => error,
+        });
+        let closed = disk.close().await;
+        grown.and(closed)
+    })?;
+    Ok(Exit::Ok)
 }
 
 pub(super) fn path_of(name: &str) -> String {

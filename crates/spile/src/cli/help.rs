@@ -152,7 +152,10 @@ pub const ENDINGS: &[Ending] = &[
     Ending {
         command: "resize",
         codes: &[],
-        examples: &[("spile resize disk 40G", "the disk of that name; its guest sees it at once")],
+        examples: &[
+            ("spile resize disk 40G", "the disk of that name; its guest sees it at once"),
+            ("spile resize disk.raw 40G", "the same for a disk that is not served"),
+        ],
         notes: &[],
     },
     Ending {

@@ -6,24 +6,25 @@ use std::path::PathBuf;
 use clap::Args;
 use rustix::io::Errno;
 use serde::Serialize;
-use spile_core::{Disk, Error, Extent, ExtentKind, ExtentStatus, Result};
-use spile_store::CacheMode;
+use spile_core::{Disk, Error, Extent, ExtentKind, Result};
+use spile_image::{Graph, PlacedRun};
+use spile_store::{AnyStore, CacheMode};
 
-use super::{Exit, OpenArgs, existing, on_engine};
+use super::{Exit, OpenArgs, existing, on_engine, printable, text_of};
 use crate::disks;
 use crate::units::format_size;
 
-/// Show which runs of a disk hold data, and in which layer
+/// Show where a disk's bytes lie: in which layer, and where in its file
 ///
 /// Kinds: data = allocated; zero = allocated, reads as zeroes; hole = not allocated anywhere, reads as zeroes. Depth 0
-/// is the disk itself, 1 its parent, and so on.
+/// is the disk itself, 1 its parent, and so on. `at` is the offset in that layer's file; compressed data have none.
 #[derive(Debug, Args)]
 pub struct MapArgs {
     /// The disk: a file, a block device, or the URI of an NBD export
     disk: PathBuf,
     #[command(flatten)]
     open: OpenArgs,
-    /// Print a JSON array instead of a table
+    /// Print one JSON object instead of a table: `runs`, the `layers` that their depths mean, and `summary`
     #[arg(long)]
     json: bool,
 }
@@ -34,6 +35,23 @@ struct Run {
     len_bytes: u64,
     kind: &'static str,
     depth: Option<u16>,
+    /// Where the bytes lie in the file of the layer `depth`.
+    file_offset_bytes: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Layer {
+    depth: usize,
+    #[serde(serialize_with = "text_of")]
+    path: PathBuf,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct Summary {
+    runs: u64,
+    data_bytes: u64,
+    zero_bytes: u64,
+    hole_bytes: u64,
 }
 
 /// Runs `spile map`.
@@ -48,7 +66,8 @@ pub fn run(args: &MapArgs) -> Result<Exit> {
         let disk = disks::open(CacheMode::Page, &source, &options).await?;
         let mut printer = Printer::new(std::io::stdout().lock(), json);
         each_run(&disk, |run| printer.row(&Run::from(run))).await?;
-        printer.finish()
+        let layers = disk.layers().into_iter().enumerate().map(|(depth, layer)| Layer { depth, path: layer.path });
+        printer.finish(&layers.collect::<Vec<_>>())
     });
     match printed {
         // The reader of the output has gone (`spile map DISK | head`).
@@ -57,44 +76,74 @@ pub fn run(args: &MapArgs) -> Result<Exit> {
     }
 }
 
-/// A table or a JSON array on its way out.
+/// A table or a JSON object on its way out.
 struct Printer<W: Write> {
     out: BufWriter<W>,
     json: bool,
-    rows: u64,
+    summary: Summary,
 }
 
 impl<W: Write> Printer<W> {
     fn new(out: W, json: bool) -> Self {
-        Self { out: BufWriter::new(out), json, rows: 0 }
+        Self { out: BufWriter::new(out), json, summary: Summary::default() }
     }
 
     fn row(&mut self, run: &Run) -> Result<()> {
-        let first = self.rows == 0;
-        self.rows += 1;
+        let first = self.summary.runs == 0;
+        self.summary.add(run);
         let (json, out) = (self.json, &mut self.out);
         let written = match (json, first) {
             (true, _) => serde_json::to_string(run)
                 .map_err(std::io::Error::from)
-                .and_then(|text| write!(out, "{}  {text}", if first { "[\n" } else { ",\n" })),
+                .and_then(|text| write!(out, "{}  {text}", if first { JSON_HEAD } else { ",\n" })),
             (false, true) => writeln!(out, "{HEAD}\n{}", run.row()),
             (false, false) => writeln!(out, "{}", run.row()),
         };
         written.map_err(not_written)
     }
 
-    fn finish(mut self) -> Result<()> {
-        let end = match (self.json, self.rows) {
-            (true, 0) => "[]\n".to_owned(),
-            (true, _) => "\n]\n".to_owned(),
-            (false, 0) => format!("{HEAD}\n"),
-            (false, _) => String::new(),
+    fn finish(mut self, layers: &[Layer]) -> Result<()> {
+        let end = match (self.json, self.summary.runs) {
+            (true, runs) => {
+                let text = |value: serde_json::Result<String>| value.map_err(|e| not_written(e.into()));
+                let (layers, summary) =
+                    (text(serde_json::to_string(layers))?, text(serde_json::to_string(&self.summary))?);
+                let begin = if runs == 0 { JSON_HEAD } else { "" };
+                format!("{begin}\n], \"layers\": {layers},\n\"summary\": {summary}}}\n")
+            }
+            (false, runs) => format!("{}{}", if runs == 0 { HEAD_LINE } else { "" }, self.summary.to_text(layers)),
         };
         self.out.write_all(end.as_bytes()).and_then(|()| self.out.flush()).map_err(not_written)
     }
 }
 
-const HEAD: &str = "          offset           length  kind  depth";
+impl Summary {
+    fn add(&mut self, run: &Run) {
+        self.runs += 1;
+        *match run.kind {
+            "data" => &mut self.data_bytes,
+            "zero" => &mut self.zero_bytes,
+            _ => &mut self.hole_bytes,
+        } += run.len_bytes;
+    }
+
+    fn to_text(&self, layers: &[Layer]) -> String {
+        let [data, zero, hole] = [self.data_bytes, self.zero_bytes, self.hole_bytes].map(format_size);
+        let mut text = format!("\n{} runs: {data} data, {zero} zero, {hole} hole\n", self.runs);
+        for layer in layers {
+            // Writing to a string cannot fail.
+            let _ = std::fmt::Write::write_fmt(
+                &mut text,
+                format_args!("depth {}: {}\n", layer.depth, printable(&layer.path.to_string_lossy())),
+            );
+        }
+        text
+    }
+}
+
+const JSON_HEAD: &str = "{\"runs\": [\n";
+const HEAD: &str = "        offset         length kind depth             at  size";
+const HEAD_LINE: &str = "        offset         length kind depth             at  size\n";
 
 fn not_written(error: std::io::Error) -> Error {
     Error::io("cannot write to stdout", error)
@@ -104,11 +153,11 @@ fn not_written(error: std::io::Error) -> Error {
 const RUNS_AT_ONCE: usize = 1024;
 
 /// Calls `print` on each run of the whole of `disk`, adjacent ones different.
-async fn each_run(disk: &impl Disk, mut print: impl FnMut(ExtentStatus) -> Result<()>) -> Result<()> {
+async fn each_run(disk: &Graph<AnyStore>, mut print: impl FnMut(PlacedRun) -> Result<()>) -> Result<()> {
     let size = disk.info().size_bytes;
-    let (mut open, mut at) = (None::<ExtentStatus>, 0);
+    let (mut open, mut at) = (None::<PlacedRun>, 0);
     while at < size {
-        let part = match disk.extents(Extent::from_range(at..size), RUNS_AT_ONCE).await {
+        let part = match disk.places(Extent::from_range(at..size), RUNS_AT_ONCE).await {
             Ok(part) => part,
             Err(error) => {
                 // What comes before a damaged piece of the map is known.
@@ -116,10 +165,12 @@ async fn each_run(disk: &impl Disk, mut print: impl FnMut(ExtentStatus) -> Resul
                 return Err(error);
             }
         };
-        at = part.last().map_or(size, |run| run.extent.end());
+        at = part.last().map_or(size, |run| run.status.extent.end());
         for run in part {
             match &mut open {
-                Some(last) if same(last, &run) => last.extent.len_bytes += run.extent.len_bytes,
+                Some(last) if last.is_followed_by(&run, true) => {
+                    last.status.extent.len_bytes += run.status.extent.len_bytes
+                }
                 _ => open.replace(run).map_or(Ok(()), &mut print)?,
             }
         }
@@ -127,19 +178,16 @@ async fn each_run(disk: &impl Disk, mut print: impl FnMut(ExtentStatus) -> Resul
     open.map_or(Ok(()), print)
 }
 
-fn same(a: &ExtentStatus, b: &ExtentStatus) -> bool {
-    a.kind == b.kind && (a.depth == b.depth || a.kind == ExtentKind::Hole)
-}
-
-impl From<ExtentStatus> for Run {
-    fn from(run: ExtentStatus) -> Self {
-        let kind = match run.kind {
+impl From<PlacedRun> for Run {
+    fn from(PlacedRun { status, offset }: PlacedRun) -> Self {
+        let kind = match status.kind {
             ExtentKind::Data => "data",
             ExtentKind::Zero => "zero",
             ExtentKind::Hole => "hole",
         };
-        let depth = (run.kind != ExtentKind::Hole).then_some(run.depth);
-        Self { offset_bytes: run.extent.start(), len_bytes: run.extent.len_bytes, kind, depth }
+        let depth = (status.kind != ExtentKind::Hole).then_some(status.depth);
+        let file_offset_bytes = offset.map(|offset| offset.0);
+        Self { offset_bytes: status.extent.start(), len_bytes: status.extent.len_bytes, kind, depth, file_offset_bytes }
     }
 }
 
@@ -147,7 +195,8 @@ impl Run {
     fn row(&self) -> String {
         let depth = self.depth.map_or("-".to_owned(), |depth| depth.to_string());
         let (offset, len) = (format!("{:#x}", self.offset_bytes), format!("{:#x}", self.len_bytes));
+        let at = self.file_offset_bytes.map_or("-".to_owned(), |at| format!("{at:#x}"));
         let size = format_size(self.len_bytes);
-        format!("{offset:>16} {len:>16}  {:<5} {depth:>5}  {size}", self.kind)
+        format!("{offset:>14} {len:>14} {} {depth:>5} {at:>14}  {size}", self.kind)
     }
 }

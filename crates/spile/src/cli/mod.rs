@@ -123,6 +123,7 @@ pub fn run() -> ExitCode {
     match result {
         Ok(exit) => exit.into(),
         Err(error) => {
+            let error = ending::explained(error);
             format.complain(&error);
             // As in cmp and qemu-img, 1 says that the disks were compared and differ.
             if matches!(cli.command, Command::Compare(_)) { 2.into() } else { ending::failure(&error) }
