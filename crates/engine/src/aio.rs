@@ -1,7 +1,8 @@
 //! Linux AIO (io_submit): direct transfers that are in flight while the worker goes on.
 //!
-//! The engine `aio` does all direct transfers this way. They carry RWF_NOWAIT: a transfer that would have to wait comes
-//! back with EAGAIN, and goes to a helper thread.
+//! The engine `aio` does all direct transfers this way. Reads, and writes to devices, carry RWF_NOWAIT: a transfer that would have
+//! to wait comes back with EAGAIN, and goes to a helper thread. Writes to files do not: io_submit waits for a frozen file system
+//! before it looks at that flag, so a helper thread calls it.
 //!
 //! The engine `uring` does only those direct writes this way that need space on the file system, because io_uring does not
 //! do such a write itself. With RWF_NOWAIT it answers EAGAIN; without that flag it gives the write to a kernel thread, and
@@ -9,7 +10,7 @@
 //! pwritev keeps the file system's lock on the file until the device has answered, and all other writes into holes wait
 //! meanwhile. fallocate before the write is no better: on ext4 it first waits for every direct transfer of that file.
 //! io_submit without RWF_NOWAIT does what is needed: it allocates the bytes of the write and no others, starts the
-//! transfer, releases the lock and returns. The engine `aio` does so too, once such a write has come back with EAGAIN.
+//! transfer, releases the lock and returns.
 //!
 //! io_submit without RWF_NOWAIT waits where the file system makes every writer wait: while it is frozen, while it reads its
 //! maps of free space, and until the device has answered for a write past the end of the file or for a part of a file system

@@ -110,7 +110,12 @@ impl Epoll {
         if op.kind.is_file() { self.start_file(op, waker) } else { self.start_socket(op, waker) }
     }
 
-    fn start_file(&mut self, op: Op, waker: &Waker) -> Started {
+    /// A direct write to a file may wait in io_submit, even with RWF_NOWAIT: a frozen file system makes every writer wait. So a
+    /// helper thread calls that.
+    fn start_file(&mut self, mut op: Op, waker: &Waker) -> Started {
+        if self.aio.is_some() && !op.fd.always_waits() && op.choose_aio(libc::EAGAIN) {
+            self.shared.counters.writes_by_aio();
+        }
         let key = self.insert(waker, op);
         self.file_ops += 1;
         let op = self.slots[key].op.as_mut().expect("it was put there");
@@ -298,7 +303,6 @@ impl Epoll {
     pub(crate) fn turn(&mut self, wait: Option<Option<Duration>>, woken: &mut Vec<Waker>) {
         self.submit_aio();
         let has_ended = self.reap_aio(woken);
-        self.submit_aio();
         self.files.flush();
         if self.is_blind_turn(wait, has_ended) {
             return;

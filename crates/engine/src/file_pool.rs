@@ -2,7 +2,8 @@
 //! does none of that itself, because it serves disks of other stores, too.
 //!
 //! The reactor without io_uring gives all file operations to helpers. The reactor with io_uring gives them those that cannot be
-//! done without waiting.
+//! done without waiting. A cached write is never tried on the worker: even with RWF_NOWAIT, pwritev2 waits as long as the file system
+//! is frozen.
 //!
 //! The module `lanes` says which job is next, and how many threads one store may keep busy. For the threads:
 //!

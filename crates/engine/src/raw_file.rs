@@ -88,22 +88,6 @@ impl RawFile {
         Op::write(&self.fd, offset_bytes, from).run()
     }
 
-    /// Writes what has room in the page cache, without waiting; returns how many bytes that were.
-    ///
-    /// # Errors
-    /// EAGAIN when that is nothing, also where the file system cannot tell whether it would wait (ext4).
-    pub fn write_at_once(&self, offset_bytes: u64, from: &Segments) -> Result<usize, i32> {
-        if self.fd.always_waits() {
-            return Err(libc::EAGAIN);
-        }
-        let outcome = sys::write_nowait(self.fd.raw(), offset_bytes, from.as_slice());
-        if outcome == Err(libc::EOPNOTSUPP) {
-            self.fd.note_waits();
-            return Err(libc::EAGAIN);
-        }
-        outcome
-    }
-
     /// Makes the file's data durable (fdatasync). A failure is kept ([`RawFile::failed_sync`]), whether or not anybody
     /// waits for the result.
     pub fn sync(&self) -> impl Future<Output = Result<usize, i32>> + use<> {

@@ -44,7 +44,7 @@ pub struct WorkerStats {
     pub sqes: u64,
     /// Of these, the transfers that went to AIO.
     pub aio_transfers: u64,
-    /// Of these, the writes that AIO may make the worker wait for, because they need space on the file system.
+    /// Of these, the writes that helper threads give to AIO, because they may have to wait for the file system.
     pub aio_writes: u64,
     /// Completions reaped.
     pub cqes: u64,
@@ -89,7 +89,7 @@ impl Counters {
         add(&self.aio_transfers, count);
     }
 
-    /// A write that needs space was queued for AIO.
+    /// A write that may have to wait was queued for AIO.
     pub(crate) fn writes_by_aio(&self) {
         add(&self.aio_writes, 1);
     }

@@ -186,16 +186,6 @@ pub(crate) fn read_nowait(fd: RawFd, offset: u64, into: &[Segment]) -> Outcome {
     uninterrupted(|| unsafe { libc::preadv2(fd, ptr, count, at, libc::RWF_NOWAIT) })
 }
 
-/// Writes what can be written without waiting, such as what has room in the page cache. EAGAIN when that is nothing, EOPNOTSUPP
-/// where the file system cannot tell.
-pub(crate) fn write_nowait(fd: RawFd, offset: u64, from: &[Segment]) -> Outcome {
-    let mut iovecs = IoVecs::new();
-    fill_iovecs(from, 0, &mut iovecs);
-    let (ptr, count, at) = (iovecs.as_ptr(), iovecs.len() as i32, offset as i64);
-    // SAFETY: the vectors describe segments that are borrowed, thus alive, during the call.
-    uninterrupted(|| unsafe { libc::pwritev2(fd, ptr, count, at, libc::RWF_NOWAIT) })
-}
-
 /// Finds the end of the run of data, or of the hole, that `offset` is in: twice that offset, plus 1 for a hole. Everything after
 /// `offset` is one run of data where the file system does not know. A hole up to the end of the file ends at `i64::MAX`.
 fn find_extent(fd: RawFd, offset: u64) -> Outcome {

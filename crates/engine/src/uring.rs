@@ -8,10 +8,13 @@
 //! NODROP), and uses newer features where the kernel has them.
 //!
 //! Operations that may have to wait (sync, fallocate, truncate, cached transfers) go to the helper threads (module `file_pool`),
-//! all of a turn together. The ring would give them to threads of the kernel. But once such a thread was needed, it wakes every
-//! five seconds for as long as the ring lives, and an idle process must not cause any wake-up. A cached read that misses the page
-//! cache would begin on the worker, and wait there for the file system's maps or for a place in the device's queue. A direct
-//! write that needs new space on the file system goes by AIO (module `aio`), or to a helper thread where there is no AIO.
+//! all of a turn together. The ring would give them to threads of the kernel, which wake every five seconds for as long as the ring
+//! lives, and an idle process must not cause any wake-up; or a cached read would wait on the worker, for the file system's maps or
+//! the device's queue. A direct write that needs new space goes by AIO (module `aio`), or to a helper thread where there is none.
+//!
+//! Two waits are left on the worker. A direct transfer in a part of an ext4 file that nobody has used since the file was opened may
+//! read that part's map from the device. And a kernel without the fix "io_uring/rw: fix missing NOWAIT check for O_DIRECT start
+//! write" (Linux 6.12, and stable versions since then) lets a direct write wait for a frozen file system.
 
 use std::collections::VecDeque;
 use std::io;

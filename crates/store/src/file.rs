@@ -18,10 +18,6 @@ use crate::files::CacheMode;
 use crate::held::HeldLock;
 use crate::sync_gate::{SyncGate, Turn};
 
-/// A cached write of at most this many bytes is tried by the worker itself, without waiting, where the file system can do that
-/// (XFS, Btrfs, tmpfs). A longer one would keep the worker busy for too long.
-const WRITE_AT_ONCE_BYTES: usize = 64 << 10;
-
 /// Zeroes written at a time where the file system cannot zero a range itself.
 const ZERO_CHUNK_BYTES: usize = 1 << 20;
 
@@ -278,10 +274,7 @@ impl Store for FileStore {
         if from.is_empty() {
             return Ok(());
         }
-        let may_be_short = !fd.is_direct() && from.len() <= WRITE_AT_ONCE_BYTES;
-        let is_done = may_be_short && fd.write_at_once(offset, from) == Ok(from.len());
-        // What was written at once is written again with the rest, which happens rarely.
-        let outcome = if is_done { Ok(from.len()) } else { fd.write(offset, from).await };
+        let outcome = fd.write(offset, from).await;
         outcome.map_err(|errno| self.fail("write failed", errno).at_offset(offset))?;
         self.inner.len.fetch_max(end, Ordering::AcqRel);
         Ok(())
