@@ -39,12 +39,8 @@ const RESIZE: i64 = 3;
 /// `Busy` when another process has opened it in a mode that excludes this one; `Unsupported` or `Denied` when the file
 /// system, the kernel or a lock daemon gives no locks.
 pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
-    let gate = match mode {
-        OpenMode::ReadOnly => libc::F_RDLCK,
-        OpenMode::ReadWrite => libc::F_WRLCK,
-    };
     let uses = uses_of(mode);
-    take(fd, gate, 0)?;
+    take(fd, gate_of(mode), 0)?;
     take_shared(fd, uses)?;
     // First lock and then check, as QEMU does: when two processes come at once, at least one sees the other.
     for byte in uses.iter().map(|p| REFUSES + p).chain([USES + WRITE, USES + RESIZE]) {
@@ -68,6 +64,14 @@ pub(crate) fn release(fd: BorrowedFd<'_>) {
     let mut whole = request(libc::F_UNLCK, 0);
     whole.l_len = 0;
     let _ = call(fd, libc::F_OFD_SETLK, &mut whole);
+}
+
+/// The kind of lock on byte 0.
+fn gate_of(mode: OpenMode) -> i32 {
+    match mode {
+        OpenMode::ReadOnly => libc::F_RDLCK,
+        OpenMode::ReadWrite => libc::F_WRLCK,
+    }
 }
 
 /// The permissions that a process uses.
@@ -122,12 +126,22 @@ fn look(fd: BorrowedFd<'_>, byte: i64) -> Result<()> {
     }
 }
 
-/// Whether the locks of a file that was locked by [`acquire`] are still there, asked through `other`, another open
-/// description of the same file. `None` when the kernel cannot tell. May wait for a file server.
-pub(crate) fn is_held(other: BorrowedFd<'_>) -> Option<bool> {
-    let mut gate = request(libc::F_WRLCK, 0);
-    call(other, libc::F_OFD_GETLK, &mut gate).ok()?;
-    Some(gate.l_type != libc::F_UNLCK as i16)
+/// Whether the locks that [`acquire`] took through `locked` in `mode` are still there. `other` is another open description
+/// of the same file. May wait for a file server.
+///
+/// # Errors
+/// The errno with which the kernel refuses to tell.
+pub(crate) fn is_held(locked: BorrowedFd<'_>, other: BorrowedFd<'_>, mode: OpenMode) -> Result<bool, i32> {
+    // Locks of the description that asks are never in its own way. So what is in its way belongs to somebody who could not
+    // have got it while ours was there.
+    Ok(!is_excluded(locked, gate_of(mode))? && is_excluded(other, libc::F_WRLCK)?)
+}
+
+/// True when another open description has a lock on byte 0 that excludes one of this kind.
+fn is_excluded(fd: BorrowedFd<'_>, kind: i32) -> Result<bool, i32> {
+    let mut gate = request(kind, 0);
+    call(fd, libc::F_OFD_GETLK, &mut gate)?;
+    Ok(gate.l_type != libc::F_UNLCK as i16)
 }
 
 /// The error where a lock cannot be asked for.
@@ -153,6 +167,7 @@ fn busy() -> Error {
 mod tests {
     use std::fs::File;
     use std::os::fd::AsFd;
+    use std::os::unix::fs::OpenOptionsExt;
     use std::path::Path;
 
     use super::*;
@@ -227,10 +242,30 @@ mod tests {
         for mode in [OpenMode::ReadOnly, OpenMode::ReadWrite] {
             let (locked, other) = (locked(file.path(), mode).unwrap(), open(file.path()));
             acquire_beside(other.as_fd(), mode).unwrap();
-            assert_eq!(is_held(other.as_fd()), Some(true));
+            let is_held = || is_held(locked.as_fd(), other.as_fd(), mode);
+            assert_eq!(is_held(), Ok(true));
             release(locked.as_fd());
-            assert_eq!(is_held(other.as_fd()), Some(false));
+            assert_eq!(is_held(), Ok(false));
         }
+    }
+
+    #[test]
+    fn the_lock_of_another_host_is_not_taken_for_ours() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for mode in [OpenMode::ReadOnly, OpenMode::ReadWrite] {
+            let (ours, other) = (locked(file.path(), mode).unwrap(), open(file.path()));
+            release(ours.as_fd());
+            let _theirs = locked(file.path(), OpenMode::ReadWrite).unwrap();
+            assert_eq!(is_held(ours.as_fd(), other.as_fd(), mode), Ok(false));
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_cannot_tell_says_why() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let ours = locked(file.path(), OpenMode::ReadWrite).unwrap();
+        let no_file = File::options().read(true).custom_flags(libc::O_PATH).open(file.path()).unwrap();
+        assert_eq!(is_held(ours.as_fd(), no_file.as_fd(), OpenMode::ReadWrite), Err(libc::EBADF));
     }
 
     #[test]

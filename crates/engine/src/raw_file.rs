@@ -3,7 +3,7 @@
 //! There are no checks and no messages here, only operations and errnos. The crate `spile-store` makes stores of them.
 
 use std::future::Future;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use spile_core::{ErrorKind, OpenMode, Result, Segments};
@@ -36,12 +36,14 @@ impl RawFile {
         Ok(Self { fd: Fd::direct(fd, &first.fd) })
     }
 
-    /// Whether the locks that [`RawFile::lock`] took are still there; `None` when the kernel cannot tell. Opens the file once
-    /// more to ask. May wait for a file server: not for a worker.
-    pub fn is_still_locked(&self) -> Option<bool> {
-        let name = format!("/proc/self/fd/{}", self.fd.raw());
-        let other = std::fs::File::open(name).ok()?;
-        lock::is_held(other.as_fd())
+    /// The means to ask whether the locks that [`RawFile::lock`] took in `mode` are still there. It does not keep the file
+    /// locked.
+    ///
+    /// # Errors
+    /// The errno with which the system refuses one more descriptor.
+    pub fn lock_probe(&self, mode: OpenMode) -> Result<LockProbe, i32> {
+        let locked = rustix::io::fcntl_dupfd_cloexec(&self.fd, 0).map_err(rustix::io::Errno::raw_os_error)?;
+        Ok(LockProbe { locked, mode })
     }
 
     /// True for a descriptor opened with O_DIRECT.
@@ -123,6 +125,25 @@ impl RawFile {
     /// Sets the file's length (ftruncate(2)).
     pub fn truncate(&self, len_bytes: u64) -> impl Future<Output = Result<usize, i32>> + use<> {
         Op::truncate(&self.fd, len_bytes).run()
+    }
+}
+
+/// Asks whether a file is still locked. It has a descriptor of its own, so the locks end when the [`RawFile`] is dropped,
+/// however long an answer takes.
+pub struct LockProbe {
+    locked: OwnedFd,
+    mode: OpenMode,
+}
+
+impl LockProbe {
+    /// Whether the locks are still there. Opens the file once more to ask. May wait for a file server: not for a worker.
+    ///
+    /// # Errors
+    /// The errno with which the kernel refuses to tell.
+    pub fn is_held(&self) -> Result<bool, i32> {
+        let name = format!("/proc/self/fd/{}", self.locked.as_raw_fd());
+        let other = std::fs::File::open(name).map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+        lock::is_held(self.locked.as_fd(), other.as_fd(), self.mode)
     }
 }
 

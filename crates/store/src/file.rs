@@ -100,7 +100,7 @@ impl FileStore {
             CacheMode::Direct => open_direct(path, mode, &stat),
             CacheMode::Page => None,
         };
-        let lock = HeldLock::new(locked.map(|_| file.clone()), path);
+        let lock = HeldLock::new(locked.map(|mode| (file.clone(), mode)), path);
         let direct = direct
             .map(|(opened, align)| Ok::<_, Error>((RawFile::direct(opened.into(), &file, locked)?, align)))
             .transpose()?;
@@ -222,8 +222,8 @@ impl FileStore {
     fn check_synced(&self) -> Result<()> {
         self.inner.cut.check().map_err(|error| error.at_path(&self.inner.path))?;
         match self.inner.cached.failed_sync() {
-            Some(errno) => Err(self
-                .fail("sync failed, now or earlier: what was written may be lost", errno)
+            Some(errno) => Err(Error::errno("sync failed, now or earlier: what was written may be lost", errno)
+                .at_path(&self.inner.path)
                 .hint("check the storage below; `spile accept-loss` has flushes of a served disk succeed again")
                 .permanent()),
             None => Ok(()),
@@ -291,7 +291,9 @@ impl Store for FileStore {
                     // The sync runs in a task of its own, so that it ends even if this future is dropped.
                     let inner = self.inner.clone();
                     spawn(async move {
-                        let _ = inner.cached.sync().await;
+                        if let Err(errno) = inner.cached.sync().await {
+                            inner.lock.doubt(errno);
+                        }
                         inner.look_for_cut();
                         inner.gate.end();
                     });

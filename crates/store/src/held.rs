@@ -6,69 +6,108 @@
 //! own, because the answer may take as long as the file server does. When the lock is gone, all further writes are refused
 //! until the disk is opened anew. Reads go on.
 //!
+//! Where the kernel cannot tell, the lock counts as lost if the file system's answer says that it knows nothing of the file or of
+//! its locks any more. After any other answer (there are too few descriptors, for example) writes are refused until the
+//! kernel says that the lock is held. A refused write asks again, once a second at most.
+//!
 //! What this cannot see: a lock that was lost while no request failed, and one of which this host's kernel does not know that it is
 //! lost (NFS, whose client fails the requests itself then; see the module `lock` of the engine).
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::Duration;
 
-use spile_core::{Error, ErrorKind, Result};
-use spile_engine::RawFile;
+use spile_core::{Error, ErrorKind, OpenMode, Result};
+use spile_engine::{LockProbe, RawFile};
+
+/// The values of [`State::known`].
+const HELD: u8 = 0;
+const UNKNOWN: u8 = 1;
+const LOST: u8 = 2;
+
+/// The time from an answer that says nothing to the next question.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// Whether the lock of a store's file is still held.
 pub(crate) struct HeldLock {
     state: Arc<State>,
+    /// The file, and the mode in which it was locked; `None` when it was opened without a lock.
+    file: Option<(RawFile, OpenMode)>,
 }
 
+/// What the threads that ask know, too. It does not keep the file open, so that the file's locks end with the store.
 struct State {
-    /// The file that was locked; `None` when it was opened without a lock.
-    file: Option<RawFile>,
     path: PathBuf,
-    is_lost: AtomicBool,
-    /// A thread asks the kernel at this moment.
+    /// What was last heard of the lock.
+    known: AtomicU8,
+    /// A thread asks the kernel at this moment, or has asked it just now and got no answer.
     is_asking: AtomicBool,
 }
 
 impl HeldLock {
-    /// The lock on `file`, if one was taken.
-    pub(crate) fn new(file: Option<RawFile>, path: &Path) -> Self {
-        let [is_lost, is_asking] = Default::default();
-        Self { state: Arc::new(State { file, path: path.to_owned(), is_lost, is_asking }) }
+    /// The lock on `file`, if one was taken, in this mode.
+    pub(crate) fn new(file: Option<(RawFile, OpenMode)>, path: &Path) -> Self {
+        let (known, is_asking) = (AtomicU8::new(HELD), AtomicBool::new(false));
+        Self { state: Arc::new(State { path: path.to_owned(), known, is_asking }), file }
     }
 
-    /// Fails once the lock is known to be lost.
+    /// Fails once the lock is known to be lost, and while nobody knows.
     pub(crate) fn check(&self) -> Result<()> {
-        match self.state.is_lost.load(Ordering::Relaxed) {
-            false => Ok(()),
-            true => Err(lost()),
+        match self.state.known.load(Ordering::Relaxed) {
+            HELD => Ok(()),
+            LOST => Err(lost()),
+            _ => {
+                self.ask();
+                Err(unknown())
+            }
         }
     }
 
     /// A request has failed with `errno`: asks whether the lock is still held, where that may be the reason.
     pub(crate) fn doubt(&self, errno: i32) {
-        let state = &self.state;
-        if state.file.is_none() || !may_mean_loss(errno) || state.is_lost.load(Ordering::Relaxed) {
+        if may_mean_loss(errno) {
+            self.ask();
+        }
+    }
+
+    /// Has a thread ask the kernel, unless one does so.
+    fn ask(&self) {
+        let (state, Some((file, mode))) = (&self.state, &self.file) else { return };
+        if state.known.load(Ordering::Relaxed) == LOST || state.is_asking.swap(true, Ordering::AcqRel) {
             return;
         }
-        if state.is_asking.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let asking = state.clone();
-        let begun = std::thread::Builder::new().name("spile-lock".into()).spawn(move || asking.ask());
-        if begun.is_err() {
+        let (asking, probe) = (state.clone(), file.lock_probe(*mode));
+        let asks = move || asking.hear(probe.and_then(|probe: LockProbe| probe.is_held()));
+        if std::thread::Builder::new().name("spile-lock".into()).spawn(asks).is_err() {
+            state.known.store(UNKNOWN, Ordering::Release);
             state.is_asking.store(false, Ordering::Release);
         }
     }
 }
 
 impl State {
-    fn ask(&self) {
-        if self.file.as_ref().and_then(RawFile::is_still_locked) == Some(false) {
-            self.is_lost.store(true, Ordering::Release);
-            tracing::error!("{}: {}", self.path.display(), lost());
+    /// Takes note of the kernel's answer.
+    fn hear(&self, answer: Result<bool, i32>) {
+        let known = judge(answer);
+        let before = self.known.swap(known, Ordering::AcqRel);
+        if known != before && known != HELD {
+            let error = if known == LOST { lost() } else { unknown() };
+            tracing::error!("{}: {error}", self.path.display());
+        }
+        if known == UNKNOWN {
+            std::thread::sleep(PAUSE);
         }
         self.is_asking.store(false, Ordering::Release);
+    }
+}
+
+/// What an answer says about the lock.
+fn judge(answer: Result<bool, i32>) -> u8 {
+    match answer {
+        Ok(true) => HELD,
+        Ok(false) | Err(libc::ESTALE | libc::ENOLCK | libc::EBADF | libc::EACCES) => LOST,
+        Err(_) => UNKNOWN,
     }
 }
 
@@ -98,6 +137,14 @@ fn lost() -> Error {
     .hint("make sure that nobody else uses the disk, then end this program and start it again")
 }
 
+fn unknown() -> Error {
+    Error::new(
+        ErrorKind::Denied,
+        "nobody can tell whether the file is still locked, and another host may write to it: nothing is written until that is known",
+    )
+    .hint("look at the file system of the disk, and at the limits of this process on open files and threads")
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
@@ -110,7 +157,7 @@ mod tests {
     fn locked(path: &Path) -> (RawFile, HeldLock) {
         let file = RawFile::new(std::fs::File::options().read(true).write(true).open(path).unwrap().into());
         file.lock(OpenMode::ReadWrite).unwrap();
-        let lock = HeldLock::new(Some(file.clone()), path);
+        let lock = HeldLock::new(Some((file.clone(), OpenMode::ReadWrite)), path);
         (file, lock)
     }
 
@@ -144,6 +191,39 @@ mod tests {
         file.lock(OpenMode::ReadWrite).unwrap();
         lock.doubt(libc::EIO);
         assert!(!settled(&lock));
+    }
+
+    #[test]
+    fn another_hosts_lock_is_not_ours() {
+        let temp = tempfile::NamedTempFile::new().unwrap();
+        let (file, lock) = locked(temp.path());
+        lose(&file);
+        let _theirs = locked(temp.path());
+        lock.doubt(libc::EIO);
+        assert!(!settled(&lock));
+    }
+
+    #[test]
+    fn nothing_is_written_until_an_answer_says_that_the_lock_is_held() {
+        let temp = tempfile::NamedTempFile::new().unwrap();
+        let (_file, lock) = locked(temp.path());
+        lock.state.hear(Err(libc::EMFILE));
+        // The refused write asks again, and is told that the lock is held.
+        assert_eq!(lock.check().unwrap_err().kind(), ErrorKind::Denied);
+        assert!(settled(&lock));
+        let gone = [libc::ESTALE, libc::ENOLCK, libc::EBADF, libc::EACCES];
+        assert_eq!(gone.map(|errno| judge(Err(errno))), [LOST; 4]);
+    }
+
+    #[test]
+    fn a_question_does_not_keep_the_file_locked() {
+        let temp = tempfile::NamedTempFile::new().unwrap();
+        let (file, lock) = locked(temp.path());
+        let _probe = file.lock_probe(OpenMode::ReadWrite).unwrap();
+        // A thread that has not got its answer has a share of this, too.
+        let _asking = lock.state.clone();
+        drop((file, lock));
+        locked(temp.path());
     }
 
     #[test]
