@@ -1,20 +1,22 @@
-//! Sockets to listen on. A Unix socket appears under its name only when it already listens. A socket on which nobody answers is
+//! Sockets to listen on. A Unix socket listens only when it is said who may connect, and appears under its name only when it listens. A socket on which nobody answers is
 //! replaced. In the end a server removes only its own socket. Sockets passed by systemd are used as they are.
 
 use std::fs;
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::TcpListener;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
 use crate::uri::{Address, NbdUri, TlsQuery};
 
-/// A socket that listens. Its name in the file system is made by [`Bound::publish`].
+/// A socket that listens. A Unix socket that is to get a name does so from [`Bound::publish`] on, which makes the name.
 #[derive(Debug)]
 pub struct Bound {
     /// The socket.
@@ -105,14 +107,20 @@ impl Bound {
     /// `Denied` when the socket may not be given to that group; else the system's.
     pub fn allow(&self, access: SocketAccess) -> Result<()> {
         let Some(PendingName { temporary, wanted, .. }) = &self.pending else { return Ok(()) };
+        if access == SocketAccess::default() {
+            return Ok(());
+        }
+        let socket = open_own_socket(temporary).map_err(|e| Error::io("find the new socket", e).at_path(wanted))?;
+        // The link leads to what was opened, whatever lies under its name by now.
+        let link = format!("/proc/self/fd/{}", socket.as_raw_fd());
         if let Some(group) = access.group {
             let hint = "start the server as root or as a member of the group";
-            let given = std::os::unix::fs::chown(temporary, None, Some(group));
+            let given = std::os::unix::fs::chown(&link, None, Some(group));
             given.map_err(|e| Error::io("give the socket to its group", e).at_path(wanted).hint(hint))?;
         }
         if let Some(mode) = access.mode {
             let permissions = fs::Permissions::from_mode(mode);
-            fs::set_permissions(temporary, permissions)
+            fs::set_permissions(&link, permissions)
                 .map_err(|e| Error::io("set the socket's mode", e).at_path(wanted))?;
         }
         Ok(())
@@ -129,7 +137,11 @@ impl Bound {
     /// `Busy` when another server came first; the system's.
     pub fn publish(self) -> Result<(OwnedFd, Option<Published>)> {
         let published = match (&self.pending, &self.address) {
-            (Some(name), _) => Some(name_socket(name)?),
+            (Some(name), _) => {
+                rustix::net::listen(&self.fd, BACKLOG)
+                    .map_err(|errno| Error::io("cannot listen on this socket", errno.into()).at_path(&name.wanted))?;
+                Some(name_socket(name)?)
+            }
             (None, Some(Address::Unix(path))) if self.is_taken_over => Some(Published::of_another(path)),
             (None, _) => None,
         };
@@ -195,9 +207,29 @@ fn bind_unix(path: &Path, question: Vec<u8>) -> Result<Bound> {
     let name = format!(".spile-{}-{}", std::process::id(), next_number());
     let temporary = path.with_file_name(name);
     let _ = fs::remove_file(&temporary);
-    let listener = UnixListener::bind(&temporary).map_err(failed)?;
+    let fd = bind_silently(&temporary).map_err(failed)?;
     let pending = Some(PendingName { temporary, wanted: path.clone(), question });
-    Ok(Bound { fd: listener.into(), address: Some(Address::Unix(path)), pending, is_taken_over: false })
+    Ok(Bound { fd, address: Some(Address::Unix(path)), pending, is_taken_over: false })
+}
+
+/// How many clients may wait to be accepted: as many as the system allows.
+const BACKLOG: i32 = -1;
+
+/// A socket that is bound to `path` and does not listen: nobody can connect before it is said who may.
+fn bind_silently(path: &Path) -> std::io::Result<OwnedFd> {
+    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
+    Ok(fd)
+}
+
+/// The socket at `path`, which this process has made there. Others who may write in its folder may have put something else in its
+/// place, such as a link to a file that is none of theirs: that is refused.
+fn open_own_socket(path: &Path) -> std::io::Result<OwnedFd> {
+    let fd = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+    let stat = rustix::fs::fstat(&fd)?;
+    let is_ours =
+        FileType::from_raw_mode(stat.st_mode) == FileType::Socket && stat.st_uid == rustix::process::geteuid().as_raw();
+    is_ours.then_some(fd).ok_or_else(|| std::io::Error::other("something else lies in its place"))
 }
 
 fn next_number() -> u32 {
@@ -322,6 +354,8 @@ impl Drop for Published {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::*;
 
     fn bound(path: &Path) -> Result<(OwnedFd, Option<Published>)> {
@@ -365,6 +399,33 @@ mod tests {
         assert_eq!(parse_group("root"), Ok(0));
         assert!(["", "8", "1777", "rw"].iter().all(|text| parse_mode(text).is_err()));
         assert!(parse_group("no such group").unwrap_err().contains("there is no group"));
+    }
+
+    #[test]
+    fn what_was_put_in_the_place_of_a_new_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let secret = dir.path().join("secret");
+        fs::write(&secret, "x").unwrap();
+        fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
+        let put: [fn(&Path, &Path) -> std::io::Result<()>; 2] =
+            [|from, to| std::os::unix::fs::symlink(from, to), |from, to| fs::hard_link(from, to)];
+        for put in put {
+            let pending = Bound::new(&Address::Unix(dir.path().join("s"))).unwrap();
+            let temporary = &pending.pending.as_ref().unwrap().temporary;
+            fs::remove_file(temporary).unwrap();
+            put(&secret, temporary).unwrap();
+            let own = rustix::process::getegid().as_raw();
+            pending.allow(SocketAccess { mode: Some(0o666), group: Some(own) }).unwrap_err();
+            assert_eq!(fs::metadata(&secret).unwrap().mode() & 0o777, 0o600);
+        }
+    }
+
+    #[test]
+    fn nobody_connects_to_a_socket_before_it_is_said_who_may() {
+        let dir = tempfile::tempdir().unwrap();
+        let pending = Bound::new(&Address::Unix(dir.path().join("s"))).unwrap();
+        let temporary = &pending.pending.as_ref().unwrap().temporary;
+        assert_eq!(UnixStream::connect(temporary).unwrap_err().kind(), IoKind::ConnectionRefused);
     }
 
     #[test]

@@ -274,6 +274,30 @@ fn a_silent_successor_is_not_waited_for_and_comes_too_late() {
     assert!(served.terminate().success());
 }
 
+#[test]
+fn a_child_that_appears_beside_a_served_disk_ends_no_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "d.raw", "--size", "64M"]);
+    ok(dir, &["create", "child.vhd", "--parent", "d.raw"]);
+    fs::create_dir(dir.join("away")).unwrap();
+    fs::rename(dir.join("child.vhd"), dir.join("away/child.vhd")).unwrap();
+    let served = serve(dir, &ARGS);
+    fs::rename(dir.join("away/child.vhd"), dir.join("child.vhd")).unwrap();
+    // The running server opens its disk again when the successor is gone, and the next successor opens it, too.
+    drop(take(dir));
+    answers_nbd(dir);
+    let served = succeed(dir, &ARGS, served);
+    answers_nbd(dir);
+    // A disk that nobody has served so far is still refused.
+    ok(dir, &["create", "e.raw", "--size", "1M"]);
+    ok(dir, &["create", "e.vhd", "--parent", "e.raw"]);
+    let said = refused(dir, &[&ARGS[..], &["e.raw"]].concat());
+    assert!(said.contains("e.vhd is a child of this disk"), "{said}");
+    answers_nbd(dir);
+    assert!(served.terminate().success());
+}
+
 /// Holds the disk as a server that has opened it, until the file is dropped.
 fn lock(dir: &Path) -> fs::File {
     let file = fs::File::options().write(true).open(dir.join("d.raw")).unwrap();

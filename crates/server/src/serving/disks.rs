@@ -152,11 +152,12 @@ impl Opening {
         !self.specs.iter().any(|(spec, _)| matches!(spec.source, Locator::Mem(_)))
     }
 
-    /// Opens the disks; those that were opened before one failed are in `into`.
+    /// Opens the disks; those that were opened before one failed are in `into`. Exports named in `were_served` go on from a server before,
+    /// so their disks are opened even if they are parents by now: a refusal could only end what guests already use.
     ///
     /// # Errors
     /// As [`Graph::open`]; `Exists` for a disk that is given twice and would be written.
-    pub fn open(&self, engine: &Engine, into: &mut Vec<Open>) -> Result<()> {
+    pub fn open(&self, engine: &Engine, into: &mut Vec<Open>, were_served: &[String]) -> Result<()> {
         self.specs.iter().try_for_each(|(spec, names)| {
             let disk = self.identity_of(spec);
             if let Some(other) =
@@ -165,7 +166,8 @@ impl Opening {
                 let what = format!("{} is given twice: as {:?} and as {:?}", disk.label, other.name, spec.own_name());
                 return Err(Error::new(ErrorKind::Exists, what).hint("give it once, or say read-only for both"));
             }
-            into.push(self.open_one(engine, spec, names.clone(), into)?);
+            let write_parent = self.write_parent || names.iter().any(|name| were_served.contains(name));
+            into.push(self.open_one(engine, spec, names.clone(), into, write_parent)?);
             Ok(())
         })
     }
@@ -176,10 +178,17 @@ impl Opening {
     /// As [`Graph::open`].
     pub fn open_last(&self, engine: &Engine, served: &[Open]) -> Result<Open> {
         let (spec, names) = self.specs.last().ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no disk"))?;
-        self.open_one(engine, spec, names.clone(), served)
+        self.open_one(engine, spec, names.clone(), served, self.write_parent)
     }
 
-    fn open_one(&self, engine: &Engine, spec: &DiskSpec, names: Vec<String>, served: &[Open]) -> Result<Open> {
+    fn open_one(
+        &self,
+        engine: &Engine,
+        spec: &DiskSpec,
+        names: Vec<String>,
+        served: &[Open],
+        write_parent: bool,
+    ) -> Result<Open> {
         let options = OpenOptions {
             format: spec.format.or(self.format),
             read_only: spec.read_only,
@@ -187,7 +196,7 @@ impl Opening {
             parent_format: self.parent_format,
             allow_data_file: self.allow_data_file,
             no_lock: self.no_lock,
-            write_parent: self.write_parent,
+            write_parent,
             ..OpenOptions::default()
         };
         let graph = self.open_patiently(engine, spec, &options, served)?;
@@ -383,7 +392,7 @@ mod tests {
         let engine = Engine::start(spile_engine::Config { workers: 1, ..Default::default() }).unwrap();
         let mut disks = Vec::new();
         let opening = Opening::new(None, CacheMode::Page, Vec::new()).with_disks(vec!["null:1M".parse().unwrap()]);
-        opening.open(&engine, &mut disks).unwrap();
+        opening.open(&engine, &mut disks, &[]).unwrap();
         flush(&engine, &disks, BUSY_PATIENCE).unwrap();
         let effect = spile_node::Effect::Delay(Duration::from_secs(2));
         let rule = spile_node::Fault { ops: Vec::new(), extent: None, per_million: 1_000_000, effect };

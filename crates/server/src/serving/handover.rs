@@ -142,7 +142,8 @@ impl Server {
 
     /// Opens the disks as before. Another disk may lie at one of their paths by now; guests must not get it in the place of theirs.
     fn open_again(&mut self, roles: &[Role], served: &[Exported]) -> Result<()> {
-        within("the disks cannot be opened again", OPEN_BOUND, || self.open(roles))?;
+        let names: Vec<String> = served.iter().map(|exported| exported.name.clone()).collect();
+        within("the disks cannot be opened again", OPEN_BOUND, || self.open(roles, &names))?;
         identity::compare(served, &disks::exported(&self.disks)).map_err(|error| {
             let what = "after a takeover that failed, another disk lies in the place of one that was served";
             Error::new(ErrorKind::NotFound, what)

@@ -64,7 +64,8 @@ pub fn serve(settings: Settings, signals: ServerSignals, say: impl Fn(&dyn Displ
         server.set_control_name(settings.name);
     }
     let roles: Vec<Role> = sockets.iter().map(|socket| socket.role.clone()).collect();
-    let served = server.open(&roles).and_then(|()| {
+    let were_served = inheritance.as_ref().map(Inheritance::exports).unwrap_or_default();
+    let served = server.open(&roles, &were_served).and_then(|()| {
         let beginning = Beginning { sockets, inheritance, xen: None };
         server.run(beginning, say)
     });

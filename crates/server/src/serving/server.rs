@@ -114,12 +114,12 @@ impl Server {
         self.opening = self.opening.clone().with_disks(specs);
     }
 
-    /// Opens the disks.
+    /// Opens the disks. Exports named in `were_served` go on from a server before.
     ///
     /// # Errors
     /// As [`Opening::open`]. [`Server::close`] closes the disks that were opened before one failed.
-    pub fn open_disks(&mut self) -> Result<()> {
-        self.opening.open(&self.engine, &mut self.disks)
+    pub fn open_disks(&mut self, were_served: &[String]) -> Result<()> {
+        self.opening.open(&self.engine, &mut self.disks, were_served)
     }
 
     /// A sync of an open disk that has failed in an earlier process.
@@ -127,12 +127,12 @@ impl Server {
         self.disks.iter().find_map(|open| open.failed_sync.as_ref())
     }
 
-    /// Opens the disks and makes their servers, for sockets of these roles. They serve nobody yet.
+    /// Opens the disks, as [`Server::open_disks`] does, and makes their servers, for sockets of these roles. The servers serve nobody yet.
     ///
     /// # Errors
     /// As [`Server::open_disks`] and [`Fronts::new`].
-    pub fn open(&mut self, roles: &[Role]) -> Result<()> {
-        self.open_disks()?;
+    pub fn open(&mut self, roles: &[Role], were_served: &[String]) -> Result<()> {
+        self.open_disks(were_served)?;
         self.fronts = Fronts::new(&self.engine, &self.disks, &self.options, roles)?;
         Ok(())
     }

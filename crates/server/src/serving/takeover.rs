@@ -74,6 +74,15 @@ impl Inheritance {
         Ok(())
     }
 
+    /// The names of the exports that the server before served.
+    pub fn exports(&self) -> Vec<String> {
+        match self.sizes.is_empty() {
+            // A build of layout 0 does not say them, and gives only what was asked for.
+            true => self.asked.iter().map(|exported| exported.name.clone()).collect(),
+            false => self.sizes.iter().map(|(name, _)| name.clone()).collect(),
+        }
+    }
+
     /// Takes the socket of this key.
     pub fn take_socket(&mut self, key: &str) -> Option<OwnedFd> {
         self.sockets.remove(key)
@@ -279,7 +288,7 @@ mod tests {
         let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
         let open = || {
             let mut disks = Vec::new();
-            opening.open(&engine, &mut disks).unwrap();
+            opening.open(&engine, &mut disks, &[]).unwrap();
             let compared = inheritance.compare_disks(&disks);
             open_disks::close(&engine, disks, Ok(())).unwrap();
             compared

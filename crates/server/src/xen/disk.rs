@@ -126,7 +126,7 @@ fn pause_told<P: Place>(options: &Options<P>, backend_path: &str) -> Result<()> 
 fn open<P>(server: &mut Server, store: &mut XenStore, backend_path: &str, options: &Options<P>) -> Result<Access> {
     let wanted = Wanted::read(store, backend_path, options.access)?;
     server.set_disks(vec![params::parse(&wanted.params, wanted.read_only)?]);
-    server.open_disks()?;
+    server.open_disks(&[])?;
     // A guest that connects anew to a disk of this process begins anew. What another server has seen may concern this guest.
     match server.failed_sync() {
         Some(failed) => Err(Error::new(ErrorKind::Io, failed.to_string())

@@ -194,7 +194,7 @@ fn host(disk: &str) -> Result<Way> {
     let spec = disk.parse().map_err(|why: String| Error::new(ErrorKind::InvalidInput, why))?;
     let opening = Opening::new(None, CacheMode::Direct, Vec::new()).with_disks(vec![spec]);
     let mut open = Vec::new();
-    opening.open(&engine, &mut open)?;
+    opening.open(&engine, &mut open, &[])?;
     Ok(Way::Host(engine, Box::new(open.remove(0))))
 }
 
