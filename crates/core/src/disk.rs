@@ -82,6 +82,17 @@ pub trait Disk: Send + Sync + 'static {
     /// store reports.
     fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>>;
 
+    /// As [`Disk::execute`], for a client that may go away: `gone` ends when it has. A disk that lets failed requests wait asks
+    /// before it tries one again, and ends the request of a client that is gone with `Shutdown`. What is being tried is not
+    /// cancelled. A disk that lets no request wait has nothing to ask.
+    ///
+    /// # Errors
+    /// As there, and `Shutdown` when the client is gone.
+    fn execute_for(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> impl Future<Output = Result<()>> {
+        drop(gone);
+        self.execute(io)
+    }
+
     /// Executes [`Io::read`].
     fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
         self.execute(Io::read(extent, into))
@@ -133,6 +144,9 @@ impl<D: Disk> Disk for std::sync::Arc<D> {
     }
     fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>> {
         (**self).execute(io)
+    }
+    fn execute_for(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> impl Future<Output = Result<()>> {
+        (**self).execute_for(io, gone)
     }
     fn extents(&self, extent: Extent, max_runs: usize) -> impl Future<Output = Result<Vec<ExtentStatus>>> {
         (**self).extents(extent, max_runs)

@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use spile_core::metrics::now_ns;
 use spile_core::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, GuestOffset, MAX_REQUEST_BYTES, Result, Segments,
+    Disk, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, GuestOffset, Io, MAX_REQUEST_BYTES, Result, Segments,
     WriteZeroes,
 };
 
@@ -67,7 +67,7 @@ impl<D: Disk> Session<D> {
         let done = match request.command {
             Command::Read => self.read(request).await,
             Command::Write => self.write(job).await.map(|()| Answer::Done),
-            Command::Flush => self.disk.flush().await.map(|()| Answer::Done),
+            Command::Flush => self.execute(Io::flush()).await.map(|()| Answer::Done),
             Command::Trim => self.trim(request).await.map(|()| Answer::Done),
             Command::WriteZeroes => self.write_zeroes(request).await.map(|()| Answer::Done),
             Command::BlockStatus => self.block_status(request).await,
@@ -107,7 +107,7 @@ impl<D: Disk> Session<D> {
             return Ok(Answer::Data(Segments::new(), runs));
         }
         let into = buffers(extent.len_bytes as usize)?;
-        self.disk.read(extent, &into).await?;
+        self.execute(Io::read(extent, &into)).await?;
         Ok(Answer::Data(into, runs))
     }
 
@@ -135,13 +135,13 @@ impl<D: Disk> Session<D> {
         if extent.is_empty() {
             return Ok(());
         }
-        self.disk.write(extent, &job.payload, job.request.flags & FLAG_FUA != 0).await
+        self.execute(Io::write(extent, &job.payload, job.request.flags & FLAG_FUA != 0)).await
     }
 
     async fn trim(&self, request: &Request) -> Result<()> {
         for part in parts(extent_of(request)) {
             self.check_heard()?;
-            match self.disk.discard(part).await {
+            match self.execute(Io::discard(part)).await {
                 // A trim is a hint: it succeeds also when the disk cannot free anything.
                 Err(error) if error.kind() == ErrorKind::Unsupported => break,
                 other => other?,
@@ -157,7 +157,7 @@ impl<D: Disk> Session<D> {
         };
         for part in parts(extent_of(request)) {
             self.check_heard()?;
-            self.disk.write_zeroes(part, how).await?;
+            self.execute(Io::write_zeroes(part, how)).await?;
         }
         self.flush_if(request.flags & FLAG_FUA != 0).await
     }
@@ -172,7 +172,7 @@ impl<D: Disk> Session<D> {
     }
 
     async fn flush_if(&self, fua: bool) -> Result<()> {
-        if fua { self.disk.flush().await } else { Ok(()) }
+        if fua { self.execute(Io::flush()).await } else { Ok(()) }
     }
 
     async fn block_status(&self, request: &Request) -> Result<Answer> {

@@ -14,13 +14,15 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::net::Shutdown;
+use std::os::fd::BorrowedFd;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use spile_core::metrics::{Counters, Ended, now_ns};
-use spile_core::{Disk, Segments};
+use spile_core::{Disk, Io, Result, Segments};
 use spile_front::Presence;
 use spile_nbd_tls::Transport;
 
@@ -96,6 +98,14 @@ pub(crate) struct Session<D: Disk> {
     /// True when the client cannot be reached any more: replies are dropped.
     pub(crate) broken: Cell<bool>,
     pub(crate) ended: Cell<bool>,
+    client: Client,
+}
+
+/// Whether the client is gone, and the requests that want to know.
+#[derive(Default)]
+struct Client {
+    is_gone: Cell<bool>,
+    waiting: RefCell<Vec<Waker>>,
 }
 
 /// The limits against which requests are checked. They stay the same as long as the connection lives.
@@ -149,6 +159,7 @@ impl<D: Disk> Session<D> {
             room: Signal::default(),
             broken: Cell::new(false),
             ended: Cell::new(false),
+            client: Client::default(),
             server,
         }))
     }
@@ -201,12 +212,41 @@ impl<D: Disk> Session<D> {
     /// Ends the connection without any more replies.
     pub(crate) fn cut_off(&self) {
         self.broken.set(true);
+        self.forsake();
         // The intake may be waiting for requests: this wakes it.
         self.transport.socket().shutdown(Shutdown::Both);
     }
 
-    /// Waits until nothing is in flight.
+    /// The client is gone, or asks for nothing more: requests that wait for trouble below the disk to pass are given up.
+    fn forsake(&self) {
+        self.client.is_gone.set(true);
+        self.client.waiting.take().iter().for_each(Waker::wake_by_ref);
+    }
+
+    /// Executes a request on the disk, which may have it wait as long as the client is there.
+    pub(crate) fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>> {
+        self.disk.execute_for(io, poll_fn(|cx| self.poll_gone(cx)))
+    }
+
+    /// Ready when the client is gone. The system is asked as well: the intake learns of the end only when it receives, which
+    /// it does not while it waits for room.
+    fn poll_gone(&self, cx: &mut Context<'_>) -> Poll<()> {
+        if !self.client.is_gone.get() && has_hung_up(self.transport.socket().as_fd()) {
+            self.forsake();
+        }
+        if self.client.is_gone.get() {
+            return Poll::Ready(());
+        }
+        let mut waiting = self.client.waiting.borrow_mut();
+        if !waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
+            waiting.push(cx.waker().clone());
+        }
+        Poll::Pending
+    }
+
+    /// Waits until nothing is in flight. No request comes any more, and none waits for trouble below the disk to pass.
     pub(crate) async fn drained(&self) {
+        self.forsake();
         while self.in_flight.get() > 0 {
             self.room.wait().await;
         }
@@ -288,6 +328,13 @@ impl<D: Disk> Session<D> {
         slots.wakers.borrow_mut()[number].clone_from(cx.waker());
         Poll::Pending
     }
+}
+
+/// True when the peer has closed its side of the connection, also when not all it has sent has been received.
+fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
+    let mut asked = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
+    let now = Timespec::default();
+    poll(&mut asked, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
 /// The task of one slot: executes one request after the other. A panic of the disk ends the task. Then another task

@@ -1,5 +1,6 @@
 //! [`Node`]: see the crate.
 
+use std::future::pending;
 use std::sync::Arc;
 
 use spile_core::metrics::{Meter, Op};
@@ -97,7 +98,7 @@ impl<G: Disk> Node<G> {
     /// A request that needs no bounce buffer, has nothing to wait for and meets no stage goes straight to the graph. All
     /// others take the way through [`Aligned`] and [`Published`], where each obstacle has its place. What fails is tried again
     /// as the disk's policy says.
-    async fn execute_unmetered(&self, io: Io<'_>) -> Result<()> {
+    async fn execute_unmetered(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> Result<()> {
         let done = 'done: {
             if let Some(_held) = self.disk.try_pass(&io)
                 && let Some(graph) = self.published().try_enter_free()
@@ -109,7 +110,7 @@ impl<G: Disk> Node<G> {
         match (done, &self.troubles) {
             (Err(error), Some(troubles)) => {
                 let again = async || self.disk.execute(io).await;
-                Box::pin(troubles.see_through(io.op.into(), error, again)).await
+                Box::pin(troubles.see_through(io.op.into(), error, gone, again)).await
             }
             (done, _) => done,
         }
@@ -126,7 +127,11 @@ impl<G: Disk> Disk for Node<G> {
     }
 
     fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>> {
-        self.meter.measure_by_turns(io.op.into(), io.extent.len_bytes, self.execute_unmetered(io))
+        self.execute_for(io, pending())
+    }
+
+    fn execute_for(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> impl Future<Output = Result<()>> {
+        self.meter.measure_by_turns(io.op.into(), io.extent.len_bytes, self.execute_unmetered(io, gone))
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {

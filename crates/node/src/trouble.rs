@@ -13,6 +13,8 @@
 //!   becomes `Report`.
 //! - When the server ends, a request that waits ends with `Shutdown` ([`Troubles::leave`]). Fronts give no answer to such a request:
 //!   the guest must not take it for a failure, and the next server does it.
+//! - When the client of a request is gone, the request ends with `Shutdown`, too. It is not tried once more: the client may be back
+//!   already, on another connection, and may have written something newer to the same place.
 //!
 //! A waiting request holds its memory, and nothing else: no lock of a range and no share of an epoch. Trying a write again
 //! is safe because the guest has no answer to it. Whatever it writes to the same place meanwhile is concurrent with this
@@ -23,7 +25,7 @@
 
 use std::fmt;
 use std::future::poll_fn;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
@@ -153,7 +155,10 @@ struct Period {
 enum Step {
     Try,
     Report,
+    /// The server ends.
     Leave,
+    /// The client is gone.
+    Forget,
     /// Look again when something has changed, or after this time.
     Wait(Option<Duration>),
 }
@@ -216,18 +221,28 @@ impl Troubles {
         Duration::from_nanos(self.timer.now_ns().saturating_sub(began_ns))
     }
 
-    /// Takes a request that has failed with `error` to its end; `again` executes it once more.
+    /// Takes a request that has failed with `error` to its end; `again` executes it once more, and `gone` ends when its client
+    /// is gone.
     ///
     /// # Errors
-    /// `error` itself when nobody waits for its end; the last error after the longest time; `Shutdown` when the server ends.
-    pub(crate) async fn see_through(&self, op: Op, error: Error, again: impl AsyncFn() -> Result<()>) -> Result<()> {
+    /// `error` itself when nobody waits for its end; the last error after the longest time; `Shutdown` when the server ends or
+    /// the client is gone.
+    pub(crate) async fn see_through(
+        &self,
+        op: Op,
+        error: Error,
+        gone: impl Future<Output = ()>,
+        again: impl AsyncFn() -> Result<()>,
+    ) -> Result<()> {
         if !error.may_pass() || self.policy().on_error == OnError::Report {
             return Err(error);
         }
         let mut request = Patient::new(self, op, error);
+        let mut gone = pin!(gone);
         loop {
-            match request.next_step().await {
+            match request.next_step(gone.as_mut()).await {
                 Step::Leave => return Err(request.leave()),
+                Step::Forget => return Err(forsaken()),
                 Step::Report => return Err(request.report()),
                 Step::Try | Step::Wait(_) => {}
             }
@@ -248,6 +263,10 @@ fn left_undone() -> Error {
         ErrorKind::Shutdown,
         "the request waits for its disk, and the server ends: it is left to the next server",
     )
+}
+
+fn forsaken() -> Error {
+    Error::new(ErrorKind::Shutdown, "the request waits for its disk, and its client is gone: it is not tried again")
 }
 
 /// A request that waits, from its first failure to its end.
@@ -288,10 +307,13 @@ impl<'a> Patient<'a> {
         Self { troubles, op, error, began_ns: now_ns, round, probe_at_ns: None, has_just_probed: false }
     }
 
-    /// Waits until there is something to do.
-    async fn next_step(&mut self) -> Step {
+    /// Waits until there is something to do. Before each try it asks whether the client is gone.
+    async fn next_step(&mut self, mut gone: Pin<&mut impl Future<Output = ()>>) -> Step {
         loop {
             let changed = self.troubles.changed.listen();
+            if poll_fn(|context| Poll::Ready(gone.as_mut().poll(context).is_ready())).await {
+                return Step::Forget;
+            }
             let time = match self.look() {
                 Step::Wait(time) => time,
                 step => return step,

@@ -4,7 +4,7 @@ mod common;
 
 use std::future::poll_fn;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
@@ -340,6 +340,29 @@ fn at_the_end_of_the_server_requests_are_left_undone() {
     assert_eq!(now(write(&world.node, 0, 512, 1)).unwrap_err().kind(), ErrorKind::Shutdown);
     world.assert_quiet();
     assert_eq!(world.news()[..2], ["begins: Write NoSpace", "ends: 1, 0 reported, 1 left"]);
+}
+
+#[test]
+fn a_request_whose_client_is_gone_is_not_tried_again() {
+    let world = World::new(FOR_EVER);
+    world.fail(ErrorKind::NoSpace);
+    let (is_gone, memory) = (AtomicBool::new(false), Segments::zeroed(512));
+    memory.copy_from_slice(0, &[9; 512]);
+    let gone = || poll_fn(|_| if is_gone.load(SeqCst) { Poll::Ready(()) } else { Poll::Pending });
+    let io = Io::write(at(0, 512), &memory, false);
+    let mut requests: Vec<Request<'_>> =
+        vec![Box::pin(world.node.execute_for(io, gone())), Box::pin(world.node.execute_for(io, gone()))];
+    assert!(requests.iter_mut().all(is_pending));
+    world.mend();
+    is_gone.store(true, SeqCst);
+    world.pass_ms(250);
+    world.troubles().try_again();
+    for mut request in requests {
+        assert_eq!(kind_of(poll(&mut request)), ErrorKind::Shutdown);
+    }
+    assert_eq!(now(world.node.graph()).byte(0), 0, "a request of a client that is gone was tried again");
+    world.assert_quiet();
+    assert_eq!(world.news(), ["begins: Write NoSpace", "ends: 2, 0 reported, 0 left"]);
 }
 
 #[test]

@@ -2,13 +2,14 @@
 
 mod common;
 
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use common::faulty::{self, Fault};
 use common::guests::{Load, guest, nbd, rest_of_stderr, serve, simple_guest, succeed};
-use common::nbd::Client;
+use common::nbd::{Client, raw_connection};
 use common::xen::{PATIENCE, Xen};
 use common::{Served, assert_silent, eventually, fails, json, ok, run};
 use nix::sys::signal::{Signal, kill};
@@ -19,6 +20,7 @@ use spile_lab::GuestQueue;
 use spile_lab::xen::Blkfront;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
+use spile_nbd_wire::request::{Command, Request};
 use spile_xen::DomId;
 use tempfile::TempDir;
 
@@ -163,6 +165,24 @@ fn an_nbd_client_waits_until_it_is_told() {
     assert_eq!(bytes, [9; 4096]);
     drop(client);
     end(served);
+}
+
+#[test]
+fn a_write_that_waits_ends_with_its_connection() {
+    let below = Below::new();
+    let _served = below.serve(",on-error=pause");
+    below.refuse(ENOSPC);
+    let mut old = raw_connection(&below.path("n"));
+    let write = Request { flags: 0, command: Command::Write, cookie: 1, offset_bytes: 0, len_bytes: 4096 };
+    old.write_all(&[&write.encode()[..], &[0xaa; 4096]].concat()).unwrap();
+    assert_eq!(below.waiting()["requests"], 1);
+    drop(old);
+    // The disk below refuses writes still. Only the end of the request ends the wait.
+    below.goes_on();
+    below.refuse(0);
+    let new = Client::connect(&nbd(below.dir(), "")).unwrap();
+    new.write(0, &[0xbb; 4096], true).unwrap();
+    assert_eq!(json(below.dir(), &["ls", "c"])["disks"][0]["state"], "running");
 }
 
 #[test]

@@ -52,7 +52,8 @@ impl fmt::Display for FailedSync {
 struct Mark {
     /// The boot of the host: another boot has lost the page cache, and what the guest believes with it.
     boot: String,
-    /// When the file was made, in seconds and nanoseconds: a number in a file system is given again.
+    /// When the file was made, in seconds and nanoseconds: a number in a file system is given again. `None` for a device: its node
+    /// in `/dev` is made again while the device stays the same.
     born: Option<(i64, u32)>,
     sync: FailedSync,
 }
@@ -124,12 +125,15 @@ fn key_of_export(uri: &str) -> String {
 fn known(store: &AnyStore) -> Option<Known> {
     match store {
         AnyStore::Nbd(nbd) => Some((key_of_export(&nbd.path().display().to_string()), None)),
-        _ => store.file_id().map(|id| (key_of_file(id), born(rustix::fs::CWD, store.path()))),
+        _ => store.file_id().map(|id| (key_of_file(id), born(id, rustix::fs::CWD, store.path()))),
     }
 }
 
-/// When a file was made, as far as its file system tells. It does not wait for a file server.
-fn born(folder: BorrowedFd<'_>, path: &Path) -> Option<(i64, u32)> {
+/// When a file was made, as far as its file system tells; never for a device. It does not wait for a file server.
+fn born(id: FileId, folder: BorrowedFd<'_>, path: &Path) -> Option<(i64, u32)> {
+    if matches!(id, FileId::BlockDevice(_)) {
+        return None;
+    }
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let stat = statx(folder, path, flags, StatxFlags::BTIME).ok()?;
     let has_birth = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
@@ -147,7 +151,7 @@ fn known_of_fd(fd: BorrowedFd<'_>) -> Option<Known> {
             FileId::File { device, inode: stat.stx_ino }
         }
     };
-    Some((key_of_file(id), born(fd, Path::new(""))))
+    Some((key_of_file(id), born(id, fd, Path::new(""))))
 }
 
 /// From now on this process writes a mark for each sync that fails. Only the first call counts.
@@ -218,8 +222,9 @@ pub fn accept(graph: &Graph<AnyStore>) -> Result<Option<FailedSync>> {
 /// The system's, when there is no such file or its mark cannot be removed.
 pub fn accept_at(path: &Path) -> Result<Option<FailedSync>> {
     let stat = fs::metadata(path).map_err(|source| Error::io("find", source).at_path(path))?;
-    let (marks, key) = (Marks::of_host()?, key_of_file(FileId::of(&stat)));
-    let found = marks.find(&key, born(rustix::fs::CWD, path));
+    let (marks, id) = (Marks::of_host()?, FileId::of(&stat));
+    let key = key_of_file(id);
+    let found = marks.find(&key, born(id, rustix::fs::CWD, path));
     marks.remove(&key)?;
     Ok(found)
 }
@@ -257,8 +262,14 @@ mod tests {
     fn a_descriptor_and_a_path_give_the_same_key() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let id = FileId::of(&file.as_file().metadata().unwrap());
-        let by_path = (key_of_file(id), born(rustix::fs::CWD, file.path()));
+        let by_path = (key_of_file(id), born(id, rustix::fs::CWD, file.path()));
         assert_eq!(known_of_fd(file.as_file().as_fd()), Some(by_path));
+    }
+
+    #[test]
+    fn the_age_of_a_devices_node_does_not_matter() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert_eq!(born(FileId::BlockDevice(7), rustix::fs::CWD, file.path()), None);
     }
 
     #[test]

@@ -91,8 +91,7 @@ pub fn serve<P: Place>(
         return Ok(End::Paused);
     }
     let failed_syncs = FailedSyncs::new(&options.run_dir, backend_path)?;
-    let hear = failed_syncs.clone();
-    spile_engine::on_failed_sync(move |_, _| hear.note());
+    hear_of_losses(&failed_syncs);
     let fronts =
         fronts::Options { nbd: NbdConfig::default(), queues: 1, pins_memory: false, access: SocketAccess::default() };
     let mut server = Server::new(opening, fronts, engine)?;
@@ -116,6 +115,13 @@ pub fn serve<P: Place>(
     };
     let told = if lets_go { pause_told(options, backend_path) } else { Ok(()) };
     closed.and(told).map(|()| end.expect("what failed was returned"))
+}
+
+/// Notes every loss below the disk: a sync that has failed, and an NBD export that has lost what it had answered.
+fn hear_of_losses(failed_syncs: &FailedSyncs) {
+    let (of_file, of_export) = (failed_syncs.clone(), failed_syncs.clone());
+    spile_engine::on_failed_sync(move |_, _| of_file.note());
+    spile_store::on_lost_export(move |_| of_export.note());
 }
 
 fn pause_told<P: Place>(options: &Options<P>, backend_path: &str) -> Result<()> {
