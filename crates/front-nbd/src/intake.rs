@@ -152,6 +152,7 @@ async fn receive_payload<D: Disk>(
         while done < segment.len() {
             *waited = true;
             done += receive_part(session, inbound, &segment.slice(done..segment.len())).await?;
+            session.presence.heard(now_ns());
         }
     }
     Ok(())
@@ -189,6 +190,7 @@ async fn skip_payload<D: Disk>(
         if !inbound.fill(&session.transport).await? {
             return Err(torn());
         }
+        session.presence.heard(now_ns());
     }
 }
 

@@ -2,8 +2,8 @@
 
 use std::rc::Rc;
 
-use spile_core::metrics::Ended;
-use spile_core::{Disk, Segment, Segments};
+use spile_core::metrics::{Ended, now_ns};
+use spile_core::{Disk, Result, Segment, Segments};
 
 use crate::negotiate::BASE_ALLOCATION_ID;
 use crate::session::{Answer, Reply, Runs, Session};
@@ -38,7 +38,7 @@ pub(crate) async fn send_replies<D: Disk>(session: Rc<Session<D>>) {
         }
         if !session.broken.get() {
             session.holder.sends(true);
-            if session.transport.send(batch.parts()).await.is_err() {
+            if send(&session, batch.bytes, batch.parts()).await.is_err() {
                 session.cut_off();
             }
             session.holder.sends(false);
@@ -48,6 +48,22 @@ pub(crate) async fn send_replies<D: Disk>(session: Rc<Session<D>>) {
         session.depart(&batch.finished, held);
         batch.clear();
     }
+}
+
+/// Sends `parts` of so many bytes. Much is sent in pieces, so that a client that takes it slowly is seen to take some.
+async fn send<D: Disk>(session: &Session<D>, bytes: usize, parts: &[Segment]) -> Result<()> {
+    if bytes <= 2 * SEND_BYTES {
+        return session.transport.send(parts).await;
+    }
+    for part in parts {
+        for start in (0..part.len()).step_by(SEND_BYTES) {
+            let piece = part.slice(start..part.len().min(start + SEND_BYTES));
+            session.transport.send(&[piece]).await?;
+            session.holder.sends(true);
+            session.presence.heard(now_ns());
+        }
+    }
+    Ok(())
 }
 
 /// The replies of one send. Its memory is used again for the next.

@@ -144,18 +144,18 @@ impl<D: Disk> Session<D> {
             read_only: export.read_only || info.read_only,
         };
         Some(Rc::new(Self {
+            holder: Holder::new(presence.clone(), &disk),
             disk,
             agreed,
             limits,
             transport,
-            presence: presence.clone(),
+            presence,
             holes: HoleProbe::default(),
             worker: spile_engine::current_worker(),
             slots: Slots::default(),
             replies: RefCell::default(),
             outgoing: Signal::default(),
             in_flight: Cell::new(0),
-            holder: Holder::new(presence),
             room: Signal::default(),
             broken: Cell::new(false),
             ended: Cell::new(false),
@@ -263,6 +263,7 @@ impl<D: Disk> Session<D> {
     pub(crate) fn submit(self: &Rc<Self>, job: Job) {
         let Request { command, len_bytes, .. } = job.request;
         self.counters().begin(op_of(command), len_bytes.into(), job.started_ns);
+        self.presence.begins();
         self.slots.jobs.borrow_mut().push_back(job);
         self.rouse();
     }
@@ -285,7 +286,9 @@ impl<D: Disk> Session<D> {
 
     /// Counts requests as no longer in flight: their replies were sent, or the client is gone.
     pub(crate) fn depart(&self, finished: &[Ended], held_bytes: u64) {
-        self.counters().end_all(finished.iter().copied(), now_ns());
+        let now_ns = now_ns();
+        self.presence.heard(now_ns);
+        self.counters().end_all(finished.iter().copied(), now_ns);
         self.in_flight.set(self.in_flight.get() - finished.len());
         self.holder.give_back(held_bytes);
         self.room.notify();
@@ -375,6 +378,7 @@ impl<D: Disk> Drop for Owed<'_, D> {
             Answer::Failed { errno: EIO, message: "internal error".to_owned(), at_start: false }
         });
         let &Job { request, held_bytes, started_ns, .. } = self.job;
+        self.session.presence.ends();
         self.session.reply(Reply { request, answer, held_bytes, started_ns });
     }
 }

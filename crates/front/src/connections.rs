@@ -1,13 +1,14 @@
 //! [`Connections`]: how many a server has, where they are, and whether there is room for one more.
 //!
 //! When all places are taken, the peer that holds most of them gives one up to a peer that holds fewer: its connection that said
-//! nothing for the longest time, if that time is long ([`IDLE_NS`]). So a client that collects idle connections shuts nobody out, and a
-//! quiet guest is never cut off for being quiet: its peer holds one place. Where there is no such connection, the newcomer is turned away.
+//! nothing for the longest time, if that time is long ([`IDLE_NS`]) and it waits for no answer. So a client that collects idle connections
+//! shuts nobody out, and a quiet guest that is a peer of its own is never cut off for being quiet: its peer holds one place. The guests of
+//! one host, over TCP, are one peer: the quietest of them may be cut off, and connects again. Where there is no such connection, the newcomer is turned away.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -67,6 +68,8 @@ struct Member {
 pub struct Presence {
     /// When the client was heard last, by [`now_ns`].
     heard_ns: AtomicU64,
+    /// The requests that are at work. Only the connection's worker changes it.
+    at_work: AtomicU32,
     is_cut: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }
@@ -76,7 +79,17 @@ impl Presence {
         Arc::new(Self { heard_ns: AtomicU64::new(now_ns()), ..Self::default() })
     }
 
-    /// Notes that the client was heard at this time.
+    /// Notes that a request is at work, for whose end the client has to wait.
+    pub fn begins(&self) {
+        self.at_work.store(self.at_work.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    /// Notes that such a request has ended.
+    pub fn ends(&self) {
+        self.at_work.store(self.at_work.load(Ordering::Relaxed) - 1, Ordering::Relaxed);
+    }
+
+    /// Notes that the client was heard at this time, or has taken something.
     pub fn heard(&self, now_ns: u64) {
         self.heard_ns.store(now_ns, Ordering::Relaxed);
     }
@@ -128,7 +141,9 @@ impl Open {
             return false;
         };
         let heard = |member: &&Member| member.presence.heard_ns.load(Ordering::Relaxed);
-        let idle = self.staying().filter(|member| member.peer == greediest).min_by_key(heard);
+        let may_be_cut =
+            |member: &&Member| member.peer == greediest && member.presence.at_work.load(Ordering::Relaxed) == 0;
+        let idle = self.staying().filter(may_be_cut).min_by_key(heard);
         let idle = idle.filter(|member| now_ns.saturating_sub(heard(member)) >= IDLE_NS);
         if let Some(member) = idle {
             member.presence.cut();
@@ -288,6 +303,20 @@ mod tests {
         quiet.iter().for_each(|place| was_idle(place, 0));
         assert!(connections.enter(Peer::Process(9)).is_none());
         assert!(quiet.iter().all(|place| !place.presence.is_cut()));
+    }
+
+    #[test]
+    fn a_connection_that_waits_for_an_answer_is_not_idle() {
+        let connections = Connections::new("test", 2, 1);
+        let greedy = [connections.enter(A).unwrap(), connections.enter(A).unwrap()];
+        greedy.iter().for_each(|place| {
+            was_idle(place, 0);
+            place.presence.begins();
+        });
+        assert!(connections.enter(B).is_none(), "a connection with a request at work is cut off");
+        greedy[1].presence.ends();
+        assert!(connections.enter(B).is_some());
+        assert!(greedy[1].presence.is_cut() && !greedy[0].presence.is_cut());
     }
 
     #[test]
