@@ -38,13 +38,15 @@ use smallvec::SmallVec;
 
 use crate::aio_context::{AioContext, Iocb};
 use crate::file_pool::{Job, Lane, Outbox};
+use crate::lanes::Owner;
 use crate::op::{Kind, Op};
 use crate::shared::{Counters, Message, WorkerLink, relock};
+use crate::shares::Shares;
 use crate::sys::{self, IoVecs};
 
-/// The most transfers of one worker that are in the kernel at a time; more wait in the queue. The system has a limit for
-/// all processes together (`fs.aio-max-nr`, usually 65536).
-const MAX_TRANSFERS: u32 = 256;
+/// The most transfers of one worker that are in the kernel at a time; more wait. One store may have half of them (module
+/// `shares`). The system has a limit for all processes together (`fs.aio-max-nr`, usually 65536).
+const MAX_TRANSFERS: u32 = 512;
 /// With so many queued transfers a reactor starts them, and does not wait for the end of its turn. It is the number of
 /// entries that a ring of io_uring is given at a time (module `uring`), for the same reason.
 pub(crate) const SUBMIT_TRANSFERS: usize = 4;
@@ -66,8 +68,9 @@ pub(crate) struct Aio {
     /// The eventfd that the kernel rings at the end of each transfer. It is made with the worker, so that a worker's number
     /// of descriptors does not depend on its transfers.
     bell: OwnedFd,
-    /// The keys of the transfers to start, the oldest first.
+    /// The keys of the transfers to start, the oldest first. Each has a place in its store's share.
     queued: VecDeque<u64>,
+    shares: Shares,
     in_flight: usize,
     /// The vectors of the transfers of one system call. They are here only to be allocated once.
     vectors: Box<[IoVecs; BATCH]>,
@@ -108,6 +111,7 @@ impl Aio {
             context: Context::Untried,
             bell: sys::eventfd()?,
             queued: VecDeque::new(),
+            shares: Shares::new(MAX_TRANSFERS as usize),
             in_flight: 0,
             vectors: Box::new([const { SmallVec::new_const() }; BATCH]),
             batches: Vec::new(),
@@ -153,9 +157,19 @@ impl Aio {
         self.bell.as_raw_fd()
     }
 
-    /// Queues the transfer of this key.
-    pub(crate) fn queue(&mut self, key: u64) {
-        self.queued.push_back(key);
+    /// Queues the transfer `op` of this key: to start it, or to wait until others of its store have ended.
+    pub(crate) fn queue(&mut self, key: u64, op: &Op) {
+        if self.shares.enter(owner_of(op), key) {
+            self.queued.push_back(key);
+        }
+    }
+
+    /// Takes note that a transfer has ended, or goes another way. Those that wait may start then.
+    pub(crate) fn ended(&mut self, op: &Op) {
+        self.shares.leave(owner_of(op));
+        while let Some(key) = self.shares.next() {
+            self.queued.push_back(key);
+        }
     }
 
     /// How many transfers are queued.
@@ -210,7 +224,8 @@ impl Aio {
     }
 
     /// Takes note that the kernel has refused a transfer that was handed over.
-    pub(crate) fn refused(&mut self, counters: &Counters) {
+    pub(crate) fn refused(&mut self, counters: &Counters, op: &Op) {
+        self.ended(op);
         self.in_flight -= 1;
         counters.completed(1);
     }
@@ -260,7 +275,8 @@ impl Aio {
         unsafe { context.submit(&mut pointers) }
     }
 
-    /// Puts each transfer that has ended into `ended`: its key, and the number of bytes or a negative errno.
+    /// Puts each transfer that has ended into `ended`: its key, and the number of bytes or a negative errno. The caller tells
+    /// [`Aio::ended`] of everything that gets in there.
     pub(crate) fn reap(&mut self, counters: &Counters, ended: &mut Vec<(u64, i32)>) {
         if self.in_flight == 0 {
             return;
@@ -342,6 +358,11 @@ impl Write {
     }
 }
 
+/// The file system or device that does a transfer.
+fn owner_of(op: &Op) -> &Owner {
+    &op.fd.lane().expect("only transfers of files go by AIO").key().owner
+}
+
 /// Describes what is left of a transfer to the kernel. Several segments are described in `vectors`, which must not move
 /// until the transfer is started.
 fn control_block(key: u64, op: &Op, vectors: &mut IoVecs, bell: RawFd) -> Iocb {
@@ -403,7 +424,7 @@ mod tests {
         let mut write = Op::write(&file, 0, &Segments::from(Segment::zeroed(512)));
         // So that nothing depends on the file system.
         write.may_wait_in_aio = true;
-        (1..=3).for_each(|key| aio.queue(key));
+        (1..=3).for_each(|key| aio.queue(key, &write));
         let mut ended = Vec::new();
         // The kernel refuses a descriptor that it cannot write to.
         let read_only = Fd::file(std::fs::File::open("/dev/null").unwrap().into());
@@ -419,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn more_transfers_than_there_is_room_for_wait_in_the_queue() {
+    fn more_transfers_of_a_store_than_its_share_wait() {
         let Ok(mut aio) = Aio::open() else { return println!("SKIP aio: the kernel has none") };
         let (counters, mut ended) = (Counters::default(), Vec::new());
         let file = Fd::file(tempfile::tempfile().unwrap().into());
@@ -428,11 +449,14 @@ mod tests {
         let mut write = Op::write(&file, 0, &halves);
         write.may_wait_in_aio = true;
         let all = 2 * u64::from(MAX_TRANSFERS) + 5;
-        (0..all).for_each(|key| aio.queue(key));
+        (0..all).for_each(|key| aio.queue(key, &write));
         aio.submit(&counters, &mut ended, |_| &write);
-        assert_eq!(aio.queued(), all as usize - MAX_TRANSFERS as usize);
+        let share = MAX_TRANSFERS as usize / 2;
+        assert_eq!((aio.queued(), aio.shares.waiting()), (0, all as usize - share));
         while ended.len() < all as usize {
+            let before = ended.len();
             aio.reap(&counters, &mut ended);
+            ended[before..].iter().for_each(|_| aio.ended(&write));
             aio.submit(&counters, &mut ended, |_| &write);
         }
         ended.sort_unstable();

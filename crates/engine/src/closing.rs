@@ -3,6 +3,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 use crate::file_pool::{FilePool, Lane};
 use crate::lanes::LaneKey;
@@ -12,6 +13,8 @@ use crate::{lock, worker};
 /// The files that helper threads are about to unlock, once for each descriptor.
 static CLOSING: Mutex<Vec<LaneKey>> = Mutex::new(Vec::new());
 static CLOSED: Condvar = Condvar::new();
+/// The longest that somebody who opens a file waits for its unlocking.
+const UNLOCK_WAIT: Duration = Duration::from_secs(10);
 
 /// The file systems of which it is known that this kernel alone keeps their locks (linux/magic.h): ext2 to ext4, XFS, Btrfs, tmpfs
 /// (also the one with the block devices), F2FS, ZFS.
@@ -78,15 +81,16 @@ pub(crate) fn unlock(fd: &Arc<FileFd>) {
     });
 }
 
-/// Waits until the helper threads have unlocked this file for all who have closed it. False when there was nothing to wait for,
-/// and on a worker, which must not wait.
+/// Waits until the helper threads have unlocked this file for all who have closed it, for [`UNLOCK_WAIT`] at most: the caller may
+/// keep the last place of a helper thread that would unlock it. False when there was nothing to wait for, and on a worker,
+/// which must not wait.
 pub(crate) fn wait_for_unlock(fd: &FileFd) -> bool {
     let Some(lane) = fd.lane.as_ref().filter(|_| !worker::is_here()) else { return false };
-    let mut closing = relock(&CLOSING);
-    let mut has_waited = false;
-    while closing.contains(lane.key()) {
-        has_waited = true;
-        closing = CLOSED.wait(closing).unwrap_or_else(PoisonError::into_inner);
+    let closing = relock(&CLOSING);
+    if !closing.contains(lane.key()) {
+        return false;
     }
-    has_waited
+    let waits = CLOSED.wait_timeout_while(closing, UNLOCK_WAIT, |closing| closing.contains(lane.key()));
+    drop(waits.unwrap_or_else(PoisonError::into_inner));
+    true
 }

@@ -122,7 +122,7 @@ impl Epoll {
         let is_direct = matches!(op.kind, Kind::Read | Kind::Write) && op.fd.direct;
         match &mut self.aio {
             Some(aio) if is_direct && (!op.fd.always_waits() || op.choose_aio(libc::EOPNOTSUPP)) => {
-                aio.queue(key as u64);
+                aio.queue(key as u64, op);
                 if aio.queued() >= SUBMIT_TRANSFERS {
                     self.submit_aio();
                 }
@@ -157,9 +157,17 @@ impl Epoll {
             return false;
         }
         let mut ended = std::mem::take(&mut self.ended_by_aio);
-        ended.drain(..).for_each(|(key, result)| self.complete(key as usize, result, woken));
+        for (key, result) in ended.drain(..) {
+            self.leave_aio(key as usize);
+            self.complete(key as usize, result, woken);
+        }
         self.ended_by_aio = ended;
         true
+    }
+
+    fn leave_aio(&mut self, key: usize) {
+        let op = self.slots[key].op.as_ref().expect("an operation in flight is in its slot");
+        self.aio.as_mut().expect("it was there for this operation").ended(op);
     }
 
     /// Takes the answer of AIO: the operation has ended, or goes on.
@@ -181,7 +189,8 @@ impl Epoll {
     }
 
     fn queue_again(&mut self, key: usize) {
-        self.aio.as_mut().expect("it was there for the first part").queue(key as u64);
+        let op = self.slots[key].op.as_ref().expect("an operation in flight is in its slot");
+        self.aio.as_mut().expect("it was there for the first part").queue(key as u64, op);
     }
 
     /// Finds another way for a transfer that AIO refuses with `errno` instead of waiting: AIO that may wait, or a helper thread.
@@ -269,8 +278,9 @@ impl Epoll {
 
     /// AIO has refused a write that a helper thread has given to it.
     pub(crate) fn refused(&mut self, key: u64) {
+        let op = self.slots[key as usize].op.as_ref().expect("an operation in flight is in its slot");
         if let Some(aio) = &mut self.aio {
-            aio.refused(&self.shared.counters);
+            aio.refused(&self.shared.counters, op);
         }
         self.hand_over(key as usize);
     }

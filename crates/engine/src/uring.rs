@@ -35,14 +35,11 @@ use crate::file_table::{FileTable, Target};
 use crate::fixed::FixedBuffers;
 use crate::op::{self, Kind, Op, Outcome, Started};
 use crate::refusal;
+use crate::ring_setup::{build_ring, check_features};
 use crate::shared::{Held, WorkerLink};
 use crate::sys::{self, IoVecs};
 
-const SQ_ENTRIES: u32 = 256;
-/// The size of the completion queue: room for every file operation and some thousand sockets. When it is full, the
-/// kernel keeps further completions for us.
-const CQ_ENTRIES: u32 = 4096;
-/// The most file operations in the kernel at a time.
+/// The most file operations in the ring at a time. Those that helper threads and AIO do are bounded there, for each store.
 const MAX_FILE_OPS: usize = 1024;
 /// The most file operations that go to the kernel together. The kernel holds back what it gets in one call until it has
 /// seen the last of it, so that the block layer can join neighbours. A batch of 16 thus reaches the device late, and
@@ -68,6 +65,7 @@ pub(crate) struct Uring {
     /// Of these, the number of writes to eventfds. A peer can keep such a write there for ever, so the end of a worker
     /// does not wait for them.
     rings: usize,
+    /// The file operations in the ring.
     file_ops: usize,
     backlog: VecDeque<u64>,
     /// Entries that wait because the submission queue was full.
@@ -90,6 +88,8 @@ struct Slot {
     /// True when the entry in the kernel is a poll: the socket was not ready, and the kernel has answered that at once
     /// instead of waiting.
     polls: bool,
+    /// True while this is one of the ring's file operations.
+    is_in_ring: bool,
     /// The operation; `None` while a helper thread has it.
     op: Option<Op>,
     iovecs: IoVecs,
@@ -125,37 +125,6 @@ fn key_of(index: u32, generation: u32) -> u64 {
 
 fn index_of(key: u64) -> usize {
     key as u32 as usize
-}
-
-/// Sets up a ring with as many features as this kernel has: the newest ones are tried first.
-fn build_ring() -> io::Result<IoUring> {
-    type Tier = fn(&mut io_uring::Builder) -> &mut io_uring::Builder;
-    let tiers: [Tier; 4] = [
-        |b| b.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_submit_all(),
-        |b| b.setup_coop_taskrun().setup_taskrun_flag().setup_submit_all(),
-        |b| b.setup_submit_all(),
-        |b| b,
-    ];
-    let mut refused = io::Error::from_raw_os_error(libc::ENOSYS);
-    for tier in tiers {
-        let mut builder = IoUring::builder();
-        builder.setup_clamp().setup_cqsize(CQ_ENTRIES);
-        tier(&mut builder);
-        match builder.build(SQ_ENTRIES) {
-            Ok(ring) => return Ok(ring),
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = error,
-            Err(error) => return Err(error),
-        }
-    }
-    Err(refused)
-}
-
-fn check_features(ring: &IoUring) -> io::Result<()> {
-    let params = ring.params();
-    if params.is_feature_ext_arg() && params.is_feature_nodrop() {
-        return Ok(());
-    }
-    Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel's io_uring is older than Linux 5.11"))
 }
 
 impl Uring {
@@ -229,7 +198,6 @@ impl Uring {
     fn launch(&mut self, key: u64, kind: Kind) {
         self.in_flight += 1;
         self.rings += usize::from(kind == Kind::Ring);
-        self.file_ops += usize::from(kind.is_file());
         let op = self.slots[index_of(key)].op.as_ref().expect("an operation in flight is in its slot");
         let may_wait = match kind {
             Kind::Read | Kind::Write => !op.fd.direct || op.fd.always_waits(),
@@ -240,6 +208,7 @@ impl Uring {
 
     /// Gives an operation that must wait to a helper thread.
     fn hand_over(&mut self, key: u64) {
+        self.leave_ring(key);
         let op = self.slots[index_of(key)].op.take().expect("an operation in flight is in its slot");
         self.shared.counters.submitted(1);
         self.helpers.push(Job::Op { op, key, worker: self.shared.clone() });
@@ -247,7 +216,8 @@ impl Uring {
 
     /// AIO has refused a write.
     pub(crate) fn refused(&mut self, key: u64) {
-        self.aio.refused(&self.shared.counters);
+        let op = self.slots[index_of(key)].op.as_ref().expect("an operation in flight is in its slot");
+        self.aio.refused(&self.shared.counters, op);
         self.hand_over(key);
     }
 
@@ -265,6 +235,9 @@ impl Uring {
     /// Queues the next part of an operation.
     fn submit(&mut self, key: u64) {
         let slot = &mut self.slots[index_of(key)];
+        if slot.kind.is_file() && !std::mem::replace(&mut slot.is_in_ring, true) {
+            self.file_ops += 1;
+        }
         let op = slot.op.as_ref().expect("an operation in flight is in its slot");
         if op.fd.direct {
             self.fixed.register_arena(&self.ring, &self.pool);
@@ -473,7 +446,9 @@ impl Uring {
             Readiness::Ready => {}
         }
         self.shared.counters.writes_by_aio();
-        self.aio.queue(key);
+        self.leave_ring(key);
+        let op = self.slots[index_of(key)].op.as_ref().expect("an operation in flight is in its slot");
+        self.aio.queue(key, op);
         true
     }
 
@@ -501,13 +476,16 @@ impl Uring {
 
     fn complete_aio(&mut self, woken: &mut Vec<Waker>) {
         let mut ended = std::mem::take(&mut self.ended_by_aio);
-        ended.drain(..).for_each(|(key, result)| self.complete(key, result, woken));
+        for (key, result) in ended.drain(..) {
+            let op = self.slots[index_of(key)].op.as_ref().expect("an operation in flight is in its slot");
+            self.aio.ended(op);
+            self.complete(key, result, woken);
+        }
         self.ended_by_aio = ended;
     }
 
     fn finish(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
         let slot = &mut self.slots[index_of(key)];
-        let is_file = slot.kind.is_file();
         if let (Kind::Ring, Some(op)) = (slot.kind, &slot.op) {
             op.fd.rings.fetch_sub(1, Ordering::Relaxed);
             self.rings -= 1;
@@ -520,21 +498,26 @@ impl Uring {
             }
         }
         self.in_flight -= 1;
-        if is_file {
+        self.leave_ring(key);
+    }
+
+    /// An operation has ended, or goes on elsewhere. If it was in the ring, those of the backlog may start.
+    fn leave_ring(&mut self, key: u64) {
+        if std::mem::take(&mut self.slots[index_of(key)].is_in_ring) {
             self.file_ops -= 1;
             self.launch_next();
         }
     }
 
-    /// Starts the next operation of the backlog for which somebody still waits.
+    /// Starts operations of the backlog for which somebody still waits, as many as there is room for.
     fn launch_next(&mut self) {
-        while let Some(key) = self.backlog.pop_front() {
+        while self.file_ops < MAX_FILE_OPS {
+            let Some(key) = self.backlog.pop_front() else { return };
             let slot = &self.slots[index_of(key)];
-            if matches!(slot.state, State::Waits(_)) {
-                let kind = slot.kind;
-                return self.launch(key, kind);
+            match slot.state {
+                State::Waits(_) => self.launch(key, slot.kind),
+                _ => self.release(key),
             }
-            self.release(key);
         }
     }
 }
@@ -561,6 +544,7 @@ impl Slot {
             state: State::Free,
             kind: Kind::Sync,
             polls: false,
+            is_in_ring: false,
             op: None,
             iovecs: IoVecs::new(),
             // SAFETY: a msghdr of zeroes is valid: no name, no vectors, no control data.
@@ -668,6 +652,7 @@ mod tests {
 
     use super::*;
     use crate::fd::Fd;
+    use crate::ring_setup::{CQ_ENTRIES, SQ_ENTRIES};
     use crate::shared::Message;
 
     struct Woken;
@@ -739,6 +724,16 @@ mod tests {
     }
 
     #[test]
+    fn what_helper_threads_do_takes_no_room_in_the_ring() {
+        let Some(mut ring) = ring() else { return };
+        let cached = Fd::file(tempfile::tempfile().unwrap().into());
+        for _ in 0..=MAX_FILE_OPS {
+            ring.start(Op::sync(&cached), Waker::noop());
+        }
+        assert_eq!((ring.file_ops, ring.backlog.len(), ring.in_flight), (0, 0, MAX_FILE_OPS + 1));
+    }
+
+    #[test]
     fn a_write_by_aio_goes_on_after_a_part() {
         let Some(mut ring) = ring() else { return };
         let file = tempfile::tempfile().unwrap();
@@ -750,7 +745,7 @@ mod tests {
         let mut op = Op::write(&fd, 0, &from.into());
         op.may_wait_in_aio = true;
         let key = ring.occupy(op, &waker);
-        (ring.in_flight, ring.file_ops) = (1, 1);
+        ring.in_flight = 1;
         ring.complete(key, 4096, woken);
         let mut messages = VecDeque::new();
         for _ in 0..10 {
