@@ -32,8 +32,7 @@ const EVENTS: usize = 256;
 const MAX_BLIND_TURNS: u32 = 8;
 
 pub(crate) struct Epoll {
-    /// Linux AIO; the engine `threads` has none. It is the first field because it is dropped first, and then waits for its
-    /// transfers, whose operations are in the slots.
+    /// Linux AIO; the engine `threads` has none.
     aio: Option<Aio>,
     shared: Arc<WorkerLink>,
     files: Outbox,
@@ -367,6 +366,16 @@ impl Epoll {
                 Some(outcome) => self.finish(key, outcome, woken),
                 None => self.sockets.entry(id).or_default().side(side).push(key),
             }
+        }
+    }
+}
+
+impl Drop for Epoll {
+    fn drop(&mut self) {
+        if self.file_ops > 0 {
+            // This does not happen at an orderly end, which waits for all operations. The memory is leaked, because the kernel
+            // may still write to it, and a helper thread may still start a transfer.
+            std::mem::forget(std::mem::take(&mut self.slots));
         }
     }
 }

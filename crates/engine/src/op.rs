@@ -21,8 +21,10 @@ pub(crate) enum Kind {
     Read,
     /// Writes all segments at `offset`.
     Write,
-    /// Makes the file's data durable (fdatasync).
+    /// Makes the file's data durable (fdatasync); the result is the file's length then ([`Kind::Len`]).
     Sync,
+    /// Finds the file's length, as far as this host knows it; `usize::MAX` where it cannot be told.
+    Len,
     /// Calls fallocate with this mode, for `len` bytes at `offset`.
     Fallocate(i32),
     /// Sets the file's length to `len` bytes (ftruncate).
@@ -95,6 +97,10 @@ impl Op {
 
     pub(crate) fn sync(fd: &Arc<Fd>) -> Self {
         Self::new(Kind::Sync, fd, 0, 0, Segments::new())
+    }
+
+    pub(crate) fn len(fd: &Arc<Fd>) -> Self {
+        Self::new(Kind::Len, fd, 0, 0, Segments::new())
     }
 
     pub(crate) fn fallocate(fd: &Arc<Fd>, mode: i32, offset: u64, len: u64) -> Self {

@@ -90,10 +90,15 @@ impl RawFile {
         Op::write(&self.fd, offset_bytes, from).run()
     }
 
-    /// Makes the file's data durable (fdatasync). A failure is kept ([`RawFile::failed_sync`]), whether or not anybody
+    /// Makes the file's data durable (fdatasync). Returns the length of the file then, as [`RawFile::len_bytes`] does. A failure is kept ([`RawFile::failed_sync`]), whether or not anybody
     /// waits for the result.
     pub fn sync(&self) -> impl Future<Output = Result<usize, i32>> + use<> {
         Op::sync(&self.fd).run()
+    }
+
+    /// Finds the file's length, as far as this host knows it; `usize::MAX` where it cannot be told. That of a device is 0.
+    pub fn len_bytes(&self) -> impl Future<Output = Result<usize, i32>> + use<> {
+        Op::len(&self.fd).run()
     }
 
     /// The errno of the first sync that failed, if one has. The kernel reports a failure once only.

@@ -207,8 +207,11 @@ fn find_extent(fd: RawFd, offset: u64) -> Outcome {
 
 /// Does a file operation to its end, blocking this thread.
 pub(crate) fn run_file_op(op: &mut Op) -> Outcome {
-    if op.kind == Kind::Extent {
-        return find_extent(op.fd.raw(), op.offset);
+    match op.kind {
+        Kind::Extent => return find_extent(op.fd.raw(), op.offset),
+        Kind::Sync => return file_call(op).map(|_| file_len(op)),
+        Kind::Len => return Ok(file_len(op)),
+        _ => (),
     }
     loop {
         match op.advance(file_call(op)?) {
@@ -216,6 +219,13 @@ pub(crate) fn run_file_op(op: &mut Op) -> Outcome {
             Some(outcome) => return outcome,
         }
     }
+}
+
+/// The length of a file, as far as this host knows it; `usize::MAX` where it cannot be told.
+fn file_len(op: &Op) -> usize {
+    use rustix::fs::{AtFlags, StatxFlags, statx};
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    statx(&*op.fd, c"", flags, StatxFlags::SIZE).map_or(usize::MAX, |stat| stat.stx_size as usize)
 }
 
 /// One system call of a file operation.

@@ -583,7 +583,7 @@ impl Slot {
                 let (null, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC);
                 with_target!(target, fd => opcode::Accept::new(fd, null, null.cast()).flags(flags))
             }
-            Kind::Sync | Kind::Fallocate(_) | Kind::Truncate | Kind::Extent => {
+            Kind::Sync | Kind::Len | Kind::Fallocate(_) | Kind::Truncate | Kind::Extent => {
                 unreachable!("a helper thread does this")
             }
         }

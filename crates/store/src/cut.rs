@@ -36,6 +36,24 @@ impl Drop for Changing<'_> {
     }
 }
 
+/// A comparison of the length that a file should have with the one that is found.
+pub(crate) struct Look<'a> {
+    cut: &'a Cut,
+    /// The count of changes when it began.
+    before: u64,
+    expected_bytes: u64,
+}
+
+impl Look<'_> {
+    /// Notes a file that is too short, unless the store itself has changed the length meanwhile.
+    pub(crate) fn found(self, found_bytes: u64, path: &Path) {
+        let is_still = self.before.is_multiple_of(2) && self.cut.changes.load(Ordering::Acquire) == self.before;
+        if found_bytes < self.expected_bytes && is_still {
+            self.cut.note(found_bytes, path);
+        }
+    }
+}
+
 impl Cut {
     /// No request may go behind this offset, in bytes.
     pub(crate) fn end(&self) -> u64 {
@@ -56,14 +74,10 @@ impl Cut {
         Changing(&self.changes)
     }
 
-    /// Compares the length that the file should have with the one that is found, unless the store changes it meanwhile.
-    pub(crate) fn look(&self, expected: impl Fn() -> u64, found: impl Fn() -> Option<u64>, path: &Path) {
+    /// Begins to compare the length of the file with what it should be; `len_bytes` tells that.
+    pub(crate) fn look(&self, len_bytes: &AtomicU64) -> Look<'_> {
         let before = self.changes.load(Ordering::Acquire);
-        let expected_bytes = expected();
-        let Some(found_bytes) = found().filter(|found| *found < expected_bytes) else { return };
-        if before.is_multiple_of(2) && self.changes.load(Ordering::Acquire) == before {
-            self.note(found_bytes, path);
-        }
+        Look { cut: self, before, expected_bytes: len_bytes.load(Ordering::Acquire) }
     }
 
     /// Notes that the file ends at `end_bytes`, where it should not.
@@ -86,24 +100,19 @@ mod tests {
 
     #[test]
     fn only_a_cut_by_others_counts() {
-        let (cut, path) = (Cut::default(), Path::new("x"));
-        cut.look(|| 100, || Some(100), path);
-        cut.look(|| 100, || None, path);
+        let (cut, path, len) = (Cut::default(), Path::new("x"), AtomicU64::new(100));
+        cut.look(&len).found(100, path);
+        cut.look(&len).found(u64::MAX, path);
         let changing = cut.changing();
-        cut.look(|| 100, || Some(50), path);
+        cut.look(&len).found(50, path);
         drop(changing);
         cut.check().unwrap();
         // The store itself makes the file shorter between the two looks.
-        cut.look(
-            || 100,
-            || {
-                drop(cut.changing());
-                Some(50)
-            },
-            path,
-        );
+        let look = cut.look(&len);
+        drop(cut.changing());
+        look.found(50, path);
         cut.check().unwrap();
-        cut.look(|| 100, || Some(50), path);
+        cut.look(&len).found(50, path);
         assert_eq!((cut.end(), cut.check().unwrap_err().kind()), (50, ErrorKind::Corrupt));
     }
 }

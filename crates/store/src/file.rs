@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{AtFlags, FallocateFlags, SeekFrom, StatxFlags};
+use rustix::fs::{FallocateFlags, SeekFrom};
 use spile_core::{
     Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
@@ -291,10 +291,9 @@ impl Store for FileStore {
                     // The sync runs in a task of its own, so that it ends even if this future is dropped.
                     let inner = self.inner.clone();
                     spawn(async move {
-                        if let Err(errno) = inner.cached.sync().await {
+                        if let Err(errno) = inner.look_for_cut(inner.cached.sync()).await {
                             inner.lock.doubt(errno);
                         }
-                        inner.look_for_cut();
                         inner.gate.end();
                     });
                 }
@@ -369,7 +368,7 @@ impl Store for FileStore {
         let found = found.map_err(|errno| self.fail("seek", errno).at_offset(offset))?;
         if found.is_hole && found.end_bytes - offset >= left {
             // Behind the end of a file, all is a hole to the file system.
-            inner.look_for_cut();
+            let _ = inner.look_for_cut(inner.cached.len_bytes()).await;
             let left = self.check_end(offset, 1, false).map(|_| left.min(inner.cut.end() - offset))?;
             return Ok(StoreExtent { len_bytes: left, is_hole: true });
         }
@@ -393,13 +392,14 @@ impl FileStore {
 }
 
 impl Inner {
-    /// Compares the length of the file with what it should be. Asks only for what this host knows, so a worker may do it.
-    fn look_for_cut(&self) {
-        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-        let found = || rustix::fs::statx(&self.cached, c"", flags, StatxFlags::SIZE).ok().map(|stat| stat.stx_size);
+    /// Compares the length of the file that an operation returns with what it should be.
+    async fn look_for_cut(&self, operation: impl Future<Output = Result<usize, i32>>) -> Result<(), i32> {
+        let look = self.cut.look(&self.len);
+        let found_bytes = operation.await?;
         if !self.is_device {
-            self.cut.look(|| self.len.load(Ordering::Acquire), found, &self.path);
+            look.found(found_bytes as u64, &self.path);
         }
+        Ok(())
     }
 }
 
