@@ -61,6 +61,13 @@ struct QueueState {
     has_err: bool,
 }
 
+impl ConnectionState {
+    /// True when chains were left undone that only this state notes: a build that does not know of them would never do them.
+    pub fn has_left(&self) -> bool {
+        self.queues.iter().any(|queue| !queue.left.is_empty())
+    }
+}
+
 fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     fd.try_clone_to_owned().map_err(|source| Error::io("duplicate a descriptor to hand it over", source))
 }

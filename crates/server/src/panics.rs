@@ -49,8 +49,9 @@ fn text(payload: &dyn Any) -> &str {
     text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("(no text)")
 }
 
-/// Writes to stderr without its lock, which a thread that waits for a full pipe may hold.
-fn say(text: &str) {
+/// Writes `text`, which ends with a line break, to stderr without its lock, which a thread that waits for a full pipe may hold. What
+/// nobody reads in time is lost: the process can end in any case.
+pub(crate) fn say(text: &str) {
     let stderr = std::io::stderr();
     for piece in text.as_bytes().chunks(PIECE_BYTES) {
         let has_room = poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&PATIENCE)).is_ok_and(|ready| ready > 0);

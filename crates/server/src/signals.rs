@@ -1,12 +1,14 @@
 //! Signals: SIGTERM and SIGINT end a command. A server hears SIGHUP, SIGUSR1 and SIGUSR2, too, and none of these ends it. A thread
-//! waits for them, so there is no signal handler, no timer and no wake-up.
+//! waits for them, so there is no signal handler, no timer and no wake-up. That thread never waits for a reader of stderr.
 
+use std::sync::mpsc;
 use std::thread;
 
 use nix::sys::signal::{SigSet, Signal};
 use spile_core::{Error, Result};
 
 use crate::log::complain;
+use crate::panics;
 
 /// The signals that end a command, blocked in this thread and in all it starts.
 pub struct EndSignals(SigSet);
@@ -16,6 +18,18 @@ pub struct ServerSignals(SigSet);
 
 const ENDS: [Signal; 2] = [Signal::SIGTERM, Signal::SIGINT];
 const OTHERS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
+
+/// How many signals that only the log hears of may wait for it.
+const MOST_UNTOLD: usize = 16;
+
+/// Writes to the log what a server says to a signal that does not end it. This waits while nobody reads stderr.
+fn log(signal: Signal, tell: &impl Fn()) {
+    match signal {
+        Signal::SIGUSR1 => tell(),
+        Signal::SIGHUP => complain("SIGHUP: this server goes on; its log is stderr, so there is no file to open again"),
+        other => complain(format_args!("{other}: nothing is done for it")),
+    }
+}
 
 fn block(signals: impl IntoIterator<Item = Signal>) -> Result<SigSet> {
     let set: SigSet = signals.into_iter().collect();
@@ -39,19 +53,16 @@ impl ServerSignals {
     /// From now on another thread calls `end` at the first signal that ends a server, and the second one ends the process at once. SIGUSR1
     /// has it call `tell`, which is to write to the log what was counted.
     pub fn hear(self, tell: impl Fn() + Send + 'static, end: impl FnOnce(Signal) + Send + 'static) {
+        let (to_log, signals) = mpsc::sync_channel(MOST_UNTOLD);
+        thread::spawn(move || signals.into_iter().for_each(|signal| log(signal, &tell)));
         thread::spawn(move || {
             let mut end = Some(end);
             while let Ok(signal) = wait(&self.0) {
-                match signal {
-                    Signal::SIGUSR1 => tell(),
-                    Signal::SIGHUP => {
-                        complain("SIGHUP: this server goes on; its log is stderr, so there is no file to open again");
-                    }
-                    signal if ENDS.contains(&signal) => match end.take() {
-                        Some(end) => end(signal),
-                        None => exit_at_once(signal),
-                    },
-                    signal => complain(format_args!("{signal}: nothing is done for it")),
+                match ENDS.contains(&signal).then(|| end.take()) {
+                    // One signal too many for a log that nobody reads is passed over.
+                    None => drop(to_log.try_send(signal)),
+                    Some(Some(end)) => end(signal),
+                    Some(None) => exit_at_once(signal),
                 }
             }
         });
@@ -95,7 +106,7 @@ impl EndSignals {
     pub fn exit_after(self, clean_up: impl FnOnce() + Send + 'static) {
         self.on_first(|signal| {
             clean_up();
-            complain(format_args!("ended by {signal}"));
+            panics::say(&format!("spile: ended by {signal}\n"));
             std::process::exit(exit_code(signal));
         });
     }
@@ -108,7 +119,7 @@ impl EndSignals {
 }
 
 fn exit_at_once(signal: Signal) -> ! {
-    complain(format_args!("a second {signal}: ending at once"));
+    panics::say(&format!("spile: a second {signal}: ending at once\n"));
     std::process::exit(exit_code(signal))
 }
 

@@ -3,6 +3,7 @@
 mod common;
 
 use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Stdio;
@@ -15,7 +16,7 @@ use common::xen::{Xen, request};
 use common::{Served, engines, eventually, fails, ok, run, spile};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::fs::{FlockOperation, OFlags, fcntl_lock};
 use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
 use spile_lab::xen::blkfront::Op;
 
@@ -43,6 +44,25 @@ fn hup_usr1_and_usr2_end_nothing_and_usr1_tells_what_was_counted() {
     {
         assert!(said.contains(says), "{says}: {said}");
     }
+}
+
+#[test]
+fn a_server_whose_log_nobody_reads_is_ended_by_a_signal() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut served = Served::start(dir.path(), &["mem:1M"]);
+    let stderr = format!("/proc/{}/fd/2", served.child.id());
+    let mut stderr =
+        std::fs::File::options().write(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(stderr).unwrap();
+    for piece in [&[b'x'; 4096][..], b"x"] {
+        while stderr.write(piece).is_ok() {}
+    }
+    for signal in NOT_ENDS {
+        served.signal(signal);
+        // Signals that come together are heard in no order.
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    served.signal(Signal::SIGTERM);
+    assert!(served.wait().success());
 }
 
 #[test]

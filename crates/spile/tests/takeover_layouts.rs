@@ -81,7 +81,7 @@ fn a_server_of_layout_0_hands_over_to_this_build_and_this_build_gives_what_that_
     let mut given = ask(&control, asked_sockets(), 2, exports).unwrap().expect("a server is there");
     given.confirm().unwrap();
     let asked = server.join().unwrap();
-    assert!(asked[0].contains("\"layout\":1"), "{}", asked[0]);
+    assert!(asked[0].contains("\"layout\":2"), "{}", asked[0]);
     assert_eq!(asked[1..], [ASKS, DONE], "a server of layout 0 is asked as it asks itself");
     // What was understood of a guest is all that was said.
     let listening: Vec<Listening> = asked_sockets()

@@ -15,12 +15,17 @@ use common::{Served, assert_silent, eventually, fails, json, ok, run};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
+use spile::serving::control::{self, Link};
+use spile::serving::disks::Opening;
+use spile::serving::fronts::{Role, key};
+use spile::uri::Address;
 use spile_core::ErrorKind;
 use spile_lab::GuestQueue;
 use spile_lab::xen::Blkfront;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
 use spile_nbd_wire::request::{Command, Request};
+use spile_store::CacheMode;
 use spile_xen::DomId;
 use tempfile::TempDir;
 
@@ -273,6 +278,41 @@ fn a_front_end_without_inflight_tracking_is_handed_over_with_what_waits() {
     below.waiting();
     let served = succeed(below.dir(), &arguments(&below.disk(",on-error=pause")), served);
     below.waiting();
+    below.refuse(0);
+    assert_eq!(error_of(&mut queue), None);
+    assert_reads(&mut queue, 0, 0, 5);
+    end(served);
+}
+
+/// What an older build asks, which knows nothing of requests that wait.
+fn refuses_older_build(below: &Below) {
+    let disk = below.disk("");
+    let opening = Opening::new(None, CacheMode::Page, Vec::new()).with_disks(vec![disk.parse().unwrap()]);
+    let dir = below.dir();
+    let unix = |name: &str| Address::Unix(dir.join(name));
+    let sockets = vec![
+        key(&Role::Vhost(String::new()), Some(&opening.identity("").unwrap()), Some(&unix("v"))),
+        key(&Role::Nbd, None, Some(&unix("n"))),
+        key(&Role::Control, None, Some(&unix("c"))),
+    ];
+    let request = control::Request::TakeOver { sockets, queues: 16, disks: Some(opening.exported()), layout: 1 };
+    let error = Link::connect(&dir.join("c")).unwrap().expect("a server is there").ask(&request).unwrap_err();
+    assert!(error.to_string().contains("older build that would lose them"), "{error}");
+}
+
+#[test]
+fn a_takeover_that_fails_loses_neither_what_waits_nor_the_policy() {
+    let below = Below::new();
+    let served = below.serve("");
+    let (_device, mut queue) = simple_guest(&below.path("v"));
+    ok(below.dir(), &["on-error", "c", "pause", "--pause-at-most", "90s"]);
+    below.refuse(ENOSPC);
+    submit_write(&mut queue, 0, 0, 5);
+    below.waiting();
+    refuses_older_build(&below);
+    below.waiting();
+    let disk = json(below.dir(), &["show", "c"]);
+    assert_eq!((&disk["on_error"], &disk["pause_at_most_s"]), (&"pause".into(), &90.0.into()));
     below.refuse(0);
     assert_eq!(error_of(&mut queue), None);
     assert_reads(&mut queue, 0, 0, 5);

@@ -38,7 +38,9 @@ const MAX_LINE_BYTES: usize = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The layout of a takeover's messages, as docs/control.md describes it. Layout 0 has no `Begin`.
-pub const LAYOUT: u32 = 1;
+pub const LAYOUT: u32 = 2;
+/// The first layout in which a connection's state may have requests that were left undone.
+pub const LAYOUT_OF_LEFT: u32 = 2;
 
 fn is_zero(number: &u32) -> bool {
     *number == 0

@@ -310,6 +310,23 @@ pub fn flush(engine: &Engine, disks: &[Open], bound: Duration) -> Result<()> {
     })
 }
 
+/// The policy of each disk as it is now, by the disk's name.
+pub fn policies(disks: &[Open]) -> Vec<(String, Policy)> {
+    let of = |open: &Open| Some((open.name.clone(), open.disk.troubles()?.policy()));
+    disks.iter().filter_map(of).collect()
+}
+
+/// Gives each disk its policy of `policies`, if there is one.
+pub fn set_policies(disks: &[Open], policies: &[(String, Policy)]) {
+    for open in disks {
+        if let (Some(troubles), Some((_, policy))) =
+            (open.disk.troubles(), policies.iter().find(|(name, _)| *name == open.name))
+        {
+            troubles.set_policy(*policy);
+        }
+    }
+}
+
 /// Has requests that wait for trouble to pass end without an answer, and no request wait any more: the disks are about to be
 /// closed, and the next server does these requests.
 pub fn leave_waiting<'a>(disks: impl IntoIterator<Item = &'a Open>) {

@@ -17,7 +17,7 @@ use super::fronts::{Fronts, Role};
 use super::identity::{self, Exported};
 use super::server::Server;
 use super::takeover;
-use crate::log::complain;
+use crate::panics;
 use crate::process::Process;
 
 /// How often the disks are opened again after a failed takeover, each time with the patience that a busy disk is given.
@@ -98,7 +98,7 @@ impl Server {
         }
         disks::leave_waiting(&self.disks);
         let connections = within("what is in flight is not answered", DRAIN_BOUND, || fronts.hand_over());
-        let (sizes, served) = (self.sizes(), disks::exported(&self.disks));
+        let (sizes, served, policies) = (self.sizes(), disks::exported(&self.disks), disks::policies(&self.disks));
         if let Err(error) = self.close_disks() {
             // Data that a guest believes to be durable may be lost, so the guest must not go on as if nothing had happened.
             let _ = link.send(&Answer::Error(format!("a disk could not be closed: {error}")), &[]);
@@ -134,6 +134,7 @@ impl Server {
                 Err(error) => return Err(error),
             }
         };
+        disks::set_policies(&self.disks, &policies);
         self.listen(shares)?;
         self.adopt(connections);
         tracing::warn!("this server goes on");
@@ -174,9 +175,9 @@ fn within<T>(trouble: &str, bound: Duration, step: impl FnOnce() -> T) -> T {
     let trouble = trouble.to_owned();
     let watch = move || {
         if is_over.recv_timeout(bound) == Err(RecvTimeoutError::Timeout) {
-            complain(format_args!(
-                "{trouble} after {} s of a takeover: this server ends at once. Guests wait, and go on with the next server on the \
-                 same sockets",
+            panics::say(&format!(
+                "spile: {trouble} after {} s of a takeover: this server ends at once. Guests wait, and go on with the next server on \
+                 the same sockets\n",
                 bound.as_secs()
             ));
             std::process::exit(1);

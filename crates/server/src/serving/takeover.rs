@@ -23,7 +23,7 @@ use std::time::Duration;
 use spile_core::{Disk as _, Error, ErrorKind, Result, ResultExt};
 use spile_front_vhost::Handover;
 
-use super::control::{Answer, LAYOUT, Link, MAX_FDS, NOT_UNDERSTOOD, Request, unexpected};
+use super::control::{Answer, LAYOUT, LAYOUT_OF_LEFT, Link, MAX_FDS, NOT_UNDERSTOOD, Request, unexpected};
 use super::disks::{self as open_disks, Open};
 use super::fronts::{Listening, Role};
 use super::identity::{self, Exported};
@@ -211,7 +211,7 @@ pub fn compare_disks(ours: &[Exported], listening: &[Listening], theirs: Option<
 /// Gives shares of everything to the successor.
 ///
 /// # Errors
-/// When it is gone or takes nothing.
+/// When it is gone or takes nothing; `Unsupported` when it is an older build and would never do a guest's requests that wait.
 pub fn give(
     link: &Link,
     layout: u32,
@@ -219,6 +219,11 @@ pub fn give(
     listening: &[Listening],
     connections: &[(String, Handover)],
 ) -> Result<()> {
+    if layout < LAYOUT_OF_LEFT && connections.iter().any(|(_, handover)| handover.state.has_left()) {
+        let what =
+            "requests of a guest wait for trouble to pass, and the successor is an older build that would lose them";
+        return Err(Error::new(ErrorKind::Unsupported, what).hint("try again when nothing waits (`spile ls`)"));
+    }
     if layout > 0 {
         link.send(&Answer::Begin { layout: layout.min(LAYOUT), sizes }, &[])?;
     }
