@@ -259,6 +259,20 @@ fn a_leaf_of_another_parent_is_refused() {
 }
 
 #[test]
+fn a_leaf_that_would_make_the_chain_too_long_is_refused_and_stays_as_it_is() {
+    let (world, graph) = world_with(FILE, 1);
+    let long = graph.with_layers(vec![graph.handles()[0].clone(); spile_image::MAX_LAYERS]).unwrap();
+    let leaf = new_leaf(&world, &graph, 2, FILE);
+    world.env.runs_beside.store(true, Relaxed);
+    let file = world.files.file(leaf_path(2));
+    let before = file.bytes(0, file.len() as usize);
+    let error = block_on(long.with_leaf(leaf)).err().unwrap();
+    run_beside();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    assert!(file.bytes(0, file.len() as usize) == before);
+}
+
+#[test]
 fn parents_alone_are_a_read_only_disk() {
     let (world, old) = world_with(FILE, 2);
     let all = read(&*old, 0..SIZE);

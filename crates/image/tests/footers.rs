@@ -4,6 +4,7 @@
 mod support;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use spile_core::{Disk, ErrorKind};
 use spile_image::OpenOptions;
@@ -332,6 +333,52 @@ fn a_file_that_is_two_disks_at_once_is_refused() {
     let error = world.refused(A, ErrorKind::Corrupt, "ends as a fixed VHD");
     assert!(error.hint_text().unwrap().contains("--format raw"));
     assert!(file.bytes(0, file.len() as usize) == before);
+}
+
+/// A closed image of 8 MiB whose last sector is the last one of its only block; and the footer of a fixed disk that goes
+/// into such an image.
+fn with_a_block_at_the_end() -> (World, Arc<MemFile>, [u8; 512]) {
+    let world = World::new();
+    let file = world.vhd(A, DiskType::Dynamic, 8 * MIB, BLOCK);
+    let disk = world.open(A);
+    write(&disk, 6 * MIB, &pattern(6, 2 << 20));
+    block_on(disk.close()).unwrap();
+    let fixed = Footer { disk_type: DiskType::Fixed, data_offset: None, current_size_bytes: MIB, ..footer_of(&file) };
+    (world, file, fixed.to_bytes())
+}
+
+#[test]
+fn a_file_that_fails_to_grow_never_ends_with_a_guests_bytes() {
+    for killed in [true, false] {
+        let (world, file, forged) = with_a_block_at_the_end();
+        let disk = world.open(A);
+        write(&disk, 8 * MIB - 512, &forged);
+        file.is_full.store(true, Relaxed);
+        let whole = spile_core::Extent::new(0, 512).unwrap();
+        let data = spile_core::Segments::copied(&[1; 512]);
+        assert_eq!(block_on(disk.write(whole, &data, false)).unwrap_err().kind(), ErrorKind::NoSpace);
+        match killed {
+            true => drop(disk),
+            false => block_on(disk.close()).unwrap(),
+        }
+        let (first, end) = footers(&file);
+        assert!(first == end, "killed: {killed}");
+        let disk = world.open(A);
+        assert_eq!(read(&disk, 8 * MIB - 512..8 * MIB), forged);
+    }
+}
+
+#[test]
+fn a_close_fails_when_there_is_no_room_for_the_only_footer_at_the_end() {
+    let (world, file, forged) = with_a_block_at_the_end();
+    file.set_len(file.len() - 512);
+    let disk = world.open(A);
+    write(&disk, 8 * MIB - 512, &forged);
+    file.is_full.store(true, Relaxed);
+    assert_eq!(block_on(disk.close()).unwrap_err().kind(), ErrorKind::NoSpace);
+    file.is_full.store(false, Relaxed);
+    block_on(disk.close()).unwrap();
+    assert_eq!(read(&world.open(A), 8 * MIB - 512..8 * MIB), forged);
 }
 
 #[test]

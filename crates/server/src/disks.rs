@@ -141,7 +141,7 @@ pub fn split_commas(text: &str) -> Vec<String> {
 }
 
 /// Opens the disk of `source` with its parents. A disk that is opened for writing must be no image's parent itself, as far as
-/// its folder tells, unless the options allow that.
+/// its folder tells, unless the options allow that. Nothing begins to prepare its writes before [`Graph::begin`].
 ///
 /// # Errors
 /// As [`Graph::open`]; `Denied` for a parent.
@@ -150,7 +150,6 @@ pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> 
     if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {
         family::refuse_parent(&disk).await?;
     }
-    disk.begin();
     Ok(disk)
 }
 

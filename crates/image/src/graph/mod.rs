@@ -98,9 +98,10 @@ impl<S: Store> Graph<S> {
     /// `Unsupported` when the chain would be too long; `Corrupt` when `leaf` names another parent than the leaf of now.
     pub async fn with_leaf(&self, leaf: Arc<GraphLayer<S>>) -> Result<Self> {
         check_parent(leaf.image(), self.leaf()).await?;
-        leaf.image().begin();
         let layers = [leaf].into_iter().chain(self.layers.iter().cloned()).collect();
-        self.with_layers(layers)
+        let graph = self.with_layers(layers)?;
+        graph.begin();
+        Ok(graph)
     }
 
     /// A graph of these layers, leaf first. What is known of the parents of this graph is kept where it holds for the new

@@ -134,6 +134,8 @@ pub struct MemFile {
     pub syncs: AtomicU64,
     /// Every operation that changes the file fails while this is set.
     pub fails: AtomicBool,
+    /// Every operation that makes the file longer fails while this is set.
+    pub is_full: AtomicBool,
     /// The next read at this offset gets its bytes, but does not end before `lets_read_go`; for tests that poll by
     /// hand.
     pub held_read: AtomicU64,
@@ -267,6 +269,13 @@ impl MemStore {
         }
     }
 
+    fn check_room(&self, end: u64) -> Result<()> {
+        match self.file.is_full.load(Ordering::Relaxed) && end > self.file.len() {
+            true => Err(self.fail(ErrorKind::NoSpace, "injected", end)),
+            false => Ok(()),
+        }
+    }
+
     async fn pause(&self) {
         if self.file.kind.slow {
             let mut pending = true;
@@ -331,6 +340,7 @@ impl Store for MemStore {
     async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
         self.begin_change(offset.0).await?;
         self.check_aligned(offset.0, from, via);
+        self.check_room(offset.0 + from.len() as u64)?;
         let mut content = self.file.lock();
         if self.file.kind.is_device && offset.0 + from.len() as u64 > content.len {
             return Err(self.fail(ErrorKind::OutOfRange, "write past the end of the device", offset.0));
@@ -367,6 +377,7 @@ impl Store for MemStore {
 
     async fn set_len(&self, len_bytes: u64) -> Result<()> {
         self.begin_change(len_bytes).await?;
+        self.check_room(len_bytes)?;
         assert!(!self.file.kind.is_device, "a device was asked to change its length");
         self.file.lock().set_len(len_bytes);
         Ok(())
@@ -413,6 +424,7 @@ impl MemFiles {
             largest_read_bytes: AtomicU64::new(0),
             syncs: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            is_full: AtomicBool::new(false),
             held_read: AtomicU64::new(NO_READ),
             lets_read_go: AtomicBool::new(false),
             is_local: AtomicBool::new(true),

@@ -52,6 +52,9 @@ impl Server {
             self.disks.push(open);
             self.listen_on(addresses)
         });
+        if let (Ok(()), Some(open)) = (&added, self.disks.last()) {
+            disks::begin(&self.engine, std::slice::from_ref(open));
+        }
         if added.is_err() {
             self.opening.remove(&name);
             self.fronts.end(std::slice::from_ref(&name));

@@ -289,6 +289,19 @@ fn layer(info: &LayerInfo) -> Layer {
     }
 }
 
+/// Begins what the first writes to the disks would wait for. It changes images, so it is done once the disks are sure to be
+/// served.
+pub fn begin(engine: &Engine, disks: &[Open]) {
+    for open in disks {
+        let disk = open.disk.clone();
+        engine.spawn_on(0, move || async move {
+            if let Some(graph) = disk.graph_now() {
+                graph.begin();
+            }
+        });
+    }
+}
+
 /// Flushes the disks, so that closing them soon after takes little time. It does not wait for trouble to pass. After `bound` nobody waits any more; the flushes go on.
 ///
 /// # Errors
@@ -402,6 +415,34 @@ mod tests {
         assert!(open.identity.is_same(&before) && !open.identity.is_same(&opening.identity_of(&spec)));
         close(&engine, vec![open], Ok(())).unwrap();
         engine.shutdown();
+    }
+
+    #[test]
+    fn an_image_is_prepared_for_writes_once_it_is_sure_to_be_served() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.vhd");
+        let start = || Engine::start(spile_engine::Config { workers: 1, ..Default::default() }).unwrap();
+        let (engine, made) = (start(), path.clone());
+        let create = move || async move {
+            let store = spile_store::OsFiles::new(CacheMode::Page).create(&made, 0)?;
+            let new = spile_image::create::NewImage { size_bytes: 64 << 20, subformat: None, parent: None };
+            Format::of(&made, None)?.create(&store, &spile_engine::OsEnv, &new).await
+        };
+        engine.run_on(0, create).unwrap();
+        engine.shutdown();
+        let len_bytes = || std::fs::metadata(&path).unwrap().len();
+        let before = len_bytes();
+        let spec = path.display().to_string().parse().unwrap();
+        let opening = Opening::new(None, CacheMode::Page, Vec::new()).with_disks(vec![spec]);
+        for is_served in [false, true] {
+            let (engine, mut disks) = (start(), Vec::new());
+            opening.open(&engine, &mut disks, &[]).unwrap();
+            if is_served {
+                begin(&engine, &disks);
+            }
+            engine.shutdown();
+            assert_eq!(len_bytes() > before, is_served);
+        }
     }
 
     #[test]

@@ -135,6 +135,7 @@ impl Server {
             }
         };
         disks::set_policies(&self.disks, &policies);
+        disks::begin(&self.engine, &self.disks);
         self.listen(shares)?;
         self.adopt(connections);
         tracing::warn!("this server goes on");

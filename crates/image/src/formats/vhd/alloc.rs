@@ -120,6 +120,15 @@ impl Alloc {
         state.tail_is_clean || state.footers.trailing_is_gone
     }
 
+    /// True when the file may not end with a footer.
+    pub(crate) fn trailing_is_gone(&self) -> bool {
+        self.lock().footers.trailing_is_gone
+    }
+
+    fn set_trailing_is_gone(&self, is_gone: bool) {
+        self.lock().footers.trailing_is_gone = is_gone;
+    }
+
     /// Where the file may end at the earliest, given the end of what is in use.
     pub(crate) fn end_for(&self, used_end: u64) -> u64 {
         self.lock().keep_end.max(used_end).next_multiple_of(SECTOR)
@@ -374,21 +383,53 @@ impl<S: Store> Sparse<S> {
             let state = self.alloc.lock();
             (state.next_free, state.tail_is_clean)
         };
-        if !tail_is_clean {
-            // An earlier process may have left bytes behind the last block: cut them off, so that the file grows zeroes.
-            // The trailing footer goes with them, so the copy must be whole.
-            self.mend_copy().await?;
-            self.alloc.lock().footers.trailing_is_gone = true;
-            self.store.set_len(next_free).await?;
-        }
         let places = self.places(next_free..u64::MAX, count);
         let Some(&last) = places.last() else { return Err(self.no_space()) };
+        let footer_at = next_free.next_multiple_of(SECTOR);
+        if !tail_is_clean {
+            self.clean_tail(footer_at).await?;
+        }
         let end = self.layout.block_end(last);
+        if let Err(error) = self.lengthen(end).await {
+            self.take_back(footer_at).await;
+            return Err(error);
+        }
+        self.finish_step(places.into_iter().map(|sector| Ready { sector, zeroed: true }).collect(), end);
+        Ok(())
+    }
+
+    /// Ends the file with a footer at `at`, behind the last block, and has the copy at the start whole. An earlier process may
+    /// have left bytes there: they are cut off, so that the file grows zeroes. The footer is durable before the cut, so that the
+    /// file never ends with a block: a guest may have written what looks like a footer there.
+    async fn clean_tail(&self, at: u64) -> Result<()> {
+        self.mend_copy().await?;
+        if self.store.len_bytes() == at + SECTOR && !self.alloc.trailing_is_gone() {
+            return Ok(());
+        }
+        self.alloc.set_trailing_is_gone(true);
+        self.write_footer_at(at).await?;
+        self.store.sync().await?;
+        self.store.set_len(at + SECTOR).await?;
+        self.alloc.set_trailing_is_gone(false);
+        Ok(())
+    }
+
+    /// Moves the end of the file, with its footer, to `end`.
+    async fn lengthen(&self, end: u64) -> Result<()> {
+        self.alloc.set_trailing_is_gone(true);
         self.store.set_len(end + SECTOR).await?;
         self.write_footer_at(end).await?;
         self.store.sync().await?;
-        self.finish_step(places.into_iter().map(|sector| Ready { sector, zeroed: true }).collect(), end);
+        self.alloc.set_trailing_is_gone(false);
         Ok(())
+    }
+
+    /// Ends the file again where it ended before it was to grow, with the footer at `footer_at`. When that fails, the file ends
+    /// with zeroes, and the copy at the start counts.
+    async fn take_back(&self, footer_at: u64) {
+        if self.store.set_len(footer_at + SECTOR).await.is_ok() {
+            self.alloc.set_trailing_is_gone(false);
+        }
     }
 
     /// Writes the footer's copy at the start anew, and durably, if it was bad.

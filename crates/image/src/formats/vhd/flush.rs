@@ -155,10 +155,13 @@ impl<S: Store> Sparse<S> {
     }
 
     /// As [`Self::end_file`]. Everything is durable before it, and no reader needs what it writes: a full file system is no failure.
-    /// The file then keeps unused space at its end, or an invalid batmap, and a check says so.
+    /// The file then keeps unused space at its end, or an invalid batmap, and a check says so. It is a failure where the file has no
+    /// footer at its end: a guest may have written what looks like one there.
     async fn end_file_if_room(&self) -> Result<()> {
         match self.end_file().await {
-            Err(error) if error.kind() == ErrorKind::NoSpace => self.store.sync().await,
+            Err(error) if error.kind() == ErrorKind::NoSpace && !self.alloc.trailing_is_gone() => {
+                self.store.sync().await
+            }
             ended => ended,
         }
     }
