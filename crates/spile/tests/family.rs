@@ -25,9 +25,9 @@ fn a_child_is_not_made_where_no_command_would_find_its_parent() {
     ok(dir, &["create", "leaf/d.vhd", "--parent", "leaf/c.vhd", "--allow-parents", "base"]);
 }
 
-/// Serves these, and ends that at once; or what was said against it.
+/// Serves these and ends in order, so that no file is locked any more; or what was said against it.
 fn opens(dir: &Path, args: &[&str]) -> Result<(), String> {
-    Served::try_start(dir, &[args, &["--control", "none"]].concat()).map(drop)
+    Served::try_start(dir, &[args, &["--control", "none"]].concat()).map(|served| assert!(served.terminate().success()))
 }
 
 #[test]
