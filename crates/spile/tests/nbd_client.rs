@@ -58,7 +58,7 @@ fn a_disk_is_converted_onto_an_export() {
     let served = Served::start(dir, &["old.raw"]);
     let uri = served.uri().to_string();
     let report = json(dir, &["convert", "source.vhd", &uri]);
-    assert_eq!((&report["format"], &report["size_bytes"]), (&"raw".into(), &(6 * MIB).into()), "{report}");
+    assert_eq!((&report["format"], &report["virtual_size_bytes"]), (&"raw".into(), &(6 * MIB).into()), "{report}");
     let same = ok(dir, &["compare", "source.raw", &uri]);
     assert!(same.contains("the longer one's rest reads as zeroes"), "{same}");
     assert!(served.terminate().success());
@@ -76,7 +76,7 @@ fn what_cannot_be_converted_onto_an_export_is_refused_before_anything_is_written
     let served = Served::start(dir, &["small.raw"]);
     let uri = served.uri().to_string();
     let err = fails(dir, 1, &["convert", "source.raw", &uri]);
-    assert!(err.contains("the export has 1 MiB") && err.contains("2097152 bytes at least"), "{err}");
+    assert!(err.contains("it has 1 MiB, and the disk 2 MiB") && err.contains("2097152 bytes at least"), "{err}");
     let err = fails(dir, 1, &["convert", "source.raw", &uri, "--to", "vhd"]);
     assert!(err.contains("only be overwritten as a raw disk"), "{err}");
     assert!(served.terminate().success());
