@@ -106,6 +106,45 @@ fn no_write_waits_while_the_journal_is_retired() {
 }
 
 #[test]
+fn places_in_gaps_are_prepared_beside_requests_and_a_few_at_a_time() {
+    let world = World::new();
+    let blocks = 1024;
+    world.vhd(A, DiskType::Dynamic, blocks * 4096, 4096);
+    let disk = world.open(A);
+    for block in 0..blocks {
+        write(&disk, block * 4096, &pattern(block, 4096));
+    }
+    // All but the last block leave a gap.
+    block_on(disk.discard(Extent::from_range(0..(blocks - 1) * 4096))).unwrap();
+    block_on(disk.close()).unwrap();
+    let (file, disk) = in_use(&world);
+    assert_eq!(run_beside(), 0);
+    let used = 512;
+    for block in 0..used {
+        assert!(writes_at_once(&disk, block * 4096), "block {block} waits");
+        run_beside();
+    }
+    // While nothing is prepared beside them, no more writes find a place than one or two steps have.
+    file.holds_syncs.store(true, Relaxed);
+    let at_once = (used..blocks - 1).take_while(|block| writes_at_once(&disk, block * 4096)).count();
+    assert!(at_once <= 256, "{at_once} places were ready");
+    file.holds_syncs.store(false, Relaxed);
+    while run_beside() > 0 {}
+    block_on(disk.close()).unwrap();
+}
+
+#[test]
+fn a_close_waits_until_nothing_beside_requests_has_the_file() {
+    let world = World::new();
+    world.vhd(A, DiskType::Dynamic, 1 << 30, BLOCK);
+    let (_file, disk) = in_use(&world);
+    let mut closing = pin!(disk.close());
+    assert!(poll_once(closing.as_mut()).is_pending());
+    assert_eq!(run_beside(), 0);
+    assert!(poll_once(closing.as_mut()).is_ready());
+}
+
+#[test]
 fn a_close_waits_for_what_runs_beside_requests() {
     let world = World::new();
     world.vhd(A, DiskType::Dynamic, 1 << 30, BLOCK);

@@ -26,7 +26,8 @@ const DEVICE_STEP_MAX_BYTES: u64 = 1 << 30;
 /// The most blocks of a step: each is kept in memory until it is used.
 const STEP_MAX_BLOCKS: u64 = 32 << 10;
 
-/// So many released blocks are used again before the file grows, however large the step would be.
+/// So many released blocks are used again before the file grows, however large the step would be. A step in gaps has no more
+/// either, as each of its places is emptied by itself.
 const RECYCLED_AT_ONCE: u64 = 128;
 
 /// The most blocks that one flush punches, so that a guest's flush after a large discard does not wait for all of it.
@@ -105,6 +106,13 @@ pub(crate) struct AllocState {
 pub(crate) struct FooterState {
     pub copy_is_bad: bool,
     pub trailing_is_gone: bool,
+}
+
+impl AllocState {
+    /// Takes what is ready for the size of a step: when half of it is used up, the next step is prepared.
+    fn note_step(&mut self) {
+        self.step_blocks = self.ready.len() as u64;
+    }
 }
 
 impl Alloc {
@@ -271,7 +279,9 @@ impl<S: Store> Sparse<S> {
     /// new space.
     async fn prepare_step(&self, count: u64) -> Result<()> {
         self.settle().await?;
-        if self.recycle((count / 4).clamp(1, RECYCLED_AT_ONCE)).await? || self.prepare_gaps(count).await? {
+        if self.recycle((count / 4).clamp(1, RECYCLED_AT_ONCE)).await?
+            || self.prepare_gaps(count.min(RECYCLED_AT_ONCE)).await?
+        {
             return Ok(());
         }
         match self.store.info().grows_zeroed {
@@ -304,7 +314,9 @@ impl<S: Store> Sparse<S> {
         for _ in 0..3 {
             self.flush().await?;
         }
-        Ok(!self.alloc.lock().ready.is_empty())
+        let mut state = self.alloc.lock();
+        state.note_step();
+        Ok(!state.ready.is_empty())
     }
 
     /// Makes places in the gaps that earlier sessions left, once these are settled. True when there were any.
@@ -319,6 +331,7 @@ impl<S: Store> Sparse<S> {
         }
         self.store.sync().await?;
         self.alloc.add_ready(ready);
+        self.alloc.lock().note_step();
         Ok(true)
     }
 

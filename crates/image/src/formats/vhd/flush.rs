@@ -141,6 +141,13 @@ impl<S: Store> Sparse<S> {
     /// Rule 6: leaves the file as other programs expect it; the image can still be read. No request that changes it may be
     /// in flight. Reads and flushes may: those of a graph in which it is a parent.
     pub(super) async fn seal(&self) -> Result<()> {
+        let sealed = self.seal_now().await;
+        // Work that has nothing left to do still has the file open, and its lock.
+        self.beside.wait_for_none().await;
+        sealed
+    }
+
+    async fn seal_now(&self) -> Result<()> {
         // What runs beside requests ends first, and nothing begins behind it.
         let _preparing = self.alloc.preparing().await;
         self.flush().await?;
