@@ -340,6 +340,10 @@ fn admit<D: Disk>(shared: &Arc<ServerState<D>>, fd: OwnedFd) -> Result<()> {
     start(shared, channel, session, place)
 }
 
+/// Connections that have lost their places are here for a moment. So many of them, and as many as there are places, turn no newcomer
+/// away.
+const ENDING_AT_ONCE: usize = 16;
+
 /// A place for a front end that connects. When all are taken, the connection that has gone least far gives up its own, if no guest
 /// has shared memory by it: first those on which nothing was agreed, then the oldest. Such connections are a mistake, or hostile.
 fn place_for<D: Disk>(shared: &Arc<ServerState<D>>, fd: &OwnedFd) -> Option<Place> {
@@ -353,7 +357,7 @@ fn place_for<D: Disk>(shared: &Arc<ServerState<D>>, fd: &OwnedFd) -> Option<Plac
         let is_idle = !is_hung_up(open.connection.channel.as_fd()) && !session.has_memory();
         is_idle.then(|| (session.has_agreed(), *id))
     };
-    let room = connections.open.len() < 2 * shared.config.max_connections;
+    let room = connections.open.len() < 2 * shared.config.max_connections + ENDING_AT_ONCE;
     let least = connections.open.iter().filter_map(progress).min().filter(|_| room);
     let Some((_, id)) = least else {
         shared.places.turn_away(Peer::of(fd));
