@@ -18,7 +18,7 @@ use spile_front_vhost::{Config, Server};
 use spile_lab::GuestQueue;
 use spile_lab::vhost::{Device, DeviceOptions, Op, Queue, QueueOptions, STATUS_OK};
 use spile_store::{CacheMode, FileStore, NullStore};
-use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, Stats, StatsAlloc};
 
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
@@ -59,6 +59,13 @@ fn warm_up(queue: &mut Queue, op: Op, sleep: bool) {
     }
 }
 
+/// What 5,000 requests allocate.
+fn change_of(queue: &mut Queue, op: Op, sleep: bool) -> Stats {
+    let region = Region::new(ALLOCATOR);
+    run(queue, op, 5000, sleep);
+    region.change()
+}
+
 /// Counts what 5,000 requests of each kind allocate, after a warm-up.
 fn count(what: &str, kind: EngineKind, store: impl Store, options: &QueueOptions) {
     let config = EngineConfig { kind, workers: 1, pool_bytes: 1 << 20, ..EngineConfig::default() };
@@ -72,11 +79,12 @@ fn count(what: &str, kind: EngineKind, store: impl Store, options: &QueueOptions
     for sleep in [true, false] {
         for op in [Op::Read, Op::Write] {
             warm_up(&mut queues[0], op, sleep);
-            let region = Region::new(ALLOCATOR);
-            run(&mut queues[0], op, 5000, sleep);
-            let change = region.change();
-            let counted = (change.allocations, change.reallocations, change.deallocations);
-            assert_eq!(counted, (0, 0, 0), "{what} on {kind}, {op:?}, sleep: {sleep}: {change:?}");
+            // A list that is longer than ever before, because the host was busy, grows once; requests that allocate do so
+            // each time.
+            let changes: Vec<_> = (0..5).map(|_| change_of(&mut queues[0], op, sleep)).collect();
+            let is_none =
+                |change: &Stats| (change.allocations, change.reallocations, change.deallocations) == (0, 0, 0);
+            assert!(changes.iter().any(is_none), "{what} on {kind}, {op:?}, sleep: {sleep}: {changes:?}");
         }
     }
     drop((queues, device));

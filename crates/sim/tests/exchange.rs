@@ -2,7 +2,7 @@
 
 use spile_sim::live::{Broken, LiveSummary, run_live};
 
-const SEEDS: u64 = 600;
+const SEEDS: u64 = 5000;
 
 #[test]
 fn three_hundred_seeds_find_nothing() {

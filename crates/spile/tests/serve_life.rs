@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::guests::{complains, rest_of_stderr};
 use common::mount::Mount;
-use common::nbd::{Client, raw_connection, read_request};
+use common::nbd::{Client, raw_connection, raw_connection_to, read_request};
 use common::xen::{Xen, request};
 use common::{Served, engines, eventually, fails, ok, run, spile};
 use nix::sys::signal::{Signal, kill};
@@ -247,7 +247,7 @@ fn a_request_for_which_there_is_no_memory_fails_and_no_other() {
     let mut command = spile();
     // Else the C library sets addresses aside for each thread, which the limit below would not stop it from using.
     command.env("MALLOC_ARENA_MAX", "1").current_dir(dir.path());
-    command.args(["serve", "null:64M", "--workers", "1", "--nbd", "unix:n"]);
+    command.args(["serve", "null:64M,name=a", "null:64M,name=b", "--workers", "1", "--nbd", "unix:n"]);
     let mut served = Served::spawn(&mut command, dir.path().join("n")).unwrap();
     let pid = served.child.id();
     let client = Client::connect(&served.uri()).unwrap();
@@ -259,17 +259,21 @@ fn a_request_for_which_there_is_no_memory_fails_and_no_other() {
         let maximum = getrlimit(Resource::As).maximum;
         prlimit(rustix::process::Pid::from_raw(pid as i32), Resource::As, Rlimit { current, maximum }).unwrap();
     };
-    // The worker's pool has 64 MiB; half of what is asked for has to come from elsewhere.
-    limit(Some((size_kib << 10) + (17 << 20)));
-    let mut clients = [takes_nothing(&served), takes_nothing(&served)];
-    let mut errors = Vec::new();
+    limit(Some((size_kib << 10) + (4 << 20)));
+    // The clients of two disks hold more than the 64 MiB of the worker's pool. The rest has to come from elsewhere.
+    let mut clients = ["a", "b"].map(|export| {
+        let mut stream = raw_connection_to(&served.socket, export);
+        (0..2).for_each(|cookie| stream.write_all(&read_request(cookie, 30 << 20)).unwrap());
+        stream
+    });
     std::thread::sleep(Duration::from_millis(500));
+    let mut errors = Vec::new();
     for stream in &mut clients {
         for _ in 0..2 {
             let mut header = [0; 16];
             stream.read_exact(&mut header).unwrap();
             let error = u32::from_be_bytes(header[4..8].try_into().unwrap());
-            let len_bytes = if error == 0 { 32 << 20 } else { 0 };
+            let len_bytes = if error == 0 { 30 << 20 } else { 0 };
             stream.read_exact(&mut vec![0; len_bytes]).unwrap();
             errors.push(error);
         }

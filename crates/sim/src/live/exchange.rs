@@ -178,13 +178,13 @@ impl Host {
                 oracle.end_flush(flushed);
             }
             let oracle = Rc::new(RefCell::new(oracle));
-            self.workload(old.clone(), &oracle).verify(rng.split(1), false).await;
+            self.workload(old.clone(), &oracle, false).verify(rng.split(1), false).await;
             match self.number_of(&old).await {
                 Ok(number) => numbers.push((disk, number)),
                 Err(error) => self.accept("the read of a number", &error),
             }
             pause(&mut rng, 200).await;
-            self.workload(old, &oracle).verify(rng.split(2), false).await;
+            self.workload(old, &oracle, false).verify(rng.split(2), false).await;
             match sealed {
                 Ok(()) => {
                     self.frozen.borrow_mut().push(Frozen { disk, generation, oracle });

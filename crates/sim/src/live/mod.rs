@@ -257,8 +257,11 @@ impl Host {
         run(executor, limit)?;
         self.world.set_faults(life.faults.clone());
         let nodes = nodes.take();
-        let all: Vec<_> =
-            nodes.iter().zip(&self.disks).map(|(node, disk)| self.workload(node.clone(), &disk.oracle)).collect();
+        let all: Vec<_> = nodes
+            .iter()
+            .zip(&self.disks)
+            .map(|(node, disk)| self.workload(node.clone(), &disk.oracle, self.waits.get()))
+            .collect();
         for work in &all {
             executor.spawn(work.clone().verify(Rng::new(rng.word()), false));
             for _ in 0..rng.between(1, 3) {
@@ -294,8 +297,8 @@ impl Host {
         assert!(allowed.contains(&size_bytes), "disk {disk} has {size_bytes} bytes, and not one of {allowed:?}");
     }
 
-    /// What the clients and the reader of everything need.
-    fn workload<D: Disk>(&self, disk: D, oracle: &Rc<RefCell<Oracle>>) -> Rc<Workload<Tail<D>>> {
+    /// What the clients and the reader of everything need. `waits`: the disk's requests wait for trouble to pass.
+    fn workload<D: Disk>(&self, disk: D, oracle: &Rc<RefCell<Oracle>>, waits: bool) -> Rc<Workload<Tail<D>>> {
         Rc::new(Workload {
             disk: Tail { disk, skipped_bytes: self.block_bytes.into() },
             world: self.world.clone(),
@@ -304,7 +307,7 @@ impl Host {
             faults_before: self.faults_before.get(),
             only_syncs_fail: self.only_syncs_fail.get(),
             is_exchanged: true,
-            waits: self.waits.get(),
+            waits,
             flush_failed: Cell::new(false),
         })
     }
@@ -318,7 +321,7 @@ impl Host {
         for (disk, generation, oracle) in frozen {
             let graph = self.open(disk, generation, true).await;
             let graph = graph.unwrap_or_else(|error| panic!("a frozen parent does not open: {error:?}"));
-            self.workload(graph, &oracle).verify(Rng::new(generation as u64), false).await;
+            self.workload(graph, &oracle, false).verify(Rng::new(generation as u64), false).await;
         }
     }
 

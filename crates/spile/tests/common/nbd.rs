@@ -89,10 +89,15 @@ impl Drop for Client {
 
 /// A socket after the handshake with the default export, for a client that does not behave.
 pub fn raw_connection(socket: &Path) -> UnixStream {
+    raw_connection_to(socket, "")
+}
+
+/// The same to an export of this name.
+pub fn raw_connection_to(socket: &Path, export: &str) -> UnixStream {
     let mut stream = UnixStream::connect(socket).unwrap();
     stream.read_exact(&mut [0; GREETING_BYTES]).unwrap();
     let mut out = 3u32.to_be_bytes().to_vec();
-    put_option(&mut out, option::GO, &go_data("", &[]));
+    put_option(&mut out, option::GO, &go_data(export, &[]));
     stream.write_all(&out).unwrap();
     loop {
         let mut head = [0; OPTION_REPLY_BYTES];
