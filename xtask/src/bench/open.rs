@@ -87,7 +87,7 @@ fn allocate(path: &Path, stride: u64) -> std::io::Result<()> {
 fn open_once(plan: &Plan, leaf: &Path) -> Result<(f64, f64)> {
     let socket = std::env::temp_dir().join(format!("spile-open-{}.sock", std::process::id()));
     let mut command = pinned(&server_cores(1), &plan.spile);
-    command.arg("serve").arg(leaf).arg("--nbd").arg(format!("unix:{}", socket.display()));
+    command.arg("serve").arg(leaf).arg("--write-parent").arg("--nbd").arg(format!("unix:{}", socket.display()));
     let begun = Instant::now();
     let server = Server::spawn(&mut command, socket, Front::Nbd)?;
     let time_ms = begun.elapsed().as_secs_f64() * 1e3;

@@ -150,7 +150,8 @@ fn command(plan: &Plan, side: &Side, image: &Path, socket: &Path) -> Command {
 
 fn spile(mut command: Command, front: Front, side: &Side, image: &Path, socket: &Path) -> Command {
     let cache = if side.cache == Cache::Direct { "direct" } else { "page" };
-    command.arg("serve").arg(image).args(["--cache", cache]);
+    // The images of a chain are measured one by one, so some are parents of others.
+    command.arg("serve").arg(image).args(["--cache", cache, "--write-parent"]);
     match front {
         Front::Nbd => command.arg("--nbd").arg(format!("unix:{}", socket.display())),
         Front::Vhost => command.arg("--vhost-user").arg(socket),
