@@ -5,27 +5,27 @@ use std::path::Path;
 
 use spile_core::{Files, OpenMode, Result};
 
-use crate::facts::LayerInfo;
 use crate::formats::Format;
+use crate::layer::Identity;
 
-/// True when the image at `path`, in the format that its extension says, names the image `parent` as its parent: by a path
-/// that leads to it, and by its identity if both formats keep one. Reads the image's header only, and takes no more from it
+/// True when the image at `path`, in the format that its extension says, names the image at `parent` as its parent: by a path
+/// that leads to it, and by its identity if the child expects one and `identity` is known. `parent` is a canonical path. Reads the image's header only, and takes no more from it
 /// than the names; the caller must not lock the files that it opens here, for a child may be in use.
 ///
 /// # Errors
 /// When the image cannot be opened or read.
-pub async fn is_child_of<F: Files>(files: &F, path: &Path, parent: &LayerInfo) -> Result<bool> {
+pub async fn is_child_of<F: Files>(files: &F, path: &Path, parent: &Path, identity: Option<Identity>) -> Result<bool> {
     let Some(format) = Format::from_extension(path).filter(|format| format.about().has_parents) else {
         return Ok(false);
     };
     let store = files.open(&path.into(), OpenMode::ReadOnly).await?;
     let Some(named) = format.named_parent(&store).await? else { return Ok(false) };
-    if matches!((named.identity, parent.identity), (Some(expected), Some(found)) if expected != found) {
+    if matches!((named.identity, identity), (Some(expected), Some(found)) if expected != found) {
         return Ok(false);
     }
     let folder = path.parent().unwrap_or(Path::new("/"));
     for name in &named.names {
-        if files.canonical(&folder.join(name)).await.is_ok_and(|found| found == parent.path) {
+        if files.canonical(&folder.join(name)).await.is_ok_and(|found| found == parent) {
             return Ok(true);
         }
     }

@@ -7,9 +7,10 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use spile_core::{Error, ErrorKind, Result, Store};
+use spile_core::{Error, ErrorKind, Files as _, Result, Store};
 use spile_engine::run_blocking;
-use spile_image::{Format, Graph, LayerInfo, is_child_of};
+use spile_image::layer::Identity;
+use spile_image::{Format, Graph, is_child_of};
 use spile_store::{CacheMode, OsFiles};
 
 /// The most names in a folder that are looked at.
@@ -25,24 +26,48 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// `Denied`, naming the child.
 pub async fn refuse_parent<S: Store>(disk: &Graph<S>) -> Result<()> {
     let Some(image) = disk.layers().into_iter().next().filter(|image| image.path.is_absolute()) else { return Ok(()) };
-    let path = image.path.clone();
-    let images = run_blocking(&image.path, move || neighbours(&path)).await;
+    match child_of(&image.path, image.identity).await {
+        None => Ok(()),
+        Some(child) => Err(is_a_parent(&image.path, &child).hint(
+            "open the child instead, or a new child of this disk (spile create --parent); or read this disk only; \
+             --write-parent if the child is of no use any more",
+        )),
+    }
+}
+
+/// Refuses to have another disk written over the file at `path`, whatever that holds, when an image in its folder names it as
+/// its parent.
+///
+/// # Errors
+/// `Denied`, naming the child; the system's when there is no such file.
+pub async fn refuse_lost_parent(path: &Path) -> Result<()> {
+    let whole = OsFiles::default().canonical(path).await?;
+    // What is in the file is not looked at: a child has lost its parent, too, when another image has taken its name.
+    match child_of(&whole, None).await {
+        None => Ok(()),
+        Some(child) => Err(is_a_parent(path, &child)
+            .hint("choose another place; or say --write-parent if the child is of no use any more")),
+    }
+}
+
+/// An image in the folder of the image at `path`, a canonical path, that names it as its parent.
+async fn child_of(path: &Path, identity: Option<Identity>) -> Option<PathBuf> {
+    let ours = path.to_owned();
+    let images = run_blocking(path, move || neighbours(&ours)).await;
     let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
     for (number, other) in images.iter().enumerate() {
         if Instant::now() > end {
             let left = images.len() - number;
-            tracing::warn!(
-                "{}: {left} images in its folder were not asked whether they are its children",
-                image.path.display()
-            );
-            break;
+            let path = path.display();
+            tracing::warn!("{path}: {left} images in its folder were not asked whether they are its children");
+            return None;
         }
         // An image that cannot be read cannot be used as a child either.
-        if is_child_of(&files, other, &image).await.unwrap_or(false) {
-            return Err(is_a_parent(&image, other));
+        if is_child_of(&files, other, path, identity).await.unwrap_or(false) {
+            return Some(other.clone());
         }
     }
-    Ok(())
+    None
 }
 
 /// The other images in the folder of `path` that can have parents.
@@ -59,10 +84,7 @@ fn neighbours(path: &Path) -> Vec<PathBuf> {
     paths.filter(may_be_child).take(MOST_IMAGES).collect()
 }
 
-fn is_a_parent(image: &LayerInfo, child: &Path) -> Error {
+fn is_a_parent(image: &Path, child: &Path) -> Error {
     let what = format!("{} is a child of this disk: what is written here would change it", child.display());
-    Error::new(ErrorKind::Denied, what).at_path(&image.path).hint(
-        "open the child instead, or a new child of this disk (spile create --parent); or read this disk only; \
-         --write-parent if the child is of no use any more",
-    )
+    Error::new(ErrorKind::Denied, what).at_path(image)
 }

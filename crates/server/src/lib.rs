@@ -9,7 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod disks;
-mod family;
+pub mod family;
 pub mod listen;
 pub mod log;
 pub mod notify;

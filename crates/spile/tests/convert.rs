@@ -86,10 +86,91 @@ fn a_file_is_overwritten_only_when_that_is_said() {
     ok(dir, &["compare", "a.raw", "b.vhd"]);
     assert_eq!(json(dir, &["check", "b.vhd"])["result"], "sound");
     assert_eq!(inode(), before, "it is the same file");
-    let said = fails(dir, 1, &["convert", "a.raw", "a.raw", "--onto"]);
-    assert!(said.contains("in use"), "{said}");
-    assert!(fs::read(dir.join("a.raw")).unwrap() == pattern(), "a disk onto itself is refused before anything is lost");
     fails(dir, 1, &["convert", "a.raw", "gone.raw", "--onto"]);
+}
+
+/// The conversion is refused with this exit code and these words, with locks and without, and `file` stays as it is.
+fn refused_unchanged(dir: &Path, args: &[&str], file: &str, code: i32, says: &str) {
+    let before = fs::read(dir.join(file)).unwrap();
+    for locks in [&[][..], &["--no-lock"]] {
+        let said = fails(dir, code, &[&["convert"], args, &["--onto"], locks].concat());
+        assert!(said.contains(says), "{args:?} {locks:?}: {said}");
+        assert!(fs::read(dir.join(file)).unwrap() == before, "{args:?} {locks:?}: {file} has changed");
+    }
+}
+
+#[test]
+fn no_layer_of_the_source_is_overwritten_under_any_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("base.raw"), pattern()).unwrap();
+    ok(dir, &["create", "p.vhd", "--parent", "base.raw"]);
+    ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
+    fs::create_dir(dir.join("other")).unwrap();
+    std::os::unix::fs::symlink("../base.raw", dir.join("other/link.raw")).unwrap();
+    fs::hard_link(dir.join("p.vhd"), dir.join("other/hard.vhd")).unwrap();
+    // --write-parent is for children other than the source.
+    let cases: [(&[&str], &str); 6] = [
+        (&["base.raw", "base.raw"], "base.raw"),
+        (&["c.vhd", "c.vhd"], "c.vhd"),
+        (&["c.vhd", "p.vhd", "--write-parent"], "p.vhd"),
+        (&["c.vhd", "base.raw", "--write-parent"], "base.raw"),
+        (&["c.vhd", "other/link.raw", "--write-parent"], "base.raw"),
+        (&["c.vhd", "other/hard.vhd", "--write-parent"], "p.vhd"),
+    ];
+    for (args, file) in cases {
+        refused_unchanged(dir, args, file, 2, "cannot be written over while it is copied");
+    }
+    // As stdout and stdin.
+    let open = |name: &str| fs::File::options().read(true).write(true).open(dir.join(name)).unwrap();
+    let mut out = spile();
+    out.args(["convert", "c.vhd", "-", "--no-lock"]).current_dir(dir).stdout(open("base.raw"));
+    let mut stdin = spile();
+    let mut part = open("base.raw");
+    std::io::Seek::seek(&mut part, std::io::SeekFrom::Start(512)).unwrap();
+    stdin.args(["convert", "-", "base.raw", "--size", "4M", "--onto", "--write-parent"]).current_dir(dir).stdin(part);
+    for mut command in [out, stdin] {
+        let output = command.stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(2) && said.contains("while it is copied"), "{said}");
+        assert!(fs::read(dir.join("base.raw")).unwrap() == pattern());
+    }
+}
+
+#[test]
+fn a_parent_is_overwritten_only_when_that_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), pattern()).unwrap();
+    for parent in ["p.vhd", "base.raw"] {
+        ok(dir, &["create", parent, "--size", "4M"]);
+        ok(dir, &["create", "c.vhd", "--parent", parent]);
+        std::os::unix::fs::symlink(dir.join(parent), dir.join("link")).unwrap();
+        refused_unchanged(dir, &["a.raw", parent], parent, 1, "c.vhd is a child of this disk");
+        refused_unchanged(dir, &["a.raw", "link", "--to", "raw"], parent, 1, "--write-parent");
+        ok(dir, &["convert", "a.raw", parent, "--onto", "--write-parent"]);
+        ok(dir, &["compare", "a.raw", parent]);
+        fs::remove_file(dir.join("c.vhd")).unwrap();
+        fs::remove_file(dir.join("link")).unwrap();
+        ok(dir, &["convert", "a.raw", parent, "--onto"]);
+    }
+    fails(dir, 2, &["convert", "a.raw", "new.raw", "--write-parent"]);
+}
+
+#[test]
+fn an_export_is_not_copied_onto_itself() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), pattern()).unwrap();
+    ok(dir, &["convert", "a.raw", "a.vhd"]);
+    // The file of a VHD as an export.
+    let served = common::Served::start(dir, &["a.vhd,format=raw", "--control", "none"]);
+    let uri = served.uri().to_string();
+    let before = fs::read(dir.join("a.vhd")).unwrap();
+    let said = fails(dir, 2, &["convert", "--from", "vhd", &uri, &uri]);
+    assert!(said.contains("while it is copied"), "{said}");
+    assert!(served.terminate().success());
+    assert!(fs::read(dir.join("a.vhd")).unwrap() == before);
 }
 
 #[test]
@@ -143,6 +224,15 @@ fn a_block_device_is_overwritten_with_the_disk_and_zeroes() {
     assert!(bytes[..4 << 20] == pattern() && bytes[4 << 20..].iter().all(|byte| *byte == 0));
     fs::write(dir.join("long.raw"), vec![1; 9 << 20]).unwrap();
     assert!(fails(dir, 1, &["convert", "long.raw", path, "--onto", "--to", "raw"]).contains("9437184 bytes at least"));
+    // The device under another name. A device that one program reads can be taken by another one, so the locks do not tell.
+    let link = dir.join("link");
+    std::os::unix::fs::symlink(path, &link).unwrap();
+    let before = fs::read(path).unwrap();
+    for locks in [&[][..], &["--no-lock"]] {
+        let onto = ["convert", path, "link", "--from", "raw", "--to", "vhd", "--onto"];
+        assert!(fails(dir, 2, &[&onto[..], locks].concat()).contains("while it is copied"));
+        assert!(fs::read(path).unwrap() == before);
+    }
     // A VHD on a device, over bytes that are not zero.
     fs::write(path, vec![7; 8 << 20]).unwrap();
     ok(dir, &["convert", "a.raw", path, "--onto", "--to", "vhd"]);

@@ -23,10 +23,10 @@ use super::{
     Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, parse_subformat, print_json,
     progress_bar,
 };
-use super::{say, space};
-use crate::disks;
+use super::{onto, say, space};
 use crate::signals::EndSignals;
 use crate::units::{format_size, parse_size};
+use crate::{disks, family};
 
 /// Copy a disk into a new one of another format, or onto something that is there already
 ///
@@ -35,8 +35,8 @@ use crate::units::{format_size, parse_size};
 /// a hidden file .spile-*.part). One that would not fit its file system fails before it begins.
 ///
 /// An NBD export (nbd://HOST:PORT/NAME, nbd+unix:///NAME?socket=PATH, or nbds for TLS) is overwritten, and so is a file or
-/// block device with --onto. An export or a raw device gets the bytes of SRC, and zeroes behind them; it must be as long as
-/// SRC at least. A conversion that fails leaves it half written.
+/// block device with --onto, but never one that SRC is read from. An export or a raw device gets the bytes of SRC, and zeroes
+/// behind them; it must be as long as SRC at least. A conversion that fails leaves it half written.
 ///
 /// A SRC of - is raw bytes from stdin, a DST of - raw bytes on stdout.
 #[derive(Debug, Args)]
@@ -58,6 +58,9 @@ pub struct ConvertArgs {
     /// Overwrite DST, a file or block device that is there
     #[arg(long)]
     onto: bool,
+    /// With --onto, write over DST although an image in its folder names it as its parent. That image is of no use then
+    #[arg(long, requires = "onto")]
+    write_parent: bool,
     /// The size of DST, at least that of SRC; the rest reads as zeroes. When SRC is a pipe, only a raw file can be made
     /// without it
     #[arg(long, value_parser = parse_size)]
@@ -92,6 +95,16 @@ enum Opened {
     Stdin,
 }
 
+impl Opened {
+    /// Refuses `dst` when it is what is read here.
+    fn refuse_onto(&self, dst: &Locator) -> Result<()> {
+        match self {
+            Self::Disk(disk) => onto::refuse_layers(disk.inner(), dst),
+            Self::Stdin => onto::refuse_stdin(dst),
+        }
+    }
+}
+
 /// What all ways of converting need, for the worker that does it.
 #[derive(Clone)]
 struct Work {
@@ -103,6 +116,7 @@ struct Work {
     size: Option<u64>,
     preallocate: bool,
     checks_space: bool,
+    write_parent: bool,
     /// DST as the user knows it.
     dst: PathBuf,
 }
@@ -174,6 +188,7 @@ fn work(args: &ConvertArgs, source: Source, to: Format) -> Work {
         size: args.size,
         preallocate: args.preallocate,
         checks_space: !args.no_space_check,
+        write_parent: args.write_parent,
         dst: args.dst.clone(),
     }
 }
@@ -204,7 +219,10 @@ fn into_new(args: &ConvertArgs, work: Work) -> Result<Converted> {
         (Source::Stdin, None) if work.to == Format::Raw && !work.preallocate => {
             stream::into_file(half.file()).map(Converted::whole)
         }
-        _ => on_engine(move || async move { work.fill_new(&path, Beneath::Zeroes).await }),
+        _ => on_engine(move || async move {
+            let source = work.open_source().await?;
+            work.fill_new(&source, &path, Beneath::Zeroes).await
+        }),
     };
     let converted = converted.map_err(|error| half.told_as(&args.dst, error))?;
     half.publish(&args.dst)?;
@@ -217,13 +235,21 @@ impl Converted {
     }
 }
 
-/// Makes the disk in a file or device that is there. Nothing of what it held is left.
+/// Makes the disk in a file or device that is there. Nothing of what it held is left. Before anything of it is changed, it is
+/// known that neither the source nor, unless told otherwise, another image needs it.
 fn onto_path(work: Work, path: &Path) -> Result<Converted> {
     let stat = path.metadata().map_err(|e| Error::io("cannot be found", e)).at_path(path)?;
     let _alone = space::is_block_device(&stat).then(|| claim(path)).transpose()?;
     let beneath = if space::is_block_device(&stat) { Beneath::Anything } else { Beneath::Zeroes };
     let path = path.to_owned();
-    on_engine(move || async move { work.fill_new(&path, beneath).await })
+    on_engine(move || async move {
+        let source = work.open_source().await?;
+        source.refuse_onto(&Locator::from(&path))?;
+        if !work.write_parent {
+            family::refuse_lost_parent(&path).await?;
+        }
+        work.fill_new(&source, &path, beneath).await
+    })
 }
 
 /// Takes a block device for this process alone, which the kernel refuses when it is mounted or part of another device.
@@ -273,15 +299,14 @@ impl Work {
     }
 
     /// Makes an image in the file or device at `path`, copies the source into it, and makes all of it durable.
-    async fn fill_new(&self, path: &Path, beneath: Beneath) -> Result<Converted> {
-        let source = self.open_source().await?;
-        let virtual_bytes = self.virtual_bytes(&source)?;
+    async fn fill_new(&self, source: &Opened, path: &Path, beneath: Beneath) -> Result<Converted> {
+        let virtual_bytes = self.virtual_bytes(source)?;
         let new = NewImage { size_bytes: virtual_bytes, subformat: self.subformat.clone(), parent: None };
-        let data_bytes = self.check_space(&source, &new, path).await?;
+        let data_bytes = self.check_space(source, &new, path).await?;
         self.create(path, &new, beneath).await?;
         let options = self.write_options();
         let dst = Aligned::new(disks::open(self.cache, &path.into(), &options).await?);
-        fill(&source, &dst, beneath, virtual_bytes, data_bytes).await
+        fill(source, &dst, beneath, virtual_bytes, data_bytes).await
     }
 
     /// Refuses what does not fit the file system of a new file. Returns how many bytes of data there seem to be.
@@ -330,6 +355,7 @@ fn onto_export(args: &ConvertArgs, work: Work, dst: Locator) -> Result<Converted
     }
     on_engine(move || async move {
         let source = work.open_source().await?;
+        source.refuse_onto(&dst)?;
         let options = work.write_options();
         let dst = Aligned::new(disks::open(work.cache, &dst, &options).await?);
         let least = if let Opened::Disk(disk) = &source { disk.info().size_bytes } else { 0 };
@@ -405,6 +431,7 @@ fn to_stdout(args: &ConvertArgs, source: Source) -> Result<Exit> {
     let (options, cache, size) = (args.read.read_only(args.from), args.cache, args.size);
     on_engine(move || async move {
         let disk = Aligned::new(disks::open(cache, &at, &options).await?);
+        onto::refuse_layers(disk.inner(), &Path::new("/proc/self/fd/1").into())?;
         let bytes = disk.info().size_bytes;
         if size.is_some_and(|size| size < bytes) {
             return Err(too_short(bytes, size.unwrap_or(0)));

@@ -16,6 +16,7 @@ mod load;
 mod map;
 mod measure;
 mod new_disk;
+mod onto;
 mod serve;
 mod space;
 mod stream;
