@@ -38,15 +38,18 @@ use smallvec::SmallVec;
 
 use crate::aio_context::{AioContext, Iocb};
 use crate::file_pool::{Job, Lane, Outbox};
-use crate::lanes::Owner;
 use crate::op::{Kind, Op};
 use crate::shared::{Counters, Message, WorkerLink, relock};
 use crate::shares::Shares;
 use crate::sys::{self, IoVecs};
 
-/// The most transfers of one worker that are in the kernel at a time; more wait. One store may have half of them (module
-/// `shares`). The system has a limit for all processes together (`fs.aio-max-nr`, usually 65536).
+/// The most transfers of one worker that are in the kernel at a time; more wait. The system has a limit for all processes together
+/// (`fs.aio-max-nr`, usually 65536).
 const MAX_TRANSFERS: u32 = 512;
+/// The places of which each store has a share (module `shares`). The rest is for the stores that find hardly any left.
+const SHARED_TRANSFERS: usize = 448;
+/// The transfers that each store may have in any case.
+const LEAST_TRANSFERS: usize = 4;
 /// With so many queued transfers a reactor starts them, and does not wait for the end of its turn. It is the number of
 /// entries that a ring of io_uring is given at a time (module `uring`), for the same reason.
 pub(crate) const SUBMIT_TRANSFERS: usize = 4;
@@ -111,7 +114,7 @@ impl Aio {
             context: Context::Untried,
             bell: sys::eventfd()?,
             queued: VecDeque::new(),
-            shares: Shares::new(MAX_TRANSFERS as usize),
+            shares: Shares::new(SHARED_TRANSFERS, LEAST_TRANSFERS),
             in_flight: 0,
             vectors: Box::new([const { SmallVec::new_const() }; BATCH]),
             batches: Vec::new(),
@@ -159,14 +162,14 @@ impl Aio {
 
     /// Queues the transfer `op` of this key: to start it, or to wait until others of its store have ended.
     pub(crate) fn queue(&mut self, key: u64, op: &Op) {
-        if self.shares.enter(owner_of(op), key) {
+        if self.shares.enter(op.fd.store, key) {
             self.queued.push_back(key);
         }
     }
 
     /// Takes note that a transfer has ended, or goes another way. Those that wait may start then.
     pub(crate) fn ended(&mut self, op: &Op) {
-        self.shares.leave(owner_of(op));
+        self.shares.leave(op.fd.store);
         while let Some(key) = self.shares.next() {
             self.queued.push_back(key);
         }
@@ -358,11 +361,6 @@ impl Write {
     }
 }
 
-/// The file system or device that does a transfer.
-fn owner_of(op: &Op) -> &Owner {
-    &op.fd.lane().expect("only transfers of files go by AIO").key().owner
-}
-
 /// Describes what is left of a transfer to the kernel. Several segments are described in `vectors`, which must not move
 /// until the transfer is started.
 fn control_block(key: u64, op: &Op, vectors: &mut IoVecs, bell: RawFd) -> Iocb {
@@ -451,8 +449,8 @@ mod tests {
         let all = 2 * u64::from(MAX_TRANSFERS) + 5;
         (0..all).for_each(|key| aio.queue(key, &write));
         aio.submit(&counters, &mut ended, |_| &write);
-        let share = MAX_TRANSFERS as usize / 2;
-        assert_eq!((aio.queued(), aio.shares.waiting()), (0, all as usize - share));
+        let share = SHARED_TRANSFERS / 2;
+        assert_eq!((aio.queued(), aio.shares.counts()), (0, (share, all as usize - share)));
         while ended.len() < all as usize {
             let before = ended.len();
             aio.reap(&counters, &mut ended);

@@ -64,6 +64,8 @@ pub(crate) struct Fd {
     pub(crate) id: u64,
     /// The index in the tables of registered files. Only files of stores have one.
     pub(crate) table_index: Option<u32>,
+    /// The number of the file system or device ([`Lane::store`]); 0 for sockets, for which it does not matter.
+    pub(crate) store: usize,
     /// True when it was opened with O_DIRECT.
     pub(crate) direct: bool,
     /// True for a regular file opened with O_DIRECT: a write may need space. A device has no holes.
@@ -98,6 +100,7 @@ impl Fd {
         let may_need_space = locked.is_some() && is_regular(&fd);
         Arc::new(Self {
             raw: fd.as_fd().as_raw_fd(),
+            store: fd.lane.as_ref().map_or(0, |lane| lane.store()),
             fd: Arc::new(fd),
             may_need_space,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),

@@ -81,12 +81,18 @@ fn lane_of(fd: &Fd) -> &Lane {
 pub(crate) struct Lane {
     pool: Arc<FilePool>,
     index: usize,
+    store: usize,
     key: LaneKey,
 }
 
 impl Lane {
     pub(crate) fn key(&self) -> &LaneKey {
         &self.key
+    }
+
+    /// The number of the file system or device of the file. No other has it as long as one of its lanes lasts.
+    pub(crate) fn store(&self) -> usize {
+        self.store
     }
 
     /// Has a helper thread call `call`.
@@ -152,8 +158,9 @@ impl FilePool {
 
     /// The lane of the file `key`.
     pub(crate) fn lane(self: &Arc<Self>, key: &LaneKey) -> Arc<Lane> {
-        let index = relock(&self.state).lanes.enter(key);
-        Arc::new(Lane { pool: self.clone(), index, key: key.clone() })
+        let lanes = &mut relock(&self.state).lanes;
+        let index = lanes.enter(key);
+        Arc::new(Lane { pool: self.clone(), index, store: lanes.group_of(index), key: key.clone() })
     }
 
     /// Queues the jobs.

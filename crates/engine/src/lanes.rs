@@ -165,6 +165,11 @@ impl<J> Lanes<J> {
         lane
     }
 
+    /// The number of the file system or device of a lane. No other has it until the last of its lanes is gone.
+    pub(crate) fn group_of(&self, lane: usize) -> usize {
+        self.lanes[lane].group
+    }
+
     /// A user has gone. Its jobs are done all the same.
     pub(crate) fn leave(&mut self, lane: usize) {
         self.lanes[lane].users -= 1;

@@ -37,6 +37,7 @@ mod spin;
 mod sys;
 mod time;
 mod uring;
+mod uring_slot;
 mod worker;
 
 pub use align::{DirectAlign, find as direct_align};

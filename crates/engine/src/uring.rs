@@ -2,10 +2,10 @@
 //!
 //! Operations become entries in the submission queue, and go to the kernel together in the one system call of the
 //! worker's next [`Uring::turn`]. Each operation has a slot, which does not move in memory until the completion has
-//! come: vectors and message headers lie in the slot, and it owns the buffers and the file. The number of file
-//! operations in flight is bounded, and the rest waits in a backlog. The number of socket operations is not bounded,
-//! because an idle connection must not take a place from file operations. The reactor needs Linux 5.11 (EXT_ARG,
-//! NODROP), and uses newer features where the kernel has them.
+//! come: vectors and message headers lie in the slot, and it owns the buffers and the file. The number of transfers in
+//! the ring is bounded; each store has its share of the places (module `shares`), and the rest waits. The number of
+//! socket operations is not bounded, because an idle connection must not take a place from transfers. The reactor needs
+//! Linux 5.11 (EXT_ARG, NODROP), and uses newer features where the kernel has them.
 //!
 //! Operations that may have to wait (sync, fallocate, truncate, cached transfers) go to the helper threads (module `file_pool`),
 //! all of a turn together. The ring would give them to threads of the kernel, which wake every five seconds for as long as the ring
@@ -31,17 +31,21 @@ use spile_mem::Pool;
 
 use crate::aio::{self, Aio, Readiness};
 use crate::file_pool::{FilePool, Job, Outbox};
-use crate::file_table::{FileTable, Target};
+use crate::file_table::FileTable;
 use crate::fixed::FixedBuffers;
 use crate::op::{self, Kind, Op, Outcome, Started};
 use crate::refusal;
 use crate::ring_setup::{build_ring, check_features};
 use crate::shared::{Held, WorkerLink};
-use crate::sys::{self, IoVecs};
+use crate::shares::Shares;
+use crate::uring_slot::{Slot, State};
 
-/// The most file operations in the ring at a time. Those that helper threads and AIO do are bounded there, for each store.
-const MAX_FILE_OPS: usize = 1024;
-/// The most file operations that go to the kernel together. The kernel holds back what it gets in one call until it has
+/// The most transfers in the ring at a time. A store that is alone may have half of them (module `shares`). What helper threads
+/// and AIO do is bounded there.
+const MAX_TRANSFERS: usize = 2048;
+/// The transfers that each store may have in any case: so many keep a device busy.
+const LEAST_TRANSFERS: usize = 32;
+/// The most transfers that go to the kernel together. The kernel holds back what it gets in one call until it has
 /// seen the last of it, so that the block layer can join neighbours. A batch of 16 thus reaches the device late, and
 /// comes back as a batch. Random reads of 4 KiB at depth 32 through a guest's queue: 61 k a second with 4, 52 k without
 /// this limit, for the same processor time. With 2, sequential reads are not joined any more (66 k instead of 92 k).
@@ -60,14 +64,13 @@ pub(crate) struct Uring {
     #[expect(clippy::vec_box, reason = "the kernel holds addresses inside the slots: they must not move")]
     slots: Vec<Box<Slot>>,
     free: Vec<u32>,
-    /// Operations in the kernel, also those that nobody waits for any more.
+    /// Operations that have not ended, also those that nobody waits for any more.
     in_flight: usize,
     /// Of these, the number of writes to eventfds. A peer can keep such a write there for ever, so the end of a worker
     /// does not wait for them.
     rings: usize,
-    /// The file operations in the ring.
-    file_ops: usize,
-    backlog: VecDeque<u64>,
+    /// The transfers in the ring, and those that wait for a place there.
+    shares: Shares,
     /// Entries that wait because the submission queue was full.
     unqueued: VecDeque<squeue::Entry>,
     reaped: Vec<(u64, i32)>,
@@ -79,44 +82,6 @@ pub(crate) struct Uring {
     files: FileTable,
     fixed: FixedBuffers,
     aio: Aio,
-}
-
-struct Slot {
-    generation: u32,
-    state: State,
-    kind: Kind,
-    /// True when the entry in the kernel is a poll: the socket was not ready, and the kernel has answered that at once
-    /// instead of waiting.
-    polls: bool,
-    /// True while this is one of the ring's file operations.
-    is_in_ring: bool,
-    /// The operation; `None` while a helper thread has it.
-    op: Option<Op>,
-    iovecs: IoVecs,
-    message: libc::msghdr,
-}
-
-enum State {
-    Free,
-    Waits(Waker),
-    Ended(Outcome),
-    Abandoned,
-}
-
-/// Calls the builder `$make` with the operation's file, registered or not.
-macro_rules! with_target {
-    ($target:expr, $fd:ident => $make:expr) => {
-        match $target {
-            Target::Fixed(index) => {
-                let $fd = types::Fixed(index);
-                $make.build()
-            }
-            Target::Plain(raw) => {
-                let $fd = types::Fd(raw);
-                $make.build()
-            }
-        }
-    };
 }
 
 fn key_of(index: u32, generation: u32) -> u64 {
@@ -150,8 +115,7 @@ impl Uring {
             free: Vec::new(),
             in_flight: 0,
             rings: 0,
-            file_ops: 0,
-            backlog: VecDeque::new(),
+            shares: Shares::new(MAX_TRANSFERS, LEAST_TRANSFERS),
             unqueued: VecDeque::new(),
             reaped: Vec::new(),
             ended_by_aio: Vec::new(),
@@ -167,17 +131,12 @@ impl Uring {
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.in_flight == self.rings && self.backlog.is_empty()
+        self.in_flight == self.rings
     }
 
     pub(crate) fn start(&mut self, op: Op, waker: &Waker) -> Started {
-        let kind = op.kind;
         let key = self.occupy(op, waker);
-        if kind.is_file() && self.file_ops >= MAX_FILE_OPS {
-            self.backlog.push_back(key);
-        } else {
-            self.launch(key, kind);
-        }
+        self.launch(key);
         Started::Waits(key)
     }
 
@@ -195,15 +154,25 @@ impl Uring {
         key_of(index, slot.generation)
     }
 
-    fn launch(&mut self, key: u64, kind: Kind) {
+    fn launch(&mut self, key: u64) {
         self.in_flight += 1;
-        self.rings += usize::from(kind == Kind::Ring);
         let op = self.slots[index_of(key)].op.as_ref().expect("an operation in flight is in its slot");
-        let may_wait = match kind {
-            Kind::Read | Kind::Write => !op.fd.direct || op.fd.always_waits(),
-            _ => kind.is_file(),
-        };
-        if may_wait { self.hand_over(key) } else { self.submit(key) }
+        self.rings += usize::from(op.kind == Kind::Ring);
+        match op.kind {
+            Kind::Read | Kind::Write if op.fd.direct && !op.fd.always_waits() => self.enter_ring(key),
+            kind if kind.is_file() => self.hand_over(key),
+            _ => self.submit(key),
+        }
+    }
+
+    /// Submits a transfer if its store has a place in the ring, or has it wait for one.
+    fn enter_ring(&mut self, key: u64) {
+        let slot = &mut self.slots[index_of(key)];
+        let store = slot.op.as_ref().expect("an operation in flight is in its slot").fd.store;
+        if self.shares.enter(store, key) {
+            slot.share = Some(store);
+            self.submit(key);
+        }
     }
 
     /// Gives an operation that must wait to a helper thread.
@@ -235,9 +204,6 @@ impl Uring {
     /// Queues the next part of an operation.
     fn submit(&mut self, key: u64) {
         let slot = &mut self.slots[index_of(key)];
-        if slot.kind.is_file() && !std::mem::replace(&mut slot.is_in_ring, true) {
-            self.file_ops += 1;
-        }
         let op = slot.op.as_ref().expect("an operation in flight is in its slot");
         if op.fd.direct {
             self.fixed.register_arena(&self.ring, &self.pool);
@@ -323,10 +289,9 @@ impl Uring {
 
     /// Starts an operation for whose end nobody waits.
     pub(crate) fn start_alone(&mut self, op: Op) {
-        let kind = op.kind;
         let key = self.occupy(op, Waker::noop());
         self.slots[index_of(key)].state = State::Abandoned;
-        self.launch(key, kind);
+        self.launch(key);
     }
 
     /// Registers a file, so that the ring keeps it open until the last of its requests has ended.
@@ -423,6 +388,8 @@ impl Uring {
                 self.finish(key, Err(libc::ECANCELED), woken);
             }
             None if must_wait => self.do_by_waiting(key, -result),
+            // AIO has done a part of it.
+            None if slot.kind.is_file() && slot.share.is_none() => self.enter_ring(key),
             None => self.submit(key),
         }
     }
@@ -501,22 +468,26 @@ impl Uring {
         self.leave_ring(key);
     }
 
-    /// An operation has ended, or goes on elsewhere. If it was in the ring, those of the backlog may start.
+    /// An operation has ended, or goes on elsewhere. If it was in the ring, transfers that wait for a place may start.
     fn leave_ring(&mut self, key: u64) {
-        if std::mem::take(&mut self.slots[index_of(key)].is_in_ring) {
-            self.file_ops -= 1;
-            self.launch_next();
+        if let Some(store) = self.slots[index_of(key)].share.take() {
+            self.shares.leave(store);
+            self.submit_next();
         }
     }
 
-    /// Starts operations of the backlog for which somebody still waits, as many as there is room for.
-    fn launch_next(&mut self) {
-        while self.file_ops < MAX_FILE_OPS {
-            let Some(key) = self.backlog.pop_front() else { return };
-            let slot = &self.slots[index_of(key)];
-            match slot.state {
-                State::Waits(_) => self.launch(key, slot.kind),
-                _ => self.release(key),
+    /// Submits transfers that wait, as many as there are places for, unless nobody waits for their end any more.
+    fn submit_next(&mut self) {
+        while let Some(key) = self.shares.next() {
+            let slot = &mut self.slots[index_of(key)];
+            let store = slot.op.as_ref().expect("an operation in flight is in its slot").fd.store;
+            if matches!(slot.state, State::Waits(_)) {
+                slot.share = Some(store);
+                self.submit(key);
+            } else {
+                self.shares.leave(store);
+                self.in_flight -= 1;
+                self.release(key);
             }
         }
     }
@@ -537,113 +508,6 @@ impl Drop for Uring {
     }
 }
 
-impl Slot {
-    fn new() -> Self {
-        Self {
-            generation: 0,
-            state: State::Free,
-            kind: Kind::Sync,
-            polls: false,
-            is_in_ring: false,
-            op: None,
-            iovecs: IoVecs::new(),
-            // SAFETY: a msghdr of zeroes is valid: no name, no vectors, no control data.
-            message: unsafe { std::mem::zeroed() },
-        }
-    }
-
-    /// An accepted connection that nobody takes is closed.
-    fn close_unclaimed(&self, outcome: Outcome) {
-        if let (Kind::Accept, Ok(fd)) = (self.kind, outcome) {
-            sys::close_unclaimed(fd);
-        }
-    }
-
-    /// Builds the entry for the rest of the operation.
-    fn entry(&mut self, target: Target, fixed: Option<u16>) -> squeue::Entry {
-        let op = self.op.as_ref().expect("an operation in flight is in its slot");
-        if self.polls {
-            // Kernels before 5.19 answer EAGAIN on a socket that is set not to block: tried again at once, for ever,
-            // that would be a busy loop.
-            let sends = matches!(op.kind, Kind::Send | Kind::Ring);
-            let events = if sends { libc::POLLOUT } else { libc::POLLIN };
-            return with_target!(target, fd => opcode::PollAdd::new(fd, events as u32));
-        }
-        match op.kind {
-            Kind::Read | Kind::Write => self.transfer(target, fixed),
-            Kind::Send => self.send(target),
-            Kind::Recv => recv(op, target, 0),
-            Kind::RecvExact => recv(op, target, libc::MSG_WAITALL),
-            Kind::Ring => {
-                let one = op.segments.as_slice()[0].as_ptr();
-                with_target!(target, fd => opcode::Write::new(fd, one, 8))
-            }
-            Kind::Event => with_target!(target, fd => opcode::PollAdd::new(fd, libc::POLLIN as u32)),
-            Kind::Accept => {
-                let (null, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC);
-                with_target!(target, fd => opcode::Accept::new(fd, null, null.cast()).flags(flags))
-            }
-            Kind::Sync | Kind::Len | Kind::Fallocate(_) | Kind::Truncate | Kind::Extent => {
-                unreachable!("a helper thread does this")
-            }
-        }
-    }
-
-    fn transfer(&mut self, target: Target, fixed: Option<u16>) -> squeue::Entry {
-        let op = self.op.as_ref().expect("an operation in flight is in its slot");
-        let is_read = op.kind == Kind::Read;
-        let at = op.offset + op.done as u64;
-        // Without it the ring would put what must wait on a kernel thread.
-        let flags = libc::RWF_NOWAIT;
-        sys::fill_iovecs(op.segments.as_slice(), op.done, &mut self.iovecs);
-        if let [one] = self.iovecs.as_slice() {
-            let (ptr, len) = (one.iov_base.cast::<u8>(), one.iov_len as u32);
-            return match (is_read, fixed) {
-                (true, Some(index)) => {
-                    with_target!(target, fd => opcode::ReadFixed::new(fd, ptr, len, index).offset(at).rw_flags(flags))
-                }
-                (true, None) => {
-                    with_target!(target, fd => opcode::Read::new(fd, ptr, len).offset(at).rw_flags(flags))
-                }
-                (false, Some(index)) => {
-                    with_target!(target, fd => opcode::WriteFixed::new(fd, ptr, len, index).offset(at).rw_flags(flags))
-                }
-                (false, None) => {
-                    with_target!(target, fd => opcode::Write::new(fd, ptr, len).offset(at).rw_flags(flags))
-                }
-            };
-        }
-        let (ptr, count) = (self.iovecs.as_ptr(), self.iovecs.len() as u32);
-        if is_read {
-            with_target!(target, fd => opcode::Readv::new(fd, ptr, count).offset(at).rw_flags(flags))
-        } else {
-            with_target!(target, fd => opcode::Writev::new(fd, ptr, count).offset(at).rw_flags(flags))
-        }
-    }
-
-    fn send(&mut self, target: Target) -> squeue::Entry {
-        let op = self.op.as_ref().expect("an operation in flight is in its slot");
-        sys::fill_iovecs(op.segments.as_slice(), op.done, &mut self.iovecs);
-        // A new kernel goes on by itself after it has received a part.
-        let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
-        if let [one] = self.iovecs.as_slice() {
-            let (ptr, len) = (one.iov_base.cast::<u8>(), one.iov_len as u32);
-            return with_target!(target, fd => opcode::Send::new(fd, ptr, len).flags(flags));
-        }
-        self.message.msg_iov = self.iovecs.as_mut_ptr();
-        self.message.msg_iovlen = self.iovecs.len() as _;
-        let message = &raw const self.message;
-        with_target!(target, fd => opcode::SendMsg::new(fd, message).flags(flags as u32))
-    }
-}
-
-fn recv(op: &Op, target: Target, flags: i32) -> squeue::Entry {
-    let segment = &op.segments.as_slice()[0];
-    let len = (segment.len() - op.done).min(sys::MAX_TRANSFER) as u32;
-    let ptr = segment.as_ptr().wrapping_add(op.done);
-    with_target!(target, fd => opcode::Recv::new(fd, ptr, len).flags(flags))
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
@@ -654,6 +518,7 @@ mod tests {
     use crate::fd::Fd;
     use crate::ring_setup::{CQ_ENTRIES, SQ_ENTRIES};
     use crate::shared::Message;
+    use crate::sys;
 
     struct Woken;
 
@@ -727,10 +592,47 @@ mod tests {
     fn what_helper_threads_do_takes_no_room_in_the_ring() {
         let Some(mut ring) = ring() else { return };
         let cached = Fd::file(tempfile::tempfile().unwrap().into());
-        for _ in 0..=MAX_FILE_OPS {
+        for _ in 0..=MAX_TRANSFERS {
             ring.start(Op::sync(&cached), Waker::noop());
         }
-        assert_eq!((ring.file_ops, ring.backlog.len(), ring.in_flight), (0, 0, MAX_FILE_OPS + 1));
+        assert_eq!((ring.shares.counts(), ring.in_flight), ((0, 0), MAX_TRANSFERS + 1));
+    }
+
+    /// Starts direct reads of the first bytes of a file. Its store is the one of this number.
+    fn start_reads(ring: &mut Uring, store: usize, count: usize) -> Vec<u64> {
+        let file = tempfile::tempfile().unwrap();
+        let mut fd = Fd::direct(file.try_clone().unwrap().into(), &Fd::file(file.into()));
+        Arc::get_mut(&mut fd).unwrap().store = store;
+        let into = Segment::zeroed(512).into();
+        let mut start = || match ring.start(Op::read(&fd, 0, &into), Waker::noop()) {
+            Started::Waits(key) => key,
+            Started::Ended(_) => panic!("it waits"),
+        };
+        (0..count).map(|_| start()).collect()
+    }
+
+    /// A store whose transfers do not end: nobody takes their completions here.
+    #[test]
+    fn each_dead_store_leaves_places_in_the_ring_for_the_next() {
+        let Some(mut ring) = ring() else { return };
+        let dead = start_reads(&mut ring, 1, 3 * MAX_TRANSFERS);
+        assert_eq!(ring.shares.counts(), (MAX_TRANSFERS / 2, 5 * MAX_TRANSFERS / 2));
+        (2..20).for_each(|store| drop(start_reads(&mut ring, store, MAX_TRANSFERS)));
+        let (_, waiting) = ring.shares.counts();
+        start_reads(&mut ring, 20, LEAST_TRANSFERS);
+        assert_eq!(ring.shares.counts().1, waiting, "a healthy store has to wait");
+        // Nobody waits any more for some of them.
+        dead[MAX_TRANSFERS..].iter().for_each(|key| ring.abandon(*key));
+        while !ring.is_idle() {
+            ring.turn(Some(Some(Duration::from_secs(10))), &mut Vec::new());
+            let mut messages = VecDeque::new();
+            ring.shared.take(&mut messages);
+            for message in messages.drain(..) {
+                let Message::Done(key, outcome) = message else { panic!("nobody else sends anything") };
+                ring.done(key, outcome, &mut Vec::new());
+            }
+        }
+        assert_eq!(ring.shares.counts(), (0, 0));
     }
 
     #[test]

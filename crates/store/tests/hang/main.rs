@@ -3,6 +3,7 @@
 
 #[path = "../../../engine/tests/common/mod.rs"]
 mod common;
+mod dead_device;
 mod frozen;
 mod fuse;
 mod guard;
@@ -13,6 +14,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use common::*;
+use dead_device::DeadDevice;
 use frozen::Frozen;
 use fuse::Fuse;
 use spile_core::{Files, Locator, OpenMode, Result, Store, Via};
@@ -25,6 +27,8 @@ const HANG: Duration = Duration::from_secs(60);
 const ROUNDS: usize = 100;
 /// So many of each operation wait for the store that hangs: more than a store may have threads.
 const STORM: usize = 100;
+/// So many writes wait for the dead device: more than a worker may have in the kernel.
+const WRITES: usize = 3000;
 
 /// What hangs.
 enum Host {
@@ -127,16 +131,24 @@ fn use_healthy(engine: &Engine, healthy: &Arc<AnyStore>, folder: &Path, cache: C
     }
 }
 
-fn a_store_that_hangs_stops_no_other(kind: EngineKind, host: &Host, cache: CacheMode) {
+/// An engine of one worker.
+fn engine(kind: EngineKind) -> Option<Engine> {
     let config = Config { kind, workers: 1, pool_bytes: 16 * MIB, ..Config::default() };
-    let engine = match Engine::start(config) {
-        Ok(engine) => engine,
-        Err(error) => return println!("SKIP a store that hangs, {kind}: {error}"),
-    };
+    Engine::start(config).map_err(|error| println!("SKIP a store that hangs, {kind}: {error}")).ok()
+}
+
+/// A folder with the files that [`use_healthy`] uses.
+fn healthy_folder() -> tempfile::TempDir {
     let dir = folder();
     for name in ["disk", "opened"] {
         std::fs::File::create(dir.path().join(name)).unwrap().set_len(fuse::FILE_BYTES).unwrap();
     }
+    dir
+}
+
+fn a_store_that_hangs_stops_no_other(kind: EngineKind, host: &Host, cache: CacheMode) {
+    let Some(engine) = engine(kind) else { return };
+    let dir = healthy_folder();
     let paths = [dir.path().join("disk"), host.path().join("disk"), host.path().join("closed")];
     let [healthy, bad, closed] = paths.map(|path| Arc::new(engine.run_on(0, move || open(path, cache)).unwrap()));
 
@@ -174,6 +186,37 @@ fn on(kind: &str, host: std::result::Result<Host, String>, cache: CacheMode) {
     }
 }
 
+/// Direct writes that a device has taken and does not answer leave places for other devices.
+fn a_dead_device_stops_no_other(kind: &str) {
+    let dead = match DeadDevice::new() {
+        Ok(dead) => dead,
+        Err(why) => return println!("SKIP a dead device, {kind}: {why}"),
+    };
+    let Some(engine) = engine(kind.parse().unwrap()) else { return };
+    let (dir, cache) = (healthy_folder(), CacheMode::Direct);
+    let paths = [dir.path().join("disk"), dead.path().to_owned()];
+    let [healthy, bad] = paths.map(|path| Arc::new(engine.run_on(0, move || open(path, cache)).unwrap()));
+
+    dead.stop();
+    let (sender, receiver) = channel();
+    let store = bad.clone();
+    engine.spawn_on(0, move || async move {
+        for number in 0..WRITES {
+            let store = store.clone();
+            // With gaps, so that no two of them become one request.
+            let place = number * 16 * KIB;
+            start("write", &sender, async move { store.write_at(at(place), &segments(&[4096]), Via::Direct).await });
+        }
+    });
+    use_healthy(&engine, &healthy, dir.path(), cache);
+    assert!(receiver.try_recv().is_err(), "the device answers");
+
+    dead.go_on();
+    (0..WRITES).for_each(|_| end_of(&receiver, "a write to the device that was dead"));
+    engine.run_on(0, move || async move { drop((healthy, bad)) });
+    engine.shutdown();
+}
+
 macro_rules! tests {
     ($($kind:ident),*) => {$(
         mod $kind {
@@ -187,6 +230,11 @@ macro_rules! tests {
             #[test]
             fn a_file_server_that_is_silent_page() {
                 on(stringify!($kind), Fuse::new().map(Host::Fuse), CacheMode::Page);
+            }
+
+            #[test]
+            fn a_dead_device() {
+                a_dead_device_stops_no_other(stringify!($kind));
             }
 
             #[test]
