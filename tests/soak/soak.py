@@ -28,10 +28,8 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "peer"))
-from support import KIB, MIB, TARGET, spile_binary, text  # noqa: E402
+from support import KIB, LIMIT_S, MIB, TARGET, run, spile_binary, text  # noqa: E402
 
-# A limit for each wait. Nothing takes nearly as long.
-LIMIT_S = 120
 # The small file system, and what a full one leaves free.
 SMALL_BYTES = 512 * MIB
 # Guests' disks; the chain's lies on the small file system, and what is written to it fits.
@@ -40,7 +38,7 @@ DISK_BYTES = 96 * MIB
 ROUND_S = 25
 
 
-class Fault(Exception):
+class Fault(AssertionError):
     """What should not have happened."""
 
 
@@ -50,18 +48,6 @@ def wait_for(what, is_so, limit_s=LIMIT_S):
         if time.monotonic() > end:
             raise Fault(f"not within {limit_s} s: {what}")
         time.sleep(0.02)
-
-
-def run(*words, cwd=None):
-    return subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          timeout=LIMIT_S, cwd=cwd)
-
-
-def must(*words, cwd=None):
-    done = run(*words, cwd=cwd)
-    if done.returncode != 0:
-        raise Fault(f"{' '.join(map(str, words))}: exit code {done.returncode}\n{text(done.stdout)}")
-    return text(done.stdout)
 
 
 class SmallFileSystem:
@@ -76,12 +62,12 @@ class SmallFileSystem:
             file.truncate(SMALL_BYTES)
         for words in (["mkfs.ext4", "-q", "-F", image], ["mount", "-o", "loop", image, self.path]):
             try:
-                done = run(*words)
+                done = run(*words, ok=None)
             except OSError as error:
                 self.why_not = f"{words[0]}: {error}"
                 return
             if done.returncode != 0:
-                self.why_not = f"{words[0]}: {text(done.stdout).strip()}"
+                self.why_not = f"{words[0]}: {text(done.stderr).strip()}"
                 return
 
     def fill(self):
@@ -96,14 +82,14 @@ class SmallFileSystem:
         (self.path / "ballast").unlink(missing_ok=True)
 
     def freeze(self):
-        must("fsfreeze", "--freeze", self.path)
+        run("fsfreeze", "--freeze", self.path)
 
     def thaw(self):
-        run("fsfreeze", "--unfreeze", self.path)
+        run("fsfreeze", "--unfreeze", self.path, ok=None)
 
     def close(self):
         if self.why_not is None:
-            run("umount", "--lazy", self.path)
+            run("umount", "--lazy", self.path, ok=None)
 
 
 class NbdStore:
@@ -133,8 +119,8 @@ class NbdStore:
 class Server:
     """`spile serve`, and its successors."""
 
-    def __init__(self, folder, disks, extra):
-        self.folder, self.disks, self.extra = folder, disks, extra
+    def __init__(self, folder, disks):
+        self.folder, self.disks = folder, disks
         self.log = open(folder / "server.log", "ab")
         self.process = None
 
@@ -142,7 +128,7 @@ class Server:
         sockets = [word for name in self.disks for word in ("--vhost-user", f"{name}.sock,export={name}")]
         disks = [f"{path},name={name}" for name, path in self.disks.items()]
         return [spile_binary(), "serve", *disks, *sockets, "--nbd", "unix:n.sock", "--control", "control.sock",
-                "--workers", "2", *self.extra, *more]
+                "--workers", "2", "--on-error", "pause", *more]
 
     def spawn(self, *more, env=None):
         """Starts a process; the process, once it serves, or None with what it said."""
@@ -223,7 +209,7 @@ class Load:
         return report["read"]["ios"] + report["write"]["ios"]
 
     def verify(self):
-        must(spile_binary(), "load", self.uri, *self.more, "--verify-model", self.model, cwd=self.folder)
+        run(spile_binary(), "load", self.uri, *self.more, "--verify-model", self.model, cwd=self.folder)
 
     def close(self):
         self.process.kill()
@@ -298,13 +284,11 @@ class Soak:
         self.skips, self.counts, self.requests = [], {}, 0
         self.small, self.store = SmallFileSystem(folder), NbdStore(folder)
         self.closing = [self.small.close, self.store.close]
-        self.pauses = b"--on-error" in run(spile_binary(), "serve", "--help").stdout
         self.raw_bytes = DISK_BYTES
         self.make_disks()
         self.xen = Xen(folder)
         self.closing.append(self.xen.close)
-        extra = ["--on-error", "pause"] if self.pauses else []
-        self.server = Server(folder, self.disks, extra)
+        self.server = Server(folder, self.disks)
         self.server.start()
         self.reader = Reader(folder, "chain")
         self.loads = []
@@ -312,10 +296,10 @@ class Soak:
 
     def make_disks(self):
         spile = spile_binary()
-        must(spile, "create", "plain.raw", "--size", self.raw_bytes, cwd=self.folder)
-        must(spile, "create", "xen.raw", "--size", DISK_BYTES, cwd=self.folder)
-        must(spile, "create", "base.vhd", "--size", DISK_BYTES, cwd=self.small.path)
-        must(spile, "create", "leaf.vhd", "--parent", "base.vhd", cwd=self.small.path)
+        run(spile, "create", "plain.raw", "--size", self.raw_bytes, cwd=self.folder)
+        run(spile, "create", "xen.raw", "--size", DISK_BYTES, cwd=self.folder)
+        run(spile, "create", "base.vhd", "--size", DISK_BYTES, cwd=self.small.path)
+        run(spile, "create", "leaf.vhd", "--parent", "base.vhd", cwd=self.small.path)
         self.disks = {"plain": "plain.raw", "chain": "small/leaf.vhd"}
         if self.store.why_not is None:
             self.disks["remote"] = f"nbd+unix:///?socket={self.store.socket}"
@@ -327,8 +311,7 @@ class Soak:
                   ("signals", self.signals), ("kill the Xen disk", lambda: self.xen.signal(signal.SIGKILL)),
                   ("stop the Xen disk", self.stop_xen_disk)]
         small, store = self.small.why_not, self.store.why_not
-        waits = None if self.pauses else "the program has no --on-error"
-        for name, act, why_not in [("freeze", self.freeze, small), ("full", self.full, small or waits),
+        for name, act, why_not in [("freeze", self.freeze, small), ("full", self.full, small),
                                    ("the store hangs", self.hang, store)]:
             if why_not:
                 self.skip(f"{name}: {why_not}")
@@ -377,11 +360,11 @@ class Soak:
     def grow(self):
         if self.raw_bytes < 4 * DISK_BYTES:
             self.raw_bytes += self.dice.randrange(1, 8) * MIB
-            must(spile_binary(), "resize", "control.sock", self.raw_bytes, "--name", "plain", cwd=self.folder)
+            run(spile_binary(), "resize", "control.sock", self.raw_bytes, "--name", "plain", cwd=self.folder)
 
     def attach(self):
-        must(spile_binary(), "attach", "control.sock", "null:1M,name=guest", cwd=self.folder)
-        must(spile_binary(), "detach", "control.sock", "--name", "guest", cwd=self.folder)
+        run(spile_binary(), "attach", "control.sock", "null:1M,name=guest", cwd=self.folder)
+        run(spile_binary(), "detach", "control.sock", "--name", "guest", cwd=self.folder)
 
     def signals(self):
         for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -441,9 +424,9 @@ class Soak:
         # Nobody serves them now: the images are checked as a stranger would.
         self.server.stop()
         for image in ("plain.raw", "small/base.vhd", "small/leaf.vhd", "xen.raw"):
-            done = run(spile_binary(), "check", image, cwd=self.folder)
+            done = run(spile_binary(), "check", image, cwd=self.folder, ok=None)
             if done.returncode not in (0, 4):
-                raise Fault(f"check {image}: {done.returncode}\n{text(done.stdout)}")
+                raise Fault(f"check {image}: {done.returncode}\n{text(done.stdout)}{text(done.stderr)}")
         self.server.start()
         self.say(f"round: {requests} requests, all right")
 
@@ -477,7 +460,7 @@ def main():
         while rounds == 0 or time.monotonic() + ROUND_S / 2 < end:
             soak.one_round(min(end, time.monotonic() + ROUND_S))
             rounds += 1
-    except (Fault, OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
+    except (AssertionError, OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
         fault = error
         print(f"FAIL soak, seed {seed}: {type(error).__name__}: {error}", flush=True)
     finally:

@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: the fuzz targets in `fuzz/`, each for some seconds.
+//! `cargo xtask fuzz`: the fuzz targets in `fuzz/`, each for some seconds or some executions.
 //!
 //! This is the long run, and needs cargo-fuzz and a nightly toolchain. The short one needs neither:
 //! the crates' own tests run each codec over the corpus in `fuzz/corpus/` and over mutations of it.
@@ -9,9 +9,16 @@ use std::process::Command;
 /// Largest input that is tried, in bytes; the corpora are far smaller.
 const MAX_INPUT_BYTES: u64 = 1 << 16;
 
-/// Runs each target for `--seconds N`; `--only WORD` takes those whose name holds the word.
+/// Runs each target for `--seconds N`, or with `--runs N` for so many executions, however long they take. `--only WORD`
+/// takes the targets whose name holds the word. `--sanitizer none` makes several times as many executions a second;
+/// without it the address sanitizer watches.
 pub fn run(arguments: &[String]) -> Result<()> {
     let seconds: u64 = shell::option(arguments, "--seconds", 60)?;
+    let bound = match shell::option(arguments, "--runs", 0)? {
+        0 => format!("-max_total_time={seconds}"),
+        runs => format!("-runs={runs}"),
+    };
+    let sanitizer: String = shell::option(arguments, "--sanitizer", "address".into())?;
     let only: String = shell::option(arguments, "--only", String::new())?;
     let targets = targets()?;
     let chosen: Vec<&String> = targets.iter().filter(|name| name.contains(&only)).collect();
@@ -19,7 +26,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
         return Err(format!("no fuzz target's name holds '{only}'"));
     }
     check_tools()?;
-    let failed: Vec<&str> = chosen.into_iter().filter_map(|name| fuzz(name, seconds).err()).collect();
+    let failed: Vec<&str> = chosen.into_iter().filter_map(|name| fuzz(name, &bound, &sanitizer).err()).collect();
     if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", "))) }
 }
 
@@ -54,8 +61,8 @@ fn nightly() -> Command {
 }
 
 /// One target; its name when it found something.
-fn fuzz(name: &str, seconds: u64) -> std::result::Result<(), &str> {
-    println!("{name}: {seconds} s");
+fn fuzz<'a>(name: &'a str, bound: &str, sanitizer: &str) -> std::result::Result<(), &'a str> {
+    println!("{name}: {bound}");
     // What it finds goes to the first folder, which git does not see; the second one seeds it.
     let found = shell::target_dir().join("fuzz-corpus").join(name);
     if let Err(error) = std::fs::create_dir_all(&found) {
@@ -63,8 +70,8 @@ fn fuzz(name: &str, seconds: u64) -> std::result::Result<(), &str> {
         return Err(name);
     }
     let mut command = nightly();
-    command.args(["fuzz", "run", name]).arg(&found).arg(format!("fuzz/corpus/{name}")).arg("--");
-    command.arg(format!("-max_total_time={seconds}")).arg(format!("-max_len={MAX_INPUT_BYTES}"));
+    command.args(["fuzz", "run", "--sanitizer", sanitizer, name]).arg(&found);
+    command.arg(format!("fuzz/corpus/{name}")).args(["--", bound]).arg(format!("-max_len={MAX_INPUT_BYTES}"));
     command.args(["-print_final_stats=1", "-verbosity=0"]);
     shell::run(&mut command).map_err(|problem| {
         eprintln!("{problem}");

@@ -14,16 +14,14 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::net::Shutdown;
-use std::os::fd::BorrowedFd;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use spile_core::metrics::{Counters, Ended, now_ns};
 use spile_core::{Disk, Io, Result, Segments};
-use spile_front::Presence;
+use spile_front::{Presence, has_hung_up};
 use spile_nbd_tls::Transport;
 
 use crate::budget::Holder;
@@ -331,13 +329,6 @@ impl<D: Disk> Session<D> {
         slots.wakers.borrow_mut()[number].clone_from(cx.waker());
         Poll::Pending
     }
-}
-
-/// True when the peer has closed its side of the connection, also when not all it has sent has been received.
-fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
-    let mut asked = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
-    let now = Timespec::default();
-    poll(&mut asked, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
 /// The task of one slot: executes one request after the other. A panic of the disk ends the task. Then another task

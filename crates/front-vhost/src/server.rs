@@ -12,11 +12,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use rustix::net::{Shutdown, shutdown};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
-use spile_front::{Connections, FrontCounters, FrontReading, Listeners, LogLimit, Peer, Place};
+use spile_front::{Connections, FrontCounters, FrontReading, Listeners, LogLimit, Peer, Place, has_hung_up, is_ready};
 
 use crate::channel::{Channel, Notices, Received};
 use crate::execute::{FRONT, ID_BYTES, Target};
@@ -173,24 +173,16 @@ impl<D> ServerState<D> {
     pub(crate) fn wait_for_ending(&self, own: &OwnedFd) -> Result<()> {
         let mut connections = lock(&self.connections);
         loop {
-            if is_hung_up(own) {
+            if has_hung_up(own) {
                 return Err(Error::new(ErrorKind::Shutdown, "the front end is gone"));
             }
-            if !connections.all().any(|other| is_hung_up(other.channel.as_fd())) {
+            if !connections.all().any(|other| has_hung_up(other.channel.as_fd())) {
                 return Ok(());
             }
             let waited = self.one_is_over.wait_timeout(connections, ENDING_LOOK);
             connections = waited.unwrap_or_else(|e| e.into_inner()).0;
         }
     }
-}
-
-fn is_hung_up(socket: impl AsFd) -> bool {
-    is_ready(socket, PollFlags::RDHUP)
-}
-
-fn is_ready(socket: impl AsFd, way: PollFlags) -> bool {
-    poll(&mut [PollFd::new(&socket, way)], Some(&Timespec::default())).is_ok_and(|count| count > 0)
 }
 
 /// Serves one disk. Dropping a server stops it, but does not wait for the end.
@@ -354,7 +346,7 @@ fn place_for<D: Disk>(shared: &Arc<ServerState<D>>, fd: &OwnedFd) -> Option<Plac
     let progress = |(id, open): (&u64, &Open<D>)| {
         // One whose session is busy has something to do.
         let session = open.connection.session.try_lock().ok()?;
-        let is_idle = !is_hung_up(open.connection.channel.as_fd()) && !session.has_memory();
+        let is_idle = !has_hung_up(open.connection.channel.as_fd()) && !session.has_memory();
         is_idle.then(|| (session.has_agreed(), *id))
     };
     let room = connections.open.len() < 2 * shared.config.max_connections + ENDING_AT_ONCE;
@@ -420,7 +412,7 @@ fn serve<D: Disk>(shared: &ServerState<D>, id: u64, connection: Arc<Connection<D
         tracing::warn!(disk = %shared.config.name, %error, "vhost-user: a connection is closed because of an error");
     }
     // A connection on which a message has failed is not handed over: the next process would not know of that message.
-    let is_whole = talked.is_ok() && !is_hung_up(connection.channel.as_fd());
+    let is_whole = talked.is_ok() && !has_hung_up(connection.channel.as_fd());
     let mut session = lock(&connection.session);
     session.stop_queues();
     let handing_over = shared.is_handing_over.load(Ordering::Acquire) && is_whole;

@@ -13,6 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{getpeername, sockopt};
 use spile_core::LogLimit;
 use spile_core::metrics::now_ns;
@@ -40,6 +41,16 @@ impl Peer {
             _ => sockopt::socket_peercred(&socket).map_or(Self::Unknown, |peer| Self::Process(peer.pid.as_raw_pid())),
         }
     }
+}
+
+/// True when the peer has closed its side of the connection, also when not all it has sent has been received.
+pub fn has_hung_up(socket: impl AsFd) -> bool {
+    is_ready(socket, PollFlags::RDHUP)
+}
+
+/// True when the system says one of `events` of the socket, or its end. Does not wait.
+pub fn is_ready(socket: impl AsFd, events: PollFlags) -> bool {
+    poll(&mut [PollFd::new(&socket, events)], Some(&Timespec::default())).is_ok_and(|count| count > 0)
 }
 
 /// Counts the open connections of a server by worker, and limits them.

@@ -16,7 +16,7 @@ mod ring;
 mod slots;
 
 pub use accept::Listeners;
-pub use connections::{Connections, Peer, Place, Presence};
+pub use connections::{Connections, Peer, Place, Presence, has_hung_up, is_ready};
 pub use errors::{WireStatus, blkif, nbd, virtio};
 pub use log::{FailedRequest, log_failure};
 pub use metrics::{FRONT_METRICS, FrontCounters, FrontMetric, FrontReading};

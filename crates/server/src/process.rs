@@ -1,4 +1,5 @@
-//! Another process of this host, named so that a later process with the same number is never taken for it.
+//! Processes: what this one may have, and another one of this host. That one is named so that a later process with the same
+//! number is never taken for it.
 //!
 //! A pidfd is such a name, from Linux 5.3 on. Before that it is the process's folder in /proc, held open: once the process is
 //! gone, nothing can be opened in that folder any more, whoever has the number by then.
@@ -9,8 +10,17 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags, open, openat};
 use rustix::io::Errno;
 use rustix::net::sockopt;
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
+use rustix::process::{
+    Pid, PidfdFlags, Resource, Rlimit, Signal, getrlimit, kill_process, pidfd_open, pidfd_send_signal, setrlimit,
+};
 use spile_core::{Error, Result};
+
+/// Takes all the descriptors that the process is allowed: a guest of many queues needs a hundred, and twice that while it
+/// is handed over. Where that cannot be, fewer guests are served.
+pub fn raise_file_limit() {
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
 
 /// Another process.
 pub struct Process {

@@ -183,3 +183,17 @@ fn idle_disks_wake_no_thread_of_a_busy_server() {
     let said = ok(dir.path(), &["bench", "crowd", "--quick", "--disks", "2"]);
     assert!(said.contains("beside 1 idle disks"), "{said}");
 }
+
+#[test]
+fn a_store_that_hangs_leaves_its_neighbour_going() {
+    let dir = tempfile::tempdir().unwrap();
+    let outcome = json(dir.path(), &["bench", "hung", "--quick", "--folder", "."]);
+    assert_host(&outcome);
+    // The NBD export always; the files on FUSE where they can be had.
+    assert!([2, 4, 6].contains(&rows(&outcome).len()), "{outcome}");
+    for row in rows(&outcome) {
+        assert_plain(row, &["alone_p99_us", "beside_p99_us", "alone_iops", "beside_iops"]);
+        assert!(row["beside_iops"].as_f64().unwrap() > 0.0, "the neighbour stands still: {row}");
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the image is removed");
+}

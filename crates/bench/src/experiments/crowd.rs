@@ -7,14 +7,14 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use comfy_table::Cell;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Result};
 use spile_lab::GuestQueue;
 use spile_lab::vhost::{Device, DeviceOptions, Queue, QueueOptions};
+use spile_server::process::raise_file_limit;
 use spile_server::uri::Target;
 
 use super::process::Tied;
@@ -22,9 +22,6 @@ use super::sample::median;
 use super::world::Folder;
 use super::{HostFacts, Outcome, right, table};
 use crate::load;
-
-/// How long a server may take until all its sockets are there.
-const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What is measured.
 #[derive(Clone, Debug, Serialize)]
@@ -75,7 +72,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         return Err(Error::new(ErrorKind::InvalidInput, "there is nothing to measure"));
     }
     let host = HostFacts::now();
-    allow_many_files();
+    raise_file_limit();
     let folder = Folder::new()?;
     progress("start the servers", 0.0);
     let mut alone = Served::start(folder.path(), "alone", 1)?;
@@ -89,13 +86,6 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     }
     drop(guests);
     Ok(Outcome { experiment: "crowd", host, parameters: parameters.clone(), rows })
-}
-
-/// Raises the limit on open files as far as the process may: a guest has some ten.
-fn allow_many_files() {
-    let maximum = getrlimit(Resource::Nofile).maximum;
-    // Where it cannot be raised, a connection fails with a clear error.
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
 /// A server of disks without a medium.
@@ -117,14 +107,8 @@ impl Served {
         args.append(&mut sockets);
         let process = Tied::start(format!("the server `{name}`"), args)?;
         let mut served = Self { process, folder: folder.to_owned(), name };
-        let end = Instant::now() + PATIENCE;
-        while !(0..disks).all(|disk| served.socket(disk).exists()) {
-            served.process.check()?;
-            if Instant::now() > end {
-                return Err(Error::new(ErrorKind::TimedOut, "the server does not make its sockets"));
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let sockets: Vec<PathBuf> = (0..disks).map(|disk| served.socket(disk)).collect();
+        served.process.wait_for(&sockets)?;
         Ok(served)
     }
 

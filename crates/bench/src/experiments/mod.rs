@@ -1,7 +1,8 @@
 //! Experiments: what ways to a disk cost, side by side.
 //!
 //! [`exchange`] has a disk in this process, and shows what its clients feel of an exchange of graphs. [`crowd`] has many disks
-//! in one server, all but one idle, and shows what these cost the busy one.
+//! in one server, all but one idle, and shows what these cost the busy one. [`hung`] has two disks on one worker, and shows
+//! what the one feels when the other's store stops answering.
 //!
 //! [`paths`] has one guest and one disk, and shows where a request's time goes; [`aggregate`] has many of both. Each runs
 //! the program as it runs in production: a process for each disk ([`world`] starts them), and one for each guest
@@ -13,6 +14,7 @@ pub mod crowd;
 pub mod exchange;
 pub mod guest;
 mod host;
+pub mod hung;
 pub mod paths;
 pub mod plot;
 pub mod process;

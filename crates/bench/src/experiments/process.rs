@@ -3,27 +3,31 @@
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, set_parent_process_death_signal};
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, ErrorKind, Result, ResultExt};
+
+/// How long a process may take until all its sockets and files are there.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The hidden subcommand that becomes another one, which is killed when we end.
 pub const TIED: &str = "bench-tied";
 
-/// Becomes `spile ARGS…`, killed by the kernel when the process that started this one ends.
+/// Becomes `PROGRAM ARGS…`, by default this program, killed by the kernel when the process that started this one ends.
 ///
 /// # Errors
 /// When that cannot be.
-pub fn become_tied(args: &[OsString]) -> Result<()> {
+pub fn become_tied(program: Option<&Path>, args: &[OsString]) -> Result<()> {
     set_parent_process_death_signal(Some(Signal::KILL)).map_err(|e| Error::io("ask for our end", e.into()))?;
-    let program = this_program()?;
+    let program = program.map_or_else(this_program, |program| Ok(program.to_owned()))?;
     Err(Error::io("start", Command::new(&program).args(args).exec()).at_path(&program))
 }
 
-fn this_program() -> Result<std::path::PathBuf> {
+fn this_program() -> Result<PathBuf> {
     std::env::current_exe().map_err(|e| Error::io("find this program", e))
 }
 
@@ -40,9 +44,53 @@ impl Tied {
     /// # Errors
     /// When it cannot be started.
     pub fn start(name: impl Into<String>, args: impl IntoIterator<Item = OsString>) -> Result<Self> {
-        let mut command = command(args)?;
+        Self::spawn(name, command(None, args)?)
+    }
+
+    /// Starts another program in the same way.
+    ///
+    /// # Errors
+    /// When it cannot be started. A program that is not installed has ended at the first [`Self::check`].
+    pub fn start_program(
+        name: impl Into<String>,
+        program: &str,
+        args: impl IntoIterator<Item = OsString>,
+    ) -> Result<Self> {
+        let mut command = command(Some(program), args)?;
+        // It has its own words for what we do to it.
+        command.stderr(Stdio::null());
+        Self::spawn(name, command)
+    }
+
+    fn spawn(name: impl Into<String>, mut command: Command) -> Result<Self> {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn();
         Ok(Self { child: child.map_err(|e| Error::io("start this program once more", e))?, name: name.into() })
+    }
+
+    /// Waits until it has made its sockets or files.
+    ///
+    /// # Errors
+    /// As [`Self::check`]; `TimedOut` after [`PATIENCE`].
+    pub fn wait_for(&mut self, paths: impl IntoIterator<Item: AsRef<Path>>) -> Result<()> {
+        let end = Instant::now() + PATIENCE;
+        for path in paths {
+            while !path.as_ref().exists() {
+                self.check()?;
+                if Instant::now() > end {
+                    let what = format!("{} does not begin to serve", self.name);
+                    return Err(Error::new(ErrorKind::TimedOut, what)).at_path(path.as_ref());
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends it now.
+    pub fn end(&mut self) {
+        // One that has ended already cannot be killed, and need not.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 
     /// Its process id.
@@ -64,15 +112,13 @@ impl Tied {
 
 impl Drop for Tied {
     fn drop(&mut self) {
-        // One that has ended already cannot be killed, and need not.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.end();
     }
 }
 
-fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
+fn command(program: Option<&str>, args: impl IntoIterator<Item = OsString>) -> Result<Command> {
     let mut command = Command::new(this_program()?);
-    command.arg(TIED).arg("--").args(args);
+    command.arg(TIED).args(program.map(|program| format!("--program={program}"))).arg("--").args(args);
     Ok(command)
 }
 
@@ -90,7 +136,7 @@ impl Talking {
     /// When it cannot be started.
     pub fn start(name: impl Into<String>, args: impl IntoIterator<Item = OsString>) -> Result<Self> {
         let failed = |e| Error::io("start this program once more", e);
-        let mut child = command(args)?.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+        let mut child = command(None, args)?.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(failed)?;
         let (input, output) = (child.stdin.take().expect("it is piped"), child.stdout.take().expect("it is piped"));
         let (sender, lines) = sync_channel(1);
         std::thread::Builder::new()

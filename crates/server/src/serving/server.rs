@@ -12,7 +12,6 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use spile_core::{Disk, ErrorKind, Result};
 use spile_engine::{Config, Engine};
 use spile_front::Connections;
@@ -33,6 +32,7 @@ use crate::disks::DiskSpec;
 use crate::listen::Published;
 use crate::log::complain;
 use crate::notify::notify;
+use crate::process::raise_file_limit;
 use crate::signals::ServerSignals;
 use crate::uri::Address;
 
@@ -343,13 +343,6 @@ impl Server {
         self.fronts.tell_resized(open);
         Ok(())
     }
-}
-
-/// Takes all the descriptors that the process is allowed: a guest of many queues needs a hundred, and twice that while it
-/// is handed over. Where that cannot be, fewer guests are served.
-fn raise_file_limit() {
-    let maximum = getrlimit(Resource::Nofile).maximum;
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
 /// Tells the service manager that the disks are served.

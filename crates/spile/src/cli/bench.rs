@@ -13,7 +13,7 @@ use super::{Exit, complain, print_json, say};
 use crate::bench::paths::{self, Kind};
 use crate::bench::rings::RINGS;
 use crate::bench::world::Storage;
-use crate::bench::{Direction, Figures, Outcome, aggregate, crowd, exchange, guest, process, save};
+use crate::bench::{Direction, Figures, Outcome, aggregate, crowd, exchange, guest, hung, process, save};
 use crate::signals::EndSignals;
 use crate::units::{parse_duration, parse_size};
 
@@ -47,6 +47,7 @@ enum Experiment {
     Aggregate(AggregateArgs),
     Exchange(ExchangeArgs),
     Crowd(CrowdArgs),
+    Hung(HungArgs),
 }
 
 /// What all experiments have.
@@ -169,6 +170,34 @@ struct CrowdArgs {
     rounds: Option<u32>,
 }
 
+/// A disk on the worker of a store that hangs: how long its requests take
+///
+/// A server with one worker has a healthy disk and one whose store stops answering: an NBD export, then a file of a FUSE file
+/// system (by nbdfuse; without it that part is left out). In each round the healthy disk is read twice, in changing order:
+/// once alone, and once while 64 writes to the other disk hang. The time that 99 of 100 reads stay below
+/// should hardly change. All of it takes less than three minutes.
+#[derive(Debug, Args)]
+struct HungArgs {
+    /// Two short rounds
+    #[arg(long)]
+    quick: bool,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Requests in flight on the healthy disk; may be given again (1 and 32, quick: 4)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=128))]
+    depth: Vec<u32>,
+    /// Rounds, of two runs each, for each store and depth (10, quick: 2)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: Option<u32>,
+    /// The server's engine, as for `spile serve`
+    #[arg(long, value_name = "ENGINE", default_value = "auto", value_parser = ["auto", "uring", "aio", "threads"])]
+    engine: String,
+    /// Where the healthy disk lies, 256 MiB; in memory unless given
+    #[arg(long, value_name = "DIR")]
+    folder: Option<PathBuf>,
+}
+
 /// Runs `spile bench`.
 ///
 /// # Errors
@@ -179,6 +208,7 @@ pub fn run(args: &BenchArgs) -> Result<Exit> {
         Experiment::Aggregate(args) => run_aggregate(args),
         Experiment::Exchange(args) => run_exchange(args),
         Experiment::Crowd(args) => run_crowd(args),
+        Experiment::Hung(args) => run_hung(args),
     }
 }
 
@@ -216,10 +246,7 @@ fn run_exchange(args: &ExchangeArgs) -> Result<Exit> {
     parameters.delay = args.delay.unwrap_or(parameters.delay);
     parameters.folder.clone_from(&args.folder);
     let outcome = with_progress(|progress| exchange::run(&parameters, progress))?;
-    match args.json {
-        true => print_json(&outcome)?,
-        false => say(exchange::text(&outcome)),
-    }
+    show(args.json, &outcome, exchange::text(&outcome))?;
     Ok(Exit::Ok)
 }
 
@@ -230,10 +257,21 @@ fn run_crowd(args: &CrowdArgs) -> Result<Exit> {
     parameters.depth = args.depth.unwrap_or(parameters.depth);
     parameters.rounds = args.rounds.unwrap_or(parameters.rounds);
     let outcome = with_progress(|progress| crowd::run(&parameters, progress))?;
-    match args.json {
-        true => print_json(&outcome)?,
-        false => say(crowd::text(&outcome)),
+    show(args.json, &outcome, crowd::text(&outcome))?;
+    Ok(Exit::Ok)
+}
+
+fn run_hung(args: &HungArgs) -> Result<Exit> {
+    let mut parameters = hung::Parameters::new(args.quick);
+    if !args.depth.is_empty() {
+        parameters.depths.clone_from(&args.depth);
     }
+    parameters.rounds = args.rounds.unwrap_or(parameters.rounds);
+    parameters.engine.clone_from(&args.engine);
+    parameters.folder.clone_from(&args.folder);
+    let (outcome, left_out) = with_progress(|progress| hung::run(&parameters, progress))?;
+    show(args.json, &outcome, hung::text(&outcome))?;
+    left_out.iter().for_each(|reason| complain(format_args!("left out: {reason}")));
     Ok(Exit::Ok)
 }
 
@@ -291,11 +329,7 @@ impl CommonArgs {
         P: Serialize,
         R: Serialize,
     {
-        if self.json {
-            print_json(outcome)?;
-        } else {
-            say(text);
-        }
+        show(self.json, outcome, text)?;
         let Some(dir) = &self.out else { return Ok(Exit::Ok) };
         let json = serde_json::to_string_pretty(outcome);
         let json = json.map_err(|e| Error::new(ErrorKind::InvalidInput, "cannot write JSON").caused_by(e))?;
@@ -310,6 +344,15 @@ impl CommonArgs {
     }
 }
 
+/// Prints what an experiment found.
+fn show(json: bool, outcome: &impl Serialize, text: String) -> Result<()> {
+    match json {
+        true => print_json(outcome)?,
+        false => say(text),
+    }
+    Ok(())
+}
+
 /// Be a guest of an experiment; `spile bench` starts this
 #[derive(Debug, Args)]
 pub struct BenchGuestArgs {}
@@ -322,9 +365,12 @@ pub fn run_guest(_: &BenchGuestArgs) -> Result<Exit> {
     guest::run().map(|()| Exit::Ok)
 }
 
-/// Become `spile ARGS…`, ended with the process that starts this; `spile bench` starts this
+/// Become `spile ARGS…` or another program, ended with the process that starts this; `spile bench` starts this
 #[derive(Debug, Args)]
 pub struct BenchTiedArgs {
+    /// Become another program
+    #[arg(long, value_name = "PROGRAM")]
+    program: Option<PathBuf>,
     /// The arguments
     #[arg(last = true, required = true, value_name = "ARGS")]
     args: Vec<OsString>,
@@ -335,5 +381,5 @@ pub struct BenchTiedArgs {
 /// # Errors
 /// As [`process::become_tied`].
 pub fn run_tied(args: &BenchTiedArgs) -> Result<Exit> {
-    process::become_tied(&args.args).map(|()| Exit::Ok)
+    process::become_tied(args.program.as_deref(), &args.args).map(|()| Exit::Ok)
 }

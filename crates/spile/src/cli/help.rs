@@ -231,6 +231,12 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "bench hung",
+        codes: &[],
+        examples: &[("spile bench hung --quick", "a short run"), ("spile bench hung --engine aio", "with Linux AIO")],
+        notes: &[],
+    },
+    Ending {
         command: "bench exchange",
         codes: &[],
         examples: &[("spile bench exchange --quick", "a short run")],

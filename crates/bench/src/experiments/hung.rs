@@ -1,0 +1,317 @@
+//! `hung`: what does a store that hangs cost a disk on the same worker?
+//!
+//! One server with one worker has two disks: a healthy one, and one whose store stops answering. In each round the healthy disk
+//! is read twice, in an order that changes from round to round: once while nobody uses the other disk, and once while the
+//! other disk's requests are all in flight and none ends. The stores are an NBD export, which the worker speaks with itself,
+//! and a file of a FUSE file system (`nbdfuse`, where that is installed and may be mounted), through the page cache and
+//! around it: there calls of the system do not return.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use comfy_table::Cell;
+use rustix::process::{Pid, Signal, kill_process};
+use serde::Serialize;
+use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_server::uri::Target;
+
+use super::process::Tied;
+use super::sample::median;
+use super::world::Folder;
+use super::{HostFacts, Outcome, right, table};
+use crate::load;
+
+/// Writes in flight on the disk that hangs.
+const HUNG_DEPTH: u32 = 64;
+/// How long the load on that disk runs before its store stops.
+const BEFORE: Duration = Duration::from_millis(300);
+/// The size of the healthy disk in bytes.
+const HEALTHY_BYTES: u64 = 256 << 20;
+
+/// What is measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Parameters {
+    /// Requests of 4 KiB in flight on the healthy disk, one line of the table for each.
+    pub depths: Vec<u32>,
+    /// Rounds of two runs each, for each store and depth.
+    pub rounds: u32,
+    /// Seconds of a run.
+    pub seconds: f64,
+    /// The engine of the server, as `spile serve --engine` takes it.
+    pub engine: String,
+    /// Where the healthy disk lies; in memory unless given.
+    pub folder: Option<PathBuf>,
+}
+
+impl Parameters {
+    /// Ten rounds of a second, or a few short ones.
+    pub fn new(is_quick: bool) -> Self {
+        let (depths, rounds, seconds) = if is_quick { (vec![4], 2, 0.2) } else { (vec![1, 32], 10, 1.0) };
+        Self { depths, rounds, seconds, engine: "auto".into(), folder: None }
+    }
+}
+
+/// What stops answering.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Store {
+    /// An NBD export.
+    Nbd,
+    /// A file on FUSE, through the page cache.
+    FuseCached,
+    /// A file on FUSE, with O_DIRECT.
+    FuseDirect,
+}
+
+impl Store {
+    const ALL: [Self; 3] = [Self::Nbd, Self::FuseCached, Self::FuseDirect];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Nbd => "NBD export",
+            Self::FuseCached => "FUSE file, page cache",
+            Self::FuseDirect => "FUSE file, O_DIRECT",
+        }
+    }
+}
+
+/// One round: the healthy disk's requests.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Row {
+    /// What hung.
+    pub store: Store,
+    /// Requests in flight on the healthy disk.
+    pub depth: u32,
+    /// 99 of 100 took no longer while the other disk was idle.
+    pub alone_p99_us: f64,
+    /// 99 of 100 took no longer while the other disk's store hung.
+    pub beside_p99_us: f64,
+    /// Requests a second while the other disk was idle.
+    pub alone_iops: f64,
+    /// Requests a second while the other disk's store hung.
+    pub beside_iops: f64,
+}
+
+/// Runs the experiment; `progress` is told what comes next, and how far it is, from 0 to 1. Returns the stores that were left
+/// out as well, each with the reason.
+///
+/// # Errors
+/// `InvalidInput` when there is nothing to measure; else when a process does not start or a request of the healthy disk fails.
+pub fn run(
+    parameters: &Parameters,
+    mut progress: impl FnMut(&str, f64),
+) -> Result<(Outcome<Parameters, Row>, Vec<String>)> {
+    if parameters.depths.is_empty() || parameters.rounds == 0 {
+        return Err(Error::new(ErrorKind::InvalidInput, "there is nothing to measure"));
+    }
+    let host = HostFacts::now();
+    let folder = Folder::new()?;
+    let healthy = Healthy::new(parameters.folder.as_deref().unwrap_or(folder.path()))?;
+    let (mut rows, mut left_out) = (Vec::new(), Vec::new());
+    for (number, store) in Store::ALL.into_iter().enumerate() {
+        progress(store.name(), number as f64 / Store::ALL.len() as f64);
+        match World::new(folder.path(), store, &healthy, parameters) {
+            Ok(mut world) => rows.extend(world.rounds(parameters)?),
+            Err(error) if store != Store::Nbd => left_out.push(format!("{}: {error}", store.name())),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((Outcome { experiment: "hung", host, parameters: parameters.clone(), rows }, left_out))
+}
+
+/// The image of the healthy disk, removed at the end.
+struct Healthy(PathBuf);
+
+impl Healthy {
+    /// Makes it, with every block written: a hole would cost less to read.
+    fn new(folder: &Path) -> Result<Self> {
+        let path = folder.join(format!("spile-bench-hung-{}.raw", std::process::id()));
+        let made = Self(path);
+        std::fs::write(&made.0, vec![0x5a; HEALTHY_BYTES as usize])
+            .map_err(|e| Error::io("write the healthy disk", e))
+            .at_path(&made.0)?;
+        Ok(made)
+    }
+}
+
+impl Drop for Healthy {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// A store, and the server of both disks.
+struct World {
+    store: Store,
+    // In the order of their ends: the server's calls return once the file system has gone.
+    _mount: Option<Mount>,
+    server: Tied,
+    export: Tied,
+    healthy: PathBuf,
+    hung: PathBuf,
+}
+
+impl World {
+    fn new(folder: &Path, store: Store, healthy: &Healthy, parameters: &Parameters) -> Result<Self> {
+        let named = |what: &str| folder.join(format!("{what}-{store:?}"));
+        let socket = named("store");
+        let words = ["serve", "mem:64M", "--control", "none", "--nbd"].map(OsString::from);
+        let mut export = Tied::start("the export", words.into_iter().chain([unix(&socket)]))?;
+        export.wait_for([&socket])?;
+        let mount = match store {
+            Store::Nbd => None,
+            Store::FuseCached | Store::FuseDirect => Some(Mount::new(named("file"), &socket)?),
+        };
+        let disk = match &mount {
+            None => OsString::from(format!("nbd+unix:///?socket={},name=hung", socket.display())),
+            Some(mount) => OsString::from(format!("{},name=hung,format=raw", mount.file.display())),
+        };
+        let cache = if store == Store::FuseCached { "page" } else { "direct" };
+        let (of_healthy, of_hung) = (named("healthy"), named("hung"));
+        let mut args: Vec<OsString> = vec!["serve".into(), disk];
+        args.push(format!("{},name=healthy,format=raw", healthy.0.display()).into());
+        for (socket, name) in [(&of_healthy, "healthy"), (&of_hung, "hung")] {
+            args.extend(["--vhost-user".into(), OsString::from(format!("{},export={name}", socket.display()))]);
+        }
+        let engine = parameters.engine.as_str();
+        let rest = ["--workers", "1", "--control", "none", "--no-lock", "--cache", cache, "--engine", engine];
+        args.extend(rest.map(OsString::from));
+        let mut server = Tied::start("the server", args)?;
+        server.wait_for([&of_healthy, &of_hung])?;
+        Ok(Self { store, _mount: mount, server, export, healthy: of_healthy, hung: of_hung })
+    }
+
+    fn rounds(&mut self, parameters: &Parameters) -> Result<Vec<Row>> {
+        let mut rows = Vec::new();
+        for &depth in &parameters.depths {
+            for round in 0..parameters.rounds {
+                let beside_first = !round.is_multiple_of(2);
+                let first = self.read(depth, parameters.seconds, beside_first)?;
+                let second = self.read(depth, parameters.seconds, !beside_first)?;
+                let (beside, alone) = if beside_first { (first, second) } else { (second, first) };
+                rows.push(Row {
+                    store: self.store,
+                    depth,
+                    alone_p99_us: alone.read.latency_p99_us,
+                    beside_p99_us: beside.read.latency_p99_us,
+                    alone_iops: alone.iops,
+                    beside_iops: beside.iops,
+                });
+            }
+        }
+        Ok(rows)
+    }
+}
+
+impl World {
+    /// Reads the healthy disk for some time, alone or beside a disk that hangs.
+    fn read(&mut self, depth: u32, seconds: f64, is_beside: bool) -> Result<load::Report> {
+        let hanging = is_beside.then(|| Hanging::new(&self.hung, &mut self.export)).transpose()?;
+        let options = load::Options {
+            depth,
+            runtime: Some(Duration::from_secs_f64(seconds)),
+            ..load::Options::new(Target::Vhost(self.healthy.clone()))
+        };
+        let outcome = load::run(&options, |_| {})?;
+        let report = load::Report::new(&options, &outcome);
+        drop(hanging);
+        self.server.check()?;
+        match outcome.error {
+            Some(error) => Err(error),
+            None => Ok(report),
+        }
+    }
+}
+
+/// A load of writes on a disk whose store is stopped. When this is dropped, the store goes on.
+struct Hanging<'a> {
+    export: &'a Tied,
+    _load: Tied,
+}
+
+impl<'a> Hanging<'a> {
+    fn new(disk: &Path, export: &'a mut Tied) -> Result<Self> {
+        let depth = HUNG_DEPTH.to_string();
+        let words =
+            ["load", &format!("vhost-user:{}", disk.display()), "--rw", "randwrite", "--bs", "16k", "--depth", &depth];
+        let mut load = Tied::start("the load on the disk that hangs", words.map(OsString::from))?;
+        std::thread::sleep(BEFORE);
+        load.check()?;
+        export.check()?;
+        signal(export, Signal::STOP)?;
+        let hanging = Self { export, _load: load };
+        // What was on its way arrives, and hangs, too.
+        std::thread::sleep(BEFORE);
+        Ok(hanging)
+    }
+}
+
+impl Drop for Hanging<'_> {
+    fn drop(&mut self) {
+        let _ = signal(self.export, Signal::CONT);
+    }
+}
+
+fn signal(process: &Tied, signal: Signal) -> Result<()> {
+    let pid = Pid::from_raw(process.id().cast_signed()).expect("a child has a number");
+    kill_process(pid, signal).map_err(|e| Error::io("signal the export", e.into()))
+}
+
+/// A FUSE file system with one file, the NBD export's bytes.
+struct Mount {
+    nbdfuse: Tied,
+    dir: PathBuf,
+    file: PathBuf,
+}
+
+impl Mount {
+    fn new(dir: PathBuf, socket: &Path) -> Result<Self> {
+        std::fs::create_dir(&dir).map_err(|e| Error::io("make the folder", e)).at_path(&dir)?;
+        let file = dir.join("disk");
+        let uri = OsString::from(format!("nbd+unix:///?socket={}", socket.display()));
+        let nbdfuse = Tied::start_program("nbdfuse", "nbdfuse", [file.clone().into(), uri])?;
+        let mut mount = Self { nbdfuse, dir, file };
+        mount.nbdfuse.wait_for([&mount.file])?;
+        Ok(mount)
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        // Whoever still waits for it gets an error.
+        self.nbdfuse.end();
+        let _ = Command::new("umount").arg("-l").arg(&self.dir).output();
+    }
+}
+
+/// `unix:PATH`, as `--nbd` takes it.
+fn unix(socket: &Path) -> OsString {
+    OsString::from(format!("unix:{}", socket.display()))
+}
+
+/// The figures as a table, one line for each store and depth: medians of the rounds.
+pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
+    let heads = ["what hangs", "depth", "p99 alone µs", "p99 beside µs", "ratio", "IOPS ratio"];
+    let mut table = table(heads.map(str::to_owned));
+    for store in Store::ALL {
+        for &depth in &outcome.parameters.depths {
+            let rows: Vec<&Row> = outcome.rows.iter().filter(|row| row.store == store && row.depth == depth).collect();
+            if rows.is_empty() {
+                continue;
+            }
+            let middle = |of: fn(&Row) -> f64| median(rows.iter().map(|row| of(row)).collect());
+            let figures = [
+                format!("{:.0}", middle(|row| row.alone_p99_us)),
+                format!("{:.0}", middle(|row| row.beside_p99_us)),
+                format!("{:.2}", middle(|row| row.beside_p99_us / row.alone_p99_us)),
+                format!("{:.2}", middle(|row| row.beside_iops / row.alone_iops)),
+            ];
+            let cells = [Cell::new(store.name()), right(depth.to_string())];
+            table.add_row(cells.into_iter().chain(figures.map(right)));
+        }
+    }
+    let Parameters { rounds, engine, .. } = &outcome.parameters;
+    format!("{rounds} rounds, engine {engine}; reads of 4 KiB\n{table}")
+}
