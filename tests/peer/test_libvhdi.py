@@ -41,7 +41,7 @@ class Libvhdi(PeerTest):
         facts = self.facts(image)
         self.assertIn("Dynamic", facts["Disk type"])
         self.assertIn(f"{SIZE_BYTES} bytes", facts["Media size"])
-        self.assertEqual(facts["Identifier"], spile_json("info", image)["layers"][0]["vhd"]["uuid"])
+        self.assertEqual(facts["Identifier"], spile_json("info", image)["layers"][0]["facts"]["uuid"])
 
     def test_fixed(self):
         image = self.path("a.vhd")

@@ -261,7 +261,7 @@ class Chains(Qcow2):
         raw[at:at + 4] = b"none"
         image.write_bytes(raw)
         self.assertIn("--backing-format", text(spile("info", "--chain", image, ok=False).stderr))
-        self.assertIsNone(spile_json("info", image)["layers"][0]["qcow2"]["parent_format"])
+        self.assertIsNone(spile_json("info", image)["layers"][0]["facts"]["parent_format"])
         truth = self.path("truth.raw")
         run("qemu-img", "convert", "--image-opts", "-O", "raw",
             f"driver=qcow2,file.filename={image},backing.driver=raw,backing.file.filename={self.path('base.raw')}", truth)

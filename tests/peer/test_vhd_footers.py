@@ -56,7 +56,7 @@ class Footers(PeerTest):
         return spile_json("info", image)["virtual_size_bytes"]
 
     def other_size(self, image):
-        return spile_json("info", image)["layers"][0]["vhd"]["geometry_size_bytes"]
+        return spile_json("info", image)["layers"][0]["facts"]["geometry_size_bytes"]
 
     def libvhdi_size(self, image):
         need("vhdiinfo", "libvhdi-utils")

@@ -64,6 +64,15 @@ impl<G: Disk> Node<G> {
         self.published().graph_now()
     }
 
+    /// Has `look` see the graph that is published now, for what no [`Disk`] can tell. It counts as a request: neither the end of
+    /// an exchange nor a close comes before it has ended.
+    ///
+    /// # Errors
+    /// `Shutdown` when the disk is closed; those of `look`.
+    pub async fn look<T>(&self, look: impl AsyncFnOnce(&G) -> Result<T>) -> Result<T> {
+        self.published().look(look).await
+    }
+
     /// [`exchange`](crate::exchange) for this disk alone.
     ///
     /// # Errors

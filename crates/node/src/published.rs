@@ -141,6 +141,15 @@ impl<G: Disk> Published<G> {
         self.try_enter().map(|lease| lease.graph.clone())
     }
 
+    /// Has `look` see the graph of the current epoch. It counts as a request: the epoch does not end before it.
+    pub(crate) async fn look<T>(&self, look: impl AsyncFnOnce(&G) -> Result<T>) -> Result<T> {
+        let lease = self.enter().await;
+        match lease.way {
+            Way::Closed => Err(closed()),
+            _ => look(&lease.graph).await,
+        }
+    }
+
     #[cold]
     fn enter_late(&self) -> impl Future<Output = Arc<Lease<G>>> {
         Box::pin(async {
@@ -250,11 +259,7 @@ impl<G: Disk> Disk for Published<G> {
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
-        let lease = self.enter().await;
-        match lease.way {
-            Way::Closed => Err(closed()),
-            _ => lease.graph.extents(extent, max_runs).await,
-        }
+        self.look(async |graph| graph.extents(extent, max_runs).await).await
     }
 
     /// Waits for an exchange that is under way, and the next exchange waits for this.

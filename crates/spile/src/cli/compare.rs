@@ -10,8 +10,9 @@ use spile_node::Aligned;
 use spile_store::CacheMode;
 
 use super::copy::{CHUNK_BYTES, Chunks, for_each, read};
-use super::{Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, print_json, progress_bar, say};
-use crate::disks;
+use super::{
+    Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, print_json, progress_bar, say, served,
+};
 use crate::units::format_size;
 
 /// Compare what two disks show to a guest
@@ -83,7 +84,7 @@ fn report(args: &CompareArgs, compared: Compared) -> Result<()> {
 }
 
 async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Aligned<impl Disk + use<>>> {
-    Ok(Aligned::new(disks::open(cache, source, options).await?))
+    Ok(Aligned::new(served::open(cache, source, options).await?))
 }
 
 async fn compare(a: &impl Disk, b: &impl Disk) -> Result<Compared> {

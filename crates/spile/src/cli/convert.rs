@@ -23,7 +23,7 @@ use super::{
     Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, parse_subformat, print_json,
     progress_bar,
 };
-use super::{onto, say, space};
+use super::{onto, say, served, space};
 use crate::signals::EndSignals;
 use crate::units::{format_size, parse_size};
 use crate::{disks, family};
@@ -277,7 +277,7 @@ impl Work {
         match &self.source {
             Source::Stdin => Ok(Opened::Stdin),
             Source::Disk(at) => {
-                let disk = disks::open(self.cache, at, &self.read_options).await?;
+                let disk = served::open(self.cache, at, &self.read_options).await?;
                 Ok(Opened::Disk(Box::new(Aligned::new(disk))))
             }
         }
@@ -430,7 +430,7 @@ fn to_stdout(args: &ConvertArgs, source: Source) -> Result<Exit> {
     }
     let (options, cache, size) = (args.read.read_only(args.from), args.cache, args.size);
     on_engine(move || async move {
-        let disk = Aligned::new(disks::open(cache, &at, &options).await?);
+        let disk = Aligned::new(served::open(cache, &at, &options).await?);
         onto::refuse_layers(disk.inner(), &Path::new("/proc/self/fd/1").into())?;
         let bytes = disk.info().size_bytes;
         if size.is_some_and(|size| size < bytes) {

@@ -2,17 +2,14 @@
 
 use std::ffi::OsString;
 use std::io::Write;
-use std::path::Path;
 use std::process::ExitCode;
 
 use nix::sys::signal::Signal;
 use spile_core::{Error, ErrorKind};
 
 use crate::log;
-use crate::serving::api::discovery;
-use crate::serving::api::types::{Disk, Failure};
+use crate::serving::api::types::Failure;
 use crate::signals;
-use crate::uri::NbdUri;
 
 /// How the program ends when nothing failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,29 +46,6 @@ pub fn failure(error: &Error) -> ExitCode {
         (ErrorKind::InvalidInput, None) => 2.into(),
         _ => ExitCode::FAILURE,
     }
-}
-
-/// The error, with what is known of the server that has the disk open.
-pub fn explained(error: Error) -> Error {
-    let served = match (error.kind(), error.path()) {
-        (ErrorKind::Busy, Some(path)) => served(path),
-        _ => None,
-    };
-    let Some(disk) = served else { return error };
-    let nbd = disk.exports.iter().find(|export| export.protocol == "nbd");
-    let uri = nbd.and_then(|export| Some(NbdUri::new(export.address.parse().ok()?, &export.name)));
-    let way = match uri {
-        Some(uri) => format!("name it by {uri} to read what the guest sees"),
-        None => "--no-lock reads it all the same, but what is changed meanwhile may be torn".to_owned(),
-    };
-    error.hint(format!("it is served as {:?} by {}; {way}", disk.name, disk.server))
-}
-
-/// The disk of a server of this host whose image is the file at `path`.
-fn served(path: &Path) -> Option<Disk> {
-    let whole = path.canonicalize().ok()?;
-    let disks = discovery::servers().ok()?.into_iter().flat_map(|(_, disks)| disks);
-    disks.into_iter().find(|disk| Path::new(&disk.path).canonicalize().is_ok_and(|path| path == whole))
 }
 
 /// How an error is written to stderr.

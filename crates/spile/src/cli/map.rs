@@ -6,18 +6,21 @@ use std::path::PathBuf;
 use clap::Args;
 use rustix::io::Errno;
 use serde::Serialize;
-use spile_core::{Disk, Error, Extent, ExtentKind, Result};
-use spile_image::{Graph, PlacedRun};
+use spile_core::{Disk, Error, Extent, Locator, Result};
+use spile_image::Graph;
+use spile_server::serving::api::images::{MapLayer, Run, RunKind, ServedBy, map_layers};
 use spile_store::{AnyStore, CacheMode};
 
-use super::{Exit, OpenArgs, existing, on_engine, printable, text_of};
+use super::served::{self, Served};
+use super::{Exit, OpenArgs, existing, on_engine, printable};
 use crate::disks;
 use crate::units::format_size;
 
 /// Show where a disk's bytes lie: in which layer, and where in its file
 ///
 /// Kinds: data = allocated; zero = allocated, reads as zeroes; hole = not allocated anywhere, reads as zeroes. Depth 0
-/// is the disk itself, 1 its parent, and so on. `at` is the offset in that layer's file; compressed data have none.
+/// is the disk itself, 1 its parent, and so on. `at` is the offset in that layer's file; compressed data have none. Of a
+/// disk that is served for writing its server is asked, and the last line says so.
 #[derive(Debug, Args)]
 pub struct MapArgs {
     /// The disk: a file, a block device, or the URI of an NBD export
@@ -29,26 +32,17 @@ pub struct MapArgs {
     json: bool,
 }
 
+/// What follows the runs in the JSON object.
 #[derive(Debug, Serialize)]
-struct Run {
-    offset_bytes: u64,
-    len_bytes: u64,
-    kind: &'static str,
-    depth: Option<u16>,
-    /// Where the bytes lie in the file of the layer `depth`.
-    file_offset_bytes: Option<u64>,
-}
-
-#[derive(Debug, Serialize)]
-struct Layer {
-    depth: usize,
-    #[serde(serialize_with = "text_of")]
-    path: PathBuf,
+struct Rest<'a> {
+    layers: &'a [MapLayer],
+    summary: &'a Summary,
+    served_by: Option<&'a ServedBy>,
 }
 
 #[derive(Debug, Default, Serialize)]
 struct Summary {
-    runs: u64,
+    run_count: u64,
     data_bytes: u64,
     zero_bytes: u64,
     hole_bytes: u64,
@@ -62,17 +56,32 @@ struct Summary {
 /// When the disk cannot be opened or read, or stdout cannot be written to.
 pub fn run(args: &MapArgs) -> Result<Exit> {
     let (source, options, json) = (existing(&args.disk)?, args.open.read_only(), args.json);
+    let asked = source.clone();
     let printed = on_engine(move || async move {
         let disk = disks::open(CacheMode::Page, &source, &options).await?;
         let mut printer = Printer::new(std::io::stdout().lock(), json);
-        each_run(&disk, |run| printer.row(&Run::from(run))).await?;
-        let layers = disk.layers().into_iter().enumerate().map(|(depth, layer)| Layer { depth, path: layer.path });
-        printer.finish(&layers.collect::<Vec<_>>())
+        each_run(&disk, &mut printer).await?;
+        printer.finish(&map_layers(&disk.layers()), None)
     });
+    let printed = printed.or_else(|error| from_server(&asked, args, error));
     match printed {
         // The reader of the output has gone (`spile map DISK | head`).
         Err(error) if error.os_errno() == Some(Errno::PIPE.raw_os_error()) => Ok(Exit::Ok),
         printed => printed.map(|()| Exit::Ok),
+    }
+}
+
+/// Prints the map as the server says that has the disk open; the `error` when none does.
+fn from_server(source: &Locator, args: &MapArgs, error: Error) -> Result<()> {
+    let Some(served) = Served::of(&error, source, args.open.format) else { return Err(error) };
+    let Ok(mut part) = served.map(0) else { return Err(error) };
+    let mut printer = Printer::new(std::io::stdout().lock(), args.json);
+    loop {
+        part.runs.iter().try_for_each(|run| printer.add(*run))?;
+        match part.next_offset_bytes {
+            Some(next) => part = served.map(next)?,
+            None => return printer.finish(&part.layers, Some(&part.served_by)),
+        }
     }
 }
 
@@ -81,37 +90,59 @@ struct Printer<W: Write> {
     out: BufWriter<W>,
     json: bool,
     summary: Summary,
+    /// The last run, which may go on.
+    open: Option<Run>,
 }
 
 impl<W: Write> Printer<W> {
     fn new(out: W, json: bool) -> Self {
-        Self { out: BufWriter::new(out), json, summary: Summary::default() }
+        Self { out: BufWriter::new(out), json, summary: Summary::default(), open: None }
+    }
+
+    /// Takes the next run, and prints the one before when that has ended.
+    fn add(&mut self, run: Run) -> Result<()> {
+        match &mut self.open {
+            Some(last) if last.is_followed_by(&run) => {
+                last.len_bytes += run.len_bytes;
+                Ok(())
+            }
+            _ => self.open.replace(run).map_or(Ok(()), |ended| self.row(&ended)),
+        }
     }
 
     fn row(&mut self, run: &Run) -> Result<()> {
-        let first = self.summary.runs == 0;
+        let first = self.summary.run_count == 0;
         self.summary.add(run);
         let (json, out) = (self.json, &mut self.out);
         let written = match (json, first) {
             (true, _) => serde_json::to_string(run)
                 .map_err(std::io::Error::from)
                 .and_then(|text| write!(out, "{}  {text}", if first { JSON_HEAD } else { ",\n" })),
-            (false, true) => writeln!(out, "{HEAD}\n{}", run.row()),
-            (false, false) => writeln!(out, "{}", run.row()),
+            (false, true) => writeln!(out, "{HEAD}\n{}", row(run)),
+            (false, false) => writeln!(out, "{}", row(run)),
         };
         written.map_err(not_written)
     }
 
-    fn finish(mut self, layers: &[Layer]) -> Result<()> {
-        let end = match (self.json, self.summary.runs) {
+    /// Prints the last run. What comes after it may be unknown.
+    fn end_runs(&mut self) -> Result<()> {
+        self.open.take().map_or(Ok(()), |last| self.row(&last))
+    }
+
+    fn finish(mut self, layers: &[MapLayer], served_by: Option<&ServedBy>) -> Result<()> {
+        self.end_runs()?;
+        let end = match (self.json, self.summary.run_count) {
             (true, runs) => {
-                let text = |value: serde_json::Result<String>| value.map_err(|e| not_written(e.into()));
-                let (layers, summary) =
-                    (text(serde_json::to_string(layers))?, text(serde_json::to_string(&self.summary))?);
+                let rest = Rest { layers, summary: &self.summary, served_by };
+                let rest = serde_json::to_string(&rest).map_err(|e| not_written(e.into()))?;
                 let begin = if runs == 0 { JSON_HEAD } else { "" };
-                format!("{begin}\n], \"layers\": {layers},\n\"summary\": {summary}}}\n")
+                format!("{begin}\n], {}\n", rest.trim_start_matches('{'))
             }
-            (false, runs) => format!("{}{}", if runs == 0 { HEAD_LINE } else { "" }, self.summary.to_text(layers)),
+            (false, runs) => {
+                let begin = if runs == 0 { HEAD_LINE } else { "" };
+                let served = served_by.map_or(String::new(), |by| format!("{}\n", served::line(by)));
+                format!("{begin}{}{served}", self.summary.to_text(layers))
+            }
         };
         self.out.write_all(end.as_bytes()).and_then(|()| self.out.flush()).map_err(not_written)
     }
@@ -119,22 +150,22 @@ impl<W: Write> Printer<W> {
 
 impl Summary {
     fn add(&mut self, run: &Run) {
-        self.runs += 1;
+        self.run_count += 1;
         *match run.kind {
-            "data" => &mut self.data_bytes,
-            "zero" => &mut self.zero_bytes,
-            _ => &mut self.hole_bytes,
+            RunKind::Data => &mut self.data_bytes,
+            RunKind::Zero => &mut self.zero_bytes,
+            RunKind::Hole => &mut self.hole_bytes,
         } += run.len_bytes;
     }
 
-    fn to_text(&self, layers: &[Layer]) -> String {
+    fn to_text(&self, layers: &[MapLayer]) -> String {
         let [data, zero, hole] = [self.data_bytes, self.zero_bytes, self.hole_bytes].map(format_size);
-        let mut text = format!("\n{} runs: {data} data, {zero} zero, {hole} hole\n", self.runs);
+        let mut text = format!("\n{} runs: {data} data, {zero} zero, {hole} hole\n", self.run_count);
         for layer in layers {
             // Writing to a string cannot fail.
             let _ = std::fmt::Write::write_fmt(
                 &mut text,
-                format_args!("depth {}: {}\n", layer.depth, printable(&layer.path.to_string_lossy())),
+                format_args!("depth {}: {}\n", layer.depth, printable(&layer.path)),
             );
         }
         text
@@ -152,51 +183,34 @@ fn not_written(error: std::io::Error) -> Error {
 /// Runs asked for at a time.
 const RUNS_AT_ONCE: usize = 1024;
 
-/// Calls `print` on each run of the whole of `disk`, adjacent ones different.
-async fn each_run(disk: &Graph<AnyStore>, mut print: impl FnMut(PlacedRun) -> Result<()>) -> Result<()> {
+/// Prints each run of the whole of `disk`, adjacent ones different.
+async fn each_run<W: Write>(disk: &Graph<AnyStore>, printer: &mut Printer<W>) -> Result<()> {
     let size = disk.info().size_bytes;
-    let (mut open, mut at) = (None::<PlacedRun>, 0);
+    let mut at = 0;
     while at < size {
         let part = match disk.places(Extent::from_range(at..size), RUNS_AT_ONCE).await {
             Ok(part) => part,
             Err(error) => {
                 // What comes before a damaged piece of the map is known.
-                open.map_or(Ok(()), print)?;
+                printer.end_runs()?;
                 return Err(error);
             }
         };
         at = part.last().map_or(size, |run| run.status.extent.end());
-        for run in part {
-            match &mut open {
-                Some(last) if last.is_followed_by(&run, true) => {
-                    last.status.extent.len_bytes += run.status.extent.len_bytes
-                }
-                _ => open.replace(run).map_or(Ok(()), &mut print)?,
-            }
-        }
+        part.into_iter().try_for_each(|run| printer.add(run.into()))?;
     }
-    open.map_or(Ok(()), print)
+    Ok(())
 }
 
-impl From<PlacedRun> for Run {
-    fn from(PlacedRun { status, offset }: PlacedRun) -> Self {
-        let kind = match status.kind {
-            ExtentKind::Data => "data",
-            ExtentKind::Zero => "zero",
-            ExtentKind::Hole => "hole",
-        };
-        let depth = (status.kind != ExtentKind::Hole).then_some(status.depth);
-        let file_offset_bytes = offset.map(|offset| offset.0);
-        Self { offset_bytes: status.extent.start(), len_bytes: status.extent.len_bytes, kind, depth, file_offset_bytes }
-    }
-}
-
-impl Run {
-    fn row(&self) -> String {
-        let depth = self.depth.map_or("-".to_owned(), |depth| depth.to_string());
-        let (offset, len) = (format!("{:#x}", self.offset_bytes), format!("{:#x}", self.len_bytes));
-        let at = self.file_offset_bytes.map_or("-".to_owned(), |at| format!("{at:#x}"));
-        let size = format_size(self.len_bytes);
-        format!("{offset:>14} {len:>14} {} {depth:>5} {at:>14}  {size}", self.kind)
-    }
+fn row(run: &Run) -> String {
+    let kind = match run.kind {
+        RunKind::Data => "data",
+        RunKind::Zero => "zero",
+        RunKind::Hole => "hole",
+    };
+    let depth = run.depth.map_or("-".to_owned(), |depth| depth.to_string());
+    let (offset, len) = (format!("{:#x}", run.offset_bytes), format!("{:#x}", run.len_bytes));
+    let at = run.file_offset_bytes.map_or("-".to_owned(), |at| format!("{at:#x}"));
+    let size = format_size(run.len_bytes);
+    format!("{offset:>14} {len:>14} {kind} {depth:>5} {at:>14}  {size}")
 }

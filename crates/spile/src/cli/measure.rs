@@ -9,8 +9,7 @@ use spile_image::create::NewImage;
 use spile_image::measure::{Count, Measure};
 use spile_store::CacheMode;
 
-use super::{Exit, ReadArgs, existing, on_engine, parse_format, parse_subformat, print_json, say, space};
-use crate::disks;
+use super::{Exit, ReadArgs, existing, on_engine, parse_format, parse_subformat, print_json, say, served, space};
 use crate::units::{format_size, parse_size};
 
 /// Say how much space a disk would take in a format
@@ -64,7 +63,7 @@ fn of_disk(args: &MeasureArgs, src: &Path) -> Result<(u64, Count, Measure)> {
     let (options, to, size) = (args.read.read_only(args.from), args.to, args.size);
     let mut new = new_image(args, 0);
     on_engine(move || async move {
-        let disk = disks::open(CacheMode::Page, &at, &options).await?;
+        let disk = served::open(CacheMode::Page, &at, &options).await?;
         let bytes = disk.info().size_bytes;
         if size.is_some_and(|size| size < bytes) {
             let error = Error::new(ErrorKind::InvalidInput, format!("the disk has {bytes} bytes, more than --size"));

@@ -18,6 +18,7 @@ mod measure;
 mod new_disk;
 mod onto;
 mod serve;
+mod served;
 mod space;
 mod stream;
 mod trouble;
@@ -124,7 +125,7 @@ pub fn run() -> ExitCode {
     match result {
         Ok(exit) => exit.into(),
         Err(error) => {
-            let error = ending::explained(error);
+            let error = served::explained(error);
             format.complain(&error);
             // As in cmp and qemu-img, 1 says that the disks were compared and differ.
             if matches!(cli.command, Command::Compare(_)) { 2.into() } else { ending::failure(&error) }

@@ -47,7 +47,6 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
     let geometry = &footer.geometry;
     let geometry = format!("{}/{}/{}", geometry.cylinders, geometry.heads, geometry.sectors);
     let values: Record = vec![
-        ("subformat", subformat.into()),
         ("uuid", format_uuid(&footer.uuid).into()),
         ("creator", format_creator(footer.creator).into()),
         ("creator_version", format_version(footer.creator_version).into()),
@@ -86,7 +85,7 @@ impl SparseFacts<'_> {
     fn journal_line(&self) -> Option<String> {
         let line = match self.is_unflushed {
             false => "clean",
-            true => "has records of an unclean end; the next open for writing takes them in",
+            true => "has records that the next flush, or the next open for writing, takes in",
         };
         self.has_journal.then(|| line.to_owned())
     }

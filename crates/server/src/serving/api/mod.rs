@@ -1,6 +1,6 @@
 //! The control API: HTTP and JSON over the control socket.
 //!
-//! - [`types`]: the bodies. [`view`]: what is served now, for callers that only look.
+//! - [`types`], [`images`]: the bodies. [`view`]: what is served now, for callers that only look.
 //! - [`routes`]: the paths, and the OpenAPI document that is made from them. [`http`]: connections and their bounds.
 //! - [`text`]: what was counted, as lines for the log.
 //! - [`client`]: the other side, for commands. [`discovery`]: control sockets in their folder.
@@ -10,6 +10,7 @@
 pub mod client;
 pub mod discovery;
 pub mod http;
+pub mod images;
 mod routes;
 pub mod text;
 pub mod types;

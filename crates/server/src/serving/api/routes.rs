@@ -15,6 +15,7 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_front::Connections;
 use utoipa::OpenApi;
 
+use super::images::{Info, MapPart};
 use super::types::{Accepted, Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport, Resumed};
 use super::view::View;
 use super::{Call, Order};
@@ -25,6 +26,9 @@ use crate::serving::control::Event;
 const MAX_BODY_BYTES: usize = 64 << 10;
 /// How long a body may take to come.
 const BODY_PATIENCE: Duration = Duration::from_secs(5);
+
+/// The most runs in an answer about a map.
+const MAX_RUNS: u64 = 4096;
 
 /// What the handlers need.
 #[derive(Clone)]
@@ -45,6 +49,8 @@ pub fn router(context: Context) -> Router {
         .route("/v1/openapi.json", get(openapi))
         .route("/v1/disks", get(list).post(attach))
         .route("/v1/disks/{name}", get(show).delete(detach).patch(change))
+        .route("/v1/disks/{name}/info", get(info))
+        .route("/v1/disks/{name}/map", get(map))
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
         .route("/v1/exports", post(add_export))
@@ -70,6 +76,8 @@ pub fn router(context: Context) -> Router {
         attach,
         detach,
         change,
+        info,
+        map,
         resume,
         accept_loss,
         add_export,
@@ -189,6 +197,42 @@ async fn change(State(context): State<Context>, Path(name): Path<String>, body: 
         context.ask(Order::Resize { name: name.clone(), size_bytes }).await?;
     }
     context.disk(StatusCode::OK, &name)
+}
+
+/// What the disk's images say of themselves. `spile info` prints the same.
+#[utoipa::path(get, path = "/v1/disks/{name}/info", params(("name", description = "the disk's name")),
+    responses((status = 200, body = Info), (status = "default", body = Failure)))]
+async fn info(State(context): State<Context>, Path(name): Path<String>) -> Answer {
+    Ok(json(StatusCode::OK, &context.view.info(&context.server, &name)?))
+}
+
+/// Where the disk's bytes lie, part by part: each answer says where the next part begins. Guests may write meanwhile: each part is
+/// right for the moment in which it was found.
+#[utoipa::path(get, path = "/v1/disks/{name}/map", params(("name", description = "the disk's name"),
+    ("offset_bytes" = Option<u64>, Query, description = "where the part begins; 0 when left out"),
+    ("max_runs" = Option<u64>, Query, description = "the most runs in the answer, up to 4096, which it is when left out")),
+    responses((status = 200, body = MapPart), (status = "default", body = Failure)))]
+async fn map(State(context): State<Context>, Path(name): Path<String>, RawQuery(query): RawQuery) -> Answer {
+    let (mut offset_bytes, mut max_runs) = (0, MAX_RUNS);
+    for (key, value) in numbers(query.as_deref().unwrap_or_default())? {
+        match key {
+            "offset_bytes" => offset_bytes = value,
+            "max_runs" => max_runs = value.clamp(1, MAX_RUNS),
+            _ => {
+                return Err(Error::new(ErrorKind::InvalidInput, format!("the query has an unknown key {key:?}")).into());
+            }
+        }
+    }
+    Ok(json(StatusCode::OK, &context.view.map(&context.server, &name, offset_bytes, max_runs as usize).await?))
+}
+
+/// The keys and values of a query whose values are all numbers.
+fn numbers(query: &str) -> Result<Vec<(&str, u64)>> {
+    let pairs = query.split('&').filter(|pair| !pair.is_empty()).map(|pair| {
+        let number = pair.split_once('=').and_then(|(key, value)| Some((key, value.parse().ok()?)));
+        number.ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("the query has no number in {pair:?}")))
+    });
+    pairs.collect()
 }
 
 /// Tries all requests again that wait for trouble below the disk to pass.

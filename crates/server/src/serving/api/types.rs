@@ -20,7 +20,7 @@ pub struct DiskList {
 pub struct Disk {
     /// Its name on this server.
     pub name: String,
-    /// Where its bytes are: the path of the leaf, or what was typed.
+    /// Where its bytes are: the path of the leaf, or the URI of an export.
     pub path: String,
     /// The leaf's format.
     pub format: String,
@@ -46,6 +46,9 @@ pub struct Disk {
     pub pause_at_most_s: Option<f64>,
     /// The server's control socket.
     pub server: String,
+    /// The server's process; 0 when it does not say that, as older builds do not.
+    #[serde(default)]
+    pub pid: u32,
     /// The ways in which guests and clients reach the disk.
     pub exports: Vec<Export>,
 }

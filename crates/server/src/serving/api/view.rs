@@ -2,13 +2,15 @@
 //! with a slow disk.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use spile_core::{Disk as _, Error, ErrorKind, Result};
+use spile_core::{Disk as _, Error, ErrorKind, Extent, Result};
 use spile_engine::Engine;
 use spile_front::FrontReading;
 use spile_node::{Policy, Troubles};
+use tokio::sync::oneshot;
 
+use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
 use super::types::{Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Meter, Waiting};
 use crate::serving::disks::{Open, ServedDisk};
 use crate::serving::failed_syncs;
@@ -16,10 +18,14 @@ use crate::serving::failed_syncs;
 /// Reads what a front has counted of a disk.
 pub type ReadMeter = Arc<dyn Fn() -> FrontReading + Send + Sync>;
 
+/// The part of a disk whose map is asked for in one go. A worker is not kept from its guests for longer than this takes.
+const MAP_STEP_BYTES: u64 = 4 << 30;
+/// The time after which a part of a map is answered although it may be short.
+const MAP_PATIENCE: Duration = Duration::from_secs(1);
+
 /// One disk as callers see it.
 pub struct DiskView {
     name: String,
-    label: String,
     layers: Vec<Layer>,
     read_only: bool,
     disk: Arc<ServedDisk>,
@@ -32,7 +38,6 @@ impl DiskView {
     pub fn new(open: &Open, exports: Vec<Export>, meters: Vec<(String, ReadMeter)>) -> Self {
         Self {
             name: open.name.clone(),
-            label: open.label.clone(),
             layers: open.layers.clone(),
             read_only: open.read_only,
             disk: open.disk.clone(),
@@ -46,6 +51,7 @@ impl DiskView {
         let waiting = troubles.and_then(Troubles::waiting);
         let failed_sync = self.disk.graph_now().and_then(|graph| failed_syncs::find(&graph));
         let policy = troubles.map(Troubles::policy).unwrap_or_default();
+        let leaf = self.layers.first();
         Disk {
             state: match (&waiting, &failed_sync) {
                 (Some(_), _) => "waiting",
@@ -58,13 +64,18 @@ impl DiskView {
             on_error: policy.on_error.to_string(),
             pause_at_most_s: policy.pause_at_most.map(|time| time.as_secs_f64()),
             name: self.name.clone(),
-            path: self.label.clone(),
-            format: self.layers.first().map_or_else(String::new, |leaf| leaf.format.clone()),
+            path: leaf.map_or_else(String::new, |leaf| leaf.path.clone()),
+            format: leaf.map_or_else(String::new, |leaf| leaf.format.clone()),
             virtual_size_bytes: self.disk.info().size_bytes,
             read_only: self.read_only,
             server: server.to_owned(),
+            pid: std::process::id(),
             exports: self.exports.clone(),
         }
+    }
+
+    fn served_by(&self, server: &str) -> ServedBy {
+        ServedBy { name: self.name.clone(), server: server.to_owned(), pid: std::process::id() }
     }
 
     fn detail(&self, server: &str, engine: &Engine) -> DiskDetail {
@@ -108,7 +119,7 @@ impl View {
 
     fn disks(&self) -> Result<Arc<Vec<DiskView>>> {
         let disks = self.disks.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        disks.ok_or_else(|| Error::new(ErrorKind::Shutdown, "the server hands over or ends").hint("ask again"))
+        disks.ok_or_else(ended)
     }
 
     /// All disks.
@@ -135,6 +146,53 @@ impl View {
         self.with(name, |disk| Ok(disk.detail(server, &self.engine)))
     }
 
+    /// What the images of the disk of this name say of themselves now.
+    ///
+    /// # Errors
+    /// As [`View::find`]; `Busy` in the moment of an exchange.
+    pub fn info(&self, server: &str, name: &str) -> Result<Info> {
+        self.with(name, |disk| {
+            let graph = disk.disk.graph_now().ok_or_else(changes)?;
+            let layers = graph.layers().iter().map(|layer| Image::new(layer, true)).collect();
+            Ok(Info::new(Some(graph.info().request_align_bytes), layers, Some(disk.served_by(server))))
+        })
+    }
+
+    /// Part of the map of the disk of this name, from `offset_bytes` on: at most `max_runs` runs, and what is found in about a
+    /// second. It may wait for the disk's store, as a guest's request does.
+    ///
+    /// # Errors
+    /// As [`View::find`]; the images'.
+    pub async fn map(&self, server: &str, name: &str, offset_bytes: u64, max_runs: usize) -> Result<MapPart> {
+        let (disk, served_by) = self.with(name, |disk| Ok((disk.disk.clone(), disk.served_by(server))))?;
+        let (mut runs, mut at, begun) = (Vec::new(), offset_bytes, Instant::now());
+        let layers = loop {
+            let (found, layers) = self.step_of_map(&disk, at, max_runs - runs.len()).await?;
+            at = found.last().map_or(u64::MAX, |run| run.offset_bytes + run.len_bytes);
+            runs.extend(found);
+            if at >= disk.size_bytes() || runs.len() >= max_runs || begun.elapsed() > MAP_PATIENCE {
+                break layers;
+            }
+        };
+        Ok(MapPart { runs, next_offset_bytes: (at < disk.size_bytes()).then_some(at), layers, served_by })
+    }
+
+    /// The runs of a piece of the disk that begins at `at`, found on a worker; none from the disk's end on.
+    async fn step_of_map(&self, disk: &Arc<ServedDisk>, at: u64, max_runs: usize) -> Result<(Vec<Run>, Vec<MapLayer>)> {
+        let (disk, (sender, found)) = (disk.clone(), oneshot::channel());
+        self.engine.spawn_on(0, move || async move {
+            let end = at.saturating_add(MAP_STEP_BYTES).min(disk.size_bytes());
+            let look = disk.look(async |graph| {
+                let runs =
+                    if at < end { graph.places(Extent::from_range(at..end), max_runs).await? } else { Vec::new() };
+                Ok((runs.into_iter().map(Run::from).collect(), map_layers(&graph.layers())))
+            });
+            // A caller that has gone does not need the answer.
+            let _ = sender.send(look.await);
+        });
+        found.await.map_err(|_| ended())?
+    }
+
     fn with<T>(&self, name: &str, act: impl FnOnce(&DiskView) -> Result<T>) -> Result<T> {
         let disks = self.disks()?;
         let found = disks.iter().find(|disk| disk.name == name);
@@ -155,7 +213,6 @@ impl View {
     /// As [`View::find`]; `Busy` in the moment of an exchange; the system's, when it cannot be made known to the next server.
     pub fn accept_loss(&self, name: &str) -> Result<Option<FailedSync>> {
         self.with(name, |disk| {
-            let changes = || Error::new(ErrorKind::Busy, "the images of the disk are just exchanged").hint("try again");
             let graph = disk.disk.graph_now().ok_or_else(changes)?;
             Ok(failed_syncs::accept(&graph)?.as_ref().map(FailedSync::from))
         })
@@ -173,6 +230,16 @@ impl View {
             Ok(())
         })
     }
+}
+
+/// The images of a disk are exchanged at this moment.
+fn changes() -> Error {
+    Error::new(ErrorKind::Busy, "the images of the disk are just exchanged").hint("try again")
+}
+
+/// The server answers no more.
+fn ended() -> Error {
+    Error::new(ErrorKind::Shutdown, "the server hands over or ends").hint("ask again")
 }
 
 /// The policy that becomes of `policy` by `change`.

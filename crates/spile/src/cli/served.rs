@@ -1,0 +1,123 @@
+//! Disks that a running server has open: what it says of them, and the way on which their bytes can be read.
+//!
+//! A file that is served for writing is locked, and nobody else can read it soundly: part of it is in the server's memory.
+//! So the commands ask the server. A file that is served for reading only is shared, and they read it themselves.
+
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use spile_core::{Error, ErrorKind, Locator, Result};
+use spile_image::{Format, Graph, OpenOptions};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, call};
+use spile_server::serving::api::discovery;
+use spile_server::serving::api::images::{Info, MapPart, ServedBy};
+use spile_server::serving::api::types::Disk;
+use spile_store::{AnyStore, CacheMode};
+
+use super::control::path_of;
+use crate::disks;
+use crate::log::{complain, printable};
+use crate::uri::{Address, NbdUri};
+
+/// A disk of a running server.
+pub struct Served(Disk);
+
+impl Served {
+    /// The disk that is meant by `at`, when `error` says that its own file is in use, and a server of this host has it as a disk of
+    /// `format`.
+    pub fn of(error: &Error, at: &Locator, format: Option<Format>) -> Option<Self> {
+        let (ErrorKind::Busy, Locator::Path(path)) = (error.kind(), at) else { return None };
+        if error.path()?.canonicalize().ok()? != path.canonicalize().ok()? {
+            return None;
+        }
+        let disk = find(path)?;
+        format.is_none_or(|format| format.to_string() == disk.format).then_some(Self(disk))
+    }
+
+    /// What its images say of themselves.
+    ///
+    /// # Errors
+    /// The server's; `NotFound` from one that is too old for this question.
+    pub fn info(&self) -> Result<Info> {
+        let mut info: Info = self.ask("info")?;
+        for layer in &mut info.layers {
+            layer.used_bytes = disks::used_bytes(Path::new(&layer.path));
+        }
+        info.used_bytes = info.layers.first().and_then(|leaf| leaf.used_bytes);
+        Ok(info)
+    }
+
+    /// Part of its map.
+    ///
+    /// # Errors
+    /// As [`Served::info`]; the images'.
+    pub fn map(&self, offset_bytes: u64) -> Result<MapPart> {
+        self.ask(&format!("map?offset_bytes={offset_bytes}"))
+    }
+
+    fn ask<T: DeserializeOwned>(&self, what: &str) -> Result<T> {
+        let path = format!("{}/{what}", path_of(&self.0.name));
+        // A map may wait for the disk's store.
+        let patience = if what == "info" { LOOK_PATIENCE } else { CHANGE_PATIENCE };
+        let answer = call(Path::new(&self.0.server), "GET", &path, None, patience)?;
+        serde_json::from_value(answer)
+            .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))
+    }
+}
+
+/// The line that tells where an answer comes from.
+pub fn line(by: &ServedBy) -> String {
+    let (name, server) = (printable(&by.name), printable(&by.server));
+    format!("served as \"{name}\" by {server} (process {}); from its word", by.pid)
+}
+
+/// Opens a disk to read it. When a server of this host has it open for writing, it is read through the server's NBD socket, as its
+/// guest sees it.
+///
+/// # Errors
+/// As [`disks::open`].
+pub async fn open(cache: CacheMode, at: &Locator, options: &OpenOptions) -> Result<Graph<AnyStore>> {
+    let busy = match disks::open(cache, at, options).await {
+        Err(error) if error.kind() == ErrorKind::Busy => error,
+        opened => return opened,
+    };
+    let Some(Served(disk)) = Served::of(&busy, at, options.format) else { return Err(busy) };
+    let Some(uri) = nbd_uri(&disk) else { return Err(busy) };
+    complain(format_args!("{} is in use: read through {uri}, which its guest may write to meanwhile", disk.path));
+    let options = OpenOptions { format: Some(Format::Raw), ..options.clone() };
+    disks::open(cache, &Locator::Nbd(uri.to_string()), &options).await
+}
+
+/// The error, with what is known of the server that has the disk open.
+pub fn explained(error: Error) -> Error {
+    let served = match (error.kind(), error.path()) {
+        (ErrorKind::Busy, Some(path)) => find(path),
+        _ => None,
+    };
+    let Some(disk) = served else { return error };
+    let way = match nbd_uri(&disk) {
+        Some(uri) => format!("name it by {uri} to read what its guest sees"),
+        None => format!(
+            "to read what its guest sees, give it an NBD socket: curl --unix-socket {} --json \
+             '{{\"protocol\": \"nbd\", \"address\": \"unix:/run/spile.nbd\"}}' http://spile/v1/exports, and say this again; --no-lock \
+             reads the file all the same, but what is changed meanwhile may be torn",
+            disk.server
+        ),
+    };
+    error.hint(format!("it is served as {:?} by {} (process {}); {way}", disk.name, disk.server, disk.pid))
+}
+
+/// The disk of a server of this host whose image is the file at `path`.
+fn find(path: &Path) -> Option<Disk> {
+    let whole = path.canonicalize().ok()?;
+    let disks = discovery::servers().ok()?.into_iter().flat_map(|(_, disks)| disks);
+    disks.into_iter().find(|disk| Path::new(&disk.path).canonicalize().is_ok_and(|path| path == whole))
+}
+
+/// Where NBD clients reach the disk: by a Unix socket, if it has one.
+fn nbd_uri(disk: &Disk) -> Option<NbdUri> {
+    let nbd = disk.exports.iter().filter(|export| export.protocol == "nbd");
+    let addresses = nbd.filter_map(|export| Some((export.address.parse::<Address>().ok()?, &export.name)));
+    let is_tcp = |(address, _): &(Address, &String)| !matches!(address, Address::Unix(_));
+    addresses.min_by_key(is_tcp).map(|(address, name)| NbdUri::new(address, name))
+}
