@@ -1,11 +1,12 @@
 //! `cargo xtask bench` and `cargo xtask bench-vhost`: Spile beside its peers, line by line.
 //!
 //! Same file, same host, same client (`spile load`), over a Unix socket; the server on one core and
-//! the client on another. The sides of a line take turns (A B C A B C …), so that a slow minute of
-//! the host falls on all of them; what is printed is the median, the ratios and, where a line has
+//! the client on another. The sides of a line take turns, and each round begins with another one (A B C B C A …): a slow minute of
+//! the host falls on all of them, and none is always the one after. What is printed is the median, the ratios and, where a line has
 //! aims, whether they were hit. Below 15 % nothing is a difference.
 //!
 //! `--quick` runs a tiny slice of each group to show that it works; its figures mean nothing.
+//! `--before PROGRAM` sets an earlier build of Spile beside each line, as `before`.
 //! `--only WORD` takes the lines whose group or name holds the word, `--rounds N` sets the rounds,
 //! `--seconds S` the length of a point.
 
@@ -24,7 +25,7 @@ mod vhost;
 use crate::{Result, shell};
 use figures::Point;
 use images::Images;
-use kinds::Kind;
+use kinds::{Kind, Role};
 use lines::{Group, Line, Side, State};
 use report::Report;
 use server::Server;
@@ -47,6 +48,8 @@ pub struct Plan {
     prefix: &'static str,
     /// The program under test.
     pub spile: PathBuf,
+    /// An earlier build of it, to be set beside it.
+    pub before: Option<PathBuf>,
 }
 
 impl Plan {
@@ -104,6 +107,7 @@ fn plan(arguments: &[String], prefix: &'static str) -> Result<Plan> {
         folder: shell::target_dir().join("bench"),
         prefix,
         spile: spile()?,
+        before: Some(shell::option(arguments, "--before", PathBuf::new())?).filter(|path| path.as_os_str() != ""),
     };
     let work = plan.folder.join("work");
     std::fs::create_dir_all(&work).map_err(|error| format!("{}: {error}", work.display()))?;
@@ -129,7 +133,7 @@ fn run_group(plan: &Plan, group: &Group, images: &mut Images, report: &mut Repor
     if lines.is_empty() {
         return Ok(());
     }
-    let sides = usable_sides(group, report);
+    let sides = usable_sides(plan, group, report);
     images.warm(&sides)?;
     report.begin_group(group, &sides);
     for line in lines {
@@ -157,9 +161,10 @@ fn free_huge_pages() -> u64 {
 }
 
 /// The sides whose programs are installed. The others are reported as skipped.
-fn usable_sides(group: &Group, report: &mut Report) -> Vec<Side> {
+fn usable_sides(plan: &Plan, group: &Group, report: &mut Report) -> Vec<Side> {
     let mut usable = Vec::new();
-    for side in &group.sides {
+    let before = plan.before.as_ref().map(|_| Side { name: "before", role: Role::Before, ..group.sides[0].clone() });
+    for side in group.sides.iter().chain(&before) {
         match side.server.program().filter(|program| !shell::on_path(program)) {
             Some(program) => {
                 report.skip(&format!("bench {}/{}: no {program}", group.name, side.name));
@@ -175,7 +180,8 @@ fn run_line(plan: &Plan, line: &Line, sides: &[Side], images: &mut Images) -> Re
     let mut points = vec![Vec::new(); sides.len()];
     for round in 0..plan.rounds {
         let mut kept: Option<Server> = None;
-        for (side, points) in sides.iter().zip(&mut points) {
+        for number in order(sides, round) {
+            let (side, points) = (&sides[number], &mut points[number]);
             // A rewrite goes to the server that has just had the first writes.
             let again = kept.take().filter(|_| side.state == State::Again);
             let image = if again.is_some() { PathBuf::new() } else { images.get(side)? };
@@ -189,6 +195,14 @@ fn run_line(plan: &Plan, line: &Line, sides: &[Side], images: &mut Images) -> Re
         }
     }
     Ok(points)
+}
+
+/// The sides in the order of a round. Each round begins with another one; a side that goes on with the server of the side before
+/// stays behind it.
+fn order(sides: &[Side], round: usize) -> Vec<usize> {
+    let first: Vec<usize> = (0..sides.len()).filter(|&number| sides[number].state != State::Again).collect();
+    let from = first[round % first.len()];
+    (from..sides.len()).chain(0..from).collect()
 }
 
 /// Measures one point on a server, or on the image itself where there is no server.
@@ -207,4 +221,20 @@ fn run_point(
     load.args(line.load_arguments(plan));
     let text = shell::output(&mut load).map_err(|problem| format!("{} on {}: {problem}", line.name, side.name))?;
     Point::read(&text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kinds::Front;
+    use lines::{Cache, Format};
+
+    #[test]
+    fn each_round_begins_with_another_side() {
+        let side = |state| Side::new("", Kind::Spile(Front::Nbd), Format::Raw, Cache::Page).state(state);
+        let sides = [side(State::Fresh), side(State::Again), side(State::Full)];
+        assert_eq!(order(&sides, 0), [0, 1, 2]);
+        assert_eq!(order(&sides, 1), [2, 0, 1]);
+        assert_eq!(order(&sides, 2), [0, 1, 2]);
+    }
 }

@@ -63,14 +63,21 @@ pub enum Role {
     Raw,
     /// Spile with io_uring, where the first side has another engine.
     Uring,
+    /// An earlier build of Spile.
+    Before,
     /// The side is shown, and in no ratio.
     Shown,
 }
 
 impl Role {
     /// The roles that ratios are to, and how their columns are called.
-    pub const COMPARED: [(Role, &str); 4] =
-        [(Role::Peer, "÷peer"), (Role::Bare, "÷bare"), (Role::Raw, "÷raw"), (Role::Uring, "÷uring")];
+    pub const COMPARED: [(Role, &str); 5] = [
+        (Role::Peer, "÷peer"),
+        (Role::Bare, "÷bare"),
+        (Role::Raw, "÷raw"),
+        (Role::Uring, "÷uring"),
+        (Role::Before, "÷before"),
+    ];
 
     /// The role's name in an aim.
     pub fn name(self) -> &'static str {
@@ -79,6 +86,7 @@ impl Role {
             Role::Bare => "bare",
             Role::Raw => "our raw",
             Role::Uring => "our io_uring",
+            Role::Before => "the build before",
             Role::Shown => "the side shown",
         }
     }

@@ -1,8 +1,8 @@
 //! Servers under measurement: started on one core, ready when they accept, ended by SIGTERM.
 
 use super::Plan;
-use super::kinds::{Aio, Front, Kind};
-use super::lines::{Cache, Format, Side};
+use super::kinds::{Aio, Front, Kind, Role};
+use super::lines::{Cache, Format, Side, State};
 use crate::Result;
 use std::ffi::OsStr;
 use std::fs::File;
@@ -135,7 +135,10 @@ pub fn pinned(cores: &str, program: impl AsRef<OsStr>) -> Command {
 fn command(plan: &Plan, side: &Side, image: &Path, socket: &Path) -> Command {
     let cores = server_cores(side.cores);
     match side.server {
-        Kind::Spile(front) => spile(pinned(&cores, &plan.spile), front, side, image, socket),
+        Kind::Spile(front) => {
+            let before = plan.before.as_ref().filter(|_| side.role == Role::Before);
+            spile(pinned(&cores, before.unwrap_or(&plan.spile)), front, side, image, socket)
+        }
         Kind::Qemu => qemu(pinned(&cores, "qemu-nbd"), side, image, socket),
         Kind::Nbdkit => {
             let mut command = pinned(&cores, "nbdkit");
@@ -150,8 +153,11 @@ fn command(plan: &Plan, side: &Side, image: &Path, socket: &Path) -> Command {
 
 fn spile(mut command: Command, front: Front, side: &Side, image: &Path, socket: &Path) -> Command {
     let cache = if side.cache == Cache::Direct { "direct" } else { "page" };
+    command.arg("serve").arg(image).args(["--cache", cache]);
     // The images of a chain are measured one by one, so some are parents of others.
-    command.arg("serve").arg(image).args(["--cache", cache, "--write-parent"]);
+    if matches!(side.state, State::Chain(_)) {
+        command.arg("--write-parent");
+    }
     match front {
         Front::Nbd => command.arg("--nbd").arg(format!("unix:{}", socket.display())),
         Front::Vhost => command.arg("--vhost-user").arg(socket),
