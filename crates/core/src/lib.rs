@@ -5,6 +5,7 @@
 //! while the objects themselves are shared by all workers.
 #![forbid(unsafe_code)]
 
+pub mod budget;
 mod disk;
 mod error;
 mod extent;

@@ -5,34 +5,33 @@
 //! sector never undo each other.
 //!
 //! What a guest asks for does not decide how much memory that takes: a request goes through one small buffer chunk by
-//! chunk, and a disk has a fixed number of buffers, which its requests wait for.
+//! chunk, and all disks of a worker share a fixed amount of memory for buffers, which their requests wait for (module `bounce`).
 
 use std::ops::Range;
 
-use async_lock::{Semaphore, SemaphoreGuard};
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, SECTOR_BYTES, Segments, WriteZeroes,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, SECTOR_BYTES, Segment, Segments,
+    WriteZeroes,
 };
 
 use spile_image::{RangeGuard, RangeLock};
 
+use crate::bounce::{Allocate, Bounce};
+
 /// The size of a bounce buffer in bytes, unless the alignment is larger.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The bounce buffers that one disk uses at a time: 32 MiB.
-const BUFFERS: usize = 32;
-
-/// Makes a buffer of so many bytes, aligned to a page. Its content does not matter: whoever takes one fills it first.
-pub type Allocate = fn(usize) -> Segments;
+/// The size in bytes of the bounce buffer that a disk gets in any case, unless the alignment is larger.
+const LEAST_BYTES: usize = 64 << 10;
 
 /// A disk without alignment rules over one that has them.
 pub struct Aligned<D> {
     inner: D,
     align: u64,
     memory_align: usize,
-    /// A multiple of the alignment.
+    /// The sizes of the largest buffer and of the one that the disk gets in any case: multiples of the alignment.
     chunk_bytes: usize,
-    buffers: Semaphore,
+    least_bytes: usize,
     allocate: Allocate,
     /// As many as the two edges of a write of zeroes have at most. Never written to.
     zeroes: Segments,
@@ -42,23 +41,24 @@ pub struct Aligned<D> {
 impl<D: Disk> Aligned<D> {
     /// Wraps `inner`; bounce buffers come from the heap.
     pub fn new(inner: D) -> Self {
-        Self::with_buffers(inner, Segments::zeroed)
+        Self::with_buffers(inner, from_heap)
     }
 
     /// Wraps `inner`; `allocate` makes bounce buffers.
     pub fn with_buffers(inner: D, allocate: Allocate) -> Self {
-        Self::with_chunks(inner, CHUNK_BYTES, allocate)
+        Self::with_chunks(inner, CHUNK_BYTES, LEAST_BYTES, allocate)
     }
 
-    fn with_chunks(inner: D, chunk_bytes: usize, allocate: Allocate) -> Self {
+    fn with_chunks(inner: D, chunk_bytes: usize, least_bytes: usize, allocate: Allocate) -> Self {
         let info = inner.info();
         let align = info.request_align_bytes as usize;
+        let aligned = |bytes: usize| (bytes / align).max(1) * align;
         Self {
             inner,
             align: align as u64,
             memory_align: info.memory_align_bytes as usize,
-            chunk_bytes: (chunk_bytes / align).max(1) * align,
-            buffers: Semaphore::new(BUFFERS),
+            chunk_bytes: aligned(chunk_bytes),
+            least_bytes: aligned(least_bytes),
             allocate,
             zeroes: Segments::zeroed(2 * align),
             writes: RangeLock::default(),
@@ -93,29 +93,21 @@ impl<D: Disk> Aligned<D> {
         extent.is_aligned(self.align) && memory.is_aligned(self.memory_align)
     }
 
-    /// The parts of `outer` that go through a bounce buffer one after the other. They meet on the alignment, so that only
-    /// the ends of `outer` can be sectors of which the request wants a part.
-    fn chunks(&self, outer: Extent) -> impl Iterator<Item = Extent> {
-        let chunk_bytes = self.chunk_bytes as u64;
-        let starts = outer.range().step_by(self.chunk_bytes);
-        starts.map(move |start| Extent::from_range(start..start + chunk_bytes.min(outer.end() - start)))
-    }
-
     /// Waits for a buffer that holds each chunk of `outer`.
     ///
     /// The order is: range lock, buffer, then the disk below. Nobody takes a second buffer, nor a range while it has a
     /// buffer: whoever has one waits for nothing but the disk below, and gives it back. So whoever has a range gets its
-    /// buffer, and gives back the range: no circle can close. In the other order, 32 writes that wait for one sector
+    /// buffer, and gives back the range: no circle can close. In the other order, many writes that wait for one sector
     /// would keep all buffers idle.
-    async fn bounce(&self, outer: Extent) -> Bounce<'_> {
-        let permit = self.buffers.acquire().await;
-        Bounce { bytes: (self.allocate)(self.chunk_bytes.min(outer.len_bytes as usize)), _permit: permit }
+    async fn bounce(&self, outer: Extent) -> Result<Bounce> {
+        let [most, least] = [self.chunk_bytes, self.least_bytes].map(|bytes| bytes.min(outer.len_bytes as usize));
+        Bounce::take(self, most, least, self.allocate).await
     }
 
     async fn read_bounced(&self, extent: Extent, into: &Segments) -> Result<()> {
         let outer = self.outer(extent);
-        let bounce = self.bounce(outer).await;
-        for chunk in self.chunks(outer) {
+        let bounce = self.bounce(outer).await?;
+        for chunk in chunks(outer, bounce.bytes.len()) {
             let bytes = bounce.bytes.slice(0..chunk.len_bytes as usize);
             self.inner.read(chunk, &bytes).await?;
             let common = Common::of(extent, chunk);
@@ -127,10 +119,11 @@ impl<D: Disk> Aligned<D> {
     /// Writes all of `outer` through a bounce buffer; what lies outside of `extent` is read first. The caller holds
     /// `outer`: exclusively, unless it is the same as `extent`.
     async fn write_bounced(&self, outer: Extent, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        let is_one_chunk = outer.len_bytes <= self.chunk_bytes as u64;
+        let is_one_chunk;
         {
-            let bounce = self.bounce(outer).await;
-            for chunk in self.chunks(outer) {
+            let bounce = self.bounce(outer).await?;
+            is_one_chunk = outer.len_bytes <= bounce.bytes.len() as u64;
+            for chunk in chunks(outer, bounce.bytes.len()) {
                 let bytes = bounce.bytes.slice(0..chunk.len_bytes as usize);
                 self.read_edges(chunk, extent, &bytes).await?;
                 let common = Common::of(extent, chunk);
@@ -229,11 +222,16 @@ impl<D: Disk> Aligned<D> {
 /// What a request that passes holds: its range, if it is a write that others must not read, change and write back.
 pub(crate) struct Held<'a>(#[expect(dead_code, reason = "held for its drop")] Option<RangeGuard<'a>>);
 
-/// A bounce buffer, counted.
-struct Bounce<'a> {
-    bytes: Segments,
-    /// After the bytes, so that they are freed before another takes their place.
-    _permit: SemaphoreGuard<'a>,
+/// Makes a bounce buffer from the heap.
+pub(crate) fn from_heap(len: usize) -> Option<Segments> {
+    Segment::try_zeroed(len).map(Segments::from)
+}
+
+/// The parts of `outer` that go through a bounce buffer of `chunk_bytes` one after the other. They meet on the alignment, so that only
+/// the ends of `outer` can be sectors of which the request wants a part.
+fn chunks(outer: Extent, chunk_bytes: usize) -> impl Iterator<Item = Extent> {
+    let starts = outer.range().step_by(chunk_bytes);
+    starts.map(move |start| Extent::from_range(start..(start + chunk_bytes as u64).min(outer.end())))
 }
 
 /// The bytes that a request and a chunk of it have in common.
@@ -300,13 +298,13 @@ mod tests {
     use std::sync::{Arc, Mutex};
     use std::task::{Context, Poll, Wake, Waker};
 
-    use proptest::prelude::*;
-    use spile_core::Segment;
-
     use super::*;
+    use proptest::prelude::*;
 
     const ALIGN: u64 = 512;
     const CHUNK: usize = 4 * ALIGN as usize;
+    /// What a buffer counts as, in bytes.
+    const PAGE: u64 = 4096;
 
     /// Refuses what is not aligned, takes a few polls for each request, and counts the memory that requests have with it.
     struct Slow {
@@ -579,7 +577,7 @@ mod tests {
         #[test]
         fn any_bytes_from_any_memory(ops in prop::collection::vec(op(), 1..12), chunk in 1..6_usize) {
             let mut model = pattern(99, SIZE);
-            let disk = Aligned::with_chunks(Slow::new(model.clone()), chunk * ALIGN as usize, Segments::zeroed);
+            let disk = Aligned::with_chunks(Slow::new(model.clone()), chunk * ALIGN as usize, ALIGN as usize, from_heap);
             for (seed, op) in ops.iter().enumerate() {
                 check_alone(&disk, &mut model, seed as u64, op);
             }
@@ -593,7 +591,7 @@ mod tests {
         #[test]
         fn requests_at_once_undo_nothing(ops in prop::collection::vec(op(), 2..80), chunk in 1..6_usize) {
             let before = pattern(99, SIZE);
-            let disk = Aligned::with_chunks(Slow::new(before.clone()), chunk * ALIGN as usize, Segments::zeroed);
+            let disk = Aligned::with_chunks(Slow::new(before.clone()), chunk * ALIGN as usize, ALIGN as usize, from_heap);
             run(ops.iter().enumerate().map(|(n, op)| Box::pin(one_of_many(&disk, op, n as u8 + 1)) as _).collect());
             for (at, byte) in disk.inner.bytes().into_iter().enumerate() {
                 prop_assert!(allowed(&ops, at, before[at]).contains(&byte), "{byte} at {at}");
@@ -616,20 +614,68 @@ mod tests {
         (0..200).map(|number| Box::pin(request(number)) as _).collect()
     }
 
+    /// A disk of `len` zeroes with small buffers.
+    fn small(len: usize) -> Aligned<Slow> {
+        Aligned::with_chunks(Slow::new(vec![0; len]), CHUNK, ALIGN as usize, from_heap)
+    }
+
+    /// A flood takes half of the memory at most, and each buffer counts as a page.
     #[test]
     fn a_flood_of_unaligned_requests_takes_a_bounded_amount_of_memory() {
-        let disk = Aligned::with_chunks(Slow::new(vec![0; 51 * (8 * CHUNK + 1)]), CHUNK, Segments::zeroed);
+        const BUFFERS: usize = 32;
+        let _others = Bounce::leave_only(2 * BUFFERS as u64 * PAGE);
+        let disk = small(51 * (8 * CHUNK + 1));
         let mut requests = flood(&disk);
         disk.inner.holds.store(true, Relaxed);
         for round in 0..4 {
             poll_all(&mut requests, round);
         }
-        assert_eq!((disk.inner.requests.load(Relaxed), disk.buffers.available_permits()), (BUFFERS, 0));
+        assert_eq!((disk.inner.requests.load(Relaxed), Bounce::free_bytes()), (BUFFERS, BUFFERS as i64 * PAGE as i64));
         disk.inner.holds.store(false, Relaxed);
         run(requests);
-        assert_eq!(disk.buffers.available_permits(), BUFFERS);
+        assert_eq!(Bounce::free_bytes(), 2 * BUFFERS as i64 * PAGE as i64);
         let peak_bytes = disk.inner.peak_bytes.load(Relaxed);
         assert!((16 * CHUNK..=BUFFERS * CHUNK).contains(&peak_bytes), "{peak_bytes} bytes");
+    }
+
+    /// Requests that a disk which hangs never answers leave memory for the disks beside it, however many such disks there are.
+    #[test]
+    fn disks_that_hang_leave_buffers_for_a_healthy_one() {
+        let _others = Bounce::leave_only(64 * PAGE);
+        let dead: Vec<_> = (0..20).map(|_| small(51 * (8 * CHUNK + 1))).collect();
+        let mut hanging: Vec<_> = dead.iter().map(flood).collect();
+        dead.iter().for_each(|disk| disk.inner.holds.store(true, Relaxed));
+        for _ in 0..2 {
+            hanging.iter_mut().for_each(|requests| poll_all(requests, 0));
+        }
+        assert!(Bounce::free_bytes() <= 0, "{} bytes are left: the test is too weak", Bounce::free_bytes());
+        assert!(dead.iter().all(|disk| disk.inner.requests.load(Relaxed) > 0));
+        let healthy = small(51 * (8 * CHUNK + 1));
+        run(flood(&healthy));
+        dead.iter().for_each(|disk| disk.inner.holds.store(false, Relaxed));
+        hanging.into_iter().for_each(run);
+        assert_eq!(Bounce::free_bytes(), 64 * PAGE as i64);
+    }
+
+    /// No memory is an error of the request, and the disk goes on.
+    #[test]
+    fn a_request_fails_when_there_is_no_memory_for_its_buffer() {
+        static HAS_MEMORY: AtomicBool = AtomicBool::new(false);
+        let allocate: Allocate = |len| HAS_MEMORY.load(Relaxed).then(|| Segments::zeroed(len));
+        let before = Bounce::free_bytes();
+        let disk = Aligned::with_buffers(Slow::new(vec![0; CHUNK]), allocate);
+        let memory = Segments::zeroed(1000);
+        for fails in [true, false] {
+            HAS_MEMORY.store(!fails, Relaxed);
+            let check = |done: Result<()>| match done {
+                Ok(()) => assert!(!fails),
+                Err(error) => assert!(fails && error.kind() == ErrorKind::Exhausted, "{error}"),
+            };
+            run(vec![Box::pin(async { check(disk.read(at(1, 1000), &memory).await) })]);
+            run(vec![Box::pin(async { check(disk.write(at(1, 1000), &memory, true).await) })]);
+            run(vec![Box::pin(async { check(disk.write_zeroes(at(1, 1000), WriteZeroes::default()).await) })]);
+        }
+        assert_eq!(Bounce::free_bytes(), before);
     }
 
     struct Woken(AtomicBool);
@@ -643,7 +689,9 @@ mod tests {
     /// Buffers that are given back at the same moment are all taken again, by requests that are polled only when woken.
     #[test]
     fn no_buffer_stays_idle_while_requests_wait() {
-        let disk = Aligned::with_chunks(Slow::new(vec![0; CHUNK]), CHUNK, Segments::zeroed);
+        const BUFFERS: usize = 32;
+        let _others = Bounce::leave_only(2 * BUFFERS as u64 * PAGE);
+        let disk = small(CHUNK);
         let read = async || disk.read(at(1, 1000), &Segments::zeroed(1000)).await.unwrap();
         let requests = |count| -> Vec<Request<'_>> { (0..count).map(|_| Box::pin(read()) as _).collect() };
         let (mut first, mut waiting) = (requests(BUFFERS), requests(2 * BUFFERS));
@@ -670,8 +718,7 @@ mod tests {
 
     #[test]
     fn aligned_requests_need_no_buffer() {
-        let disk = Aligned::with_chunks(Slow::new(vec![7; 2 * CHUNK]), CHUNK, Segments::zeroed);
-        let permits: Vec<_> = (0..BUFFERS).map(|_| disk.buffers.try_acquire().unwrap()).collect();
+        let disk = Aligned::with_chunks(Slow::new(vec![7; 2 * CHUNK]), CHUNK, CHUNK, |_| panic!("a buffer"));
         let memory = Segments::zeroed(2 * CHUNK);
         run(vec![Box::pin(async { disk.read(at(0, 2 * CHUNK), &memory).await.unwrap() })]);
         assert!(memory.to_vec() == vec![7; 2 * CHUNK]);
@@ -679,6 +726,5 @@ mod tests {
         run(vec![Box::pin(async { disk.write(at(0, 2 * CHUNK), &memory, false).await.unwrap() })]);
         assert!(disk.inner.bytes() == vec![8; 2 * CHUNK]);
         assert_eq!(disk.inner.peak_bytes.load(Relaxed), 2 * CHUNK);
-        drop(permits);
     }
 }

@@ -16,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 mod aligned;
+mod bounce;
 mod end;
 mod exchange;
 mod fault;
@@ -24,7 +25,8 @@ mod published;
 mod stage;
 mod trouble;
 
-pub use aligned::{Aligned, Allocate};
+pub use aligned::Aligned;
+pub use bounce::Allocate;
 pub use exchange::{Change, ClosedGates, OldEpoch, close_gates, exchange};
 pub use fault::{Effect, Fault, Faults};
 pub use node::Node;

@@ -4,9 +4,10 @@ use std::future::pending;
 use std::sync::Arc;
 
 use spile_core::metrics::{Meter, Op};
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result, Segments};
+use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result};
 
-use crate::aligned::{Aligned, Allocate};
+use crate::aligned::{Aligned, from_heap};
+use crate::bounce::Allocate;
 use crate::exchange::{OldEpoch, exchange};
 use crate::published::Published;
 use crate::stage::{Attached, Place, Stage};
@@ -22,7 +23,7 @@ pub struct Node<G: Disk> {
 impl<G: Disk> Node<G> {
     /// A disk over `graph`, whose bounce buffers come from the heap.
     pub fn new(graph: G) -> Self {
-        Self::with_buffers(graph, Segments::zeroed)
+        Self::with_buffers(graph, from_heap)
     }
 
     /// A disk over `graph`, whose bounce buffers `allocate` makes: from the worker's pool, where there is one.

@@ -19,8 +19,8 @@ static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 thread_local!(static POOL: OnceCell<Pool> = const { OnceCell::new() });
 
-fn from_pool(len: usize) -> Segments {
-    POOL.with(|pool| pool.get_or_init(|| Pool::new(8 << 20).unwrap()).alloc(len).into())
+fn from_pool(len: usize) -> Option<Segments> {
+    POOL.with(|pool| pool.get_or_init(|| Pool::new(8 << 20).unwrap()).try_alloc(len).map(Segments::from))
 }
 
 async fn odd_requests(node: &Node<TestGraph>, memory: &Segments) {
@@ -43,14 +43,18 @@ fn requests_allocate_nothing() {
     now(one_of_each(&node)).unwrap();
     now(odd_requests(&node, &memory));
     for (name, kind) in [("aligned", true), ("bounced", false)] {
-        let region = Region::new(ALLOCATOR);
-        for _ in 0..100 {
-            match kind {
-                true => now(aligned()),
-                false => now(odd_requests(&node, &memory)),
+        let count = || {
+            let region = Region::new(ALLOCATOR);
+            for _ in 0..100 {
+                match kind {
+                    true => now(aligned()),
+                    false => now(odd_requests(&node, &memory)),
+                }
             }
-        }
-        let change = region.change();
-        assert_eq!((change.allocations, change.reallocations), (0, 0), "{name}: {change:?}");
+            region.change().allocations + region.change().reallocations
+        };
+        // The test harness has a thread, too, which may allocate something at the same time.
+        let counts = [(); 3].map(|()| count());
+        assert!(counts.contains(&0), "{name}: {counts:?} allocations in 100 rounds");
     }
 }

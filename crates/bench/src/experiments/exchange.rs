@@ -174,7 +174,7 @@ impl Run {
         drop(files.create(&base, DISK_BYTES).await?);
         let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
         let graph = Graph::open(&files, Arc::new(OsEnv), base, &options).await?;
-        let disk = Node::with_buffers(graph, |len| spile_engine::pool().alloc(len).into());
+        let disk = Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into));
         let (is_over, clients, longest) =
             (AtomicBool::new(false), AtomicU32::new(depth), Mutex::new(Ok(Duration::ZERO)));
         Ok(Self { disk, files, folder, start: Instant::now(), delay, depth, is_over, clients, longest })

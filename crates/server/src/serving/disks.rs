@@ -225,7 +225,8 @@ impl Opening {
             failed_sync,
             identity: self.identity_of(spec).with_opened(&graph),
             disk: Arc::new(
-                Node::with_buffers(graph, |len| spile_engine::pool().alloc(len).into()).with_troubles(troubles),
+                Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
+                    .with_troubles(troubles),
             ),
         }
     }
