@@ -9,6 +9,7 @@
 //! too, so nobody has to read it.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
@@ -38,7 +39,7 @@ pub(crate) struct Epoll {
     files: Outbox,
     slots: Slab<Slot>,
     /// The operations that wait, by socket.
-    sockets: HashMap<u64, Waiting>,
+    sockets: HashMap<u64, Waiting, BuildHasherDefault<IdHasher>>,
     events: Vec<libc::epoll_event>,
     /// File operations that have not ended.
     file_ops: usize,
@@ -60,6 +61,25 @@ enum State {
     Abandoned,
 }
 
+/// A cheap hash of socket ids. This process counts them up, so nobody can choose ids whose hashes meet.
+#[derive(Default)]
+struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn write_u64(&mut self, id: u64) {
+        // The low bits of the product choose the place, and its high bits tell apart what lies there.
+        self.0 = id.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(self.0 ^ u64::from(*byte)));
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
 #[derive(Default)]
 struct Waiting {
     readers: SmallVec<[usize; 1]>,
@@ -79,7 +99,7 @@ impl Epoll {
             shared,
             files: Outbox::new(files),
             slots: Slab::new(),
-            sockets: HashMap::new(),
+            sockets: HashMap::default(),
             events: vec![libc::epoll_event { events: 0, u64: 0 }; EVENTS],
             file_ops: 0,
             ended_by_aio: Vec::new(),

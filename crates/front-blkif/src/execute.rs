@@ -65,11 +65,11 @@ impl<D: Disk> Target<D> {
         };
         match failure {
             None => Outcome::Answer(status::OKAY),
-            Some(failure) if failure.is_left_undone() => Outcome::Left,
             Some(failure) => self.fail(request, &failure),
         }
     }
 
+    #[inline]
     fn work<'a>(&self, request: &'a Request) -> Result<Work<'a>, Refusal> {
         if let Some(refusal) = request.refusal {
             return Err(refusal);
@@ -105,6 +105,9 @@ impl<D: Disk> Target<D> {
 
     #[cold]
     fn fail(&self, request: &Request, failure: &Failure) -> Outcome {
+        if failure.is_left_undone() {
+            return Outcome::Left;
+        }
         self.log_failure(request, failure);
         match failure {
             Failure::Refused(refusal) => Outcome::Answer(refusal.status),

@@ -146,6 +146,7 @@ impl<M: SharedPages> Ring<M> {
     ///
     /// # Errors
     /// When the guest claims more requests than the ring has room for, or has taken some back.
+    #[inline]
     pub fn pop(&self, slot: &mut Slot) -> Result<bool, Broken> {
         let next = self.req_cons.get();
         if next == self.req_prod.get() {

@@ -98,6 +98,7 @@ pub async fn serve_ring<T, F, M>(
 }
 
 /// One turn; true when there was anything to do.
+#[inline]
 fn turn<T, F, M>(ring: &mut T, slots: &mut Slots<F, M, T::Request>, context: &Context<'_>) -> bool
 where
     T: GuestRing,

@@ -125,6 +125,7 @@ impl<F: Future<Output = ()>, M: Fn(Rc<Inbox<T>>) -> F, T> Slots<F, M, T> {
     }
 
     /// Starts a request.
+    #[inline]
     pub fn start(&mut self, request: T) {
         let number = self.free.pop().unwrap_or_else(|| self.add());
         self.slots[number as usize].inbox.request.set(Some(request));

@@ -86,6 +86,7 @@ impl Pool {
     }
 
     /// A buffer of the arena. One that has to come from the heap is counted.
+    #[inline]
     fn chunk(&self, len: usize) -> Option<Segment> {
         let chunk = class_of(len).and_then(|class| Some((self.inner.take(class)?, class as u8)));
         let Some((page, class)) = chunk else {

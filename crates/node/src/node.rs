@@ -1,10 +1,11 @@
 //! [`Node`]: see the crate.
 
 use std::future::pending;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use spile_core::metrics::{Meter, Op};
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result};
+use spile_core::{Disk, DiskInfo, Error, Extent, ExtentStatus, Io, Result};
 
 use crate::aligned::{Aligned, from_heap};
 use crate::bounce::Allocate;
@@ -109,21 +110,37 @@ impl<G: Disk> Node<G> {
     /// others take the way through [`Aligned`] and [`Published`], where each obstacle has its place. What fails is tried again
     /// as the disk's policy says.
     async fn execute_unmetered(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> Result<()> {
-        let done = 'done: {
+        let error = 'failed: {
             if let Some(_held) = self.disk.try_pass(&io)
                 && let Some(graph) = self.published().try_enter_free()
             {
-                break 'done graph.execute(io).await;
+                match graph.execute(io).await {
+                    Ok(()) => return Ok(()),
+                    Err(error) => break 'failed error,
+                }
             }
-            self.disk.execute(io).await
+            match self.disk.execute(io).await {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            }
         };
-        match (done, &self.troubles) {
-            (Err(error), Some(troubles)) => {
-                let again = async || self.disk.execute(io).await;
-                Box::pin(troubles.see_through(io.op.into(), error, gone, again)).await
-            }
-            (done, _) => done,
-        }
+        self.see_through(io, error, gone).await
+    }
+
+    /// Takes a request that has failed with `error` to its end, as the disk's policy says. Its future is in a box, so that the futures
+    /// of all other requests stay small.
+    #[cold]
+    fn see_through<'a>(
+        &'a self,
+        io: Io<'a>,
+        error: Error,
+        gone: impl Future<Output = ()> + 'a,
+    ) -> Pin<Box<impl Future<Output = Result<()>> + 'a>> {
+        Box::pin(async move {
+            let Some(troubles) = &self.troubles else { return Err(error) };
+            let again = async || self.disk.execute(io).await;
+            troubles.see_through(io.op.into(), error, gone, again).await
+        })
     }
 }
 
