@@ -45,6 +45,16 @@ impl FileFd {
     }
 }
 
+#[cfg(test)]
+impl FileFd {
+    /// A file whose locks a server keeps.
+    pub(crate) fn on_server(fd: OwnedFd) -> Self {
+        let mut this = Self::file(fd);
+        this.unlocks_at_once = false;
+        this
+    }
+}
+
 impl AsFd for FileFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_ref().expect("it is there until it is dropped").as_fd()
@@ -81,6 +91,22 @@ pub(crate) fn unlock(fd: &Arc<FileFd>) {
     });
 }
 
+/// Waits until the helper threads have unlocked all files that were closed, for ten seconds at most: a server that is gone does not
+/// answer. False when some are locked still. Not to be called on a worker.
+pub fn wait_for_unlocks() -> bool {
+    wait_for_all(UNLOCK_WAIT)
+}
+
+fn wait_for_all(limit: Duration) -> bool {
+    let waits = CLOSED.wait_timeout_while(relock(&CLOSING), limit, |closing| !closing.is_empty());
+    waits.unwrap_or_else(PoisonError::into_inner).0.is_empty()
+}
+
+/// True when a helper thread is about to unlock this file for somebody who has closed it.
+pub(crate) fn is_being_unlocked(fd: &FileFd) -> bool {
+    fd.lane.as_ref().is_some_and(|lane| relock(&CLOSING).contains(lane.key()))
+}
+
 /// Waits until the helper threads have unlocked this file for all who have closed it, for [`UNLOCK_WAIT`] at most: the caller may
 /// keep the last place of a helper thread that would unlock it. False when there was nothing to wait for, and on a worker,
 /// which must not wait.
@@ -93,4 +119,54 @@ pub(crate) fn wait_for_unlock(fd: &FileFd) -> bool {
     let waits = CLOSED.wait_timeout_while(closing, UNLOCK_WAIT, |closing| closing.contains(lane.key()));
     drop(waits.unwrap_or_else(PoisonError::into_inner));
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use spile_core::OpenMode;
+
+    use super::*;
+    use crate::{Config, Engine, EngineKind, RawFile};
+
+    fn open(path: &std::path::Path) -> RawFile {
+        let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+        RawFile::on_server(file.into())
+    }
+
+    /// A file is closed on a worker and opened again at once, by this process.
+    #[test]
+    fn who_has_just_closed_a_file_can_lock_it_again() {
+        let engine = Engine::start(Config { kind: EngineKind::Threads, workers: 1, ..Config::default() }).unwrap();
+        let name = tempfile::NamedTempFile::new().unwrap();
+        for _ in 0..2000 {
+            let file = open(name.path());
+            file.lock(OpenMode::ReadWrite).unwrap();
+            engine.run_on(0, move || async move { drop(file) });
+        }
+        assert!(wait_for_unlocks());
+        engine.shutdown();
+    }
+
+    #[test]
+    fn the_end_of_all_locks_is_waited_for_and_not_for_ever() {
+        let engine = Engine::start(Config { kind: EngineKind::Threads, workers: 1, ..Config::default() }).unwrap();
+        let name = tempfile::NamedTempFile::new().unwrap();
+        let file = open(name.path());
+        file.lock(OpenMode::ReadWrite).unwrap();
+        // The server does not answer, and has all threads that a file may have for this.
+        let (release, held) = std::sync::mpsc::channel::<()>();
+        let held = Arc::new(Mutex::new(held));
+        let key = LaneKey::of_file(&rustix::fs::fstat(name.as_file()).unwrap());
+        let lane = FilePool::shared().lane(&key);
+        for _ in 0..100 {
+            let held = held.clone();
+            lane.call(move || _ = relock(&held).recv());
+        }
+        engine.run_on(0, move || async move { drop(file) });
+        assert!(!wait_for_all(Duration::from_millis(50)));
+        drop(release);
+        assert!(wait_for_unlocks());
+        open(name.path()).lock(OpenMode::ReadWrite).unwrap();
+        engine.shutdown();
+    }
 }

@@ -6,7 +6,8 @@
 //!
 //! A socket is added to the epoll set when it first has to wait, once and edge-triggered for both directions: no
 //! system call re-arms it. An operation is therefore always tried before it waits. The eventfd of AIO is edge-triggered
-//! too, so nobody has to read it.
+//! too, so nobody has to read it. Neither is an eventfd of another process read where that could wait (before Linux 5.8): each ring is
+//! an edge, and one that finds nobody waiting is kept for the next wait.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -84,6 +85,8 @@ impl Hasher for IdHasher {
 struct Waiting {
     readers: SmallVec<[usize; 1]>,
     writers: SmallVec<[usize; 1]>,
+    /// It became readable while nobody waited for that.
+    was_readable: bool,
 }
 
 impl Waiting {
@@ -228,7 +231,8 @@ impl Epoll {
     }
 
     fn start_socket(&mut self, mut op: Op, waker: &Waker) -> Started {
-        if let Some(outcome) = try_socket(&mut op) {
+        let tried = if op.fd.stays_rung { self.try_edge(&op) } else { try_socket(&mut op) };
+        if let Some(outcome) = tried {
             return Started::Ended(outcome);
         }
         if let Err(errno) = self.watch(&op) {
@@ -238,6 +242,12 @@ impl Epoll {
         let key = self.insert(waker, op);
         self.sockets.entry(id).or_default().side(kind).push(key);
         Started::Waits(key as u64)
+    }
+
+    /// Ends a wait for an eventfd that stays rung if it was rung since the wait before.
+    fn try_edge(&mut self, op: &Op) -> Option<Outcome> {
+        let waiting = self.sockets.get_mut(&op.fd.id)?;
+        std::mem::take(&mut waiting.was_readable).then_some(Ok(0))
     }
 
     fn insert(&mut self, waker: &Waker, op: Op) -> usize {
@@ -380,9 +390,11 @@ impl Epoll {
     /// Tries the operation again that waits on this side of the socket.
     fn retry(&mut self, id: u64, side: Kind, woken: &mut Vec<Waker>) {
         let Some(waiting) = self.sockets.get_mut(&id) else { return };
+        waiting.was_readable |= side == Kind::Recv && waiting.readers.is_empty();
         for key in std::mem::take(waiting.side(side)) {
             let op = self.slots[key].op.as_mut().expect("what waits on a socket is here");
-            match try_socket(op) {
+            let tried = if op.fd.stays_rung { Some(Ok(0)) } else { try_socket(op) };
+            match tried {
                 Some(outcome) => self.finish(key, outcome, woken),
                 None => self.sockets.entry(id).or_default().side(side).push(key),
             }

@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 use crate::closing::{self, FileFd};
 use crate::file_pool::Lane;
 use crate::shared::{Message, WorkerLink, relock};
+use crate::sys;
 
 /// The size of a ring's table of registered files: 8 bytes each, here and in the kernel. More files are used without being registered.
 pub(crate) const TABLE_FILES: u32 = 16 << 10;
@@ -75,6 +76,9 @@ pub(crate) struct Fd {
     /// The descriptor that holds the file's locks, when it is not this one. It is kept open as long as a transfer
     /// through this one is in flight, so that the file stays locked until the last transfer has ended.
     _locked: Option<Arc<Fd>>,
+    /// An eventfd that nobody empties, because this kernel cannot do that without a wait. So only a new ring counts, and not that it is
+    /// readable.
+    pub(crate) stays_rung: bool,
     /// Of an eventfd: the number of writes to it that are in flight.
     pub(crate) rings: AtomicU32,
     /// The errno of the first sync of this file that failed; 0 when none has. The kernel reports a failure once only.
@@ -87,8 +91,21 @@ impl Fd {
         Self::new(FileFd::socket(fd), None, None)
     }
 
+    /// An eventfd that another process shares.
+    pub(crate) fn shared_eventfd(fd: OwnedFd) -> Arc<Self> {
+        let mut this = Self::socket(fd);
+        Arc::get_mut(&mut this).expect("it is new").stays_rung = !sys::drains_eventfds();
+        this
+    }
+
     pub(crate) fn file(fd: OwnedFd) -> Arc<Self> {
         Self::new(FileFd::file(fd), relock(&TABLE).take(), None)
+    }
+
+    /// A file whose locks a server keeps.
+    #[cfg(test)]
+    pub(crate) fn on_server(fd: OwnedFd) -> Arc<Self> {
+        Self::new(FileFd::on_server(fd), relock(&TABLE).take(), None)
     }
 
     /// The second descriptor of a file, opened with O_DIRECT; `locked` is the first one, which holds the locks.
@@ -108,6 +125,7 @@ impl Fd {
             direct: locked.is_some(),
             waits: AtomicBool::new(false),
             _locked: locked,
+            stays_rung: false,
             rings: AtomicU32::new(0),
             sync_errno: AtomicI32::new(0),
             known_to: Mutex::default(),

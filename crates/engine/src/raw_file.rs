@@ -25,6 +25,12 @@ impl RawFile {
         Self { fd: Fd::file(fd) }
     }
 
+    /// A file whose locks a server keeps.
+    #[cfg(test)]
+    pub(crate) fn on_server(fd: OwnedFd) -> Self {
+        Self { fd: Fd::on_server(fd) }
+    }
+
     /// Takes over a second descriptor of the file, opened with O_DIRECT; `first` is the first one. Where that was locked,
     /// `locked` is the mode: then the file stays locked while an operation through either is in flight, also when the
     /// process is killed.
@@ -59,9 +65,12 @@ impl RawFile {
     /// `Busy` when another process has opened it in a mode that excludes this one; `Unsupported` or `Denied` when the file
     /// cannot be locked.
     pub fn lock(&self, mode: OpenMode) -> Result<()> {
+        // This process itself may be about to unlock it. That may be over between the two looks.
+        let was_ours = closing::is_being_unlocked(self.fd.share());
         match lock::acquire(self.fd.as_fd(), mode) {
-            // This process itself may be about to unlock it.
-            Err(error) if error.kind() == ErrorKind::Busy && closing::wait_for_unlock(self.fd.share()) => {
+            Err(error)
+                if error.kind() == ErrorKind::Busy && (closing::wait_for_unlock(self.fd.share()) || was_ours) =>
+            {
                 lock::acquire(self.fd.as_fd(), mode)?;
             }
             done => done?,

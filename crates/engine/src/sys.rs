@@ -3,6 +3,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::OnceLock;
 
 use smallvec::SmallVec;
 use spile_mem::Segment;
@@ -86,17 +87,19 @@ pub(crate) fn ring_if_room(fd: RawFd) {
     }
 }
 
-/// Empties an eventfd without waiting, also when another process that shares it has set it to block.
-pub(crate) fn eventfd_drain(fd: RawFd) {
+/// Empties an eventfd without waiting, also when another process that shares it has set it to block. EAGAIN when it was empty;
+/// EOPNOTSUPP before Linux 5.8, where no read of an eventfd can be told not to wait: then it stays as it is.
+pub(crate) fn eventfd_drain(fd: RawFd) -> Outcome {
     let mut count = [0u8; 8];
     let iovec = libc::iovec { iov_base: count.as_mut_ptr().cast(), iov_len: 8 };
     // SAFETY: the vector describes eight live bytes.
-    let count = unsafe { libc::preadv2(fd, &raw const iovec, 1, -1, libc::RWF_NOWAIT) };
-    // Before Linux 5.8 no read of an eventfd takes that flag. There another process that sets it to block and empties it
-    // between these two calls has this one wait.
-    if count < 0 && last_errno() == libc::EOPNOTSUPP && is_rung(fd).is_ok() {
-        eventfd_read(fd);
-    }
+    uninterrupted(|| unsafe { libc::preadv2(fd, &raw const iovec, 1, -1, libc::RWF_NOWAIT) })
+}
+
+/// Whether [`eventfd_drain`] can empty an eventfd on this kernel.
+pub(crate) fn drains_eventfds() -> bool {
+    static DRAINS: OnceLock<bool> = OnceLock::new();
+    *DRAINS.get_or_init(|| eventfd().is_ok_and(|fd| eventfd_drain(fd.as_raw_fd()) == Err(libc::EAGAIN)))
 }
 
 /// Asks whether an eventfd has been rung: EAGAIN when it has not.

@@ -362,6 +362,9 @@ pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Resul
             (Err(_), Ok(())) => {}
         }
     }
+    if !spile_engine::wait_for_unlocks() {
+        tracing::warn!("a file server does not answer: the locks of a disk may last until this process has ended");
+    }
     result
 }
 
