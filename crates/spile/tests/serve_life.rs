@@ -216,6 +216,61 @@ fn idle_clients_of_one_process_do_not_shut_others_out() {
     assert!(said.contains("NBD: all 4 places for connections are taken, one was turned away"), "{said}");
 }
 
+/// How long the process has been on a processor, in clock ticks (1/100 s).
+fn ticks(served: &Served) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", served.child.id())).unwrap();
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+}
+
+fn limit_descriptors(served: &Served, current: u64) {
+    let pid = rustix::process::Pid::from_raw(served.child.id() as i32);
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    prlimit(pid, Resource::Nofile, Rlimit { current: Some(current), maximum }).unwrap();
+}
+
+/// Clients take all the descriptors that they may have, and then there is none at all.
+#[test]
+fn a_server_without_descriptors_serves_whom_it_has_and_hears_its_operator() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut served = Served::start(dir.path(), &["mem:1M,name=x", "--control", "c", "--max-connections", "1000"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    let goes_on = || client.write(0, &[1; 4096], true).unwrap();
+    limit_descriptors(&served, 192);
+    let mut greedy = Vec::new();
+    loop {
+        let mut stream = UnixStream::connect(&served.socket).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        // The server greets first, or hangs up.
+        if stream.read(&mut [0; 18]).unwrap() == 0 {
+            break;
+        }
+        greedy.push(stream);
+        assert!(greedy.len() < 192, "there is no reserve");
+    }
+    goes_on();
+    let answers = |dir: &Path| ok(dir, &["ls", "c"]).contains('x');
+    assert!(answers(dir.path()), "nothing is left for the operator");
+    ok(dir.path(), &["create", "more.raw", "--size", "1M"]);
+    ok(dir.path(), &["attach", "c", "more.raw,name=y", "--nbd", "unix:y"]);
+    // No descriptor at all, and one more client that waits to be let in.
+    limit_descriptors(&served, 3);
+    let _waits = UnixStream::connect(&served.socket).unwrap();
+    let before = ticks(&served);
+    std::thread::sleep(Duration::from_secs(2));
+    let used = ticks(&served) - before;
+    assert!(used < 50, "{used} ticks: somebody tries again and again");
+    goes_on();
+    limit_descriptors(&served, 1024);
+    drop(greedy);
+    assert!(answers(dir.path()));
+    Client::connect(&served.uri()).unwrap();
+    served.signal(Signal::SIGTERM);
+    assert!(served.wait().success());
+    let said = rest_of_stderr(&mut served);
+    assert!(said.contains("too few descriptors are left (ulimit -n)"), "{said}");
+}
+
 /// Asks for the greatest reads there are, twice, and takes nothing.
 fn takes_nothing(served: &Served) -> UnixStream {
     let mut stream = raw_connection(&served.socket);
