@@ -17,6 +17,7 @@ use spile_store::{CacheMode, FileStore};
 
 each_engine!(
     random_writes_take_no_more_space_than_their_data,
+    cached_writes_take_no_more_space_than_their_data,
     sequential_writes_take_no_more_space_than_their_data,
     writes_into_holes_keep_their_data,
     dropped_writes_into_holes_keep_their_buffers,
@@ -28,10 +29,14 @@ const WRITES: usize = 500;
 
 /// A sparse file, direct where that can be.
 fn sparse(len: usize) -> (tempfile::TempDir, std::path::PathBuf, Arc<FileStore>) {
+    sparse_in(len, CacheMode::Direct)
+}
+
+fn sparse_in(len: usize, cache: CacheMode) -> (tempfile::TempDir, std::path::PathBuf, Arc<FileStore>) {
     let dir = folder();
     let path = dir.path().join("disk");
     std::fs::File::create(&path).unwrap().set_len(len as u64).unwrap();
-    let store = FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Direct).unwrap();
+    let store = FileStore::open(&path, OpenMode::ReadWrite, cache).unwrap();
     (dir, path, Arc::new(store))
 }
 
@@ -135,6 +140,22 @@ fn sequential_writes_take_no_more_space_than_their_data(engine: &Engine) {
         write_all(engine, &store, len, 32, (0..WRITES).map(move |number| MIB + number * len));
         drop(store);
         assert_lean(&path, WRITES * len);
+    }
+}
+
+fn cached_writes_take_no_more_space_than_their_data(engine: &Engine) {
+    for len in [4 * KIB, 64 * KIB] {
+        let places: [Box<dyn Iterator<Item = usize> + Send>; 2] =
+            [Box::new(scattered(len)), Box::new((0..WRITES).map(move |number| MIB + number * len))];
+        for places in places {
+            let (_dir, path, store) = sparse_in(FILE_BYTES, CacheMode::Page);
+            if !allocates_by_pages() {
+                return;
+            }
+            write_all(engine, &store, len, 32, places);
+            drop(store);
+            assert_lean(&path, WRITES * len);
+        }
     }
 }
 
