@@ -6,8 +6,16 @@ use std::process::Command;
 /// Seeds in the short run that is part of the tests.
 const SHORT_SEEDS: &str = "2000";
 
-/// Runs `--seeds N` seeds from `--start S`; more arguments go to the simulator as they are.
+/// Seeds that are crashed at every step.
+const EVERY_STEP_SEEDS: &str = "12";
+
+/// Runs `--seeds N` seeds from `--start S`; more arguments go to the simulator as they are. Unless they choose what is run, some seeds are
+/// crashed at every step first.
 pub fn run(arguments: &[String]) -> Result<()> {
+    let chosen = ["--every-step", "--exchange", "--kind", "--start"];
+    if !chosen.iter().any(|name| shell::flag(arguments, name)) {
+        shell::run(command().args(["--every-step", "--seeds", EVERY_STEP_SEEDS]))?;
+    }
     let mut command = command();
     if !shell::flag(arguments, "--seeds") {
         command.args(["--seeds", SHORT_SEEDS]);

@@ -106,7 +106,7 @@ fn goes_on_over(blow: Blow, blows: u64) {
     let mut served = serve_ours(dir.path(), Some(blow));
     let mut command = common::spile();
     command.args(["load", "vhost-user:v", "--rw", "randrw", "--verify", "--runtime", "1h", "--queues", "2"]);
-    command.args(["--reconnect", "30s", "--flush-every", "100", "--save-model", "m", "--json"]);
+    command.args(["--reconnect", "5m", "--flush-every", "100", "--save-model", "m", "--json"]);
     let running = Running::start(&mut command, dir.path());
     for left in (0..blows).rev() {
         if blow == Blow::Kill {

@@ -17,7 +17,7 @@ use nix::sys::signal::Signal;
 use spile::uri::{Address, NbdUri};
 
 /// Nothing here takes longer, on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The program under test.
 pub fn spile() -> Command {
@@ -263,15 +263,18 @@ fn wake_ups(pid: u32) -> u64 {
     tasks.map(|task| of(std::fs::read_to_string(task.unwrap().path().join("status")).unwrap())).sum()
 }
 
-/// The process comes to rest, and then has three seconds without a single wake-up.
+/// The process comes to rest, and has six seconds without a single wake-up: longer than from one wake-up of an idle thread of io_uring to
+/// the next.
 pub fn assert_silent(pid: u32, what: &str) {
-    let mut before = wake_ups(pid);
-    // What the last requests left to do may end first.
-    eventually("it comes to rest", || {
-        std::thread::sleep(Duration::from_millis(200));
-        let now = wake_ups(pid);
-        std::mem::replace(&mut before, now) == now
-    });
-    std::thread::sleep(Duration::from_secs(3));
-    assert_eq!(wake_ups(pid) - before, 0, "{what}");
+    let mut counts = Vec::new();
+    // What the last requests left to do may end first, which takes long on a busy host.
+    for _ in 0..5 {
+        let before = wake_ups(pid);
+        std::thread::sleep(Duration::from_secs(6));
+        counts.push(wake_ups(pid) - before);
+        if counts.ends_with(&[0]) {
+            return;
+        }
+    }
+    panic!("{what}: {counts:?} wake-ups in six seconds each");
 }
