@@ -71,10 +71,10 @@ struct World {
 
 /// One world for each engine.
 fn world(selector: u8) -> &'static World {
-    static WORLDS: [OnceLock<World>; 2] = [OnceLock::new(), OnceLock::new()];
-    let which = usize::from(selector & 1);
+    static WORLDS: [OnceLock<World>; 3] = [const { OnceLock::new() }; 3];
+    let which = usize::from(selector) % 3;
     WORLDS[which].get_or_init(|| {
-        let kind = [EngineKind::Auto, EngineKind::Threads][which];
+        let kind = [EngineKind::Auto, EngineKind::Threads, EngineKind::Aio][which];
         let config = EngineConfig { kind, workers: 1, pool_bytes: 1 << 20, ..EngineConfig::default() };
         World { engine: Engine::start(config).expect("the engine starts"), disk: Arc::new(TestDisk::new(DISK_BYTES)) }
     })

@@ -65,9 +65,9 @@ struct World {
 
 /// One world for each engine.
 fn world(selector: u8) -> MutexGuard<'static, World> {
-    static WORLDS: [OnceLock<Mutex<World>>; 2] = [OnceLock::new(), OnceLock::new()];
-    let which = usize::from(selector >> 7);
-    let new = || Mutex::new(World::new([EngineKind::Auto, EngineKind::Threads][which]));
+    static WORLDS: [OnceLock<Mutex<World>>; 3] = [const { OnceLock::new() }; 3];
+    let which = usize::from(selector) % 3;
+    let new = || Mutex::new(World::new([EngineKind::Auto, EngineKind::Threads, EngineKind::Aio][which]));
     WORLDS[which].get_or_init(new).lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -81,9 +81,9 @@ struct World {
 
 /// One world for each engine.
 fn world(selector: u8) -> &'static World {
-    static WORLDS: [OnceLock<World>; 2] = [OnceLock::new(), OnceLock::new()];
-    let which = usize::from(selector & 1);
-    WORLDS[which].get_or_init(|| World::new([EngineKind::Auto, EngineKind::Threads][which]))
+    static WORLDS: [OnceLock<World>; 3] = [const { OnceLock::new() }; 3];
+    let which = usize::from(selector) % 3;
+    WORLDS[which].get_or_init(|| World::new([EngineKind::Auto, EngineKind::Threads, EngineKind::Aio][which]))
 }
 
 impl World {

@@ -11,7 +11,7 @@ fn each_store<F>(work: impl Fn(FileStore, Box<dyn Fn() + Send>) -> F + Copy + Se
 where
     F: Future<Output = ()> + 'static,
 {
-    for kind in [EngineKind::Auto, EngineKind::Threads] {
+    for kind in [EngineKind::Auto, EngineKind::Aio, EngineKind::Threads] {
         for cache in [CacheMode::Direct, CacheMode::Page] {
             let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
             let path = dir.path().join("disk");
