@@ -31,8 +31,9 @@ use crate::shared::{Message, WorkerLink, relock};
 use crate::sys;
 use crate::worker::AbortOnPanic;
 
-/// The most helper threads of a process. Only stores that hang can keep so many.
-const MAX_THREADS: usize = 512;
+/// The helper threads of which the stores have their shares. Only stores that hang can keep so many. A store that has none gets one
+/// more, so that no number of dead stores stops a healthy one.
+const SHARED_THREADS: usize = 512;
 /// The most threads that sleep because they have nothing to do.
 const KEPT_IDLE: usize = 16;
 const STACK_BYTES: usize = 512 << 10;
@@ -134,7 +135,7 @@ impl FilePool {
     }
 
     fn new(start: fn(Arc<FilePool>) -> io::Result<()>) -> Arc<Self> {
-        let state = State { lanes: Lanes::default(), threads: 0, idle: 0, coming: 0, limit: MAX_THREADS };
+        let state = State { lanes: Lanes::default(), threads: 0, idle: 0, coming: 0, limit: SHARED_THREADS };
         Arc::new(Self { state: Mutex::new(state), called: Condvar::new(), start })
     }
 
@@ -186,9 +187,6 @@ impl FilePool {
             drop(state);
             return self.called.notify_one();
         }
-        if state.threads >= MAX_THREADS {
-            return;
-        }
         state.coming = 1;
         state.threads += 1;
         drop(state);
@@ -211,7 +209,7 @@ impl FilePool {
         let _aborts = AbortOnPanic;
         let (mut jobs, mut ended) = (VecDeque::new(), Vec::new());
         let mut state = relock(&self.state);
-        (state.coming, state.limit) = (0, MAX_THREADS);
+        (state.coming, state.limit) = (0, SHARED_THREADS);
         loop {
             let limit = state.limit;
             if let Some(place) = state.lanes.take(limit, &mut jobs) {
@@ -363,6 +361,27 @@ mod tests {
         std::thread::sleep(SETTLE);
         let healthy = lane(&pool, 1000, 1);
         (0..100).for_each(|_| wanted(&healthy).recv_timeout(HANG).unwrap());
+    }
+
+    #[test]
+    fn each_store_gets_a_thread_however_many_are_dead() {
+        let pool = FilePool::new(start_thread);
+        pool.ensure_thread().unwrap();
+        let (release, until) = channel::<()>();
+        let until = Arc::new(Mutex::new(until));
+        let (sender, works) = channel();
+        let stores = SHARED_THREADS + 100;
+        let lanes: Vec<_> = (0..stores as u64).map(|device| lane(&pool, device, 1)).collect();
+        for lane in &lanes {
+            let (until, sender) = (until.clone(), sender.clone());
+            lane.call(move || {
+                sender.send(()).unwrap();
+                let _ = relock(&until).recv();
+            });
+        }
+        (0..stores)
+            .for_each(|number| works.recv_timeout(HANG).unwrap_or_else(|_| panic!("only {number} threads work")));
+        drop(release);
     }
 
     #[test]

@@ -7,7 +7,8 @@
 //!   behind the same disk's storm of discards.
 //! - **In a group**, each class has places, too. A hundred disks on one dead file server are one group.
 //! - **In the pool**, a group may use at most half of the threads that the other groups leave over. So the first dead file
-//!   system takes its places, each further one leaves something for the next, and there is room for a healthy one.
+//!   system takes its places, each further one leaves something for the next, and there is room for a healthy one. A group that has no
+//!   thread gets one in any case.
 //!
 //! Groups take turns, and lanes take turns within their group.
 
@@ -214,7 +215,7 @@ impl<J> Lanes<J> {
         }
     }
 
-    /// Takes the next jobs into `run`, for one thread of at most `threads`. `None` when no job has a place. The jobs are of
+    /// Takes the next jobs into `run`, for one thread. The groups have shares of `threads`. `None` when no job has a place. The jobs are of
     /// one lane and one class.
     pub(crate) fn take(&mut self, threads: usize, run: &mut VecDeque<J>) -> Option<Place> {
         let (index, class) = self.choose(threads)?;
