@@ -188,7 +188,8 @@ impl Notices {
     }
 }
 
-/// Receives once. More descriptors than any message has are an error; the kernel has closed those that were too many.
+/// Receives once. More descriptors than any message has are an error, and so are those for which this process has no room; the kernel has
+/// closed them.
 fn recv_some(socket: &OwnedFd, into: &mut [u8], fds: &mut Fds) -> Result<usize> {
     loop {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -201,10 +202,8 @@ fn recv_some(socket: &OwnedFd, into: &mut [u8], fds: &mut Fds) -> Result<usize> 
                         fds.extend(rights);
                     }
                 }
-                if received.flags.contains(ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
-                    return Err(Error::new(ErrorKind::Protocol, "more descriptors came than a message has"));
-                }
-                return Ok(received.bytes);
+                let are_missing = received.flags.contains(ReturnFlags::CTRUNC);
+                return check_descriptors(fds.len(), are_missing).map(|()| received.bytes);
             }
             Err(Errno::INTR) => (),
             Err(Errno::CONNRESET) => return Ok(0),
@@ -213,9 +212,37 @@ fn recv_some(socket: &OwnedFd, into: &mut [u8], fds: &mut Fds) -> Result<usize> 
     }
 }
 
+/// Checks how many descriptors came with a message; the kernel may have kept some back.
+fn check_descriptors(count: usize, are_missing: bool) -> Result<()> {
+    match (count, are_missing) {
+        // There was room in the message for more.
+        (..MAX_FDS, true) => {
+            Err(Error::new(ErrorKind::Exhausted, "this process can take no more descriptors of its front end")
+                .hint("raise the limit on open files (ulimit -n)"))
+        }
+        (..=MAX_FDS, false) => Ok(()),
+        _ => Err(Error::new(ErrorKind::Protocol, "more descriptors came than a message has")),
+    }
+}
+
 fn failed(what: &str, errno: Errno) -> Error {
     match errno {
         Errno::AGAIN => Error::new(ErrorKind::TimedOut, format!("{what}: the front end is stuck within a message")),
         errno => Error::io(what, io::Error::from(errno)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_front_end_is_not_blamed_for_a_server_without_descriptors() {
+        let kind = |count, are_missing| check_descriptors(count, are_missing).err().map(|error| error.kind());
+        let found =
+            [(0, false), (MAX_FDS, false), (0, true), (MAX_FDS - 1, true), (MAX_FDS, true), (MAX_FDS + 1, false)]
+                .map(|(count, are_missing)| kind(count, are_missing));
+        let [exhausted, protocol] = [ErrorKind::Exhausted, ErrorKind::Protocol].map(Some);
+        assert_eq!(found, [None, None, exhausted, exhausted, protocol, protocol]);
     }
 }
