@@ -8,7 +8,7 @@ use std::time::Duration;
 use common::guests::{guest, nbd, rest_of_stderr};
 use common::nbd::Client;
 use common::xen::{Xen, request, wait_until};
-use common::{Served, faulty_sync, json, ok, run};
+use common::{Served, eventually, faulty_sync, json, ok, run};
 use spile_core::{ErrorKind, Result};
 use spile_lab::GuestQueue;
 use spile_lab::xen::Blkfront;
@@ -25,20 +25,49 @@ fn world() -> TempDir {
 }
 
 fn serve(dir: &Path) -> Served {
+    serve_disk(dir, "a.raw")
+}
+
+/// Serves any disk as [`serve`] does that of the world.
+fn serve_disk(dir: &Path, disk: &str) -> Served {
     let mut command = faulty_sync(dir);
-    command.args(["serve", "a.raw", "--nbd", "unix:n", "--vhost-user", "v", "--control", "c", "--on-error", "pause"]);
-    command.env("SPILE_RUN_DIR", dir.join("run")).current_dir(dir);
+    command.args(["serve", disk, "--nbd", "unix:n", "--vhost-user", "v", "--control", "c", "--on-error", "pause"]);
+    command.arg("--write-parent").env("SPILE_RUN_DIR", dir.join("run")).current_dir(dir);
     Served::spawn(&mut command, dir.join("n")).unwrap()
 }
 
-fn spile_in(dir: &Path, args: &[&str]) -> String {
+/// Runs it with the marks of this world; returns its exit code and all that it said.
+fn says(dir: &Path, args: &[&str]) -> (Option<i32>, String) {
     let output = common::spile().args(args).env("SPILE_RUN_DIR", dir.join("run")).current_dir(dir).output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    String::from_utf8(output.stdout).unwrap()
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8(text).unwrap())
+}
+
+fn spile_in(dir: &Path, args: &[&str]) -> String {
+    let (code, said) = says(dir, args);
+    assert_eq!(code, Some(0), "{args:?}: {said}");
+    said
 }
 
 fn fail_next_sync(dir: &Path) {
     std::fs::write(dir.join("fail-sync"), "").unwrap();
+}
+
+/// A server of `disk` sees a flush fail, and is killed.
+fn mark(dir: &Path, disk: &str) {
+    let served = serve_disk(dir, disk);
+    fail_next_sync(dir);
+    flush_by_nbd(dir).unwrap_err();
+    served.kill();
+    // The kernel may keep the locks of a process that was killed for some time.
+    eventually("the disk can be opened", || run(dir, &["info", disk]).status.success());
+}
+
+/// [`world`] whose last server saw a flush fail, and was killed.
+fn marked_world() -> TempDir {
+    let dir = world();
+    mark(dir.path(), "a.raw");
+    dir
 }
 
 fn flush_by_nbd(dir: &Path) -> Result<()> {
@@ -101,12 +130,8 @@ fn a_flush_that_failed_stays_failed_also_in_the_next_server() {
 
 #[test]
 fn the_loss_can_be_accepted_while_nobody_serves_the_disk() {
-    let dir = world();
+    let dir = marked_world();
     let dir = dir.path();
-    let served = serve(dir);
-    fail_next_sync(dir);
-    flush_by_nbd(dir).unwrap_err();
-    served.kill();
     let told = spile_in(dir, &["accept-loss", "a.raw"]);
     assert!(told.contains("a sync has failed"), "{told}");
     assert!(spile_in(dir, &["accept-loss", "a.raw"]).contains("no failed sync"));
@@ -115,13 +140,75 @@ fn the_loss_can_be_accepted_while_nobody_serves_the_disk() {
 }
 
 #[test]
-fn another_file_in_its_place_has_no_mark() {
+fn the_loss_of_a_parent_is_accepted_by_its_own_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "p.vhd", "--size", "1M"]);
+    ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
+    ok(dir, &["create", "d.vhd", "--parent", "p.vhd"]);
+    mark(dir, "c.vhd");
+    mark(dir, "p.vhd");
+    let parent = dir.join("p.vhd").canonicalize().unwrap().display().to_string();
+    let names_parent = |(code, said): (Option<i32>, String)| {
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains(&format!("`spile accept-loss {parent}`")), "{said}");
+        said
+    };
+    // The mark of the child goes, the one of the parent stays for its other child.
+    assert!(names_parent(says(dir, &["accept-loss", "c.vhd"])).contains("accepted: "));
+    assert!(names_parent(says(dir, &["accept-loss", "c.vhd"])).contains("no failed sync of this disk"));
+    let mut served = serve_disk(dir, "d.vhd");
+    flush_by_nbd(dir).unwrap_err();
+    assert!(names_parent(says(dir, &["accept-loss", "c"])).contains("then `spile accept-loss d`"));
+    flush_by_nbd(dir).unwrap_err();
+    served.signal(nix::sys::signal::Signal::SIGTERM);
+    served.wait();
+    let logged = rest_of_stderr(&mut served);
+    assert!(logged.contains(&format!("`spile accept-loss {parent}` and then `spile accept-loss d`")), "{logged}");
+    // Once the parent's loss is accepted, the child that is served has to be told.
+    let _served = serve_disk(dir, "d.vhd,name=e");
+    flush_by_nbd(dir).unwrap_err();
+    let said = spile_in(dir, &["accept-loss", "p.vhd"]);
+    assert!(said.contains("p.vhd: a sync has failed"), "{said}");
+    flush_by_nbd(dir).unwrap_err();
+    spile_in(dir, &["accept-loss", "c"]);
+    assert_flushes(dir);
+    assert!(spile_in(dir, &["accept-loss", "c.vhd"]).contains("no failed sync"));
+}
+
+#[test]
+fn the_loss_of_an_export_is_accepted_by_its_uri() {
     let dir = world();
     let dir = dir.path();
-    let served = serve(dir);
-    fail_next_sync(dir);
+    let upstream = || {
+        let mut command = common::spile();
+        command.args(["serve", "a.raw", "--nbd", "unix:up", "--control", "none"]).current_dir(dir);
+        Served::spawn(&mut command, dir.join("up")).unwrap()
+    };
+    let first = upstream();
+    let uri = first.uri().to_string();
+    let served = serve_disk(dir, &uri);
+    assert_flushes(dir);
+    Client::connect(&nbd(dir, "")).unwrap().write(0, &[1; 512], false).unwrap();
+    // The export's server ends with a write that was not flushed.
+    first.kill();
+    let _second = upstream();
     flush_by_nbd(dir).unwrap_err();
     served.kill();
+    let (other, bare) =
+        (uri.replace("nbd+unix:///?", "nbd+unix:///other?"), uri.replace("nbd+unix:///?", "nbd+unix://?"));
+    assert!(spile_in(dir, &["accept-loss", &other]).contains("no failed sync"));
+    let said = spile_in(dir, &["accept-loss", &bare]);
+    assert!(said.contains("accepted: ") && said.contains("nbd+unix:"), "{said}");
+    assert!(spile_in(dir, &["accept-loss", &uri]).contains("no failed sync"));
+    let _served = serve_disk(dir, &uri);
+    assert_flushes(dir);
+}
+
+#[test]
+fn another_file_in_its_place_has_no_mark() {
+    let dir = marked_world();
+    let dir = dir.path();
     std::fs::remove_file(dir.join("a.raw")).unwrap();
     ok(dir, &["create", "a.raw", "--size", "1M"]);
     let _served = serve(dir);
@@ -130,11 +217,7 @@ fn another_file_in_its_place_has_no_mark() {
 
 #[test]
 fn a_disk_with_a_failed_sync_is_not_served_to_a_xen_guest() {
-    let dir = world();
-    let served = serve(dir.path());
-    fail_next_sync(dir.path());
-    flush_by_nbd(dir.path()).unwrap_err();
-    served.kill();
+    let dir = marked_world();
     let mut command = common::spile();
     command.env("SPILE_RUN_DIR", dir.path().join("run"));
     let mut xen = Xen::start_by(command, &[]);

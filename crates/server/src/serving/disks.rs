@@ -43,8 +43,8 @@ pub struct Open {
     pub kind: String,
     /// Refuse writes.
     pub read_only: bool,
-    /// A sync of it that has failed in an earlier process.
-    pub failed_sync: Option<FailedSync>,
+    /// Syncs of its layers that have failed in earlier processes.
+    pub failed_syncs: Vec<FailedSync>,
     /// Which disk it is: the file that was opened.
     pub identity: Identity,
 }
@@ -208,11 +208,8 @@ impl Opening {
     /// The disk of `spec`, which was opened as `graph`.
     fn opened(&self, graph: Graph<AnyStore>, spec: &DiskSpec, names: Vec<String>) -> Open {
         let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
-        let failed_sync = if spec.read_only { None } else { failed_syncs::recall(&graph) };
-        if let Some(failed) = &failed_sync {
-            let name = spec.own_name();
-            tracing::error!("{failed}. Every flush of the disk {name:?} fails until `spile accept-loss {name}`");
-        }
+        let failed_syncs = if spec.read_only { Vec::new() } else { failed_syncs::recall(&graph) };
+        tell_failed_syncs(&graph, &spec.own_name(), &failed_syncs);
         let troubles = trouble::of_disk(spec.own_name(), spec.policy(self.policy));
         Open {
             name: spec.own_name(),
@@ -222,7 +219,7 @@ impl Opening {
             label: disks::label(&spec.source),
             kind: disks::describe(&graph),
             read_only: spec.read_only,
-            failed_sync,
+            failed_syncs,
             identity: self.identity_of(spec).with_opened(&graph),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
@@ -256,6 +253,18 @@ impl Opening {
             }
         }
     }
+}
+
+/// Says why every flush of a disk fails, and which commands end that.
+fn tell_failed_syncs(graph: &Graph<AnyStore>, name: &str, failed_syncs: &[FailedSync]) {
+    if failed_syncs.is_empty() {
+        return;
+    }
+    failed_syncs.iter().for_each(|failed| tracing::error!("{failed}"));
+    let leaf = graph.layers()[0].path.display().to_string();
+    let parents = failed_syncs.iter().map(|failed| failed.path.as_str()).filter(|path| *path != leaf);
+    let commands: Vec<_> = parents.chain([name]).map(|disk| format!("`spile accept-loss {disk}`")).collect();
+    tracing::error!("every flush of the disk {name:?} fails until {}", commands.join(" and then "));
 }
 
 /// Refuses to wait for a file that this server has open itself, as a part of another disk.

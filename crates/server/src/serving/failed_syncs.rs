@@ -7,7 +7,8 @@
 //!
 //! A mark is a small file in the folder `failed-syncs` beside the control sockets, named after the store's identity: for a file the
 //! file system and the number of the file in it. It is void after a reboot of the host, when the file was made anew, and when an
-//! operator accepts the loss ([`accept`]).
+//! operator accepts the loss ([`accept`]): of what was named, and of nothing else. A parent's mark stays when a child's is
+//! accepted, because other children need it.
 //!
 //! A Xen disk's process remembers its own failed syncs in its guest's journal, because a guest that connects anew begins anew. It
 //! writes no marks, and serves no disk that has one.
@@ -18,9 +19,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{AtFlags, StatxFlags, makedev, statx};
+use rustix::fs::{AtFlags, Statx, StatxFlags, makedev, statx};
 use serde::{Deserialize, Serialize};
-use spile_core::{Env, Error, ErrorKind, Result, Store};
+use spile_core::{Env, Error, ErrorKind, Locator, Result, Store};
 use spile_engine::OsEnv;
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
@@ -89,6 +90,12 @@ impl Marks {
         (mark.boot == boot() && mark.born == born).then_some(mark.sync)
     }
 
+    /// The failed sync of a store, if it has a mark that counts.
+    fn of_store(&self, store: &AnyStore) -> Option<FailedSync> {
+        let (key, born) = known(store)?;
+        self.find(&key, born).map(|failed| FailedSync { path: place(store), ..failed })
+    }
+
     fn remove(&self, key: &str) -> Result<()> {
         match fs::remove_file(self.place(key)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -125,33 +132,37 @@ fn key_of_export(uri: &str) -> String {
 fn known(store: &AnyStore) -> Option<Known> {
     match store {
         AnyStore::Nbd(nbd) => Some((key_of_export(&nbd.path().display().to_string()), None)),
-        _ => store.file_id().map(|id| (key_of_file(id), born(id, rustix::fs::CWD, store.path()))),
+        _ => store.file_id().map(|id| (key_of_file(id), look(rustix::fs::CWD, store.path()).as_ref().and_then(born))),
     }
 }
 
-/// When a file was made, as far as its file system tells; never for a device. It does not wait for a file server.
-fn born(id: FileId, folder: BorrowedFd<'_>, path: &Path) -> Option<(i64, u32)> {
-    if matches!(id, FileId::BlockDevice(_)) {
-        return None;
-    }
+/// What is known of a file without waiting for a file server.
+fn look(folder: BorrowedFd<'_>, path: &Path) -> Option<Statx> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let stat = statx(folder, path, flags, StatxFlags::BTIME).ok()?;
-    let has_birth = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
+    statx(folder, path, flags, StatxFlags::BASIC_STATS | StatxFlags::BTIME).ok()
+}
+
+fn is_device(stat: &Statx) -> bool {
+    rustix::fs::FileType::from_raw_mode(stat.stx_mode.into()) == rustix::fs::FileType::BlockDevice
+}
+
+/// When a file was made, as far as its file system tells; never for a device.
+fn born(stat: &Statx) -> Option<(i64, u32)> {
+    let has_birth = stat.stx_mask & StatxFlags::BTIME.bits() != 0 && !is_device(stat);
     has_birth.then_some((stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec))
 }
 
-fn known_of_fd(fd: BorrowedFd<'_>) -> Option<Known> {
-    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let stat = statx(fd, "", flags, StatxFlags::BASIC_STATS).ok()?;
-    let is_device = rustix::fs::FileType::from_raw_mode(stat.stx_mode.into()) == rustix::fs::FileType::BlockDevice;
-    let id = match is_device {
+/// The file at `path` in `folder`, or `folder` itself when the path is empty.
+fn known_at(folder: BorrowedFd<'_>, path: &Path) -> Option<Known> {
+    let stat = look(folder, path)?;
+    let id = match is_device(&stat) {
         true => FileId::BlockDevice(makedev(stat.stx_rdev_major, stat.stx_rdev_minor)),
         false => {
             let device = makedev(stat.stx_dev_major, stat.stx_dev_minor);
             FileId::File { device, inode: stat.stx_ino }
         }
     };
-    Some((key_of_file(id), born(id, fd, Path::new(""))))
+    Some((key_of_file(id), born(&stat)))
 }
 
 /// From now on this process writes a mark for each sync that fails. Only the first call counts.
@@ -159,7 +170,7 @@ pub fn remember() {
     spile_engine::on_failed_sync(|fd, errno| {
         let name = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
         let path = name.map_or_else(|_| "a file".to_owned(), |name| name.display().to_string());
-        note(known_of_fd(fd), path, errno);
+        note(known_at(fd, Path::new("")), path, errno);
     });
     spile_store::on_lost_export(|uri| {
         note(Some((key_of_export(uri), None)), uri.to_owned(), rustix::io::Errno::IO.raw_os_error())
@@ -177,54 +188,96 @@ fn note(known: Option<Known>, path: String, errno: i32) {
     }
 }
 
+/// Where a store is now.
+fn place(store: &AnyStore) -> String {
+    store.path().display().to_string()
+}
+
 fn stores(graph: &Graph<AnyStore>) -> impl Iterator<Item = &AnyStore> {
     graph.handles().iter().map(|layer| layer.image().store())
 }
 
-/// Finds the marks of a disk that was just opened for writing. When there is one, every flush of the disk fails from now on.
-pub fn recall(graph: &Graph<AnyStore>) -> Option<FailedSync> {
-    let marks = Marks::of_host().ok()?;
-    let found = stores(graph).filter_map(known).find_map(|(key, born)| marks.find(&key, born))?;
-    // A flush goes to the leaf. What a parent has lost concerns it as well.
-    if let Some(leaf) = stores(graph).next() {
-        leaf.recall_failed_sync(found.errno);
+/// Finds the marks of all layers of a disk, the leaf first. Each failed sync has the place where its layer is now.
+pub fn marked(graph: &Graph<AnyStore>) -> Vec<FailedSync> {
+    match Marks::of_host() {
+        Ok(marks) => stores(graph).filter_map(|store| marks.of_store(store)).collect(),
+        Err(_) => Vec::new(),
     }
-    Some(found)
+}
+
+/// Finds the marks of a disk that was just opened for writing. When there is one, every flush of the disk fails from now on.
+pub fn recall(graph: &Graph<AnyStore>) -> Vec<FailedSync> {
+    let found = marked(graph);
+    // A flush goes to the leaf. What a parent has lost concerns it as well.
+    if let (Some(failed), Some(leaf)) = (found.first(), stores(graph).next()) {
+        leaf.recall_failed_sync(failed.errno);
+    }
+    found
 }
 
 /// The failed sync for which flushes of the disk fail now, if there is one.
 pub fn find(graph: &Graph<AnyStore>) -> Option<FailedSync> {
     let errno = stores(graph).find_map(AnyStore::failed_sync)?;
-    let marks = Marks::of_host().ok();
-    let marked = stores(graph).filter_map(known).find_map(|(key, born)| marks.as_ref()?.find(&key, born));
-    let path = || stores(graph).next().map_or_else(String::new, |leaf| leaf.path().display().to_string());
-    Some(marked.unwrap_or_else(|| FailedSync { path: path(), errno, at_unix_s: 0 }))
+    let path = || stores(graph).next().map_or_else(String::new, place);
+    Some(marked(graph).into_iter().next().unwrap_or_else(|| FailedSync { path: path(), errno, at_unix_s: 0 }))
 }
 
-/// An operator accepts that data may be lost: flushes of the disk succeed again. Returns the failed sync, if there was one.
+/// What came of accepting a loss.
+#[derive(Debug)]
+pub struct Accepted {
+    /// The failed sync, if there was one.
+    pub failed_sync: Option<FailedSync>,
+    /// Those of parents, for which flushes of the disk still fail. Other children depend on these marks as well, so each
+    /// is accepted by its own name.
+    pub remaining: Vec<FailedSync>,
+}
+
+/// An operator accepts that data of a disk may be lost: the leaf has no mark any more. Flushes of the disk succeed again, unless a
+/// parent has a mark.
 ///
 /// # Errors
-/// The system's, when a mark cannot be removed.
-pub fn accept(graph: &Graph<AnyStore>) -> Result<Option<FailedSync>> {
-    let found = find(graph);
-    for store in stores(graph) {
-        if let (Some((key, _)), Ok(marks)) = (known(store), Marks::of_host()) {
-            marks.remove(&key)?;
-        }
-        store.forget_failed_sync();
+/// The system's, when the mark cannot be removed.
+pub fn accept(graph: &Graph<AnyStore>) -> Result<Accepted> {
+    let failed_sync = find(graph);
+    let mut layers = stores(graph);
+    let Some(leaf) = layers.next() else { return Ok(Accepted { failed_sync, remaining: Vec::new() }) };
+    let Ok(marks) = Marks::of_host() else {
+        stores(graph).for_each(AnyStore::forget_failed_sync);
+        return Ok(Accepted { failed_sync, remaining: Vec::new() });
+    };
+    if let Some((key, _)) = known(leaf) {
+        marks.remove(&key)?;
     }
-    Ok(found)
+    leaf.forget_failed_sync();
+    let mut remaining = Vec::new();
+    for parent in layers {
+        match marks.of_store(parent) {
+            Some(failed) => remaining.push(failed),
+            None => parent.forget_failed_sync(),
+        }
+    }
+    if let Some(failed) = remaining.first() {
+        leaf.recall_failed_sync(failed.errno);
+    }
+    Ok(Accepted { failed_sync: failed_sync.filter(|failed| !remaining.contains(failed)), remaining })
 }
 
-/// As [`accept`], for a disk that is not served: the file or device at `path`.
+/// As [`accept`], for a file, a device or an NBD export that no server has as a disk. Its parents are not looked at.
 ///
 /// # Errors
 /// The system's, when there is no such file or its mark cannot be removed.
-pub fn accept_at(path: &Path) -> Result<Option<FailedSync>> {
-    let stat = fs::metadata(path).map_err(|source| Error::io("find", source).at_path(path))?;
-    let (marks, id) = (Marks::of_host()?, FileId::of(&stat));
-    let key = key_of_file(id);
-    let found = marks.find(&key, born(id, rustix::fs::CWD, path));
+pub fn accept_at(at: &Locator) -> Result<Option<FailedSync>> {
+    let known = match at {
+        Locator::Nbd(uri) => Some((key_of_export(uri), None)),
+        Locator::Path(path) => {
+            fs::metadata(path).map_err(|source| Error::io("find", source).at_path(path))?;
+            known_at(rustix::fs::CWD, path)
+        }
+        Locator::Null(_) | Locator::Mem(_) => None,
+    };
+    let Some((key, born)) = known else { return Ok(None) };
+    let marks = Marks::of_host()?;
+    let found = marks.find(&key, born);
     marks.remove(&key)?;
     Ok(found)
 }
@@ -262,14 +315,17 @@ mod tests {
     fn a_descriptor_and_a_path_give_the_same_key() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let id = FileId::of(&file.as_file().metadata().unwrap());
-        let by_path = (key_of_file(id), born(id, rustix::fs::CWD, file.path()));
-        assert_eq!(known_of_fd(file.as_file().as_fd()), Some(by_path));
+        let known = known_at(file.as_file().as_fd(), Path::new(""));
+        assert_eq!(known, known_at(rustix::fs::CWD, file.path()));
+        assert_eq!(known.map(|(key, _)| key), Some(key_of_file(id)));
     }
 
     #[test]
     fn the_age_of_a_devices_node_does_not_matter() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        assert_eq!(born(FileId::BlockDevice(7), rustix::fs::CWD, file.path()), None);
+        let mut stat = look(rustix::fs::CWD, file.path()).unwrap();
+        stat.stx_mode = rustix::fs::FileType::BlockDevice.as_raw_mode() as u16;
+        assert_eq!(born(&stat), None);
     }
 
     #[test]

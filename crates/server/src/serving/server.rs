@@ -122,9 +122,9 @@ impl Server {
         self.opening.open(&self.engine, &mut self.disks, were_served)
     }
 
-    /// A sync of an open disk that has failed in an earlier process.
-    pub fn failed_sync(&self) -> Option<&FailedSync> {
-        self.disks.iter().find_map(|open| open.failed_sync.as_ref())
+    /// Syncs of layers of the open disks that have failed in earlier processes.
+    pub fn failed_syncs(&self) -> impl Iterator<Item = &FailedSync> {
+        self.disks.iter().flat_map(|open| &open.failed_syncs)
     }
 
     /// Opens the disks, as [`Server::open_disks`] does, and makes their servers, for sockets of these roles. The servers serve nobody yet.

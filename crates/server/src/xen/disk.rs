@@ -134,11 +134,11 @@ fn open<P>(server: &mut Server, store: &mut XenStore, backend_path: &str, option
     server.set_disks(vec![params::parse(&wanted.params, wanted.read_only)?]);
     server.open_disks(&[])?;
     // A guest that connects anew to a disk of this process begins anew. What another server has seen may concern this guest.
-    match server.failed_sync() {
-        Some(failed) => Err(Error::new(ErrorKind::Io, failed.to_string())
-            .hint(format!("`spile accept-loss {}` has it served all the same", failed.path))),
-        None => Ok(wanted.access),
-    }
+    let failed: Vec<_> = server.failed_syncs().collect();
+    let Some(first) = failed.first() else { return Ok(wanted.access) };
+    let commands: Vec<_> = failed.iter().map(|failed| format!("`spile accept-loss {}`", failed.path)).collect();
+    let hint = format!("it is served all the same after {}", commands.join(" and "));
+    Err(Error::new(ErrorKind::Io, first.to_string()).hint(hint))
 }
 
 /// What the back end of the guest is made of.

@@ -175,10 +175,11 @@ pub const ENDINGS: &[Ending] = &[
     },
     Ending {
         command: "accept-loss",
-        codes: &[],
+        codes: &[("1", "failure; flushes still fail, because of a parent")],
         examples: &[
             ("spile accept-loss disk", "flushes of the disk of that name succeed again"),
             ("spile accept-loss /srv/disk.vhd", "the same while nobody serves it"),
+            ("spile accept-loss nbd://host/export", "the same for an NBD export"),
         ],
         notes: &[],
     },

@@ -1,17 +1,23 @@
 //! Commands about trouble below a disk: `on-error`, `resume`, `accept-loss`.
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
 use serde_json::{Value, json};
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, ErrorKind, Locator, Result};
+use spile_image::{Format, OpenOptions};
 use spile_node::OnError;
 use spile_server::serving::api::client::{LOOK_PATIENCE, call};
-use spile_server::serving::api::types::{Accepted, Resumed};
+use spile_server::serving::api::discovery;
+use spile_server::serving::api::types::{Accepted, Disk, Resumed};
 use spile_server::serving::failed_syncs;
+use spile_store::CacheMode;
 
 use super::control::{Which, path_of};
-use super::{Exit, parse_on_error, say};
+use super::{Exit, on_engine, parse_format, parse_on_error, say};
+use crate::disks;
+use crate::log::complain;
 use crate::units::parse_duration;
 
 /// Say what a running server does with requests that fail
@@ -46,34 +52,105 @@ pub struct ResumeArgs {
 /// After a sync has failed, nobody knows which of the data written before it are on the storage. So every flush of that disk fails,
 /// whoever serves it, until the host is started anew. This ends it: flushes succeed again. Before, look at the storage below,
 /// and have the guest check its file system or write again what matters.
+///
+/// The loss of DISK is accepted and no other. What a parent has lost concerns all of its children: it is named here, and accepted
+/// by its own path.
 #[derive(Debug, Args)]
 pub struct AcceptLossArgs {
     #[command(flatten)]
     which: Which,
+    /// The format of a disk that is not served, instead of what its extension says
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    format: Option<Format>,
+    /// Look for parents of a disk that is not served in this folder, too (may be given several times)
+    #[arg(long, value_name = "DIR")]
+    allow_parents: Vec<PathBuf>,
 }
 
-/// Runs `spile accept-loss`. The disk may also be the path of one that nobody serves.
+/// What came of accepting the loss of a disk.
+struct AcceptedLoss {
+    /// The failed sync of the disk, if there was one.
+    accepted: Option<String>,
+    /// Paths of parents with failed syncs of their own, and what is said of each.
+    remaining: Vec<(String, String)>,
+    /// Names of served disks that remember the failure themselves, and have to be told once the marks are gone.
+    then: Vec<String>,
+}
+
+/// Runs `spile accept-loss`. The disk may also be the path or URI of one that nobody serves.
 ///
 /// # Errors
-/// When there is no such disk.
+/// When there is no such disk; `Io` when its flushes still fail because of a parent.
 pub fn accept_loss(args: &AcceptLossArgs) -> Result<Exit> {
-    let failed_sync = match args.which.find() {
-        Ok((socket, name)) => {
-            let answer = call(&socket, "POST", &format!("{}/accept-loss", path_of(&name)), None, LOOK_PATIENCE)?;
-            let answer: Accepted = serde_json::from_value(answer)
-                .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
-            answer.failed_sync.map(|failed| failed.error)
-        }
-        Err(error) if error.kind() == ErrorKind::NotFound && args.which.disk_path().exists() => {
-            failed_syncs::accept_at(args.which.disk_path())?.map(|failed| failed.to_string())
-        }
+    let AcceptedLoss { accepted, remaining, then } = match args.which.find() {
+        Ok((socket, name)) => accept_served(&socket, &name)?,
+        Err(error) if error.kind() == ErrorKind::NotFound => accept_unserved(args, error)?,
         Err(error) => return Err(error),
     };
-    match failed_sync {
+    match accepted {
         Some(failed) => say(format_args!("accepted: {failed}")),
         None => say("no failed sync of this disk is known"),
     }
-    Ok(Exit::Ok)
+    if remaining.is_empty() {
+        then.iter().for_each(|name| say(format_args!("the disk {name:?} needs `spile accept-loss {name}`, too")));
+        return Ok(Exit::Ok);
+    }
+    let what: Vec<_> = remaining.iter().map(|(_, failed)| failed.as_str()).collect();
+    let error = Error::new(ErrorKind::Io, format!("flushes still fail, because of a parent: {}", what.join("; ")));
+    let paths = remaining.iter().map(|(path, _)| path).chain(&then);
+    let commands: Vec<_> = paths.map(|path| format!("`spile accept-loss {path}`")).collect();
+    Err(error.hint(format!("{}; other children of the parent are concerned as well", commands.join(", then "))))
+}
+
+fn accept_served(socket: &Path, name: &str) -> Result<AcceptedLoss> {
+    let answer = call(socket, "POST", &format!("{}/accept-loss", path_of(name)), None, LOOK_PATIENCE)?;
+    let answer: Accepted = serde_json::from_value(answer)
+        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
+    let remaining: Vec<_> = answer.remaining.into_iter().map(|failed| (failed.path, failed.error)).collect();
+    let then = if remaining.is_empty() { Vec::new() } else { vec![name.to_owned()] };
+    Ok(AcceptedLoss { accepted: answer.failed_sync.map(|failed| failed.error), remaining, then })
+}
+
+/// Accepts the loss of what no server has as a disk. `not_found` is said when there is no such file either.
+fn accept_unserved(args: &AcceptLossArgs, not_found: Error) -> Result<AcceptedLoss> {
+    let at = disks::locate(args.which.disk_path())?;
+    if at.as_path().is_some_and(|path| !path.exists()) {
+        return Err(not_found);
+    }
+    let then = served_children(&at);
+    let accepted = failed_syncs::accept_at(&at)?.map(|failed| failed.to_string());
+    let remaining = if at.as_path().is_some() { marked_parents(args, &at) } else { Vec::new() };
+    Ok(AcceptedLoss { accepted, remaining, then })
+}
+
+/// The names of served disks whose flushes fail because of a parent, which lies at `at`.
+fn served_children(at: &Locator) -> Vec<String> {
+    let Some(path) = at.as_path().and_then(|path| path.canonicalize().ok()) else { return Vec::new() };
+    let disks = discovery::servers().unwrap_or_default().into_iter().flat_map(|(_, disks)| disks);
+    let fails = |disk: &Disk| disk.failed_sync.as_ref().is_some_and(|failed| Path::new(&failed.path) == path);
+    disks.filter(fails).map(|disk| disk.name).collect()
+}
+
+/// The failed syncs of the parents of a disk. One that cannot be opened as an image is a disk without parents here.
+fn marked_parents(args: &AcceptLossArgs, at: &Locator) -> Vec<(String, String)> {
+    let options = OpenOptions {
+        format: args.format,
+        read_only: true,
+        allow_parents: args.allow_parents.clone(),
+        no_lock: true,
+        ..OpenOptions::default()
+    };
+    let place = at.clone();
+    let marked = on_engine(move || async move {
+        let disk = disks::open(CacheMode::Page, &place, &options).await?;
+        let leaf = disk.layers()[0].path.display().to_string();
+        let marked = failed_syncs::marked(&disk).into_iter().filter(|failed| failed.path != leaf);
+        Ok(marked.map(|failed| (failed.path.clone(), failed.to_string())).collect())
+    });
+    marked.unwrap_or_else(|error| {
+        complain(format_args!("note: parents of this disk could not be looked at: {error}"));
+        Vec::new()
+    })
 }
 
 /// Runs `spile on-error`.

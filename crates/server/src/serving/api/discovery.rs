@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::geteuid;
 use spile_core::{Error, ErrorKind, Result};
+use spile_nbd_wire::uri::{Address, NbdUri};
 
 use super::client::{LOOK_PATIENCE, call};
 use super::types::{Disk, DiskList};
@@ -69,13 +70,22 @@ pub fn disks_of(socket: &Path) -> Result<Vec<Disk>> {
     Ok(list.disks)
 }
 
-/// The server and the name of the disk that a user means: by its name, or by the path of its image.
+/// The address and the name of the NBD export that a URI means.
+fn export_of(uri: &str) -> Option<(Address, String)> {
+    uri.parse().ok().map(|NbdUri { address, export, .. }| (address, export))
+}
+
+/// The server and the name of the disk that a user means: by its name, or by the path or URI of its image.
 ///
 /// # Errors
 /// `NotFound`; `InvalidInput` when several servers have such a disk.
 pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
-    let path = std::fs::canonicalize(text).ok();
-    let is_meant = |disk: &Disk| disk.name == text || path.is_some() && std::fs::canonicalize(&disk.path).ok() == path;
+    let (path, export) = (std::fs::canonicalize(text).ok(), export_of(text));
+    let is_meant = |disk: &Disk| {
+        disk.name == text
+            || path.is_some() && std::fs::canonicalize(&disk.path).ok() == path
+            || export.is_some() && export_of(&disk.path) == export
+    };
     let servers = servers()?;
     let disks = servers.iter().flat_map(|(socket, disks)| disks.iter().map(move |disk| (socket, disk)));
     let found: Vec<_> = disks.filter(|(_, disk)| is_meant(disk)).collect();

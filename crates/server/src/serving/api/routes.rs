@@ -246,7 +246,7 @@ async fn resume(State(context): State<Context>, Path(name): Path<String>) -> Ans
 #[utoipa::path(post, path = "/v1/disks/{name}/accept-loss", params(("name", description = "the disk's name")),
     responses((status = 200, body = Accepted), (status = "default", body = Failure)))]
 async fn accept_loss(State(context): State<Context>, Path(name): Path<String>) -> Answer {
-    Ok(json(StatusCode::OK, &Accepted { failed_sync: context.view.accept_loss(&name)? }))
+    Ok(json(StatusCode::OK, &context.view.accept_loss(&name)?))
 }
 
 /// Listens on one more socket.

@@ -75,6 +75,9 @@ impl From<&failed_syncs::FailedSync> for FailedSync {
 pub struct Accepted {
     /// The failed sync; `null` when there was none.
     pub failed_sync: Option<FailedSync>,
+    /// Failed syncs of the disk's parents, for which its flushes still fail. Each is accepted by its own path.
+    #[serde(default)]
+    pub remaining: Vec<FailedSync>,
 }
 
 /// What a disk waits for.

@@ -11,7 +11,7 @@ use spile_node::{Policy, Troubles};
 use tokio::sync::oneshot;
 
 use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
-use super::types::{Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Meter, Waiting};
+use super::types::{Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Meter, Waiting};
 use crate::serving::disks::{Open, ServedDisk};
 use crate::serving::failed_syncs;
 
@@ -207,14 +207,17 @@ impl View {
         self.with(name, |disk| Ok(disk.disk.troubles().map_or(0, Troubles::try_again)))
     }
 
-    /// Accepts what a failed sync of the disk of this name may have lost: its flushes succeed again. Returns that sync, if there was one.
+    /// Accepts what a failed sync of the disk of this name may have lost: its flushes succeed again, unless a parent has lost something,
+    /// too.
     ///
     /// # Errors
     /// As [`View::find`]; `Busy` in the moment of an exchange; the system's, when it cannot be made known to the next server.
-    pub fn accept_loss(&self, name: &str) -> Result<Option<FailedSync>> {
+    pub fn accept_loss(&self, name: &str) -> Result<Accepted> {
         self.with(name, |disk| {
             let graph = disk.disk.graph_now().ok_or_else(changes)?;
-            Ok(failed_syncs::accept(&graph)?.as_ref().map(FailedSync::from))
+            let accepted = failed_syncs::accept(&graph)?;
+            let remaining = accepted.remaining.iter().map(FailedSync::from).collect();
+            Ok(Accepted { failed_sync: accepted.failed_sync.as_ref().map(FailedSync::from), remaining })
         })
     }
 
