@@ -246,6 +246,16 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         async { Err(self.unsupported("this format cannot grow while it is in use")) }
     }
 
+    /// Makes the image `size_bytes` long while nobody uses it, and seals it: no request is in flight, and the layer is dropped
+    /// afterwards. An image that is ended at any moment meanwhile opens with its old size or with the new one.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format cannot do that; `InvalidInput`; `NoSpace`; errors of the store.
+    fn resize_unused(&self, size_bytes: u64) -> impl Future<Output = Result<()>> {
+        let _ = size_bytes;
+        async { Err(self.unsupported("this format cannot be resized")) }
+    }
+
     /// What the image says of its parent; `None` when it has none.
     ///
     /// # Errors

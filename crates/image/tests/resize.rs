@@ -125,7 +125,7 @@ fn a_vhd_does_not_grow_while_in_use() {
         let disk = world.open(path);
         assert_eq!(refusal(&disk, 16 * MIB), ErrorKind::Unsupported, "{path}");
         let error = resize(&disk, 16 * MIB).unwrap_err();
-        assert!(error.hint_text().is_some_and(|hint| hint.contains("larger")), "{error}");
+        assert!(error.hint_text().is_some_and(|hint| hint.contains("longer")), "{error}");
         assert_eq!(world.files.file(path).len(), len);
     }
 }

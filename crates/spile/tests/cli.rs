@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::{Running, eventually, fails, have, json, ok, run, spile};
+use common::{Running, Served, eventually, fails, have, json, ok, run, spile};
 use nix::sys::signal::Signal;
 
 /// 4 MiB with data at both ends and in the middle.
@@ -450,11 +450,42 @@ fn a_disk_that_is_not_served_can_grow() {
     ok(dir, &["resize", "a.raw", "8M"]);
     let bytes = fs::read(dir.join("a.raw")).unwrap();
     assert!(bytes.len() == 8 << 20 && bytes[..4 << 20] == pattern() && bytes[4 << 20..].iter().all(|byte| *byte == 0));
-    assert!(fails(dir, 2, &["resize", "a.raw", "1M"]).contains("cannot shrink"));
-    let said = fails(dir, 1, &["resize", "b.vhd", "2M"]);
-    assert!(said.contains("spile convert b.vhd NEW --size 2097152"), "{said}");
-    ok(dir, &["convert", "b.vhd", "NEW", "--to", "vhd", "--size", "2097152"]);
     assert!(fails(dir, 1, &["resize", "gone.raw", "2M"]).contains("no server has a disk"));
+    // VHDs, with what is in them.
+    for kind in ["fixed", "dynamic"] {
+        let name = format!("{kind}.vhd");
+        ok(dir, &["convert", "a.raw", &name, "--subformat", kind]);
+        ok(dir, &["resize", &name, "20M"]);
+        assert_eq!(json(dir, &["info", &name])["virtual_size_bytes"], 20 << 20);
+        assert_eq!(json(dir, &["check", &name])["result"], "sound");
+        ok(dir, &["compare", "a.raw", &name]);
+        ok(dir, &["resize", &name, "3G"]);
+        assert_eq!(json(dir, &["check", &name])["result"], "sound");
+        ok(dir, &["compare", "a.raw", &name]);
+        assert!(fails(dir, 1, &["resize", &name, "1G", "--shrink"]).contains("a VHD is not made shorter"));
+        fails(dir, 2, &["resize", &name, "3T"]);
+    }
+    // A parent is left alone unless told; its child may be longer than it.
+    ok(dir, &["create", "child.vhd", "--parent", "dynamic.vhd"]);
+    assert!(fails(dir, 1, &["resize", "dynamic.vhd", "4G"]).contains("child.vhd is a child of this disk"));
+    ok(dir, &["resize", "child.vhd", "8G"]);
+    ok(dir, &["compare", "dynamic.vhd", "child.vhd"]);
+    ok(dir, &["resize", "dynamic.vhd", "4G", "--write-parent"]);
+    assert_eq!(json(dir, &["info", "child.vhd"])["virtual_size_bytes"], 8u64 << 30);
+}
+
+#[test]
+fn a_raw_file_is_cut_only_when_that_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), pattern()).unwrap();
+    assert!(fails(dir, 2, &["resize", "a.raw", "1M"]).contains("--shrink"));
+    assert!(fs::read(dir.join("a.raw")).unwrap() == pattern());
+    ok(dir, &["resize", "a.raw", "1M", "--shrink"]);
+    assert!(fs::read(dir.join("a.raw")).unwrap() == pattern()[..1 << 20]);
+    let served = Served::start(dir, &["a.raw"]);
+    assert!(fails(dir, 1, &["resize", "a.raw", "512K", "--shrink"]).contains("detach \"a\" first"));
+    assert!(served.terminate().success());
 }
 
 #[test]

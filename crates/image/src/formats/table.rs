@@ -157,6 +157,7 @@ macro_rules! formats {
                 async fn flush(&self) -> Result<()>;
                 async fn seal(&self) -> Result<()>;
                 async fn resize(&self, size_bytes: u64) -> Result<()>;
+                async fn resize_unused(&self, size_bytes: u64) -> Result<()>;
                 async fn parent(&self) -> Result<Option<ParentRef>>;
             }
 

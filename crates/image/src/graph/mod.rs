@@ -152,6 +152,19 @@ impl<S: Store> Graph<S> {
         Ok(())
     }
 
+    /// Makes the leaf `size_bytes` long and ends all use of it. Nobody else uses the image: not another graph, and no request. A
+    /// process or host that ends meanwhile leaves an image of its old size or of the new one.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `Unsupported` where the format cannot do that; `InvalidInput` for the size; `NoSpace`; the store's.
+    pub async fn resize_unused(self, size_bytes: u64) -> Result<()> {
+        if self.is_read_only() {
+            let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only");
+            return Err(error.at_path(self.leaf().store().path()));
+        }
+        self.leaf().resize_unused(size_bytes).await
+    }
+
     fn leaf(&self) -> &AnyLayer<S> {
         self.layers[0].image()
     }

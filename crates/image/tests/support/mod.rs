@@ -182,6 +182,11 @@ impl MemFile {
     pub fn set_len(&self, len: u64) {
         self.lock().set_len(len);
     }
+
+    /// The file was closed: its pages are clean, and each may be written either way from now on.
+    pub fn forget_ways(&self) {
+        self.lock().ways.clear();
+    }
 }
 
 impl Content {

@@ -85,10 +85,11 @@ pub struct DetachArgs {
 
 /// Make a disk longer, while it is served or while nobody uses it
 ///
-/// Guests see the new size at once, without a reboot (vhost-user, Xen); NBD clients see it when they connect anew. Raw
-/// images and block devices can grow; a block device has to be made longer first (lvextend). A VHD cannot: its block table has
-/// room for the size that it was made with, but `spile convert DISK NEW --size SIZE` makes a longer copy. A disk is never
-/// made shorter.
+/// Guests see the new size at once, without a reboot (vhost-user, Xen); NBD clients see it when they connect anew. Raw images and
+/// block devices can grow while they are served; a block device has to be made longer first (lvextend). A VHD can grow while
+/// nobody serves it, whatever its kind and its creator: a `resize` that is killed leaves the old size or the new one.
+///
+/// Only a raw file can be made shorter, while nobody serves it, with --shrink: what lies behind the new end is lost.
 #[derive(Debug, Args)]
 pub struct ResizeArgs {
     #[command(flatten)]
@@ -99,6 +100,15 @@ pub struct ResizeArgs {
     /// The format of a disk that is not served, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
+    /// Make a raw file shorter. What lies behind the new end is lost
+    #[arg(long)]
+    shrink: bool,
+    /// Resize the disk although an image in its folder names it as its parent
+    #[arg(long)]
+    write_parent: bool,
+    /// Follow parents of a disk that is not served into this folder, too (may be given several times)
+    #[arg(long, value_name = "DIR")]
+    allow_parents: Vec<PathBuf>,
 }
 
 impl Which {
@@ -283,24 +293,32 @@ pub fn resize(args: &ResizeArgs) -> Result<Exit> {
         Err(error) if error.kind() == ErrorKind::NotFound && args.which.may_be_file() => return resize_file(args),
         found => found?,
     };
+    if args.shrink {
+        let error = Error::new(ErrorKind::Busy, "a disk that is served cannot be made shorter");
+        return Err(error.at_path(&socket).hint(format!("detach {name:?} first, or end its server")));
+    }
     let body = json!({ "size_bytes": args.size });
     call(&socket, "PATCH", &path_of(&name), Some(&body), CHANGE_PATIENCE).map(|_: Value| Exit::Ok)
 }
 
-/// Makes a disk longer that no server has. The image is locked meanwhile, so nobody else has it open.
+/// Resizes a disk that no server has. The image is locked meanwhile, so nobody else has it open.
 fn resize_file(args: &ResizeArgs) -> Result<Exit> {
-    let (at, size) = (existing(Path::new(&args.which.disk))?, args.size);
-    let options = OpenOptions { format: args.format, ..OpenOptions::default() };
+    let (at, size, shrinks) = (existing(Path::new(&args.which.disk))?, args.size, args.shrink);
+    let options = OpenOptions {
+        format: args.format,
+        write_parent: args.write_parent,
+        allow_parents: args.allow_parents.clone(),
+        ..OpenOptions::default()
+    };
     on_engine(move || async move {
         let disk = disks::open(CacheMode::Page, &at, &options).await?;
-        let grown = disk.resize(size).await.map_err(|error| match error.kind() {
-            ErrorKind::Unsupported => {
-                error.hint(format!("make a longer copy: spile convert {} NEW --size {size}", disks::label(&at)))
-            }
-            _ => error,
-        });
-        let closed = disk.close().await;
-        grown.and(closed)
+        let old = disk.info().size_bytes;
+        if size < old && !shrinks {
+            let what = format!("the disk has {old} bytes: what lies behind {size} would be lost");
+            let error = Error::new(ErrorKind::InvalidInput, what).at_path(Path::new(&disks::label(&at)));
+            return Err(error.hint("--shrink makes a raw file shorter all the same"));
+        }
+        disk.resize_unused(size).await
     })?;
     Ok(Exit::Ok)
 }

@@ -154,7 +154,8 @@ pub const ENDINGS: &[Ending] = &[
         codes: &[],
         examples: &[
             ("spile resize disk 40G", "the disk of that name; its guest sees it at once"),
-            ("spile resize disk.raw 40G", "the same for a disk that is not served"),
+            ("spile resize disk.vhd 40G", "a disk that is not served, raw or VHD"),
+            ("spile resize disk.raw 10G --shrink", "cuts off what lies behind the first 10 GiB"),
         ],
         notes: &[],
     },

@@ -96,10 +96,7 @@ impl<S: Store> Raw<S> {
         let (old_bytes, info) = (self.size_bytes(), self.store.info());
         let align = u64::from(info.offset_align_bytes);
         let refuse = |kind, what: String, hint: &str| Err(Error::new(kind, what).hint(hint));
-        if !size_bytes.is_multiple_of(SECTOR_BYTES) {
-            let what = format!("a size of {size_bytes} bytes is no whole number of sectors");
-            return refuse(ErrorKind::InvalidInput, what, "choose a multiple of 512");
-        }
+        check_sectors(size_bytes)?;
         if size_bytes < old_bytes {
             let what = format!("the disk has {old_bytes} bytes and cannot shrink to {size_bytes}");
             return refuse(ErrorKind::InvalidInput, what, "only growing is possible; copy the data to a smaller disk");
@@ -117,6 +114,14 @@ impl<S: Store> Raw<S> {
         }
         Ok(())
     }
+}
+
+fn check_sectors(size_bytes: u64) -> Result<()> {
+    if size_bytes.is_multiple_of(SECTOR_BYTES) {
+        return Ok(());
+    }
+    let what = format!("a size of {size_bytes} bytes is no whole number of sectors");
+    Err(Error::new(ErrorKind::InvalidInput, what).hint("choose a multiple of 512"))
 }
 
 impl<S: Store> Layer<S> for Raw<S> {
@@ -192,6 +197,16 @@ impl<S: Store> Layer<S> for Raw<S> {
         self.store.sync().await?;
         self.size_bytes.store(size_bytes, Ordering::Release);
         Ok(())
+    }
+
+    /// Longer as [`Layer::resize`]; shorter by a cut, which loses what lay behind the new end.
+    async fn resize_unused(&self, size_bytes: u64) -> Result<()> {
+        if size_bytes >= self.size_bytes() {
+            return self.resize(size_bytes).await;
+        }
+        check_sectors(size_bytes).at_path(self.store.path())?;
+        self.store.set_len(size_bytes).await?;
+        self.store.sync().await
     }
 
     async fn parent(&self) -> Result<Option<ParentRef>> {

@@ -309,7 +309,7 @@ impl Plan {
 }
 
 /// Where the journal of a new image goes.
-fn place_journal(batmap_header_at: u64) -> Range<u64> {
+pub(super) fn place_journal(batmap_header_at: u64) -> Range<u64> {
     let start = (batmap_header_at + BatmapHeader::LEN as u64).next_multiple_of(ALIGN);
     start..start + JOURNAL_BYTES
 }

@@ -7,6 +7,7 @@ use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::alloc::Ready;
 use super::check::write_batmap;
+use super::codec::batmap::BatmapHeader;
 use super::journal::Pending;
 use super::{SECTOR, Sparse};
 
@@ -208,13 +209,19 @@ impl<S: Store> Sparse<S> {
         blocks.unwrap_or(0).max(self.layout.metadata_end)
     }
 
-    async fn write_batmap(&self) -> Result<()> {
-        let Some(batmap) = &self.layout.batmap else { return Ok(()) };
-        let range = batmap.header.map_bytes();
+    /// The map of full blocks, as long as `header` says.
+    pub(super) fn batmap_bytes(&self, header: &BatmapHeader) -> Vec<u8> {
+        let range = header.map_bytes();
         let mut map = vec![0u8; (range.end - range.start) as usize];
         for (block, _) in self.bat.allocated().filter(|(block, _)| self.bat.is_full(*block)) {
             map[block as usize / 8] |= 0x80 >> (block % 8);
         }
+        map
+    }
+
+    async fn write_batmap(&self) -> Result<()> {
+        let Some(batmap) = &self.layout.batmap else { return Ok(()) };
+        let map = self.batmap_bytes(&batmap.header);
         write_batmap(&self.store, batmap, &map, &self.footer).await?;
         self.flusher.batmap_valid.store(true, Ordering::Release);
         Ok(())

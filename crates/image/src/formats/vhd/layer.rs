@@ -5,6 +5,7 @@ use std::sync::Arc;
 use spile_core::{Extent, Result, Store, StoreOffset, Via};
 
 use super::codec::footer::Footer;
+use super::resize::grow_fixed;
 use super::write::{BlockPart, SparseReserved};
 use super::{SECTOR, Sparse};
 use crate::facts::Facts;
@@ -169,8 +170,15 @@ impl<S: Store> Layer<S> for Vhd<S> {
     async fn resize(&self, _: u64) -> Result<()> {
         let what = "a VHD cannot grow while it is in use: its size is in its footers and its block table, which \
                     would have to change together";
-        let hint = "make a larger one and copy the data to it, or convert it to raw, which can grow";
+        let hint = "`spile resize` makes it longer while nobody uses it; a raw disk can grow at any time";
         Err(self.unsupported(what).hint(hint))
+    }
+
+    async fn resize_unused(&self, size_bytes: u64) -> Result<()> {
+        match self {
+            Self::Fixed(footer, raw) => grow_fixed(footer, raw, size_bytes).await,
+            Self::Sparse(sparse) => sparse.grow(size_bytes).await,
+        }
     }
 
     async fn parent(&self) -> Result<Option<ParentRef>> {

@@ -43,6 +43,7 @@ mod journal;
 mod layer;
 mod open;
 mod parent;
+mod resize;
 mod write;
 
 pub use check::{check, repair};
