@@ -34,6 +34,8 @@ pub struct Facts {
     pub subformat: Option<&'static str>,
     /// When the image was made or last changed, as it says itself, in seconds since 1970-01-01 UTC.
     pub changed_unix_s: Option<u64>,
+    /// The time of its parent that the image holds, in seconds since 1970-01-01 UTC.
+    pub parent_changed_unix_s: Option<u64>,
     /// Named values. Each name says its unit, and never changes its meaning.
     pub values: Record,
     /// A label and a text for each line of output.

@@ -62,7 +62,7 @@ pub(crate) async fn candidates<F: Files>(
     }
     match denied {
         Some(path) if found.is_empty() => Err(denied_error(child, &path)),
-        _ if found.is_empty() => Err(not_found(child, names)),
+        _ if found.is_empty() => Err(not_found(child, folder, names)),
         _ => Ok(found),
     }
 }
@@ -98,13 +98,18 @@ fn denied_error(child: &Path, path: &Path) -> Error {
         format!("the parent {} lies outside the folders that parents may lie in", path.display()),
     )
     .at_path(child)
-    .hint(format!("if you trust the image, allow it with --allow-parents {folder}"))
+    .hint(format!("if you trust the image, allow that folder with --allow-parents {folder}"))
 }
 
-fn not_found(child: &Path, names: &[PathBuf]) -> Error {
-    Error::new(ErrorKind::NotFound, format!("the parent is not there; tried: {}", quoted(names)))
-        .at_path(child)
-        .hint("put the parent beside the child, or use --allow-parents DIR if it lies elsewhere")
+fn not_found(child: &Path, folder: &Path, names: &[PathBuf]) -> Error {
+    // Without the dots of names such as `./p.vhd`.
+    let mut tried: Vec<PathBuf> = names.iter().map(|name| folder.join(name).components().collect()).collect();
+    tried.dedup();
+    let error = Error::new(ErrorKind::NotFound, format!("the parent is not there; tried: {}", quoted(&tried)));
+    error.at_path(child).hint(
+        "a parent is looked for only where its child says: put it there again, or a link to it; --allow-parents then \
+         allows the folder that the link leads to",
+    )
 }
 
 /// `names` for a message: quoted and escaped, because they come from an image and go to a terminal.

@@ -11,8 +11,8 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_node::{OnError, Policy};
 use spile_store::{AnyStore, CacheMode, OsFiles};
 
-use crate::family;
 use crate::units::parse_duration;
+use crate::{family, stamps};
 
 /// What a command's DISK means: a locator, or the path of a file whose name is no UTF-8.
 ///
@@ -141,7 +141,7 @@ pub fn split_commas(text: &str) -> Vec<String> {
 }
 
 /// Opens the disk of `source` with its parents. A disk that is opened for writing must be no image's parent itself, as far as
-/// its folder tells, unless the options allow that. Nothing begins to prepare its writes before [`Graph::begin`].
+/// its folder tells, unless the options allow that. A parent that was written after its child was made is one line in the log. Nothing begins to prepare its writes before [`Graph::begin`].
 ///
 /// # Errors
 /// As [`Graph::open`]; `Denied` for a parent.
@@ -149,6 +149,9 @@ pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> 
     let disk = open_with(&OsFiles::new(cache).without_locks(options.no_lock), source, options).await?;
     if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {
         family::refuse_parent(&disk).await?;
+    }
+    for doubt in stamps::changed_parents(&disk).await.iter().filter(|doubt| doubt.is_evident) {
+        tracing::warn!("{}: what the child shows may be wrong", doubt.message);
     }
     Ok(disk)
 }

@@ -17,6 +17,7 @@ pub mod panics;
 pub mod process;
 pub mod serving;
 pub mod signals;
+pub mod stamps;
 pub mod units;
 pub mod uri;
 pub mod xen;

@@ -5,7 +5,8 @@ mod common;
 use std::fs;
 use std::path::Path;
 
-use common::{Served, fails, ok};
+use common::guests::rest_of_stderr;
+use common::{Served, fails, json, ok};
 
 #[test]
 fn a_child_is_not_made_where_no_command_would_find_its_parent() {
@@ -53,6 +54,73 @@ fn a_parent_is_not_served_for_writing_unless_told_to() {
     ok(dir, &["create", "p.vhd", "--size", "1M"]);
     opens(dir, &["p.vhd"]).unwrap();
     opens(dir, &["other/p.vhd"]).unwrap();
+}
+
+#[test]
+fn a_parent_that_was_moved_is_named_with_all_that_was_tried_and_what_helps() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = &dir.path().canonicalize().unwrap();
+    fs::create_dir_all(dir.join("vm")).unwrap();
+    fs::create_dir_all(dir.join("base")).unwrap();
+    ok(dir, &["create", "vm/p.vhd", "--size", "1M"]);
+    ok(dir, &["create", "vm/c.vhd", "--parent", "vm/p.vhd"]);
+    fs::rename(dir.join("vm/p.vhd"), dir.join("base/p.vhd")).unwrap();
+    let tried = format!("tried: {:?} (", dir.join("vm/p.vhd"));
+    // Allowing the folder is not enough, and the message does not say so.
+    for allowed in [&[][..], &["--allow-parents", "base"]] {
+        let said = fails(dir, 1, &[&["info", "--chain", "vm/c.vhd"], allowed].concat());
+        assert!(said.contains(&tried) && said.contains("put it there again, or a link to it"), "{said}");
+    }
+    // With a link there, the folder is what is missing.
+    std::os::unix::fs::symlink(dir.join("base/p.vhd"), dir.join("vm/p.vhd")).unwrap();
+    let said = fails(dir, 1, &["info", "--chain", "vm/c.vhd"]);
+    let helps = format!("allow that folder with --allow-parents {}", dir.join("base").display());
+    assert!(said.contains("base/p.vhd lies outside the folders") && said.contains(&helps), "{said}");
+    ok(dir, &["info", "--chain", "vm/c.vhd", "--allow-parents", "base"]);
+}
+
+/// Sets the time at which a file was last written to two hours from now.
+fn write_later(file: &Path) {
+    let later = std::time::SystemTime::now() + std::time::Duration::from_secs(7200);
+    fs::File::options().write(true).open(file).unwrap().set_modified(later).unwrap();
+}
+
+#[test]
+fn a_parent_that_was_written_after_its_child_was_made_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    if let Err(why) = fs::metadata(dir).unwrap().created() {
+        return println!("SKIP a_parent_that_was_written_after_its_child_was_made_is_told: {why}");
+    }
+    ok(dir, &["create", "base.raw", "--size", "1M"]);
+    ok(dir, &["create", "p.vhd", "--parent", "base.raw"]);
+    ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
+    let notes = || -> Vec<String> {
+        let told = json(dir, &["check", "c.vhd"]);
+        assert_eq!(told["result"], "sound");
+        let findings = told["findings"].as_array().unwrap().iter();
+        findings.map(|finding| finding["message"].as_str().unwrap().to_owned()).collect()
+    };
+    let logs = || {
+        let mut served = Served::start(dir, &["c.vhd", "--control", "none"]);
+        served.signal(nix::sys::signal::Signal::SIGTERM);
+        assert!(served.wait().success());
+        rest_of_stderr(&mut served)
+    };
+    let in_doubt = |text: &str| text.contains("what the child shows may be wrong");
+    assert!(notes().is_empty() && !in_doubt(&logs()), "{:?}", notes());
+    // One of Spile's making may have been made durable.
+    write_later(&dir.join("p.vhd"));
+    assert!(
+        notes()[0].contains("p.vhd was written 7") && notes()[0].contains("its writer was killed"),
+        "{:?}",
+        notes()
+    );
+    assert!(!in_doubt(&logs()));
+    write_later(&dir.join("base.raw"));
+    assert!(notes()[1].contains("base.raw was written 7"), "{:?}", notes());
+    let logged = logs();
+    assert!(in_doubt(&logged) && logged.matches("may be wrong").count() == 1, "{logged}");
 }
 
 #[test]

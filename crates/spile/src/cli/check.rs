@@ -8,6 +8,7 @@ use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result};
 use spile_engine::OsEnv;
 use spile_image::check::{self, Lost, Mend, Report, Severity};
 use spile_image::{Format, OpenOptions};
+use spile_server::stamps::{self, Doubt};
 use spile_store::{CacheMode, OsFiles};
 
 use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say, text_of};
@@ -98,12 +99,19 @@ async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &Ope
     };
     let mut report = format.check(&store, &OsEnv).await?;
     drop(store);
-    if report.worst() != Some(Severity::Corruption)
-        && let Err(error) = disks::open(CacheMode::Page, at, options).await
-    {
-        report.findings.push(chain_finding(&error));
+    if report.worst() != Some(Severity::Corruption) {
+        match disks::open(CacheMode::Page, at, options).await {
+            Ok(disk) => report.findings.extend(stamps::changed_parents(&disk).await.into_iter().map(parent_finding)),
+            Err(error) => report.findings.push(chain_finding(&error)),
+        }
     }
     Ok((report, first))
+}
+
+/// A parent that seems to have changed. The image itself is sound.
+fn parent_finding(doubt: Doubt) -> check::Finding {
+    let message = format!("{}: what the child shows may be wrong", doubt.message);
+    check::Finding { severity: Severity::Note, message, offset_bytes: None, mend: Mend::No }
 }
 
 fn chain_finding(error: &Error) -> check::Finding {

@@ -17,7 +17,7 @@ pub(super) fn facts<S>(image: &Qcow2<S>) -> Facts {
     values.push(("parent_format", text(&image.head.extensions.backing_format)));
     values.push(("data_file", text(&image.head.extensions.data_file)));
     values.extend(list_values(&image.lists));
-    Facts { subformat: None, changed_unix_s: None, values, lines: lines(image) }
+    Facts { values, lines: lines(image), ..Facts::default() }
 }
 
 fn header_values(header: &Header) -> Record {

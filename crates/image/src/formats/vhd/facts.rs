@@ -73,7 +73,9 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
     lines.extend(footer_problem.map(|problem| ("footers", problem.to_owned())));
     lines.extend(parent.map(|header| ("child of", parent_line(header))));
     lines.extend(sparse.as_ref().and_then(SparseFacts::journal_line).map(|line| ("journal", line)));
-    Facts { subformat: Some(subformat), changed_unix_s: Some(changed_unix_s), values, lines }
+    let parent_changed_unix_s =
+        parent.map(|header| header.parent_timestamp).filter(|&stamp| stamp > 0).map(time::to_unix_s);
+    Facts { subformat: Some(subformat), changed_unix_s: Some(changed_unix_s), parent_changed_unix_s, values, lines }
 }
 
 impl SparseFacts<'_> {
