@@ -7,6 +7,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use futures_util::future::join_all;
 use spile_core::{Disk, Extent, Segments};
 use spile_image::Graph;
 use spile_image::check::Severity;
@@ -57,6 +58,54 @@ fn no_first_write_waits_for_a_sync() {
     for block in (0..STEP).chain([STEP + 1]) {
         let at = block * u64::from(BLOCK);
         assert_eq!(read(&disk, at..at + 4096), pattern(at, 4096));
+    }
+}
+
+#[test]
+fn no_first_write_into_a_child_waits_for_a_sync() {
+    let world = World::new();
+    world.raw("/vm/base.raw", &pattern(1, 64 << 20));
+    world.child(A, "/vm/base.raw", 64 * MIB, BLOCK);
+    let (file, disk) = in_use(&world);
+    assert_eq!(run_beside(), 0);
+    let prepared = file.syncs.load(Relaxed);
+    file.holds_syncs.store(true, Relaxed);
+    for block in 0..STEP {
+        assert!(writes_at_once(&disk, block * u64::from(BLOCK)), "block {block} waits");
+    }
+    assert_eq!(file.syncs.load(Relaxed), prepared);
+    file.holds_syncs.store(false, Relaxed);
+    while run_beside() > 0 {}
+    for block in 0..STEP {
+        let at = block * u64::from(BLOCK);
+        assert_eq!(read(&disk, at..at + 4096), pattern(at, 4096));
+    }
+}
+
+#[test]
+fn records_of_writes_at_the_same_time_are_written_together_and_survive_the_process() {
+    let world = World::new();
+    world.raw("/vm/base.raw", &pattern(1, 4 << 20));
+    world.child_on(A, SLOW_FILE, "/vm/base.raw", 4 * MIB, BLOCK);
+    let file = world.files.file(A);
+    let disk = world.open(A);
+    write(&disk, MIB, &pattern(7, 512));
+    let before = file.writes.load(Relaxed);
+    let sectors = 0..32u64;
+    let data: Vec<_> = sectors.clone().map(|sector| Segments::copied(&pattern(sector, 512))).collect();
+    let places = sectors.clone().map(|sector| Extent::new(sector * 4096, 512).unwrap());
+    let writes = places.zip(&data).map(|(at, data)| disk.write(at, data, false));
+    assert!(block_on(join_all(writes)).into_iter().all(|done| done.is_ok()));
+    // One write for each request's data, and few for the 32 records.
+    let records = file.writes.load(Relaxed) - before - sectors.end;
+    assert!((1..=4).contains(&records), "{records} writes for 32 records");
+    // The process is killed: nothing is flushed or closed.
+    std::mem::forget(disk);
+    let disk = world.open(A);
+    for sector in sectors {
+        let at = sector * 4096;
+        assert_eq!(read(&disk, at..at + 512), pattern(sector, 512), "sector at {at}");
+        assert_eq!(read(&disk, at + 512..at + 1024), pattern(1, 4 << 20)[at as usize + 512..at as usize + 1024]);
     }
 }
 

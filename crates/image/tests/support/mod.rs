@@ -132,6 +132,7 @@ pub struct MemFile {
     pub read_bytes: AtomicU64,
     pub largest_read_bytes: AtomicU64,
     pub syncs: AtomicU64,
+    pub writes: AtomicU64,
     /// Every operation that changes the file fails while this is set.
     pub fails: AtomicBool,
     /// Every operation that makes the file longer fails while this is set.
@@ -354,6 +355,7 @@ impl Store for MemStore {
             content.note_way(offset.0, from.len() as u64, via);
         }
         content.write(offset.0, &from.to_vec());
+        self.file.writes.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -428,6 +430,7 @@ impl MemFiles {
             read_bytes: AtomicU64::new(0),
             largest_read_bytes: AtomicU64::new(0),
             syncs: AtomicU64::new(0),
+            writes: AtomicU64::new(0),
             fails: AtomicBool::new(false),
             is_full: AtomicBool::new(false),
             held_read: AtomicU64::new(NO_READ),

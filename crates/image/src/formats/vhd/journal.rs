@@ -8,14 +8,16 @@
 //!
 //! The area has two halves, used in turn, so that records go on while a flush retires the other half. Each half:
 //! one header in its first 4 KiB (magic, version, boot id, image UUID, generation, CRC-32), then 32-byte records
-//! (block, sector of the block, first sector, sectors, generation, CRC-32 over all this and the slot). Records may
-//! be written out of order, so a replay looks at every slot.
+//! (block, sector of the block, first sector, sectors, generation, CRC-32 over all this and the slot). A write that did not
+//! end may have left any of its records, so a replay looks at every slot.
+//!
+//! Records that come while one is written wait, and are then written together: many requests at a time cost few writes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use event_listener::Event;
+use event_listener::{Event, EventListener};
 use spile_core::{Result, Segments, Store, StoreOffset, Via};
 
 use super::bits::Bits;
@@ -50,6 +52,8 @@ pub(crate) struct Journal {
     state: Mutex<State>,
     /// Notified when a record is complete and when a half is retired.
     changed: Event,
+    /// Notified when a write of records has ended.
+    wrote: Event,
 }
 
 struct State {
@@ -64,6 +68,11 @@ struct Half {
     begun: bool,
     used: u64,
     in_flight: usize,
+    /// Slots before this one are in the file, or their requests are gone.
+    written: u64,
+    /// The records of the slots from `written` on, one after the other.
+    unwritten: Vec<u8>,
+    is_writing: bool,
     /// Blocks with bits that are recorded here and not in their bitmaps.
     pending: Pending,
 }
@@ -71,13 +80,32 @@ struct Half {
 /// Blocks whose bitmaps must be written, with the sector each lies at. In order, so that a simulated run can be repeated.
 pub(crate) type Pending = BTreeMap<u32, (u32, Arc<Bits>)>;
 
-/// A slot to be filled; a retirement of its half waits for it.
+/// The slot of a record that is to be written; a retirement of its half waits for it.
 pub(crate) struct Slot<'a> {
     journal: &'a Journal,
     half: usize,
     number: u64,
-    generation: u64,
-    begun: bool,
+    record: Record,
+}
+
+/// What a slot's owner has to do.
+enum Turn<'a> {
+    /// The record is in the file.
+    Written,
+    /// Look again when another write has ended.
+    Wait(EventListener),
+    Write(Batch<'a>),
+}
+
+/// Records of one half that are written together.
+struct Batch<'a> {
+    journal: &'a Journal,
+    half: usize,
+    first: u64,
+    bytes: Segments,
+    /// The generation, if the half has no header yet.
+    header: Option<u64>,
+    is_written: bool,
 }
 
 impl Journal {
@@ -87,7 +115,7 @@ impl Journal {
         let half = |n| Half { generation: first_generation.wrapping_add(n), ..Half::default() };
         let area = area.filter(|_| slots > 0);
         let state = Mutex::new(State { current: 0, halves: [half(0), half(1)] });
-        Self { area, owner, slots, state, changed: Event::new() }
+        Self { area, owner, slots, state, changed: Event::new(), wrote: Event::new() }
     }
 
     pub(crate) fn has_area(&self) -> bool {
@@ -103,16 +131,16 @@ impl Journal {
         area.start + half as u64 * ((area.end - area.start) / 2)
     }
 
-    /// Takes a slot in the current half; `None` when it is full and must be retired first.
-    pub(crate) fn reserve(&self) -> Option<Slot<'_>> {
+    /// Takes a slot in the current half for `record`; `None` when it is full and must be retired first.
+    pub(crate) fn reserve(&self, record: &Record) -> Option<Slot<'_>> {
         let mut state = self.lock();
         let current = state.current;
         let half = &mut state.halves[current];
         if half.used >= self.slots {
             return None;
         }
-        let slot =
-            Slot { journal: self, half: current, number: half.used, generation: half.generation, begun: half.begun };
+        let slot = Slot { journal: self, half: current, number: half.used, record: record.clone() };
+        half.unwritten.extend(encode_record(record, half.generation, half.used));
         half.used += 1;
         half.in_flight += 1;
         Some(slot)
@@ -170,9 +198,13 @@ impl Journal {
         loop {
             let listener = self.changed.listen();
             {
-                let state = self.lock();
-                if state.halves[old].in_flight == 0 {
-                    let mut pending = state.halves[old].pending.clone();
+                let mut state = self.lock();
+                let half = &mut state.halves[old];
+                if half.in_flight == 0 {
+                    // What is unwritten now belongs to requests that are gone.
+                    half.written = half.used;
+                    half.unwritten.clear();
+                    let mut pending = half.pending.clone();
                     pending.extend(left.iter().map(|(block, at)| (*block, at.clone())));
                     return (old, pending);
                 }
@@ -228,8 +260,7 @@ impl Journal {
                     found.push((half, record));
                 }
             }
-            self.lock().halves[half] =
-                Half { generation, begun: true, used, in_flight: 0, pending: Pending::default() };
+            self.lock().halves[half] = Half { generation, begun: true, used, written: used, ..Half::default() };
         }
         Ok(found)
     }
@@ -240,22 +271,70 @@ impl Journal {
     }
 }
 
-impl Slot<'_> {
+impl<'a> Slot<'a> {
     /// Writes the record; then sets the bits in `bits`, so that no reader sees a bit that a dying process could lose.
-    pub(crate) async fn record<S: Store>(self, store: &S, record: &Record, bits: Arc<Bits>) -> Result<()> {
-        let journal = self.journal;
-        if !self.begun {
-            journal.write_header(store, self.half, Some(self.generation)).await?;
+    pub(crate) async fn record<S: Store>(self, store: &S, bits: Arc<Bits>) -> Result<()> {
+        loop {
+            match self.turn() {
+                Turn::Written => break,
+                Turn::Wait(wrote) => wrote.await,
+                Turn::Write(batch) => batch.write(store).await?,
+            }
         }
-        let bytes = encode_record(record, self.generation, self.number);
-        let at = journal.half_start(self.half) + HEADER_BYTES + self.number * RECORD_BYTES;
-        store.write_at(StoreOffset(at), &Segments::copied(&bytes), Via::Cached).await?;
-        bits.set(record.sectors.clone());
+        bits.set(self.record.sectors.clone());
+        let mut state = self.journal.lock();
+        state.halves[self.half].pending.insert(self.record.block, (self.record.at_sector, bits));
+        Ok(())
+    }
+
+    fn turn(&self) -> Turn<'a> {
+        let journal = self.journal;
         let mut state = journal.lock();
         let half = &mut state.halves[self.half];
-        half.begun = true;
-        half.pending.insert(record.block, (record.at_sector, bits));
+        if half.written > self.number {
+            return Turn::Written;
+        }
+        if half.is_writing {
+            return Turn::Wait(journal.wrote.listen());
+        }
+        half.is_writing = true;
+        Turn::Write(Batch {
+            journal,
+            half: self.half,
+            first: half.written,
+            bytes: Segments::copied(&half.unwritten),
+            header: (!half.begun).then_some(half.generation),
+            is_written: false,
+        })
+    }
+}
+
+impl Batch<'_> {
+    async fn write<S: Store>(mut self, store: &S) -> Result<()> {
+        let journal = self.journal;
+        if self.header.is_some() {
+            journal.write_header(store, self.half, self.header).await?;
+        }
+        let at = journal.half_start(self.half) + HEADER_BYTES + self.first * RECORD_BYTES;
+        store.write_at(StoreOffset(at), &self.bytes, Via::Cached).await?;
+        self.is_written = true;
         Ok(())
+    }
+}
+
+impl Drop for Batch<'_> {
+    /// The write has ended, or is given up. The next one takes what is not in the file then.
+    fn drop(&mut self) {
+        let mut state = self.journal.lock();
+        let half = &mut state.halves[self.half];
+        half.is_writing = false;
+        if self.is_written {
+            half.begun = true;
+            half.unwritten.drain(..self.bytes.len());
+            half.written = self.first + self.bytes.len() as u64 / RECORD_BYTES;
+        }
+        drop(state);
+        self.journal.wrote.notify(usize::MAX);
     }
 }
 
@@ -346,8 +425,9 @@ mod tests {
     #[test]
     fn a_full_half_gives_no_slot() {
         let journal = Journal::new(Some(0..2 * (4096 + 64)), OWNER, 1);
-        let slots = (journal.reserve(), journal.reserve());
-        assert!(slots.0.is_some() && slots.1.is_some() && journal.reserve().is_none());
+        let record = Record { block: 5, at_sector: 99, sectors: 8..16 };
+        let slots = (journal.reserve(&record), journal.reserve(&record));
+        assert!(slots.0.is_some() && slots.1.is_some() && journal.reserve(&record).is_none());
         assert!(journal.is_filling());
     }
 }

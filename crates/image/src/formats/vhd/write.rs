@@ -91,12 +91,12 @@ impl<S: Store> Sparse<S> {
         }
         let record = Record { block: part.block, at_sector: sector, sectors };
         let slot = loop {
-            match self.journal.reserve() {
+            match self.journal.reserve(&record) {
                 Some(slot) => break slot,
                 None => self.flush().await?,
             }
         };
-        slot.record(&self.store, &record, bits.clone()).await?;
+        slot.record(&self.store, bits.clone()).await?;
         self.mark_if_full(part.block, &bits);
         if self.journal.is_filling() {
             self.retire_beside();
