@@ -26,7 +26,7 @@ use crate::{Result, shell};
 use figures::Point;
 use images::Images;
 use kinds::{Kind, Role};
-use lines::{Group, Line, Side, State};
+use lines::{Cache, Group, Line, Side, State};
 use report::Report;
 use server::Server;
 use std::path::{Path, PathBuf};
@@ -189,6 +189,9 @@ fn run_line(plan: &Plan, line: &Line, sides: &[Side], images: &mut Images) -> Re
                 None if side.server != Kind::Fio => Some(Server::start(plan, side, &image)?),
                 again => again,
             };
+            if is_cached_first_write(line, side) {
+                images.warm_page_cache(line.total_bytes())?;
+            }
             // What the point before left in the page cache must not be written back during this one.
             shell::run(Command::new("sync").arg("--file-system").arg(&plan.folder))?;
             points.push(run_point(plan, line, side, round, &image, kept.as_ref())?);
@@ -203,6 +206,11 @@ fn order(sides: &[Side], round: usize) -> Vec<usize> {
     let first: Vec<usize> = (0..sides.len()).filter(|&number| sides[number].state != State::Again).collect();
     let from = first[round % first.len()];
     (from..sides.len()).chain(0..from).collect()
+}
+
+/// True for writes into a new image through the page cache: how fast they are depends on whether the host has to find fresh memory.
+fn is_cached_first_write(line: &Line, side: &Side) -> bool {
+    line.writes() && side.state == State::Fresh && side.cache == Cache::Page
 }
 
 /// Measures one point on a server, or on the image itself where there is no server.

@@ -6,7 +6,7 @@ use super::lines::{Cache, Format, Side, State};
 use super::server::Server;
 use crate::{Result, shell};
 use std::collections::BTreeSet;
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -53,6 +53,15 @@ impl<'a> Images<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Has the host find memory for first writes of `total_bytes` before they are measured: as much is written to a file, which is
+    /// removed again. Without an amount it is that of a full image. Memory that was not used for long, or never, may have to be taken
+    /// from somewhere else first, and then one side pays for it and the next one does not.
+    pub fn warm_page_cache(&self, total_bytes: Option<u64>) -> Result<()> {
+        let path = self.folder.join("warm.raw");
+        write_and_remove(&path, total_bytes.unwrap_or(self.size_bytes()))
+            .map_err(|error| format!("{}: {error}", path.display()))
     }
 
     /// Removes all that was made.
@@ -158,6 +167,14 @@ fn read_again(path: &Path) -> Result<()> {
     let problem = |error: std::io::Error| format!("{}: {error}", path.display());
     let mut file = std::fs::File::open(path).map_err(problem)?;
     std::io::copy(&mut file, &mut std::io::sink()).map(|_| ()).map_err(problem)
+}
+
+/// Fills a new file and removes it, before much of it is written back.
+fn write_and_remove(path: &Path, len_bytes: u64) -> std::io::Result<()> {
+    let mut file = std::fs::File::create(path)?;
+    let written = std::io::copy(&mut std::io::repeat(1).take(len_bytes), &mut file);
+    std::fs::remove_file(path)?;
+    written.map(|_| ())
 }
 
 fn qemu_img(words: &[&str]) -> Command {

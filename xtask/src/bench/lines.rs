@@ -192,16 +192,24 @@ impl Line {
         self.pattern.ends_with("write")
     }
 
+    /// How much all its requests move; `None` when it ends by time.
+    pub fn total_bytes(&self) -> Option<u64> {
+        self.requests.map(|requests| requests * (self.block_kib() << 10))
+    }
+
+    fn block_kib(&self) -> u64 {
+        match self.block.split_at(self.block.len() - 1) {
+            (number, "m") => number.parse().unwrap_or(1) * 1024,
+            (number, _) => number.parse().unwrap_or(4),
+        }
+    }
+
     /// How many huge pages the client needs.
     pub fn huge_pages(&self) -> u64 {
         // Beside the data there are rings and descriptors.
         const BESIDE: u64 = 4;
-        let block_kib = match self.block.split_at(self.block.len() - 1) {
-            (number, "m") => number.parse().unwrap_or(1) * 1024,
-            (number, _) => number.parse().unwrap_or(4),
-        };
         match self.memory {
-            Memory::Huge => (u64::from(self.depth) * block_kib).div_ceil(2048) + BESIDE,
+            Memory::Huge => (u64::from(self.depth) * self.block_kib()).div_ceil(2048) + BESIDE,
             _ => 0,
         }
     }
@@ -242,5 +250,12 @@ mod tests {
         assert_eq!(line("1m", 8).huge_pages(), 0);
         assert_eq!(line("1m", 8).memory(Memory::Huge).huge_pages(), 8);
         assert_eq!(line("256k", 1).memory(Memory::Huge).huge_pages(), 5);
+    }
+
+    #[test]
+    fn what_is_warmed_is_what_all_requests_move() {
+        let line = |requests| Line { requests, ..Line::new("write", "64k", 8, 1) };
+        assert_eq!(line(Some(16)).total_bytes(), Some(1 << 20));
+        assert_eq!(line(None).total_bytes(), None);
     }
 }
