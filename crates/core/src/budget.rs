@@ -14,6 +14,8 @@ use std::task::{Context, Poll, Waker};
 
 /// The memory of one worker.
 pub struct Budget {
+    /// What there is when nobody holds anything.
+    total_bytes: i64,
     /// Below zero when disks that held nothing got their least.
     free_bytes: Cell<i64>,
     line: RefCell<VecDeque<Rc<Ticket>>>,
@@ -47,7 +49,8 @@ struct Ticket {
 impl Budget {
     /// A budget of so many bytes.
     pub fn new(bytes: u64) -> Rc<Self> {
-        Rc::new(Self { free_bytes: Cell::new(bytes as i64), line: RefCell::default(), shares: RefCell::default() })
+        let (total_bytes, free_bytes) = (bytes as i64, Cell::new(bytes as i64));
+        Rc::new(Self { total_bytes, free_bytes, line: RefCell::default(), shares: RefCell::default() })
     }
 
     /// What is left. Less than nothing when many disks have got their least.
@@ -103,11 +106,12 @@ impl Budget {
         self.serve_line();
     }
 
-    /// Puts a request at the end of the line.
+    /// Puts a request at the end of the line. If it can be served now, it is.
     pub fn line_up(self: &Rc<Self>, share: &Rc<Share>, wanted: Wanted) -> Turn {
         let (granted_bytes, waker) = (Cell::new(None), RefCell::new(Waker::noop().clone()));
         let ticket = Rc::new(Ticket { share: share.clone(), wanted, granted_bytes, waker });
         self.line.borrow_mut().push_back(ticket.clone());
+        self.serve_line();
         Turn { budget: self.clone(), ticket }
     }
 
@@ -123,19 +127,23 @@ impl Budget {
     /// Takes the next one out of the line, if there is memory for it. The requests of one disk keep their order.
     fn next_of_line(&self) -> Option<(Rc<Ticket>, u64)> {
         let mut line = self.line.borrow_mut();
-        let is_first = |at: usize| !line.iter().take(at).any(|other| Rc::ptr_eq(&other.share, &line[at].share));
-        let has_turn = |at: usize| !self.is_too_much(&line[at].share, line[at].wanted.bytes) && is_first(at);
-        let next = (0..line.len()).find(|&at| has_turn(at))?;
+        let next = (0..line.len()).find(|&at| self.has_turn(&line, at))?;
         let bytes = self.grant(&line[next].share, line[next].wanted)?;
         line.remove(next).map(|ticket| (ticket, bytes))
     }
 
     /// True when a new request of the disk has to let one of the line go first.
     fn has_line_for(&self, share: &Rc<Share>) -> bool {
-        let goes_first = |ticket: &Rc<Ticket>| {
-            Rc::ptr_eq(&ticket.share, share) || !self.is_too_much(&ticket.share, ticket.wanted.bytes)
-        };
-        self.line.borrow().iter().any(goes_first)
+        let line = self.line.borrow();
+        (0..line.len()).any(|at| Rc::ptr_eq(&line[at].share, share) || self.has_turn(&line, at))
+    }
+
+    /// True when the request at this place of the line is the first one of its disk, and not too much for it: it waits only until there is
+    /// memory.
+    fn has_turn(&self, line: &VecDeque<Rc<Ticket>>, at: usize) -> bool {
+        let Ticket { share, wanted, .. } = &*line[at];
+        let is_first = || !line.iter().take(at).any(|other| Rc::ptr_eq(&other.share, share));
+        !self.is_too_much(share, wanted.bytes) && is_first()
     }
 }
 
@@ -164,9 +172,10 @@ impl Turn {
         self.ticket.granted_bytes.take()
     }
 
-    /// True when the request waits for the share of its own disk, and not for memory.
+    /// True when the request would have to wait even if no other disk held anything.
     pub fn waits_for_own_disk(&self) -> bool {
-        self.budget.is_too_much(&self.ticket.share, self.ticket.wanted.bytes)
+        let (before, bytes) = (self.ticket.share.held_bytes.get(), self.ticket.wanted.bytes as i64);
+        before > 0 && before + bytes > self.budget.total_bytes - (before + bytes)
     }
 
     /// True for the first one in line of its disk.
@@ -245,6 +254,35 @@ mod tests {
         drop((kept, second));
         dead.iter().for_each(|share| budget.give_back(share, share.held_bytes()));
         assert_eq!((budget.free_bytes(), healthy.held_bytes()), (16, 0));
+    }
+
+    /// Two requests of a disk that hangs wait: the first one is too much for the disk's share, the second one is not.
+    #[test]
+    fn a_line_of_a_disk_that_hangs_holds_up_no_other_disk() {
+        let budget = Budget::new(64);
+        let [dead, healthy] = [1, 2].map(|disk| budget.share_of(disk));
+        assert!(budget.try_take(&dead, all(31)).is_some());
+        let kept = [8, 1].map(|bytes| budget.line_up(&dead, all(bytes)));
+        assert_eq!(budget.try_take(&healthy, all(2)), Some(2));
+        assert_eq!(kept.each_ref().map(granted), [None; 2], "the requests of one disk keep their order");
+    }
+
+    #[test]
+    fn who_lines_up_while_there_is_memory_gets_it_at_once() {
+        let budget = Budget::new(64);
+        let turn = budget.line_up(&budget.share_of(1), all(2));
+        assert_eq!(granted(&turn), Some(2), "nobody gives anything back, so nobody would serve the line");
+    }
+
+    #[test]
+    fn a_request_waits_for_its_own_disk_only_when_that_disk_holds_too_much_of_all() {
+        let budget = Budget::new(64);
+        let [hog, healthy] = [1, 2].map(|disk| budget.share_of(disk));
+        assert!(budget.try_take(&hog, all(50)).is_some());
+        assert!(budget.try_take(&healthy, all(4)).is_some());
+        let [of_hog, of_healthy] = [&hog, &healthy].map(|share| budget.line_up(share, all(8)));
+        assert_eq!([&of_hog, &of_healthy].map(granted), [None; 2]);
+        assert!(of_hog.waits_for_own_disk() && !of_healthy.waits_for_own_disk());
     }
 
     #[test]

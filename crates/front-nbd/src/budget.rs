@@ -20,7 +20,8 @@ use spile_front::Presence;
 
 /// What each connection may hold in any case, in bytes.
 pub(crate) const ALLOWANCE_BYTES: u64 = 1 << 20;
-/// What all connections of a worker may hold together beyond that, in bytes.
+/// What all connections of a worker may hold together beyond that, in bytes. When it is used up, each disk that holds nothing of it gets
+/// one request all the same, of 32 MiB at most.
 pub(crate) const BUDGET_BYTES: u64 = 128 << 20;
 /// The time between two looks at those that hold memory, while somebody waits for some.
 const LOOK: Duration = Duration::from_secs(5);
@@ -123,8 +124,8 @@ impl Holder {
         self.budget().give_back(&self.share, granted_bytes - needed);
     }
 
-    /// Waits in the line. Returns what was taken from the budget. The look at those that hold memory is the task of the first one; while
-    /// that waits for the share of its own disk, it looks at the connections of this disk.
+    /// Waits in the line. Returns what was taken from the budget. The look at those that hold memory is the task of the first one. When
+    /// that waits because its own disk holds much, it looks at the connections of this disk only.
     async fn wait_in_line(&self, bytes: u64) -> u64 {
         let turn = self.budget().line_up(&self.share, wanted(self.beyond_allowance(bytes)));
         while !self.wait_for_turn(&turn, bytes).await {
@@ -188,9 +189,10 @@ impl Holder {
     }
 }
 
-/// A request waits for all of its memory.
+/// A request waits for all of its memory. When its disk holds nothing, it gets that in any case: other disks, which may hang, hold
+/// up none.
 fn wanted(bytes: u64) -> Wanted {
-    Wanted { bytes, least_bytes: 0 }
+    Wanted { bytes, least_bytes: bytes }
 }
 
 #[cfg(test)]
@@ -207,14 +209,14 @@ mod tests {
     fn an_allowance_is_always_there_and_the_rest_is_shared() {
         let holders = Rc::new(Holders::new(10));
         let (one, two) = (holder(&holders), holder(&holders));
-        assert!(one.try_take(ALLOWANCE_BYTES + 10));
-        assert!(two.try_take(ALLOWANCE_BYTES) && !two.try_take(1));
-        one.give_back(4);
-        assert!(two.try_take(4) && !two.try_take(1));
+        assert!(one.try_take(ALLOWANCE_BYTES + 9));
+        assert!(two.try_take(ALLOWANCE_BYTES + 1) && !two.try_take(1));
+        one.give_back(3);
+        assert!(two.try_take(1) && !two.try_take(1));
         // Memory within the allowance is no part of the budget.
         one.give_back(ALLOWANCE_BYTES + 6);
-        assert_eq!((one.held_bytes(), holders.budget.free_bytes()), (0, 6));
-        two.give_back(ALLOWANCE_BYTES + 4);
+        assert_eq!((one.held_bytes(), holders.budget.free_bytes()), (0, 8));
+        two.give_back(ALLOWANCE_BYTES + 2);
         assert_eq!(holders.budget.free_bytes(), 10);
     }
 
@@ -225,6 +227,23 @@ mod tests {
         paused.iter().for_each(|holder| assert!(holder.try_take(ALLOWANCE_BYTES + 3)));
         assert!(!paused[0].try_take(1), "one disk has more than is left for others");
         assert!(holder(&holders).try_take(ALLOWANCE_BYTES + 3), "a disk that waits holds up another one");
+    }
+
+    /// Three disks hang, and leave less than the largest request takes.
+    #[test]
+    fn a_disk_that_holds_nothing_gets_its_request_however_much_others_hold() {
+        let holders = Rc::new(Holders::new(128));
+        let dead = [64, 32, 16].map(|bytes| {
+            let holder = holder(&holders);
+            assert!(holder.try_take(ALLOWANCE_BYTES + bytes));
+            holder
+        });
+        let kept = dead.each_ref().map(|holder| holders.budget.line_up(&holder.share, wanted(32)));
+        let [large, small] = [holder(&holders), holder(&holders)];
+        assert!(large.try_take(ALLOWANCE_BYTES + 32), "it would wait for ever");
+        assert!(small.try_take(ALLOWANCE_BYTES + 1), "it would wait behind the others");
+        assert!(!large.try_take(1) && !dead[2].try_take(1), "a disk that holds something gets more");
+        drop(kept);
     }
 
     #[test]
