@@ -8,7 +8,6 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use comfy_table::Cell;
@@ -19,7 +18,7 @@ use spile_server::uri::Target;
 
 use super::process::Tied;
 use super::sample::median;
-use super::world::Folder;
+use super::world::{Folder, remove_with_folder, unmount};
 use super::{HostFacts, Outcome, right, table};
 use crate::load;
 
@@ -129,6 +128,7 @@ impl Healthy {
     fn new(folder: &Path) -> Result<Self> {
         let path = folder.join(format!("spile-bench-hung-{}.raw", std::process::id()));
         let made = Self(path);
+        remove_with_folder(made.0.clone());
         std::fs::write(&made.0, vec![0x5a; HEALTHY_BYTES as usize])
             .map_err(|e| Error::io("write the healthy disk", e))
             .at_path(&made.0)?;
@@ -145,9 +145,9 @@ impl Drop for Healthy {
 /// A store, and the server of both disks.
 struct World {
     store: Store,
-    // In the order of their ends: the server's calls return once the file system has gone.
-    _mount: Option<Mount>,
+    // In the order of their ends: a server whose disk is taken away keeps a mark of the failed flush.
     server: Tied,
+    _mount: Option<Mount>,
     export: Tied,
     healthy: PathBuf,
     hung: PathBuf,
@@ -282,7 +282,7 @@ impl Drop for Mount {
     fn drop(&mut self) {
         // Whoever still waits for it gets an error.
         self.nbdfuse.end();
-        let _ = Command::new("umount").arg("-l").arg(&self.dir).output();
+        unmount(&self.dir);
     }
 }
 

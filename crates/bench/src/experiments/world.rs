@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, Result, ResultExt};
@@ -25,9 +27,31 @@ fn folder_path() -> PathBuf {
     runtime.unwrap_or_else(|| "/dev/shm".into()).join(format!("spile-bench-{}", std::process::id()))
 }
 
-/// Removes this process's folder, for one who ends without dropping it.
+/// Files outside the folder that are removed with it.
+static FILES: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Has [`remove_folder`] remove a file as well.
+pub fn remove_with_folder(path: PathBuf) {
+    FILES.lock().unwrap_or_else(PoisonError::into_inner).push(path);
+}
+
+/// Removes this process's folder, what is mounted in it and the files named by [`remove_with_folder`], for one who ends without
+/// dropping them.
 pub fn remove_folder() {
-    let _ = std::fs::remove_dir_all(folder_path());
+    let folder = folder_path();
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let in_folder =
+        mounts.lines().filter_map(|line| line.split(' ').nth(1)).filter(|at| Path::new(at).starts_with(&folder));
+    in_folder.for_each(|at| unmount(Path::new(at)));
+    let _ = std::fs::remove_dir_all(&folder);
+    for path in FILES.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        let _ = std::fs::remove_file(path);
+    }
+}
+
+/// Takes a file system away, also one that does not answer.
+pub fn unmount(at: &Path) {
+    let _ = Command::new("umount").arg("-l").arg(at).output();
 }
 
 impl Folder {
