@@ -206,7 +206,7 @@ class Load:
         report = json.loads(self.report.read_text() or "{}")
         if code != 130 or report.get("error") or report.get("mismatches"):
             raise Fault(f"the load of {self.name} ended with {code}: {report}")
-        return report["read"]["ios"] + report["write"]["ios"]
+        return report["read"]["requests"] + report["write"]["requests"]
 
     def verify(self):
         run(spile_binary(), "load", self.uri, *self.more, "--verify-model", self.model, cwd=self.folder)

@@ -105,7 +105,7 @@ fn errors_are_json_with_what_to_do() {
         ("GET", "/v2", "", 404, "not_found"),
         ("PUT", "/v1/disks", "", 405, "invalid_input"),
         ("PATCH", "/v1/disks/a", "{", 400, "invalid_input"),
-        ("PATCH", "/v1/disks/a", "{\"size_bytes\":1,\"more\":2}", 400, "invalid_input"),
+        ("PATCH", "/v1/disks/a", "{\"virtual_size_bytes\":1,\"more\":2}", 400, "invalid_input"),
         ("PATCH", "/v1/disks/a", "{\"size_bytes\":512}", 422, "unsupported"),
         ("POST", "/v1/disks", "{\"disk\":\"/nowhere/x.raw\"}", 404, "not_found"),
         ("POST", "/v1/disks", "{\"disk\":\"b.raw,what\"}", 400, "invalid_input"),

@@ -116,7 +116,7 @@ fn compare_tells_where_disks_differ() {
     assert!(fails(dir, 2, &["compare", "a.raw", "missing.raw"]).contains("missing.raw"));
     let output = run(dir, &["compare", "a.raw", "short.raw", "--json"]);
     let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(told["differs_at_bytes"], 2 << 20);
+    assert_eq!(told["differs_at_offset_bytes"], 2 << 20);
 }
 
 #[test]
@@ -321,11 +321,11 @@ fn the_demo_runs() {
     let dir = tempfile::tempdir().unwrap();
     let args = ["demo", "--seconds", "1", "--span", "64M", "--dir", "."];
     let shown = json(dir.path(), &args);
-    assert_eq!((shown["check"].as_str(), &shown["load"]["mismatches"]), (Some("sound"), &serde_json::json!([])));
-    let names: Vec<&str> = shown["layers"].as_array().unwrap().iter().map(|l| l["name"].as_str().unwrap()).collect();
+    assert_eq!((shown["result"].as_str(), &shown["load"]["mismatches"]), (Some("sound"), &serde_json::json!([])));
+    let names: Vec<&str> = shown["meters"].as_array().unwrap().iter().map(|l| l["layer"].as_str().unwrap()).collect();
     assert_eq!(names, ["front", "disk", "store"]);
     // Each layer holds a request for a part of the time that the one above holds it.
-    let depth = |n: usize| shown["layers"][n]["queue_depth_avg"].as_f64().unwrap();
+    let depth = |n: usize| shown["meters"][n]["queue_depth_avg"].as_f64().unwrap();
     assert!(depth(0) >= depth(1) * 0.98 && depth(1) > 0.0, "{shown}");
     assert!(dir.path().join("demo.vhd").exists(), "--dir keeps the disk");
 }

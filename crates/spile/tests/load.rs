@@ -116,7 +116,7 @@ fn both_ways_to_the_queue_depth_agree() {
         let report = Report::new(&options, &outcome);
         assert!(report.error.is_none() && report.depths_agree(), "{report:?}");
         assert!(report.queue_depth_avg <= f64::from(depth * connections) + 0.01, "{report:?}");
-        assert_eq!(report.read.ios + report.write.ios, 2000);
+        assert_eq!(report.read.requests + report.write.requests, 2000);
     }
 }
 
@@ -128,12 +128,12 @@ fn every_pattern_runs_and_says_what_it_did() {
     for rw in ["read", "write", "randread", "randwrite", "rw", "randrw"] {
         let args = ["load", &uri, "--rw", rw, "--ios", "300", "--bs", "8k", "--server-pid", &pid];
         let report = json(dir.path(), &args);
-        let (reads, writes) = (&report["read"]["ios"], &report["write"]["ios"]);
+        let (reads, writes) = (&report["read"]["requests"], &report["write"]["requests"]);
         assert_eq!(reads.as_u64().unwrap() + writes.as_u64().unwrap(), 300, "{rw}");
         let both = rw.ends_with("rw");
         assert_eq!(reads.as_u64() > Some(0), both || rw.ends_with("read"), "{rw}");
         assert_eq!(writes.as_u64() > Some(0), both || rw.ends_with("write"), "{rw}");
-        assert!(report["server_cpu_us_per_io"].as_f64() > Some(0.0), "{rw}");
+        assert!(report["server_cpu_us_per_request"].as_f64() > Some(0.0), "{rw}");
     }
 }
 
@@ -144,7 +144,7 @@ fn a_size_in_bytes_ends_it_too_and_flushes_are_sent() {
     let uri = served.uri().to_string();
     let args = ["load", &uri, "--rw", "write", "--size", "1M", "--fua", "--flush-every", "10"];
     let report = json(dir.path(), &args);
-    let (writes, flushes) = (report["write"]["ios"].as_u64(), report["flush"]["ios"].as_u64());
+    let (writes, flushes) = (report["write"]["requests"].as_u64(), report["flush"]["requests"].as_u64());
     assert_eq!(writes.unwrap() + flushes.unwrap(), 256);
     assert_eq!(flushes, Some(23));
 }
@@ -245,7 +245,7 @@ fn a_slow_rate_does_not_outlast_the_runtime() {
     let uri = served.uri().to_string();
     // The second request would be due in a day.
     let report = json(dir.path(), &["load", &uri, "--rate", "0.00001", "--runtime", "200ms"]);
-    assert_eq!(report["read"]["ios"], 1);
+    assert_eq!(report["read"]["requests"], 1);
 }
 
 #[test]

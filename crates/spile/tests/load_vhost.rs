@@ -41,7 +41,7 @@ fn a_verified_load_finds_everything_right() {
         let load = ["load", "vhost-user:v", "--rw", "randrw", "--ios", "600", "--verify", "--server-pid", &pid];
         let report = json(dir.path(), &[&load[..], args].concat());
         assert!(report["read_back_blocks"].as_u64() > Some(0), "{args:?}: {report}");
-        assert!(report["server_cpu_us_per_io"].as_f64() > Some(0.0), "{report}");
+        assert!(report["server_cpu_us_per_request"].as_f64() > Some(0.0), "{report}");
         let depths = ["queue_depth_avg", "queue_depth_little"].map(|name| report[name].as_f64().unwrap());
         assert!((depths[0] - depths[1]).abs() <= 0.02 * depths[0], "{args:?}: {depths:?}");
         assert_eq!((&report["uri"], &report["reconnects"]), (&"vhost-user:v".into(), &0.into()));

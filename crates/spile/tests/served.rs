@@ -32,13 +32,15 @@ fn ask(server: &str, method: &str, path: &str, body: &str) -> (u16, Value) {
     (head.split(' ').nth(1).unwrap().parse().unwrap(), serde_json::from_str(body).unwrap_or(Value::Null))
 }
 
-/// The answer without what differs between a server's word and an own look: who says it, and the space that is kept ready.
+/// The answer without what differs between a server's word and a look when it has ended: who says it, the space that is kept ready, and
+/// whether there is something to flush.
 fn plain(mut info: Value) -> Value {
     info["served_by"] = Value::Null;
     info["used_bytes"] = Value::Null;
     for layer in info["layers"].as_array_mut().unwrap() {
         layer["used_bytes"] = Value::Null;
         layer["file_bytes"] = Value::Null;
+        layer["facts"]["unflushed"] = Value::Null;
     }
     info
 }

@@ -22,11 +22,11 @@ impl Point {
     pub fn read(text: &str) -> Result<Point> {
         let all: Value = serde_json::from_str(text).map_err(|error| format!("load: {error}"))?;
         let number = |name: &str| all[name].as_f64().ok_or_else(|| format!("spile load printed no {name}: {text}"));
-        let lane = if all["write"]["ios"].as_u64() > Some(0) { "write" } else { "read" };
+        let lane = if all["write"]["requests"].as_u64() > Some(0) { "write" } else { "read" };
         Ok(Point {
             iops: number("iops")?,
             bytes_per_s: number("bytes_per_s")?,
-            server_cpu_us: number("server_cpu_us_per_io")?,
+            server_cpu_us: number("server_cpu_us_per_request")?,
             p50_us: all[lane]["latency_p50_us"].as_f64().unwrap_or(f64::NAN),
             all,
         })
@@ -161,8 +161,9 @@ mod tests {
 
     #[test]
     fn a_report_without_the_servers_cpu_is_refused() {
-        let good = r#"{"iops":1,"bytes_per_s":2,"server_cpu_us_per_io":3,"read":{"ios":1,"latency_p50_us":4}}"#;
+        let good =
+            r#"{"iops":1,"bytes_per_s":2,"server_cpu_us_per_request":3,"read":{"requests":1,"latency_p50_us":4}}"#;
         assert_eq!(Point::read(good).map(|point| (point.iops, point.p50_us)), Ok((1.0, 4.0)));
-        assert!(Point::read(r#"{"iops":1,"bytes_per_s":2,"server_cpu_us_per_io":null}"#).is_err());
+        assert!(Point::read(r#"{"iops":1,"bytes_per_s":2,"server_cpu_us_per_request":null}"#).is_err());
     }
 }

@@ -16,6 +16,7 @@ use spile_lab::GuestQueue;
 use spile_lab::vhost::{Device, DeviceOptions, Queue, QueueOptions};
 use spile_server::process::raise_file_limit;
 use spile_server::uri::Target;
+use utoipa::ToSchema;
 
 use super::process::Tied;
 use super::sample::median;
@@ -24,17 +25,19 @@ use super::{HostFacts, Outcome, right, table};
 use crate::load;
 
 /// What is measured.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct Parameters {
     /// Disks of the crowd, the busy one included.
     pub disks: u32,
     /// Queues of each disk.
     pub queues: u16,
     /// Requests of 4 KiB in flight on each queue of the busy disk.
+    #[serde(rename = "queue_depth")]
     pub depth: u32,
     /// Rounds of two runs each.
     pub rounds: u32,
     /// Seconds of a run.
+    #[serde(rename = "runtime_s")]
     pub seconds: f64,
 }
 
@@ -49,7 +52,7 @@ impl Parameters {
 }
 
 /// One round: requests a second, and the server's processor time for each.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
 pub struct Row {
     /// Of the disk that is alone.
     pub alone_iops: f64,
@@ -129,7 +132,7 @@ impl Served {
         let report = load::Report::new(&options, &outcome);
         match outcome.error {
             Some(error) => Err(error),
-            None => Ok((report.iops, report.server_cpu_us_per_io.unwrap_or(0.0))),
+            None => Ok((report.iops, report.server_cpu_us_per_request.unwrap_or(0.0))),
         }
     }
 }

@@ -21,6 +21,7 @@ use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, Graph, OpenOptions, open_layer};
 use spile_node::Node;
 use spile_store::{AnyStore, CacheMode, OsFiles};
+use utoipa::ToSchema;
 
 use super::sample::median;
 use super::world::Folder;
@@ -58,22 +59,24 @@ impl Parameters {
 }
 
 /// [`Parameters`] as the figures have them.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct Asked {
     /// Rounds of two runs each.
     pub rounds: u32,
     /// Writes in flight.
+    #[serde(rename = "queue_depth")]
     pub depth: u32,
     /// How much longer a write took on the slow device.
     pub delay_ms: f64,
     /// Bytes of a write.
     pub write_bytes: u64,
     /// The size of the disk.
+    #[serde(rename = "virtual_size_bytes")]
     pub disk_bytes: u64,
 }
 
 /// One round.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, ToSchema)]
 pub struct Row {
     /// The longest request of the run without an exchange.
     pub longest_without_us: f64,

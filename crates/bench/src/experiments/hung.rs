@@ -15,6 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_server::uri::Target;
+use utoipa::ToSchema;
 
 use super::process::Tied;
 use super::sample::median;
@@ -30,17 +31,20 @@ const BEFORE: Duration = Duration::from_millis(300);
 const HEALTHY_BYTES: u64 = 256 << 20;
 
 /// What is measured.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct Parameters {
     /// Requests of 4 KiB in flight on the healthy disk, one line of the table for each.
+    #[serde(rename = "queue_depths")]
     pub depths: Vec<u32>,
     /// Rounds of two runs each, for each store and depth.
     pub rounds: u32,
     /// Seconds of a run.
+    #[serde(rename = "runtime_s")]
     pub seconds: f64,
     /// The engine of the server, as `spile serve --engine` takes it.
     pub engine: String,
     /// Where the healthy disk lies; in memory unless given.
+    #[schema(value_type = Option<String>)]
     pub folder: Option<PathBuf>,
 }
 
@@ -53,7 +57,7 @@ impl Parameters {
 }
 
 /// What stops answering.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Store {
     /// An NBD export.
@@ -77,11 +81,12 @@ impl Store {
 }
 
 /// One round: the healthy disk's requests.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
 pub struct Row {
     /// What hung.
     pub store: Store,
     /// Requests in flight on the healthy disk.
+    #[serde(rename = "queue_depth")]
     pub depth: u32,
     /// 99 of 100 took no longer while the other disk was idle.
     pub alone_p99_us: f64,

@@ -32,9 +32,10 @@ use spile_lab::xen::blkfront::Op;
 
 pub use host::HostFacts;
 use plot::Figure;
+use utoipa::ToSchema;
 
 /// Which way the bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
     /// From the disk.
@@ -61,7 +62,7 @@ impl Direction {
 }
 
 /// What came of an experiment.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct Outcome<P, R> {
     /// Its name.
     pub experiment: &'static str,

@@ -4,15 +4,17 @@ use std::fmt::Write as _;
 
 use comfy_table::{Table, presets};
 use serde::Serialize;
+use spile_server::serving::api::types::{Failure, FailureDetail};
 
 use super::{Lane, LoadOutcome, Options};
 use spile_server::units::{format_count, format_rate, format_size, format_us};
+use utoipa::ToSchema;
 
 /// One direction's figures. Latencies are in microseconds, from just before the send to just after the receive.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct LaneReport {
     /// Completed requests.
-    pub ios: u64,
+    pub requests: u64,
     /// Their bytes.
     pub bytes: u64,
     /// Requests a second.
@@ -32,14 +34,14 @@ pub struct LaneReport {
 }
 
 /// The whole run's figures: the `--json` output of `spile load`.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct Report {
     /// The disk.
     pub uri: String,
     /// Bytes in a request.
-    pub block_bytes: u32,
+    pub request_bytes: u32,
     /// Requests in flight on each connection.
-    pub depth: u32,
+    pub queue_depth: u32,
     /// Connections; with vhost-user, queues.
     pub connections: u32,
     /// From the first issue to the last completion.
@@ -59,9 +61,9 @@ pub struct Report {
     /// The same by Little's law: arrival rate times mean latency.
     pub queue_depth_little: f64,
     /// This process's CPU time for each request, in microseconds.
-    pub client_cpu_us_per_io: f64,
+    pub client_cpu_us_per_request: f64,
     /// The server's CPU time for each request, in microseconds, if its process was given.
-    pub server_cpu_us_per_io: Option<f64>,
+    pub server_cpu_us_per_request: Option<f64>,
     /// True when stamps were checked.
     pub verified: bool,
     /// Blocks read back right after the run.
@@ -69,7 +71,7 @@ pub struct Report {
     /// The first wrong sectors, as text.
     pub mismatches: Vec<String>,
     /// Why it stopped early.
-    pub error: Option<String>,
+    pub error: Option<FailureDetail>,
     /// It was ended early by a signal; what was written was not read back, or not all.
     pub interrupted: bool,
     /// How often a connection was taken up again after the server's end.
@@ -83,24 +85,24 @@ impl Report {
         let (start_ns, end_ns) = stats.span_ns.unwrap_or((0, 0));
         let runtime_s = (end_ns - start_ns) as f64 / 1e9;
         let [read, write, flush] = stats.lanes().map(|lane| LaneReport::new(lane, runtime_s));
-        let ios = (read.ios + write.ios + flush.ios).max(1) as f64;
-        let busy_us: f64 = [&read, &write, &flush].iter().map(|l| l.latency_mean_us * l.ios as f64).sum();
+        let ios = (read.requests + write.requests + flush.requests).max(1) as f64;
+        let busy_us: f64 = [&read, &write, &flush].iter().map(|l| l.latency_mean_us * l.requests as f64).sum();
         Self {
             uri: options.uri.to_string(),
-            block_bytes: options.block_bytes,
-            depth: options.depth,
+            request_bytes: options.block_bytes,
+            queue_depth: options.depth,
             connections: options.connections,
             runtime_s,
             iops: read.iops + write.iops + flush.iops,
             bytes_per_s: read.bytes_per_s + write.bytes_per_s,
             queue_depth_avg: per(stats.depth_integral_ns as f64 / 1e9, runtime_s),
             queue_depth_little: per(busy_us / 1e6, runtime_s),
-            client_cpu_us_per_io: outcome.client_cpu.as_secs_f64() * 1e6 / ios,
-            server_cpu_us_per_io: outcome.server_cpu.map(|cpu| cpu.as_secs_f64() * 1e6 / ios),
+            client_cpu_us_per_request: outcome.client_cpu.as_secs_f64() * 1e6 / ios,
+            server_cpu_us_per_request: outcome.server_cpu.map(|cpu| cpu.as_secs_f64() * 1e6 / ios),
             verified: !outcome.models.is_empty(),
             read_back_blocks: outcome.read_back_blocks,
             mismatches: outcome.mismatches.iter().map(ToString::to_string).collect(),
-            error: outcome.error.as_ref().map(ToString::to_string),
+            error: outcome.error.as_ref().map(|error| Failure::of(error).1.error),
             interrupted: outcome.interrupted,
             reconnects: outcome.reconnects,
             read,
@@ -120,7 +122,7 @@ impl Report {
         table.load_style(presets::UTF8_HORIZONTAL_ONLY);
         table.set_header(["", "IOPS", "rate", "p50", "p99", "p99.9", "max"]);
         for (name, lane) in [("read", &self.read), ("write", &self.write), ("flush", &self.flush)] {
-            if lane.ios > 0 {
+            if lane.requests > 0 {
                 table.add_row(lane.row(name));
             }
         }
@@ -136,11 +138,11 @@ impl Report {
     }
 
     fn write_lines(&self, text: &mut String) -> std::fmt::Result {
-        let size = format_size(u64::from(self.block_bytes));
+        let size = format_size(u64::from(self.request_bytes));
         writeln!(
             text,
             "{size} requests, depth {} × {} connections, {:.2} s",
-            self.depth, self.connections, self.runtime_s
+            self.queue_depth, self.connections, self.runtime_s
         )?;
         let agree = if self.depths_agree() { "" } else { "  ← these should agree within 2 %" };
         writeln!(
@@ -148,8 +150,8 @@ impl Report {
             "average queue depth {:.2} (∫n dt / T), {:.2} (λ·W){agree}",
             self.queue_depth_avg, self.queue_depth_little
         )?;
-        write!(text, "CPU: {:.2} µs per request here", self.client_cpu_us_per_io)?;
-        match self.server_cpu_us_per_io {
+        write!(text, "CPU: {:.2} µs per request here", self.client_cpu_us_per_request)?;
+        match self.server_cpu_us_per_request {
             Some(us) => writeln!(text, ", {us:.2} µs in the server")?,
             None => writeln!(text)?,
         }
@@ -170,7 +172,7 @@ impl LaneReport {
         let us = |ns: u64| ns as f64 / 1e3;
         let at = |quantile| us(lane.latency_ns.value_at_quantile(quantile));
         Self {
-            ios: lane.ios,
+            requests: lane.ios,
             bytes: lane.bytes,
             iops: per(lane.ios as f64, runtime_s),
             bytes_per_s: per(lane.bytes as f64, runtime_s),

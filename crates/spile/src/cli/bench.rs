@@ -8,6 +8,7 @@ use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Result};
+use utoipa::ToSchema;
 
 use super::{Exit, complain, print_json, say};
 use crate::bench::paths::{self, Kind};
@@ -326,8 +327,8 @@ impl CommonArgs {
         figures: impl FnOnce(&Outcome<P, R>) -> Figures,
     ) -> Result<Exit>
     where
-        P: Serialize,
-        R: Serialize,
+        P: Serialize + ToSchema,
+        R: Serialize + ToSchema,
     {
         show(self.json, outcome, text)?;
         let Some(dir) = &self.out else { return Ok(Exit::Ok) };
@@ -345,7 +346,7 @@ impl CommonArgs {
 }
 
 /// Prints what an experiment found.
-fn show(json: bool, outcome: &impl Serialize, text: String) -> Result<()> {
+fn show(json: bool, outcome: &(impl Serialize + ToSchema), text: String) -> Result<()> {
     match json {
         true => print_json(outcome)?,
         false => say(text),

@@ -10,6 +10,7 @@ use spile_image::check::{self, Lost, Mend, Report, Severity};
 use spile_image::{Format, OpenOptions};
 use spile_server::stamps::{self, Doubt};
 use spile_store::{CacheMode, OsFiles};
+use utoipa::ToSchema;
 
 use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say, text_of};
 use crate::disks;
@@ -39,15 +40,24 @@ pub struct CheckArgs {
     json: bool,
 }
 
-#[derive(Debug, Serialize)]
-struct Checked {
+/// What a check found.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Checked {
+    /// The disk.
     #[serde(serialize_with = "text_of")]
+    #[schema(value_type = String)]
     path: PathBuf,
+    /// Its format.
     format: String,
+    /// `sound`, `leaks` or `corrupt`.
     result: &'static str,
+    /// Blocks that the disk has room for; 0 when its format has none.
     total_blocks: u64,
+    /// Blocks that have data.
     allocated_blocks: u64,
+    /// Space in the file that belongs to nothing, in bytes.
     leaked_bytes: u64,
+    /// How much the file is cut short, in bytes.
     missing_bytes: u64,
     /// What is wrong now.
     findings: Vec<Finding>,
@@ -55,12 +65,18 @@ struct Checked {
     repaired: Vec<Finding>,
 }
 
-#[derive(Clone, Debug, Serialize)]
+/// Something that is wrong, or worth knowing.
+#[derive(Clone, Debug, Serialize, ToSchema)]
 struct Finding {
+    /// `note`, `leak` or `corruption`.
     severity: &'static str,
+    /// What it is, for people.
     message: String,
+    /// Where in the file.
     offset_bytes: Option<u64>,
+    /// `--repair` mends it.
     can_repair: bool,
+    /// `--repair --discard-lost` gives up what is missing.
     can_discard_lost: bool,
 }
 

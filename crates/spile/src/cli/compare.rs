@@ -1,17 +1,20 @@
 //! `spile compare`: do two disks read the same?
 
 use std::cell::Cell;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
+use serde::Serialize;
 use spile_core::{Disk, Extent, Locator, Result, Segments};
 use spile_image::{Format, OpenOptions};
 use spile_node::Aligned;
 use spile_store::CacheMode;
+use utoipa::ToSchema;
 
 use super::copy::{CHUNK_BYTES, Chunks, for_each, read};
 use super::{
     Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, print_json, progress_bar, say, served,
+    text_of,
 };
 use crate::units::format_size;
 
@@ -41,6 +44,30 @@ pub struct CompareArgs {
     json: bool,
 }
 
+/// Whether two disks read the same.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Comparison {
+    /// They do. The longer one's rest reads as zeroes.
+    same: bool,
+    /// The first byte in which they differ.
+    differs_at_offset_bytes: Option<u64>,
+    /// The first disk.
+    a: Side,
+    /// The second disk.
+    b: Side,
+}
+
+/// One of two disks.
+#[derive(Debug, Serialize, ToSchema)]
+struct Side {
+    /// As it was typed.
+    #[serde(serialize_with = "text_of")]
+    #[schema(value_type = String)]
+    path: PathBuf,
+    /// The size that guests see, in bytes.
+    virtual_size_bytes: u64,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Compared {
     sizes: [u64; 2],
@@ -68,9 +95,10 @@ pub fn run(args: &CompareArgs) -> Result<Exit> {
 fn report(args: &CompareArgs, compared: Compared) -> Result<()> {
     let Compared { sizes: [a, b], differs_at } = compared;
     if args.json {
-        return print_json(&serde_json::json!({
-            "same": differs_at.is_none(), "differs_at_bytes": differs_at, "size_a_bytes": a, "size_b_bytes": b,
-        }));
+        let side = |path: &Path, virtual_size_bytes| Side { path: path.to_owned(), virtual_size_bytes };
+        let differs_at_offset_bytes = differs_at;
+        let (a, b, same) = (side(&args.a, a), side(&args.b, b), differs_at.is_none());
+        return print_json(&Comparison { same, differs_at_offset_bytes, a, b });
     }
     if a != b {
         say(format_args!("the sizes differ: {} and {} ({a} and {b} bytes)", format_size(a), format_size(b)));

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use comfy_table::{Table, presets};
+use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::{Value, json};
 use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
 use spile_image::{Format, OpenOptions};
@@ -13,7 +13,7 @@ use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Met
 
 use spile_store::CacheMode;
 
-use super::{Exit, existing, on_engine, parse_format, print_json, say, space};
+use super::{Exit, existing, on_engine, parse_format, print_json, printable, say, space};
 use crate::disks::{self, DiskSpec, split_commas};
 use crate::log;
 use crate::units::{format_count, format_size, format_us, parse_size};
@@ -166,20 +166,24 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
     if args.json {
         return print_json(&DiskList { disks }).map(|()| Exit::Ok);
     }
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(["NAME", "STATE", "SIZE", "FORMAT", "WAYS", "PATH"]);
+    let mut table = fitting_table();
+    table.set_header(["NAME", "STATE", "SIZE", "FORMAT", "WAYS", "PATH"]);
     for disk in &disks {
         let mut ways: Vec<_> = disk.exports.iter().map(|export| export.protocol.as_str()).collect();
         ways.dedup();
         let access = if disk.read_only { " (read-only)" } else { "" };
         let format = format!("{}{access}", disk.format);
         let size = format_size(disk.virtual_size_bytes);
-        table.add_row([&disk.name, &disk.state, &size, &format, &ways.join(", "), &disk.path]);
+        let row = [&disk.name, &disk.state, &size, &format, &ways.join(", "), &disk.path];
+        table.add_row(row.map(|text| printable(text)));
     }
+    table.column_iter_mut().last().into_iter().for_each(|path| {
+        path.set_delimiter('/');
+    });
     say(table);
     disks.iter().filter_map(waits_for).for_each(say);
     for (disk, failed) in disks.iter().filter_map(|disk| Some((disk, disk.failed_sync.as_ref()?))) {
-        say(format_args!("{}: every flush fails: {}", disk.name, failed.error));
+        say(format_args!("{}: every flush fails: {}", disk.name, failed.message));
     }
     Ok(Exit::Ok)
 }
@@ -210,7 +214,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     let at_most = disk.pause_at_most_s.map_or(String::new(), |time_s| format!(", for at most {time_s} s"));
     say(format_args!("on error: {}{at_most}", disk.on_error));
     waits_for(disk).into_iter().for_each(say);
-    disk.failed_sync.iter().for_each(|failed| say(format_args!("every flush fails: {}", failed.error)));
+    disk.failed_sync.iter().for_each(|failed| say(format_args!("every flush fails: {}", failed.message)));
     for layer in layers {
         say(format_args!("image: {} ({}, {})", layer.path, layer.format, format_size(layer.virtual_size_bytes)));
     }
@@ -225,9 +229,19 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     Ok(Exit::Ok)
 }
 
-fn show_meter(meter: &Meter) {
+/// An empty table that gets no wider than the terminal, or than 80 columns where there is none: longer texts go on in the next
+/// line.
+fn fitting_table() -> Table {
     let mut table = Table::new();
-    table.load_style(presets::NOTHING);
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
+    if table.width().is_none() {
+        table.set_width(80);
+    }
+    table
+}
+
+fn show_meter(meter: &Meter) {
+    let mut table = fitting_table();
     table.set_header([meter.layer.as_str(), "requests", "failed", "in flight", "half", "99 %", "longest"]);
     for op in &meter.operations {
         table.add_row([
@@ -297,7 +311,7 @@ pub fn resize(args: &ResizeArgs) -> Result<Exit> {
         let error = Error::new(ErrorKind::Busy, "a disk that is served cannot be made shorter");
         return Err(error.at_path(&socket).hint(format!("detach {name:?} first, or end its server")));
     }
-    let body = json!({ "size_bytes": args.size });
+    let body = json!({ "virtual_size_bytes": args.size });
     call(&socket, "PATCH", &path_of(&name), Some(&body), CHANGE_PATIENCE).map(|_: Value| Exit::Ok)
 }
 

@@ -8,12 +8,14 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use rustix::fs::{Mode, OFlags, open as open_exclusively, tell};
 use rustix::io::Errno;
+use serde::Serialize;
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
 use spile_store::{AnyStore, CacheMode, OsFiles};
+use utoipa::ToSchema;
 
 use super::copy::{Chunks, for_each, read};
 use super::create::folder_of;
@@ -21,7 +23,7 @@ use super::new_disk::{HalfMade, exists};
 use super::stream::{self, Beneath, put, zero};
 use super::{
     Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, parse_subformat, print_json,
-    progress_bar,
+    progress_bar, text_of,
 };
 use super::{onto, say, served, space};
 use crate::signals::EndSignals;
@@ -80,6 +82,23 @@ pub struct ConvertArgs {
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
+}
+
+/// A disk that was copied to.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Copied {
+    /// The new disk: its file, or the URI of its export.
+    #[serde(serialize_with = "text_of")]
+    #[schema(value_type = String)]
+    path: PathBuf,
+    /// Its format.
+    format: String,
+    /// The size that guests see, in bytes.
+    virtual_size_bytes: u64,
+    /// Bytes of data that were written to it.
+    written_bytes: u64,
+    /// The space that the file takes on its file system, in bytes.
+    used_bytes: Option<u64>,
 }
 
 /// Where the bytes come from.
@@ -197,10 +216,8 @@ fn report(args: &ConvertArgs, to: Format, converted: &Converted) -> Result<Exit>
     let used_bytes = disks::used_bytes(&args.dst);
     let &Converted { virtual_bytes, written_bytes } = converted;
     if args.json {
-        print_json(&serde_json::json!({
-            "path": args.dst.to_string_lossy(), "format": to.to_string(), "virtual_size_bytes": virtual_bytes,
-            "written_bytes": written_bytes, "used_bytes": used_bytes,
-        }))?;
+        let (path, format) = (args.dst.clone(), to.to_string());
+        print_json(&Copied { path, format, virtual_size_bytes: virtual_bytes, written_bytes, used_bytes })?;
     } else {
         let used = used_bytes.map_or(String::new(), |used| format!(", {} used", format_size(used)));
         let (size, written) = (format_size(virtual_bytes), format_size(written_bytes));

@@ -4,13 +4,15 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use serde::Serialize;
 use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, LayerInfo, check_new_child};
 use spile_store::{CacheMode, OsFiles};
+use utoipa::ToSchema;
 
-use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say, space};
+use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say, space, text_of};
 use crate::disks;
 use crate::units::{format_size, parse_size};
 
@@ -48,6 +50,21 @@ pub struct CreateArgs {
     json: bool,
 }
 
+/// A new disk.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Created {
+    /// Its file.
+    #[serde(serialize_with = "text_of")]
+    #[schema(value_type = String)]
+    path: PathBuf,
+    /// Its format.
+    format: String,
+    /// The size that guests see, in bytes.
+    virtual_size_bytes: u64,
+    /// The space that the file takes on its file system, in bytes.
+    used_bytes: Option<u64>,
+}
+
 /// Runs `spile create`.
 ///
 /// # Errors
@@ -74,10 +91,8 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
     })?;
     let used_bytes = disks::used_bytes(&args.disk);
     if args.json {
-        print_json(&serde_json::json!({
-            "path": args.disk.to_string_lossy(), "format": format.to_string(),
-            "virtual_size_bytes": size_bytes, "used_bytes": used_bytes,
-        }))?;
+        let (path, format) = (args.disk.clone(), format.to_string());
+        print_json(&Created { path, format, virtual_size_bytes: size_bytes, used_bytes })?;
     } else {
         let (path, size) = (args.disk.display(), format_size(size_bytes));
         let used = format_size(used_bytes.unwrap_or(0));

@@ -17,6 +17,7 @@ use spile_image::create::NewImage;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
 use spile_store::{AnyStore, CacheMode, OsFiles};
+use utoipa::ToSchema;
 
 use super::create;
 use super::load::ProgressLine;
@@ -64,29 +65,44 @@ struct Running {
     _socket: Option<Published>,
 }
 
-/// The average queue depth below the front: at the disk and at the store.
-#[derive(Clone, Debug, Serialize)]
-struct Layer {
-    name: &'static str,
+/// What was counted at one place on the way of a request.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+struct Seen {
+    /// `front`, `disk` or `store`.
+    layer: &'static str,
+    /// Average queue depth.
     queue_depth_avg: f64,
+    /// Reads a second.
     read_iops: f64,
+    /// Writes a second.
     write_iops: f64,
+    /// Bytes a second, both directions.
     bytes_per_s: f64,
+    /// Half are at or below.
     latency_p50_us: f64,
+    /// 99 of 100 are at or below.
     latency_p99_us: f64,
+    /// 999 of 1000 are at or below.
     latency_p999_us: f64,
 }
 
-/// The JSON output.
-#[derive(Debug, Serialize)]
-struct Shown<'a> {
+/// What the demonstration showed.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Shown {
+    /// The disk.
     #[serde(serialize_with = "text_of")]
-    disk: &'a Path,
+    #[schema(value_type = String)]
+    path: PathBuf,
+    /// The size that the load saw, in bytes.
     virtual_size_bytes: u64,
+    /// The space that the file takes on its file system, in bytes.
     used_bytes: Option<u64>,
-    check: &'static str,
-    load: &'a Report,
-    layers: &'a [Layer],
+    /// What a check says after the load: `sound`, `leaks` or `corrupt`.
+    result: &'static str,
+    /// The load's figures.
+    load: Report,
+    /// What was counted meanwhile, the guest's side first.
+    meters: Vec<Seen>,
 }
 
 /// Runs `spile demo`.
@@ -154,10 +170,8 @@ fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
     let check = check(path.clone(), format)?;
     let used_bytes = disks::used_bytes(&path);
     if args.json {
-        let load = &report;
-        let layers = &layers;
-        let disk = &path;
-        print_json(&Shown { disk, virtual_size_bytes: args.size, used_bytes, check, load, layers })?;
+        let (load, meters, virtual_size_bytes) = (report, layers, args.size);
+        print_json(&Shown { path, virtual_size_bytes, used_bytes, result: check, load, meters })?;
     } else {
         say(table(&report, &layers));
         say(report.summary().trim_end());
@@ -204,7 +218,7 @@ fn stop(running: Running) -> Result<()> {
 }
 
 /// Runs the load; returns its report, the queues below, and whether all was right.
-fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Layer>, bool)> {
+fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Seen>, bool)> {
     let options = Options {
         pattern: Pattern { random: true, read_percent: 70 },
         depth: 16,
@@ -220,7 +234,7 @@ fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Layer>, bo
     let before = [running.meters[0].read(), running.meters[1].read()];
     let mut outcome = load::run_only(&options, |now| line.show(now))?;
     let after = [running.meters[0].read(), running.meters[1].read()];
-    let front = Layer::new("front", &running.server.metrics("").requests, &before_front);
+    let front = Seen::new("front", &running.server.metrics("").requests, &before_front);
     load::read_back(&options, &mut outcome);
     line.clear();
     let right = outcome.error.is_none() && outcome.mismatches.is_empty();
@@ -229,11 +243,11 @@ fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Layer>, bo
     if let Some(error) = outcome.error {
         return Err(error);
     }
-    let layers = vec![front, Layer::new("disk", &after[0], &before[0]), Layer::new("store", &after[1], &before[1])];
+    let layers = vec![front, Seen::new("disk", &after[0], &before[0]), Seen::new("store", &after[1], &before[1])];
     Ok((report, layers, right))
 }
 
-impl Layer {
+impl Seen {
     fn new(name: &'static str, after: &Reading, before: &Reading) -> Self {
         let time_s = (after.at_ns - before.at_ns) as f64 / 1e9;
         let between = after.since(before);
@@ -242,7 +256,7 @@ impl Layer {
         latency += &write.latency;
         let at_us = |quantile| latency.quantile_ns(quantile) as f64 / 1e3;
         Self {
-            name,
+            layer: name,
             queue_depth_avg: after.average_depth_since(before),
             read_iops: (read.ended - read.errors) as f64 / time_s,
             write_iops: (write.ended - write.errors) as f64 / time_s,
@@ -255,7 +269,7 @@ impl Layer {
 
     fn row(&self) -> [String; 8] {
         [
-            self.name.to_owned(),
+            self.layer.to_owned(),
             format_count(self.read_iops),
             format_count(self.write_iops),
             format_rate(self.bytes_per_s),
@@ -267,7 +281,7 @@ impl Layer {
     }
 }
 
-fn table(report: &Report, layers: &[Layer]) -> Table {
+fn table(report: &Report, layers: &[Seen]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY);
     let header = ["seen at", "reads/s", "writes/s", "rate", "p50", "p99", "p99.9", "avg queue"];
@@ -275,7 +289,7 @@ fn table(report: &Report, layers: &[Layer]) -> Table {
     for (name, lane) in [("client, reads", &report.read), ("client, writes", &report.write)] {
         table.add_row(client_row(name, lane));
     }
-    table.add_rows(layers.iter().map(Layer::row));
+    table.add_rows(layers.iter().map(Seen::row));
     table
 }
 

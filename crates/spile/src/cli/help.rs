@@ -251,6 +251,16 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[JSON],
     },
     Ending {
+        command: "schema",
+        codes: &[],
+        examples: &[
+            ("spile schema info", "what `spile info --json` prints"),
+            ("spile schema bench paths", "the same for a command of two words"),
+            ("spile schema api", "the control API, as an OpenAPI document"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "completions",
         codes: &[],
         examples: &[("spile completions bash", "write this to a file that bash reads")],

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use nix::sys::signal::Signal;
+use serde::Serialize;
 use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
+use utoipa::ToSchema;
 
 use super::{Exit, complain, print_json, say};
 use crate::disks;
@@ -199,6 +201,17 @@ impl GuestArgs {
     }
 }
 
+/// What `--verify-model` found.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ReadBack {
+    /// Blocks that were read back.
+    read_back_blocks: u64,
+    /// Those of them whose writes were acknowledged.
+    acknowledged_blocks: u64,
+    /// The first wrong sectors, as text.
+    mismatches: Vec<String>,
+}
+
 /// Runs `spile load`.
 ///
 /// # Errors
@@ -328,11 +341,8 @@ fn verify_model(args: &LoadArgs, path: &std::path::Path) -> Result<Exit> {
     let acknowledged: u64 = models.iter().map(Model::acknowledged_blocks).sum();
     let (blocks, mismatches) = load::verify_as(&options(args)?, &models)?;
     if args.json {
-        print_json(&serde_json::json!({
-            "read_back_blocks": blocks,
-            "acknowledged_blocks": acknowledged,
-            "mismatches": mismatches.iter().map(ToString::to_string).collect::<Vec<_>>(),
-        }))?;
+        let mismatches = mismatches.iter().map(ToString::to_string).collect();
+        print_json(&ReadBack { read_back_blocks: blocks, acknowledged_blocks: acknowledged, mismatches })?;
     } else if mismatches.is_empty() {
         say(format_args!("verified: {blocks} blocks read back, {acknowledged} of them acknowledged, all right"));
     }

@@ -10,6 +10,7 @@ use spile_core::{Disk, Error, Extent, Locator, Result};
 use spile_image::Graph;
 use spile_server::serving::api::images::{MapLayer, Run, RunKind, ServedBy, map_layers};
 use spile_store::{AnyStore, CacheMode};
+use utoipa::ToSchema;
 
 use super::served::{self, Served};
 use super::{Exit, OpenArgs, existing, on_engine, printable};
@@ -32,19 +33,29 @@ pub struct MapArgs {
     json: bool,
 }
 
-/// What follows the runs in the JSON object.
-#[derive(Debug, Serialize)]
-struct Rest<'a> {
-    layers: &'a [MapLayer],
-    summary: &'a Summary,
-    served_by: Option<&'a ServedBy>,
+/// Where a disk's bytes lie.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Mapped {
+    /// Runs in their order, without gaps; two that touch are different.
+    runs: Vec<Run>,
+    /// The images that the runs' depths mean.
+    layers: Vec<MapLayer>,
+    /// The runs together.
+    summary: Summary,
+    /// The server that says so; `null` when the images were read directly.
+    served_by: Option<ServedBy>,
 }
 
-#[derive(Debug, Default, Serialize)]
+/// The runs of a map together.
+#[derive(Debug, Default, Serialize, ToSchema)]
 struct Summary {
+    /// How many there are.
     run_count: u64,
+    /// Bytes of the disk that are allocated and may be anything.
     data_bytes: u64,
+    /// Bytes that are allocated, and read as zeroes.
     zero_bytes: u64,
+    /// Bytes that are not allocated anywhere.
     hole_bytes: u64,
 }
 
@@ -61,7 +72,7 @@ pub fn run(args: &MapArgs) -> Result<Exit> {
         let disk = disks::open(CacheMode::Page, &source, &options).await?;
         let mut printer = Printer::new(std::io::stdout().lock(), json);
         each_run(&disk, &mut printer).await?;
-        printer.finish(&map_layers(&disk.layers()), None)
+        printer.finish(map_layers(&disk.layers()), None)
     });
     let printed = printed.or_else(|error| from_server(&asked, args, error));
     match printed {
@@ -80,7 +91,7 @@ fn from_server(source: &Locator, args: &MapArgs, error: Error) -> Result<()> {
         part.runs.iter().try_for_each(|run| printer.add(*run))?;
         match part.next_offset_bytes {
             Some(next) => part = served.map(next)?,
-            None => return printer.finish(&part.layers, Some(&part.served_by)),
+            None => return printer.finish(part.layers, Some(part.served_by)),
         }
     }
 }
@@ -110,16 +121,20 @@ impl<W: Write> Printer<W> {
         }
     }
 
+    /// What comes before the first run.
+    fn head(&self) -> &'static str {
+        if self.json { JSON_HEAD } else { HEAD }
+    }
+
     fn row(&mut self, run: &Run) -> Result<()> {
         let first = self.summary.run_count == 0;
         self.summary.add(run);
-        let (json, out) = (self.json, &mut self.out);
-        let written = match (json, first) {
-            (true, _) => serde_json::to_string(run)
+        let (head, json, out) = (self.head(), self.json, &mut self.out);
+        let written = match json {
+            true => serde_json::to_string(run)
                 .map_err(std::io::Error::from)
-                .and_then(|text| write!(out, "{}  {text}", if first { JSON_HEAD } else { ",\n" })),
-            (false, true) => writeln!(out, "{HEAD}\n{}", row(run)),
-            (false, false) => writeln!(out, "{}", row(run)),
+                .and_then(|text| write!(out, "{}\n  {text}", if first { head } else { "," })),
+            false => writeln!(out, "{}{}", if first { head } else { "" }, row(run)),
         };
         written.map_err(not_written)
     }
@@ -129,19 +144,19 @@ impl<W: Write> Printer<W> {
         self.open.take().map_or(Ok(()), |last| self.row(&last))
     }
 
-    fn finish(mut self, layers: &[MapLayer], served_by: Option<&ServedBy>) -> Result<()> {
+    fn finish(mut self, layers: Vec<MapLayer>, served_by: Option<ServedBy>) -> Result<()> {
         self.end_runs()?;
-        let end = match (self.json, self.summary.run_count) {
-            (true, runs) => {
-                let rest = Rest { layers, summary: &self.summary, served_by };
+        let begin = if self.summary.run_count == 0 { self.head() } else { "" };
+        let end = match self.json {
+            true => {
+                let rest = Mapped { runs: Vec::new(), layers, summary: self.summary, served_by };
                 let rest = serde_json::to_string(&rest).map_err(|e| not_written(e.into()))?;
-                let begin = if runs == 0 { JSON_HEAD } else { "" };
-                format!("{begin}\n], {}\n", rest.trim_start_matches('{'))
+                // The runs were printed as they were found.
+                format!("{begin}\n{}\n", rest.strip_prefix(JSON_HEAD).unwrap_or(&rest))
             }
-            (false, runs) => {
-                let begin = if runs == 0 { HEAD_LINE } else { "" };
-                let served = served_by.map_or(String::new(), |by| format!("{}\n", served::line(by)));
-                format!("{begin}{}{served}", self.summary.to_text(layers))
+            false => {
+                let served = served_by.map_or(String::new(), |by| format!("{}\n", served::line(&by)));
+                format!("{begin}{}{served}", self.summary.to_text(&layers))
             }
         };
         self.out.write_all(end.as_bytes()).and_then(|()| self.out.flush()).map_err(not_written)
@@ -172,9 +187,8 @@ impl Summary {
     }
 }
 
-const JSON_HEAD: &str = "{\"runs\": [\n";
-const HEAD: &str = "        offset         length kind depth             at  size";
-const HEAD_LINE: &str = "        offset         length kind depth             at  size\n";
+const JSON_HEAD: &str = "{\"runs\":[";
+const HEAD: &str = "        offset         length kind depth             at  size\n";
 
 fn not_written(error: std::io::Error) -> Error {
     Error::io("cannot write to stdout", error)

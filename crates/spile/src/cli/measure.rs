@@ -3,11 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use serde::Serialize;
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_image::Format;
 use spile_image::create::NewImage;
 use spile_image::measure::{Count, Measure};
 use spile_store::CacheMode;
+use utoipa::ToSchema;
 
 use super::{Exit, ReadArgs, existing, on_engine, parse_format, parse_subformat, print_json, say, served, space};
 use crate::units::{format_size, parse_size};
@@ -37,6 +39,23 @@ pub struct MeasureArgs {
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
+}
+
+/// How much space a disk would take. Upper bounds: what it holds may be zeroes.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Measured {
+    /// The format that it would have.
+    format: String,
+    /// The size that guests would see, in bytes.
+    virtual_size_bytes: u64,
+    /// Bytes of the disk that are data.
+    data_bytes: u64,
+    /// The length of the file, in bytes.
+    file_bytes: u64,
+    /// The length of the file once all of the disk is written, in bytes.
+    fully_allocated_file_bytes: u64,
+    /// The space that the file would take on its file system, in bytes.
+    used_bytes: u64,
 }
 
 /// Runs `spile measure`.
@@ -79,10 +98,14 @@ fn of_disk(args: &MeasureArgs, src: &Path) -> Result<(u64, Count, Measure)> {
 fn report(args: &MeasureArgs, virtual_bytes: u64, count: &Count, measure: Measure) -> Result<Exit> {
     let Measure { required_bytes, fully_allocated_bytes, used_bytes } = measure;
     if args.json {
-        print_json(&serde_json::json!({
-            "format": args.to.to_string(), "virtual_size_bytes": virtual_bytes, "data_bytes": count.data_bytes(),
-            "required_bytes": required_bytes, "fully_allocated_bytes": fully_allocated_bytes, "used_bytes": used_bytes,
-        }))?;
+        print_json(&Measured {
+            format: args.to.to_string(),
+            virtual_size_bytes: virtual_bytes,
+            data_bytes: count.data_bytes(),
+            file_bytes: required_bytes,
+            fully_allocated_file_bytes: fully_allocated_bytes,
+            used_bytes,
+        })?;
         return Ok(Exit::Ok);
     }
     let line = |label: &str, bytes: u64| say(format_args!("{label:<17}{} ({bytes} bytes)", format_size(bytes)));

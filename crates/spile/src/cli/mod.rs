@@ -17,6 +17,7 @@ mod map;
 mod measure;
 mod new_disk;
 mod onto;
+mod schema;
 mod serve;
 mod served;
 mod space;
@@ -40,6 +41,7 @@ use spile_engine::{Config, Engine, EngineKind};
 use spile_image::{Format, OpenOptions};
 use spile_node::{OnError, Policy};
 use spile_store::CacheMode;
+use utoipa::ToSchema;
 
 use self::ending::Exit;
 use crate::disks;
@@ -83,6 +85,7 @@ enum Command {
     #[command(hide = true)]
     BenchTied(bench::BenchTiedArgs),
     Demo(demo::DemoArgs),
+    Schema(schema::SchemaArgs),
     Completions(docs::CompletionsArgs),
     Man(docs::ManArgs),
 }
@@ -119,6 +122,7 @@ pub fn run() -> ExitCode {
         Command::BenchGuest(args) => bench::run_guest(args),
         Command::BenchTied(args) => bench::run_tied(args),
         Command::Demo(args) => demo::run(args),
+        Command::Schema(args) => schema::run(args),
         Command::Completions(args) => docs::completions(args),
         Command::Man(args) => docs::man(args),
     };
@@ -318,8 +322,13 @@ fn text_of<S: serde::Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S:
     serializer.collect_str(&path.display())
 }
 
+/// Prints an answer as JSON on stdout. `spile schema` knows its shape.
+fn print_json(value: &(impl Serialize + ToSchema)) -> Result<()> {
+    print_text(value)
+}
+
 /// Prints one JSON value on stdout.
-fn print_json(value: &impl Serialize) -> Result<()> {
+fn print_text(value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value)
         .map_err(|e| Error::new(ErrorKind::InvalidInput, "cannot write JSON").caused_by(e))?;
     say(text);

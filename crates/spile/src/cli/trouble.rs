@@ -106,9 +106,9 @@ fn accept_served(socket: &Path, name: &str) -> Result<AcceptedLoss> {
     let answer = call(socket, "POST", &format!("{}/accept-loss", path_of(name)), None, LOOK_PATIENCE)?;
     let answer: Accepted = serde_json::from_value(answer)
         .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
-    let remaining: Vec<_> = answer.remaining.into_iter().map(|failed| (failed.path, failed.error)).collect();
+    let remaining: Vec<_> = answer.remaining.into_iter().map(|failed| (failed.path, failed.message)).collect();
     let then = if remaining.is_empty() { Vec::new() } else { vec![name.to_owned()] };
-    Ok(AcceptedLoss { accepted: answer.failed_sync.map(|failed| failed.error), remaining, then })
+    Ok(AcceptedLoss { accepted: answer.failed_sync.map(|failed| failed.message), remaining, then })
 }
 
 /// Accepts the loss of what no server has as a disk. `not_found` is said when there is no such file either.

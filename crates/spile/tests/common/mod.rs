@@ -3,6 +3,7 @@
 
 pub mod faulty;
 pub mod guests;
+pub mod json_schema;
 pub mod mount;
 pub mod nbd;
 pub mod xen;

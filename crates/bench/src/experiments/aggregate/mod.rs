@@ -12,6 +12,7 @@ use std::time::Duration;
 use serde::Serialize;
 use spile_core::metrics::now_ns as now;
 use spile_core::{Error, ErrorKind, Result};
+use utoipa::ToSchema;
 
 use super::guest::{Answer, Order};
 use super::rings::{RingPath, find};
@@ -106,24 +107,28 @@ impl Parameters {
 }
 
 /// [`Parameters`] as figures have them.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct Asked {
     /// What is behind the disks.
     pub storage: String,
     /// The part of each disk that is used.
     pub span_bytes: u64,
     /// How long each point took.
+    #[serde(rename = "runtime_s")]
     pub runtime_seconds: f64,
     /// Requests in flight on each disk.
+    #[serde(rename = "queue_depth")]
     pub depth: u32,
 }
 
 /// One point.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 pub struct Row {
     /// The way.
+    #[serde(rename = "way")]
     pub path: &'static str,
     /// Write or read.
+    #[serde(rename = "operation")]
     pub op: Direction,
     /// Guests at work.
     pub guests: u16,
@@ -132,6 +137,7 @@ pub struct Row {
     /// Bytes of a request.
     pub request_bytes: u64,
     /// Of all disks of all guests together; the median of the pieces of time that were measured.
+    #[serde(rename = "bytes_per_s")]
     pub bytes_per_second: f64,
 }
 

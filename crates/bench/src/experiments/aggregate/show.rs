@@ -125,7 +125,7 @@ mod tests {
     fn rows_have_the_fields_that_others_read() {
         let json = serde_json::to_value(&outcome().rows[1]).unwrap();
         let expected = serde_json::json!({
-            "path": "grant-copy", "op": "write", "guests": 2, "disks": 3, "request_bytes": 4096, "bytes_per_second": 2.5e9
+            "way": "grant-copy", "operation": "write", "guests": 2, "disks": 3, "request_bytes": 4096, "bytes_per_s": 2.5e9
         });
         assert_eq!(json, expected);
     }

@@ -15,6 +15,7 @@ use super::trace::Phases;
 use super::world::{Disks, Folder, Storage};
 use super::{Direction, HostFacts, Outcome, all_sizes};
 pub use show::{figures, text};
+use utoipa::ToSchema;
 pub use ways::Kind;
 use ways::{Batch, Sample, Ways};
 
@@ -83,7 +84,7 @@ pub fn all_kinds() -> Vec<Kind> {
 }
 
 /// [`Parameters`] as figures have them.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct Asked {
     /// What is behind the disks.
     pub storage: String,
@@ -92,15 +93,18 @@ pub struct Asked {
     /// Turns of all ways for each size.
     pub rounds: u32,
     /// Requests in flight.
+    #[serde(rename = "queue_depth")]
     pub depth: u32,
 }
 
 /// One way, one size.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct Row {
     /// The way.
+    #[serde(rename = "way")]
     pub path: &'static str,
     /// Read or write.
+    #[serde(rename = "operation")]
     pub op: Direction,
     /// Bytes of a request.
     pub request_bytes: u64,
@@ -113,9 +117,9 @@ pub struct Row {
     /// Their mean.
     pub latency_mean_us: f64,
     /// One request after the other: bytes of a request by the mean latency.
+    #[serde(rename = "bytes_per_s")]
     pub bytes_per_second: f64,
     /// Where the time went, where it is known.
-    #[serde(flatten)]
     pub phases: Option<Phases>,
 }
 

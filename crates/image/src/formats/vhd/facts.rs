@@ -69,7 +69,7 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
     lines.push(("creator", format!("{creator} {}", format_version(footer.creator_version))));
     lines.push(("uuid", format_uuid(&footer.uuid)));
     let other_size = other_size_bytes.map_or(String::new(), |size| format!(", {size} bytes; the size counts"));
-    lines.push(("geometry", format!("{geometry} (cylinders/heads/sectors){other_size}")));
+    lines.push(("geometry", format!("{geometry} (C/H/S){other_size}")));
     lines.extend(footer_problem.map(|problem| ("footers", problem.to_owned())));
     lines.extend(parent.map(|header| ("child of", parent_line(header))));
     lines.extend(sparse.as_ref().and_then(SparseFacts::journal_line).map(|line| ("journal", line)));
@@ -87,7 +87,7 @@ impl SparseFacts<'_> {
     fn journal_line(&self) -> Option<String> {
         let line = match self.is_unflushed {
             false => "clean",
-            true => "has records that the next flush, or the next open for writing, takes in",
+            true => "has records that the next flush or open for writing takes in",
         };
         self.has_journal.then(|| line.to_owned())
     }

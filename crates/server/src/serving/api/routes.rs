@@ -193,7 +193,7 @@ async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQue
 async fn change(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let change: Change = read(body).await?;
     context.view.set_policy(&name, &change)?;
-    if let Some(size_bytes) = change.size_bytes {
+    if let Some(size_bytes) = change.virtual_size_bytes {
         context.ask(Order::Resize { name: name.clone(), size_bytes }).await?;
     }
     context.disk(StatusCode::OK, &name)

@@ -58,15 +58,15 @@ pub struct Disk {
 pub struct FailedSync {
     /// The file, device or export that was to be made durable.
     pub path: String,
-    /// Why that failed.
-    pub error: String,
+    /// Why that failed, for people.
+    pub message: String,
     /// When, in seconds since 1970-01-01 UTC; 0 when that is not known.
     pub at_unix_s: u64,
 }
 
 impl From<&failed_syncs::FailedSync> for FailedSync {
     fn from(failed: &failed_syncs::FailedSync) -> Self {
-        Self { path: failed.path.clone(), error: failed.to_string(), at_unix_s: failed.at_unix_s }
+        Self { path: failed.path.clone(), message: failed.to_string(), at_unix_s: failed.at_unix_s }
     }
 }
 
@@ -234,8 +234,8 @@ pub struct Attach {
 #[serde(deny_unknown_fields)]
 pub struct Change {
     /// The new size in bytes. A disk can only grow.
-    #[serde(default)]
-    pub size_bytes: Option<u64>,
+    #[serde(default, alias = "size_bytes")]
+    pub virtual_size_bytes: Option<u64>,
     /// What is done from now on with a request that fails because of trouble that may pass: `report` or `pause`.
     #[serde(default)]
     pub on_error: Option<String>,
