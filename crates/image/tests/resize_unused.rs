@@ -103,6 +103,53 @@ fn a_table_with_room_stays_where_it_is() {
     );
 }
 
+/// Nothing says what the entries behind the last block hold.
+#[test]
+fn unused_entries_of_the_table_do_not_become_blocks() {
+    for junk in [Some(0), None, Some(1 << 20)] {
+        let world = World::new();
+        let file = world.vhd(DISK, DiskType::Dynamic, 4 * MIB, BLOCK);
+        let disk = world.open(DISK);
+        write(&disk, 0, &pattern(1, 4096));
+        block_on(disk.close()).unwrap();
+        drop(disk);
+        edit_header(&file, |header| header.max_entries = 100);
+        let sector = junk.unwrap_or_else(|| entry(&file, 0));
+        (64..128).for_each(|block| set_entry(&file, block, sector));
+        assert_sound(&world, DISK);
+        grows(&world, 4 * MIB, &[4 * MIB + 1024, 5 * MIB, 100 * u64::from(BLOCK), 7 * MIB]);
+    }
+}
+
+#[test]
+fn a_new_size_that_the_image_does_not_fit_is_taken_back() {
+    let world = World::new();
+    let file = world.vhd(DISK, DiskType::Dynamic, 4 * MIB, BLOCK);
+    // The table ends with the file, so its last entries lie under the footer.
+    edit_header(&file, |header| header.max_entries = ((file.len() - header.bat_offset_bytes) / 4) as u32);
+    let size = u64::from(header_of(&file).max_entries) * u64::from(BLOCK);
+    assert_eq!(resize(&world, DISK, size).unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(assert_sound(&world, DISK).current_size_bytes, 4 * MIB);
+    assert!(is_zero(&world.open(DISK), 0..4 * MIB));
+}
+
+#[test]
+fn a_child_does_not_grow_into_what_its_parent_holds() {
+    let world = World::new();
+    world.vhd("/vm/parent.vhd", DiskType::Dynamic, 6 * MIB, BLOCK);
+    let parent = world.open("/vm/parent.vhd");
+    write(&parent, 5 * MIB, &pattern(7, 8192));
+    block_on(parent.close()).unwrap();
+    let file = world.child(DISK, "/vm/parent.vhd", 4 * MIB, BLOCK);
+    resize(&world, DISK, 4 * MIB).unwrap();
+    let before = file.bytes(0, file.len() as usize);
+    for size in [4 * MIB + 512, 8 * MIB] {
+        let error = resize(&world, DISK, size).unwrap_err();
+        assert_eq!((error.kind(), error.path().is_some()), (ErrorKind::Unsupported, true), "{error}");
+        assert!(file.bytes(0, file.len() as usize) == before);
+    }
+}
+
 #[test]
 fn images_of_other_programs_stay_theirs() {
     let size = 4 * MIB;

@@ -277,6 +277,10 @@ fn all_space_can_be_taken_at_once() {
     let dir = dir.path();
     let used = |name: &str| fs::metadata(dir.join(name)).unwrap().blocks() * 512;
     ok(dir, &["create", "a.raw", "--size", "8M", "--preallocate"]);
+    fs::write(dir.join("b.vhd"), b"precious").unwrap();
+    refused_unchanged(dir, &["a.raw", "b.vhd", "--preallocate"], "b.vhd", 2, "--subformat fixed");
+    ok(dir, &["convert", "a.raw", "b.vhd", "--subformat", "fixed", "--onto", "--preallocate"]);
+    assert!(used("b.vhd") >= 8 << 20);
     ok(dir, &["create", "f.vhd", "--size", "8M", "--subformat", "fixed", "--preallocate"]);
     ok(dir, &["convert", "a.raw", "b.raw", "--preallocate"]);
     for name in ["a.raw", "f.vhd", "b.raw"] {
@@ -323,6 +327,9 @@ fn what_does_not_fit_fails_before_it_begins() {
         }
     }
     assert!(fails(dir, 1, &["convert", "data.raw", "small/a.raw", "--no-space-check"]).contains("free some space"));
+    fs::write(dir.join("small/old.raw"), b"precious").unwrap();
+    refused_unchanged(dir, &["data.raw", "small/old.raw", "--preallocate"], "small/old.raw", 1, "are missing");
+    fs::remove_file(dir.join("small/old.raw")).unwrap();
     let missing = ["create", "small/a.raw", "--size", "8M", "--preallocate"];
     assert!(fails(dir, 1, &missing).contains("4 MiB are missing"));
     assert_eq!(fs::read_dir(dir.join("small")).unwrap().count(), 0, "nothing is left");

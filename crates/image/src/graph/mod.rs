@@ -156,13 +156,30 @@ impl<S: Store> Graph<S> {
     /// process or host that ends meanwhile leaves an image of its old size or of the new one.
     ///
     /// # Errors
-    /// `ReadOnly`; `Unsupported` where the format cannot do that; `InvalidInput` for the size; `NoSpace`; the store's.
+    /// `ReadOnly`; `Unsupported` where the format cannot do that, and for a child that would show bytes of a parent that is longer
+    /// than it; `InvalidInput` for the size; `NoSpace`; the store's.
     pub async fn resize_unused(self, size_bytes: u64) -> Result<()> {
         if self.is_read_only() {
             let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only");
             return Err(error.at_path(self.leaf().store().path()));
         }
+        self.check_hides_parent(size_bytes)?;
         self.leaf().resize_unused(size_bytes).await
+    }
+
+    /// Refuses a size at which the leaf shows more of its parent: what a disk gains is zeroes.
+    fn check_hides_parent(&self, size_bytes: u64) -> Result<()> {
+        let old_bytes = self.leaf().size_bytes();
+        match self.layers.get(1).map(|parent| parent.image().size_bytes()) {
+            Some(parent_bytes) if size_bytes > old_bytes && parent_bytes > old_bytes => {
+                let what = format!(
+                    "the parent has {parent_bytes} bytes: the disk would show what lies there behind {old_bytes}"
+                );
+                let error = Error::new(ErrorKind::Unsupported, what).at_path(self.leaf().store().path());
+                Err(error.hint("copy the disk to a larger one: spile convert --size"))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn leaf(&self) -> &AnyLayer<S> {

@@ -87,7 +87,8 @@ pub struct DetachArgs {
 ///
 /// Guests see the new size at once, without a reboot (vhost-user, Xen); NBD clients see it when they connect anew. Raw images and
 /// block devices can grow while they are served; a block device has to be made longer first (lvextend). A VHD can grow while
-/// nobody serves it, whatever its kind and its creator: a `resize` that is killed leaves the old size or the new one.
+/// nobody serves it, whatever its kind and its creator: a `resize` that is killed leaves the old size or the new one. What a disk
+/// gains reads as zeroes, so a child that is shorter than its parent does not grow.
 ///
 /// Only a raw file can be made shorter, while nobody serves it, with --shrink: what lies behind the new end is lost.
 #[derive(Debug, Args)]

@@ -1,7 +1,7 @@
 //! `spile convert`: the same disk in another format, or in another place.
 
 use std::cell::Cell;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 
@@ -12,6 +12,7 @@ use serde::Serialize;
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
+use spile_image::measure::Space;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
 use spile_store::{AnyStore, CacheMode, OsFiles};
@@ -326,14 +327,18 @@ impl Work {
         fill(source, &dst, beneath, virtual_bytes, data_bytes).await
     }
 
-    /// Refuses what does not fit the file system of a new file. Returns how many bytes of data there seem to be.
+    /// Refuses what does not fit the file system of a new file, and space that cannot be taken at once. Returns how many bytes of
+    /// data there seem to be.
     async fn check_space(&self, source: &Opened, new: &NewImage, path: &Path) -> Result<u64> {
         let shape = self.to.space(new)?;
+        let stat = path.metadata().map_err(|e| Error::io("cannot be found", e)).at_path(path)?;
+        let held = disks::used_bytes(path).unwrap_or(0);
+        if self.preallocate {
+            self.check_preallocation(&shape, &stat, held)?;
+        }
         let Opened::Disk(disk) = source else { return Ok(new.size_bytes) };
         let count = space::count(&**disk, &shape).await?;
-        let stat = path.metadata().map_err(|e| Error::io("cannot be found", e)).at_path(path)?;
         if self.checks_space && !self.preallocate && !space::is_block_device(&stat) {
-            let held = disks::used_bytes(path).unwrap_or(0);
             let needed = shape.measure(&count).used_bytes.saturating_sub(held);
             space::check(folder_of(&self.dst), &self.dst, needed).map_err(|error| match error.kind() {
                 ErrorKind::NoSpace => {
@@ -343,6 +348,14 @@ impl Work {
             })?;
         }
         Ok(count.data_bytes())
+    }
+
+    fn check_preallocation(&self, shape: &Space, stat: &Metadata, held_bytes: u64) -> Result<()> {
+        if space::is_block_device(stat) {
+            let error = invalid("a block device has all its space already").at_path(&self.dst);
+            return Err(error.hint("leave out --preallocate"));
+        }
+        space::check_preallocation(shape, folder_of(&self.dst), &self.dst, held_bytes)
     }
 
     async fn create(&self, path: &Path, new: &NewImage, beneath: Beneath) -> Result<()> {

@@ -56,6 +56,24 @@ pub async fn count(disk: &impl Disk, space: &Space) -> Result<Count> {
     Ok(count)
 }
 
+fn is_thin(dst: &Path) -> Error {
+    let error = Error::new(ErrorKind::InvalidInput, "a disk of this kind takes its space as it is written");
+    error.at_path(dst).hint("leave out --preallocate, or make it --subformat fixed")
+}
+
+/// Tells, before anything is changed, whether the space of a whole image of the shape `space` can be taken in a file that holds
+/// `held_bytes` already. `path` is where the space is looked for, and `dst` the disk's name.
+///
+/// # Errors
+/// `InvalidInput` for an image that grows with its data; as [`check`].
+pub fn check_preallocation(space: &Space, path: &Path, dst: &Path, held_bytes: u64) -> Result<()> {
+    if space.unit.is_some() {
+        return Err(is_thin(dst));
+    }
+    let whole_bytes = space.measure(&Count::default()).fully_allocated_bytes;
+    check(path, dst, whole_bytes.saturating_sub(held_bytes))
+}
+
 /// Takes the space of the whole file, which an image of `virtual_bytes` was made in.
 ///
 /// # Errors
@@ -63,8 +81,7 @@ pub async fn count(disk: &impl Disk, space: &Space) -> Result<Count> {
 pub fn preallocate(file: &File, dst: &Path, virtual_bytes: u64) -> Result<()> {
     let len = file.metadata().map_err(|e| Error::io("cannot look at the file", e)).at_path(dst)?.len();
     if len < virtual_bytes {
-        let error = Error::new(ErrorKind::InvalidInput, "a disk of this kind takes its space as it is written");
-        return Err(error.at_path(dst).hint("leave out --preallocate, or make it --subformat fixed"));
+        return Err(is_thin(dst));
     }
     check(dst.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")), dst, len)?;
     fallocate(file, FallocateFlags::empty(), 0, len)

@@ -182,7 +182,7 @@ fn disk_of(footer: &Footer) -> (DiskType, [u8; 16], u64, Option<u64>) {
 }
 
 /// Why the image does not fit `footer`, which ends at or behind `end`; `None` when it does.
-async fn misfit<S: Store>(store: &S, footer: &Footer, end: u64) -> Result<Option<Error>> {
+pub(super) async fn misfit<S: Store>(store: &S, footer: &Footer, end: u64) -> Result<Option<Error>> {
     let found = async {
         check_size(footer, store.len_bytes())?;
         let (layout, sectors) = view(store, footer).await?;

@@ -10,8 +10,10 @@
 //! 1. The image is sealed: all of it is durable, and both footers agree.
 //! 2. If the block table has no room for the new blocks, a new header, table and batmap are written behind all that is there, then
 //!    a sync. No footer points at them yet. The file has no footer at its end meanwhile, so the copy at the start counts.
+//!    If the table has room, the entries behind the last block become "unallocated", then a sync: until then they can hold anything.
 //! 3. The footer at the end, with the new size and the place of the new header; sync. It counts now, because the image fits it.
-//! 4. The footer's copy at the start, and the batmap; sync.
+//! 4. If the image does not fit the new footer after all, the old footer goes back to the end, and that is an error. Otherwise the
+//!    footer's copy at the start, and the batmap; sync.
 //!
 //! Blocks and parent locators stay where they are, and so do the old header and table, which nothing refers to any more.
 //!
@@ -36,6 +38,7 @@ use super::codec::footer::Footer;
 use super::codec::geometry::Geometry;
 use super::codec::header::Header;
 use super::create::place_journal;
+use super::footers::misfit;
 use super::{Batmap, SECTOR, Sparse};
 use crate::formats::raw::Raw;
 use crate::layer::Layer as _;
@@ -98,11 +101,12 @@ impl<S: Store> Sparse<S> {
         }
         let blocks = entries_for(size_bytes, self.header.block_size_bytes) as u32;
         let grown = match blocks <= self.header.max_entries {
-            true => self.in_place(size_bytes),
+            true => self.in_place(size_bytes).await?,
             false => self.move_metadata(size_bytes, blocks).await?,
         };
         write(&self.store, grown.footer_at, &grown.footer.to_bytes()).await?;
         self.store.sync().await?;
+        self.take_back_misfit(&grown).await?;
         write(&self.store, 0, &grown.footer.to_bytes()).await?;
         if let Some(batmap) = &grown.batmap {
             let map = self.batmap_bytes(&batmap.header);
@@ -126,10 +130,22 @@ impl<S: Store> Sparse<S> {
         self.store.len_bytes().next_multiple_of(SECTOR) - SECTOR
     }
 
-    /// The block table has room: header and table stay.
-    fn in_place(&self, size_bytes: u64) -> Grown {
+    /// The block table has room: header and table stay. Nothing says what its unused entries hold, so they are written.
+    async fn in_place(&self, size_bytes: u64) -> Result<Grown> {
+        self.write_table(&self.header, self.bat.entries(), None).await?;
+        self.store.sync().await?;
         let footer = resized(&self.footer, size_bytes);
-        Grown { footer, batmap: self.layout.batmap.clone(), footer_at: self.footer_at() }
+        Ok(Grown { footer, batmap: self.layout.batmap.clone(), footer_at: self.footer_at() })
+    }
+
+    /// Fails when the image does not fit its new footer, which is at the end already. The old footer is there again then.
+    async fn take_back_misfit(&self, grown: &Grown) -> Result<()> {
+        let Some(why) = misfit(&self.store, &grown.footer, grown.footer_at).await? else { return Ok(()) };
+        write(&self.store, grown.footer_at, &self.footer.to_bytes()).await?;
+        self.store.sync().await?;
+        let hint = "its size is as before; copy it to a larger disk: spile convert --size";
+        let error = Error::new(ErrorKind::Corrupt, "the image does not fit a larger size").hint(hint);
+        Err(error.at_path(self.store.path()).caused_by(why))
     }
 
     /// Writes a header and a block table of `blocks` entries, and what belongs to them, where nothing else is.
@@ -146,7 +162,7 @@ impl<S: Store> Sparse<S> {
             self.clear(header_at..end).await?;
         }
         write(&self.store, header_at, &header.to_bytes()).await?;
-        self.write_table(&header, last).await?;
+        self.write_table(&header, 0, last).await?;
         if let Some(batmap) = &batmap {
             write(&self.store, batmap.header_offset, &batmap.header.to_bytes()).await?;
         }
@@ -187,15 +203,17 @@ impl<S: Store> Sparse<S> {
         self.store.zero_range(StoreOffset(range.start), range.end - range.start).await
     }
 
-    /// Writes the table. Its last block, which is new, lies at the sector `last`.
-    async fn write_table(&self, header: &Header, last: Option<u32>) -> Result<()> {
-        let place = |block| match block + 1 == header.max_entries {
-            true => last,
-            false => self.bat.get(block),
+    /// Writes the table's entries from the block `from` on. Those behind the blocks that the image has now are unallocated, but
+    /// for the last one, which lies at the sector `last` if that is given.
+    async fn write_table(&self, header: &Header, from: u32, last: Option<u32>) -> Result<()> {
+        let place = |block| match block {
+            _ if last.is_some() && block + 1 == header.max_entries => last,
+            _ if block < self.bat.entries() => self.bat.get(block),
+            _ => None,
         };
         // The table is padded to whole sectors, as other programs expect it.
         let entries = ((header.bat_end_bytes() - header.bat_offset_bytes) / ENTRY_BYTES) as u32;
-        for first in (0..entries).step_by(TABLE_ENTRIES as usize) {
+        for first in (from..entries).step_by(TABLE_ENTRIES as usize) {
             let part = first..entries.min(first + TABLE_ENTRIES);
             let bytes: Vec<u8> = part.flat_map(|block| place(block).unwrap_or(UNALLOCATED).to_be_bytes()).collect();
             write(&self.store, header.bat_offset_bytes + u64::from(first) * ENTRY_BYTES, &bytes).await?;
