@@ -5,8 +5,8 @@
 //! line, and it keeps the graph alive. When the last share of an epoch is gone, the epoch has ended.
 //!
 //! To close the gate, each shard's share is taken out; to open it, a share of the next lease is put in. Closing
-//! waits for no request: only for workers that are just cloning a share, a few instructions. A worker never waits in a lock:
-//! when it finds its shard locked or empty, the request waits as any future does.
+//! waits for no request: only for workers that are just cloning a share, a few instructions. A request never waits in a lock:
+//! when it finds its shard locked or empty, it waits as any future does.
 
 use std::future::poll_fn;
 use std::ops::Deref;
@@ -136,9 +136,11 @@ impl<G: Disk> Published<G> {
         self.try_enter().filter(|lease| matches!(lease.way, Way::Free)).map(FreeLease)
     }
 
-    /// The graph of the current epoch; `None` while the gate is closed.
+    /// The graph of the current epoch; `None` while the gate is closed. It waits for another thread of this shard that is just cloning
+    /// the share, a few instructions.
     pub(crate) fn graph_now(&self) -> Option<Arc<G>> {
-        self.try_enter().map(|lease| lease.graph.clone())
+        let share = self.shards[shard_number()].0.lock().unwrap_or_else(PoisonError::into_inner);
+        share.as_ref().map(|lease| lease.graph.clone())
     }
 
     /// Has `look` see the graph of the current epoch. It counts as a request: the epoch does not end before it.

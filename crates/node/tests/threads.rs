@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::task::{Context, Poll, Wake};
 use std::thread::{self, Thread};
 
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result};
+use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result, act_as_shard};
 use spile_node::{Node, exchange};
 
 const THREADS: u64 = 4;
@@ -119,4 +119,23 @@ fn no_request_outlives_its_epoch_and_none_falls_between_two_disks() {
     });
     let last = block_on(disks[0].graph());
     assert_eq!(last.number, EXCHANGES);
+}
+
+/// More threads than shards: one that looks at the graph shares its shard with a worker that does requests.
+#[test]
+fn the_graph_can_be_looked_at_while_another_thread_enters_it() {
+    let node = Node::new(Numbered::new(7, &Arc::default()));
+    let is_over = AtomicBool::new(false);
+    let requests = || {
+        act_as_shard(1);
+        (0..200_000).for_each(|_| drop(block_on(node.extents(common::at(0, 512), 1)).unwrap()));
+        is_over.store(true, SeqCst);
+    };
+    thread::scope(|scope| {
+        scope.spawn(requests);
+        act_as_shard(1);
+        while !is_over.load(SeqCst) {
+            assert!(node.graph_now().is_some(), "no exchange is under way");
+        }
+    });
 }

@@ -239,27 +239,35 @@ pub struct Accepted {
 /// The system's, when the mark cannot be removed.
 pub fn accept(graph: &Graph<AnyStore>) -> Result<Accepted> {
     let failed_sync = find(graph);
-    let mut layers = stores(graph);
-    let Some(leaf) = layers.next() else { return Ok(Accepted { failed_sync, remaining: Vec::new() }) };
-    let Ok(marks) = Marks::of_host() else {
-        stores(graph).for_each(AnyStore::forget_failed_sync);
-        return Ok(Accepted { failed_sync, remaining: Vec::new() });
+    let stores: Vec<_> = stores(graph).collect();
+    let remaining = match (Marks::of_host(), &stores[..]) {
+        (Ok(marks), [leaf, parents @ ..]) => accept_leaf(&marks, leaf, parents)?,
+        _ => {
+            stores.into_iter().for_each(AnyStore::forget_failed_sync);
+            Vec::new()
+        }
     };
+    Ok(Accepted { failed_sync: failed_sync.filter(|failed| !remaining.contains(failed)), remaining })
+}
+
+/// Accepts the loss of a leaf. Returns the failed syncs of its parents.
+fn accept_leaf(marks: &Marks, leaf: &AnyStore, parents: &[&AnyStore]) -> Result<Vec<FailedSync>> {
     if let Some((key, _)) = known(leaf) {
         marks.remove(&key)?;
     }
-    leaf.forget_failed_sync();
     let mut remaining = Vec::new();
-    for parent in layers {
+    for parent in parents {
         match marks.of_store(parent) {
             Some(failed) => remaining.push(failed),
             None => parent.forget_failed_sync(),
         }
     }
-    if let Some(failed) = remaining.first() {
-        leaf.recall_failed_sync(failed.errno);
+    // In one step: guests go on flushing meanwhile, and no flush may succeed while a parent has a mark.
+    match remaining.first() {
+        Some(failed) => leaf.recall_failed_sync(failed.errno),
+        None => leaf.forget_failed_sync(),
     }
-    Ok(Accepted { failed_sync: failed_sync.filter(|failed| !remaining.contains(failed)), remaining })
+    Ok(remaining)
 }
 
 /// As [`accept`], for a file, a device or an NBD export that no server has as a disk. Its parents are not looked at.
@@ -285,6 +293,11 @@ pub fn accept_at(at: &Locator) -> Result<Option<FailedSync>> {
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+    use std::thread;
+
+    use spile_core::OpenMode;
+    use spile_store::{CacheMode, FileStore};
 
     use super::*;
 
@@ -318,6 +331,36 @@ mod tests {
         let known = known_at(file.as_file().as_fd(), Path::new(""));
         assert_eq!(known, known_at(rustix::fs::CWD, file.path()));
         assert_eq!(known.map(|(key, _)| key), Some(key_of_file(id)));
+    }
+
+    /// Guests flush while an operator accepts the loss of a leaf.
+    #[test]
+    fn no_flush_succeeds_while_a_parent_has_a_failed_sync() {
+        let dir = tempfile::tempdir().unwrap();
+        let marks = Marks(dir.path().join("failed-syncs"));
+        let [leaf, parent] = ["leaf", "parent"].map(|name| {
+            let path = dir.path().join(name);
+            fs::write(&path, [0; 512]).unwrap();
+            AnyStore::File(FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Page).unwrap())
+        });
+        let (key, born) = known(&parent).unwrap();
+        marks.write(&key, born, sync(28)).unwrap();
+        leaf.recall_failed_sync(5);
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let flushes = scope.spawn(|| {
+                while !is_over.load(Relaxed) && leaf.failed_sync().is_some() {}
+                leaf.failed_sync().is_some() && is_over.load(Relaxed)
+            });
+            let remaining: Vec<_> = (0..1000).map(|_| accept_leaf(&marks, &leaf, &[&parent]).unwrap()).collect();
+            is_over.store(true, Relaxed);
+            assert!(flushes.join().unwrap(), "a flush succeeds though its data may be lost");
+            assert!(remaining.iter().all(|remaining| remaining.len() == 1 && remaining[0].errno == 28));
+        });
+        assert_eq!(leaf.failed_sync(), Some(28));
+        marks.remove(&key).unwrap();
+        assert!(accept_leaf(&marks, &leaf, &[&parent]).unwrap().is_empty());
+        assert_eq!(leaf.failed_sync(), None);
     }
 
     #[test]
