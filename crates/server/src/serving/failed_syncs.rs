@@ -348,10 +348,8 @@ mod tests {
         leaf.recall_failed_sync(5);
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {
-            let flushes = scope.spawn(|| {
-                while !is_over.load(Relaxed) && leaf.failed_sync().is_some() {}
-                leaf.failed_sync().is_some() && is_over.load(Relaxed)
-            });
+            let flush = || (!is_over.load(Relaxed)).then(|| leaf.failed_sync());
+            let flushes = scope.spawn(move || std::iter::from_fn(flush).all(|failed| failed.is_some()));
             let remaining: Vec<_> = (0..1000).map(|_| accept_leaf(&marks, &leaf, &[&parent]).unwrap()).collect();
             is_over.store(true, Relaxed);
             assert!(flushes.join().unwrap(), "a flush succeeds though its data may be lost");
