@@ -91,15 +91,20 @@ pub(crate) fn unlock(fd: &Arc<FileFd>) {
     });
 }
 
-/// Waits until the helper threads have unlocked all files that were closed, for ten seconds at most: a server that is gone does not
-/// answer. False when some are locked still. Not to be called on a worker.
-pub fn wait_for_unlocks() -> bool {
-    wait_for_all(UNLOCK_WAIT)
+/// Which file a descriptor belongs to, for [`wait_for_unlocks`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileKey(pub(crate) LaneKey);
+
+/// Waits until the helper threads have unlocked those of `files` that were closed, for ten seconds at most: a server that is gone
+/// does not answer. False when some are locked still. Not to be called on a worker.
+pub fn wait_for_unlocks(files: &[FileKey]) -> bool {
+    wait_for(files, UNLOCK_WAIT)
 }
 
-fn wait_for_all(limit: Duration) -> bool {
-    let waits = CLOSED.wait_timeout_while(relock(&CLOSING), limit, |closing| !closing.is_empty());
-    waits.unwrap_or_else(PoisonError::into_inner).0.is_empty()
+fn wait_for(files: &[FileKey], limit: Duration) -> bool {
+    let is_locked = |closing: &mut Vec<LaneKey>| closing.iter().any(|key| files.iter().any(|file| file.0 == *key));
+    let waits = CLOSED.wait_timeout_while(relock(&CLOSING), limit, is_locked);
+    !waits.unwrap_or_else(PoisonError::into_inner).1.timed_out()
 }
 
 /// True when a helper thread is about to unlock this file for somebody who has closed it.
@@ -138,21 +143,23 @@ mod tests {
     fn who_has_just_closed_a_file_can_lock_it_again() {
         let engine = Engine::start(Config { kind: EngineKind::Threads, workers: 1, ..Config::default() }).unwrap();
         let name = tempfile::NamedTempFile::new().unwrap();
+        let key = open(name.path()).key().unwrap();
         for _ in 0..2000 {
             let file = open(name.path());
             file.lock(OpenMode::ReadWrite).unwrap();
             engine.run_on(0, move || async move { drop(file) });
         }
-        assert!(wait_for_unlocks());
+        assert!(wait_for_unlocks(&[key]));
         engine.shutdown();
     }
 
     #[test]
-    fn the_end_of_all_locks_is_waited_for_and_not_for_ever() {
+    fn the_end_of_a_files_locks_is_waited_for_and_not_for_ever() {
         let engine = Engine::start(Config { kind: EngineKind::Threads, workers: 1, ..Config::default() }).unwrap();
         let name = tempfile::NamedTempFile::new().unwrap();
         let file = open(name.path());
         file.lock(OpenMode::ReadWrite).unwrap();
+        let keys = [file.key().unwrap()];
         // The server does not answer, and has all threads that a file may have for this.
         let (release, held) = std::sync::mpsc::channel::<()>();
         let held = Arc::new(Mutex::new(held));
@@ -163,9 +170,11 @@ mod tests {
             lane.call(move || _ = relock(&held).recv());
         }
         engine.run_on(0, move || async move { drop(file) });
-        assert!(!wait_for_all(Duration::from_millis(50)));
+        assert!(!wait_for(&keys, Duration::from_millis(50)));
+        let healthy = open(tempfile::NamedTempFile::new().unwrap().path()).key().unwrap();
+        assert!(wait_for(&[healthy], Duration::ZERO), "another file is waited for");
         drop(release);
-        assert!(wait_for_unlocks());
+        assert!(wait_for_unlocks(&keys));
         open(name.path()).lock(OpenMode::ReadWrite).unwrap();
         engine.shutdown();
     }

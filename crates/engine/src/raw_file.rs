@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use spile_core::{ErrorKind, OpenMode, Result, Segments};
 
+use crate::closing::FileKey;
 use crate::fd::Fd;
 use crate::op::Op;
 use crate::{closing, lock, shared, sys};
@@ -50,6 +51,11 @@ impl RawFile {
     pub fn lock_probe(&self, mode: OpenMode) -> Result<LockProbe, i32> {
         let locked = rustix::io::fcntl_dupfd_cloexec(&self.fd, 0).map_err(rustix::io::Errno::raw_os_error)?;
         Ok(LockProbe { locked, mode })
+    }
+
+    /// Which file it is, for [`wait_for_unlocks`](crate::wait_for_unlocks); `None` for a socket.
+    pub fn key(&self) -> Option<FileKey> {
+        self.fd.lane().map(|lane| FileKey(lane.key().clone()))
     }
 
     /// True for a descriptor opened with O_DIRECT.

@@ -10,7 +10,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use spile_core::{
     Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
-use spile_engine::{DirectAlign, RawFile, direct_align, run_blocking, spawn};
+use spile_engine::{DirectAlign, FileKey, RawFile, direct_align, run_blocking, spawn};
 use spile_mem::Segment;
 
 use crate::cut::{Cut, cut_short};
@@ -139,6 +139,11 @@ impl FileStore {
     /// Which file this is, as found when it was opened. Its path may name another file by now.
     pub fn id(&self) -> FileId {
         self.inner.id
+    }
+
+    /// The key with which somebody can wait until the file is unlocked, once it is closed.
+    pub fn key(&self) -> Option<FileKey> {
+        self.inner.cached.key()
     }
 
     /// The errno of the first sync that failed, if one has.

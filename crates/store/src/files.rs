@@ -8,7 +8,7 @@ use spile_core::{
     Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo,
     StoreOffset, Via,
 };
-use spile_engine::run_blocking;
+use spile_engine::{FileKey, run_blocking};
 
 use crate::file::{FileId, FileStore};
 use crate::memory::{MemStore, NullStore};
@@ -42,6 +42,14 @@ impl AnyStore {
     pub fn file_id(&self) -> Option<FileId> {
         match self {
             Self::File(file) => Some(file.id()),
+            Self::Mem(_) | Self::Null(_) | Self::Nbd(_) => None,
+        }
+    }
+
+    /// The key with which somebody can wait until the store is unlocked, once it is closed; `None` when it is no file.
+    pub fn key(&self) -> Option<FileKey> {
+        match self {
+            Self::File(file) => file.key(),
             Self::Mem(_) | Self::Null(_) | Self::Nbd(_) => None,
         }
     }

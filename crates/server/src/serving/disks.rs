@@ -4,7 +4,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use spile_core::{Disk, Error, ErrorKind, Locator, Result};
-use spile_engine::Engine;
+use spile_engine::{Engine, FileKey};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions};
 use spile_node::{Node, Policy, Troubles};
@@ -362,6 +362,7 @@ pub fn leave_waiting<'a>(disks: impl IntoIterator<Item = &'a Open>) {
 /// # Errors
 /// The first.
 pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Result<()> {
+    let files: Vec<_> = disks.iter().flat_map(files).collect();
     for open in disks {
         let disk = open.disk;
         let closed = engine.run_on(0, move || async move { disk.close().await });
@@ -371,10 +372,17 @@ pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Resul
             (Err(_), Ok(())) => {}
         }
     }
-    if !spile_engine::wait_for_unlocks() {
+    if !spile_engine::wait_for_unlocks(&files) {
         tracing::warn!("a file server does not answer: the locks of a disk may last until this process has ended");
     }
     result
+}
+
+/// The files of a disk's images.
+fn files(open: &Open) -> Vec<FileKey> {
+    let graph = open.disk.graph_now();
+    let images = graph.iter().flat_map(|graph| graph.handles());
+    images.filter_map(|layer| layer.image().store().key()).collect()
 }
 
 /// Each disk's export names, by the rule in the help of `spile serve`.
