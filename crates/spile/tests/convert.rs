@@ -167,8 +167,12 @@ fn an_export_is_not_copied_onto_itself() {
     let served = common::Served::start(dir, &["a.vhd,format=raw", "--control", "none"]);
     let uri = served.uri().to_string();
     let before = fs::read(dir.join("a.vhd")).unwrap();
-    let said = fails(dir, 2, &["convert", "--from", "vhd", &uri, &uri]);
-    assert!(said.contains("while it is copied"), "{said}");
+    std::os::unix::fs::symlink("nbd.sock", dir.join("link")).unwrap();
+    let spellings = ["nbd.sock", "./nbd.sock", "link"].map(|socket| format!("nbd+unix:///?socket={socket}"));
+    for dst in [&[uri.clone(), "nbd+unix:///a?socket=nbd.sock".to_owned()], &spellings[..]].concat() {
+        let said = fails(dir, 2, &["convert", "--from", "vhd", &uri, &dst]);
+        assert!(said.contains("while it is copied"), "{dst}: {said}");
+    }
     assert!(served.terminate().success());
     assert!(fs::read(dir.join("a.vhd")).unwrap() == before);
 }
@@ -237,6 +241,28 @@ fn a_block_device_is_overwritten_with_the_disk_and_zeroes() {
     fs::write(path, vec![7; 8 << 20]).unwrap();
     ok(dir, &["convert", "a.raw", path, "--onto", "--to", "vhd"]);
     ok(dir, &["compare", "a.raw", path, "--to", "vhd"]);
+}
+
+#[test]
+fn what_lies_beneath_the_source_is_not_overwritten() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("disk.raw"), pattern()).unwrap();
+    fs::write(dir.join("other.raw"), pattern()).unwrap();
+    let file = dir.join("disk.raw");
+    let (one, other) = match (Loop::over(&file), Loop::over(&file)) {
+        (Ok(one), Ok(other)) => (one, other),
+        (Err(why), _) | (_, Err(why)) => {
+            return println!("SKIP what_lies_beneath_the_source_is_not_overwritten: {why}");
+        }
+    };
+    let [one, other] = [&one, &other].map(|device| device.0.to_str().unwrap());
+    for (src, dst) in [(one, "disk.raw"), ("disk.raw", one), (one, other)] {
+        let args = [src, dst, "--from", "raw", "--to", "raw"];
+        refused_unchanged(dir, &args, "disk.raw", 2, "while it is copied");
+    }
+    ok(dir, &["convert", "other.raw", one, "--to", "raw", "--onto"]);
+    ok(dir, &["convert", one, "other.raw", "--from", "raw", "--onto"]);
 }
 
 #[test]

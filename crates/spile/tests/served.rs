@@ -172,6 +172,32 @@ fn the_bytes_of_a_disk_that_is_served_are_read_through_its_nbd_socket() {
 }
 
 #[test]
+fn a_disk_that_is_read_through_its_server_is_not_overwritten() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    family(dir);
+    let disk = "child-of-this-test.vhd";
+    let served = serve(dir, &[disk, "--nbd", "unix:n", "--nbd", "unix:m"]);
+    let uri = spile::uri::NbdUri::new(spile::uri::Address::Unix(dir.join("n")), "");
+    Client::connect(&uri).unwrap().write(8 * MIB, &[9; 4096], true).unwrap();
+    let other = "nbd+unix:///?socket=m";
+    for (src, dst) in [(disk, "nbd+unix:///?socket=n"), (disk, other), (&*uri.to_string(), other)] {
+        let said = fails(dir, 2, &["convert", src, dst]);
+        assert!(said.contains("while it is copied"), "{src} {dst}: {said}");
+    }
+    for src in [disk, other] {
+        for locks in [&[][..], &["--no-lock"]] {
+            let said = fails(dir, 2, &[&["convert", src, disk, "--onto"], locks].concat());
+            assert!(said.contains("while it is copied"), "{src} {locks:?}: {said}");
+        }
+    }
+    let mut byte = [0; 4096];
+    Client::connect(&uri).unwrap().read(8 * MIB, &mut byte).unwrap();
+    assert_eq!(byte, [9; 4096]);
+    assert!(served.terminate().success());
+}
+
+#[test]
 fn without_an_nbd_socket_the_error_says_how_to_get_one() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

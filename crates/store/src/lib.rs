@@ -17,4 +17,4 @@ mod sync_gate;
 pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};
 pub use memory::{MemStore, NullStore};
-pub use nbd::{NbdFacts, NbdOptions, NbdStore, on_lost_export};
+pub use nbd::{NbdFacts, NbdOptions, NbdStore, canonical_address, may_be_same_export, on_lost_export};

@@ -26,7 +26,7 @@ use spile_engine::OsEnv;
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
 use spile_nbd_wire::uri::NbdUri;
-use spile_store::{AnyStore, FileId};
+use spile_store::{AnyStore, FileId, canonical_address};
 
 use super::api::discovery;
 
@@ -122,7 +122,8 @@ fn key_of_file(id: FileId) -> String {
 
 /// The key of an NBD export: a URI may be too long for a name, so it is a checksum (FNV-1a) of its address and export.
 fn key_of_export(uri: &str) -> String {
-    let parsed = uri.parse().map(|NbdUri { address, export, .. }| format!("{address} {export}"));
+    let place = |NbdUri { address, export, .. }| format!("{} {export}", canonical_address(&address));
+    let parsed = uri.parse().map(place);
     let text = parsed.unwrap_or_else(|_| uri.to_owned());
     let mix = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     format!("nbd-{:016x}", text.bytes().fold(0xcbf2_9ce4_8422_2325, mix))
@@ -373,5 +374,9 @@ mod tests {
     fn an_export_has_one_key_whatever_its_uri() {
         assert_eq!(key_of_export("nbd://h/x"), key_of_export("nbd://h:10809/x"));
         assert_ne!(key_of_export("nbd://h/x"), key_of_export("nbd://h/y"));
+        assert_eq!(key_of_export("nbd://HOST/x"), key_of_export("nbds://host/x"));
+        let here = std::env::current_dir().unwrap();
+        let whole = format!("nbd+unix:///x?socket={}/s", here.display());
+        assert_eq!(key_of_export("nbd+unix:///x?socket=s"), key_of_export(&whole));
     }
 }

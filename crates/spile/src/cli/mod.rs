@@ -1,6 +1,7 @@
 //! The command line: one definition for parsing, help, completions and man pages.
 
 mod bench;
+mod beneath;
 mod check;
 mod compare;
 mod control;

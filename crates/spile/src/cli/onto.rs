@@ -1,29 +1,81 @@
-//! What `convert` must not write over: the disk that it reads, and, unless told to, the parents of other images.
+//! What `convert` must not write over: the disk that it reads.
 
 use std::path::Path;
 
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
-use spile_store::{AnyStore, FileId};
+use spile_server::serving::api::discovery;
+use spile_server::serving::api::types::{Disk, Export};
+use spile_store::{AnyStore, FileId, may_be_same_export};
 
+use super::beneath::may_share_bytes;
 use crate::disks;
 use crate::uri::NbdUri;
 
 /// What stdin was opened from, as a path.
 const STDIN: &str = "/proc/self/fd/0";
 
-/// Refuses `dst` when bytes of `disk` lie there: in any of its layers, under whatever name, whether or not files are locked.
+/// Where bytes lie, or where they are reached.
+enum Place {
+    File(FileId),
+    Export(NbdUri),
+}
+
+impl Place {
+    fn of(at: &Locator) -> Option<Self> {
+        match at {
+            Locator::Path(path) => path.metadata().ok().map(|stat| Self::File(FileId::of(&stat))),
+            Locator::Nbd(uri) => uri.parse().ok().map(Self::Export),
+            Locator::Null(_) | Locator::Mem(_) => None,
+        }
+    }
+
+    fn of_store(store: &AnyStore) -> Option<Self> {
+        match store {
+            AnyStore::Nbd(_) => name(store).parse().ok().map(Self::Export),
+            _ => store.file_id().map(Self::File),
+        }
+    }
+
+    fn of_export(export: &Export) -> Option<Self> {
+        let address = export.address.parse().ok().filter(|_| export.protocol == "nbd")?;
+        Some(Self::Export(NbdUri::new(address, &*export.name)))
+    }
+
+    /// True when what is written at one of the two may be read at the other.
+    fn meets(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::File(a), Self::File(b)) => may_share_bytes(*a, *b),
+            (Self::Export(a), Self::Export(b)) => may_be_same_export(a, b),
+            _ => false,
+        }
+    }
+}
+
+/// Refuses `dst` when bytes of `disk` lie there: in any of its layers, under whatever name, whether or not files are locked. What a
+/// server of this host makes of a layer counts as well: all its exports, and the image behind an export.
 ///
 /// # Errors
 /// `InvalidInput`, naming the layer.
 pub fn refuse_layers(disk: &Graph<AnyStore>, dst: &Locator) -> Result<()> {
-    let layer = match dst {
-        Locator::Path(path) => id_at(path).and_then(|id| layer_in(disk, id)),
-        Locator::Nbd(uri) => layer_on(disk, uri),
-        Locator::Null(_) | Locator::Mem(_) => None,
+    let Some(at) = Place::of(dst) else { return Ok(()) };
+    let layers: Vec<_> = stores(disk).filter_map(|store| Some((name(store), Place::of_store(store)?))).collect();
+    if let Some((layer, _)) = layers.iter().find(|(_, place)| place.meets(&at)) {
+        return Err(is_read(&format!("as {layer}"), dst));
+    }
+    let is_read_at = |places: &[Place]| places.iter().any(|place| layers.iter().any(|(_, layer)| layer.meets(place)));
+    let is_meant = |places: &[Place]| places.iter().any(|place| place.meets(&at));
+    // Where no folder of servers can be read, none is known.
+    let mut served = discovery::servers().unwrap_or_default().into_iter().flat_map(|(_, disks)| disks);
+    let is_source = |disk: &Disk| {
+        let places = places(disk);
+        is_meant(&places) && is_read_at(&places)
     };
-    layer.map_or(Ok(()), |layer| Err(is_read(&format!("as {layer}"), dst)))
+    match served.find(is_source) {
+        Some(disk) => Err(is_read(&format!("as the disk {:?} of a server", disk.name), dst)),
+        None => Ok(()),
+    }
 }
 
 /// Refuses `dst` when stdin was opened from it.
@@ -31,8 +83,8 @@ pub fn refuse_layers(disk: &Graph<AnyStore>, dst: &Locator) -> Result<()> {
 /// # Errors
 /// `InvalidInput`.
 pub fn refuse_stdin(dst: &Locator) -> Result<()> {
-    match dst.as_path().and_then(id_at) {
-        Some(id) if id_at(Path::new(STDIN)) == Some(id) => Err(is_read("on stdin", dst)),
+    match (Place::of(dst), Place::of(&Path::new(STDIN).into())) {
+        (Some(at), Some(stdin)) if at.meets(&stdin) => Err(is_read("on stdin", dst)),
         _ => Ok(()),
     }
 }
@@ -43,11 +95,6 @@ fn is_read(how: &str, dst: &Locator) -> Error {
     error.at_path(Path::new(&disks::label(dst)))
 }
 
-/// Which file a path leads to, through all links.
-fn id_at(path: &Path) -> Option<FileId> {
-    path.metadata().ok().map(|stat| FileId::of(&stat))
-}
-
 fn stores(disk: &Graph<AnyStore>) -> impl Iterator<Item = &AnyStore> {
     disk.handles().iter().flat_map(|layer| [layer.image().store(), layer.image().data_store()])
 }
@@ -56,14 +103,8 @@ fn name(store: &AnyStore) -> String {
     spile_core::Store::path(store).display().to_string()
 }
 
-fn layer_in(disk: &Graph<AnyStore>, id: FileId) -> Option<String> {
-    stores(disk).find(|store| store.file_id() == Some(id)).map(name)
-}
-
-fn layer_on(disk: &Graph<AnyStore>, uri: &str) -> Option<String> {
-    let export = |uri: &str| uri.parse().ok().map(|NbdUri { address, export, .. }| (address, export));
-    let wanted = export(uri)?;
-    let is_same =
-        |store: &&AnyStore| matches!(store, AnyStore::Nbd(_)) && export(&name(store)).is_some_and(|at| at == wanted);
-    stores(disk).find(is_same).map(name)
+/// Where a served disk's image lies, and where its bytes are reached.
+fn places(disk: &Disk) -> Vec<Place> {
+    let image = disk.path.parse().ok().and_then(|at| Place::of(&at));
+    image.into_iter().chain(disk.exports.iter().filter_map(Place::of_export)).collect()
 }

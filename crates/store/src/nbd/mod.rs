@@ -44,6 +44,7 @@ mod in_flight;
 mod link;
 mod options;
 mod receive;
+mod same;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -60,6 +61,7 @@ use self::call::{Ask, Call, Runs, relock};
 pub use self::link::on_lost_export;
 use self::link::{Export, Link};
 pub use self::options::{NbdFacts, NbdOptions};
+pub use self::same::{canonical_address, may_be_same_export};
 
 /// The largest minimum of a server's blocks that this client serves, in bytes: with a larger one, writes of data and of
 /// metadata could share a block.
