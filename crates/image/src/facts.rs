@@ -36,6 +36,8 @@ pub struct Facts {
     pub changed_unix_s: Option<u64>,
     /// The time of its parent that the image holds, in seconds since 1970-01-01 UTC.
     pub parent_changed_unix_s: Option<u64>,
+    /// True when Spile made the image, as far as that shows.
+    pub is_ours: bool,
     /// Named values. Each name says its unit, and never changes its meaning.
     pub values: Record,
     /// A label and a text for each line of output.

@@ -141,16 +141,18 @@ pub fn split_commas(text: &str) -> Vec<String> {
 }
 
 /// Opens the disk of `source` with its parents. A disk that is opened for writing must be no image's parent itself, as far as
-/// its folder tells, unless the options allow that. A parent that was written after its child was made is one line in the log. Nothing begins to prepare its writes before [`Graph::begin`].
+/// its folder tells, unless the options allow that. A parent that was written after its child was made is one line in the log.
+/// Nothing begins to prepare its writes before [`Graph::begin`].
 ///
 /// # Errors
 /// As [`Graph::open`]; `Denied` for a parent.
 pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<AnyStore>> {
     let disk = open_with(&OsFiles::new(cache).without_locks(options.no_lock), source, options).await?;
+    let layers = disk.layers();
     if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {
-        family::refuse_parent(&disk).await?;
+        family::refuse_parent(&layers).await?;
     }
-    for doubt in stamps::changed_parents(&disk).await.iter().filter(|doubt| doubt.is_evident) {
+    for doubt in stamps::changed_parents(layers).await.iter().filter(|doubt| doubt.is_evident) {
         tracing::warn!("{}: what the child shows may be wrong", doubt.message);
     }
     Ok(disk)

@@ -7,10 +7,10 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use spile_core::{Error, ErrorKind, Files as _, Result, Store};
+use spile_core::{Error, ErrorKind, Files as _, Result};
 use spile_engine::run_blocking;
 use spile_image::layer::Identity;
-use spile_image::{Format, Graph, is_child_of};
+use spile_image::{Format, LayerInfo, is_child_of};
 use spile_store::{CacheMode, OsFiles};
 
 /// The most names in a folder that are looked at.
@@ -20,12 +20,12 @@ const MOST_IMAGES: usize = 2048;
 /// How long is looked, at most about.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Refuses a disk whose image is the parent of another one in its folder.
+/// Refuses a disk, by its layers, whose image is the parent of another one in its folder.
 ///
 /// # Errors
 /// `Denied`, naming the child.
-pub async fn refuse_parent<S: Store>(disk: &Graph<S>) -> Result<()> {
-    let Some(image) = disk.layers().into_iter().next().filter(|image| image.path.is_absolute()) else { return Ok(()) };
+pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
+    let Some(image) = layers.first().filter(|image| image.path.is_absolute()) else { return Ok(()) };
     match child_of(&image.path, image.identity).await {
         None => Ok(()),
         Some(child) => Err(is_a_parent(&image.path, &child).hint(

@@ -18,10 +18,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use spile_core::Store;
 use spile_engine::run_blocking;
-use spile_image::facts::{Facts, Value};
-use spile_image::{Graph, LayerInfo};
+use spile_image::LayerInfo;
+use spile_image::facts::Facts;
 
 /// What a parent's last requests may take longer than the making of its child, in seconds.
 const SLACK_S: u64 = 60;
@@ -50,9 +49,8 @@ struct Times {
     file: Option<(u64, u64)>,
 }
 
-/// Looks for parents in `disk` that have been written after their children were made.
-pub async fn changed_parents<S: Store>(disk: &Graph<S>) -> Vec<Doubt> {
-    let layers = disk.layers();
+/// Looks among the layers of a disk, leaf first, for parents that have been written after their children were made.
+pub async fn changed_parents(layers: Vec<LayerInfo>) -> Vec<Doubt> {
     let Some(leaf) = layers.first().filter(|leaf| layers.len() > 1 && leaf.path.is_absolute()) else {
         return Vec::new();
     };
@@ -70,8 +68,8 @@ fn doubt(child: &LayerInfo, parent: &LayerInfo) -> Option<Doubt> {
 
 impl Times {
     fn of(facts: &Facts) -> Self {
-        let is_ours = facts.values.iter().any(|(name, value)| *name == "journal" && *value == Value::Bool(true));
-        Self { made: facts.changed_unix_s, of_parent: facts.parent_changed_unix_s, is_ours, file: None }
+        let Facts { changed_unix_s, parent_changed_unix_s, is_ours, .. } = *facts;
+        Self { made: changed_unix_s, of_parent: parent_changed_unix_s, is_ours, file: None }
     }
 }
 

@@ -117,7 +117,9 @@ async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &Ope
     drop(store);
     if report.worst() != Some(Severity::Corruption) {
         match disks::open(CacheMode::Page, at, options).await {
-            Ok(disk) => report.findings.extend(stamps::changed_parents(&disk).await.into_iter().map(parent_finding)),
+            Ok(disk) => {
+                report.findings.extend(stamps::changed_parents(disk.layers()).await.into_iter().map(parent_finding))
+            }
             Err(error) => report.findings.push(chain_finding(&error)),
         }
     }

@@ -75,7 +75,15 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
     lines.extend(sparse.as_ref().and_then(SparseFacts::journal_line).map(|line| ("journal", line)));
     let parent_changed_unix_s =
         parent.map(|header| header.parent_timestamp).filter(|&stamp| stamp > 0).map(time::to_unix_s);
-    Facts { subformat: Some(subformat), changed_unix_s: Some(changed_unix_s), parent_changed_unix_s, values, lines }
+    Facts {
+        subformat: Some(subformat),
+        changed_unix_s: Some(changed_unix_s),
+        parent_changed_unix_s,
+        // No other program's images have one.
+        is_ours: sparse.as_ref().is_some_and(|s| s.has_journal),
+        values,
+        lines,
+    }
 }
 
 impl SparseFacts<'_> {

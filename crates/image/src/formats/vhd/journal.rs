@@ -339,8 +339,17 @@ impl Drop for Batch<'_> {
 }
 
 impl Drop for Slot<'_> {
+    /// The record is in the file, or its write has failed or is given up. Then no later batch may write it: after the death of
+    /// the process the bits would be set, although the guest was told otherwise.
     fn drop(&mut self) {
-        self.journal.lock().halves[self.half].in_flight -= 1;
+        let mut state = self.journal.lock();
+        let half = &mut state.halves[self.half];
+        half.in_flight -= 1;
+        if let Some(place) = self.number.checked_sub(half.written) {
+            let at = (place * RECORD_BYTES) as usize;
+            half.unwritten[at..at + RECORD_BYTES as usize].fill(0);
+        }
+        drop(state);
         self.journal.changed.notify(usize::MAX);
     }
 }
@@ -420,6 +429,19 @@ mod tests {
         assert_eq!(decode_header(&bytes, &Owner { image_uuid: [9; 16], ..OWNER }), None);
         bytes[100] = 1;
         assert_eq!(decode_header(&bytes, &OWNER), None);
+    }
+
+    #[test]
+    fn a_record_whose_write_has_failed_is_in_no_later_batch() {
+        let journal = Journal::new(Some(0..2 * (4096 + 64)), OWNER, 1);
+        let record = |block| Record { block, at_sector: 99, sectors: 8..16 };
+        let failed = journal.reserve(&record(5));
+        let other = journal.reserve(&record(6)).unwrap();
+        drop(failed);
+        let Turn::Write(batch) = other.turn() else { panic!("nobody else writes") };
+        let bytes = batch.bytes.to_vec();
+        assert_eq!(decode_record(&bytes[..32], 1, 0), None);
+        assert_eq!(decode_record(&bytes[32..], 1, 1), Some(record(6)));
     }
 
     #[test]
