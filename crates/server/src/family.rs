@@ -27,8 +27,13 @@ const PATIENCE: Duration = Duration::from_secs(3);
 pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     let Some(image) = layers.first().filter(|image| image.path.is_absolute()) else { return Ok(()) };
     match child_of(&image.path, image.identity).await {
-        None => Ok(()),
-        Some(child) => Err(is_a_parent(&image.path, &child).hint(
+        Children::None => Ok(()),
+        Children::NotAllAsked => {
+            let path = image.path.display();
+            tracing::warn!("{path}: not all images in its folder were asked whether they are its children");
+            Ok(())
+        }
+        Children::Has(child) => Err(is_a_parent(&image.path, &child).hint(
             "open the child instead, or a new child of this disk (spile create --parent); or read this disk only; \
              --write-parent if the child is of no use any more",
         )),
@@ -39,49 +44,76 @@ pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
 /// its parent.
 ///
 /// # Errors
-/// `Denied`, naming the child; the system's when there is no such file.
+/// `Denied`, naming the child, and when not all images could be asked; the system's when there is no such file.
 pub async fn refuse_lost_parent(path: &Path) -> Result<()> {
     let whole = OsFiles::default().canonical(path).await?;
     // What is in the file is not looked at: a child has lost its parent, too, when another image has taken its name.
     match child_of(&whole, None).await {
-        None => Ok(()),
-        Some(child) => Err(is_a_parent(path, &child)
+        Children::None => Ok(()),
+        Children::NotAllAsked => {
+            let what = "an image in its folder may be a child of this disk: not all of them could be asked";
+            let error = Error::new(ErrorKind::Denied, what).at_path(path);
+            Err(error.hint("choose another place; or say --write-parent if no image needs this one"))
+        }
+        Children::Has(child) => Err(is_a_parent(path, &child)
             .hint("choose another place; or say --write-parent if the child is of no use any more")),
     }
 }
 
-/// An image in the folder of the image at `path`, a canonical path, that names it as its parent.
-async fn child_of(path: &Path, identity: Option<Identity>) -> Option<PathBuf> {
-    let ours = path.to_owned();
-    let images = run_blocking(path, move || neighbours(&ours)).await;
-    let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
-    for (number, other) in images.iter().enumerate() {
-        if Instant::now() > end {
-            let left = images.len() - number;
-            let path = path.display();
-            tracing::warn!("{path}: {left} images in its folder were not asked whether they are its children");
-            return None;
-        }
-        // An image that cannot be read cannot be used as a child either.
-        if is_child_of(&files, other, path, identity).await.unwrap_or(false) {
-            return Some(other.clone());
-        }
-    }
-    None
+/// What the other images in an image's folder say of their parents.
+enum Children {
+    /// None of them is a child of the image.
+    None,
+    /// This one is.
+    Has(PathBuf),
+    /// None of those that were asked is; there are too many of them, or they take too long.
+    NotAllAsked,
 }
 
-/// The other images in the folder of `path` that can have parents.
-fn neighbours(path: &Path) -> Vec<PathBuf> {
-    let folder = path.parent().unwrap_or(Path::new("/"));
-    if folder.starts_with("/dev") {
-        return Vec::new();
+/// Asks the images in the folder of the image at `path`, a canonical path, whether it is their parent.
+async fn child_of(path: &Path, identity: Option<Identity>) -> Children {
+    let ours = path.to_owned();
+    let Neighbours { images, mut are_all } = run_blocking(path, move || neighbours(&ours)).await;
+    let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
+    for other in images {
+        if Instant::now() > end {
+            are_all = false;
+            break;
+        }
+        // An image that cannot be read cannot be used as a child either.
+        if is_child_of(&files, &other, path, identity).await.unwrap_or(false) {
+            return Children::Has(other);
+        }
     }
-    let Ok(names) = std::fs::read_dir(folder) else { return Vec::new() };
-    let paths = names.take(MOST_NAMES).filter_map(|name| name.ok()).map(|name| name.path());
-    let may_be_child = |other: &PathBuf| {
-        other != path && Format::from_extension(other).is_some_and(|format| format.about().has_parents)
-    };
-    paths.filter(may_be_child).take(MOST_IMAGES).collect()
+    if are_all { Children::None } else { Children::NotAllAsked }
+}
+
+/// Images in a folder.
+struct Neighbours {
+    images: Vec<PathBuf>,
+    /// False when the folder has more, or cannot be read.
+    are_all: bool,
+}
+
+/// The other images in the folder of `path` that can have parents. None in `/dev`.
+fn neighbours(path: &Path) -> Neighbours {
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    let mut found = Neighbours { images: Vec::new(), are_all: true };
+    if folder.starts_with("/dev") {
+        return found;
+    }
+    let Ok(names) = std::fs::read_dir(folder) else { return Neighbours { are_all: false, ..found } };
+    let may_be_child =
+        |other: &Path| other != path && Format::from_extension(other).is_some_and(|format| format.about().has_parents);
+    for (number, name) in names.enumerate() {
+        match name.map(|name| name.path()) {
+            Ok(other) if number < MOST_NAMES && found.images.len() < MOST_IMAGES => {
+                found.images.extend(may_be_child(&other).then_some(other));
+            }
+            _ => return Neighbours { are_all: false, ..found },
+        }
+    }
+    found
 }
 
 fn is_a_parent(image: &Path, child: &Path) -> Error {

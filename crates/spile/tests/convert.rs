@@ -177,6 +177,20 @@ fn an_export_is_not_copied_onto_itself() {
     assert!(fs::read(dir.join("a.vhd")).unwrap() == before);
 }
 
+/// Looking at all of a folder's images may take too long.
+#[test]
+fn a_file_is_not_overwritten_when_not_all_images_beside_it_were_looked_at() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("a.raw"), pattern()).unwrap();
+    fs::write(dir.join("b.raw"), b"precious").unwrap();
+    for number in 0..2100 {
+        fs::write(dir.join(format!("{number}.vhd")), b"").unwrap();
+    }
+    refused_unchanged(dir, &["a.raw", "b.raw"], "b.raw", 1, "--write-parent");
+    ok(dir, &["convert", "a.raw", "b.raw", "--onto", "--write-parent"]);
+}
+
 #[test]
 fn a_larger_disk_ends_in_zeroes() {
     let dir = tempfile::tempdir().unwrap();
