@@ -9,8 +9,10 @@ use crate::formats::Format;
 use crate::layer::Identity;
 
 /// True when the image at `path`, in the format that its extension says, names the image at `parent` as its parent: by a path
-/// that leads to it, and by its identity if the child expects one and `identity` is known. `parent` is a canonical path. Reads the image's header only, and takes no more from it
-/// than the names; the caller must not lock the files that it opens here, for a child may be in use.
+/// that leads to it, and by its identity if the child expects one and `identity` is known. `parent` is a canonical path.
+///
+/// It reads the image's header only, and takes no more from it than the names. The caller must not lock the files that it opens
+/// here, for a child may be in use.
 ///
 /// # Errors
 /// When the image cannot be opened or read.

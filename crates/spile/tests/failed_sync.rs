@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
 
@@ -231,4 +232,18 @@ fn a_disk_with_a_failed_sync_is_not_served_to_a_xen_guest() {
     let mut queue = front.start().unwrap().remove(0);
     request(&mut queue, Op::Flush, 0, 0);
     assert!(run(dir.path(), &["accept-loss", "gone.raw"]).status.code() == Some(1));
+}
+
+/// A server that does not answer may have the disk open, and would go on failing its flushes.
+#[test]
+fn nothing_is_accepted_while_a_server_does_not_answer() {
+    let dir = marked_world();
+    let dir = dir.path();
+    std::fs::create_dir_all(dir.join("run")).unwrap();
+    let hung = UnixListener::bind(dir.join("run/hung.control")).unwrap();
+    let (code, said) = says(dir, &["accept-loss", "a.raw"]);
+    assert!(code != Some(0) && !said.contains("accepted: "), "{said}");
+    assert!(said.contains("does not answer") && said.contains("may have the disk open"), "{said}");
+    drop(hung);
+    assert!(spile_in(dir, &["accept-loss", "a.raw"]).contains("accepted: "));
 }

@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 
 use common::nbd::Client;
-use common::{Served, ok};
+use common::{Served, fails, json, ok};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use spile::uri::{NbdUri, TlsQuery};
 use spile_core::{Error, ErrorKind};
@@ -98,4 +98,25 @@ fn a_server_may_ask_who_the_client_is() {
     for folder in [other, anonymous] {
         refused(&uri(&served, &folder, None), ErrorKind::Denied, "refuses the connection", "client-cert.pem");
     }
+}
+
+#[test]
+fn a_disk_that_is_in_use_is_named_with_tls() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    certificates(&dir.join("own"), "localhost");
+    std::fs::write(dir.join("tls-of-this-test.raw"), [0; 4096]).unwrap();
+    let served = Served::start(dir, &[&["tls-of-this-test.raw"], &IDENTITY[..]].concat());
+    let exports = json(dir, &["ls"])["disks"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find_map(|disk| (disk["name"] == "tls-of-this-test").then(|| disk["exports"].clone()));
+    assert_eq!(exports.unwrap()[0]["tls"], "required");
+    for command in [&["convert", "tls-of-this-test.raw", "copy.raw"][..], &["check", "tls-of-this-test.raw"]] {
+        let said = fails(dir, 1, command);
+        assert!(said.contains("nbds+unix:") && said.contains("tls-certificates=DIR"), "{command:?}: {said}");
+        assert!(!said.contains("the server asks for TLS"), "{command:?}: {said}");
+    }
+    assert!(served.terminate().success());
 }

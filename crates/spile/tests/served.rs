@@ -4,7 +4,7 @@ mod common;
 
 use std::fs;
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
 use common::guests::{Load, rest_of_stderr};
@@ -32,7 +32,7 @@ fn ask(server: &str, method: &str, path: &str, body: &str) -> (u16, Value) {
     (head.split(' ').nth(1).unwrap().parse().unwrap(), serde_json::from_str(body).unwrap_or(Value::Null))
 }
 
-/// The answer without what differs between a server's word and a look when it has ended: who says it, the space that is kept ready, and
+/// The answer without what differs between a server's answer and a look when it has ended: who says it, the space that is kept ready, and
 /// whether there is something to flush.
 fn plain(mut info: Value) -> Value {
     info["served_by"] = Value::Null;
@@ -75,10 +75,10 @@ fn a_server_tells_under_load_what_its_disk_is_and_where_its_bytes_lie() {
     let (info, map) = say();
     let text = ok(dir, &["info", disk]);
     assert!(
-        text.trim_end().ends_with("; from its word") && text.contains("served as \"child-of-this-test\" by "),
+        text.trim_end().ends_with("; as that server says") && text.contains("served as \"child-of-this-test\" by "),
         "{text}"
     );
-    assert!(ok(dir, &["map", disk]).trim_end().ends_with("; from its word"));
+    assert!(ok(dir, &["map", disk]).trim_end().ends_with("; as that server says"));
     assert!(info["layers"][0]["facts"]["allocated_blocks"].as_u64() > Some(20), "{info}");
     assert!(map["layers"][1]["path"].as_str().unwrap().ends_with("parent.vhd"), "{map}");
     assert!(served.terminate().success());
@@ -230,5 +230,71 @@ fn the_folder_does_not_matter() {
     let info = json(dir, &["info", "sub/one-of-this-test.raw"]);
     assert_eq!(info["served_by"]["name"], "one-of-this-test");
     ok(dir, &["show", "sub/one-of-this-test.raw"]);
+    assert!(served.terminate().success());
+}
+
+/// A name is not taken for a file that is there, nor a file for a disk that is named so.
+#[test]
+fn a_word_that_names_a_disk_and_another_file_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir(dir.join("z")).unwrap();
+    for file in ["z/disk.raw", "boot-of-this-test.raw"] {
+        fs::write(dir.join(file), [0; MIB as usize]).unwrap();
+    }
+    let size = |file: &str| fs::metadata(dir.join(file)).unwrap().len();
+    let served = serve(dir, &["z/disk.raw,name=boot-of-this-test.raw", "--nbd", "unix:n"]);
+    for command in [&["resize", "boot-of-this-test.raw", "2M"][..], &["accept-loss", "boot-of-this-test.raw"]] {
+        let output = run(dir, command);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("./boot-of-this-test.raw"), "{command:?}: {said}");
+        assert!(said.contains("--name boot-of-this-test.raw"), "{command:?}: {said}");
+    }
+    assert_eq!([size("z/disk.raw"), size("boot-of-this-test.raw")], [MIB; 2]);
+    ok(dir, &["resize", "./boot-of-this-test.raw", "2M"]);
+    ok(dir, &["resize", "z/disk.raw", "3M"]);
+    assert_eq!([size("z/disk.raw"), size("boot-of-this-test.raw")], [3 * MIB, 2 * MIB]);
+    assert!(served.terminate().success());
+}
+
+/// A server at the control socket `socket` that has the disks of `list`, and fails when it is asked for more.
+fn failing_server(socket: &Path, list: String, failure: String) {
+    let listener = UnixListener::bind(socket).unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut request = [0; 4096];
+            let len = stream.read(&mut request).unwrap();
+            let is_list = request[..len].starts_with(b"GET /v1/disks ");
+            let (status, body) = if is_list { ("200 OK", &list) } else { ("500 Failed", &failure) };
+            let head = format!("HTTP/1.1 {status}\r\ncontent-length: {}\r\n\r\n", body.len());
+            stream.write_all((head + body).as_bytes()).unwrap();
+        }
+    });
+}
+
+#[test]
+fn the_error_of_the_server_that_is_asked_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let (dir, sockets) = (dir.path(), dir.path().join("run"));
+    fs::write(dir.join("a.raw"), [0; MIB as usize]).unwrap();
+    let mut command = spile();
+    command.args(["serve", "a.raw", "--nbd", "unix:n"]).env("SPILE_RUN_DIR", &sockets).current_dir(dir);
+    let served = Served::spawn(&mut command, dir.join("n")).unwrap();
+    let listed = spile().args(["ls", "--json"]).env("SPILE_RUN_DIR", &sockets).output().unwrap();
+    let mut list: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let server = list["disks"][0]["server"].as_str().unwrap().to_owned();
+    let (_, mut failure) = ask(&server, "GET", "/v1/disks/gone", "");
+    failure["error"]["kind"] = "io".into();
+    failure["error"]["message"] = "the store of this test fails".into();
+    // Its socket is the first one, so it is the one that is asked.
+    let failing = sockets.join("0.control");
+    list["disks"][0]["server"] = failing.display().to_string().into();
+    failing_server(&failing, list.to_string(), failure.to_string());
+    for command in ["info", "map"] {
+        let output = spile().args([command, "a.raw"]).env("SPILE_RUN_DIR", &sockets).current_dir(dir).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("the store of this test fails"), "{command}: {said}");
+    }
     assert!(served.terminate().success());
 }

@@ -161,6 +161,15 @@ impl Options {
     pub fn is_tls_required(&self) -> bool {
         self.nbd.tls.as_ref().is_some_and(|tls| tls.required)
     }
+
+    /// Whether NBD clients use TLS, as the control API says it.
+    fn tls_of_nbd(&self) -> &'static str {
+        match &self.nbd.tls {
+            None => "none",
+            Some(tls) if tls.required => "required",
+            Some(_) => "offered",
+        }
+    }
 }
 
 struct Vhost {
@@ -407,12 +416,13 @@ impl Fronts {
     }
 
     /// The ways to a disk over these sockets and, for a Xen guest, over xenstore.
-    pub fn ways_to(&self, open: &Open, listening: &[Listening]) -> Vec<ExportView> {
-        let mut ways = ways_by_socket(open, listening);
+    pub fn ways_to(&self, open: &Open, listening: &[Listening], options: &Options) -> Vec<ExportView> {
+        let mut ways = ways_by_socket(open, listening, options.tls_of_nbd());
         ways.extend(self.xen.iter().map(|xen| ExportView {
             protocol: "xen".to_owned(),
             address: xen.backend_path.clone(),
             name: String::new(),
+            tls: "none".to_owned(),
         }));
         ways
     }
@@ -442,7 +452,7 @@ fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {
     disks.iter().flat_map(each).collect()
 }
 
-fn ways_by_socket(open: &Open, listening: &[Listening]) -> Vec<ExportView> {
+fn ways_by_socket(open: &Open, listening: &[Listening], tls_of_nbd: &str) -> Vec<ExportView> {
     let mut ways = Vec::new();
     for name in &open.names {
         let reaches = |socket: &&Listening| match &socket.role {
@@ -454,6 +464,7 @@ fn ways_by_socket(open: &Open, listening: &[Listening]) -> Vec<ExportView> {
             protocol: if socket.role == Role::Nbd { "nbd" } else { "vhost-user" }.to_owned(),
             address: socket.address.as_ref().map_or_else(|| "passed".to_owned(), ToString::to_string),
             name: name.clone(),
+            tls: if socket.role == Role::Nbd { tls_of_nbd } else { "none" }.to_owned(),
         }));
     }
     ways

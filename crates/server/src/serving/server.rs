@@ -265,7 +265,11 @@ impl Server {
     /// From now on callers that look see what is served now.
     pub(super) fn show(&self) {
         let view = |open: &Open| {
-            DiskView::new(open, self.fronts.ways_to(open, &self.listening), self.fronts.meters(&open.names))
+            DiskView::new(
+                open,
+                self.fronts.ways_to(open, &self.listening, &self.options),
+                self.fronts.meters(&open.names),
+            )
         };
         self.view.show(Some(self.disks.iter().map(view).collect()));
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::{ArgGroup, Args};
-use spile_core::{Disk, Error, Locator, Result};
+use spile_core::{Disk, Error, ErrorKind, Locator, Result};
 use spile_engine::OsEnv;
 use spile_image::{LayerInfo, OpenOptions, describe};
 use spile_server::serving::api::images::{Image, Info};
@@ -61,10 +61,12 @@ pub fn run(args: &InfoArgs) -> Result<Exit> {
     Ok(Exit::Ok)
 }
 
-/// What the server says that has the disk open; the `error` when none does.
+/// What the server says that has the disk open; the `error` when none does, or one that is too old to be asked.
 fn from_server(source: &Locator, args: &InfoArgs, error: Error) -> Result<Info> {
-    let Some(Ok(mut info)) = Served::of(&error, source, args.open.format).map(|served| served.info()) else {
-        return Err(error);
+    let Some(served) = Served::of(&error, source, args.open.format) else { return Err(error) };
+    let mut info = match served.info() {
+        Err(answer) if answer.kind() == ErrorKind::NotFound => return Err(error),
+        answered => answered?,
     };
     if !args.chain {
         info.layers.truncate(1);

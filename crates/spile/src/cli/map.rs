@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use rustix::io::Errno;
 use serde::Serialize;
-use spile_core::{Disk, Error, Extent, Locator, Result};
+use spile_core::{Disk, Error, ErrorKind, Extent, Locator, Result};
 use spile_image::Graph;
 use spile_server::serving::api::images::{MapLayer, Run, RunKind, ServedBy, map_layers};
 use spile_store::{AnyStore, CacheMode};
@@ -28,7 +28,7 @@ pub struct MapArgs {
     disk: PathBuf,
     #[command(flatten)]
     open: OpenArgs,
-    /// Print one JSON object instead of a table: `runs`, the `layers` that their depths mean, and `summary`
+    /// Print one JSON object instead of a table: `runs`, the `layers` that `depth` counts, and `summary`
     #[arg(long)]
     json: bool,
 }
@@ -38,7 +38,7 @@ pub struct MapArgs {
 pub struct Mapped {
     /// Runs in their order, without gaps; two that touch are different.
     runs: Vec<Run>,
-    /// The images that the runs' depths mean.
+    /// The layers that `depth` counts.
     layers: Vec<MapLayer>,
     /// The runs together.
     summary: Summary,
@@ -72,7 +72,7 @@ pub fn run(args: &MapArgs) -> Result<Exit> {
         let disk = disks::open(CacheMode::Page, &source, &options).await?;
         let mut printer = Printer::new(std::io::stdout().lock(), json);
         each_run(&disk, &mut printer).await?;
-        printer.finish(map_layers(&disk.layers()), None)
+        printer.finish(map_layers(disk.handles().iter().map(|image| image.path())), None)
     });
     let printed = printed.or_else(|error| from_server(&asked, args, error));
     match printed {
@@ -82,10 +82,13 @@ pub fn run(args: &MapArgs) -> Result<Exit> {
     }
 }
 
-/// Prints the map as the server says that has the disk open; the `error` when none does.
+/// Prints the map as the server says that has the disk open; the `error` when none does, or one that is too old to be asked.
 fn from_server(source: &Locator, args: &MapArgs, error: Error) -> Result<()> {
     let Some(served) = Served::of(&error, source, args.open.format) else { return Err(error) };
-    let Ok(mut part) = served.map(0) else { return Err(error) };
+    let mut part = match served.map(0) {
+        Err(answer) if answer.kind() == ErrorKind::NotFound => return Err(error),
+        answered => answered?,
+    };
     let mut printer = Printer::new(std::io::stdout().lock(), args.json);
     loop {
         part.runs.iter().try_for_each(|run| printer.add(*run))?;

@@ -17,7 +17,7 @@ use spile_store::{AnyStore, CacheMode};
 use super::control::path_of;
 use crate::disks;
 use crate::log::{complain, printable};
-use crate::uri::{Address, NbdUri};
+use crate::uri::{Address, NbdUri, TlsQuery};
 
 /// A disk of a running server.
 pub struct Served(Disk);
@@ -68,7 +68,7 @@ impl Served {
 /// The line that tells where an answer comes from.
 pub fn line(by: &ServedBy) -> String {
     let (name, server) = (printable(&by.name), printable(&by.server));
-    format!("served as \"{name}\" by {server} (process {}); from its word", by.pid)
+    format!("served as \"{name}\" by {server} (process {}); as that server says", by.pid)
 }
 
 /// Opens a disk to read it. When a server of this host has it open for writing, it is read through the server's NBD socket, as its
@@ -82,7 +82,10 @@ pub async fn open(cache: CacheMode, at: &Locator, options: &OpenOptions) -> Resu
         opened => return opened,
     };
     let Some(Served(disk)) = Served::of(&busy, at, options.format) else { return Err(busy) };
-    let Some(uri) = nbd_uri(&disk) else { return Err(busy) };
+    let uri = match nbd_uri(&disk) {
+        Some(uri) if uri.tls.is_none() => uri,
+        _ => return Err(busy),
+    };
     complain(format_args!("{} is in use: read through {uri}, which its guest may write to meanwhile", disk.path));
     let options = OpenOptions { format: Some(Format::Raw), ..options.clone() };
     disks::open(cache, &Locator::Nbd(uri.to_string()), &options).await
@@ -96,6 +99,11 @@ pub fn explained(error: Error) -> Error {
     };
     let Some(disk) = served else { return error };
     let way = match nbd_uri(&disk) {
+        Some(uri) if uri.tls.is_some() => {
+            format!(
+                "its NBD sockets ask for TLS: name it by '{uri}' to read what its guest sees, with the folder of the certificates"
+            )
+        }
         Some(uri) => format!("name it by {uri} to read what its guest sees"),
         None => format!(
             "to read what its guest sees, give it an NBD socket: curl --unix-socket {} --json \
@@ -114,10 +122,17 @@ fn find(path: &Path) -> Option<Disk> {
     disks.into_iter().find(|disk| Path::new(&disk.path).canonicalize().is_ok_and(|path| path == whole))
 }
 
-/// Where NBD clients reach the disk: by a Unix socket, if it has one.
+/// Where NBD clients reach the disk: if possible without TLS, and by a Unix socket. The URI of an export that asks for TLS has `DIR`
+/// where the user has to say a folder.
 fn nbd_uri(disk: &Disk) -> Option<NbdUri> {
     let nbd = disk.exports.iter().filter(|export| export.protocol == "nbd");
-    let addresses = nbd.filter_map(|export| Some((export.address.parse::<Address>().ok()?, &export.name)));
-    let is_tcp = |(address, _): &(Address, &String)| !matches!(address, Address::Unix(_));
-    addresses.min_by_key(is_tcp).map(|(address, name)| NbdUri::new(address, name))
+    let uris = nbd.filter_map(|export| {
+        let uri = NbdUri::new(export.address.parse::<Address>().ok()?, &export.name);
+        Some(NbdUri { tls: (export.tls == "required").then(certificates_in_dir), ..uri })
+    });
+    uris.min_by_key(|uri| (uri.tls.is_some(), !matches!(uri.address, Address::Unix(_))))
+}
+
+fn certificates_in_dir() -> TlsQuery {
+    TlsQuery { certificates: Some("DIR".into()), ..TlsQuery::default() }
 }

@@ -117,18 +117,24 @@ fn accept_unserved(args: &AcceptLossArgs, not_found: Error) -> Result<AcceptedLo
     if at.as_path().is_some_and(|path| !path.exists()) {
         return Err(not_found);
     }
-    let then = served_children(&at);
+    let then = served_children(&at, all_disks()?);
     let accepted = failed_syncs::accept_at(&at)?.map(|failed| failed.to_string());
     let remaining = if at.as_path().is_some() { marked_parents(args, &at) } else { Vec::new() };
     Ok(AcceptedLoss { accepted, remaining, then })
 }
 
-/// The names of served disks whose flushes fail because of a parent, which lies at `at`.
-fn served_children(at: &Locator) -> Vec<String> {
+/// The disks of all servers. One that does not answer may have the disk open, and would go on failing its flushes.
+fn all_disks() -> Result<Vec<Disk>> {
+    discovery::all_disks().map_err(|error| {
+        error.hint("this server may have the disk open; nothing is accepted before it answers or has ended")
+    })
+}
+
+/// The names of `disks` whose flushes fail because of a parent, which lies at `at`.
+fn served_children(at: &Locator, disks: Vec<Disk>) -> Vec<String> {
     let Some(path) = at.as_path().and_then(|path| path.canonicalize().ok()) else { return Vec::new() };
-    let disks = discovery::servers().unwrap_or_default().into_iter().flat_map(|(_, disks)| disks);
     let fails = |disk: &Disk| disk.failed_sync.as_ref().is_some_and(|failed| Path::new(&failed.path) == path);
-    disks.filter(fails).map(|disk| disk.name).collect()
+    disks.into_iter().filter(fails).map(|disk| disk.name).collect()
 }
 
 /// The failed syncs of the parents of a disk. One that cannot be opened as an image is a disk without parents here.

@@ -77,8 +77,9 @@ fn check_size(old_bytes: u64, size_bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// `footer` with another size, which becomes the original size as well: libvhdi takes that for the size of the disk. QEMU and Virtual PC take the geometry's size for that of their own images; a geometry that
-/// says "too large" has QEMU go by the size instead.
+/// `footer` with another size, which becomes the original size as well: libvhdi takes that for the size of the disk. QEMU and
+/// Virtual PC take the geometry's size for that of their own images; a geometry that says "too large" has QEMU go by the size
+/// instead.
 fn resized(footer: &Footer, size_bytes: u64) -> Footer {
     let by_size = Geometry::for_size(size_bytes);
     let goes_by_geometry = [*b"vpc ", *b"qemu"].contains(&footer.creator);

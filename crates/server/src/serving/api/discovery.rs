@@ -36,15 +36,33 @@ pub fn folder() -> Result<PathBuf> {
 /// # Errors
 /// When the folder cannot be read.
 pub fn servers() -> Result<Vec<(PathBuf, Vec<Disk>)>> {
-    let mut found = Vec::new();
-    for socket in sockets(&folder()?)? {
-        match disks_of(&socket) {
-            Ok(disks) => found.push((socket, disks)),
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => tracing::warn!("{error}"),
+    let answered = |(socket, disks): (PathBuf, Result<Vec<Disk>>)| match disks {
+        Ok(disks) => Some((socket, disks)),
+        Err(error) => {
+            tracing::warn!("{error}");
+            None
         }
-    }
-    Ok(found)
+    };
+    Ok(asked()?.into_iter().filter_map(answered).collect())
+}
+
+/// The disks of all servers. Sockets of dead servers are passed over.
+///
+/// # Errors
+/// When the folder cannot be read, or when a server lives and does not say which disks it has.
+pub fn all_disks() -> Result<Vec<Disk>> {
+    let disks = asked()?.into_iter().map(|(_, disks)| disks);
+    disks.collect::<Result<Vec<_>>>().map(|disks| disks.into_iter().flatten().collect())
+}
+
+/// What each server that lives answers, in the order of the sockets' names.
+fn asked() -> Result<Vec<(PathBuf, Result<Vec<Disk>>)>> {
+    let answers = sockets(&folder()?)?.into_iter().map(|socket| {
+        let disks = disks_of(&socket);
+        (socket, disks)
+    });
+    let is_dead = |disks: &Result<Vec<Disk>>| disks.as_ref().is_err_and(|e| e.kind() == ErrorKind::NotFound);
+    Ok(answers.filter(|(_, disks)| !is_dead(disks)).collect())
 }
 
 fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
@@ -78,7 +96,7 @@ fn export_of(uri: &str) -> Option<(Address, String)> {
 /// The server and the name of the disk that a user means: by its name, or by the path or URI of its image.
 ///
 /// # Errors
-/// `NotFound`; `InvalidInput` when several servers have such a disk.
+/// `NotFound`; `InvalidInput` when several servers have such a disk, or when the words name a disk and another file.
 pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
     let (path, export) = (std::fs::canonicalize(text).ok(), export_of(text));
     let is_meant = |disk: &Disk| {
@@ -89,6 +107,9 @@ pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
     let servers = servers()?;
     let disks = servers.iter().flat_map(|(socket, disks)| disks.iter().map(move |disk| (socket, disk)));
     let found: Vec<_> = disks.filter(|(_, disk)| is_meant(disk)).collect();
+    if let Some((socket, disk)) = found.iter().find(|(_, disk)| is_other_file(disk, text)) {
+        return Err(ambiguous(text, socket, disk));
+    }
     match found.as_slice() {
         [] => Err(Error::new(ErrorKind::NotFound, format!("no server has a disk {text:?}"))
             .hint("`spile ls` lists the disks; name a server's control socket by its path")),
@@ -99,6 +120,22 @@ pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
                 .hint(format!("name one by its control socket and --name: {}", sockets.join(", "))))
         }
     }
+}
+
+/// True when `text` names a file that is there, and it is not the image of `disk`.
+fn is_other_file(disk: &Disk, text: &str) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    let is_disk = |stat: std::fs::Metadata| stat.is_file() || stat.file_type().is_block_device();
+    std::fs::metadata(text).is_ok_and(is_disk)
+        && std::fs::canonicalize(&disk.path).ok() != std::fs::canonicalize(text).ok()
+}
+
+/// `text` names the disk, and a file that is not its image.
+fn ambiguous(text: &str, socket: &Path, disk: &Disk) -> Error {
+    let (server, name, path) = (socket.display(), &disk.name, &disk.path);
+    let what = format!("{text:?} is a file here, and the name of a disk whose image is another file, {path}");
+    Error::new(ErrorKind::InvalidInput, what)
+        .hint(format!("name the file as ./{text}, or the disk by its server: {server} --name {name}"))
 }
 
 /// The control socket of the server that a user means: a path, the name of a socket in the folder, or the name of one of

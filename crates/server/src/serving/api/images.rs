@@ -83,7 +83,7 @@ pub struct MapPart {
     pub runs: Vec<Run>,
     /// Where the next part begins; `null` at the disk's end.
     pub next_offset_bytes: Option<u64>,
-    /// The images that the runs' depths mean.
+    /// The layers that `depth` counts.
     pub layers: Vec<MapLayer>,
     /// The server that says so.
     pub served_by: ServedBy,
@@ -96,7 +96,7 @@ pub struct Run {
     pub offset_bytes: u64,
     /// How long it is.
     pub len_bytes: u64,
-    /// Whether there are bytes.
+    /// What the run is: data, zeroes or a hole.
     pub kind: RunKind,
     /// The layer that decides: 0 is the disk itself, 1 its parent, and so on. `null` for a hole.
     pub depth: Option<u16>,
@@ -104,7 +104,7 @@ pub struct Run {
     pub file_offset_bytes: Option<u64>,
 }
 
-/// Whether a run has bytes.
+/// What a run is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RunKind {
@@ -159,9 +159,9 @@ impl Image {
     }
 }
 
-/// The layers of these images, the leaf first.
-pub fn map_layers(layers: &[LayerInfo]) -> Vec<MapLayer> {
-    layers.iter().enumerate().map(|(depth, layer)| MapLayer { depth, path: text(&layer.path) }).collect()
+/// The layers of a map, by the paths of the images, the leaf first.
+pub fn map_layers<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<MapLayer> {
+    paths.enumerate().map(|(depth, path)| MapLayer { depth, path: text(path) }).collect()
 }
 
 impl From<PlacedRun> for Run {

@@ -117,6 +117,9 @@ pub struct Export {
     pub address: String,
     /// The name that NBD clients ask for; empty for the default export.
     pub name: String,
+    /// Whether NBD clients use TLS: `none`, `offered` or `required`. `none` for the other protocols.
+    #[serde(default)]
+    pub tls: String,
 }
 
 /// A disk with all that is known of it.
