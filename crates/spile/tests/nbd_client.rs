@@ -82,7 +82,11 @@ fn what_cannot_be_converted_onto_an_export_is_refused_before_anything_is_written
     assert!(served.terminate().success());
     assert!(std::fs::read(dir.join("small.raw")).unwrap() == vec![9; MIB as usize]);
     let served = Served::start(dir, &["small.raw,read-only"]);
-    let err = fails(dir, 1, &["convert", "small.raw", &served.uri().to_string()]);
+    let uri = served.uri().to_string();
+    let err = fails(dir, 2, &["convert", "small.raw", &uri]);
+    assert!(err.contains("cannot be written over while it is copied"), "{err}");
+    std::fs::write(dir.join("other.raw"), vec![1; MIB as usize]).unwrap();
+    let err = fails(dir, 1, &["convert", "other.raw", &uri]);
     assert!(err.contains("for reading only"), "{err}");
 }
 

@@ -39,9 +39,11 @@ fn hup_usr1_and_usr2_end_nothing_and_usr1_tells_what_was_counted() {
     assert!(served.wait().success());
     assert!(!served.socket.exists());
     let said = rest_of_stderr(&mut served);
-    for says in
-        ["SIGHUP: this server goes on", "statistics: disk \"x\" (mem): ", "front nbd \"\": write: 1 requests, 0 failed"]
-    {
+    for says in [
+        "SIGHUP: this server goes on",
+        "statistics: disk \"x\" (mem:): ",
+        "front nbd \"\": write: 1 requests, 0 failed",
+    ] {
         assert!(said.contains(says), "{says}: {said}");
     }
 }

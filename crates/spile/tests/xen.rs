@@ -165,7 +165,7 @@ fn the_process_of_a_disk_says_what_it_serves_and_leaves_changes_to_the_toolstack
     request(&mut queue, Op::Write, 0, 4096);
     let (dir, control) = (xen.dir.path().to_owned(), "run/3-51712.control");
     let shown = common::json(&dir, &["show", control]);
-    let way = serde_json::json!([{ "protocol": "xen", "address": vbd.backend_path(), "name": "" }]);
+    let way = serde_json::json!([{ "protocol": "xen", "address": vbd.backend_path(), "name": "", "tls": "none" }]);
     assert_eq!((&shown["exports"], &shown["name"]), (&way, &"a".into()));
     let meters = shown["meters"].as_array().unwrap();
     let layers: Vec<_> = meters.iter().filter_map(|meter| meter["layer"].as_str()).collect();
