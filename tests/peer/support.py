@@ -8,6 +8,7 @@ must then end with exit code 0.
 that a test asks only for what the protocol promises.
 """
 
+import atexit
 import hashlib
 import json
 import os
@@ -30,6 +31,11 @@ STANDIN = os.environ.get("SPILE_STANDIN", "")
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+
+# Control sockets and the marks of failed syncs: the host's own must not decide what a test sees, nor the other way round.
+RUN_DIR = tempfile.mkdtemp(prefix="spile-run-")
+os.environ["SPILE_RUN_DIR"] = RUN_DIR
+atexit.register(shutil.rmtree, RUN_DIR, ignore_errors=True)
 
 # A limit for everything here. Nothing takes nearly as long.
 LIMIT_S = 120

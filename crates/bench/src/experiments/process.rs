@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
+use super::world::folder_path;
+
 /// How long a process may take until all its sockets and files are there.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -118,6 +120,8 @@ impl Drop for Tied {
 
 fn command(program: Option<&str>, args: impl IntoIterator<Item = OsString>) -> Result<Command> {
     let mut command = Command::new(this_program()?);
+    // The marks of failed syncs are the host's own business; those of an experiment go with its folder.
+    command.env("SPILE_RUN_DIR", folder_path());
     command.arg(TIED).args(program.map(|program| format!("--program={program}"))).arg("--").args(args);
     Ok(command)
 }

@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// A folder in memory, removed when this is dropped. A process has one at most.
 pub struct Folder(PathBuf);
 
-fn folder_path() -> PathBuf {
+pub(super) fn folder_path() -> PathBuf {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
     runtime.unwrap_or_else(|| "/dev/shm".into()).join(format!("spile-bench-{}", std::process::id()))
 }
