@@ -37,11 +37,9 @@ fn writes_at_once(disk: &Graph<MemStore>, at: u64) -> bool {
     done.map(|done| done.unwrap()).is_ready()
 }
 
-#[test]
-fn no_first_write_waits_for_a_sync() {
-    let world = World::new();
-    world.vhd(A, DiskType::Dynamic, 1 << 30, BLOCK);
-    let (file, disk) = in_use(&world);
+/// A disk whose prepared blocks have all had their first write, while no sync was answered.
+fn first_writes_without_a_sync(world: &World) -> (Arc<MemFile>, Graph<MemStore>) {
+    let (file, disk) = in_use(world);
     assert_eq!(run_beside(), 0);
     let prepared = file.syncs.load(Relaxed);
     file.holds_syncs.store(true, Relaxed);
@@ -49,16 +47,28 @@ fn no_first_write_waits_for_a_sync() {
         assert!(writes_at_once(&disk, block * u64::from(BLOCK)), "block {block} waits");
     }
     assert_eq!(file.syncs.load(Relaxed), prepared);
+    (file, disk)
+}
+
+/// What [`writes_at_once`] has written at the start of these blocks is there.
+fn assert_written(disk: &Graph<MemStore>, blocks: impl Iterator<Item = u64>) {
+    for at in blocks.map(|block| block * u64::from(BLOCK)) {
+        assert_eq!(read(disk, at..at + 4096), pattern(at, 4096));
+    }
+}
+
+#[test]
+fn no_first_write_waits_for_a_sync() {
+    let world = World::new();
+    world.vhd(A, DiskType::Dynamic, 1 << 30, BLOCK);
+    let (file, disk) = first_writes_without_a_sync(&world);
     // The next step has begun and waits for its sync, and all of the last one is taken: only now a write waits.
     assert_eq!(run_beside(), 1);
     assert!(!writes_at_once(&disk, STEP * u64::from(BLOCK)));
     file.holds_syncs.store(false, Relaxed);
     assert_eq!(run_beside(), 0);
     assert!(writes_at_once(&disk, (STEP + 1) * u64::from(BLOCK)));
-    for block in (0..STEP).chain([STEP + 1]) {
-        let at = block * u64::from(BLOCK);
-        assert_eq!(read(&disk, at..at + 4096), pattern(at, 4096));
-    }
+    assert_written(&disk, (0..STEP).chain([STEP + 1]));
 }
 
 #[test]
@@ -66,20 +76,10 @@ fn no_first_write_into_a_child_waits_for_a_sync() {
     let world = World::new();
     world.raw("/vm/base.raw", &pattern(1, 64 << 20));
     world.child(A, "/vm/base.raw", 64 * MIB, BLOCK);
-    let (file, disk) = in_use(&world);
-    assert_eq!(run_beside(), 0);
-    let prepared = file.syncs.load(Relaxed);
-    file.holds_syncs.store(true, Relaxed);
-    for block in 0..STEP {
-        assert!(writes_at_once(&disk, block * u64::from(BLOCK)), "block {block} waits");
-    }
-    assert_eq!(file.syncs.load(Relaxed), prepared);
+    let (file, disk) = first_writes_without_a_sync(&world);
     file.holds_syncs.store(false, Relaxed);
     while run_beside() > 0 {}
-    for block in 0..STEP {
-        let at = block * u64::from(BLOCK);
-        assert_eq!(read(&disk, at..at + 4096), pattern(at, 4096));
-    }
+    assert_written(&disk, 0..STEP);
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
+use common::control::{ask, http};
 use common::guests::{guest, nbd, rest_of_stderr, serve};
 use common::nbd::Client;
 use common::{Served, assert_silent, eventually, fails, json, ok, spile};
@@ -16,28 +17,13 @@ use spile_lab::GuestQueue;
 
 const MIB: u64 = 1 << 20;
 
-/// Sends bytes to the control socket and reads until the server hangs up: the status and the body.
-fn http(dir: &Path, request: &str) -> (u16, String) {
-    let mut stream = UnixStream::connect(dir.join("c")).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
-    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);
-    (status, body.to_owned())
-}
-
 fn get(dir: &Path, path: &str) -> (u16, Value) {
-    let (status, body) = http(dir, &format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n"));
+    let (status, body) = http(&dir.join("c"), &format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n"));
     (status, serde_json::from_str(&body).unwrap())
 }
 
 fn send(dir: &Path, method: &str, path: &str, body: &str) -> (u16, Value) {
-    let length = body.len();
-    let head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n");
-    let (status, body) = http(dir, &format!("{head}{body}"));
-    (status, serde_json::from_str(&body).unwrap_or(Value::Null))
+    ask(&dir.join("c"), method, path, body)
 }
 
 fn start(args: &[&str]) -> (tempfile::TempDir, Served) {

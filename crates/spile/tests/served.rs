@@ -4,9 +4,10 @@ mod common;
 
 use std::fs;
 use std::io::{Read, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 
+use common::control::ask;
 use common::guests::{Load, rest_of_stderr};
 use common::nbd::Client;
 use common::{Served, fails, json, ok, run, spile};
@@ -19,17 +20,6 @@ fn serve(dir: &Path, args: &[&str]) -> Served {
     let mut command = spile();
     command.arg("serve").args(args).current_dir(dir);
     Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
-}
-
-/// One call of the control API: the status and the body.
-fn ask(server: &str, method: &str, path: &str, body: &str) -> (u16, Value) {
-    let mut stream = UnixStream::connect(server).unwrap();
-    let length = body.len();
-    write!(stream, "{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    (head.split(' ').nth(1).unwrap().parse().unwrap(), serde_json::from_str(body).unwrap_or(Value::Null))
 }
 
 /// The answer without what differs between a server's answer and a look when it has ended: who says it, the space that is kept ready, and
@@ -104,16 +94,17 @@ fn a_long_map_comes_in_parts() {
     let served = serve(dir, &[disk, "--nbd", "unix:n"]);
     let map = json(dir, &["map", disk]);
     let server = map["served_by"]["server"].as_str().unwrap();
-    let (status, part) = ask(server, "GET", "/v1/disks/long-map-of-this-test/map", "");
+    let (status, part) = ask(Path::new(&server), "GET", "/v1/disks/long-map-of-this-test/map", "");
     assert_eq!((status, part["runs"].as_array().unwrap().len()), (200, 4096));
     let next = part["next_offset_bytes"].as_u64().unwrap();
     let path = format!("/v1/disks/long-map-of-this-test/map?max_runs=2&offset_bytes={next}");
-    let (_, part) = ask(server, "GET", &path, "");
+    let (_, part) = ask(Path::new(&server), "GET", &path, "");
     assert_eq!((part["runs"].as_array().unwrap().len(), part["runs"][0]["offset_bytes"].as_u64()), (2, Some(next)));
-    let (_, end) = ask(server, "GET", "/v1/disks/long-map-of-this-test/map?offset_bytes=67108864", "");
+    let (_, end) = ask(Path::new(&server), "GET", "/v1/disks/long-map-of-this-test/map?offset_bytes=67108864", "");
     assert_eq!((&end["runs"], &end["next_offset_bytes"]), (&Value::Array(Vec::new()), &Value::Null));
     for query in ["offset_bytes=x", "offset_bytes", "more=1"] {
-        let (status, answer) = ask(server, "GET", &format!("/v1/disks/long-map-of-this-test/map?{query}"), "");
+        let (status, answer) =
+            ask(Path::new(&server), "GET", &format!("/v1/disks/long-map-of-this-test/map?{query}"), "");
         assert_eq!((status, &answer["error"]["kind"]), (400, &"invalid_input".into()), "{query}");
     }
     assert!(served.terminate().success());
@@ -210,7 +201,7 @@ fn without_an_nbd_socket_the_error_says_how_to_get_one() {
     let (body, _) = body.split_once('\'').unwrap();
     let body = body.replace("/run/spile.nbd", &dir.join("n").display().to_string());
     let server = json(dir, &["info", disk])["served_by"]["server"].as_str().unwrap().to_owned();
-    assert_eq!(ask(&server, "POST", "/v1/exports", &body).0, 201, "{body}");
+    assert_eq!(ask(Path::new(&server), "POST", "/v1/exports", &body).0, 201, "{body}");
     ok(dir, &["convert", disk, "copy.raw"]);
     assert!(fs::read(dir.join("copy.raw")).unwrap()[..MIB as usize] == [7; MIB as usize]);
     // A format other than the server's is no question for the server.
@@ -284,7 +275,7 @@ fn the_error_of_the_server_that_is_asked_is_told() {
     let listed = spile().args(["ls", "--json"]).env("SPILE_RUN_DIR", &sockets).output().unwrap();
     let mut list: Value = serde_json::from_slice(&listed.stdout).unwrap();
     let server = list["disks"][0]["server"].as_str().unwrap().to_owned();
-    let (_, mut failure) = ask(&server, "GET", "/v1/disks/gone", "");
+    let (_, mut failure) = ask(Path::new(&server), "GET", "/v1/disks/gone", "");
     failure["error"]["kind"] = "io".into();
     failure["error"]["message"] = "the store of this test fails".into();
     // Its socket is the first one, so it is the one that is asked.

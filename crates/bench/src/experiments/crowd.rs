@@ -128,12 +128,8 @@ impl Served {
             server_pid: Some(self.process.id()),
             ..load::Options::new(Target::Vhost(self.socket(0)))
         };
-        let outcome = load::run(&options, |_| {})?;
-        let report = load::Report::new(&options, &outcome);
-        match outcome.error {
-            Some(error) => Err(error),
-            None => Ok((report.iops, report.server_cpu_us_per_request.unwrap_or(0.0))),
-        }
+        let report = load::measure(&options)?;
+        Ok((report.iops, report.server_cpu_us_per_request.unwrap_or(0.0)))
     }
 }
 

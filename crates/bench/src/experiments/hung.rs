@@ -219,14 +219,10 @@ impl World {
             runtime: Some(Duration::from_secs_f64(seconds)),
             ..load::Options::new(Target::Vhost(self.healthy.clone()))
         };
-        let outcome = load::run(&options, |_| {})?;
-        let report = load::Report::new(&options, &outcome);
+        let report = load::measure(&options);
         drop(hanging);
         self.server.check()?;
-        match outcome.error {
-            Some(error) => Err(error),
-            None => Ok(report),
-        }
+        report
     }
 }
 

@@ -264,6 +264,19 @@ fn look<E: Endpoint>(options: &Options, endpoint: E, models: &[Model]) -> Result
     }
 }
 
+/// Runs a load for its figures alone.
+///
+/// # Errors
+/// As [`run`], and the load's own.
+pub fn measure(options: &Options) -> Result<Report> {
+    let outcome = run(options, |_| {})?;
+    let report = Report::new(options, &outcome);
+    match outcome.error {
+        Some(error) => Err(error),
+        None => Ok(report),
+    }
+}
+
 /// Reads back what the run wrote, unless it was not verified or has failed already. What is found goes into the
 /// outcome.
 pub fn read_back(options: &Options, outcome: &mut LoadOutcome) {

@@ -7,7 +7,7 @@ use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::{Value, json};
 use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
 use spile_image::{Format, OpenOptions};
-use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, call, escape};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, escape};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Meter, Waiting};
 
@@ -202,9 +202,7 @@ fn waits_for(disk: &Disk) -> Option<String> {
 /// When there is no such disk.
 pub fn show(args: &ShowArgs) -> Result<Exit> {
     let (socket, name) = args.which.find()?;
-    let answer = call(&socket, "GET", &path_of(&name), None, LOOK_PATIENCE)?;
-    let detail: DiskDetail = serde_json::from_value(answer)
-        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
+    let detail: DiskDetail = ask(&socket, "GET", &path_of(&name), LOOK_PATIENCE)?;
     if args.json {
         return print_json(&detail).map(|()| Exit::Ok);
     }

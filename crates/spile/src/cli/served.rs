@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::{Format, Graph, OpenOptions};
-use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, call};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::images::{Info, MapPart, ServedBy};
 use spile_server::serving::api::types::Disk;
@@ -59,9 +59,7 @@ impl Served {
         let path = format!("{}/{what}", path_of(&self.0.name));
         // A map may wait for the disk's store.
         let patience = if what == "info" { LOOK_PATIENCE } else { CHANGE_PATIENCE };
-        let answer = call(Path::new(&self.0.server), "GET", &path, None, patience)?;
-        serde_json::from_value(answer)
-            .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))
+        ask(Path::new(&self.0.server), "GET", &path, patience)
     }
 }
 

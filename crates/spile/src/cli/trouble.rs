@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::{Format, OpenOptions};
 use spile_node::OnError;
-use spile_server::serving::api::client::{LOOK_PATIENCE, call};
+use spile_server::serving::api::client::{LOOK_PATIENCE, ask, call};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Accepted, Disk, Resumed};
 use spile_server::serving::failed_syncs;
@@ -103,9 +103,7 @@ pub fn accept_loss(args: &AcceptLossArgs) -> Result<Exit> {
 }
 
 fn accept_served(socket: &Path, name: &str) -> Result<AcceptedLoss> {
-    let answer = call(socket, "POST", &format!("{}/accept-loss", path_of(name)), None, LOOK_PATIENCE)?;
-    let answer: Accepted = serde_json::from_value(answer)
-        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
+    let answer: Accepted = ask(socket, "POST", &format!("{}/accept-loss", path_of(name)), LOOK_PATIENCE)?;
     let remaining: Vec<_> = answer.remaining.into_iter().map(|failed| (failed.path, failed.message)).collect();
     let then = if remaining.is_empty() { Vec::new() } else { vec![name.to_owned()] };
     Ok(AcceptedLoss { accepted: answer.failed_sync.map(|failed| failed.message), remaining, then })
@@ -178,9 +176,7 @@ pub fn on_error(args: &OnErrorArgs) -> Result<Exit> {
 /// When there is no such disk.
 pub fn resume(args: &ResumeArgs) -> Result<Exit> {
     let (socket, name) = args.which.find()?;
-    let answer = call(&socket, "POST", &format!("{}/resume", path_of(&name)), None, LOOK_PATIENCE)?;
-    let Resumed { requests } = serde_json::from_value(answer)
-        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
+    let Resumed { requests } = ask(&socket, "POST", &format!("{}/resume", path_of(&name)), LOOK_PATIENCE)?;
     say(format_args!("{name}: {requests} request(s) are tried again"));
     Ok(Exit::Ok)
 }

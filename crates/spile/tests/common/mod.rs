@@ -1,6 +1,7 @@
 //! What the tests of the program share: running it, serving with it, ending it.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub mod control;
 pub mod faulty;
 pub mod guests;
 pub mod json_schema;

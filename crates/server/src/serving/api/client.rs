@@ -6,6 +6,7 @@ use std::time::Duration;
 use axum::body::{Body, to_bytes};
 use hyper::Request;
 use hyper_util::rt::TokioIo;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use tokio::net::UnixStream;
@@ -18,6 +19,15 @@ const MAX_ANSWER_BYTES: usize = 64 << 20;
 pub const LOOK_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a server may take to change something: disks are flushed, opened and closed.
 pub const CHANGE_PATIENCE: Duration = Duration::from_secs(150);
+
+/// As [`call`], with the answer as one of the API's types.
+///
+/// # Errors
+/// As [`call`]; `Protocol` when the answer is of another type.
+pub fn ask<T: DeserializeOwned>(socket: &Path, method: &str, path: &str, patience: Duration) -> Result<T> {
+    serde_json::from_value(call(socket, method, path, None, patience)?)
+        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))
+}
 
 /// Asks the server at the control socket `socket`. `path` begins with `/v1/`. An answer without a body is `null`.
 ///

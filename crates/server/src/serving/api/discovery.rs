@@ -6,7 +6,7 @@ use rustix::process::geteuid;
 use spile_core::{Error, ErrorKind, Result};
 use spile_nbd_wire::uri::{Address, NbdUri};
 
-use super::client::{LOOK_PATIENCE, call};
+use super::client::{LOOK_PATIENCE, ask};
 use super::types::{Disk, DiskList};
 
 /// The extension of a control socket's file name.
@@ -82,10 +82,7 @@ fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
 /// # Errors
 /// As [`call`].
 pub fn disks_of(socket: &Path) -> Result<Vec<Disk>> {
-    let list = call(socket, "GET", "/v1/disks", None, LOOK_PATIENCE)?;
-    let list: DiskList = serde_json::from_value(list)
-        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's list is not understood").caused_by(e))?;
-    Ok(list.disks)
+    ask(socket, "GET", "/v1/disks", LOOK_PATIENCE).map(|list: DiskList| list.disks)
 }
 
 /// The address and the name of the NBD export that a URI means.
