@@ -16,6 +16,7 @@ use spile_front::Connections;
 use utoipa::OpenApi;
 
 use super::images::{Info, MapPart};
+use super::stats::DiskStats;
 use super::types::{Accepted, Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport, Resumed};
 use super::view::View;
 use super::{Call, Order};
@@ -51,6 +52,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}", get(show).delete(detach).patch(change))
         .route("/v1/disks/{name}/info", get(info))
         .route("/v1/disks/{name}/map", get(map))
+        .route("/v1/disks/{name}/stats", get(stats))
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
         .route("/v1/exports", post(add_export))
@@ -78,6 +80,7 @@ pub fn router(context: Context) -> Router {
         change,
         info,
         map,
+        stats,
         resume,
         accept_loss,
         add_export,
@@ -204,6 +207,14 @@ async fn change(State(context): State<Context>, Path(name): Path<String>, body: 
     responses((status = 200, body = Info), (status = "default", body = Failure)))]
 async fn info(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.info(&context.server, &name)?))
+}
+
+/// What was counted of the disk since its server began, in each layer that a request passes: requests, bytes, latencies and queue sizes.
+/// Two answers give what happened between them.
+#[utoipa::path(get, path = "/v1/disks/{name}/stats", params(("name", description = "the disk's name")),
+    responses((status = 200, body = DiskStats), (status = "default", body = Failure)))]
+async fn stats(State(context): State<Context>, Path(name): Path<String>) -> Answer {
+    Ok(json(StatusCode::OK, &context.view.stats(&context.server, &name)?))
 }
 
 /// Where the disk's bytes lie, part by part: each answer says where the next part begins. Guests may write meanwhile: each part is

@@ -11,6 +11,7 @@ use spile_node::{Policy, Troubles};
 use tokio::sync::oneshot;
 
 use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
+use super::stats::{DiskStats, LayerKind, LayerStats};
 use super::types::{Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Meter, Waiting};
 use crate::serving::disks::{Open, ServedDisk};
 use crate::serving::failed_syncs;
@@ -97,6 +98,22 @@ impl DiskView {
             meters,
         }
     }
+
+    fn stats(&self, server: &str) -> DiskStats {
+        let fronts = self.meters.iter().map(|(name, read)| LayerStats::of_front(name.clone(), &read()));
+        let disk = LayerStats::new(LayerKind::Disk, "disk".to_owned(), &self.disk.meter().read());
+        let graph = self.disk.graph_now();
+        let images = graph.iter().flat_map(|graph| graph.handles()).map(|image| {
+            LayerStats::new(LayerKind::Image, format!("image {}", image.path().display()), &image.meter().read())
+        });
+        DiskStats {
+            name: self.name.clone(),
+            path: self.layers.first().map_or_else(String::new, |leaf| leaf.path.clone()),
+            server: server.to_owned(),
+            pid: std::process::id(),
+            layers: fronts.chain([disk]).chain(images).collect(),
+        }
+    }
 }
 
 /// What is served now.
@@ -144,6 +161,14 @@ impl View {
     /// `NotFound` with the names that there are; `Shutdown` while the server hands over.
     pub fn find(&self, server: &str, name: &str) -> Result<DiskDetail> {
         self.with(name, |disk| Ok(disk.detail(server, &self.engine)))
+    }
+
+    /// What was counted of the disk of this name.
+    ///
+    /// # Errors
+    /// As [`View::find`].
+    pub fn stats(&self, server: &str, name: &str) -> Result<DiskStats> {
+        self.with(name, |disk| Ok(disk.stats(server)))
     }
 
     /// What the images of the disk of this name say of themselves now.

@@ -1,0 +1,174 @@
+//! What was counted of a disk up to one moment, exactly: the body of `GET /v1/disks/{name}/stats`.
+//!
+//! All numbers but those in flight only rise. Whoever wants rates, averages or quantiles asks twice, turns both answers back
+//! into readings ([`LayerStats::reading`]), and takes what lies between them ([`Reading::since`]). So callers with different
+//! intervals do not disturb each other, and the server keeps nothing for them.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use spile_core::metrics::{BUCKETS, Latency, Op, OpReading, Reading, bounds_of, bucket_of};
+use spile_front::FrontReading;
+use utoipa::ToSchema;
+
+/// What was counted of a disk up to one moment.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct DiskStats {
+    /// The disk's name.
+    pub name: String,
+    /// Where its bytes are: the path of the leaf, or the URI of an export.
+    pub path: String,
+    /// The server's control socket.
+    pub server: String,
+    /// The server's process. Counts of another process cannot be compared with these.
+    pub pid: u32,
+    /// The layers that a request passes, the guest's side first.
+    pub layers: Vec<LayerStats>,
+}
+
+/// Which layer it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum LayerKind {
+    /// A way to the disk: from the moment when a request is taken to the moment when its answer is shown.
+    Front,
+    /// The disk: the same requests, without the time in the front.
+    Disk,
+    /// An image of the disk.
+    Image,
+    /// The store below an image: each operation that goes to it.
+    Store,
+}
+
+/// What one layer has counted.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct LayerStats {
+    /// Which layer it is.
+    pub kind: LayerKind,
+    /// Its name among all layers of the disk, such as `front nbd ""`, `disk` or `image /disks/a.vhd`.
+    pub name: String,
+    /// When the counters were read, in nanoseconds of the host's CLOCK_MONOTONIC.
+    pub at_ns: u64,
+    /// Requests in flight, integrated over time, in nanoseconds. Its rise in a time, divided by that time, is the average queue
+    /// size. It wraps around at 2^64.
+    pub queue_time_ns: u64,
+    /// Connections that are open; 0 for a layer that has none.
+    pub connections: u64,
+    /// What was counted of each kind of request. Kinds that never came are left out.
+    pub operations: Vec<OperationStats>,
+    /// What only this kind of layer counts, by name. The names are those of the metrics, without `spile_`.
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// What was counted of one kind of request.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct OperationStats {
+    /// `read`, `write`, `flush`, `discard`, `write_zeroes`, `extents` or `other`.
+    pub operation: String,
+    /// Requests that have begun.
+    pub begun: u64,
+    /// Requests that have ended, with success or not.
+    pub requests: u64,
+    /// Of these, how many failed.
+    pub errors: u64,
+    /// Bytes that were asked for.
+    pub bytes: u64,
+    /// Requests in flight now.
+    pub in_flight: u64,
+    /// All latencies together, in nanoseconds.
+    pub latency_sum_ns: u64,
+    /// The longest latency, in nanoseconds.
+    pub latency_max_ns: u64,
+    /// The buckets of the histogram of latencies that are not empty: where each begins, in nanoseconds, and how many latencies it has. Below 32
+    /// ns each nanosecond is a bucket; from there on each power of two has 32 buckets of equal width. The last one begins at
+    /// 67 645 734 912 ns, and has all that is longer.
+    pub latency_buckets: Vec<[u64; 2]>,
+}
+
+impl LayerStats {
+    /// What a front has counted.
+    pub fn of_front(name: String, front: &FrontReading) -> Self {
+        let counters = spile_front::FRONT_METRICS.iter().map(|metric| (metric.name.to_owned(), (metric.value)(front)));
+        let counters = counters.filter(|(name, _)| name != "connections").collect();
+        Self { connections: front.connections, counters, ..Self::new(LayerKind::Front, name, &front.requests) }
+    }
+
+    /// What a layer has counted that is no front.
+    pub fn new(kind: LayerKind, name: String, reading: &Reading) -> Self {
+        let ops = Op::ALL.into_iter().map(|op| (op, reading.op(op))).filter(|(_, op)| op.begun > 0);
+        Self {
+            kind,
+            name,
+            at_ns: reading.at_ns,
+            queue_time_ns: reading.depth_integral_ns,
+            connections: 0,
+            operations: ops.map(|(op, reading)| OperationStats::new(op, reading)).collect(),
+            counters: BTreeMap::new(),
+        }
+    }
+
+    /// The reading that this was made of. Kinds of request that are not known are left out.
+    pub fn reading(&self) -> Reading {
+        let mut reading = Reading { at_ns: self.at_ns, depth_integral_ns: self.queue_time_ns, ..Reading::default() };
+        for stats in &self.operations {
+            if let Some(op) = Op::ALL.into_iter().find(|op| op.name() == stats.operation) {
+                reading.ops[op as usize] = stats.reading();
+            }
+        }
+        reading
+    }
+}
+
+impl OperationStats {
+    fn new(op: Op, reading: &OpReading) -> Self {
+        let buckets = reading.latency.counts.iter().enumerate().filter(|(_, count)| **count > 0);
+        Self {
+            operation: op.name().to_owned(),
+            begun: reading.begun,
+            requests: reading.ended,
+            errors: reading.errors,
+            bytes: reading.bytes,
+            in_flight: reading.in_flight.max(0) as u64,
+            latency_sum_ns: reading.latency.sum_ns,
+            latency_max_ns: reading.latency.max_ns,
+            latency_buckets: buckets.map(|(bucket, count)| [bounds_of(bucket).start, *count]).collect(),
+        }
+    }
+
+    fn reading(&self) -> OpReading {
+        let mut counts = vec![0; if self.latency_buckets.is_empty() { 0 } else { BUCKETS }];
+        self.latency_buckets.iter().for_each(|[start_ns, count]| counts[bucket_of(*start_ns)] += count);
+        OpReading {
+            begun: self.begun,
+            ended: self.requests,
+            errors: self.errors,
+            bytes: self.bytes,
+            in_flight: self.in_flight as i64,
+            latency: Latency { sum_ns: self.latency_sum_ns, max_ns: self.latency_max_ns, counts },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use spile_core::metrics::{Counters, Ended};
+
+    use super::*;
+
+    #[test]
+    fn a_reading_comes_back_as_it_went() {
+        let counters = Counters::default();
+        for (op, latency_ns) in [(Op::Read, 7), (Op::Read, 90_000), (Op::Flush, u64::MAX >> 8), (Op::WriteZeroes, 0)] {
+            counters.begin(op, 512, 5);
+            counters.end(Ended { op, failed: op == Op::Flush, begun_ns: 5 }, 5 + latency_ns);
+        }
+        counters.begin(Op::Write, 4096, 100);
+        let reading = counters.read(1 << 60);
+        let stats = LayerStats::new(LayerKind::Disk, "disk".to_owned(), &reading);
+        let text = serde_json::to_string(&stats).unwrap();
+        let back: LayerStats = serde_json::from_str(&text).unwrap();
+        assert_eq!(back.reading(), reading);
+        assert_eq!(back.operations.len(), 4, "{text}");
+        assert!(text.contains("[67645734912,1]"), "{text}");
+    }
+}
