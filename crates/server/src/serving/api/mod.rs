@@ -2,7 +2,7 @@
 //!
 //! - [`types`], [`images`]: the bodies. [`view`]: what is served now, for callers that only look.
 //! - [`routes`]: the paths, and the OpenAPI document that is made from them. [`http`]: connections and their bounds.
-//! - [`stats`]: what was counted, exactly. [`text`]: the same, as lines for the log.
+//! - [`stats`]: what was counted, exactly. [`rates`]: what lies between two answers of it. [`text`]: counts as lines for the log.
 //! - [`client`]: the other side, for commands. [`discovery`]: control sockets in their folder.
 //!
 //! The API runs on a thread of its own. What changes the server is a [`Order`] for its main thread, one after the other.
@@ -11,6 +11,7 @@ pub mod client;
 pub mod discovery;
 pub mod http;
 pub mod images;
+pub mod rates;
 mod routes;
 pub mod stats;
 pub mod text;

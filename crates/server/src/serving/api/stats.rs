@@ -40,6 +40,18 @@ pub enum LayerKind {
     Store,
 }
 
+impl LayerKind {
+    /// The kind's name, as it is in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Front => "front",
+            Self::Disk => "disk",
+            Self::Image => "image",
+            Self::Store => "store",
+        }
+    }
+}
+
 /// What one layer has counted.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct LayerStats {
