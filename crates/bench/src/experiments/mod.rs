@@ -9,6 +9,7 @@
 //! ([`guest`]). On a host without Xen the guests are those of `spile_lab::xen`: the order of the paths and the shape of
 //! their curves mean something there, Xen's absolute costs do not.
 
+pub mod about;
 pub mod aggregate;
 pub mod crowd;
 pub mod exchange;

@@ -6,6 +6,7 @@ use clap::{Command, CommandFactory};
 
 use super::Cli;
 use super::bench::PATHS;
+use crate::bench::about::about;
 
 /// The end of one command's help.
 pub struct Ending {
@@ -42,6 +43,9 @@ const JSON: &str = "\
 With --json, stdout has the answer and nothing else. An error is one JSON object
 in one line on stderr, in the place of the text. The same thing has the same
 name everywhere, and the names of numbers end in their unit.";
+
+/// The widest line of a terminal that is not wide.
+const COLUMNS: usize = 80;
 
 /// One entry for each command that `--help` lists.
 pub const ENDINGS: &[Ending] = &[
@@ -291,9 +295,16 @@ fn with_endings(command: Command, words: &str) -> Command {
         command.mut_subcommand(name, |command| with_endings(command, &inner))
     });
     match ending(words) {
-        Some(ending) => command.after_help(ending.to_text()),
+        Some(ending) => command.after_help(with_about(ending)),
         None => command,
     }
+}
+
+/// The end of a command's help; before it what is told of the experiment, if the command is one.
+fn with_about(ending: &Ending) -> String {
+    let experiment = ending.command.strip_prefix("bench ").and_then(about);
+    let told = experiment.map(|about| format!("What it shows:\n{}\n\n", about.to_text(COLUMNS)));
+    told.unwrap_or_default() + &ending.to_text()
 }
 
 impl Ending {
@@ -360,8 +371,8 @@ mod tests {
     #[test]
     fn the_end_of_each_help_fits_a_terminal() {
         for ending in ENDINGS {
-            for line in ending.to_text().lines() {
-                assert!(line.chars().count() <= 80, "{}: {line}", ending.command);
+            for line in with_about(ending).lines() {
+                assert!(line.chars().count() <= COLUMNS, "{}: {line}", ending.command);
             }
         }
     }

@@ -1,0 +1,63 @@
+//! `spile bench`: the experiments' command line. Each experiment has a file.
+
+mod aggregate;
+mod common;
+mod crowd;
+mod exchange;
+mod hidden;
+mod hung;
+mod paths;
+
+use clap::{Args, Subcommand};
+use spile_core::Result;
+
+pub use hidden::{BenchGuestArgs, BenchTiedArgs, run_guest, run_tied};
+
+use super::Exit;
+
+/// What `--path` takes.
+pub const PATHS: &str = "\
+Paths through a ring; those with a * are measured unless others are named:
+  grant-map-memcpy           * as tapdisk2: mapped, copied, unmapped; 44 KiB
+  grant-map-memcpy-indirect    with indirect segments, as Linux has: 128 KiB
+  grant-map                  * as blkback: mapped while the I/O runs; 128 KiB
+  persistent                 * as qemu's qdisk: pages stay mapped; 128 KiB
+  grant-copy-44k             * as tapdisk3: the hypervisor copies; 44 KiB
+  grant-copy-44k-split         with a ring of its own for responses
+  grant-copy                 * Spile's default: the hypervisor copies; 128 KiB
+  grant-copy-split             with a ring of its own for responses
+  grant-copy-1m                one ring, as many segments as Spile has: 1 MiB";
+
+/// Measure what ways to a disk cost, side by side
+///
+/// Guests are those of a Xen made of ordinary processes, so this runs on any Linux host. The order of the paths and the
+/// shape of their curves mean something there; Xen's absolute costs are others. The paths take turns, so that what else
+/// the host does falls on all alike.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    experiment: Experiment,
+}
+
+#[derive(Debug, Subcommand)]
+enum Experiment {
+    Paths(paths::PathsArgs),
+    Aggregate(aggregate::AggregateArgs),
+    Exchange(exchange::ExchangeArgs),
+    Crowd(crowd::CrowdArgs),
+    Hung(hung::HungArgs),
+}
+
+/// Runs `spile bench`.
+///
+/// # Errors
+/// As the experiments.
+pub fn run(args: &BenchArgs) -> Result<Exit> {
+    match &args.experiment {
+        Experiment::Paths(args) => paths::run(args),
+        Experiment::Aggregate(args) => aggregate::run(args),
+        Experiment::Exchange(args) => exchange::run(args),
+        Experiment::Crowd(args) => crowd::run(args),
+        Experiment::Hung(args) => hung::run(args),
+    }
+}
