@@ -41,6 +41,57 @@ const PHASES: [&str; 9] = [
     "guest_end_us",
 ];
 
+fn number(row: &Value, field: &str) -> f64 {
+    row[field].as_f64().unwrap_or_else(|| panic!("{field} in {row}"))
+}
+
+#[test]
+fn queues_grow_shorter_on_their_way_down() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["bench", "depth", "--quick", "--depths", "1,16", "--size", "1M", "--folder", ".", "--out", "o"];
+    let outcome = json(dir.path(), &args);
+    assert_host(&outcome);
+    for (store, way) in [("delay", "nbd"), ("delay", "vhost-user"), ("device", "nbd"), ("device", "vhost-user")] {
+        for depth in [1.0, 16.0] {
+            let here = |row: &&Value| {
+                row["part"] == "growing" && row["store"] == store && row["way"] == way && row["queue_depth"] == depth
+            };
+            let here: Vec<&Value> = rows(&outcome).iter().filter(here).collect();
+            let layers: Vec<&str> = here.iter().filter_map(|row| row["layer"].as_str()).collect();
+            assert!(layers.starts_with(&["client", "front", "disk", "image"]), "{layers:?}");
+            // The host's device is where other programs are, too.
+            let ours: Vec<&&Value> = here.iter().filter(|row| row["queue_size_avg"].is_number()).collect();
+            for row in &ours {
+                let (integrated, by_ticks) = (number(row, "queue_size_avg"), number(row, "queue_size_iostat"));
+                assert!((integrated - by_ticks).abs() < 0.05 * depth, "{row}");
+            }
+            let queues: Vec<f64> = ours.iter().map(|row| number(row, "queue_size_avg")).collect();
+            assert!(queues[0] <= depth && queues[0] > 0.5 * depth, "{queues:?}");
+            assert!(queues.windows(2).all(|pair| pair[1] < 1.02 * pair[0]), "{queues:?}");
+        }
+    }
+    let intervals: Vec<&Value> = rows(&outcome).iter().filter(|row| row["part"] == "intervals").collect();
+    let at_disk: Vec<&&Value> = intervals.iter().filter(|row| row["layer"] == "disk").collect();
+    assert_eq!(at_disk.len(), 10);
+    let differ = |row: &&&&Value| {
+        let integrated = number(row, "queue_size_avg");
+        (integrated - number(row, "queue_size_iostat")).abs() > 0.5 * integrated
+    };
+    assert!(at_disk.iter().filter(differ).count() > 2, "{at_disk:?}");
+    let kept: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(kept, ["o"], "the file is removed");
+    assert!(dir.path().join("o/depth.json").exists());
+}
+
+#[test]
+fn every_experiment_says_what_it_shows_and_which_article_it_repeats() {
+    let dir = tempfile::tempdir().unwrap();
+    let help = ok(dir.path(), &["bench", "depth", "--help"]);
+    assert!(help.contains("It repeats: Average Queue Size and Storage IO Metrics (2014)."), "{help}");
+    let said = ok(dir.path(), &["bench", "crowd", "--quick", "--disks", "2", "--rounds", "1"]);
+    assert!(said.contains("What hundreds of idle disks cost a busy one in the same server."), "{said}");
+}
+
 #[test]
 fn every_path_has_its_rows() {
     let dir = tempfile::tempdir().unwrap();

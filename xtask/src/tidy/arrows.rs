@@ -59,6 +59,7 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
             "spile-store",
             "spile-image",
             "spile-node",
+            "spile-front-nbd",
             "spile-front-blkif",
             "spile-xen",
             "spile-lab",

@@ -12,9 +12,12 @@
 pub mod about;
 pub mod aggregate;
 pub mod crowd;
+pub mod depth;
 pub mod exchange;
+mod filled;
 pub mod guest;
 mod host;
+mod host_device;
 pub mod hung;
 pub mod paths;
 pub mod plot;

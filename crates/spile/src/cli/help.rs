@@ -219,6 +219,15 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[PATHS],
     },
     Ending {
+        command: "bench depth",
+        codes: &[],
+        examples: &[
+            ("spile bench depth --quick", "a short run"),
+            ("spile bench depth --delay 1ms --folder /srv --out o", "drawn, with a file in /srv"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "bench paths",
         codes: &[],
         examples: &[("spile bench paths --quick", "a short run")],

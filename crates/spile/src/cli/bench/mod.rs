@@ -3,6 +3,7 @@
 mod aggregate;
 mod common;
 mod crowd;
+mod depth;
 mod exchange;
 mod hidden;
 mod hung;
@@ -41,6 +42,7 @@ pub struct BenchArgs {
 
 #[derive(Debug, Subcommand)]
 enum Experiment {
+    Depth(depth::DepthArgs),
     Paths(paths::PathsArgs),
     Aggregate(aggregate::AggregateArgs),
     Exchange(exchange::ExchangeArgs),
@@ -54,6 +56,7 @@ enum Experiment {
 /// As the experiments.
 pub fn run(args: &BenchArgs) -> Result<Exit> {
     match &args.experiment {
+        Experiment::Depth(args) => depth::run(args),
         Experiment::Paths(args) => paths::run(args),
         Experiment::Aggregate(args) => aggregate::run(args),
         Experiment::Exchange(args) => exchange::run(args),
