@@ -101,6 +101,11 @@ impl Engine {
         self.inner.workers.iter().map(|shared| shared.stats()).collect()
     }
 
+    /// The processor time that the thread of each worker has used, in nanoseconds; `None` for one that has ended.
+    pub fn cpu_ns(&self) -> Vec<Option<u64>> {
+        self.inner.workers.iter().map(|shared| shared.cpu_ns()).collect()
+    }
+
     /// Makes a future on worker number `worker` (modulo their count) and runs it there. After
     /// [`Engine::shutdown`] nothing happens: `make` is dropped.
     pub fn spawn_on<F, Fut>(&self, worker: usize, make: F)

@@ -24,6 +24,7 @@ use crate::file_pool::{FilePool, Job, Outbox};
 use crate::op::{self, Kind, Op, Outcome, Started};
 use crate::shared::WorkerLink;
 use crate::sys;
+use crate::wake::Found;
 
 /// The eventfd's tag in the epoll set; the sockets' are their ids, which start at 1.
 const DOORBELL: u64 = 0;
@@ -47,6 +48,8 @@ pub(crate) struct Epoll {
     ended_by_aio: Vec<(u64, i32)>,
     /// How many turns in a row have not looked at the sockets.
     blind_turns: u32,
+    /// What has ended since the worker's last sleep began.
+    pub(crate) found: Found,
 }
 
 struct Slot {
@@ -107,6 +110,7 @@ impl Epoll {
             file_ops: 0,
             ended_by_aio: Vec::new(),
             blind_turns: 0,
+            found: Found::default(),
         };
         sys::epoll_add(this.epoll(), this.shared.event.as_raw_fd(), libc::EPOLLIN, DOORBELL)?;
         if let Some(aio) = &this.aio {
@@ -196,6 +200,7 @@ impl Epoll {
     fn complete(&mut self, key: usize, result: i32, woken: &mut Vec<Waker>) {
         let slot = &mut self.slots[key];
         let op = slot.op.as_mut().expect("an operation in flight is in its slot");
+        self.found.completion();
         let must_wait = op::must_wait(-result, true);
         let outcome = match usize::try_from(result) {
             Ok(count) => op.advance(count),
@@ -317,6 +322,7 @@ impl Epoll {
     /// A helper thread is done.
     pub(crate) fn done(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
         self.shared.counters.completed(1);
+        self.found.completion();
         self.end_file_op(key as usize, outcome, woken);
     }
 
@@ -373,6 +379,7 @@ impl Epoll {
 
     fn on_event(&mut self, id: u64, events: i32, woken: &mut Vec<Waker>) {
         if id == DOORBELL {
+            self.found.bell();
             return sys::eventfd_read(self.shared.event.as_raw_fd());
         }
         if id == AIO_BELL {
@@ -393,6 +400,7 @@ impl Epoll {
         waiting.was_readable |= side == Kind::Recv && waiting.readers.is_empty();
         for key in std::mem::take(waiting.side(side)) {
             let op = self.slots[key].op.as_mut().expect("what waits on a socket is here");
+            self.found.end_of(op);
             let tried = if op.fd.stays_rung { Some(Ok(0)) } else { try_socket(op) };
             match tried {
                 Some(outcome) => self.finish(key, outcome, woken),

@@ -79,6 +79,8 @@ pub(crate) struct Fd {
     /// An eventfd that nobody empties, because this kernel cannot do that without a wait. So only a new ring counts, and not that it is
     /// readable.
     pub(crate) stays_rung: bool,
+    /// A socket to a store: what it brings are completions, and not requests.
+    pub(crate) is_store: bool,
     /// Of an eventfd: the number of writes to it that are in flight.
     pub(crate) rings: AtomicU32,
     /// The errno of the first sync of this file that failed; 0 when none has. The kernel reports a failure once only.
@@ -89,6 +91,13 @@ pub(crate) struct Fd {
 impl Fd {
     pub(crate) fn socket(fd: OwnedFd) -> Arc<Self> {
         Self::new(FileFd::socket(fd), None, None)
+    }
+
+    /// A socket on which a store answers.
+    pub(crate) fn store_socket(fd: OwnedFd) -> Arc<Self> {
+        let mut this = Self::socket(fd);
+        Arc::get_mut(&mut this).expect("it is new").is_store = true;
+        this
     }
 
     /// An eventfd that another process shares.
@@ -126,6 +135,7 @@ impl Fd {
             waits: AtomicBool::new(false),
             _locked: locked,
             stays_rung: false,
+            is_store: false,
             rings: AtomicU32::new(0),
             sync_errno: AtomicI32::new(0),
             known_to: Mutex::default(),

@@ -38,6 +38,7 @@ mod sys;
 mod time;
 mod uring;
 mod uring_slot;
+mod wake;
 mod worker;
 
 pub use align::{DirectAlign, find as direct_align};

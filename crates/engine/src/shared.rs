@@ -16,6 +16,7 @@ use async_task::Runnable;
 use crate::closing::FileFd;
 use crate::fd::Fd;
 use crate::op::Outcome;
+use crate::wake::Cause;
 use crate::{sys, worker};
 
 /// A message from another thread to a worker.
@@ -54,6 +55,15 @@ pub struct WorkerStats {
     pub polls: u64,
     /// Times the worker went to sleep with nothing to do.
     pub sleeps: u64,
+    /// Sleeps that a guest or a client ended: it kicked, sent something or made room for answers.
+    pub wakeups_kick: u64,
+    /// Sleeps that a store ended: an operation was done.
+    pub wakeups_completion: u64,
+    /// Sleeps that another thread of the process ended, such as the one that obeys the control socket; also those that a signal
+    /// ended.
+    pub wakeups_control: u64,
+    /// Sleeps that ended because a time was over.
+    pub wakeups_timer: u64,
 }
 
 /// Counters with one writer, the worker: plain loads and stores, no locked instruction.
@@ -66,6 +76,7 @@ pub(crate) struct Counters {
     cqes: AtomicU64,
     polls: AtomicU64,
     sleeps: AtomicU64,
+    wakeups: [AtomicU64; 4],
     /// From here on, other threads write, too.
     wakes: AtomicU64,
     aio_enters: AtomicU64,
@@ -111,6 +122,11 @@ impl Counters {
         add(&self.sleeps, 1);
     }
 
+    /// A sleep has ended.
+    pub(crate) fn woke(&self, cause: Cause) {
+        add(&self.wakeups[cause as usize], 1);
+    }
+
     pub(crate) fn read(&self) -> WorkerStats {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         WorkerStats {
@@ -122,6 +138,10 @@ impl Counters {
             wakes: get(&self.wakes),
             polls: get(&self.polls),
             sleeps: get(&self.sleeps),
+            wakeups_kick: get(&self.wakeups[Cause::Kick as usize]),
+            wakeups_completion: get(&self.wakeups[Cause::Completion as usize]),
+            wakeups_control: get(&self.wakeups[Cause::Control as usize]),
+            wakeups_timer: get(&self.wakeups[Cause::Timer as usize]),
         }
     }
 }
@@ -175,6 +195,7 @@ pub(crate) struct WorkerLink {
     pub(crate) event: OwnedFd,
     /// The epoll instance of a worker without a ring.
     epoll: Option<OwnedFd>,
+    cpu_clock: libc::clockid_t,
     pub(crate) counters: Counters,
 }
 
@@ -185,6 +206,7 @@ struct Queue {
 }
 
 impl WorkerLink {
+    /// To be called on the worker's own thread.
     pub(crate) fn new(index: usize, epoll: Option<OwnedFd>) -> std::io::Result<Self> {
         Ok(Self {
             index,
@@ -194,6 +216,7 @@ impl WorkerLink {
             stopping: AtomicBool::new(false),
             event: sys::eventfd()?,
             epoll,
+            cpu_clock: sys::own_cpu_clock()?,
             counters: Counters::default(),
         })
     }
@@ -299,6 +322,11 @@ impl WorkerLink {
         if let Some(epoll) = &self.epoll {
             sys::epoll_delete(epoll.as_raw_fd(), fd.as_raw_fd());
         }
+    }
+
+    /// The processor time that the worker's thread has used, in nanoseconds; `None` once it has ended.
+    pub(crate) fn cpu_ns(&self) -> Option<u64> {
+        sys::clock_ns(self.cpu_clock)
     }
 
     pub(crate) fn stats(&self) -> WorkerStats {

@@ -27,6 +27,15 @@ impl Socket {
         Ok(Socket { fd: Fd::socket(fd) })
     }
 
+    /// Takes over a socket on which a store answers. A wake-up for such an answer counts as one for a completion.
+    ///
+    /// # Errors
+    /// As [`Socket::from_fd`].
+    pub fn to_store(fd: OwnedFd) -> Result<Socket> {
+        check_stream(&fd)?;
+        Ok(Socket { fd: Fd::store_socket(fd) })
+    }
+
     /// Receives at least one byte into `into` and returns how many; 0 when the peer has shut down. A future dropped
     /// before its end may have taken bytes with it: drop it only to end the connection.
     ///

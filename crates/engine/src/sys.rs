@@ -148,6 +148,24 @@ pub(crate) fn epoll_wait(epoll: RawFd, events: &mut [libc::epoll_event], timeout
     usize::try_from(count).unwrap_or(0)
 }
 
+/// The clock of the processor time that this thread uses, to be read on any thread while this one lives.
+pub(crate) fn own_cpu_clock() -> io::Result<libc::clockid_t> {
+    let mut clock = 0;
+    // SAFETY: this thread lives, and the out parameter is live.
+    match unsafe { libc::pthread_getcpuclockid(libc::pthread_self(), &raw mut clock) } {
+        0 => Ok(clock),
+        errno => Err(io::Error::from_raw_os_error(errno)),
+    }
+}
+
+/// The time of a clock in nanoseconds; `None` when it is the clock of a thread that has ended.
+pub(crate) fn clock_ns(clock: libc::clockid_t) -> Option<u64> {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the out parameter is live.
+    let result = unsafe { libc::clock_gettime(clock, &raw mut time) };
+    (result == 0).then_some(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
+}
+
 fn msghdr(iovecs: &mut [libc::iovec]) -> libc::msghdr {
     // SAFETY: a msghdr of zeroes is valid: no name, no vectors, no control data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };

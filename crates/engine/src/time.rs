@@ -34,11 +34,12 @@ impl Timers {
         Some(deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// Takes out the wakers of all deadlines that have passed, earliest first.
-    pub(crate) fn expire(&mut self, woken: &mut Vec<Waker>) {
+    /// Takes out the wakers of all deadlines that have passed, earliest first. True when there were any.
+    pub(crate) fn expire(&mut self, woken: &mut Vec<Waker>) -> bool {
         if self.sleepers.is_empty() {
-            return;
+            return false;
         }
+        let before = woken.len();
         let now = Instant::now();
         while let Some(entry) = self.sleepers.first_entry() {
             if entry.key().0 > now {
@@ -46,6 +47,7 @@ impl Timers {
             }
             woken.push(entry.remove());
         }
+        woken.len() > before
     }
 }
 

@@ -39,6 +39,7 @@ use crate::ring_setup::{build_ring, check_features};
 use crate::shared::{Held, WorkerLink};
 use crate::shares::Shares;
 use crate::uring_slot::{Slot, State};
+use crate::wake::Found;
 
 /// The most transfers in the ring at a time. A store that is alone may have half of them (module `shares`). What helper threads
 /// and AIO do is bounded there.
@@ -82,6 +83,8 @@ pub(crate) struct Uring {
     files: FileTable,
     fixed: FixedBuffers,
     aio: Aio,
+    /// What has ended since the worker's last sleep began.
+    pub(crate) found: Found,
 }
 
 fn key_of(index: u32, generation: u32) -> u64 {
@@ -124,6 +127,7 @@ impl Uring {
             doorbell_armed: false,
             files,
             fixed: FixedBuffers::default(),
+            found: Found::default(),
         };
         this.arm_doorbell();
         this.try_enter(None)?;
@@ -193,6 +197,7 @@ impl Uring {
     /// A helper thread is done.
     pub(crate) fn done(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
         self.shared.counters.completed(1);
+        self.found.completion();
         self.finish(key, outcome, woken);
     }
 
@@ -359,9 +364,15 @@ impl Uring {
         self.shared.counters.completed(reaped.len() as u64);
         for (key, result) in reaped.drain(..) {
             match key {
-                DOORBELL => self.arm_doorbell(),
+                DOORBELL => {
+                    self.found.bell();
+                    self.arm_doorbell();
+                }
                 CANCELLED => (),
-                AIO_BELL => self.reap_aio(woken),
+                AIO_BELL => {
+                    self.found.completion();
+                    self.reap_aio(woken);
+                }
                 key => self.complete(key, result, woken),
             }
         }
@@ -374,6 +385,7 @@ impl Uring {
     fn complete(&mut self, key: u64, result: i32, woken: &mut Vec<Waker>) {
         let slot = &mut self.slots[index_of(key)];
         let op = slot.op.as_mut().expect("an operation in flight is in its slot");
+        self.found.end_of(op);
         let must_wait = op.kind.is_file() && op::must_wait(-result, op.fd.direct);
         let polled = std::mem::replace(&mut slot.polls, !op.kind.is_file() && result == -libc::EAGAIN);
         let outcome = match usize::try_from(result) {

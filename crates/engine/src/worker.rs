@@ -32,6 +32,7 @@ use crate::spin::{Watches, Window};
 use crate::sys;
 use crate::time::Timers;
 use crate::uring::Uring;
+use crate::wake::{Cause, Found};
 
 /// The most tasks that are polled before the reactor gets its turn, so that busy tasks cannot hold up completions.
 const BATCH: usize = 256;
@@ -131,6 +132,14 @@ impl Reactor {
         }
     }
 
+    /// What has ended since the worker's last sleep began.
+    fn found(&mut self) -> &mut Found {
+        match self {
+            Self::Uring(r) => &mut r.found,
+            Self::Epoll(r) => &mut r.found,
+        }
+    }
+
     /// True when nothing is in flight.
     fn is_idle(&self) -> bool {
         match self {
@@ -150,6 +159,8 @@ pub(crate) struct Worker {
     pool: Pool,
     pub(crate) watches: RefCell<Watches>,
     window: RefCell<Window>,
+    /// A sleep has ended by a message, which tells the cause.
+    is_rung: Cell<bool>,
 }
 
 impl Worker {
@@ -187,6 +198,7 @@ impl Worker {
             pool,
             watches: RefCell::default(),
             window: RefCell::new(Window::new(poll)),
+            is_rung: Cell::new(false),
         })
     }
 
@@ -229,6 +241,10 @@ impl Worker {
                 Message::Refused(key) => self.reactor.borrow_mut().refused(key),
             }
         }
+        if self.is_rung.take() {
+            let by_helper = self.reactor.borrow_mut().found().cause(false) == Some(Cause::Completion);
+            self.shared.counters.woke(if by_helper { Cause::Completion } else { Cause::Control });
+        }
         wake_all(woken);
     }
 
@@ -253,13 +269,29 @@ impl Worker {
             self.shared.counters.slept();
             self.timers.borrow().time_left()
         });
-        self.reactor.borrow_mut().turn(wait, woken);
+        let found = {
+            let mut reactor = self.reactor.borrow_mut();
+            *reactor.found() = Found::default();
+            reactor.turn(wait, woken);
+            *reactor.found()
+        };
         self.shared.awake();
         if let Some(since) = idle_since {
             self.window.borrow_mut().learn(since.elapsed(), sleeps);
         }
-        self.timers.borrow_mut().expire(woken);
+        let is_due = self.timers.borrow_mut().expire(woken);
+        if sleeps {
+            self.note_wake(found.cause(is_due));
+        }
         wake_all(woken);
+    }
+
+    /// Counts the end of a sleep, or leaves that to the worker's messages.
+    fn note_wake(&self, cause: Option<Cause>) {
+        match cause {
+            Some(cause) => self.shared.counters.woke(cause),
+            None => self.is_rung.set(true),
+        }
     }
 
     /// Looks for work until there is some, or the window is over. Returns the time at which the worker ran out of work;

@@ -127,6 +127,8 @@ fn a_server_answers_what_its_document_says() {
         ("GET", "/v1/disks/{name}/info", "/v1/disks/a/info", "", 200),
         ("GET", "/v1/disks/{name}/map", "/v1/disks/a/map", "", 200),
         ("GET", "/v1/disks/{name}/map", "/v1/disks/a/map?max_runs=x", "", 400),
+        ("GET", "/v1/disks/{name}/stats", "/v1/disks/a/stats", "", 200),
+        ("GET", "/v1/workers", "/v1/workers", "", 200),
         ("POST", "/v1/disks", "/v1/disks", &disk, 201),
         ("PATCH", "/v1/disks/{name}", "/v1/disks/b", "{\"virtual_size_bytes\":33554432,\"on_error\":\"pause\"}", 200),
         // The name of the size in older builds.

@@ -54,7 +54,7 @@ pub(super) async fn dial(uri: &NbdUri, options: &NbdOptions) -> Result<Connectio
     }
     let work = async {
         let Reached { fd, tls } = connect(uri).await?;
-        let transport = Transport::plain(Socket::from_fd(fd)?);
+        let transport = Transport::plain(Socket::to_store(fd)?);
         let found = Handshake { transport: &transport, uri }.run(options.structured, tls).await?;
         Ok((transport, found))
     };

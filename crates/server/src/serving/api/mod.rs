@@ -3,6 +3,7 @@
 //! - [`types`], [`images`]: the bodies. [`view`]: what is served now, for callers that only look.
 //! - [`routes`]: the paths, and the OpenAPI document that is made from them. [`http`]: connections and their bounds.
 //! - [`stats`]: what was counted, exactly. [`rates`]: what lies between two answers of it. [`text`]: counts as lines for the log.
+//! - [`workers`]: what has woken the server's threads up.
 //! - [`client`]: the other side, for commands. [`discovery`]: control sockets in their folder.
 //!
 //! The API runs on a thread of its own. What changes the server is a [`Order`] for its main thread, one after the other.
@@ -17,6 +18,7 @@ pub mod stats;
 pub mod text;
 pub mod types;
 pub mod view;
+pub mod workers;
 
 use spile_core::Result;
 use tokio::sync::oneshot;

@@ -19,6 +19,7 @@ use super::images::{Info, MapPart};
 use super::stats::DiskStats;
 use super::types::{Accepted, Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport, Resumed};
 use super::view::View;
+use super::workers::Workers;
 use super::{Call, Order};
 use crate::log;
 use crate::serving::control::Event;
@@ -55,6 +56,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}/stats", get(stats))
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
+        .route("/v1/workers", get(workers))
         .route("/v1/exports", post(add_export))
         .route("/v1/exports/{address}", delete(remove_export))
         .route("/v1/log-level", put(set_log_level))
@@ -81,6 +83,7 @@ pub fn router(context: Context) -> Router {
         info,
         map,
         stats,
+        workers,
         resume,
         accept_loss,
         add_export,
@@ -215,6 +218,12 @@ async fn info(State(context): State<Context>, Path(name): Path<String>) -> Answe
     responses((status = 200, body = DiskStats), (status = "default", body = Failure)))]
 async fn stats(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.stats(&context.server, &name)?))
+}
+
+/// What the server's workers have done since it began, and what has woken them up. Two answers give what happened between them.
+#[utoipa::path(get, path = "/v1/workers", responses((status = 200, body = Workers), (status = "default", body = Failure)))]
+async fn workers(State(context): State<Context>) -> Response {
+    json(StatusCode::OK, &context.view.workers(&context.server))
 }
 
 /// Where the disk's bytes lie, part by part: each answer says where the next part begins. Guests may write meanwhile: each part is

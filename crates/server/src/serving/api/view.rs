@@ -13,6 +13,7 @@ use tokio::sync::oneshot;
 use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
 use super::stats::{DiskStats, LayerKind, LayerStats};
 use super::types::{Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Meter, Waiting};
+use super::workers::Workers;
 use crate::serving::disks::{Open, ServedDisk};
 use crate::serving::failed_syncs;
 
@@ -169,6 +170,11 @@ impl View {
     /// As [`View::find`].
     pub fn stats(&self, server: &str, name: &str) -> Result<DiskStats> {
         self.with(name, |disk| Ok(disk.stats(server)))
+    }
+
+    /// What the server's workers have done.
+    pub fn workers(&self, server: &str) -> Workers {
+        Workers::new(server, &self.engine)
     }
 
     /// What the images of the disk of this name say of themselves now.
