@@ -84,6 +84,30 @@ fn queues_grow_shorter_on_their_way_down() {
 }
 
 #[test]
+fn idle_guests_wake_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["bench", "density", "--quick", "--disks", "4", "--each", "2", "--seconds", "500ms", "--guests"];
+    let outcome = json(dir.path(), &[&args[..], &["--row", "250ms", "--folder", "."]].concat());
+    assert_host(&outcome);
+    let of = |layout: &str, phase: &str| -> Vec<&Value> {
+        rows(&outcome).iter().filter(|row| row["layout"] == layout && row["phase"] == phase).collect()
+    };
+    for (layout, disks, idle) in [("shared", 4.0, 2), ("each", 2.0, 1)] {
+        let (attachment, idle_rows) = (of(layout, "attachment"), of(layout, "idle"));
+        assert_eq!((attachment.len(), idle_rows.len()), (1, idle), "{outcome}");
+        assert!(number(attachment[0], "wakeups_kick") >= disks, "each guest has kicked: {}", attachment[0]);
+        for row in idle_rows {
+            assert_plain(row, &["seconds", "resident_bytes", "proportional_bytes", "threads"]);
+            for cause in ["wakeups_kick", "wakeups_completion", "wakeups_control", "wakeups_timer"] {
+                assert_eq!(number(row, cause), 0.0, "{row}");
+            }
+            assert_eq!(number(row, "disks"), disks);
+        }
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the images are removed");
+}
+
+#[test]
 fn every_experiment_says_what_it_shows_and_which_article_it_repeats() {
     let dir = tempfile::tempdir().unwrap();
     let help = ok(dir.path(), &["bench", "depth", "--help"]);

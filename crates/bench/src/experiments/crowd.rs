@@ -20,6 +20,7 @@ use utoipa::ToSchema;
 
 use super::process::Tied;
 use super::sample::median;
+use super::usage::runs;
 use super::world::Folder;
 use super::{HostFacts, Outcome, right, table};
 use crate::load;
@@ -150,10 +151,10 @@ fn idle_guest(socket: &Path, queues: u16) -> Result<(Device, Vec<Queue>)> {
 
 fn one_round(alone: &mut Served, crowd: &mut Served, parameters: &Parameters, round: u32) -> Result<Row> {
     let crowd_first = !round.is_multiple_of(2);
-    let before = switches(crowd.process.id());
+    let before = runs(crowd.process.id());
     let (first, second) = if crowd_first { (&crowd, &alone) } else { (&alone, &crowd) };
     let results = [first.read(parameters)?, second.read(parameters)?];
-    let after = switches(crowd.process.id());
+    let after = runs(crowd.process.id());
     let [in_alone, in_crowd] = if crowd_first { [results[1], results[0]] } else { results };
     Ok(Row {
         alone_iops: in_alone.0,
@@ -162,16 +163,6 @@ fn one_round(alone: &mut Served, crowd: &mut Served, parameters: &Parameters, ro
         crowd_cpu_us: in_crowd.1,
         crowd_threads: after.iter().filter(|thread| !before.contains(thread)).count(),
     })
-}
-
-/// Each thread of a process, and how often it was put on a processor (`/proc/PID/task/TID/schedstat`, third field).
-fn switches(pid: u32) -> Vec<(String, String)> {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let of_task = |task: std::fs::DirEntry| {
-        let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
-        Some((task.file_name().to_string_lossy().into_owned(), text.split_whitespace().nth(2)?.to_owned()))
-    };
-    tasks.filter_map(of_task).collect()
 }
 
 /// The figures as a table, and what the crowd has cost.

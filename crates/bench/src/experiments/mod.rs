@@ -12,6 +12,7 @@
 pub mod about;
 pub mod aggregate;
 pub mod crowd;
+pub mod density;
 pub mod depth;
 pub mod exchange;
 mod filled;
@@ -25,6 +26,7 @@ pub mod process;
 pub mod rings;
 pub mod sample;
 pub mod trace;
+mod usage;
 pub mod world;
 
 use std::path::{Path, PathBuf};

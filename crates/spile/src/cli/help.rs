@@ -228,6 +228,15 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "bench density",
+        codes: &[],
+        examples: &[
+            ("spile bench density --quick --guests", "a short run"),
+            ("spile bench density --disks 100 --seconds 60", "two rows of 30 seconds"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "bench paths",
         codes: &[],
         examples: &[("spile bench paths --quick", "a short run")],

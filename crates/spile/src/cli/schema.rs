@@ -18,7 +18,7 @@ use super::load::ReadBack;
 use super::map::Mapped;
 use super::measure::Measured;
 use super::{Exit, print_text};
-use crate::bench::{Outcome, aggregate, crowd, depth, exchange, hung, paths};
+use crate::bench::{Outcome, aggregate, crowd, density, depth, exchange, hung, paths};
 use crate::load::Report;
 
 /// Print the JSON Schema of a command's --json output
@@ -48,6 +48,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("show", of::<DiskDetail>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),
     ("bench depth", of_experiment::<depth::Asked, depth::Row>),
+    ("bench density", of_experiment::<density::Asked, density::Row>),
     ("bench paths", of_experiment::<paths::Asked, paths::Row>),
     ("bench aggregate", of_experiment::<aggregate::Asked, aggregate::Row>),
     ("bench exchange", of_experiment::<exchange::Asked, exchange::Row>),

@@ -3,6 +3,7 @@
 mod aggregate;
 mod common;
 mod crowd;
+mod density;
 mod depth;
 mod exchange;
 mod hidden;
@@ -43,6 +44,7 @@ pub struct BenchArgs {
 #[derive(Debug, Subcommand)]
 enum Experiment {
     Depth(depth::DepthArgs),
+    Density(density::DensityArgs),
     Paths(paths::PathsArgs),
     Aggregate(aggregate::AggregateArgs),
     Exchange(exchange::ExchangeArgs),
@@ -57,6 +59,7 @@ enum Experiment {
 pub fn run(args: &BenchArgs) -> Result<Exit> {
     match &args.experiment {
         Experiment::Depth(args) => depth::run(args),
+        Experiment::Density(args) => density::run(args),
         Experiment::Paths(args) => paths::run(args),
         Experiment::Aggregate(args) => aggregate::run(args),
         Experiment::Exchange(args) => exchange::run(args),
