@@ -81,7 +81,7 @@ impl Server {
             for (role, address) in addresses {
                 let disk = match &role {
                     Role::Vhost(export) => Some(server.opening.identity(export)?),
-                    Role::Nbd | Role::Control => None,
+                    Role::Nbd | Role::Control | Role::Metrics => None,
                 };
                 server.fronts.add(&server.engine, &server.disks, &server.options, &role)?;
                 let socket = Endpoint::new(role, disk.as_deref(), &address)?.bind(server.options.access)?;
@@ -158,7 +158,8 @@ impl Server {
 
     fn remove_export(&mut self, address: &str) -> Result<()> {
         let is_meant = |socket: &Listening| {
-            socket.role != Role::Control && socket.address.as_ref().is_some_and(|other| other.to_string() == address)
+            !matches!(socket.role, Role::Control | Role::Metrics)
+                && socket.address.as_ref().is_some_and(|other| other.to_string() == address)
         };
         let Some(at) = self.listening.iter().position(is_meant) else {
             return Err(Error::new(ErrorKind::NotFound, format!("this server does not listen on {address}")));
@@ -172,7 +173,7 @@ impl Server {
                 let shares: Vec<OwnedFd> = others.map(Listening::share).collect::<Result<_>>()?;
                 shares.into_iter().try_for_each(|fd| self.fronts.listen(&Role::Vhost(export.clone()), fd))
             }
-            Role::Control => Ok(()),
+            Role::Control | Role::Metrics => Ok(()),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The servers over the open disks, and the sockets that they listen on.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -64,6 +65,8 @@ pub enum Role {
     Vhost(String),
     /// The control socket.
     Control,
+    /// Metrics, for Prometheus.
+    Metrics,
 }
 
 impl Role {
@@ -75,6 +78,8 @@ impl Role {
             Self::Vhost(_) => [1u32, 1, 0].iter().flat_map(|word| word.to_ne_bytes()).collect(),
             // No request, so it is refused.
             Self::Control => b"\n".to_vec(),
+            // A TCP address is not asked.
+            Self::Metrics => Vec::new(),
         }
     }
 }
@@ -85,6 +90,7 @@ impl fmt::Display for Role {
             Self::Nbd => f.write_str("nbd"),
             Self::Vhost(export) => write!(f, "vhost-user {export:?}"),
             Self::Control => f.write_str("control"),
+            Self::Metrics => f.write_str("metrics"),
         }
     }
 }
@@ -227,6 +233,8 @@ pub struct XenFront {
 pub struct Fronts {
     nbd: Nbd,
     former: Vec<Nbd>,
+    /// What NBD servers have counted of each export that are gone: counts never fall while a disk is served.
+    counted: BTreeMap<String, FrontReading>,
     vhost: Vec<Vhost>,
     xen: Option<XenFront>,
 }
@@ -238,7 +246,7 @@ impl Fronts {
     /// `NotFound` when a role names no export; `InvalidInput` when names or counts are not allowed.
     pub fn new(engine: &Engine, disks: &[Open], options: &Options, roles: &[Role]) -> Result<Self> {
         let nbd = Nbd::new(engine, disks, options)?;
-        let mut fronts = Self { nbd, former: Vec::new(), vhost: Vec::new(), xen: None };
+        let mut fronts = Self { nbd, former: Vec::new(), counted: BTreeMap::new(), vhost: Vec::new(), xen: None };
         roles.iter().try_for_each(|role| fronts.add(engine, disks, options, role))?;
         Ok(fronts)
     }
@@ -283,9 +291,18 @@ impl Fronts {
     pub fn exchange_nbd(&mut self, engine: &Engine, disks: &[Open], options: &Options) -> Result<()> {
         let former = std::mem::replace(&mut self.nbd, Nbd::new(engine, disks, options)?);
         former.server.stop_listening();
-        self.former.retain(|nbd| nbd.server.connections() > 0);
+        let ended: Vec<Nbd> = self.former.extract_if(.., |nbd| nbd.server.connections() == 0).collect();
+        ended.iter().for_each(|nbd| self.keep_counts(nbd));
         self.former.push(former);
         Ok(())
+    }
+
+    /// Keeps what an NBD server has counted that is about to go.
+    fn keep_counts(&mut self, nbd: &Nbd) {
+        for name in &nbd.names {
+            let counted = FrontReading { connections: 0, ..nbd.server.metrics(name) };
+            *self.counted.entry(name.clone()).or_default() += &counted;
+        }
     }
 
     /// Guests and NBD clients that are connected to a disk with these exports.
@@ -304,12 +321,18 @@ impl Fronts {
             vhost.server.stop();
             vhost.server.wait_drained();
         }
-        for nbd in self.former.extract_if(.., |nbd| nbd.clients_of(names) > 0) {
+        let ended: Vec<Nbd> = self.former.extract_if(.., |nbd| nbd.clients_of(names) > 0).collect();
+        for nbd in ended {
             nbd.server.stop();
             nbd.server.wait_drained(DRAIN_PATIENCE);
+            self.keep_counts(&nbd);
         }
-        // Those that are left have no client of it, and must not keep it open.
-        self.former.iter().for_each(|nbd| names.iter().for_each(|name| nbd.server.withdraw(name)));
+        // Those that are left have no client of it, and must not keep it open. Its counts end with it: another disk may get its name.
+        for nbd in &mut self.former {
+            names.iter().for_each(|name| nbd.server.withdraw(name));
+            nbd.names.retain(|name| !names.contains(name));
+        }
+        self.counted.retain(|name, _| !names.contains(name));
     }
 
     fn vhost(&self, export: &str) -> Option<&Arc<VhostServer<ServedDisk>>> {
@@ -319,11 +342,12 @@ impl Fronts {
     /// What is counted of a disk with these exports: by front and export.
     pub fn meters(&self, names: &[String]) -> Vec<(String, ReadMeter)> {
         let mut meters: Vec<(String, ReadMeter)> = Vec::new();
-        for nbd in [&self.nbd].into_iter().chain(&self.former) {
-            for name in nbd.names.iter().filter(|name| names.contains(name)) {
-                let (layer, server, name) = (format!("front nbd {name:?}"), nbd.server.clone(), name.to_owned());
-                meters.push((layer, Arc::new(move || server.metrics(&name))));
-            }
+        for name in self.nbd.names.iter().filter(|name| names.contains(name)) {
+            let nbd = [&self.nbd].into_iter().chain(&self.former).filter(|nbd| nbd.names.contains(name));
+            let servers: Vec<_> = nbd.map(|nbd| nbd.server.clone()).collect();
+            let (own, before) = (name.clone(), self.counted.get(name).cloned().unwrap_or_default());
+            let read = move || sum(before.clone(), servers.iter().map(|server| server.metrics(&own)));
+            meters.push((format!("front nbd {name:?}"), Arc::new(read)));
         }
         for vhost in self.vhost.iter().filter(|vhost| names.contains(&vhost.export)) {
             let server = vhost.server.clone();
@@ -333,7 +357,7 @@ impl Fronts {
         meters
     }
 
-    /// Has the server of `role` listen on a descriptor. No front listens on the control socket.
+    /// Has the server of `role` listen on a descriptor. No front listens on the control socket and for metrics.
     ///
     /// # Errors
     /// When it is no listening socket.
@@ -341,7 +365,7 @@ impl Fronts {
         match role {
             Role::Nbd => self.nbd.server.listen(fd),
             Role::Vhost(export) => self.vhost(export).map_or(Ok(()), |server| server.listen(fd)),
-            Role::Control => Ok(()),
+            Role::Control | Role::Metrics => Ok(()),
         }
     }
 
@@ -430,11 +454,13 @@ impl Fronts {
 
 /// Adds up what the rings of a Xen guest have counted.
 fn sum_of(read: impl Fn() -> Vec<FrontReading> + Send + Sync + 'static) -> ReadMeter {
-    Arc::new(move || {
-        read().into_iter().fold(FrontReading::default(), |mut sum, ring| {
-            sum += &ring;
-            sum
-        })
+    Arc::new(move || sum(FrontReading::default(), read().into_iter()))
+}
+
+fn sum(first: FrontReading, others: impl Iterator<Item = FrontReading>) -> FrontReading {
+    others.fold(first, |mut sum, other| {
+        sum += &other;
+        sum
     })
 }
 
@@ -458,7 +484,7 @@ fn ways_by_socket(open: &Open, listening: &[Listening], tls_of_nbd: &str) -> Vec
         let reaches = |socket: &&Listening| match &socket.role {
             Role::Nbd => true,
             Role::Vhost(export) => export == name,
-            Role::Control => false,
+            Role::Control | Role::Metrics => false,
         };
         ways.extend(listening.iter().filter(reaches).map(|socket| ExportView {
             protocol: if socket.role == Role::Nbd { "nbd" } else { "vhost-user" }.to_owned(),
@@ -470,7 +496,7 @@ fn ways_by_socket(open: &Open, listening: &[Listening], tls_of_nbd: &str) -> Vec
     ways
 }
 
-/// One line for each disk and way to it.
+/// One line for each disk and way to it, and for each address of the metrics.
 pub fn describe(disks: &[Open], sockets: &[Socket], tls_required: bool) -> Vec<String> {
     let mut lines = Vec::new();
     for open in disks {
@@ -482,6 +508,9 @@ pub fn describe(disks: &[Open], sockets: &[Socket], tls_required: bool) -> Vec<S
             lines.extend(ways.map(|way| format!("{what} {way}")));
         }
     }
+    let metrics = sockets.iter().filter(|socket| socket.role == Role::Metrics);
+    let addresses = metrics.filter_map(|socket| socket.bound.address.as_ref()).map(ToString::to_string);
+    lines.extend(addresses.map(|address| format!("metrics at http://{}/metrics", address.trim_start_matches("tcp:"))));
     lines
 }
 
@@ -494,7 +523,7 @@ fn way(socket: &Socket, name: &str, tls_required: bool) -> Option<String> {
             None => format!("as export `{name}` on a socket passed to us"),
         }),
         Role::Vhost(export) if export == name => address.map(|address| format!("to guests by vhost-user on {address}")),
-        Role::Vhost(_) | Role::Control => None,
+        Role::Vhost(_) | Role::Control | Role::Metrics => None,
     }
 }
 

@@ -3,6 +3,7 @@
 //! - [`server`]: the main loop of both. [`serve`]: `spile serve` itself; `spile xen-disk` is [`crate::xen::disk`].
 //! - [`disks`]: the images, open; `faults.rs` has them fail for tests. [`fronts`]: the servers over them. [`sockets`]: where they listen.
 //! - [`failed_syncs`]: failed syncs, remembered for the next server. [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
+//! - [`metrics`]: what was counted, for Prometheus.
 //! - [`control`]: lines on the control socket. [`api`]: HTTP on the same socket. [`takeover`]: a server that gives all it has to
 //!   its successor, and the messages for that.
 
@@ -15,6 +16,7 @@ mod faults;
 pub mod fronts;
 mod handover;
 pub mod identity;
+pub mod metrics;
 pub mod serve;
 pub mod server;
 pub mod sockets;

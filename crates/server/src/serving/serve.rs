@@ -9,6 +9,7 @@ use spile_engine::Config;
 use super::disks::Opening;
 use super::failed_syncs;
 use super::fronts::{Options, Role, Socket, VhostSpec};
+use super::metrics::Detail;
 use super::server::{Beginning, Server};
 use super::sockets::{self, Endpoint};
 use super::takeover::{self, Inheritance};
@@ -40,6 +41,10 @@ pub struct Settings {
     pub vhost_user: Vec<VhostSpec>,
     /// The control socket.
     pub control: ControlPlace,
+    /// Where Prometheus finds metrics, beside the control socket.
+    pub metrics: Vec<Address>,
+    /// How many series a disk has.
+    pub metrics_detail: Detail,
     /// The first disk's name, for the name of the control socket.
     pub name: String,
     /// Take over from the server at the control socket.
@@ -53,6 +58,7 @@ pub struct Settings {
 pub fn serve(settings: Settings, signals: ServerSignals, say: impl Fn(&dyn Display)) -> Result<()> {
     failed_syncs::remember();
     let mut server = Server::new(settings.opening.clone(), settings.options.clone(), settings.engine.clone())?;
+    server.set_metrics_detail(settings.metrics_detail);
     server.hear(signals);
     let endpoints = endpoints(&settings)?;
     let passed = sockets::passed()?;
@@ -91,6 +97,9 @@ fn endpoints(settings: &Settings) -> Result<Vec<Endpoint>> {
         let disk = settings.opening.identity(&spec.export)?;
         add(Role::Vhost(spec.export.clone()), Some(&disk), &Address::Unix(spec.path.clone()))?;
     }
+    for address in &settings.metrics {
+        add(Role::Metrics, None, address)?;
+    }
     if let ControlPlace::At(path) = &settings.control {
         add(Role::Control, None, &Address::Unix(path.clone()))?;
     }
@@ -99,7 +108,7 @@ fn endpoints(settings: &Settings) -> Result<Vec<Endpoint>> {
 
 /// Everything that the running server gives, if this one is to take over and there is one.
 fn inherit(settings: &Settings, endpoints: &[Endpoint], passed: &[Socket]) -> Result<Option<Inheritance>> {
-    if passed.is_empty() && endpoints.iter().all(|endpoint| endpoint.role == Role::Control) {
+    if passed.is_empty() && endpoints.iter().all(|endpoint| matches!(endpoint.role, Role::Control | Role::Metrics)) {
         return Err(Error::new(ErrorKind::InvalidInput, "there is nowhere to listen")
             .hint("say --vhost-user PATH, --nbd unix:PATH or --nbd tcp:HOST:PORT"));
     }

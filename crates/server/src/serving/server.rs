@@ -26,6 +26,7 @@ use super::control::{Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
 use super::failed_syncs::FailedSync;
 use super::fronts::{self, Fronts, Listening, Options, Role, Socket, XenFront};
+use super::metrics::{self, Detail, Exporter};
 use super::sockets;
 use super::takeover::{self, Inheritance};
 use crate::disks::DiskSpec;
@@ -49,6 +50,7 @@ pub struct Server {
     calls: Arc<Connections>,
     /// The name of the control socket, where the command line names none.
     control_name: Option<String>,
+    metrics_detail: Detail,
     sender: mpsc::Sender<Event>,
     events: mpsc::Receiver<Event>,
 }
@@ -90,7 +92,21 @@ impl Server {
         let (sender, events) = mpsc::channel();
         let (disks, listening, view) = (Vec::new(), Vec::new(), Arc::new(View::new(engine.clone())));
         let calls = Connections::new("the control socket", usize::MAX, 1);
-        Ok(Self { opening, options, engine, fronts, disks, listening, view, calls, control_name: None, sender, events })
+        let (control_name, metrics_detail) = (None, Detail::default());
+        Ok(Self {
+            opening,
+            options,
+            engine,
+            fronts,
+            disks,
+            listening,
+            view,
+            calls,
+            control_name,
+            metrics_detail,
+            sender,
+            events,
+        })
     }
 
     /// From now on signals are heard: the first one that ends a server ends this one as soon as its disks are served, a second one ends
@@ -102,6 +118,11 @@ impl Server {
             let _ = events.send(Event::Signal);
         };
         signals.hear(move || text::statistics(&view).iter().for_each(complain), end);
+    }
+
+    /// How many series the metrics of a disk have.
+    pub fn set_metrics_detail(&mut self, detail: Detail) {
+        self.metrics_detail = detail;
     }
 
     /// The control socket is in the folder of control sockets, under the first name like `name` that is free.
@@ -207,8 +228,12 @@ impl Server {
         self.listen_to_callers()
     }
 
-    /// Starts the control API on the control socket, if there is one.
+    /// Starts the control API on the control socket, if there is one, and answers scrapes at the addresses for them.
     fn listen_to_callers(&self) -> Result<()> {
+        let exporter = Exporter { view: self.view.clone(), detail: self.metrics_detail };
+        for socket in self.listening.iter().filter(|socket| socket.role == Role::Metrics) {
+            metrics::listen::listen(socket.share()?, exporter.clone())?;
+        }
         let Some(control) = self.listening.iter().find(|socket| socket.role == Role::Control) else { return Ok(()) };
         let server = match &control.address {
             Some(Address::Unix(path)) => path.display().to_string(),
@@ -216,6 +241,7 @@ impl Server {
         };
         let context = Context {
             view: self.view.clone(),
+            exporter,
             events: self.sender.clone(),
             calls: self.calls.clone(),
             server: server.into(),

@@ -177,13 +177,15 @@ fn recv_fds(link: &mut Link, mut fds: Vec<OwnedFd>, total: usize) -> Result<Vec<
     Ok(fds)
 }
 
-/// Refuses a successor with these sockets and queues: it would leave clients alone, or guests could not use what they have.
+/// Refuses a successor with these sockets and queues: it would leave clients alone, or guests could not use what they have. Metrics are
+/// nobody's disk: a successor may do without their address.
 ///
 /// # Errors
 /// `InvalidInput`.
 pub fn compare(listening: &[Listening], queues: u16, its_sockets: &[String], its_queues: u16) -> Result<()> {
     let refuse = |what| Err(Error::new(ErrorKind::InvalidInput, what).hint("serve with the same options as before"));
-    let ours = listening.iter().map(|socket| socket.key.as_str());
+    let needed = listening.iter().filter(|socket| socket.role != Role::Metrics);
+    let ours = needed.map(|socket| socket.key.as_str());
     let unknown: Vec<_> = ours.filter(|key| !its_sockets.iter().any(|other| other == key)).collect();
     if !unknown.is_empty() {
         return refuse(format!("the successor does not listen on {}", unknown.join(", ")));

@@ -17,6 +17,8 @@ use crate::log;
 use crate::panics::abort_on_panic;
 use crate::serving::disks::Opening;
 use crate::serving::fronts::{Options, VhostSpec};
+use crate::serving::metrics::Detail;
+use crate::serving::metrics::listen::parse_address;
 use crate::serving::serve::{self, ControlPlace, Settings};
 use crate::signals::ServerSignals;
 use crate::units::parse_duration;
@@ -90,6 +92,14 @@ pub struct ServeArgs {
     /// sockets and queues that that server has. NBD clients are cut off and have to connect again
     #[arg(long, requires = "control")]
     takeover: bool,
+    /// Answer Prometheus at this TCP address, too: http://HOST:PORT/metrics. A port alone is of this host (127.0.0.1). Everybody who
+    /// reaches the address may read there, and nothing else can be asked. The control socket always answers /metrics
+    #[arg(long, value_name = "[HOST:]PORT", value_parser = parse_address)]
+    metrics: Vec<Address>,
+    /// How many series a disk has in /metrics: `disk` for at most 150, `layer` for each front, image and store, `queue` for each
+    /// queue as well
+    #[arg(long, value_name = "disk|layer|queue", default_value_t)]
+    metrics_detail: Detail,
     /// The way to the disks' bytes: past the page cache (O_DIRECT) or through it
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "direct")]
     cache: CacheMode,
@@ -169,6 +179,8 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
         nbd: args.nbd.clone(),
         vhost_user: args.vhost_user.clone(),
         control,
+        metrics: args.metrics.clone(),
+        metrics_detail: args.metrics_detail,
         name: args.disks.first().map(DiskSpec::own_name).unwrap_or_default(),
         takes_over: args.takeover,
     })

@@ -25,7 +25,7 @@ use tokio::sync::oneshot;
 
 use types::{Attach, NewExport};
 
-pub use routes::{Context, document};
+pub use routes::{Context, document, refusal};
 
 /// An order for a server's main thread.
 #[derive(Clone, Debug)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::extract::{Path, RawQuery, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post, put};
 use serde::Serialize;
@@ -23,6 +23,8 @@ use super::workers::Workers;
 use super::{Call, Order};
 use crate::log;
 use crate::serving::control::Event;
+use crate::serving::metrics::Exporter;
+use crate::serving::metrics::listen::respond;
 
 /// The longest body in bytes.
 const MAX_BODY_BYTES: usize = 64 << 10;
@@ -39,6 +41,8 @@ pub struct Context {
     pub calls: Arc<Connections>,
     /// What is served.
     pub view: Arc<View>,
+    /// Answers scrapes.
+    pub exporter: Exporter,
     /// The server's main thread.
     pub events: mpsc::Sender<Event>,
     /// The control socket's path.
@@ -61,6 +65,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/exports/{address}", delete(remove_export))
         .route("/v1/log-level", put(set_log_level))
         .route("/v1/shutdown", post(shutdown))
+        .route("/metrics", get(metrics))
         .fallback(unknown)
         .method_not_allowed_fallback(wrong_method)
         .with_state(context)
@@ -89,7 +94,8 @@ pub fn router(context: Context) -> Router {
         add_export,
         remove_export,
         set_log_level,
-        shutdown
+        shutdown,
+        metrics
     )
 )]
 struct Document;
@@ -304,6 +310,16 @@ async fn set_log_level(body: Body) -> Answer {
 async fn shutdown(State(context): State<Context>) -> Answer {
     context.ask(Order::Shutdown).await?;
     Ok(StatusCode::ACCEPTED.into_response())
+}
+
+/// What was counted, for Prometheus: in OpenMetrics text, in Prometheus's text, or as protobuf with native histograms, as the header
+/// `accept` says.
+#[utoipa::path(get, path = "/metrics",
+    params(("detail" = Option<String>, Query, description = "`disk`, `layer` or `queue`; as the server was started when left out")),
+    responses((status = 200, description = "all series", content_type = "text/plain; version=0.0.4", body = String),
+        (status = "default", body = Failure)))]
+async fn metrics(State(context): State<Context>, headers: HeaderMap, RawQuery(query): RawQuery) -> Answer {
+    Ok(respond(&context.exporter, &headers, query.as_deref())?)
 }
 
 async fn unknown() -> Refusal {

@@ -148,6 +148,19 @@ impl View {
         Ok(DiskList { disks: self.disks()?.iter().map(|disk| disk.summary(server)).collect() })
     }
 
+    /// All disks with what was counted of them.
+    ///
+    /// # Errors
+    /// `Shutdown` while the server hands over.
+    pub fn readings(&self) -> Result<Vec<(Disk, DiskStats)>> {
+        Ok(self.disks()?.iter().map(|disk| (disk.summary(""), disk.stats(""))).collect())
+    }
+
+    /// What does the I/O: `uring`, `aio` or `threads`.
+    pub fn engine(&self) -> String {
+        self.engine.kind().to_string()
+    }
+
     /// All disks with all that is known of them.
     ///
     /// # Errors

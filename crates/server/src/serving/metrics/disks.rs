@@ -1,0 +1,173 @@
+//! The series of the server and of its disks.
+//!
+//! Their names and meanings come from the tables of those who count ([`METRICS`], [`FRONT_METRICS`]), with `spile_disk_` before them. Numbers
+//! that a layer counts by name and that stand in no table are passed through.
+
+use std::collections::BTreeMap;
+
+use spile_core::Result;
+use spile_core::metrics::{Kind, METRICS, Metric, Op, Reading, Value as Place};
+use spile_front::FRONT_METRICS;
+
+use super::Detail;
+use super::families::{Families, Label, Value};
+use super::latency::histogram;
+use crate::serving::api::stats::{DiskStats, LayerKind, LayerStats};
+use crate::serving::api::types::Disk;
+use crate::serving::api::view::View;
+
+/// Operations that every front has from the beginning, so that a rate sees their first request.
+const ALWAYS: [Op; 3] = [Op::Read, Op::Write, Op::Flush];
+/// What [`Detail::Disk`] leaves out: it follows from other metrics, or says little.
+const LEFT_OUT: [&str; 2] = ["requests_begun_total", "request_duration_max_seconds"];
+
+/// Adds the series of the server and of all disks.
+///
+/// # Errors
+/// `Shutdown` while the server hands over.
+pub fn collect(families: &mut Families, view: &View, detail: Detail) -> Result<()> {
+    let disks = view.readings()?;
+    let version = [Label::new("version", env!("CARGO_PKG_VERSION"))];
+    families.add("spile_build_info", "The program's version, as a label. Always 1.", &version, Value::Gauge(1.0));
+    let engine = [Label::new("engine", &view.engine())];
+    families.add(
+        "spile_engine_info",
+        "What does the I/O: uring, aio or threads. Always 1.",
+        &engine,
+        Value::Gauge(1.0),
+    );
+    for (disk, stats) in &disks {
+        state(families, disk);
+        layers(disk, stats, detail).iter().for_each(|layer| layer.add_to(families, detail));
+    }
+    Ok(())
+}
+
+/// What is true of a disk now.
+fn state(families: &mut Families, disk: &Disk) {
+    let labels = [Label::new("disk", &disk.name)];
+    let mut add = |name: &str, help: &str, labels: &[Label], value: f64| {
+        families.add(&format!("spile_disk_{name}"), help, labels, Value::Gauge(value));
+    };
+    let [path, format] = [&disk.path, &disk.format];
+    let read_only = if disk.read_only { "true" } else { "false" };
+    let about = [Label::new("path", path), Label::new("format", format), Label::new("read_only", read_only)];
+    add("info", "What the disk is, as labels. Always 1.", &[&labels[..], &about].concat(), 1.0);
+    add("size_bytes", "The size that guests see.", &labels, disk.virtual_size_bytes as f64);
+    let (requests, time_s) = disk.waiting.as_ref().map_or((0, 0.0), |waiting| (waiting.requests, waiting.time_s));
+    add("requests_waiting", "Requests that wait for trouble below the disk to pass.", &labels, requests as f64);
+    add("waiting_seconds", "How long the first of these requests has waited; 0 when none waits.", &labels, time_s);
+    let has_failed = if disk.failed_sync.is_some() { 1.0 } else { 0.0 };
+    add("sync_failed", "1 after a failed sync, until its loss is accepted: every flush fails.", &labels, has_failed);
+}
+
+/// What layers with the same labels have counted together.
+struct Layer {
+    kind: LayerKind,
+    labels: Vec<Label>,
+    reading: Reading,
+    connections: u64,
+    counters: BTreeMap<String, u64>,
+}
+
+/// The layers of a disk, as finely as `detail` wants them. A front that was exchanged for another one of the same name adds up with it.
+fn layers(disk: &Disk, stats: &DiskStats, detail: Detail) -> Vec<Layer> {
+    let mut layers: Vec<Layer> = Vec::new();
+    for stats in &stats.layers {
+        if detail == Detail::Disk && stats.kind != LayerKind::Front {
+            continue;
+        }
+        let labels = labels(&disk.name, stats, detail);
+        match layers.iter_mut().find(|layer| layer.labels == labels) {
+            Some(layer) => layer.count(stats),
+            None => {
+                let mut layer = Layer {
+                    kind: stats.kind,
+                    labels,
+                    reading: Reading::default(),
+                    connections: 0,
+                    counters: BTreeMap::new(),
+                };
+                layer.count(stats);
+                layers.push(layer);
+            }
+        }
+    }
+    layers
+}
+
+fn labels(disk: &str, stats: &LayerStats, detail: Detail) -> Vec<Label> {
+    let (kind, key) = match stats.kind {
+        LayerKind::Front => ("front", "export"),
+        LayerKind::Disk => ("disk", ""),
+        LayerKind::Image => ("image", "path"),
+        LayerKind::Store => ("store", "path"),
+    };
+    let mut labels = vec![Label::new("disk", disk), Label::new("layer", kind)];
+    let rest = stats.name.strip_prefix(kind).unwrap_or(&stats.name).trim_start();
+    if detail == Detail::Disk || rest.is_empty() {
+        return labels;
+    }
+    let (rest, queue) = rest.rsplit_once(" queue ").map_or((rest, None), |(rest, queue)| (rest, Some(queue)));
+    if stats.kind == LayerKind::Front {
+        let (protocol, export) = rest.split_once(' ').unwrap_or((rest, ""));
+        labels.extend([Label::new("protocol", protocol), Label::new(key, export.trim_matches('"'))]);
+    } else {
+        labels.push(Label::new(key, rest));
+    }
+    labels.extend(queue.filter(|_| detail == Detail::Queue).map(|queue| Label::new("queue", queue)));
+    labels
+}
+
+impl Layer {
+    fn count(&mut self, stats: &LayerStats) {
+        self.reading += &stats.reading();
+        self.connections += stats.connections;
+        stats.counters.iter().for_each(|(name, count)| *self.counters.entry(name.clone()).or_default() += count);
+    }
+
+    fn add_to(&self, families: &mut Families, detail: Detail) {
+        for metric in METRICS.iter().filter(|metric| detail != Detail::Disk || !LEFT_OUT.contains(&metric.name)) {
+            self.add(families, metric, detail);
+        }
+        if self.kind == LayerKind::Front {
+            let (name, help) = about("connections");
+            families.add(&name, &help, &self.labels, Value::Gauge(self.connections as f64));
+        }
+        for (counter, count) in &self.counters {
+            let ((name, help), count) = (about(counter), *count as f64);
+            let value = if name.ends_with("_total") { Value::Counter(count) } else { Value::Gauge(count) };
+            families.add(&name, &help, &self.labels, value);
+        }
+    }
+
+    fn add(&self, families: &mut Families, metric: &Metric, detail: Detail) {
+        let name = format!("spile_disk_{}", metric.name);
+        let number = |value| if metric.kind == Kind::Counter { Value::Counter(value) } else { Value::Gauge(value) };
+        let (whole, of) = match metric.value {
+            Place::Whole(of) => return families.add(&name, metric.help, &self.labels, number(of(&self.reading))),
+            Place::PerOp(of) => (None, Some(of)),
+            Place::Latency(of) => (Some(of), None),
+        };
+        for op in self.ops().filter(|op| whole.is_none() || detail != Detail::Disk || ALWAYS.contains(op)) {
+            let reading = self.reading.op(op);
+            let labels = [&self.labels[..], &[Label::new("operation", op.name())]].concat();
+            let number = of.map(|of| number(of(reading)));
+            let histogram = whole.map(|of| Value::Histogram(histogram(of(reading))));
+            number.or(histogram).into_iter().for_each(|value| families.add(&name, metric.help, &labels, value));
+        }
+    }
+
+    /// The operations that the layer has seen, or is sure to see.
+    fn ops(&self) -> impl Iterator<Item = Op> {
+        let is_front = self.kind == LayerKind::Front;
+        Op::ALL.into_iter().filter(move |op| self.reading.op(*op).begun > 0 || is_front && ALWAYS.contains(op))
+    }
+}
+
+/// The name and the meaning of a number that a layer counts by name.
+fn about(counter: &str) -> (String, String) {
+    let known = FRONT_METRICS.iter().find(|metric| metric.name == counter);
+    let help = known.map_or_else(|| format!("The layer's count {counter}."), |metric| metric.help.to_owned());
+    (format!("spile_disk_{counter}"), help)
+}

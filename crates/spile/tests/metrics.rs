@@ -1,0 +1,221 @@
+//! `/metrics`: what Prometheus is told, over the control socket and over TCP.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::Path;
+use std::time::Duration;
+
+use common::control::http;
+use common::guests::{guest, nbd, rest_of_stderr, serve, succeed, try_serve};
+use common::nbd::Client;
+use common::{Served, eventually, fails, ok};
+use spile_lab::GuestQueue;
+
+/// The most series of a disk at the detail `disk`.
+const MAX_SERIES: usize = 150;
+
+/// The series of an answer in one of the text formats.
+fn series(text: &str) -> BTreeMap<String, f64> {
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    let pairs = lines.map(|line| line.rsplit_once(' ').unwrap_or_else(|| panic!("{line:?}")));
+    let mut all = BTreeMap::new();
+    for (name, value) in pairs {
+        let value = value.parse().unwrap_or_else(|_| panic!("{name} {value}"));
+        assert_eq!(all.insert(name.to_owned(), value), None, "{name} comes twice");
+    }
+    all
+}
+
+fn scrape(dir: &Path, query: &str) -> BTreeMap<String, f64> {
+    let (status, body) = http(&dir.join("c"), &format!("GET /metrics{query} HTTP/1.1\r\nhost: x\r\n\r\n"));
+    assert_eq!(status, 200, "{body}");
+    series(&body)
+}
+
+/// Sends bytes to a TCP address and reads until the server hangs up: the status, the head and the body.
+fn over_tcp(address: SocketAddr, request: &str) -> (u16, String, Vec<u8>) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    // A server that refuses may hang up before it has read all.
+    let _ = stream.write_all(request.as_bytes());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    let end = answer.windows(4).position(|four| four == b"\r\n\r\n").map_or(answer.len(), |at| at + 4);
+    let head = String::from_utf8_lossy(&answer[..end]).to_lowercase();
+    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);
+    (status, head, answer.split_off(end))
+}
+
+fn get(address: SocketAddr, path: &str, accept: &str) -> (u16, String, Vec<u8>) {
+    over_tcp(address, &format!("GET {path} HTTP/1.1\r\nhost: x\r\naccept: {accept}\r\n\r\n"))
+}
+
+/// A port that is free now.
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn start(args: &[&str]) -> (tempfile::TempDir, Served) {
+    let dir = tempfile::tempdir().unwrap();
+    ok(dir.path(), &["create", "a.raw", "--size", "16M"]);
+    let served = serve(dir.path(), args);
+    (dir, served)
+}
+
+fn work(dir: &Path) {
+    let (_device, mut queue) = guest(&dir.join("v"));
+    (0..10).for_each(|_| queue.write(0, &[1; 4096]).unwrap());
+    let client = Client::connect(&nbd(dir, "a")).unwrap();
+    client.flush().unwrap();
+    (0..5).for_each(|_| client.read(0, &mut [0; 512]).unwrap());
+}
+
+#[test]
+fn each_detail_tells_the_same_work() {
+    let (dir, served) = start(&["a.raw,name=a", "--vhost-user", "v", "--nbd", "unix:n"]);
+    let dir = dir.path();
+    work(dir);
+    let reads = "spile_disk_requests_total{disk=\"a\",layer=\"front\",operation=\"read\"}";
+    // A request counts as ended a moment after its answer was sent.
+    eventually("all requests are counted", || scrape(dir, "")[reads] == 5.0);
+    let few = scrape(dir, "");
+    let of = |name: &str, op: &str| few[&format!("spile_disk_{name}{{disk=\"a\",layer=\"front\",operation=\"{op}\"}}")];
+    assert_eq!([of("requests_total", "write"), of("request_bytes_total", "write")], [10.0, 40960.0]);
+    assert_eq!([of("requests_total", "read"), of("request_bytes_total", "read")], [5.0, 2560.0]);
+    assert_eq!([of("requests_total", "flush"), of("request_errors_total", "flush")], [1.0, 0.0]);
+    assert_eq!(of("request_duration_seconds_count", "write"), 10.0);
+    let sum_s = of("request_duration_seconds_sum", "write");
+    assert!(sum_s > 0.0 && sum_s <= few["spile_disk_request_depth_seconds_total{disk=\"a\",layer=\"front\"}"]);
+    let bucket = |le: &str| {
+        few[&format!(
+            "spile_disk_request_duration_seconds_bucket{{disk=\"a\",layer=\"front\",operation=\"write\",le=\"{le}\"}}"
+        )]
+    };
+    assert_eq!([bucket("1.024e-06"), bucket("8.589934592"), bucket("+Inf")], [0.0, 10.0, 10.0]);
+    assert!(few.keys().filter(|name| name.contains("disk=\"a\"")).count() < MAX_SERIES);
+    assert_eq!(few["spile_disk_size_bytes{disk=\"a\"}"], f64::from(16 << 20));
+    assert_eq!(few["spile_disk_sync_failed{disk=\"a\"}"], 0.0);
+    assert!(few["process_cpu_seconds_total"] >= 0.0);
+    let more = scrape(dir, "?detail=layer");
+    let layer =
+        |labels: &str| more[&format!("spile_disk_requests_total{{disk=\"a\",layer={labels},operation=\"write\"}}")];
+    let path = dir.join("a.raw").canonicalize().unwrap();
+    let image = format!("\"image\",path=\"{}\"", path.display());
+    for labels in ["\"front\",protocol=\"vhost-user\",export=\"\"", "\"disk\"", &image] {
+        assert_eq!(layer(labels), 10.0, "{labels}");
+    }
+    assert_eq!(layer("\"front\",protocol=\"nbd\",export=\"a\""), 0.0);
+    for query in ["?detail=all", "?what=1"] {
+        let (status, body) = http(&dir.join("c"), &format!("GET /metrics{query} HTTP/1.1\r\nhost: x\r\n\r\n"));
+        assert_eq!(status, 400, "{body}");
+    }
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn every_operation_of_a_disk_fits_into_its_share_of_series() {
+    let (dir, served) = start(&["a.raw,name=a", "--vhost-user", "v", "--nbd", "unix:n"]);
+    let dir = dir.path();
+    let client = Client::connect(&nbd(dir, "a")).unwrap();
+    client.write(0, &[1; 4096], false).unwrap();
+    client.write_zeroes(0, 1 << 20).unwrap();
+    ok(dir, &["map", "nbd+unix:///a?socket=n"]);
+    let few = scrape(dir, "");
+    for op in ["read", "write", "flush", "write_zeroes", "extents"] {
+        assert!(
+            few.contains_key(&format!("spile_disk_requests_total{{disk=\"a\",layer=\"front\",operation=\"{op}\"}}")),
+            "{op}"
+        );
+    }
+    let count = few.keys().filter(|name| name.contains("disk=\"a\"")).count();
+    assert!((100..MAX_SERIES).contains(&count), "{count}");
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn counts_of_a_disk_never_fall_when_another_one_comes_and_goes() {
+    let (dir, served) = start(&["a.raw,name=a", "--nbd", "unix:n"]);
+    let dir = dir.path();
+    let reads = || scrape(dir, "")["spile_disk_requests_total{disk=\"a\",layer=\"front\",operation=\"read\"}"];
+    for round in 1..4 {
+        Client::connect(&nbd(dir, "a")).unwrap().read(0, &mut [0; 512]).unwrap();
+        eventually("the read is counted", || reads() == f64::from(round));
+        ok(dir, &["attach", "c", "mem:1M,name=b"]);
+        ok(dir, &["detach", "c", "--name", "b"]);
+        assert_eq!(reads(), f64::from(round));
+    }
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn the_tcp_address_answers_scrapes_and_nothing_else() {
+    let port = free_port();
+    let port_text = port.to_string();
+    let (dir, served) = start(&["a.raw,name=a", "--vhost-user", "v", "--nbd", "unix:n", "--metrics", &port_text]);
+    work(dir.path());
+    let address: SocketAddr = format!("127.0.0.1:{port}").parse().unwrap();
+    let (status, head, text) = get(address, "/metrics", "text/plain");
+    assert!(status == 200 && head.contains("content-type: text/plain; version=0.0.4"), "{head}");
+    assert!(!series(&String::from_utf8(text).unwrap()).is_empty());
+    let (status, head, text) = get(address, "/metrics?detail=layer", "application/openmetrics-text;version=1.0.0");
+    assert!(status == 200 && head.contains("content-type: application/openmetrics-text; version=1.0.0"), "{head}");
+    let text = String::from_utf8(text).unwrap();
+    assert!(
+        text.ends_with("# EOF\n") && text.contains("# TYPE spile_disk_requests counter\n") && !series(&text).is_empty()
+    );
+    let protobuf = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited";
+    let (status, head, bytes) = get(address, "/metrics", protobuf);
+    assert!(status == 200 && head.contains("content-type: application/vnd.google.protobuf"), "{head}");
+    assert!(bytes.windows(30).any(|bytes| bytes == b"spile_disk_request_duration_se"));
+    for path in ["/", "/v1/disks", "/v1/shutdown"] {
+        assert_eq!(get(address, path, "*/*").0, 404, "{path}");
+    }
+    assert_eq!(over_tcp(address, "POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n").0, 405);
+    let long = format!("GET /metrics HTTP/1.1\r\nhost: {}\r\n\r\n", "x".repeat(64 << 10));
+    assert!(!(200..300).contains(&over_tcp(address, &long).0));
+    // Callers that say nothing do not keep others out for long.
+    let silent: Vec<_> = (0..100).map(|_| TcpStream::connect(address).unwrap()).collect();
+    assert_eq!(get(address, "/metrics", "*/*").0, 200);
+    drop(silent);
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn an_address_that_cannot_be_had_is_told() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let dir = tempfile::tempdir().unwrap();
+    let said = try_serve(dir.path(), &["null:1M", "--nbd", "unix:n", "--metrics", &port]).err().unwrap();
+    assert!(said.contains(&format!("cannot listen on tcp:127.0.0.1:{port}")), "{said}");
+    let said = fails(dir.path(), 2, &["serve", "null:1M", "--nbd", "unix:n", "--metrics", "here"]);
+    assert!(said.contains("is not an address for metrics"), "{said}");
+    let said = fails(dir.path(), 2, &["serve", "null:1M", "--nbd", "unix:n", "--metrics-detail", "all"]);
+    assert!(said.contains("there is no detail `all`"), "{said}");
+}
+
+#[test]
+fn a_successor_goes_on_at_the_same_address_or_does_without_it() {
+    let port = free_port().to_string();
+    let plain = ["a.raw,name=a", "--vhost-user", "v", "--nbd", "unix:n"];
+    let args = [&plain[..], &["--metrics", &port, "--metrics-detail", "layer"]].concat();
+    let (dir, served) = start(&args);
+    let address: SocketAddr = format!("127.0.0.1:{port}").parse().unwrap();
+    let answers = || get(address, "/metrics", "text/plain");
+    let started = || {
+        let text = String::from_utf8(answers().2).unwrap();
+        assert!(text.contains("layer=\"image\""), "{text}");
+        series(&text)["process_threads"]
+    };
+    assert!(started() > 0.0);
+    let served = succeed(dir.path(), &args, served);
+    assert!(started() > 0.0);
+    let served = succeed(dir.path(), &plain, served);
+    assert!(TcpStream::connect(address).is_err(), "nobody listens there any more");
+    let mut served = succeed(dir.path(), &args, served);
+    assert!(started() > 0.0);
+    served.signal(nix::sys::signal::Signal::SIGTERM);
+    assert!(served.wait().success(), "{}", rest_of_stderr(&mut served));
+}
