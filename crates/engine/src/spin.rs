@@ -14,14 +14,17 @@
 //! falls to a quarter, and below [`LEAST`] to nothing. A disk whose gaps are long thus costs one spin, and then the
 //! worker sleeps as if there were no polling. A single short gap brings the window back.
 //!
+//! What the worker waits for decides how long it takes. While no request is with a device, it waits for a guest; else it most
+//! likely waits for the device. Both have a window of their own: at depth 1 on a device that takes longer than the limit, the
+//! worker sleeps while the device works, and spins for the guest's next request.
+//!
 //! When `n` requests are with a device, a wake-up delays only the one that ends, but spinning would use the processor
-//! for as long as the device works. So the limit is divided by `n`. The worker then spins for a guest that waits for
-//! each answer, or whose requests need no device, and sleeps while a device works on a deep queue.
+//! for as long as the device works. So the limit is divided by `n`: the worker sleeps while a device works on a deep queue.
 
 use std::cell::Cell;
 use std::rc::Rc;
 use std::task::Waker;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::worker;
 
@@ -170,25 +173,72 @@ impl Drop for Watch {
     }
 }
 
-/// How long the worker spins before it sleeps.
-pub(crate) struct Window {
+/// A time in which the worker has no work.
+pub(crate) struct Gap {
+    since: Instant,
+    /// The requests that were with a device when it began.
+    in_flight: u32,
+}
+
+impl Gap {
+    /// The worker has run out of work now.
+    pub(crate) fn begin(in_flight: u32) -> Self {
+        Self { since: Instant::now(), in_flight }
+    }
+
+    /// How long it has taken up to now.
+    pub(crate) fn length(&self) -> Duration {
+        self.since.elapsed()
+    }
+}
+
+/// How long the worker spins before it sleeps, by what it waits for.
+pub(crate) struct Windows {
+    guest: Window,
+    device: Window,
+}
+
+impl Windows {
+    /// Windows of at most `limit`.
+    pub(crate) fn new(limit: Duration) -> Self {
+        Self { guest: Window::new(limit), device: Window::new(limit) }
+    }
+
+    /// How long to spin when `in_flight` requests are with a device.
+    pub(crate) fn length(&self, in_flight: u32) -> Duration {
+        if in_flight == 0 { self.guest.length(0) } else { self.device.length(in_flight) }
+    }
+
+    /// Adapts the window of a gap that is over. `has_slept`: the worker slept at its end.
+    pub(crate) fn learn(&mut self, gap: &Gap, has_slept: bool) {
+        self.learn_length(gap.in_flight, gap.length(), has_slept);
+    }
+
+    fn learn_length(&mut self, in_flight: u32, length: Duration, has_slept: bool) {
+        let window = if in_flight == 0 { &mut self.guest } else { &mut self.device };
+        window.learn(length, has_slept);
+    }
+}
+
+/// How long the worker spins for one kind of work.
+struct Window {
     limit: Duration,
     now: Duration,
 }
 
 impl Window {
-    pub(crate) fn new(limit: Duration) -> Self {
+    fn new(limit: Duration) -> Self {
         Self { limit, now: Duration::ZERO }
     }
 
     /// How long to spin when `in_flight` requests are with a device.
-    pub(crate) fn length(&self, in_flight: u32) -> Duration {
+    fn length(&self, in_flight: u32) -> Duration {
         let length = self.now.min(self.limit / in_flight.max(1));
         if length < LEAST { Duration::ZERO } else { length }
     }
 
     /// Adapts the window to a gap. `has_slept`: the worker slept at the end of the gap.
-    pub(crate) fn learn(&mut self, gap: Duration, has_slept: bool) {
+    fn learn(&mut self, gap: Duration, has_slept: bool) {
         let gap = if has_slept { gap.saturating_sub(WAKE) } else { gap };
         self.now = match gap <= self.limit {
             true => ((self.now + 2 * gap) / 2).max(gap).max(LEAST).min(self.limit),
@@ -224,6 +274,20 @@ mod tests {
         let mut window = Window::new(50 * US);
         (0..20).for_each(|_| window.learn(50 * US, false));
         assert_eq!([0, 1, 2, 10, 25, 26].map(|n| window.length(n).as_micros()), [50, 50, 25, 5, 2, 0]);
+    }
+
+    #[test]
+    fn a_slow_device_does_not_take_the_window_of_its_guest() {
+        let mut windows = Windows::new(50 * US);
+        for _ in 0..20 {
+            windows.learn_length(1, 90 * US, true);
+            windows.learn_length(0, 10 * US, false);
+        }
+        assert_eq!(windows.length(1), Duration::ZERO);
+        assert!((19 * US..=20 * US).contains(&windows.length(0)), "{:?}", windows.length(0));
+        (0..20).for_each(|_| windows.learn_length(1, 20 * US, false));
+        (0..20).for_each(|_| windows.learn_length(0, 1000 * US, true));
+        assert!(windows.length(1) > 30 * US && windows.length(0).is_zero(), "{:?}", windows.length(1));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use async_task::Runnable;
 use io_uring::IoUring;
@@ -28,7 +28,7 @@ use crate::fixed::FixedBuffers;
 use crate::op::{Op, Outcome, Started};
 use crate::refusal;
 use crate::shared::{Held, Message, WorkerLink};
-use crate::spin::{Watches, Window};
+use crate::spin::{Gap, Watches, Windows};
 use crate::sys;
 use crate::time::Timers;
 use crate::uring::Uring;
@@ -158,7 +158,7 @@ pub(crate) struct Worker {
     pub(crate) reactor: RefCell<Reactor>,
     pool: Pool,
     pub(crate) watches: RefCell<Watches>,
-    window: RefCell<Window>,
+    windows: RefCell<Windows>,
     /// A sleep has ended by a message, which tells the cause.
     is_rung: Cell<bool>,
 }
@@ -197,7 +197,7 @@ impl Worker {
             reactor: RefCell::new(reactor),
             pool,
             watches: RefCell::default(),
-            window: RefCell::new(Window::new(poll)),
+            windows: RefCell::new(Windows::new(poll)),
             is_rung: Cell::new(false),
         })
     }
@@ -262,7 +262,7 @@ impl Worker {
 
     fn turn(&self, woken: &mut Vec<Waker>) {
         let may_idle = self.ready.borrow().is_empty() && !self.may_end();
-        let idle_since = if may_idle { self.spin(woken) } else { None };
+        let gap = if may_idle { self.spin(woken) } else { None };
         self.watches.borrow_mut().take_ready(woken);
         let sleeps = may_idle && woken.is_empty() && self.prepare_sleep(woken);
         let wait = sleeps.then(|| {
@@ -276,8 +276,8 @@ impl Worker {
             *reactor.found()
         };
         self.shared.awake();
-        if let Some(since) = idle_since {
-            self.window.borrow_mut().learn(since.elapsed(), sleeps);
+        if let Some(gap) = gap {
+            self.windows.borrow_mut().learn(&gap, sleeps);
         }
         let is_due = self.timers.borrow_mut().expire(woken);
         if sleeps {
@@ -294,15 +294,16 @@ impl Worker {
         }
     }
 
-    /// Looks for work until there is some, or the window is over. Returns the time at which the worker ran out of work;
+    /// Looks for work until there is some, or the window is over. Returns the gap that began when the worker ran out of work;
     /// `None` when it did not, or when nothing is watched.
-    fn spin(&self, woken: &mut Vec<Waker>) -> Option<Instant> {
+    fn spin(&self, woken: &mut Vec<Waker>) -> Option<Gap> {
         if self.watches.borrow().is_empty() {
             return None;
         }
-        let window = self.window.borrow().length(self.watches.borrow().in_flight());
+        let in_flight = self.watches.borrow().in_flight();
+        let window = self.windows.borrow().length(in_flight);
         if window.is_zero() {
-            return Some(Instant::now());
+            return Some(Gap::begin(in_flight));
         }
         let mut reactor = self.reactor.borrow_mut();
         // Operations that were started must not wait for the end of the spin.
@@ -312,17 +313,17 @@ impl Worker {
         if !woken.is_empty() || is_over(&mut reactor) {
             return None;
         }
-        let since = Instant::now();
+        let gap = Gap::begin(in_flight);
         let window = self.timers.borrow().time_left().map_or(window, |left| left.min(window));
-        while since.elapsed() < window {
+        while gap.length() < window {
             for _ in 0..LOOKS {
                 if is_over(&mut reactor) {
-                    return Some(since);
+                    return Some(gap);
                 }
                 std::hint::spin_loop();
             }
         }
-        Some(since)
+        Some(gap)
     }
 
     /// Asks everybody who could bring work to ring. False when there is work already.
