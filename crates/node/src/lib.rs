@@ -7,7 +7,8 @@
 //! 2. [`Aligned`] lets an aligned request pass, and bounces any other.
 //! 3. The request takes the graph that is published now, and with it counts in the current *epoch* (`published`). While a
 //!    gate is closed it waits there, and holds nothing but the range that [`Aligned`] has locked for it.
-//! 4. The stages that are attached see it ([`Stage`]); usually there are none.
+//! 4. The stages that are attached see it ([`Stage`]); usually there are none. Behind the first place the disk's [`Shape`] may make
+//!    several requests of it, or one of several; usually it is off.
 //! 5. The graph executes it. The request keeps the graph alive until it ends.
 //!
 //! [`Aligned`] stands above the epochs for a reason. A write to a part of a sector reads the rest and writes the whole, under
@@ -22,6 +23,7 @@ mod exchange;
 mod fault;
 mod node;
 mod published;
+mod shape;
 mod stage;
 mod trouble;
 
@@ -30,5 +32,6 @@ pub use bounce::Allocate;
 pub use exchange::{Change, ClosedGates, OldEpoch, close_gates, exchange};
 pub use fault::{Effect, Fault, Faults};
 pub use node::Node;
+pub use shape::{Learned, Shape, Shaping};
 pub use stage::{Pending, Place, Stage};
 pub use trouble::{News, OnError, Policy, Tell, Troubles, Waiting};

@@ -11,6 +11,7 @@ use crate::aligned::{Aligned, from_heap};
 use crate::bounce::Allocate;
 use crate::exchange::{OldEpoch, exchange};
 use crate::published::Published;
+use crate::shape::{Shape, Shaping};
 use crate::stage::{Attached, Place, Stage};
 use crate::trouble::Troubles;
 
@@ -102,6 +103,19 @@ impl<G: Disk> Node<G> {
         Ok(())
     }
 
+    /// Gives requests that begin from now on the shape `shape`.
+    ///
+    /// # Errors
+    /// `Shutdown` when the disk is closed.
+    pub async fn set_shape(&self, shape: Shape) -> Result<()> {
+        self.published().set_shape(shape).await
+    }
+
+    /// The shape that requests get now, and what was counted of shaping since the disk was made.
+    pub fn shaping(&self) -> &Shaping {
+        self.published().shaping()
+    }
+
     pub(crate) fn published(&self) -> &Published<G> {
         self.disk.inner()
     }
@@ -112,7 +126,7 @@ impl<G: Disk> Node<G> {
     async fn execute_unmetered(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> Result<()> {
         let error = 'failed: {
             if let Some(_held) = self.disk.try_pass(&io)
-                && let Some(graph) = self.published().try_enter_free()
+                && let Some(graph) = self.published().try_enter_free(&io)
             {
                 match graph.execute(io).await {
                     Ok(()) => return Ok(()),

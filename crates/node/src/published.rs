@@ -18,6 +18,7 @@ use event_listener::Event;
 use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result, SHARDS, shard_number};
 
 use crate::end::{End, Ender};
+use crate::shape::{Shape, Shaper, Shaping};
 use crate::stage::{Attached, Place, Stages};
 
 /// What a request meets on its way to the graph.
@@ -25,8 +26,10 @@ use crate::stage::{Attached, Place, Stages};
 pub(crate) enum Way {
     /// Nothing.
     Free,
-    /// Stages.
-    Staged(Stages),
+    /// The disk's shape, and no stage.
+    Shaped(Arc<Shaper>),
+    /// Stages, and the disk's shape unless that is off.
+    Staged(Stages, Option<Arc<Shaper>>),
     /// The disk is closed.
     Closed,
 }
@@ -73,6 +76,7 @@ pub(crate) struct Published<G> {
     size_bytes: AtomicU64,
     /// But for the size.
     info: DiskInfo,
+    shaping: Shaping,
 }
 
 impl<G: Disk> Published<G> {
@@ -85,6 +89,7 @@ impl<G: Disk> Published<G> {
             gate_opened: Event::new(),
             control: async_lock::Mutex::new(control),
             size_bytes: AtomicU64::new(info.size_bytes),
+            shaping: Shaping::new(&info),
             info,
         };
         let end = new.open_gate(&graph, &Way::Free);
@@ -130,10 +135,15 @@ impl<G: Disk> Published<G> {
         }
     }
 
-    /// As [`Published::enter`], for a request that has nothing to wait for and meets no stage; else `None`.
+    /// As [`Published::enter`], for the request `io` that has nothing to wait for, meets no stage and keeps its shape; else `None`.
     #[inline]
-    pub(crate) fn try_enter_free(&self) -> Option<FreeLease<G>> {
-        self.try_enter().filter(|lease| matches!(lease.way, Way::Free)).map(FreeLease)
+    pub(crate) fn try_enter_free(&self, io: &Io<'_>) -> Option<FreeLease<G>> {
+        let is_free = |lease: &Arc<Lease<G>>| match &lease.way {
+            Way::Free => true,
+            Way::Shaped(shaper) => !shaper.concerns(io),
+            Way::Staged(..) | Way::Closed => false,
+        };
+        self.try_enter().filter(is_free).map(FreeLease)
     }
 
     /// The graph of the current epoch; `None` while the gate is closed. It waits for another thread of this shard that is just cloning
@@ -191,6 +201,19 @@ impl<G: Disk> Published<G> {
         Ok(stage.end())
     }
 
+    /// Requests that begin from now on get the shape `shape`.
+    pub(crate) async fn set_shape(&self, shape: Shape) -> Result<()> {
+        let mut control = self.control.lock().await;
+        control.check_open()?;
+        self.shaping.set(shape);
+        self.republish(&mut control);
+        Ok(())
+    }
+
+    pub(crate) fn shaping(&self) -> &Shaping {
+        &self.shaping
+    }
+
     /// Begins an epoch with what `control` says.
     fn republish(&self, control: &mut Control<G>) {
         self.close_gate();
@@ -201,8 +224,11 @@ impl<G: Disk> Published<G> {
     pub(crate) fn open_with(&self, control: &mut Control<G>) {
         let way = match &control.stages {
             _ if control.is_closed => Way::Closed,
-            stages if stages.is_empty() => Way::Free,
-            stages => Way::Staged(stages.clone()),
+            stages => match (stages.is_empty(), self.shaping.shaper()) {
+                (true, None) => Way::Free,
+                (true, Some(shaper)) => Way::Shaped(shaper),
+                (false, shaper) => Way::Staged(stages.clone(), shaper),
+            },
         };
         control.epochs.retain(|end| !end.has_come());
         control.epochs.push(self.open_gate(&control.graph, &way));
@@ -255,7 +281,11 @@ impl<G: Disk> Disk for Published<G> {
         let lease = self.enter().await;
         match &lease.way {
             Way::Free => lease.graph.execute(io).await,
-            Way::Staged(stages) => Box::pin(stages.execute(&*lease.graph, io)).await,
+            Way::Shaped(shaper) if shaper.concerns(&io) => {
+                Box::pin(shaper.execute(io, async |part| lease.graph.execute(part).await)).await
+            }
+            Way::Shaped(_) => lease.graph.execute(io).await,
+            Way::Staged(stages, shaper) => Box::pin(stages.execute(&*lease.graph, shaper.as_deref(), io)).await,
             Way::Closed => Err(closed()),
         }
     }

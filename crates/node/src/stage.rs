@@ -10,6 +10,7 @@ use std::sync::Arc;
 use spile_core::{Disk, Io, Result};
 
 use crate::end::{End, Ender};
+use crate::shape::Shaper;
 
 /// What a request waits for in a stage.
 pub type Pending<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
@@ -31,10 +32,9 @@ pub trait Stage: Send + Sync + 'static {
 /// Where a stage stands. A request passes the places in this order, its result in the reverse one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
-    /// Holds requests back to keep a rate.
+    /// Holds requests back: to keep a rate, or for the good of a job such as a merge that must catch up. Behind this place stands the
+    /// disk's [`Shape`](crate::Shape), which is no [`Stage`], as it makes other requests of those that come.
     Limit,
-    /// Holds requests back for the good of a job, such as a merge that must catch up.
-    Shape,
     /// Notes which ranges change.
     ChangeTracking,
     /// Writes what is written to a second place as well.
@@ -48,7 +48,10 @@ impl Place {
     pub const COUNT: usize = Self::ALL.len();
 
     /// All places, in the order in which a request passes them.
-    pub const ALL: [Place; 5] = [Self::Limit, Self::Shape, Self::ChangeTracking, Self::Mirror, Self::Fault];
+    pub const ALL: [Place; 4] = [Self::Limit, Self::ChangeTracking, Self::Mirror, Self::Fault];
+
+    /// So many places stand before the disk's shape: they see requests as the front made them, the others see parts.
+    const BEFORE_SHAPE: usize = 1;
 }
 
 /// A stage at its place. Each set of stages that has it keeps a share, and so each request that passes it.
@@ -83,27 +86,39 @@ impl Stages {
         self.0.iter().all(Option::is_none)
     }
 
-    /// Takes `io` through all stages, to `disk`, and back.
-    pub(crate) async fn execute<D: Disk>(&self, disk: &D, io: Io<'_>) -> Result<()> {
-        let mut result = Ok(());
-        let mut passed = 0;
-        for attached in self.0.iter() {
-            if let Some(pending) = attached.as_ref().and_then(|attached| attached.stage.before(io)) {
-                result = pending.await;
+    /// Takes `io` through all stages, to `disk`, and back. `shaper` stands among the stages; `None` when requests stay as they are.
+    pub(crate) async fn execute<D: Disk>(&self, disk: &D, shaper: Option<&Shaper>, io: Io<'_>) -> Result<()> {
+        let (whole, parts) = self.0.split_at(Place::BEFORE_SHAPE);
+        pass(whole, io, async || match shaper.filter(|shaper| shaper.concerns(&io)) {
+            None => pass(parts, io, async || disk.execute(io).await).await,
+            Some(shaper) => {
+                shaper.execute(io, async |part| pass(parts, part, async || disk.execute(part).await).await).await
             }
-            if result.is_err() {
-                break;
-            }
-            passed += 1;
-        }
-        if result.is_ok() {
-            result = disk.execute(io).await;
-        }
-        for attached in self.0[..passed].iter().rev().flatten() {
-            if let Some(pending) = attached.stage.after(io, &result) {
-                result = pending.await;
-            }
-        }
-        result
+        })
+        .await
     }
+}
+
+/// Takes `io` through `stages`, has `on` do the rest, and takes the result back.
+async fn pass(stages: &[Option<Arc<Attached>>], io: Io<'_>, on: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
+    let mut result = Ok(());
+    let mut passed = 0;
+    for attached in stages {
+        if let Some(pending) = attached.as_ref().and_then(|attached| attached.stage.before(io)) {
+            result = pending.await;
+        }
+        if result.is_err() {
+            break;
+        }
+        passed += 1;
+    }
+    if result.is_ok() {
+        result = on().await;
+    }
+    for attached in stages[..passed].iter().rev().flatten() {
+        if let Some(pending) = attached.stage.after(io, &result) {
+            result = pending.await;
+        }
+    }
+    result
 }

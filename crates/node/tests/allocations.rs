@@ -1,4 +1,4 @@
-//! A request allocates nothing, aligned or bounced, while no stage is attached.
+//! A request allocates nothing, aligned or bounced, while no stage is attached; and neither does one that its disk's shape leaves as it is.
 //!
 //! A program of its own, with an allocator that counts what each thread allocates: the test harness has a thread, too.
 #![forbid(unsafe_code)]
@@ -11,7 +11,7 @@ use allocation_counter::measure;
 use common::{TestGraph, at, now, one_of_each};
 use spile_core::{Disk, Segments};
 use spile_mem::Pool;
-use spile_node::Node;
+use spile_node::{Node, Shape};
 
 thread_local!(static POOL: OnceCell<Pool> = const { OnceCell::new() });
 
@@ -38,7 +38,15 @@ fn requests_allocate_nothing() {
     };
     now(one_of_each(&node)).unwrap();
     now(odd_requests(&node, &memory));
-    for (name, kind) in [("aligned", true), ("bounced", false)] {
+    let cases = [
+        ("aligned", true, Shape::Off),
+        ("bounced", false, Shape::Off),
+        ("aligned and not split", true, Shape::Split(4096)),
+        ("bounced and not split", false, Shape::Split(8192)),
+        ("aligned and too short for auto", true, Shape::Auto),
+    ];
+    for (name, kind, shape) in cases {
+        now(node.set_shape(shape)).unwrap();
         let counted = measure(|| {
             for _ in 0..300 {
                 match kind {

@@ -11,6 +11,7 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_node::{OnError, Policy};
 use spile_store::{AnyStore, CacheMode, OsFiles};
 
+use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
 use crate::{family, stamps};
 
@@ -43,8 +44,8 @@ pub fn stem(source: &Locator) -> String {
     }
 }
 
-/// `DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=report|pause][,pause-at-most=TIME]`, as `serve` takes it. A comma
-/// in the path is doubled.
+/// `DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=report|pause][,pause-at-most=TIME][,shape=S]`, as `serve` takes it. A
+/// comma in the path is doubled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSpec {
     /// Where it is.
@@ -61,12 +62,23 @@ pub struct DiskSpec {
     pub on_error: Option<OnError>,
     /// How long a request waits at most, if given.
     pub pause_at_most: Option<Duration>,
+    /// The shape of its requests, if given.
+    pub shape: Option<ShapeChoice>,
 }
 
 impl DiskSpec {
     /// A disk of which only its place is given.
     pub fn new(source: Locator) -> Self {
-        Self { source, name: None, serial: None, format: None, read_only: false, on_error: None, pause_at_most: None }
+        Self {
+            source,
+            name: None,
+            serial: None,
+            format: None,
+            read_only: false,
+            on_error: None,
+            pause_at_most: None,
+            shape: None,
+        }
     }
 
     /// The disk's policy for trouble below it; `default` is the server's.
@@ -101,11 +113,12 @@ impl FromStr for DiskSpec {
                     spec.on_error = Some(policy.parse().map_err(|e: Error| e.to_string())?);
                 }
                 Some(("pause-at-most", time)) => spec.pause_at_most = Some(parse_duration(time)?),
+                Some(("shape", shape)) => spec.shape = Some(shape.parse().map_err(|e: Error| e.to_string())?),
                 None if part == "read-only" => spec.read_only = true,
                 _ => {
                     return Err(format!(
                         "`{part}` is not an option of a DISK; use name=N, serial=S, format=F, read-only, \
-                         on-error=report|pause or pause-at-most=TIME (a comma in the path is doubled)"
+                         on-error=report|pause, pause-at-most=TIME or shape=S (a comma in the path is doubled)"
                     ));
                 }
             }
@@ -197,6 +210,8 @@ pub fn describe<S: Store>(chain: &Graph<S>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use spile_node::Shape;
+
     use super::*;
 
     fn file(path: &str) -> Locator {
@@ -218,6 +233,15 @@ mod tests {
         assert_eq!(of("a,on-error=report"), Policy { on_error: OnError::Report, ..servers });
         assert_eq!(of("a,pause-at-most=2m"), Policy { pause_at_most: Some(Duration::from_secs(120)), ..servers });
         assert!("a,on-error=stop".parse::<DiskSpec>().unwrap_err().contains("report or pause"));
+    }
+
+    #[test]
+    fn a_disk_has_a_shape_of_its_own() {
+        let of = |text: &str| text.parse::<DiskSpec>().map(|spec| spec.shape);
+        assert_eq!(of("a"), Ok(None));
+        assert_eq!(of("a,shape=split=128k"), Ok(Some(ShapeChoice::Exactly(Shape::Split(128 << 10)))));
+        assert_eq!(of("a,shape=tuned,read-only"), Ok(Some(ShapeChoice::Tuned)));
+        assert!(of("a,shape=wide").unwrap_err().contains("not a shape"));
     }
 
     #[test]

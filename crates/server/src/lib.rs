@@ -18,6 +18,7 @@ pub mod process;
 pub mod serving;
 pub mod signals;
 pub mod stamps;
+pub mod tuned;
 pub mod units;
 pub mod uri;
 pub mod xen;

@@ -374,7 +374,7 @@ fn hand_on(dir: &Path, inheritance: &Inheritance) -> Link {
     };
     let listening: Vec<Listening> = sockets.iter().filter_map(share).collect();
     assert_eq!(listening.len(), 2, "all but the control socket, which is another");
-    takeover::give(&link, layout, Vec::new(), &listening, &inheritance.connections).unwrap();
+    takeover::give(&link, layout, Vec::new(), Vec::new(), &listening, &inheritance.connections).unwrap();
     let ready = link.recv::<Answer>().unwrap();
     assert!(matches!(ready, Some((Answer::Done, _))), "the successor is ready");
     link

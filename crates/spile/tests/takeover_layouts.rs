@@ -95,7 +95,7 @@ fn a_server_of_layout_0_hands_over_to_this_build_and_this_build_gives_what_that_
         })
         .collect();
     let (ours, mut theirs) = UnixStream::pair().unwrap();
-    takeover::give(&Link::new(ours).unwrap(), 0, Vec::new(), &listening, &given.connections).unwrap();
+    takeover::give(&Link::new(ours).unwrap(), 0, Vec::new(), Vec::new(), &listening, &given.connections).unwrap();
     let mut bytes = String::new();
     theirs.read_to_string(&mut bytes).unwrap();
     assert_eq!(bytes, GIVES);

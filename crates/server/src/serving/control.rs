@@ -89,6 +89,9 @@ pub enum Answer {
         layout: u32,
         /// The size of each export in bytes.
         sizes: Vec<(String, u64)>,
+        /// The shape of the requests to each export, as `spile serve` takes it. Older builds neither send nor read it.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        shapes: Vec<(String, String)>,
     },
     /// A takeover: the key of a listening socket, which is the line's descriptor.
     Socket(String),

@@ -7,7 +7,7 @@ use spile_core::{Disk, Error, ErrorKind, Locator, Result};
 use spile_engine::{Engine, FileKey};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions};
-use spile_node::{Node, Policy, Troubles};
+use spile_node::{Node, Policy, Shape, Troubles};
 use spile_store::{AnyStore, CacheMode, FileId};
 
 use super::api::types::Layer;
@@ -16,6 +16,7 @@ use super::faults;
 use super::identity::{Exported, Identity};
 use super::trouble;
 use crate::disks::{self, DiskSpec};
+use crate::tuned::ShapeChoice;
 
 /// How long a busy disk is waited for.
 const BUSY_PATIENCE: Duration = Duration::from_secs(5);
@@ -47,6 +48,8 @@ pub struct Open {
     pub failed_syncs: Vec<FailedSync>,
     /// Which disk it is: the file that was opened.
     pub identity: Identity,
+    /// True when this server was told the shape of its requests; else it keeps the one that a server before it had given it.
+    pub has_own_shape: bool,
 }
 
 impl Open {
@@ -80,6 +83,8 @@ pub struct Opening {
     pub no_lock: bool,
     /// What is done about trouble below disks that do not say it.
     pub policy: Policy,
+    /// The shape of requests to disks that do not say it; `None`: as a server before it had it, or off.
+    pub shape: Option<ShapeChoice>,
     /// Write to images although others name them as their parents.
     pub write_parent: bool,
 }
@@ -96,6 +101,7 @@ impl Opening {
             allow_data_file: false,
             no_lock: false,
             policy: Policy::default(),
+            shape: None,
             write_parent: false,
         }
     }
@@ -202,6 +208,9 @@ impl Opening {
         let graph = self.open_patiently(engine, spec, &options, served)?;
         let open = self.opened(graph, spec, names);
         faults::attach(engine, &open)?;
+        if let Some(choice) = spec.shape.or(self.shape) {
+            set_shape(engine, &open, choice.resolve(&spec.source))?;
+        }
         Ok(open)
     }
 
@@ -221,6 +230,7 @@ impl Opening {
             read_only: spec.read_only,
             failed_syncs,
             identity: self.identity_of(spec).with_opened(&graph),
+            has_own_shape: spec.shape.or(self.shape).is_some(),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
                     .with_troubles(troubles),
@@ -348,6 +358,51 @@ pub fn set_policies(disks: &[Open], policies: &[(String, Policy)]) {
             troubles.set_policy(*policy);
         }
     }
+}
+
+/// Gives the requests of a disk a shape.
+///
+/// # Errors
+/// `Shutdown` when the disk is closed.
+fn set_shape(engine: &Engine, open: &Open, shape: Shape) -> Result<()> {
+    let disk = open.disk.clone();
+    engine.run_on(0, move || async move { disk.set_shape(shape).await })
+}
+
+/// The shape of the requests to each export as it is now.
+pub fn shapes(disks: &[Open]) -> Vec<(String, String)> {
+    let of = |open: &Open| {
+        let shape = open.disk.shaping().shape().to_string();
+        open.names.clone().into_iter().map(move |name| (name, shape.clone()))
+    };
+    disks.iter().flat_map(of).collect()
+}
+
+/// Gives each disk its shape of `shapes`, if there is one.
+///
+/// # Errors
+/// `Shutdown` when a disk is closed.
+pub fn set_shapes<'a>(
+    engine: &Engine,
+    disks: impl IntoIterator<Item = &'a Open>,
+    shapes: &[(String, String)],
+) -> Result<()> {
+    for open in disks {
+        let shape = shapes.iter().find(|(export, _)| open.names.contains(export));
+        if let Some(shape) = shape.and_then(|(_, shape)| shape.parse().ok()) {
+            set_shape(engine, open, shape)?;
+        }
+    }
+    Ok(())
+}
+
+/// Gives each disk the shape of `shapes` that it had before, unless this server was told another one. A shape that this build does not
+/// know is left out.
+///
+/// # Errors
+/// `Shutdown` when a disk is closed.
+pub fn keep_shapes(engine: &Engine, disks: &[Open], shapes: &[(String, String)]) -> Result<()> {
+    set_shapes(engine, disks.iter().filter(|open| !open.has_own_shape), shapes)
 }
 
 /// Has requests that wait for trouble to pass end without an answer, and no request wait any more: the disks are about to be

@@ -99,12 +99,13 @@ impl Server {
         disks::leave_waiting(&self.disks);
         let connections = within("what is in flight is not answered", DRAIN_BOUND, || fronts.hand_over());
         let (sizes, served, policies) = (self.sizes(), disks::exported(&self.disks), disks::policies(&self.disks));
+        let shapes = disks::shapes(&self.disks);
         if let Err(error) = self.close_disks() {
             // Data that a guest believes to be durable may be lost, so the guest must not go on as if nothing had happened.
             let _ = link.send(&Answer::Error(format!("a disk could not be closed: {error}")), &[]);
             return Err(error);
         }
-        let mut given = takeover::give(link, layout, sizes, &self.listening, &connections);
+        let mut given = takeover::give(link, layout, sizes, shapes.clone(), &self.listening, &connections);
         let (mut attempts, mut silences) = (0, 0);
         let failure = loop {
             let Err(failure) = given.and_then(|()| takeover::make_it_the_server(link)) else { return Ok(None) };
@@ -135,6 +136,7 @@ impl Server {
             }
         };
         disks::set_policies(&self.disks, &policies);
+        disks::set_shapes(&self.engine, &self.disks, &shapes)?;
         disks::begin(&self.engine, &self.disks);
         self.listen(shares)?;
         self.adopt(connections);

@@ -215,6 +215,7 @@ impl Server {
         if let Some(inheritance) = &mut beginning.inheritance {
             inheritance.compare_disks(&self.disks)?;
             // The last thing that may fail: from its answer on, the other server does not go on.
+            disks::keep_shapes(&self.engine, &self.disks, &inheritance.shapes)?;
             inheritance.confirm()?;
             self.listening.iter_mut().filter_map(|socket| socket.published.as_mut()).for_each(Published::take);
             self.adopt(std::mem::take(&mut inheritance.connections));

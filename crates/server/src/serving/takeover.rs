@@ -36,6 +36,8 @@ pub struct Inheritance {
     pub connections: Vec<(String, Handover)>,
     /// The size of each export in bytes; empty when the old server is of a build that does not say it.
     sizes: Vec<(String, u64)>,
+    /// The shape of the requests to each export; empty when the old server is of a build that does not say it.
+    pub shapes: Vec<(String, String)>,
     /// The disks for which the old server was asked, as their paths named them then.
     asked: Vec<Exported>,
     link: Link,
@@ -120,10 +122,12 @@ fn ask_once(control: &Path, request: &Request) -> Result<Option<Inheritance>> {
 }
 
 fn receive(mut link: Link) -> Result<Inheritance> {
-    let (mut sockets, mut connections, mut sizes) = (HashMap::new(), Vec::new(), Vec::new());
+    let (mut sockets, mut connections, mut sizes, mut shapes) = (HashMap::new(), Vec::new(), Vec::new(), Vec::new());
     loop {
         match recv_slow(&mut link)? {
-            Some((Answer::Begin { layout, sizes: of_exports }, _)) if layout <= LAYOUT => sizes = of_exports,
+            Some((Answer::Begin { layout, sizes: of_exports, shapes: had }, _)) if layout <= LAYOUT => {
+                (sizes, shapes) = (of_exports, had);
+            }
             Some((Answer::Socket(key), fds)) => {
                 let fd = fds.into_iter().next().ok_or_else(missing)?;
                 sockets.insert(key, fd);
@@ -133,7 +137,9 @@ fn receive(mut link: Link) -> Result<Inheritance> {
                 let socket = fds.next().ok_or_else(missing)?;
                 connections.push((export, Handover { socket, state: *state, fds: fds.collect() }));
             }
-            Some((Answer::End, _)) => return Ok(Inheritance { sockets, connections, sizes, asked: Vec::new(), link }),
+            Some((Answer::End, _)) => {
+                return Ok(Inheritance { sockets, connections, sizes, shapes, asked: Vec::new(), link });
+            }
             Some((Answer::Error(what), _)) => return Err(refused(&what)),
             None => return Err(unexpected(None).hint(BROKEN_OFF)),
             Some((other, _)) => return Err(unexpected(Some(&other))),
@@ -218,6 +224,7 @@ pub fn give(
     link: &Link,
     layout: u32,
     sizes: Vec<(String, u64)>,
+    shapes: Vec<(String, String)>,
     listening: &[Listening],
     connections: &[(String, Handover)],
 ) -> Result<()> {
@@ -227,7 +234,7 @@ pub fn give(
         return Err(Error::new(ErrorKind::Unsupported, what).hint("try again when nothing waits (`spile ls`)"));
     }
     if layout > 0 {
-        link.send(&Answer::Begin { layout: layout.min(LAYOUT), sizes }, &[])?;
+        link.send(&Answer::Begin { layout: layout.min(LAYOUT), sizes, shapes }, &[])?;
     }
     for socket in listening {
         link.send(&Answer::Socket(socket.key.clone()), &[socket.fd.as_fd()])?;
@@ -290,8 +297,8 @@ mod tests {
         let spec = path.display().to_string().parse().unwrap();
         let opening = Opening::new(None, CacheMode::Page, Vec::new()).with_disks(vec![spec]);
         let link = Link::new(UnixStream::pair().unwrap().0).unwrap();
-        let (sockets, connections, sizes) = (HashMap::new(), Vec::new(), Vec::new());
-        let inheritance = Inheritance { sockets, connections, sizes, asked: opening.exported(), link };
+        let (sockets, connections, sizes, shapes) = (HashMap::new(), Vec::new(), Vec::new(), Vec::new());
+        let inheritance = Inheritance { sockets, connections, sizes, shapes, asked: opening.exported(), link };
         let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
         let open = || {
             let mut disks = Vec::new();

@@ -173,6 +173,16 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "shape",
+        codes: &[],
+        examples: &[
+            ("spile shape disk split=128k", "larger requests go to the storage in parts of 128 KiB"),
+            ("spile shape disk auto", "learns what pays"),
+            ("spile shape disk", "says what is done now, and what `auto` has learned"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "resume",
         codes: &[],
         examples: &[("spile resume disk", "tries at once what waits")],

@@ -21,6 +21,7 @@ mod onto;
 mod schema;
 mod serve;
 mod served;
+mod shape;
 mod space;
 mod stream;
 mod trouble;
@@ -47,6 +48,7 @@ use utoipa::ToSchema;
 use self::ending::Exit;
 use crate::disks;
 use crate::log::{complain, printable};
+use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
 
 /// Serve virtual disks to guests, and create, inspect, check, convert and measure them
@@ -73,6 +75,7 @@ enum Command {
     Detach(control::DetachArgs),
     Resize(control::ResizeArgs),
     OnError(trouble::OnErrorArgs),
+    Shape(shape::ShapeArgs),
     Resume(trouble::ResumeArgs),
     AcceptLoss(trouble::AcceptLossArgs),
     XenLab(xen_lab::XenLabArgs),
@@ -113,6 +116,7 @@ pub fn run() -> ExitCode {
         Command::Detach(args) => control::detach(args),
         Command::Resize(args) => control::resize(args),
         Command::OnError(args) => trouble::on_error(args),
+        Command::Shape(args) => shape::run(args),
         Command::Resume(args) => trouble::resume(args),
         Command::AcceptLoss(args) => trouble::accept_loss(args),
         Command::XenLab(args) => xen_lab::run(args),
@@ -204,6 +208,10 @@ impl PolicyArgs {
         words.extend(time.into_iter().flatten());
         words
     }
+}
+
+fn parse_shape(text: &str) -> Result<ShapeChoice, String> {
+    text.parse().map_err(|error: Error| error.to_string())
 }
 
 fn parse_on_error(text: &str) -> Result<OnError, String> {

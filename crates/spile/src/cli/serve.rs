@@ -10,7 +10,7 @@ use spile_front_nbd::{ServerConfig, TlsFiles};
 use spile_image::Format;
 use spile_store::CacheMode;
 
-use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_format, try_say};
+use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_format, parse_shape, try_say};
 use crate::disks::DiskSpec;
 use crate::listen::{SocketAccess, parse_group, parse_mode};
 use crate::log;
@@ -21,6 +21,7 @@ use crate::serving::metrics::Detail;
 use crate::serving::metrics::listen::parse_address;
 use crate::serving::serve::{self, ControlPlace, Settings};
 use crate::signals::ServerSignals;
+use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
 use crate::uri::Address;
 
@@ -51,7 +52,7 @@ pub struct ServeArgs {
     /// What to serve
     #[arg(
         required = true,
-        value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T]"
+        value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T][,shape=S]"
     )]
     disks: Vec<DiskSpec>,
     /// Serve virtual machines by vhost-user-blk on this Unix socket: the first DISK, or the one exported as NAME (may be
@@ -114,6 +115,12 @@ pub struct ServeArgs {
     format: Option<Format>,
     #[command(flatten)]
     policy: PolicyArgs,
+    /// What to do with the sizes of requests on the way to the disks: `split=SIZE` makes parts of SIZE of larger reads and writes, which are
+    /// in flight together (SSDs); `merge=SIZE` makes one request of up to SIZE of neighbours that come together (spinning disks);
+    /// `auto` learns whether and how to split; `tuned` does what `spile tune` has recommended for the disk's device.
+    /// `spile shape` changes it for a disk that is served [default: off; with --takeover, as the running server has it]
+    #[arg(long, value_name = "off|split=SIZE|merge=SIZE|auto|tuned", value_parser = parse_shape)]
+    shape: Option<ShapeChoice>,
     #[command(flatten)]
     parents: ParentArgs,
     /// Write to a disk although another image in its folder names it as its parent. That image is of no use then
@@ -167,6 +174,7 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     opening.no_lock = args.parents.no_lock;
     opening.policy = args.policy.policy();
     opening.write_parent = args.write_parent;
+    opening.shape = args.shape;
     Ok(Settings {
         opening: opening.with_disks(args.disks.clone()),
         options: Options {

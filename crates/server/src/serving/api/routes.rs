@@ -199,12 +199,16 @@ async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQue
     context.disks(StatusCode::OK)
 }
 
-/// Changes a disk: makes it longer, which its guests see at once, or changes what is done about trouble below it.
+/// Changes a disk: makes it longer, which its guests see at once, or changes what is done about trouble below it
+/// or with the sizes of its requests.
 #[utoipa::path(patch, path = "/v1/disks/{name}", params(("name", description = "the disk's name")), request_body = Change,
     responses((status = 200, body = DiskDetail), (status = "default", body = Failure)))]
 async fn change(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let change: Change = read(body).await?;
     context.view.set_policy(&name, &change)?;
+    if let Some(shape) = &change.shape {
+        context.view.set_shape(&name, shape.parse()?).await?;
+    }
     if let Some(size_bytes) = change.virtual_size_bytes {
         context.ask(Order::Resize { name: name.clone(), size_bytes }).await?;
     }

@@ -44,6 +44,12 @@ pub struct Disk {
     /// How long a request waits at most, in seconds, before it is reported as failed. Left out when it waits for ever.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_at_most_s: Option<f64>,
+    /// What is done with the sizes of its requests: `off`, `split=SIZE`, `merge=SIZE` or `auto`.
+    #[serde(default)]
+    pub shape: String,
+    /// What `auto` has learned of its large requests so far.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shape_learned: Vec<Learned>,
     /// The server's control socket.
     pub server: String,
     /// The server's process; 0 when it does not say that, as older builds do not.
@@ -51,6 +57,24 @@ pub struct Disk {
     pub pid: u32,
     /// The ways in which guests and clients reach the disk.
     pub exports: Vec<Export>,
+}
+
+/// What `auto` has learned of one kind of a disk's requests.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Learned {
+    /// `read` or `write`.
+    pub operation: String,
+    /// The length of the kind's shortest requests, in bytes; the longest ones are just below twice as long.
+    pub from_bytes: u64,
+    /// The number of parts that has served the shortest ones best; 1 when they are not split.
+    pub parts: u64,
+}
+
+impl From<spile_node::Learned> for Learned {
+    fn from(learned: spile_node::Learned) -> Self {
+        let operation = if learned.writes { Op::Write } else { Op::Read };
+        Self { operation: operation.name().to_owned(), from_bytes: learned.from_bytes, parts: learned.parts }
+    }
 }
 
 /// A sync that has failed: what was written before it may be lost.
@@ -245,6 +269,9 @@ pub struct Change {
     /// How long a request waits at most from now on, in seconds; 0: for ever.
     #[serde(default)]
     pub pause_at_most_s: Option<f64>,
+    /// What is done from now on with the sizes of requests: `off`, `split=SIZE`, `merge=SIZE` or `auto`.
+    #[serde(default)]
+    pub shape: Option<String>,
 }
 
 /// What came of an order to try again.

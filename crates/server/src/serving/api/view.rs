@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use spile_core::{Disk as _, Error, ErrorKind, Extent, Result};
 use spile_engine::Engine;
 use spile_front::FrontReading;
-use spile_node::{Policy, Troubles};
+use spile_node::{Policy, Shape, Shaping, Troubles};
 use tokio::sync::oneshot;
 
 use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
 use super::stats::{DiskStats, LayerKind, LayerStats};
-use super::types::{Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Meter, Waiting};
+use super::types::{Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Learned, Meter, Waiting};
 use super::workers::Workers;
 use crate::serving::disks::{Open, ServedDisk};
 use crate::serving::failed_syncs;
@@ -65,6 +65,8 @@ impl DiskView {
             waiting: waiting.as_ref().map(Waiting::new),
             on_error: policy.on_error.to_string(),
             pause_at_most_s: policy.pause_at_most.map(|time| time.as_secs_f64()),
+            shape: self.disk.shaping().shape().to_string(),
+            shape_learned: self.disk.shaping().learned().into_iter().map(Learned::from).collect(),
             name: self.name.clone(),
             path: leaf.map_or_else(String::new, |leaf| leaf.path.clone()),
             format: leaf.map_or_else(String::new, |leaf| leaf.format.clone()),
@@ -102,7 +104,8 @@ impl DiskView {
 
     fn stats(&self, server: &str) -> DiskStats {
         let fronts = self.meters.iter().map(|(name, read)| LayerStats::of_front(name.clone(), &read()));
-        let disk = LayerStats::new(LayerKind::Disk, "disk".to_owned(), &self.disk.meter().read());
+        let mut disk = LayerStats::new(LayerKind::Disk, "disk".to_owned(), &self.disk.meter().read());
+        disk.counters.extend(shaping_counters(self.disk.shaping()));
         let graph = self.disk.graph_now();
         let images = graph.iter().flat_map(|graph| graph.handles()).map(|image| {
             LayerStats::new(LayerKind::Image, format!("image {}", image.path().display()), &image.meter().read())
@@ -280,6 +283,25 @@ impl View {
             Ok(())
         })
     }
+
+    /// Gives requests of the disk of this name that begin from now on another shape.
+    ///
+    /// # Errors
+    /// As [`View::find`]; `Shutdown` when the disk is closed.
+    pub async fn set_shape(&self, name: &str, shape: Shape) -> Result<()> {
+        let disk = self.with(name, |disk| Ok(disk.disk.clone()))?;
+        let (sender, done) = oneshot::channel();
+        self.engine.spawn_on(0, move || async move {
+            // A caller that has gone does not need the answer.
+            let _ = sender.send(disk.set_shape(shape).await);
+        });
+        done.await.map_err(|_| ended())?
+    }
+}
+
+/// What was counted of shaping the requests of a disk.
+fn shaping_counters(shaping: &Shaping) -> [(String, u64); 2] {
+    [("splits_total".to_owned(), shaping.splits()), ("merges_total".to_owned(), shaping.merges())]
 }
 
 /// The images of a disk are exchanged at this moment.
