@@ -192,7 +192,10 @@ fn aggregate_has_a_row_for_each_point() {
         assert_plain(row, &["guests", "disks", "request_bytes", "bytes_per_s"]);
         let mut fields: Vec<&str> = row.as_object().unwrap().keys().map(String::as_str).collect();
         fields.sort_unstable();
-        assert_eq!(fields, ["bytes_per_s", "disks", "guests", "operation", "request_bytes", "way"]);
+        let expected = ["bytes_per_s", "bytes_per_s_p10", "bytes_per_s_p90", "disks", "guests", "operation"];
+        assert_eq!(fields[..6], expected);
+        let ratio = "ratio_to_grant_copy";
+        assert_eq!(fields[6..], [ratio, "ratio_to_grant_copy_p10", "ratio_to_grant_copy_p90", "request_bytes", "way"]);
     }
     let has = |path: &str, op: &str| rows.iter().any(|row| row["way"] == path && row["operation"] == op);
     assert!(has("grant-copy", "read") && has("grant-map-memcpy", "write") && has("grant-copy-44k", "read"));
@@ -204,7 +207,7 @@ fn plots_are_kept_beside_the_figures() {
     let args = ["bench", "aggregate", "--quick", "--seconds", "20ms", "--guests", "1", "--disks", "1", "--out", "o"];
     let text = ok(dir.path(), &[&args[..], &["--store", "mem", "--span", "1M"]].concat());
     assert!(text.contains("÷ grant-map-memcpy") && text.contains("aggregate-read.svg"), "{text}");
-    for name in ["aggregate-write.svg", "aggregate-read.svg"] {
+    for name in ["aggregate-write.svg", "aggregate-read.svg", "aggregate-ratio.svg"] {
         let svg = std::fs::read_to_string(dir.path().join("o").join(name)).unwrap();
         assert!(svg.starts_with("<svg xmlns=") && svg.ends_with("</svg>\n") && svg.contains("<polyline"), "{svg}");
     }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use comfy_table::Cell;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result};
 use spile_lab::GuestQueue;
 use spile_lab::vhost::{Device, DeviceOptions, Queue, QueueOptions};
@@ -26,7 +26,7 @@ use super::{HostFacts, Outcome, right, table};
 use crate::load;
 
 /// What is measured.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Parameters {
     /// Disks of the crowd, the busy one included.
     pub disks: u32,
@@ -53,7 +53,7 @@ impl Parameters {
 }
 
 /// One round: requests a second, and the server's processor time for each.
-#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Row {
     /// Of the disk that is alone.
     pub alone_iops: f64,
@@ -89,7 +89,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         rows.push(one_round(&mut alone, &mut crowd, parameters, round)?);
     }
     drop(guests);
-    Ok(Outcome { experiment: "crowd", host, parameters: parameters.clone(), rows })
+    Ok(Outcome { experiment: "crowd".to_owned(), host, parameters: parameters.clone(), rows })
 }
 
 /// A server of disks without a medium.

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use comfy_table::Cell;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Result, Segments};
 use spile_engine::{Config, Engine, OsEnv};
 use spile_image::create::{NewImage, NewParent};
@@ -59,7 +59,7 @@ impl Parameters {
 }
 
 /// [`Parameters`] as the figures have them.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Asked {
     /// Rounds of two runs each.
     pub rounds: u32,
@@ -76,7 +76,7 @@ pub struct Asked {
 }
 
 /// One round.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Row {
     /// The longest request of the run without an exchange.
     pub longest_without_us: f64,
@@ -111,7 +111,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     let Parameters { rounds, depth, delay, .. } = *parameters;
     let delay_ms = delay.as_secs_f64() * 1000.0;
     let asked = Asked { rounds, depth, delay_ms, write_bytes: WRITE_BYTES, disk_bytes: DISK_BYTES };
-    Ok(Outcome { experiment: "exchange", host, parameters: asked, rows })
+    Ok(Outcome { experiment: "exchange".to_owned(), host, parameters: asked, rows })
 }
 
 fn one_round(engine: &Engine, parameters: &Parameters, folder: &Path, round: u32) -> Result<Row> {

@@ -2,11 +2,11 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// The host of a measurement.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct HostFacts {
     /// The kernel's release.
     pub kernel: String,
@@ -17,7 +17,7 @@ pub struct HostFacts {
     /// When it began, by UTC: 2026-01-31T12:00:00Z.
     pub date_utc: String,
     /// The version of this program.
-    pub spile_version: &'static str,
+    pub spile_version: String,
 }
 
 impl HostFacts {
@@ -29,8 +29,13 @@ impl HostFacts {
             cpus: std::thread::available_parallelism().map_or(1, usize::from),
             cpu_model: cpu_model().unwrap_or_default(),
             date_utc: utc(since_1970.as_secs()),
-            spile_version: env!("CARGO_PKG_VERSION"),
+            spile_version: env!("CARGO_PKG_VERSION").to_owned(),
         }
+    }
+
+    /// It in one line, for the note of a figure.
+    pub fn summary(&self) -> String {
+        format!("Linux {}, {} × {} · {}", self.kernel, self.cpus, self.cpu_model, self.date_utc)
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use comfy_table::Cell;
 use rustix::process::{Pid, Signal, kill_process};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_server::uri::Target;
 use utoipa::ToSchema;
@@ -31,7 +31,7 @@ const BEFORE: Duration = Duration::from_millis(300);
 const HEALTHY_BYTES: u64 = 256 << 20;
 
 /// What is measured.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Parameters {
     /// Requests of 4 KiB in flight on the healthy disk, one line of the table for each.
     #[serde(rename = "queue_depths")]
@@ -57,7 +57,7 @@ impl Parameters {
 }
 
 /// What stops answering.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Store {
     /// An NBD export.
@@ -81,7 +81,7 @@ impl Store {
 }
 
 /// One round: the healthy disk's requests.
-#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Row {
     /// What hung.
     pub store: Store,
@@ -122,7 +122,7 @@ pub fn run(
             Err(error) => return Err(error),
         }
     }
-    Ok((Outcome { experiment: "hung", host, parameters: parameters.clone(), rows }, left_out))
+    Ok((Outcome { experiment: "hung".to_owned(), host, parameters: parameters.clone(), rows }, left_out))
 }
 
 /// The image of the healthy disk, removed at the end.

@@ -67,11 +67,12 @@ impl Direction {
     }
 }
 
-/// What came of an experiment.
-#[derive(Debug, Serialize, ToSchema)]
+/// What came of an experiment. `spile report` reads it again, so rows and parameters are deserialized as well, and figures are made
+/// of it alone. Parameters have a key `quick`, which is true for one short run.
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 pub struct Outcome<P, R> {
     /// Its name.
-    pub experiment: &'static str,
+    pub experiment: String,
     /// Where and when.
     pub host: HostFacts,
     /// What was asked for.
@@ -96,6 +97,20 @@ pub fn save(dir: &Path, name: &str, text: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// At most four of `sizes`, evenly apart, with the first and the last: a figure has room for so many panels.
+fn few(sizes: &[u64]) -> Vec<u64> {
+    const MOST: usize = 4;
+    match sizes.len() {
+        0..=MOST => sizes.to_vec(),
+        count => (0..MOST).map(|number| sizes[number * (count - 1) / (MOST - 1)]).collect(),
+    }
+}
+
+/// The mark of a figure of one short run.
+fn quick_mark(is_quick: bool) -> Option<String> {
+    is_quick.then(|| plot::QUICK.to_owned())
+}
+
 /// Figures and the names of their files, without the extension.
 pub type Figures = Vec<(String, Figure)>;
 
@@ -114,4 +129,15 @@ fn table(header: impl IntoIterator<Item = String>) -> Table {
 
 fn right(text: impl Into<String>) -> Cell {
     Cell::new(text.into()).set_alignment(CellAlignment::Right)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_of_many_sizes_are_evenly_apart() {
+        assert_eq!(few(&[1, 2, 3]), [1, 2, 3]);
+        assert_eq!(few(&all_sizes()), [512, 8 << 10, 128 << 10, 4 << 20]);
+    }
 }

@@ -22,6 +22,9 @@ const LINUX: u32 = 32;
 /// As many as the back end offers: requests of up to 1 MiB.
 const MOST: u32 = 256;
 
+/// The path that the others are held against in figures: ours.
+pub const BASE: &str = "grant-copy";
+
 /// All of them.
 pub const RINGS: &[RingPath] = &[
     // As tapdisk2.

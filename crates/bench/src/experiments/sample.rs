@@ -28,6 +28,42 @@ pub fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
+/// The value that the share `share` of `values` is below, between two of them by their distances; 0 of nothing.
+pub fn quantile(mut values: Vec<f64>, share: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let Some(last) = values.len().checked_sub(1) else { return 0.0 };
+    let place = share.clamp(0.0, 1.0) * last as f64;
+    let (below, above) = (values[place.floor() as usize], values[place.ceil() as usize]);
+    below + (above - below) * place.fract()
+}
+
+/// A median and how far what was measured lies around it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Spread {
+    /// A tenth of what was measured is below this.
+    pub p10: f64,
+    /// Half of what was measured is below this.
+    pub p50: f64,
+    /// Nine tenths of what was measured are below this.
+    pub p90: f64,
+}
+
+impl Spread {
+    /// Of repeated measurements; all 0 when there are none.
+    pub fn of(values: &[f64]) -> Self {
+        let at = |share| quantile(values.to_vec(), share);
+        Self { p10: at(0.1), p50: median(values.to_vec()), p90: at(0.9) }
+    }
+
+    /// Of the ratios of one side to the other, which were measured in turns: the first of one to the first of the other, and so
+    /// on. `None` when there are none.
+    pub fn of_ratios(these: &[f64], others: &[f64]) -> Option<Self> {
+        let ratios: Vec<f64> =
+            these.iter().zip(others).filter(|(_, other)| **other > 0.0).map(|(this, other)| this / other).collect();
+        (!ratios.is_empty()).then(|| Self::of(&ratios))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -56,5 +92,21 @@ mod tests {
     fn middles() {
         assert_eq!((median(vec![3.0, 1.0, 2.0]), median(vec![4.0, 1.0, 2.0, 3.0]), median(vec![])), (2.0, 2.5, 0.0));
         assert_eq!((mean([1.0, 2.0, 6.0]), mean([])), (3.0, 0.0));
+    }
+
+    #[test]
+    fn nine_of_ten_lie_below_the_ninth_tenth() {
+        let spread = Spread::of(&(0..=100).rev().map(f64::from).collect::<Vec<f64>>());
+        assert_eq!(spread, Spread { p10: 10.0, p50: 50.0, p90: 90.0 });
+        assert_eq!(Spread::of(&[2.0]), Spread { p10: 2.0, p50: 2.0, p90: 2.0 });
+        assert_eq!(Spread::of(&[]), Spread::default());
+        assert_eq!(quantile(vec![1.0, 2.0], 0.5), 1.5);
+    }
+
+    #[test]
+    fn ratios_are_of_what_was_measured_together() {
+        let spread = Spread::of_ratios(&[2.0, 4.0, 9.0], &[1.0, 2.0, 3.0]).unwrap();
+        assert_eq!((spread.p50, spread.p90), (2.0, 2.8));
+        assert_eq!(Spread::of_ratios(&[1.0], &[0.0]), None);
     }
 }

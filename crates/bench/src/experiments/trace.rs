@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result};
 use utoipa::ToSchema;
 
@@ -79,7 +79,7 @@ fn parse(bytes: &[u8]) -> Option<Vec<Record>> {
 
 /// The mean time of each phase. Of a request that went in several parts, the phases of that part which was answered
 /// last: what its pick-up waited for is the others' work. Their sum is the mean latency.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Phases {
     /// The guest grants its pages (with persistent grants and a write: copies), fills the ring and rings.
     pub kick_us: f64,

@@ -9,14 +9,14 @@ mod show;
 
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use spile_core::metrics::now_ns as now;
 use spile_core::{Error, ErrorKind, Result};
 use utoipa::ToSchema;
 
 use super::guest::{Answer, Order};
-use super::rings::{RingPath, find};
-use super::sample::median;
+use super::rings::{BASE, RingPath, find};
+use super::sample::Spread;
 use super::world::{Disks, Folder, Storage, WantedDisk, World};
 use super::{Direction, HostFacts, Outcome, all_sizes};
 pub use show::{figures, text};
@@ -47,6 +47,8 @@ pub struct Parameters {
     pub storage: Storage,
     /// The part of each disk that is used, in bytes.
     pub span_bytes: u64,
+    /// One short run.
+    pub is_quick: bool,
 }
 
 impl Parameters {
@@ -64,6 +66,7 @@ impl Parameters {
                 runtime: Duration::from_secs(10),
                 storage,
                 span_bytes,
+                is_quick,
             },
             true => Self {
                 paths,
@@ -73,6 +76,7 @@ impl Parameters {
                 runtime: Duration::from_millis(500),
                 storage,
                 span_bytes,
+                is_quick,
             },
         }
     }
@@ -107,7 +111,7 @@ impl Parameters {
 }
 
 /// [`Parameters`] as figures have them.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Asked {
     /// What is behind the disks.
     pub storage: String,
@@ -119,14 +123,17 @@ pub struct Asked {
     /// Requests in flight on each disk.
     #[serde(rename = "queue_depth")]
     pub depth: u32,
+    /// One short run.
+    #[serde(rename = "quick", default)]
+    pub is_quick: bool,
 }
 
 /// One point.
-#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Row {
     /// The way.
     #[serde(rename = "way")]
-    pub path: &'static str,
+    pub path: String,
     /// Write or read.
     #[serde(rename = "operation")]
     pub op: Direction,
@@ -139,6 +146,34 @@ pub struct Row {
     /// Of all disks of all guests together; the median of the pieces of time that were measured.
     #[serde(rename = "bytes_per_s")]
     pub bytes_per_second: f64,
+    /// A tenth of these pieces moved less.
+    #[serde(rename = "bytes_per_s_p10", default)]
+    pub bytes_per_second_p10: f64,
+    /// Nine tenths of these pieces moved less.
+    #[serde(rename = "bytes_per_s_p90", default)]
+    pub bytes_per_second_p90: f64,
+    /// The throughput by that of `grant-copy` in the same piece of time, where that was measured: the median.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ratio_to_grant_copy: Option<f64>,
+    /// A tenth of these ratios is below this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ratio_to_grant_copy_p10: Option<f64>,
+    /// Nine tenths of these ratios are below this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ratio_to_grant_copy_p90: Option<f64>,
+}
+
+impl Row {
+    /// The ratio to `grant-copy` and its spread.
+    fn ratio(&self) -> Option<Spread> {
+        let (p50, p10) = (self.ratio_to_grant_copy?, self.ratio_to_grant_copy_p10?);
+        Some(Spread { p10, p50, p90: self.ratio_to_grant_copy_p90? })
+    }
+
+    /// The throughput and its spread.
+    fn bytes_per_s(&self) -> Spread {
+        Spread { p10: self.bytes_per_second_p10, p50: self.bytes_per_second, p90: self.bytes_per_second_p90 }
+    }
 }
 
 /// Runs the experiment; `progress` is told what comes next, and how far it is, from 0 to 1.
@@ -159,22 +194,37 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         let size = spile_server::units::format_size(request_bytes);
         progress(&format!("{guests} guests {} {size}", direction.name()), number as f64 / points.len() as f64);
         let rates = measure_in_turns(&mut world, parameters, point)?;
-        rows.extend(parameters.paths.iter().zip(rates).map(|(ring, rates)| Row {
-            path: ring.name,
-            op: direction,
-            guests,
-            disks: parameters.disks,
-            request_bytes,
-            bytes_per_second: median(rates),
-        }));
+        let base = parameters.paths.iter().position(|ring| ring.name == BASE).map(|at| rates[at].clone());
+        let paths = parameters.paths.iter().zip(&rates);
+        rows.extend(paths.map(|(ring, rates)| row(ring, *point, parameters.disks, rates, base.as_deref())));
     }
     let asked = Asked {
         storage: parameters.storage.to_string(),
         span_bytes: parameters.span_bytes,
         runtime_seconds: parameters.runtime.as_secs_f64(),
         depth: 1,
+        is_quick: parameters.is_quick,
     };
-    Ok(Outcome { experiment: "aggregate", host, parameters: asked, rows })
+    Ok(Outcome { experiment: "aggregate".to_owned(), host, parameters: asked, rows })
+}
+
+/// What one path moved in each piece of time, and what [`BASE`] moved in the same ones.
+fn row(ring: &RingPath, point: Point, disks: u16, rates: &[f64], base: Option<&[f64]>) -> Row {
+    let rate = Spread::of(rates);
+    let ratio = base.and_then(|base| Spread::of_ratios(rates, base));
+    Row {
+        path: ring.name.to_owned(),
+        op: point.direction,
+        guests: point.guests,
+        disks,
+        request_bytes: point.request_bytes,
+        bytes_per_second: rate.p50,
+        bytes_per_second_p10: rate.p10,
+        bytes_per_second_p90: rate.p90,
+        ratio_to_grant_copy: ratio.map(|ratio| ratio.p50),
+        ratio_to_grant_copy_p10: ratio.map(|ratio| ratio.p10),
+        ratio_to_grant_copy_p90: ratio.map(|ratio| ratio.p90),
+    }
 }
 
 /// Where something is measured.

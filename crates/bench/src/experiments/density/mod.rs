@@ -13,7 +13,7 @@ mod show;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result};
 use spile_image::Format;
 use spile_server::process::raise_file_limit;
@@ -99,7 +99,7 @@ impl Parameters {
 }
 
 /// [`Parameters`] as figures have them.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Asked {
     /// Disks of the shared process.
     pub disks: u32,
@@ -118,7 +118,7 @@ pub struct Asked {
 }
 
 /// How disks are spread over processes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Layout {
     /// One process has all disks.
@@ -128,7 +128,7 @@ pub enum Layout {
 }
 
 /// What the time of a row was.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
     /// The servers open the disks, and guests connect and read one sector on each queue.
@@ -138,7 +138,7 @@ pub enum Phase {
 }
 
 /// One row.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Row {
     /// How the disks are spread.
     pub layout: Layout,
@@ -212,7 +212,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         format: parameters.format.map_or_else(|| "null".to_owned(), |format| format.to_string()),
         virtual_size_bytes: parameters.disk_bytes,
     };
-    Ok(Outcome { experiment: "density", host, parameters: asked, rows })
+    Ok(Outcome { experiment: "density".to_owned(), host, parameters: asked, rows })
 }
 
 /// Servers that are looked at, row after row.

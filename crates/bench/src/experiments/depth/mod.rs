@@ -14,7 +14,7 @@ mod show;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result};
 use utoipa::ToSchema;
 
@@ -96,7 +96,7 @@ impl Parameters {
 }
 
 /// [`Parameters`] as figures have them.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Asked {
     /// Requests in flight.
     pub queue_depths: Vec<u32>,
@@ -119,7 +119,7 @@ pub struct Asked {
 }
 
 /// What the rows belong to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Part {
     /// Growing depth: a row for a whole run.
@@ -129,7 +129,7 @@ pub enum Part {
 }
 
 /// What is behind the disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Store {
     /// An export whose requests take a stated time longer.
@@ -139,7 +139,7 @@ pub enum Store {
 }
 
 /// How the client reaches the disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Way {
     /// An NBD client.
@@ -149,7 +149,7 @@ pub enum Way {
 }
 
 /// Where requests are counted, the client's side first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Layer {
     /// The client or guest.
@@ -204,7 +204,7 @@ impl Layer {
 }
 
 /// One layer in one run or interval.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Row {
     /// What the row belongs to.
     pub part: Part,
@@ -250,7 +250,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     progress("long requests, short intervals", 0.95);
     rows.extend(long_requests(&Served::on_export(folder.path(), "long", LONG)?, parameters)?);
     let asked = asked(parameters, device.device_name());
-    Ok(Outcome { experiment: "depth", host, parameters: asked, rows })
+    Ok(Outcome { experiment: "depth".to_owned(), host, parameters: asked, rows })
 }
 
 fn asked(parameters: &Parameters, host_device: Option<String>) -> Asked {

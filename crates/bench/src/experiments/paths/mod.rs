@@ -6,11 +6,11 @@
 mod show;
 mod ways;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result};
 
-use super::rings::RINGS;
-use super::sample::{mean, median, trimmed};
+use super::rings::{BASE, RINGS};
+use super::sample::{Spread, mean, median, trimmed};
 use super::trace::Phases;
 use super::world::{Disks, Folder, Storage};
 use super::{Direction, HostFacts, Outcome, all_sizes};
@@ -42,6 +42,8 @@ pub struct Parameters {
     pub storage: Storage,
     /// The part of each disk that is used, in bytes.
     pub span_bytes: u64,
+    /// One short run.
+    pub is_quick: bool,
 }
 
 impl Parameters {
@@ -56,6 +58,7 @@ impl Parameters {
             requests: REQUESTS,
             storage: Storage::Memory,
             span_bytes: if is_quick { 16 << 20 } else { 64 << 20 },
+            is_quick,
         }
     }
 
@@ -84,7 +87,7 @@ pub fn all_kinds() -> Vec<Kind> {
 }
 
 /// [`Parameters`] as figures have them.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Asked {
     /// What is behind the disks.
     pub storage: String,
@@ -95,14 +98,17 @@ pub struct Asked {
     /// Requests in flight.
     #[serde(rename = "queue_depth")]
     pub depth: u32,
+    /// One short run.
+    #[serde(rename = "quick", default)]
+    pub is_quick: bool,
 }
 
 /// One way, one size.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Row {
     /// The way.
     #[serde(rename = "way")]
-    pub path: &'static str,
+    pub path: String,
     /// Read or write.
     #[serde(rename = "operation")]
     pub op: Direction,
@@ -114,13 +120,41 @@ pub struct Row {
     pub requests_kept: usize,
     /// Half of those that count took less.
     pub latency_p50_us: f64,
+    /// A tenth of all requests that were made, none dropped, took less.
+    #[serde(default)]
+    pub latency_p10_us: f64,
+    /// Nine tenths of all requests that were made, none dropped, took less.
+    #[serde(default)]
+    pub latency_p90_us: f64,
     /// Their mean.
     pub latency_mean_us: f64,
     /// One request after the other: bytes of a request by the mean latency.
     #[serde(rename = "bytes_per_s")]
     pub bytes_per_second: f64,
+    /// The median latency by that of `grant-copy` in the same round, where that was measured: the median.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ratio_to_grant_copy: Option<f64>,
+    /// A tenth of these ratios is below this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ratio_to_grant_copy_p10: Option<f64>,
+    /// Nine tenths of these ratios are below this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ratio_to_grant_copy_p90: Option<f64>,
     /// Where the time went, where it is known.
     pub phases: Option<Phases>,
+}
+
+impl Row {
+    /// The ratio to `grant-copy` and its spread.
+    fn ratio(&self) -> Option<Spread> {
+        let (p50, p10) = (self.ratio_to_grant_copy?, self.ratio_to_grant_copy_p10?);
+        Some(Spread { p10, p50, p90: self.ratio_to_grant_copy_p90? })
+    }
+
+    /// The latency and its spread.
+    fn latency_us(&self) -> Spread {
+        Spread { p10: self.latency_p10_us, p50: self.latency_p50_us, p90: self.latency_p90_us }
+    }
 }
 
 /// Runs the experiment; `progress` is told what comes next, and how far it is, from 0 to 1.
@@ -151,14 +185,18 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         span_bytes: parameters.span_bytes,
         rounds: parameters.rounds,
         depth: 1,
+        is_quick: parameters.is_quick,
     };
-    Ok(Outcome { experiment: "paths", host, parameters: asked, rows })
+    Ok(Outcome { experiment: "paths".to_owned(), host, parameters: asked, rows })
 }
 
 /// What was kept of one way's rows.
 #[derive(Default)]
 struct Kept {
-    made: usize,
+    /// The latency of every request, in µs.
+    made_us: Vec<f64>,
+    /// The median of each round, in µs.
+    rounds_us: Vec<f64>,
     samples: Vec<Sample>,
     phases: Vec<Phases>,
 }
@@ -176,28 +214,42 @@ fn one_size(ways: &mut Ways, parameters: &Parameters, direction: Direction, requ
             let number = (round + turn) % ways.count();
             let samples = ways.measure(number, batch)?;
             let of_way = &mut kept[number];
-            of_way.made += samples.len();
+            of_way.made_us.extend(in_us(&samples));
             let samples = trimmed(samples, |sample| sample.latency_ns);
+            of_way.rounds_us.push(median(in_us(&samples)));
             of_way.phases.extend(ways.phases(number, &samples)?);
             of_way.samples.extend(samples);
         }
     }
+    let base = (0..ways.count()).find(|number| ways.kind(*number).name() == BASE);
+    let base = base.map(|number| kept[number].rounds_us.clone());
     let rows = kept.into_iter().enumerate();
-    Ok(rows.map(|(number, kept)| row(ways.kind(number), direction, request_bytes, kept)).collect())
+    Ok(rows.map(|(number, kept)| row(ways.kind(number), direction, request_bytes, kept, base.as_deref())).collect())
 }
 
-fn row(kind: Kind, op: Direction, request_bytes: u64, kept: Kept) -> Row {
-    let us: Vec<f64> = kept.samples.iter().map(|sample| sample.latency_ns as f64 / 1e3).collect();
+fn in_us(samples: &[Sample]) -> Vec<f64> {
+    samples.iter().map(|sample| sample.latency_ns as f64 / 1e3).collect()
+}
+
+fn row(kind: Kind, op: Direction, request_bytes: u64, kept: Kept, base: Option<&[f64]>) -> Row {
+    let us = in_us(&kept.samples);
+    let made = Spread::of(&kept.made_us);
+    let ratio = base.and_then(|base| Spread::of_ratios(&kept.rounds_us, base));
     let latency_mean_us = mean(us.iter().copied());
     Row {
-        path: kind.name(),
+        path: kind.name().to_owned(),
         op,
         request_bytes,
-        requests: kept.made,
+        requests: kept.made_us.len(),
         requests_kept: us.len(),
         latency_p50_us: median(us),
+        latency_p10_us: made.p10,
+        latency_p90_us: made.p90,
         latency_mean_us,
         bytes_per_second: request_bytes as f64 * 1e6 / latency_mean_us.max(1e-3),
+        ratio_to_grant_copy: ratio.map(|ratio| ratio.p50),
+        ratio_to_grant_copy_p10: ratio.map(|ratio| ratio.p10),
+        ratio_to_grant_copy_p90: ratio.map(|ratio| ratio.p90),
         phases: Phases::mean(&kept.phases),
     }
 }

@@ -100,7 +100,7 @@ impl OutputArgs {
         P: Serialize + ToSchema,
         R: Serialize + ToSchema,
     {
-        match about(outcome.experiment) {
+        match about(&outcome.experiment) {
             _ if self.json => print_json(outcome)?,
             Some(about) => say(format_args!("{text}\n\n{}", about.to_text(COLUMNS))),
             None => say(text),
