@@ -3,13 +3,15 @@
 //! - [`serving`]: `spile serve`: disks for NBD clients and virtual machines, the control socket, the takeover.
 //! - [`xen`]: `spile xen-disk` and `spile xen-backend`: disks for Xen guests.
 //! - [`disks`] names and opens disks, [`listen`] makes sockets, [`signals`] ends a process in order, [`panics`] ends one that has a
-//!   bug, [`process`] names other processes, [`log`] writes what the libraries report.
+//!   bug, [`process`] names other processes, [`host_device`] reads what the kernel
+//!   counts of the device below a disk, [`log`] writes what the libraries report.
 //!
 //! This crate joins fronts and images. It imports nothing that measures (`bench`) or imitates (`lab`).
 #![forbid(unsafe_code)]
 
 pub mod disks;
 pub mod family;
+pub mod host_device;
 pub mod listen;
 pub mod log;
 pub mod notify;

@@ -69,7 +69,7 @@ fn errors_are_json_as_their_schema_says() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let schema = schema(dir, "error");
-    let cases: [(&[&str], i32); 14] = [
+    let cases: [(&[&str], i32); 15] = [
         (&["info", "gone.raw"], 1),
         (&["map", "gone.raw"], 1),
         (&["check", "gone.raw"], 1),
@@ -80,6 +80,7 @@ fn errors_are_json_as_their_schema_says() {
         (&["measure", "--to", "vhd"], 2),
         (&["ls", "gone"], 1),
         (&["show", "gone"], 1),
+        (&["stat", "gone"], 1),
         (&["load", "nbd+unix:///?socket=gone"], 1),
         (&["bench", "crowd", "--disks", "x"], 2),
         (&["demo", "--dir", "/proc/gone"], 1),
@@ -114,6 +115,7 @@ fn a_server_answers_what_its_document_says() {
     Client::connect(&nbd(dir, "")).unwrap().write(0, &[1; 65536], true).unwrap();
     assert_prints(dir, "ls", &["c"]);
     assert_prints(dir, "show", &["c"]);
+    assert_prints(dir, "stat", &["c", "--interval", "50ms"]);
     let document = schema(dir, "api");
     let told = ask(&dir.join("c"), "GET", "/v1/openapi.json", "").1;
     assert_eq!(told["info"], document["info"]);
@@ -129,6 +131,7 @@ fn a_server_answers_what_its_document_says() {
         ("GET", "/v1/disks/{name}/map", "/v1/disks/a/map?max_runs=x", "", 400),
         ("GET", "/v1/disks/{name}/stats", "/v1/disks/a/stats", "", 200),
         ("GET", "/v1/workers", "/v1/workers", "", 200),
+        ("GET", "/v1/stats", "/v1/stats", "", 200),
         ("POST", "/v1/disks", "/v1/disks", &disk, 201),
         ("PATCH", "/v1/disks/{name}", "/v1/disks/b", "{\"virtual_size_bytes\":33554432,\"on_error\":\"pause\"}", 200),
         // The name of the size in older builds.

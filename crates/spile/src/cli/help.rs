@@ -147,6 +147,15 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[JSON],
     },
     Ending {
+        command: "stat",
+        codes: &[ENDED],
+        examples: &[
+            ("spile stat disk", "one second of the disk of that name"),
+            ("spile stat disk --layers --interval 10", "queues and latencies from the front to the device"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "attach",
         codes: &[],
         examples: &[("spile attach disk data.vhd --vhost-user data.sock", "the server of `disk` serves data.vhd, too")],

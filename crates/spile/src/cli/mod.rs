@@ -18,11 +18,13 @@ mod map;
 mod measure;
 mod new_disk;
 mod onto;
+mod pace;
 mod schema;
 mod serve;
 mod served;
 mod shape;
 mod space;
+mod stat;
 mod stream;
 mod trouble;
 mod xen_backend;
@@ -71,6 +73,7 @@ enum Command {
     Serve(Box<serve::ServeArgs>),
     Ls(control::LsArgs),
     Show(control::ShowArgs),
+    Stat(stat::StatArgs),
     Attach(control::AttachArgs),
     Detach(control::DetachArgs),
     Resize(control::ResizeArgs),
@@ -112,6 +115,7 @@ pub fn run() -> ExitCode {
         Command::Serve(args) => serve::run(args),
         Command::Ls(args) => control::ls(args),
         Command::Show(args) => control::show(args),
+        Command::Stat(args) => stat::run(args),
         Command::Attach(args) => control::attach(args),
         Command::Detach(args) => control::detach(args),
         Command::Resize(args) => control::resize(args),

@@ -17,6 +17,7 @@ use super::demo::Shown;
 use super::load::ReadBack;
 use super::map::Mapped;
 use super::measure::Measured;
+use super::stat::DiskStat;
 use super::{Exit, print_text};
 use crate::bench::{Outcome, aggregate, crowd, density, depth, exchange, hung, paths};
 use crate::load::Report;
@@ -46,6 +47,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("measure", of::<Measured>),
     ("ls", of::<DiskList>),
     ("show", of::<DiskDetail>),
+    ("stat", of::<DiskStat>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),
     ("bench depth", of_experiment::<depth::Asked, depth::Row>),
     ("bench density", of_experiment::<density::Asked, density::Row>),

@@ -25,7 +25,12 @@ pub const CHANGE_PATIENCE: Duration = Duration::from_secs(150);
 /// # Errors
 /// As [`call`]; `Protocol` when the answer is of another type.
 pub fn ask<T: DeserializeOwned>(socket: &Path, method: &str, path: &str, patience: Duration) -> Result<T> {
-    serde_json::from_value(call(socket, method, path, None, patience)?)
+    typed(call(socket, method, path, None, patience)?)
+}
+
+/// An answer as one of the API's types.
+pub(super) fn typed<T: DeserializeOwned>(answer: Value) -> Result<T> {
+    serde_json::from_value(answer)
         .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))
 }
 
@@ -34,10 +39,25 @@ pub fn ask<T: DeserializeOwned>(socket: &Path, method: &str, path: &str, patienc
 /// # Errors
 /// `NotFound` when no server listens there; `TimedOut` when the answer does not come within `patience`; else what the server answers.
 pub fn call(socket: &Path, method: &str, path: &str, body: Option<&Value>, patience: Duration) -> Result<Value> {
+    runtime()?.block_on(within(socket, method, path, body, patience))
+}
+
+/// What runs calls on this thread.
+pub(super) fn runtime() -> Result<tokio::runtime::Runtime> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|e| Error::io("start a call", e))?;
+    runtime.map_err(|e| Error::io("start a call", e))
+}
+
+/// As [`call`], for callers with a runtime of their own.
+pub(super) async fn within(
+    socket: &Path,
+    method: &str,
+    path: &str,
+    body: Option<&Value>,
+    patience: Duration,
+) -> Result<Value> {
     let late = |_| Error::new(ErrorKind::TimedOut, "the server does not answer on its control socket");
-    let answer = runtime.block_on(async { tokio::time::timeout(patience, exchange(socket, method, path, body)).await });
+    let answer = tokio::time::timeout(patience, exchange(socket, method, path, body)).await;
     let (status, bytes) = answer.map_err(late).and_then(|answer| answer).at_path(socket)?;
     let not_understood =
         |e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e).at_path(socket);

@@ -65,7 +65,11 @@ fn asked() -> Result<Vec<(PathBuf, Result<Vec<Disk>>)>> {
     Ok(answers.filter(|(_, disks)| !is_dead(disks)).collect())
 }
 
-fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
+/// The control sockets in a folder, in the order of their names; none when there is no such folder.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),

@@ -4,7 +4,8 @@
 //! - [`routes`]: the paths, and the OpenAPI document that is made from them. [`http`]: connections and their bounds.
 //! - [`stats`]: what was counted, exactly. [`rates`]: what lies between two answers of it. [`text`]: counts as lines for the log.
 //! - [`workers`]: what has woken the server's threads up.
-//! - [`client`]: the other side, for commands. [`discovery`]: control sockets in their folder.
+//! - [`client`]: the other side, for commands. [`discovery`]: control sockets in their folder. [`watch`]: all
+//!   servers of a folder at once.
 //!
 //! The API runs on a thread of its own. What changes the server is a [`Order`] for its main thread, one after the other.
 
@@ -18,6 +19,7 @@ pub mod stats;
 pub mod text;
 pub mod types;
 pub mod view;
+pub mod watch;
 pub mod workers;
 
 use spile_core::Result;

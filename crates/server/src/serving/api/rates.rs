@@ -309,7 +309,8 @@ fn goes_on(before: &Reading, now: &Reading) -> bool {
     before.zip(now).all(|(before, now)| before.begun <= now.begun && before.ended <= now.ended)
 }
 
-fn per_s(count: u64, elapsed_ns: u64) -> f64 {
+/// A count of an interval, per second.
+pub fn per_s(count: u64, elapsed_ns: u64) -> f64 {
     if elapsed_ns == 0 { 0.0 } else { count as f64 * 1e9 / elapsed_ns as f64 }
 }
 

@@ -16,7 +16,7 @@ use spile_front::Connections;
 use utoipa::OpenApi;
 
 use super::images::{Info, MapPart};
-use super::stats::DiskStats;
+use super::stats::{AllStats, DiskStats};
 use super::types::{Accepted, Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport, Resumed};
 use super::view::View;
 use super::workers::Workers;
@@ -58,6 +58,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}/info", get(info))
         .route("/v1/disks/{name}/map", get(map))
         .route("/v1/disks/{name}/stats", get(stats))
+        .route("/v1/stats", get(all_stats))
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
         .route("/v1/workers", get(workers))
@@ -89,6 +90,7 @@ pub fn router(context: Context) -> Router {
         map,
         stats,
         workers,
+        all_stats,
         resume,
         accept_loss,
         add_export,
@@ -234,6 +236,13 @@ async fn stats(State(context): State<Context>, Path(name): Path<String>) -> Answ
 #[utoipa::path(get, path = "/v1/workers", responses((status = 200, body = Workers), (status = "default", body = Failure)))]
 async fn workers(State(context): State<Context>) -> Response {
     json(StatusCode::OK, &context.view.workers(&context.server))
+}
+
+/// What was counted of all disks since the server began, as in `/v1/disks/{name}/stats`.
+#[utoipa::path(get, path = "/v1/stats",
+    responses((status = 200, body = AllStats), (status = "default", body = Failure)))]
+async fn all_stats(State(context): State<Context>) -> Answer {
+    Ok(json(StatusCode::OK, &context.view.all_stats(&context.server)?))
 }
 
 /// Where the disk's bytes lie, part by part: each answer says where the next part begins. Guests may write meanwhile: each part is

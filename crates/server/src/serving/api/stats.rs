@@ -26,6 +26,13 @@ pub struct DiskStats {
     pub layers: Vec<LayerStats>,
 }
 
+/// What was counted of all disks of a server up to one moment: the body of `GET /v1/stats`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct AllStats {
+    /// Each disk, in the order in which the server was given them.
+    pub disks: Vec<DiskStats>,
+}
+
 /// Which layer it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]

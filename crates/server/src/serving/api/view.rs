@@ -11,7 +11,7 @@ use spile_node::{Policy, Shape, Shaping, Troubles};
 use tokio::sync::oneshot;
 
 use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
-use super::stats::{DiskStats, LayerKind, LayerStats};
+use super::stats::{AllStats, DiskStats, LayerKind, LayerStats};
 use super::types::{Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Learned, Meter, Waiting};
 use super::workers::Workers;
 use crate::serving::disks::{Open, ServedDisk};
@@ -191,6 +191,14 @@ impl View {
     /// What the server's workers have done.
     pub fn workers(&self, server: &str) -> Workers {
         Workers::new(server, &self.engine)
+    }
+
+    /// What was counted of all disks.
+    ///
+    /// # Errors
+    /// `Shutdown` while the server hands over.
+    pub fn all_stats(&self, server: &str) -> Result<AllStats> {
+        Ok(AllStats { disks: self.disks()?.iter().map(|disk| disk.stats(server)).collect() })
     }
 
     /// What the images of the disk of this name say of themselves now.

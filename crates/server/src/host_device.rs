@@ -1,0 +1,314 @@
+//! The block device of the host on which a disk's bytes lie, and what the kernel counts of it in /proc/diskstats: the last layer that
+//! a request passes.
+//!
+//! A file lies on the device that its file system is on (`st_dev`), which may be a partition or a volume of device-mapper: these are
+//! taken as they are, as other disks share the device below them.
+//!
+//! The fields are those of the kernel's Documentation/admin-guide/iostats.rst. Of field 11, the weighted milliseconds, comes the average queue
+//! size as iostat has it. Since Linux 6.x these are the latencies of the requests that have ended, summed: a request counts
+//! when it ends, and none of what is in flight is in there.
+
+use std::fmt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{major, minor};
+use spile_core::metrics::now_ns;
+use spile_core::{Error, ErrorKind, Locator, Result};
+
+use crate::serving::api::rates::{LayerRates, OperationRates, per_s};
+
+const DISKSTATS: &str = "/proc/diskstats";
+const SECTOR_BYTES: u64 = 512;
+
+/// A block device of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostDevice {
+    /// Its name as in /proc/diskstats, such as `sda1` or `dm-3`.
+    pub name: String,
+    major: u32,
+    minor: u32,
+}
+
+/// What the kernel has counted of a device up to one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceReading {
+    /// The moment, in nanoseconds of CLOCK_MONOTONIC.
+    at_ns: u64,
+    reads: Counted,
+    writes: Counted,
+    discards: Counted,
+    flushes: Counted,
+    in_flight: u64,
+    /// Field 11: all times together, in milliseconds. It wraps at 2^32.
+    weighted_ms: u64,
+}
+
+/// What the kernel has counted of one kind of request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Counted {
+    ended: u64,
+    merged: u64,
+    sectors: u64,
+    /// It wraps at 2^32.
+    time_ms: u64,
+}
+
+/// Why a disk's bytes lie on no block device of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NoDevice(String);
+
+impl fmt::Display for NoDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl HostDevice {
+    /// The device below `disk`, a path or a URI as the server names its leaf.
+    ///
+    /// # Errors
+    /// The reason why there is none.
+    pub fn below(disk: &str) -> std::result::Result<Self, NoDevice> {
+        let path = match disk.parse() {
+            Ok(Locator::Path(path)) => path,
+            Ok(Locator::Nbd(_)) => return Err(NoDevice(format!("{disk} is an NBD export, which another server has"))),
+            Ok(_) => return Err(NoDevice(format!("{disk} is in memory"))),
+            Err(error) => return Err(NoDevice(error.to_string())),
+        };
+        let seen = |error| NoDevice(format!("{disk} cannot be looked at: {error}"));
+        let path = path.canonicalize().map_err(seen)?;
+        let meta = path.metadata().map_err(seen)?;
+        let device = if meta.file_type().is_block_device() { meta.rdev() } else { meta.dev() };
+        let stats =
+            std::fs::read_to_string(DISKSTATS).map_err(|e| NoDevice(format!("{DISKSTATS} cannot be read: {e}")))?;
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let mount = Mount::of(&mounts, &path);
+        // btrfs and others have a number of their own for each file system, which is no device's.
+        let source = mount.as_ref().and_then(|mount| Path::new(&mount.source).metadata().ok());
+        let source = source.filter(|source| source.file_type().is_block_device()).map(|source| source.rdev());
+        let found = [Some(device), source].into_iter().flatten().find_map(|device| Self::find(&stats, device));
+        found.ok_or_else(|| match mount {
+            Some(mount) => NoDevice(format!("{disk} lies on {}, which is on no block device of this host", mount.kind)),
+            None => NoDevice(format!("the device of {disk} is not in {DISKSTATS}")),
+        })
+    }
+
+    /// The device with this number in the text of /proc/diskstats.
+    fn find(stats: &str, device: u64) -> Option<Self> {
+        let (major, minor) = (major(device), minor(device));
+        lines(stats).find(|line| (line.major, line.minor) == (major, minor)).map(|line| Self {
+            name: line.name.to_owned(),
+            major,
+            minor,
+        })
+    }
+
+    /// What was counted of the device up to now.
+    ///
+    /// # Errors
+    /// `NotFound` when it has gone; the system's.
+    pub fn read(&self) -> Result<DeviceReading> {
+        let stats = std::fs::read_to_string(DISKSTATS)
+            .map_err(|e| Error::io("read what is counted of devices", e).at_path(Path::new(DISKSTATS)))?;
+        let at_ns = now_ns();
+        let line = lines(&stats).find(|line| (line.major, line.minor) == (self.major, self.minor));
+        line.map(|line| line.reading(at_ns)).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("the device {} has gone", self.name)).at_path(Path::new(DISKSTATS))
+        })
+    }
+
+    /// What the device did between two readings. It has no quantiles, and both of its queue sizes are iostat's.
+    pub fn rates(&self, earlier: &DeviceReading, later: &DeviceReading) -> LayerRates {
+        let elapsed_ns = later.at_ns.saturating_sub(earlier.at_ns);
+        let of = |name, of: fn(&DeviceReading) -> &Counted| rates_of(name, of(earlier), of(later), elapsed_ns);
+        let operations = [
+            of("read", |reading| &reading.reads),
+            of("write", |reading| &reading.writes),
+            of("flush", |reading| &reading.flushes),
+            of("discard", |reading| &reading.discards),
+        ];
+        let ended: f64 = operations.iter().map(|op| op.requests_per_s).sum();
+        let queue = per_s(rise_ms(earlier.weighted_ms, later.weighted_ms), elapsed_ns) / 1e3;
+        let time_s: f64 = operations.iter().map(|op| op.queue_size_iostat).sum();
+        let merged = |of: fn(&DeviceReading) -> u64| per_s(of(later).saturating_sub(of(earlier)), elapsed_ns);
+        LayerRates {
+            name: format!("device {}", self.name),
+            kind: "device".to_owned(),
+            interval_s: elapsed_ns as f64 / 1e9,
+            reads_per_s: operations[0].requests_per_s,
+            writes_per_s: operations[1].requests_per_s,
+            flushes_per_s: operations[2].requests_per_s,
+            requests_per_s: ended,
+            read_bytes_per_s: operations[0].bytes_per_s,
+            write_bytes_per_s: operations[1].bytes_per_s,
+            queue_size_avg: queue,
+            queue_size_iostat: queue,
+            in_flight: later.in_flight,
+            latency_mean_us: (ended > 0.0).then(|| time_s / ended * 1e6),
+            counters_per_s: [
+                ("merged_reads_total".to_owned(), merged(|reading| reading.reads.merged)),
+                ("merged_writes_total".to_owned(), merged(|reading| reading.writes.merged)),
+            ]
+            .into(),
+            operations: operations.into_iter().filter(|op| op.requests_per_s > 0.0).collect(),
+            ..LayerRates::default()
+        }
+    }
+}
+
+fn rates_of(operation: &str, earlier: &Counted, later: &Counted, elapsed_ns: u64) -> OperationRates {
+    let ended = later.ended.saturating_sub(earlier.ended);
+    let time_ms = rise_ms(earlier.time_ms, later.time_ms);
+    OperationRates {
+        operation: operation.to_owned(),
+        requests_per_s: per_s(ended, elapsed_ns),
+        bytes_per_s: per_s(later.sectors.saturating_sub(earlier.sectors).saturating_mul(SECTOR_BYTES), elapsed_ns),
+        queue_size_iostat: per_s(time_ms, elapsed_ns) / 1e3,
+        latency_mean_us: (ended > 0).then(|| time_ms as f64 * 1e3 / ended as f64),
+        ..OperationRates::default()
+    }
+}
+
+/// The rise of a time in milliseconds that wraps at 2^32.
+fn rise_ms(earlier: u64, later: u64) -> u64 {
+    u64::from((later as u32).wrapping_sub(earlier as u32))
+}
+
+/// One line of /proc/diskstats.
+struct Line<'a> {
+    major: u32,
+    minor: u32,
+    name: &'a str,
+    /// Fields 1 to 17; old kernels have 11 or 15.
+    fields: [u64; 17],
+}
+
+fn lines(stats: &str) -> impl Iterator<Item = Line<'_>> {
+    stats.lines().filter_map(|line| {
+        let mut words = line.split_whitespace();
+        let (major, minor, name) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?, words.next()?);
+        let mut fields = [0; 17];
+        fields.iter_mut().zip(words).for_each(|(field, word)| *field = word.parse().unwrap_or(0));
+        Some(Line { major, minor, name, fields })
+    })
+}
+
+impl Line<'_> {
+    fn reading(&self, at_ns: u64) -> DeviceReading {
+        let fields = &self.fields;
+        let four = |at: usize| Counted {
+            ended: fields[at],
+            merged: fields[at + 1],
+            sectors: fields[at + 2],
+            time_ms: fields[at + 3],
+        };
+        DeviceReading {
+            at_ns,
+            reads: four(0),
+            writes: four(4),
+            in_flight: fields[8],
+            weighted_ms: fields[10],
+            discards: four(11),
+            flushes: Counted { ended: fields[15], time_ms: fields[16], ..Counted::default() },
+        }
+    }
+}
+
+/// A file system that is mounted.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    /// Its kind, such as `tmpfs`.
+    kind: String,
+    /// What is mounted, such as `/dev/sda1`.
+    source: String,
+}
+
+impl Mount {
+    /// The file system that `path`, an absolute one without links, lies on, in the text of /proc/self/mountinfo. Of several at the
+    /// same place the last one is seen.
+    fn of(mounts: &str, path: &Path) -> Option<Self> {
+        let parsed = mounts.lines().filter_map(|line| {
+            let (left, right) = line.split_once(" - ")?;
+            let point = PathBuf::from(unescaped(left.split(' ').nth(4)?));
+            let mut right = right.split(' ');
+            let mount = Self { kind: right.next()?.to_owned(), source: unescaped(right.next()?) };
+            path.starts_with(&point).then_some((point.components().count(), mount))
+        });
+        parsed.max_by_key(|(depth, _)| *depth).map(|(_, mount)| mount)
+    }
+}
+
+/// A word of mountinfo, in which blanks and backslashes are octal numbers (proc_pid_mountinfo(5)).
+fn unescaped(word: &str) -> String {
+    [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
+        .iter()
+        .fold(word.to_owned(), |word, (code, character)| word.replace(code, character))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::makedev;
+
+    use super::*;
+
+    const STATS: &str = "\
+   7       0 loop0 1 0 2 3 0 0 0 0 0 3 3
+ 254       0 vda 100 5 800 40 50 6 1600 4294967290 3 9 4294967200 7 0 56 8 9 10
+ 254       1 vda1 9 0 72 1 0 0 0 0 0 0 1 0 0 0 0 0 0
+";
+
+    fn vda(stats: &str, at_ns: u64) -> DeviceReading {
+        lines(stats).find(|line| line.name == "vda").unwrap().reading(at_ns)
+    }
+
+    #[test]
+    fn the_device_of_a_number_is_found_and_read() {
+        assert_eq!(HostDevice::find(STATS, makedev(254, 1)).unwrap().name, "vda1");
+        assert_eq!(HostDevice::find(STATS, makedev(0, 40)), None);
+        let reading = vda(STATS, 5);
+        assert_eq!((reading.reads.ended, reading.writes.sectors, reading.in_flight), (100, 1600, 3));
+        assert_eq!((reading.flushes.ended, reading.flushes.time_ms, reading.discards.sectors), (9, 10, 56));
+        // A kernel before 4.18 has eleven fields.
+        let old = lines(STATS).next().unwrap().reading(0);
+        assert_eq!((old.weighted_ms, old.discards, old.flushes), (3, Counted::default(), Counted::default()));
+    }
+
+    #[test]
+    fn an_interval_of_a_device_is_what_iostat_says() {
+        // Two seconds later: 400 reads of 8 sectors took 200 ms together, 100 writes took 406 ms, and a counter has wrapped.
+        let later = " 254 0 vda 500 5 4000 240 150 16 2400 400 1 9 904 7 0 56 8 9 10";
+        let vda_is = HostDevice::find(STATS, makedev(254, 0)).unwrap();
+        let rates = vda_is.rates(&vda(STATS, 0), &vda(later, 2_000_000_000));
+        assert_eq!((rates.name.as_str(), rates.kind.as_str(), rates.interval_s), ("device vda", "device", 2.0));
+        assert_eq!((rates.reads_per_s, rates.writes_per_s, rates.flushes_per_s), (200.0, 50.0, 0.0));
+        assert_eq!((rates.read_bytes_per_s, rates.write_bytes_per_s), (819_200.0, 204_800.0));
+        assert_eq!((rates.queue_size_avg, rates.in_flight), (0.5, 1));
+        assert_eq!(rates.operations.iter().map(|op| op.latency_mean_us.unwrap()).collect::<Vec<_>>(), [500.0, 4060.0]);
+        assert!((rates.latency_mean_us.unwrap() - 606_000.0 / 500.0).abs() < 1e-6, "{rates:?}");
+        assert_eq!((rates.latency_p99_us, rates.counters_per_s["merged_writes_total"]), (None, 5.0));
+    }
+
+    #[test]
+    fn the_file_system_of_a_path_is_the_one_mounted_last_and_deepest() {
+        let mounts = "\
+22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
+30 22 0:26 / /tmp rw - tmpfs tmpfs rw
+31 30 0:27 / /tmp/with\\040blank rw - btrfs /dev/vdb rw
+32 22 0:28 / /tmp rw - overlay overlay rw
+";
+        let kind = |path: &str| Mount::of(mounts, Path::new(path)).unwrap().kind;
+        assert_eq!([kind("/a"), kind("/tmpfs"), kind("/tmp/x")], ["ext4", "ext4", "overlay"]);
+        let source = Mount::of(mounts, Path::new("/tmp/with blank/disk.raw")).unwrap().source;
+        assert_eq!((kind("/tmp/with blank/disk.raw").as_str(), source.as_str()), ("btrfs", "/dev/vdb"));
+    }
+
+    #[test]
+    fn what_lies_on_no_device_says_why() {
+        let why = |disk: &str| HostDevice::below(disk).unwrap_err().to_string();
+        assert!(why("nbd://host/export").contains("another server"), "{}", why("nbd://host/export"));
+        assert!(why("mem:1M").contains("in memory"));
+        assert!(why("/proc/version").contains("proc, which is on no block device"), "{}", why("/proc/version"));
+        assert!(why("/gone/disk.raw").contains("No such file"), "{}", why("/gone/disk.raw"));
+    }
+}
