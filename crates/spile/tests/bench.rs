@@ -108,6 +108,79 @@ fn idle_guests_wake_nothing() {
 }
 
 #[test]
+fn files_and_partitions_have_the_tables_of_the_article() {
+    let dir = tempfile::tempdir().unwrap();
+    let args =
+        ["bench", "layers", "--quick", "--size", "1M", "--sizes", "4k,64k", "--seconds", "20ms", "--folder", "."];
+    let outcome = json(dir.path(), &args);
+    assert_host(&outcome);
+    let left_out = outcome["parameters"]["left_out"].as_array().unwrap();
+    for place in ["file", "partition", "volume"] {
+        let here = rows(&outcome).iter().filter(|row| row["place"] == place);
+        let is_left_out = left_out.iter().any(|reason| reason.as_str().unwrap().starts_with(place));
+        assert_eq!(here.count(), if is_left_out { 0 } else { 4 * 3 * 2 }, "{place}: {left_out:?}");
+        assert!(place != "file" || !is_left_out);
+    }
+    for row in rows(&outcome) {
+        assert!(number(row, "bytes") > 0.0 && number(row, "seconds") > 0.0, "{row}");
+        assert!(number(row, "bytes") <= f64::from(1 << 20) || row["way"] == "xen", "{row}");
+        assert_eq!(
+            row["cut"] == true,
+            number(row, "bytes") + number(row, "request_bytes") <= f64::from(1 << 20),
+            "{row}"
+        );
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the files are removed");
+    let args = ["bench", "layers", "--quick", "--size", "1M", "--sizes", "64k", "--seconds", "20ms", "--folder", "."];
+    let said = ok(dir.path(), &[&args[..], &["--place", "file", "--way", "bare", "--way", "nbd"]].concat());
+    assert!(
+        said.contains("file, nbd: 1 MiB in blocks") && said.contains("no partition to set the file beside"),
+        "{said}"
+    );
+}
+
+#[test]
+fn sizes_grow_until_the_time_or_the_space_is_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["bench", "warmup", "--quick", "--folder", ".", "--way", "bare", "--way", "nbd"];
+    let outcome = json(dir.path(), &[&args[..], &["--size", "4M"]].concat());
+    assert_host(&outcome);
+    let sizes = [1.0, 2.0, 4.0].map(|mib| mib * f64::from(1 << 20));
+    assert_eq!(rows(&outcome).len(), sizes.len() * 3 * 2);
+    for size in sizes {
+        let of_size: Vec<&Value> = rows(&outcome).iter().filter(|row| number(row, "bytes") == size).collect();
+        assert_eq!(of_size.len(), 3 * 2, "all of it is moved: {outcome}");
+    }
+    assert!(outcome["parameters"]["ended_early"].is_null());
+    let args = [&args[..], &["--size", "16G", "--seconds", "1ms"]].concat();
+    let reason = json(dir.path(), &args)["parameters"]["ended_early"].to_string();
+    assert!(reason.contains("was over before") || reason.contains("are free"), "{reason}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the file is removed");
+}
+
+#[test]
+fn a_target_is_read_all_over_and_not_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes: Vec<u8> = (0..8 << 20).map(|at: u32| (at >> 9) as u8).collect();
+    std::fs::write(dir.path().join("t"), &bytes).unwrap();
+    let outcome = json(dir.path(), &["bench", "geometry", "t", "--quick", "--length", "1M", "--every", "2M"]);
+    assert_host(&outcome);
+    let offsets: Vec<u64> = rows(&outcome)
+        .iter()
+        .filter(|row| row["way"] == "vhost-user")
+        .map(|row| row["offset_bytes"].as_u64().unwrap() >> 20)
+        .collect();
+    assert_eq!(offsets, [0, 2, 4, 6]);
+    assert_eq!(rows(&outcome).len(), 8);
+    rows(&outcome).iter().for_each(|row| assert_plain(row, &["bytes", "seconds", "bytes_per_s"]));
+    assert_eq!(std::fs::read(dir.path().join("t")).unwrap(), bytes);
+    let said = ok(dir.path(), &["bench", "geometry", "--quick", "--size", "4M", "--length", "1M", "--folder", "."]);
+    assert!(said.contains("direct reads of 1 MiB every 1 MiB of a file (4 MiB)"), "{said}");
+    assert!(fails(dir.path(), 2, &["bench", "geometry", "t", "--quick", "--length", "1G"]).contains("shorter than"));
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "the file is removed");
+}
+
+#[test]
 fn every_experiment_says_what_it_shows_and_which_article_it_repeats() {
     let dir = tempfile::tempdir().unwrap();
     let help = ok(dir.path(), &["bench", "depth", "--help"]);

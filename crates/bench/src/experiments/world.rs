@@ -171,6 +171,8 @@ pub struct WantedDisk {
     pub max_request_bytes: u64,
     /// Requests that the back end keeps the times of; 0: none.
     pub traced: u32,
+    /// More arguments of the back end's process.
+    pub arguments: &'static [&'static str],
 }
 
 /// The host with its guests.
@@ -236,6 +238,7 @@ impl World {
         if disk.path.is_split {
             args.push("--split-rings".into());
         }
+        args.extend(disk.arguments.iter().map(Into::into));
         if disk.traced > 0 {
             args.extend(["--trace".into(), disk.traced.to_string().into()]);
         }

@@ -72,7 +72,9 @@ pub struct Options {
     pub runtime: Option<Duration>,
     /// Stop after this many requests in all.
     pub ios: Option<u64>,
-    /// Use only this many bytes from the disk's start.
+    /// The first byte that is used, a multiple of `block_bytes`.
+    pub start_bytes: u64,
+    /// Use only this many bytes from there.
     pub span_bytes: Option<u64>,
     /// Stamp what is written, check what is read, and read everything back at the end.
     pub verify: bool,
@@ -105,6 +107,7 @@ impl Options {
             connections: 1,
             runtime: None,
             ios: None,
+            start_bytes: 0,
             span_bytes: None,
             verify: false,
             seed: 1,
@@ -192,9 +195,11 @@ pub fn run_only(options: &Options, mut progress: impl FnMut(Progress)) -> Result
 
 fn load<E: Endpoint>(options: &Options, endpoint: E, progress: &mut dyn FnMut(Progress)) -> Result<LoadOutcome> {
     let blocks = usable_blocks(options, endpoint.info())?;
+    let first = options.start_bytes / u64::from(options.block_bytes);
     let run = run_stamp(options.seed);
     let Pattern { random, read_percent } = options.pattern;
     let work = split(blocks, u64::from(options.connections)).into_iter().enumerate().map(|(number, region)| {
+        let region = region.start + first..region.end + first;
         let rng = Rng::new(options.seed, number as u64);
         let model = options.verify.then(|| Model::new(run, options.block_bytes, region.clone()));
         (task(options, number as u64), Source::Plan(Plan::new(rng, region, random, read_percent)), model)
@@ -324,6 +329,9 @@ fn usable_blocks(options: &Options, disk: Info) -> Result<u64> {
     if options.verify && block % stamp::SECTOR as u64 != 0 {
         return refuse("--verify needs a --bs that is a multiple of 512".to_owned());
     }
+    if !options.start_bytes.is_multiple_of(block) {
+        return refuse("the first byte that is used must be at a multiple of --bs".to_owned());
+    }
     if block % u64::from(disk.min_block_bytes) != 0 {
         return refuse(format!("--bs must be a multiple of {} here", disk.min_block_bytes));
     }
@@ -341,7 +349,8 @@ fn usable_blocks(options: &Options, disk: Info) -> Result<u64> {
         let most = format_size(MAX_BUFFER_BYTES);
         return refuse(format!("--connections × --depth × --bs is more than {most} of memory"));
     }
-    let blocks = disk.size_bytes.min(options.span_bytes.unwrap_or(u64::MAX)) / block;
+    let size_bytes = disk.size_bytes.saturating_sub(options.start_bytes);
+    let blocks = size_bytes.min(options.span_bytes.unwrap_or(u64::MAX)) / block;
     if blocks < u64::from(options.connections) {
         let size = format_size(disk.size_bytes);
         return refuse(format!("the disk ({size}) is too small for that --bs and --connections"));

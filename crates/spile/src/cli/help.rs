@@ -256,6 +256,30 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "bench layers",
+        codes: &[],
+        examples: &[
+            ("spile bench layers --quick", "a short run"),
+            ("spile bench layers --place file --way bare --way nbd", "without root"),
+        ],
+        notes: &[],
+    },
+    Ending {
+        command: "bench geometry",
+        codes: &[],
+        examples: &[
+            ("spile bench geometry --quick", "a short run"),
+            ("spile bench geometry /dev/sdb --every 5G", "a whole disk, which is only read"),
+        ],
+        notes: &[],
+    },
+    Ending {
+        command: "bench warmup",
+        codes: &[],
+        examples: &[("spile bench warmup --quick", "a short run"), ("spile bench warmup --size 1G", "up to 1 GiB")],
+        notes: &[],
+    },
+    Ending {
         command: "bench paths",
         codes: &[],
         examples: &[("spile bench paths --quick", "a short run")],

@@ -19,7 +19,7 @@ use super::map::Mapped;
 use super::measure::Measured;
 use super::stat::DiskStat;
 use super::{Exit, print_text};
-use crate::bench::{Outcome, aggregate, crowd, density, depth, exchange, hung, paths};
+use crate::bench::{Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, paths, warmup};
 use crate::load::Report;
 
 /// Print the JSON Schema of a command's --json output
@@ -51,6 +51,9 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("load", || either(of::<Report>(), of::<ReadBack>())),
     ("bench depth", of_experiment::<depth::Asked, depth::Row>),
     ("bench density", of_experiment::<density::Asked, density::Row>),
+    ("bench layers", of_experiment::<layers::Asked, layers::Row>),
+    ("bench geometry", of_experiment::<geometry::Asked, geometry::Row>),
+    ("bench warmup", of_experiment::<warmup::Asked, warmup::Row>),
     ("bench paths", of_experiment::<paths::Asked, paths::Row>),
     ("bench aggregate", of_experiment::<aggregate::Asked, aggregate::Row>),
     ("bench exchange", of_experiment::<exchange::Asked, exchange::Row>),
@@ -162,7 +165,7 @@ mod tests {
         assert_eq!(commands, names);
     }
 
-    /// Numbers of bytes, of seconds and so on say their unit; plain counts and ratios have none.
+    /// Numbers of bytes, of seconds and so on say their unit, or are called by it; plain counts and ratios have none.
     #[test]
     fn numbers_say_their_units_and_everything_is_described() {
         for (name, make) in OUTPUTS {
@@ -172,7 +175,8 @@ mod tests {
 
     fn has_unit(name: &str) -> bool {
         let units = ["_bytes", "_s", "_us", "_ms"];
-        name == "bytes" || units.iter().any(|unit| name.ends_with(unit) || name.contains(&format!("{unit}_per_")))
+        ["bytes", "seconds"].contains(&name)
+            || units.iter().any(|unit| name.ends_with(unit) || name.contains(&format!("{unit}_per_")))
     }
 
     /// True for a number whose description says that it is one of bytes or of seconds.

@@ -255,7 +255,7 @@ fn start(parameters: &Parameters, folder: &Folder, disks: &mut Disks) -> Result<
         for path in &parameters.paths {
             for number in 0..parameters.disks {
                 let params = disks.add(&format!("{guest}-{}-{number}", path.name))?;
-                wanted.push(WantedDisk { path: *path, params, max_request_bytes, traced: 0 });
+                wanted.push(WantedDisk { path: *path, params, max_request_bytes, traced: 0, arguments: &[] });
             }
         }
         world.add_guest(guest, &wanted)?;

@@ -50,6 +50,8 @@ pub struct Parameters {
     pub disk_bytes: u64,
     /// Where the images lie; in memory unless given.
     pub folder: Option<PathBuf>,
+    /// A short run.
+    pub is_quick: bool,
 }
 
 impl Parameters {
@@ -66,6 +68,7 @@ impl Parameters {
             format: Some(Format::Vhd),
             disk_bytes: 20 << 30,
             folder: None,
+            is_quick,
         };
         match is_quick {
             false => common,
@@ -115,6 +118,8 @@ pub struct Asked {
     pub format: String,
     /// The size of each disk.
     pub virtual_size_bytes: u64,
+    /// True for a short run, whose figures show that it works.
+    pub quick: bool,
 }
 
 /// How disks are spread over processes.
@@ -211,6 +216,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         row_s: parameters.row_length().as_secs_f64(),
         format: parameters.format.map_or_else(|| "null".to_owned(), |format| format.to_string()),
         virtual_size_bytes: parameters.disk_bytes,
+        quick: parameters.is_quick,
     };
     Ok(Outcome { experiment: "density".to_owned(), host, parameters: asked, rows })
 }

@@ -52,6 +52,8 @@ pub struct Parameters {
     pub intervals: u32,
     /// Requests go to random places, instead of from start to end.
     pub is_random: bool,
+    /// A short run.
+    pub is_quick: bool,
 }
 
 impl Parameters {
@@ -66,6 +68,7 @@ impl Parameters {
             file_bytes: 1 << 30,
             intervals: 50,
             is_random: false,
+            is_quick,
         };
         match is_quick {
             false => common,
@@ -116,6 +119,8 @@ pub struct Asked {
     pub long_request_ms: f64,
     /// The intervals of the second part, in milliseconds.
     pub interval_ms: f64,
+    /// True for a short run, whose figures show that it works.
+    pub quick: bool,
 }
 
 /// What the rows belong to.
@@ -264,6 +269,7 @@ fn asked(parameters: &Parameters, host_device: Option<String>) -> Asked {
         host_device,
         long_request_ms: LONG.as_secs_f64() * 1e3,
         interval_ms: INTERVAL.as_secs_f64() * 1e3,
+        quick: parameters.is_quick,
     }
 }
 

@@ -113,7 +113,7 @@ impl Ways {
             kinds.iter().filter_map(|kind| if let Kind::Ring(ring) = kind { Some(*ring) } else { None }).collect();
         let wanted = rings.iter().map(|ring| {
             let params = disks.add(ring.name)?;
-            Ok(WantedDisk { path: *ring, params, max_request_bytes, traced: RECORDS })
+            Ok(WantedDisk { path: *ring, params, max_request_bytes, traced: RECORDS, arguments: &[] })
         });
         let wanted: Vec<WantedDisk> = wanted.collect::<Result<_>>()?;
         if !wanted.is_empty() {

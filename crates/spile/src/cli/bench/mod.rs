@@ -6,9 +6,12 @@ mod crowd;
 mod density;
 mod depth;
 mod exchange;
+mod geometry;
 mod hidden;
 mod hung;
+mod layers;
 mod paths;
+mod warmup;
 
 use clap::{Args, Subcommand};
 use spile_core::Result;
@@ -45,6 +48,9 @@ pub struct BenchArgs {
 enum Experiment {
     Depth(depth::DepthArgs),
     Density(density::DensityArgs),
+    Layers(layers::LayersArgs),
+    Geometry(geometry::GeometryArgs),
+    Warmup(warmup::WarmupArgs),
     Paths(paths::PathsArgs),
     Aggregate(aggregate::AggregateArgs),
     Exchange(exchange::ExchangeArgs),
@@ -60,6 +66,9 @@ pub fn run(args: &BenchArgs) -> Result<Exit> {
     match &args.experiment {
         Experiment::Depth(args) => depth::run(args),
         Experiment::Density(args) => density::run(args),
+        Experiment::Layers(args) => layers::run(args),
+        Experiment::Geometry(args) => geometry::run(args),
+        Experiment::Warmup(args) => warmup::run(args),
         Experiment::Paths(args) => paths::run(args),
         Experiment::Aggregate(args) => aggregate::run(args),
         Experiment::Exchange(args) => exchange::run(args),

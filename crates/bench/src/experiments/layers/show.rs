@@ -1,0 +1,114 @@
+//! The figures of `layers` as tables and plots.
+
+use comfy_table::{Cell, Table};
+
+use super::{AIM_RATIO, Asked, Kind, Row};
+use crate::experiments::sample::median;
+use crate::experiments::transfer::{Operation, Way};
+use crate::experiments::{Figures, Outcome, right, table};
+use spile_server::units::format_size;
+
+type Layers = Outcome<Asked, Row>;
+
+/// Smaller blocks are not what the aim is about: there the time of the calls counts.
+const AIM_FROM_BYTES: u64 = 4096;
+
+/// The rows of one place and way.
+fn of(outcome: &Layers, place: Kind, way: Way) -> Vec<&Row> {
+    outcome.rows.iter().filter(|row| row.place == place && row.way == way).collect()
+}
+
+/// The rows of one operation and block size.
+fn at<'a>(rows: &[&'a Row], operation: Operation, request_bytes: u64) -> Vec<&'a Row> {
+    let here = rows.iter().filter(|row| row.operation == operation && row.request_bytes == request_bytes);
+    here.copied().collect()
+}
+
+/// The median speed of the rounds in bytes a second; `None` when nothing was measured.
+fn speed(rows: &[&Row]) -> Option<f64> {
+    (!rows.is_empty()).then(|| median(rows.iter().map(|row| row.bytes_per_s).collect()))
+}
+
+/// The figures as tables, and whether the aim is reached.
+pub fn text(outcome: &Layers) -> String {
+    let asked = &outcome.parameters;
+    let mut text = String::new();
+    for place in Kind::ALL {
+        for way in Way::ALL {
+            let rows = of(outcome, place, way);
+            if !rows.is_empty() {
+                text += &format!("{}, {}: {} in blocks\n", place.name(), way.name(), format_size(asked.total_bytes));
+                text += &format!("{}\n\n", closer_table(&rows, asked));
+            }
+        }
+    }
+    if outcome.rows.iter().any(|row| row.cut) {
+        text += &format!(
+            "* stopped after {} s: the time of the whole is extrapolated. The time of a buffered write has its sync.\n",
+            asked.limit_s
+        );
+    }
+    asked.left_out.iter().for_each(|reason| text += &format!("left out: {reason}\n"));
+    text + &aim(outcome)
+}
+
+/// A table as the article has it: time and speed of the three operations for each block size.
+fn closer_table(rows: &[&Row], asked: &Asked) -> Table {
+    let header = ["block".to_owned(), "count".to_owned()];
+    let of_operations = Operation::ALL.iter().flat_map(|op| [format!("{} s", op.name()), "MiB/s".to_owned()]);
+    let mut table = table(header.into_iter().chain(of_operations));
+    for size in &asked.request_bytes {
+        let mut cells = vec![right(format_size(*size)), right((asked.total_bytes / size).to_string())];
+        for operation in Operation::ALL {
+            let here = at(rows, operation, *size);
+            let Some(speed) = speed(&here) else {
+                cells.extend([Cell::new(""), Cell::new("")]);
+                continue;
+            };
+            let mark = if here.iter().any(|row| row.cut) { "*" } else { "" };
+            let whole_s = asked.total_bytes as f64 / speed;
+            cells.extend([right(format!("{whole_s:.2}{mark}")), right(format!("{:.1}", speed / f64::from(1 << 20)))]);
+        }
+        table.add_row(cells);
+    }
+    table
+}
+
+/// The ratio of a file to a partition on one way: of direct transfers, block size by block size and round by round.
+fn ratios(outcome: &Layers, way: Way) -> Vec<f64> {
+    let (files, partitions) = (of(outcome, Kind::File, way), of(outcome, Kind::Partition, way));
+    let direct = files.iter().filter(|row| {
+        row.operation != Operation::WriteBuffered && row.request_bytes >= AIM_FROM_BYTES && row.bytes_per_s > 0.0
+    });
+    let ratio = |file: &&&Row| {
+        let same = at(&partitions, file.operation, file.request_bytes);
+        let partition = same.into_iter().find(|row| row.round == file.round)?;
+        (partition.bytes_per_s > 0.0).then(|| file.bytes_per_s / partition.bytes_per_s)
+    };
+    direct.filter_map(|file| ratio(&file)).collect()
+}
+
+/// The sentence on the aim.
+fn aim(outcome: &Layers) -> String {
+    let ways = Way::ALL.into_iter().map(|way| (way, ratios(outcome, way))).filter(|(_, ratios)| !ratios.is_empty());
+    let medians: Vec<(Way, f64)> = ways.map(|(way, ratios)| (way, median(ratios))).collect();
+    if medians.is_empty() {
+        return "there is no partition to set the file beside".to_owned();
+    }
+    let shown: Vec<String> = medians.iter().map(|(way, ratio)| format!("{} {ratio:.2}", way.name())).collect();
+    let served: Vec<f64> = medians.iter().filter(|(way, _)| *way != Way::Bare).map(|(_, ratio)| *ratio).collect();
+    let verdict = match () {
+        _ if served.is_empty() => "not measured",
+        _ if served.iter().all(|ratio| *ratio >= AIM_RATIO) => "reached",
+        _ => "not reached",
+    };
+    format!(
+        "speed of the file ÷ speed of the partition, direct, blocks from 4 KiB on, medians: {} (aim through Spile: {AIM_RATIO}): {verdict}",
+        shown.join(", ")
+    )
+}
+
+/// The plots and their names.
+pub fn figures(_: &Layers) -> Figures {
+    Figures::new()
+}
