@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
@@ -132,6 +132,74 @@ fn every_operation_of_a_disk_fits_into_its_share_of_series() {
     }
     let count = few.keys().filter(|name| name.contains("disk=\"a\"")).count();
     assert!((100..MAX_SERIES).contains(&count), "{count}");
+    assert!(served.terminate().success());
+}
+
+/// The kind and the meaning of each metric that a server says.
+fn families(text: &str) -> BTreeMap<&str, (&str, &str)> {
+    let of = |word: &str| -> BTreeMap<&str, &str> {
+        text.lines().filter_map(|line| line.strip_prefix("# ")?.strip_prefix(word)?.trim().split_once(' ')).collect()
+    };
+    let (kinds, helps) = (of("TYPE"), of("HELP"));
+    assert!(kinds.keys().eq(helps.keys()));
+    kinds.into_iter().map(|(name, kind)| (name, (kind, helps[name]))).collect()
+}
+
+/// All that a server says of a disk that was used, as text.
+fn all(dir: &Path) -> String {
+    let (status, text) = http(&dir.join("c"), "GET /metrics?detail=queue HTTP/1.1\r\nhost: x\r\n\r\n");
+    assert_eq!(status, 200);
+    text
+}
+
+fn docs(path: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(path)).unwrap()
+}
+
+#[test]
+fn the_page_has_each_metric_with_its_meaning_and_no_other() {
+    let (dir, served) = start(&["a.raw,name=a", "--vhost-user", "v", "--nbd", "unix:n"]);
+    work(dir.path());
+    let text = all(dir.path());
+    let said = families(&text);
+    let page = docs("metrics.md");
+    let rows = page.lines().filter(|line| line.starts_with("| `spile_") || line.starts_with("| `process_"));
+    let rows: BTreeMap<_, _> = rows
+        .map(|line| {
+            let cells: Vec<_> = line.trim_matches('|').split(" | ").map(|cell| cell.trim().trim_matches('`')).collect();
+            (cells[0], (cells[1], cells[2]))
+        })
+        .collect();
+    assert_eq!(rows, said);
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn the_dashboard_and_the_alerts_name_nothing_that_is_not_there() {
+    let (dir, served) = start(&["a.raw,name=a", "--vhost-user", "v", "--nbd", "unix:n"]);
+    work(dir.path());
+    let text = all(dir.path());
+    let names: BTreeSet<_> = text.lines().filter_map(|line| line.split(['{', ' ']).next()).collect();
+    for (file, least) in [("grafana/spile.json", 12), ("prometheus/alerts.yml", 6), ("metrics.md", 30)] {
+        let asked = docs(file);
+        let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let words =
+            asked.split(|c| !is_part(c)).filter(|word| word.starts_with("spile_") || word.starts_with("process_"));
+        let words: BTreeSet<_> = words.collect();
+        assert!(words.len() >= least, "{file}: {words:?}");
+        for word in words {
+            // A histogram has a name of its own for native buckets.
+            assert!(names.contains(word) || names.contains(&*format!("{word}_bucket")), "{file}: there is no {word}");
+        }
+    }
+    let board: serde_json::Value = serde_json::from_str(&docs("grafana/spile.json")).unwrap();
+    let panels = board["panels"].as_array().unwrap();
+    let ids: BTreeSet<_> = panels.iter().map(|panel| panel["id"].as_u64().unwrap()).collect();
+    assert_eq!(ids.len(), panels.len());
+    let has_all = |panel: &serde_json::Value| {
+        panel["description"].is_string() && panel["fieldConfig"]["defaults"]["unit"].is_string()
+    };
+    assert!(panels.iter().filter(|panel| panel["type"] != "row").all(has_all));
     assert!(served.terminate().success());
 }
 

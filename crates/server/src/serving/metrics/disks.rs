@@ -15,6 +15,7 @@ use super::latency::histogram;
 use crate::serving::api::stats::{DiskStats, LayerKind, LayerStats};
 use crate::serving::api::types::Disk;
 use crate::serving::api::view::View;
+use crate::serving::api::workers::Worker;
 
 /// Operations that every front has from the beginning, so that a rate sees their first request.
 const ALWAYS: [Op; 3] = [Op::Read, Op::Write, Op::Flush];
@@ -36,11 +37,39 @@ pub fn collect(families: &mut Families, view: &View, detail: Detail) -> Result<(
         &engine,
         Value::Gauge(1.0),
     );
+    view.workers("").workers.iter().for_each(|worker| of_worker(families, worker));
     for (disk, stats) in &disks {
         state(families, disk);
         layers(disk, stats, detail).iter().for_each(|layer| layer.add_to(families, detail));
     }
     Ok(())
+}
+
+/// What a worker has done.
+fn of_worker(families: &mut Families, worker: &Worker) {
+    let number = Label::new("worker", &worker.number.to_string());
+    let mut add = |name: &str, help: &str, labels: &[Label], value: f64| {
+        let labels = [std::slice::from_ref(&number), labels].concat();
+        families.add(&format!("spile_worker_{name}"), help, &labels, Value::Counter(value));
+    };
+    let wakeups = [
+        ("kick", worker.wakeups_kick),
+        ("completion", worker.wakeups_completion),
+        ("control", worker.wakeups_control),
+        ("timer", worker.wakeups_timer),
+    ];
+    for (cause, count) in wakeups {
+        let help = "Sleeps that have ended, by what ended them: kick, completion, control or timer.";
+        add("wakeups_total", help, &[Label::new("cause", cause)], count as f64);
+    }
+    add("polls_total", "Times that a task was polled.", &[], worker.polls as f64);
+    let help = "Operations that were given to the kernel or to a helper thread.";
+    add("submissions_total", help, &[], worker.submissions as f64);
+    add("completions_total", "Of the submissions, those that have ended.", &[], worker.completions as f64);
+    let help = "System calls that gave operations to the kernel, asked for completions, or slept.";
+    add("system_calls_total", help, &[], worker.system_calls as f64);
+    let help = "Processor time of the worker's thread, without helper threads.";
+    add("cpu_seconds_total", help, &[], worker.cpu_us as f64 / 1e6);
 }
 
 /// What is true of a disk now.
