@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build static demo test bench bench-vhost bench-xen count fuzz sim soak guest peer tidy deny test-xen clean
+.PHONY: help setup build static demo test bench bench-vhost bench-xen report count fuzz sim soak guest peer tidy deny test-xen clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -22,6 +22,7 @@ help:
 	@echo 'make bench              Spile beside qemu-nbd and nbdkit  (ARGS="--only randread")'
 	@echo 'make bench-vhost        the same over vhost-user, beside qemu-storage-daemon and fio'
 	@echo 'make bench-xen          instructions of a request on a nested Xen, beside blkback and qdisk  (ARGS=--quick)'
+	@echo 'make report             run the experiments, and make a page of them for this machine  (ARGS=--quick)'
 	@echo 'make count              instructions of one request against those kept  (ARGS=--update)'
 	@echo 'make sim SEEDS=100000   the crash simulator over that many seeds'
 	@echo 'make soak HOURS=1       servers and guests under kills, full disks, hung stores, with verified loads'
@@ -58,6 +59,14 @@ bench-vhost:
 bench-xen:
 	@scripts/setup.sh test
 	@cargo xtask bench-xen $(ARGS)
+
+# Each experiment writes its result; one that cannot run here leaves the others theirs.
+report: build
+	@spile="$${CARGO_TARGET_DIR:-target}/release/spile"; \
+	for name in depth layers geometry warmup density paths aggregate exchange crowd hung; do \
+	  "$$spile" bench "$$name" --out target/report $(ARGS) || echo "bench $$name has failed" >&2; \
+	done; \
+	"$$spile" report target/report -o target/report/index.html
 
 count:
 	@scripts/setup.sh test

@@ -1,9 +1,13 @@
 //! Where and when something was measured.
 
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
+use spile_server::units::format_size;
 use utoipa::ToSchema;
+
+use super::host_device::HostDevice;
 
 /// The host of a measurement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -18,6 +22,25 @@ pub struct HostFacts {
     pub date_utc: String,
     /// The version of this program.
     pub spile_version: String,
+    /// True when the host is itself a virtual machine.
+    #[serde(default)]
+    pub is_virtual: bool,
+    /// The host's memory.
+    #[serde(default)]
+    pub memory_bytes: u64,
+    /// The governor of the first processor's frequency; none where the kernel does not set it.
+    #[serde(default)]
+    pub governor: Option<String>,
+    /// What the kernel does against faults of the processor, such as `spectre_v2: Mitigation: Retpolines`; those that the processor does
+    /// not have are left out.
+    #[serde(default)]
+    pub mitigations: Vec<String>,
+    /// The file system of the folder in which the program was started, such as `ext4 on /dev/sda1`.
+    #[serde(default)]
+    pub file_system: Option<String>,
+    /// The block device below that file system, where the kernel names one.
+    #[serde(default)]
+    pub device: Option<String>,
 }
 
 impl HostFacts {
@@ -30,7 +53,32 @@ impl HostFacts {
             cpu_model: cpu_model().unwrap_or_default(),
             date_utc: utc(since_1970.as_secs()),
             spile_version: env!("CARGO_PKG_VERSION").to_owned(),
+            is_virtual: cpu_line("flags").is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor")),
+            memory_bytes: memory_bytes().unwrap_or(0),
+            governor: first_line(Path::new("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
+            mitigations: mitigations(Path::new("/sys/devices/system/cpu/vulnerabilities")),
+            file_system: file_system(),
+            device: device(),
         }
+    }
+
+    /// Each fact with its name, for a page; what is not known is said so.
+    pub fn facts(&self) -> Vec<(&'static str, String)> {
+        let or = |text: &Option<String>, other: &str| text.clone().unwrap_or_else(|| other.to_owned());
+        let cpu = if self.cpu_model.is_empty() { "not named by the kernel" } else { &self.cpu_model };
+        let is_virtual = if self.is_virtual { "; a virtual machine" } else { "" };
+        let memory = if self.memory_bytes > 0 { format_size(self.memory_bytes) } else { "not known".to_owned() };
+        let mitigations = self.mitigations.join("; ");
+        vec![
+            ("processor", format!("{} × {cpu}{is_virtual}", self.cpus)),
+            ("memory", memory),
+            ("kernel", format!("Linux {}", self.kernel)),
+            ("governor", or(&self.governor, "none: the kernel does not set the frequency")),
+            ("mitigations", if mitigations.is_empty() { "none".to_owned() } else { mitigations }),
+            ("file system", or(&self.file_system, "not known")),
+            ("device", or(&self.device, "none that the kernel names")),
+            ("Spile", self.spile_version.clone()),
+        ]
     }
 
     /// It in one line, for the note of a figure.
@@ -40,9 +88,71 @@ impl HostFacts {
 }
 
 fn cpu_model() -> Option<String> {
+    cpu_line("model name")
+}
+
+/// What the kernel says of the first processor under that name.
+fn cpu_line(name: &str) -> Option<String> {
     let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("model name"))?;
+    let line = text.lines().find(|line| line.starts_with(name))?;
     Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+fn first_line(path: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    text.lines().next().map(|line| line.trim().to_owned())
+}
+
+fn memory_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    Some(kib << 10)
+}
+
+/// One line for each fault that the processor has.
+fn mitigations(folder: &Path) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let line = |entry: std::fs::DirEntry| {
+        let status = first_line(&entry.path())?;
+        (status != "Not affected").then(|| format!("{}: {status}", entry.file_name().to_string_lossy()))
+    };
+    let mut lines: Vec<String> = entries.flatten().filter_map(line).collect();
+    lines.sort();
+    lines
+}
+
+fn file_system() -> Option<String> {
+    let here = std::env::current_dir().ok()?;
+    let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
+    mount_of(&here, &mounts)
+}
+
+/// The kind and the source of the mount that has a path, from lines as in /proc/self/mounts: of several the deepest, and the last of these.
+fn mount_of(path: &Path, mounts: &str) -> Option<String> {
+    let mounts = mounts.lines().filter_map(|line| {
+        let mut words = line.split(' ');
+        Some((words.next()?, words.next()?, words.next()?))
+    });
+    let above = mounts.filter(|(_, at, _)| path.starts_with(at));
+    above.max_by_key(|(_, at, _)| at.len()).map(|(source, _, kind)| format!("{kind} on {source}"))
+}
+
+fn device() -> Option<String> {
+    let name = HostDevice::of(&std::env::current_dir().ok()?)?.name;
+    let folder = PathBuf::from("/sys/class/block").join(&name);
+    // A partition's queue is that of its disk, whose folder is above.
+    let of_queue = |field: &str| {
+        let own = first_line(&folder.join("queue").join(field));
+        own.or_else(|| first_line(&std::fs::canonicalize(&folder).ok()?.parent()?.join("queue").join(field)))
+    };
+    let model = first_line(&folder.join("device/model")).map(|model| format!("{model}, "));
+    let sectors = first_line(&folder.join("size")).and_then(|sectors| sectors.parse::<u64>().ok());
+    let size = sectors.map(|sectors| format!("{}, ", format_size(sectors << 9)));
+    let kind = of_queue("rotational").map(|kind| if kind == "1" { "says that it spins, " } else { "solid-state, " });
+    let scheduler = of_queue("scheduler").unwrap_or_default();
+    let text = format!("{name}: {}{}{}", model.unwrap_or_default(), size.unwrap_or_default(), kind.unwrap_or_default());
+    Some(format!("{text}scheduler {}", scheduler.split(['[', ']']).nth(1).unwrap_or(&scheduler)))
 }
 
 /// A time in seconds since 1970 as ISO 8601 has it, in UTC.
@@ -86,5 +196,33 @@ mod tests {
         for (seconds, text) in cases {
             assert_eq!(utc(seconds), text);
         }
+    }
+
+    #[test]
+    fn the_deepest_mount_has_a_path() {
+        let mounts = "/dev/a / ext4 rw 0 0\n/dev/b /srv xfs rw 0 0\ntmpfs /srv/tmp tmpfs rw 0 0\nbroken\n";
+        let of = |path: &str| mount_of(Path::new(path), mounts);
+        assert_eq!(of("/srv/disks").unwrap(), "xfs on /dev/b");
+        assert_eq!(of("/srvs").unwrap(), "ext4 on /dev/a");
+        assert_eq!(of("/srv/tmp/x").unwrap(), "tmpfs on tmpfs");
+    }
+
+    #[test]
+    fn faults_that_the_processor_does_not_have_are_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, status) in
+            [("meltdown", "Not affected\n"), ("spectre_v1", "Mitigation: fences\n"), ("mds", "Vulnerable\n")]
+        {
+            std::fs::write(dir.path().join(name), status).unwrap();
+        }
+        assert_eq!(mitigations(dir.path()), ["mds: Vulnerable", "spectre_v1: Mitigation: fences"]);
+        assert!(mitigations(Path::new("/nowhere")).is_empty());
+    }
+
+    #[test]
+    fn results_of_an_earlier_version_have_fewer_facts() {
+        let json = r#"{"kernel":"6.1.0","cpus":2,"cpu_model":"","date_utc":"","spile_version":"0.1.0"}"#;
+        let host: HostFacts = serde_json::from_str(json).unwrap();
+        assert!(host.facts().iter().any(|(name, value)| *name == "memory" && value == "not known"));
     }
 }

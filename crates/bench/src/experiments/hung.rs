@@ -71,7 +71,8 @@ pub enum Store {
 impl Store {
     const ALL: [Self; 3] = [Self::Nbd, Self::FuseCached, Self::FuseDirect];
 
-    fn name(self) -> &'static str {
+    /// Its name in tables and figures.
+    pub fn name(self) -> &'static str {
         match self {
             Self::Nbd => "NBD export",
             Self::FuseCached => "FUSE file, page cache",

@@ -310,6 +310,15 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "report",
+        codes: &[],
+        examples: &[
+            ("spile bench paths --quick --out results", "a result and its plots"),
+            ("spile report results -o report.html", "one page of all results in that folder"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "demo",
         codes: &[("3", "data read back wrong, or the disk is corrupt"), ENDED],
         examples: &[("spile demo --seconds 5", "a short one, in a temporary folder")],

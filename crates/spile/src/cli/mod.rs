@@ -19,6 +19,7 @@ mod measure;
 mod new_disk;
 mod onto;
 mod pace;
+mod report;
 mod schema;
 mod serve;
 mod served;
@@ -91,6 +92,7 @@ enum Command {
     BenchGuest(bench::BenchGuestArgs),
     #[command(hide = true)]
     BenchTied(bench::BenchTiedArgs),
+    Report(report::ReportArgs),
     Demo(demo::DemoArgs),
     Schema(schema::SchemaArgs),
     Completions(docs::CompletionsArgs),
@@ -130,6 +132,7 @@ pub fn run() -> ExitCode {
         Command::Bench(args) => bench::run(args),
         Command::BenchGuest(args) => bench::run_guest(args),
         Command::BenchTied(args) => bench::run_tied(args),
+        Command::Report(args) => report::run(args),
         Command::Demo(args) => demo::run(args),
         Command::Schema(args) => schema::run(args),
         Command::Completions(args) => docs::completions(args),

@@ -19,7 +19,7 @@ use super::rings::{BASE, RingPath, find};
 use super::sample::Spread;
 use super::world::{Disks, Folder, Storage, WantedDisk, World};
 use super::{Direction, HostFacts, Outcome, all_sizes};
-pub use show::{figures, text};
+pub use show::{figures, found, text};
 
 /// The paths that are compared unless others are named: tapdisk2's, tapdisk3's, and ours.
 pub const PATHS: [&str; 3] = ["grant-map-memcpy", "grant-copy-44k", "grant-copy"];

@@ -48,6 +48,33 @@ pub fn text(outcome: &Aggregate) -> String {
     )
 }
 
+/// The most that each path moved, in a sentence for each direction.
+pub fn found(outcome: &Aggregate) -> Vec<String> {
+    let most = |direction: Direction, path: &str| {
+        let rows = outcome.rows.iter().filter(|row| row.op == direction && row.path == path);
+        rows.max_by(|a, b| a.bytes_per_second.total_cmp(&b.bytes_per_second))
+    };
+    let said = |row: &Row| {
+        let (rate, size) = (row.bytes_per_second / 1e9, format_size(row.request_bytes));
+        format!("{} {rate:.2} GB/s ({} guests, {size})", row.path, row.guests)
+    };
+    let of = |direction: Direction| {
+        let best: Vec<&Row> = paths(&outcome.rows).into_iter().filter_map(|path| most(direction, path)).collect();
+        let gain = best.iter().find(|row| row.path == BASE).zip(best.iter().find(|row| row.path == rings::BASE));
+        let gain = gain.map_or(String::new(), |(old, new)| {
+            format!(
+                "; {} has {:+.0} % over {BASE}",
+                rings::BASE,
+                (new.bytes_per_second / old.bytes_per_second - 1.0) * 100.0
+            )
+        });
+        let all: Vec<String> = best.into_iter().map(said).collect();
+        format!("At most, {}: {}{gain}.", direction.name(), all.join(", "))
+    };
+    let has_rows = |direction: &Direction| outcome.rows.iter().any(|row| row.op == *direction);
+    [Direction::Write, Direction::Read].into_iter().filter(has_rows).map(of).collect()
+}
+
 /// The plots and their names: the throughput of either direction, and its ratio to [`rings::BASE`], where that is among the
 /// paths.
 pub fn figures(outcome: &Aggregate) -> Figures {
@@ -115,7 +142,7 @@ fn panel(
         Series { name: (*name).to_owned(), style, points: points.collect() }
     });
     let guests: Vec<f64> = guests.into_iter().map(f64::from).collect();
-    let x = if guests.is_empty() { Axis::names("guests", &[]) } else { Axis::at("guests", Scale::Log, &guests) };
+    let x = Axis::at("guests", Scale::Log, &guests);
     let title = format!("{}, requests of {}", direction.name(), format_size(size));
     Panel { title, marks: Marks::Series { x, y, series: series.collect(), reference } }
 }
@@ -164,6 +191,15 @@ mod tests {
     fn the_table_has_the_ratio() {
         let text = text(&outcome());
         assert!(text.contains("2.50") && text.contains("1000") && text.contains("4 KiB"), "{text}");
+    }
+
+    #[test]
+    fn what_was_found_is_said_in_sentences() {
+        let found = found(&outcome());
+        assert_eq!(found.len(), 2);
+        let write = "At most, write: grant-map-memcpy 1.00 GB/s (4 guests, 64 KiB), grant-copy 2.50 GB/s (4 guests, 64 KiB); \
+                     grant-copy has +150 % over grant-map-memcpy.";
+        assert_eq!(found[0], write);
     }
 
     #[test]

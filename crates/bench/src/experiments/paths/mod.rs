@@ -14,7 +14,7 @@ use super::sample::{Spread, mean, median, trimmed};
 use super::trace::Phases;
 use super::world::{Disks, Folder, Storage};
 use super::{Direction, HostFacts, Outcome, all_sizes};
-pub use show::{figures, text};
+pub use show::{figures, found, text};
 use utoipa::ToSchema;
 pub use ways::Kind;
 use ways::{Batch, Sample, Ways};

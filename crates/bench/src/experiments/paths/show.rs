@@ -84,6 +84,21 @@ fn with_phases<'a>(rows: &[&'a Row]) -> impl Iterator<Item = (&'a Row, Phases)> 
     rows.iter().filter_map(|row| Some((*row, row.phases?)))
 }
 
+/// What the smallest and the largest request cost on each path, in a sentence for each direction and size.
+pub fn found(outcome: &Paths) -> Vec<String> {
+    let of_size = |direction: Direction, rows: &[&Row], size: u64| {
+        let each = rows.iter().filter(|row| row.request_bytes == size);
+        let each: Vec<String> = each.map(|row| format!("{} {}", row.path, format_us(row.latency_p50_us))).collect();
+        format!("A {} of {} takes: {}.", direction.name(), format_size(size), each.join(", "))
+    };
+    let of = |(direction, rows): (Direction, Vec<&Row>)| {
+        let sizes = sizes(&rows);
+        let ends = distinct(sizes.first().into_iter().chain(sizes.last()).copied());
+        ends.into_iter().map(|size| of_size(direction, &rows, size)).collect::<Vec<_>>()
+    };
+    by_direction(outcome).into_iter().flat_map(of).collect()
+}
+
 /// The plots and their names.
 pub fn figures(outcome: &Paths) -> Figures {
     let directions = by_direction(outcome);
@@ -259,6 +274,14 @@ mod tests {
             each.map(move |(number, kind)| row(kind.name(), op, size, 8.0 + number as f64 + size as f64 / 1e3))
         });
         Outcome { experiment: "paths".into(), host: HostFacts::now(), parameters: asked, rows: rows.collect() }
+    }
+
+    #[test]
+    fn what_was_found_is_said_of_the_smallest_and_the_largest_request() {
+        let found = found(&outcome(&[4096, 65_536, 1 << 20]));
+        assert_eq!(found.len(), 4);
+        assert!(found[0].starts_with("A read of 4 KiB takes: host-direct 12.1 µs, "), "{}", found[0]);
+        assert!(found[3].starts_with("A write of 1 MiB takes: host-direct "), "{}", found[3]);
     }
 
     #[test]

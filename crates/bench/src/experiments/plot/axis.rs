@@ -26,11 +26,11 @@ pub struct Axis {
 
 impl Axis {
     /// Sizes in bytes, each twice the one before; a figure shows as many of their texts as there is room for.
-    ///
-    /// # Panics
-    /// When there are none.
     pub fn sizes(label: &str, sizes: &[u64]) -> Self {
-        let (least, most) = (sizes[0], *sizes.last().expect("there are sizes"));
+        let (Some(least), Some(most)) = (sizes.first().copied(), sizes.last().copied()) else {
+            return Self::names(label, &[]);
+        };
+        let (least, most) = (least.max(1), most.max(1));
         let ticks = sizes.iter().map(|size| (*size as f64, format_size(*size))).collect();
         // A single size stands in the middle.
         let ends = if least == most { (least as f64 / 2.0, most as f64 * 2.0) } else { (least as f64, most as f64) };
@@ -75,13 +75,13 @@ impl Axis {
         Self::linear(label, values.fold(1.0, f64::max) * 1.02)
     }
 
-    /// A text at each of `values`, which come in order, such as numbers of guests.
-    ///
-    /// # Panics
-    /// When there are none, or a scale by logarithms has one that is not above 0.
+    /// A text at each of `values`, which come in order, such as numbers of guests. With a value that is not above 0 the scale is
+    /// linear.
     pub fn at(label: &str, scale: Scale, values: &[f64]) -> Self {
-        let (least, most) = (values[0], *values.last().expect("there are values"));
-        assert!(scale == Scale::Linear || least > 0.0, "a scale by logarithms has no 0");
+        let (Some(least), Some(most)) = (values.first().copied(), values.last().copied()) else {
+            return Self::names(label, &[]);
+        };
+        let scale = if least > 0.0 { scale } else { Scale::Linear };
         // A single value stands in the middle.
         let ends = match (least == most, scale) {
             (false, _) => (least, most),
@@ -112,7 +112,7 @@ impl Axis {
             Scale::Linear => (value - low) / (high - low),
             Scale::Log => (value.max(f64::MIN_POSITIVE) / low).ln() / (high / low).ln(),
         };
-        place.clamp(0.0, 1.0)
+        if place.is_nan() { 0.0 } else { place.clamp(0.0, 1.0) }
     }
 }
 

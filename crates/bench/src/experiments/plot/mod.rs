@@ -33,10 +33,12 @@ mod page;
 mod series;
 mod style;
 mod text;
+mod values;
 
 pub use axis::{Axis, Scale, plain};
 pub use style::{Marker, Style, part, sheet, style, styles};
 pub use text::escape;
+pub use values::Value;
 
 use page::{Area, Page};
 use text::{Anchor, TextBox, width, wrap};
