@@ -1,0 +1,77 @@
+"""Chromium shows a page of `spile report`: what is drawn is looked at, in light and dark, on a screen and on a phone."""
+
+import json
+import pathlib
+
+import browser
+from support import PeerTest, spile, text
+
+LOOKS = (pathlib.Path(__file__).resolve().parent / "report_looks.js").read_text()
+WIDTHS = (1280, 390)
+# As WCAG 2.1 asks for ordinary texts.
+CONTRAST = 4.5
+
+
+class Report(PeerTest):
+    def setUp(self):
+        browser.binary()
+        super().setUp()
+        results = self.path("results")
+        short = ["--quick", "--span", "1M", "--out", results]
+        spile("bench", "paths", "--rounds", 1, "--requests", 10, "--write", *short)
+        spile("bench", "aggregate", "--seconds", "50ms", "--guests", 4, "--disks", 1, *short)
+        spile("bench", "exchange", "--quick", "--out", results)
+        (results / "broken.json").write_text("{")
+        made = spile("report", results, "-o", self.path("report.html"))
+        self.assertIn("broken.json is not understood", text(made.stderr))
+        self.pages = browser.Pages(self.folder)
+        self.addCleanup(self.pages.close)
+
+    def look(self, is_dark):
+        found, console = browser.look(self.pages, "report.html", LOOKS, WIDTHS, is_dark)
+        self.assertEqual(console, [])
+        self.assertEqual([one["dark"] for one in found], [is_dark, is_dark])
+        self.assertEqual([one["width"] for one in found], list(WIDTHS))
+        return found
+
+    def judge(self, found):
+        for one in found:
+            at = f"at {one['width']} px"
+            self.assertLessEqual(one["overflow"], 0, at)
+            self.assertGreaterEqual(one["contrast"]["ratio"], CONTRAST, one["contrast"])
+            self.assertTrue(one["reachable"] and one["links"], at)
+            for figure in one["figures"]:
+                self.judge_figure(figure, f"{figure['name']} {at}")
+
+    def judge_figure(self, figure, at):
+        for fact in ("focused", "outlined", "named", "axes", "ticks", "inside"):
+            self.assertTrue(figure[fact], f"{fact}: {at}")
+        self.assertEqual(figure["faults"], [], at)
+        self.assertEqual(figure["marks"], figure["values"], at)
+        self.assertGreater(figure["marks"], 0, at)
+        self.assertGreater(figure["narrowest"], 300, at)
+
+    def test_light_and_dark_on_a_screen_and_on_a_phone(self):
+        for is_dark in (False, True):
+            found = self.look(is_dark)
+            self.judge(found)
+            figures = {figure["name"]: figure for figure in found[0]["figures"]}
+            # A panel for each size and direction, with a name for each path.
+            self.assertEqual((figures["aggregate-ratio"]["panels"], figures["aggregate-ratio"]["series"]), (4, 3))
+            self.assertEqual((figures["paths-ratio"]["panels"], figures["paths-ratio"]["series"]), (6, 9))
+            self.assertEqual(figures["exchange-ratio"]["marks"], 1)
+
+    def test_what_is_looked_for_is_found(self):
+        page = self.path("report.html").read_text()
+        # A text on top of another one, one without contrast, something too wide, and an error.
+        bad = '<text x="60" y="60" font-size="20" class="x" style="fill:#eee">on top</text>'
+        broken = page.replace("</svg>", f"{bad}<text x='61' y='61'>of this</text></svg>", 1)
+        broken = broken.replace("</main>", "<div style='width:2000px'>wide</div><script>console.error('no')</script></main>")
+        self.path("broken.html").write_text(broken)
+        found, console = browser.look(self.pages, "broken.html", LOOKS, WIDTHS, False)
+        self.assertEqual(len(console), len(WIDTHS), console)
+        faults = [fault for figure in found[0]["figures"] for fault in figure["faults"]]
+        self.assertTrue(any('"on top" overlaps "of this"' in fault for fault in faults), json.dumps(faults))
+        self.assertLess(found[0]["contrast"]["ratio"], CONTRAST)
+        self.assertGreater(found[0]["overflow"], 0)
+
