@@ -156,6 +156,16 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[JSON],
     },
     Ending {
+        command: "top",
+        codes: &[ENDED],
+        examples: &[
+            ("spile top", "all disks of this host, in the terminal"),
+            ("spile top --batch iostat --interval 5", "columns as those of iostat -xm"),
+            ("spile top --json --count 10", "ten seconds for a program"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "attach",
         codes: &[],
         examples: &[("spile attach disk data.vhd --vhost-user data.sock", "the server of `disk` serves data.vhd, too")],

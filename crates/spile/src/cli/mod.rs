@@ -27,6 +27,7 @@ mod shape;
 mod space;
 mod stat;
 mod stream;
+mod top;
 mod trouble;
 mod xen_backend;
 mod xen_lab;
@@ -75,6 +76,7 @@ enum Command {
     Ls(control::LsArgs),
     Show(control::ShowArgs),
     Stat(stat::StatArgs),
+    Top(top::TopArgs),
     Attach(control::AttachArgs),
     Detach(control::DetachArgs),
     Resize(control::ResizeArgs),
@@ -118,6 +120,7 @@ pub fn run() -> ExitCode {
         Command::Ls(args) => control::ls(args),
         Command::Show(args) => control::show(args),
         Command::Stat(args) => stat::run(args),
+        Command::Top(args) => top::run(args),
         Command::Attach(args) => control::attach(args),
         Command::Detach(args) => control::detach(args),
         Command::Resize(args) => control::resize(args),

@@ -18,6 +18,7 @@ use super::load::ReadBack;
 use super::map::Mapped;
 use super::measure::Measured;
 use super::stat::DiskStat;
+use super::top::TopInterval;
 use super::{Exit, print_text};
 use crate::bench::{Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, paths, warmup};
 use crate::load::Report;
@@ -48,6 +49,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("ls", of::<DiskList>),
     ("show", of::<DiskDetail>),
     ("stat", of::<DiskStat>),
+    ("top", of::<TopInterval>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),
     ("bench depth", of_experiment::<depth::Asked, depth::Row>),
     ("bench density", of_experiment::<density::Asked, density::Row>),

@@ -57,6 +57,10 @@ impl Look<'_> {
                         named.insert(key);
                     }
                 }
+                "propertyNames" => {
+                    let names = keys(value).map(Value::from);
+                    names.for_each(|name| self.at(&format!("{place}, the key {name}"), rule, &name));
+                }
                 "items" => {
                     let inner = value.as_array().into_iter().flatten().enumerate();
                     inner.for_each(|(number, inner)| self.at(&format!("{place}/{number}"), rule, inner));

@@ -14,6 +14,8 @@ use spile_server::serving::api::rates::{DiskRates, Interval, NoInterval};
 use spile_server::serving::api::stats::DiskStats;
 use utoipa::ToSchema;
 
+pub use table::{counts, name_of, number};
+
 use super::control::{Which, path_of};
 use super::pace::{Pace, json_line, put, sleep_until};
 use super::{Exit, print_json};

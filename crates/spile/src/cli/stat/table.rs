@@ -78,23 +78,29 @@ pub fn layers(stat: &DiskStat) -> String {
 /// What only some layers count: a line for each layer where any of it is not zero.
 fn counters(layers: &[LayerRates]) -> String {
     let of = |layer: &LayerRates| {
-        let per_s = layer.counters_per_s.iter().filter(|(_, rate)| **rate > 0.0);
-        let per_s = per_s.map(|(name, rate)| format!("{} {}/s", name.trim_end_matches("_total"), number(*rate)));
-        let now = layer.gauges.iter().filter(|(_, value)| **value > 0).map(|(name, value)| format!("{name} {value}"));
-        let counts: Vec<String> = per_s.chain(now).collect();
+        let counts = counts(layer);
         (!counts.is_empty()).then(|| format!("{}: {}\n", name_of(layer), printable(&counts.join(", "))))
     };
     let lines: String = layers.iter().filter_map(of).collect();
     if lines.is_empty() { lines } else { format!("\n{lines}") }
 }
 
+/// What only this layer counts, where it is not zero: how much of it per second, or how much of it there is.
+pub fn counts(layer: &LayerRates) -> Vec<String> {
+    let per_s = layer.counters_per_s.iter().filter(|(_, rate)| **rate > 0.0);
+    let per_s = per_s.map(|(name, rate)| format!("{} {}/s", name.trim_end_matches("_total"), number(*rate)));
+    let now = layer.gauges.iter().filter(|(_, value)| **value > 0).map(|(name, value)| format!("{name} {value}"));
+    per_s.chain(now).collect()
+}
+
 /// What the difference between two layers means, with the numbers of this disk where it has requests.
 fn meaning(stat: &DiskStat) -> String {
     let rule = "A layer's queue is larger than that of the one below it by the requests that are between the two: their number per second, \
                 times the time that each spends there.";
-    let layers = &stat.rates.layers;
-    match (layers.first(), layers.last()) {
-        (Some(top), Some(below)) if top.queue_size_avg > below.queue_size_avg && layers.len() > 1 => format!(
+    // A disk may have fronts that nobody uses.
+    let busy: Vec<_> = stat.rates.layers.iter().filter(|layer| layer.queue_size_avg > 0.0).collect();
+    match (busy.first(), busy.last()) {
+        (Some(top), Some(below)) if top.queue_size_avg > below.queue_size_avg => format!(
             "{rule} Of {} requests in flight at {}, {} are at {}.",
             number(top.queue_size_avg),
             name_of(top),
@@ -117,7 +123,7 @@ fn of_kind<'a>(stat: &'a DiskStat, kind: &'a str) -> impl Iterator<Item = &'a La
 }
 
 /// A layer's name, without the folders of its file, and not longer than a column.
-fn name_of(layer: &LayerRates) -> String {
+pub fn name_of(layer: &LayerRates) -> String {
     let name = printable(&layer.name);
     let short = match name.split_once(' ') {
         Some((kind, rest)) if rest.starts_with('/') => format!("{kind} {}", rest.rsplit('/').next().unwrap_or(rest)),
@@ -139,7 +145,7 @@ fn line(text: &mut String, name: &str, cells: &[String]) {
 }
 
 /// A number with about three digits that matter.
-fn number(value: f64) -> String {
+pub fn number(value: f64) -> String {
     match value {
         v if v >= 99_999.5 => format!("{:.0}k", v / 1e3),
         v if v >= 99.95 => format!("{v:.0}"),

@@ -1,0 +1,107 @@
+//! `spile top` without a terminal, on two servers under load.
+
+mod common;
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use common::guests::{CONTROL, Load, serve};
+use common::json_schema::mistakes;
+use common::{ok, spile};
+use serde_json::Value;
+
+/// The program with a folder of control sockets of its own, in which the server of each of these folders has one.
+fn host(dir: &Path, servers: &[&Path]) -> Command {
+    let run_dir = dir.join("run");
+    std::fs::create_dir_all(&run_dir).unwrap();
+    for (index, server) in servers.iter().enumerate() {
+        std::os::unix::fs::symlink(server.join(CONTROL), run_dir.join(format!("{index}.control"))).unwrap();
+    }
+    let mut command = spile();
+    command.env("SPILE_RUN_DIR", run_dir).current_dir(dir);
+    command
+}
+
+fn out(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn two_servers_under_load_are_told_in_every_form() {
+    let dir = tempfile::tempdir().unwrap();
+    let dirs = ["one", "two"].map(|name| dir.path().join(name));
+    let disks = ["one.raw", "two.raw"];
+    let mut at_work = Vec::new();
+    for (dir, disk) in dirs.iter().zip(disks) {
+        std::fs::create_dir(dir).unwrap();
+        ok(dir, &["create", disk, "--size", "16M"]);
+        let served = serve(dir, &[disk, "--vhost-user", "v"]);
+        let mut load = Load::start(dir, "v", &["--depth", "2"]);
+        load.goes_on(&served);
+        at_work.push((served, load));
+    }
+    let top = |args: &[&str]| {
+        let run = tempfile::tempdir().unwrap();
+        let mut command = host(run.path(), &[&dirs[0], &dirs[1]]);
+        out(command.args(["top", "--interval", "500ms", "--count", "2"]).args(args))
+    };
+    let schema: Value = serde_json::from_str(&ok(dir.path(), &["schema", "top"])).unwrap();
+    let told = top(&["--json"]);
+    let intervals: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(intervals.len(), 2, "{told}");
+    for interval in &intervals {
+        assert_eq!(mistakes(&schema, interval), [""; 0], "{interval:#}");
+        let names: Vec<_> = interval["disks"].as_array().unwrap().iter().map(|disk| disk["name"].clone()).collect();
+        assert_eq!(names, ["one", "two"], "{interval:#}");
+        for disk in interval["disks"].as_array().unwrap() {
+            assert_eq!((&disk["state"], &disk["no_interval"]), (&"running".into(), &Value::Null), "{disk:#}");
+            let layers = disk["layers"].as_array().unwrap();
+            let at_disk = layers.iter().find(|layer| layer["kind"] == "disk").unwrap();
+            assert!(at_disk["reads_per_s"].as_f64() > Some(0.0), "{disk:#}");
+            assert!(at_disk["queue_size_avg"].as_f64() < Some(2.001), "{disk:#}");
+        }
+    }
+    // Each form has both disks, with numbers that are not zero.
+    for (form, name) in [("plain", "two"), ("iostat", "two"), ("xsiostat", "0,    2:")] {
+        let told = top(&["--batch", form]);
+        let lines: Vec<_> = told.lines().filter(|line| line.trim_start().starts_with(name)).collect();
+        assert_eq!(lines.len(), 2, "{told}");
+        let reads = |line: &str| line.trim_start()[name.len()..].split_whitespace().next().unwrap().parse::<f64>();
+        assert!(lines.iter().all(|line| reads(line).unwrap() > 0.0), "{told}");
+    }
+    assert_eq!(top(&["--batch"]).lines().next(), top(&["--batch", "plain"]).lines().next());
+    for (served, load) in at_work {
+        load.end();
+        assert!(served.terminate().success());
+    }
+}
+
+#[test]
+fn servers_come_and_go_and_dead_sockets_are_passed_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let (one, two) = (dir.path().join("one"), dir.path().join("two"));
+    [&one, &two].into_iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
+    let first = serve(&one, &["null:1M,name=first", "--nbd", "unix:n"]);
+    let mut command = host(dir.path(), &[&one, &two]);
+    command.args(["top", "--json", "--interval", "100ms"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut top = command.spawn().unwrap();
+    let mut lines = BufReader::new(top.stdout.take().unwrap()).lines();
+    let mut names = || -> Vec<String> {
+        let interval: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+        assert_eq!(interval["silent_servers"], Value::Array(Vec::new()), "{interval:#}");
+        let name = |disk: &Value| disk["name"].as_str().unwrap().to_owned();
+        interval["disks"].as_array().unwrap().iter().map(name).collect()
+    };
+    assert_eq!(names(), ["first"]);
+    let second = serve(&two, &["null:1M,name=second", "--nbd", "unix:n"]);
+    while names() != ["first", "second"] {}
+    first.kill();
+    while names() != ["second"] {}
+    assert!(second.terminate().success());
+    while !names().is_empty() {}
+    top.kill().unwrap();
+    top.wait().unwrap();
+}
