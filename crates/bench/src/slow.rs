@@ -1,18 +1,58 @@
-//! [`SlowFiles`]: files on a device that takes long to write. Data that are written directly take so much longer; what goes through
-//! the page cache (a format's metadata) is as fast as ever, as on a host with a slow device.
+//! [`SlowStore`]: a store on a device that takes a stated time ([`Timing`]) for each transfer, whatever is below it.
+//!
+//! Only direct transfers take longer: what goes through the page cache (a format's metadata) is as fast as ever, as on a host with a slow
+//! device. [`SlowWrites`] has one time for all writes; [`Ssd`](crate::ssd::Ssd) is a device with channels.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use spile_core::{Files, Locator, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via};
 
-/// A store whose direct writes take longer.
-pub struct SlowStore<S> {
-    inner: S,
-    write_delay: Duration,
+/// How long a device takes for transfers.
+pub trait Timing: Send + Sync + 'static {
+    /// How long a read of `len_bytes` at `offset`, which begins now, takes on the device.
+    fn read(&self, offset: StoreOffset, len_bytes: u64) -> Duration;
+
+    /// How long such a write takes.
+    fn write(&self, offset: StoreOffset, len_bytes: u64) -> Duration;
 }
 
-impl<S: Store> Store for SlowStore<S> {
+/// Every write takes so long, and reads take no time.
+#[derive(Clone, Copy, Debug)]
+pub struct SlowWrites(pub Duration);
+
+impl Timing for SlowWrites {
+    fn read(&self, _: StoreOffset, _: u64) -> Duration {
+        Duration::ZERO
+    }
+
+    fn write(&self, _: StoreOffset, _: u64) -> Duration {
+        self.0
+    }
+}
+
+/// A store whose direct transfers take as long as `T` says.
+pub struct SlowStore<S, T = SlowWrites> {
+    inner: S,
+    timing: Arc<T>,
+}
+
+impl<S: Store, T: Timing> SlowStore<S, T> {
+    /// `inner` on a device with this timing.
+    pub fn new(inner: S, timing: Arc<T>) -> Self {
+        Self { inner, timing }
+    }
+}
+
+/// Lets the time pass that a transfer takes. A direct transfer that takes none waits for nothing.
+async fn pass(time: Duration) {
+    if !time.is_zero() {
+        spile_engine::sleep(time).await;
+    }
+}
+
+impl<S: Store, T: Timing> Store for SlowStore<S, T> {
     fn info(&self) -> StoreInfo {
         self.inner.info()
     }
@@ -26,12 +66,15 @@ impl<S: Store> Store for SlowStore<S> {
     }
 
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
+        if via == Via::Direct {
+            pass(self.timing.read(offset, into.len() as u64)).await;
+        }
         self.inner.read_at(offset, into, via).await
     }
 
     async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
         if via == Via::Direct {
-            spile_engine::sleep(self.write_delay).await;
+            pass(self.timing.write(offset, from.len() as u64)).await;
         }
         self.inner.write_at(offset, from, via).await
     }
@@ -57,20 +100,20 @@ impl<S: Store> Store for SlowStore<S> {
     }
 }
 
-/// Files on such a device.
+/// Files on a device with slow writes.
 pub struct SlowFiles<F> {
     inner: F,
-    write_delay: Duration,
+    timing: Arc<SlowWrites>,
 }
 
 impl<F: Files> SlowFiles<F> {
     /// The files of `inner`, whose direct writes take `write_delay` longer.
     pub fn new(inner: F, write_delay: Duration) -> Self {
-        Self { inner, write_delay }
+        Self { inner, timing: Arc::new(SlowWrites(write_delay)) }
     }
 
     fn slow(&self, inner: F::Store) -> SlowStore<F::Store> {
-        SlowStore { inner, write_delay: self.write_delay }
+        SlowStore::new(inner, self.timing.clone())
     }
 }
 

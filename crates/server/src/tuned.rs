@@ -59,6 +59,8 @@ impl ShapeChoice {
 pub struct Tuned {
     /// The recommended shape: `off` or `split=SIZE`.
     pub shape: String,
+    /// How many times as fast large requests are in parts of the best size as whole.
+    pub gain: f64,
     /// What was measured: a path.
     pub target: String,
     /// The device's identity.

@@ -60,6 +60,7 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
             "spile-image",
             "spile-node",
             "spile-front-nbd",
+            "spile-front-vhost",
             "spile-front-blkif",
             "spile-xen",
             "spile-lab",

@@ -26,8 +26,7 @@ pub const EXPERIMENTS: &[About] = &[
     },
     About {
         name: "shape",
-        sentence: "Whether a device moves more when a large request is split into several, or when small neighbours are merged: \
-                   throughput against block size, with the bytes in flight kept constant.",
+        sentence: "Whether a guest whose large reads are split into parts is faster than the bare store, which is asked for them whole.",
         article: "When Virtualised Storage is Faster than Bare Metal (2015)",
         found: "512 KiB in flight on an NVMe disk: one request just under 1 GB/s, 64 requests of 8 KiB about twice that. Splitting suits \
                 solid-state disks; merging suits spinning ones.",

@@ -11,6 +11,7 @@
 
 pub mod about;
 pub mod aggregate;
+mod bare;
 pub mod crowd;
 pub mod density;
 pub mod depth;
@@ -27,8 +28,10 @@ pub mod plot;
 pub mod process;
 pub mod rings;
 pub mod sample;
+pub mod shape;
 pub mod trace;
 pub mod transfer;
+pub mod tune;
 mod usage;
 pub mod warmup;
 pub mod world;

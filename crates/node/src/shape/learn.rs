@@ -5,7 +5,8 @@
 //! which any of these requests was in flight.
 //!
 //! What trials may cost is bounded, so that learning is never worse than no split by more than a few percent:
-//! - Candidates have 2, 4, 8 … parts, in this order. One that clearly loses its first turn ends the climb: more parts would do worse.
+//! - Candidates have 2, 4, 8 … parts, in this order. One that loses ends the climb: more parts would do worse. One that clearly loses its
+//!   first turn gets no second one.
 //! - A candidate's turn ends early once it has taken twice the time that the best one would have taken.
 //! - Then the best number of parts is kept for many turns, twice as many after each climb that has found nothing new.
 //!
@@ -33,8 +34,11 @@ const TURN_REQUESTS_MOST: u64 = 256;
 const PAIRS: usize = 3;
 /// A candidate is kept when it has so many times the throughput of the best one so far.
 const WINS: f64 = 1.08;
-/// A candidate with less than so many times the throughput is given up at once.
+/// A candidate with less than so many times the throughput has lost.
 const LOSES: f64 = 0.95;
+/// A candidate with less than so many times the throughput in its first turn gets no second one. What else the host does can look like a
+/// smaller loss.
+const LOSES_CLEARLY: f64 = 0.75;
 /// Turns between two climbs, at first and at most.
 const REST_TURNS: (u64, u64) = (64, 4096);
 
@@ -300,7 +304,7 @@ impl Comparison {
     /// What is to be thought of the candidate; `None` before enough is known. `best` is the power that it is compared with.
     fn verdict(&self, best: u32) -> Option<Verdict> {
         let mut ratios: Vec<f64> = self.rates.chunks_exact(2).zip(IS_CANDIDATES.chunks_exact(2)).map(ratio).collect();
-        if ratios.len() == 1 && self.rates.len() == 2 && ratios[0] < LOSES {
+        if self.rates.len() == 2 && ratios[0] < LOSES_CLEARLY {
             return Some(Verdict::Worse);
         }
         if ratios.len() < PAIRS {
@@ -312,7 +316,11 @@ impl Comparison {
             fewer if fewer < best => 1.0,
             _ => WINS,
         };
-        Some(if ratios[PAIRS / 2] >= wins { Verdict::Better } else { Verdict::NoBetter })
+        Some(match ratios[PAIRS / 2] {
+            ratio if ratio >= wins => Verdict::Better,
+            ratio if ratio < LOSES => Verdict::Worse,
+            _ => Verdict::NoBetter,
+        })
     }
 }
 

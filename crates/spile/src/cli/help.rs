@@ -257,6 +257,15 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "bench shape",
+        codes: &[],
+        examples: &[
+            ("spile bench shape --quick", "a short run"),
+            ("spile bench shape --store /dev/nvme0n1 --out o", "drawn, with a device of this host, which is only read"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "bench density",
         codes: &[],
         examples: &[
@@ -327,6 +336,15 @@ pub const ENDINGS: &[Ending] = &[
             ("spile report results -o report.html", "one page of all results in that folder"),
         ],
         notes: &[],
+    },
+    Ending {
+        command: "tune",
+        codes: &[],
+        examples: &[
+            ("spile tune /dev/nvme0n1", "reads a device for a minute; nothing is written to it"),
+            ("spile tune /srv --write --out o", "writes to a file of its own in /srv, drawn"),
+        ],
+        notes: &[JSON],
     },
     Ending {
         command: "demo",

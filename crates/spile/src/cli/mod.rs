@@ -29,6 +29,7 @@ mod stat;
 mod stream;
 mod top;
 mod trouble;
+mod tune;
 mod xen_backend;
 mod xen_lab;
 mod xen_place;
@@ -95,6 +96,7 @@ enum Command {
     #[command(hide = true)]
     BenchTied(bench::BenchTiedArgs),
     Report(report::ReportArgs),
+    Tune(tune::TuneArgs),
     Demo(demo::DemoArgs),
     Schema(schema::SchemaArgs),
     Completions(docs::CompletionsArgs),
@@ -136,6 +138,7 @@ pub fn run() -> ExitCode {
         Command::BenchGuest(args) => bench::run_guest(args),
         Command::BenchTied(args) => bench::run_tied(args),
         Command::Report(args) => report::run(args),
+        Command::Tune(args) => tune::run(args),
         Command::Demo(args) => demo::run(args),
         Command::Schema(args) => schema::run(args),
         Command::Completions(args) => docs::completions(args),

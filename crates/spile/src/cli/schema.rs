@@ -20,7 +20,9 @@ use super::measure::Measured;
 use super::stat::DiskStat;
 use super::top::TopInterval;
 use super::{Exit, print_text};
-use crate::bench::{Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, paths, warmup};
+use crate::bench::{
+    Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, paths, shape, tune, warmup,
+};
 use crate::load::Report;
 
 /// Print the JSON Schema of a command's --json output
@@ -56,11 +58,13 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("bench layers", of_experiment::<layers::Asked, layers::Row>),
     ("bench geometry", of_experiment::<geometry::Asked, geometry::Row>),
     ("bench warmup", of_experiment::<warmup::Asked, warmup::Row>),
+    ("bench shape", of_experiment::<shape::Asked, shape::Row>),
     ("bench paths", of_experiment::<paths::Asked, paths::Row>),
     ("bench aggregate", of_experiment::<aggregate::Asked, aggregate::Row>),
     ("bench exchange", of_experiment::<exchange::Asked, exchange::Row>),
     ("bench crowd", of_experiment::<crowd::Parameters, crowd::Row>),
     ("bench hung", of_experiment::<hung::Parameters, hung::Row>),
+    ("tune", of_experiment::<tune::Asked, tune::Row>),
     ("demo", of::<Shown>),
     ("error", of::<Failure>),
     ("api", || value(&api::document())),

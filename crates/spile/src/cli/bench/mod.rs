@@ -1,7 +1,7 @@
 //! `spile bench`: the experiments' command line. Each experiment has a file.
 
 mod aggregate;
-mod common;
+pub(super) mod common;
 mod crowd;
 mod density;
 mod depth;
@@ -11,6 +11,7 @@ mod hidden;
 mod hung;
 mod layers;
 mod paths;
+mod shape;
 mod warmup;
 
 use clap::{Args, Subcommand};
@@ -47,6 +48,7 @@ pub struct BenchArgs {
 #[derive(Debug, Subcommand)]
 enum Experiment {
     Depth(depth::DepthArgs),
+    Shape(shape::ShapeArgs),
     Density(density::DensityArgs),
     Layers(layers::LayersArgs),
     Geometry(geometry::GeometryArgs),
@@ -65,6 +67,7 @@ enum Experiment {
 pub fn run(args: &BenchArgs) -> Result<Exit> {
     match &args.experiment {
         Experiment::Depth(args) => depth::run(args),
+        Experiment::Shape(args) => shape::run(args),
         Experiment::Density(args) => density::run(args),
         Experiment::Layers(args) => layers::run(args),
         Experiment::Geometry(args) => geometry::run(args),

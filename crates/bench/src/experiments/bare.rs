@@ -1,0 +1,78 @@
+//! Transfers straight to a store, without anything between: what a program on the host does with the bare device.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use spile_core::{Result, Segments, Store, StoreOffset, Via};
+use spile_engine::Engine;
+
+use super::Direction;
+use crate::load::Rng;
+
+/// A row of transfers to a store.
+#[derive(Clone, Copy, Debug)]
+pub struct Transfers {
+    /// Which way.
+    pub direction: Direction,
+    /// The length of each in bytes. They begin at multiples of it.
+    pub block_bytes: u64,
+    /// So many are in flight.
+    pub depth: u32,
+    /// They begin for so long.
+    pub runtime: Duration,
+    /// The part of the store that is used, from its start, in bytes; a block at least.
+    pub span_bytes: u64,
+    /// The seed of the places.
+    pub seed: u64,
+}
+
+/// What was moved.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Moved {
+    /// Transfers.
+    pub transfers: u64,
+    /// The time until the last one had ended.
+    pub time: Duration,
+}
+
+impl Moved {
+    /// Bytes each second, of transfers of `block_bytes`.
+    pub fn bytes_per_s(&self, block_bytes: u64) -> f64 {
+        (self.transfers * block_bytes) as f64 / self.time.as_secs_f64().max(1e-9)
+    }
+}
+
+/// Transfers blocks at random places of `store`, on the engine's first worker.
+///
+/// # Errors
+/// The store's.
+pub fn transfer<S: Store>(engine: &Engine, store: &Arc<S>, transfers: Transfers) -> Result<Moved> {
+    let store = store.clone();
+    engine.run_on(0, move || async move {
+        let begun = Instant::now();
+        let rng = Rc::new(RefCell::new(Rng::new(transfers.seed, 0)));
+        let lanes = (0..transfers.depth).map(|_| lane(&*store, transfers, begun, rng.clone()));
+        let counts: Result<Vec<u64>> = join_all(lanes).await.into_iter().collect();
+        Ok(Moved { transfers: counts?.into_iter().sum(), time: begun.elapsed() })
+    })
+}
+
+/// One transfer after the other; how many there were.
+async fn lane<S: Store>(store: &S, transfers: Transfers, begun: Instant, rng: Rc<RefCell<Rng>>) -> Result<u64> {
+    let memory = Segments::zeroed(transfers.block_bytes as usize);
+    memory.fill(0x5a);
+    let blocks = (transfers.span_bytes / transfers.block_bytes).max(1);
+    let mut count = 0;
+    while begun.elapsed() < transfers.runtime || count == 0 {
+        let at = StoreOffset(rng.borrow_mut().below(blocks) * transfers.block_bytes);
+        match transfers.direction {
+            Direction::Read => store.read_at(at, &memory, Via::Direct).await?,
+            Direction::Write => store.write_at(at, &memory, Via::Direct).await?,
+        }
+        count += 1;
+    }
+    Ok(count)
+}
