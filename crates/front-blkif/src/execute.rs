@@ -1,11 +1,10 @@
 //! Executes requests on the disk, and turns the disk's results into blkif's statuses.
 
-use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use spile_core::{Disk, Error, ErrorKind, Extent, Io, Result, SECTOR_BYTES};
-use spile_front::{FailedRequest, LogLimit, WireStatus, log_failure};
+use spile_front::{FailedRequest, LogLimit, Reason, WireStatus, log_failure};
 use spile_xen::blkif::status;
 
 use crate::request::{Command, Refusal, Request};
@@ -117,8 +116,12 @@ impl<D: Disk> Target<D> {
     }
 
     fn log_failure(&self, request: &Request, failure: &Failure) {
-        let (outcome, reason): (_, &dyn Display) = match failure {
-            Failure::Refused(refusal) => ("refused", &refusal.reason),
+        let words;
+        let (outcome, reason): (_, &(dyn std::error::Error + 'static)) = match failure {
+            Failure::Refused(refusal) => {
+                words = Reason(refusal.reason);
+                ("refused", &words)
+            }
             Failure::Disk(error) => ("failed", error),
             Failure::Flush(error) => ("failed and stays unanswered, because it was to flush", error),
         };

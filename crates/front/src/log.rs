@@ -1,6 +1,7 @@
 //! Logging at a bounded rate: a guest or a client decides how often it makes a mistake, but not how long our log gets.
 
-use std::fmt::{Debug, Display};
+use std::error::Error;
+use std::fmt::{self, Debug, Display};
 
 use spile_core::LogLimit;
 
@@ -19,12 +20,27 @@ pub struct FailedRequest<'a> {
     /// What became of it, such as `failed`.
     pub outcome: &'static str,
     /// Why.
-    pub reason: &'a dyn Display,
+    pub reason: &'a (dyn Error + 'static),
 }
+
+/// A reason in words.
+#[derive(Debug)]
+pub struct Reason(pub &'static str);
+
+impl Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl Error for Reason {}
 
 /// Logs a request that has failed, if `limit` allows.
 pub fn log_failure(limit: &LogLimit, failed: &FailedRequest<'_>) {
     let Some(count) = limit.count() else { return };
     let FailedRequest { front, disk, command, offset_bytes, len_bytes, outcome, reason } = failed;
-    tracing::warn!(%disk, ?command, offset_bytes, len_bytes, count, error = %reason, "{front} request {outcome}");
+    tracing::warn!(
+        journal.front = front, %disk, ?command, offset_bytes, len_bytes, count, error = reason,
+        "{front} request {outcome}"
+    );
 }

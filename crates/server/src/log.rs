@@ -1,5 +1,8 @@
 //! The log: warnings and errors of all threads, one line each on stderr, such as a request that failed or a connection that
-//! could not be accepted. The code that reports an event bounds how often it does so.
+//! could not be accepted. The code that reports an event bounds how often it does so. Where stderr is systemd's journal, events go
+//! there with their fields ([`journal`]).
+
+mod journal;
 
 use std::fmt::{Debug, Display, Write as _};
 use std::io::Write as _;
@@ -9,6 +12,11 @@ use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, callsite, subscriber};
+
+use journal::Journal;
+
+/// How the names of fields begin that the journal has and a line leaves out, because its message says the same.
+const ONLY_FOR_FIELDS: &str = "journal.";
 
 /// Prints one line on stderr; when stderr is closed, the line is lost. Control characters are escaped, because they may come
 /// from a file that a stranger made and must not reach the terminal.
@@ -28,10 +36,11 @@ pub fn printable(text: &str) -> String {
     out
 }
 
-/// From now on, what all threads report goes to stderr: warnings and errors, until [`set_level`] says otherwise.
+/// From now on, what all threads report goes to stderr, or to the journal if stderr leads there: warnings and errors, until [`set_level`]
+/// says otherwise.
 pub fn to_stderr() {
     // This fails when there is a subscriber already. Then that one is used.
-    let _ = subscriber::set_global_default(Stderr);
+    let _ = subscriber::set_global_default(Log { journal: Journal::of_stderr() });
 }
 
 /// The index of the level in [`LEVELS`] up to which events are written.
@@ -50,9 +59,11 @@ fn level() -> Level {
     LEVELS[LEVEL.load(Ordering::Relaxed)]
 }
 
-struct Stderr;
+struct Log {
+    journal: Option<Journal>,
+}
 
-impl Subscriber for Stderr {
+impl Subscriber for Log {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         metadata.is_event() && *metadata.level() <= level()
     }
@@ -62,6 +73,9 @@ impl Subscriber for Stderr {
     }
 
     fn event(&self, event: &Event<'_>) {
+        if self.journal.as_ref().is_some_and(|journal| journal.send(event)) {
+            return;
+        }
         let mut line = Line::default();
         event.record(&mut line);
         complain(line.finish());
@@ -100,6 +114,7 @@ impl Visit for Line {
         let _ = match field.name() {
             "message" => write!(self.message, "{value:?}"),
             "error" => write!(self.error, "{value:?}"),
+            name if name.starts_with(ONLY_FOR_FIELDS) => Ok(()),
             name => write!(self.fields, "{comma}{name}={value:?}"),
         };
     }

@@ -21,4 +21,4 @@ pub mod serve;
 pub mod server;
 pub mod sockets;
 pub mod takeover;
-mod trouble;
+pub(crate) mod trouble;

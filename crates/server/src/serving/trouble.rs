@@ -13,11 +13,14 @@ pub fn of_disk(name: String, policy: Policy) -> Troubles {
     Troubles::new(policy, Arc::new(OsEnv), Box::new(move |news| tell(&name, news)))
 }
 
-fn tell(disk: &str, news: &News) {
+pub(crate) fn tell(disk: &str, news: &News) {
     match news {
         News::Begins(waiting) => {
             let (op, error) = (waiting.op.name(), &waiting.error);
             tracing::error!(
+                journal.disk = disk,
+                journal.operation = op,
+                journal.error = error as &(dyn std::error::Error + 'static),
                 "the disk {disk:?} waits: a {op} has failed, and is tried again until it succeeds: {error} (`spile resume \
                  {disk}` tries at once, `spile on-error {disk} report` gives the error to the guest)"
             );
@@ -26,6 +29,7 @@ fn tell(disk: &str, news: &News) {
         News::Ends { time, requests, left, .. } if *left > 0 => {
             let time_s = time.as_secs_f64();
             tracing::warn!(
+                journal.disk = disk,
                 "the disk {disk:?} still waits, since {time_s:.1} s: {left} of {requests} request(s) are left to the next server"
             );
         }
@@ -33,6 +37,7 @@ fn tell(disk: &str, news: &News) {
             let time_s = time.as_secs_f64();
             let failed = if *reported > 0 { format!("; {reported} were reported as failed") } else { String::new() };
             tracing::warn!(
+                journal.disk = disk,
                 "the disk {disk:?} goes on: {requests} request(s) have waited, {time_s:.1} s in all{failed}"
             );
             notify(&format!("STATUS=the disk {disk:?} goes on"));
