@@ -14,6 +14,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, eventfd};
+use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
 use spile_front::FrontReading;
@@ -148,6 +149,12 @@ impl Device {
     pub fn reader(&self) -> impl Fn() -> Vec<FrontReading> + Send + Sync + 'static {
         let counters = self.counters.clone();
         move || counters.metrics()
+    }
+
+    /// Finds what is kept of the requests of each ring, for as long as the reader lives, also when the device has ended.
+    pub fn spans(&self) -> impl Fn() -> Vec<Arc<SpanLog>> + Send + Sync + 'static {
+        let counters = self.counters.clone();
+        move || counters.spans()
     }
 
     /// Shows the sums of what the rings count on `board`, from now on, at the end of each turn. A device has one board;

@@ -6,6 +6,7 @@
 use std::ops::AddAssign;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use spile_core::metrics::span::SpanLog;
 use spile_core::metrics::{Op, OpSums};
 use spile_front::{FrontCounters, FrontReading};
 
@@ -70,6 +71,11 @@ impl DiskCounters {
             rings.push(Arc::default());
         }
         rings[number].clone()
+    }
+
+    /// What is kept of the requests of each ring.
+    pub fn spans(&self) -> Vec<Arc<SpanLog>> {
+        self.rings().iter().map(|ring| ring.spans.clone()).collect()
     }
 
     /// What each ring has counted up to now.

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use spile_core::metrics::now_ns;
+use spile_core::metrics::span::{Moment, Spans, stamp};
 use spile_core::{Disk, Error};
 use spile_engine::{Event, Pollable};
 use spile_front::{FrontCounters, GuestRing, Inbox, LogLimit, QueueWaker, Slots, serve_ring};
@@ -24,7 +25,7 @@ use crate::execute::{Outcome, Target};
 use crate::journal::Journal;
 use crate::metrics::DiskCounters;
 use crate::pages::{Access, Pages};
-use crate::request::{Command, Limits, Refusal, Request, Stamps};
+use crate::request::{Command, Limits, Refusal, Request};
 use crate::ring::{Broken, Ring, SLOT_BYTES, Slot};
 use crate::trace::Trace;
 
@@ -100,7 +101,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
     let ring = Rc::new(ring);
     let room = ring.max_in_flight() as usize;
     let done = Rc::new(RefCell::new(Vec::with_capacity(room)));
-    let make = |inbox: Rc<Inbox<Box<Request>>>| answer_all(inbox, done.clone(), target.clone(), trace.is_some());
+    let make = |inbox: Rc<Inbox<Box<Request>>>| answer_all(inbox, done.clone(), target.clone());
     let mut slots = Slots::new(link.waker.clone(), make);
     let mut queue = RingTask {
         ring: ring.clone(),
@@ -110,6 +111,8 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
         budget_bytes: BUDGET_BYTES / share,
         call,
         link,
+        spans: spans_of(&counters, trace),
+        answered_ns: 0,
         counters,
         disk_counters,
         taken: Vec::with_capacity(room),
@@ -124,8 +127,6 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
         // The process before us may have been killed before it notified the guest.
         must_notify: true,
         broken: None,
-        trace: trace.clone(),
-        unshown: Vec::new(),
     };
     queue.counters.ring_started();
     queue.take_again(again);
@@ -138,18 +139,26 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
 type Done = Rc<RefCell<Vec<(Box<Request>, Outcome)>>>;
 
 /// The future of one slot: executes one request after the other.
-async fn answer_all<D: Disk>(inbox: Rc<Inbox<Box<Request>>>, done: Done, target: Arc<Target<D>>, is_traced: bool) {
+async fn answer_all<D: Disk>(inbox: Rc<Inbox<Box<Request>>>, done: Done, target: Arc<Target<D>>) {
     loop {
-        let mut request = inbox.next().await;
-        if is_traced {
-            request.stamps.begun = now_ns();
+        let request = inbox.next().await;
+        if let Some(span) = request.span {
+            inbox.stamps_go_to(span);
         }
+        stamp(Moment::DiskBegan);
         let outcome = target.execute(&request).await;
-        if is_traced {
-            request.stamps.ended = now_ns();
-        }
+        stamp(Moment::DiskEnded);
         done.borrow_mut().push((request, outcome));
         inbox.answered();
+    }
+}
+
+/// The spans of a ring. A trace gets each of its requests.
+fn spans_of(counters: &FrontCounters, trace: Option<Arc<Trace>>) -> Spans {
+    let spans = Spans::new(counters.spans.clone());
+    match trace {
+        Some(trace) => spans.with_sink(Box::new(move |record| trace.note(record))),
+        None => spans,
     }
 }
 
@@ -190,9 +199,9 @@ struct RingTask<G> {
     has_barrier: bool,
     must_notify: bool,
     broken: Option<Broken>,
-    trace: Option<Arc<Trace>>,
-    /// Traced requests that are answered and not yet shown to the guest.
-    unshown: Vec<Box<Request>>,
+    spans: Spans,
+    /// When the last answers were written.
+    answered_ns: u64,
 }
 
 impl<G: Grants> RingTask<G> {
@@ -231,13 +240,18 @@ impl<G: Grants> RingTask<G> {
     }
 
     fn sort_in(&mut self) {
-        if !self.taken.is_empty() {
-            // One look at the clock for all of them. Latencies are counted whether requests are traced or not.
-            let time = now_ns();
-            self.taken.iter_mut().for_each(|request| request.stamps.taken = time);
+        if self.taken.is_empty() {
+            return;
         }
+        // One look at the clock for all of them.
+        let taken_ns = now_ns();
+        self.taken.iter_mut().for_each(|request| request.taken_ns = taken_ns);
+        let taken = self.spans.taken(taken_ns);
         self.pages.read_indirect(&mut self.taken);
         self.counters.requests.begin_all(self.taken.iter().map(|request| request.begun()));
+        for request in &mut self.taken {
+            request.span = Some(self.spans.begin(taken, request.what()));
+        }
         self.waiting.extend(self.taken.drain(..));
     }
 
@@ -258,7 +272,7 @@ impl<G: Grants> RingTask<G> {
             self.taken.extend(self.waiting.pop_front());
         }
         self.pages.load(&mut self.taken);
-        self.stamp(|queue| &mut queue.taken, |stamps| &mut stamps.loaded);
+        self.taken.iter().filter_map(|request| request.span).for_each(|span| span.reach(Moment::Loaded));
         self.ready.extend(self.taken.drain(..));
     }
 
@@ -277,6 +291,7 @@ impl<G: Grants> RingTask<G> {
                     self.counters.flush_held();
                 }
                 request.clear();
+                request.span.take().into_iter().for_each(|span| self.spans.leave(span));
                 self.free.push(request);
                 continue;
             };
@@ -301,30 +316,17 @@ impl<G: Grants> RingTask<G> {
         self.pages.store(&mut self.answers);
         // The pages are unmapped before the guest is told, because it takes them back then.
         self.answers.iter_mut().for_each(|request| request.clear());
-        self.stamp(|queue| &mut queue.answers, |stamps| &mut stamps.stored);
-        self.counters.requests.end_all(self.answers.iter().map(|request| request.ended()), now_ns());
+        self.answered_ns = now_ns();
+        self.counters.requests.end_all(self.answers.iter().map(|request| request.ended()), self.answered_ns);
         let mut answers = std::mem::take(&mut self.answers);
-        for request in answers.drain(..) {
+        for mut request in answers.drain(..) {
+            if let Some(span) = request.span.take() {
+                self.spans.answered(span, request.status() != status::OKAY);
+            }
             self.put(&request);
-            if self.trace.is_some() { self.unshown.push(request) } else { self.free.push(request) }
+            self.free.push(request);
         }
         self.answers = answers;
-    }
-
-    /// Notes the time in a field of all requests of a list, if requests are traced.
-    fn stamp(&mut self, list: impl Fn(&mut Self) -> &mut Vec<Box<Request>>, field: impl Fn(&mut Stamps) -> &mut u64) {
-        if self.trace.is_some() {
-            let time = now_ns();
-            list(self).iter_mut().for_each(|request| *field(&mut request.stamps) = time);
-        }
-    }
-
-    fn note_shown(&mut self) {
-        if let Some(trace) = &self.trace {
-            let time = now_ns();
-            self.unshown.iter().for_each(|request| trace.note(request, time));
-            self.free.append(&mut self.unshown);
-        }
     }
 
     fn put(&mut self, request: &Request) {
@@ -345,12 +347,13 @@ impl<G: Grants> RingTask<G> {
             ring.publish();
             self.journal.has_shown(next);
             self.must_notify |= ring.wants_notice(before);
-            self.note_shown();
+            self.spans.shown(self.answered_ns);
         }
         if std::mem::take(&mut self.must_notify) {
             self.counters.notified();
             self.call.ring();
         }
+        self.spans.end();
     }
 }
 

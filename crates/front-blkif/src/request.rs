@@ -4,6 +4,7 @@
 //! of the guest; they are copied once too, and checked then. A request that makes no sense is answered with an error.
 //! Nothing that a request says can break the ring.
 
+use spile_core::metrics::span::{Span, What};
 use spile_core::metrics::{Begun, Ended, Op};
 use spile_core::{Extent, GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
 use spile_xen::GrantRef;
@@ -79,21 +80,6 @@ pub struct Limits {
     pub discards: bool,
 }
 
-/// The times of one request, in ns of CLOCK_MONOTONIC.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Stamps {
-    /// When it was taken from the ring.
-    pub taken: u64,
-    /// When it had its memory.
-    pub loaded: u64,
-    /// When the disk began with it.
-    pub begun: u64,
-    /// When the disk was done with it.
-    pub ended: u64,
-    /// When its data were copied back to the guest.
-    pub stored: u64,
-}
-
 /// One request. The ring uses it again for another request, so its lists keep their room.
 #[derive(Debug, Default)]
 pub struct Request {
@@ -120,8 +106,10 @@ pub struct Request {
     pub pages: Segments,
     /// Why the request is refused, if it is.
     pub refusal: Option<Refusal>,
-    /// The times at which it passed each step. All but the first are noted only when requests are traced.
-    pub stamps: Stamps,
+    /// When it was taken from the ring, in ns of CLOCK_MONOTONIC.
+    pub taken_ns: u64,
+    /// Where its moments are stamped, from when it was taken until it is answered.
+    pub span: Option<&'static Span>,
 }
 
 impl Request {
@@ -157,12 +145,18 @@ impl Request {
 
     /// Its begin, to be counted.
     pub fn begun(&self) -> Begun {
-        Begun { op: self.command.op(), len_bytes: self.len_bytes.into(), begun_ns: self.stamps.taken }
+        Begun { op: self.command.op(), len_bytes: self.len_bytes.into(), begun_ns: self.taken_ns }
+    }
+
+    /// What it is, for its span.
+    pub fn what(&self) -> What {
+        let offset_bytes = self.sector.saturating_mul(SECTOR_BYTES);
+        What { op: self.command.op(), offset_bytes, len_bytes: self.len_bytes.into() }
     }
 
     /// Its end, to be counted.
     pub fn ended(&self) -> Ended {
-        Ended { op: self.command.op(), failed: self.status() != status::OKAY, begun_ns: self.stamps.taken }
+        Ended { op: self.command.op(), failed: self.status() != status::OKAY, begun_ns: self.taken_ns }
     }
 
     /// True when it changes the disk.

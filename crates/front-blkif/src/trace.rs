@@ -2,22 +2,21 @@
 //!
 //! Records lie in a file that its readers map; the newest record overwrites the oldest. The file has a header of 64
 //! bytes (magic u32, version u32, number of records u32, 0 u32, records written so far u64) and records of 64 bytes.
-//! Each record has eight numbers of 64 bits: the request's id; the times at which it was taken from the ring, had its
+//! Each record has eight numbers of 64 bits: the request's offset in bytes; the times at which it was taken from the ring, had its
 //! memory (copied or mapped), was begun by the disk, was ended by the disk, was copied back, and was shown to the
-//! guest, in ns of CLOCK_MONOTONIC; and its length in bytes times 256 plus its operation. All numbers are
-//! little-endian. Without a trace a request costs no more than the question whether there is one.
+//! guest, in ns of CLOCK_MONOTONIC; and its length in bytes times 256 plus its operation ([`spile_core::metrics::Op`]). All
+//! numbers are little-endian.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use spile_core::metrics::span::Record;
 use spile_core::{Error, Result, Segment};
 
-use crate::request::{Request, Stamps};
-
 const MAGIC: u32 = 0x5370_7472;
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEADER_BYTES: usize = 64;
 const RECORD_BYTES: usize = 64;
 const NEXT_AT: usize = 16;
@@ -48,13 +47,17 @@ impl Trace {
         Ok(Self { memory, records: u64::from(records), next: AtomicU64::new(0) })
     }
 
-    /// Writes the record of a request whose answer was shown to the guest at the time `shown`.
-    pub fn note(&self, request: &Request, shown: u64) {
+    /// Writes the record of a request that has ended.
+    pub fn note(&self, request: &Record) {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let at = HEADER_BYTES + (number % self.records) as usize * RECORD_BYTES;
-        let Stamps { taken, loaded, begun, ended, stored } = request.stamps;
-        let what = u64::from(request.len_bytes) << 8 | u64::from(request.response_op);
-        let fields = [request.id, taken, loaded, begun, ended, stored, shown, what];
+        let [load, queue, map, store, commit, unload, answer, _notify] = request.phases_ns;
+        let what = request.what.len_bytes << 8 | request.what.op as u64;
+        let loaded = request.taken_ns + load;
+        let begun = loaded + queue;
+        let ended = begun + map + store + commit;
+        let stored = ended + unload;
+        let fields = [request.what.offset_bytes, request.taken_ns, loaded, begun, ended, stored, stored + answer, what];
         for (field, value) in fields.into_iter().enumerate() {
             self.memory.store_u64(at + 8 * field, value, Ordering::Relaxed);
         }

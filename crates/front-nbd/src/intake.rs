@@ -76,10 +76,13 @@ async fn take_one<D: Disk>(
         read_ns = now_ns();
     }
     match room {
-        Ok(payload) => session.submit(Job { request, payload, held_bytes, started_ns: read_ns }),
+        Ok(payload) => {
+            let span = session.begin_span(&request, read_ns);
+            session.submit(Job { request, payload, held_bytes, started_ns: read_ns, span });
+        }
         Err(Refusal { errno, message }) => {
             let answer = Answer::Failed { errno, message: message.to_owned(), at_start: false };
-            session.refuse(Reply { request, answer, held_bytes, started_ns: read_ns });
+            session.refuse(Reply { request, answer, held_bytes, started_ns: read_ns, span: None });
         }
     }
     Ok(read_ns)

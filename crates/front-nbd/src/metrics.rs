@@ -3,9 +3,11 @@
 //! Contract: each export has counters for each worker, and only that worker writes them; anybody may read them. A
 //! request is in flight from the end of the receive that completed it to the end of the send that carried its reply.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use spile_core::metrics::Op;
+use spile_core::metrics::span::SpanLog;
 use spile_front::{FrontCounters, FrontReading};
 
 use crate::wire::request::Command;
@@ -38,6 +40,11 @@ impl ExportMetrics {
 
     pub(crate) fn of_worker(&self, worker: usize) -> &FrontCounters {
         &self.by_worker[worker % self.by_worker.len()]
+    }
+
+    /// What is kept of the requests on each worker.
+    pub(crate) fn spans(&self) -> Vec<Arc<SpanLog>> {
+        self.by_worker.iter().map(|counters| counters.spans.clone()).collect()
     }
 
     pub(crate) fn read(&self) -> FrontReading {

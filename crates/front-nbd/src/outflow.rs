@@ -27,6 +27,7 @@ pub(crate) async fn send_replies<D: Disk>(session: Rc<Session<D>>) {
     let mut batch = Batch::new(session.agreed.structured);
     loop {
         while let Some(reply) = batch.has_room().then(|| session.next_reply()).flatten() {
+            session.gathered(&reply);
             batch.add(reply);
         }
         if batch.finished.is_empty() {

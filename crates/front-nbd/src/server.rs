@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result};
 use spile_engine::Engine;
 use spile_front::{Connections, FailedRequest, FrontReading, Listeners, LogLimit, Peer, log_failure};
@@ -196,6 +197,12 @@ impl<D: Disk> Server<D> {
     pub fn metrics(&self, export: &str) -> FrontReading {
         let index = self.shared.exports.iter().position(|other| other.name == export);
         index.map_or_else(FrontReading::default, |index| self.shared.metrics[index].read())
+    }
+
+    /// What is kept of the requests to the export of this name, by worker; nothing if there is none.
+    pub fn spans(&self, export: &str) -> Vec<Arc<SpanLog>> {
+        let index = self.shared.exports.iter().position(|other| other.name == export);
+        index.map_or_else(Vec::new, |index| self.shared.metrics[index].spans())
     }
 
     /// The number of open connections, those in the handshake included.

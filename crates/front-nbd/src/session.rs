@@ -19,9 +19,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use spile_core::metrics::{Counters, Ended, now_ns};
+use spile_core::metrics::span::{self, Moment, Span, Spans, What, stamp};
+use spile_core::metrics::{Ended, now_ns};
 use spile_core::{Disk, Io, Result, Segments};
-use spile_front::{Presence, has_hung_up};
+use spile_front::{FrontCounters, Presence, has_hung_up};
 use spile_nbd_tls::Transport;
 
 use crate::budget::Holder;
@@ -45,6 +46,7 @@ pub(crate) struct Job {
     /// The memory for which the request was admitted, in bytes.
     pub(crate) held_bytes: u64,
     pub(crate) started_ns: u64,
+    pub(crate) span: &'static Span,
 }
 
 /// How a request ended.
@@ -73,6 +75,8 @@ pub(crate) struct Reply {
     pub(crate) answer: Answer,
     pub(crate) held_bytes: u64,
     pub(crate) started_ns: u64,
+    /// None when the request was refused before the disk saw it.
+    pub(crate) span: Option<&'static Span>,
 }
 
 /// One connection in the transmission phase. The module's head describes its tasks.
@@ -85,6 +89,7 @@ pub(crate) struct Session<D: Disk> {
     pub(crate) presence: Arc<Presence>,
     pub(crate) holes: HoleProbe,
     worker: usize,
+    spans: RefCell<Spans>,
     slots: Slots,
     replies: RefCell<VecDeque<Reply>>,
     /// Tells the outflow that there is a reply, or that the session ends.
@@ -141,6 +146,8 @@ impl<D: Disk> Session<D> {
             align_bytes: u64::from(info.request_align_bytes.max(1)),
             read_only: export.read_only || info.read_only,
         };
+        let worker = spile_engine::current_worker();
+        let spans = server.metrics[agreed.export].of_worker(worker).spans.clone();
         Some(Rc::new(Self {
             holder: Holder::new(presence.clone(), &disk),
             disk,
@@ -149,7 +156,8 @@ impl<D: Disk> Session<D> {
             transport,
             presence,
             holes: HoleProbe::default(),
-            worker: spile_engine::current_worker(),
+            worker,
+            spans: RefCell::new(Spans::new(spans)),
             slots: Slots::default(),
             replies: RefCell::default(),
             outgoing: Signal::default(),
@@ -166,8 +174,26 @@ impl<D: Disk> Session<D> {
         &self.server.metrics[self.agreed.export]
     }
 
-    fn counters(&self) -> &Counters {
-        &self.metrics().of_worker(self.worker).requests
+    fn counters(&self) -> &FrontCounters {
+        self.metrics().of_worker(self.worker)
+    }
+
+    /// The span of a request that has arrived whole.
+    pub(crate) fn begin_span(&self, request: &Request, started_ns: u64) -> &'static Span {
+        let (op, offset_bytes) = (op_of(request.command), request.offset_bytes);
+        let mut spans = self.spans.borrow_mut();
+        let taken = spans.taken(started_ns);
+        let span = spans.begin(taken, What { op, offset_bytes, len_bytes: request.len_bytes.into() });
+        span.reach(Moment::Loaded);
+        span
+    }
+
+    /// A reply is put together with others for the socket.
+    pub(crate) fn gathered(&self, reply: &Reply) {
+        if let Some(span) = reply.span {
+            span.reach(Moment::DiskEnded);
+            self.spans.borrow_mut().answered(span, matches!(reply.answer, Answer::Failed { .. }));
+        }
     }
 
     /// True when nobody will receive an answer, so that long work may be given up.
@@ -260,7 +286,7 @@ impl<D: Disk> Session<D> {
     /// Hands an admitted request to a slot.
     pub(crate) fn submit(self: &Rc<Self>, job: Job) {
         let Request { command, len_bytes, .. } = job.request;
-        self.counters().begin(op_of(command), len_bytes.into(), job.started_ns);
+        self.counters().requests.begin(op_of(command), len_bytes.into(), job.started_ns);
         self.presence.begins();
         self.slots.jobs.borrow_mut().push_back(job);
         self.rouse();
@@ -269,7 +295,7 @@ impl<D: Disk> Session<D> {
     /// Answers an admitted request without performing it.
     pub(crate) fn refuse(&self, reply: Reply) {
         // A refused request moves no bytes, whatever length it claims.
-        self.counters().begin(op_of(reply.request.command), 0, reply.started_ns);
+        self.counters().requests.begin(op_of(reply.request.command), 0, reply.started_ns);
         self.reply(reply);
     }
 
@@ -286,7 +312,10 @@ impl<D: Disk> Session<D> {
     pub(crate) fn depart(&self, finished: &[Ended], held_bytes: u64) {
         let now_ns = now_ns();
         self.presence.heard(now_ns);
-        self.counters().end_all(finished.iter().copied(), now_ns);
+        self.counters().requests.end_all(finished.iter().copied(), now_ns);
+        let mut spans = self.spans.borrow_mut();
+        spans.shown(now_ns);
+        spans.end();
         self.in_flight.set(self.in_flight.get() - finished.len());
         self.holder.give_back(held_bytes);
         self.room.notify();
@@ -337,9 +366,14 @@ async fn perform_jobs<D: Disk>(session: Rc<Session<D>>, number: usize) {
     while let Some(job) = poll_fn(|cx| session.poll_job(number, cx)).await {
         let mut owed = Owed { session: &session, number, job: &job, answer: None };
         let answer = {
-            let mut work = pin!(session.perform(&job));
+            let mut work = pin!(async {
+                stamp(Moment::DiskBegan);
+                let answer = session.perform(&job).await;
+                stamp(Moment::DiskEnded);
+                answer
+            });
             poll_fn(|cx| {
-                let answer = work.as_mut().poll(cx);
+                let answer = span::with(Some(job.span), || work.as_mut().poll(cx));
                 if answer.is_pending() {
                     session.rouse();
                 }
@@ -368,9 +402,9 @@ impl<D: Disk> Drop for Owed<'_, D> {
             }
             Answer::Failed { errno: EIO, message: "internal error".to_owned(), at_start: false }
         });
-        let &Job { request, held_bytes, started_ns, .. } = self.job;
+        let &Job { request, held_bytes, started_ns, span, .. } = self.job;
         self.session.presence.ends();
-        self.session.reply(Reply { request, answer, held_bytes, started_ns });
+        self.session.reply(Reply { request, answer, held_bytes, started_ns, span: Some(span) });
     }
 }
 

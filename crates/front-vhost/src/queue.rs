@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use spile_core::Disk;
+use spile_core::metrics::span::{Moment, Span, Spans, Taken, What, stamp};
 use spile_core::metrics::{Begun, Ended as Answered, now_ns, turn_ns};
 use spile_engine::{Event, Pollable, pin_memory};
 use spile_front::{FrontCounters, GuestRing, Inbox, QueueWaker, Slots, serve_ring, virtio};
@@ -122,6 +123,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
         parser,
         inflight,
         log,
+        spans: Spans::new(counters.spans.clone()),
         counters,
         link: link.clone(),
         batch: Vec::new(),
@@ -147,11 +149,16 @@ async fn answer_all<D: Disk>(inbox: Rc<Inbox<u16>>, side: Rc<RefCell<DriverSide>
     let mut request = Request::default();
     loop {
         let head = inbox.next().await;
-        let is_whole = side.borrow_mut().parse(head, &mut request);
-        if is_whole {
-            match target.execute(&request).await {
-                Some((status, written_bytes)) => side.borrow_mut().answer(&request, status, written_bytes),
-                None => side.borrow_mut().leave(request.head),
+        let span = side.borrow_mut().parse(head, &mut request);
+        if let Some(span) = span {
+            inbox.stamps_go_to(span);
+            stamp(Moment::Loaded);
+            stamp(Moment::DiskBegan);
+            let outcome = target.execute(&request).await;
+            stamp(Moment::DiskEnded);
+            match outcome {
+                Some((status, written_bytes)) => side.borrow_mut().answer(&request, span, status, written_bytes),
+                None => side.borrow_mut().leave(request.head, span),
             }
             request.clear();
         }
@@ -178,6 +185,7 @@ struct DriverSide {
     inflight: Option<InflightQueue>,
     log: Option<QueueLog>,
     counters: Arc<FrontCounters>,
+    spans: Spans,
     link: Arc<Link>,
     /// Heads of chains that are in the used ring and not published.
     batch: Vec<u16>,
@@ -204,8 +212,9 @@ impl DriverSide {
         }
     }
 
-    /// Reads a chain; false when it has broken the ring.
-    fn parse(&mut self, head: u16, request: &mut Request) -> bool {
+    /// Reads a chain; `None` when it has broken the ring.
+    fn parse(&mut self, head: u16, request: &mut Request) -> Option<&'static Span> {
+        let taken = self.spans.taken(turn_ns());
         match self.parser.parse(&self.ring, &self.memory, head, request) {
             Ok(()) => {
                 request.begun_ns = turn_ns();
@@ -220,10 +229,17 @@ impl DriverSide {
                 }
             }
         }
-        self.broken.is_none()
+        self.broken.is_none().then(|| self.begin_span(taken, request))
     }
 
-    fn answer(&mut self, request: &Request, status: u8, written_bytes: u32) {
+    fn begin_span(&mut self, taken: Taken, request: &Request) -> &'static Span {
+        let op = request.command.op();
+        let offset_bytes = request.offset.map_or(0, |offset| offset.0);
+        self.spans.begin(taken, What { op, offset_bytes, len_bytes: request.data.len() as u64 })
+    }
+
+    fn answer(&mut self, request: &Request, span: &'static Span, status: u8, written_bytes: u32) {
+        self.spans.answered(span, status != virtio::OK);
         // The parser has checked that the status byte lies in the guest's memory.
         self.memory.write_byte(request.status_addr, status);
         if let Some(log) = self.log.as_ref().filter(|log| log.logs_data) {
@@ -239,7 +255,8 @@ impl DriverSide {
     }
 
     /// Leaves a chain to the next server, which finds it in the in-flight region, or gets its number with the queue.
-    fn leave(&mut self, head: u16) {
+    fn leave(&mut self, head: u16, span: &'static Span) {
+        self.spans.leave(span);
         if self.inflight.is_none() {
             self.left.push(head);
         }
@@ -264,6 +281,7 @@ impl DriverSide {
         self.counters.requests.end_all(self.answered.drain(..), now_ns);
         let before = self.ring.published();
         self.ring.publish();
+        self.spans.shown(now_ns);
         if let Some(inflight) = &self.inflight {
             inflight.unnote(&self.batch, self.ring.published());
         }
@@ -287,6 +305,7 @@ impl DriverSide {
             self.counters.notified();
             self.link.ring_call();
         }
+        self.spans.end();
     }
 }
 

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use rustix::net::{Shutdown, shutdown};
+use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
 use spile_front::{Connections, FrontCounters, FrontReading, Listeners, LogLimit, Peer, Place, has_hung_up, is_ready};
@@ -304,6 +305,11 @@ impl<D: Disk> Server<D> {
     /// The number of open connections.
     pub fn connections(&self) -> usize {
         self.shared.places.count()
+    }
+
+    /// What is kept of the requests of each queue.
+    pub fn spans(&self) -> Vec<Arc<SpanLog>> {
+        self.shared.counters.iter().map(|counters| counters.spans.clone()).collect()
     }
 
     /// What all queues together have counted, over restarts of queues.

@@ -2,8 +2,10 @@
 //! fronts have.
 
 use std::ops::AddAssign;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use spile_core::metrics::span::SpanLog;
 use spile_core::metrics::{Counters, Kind, Reading, now_ns};
 
 /// Counts for one ring of a guest, or for one worker's share of an export. It has one writer at a time. A ring's
@@ -12,6 +14,8 @@ use spile_core::metrics::{Counters, Kind, Reading, now_ns};
 pub struct FrontCounters {
     /// Requests, from the moment when they were taken to the moment when their answers are shown.
     pub requests: Counters,
+    /// What is kept of single requests.
+    pub spans: Arc<SpanLog>,
     ring_starts: AtomicU64,
     ring_stops: AtomicU64,
     notifications: AtomicU64,

@@ -12,6 +12,8 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
 
+use spile_core::metrics::span::{self, Span};
+
 /// Wakes the task of one ring. Its slots do so when their requests can go on, and so does whoever controls the ring
 /// from another thread.
 #[derive(Default)]
@@ -80,11 +82,12 @@ impl Wake for SlotWake {
 pub struct Inbox<T> {
     request: Cell<Option<T>>,
     has_answered: Cell<bool>,
+    span: Cell<Option<&'static Span>>,
 }
 
 impl<T> Inbox<T> {
     fn new() -> Self {
-        Self { request: Cell::new(None), has_answered: Cell::new(false) }
+        Self { request: Cell::new(None), has_answered: Cell::new(false), span: Cell::new(None) }
     }
 
     /// The next request.
@@ -92,8 +95,16 @@ impl<T> Inbox<T> {
         poll_fn(|_| self.request.take().map_or(Poll::Pending, Poll::Ready)).await
     }
 
+    /// Says which span is the request's: what the slot does from now on is stamped there.
+    #[inline]
+    pub fn stamps_go_to(&self, span: &'static Span) {
+        self.span.set(Some(span));
+        span::start(span);
+    }
+
     /// Says that the request is answered: the slot is free.
     pub fn answered(&self) {
+        self.span.set(None);
         self.has_answered.set(true);
     }
 }
@@ -143,7 +154,8 @@ impl<F: Future<Output = ()>, M: Fn(Rc<Inbox<T>>) -> F, T> Slots<F, M, T> {
     /// Polls one slot; frees it when it has answered.
     fn poll(&mut self, number: u32) {
         let slot = &mut self.slots[number as usize];
-        let is_pending = slot.future.as_mut().poll(&mut Context::from_waker(&slot.waker)).is_pending();
+        let mut context = Context::from_waker(&slot.waker);
+        let is_pending = span::with(slot.inbox.span.get(), || slot.future.as_mut().poll(&mut context)).is_pending();
         debug_assert!(is_pending, "a slot's future never ends");
         if slot.inbox.has_answered.take() {
             self.free.push(number);

@@ -116,6 +116,8 @@ fn a_server_answers_what_its_document_says() {
     assert_prints(dir, "ls", &["c"]);
     assert_prints(dir, "show", &["c"]);
     assert_prints(dir, "stat", &["c", "--interval", "50ms"]);
+    assert_prints(dir, "slow", &["c"]);
+    assert_prints(dir, "trace", &["c", "--for", "10ms"]);
     let document = schema(dir, "api");
     let told = ask(&dir.join("c"), "GET", "/v1/openapi.json", "").1;
     assert_eq!(told["info"], document["info"]);
@@ -130,6 +132,8 @@ fn a_server_answers_what_its_document_says() {
         ("GET", "/v1/disks/{name}/map", "/v1/disks/a/map", "", 200),
         ("GET", "/v1/disks/{name}/map", "/v1/disks/a/map?max_runs=x", "", 400),
         ("GET", "/v1/disks/{name}/stats", "/v1/disks/a/stats", "", 200),
+        ("GET", "/v1/disks/{name}/slow", "/v1/disks/a/slow", "", 200),
+        ("POST", "/v1/disks/{name}/trace", "/v1/disks/a/trace?for_ms=1000000", "", 400),
         ("GET", "/v1/workers", "/v1/workers", "", 200),
         ("GET", "/v1/stats", "/v1/stats", "", 200),
         ("POST", "/v1/disks", "/v1/disks", &disk, 201),

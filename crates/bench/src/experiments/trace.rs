@@ -11,7 +11,7 @@ use super::sample::mean;
 
 /// Of a trace file, as front-blkif writes it.
 const MAGIC: u32 = 0x5370_7472;
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEADER_BYTES: usize = 64;
 const RECORD_BYTES: usize = 64;
 

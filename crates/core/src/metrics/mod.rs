@@ -17,6 +17,7 @@ mod counters;
 mod histogram;
 mod meter;
 mod reading;
+pub mod span;
 mod table;
 
 pub use clock::{begin_turn, now_ns, turn_ns};

@@ -4,6 +4,7 @@ use std::pin::pin;
 
 use futures_util::future::join_all;
 use spile_core::metrics::Op;
+use spile_core::metrics::span::{Moment, stamp};
 use spile_core::{Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use super::Graph;
@@ -69,7 +70,9 @@ impl<S: Store> Graph<S> {
             At::Encoded { unit, within_bytes } => {
                 let (image, meter) = (self.image(layer), self.meter(layer));
                 let read = image.read_encoded(unit, within_bytes, into);
+                stamp(Moment::Submitted);
                 let read = meter.measure_by_turns(Op::Read, into.len() as u64, read).await;
+                stamp(Moment::Completed);
                 read.at_path(image.store().path())
             }
         }
@@ -83,6 +86,9 @@ impl<S: Store> Graph<S> {
             && into.is_aligned(info.memory_align_bytes as usize);
         let via = if aligned { layer.via() } else { Via::Cached };
         let read = pin!(layer.data_store().read_at(offset, into, via));
-        meter.measure_by_turns(Op::Read, into.len() as u64, read).await
+        stamp(Moment::Submitted);
+        let result = meter.measure_by_turns(Op::Read, into.len() as u64, read).await;
+        stamp(Moment::Completed);
+        result
     }
 }

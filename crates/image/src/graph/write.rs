@@ -3,6 +3,7 @@
 use std::pin::pin;
 
 use futures_util::future::join_all;
+use spile_core::metrics::span::{Moment, stamp};
 use spile_core::{ErrorKind, Extent, Result, Segments, Store, StoreOffset, WriteZeroes, metrics};
 
 use super::Graph;
@@ -28,12 +29,18 @@ impl<S: Store> Graph<S> {
     /// Writes to the leaf's store.
     async fn write_at(&self, offset: StoreOffset, from: &Segments) -> Result<()> {
         let written = pin!(self.leaf().data_store().write_at(offset, from, self.leaf().via()));
-        self.meter(0).measure_by_turns(metrics::Op::Write, from.len() as u64, written).await
+        stamp(Moment::Submitted);
+        let result = self.meter(0).measure_by_turns(metrics::Op::Write, from.len() as u64, written).await;
+        stamp(Moment::Completed);
+        result
     }
 
     /// Flushes one layer.
-    fn flush(&self, layer: usize) -> impl Future<Output = Result<()>> {
-        self.meter(layer).measure_by_turns(metrics::Op::Flush, 0, self.image(layer).flush())
+    async fn flush(&self, layer: usize) -> Result<()> {
+        stamp(Moment::Submitted);
+        let result = self.meter(layer).measure_by_turns(metrics::Op::Flush, 0, self.image(layer).flush()).await;
+        stamp(Moment::Completed);
+        result
     }
 
     /// Writes a part of a request that one reservation covers.
@@ -73,7 +80,10 @@ impl<S: Store> Graph<S> {
         self.each_part(extent, true, async |part| {
             let below = self.below_is_zero(self.leaf().unit(part)).await?;
             let unmapped = self.leaf().unmap(part, below);
-            self.meter(0).measure_by_turns(metrics::Op::Discard, part.len_bytes, unmapped).await
+            stamp(Moment::Submitted);
+            let result = self.meter(0).measure_by_turns(metrics::Op::Discard, part.len_bytes, unmapped).await;
+            stamp(Moment::Completed);
+            result
         })
         .await
     }
@@ -87,7 +97,10 @@ impl<S: Store> Graph<S> {
         self.each_part(extent, only_held, async |part| {
             let below = self.below_is_zero(self.leaf().unit(part)).await?;
             let zeroed = self.leaf().zero(part, how.may_unmap, below);
-            self.meter(0).measure_by_turns(metrics::Op::WriteZeroes, part.len_bytes, zeroed).await
+            stamp(Moment::Submitted);
+            let result = self.meter(0).measure_by_turns(metrics::Op::WriteZeroes, part.len_bytes, zeroed).await;
+            stamp(Moment::Completed);
+            result
         })
         .await
     }

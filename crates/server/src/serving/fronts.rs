@@ -16,7 +16,7 @@ use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
 use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
 
 use super::api::types::Export as ExportView;
-use super::api::view::ReadMeter;
+use super::api::view::{ReadMeter, ReadSpans};
 use super::disks::{Open, ServedDisk, find};
 use crate::disks::split_commas;
 use crate::listen::{Bound, Published, SocketAccess};
@@ -355,6 +355,24 @@ impl Fronts {
         }
         meters.extend(self.xen.as_ref().map(|xen| ("front xen".to_owned(), sum_of(xen.device.reader()))));
         meters
+    }
+
+    /// What is kept of the requests to a disk with these exports: by front and export.
+    pub fn spans(&self, names: &[String]) -> Vec<(String, ReadSpans)> {
+        let mut all: Vec<(String, ReadSpans)> = Vec::new();
+        for nbd in [&self.nbd].into_iter().chain(&self.former) {
+            for name in nbd.names.iter().filter(|name| names.contains(name)) {
+                let (front, server, name) = (format!("front nbd {name:?}"), nbd.server.clone(), name.to_owned());
+                all.push((front, Arc::new(move || server.spans(&name))));
+            }
+        }
+        for vhost in self.vhost.iter().filter(|vhost| names.contains(&vhost.export)) {
+            let server = vhost.server.clone();
+            all.push((format!("front vhost-user {:?}", vhost.export), Arc::new(move || server.spans())));
+        }
+        let xen = self.xen.iter().map(|xen| ("front xen".to_owned(), Arc::new(xen.device.spans()) as ReadSpans));
+        all.extend(xen);
+        all
     }
 
     /// Has the server of `role` listen on a descriptor. No front listens on the control socket and for metrics.

@@ -296,6 +296,7 @@ impl Server {
                 open,
                 self.fronts.ways_to(open, &self.listening, &self.options),
                 self.fronts.meters(&open.names),
+                self.fronts.spans(&open.names),
             )
         };
         self.view.show(Some(self.disks.iter().map(view).collect()));

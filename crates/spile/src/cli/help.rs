@@ -166,6 +166,24 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[JSON],
     },
     Ending {
+        command: "slow",
+        codes: &[],
+        examples: &[
+            ("spile slow disk", "the slowest requests of the last two minutes"),
+            ("spile slow disk --json | jq .in_flight", "what hangs now, and where"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "trace",
+        codes: &[],
+        examples: &[
+            ("spile trace disk --for 10s", "where the time of its requests goes"),
+            ("spile trace disk --for 1s --out trace.json", "and all of them for ui.perfetto.dev"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "attach",
         codes: &[],
         examples: &[("spile attach disk data.vhd --vhost-user data.sock", "the server of `disk` serves data.vhd, too")],

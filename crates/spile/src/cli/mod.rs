@@ -24,10 +24,12 @@ mod schema;
 mod serve;
 mod served;
 mod shape;
+mod slow;
 mod space;
 mod stat;
 mod stream;
 mod top;
+mod trace;
 mod trouble;
 mod tune;
 mod xen_backend;
@@ -78,6 +80,8 @@ enum Command {
     Show(control::ShowArgs),
     Stat(stat::StatArgs),
     Top(top::TopArgs),
+    Slow(slow::SlowArgs),
+    Trace(trace::TraceArgs),
     Attach(control::AttachArgs),
     Detach(control::DetachArgs),
     Resize(control::ResizeArgs),
@@ -123,6 +127,8 @@ pub fn run() -> ExitCode {
         Command::Show(args) => control::show(args),
         Command::Stat(args) => stat::run(args),
         Command::Top(args) => top::run(args),
+        Command::Slow(args) => slow::run(args),
+        Command::Trace(args) => trace::run(args),
         Command::Attach(args) => control::attach(args),
         Command::Detach(args) => control::detach(args),
         Command::Resize(args) => control::resize(args),

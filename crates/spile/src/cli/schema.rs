@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use spile_core::{Error, ErrorKind, Result};
 use spile_server::serving::api;
 use spile_server::serving::api::images::Info;
+use spile_server::serving::api::slow::SlowRequests;
 use spile_server::serving::api::types::{DiskDetail, DiskList, Failure};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
@@ -19,6 +20,7 @@ use super::map::Mapped;
 use super::measure::Measured;
 use super::stat::DiskStat;
 use super::top::TopInterval;
+use super::trace::Traced;
 use super::{Exit, print_text};
 use crate::bench::{
     Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, paths, shape, tune, warmup,
@@ -52,6 +54,8 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("show", of::<DiskDetail>),
     ("stat", of::<DiskStat>),
     ("top", of::<TopInterval>),
+    ("slow", of::<SlowRequests>),
+    ("trace", of::<Traced>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),
     ("bench depth", of_experiment::<depth::Asked, depth::Row>),
     ("bench density", of_experiment::<density::Asked, density::Row>),

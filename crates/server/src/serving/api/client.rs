@@ -4,12 +4,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use axum::body::{Body, to_bytes};
+use futures_util::StreamExt;
 use hyper::Request;
 use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use tokio::net::UnixStream;
+use tokio::time::timeout;
 
 use super::types::Failure;
 
@@ -57,7 +59,7 @@ pub(super) async fn within(
     patience: Duration,
 ) -> Result<Value> {
     let late = |_| Error::new(ErrorKind::TimedOut, "the server does not answer on its control socket");
-    let answer = tokio::time::timeout(patience, exchange(socket, method, path, body)).await;
+    let answer = timeout(patience, exchange(socket, method, path, body)).await;
     let (status, bytes) = answer.map_err(late).and_then(|answer| answer).at_path(socket)?;
     let not_understood =
         |e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e).at_path(socket);
@@ -68,23 +70,69 @@ pub(super) async fn within(
     if bytes.is_empty() { Ok(Value::Null) } else { serde_json::from_slice(&bytes).map_err(not_understood) }
 }
 
+/// Asks the server for an answer that comes line by line, each a JSON value of type `T`. `each` gets them as they come. Between two of
+/// them the server may be silent for as long as `patience`.
+///
+/// # Errors
+/// As [`ask`]; `Protocol` when the answer breaks off.
+pub fn lines<T: DeserializeOwned>(
+    socket: &Path,
+    method: &str,
+    path: &str,
+    patience: Duration,
+    each: impl FnMut(T),
+) -> Result<()> {
+    runtime()?.block_on(take_lines(socket, method, path, patience, each)).at_path(socket)
+}
+
+async fn take_lines<T: DeserializeOwned>(
+    socket: &Path,
+    method: &str,
+    path: &str,
+    patience: Duration,
+    mut each: impl FnMut(T),
+) -> Result<()> {
+    let late = |_| Error::new(ErrorKind::TimedOut, "the server does not answer on its control socket");
+    let broken = |e| Error::new(ErrorKind::Protocol, "the answer breaks off").caused_by(e);
+    let not_understood = |e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e);
+    let (status, body) = timeout(patience, begin(socket, method, path, None)).await.map_err(late)??;
+    if !(200..300).contains(&status) {
+        let bytes = to_bytes(body, MAX_ANSWER_BYTES).await.map_err(broken)?;
+        return Err(serde_json::from_slice::<Failure>(&bytes).map_err(not_understood)?.into_error());
+    }
+    let (mut stream, mut text) = (body.into_data_stream(), Vec::new());
+    while let Some(bytes) = timeout(patience, stream.next()).await.map_err(late)? {
+        text.extend_from_slice(&bytes.map_err(broken)?);
+        let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+        for line in text[..whole].split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
+            each(serde_json::from_slice(line).map_err(not_understood)?);
+        }
+        text.drain(..whole);
+    }
+    Ok(())
+}
+
 async fn exchange(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Result<(u16, Vec<u8>)> {
+    let (status, body) = begin(socket, method, path, body).await?;
+    let bytes = to_bytes(body, MAX_ANSWER_BYTES).await;
+    let bytes = bytes.map_err(|e| Error::new(ErrorKind::Protocol, "the answer breaks off").caused_by(e))?;
+    Ok((status, bytes.to_vec()))
+}
+
+/// Sends a call, and returns the status and the body of its answer. The connection ends with this thread's runtime.
+async fn begin(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Result<(u16, Body)> {
     let hung_up =
         |e: hyper::Error| Error::new(ErrorKind::Protocol, "the server has hung up on the control socket").caused_by(e);
     let stream = UnixStream::connect(socket).await.map_err(not_there)?;
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(hung_up)?;
-    let connection = tokio::spawn(connection);
+    tokio::spawn(connection);
     let body = body.map_or_else(Body::empty, |body| Body::from(body.to_string()));
     let request = Request::builder().method(method).uri(path).header("host", "spile");
     let request = request.header("content-type", "application/json").body(body);
     let request = request.map_err(|e| Error::new(ErrorKind::InvalidInput, "make a request").caused_by(e))?;
     let answer = sender.send_request(request).await.map_err(hung_up)?;
-    let status = answer.status().as_u16();
-    let bytes = to_bytes(Body::new(answer.into_body()), MAX_ANSWER_BYTES).await;
-    connection.abort();
-    let bytes = bytes.map_err(|e| Error::new(ErrorKind::Protocol, "the answer breaks off").caused_by(e))?;
-    Ok((status, bytes.to_vec()))
+    Ok((answer.status().as_u16(), Body::new(answer.into_body())))
 }
 
 fn not_there(error: std::io::Error) -> Error {

@@ -16,7 +16,9 @@ use spile_front::Connections;
 use utoipa::OpenApi;
 
 use super::images::{Info, MapPart};
+use super::slow::SlowRequests;
 use super::stats::{AllStats, DiskStats};
+use super::trace::{Running, TraceLine};
 use super::types::{Accepted, Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport, Resumed};
 use super::view::View;
 use super::workers::Workers;
@@ -59,6 +61,8 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}/map", get(map))
         .route("/v1/disks/{name}/stats", get(stats))
         .route("/v1/stats", get(all_stats))
+        .route("/v1/disks/{name}/slow", get(slow))
+        .route("/v1/disks/{name}/trace", post(trace))
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
         .route("/v1/workers", get(workers))
@@ -89,6 +93,8 @@ pub fn router(context: Context) -> Router {
         info,
         map,
         stats,
+        slow,
+        trace,
         workers,
         all_stats,
         resume,
@@ -257,9 +263,7 @@ async fn map(State(context): State<Context>, Path(name): Path<String>, RawQuery(
         match key {
             "offset_bytes" => offset_bytes = value,
             "max_runs" => max_runs = value.clamp(1, MAX_RUNS),
-            _ => {
-                return Err(Error::new(ErrorKind::InvalidInput, format!("the query has an unknown key {key:?}")).into());
-            }
+            _ => return Err(unknown_key(key).into()),
         }
     }
     Ok(json(StatusCode::OK, &context.view.map(&context.server, &name, offset_bytes, max_runs as usize).await?))
@@ -272,6 +276,40 @@ fn numbers(query: &str) -> Result<Vec<(&str, u64)>> {
         number.ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("the query has no number in {pair:?}")))
     });
     pairs.collect()
+}
+
+/// The slowest requests of about the last two minutes, and those that are in flight for long, with the phases in which their time
+/// went.
+#[utoipa::path(get, path = "/v1/disks/{name}/slow", params(("name", description = "the disk's name")),
+    responses((status = 200, body = SlowRequests), (status = "default", body = Failure)))]
+async fn slow(State(context): State<Context>, Path(name): Path<String>) -> Answer {
+    Ok(json(StatusCode::OK, &context.view.slow(&context.server, &name)?))
+}
+
+/// Traces the disk's requests for a time: each phase of each request by the processor's time stamp counter. The answer comes line
+/// by line while the trace runs, each line a JSON object. The trace ends earlier when the caller hangs up.
+#[utoipa::path(post, path = "/v1/disks/{name}/trace", params(("name", description = "the disk's name"),
+    ("for_ms" = Option<u64>, Query, description = "how long, in milliseconds, up to 120000; 5000 when left out"),
+    ("max_requests" = Option<u64>, Query,
+     description = "the most requests in the answer, up to 1000000; 100000 when left out. Further ones are counted as dropped")),
+    responses((status = 200, body = TraceLine, content_type = "application/x-ndjson"),
+        (status = "default", body = Failure)))]
+async fn trace(State(context): State<Context>, Path(name): Path<String>, RawQuery(query): RawQuery) -> Answer {
+    let (mut for_ms, mut max_requests) = (5000, 100_000);
+    for (key, value) in numbers(query.as_deref().unwrap_or_default())? {
+        match key {
+            "for_ms" => for_ms = value,
+            "max_requests" => max_requests = value,
+            _ => return Err(unknown_key(key).into()),
+        }
+    }
+    let time = Duration::from_millis(for_ms);
+    let running = Running::begin(context.view.clone(), name, time, max_requests).await?;
+    Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], running.body()).into_response())
+}
+
+fn unknown_key(key: &str) -> Error {
+    Error::new(ErrorKind::InvalidInput, format!("the query has an unknown key {key:?}"))
 }
 
 /// Tries all requests again that wait for trouble below the disk to pass.

@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk as _, Error, ErrorKind, Extent, Result};
 use spile_engine::Engine;
 use spile_front::FrontReading;
@@ -11,7 +12,9 @@ use spile_node::{Policy, Shape, Shaping, Troubles};
 use tokio::sync::oneshot;
 
 use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
+use super::slow::{Gathered, SlowRequests};
 use super::stats::{AllStats, DiskStats, LayerKind, LayerStats};
+use super::trace::Queues;
 use super::types::{Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Learned, Meter, Waiting};
 use super::workers::Workers;
 use crate::serving::disks::{Open, ServedDisk};
@@ -19,6 +22,9 @@ use crate::serving::failed_syncs;
 
 /// Reads what a front has counted of a disk.
 pub type ReadMeter = Arc<dyn Fn() -> FrontReading + Send + Sync>;
+
+/// Finds what is kept of the requests of a front's queues, rings or workers.
+pub type ReadSpans = Arc<dyn Fn() -> Vec<Arc<SpanLog>> + Send + Sync>;
 
 /// The part of a disk whose map is asked for in one go. A worker is not kept from its guests for longer than this takes.
 const MAP_STEP_BYTES: u64 = 4 << 30;
@@ -33,11 +39,17 @@ pub struct DiskView {
     disk: Arc<ServedDisk>,
     exports: Vec<Export>,
     meters: Vec<(String, ReadMeter)>,
+    spans: Vec<(String, ReadSpans)>,
 }
 
 impl DiskView {
     /// What is known of an open disk, with the ways to it and what its fronts count.
-    pub fn new(open: &Open, exports: Vec<Export>, meters: Vec<(String, ReadMeter)>) -> Self {
+    pub fn new(
+        open: &Open,
+        exports: Vec<Export>,
+        meters: Vec<(String, ReadMeter)>,
+        spans: Vec<(String, ReadSpans)>,
+    ) -> Self {
         Self {
             name: open.name.clone(),
             layers: open.layers.clone(),
@@ -45,6 +57,7 @@ impl DiskView {
             disk: open.disk.clone(),
             exports,
             meters,
+            spans,
         }
     }
 
@@ -100,6 +113,22 @@ impl DiskView {
             connections: meters.iter().map(|meter| meter.connections).sum(),
             meters,
         }
+    }
+
+    fn queues(&self) -> Queues {
+        let of_front = |(front, read): &(String, ReadSpans)| {
+            let logs = read().into_iter().enumerate();
+            logs.map(|(queue, log)| (front.clone(), queue as u32, log)).collect::<Vec<_>>()
+        };
+        self.spans.iter().flat_map(of_front).collect()
+    }
+
+    fn slow(&self, server: &str) -> SlowRequests {
+        let mut gathered = Gathered::default();
+        self.queues().iter().for_each(|(front, queue, log)| gathered.add(front, *queue, log));
+        let [in_flight, answered] = gathered.lists();
+        let ServedBy { name, server, pid } = self.served_by(server);
+        SlowRequests { name, server, pid, in_flight, answered }
     }
 
     fn stats(&self, server: &str) -> DiskStats {
@@ -199,6 +228,22 @@ impl View {
     /// `Shutdown` while the server hands over.
     pub fn all_stats(&self, server: &str) -> Result<AllStats> {
         Ok(AllStats { disks: self.disks()?.iter().map(|disk| disk.stats(server)).collect() })
+    }
+
+    /// The slowest requests of the disk of this name.
+    ///
+    /// # Errors
+    /// As [`View::find`].
+    pub fn slow(&self, server: &str, name: &str) -> Result<SlowRequests> {
+        self.with(name, |disk| Ok(disk.slow(server)))
+    }
+
+    /// The queues of the fronts of the disk of this name.
+    ///
+    /// # Errors
+    /// As [`View::find`].
+    pub fn queues(&self, name: &str) -> Result<Queues> {
+        self.with(name, |disk| Ok(disk.queues()))
     }
 
     /// What the images of the disk of this name say of themselves now.
