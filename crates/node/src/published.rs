@@ -280,11 +280,10 @@ impl<G: Disk> Disk for Published<G> {
     async fn execute(&self, io: Io<'_>) -> Result<()> {
         let lease = self.enter().await;
         match &lease.way {
-            Way::Free => lease.graph.execute(io).await,
             Way::Shaped(shaper) if shaper.concerns(&io) => {
                 Box::pin(shaper.execute(io, async |part| lease.graph.execute(part).await)).await
             }
-            Way::Shaped(_) => lease.graph.execute(io).await,
+            Way::Free | Way::Shaped(_) => lease.graph.execute(io).await,
             Way::Staged(stages, shaper) => Box::pin(stages.execute(&*lease.graph, shaper.as_deref(), io)).await,
             Way::Closed => Err(closed()),
         }

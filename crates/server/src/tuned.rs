@@ -5,6 +5,7 @@
 //! far as it has one, so that another device that gets the same name later is not taken for it. The files on a device share its
 //! parallelism, so they share what was found out about one of them.
 
+use std::fmt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -37,6 +38,15 @@ impl FromStr for ShapeChoice {
                 }
                 Err(error) => Err(error),
             },
+        }
+    }
+}
+
+impl fmt::Display for ShapeChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exactly(shape) => shape.fmt(f),
+            Self::Tuned => f.write_str("tuned"),
         }
     }
 }
@@ -142,6 +152,9 @@ mod tests {
     #[test]
     fn a_choice_is_a_shape_or_tuned() {
         assert_eq!("tuned".parse::<ShapeChoice>().unwrap(), ShapeChoice::Tuned);
+        assert!(
+            ["tuned", "off", "split=64k"].iter().all(|text| text.parse::<ShapeChoice>().unwrap().to_string() == *text)
+        );
         assert_eq!("merge=1M".parse::<ShapeChoice>().unwrap(), ShapeChoice::Exactly(Shape::Merge(1 << 20)));
         assert!("x".parse::<ShapeChoice>().unwrap_err().to_string().contains("not a shape"));
     }

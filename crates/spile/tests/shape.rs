@@ -6,6 +6,7 @@ use std::path::Path;
 
 use common::control::ask;
 use common::guests::{Load, serve, succeed};
+use common::xen::Xen;
 use common::{fails, json, ok};
 use serde_json::Value;
 
@@ -90,6 +91,16 @@ fn a_successor_keeps_the_shape_unless_it_is_told_another_one() {
     let served = succeed(dir, &[&args[..], &["--shape", "merge=1M"]].concat(), served);
     assert_eq!((shape("d"), shape("e")), ("merge=1M".to_owned(), "auto".to_owned()));
     assert!(served.terminate().success());
+}
+
+#[test]
+fn the_disk_of_a_xen_guest_has_a_shape() {
+    let mut xen = Xen::start_with(&["--shape", "split=64k"]);
+    let (_vbd, _front, _queue) = xen.attach();
+    let (dir, control) = (xen.dir.path(), "run/3-51712.control");
+    assert_eq!(ok(dir, &["shape", control]).trim(), "split=64k");
+    ok(dir, &["shape", control, "auto"]);
+    assert_eq!(json(dir, &["show", control])["shape"], "auto");
 }
 
 #[test]

@@ -5,7 +5,7 @@ use serde_json::{Error, Value};
 
 use super::ratios;
 use super::results::Known;
-use crate::experiments::{Figures, Outcome, aggregate, density, depth, geometry, layers, paths, warmup};
+use crate::experiments::{Figures, Outcome, aggregate, density, depth, geometry, layers, paths, shape, tune, warmup};
 
 /// A part of the page: one result.
 pub struct Section<'a> {
@@ -27,6 +27,8 @@ const DRAWN: &[(&str, Draw)] = &[
     ("paths", |json| with(json, paths::figures, paths::found)),
     ("aggregate", |json| with(json, aggregate::figures, aggregate::found)),
     ("depth", |json| with(json, depth::figures, nothing)),
+    ("shape", |json| with(json, shape::figures, shape::found)),
+    ("tune", |json| with(json, tune::figures, tune::found)),
     ("density", |json| with(json, density::figures, nothing)),
     ("layers", |json| with(json, layers::figures, nothing)),
     ("geometry", |json| with(json, geometry::figures, nothing)),

@@ -12,12 +12,13 @@ use spile_front_blkif::pages::Access;
 use spile_store::CacheMode;
 
 use super::xen_place::XenPlace;
-use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, try_say};
+use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_shape, try_say};
 use crate::log::{self, complain};
 use crate::notify::notify;
 use crate::panics::abort_on_panic;
 use crate::serving::disks::Opening;
 use crate::signals::ServerSignals;
+use crate::tuned::ShapeChoice;
 use crate::xen::Place;
 use crate::xen::backend::Backend;
 use crate::xen::disk::{Options, access_name, parse_access, serve};
@@ -93,6 +94,10 @@ struct DiskArgs {
     workers: u16,
     #[command(flatten)]
     policy: PolicyArgs,
+    /// What to do with the sizes of requests on the way to the disks, as for `spile serve` (off, unless given). `spile shape` changes it for a
+    /// disk that is served
+    #[arg(long, value_name = "off|split=SIZE|merge=SIZE|auto|tuned", value_parser = parse_shape)]
+    shape: Option<ShapeChoice>,
     #[command(flatten)]
     parents: ParentArgs,
     /// Write to a disk although another image in its folder names it as its parent. That image is of no use then
@@ -115,6 +120,7 @@ impl DiskArgs {
         pair("--cache", cache.into());
         pair("--engine", self.engine.to_string().into());
         pair("--workers", self.workers.to_string().into());
+        self.shape.iter().for_each(|shape| pair("--shape", shape.to_string().into()));
         words.extend(self.split_rings.then(|| "--split-rings".into()));
         words.extend(self.policy.arguments());
         words.extend(self.parents.arguments());
@@ -168,6 +174,7 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     opening.allow_data_file = disk.parents.allow_data_file;
     opening.no_lock = disk.parents.no_lock;
     opening.policy = disk.policy.policy();
+    opening.shape = disk.shape;
     opening.write_parent = disk.write_parent;
     let options = Options {
         place: disk.place.clone(),

@@ -26,7 +26,7 @@ use super::{HostFacts, Outcome};
 use crate::slow::SlowStore;
 use crate::ssd::{Figures, Ssd};
 use served::Sides;
-pub use show::{figures, text};
+pub use show::{figures, found, text};
 
 /// The length of the modelled disk in bytes.
 const MODEL_BYTES: u64 = 8 << 30;

@@ -107,6 +107,11 @@ fn verdict(outcome: &Shape, store: Store) -> String {
     }
 }
 
+/// What was found here, in sentences: one for each store.
+pub fn found(outcome: &Shape) -> Vec<String> {
+    stores(outcome).into_iter().map(|store| format!("{}: {}", name(outcome, store), verdict(outcome, store))).collect()
+}
+
 /// The plots and their names.
 pub fn figures(outcome: &Shape) -> Figures {
     let panels = stores(outcome).into_iter().map(|store| panel(outcome, store)).collect();
@@ -180,6 +185,7 @@ mod tests {
         let text = text(&outcome());
         assert!(text.contains("2.00 (2.00–2.00)") && text.contains("16 channels"), "{text}");
         assert!(text.contains("Splitting pays here: a guest reads 2.2 times as fast"), "{text}");
+        assert_eq!(found(&outcome()).len(), 2);
         assert!(text.contains("/dev/x") && text.contains("Splitting changes little here: 1.00"), "{text}");
     }
 

@@ -23,7 +23,7 @@ use crate::experiments::bare::{Transfers, transfer};
 use crate::experiments::filled::FilledFile;
 use crate::experiments::sample::median;
 use crate::experiments::{Direction, HostFacts, Outcome};
-pub use show::{figures, text};
+pub use show::{figures, found, text};
 
 /// The most bytes in flight.
 const MOST_BYTES: u64 = 4 << 20;
@@ -96,7 +96,6 @@ pub struct Row {
 /// What is measured, open.
 struct Target {
     store: Arc<AnyStore>,
-    path: PathBuf,
     /// Removed in the end.
     _own: Option<FilledFile>,
 }
@@ -110,7 +109,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     let engine = Engine::start(Config { workers: 1, ..Config::default() })?;
     progress("open", 0.0);
     let target = Target::open(&engine, parameters)?;
-    let device = device_of(&target.path)?;
+    let device = device_of(&parameters.target)?;
     let operation = if parameters.writes { Direction::Write } else { Direction::Read };
     let least = LEAST_BLOCK_BYTES.max(target.store.info().offset_align_bytes.into());
     let pairs = pairs(least);
@@ -136,7 +135,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     engine.shutdown();
     let (shape, gain) = recommend(&rows);
     let asked = Asked {
-        target: target.path.display().to_string(),
+        target: parameters.target.display().to_string(),
         device,
         operation,
         rounds: parameters.rounds,
@@ -162,16 +161,16 @@ impl Target {
             let error = Error::new(ErrorKind::InvalidInput, "what is on it would be destroyed").at_path(given);
             return Err(error.hint("name a folder, in which a file is made; or say --may-destroy"));
         }
-        let path = own.as_ref().map_or(given.as_path(), FilledFile::path).to_owned();
+        let path = own.as_ref().map_or(given.as_path(), FilledFile::path);
         let mode = if parameters.writes { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
-        let at = Locator::from(path.as_path());
+        let at = Locator::from(path);
         let files = OsFiles::new(CacheMode::Direct);
         let store = engine.run_on(0, move || async move { files.open(&at, mode).await })?;
         if store.len_bytes() < LEAST_TARGET_BYTES {
             let what = format!("it has less than {}", format_size(LEAST_TARGET_BYTES));
-            return Err(Error::new(ErrorKind::InvalidInput, what).at_path(&path));
+            return Err(Error::new(ErrorKind::InvalidInput, what).at_path(path));
         }
-        Ok(Self { store: Arc::new(store), path, _own: own })
+        Ok(Self { store: Arc::new(store), _own: own })
     }
 }
 

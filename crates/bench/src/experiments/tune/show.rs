@@ -29,17 +29,29 @@ pub fn text(outcome: &Tune) -> String {
             |total: &u64| rate(rows, *total, block).map_or_else(String::new, |rate| format!("{:.0}", rate / 1e6));
         table.add_row([format_size(block)].into_iter().chain(totals.iter().map(rate)).map(right));
     }
-    let Asked { target, device, operation, shape, gain, .. } = &outcome.parameters;
-    let advice = match shape.as_str() {
-        "off" => format!(
-            "Splitting does not pay here ({gain:.2} times the throughput of large requests at best): shape=off."
-        ),
-        shape => format!("Large requests are {gain:.1} times as fast in parts: shape={shape}."),
-    };
+    let Asked { target, device, operation, .. } = &outcome.parameters;
+    let advice = advice(outcome);
     format!(
         "random {}s, {target} on the device {device}: MB/s (10^6 bytes) by the size of a request and the bytes in flight\n{table}\n{advice}",
         operation.name()
     )
+}
+
+/// What was found here, in a sentence.
+pub fn found(outcome: &Tune) -> Vec<String> {
+    vec![advice(outcome)]
+}
+
+fn advice(outcome: &Tune) -> String {
+    let Asked { shape, gain, .. } = &outcome.parameters;
+    match shape.as_str() {
+        "off" => {
+            format!(
+                "Splitting does not pay here ({gain:.2} times the throughput of large requests at best): shape=off."
+            )
+        }
+        shape => format!("Large requests are {gain:.1} times as fast in parts: shape={shape}."),
+    }
 }
 
 /// The plot and its name.

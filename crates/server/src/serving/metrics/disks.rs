@@ -197,6 +197,11 @@ impl Layer {
 /// The name and the meaning of a number that a layer counts by name.
 fn about(counter: &str) -> (String, String) {
     let known = FRONT_METRICS.iter().find(|metric| metric.name == counter);
-    let help = known.map_or_else(|| format!("The layer's count {counter}."), |metric| metric.help.to_owned());
+    let help = match (known, counter) {
+        (Some(metric), _) => metric.help.to_owned(),
+        (None, "splits_total") => "Requests that went to the images in several parts.".to_owned(),
+        (None, "merges_total") => "Requests that went to the images as a part of another one.".to_owned(),
+        (None, _) => format!("The layer's count {counter}."),
+    };
     (format!("spile_disk_{counter}"), help)
 }
