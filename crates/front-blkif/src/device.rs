@@ -145,10 +145,10 @@ impl Device {
         self.counters.metrics()
     }
 
-    /// Reads what each ring has counted, for as long as the reader lives, also when the device has ended.
-    pub fn reader(&self) -> impl Fn() -> Vec<FrontReading> + Send + Sync + 'static {
+    /// Reads what all rings have counted, for as long as the reader lives, also when the device has ended.
+    pub fn reader(&self) -> impl Fn() -> FrontReading + Send + Sync + 'static {
         let counters = self.counters.clone();
-        move || counters.metrics()
+        move || counters.total()
     }
 
     /// Finds what is kept of the requests of each ring, for as long as the reader lives, also when the device has ended.

@@ -83,6 +83,11 @@ impl DiskCounters {
         self.rings().iter().map(|ring| FrontCounters::read_all([&**ring])).collect()
     }
 
+    /// What all rings have counted together up to now.
+    pub fn total(&self) -> FrontReading {
+        FrontCounters::read_all(self.rings().iter().map(|ring| &**ring))
+    }
+
     /// From now on the sums are shown on `board`. A disk has one board for its whole life; a second one is ignored.
     pub fn show_on(&self, board: Arc<dyn Board>) {
         let _ = self.board.set(board);

@@ -348,6 +348,9 @@ impl<G: Grants> RingTask<G> {
             self.journal.has_shown(next);
             self.must_notify |= ring.wants_notice(before);
             self.spans.shown(self.answered_ns);
+            if !self.must_notify {
+                self.counters.not_notified();
+            }
         }
         if std::mem::take(&mut self.must_notify) {
             self.counters.notified();

@@ -300,10 +300,13 @@ impl DriverSide {
 
     /// Publishes what was answered, and notifies the driver if it wants that.
     fn publish_and_call(&mut self) {
-        let wants_call = self.publish().is_some_and(|before| self.ring.wants_call(before));
+        let published = self.publish();
+        let wants_call = published.is_some_and(|before| self.ring.wants_call(before));
         if wants_call || self.link.has_new_call.swap(false, Ordering::Acquire) {
             self.counters.notified();
             self.link.ring_call();
+        } else if published.is_some() {
+            self.counters.not_notified();
         }
         self.spans.end();
     }

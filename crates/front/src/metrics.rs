@@ -19,6 +19,7 @@ pub struct FrontCounters {
     ring_starts: AtomicU64,
     ring_stops: AtomicU64,
     notifications: AtomicU64,
+    suppressed: AtomicU64,
     held_flushes: AtomicU64,
 }
 
@@ -44,9 +45,23 @@ impl FrontCounters {
         add_one(&self.notifications);
     }
 
+    /// Answers were shown to the guest without notifying it: it did not want that.
+    pub fn not_notified(&self) {
+        add_one(&self.suppressed);
+    }
+
     /// A flush has failed and stays unanswered.
     pub fn flush_held(&self) {
         add_one(&self.held_flushes);
+    }
+
+    fn read_queue(&self, number: usize) -> QueueReading {
+        QueueReading {
+            number,
+            requests: Counters::read_all([&self.requests]),
+            notifications: self.notifications.load(Relaxed),
+            suppressed: self.suppressed.load(Relaxed),
+        }
     }
 
     /// What all of these have counted together, up to now.
@@ -54,15 +69,31 @@ impl FrontCounters {
         let requests = Counters::read_all(counters.clone().into_iter().map(|counters| &counters.requests));
         let sum =
             |of: fn(&Self) -> &AtomicU64| counters.clone().into_iter().map(|counters| of(counters).load(Relaxed)).sum();
+        let each = counters.clone().into_iter().enumerate();
         FrontReading {
             requests,
+            queues: each.map(|(number, counters)| counters.read_queue(number)).collect(),
             connections: 0,
             ring_starts: sum(|counters| &counters.ring_starts),
             ring_stops: sum(|counters| &counters.ring_stops),
             notifications: sum(|counters| &counters.notifications),
+            suppressed: sum(|counters| &counters.suppressed),
             held_flushes: sum(|counters| &counters.held_flushes),
         }
     }
+}
+
+/// What one queue of a front has counted: a ring of a guest, or a worker's share of an export.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct QueueReading {
+    /// Its number, from 0.
+    pub number: usize,
+    /// Requests.
+    pub requests: Reading,
+    /// How often the guest was notified of answers.
+    pub notifications: u64,
+    /// How often answers were shown without notifying the guest.
+    pub suppressed: u64,
 }
 
 /// What a front's counters say at one moment.
@@ -70,6 +101,8 @@ impl FrontCounters {
 pub struct FrontReading {
     /// Requests.
     pub requests: Reading,
+    /// What each queue has counted.
+    pub queues: Vec<QueueReading>,
     /// Connections that are open now.
     pub connections: u64,
     /// How often rings were started.
@@ -78,6 +111,8 @@ pub struct FrontReading {
     pub ring_stops: u64,
     /// How often guests were notified of answers.
     pub notifications: u64,
+    /// How often answers were shown without notifying the guest, which did not want that.
+    pub suppressed: u64,
     /// Flushes that failed and stay unanswered.
     pub held_flushes: u64,
 }
@@ -100,7 +135,7 @@ impl FrontReading {
     }
 }
 
-/// Readings of different rings, exports, fronts or processes add up.
+/// Readings of different rings, exports, fronts or processes add up, and so do those of queues of the same number.
 impl AddAssign<&FrontReading> for FrontReading {
     fn add_assign(&mut self, other: &Self) {
         self.requests += &other.requests;
@@ -108,7 +143,22 @@ impl AddAssign<&FrontReading> for FrontReading {
         self.ring_starts += other.ring_starts;
         self.ring_stops += other.ring_stops;
         self.notifications += other.notifications;
+        self.suppressed += other.suppressed;
+        for queue in &other.queues {
+            match self.queues.iter_mut().find(|own| own.number == queue.number) {
+                Some(own) => *own += queue,
+                None => self.queues.push(queue.clone()),
+            }
+        }
         self.held_flushes += other.held_flushes;
+    }
+}
+
+impl AddAssign<&QueueReading> for QueueReading {
+    fn add_assign(&mut self, other: &Self) {
+        self.requests += &other.requests;
+        self.notifications += other.notifications;
+        self.suppressed += other.suppressed;
     }
 }
 
@@ -126,7 +176,7 @@ pub struct FrontMetric {
 }
 
 /// The numbers of a [`FrontReading`] beside those of its requests.
-pub const FRONT_METRICS: [FrontMetric; 5] = [
+pub const FRONT_METRICS: [FrontMetric; 6] = [
     FrontMetric {
         name: "connections",
         kind: Kind::Gauge,
@@ -150,6 +200,12 @@ pub const FRONT_METRICS: [FrontMetric; 5] = [
         kind: Kind::Counter,
         help: "Times that a guest was notified of answers.",
         value: |reading| reading.notifications,
+    },
+    FrontMetric {
+        name: "notifications_suppressed_total",
+        kind: Kind::Counter,
+        help: "Times that answers were shown without notifying the guest, which did not want that.",
+        value: |reading| reading.suppressed,
     },
     FrontMetric {
         name: "held_flushes_total",
@@ -184,16 +240,20 @@ mod tests {
         let ring = FrontCounters::default();
         ring.ring_started();
         (0..3).for_each(|_| ring.notified());
+        (0..5).for_each(|_| ring.not_notified());
         (0..4).for_each(|_| ring.flush_held());
         let mut reading = FrontCounters::read_all([&ring, &FrontCounters::default()]);
         reading.connections = 2;
+        let of_queues: Vec<_> = reading.queues.iter().map(|q| (q.number, q.notifications, q.suppressed)).collect();
+        assert_eq!(of_queues, [(0, 3, 5), (1, 0, 0)]);
         let twice = {
             let mut sum = reading.clone();
             sum += &reading;
             sum
         };
-        assert_eq!(FRONT_METRICS.map(|metric| (metric.value)(&reading)), [2, 1, 1, 3, 4]);
-        assert_eq!(FRONT_METRICS.map(|metric| (metric.value)(&twice)), [4, 2, 2, 6, 8]);
+        assert_eq!(FRONT_METRICS.map(|metric| (metric.value)(&reading)), [2, 1, 1, 3, 5, 4]);
+        assert_eq!(twice.queues[0].suppressed, 10);
+        assert_eq!(FRONT_METRICS.map(|metric| (metric.value)(&twice)), [4, 2, 2, 6, 10, 8]);
         assert!(FRONT_METRICS.iter().all(|metric| metric.name.ends_with("_total") == (metric.kind == Kind::Counter)));
     }
 }

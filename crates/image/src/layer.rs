@@ -272,6 +272,11 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         false
     }
 
+    /// How many units of space (blocks, clusters) the layer has taken for data since it was opened.
+    fn allocations(&self) -> u64 {
+        0
+    }
+
     /// Facts about the image, for people and programs.
     fn facts(&self) -> Facts;
 

@@ -8,6 +8,7 @@
 //! chunk, and all disks of a worker share a fixed amount of memory for buffers, which their requests wait for (module `bounce`).
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use spile_core::{
     Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, SECTOR_BYTES, Segment, Segments,
@@ -36,6 +37,8 @@ pub struct Aligned<D> {
     /// As many as the two edges of a write of zeroes have at most. Never written to.
     zeroes: Segments,
     writes: RangeLock,
+    bounces: AtomicU64,
+    bounced_bytes: AtomicU64,
 }
 
 impl<D: Disk> Aligned<D> {
@@ -62,7 +65,14 @@ impl<D: Disk> Aligned<D> {
             allocate,
             zeroes: Segments::zeroed(2 * align),
             writes: RangeLock::default(),
+            bounces: AtomicU64::new(0),
+            bounced_bytes: AtomicU64::new(0),
         }
+    }
+
+    /// How often a request was copied through a bounce buffer, and how many bytes that were.
+    pub fn bounced(&self) -> (u64, u64) {
+        (self.bounces.load(Relaxed), self.bounced_bytes.load(Relaxed))
     }
 
     /// The disk below.
@@ -100,6 +110,8 @@ impl<D: Disk> Aligned<D> {
     /// buffer, and gives back the range: no circle can close. In the other order, many writes that wait for one sector
     /// would keep all buffers idle.
     async fn bounce(&self, outer: Extent) -> Result<Bounce> {
+        self.bounces.fetch_add(1, Relaxed);
+        self.bounced_bytes.fetch_add(outer.len_bytes, Relaxed);
         let [most, least] = [self.chunk_bytes, self.least_bytes].map(|bytes| bytes.min(outer.len_bytes as usize));
         Bounce::take(self, most, least, self.allocate).await
     }

@@ -57,6 +57,11 @@ impl<G: Disk> Node<G> {
         &self.meter
     }
 
+    /// How often a request was copied through a bounce buffer because it was not aligned, and how many bytes that were.
+    pub fn bounced(&self) -> (u64, u64) {
+        self.disk.bounced()
+    }
+
     /// The graph that is published now. While an exchange is under way, the result comes after it.
     pub async fn graph(&self) -> Arc<G> {
         self.published().control.lock().await.graph.clone()

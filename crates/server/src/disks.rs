@@ -9,7 +9,7 @@ use spile_core::{Error, ErrorKind, Files, Locator, Result, Store};
 use spile_engine::OsEnv;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_node::{OnError, Policy};
-use spile_store::{AnyStore, CacheMode, OsFiles};
+use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
@@ -159,8 +159,8 @@ pub fn split_commas(text: &str) -> Vec<String> {
 ///
 /// # Errors
 /// As [`Graph::open`]; `Denied` for a parent.
-pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<AnyStore>> {
-    let disk = open_with(&OsFiles::new(cache).without_locks(options.no_lock), source, options).await?;
+pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
+    let disk = open_with(&HostFiles::new(OsFiles::new(cache).without_locks(options.no_lock)), source, options).await?;
     let layers = disk.layers();
     if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {
         family::refuse_parent(&layers).await?;

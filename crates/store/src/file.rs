@@ -146,6 +146,11 @@ impl FileStore {
         self.inner.cached.key()
     }
 
+    /// How many syncs of the file have begun. Each covers all calls of [`Store::sync`] that came before it.
+    pub fn syncs(&self) -> u64 {
+        self.inner.gate.started()
+    }
+
     /// The errno of the first sync that failed, if one has.
     pub fn failed_sync(&self) -> Option<i32> {
         self.inner.cached.failed_sync()

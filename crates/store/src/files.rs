@@ -56,6 +56,14 @@ impl AnyStore {
 }
 
 impl AnyStore {
+    /// How many syncs were made for all calls of [`Store::sync`] together; `None` when each call is one.
+    pub fn syncs(&self) -> Option<u64> {
+        match self {
+            Self::File(file) => Some(file.syncs()),
+            Self::Mem(_) | Self::Null(_) | Self::Nbd(_) => None,
+        }
+    }
+
     /// The errno of a sync of this store that has failed, if one has: every sync fails then.
     pub fn failed_sync(&self) -> Option<i32> {
         match self {

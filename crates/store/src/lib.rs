@@ -1,7 +1,8 @@
 //! Stores: the bytes under an image, on this host ([`FileStore`]), in memory ([`MemStore`]), on an NBD server ([`NbdStore`]) and
 //! nowhere ([`NullStore`]).
 //!
-//! [`AnyStore`] is any of them. [`OsFiles`] opens them by their locators, and creates, renames and removes files.
+//! [`AnyStore`] is any of them. [`OsFiles`] opens them by their locators, and creates, renames and removes files. [`MeteredStore`]
+//! counts what goes to a store.
 //!
 //! Operations run on the worker of the engine that polls them, and panic elsewhere, unless the store is in memory.
 #![forbid(unsafe_code)]
@@ -11,10 +12,12 @@ mod file;
 mod files;
 mod held;
 mod memory;
+mod metered;
 mod nbd;
 mod sync_gate;
 
 pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};
 pub use memory::{MemStore, NullStore};
+pub use metered::{HostFiles, HostStore, MeteredFiles, MeteredStore};
 pub use nbd::{NbdFacts, NbdOptions, NbdStore, canonical_address, may_be_same_export, on_lost_export};

@@ -56,6 +56,11 @@ impl SyncGate {
         Poll::Pending
     }
 
+    /// How many syncs have begun.
+    pub(crate) fn started(&self) -> u64 {
+        relock(&self.state).started
+    }
+
     /// The running sync has ended.
     pub(crate) fn end(&self) {
         let mut state = relock(&self.state);

@@ -3,16 +3,24 @@
 //! The requests in flight are integrated over time without sampling: at a time T the integral is Σ(ends) − Σ(begins) +
 //! (begun − ended)·T. Each request adds its begin and its end to two sums, whose arithmetic wraps. A count and its sum
 //! have to be read together, so a version that is odd while they change tells a reader to look again.
+//!
+//! A third sum, of the begins of those that have ended, tells how old all that is in flight is together. It makes Little's law
+//! a check and not a tautology ([`super::little`]).
+//!
+//! A request that never has to wait takes no time: it is one more in a count of its own, which needs neither the sums nor the
+//! version.
 
 use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
 
-use super::histogram::{Histogram, add};
-use super::{Latency, Op, OpReading, OpSums, Reading, now_ns};
+use super::histogram::{BUCKETS, Histogram, add};
+use super::{Latency, Op, OpReading, OpSums, Reading, is_counting, now_ns};
 
 #[derive(Debug, Default)]
 struct OpCounters {
     begun: AtomicU64,
     ended: AtomicU64,
+    /// Requests that began and ended at the same moment. They are not among the others.
+    at_once: AtomicU64,
     errors: AtomicU64,
     bytes: AtomicU64,
     latency: Histogram,
@@ -26,6 +34,8 @@ pub struct Counters {
     version: AtomicU64,
     begin_sum_ns: AtomicU64,
     end_sum_ns: AtomicU64,
+    /// When those began that have ended. One that was abandoned counts as begun when it was abandoned.
+    ended_begin_sum_ns: AtomicU64,
     ops: [OpCounters; Op::COUNT],
 }
 
@@ -55,14 +65,19 @@ pub struct Ended {
 struct Times {
     begun: [u64; Op::COUNT],
     ended: [u64; Op::COUNT],
+    latency_ns: [u64; Op::COUNT],
     begin_ns: u64,
     end_ns: u64,
+    ended_begin_ns: u64,
 }
 
 impl Counters {
     /// A request for `len_bytes` bytes begins.
     #[inline]
     pub fn begin(&self, op: Op, len_bytes: u64, now_ns: u64) {
+        if !is_counting() {
+            return;
+        }
         let counters = &self.ops[op as usize];
         self.change(|| {
             add(&counters.begun, 1);
@@ -74,33 +89,28 @@ impl Counters {
     /// A request ends, here or where another one of the same [`Meter`] began it.
     #[inline]
     pub fn end(&self, request: Ended, now_ns: u64) {
-        let counters = &self.ops[request.op as usize];
-        self.change(|| {
-            add(&counters.ended, 1);
-            add(&self.end_sum_ns, now_ns);
-        });
-        counters.note_ends(request, 1, now_ns);
+        if is_counting() {
+            self.change(|| self.note_ends(request, 1, now_ns));
+        }
     }
 
     /// A request for `len_bytes` bytes begins and ends at the same moment: it takes no time.
     #[inline]
     pub fn begin_and_end(&self, op: Op, len_bytes: u64, failed: bool) {
         let counters = &self.ops[op as usize];
-        // Its begin and its end would cancel each other in the sums of times.
-        self.change(|| {
-            add(&counters.begun, 1);
-            add(&counters.ended, 1);
-        });
+        add(&counters.at_once, 1);
         add(&counters.bytes, len_bytes);
         if failed {
             add(&counters.errors, 1);
         }
-        counters.latency.note_none();
     }
 
     /// Several requests begin. This costs less than to begin them one by one.
     #[inline]
     pub fn begin_all(&self, requests: impl IntoIterator<Item = Begun>) {
+        if !is_counting() {
+            return requests.into_iter().for_each(drop);
+        }
         self.change(|| {
             for (request, count) in runs(requests) {
                 let counters = &self.ops[request.op as usize];
@@ -114,13 +124,10 @@ impl Counters {
     /// Several requests end at the same time. This costs less than to end them one by one.
     #[inline]
     pub fn end_all(&self, requests: impl IntoIterator<Item = Ended>, now_ns: u64) {
-        self.change(|| {
-            for (request, count) in runs(requests) {
-                add(&self.ops[request.op as usize].ended, count);
-                add(&self.end_sum_ns, count.wrapping_mul(now_ns));
-                self.ops[request.op as usize].note_ends(request, count, now_ns);
-            }
-        });
+        if !is_counting() {
+            return requests.into_iter().for_each(drop);
+        }
+        self.change(|| runs(requests).for_each(|(request, count)| self.note_ends(request, count, now_ns)));
     }
 
     /// No request that is in flight will ever end: each counts as ended, without a latency. Only where all that begins
@@ -131,8 +138,22 @@ impl Counters {
                 let left = op.begun.load(Relaxed).wrapping_sub(op.ended.load(Relaxed));
                 add(&op.ended, left);
                 add(&self.end_sum_ns, left.wrapping_mul(now_ns));
+                add(&self.ended_begin_sum_ns, left.wrapping_mul(now_ns));
             }
         });
+    }
+
+    /// Notes the end of `count` equal requests; part of a [`Counters::change`].
+    #[inline]
+    fn note_ends(&self, request: Ended, count: u64, now_ns: u64) {
+        let counters = &self.ops[request.op as usize];
+        add(&counters.ended, count);
+        add(&self.end_sum_ns, count.wrapping_mul(now_ns));
+        add(&self.ended_begin_sum_ns, count.wrapping_mul(request.begun_ns));
+        if request.failed {
+            add(&counters.errors, count);
+        }
+        counters.latency.note(now_ns.saturating_sub(request.begun_ns), count);
     }
 
     #[inline]
@@ -160,18 +181,21 @@ impl Counters {
         let ops = std::array::from_fn(|op| {
             let here = times.begun[op].wrapping_sub(times.ended[op]);
             in_flight = in_flight.wrapping_add(here);
-            self.ops[op].read(times.begun[op], times.ended[op], here)
+            self.ops[op].read(&times, op, here)
         });
-        let integral = times.end_ns.wrapping_sub(times.begin_ns).wrapping_add(in_flight.wrapping_mul(now_ns));
-        Reading { at_ns: now_ns, depth_integral_ns: integral, ops }
+        let now_sum = in_flight.wrapping_mul(now_ns);
+        let depth_integral_ns = times.end_ns.wrapping_sub(times.begin_ns).wrapping_add(now_sum);
+        let age_sum_ns = times.ended_begin_ns.wrapping_sub(times.begin_ns).wrapping_add(now_sum);
+        Reading { at_ns: now_ns, depth_integral_ns, age_sum_ns, ops }
     }
 
     /// What was counted of requests of this kind, without latencies by bucket.
     pub fn sums(&self, op: Op) -> OpSums {
         let counters = &self.ops[op as usize];
+        let at_once = counters.at_once.load(Relaxed);
         OpSums {
-            begun: counters.begun.load(Relaxed),
-            ended: counters.ended.load(Relaxed),
+            begun: counters.begun.load(Relaxed) + at_once,
+            ended: counters.ended.load(Relaxed) + at_once,
             errors: counters.errors.load(Relaxed),
             bytes: counters.bytes.load(Relaxed),
             latency_sum_ns: counters.latency.sum_ns.load(Relaxed),
@@ -185,8 +209,10 @@ impl Counters {
             let times = Times {
                 begun: std::array::from_fn(|op| self.ops[op].begun.load(Relaxed)),
                 ended: std::array::from_fn(|op| self.ops[op].ended.load(Relaxed)),
+                latency_ns: std::array::from_fn(|op| self.ops[op].latency.sum_ns.load(Relaxed)),
                 begin_ns: self.begin_sum_ns.load(Relaxed),
                 end_ns: self.end_sum_ns.load(Relaxed),
+                ended_begin_ns: self.ended_begin_sum_ns.load(Relaxed),
             };
             fence(Ordering::Acquire);
             if before & 1 == 0 && self.version.load(Relaxed) == before {
@@ -215,23 +241,20 @@ fn runs<T: Copy + PartialEq>(items: impl IntoIterator<Item = T>) -> impl Iterato
 }
 
 impl OpCounters {
-    #[inline]
-    fn note_ends(&self, request: Ended, count: u64, now_ns: u64) {
-        if request.failed {
-            add(&self.errors, count);
+    fn read(&self, times: &Times, op: usize, in_flight: u64) -> OpReading {
+        let at_once = self.at_once.load(Relaxed);
+        let mut counts = self.latency.counts();
+        if at_once > 0 {
+            counts.resize(BUCKETS, 0);
+            counts[0] += at_once;
         }
-        self.latency.note(now_ns.saturating_sub(request.begun_ns), count);
-    }
-
-    fn read(&self, begun: u64, ended: u64, in_flight: u64) -> OpReading {
-        let (sum_ns, max_ns) = (self.latency.sum_ns.load(Relaxed), self.latency.max_ns.load(Relaxed));
         OpReading {
-            begun,
-            ended,
+            begun: times.begun[op].wrapping_add(at_once),
+            ended: times.ended[op].wrapping_add(at_once),
             errors: self.errors.load(Relaxed),
             bytes: self.bytes.load(Relaxed),
             in_flight: in_flight as i64,
-            latency: Latency { sum_ns, max_ns, counts: self.latency.counts() },
+            latency: Latency { sum_ns: times.latency_ns[op], max_ns: self.latency.max_ns.load(Relaxed), counts },
         }
     }
 }

@@ -54,12 +54,6 @@ impl Histogram {
         add(&self.buckets()[bucket_of(latency_ns)], count);
     }
 
-    /// Notes a latency of zero.
-    #[inline]
-    pub(super) fn note_none(&self) {
-        add(&self.buckets()[0], 1);
-    }
-
     #[inline]
     fn buckets(&self) -> &[AtomicU64; BUCKETS] {
         self.buckets.get_or_init(|| Box::new([const { AtomicU64::new(0) }; BUCKETS]))

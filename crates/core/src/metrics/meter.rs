@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 
-use super::{Counters, Ended, Op, Reading, now_ns, turn_ns};
+use super::{Counters, Ended, Op, Reading, is_counting, now_ns, turn_ns};
 use crate::Result;
 
 /// So many threads count without waiting for each other; more than any host has workers of one process.
@@ -38,8 +38,11 @@ impl Meter {
     /// Counts a request from its worker's turn on, until the result is ended.
     #[inline]
     pub fn begin(&self, op: Op, len_bytes: u64) -> InFlight<'_> {
-        let begun_ns = turn_ns();
-        self.here(|counters| counters.begin(op, len_bytes, begun_ns));
+        let mut begun_ns = 0;
+        self.here(|counters| {
+            begun_ns = turn_ns();
+            counters.begin(op, len_bytes, begun_ns);
+        });
         InFlight { meter: self, request: Ended { op, failed: true, begun_ns } }
     }
 
@@ -82,7 +85,14 @@ impl Meter {
         };
         match self.own.get(number) {
             Some(own) => count(own.get_or_init(Box::default)),
-            None => count(&self.lock_common()),
+            None => self.beyond(number, count),
+        }
+    }
+
+    #[cold]
+    fn beyond(&self, number: usize, count: impl FnOnce(&Counters)) {
+        if number != NOT_COUNTING {
+            count(&self.lock_common());
         }
     }
 
@@ -151,8 +161,7 @@ impl InFlight<'_> {
 impl Drop for InFlight<'_> {
     #[inline]
     fn drop(&mut self) {
-        let now_ns = now_ns();
-        self.meter.here(|counters| counters.end(self.request, now_ns));
+        self.meter.here(|counters| counters.end(self.request, now_ns()));
     }
 }
 
@@ -164,6 +173,8 @@ static TAKEN: Mutex<u64> = Mutex::new(0);
 const COMMON: usize = THREADS;
 /// The thread has not asked for a number.
 const UNKNOWN: usize = THREADS + 1;
+/// This process counts nothing.
+const NOT_COUNTING: usize = THREADS + 2;
 
 thread_local! {
     /// This thread's number. It lies apart from what gives it back, so that a look at it is one load.
@@ -177,6 +188,10 @@ struct GivesBack;
 /// Takes a number for this thread. [`COMMON`] when there is none.
 #[cold]
 fn take_number() -> usize {
+    if !is_counting() {
+        NUMBER.set(NOT_COUNTING);
+        return NOT_COUNTING;
+    }
     let number = match GIVES_BACK.try_with(|_| ()) {
         Ok(()) => {
             let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);

@@ -12,6 +12,9 @@ pub struct Reading {
     pub at_ns: u64,
     /// ∫n dt of the requests in flight, in request-nanoseconds. It wraps: only differences count.
     pub depth_integral_ns: u64,
+    /// How long all requests together that have no latency have been in flight: those in flight now, up to now, and those that
+    /// were abandoned, up to then. In nanoseconds. It wraps: only differences count.
+    pub age_sum_ns: u64,
     /// By the kind of request, in the order of [`Op::ALL`].
     pub ops: [OpReading; Op::COUNT],
 }
@@ -97,6 +100,7 @@ impl Reading {
         Self {
             at_ns: self.at_ns,
             depth_integral_ns: self.depth_integral_ns.wrapping_sub(earlier.depth_integral_ns),
+            age_sum_ns: self.age_sum_ns.wrapping_sub(earlier.age_sum_ns),
             ops: std::array::from_fn(|op| self.ops[op].since(&earlier.ops[op])),
         }
     }
@@ -110,13 +114,16 @@ impl Reading {
 
     /// Makes this a reading of a later moment, up to which everything in flight stays in flight.
     pub(super) fn advance_to(&mut self, at_ns: u64) {
-        self.depth_integral_ns = self.integral_at(at_ns);
+        let grown_ns = self.growth_until(at_ns);
+        self.depth_integral_ns = self.depth_integral_ns.wrapping_add(grown_ns);
+        self.age_sum_ns = self.age_sum_ns.wrapping_add(grown_ns);
         self.at_ns = at_ns;
     }
 
-    fn integral_at(&self, at_ns: u64) -> u64 {
+    /// What the depth's integral and the ages grow by until a later moment when nothing begins or ends.
+    fn growth_until(&self, at_ns: u64) -> u64 {
         let in_flight: i64 = self.ops.iter().map(|op| op.in_flight).sum();
-        self.depth_integral_ns.wrapping_add((in_flight as u64).wrapping_mul(at_ns - self.at_ns))
+        (in_flight as u64).wrapping_mul(at_ns - self.at_ns)
     }
 }
 
@@ -125,7 +132,9 @@ impl AddAssign<&Reading> for Reading {
     fn add_assign(&mut self, other: &Self) {
         let at_ns = self.at_ns.max(other.at_ns);
         self.advance_to(at_ns);
-        self.depth_integral_ns = self.depth_integral_ns.wrapping_add(other.integral_at(at_ns));
+        let grown_ns = other.growth_until(at_ns);
+        self.depth_integral_ns = self.depth_integral_ns.wrapping_add(other.depth_integral_ns).wrapping_add(grown_ns);
+        self.age_sum_ns = self.age_sum_ns.wrapping_add(other.age_sum_ns).wrapping_add(grown_ns);
         self.ops.iter_mut().zip(&other.ops).for_each(|(sum, op)| *sum += op);
     }
 }

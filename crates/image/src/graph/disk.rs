@@ -1,9 +1,23 @@
 //! A graph as a disk, for tools and tests that need no node.
 
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, Store};
+use std::pin::pin;
+
+use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, Store, metrics};
 
 use super::Graph;
 use crate::layer::Layer;
+
+impl<S: Store> Graph<S> {
+    async fn answer(&self, io: Io<'_>) -> Result<()> {
+        match io.op {
+            Op::Read => self.read_extent(io.extent, io.segments).await,
+            Op::Write { fua } => self.write_extent(io.extent, io.segments, fua).await,
+            Op::Flush => self.flush_all().await,
+            Op::Discard => self.discard_extent(io.extent).await,
+            Op::WriteZeroes(how) => self.zero_extent(io.extent, how).await,
+        }
+    }
+}
 
 impl<S: Store> Disk for Graph<S> {
     fn info(&self) -> DiskInfo {
@@ -15,17 +29,13 @@ impl<S: Store> Disk for Graph<S> {
     }
 
     async fn execute(&self, io: Io<'_>) -> Result<()> {
-        match io.op {
-            Op::Read => self.read_extent(io.extent, io.segments).await,
-            Op::Write { fua } => self.write_extent(io.extent, io.segments, fua).await,
-            Op::Flush => self.flush_all().await,
-            Op::Discard => self.discard_extent(io.extent).await,
-            Op::WriteZeroes(how) => self.zero_extent(io.extent, how).await,
-        }
+        let answered = pin!(self.answer(io));
+        self.meter(0).measure_by_turns(io.op.into(), io.extent.len_bytes, answered).await
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
-        self.extents_of(extent, max_runs).await
+        let found = pin!(self.extents_of(extent, max_runs));
+        self.meter(0).measure_by_turns(metrics::Op::Extents, extent.len_bytes, found).await
     }
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {

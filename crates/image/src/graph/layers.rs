@@ -32,13 +32,14 @@ pub struct GraphLayer<S: Store> {
     sealed: AtomicBool,
     sealing: Mutex<()>,
     meter: Meter,
+    map_loads: AtomicU64,
 }
 
 impl<S: Store> GraphLayer<S> {
     /// A layer for `image`. `sealed`: the image is open for reading only, and durable.
     pub(crate) fn new(image: AnyLayer<S>, sealed: bool) -> Arc<Self> {
         let (sealed, sealing, meter) = (AtomicBool::new(sealed), Mutex::new(()), Meter::new());
-        Arc::new(Self { id: LayerId::next(), image, sealed, sealing, meter })
+        Arc::new(Self { id: LayerId::next(), image, sealed, sealing, meter, map_loads: AtomicU64::new(0) })
     }
 
     /// Its identity.
@@ -56,10 +57,21 @@ impl<S: Store> GraphLayer<S> {
         self.image.store().path()
     }
 
-    /// Counts of what graphs have asked of this layer: reads and writes of the guest's data (a request that lies in several
-    /// pieces counts as several), flushes, and changes of space. The layer's own metadata are not among them.
+    /// Counts of what was asked of this image. As a leaf it counts each request of the disk, from the moment when the image code takes it to
+    /// the moment when it has answered: with looking up and loading maps, with locks, with what its parents and the stores do. As a
+    /// parent it counts the pieces of reads that were found in it, and the flushes that it still needs.
     pub fn meter(&self) -> &Meter {
         &self.meter
+    }
+
+    /// Counts a request that needs a piece of the map that is not in memory.
+    pub(crate) fn loads_map(&self) {
+        self.map_loads.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often a request needed a piece of the image's map that was not in memory, and waited for it.
+    pub fn map_loads(&self) -> u64 {
+        self.map_loads.load(Ordering::Relaxed)
     }
 
     /// True when the image changes no more and all of it is durable.

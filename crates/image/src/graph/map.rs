@@ -132,6 +132,7 @@ impl<S: Store> Graph<S> {
     }
 
     async fn load_piece(&self, layer: usize, piece: MapPiece) -> Result<()> {
+        self.layers[layer].loads_map();
         let layer = self.image(layer);
         layer.load(piece).await.at_path(layer.store().path())
     }

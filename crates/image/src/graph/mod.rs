@@ -24,10 +24,12 @@ mod write;
 mod zones;
 
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use spile_core::metrics::Meter;
+use spile_core::metrics::span::{Moment, stamp};
+use spile_core::metrics::{Meter, Op};
 use spile_core::{Disk, DiskInfo, Env, Error, ErrorKind, Extent, Files, Locator, Result, Store, Via};
 
 pub use self::extents::PlacedRun;
@@ -192,6 +194,24 @@ impl<S: Store> Graph<S> {
 
     fn meter(&self, number: usize) -> &Meter {
         self.layers[number].meter()
+    }
+
+    /// Stamps `work` as a request's time at the store. In a parent it counts as a piece of a request that was found there; the leaf
+    /// counts whole requests itself.
+    async fn at_store<T>(
+        &self,
+        layer: usize,
+        op: Op,
+        len_bytes: u64,
+        work: Pin<&mut impl Future<Output = Result<T>>>,
+    ) -> Result<T> {
+        stamp(Moment::Submitted);
+        let result = match layer {
+            0 => work.await,
+            parent => self.meter(parent).measure_by_turns(op, len_bytes, work).await,
+        };
+        stamp(Moment::Completed);
+        result
     }
 
     fn is_read_only(&self) -> bool {

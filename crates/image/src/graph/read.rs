@@ -4,7 +4,6 @@ use std::pin::pin;
 
 use futures_util::future::join_all;
 use spile_core::metrics::Op;
-use spile_core::metrics::span::{Moment, stamp};
 use spile_core::{Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use super::Graph;
@@ -68,27 +67,21 @@ impl<S: Store> Graph<S> {
         match at {
             At::Plain(offset) => self.read_plain(layer, offset, into).await,
             At::Encoded { unit, within_bytes } => {
-                let (image, meter) = (self.image(layer), self.meter(layer));
-                let read = image.read_encoded(unit, within_bytes, into);
-                stamp(Moment::Submitted);
-                let read = meter.measure_by_turns(Op::Read, into.len() as u64, read).await;
-                stamp(Moment::Completed);
-                read.at_path(image.store().path())
+                let image = self.image(layer);
+                let read = pin!(image.read_encoded(unit, within_bytes, into));
+                self.at_store(layer, Op::Read, into.len() as u64, read).await.at_path(image.store().path())
             }
         }
     }
 
     /// Reads from one layer's store, directly where everything is aligned for it.
     async fn read_plain(&self, layer: usize, offset: StoreOffset, into: &Segments) -> Result<()> {
-        let (layer, meter) = (self.image(layer), self.meter(layer));
+        let (number, layer) = (layer, self.image(layer));
         let info = layer.data_store().info();
         let aligned = (offset.0 | into.len() as u64) & (u64::from(info.offset_align_bytes) - 1) == 0
             && into.is_aligned(info.memory_align_bytes as usize);
         let via = if aligned { layer.via() } else { Via::Cached };
         let read = pin!(layer.data_store().read_at(offset, into, via));
-        stamp(Moment::Submitted);
-        let result = meter.measure_by_turns(Op::Read, into.len() as u64, read).await;
-        stamp(Moment::Completed);
-        result
+        self.at_store(number, Op::Read, into.len() as u64, read).await
     }
 }

@@ -3,7 +3,6 @@
 use std::pin::pin;
 
 use futures_util::future::join_all;
-use spile_core::metrics::span::{Moment, stamp};
 use spile_core::{ErrorKind, Extent, Result, Segments, Store, StoreOffset, WriteZeroes, metrics};
 
 use super::Graph;
@@ -29,18 +28,12 @@ impl<S: Store> Graph<S> {
     /// Writes to the leaf's store.
     async fn write_at(&self, offset: StoreOffset, from: &Segments) -> Result<()> {
         let written = pin!(self.leaf().data_store().write_at(offset, from, self.leaf().via()));
-        stamp(Moment::Submitted);
-        let result = self.meter(0).measure_by_turns(metrics::Op::Write, from.len() as u64, written).await;
-        stamp(Moment::Completed);
-        result
+        self.at_store(0, metrics::Op::Write, from.len() as u64, written).await
     }
 
     /// Flushes one layer.
     async fn flush(&self, layer: usize) -> Result<()> {
-        stamp(Moment::Submitted);
-        let result = self.meter(layer).measure_by_turns(metrics::Op::Flush, 0, self.image(layer).flush()).await;
-        stamp(Moment::Completed);
-        result
+        self.at_store(layer, metrics::Op::Flush, 0, pin!(self.image(layer).flush())).await
     }
 
     /// Writes a part of a request that one reservation covers.
@@ -79,11 +72,8 @@ impl<S: Store> Graph<S> {
         self.check_write(extent)?;
         self.each_part(extent, true, async |part| {
             let below = self.below_is_zero(self.leaf().unit(part)).await?;
-            let unmapped = self.leaf().unmap(part, below);
-            stamp(Moment::Submitted);
-            let result = self.meter(0).measure_by_turns(metrics::Op::Discard, part.len_bytes, unmapped).await;
-            stamp(Moment::Completed);
-            result
+            let unmapped = pin!(self.leaf().unmap(part, below));
+            self.at_store(0, metrics::Op::Discard, part.len_bytes, unmapped).await
         })
         .await
     }
@@ -96,11 +86,8 @@ impl<S: Store> Graph<S> {
         let only_held = self.layers.len() == 1 && how.may_unmap;
         self.each_part(extent, only_held, async |part| {
             let below = self.below_is_zero(self.leaf().unit(part)).await?;
-            let zeroed = self.leaf().zero(part, how.may_unmap, below);
-            stamp(Moment::Submitted);
-            let result = self.meter(0).measure_by_turns(metrics::Op::WriteZeroes, part.len_bytes, zeroed).await;
-            stamp(Moment::Completed);
-            result
+            let zeroed = pin!(self.leaf().zero(part, how.may_unmap, below));
+            self.at_store(0, metrics::Op::WriteZeroes, part.len_bytes, zeroed).await
         })
         .await
     }

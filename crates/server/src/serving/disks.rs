@@ -8,7 +8,7 @@ use spile_engine::{Engine, FileKey};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions};
 use spile_node::{Node, Policy, Shape, Troubles};
-use spile_store::{AnyStore, CacheMode, FileId};
+use spile_store::{CacheMode, FileId, HostStore};
 
 use super::api::types::Layer;
 use super::failed_syncs::{self, FailedSync};
@@ -24,7 +24,7 @@ const BUSY_PATIENCE: Duration = Duration::from_secs(5);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
 /// A disk as fronts see it.
-pub type ServedDisk = Node<Graph<AnyStore>>;
+pub type ServedDisk = Node<Graph<HostStore>>;
 
 /// One DISK, open.
 pub struct Open {
@@ -215,7 +215,7 @@ impl Opening {
     }
 
     /// The disk of `spec`, which was opened as `graph`.
-    fn opened(&self, graph: Graph<AnyStore>, spec: &DiskSpec, names: Vec<String>) -> Open {
+    fn opened(&self, graph: Graph<HostStore>, spec: &DiskSpec, names: Vec<String>) -> Open {
         let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
         let failed_syncs = if spec.read_only { Vec::new() } else { failed_syncs::recall(&graph) };
         tell_failed_syncs(&graph, &spec.own_name(), &failed_syncs);
@@ -246,7 +246,7 @@ impl Opening {
         spec: &DiskSpec,
         options: &OpenOptions,
         served: &[Open],
-    ) -> Result<Graph<AnyStore>> {
+    ) -> Result<Graph<HostStore>> {
         let end = Instant::now() + BUSY_PATIENCE;
         let mut is_told = false;
         loop {
@@ -266,7 +266,7 @@ impl Opening {
 }
 
 /// Says why every flush of a disk fails, and which commands end that.
-fn tell_failed_syncs(graph: &Graph<AnyStore>, name: &str, failed_syncs: &[FailedSync]) {
+fn tell_failed_syncs(graph: &Graph<HostStore>, name: &str, failed_syncs: &[FailedSync]) {
     if failed_syncs.is_empty() {
         return;
     }

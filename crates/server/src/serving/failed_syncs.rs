@@ -26,7 +26,7 @@ use spile_engine::OsEnv;
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
 use spile_nbd_wire::uri::NbdUri;
-use spile_store::{AnyStore, FileId, canonical_address};
+use spile_store::{AnyStore, FileId, HostStore, canonical_address};
 
 use super::api::discovery;
 
@@ -194,12 +194,12 @@ fn place(store: &AnyStore) -> String {
     store.path().display().to_string()
 }
 
-fn stores(graph: &Graph<AnyStore>) -> impl Iterator<Item = &AnyStore> {
-    graph.handles().iter().map(|layer| layer.image().store())
+fn stores(graph: &Graph<HostStore>) -> impl Iterator<Item = &AnyStore> {
+    graph.handles().iter().map(|layer| &**layer.image().store())
 }
 
 /// Finds the marks of all layers of a disk, the leaf first. Each failed sync has the place where its layer is now.
-pub fn marked(graph: &Graph<AnyStore>) -> Vec<FailedSync> {
+pub fn marked(graph: &Graph<HostStore>) -> Vec<FailedSync> {
     match Marks::of_host() {
         Ok(marks) => stores(graph).filter_map(|store| marks.of_store(store)).collect(),
         Err(_) => Vec::new(),
@@ -207,7 +207,7 @@ pub fn marked(graph: &Graph<AnyStore>) -> Vec<FailedSync> {
 }
 
 /// Finds the marks of a disk that was just opened for writing. When there is one, every flush of the disk fails from now on.
-pub fn recall(graph: &Graph<AnyStore>) -> Vec<FailedSync> {
+pub fn recall(graph: &Graph<HostStore>) -> Vec<FailedSync> {
     let found = marked(graph);
     // A flush goes to the leaf. What a parent has lost concerns it as well.
     if let (Some(failed), Some(leaf)) = (found.first(), stores(graph).next()) {
@@ -217,7 +217,7 @@ pub fn recall(graph: &Graph<AnyStore>) -> Vec<FailedSync> {
 }
 
 /// The failed sync for which flushes of the disk fail now, if there is one.
-pub fn find(graph: &Graph<AnyStore>) -> Option<FailedSync> {
+pub fn find(graph: &Graph<HostStore>) -> Option<FailedSync> {
     let errno = stores(graph).find_map(AnyStore::failed_sync)?;
     let path = || stores(graph).next().map_or_else(String::new, place);
     Some(marked(graph).into_iter().next().unwrap_or_else(|| FailedSync { path: path(), errno, at_unix_s: 0 }))
@@ -238,7 +238,7 @@ pub struct Accepted {
 ///
 /// # Errors
 /// The system's, when the mark cannot be removed.
-pub fn accept(graph: &Graph<AnyStore>) -> Result<Accepted> {
+pub fn accept(graph: &Graph<HostStore>) -> Result<Accepted> {
     let failed_sync = find(graph);
     let stores: Vec<_> = stores(graph).collect();
     let remaining = match (Marks::of_host(), &stores[..]) {

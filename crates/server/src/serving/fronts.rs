@@ -353,7 +353,8 @@ impl Fronts {
             let server = vhost.server.clone();
             meters.push((format!("front vhost-user {:?}", vhost.export), Arc::new(move || server.metrics())));
         }
-        meters.extend(self.xen.as_ref().map(|xen| ("front xen".to_owned(), sum_of(xen.device.reader()))));
+        meters
+            .extend(self.xen.as_ref().map(|xen| ("front xen".to_owned(), Arc::new(xen.device.reader()) as ReadMeter)));
         meters
     }
 
@@ -468,11 +469,6 @@ impl Fronts {
         }));
         ways
     }
-}
-
-/// Adds up what the rings of a Xen guest have counted.
-fn sum_of(read: impl Fn() -> Vec<FrontReading> + Send + Sync + 'static) -> ReadMeter {
-    Arc::new(move || sum(FrontReading::default(), read().into_iter()))
 }
 
 fn sum(first: FrontReading, others: impl Iterator<Item = FrontReading>) -> FrontReading {

@@ -13,7 +13,7 @@ use spile_image::Format;
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
 use spile_nbd_wire::uri::NbdUri;
-use spile_store::{AnyStore, FileId};
+use spile_store::{FileId, HostStore};
 
 use crate::disks::DiskSpec;
 
@@ -73,7 +73,7 @@ impl Identity {
     }
 
     /// The same identity, with the file that was opened as `graph` in the place of the file that the path names.
-    pub fn with_opened(self, graph: &Graph<AnyStore>) -> Self {
+    pub fn with_opened(self, graph: &Graph<HostStore>) -> Self {
         let leaf = graph.handles().first().and_then(|layer| layer.image().store().file_id());
         Self { place: leaf.map_or(self.place, Place::from), ..self }
     }

@@ -15,7 +15,7 @@ use spile_image::create::NewImage;
 use spile_image::measure::Space;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
-use spile_store::{AnyStore, CacheMode, OsFiles};
+use spile_store::{CacheMode, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::copy::{Chunks, for_each, read};
@@ -111,7 +111,7 @@ enum Source {
 
 /// A source that is open.
 enum Opened {
-    Disk(Box<Aligned<Graph<AnyStore>>>),
+    Disk(Box<Aligned<Graph<HostStore>>>),
     Stdin,
 }
 
@@ -403,7 +403,7 @@ fn too_short(src_bytes: u64, dst_bytes: u64) -> Error {
 /// Copies all of the source to `dst`, makes it durable and closes it. `data_bytes` is how much there seems to be.
 async fn fill(
     source: &Opened,
-    dst: &Aligned<Graph<AnyStore>>,
+    dst: &Aligned<Graph<HostStore>>,
     beneath: Beneath,
     least_bytes: u64,
     data_bytes: u64,

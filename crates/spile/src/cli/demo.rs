@@ -14,9 +14,10 @@ use spile_engine::{Config, Engine, OsEnv};
 use spile_front_nbd::{Export, Server, ServerConfig};
 use spile_image::check::Severity;
 use spile_image::create::NewImage;
+use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
-use spile_store::{AnyStore, CacheMode, OsFiles};
+use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::create;
@@ -26,7 +27,7 @@ use crate::disks;
 use crate::listen::{Bound, Published};
 use crate::load::{self, LaneReport, Options, Pattern, Report};
 use crate::signals::EndSignals;
-use crate::stats::{Measured, MeasuredFiles, MeasuredStore};
+use crate::stats::Measured;
 use crate::units::{format_count, format_rate, format_size, format_us, parse_size};
 use crate::uri::{Address, NbdUri};
 
@@ -53,7 +54,7 @@ pub struct DemoArgs {
     json: bool,
 }
 
-type DemoDisk = Measured<Aligned<Graph<MeasuredStore<AnyStore>>>>;
+type DemoDisk = Measured<Aligned<Graph<HostStore>>>;
 
 /// What runs while the load runs.
 struct Running {
@@ -187,14 +188,13 @@ fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
 
 fn start(path: &Path, dir: &Path) -> Result<Running> {
     let engine = Engine::start(Config::default())?;
-    let meters = [Arc::new(Meter::new()), Arc::new(Meter::new())];
-    let [at_disk, at_store] = meters.clone();
     let source = Locator::Path(path.to_owned());
     let chain = engine.run_on(0, move || async move {
-        let files = MeasuredFiles::new(OsFiles::new(CacheMode::Direct), at_store);
+        let files = HostFiles::new(OsFiles::new(CacheMode::Direct));
         disks::open_with(&files, &source, &OpenOptions::default()).await
     })?;
-    let disk = Arc::new(Measured::new(Aligned::new(chain), at_disk));
+    let meters = [Arc::new(Meter::new()), chain.handles()[0].image().store().meter().clone()];
+    let disk = Arc::new(Measured::new(Aligned::new(chain), meters[0].clone()));
     let export = Export { name: String::new(), description: "demo".to_owned(), disk: disk.clone(), read_only: false };
     let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;
     let address = Address::Unix(dir.join(SOCKET));

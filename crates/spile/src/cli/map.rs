@@ -9,7 +9,7 @@ use serde::Serialize;
 use spile_core::{Disk, Error, ErrorKind, Extent, Locator, Result};
 use spile_image::Graph;
 use spile_server::serving::api::images::{MapLayer, Run, RunKind, ServedBy, map_layers};
-use spile_store::{AnyStore, CacheMode};
+use spile_store::{CacheMode, HostStore};
 use utoipa::ToSchema;
 
 use super::served::{self, Served};
@@ -201,7 +201,7 @@ fn not_written(error: std::io::Error) -> Error {
 const RUNS_AT_ONCE: usize = 1024;
 
 /// Prints each run of the whole of `disk`, adjacent ones different.
-async fn each_run<W: Write>(disk: &Graph<AnyStore>, printer: &mut Printer<W>) -> Result<()> {
+async fn each_run<W: Write>(disk: &Graph<HostStore>, printer: &mut Printer<W>) -> Result<()> {
     let size = disk.info().size_bytes;
     let mut at = 0;
     while at < size {

@@ -114,6 +114,9 @@ pub fn run() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return format.usage(&error),
     };
+    if std::env::var_os("SPILE_ACCOUNTING").is_some_and(|word| word == "off") {
+        spile_core::metrics::stop_counting();
+    }
     let result = match &cli.command {
         Command::Create(args) => create::run(args),
         Command::Info(args) => info::run(args),

@@ -7,7 +7,7 @@ use spile_image::Graph;
 use spile_image::layer::Layer as _;
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Disk, Export};
-use spile_store::{AnyStore, FileId, may_be_same_export};
+use spile_store::{AnyStore, FileId, HostStore, may_be_same_export};
 
 use super::beneath::may_share_bytes;
 use crate::disks;
@@ -58,7 +58,7 @@ impl Place {
 ///
 /// # Errors
 /// `InvalidInput`, naming the layer.
-pub fn refuse_layers(disk: &Graph<AnyStore>, dst: &Locator) -> Result<()> {
+pub fn refuse_layers(disk: &Graph<HostStore>, dst: &Locator) -> Result<()> {
     let Some(at) = Place::of(dst) else { return Ok(()) };
     let layers: Vec<_> = stores(disk).filter_map(|store| Some((name(store), Place::of_store(store)?))).collect();
     if let Some((layer, _)) = layers.iter().find(|(_, place)| place.meets(&at)) {
@@ -95,8 +95,8 @@ fn is_read(how: &str, dst: &Locator) -> Error {
     error.at_path(Path::new(&disks::label(dst)))
 }
 
-fn stores(disk: &Graph<AnyStore>) -> impl Iterator<Item = &AnyStore> {
-    disk.handles().iter().flat_map(|layer| [layer.image().store(), layer.image().data_store()])
+fn stores(disk: &Graph<HostStore>) -> impl Iterator<Item = &AnyStore> {
+    disk.handles().iter().flat_map(|layer| [&**layer.image().store(), &**layer.image().data_store()])
 }
 
 fn name(store: &AnyStore) -> String {

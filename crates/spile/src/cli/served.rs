@@ -12,7 +12,7 @@ use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::images::{Info, MapPart, ServedBy};
 use spile_server::serving::api::types::Disk;
-use spile_store::{AnyStore, CacheMode};
+use spile_store::{CacheMode, HostStore};
 
 use super::control::path_of;
 use crate::disks;
@@ -74,7 +74,7 @@ pub fn line(by: &ServedBy) -> String {
 ///
 /// # Errors
 /// As [`disks::open`].
-pub async fn open(cache: CacheMode, at: &Locator, options: &OpenOptions) -> Result<Graph<AnyStore>> {
+pub async fn open(cache: CacheMode, at: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
     let busy = match disks::open(cache, at, options).await {
         Err(error) if error.kind() == ErrorKind::Busy => error,
         opened => return opened,

@@ -84,6 +84,8 @@ pub(crate) struct Alloc {
 #[derive(Default)]
 pub(crate) struct AllocState {
     ready: VecDeque<Ready>,
+    /// How many blocks were given out since the image was opened.
+    given_out: u64,
     /// Blocks whose BAT entry is under way.
     placing: HashMap<u32, Arc<Event>>,
     pub released: Released,
@@ -151,6 +153,11 @@ impl Alloc {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
+    /// How many blocks were given out since the image was opened.
+    pub(crate) fn given_out(&self) -> u64 {
+        self.lock().given_out
+    }
+
     pub(crate) fn add_ready(&self, blocks: impl IntoIterator<Item = Ready>) {
         self.lock().ready.extend(blocks);
     }
@@ -184,6 +191,7 @@ impl<S: Store> Sparse<S> {
                 Turn::Place(ready) => {
                     let placed = self.write_new_block(block, ready).await;
                     let mut state = self.alloc.lock();
+                    state.given_out += u64::from(placed.is_ok());
                     if placed.is_err() {
                         state.keep_end = state.keep_end.max(self.layout.block_end(ready.sector));
                     }

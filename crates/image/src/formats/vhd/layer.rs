@@ -196,6 +196,13 @@ impl<S: Store> Layer<S> for Vhd<S> {
         Some(Identity(footer.uuid))
     }
 
+    fn allocations(&self) -> u64 {
+        match self {
+            Self::Fixed(..) => 0,
+            Self::Sparse(sparse) => sparse.alloc.given_out(),
+        }
+    }
+
     fn is_unflushed(&self) -> bool {
         matches!(self, Self::Sparse(sparse) if sparse.journal.has_pending())
     }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use spile_core::metrics::{BUCKETS, Latency, Op, OpReading, Reading, bounds_of, bucket_of};
-use spile_front::FrontReading;
+use spile_front::{FrontReading, QueueReading};
 use utoipa::ToSchema;
 
 /// What was counted of a disk up to one moment.
@@ -71,11 +71,33 @@ pub struct LayerStats {
     /// Requests in flight, integrated over time, in nanoseconds. Its rise in a time, divided by that time, is the average queue
     /// size. It wraps around at 2^64.
     pub queue_time_ns: u64,
+    /// How long all requests together that have no latency have been in flight, in nanoseconds: those in flight now, and those that a stop
+    /// left unanswered. Little's law: the rise of `queue_time_ns` in a time is that of this one plus that of all `latency_sum_ns`. It
+    /// wraps around at 2^64.
+    pub age_sum_ns: u64,
     /// Connections that are open; 0 for a layer that has none.
     pub connections: u64,
     /// What was counted of each kind of request. Kinds that never came are left out.
     pub operations: Vec<OperationStats>,
     /// What only this kind of layer counts, by name. The names are those of the metrics, without `spile_`.
+    pub counters: BTreeMap<String, u64>,
+    /// The queues of a front: the rings of a guest, or each worker's share of an NBD export. Those that never had a request are left
+    /// out; other layers have none.
+    pub queues: Vec<QueueStats>,
+}
+
+/// What one queue of a front has counted. The layer's own numbers are the sums of those of its queues.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct QueueStats {
+    /// Its number, from 0: of the ring, or of the worker.
+    pub number: u64,
+    /// Requests in flight, integrated over time, as that of the layer.
+    pub queue_time_ns: u64,
+    /// As that of the layer.
+    pub age_sum_ns: u64,
+    /// What was counted of each kind of request. Kinds that never came are left out.
+    pub operations: Vec<OperationStats>,
+    /// `notifications_total` and `notifications_suppressed_total`.
     pub counters: BTreeMap<String, u64>,
 }
 
@@ -109,26 +131,36 @@ impl LayerStats {
     pub fn of_front(name: String, front: &FrontReading) -> Self {
         let counters = spile_front::FRONT_METRICS.iter().map(|metric| (metric.name.to_owned(), (metric.value)(front)));
         let counters = counters.filter(|(name, _)| name != "connections").collect();
-        Self { connections: front.connections, counters, ..Self::new(LayerKind::Front, name, &front.requests) }
+        let queues = front.queues.iter().filter(|queue| queue.requests.total().begun > 0).map(QueueStats::new);
+        let layer = Self::new(LayerKind::Front, name, &front.requests);
+        Self { connections: front.connections, counters, queues: queues.collect(), ..layer }
+    }
+
+    /// The same with numbers that only this kind of layer has.
+    pub fn with_counters<const N: usize>(self, counters: [(&str, u64); N]) -> Self {
+        let counters = counters.into_iter().map(|(name, count)| (name.to_owned(), count));
+        Self { counters: self.counters.into_iter().chain(counters).collect(), ..self }
     }
 
     /// What a layer has counted that is no front.
     pub fn new(kind: LayerKind, name: String, reading: &Reading) -> Self {
-        let ops = Op::ALL.into_iter().map(|op| (op, reading.op(op))).filter(|(_, op)| op.begun > 0);
         Self {
             kind,
             name,
             at_ns: reading.at_ns,
             queue_time_ns: reading.depth_integral_ns,
+            age_sum_ns: reading.age_sum_ns,
             connections: 0,
-            operations: ops.map(|(op, reading)| OperationStats::new(op, reading)).collect(),
+            operations: OperationStats::all(reading),
             counters: BTreeMap::new(),
+            queues: Vec::new(),
         }
     }
 
     /// The reading that this was made of. Kinds of request that are not known are left out.
     pub fn reading(&self) -> Reading {
-        let mut reading = Reading { at_ns: self.at_ns, depth_integral_ns: self.queue_time_ns, ..Reading::default() };
+        let (at_ns, depth_integral_ns, age_sum_ns) = (self.at_ns, self.queue_time_ns, self.age_sum_ns);
+        let mut reading = Reading { at_ns, depth_integral_ns, age_sum_ns, ..Reading::default() };
         for stats in &self.operations {
             if let Some(op) = Op::ALL.into_iter().find(|op| op.name() == stats.operation) {
                 reading.ops[op as usize] = stats.reading();
@@ -138,7 +170,29 @@ impl LayerStats {
     }
 }
 
+impl QueueStats {
+    fn new(queue: &QueueReading) -> Self {
+        let counters = [
+            ("notifications_total".to_owned(), queue.notifications),
+            ("notifications_suppressed_total".to_owned(), queue.suppressed),
+        ];
+        Self {
+            number: queue.number as u64,
+            queue_time_ns: queue.requests.depth_integral_ns,
+            age_sum_ns: queue.requests.age_sum_ns,
+            operations: OperationStats::all(&queue.requests),
+            counters: counters.into(),
+        }
+    }
+}
+
 impl OperationStats {
+    /// All kinds of request that ever came.
+    fn all(reading: &Reading) -> Vec<Self> {
+        let ops = Op::ALL.into_iter().map(|op| (op, reading.op(op))).filter(|(_, op)| op.begun > 0);
+        ops.map(|(op, reading)| Self::new(op, reading)).collect()
+    }
+
     fn new(op: Op, reading: &OpReading) -> Self {
         let buckets = reading.latency.counts.iter().enumerate().filter(|(_, count)| **count > 0);
         Self {

@@ -5,10 +5,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use spile_core::metrics::span::SpanLog;
-use spile_core::{Disk as _, Error, ErrorKind, Extent, Result};
+use spile_core::{Disk as _, Error, ErrorKind, Extent, Result, Store as _};
 use spile_engine::Engine;
 use spile_front::FrontReading;
+use spile_image::GraphLayer;
+use spile_image::layer::Layer as _;
 use spile_node::{Policy, Shape, Shaping, Troubles};
+use spile_store::HostStore;
 use tokio::sync::oneshot;
 
 use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
@@ -133,12 +136,12 @@ impl DiskView {
 
     fn stats(&self, server: &str) -> DiskStats {
         let fronts = self.meters.iter().map(|(name, read)| LayerStats::of_front(name.clone(), &read()));
-        let mut disk = LayerStats::new(LayerKind::Disk, "disk".to_owned(), &self.disk.meter().read());
+        let (bounces, bounced_bytes) = self.disk.bounced();
+        let mut disk = LayerStats::new(LayerKind::Disk, "disk".to_owned(), &self.disk.meter().read())
+            .with_counters([("bounces_total", bounces), ("bounced_bytes_total", bounced_bytes)]);
         disk.counters.extend(shaping_counters(self.disk.shaping()));
         let graph = self.disk.graph_now();
-        let images = graph.iter().flat_map(|graph| graph.handles()).map(|image| {
-            LayerStats::new(LayerKind::Image, format!("image {}", image.path().display()), &image.meter().read())
-        });
+        let images = graph.iter().flat_map(|graph| graph.handles()).flat_map(|image| stats_of_image(image));
         DiskStats {
             name: self.name.clone(),
             path: self.layers.first().map_or_else(String::new, |leaf| leaf.path.clone()),
@@ -146,6 +149,25 @@ impl DiskView {
             pid: std::process::id(),
             layers: fronts.chain([disk]).chain(images).collect(),
         }
+    }
+}
+
+/// What an image of a disk and the stores below it have counted.
+fn stats_of_image(image: &GraphLayer<HostStore>) -> Vec<LayerStats> {
+    let name = format!("image {}", image.path().display());
+    let counters = [("map_loads_total", image.map_loads()), ("allocations_total", image.image().allocations())];
+    let stats = LayerStats::new(LayerKind::Image, name, &image.meter().read()).with_counters(counters);
+    let (own, data) = (image.image().store(), image.image().data_store());
+    let data = (!std::ptr::eq(own, data)).then_some(data);
+    [stats].into_iter().chain([own].into_iter().chain(data).map(stats_of_store)).collect()
+}
+
+fn stats_of_store(store: &HostStore) -> LayerStats {
+    let name = format!("store {}", store.path().display());
+    let stats = LayerStats::new(LayerKind::Store, name, &store.meter().read());
+    match store.syncs() {
+        Some(syncs) => stats.with_counters([("syncs_total", syncs)]),
+        None => stats,
     }
 }
 
