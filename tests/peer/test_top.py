@@ -213,6 +213,8 @@ class Top(PeerTest):
         top.press(b"/stopped")
         top.sees(r"no disk has this text")
         top.press(b"\x1b")
+        # Not at once: Esc and a key together are Alt and that key.
+        top.sees(r"NAME.*lively")
         top.press(b"q")
         self.assertEqual(top.end(), 0)
 

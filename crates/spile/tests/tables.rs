@@ -43,6 +43,12 @@ fn tables_of_served_disks_fit() {
         shown.lines().filter(|line| !["server: ", "image: ", "way: ", &name].iter().any(|of| line.starts_with(of)));
     lines.for_each(|line| assert!(line.chars().count() <= 80, "{line}\n{shown}"));
     assert!(shown.contains("longest") && shown.contains("write"), "{shown}");
+    // The first line has the disk's name and path.
+    for layers in [&["--layers"][..], &[]] {
+        let stat = ok(dir, &[&["stat", "c", "--interval", "50ms"], layers].concat());
+        assert!(stat.lines().skip(1).all(|line| line.chars().count() <= 80), "{stat}");
+        assert!(stat.contains("front vhost-user"), "{stat}");
+    }
     assert!(served.terminate().success());
 }
 

@@ -349,10 +349,7 @@ pub const ENDINGS: &[Ending] = &[
     Ending {
         command: "report",
         codes: &[],
-        examples: &[
-            ("spile bench paths --quick --out results", "a result and its plots"),
-            ("spile report results -o report.html", "one page of all results in that folder"),
-        ],
+        examples: &[("spile report results -o report.html", "one page of what `spile bench … --out results` wrote")],
         notes: &[],
     },
     Ending {
