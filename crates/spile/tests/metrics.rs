@@ -11,6 +11,7 @@ use std::time::Duration;
 use common::control::http;
 use common::guests::{guest, nbd, rest_of_stderr, serve, succeed, try_serve};
 use common::nbd::Client;
+use common::xen::Xen;
 use common::{Served, eventually, fails, ok};
 use spile_lab::GuestQueue;
 
@@ -179,7 +180,9 @@ fn the_dashboard_and_the_alerts_name_nothing_that_is_not_there() {
     let (dir, served) = start(&["a.raw,name=a", "--vhost-user", "v", "--nbd", "unix:n"]);
     work(dir.path());
     let text = all(dir.path());
-    let names: BTreeSet<_> = text.lines().filter_map(|line| line.split(['{', ' ']).next()).collect();
+    // The second one is of `spile xen-backend`, which another test asks.
+    let names = text.lines().filter_map(|line| line.split(['{', ' ']).next()).chain(["spile_server_up"]);
+    let names: BTreeSet<_> = names.collect();
     for (file, least) in [("grafana/spile.json", 12), ("prometheus/alerts.yml", 6), ("metrics.md", 30)] {
         let asked = docs(file);
         let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
@@ -286,4 +289,32 @@ fn a_successor_goes_on_at_the_same_address_or_does_without_it() {
     assert!(started() > 0.0);
     served.signal(nix::sys::signal::Signal::SIGTERM);
     assert!(served.wait().success(), "{}", rest_of_stderr(&mut served));
+}
+
+#[test]
+fn the_back_end_of_a_host_answers_for_all_its_disks() {
+    let port = free_port().to_string();
+    let mut xen = Xen::start_with(&["--metrics", &port]);
+    let (vbd, _front, mut queue) = xen.attach();
+    (0..4).for_each(|_| queue.write(0, &[1; 4096]).unwrap());
+    let address: SocketAddr = format!("127.0.0.1:{port}").parse().unwrap();
+    let scrape = || series(&String::from_utf8(get(address, "/metrics", "text/plain").2).unwrap());
+    let server = format!("{}-{}", vbd.guest, vbd.device);
+    let writes = format!("layer=\"front\",operation=\"write\",server=\"{server}\"}}");
+    let count = |all: &BTreeMap<String, f64>| {
+        let found =
+            all.iter().find(|(name, _)| name.starts_with("spile_disk_requests_total") && name.ends_with(&writes));
+        found.map_or(0.0, |(_, count)| *count)
+    };
+    eventually("the writes are counted", || count(&scrape()) == 4.0);
+    let all = scrape();
+    let up = format!("spile_server_up{{server=\"{server}\"}}");
+    assert_eq!(all[&up], 1.0);
+    let own = all["process_threads"];
+    assert!(own > 0.0 && all[&format!("process_threads{{server=\"{server}\"}}")] > 0.0);
+    // A server that was killed leaves its socket; another one takes its place.
+    let old = xen.process(&vbd, None);
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(old), nix::sys::signal::Signal::SIGKILL).unwrap();
+    xen.process(&vbd, Some(old));
+    eventually("the next process answers", || scrape().get(&up) == Some(&1.0));
 }

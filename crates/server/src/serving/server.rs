@@ -26,7 +26,7 @@ use super::control::{Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
 use super::failed_syncs::FailedSync;
 use super::fronts::{self, Fronts, Listening, Options, Role, Socket, XenFront};
-use super::metrics::{self, Detail, Exporter};
+use super::metrics::{self, Detail, Exporter, Source};
 use super::sockets;
 use super::takeover::{self, Inheritance};
 use crate::disks::DiskSpec;
@@ -231,7 +231,7 @@ impl Server {
 
     /// Starts the control API on the control socket, if there is one, and answers scrapes at the addresses for them.
     fn listen_to_callers(&self) -> Result<()> {
-        let exporter = Exporter { view: self.view.clone(), detail: self.metrics_detail };
+        let exporter = Exporter { source: Source::Server(self.view.clone()), detail: self.metrics_detail };
         for socket in self.listening.iter().filter(|socket| socket.role == Role::Metrics) {
             metrics::listen::listen(socket.share()?, exporter.clone())?;
         }

@@ -13,12 +13,16 @@ use spile_store::CacheMode;
 
 use super::xen_place::XenPlace;
 use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_shape, try_say};
+use crate::listen::Bound;
 use crate::log::{self, complain};
 use crate::notify::notify;
 use crate::panics::abort_on_panic;
 use crate::serving::disks::Opening;
+use crate::serving::metrics::listen::{listen, parse_address};
+use crate::serving::metrics::{Detail, Exporter, Source};
 use crate::signals::ServerSignals;
 use crate::tuned::ShapeChoice;
+use crate::uri::Address;
 use crate::xen::Place;
 use crate::xen::backend::Backend;
 use crate::xen::disk::{Options, access_name, parse_access, serve};
@@ -39,6 +43,14 @@ pub struct XenBackendArgs {
     /// takes: xen-blkback must not be loaded then
     #[arg(long = "type", value_name = "TYPE", default_value = "vbd")]
     kind: String,
+    /// Answer Prometheus at this TCP address, for all servers with control sockets in the run folder: http://HOST:PORT/metrics. A port
+    /// alone is of this host (127.0.0.1)
+    #[arg(long, value_name = "[HOST:]PORT", value_parser = parse_address)]
+    metrics: Option<Address>,
+    /// How many series a disk has in /metrics: `disk` for at most 150, `layer` for each front, image and store, `queue` for each
+    /// queue as well
+    #[arg(long, value_name = "disk|layer|queue", default_value_t)]
+    metrics_detail: Detail,
     #[command(flatten)]
     disk: DiskArgs,
 }
@@ -130,6 +142,13 @@ impl DiskArgs {
     }
 }
 
+/// Answers scrapes for all servers of the run folder.
+fn answer_scrapes(address: &Address, args: &XenBackendArgs) -> Result<()> {
+    let (fd, _) = Bound::new(address)?.publish()?;
+    let source = Source::Folder(args.disk.run_dir.as_path().into());
+    listen(fd, Exporter { source, detail: args.metrics_detail })
+}
+
 /// Runs `spile xen-backend`.
 ///
 /// # Errors
@@ -149,6 +168,9 @@ pub fn run(args: &XenBackendArgs) -> Result<Exit> {
         notify("STOPPING=1");
         let _ = rustix::io::write(&bell, &1u64.to_ne_bytes());
     });
+    if let Some(address) = &args.metrics {
+        answer_scrapes(address, args)?;
+    }
     let _ = try_say(format_args!("serving the disks of type {} to Xen guests", args.kind));
     notify("READY=1");
     backend.run(&stop).map(|()| Exit::Ok)

@@ -6,6 +6,7 @@ use std::time::Duration;
 use axum::body::{Body, to_bytes};
 use futures_util::StreamExt;
 use hyper::Request;
+use hyper::header::{CONTENT_TYPE, HeaderName};
 use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -59,7 +60,7 @@ pub(super) async fn within(
     patience: Duration,
 ) -> Result<Value> {
     let late = |_| Error::new(ErrorKind::TimedOut, "the server does not answer on its control socket");
-    let answer = timeout(patience, exchange(socket, method, path, body)).await;
+    let answer = timeout(patience, exchange(socket, method, path, JSON, body)).await;
     let (status, bytes) = answer.map_err(late).and_then(|answer| answer).at_path(socket)?;
     let not_understood =
         |e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e).at_path(socket);
@@ -95,7 +96,7 @@ async fn take_lines<T: DeserializeOwned>(
     let late = |_| Error::new(ErrorKind::TimedOut, "the server does not answer on its control socket");
     let broken = |e| Error::new(ErrorKind::Protocol, "the answer breaks off").caused_by(e);
     let not_understood = |e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e);
-    let (status, body) = timeout(patience, begin(socket, method, path, None)).await.map_err(late)??;
+    let (status, body) = timeout(patience, begin(socket, method, path, JSON, None)).await.map_err(late)??;
     if !(200..300).contains(&status) {
         let bytes = to_bytes(body, MAX_ANSWER_BYTES).await.map_err(broken)?;
         return Err(serde_json::from_slice::<Failure>(&bytes).map_err(not_understood)?.into_error());
@@ -112,15 +113,31 @@ async fn take_lines<T: DeserializeOwned>(
     Ok(())
 }
 
-async fn exchange(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Result<(u16, Vec<u8>)> {
-    let (status, body) = begin(socket, method, path, body).await?;
+/// The header of calls whose bodies are JSON.
+const JSON: (HeaderName, &str) = (CONTENT_TYPE, "application/json");
+
+/// One call with a header: the status and the body of the answer.
+pub(crate) async fn exchange(
+    socket: &Path,
+    method: &str,
+    path: &str,
+    header: (HeaderName, &str),
+    body: Option<&Value>,
+) -> Result<(u16, Vec<u8>)> {
+    let (status, body) = begin(socket, method, path, header, body).await?;
     let bytes = to_bytes(body, MAX_ANSWER_BYTES).await;
     let bytes = bytes.map_err(|e| Error::new(ErrorKind::Protocol, "the answer breaks off").caused_by(e))?;
     Ok((status, bytes.to_vec()))
 }
 
 /// Sends a call, and returns the status and the body of its answer. The connection ends with this thread's runtime.
-async fn begin(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Result<(u16, Body)> {
+async fn begin(
+    socket: &Path,
+    method: &str,
+    path: &str,
+    header: (HeaderName, &str),
+    body: Option<&Value>,
+) -> Result<(u16, Body)> {
     let hung_up =
         |e: hyper::Error| Error::new(ErrorKind::Protocol, "the server has hung up on the control socket").caused_by(e);
     let stream = UnixStream::connect(socket).await.map_err(not_there)?;
@@ -129,7 +146,7 @@ async fn begin(socket: &Path, method: &str, path: &str, body: Option<&Value>) ->
     tokio::spawn(connection);
     let body = body.map_or_else(Body::empty, |body| Body::from(body.to_string()));
     let request = Request::builder().method(method).uri(path).header("host", "spile");
-    let request = request.header("content-type", "application/json").body(body);
+    let request = request.header(header.0, header.1).body(body);
     let request = request.map_err(|e| Error::new(ErrorKind::InvalidInput, "make a request").caused_by(e))?;
     let answer = sender.send_request(request).await.map_err(hung_up)?;
     Ok((answer.status().as_u16(), Body::new(answer.into_body())))

@@ -370,7 +370,7 @@ async fn shutdown(State(context): State<Context>) -> Answer {
     responses((status = 200, description = "all series", content_type = "text/plain; version=0.0.4", body = String),
         (status = "default", body = Failure)))]
 async fn metrics(State(context): State<Context>, headers: HeaderMap, RawQuery(query): RawQuery) -> Answer {
-    Ok(respond(&context.exporter, &headers, query.as_deref())?)
+    Ok(respond(&context.exporter, &headers, query.as_deref()).await?)
 }
 
 async fn unknown() -> Refusal {

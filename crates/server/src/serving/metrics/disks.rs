@@ -22,6 +22,12 @@ const ALWAYS: [Op; 3] = [Op::Read, Op::Write, Op::Flush];
 /// What [`Detail::Disk`] leaves out: it follows from other metrics, or says little.
 const LEFT_OUT: [&str; 2] = ["requests_begun_total", "request_duration_max_seconds"];
 
+/// What layers other than fronts count by name.
+const COUNTERS: [(&str, &str); 2] = [
+    ("splits_total", "Requests that went to the images in several parts."),
+    ("merges_total", "Requests that went to the images as a part of another one."),
+];
+
 /// Adds the series of the server and of all disks.
 ///
 /// # Errors
@@ -196,12 +202,8 @@ impl Layer {
 
 /// The name and the meaning of a number that a layer counts by name.
 fn about(counter: &str) -> (String, String) {
-    let known = FRONT_METRICS.iter().find(|metric| metric.name == counter);
-    let help = match (known, counter) {
-        (Some(metric), _) => metric.help.to_owned(),
-        (None, "splits_total") => "Requests that went to the images in several parts.".to_owned(),
-        (None, "merges_total") => "Requests that went to the images as a part of another one.".to_owned(),
-        (None, _) => format!("The layer's count {counter}."),
-    };
+    let of_fronts = FRONT_METRICS.iter().map(|metric| (metric.name, metric.help));
+    let known = of_fronts.chain(COUNTERS).find(|(name, _)| *name == counter);
+    let help = known.map_or_else(|| format!("The layer's count {counter}."), |(_, help)| help.to_owned());
     (format!("spile_disk_{counter}"), help)
 }

@@ -2,6 +2,7 @@
 //! prometheus/client_model). Only the fields that are used are here: a reader passes over what is left out.
 
 use prost::Message;
+use spile_core::{Error, ErrorKind, Result};
 
 /// All series of one name.
 #[derive(Clone, PartialEq, Message)]
@@ -164,6 +165,14 @@ impl Families {
         }
     }
 
+    /// Adds the series of `other` to the family of its name.
+    pub fn merge(&mut self, other: Family) {
+        match self.0.iter_mut().find(|family| family.name() == other.name()) {
+            Some(family) => family.series.extend(other.series),
+            None => self.0.push(other),
+        }
+    }
+
     /// The families.
     pub fn into_vec(self) -> Vec<Family> {
         self.0
@@ -173,6 +182,19 @@ impl Families {
 /// The protobuf exposition: each family behind its length.
 pub fn encode(families: &[Family]) -> Vec<u8> {
     families.iter().flat_map(Message::encode_length_delimited_to_vec).collect()
+}
+
+/// The families of a protobuf exposition.
+///
+/// # Errors
+/// `Protocol` when it is none.
+pub fn decode(mut bytes: &[u8]) -> Result<Vec<Family>> {
+    let mut families = Vec::new();
+    while !bytes.is_empty() {
+        let family = Family::decode_length_delimited(&mut bytes);
+        families.push(family.map_err(|e| Error::new(ErrorKind::Protocol, "metrics are not understood").caused_by(e))?);
+    }
+    Ok(families)
 }
 
 #[cfg(test)]
@@ -195,6 +217,9 @@ mod tests {
         expected.push(other.len() as u8);
         expected.extend_from_slice(other);
         expected[0] = expected.len() as u8 - 1;
-        assert_eq!(encode(&families.into_vec()), expected);
+        let families = families.into_vec();
+        assert_eq!(encode(&families), expected);
+        assert_eq!(decode(&expected).unwrap(), families);
+        assert!(decode(&expected[..20]).is_err());
     }
 }

@@ -48,8 +48,8 @@ pub fn parse_address(text: &str) -> Result<Address, String> {
 /// The answer to a scrape with these headers and this query: `detail=disk`, `layer` or `queue`.
 ///
 /// # Errors
-/// `InvalidInput` when the query has another key or value; `Shutdown` while the server hands over.
-pub fn respond(exporter: &Exporter, headers: &HeaderMap, query: Option<&str>) -> Result<Response> {
+/// `InvalidInput` when the query has another key or value; else as [`Exporter::answer`].
+pub async fn respond(exporter: &Exporter, headers: &HeaderMap, query: Option<&str>) -> Result<Response> {
     let mut detail = None;
     for pair in query.unwrap_or_default().split('&').filter(|pair| !pair.is_empty()) {
         let value = pair.strip_prefix("detail=");
@@ -59,7 +59,7 @@ pub fn respond(exporter: &Exporter, headers: &HeaderMap, query: Option<&str>) ->
     }
     // A list may be spread over several headers.
     let accept: Vec<_> = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
-    let exposition = exporter.answer(&accept.join(","), detail)?;
+    let exposition = exporter.answer(&accept.join(","), detail).await?;
     Ok(([(header::CONTENT_TYPE, exposition.content_type)], exposition.body).into_response())
 }
 
@@ -86,7 +86,7 @@ pub fn listen(fd: OwnedFd, exporter: Exporter) -> Result<()> {
 
 fn router(exporter: Exporter) -> Router {
     let answer = async |State(exporter): State<Exporter>, headers: HeaderMap, RawQuery(query): RawQuery| {
-        respond(&exporter, &headers, query.as_deref()).unwrap_or_else(refusal)
+        respond(&exporter, &headers, query.as_deref()).await.unwrap_or_else(refusal)
     };
     let unknown = || refusal(Error::new(ErrorKind::NotFound, "only GET /metrics is answered here"));
     Router::new().route("/metrics", get(answer)).fallback(async move || unknown()).with_state(exporter)

@@ -5,6 +5,7 @@
 //!
 //! - [`families`]: the metrics as families of series, in the types of Prometheus's protobuf exposition. All formats are made of them.
 //! - [`disks`], [`process`]: where the series come from. [`latency`]: histograms, classic and native.
+//! - [`folder`]: all servers of a folder under one address.
 //! - [`text`]: the two text formats. [`accept`]: which format the caller wants. [`listen`]: the TCP address.
 //!
 //! docs/metrics.md lists every metric; a test compares it with what a server says.
@@ -12,12 +13,14 @@
 mod accept;
 mod disks;
 mod families;
+mod folder;
 mod latency;
 pub mod listen;
 mod process;
 mod text;
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -59,11 +62,20 @@ impl fmt::Display for Detail {
     }
 }
 
+/// Whose series are told.
+#[derive(Clone)]
+pub enum Source {
+    /// This server's.
+    Server(Arc<View>),
+    /// Those of all servers whose control sockets are in this folder.
+    Folder(Arc<Path>),
+}
+
 /// Answers scrapes.
 #[derive(Clone)]
 pub struct Exporter {
-    /// What is served.
-    pub view: Arc<View>,
+    /// Whose series are told.
+    pub source: Source,
     /// How many series a disk has, unless the caller says it.
     pub detail: Detail,
 }
@@ -80,12 +92,14 @@ impl Exporter {
     /// All series now, in the format that the header `accept` prefers.
     ///
     /// # Errors
-    /// `Shutdown` while the server hands over.
-    pub fn answer(&self, accept: &str, detail: Option<Detail>) -> Result<Exposition> {
+    /// `Shutdown` while the server hands over; when the folder cannot be read.
+    pub async fn answer(&self, accept: &str, detail: Option<Detail>) -> Result<Exposition> {
         let format = accept::choose(accept);
-        let mut families = Families::default();
-        disks::collect(&mut families, &self.view, detail.unwrap_or(self.detail))?;
-        process::collect(&mut families);
+        let detail = detail.unwrap_or(self.detail);
+        let families = match &self.source {
+            Source::Server(view) => of_server(view, detail)?,
+            Source::Folder(folder) => folder::collect(folder, detail).await?,
+        };
         let families = families.into_vec();
         let body = match format {
             Format::Protobuf => families::encode(&families),
@@ -94,4 +108,11 @@ impl Exporter {
         };
         Ok(Exposition { content_type: format.content_type(), body })
     }
+}
+
+fn of_server(view: &View, detail: Detail) -> Result<Families> {
+    let mut families = Families::default();
+    disks::collect(&mut families, view, detail)?;
+    process::collect(&mut families);
+    Ok(families)
 }
