@@ -9,11 +9,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
-use spile_core::metrics::{Op, OpReading, Reading};
+use spile_core::metrics::{Gap, Op, OpReading, Reading, little};
 use spile_core::{Error, ErrorKind};
 use utoipa::ToSchema;
 
-use super::stats::{DiskStats, LayerKind, LayerStats};
+use super::stats::{DiskStats, LayerKind, LayerStats, QueueStats};
 
 /// What a disk did in an interval.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -76,6 +76,32 @@ pub struct LayerRates {
     pub counters_per_s: BTreeMap<String, f64>,
     /// Numbers that only this kind of layer has and that rise and fall, as they are at the end of the interval.
     pub gauges: BTreeMap<String, u64>,
+    /// The queues of a front that ever had a request: the rings of a guest, or each worker's share of an NBD export.
+    pub queues: Vec<QueueRates>,
+    /// By which share (0 to 1) the queue size and the latencies contradict each other: they part by more than 2 % of Little's law, so a
+    /// count is wrong. `null` when they agree, and for a device.
+    pub little_gap: Option<f64>,
+}
+
+/// What one queue of a front did in an interval.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct QueueRates {
+    /// Its number, from 0: of the ring, or of the worker.
+    pub number: u64,
+    /// Requests of all kinds that ended per second, with success or not.
+    pub requests_per_s: f64,
+    /// Bytes per second that were asked for.
+    pub bytes_per_s: f64,
+    /// The average number of requests in flight, integrated.
+    pub queue_size_avg: f64,
+    /// Requests in flight at the end of the interval.
+    pub in_flight: u64,
+    /// The average latency of all requests that ended, in microseconds; `null` when none ended.
+    pub latency_mean_us: Option<f64>,
+    /// The latency that 99 of 100 requests did not exceed, in microseconds.
+    pub latency_p99_us: Option<f64>,
+    /// Counters of the queue, per second.
+    pub counters_per_s: BTreeMap<String, f64>,
 }
 
 /// What one kind of request did in an interval.
@@ -165,6 +191,16 @@ pub struct LayerInterval {
     pub reading: Reading,
     /// The rise of each counter whose name ends in `_total`; the last value of each other number.
     pub counters: BTreeMap<String, u64>,
+    /// The queues of a front; none for several fronts together.
+    queues: Vec<QueueInterval>,
+}
+
+/// The difference between two answers about one queue of a front.
+#[derive(Clone, Debug)]
+struct QueueInterval {
+    number: u64,
+    reading: Reading,
+    counters: BTreeMap<String, u64>,
 }
 
 impl Interval {
@@ -223,17 +259,23 @@ impl LayerInterval {
         let now = later.reading();
         let new = LayerStats::new(later.kind, String::new(), &Reading { at_ns: begin_ns, ..Reading::default() });
         let before = before.filter(|before| goes_on(&before.reading(), &now)).unwrap_or(&new);
-        let rise = |(name, count): (&String, &u64)| {
-            let before = if name.ends_with("_total") { before.counters.get(name).copied().unwrap_or(0) } else { 0 };
-            (name.clone(), count.wrapping_sub(before))
+        let queue = |queue: &QueueStats| {
+            let of_before = before.queues.iter().find(|before| before.number == queue.number);
+            QueueInterval::between(of_before.map(|queue| (queue, before.at_ns)), (queue, later.at_ns))
         };
         Self {
             kind: later.kind,
             name: later.name.clone(),
             elapsed_ns: later.at_ns.saturating_sub(before.at_ns),
             reading: now.since(&before.reading()),
-            counters: later.counters.iter().map(rise).collect(),
+            counters: rises(&before.counters, &later.counters),
+            queues: later.queues.iter().map(queue).collect(),
         }
+    }
+
+    /// How Little's law is broken in this interval, if it is.
+    pub fn gap(&self) -> Option<Gap> {
+        little(&self.reading)
     }
 
     fn add(&mut self, other: &Self) {
@@ -242,6 +284,7 @@ impl LayerInterval {
         for (name, count) in &other.counters {
             *self.counters.entry(name.clone()).or_default() += count;
         }
+        self.queues.clear();
     }
 
     /// The interval in numbers that people read.
@@ -277,6 +320,33 @@ impl LayerInterval {
             operations: Op::ALL.into_iter().filter(|op| came(op) > 0).map(of).collect(),
             counters_per_s: totals.into_iter().map(|(name, count)| (name.clone(), per_s(*count))).collect(),
             gauges: gauges.into_iter().map(|(name, value)| (name.clone(), *value)).collect(),
+            queues: self.queues.iter().map(|queue| queue.rates(self.elapsed_ns)).collect(),
+            little_gap: self.gap().map(|gap| gap.share()),
+        }
+    }
+}
+
+impl QueueInterval {
+    /// Each side is a queue and the moment of its layer's answer. A queue that was not there before counts from zero on.
+    fn between(before: Option<(&QueueStats, u64)>, (later, at_ns): (&QueueStats, u64)) -> Self {
+        let (reading, counters) =
+            before.map(|(queue, at_ns)| (queue.reading(at_ns), queue.counters.clone())).unwrap_or_default();
+        let counters = rises(&counters, &later.counters);
+        Self { number: later.number, reading: later.reading(at_ns).since(&reading), counters }
+    }
+
+    fn rates(&self, elapsed_ns: u64) -> QueueRates {
+        let all = OperationRates::new("", &self.reading.total(), elapsed_ns);
+        let counters = self.counters.iter().map(|(name, count)| (name.clone(), per_s(*count, elapsed_ns)));
+        QueueRates {
+            number: self.number,
+            requests_per_s: all.requests_per_s,
+            bytes_per_s: all.bytes_per_s,
+            queue_size_avg: per_s(self.reading.depth_integral_ns, elapsed_ns) / 1e9,
+            in_flight: all.in_flight,
+            latency_mean_us: all.latency_mean_us,
+            latency_p99_us: all.latency_p99_us,
+            counters_per_s: counters.collect(),
         }
     }
 }
@@ -300,6 +370,15 @@ impl OperationRates {
             latency_max_us: us(latency.max_ns),
         }
     }
+}
+
+/// The rise of each counter whose name ends in `_total`, and the last value of each other number.
+fn rises(before: &BTreeMap<String, u64>, later: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+    let rise = |(name, count): (&String, &u64)| {
+        let before = if name.ends_with("_total") { before.get(name).copied().unwrap_or(0) } else { 0 };
+        (name.clone(), count.wrapping_sub(before))
+    };
+    later.iter().map(rise).collect()
 }
 
 /// True when the counters that gave `now` are those that gave `before`: counts of requests never fall. A disk that was detached and
@@ -417,6 +496,45 @@ mod tests {
         later.operations[0].latency_buckets[0][1] += 2;
         let rates = Interval::between(&stats(7, vec![earlier]), &stats(7, vec![later])).unwrap().rates();
         assert_eq!((rates.layers[0].queue_size_avg, rates.layers[0].latency_mean_us), (2.0, Some(1e6)));
+    }
+
+    #[test]
+    fn each_queue_has_its_share_and_one_that_comes_begins_at_zero() {
+        let [one, two] = std::array::from_fn(|_| Counters::default());
+        let front = |counters: &[&Counters], at_ns| {
+            let both = counters.iter().map(|counters| counters.read(at_ns)).reduce(std::ops::Add::add).unwrap();
+            let mut layer = LayerStats::new(LayerKind::Front, "front xen".to_owned(), &both);
+            layer.queues =
+                counters.iter().enumerate().map(|(number, counters)| queue(number, counters, at_ns)).collect();
+            stats(7, vec![layer])
+        };
+        request(&one, Op::Read, false, 0, S / 2);
+        let earlier = front(&[&one], S);
+        request(&one, Op::Read, false, S, S + S / 2);
+        two.begin(Op::Write, 512, S);
+        let rates = Interval::between(&earlier, &front(&[&one, &two], 2 * S)).unwrap().rates();
+        let found =
+            rates.layers[0].queues.iter().map(|queue| (queue.number, queue.requests_per_s, queue.queue_size_avg));
+        assert_eq!(found.collect::<Vec<_>>(), [(0, 1.0, 0.5), (1, 0.0, 1.0)]);
+        assert_eq!((rates.layers[0].queue_size_avg, rates.layers[0].little_gap), (1.5, None));
+        assert_eq!(rates.layers[0].queues[1].counters_per_s, [("notifications_total".to_owned(), 3.0)].into());
+    }
+
+    fn queue(number: usize, counters: &Counters, at_ns: u64) -> QueueStats {
+        let LayerStats { queue_time_ns, age_sum_ns, operations, .. } = layer(LayerKind::Front, "", counters, at_ns);
+        let counters = [("notifications_total".to_owned(), 3)].into();
+        QueueStats { number: number as u64, queue_time_ns, age_sum_ns, operations, counters }
+    }
+
+    #[test]
+    fn counts_that_contradict_each_other_are_told() {
+        let counters = Counters::default();
+        let earlier = layer(LayerKind::Disk, "disk", &counters, S);
+        request(&counters, Op::Read, false, S, S + S / 2);
+        let mut later = layer(LayerKind::Disk, "disk", &counters, 2 * S);
+        later.operations[0].latency_sum_ns /= 2;
+        let rates = Interval::between(&stats(7, vec![earlier]), &stats(7, vec![later])).unwrap().rates();
+        assert_eq!(rates.layers[0].little_gap, Some(0.5));
     }
 
     #[test]

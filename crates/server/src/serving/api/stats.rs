@@ -160,17 +160,17 @@ impl LayerStats {
     /// The reading that this was made of. Kinds of request that are not known are left out.
     pub fn reading(&self) -> Reading {
         let (at_ns, depth_integral_ns, age_sum_ns) = (self.at_ns, self.queue_time_ns, self.age_sum_ns);
-        let mut reading = Reading { at_ns, depth_integral_ns, age_sum_ns, ..Reading::default() };
-        for stats in &self.operations {
-            if let Some(op) = Op::ALL.into_iter().find(|op| op.name() == stats.operation) {
-                reading.ops[op as usize] = stats.reading();
-            }
-        }
-        reading
+        OperationStats::add_to(&self.operations, Reading { at_ns, depth_integral_ns, age_sum_ns, ..Reading::default() })
     }
 }
 
 impl QueueStats {
+    /// The reading that this was made of, at the moment `at_ns` of its layer. Kinds of request that are not known are left out.
+    pub fn reading(&self, at_ns: u64) -> Reading {
+        let (depth_integral_ns, age_sum_ns) = (self.queue_time_ns, self.age_sum_ns);
+        OperationStats::add_to(&self.operations, Reading { at_ns, depth_integral_ns, age_sum_ns, ..Reading::default() })
+    }
+
     fn new(queue: &QueueReading) -> Self {
         let counters = [
             ("notifications_total".to_owned(), queue.notifications),
@@ -187,6 +187,16 @@ impl QueueStats {
 }
 
 impl OperationStats {
+    /// `reading` with what these say of each kind of request.
+    fn add_to(all: &[Self], mut reading: Reading) -> Reading {
+        for stats in all {
+            if let Some(op) = Op::ALL.into_iter().find(|op| op.name() == stats.operation) {
+                reading.ops[op as usize] = stats.reading();
+            }
+        }
+        reading
+    }
+
     /// All kinds of request that ever came.
     fn all(reading: &Reading) -> Vec<Self> {
         let ops = Op::ALL.into_iter().map(|op| (op, reading.op(op))).filter(|(_, op)| op.begun > 0);

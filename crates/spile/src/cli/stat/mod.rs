@@ -14,7 +14,7 @@ use spile_server::serving::api::rates::{DiskRates, Interval, NoInterval};
 use spile_server::serving::api::stats::DiskStats;
 use utoipa::ToSchema;
 
-pub use table::{counts, name_of, number};
+pub use table::{name_of, number, remarks};
 
 use super::control::{Which, path_of};
 use super::pace::{Pace, json_line, put, sleep_until};

@@ -75,18 +75,34 @@ pub fn layers(stat: &DiskStat) -> String {
     text
 }
 
-/// What only some layers count: a line for each layer where any of it is not zero.
+/// What else there is to say of each layer.
 fn counters(layers: &[LayerRates]) -> String {
-    let of = |layer: &LayerRates| {
-        let counts = counts(layer);
-        (!counts.is_empty()).then(|| format!("{}: {}\n", name_of(layer), printable(&counts.join(", "))))
-    };
-    let lines: String = layers.iter().filter_map(of).collect();
+    let remarks = layers.iter().flat_map(remarks);
+    let lines: String = remarks.map(|remark| format!("{}\n", wrapped(&remark))).collect();
     if lines.is_empty() { lines } else { format!("\n{lines}") }
 }
 
+/// What else there is to say of a layer, in lines: what only this layer counts, its queues where it has several, and counts that contradict
+/// each other.
+pub fn remarks(layer: &LayerRates) -> Vec<String> {
+    let (name, counts) = (name_of(layer), counts(layer));
+    let counts = (!counts.is_empty()).then(|| format!("{name}: {}", printable(&counts.join(", "))));
+    let queues = layer.queues.iter().filter(|_| layer.queues.len() > 1).map(|queue| {
+        let (size, rate) = (number(queue.queue_size_avg), number(queue.requests_per_s));
+        let (mean, p99) = (time(queue.latency_mean_us), time(queue.latency_p99_us));
+        format!("{name}, queue {}: aqu-sz {size}, {rate} requests/s, mean {mean}, 99 % {p99}", queue.number)
+    });
+    let gap = layer.little_gap.map(|share| {
+        format!(
+            "{name}: WARNING: queue size and latencies part by {:.1} % (Little's law): a count is wrong",
+            share * 100.0
+        )
+    });
+    counts.into_iter().chain(queues).chain(gap).collect()
+}
+
 /// What only this layer counts, where it is not zero: how much of it per second, or how much of it there is.
-pub fn counts(layer: &LayerRates) -> Vec<String> {
+fn counts(layer: &LayerRates) -> Vec<String> {
     let per_s = layer.counters_per_s.iter().filter(|(_, rate)| **rate > 0.0);
     let per_s = per_s.map(|(name, rate)| format!("{} {}/s", name.trim_end_matches("_total"), number(*rate)));
     let now = layer.gauges.iter().filter(|(_, value)| **value > 0).map(|(name, value)| format!("{name} {value}"));
@@ -185,7 +201,7 @@ fn bar(queue: f64, longest: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use spile_server::serving::api::rates::DiskRates;
+    use spile_server::serving::api::rates::{DiskRates, QueueRates};
 
     use super::*;
 
@@ -225,6 +241,24 @@ A layer's queue is larger than that of the one below it by the requests that are
 between the two: their number per second, times the time that each spends there.
 Of 0.71 requests in flight at front nbd \"\", 0.61 are at device dm-3.";
         assert_eq!(text, expected, "\n{text}");
+    }
+
+    #[test]
+    fn several_queues_are_told_apart_and_counts_that_contradict_each_other_are_a_warning() {
+        let mut front = layer("front xen", "front", 1.5);
+        front.queues = vec![QueueRates { requests_per_s: 12.0, ..QueueRates::default() }];
+        assert!(!layers(&stat(vec![front.clone()], None)).contains("queue 0"), "one queue is the whole front");
+        front.queues.push(QueueRates {
+            number: 1,
+            queue_size_avg: 1.5,
+            latency_mean_us: Some(7.0),
+            ..QueueRates::default()
+        });
+        front.little_gap = Some(0.25);
+        let text = layers(&stat(vec![front], None));
+        assert!(text.contains("\nfront xen, queue 1: aqu-sz 1.50, 0.00 requests/s, mean 7.00 µs, 99 % -\n"), "{text}");
+        assert!(text.contains("WARNING: queue size and latencies part by 25.0 %"), "{text}");
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::app::App;
 use super::history::{ROWS, row_start_ns};
 use super::keys::HELP;
 use super::model::{DiskRow, Key};
-use crate::cli::stat::{counts, name_of, number};
+use crate::cli::stat::{name_of, number, remarks};
 use crate::log::printable;
 
 /// The widest name of a layer.
@@ -65,7 +65,7 @@ pub fn layers(app: &App, key: &Key, width: usize) -> Vec<Line<'static>> {
     )));
     lines.extend(layers.iter().map(|layer| layer_line(app, layer)));
     lines.push(Line::default());
-    lines.extend(layers.iter().filter_map(counters));
+    lines.extend(layers.iter().flat_map(remarks).map(|remark| app.ink.line(&remark)));
     lines
 }
 
@@ -78,12 +78,6 @@ fn layer_line(app: &App, layer: &LayerRates) -> Line<'static> {
         std::iter::once(number(layer.queue_size_avg)).chain(times.map(|time| app.ink.time(time))).chain(numbers);
     let cells: String = cells.map(|cell| format!("{cell:>CELL$}")).collect();
     Line::from(format!("{}{cells}", app.ink.fitted(&name_of(layer), NAME)))
-}
-
-/// What only this layer counts, where any of it is not zero.
-fn counters(layer: &LayerRates) -> Option<Line<'static>> {
-    let counts = counts(layer);
-    (!counts.is_empty()).then(|| Line::from(format!("{}: {}", name_of(layer), printable(&counts.join(", ")))))
 }
 
 /// Latencies over time: a column for each interval, the newest at the right, and a row for each latency. The darker, the more requests.

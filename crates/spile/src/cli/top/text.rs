@@ -1,7 +1,7 @@
 //! Numbers, widths and characters, for terminals that can show more or less.
 
 use ratatui::style::{Color, Modifier, Style};
-use ratatui::text::Span;
+use ratatui::text::{Line, Span};
 
 use crate::log::printable;
 use crate::units::format_us;
@@ -59,6 +59,11 @@ impl Ink {
     pub fn time(self, us: Option<f64>) -> String {
         let text = us.map_or_else(|| "-".to_owned(), format_us);
         if self.unicode { text } else { text.replace('µ', "u") }
+    }
+
+    /// A line of text that the terminal can show.
+    pub fn line(self, text: &str) -> Line<'static> {
+        Line::from(self.fitted(text, columns(&printable(text))))
     }
 
     /// A name in exactly so many columns. Control characters are escaped, what is too long is cut, and what the terminal cannot
