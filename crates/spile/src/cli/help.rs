@@ -170,7 +170,7 @@ pub const ENDINGS: &[Ending] = &[
         codes: &[],
         examples: &[
             ("spile slow disk", "the slowest requests of the last two minutes"),
-            ("spile slow disk --json | jq .in_flight", "what hangs now, and where"),
+            ("spile slow disk --json", "the same for programs; what hangs now is `in_flight`"),
         ],
         notes: &[JSON],
     },
