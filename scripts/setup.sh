@@ -17,7 +17,7 @@ readonly BUILD_PACKAGES=(gcc libc6-dev make ca-certificates)
 readonly TEST_PACKAGES=(
   qemu-utils qemu-system-x86 fio nbdkit libnbd-bin python3 python3-libnbd
   libvhdi-utils python3-libvhdi 'p7zip-full|7zip' e2fsprogs busybox-static zstd openssl
-  valgrind prometheus sysstat bpftrace
+  valgrind prometheus sysstat bpftrace 'chromium|chromium-browser'
 )
 
 readonly STATIC_PACKAGES=(binutils file python3)

@@ -2,9 +2,10 @@
 
 import json
 import pathlib
+import subprocess
 
 import browser
-from support import PeerTest, spile, text
+from support import MIB, PeerTest, spile, spile_binary, text
 
 LOOKS = (pathlib.Path(__file__).resolve().parent / "report_looks.js").read_text()
 WIDTHS = (1280, 390)
@@ -75,3 +76,22 @@ class Report(PeerTest):
         self.assertLess(found[0]["contrast"]["ratio"], CONTRAST)
         self.assertGreater(found[0]["overflow"], 0)
 
+
+class Live(PeerTest):
+    def test_a_running_server_is_shown(self):
+        browser.binary()
+        server = self.serve(self.empty("disk.raw", 16 * MIB), extra=["--control", self.path("c")])
+        command = [spile_binary(), "report", "--live", self.path("c")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as live:
+            try:
+                url = live.stdout.readline().decode().strip()
+                # The first look was at the start. The page's look is the second one, and it draws what came between.
+                spile("load", server.uri(), "--rw", "randread", "--runtime", "2s")
+                shown = browser.start(url, False, "--virtual-time-budget=3000", "--dump-dom")
+            finally:
+                live.terminate()
+        page = text(shown.stdout)
+        for part in ("<h2>disk</h2>", "average queue size", "requests per second", "How latencies are spread"):
+            self.assertTrue(part in page, part)
+        self.assertRegex(page, '<path d="[^"]*" class="m ')
+        self.assertEqual([line for line in text(shown.stderr).splitlines() if "CONSOLE" in line], [])

@@ -2,9 +2,10 @@
 //!
 //! The page needs nothing else: no network, no script, no font. It describes the machine, and for each result it sets what the article
 //! found beside what was found here, and draws every figure with its values in a table behind it. A file that is no result of
-//! an experiment is named in a section of its own.
+//! an experiment is named in a section of its own. [`Live`] serves a page of a running server with figures of the same kind.
 
 mod drawn;
+mod live;
 mod page;
 mod ratios;
 mod results;
@@ -14,6 +15,7 @@ use std::path::PathBuf;
 
 use spile_core::{Error, ErrorKind, Result};
 
+pub use live::Live;
 pub use results::{Found, Known, NotUnderstood};
 
 /// A page is smaller than this.

@@ -349,7 +349,10 @@ pub const ENDINGS: &[Ending] = &[
     Ending {
         command: "report",
         codes: &[],
-        examples: &[("spile report results -o report.html", "one page of what `spile bench … --out results` wrote")],
+        examples: &[
+            ("spile report results -o report.html", "one page of what `spile bench … --out results` wrote"),
+            ("spile report --live a", "a page of the server that has the disk `a`"),
+        ],
         notes: &[],
     },
     Ending {

@@ -169,7 +169,7 @@ fn ratios(outcome: &Paths, directions: &[(Direction, Vec<&Row>)]) -> Figure {
 /// The latency and the throughput of each group.
 fn curves(outcome: &Paths, rows: &[&Row]) -> Vec<Panel> {
     let all = outcome.rows.iter();
-    let us = Axis::log("median latency in µs", all.clone().map(|row| row.latency_p50_us));
+    let us = Axis::log("median latency in µs", all.clone().flat_map(|row| [row.latency_p10_us, row.latency_p90_us]));
     let rates = Axis::log("MB/s (10^6 bytes), by the mean latency", all.map(|row| row.bytes_per_second / 1e6));
     let panels = groups(&outcome.rows).into_iter().flat_map(|(name, paths)| {
         let rate = |row: &Row| Some(Spread::of(&[row.bytes_per_second / 1e6]));
