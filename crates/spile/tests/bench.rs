@@ -5,7 +5,9 @@ mod common;
 use std::path::Path;
 
 use common::{fails, json, ok};
+use serde::de::DeserializeOwned;
 use serde_json::Value;
+use spile::bench::{Figures, Outcome, density, depth, geometry, layers, warmup};
 
 fn rows(outcome: &Value) -> &Vec<Value> {
     outcome["rows"].as_array().expect("rows")
@@ -178,6 +180,53 @@ fn a_target_is_read_all_over_and_not_written() {
     assert!(said.contains("direct reads of 1 MiB every 1 MiB of a file (4 MiB)"), "{said}");
     assert!(fails(dir.path(), 2, &["bench", "geometry", "t", "--quick", "--length", "1G"]).contains("shorter than"));
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "the file is removed");
+}
+
+/// The figures that are drawn of a result file, whose texts neither overlap nor leave the page.
+fn assert_well_drawn<P: DeserializeOwned, R: DeserializeOwned>(file: &Path, figures: fn(&Outcome<P, R>) -> Figures) {
+    let json = std::fs::read_to_string(file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+    let outcome = serde_json::from_str(&json).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+    for (name, figure) in figures(&outcome) {
+        assert_eq!(figure.faults(), Vec::<String>::new(), "{name}");
+        let drawn = std::fs::read_to_string(file.with_file_name(format!("{name}.svg"))).unwrap();
+        assert_eq!(drawn, figure.to_svg(), "{name} is drawn from its file as from its run");
+    }
+}
+
+#[test]
+fn a_set_goes_on_where_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["bench", "all", "--quick", "--folder", ".", "--out", "o", "--only", "depth", "--only", "geometry"];
+    let args = [&args[..], &["--only", "warmup", "--only", "layers", "--only", "density"]].concat();
+    let states = |summary: &Value| -> Vec<(String, bool)> {
+        let entries = summary["experiments"].as_array().unwrap().iter();
+        let state = |entry: &Value| {
+            assert_eq!(entry["state"], "finished", "{entry}");
+            assert!(!entry["found_here"].as_str().unwrap().is_empty() && !entry["found_there"].is_null(), "{entry}");
+            (entry["experiment"].as_str().unwrap().to_owned(), entry["kept"] == true)
+        };
+        entries.map(state).collect()
+    };
+    let names = ["depth", "layers", "geometry", "warmup", "density"];
+    let first = states(&json(dir.path(), &args));
+    assert_eq!(first, names.map(|name| (name.to_owned(), false)));
+    let out = dir.path().join("o");
+    assert_well_drawn(&out.join("depth.json"), depth::figures);
+    assert_well_drawn(&out.join("layers.json"), layers::figures);
+    assert_well_drawn(&out.join("geometry.json"), geometry::figures);
+    assert_well_drawn(&out.join("warmup.json"), warmup::figures);
+    assert_well_drawn(&out.join("density.json"), density::figures);
+    // Interrupted in the middle of geometry: what it would have left is there, and nothing else is done again.
+    std::fs::remove_file(out.join("geometry.json")).unwrap();
+    let second = states(&json(dir.path(), &args));
+    assert_eq!(second, names.map(|name| (name.to_owned(), name != "geometry")));
+    let args = ["bench", "all", "--quick", "--folder", ".", "--out", "o", "--only", "geometry"];
+    let other = [&args[..], &["--again"]].concat();
+    assert_eq!(states(&json(dir.path(), &args)), [("geometry".to_owned(), true)]);
+    assert_eq!(states(&json(dir.path(), &other)), [("geometry".to_owned(), false)]);
+    let kept: Value = serde_json::from_slice(&std::fs::read(out.join("all.state")).unwrap()).unwrap();
+    assert_eq!(kept["experiments"].as_array().unwrap().len(), 5, "the others are not forgotten");
+    assert!(fails(dir.path(), 2, &["bench", "all", "--only", "everything"]).contains("there is no experiment"));
 }
 
 #[test]

@@ -188,6 +188,21 @@ fn loads_and_experiments_print_what_their_schemas_say() {
     let aggregate = ["--quick", "--seconds", "20ms", "--guests", "1", "--disks", "1", "--sizes", "64k"];
     assert_prints(dir, "bench aggregate", &aggregate);
     assert_prints(dir, "bench hung", &short);
+    let set = ["--only", "depth", "--only", "density", "--only", "layers", "--only", "geometry", "--only", "warmup"];
+    assert_prints(dir, "bench all", &[&["--quick", "--folder", ".", "--out", "o"][..], &set].concat());
+    assert_prints(
+        dir,
+        "bench depth",
+        &["--quick", "--depths", "1", "--seconds", "50ms", "--size", "1M", "--folder", "."],
+    );
+    assert_prints(dir, "bench density", &["--quick", "--disks", "2", "--each", "1", "--seconds", "200ms"]);
+    assert_prints(
+        dir,
+        "bench layers",
+        &["--quick", "--size", "1M", "--sizes", "64k", "--place", "file", "--folder", "."],
+    );
+    assert_prints(dir, "bench geometry", &["a.raw", "--quick", "--length", "1M"]);
+    assert_prints(dir, "bench warmup", &["--quick", "--size", "2M", "--folder", "."]);
 }
 
 #[test]

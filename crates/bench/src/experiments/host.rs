@@ -4,10 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
+use spile_server::host_device::HostDevice;
 use spile_server::units::format_size;
 use utoipa::ToSchema;
-
-use super::host_device::HostDevice;
 
 /// The host of a measurement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -139,7 +138,7 @@ fn mount_of(path: &Path, mounts: &str) -> Option<String> {
 }
 
 fn device() -> Option<String> {
-    let name = HostDevice::of(&std::env::current_dir().ok()?)?.name;
+    let name = HostDevice::below(&std::env::current_dir().ok()?.display().to_string()).ok()?.name;
     let folder = PathBuf::from("/sys/class/block").join(&name);
     // A partition's queue is that of its disk, whose folder is above.
     let of_queue = |field: &str| {

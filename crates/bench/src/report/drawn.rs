@@ -5,6 +5,7 @@ use serde_json::{Error, Value};
 
 use super::ratios;
 use super::results::Known;
+use crate::experiments::findings::found_here;
 use crate::experiments::{Figures, Outcome, aggregate, density, depth, geometry, layers, paths, shape, tune, warmup};
 
 /// A part of the page: one result.
@@ -60,6 +61,10 @@ impl<'a> Section<'a> {
             Some(Ok((figures, found))) => (figures, found, None),
             Some(Err(error)) => (Vec::new(), Vec::new(), Some(format!("Its rows are not understood: {error}."))),
             None => (Vec::new(), Vec::new(), Some("This version of Spile has no figures of it.".to_owned())),
+        };
+        let found = match found.is_empty() {
+            true => found_here(&known.experiment, &known.json.to_string()).into_iter().collect(),
+            false => found,
         };
         Self { known, figures, why_none, found }
     }

@@ -266,6 +266,15 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[PATHS],
     },
     Ending {
+        command: "bench all",
+        codes: &[("1", "failure; or an experiment failed, and the others ran")],
+        examples: &[
+            ("spile bench all --quick", "all of it in three minutes"),
+            ("spile bench all --out results --folder /srv", "goes on where it was interrupted"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "bench depth",
         codes: &[],
         examples: &[

@@ -10,6 +10,7 @@ use spile_server::serving::api::types::{DiskDetail, DiskList, Failure};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
+use super::bench::Summary;
 use super::check::Checked;
 use super::compare::Comparison;
 use super::convert::Copied;
@@ -57,6 +58,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("slow", of::<SlowRequests>),
     ("trace", of::<Traced>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),
+    ("bench all", of::<Summary>),
     ("bench depth", of_experiment::<depth::Asked, depth::Row>),
     ("bench density", of_experiment::<density::Asked, density::Row>),
     ("bench layers", of_experiment::<layers::Asked, layers::Row>),

@@ -22,7 +22,7 @@ use utoipa::ToSchema;
 use super::world::Folder;
 use super::{HostFacts, Outcome};
 use served::{Counts, Hosts};
-pub use show::{figures, text};
+pub use show::{figures, finding, text};
 
 /// The memory that one disk of a shared process may take, in bytes.
 pub const AIM_BYTES_A_DISK: u64 = 1 << 20;

@@ -5,7 +5,8 @@ use std::time::Duration;
 use comfy_table::Table;
 
 use super::{AIM_BYTES_A_DISK, Asked, Layout, Phase, Row};
-use crate::experiments::{Figures, Outcome, right, table};
+use crate::experiments::plot::{Axis, Bar, Figure, Marks, Panel, Style, style, styles};
+use crate::experiments::{Figures, Outcome, quick_mark, right, table};
 use spile_server::units::format_size;
 
 type Density = Outcome<Asked, Row>;
@@ -97,7 +98,79 @@ fn of_each(row: &Row) -> String {
     )
 }
 
+/// What has woken a worker, in the order of the table.
+const CAUSES: [&str; 4] = ["kick", "completion", "control", "timer"];
+
+fn wakeups(row: &Row) -> [u64; 4] {
+    [row.wakeups_kick, row.wakeups_completion, row.wakeups_control, row.wakeups_timer]
+}
+
 /// The plots and their names.
-pub fn figures(_: &Density) -> Figures {
-    Figures::new()
+pub fn figures(outcome: &Density) -> Figures {
+    let Asked { guests, format, quick, .. } = &outcome.parameters;
+    let looks = styles(CAUSES);
+    let shared = of(outcome, Layout::Shared);
+    let disks = shared.first().map_or(0, |row| row.disks);
+    let with = if *guests { "a guest on each" } else { "no guest connected" };
+    let figure = Figure {
+        title: format!("density: what {disks} idle disks in one process cost"),
+        note: format!("{disks} disks ({format}), {with} · {}", outcome.host.summary()),
+        mark: quick_mark(*quick),
+        panels: vec![wakeup_bars(&shared, &looks), memory_bars(outcome)],
+        columns: 2,
+        keys: CAUSES.iter().map(|cause| (*cause).to_owned()).zip(looks).collect(),
+    };
+    vec![("density".to_owned(), figure)]
+}
+
+/// A bar for each row of the table.
+fn wakeup_bars(shared: &[&Row], looks: &[Style]) -> Panel {
+    let bars = shared.iter().map(|row| Bar {
+        name: match row.phase {
+            Phase::Attachment => "attachment".to_owned(),
+            Phase::Idle => format!("{:.0} s", row.at_s),
+        },
+        note: row.wakeups().to_string(),
+        parts: wakeups(row).iter().zip(looks).map(|(count, look)| (*count as f64, *look)).collect(),
+        spread: None,
+    });
+    let most = shared.iter().map(|row| row.wakeups()).max().unwrap_or(0);
+    let x = Axis::linear("wake-ups of the workers in a row", most as f64);
+    Panel {
+        title: "wake-ups by cause, row by row".to_owned(),
+        marks: Marks::Bars { x, bars: bars.collect(), reference: None },
+    }
+}
+
+/// The memory of one disk in a shared process and in a process of its own, at the end.
+fn memory_bars(outcome: &Density) -> Panel {
+    let bar = |layout: Layout, name: &str| {
+        let row = *of(outcome, layout).last()?;
+        let mib = row.resident_bytes as f64 / f64::from(row.disks.max(1)) / f64::from(1 << 20);
+        let part = (mib, style("disk"));
+        Some(Bar { name: name.to_owned(), note: format!("{mib:.2} MiB"), parts: vec![part], spread: None })
+    };
+    let bars: Vec<Bar> = [bar(Layout::Shared, "one process for all"), bar(Layout::Each, "a process each")]
+        .into_iter()
+        .flatten()
+        .collect();
+    let most = bars.iter().flat_map(|bar| bar.parts.iter().map(|part| part.0)).fold(0.0, f64::max);
+    let x = Axis::linear("resident memory of a disk in MiB", most);
+    let aim = AIM_BYTES_A_DISK as f64 / f64::from(1 << 20);
+    Panel { title: "memory of a disk (line: the aim)".to_owned(), marks: Marks::Bars { x, bars, reference: Some(aim) } }
+}
+
+/// What was found, in one line.
+pub fn finding(outcome: &Density) -> String {
+    let shared = of(outcome, Layout::Shared);
+    let idle: Vec<&&Row> = shared.iter().filter(|row| row.phase == Phase::Idle).collect();
+    let Some(last) = idle.last() else { return "nothing was idle".to_owned() };
+    format!(
+        "{} idle disks: {} wake-ups in {:.0} s after the attachment, {} of memory a disk, {} threads",
+        last.disks,
+        idle.iter().map(|row| row.wakeups()).sum::<u64>(),
+        idle.iter().map(|row| row.seconds).sum::<f64>(),
+        format_size(last.resident_bytes / u64::from(last.disks.max(1))),
+        last.threads
+    )
 }

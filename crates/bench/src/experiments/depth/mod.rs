@@ -22,7 +22,7 @@ use super::world::Folder;
 use super::{HostFacts, Outcome};
 use crate::load;
 use served::{Sample, Served};
-pub use show::{figures, text};
+pub use show::{figures, finding, text};
 
 /// The size of the requests, as in the article.
 const REQUEST_BYTES: u32 = 4096;

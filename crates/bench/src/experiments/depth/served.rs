@@ -11,15 +11,16 @@ use spile_engine::{Config, Engine, OsEnv};
 use spile_front_nbd::{Export, Server, ServerConfig};
 use spile_image::Graph;
 use spile_node::{Effect, Fault, Faults, Node, Place};
+use spile_server::host_device::{DeviceReading, HostDevice};
 use spile_server::listen::{Bound, Published};
 use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
+use spile_server::serving::api::rates::LayerRates;
 use spile_server::serving::api::stats::{DiskStats, LayerKind};
 use spile_server::uri::{Address, NbdUri, Target};
 use spile_store::NullStore;
 
 use super::{Layer, REQUEST_BYTES, Way};
 use crate::experiments::filled::FilledFile;
-use crate::experiments::host_device::{DeviceCounts, HostDevice};
 use crate::experiments::process::Tied;
 use crate::load;
 
@@ -96,7 +97,8 @@ impl Served {
     /// When the file cannot be made, or the server does not start.
     pub fn on_file(folder: &Path, name: &str, on: &Path, len_bytes: u64) -> Result<Self> {
         let file = FilledFile::new(on, "depth.raw", len_bytes)?;
-        let (disk, host) = (file.path().as_os_str().to_owned(), HostDevice::of(file.path()));
+        let (disk, host) =
+            (file.path().as_os_str().to_owned(), HostDevice::below(&file.path().display().to_string()).ok());
         Self::start(folder, name, disk, Device::File { _file: file, host })
     }
 
@@ -148,7 +150,7 @@ impl Served {
         };
         let device = match &self.device {
             Device::Export(export) => DeviceSample::Metered(Box::new(export.disk.meter().read())),
-            Device::File { host: Some(host), .. } => DeviceSample::Counted(host.read()?),
+            Device::File { host: Some(host), .. } => DeviceSample::Counted(host.clone(), host.read()?),
             Device::File { host: None, .. } => DeviceSample::Unknown,
         };
         Ok(Sample { layers: kinds.map(of_kind), device })
@@ -165,7 +167,7 @@ pub struct Sample {
 /// What was counted of the device.
 enum DeviceSample {
     Metered(Box<Reading>),
-    Counted(DeviceCounts),
+    Counted(HostDevice, DeviceReading),
     Unknown,
 }
 
@@ -202,8 +204,8 @@ impl Sample {
             (DeviceSample::Metered(now), DeviceSample::Metered(before)) => {
                 Some(Since::of_reading(Layer::HostDevice, &now.since(before), seconds))
             }
-            (DeviceSample::Counted(now), DeviceSample::Counted(before)) => {
-                Some(Since::of_device(&now.since(before), seconds))
+            (DeviceSample::Counted(host, now), DeviceSample::Counted(_, before)) => {
+                Some(Since::of_device(&host.rates(before, now), seconds))
             }
             _ => None,
         };
@@ -224,13 +226,15 @@ impl Since {
         }
     }
 
-    fn of_device(counts: &DeviceCounts, seconds: f64) -> Self {
+    /// The readings lie a little further apart than the `seconds` that count, and nothing happens between them and these.
+    fn of_device(rates: &LayerRates, seconds: f64) -> Self {
+        let stretch = rates.interval_s / seconds;
         Self {
             layer: Layer::HostDevice,
-            requests_per_s: counts.requests as f64 / seconds,
+            requests_per_s: rates.requests_per_s * stretch,
             queue_size_avg: None,
-            queue_size_iostat: counts.ticks_ms as f64 / 1e3 / seconds,
-            latency_mean_us: per(counts.latency_ms as f64 * 1e3, counts.requests),
+            queue_size_iostat: rates.queue_size_iostat * stretch,
+            latency_mean_us: rates.latency_mean_us.unwrap_or(0.0),
         }
     }
 }

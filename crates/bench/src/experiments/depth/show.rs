@@ -3,8 +3,9 @@
 use comfy_table::Table;
 
 use super::{Asked, LONG_DEPTH, Layer, Part, Row, Store, Way};
-use crate::experiments::sample::median;
-use crate::experiments::{Figures, Outcome, right, table};
+use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Scale, Series, styles};
+use crate::experiments::sample::{Spread, median};
+use crate::experiments::{Figures, Outcome, quick_mark, right, table};
 use spile_server::units::{format_count, format_us};
 
 type Depth = Outcome<Asked, Row>;
@@ -115,6 +116,112 @@ fn intervals(outcome: &Depth) -> String {
 }
 
 /// The plots and their names.
-pub fn figures(_: &Depth) -> Figures {
-    Figures::new()
+pub fn figures(outcome: &Depth) -> Figures {
+    vec![("depth".to_owned(), growing(outcome)), ("depth-intervals".to_owned(), of_intervals(outcome))]
+}
+
+fn note(outcome: &Depth, what: &str) -> String {
+    format!("{what} · {}", outcome.host.summary())
+}
+
+/// What a layer's line shows: the integrated queue, or, where there is none, that by ticks.
+fn queue(row: &Row) -> f64 {
+    row.queue_size_avg.unwrap_or(row.queue_size_iostat)
+}
+
+/// The end of the axis of shares: only a device that others use, too, is beyond it.
+const MOST_SHARE: f64 = 1.2;
+
+/// The queue of each layer as a share of the requests in flight: a panel for each disk and way.
+fn growing(outcome: &Depth) -> Figure {
+    let rows = of_part(outcome, Part::Growing);
+    let panels = Store::ALL.into_iter().flat_map(|store| Way::ALL.map(|way| (store, way)));
+    let panel = |(store, way): (Store, Way)| {
+        let here: Vec<&Row> = rows.iter().filter(|row| row.store == store && row.way == way).copied().collect();
+        let title = format!("{}, {}", way.name(), what_is_below(store, &outcome.parameters));
+        Panel { title, marks: shares(&here, &outcome.parameters.queue_depths) }
+    };
+    let what = "reads of 4 KiB; client, front, disk and store integrate their queues, and of a host's device the kernel counts the time \
+                of ended requests, those of other programs with them; medians, and what lies between the tenth and the ninth tenth";
+    Figure {
+        title: "depth: the average queue size at each layer, as a share of the requests in flight".to_owned(),
+        note: note(outcome, what),
+        mark: quick_mark(outcome.parameters.quick),
+        panels: panels.map(panel).collect(),
+        columns: 2,
+        keys: Vec::new(),
+    }
+}
+
+fn shares(rows: &[&Row], depths: &[u32]) -> Marks {
+    // An image has the same requests as its disk here: one line would hide the other.
+    let is_drawn = |layer: &Layer| *layer != Layer::Image && rows.iter().any(|row| row.layer == *layer);
+    let drawn: Vec<Layer> = Layer::ALL.into_iter().filter(is_drawn).collect();
+    let series = drawn.iter().zip(styles(drawn.iter().map(|layer| layer.name()))).map(|(layer, style)| {
+        let point = |depth: &u32| {
+            let here = rows.iter().filter(|row| row.layer == *layer && row.queue_depth == *depth);
+            let values: Vec<f64> = here.map(|row| queue(row) / f64::from(*depth)).collect();
+            let Spread { p10, p50, p90 } = Spread::of(&values);
+            (!values.is_empty()).then(|| Point::new(f64::from(*depth), p50).within(p10, p90))
+        };
+        Series { name: layer.name().to_owned(), style, points: depths.iter().filter_map(point).collect() }
+    });
+    let at: Vec<f64> = depths.iter().copied().map(f64::from).collect();
+    Marks::Series {
+        x: Axis::at("requests in flight at the client", Scale::Log, &at),
+        y: Axis::linear("average queue ÷ requests in flight", MOST_SHARE),
+        series: series.collect(),
+        reference: None,
+    }
+}
+
+/// The disk's queue in short intervals, integrated and as an averaging tool has it.
+fn of_intervals(outcome: &Depth) -> Figure {
+    let asked = &outcome.parameters;
+    let rows: Vec<&Row> =
+        of_part(outcome, Part::Intervals).into_iter().filter(|row| row.layer == Layer::Disk).collect();
+    let line = |name: &str, style, value: fn(&Row) -> f64| Series {
+        name: name.to_owned(),
+        style,
+        points: rows.iter().map(|row| Point::new(f64::from(row.round), value(row))).collect(),
+    };
+    let names = ["integrated", "by ticks"];
+    let looks = styles(names);
+    let series = vec![
+        line(names[0], looks[0], |row| row.queue_size_avg.unwrap_or(0.0)),
+        line(names[1], looks[1], |row| row.queue_size_iostat),
+    ];
+    let most = rows.iter().map(|row| row.queue_size_iostat.max(queue(row))).fold(0.0, f64::max);
+    let last = rows.iter().map(|row| row.round).max().unwrap_or(1);
+    let x = Axis::between(&format!("intervals of {:.0} ms", asked.interval_ms), 0.0, f64::from(last));
+    let marks = Marks::Series { x, y: Axis::linear("average queue size at the disk", most), series, reference: None };
+    let what = format!("{LONG_DEPTH} reads in flight, of {:.0} ms each", asked.long_request_ms);
+    Figure {
+        title: "depth: requests that are longer than the interval, integrated and by ticks of ended requests"
+            .to_owned(),
+        note: note(outcome, &what),
+        mark: quick_mark(asked.quick),
+        panels: vec![Panel { title: String::new(), marks }],
+        columns: 1,
+        keys: Vec::new(),
+    }
+}
+
+/// What was found, in one line.
+pub fn finding(outcome: &Depth) -> String {
+    let (store, way) = (Store::Delay, Way::VhostUser);
+    let depth = outcome.parameters.queue_depths.first().copied().unwrap_or(1);
+    let rows = of_part(outcome, Part::Growing).into_iter();
+    let rows: Vec<&Row> = rows.filter(|row| row.store == store && row.way == way && row.queue_depth == depth).collect();
+    let shown = Layer::ALL.into_iter().filter_map(|layer| {
+        Some(format!("{:.2} at the {}", middle(&rows, layer, |row| Some(queue(row)))?, layer.name()))
+    });
+    let iops = middle(&rows, Layer::Client, |row| Some(row.requests_per_s)).unwrap_or(0.0);
+    format!(
+        "depth {depth}, {} a second by {} from {}: {}",
+        format_count(iops),
+        way.name(),
+        what_is_below(store, &outcome.parameters),
+        shown.collect::<Vec<_>>().join(", ")
+    )
 }

@@ -3,9 +3,10 @@
 use comfy_table::Cell;
 
 use super::{Asked, Row};
-use crate::experiments::sample::median;
+use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
+use crate::experiments::sample::{Spread, median};
 use crate::experiments::transfer::Way;
-use crate::experiments::{Figures, Outcome, right, table};
+use crate::experiments::{Figures, Outcome, quick_mark, right, table};
 use spile_server::units::format_size;
 
 type Geometry = Outcome<Asked, Row>;
@@ -56,6 +57,45 @@ fn spread(way: Way, speeds: &[(u64, f64)]) -> String {
 }
 
 /// The plots and their names.
-pub fn figures(_: &Geometry) -> Figures {
-    Figures::new()
+pub fn figures(outcome: &Geometry) -> Figures {
+    const GIB: f64 = (1u64 << 30) as f64;
+    let asked = &outcome.parameters;
+    let ways = ways(outcome);
+    let most = outcome.rows.iter().map(|row| row.bytes_per_s / f64::from(1 << 20)).fold(0.0, f64::max);
+    let series = ways.iter().zip(styles(ways.iter().map(|way| way.name()))).map(|(way, style)| {
+        let points = speeds(outcome, *way).into_iter().map(|(offset, _)| {
+            let rows = outcome.rows.iter().filter(|row| row.way == *way && row.offset_bytes == offset);
+            let values: Vec<f64> = rows.map(|row| row.bytes_per_s / f64::from(1 << 20)).collect();
+            let Spread { p10, p50, p90 } = Spread::of(&values);
+            Point::new(offset as f64 / GIB, p50).within(p10, p90)
+        });
+        Series { name: way.name().to_owned(), style, points: points.collect() }
+    });
+    let x = Axis::between("address in GiB", 0.0, asked.target_bytes as f64 / GIB);
+    let marks = Marks::Series { x, y: Axis::linear("MiB/s", most), series: series.collect(), reference: None };
+    let figure = Figure {
+        title: "geometry: direct reads by address".to_owned(),
+        note: format!(
+            "{} every {} of {}, blocks of 1 MiB, one request at a time · {}",
+            format_size(asked.length_bytes),
+            format_size(asked.every_bytes),
+            asked.target,
+            outcome.host.summary()
+        ),
+        mark: quick_mark(asked.quick),
+        panels: vec![Panel { title: String::new(), marks }],
+        columns: 1,
+        keys: Vec::new(),
+    };
+    vec![("geometry".to_owned(), figure)]
+}
+
+/// What was found, in one line.
+pub fn finding(outcome: &Geometry) -> String {
+    let each = ways(outcome).into_iter().map(|way| {
+        let column = speeds(outcome, way);
+        let middle = median(column.iter().map(|(_, speed)| speed / f64::from(1 << 20)).collect());
+        format!("{} ({middle:.0} MiB/s)", spread(way, &column))
+    });
+    each.collect::<Vec<_>>().join("; ")
 }

@@ -21,7 +21,7 @@ use super::world::Folder;
 use super::{HostFacts, Outcome};
 pub use places::Kind;
 use places::Place;
-pub use show::{figures, text};
+pub use show::{figures, finding, text};
 
 /// Through Spile, a file may be so much slower than a partition: the aim.
 pub const AIM_RATIO: f64 = 0.95;

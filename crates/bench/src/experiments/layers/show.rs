@@ -3,9 +3,10 @@
 use comfy_table::{Cell, Table};
 
 use super::{AIM_RATIO, Asked, Kind, Row};
-use crate::experiments::sample::median;
+use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
+use crate::experiments::sample::{Spread, median};
 use crate::experiments::transfer::{Operation, Way};
-use crate::experiments::{Figures, Outcome, right, table};
+use crate::experiments::{Figures, Outcome, quick_mark, right, table};
 use spile_server::units::format_size;
 
 type Layers = Outcome<Asked, Row>;
@@ -108,7 +109,93 @@ fn aim(outcome: &Layers) -> String {
     )
 }
 
-/// The plots and their names.
-pub fn figures(_: &Layers) -> Figures {
-    Figures::new()
+/// The plots and their names: the speed of each operation, and the ratio of the file to the partition.
+pub fn figures(outcome: &Layers) -> Figures {
+    let mut figures: Figures = Operation::ALL
+        .into_iter()
+        .map(|operation| (format!("layers-{}", operation.name().replace(' ', "-")), speeds(outcome, operation)))
+        .collect();
+    if Way::ALL.into_iter().any(|way| !ratios(outcome, way).is_empty()) {
+        figures.push(("layers-ratio".to_owned(), file_by_partition(outcome)));
+    }
+    figures
+}
+
+fn figure(outcome: &Layers, title: String, panels: Vec<Panel>) -> Figure {
+    let asked = &outcome.parameters;
+    let note = format!(
+        "{} in blocks, one request at a time, at most {} s · {}",
+        format_size(asked.total_bytes),
+        asked.limit_s,
+        outcome.host.summary()
+    );
+    Figure { title, note, mark: quick_mark(asked.quick), panels, columns: 2, keys: Vec::new() }
+}
+
+/// The median and spread of the speeds of the rounds in MiB/s, by block size.
+fn points(rows: &[&Row], operation: Operation, asked: &Asked) -> Vec<Point> {
+    let point = |size: &u64| {
+        let values: Vec<f64> =
+            at(rows, operation, *size).iter().map(|row| row.bytes_per_s / f64::from(1 << 20)).collect();
+        let Spread { p10, p50, p90 } = Spread::of(&values);
+        (!values.is_empty()).then(|| Point::new(*size as f64, p50).within(p10, p90))
+    };
+    asked.request_bytes.iter().filter_map(point).collect()
+}
+
+/// A panel for each way, a line for each place.
+fn speeds(outcome: &Layers, operation: Operation) -> Figure {
+    let asked = &outcome.parameters;
+    let all = outcome.rows.iter().filter(|row| row.operation == operation && row.bytes_per_s > 0.0);
+    let y = Axis::log("MiB/s", all.map(|row| row.bytes_per_s / f64::from(1 << 20)));
+    let has_rows = |way: &Way| outcome.rows.iter().any(|row| row.way == *way);
+    let panel = |way: Way| {
+        let places = Kind::ALL.map(Kind::name);
+        let series = Kind::ALL.into_iter().zip(styles(places)).map(|(place, style)| Series {
+            name: place.name().to_owned(),
+            style,
+            points: points(&of(outcome, place, way), operation, asked),
+        });
+        let series = series.filter(|series| !series.points.is_empty()).collect();
+        let x = Axis::sizes("block", &asked.request_bytes);
+        Panel { title: way.name().to_owned(), marks: Marks::Series { x, y: y.clone(), series, reference: None } }
+    };
+    let panels = Way::ALL.into_iter().filter(has_rows).map(panel).collect();
+    figure(outcome, format!("layers: {} on each kind of place", operation.name()), panels)
+}
+
+/// A panel for each operation, a line for each way: the speed of the file by that of the partition.
+fn file_by_partition(outcome: &Layers) -> Figure {
+    let asked = &outcome.parameters;
+    let line = |operation: Operation, way: Way| {
+        let (files, partitions) = (of(outcome, Kind::File, way), of(outcome, Kind::Partition, way));
+        let point = |size: &u64| {
+            let ratio = speed(&at(&files, operation, *size))? / speed(&at(&partitions, operation, *size))?;
+            ratio.is_finite().then(|| Point::new(*size as f64, ratio))
+        };
+        asked.request_bytes.iter().filter_map(point).collect::<Vec<_>>()
+    };
+    let most = Operation::ALL.iter().flat_map(|operation| Way::ALL.map(|way| line(*operation, way)));
+    let ratios: Vec<f64> = most.flatten().map(|point| point.y).collect();
+    let y = Axis::log("file ÷ partition", ratios.iter().copied());
+    let panel = |operation: Operation| {
+        let series = Way::ALL.into_iter().zip(styles(Way::ALL.map(Way::name))).map(|(way, style)| Series {
+            name: way.name().to_owned(),
+            style,
+            points: line(operation, way),
+        });
+        let series = series.filter(|series| !series.points.is_empty()).collect();
+        let x = Axis::sizes("block", &asked.request_bytes);
+        Panel {
+            title: operation.name().to_owned(),
+            marks: Marks::Series { x, y: y.clone(), series, reference: Some(1.0) },
+        }
+    };
+    let panels = Operation::ALL.map(panel).into();
+    figure(outcome, "layers: the speed of a file by that of a partition, on the same way".to_owned(), panels)
+}
+
+/// What was found, in one line.
+pub fn finding(outcome: &Layers) -> String {
+    aim(outcome)
 }

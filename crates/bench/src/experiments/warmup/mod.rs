@@ -18,7 +18,7 @@ use super::filled::FilledFile;
 use super::transfer::{Job, Operation, Side, Sides, Way};
 use super::world::Folder;
 use super::{HostFacts, Outcome};
-pub use show::{figures, text};
+pub use show::{figures, finding, text};
 
 /// The size of the blocks in bytes.
 const BLOCK_BYTES: u64 = 1 << 20;

@@ -1,9 +1,10 @@
 //! The figures of `warmup` as tables and plots.
 
 use super::{Asked, Row, STABLE_SHARE, stable_from};
-use crate::experiments::sample::median;
+use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
+use crate::experiments::sample::{Spread, median};
 use crate::experiments::transfer::{Operation, Way};
-use crate::experiments::{Figures, Outcome, right, table};
+use crate::experiments::{Figures, Outcome, quick_mark, right, table};
 use spile_server::units::format_size;
 
 type Warmup = Outcome<Asked, Row>;
@@ -54,6 +55,50 @@ pub fn text(outcome: &Warmup) -> String {
 }
 
 /// The plots and their names.
-pub fn figures(_: &Warmup) -> Figures {
-    Figures::new()
+pub fn figures(outcome: &Warmup) -> Figures {
+    let asked = &outcome.parameters;
+    let mut sizes: Vec<u64> = outcome.rows.iter().map(|row| row.bytes).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    if sizes.is_empty() {
+        return Figures::new();
+    }
+    let most = outcome.rows.iter().map(|row| row.bytes_per_s / f64::from(1 << 20)).fold(0.0, f64::max);
+    let panel = |operation: Operation| {
+        let series = Way::ALL.into_iter().zip(styles(Way::ALL.map(Way::name))).map(|(way, style)| {
+            let point = |size: &u64| {
+                let rows = outcome.rows.iter();
+                let here = rows.filter(|row| row.way == way && row.operation == operation && row.bytes == *size);
+                let values: Vec<f64> = here.map(|row| row.bytes_per_s / f64::from(1 << 20)).collect();
+                let Spread { p10, p50, p90 } = Spread::of(&values);
+                (!values.is_empty()).then(|| Point::new(*size as f64, p50).within(p10, p90))
+            };
+            Series { name: way.name().to_owned(), style, points: sizes.iter().filter_map(point).collect() }
+        });
+        let series = series.filter(|series| !series.points.is_empty()).collect();
+        let (x, y) = (Axis::sizes("bytes moved", &sizes), Axis::linear("MiB/s", most));
+        Panel { title: operation.name().to_owned(), marks: Marks::Series { x, y, series, reference: None } }
+    };
+    let figure = Figure {
+        title: "warmup: speed by how much is moved".to_owned(),
+        note: format!("blocks of 1 MiB, one request at a time · {}", outcome.host.summary()),
+        mark: quick_mark(asked.quick),
+        panels: Operation::ALL.map(panel).into(),
+        columns: 2,
+        keys: Vec::new(),
+    };
+    vec![("warmup".to_owned(), figure)]
+}
+
+/// What was found, in one line.
+pub fn finding(outcome: &Warmup) -> String {
+    let each = Operation::ALL.map(|operation| {
+        let column = speeds(outcome, Way::Bare, operation);
+        let last = column.last().map_or(0.0, |(_, speed)| speed / f64::from(1 << 20));
+        match stable_from(&column) {
+            Some(size) => format!("{} within 5 % from {} on, {last:.0} MiB/s", operation.name(), format_size(size)),
+            None => format!("{} not stable, {last:.0} MiB/s at the largest size", operation.name()),
+        }
+    });
+    format!("bare: {}", each.join("; "))
 }

@@ -30,6 +30,9 @@ pub struct OutputArgs {
     /// Put the JSON, and plots (SVG) where there are some, into DIR
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Print nothing
+    #[arg(long, hide = true)]
+    silent: bool,
 }
 
 /// What the experiments on ways to a guest's memory have.
@@ -101,6 +104,7 @@ impl OutputArgs {
         R: Serialize + ToSchema,
     {
         match about(&outcome.experiment) {
+            _ if self.silent => {}
             _ if self.json => print_json(outcome)?,
             Some(about) => say(format_args!("{text}\n\n{}", about.to_text(COLUMNS))),
             None => say(text),
@@ -112,7 +116,7 @@ impl OutputArgs {
         for (name, figure) in figures(outcome) {
             saved.push(save(dir, &format!("{name}.svg"), &figure.to_svg())?);
         }
-        if !self.json {
+        if !self.json && !self.silent {
             saved.iter().for_each(|path| say(path.display()));
         }
         Ok(Exit::Ok)

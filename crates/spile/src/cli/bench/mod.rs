@@ -1,6 +1,7 @@
 //! `spile bench`: the experiments' command line. Each experiment has a file.
 
 mod aggregate;
+mod all;
 pub(super) mod common;
 mod crowd;
 mod density;
@@ -17,6 +18,7 @@ mod warmup;
 use clap::{Args, Subcommand};
 use spile_core::Result;
 
+pub use all::Summary;
 pub use hidden::{BenchGuestArgs, BenchTiedArgs, run_guest, run_tied};
 
 use super::Exit;
@@ -47,6 +49,7 @@ pub struct BenchArgs {
 
 #[derive(Debug, Subcommand)]
 enum Experiment {
+    All(all::AllArgs),
     Depth(depth::DepthArgs),
     Shape(shape::ShapeArgs),
     Density(density::DensityArgs),
@@ -65,7 +68,12 @@ enum Experiment {
 /// # Errors
 /// As the experiments.
 pub fn run(args: &BenchArgs) -> Result<Exit> {
-    match &args.experiment {
+    run_experiment(&args.experiment)
+}
+
+fn run_experiment(experiment: &Experiment) -> Result<Exit> {
+    match experiment {
+        Experiment::All(args) => all::run(args),
         Experiment::Depth(args) => depth::run(args),
         Experiment::Shape(args) => shape::run(args),
         Experiment::Density(args) => density::run(args),
