@@ -12,7 +12,7 @@ use spile_front::FRONT_METRICS;
 use super::Detail;
 use super::families::{Families, Label, Value};
 use super::latency::histogram;
-use crate::serving::api::stats::{DiskStats, LayerKind, LayerStats};
+use crate::serving::api::stats::{DiskStats, LayerKind, LayerStats, QueueStats};
 use crate::serving::api::types::Disk;
 use crate::serving::api::view::View;
 use crate::serving::api::workers::Worker;
@@ -23,9 +23,17 @@ const ALWAYS: [Op; 3] = [Op::Read, Op::Write, Op::Flush];
 const LEFT_OUT: [&str; 2] = ["requests_begun_total", "request_duration_max_seconds"];
 
 /// What layers other than fronts count by name.
-const COUNTERS: [(&str, &str); 2] = [
+const COUNTERS: [(&str, &str); 7] = [
     ("splits_total", "Requests that went to the images in several parts."),
     ("merges_total", "Requests that went to the images as a part of another one."),
+    (
+        "bounces_total",
+        "Requests that were copied to other memory, because theirs is not aligned as the store needs it.",
+    ),
+    ("bounced_bytes_total", "Bytes of these requests."),
+    ("map_loads_total", "Times that a request waited for a piece of an image's map that was not in memory."),
+    ("allocations_total", "Blocks or clusters that an image has taken for data."),
+    ("syncs_total", "Syncs that went to the file. Each covers all flushes that came before it."),
 ];
 
 /// Adds the series of the server and of all disks.
@@ -96,9 +104,21 @@ fn state(families: &mut Families, disk: &Disk) {
     add("sync_failed", "1 after a failed sync, until its loss is accepted: every flush fails.", &labels, has_failed);
 }
 
+/// Which of its numbers a layer tells.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    /// All of them.
+    Whole,
+    /// Those of one queue of a front.
+    Queue,
+    /// Those that the queues of the front do not tell.
+    Rest,
+}
+
 /// What layers with the same labels have counted together.
 struct Layer {
     kind: LayerKind,
+    part: Part,
     labels: Vec<Label>,
     reading: Reading,
     connections: u64,
@@ -113,22 +133,43 @@ fn layers(disk: &Disk, stats: &DiskStats, detail: Detail) -> Vec<Layer> {
             continue;
         }
         let labels = labels(&disk.name, stats, detail);
-        match layers.iter_mut().find(|layer| layer.labels == labels) {
-            Some(layer) => layer.count(stats),
-            None => {
-                let mut layer = Layer {
-                    kind: stats.kind,
-                    labels,
-                    reading: Reading::default(),
-                    connections: 0,
-                    counters: BTreeMap::new(),
-                };
-                layer.count(stats);
-                layers.push(layer);
-            }
+        if detail != Detail::Queue || stats.queues.is_empty() {
+            count(&mut layers, labels, Part::Whole, stats);
+            continue;
         }
+        for queue in &stats.queues {
+            let labels = [&labels[..], &[Label::new("queue", &queue.number.to_string())]].concat();
+            count(&mut layers, labels, Part::Queue, &of_queue(stats, queue));
+        }
+        let mut rest = stats.clone();
+        rest.counters.retain(|name, _| stats.queues.iter().all(|queue| !queue.counters.contains_key(name)));
+        count(&mut layers, labels, Part::Rest, &rest);
     }
     layers
+}
+
+/// Counts a layer with others that have the same labels.
+fn count(layers: &mut Vec<Layer>, labels: Vec<Label>, part: Part, stats: &LayerStats) {
+    if let Some(layer) = layers.iter_mut().find(|layer| layer.labels == labels) {
+        return layer.count(stats);
+    }
+    let (reading, counters) = (Reading::default(), BTreeMap::new());
+    let mut layer = Layer { kind: stats.kind, part, labels, reading, connections: 0, counters };
+    layer.count(stats);
+    layers.push(layer);
+}
+
+/// A queue of a front as if it were a layer.
+fn of_queue(front: &LayerStats, queue: &QueueStats) -> LayerStats {
+    LayerStats {
+        queue_time_ns: queue.queue_time_ns,
+        age_sum_ns: queue.age_sum_ns,
+        connections: 0,
+        operations: queue.operations.clone(),
+        counters: queue.counters.clone(),
+        queues: Vec::new(),
+        ..front.clone()
+    }
 }
 
 fn labels(disk: &str, stats: &LayerStats, detail: Detail) -> Vec<Label> {
@@ -143,14 +184,12 @@ fn labels(disk: &str, stats: &LayerStats, detail: Detail) -> Vec<Label> {
     if detail == Detail::Disk || rest.is_empty() {
         return labels;
     }
-    let (rest, queue) = rest.rsplit_once(" queue ").map_or((rest, None), |(rest, queue)| (rest, Some(queue)));
     if stats.kind == LayerKind::Front {
         let (protocol, export) = rest.split_once(' ').unwrap_or((rest, ""));
         labels.extend([Label::new("protocol", protocol), Label::new(key, export.trim_matches('"'))]);
     } else {
         labels.push(Label::new(key, rest));
     }
-    labels.extend(queue.filter(|_| detail == Detail::Queue).map(|queue| Label::new("queue", queue)));
     labels
 }
 
@@ -162,10 +201,11 @@ impl Layer {
     }
 
     fn add_to(&self, families: &mut Families, detail: Detail) {
-        for metric in METRICS.iter().filter(|metric| detail != Detail::Disk || !LEFT_OUT.contains(&metric.name)) {
+        let is_told = |metric: &&Metric| detail != Detail::Disk || !LEFT_OUT.contains(&metric.name);
+        for metric in METRICS.iter().filter(is_told).filter(|_| self.part != Part::Rest) {
             self.add(families, metric, detail);
         }
-        if self.kind == LayerKind::Front {
+        if self.kind == LayerKind::Front && self.part != Part::Queue {
             let (name, help) = about("connections");
             families.add(&name, &help, &self.labels, Value::Gauge(self.connections as f64));
         }
@@ -195,7 +235,7 @@ impl Layer {
 
     /// The operations that the layer has seen, or is sure to see.
     fn ops(&self) -> impl Iterator<Item = Op> {
-        let is_front = self.kind == LayerKind::Front;
+        let is_front = self.kind == LayerKind::Front && self.part == Part::Whole;
         Op::ALL.into_iter().filter(move |op| self.reading.op(*op).begun > 0 || is_front && ALWAYS.contains(op))
     }
 }
