@@ -90,7 +90,7 @@ fn bytes_on_a_socket(engine: &Engine, of_store: bool) -> [u64; 2] {
         at_rest(engine);
     }
     let after = at_rest(engine);
-    assert_eq!(wakeups(&after) - wakeups(&before), 4, "{before:?} {after:?}");
+    assert_eq!(after.wakeups_timer, before.wakeups_timer, "{before:?} {after:?}");
     [after.wakeups_kick - before.wakeups_kick, after.wakeups_completion - before.wakeups_completion]
 }
 
@@ -120,7 +120,8 @@ fn a_ring_of_an_event_is_a_kick(engine: &Engine) {
         at_rest(engine);
     }
     let after = at_rest(engine);
-    assert_eq!((after.wakeups_kick - before.wakeups_kick, wakeups(&after) - wakeups(&before)), (3, 3));
+    assert_eq!(after.wakeups_kick - before.wakeups_kick, 3, "{before:?} {after:?}");
+    assert_eq!((after.wakeups_completion, after.wakeups_timer), (before.wakeups_completion, before.wakeups_timer));
 }
 
 fn the_processor_time_rises_with_work(engine: &Engine) {

@@ -105,11 +105,18 @@ impl Reading {
         }
     }
 
+    /// Of an interval ([`Reading::since`]): the requests in flight, integrated over it, in nanoseconds.
+    ///
+    /// A request ends at the time of its worker's turn. A reading within that turn has counted it up to a later moment, so the integral may
+    /// have fallen since then: that is an interval in which nothing was in flight.
+    pub fn depth_ns(&self) -> u64 {
+        self.depth_integral_ns.cast_signed().max(0).cast_unsigned()
+    }
+
     /// The average number of requests in flight from `earlier` up to this: ∫n dt / T.
     pub fn average_depth_since(&self, earlier: &Self) -> f64 {
         let elapsed_ns = self.at_ns.saturating_sub(earlier.at_ns);
-        let integral = self.depth_integral_ns.wrapping_sub(earlier.depth_integral_ns);
-        if elapsed_ns == 0 { 0.0 } else { integral as f64 / elapsed_ns as f64 }
+        if elapsed_ns == 0 { 0.0 } else { self.since(earlier).depth_ns() as f64 / elapsed_ns as f64 }
     }
 
     /// Makes this a reading of a later moment, up to which everything in flight stays in flight.
@@ -275,6 +282,16 @@ mod tests {
         assert_eq!((reads.ended, reads.bytes, reads.errors, reads.latency.sum_ns), (1, 512, 1, 1000));
         assert!((1000..1016).contains(&reads.latency.max_ns), "{}", reads.latency.max_ns);
         assert_eq!((between.in_flight(), between.depth_integral_ns), (1, 1000));
+    }
+
+    #[test]
+    fn a_request_that_ended_before_the_last_reading_leaves_an_empty_queue() {
+        let counters = Counters::default();
+        counters.begin(Op::Read, 512, 1000);
+        let earlier = counters.read(5000);
+        counters.end(Ended { op: Op::Read, failed: false, begun_ns: 1000 }, 4000);
+        let later = counters.read(9000);
+        assert_eq!((later.since(&earlier).depth_ns(), later.average_depth_since(&earlier)), (0, 0.0));
     }
 
     #[test]

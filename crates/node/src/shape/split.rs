@@ -35,7 +35,7 @@ pub(super) async fn execute(part_bytes: u64, io: Io<'_>, on: impl AsyncFn(Io<'_>
 /// The parts of `whole`, in order: at most [`MAX_PARTS`], of at least `part_bytes` but for the first and the last.
 fn parts(whole: Extent, part_bytes: u64) -> impl Iterator<Item = Extent> {
     let mut part_bytes = part_bytes;
-    while whole.len_bytes / part_bytes >= MAX_PARTS {
+    while whole.len_bytes.div_ceil(part_bytes) > MAX_PARTS {
         part_bytes *= 2;
     }
     let first = whole.start() / part_bytes * part_bytes;
@@ -53,6 +53,8 @@ mod tests {
     fn parts_begin_at_multiples_of_their_size() {
         let found: Vec<_> = parts(Extent::from_range(3000..20000), 8192).map(|part| part.range()).collect();
         assert_eq!(found, [3000..8192, 8192..16384, 16384..20000]);
+        assert_eq!(parts(Extent::from_range(0..4 << 20), 64 << 10).count(), 64);
+        assert_eq!(parts(Extent::from_range(0..8 << 20), 64 << 10).count(), 64);
     }
 
     proptest! {

@@ -220,7 +220,7 @@ impl Since {
         Self {
             layer,
             requests_per_s: total.ended as f64 / seconds,
-            queue_size_avg: Some(reading.depth_integral_ns as f64 / 1e9 / seconds),
+            queue_size_avg: Some(reading.depth_ns() as f64 / 1e9 / seconds),
             queue_size_iostat: busy_s / seconds,
             latency_mean_us: per(busy_s * 1e6, total.ended),
         }

@@ -309,7 +309,7 @@ impl LayerInterval {
             read_bytes_per_s: reads.bytes_per_s,
             write_bytes_per_s: writes.bytes_per_s,
             // Request-nanoseconds a second are 10^9 times the requests.
-            queue_size_avg: per_s(self.reading.depth_integral_ns) / 1e9,
+            queue_size_avg: per_s(self.reading.depth_ns()) / 1e9,
             queue_size_iostat: all.queue_size_iostat,
             in_flight: all.in_flight,
             latency_mean_us: all.latency_mean_us,
@@ -342,7 +342,7 @@ impl QueueInterval {
             number: self.number,
             requests_per_s: all.requests_per_s,
             bytes_per_s: all.bytes_per_s,
-            queue_size_avg: per_s(self.reading.depth_integral_ns, elapsed_ns) / 1e9,
+            queue_size_avg: per_s(self.reading.depth_ns(), elapsed_ns) / 1e9,
             in_flight: all.in_flight,
             latency_mean_us: all.latency_mean_us,
             latency_p99_us: all.latency_p99_us,

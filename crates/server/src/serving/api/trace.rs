@@ -144,12 +144,17 @@ impl Running {
         self.next = (Instant::now() + STEP).min(self.ends);
         self.take(&mut lines);
         let is_served = self.find_new_queues(&mut lines).is_ok();
-        if !is_served || Instant::now() >= self.ends {
+        let is_full = self.left == 0;
+        if !is_served || is_full || Instant::now() >= self.ends {
             self.has_ended = true;
             // What the queues note from now on nobody wants.
             self.queues.clear();
             let time_s = self.begun.elapsed().as_secs_f64();
             put(&TraceLine::End(TraceEnd { dropped: self.dropped, time_s, cut_short: !is_served }), &mut lines);
+        }
+        if lines.is_empty() {
+            // An empty line tells the caller that the server still answers: of a disk without requests there is nothing to say.
+            lines.push(b'\n');
         }
         Some(lines)
     }

@@ -115,8 +115,10 @@ fn meaning(stat: &DiskStat) -> String {
                 times the time that each spends there.";
     // A disk may have fronts that nobody uses.
     let busy: Vec<_> = stat.rates.layers.iter().filter(|layer| layer.queue_size_avg > 0.0).collect();
-    match (busy.first(), busy.last()) {
-        (Some(top), Some(below)) if top.queue_size_avg > below.queue_size_avg => format!(
+    // The host's device may have requests of others, too.
+    let is_below = |layer: &&&LayerRates| busy.first().is_some_and(|top| top.queue_size_avg > layer.queue_size_avg);
+    match (busy.first(), busy.iter().rev().find(is_below)) {
+        (Some(top), Some(below)) => format!(
             "{rule} Of {} requests in flight at {}, {} are at {}.",
             number(top.queue_size_avg),
             name_of(top),
