@@ -9,10 +9,12 @@
 //! when it ends, and none of what is in flight is in there.
 
 use std::fmt;
+use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{major, minor};
+use rustix::fs::{Mode, OFlags, major, minor, open};
+use rustix::io::Errno;
 use spile_core::metrics::now_ns;
 use spile_core::{Error, ErrorKind, Locator, Result};
 
@@ -20,6 +22,20 @@ use crate::serving::api::rates::{LayerRates, OperationRates, per_s};
 
 const DISKSTATS: &str = "/proc/diskstats";
 const SECTOR_BYTES: u64 = 512;
+
+/// Takes a block device for this process alone, as long as the file lives. Whoever writes over a device asks for this before.
+///
+/// # Errors
+/// `Busy` when the device is mounted, or a part of another device; the system's.
+pub fn claim(device: &Path) -> Result<File> {
+    let fd = open(device, OFlags::RDWR | OFlags::EXCL | OFlags::CLOEXEC, Mode::empty());
+    fd.map(File::from).map_err(|errno| match errno {
+        Errno::BUSY => Error::new(ErrorKind::Busy, "the device is in use: mounted, or a part of another device")
+            .at_path(device)
+            .hint("unmount it first"),
+        _ => Error::io("open", errno.into()).at_path(device),
+    })
+}
 
 /// A block device of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]

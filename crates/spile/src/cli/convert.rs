@@ -6,8 +6,7 @@ use std::io::{IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use rustix::fs::{Mode, OFlags, open as open_exclusively, tell};
-use rustix::io::Errno;
+use rustix::fs::tell;
 use serde::Serialize;
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_engine::OsEnv;
@@ -15,6 +14,7 @@ use spile_image::create::NewImage;
 use spile_image::measure::Space;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
+use spile_server::host_device;
 use spile_store::{CacheMode, HostStore, OsFiles};
 use utoipa::ToSchema;
 
@@ -257,7 +257,7 @@ impl Converted {
 /// known that neither the source nor, unless told otherwise, another image needs it.
 fn onto_path(work: Work, path: &Path) -> Result<Converted> {
     let stat = path.metadata().map_err(|e| Error::io("cannot be found", e)).at_path(path)?;
-    let _alone = space::is_block_device(&stat).then(|| claim(path)).transpose()?;
+    let _alone = space::is_block_device(&stat).then(|| host_device::claim(path)).transpose()?;
     let beneath = if space::is_block_device(&stat) { Beneath::Anything } else { Beneath::Zeroes };
     let path = path.to_owned();
     on_engine(move || async move {
@@ -267,17 +267,6 @@ fn onto_path(work: Work, path: &Path) -> Result<Converted> {
             family::refuse_lost_parent(&path).await?;
         }
         work.fill_new(&source, &path, beneath).await
-    })
-}
-
-/// Takes a block device for this process alone, which the kernel refuses when it is mounted or part of another device.
-fn claim(device: &Path) -> Result<File> {
-    let fd = open_exclusively(device, OFlags::RDWR | OFlags::EXCL | OFlags::CLOEXEC, Mode::empty());
-    fd.map(File::from).map_err(|errno| match errno {
-        Errno::BUSY => Error::new(ErrorKind::Busy, "the device is in use: mounted, or a part of another device")
-            .at_path(device)
-            .hint("unmount it first"),
-        _ => Error::io("open", errno.into()).at_path(device),
     })
 }
 

@@ -6,6 +6,8 @@
 
 mod show;
 
+use std::fs::File;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_engine::{Config, Engine};
 use spile_node::Shape;
+use spile_server::host_device::claim;
 use spile_server::tuned::{Tuned, device_of};
 use spile_server::units::format_size;
 use spile_store::{AnyStore, CacheMode, OsFiles};
@@ -98,6 +101,8 @@ struct Target {
     store: Arc<AnyStore>,
     /// Removed in the end.
     _own: Option<FilledFile>,
+    /// A device that is written over belongs to this process alone.
+    _alone: Option<File>,
 }
 
 /// Measures; `progress` is told what comes next, and how far it is, from 0 to 1.
@@ -161,6 +166,8 @@ impl Target {
             let error = Error::new(ErrorKind::InvalidInput, "what is on it would be destroyed").at_path(given);
             return Err(error.hint("name a folder, in which a file is made; or say --may-destroy"));
         }
+        let is_device = stat.file_type().is_block_device();
+        let _alone = (is_device && parameters.writes).then(|| claim(given)).transpose()?;
         let path = own.as_ref().map_or(given.as_path(), FilledFile::path);
         let mode = if parameters.writes { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
         let at = Locator::from(path);
@@ -170,7 +177,7 @@ impl Target {
             let what = format!("it has less than {}", format_size(LEAST_TARGET_BYTES));
             return Err(Error::new(ErrorKind::InvalidInput, what).at_path(path));
         }
-        Ok(Self { store: Arc::new(store), _own: own })
+        Ok(Self { store: Arc::new(store), _own: own, _alone })
     }
 }
 
