@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use async_task::Runnable;
+use spile_core::metrics::add;
 
 use crate::closing::FileFd;
 use crate::fd::Fd;
@@ -80,10 +81,6 @@ pub(crate) struct Counters {
     /// From here on, other threads write, too.
     wakes: AtomicU64,
     aio_enters: AtomicU64,
-}
-
-fn add(counter: &AtomicU64, count: u64) {
-    counter.store(counter.load(Ordering::Relaxed) + count, Ordering::Relaxed);
 }
 
 impl Counters {

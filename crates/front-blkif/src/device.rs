@@ -17,7 +17,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
-use spile_front::FrontReading;
+use spile_front::{Breakdown, FrontReading};
 use spile_xen::store::XenStore;
 use spile_xen::{EventChannels, Grants};
 
@@ -146,9 +146,9 @@ impl Device {
     }
 
     /// Reads what all rings have counted, for as long as the reader lives, also when the device has ended.
-    pub fn reader(&self) -> impl Fn() -> FrontReading + Send + Sync + 'static {
+    pub fn reader(&self) -> impl Fn(Breakdown) -> FrontReading + Send + Sync + 'static {
         let counters = self.counters.clone();
-        move || counters.total()
+        move |breakdown| counters.total(breakdown)
     }
 
     /// Finds what is kept of the requests of each ring, for as long as the reader lives, also when the device has ended.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use spile_core::metrics::span::SpanLog;
 use spile_core::metrics::{Op, OpSums};
-use spile_front::{FrontCounters, FrontReading};
+use spile_front::{Breakdown, FrontCounters, FrontReading};
 
 /// Sums of a disk's requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,12 +80,12 @@ impl DiskCounters {
 
     /// What each ring has counted up to now.
     pub fn metrics(&self) -> Vec<FrontReading> {
-        self.rings().iter().map(|ring| FrontCounters::read_all([&**ring])).collect()
+        self.rings().iter().map(|ring| FrontCounters::read([&**ring], Breakdown::Sum)).collect()
     }
 
-    /// What all rings have counted together up to now.
-    pub fn total(&self) -> FrontReading {
-        FrontCounters::read_all(self.rings().iter().map(|ring| &**ring))
+    /// What all rings have counted together up to now, and each of them if `breakdown` says so.
+    pub fn total(&self, breakdown: Breakdown) -> FrontReading {
+        FrontCounters::read(self.rings().iter().map(|ring| &**ring), breakdown)
     }
 
     /// From now on the sums are shown on `board`. A disk has one board for its whole life; a second one is ignored.

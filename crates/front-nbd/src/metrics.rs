@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use spile_core::metrics::Op;
 use spile_core::metrics::span::SpanLog;
-use spile_front::{FrontCounters, FrontReading};
+use spile_front::{Breakdown, FrontCounters, FrontReading};
 
 use crate::wire::request::Command;
 
@@ -47,8 +47,8 @@ impl ExportMetrics {
         self.by_worker.iter().map(|counters| counters.spans.clone()).collect()
     }
 
-    pub(crate) fn read(&self) -> FrontReading {
+    pub(crate) fn read(&self, breakdown: Breakdown) -> FrontReading {
         let connections = self.connections.load(Relaxed) as u64;
-        FrontReading { connections, ..FrontCounters::read_all(&self.by_worker) }
+        FrontReading { connections, ..FrontCounters::read(&self.by_worker, breakdown) }
     }
 }

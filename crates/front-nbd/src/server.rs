@@ -8,7 +8,7 @@ use std::time::Duration;
 use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk, Error, ErrorKind, MAX_REQUEST_BYTES, Result};
 use spile_engine::Engine;
-use spile_front::{Connections, FailedRequest, FrontReading, Listeners, LogLimit, Peer, log_failure};
+use spile_front::{Breakdown, Connections, FailedRequest, FrontReading, Listeners, LogLimit, Peer, log_failure};
 use spile_nbd_tls::{ServerConfig as TlsConfig, ServerFiles};
 
 use crate::connection::{self, tls_mode};
@@ -195,8 +195,13 @@ impl<D: Disk> Server<D> {
 
     /// What was counted of the export of this name; all zero if there is none.
     pub fn metrics(&self, export: &str) -> FrontReading {
+        self.read(export, Breakdown::Sum)
+    }
+
+    /// What was counted of the export of this name, and on each worker if `breakdown` says so; all zero if there is none.
+    pub fn read(&self, export: &str, breakdown: Breakdown) -> FrontReading {
         let index = self.shared.exports.iter().position(|other| other.name == export);
-        index.map_or_else(FrontReading::default, |index| self.shared.metrics[index].read())
+        index.map_or_else(FrontReading::default, |index| self.shared.metrics[index].read(breakdown))
     }
 
     /// What is kept of the requests to the export of this name, by worker; nothing if there is none.

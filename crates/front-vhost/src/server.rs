@@ -17,7 +17,9 @@ use rustix::net::{Shutdown, shutdown};
 use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
-use spile_front::{Connections, FrontCounters, FrontReading, Listeners, LogLimit, Peer, Place, has_hung_up, is_ready};
+use spile_front::{
+    Breakdown, Connections, FrontCounters, FrontReading, Listeners, LogLimit, Peer, Place, has_hung_up, is_ready,
+};
 
 use crate::channel::{Channel, Notices, Received};
 use crate::execute::{FRONT, ID_BYTES, Target};
@@ -314,7 +316,12 @@ impl<D: Disk> Server<D> {
 
     /// What all queues together have counted, over restarts of queues.
     pub fn metrics(&self) -> FrontReading {
-        let reading = FrontCounters::read_all(self.shared.counters.iter().map(|counters| &**counters));
+        self.read(Breakdown::Sum)
+    }
+
+    /// What all queues together have counted, and each of them if `breakdown` says so.
+    pub fn read(&self, breakdown: Breakdown) -> FrontReading {
+        let reading = FrontCounters::read(self.shared.counters.iter().map(|counters| &**counters), breakdown);
         FrontReading { connections: self.connections() as u64, ..reading }
     }
 }

@@ -19,7 +19,7 @@ pub use accept::Listeners;
 pub use connections::{Connections, Peer, Place, Presence, has_hung_up, is_ready};
 pub use errors::{WireStatus, blkif, nbd, virtio};
 pub use log::{FailedRequest, Reason, log_failure};
-pub use metrics::{FRONT_METRICS, FrontCounters, FrontMetric, FrontReading, QueueReading};
+pub use metrics::{Breakdown, FRONT_METRICS, FrontCounters, FrontMetric, FrontReading, QueueReading};
 pub use ring::{GuestRing, serve_ring};
 pub use slots::{Inbox, QueueWaker, Slots};
 pub use spile_core::LogLimit;

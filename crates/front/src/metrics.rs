@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use spile_core::metrics::span::SpanLog;
-use spile_core::metrics::{Counters, Kind, Reading, now_ns};
+use spile_core::metrics::{Counters, Kind, Reading, add, now_ns};
 
 /// Counts for one ring of a guest, or for one worker's share of an export. It has one writer at a time. A ring's
 /// counters go on when the ring is started again.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct FrontCounters {
+    /// The moment, in nanoseconds of CLOCK_MONOTONIC.
+    made_ns: u64,
     /// Requests, from the moment when they were taken to the moment when their answers are shown.
     pub requests: Counters,
     /// What is kept of single requests.
@@ -23,56 +25,77 @@ pub struct FrontCounters {
     held_flushes: AtomicU64,
 }
 
-fn add_one(to: &AtomicU64) {
-    to.store(to.load(Relaxed) + 1, Relaxed);
+impl Default for FrontCounters {
+    fn default() -> Self {
+        Self {
+            made_ns: now_ns(),
+            requests: Counters::default(),
+            spans: Arc::default(),
+            ring_starts: AtomicU64::new(0),
+            ring_stops: AtomicU64::new(0),
+            notifications: AtomicU64::new(0),
+            suppressed: AtomicU64::new(0),
+            held_flushes: AtomicU64::new(0),
+        }
+    }
 }
 
 impl FrontCounters {
     /// The ring begins to be served.
     pub fn ring_started(&self) {
-        add_one(&self.ring_starts);
+        add(&self.ring_starts, 1);
     }
 
     /// The ring is served no more. Requests that were not answered never will be here: they count as ended, or they
     /// would seem to be in flight for ever.
     pub fn ring_stopped(&self) {
-        add_one(&self.ring_stops);
+        add(&self.ring_stops, 1);
         self.requests.abandon(now_ns());
     }
 
     /// The guest was notified of answers.
     pub fn notified(&self) {
-        add_one(&self.notifications);
+        add(&self.notifications, 1);
     }
 
     /// Answers were shown to the guest without notifying it: it did not want that.
     pub fn not_notified(&self) {
-        add_one(&self.suppressed);
+        add(&self.suppressed, 1);
     }
 
     /// A flush has failed and stays unanswered.
     pub fn flush_held(&self) {
-        add_one(&self.held_flushes);
+        add(&self.held_flushes, 1);
     }
 
-    fn read_queue(&self, number: usize) -> QueueReading {
-        QueueReading {
-            number,
-            requests: Counters::read_all([&self.requests]),
-            notifications: self.notifications.load(Relaxed),
-            suppressed: self.suppressed.load(Relaxed),
+    /// What all of these have counted together, and each of them if `breakdown` says so: all up to the same moment, now.
+    pub fn read<'a>(counters: impl IntoIterator<Item = &'a Self> + Clone, breakdown: Breakdown) -> FrontReading {
+        let requests = counters.clone().into_iter().map(|counters| &counters.requests);
+        if breakdown == Breakdown::Sum {
+            return Self::sums(counters, Counters::read_all(requests), Vec::new());
         }
+        let (requests, each) = Counters::read_each(requests);
+        let queue = |(number, (counters, requests)): (usize, (&Self, Reading))| QueueReading {
+            number,
+            requests,
+            notifications: counters.notifications.load(Relaxed),
+            suppressed: counters.suppressed.load(Relaxed),
+        };
+        let queues = counters.clone().into_iter().zip(each).enumerate().map(queue).collect();
+        Self::sums(counters, requests, queues)
     }
 
-    /// What all of these have counted together, up to now.
-    pub fn read_all<'a>(counters: impl IntoIterator<Item = &'a Self> + Clone) -> FrontReading {
-        let requests = Counters::read_all(counters.clone().into_iter().map(|counters| &counters.requests));
+    fn sums<'a>(
+        counters: impl IntoIterator<Item = &'a Self> + Clone,
+        requests: Reading,
+        queues: Vec<QueueReading>,
+    ) -> FrontReading {
         let sum =
             |of: fn(&Self) -> &AtomicU64| counters.clone().into_iter().map(|counters| of(counters).load(Relaxed)).sum();
-        let each = counters.clone().into_iter().enumerate();
         FrontReading {
+            made_ns: counters.clone().into_iter().map(|counters| counters.made_ns).min(),
             requests,
-            queues: each.map(|(number, counters)| counters.read_queue(number)).collect(),
+            queues,
             connections: 0,
             ring_starts: sum(|counters| &counters.ring_starts),
             ring_stops: sum(|counters| &counters.ring_stops),
@@ -81,6 +104,15 @@ impl FrontCounters {
             held_flushes: sum(|counters| &counters.held_flushes),
         }
     }
+}
+
+/// Whether a reading tells of the queues of a front one by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Breakdown {
+    /// Only of all together, which copies fewer numbers.
+    Sum,
+    /// Of all together, and of each one.
+    Queues,
 }
 
 /// What one queue of a front has counted: a ring of a guest, or a worker's share of an export.
@@ -99,9 +131,12 @@ pub struct QueueReading {
 /// What a front's counters say at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct FrontReading {
+    /// When the first of these counters was made, in nanoseconds of CLOCK_MONOTONIC; `None` when there are none. Counters that were
+    /// made at another moment are other ones, with counts of their own.
+    pub made_ns: Option<u64>,
     /// Requests.
     pub requests: Reading,
-    /// What each queue has counted.
+    /// What each queue has counted; nothing where only the sums were read.
     pub queues: Vec<QueueReading>,
     /// Connections that are open now.
     pub connections: u64,
@@ -138,6 +173,7 @@ impl FrontReading {
 /// Readings of different rings, exports, fronts or processes add up, and so do those of queues of the same number.
 impl AddAssign<&FrontReading> for FrontReading {
     fn add_assign(&mut self, other: &Self) {
+        self.made_ns = [self.made_ns, other.made_ns].into_iter().flatten().min();
         self.requests += &other.requests;
         self.connections += other.connections;
         self.ring_starts += other.ring_starts;
@@ -228,9 +264,9 @@ mod tests {
         let begun_ns = now_ns();
         [Op::Read, Op::Write, Op::Flush].into_iter().for_each(|op| ring.requests.begin(op, 512, begun_ns));
         ring.requests.end(Ended { op: Op::Read, failed: true, begun_ns }, now_ns());
-        assert_eq!(FrontCounters::read_all([&ring]).requests.in_flight(), 2);
+        assert_eq!(FrontCounters::read([&ring], Breakdown::Sum).requests.in_flight(), 2);
         ring.ring_stopped();
-        let reading = FrontCounters::read_all([&ring]);
+        let reading = FrontCounters::read([&ring], Breakdown::Sum);
         assert_eq!((reading.rings_at_work(), reading.requests.in_flight()), (0, 0));
         assert_eq!((reading.requests.total().ended, reading.answered(), reading.errors()), (3, 1, 1));
     }
@@ -242,7 +278,7 @@ mod tests {
         (0..3).for_each(|_| ring.notified());
         (0..5).for_each(|_| ring.not_notified());
         (0..4).for_each(|_| ring.flush_held());
-        let mut reading = FrontCounters::read_all([&ring, &FrontCounters::default()]);
+        let mut reading = FrontCounters::read([&ring, &FrontCounters::default()], Breakdown::Queues);
         reading.connections = 2;
         let of_queues: Vec<_> = reading.queues.iter().map(|q| (q.number, q.notifications, q.suppressed)).collect();
         assert_eq!(of_queues, [(0, 3, 5), (1, 0, 0)]);

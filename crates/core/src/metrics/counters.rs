@@ -2,18 +2,29 @@
 //!
 //! The requests in flight are integrated over time without sampling: at a time T the integral is Σ(ends) − Σ(begins) +
 //! (begun − ended)·T. Each request adds its begin and its end to two sums, whose arithmetic wraps. A count and its sum
-//! have to be read together, so a version that is odd while they change tells a reader to look again.
+//! have to be read together, which a [`Version`] sees to.
 //!
-//! A third sum, of the begins of those that have ended, tells how old all that is in flight is together. It makes Little's law
-//! a check and not a tautology ([`super::little`]).
+//! A third sum, of the begins of those that have ended, tells how old all that is in flight is together: what Little's law
+//! needs at the edges of an interval ([`super::little`]).
 //!
 //! A request that never has to wait takes no time: it is one more in a count of its own, which needs neither the sums nor the
 //! version.
 
-use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::histogram::{BUCKETS, Histogram, add};
+use super::histogram::{BUCKETS, Histogram};
+use super::version::Version;
 use super::{Latency, Op, OpReading, OpSums, Reading, is_counting, now_ns};
+
+/// How often a reader looks again until counts, times and all buckets belong together. A writer may change them more often than they can
+/// be copied; then the counts and times belong together, and the buckets may have what has ended a moment later.
+const LOOKS: usize = 8;
+
+/// Adds to an atomic that has one writer at a time: no locked instruction.
+#[inline]
+pub fn add(to: &AtomicU64, count: u64) {
+    to.store(to.load(Relaxed).wrapping_add(count), Relaxed);
+}
 
 #[derive(Debug, Default)]
 struct OpCounters {
@@ -30,12 +41,14 @@ struct OpCounters {
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub struct Counters {
-    /// Odd while a request begins or ends.
-    version: AtomicU64,
+    /// It changes when a request begins or ends.
+    version: Version,
     begin_sum_ns: AtomicU64,
     end_sum_ns: AtomicU64,
     /// When those began that have ended. One that was abandoned counts as begun when it was abandoned.
     ended_begin_sum_ns: AtomicU64,
+    /// Requests that were abandoned. They are among those that have ended, and have no latency.
+    abandoned: [AtomicU64; Op::COUNT],
     ops: [OpCounters; Op::COUNT],
 }
 
@@ -65,6 +78,7 @@ pub struct Ended {
 struct Times {
     begun: [u64; Op::COUNT],
     ended: [u64; Op::COUNT],
+    abandoned: [u64; Op::COUNT],
     latency_ns: [u64; Op::COUNT],
     begin_ns: u64,
     end_ns: u64,
@@ -79,7 +93,7 @@ impl Counters {
             return;
         }
         let counters = &self.ops[op as usize];
-        self.change(|| {
+        self.version.change(|| {
             add(&counters.begun, 1);
             add(&self.begin_sum_ns, now_ns);
         });
@@ -90,7 +104,7 @@ impl Counters {
     #[inline]
     pub fn end(&self, request: Ended, now_ns: u64) {
         if is_counting() {
-            self.change(|| self.note_ends(request, 1, now_ns));
+            self.version.change(|| self.note_ends(request, 1, now_ns));
         }
     }
 
@@ -111,7 +125,7 @@ impl Counters {
         if !is_counting() {
             return requests.into_iter().for_each(drop);
         }
-        self.change(|| {
+        self.version.change(|| {
             for (request, count) in runs(requests) {
                 let counters = &self.ops[request.op as usize];
                 add(&counters.begun, count);
@@ -127,23 +141,24 @@ impl Counters {
         if !is_counting() {
             return requests.into_iter().for_each(drop);
         }
-        self.change(|| runs(requests).for_each(|(request, count)| self.note_ends(request, count, now_ns)));
+        self.version.change(|| runs(requests).for_each(|(request, count)| self.note_ends(request, count, now_ns)));
     }
 
     /// No request that is in flight will ever end: each counts as ended, without a latency. Only where all that begins
     /// here ends here as well.
     pub fn abandon(&self, now_ns: u64) {
-        self.change(|| {
-            for op in &self.ops {
+        self.version.change(|| {
+            for (op, abandoned) in self.ops.iter().zip(&self.abandoned) {
                 let left = op.begun.load(Relaxed).wrapping_sub(op.ended.load(Relaxed));
                 add(&op.ended, left);
+                add(abandoned, left);
                 add(&self.end_sum_ns, left.wrapping_mul(now_ns));
                 add(&self.ended_begin_sum_ns, left.wrapping_mul(now_ns));
             }
         });
     }
 
-    /// Notes the end of `count` equal requests; part of a [`Counters::change`].
+    /// Notes the end of `count` equal requests; part of a change.
     #[inline]
     fn note_ends(&self, request: Ended, count: u64, now_ns: u64) {
         let counters = &self.ops[request.op as usize];
@@ -156,15 +171,6 @@ impl Counters {
         counters.latency.note(now_ns.saturating_sub(request.begun_ns), count);
     }
 
-    #[inline]
-    fn change(&self, change: impl FnOnce()) {
-        let version = self.version.load(Relaxed);
-        self.version.store(version.wrapping_add(1), Relaxed);
-        fence(Ordering::Release);
-        change();
-        self.version.store(version.wrapping_add(2), Ordering::Release);
-    }
-
     /// What all of these have counted together, up to now.
     pub fn read_all<'a>(counters: impl IntoIterator<Item = &'a Self>) -> Reading {
         let mut sum = Reading::default();
@@ -174,14 +180,25 @@ impl Counters {
         sum
     }
 
+    /// What all of these have counted together, and what each has counted: all up to the same moment, now.
+    pub fn read_each<'a>(counters: impl IntoIterator<Item = &'a Self>) -> (Reading, Vec<Reading>) {
+        let mut each: Vec<_> = counters.into_iter().map(|counters| counters.read(0)).collect();
+        // The clock is read last, as above.
+        let now_ns = now_ns();
+        each.iter_mut().for_each(|reading| reading.advance_to(now_ns));
+        let mut sum = Reading { at_ns: now_ns, ..Reading::default() };
+        each.iter().for_each(|reading| sum += reading);
+        (sum, each)
+    }
+
     /// What was counted, with everything in flight counted up to `now_ns`, which is not before the last begin or end.
     pub fn read(&self, now_ns: u64) -> Reading {
-        let times = self.times();
+        let (times, mut buckets) = self.snapshot();
         let mut in_flight = 0u64;
         let ops = std::array::from_fn(|op| {
             let here = times.begun[op].wrapping_sub(times.ended[op]);
             in_flight = in_flight.wrapping_add(here);
-            self.ops[op].read(&times, op, here)
+            self.ops[op].read(&times, std::mem::take(&mut buckets[op]), op)
         });
         let now_sum = in_flight.wrapping_mul(now_ns);
         let depth_integral_ns = times.end_ns.wrapping_sub(times.begin_ns).wrapping_add(now_sum);
@@ -203,22 +220,22 @@ impl Counters {
         }
     }
 
+    /// Counts and times with the latencies by bucket, by kind of request ([`LOOKS`]).
+    fn snapshot(&self) -> (Times, [Vec<u64>; Op::COUNT]) {
+        let buckets = || std::array::from_fn(|op| self.ops[op].latency.counts());
+        let mut looks = (0..LOOKS).map(|_| self.version.try_read(|| (self.times(), buckets())));
+        looks.find_map(|found| found).unwrap_or_else(|| (self.version.read(|| self.times()), buckets()))
+    }
+
     fn times(&self) -> Times {
-        loop {
-            let before = self.version.load(Ordering::Acquire);
-            let times = Times {
-                begun: std::array::from_fn(|op| self.ops[op].begun.load(Relaxed)),
-                ended: std::array::from_fn(|op| self.ops[op].ended.load(Relaxed)),
-                latency_ns: std::array::from_fn(|op| self.ops[op].latency.sum_ns.load(Relaxed)),
-                begin_ns: self.begin_sum_ns.load(Relaxed),
-                end_ns: self.end_sum_ns.load(Relaxed),
-                ended_begin_ns: self.ended_begin_sum_ns.load(Relaxed),
-            };
-            fence(Ordering::Acquire);
-            if before & 1 == 0 && self.version.load(Relaxed) == before {
-                return times;
-            }
-            std::thread::yield_now();
+        Times {
+            begun: std::array::from_fn(|op| self.ops[op].begun.load(Relaxed)),
+            ended: std::array::from_fn(|op| self.ops[op].ended.load(Relaxed)),
+            abandoned: std::array::from_fn(|op| self.abandoned[op].load(Relaxed)),
+            latency_ns: std::array::from_fn(|op| self.ops[op].latency.sum_ns.load(Relaxed)),
+            begin_ns: self.begin_sum_ns.load(Relaxed),
+            end_ns: self.end_sum_ns.load(Relaxed),
+            ended_begin_ns: self.ended_begin_sum_ns.load(Relaxed),
         }
     }
 }
@@ -241,9 +258,8 @@ fn runs<T: Copy + PartialEq>(items: impl IntoIterator<Item = T>) -> impl Iterato
 }
 
 impl OpCounters {
-    fn read(&self, times: &Times, op: usize, in_flight: u64) -> OpReading {
+    fn read(&self, times: &Times, mut counts: Vec<u64>, op: usize) -> OpReading {
         let at_once = self.at_once.load(Relaxed);
-        let mut counts = self.latency.counts();
         if at_once > 0 {
             counts.resize(BUCKETS, 0);
             counts[0] += at_once;
@@ -253,7 +269,8 @@ impl OpCounters {
             ended: times.ended[op].wrapping_add(at_once),
             errors: self.errors.load(Relaxed),
             bytes: self.bytes.load(Relaxed),
-            in_flight: in_flight as i64,
+            abandoned: times.abandoned[op],
+            in_flight: times.begun[op].wrapping_sub(times.ended[op]).cast_signed(),
             latency: Latency { sum_ns: times.latency_ns[op], max_ns: self.latency.max_ns.load(Relaxed), counts },
         }
     }
@@ -346,6 +363,41 @@ mod tests {
         let reading = counters.read(90);
         assert_eq!((reading.in_flight(), reading.depth_integral_ns), (0, 10 + 40));
         assert_eq!((reading.op(Op::Flush).ended, reading.op(Op::Flush).latency.count()), (1, 0));
+    }
+
+    #[test]
+    fn each_and_all_are_read_at_one_moment() {
+        let counters: [Counters; 3] = Default::default();
+        let begun_ns = now_ns();
+        counters.iter().zip(1..).for_each(|(one, count)| (0..count).for_each(|_| one.begin(Op::Write, 1, begun_ns)));
+        let (sum, each) = Counters::read_each(&counters);
+        assert!(each.iter().all(|reading| reading.at_ns == sum.at_ns), "{each:?}");
+        assert_eq!(each.iter().map(Reading::in_flight).collect::<Vec<_>>(), [1, 2, 3]);
+        let added = each.iter().fold(Reading::default(), |added, reading| added + reading.clone());
+        assert_eq!(added, sum);
+        assert_eq!(sum.depth_integral_ns, 6 * (sum.at_ns - begun_ns));
+    }
+
+    #[test]
+    fn latencies_are_read_with_their_count() {
+        let counters = Counters::default();
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                for now_ns in 1..1000 {
+                    counters.begin(Op::Read, 1, now_ns);
+                    counters.end(ended(now_ns), now_ns + 77);
+                    // A writer without rest changes more often than all buckets can be copied.
+                    std::thread::sleep(std::time::Duration::from_micros(20));
+                }
+            });
+            let (mut looks, mut torn) = (0, 0);
+            while !writer.is_finished() {
+                let reads = counters.read(0).op(Op::Read).clone();
+                looks += 1;
+                torn += u64::from(reads.latency.count() != reads.ended);
+            }
+            assert!(torn * 20 <= looks, "{torn} of {looks}");
+        });
     }
 
     #[test]

@@ -4,6 +4,8 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use super::counters::add;
+
 /// Each power of two is cut into so many buckets.
 const STEPS: u64 = 32;
 /// How many buckets there are. Latencies up to 2^36 ns (69 s) are told apart; the last bucket holds all longer ones.
@@ -27,12 +29,6 @@ pub fn bounds_of(bucket: usize) -> Range<u64> {
     let shift = bucket / STEPS - 1;
     let start = (STEPS + bucket % STEPS) << shift;
     start..start + (1 << shift)
-}
-
-/// Adds to an atomic that has one writer.
-#[inline]
-pub(super) fn add(to: &AtomicU64, count: u64) {
-    to.store(to.load(Relaxed).wrapping_add(count), Relaxed);
 }
 
 /// The latencies of one kind of request. It has one writer at a time.

@@ -21,9 +21,10 @@ mod reading;
 pub mod span;
 mod switch;
 mod table;
+mod version;
 
 pub use clock::{begin_turn, now_ns, turn_ns};
-pub use counters::{Begun, Counters, Ended};
+pub use counters::{Begun, Counters, Ended, add};
 pub use histogram::{BUCKETS, bounds_of, bucket_of};
 pub use little::{Gap, little};
 pub use meter::{InFlight, Meter};

@@ -30,6 +30,8 @@ pub struct OpReading {
     pub errors: u64,
     /// Bytes that the requests asked for when they began.
     pub bytes: u64,
+    /// Of those that have ended, how many a stop left unanswered. They have no latency.
+    pub abandoned: u64,
     /// Requests in flight at the moment of the reading. Below zero in a reading of one thread's counters alone, when
     /// more requests ended on that thread than began there.
     pub in_flight: i64,
@@ -162,6 +164,7 @@ impl OpReading {
             ended: self.ended.wrapping_sub(earlier.ended),
             errors: self.errors.wrapping_sub(earlier.errors),
             bytes: self.bytes.wrapping_sub(earlier.bytes),
+            abandoned: self.abandoned.wrapping_sub(earlier.abandoned),
             in_flight: self.in_flight,
             latency: self.latency.since(&earlier.latency),
         }
@@ -174,6 +177,7 @@ impl AddAssign<&OpReading> for OpReading {
         self.ended = self.ended.wrapping_add(other.ended);
         self.errors = self.errors.wrapping_add(other.errors);
         self.bytes = self.bytes.wrapping_add(other.bytes);
+        self.abandoned = self.abandoned.wrapping_add(other.abandoned);
         self.in_flight += other.in_flight;
         self.latency += &other.latency;
     }

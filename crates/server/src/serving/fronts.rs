@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
-use spile_front::FrontReading;
+use spile_front::{Breakdown, FrontReading};
 use spile_front_blkif::device::{Device, End as XenEnd};
 use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
 use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
@@ -300,7 +300,7 @@ impl Fronts {
     /// Keeps what an NBD server has counted that is about to go.
     fn keep_counts(&mut self, nbd: &Nbd) {
         for name in &nbd.names {
-            let counted = FrontReading { connections: 0, ..nbd.server.metrics(name) };
+            let counted = FrontReading { connections: 0, ..nbd.server.read(name, Breakdown::Queues) };
             *self.counted.entry(name.clone()).or_default() += &counted;
         }
     }
@@ -346,12 +346,19 @@ impl Fronts {
             let nbd = [&self.nbd].into_iter().chain(&self.former).filter(|nbd| nbd.names.contains(name));
             let servers: Vec<_> = nbd.map(|nbd| nbd.server.clone()).collect();
             let (own, before) = (name.clone(), self.counted.get(name).cloned().unwrap_or_default());
-            let read = move || sum(before.clone(), servers.iter().map(|server| server.metrics(&own)));
+            let read = move |breakdown| {
+                let mut before = before.clone();
+                before.queues.retain(|_| breakdown == Breakdown::Queues);
+                sum(before, servers.iter().map(|server| server.read(&own, breakdown)))
+            };
             meters.push((format!("front nbd {name:?}"), Arc::new(read)));
         }
         for vhost in self.vhost.iter().filter(|vhost| names.contains(&vhost.export)) {
             let server = vhost.server.clone();
-            meters.push((format!("front vhost-user {:?}", vhost.export), Arc::new(move || server.metrics())));
+            meters.push((
+                format!("front vhost-user {:?}", vhost.export),
+                Arc::new(move |breakdown| server.read(breakdown)),
+            ));
         }
         meters
             .extend(self.xen.as_ref().map(|xen| ("front xen".to_owned(), Arc::new(xen.device.reader()) as ReadMeter)));

@@ -1,11 +1,12 @@
 //! [`Slowest`]: the slowest requests of the interval that runs, and those of the one before.
 //!
-//! One thread writes at a time, without a lock; a version that is odd while entries change tells a reader to look again.
+//! One thread writes at a time, without a lock; readers look again when entries have changed meanwhile.
 
-use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::{PHASES, Record, What};
 use crate::metrics::Op;
+use crate::metrics::version::Version;
 
 /// How many requests of an interval are kept.
 pub const KEPT: usize = 8;
@@ -38,7 +39,7 @@ impl Entry {
 /// The slowest requests.
 #[derive(Debug, Default)]
 pub struct Slowest {
-    version: AtomicU64,
+    version: Version,
     ends_ns: AtomicU64,
     least_ns: AtomicU64,
     now: [Entry; KEPT],
@@ -60,7 +61,7 @@ impl Slowest {
     #[cold]
     fn turn(&self, now_ns: u64) {
         let is_old = now_ns >= self.ends_ns.load(Relaxed).saturating_add(INTERVAL_NS);
-        self.change(|| {
+        self.version.change(|| {
             for (before, now) in self.before.iter().zip(&self.now) {
                 before.put(&if is_old { [0; WORDS] } else { now.words() });
                 now.put(&[0; WORDS]);
@@ -74,30 +75,16 @@ impl Slowest {
     #[cold]
     pub fn keep(&self, record: &Record) {
         let Some(place) = self.now.iter().min_by_key(|entry| entry.latency_ns()) else { return };
-        self.change(|| place.put(&words_of(record)));
+        self.version.change(|| place.put(&words_of(record)));
         let least_ns = self.now.iter().map(Entry::latency_ns).min();
         self.least_ns.store(least_ns.unwrap_or(0), Relaxed);
     }
 
-    fn change(&self, change: impl FnOnce()) {
-        let version = self.version.load(Relaxed);
-        self.version.store(version.wrapping_add(1), Relaxed);
-        fence(Ordering::Release);
-        change();
-        self.version.store(version.wrapping_add(2), Ordering::Release);
-    }
-
     /// The requests of both intervals. Where nothing was answered for long they may be much older.
     pub fn read(&self) -> Vec<Record> {
-        loop {
-            let before = self.version.load(Ordering::Acquire);
-            let words: Vec<_> = self.now.iter().chain(&self.before).map(Entry::words).collect();
-            fence(Ordering::Acquire);
-            if before & 1 == 0 && self.version.load(Relaxed) == before {
-                return words.iter().filter(|words| words[LATENCY] > 0).map(record_of).collect();
-            }
-            std::hint::spin_loop();
-        }
+        let words = |entries: &[Entry; KEPT]| entries.each_ref().map(Entry::words);
+        let both = self.version.read(|| [words(&self.now), words(&self.before)]);
+        both.as_flattened().iter().filter(|words| words[LATENCY] > 0).map(record_of).collect()
     }
 }
 

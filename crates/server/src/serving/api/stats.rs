@@ -112,6 +112,9 @@ pub struct OperationStats {
     pub requests: u64,
     /// Of these, how many failed.
     pub errors: u64,
+    /// Of these, how many a stop left unanswered. They have no latency.
+    #[serde(default)]
+    pub abandoned: u64,
     /// Bytes that were asked for.
     pub bytes: u64,
     /// Requests in flight now.
@@ -210,6 +213,7 @@ impl OperationStats {
             begun: reading.begun,
             requests: reading.ended,
             errors: reading.errors,
+            abandoned: reading.abandoned,
             bytes: reading.bytes,
             in_flight: reading.in_flight.max(0) as u64,
             latency_sum_ns: reading.latency.sum_ns,
@@ -225,8 +229,10 @@ impl OperationStats {
             begun: self.begun,
             ended: self.requests,
             errors: self.errors,
+            abandoned: self.abandoned,
             bytes: self.bytes,
-            in_flight: self.in_flight as i64,
+            // `in_flight` never tells that more have ended than began, and these counts do.
+            in_flight: self.begun.wrapping_sub(self.requests).cast_signed(),
             latency: Latency { sum_ns: self.latency_sum_ns, max_ns: self.latency_max_ns, counts },
         }
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk as _, Error, ErrorKind, Extent, Result, Store as _};
 use spile_engine::Engine;
-use spile_front::FrontReading;
+use spile_front::{Breakdown, FrontReading};
 use spile_image::GraphLayer;
 use spile_image::layer::Layer as _;
 use spile_node::{Policy, Shape, Shaping, Troubles};
@@ -24,7 +24,7 @@ use crate::serving::disks::{Open, ServedDisk};
 use crate::serving::failed_syncs;
 
 /// Reads what a front has counted of a disk.
-pub type ReadMeter = Arc<dyn Fn() -> FrontReading + Send + Sync>;
+pub type ReadMeter = Arc<dyn Fn(Breakdown) -> FrontReading + Send + Sync>;
 
 /// Finds what is kept of the requests of a front's queues, rings or workers.
 pub type ReadSpans = Arc<dyn Fn() -> Vec<Arc<SpanLog>> + Send + Sync>;
@@ -100,7 +100,7 @@ impl DiskView {
 
     fn detail(&self, server: &str, engine: &Engine) -> DiskDetail {
         let without_front = |requests| FrontReading { requests, ..FrontReading::default() };
-        let fronts = self.meters.iter().map(|(layer, read)| Meter::new(layer.clone(), &read()));
+        let fronts = self.meters.iter().map(|(layer, read)| Meter::new(layer.clone(), &read(Breakdown::Sum)));
         let disk = Meter::new("disk".to_owned(), &without_front(self.disk.meter().read()));
         let graph = self.disk.graph_now();
         let images = graph
@@ -135,7 +135,8 @@ impl DiskView {
     }
 
     fn stats(&self, server: &str) -> DiskStats {
-        let fronts = self.meters.iter().map(|(name, read)| LayerStats::of_front(name.clone(), &read()));
+        let fronts =
+            self.meters.iter().map(|(name, read)| LayerStats::of_front(name.clone(), &read(Breakdown::Queues)));
         let (bounces, bounced_bytes) = self.disk.bounced();
         let mut disk = LayerStats::new(LayerKind::Disk, "disk".to_owned(), &self.disk.meter().read())
             .with_counters([("bounces_total", bounces), ("bounced_bytes_total", bounced_bytes)]);
