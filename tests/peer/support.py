@@ -9,7 +9,10 @@ that a test asks only for what the protocol promises.
 """
 
 import atexit
+import functools
 import hashlib
+import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -20,6 +23,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -31,6 +35,9 @@ STANDIN = os.environ.get("SPILE_STANDIN", "")
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+
+# Python packages that `scripts/setup.sh test` has put there, because Debian has none of them.
+sys.path.append(str(TARGET / "python"))
 
 # Control sockets and the marks of failed syncs: the host's own must not decide what a test sees, nor the other way round.
 RUN_DIR = tempfile.mkdtemp(prefix="spile-run-")
@@ -65,6 +72,14 @@ def need_module(name, package):
         return __import__(name)
     except ImportError:
         raise unittest.SkipTest(f"Python module {name} is not installed (package {package})")
+
+
+def need_package(name):
+    """The folder of a Python package of `scripts/setup.sh test`, which is not imported; or a skip."""
+    found = importlib.util.find_spec(name)
+    if found is None:
+        raise unittest.SkipTest(f"Python package {name} is not installed (scripts/setup.sh test)")
+    return pathlib.Path(found.origin).parent
 
 
 def run(*command, ok=True, stdin=None, limit_s=LIMIT_S, env=None, cwd=None):
@@ -316,6 +331,33 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+PORTS = itertools.count(9000)
+
+
+def own_address():
+    """Returns a TCP address that no other program listens on, now or later: this process has a loopback address of its own."""
+    pid = os.getpid()
+    return f"127.{64 | pid >> 16}.{pid >> 8 & 255}.{pid & 255}:{next(PORTS)}"
+
+
+def tries(count):
+    """For a test that compares what two programs measure: on a busy host they may not have measured the same. It passes when one of
+    `count` runs does. What is always wrong fails in each of them."""
+    def again_and_again(test):
+        @functools.wraps(test)
+        def run_again(self):
+            for _ in range(count - 1):
+                try:
+                    return test(self)
+                except AssertionError as error:
+                    print(f"{self.id()}, once more: {error}", file=sys.stderr)
+                    self.doCleanups()
+                    self.setUp()
+            return test(self)
+        return run_again
+    return again_and_again
 
 
 def read_until(stream, pattern, limit_s, log=None):

@@ -119,9 +119,12 @@ fn files_and_partitions_have_the_tables_of_the_article() {
     let left_out = outcome["parameters"]["left_out"].as_array().unwrap();
     for place in ["file", "partition", "volume"] {
         let here = rows(&outcome).iter().filter(|row| row["place"] == place);
-        let is_left_out = left_out.iter().any(|reason| reason.as_str().unwrap().starts_with(place));
-        assert_eq!(here.count(), if is_left_out { 0 } else { 4 * 3 * 2 }, "{place}: {left_out:?}");
-        assert!(place != "file" || !is_left_out);
+        let reason = left_out.iter().find_map(|reason| reason.as_str().filter(|reason| reason.starts_with(place)));
+        assert_eq!(here.count(), if reason.is_some() { 0 } else { 4 * 3 * 2 }, "{place}: {left_out:?}");
+        assert!(place != "file" || reason.is_none());
+        if let Some(reason) = reason {
+            println!("SKIP files_and_partitions_have_the_tables_of_the_article: {reason}");
+        }
     }
     for row in rows(&outcome) {
         assert!(number(row, "bytes") > 0.0 && number(row, "seconds") > 0.0, "{row}");

@@ -2,7 +2,8 @@
 //! (<https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>), which ui.perfetto.dev opens.
 //!
 //! Each queue is a process, and each of its requests in flight has a thread of its own, so that slices on one track never overlap.
-//! A request is a slice, and its phases are slices inside.
+//! A request is a slice, and its phases are slices inside. Perfetto takes the thread whose number is that of its process for the main one, and
+//! 0 for no number: processes count from 1 on, and threads have numbers that no process and no other thread has.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -57,23 +58,31 @@ fn events(
     mut each: impl FnMut(Value) -> std::io::Result<()>,
 ) -> std::io::Result<()> {
     let first_ns = requests.iter().map(|request| request.taken_ns).min().unwrap_or(0);
+    let mut first_tid = queues.iter().map(pid).max().unwrap_or(0) as usize + 1;
     for queue in queues {
         let name = format!("{}, queue {}", queue.front, queue.queue);
-        each(json!({ "ph": "M", "name": "process_name", "pid": queue.number, "args": { "name": name } }))?;
+        each(json!({ "ph": "M", "name": "process_name", "pid": pid(queue), "args": { "name": name } }))?;
         let mut own: Vec<_> = requests.iter().filter(|request| request.queue == queue.number).collect();
         own.sort_by_key(|request| request.taken_ns);
         let mut tracks = Tracks::default();
         for request in own {
             let (track, is_new) = tracks.place(request.taken_ns, request.phases_ns.iter().sum());
+            let place = (pid(queue), first_tid + track);
             if is_new {
                 let name = format!("request {} in flight", track + 1);
                 let args = json!({ "name": name });
-                each(json!({ "ph": "M", "name": "thread_name", "pid": queue.number, "tid": track, "args": args }))?;
+                each(json!({ "ph": "M", "name": "thread_name", "pid": place.0, "tid": place.1, "args": args }))?;
             }
-            slices(request, track, first_ns).into_iter().try_for_each(&mut each)?;
+            slices(request, place, first_ns).into_iter().try_for_each(&mut each)?;
         }
+        first_tid += tracks.0.len();
     }
     Ok(())
+}
+
+/// The number of the process that stands for a queue.
+fn pid(queue: &TracedQueue) -> u32 {
+    queue.number + 1
 }
 
 /// When the last request on each track ends, in nanoseconds.
@@ -93,12 +102,12 @@ impl Tracks {
     }
 }
 
-/// A request and its phases. Phases that took no time are left out.
-fn slices(request: &TracedRequest, track: usize, first_ns: u64) -> Vec<Value> {
+/// A request and its phases on the track `pid` and `tid`. Phases that took no time are left out.
+fn slices(request: &TracedRequest, (pid, tid): (u32, usize), first_ns: u64) -> Vec<Value> {
     let us = |ns: u64| ns as f64 / 1e3;
     let slice = |name: &str, category: &str, from_ns: u64, time_ns: u64, args: Value| {
         json!({
-            "ph": "X", "name": name, "cat": category, "pid": request.queue, "tid": track,
+            "ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid,
             "ts": us(from_ns), "dur": us(time_ns), "args": args,
         })
     };
@@ -163,6 +172,9 @@ mod tests {
         assert_eq!(names, ["process_name", "thread_name", "thread_name", "process_name", "thread_name"]);
         let slices: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
         check_nesting(&slices);
+        let tracks: std::collections::BTreeSet<_> =
+            slices.iter().map(|slice| (slice["pid"].as_u64().unwrap(), slice["tid"].as_u64().unwrap())).collect();
+        assert_eq!(tracks.into_iter().collect::<Vec<_>>(), [(1, 3), (1, 4), (2, 5)]);
         let requests: Vec<_> = slices.iter().filter(|slice| slice["cat"] == "request").collect();
         assert_eq!(requests.len(), 4);
         assert!(requests.iter().all(|slice| slice["dur"] == 0.5 && slice["args"]["latency_us"] == 0.43));
