@@ -5,7 +5,7 @@
 //! taken as they are, as other disks share the device below them.
 //!
 //! The fields are those of the kernel's Documentation/admin-guide/iostats.rst. Of field 11, the weighted milliseconds, comes the average queue
-//! size as iostat has it. Since Linux 6.x these are the latencies of the requests that have ended, summed: a request counts
+//! size as iostat has it. Since Linux 5.7 these are the latencies of the requests that have ended, summed: a request counts
 //! when it ends, and none of what is in flight is in there.
 
 use std::fmt;

@@ -33,7 +33,7 @@ use families::Families;
 /// How many series a disk has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Detail {
-    /// The fronts of a disk together, with histograms of reads, writes and flushes: at most 150 series a disk.
+    /// The fronts of a disk together, with histograms of reads, writes and flushes: at most 121 series a disk.
     #[default]
     Disk,
     /// Each front, the disk, and each image and store below it, with histograms of all operations.

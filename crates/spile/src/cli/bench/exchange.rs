@@ -15,7 +15,7 @@ use crate::units::parse_duration;
 ///
 /// Writes are kept in flight on a raw disk on a device that is slow on purpose. In each round there are two runs, in changing
 /// order: one without, and one in which a VHD is put on top of the raw image, as for a snapshot. The longest
-/// request of the second should hardly be longer than that of the first. All of it takes less than two minutes.
+/// request of the second run should take hardly more time than that of the first. All of it takes less than two minutes.
 #[derive(Debug, Args)]
 pub struct ExchangeArgs {
     #[command(flatten)]
