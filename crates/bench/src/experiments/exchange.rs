@@ -98,9 +98,8 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     }
     let host = HostFacts::now();
     let in_memory = Folder::new()?;
-    let folder = parameters.folder.as_deref().unwrap_or(in_memory.path());
-    // Ours alone, and new: it is removed with all that is in it.
-    let folder = folder.join(format!("spile-bench-exchange-{}", std::process::id()));
+    let own = parameters.folder.as_deref().map(|parent| Folder::inside(parent, "exchange")).transpose()?;
+    let folder = own.as_ref().unwrap_or(&in_memory).path().join("images");
     let engine = Engine::start(Config { workers: CLIENT_WORKERS + 1, ..Config::default() })?;
     let mut rows = Vec::new();
     for round in 0..parameters.rounds {

@@ -4,9 +4,10 @@
 //! guests: an order that is to begin together says when, by a clock that all processes share.
 
 use std::io::{BufRead, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use spile_core::metrics::now_ns as now;
@@ -17,6 +18,7 @@ use spile_lab::xen::{Blkfront, Guest};
 use spile_xen::DomId;
 
 use super::Direction;
+use super::transfer::Moved;
 
 /// The hidden subcommand that is a guest.
 pub const COMMAND: &str = "bench-guest";
@@ -101,6 +103,21 @@ pub enum Order {
         /// The part of the disk that is used.
         span_bytes: u64,
     },
+    /// Requests on one disk until all bytes are moved or the time is over, one at least.
+    Once {
+        /// The disk.
+        disk: usize,
+        /// Which way.
+        direction: Direction,
+        /// Bytes of a request.
+        request_bytes: u64,
+        /// The first address.
+        start_bytes: u64,
+        /// All bytes that are to be moved; each place is used once.
+        total_bytes: u64,
+        /// No request begins after this time.
+        limit: Duration,
+    },
     /// Requests on all these disks at once, as many as go.
     Stream {
         /// The disks.
@@ -136,6 +153,8 @@ pub enum Answer {
     Done,
     /// To [`Order::Each`].
     Times(Vec<Times>),
+    /// To [`Order::Once`].
+    Moved(Moved),
     /// To [`Order::Stream`]: bytes in a second, of all disks together.
     BytesPerSecond(f64),
     /// It is not.
@@ -178,6 +197,10 @@ impl AtWork {
                 disk.at = 0;
                 let times = (0..requests).map(|_| disk.next(direction, request_bytes, span_bytes));
                 Ok(Answer::Times(times.collect::<Result<_>>()?))
+            }
+            Order::Once { disk, direction, request_bytes, start_bytes, total_bytes, limit } => {
+                let disk = self.disks.get_mut(disk).ok_or_else(|| no_disk(disk))?;
+                disk.once(direction, request_bytes, start_bytes..start_bytes + total_bytes, limit).map(Answer::Moved)
             }
             Order::Stream { disks, direction, request_bytes, span_bytes, from_until_ns } => {
                 let stream = |disk: &mut Disk| disk.stream(direction, request_bytes, span_bytes, from_until_ns);
@@ -282,6 +305,17 @@ impl Disk {
         }
         self.queue.publish();
         at
+    }
+
+    /// Requests from the start of `bytes` on, until there is no place for a whole one or the time is over.
+    fn once(&mut self, direction: Direction, request_bytes: u64, bytes: Range<u64>, limit: Duration) -> Result<Moved> {
+        let begun = Instant::now();
+        let mut at = bytes.start;
+        while at + request_bytes <= bytes.end && (at == bytes.start || begun.elapsed() < limit) {
+            self.request(direction.op(), at, request_bytes)?;
+            at += request_bytes;
+        }
+        Ok(Moved { bytes: at - bytes.start, seconds: begun.elapsed().as_secs_f64() })
     }
 
     /// Requests from one moment to another; bytes in a second up to the end of the last request.

@@ -17,9 +17,9 @@ use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_server::uri::Target;
 use utoipa::ToSchema;
 
-use super::process::Tied;
+use super::folder::{Folder, unmount};
+use super::process::{Tied, disk_argument};
 use super::sample::median;
-use super::world::{Folder, remove_with_folder, unmount};
 use super::{HostFacts, Outcome, right, table};
 use crate::load;
 
@@ -113,7 +113,8 @@ pub fn run(
     }
     let host = HostFacts::now();
     let folder = Folder::new()?;
-    let healthy = Healthy::new(parameters.folder.as_deref().unwrap_or(folder.path()))?;
+    let own = parameters.folder.as_deref().map(|parent| Folder::inside(parent, "hung")).transpose()?;
+    let healthy = Healthy::new(own.as_ref().unwrap_or(&folder).path())?;
     let (mut rows, mut left_out) = (Vec::new(), Vec::new());
     for (number, store) in Store::ALL.into_iter().enumerate() {
         progress(store.name(), number as f64 / Store::ALL.len() as f64);
@@ -126,25 +127,17 @@ pub fn run(
     Ok((Outcome { experiment: "hung".to_owned(), host, parameters: parameters.clone(), rows }, left_out))
 }
 
-/// The image of the healthy disk, removed at the end.
+/// The image of the healthy disk.
 struct Healthy(PathBuf);
 
 impl Healthy {
     /// Makes it, with every block written: a hole would cost less to read.
     fn new(folder: &Path) -> Result<Self> {
-        let path = folder.join(format!("spile-bench-hung-{}.raw", std::process::id()));
-        let made = Self(path);
-        remove_with_folder(made.0.clone());
+        let made = Self(folder.join("healthy.raw"));
         std::fs::write(&made.0, vec![0x5a; HEALTHY_BYTES as usize])
             .map_err(|e| Error::io("write the healthy disk", e))
             .at_path(&made.0)?;
         Ok(made)
-    }
-}
-
-impl Drop for Healthy {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
     }
 }
 
@@ -177,7 +170,7 @@ impl World {
         let cache = if store == Store::FuseCached { "page" } else { "direct" };
         let (of_healthy, of_hung) = (named("healthy"), named("hung"));
         let mut args: Vec<OsString> = vec!["serve".into(), disk];
-        args.push(format!("{},name=healthy,format=raw", healthy.0.display()).into());
+        args.push(disk_argument(&healthy.0, ",name=healthy,format=raw"));
         for (socket, name) in [(&of_healthy, "healthy"), (&of_hung, "hung")] {
             args.extend(["--vhost-user".into(), OsString::from(format!("{},export={name}", socket.display()))]);
         }

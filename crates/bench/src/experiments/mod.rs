@@ -18,6 +18,7 @@ pub mod depth;
 pub mod exchange;
 mod filled;
 pub mod findings;
+pub mod folder;
 pub mod geometry;
 pub mod guest;
 mod host;
@@ -93,14 +94,15 @@ pub fn all_sizes() -> Vec<u64> {
     (9..=22).map(|power| 1 << power).collect()
 }
 
-/// Puts a text file into `dir`, which is made if it is not there; its path.
+/// Puts a text file into `dir`, which is made if it is not there; its path. An older one of that name is there until the new one is whole.
 ///
 /// # Errors
 /// With the path that could not be written.
 pub fn save(dir: &Path, name: &str, text: &str) -> Result<PathBuf> {
     std::fs::create_dir_all(dir).map_err(|e| Error::io("make the folder", e)).at_path(dir)?;
-    let path = dir.join(name);
-    std::fs::write(&path, text).map_err(|e| Error::io("cannot write", e)).at_path(&path)?;
+    let (path, new) = (dir.join(name), dir.join(format!(".{name}.new")));
+    let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, &path));
+    written.map_err(|e| Error::io("cannot write", e)).at_path(&path)?;
     Ok(path)
 }
 

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
-use super::world::folder_path;
+use super::folder::memory_path;
 
 /// How long a process may take until all its sockets and files are there.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -118,10 +119,17 @@ impl Drop for Tied {
     }
 }
 
+/// A disk as the program's command line takes it: its path, in which commas are doubled, and its options, each with a comma before it.
+pub fn disk_argument(path: &Path, options: &str) -> OsString {
+    let bytes =
+        path.as_os_str().as_bytes().iter().flat_map(|byte| if *byte == b',' { vec![b','; 2] } else { vec![*byte] });
+    OsString::from_vec(bytes.chain(options.bytes()).collect())
+}
+
 fn command(program: Option<&str>, args: impl IntoIterator<Item = OsString>) -> Result<Command> {
     let mut command = Command::new(this_program()?);
     // The marks of failed syncs are the host's own business; those of an experiment go with its folder.
-    command.env("SPILE_RUN_DIR", folder_path());
+    command.env("SPILE_RUN_DIR", memory_path());
     command.arg(TIED).args(program.map(|program| format!("--program={program}"))).arg("--").args(args);
     Ok(command)
 }
@@ -179,5 +187,15 @@ impl Talking {
                 Error::new(ErrorKind::Io, format!("{} has ended without an answer", self.tied.name))
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commas_of_a_path_are_no_options() {
+        assert_eq!(disk_argument(Path::new("/srv/a,name=b.raw"), ",format=raw"), "/srv/a,,name=b.raw,format=raw");
     }
 }

@@ -1,10 +1,7 @@
 //! The world of a measurement: a Xen host in this process, guests and back ends in theirs.
 
 use std::collections::BTreeMap;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, Result, ResultExt};
@@ -12,75 +9,13 @@ use spile_lab::xen::{Host, toolstack};
 use spile_xen::DomId;
 use spile_xen::store::XenStore;
 
+pub use super::folder::Folder;
 use super::guest::{Answer, COMMAND, DiskSetup, Order};
 use super::process::{Talking, Tied};
 use super::rings::RingPath;
 
 /// How long anything may take that is not measured.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A folder in memory, removed when this is dropped. A process has one at most.
-pub struct Folder(PathBuf);
-
-pub(super) fn folder_path() -> PathBuf {
-    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
-    runtime.unwrap_or_else(|| "/dev/shm".into()).join(format!("spile-bench-{}", std::process::id()))
-}
-
-/// Files outside the folder that are removed with it.
-static FILES: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
-
-/// Has [`remove_folder`] remove a file as well.
-pub fn remove_with_folder(path: PathBuf) {
-    FILES.lock().unwrap_or_else(PoisonError::into_inner).push(path);
-}
-
-/// Removes this process's folder, what is mounted in it and the files named by [`remove_with_folder`], for one who ends without
-/// dropping them.
-pub fn remove_folder() {
-    let folder = folder_path();
-    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let in_folder =
-        mounts.lines().filter_map(|line| line.split(' ').nth(1)).filter(|at| Path::new(at).starts_with(&folder));
-    in_folder.for_each(|at| unmount(Path::new(at)));
-    let _ = std::fs::remove_dir_all(&folder);
-    for path in FILES.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-        let _ = std::fs::remove_file(path);
-    }
-}
-
-/// Takes a file system away, also one that does not answer.
-pub fn unmount(at: &Path) {
-    let _ = Command::new("umount").arg("-l").arg(at).output();
-}
-
-impl Folder {
-    /// Makes it in $XDG_RUNTIME_DIR, else in /dev/shm.
-    ///
-    /// # Errors
-    /// When it cannot be made.
-    pub fn new() -> Result<Self> {
-        let dir = folder_path();
-        // Ours alone, and new: it will be removed with all that is in it.
-        std::fs::DirBuilder::new()
-            .mode(0o700)
-            .create(&dir)
-            .map_err(|e| Error::io("make the folder", e))
-            .at_path(&dir)?;
-        Ok(Self(dir))
-    }
-
-    /// Where it is.
-    pub fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// What is behind the disks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -120,13 +55,14 @@ impl std::fmt::Display for Storage {
 pub struct Disks {
     storage: Storage,
     size_bytes: u64,
-    made: Vec<PathBuf>,
+    /// The folder of the files, from the first one on.
+    folder: Option<Folder>,
 }
 
 impl Disks {
     /// Disks of one size.
     pub fn new(storage: Storage, size_bytes: u64) -> Self {
-        Self { storage, size_bytes, made: Vec::new() }
+        Self { storage, size_bytes, folder: None }
     }
 
     /// Makes a disk; what the command line and the key `params` call it.
@@ -138,11 +74,13 @@ impl Disks {
             Storage::Null => Ok(format!("null:{}", self.size_bytes)),
             Storage::Memory => Ok(format!("mem:{}", self.size_bytes)),
             Storage::Folder(dir) => {
-                let path = dir.join(format!("spile-bench-{}-{name}.raw", std::process::id()));
-                let file = std::fs::File::create_new(&path);
-                let file = file.map_err(|e| Error::io("make a disk", e)).at_path(&path)?;
-                self.made.push(path.clone());
-                file.set_len(self.size_bytes).map_err(|e| Error::io("make a disk", e)).at_path(&path)?;
+                let folder = match self.folder.take() {
+                    Some(folder) => folder,
+                    None => Folder::inside(dir, "disks")?,
+                };
+                let path = self.folder.insert(folder).path().join(format!("{name}.raw"));
+                let made = std::fs::File::create_new(&path).and_then(|file| file.set_len(self.size_bytes));
+                made.map_err(|e| Error::io("make a disk", e)).at_path(&path)?;
                 Ok(path.display().to_string())
             }
         }
@@ -151,12 +89,6 @@ impl Disks {
     /// True when what was written matters to a read.
     pub fn keep_data(&self) -> bool {
         self.storage != Storage::Null
-    }
-}
-
-impl Drop for Disks {
-    fn drop(&mut self) {
-        self.made.iter().for_each(|path| drop(std::fs::remove_file(path)));
     }
 }
 

@@ -14,9 +14,9 @@ use spile_server::serving::api::workers::Workers;
 use spile_store::{CacheMode, OsFiles};
 
 use super::{Layout, Parameters};
-use crate::experiments::process::Tied;
+use crate::experiments::folder::Folder;
+use crate::experiments::process::{Tied, disk_argument};
 use crate::experiments::usage::Usage;
-use crate::experiments::world::remove_with_folder;
 
 /// Servers with idle disks, and their guests.
 pub struct Hosts {
@@ -59,9 +59,9 @@ impl Hosts {
         let folder = folder.join(format!("{layout:?}").to_lowercase());
         make_folder(&folder)?;
         let images = parameters.format.map(|format| Images::new(parameters, &folder, format, disks)).transpose()?;
-        let disk = |number: u32| match &images {
-            Some(images) => images.path(number).into_os_string(),
-            None => format!("null:{}", parameters.disk_bytes).into(),
+        let disk = |number: u32, options: &str| match &images {
+            Some(images) => disk_argument(&images.path(number), options),
+            None => format!("null:{}{options}", parameters.disk_bytes).into(),
         };
         let numbers: Vec<u32> = (0..disks).collect();
         let parts: Vec<&[u32]> = match layout {
@@ -125,15 +125,13 @@ impl Hosts {
 }
 
 impl Server {
-    fn start(folder: &Path, disks: &[u32], disk: impl Fn(u32) -> OsString) -> Result<Self> {
+    fn start(folder: &Path, disks: &[u32], disk: impl Fn(u32, &str) -> OsString) -> Result<Self> {
         let first = disks.first().copied().unwrap_or(0);
         let control = folder.join(format!("control-{first}"));
         let guests: Vec<PathBuf> = disks.iter().map(|number| folder.join(format!("guest-{number}"))).collect();
         let mut args: Vec<OsString> = vec!["serve".into(), "--control".into(), control.clone().into()];
         for number in disks {
-            let mut named = disk(*number);
-            named.push(format!(",name=d{number}"));
-            args.push(named);
+            args.push(disk(*number, &format!(",name=d{number}")));
         }
         for (number, socket) in disks.iter().zip(&guests) {
             args.extend(["--vhost-user".into(), format!("{},export=d{number}", socket.display()).into()]);
@@ -148,20 +146,18 @@ impl Server {
 struct Images {
     folder: PathBuf,
     format: Format,
-    count: u32,
+    /// The folder of a named place.
+    _own: Option<Folder>,
 }
 
 impl Images {
     fn new(parameters: &Parameters, folder: &Path, format: Format, count: u32) -> Result<Self> {
-        let folder = match &parameters.folder {
-            Some(other) => other.join(format!("spile-bench-density-{}", std::process::id())),
-            None => folder.join("images"),
-        };
+        let own = parameters.folder.as_deref().map(|parent| Folder::inside(parent, "density")).transpose()?;
+        let folder = own.as_ref().map_or(folder, Folder::path).join("images");
         make_folder(&folder)?;
-        let images = Self { folder, format, count };
+        let images = Self { folder, format, _own: own };
         let engine = Engine::start(Config { workers: 1, ..Config::default() })?;
         let paths: Vec<PathBuf> = (0..count).map(|number| images.path(number)).collect();
-        paths.iter().for_each(|path| remove_with_folder(path.clone()));
         let size_bytes = parameters.disk_bytes;
         let made = engine.run_on(0, move || async move {
             let new = NewImage { size_bytes, subformat: None, parent: None };
@@ -183,8 +179,7 @@ impl Images {
 
 impl Drop for Images {
     fn drop(&mut self) {
-        (0..self.count).for_each(|number| drop(std::fs::remove_file(self.path(number))));
-        let _ = std::fs::remove_dir(&self.folder);
+        let _ = std::fs::remove_dir_all(&self.folder);
     }
 }
 

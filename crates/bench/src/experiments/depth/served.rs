@@ -21,7 +21,7 @@ use spile_store::NullStore;
 
 use super::{Layer, REQUEST_BYTES, Way};
 use crate::experiments::filled::FilledFile;
-use crate::experiments::process::Tied;
+use crate::experiments::process::{Tied, disk_argument};
 use crate::load;
 
 /// The size of the slow export in bytes.
@@ -97,8 +97,7 @@ impl Served {
     /// When the file cannot be made, or the server does not start.
     pub fn on_file(folder: &Path, name: &str, on: &Path, len_bytes: u64) -> Result<Self> {
         let file = FilledFile::new(on, "depth.raw", len_bytes)?;
-        let (disk, host) =
-            (file.path().as_os_str().to_owned(), HostDevice::below(&file.path().display().to_string()).ok());
+        let (disk, host) = (disk_argument(file.path(), ""), HostDevice::below(&file.path().display().to_string()).ok());
         Self::start(folder, name, disk, Device::File { _file: file, host })
     }
 

@@ -6,14 +6,14 @@
 mod show;
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_server::units::format_size;
 use utoipa::ToSchema;
 
-use super::filled::FilledFile;
+use super::filled::{FilledFile, no_device, room_bytes};
 use super::transfer::{Job, Operation, Side, Sides, Way};
 use super::world::Folder;
 use super::{HostFacts, Outcome};
@@ -29,7 +29,7 @@ const POSITIONS: u64 = 20;
 pub struct Parameters {
     /// What is read; a file that is made, if none is named.
     pub target: Option<PathBuf>,
-    /// The length of the file that is made, in bytes.
+    /// The length of the file that is made, in bytes; it is less where space is short.
     pub file_bytes: u64,
     /// The folder of that file.
     pub folder: PathBuf,
@@ -39,6 +39,8 @@ pub struct Parameters {
     pub every_bytes: Option<u64>,
     /// A reading ends after this time.
     pub limit: Duration,
+    /// The time after which no reading begins; none: all are made.
+    pub within: Option<Duration>,
     /// Readings of each position and way.
     pub rounds: u32,
     /// The ways.
@@ -61,6 +63,7 @@ impl Parameters {
             length_bytes,
             every_bytes: None,
             limit,
+            within: None,
             rounds,
             ways: vec![Way::Bare, Way::VhostUser],
             is_quick,
@@ -108,6 +111,12 @@ pub struct Asked {
     pub limit_s: f64,
     /// Rounds.
     pub rounds: u32,
+    /// Why readings are missing, if they are.
+    #[serde(default)]
+    pub ended_early: Option<String>,
+    /// Why these are not the figures of a disk: what the target lay on; none when it was a block device.
+    #[serde(default)]
+    pub no_device: Option<String>,
     /// True for a short run, whose figures show that it works.
     pub quick: bool,
 }
@@ -127,6 +136,9 @@ pub struct Row {
     pub seconds: f64,
     /// Bytes a second.
     pub bytes_per_s: f64,
+    /// True when time ended the reading before all was read.
+    #[serde(default)]
+    pub cut: bool,
 }
 
 /// Runs the experiment; `progress` is told what comes next, and how far it is, from 0 to 1.
@@ -136,12 +148,12 @@ pub struct Row {
 /// or a request fails.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
-    let host = HostFacts::now();
+    let (host, begun) = (HostFacts::now(), Instant::now());
     let folder = Folder::new()?;
     progress("find the target", 0.0);
     let made = match parameters.target {
         Some(_) => None,
-        None => Some(FilledFile::new(&parameters.folder, "geometry.raw", parameters.file_bytes)?),
+        None => Some(own_file(parameters)?),
     };
     let target = made.as_ref().map(FilledFile::path).or(parameters.target.as_deref()).expect("one of both is there");
     let target_bytes = length(target)?;
@@ -151,23 +163,16 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         return Err(Error::new(ErrorKind::InvalidInput, what)).at_path(target);
     }
     let mut sides = Sides::only_read(folder.path(), &[target.to_owned()])?;
-    let mut rows = Vec::new();
-    for round in 0..parameters.rounds {
-        for (number, &offset_bytes) in positions.iter().enumerate() {
-            let done = round as usize * positions.len() + number;
-            progress(
-                &format!("at {}", format_size(offset_bytes)),
-                done as f64 / (positions.len() * parameters.rounds as usize) as f64,
-            );
-            for turn in 0..parameters.ways.len() {
-                let way = parameters.ways[(turn + number + round as usize) % parameters.ways.len()];
-                rows.push(one(
-                    &mut sides,
-                    parameters,
-                    Row { way, offset_bytes, round, bytes: 0, seconds: 0.0, bytes_per_s: 0.0 },
-                )?);
-            }
+    let readings = readings(parameters, &positions);
+    let (mut rows, mut ended_early) = (Vec::new(), None);
+    for (number, reading) in readings.iter().enumerate() {
+        if let Some(within) = parameters.within.filter(|within| begun.elapsed() >= *within) {
+            let (after, all) = (within.as_secs(), readings.len());
+            ended_early = Some(format!("the time of {after} s was over after {number} of {all} readings"));
+            break;
         }
+        progress(&format!("at {}", format_size(reading.offset_bytes)), number as f64 / readings.len() as f64);
+        rows.push(reading.make(&mut sides, parameters)?);
     }
     drop(sides);
     let asked = Asked {
@@ -178,6 +183,8 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         request_bytes: BLOCK_BYTES,
         limit_s: parameters.limit.as_secs_f64(),
         rounds: parameters.rounds,
+        ended_early,
+        no_device: no_device(target),
         quick: parameters.is_quick,
     };
     Ok(Outcome { experiment: "geometry".to_owned(), host, parameters: asked, rows })
@@ -190,17 +197,49 @@ fn length(path: &Path) -> Result<u64> {
     length.map_err(|e| Error::io("find its length", e)).at_path(path)
 }
 
-/// Makes one reading, and completes its row.
-fn one(sides: &mut Sides, parameters: &Parameters, row: Row) -> Result<Row> {
-    let job = Job {
-        operation: Operation::ReadDirect,
-        block_bytes: BLOCK_BYTES,
-        start_bytes: row.offset_bytes,
-        total_bytes: parameters.length_bytes / BLOCK_BYTES * BLOCK_BYTES,
-        limit: parameters.limit,
-    };
-    let moved = sides.run(Side { place: 0, way: row.way }, &job)?;
-    Ok(Row { bytes: moved.bytes, seconds: moved.seconds, bytes_per_s: moved.bytes_per_s(), ..row })
+/// A file in the folder, of a quarter of the free space at most.
+fn own_file(parameters: &Parameters) -> Result<FilledFile> {
+    let room_bytes = room_bytes(&parameters.folder)?.max(parameters.length_bytes);
+    let len_bytes = parameters.file_bytes.min(room_bytes) / BLOCK_BYTES * BLOCK_BYTES;
+    FilledFile::new(&parameters.folder, "geometry.raw", len_bytes)
+}
+
+/// One reading that is to be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Reading {
+    way: Way,
+    offset_bytes: u64,
+    round: u32,
+}
+
+/// All readings. The ways of a position follow each other, and another one begins each time.
+fn readings(parameters: &Parameters, positions: &[u64]) -> Vec<Reading> {
+    let ways = &parameters.ways;
+    let mut readings = Vec::new();
+    for round in 0..parameters.rounds {
+        for (number, &offset_bytes) in positions.iter().enumerate() {
+            let in_turn = (0..ways.len()).map(|turn| ways[(turn + number + round as usize) % ways.len()]);
+            readings.extend(in_turn.map(|way| Reading { way, offset_bytes, round }));
+        }
+    }
+    readings
+}
+
+impl Reading {
+    fn make(self, sides: &mut Sides, parameters: &Parameters) -> Result<Row> {
+        let Self { way, offset_bytes, round } = self;
+        let total_bytes = parameters.length_bytes / BLOCK_BYTES * BLOCK_BYTES;
+        let job = Job {
+            operation: Operation::ReadDirect,
+            block_bytes: BLOCK_BYTES,
+            start_bytes: offset_bytes,
+            total_bytes,
+            limit: parameters.limit,
+        };
+        let moved = sides.run(Side { place: 0, way }, &job)?;
+        let (bytes, seconds, bytes_per_s) = (moved.bytes, moved.seconds, moved.bytes_per_s());
+        Ok(Row { way, offset_bytes, round, bytes, seconds, bytes_per_s, cut: bytes < total_bytes })
+    }
 }
 
 #[cfg(test)]
@@ -217,5 +256,13 @@ mod tests {
         let parameters = Parameters { every_bytes: Some(3 << 30), ..parameters };
         assert_eq!(parameters.positions(8 << 30).0, [0, 3 << 30, 6 << 30]);
         assert!(parameters.positions(1000).0.is_empty());
+    }
+
+    #[test]
+    fn another_way_begins_at_each_position() {
+        let parameters = Parameters { rounds: 2, ..Parameters::new(true) };
+        let ways: Vec<Way> = readings(&parameters, &[0, 5]).iter().map(|reading| reading.way).collect();
+        use Way::{Bare, VhostUser};
+        assert_eq!(ways, [Bare, VhostUser, VhostUser, Bare, VhostUser, Bare, Bare, VhostUser]);
     }
 }

@@ -3,6 +3,7 @@
 use comfy_table::Cell;
 
 use super::{Asked, Row};
+use crate::experiments::filled::warning;
 use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
 use crate::experiments::sample::{Spread, median};
 use crate::experiments::transfer::Way;
@@ -28,24 +29,43 @@ fn speeds(outcome: &Geometry, way: Way) -> Vec<(u64, f64)> {
 
 /// The figures as a table, and how far they lie apart.
 pub fn text(outcome: &Geometry) -> String {
-    let Asked { target, target_bytes, length_bytes, every_bytes, .. } = &outcome.parameters;
+    let Asked { target, target_bytes, length_bytes, every_bytes, no_device, .. } = &outcome.parameters;
     let ways = ways(outcome);
     let columns: Vec<Vec<(u64, f64)>> = ways.iter().map(|way| speeds(outcome, *way)).collect();
     let mut table =
         table(["from".to_owned()].into_iter().chain(ways.iter().map(|way| format!("{} MiB/s", way.name()))));
-    for (row, (offset, _)) in columns.first().into_iter().flatten().enumerate() {
-        let cells = columns.iter().map(|column| column.get(row).map_or(0.0, |(_, speed)| speed / f64::from(1 << 20)));
-        let cells = cells.map(|speed| right(format!("{speed:.1}")));
+    for (offset, _) in columns.first().into_iter().flatten() {
+        let cells = ways.iter().zip(&columns).map(|(way, column)| right(cell(outcome, *way, column, *offset)));
         table.add_row([Cell::new(format_size(*offset))].into_iter().chain(cells));
     }
     let spreads: Vec<String> = ways.iter().zip(&columns).map(|(way, column)| spread(*way, column)).collect();
     format!(
-        "direct reads of {} every {} of {target} ({}), blocks of 1 MiB\n{table}\n{}",
+        "direct reads of {} every {} of {target} ({}), blocks of 1 MiB\n{table}\n{}{}{}",
         format_size(*length_bytes),
         format_size(*every_bytes),
         format_size(*target_bytes),
+        stopped(outcome),
+        warning(no_device.as_deref()),
         spreads.join("\n")
     )
+}
+
+/// The speed at a position in MiB/s, with a star where time has ended a reading.
+fn cell(outcome: &Geometry, way: Way, column: &[(u64, f64)], offset_bytes: u64) -> String {
+    let Some((_, speed)) = column.iter().find(|(offset, _)| *offset == offset_bytes) else { return String::new() };
+    let mut here = outcome.rows.iter().filter(|row| row.way == way && row.offset_bytes == offset_bytes);
+    let mark = if here.any(|row| row.cut) { "*" } else { "" };
+    format!("{:.1}{mark}", speed / f64::from(1 << 20))
+}
+
+/// What the stars mean, and why readings are missing; each a line.
+fn stopped(outcome: &Geometry) -> String {
+    let asked = &outcome.parameters;
+    let least = outcome.rows.iter().filter(|row| row.cut).map(|row| row.bytes).min();
+    let cut = least
+        .map(|bytes| format!("* stopped after {} s: only {} were read, or more\n", asked.limit_s, format_size(bytes)));
+    let early = asked.ended_early.as_ref().map(|why| format!("readings are left out: {why}\n"));
+    cut.unwrap_or_default() + &early.unwrap_or_default()
 }
 
 fn spread(way: Way, speeds: &[(u64, f64)]) -> String {
@@ -76,7 +96,9 @@ pub fn figures(outcome: &Geometry) -> Figures {
     let figure = Figure {
         title: "geometry: direct reads by address".to_owned(),
         note: format!(
-            "{} every {} of {}, blocks of 1 MiB, one request at a time · {}",
+            "{}{}{} every {} of {}, blocks of 1 MiB, one request at a time · {}",
+            warning(asked.no_device.as_deref()).replace('\n', " · "),
+            if outcome.rows.iter().any(|row| row.cut) { "at most " } else { "" },
             format_size(asked.length_bytes),
             format_size(asked.every_bytes),
             asked.target,
@@ -92,10 +114,44 @@ pub fn figures(outcome: &Geometry) -> Figures {
 
 /// What was found, in one line.
 pub fn finding(outcome: &Geometry) -> String {
+    let warning = warning(outcome.parameters.no_device.as_deref()).replace('\n', "; ");
+    let cut = stopped(outcome).replace("* ", "").replace('\n', "; ");
     let each = ways(outcome).into_iter().map(|way| {
         let column = speeds(outcome, way);
         let middle = median(column.iter().map(|(_, speed)| speed / f64::from(1 << 20)).collect());
         format!("{} ({middle:.0} MiB/s)", spread(way, &column))
     });
-    each.collect::<Vec<_>>().join("; ")
+    format!("{warning}{cut}{}", each.collect::<Vec<_>>().join("; "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::experiments::HostFacts;
+
+    #[test]
+    fn readings_that_time_has_ended_are_marked() {
+        let asked = Asked {
+            target: "a file".to_owned(),
+            target_bytes: 4 << 30,
+            length_bytes: 1 << 30,
+            every_bytes: 2 << 30,
+            request_bytes: 1 << 20,
+            limit_s: 2.0,
+            rounds: 1,
+            ended_early: None,
+            no_device: None,
+            quick: false,
+        };
+        let row = |offset_bytes, bytes, cut| {
+            let bytes_per_s = bytes as f64 / 2.0;
+            Row { way: Way::Bare, offset_bytes, round: 0, bytes, seconds: 2.0, bytes_per_s, cut }
+        };
+        let rows = vec![row(0, 200 << 20, true), row(2 << 30, 1 << 30, false)];
+        let outcome = Outcome { experiment: "geometry".to_owned(), host: HostFacts::now(), parameters: asked, rows };
+        let text = text(&outcome);
+        assert!(text.contains("100.0*") && text.contains("512.0 "), "{text}");
+        assert!(text.contains("* stopped after 2 s: only 200 MiB were read"), "{text}");
+        assert!(finding(&outcome).starts_with("stopped after 2 s"), "{}", finding(&outcome));
+    }
 }

@@ -3,20 +3,22 @@
 //! After Giacobbi and Vardanega (CLOSER 2011): 1 GiB is written through the page cache, written directly and read directly, in blocks
 //! of 512 bytes to 1 MiB, one request at a time. They had a machine for each kind of place; here the places lie beside each other on
 //! one device, and all sides of a point take turns. Small blocks would take minutes for 1 GiB: a transfer ends when its time is over, and
-//! its figure says so.
+//! its figure says so. A buffered write has no more bytes than the device took in that time when the files were filled, because nothing can
+//! end its sync.
 
 mod places;
 mod show;
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result};
 use spile_server::units::format_size;
 use utoipa::ToSchema;
 
-use super::transfer::{Job, Moved, Operation, Side, Sides, Way};
+use super::filled::{check_room, no_device};
+use super::transfer::{Job, Moved, Operation, Side, Sides, Way, most_buffered_bytes};
 use super::world::Folder;
 use super::{HostFacts, Outcome};
 pub use places::Kind;
@@ -35,6 +37,8 @@ pub struct Parameters {
     pub sizes: Vec<u64>,
     /// The time at which a transfer ends.
     pub limit: Duration,
+    /// The time after which no transfer begins; none: all are made.
+    pub within: Option<Duration>,
     /// Transfers of each side, block size and operation.
     pub rounds: u32,
     /// The places.
@@ -55,7 +59,7 @@ impl Parameters {
             true => (32 << 20, vec![4 << 10, 64 << 10, 1 << 20], Duration::from_millis(100), 1),
         };
         let (places, ways) = (Kind::ALL.to_vec(), Way::ALL.to_vec());
-        Self { total_bytes, sizes, limit, rounds, places, ways, folder: std::env::temp_dir(), is_quick }
+        Self { total_bytes, sizes, limit, within: None, rounds, places, ways, folder: std::env::temp_dir(), is_quick }
     }
 
     fn check(&self) -> Result<()> {
@@ -89,6 +93,9 @@ pub struct Asked {
     pub rounds: u32,
     /// Where the files lay.
     pub folder: String,
+    /// Why these are not the figures of a disk: what the files lay on; none when it was a block device.
+    #[serde(default)]
+    pub no_device: Option<String>,
     /// True for a short run, whose figures show that it works.
     pub quick: bool,
     /// Places and points that were left out, each with the reason.
@@ -124,7 +131,8 @@ pub struct Row {
 /// `InvalidInput` when there is nothing to measure; else when the file cannot be made, a server does not start, or a request fails.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
-    let host = HostFacts::now();
+    check_room(&parameters.folder, parameters.total_bytes * parameters.places.len() as u64)?;
+    let (host, begun) = (HostFacts::now(), Instant::now());
     let folder = Folder::new()?;
     progress("make the places", 0.0);
     let mut left_out = Vec::new();
@@ -133,11 +141,17 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     let largest = parameters.sizes.iter().max().copied().unwrap_or(0);
     let mut sides = Sides::new(folder.path(), &paths, &parameters.ways, largest)?;
     let points = points(parameters, places.len());
+    let filled_bytes_per_s = places.iter().map(|place| place.filled_bytes_per_s).fold(f64::MAX, f64::min);
     let mut rows = Vec::new();
     for (number, point) in points.iter().enumerate() {
+        if let Some(within) = parameters.within.filter(|within| begun.elapsed() >= *within) {
+            let (after, all) = (within.as_secs(), points.len());
+            left_out.push(format!("{} of {all} transfers: the time of {after} s was over", all - number));
+            break;
+        }
         let what = format!("{}, blocks of {}", point.operation.name(), format_size(point.block_bytes));
         progress(&what, number as f64 / points.len() as f64);
-        match sides.run(point.side, &point.job(parameters)) {
+        match sides.run(point.side, &point.job(parameters, filled_bytes_per_s)) {
             Ok(moved) => rows.push(point.row(places[point.side.place].kind, parameters, moved)),
             // A device with sectors of 4 KiB takes no smaller blocks.
             Err(error) if point.side.way == Way::Bare && point.block_bytes < 4096 => {
@@ -156,6 +170,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         limit_s: parameters.limit.as_secs_f64(),
         rounds: parameters.rounds,
         folder: parameters.folder.display().to_string(),
+        no_device: no_device(&parameters.folder),
         quick: parameters.is_quick,
         left_out,
     };
@@ -203,14 +218,13 @@ fn points(parameters: &Parameters, places: usize) -> Vec<Point> {
 }
 
 impl Point {
-    fn job(self, parameters: &Parameters) -> Job {
-        Job {
-            operation: self.operation,
-            block_bytes: self.block_bytes,
-            start_bytes: 0,
-            total_bytes: parameters.total_bytes,
-            limit: parameters.limit,
-        }
+    fn job(self, parameters: &Parameters, filled_bytes_per_s: f64) -> Job {
+        let Parameters { total_bytes, limit, .. } = *parameters;
+        let total_bytes = match self.operation {
+            Operation::WriteBuffered => most_buffered_bytes(total_bytes, self.block_bytes, filled_bytes_per_s, limit),
+            Operation::WriteDirect | Operation::ReadDirect => total_bytes,
+        };
+        Job { operation: self.operation, block_bytes: self.block_bytes, start_bytes: 0, total_bytes, limit }
     }
 
     fn row(self, place: Kind, parameters: &Parameters, moved: Moved) -> Row {

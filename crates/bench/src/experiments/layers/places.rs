@@ -2,7 +2,8 @@
 //! linear mapping of such a device, as LVM makes it.
 //!
 //! The loop devices lie on files beside the first one, past the page cache, so all places end on the same device. They are given up
-//! as soon as this process has them open: the kernel takes them away when the last user has closed them, whatever has ended it.
+//! as soon as this process has them open: the kernel takes them away when the last user has closed them, whatever has ended it. What ends
+//! this process before that goes with the folder of the file.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use spile_core::{Error, ErrorKind, Result, ResultExt};
 use utoipa::ToSchema;
 
 use crate::experiments::filled::FilledFile;
+use crate::experiments::folder::undisturbed;
 
 /// Where the partition begins on its device, in sectors of 512 bytes: at 1 MiB, as fdisk would have it.
 const FIRST_SECTOR: u64 = 2048;
@@ -49,6 +51,8 @@ pub struct Place {
     pub kind: Kind,
     /// Its path.
     pub path: PathBuf,
+    /// How fast it was filled, in bytes a second.
+    pub filled_bytes_per_s: f64,
     /// Keeps a device until this is dropped.
     _device: Option<File>,
     _file: FilledFile,
@@ -70,10 +74,10 @@ impl Place {
         let file = FilledFile::new(folder, &format!("{}.raw", kind.name()), len_bytes + around)?;
         let (path, device) = match kind {
             Kind::File => (file.path().to_owned(), None),
-            Kind::Partition => on_loop_device(file.path(), len_bytes / 512, partition)?,
-            Kind::Volume => on_loop_device(file.path(), len_bytes / 512, volume)?,
+            Kind::Partition => undisturbed(|| on_loop_device(file.path(), len_bytes / 512, partition))?,
+            Kind::Volume => undisturbed(|| on_loop_device(file.path(), len_bytes / 512, volume))?,
         };
-        Ok(Self { kind, path, _device: device, _file: file })
+        Ok(Self { kind, path, filled_bytes_per_s: file.bytes_per_s(), _device: device, _file: file })
     }
 }
 
@@ -103,8 +107,8 @@ fn volume(device: &str, sectors: u64) -> Result<(PathBuf, File)> {
     run(&["dmsetup", "create", &name, "--table", &format!("0 {sectors} linear {device} {FIRST_SECTOR}")])?;
     let path = Path::new("/dev/mapper").join(&name);
     let opened = open(&path);
-    // As with the loop device: it goes when its last user does.
-    run(&["dmsetup", "remove", "--deferred", &name])?;
+    // As with the loop device: it goes when its last user does. If that fails, it goes with the folder of the file.
+    let _ = run(&["dmsetup", "remove", "--deferred", &name]);
     opened.map(|file| (path, file))
 }
 

@@ -3,6 +3,7 @@
 use comfy_table::{Cell, Table};
 
 use super::{AIM_RATIO, Asked, Kind, Row};
+use crate::experiments::filled::warning;
 use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
 use crate::experiments::sample::{Spread, median};
 use crate::experiments::transfer::{Operation, Way};
@@ -45,10 +46,12 @@ pub fn text(outcome: &Layers) -> String {
     }
     if outcome.rows.iter().any(|row| row.cut) {
         text += &format!(
-            "* stopped after {} s: the time of the whole is extrapolated. The time of a buffered write has its sync.\n",
+            "* stopped after {} s, a buffered write after what the device takes in that time: the time of the whole is extrapolated. \
+             The time of a buffered write has its sync.\n",
             asked.limit_s
         );
     }
+    text += &warning(asked.no_device.as_deref());
     asked.left_out.iter().for_each(|reason| text += &format!("left out: {reason}\n"));
     text + &aim(outcome)
 }
@@ -124,7 +127,8 @@ pub fn figures(outcome: &Layers) -> Figures {
 fn figure(outcome: &Layers, title: String, panels: Vec<Panel>) -> Figure {
     let asked = &outcome.parameters;
     let note = format!(
-        "{} in blocks, one request at a time, at most {} s · {}",
+        "{}{} in blocks, one request at a time, at most {} s · {}",
+        warning(asked.no_device.as_deref()).replace('\n', " · "),
         format_size(asked.total_bytes),
         asked.limit_s,
         outcome.host.summary()
@@ -197,5 +201,5 @@ fn file_by_partition(outcome: &Layers) -> Figure {
 
 /// What was found, in one line.
 pub fn finding(outcome: &Layers) -> String {
-    aim(outcome)
+    warning(outcome.parameters.no_device.as_deref()).replace('\n', "; ") + &aim(outcome)
 }

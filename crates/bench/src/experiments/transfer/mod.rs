@@ -1,5 +1,5 @@
-//! Transfers as `dd` makes them: a row of equal blocks, one request at a time, to or from a file or device; bare, and through
-//! each front. `layers`, `warmup` and `geometry` are made of these.
+//! Transfers as `dd` makes them: a row of equal blocks, one request at a time, to or from a file or device; bare (by the system's calls, with
+//! nothing of Spile between), and through each front. `layers`, `warmup` and `geometry` are made of these.
 
 mod bare;
 mod served;
@@ -51,7 +51,7 @@ impl Operation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Way {
-    /// By this process, without a server.
+    /// By this process, which calls the system for each block, without a server.
     Bare,
     /// By an NBD client.
     Nbd,
@@ -87,12 +87,12 @@ pub struct Job {
     pub start_bytes: u64,
     /// How many bytes are moved, if the time suffices.
     pub total_bytes: u64,
-    /// It ends after this time.
+    /// No block begins after this time.
     pub limit: Duration,
 }
 
 /// What came of a transfer.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Moved {
     /// Bytes that were moved.
     pub bytes: u64,
@@ -107,6 +107,13 @@ impl Moved {
     }
 }
 
+/// How many bytes of a buffered write a device takes within `limit`, when it takes `bytes_per_s`: more than these would make its sync longer than
+/// the transfer may take. One block at least, and no more than `total_bytes`.
+pub fn most_buffered_bytes(total_bytes: u64, block_bytes: u64, bytes_per_s: f64, limit: Duration) -> u64 {
+    let in_time = (bytes_per_s * limit.as_secs_f64()) as u64;
+    total_bytes.min(in_time.max(block_bytes))
+}
+
 /// Has what was written through the page cache go to the device, and takes it out of the cache; the time of the first.
 fn sync(path: &Path) -> Result<Duration> {
     let failed = |e| Error::io("sync after a transfer", e);
@@ -117,4 +124,15 @@ fn sync(path: &Path) -> Result<Duration> {
     // Only a hint: where the cache keeps the pages, the next direct transfer writes over them or past them.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
     Ok(took)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffered_write_is_no_longer_than_its_sync_may_take() {
+        let of = |bytes_per_s| most_buffered_bytes(1 << 30, 1 << 20, bytes_per_s, Duration::from_secs(1));
+        assert_eq!([of(100e6), of(5e9), of(1.0)], [100_000_000, 1 << 30, 1 << 20]);
+    }
 }

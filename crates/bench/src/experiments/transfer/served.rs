@@ -2,16 +2,14 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use spile_core::metrics::now_ns;
 use spile_core::{Error, ErrorKind, Result};
 use spile_server::uri::{Address, NbdUri, Target};
 
 use super::{Job, Moved, Way, bare, sync};
 use crate::experiments::Direction;
 use crate::experiments::guest::{Answer, Order};
-use crate::experiments::process::Tied;
+use crate::experiments::process::{Tied, disk_argument};
 use crate::experiments::rings::find;
 use crate::experiments::world::{WantedDisk, World};
 use crate::load;
@@ -20,9 +18,6 @@ use crate::load;
 const RING: &str = "grant-copy";
 /// The Xen guest's number.
 const GUEST: u16 = 1;
-/// The guest hears an order before it is to begin.
-const HEAD_START: Duration = Duration::from_millis(20);
-
 /// So often a transfer is tried that moves nothing.
 const TRIES: u32 = 10;
 
@@ -102,7 +97,7 @@ impl Sides {
         let mut moved = match side.way {
             Way::Bare => bare::run(&self.places[side.place], job)?,
             Way::Nbd | Way::VhostUser => at_least_one(|| self.servers[disk].run(side.way, job))?,
-            Way::Xen => at_least_one(|| self.in_guest(disk, job))?,
+            Way::Xen => self.in_guest(disk, job)?,
         };
         if !job.operation.is_direct() {
             moved.seconds += sync(&self.places[side.place])?.as_secs_f64();
@@ -110,23 +105,19 @@ impl Sides {
         Ok(moved)
     }
 
-    /// A Xen guest goes on from the place's start when it has come to the end of the bytes, until the time is over.
     fn in_guest(&mut self, disk: usize, job: &Job) -> Result<Moved> {
         let world = self.xen.as_mut().ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no Xen guest"))?;
-        let from_ns = now_ns() + HEAD_START.as_nanos() as u64;
-        let order = Order::Stream {
-            disks: vec![disk],
+        let order = Order::Once {
+            disk,
             direction: if job.operation.is_read() { Direction::Read } else { Direction::Write },
             request_bytes: job.block_bytes,
-            span_bytes: job.total_bytes,
-            from_until_ns: (from_ns, from_ns + job.limit.as_nanos() as u64),
+            start_bytes: job.start_bytes,
+            total_bytes: job.total_bytes,
+            limit: job.limit,
         };
         world.tell(GUEST, &order)?;
         match world.hear(GUEST, job.limit)? {
-            Answer::BytesPerSecond(rate) => {
-                let seconds = job.limit.as_secs_f64();
-                Ok(Moved { bytes: (rate * seconds) as u64, seconds })
-            }
+            Answer::Moved(moved) => Ok(moved),
             _ => Err(Error::new(ErrorKind::Protocol, "the guest answers something else")),
         }
     }
@@ -160,9 +151,7 @@ fn wanted(place: &Path, max_request_bytes: u64) -> impl Iterator<Item = WantedDi
 impl Served {
     fn start(folder: &Path, name: &str, (place, options): (&Path, &str), mode: &str) -> Result<Self> {
         let [nbd, vhost] = ["nbd", "vhost"].map(|what| folder.join(format!("{name}.{what}")));
-        let mut disk = place.as_os_str().to_owned();
-        disk.push(",format=raw");
-        disk.push(options);
+        let disk = disk_argument(place, &format!(",format=raw{options}"));
         let mut args: Vec<OsString> = vec!["serve".into(), disk];
         // Two servers have the place open, of which one at a time is used.
         args.extend(["--workers", "1", "--control", "none", "--no-lock", "--cache", mode].map(OsString::from));

@@ -23,7 +23,7 @@ use spile_store::{AnyStore, CacheMode, OsFiles};
 use utoipa::ToSchema;
 
 use crate::experiments::bare::{Transfers, transfer};
-use crate::experiments::filled::FilledFile;
+use crate::experiments::filled::{FilledFile, room_bytes};
 use crate::experiments::sample::median;
 use crate::experiments::{Direction, HostFacts, Outcome};
 pub use show::{figures, found, text};
@@ -183,13 +183,7 @@ impl Target {
 
 /// A file in `folder`, of at most a quarter of the free space.
 fn own_file(folder: &Path, file_bytes: u64) -> Result<FilledFile> {
-    let space = rustix::fs::statvfs(folder).map_err(|e| Error::io("find the free space", e.into())).at_path(folder)?;
-    let free_bytes = space.f_bavail * space.f_frsize;
-    let len_bytes = file_bytes.min(free_bytes / 4) / MOST_BYTES * MOST_BYTES;
-    if len_bytes < LEAST_TARGET_BYTES {
-        let what = format!("there are {} free: too little for a file to measure", format_size(free_bytes));
-        return Err(Error::new(ErrorKind::NoSpace, what).at_path(folder));
-    }
+    let len_bytes = file_bytes.min(room_bytes(folder)?.max(LEAST_TARGET_BYTES)) / MOST_BYTES * MOST_BYTES;
     FilledFile::new(folder, "tune", len_bytes)
 }
 

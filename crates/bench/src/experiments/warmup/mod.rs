@@ -14,7 +14,7 @@ use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_server::units::format_size;
 use utoipa::ToSchema;
 
-use super::filled::FilledFile;
+use super::filled::{FilledFile, no_device, room_bytes};
 use super::transfer::{Job, Operation, Side, Sides, Way};
 use super::world::Folder;
 use super::{HostFacts, Outcome};
@@ -22,8 +22,8 @@ pub use show::{figures, finding, text};
 
 /// The size of the blocks in bytes.
 const BLOCK_BYTES: u64 = 1 << 20;
-/// What stays free on the file system, in bytes.
-const SPARE_BYTES: u64 = 2 << 30;
+/// The shortest time that a transfer is given.
+const LEAST_LIMIT: Duration = Duration::from_millis(100);
 /// Figures are stable when they lie within this share of their median.
 pub const STABLE_SHARE: f64 = 0.05;
 
@@ -32,7 +32,7 @@ pub const STABLE_SHARE: f64 = 0.05;
 pub struct Parameters {
     /// The most that is moved at a time, in bytes.
     pub most_bytes: u64,
-    /// The experiment ends at the first size that begins after this time.
+    /// No size is begun that would take longer than what is left of this time, and no block after it.
     pub limit: Duration,
     /// Transfers of each size, way and operation.
     pub rounds: u32,
@@ -48,7 +48,7 @@ impl Parameters {
     /// As in the article, or little.
     pub fn new(is_quick: bool) -> Self {
         let (most_bytes, limit, rounds) = match is_quick {
-            false => (16 << 30, Duration::from_secs(240), 2),
+            false => (16 << 30, Duration::from_secs(300), 2),
             true => (64 << 20, Duration::from_secs(8), 1),
         };
         let ways = vec![Way::Bare, Way::VhostUser];
@@ -80,6 +80,9 @@ pub struct Asked {
     pub rounds: u32,
     /// Where the file lay.
     pub folder: String,
+    /// Why these are not the figures of a disk: what the file lay on; none when it was a block device.
+    #[serde(default)]
+    pub no_device: Option<String>,
     /// True for a short run, whose figures show that it works.
     pub quick: bool,
     /// Why the largest sizes are missing, if they are.
@@ -93,7 +96,9 @@ pub struct Row {
     pub way: Way,
     /// What was done.
     pub operation: Operation,
-    /// Bytes that were moved.
+    /// Bytes that were to be moved.
+    pub size_bytes: u64,
+    /// Bytes that were moved: fewer when the time was over.
     pub bytes: u64,
     /// The round, from 0.
     pub round: u32,
@@ -117,18 +122,22 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     let file = FilledFile::sparse(&parameters.folder, "warmup.raw", largest)?;
     let mut sides = Sides::new(folder.path(), &[file.path().to_owned()], &parameters.ways, BLOCK_BYTES)?;
     let mut rows = Vec::new();
+    let mut last = Duration::ZERO;
     for &bytes in &sizes {
-        if begun.elapsed() >= parameters.limit {
-            let what = format!("the time of {} s was over before {}", parameters.limit.as_secs(), format_size(bytes));
-            ended_early = Some(what);
+        // A size takes twice as long as the one before.
+        if begun.elapsed() + 2 * last >= parameters.limit {
+            let (after, size) = (parameters.limit.as_secs_f64(), format_size(bytes));
+            ended_early = Some(format!("the time of {after} s does not suffice for {size}"));
             break;
         }
+        let of_size = Instant::now();
         // The time grows with the sizes: half of it goes into the last one.
         progress(&format_size(bytes), bytes as f64 / (2 * largest) as f64);
         file.fill_to(bytes)?;
         for round in 0..parameters.rounds {
-            rows.extend(one_round(&mut sides, parameters, bytes, round)?);
+            rows.extend(one_round(&mut sides, parameters, bytes, round, begun)?);
         }
+        last = of_size.elapsed();
     }
     drop(sides);
     let asked = Asked {
@@ -136,6 +145,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         most_bytes: parameters.most_bytes,
         rounds: parameters.rounds,
         folder: parameters.folder.display().to_string(),
+        no_device: no_device(&parameters.folder),
         quick: parameters.is_quick,
         ended_early,
     };
@@ -144,23 +154,27 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
 
 /// The sizes for which there is space, and why it is not all of them.
 fn sizes_that_fit(parameters: &Parameters) -> Result<(Vec<u64>, Option<String>)> {
-    let about = rustix::fs::statvfs(&parameters.folder)
-        .map_err(|e| Error::io("look for free space", e.into()))
-        .at_path(&parameters.folder)?;
-    let free_bytes = about.f_bavail * about.f_frsize;
+    let room_bytes = room_bytes(&parameters.folder)?;
     let mut sizes = parameters.sizes();
     let wanted = sizes.len();
-    let spare = SPARE_BYTES.min(free_bytes / 4);
-    sizes.retain(|size| *size <= free_bytes.saturating_sub(spare));
+    sizes.retain(|size| *size <= room_bytes);
     match sizes.len() {
         0 => Err(Error::new(ErrorKind::NoSpace, "there is no space for the file")).at_path(&parameters.folder),
-        some if some < wanted => Ok((sizes, Some(format!("only {} are free", format_size(free_bytes))))),
+        some if some < wanted => {
+            Ok((sizes, Some(format!("a quarter of the free space is {}", format_size(room_bytes)))))
+        }
         _ => Ok((sizes, None)),
     }
 }
 
 /// The three operations of one size on all ways, which take turns.
-fn one_round(sides: &mut Sides, parameters: &Parameters, bytes: u64, round: u32) -> Result<Vec<Row>> {
+fn one_round(
+    sides: &mut Sides,
+    parameters: &Parameters,
+    size_bytes: u64,
+    round: u32,
+    begun: Instant,
+) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for (turn, operation) in Operation::ALL.into_iter().enumerate() {
         let count = parameters.ways.len();
@@ -170,13 +184,12 @@ fn one_round(sides: &mut Sides, parameters: &Parameters, bytes: u64, round: u32)
                 operation,
                 block_bytes: BLOCK_BYTES,
                 start_bytes: 0,
-                total_bytes: bytes,
-                // A transfer that takes longer than the whole experiment may is none.
-                limit: parameters.limit * 2,
+                total_bytes: size_bytes,
+                limit: parameters.limit.saturating_sub(begun.elapsed()).max(LEAST_LIMIT),
             };
             let moved = sides.run(Side { place: 0, way }, &job)?;
             let (bytes, seconds, bytes_per_s) = (moved.bytes, moved.seconds, moved.bytes_per_s());
-            rows.push(Row { way, operation, bytes, round, seconds, bytes_per_s });
+            rows.push(Row { way, operation, size_bytes, bytes, round, seconds, bytes_per_s });
         }
     }
     Ok(rows)

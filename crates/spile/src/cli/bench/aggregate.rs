@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use spile_core::Result;
 
-use super::common::{PathArgs, with_progress};
+use super::common::PathArgs;
 use crate::bench::aggregate;
 use crate::bench::rings::RINGS;
 use crate::cli::{Exit, complain};
@@ -46,6 +46,6 @@ pub fn run(args: &AggregateArgs) -> Result<Exit> {
     if parameters.duration() > Duration::from_secs(120) {
         complain(format_args!("this takes {} minutes", parameters.duration().as_secs() / 60));
     }
-    let outcome = with_progress(|progress| aggregate::run(&parameters, progress))?;
+    let outcome = args.common.output.measure("aggregate", |progress| aggregate::run(&parameters, progress))?;
     args.common.output.show(&outcome, &aggregate::text(&outcome), aggregate::figures)
 }

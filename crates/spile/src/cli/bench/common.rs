@@ -1,15 +1,18 @@
 //! What the commands of experiments share: options, the progress bar, and how results are shown and kept.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Result};
 use utoipa::ToSchema;
 
 use crate::bench::about::about;
-use crate::bench::world::{Storage, remove_folder};
+use crate::bench::folder::remove_folders;
+use crate::bench::transfer::Way;
+use crate::bench::world::Storage;
 use crate::bench::{Figures, Outcome, save};
 use crate::cli::{Exit, print_json, say};
 use crate::signals::EndSignals;
@@ -30,9 +33,67 @@ pub struct OutputArgs {
     /// Put the JSON, and plots (SVG) where there are some, into DIR
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Print nothing
+    /// Print nothing, and replace what is there: for `bench all`, which prints and looks itself
     #[arg(long, hide = true)]
-    silent: bool,
+    in_set: bool,
+}
+
+/// What the experiments have that move blocks on the host's device.
+#[derive(Debug, Args)]
+pub struct DeviceArgs {
+    /// How often each transfer is made (2, quick: 1)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: Option<u32>,
+    /// Only this way (may be given several times)
+    #[arg(long = "way", value_enum)]
+    ways: Vec<WayName>,
+    /// Where files are made [default: the folder for temporary files]
+    #[arg(long, value_name = "DIR")]
+    folder: Option<PathBuf>,
+    /// The time in seconds after which nothing is begun: for `bench all`
+    #[arg(long, hide = true)]
+    within: Option<u64>,
+}
+
+/// A way, as --way takes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum WayName {
+    Bare,
+    Nbd,
+    VhostUser,
+    Xen,
+}
+
+impl From<WayName> for Way {
+    fn from(name: WayName) -> Self {
+        match name {
+            WayName::Bare => Self::Bare,
+            WayName::Nbd => Self::Nbd,
+            WayName::VhostUser => Self::VhostUser,
+            WayName::Xen => Self::Xen,
+        }
+    }
+}
+
+/// The values that were given, or the usual ones.
+pub fn given_or<T: Clone, N: Copy + Into<T>>(given: &[N], usual: Vec<T>) -> Vec<T> {
+    if given.is_empty() { usual } else { given.iter().map(|name| (*name).into()).collect() }
+}
+
+impl DeviceArgs {
+    /// Puts the options that were given into an experiment's parameters.
+    pub fn put_into(&self, rounds: &mut u32, ways: &mut Vec<Way>, folder: &mut PathBuf) {
+        *rounds = self.rounds.unwrap_or(*rounds);
+        *ways = given_or(&self.ways, std::mem::take(ways));
+        if let Some(given) = &self.folder {
+            folder.clone_from(given);
+        }
+    }
+
+    /// The time after which nothing is begun, if there is one.
+    pub fn within(&self) -> Option<Duration> {
+        self.within.map(Duration::from_secs)
+    }
 }
 
 /// What the experiments on ways to a guest's memory have.
@@ -89,6 +150,37 @@ impl PathArgs {
 }
 
 impl OutputArgs {
+    /// Runs an experiment as [`with_progress`] does it, when its results can be kept then.
+    ///
+    /// # Errors
+    /// When the folder of --out cannot be written, or has a result that must not be replaced; as `run`.
+    pub fn measure<T>(&self, name: &str, run: impl FnOnce(&mut dyn FnMut(&str, f64)) -> Result<T>) -> Result<T> {
+        if let Some(dir) = &self.out {
+            check_writable(dir)?;
+            if !self.in_set {
+                self.check_replaceable(&result_file(dir, name), name)?;
+            }
+        }
+        with_progress(run)
+    }
+
+    /// Refuses to replace what is no result of this experiment, and the result of a long run by that of a quick one.
+    fn check_replaceable(&self, path: &Path, name: &str) -> Result<()> {
+        let Ok(text) = std::fs::read_to_string(path) else { return Ok(()) };
+        let old: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+        let what = match () {
+            _ if old["experiment"] != name => format!("it is there, and is no result of `spile bench {name}`"),
+            _ if path.with_file_name("all.state").exists() => {
+                "it is of a set that `spile bench all` has made".to_owned()
+            }
+            _ if self.quick && old["parameters"]["quick"] == false => {
+                "it is the result of a long run, and this one is quick".to_owned()
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::new(ErrorKind::Exists, what).at_path(path).hint("use another --out, or move the file away"))
+    }
+
     /// Prints what an experiment found, and puts the files into the folder of --out, if it was given.
     ///
     /// # Errors
@@ -104,7 +196,7 @@ impl OutputArgs {
         R: Serialize + ToSchema,
     {
         match about(&outcome.experiment) {
-            _ if self.silent => {}
+            _ if self.in_set => {}
             _ if self.json => print_json(outcome)?,
             Some(about) => say(format_args!("{text}\n\n{}", about.to_text(COLUMNS))),
             None => say(text),
@@ -116,11 +208,25 @@ impl OutputArgs {
         for (name, figure) in figures(outcome) {
             saved.push(save(dir, &format!("{name}.svg"), &figure.to_svg())?);
         }
-        if !self.json && !self.silent {
+        if !self.json && !self.in_set {
             saved.iter().for_each(|path| say(path.display()));
         }
         Ok(Exit::Ok)
     }
+}
+
+/// The file of an experiment's result.
+pub fn result_file(out: &Path, name: &str) -> PathBuf {
+    out.join(format!("{name}.json"))
+}
+
+/// Makes the folder of --out, and a file in it for a moment: nobody is to measure for an hour for nothing.
+///
+/// # Errors
+/// With the path that cannot be made.
+pub fn check_writable(dir: &Path) -> Result<()> {
+    let probe = save(dir, &format!("spile-probe-{}", std::process::id()), "")?;
+    std::fs::remove_file(&probe).map_err(|e| Error::io("remove", e).at_path(&probe))
 }
 
 /// The figures of an experiment that has none.
@@ -135,7 +241,7 @@ pub fn no_figures<O>(_: &O) -> Figures {
 /// As `run`.
 pub fn with_progress<T>(run: impl FnOnce(&mut dyn FnMut(&str, f64)) -> Result<T>) -> Result<T> {
     const STEPS: f64 = 1000.0;
-    EndSignals::block()?.exit_after(remove_folder);
+    EndSignals::block()?.exit_after(remove_folders);
     let style = ProgressStyle::with_template("{wide_bar} {percent} % {msg}");
     let bar = ProgressBar::new(STEPS as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
     let outcome = run(&mut |what, share| {

@@ -3,7 +3,7 @@
 use clap::Args;
 use spile_core::Result;
 
-use super::common::{OutputArgs, no_figures, with_progress};
+use super::common::{OutputArgs, no_figures};
 use crate::bench::crowd;
 use crate::cli::Exit;
 
@@ -40,6 +40,6 @@ pub fn run(args: &CrowdArgs) -> Result<Exit> {
     parameters.queues = args.queues.unwrap_or(parameters.queues);
     parameters.depth = args.depth.unwrap_or(parameters.depth);
     parameters.rounds = args.rounds.unwrap_or(parameters.rounds);
-    let outcome = with_progress(|progress| crowd::run(&parameters, progress))?;
+    let outcome = args.output.measure("crowd", |progress| crowd::run(&parameters, progress))?;
     args.output.show(&outcome, &crowd::text(&outcome), no_figures)
 }

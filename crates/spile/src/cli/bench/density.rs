@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use spile_core::Result;
 use spile_image::Format;
 
-use super::common::{OutputArgs, with_progress};
+use super::common::OutputArgs;
 use crate::bench::density;
 use crate::cli::Exit;
 use crate::units::{parse_duration, parse_size};
@@ -86,6 +86,6 @@ pub fn run(args: &DensityArgs) -> Result<Exit> {
         folder: args.folder.clone(),
         ..usual
     };
-    let outcome = with_progress(|progress| density::run(&parameters, progress))?;
+    let outcome = args.output.measure("density", |progress| density::run(&parameters, progress))?;
     args.output.show(&outcome, &density::text(&outcome), density::figures)
 }

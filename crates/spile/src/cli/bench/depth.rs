@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use spile_core::Result;
 
-use super::common::{OutputArgs, with_progress};
+use super::common::OutputArgs;
 use crate::bench::depth;
 use crate::cli::Exit;
 use crate::units::{parse_duration, parse_size};
@@ -59,6 +59,6 @@ pub fn run(args: &DepthArgs) -> Result<Exit> {
     parameters.folder = args.folder.clone().unwrap_or(parameters.folder);
     parameters.file_bytes = args.size.unwrap_or(parameters.file_bytes);
     parameters.is_random = args.random;
-    let outcome = with_progress(|progress| depth::run(&parameters, progress))?;
+    let outcome = args.output.measure("depth", |progress| depth::run(&parameters, progress))?;
     args.output.show(&outcome, &depth::text(&outcome), depth::figures)
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use spile_core::Result;
 
-use super::common::{OutputArgs, no_figures, with_progress};
+use super::common::{OutputArgs, no_figures};
 use crate::bench::exchange;
 use crate::cli::Exit;
 use crate::units::parse_duration;
@@ -44,6 +44,6 @@ pub fn run(args: &ExchangeArgs) -> Result<Exit> {
     parameters.depth = args.depth.unwrap_or(parameters.depth);
     parameters.delay = args.delay.unwrap_or(parameters.delay);
     parameters.folder.clone_from(&args.folder);
-    let outcome = with_progress(|progress| exchange::run(&parameters, progress))?;
+    let outcome = args.output.measure("exchange", |progress| exchange::run(&parameters, progress))?;
     args.output.show(&outcome, &exchange::text(&outcome), no_figures)
 }

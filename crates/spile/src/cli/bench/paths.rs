@@ -3,7 +3,7 @@
 use clap::Args;
 use spile_core::Result;
 
-use super::common::{PathArgs, with_progress};
+use super::common::PathArgs;
 use crate::bench::Direction;
 use crate::bench::paths::{self, Kind};
 use crate::cli::Exit;
@@ -40,6 +40,6 @@ pub fn run(args: &PathsArgs) -> Result<Exit> {
     if args.write {
         parameters.directions.push(Direction::Write);
     }
-    let outcome = with_progress(|progress| paths::run(&parameters, progress))?;
+    let outcome = args.common.output.measure("paths", |progress| paths::run(&parameters, progress))?;
     args.common.output.show(&outcome, &paths::text(&outcome), paths::figures)
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use spile_core::Result;
 
-use super::common::{OutputArgs, with_progress};
+use super::common::OutputArgs;
 use crate::bench::shape;
 use crate::cli::Exit;
 use crate::units::{parse_duration, parse_size};
@@ -68,6 +68,6 @@ pub fn run(args: &ShapeArgs) -> Result<Exit> {
     parameters.store.clone_from(&args.store);
     parameters.model.channels = args.channels;
     parameters.model.page_us = args.page_time.as_secs_f64() * 1e6;
-    let outcome = with_progress(|progress| shape::run(&parameters, progress))?;
+    let outcome = args.output.measure("shape", |progress| shape::run(&parameters, progress))?;
     args.output.show(&outcome, &shape::text(&outcome), shape::figures)
 }
