@@ -211,7 +211,7 @@ ensure_python_packages() {
   local folder="$ROOT/target/python"
   if [ "$(cat "$folder/installed" 2>/dev/null)" = "${PYTHON_PACKAGES[*]}" ]; then return 0; fi
   say "installing ${PYTHON_PACKAGES[*]} into $folder"
-  if python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps --only-binary :all: \
+  if PIP_ROOT_USER_ACTION=ignore python3 -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
     --upgrade --target "$folder" "${PYTHON_PACKAGES[@]}" >&2; then
     printf '%s\n' "${PYTHON_PACKAGES[*]}" >"$folder/installed"
   else

@@ -13,12 +13,12 @@ SCRIPT = r"""
 mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/journal /run/log/journal || exit 77
 [ -s /etc/machine-id ] || { echo 0123456789abcdef0123456789abcdef > /run/id; mount --bind /run/id /etc/machine-id || exit 77; }
 JOURNALD & journald=$!
-for turn in $(seq 100); do [ -S /run/systemd/journal/stdout ] && break; sleep 0.1; done
+for turn in $(seq 600); do [ -S /run/systemd/journal/stdout ] && break; sleep 0.1; done
 [ -S /run/systemd/journal/stdout ] || { kill $journald; exit 77; }
 nbdkit --foreground --unix /run/bad.sock --filter=error memory 16M error-pread=EIO error-pread-rate=100% 2>/run/nbdkit.log & nbdkit=$!
-for turn in $(seq 100); do [ -S /run/bad.sock ] && break; sleep 0.1; done
+for turn in $(seq 600); do [ -S /run/bad.sock ] && break; sleep 0.1; done
 systemd-cat sh -c 'JOURNAL_STREAM=$(stat -L -c %d:%i /proc/self/fd/2) exec SPILE serve "nbd+unix:///?socket=/run/bad.sock,name=bad" --nbd unix:/run/n.sock --control none' & server=$!
-for turn in $(seq 100); do [ -S /run/n.sock ] && break; sleep 0.1; done
+for turn in $(seq 600); do [ -S /run/n.sock ] && break; sleep 0.1; done
 SPILE load "nbd+unix:///bad?socket=/run/n.sock" --bs 4k --ios 8 --depth 1 >/run/load.log 2>&1
 kill $server; wait $server
 journalctl --sync

@@ -203,6 +203,15 @@ fn the_dashboard_and_the_alerts_name_nothing_that_is_not_there() {
             assert!(names.contains(word) || names.contains(&*format!("{word}_bucket")), "{file}: there is no {word}");
         }
     }
+    // Disks of several servers may have the same name.
+    for asked in [docs("grafana/spile.json"), docs("prometheus/alerts.yml")] {
+        let groups = asked.split("by (").skip(1).filter_map(|rest| rest.split_once(')'));
+        let of_disks: Vec<_> = groups.map(|(group, _)| group).filter(|group| group.contains("disk")).collect();
+        assert!(
+            of_disks.len() > 3 && of_disks.iter().all(|group| group.starts_with("instance, server, disk")),
+            "{of_disks:?}"
+        );
+    }
     let board: serde_json::Value = serde_json::from_str(&docs("grafana/spile.json")).unwrap();
     let panels = board["panels"].as_array().unwrap();
     let ids: BTreeSet<_> = panels.iter().map(|panel| panel["id"].as_u64().unwrap()).collect();

@@ -36,7 +36,7 @@ pub struct TraceArgs {
     /// Write all requests to this file, as a trace that Perfetto and Chromium open
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Take at most so many requests. Further ones are counted as dropped
+    /// The trace ends when it has so many requests
     #[arg(long, value_name = "N", default_value_t = 100_000)]
     max_requests: u64,
     /// Print JSON
