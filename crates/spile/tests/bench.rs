@@ -4,7 +4,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{fails, json, ok};
+use common::{fails, json, ok, run};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use spile::bench::{Figures, Outcome, density, depth, geometry, layers, warmup};
@@ -201,6 +201,31 @@ fn assert_well_drawn<P: DeserializeOwned, R: DeserializeOwned>(file: &Path, figu
         let drawn = std::fs::read_to_string(file.with_file_name(format!("{name}.svg"))).unwrap();
         assert_eq!(drawn, figure.to_svg(), "{name} is drawn from its file as from its run");
     }
+}
+
+#[test]
+fn figures_of_memory_are_told_from_those_of_a_disk() {
+    let Ok(dir) = tempfile::tempdir_in("/dev/shm") else {
+        println!("SKIP figures_of_memory_are_told_from_those_of_a_disk: there is no /dev/shm");
+        return;
+    };
+    for name in ["geometry", "warmup", "layers"] {
+        let output = run(dir.path(), &["bench", name, "--quick", "--size", "32M", "--folder", ".", "--out", "o"]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        if said.contains("Invalid argument") {
+            println!("SKIP figures_of_memory_are_told_from_those_of_a_disk: this kernel has no O_DIRECT in memory");
+            return;
+        }
+        assert!(output.status.success(), "{said}");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains("these are not the figures of a disk") && text.contains("tmpfs"), "{text}");
+        let kept: Value =
+            serde_json::from_slice(&std::fs::read(dir.path().join(format!("o/{name}.json"))).unwrap()).unwrap();
+        assert!(kept["parameters"]["no_device"].is_string(), "{kept}");
+    }
+    assert_well_drawn(&dir.path().join("o/geometry.json"), geometry::figures);
+    assert_well_drawn(&dir.path().join("o/warmup.json"), warmup::figures);
+    assert_well_drawn(&dir.path().join("o/layers.json"), layers::figures);
 }
 
 #[test]

@@ -34,8 +34,8 @@ fn this_program() -> Result<PathBuf> {
     std::env::current_exe().map_err(|e| Error::io("find this program", e))
 }
 
-/// This program once more, with other arguments. It is killed when this is dropped, or when we end. To be started from a
-/// thread that lives as long: for the kernel it is the thread that has children.
+/// Another process of this program, with other arguments. It is killed when this is dropped, and when this process ends. Start it from a
+/// thread that lives as long as it: the kernel kills it when the thread ends that has started it.
 pub struct Tied {
     child: Child,
     name: String,
@@ -134,7 +134,7 @@ fn command(program: Option<&str>, args: impl IntoIterator<Item = OsString>) -> R
     Ok(command)
 }
 
-/// One that takes lines and answers each with a line.
+/// A process that takes lines on stdin and answers each with a line on stdout.
 pub struct Talking {
     tied: Tied,
     input: ChildStdin,
@@ -164,7 +164,7 @@ impl Talking {
         Ok(Self { tied: Tied { child, name: name.into() }, input, lines })
     }
 
-    /// Says a line.
+    /// Sends it a line.
     ///
     /// # Errors
     /// When it has ended.
@@ -176,7 +176,7 @@ impl Talking {
     /// Its next line.
     ///
     /// # Errors
-    /// When it has ended, or says nothing for so long.
+    /// When it has ended, or has no line for `patience`.
     pub fn hear(&mut self, patience: Duration) -> Result<String> {
         self.lines.recv_timeout(patience).map_err(|e| match e {
             RecvTimeoutError::Timeout => {

@@ -184,7 +184,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         limit_s: parameters.limit.as_secs_f64(),
         rounds: parameters.rounds,
         ended_early,
-        no_device: no_device(target),
+        no_device: no_device(parameters.target.as_deref().unwrap_or(&parameters.folder)),
         quick: parameters.is_quick,
     };
     Ok(Outcome { experiment: "geometry".to_owned(), host, parameters: asked, rows })
