@@ -37,7 +37,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 # Python packages that `scripts/setup.sh test` has put there, because Debian has none of them.
-sys.path.append(str(TARGET / "python"))
+sys.path.append(str(TOP / "target" / "python"))
 
 # Control sockets and the marks of failed syncs: the host's own must not decide what a test sees, nor the other way round.
 RUN_DIR = tempfile.mkdtemp(prefix="spile-run-")

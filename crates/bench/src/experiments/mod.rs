@@ -1,13 +1,16 @@
-//! Experiments: what ways to a disk cost, side by side.
+//! Experiments: measurements that anyone can repeat. [`about`] says what each of them shows, and which article it repeats.
 //!
-//! [`exchange`] has a disk in this process, and shows what its clients feel of an exchange of graphs. [`crowd`] has many disks
-//! in one server, all but one idle, and shows what these cost the busy one. [`hung`] has two disks on one worker, and shows
-//! what the one feels when the other's store stops answering.
-//!
-//! [`paths`] has one guest and one disk, and shows where a request's time goes; [`aggregate`] has many of both. Each runs
-//! the program as it runs in production: a process for each disk ([`world`] starts them), and one for each guest
-//! ([`guest`]). On a host without Xen the guests are those of `spile_lab::xen`: the order of the paths and the shape of
-//! their curves mean something there, Xen's absolute costs do not.
+//! - Queues and sizes of requests: [`depth`] shows how many requests wait at each layer. [`shape`] shows what splitting them brings, and
+//!   [`tune`] which sizes suit a device.
+//! - What lies below a disk: [`layers`] sets a file beside a partition and a volume, [`geometry`] one address beside another, and
+//!   [`warmup`] small amounts of data beside large ones. [`transfer`] moves their bytes.
+//! - Many disks: [`density`] shows what idle ones cost the host, and [`crowd`] what they cost a busy one. [`hung`] has two disks on one worker,
+//!   and shows what the one feels when the other's store stops answering. [`exchange`] has a disk in this process, and shows what its
+//!   clients feel of an exchange of graphs.
+//! - Ways to a Xen guest's memory: [`paths`] has one guest and one disk, and shows where a request's time goes; [`aggregate`] has many
+//!   of both. There is a process for each disk ([`world`] starts them), and one for each guest ([`guest`]). On a host without Xen
+//!   the guests are those of `spile_lab::xen`: the order of the paths and the shape of their curves mean something there, Xen's
+//!   absolute costs do not.
 
 pub mod about;
 pub mod aggregate;
