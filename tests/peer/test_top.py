@@ -299,7 +299,7 @@ class Device(PeerTest):
     def assert_same(self, device):
         """Each number is the same in one interval at least. The intervals of the two programs do not begin at the same moment, and the
         host has other work: a few tries."""
-        found, open_numbers = [], {"reads_per_s", "queue_size_avg", "latency_mean_us"}
+        found, open_numbers = [], {"reads_per_s", "queue_size_iostat", "latency_mean_us"}
         while open_numbers and len(found) < 10:
             found.append(self.compare(device))
             open_numbers -= {name for name, (a, b) in found[-1].items() if abs(a - b) <= 0.05 * max(a, b, 0.1)}
@@ -315,7 +315,7 @@ class Device(PeerTest):
         ours = next(layer for layer in stat["layers"] if layer["kind"] == "device")
         return {
             "reads_per_s": (ours["reads_per_s"], disk["r/s"]),
-            "queue_size_avg": (ours["queue_size_avg"], disk["aqu-sz"]),
+            "queue_size_iostat": (ours["queue_size_iostat"], disk["aqu-sz"]),
             "latency_mean_us": (ours["latency_mean_us"] / 1e3, disk["r_await"]),
         }
 

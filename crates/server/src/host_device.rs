@@ -15,8 +15,10 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags, major, minor, open};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 use spile_core::metrics::now_ns;
 use spile_core::{Error, ErrorKind, Locator, Result};
+use utoipa::ToSchema;
 
 use crate::serving::api::rates::{LayerRates, OperationRates, per_s};
 
@@ -38,12 +40,14 @@ pub fn claim(device: &Path) -> Result<File> {
 }
 
 /// A block device of this host.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct HostDevice {
     /// Its name as in /proc/diskstats, such as `sda1` or `dm-3`.
     pub name: String,
-    major: u32,
-    minor: u32,
+    /// Its major number.
+    pub major: u32,
+    /// Its minor number.
+    pub minor: u32,
 }
 
 /// What the kernel has counted of a device up to one moment.
@@ -134,7 +138,7 @@ impl HostDevice {
         })
     }
 
-    /// What the device did between two readings. It has no quantiles, and both of its queue sizes are iostat's.
+    /// What the device did between two readings. It has no quantiles, and no queue size but iostat's.
     pub fn rates(&self, earlier: &DeviceReading, later: &DeviceReading) -> LayerRates {
         let elapsed_ns = later.at_ns.saturating_sub(earlier.at_ns);
         let of = |name, of: fn(&DeviceReading) -> &Counted| rates_of(name, of(earlier), of(later), elapsed_ns);
@@ -145,7 +149,6 @@ impl HostDevice {
             of("discard", |reading| &reading.discards),
         ];
         let ended: f64 = operations.iter().map(|op| op.requests_per_s).sum();
-        let queue = per_s(rise_ms(earlier.weighted_ms, later.weighted_ms), elapsed_ns) / 1e3;
         let time_s: f64 = operations.iter().map(|op| op.queue_size_iostat).sum();
         let merged = |of: fn(&DeviceReading) -> u64| per_s(of(later).saturating_sub(of(earlier)), elapsed_ns);
         LayerRates {
@@ -158,8 +161,7 @@ impl HostDevice {
             requests_per_s: ended,
             read_bytes_per_s: operations[0].bytes_per_s,
             write_bytes_per_s: operations[1].bytes_per_s,
-            queue_size_avg: queue,
-            queue_size_iostat: queue,
+            queue_size_iostat: per_s(rise_ms(earlier.weighted_ms, later.weighted_ms), elapsed_ns) / 1e3,
             in_flight: later.in_flight,
             latency_mean_us: (ended > 0.0).then(|| time_s / ended * 1e6),
             counters_per_s: [
@@ -299,7 +301,7 @@ mod tests {
         assert_eq!((rates.name.as_str(), rates.kind.as_str(), rates.interval_s), ("device vda", "device", 2.0));
         assert_eq!((rates.reads_per_s, rates.writes_per_s, rates.flushes_per_s), (200.0, 50.0, 0.0));
         assert_eq!((rates.read_bytes_per_s, rates.write_bytes_per_s), (819_200.0, 204_800.0));
-        assert_eq!((rates.queue_size_avg, rates.in_flight), (0.5, 1));
+        assert_eq!((rates.queue_size_avg, rates.queue_size_iostat, rates.in_flight), (None, 0.5, 1));
         assert_eq!(rates.operations.iter().map(|op| op.latency_mean_us.unwrap()).collect::<Vec<_>>(), [500.0, 4060.0]);
         assert!((rates.latency_mean_us.unwrap() - 606_000.0 / 500.0).abs() < 1e-6, "{rates:?}");
         assert_eq!((rates.latency_p99_us, rates.counters_per_s["merged_writes_total"]), (None, 5.0));

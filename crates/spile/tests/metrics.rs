@@ -253,6 +253,7 @@ fn the_tcp_address_answers_scrapes_and_nothing_else() {
     assert!(
         text.ends_with("# EOF\n") && text.contains("# TYPE spile_disk_requests counter\n") && !series(&text).is_empty()
     );
+    assert!(!text.contains("layer=\"image\""), "no caller gets more than --metrics-detail says");
     let protobuf = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited";
     let (status, head, bytes) = get(address, "/metrics", protobuf);
     assert!(status == 200 && head.contains("content-type: application/vnd.google.protobuf"), "{head}");

@@ -230,7 +230,7 @@ impl Watched {
         ];
         let kinds = [LayerKind::Front, LayerKind::Disk, LayerKind::Image, LayerKind::Store];
         let queues: Vec<_> =
-            kinds.iter().map(|kind| (kind.name(), self.line(*kind, |layer| Some(layer.queue_size_avg)))).collect();
+            kinds.iter().map(|kind| (kind.name(), self.line(*kind, |layer| layer.queue_size_avg))).collect();
         let of_front = |value: fn(&LayerRates) -> Option<f64>| self.line(LayerKind::Front, value);
         let latency =
             [("p50", of_front(|front| front.latency_p50_us)), ("p99", of_front(|front| front.latency_p99_us))];

@@ -5,55 +5,113 @@
 //! at either end. Else the ages of what is in flight at the end belong to the interval, and the ages of what was in flight at its
 //! begin do not: L·T = λ·W·T + ages at the end − ages at the begin.
 //!
-//! Both sides come from sums of their own: L·T from when requests began and ended, λ·W from the latencies that were noted one by
-//! one, the ages from when those began that have not ended; where nothing is in flight at either end, there are none. Where they part, a count is wrong: a request was lost, ended twice, or was
-//! given a wrong time.
+//! The check compares numbers that were counted apart from each other:
+//!
+//! - Of each kind of request no more have ended than began. A request that ends twice is found as soon as no other one of its kind is in
+//!   flight.
+//! - Of each kind there is one latency in the histogram for each request that has ended, but for those that were abandoned.
+//! - L·T comes from the moments when requests began and ended, W from the buckets of the histogram, each latency to the width of its bucket.
+//!
+//! Where something is in flight at either end, the ages come from the moments that the latencies come from. Then the last comparison finds a
+//! wrong latency, but not a request whose begin was told wrongly at its end; that one is found in an interval without such edges.
+//!
+//! A request that never ends cannot be told from one that takes very long: it stays in flight, and its age grows.
 
 use std::fmt;
 
-use super::Reading;
+use super::{Op, Reading};
 
-/// The share by which both sides may part.
+/// The share by which numbers may part.
 const TOLERANCE: f64 = 0.02;
 
-/// How Little's law is broken.
+/// How the counts of an interval contradict each other.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Gap {
-    /// Requests in flight, integrated over the interval, in request-nanoseconds: L·T.
-    pub depth_integral_ns: u64,
-    /// What the latencies and the ages make of it: λ·W·T, with the edges of the interval.
-    pub latencies_ns: u64,
+pub enum Gap {
+    /// More requests of a kind have ended than began.
+    Ended {
+        /// The kind.
+        op: Op,
+        /// How many more, since counting began.
+        surplus: u64,
+        /// How many ended in the interval.
+        ended: u64,
+    },
+    /// Requests of a kind were answered, and another number of latencies was noted.
+    Latencies {
+        /// The kind.
+        op: Op,
+        /// Requests that ended and were not abandoned.
+        answered: u64,
+        /// Latencies in the histogram.
+        noted: u64,
+    },
+    /// The requests in flight and the latencies part, against Little's law.
+    Depth {
+        /// Requests in flight, integrated over the interval, without the ages at its edges, in request-nanoseconds: what the latencies
+        /// should be together.
+        depth_ns: u64,
+        /// The latencies together, in nanoseconds: the value next to `depth_ns` that the buckets allow.
+        latencies_ns: u64,
+    },
 }
 
 impl Gap {
-    /// By how much of the larger side both part: 0 to 1.
+    /// By how much of the larger number both part: 0 to 1.
     pub fn share(&self) -> f64 {
-        let larger = self.depth_integral_ns.max(self.latencies_ns);
-        if larger == 0 { 0.0 } else { self.depth_integral_ns.abs_diff(self.latencies_ns) as f64 / larger as f64 }
+        let (one, other) = match *self {
+            Self::Ended { surplus, ended, .. } => (ended.max(surplus), ended.max(surplus) - surplus),
+            Self::Latencies { answered, noted, .. } => (answered, noted),
+            Self::Depth { depth_ns, latencies_ns } => (depth_ns, latencies_ns),
+        };
+        let larger = one.max(other);
+        if larger == 0 { 0.0 } else { one.abs_diff(other) as f64 / larger as f64 }
     }
 }
 
 impl fmt::Display for Gap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "the average queue size and the latencies part by {:.1} % (Little's law): {:.3} s of requests in flight, {:.3} s of latencies",
-            100.0 * self.share(),
-            self.depth_integral_ns as f64 / 1e9,
-            self.latencies_ns as f64 / 1e9,
-        )
+        match self {
+            Self::Ended { op, surplus, .. } => write!(f, "{surplus} more {} requests ended than began", op.name()),
+            Self::Latencies { op, answered, noted } => {
+                write!(f, "{answered} {} requests were answered, but {noted} latencies were noted", op.name())
+            }
+            Self::Depth { depth_ns, latencies_ns } => write!(
+                f,
+                "the average queue size and the latencies part by {:.1} % (Little's law): {:.3} s of requests in flight, {:.3} s of latencies",
+                100.0 * self.share(),
+                *depth_ns as f64 / 1e9,
+                *latencies_ns as f64 / 1e9,
+            ),
+        }
     }
 }
 
-/// Checks Little's law for `interval`, which [`Reading::since`] has made, or for all that was ever counted. Returns the gap when both sides
-/// part by more than 2 %.
+/// Checks what was counted in `interval`, which [`Reading::since`] has made, or of all that was ever counted. Returns the first
+/// contradiction: more ends than begins at all, else numbers that part by more than 2 %.
 pub fn little(interval: &Reading) -> Option<Gap> {
+    let of_kinds = || Op::ALL.into_iter().map(|op| (op, interval.op(op)));
+    let ended_twice = of_kinds().find(|(_, reading)| reading.in_flight < 0).map(|(op, reading)| Gap::Ended {
+        op,
+        surplus: reading.in_flight.unsigned_abs(),
+        ended: reading.ended,
+    });
+    let parts = |gap: &Gap| gap.share() > TOLERANCE;
+    let mut noted = of_kinds().map(|(op, reading)| Gap::Latencies {
+        op,
+        answered: reading.ended.wrapping_sub(reading.abandoned),
+        noted: reading.latency.count(),
+    });
+    ended_twice.or_else(|| noted.find(parts)).or_else(|| Some(depth(interval)).filter(parts))
+}
+
+/// The depth and the latencies of `interval`, whether or not they part.
+fn depth(interval: &Reading) -> Gap {
     let total = interval.total();
-    let has_edges = total.in_flight != 0 || total.begun != total.ended || total.latency.count() != total.ended;
+    let has_edges = total.in_flight != 0 || total.begun != total.ended || total.abandoned != 0;
     let edges_ns = if has_edges { interval.age_sum_ns } else { 0 };
-    let latencies_ns = total.latency.sum_ns.wrapping_add(edges_ns);
-    let gap = Gap { depth_integral_ns: interval.depth_integral_ns, latencies_ns };
-    (gap.share() > TOLERANCE).then_some(gap)
+    let depth_ns = interval.depth_integral_ns.wrapping_sub(edges_ns);
+    let (least_ns, most_ns) = total.latency.sum_bounds_ns();
+    Gap::Depth { depth_ns, latencies_ns: depth_ns.clamp(least_ns, most_ns) }
 }
 
 #[cfg(test)]
@@ -91,18 +149,10 @@ mod tests {
                 readings.push(counters.read(edge));
             }
             let interval = readings[1].since(&readings[0]);
-            let Gap { depth_integral_ns, latencies_ns } = gap_of(&interval);
-            prop_assert_eq!(depth_integral_ns, latencies_ns);
+            prop_assert_eq!(little(&interval), None);
             let overlap = |(begin, len): &(u64, u64)| (begin + len).min(last).saturating_sub(*begin.max(&first));
-            prop_assert_eq!(depth_integral_ns, requests.iter().map(overlap).sum::<u64>());
+            prop_assert_eq!(interval.depth_integral_ns, requests.iter().map(overlap).sum::<u64>());
         }
-    }
-
-    /// Both sides, whether or not they part.
-    fn gap_of(interval: &Reading) -> Gap {
-        let ended_ns: u64 = interval.ops.iter().map(|op| op.latency.sum_ns).sum();
-        assert_eq!(little(interval), None);
-        Gap { depth_integral_ns: interval.depth_integral_ns, latencies_ns: ended_ns.wrapping_add(interval.age_sum_ns) }
     }
 
     #[test]
@@ -116,18 +166,65 @@ mod tests {
         (0..100).for_each(|_| counters.begin(Op::Read, 512, 3000));
         (0..100).for_each(|_| counters.end(ended(3500), 4000));
         let gap = little(&counters.read(5000).since(&before)).expect("half of it is missing");
-        assert_eq!((gap.share(), gap.latencies_ns), (0.5, 50_000));
-        assert!(gap.to_string().contains("part by 50.0 % (Little's law)"), "{gap}");
+        // 500 ns lie in the bucket that ends at 503 ns.
+        assert_eq!(gap, Gap::Depth { depth_ns: 100_000, latencies_ns: 50_300 });
+        assert!(gap.to_string().contains("part by 49.7 % (Little's law)"), "{gap}");
+    }
+
+    #[test]
+    fn a_bucket_that_is_wrong_is_found_also_with_requests_in_flight() {
+        let counters = Counters::default();
+        (0..9).for_each(|_| counters.begin(Op::Read, 512, 1000));
+        (0..8).for_each(|_| counters.end(ended(1000), 2000));
+        let mut reading = counters.read(2500);
+        assert_eq!(little(&reading), None);
+        let counts = &mut reading.ops[Op::Read as usize].latency.counts;
+        let bucket = counts.iter().position(|count| *count == 8).unwrap();
+        counts.swap(bucket, bucket + 32);
+        let gap = little(&reading).expect("latencies of twice the length");
+        assert!(matches!(gap, Gap::Depth { depth_ns: 8000, .. }) && gap.share() > 0.45, "{gap}");
     }
 
     #[test]
     fn a_request_that_ends_twice_is_found() {
         let counters = Counters::default();
+        let before = counters.read(0);
+        (0..10).for_each(|_| counters.begin(Op::Read, 512, 0));
+        (0..10).for_each(|_| counters.end(ended(0), 1000));
+        assert_eq!(little(&counters.read(1000)), None);
+        counters.end(ended(0), 1000);
+        let gap = little(&counters.read(2000).since(&before)).expect("one has ended twice");
+        assert_eq!(gap, Gap::Ended { op: Op::Read, surplus: 1, ended: 11 });
+        assert_eq!((gap.share(), gap.to_string().as_str()), (1.0 / 11.0, "1 more read requests ended than began"));
+        // Also in an interval in which nothing happens any more.
+        let gap = little(&counters.read(4000).since(&counters.read(3000))).expect("it stays wrong");
+        assert_eq!(gap.share(), 1.0);
+    }
+
+    #[test]
+    fn a_request_that_is_lost_stays_in_flight() {
+        let counters = Counters::default();
+        (0..10).for_each(|_| counters.begin(Op::Read, 512, 0));
+        (0..9).for_each(|_| counters.end(ended(0), 1000));
+        let (before, after) = (counters.read(2000), counters.read(5000));
+        let interval = after.since(&before);
+        assert_eq!((after.in_flight(), interval.age_sum_ns, little(&interval)), (1, 3000, None));
+        // It ended among the counters of another ring.
+        let other = Counters::default();
+        other.end(ended(0), 1000);
+        assert!(matches!(little(&other.read(5000)), Some(Gap::Ended { surplus: 1, .. })));
+    }
+
+    #[test]
+    fn a_latency_that_was_not_noted_is_found() {
+        let counters = Counters::default();
         (0..10).for_each(|_| counters.begin(Op::Write, 512, 0));
+        (0..10).for_each(|_| counters.end(Ended { op: Op::Write, ..ended(0) }, 0));
         let mut reading = counters.read(1000);
-        // A reading whose latencies have one end more than its times.
-        reading.ops[Op::Write as usize].latency.sum_ns += 1000;
-        assert!((little(&reading).expect("it is 10 %").share() - 1.0 / 11.0).abs() < 1e-9);
+        assert_eq!(little(&reading), None);
+        reading.ops[Op::Write as usize].latency.counts[0] -= 1;
+        let gap = little(&reading).expect("it is a tenth");
+        assert_eq!(gap.to_string(), "10 write requests were answered, but 9 latencies were noted");
     }
 
     #[test]

@@ -17,6 +17,7 @@ const THREADS: usize = 64;
 /// the one on which it began.
 #[derive(Debug)]
 pub struct Meter {
+    made_ns: u64,
     /// By the number of the thread, made when the thread first counts here.
     own: [OnceLock<Box<Counters>>; THREADS],
     /// For threads beyond [`THREADS`].
@@ -32,7 +33,13 @@ impl Default for Meter {
 impl Meter {
     /// A meter that has counted nothing.
     pub fn new() -> Self {
-        Self { own: [const { OnceLock::new() }; THREADS], common: Mutex::default() }
+        Self { made_ns: now_ns(), own: [const { OnceLock::new() }; THREADS], common: Mutex::default() }
+    }
+
+    /// When this meter was made, in nanoseconds of CLOCK_MONOTONIC. A meter that was made at another moment is another one, with counts of
+    /// its own.
+    pub fn made_ns(&self) -> u64 {
+        self.made_ns
     }
 
     /// Counts a request from its worker's turn on, until the result is ended.
@@ -73,8 +80,13 @@ impl Meter {
 
     /// What was counted up to now, on all threads.
     pub fn read(&self) -> Reading {
-        let common = self.lock_common();
-        Counters::read_all(self.own.iter().filter_map(OnceLock::get).map(|counters| &**counters).chain([&*common]))
+        let mut sum = Reading::default();
+        self.own.iter().filter_map(OnceLock::get).for_each(|counters| sum += &counters.read(0));
+        // Threads that count here wait for this lock, so it is taken last.
+        sum += &self.lock_common().read(0);
+        // The clock is read last: nothing that was counted lies after the moment of the reading.
+        sum.advance_to(now_ns());
+        sum
     }
 
     #[inline]

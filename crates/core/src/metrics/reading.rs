@@ -1,6 +1,6 @@
 //! [`Reading`]: what counters say at one moment, as plain numbers.
 
-use std::ops::{Add, AddAssign};
+use std::ops::{Add, AddAssign, Range};
 
 use super::Op;
 use super::histogram::{BUCKETS, bounds_of};
@@ -202,6 +202,19 @@ impl Latency {
             let bounds = bounds_of(bucket);
             (bounds.start + (bounds.end - bounds.start) / 2).min(self.max_ns)
         })
+    }
+
+    /// What all latencies are together at least and at most, in nanoseconds, by the buckets in which they lie.
+    pub(super) fn sum_bounds_ns(&self) -> (u64, u64) {
+        let mut bounds = (0u64, 0u64);
+        for (bucket, count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+            let Range { start, end } = bounds_of(bucket);
+            // The last bucket has no end.
+            let most_ns = if bucket == BUCKETS - 1 { u64::MAX } else { end - 1 };
+            bounds.0 = bounds.0.saturating_add(count.saturating_mul(start));
+            bounds.1 = bounds.1.saturating_add(count.saturating_mul(most_ns));
+        }
+        bounds
     }
 
     /// The mean in nanoseconds; 0 when there are none.

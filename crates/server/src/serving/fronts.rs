@@ -16,7 +16,7 @@ use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
 use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
 
 use super::api::types::Export as ExportView;
-use super::api::view::{ReadMeter, ReadSpans};
+use super::api::view::{FrontName, ReadMeter, ReadSpans};
 use super::disks::{Open, ServedDisk, find};
 use crate::disks::split_commas;
 use crate::listen::{Bound, Published, SocketAccess};
@@ -340,8 +340,8 @@ impl Fronts {
     }
 
     /// What is counted of a disk with these exports: by front and export.
-    pub fn meters(&self, names: &[String]) -> Vec<(String, ReadMeter)> {
-        let mut meters: Vec<(String, ReadMeter)> = Vec::new();
+    pub fn meters(&self, names: &[String]) -> Vec<(FrontName, ReadMeter)> {
+        let mut meters: Vec<(FrontName, ReadMeter)> = Vec::new();
         for name in self.nbd.names.iter().filter(|name| names.contains(name)) {
             let nbd = [&self.nbd].into_iter().chain(&self.former).filter(|nbd| nbd.names.contains(name));
             let servers: Vec<_> = nbd.map(|nbd| nbd.server.clone()).collect();
@@ -351,34 +351,30 @@ impl Fronts {
                 before.queues.retain(|_| breakdown == Breakdown::Queues);
                 sum(before, servers.iter().map(|server| server.read(&own, breakdown)))
             };
-            meters.push((format!("front nbd {name:?}"), Arc::new(read)));
+            meters.push((front("nbd", Some(name)), Arc::new(read)));
         }
         for vhost in self.vhost.iter().filter(|vhost| names.contains(&vhost.export)) {
             let server = vhost.server.clone();
-            meters.push((
-                format!("front vhost-user {:?}", vhost.export),
-                Arc::new(move |breakdown| server.read(breakdown)),
-            ));
+            meters.push((front("vhost-user", Some(&vhost.export)), Arc::new(move |breakdown| server.read(breakdown))));
         }
-        meters
-            .extend(self.xen.as_ref().map(|xen| ("front xen".to_owned(), Arc::new(xen.device.reader()) as ReadMeter)));
+        meters.extend(self.xen.as_ref().map(|xen| (front("xen", None), Arc::new(xen.device.reader()) as ReadMeter)));
         meters
     }
 
     /// What is kept of the requests to a disk with these exports: by front and export.
-    pub fn spans(&self, names: &[String]) -> Vec<(String, ReadSpans)> {
-        let mut all: Vec<(String, ReadSpans)> = Vec::new();
+    pub fn spans(&self, names: &[String]) -> Vec<(FrontName, ReadSpans)> {
+        let mut all: Vec<(FrontName, ReadSpans)> = Vec::new();
         for nbd in [&self.nbd].into_iter().chain(&self.former) {
             for name in nbd.names.iter().filter(|name| names.contains(name)) {
-                let (front, server, name) = (format!("front nbd {name:?}"), nbd.server.clone(), name.to_owned());
+                let (front, server, name) = (front("nbd", Some(name)), nbd.server.clone(), name.to_owned());
                 all.push((front, Arc::new(move || server.spans(&name))));
             }
         }
         for vhost in self.vhost.iter().filter(|vhost| names.contains(&vhost.export)) {
             let server = vhost.server.clone();
-            all.push((format!("front vhost-user {:?}", vhost.export), Arc::new(move || server.spans())));
+            all.push((front("vhost-user", Some(&vhost.export)), Arc::new(move || server.spans())));
         }
-        let xen = self.xen.iter().map(|xen| ("front xen".to_owned(), Arc::new(xen.device.spans()) as ReadSpans));
+        let xen = self.xen.iter().map(|xen| (front("xen", None), Arc::new(xen.device.spans()) as ReadSpans));
         all.extend(xen);
         all
     }
@@ -476,6 +472,10 @@ impl Fronts {
         }));
         ways
     }
+}
+
+fn front(protocol: &'static str, export: Option<&String>) -> FrontName {
+    FrontName { protocol, export: export.cloned() }
 }
 
 fn sum(first: FrontReading, others: impl Iterator<Item = FrontReading>) -> FrontReading {

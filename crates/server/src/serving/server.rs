@@ -231,7 +231,7 @@ impl Server {
 
     /// Starts the control API on the control socket, if there is one, and answers scrapes at the addresses for them.
     fn listen_to_callers(&self) -> Result<()> {
-        let exporter = Exporter { source: Source::Server(self.view.clone()), detail: self.metrics_detail };
+        let exporter = Exporter::new(Source::Server(self.view.clone()), self.metrics_detail);
         for socket in self.listening.iter().filter(|socket| socket.role == Role::Metrics) {
             metrics::listen::listen(socket.share()?, exporter.clone())?;
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use comfy_table::{Table, presets};
 use serde::Serialize;
-use spile_core::metrics::{Meter, Op, Reading};
+use spile_core::metrics::{Meter, Reading};
 use spile_core::{Error, Locator, Result, ResultExt};
 use spile_engine::{Config, Engine, OsEnv};
 use spile_front_nbd::{Export, Server, ServerConfig};
@@ -17,6 +17,7 @@ use spile_image::create::NewImage;
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
+use spile_server::serving::api::rates::LayerRates;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
@@ -73,13 +74,13 @@ struct Seen {
     layer: &'static str,
     /// Average queue depth.
     queue_depth_avg: f64,
-    /// Reads a second.
+    /// Reads that ended a second, with success or not.
     read_iops: f64,
-    /// Writes a second.
+    /// Writes that ended a second, with success or not.
     write_iops: f64,
     /// Bytes a second, both directions.
     bytes_per_s: f64,
-    /// Half are at or below.
+    /// Half of the requests of all kinds are at or below.
     latency_p50_us: f64,
     /// 99 of 100 are at or below.
     latency_p99_us: f64,
@@ -249,21 +250,16 @@ fn measure(args: &DemoArgs, running: &Running) -> Result<(Report, Vec<Seen>, boo
 
 impl Seen {
     fn new(name: &'static str, after: &Reading, before: &Reading) -> Self {
-        let time_s = (after.at_ns - before.at_ns) as f64 / 1e9;
-        let between = after.since(before);
-        let (read, write) = (between.op(Op::Read), between.op(Op::Write));
-        let mut latency = read.latency.clone();
-        latency += &write.latency;
-        let at_us = |quantile| latency.quantile_ns(quantile) as f64 / 1e3;
+        let rates = LayerRates::new(name, "", &after.since(before), after.at_ns.saturating_sub(before.at_ns));
         Self {
             layer: name,
-            queue_depth_avg: after.average_depth_since(before),
-            read_iops: (read.ended - read.errors) as f64 / time_s,
-            write_iops: (write.ended - write.errors) as f64 / time_s,
-            bytes_per_s: (read.bytes + write.bytes) as f64 / time_s,
-            latency_p50_us: at_us(0.5),
-            latency_p99_us: at_us(0.99),
-            latency_p999_us: at_us(0.999),
+            queue_depth_avg: rates.queue_size(),
+            read_iops: rates.reads_per_s,
+            write_iops: rates.writes_per_s,
+            bytes_per_s: rates.read_bytes_per_s + rates.write_bytes_per_s,
+            latency_p50_us: rates.latency_p50_us.unwrap_or(0.0),
+            latency_p99_us: rates.latency_p99_us.unwrap_or(0.0),
+            latency_p999_us: rates.latency_p999_us.unwrap_or(0.0),
         }
     }
 

@@ -146,7 +146,7 @@ impl DiskArgs {
 fn answer_scrapes(address: &Address, args: &XenBackendArgs) -> Result<()> {
     let (fd, _) = Bound::new(address)?.publish()?;
     let source = Source::Folder(args.disk.run_dir.as_path().into());
-    listen(fd, Exporter { source, detail: args.metrics_detail })
+    listen(fd, Exporter::new(source, args.metrics_detail))
 }
 
 /// Runs `spile xen-backend`.

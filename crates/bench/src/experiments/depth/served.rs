@@ -197,14 +197,14 @@ impl Sample {
         let layers = [Layer::Front, Layer::Disk, Layer::Image, Layer::Store];
         let of_server =
             layers.into_iter().zip(&self.layers).zip(&earlier.layers).filter_map(|((layer, now), before)| {
-                Some(Since::of_reading(layer, &now.as_ref()?.since(before.as_ref()?), seconds))
+                Some(Since::new(layer, &rates(now.as_ref()?, before.as_ref()?), seconds))
             });
         let device = match (&self.device, &earlier.device) {
             (DeviceSample::Metered(now), DeviceSample::Metered(before)) => {
-                Some(Since::of_reading(Layer::HostDevice, &now.since(before), seconds))
+                Some(Since::new(Layer::HostDevice, &rates(now, before), seconds))
             }
             (DeviceSample::Counted(host, now), DeviceSample::Counted(_, before)) => {
-                Some(Since::of_device(&host.rates(before, now), seconds))
+                Some(Since::new(Layer::HostDevice, &host.rates(before, now), seconds))
             }
             _ => None,
         };
@@ -213,31 +213,20 @@ impl Sample {
 }
 
 impl Since {
-    fn of_reading(layer: Layer, reading: &Reading, seconds: f64) -> Self {
-        let total = reading.total();
-        let busy_s = total.latency.sum_ns as f64 / 1e9;
-        Self {
-            layer,
-            requests_per_s: total.ended as f64 / seconds,
-            queue_size_avg: Some(reading.depth_ns() as f64 / 1e9 / seconds),
-            queue_size_iostat: busy_s / seconds,
-            latency_mean_us: per(busy_s * 1e6, total.ended),
-        }
-    }
-
     /// The readings lie a little further apart than the `seconds` that count, and nothing happens between them and these.
-    fn of_device(rates: &LayerRates, seconds: f64) -> Self {
+    fn new(layer: Layer, rates: &LayerRates, seconds: f64) -> Self {
         let stretch = rates.interval_s / seconds;
         Self {
-            layer: Layer::HostDevice,
+            layer,
             requests_per_s: rates.requests_per_s * stretch,
-            queue_size_avg: None,
+            queue_size_avg: rates.queue_size_avg.map(|size| size * stretch),
             queue_size_iostat: rates.queue_size_iostat * stretch,
             latency_mean_us: rates.latency_mean_us.unwrap_or(0.0),
         }
     }
 }
 
-fn per(sum: f64, count: u64) -> f64 {
-    if count == 0 { 0.0 } else { sum / count as f64 }
+/// What was counted between two readings.
+fn rates(later: &Reading, earlier: &Reading) -> LayerRates {
+    LayerRates::new("", "", &later.since(earlier), later.at_ns.saturating_sub(earlier.at_ns))
 }

@@ -53,8 +53,9 @@ pub struct LayerRates {
     pub read_bytes_per_s: f64,
     /// Bytes per second that writes asked for.
     pub write_bytes_per_s: f64,
-    /// The average number of requests in flight: those in flight at each instant, integrated over the interval, and divided by it.
-    pub queue_size_avg: f64,
+    /// The average number of requests in flight: those in flight at each instant, integrated over the interval, and divided by it. `null`
+    /// for a device of the host, of which the kernel does not tell it.
+    pub queue_size_avg: Option<f64>,
     /// The average number of requests in flight as iostat computes it: the latencies of all requests that ended in the interval,
     /// summed, and divided by the interval. A request that is longer than the interval counts as a whole where it ends.
     pub queue_size_iostat: f64,
@@ -78,8 +79,8 @@ pub struct LayerRates {
     pub gauges: BTreeMap<String, u64>,
     /// The queues of a front that ever had a request: the rings of a guest, or each worker's share of an NBD export.
     pub queues: Vec<QueueRates>,
-    /// By which share (0 to 1) the queue size and the latencies contradict each other: they part by more than 2 % of Little's law, so a
-    /// count is wrong. `null` when they agree, and for a device.
+    /// By which share (0 to 1) the counts contradict each other: the queue size and the latencies (Little's law), the latencies and the
+    /// requests, or ends and begins. Then a count is wrong. `null` when they agree to 2 %, and for a device.
     pub little_gap: Option<f64>,
 }
 
@@ -254,11 +255,11 @@ impl Interval {
 }
 
 impl LayerInterval {
-    /// `begin_ns` is where the interval begins for a layer that was not there `before`, or that has begun to count anew.
+    /// `begin_ns` is where the interval begins for a layer that was not there `before`, or had other counters.
     fn between(before: Option<&LayerStats>, later: &LayerStats, begin_ns: u64) -> Self {
         let now = later.reading();
         let new = LayerStats::new(later.kind, String::new(), &Reading { at_ns: begin_ns, ..Reading::default() });
-        let before = before.filter(|before| goes_on(&before.reading(), &now)).unwrap_or(&new);
+        let before = before.filter(|before| before.made_ns == later.made_ns).unwrap_or(&new);
         let queue = |queue: &QueueStats| {
             let of_before = before.queues.iter().find(|before| before.number == queue.number);
             QueueInterval::between(of_before.map(|queue| (queue, before.at_ns)), (queue, later.at_ns))
@@ -273,7 +274,7 @@ impl LayerInterval {
         }
     }
 
-    /// How Little's law is broken in this interval, if it is.
+    /// How the counts of this interval contradict each other, if they do.
     pub fn gap(&self) -> Option<Gap> {
         little(&self.reading)
     }
@@ -289,18 +290,28 @@ impl LayerInterval {
 
     /// The interval in numbers that people read.
     pub fn rates(&self) -> LayerRates {
-        let all = OperationRates::new("", &self.reading.total(), self.elapsed_ns);
-        let of = |op| OperationRates::new(Op::name(op), self.reading.op(op), self.elapsed_ns);
-        let (reads, writes) = (of(Op::Read), of(Op::Write));
-        let came = |op: &Op| {
-            self.reading.op(*op).begun + self.reading.op(*op).ended + self.reading.op(*op).in_flight.max(0) as u64
-        };
         let (totals, gauges) = self.counters.iter().partition::<Vec<_>, _>(|(name, _)| name.ends_with("_total"));
         let per_s = |count: u64| per_s(count, self.elapsed_ns);
         LayerRates {
-            name: self.name.clone(),
-            kind: self.kind.name().to_owned(),
-            interval_s: self.elapsed_ns as f64 / 1e9,
+            counters_per_s: totals.into_iter().map(|(name, count)| (name.clone(), per_s(*count))).collect(),
+            gauges: gauges.into_iter().map(|(name, value)| (name.clone(), *value)).collect(),
+            queues: self.queues.iter().map(|queue| queue.rates(self.elapsed_ns)).collect(),
+            ..LayerRates::new(&self.name, self.kind.name(), &self.reading, self.elapsed_ns)
+        }
+    }
+}
+
+impl LayerRates {
+    /// The numbers that every layer has, of `reading`, an interval ([`Reading::since`]).
+    pub fn new(name: &str, kind: &str, reading: &Reading, elapsed_ns: u64) -> Self {
+        let all = OperationRates::new("", &reading.total(), elapsed_ns);
+        let of = |op| OperationRates::new(Op::name(op), reading.op(op), elapsed_ns);
+        let (reads, writes) = (of(Op::Read), of(Op::Write));
+        let came = |op: &Op| reading.op(*op).begun + reading.op(*op).ended + reading.op(*op).in_flight.max(0) as u64;
+        Self {
+            name: name.to_owned(),
+            kind: kind.to_owned(),
+            interval_s: elapsed_ns as f64 / 1e9,
             reads_per_s: reads.requests_per_s,
             writes_per_s: writes.requests_per_s,
             flushes_per_s: of(Op::Flush).requests_per_s,
@@ -309,7 +320,7 @@ impl LayerInterval {
             read_bytes_per_s: reads.bytes_per_s,
             write_bytes_per_s: writes.bytes_per_s,
             // Request-nanoseconds a second are 10^9 times the requests.
-            queue_size_avg: per_s(self.reading.depth_ns()) / 1e9,
+            queue_size_avg: Some(per_s(reading.depth_ns(), elapsed_ns) / 1e9),
             queue_size_iostat: all.queue_size_iostat,
             in_flight: all.in_flight,
             latency_mean_us: all.latency_mean_us,
@@ -318,11 +329,14 @@ impl LayerInterval {
             latency_p999_us: all.latency_p999_us,
             latency_max_us: all.latency_max_us,
             operations: Op::ALL.into_iter().filter(|op| came(op) > 0).map(of).collect(),
-            counters_per_s: totals.into_iter().map(|(name, count)| (name.clone(), per_s(*count))).collect(),
-            gauges: gauges.into_iter().map(|(name, value)| (name.clone(), *value)).collect(),
-            queues: self.queues.iter().map(|queue| queue.rates(self.elapsed_ns)).collect(),
-            little_gap: self.gap().map(|gap| gap.share()),
+            little_gap: little(reading).map(|gap| gap.share()),
+            ..Self::default()
         }
+    }
+
+    /// The integrated queue size; where there is none, iostat's.
+    pub fn queue_size(&self) -> f64 {
+        self.queue_size_avg.unwrap_or(self.queue_size_iostat)
     }
 }
 
@@ -381,13 +395,6 @@ fn rises(before: &BTreeMap<String, u64>, later: &BTreeMap<String, u64>) -> BTree
     later.iter().map(rise).collect()
 }
 
-/// True when the counters that gave `now` are those that gave `before`: counts of requests never fall. A disk that was detached and
-/// attached again has a layer of the same name, with counts of its own.
-fn goes_on(before: &Reading, now: &Reading) -> bool {
-    let (before, now) = (before.ops.iter(), now.ops.iter());
-    before.zip(now).all(|(before, now)| before.begun <= now.begun && before.ended <= now.ended)
-}
-
 /// A count of an interval, per second.
 pub fn per_s(count: u64, elapsed_ns: u64) -> f64 {
     if elapsed_ns == 0 { 0.0 } else { count as f64 * 1e9 / elapsed_ns as f64 }
@@ -402,7 +409,14 @@ mod tests {
     const S: u64 = 1_000_000_000;
 
     fn stats(pid: u32, layers: Vec<LayerStats>) -> DiskStats {
-        DiskStats { name: "a".to_owned(), path: "/a.raw".to_owned(), server: "/c".to_owned(), pid, layers }
+        DiskStats {
+            name: "a".to_owned(),
+            path: "/a.raw".to_owned(),
+            server: "/c".to_owned(),
+            pid,
+            layers,
+            ..DiskStats::default()
+        }
     }
 
     fn layer(kind: LayerKind, name: &str, counters: &Counters, at_ns: u64) -> LayerStats {
@@ -431,7 +445,7 @@ mod tests {
         assert_eq!((disk.reads_per_s, disk.writes_per_s, disk.flushes_per_s, disk.errors_per_s), (0.5, 0.5, 0.0, 0.5));
         assert_eq!((disk.read_bytes_per_s, disk.write_bytes_per_s), (2048.0, 2304.0));
         // In flight were 0.5 s of a read, 1.5 s of a write and 1 s of another one, which has not ended.
-        assert_eq!((disk.queue_size_avg, disk.queue_size_iostat), (1.5, 1.0));
+        assert_eq!((disk.queue_size_avg, disk.queue_size_iostat), (Some(1.5), 1.0));
         assert_eq!(disk.latency_mean_us, Some(1e6));
         assert_eq!(operations.iter().map(|op| op.operation.as_str()).collect::<Vec<_>>(), ["read", "write"]);
         assert_eq!((operations[1].begun_per_s, operations[1].requests_per_s, operations[1].in_flight), (1.0, 0.5, 1));
@@ -452,32 +466,36 @@ mod tests {
     fn layers_come_and_go_and_begin_anew() {
         let [disk, gone, anew, came] = std::array::from_fn(|_| Counters::default());
         request(&gone, Op::Read, false, 0, 10);
-        (0..9).for_each(|_| request(&anew, Op::Read, false, 0, 10));
+        // No count of it falls when it begins anew, but the sum of its latencies does.
+        request(&anew, Op::Read, false, 0, S);
         let earlier = stats(
             7,
             vec![
                 layer(LayerKind::Disk, "disk", &disk, S),
                 layer(LayerKind::Image, "image gone", &gone, S),
-                layer(LayerKind::Image, "image anew", &anew, S),
+                LayerStats { made_ns: 1, ..layer(LayerKind::Image, "image anew", &anew, S) },
             ],
         );
         let anew = Counters::default();
-        request(&anew, Op::Read, false, S, 2 * S);
+        request(&anew, Op::Read, false, 2 * S, 2 * S + S / 2);
         came.begin(Op::Write, 1, 2 * S);
         let later = stats(
             7,
             vec![
                 layer(LayerKind::Disk, "disk", &disk, 3 * S),
-                layer(LayerKind::Image, "image anew", &anew, 3 * S),
+                LayerStats { made_ns: 2, ..layer(LayerKind::Image, "image anew", &anew, 3 * S) },
                 layer(LayerKind::Image, "image came", &came, 3 * S),
             ],
         );
         let interval = Interval::between(&earlier, &later).unwrap();
         let rates = interval.rates();
-        let found = rates.layers.iter().map(|layer| (layer.name.as_str(), layer.requests_per_s, layer.queue_size_avg));
-        assert_eq!(found.collect::<Vec<_>>(), [("disk", 0.0, 0.0), ("image anew", 0.5, 0.5), ("image came", 0.0, 0.5)]);
+        let found = rates.layers.iter().map(|layer| (layer.name.as_str(), layer.requests_per_s, layer.queue_size()));
+        assert_eq!(
+            found.collect::<Vec<_>>(),
+            [("disk", 0.0, 0.0), ("image anew", 0.5, 0.25), ("image came", 0.0, 0.5)]
+        );
         let images = interval.all_of(LayerKind::Image).unwrap().rates();
-        assert_eq!((images.requests_per_s, images.queue_size_avg, images.in_flight), (0.5, 1.0, 1));
+        assert_eq!((images.requests_per_s, images.queue_size(), images.in_flight), (0.5, 0.75, 1));
         assert!(interval.all_of(LayerKind::Store).is_none());
     }
 
@@ -495,7 +513,7 @@ mod tests {
         later.operations[0].requests = 3;
         later.operations[0].latency_buckets[0][1] += 2;
         let rates = Interval::between(&stats(7, vec![earlier]), &stats(7, vec![later])).unwrap().rates();
-        assert_eq!((rates.layers[0].queue_size_avg, rates.layers[0].latency_mean_us), (2.0, Some(1e6)));
+        assert_eq!((rates.layers[0].queue_size_avg, rates.layers[0].latency_mean_us), (Some(2.0), Some(1e6)));
     }
 
     #[test]
@@ -516,7 +534,7 @@ mod tests {
         let found =
             rates.layers[0].queues.iter().map(|queue| (queue.number, queue.requests_per_s, queue.queue_size_avg));
         assert_eq!(found.collect::<Vec<_>>(), [(0, 1.0, 0.5), (1, 0.0, 1.0)]);
-        assert_eq!((rates.layers[0].queue_size_avg, rates.layers[0].little_gap), (1.5, None));
+        assert_eq!((rates.layers[0].queue_size_avg, rates.layers[0].little_gap), (Some(1.5), None));
         assert_eq!(rates.layers[0].queues[1].counters_per_s, [("notifications_total".to_owned(), 3.0)].into());
     }
 
@@ -530,11 +548,12 @@ mod tests {
     fn counts_that_contradict_each_other_are_told() {
         let counters = Counters::default();
         let earlier = layer(LayerKind::Disk, "disk", &counters, S);
-        request(&counters, Op::Read, false, S, S + S / 2);
-        let mut later = layer(LayerKind::Disk, "disk", &counters, 2 * S);
-        later.operations[0].latency_sum_ns /= 2;
+        counters.begin(Op::Read, 512, S);
+        counters.end(Ended { op: Op::Read, failed: false, begun_ns: S + S / 4 }, S + S / 2);
+        let later = layer(LayerKind::Disk, "disk", &counters, 2 * S);
         let rates = Interval::between(&stats(7, vec![earlier]), &stats(7, vec![later])).unwrap().rates();
-        assert_eq!(rates.layers[0].little_gap, Some(0.5));
+        let gap = rates.layers[0].little_gap.expect("the latency is half of the time in flight");
+        assert!((0.48..0.52).contains(&gap), "{gap}");
     }
 
     #[test]

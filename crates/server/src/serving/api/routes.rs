@@ -27,6 +27,7 @@ use crate::log;
 use crate::serving::control::Event;
 use crate::serving::metrics::Exporter;
 use crate::serving::metrics::listen::respond;
+use crate::serving::metrics::off_the_thread;
 
 /// The longest body in bytes.
 const MAX_BODY_BYTES: usize = 64 << 10;
@@ -235,7 +236,7 @@ async fn info(State(context): State<Context>, Path(name): Path<String>) -> Answe
 #[utoipa::path(get, path = "/v1/disks/{name}/stats", params(("name", description = "the disk's name")),
     responses((status = 200, body = DiskStats), (status = "default", body = Failure)))]
 async fn stats(State(context): State<Context>, Path(name): Path<String>) -> Answer {
-    Ok(json(StatusCode::OK, &context.view.stats(&context.server, &name)?))
+    Ok(off_the_thread(move || Ok(json(StatusCode::OK, &context.view.stats(&context.server, &name)?))).await?)
 }
 
 /// What the server's workers have done since it began, and what has woken them up. Two answers give what happened between them.
@@ -248,7 +249,7 @@ async fn workers(State(context): State<Context>) -> Response {
 #[utoipa::path(get, path = "/v1/stats",
     responses((status = 200, body = AllStats), (status = "default", body = Failure)))]
 async fn all_stats(State(context): State<Context>) -> Answer {
-    Ok(json(StatusCode::OK, &context.view.all_stats(&context.server)?))
+    Ok(off_the_thread(move || Ok(json(StatusCode::OK, &context.view.all_stats(&context.server)?))).await?)
 }
 
 /// Where the disk's bytes lie, part by part: each answer says where the next part begins. Guests may write meanwhile: each part is

@@ -1,18 +1,22 @@
 //! What was counted of a disk up to one moment, exactly: the body of `GET /v1/disks/{name}/stats`.
 //!
-//! All numbers but those in flight only rise. Whoever wants rates, averages or quantiles asks twice, turns both answers back
+//! All counts only rise. Sums of times rise, too, but for a moment: what is in flight counts up to the moment of the reading, and may then be
+//! noted as ended a little earlier, at the begin of its worker's turn. Whoever wants rates, averages or quantiles asks twice, turns both answers back
 //! into readings ([`LayerStats::reading`]), and takes what lies between them ([`Reading::since`]). So callers with different
 //! intervals do not disturb each other, and the server keeps nothing for them.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use spile_core::metrics::{BUCKETS, Latency, Op, OpReading, Reading, bounds_of, bucket_of};
+use spile_core::metrics::{BUCKETS, Latency, Meter, Op, OpReading, Reading, bounds_of, bucket_of};
 use spile_front::{FrontReading, QueueReading};
 use utoipa::ToSchema;
 
+use super::view::FrontName;
+use crate::host_device::HostDevice;
+
 /// What was counted of a disk up to one moment.
-#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct DiskStats {
     /// The disk's name.
     pub name: String,
@@ -22,6 +26,12 @@ pub struct DiskStats {
     pub server: String,
     /// The server's process. Counts of another process cannot be compared with these.
     pub pid: u32,
+    /// The block device of the host on which the leaf lies, as the server sees it. Only where one disk is asked for.
+    #[serde(default)]
+    pub host_device: Option<HostDevice>,
+    /// Why there is no `host_device`. Only where one disk is asked for.
+    #[serde(default)]
+    pub no_host_device: Option<String>,
     /// The layers that a request passes, the guest's side first.
     pub layers: Vec<LayerStats>,
 }
@@ -66,6 +76,16 @@ pub struct LayerStats {
     pub kind: LayerKind,
     /// Its name among all layers of the disk, such as `front nbd ""`, `disk` or `image /disks/a.vhd`.
     pub name: String,
+    /// Of a front: `nbd`, `vhost-user` or `xen`.
+    #[serde(default)]
+    pub protocol: Option<String>,
+    /// Of a front that serves exports: the export's name.
+    #[serde(default)]
+    pub export: Option<String>,
+    /// When the counters were made, in nanoseconds of the host's CLOCK_MONOTONIC. Only counts of the same moment can be compared: a
+    /// disk that was detached and attached again has layers of the same names with other counters. 0 when it is not known.
+    #[serde(default)]
+    pub made_ns: u64,
     /// When the counters were read, in nanoseconds of the host's CLOCK_MONOTONIC.
     pub at_ns: u64,
     /// Requests in flight, integrated over time, in nanoseconds. Its rise in a time, divided by that time, is the average queue
@@ -131,12 +151,24 @@ pub struct OperationStats {
 
 impl LayerStats {
     /// What a front has counted.
-    pub fn of_front(name: String, front: &FrontReading) -> Self {
+    pub fn of_front(name: &FrontName, front: &FrontReading) -> Self {
         let counters = spile_front::FRONT_METRICS.iter().map(|metric| (metric.name.to_owned(), (metric.value)(front)));
         let counters = counters.filter(|(name, _)| name != "connections").collect();
         let queues = front.queues.iter().filter(|queue| queue.requests.total().begun > 0).map(QueueStats::new);
-        let layer = Self::new(LayerKind::Front, name, &front.requests);
-        Self { connections: front.connections, counters, queues: queues.collect(), ..layer }
+        Self {
+            protocol: Some(name.protocol.to_owned()),
+            export: name.export.clone(),
+            made_ns: front.made_ns.unwrap_or(0),
+            connections: front.connections,
+            counters,
+            queues: queues.collect(),
+            ..Self::new(LayerKind::Front, name.to_string(), &front.requests)
+        }
+    }
+
+    /// What a layer has counted that is no front.
+    pub fn of_meter(kind: LayerKind, name: String, meter: &Meter) -> Self {
+        Self { made_ns: meter.made_ns(), ..Self::new(kind, name, &meter.read()) }
     }
 
     /// The same with numbers that only this kind of layer has.
@@ -145,11 +177,14 @@ impl LayerStats {
         Self { counters: self.counters.into_iter().chain(counters).collect(), ..self }
     }
 
-    /// What a layer has counted that is no front.
+    /// What a layer has counted, without what only some layers have. It is not known when its counters were made.
     pub fn new(kind: LayerKind, name: String, reading: &Reading) -> Self {
         Self {
             kind,
             name,
+            protocol: None,
+            export: None,
+            made_ns: 0,
             at_ns: reading.at_ns,
             queue_time_ns: reading.depth_integral_ns,
             age_sum_ns: reading.age_sum_ns,

@@ -1,6 +1,7 @@
 //! [`View`]: what a server serves now, for callers that only look. They never wait for the server's main thread, which may be busy
 //! with a slow disk.
 
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,8 +21,26 @@ use super::stats::{AllStats, DiskStats, LayerKind, LayerStats};
 use super::trace::Queues;
 use super::types::{Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Learned, Meter, Waiting};
 use super::workers::Workers;
+use crate::host_device::HostDevice;
 use crate::serving::disks::{Open, ServedDisk};
 use crate::serving::failed_syncs;
+use crate::serving::metrics::Detail;
+
+/// A way to a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FrontName {
+    /// `nbd`, `vhost-user` or `xen`.
+    pub protocol: &'static str,
+    /// The name of the export, where there are exports.
+    pub export: Option<String>,
+}
+
+impl fmt::Display for FrontName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "front {}", self.protocol)?;
+        self.export.iter().try_for_each(|export| write!(f, " {export:?}"))
+    }
+}
 
 /// Reads what a front has counted of a disk.
 pub type ReadMeter = Arc<dyn Fn(Breakdown) -> FrontReading + Send + Sync>;
@@ -41,8 +60,8 @@ pub struct DiskView {
     read_only: bool,
     disk: Arc<ServedDisk>,
     exports: Vec<Export>,
-    meters: Vec<(String, ReadMeter)>,
-    spans: Vec<(String, ReadSpans)>,
+    meters: Vec<(FrontName, ReadMeter)>,
+    spans: Vec<(FrontName, ReadSpans)>,
 }
 
 impl DiskView {
@@ -50,8 +69,8 @@ impl DiskView {
     pub fn new(
         open: &Open,
         exports: Vec<Export>,
-        meters: Vec<(String, ReadMeter)>,
-        spans: Vec<(String, ReadSpans)>,
+        meters: Vec<(FrontName, ReadMeter)>,
+        spans: Vec<(FrontName, ReadSpans)>,
     ) -> Self {
         Self {
             name: open.name.clone(),
@@ -84,7 +103,7 @@ impl DiskView {
             shape: self.disk.shaping().shape().to_string(),
             shape_learned: self.disk.shaping().learned().into_iter().map(Learned::from).collect(),
             name: self.name.clone(),
-            path: leaf.map_or_else(String::new, |leaf| leaf.path.clone()),
+            path: self.leaf_path(),
             format: leaf.map_or_else(String::new, |leaf| leaf.format.clone()),
             virtual_size_bytes: self.disk.info().size_bytes,
             read_only: self.read_only,
@@ -100,7 +119,7 @@ impl DiskView {
 
     fn detail(&self, server: &str, engine: &Engine) -> DiskDetail {
         let without_front = |requests| FrontReading { requests, ..FrontReading::default() };
-        let fronts = self.meters.iter().map(|(layer, read)| Meter::new(layer.clone(), &read(Breakdown::Sum)));
+        let fronts = self.meters.iter().map(|(layer, read)| Meter::new(layer.to_string(), &read(Breakdown::Sum)));
         let disk = Meter::new("disk".to_owned(), &without_front(self.disk.meter().read()));
         let graph = self.disk.graph_now();
         let images = graph
@@ -119,9 +138,9 @@ impl DiskView {
     }
 
     fn queues(&self) -> Queues {
-        let of_front = |(front, read): &(String, ReadSpans)| {
+        let of_front = |(front, read): &(FrontName, ReadSpans)| {
             let logs = read().into_iter().enumerate();
-            logs.map(|(queue, log)| (front.clone(), queue as u32, log)).collect::<Vec<_>>()
+            logs.map(|(queue, log)| (front.to_string(), queue as u32, log)).collect::<Vec<_>>()
         };
         self.spans.iter().flat_map(of_front).collect()
     }
@@ -134,22 +153,38 @@ impl DiskView {
         SlowRequests { name, server, pid, in_flight, answered }
     }
 
-    fn stats(&self, server: &str) -> DiskStats {
-        let fronts =
-            self.meters.iter().map(|(name, read)| LayerStats::of_front(name.clone(), &read(Breakdown::Queues)));
-        let (bounces, bounced_bytes) = self.disk.bounced();
-        let mut disk = LayerStats::new(LayerKind::Disk, "disk".to_owned(), &self.disk.meter().read())
-            .with_counters([("bounces_total", bounces), ("bounced_bytes_total", bounced_bytes)]);
-        disk.counters.extend(shaping_counters(self.disk.shaping()));
-        let graph = self.disk.graph_now();
-        let images = graph.iter().flat_map(|graph| graph.handles()).flat_map(|image| stats_of_image(image));
+    /// What was counted of the disk, as finely as `detail` wants it. What it does not want is not read.
+    fn stats(&self, server: &str, detail: Detail) -> DiskStats {
+        let breakdown = if detail == Detail::Queue { Breakdown::Queues } else { Breakdown::Sum };
+        let mut layers: Vec<_> =
+            self.meters.iter().map(|(name, read)| LayerStats::of_front(name, &read(breakdown))).collect();
+        if detail != Detail::Disk {
+            layers.push(self.stats_of_disk());
+            let graph = self.disk.graph_now();
+            layers.extend(graph.iter().flat_map(|graph| graph.handles()).flat_map(|image| stats_of_image(image)));
+        }
         DiskStats {
             name: self.name.clone(),
-            path: self.layers.first().map_or_else(String::new, |leaf| leaf.path.clone()),
+            path: self.leaf_path(),
             server: server.to_owned(),
             pid: std::process::id(),
-            layers: fronts.chain([disk]).chain(images).collect(),
+            host_device: None,
+            no_host_device: None,
+            layers,
         }
+    }
+
+    fn stats_of_disk(&self) -> LayerStats {
+        let (bounces, bounced_bytes) = self.disk.bounced();
+        let mut disk = LayerStats::of_meter(LayerKind::Disk, "disk".to_owned(), self.disk.meter())
+            .with_counters([("bounces_total", bounces), ("bounced_bytes_total", bounced_bytes)]);
+        disk.counters.extend(shaping_counters(self.disk.shaping()));
+        disk
+    }
+
+    /// Where the disk's bytes are: a path, or the URI of an export.
+    fn leaf_path(&self) -> String {
+        self.layers.first().map_or_else(String::new, |leaf| leaf.path.clone())
     }
 }
 
@@ -157,7 +192,7 @@ impl DiskView {
 fn stats_of_image(image: &GraphLayer<HostStore>) -> Vec<LayerStats> {
     let name = format!("image {}", image.path().display());
     let counters = [("map_loads_total", image.map_loads()), ("allocations_total", image.image().allocations())];
-    let stats = LayerStats::new(LayerKind::Image, name, &image.meter().read()).with_counters(counters);
+    let stats = LayerStats::of_meter(LayerKind::Image, name, image.meter()).with_counters(counters);
     let (own, data) = (image.image().store(), image.image().data_store());
     let data = (!std::ptr::eq(own, data)).then_some(data);
     [stats].into_iter().chain([own].into_iter().chain(data).map(stats_of_store)).collect()
@@ -165,7 +200,7 @@ fn stats_of_image(image: &GraphLayer<HostStore>) -> Vec<LayerStats> {
 
 fn stats_of_store(store: &HostStore) -> LayerStats {
     let name = format!("store {}", store.path().display());
-    let stats = LayerStats::new(LayerKind::Store, name, &store.meter().read());
+    let stats = LayerStats::of_meter(LayerKind::Store, name, store.meter());
     match store.syncs() {
         Some(syncs) => stats.with_counters([("syncs_total", syncs)]),
         None => stats,
@@ -203,12 +238,12 @@ impl View {
         Ok(DiskList { disks: self.disks()?.iter().map(|disk| disk.summary(server)).collect() })
     }
 
-    /// All disks with what was counted of them.
+    /// All disks with what was counted of them, as finely as `detail` wants it.
     ///
     /// # Errors
     /// `Shutdown` while the server hands over.
-    pub fn readings(&self) -> Result<Vec<(Disk, DiskStats)>> {
-        Ok(self.disks()?.iter().map(|disk| (disk.summary(""), disk.stats(""))).collect())
+    pub fn readings(&self, detail: Detail) -> Result<Vec<(Disk, DiskStats)>> {
+        Ok(self.disks()?.iter().map(|disk| (disk.summary(""), disk.stats("", detail))).collect())
     }
 
     /// What does the I/O: `uring`, `aio` or `threads`.
@@ -232,12 +267,17 @@ impl View {
         self.with(name, |disk| Ok(disk.detail(server, &self.engine)))
     }
 
-    /// What was counted of the disk of this name.
+    /// What was counted of the disk of this name, and the device below it. It may wait for the file system to tell the device.
     ///
     /// # Errors
     /// As [`View::find`].
     pub fn stats(&self, server: &str, name: &str) -> Result<DiskStats> {
-        self.with(name, |disk| Ok(disk.stats(server)))
+        let mut stats = self.with(name, |disk| Ok(disk.stats(server, Detail::Queue)))?;
+        match HostDevice::below(&stats.path) {
+            Ok(device) => stats.host_device = Some(device),
+            Err(why) => stats.no_host_device = Some(why.to_string()),
+        }
+        Ok(stats)
     }
 
     /// What the server's workers have done.
@@ -250,7 +290,7 @@ impl View {
     /// # Errors
     /// `Shutdown` while the server hands over.
     pub fn all_stats(&self, server: &str) -> Result<AllStats> {
-        Ok(AllStats { disks: self.disks()?.iter().map(|disk| disk.stats(server)).collect() })
+        Ok(AllStats { disks: self.disks()?.iter().map(|disk| disk.stats(server, Detail::Queue)).collect() })
     }
 
     /// The slowest requests of the disk of this name.

@@ -3,7 +3,8 @@
 //! Their names and meanings come from the tables of those who count ([`METRICS`], [`FRONT_METRICS`]), with `spile_disk_` before them. Numbers
 //! that a layer counts by name and that stand in no table are passed through.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Mutex, PoisonError};
 
 use spile_core::Result;
 use spile_core::metrics::{Kind, METRICS, Metric, Op, Reading, Value as Place};
@@ -40,8 +41,8 @@ const COUNTERS: [(&str, &str); 7] = [
 ///
 /// # Errors
 /// `Shutdown` while the server hands over.
-pub fn collect(families: &mut Families, view: &View, detail: Detail) -> Result<()> {
-    let disks = view.readings()?;
+pub fn collect(families: &mut Families, view: &View, detail: Detail, told: &Told) -> Result<()> {
+    let disks = view.readings(detail)?;
     let version = [Label::new("version", env!("CARGO_PKG_VERSION"))];
     families.add("spile_build_info", "The program's version, as a label. Always 1.", &version, Value::Gauge(1.0));
     let engine = [Label::new("engine", &view.engine())];
@@ -52,11 +53,44 @@ pub fn collect(families: &mut Families, view: &View, detail: Detail) -> Result<(
         Value::Gauge(1.0),
     );
     view.workers("").workers.iter().for_each(|worker| of_worker(families, worker));
+    let mut all = Vec::new();
     for (disk, stats) in &disks {
         state(families, disk);
-        layers(disk, stats, detail).iter().for_each(|layer| layer.add_to(families, detail));
+        all.extend(layers(disk, stats, detail));
     }
+    told.raise(detail, &mut all);
+    all.iter().for_each(|layer| layer.add_to(families, detail));
     Ok(())
+}
+
+/// What was told of each layer's requests in flight, integrated over time, by the detail of the scrape: so that the sum never falls.
+///
+/// A scrape counts what is in flight up to its own moment. A request may then be noted as ended a little earlier, at the begin of its
+/// worker's turn. Without this the sum would fall by so much when nothing else is in flight, and Prometheus would take it for a counter
+/// that has begun at zero.
+#[derive(Default)]
+pub struct Told(Mutex<HashMap<Detail, Sums>>);
+
+/// By the labels of a layer: when its counters were made, and the sum that was told, in nanoseconds.
+type Sums = HashMap<Vec<Label>, (u64, u64)>;
+
+impl Told {
+    /// Raises sums that have fallen to what was told before. Layers that are not there any more are forgotten.
+    fn raise(&self, detail: Detail, layers: &mut [Layer]) {
+        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = told.remove(&detail).unwrap_or_default();
+        for layer in layers.iter_mut() {
+            let sum_ns = &mut layer.reading.depth_integral_ns;
+            if let Some((made_ns, told_ns)) = before.get(&layer.labels)
+                && *made_ns == layer.made_ns
+                && told_ns.wrapping_sub(*sum_ns).cast_signed() > 0
+            {
+                *sum_ns = *told_ns;
+            }
+        }
+        let now = layers.iter().map(|layer| (layer.labels.clone(), (layer.made_ns, layer.reading.depth_integral_ns)));
+        told.insert(detail, now.collect());
+    }
 }
 
 /// What a worker has done.
@@ -120,6 +154,8 @@ struct Layer {
     kind: LayerKind,
     part: Part,
     labels: Vec<Label>,
+    /// When the first of its counters was made.
+    made_ns: u64,
     reading: Reading,
     connections: u64,
     counters: BTreeMap<String, u64>,
@@ -129,9 +165,6 @@ struct Layer {
 fn layers(disk: &Disk, stats: &DiskStats, detail: Detail) -> Vec<Layer> {
     let mut layers: Vec<Layer> = Vec::new();
     for stats in &stats.layers {
-        if detail == Detail::Disk && stats.kind != LayerKind::Front {
-            continue;
-        }
         let labels = labels(&disk.name, stats, detail);
         if detail != Detail::Queue || stats.queues.is_empty() {
             count(&mut layers, labels, Part::Whole, stats);
@@ -154,7 +187,8 @@ fn count(layers: &mut Vec<Layer>, labels: Vec<Label>, part: Part, stats: &LayerS
         return layer.count(stats);
     }
     let (reading, counters) = (Reading::default(), BTreeMap::new());
-    let mut layer = Layer { kind: stats.kind, part, labels, reading, connections: 0, counters };
+    let made_ns = stats.made_ns;
+    let mut layer = Layer { kind: stats.kind, part, labels, made_ns, reading, connections: 0, counters };
     layer.count(stats);
     layers.push(layer);
 }
@@ -184,17 +218,17 @@ fn labels(disk: &str, stats: &LayerStats, detail: Detail) -> Vec<Label> {
     if detail == Detail::Disk || rest.is_empty() {
         return labels;
     }
-    if stats.kind == LayerKind::Front {
-        let (protocol, export) = rest.split_once(' ').unwrap_or((rest, ""));
-        labels.extend([Label::new("protocol", protocol), Label::new(key, export.trim_matches('"'))]);
-    } else {
-        labels.push(Label::new(key, rest));
+    if let Some(protocol) = &stats.protocol {
+        labels.push(Label::new("protocol", protocol));
     }
+    let value = if stats.kind == LayerKind::Front { stats.export.as_deref().unwrap_or("") } else { rest };
+    labels.push(Label::new(key, value));
     labels
 }
 
 impl Layer {
     fn count(&mut self, stats: &LayerStats) {
+        self.made_ns = self.made_ns.min(stats.made_ns);
         self.reading += &stats.reading();
         self.connections += stats.connections;
         stats.counters.iter().for_each(|(name, count)| *self.counters.entry(name.clone()).or_default() += count);
@@ -246,4 +280,55 @@ fn about(counter: &str) -> (String, String) {
     let known = of_fronts.chain(COUNTERS).find(|(name, _)| *name == counter);
     let help = known.map_or_else(|| format!("The layer's count {counter}."), |(_, help)| help.to_owned());
     (format!("spile_disk_{counter}"), help)
+}
+
+#[cfg(test)]
+mod tests {
+    use spile_core::metrics::{Counters, Ended};
+
+    use super::*;
+    use crate::serving::api::view::FrontName;
+
+    fn scrape(told: &Told, stats: LayerStats) -> f64 {
+        let labels = labels("a", &stats, Detail::Disk);
+        let mut layers = Vec::new();
+        count(&mut layers, labels, Part::Whole, &stats);
+        told.raise(Detail::Disk, &mut layers);
+        let mut families = Families::default();
+        layers[0].add_to(&mut families, Detail::Disk);
+        let families = families.into_vec();
+        let depth = families.iter().find(|family| family.name() == "spile_disk_request_depth_seconds_total").unwrap();
+        depth.series[0].counter.unwrap().value.unwrap()
+    }
+
+    #[test]
+    fn the_depth_never_falls_while_the_counters_are_the_same() {
+        const MS: u64 = 1_000_000;
+        let (told, counters) = (Told::default(), Counters::default());
+        let at = |counters: &Counters, made_ns, at_ns| LayerStats {
+            made_ns,
+            ..LayerStats::new(LayerKind::Front, "front xen".to_owned(), &counters.read(at_ns))
+        };
+        counters.begin(Op::Read, 512, 100 * MS);
+        assert_eq!(scrape(&told, at(&counters, 1, 108 * MS)), 0.008);
+        // It ends with a turn that has begun before that scrape.
+        counters.end(Ended { op: Op::Read, failed: false, begun_ns: 100 * MS }, 105 * MS);
+        assert_eq!(counters.read(200 * MS).depth_integral_ns, 5 * MS);
+        assert_eq!([200, 300].map(|at_ms| scrape(&told, at(&counters, 1, at_ms * MS))), [0.008; 2]);
+        counters.begin(Op::Read, 512, 300 * MS);
+        assert_eq!(scrape(&told, at(&counters, 1, 310 * MS)), 0.015);
+        // The disk was detached and attached again.
+        assert_eq!(scrape(&told, at(&Counters::default(), 2, 320 * MS)), 0.0);
+    }
+
+    #[test]
+    fn an_export_has_its_own_name_as_a_label() {
+        let name = FrontName { protocol: "nbd", export: Some("\"e\\".to_owned()) };
+        let front = spile_front::FrontReading::default();
+        let found = labels("d", &LayerStats::of_front(&name, &front), Detail::Layer);
+        assert_eq!(found[2..], [Label::new("protocol", "nbd"), Label::new("export", "\"e\\")]);
+        let xen = FrontName { protocol: "xen", export: None };
+        let found = labels("d", &LayerStats::of_front(&xen, &front), Detail::Layer);
+        assert_eq!(found[2..], [Label::new("protocol", "xen"), Label::new("export", "")]);
+    }
 }

@@ -51,7 +51,7 @@ pub struct Series {
 }
 
 /// A label.
-#[derive(Clone, PartialEq, Message)]
+#[derive(Clone, PartialEq, Eq, Hash, Message)]
 pub struct Label {
     /// Its name.
     #[prost(string, optional, tag = "1")]

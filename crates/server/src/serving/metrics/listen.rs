@@ -1,8 +1,10 @@
 //! The TCP address of the metrics, if the operator asks for one. Nothing but `/metrics` is answered there, and nothing can be changed.
 //!
-//! The thread has no timer while nobody is connected. Connections are bounded in number, time and the size of their headers; each takes one
-//! request. Further callers wait in the kernel's queue.
+//! Anybody may call there, so a call is cheap: one collection of the series answers all that come within a second, and no caller gets
+//! more series than the operator allows. Connections are bounded in number, time and the size of their headers; each takes one request.
+//! Further callers wait in the kernel's queue. The thread has no timer while nobody calls.
 
+use std::collections::HashMap;
 use std::net::TcpListener as StdListener;
 use std::os::fd::OwnedFd;
 use std::str::FromStr;
@@ -14,14 +16,17 @@ use axum::extract::{RawQuery, State};
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use spile_core::{Error, ErrorKind, Result};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
+use tokio::sync::{Mutex, Notify, Semaphore};
 use tokio::time::{sleep, timeout};
 
-use super::{Detail, Exporter};
+use super::families::Family;
+use super::{Detail, Exporter, Exposition};
 use crate::serving::api::refusal;
 use crate::uri::Address;
 
@@ -31,6 +36,10 @@ const MAX_CONNECTIONS: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// How long a call may take, its answer included.
 const CALL_PATIENCE: Duration = Duration::from_secs(30);
+/// How long a caller may take to read the answer.
+const READER_PATIENCE: Duration = Duration::from_secs(5);
+/// How long one collection of the series answers all callers.
+const KEPT: Duration = Duration::from_secs(1);
 /// How long the thread rests after an accept that failed.
 const ACCEPT_REST: Duration = Duration::from_millis(100);
 
@@ -45,11 +54,17 @@ pub fn parse_address(text: &str) -> Result<Address, String> {
     full.parse().map_err(wrong)
 }
 
-/// The answer to a scrape with these headers and this query: `detail=disk`, `layer` or `queue`.
+/// The answer of the control socket to a scrape with these headers and this query: `detail=disk`, `layer` or `queue`.
 ///
 /// # Errors
-/// `InvalidInput` when the query has another key or value; else as [`Exporter::answer`].
+/// `InvalidInput` when the query has another key or value; `Shutdown` while the server hands over.
 pub async fn respond(exporter: &Exporter, headers: &HeaderMap, query: Option<&str>) -> Result<Response> {
+    let detail = detail_of(query)?.unwrap_or(exporter.detail);
+    Ok(exposition(&exporter.collect(detail).await?, headers))
+}
+
+/// The detail that a query asks for.
+fn detail_of(query: Option<&str>) -> Result<Option<Detail>> {
     let mut detail = None;
     for pair in query.unwrap_or_default().split('&').filter(|pair| !pair.is_empty()) {
         let value = pair.strip_prefix("detail=");
@@ -57,10 +72,50 @@ pub async fn respond(exporter: &Exporter, headers: &HeaderMap, query: Option<&st
         let known = value.and_then(Detail::from_str).map_err(|why| Error::new(ErrorKind::InvalidInput, why))?;
         detail = Some(known);
     }
+    Ok(detail)
+}
+
+/// These series in the format that the headers ask for.
+fn exposition(families: &[Family], headers: &HeaderMap) -> Response {
     // A list may be spread over several headers.
     let accept: Vec<_> = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
-    let exposition = exporter.answer(&accept.join(","), detail).await?;
-    Ok(([(header::CONTENT_TYPE, exposition.content_type)], exposition.body).into_response())
+    let exposition = Exposition::new(families, &accept.join(","));
+    ([(header::CONTENT_TYPE, exposition.content_type)], exposition.body).into_response()
+}
+
+/// What answers callers over TCP.
+#[derive(Clone)]
+struct Answers {
+    exporter: Exporter,
+    /// What was collected within the last second, by its detail. It is locked while something is collected: further callers wait for that.
+    kept: Arc<Mutex<HashMap<Detail, Arc<Vec<Family>>>>>,
+}
+
+impl Answers {
+    fn new(exporter: Exporter) -> Self {
+        Self { exporter, kept: Arc::default() }
+    }
+
+    async fn respond(&self, headers: &HeaderMap, query: Option<&str>) -> Result<Response> {
+        let most = self.exporter.detail;
+        let detail = detail_of(query)?.map_or(most, |asked| asked.min(most));
+        Ok(exposition(&self.collected(detail).await?, headers))
+    }
+
+    async fn collected(&self, detail: Detail) -> Result<Arc<Vec<Family>>> {
+        let mut kept = self.kept.lock().await;
+        if let Some(families) = kept.get(&detail) {
+            return Ok(families.clone());
+        }
+        let families = Arc::new(self.exporter.collect(detail).await?);
+        kept.insert(detail, families.clone());
+        let kept = self.kept.clone();
+        tokio::spawn(async move {
+            sleep(KEPT).await;
+            kept.lock().await.remove(&detail);
+        });
+        Ok(families)
+    }
 }
 
 /// Answers scrapes on a TCP socket, on a thread of its own.
@@ -76,7 +131,7 @@ pub fn listen(fd: OwnedFd, exporter: Exporter) -> Result<()> {
         // It ends with the process.
         runtime.block_on(async {
             match TcpListener::from_std(listener) {
-                Ok(listener) => accept(listener, router(exporter)).await,
+                Ok(listener) => accept(listener, router(Answers::new(exporter))).await,
                 Err(error) => tracing::error!(%error, "the address of the metrics cannot be heard"),
             }
         });
@@ -84,12 +139,12 @@ pub fn listen(fd: OwnedFd, exporter: Exporter) -> Result<()> {
     std::thread::Builder::new().name("spile-metrics".to_owned()).spawn(body).map(drop).map_err(failed)
 }
 
-fn router(exporter: Exporter) -> Router {
-    let answer = async |State(exporter): State<Exporter>, headers: HeaderMap, RawQuery(query): RawQuery| {
-        respond(&exporter, &headers, query.as_deref()).await.unwrap_or_else(refusal)
+fn router(answers: Answers) -> Router {
+    let answer = async |State(answers): State<Answers>, headers: HeaderMap, RawQuery(query): RawQuery| {
+        answers.respond(&headers, query.as_deref()).await.unwrap_or_else(refusal)
     };
     let unknown = || refusal(Error::new(ErrorKind::NotFound, "only GET /metrics is answered here"));
-    Router::new().route("/metrics", get(answer)).fallback(async move || unknown()).with_state(exporter)
+    Router::new().route("/metrics", get(answer)).fallback(async move || unknown()).with_state(answers)
 }
 
 async fn accept(listener: TcpListener, router: Router) {
@@ -100,7 +155,7 @@ async fn accept(listener: TcpListener, router: Router) {
             Ok((stream, _)) => {
                 let router = router.clone();
                 tokio::spawn(async move {
-                    serve(stream, router).await;
+                    serve(stream, router, READER_PATIENCE).await;
                     drop(place);
                 });
             }
@@ -110,18 +165,82 @@ async fn accept(listener: TcpListener, router: Router) {
     }
 }
 
-/// One call.
-async fn serve(stream: TcpStream, router: Router) {
+/// One call. The caller has so long to read the answer.
+async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, router: Router, reader_patience: Duration) {
+    let (router, answered) = (TowerToHyperService::new(router), Notify::new());
+    let service = service_fn(|request| {
+        let answer = router.call(request);
+        async {
+            let answer = answer.await;
+            answered.notify_one();
+            answer
+        }
+    });
     let mut server = hyper::server::conn::http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(PATIENCE).keep_alive(false).max_buf_size(16 << 10);
-    let call = server.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    let call = server.serve_connection(TokioIo::new(stream), service);
+    let is_slow = async {
+        answered.notified().await;
+        sleep(reader_patience).await;
+    };
     // What fails here the caller sees.
-    let _ = timeout(CALL_PATIENCE, call).await;
+    tokio::select! {
+        _ = timeout(CALL_PATIENCE, call) => {}
+        () = is_slow => {}
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
+    use spile_engine::{Config, Engine};
+    use tokio::net::UnixStream;
+
+    use super::super::Source;
     use super::*;
+    use crate::serving::api::view::View;
+
+    fn on_runtime<T>(work: impl Future<Output = T>) -> T {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(work)
+    }
+
+    #[test]
+    fn one_collection_answers_all_that_come_within_a_second_and_none_is_finer_than_allowed() {
+        let engine = Engine::start(Config::default()).unwrap();
+        let view = Arc::new(View::new(engine.clone()));
+        view.show(Some(Vec::new()));
+        let answers = Answers::new(Exporter::new(Source::Server(view), Detail::Layer));
+        on_runtime(async {
+            let first = answers.collected(Detail::Layer).await.unwrap();
+            let (second, third) = tokio::join!(answers.collected(Detail::Layer), answers.collected(Detail::Disk));
+            assert!(Arc::ptr_eq(&first, &second.unwrap()) && !Arc::ptr_eq(&first, &third.unwrap()));
+            for query in ["detail=queue", "detail=layer", "detail=disk", ""] {
+                answers.respond(&HeaderMap::new(), Some(query)).await.unwrap();
+            }
+            assert!(!answers.kept.lock().await.contains_key(&Detail::Queue));
+            while answers.kept.lock().await.contains_key(&Detail::Layer) {
+                sleep(Duration::from_millis(10)).await;
+            }
+            assert!(!Arc::ptr_eq(&first, &answers.collected(Detail::Layer).await.unwrap()));
+        });
+        engine.shutdown();
+    }
+
+    #[test]
+    fn who_does_not_read_the_answer_is_hung_up_on() {
+        on_runtime(async {
+            let (mut caller, server) = std::os::unix::net::UnixStream::pair().unwrap();
+            caller.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+            server.set_nonblocking(true).unwrap();
+            let server = UnixStream::from_std(server).unwrap();
+            let router = Router::new().route("/metrics", get(async || vec![0u8; 64 << 20]));
+            // It would wait for `CALL_PATIENCE` else.
+            let served = timeout(CALL_PATIENCE / 2, serve(server, router, Duration::from_millis(50))).await;
+            assert!(served.is_ok());
+            drop(caller);
+        });
+    }
 
     #[test]
     fn a_port_alone_is_of_this_host() {

@@ -1,7 +1,8 @@
 //! What was counted, for Prometheus: `GET /metrics` on the control socket, and on a TCP address if the operator asks for one.
 //!
-//! A scrape reads the same cumulative counts as the control API ([`super::api::stats`]). The server keeps nothing between two
-//! scrapes, so several Prometheus servers do not disturb each other, and nothing runs when nobody asks.
+//! A scrape reads the same cumulative counts as the control API ([`super::api::stats`]), so several Prometheus servers do not disturb each
+//! other, and nothing runs when nobody asks. What is kept between two scrapes is only the last answer over TCP, for a second
+//! ([`listen`]), and what was told of each depth, which must not fall ([`disks`]).
 //!
 //! - [`families`]: the metrics as families of series, in the types of Prometheus's protobuf exposition. All formats are made of them.
 //! - [`disks`], [`process`]: where the series come from. [`latency`]: histograms, classic and native.
@@ -24,14 +25,15 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use spile_core::Result;
+use spile_core::{Error, ErrorKind, Result};
 
 use super::api::view::View;
 use accept::Format;
-use families::Families;
+use disks::Told;
+use families::{Families, Family};
 
-/// How many series a disk has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// How many series a disk has, from few to many.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Detail {
     /// The fronts of a disk together, with histograms of reads, writes and flushes: at most 121 series a disk.
     #[default]
@@ -75,9 +77,11 @@ pub enum Source {
 #[derive(Clone)]
 pub struct Exporter {
     /// Whose series are told.
-    pub source: Source,
+    source: Source,
     /// How many series a disk has, unless the caller says it.
-    pub detail: Detail,
+    detail: Detail,
+    /// What was told before.
+    told: Arc<Told>,
 }
 
 /// The answer to a scrape.
@@ -89,30 +93,52 @@ pub struct Exposition {
 }
 
 impl Exporter {
-    /// All series now, in the format that the header `accept` prefers.
+    /// Tells the series of `source`, as finely as `detail` says where the caller does not say it.
+    pub fn new(source: Source, detail: Detail) -> Self {
+        Self { source, detail, told: Arc::default() }
+    }
+
+    /// All series now.
     ///
     /// # Errors
     /// `Shutdown` while the server hands over; when the folder cannot be read.
-    pub async fn answer(&self, accept: &str, detail: Option<Detail>) -> Result<Exposition> {
-        let format = accept::choose(accept);
-        let detail = detail.unwrap_or(self.detail);
+    async fn collect(&self, detail: Detail) -> Result<Vec<Family>> {
         let families = match &self.source {
-            Source::Server(view) => of_server(view, detail)?,
+            Source::Server(view) => {
+                let (view, told) = (view.clone(), self.told.clone());
+                off_the_thread(move || of_server(&view, detail, &told)).await?
+            }
             Source::Folder(folder) => folder::collect(folder, detail).await?,
         };
-        let families = families.into_vec();
-        let body = match format {
-            Format::Protobuf => families::encode(&families),
-            Format::OpenMetrics => text::open_metrics(&families).into_bytes(),
-            Format::Text => text::prometheus(&families).into_bytes(),
-        };
-        Ok(Exposition { content_type: format.content_type(), body })
+        Ok(families.into_vec())
     }
 }
 
-fn of_server(view: &View, detail: Detail) -> Result<Families> {
+impl Exposition {
+    /// These series in the format that the header `accept` prefers.
+    fn new(families: &[Family], accept: &str) -> Self {
+        let format = accept::choose(accept);
+        let body = match format {
+            Format::Protobuf => families::encode(families),
+            Format::OpenMetrics => text::open_metrics(families).into_bytes(),
+            Format::Text => text::prometheus(families).into_bytes(),
+        };
+        Self { content_type: format.content_type(), body }
+    }
+}
+
+fn of_server(view: &View, detail: Detail, told: &Told) -> Result<Families> {
     let mut families = Families::default();
-    disks::collect(&mut families, view, detail)?;
+    disks::collect(&mut families, view, detail, told)?;
     process::collect(&mut families);
     Ok(families)
+}
+
+/// Does work that takes long beside the thread that hears callers.
+///
+/// # Errors
+/// The work's.
+pub async fn off_the_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    let panicked = |e| Error::new(ErrorKind::Io, "the thread that reads the counters panicked").caused_by(e);
+    tokio::task::spawn_blocking(work).await.map_err(panicked)?
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::Serialize;
 use spile_core::{ErrorKind, Result};
-use spile_server::host_device::{DeviceReading, HostDevice, NoDevice};
+use spile_server::host_device::DeviceReading;
 use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
 use spile_server::serving::api::rates::{DiskRates, Interval, NoInterval};
 use spile_server::serving::api::stats::DiskStats;
@@ -57,6 +57,13 @@ struct Sample {
     device: Option<DeviceReading>,
 }
 
+impl Sample {
+    fn new(stats: DiskStats) -> Self {
+        let device = stats.host_device.as_ref().and_then(|device| device.read().ok());
+        Self { stats, device }
+    }
+}
+
 /// Runs `spile stat`.
 ///
 /// # Errors
@@ -64,14 +71,12 @@ struct Sample {
 pub fn run(args: &StatArgs) -> Result<Exit> {
     let (socket, name) = args.which.find()?;
     let first = stats_of(&socket, &name)?;
-    let device = HostDevice::below(&first.path);
-    let sample = |stats| Sample { stats, device: device.as_ref().ok().and_then(|device| device.read().ok()) };
-    let (mut before, mut shown, mut begun) = (sample(first), 0, Instant::now());
+    let (mut before, mut shown, mut begun) = (Sample::new(first), 0, Instant::now());
     while shown < args.pace.count.unwrap_or(1) {
         sleep_until(begun, args.pace.interval);
         begun = Instant::now();
-        let after = sample(stats_of(&socket, &name)?);
-        match DiskStat::between(&before, &after, &device) {
+        let after = Sample::new(stats_of(&socket, &name)?);
+        match DiskStat::between(&before, &after) {
             Ok(stat) if !show(args, &stat)? => break,
             Ok(_) => shown += 1,
             Err(why) => log::complain(why),
@@ -105,15 +110,16 @@ fn show(args: &StatArgs, stat: &DiskStat) -> Result<bool> {
 }
 
 impl DiskStat {
-    fn between(before: &Sample, after: &Sample, device: &Result<HostDevice, NoDevice>) -> Result<Self, NoInterval> {
+    fn between(before: &Sample, after: &Sample) -> Result<Self, NoInterval> {
         let mut rates = Interval::between(&before.stats, &after.stats)?.rates();
-        let (host_device, no_host_device) = match (device, before.device, after.device) {
-            (Ok(device), Some(before), Some(after)) => {
-                rates.layers.push(device.rates(&before, &after));
+        let unknown = || after.stats.no_host_device.clone().unwrap_or_else(|| "the server does not tell it".to_owned());
+        let (host_device, no_host_device) = match (&after.stats.host_device, before.device, after.device) {
+            (Some(device), Some(earlier), Some(later)) if before.stats.host_device.as_ref() == Some(device) => {
+                rates.layers.push(device.rates(&earlier, &later));
                 (Some(device.name.clone()), None)
             }
-            (Ok(device), _, _) => (None, Some(format!("the device {} has gone", device.name))),
-            (Err(why), _, _) => (None, Some(why.to_string())),
+            (Some(device), _, _) => (None, Some(format!("the device {} cannot be read", device.name))),
+            (None, _, _) => (None, Some(unknown())),
         };
         Ok(Self { rates, host_device, no_host_device })
     }

@@ -32,7 +32,7 @@ pub fn operations(stat: &DiskStat) -> String {
             text.push_str("  no requests\n");
         }
         // Writing to a string cannot fail.
-        let queue = number(layer.queue_size_avg);
+        let queue = number(layer.queue_size());
         let _ = writeln!(text, "  average queue size {queue}, in flight now {}", layer.in_flight);
     }
     text.trim_end().to_owned()
@@ -46,13 +46,13 @@ fn latencies(op: &OperationRates) -> [String; 4] {
 pub fn layers(stat: &DiskStat) -> String {
     let mut text = head(stat);
     let layers = &stat.rates.layers;
-    let longest = layers.iter().map(|layer| layer.queue_size_avg).fold(0.0, f64::max);
+    let longest = layers.iter().map(|layer| layer.queue_size()).fold(0.0, f64::max);
     line(&mut text, "QUEUES AND LATENCIES", &["aqu-sz", "mean", "50 %", "99 %", "99.9 %"].map(str::to_owned));
     for layer in layers {
         let times = [layer.latency_mean_us, layer.latency_p50_us, layer.latency_p99_us, layer.latency_p999_us];
-        let numbers = [&[number(layer.queue_size_avg)][..], &times.map(time)].concat();
+        let numbers = [&[number(layer.queue_size())][..], &times.map(time)].concat();
         line(&mut text, &name_of(layer), &numbers);
-        let bar = bar(layer.queue_size_avg, longest);
+        let bar = bar(layer.queue_size(), longest);
         if !bar.is_empty() {
             // The bar goes on in the line of its numbers.
             text.pop();
@@ -93,10 +93,7 @@ pub fn remarks(layer: &LayerRates) -> Vec<String> {
         format!("{name}, queue {}: aqu-sz {size}, {rate} requests/s, mean {mean}, 99 % {p99}", queue.number)
     });
     let gap = layer.little_gap.map(|share| {
-        format!(
-            "{name}: WARNING: queue size and latencies part by {:.1} % (Little's law): a count is wrong",
-            share * 100.0
-        )
+        format!("{name}: WARNING: its counts contradict each other by {:.1} %: one is wrong", share * 100.0)
     });
     counts.into_iter().chain(queues).chain(gap).collect()
 }
@@ -114,15 +111,15 @@ fn meaning(stat: &DiskStat) -> String {
     let rule = "A layer's queue is larger than that of the one below it by the requests that are between the two: their number per second, \
                 times the time that each spends there.";
     // A disk may have fronts that nobody uses.
-    let busy: Vec<_> = stat.rates.layers.iter().filter(|layer| layer.queue_size_avg > 0.0).collect();
+    let busy: Vec<_> = stat.rates.layers.iter().filter(|layer| layer.queue_size() > 0.0).collect();
     // The host's device may have requests of others, too.
-    let is_below = |layer: &&&LayerRates| busy.first().is_some_and(|top| top.queue_size_avg > layer.queue_size_avg);
+    let is_below = |layer: &&&LayerRates| busy.first().is_some_and(|top| top.queue_size() > layer.queue_size());
     match (busy.first(), busy.iter().rev().find(is_below)) {
         (Some(top), Some(below)) => format!(
             "{rule} Of {} requests in flight at {}, {} are at {}.",
-            number(top.queue_size_avg),
+            number(top.queue_size()),
             name_of(top),
-            number(below.queue_size_avg),
+            number(below.queue_size()),
             name_of(below),
         ),
         _ => rule.to_owned(),
@@ -209,7 +206,14 @@ mod tests {
 
     fn layer(name: &str, kind: &str, queue: f64) -> LayerRates {
         let (name, kind) = (name.to_owned(), kind.to_owned());
-        LayerRates { name, kind, interval_s: 1.0, reads_per_s: 5189.0, queue_size_avg: queue, ..LayerRates::default() }
+        LayerRates {
+            name,
+            kind,
+            interval_s: 1.0,
+            reads_per_s: 5189.0,
+            queue_size_avg: Some(queue),
+            ..LayerRates::default()
+        }
     }
 
     fn stat(layers: Vec<LayerRates>, no_host_device: Option<&str>) -> DiskStat {
@@ -259,7 +263,7 @@ Of 0.71 requests in flight at front nbd \"\", 0.61 are at device dm-3.";
         front.little_gap = Some(0.25);
         let text = layers(&stat(vec![front], None));
         assert!(text.contains("\nfront xen, queue 1: aqu-sz 1.50, 0.00 requests/s, mean 7.00 µs, 99 % -\n"), "{text}");
-        assert!(text.contains("WARNING: queue size and latencies part by 25.0 %"), "{text}");
+        assert!(text.contains("WARNING: its counts contradict each other by 25.0 %"), "{text}");
         assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     }
 

@@ -156,7 +156,7 @@ pub fn iostat(model: &Model) -> Result<String> {
         let _ = write!(text, "\n{:<13}", word(&row.disk.name));
         ["read", "write", "discard"].into_iter().for_each(|operation| text.push_str(&iostat_of(guests, operation)));
         let flush = operation_of(guests, "flush");
-        let busy = guests.queue_size_avg.min(1.0) * 100.0;
+        let busy = guests.queue_size().min(1.0) * 100.0;
         let _ = write!(text, " {:>7.2} {:>7.2}", flush.requests_per_s, millis(&flush));
         let _ = write!(text, " {:>7.2} {busy:>6.2}", guests.queue_size_iostat);
     }
@@ -187,8 +187,9 @@ const XSIOSTAT_HEAD: &str = "---------------------------------------------------
 /// times of those that ended. A disk that no Xen guest has is of domain 0, with a number that a line with `#` explains.
 pub fn xsiostat() -> impl FnMut(&Model) -> Result<String> {
     let mut numbers: HashMap<Key, usize> = HashMap::new();
+    let mut head = XSIOSTAT_HEAD;
     move |model| {
-        let mut text = if numbers.is_empty() { XSIOSTAT_HEAD.to_owned() } else { String::new() };
+        let mut text = std::mem::take(&mut head).to_owned();
         for (key, row, Figures { guests, .. }) in counted(model) {
             let next = numbers.len() + 1;
             let is_new = !numbers.contains_key(&key);
@@ -204,6 +205,7 @@ pub fn xsiostat() -> impl FnMut(&Model) -> Result<String> {
             let _ = write!(text, " {:>8.2} {:>8.2}", read.bytes_per_s / 1e6, write.bytes_per_s / 1e6);
             let _ = writeln!(text, " {:>6.2} {:>6.2}", read.queue_size_iostat, write.queue_size_iostat);
         }
+        text.push_str(&remarks(model));
         Ok(text.trim_end_matches('\n').to_owned())
     }
 }

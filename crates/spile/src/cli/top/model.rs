@@ -123,7 +123,7 @@ impl Column {
             Self::ReadBytes => Some(guests.read_bytes_per_s / 1e6),
             Self::WriteBytes => Some(guests.write_bytes_per_s / 1e6),
             Self::Await => guests.latency_mean_us,
-            Self::FrontQueue => Some(guests.queue_size_avg),
+            Self::FrontQueue => Some(guests.queue_size()),
             Self::StoreQueue => figures.store_queue,
             Self::P50 => guests.latency_p50_us,
             Self::P99 => guests.latency_p99_us,
@@ -267,6 +267,6 @@ impl Figures {
             history.push(rates.requests_per_s, &guests.reading.total().latency);
         }
         let store = interval.all_of(LayerKind::Store).or_else(|| interval.all_of(LayerKind::Image));
-        Self { guests: rates, store_queue: store.map(|store| store.rates().queue_size_avg) }
+        Self { guests: rates, store_queue: store.map(|store| store.rates().queue_size()) }
     }
 }

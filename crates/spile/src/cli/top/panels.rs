@@ -74,8 +74,7 @@ fn layer_line(app: &App, layer: &LayerRates) -> Line<'static> {
     let rates = [layer.reads_per_s, layer.writes_per_s, layer.flushes_per_s];
     let bytes = [layer.read_bytes_per_s / 1e6, layer.write_bytes_per_s / 1e6];
     let numbers = rates.into_iter().chain(bytes).map(number);
-    let cells =
-        std::iter::once(number(layer.queue_size_avg)).chain(times.map(|time| app.ink.time(time))).chain(numbers);
+    let cells = std::iter::once(number(layer.queue_size())).chain(times.map(|time| app.ink.time(time))).chain(numbers);
     let cells: String = cells.map(|cell| format!("{cell:>CELL$}")).collect();
     Line::from(format!("{}{cells}", app.ink.fitted(&name_of(layer), NAME)))
 }

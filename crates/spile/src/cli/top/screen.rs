@@ -66,13 +66,15 @@ impl Screen {
     }
 }
 
-/// A terminal that is drawn on as a whole, and sends each key at once. It has the keys' reader beside it, so nothing here may ask it
-/// a question.
+/// A terminal that is drawn on as a whole, and sends each key at once; or the terminal as it was, when something fails. It has the keys'
+/// reader beside it, so nothing here may ask it a question.
 fn enter() -> Result<Terminal<CrosstermBackend<Stdout>>> {
-    let failed = |e| Error::io("take the terminal", e);
-    enable_raw_mode().map_err(failed)?;
-    execute!(stdout(), EnterAlternateScreen, Hide).map_err(failed)?;
-    Terminal::new(CrosstermBackend::new(stdout())).map_err(failed)
+    let steps = || {
+        enable_raw_mode()?;
+        execute!(stdout(), EnterAlternateScreen, Hide)?;
+        Terminal::new(CrosstermBackend::new(stdout()))
+    };
+    steps().inspect_err(|_| give_back()).map_err(|e| Error::io("take the terminal", e))
 }
 
 impl Drop for Screen {

@@ -70,7 +70,7 @@ impl Guest {
         front.counters = [("notifications_total".to_owned(), self.front.sums(Op::Read).ended)].into();
         let store = layer(LayerKind::Store, &format!("store /disks/{}.raw", self.disk.name), &self.store);
         let Disk { name, path, server, pid, .. } = self.disk.clone();
-        DiskStats { name, path, server, pid, layers: vec![front, store] }
+        DiskStats { name, path, server, pid, layers: vec![front, store], ..DiskStats::default() }
     }
 }
 
