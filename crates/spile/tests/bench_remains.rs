@@ -183,6 +183,9 @@ fn a_set_ends_within_its_time() {
 fn more_than_a_quarter_of_the_free_space_is_not_taken() {
     let dir = tempfile::tempdir().unwrap();
     let said = fails(dir.path(), 1, &["bench", "layers", "--quick", "--size", "1000T", "--folder", "."]);
-    assert!(said.contains("an experiment takes a quarter at most") && said.contains("--folder"), "{said}");
+    assert!(said.contains("an experiment takes a quarter at most") && said.contains("another folder"), "{said}");
+    assert!(is_empty(dir.path()));
+    let said = fails(dir.path(), 1, &["bench", "paths", "--quick", "--span", "1000T", "--path", "nbd", "--store", "."]);
+    assert!(said.contains("an experiment takes a quarter at most"), "{said}");
     assert!(is_empty(dir.path()));
 }

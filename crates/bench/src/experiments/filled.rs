@@ -39,13 +39,20 @@ pub fn room_bytes(folder: &Path) -> Result<u64> {
 /// # Errors
 /// `NoSpace` when they are more than [`room_bytes`].
 pub fn check_room(folder: &Path, wanted_bytes: u64) -> Result<()> {
-    let room_bytes = room_bytes(folder)?;
+    fits(folder, wanted_bytes, room_bytes(folder)?)
+}
+
+/// Looks whether so many bytes are no more than `room_bytes`, which [`room_bytes()`] has said of the folder.
+///
+/// # Errors
+/// `NoSpace` when they are more.
+pub fn fits(folder: &Path, wanted_bytes: u64, room_bytes: u64) -> Result<()> {
     if wanted_bytes <= room_bytes {
         return Ok(());
     }
     let (wanted, free) = (format_size(wanted_bytes), format_size(room_bytes.saturating_mul(PART_OF_FREE)));
     let what = format!("{wanted} are needed, and {free} are free, of which an experiment takes a quarter at most");
-    Err(Error::new(ErrorKind::NoSpace, what).at_path(folder).hint("use a smaller --size, or another --folder"))
+    Err(Error::new(ErrorKind::NoSpace, what).at_path(folder).hint("use a smaller size, or another folder"))
 }
 
 /// Why figures of this file or device, or of files in this folder, are those of no block device; none when they are.

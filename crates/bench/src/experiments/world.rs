@@ -9,6 +9,7 @@ use spile_lab::xen::{Host, toolstack};
 use spile_xen::DomId;
 use spile_xen::store::XenStore;
 
+use super::filled::{fits, room_bytes};
 pub use super::folder::Folder;
 use super::guest::{Answer, COMMAND, DiskSetup, Order};
 use super::process::{Talking, Tied};
@@ -57,18 +58,23 @@ pub struct Disks {
     size_bytes: u64,
     /// The folder of the files, from the first one on.
     folder: Option<Folder>,
+    /// Bytes that they may have together, as [`room_bytes`] said before the first one.
+    room_bytes: u64,
+    /// Bytes of those that were made.
+    made_bytes: u64,
 }
 
 impl Disks {
     /// Disks of one size.
     pub fn new(storage: Storage, size_bytes: u64) -> Self {
-        Self { storage, size_bytes, folder: None }
+        Self { storage, size_bytes, folder: None, room_bytes: 0, made_bytes: 0 }
     }
 
     /// Makes a disk; what the command line and the key `params` call it.
     ///
     /// # Errors
-    /// When its file cannot be made, `Exists` when it is there.
+    /// When its file cannot be made, `Exists` when it is there; `NoSpace` when all files together would take more than a quarter of the free
+    /// space.
     pub fn add(&mut self, name: &str) -> Result<String> {
         match &self.storage {
             Storage::Null => Ok(format!("null:{}", self.size_bytes)),
@@ -76,8 +82,13 @@ impl Disks {
             Storage::Folder(dir) => {
                 let folder = match self.folder.take() {
                     Some(folder) => folder,
-                    None => Folder::inside(dir, "disks")?,
+                    None => {
+                        self.room_bytes = room_bytes(dir)?;
+                        Folder::inside(dir, "disks")?
+                    }
                 };
+                self.made_bytes += self.size_bytes;
+                fits(dir, self.made_bytes, self.room_bytes)?;
                 let path = self.folder.insert(folder).path().join(format!("{name}.raw"));
                 let made = std::fs::File::create_new(&path).and_then(|file| file.set_len(self.size_bytes));
                 made.map_err(|e| Error::io("make a disk", e)).at_path(&path)?;

@@ -1,8 +1,8 @@
 //! Transfers as `dd` makes them: a row of equal blocks, one request at a time, to or from a file or device; bare (by the system's calls, with
 //! nothing of Spile between), and through each front. `layers`, `warmup` and `geometry` are made of these.
 
-mod bare;
 mod served;
+mod system_calls;
 
 use std::path::Path;
 use std::time::{Duration, Instant};

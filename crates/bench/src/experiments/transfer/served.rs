@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use spile_core::{Error, ErrorKind, Result};
 use spile_server::uri::{Address, NbdUri, Target};
 
-use super::{Job, Moved, Way, bare, sync};
+use super::{Job, Moved, Way, sync, system_calls};
 use crate::experiments::Direction;
 use crate::experiments::guest::{Answer, Order};
 use crate::experiments::process::{Tied, disk_argument};
@@ -95,7 +95,7 @@ impl Sides {
     pub fn run(&mut self, side: Side, job: &Job) -> Result<Moved> {
         let disk = self.modes.len() * side.place + usize::from(!job.operation.is_direct());
         let mut moved = match side.way {
-            Way::Bare => bare::run(&self.places[side.place], job)?,
+            Way::Bare => system_calls::run(&self.places[side.place], job)?,
             Way::Nbd | Way::VhostUser => at_least_one(|| self.servers[disk].run(side.way, job))?,
             Way::Xen => self.in_guest(disk, job)?,
         };

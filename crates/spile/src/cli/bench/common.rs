@@ -173,7 +173,8 @@ impl OutputArgs {
             _ if path.with_file_name("all.state").exists() => {
                 "it is of a set that `spile bench all` has made".to_owned()
             }
-            _ if self.quick && old["parameters"]["quick"] == false => {
+            // A result that does not say whether it is quick counts as that of a long run.
+            _ if self.quick && old["parameters"]["quick"] != true => {
                 "it is the result of a long run, and this one is quick".to_owned()
             }
             _ => return Ok(()),

@@ -1,4 +1,5 @@
-//! A transfer by this process itself, as `dd` does it.
+//! A transfer by this process itself, which calls the system for each block, as `dd` does it: the bare side of `layers`, `geometry` and
+//! `warmup`.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
