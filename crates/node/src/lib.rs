@@ -21,6 +21,7 @@ mod bounce;
 mod end;
 mod exchange;
 mod fault;
+mod give_way;
 mod node;
 mod published;
 mod shape;

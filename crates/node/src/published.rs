@@ -8,16 +8,15 @@
 //! waits for no request: only for workers that are just cloning a share, a few instructions. A request never waits in a lock:
 //! when it finds its shard locked or empty, it waits as any future does.
 
-use std::future::poll_fn;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
-use std::task::Poll;
 
 use event_listener::Event;
 use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result, SHARDS, shard_number};
 
 use crate::end::{End, Ender};
+use crate::give_way::give_way;
 use crate::shape::{Shape, Shaper, Shaping};
 use crate::stage::{Attached, Place, Stages};
 
@@ -318,17 +317,4 @@ impl<G: Disk> Disk for Published<G> {
         }
         control.graph.close().await
     }
-}
-
-/// Lets the other tasks of this thread run once.
-async fn give_way() {
-    let mut gave_way = false;
-    poll_fn(|context| {
-        if std::mem::replace(&mut gave_way, true) {
-            return Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }

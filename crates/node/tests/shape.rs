@@ -4,13 +4,17 @@ mod common;
 
 use std::future::poll_fn;
 use std::ops::Range;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
 use std::task::Poll;
 
 use common::{Request, SIZE, TestGraph, at, now, poll, write};
 use proptest::prelude::*;
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, Segment, Segments};
+use spile_core::metrics::span::{Moment, SpanLog, Spans, What as Asked, stamp, with};
+use spile_core::metrics::{Op as Kind, now_ns};
+use spile_core::{
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, Segment, Segments, WriteZeroes,
+};
 use spile_node::{Node, Shape};
 
 /// A graph in memory that notes its requests, takes some polls for each, and may fail where it is told to.
@@ -56,7 +60,10 @@ impl Disk for Recording {
     }
 
     async fn execute(&self, io: Io<'_>) -> Result<()> {
-        assert!(io.segments.len() as u64 == io.extent.len_bytes && io.segments.is_aligned(512), "{io:?}");
+        let has_memory = matches!(io.op, Op::Read | Op::Write { .. });
+        let len_bytes = if has_memory { io.extent.len_bytes } else { 0 };
+        assert!(io.segments.len() as u64 == len_bytes && io.segments.is_aligned(512), "{io:?}");
+        stamp(Moment::Submitted);
         self.log.lock().unwrap().push((io.op, io.extent.range()));
         self.some_polls().await;
         let broken = self.broken.lock().unwrap().iter().copied().find(|byte| io.extent.range().contains(byte));
@@ -181,6 +188,114 @@ fn writes_that_overlap_keep_their_order() {
     assert_eq!(graph.take_log(), [(WRITE, 0..8 * K), (WRITE, 4 * K..12 * K), (WRITE, 8 * K..12 * K)]);
 }
 
+/// A request that is never merged, and changes what is on the disk.
+type Whole = for<'a> fn(&'a Node<Recording>, Extent) -> Request<'a>;
+
+/// A durable write of the byte 9.
+fn durable(node: &Node<Recording>, extent: Extent) -> Request<'_> {
+    Box::pin(async move {
+        let from = Segments::zeroed(extent.len_bytes as usize);
+        from.fill(9);
+        node.write(extent, &from, true).await
+    })
+}
+
+const WHOLE: [Whole; 4] = [
+    durable,
+    |node, extent| write(node, extent.start(), extent.len_bytes, 9),
+    |node, extent| Box::pin(node.discard(extent)),
+    |node, extent| Box::pin(node.write_zeroes(extent, WriteZeroes::default())),
+];
+
+#[test]
+fn what_is_never_merged_overtakes_no_overlapping_write() {
+    for (kind, whole) in WHOLE.into_iter().enumerate() {
+        for seed in 0..20 {
+            let node = Recording::node(Shape::Merge(16 << 10));
+            let graph = now(node.graph());
+            graph.random.store(seed << 32 ^ seed, SeqCst);
+            // The last one goes on where the first one ends, and overlaps the second one.
+            let requests = vec![write(&node, 0, 4 * K, 1), whole(&node, at(0, 32 * K)), write(&node, 4 * K, 4 * K, 2)];
+            assert!(run(requests).iter().all(Result::is_ok));
+            let ranges: Vec<_> = graph.take_log().into_iter().map(|(_, range)| range).collect();
+            assert_eq!(ranges, [0..4 * K, 0..32 * K, 4 * K..8 * K], "kind {kind}, seed {seed}");
+            let byte = if kind < 2 { 9 } else { 0 };
+            assert_eq!([0, 4, 8, 31].map(|page| graph.inner.byte(page * K)), [byte, 2, byte, byte]);
+        }
+    }
+}
+
+#[test]
+fn what_is_never_merged_divides_neighbours() {
+    for whole in WHOLE {
+        let node = Recording::node(Shape::Merge(16 << 10));
+        run(vec![write(&node, 0, 4 * K, 1), whole(&node, at(32 * K, 16 * K)), write(&node, 4 * K, 4 * K, 2)]);
+        assert_eq!((now(node.graph()).take_log().len(), node.shaping().merges()), (3, 0));
+    }
+}
+
+#[test]
+fn what_does_not_overlap_waits_for_nothing() {
+    let node = Recording::node(Shape::Merge(16 << 10));
+    let graph = now(node.graph());
+    graph.inner.hold(true);
+    let mut requests = vec![write(&node, 0, 4 * K, 1), durable(&node, at(0, 4 * K)), durable(&node, at(4 * K, 4 * K))];
+    requests.push(write(&node, 32 * K, 4 * K, 2));
+    for _ in 0..100 {
+        assert!(requests.iter_mut().all(|request| poll(request).is_pending()));
+    }
+    let ranges: Vec<_> = graph.take_log().into_iter().map(|(_, range)| range).collect();
+    assert_eq!(ranges, [4 * K..8 * K, 0..4 * K, 32 * K..36 * K]);
+    graph.inner.hold(false);
+    assert!(run(requests).iter().all(Result::is_ok));
+    assert_eq!(graph.inner.byte(0), 9);
+}
+
+/// A request may be given up at any time, as a panic does it: no other one waits for ever.
+#[test]
+fn a_request_that_is_gone_holds_nobody_up() {
+    for gone in 0..4 {
+        for polls in 0..5 {
+            let node = Recording::node(Shape::Merge(64 << 10));
+            let graph = now(node.graph());
+            graph.inner.hold(true);
+            let mut requests: Vec<_> = (0..4).map(|page| write(&node, page * 4 * K, 4 * K, 1)).collect();
+            requests.push(durable(&node, at(0, 16 * K)));
+            (0..polls).for_each(|_| requests.iter_mut().for_each(|request| assert!(poll(request).is_pending())));
+            drop(requests.remove(gone));
+            graph.inner.hold(false);
+            assert!(run(requests).iter().all(Result::is_ok), "{gone} after {polls} polls");
+            assert_eq!(graph.inner.byte(0), 9);
+        }
+    }
+}
+
+#[test]
+fn all_requests_of_a_run_spend_their_time_in_the_store() {
+    let node = Recording::node(Shape::Merge(64 << 10));
+    let graph = now(node.graph());
+    graph.inner.hold(true);
+    let log = Arc::<SpanLog>::default();
+    let mut spans = Spans::new(log.clone());
+    let mut requests: Vec<_> = (0..4)
+        .map(|page| {
+            let what = Asked { op: Kind::Write, offset_bytes: page * 4 * K, len_bytes: 4 * K };
+            (spans.begin(spans.taken(now_ns()), what), write(&node, page * 4 * K, 4 * K, 1))
+        })
+        .collect();
+    for _ in 0..20 {
+        for (span, request) in &mut requests {
+            assert!(with(Some(*span), || poll(request)).is_pending());
+        }
+    }
+    let store = Moment::Submitted as usize;
+    let found: Vec<_> = log.in_flight().iter().map(|record| (record.phase, record.store_operations)).collect();
+    assert_eq!(found, [(store, 1); 4]);
+    graph.inner.hold(false);
+    assert!(run(requests.into_iter().map(|(_, request)| request).collect()).iter().all(Result::is_ok));
+    assert_eq!(graph.take_log().len(), 1);
+}
+
 #[test]
 fn each_merged_request_has_its_own_result() {
     let node = Recording::node(Shape::Merge(64 << 10));
@@ -291,8 +406,35 @@ fn pattern(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|at| seed ^ (at / 512) as u8 ^ (at % 251) as u8).collect()
 }
 
+/// Requests that change data, which begin in this order and may overlap: where they begin and how long they are in sectors, and of which
+/// kind they are. Kind 4 is a write that may be merged.
+fn changes() -> impl Strategy<Value = Vec<(u64, u64, usize)>> {
+    prop::collection::vec((0..40_u64, 1..32_u64, 0..5_usize), 1..24)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+
+    /// Whatever time each request takes.
+    #[test]
+    fn with_merge_what_overlaps_happens_in_the_order_in_which_it_came(changes in changes(), seed in any::<u64>()) {
+        let node = Recording::node(Shape::Merge(8 << 10));
+        let graph = now(node.graph());
+        graph.random.store(seed, SeqCst);
+        let mut model = vec![0; SIZE as usize];
+        let mut requests = Vec::new();
+        for (number, (start, sectors, kind)) in changes.into_iter().enumerate() {
+            let extent = at(start * 512, sectors * 512);
+            let (request, byte) = match WHOLE.get(kind) {
+                Some(whole) => (whole(&node, extent), if kind < 2 { 9 } else { 0 }),
+                None => (write(&node, extent.start(), extent.len_bytes, 10 + number as u8), 10 + number as u8),
+            };
+            requests.push(request);
+            model[extent.start() as usize..extent.end() as usize].fill(byte);
+        }
+        prop_assert!(run(requests).iter().all(Result::is_ok));
+        prop_assert!((0..SIZE).all(|byte| graph.inner.byte(byte) == model[byte as usize]));
+    }
 
     #[test]
     fn every_shape_reads_and_writes_the_same_bytes(batches in prop::collection::vec(batch(), 1..10)) {

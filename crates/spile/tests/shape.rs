@@ -2,13 +2,18 @@
 
 mod common;
 
+use std::io::{Read, Write};
 use std::path::Path;
+use std::time::Duration;
 
 use common::control::ask;
 use common::guests::{Load, serve, succeed};
+use common::nbd::{raw_connection, read_request_at};
 use common::xen::Xen;
 use common::{fails, json, ok};
 use serde_json::Value;
+use spile_lab::GuestQueue;
+use spile_lab::vhost::{Device, DeviceOptions, Queue, QueueOptions};
 
 /// The counter `name` of the disk `d`.
 fn counter(dir: &Path, name: &str) -> u64 {
@@ -49,6 +54,37 @@ fn a_verified_load_finds_everything_right_with_every_shape() {
         assert!(served.terminate().success());
         assert_eq!(json(dir, &["check", disk])["result"], "sound");
     }
+}
+
+/// Reads of 4 KiB that are sent together in the next test.
+const TOGETHER: u64 = 32;
+
+#[test]
+fn with_each_front_all_neighbours_that_were_sent_become_one_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "d.raw", "--size", "64M"]);
+    let served = serve(dir, &["d.raw,shape=merge=1M", "--vhost-user", "v", "--nbd", "unix:n"]);
+    let mut nbd = raw_connection(&dir.join("n"));
+    let requests: Vec<u8> = (0..TOGETHER).flat_map(|page| read_request_at(page, page << 12, 4 << 10)).collect();
+    nbd.write_all(&requests).unwrap();
+    // Each answer has a head of 16 bytes.
+    nbd.read_exact(&mut vec![0; TOGETHER as usize * (16 + (4 << 10))]).unwrap();
+    assert_eq!(counter(dir, "merges_total"), TOGETHER - 1, "NBD");
+
+    let mut device = Device::connect(&dir.join("v"), DeviceOptions::default()).unwrap();
+    let options = QueueOptions { depth: TOGETHER as u16, ..QueueOptions::default() };
+    let mut queue = device.start(&options).unwrap().remove(0);
+    (0..TOGETHER).for_each(|page| queue.submit(page as usize, Queue::READ, page << 12, 4 << 10));
+    queue.publish();
+    while queue.outstanding() > 0 {
+        if queue.take().unwrap().is_none() {
+            assert!(queue.sleep(Duration::from_secs(120)).unwrap(), "{} are not answered", queue.outstanding());
+        }
+    }
+    assert_eq!(counter(dir, "merges_total"), 2 * (TOGETHER - 1), "vhost-user");
+    drop((nbd, queue, device));
+    assert!(served.terminate().success());
 }
 
 #[test]

@@ -8,10 +8,12 @@
 //! - Candidates have 2, 4, 8 … parts, in this order. One that loses ends the climb: more parts would do worse. One that clearly loses its
 //!   first turn gets no second one.
 //! - A candidate's turn ends early once it has taken twice the time that the best one would have taken.
-//! - Then the best number of parts is kept for many turns, twice as many after each climb that has found nothing new.
+//! - Then the best number of parts is kept for many turns, twice as many after each climb that has found nothing new. Where
+//!   that is one part, requests of these turns but for the last one are not looked at: they go on as without a shape.
 //!
 //! A candidate must win clearly to be kept, and one part (no split) must lose clearly to stay away.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use spile_core::{Io, Op};
@@ -57,7 +59,16 @@ pub struct Learned {
 #[derive(Default)]
 pub(super) struct Learner {
     /// By [`class_of`].
-    kinds: [Mutex<Kind>; 2 * CLASSES],
+    kinds: [Kind; 2 * CLASSES],
+}
+
+/// One kind of requests.
+#[derive(Default)]
+struct Kind {
+    /// So many requests are not looked at. Workers that change this at the same moment may count one request for two: nothing
+    /// depends on it.
+    passing: AtomicU64,
+    known: Mutex<Known>,
 }
 
 /// A request that [`Learner::end`] is to be told of.
@@ -69,40 +80,58 @@ pub(super) struct Trial {
 }
 
 impl Learner {
+    /// False when the read or write `io` stays whole, and nothing is to be learned from it. To be asked once for each request.
+    pub(super) fn concerns(&self, io: &Io<'_>) -> bool {
+        if io.extent.len_bytes < LEAST_BYTES {
+            return false;
+        }
+        let passing = &self.kinds[class_of(io)].passing;
+        let left = passing.load(Ordering::Relaxed);
+        if left > 0 {
+            passing.store(left - 1, Ordering::Relaxed);
+        }
+        left == 0
+    }
+
     /// A large read or write begins at `now_ns`. The first result is the size in bytes of the parts that it is to be split into; the request is
     /// not split when it is no longer than that.
     pub(super) fn begin(&self, io: &Io<'_>, now_ns: u64) -> (u64, Trial) {
         let class = class_of(io);
-        let mut kind = self.lock(class);
-        let part_bytes = match kind.power() {
+        let mut known = self.lock(class);
+        let part_bytes = match known.power() {
             0 => u64::MAX,
             power => from_bytes(class) >> power,
         };
-        let bytes = kind.begin(io.extent.len_bytes, now_ns);
-        (part_bytes, Trial { class, turn: kind.turn.number, bytes })
+        let bytes = known.begin(io.extent.len_bytes, now_ns);
+        (part_bytes, Trial { class, turn: known.turn.number, bytes })
     }
 
     /// The request has ended at `now_ns`, well or not.
     pub(super) fn end(&self, trial: Trial, well: bool, now_ns: u64) {
         let bytes = if well { trial.bytes } else { 0 };
-        self.lock(trial.class).end(trial.turn, bytes, now_ns, most_power(trial.class));
+        let mut known = self.lock(trial.class);
+        known.end(trial.turn, bytes, now_ns, most_power(trial.class));
+        let passing = std::mem::take(&mut known.passing);
+        if passing > 0 {
+            self.kinds[trial.class].passing.store(passing, Ordering::Relaxed);
+        }
     }
 
     /// Of which requests something is known.
     pub(super) fn learned(&self) -> Vec<Learned> {
         let kinds = (0..2 * CLASSES).map(|class| (class, self.lock(class)));
-        let known = kinds.filter(|(_, kind)| kind.turn.number > 0);
+        let known = kinds.filter(|(_, known)| known.turn.number > 0);
         known
-            .map(|(class, kind)| Learned {
+            .map(|(class, known)| Learned {
                 writes: class >= CLASSES,
                 from_bytes: from_bytes(class),
-                parts: 1 << kind.best,
+                parts: 1 << known.best,
             })
             .collect()
     }
 
-    fn lock(&self, class: usize) -> MutexGuard<'_, Kind> {
-        self.kinds[class].lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self, class: usize) -> MutexGuard<'_, Known> {
+        self.kinds[class].known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -124,7 +153,7 @@ fn most_power(class: usize) -> u32 {
 }
 
 /// What is known of one kind of requests, and what is being tried.
-struct Kind {
+struct Known {
     /// The best number of parts, as a power of two.
     best: u32,
     doing: Doing,
@@ -135,6 +164,10 @@ struct Kind {
     rest_turns: u64,
     /// True when this climb has found a better number of parts.
     has_found: bool,
+    /// The requests of the last turn that was not given up.
+    turn_requests: u64,
+    /// So many requests need not be looked at from now on.
+    passing: u64,
 }
 
 enum Doing {
@@ -182,14 +215,15 @@ impl Turn {
     }
 }
 
-impl Default for Kind {
+impl Default for Known {
     fn default() -> Self {
         let (turn, doing) = (Turn::default(), Doing::Rest { turns: 1 });
-        Self { best: 0, doing, turn, earlier: 0, rest_turns: REST_TURNS.0, has_found: false }
+        let rest_turns = REST_TURNS.0;
+        Self { best: 0, doing, turn, earlier: 0, rest_turns, has_found: false, turn_requests: 0, passing: 0 }
     }
 }
 
-impl Kind {
+impl Known {
     /// The number of parts for a request that begins now, as a power of two.
     fn power(&self) -> u32 {
         match &self.doing {
@@ -236,6 +270,9 @@ impl Kind {
         let ended = std::mem::take(&mut self.turn);
         self.turn.number = ended.number + 1;
         self.earlier = ended.in_flight;
+        if ended.is_over() {
+            self.turn_requests = ended.requests;
+        }
         match &mut self.doing {
             Doing::Rest { turns } if *turns > 1 => *turns -= 1,
             Doing::Rest { .. } => self.climb(0, most_power),
@@ -270,7 +307,15 @@ impl Kind {
             true => REST_TURNS.0,
             false => (2 * self.rest_turns).min(REST_TURNS.1),
         };
-        self.doing = Doing::Rest { turns: self.rest_turns };
+        let turns = match self.best {
+            // The last turn is looked at, so that what passed has ended when candidates are compared.
+            0 => {
+                self.passing = (self.rest_turns - 1) * self.turn_requests;
+                1
+            }
+            _ => self.rest_turns,
+        };
+        self.doing = Doing::Rest { turns };
     }
 }
 
@@ -397,7 +442,8 @@ mod tests {
             }
             let start = number * len;
             let io = Io::read(Extent::from_range(start..start + len), &memory);
-            let (part_bytes, trial) = learner.map(|learner| learner.begin(&io, now)).unzip();
+            let looks = learner.filter(|learner| learner.concerns(&io));
+            let (part_bytes, trial) = looks.map(|learner| learner.begin(&io, now)).unzip();
             trials.push(trial);
             in_flight.push(Reverse((device.serve(now, start, len, part_bytes.unwrap_or(u64::MAX)), number)));
         }
@@ -442,6 +488,22 @@ mod tests {
         let off_s = run(Device::even(), None, 1 << 20, 4, 3000);
         let auto_s = run(Device::even(), Some(&learner), 1 << 20, 4, 3000);
         assert!(auto_s < off_s * 1.01 && learner.learned()[0].parts == 1, "{auto_s} s with auto, {off_s} s without");
+    }
+
+    #[test]
+    fn at_rest_hardly_any_whole_request_is_looked_at() {
+        let (learner, memory) = (Learner::default(), Segments::new());
+        run(Device::spinning(), Some(&learner), 1 << 20, 4, 20_000);
+        let io = Io::read(Extent::from_range(0..1 << 20), &memory);
+        let (mut device, mut now, mut looks) = (Device::spinning(), u64::MAX / 2, 0);
+        device.channels.fill(now);
+        for _ in 0..20_000 {
+            let trial = learner.concerns(&io).then(|| learner.begin(&io, now));
+            now = device.serve(now, 0, 1 << 20, u64::MAX);
+            looks += u32::from(trial.is_some());
+            trial.into_iter().for_each(|(_, trial)| learner.end(trial, true, now));
+        }
+        assert!((1..1000).contains(&looks), "{looks} of 20000");
     }
 
     #[test]

@@ -47,13 +47,25 @@ impl FromStr for Shape {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
+        Self::parse(text, "off, split=SIZE, merge=SIZE or auto")
+    }
+}
+
+impl Shape {
+    /// The shape that `text` says. `choices` is what may be said instead, for the hint where `text` is no shape.
+    ///
+    /// # Errors
+    /// `InvalidInput`.
+    pub fn parse(text: &str, choices: &str) -> Result<Self> {
         match text.split_once('=') {
             None if text == "off" => Ok(Self::Off),
             None if text == "auto" => Ok(Self::Auto),
             Some(("split", size)) => Ok(Self::Split(parse_bytes(size)?)),
             Some(("merge", size)) => Ok(Self::Merge(parse_bytes(size)?)),
-            _ => Err(Error::new(ErrorKind::InvalidInput, format!("`{text}` is not a shape"))
-                .hint("use off, split=SIZE, merge=SIZE or auto")),
+            _ => {
+                Err(Error::new(ErrorKind::InvalidInput, format!("`{text}` is not a shape"))
+                    .hint(format!("use {choices}")))
+            }
         }
     }
 }
@@ -173,13 +185,14 @@ enum How {
 }
 
 impl Shaper {
-    /// False when `io` goes on as it is.
+    /// False when `io` goes on as it is. To be asked once for each request.
     #[inline]
     pub(crate) fn concerns(&self, io: &Io<'_>) -> bool {
         match (&self.how, io.op) {
-            (How::Merge(merger), _) => merger.concerns(io),
+            // Those that are never merged wait for their turn, too.
+            (How::Merge(_), _) => true,
             (How::Split(bytes), Op::Read | Op::Write { .. }) => io.extent.len_bytes > *bytes,
-            (How::Learn(..), Op::Read | Op::Write { .. }) => io.extent.len_bytes >= learn::LEAST_BYTES,
+            (How::Learn(learner, _), Op::Read | Op::Write { .. }) => learner.concerns(io),
             _ => false,
         }
     }

@@ -110,7 +110,12 @@ pub fn raw_connection_to(socket: &Path, export: &str) -> UnixStream {
     }
 }
 
-/// The bytes of a request to read.
+/// The bytes of a request to read from the start.
 pub fn read_request(cookie: u64, len_bytes: u32) -> Vec<u8> {
-    Request { flags: 0, command: Command::Read, cookie, offset_bytes: 0, len_bytes }.encode().to_vec()
+    read_request_at(cookie, 0, len_bytes)
+}
+
+/// The bytes of a request to read.
+pub fn read_request_at(cookie: u64, offset_bytes: u64, len_bytes: u32) -> Vec<u8> {
+    Request { flags: 0, command: Command::Read, cookie, offset_bytes, len_bytes }.encode().to_vec()
 }
