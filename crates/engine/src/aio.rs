@@ -47,7 +47,7 @@ use crate::sys::{self, IoVecs};
 /// (`fs.aio-max-nr`, usually 65536).
 const MAX_TRANSFERS: u32 = 512;
 /// The places of which each store has a share (module `shares`). The rest is for the stores that find hardly any left.
-const SHARED_TRANSFERS: usize = 448;
+pub(crate) const SHARED_TRANSFERS: usize = 448;
 /// The transfers that each store may have in any case.
 const LEAST_TRANSFERS: usize = 4;
 /// With so many queued transfers a reactor starts them, and does not wait for the end of its turn. It is the number of

@@ -73,6 +73,17 @@ impl Engine {
         Ok(inner)
     }
 
+    /// The most direct transfers to one store that a worker has in flight at a time, as long as no other store has any. More wait.
+    pub fn most_transfers_of_a_store(&self) -> usize {
+        let shared = match self.kind() {
+            EngineKind::Uring | EngineKind::Auto => crate::uring::MAX_TRANSFERS,
+            EngineKind::Aio => crate::aio::SHARED_TRANSFERS,
+            EngineKind::Threads => crate::file_pool::SHARED_THREADS,
+        };
+        // A store has half of what the others leave (module `shares`).
+        shared / 2
+    }
+
     /// The engine in use, one of [`EngineKind::ALL`].
     pub fn kind(&self) -> EngineKind {
         self.inner.kind

@@ -33,7 +33,7 @@ use crate::worker::AbortOnPanic;
 
 /// The helper threads of which the stores have their shares. Only stores that hang can keep so many. A store that has none gets one
 /// more, so that no number of dead stores stops a healthy one.
-const SHARED_THREADS: usize = 512;
+pub(crate) const SHARED_THREADS: usize = 512;
 /// The most threads that sleep because they have nothing to do.
 const KEPT_IDLE: usize = 16;
 const STACK_BYTES: usize = 512 << 10;

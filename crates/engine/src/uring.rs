@@ -43,7 +43,7 @@ use crate::wake::Found;
 
 /// The most transfers in the ring at a time. A store that is alone may have half of them (module `shares`). What helper threads
 /// and AIO do is bounded there.
-const MAX_TRANSFERS: usize = 2048;
+pub(crate) const MAX_TRANSFERS: usize = 2048;
 /// The transfers that each store may have in any case: so many keep a device busy.
 const LEAST_TRANSFERS: usize = 32;
 /// The most transfers that go to the kernel together. The kernel holds back what it gets in one call until it has

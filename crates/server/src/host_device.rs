@@ -7,6 +7,8 @@
 //! The fields are those of the kernel's Documentation/admin-guide/iostats.rst. Of field 11, the weighted milliseconds, comes the average queue
 //! size as iostat has it. Since Linux 5.7 these are the latencies of the requests that have ended, summed: a request counts
 //! when it ends, and none of what is in flight is in there.
+//!
+//! A device's numbers and its name change from boot to boot. What is kept for a device is kept by its identity ([`HostDevice::identity`]).
 
 use std::fmt;
 use std::fs::File;
@@ -90,12 +92,20 @@ impl HostDevice {
     /// # Errors
     /// The reason why there is none.
     pub fn below(disk: &str) -> std::result::Result<Self, NoDevice> {
-        let path = match disk.parse() {
-            Ok(Locator::Path(path)) => path,
-            Ok(Locator::Nbd(_)) => return Err(NoDevice(format!("{disk} is an NBD export, which another server has"))),
-            Ok(_) => return Err(NoDevice(format!("{disk} is in memory"))),
-            Err(error) => return Err(NoDevice(error.to_string())),
-        };
+        match disk.parse() {
+            Ok(Locator::Path(path)) => Self::below_path(&path),
+            Ok(Locator::Nbd(_)) => Err(NoDevice(format!("{disk} is an NBD export, which another server has"))),
+            Ok(_) => Err(NoDevice(format!("{disk} is in memory"))),
+            Err(error) => Err(NoDevice(error.to_string())),
+        }
+    }
+
+    /// The device that `path` is, or that it lies on.
+    ///
+    /// # Errors
+    /// The reason why there is none.
+    pub fn below_path(path: &Path) -> std::result::Result<Self, NoDevice> {
+        let disk = path.display();
         let seen = |error| NoDevice(format!("{disk} cannot be looked at: {error}"));
         let path = path.canonicalize().map_err(seen)?;
         let meta = path.metadata().map_err(seen)?;
@@ -112,6 +122,12 @@ impl HostDevice {
             Some(mount) => NoDevice(format!("{disk} lies on {}, which is on no block device of this host", mount.kind)),
             None => NoDevice(format!("the device of {disk} is not in {DISKSTATS}")),
         })
+    }
+
+    /// What the device itself tells of who it is, as a part of a file's name; `None` when it tells nothing. A partition is a part of its disk.
+    pub fn identity(&self) -> Option<String> {
+        let number = format!("{}:{}", self.major, self.minor);
+        identity_at(&Path::new("/sys/dev/block").join(number).canonicalize().ok()?)
     }
 
     /// The device with this number in the text of /proc/diskstats.
@@ -173,6 +189,22 @@ impl HostDevice {
             ..LayerRates::default()
         }
     }
+}
+
+/// The identity of the device whose folder in sysfs is `folder`, without links. The kernel's Documentation/ABI/stable/sysfs-block and
+/// testing/sysfs-block-dm name the files. Numbers such as 253:0 are given out anew at each boot: they are no identity.
+fn identity_at(folder: &Path) -> Option<String> {
+    let whole = if folder.join("partition").exists() { folder.parent()? } else { folder };
+    let files = ["wwid", "device/wwid", "dm/uuid", "md/uuid", "serial", "device/serial"];
+    let read = |file| std::fs::read_to_string(whole.join(file)).ok().map(|text| plain(text.trim()));
+    files.into_iter().filter_map(read).find(|text| !text.is_empty())
+}
+
+/// `text` as a part of a file's name.
+fn plain(text: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    let text: String = text.chars().map(|c| if is_plain(c) { c } else { '-' }).take(100).collect();
+    text.trim_matches(['.', '-']).to_owned()
 }
 
 fn rates_of(operation: &str, earlier: &Counted, later: &Counted, elapsed_ns: u64) -> OperationRates {
@@ -319,6 +351,31 @@ mod tests {
         assert_eq!([kind("/a"), kind("/tmpfs"), kind("/tmp/x")], ["ext4", "ext4", "overlay"]);
         let source = Mount::of(mounts, Path::new("/tmp/with blank/disk.raw")).unwrap().source;
         assert_eq!((kind("/tmp/with blank/disk.raw").as_str(), source.as_str()), ("btrfs", "/dev/vdb"));
+    }
+
+    /// Makes a folder of sysfs with these files.
+    fn sysfs(dir: &Path, files: &[(&str, &str)]) {
+        for (file, text) in files {
+            let path = dir.join(file);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_device_is_known_by_what_it_tells_and_not_by_its_number() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        sysfs(&at("nvme0n1"), &[("wwid", "eui.0025 38/b1\n"), ("dev", "259:0\n"), ("nvme0n1p1/partition", "1\n")]);
+        assert_eq!(identity_at(&at("nvme0n1")).unwrap(), "eui.0025-38-b1");
+        assert_eq!(identity_at(&at("nvme0n1/nvme0n1p1")).unwrap(), "eui.0025-38-b1");
+        sysfs(&at("dm-0"), &[("dm/uuid", "LVM-abc\n"), ("dev", "253:0\n")]);
+        sysfs(&at("md0"), &[("md/uuid", "1-2\n")]);
+        sysfs(&at("sda"), &[("device/wwid", "../naa.5000\n"), ("device/serial", "s\n")]);
+        assert_eq!(["dm-0", "md0", "sda"].map(|name| identity_at(&at(name)).unwrap()), ["LVM-abc", "1-2", "naa.5000"]);
+        // A loop device, or a disk of a guest to which nobody gave a serial number.
+        sysfs(&at("vda"), &[("serial", "\n"), ("dev", "254:0\n"), ("loop/backing_file", "/srv/a\n")]);
+        assert_eq!(identity_at(&at("vda")), None);
     }
 
     #[test]

@@ -1,20 +1,20 @@
 //! [`ShapeChoice`]: the shape of a disk's requests as an operator says it. `tuned` means what `spile tune` has found out about the device on
 //! which the disk lies, and keeps in a small file ([`Tuned`]).
 //!
-//! The file is `tune/DEVICE.json` in `$SPILE_STATE_DIR`, or in `/var/lib/spile`. DEVICE is the identity that the device itself tells, as
-//! far as it has one, so that another device that gets the same name later is not taken for it. The files on a device share its
-//! parallelism, so they share what was found out about one of them.
+//! The file is `tune/DEVICE.json` in `$SPILE_STATE_DIR`, or in `/var/lib/spile`. DEVICE is the identity that the device itself tells
+//! ([`HostDevice::identity`]). For a device that tells none nothing is kept, so that another device that gets its name or number later is not
+//! taken for it. The files on a device share its parallelism, so they share what was found out about one of them.
 
 use std::fmt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use rustix::fs::{major, minor};
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_node::Shape;
 use utoipa::ToSchema;
+
+use crate::host_device::HostDevice;
 
 /// The shape of a disk's requests as an operator says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,13 +31,7 @@ impl FromStr for ShapeChoice {
     fn from_str(text: &str) -> Result<Self> {
         match text {
             "tuned" => Ok(Self::Tuned),
-            text => match text.parse() {
-                Ok(shape) => Ok(Self::Exactly(shape)),
-                Err(error) if error.to_string().contains("is not a shape") => {
-                    Err(error.hint("use off, split=SIZE, merge=SIZE, auto or tuned"))
-                }
-                Err(error) => Err(error),
-            },
+            text => Shape::parse(text, "off, split=SIZE, merge=SIZE, auto or tuned").map(Self::Exactly),
         }
     }
 }
@@ -75,24 +69,53 @@ pub struct Tuned {
     pub target: String,
     /// The device's identity.
     pub device: String,
+    /// `read` or `write`.
+    pub operation: String,
+    /// How often each pair of sizes was measured.
+    pub rounds: u32,
     /// When, by UTC.
     pub date_utc: String,
 }
 
+/// What [`Tuned::save`] has done.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Saved {
+    /// It is kept in this file.
+    Kept(PathBuf),
+    /// This file stays as it is, because this tells more.
+    Stays(PathBuf, Tuned),
+}
+
 impl Tuned {
-    /// Keeps this for servers. Returns the file's path.
+    /// Keeps this for servers, unless they have something that tells more: more rounds, or reads, which guests wait for, where this is
+    /// of writes.
     ///
     /// # Errors
     /// The system's, with the path.
-    pub fn save(&self) -> Result<PathBuf> {
-        let path = file_of(&self.device);
-        let folder = folder();
-        std::fs::create_dir_all(&folder).map_err(|e| Error::io("make the folder", e)).at_path(&folder)?;
+    pub fn save(&self) -> Result<Saved> {
+        self.save_in(&folder())
+    }
+
+    fn save_in(&self, folder: &Path) -> Result<Saved> {
+        let path = file_of(folder, &self.device);
+        let kept = read(&path).ok().flatten();
+        if let Some(kept) = kept.filter(|kept| kept.tells_more_than(self)) {
+            return Ok(Saved::Stays(path, kept));
+        }
+        std::fs::create_dir_all(folder).map_err(|e| Error::io("make the folder", e)).at_path(folder)?;
         let text = serde_json::to_string_pretty(self).expect("it has plain keys") + "\n";
         // A server that reads at this moment gets the old file or the new one.
         let new = path.with_extension("new");
         let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, &path));
-        written.map_err(|e| Error::io("cannot write", e).at_path(&path)).map(|()| path)
+        written.map_err(|e| Error::io("cannot write", e).at_path(&path))?;
+        Ok(Saved::Kept(path))
+    }
+
+    fn tells_more_than(&self, other: &Self) -> bool {
+        match self.operation == other.operation {
+            true => self.rounds > other.rounds,
+            false => self.operation == "read",
+        }
     }
 }
 
@@ -100,15 +123,20 @@ fn tuned(source: &Locator) -> Result<Shape> {
     let nothing_known =
         || Error::new(ErrorKind::NotFound, "nothing is known of its device").hint("run `spile tune` with it");
     let Some(path) = source.as_path() else { return Err(nothing_known()) };
-    let file = file_of(&device_of(path)?);
-    let text = match std::fs::read_to_string(&file) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(nothing_known()),
-        read => read.map_err(|e| Error::io("cannot read", e).at_path(&file))?,
-    };
-    let tuned: Tuned = serde_json::from_str(&text).map_err(|error| {
-        Error::new(ErrorKind::Corrupt, "is not a file of `spile tune`").caused_by(error).at_path(&file)
-    })?;
+    let file = file_of(&folder(), &device_of(path)?);
+    let tuned = read(&file)?.ok_or_else(nothing_known)?;
     tuned.shape.parse().at_path(&file)
+}
+
+/// What is kept in `file`; `None` when there is no such file.
+fn read(file: &Path) -> Result<Option<Tuned>> {
+    let text = match std::fs::read_to_string(file) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        read => read.map_err(|e| Error::io("cannot read", e).at_path(file))?,
+    };
+    serde_json::from_str(&text)
+        .map(Some)
+        .map_err(|error| Error::new(ErrorKind::Corrupt, "is not a file of `spile tune`").caused_by(error).at_path(file))
 }
 
 fn folder() -> PathBuf {
@@ -116,33 +144,20 @@ fn folder() -> PathBuf {
     state.map_or_else(|| "/var/lib/spile".into(), PathBuf::from).join("tune")
 }
 
-fn file_of(device: &str) -> PathBuf {
-    folder().join(format!("{device}.json"))
+fn file_of(folder: &Path, device: &str) -> PathBuf {
+    folder.join(format!("{device}.json"))
 }
 
-/// The identity of the device that `path` is or lies on. A partition is a part of its disk.
+/// The identity of the device that `path` is or lies on.
 ///
 /// # Errors
-/// The system's, with the path.
+/// `NotFound` when there is no such device, or when it tells no identity.
 pub fn device_of(path: &Path) -> Result<String> {
-    let stat = path.metadata().map_err(|e| Error::io("cannot be found", e)).at_path(path)?;
-    let number = if stat.file_type().is_block_device() { stat.rdev() } else { stat.dev() };
-    let name = format!("{}:{}", major(number), minor(number));
-    let Ok(at) = std::fs::canonicalize(Path::new("/sys/dev/block").join(&name)) else { return Ok(plain(&name)) };
-    let whole = match at.parent() {
-        Some(disk) if at.join("partition").exists() => disk,
-        _ => &at,
-    };
-    let read = |file: &str| std::fs::read_to_string(whole.join(file)).ok().map(|text| plain(text.trim()));
-    let told = ["wwid", "device/wwid", "serial", "device/serial", "dev"].into_iter().filter_map(read);
-    Ok(told.into_iter().find(|text| !text.is_empty()).unwrap_or_else(|| plain(&name)))
-}
-
-/// `text` as a part of a file's name.
-fn plain(text: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    let text: String = text.chars().map(|c| if is_plain(c) { c } else { '-' }).take(100).collect();
-    text.trim_matches(['.', '-']).to_owned()
+    let device = HostDevice::below_path(path).map_err(|why| Error::new(ErrorKind::NotFound, why.to_string()))?;
+    device.identity().ok_or_else(|| {
+        let what = format!("its device {} tells no identity: no wwid, no serial number, no UUID", device.name);
+        Error::new(ErrorKind::NotFound, what).hint("say the shape itself, such as shape=split=64k").at_path(path)
+    })
 }
 
 #[cfg(test)]
@@ -160,18 +175,47 @@ mod tests {
     }
 
     #[test]
-    fn identities_are_parts_of_file_names() {
-        assert_eq!(plain("../naa.5000 c5/00"), "naa.5000-c5-00");
-        assert_eq!(plain("8:16"), "8-16");
+    fn a_size_that_is_wrong_keeps_its_own_hint() {
+        let hint = |text: &str| text.parse::<ShapeChoice>().unwrap_err().to_string();
+        assert!(hint("x").contains("auto or tuned"), "{}", hint("x"));
+        assert!(hint("split=3k").contains("a power of two") && !hint("split=3k").contains("tuned"));
     }
 
     #[test]
-    fn two_files_of_a_folder_lie_on_one_device() {
+    fn what_tells_less_replaces_nothing() {
         let dir = tempfile::tempdir().unwrap();
-        let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
-        [&a, &b].into_iter().for_each(|path| std::fs::write(path, "").unwrap());
-        assert_eq!(device_of(&a).unwrap(), device_of(&b).unwrap());
-        assert!(!device_of(&a).unwrap().is_empty());
+        let of = |operation: &str, rounds, shape: &str| Tuned {
+            shape: shape.into(),
+            gain: 2.0,
+            target: "/dev/x".into(),
+            device: "x".into(),
+            operation: operation.into(),
+            rounds,
+            date_utc: "2026-01-01T00:00:00Z".into(),
+        };
+        let kept = || read(&file_of(dir.path(), "x")).unwrap().unwrap().shape;
+        // A quick run of writes, replaced by a full one, then by one of reads, which stays, then by one of reads with more rounds.
+        for (new, then) in [
+            (of("write", 1, "off"), "off"),
+            (of("write", 3, "split=4k"), "split=4k"),
+            (of("read", 1, "split=8k"), "split=8k"),
+            (of("write", 9, "off"), "split=8k"),
+            (of("read", 3, "split=16k"), "split=16k"),
+            (of("read", 1, "off"), "split=16k"),
+            (of("read", 3, "split=32k"), "split=32k"),
+        ] {
+            let saved = new.save_in(dir.path()).unwrap();
+            assert_eq!((kept().as_str(), matches!(saved, Saved::Kept(_))), (then, new.shape == then), "{new:?}");
+        }
+        std::fs::write(file_of(dir.path(), "x"), "{}").unwrap();
+        of("read", 1, "off").save_in(dir.path()).unwrap();
+        assert_eq!(kept(), "off", "what cannot be read is replaced");
+    }
+
+    #[test]
+    fn a_path_on_no_device_says_why() {
+        let error = device_of(Path::new("/proc/version")).unwrap_err().to_string();
+        assert!(error.contains("no block device"), "{error}");
     }
 
     #[test]

@@ -22,21 +22,30 @@ fn tune(dir: &Path, args: &[&str]) -> (Value, String) {
 fn a_device_is_tuned_and_servers_find_the_shape() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    ok(dir, &["create", "d.raw", "--size", "16M"]);
+    std::fs::write(dir.join("d.raw"), vec![7; 16 << 20]).unwrap();
     let (outcome, said) = tune(dir, &["d.raw", "--out", "o"]);
-    assert!(said.contains("shape=tuned"), "{said}");
     let rows = outcome["rows"].as_array().unwrap();
     assert!(rows.iter().all(|row| {
         let number = |field: &str| row[field].as_u64().unwrap_or_else(|| panic!("{field} in {row}"));
         number("outstanding_bytes") == number("block_bytes") * number("queue_depth")
+            && number("queue_depth") <= 1024
+            && number("requests") >= number("queue_depth")
             && row["bytes_per_s"].as_f64() > Some(0.0)
     }));
-    assert!(rows.iter().any(|row| row["outstanding_bytes"] == 4 << 20 && row["queue_depth"] == 1024));
+    assert!(rows.iter().any(|row| row["outstanding_bytes"] == 4 << 20 && row["queue_depth"] == 1));
     assert!(dir.join("o/tune.json").exists() && dir.join("o/tune.svg").exists());
+    if outcome["parameters"]["device"].is_null() {
+        // By its number it would be taken for another device after the next boot.
+        assert!(said.contains("not kept for servers") && !dir.join("state").exists(), "{said}");
+        println!("SKIP a_device_is_tuned_and_servers_find_the_shape: {}", said.trim());
+        return;
+    }
+    assert!(said.contains("shape=tuned"), "{said}");
     let kept: Vec<_> = std::fs::read_dir(dir.join("state/tune")).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(kept.len(), 1, "{kept:?}");
     let mut tuned: Value = serde_json::from_slice(&std::fs::read(&kept[0]).unwrap()).unwrap();
     assert_eq!(tuned["shape"], outcome["parameters"]["shape"]);
+    assert_eq!((&tuned["operation"], &tuned["rounds"]), (&"read".into(), &1.into()));
     // What a server of a disk on that device makes of it.
     tuned["shape"] = "split=32k".into();
     std::fs::write(&kept[0], tuned.to_string()).unwrap();
@@ -66,6 +75,14 @@ fn nothing_is_destroyed_unasked() {
 }
 
 #[test]
+fn a_file_that_was_not_written_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    ok(dir.path(), &["create", "d.raw", "--size", "16M"]);
+    let err = fails(dir.path(), 2, &["tune", "d.raw", "--time", "1s", "--dry-run"]);
+    assert!(err.contains("were never written") && err.contains("name its folder"), "{err}");
+}
+
+#[test]
 fn a_guest_whose_reads_are_split_is_faster_than_the_bare_store() {
     let dir = tempfile::tempdir().unwrap();
     ok(dir.path(), &["create", "d.raw", "--size", "64M"]);
@@ -77,8 +94,8 @@ fn a_guest_whose_reads_are_split_is_faster_than_the_bare_store() {
         row.and_then(|row| row["bytes_per_s"].as_f64()).unwrap_or_else(|| panic!("{store} {side}"))
     };
     let is_faster = |outcome: &Value| {
-        let [bare, off, split] = ["bare", "off", "split"].map(|side| rate(outcome, "model", side));
-        off < 1.1 * bare && split > 1.5 * bare
+        let [bare, off, split, auto] = ["bare", "off", "split", "auto"].map(|side| rate(outcome, "model", side));
+        off < 1.1 * bare && split > 1.5 * bare && auto > 0.9 * off
     };
     // The sides are measured one after the other, and a busy host may slow down one of them.
     let mut outcomes = Vec::new();
@@ -86,8 +103,6 @@ fn a_guest_whose_reads_are_split_is_faster_than_the_bare_store() {
         outcomes.push(json(dir.path(), &args));
     }
     assert!(outcomes.last().is_some_and(is_faster), "{outcomes:?}");
-    for (store, side) in [("model", "auto"), ("given", "bare"), ("given", "auto")] {
-        assert!(rate(&outcomes[0], store, side) > 0.0, "{outcomes:?}");
-    }
+    assert!(["bare", "auto"].iter().all(|side| rate(&outcomes[0], "given", side) > 0.0), "{outcomes:?}");
     assert!(dir.path().join("o/shape.json").exists() && dir.path().join("o/shape.svg").exists());
 }

@@ -21,7 +21,7 @@ pub struct Transfers {
     pub block_bytes: u64,
     /// So many are in flight.
     pub depth: u32,
-    /// They begin for so long.
+    /// They begin for so long; `depth` of them in any case. Those that are in flight then are waited for.
     pub runtime: Duration,
     /// The part of the store that is used, from its start, in bytes; a block at least.
     pub span_bytes: u64,
@@ -52,25 +52,37 @@ impl Moved {
 pub fn transfer<S: Store>(engine: &Engine, store: &Arc<S>, transfers: Transfers) -> Result<Moved> {
     let store = store.clone();
     engine.run_on(0, move || async move {
-        let begun = Instant::now();
         let rng = Rc::new(RefCell::new(Rng::new(transfers.seed, 0)));
-        let lanes = (0..transfers.depth).map(|_| lane(&*store, transfers, begun, rng.clone()));
+        let memory: Vec<Segments> = (0..transfers.depth).map(|_| filled(transfers.block_bytes)).collect();
+        let begun = Instant::now();
+        let lanes = memory.iter().map(|memory| lane(&*store, transfers, begun, memory, rng.clone()));
         let counts: Result<Vec<u64>> = join_all(lanes).await.into_iter().collect();
         Ok(Moved { transfers: counts?.into_iter().sum(), time: begun.elapsed() })
     })
 }
 
-/// One transfer after the other; how many there were.
-async fn lane<S: Store>(store: &S, transfers: Transfers, begun: Instant, rng: Rc<RefCell<Rng>>) -> Result<u64> {
-    let memory = Segments::zeroed(transfers.block_bytes as usize);
+/// Memory for a block, with some data.
+fn filled(block_bytes: u64) -> Segments {
+    let memory = Segments::zeroed(block_bytes as usize);
     memory.fill(0x5a);
+    memory
+}
+
+/// One transfer after the other; how many there were.
+async fn lane<S: Store>(
+    store: &S,
+    transfers: Transfers,
+    begun: Instant,
+    memory: &Segments,
+    rng: Rc<RefCell<Rng>>,
+) -> Result<u64> {
     let blocks = (transfers.span_bytes / transfers.block_bytes).max(1);
     let mut count = 0;
     while begun.elapsed() < transfers.runtime || count == 0 {
         let at = StoreOffset(rng.borrow_mut().below(blocks) * transfers.block_bytes);
         match transfers.direction {
-            Direction::Read => store.read_at(at, &memory, Via::Direct).await?,
-            Direction::Write => store.write_at(at, &memory, Via::Direct).await?,
+            Direction::Read => store.read_at(at, memory, Via::Direct).await?,
+            Direction::Write => store.write_at(at, memory, Via::Direct).await?,
         }
         count += 1;
     }

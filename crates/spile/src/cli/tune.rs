@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use clap::Args;
 use spile_core::Result;
+use spile_server::tuned::Saved;
 
 use super::Exit;
 use super::bench::common::{OutputArgs, with_progress};
-use crate::bench::tune::{self, Parameters};
+use crate::bench::Outcome;
+use crate::bench::tune::{self, Asked, Parameters, Row};
 use crate::log::complain;
 use crate::units::{parse_duration, parse_size};
 
@@ -17,9 +19,10 @@ use crate::units::{parse_duration, parse_size};
 /// For each number of bytes in flight from 512 B to 4 MiB, these bytes are one request, two, four and so on, down to requests of 512 B (or what
 /// O_DIRECT takes). Where several smaller requests are faster than one large one, splitting pays, and a shape is recommended. It is kept
 /// for the device, in /var/lib/spile/tune or $SPILE_STATE_DIR/tune: a server obeys it only where it is told `shape=tuned` (or --shape
-/// tuned). A disk's other files on the same device share what was found.
+/// tuned). A disk's other files on the same device share what was found. For a device that tells no identity nothing is kept.
 ///
 /// TARGET is only read, unless --write is given. Where TARGET is a folder, a file is made in it and removed again. It should be idle meanwhile.
+/// A file in which more than a hundredth was never written is refused.
 #[derive(Debug, Args)]
 pub struct TuneArgs {
     /// The device, the file, or a folder for a file
@@ -31,7 +34,7 @@ pub struct TuneArgs {
     /// What is on TARGET may be destroyed
     #[arg(long, requires = "write")]
     may_destroy: bool,
-    /// How long all of it takes (60s, quick: 6s)
+    /// How long all of it takes (60s, quick: 6s); up to twice as long on a slow device
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     time: Option<Duration>,
     /// How often each pair of sizes is measured (3, quick: 1)
@@ -64,10 +67,24 @@ pub fn run(args: &TuneArgs) -> Result<Exit> {
     let outcome = with_progress(|progress| tune::run(&parameters, progress))?;
     let exit = args.output.show(&outcome, &tune::text(&outcome), tune::figures)?;
     if !args.dry_run {
-        match tune::tuned(&outcome).save() {
-            Ok(path) => complain(format_args!("kept in {}; servers obey it with shape=tuned", path.display())),
-            Err(error) => complain(format_args!("note: it is not kept for servers: {error}")),
-        }
+        keep(&outcome);
     }
     Ok(exit)
+}
+
+/// Keeps what was found for servers, and says what becomes of it.
+fn keep(outcome: &Outcome<Asked, Row>) {
+    match tune::tuned(outcome).and_then(|tuned| tuned.save()) {
+        Ok(Saved::Kept(path)) => {
+            complain(format_args!("kept in {}; servers obey it with shape=tuned", path.display()));
+        }
+        Ok(Saved::Stays(path, kept)) => complain(format_args!(
+            "note: it is not kept for servers: {} has {} of {} rounds of {}s, which tell more; remove it to replace it",
+            path.display(),
+            kept.shape,
+            kept.rounds,
+            kept.operation
+        )),
+        Err(error) => complain(format_args!("note: it is not kept for servers: {error}")),
+    }
 }

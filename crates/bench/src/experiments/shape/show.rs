@@ -5,26 +5,13 @@ use spile_server::units::format_size;
 
 use super::{Asked, Row, Side, Store};
 use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, QUICK, Series, styles};
-use crate::experiments::sample::median;
+use crate::experiments::sample::{Spread, median};
 use crate::experiments::{Figures, Outcome, right, table};
 
 type Shape = Outcome<Asked, Row>;
 
-/// A median with the least and the most of the rounds.
-#[derive(Clone, Copy)]
-struct Ranged {
-    median: f64,
-    least: f64,
-    most: f64,
-}
-
-impl Ranged {
-    fn of(values: Vec<f64>) -> Option<Self> {
-        let least = values.iter().copied().reduce(f64::min)?;
-        let most = values.iter().copied().reduce(f64::max)?;
-        Some(Self { median: median(values), least, most })
-    }
-}
+/// A guest's large reads are to have so many times the throughput of the bare store's, with one of the shapes.
+const AIM: f64 = 1.5;
 
 /// The throughput of one side with reads of one size, round by round.
 fn rates(outcome: &Shape, store: Store, side: Side, size: u64) -> Vec<f64> {
@@ -34,9 +21,8 @@ fn rates(outcome: &Shape, store: Store, side: Side, size: u64) -> Vec<f64> {
 }
 
 /// The throughput of one side by that of the bare store in the same round.
-fn ratio(outcome: &Shape, store: Store, side: Side, size: u64) -> Option<Ranged> {
-    let bare = rates(outcome, store, Side::Bare, size);
-    Ranged::of(rates(outcome, store, side, size).iter().zip(bare).map(|(rate, bare)| rate / bare).collect())
+fn ratio(outcome: &Shape, store: Store, side: Side, size: u64) -> Option<Spread> {
+    Spread::of_ratios(&rates(outcome, store, side, size), &rates(outcome, store, Side::Bare, size))
 }
 
 fn stores(outcome: &Shape) -> Vec<Store> {
@@ -62,8 +48,8 @@ fn name(outcome: &Shape, store: Store) -> String {
 pub fn text(outcome: &Shape) -> String {
     let each = stores(outcome).into_iter().map(|store| {
         format!(
-            "random reads at depth 1 from {}: throughput, and that of a guest by that of the bare store (medians of {} rounds, and their \
-             range)\n{}\n{}",
+            "random reads at depth 1 from {}: throughput, and that of a guest by that of the bare store (medians of {} rounds, and \
+             from the tenth to the ninth tenth)\n{}\n{}",
             name(outcome, store),
             outcome.parameters.rounds,
             by_size(outcome, store),
@@ -77,10 +63,9 @@ fn by_size(outcome: &Shape, store: Store) -> Table {
     let split = format!("split={}", format_size(outcome.parameters.part_bytes.into()));
     let mut table = table(["read", "bare MB/s", "guest, off", &split, "auto"].map(str::to_owned));
     for &size in &outcome.parameters.request_sizes_bytes {
-        let bare = Ranged::of(rates(outcome, store, Side::Bare, size));
-        let bare = bare.map_or_else(String::new, |rate| format!("{:.0}", rate.median / 1e6));
+        let bare = format!("{:.0}", median(rates(outcome, store, Side::Bare, size)) / 1e6);
         let ratios = [Side::Off, Side::Split, Side::Auto].map(|side| match ratio(outcome, store, side, size) {
-            Some(Ranged { median, least, most }) => format!("{median:.2} ({least:.2}–{most:.2})"),
+            Some(Spread { p10, p50, p90 }) => format!("{p50:.2} ({p10:.2}–{p90:.2})"),
             None => String::new(),
         });
         let cells = [Cell::new(format_size(size)), right(bare)];
@@ -89,22 +74,24 @@ fn by_size(outcome: &Shape, store: Store) -> Table {
     table
 }
 
-/// Whether splitting pays on this store, in a sentence.
+/// Whether splitting pays on this store, and whether a guest is faster than the bare store, in two sentences.
 fn verdict(outcome: &Shape, store: Store) -> String {
     let sizes = &outcome.parameters.request_sizes_bytes;
-    let gains = sizes.iter().filter_map(|size| {
-        let off = ratio(outcome, store, Side::Off, *size)?;
-        let best = [Side::Split, Side::Auto].into_iter().filter_map(|side| ratio(outcome, store, side, *size));
-        Some(best.map(|best| best.median).fold(0.0, f64::max) / off.median)
-    });
-    let gain = median(gains.collect());
-    match gain {
+    let best = |size: &u64| {
+        let of = |side| Some(ratio(outcome, store, side, *size)?.p50);
+        Some((of(Side::Split)?.max(of(Side::Auto)?), of(Side::Off)?))
+    };
+    let best: Vec<(f64, f64)> = sizes.iter().filter_map(best).collect();
+    let gain = match median(best.iter().map(|(best, off)| best / off).collect()) {
         gain if gain >= 1.1 => {
             format!("Splitting pays here: a guest reads {gain:.1} times as fast with it as without.")
         }
         gain if gain > 0.9 => format!("Splitting changes little here: {gain:.2} times the throughput."),
         gain => format!("Splitting does not pay here: {gain:.2} times the throughput."),
-    }
+    };
+    let by_bare = median(best.iter().map(|(best, _)| *best).collect());
+    let is_reached = if by_bare >= AIM { "reached" } else { "missed" };
+    format!("{gain} That is {by_bare:.2} times the bare store (aim {AIM}): {is_reached}.")
 }
 
 /// What was found here, in sentences: one for each store.
@@ -118,7 +105,7 @@ pub fn figures(outcome: &Shape) -> Figures {
     let Asked { rounds, runtime_s, .. } = &outcome.parameters;
     let models: Vec<String> = stores(outcome).into_iter().map(|store| name(outcome, store)).collect();
     let note = format!(
-        "random reads, one at a time; {}; medians of {rounds} round(s) of {runtime_s} s, and their range · {}",
+        "random reads, one at a time; {}; medians of {rounds} round(s) of {runtime_s} s, and what lies between the tenth and the ninth tenth · {}",
         models.join("; "),
         outcome.host.summary()
     );
@@ -133,8 +120,8 @@ fn panel(outcome: &Shape, store: Store) -> Panel {
     let sides = [(Side::Off, "off"), (Side::Split, "split"), (Side::Auto, "auto")];
     let series = sides.iter().zip(styles(sides.map(|(_, name)| name))).map(|((side, name), style)| {
         let points = sizes.iter().filter_map(|size| {
-            let Ranged { median, least, most } = ratio(outcome, store, *side, *size)?;
-            Some(Point::new(*size as f64, median).within(least, most))
+            let Spread { p10, p50, p90 } = ratio(outcome, store, *side, *size)?;
+            Some(Point::new(*size as f64, p50).within(p10, p90))
         });
         Series { name: (*name).to_owned(), style, points: points.collect() }
     });
@@ -185,6 +172,8 @@ mod tests {
         let text = text(&outcome());
         assert!(text.contains("2.00 (2.00–2.00)") && text.contains("16 channels"), "{text}");
         assert!(text.contains("Splitting pays here: a guest reads 2.2 times as fast"), "{text}");
+        assert!(text.contains("That is 2.00 times the bare store (aim 1.5): reached."), "{text}");
+        assert!(text.contains("That is 0.90 times the bare store (aim 1.5): missed."), "{text}");
         assert_eq!(found(&outcome()).len(), 2);
         assert!(text.contains("/dev/x") && text.contains("Splitting changes little here: 1.00"), "{text}");
     }

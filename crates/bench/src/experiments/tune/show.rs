@@ -2,8 +2,10 @@
 
 use spile_server::units::format_size;
 
-use super::{Asked, Row, rate};
+use super::recommend::rate;
+use super::{Asked, Row};
 use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, QUICK, Series, styles};
+use crate::experiments::sample::Spread;
 use crate::experiments::{Figures, Outcome, right, table};
 
 type Tune = Outcome<Asked, Row>;
@@ -30,11 +32,24 @@ pub fn text(outcome: &Tune) -> String {
         table.add_row([format_size(block)].into_iter().chain(totals.iter().map(rate)).map(right));
     }
     let Asked { target, device, operation, .. } = &outcome.parameters;
-    let advice = advice(outcome);
+    let device = device.as_ref().map_or_else(String::new, |device| format!(" on the device {device}"));
+    let lines = [table.to_string()].into_iter().chain(left_out(outcome)).chain([advice(outcome)]);
     format!(
-        "random {}s, {target} on the device {device}: MB/s (10^6 bytes) by the size of a request and the bytes in flight\n{table}\n{advice}",
-        operation.name()
+        "random {}s, {target}{device}: MB/s (10^6 bytes) by the size of a request and the bytes in flight\n{}",
+        operation.name(),
+        lines.collect::<Vec<_>>().join("\n")
     )
+}
+
+/// What was not measured because the device is slow.
+fn left_out(outcome: &Tune) -> Option<String> {
+    let Asked { pairs_too_slow, runtime_s, .. } = outcome.parameters;
+    (pairs_too_slow > 0).then(|| {
+        format!(
+            "{pairs_too_slow} pairs of sizes were left out: their requests in flight would have taken longer than {runtime_s:.2} s. \
+             --time gives them more."
+        )
+    })
 }
 
 /// What was found here, in a sentence.
@@ -45,6 +60,9 @@ pub fn found(outcome: &Tune) -> Vec<String> {
 fn advice(outcome: &Tune) -> String {
     let Asked { shape, gain, .. } = &outcome.parameters;
     match shape.as_str() {
+        "off" if *gain == 0.0 => {
+            "Too little was measured to know whether splitting pays here: shape=off. --time gives it more.".to_owned()
+        }
         "off" => {
             format!(
                 "Splitting does not pay here ({gain:.2} times the throughput of large requests at best): shape=off."
@@ -81,7 +99,10 @@ pub fn figures(outcome: &Tune) -> Figures {
     let figure = Figure {
         title: format!("tune: random {}s of {target}", operation.name()),
         note: format!(
-            "medians of {rounds} round(s) of {runtime_s:.2} s, and their range; recommended: {shape} · {}",
+            "medians of {rounds} round(s) of {runtime_s:.2} s, and what lies between the tenth and the ninth tenth; lines for {} of the {} \
+             numbers of bytes in flight that were measured; recommended: {shape} · {}",
+            totals.len(),
+            sizes(rows, |row| row.outstanding_bytes).len(),
             outcome.host.summary()
         ),
         mark: (*rounds == 1).then(|| QUICK.to_owned()),
@@ -97,10 +118,10 @@ fn points(rows: &[Row], total: u64) -> Vec<Point> {
     let blocks = sizes(&of_total().cloned().collect::<Vec<_>>(), |row| row.block_bytes);
     let point = |block: u64| {
         let rates = of_total().filter(|row| row.block_bytes == block).map(|row| row.bytes_per_s / 1e6);
-        let (least, most) = rates.fold((f64::MAX, 0.0f64), |(least, most), rate| (least.min(rate), most.max(rate)));
-        Some(Point::new(block as f64, rate(rows, total, block)? / 1e6).within(least, most))
+        let Spread { p10, p50, p90 } = Spread::of(&rates.collect::<Vec<_>>());
+        Point::new(block as f64, p50).within(p10, p90)
     };
-    blocks.into_iter().filter_map(point).collect()
+    blocks.into_iter().map(point).collect()
 }
 
 #[cfg(test)]
@@ -113,10 +134,11 @@ mod tests {
     fn the_table_has_all_sizes_and_the_figure_is_well() {
         let parameters = Asked {
             target: "/dev/x".into(),
-            device: "x-1".into(),
+            device: Some("x-1".into()),
             operation: Direction::Read,
             rounds: 1,
             runtime_s: 0.25,
+            pairs_too_slow: 6,
             shape: "split=64k".into(),
             gain: 2.25,
         };
@@ -127,8 +149,9 @@ mod tests {
             text.contains("512 B") && text.contains("4 MiB") && text.ends_with("in parts: shape=split=64k."),
             "{text}"
         );
+        assert!(text.contains("x on the device x-1") && text.contains("6 pairs of sizes were left out"), "{text}");
         let figure = &figures(&outcome)[0].1;
         assert_eq!(figure.faults(), Vec::<String>::new());
-        assert!(figure.mark.is_some() && figure.to_svg().contains("bytes in flight"));
+        assert!(figure.mark.is_some() && figure.to_svg().contains("lines for 6 of the 14 numbers of bytes in flight"));
     }
 }
