@@ -12,7 +12,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use spile_core::metrics::span::Record;
+use spile_core::metrics::span::{Record, calibrate};
 use spile_core::{Error, Result, Segment};
 
 const MAGIC: u32 = 0x5370_7472;
@@ -40,6 +40,8 @@ impl Trace {
             options.read(true).write(true).create(true).truncate(true).mode(0o600).open(path).map_err(problem)?;
         let len = HEADER_BYTES + records as usize * RECORD_BYTES;
         file.set_len(len as u64).map_err(problem)?;
+        // Here and not in a ring's task, which would keep its worker from all guests meanwhile.
+        calibrate();
         let memory = Segment::map_shared(&file, 0, len).map_err(problem)?;
         for (at, value) in [(4, VERSION), (8, records), (0, MAGIC)] {
             memory.store_u32(at, value, Ordering::Release);

@@ -3,11 +3,16 @@
 mod common;
 
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::Stdio;
 
-use common::guests::{Load, serve, succeed};
+use common::control::ask;
+use common::guests::{Load, nbd, serve, succeed};
+use common::nbd::Client;
 use common::{eventually, ok, spile};
 use serde_json::Value;
+use spile_server::serving::api::rates::Interval;
+use spile_server::serving::api::stats::DiskStats;
 
 fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
@@ -47,6 +52,66 @@ fn every_layer_tells_what_a_load_does() {
     assert!(["front", "disk", "image", "device"].iter().all(|name| line(name).is_some()), "{table}");
     assert!(table.contains("A layer's queue is larger"), "{table}");
     load.end();
+    assert!(served.terminate().success());
+}
+
+fn stats(dir: &Path) -> DiskStats {
+    let (status, answer) = ask(&dir.join("c"), "GET", "/v1/disks/a/stats", "");
+    assert_eq!(status, 200, "{answer}");
+    serde_json::from_value(answer).unwrap()
+}
+
+#[test]
+fn a_disk_that_was_detached_and_comes_again_counts_from_zero() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.vhd", "--size", "16M"]);
+    let served = serve(dir, &["null:1M,name=b", "--nbd", "unix:n"]);
+    let came = |reads: u64, len: usize| {
+        ok(dir, &["attach", "c", "a.vhd,name=a"]);
+        let client = Client::connect(&nbd(dir, "a")).unwrap();
+        (0..reads).for_each(|_| client.read(0, &mut vec![0; len]).unwrap());
+        drop(client);
+        let front = |stats: &DiskStats| stats.layers[0].operations.first().map_or(0, |reads| reads.requests);
+        // A request counts as ended a moment after its answer was sent.
+        eventually("all reads are counted", || front(&stats(dir)) == reads);
+        stats(dir)
+    };
+    let earlier = came(3, 1 << 20);
+    ok(dir, &["detach", "c", "--name", "a", "--force"]);
+    // No count of requests falls, and their bytes do.
+    let later = came(7, 512);
+    assert!(earlier.layers.len() >= 4 && earlier.layers.len() == later.layers.len());
+    for (before, now) in earlier.layers.iter().zip(&later.layers) {
+        assert_eq!(before.name, now.name);
+        assert!(before.made_ns > 0 && before.at_ns < now.made_ns && now.made_ns < now.at_ns, "{now:?}");
+    }
+    let rates = Interval::between(&earlier, &later).unwrap().rates();
+    let count = |per_s: f64| (per_s * rates.layers[0].interval_s).round();
+    assert_eq!([count(rates.layers[0].reads_per_s), count(rates.layers[0].read_bytes_per_s)], [7.0, 7.0 * 512.0]);
+    assert!(rates.layers.iter().all(|layer| layer.little_gap.is_none()), "{rates:?}");
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn the_device_is_the_one_that_the_server_sees() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.raw", "--size", "1M"]);
+    let served = serve(dir, &["a.raw", "--nbd", "unix:n"]);
+    let socket = dir.join("c");
+    let stat = |folder| common::json(folder, &["stat", socket.to_str().unwrap(), "--interval", "100ms"]);
+    let elsewhere = tempfile::tempdir().unwrap();
+    let (here, there) = (stat(dir), stat(elsewhere.path()));
+    for key in ["host_device", "no_host_device"] {
+        assert_eq!(here[key], there[key]);
+    }
+    assert!(
+        here["host_device"].is_string() || here["no_host_device"].as_str().unwrap().contains("lies on"),
+        "{here:#}"
+    );
+    let told = stats(dir);
+    assert_eq!(told.host_device.map(|device| device.name).as_deref(), here["host_device"].as_str());
     assert!(served.terminate().success());
 }
 

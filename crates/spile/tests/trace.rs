@@ -149,10 +149,11 @@ fn check_file(path: &Path, requests: u64) {
 }
 
 /// Begins a trace that nobody waits for, and returns the connection on which it comes.
-fn begin_trace(dir: &Path) -> UnixStream {
+fn begin_trace(dir: &Path, time_ms: u32) -> UnixStream {
     let mut stream = UnixStream::connect(dir.join("c")).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    stream.write_all(b"POST /v1/disks/a/trace?for_ms=100000 HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+    let query = format!("for_ms={time_ms}&max_requests=1000000");
+    write!(stream, "POST /v1/disks/a/trace?{query} HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
     let mut text = Vec::new();
     while !text.ends_with(b"\"queue\":0}}\n") {
         let mut byte = [0];
@@ -162,22 +163,40 @@ fn begin_trace(dir: &Path) -> UnixStream {
     stream
 }
 
+/// True when no trace runs.
+fn is_free(dir: &Path) -> bool {
+    let (status, answer) = ask(&dir.join("c"), "POST", "/v1/disks/a/trace?for_ms=0", "");
+    assert!(status == 200 || answer["error"]["kind"] == "busy", "{answer}");
+    status == 200
+}
+
+#[test]
+fn a_trace_ends_in_time_although_its_client_does_not_read() {
+    let dir = disk();
+    let dir = dir.path();
+    let served = serve(dir, &["a.vhd", "--nbd", "unix:n", "--vhost-user", "v"]);
+    under_load(dir, || {
+        let mut client = begin_trace(dir, 2000);
+        assert!(!is_free(dir));
+        eventually("the end of the trace", || is_free(dir));
+        let mut rest = String::new();
+        client.read_to_string(&mut rest).unwrap();
+        assert!(rest.contains("{\"end\":"), "{}", &rest[rest.len().saturating_sub(1000)..]);
+    });
+    assert!(served.terminate().success());
+}
+
 #[test]
 fn a_trace_ends_when_its_client_goes() {
     let dir = disk();
     let dir = dir.path();
     let served = serve(dir, &["a.vhd", "--vhost-user", "v"]);
-    let is_free = || {
-        let (status, answer) = ask(&dir.join("c"), "POST", "/v1/disks/a/trace?for_ms=0", "");
-        assert!(status == 200 || answer["error"]["kind"] == "busy", "{answer}");
-        status == 200
-    };
-    let client = begin_trace(dir);
-    assert!(!is_free());
+    let client = begin_trace(dir, 100_000);
+    assert!(!is_free(dir));
     drop(client);
-    eventually("the end of the trace", is_free);
+    eventually("the end of the trace", || is_free(dir));
     // A server that ends does not wait for a trace.
-    let mut client = begin_trace(dir);
+    let mut client = begin_trace(dir, 100_000);
     let begun = Instant::now();
     assert!(served.terminate().success());
     assert!(begun.elapsed() < Duration::from_secs(50));

@@ -179,9 +179,9 @@ struct Anchor {
 static COUNTER: OnceLock<Clock> = OnceLock::new();
 
 /// Finds out how fast the time stamp counter counts, the first time: for up to a fifth of a second. Where there is none, or none to
-/// be trusted, the clock takes its place.
-fn calibrate() -> &'static Clock {
-    COUNTER.get_or_init(Clock::new)
+/// be trusted, the clock takes its place. Whoever has a trace made calls this before, so that no worker waits for it.
+pub fn calibrate() {
+    COUNTER.get_or_init(Clock::new);
 }
 
 /// The time stamp counter now; 0 before it was calibrated.

@@ -1,7 +1,7 @@
 //! A trace of a disk's requests: the body of `POST /v1/disks/{name}/trace`, which comes line by line while the trace runs.
 //!
-//! The queues of the disk's fronts note their requests in buffers that do not grow. The control thread empties these buffers some times a
-//! second. When the caller goes, the body is dropped, and the trace ends with it.
+//! The queues of the disk's fronts note their requests in buffers that do not grow. A task of the control thread empties these buffers some
+//! times a second. The trace ends at its time also when the caller does not read, and when the caller goes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,8 @@ use axum::body::Body;
 use serde::{Deserialize, Serialize};
 use spile_core::metrics::span::{Record, SpanLog, SpanTrace};
 use spile_core::{Error, ErrorKind, Result};
-use tokio::time::{Instant, sleep_until};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep_until, timeout_at};
 use utoipa::ToSchema;
 
 use super::view::View;
@@ -21,10 +22,11 @@ const STEP: Duration = Duration::from_millis(50);
 pub const LONGEST: Duration = Duration::from_secs(120);
 /// The most requests of one trace that are answered.
 pub const MAX_REQUESTS: u64 = 1_000_000;
-/// Room for so many requests is shared out among the queues: about 10 MB.
+/// Room for so many requests is shared out among the queues. Each queue has it twice, in the list that is filled and in the one that is told:
+/// together about 15 MB. The lines of a full list are another 20 MB for a moment.
 const ROOM: usize = 64 << 10;
 /// Room for so many requests at most in one queue, and at least.
-const ROOM_OF_QUEUE: (usize, usize) = (16 << 10, 1 << 10);
+const ROOM_OF_QUEUE: (usize, usize) = (16 << 10, 64);
 
 /// A line of the answer.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -124,10 +126,28 @@ impl Running {
 
     /// The answer, line by line.
     pub fn body(self) -> Body {
-        Body::from_stream(futures_util::stream::unfold(self, |mut running| async move {
-            let lines = running.lines().await?;
-            Some((Ok::<_, std::convert::Infallible>(lines), running))
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(self.tell(sender));
+        Body::from_stream(futures_util::stream::unfold(receiver, |mut receiver| async move {
+            let lines = receiver.recv().await?;
+            Some((Ok::<_, std::convert::Infallible>(lines), receiver))
         }))
+    }
+
+    /// Sends the lines of each moment to `caller`, until the trace has ended or the caller has gone.
+    async fn tell(mut self, caller: mpsc::Sender<Vec<u8>>) {
+        while let Some(mut lines) = self.lines().await {
+            let place = match timeout_at(self.ends, caller.reserve()).await {
+                Ok(place) => place,
+                // The caller does not read. The trace ends, and its rest waits for the caller.
+                Err(_) => {
+                    self.end(false, &mut lines);
+                    caller.reserve().await
+                }
+            };
+            let Ok(place) = place else { return };
+            place.send(lines);
+        }
     }
 
     /// The lines of the next moment; `None` once the trace has ended.
@@ -146,17 +166,25 @@ impl Running {
         let is_served = self.find_new_queues(&mut lines).is_ok();
         let is_full = self.left == 0;
         if !is_served || is_full || Instant::now() >= self.ends {
-            self.has_ended = true;
-            // What the queues note from now on nobody wants.
-            self.queues.clear();
-            let time_s = self.begun.elapsed().as_secs_f64();
-            put(&TraceLine::End(TraceEnd { dropped: self.dropped, time_s, cut_short: !is_served }), &mut lines);
+            self.end(!is_served, &mut lines);
         }
         if lines.is_empty() {
             // An empty line tells the caller that the server still answers: of a disk without requests there is nothing to say.
             lines.push(b'\n');
         }
         Some(lines)
+    }
+
+    /// Ends the trace if it has not ended: the queues note nothing from now on.
+    fn end(&mut self, cut_short: bool, lines: &mut Vec<u8>) {
+        if self.has_ended {
+            return;
+        }
+        self.has_ended = true;
+        self.take(lines);
+        self.queues.clear();
+        let time_s = self.begun.elapsed().as_secs_f64();
+        put(&TraceLine::End(TraceEnd { dropped: self.dropped, time_s, cut_short }), lines);
     }
 
     /// Guests may have connected since the last look.
