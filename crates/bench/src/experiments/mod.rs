@@ -14,10 +14,10 @@
 
 pub mod about;
 pub mod aggregate;
-mod bare;
 pub mod crowd;
 pub mod density;
 pub mod depth;
+mod engine_transfer;
 pub mod exchange;
 mod filled;
 pub mod findings;

@@ -14,7 +14,7 @@ use spile_server::uri::{Address, Target};
 
 use super::{Parameters, Side};
 use crate::experiments::Direction;
-use crate::experiments::bare::{Transfers, transfer};
+use crate::experiments::engine_transfer::{Transfers, transfer};
 use crate::load;
 
 /// All sides over stores of one kind.
@@ -101,6 +101,6 @@ impl<S: Store> Sides<S> {
     fn read_bare(&self, block_bytes: u64, runtime: Duration, seed: u64) -> Result<f64> {
         let span_bytes = self.bare.len_bytes();
         let transfers = Transfers { direction: Direction::Read, block_bytes, depth: 1, runtime, span_bytes, seed };
-        Ok(transfer(&self.engine, &self.bare, transfers)?.bytes_per_s(block_bytes))
+        Ok(transfer(&self.engine, &self.bare, transfers)?.bytes_per_s())
     }
 }

@@ -27,7 +27,7 @@ use spile_server::units::format_size;
 use spile_store::{AnyStore, CacheMode, OsFiles};
 use utoipa::ToSchema;
 
-use crate::experiments::bare::{Transfers, transfer};
+use crate::experiments::engine_transfer::{Transfers, transfer};
 use crate::experiments::filled::{FilledFile, room_bytes};
 use crate::experiments::{Direction, HostFacts, Outcome};
 pub use show::{figures, found, text};
@@ -185,8 +185,8 @@ fn run_one(
         block_bytes,
         queue_depth: pair.depth(),
         round,
-        requests: moved.transfers,
-        bytes_per_s: moved.bytes_per_s(block_bytes),
+        requests: moved.bytes / block_bytes,
+        bytes_per_s: moved.bytes_per_s(),
     })
 }
 

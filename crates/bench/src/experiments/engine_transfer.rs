@@ -1,4 +1,5 @@
-//! Transfers straight to a store, without anything between: what a program on the host does with the bare device.
+//! Transfers by the engine straight to a store, without a disk, a front and a guest: the bare side of `shape`, and what `tune` measures. (The
+//! bare side of `layers`, `geometry` and `warmup` is [`transfer::system_calls`](super::transfer): there nothing of Spile is between.)
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -10,6 +11,7 @@ use spile_core::{Result, Segments, Store, StoreOffset, Via};
 use spile_engine::Engine;
 
 use super::Direction;
+use super::transfer::Moved;
 use crate::load::Rng;
 
 /// A row of transfers to a store.
@@ -29,23 +31,7 @@ pub struct Transfers {
     pub seed: u64,
 }
 
-/// What was moved.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Moved {
-    /// Transfers.
-    pub transfers: u64,
-    /// The time until the last one had ended.
-    pub time: Duration,
-}
-
-impl Moved {
-    /// Bytes each second, of transfers of `block_bytes`.
-    pub fn bytes_per_s(&self, block_bytes: u64) -> f64 {
-        (self.transfers * block_bytes) as f64 / self.time.as_secs_f64().max(1e-9)
-    }
-}
-
-/// Transfers blocks at random places of `store`, on the engine's first worker.
+/// Transfers blocks at random places of `store`, on the engine's first worker. The time ends when the last one has ended.
 ///
 /// # Errors
 /// The store's.
@@ -57,7 +43,8 @@ pub fn transfer<S: Store>(engine: &Engine, store: &Arc<S>, transfers: Transfers)
         let begun = Instant::now();
         let lanes = memory.iter().map(|memory| lane(&*store, transfers, begun, memory, rng.clone()));
         let counts: Result<Vec<u64>> = join_all(lanes).await.into_iter().collect();
-        Ok(Moved { transfers: counts?.into_iter().sum(), time: begun.elapsed() })
+        let count: u64 = counts?.into_iter().sum();
+        Ok(Moved { bytes: count * transfers.block_bytes, seconds: begun.elapsed().as_secs_f64() })
     })
 }
 
