@@ -19,10 +19,11 @@ use spile_server::uri::Target;
 use utoipa::ToSchema;
 
 use super::process::Tied;
+use super::ratios::{self, Pair};
 use super::sample::median;
 use super::usage::runs;
 use super::world::Folder;
-use super::{HostFacts, Outcome, right, table};
+use super::{Figures, HostFacts, Outcome, right, table};
 use crate::load;
 
 /// What is measured.
@@ -40,14 +41,17 @@ pub struct Parameters {
     /// Seconds of a run.
     #[serde(rename = "runtime_s")]
     pub seconds: f64,
+    /// True for a short run, whose figures show that it works.
+    #[serde(default)]
+    pub quick: bool,
 }
 
 impl Parameters {
     /// 500 disks of 4 queues, or a few.
     pub fn new(is_quick: bool) -> Self {
         match is_quick {
-            true => Self { disks: 20, queues: 4, depth: 8, rounds: 3, seconds: 0.2 },
-            false => Self { disks: 500, queues: 4, depth: 8, rounds: 20, seconds: 1.0 },
+            true => Self { disks: 20, queues: 4, depth: 8, rounds: 3, seconds: 0.2, quick: true },
+            false => Self { disks: 500, queues: 4, depth: 8, rounds: 20, seconds: 1.0, quick: false },
         }
     }
 }
@@ -165,6 +169,39 @@ fn one_round(alone: &mut Served, crowd: &mut Served, parameters: &Parameters, ro
     })
 }
 
+/// The busy disk in the crowd, by the one that is alone: requests a second, and processor time.
+fn pairs(outcome: &Outcome<Parameters, Row>) -> [Pair; 2] {
+    let rows = || outcome.rows.iter();
+    [
+        Pair::new("requests per second", rows(), |row: &Row| (row.crowd_iops, row.alone_iops)),
+        Pair::new("processor time of a request", rows(), |row: &Row| (row.crowd_cpu_us, row.alone_cpu_us)),
+    ]
+}
+
+/// The plot and its name.
+pub fn figures(outcome: &Outcome<Parameters, Row>) -> Figures {
+    let title = "crowd: a disk among many idle ones, by one alone";
+    ratios::figures("crowd", title, &outcome.host, outcome.parameters.quick, &pairs(outcome))
+}
+
+/// What was found, in sentences.
+pub fn found(outcome: &Outcome<Parameters, Row>) -> Vec<String> {
+    let idle = outcome.parameters.disks.saturating_sub(1);
+    let names = ["requests a second", "processor time of a request"];
+    let pairs = pairs(outcome);
+    let times =
+        names.iter().zip(&pairs).filter_map(|(name, pair)| Some(format!("{:.3} times the {name}", pair.ratio()?.p50)));
+    let times: Vec<String> = times.collect();
+    let Some(threads) = outcome.rows.iter().map(|row| row.crowd_threads).max() else { return Vec::new() };
+    vec![
+        format!(
+            "A disk beside {idle} idle ones has {} that it has alone (medians of the rounds).",
+            times.join(" and ")
+        ),
+        format!("Of the crowd's server at most {threads} threads ran in a round; its workers are two."),
+    ]
+}
+
 /// The figures as a table, and what the crowd has cost.
 pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
     let Parameters { disks, queues, depth, rounds, .. } = &outcome.parameters;
@@ -176,11 +213,10 @@ pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
     };
     add("thousand requests a second", middle(|row| row.alone_iops), middle(|row| row.crowd_iops), 1000.0);
     add("server's CPU µs a request", middle(|row| row.alone_cpu_us), middle(|row| row.crowd_cpu_us), 1.0);
-    let by_round = middle(|row| row.crowd_iops / row.alone_iops);
-    let threads = middle(|row| row.crowd_threads as f64);
     format!(
         "{rounds} rounds; reads of 4 KiB from one disk of {queues} queues, {depth} in flight on each; alone, and beside {} \
-         idle disks\n{table}\nthe median of the rounds' ratios is {by_round:.3}; of the crowd's server {threads} threads ran",
-        disks - 1
+         idle disks\n{table}\n{}",
+        disks.saturating_sub(1),
+        found(outcome).join("\n")
     )
 }

@@ -23,9 +23,10 @@ use spile_node::Node;
 use spile_store::{AnyStore, CacheMode, OsFiles};
 use utoipa::ToSchema;
 
+use super::ratios::{self, Pair};
 use super::sample::median;
 use super::world::Folder;
-use super::{HostFacts, Outcome, right, table};
+use super::{Figures, HostFacts, Outcome, right, table};
 use crate::slow::{SlowFiles, SlowStore};
 
 /// The size of the disk in bytes. Writes are spread over all of it.
@@ -48,13 +49,15 @@ pub struct Parameters {
     pub delay: Duration,
     /// Where the images lie; `None`: in memory.
     pub folder: Option<PathBuf>,
+    /// A short run.
+    pub is_quick: bool,
 }
 
 impl Parameters {
     /// 100 exchanges with writes of 100 ms, or a few short ones.
     pub fn new(is_quick: bool) -> Self {
         let (rounds, delay_ms) = if is_quick { (3, 20) } else { (100, 100) };
-        Self { rounds, depth: 32, delay: Duration::from_millis(delay_ms), folder: None }
+        Self { rounds, depth: 32, delay: Duration::from_millis(delay_ms), folder: None, is_quick }
     }
 }
 
@@ -73,6 +76,9 @@ pub struct Asked {
     /// The size of the disk.
     #[serde(rename = "virtual_size_bytes")]
     pub disk_bytes: u64,
+    /// True for a short run, whose figures show that it works.
+    #[serde(default)]
+    pub quick: bool,
 }
 
 /// One round.
@@ -96,7 +102,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     if parameters.rounds == 0 || parameters.depth == 0 || parameters.delay.is_zero() {
         return Err(Error::new(ErrorKind::InvalidInput, "there is nothing to measure"));
     }
-    let host = HostFacts::now();
+    let host = HostFacts::at_some(parameters.folder.as_deref());
     let in_memory = Folder::new()?;
     let own = parameters.folder.as_deref().map(|parent| Folder::inside(parent, "exchange")).transpose()?;
     let folder = own.as_ref().unwrap_or(&in_memory).path().join("images");
@@ -107,9 +113,9 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         rows.push(one_round(&engine, parameters, &folder, round)?);
     }
     engine.shutdown();
-    let Parameters { rounds, depth, delay, .. } = *parameters;
+    let Parameters { rounds, depth, delay, is_quick: quick, .. } = *parameters;
     let delay_ms = delay.as_secs_f64() * 1000.0;
-    let asked = Asked { rounds, depth, delay_ms, write_bytes: WRITE_BYTES, disk_bytes: DISK_BYTES };
+    let asked = Asked { rounds, depth, delay_ms, write_bytes: WRITE_BYTES, disk_bytes: DISK_BYTES, quick };
     Ok(Outcome { experiment: "exchange".to_owned(), host, parameters: asked, rows })
 }
 
@@ -262,6 +268,29 @@ fn scatter(number: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
+/// The longest request with an exchange, by the longest one without.
+fn pair(outcome: &Outcome<Asked, Row>) -> Pair {
+    Pair::new("longest request", outcome.rows.iter(), |row: &Row| (row.longest_with_us, row.longest_without_us))
+}
+
+/// The plot and its name.
+pub fn figures(outcome: &Outcome<Asked, Row>) -> Figures {
+    let title = "exchange: a run with an exchange, by one without";
+    ratios::figures("exchange", title, &outcome.host, outcome.parameters.quick, &[pair(outcome)])
+}
+
+/// What was found, in a sentence.
+pub fn found(outcome: &Outcome<Asked, Row>) -> Vec<String> {
+    let Some(ratio) = pair(outcome).ratio() else { return Vec::new() };
+    let longer_us = median(outcome.rows.iter().map(|row| row.longest_with_us - row.longest_without_us).collect());
+    vec![format!(
+        "An exchange makes the longest request {:+.2} ms longer, {:.2} times as long (medians over {} rounds).",
+        longer_us / 1000.0,
+        ratio.p50,
+        outcome.rows.len()
+    )]
+}
+
 /// The figures as a table, and what the exchange has cost.
 pub fn text(outcome: &Outcome<Asked, Row>) -> String {
     let Asked { rounds, depth, delay_ms, .. } = &outcome.parameters;
@@ -277,13 +306,8 @@ pub fn text(outcome: &Outcome<Asked, Row>) -> String {
     add("longest request with an exchange, ms", |row| row.longest_with_us, 1000.0);
     add("the exchange itself, µs", |row| row.exchange_us, 1.0);
     add("requests of the old epoch go on for, ms", |row| row.old_epoch_us, 1000.0);
-    let medians = [|row: &Row| row.longest_with_us, |row: &Row| row.longest_without_us]
-        .map(|of| median(rows.iter().map(of).collect()));
-    let difference_ms = (medians[0] - medians[1]) / 1000.0;
-    let each_ms = median(rows.iter().map(|row| row.longest_with_us - row.longest_without_us).collect()) / 1000.0;
     format!(
-        "{rounds} rounds, {depth} writes in flight, each {delay_ms} ms slower\n{table}\n\
-         an exchange makes the longest request {difference_ms:+.2} ms longer (the medians' difference; \
-         the median of the rounds' differences is {each_ms:+.2} ms)"
+        "{rounds} rounds, {depth} writes in flight, each {delay_ms} ms slower\n{table}\n{}",
+        found(outcome).join("\n")
     )
 }

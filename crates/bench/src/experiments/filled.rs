@@ -66,6 +66,11 @@ pub fn warning(no_device: Option<&str>) -> String {
     no_device.map(|why| format!("these are not the figures of a disk: {why}\n")).unwrap_or_default()
 }
 
+/// The lines of a text as sentences of what was found, without the stars that a table has.
+pub fn sentences(lines: &str) -> Vec<String> {
+    lines.lines().map(|line| format!("{}.", line.trim_start_matches("* "))).collect()
+}
+
 impl FilledFile {
     /// Makes a file in `folder` with `len_bytes` of data.
     ///

@@ -1,5 +1,6 @@
 //! Where and when something was measured.
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -34,7 +35,7 @@ pub struct HostFacts {
     /// not have are left out.
     #[serde(default)]
     pub mitigations: Vec<String>,
-    /// The file system of the folder in which the program was started, such as `ext4 on /dev/sda1`.
+    /// The file system where the experiment has measured, such as `ext4 on /dev/sda1`; none when it has measured on no file.
     #[serde(default)]
     pub file_system: Option<String>,
     /// The block device below that file system, where the kernel names one.
@@ -43,7 +44,7 @@ pub struct HostFacts {
 }
 
 impl HostFacts {
-    /// This host, now.
+    /// This host, now, for an experiment that measures on no file or device.
     pub fn now() -> Self {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self {
@@ -56,9 +57,19 @@ impl HostFacts {
             memory_bytes: memory_bytes().unwrap_or(0),
             governor: first_line(Path::new("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
             mitigations: mitigations(Path::new("/sys/devices/system/cpu/vulnerabilities")),
-            file_system: file_system(),
-            device: device(),
+            file_system: None,
+            device: None,
         }
+    }
+
+    /// This host, now, for an experiment that measures on `place`, or in memory where there is none.
+    pub fn at_some(place: Option<&Path>) -> Self {
+        place.map_or_else(Self::now, Self::at)
+    }
+
+    /// This host, now, with the file system and the device below `place`: the folder, file or device that is measured.
+    pub fn at(place: &Path) -> Self {
+        Self { file_system: file_system(place), device: device(place), ..Self::now() }
     }
 
     /// Each fact with its name, for a page; what is not known is said so.
@@ -74,10 +85,18 @@ impl HostFacts {
             ("kernel", format!("Linux {}", self.kernel)),
             ("governor", or(&self.governor, "none: the kernel does not set the frequency")),
             ("mitigations", if mitigations.is_empty() { "none".to_owned() } else { mitigations }),
-            ("file system", or(&self.file_system, "not known")),
-            ("device", or(&self.device, "none that the kernel names")),
             ("Spile", self.spile_version.clone()),
         ]
+    }
+
+    /// Where it was measured, for a page.
+    pub fn storage(&self) -> String {
+        match (&self.file_system, &self.device) {
+            (None, None) => "no file or device".to_owned(),
+            (Some(file_system), None) => format!("{file_system}; no device that the kernel names"),
+            (None, Some(device)) => device.clone(),
+            (Some(file_system), Some(device)) => format!("{file_system}; {device}"),
+        }
     }
 
     /// It in one line, for the note of a figure.
@@ -121,10 +140,12 @@ fn mitigations(folder: &Path) -> Vec<String> {
     lines
 }
 
-fn file_system() -> Option<String> {
-    let here = std::env::current_dir().ok()?;
+/// The file system that has `place`; none for a device, whose name lies on another file system than its bytes.
+fn file_system(place: &Path) -> Option<String> {
+    let place = place.canonicalize().ok()?;
+    let is_device = place.metadata().ok()?.file_type().is_block_device();
     let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
-    mount_of(&here, &mounts)
+    mount_of(&place, &mounts).filter(|_| !is_device)
 }
 
 /// The kind and the source of the mount that has a path, from lines as in /proc/self/mounts: of several the deepest, and the last of these.
@@ -137,8 +158,8 @@ fn mount_of(path: &Path, mounts: &str) -> Option<String> {
     above.max_by_key(|(_, at, _)| at.len()).map(|(source, _, kind)| format!("{kind} on {source}"))
 }
 
-fn device() -> Option<String> {
-    let name = HostDevice::below(&std::env::current_dir().ok()?.display().to_string()).ok()?.name;
+fn device(place: &Path) -> Option<String> {
+    let name = HostDevice::below(&place.canonicalize().ok()?.display().to_string()).ok()?.name;
     let folder = PathBuf::from("/sys/class/block").join(&name);
     // A partition's queue is that of its disk, whose folder is above.
     let of_queue = |field: &str| {
@@ -204,6 +225,16 @@ mod tests {
         assert_eq!(of("/srv/disks").unwrap(), "xfs on /dev/b");
         assert_eq!(of("/srvs").unwrap(), "ext4 on /dev/a");
         assert_eq!(of("/srv/tmp/x").unwrap(), "tmpfs on tmpfs");
+    }
+
+    #[test]
+    fn the_storage_is_that_of_the_place_and_not_of_the_start() {
+        // /proc is on no device, wherever this test is started.
+        let host = HostFacts::at(Path::new("/proc/self"));
+        assert!(host.file_system.as_deref().is_some_and(|text| text.starts_with("proc on ")) && host.device.is_none());
+        assert!(host.storage().ends_with("; no device that the kernel names"), "{}", host.storage());
+        assert_eq!(HostFacts::now().storage(), "no file or device");
+        assert_eq!(HostFacts::at(Path::new("/nowhere/at/all")).storage(), "no file or device");
     }
 
     #[test]

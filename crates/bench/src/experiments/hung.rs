@@ -19,8 +19,9 @@ use utoipa::ToSchema;
 
 use super::folder::{Folder, unmount};
 use super::process::{Tied, disk_argument};
+use super::ratios::{self, Pair};
 use super::sample::median;
-use super::{HostFacts, Outcome, right, table};
+use super::{Figures, HostFacts, Outcome, right, table};
 use crate::load;
 
 /// Writes in flight on the disk that hangs.
@@ -46,13 +47,16 @@ pub struct Parameters {
     /// Where the healthy disk lies; in memory unless given.
     #[schema(value_type = Option<String>)]
     pub folder: Option<PathBuf>,
+    /// True for a short run, whose figures show that it works.
+    #[serde(default)]
+    pub quick: bool,
 }
 
 impl Parameters {
     /// Ten rounds of a second, or a few short ones.
     pub fn new(is_quick: bool) -> Self {
         let (depths, rounds, seconds) = if is_quick { (vec![4], 2, 0.2) } else { (vec![1, 32], 10, 1.0) };
-        Self { depths, rounds, seconds, engine: "auto".into(), folder: None }
+        Self { depths, rounds, seconds, engine: "auto".into(), folder: None, quick: is_quick }
     }
 }
 
@@ -111,7 +115,7 @@ pub fn run(
     if parameters.depths.is_empty() || parameters.rounds == 0 {
         return Err(Error::new(ErrorKind::InvalidInput, "there is nothing to measure"));
     }
-    let host = HostFacts::now();
+    let host = HostFacts::at_some(parameters.folder.as_deref());
     let folder = Folder::new()?;
     let own = parameters.folder.as_deref().map(|parent| Folder::inside(parent, "hung")).transpose()?;
     let healthy = Healthy::new(own.as_ref().unwrap_or(&folder).path())?;
@@ -286,27 +290,64 @@ fn unix(socket: &Path) -> OsString {
     OsString::from(format!("unix:{}", socket.display()))
 }
 
+/// The stores and depths that were measured, each with its rounds.
+fn cases(outcome: &Outcome<Parameters, Row>) -> Vec<(Store, u32, Vec<&Row>)> {
+    let mut cases: Vec<(Store, u32, Vec<&Row>)> = Vec::new();
+    for row in &outcome.rows {
+        match cases.iter_mut().find(|(store, depth, _)| (*store, *depth) == (row.store, row.depth)) {
+            Some((_, _, rows)) => rows.push(row),
+            None => cases.push((row.store, row.depth, vec![row])),
+        }
+    }
+    cases
+}
+
+/// The healthy disk beside the one that hangs, by itself alone: the 99th percentile, and requests a second.
+fn pairs(store: Store, depth: u32, rows: &[&Row]) -> [Pair; 2] {
+    let name = |what: &str| format!("{what}, depth {depth}, {}", store.name());
+    let rows = || rows.iter().copied();
+    [
+        Pair::new(&name("p99"), rows(), |row: &Row| (row.beside_p99_us, row.alone_p99_us)),
+        Pair::new(&name("IOPS"), rows(), |row: &Row| (row.beside_iops, row.alone_iops)),
+    ]
+}
+
+/// The plot and its name.
+pub fn figures(outcome: &Outcome<Parameters, Row>) -> Figures {
+    let cases = cases(outcome);
+    let pairs: Vec<Pair> = cases.iter().flat_map(|(store, depth, rows)| pairs(*store, *depth, rows)).collect();
+    let title = "hung: a disk beside one whose store hangs, by itself alone";
+    ratios::figures("hung", title, &outcome.host, outcome.parameters.quick, &pairs)
+}
+
+/// What was found, in a sentence for each store and depth.
+pub fn found(outcome: &Outcome<Parameters, Row>) -> Vec<String> {
+    let sentence = |(store, depth, rows): &(Store, u32, Vec<&Row>)| {
+        let [p99, iops] = pairs(*store, *depth, rows).map(|pair| pair.ratio());
+        let (p99, iops) = (p99?.p50, iops?.p50);
+        let name = store.name();
+        Some(format!(
+            "Beside a hung {name}, depth {depth}: {p99:.2} times the p99 and {iops:.2} times the IOPS of alone."
+        ))
+    };
+    cases(outcome).iter().filter_map(sentence).collect()
+}
+
 /// The figures as a table, one line for each store and depth: medians of the rounds.
 pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
     let heads = ["what hangs", "depth", "p99 alone µs", "p99 beside µs", "ratio", "IOPS ratio"];
     let mut table = table(heads.map(str::to_owned));
-    for store in Store::ALL {
-        for &depth in &outcome.parameters.depths {
-            let rows: Vec<&Row> = outcome.rows.iter().filter(|row| row.store == store && row.depth == depth).collect();
-            if rows.is_empty() {
-                continue;
-            }
-            let middle = |of: fn(&Row) -> f64| median(rows.iter().map(|row| of(row)).collect());
-            let figures = [
-                format!("{:.0}", middle(|row| row.alone_p99_us)),
-                format!("{:.0}", middle(|row| row.beside_p99_us)),
-                format!("{:.2}", middle(|row| row.beside_p99_us / row.alone_p99_us)),
-                format!("{:.2}", middle(|row| row.beside_iops / row.alone_iops)),
-            ];
-            let cells = [Cell::new(store.name()), right(depth.to_string())];
-            table.add_row(cells.into_iter().chain(figures.map(right)));
-        }
+    for (store, depth, rows) in cases(outcome) {
+        let middle = |of: fn(&Row) -> f64| median(rows.iter().map(|row| of(row)).collect());
+        let figures = [
+            format!("{:.0}", middle(|row| row.alone_p99_us)),
+            format!("{:.0}", middle(|row| row.beside_p99_us)),
+            format!("{:.2}", middle(|row| row.beside_p99_us / row.alone_p99_us)),
+            format!("{:.2}", middle(|row| row.beside_iops / row.alone_iops)),
+        ];
+        let cells = [Cell::new(store.name()), right(depth.to_string())];
+        table.add_row(cells.into_iter().chain(figures.map(right)));
     }
     let Parameters { rounds, engine, .. } = &outcome.parameters;
-    format!("{rounds} rounds, engine {engine}; reads of 4 KiB\n{table}")
+    format!("{rounds} rounds, engine {engine}; reads of 4 KiB\n{table}\n{}", found(outcome).join("\n"))
 }

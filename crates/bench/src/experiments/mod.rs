@@ -30,6 +30,7 @@ pub mod layers;
 pub mod paths;
 pub mod plot;
 pub mod process;
+mod ratios;
 pub mod rings;
 pub mod sample;
 pub mod shape;
@@ -79,7 +80,7 @@ impl Direction {
 }
 
 /// What came of an experiment. `spile report` reads it again, so rows and parameters are deserialized as well, and figures are made
-/// of it alone. Parameters have a key `quick`, which is true for one short run.
+/// of it alone. All parameters have a key `quick`, which is true for a short run: its figures have a mark.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 pub struct Outcome<P, R> {
     /// Its name.
@@ -118,7 +119,7 @@ fn few(sizes: &[u64]) -> Vec<u64> {
     }
 }
 
-/// The mark of a figure of one short run.
+/// The mark of a figure of a short run.
 fn quick_mark(is_quick: bool) -> Option<String> {
     is_quick.then(|| plot::QUICK.to_owned())
 }

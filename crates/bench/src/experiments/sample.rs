@@ -55,6 +55,11 @@ impl Spread {
         Self { p10: at(0.1), p50: median(values.to_vec()), p90: at(0.9) }
     }
 
+    /// From the columns in which a row keeps it; `None` when one of them is empty.
+    pub fn of_columns(p10: Option<f64>, p50: Option<f64>, p90: Option<f64>) -> Option<Self> {
+        Some(Self { p10: p10?, p50: p50?, p90: p90? })
+    }
+
     /// Of the ratios of one side to the other, which were measured in turns: the first of one to the first of the other, and so
     /// on. `None` when there are none.
     pub fn of_ratios(these: &[f64], others: &[f64]) -> Option<Self> {
@@ -108,5 +113,12 @@ mod tests {
         let spread = Spread::of_ratios(&[2.0, 4.0, 9.0], &[1.0, 2.0, 3.0]).unwrap();
         assert_eq!((spread.p50, spread.p90), (2.0, 2.8));
         assert_eq!(Spread::of_ratios(&[1.0], &[0.0]), None);
+    }
+
+    #[test]
+    fn a_row_without_a_median_or_an_end_has_no_spread() {
+        assert_eq!(Spread::of_columns(Some(1.0), Some(2.0), Some(3.0)), Some(Spread { p10: 1.0, p50: 2.0, p90: 3.0 }));
+        assert_eq!(Spread::of_columns(Some(1.0), None, Some(3.0)), None);
+        assert_eq!(Spread::of_columns(None, Some(2.0), Some(3.0)), None);
     }
 }

@@ -29,6 +29,16 @@ pub enum Storage {
     Folder(PathBuf),
 }
 
+impl Storage {
+    /// The folder of the disks' files, where there are some.
+    pub fn folder(&self) -> Option<&Path> {
+        match self {
+            Self::Folder(path) => Some(path),
+            Self::Null | Self::Memory => None,
+        }
+    }
+}
+
 impl std::str::FromStr for Storage {
     type Err = String;
 

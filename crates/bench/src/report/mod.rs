@@ -7,7 +7,6 @@
 mod drawn;
 mod live;
 mod page;
-mod ratios;
 mod results;
 mod tables;
 

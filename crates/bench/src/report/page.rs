@@ -5,7 +5,7 @@ use crate::experiments::about::{About, about};
 use crate::experiments::plot::{Figure, escape, sheet};
 
 use super::drawn::Section;
-use super::results::NotUnderstood;
+use super::results::{Known, NotUnderstood};
 use super::tables;
 
 /// Colours are those of the figures.
@@ -15,7 +15,7 @@ const STYLE: &str = "
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--text);font:16px/1.5 system-ui,-apple-system,\"Segoe UI\",Roboto,\"DejaVu Sans\",Arial,sans-serif}
 header,main,footer{max-width:1240px;margin:0 auto;padding:0 12px}
-h1{font-size:1.6rem;line-height:1.2;margin:1rem 0 .3rem}h2{font-size:1.3rem;margin:2.2rem 0 .3rem}h3{font-size:1rem;margin:.2rem 0}
+h1{font-size:1.6rem;line-height:1.2;margin:1rem 0 .3rem}h2{font-size:1.3rem;margin:2.2rem 0 .3rem}h3{font-size:1rem;margin:.2rem 0}h1,h2,h3,li{overflow-wrap:anywhere}
 a{color:var(--link)}
 p{max-width:46rem;margin:.4rem 0}
 .muted{color:var(--muted)}
@@ -26,9 +26,10 @@ dt{color:var(--muted)}dd{margin:0;overflow-wrap:anywhere}
 .beside{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,20rem),1fr));gap:.8rem;margin:.6rem 0}
 .beside>div{border:1px solid var(--line);background:var(--soft);padding:.6rem .8rem;border-radius:4px}
 .beside ul{margin:.2rem 0;padding-left:1.1rem}
-figure{margin:1rem 0;border-top:1px solid var(--line);padding-top:.6rem}
+figure{overflow-wrap:anywhere;margin:1rem 0;border-top:1px solid var(--line);padding-top:.6rem}
 .mark{display:inline-block;border:1px solid var(--warn);color:var(--warn);padding:0 .4rem;font-size:.85rem}
-.panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,360px),1fr));gap:14px;margin:.6rem 0;align-items:start}
+.panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,360px),1fr));gap:14px;margin:.6rem 0;align-items:end}
+.panels .keys{grid-column:1/-1}
 .panels svg{max-width:100%;height:auto;display:block}
 summary{cursor:pointer;color:var(--link)}
 :focus-visible{outline:3px solid var(--link);outline-offset:2px}
@@ -95,25 +96,38 @@ fn title(section: &Section, sections: &[Section]) -> String {
     }
 }
 
-/// Each machine once, with the results that come from it.
+/// Each machine once, with the results that come from it, and where they were measured.
 fn machines(sections: &[Section]) -> String {
-    let mut machines: Vec<(HostFacts, Vec<String>)> = Vec::new();
+    let mut machines: Vec<(HostFacts, Vec<&Known>)> = Vec::new();
     for section in sections {
-        let host = HostFacts { date_utc: String::new(), ..section.known.host.clone() };
-        let what = format!("{}, {}", section.known.experiment, section.known.host.date_utc);
-        match machines.iter_mut().find(|(other, _)| *other == host) {
-            Some((_, results)) => results.push(what),
-            None => machines.push((host, vec![what])),
-        }
+        let known = section.known;
+        let host = HostFacts { date_utc: String::new(), file_system: None, device: None, ..known.host.clone() };
+        add_to(&mut machines, host, known);
     }
     let heading = if machines.len() > 1 { "The machines" } else { "The machine" };
-    let one = |(host, results): &(HostFacts, Vec<String>)| {
-        let facts = host.facts().into_iter().chain([("measured", results.join(" · "))]);
+    let one = |(host, results): &(HostFacts, Vec<&Known>)| {
+        let mut storages: Vec<(String, Vec<&Known>)> = Vec::new();
+        results.iter().for_each(|known| add_to(&mut storages, known.host.storage(), known));
+        let storages = storages.iter().map(|(storage, results)| {
+            let names: Vec<&str> = results.iter().map(|known| known.experiment.as_str()).collect();
+            ("measured on", format!("{storage} ({})", names.join(", ")))
+        });
+        let dates: Vec<String> =
+            results.iter().map(|known| format!("{}, {}", known.experiment, known.host.date_utc)).collect();
+        let facts = host.facts().into_iter().chain(storages).chain([("measured at", dates.join(" · "))]);
         let facts: String = facts.map(|(name, value)| format!("<dt>{name}</dt><dd>{}</dd>", escape(&value))).collect();
         format!("<dl>{facts}</dl>\n")
     };
     let all: String = machines.iter().map(one).collect();
     format!("<section id=\"machine\"><h2>{heading}</h2>\n{all}</section>\n")
+}
+
+/// Puts a result into the group that has this name.
+fn add_to<'a, T: PartialEq>(groups: &mut Vec<(T, Vec<&'a Known>)>, name: T, known: &'a Known) {
+    match groups.iter_mut().find(|(other, _)| *other == name) {
+        Some((_, results)) => results.push(known),
+        None => groups.push((name, vec![known])),
+    }
 }
 
 fn section(section: &Section, id: &str, title: &str, max_rows: usize) -> String {
@@ -158,9 +172,12 @@ fn beside(about: Option<&About>, found: &[String]) -> String {
 /// One figure, with its values behind it.
 pub fn figure(name: &str, figure: &Figure, id: &str, max_rows: usize) -> String {
     let mark: String = figure.mark.iter().map(|mark| format!("<p class=\"mark\">{}</p>", escape(mark))).collect();
-    // On a wide screen as many panels beside each other as in the file: those of a row belong together.
-    let width = 386 * figure.columns.max(1);
-    let panels: String = figure.to_elements(id).iter().map(|svg| format!("<div>{svg}</div>")).collect();
+    // On a wide screen as many panels beside each other as in the file: those of a row belong together. Three are one row.
+    let columns = if figure.panels.len() == 3 { 3 } else { figure.columns.max(1) };
+    let width = 386 * columns;
+    let class = |number: usize| if number == 0 && !figure.keys.is_empty() { " class=\"keys\"" } else { "" };
+    let elements = figure.to_elements(id).into_iter().enumerate();
+    let panels: String = elements.map(|(number, svg)| format!("<div{}>{svg}</div>", class(number))).collect();
     format!(
         "<figure id=\"{id}\" tabindex=\"0\" aria-labelledby=\"{id}-caption\" data-figure=\"{}\">\n\
          <figcaption id=\"{id}-caption\"><h3>{}</h3>{mark}<p class=\"muted\">{}</p></figcaption>\n<div class=\"panels\" style=\"max-width:{width}px\">{panels}</div>\n\

@@ -39,7 +39,7 @@ fn a_page_has_the_machine_the_article_the_figures_and_their_values() {
         "What the article found",
         "Karcygwins",
         "A read of 4 KiB takes: grant-copy 5.00 µs, nbd 5.00 µs.",
-        "quick: one run",
+        "quick: few rounds",
         "<summary>The values of this figure</summary>",
         "All 3 rows of paths",
         "prefers-color-scheme:dark",
@@ -50,6 +50,27 @@ fn a_page_has_the_machine_the_article_the_figures_and_their_values() {
     assert!(!html.contains("<script") && !html.contains("src=") && !html.contains("@import"));
     // The namespace of SVG is the only address.
     assert_eq!(html.matches("http").count(), html.matches("xmlns=\"http://www.w3.org/2000/svg\"").count());
+}
+
+#[test]
+fn a_machine_is_told_once_with_the_storage_of_each_result() {
+    let dir = tempfile::tempdir().unwrap();
+    let on = |experiment: &str, file_system: Value, device: Value| {
+        let mut host = host();
+        (host["file_system"], host["device"]) = (file_system, device);
+        write(
+            dir.path(),
+            &format!("{experiment}.json"),
+            &json!({ "experiment": experiment, "host": host, "rows": [] }),
+        );
+    };
+    on("a", json!("ext4 on /dev/x"), json!("x: 1 GiB"));
+    on("b", Value::Null, Value::Null);
+    on("c", json!("ext4 on /dev/x"), json!("x: 1 GiB"));
+    let html = make(&[dir.path().to_owned()]).unwrap().html;
+    assert!(html.contains("<h2>The machine</h2>") && html.matches("<dt>processor</dt>").count() == 1);
+    assert!(html.contains("<dt>measured on</dt><dd>ext4 on /dev/x; x: 1 GiB (a, c)</dd>"));
+    assert!(html.contains("<dt>measured on</dt><dd>no file or device (b)</dd>"));
 }
 
 #[test]

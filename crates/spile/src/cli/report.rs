@@ -16,7 +16,8 @@ use super::{Exit, complain, say};
 /// and follows the reader's light or dark setting. A file that is no result is named on the page and on stderr.
 ///
 /// With --live the page shows one running server: what its disks move, how many requests wait at each layer, and how long they
-/// take. This command serves it on 127.0.0.1 alone, prints its address, and asks the server when the page asks. It
+/// take. This command serves it on 127.0.0.1 alone, prints its address, and asks the server when the page asks. The address
+/// has a random token, without which nothing is answered: whoever knows the address sees what the control socket says. It
 /// goes on until it is ended.
 #[derive(Debug, Args)]
 pub struct ReportArgs {

@@ -63,6 +63,7 @@ pub fn run(args: &TuneArgs) -> Result<Exit> {
         time: args.time.unwrap_or(Duration::from_secs(seconds)),
         rounds: args.rounds.unwrap_or(rounds),
         file_bytes: args.size,
+        is_quick: args.output.quick,
     };
     let outcome = with_progress(|progress| tune::run(&parameters, progress))?;
     let exit = args.output.show(&outcome, &tune::text(&outcome), tune::figures)?;

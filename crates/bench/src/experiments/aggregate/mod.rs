@@ -166,8 +166,7 @@ pub struct Row {
 impl Row {
     /// The ratio to `grant-copy` and its spread.
     fn ratio(&self) -> Option<Spread> {
-        let (p50, p10) = (self.ratio_to_grant_copy?, self.ratio_to_grant_copy_p10?);
-        Some(Spread { p10, p50, p90: self.ratio_to_grant_copy_p90? })
+        Spread::of_columns(self.ratio_to_grant_copy_p10, self.ratio_to_grant_copy, self.ratio_to_grant_copy_p90)
     }
 
     /// The throughput and its spread.
@@ -182,7 +181,7 @@ impl Row {
 /// When something does not start, or a request fails.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
-    let host = HostFacts::now();
+    let host = HostFacts::at_some(parameters.storage.folder());
     let folder = Folder::new()?;
     progress("starting", 0.0);
     let mut disks = Disks::new(parameters.storage.clone(), parameters.span_bytes);

@@ -22,7 +22,7 @@ use utoipa::ToSchema;
 use super::world::Folder;
 use super::{HostFacts, Outcome};
 use served::{Counts, Hosts};
-pub use show::{figures, finding, text};
+pub use show::{figures, found, text};
 
 /// The memory that one disk of a shared process may take, in bytes.
 pub const AIM_BYTES_A_DISK: u64 = 1 << 20;
@@ -190,7 +190,7 @@ impl Row {
 /// `InvalidInput` when there is nothing to measure; else when a server does not start, or has ended.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
-    let host = HostFacts::now();
+    let host = HostFacts::at_some(parameters.folder.as_deref());
     raise_file_limit();
     let folder = Folder::new()?;
     let layouts = [(Layout::Each, parameters.each), (Layout::Shared, parameters.disks)];

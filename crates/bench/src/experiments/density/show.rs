@@ -1,7 +1,5 @@
 //! The figures of `density` as tables and plots.
 
-use std::time::Duration;
-
 use comfy_table::Table;
 
 use super::{AIM_BYTES_A_DISK, Asked, Layout, Phase, Row};
@@ -22,12 +20,11 @@ pub fn text(outcome: &Density) -> String {
     let with = if *guests { "a guest on each" } else { "no guest connected" };
     let disks = shared.first().map_or(0, |row| row.disks);
     let each = of(outcome, Layout::Each);
-    let (table, aims) = (rows(&shared), aims(&shared, each.last().copied()));
-    let mut text = format!("{disks} disks ({format}) in one process, {with}\n{table}\n\n{aims}");
+    let mut text = format!("{disks} disks ({format}) in one process, {with}\n{}\n\n", rows(&shared));
     if let Some(last) = each.last() {
-        text += &format!("\n\n{} disks with a process each\n{}\n\n{}", last.disks, rows(&each), of_each(last));
+        text += &format!("{} disks with a process each\n{}\n\n", last.disks, rows(&each));
     }
-    text
+    text + &found(outcome).join("\n")
 }
 
 /// The table of Project Pulsar, with what it costs.
@@ -57,13 +54,39 @@ fn rows(rows: &[&Row]) -> Table {
     table
 }
 
-/// The sentences below the table of the shared process; `each` is the last row of the disks with a process each.
-fn aims(shared: &[&Row], each: Option<&Row>) -> String {
-    let idle: Vec<&&Row> = shared.iter().filter(|row| row.phase == Phase::Idle).collect();
-    let Some(last) = idle.last() else { return String::new() };
-    let wakeups: u64 = idle.iter().map(|row| row.wakeups()).sum();
-    let runs: u64 = idle.iter().map(|row| row.thread_runs).sum();
-    let cpu = Duration::from_micros(idle.iter().map(|row| row.cpu_us).sum());
+/// What was found, in sentences, and whether the aims are reached.
+pub fn found(outcome: &Density) -> Vec<String> {
+    let (shared, each) = (of(outcome, Layout::Shared), of(outcome, Layout::Each));
+    let idle: Vec<&Row> = shared.into_iter().filter(|row| row.phase == Phase::Idle).collect();
+    let Some(last) = idle.last() else { return Vec::new() };
+    let of_each = each.last().map(|each| {
+        let processes = u64::from(each.processes.max(1));
+        format!(
+            "With a process each, a disk takes {}, of which {} are its own, and {} threads.",
+            format_size(each.resident_bytes / processes),
+            format_size(each.proportional_bytes / processes),
+            each.threads / processes
+        )
+    });
+    [idleness(&idle), memory(last, each.last().copied())].into_iter().chain(of_each).collect()
+}
+
+/// The sentence on what has woken the shared process.
+fn idleness(idle: &[&Row]) -> String {
+    let sum = |value: fn(&Row) -> u64| idle.iter().map(|row| value(row)).sum::<u64>();
+    let (wakeups, runs, cpu_us) = (sum(Row::wakeups), sum(|row| row.thread_runs), sum(|row| row.cpu_us));
+    format!(
+        "{} idle disks in one process, in the {:.0} s after the attachment: {wakeups} wake-ups, threads ran {runs} times, {:.2} ms of \
+         processor time (aim: zero): {}.",
+        idle.last().map_or(0, |row| row.disks),
+        idle.iter().map(|row| row.seconds).sum::<f64>(),
+        cpu_us as f64 / 1e3,
+        verdict(wakeups == 0 && runs == 0),
+    )
+}
+
+/// The sentence on the memory of the shared process; `each` is the last row of the disks with a process each.
+fn memory(last: &Row, each: Option<&Row>) -> String {
     let a_disk = last.resident_bytes / u64::from(last.disks.max(1));
     let further = each.map(|each| {
         let first = each.resident_bytes / u64::from(each.processes.max(1));
@@ -71,31 +94,17 @@ fn aims(shared: &[&Row], each: Option<&Row>) -> String {
         format!("; each disk after the first takes {}", format_size(more))
     });
     format!(
-        "after the attachment: {wakeups} wake-ups, threads ran {runs} times, {:.2} ms of processor time in {:.0} s (aim: zero): {}\n\
-         memory: {} a disk (aim: under {}): {}{}",
-        cpu.as_secs_f64() * 1e3,
-        idle.iter().map(|row| row.seconds).sum::<f64>(),
-        verdict(wakeups == 0 && runs == 0),
+        "Memory: {} a disk (aim: under {}): {}{}; {} threads.",
         format_size(a_disk),
         format_size(AIM_BYTES_A_DISK),
         verdict(a_disk < AIM_BYTES_A_DISK),
         further.unwrap_or_default(),
+        last.threads
     )
 }
 
 fn verdict(reached: bool) -> &'static str {
     if reached { "reached" } else { "not reached" }
-}
-
-/// The sentence below the table of disks with a process each.
-fn of_each(row: &Row) -> String {
-    let processes = u64::from(row.processes.max(1));
-    format!(
-        "memory of a process: {}, of which {} are its own when the program is shared; {} threads",
-        format_size(row.resident_bytes / processes),
-        format_size(row.proportional_bytes / processes),
-        row.threads / processes
-    )
 }
 
 /// What has woken a worker, in the order of the table.
@@ -158,19 +167,4 @@ fn memory_bars(outcome: &Density) -> Panel {
     let x = Axis::linear("resident memory of a disk in MiB", most);
     let aim = AIM_BYTES_A_DISK as f64 / f64::from(1 << 20);
     Panel { title: "memory of a disk (line: the aim)".to_owned(), marks: Marks::Bars { x, bars, reference: Some(aim) } }
-}
-
-/// What was found, in one line.
-pub fn finding(outcome: &Density) -> String {
-    let shared = of(outcome, Layout::Shared);
-    let idle: Vec<&&Row> = shared.iter().filter(|row| row.phase == Phase::Idle).collect();
-    let Some(last) = idle.last() else { return "nothing was idle".to_owned() };
-    format!(
-        "{} idle disks: {} wake-ups in {:.0} s after the attachment, {} of memory a disk, {} threads",
-        last.disks,
-        idle.iter().map(|row| row.wakeups()).sum::<u64>(),
-        idle.iter().map(|row| row.seconds).sum::<f64>(),
-        format_size(last.resident_bytes / u64::from(last.disks.max(1))),
-        last.threads
-    )
 }

@@ -22,7 +22,7 @@ use super::world::Folder;
 use super::{HostFacts, Outcome};
 use crate::load;
 use served::{Sample, Served};
-pub use show::{figures, finding, text};
+pub use show::{figures, found, text};
 
 /// The size of the requests, as in the article.
 const REQUEST_BYTES: u32 = 4096;
@@ -239,7 +239,7 @@ pub struct Row {
 /// `InvalidInput` when there is nothing to measure; else when a process does not start or a request fails.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
-    let host = HostFacts::now();
+    let host = HostFacts::at(&parameters.folder);
     let folder = Folder::new()?;
     progress("make the disks", 0.0);
     let delay = Served::on_export(folder.path(), "delay", parameters.delay)?;

@@ -48,7 +48,11 @@ pub fn text(outcome: &Depth) -> String {
             );
         }
     }
-    text + &intervals(outcome)
+    let intervals = intervals(outcome);
+    text + &format!(
+        "long requests: the disk's queue in the first intervals\n{intervals}\n{}",
+        found(outcome).join("\n")
+    )
 }
 
 fn of_part(outcome: &Depth, part: Part) -> Vec<&Row> {
@@ -88,31 +92,14 @@ fn by_depth(rows: &[&Row], depths: &[u32]) -> Table {
     table
 }
 
-/// What the second part shows, in a table of its first intervals and a sentence.
-fn intervals(outcome: &Depth) -> String {
-    let asked = &outcome.parameters;
-    let rows: Vec<&Row> =
-        of_part(outcome, Part::Intervals).into_iter().filter(|row| row.layer == Layer::Disk).collect();
+/// The first intervals of the second part.
+fn intervals(outcome: &Depth) -> Table {
     let mut table = table(["interval", "integrated", "by ticks"].map(str::to_owned));
-    for row in rows.iter().take(10) {
-        let average = row.queue_size_avg.unwrap_or(0.0);
-        table.add_row(
-            [row.round.to_string(), format!("{average:.2}"), format!("{:.2}", row.queue_size_iostat)].map(right),
-        );
+    for row in at_the_disk(outcome).iter().take(10) {
+        let sizes = [queue(row), row.queue_size_iostat].map(|size| format!("{size:.2}"));
+        table.add_row([row.round.to_string()].into_iter().chain(sizes).map(right));
     }
-    let ends = |values: Vec<f64>| {
-        let (low, high) =
-            values.into_iter().fold((f64::MAX, 0.0f64), |(low, high), value| (low.min(value), high.max(value)));
-        format!("{low:.1} to {high:.1}")
-    };
-    format!(
-        "requests of {:.0} ms, {LONG_DEPTH} in flight, looked at every {:.0} ms: the disk's queue in the first intervals\n{table}\n\
-         the integrated queue is {}; made from the ticks of ended requests it is {}",
-        asked.long_request_ms,
-        asked.interval_ms,
-        ends(rows.iter().filter_map(|row| row.queue_size_avg).collect()),
-        ends(rows.iter().map(|row| row.queue_size_iostat).collect()),
-    )
+    table
 }
 
 /// The plots and their names.
@@ -129,7 +116,7 @@ fn queue(row: &Row) -> f64 {
     row.queue_size_avg.unwrap_or(row.queue_size_iostat)
 }
 
-/// The end of the axis of shares: only a device that others use, too, is beyond it.
+/// The end of the axis of shares: only a device that others use, too, is beyond it, and has an arrow there.
 const MOST_SHARE: f64 = 1.2;
 
 /// The queue of each layer as a share of the requests in flight: a panel for each disk and way.
@@ -142,7 +129,8 @@ fn growing(outcome: &Depth) -> Figure {
         Panel { title, marks: shares(&here, &outcome.parameters.queue_depths) }
     };
     let what = "reads of 4 KiB; client, front, disk and store integrate their queues, and of a host's device the kernel counts the time \
-                of ended requests, those of other programs with them; medians, and what lies between the tenth and the ninth tenth";
+                of ended requests, those of other programs with them; medians, and what lies between the tenth and the ninth tenth; an arrow \
+                stands over a value beyond the axis";
     Figure {
         title: "depth: the average queue size at each layer, as a share of the requests in flight".to_owned(),
         note: note(outcome, what),
@@ -178,8 +166,7 @@ fn shares(rows: &[&Row], depths: &[u32]) -> Marks {
 /// The disk's queue in short intervals, integrated and as an averaging tool has it.
 fn of_intervals(outcome: &Depth) -> Figure {
     let asked = &outcome.parameters;
-    let rows: Vec<&Row> =
-        of_part(outcome, Part::Intervals).into_iter().filter(|row| row.layer == Layer::Disk).collect();
+    let rows = at_the_disk(outcome);
     let line = |name: &str, style, value: fn(&Row) -> f64| Series {
         name: name.to_owned(),
         style,
@@ -187,10 +174,7 @@ fn of_intervals(outcome: &Depth) -> Figure {
     };
     let names = ["integrated", "by ticks"];
     let looks = styles(names);
-    let series = vec![
-        line(names[0], looks[0], |row| row.queue_size_avg.unwrap_or(0.0)),
-        line(names[1], looks[1], |row| row.queue_size_iostat),
-    ];
+    let series = vec![line(names[0], looks[0], queue), line(names[1], looks[1], |row| row.queue_size_iostat)];
     let most = rows.iter().map(|row| row.queue_size_iostat.max(queue(row))).fold(0.0, f64::max);
     let last = rows.iter().map(|row| row.round).max().unwrap_or(1);
     let x = Axis::between(&format!("intervals of {:.0} ms", asked.interval_ms), 0.0, f64::from(last));
@@ -207,8 +191,13 @@ fn of_intervals(outcome: &Depth) -> Figure {
     }
 }
 
-/// What was found, in one line.
-pub fn finding(outcome: &Depth) -> String {
+/// What was found, in sentences: one of each part.
+pub fn found(outcome: &Depth) -> Vec<String> {
+    [of_growing(outcome), of_long(outcome)].into_iter().flatten().collect()
+}
+
+/// The queue at each layer with the fewest requests in flight, as the article has it.
+fn of_growing(outcome: &Depth) -> Option<String> {
     let (store, way) = (Store::Delay, Way::VhostUser);
     let depth = outcome.parameters.queue_depths.first().copied().unwrap_or(1);
     let rows = of_part(outcome, Part::Growing).into_iter();
@@ -216,12 +205,33 @@ pub fn finding(outcome: &Depth) -> String {
     let shown = Layer::ALL.into_iter().filter_map(|layer| {
         Some(format!("{:.2} at the {}", middle(&rows, layer, |row| Some(queue(row)))?, layer.name()))
     });
-    let iops = middle(&rows, Layer::Client, |row| Some(row.requests_per_s)).unwrap_or(0.0);
-    format!(
-        "depth {depth}, {} a second by {} from {}: {}",
+    let iops = middle(&rows, Layer::Client, |row| Some(row.requests_per_s))?;
+    Some(format!(
+        "Depth {depth}, {} a second by {} from {}: an average queue of {}.",
         format_count(iops),
         way.name(),
         what_is_below(store, &outcome.parameters),
         shown.collect::<Vec<_>>().join(", ")
-    )
+    ))
+}
+
+/// What requests that are longer than the interval look like.
+fn of_long(outcome: &Depth) -> Option<String> {
+    let rows = at_the_disk(outcome);
+    let ends = |value: fn(&Row) -> f64| {
+        let low = rows.iter().map(|row| value(row)).reduce(f64::min)?;
+        Some(format!("{low:.1} to {:.1}", rows.iter().map(|row| value(row)).fold(0.0, f64::max)))
+    };
+    let Asked { long_request_ms, interval_ms, .. } = &outcome.parameters;
+    Some(format!(
+        "Requests of {long_request_ms:.0} ms, {LONG_DEPTH} in flight, looked at every {interval_ms:.0} ms: the disk's integrated queue is \
+         {}; made from the ticks of ended requests it is {}.",
+        ends(queue)?,
+        ends(|row| row.queue_size_iostat)?
+    ))
+}
+
+/// The rows of the second part at the disk.
+fn at_the_disk(outcome: &Depth) -> Vec<&Row> {
+    of_part(outcome, Part::Intervals).into_iter().filter(|row| row.layer == Layer::Disk).collect()
 }

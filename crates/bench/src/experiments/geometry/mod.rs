@@ -17,7 +17,7 @@ use super::filled::{FilledFile, no_device, room_bytes};
 use super::transfer::{Job, Operation, Side, Sides, Way};
 use super::world::Folder;
 use super::{HostFacts, Outcome};
-pub use show::{figures, finding, text};
+pub use show::{figures, found, text};
 
 /// The size of the blocks in bytes.
 const BLOCK_BYTES: u64 = 1 << 20;
@@ -148,7 +148,8 @@ pub struct Row {
 /// or a request fails.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
-    let (host, begun) = (HostFacts::now(), Instant::now());
+    let host = HostFacts::at(parameters.target.as_ref().unwrap_or(&parameters.folder));
+    let begun = Instant::now();
     let folder = Folder::new()?;
     progress("find the target", 0.0);
     let made = match parameters.target {

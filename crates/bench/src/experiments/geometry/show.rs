@@ -3,7 +3,7 @@
 use comfy_table::Cell;
 
 use super::{Asked, Row};
-use crate::experiments::filled::warning;
+use crate::experiments::filled::{sentences, warning};
 use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
 use crate::experiments::sample::{Spread, median};
 use crate::experiments::transfer::Way;
@@ -112,16 +112,15 @@ pub fn figures(outcome: &Geometry) -> Figures {
     vec![("geometry".to_owned(), figure)]
 }
 
-/// What was found, in one line.
-pub fn finding(outcome: &Geometry) -> String {
-    let warning = warning(outcome.parameters.no_device.as_deref()).replace('\n', "; ");
-    let cut = stopped(outcome).replace("* ", "").replace('\n', "; ");
+/// What was found, in a sentence for each way.
+pub fn found(outcome: &Geometry) -> Vec<String> {
+    let notes = sentences(&(warning(outcome.parameters.no_device.as_deref()) + &stopped(outcome)));
     let each = ways(outcome).into_iter().map(|way| {
         let column = speeds(outcome, way);
         let middle = median(column.iter().map(|(_, speed)| speed / f64::from(1 << 20)).collect());
-        format!("{} ({middle:.0} MiB/s)", spread(way, &column))
+        format!("{} ({middle:.0} MiB/s).", spread(way, &column))
     });
-    format!("{warning}{cut}{}", each.collect::<Vec<_>>().join("; "))
+    notes.into_iter().chain(each).collect()
 }
 
 #[cfg(test)]
@@ -152,6 +151,6 @@ mod tests {
         let text = text(&outcome);
         assert!(text.contains("100.0*") && text.contains("512.0 "), "{text}");
         assert!(text.contains("* stopped after 2 s: only 200 MiB were read"), "{text}");
-        assert!(finding(&outcome).starts_with("stopped after 2 s"), "{}", finding(&outcome));
+        assert!(found(&outcome)[0].starts_with("stopped after 2 s"), "{:?}", found(&outcome));
     }
 }

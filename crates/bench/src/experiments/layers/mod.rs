@@ -23,7 +23,7 @@ use super::world::Folder;
 use super::{HostFacts, Outcome};
 pub use places::Kind;
 use places::Place;
-pub use show::{figures, finding, text};
+pub use show::{figures, found, text};
 
 /// Through Spile, a file may be so much slower than a partition: the aim.
 pub const AIM_RATIO: f64 = 0.95;
@@ -132,7 +132,7 @@ pub struct Row {
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
     check_room(&parameters.folder, parameters.total_bytes * parameters.places.len() as u64)?;
-    let (host, begun) = (HostFacts::now(), Instant::now());
+    let (host, begun) = (HostFacts::at(&parameters.folder), Instant::now());
     let folder = Folder::new()?;
     progress("make the places", 0.0);
     let mut left_out = Vec::new();

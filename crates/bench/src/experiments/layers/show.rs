@@ -3,7 +3,7 @@
 use comfy_table::{Cell, Table};
 
 use super::{AIM_RATIO, Asked, Kind, Row};
-use crate::experiments::filled::warning;
+use crate::experiments::filled::{sentences, warning};
 use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
 use crate::experiments::sample::{Spread, median};
 use crate::experiments::transfer::{Operation, Way};
@@ -92,14 +92,38 @@ fn ratios(outcome: &Layers, way: Way) -> Vec<f64> {
     direct.filter_map(|file| ratio(&file)).collect()
 }
 
+/// The speed of the file by that of the partition with blocks of one size, round by round.
+fn ratio(outcome: &Layers, way: Way, operation: Operation, size: u64) -> Option<Spread> {
+    let speeds = |place: Kind| -> Vec<f64> {
+        at(&of(outcome, place, way), operation, size).iter().map(|row| row.bytes_per_s).collect()
+    };
+    Spread::of_ratios(&speeds(Kind::File), &speeds(Kind::Partition))
+}
+
+/// The block size and operation where the file is slowest beside the partition, of those that the aim is about.
+fn worst(outcome: &Layers, way: Way) -> Option<(f64, String)> {
+    let sizes = outcome.parameters.request_bytes.iter().filter(|size| **size >= AIM_FROM_BYTES);
+    let direct = Operation::ALL.into_iter().filter(|operation| *operation != Operation::WriteBuffered);
+    let points = sizes.flat_map(|size| direct.clone().map(move |operation| (*size, operation)));
+    let ratios = points.filter_map(|(size, operation)| {
+        let what = format!("{} of {}", operation.name(), format_size(size));
+        Some((ratio(outcome, way, operation, size)?.p50, what))
+    });
+    ratios.min_by(|a, b| a.0.total_cmp(&b.0))
+}
+
 /// The sentence on the aim.
 fn aim(outcome: &Layers) -> String {
     let ways = Way::ALL.into_iter().map(|way| (way, ratios(outcome, way))).filter(|(_, ratios)| !ratios.is_empty());
     let medians: Vec<(Way, f64)> = ways.map(|(way, ratios)| (way, median(ratios))).collect();
     if medians.is_empty() {
-        return "there is no partition to set the file beside".to_owned();
+        return "There is no partition to set the file beside.".to_owned();
     }
-    let shown: Vec<String> = medians.iter().map(|(way, ratio)| format!("{} {ratio:.2}", way.name())).collect();
+    let shown = medians.iter().map(|(way, ratio)| {
+        let worst = worst(outcome, *way).map(|(worst, what)| format!(" (worst {worst:.2}, {what})"));
+        format!("{} {ratio:.2}{}", way.name(), worst.unwrap_or_default())
+    });
+    let shown: Vec<String> = shown.collect();
     let served: Vec<f64> = medians.iter().filter(|(way, _)| *way != Way::Bare).map(|(_, ratio)| *ratio).collect();
     let verdict = match () {
         _ if served.is_empty() => "not measured",
@@ -107,7 +131,7 @@ fn aim(outcome: &Layers) -> String {
         _ => "not reached",
     };
     format!(
-        "speed of the file ÷ speed of the partition, direct, blocks from 4 KiB on, medians: {} (aim through Spile: {AIM_RATIO}): {verdict}",
+        "Speed of the file ÷ speed of the partition, direct, blocks from 4 KiB on, medians: {} (aim through Spile: {AIM_RATIO}): {verdict}.",
         shown.join(", ")
     )
 }
@@ -172,16 +196,15 @@ fn speeds(outcome: &Layers, operation: Operation) -> Figure {
 fn file_by_partition(outcome: &Layers) -> Figure {
     let asked = &outcome.parameters;
     let line = |operation: Operation, way: Way| {
-        let (files, partitions) = (of(outcome, Kind::File, way), of(outcome, Kind::Partition, way));
         let point = |size: &u64| {
-            let ratio = speed(&at(&files, operation, *size))? / speed(&at(&partitions, operation, *size))?;
-            ratio.is_finite().then(|| Point::new(*size as f64, ratio))
+            let Spread { p10, p50, p90 } = ratio(outcome, way, operation, *size)?;
+            Some(Point::new(*size as f64, p50).within(p10, p90))
         };
         asked.request_bytes.iter().filter_map(point).collect::<Vec<_>>()
     };
-    let most = Operation::ALL.iter().flat_map(|operation| Way::ALL.map(|way| line(*operation, way)));
-    let ratios: Vec<f64> = most.flatten().map(|point| point.y).collect();
-    let y = Axis::log("file ÷ partition", ratios.iter().copied());
+    let all = Operation::ALL.iter().flat_map(|operation| Way::ALL.map(|way| line(*operation, way)));
+    let ends: Vec<f64> = all.flatten().filter_map(|point| point.spread).map(|(_, most)| most).collect();
+    let y = Axis::ratios("speed of the file by that of the partition", ends.into_iter());
     let panel = |operation: Operation| {
         let series = Way::ALL.into_iter().zip(styles(Way::ALL.map(Way::name))).map(|(way, style)| Series {
             name: way.name().to_owned(),
@@ -199,7 +222,8 @@ fn file_by_partition(outcome: &Layers) -> Figure {
     figure(outcome, "layers: the speed of a file by that of a partition, on the same way".to_owned(), panels)
 }
 
-/// What was found, in one line.
-pub fn finding(outcome: &Layers) -> String {
-    warning(outcome.parameters.no_device.as_deref()).replace('\n', "; ") + &aim(outcome)
+/// What was found, in sentences.
+pub fn found(outcome: &Layers) -> Vec<String> {
+    let warning = sentences(&warning(outcome.parameters.no_device.as_deref()));
+    warning.into_iter().chain([aim(outcome)]).collect()
 }

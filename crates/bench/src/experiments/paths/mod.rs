@@ -147,8 +147,7 @@ pub struct Row {
 impl Row {
     /// The ratio to `grant-copy` and its spread.
     fn ratio(&self) -> Option<Spread> {
-        let (p50, p10) = (self.ratio_to_grant_copy?, self.ratio_to_grant_copy_p10?);
-        Some(Spread { p10, p50, p90: self.ratio_to_grant_copy_p90? })
+        Spread::of_columns(self.ratio_to_grant_copy_p10, self.ratio_to_grant_copy, self.ratio_to_grant_copy_p90)
     }
 
     /// The latency and its spread.
@@ -163,7 +162,7 @@ impl Row {
 /// When something does not start, or a request fails.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
-    let host = HostFacts::now();
+    let host = HostFacts::at_some(parameters.storage.folder());
     let most = parameters.sizes.iter().max().copied().unwrap_or(0);
     let folder = Folder::new()?;
     let disks = Disks::new(parameters.storage.clone(), parameters.span_bytes);

@@ -294,7 +294,7 @@ mod tests {
         for sizes in [&[4096][..], &[4096, 65_536], &crate::experiments::all_sizes()] {
             for (name, figure) in figures(&outcome(sizes)) {
                 assert_eq!(figure.faults(), Vec::<String>::new(), "{name}");
-                assert_eq!(figure.mark.as_deref(), Some("quick: one run"));
+                assert_eq!(figure.mark.as_deref(), Some("quick: few rounds"));
             }
         }
     }

@@ -37,19 +37,22 @@ impl Axis {
         Self { label: label.to_owned(), scale: Scale::Log, ends, ticks }
     }
 
-    /// Powers of ten around positive `values`, with ticks at 1, 2 and 5 where there are few.
+    /// From a round number below positive `values` to one above them: with texts at 1, 2 and 5 where the powers of ten are few, else at these.
     pub fn log(label: &str, values: impl Iterator<Item = f64> + Clone) -> Self {
+        const FEW_DECADES: f64 = 3.0;
         let values = values.filter(|value| *value > 0.0);
         let least = values.clone().fold(f64::INFINITY, f64::min);
         let most = values.fold(0.0, f64::max);
         let (least, most) = if most > 0.0 { (least, most) } else { (1.0, 10.0) };
-        let (low, high) =
-            (least.log10().floor() as i32, (most.log10().ceil() as i32).max(least.log10().floor() as i32 + 1));
-        let digits: &[f64] = if high - low <= 2 { &[1.0, 2.0, 5.0] } else { &[1.0] };
-        let ends = (10f64.powi(low), 10f64.powi(high));
-        let all = (low..=high).flat_map(|power| digits.iter().map(move |digit| digit * 10f64.powi(power)));
-        let ticks = all.filter(|value| *value <= ends.1 * 1.0001).map(|value| (value, plain(value))).collect();
-        Self { label: label.to_owned(), scale: Scale::Log, ends, ticks }
+        let digits: &[f64] = if (most / least).log10() <= FEW_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let powers = least.log10().floor() as i32..=most.log10().ceil() as i32 + 1;
+        let round: Vec<f64> =
+            powers.flat_map(|power| digits.iter().map(move |digit| digit * 10f64.powi(power))).collect();
+        let low = round.iter().rposition(|value| *value <= least * 1.0001).unwrap_or(0);
+        let high =
+            round.iter().position(|value| *value >= most * 0.9999).unwrap_or(round.len() - 1).max(low + digits.len());
+        let ticks = round[low..=high].iter().map(|value| (*value, plain(*value))).collect();
+        Self { label: label.to_owned(), scale: Scale::Log, ends: (round[low], round[high]), ticks }
     }
 
     /// From 0 to a round number above `most`.
@@ -103,6 +106,11 @@ impl Axis {
     pub fn text(&self, value: f64) -> String {
         let tick = self.ticks.iter().find(|(tick, _)| (tick - value).abs() <= tick.abs() * 1e-9);
         tick.map_or_else(|| plain(value), |(_, text)| text.clone())
+    }
+
+    /// True for a value past the upper end, which is drawn at that end.
+    pub fn is_beyond(&self, value: f64) -> bool {
+        value > self.ends.1 * (1.0 + 1e-9)
     }
 
     /// Where a value is, from 0 at one end to 1 at the other; what is past an end is there.

@@ -19,7 +19,7 @@ pub fn draw(page: &mut Page, area: Area, axis: &Axis, bars: &[Bar], reference: O
     for (number, bar) in bars.iter().enumerate() {
         let middle = top + (number as f64 + 0.5) * STEP;
         page.text((left - 6.0, middle + 4.0), SMALL, Anchor::End, "", &bar.name);
-        one(page, bar, axis, plot, middle);
+        one(page, bar, axis, plot, (middle, reference));
     }
     let zero = plot.x(axis.place(0.0));
     page.line((zero, top), (zero, plot.bottom()), "a");
@@ -30,7 +30,8 @@ pub fn draw(page: &mut Page, area: Area, axis: &Axis, bars: &[Bar], reference: O
     end
 }
 
-fn one(page: &mut Page, bar: &Bar, axis: &Axis, plot: Area, middle: f64) {
+/// Draws a bar around the height `middle`. Its note stands behind it, and clear of the line at `reference`.
+fn one(page: &mut Page, bar: &Bar, axis: &Axis, plot: Area, (middle, reference): (f64, Option<f64>)) {
     let (mut sum, mut from) = (0.0, plot.x(axis.place(0.0)));
     for (value, style) in &bar.parts {
         sum += value;
@@ -46,6 +47,9 @@ fn one(page: &mut Page, bar: &Bar, axis: &Axis, plot: Area, middle: f64) {
         ends.into_iter().for_each(|x| page.line((x, middle - 4.0), (x, middle + 4.0), "a"));
         from = from.max(ends[1]);
     }
+    let line = reference.map(|value| plot.x(axis.place(value)));
+    let is_crossed = |x: &f64| from - 1.0 < *x && *x < from + 6.0 + width(&bar.note, SMALL);
+    let from = line.filter(is_crossed).unwrap_or(from);
     page.text((from + 4.0, middle + 4.0), SMALL, Anchor::Start, "u", &bar.note);
 }
 

@@ -61,7 +61,7 @@ pub struct Figure {
 }
 
 /// The mark of figures of a quick run.
-pub const QUICK: &str = "quick: one run";
+pub const QUICK: &str = "quick: few rounds";
 
 /// One pair of axes.
 #[derive(Clone, Debug)]
@@ -339,7 +339,7 @@ impl Panel {
 
 /// A label above a vertical axis, which is easier to read than one that lies on its side; where the plot may begin.
 fn above(page: &mut Page, area: Area, label: &str) -> f64 {
-    paragraph(page, (area.0, area.1), SMALL, area.2, "u", label) + 8.0
+    paragraph(page, (area.0, area.1), SMALL, area.2, "u", label) + 12.0
 }
 
 /// The axis below a plot: lines, texts and the label. `from` and `to` are the ends of the panel, which no text leaves. Its

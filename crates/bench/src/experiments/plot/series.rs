@@ -82,13 +82,24 @@ fn curve(page: &mut Page, series: &Series, x: &Axis, y: &Axis, plot: Area, aside
             page.line(at(point, low), at(point, high), &format!("k{ink}"));
         }
         page.marker(at(point, point.y), series.style, &tip(series, point, x, y));
+        if y.is_beyond(point.y) {
+            arrow(page, at(point, point.y), ink);
+        }
     }
+}
+
+/// An arrow upwards above a marker at the upper end of the axis: the value is beyond it.
+fn arrow(page: &mut Page, (x, y): (f64, f64), ink: usize) {
+    let (foot, tip) = (y - MARKER - 1.0, y - MARKER - 6.0);
+    let outline = [(x - 4.0, foot), (x, tip), (x + 4.0, foot)];
+    page.shape(&outline, "polyline", &format!("class=\"beyond k{ink}\" fill=\"none\" stroke-width=\"1.8\""));
 }
 
 fn tip(series: &Series, point: &Point, x: &Axis, y: &Axis) -> String {
     let name = if series.name.is_empty() { String::new() } else { format!("{}: ", series.name) };
     let spread = point.spread.map_or(String::new(), |(low, high)| format!(" ({} to {})", short(low), short(high)));
-    format!("{name}{} at {}{spread}, {}", short(point.y), x.text(point.x), y.label)
+    let beyond = if y.is_beyond(point.y) { ", beyond the axis" } else { "" };
+    format!("{name}{} at {}{spread}, {}{beyond}", short(point.y), x.text(point.x), y.label)
 }
 
 /// A value with three digits that say something.

@@ -111,7 +111,7 @@ const KNOWN: &[(&str, usize, Marker)] = &[
     ("auto", 2, Marker::Diamond),
     ("file", 1, Marker::Square),
     ("partition", 0, Marker::Circle),
-    ("lvm", 2, Marker::Triangle),
+    ("volume", 2, Marker::Triangle),
     ("configured", 6, Marker::Cross),
     ("front", 0, Marker::Circle),
     ("disk", 2, Marker::Diamond),
@@ -200,7 +200,7 @@ pub fn sheet() -> String {
     )
 }
 
-/// What warns: a mark such as "quick: one run".
+/// What warns: a mark such as "quick: few rounds".
 const INKS_WARN: (&str, &str) = ("#a33c00", "#ffb26b");
 
 #[cfg(test)]

@@ -151,5 +151,9 @@ fn values_past_an_end_stay_in_the_panel() {
     if let Marks::Series { y, .. } = &mut panel.marks {
         *y = Axis::linear("GB/s", 0.5);
     }
-    assert_well_formed(&figure(vec![panel]).to_svg());
+    let svg = figure(vec![panel]).to_svg();
+    assert_well_formed(&svg);
+    let points = crate::experiments::paths::all_kinds().len() * 14;
+    assert_eq!((svg.matches("class=\"beyond ").count(), svg.matches(", beyond the axis<").count()), (points, points));
+    assert_eq!(figure(vec![lines(14)]).to_svg().matches("beyond").count(), 0);
 }

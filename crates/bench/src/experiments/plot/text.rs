@@ -73,19 +73,32 @@ fn em(c: char) -> f64 {
     }
 }
 
-/// Breaks a text into lines of at most `room`. A word that is longer has a line of its own.
+/// Breaks a text into lines of at most `room`: between words, and inside a word that is longer than a line.
 pub fn wrap(text: &str, size: f64, room: f64) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
-    for word in text.split_whitespace() {
+    for piece in text.split_whitespace().flat_map(|word| cut(word, size, room)) {
         match lines.last_mut() {
-            Some(line) if width(line, size) + width(" ", size) + width(word, size) <= room => {
+            Some(line) if width(line, size) + width(" ", size) + width(&piece, size) <= room => {
                 line.push(' ');
-                line.push_str(word);
+                line.push_str(&piece);
             }
-            _ => lines.push(word.to_owned()),
+            _ => lines.push(piece),
         }
     }
     lines
+}
+
+/// A word in pieces that are no wider than `room`, each of one character at least.
+fn cut(word: &str, size: f64, room: f64) -> Vec<String> {
+    let mut pieces = vec![String::new()];
+    for c in word.chars() {
+        let last = pieces.last().map_or("", String::as_str);
+        if !last.is_empty() && width(last, size) + em(c) * size > room {
+            pieces.push(String::new());
+        }
+        pieces.last_mut().expect("there is one").push(c);
+    }
+    pieces
 }
 
 /// Moves places apart until each is `gap` from the next, between `low` and `high`, and keeps their order. What does not fit
@@ -143,7 +156,8 @@ mod tests {
     #[test]
     fn lines_are_broken_between_words() {
         assert_eq!(wrap("aa bb cc", 10.0, width("aa bb", 10.0)), ["aa bb", "cc"]);
-        assert_eq!(wrap("a-word-that-is-too-long b", 10.0, 20.0), ["a-word-that-is-too-long", "b"]);
+        assert_eq!(wrap("aaaaaa b", 10.0, width("aaaa", 10.0) + 0.1), ["aaaa", "aa b"]);
+        assert_eq!(wrap("ab", 10.0, 0.0), ["a", "b"]);
         assert!(wrap("", 10.0, 20.0).is_empty());
     }
 

@@ -48,6 +48,8 @@ pub struct Parameters {
     pub model: Figures,
     /// A device or raw file of this machine that is read, too.
     pub store: Option<PathBuf>,
+    /// A short run.
+    pub is_quick: bool,
 }
 
 impl Parameters {
@@ -63,6 +65,7 @@ impl Parameters {
             learning: Duration::from_millis(learning_ms),
             model: Figures::default(),
             store: None,
+            is_quick,
         }
     }
 
@@ -98,6 +101,9 @@ pub struct Asked {
     /// The device or file of this machine, if one was given.
     #[schema(value_type = Option<String>)]
     pub store: Option<PathBuf>,
+    /// True for a short run, whose figures show that it works.
+    #[serde(default)]
+    pub quick: bool,
 }
 
 /// Who reads, and what is done with the sizes of the requests.
@@ -167,7 +173,7 @@ pub struct Row {
 /// `InvalidInput` when there is nothing to measure; else when the given store cannot be opened or a read fails.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
-    let host = HostFacts::now();
+    let host = HostFacts::at_some(parameters.store.as_deref());
     let folder = Folder::new()?;
     let engine = Engine::start(Config { workers: 1, ..Config::default() })?;
     let mut rows = Vec::new();
@@ -191,6 +197,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         runtime_s: parameters.runtime.as_secs_f64(),
         model: parameters.model,
         store: parameters.store.clone(),
+        quick: parameters.is_quick,
     };
     Ok(Outcome { experiment: "shape".into(), host, parameters: asked, rows })
 }

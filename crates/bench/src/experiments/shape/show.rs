@@ -4,9 +4,9 @@ use comfy_table::{Cell, Table};
 use spile_server::units::format_size;
 
 use super::{Asked, Row, Side, Store};
-use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, QUICK, Series, styles};
+use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
 use crate::experiments::sample::{Spread, median};
-use crate::experiments::{Figures, Outcome, right, table};
+use crate::experiments::{Figures, Outcome, quick_mark, right, table};
 
 type Shape = Outcome<Asked, Row>;
 
@@ -102,7 +102,7 @@ pub fn found(outcome: &Shape) -> Vec<String> {
 /// The plots and their names.
 pub fn figures(outcome: &Shape) -> Figures {
     let panels = stores(outcome).into_iter().map(|store| panel(outcome, store)).collect();
-    let Asked { rounds, runtime_s, .. } = &outcome.parameters;
+    let Asked { rounds, runtime_s, quick, .. } = &outcome.parameters;
     let models: Vec<String> = stores(outcome).into_iter().map(|store| name(outcome, store)).collect();
     let note = format!(
         "random reads, one at a time; {}; medians of {rounds} round(s) of {runtime_s} s, and what lies between the tenth and the ninth tenth · {}",
@@ -110,7 +110,7 @@ pub fn figures(outcome: &Shape) -> Figures {
         outcome.host.summary()
     );
     let title = "shape: a guest's large reads, by those of the bare store".to_owned();
-    let mark = (*rounds == 1).then(|| QUICK.to_owned());
+    let mark = quick_mark(*quick);
     vec![("shape".to_owned(), Figure { title, note, mark, panels, columns: 2, keys: Vec::new() })]
 }
 
@@ -163,6 +163,7 @@ mod tests {
             runtime_s: 1.0,
             model: Model::default(),
             store: Some("/dev/x".into()),
+            quick: false,
         };
         Outcome { experiment: "shape".into(), host: HostFacts::now(), parameters, rows: rows.collect() }
     }

@@ -54,6 +54,8 @@ pub struct Parameters {
     pub rounds: u32,
     /// The length of a file that is made, in bytes. It is less where space is short.
     pub file_bytes: u64,
+    /// A short run.
+    pub is_quick: bool,
 }
 
 /// [`Parameters`] as figures have them, and what follows from the figures.
@@ -75,6 +77,9 @@ pub struct Asked {
     pub shape: String,
     /// How many times as fast large requests are with parts of the best size as whole; 0 when too little was measured to know.
     pub gain: f64,
+    /// True for a short run, whose figures show that it works.
+    #[serde(default)]
+    pub quick: bool,
 }
 
 /// One measurement.
@@ -108,7 +113,7 @@ struct Target {
 /// # Errors
 /// `InvalidInput` when the target is too short, has holes, or would be destroyed and nobody has allowed that; those of the target.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
-    let host = HostFacts::now();
+    let host = HostFacts::at(&parameters.target);
     let engine = Engine::start(Config { workers: 1, ..Config::default() })?;
     progress("open", 0.0);
     let target = Target::open(&engine, parameters)?;
@@ -127,6 +132,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         pairs_too_slow,
         shape: shape.to_string(),
         gain,
+        quick: parameters.is_quick,
     };
     Ok(Outcome { experiment: "tune".into(), host, parameters: asked, rows })
 }

@@ -4,9 +4,9 @@ use spile_server::units::format_size;
 
 use super::recommend::rate;
 use super::{Asked, Row};
-use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, QUICK, Series, styles};
+use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
 use crate::experiments::sample::Spread;
-use crate::experiments::{Figures, Outcome, right, table};
+use crate::experiments::{Figures, Outcome, quick_mark, right, table};
 
 type Tune = Outcome<Asked, Row>;
 
@@ -87,7 +87,7 @@ pub fn figures(outcome: &Tune) -> Figures {
         series.iter().flat_map(|series| &series.points).map(|point| point.spread.map_or(point.y, |(_, most)| most));
     let y = Axis::linear("MB/s (10^6 bytes)", most.fold(0.0, f64::max));
     let blocks = sizes(rows, |row| row.block_bytes);
-    let Asked { target, operation, rounds, runtime_s, shape, .. } = &outcome.parameters;
+    let Asked { target, operation, rounds, runtime_s, shape, quick, .. } = &outcome.parameters;
     let x = match blocks.is_empty() {
         true => Axis::names("request", &[]),
         false => Axis::sizes("request", &blocks),
@@ -105,7 +105,7 @@ pub fn figures(outcome: &Tune) -> Figures {
             sizes(rows, |row| row.outstanding_bytes).len(),
             outcome.host.summary()
         ),
-        mark: (*rounds == 1).then(|| QUICK.to_owned()),
+        mark: quick_mark(*quick),
         panels: vec![panel],
         columns: 1,
         keys: Vec::new(),
@@ -141,6 +141,7 @@ mod tests {
             pairs_too_slow: 6,
             shape: "split=64k".into(),
             gain: 2.25,
+            quick: true,
         };
         let rows = rows(|block, depth| 1e5 * depth as f64 + block as f64 * 100.0);
         let outcome = Outcome { experiment: "tune".into(), host: HostFacts::now(), parameters, rows };

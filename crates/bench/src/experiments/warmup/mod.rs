@@ -18,7 +18,7 @@ use super::filled::{FilledFile, no_device, room_bytes};
 use super::transfer::{Job, Operation, Side, Sides, Way};
 use super::world::Folder;
 use super::{HostFacts, Outcome};
-pub use show::{figures, finding, text};
+pub use show::{figures, found, text};
 
 /// The size of the blocks in bytes.
 const BLOCK_BYTES: u64 = 1 << 20;
@@ -114,7 +114,7 @@ pub struct Row {
 /// `InvalidInput` when there is nothing to measure; else when the file cannot be made, a server does not start, or a request fails.
 pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Result<Outcome<Asked, Row>> {
     parameters.check()?;
-    let host = HostFacts::now();
+    let host = HostFacts::at(&parameters.folder);
     let begun = Instant::now();
     let folder = Folder::new()?;
     let (sizes, mut ended_early) = sizes_that_fit(parameters)?;

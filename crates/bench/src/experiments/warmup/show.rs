@@ -1,7 +1,7 @@
 //! The figures of `warmup` as tables and plots.
 
 use super::{Asked, Row, STABLE_SHARE, stable_from};
-use crate::experiments::filled::warning;
+use crate::experiments::filled::{sentences, warning};
 use crate::experiments::plot::{Axis, Figure, Marks, Panel, Point, Series, styles};
 use crate::experiments::sample::{Spread, median};
 use crate::experiments::transfer::{Operation, Way};
@@ -108,8 +108,8 @@ pub fn figures(outcome: &Warmup) -> Figures {
     vec![("warmup".to_owned(), figure)]
 }
 
-/// What was found, in one line.
-pub fn finding(outcome: &Warmup) -> String {
+/// What was found, in a sentence.
+pub fn found(outcome: &Warmup) -> Vec<String> {
     let each = Operation::ALL.map(|operation| {
         let column = speeds(outcome, Way::Bare, operation);
         let last = column.last().map_or(0.0, |(_, speed)| speed / f64::from(1 << 20));
@@ -118,8 +118,9 @@ pub fn finding(outcome: &Warmup) -> String {
             None => format!("{} not stable, {last:.0} MiB/s at the largest size", operation.name()),
         }
     });
-    let warning = warning(outcome.parameters.no_device.as_deref()).replace('\n', "; ");
-    format!("{warning}bare: {}", each.join("; "))
+    let warning = sentences(&warning(outcome.parameters.no_device.as_deref()));
+    let bare = format!("Bare: {}.", each.join("; "));
+    warning.into_iter().chain([bare]).collect()
 }
 
 #[cfg(test)]

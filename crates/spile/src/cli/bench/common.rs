@@ -230,11 +230,6 @@ pub fn check_writable(dir: &Path) -> Result<()> {
     std::fs::remove_file(&probe).map_err(|e| Error::io("remove", e).at_path(&probe))
 }
 
-/// The figures of an experiment that has none.
-pub fn no_figures<O>(_: &O) -> Figures {
-    Figures::new()
-}
-
 /// Runs an experiment with a bar on stderr, hidden where that is no terminal. A signal ends it: its processes end with this
 /// one.
 ///

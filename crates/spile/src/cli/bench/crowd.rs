@@ -3,7 +3,7 @@
 use clap::Args;
 use spile_core::Result;
 
-use super::common::{OutputArgs, no_figures};
+use super::common::OutputArgs;
 use crate::bench::crowd;
 use crate::cli::Exit;
 
@@ -41,5 +41,5 @@ pub fn run(args: &CrowdArgs) -> Result<Exit> {
     parameters.depth = args.depth.unwrap_or(parameters.depth);
     parameters.rounds = args.rounds.unwrap_or(parameters.rounds);
     let outcome = args.output.measure("crowd", |progress| crowd::run(&parameters, progress))?;
-    args.output.show(&outcome, &crowd::text(&outcome), no_figures)
+    args.output.show(&outcome, &crowd::text(&outcome), crowd::figures)
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use spile_core::Result;
 
-use super::common::{OutputArgs, no_figures};
+use super::common::OutputArgs;
 use crate::bench::exchange;
 use crate::cli::Exit;
 use crate::units::parse_duration;
@@ -45,5 +45,5 @@ pub fn run(args: &ExchangeArgs) -> Result<Exit> {
     parameters.delay = args.delay.unwrap_or(parameters.delay);
     parameters.folder.clone_from(&args.folder);
     let outcome = args.output.measure("exchange", |progress| exchange::run(&parameters, progress))?;
-    args.output.show(&outcome, &exchange::text(&outcome), no_figures)
+    args.output.show(&outcome, &exchange::text(&outcome), exchange::figures)
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use spile_core::Result;
 
-use super::common::{OutputArgs, no_figures};
+use super::common::OutputArgs;
 use crate::bench::hung;
 use crate::cli::{Exit, complain};
 
@@ -46,7 +46,7 @@ pub fn run(args: &HungArgs) -> Result<Exit> {
     parameters.engine.clone_from(&args.engine);
     parameters.folder.clone_from(&args.folder);
     let (outcome, left_out) = args.output.measure("hung", |progress| hung::run(&parameters, progress))?;
-    let exit = args.output.show(&outcome, &hung::text(&outcome), no_figures)?;
+    let exit = args.output.show(&outcome, &hung::text(&outcome), hung::figures)?;
     left_out.iter().for_each(|reason| complain(format_args!("left out: {reason}")));
     Ok(exit)
 }
