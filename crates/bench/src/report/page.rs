@@ -29,7 +29,7 @@ dt{color:var(--muted)}dd{margin:0;overflow-wrap:anywhere}
 figure{overflow-wrap:anywhere;margin:1rem 0;border-top:1px solid var(--line);padding-top:.6rem}
 .mark{display:inline-block;border:1px solid var(--warn);color:var(--warn);padding:0 .4rem;font-size:.85rem}
 .panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,360px),1fr));gap:14px;margin:.6rem 0;align-items:end}
-.panels .keys{grid-column:1/-1}
+.panels .keys{grid-column:1/-1}.panels:has(.keys){align-items:start}
 .panels svg{max-width:100%;height:auto;display:block}
 summary{cursor:pointer;color:var(--link)}
 :focus-visible{outline:3px solid var(--link);outline-offset:2px}
