@@ -13,8 +13,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use spile_core::metrics::now_ns;
 use spile_core::metrics::span::{Moment, Spans, stamp};
+use spile_core::metrics::{now_ns, runs};
 use spile_core::{Disk, Error};
 use spile_engine::{Event, Pollable};
 use spile_front::{FrontCounters, GuestRing, Inbox, LogLimit, QueueWaker, Slots, serve_ring};
@@ -142,9 +142,7 @@ type Done = Rc<RefCell<Vec<(Box<Request>, Outcome)>>>;
 async fn answer_all<D: Disk>(inbox: Rc<Inbox<Box<Request>>>, done: Done, target: Arc<Target<D>>) {
     loop {
         let request = inbox.next().await;
-        if let Some(span) = request.span {
-            inbox.stamps_go_to(span);
-        }
+        inbox.stamps_go_to(request.span);
         stamp(Moment::DiskBegan);
         let outcome = target.execute(&request).await;
         stamp(Moment::DiskEnded);
@@ -248,9 +246,9 @@ impl<G: Grants> RingTask<G> {
         self.taken.iter_mut().for_each(|request| request.taken_ns = taken_ns);
         let taken = self.spans.taken(taken_ns);
         self.pages.read_indirect(&mut self.taken);
-        self.counters.requests.begin_all(self.taken.iter().map(|request| request.begun()));
+        self.counters.requests.begin_all(runs(self.taken.iter().map(|request| request.begun())));
         for request in &mut self.taken {
-            request.span = Some(self.spans.begin(taken, request.what()));
+            request.span = self.spans.begin(taken, request.what());
         }
         self.waiting.extend(self.taken.drain(..));
     }
@@ -317,7 +315,7 @@ impl<G: Grants> RingTask<G> {
         // The pages are unmapped before the guest is told, because it takes them back then.
         self.answers.iter_mut().for_each(|request| request.clear());
         self.answered_ns = now_ns();
-        self.counters.requests.end_all(self.answers.iter().map(|request| request.ended()), self.answered_ns);
+        self.counters.requests.end_all(runs(self.answers.iter().map(|request| request.ended())), self.answered_ns);
         let mut answers = std::mem::take(&mut self.answers);
         for mut request in answers.drain(..) {
             if let Some(span) = request.span.take() {

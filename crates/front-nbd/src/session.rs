@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use spile_core::metrics::span::{self, Moment, Span, Spans, What, stamp};
-use spile_core::metrics::{Ended, now_ns};
+use spile_core::metrics::{Ended, now_ns, runs};
 use spile_core::{Disk, Io, Result, Segments};
 use spile_front::{FrontCounters, Presence, has_hung_up};
 use spile_nbd_tls::Transport;
@@ -46,7 +46,7 @@ pub(crate) struct Job {
     /// The memory for which the request was admitted, in bytes.
     pub(crate) held_bytes: u64,
     pub(crate) started_ns: u64,
-    pub(crate) span: &'static Span,
+    pub(crate) span: Option<&'static Span>,
 }
 
 /// How a request ended.
@@ -179,13 +179,13 @@ impl<D: Disk> Session<D> {
     }
 
     /// The span of a request that has arrived whole.
-    pub(crate) fn begin_span(&self, request: &Request, started_ns: u64) -> &'static Span {
+    pub(crate) fn begin_span(&self, request: &Request, started_ns: u64) -> Option<&'static Span> {
         let (op, offset_bytes) = (op_of(request.command), request.offset_bytes);
         let mut spans = self.spans.borrow_mut();
         let taken = spans.taken(started_ns);
-        let span = spans.begin(taken, What { op, offset_bytes, len_bytes: request.len_bytes.into() });
+        let span = spans.begin(taken, What { op, offset_bytes, len_bytes: request.len_bytes.into() })?;
         span.reach(Moment::Loaded);
-        span
+        Some(span)
     }
 
     /// A reply is put together with others for the socket.
@@ -312,7 +312,7 @@ impl<D: Disk> Session<D> {
     pub(crate) fn depart(&self, finished: &[Ended], held_bytes: u64) {
         let now_ns = now_ns();
         self.presence.heard(now_ns);
-        self.counters().requests.end_all(finished.iter().copied(), now_ns);
+        self.counters().requests.end_all(runs(finished.iter().copied()), now_ns);
         let mut spans = self.spans.borrow_mut();
         spans.shown(now_ns);
         spans.end();
@@ -373,7 +373,7 @@ async fn perform_jobs<D: Disk>(session: Rc<Session<D>>, number: usize) {
                 answer
             });
             poll_fn(|cx| {
-                let answer = span::with(Some(job.span), || work.as_mut().poll(cx));
+                let answer = span::with(job.span, || work.as_mut().poll(cx));
                 if answer.is_pending() {
                     session.rouse();
                 }
@@ -404,7 +404,7 @@ impl<D: Disk> Drop for Owed<'_, D> {
         });
         let &Job { request, held_bytes, started_ns, span, .. } = self.job;
         self.session.presence.ends();
-        self.session.reply(Reply { request, answer, held_bytes, started_ns, span: Some(span) });
+        self.session.reply(Reply { request, answer, held_bytes, started_ns, span });
     }
 }
 

@@ -135,6 +135,7 @@ impl GuestMemory {
         self.regions.iter().any(|region| region.bytes.is_lost())
     }
 
+    #[inline]
     fn find(&self, addr: u64) -> Option<(&Region, usize)> {
         let at = self.regions.partition_point(|region| region.info.guest_addr <= addr);
         let region = &self.regions[at.checked_sub(1)?];

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use spile_core::Disk;
-use spile_core::metrics::span::{Moment, Span, Spans, Taken, What, stamp};
-use spile_core::metrics::{Begun, Ended as Answered, now_ns, turn_ns};
+use spile_core::metrics::span::{Moment, Spans, What, stamp};
+use spile_core::metrics::{Begun, Ended as Answered, now_ns, push_run, turn_ns};
 use spile_engine::{Event, Pollable, pin_memory};
 use spile_front::{FrontCounters, GuestRing, Inbox, QueueWaker, Slots, serve_ring, virtio};
 
@@ -149,16 +149,16 @@ async fn answer_all<D: Disk>(inbox: Rc<Inbox<u16>>, side: Rc<RefCell<DriverSide>
     let mut request = Request::default();
     loop {
         let head = inbox.next().await;
-        let span = side.borrow_mut().parse(head, &mut request);
-        if let Some(span) = span {
-            inbox.stamps_go_to(span);
+        let is_sound = side.borrow_mut().parse(head, &mut request);
+        if is_sound {
+            inbox.stamps_go_to(request.span);
             stamp(Moment::Loaded);
             stamp(Moment::DiskBegan);
             let outcome = target.execute(&request).await;
             stamp(Moment::DiskEnded);
             match outcome {
-                Some((status, written_bytes)) => side.borrow_mut().answer(&request, span, status, written_bytes),
-                None => side.borrow_mut().leave(request.head, span),
+                Some((status, written_bytes)) => side.borrow_mut().answer(&request, status, written_bytes),
+                None => side.borrow_mut().leave(&request),
             }
             request.clear();
         }
@@ -189,10 +189,10 @@ struct DriverSide {
     link: Arc<Link>,
     /// Heads of chains that are in the used ring and not published.
     batch: Vec<u16>,
-    /// Requests that have begun in this turn, to be counted together.
-    begun: Vec<Begun>,
-    /// The requests of `batch`, to be counted when they are published.
-    answered: Vec<Answered>,
+    /// Requests that have begun in this turn, to be counted together, with the number of equal ones.
+    begun: Vec<(Begun, u64)>,
+    /// The requests of `batch`, to be counted when they are published, with the number of equal ones.
+    answered: Vec<(Answered, u64)>,
     /// As of [`Ended::left`].
     left: Vec<u16>,
     broken: Option<Broken>,
@@ -212,14 +212,16 @@ impl DriverSide {
         }
     }
 
-    /// Reads a chain; `None` when it has broken the ring.
-    fn parse(&mut self, head: u16, request: &mut Request) -> Option<&'static Span> {
-        let taken = self.spans.taken(turn_ns());
+    /// Reads a chain; false when it has broken the ring.
+    fn parse(&mut self, head: u16, request: &mut Request) -> bool {
+        request.begun_ns = turn_ns();
+        let taken = self.spans.taken(request.begun_ns);
         match self.parser.parse(&self.ring, &self.memory, head, request) {
             Ok(()) => {
-                request.begun_ns = turn_ns();
-                let len_bytes = request.data.len() as u64;
-                self.begun.push(Begun { op: request.command.op(), len_bytes, begun_ns: request.begun_ns });
+                let (op, len_bytes) = (request.command.op(), request.data.len() as u64);
+                push_run(&mut self.begun, Begun { op, len_bytes, begun_ns: request.begun_ns });
+                let offset_bytes = request.offset.map_or(0, |offset| offset.0);
+                request.span = self.spans.begin(taken, What { op, offset_bytes, len_bytes });
             }
             Err(broken) => {
                 self.broken = Some(broken);
@@ -229,17 +231,13 @@ impl DriverSide {
                 }
             }
         }
-        self.broken.is_none().then(|| self.begin_span(taken, request))
+        self.broken.is_none()
     }
 
-    fn begin_span(&mut self, taken: Taken, request: &Request) -> &'static Span {
-        let op = request.command.op();
-        let offset_bytes = request.offset.map_or(0, |offset| offset.0);
-        self.spans.begin(taken, What { op, offset_bytes, len_bytes: request.data.len() as u64 })
-    }
-
-    fn answer(&mut self, request: &Request, span: &'static Span, status: u8, written_bytes: u32) {
-        self.spans.answered(span, status != virtio::OK);
+    fn answer(&mut self, request: &Request, status: u8, written_bytes: u32) {
+        if let Some(span) = request.span {
+            self.spans.answered(span, status != virtio::OK);
+        }
         // The parser has checked that the status byte lies in the guest's memory.
         self.memory.write_byte(request.status_addr, status);
         if let Some(log) = self.log.as_ref().filter(|log| log.logs_data) {
@@ -247,7 +245,7 @@ impl DriverSide {
             log.log.mark(request.status_addr, 1);
         }
         let (op, begun_ns) = (request.command.op(), request.begun_ns);
-        self.answered.push(Answered { op, failed: status != virtio::OK, begun_ns });
+        push_run(&mut self.answered, Answered { op, failed: status != virtio::OK, begun_ns });
         self.put(request.head, written_bytes + 1);
         if self.batch.len() >= PUBLISH {
             self.publish_and_call();
@@ -255,10 +253,10 @@ impl DriverSide {
     }
 
     /// Leaves a chain to the next server, which finds it in the in-flight region, or gets its number with the queue.
-    fn leave(&mut self, head: u16, span: &'static Span) {
-        self.spans.leave(span);
+    fn leave(&mut self, request: &Request) {
+        request.span.into_iter().for_each(|span| self.spans.leave(span));
         if self.inflight.is_none() {
-            self.left.push(head);
+            self.left.push(request.head);
         }
     }
 

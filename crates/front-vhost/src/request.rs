@@ -7,6 +7,7 @@
 
 use smallvec::SmallVec;
 use spile_core::metrics::Op;
+use spile_core::metrics::span::Span;
 use spile_core::{GuestOffset, MAX_REQUEST_BYTES, SECTOR_BYTES, Segments};
 
 use crate::memory::GuestMemory;
@@ -90,6 +91,8 @@ pub struct Request {
     pub is_sound: bool,
     /// When it was taken from the ring, in nanoseconds of CLOCK_MONOTONIC.
     pub begun_ns: u64,
+    /// Its moments.
+    pub span: Option<&'static Span>,
 }
 
 impl Request {
@@ -103,16 +106,19 @@ impl Request {
         if self.written.len() > KEPT_SEGMENTS {
             self.written = SmallVec::new();
         }
+        self.written.clear();
     }
 }
 
 /// Reads chains. It keeps the room of its lists from one chain to the next.
 #[derive(Default)]
 pub struct Parser {
-    readable: Vec<(u64, u32)>,
-    /// The first of `readable` that has data: those before it hold the header.
+    /// The chain's memory: address and length in bytes of each part. What the device reads comes first.
+    parts: Vec<(u64, u32)>,
+    /// The first part with data: those before it hold the header.
     data_from: usize,
-    writable: Vec<(u64, u32)>,
+    /// The first part that the device writes.
+    writable_from: usize,
     /// True when indirect descriptors have been agreed on.
     pub has_indirect: bool,
     /// True when the parts that the device writes are to be listed.
@@ -125,11 +131,12 @@ impl Parser {
         Self { has_indirect, is_logged, ..Self::default() }
     }
 
-    /// Reads the chain at `head` into `request`.
+    /// Reads the chain at `head` into `request`, which is cleared.
     ///
     /// # Errors
     /// When it breaks the rules of rings, or there is no byte where its status could go.
     pub fn parse(&mut self, ring: &Ring, memory: &GuestMemory, head: u16, request: &mut Request) -> Result<(), Broken> {
+        debug_assert!(request.data.is_empty() && request.written.is_empty());
         self.collect(ring, memory, head)?;
         (request.head, request.status_addr) = (head, self.take_status(memory)?);
         let header = self.take_header(memory);
@@ -138,25 +145,25 @@ impl Parser {
         let sector = u64::from(high) << 32 | u64::from(low);
         request.offset = sector.checked_mul(SECTOR_BYTES).map(GuestOffset);
         let reads_disk = matches!(request.command, Command::Read | Command::GetId);
-        let list = if reads_disk { &self.writable[..] } else { &self.readable[self.data_from..] };
-        request.data.clear();
+        let writable = &self.parts[self.writable_from..];
+        let list = if reads_disk { writable } else { &self.parts[self.data_from..self.writable_from] };
         let has_data = list.iter().all(|(addr, len)| {
             memory.append(*addr, u64::from(*len), &mut request.data) && request.data.as_slice().len() <= MAX_SEGMENTS
         });
         request.is_sound = header.is_some() && has_data;
-        request.written.clear();
         // A request that is refused unread writes nothing. It may claim any length.
         let writes = request.is_sound && reads_disk && request.data.len() as u64 <= MAX_REQUEST_BYTES;
         if self.is_logged && writes {
-            request.written.extend_from_slice(&self.writable);
+            request.written.extend_from_slice(writable);
         }
         Ok(())
     }
 
     /// Lists the memory that the chain's descriptors describe.
+    #[inline]
     fn collect(&mut self, ring: &Ring, memory: &GuestMemory, head: u16) -> Result<(), Broken> {
-        self.readable.clear();
-        self.writable.clear();
+        self.parts.clear();
+        self.writable_from = 0;
         let mut index = head;
         for _ in 0..ring.size() {
             if index >= ring.size() {
@@ -205,31 +212,32 @@ impl Parser {
         Err(Broken("an indirect table's chain has more links than the table: a circle"))
     }
 
+    #[inline]
     fn add(&mut self, descriptor: &Descriptor) -> Result<(), Broken> {
         let is_writable = descriptor.flags & Descriptor::WRITE != 0;
         if descriptor.len == 0 {
             return Err(Broken("a descriptor of no bytes"));
         }
-        if !is_writable && !self.writable.is_empty() {
+        if !is_writable && self.writable_from < self.parts.len() {
             return Err(Broken("a descriptor to read behind one to write"));
         }
-        if self.readable.len() + self.writable.len() >= MAX_CHAIN {
+        if self.parts.len() >= MAX_CHAIN {
             return Err(Broken("a chain of more than 1024 descriptors"));
         }
-        let list = if is_writable { &mut self.writable } else { &mut self.readable };
-        list.push((descriptor.addr, descriptor.len));
+        self.parts.push((descriptor.addr, descriptor.len));
+        self.writable_from += usize::from(!is_writable);
         Ok(())
     }
 
     /// Takes the status byte off the end of the writable memory.
     fn take_status(&mut self, memory: &GuestMemory) -> Result<u64, Broken> {
-        let Some((addr, len)) = self.writable.last_mut() else {
+        let Some((addr, len)) = self.parts[self.writable_from..].last_mut() else {
             return Err(Broken("a chain without a byte for its status"));
         };
         *len -= 1;
         let status_addr = addr.checked_add(u64::from(*len)).ok_or(Broken("a descriptor's end overflows"))?;
         if *len == 0 {
-            self.writable.pop();
+            self.parts.pop();
         }
         match memory.has(status_addr) {
             true => Ok(status_addr),
@@ -240,13 +248,14 @@ impl Parser {
     /// Takes the header, four numbers, off the start of the readable memory.
     fn take_header(&mut self, memory: &GuestMemory) -> Option<[u32; 4]> {
         self.data_from = 0;
-        let (addr, len) = self.readable.first().copied()?;
+        let readable = &mut self.parts[..self.writable_from];
+        let (addr, len) = readable.first().copied()?;
         let bytes = match u64::from(len) >= HEADER_BYTES {
             true => memory.read::<{ HEADER_BYTES as usize }>(addr)?,
-            false => read_split_header(&self.readable, memory)?,
+            false => read_split_header(readable, memory)?,
         };
         let mut left = HEADER_BYTES as u32;
-        while let Some((addr, len)) = self.readable.get_mut(self.data_from).filter(|_| left > 0) {
+        while let Some((addr, len)) = readable.get_mut(self.data_from).filter(|_| left > 0) {
             let taken = left.min(*len);
             (*addr, *len, left) = (*addr + u64::from(taken), *len - taken, left - taken);
             self.data_from += usize::from(*len == 0);

@@ -170,6 +170,7 @@ impl Ring {
     ///
     /// # Panics
     /// When `index` is outside the table.
+    #[inline]
     pub fn descriptor(&self, index: u16) -> Descriptor {
         let (at, table) = (16 * usize::from(index), &self.parts.descriptors);
         Descriptor::from_halves(table.load_u64(at, Ordering::Relaxed), table.load_u64(at + 8, Ordering::Relaxed))
@@ -197,6 +198,7 @@ impl Ring {
     }
 
     /// Writes a used element, which the driver does not see before [`Ring::publish`].
+    #[inline]
     pub fn add_used(&self, head: u16, written_bytes: u32) {
         let next = self.next_used.get();
         let at = USED_RING + 8 * self.slot(next);

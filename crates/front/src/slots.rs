@@ -95,11 +95,13 @@ impl<T> Inbox<T> {
         poll_fn(|_| self.request.take().map_or(Poll::Pending, Poll::Ready)).await
     }
 
-    /// Says which span is the request's: what the slot does from now on is stamped there.
+    /// Says which span is the request's, if it has one: what the slot does from now on is stamped there.
     #[inline]
-    pub fn stamps_go_to(&self, span: &'static Span) {
-        self.span.set(Some(span));
-        span::start(span);
+    pub fn stamps_go_to(&self, span: Option<&'static Span>) {
+        self.span.set(span);
+        if let Some(span) = span {
+            span::start(span);
+        }
     }
 
     /// Says that the request is answered: the slot is free.

@@ -280,7 +280,7 @@ fn all_requests_of_a_run_spend_their_time_in_the_store() {
     let mut requests: Vec<_> = (0..4)
         .map(|page| {
             let what = Asked { op: Kind::Write, offset_bytes: page * 4 * K, len_bytes: 4 * K };
-            (spans.begin(spans.taken(now_ns()), what), write(&node, page * 4 * K, 4 * K, 1))
+            (spans.begin(spans.taken(now_ns()), what).unwrap(), write(&node, page * 4 * K, 4 * K, 1))
         })
         .collect();
     for _ in 0..20 {

@@ -60,15 +60,13 @@ impl<S: Store> Store for MeteredStore<S> {
     }
 
     #[inline]
-    async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
-        let read = pin!(self.inner.read_at(offset, into, via));
-        self.meter.measure_by_turns(Op::Read, into.len() as u64, read).await
+    fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> impl Future<Output = Result<()>> {
+        self.meter.measure_by_turns(Op::Read, into.len() as u64, self.inner.read_at(offset, into, via))
     }
 
     #[inline]
-    async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
-        let written = pin!(self.inner.write_at(offset, from, via));
-        self.meter.measure_by_turns(Op::Write, from.len() as u64, written).await
+    fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> impl Future<Output = Result<()>> {
+        self.meter.measure_by_turns(Op::Write, from.len() as u64, self.inner.write_at(offset, from, via))
     }
 
     async fn sync(&self) -> Result<()> {

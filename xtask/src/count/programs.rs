@@ -51,7 +51,10 @@ impl Programs {
                     requests,
                 );
             }
-            Way::Vhost(load) => run_vhost(&self.built("spile", bench::spile)?, &file, load, requests)?,
+            Way::Vhost(load) => run_vhost(&self.built("spile", bench::spile)?, &file, "on", load, requests)?,
+            Way::VhostUncounted(load) => {
+                run_vhost(&self.built("spile", bench::spile)?, &file, "off", load, requests)?;
+            }
             Way::Blkif(access, load) => run_blkif(&self.built("spile", bench::spile)?, &file, access, load, requests)?,
             Way::Example(name, words) => {
                 run_example(&self.built(name, || example(name))?, &file, words, requests)?;
@@ -94,12 +97,13 @@ pub fn load(core: &str, spile: &Path, uri: &str, what: &[&str], requests: u64) -
     command
 }
 
-fn run_vhost(spile: &Path, file: &Path, what: &[&str], requests: u64) -> Result<()> {
+fn run_vhost(spile: &Path, file: &Path, accounting: &str, what: &[&str], requests: u64) -> Result<()> {
     let socket = std::env::temp_dir().join(format!("spile-count-{}.sock", std::process::id()));
     let core = server_cores(1);
     let mut command = pinned(&core, "valgrind");
     command.arg("--tool=callgrind").arg(format!("--callgrind-out-file={}", file.display()));
     command.arg(spile).args(["serve", "null:1G", "--vhost-user"]).arg(&socket).args(STEADY);
+    command.env("SPILE_ACCOUNTING", accounting);
     // It writes the file when it ends.
     let server = Server::spawn(&mut command, socket, Front::Vhost)?;
     shell::run(&mut load(&core, spile, &server.uri(), what, requests))

@@ -119,14 +119,14 @@ impl Counters {
         }
     }
 
-    /// Several requests begin. This costs less than to begin them one by one.
+    /// Several requests begin, with the number of equal ones. This costs less than to begin them one by one.
     #[inline]
-    pub fn begin_all(&self, requests: impl IntoIterator<Item = Begun>) {
+    pub fn begin_all(&self, requests: impl IntoIterator<Item = (Begun, u64)>) {
         if !is_counting() {
             return requests.into_iter().for_each(drop);
         }
         self.version.change(|| {
-            for (request, count) in runs(requests) {
+            for (request, count) in requests {
                 let counters = &self.ops[request.op as usize];
                 add(&counters.begun, count);
                 add(&counters.bytes, count * request.len_bytes);
@@ -135,13 +135,17 @@ impl Counters {
         });
     }
 
-    /// Several requests end at the same time. This costs less than to end them one by one.
+    /// Several requests end at the same time, with the number of equal ones. This costs less than to end them one by one.
     #[inline]
-    pub fn end_all(&self, requests: impl IntoIterator<Item = Ended>, now_ns: u64) {
+    pub fn end_all(&self, requests: impl IntoIterator<Item = (Ended, u64)>, now_ns: u64) {
         if !is_counting() {
             return requests.into_iter().for_each(drop);
         }
-        self.version.change(|| runs(requests).for_each(|(request, count)| self.note_ends(request, count, now_ns)));
+        self.version.change(|| {
+            for (request, count) in requests {
+                self.note_ends(request, count, now_ns);
+            }
+        });
     }
 
     /// No request that is in flight will ever end: each counts as ended, without a latency. Only where all that begins
@@ -240,9 +244,18 @@ impl Counters {
     }
 }
 
-/// Equal neighbours as one, with their number. Requests of one turn are often alike.
+/// Adds one to a list of items and their numbers; equal neighbours are one. Requests of one turn are often equal.
 #[inline]
-fn runs<T: Copy + PartialEq>(items: impl IntoIterator<Item = T>) -> impl Iterator<Item = (T, u64)> {
+pub fn push_run<T: PartialEq>(runs: &mut Vec<(T, u64)>, item: T) {
+    match runs.last_mut() {
+        Some((last, count)) if *last == item => *count += 1,
+        _ => runs.push((item, 1)),
+    }
+}
+
+/// Equal neighbours as one, with their number, as of [`push_run`].
+#[inline]
+pub fn runs<T: Copy + PartialEq>(items: impl IntoIterator<Item = T>) -> impl Iterator<Item = (T, u64)> {
     let mut items = items.into_iter();
     let mut next = items.next();
     std::iter::from_fn(move || {
@@ -313,7 +326,7 @@ mod tests {
         let (together, each) = (Counters::default(), Counters::default());
         let requests = [(Op::Read, 512), (Op::Read, 512), (Op::Write, 512), (Op::Read, 4096)];
         let requests = requests.map(|(op, len_bytes)| Begun { op, len_bytes, begun_ns: len_bytes });
-        together.begin_all(requests);
+        together.begin_all(runs(requests));
         requests.into_iter().for_each(|request| each.begin(request.op, request.len_bytes, request.begun_ns));
         assert_eq!(together.read(9000), each.read(9000));
         assert_eq!(together.read(9000).op(Op::Read).begun, 3);
@@ -338,7 +351,7 @@ mod tests {
         for counters in [&together, &each] {
             requests.iter().for_each(|request| counters.begin(Op::Read, 8, request.begun_ns));
         }
-        together.end_all(requests, 50);
+        together.end_all(runs(requests), 50);
         requests.into_iter().for_each(|request| each.end(request, 50));
         assert_eq!(together.read(60), each.read(60));
         assert_eq!(together.read(60).depth_integral_ns, 40 + 30 + 15);

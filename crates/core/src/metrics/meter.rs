@@ -91,20 +91,24 @@ impl Meter {
 
     #[inline]
     fn here(&self, count: impl FnOnce(&Counters)) {
+        match self.own.get(NUMBER.get()).and_then(OnceLock::get) {
+            Some(own) => count(own),
+            None => self.elsewhere(count),
+        }
+    }
+
+    /// This thread counts here for the first time, has no number, or counts nothing.
+    #[cold]
+    fn elsewhere(&self, count: impl FnOnce(&Counters)) {
         let number = match NUMBER.get() {
+            NOT_COUNTING => return,
             UNKNOWN => take_number(),
             known => known,
         };
         match self.own.get(number) {
             Some(own) => count(own.get_or_init(Box::default)),
-            None => self.beyond(number, count),
-        }
-    }
-
-    #[cold]
-    fn beyond(&self, number: usize, count: impl FnOnce(&Counters)) {
-        if number != NOT_COUNTING {
-            count(&self.lock_common());
+            None if number == NOT_COUNTING => {}
+            None => count(&self.lock_common()),
         }
     }
 

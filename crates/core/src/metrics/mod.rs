@@ -24,7 +24,7 @@ mod table;
 mod version;
 
 pub use clock::{begin_turn, now_ns, turn_ns};
-pub use counters::{Begun, Counters, Ended, add};
+pub use counters::{Begun, Counters, Ended, add, push_run, runs};
 pub use histogram::{BUCKETS, bounds_of, bucket_of};
 pub use little::{Gap, little};
 pub use meter::{InFlight, Meter};

@@ -28,9 +28,8 @@ impl<S: Store> Disk for Graph<S> {
         self.leaf().size_bytes()
     }
 
-    async fn execute(&self, io: Io<'_>) -> Result<()> {
-        let answered = pin!(self.answer(io));
-        self.meter(0).measure_by_turns(io.op.into(), io.extent.len_bytes, answered).await
+    fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>> {
+        self.meter(0).measure_by_turns(io.op.into(), io.extent.len_bytes, self.answer(io))
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {

@@ -272,7 +272,7 @@ impl Span {
         let before = self.taken.load(Ordering::Acquire);
         let raw = self.raw();
         fence(Ordering::Acquire);
-        // Another request that has the span since then would show another time.
+        // Another request that has the span since then shows another time, or has begun in the same turn and is as old.
         let is_whole = before > 0 && self.taken.load(Relaxed) == before;
         is_whole.then(|| raw.record(Anchor::now()))
     }

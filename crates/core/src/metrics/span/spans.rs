@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use probe::probe;
 
 use super::{Anchor, Moment, Record, Span, SpanLog, What, calibrate, count_now, leave_work_for};
+use crate::metrics::is_counting;
 
 /// Gets each request that has ended.
 pub type Sink = Box<dyn Fn(&Record)>;
@@ -61,15 +62,18 @@ impl Spans {
         }
     }
 
-    /// A request begins, which was taken before.
+    /// A request begins, which was taken before. `None` when this process counts nothing.
     #[inline]
-    pub fn begin(&mut self, taken: Taken, what: What) -> &'static Span {
+    pub fn begin(&mut self, taken: Taken, what: What) -> Option<&'static Span> {
+        if !is_counting() {
+            return None;
+        }
         let span = match self.free.pop() {
             Some(span) => span,
             None => self.one_more(),
         };
         span.begin(what, taken);
-        span
+        Some(span)
     }
 
     #[cold]
@@ -82,6 +86,7 @@ impl Spans {
     /// A request is answered. The guest does not see that yet.
     #[inline]
     pub fn answered(&mut self, span: &'static Span, failed: bool) {
+        leave_work_for(span);
         span.failed.store(failed, Relaxed);
         probe!(spile, stored, span.id());
         if span.is_exact.load(Relaxed) {
@@ -128,7 +133,7 @@ impl Spans {
         }
         let shown_ns = self.shown.at_ns;
         let mut least_ns = self.log.slowest.least_ns(shown_ns);
-        for span in self.answered.drain(..) {
+        for span in &self.answered {
             probe!(spile, notified, span.id());
             if span.is_exact.load(Relaxed) {
                 end_exact(&self.log, self.sink.as_ref(), span, self.shown);
@@ -137,8 +142,8 @@ impl Spans {
                 least_ns = self.log.slowest.least_ns(shown_ns);
             }
             span.rest();
-            self.free.push(span);
         }
+        self.free.append(&mut self.answered);
     }
 }
 
@@ -152,7 +157,6 @@ fn ended(span: &Span, shown_ns: u64) -> Record {
 
 #[cold]
 fn stored_exactly(span: &Span) {
-    leave_work_for(span);
     span.charge(count_now());
     span.phase.store(Moment::Stored as u8, Relaxed);
 }
@@ -197,7 +201,7 @@ mod tests {
     fn request(spans: &mut Spans) -> Vec<u64> {
         use Moment::{Completed, DiskBegan, DiskEnded, Submitted};
         let mut turns = vec![turn()];
-        let span = spans.begin(spans.taken(turns[0]), WHAT);
+        let span = spans.begin(spans.taken(turns[0]), WHAT).unwrap();
         turns.push(turn());
         span.reach(Moment::Loaded);
         for moment in [DiskBegan, Submitted, Submitted, Completed, Completed, DiskEnded] {
@@ -235,7 +239,7 @@ mod tests {
         let log = Arc::<SpanLog>::default();
         let mut spans = Spans::new(log.clone());
         let begun_ns = turn();
-        let span = spans.begin(spans.taken(begun_ns), WHAT);
+        let span = spans.begin(spans.taken(begun_ns), WHAT).unwrap();
         let stamps = [Moment::Loaded, Moment::DiskBegan, Moment::Submitted, Moment::Completed, Moment::DiskEnded];
         with(None, || {
             start(span);
@@ -254,7 +258,7 @@ mod tests {
         let log = Arc::<SpanLog>::default();
         let mut spans = Spans::new(log.clone());
         let mut trace = log.trace(1).unwrap();
-        let span = spans.begin(spans.taken(turn()), WHAT);
+        let span = spans.begin(spans.taken(turn()), WHAT).unwrap();
         with(None, || {
             start(span);
             stamp(Moment::DiskEnded);
@@ -273,7 +277,7 @@ mod tests {
     fn what_does_not_run_for_a_request_changes_none() {
         let log = Arc::<SpanLog>::default();
         let mut spans = Spans::new(log.clone());
-        let span = spans.begin(spans.taken(turn()), WHAT);
+        let span = spans.begin(spans.taken(turn()), WHAT).unwrap();
         with(Some(span), || stamp(Moment::Loaded));
         stamp(Moment::DiskBegan);
         assert_eq!(one(&log.in_flight()).phase, Moment::Loaded as usize);
@@ -287,7 +291,7 @@ mod tests {
         let mut spans = Spans::new(log.clone());
         (0..5).for_each(|_| drop(request(&mut spans)));
         assert_eq!(spans.own.len(), 1);
-        let span = spans.begin(spans.taken(now_ns()), WHAT);
+        let span = spans.begin(spans.taken(now_ns()), WHAT).unwrap();
         let begun = one(&log.in_flight());
         assert_eq!((begun.store_operations, begun.phases_ns), (0, [0; 8]));
         spans.leave(span);

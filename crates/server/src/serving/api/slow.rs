@@ -155,11 +155,11 @@ mod tests {
         let mut spans = Spans::new(log.clone());
         let what = What { op: Op::Write, offset_bytes: 4096, len_bytes: 512 };
         let taken_ns = now_ns() - 2 * IN_FLIGHT_FROM_NS;
-        let hangs = spans.begin(spans.taken(taken_ns), what);
+        let hangs = spans.begin(spans.taken(taken_ns), what).unwrap();
         let reached = [Moment::Loaded, Moment::DiskBegan, Moment::Submitted];
         with(Some(hangs), || reached.into_iter().for_each(stamp));
-        let young = spans.begin(spans.taken(now_ns()), what);
-        let ended = spans.begin(spans.taken(taken_ns), what);
+        let young = spans.begin(spans.taken(now_ns()), what).unwrap();
+        let ended = spans.begin(spans.taken(taken_ns), what).unwrap();
         spans.answered(ended, true);
         spans.shown(taken_ns + 5000);
         spans.end();
