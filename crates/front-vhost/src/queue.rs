@@ -149,8 +149,8 @@ async fn answer_all<D: Disk>(inbox: Rc<Inbox<u16>>, side: Rc<RefCell<DriverSide>
     let mut request = Request::default();
     loop {
         let head = inbox.next().await;
-        let is_sound = side.borrow_mut().parse(head, &mut request);
-        if is_sound {
+        let keeps_rules = side.borrow_mut().parse(head, &mut request);
+        if keeps_rules {
             inbox.stamps_go_to(request.span);
             stamp(Moment::Loaded);
             stamp(Moment::DiskBegan);
@@ -222,6 +222,7 @@ impl DriverSide {
                 push_run(&mut self.begun, Begun { op, len_bytes, begun_ns: request.begun_ns });
                 let offset_bytes = request.offset.map_or(0, |offset| offset.0);
                 request.span = self.spans.begin(taken, What { op, offset_bytes, len_bytes });
+                true
             }
             Err(broken) => {
                 self.broken = Some(broken);
@@ -229,9 +230,9 @@ impl DriverSide {
                 if let Some(inflight) = &self.inflight {
                     inflight.unnote(&[head], self.ring.published());
                 }
+                false
             }
         }
-        self.broken.is_none()
     }
 
     fn answer(&mut self, request: &Request, status: u8, written_bytes: u32) {

@@ -10,10 +10,13 @@
 //!
 //! A device's numbers and its name change from boot to boot. What is kept for a device is kept by its identity ([`HostDevice::identity`]).
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags, major, minor, open};
 use rustix::io::Errno;
@@ -80,6 +83,51 @@ struct Counted {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NoDevice(String);
 
+/// How long [`HostDevice::below_soon`] waits.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+type Found = std::result::Result<HostDevice, NoDevice>;
+
+/// A look for the device below a disk, on a thread of its own. Others that ask for the same disk meanwhile wait for the same answer.
+#[derive(Default)]
+struct Look {
+    found: Mutex<Option<Found>>,
+    is_over: Condvar,
+}
+
+/// The looks that are under way, by disk.
+static LOOKS: Mutex<BTreeMap<String, Arc<Look>>> = Mutex::new(BTreeMap::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Look {
+    /// The look at `disk` that is under way, or a new one by `look`.
+    fn at(disk: &str, look: fn(&str) -> Found) -> Arc<Self> {
+        let mut looks = lock(&LOOKS);
+        if let Some(under_way) = looks.get(disk) {
+            return under_way.clone();
+        }
+        let new = Arc::<Self>::default();
+        looks.insert(disk.to_owned(), new.clone());
+        let (disk, told) = (disk.to_owned(), new.clone());
+        std::thread::spawn(move || {
+            let found = look(&disk);
+            lock(&LOOKS).remove(&disk);
+            *lock(&told.found) = Some(found);
+            told.is_over.notify_all();
+        });
+        new
+    }
+
+    fn answer(&self, patience: Duration) -> Found {
+        let waited = self.is_over.wait_timeout_while(lock(&self.found), patience, |found| found.is_none());
+        let (found, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        found.clone().unwrap_or_else(|| Err(NoDevice("the disk's file system does not answer".to_owned())))
+    }
+}
+
 impl fmt::Display for NoDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
@@ -98,6 +146,15 @@ impl HostDevice {
             Ok(_) => Err(NoDevice(format!("{disk} is in memory"))),
             Err(error) => Err(NoDevice(error.to_string())),
         }
+    }
+
+    /// As [`HostDevice::below`], but it waits a second at most: a file system that hangs answers no more. However many ask, one
+    /// thread at a time waits for the answer about one disk.
+    ///
+    /// # Errors
+    /// As there; when there is no answer.
+    pub fn below_soon(disk: &str) -> std::result::Result<Self, NoDevice> {
+        Look::at(disk, Self::below).answer(PATIENCE)
     }
 
     /// The device that `path` is, or that it lies on.
@@ -290,7 +347,7 @@ impl Mount {
 }
 
 /// A word of mountinfo, in which blanks and backslashes are octal numbers (proc_pid_mountinfo(5)).
-fn unescaped(word: &str) -> String {
+pub fn unescaped(word: &str) -> String {
     [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
         .iter()
         .fold(word.to_owned(), |word, (code, character)| word.replace(code, character))
@@ -376,6 +433,21 @@ mod tests {
         // A loop device, or a disk of a guest to which nobody gave a serial number.
         sysfs(&at("vda"), &[("serial", "\n"), ("dev", "254:0\n"), ("loop/backing_file", "/srv/a\n")]);
         assert_eq!(identity_at(&at("vda")), None);
+    }
+
+    #[test]
+    fn one_thread_at_a_time_waits_for_a_file_system_that_hangs() {
+        fn slow(_: &str) -> Found {
+            std::thread::sleep(Duration::from_millis(300));
+            Err(NoDevice("looked at".to_owned()))
+        }
+        let why = |look: &Look, patience| look.answer(patience).unwrap_err().to_string();
+        let first = Look::at("hangs", slow);
+        assert_eq!(why(&first, Duration::from_millis(1)), "the disk's file system does not answer");
+        let second = Look::at("hangs", |_| panic!("a second look"));
+        assert!(Arc::ptr_eq(&first, &second));
+        assert_eq!(why(&second, Duration::from_secs(60)), "looked at");
+        assert!(!lock(&LOOKS).contains_key("hangs"));
     }
 
     #[test]

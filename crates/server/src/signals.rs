@@ -1,4 +1,4 @@
-//! Signals: SIGTERM and SIGINT end a command. A server hears SIGHUP, SIGUSR1 and SIGUSR2, too, and none of these ends it. A thread
+//! Signals: SIGTERM, SIGINT and SIGHUP (unless nohup keeps it away) end a command, and SIGTERM and SIGINT a server. A server hears SIGHUP, SIGUSR1 and SIGUSR2, too, and none of these ends it. A thread
 //! waits for them, so there is no signal handler, no timer and no wake-up. That thread never waits for a reader of stderr.
 
 use std::sync::mpsc;
@@ -35,6 +35,13 @@ fn block(signals: impl IntoIterator<Item = Signal>) -> Result<SigSet> {
     let set: SigSet = signals.into_iter().collect();
     set.thread_block().map_err(|e| Error::io("block signals", e.into()))?;
     Ok(set)
+}
+
+/// True when the process ignores `signal`, by its file /proc/self/status.
+fn ignores(status: &str, signal: Signal) -> bool {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal as u32 - 1) & 1 == 1)
 }
 
 fn wait(set: &SigSet) -> Result<Signal> {
@@ -75,7 +82,9 @@ impl EndSignals {
     /// # Errors
     /// The system's.
     pub fn block() -> Result<Self> {
-        block(ENDS).map(Self)
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let hangup = (!ignores(&status, Signal::SIGHUP)).then_some(Signal::SIGHUP);
+        block(ENDS.into_iter().chain(hangup)).map(Self)
     }
 
     /// Sleeps until one of these signals comes.
@@ -91,13 +100,13 @@ impl EndSignals {
         thread::spawn(move || self.exit());
     }
 
-    /// When a signal comes, another thread does `work` with it, and then waits for a second signal, which ends the process
-    /// at once.
+    /// When a signal comes, another thread does `work` with it. From then on a second signal ends the process at once.
     pub fn on_first(self, work: impl FnOnce(Signal) + Send + 'static) {
         thread::spawn(move || {
             if let Ok(signal) = self.wait() {
+                // What `work` waits for may never come.
+                Self(self.0).exit_on_next();
                 work(signal);
-                self.exit();
             }
         });
     }
@@ -126,4 +135,19 @@ fn exit_at_once(signal: Signal) -> ! {
 /// The customary exit code of a program that a signal ended.
 pub fn exit_code(signal: Signal) -> i32 {
     128 + signal as i32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nohup_keeps_away_is_known() {
+        let status = |mask: &str| {
+            format!("Name:\tspile\nSigBlk:\t0000000000000001\nSigIgn:\t{mask}\nSigCgt:\t0000000000000001\n")
+        };
+        assert!(ignores(&status("0000000000001001"), Signal::SIGHUP));
+        assert!(!ignores(&status("0000000000001000"), Signal::SIGHUP));
+        assert!(!ignores("", Signal::SIGHUP));
+    }
 }

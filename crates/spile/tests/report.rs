@@ -57,24 +57,28 @@ fn a_running_server_is_shown_to_this_host_alone() {
     let _served = serve(dir.path(), &["mem:16M", "--nbd", "unix:n"]);
     let mut command = spile();
     command.args(["report", "--live", "c"]).current_dir(dir.path()).stdout(Stdio::piped());
-    let mut page = Page(command.spawn().unwrap());
+    let mut live = Page(command.spawn().unwrap());
     let mut url = String::new();
-    BufReader::new(page.0.stdout.take().unwrap()).read_line(&mut url).unwrap();
-    let address = url.trim().trim_start_matches("http://").trim_end_matches('/');
-    assert!(address.starts_with("127.0.0.1:"), "{url}");
+    BufReader::new(live.0.stdout.take().unwrap()).read_line(&mut url).unwrap();
+    let (address, token) = url.trim().trim_start_matches("http://").trim_end_matches('/').split_once('/').unwrap();
+    assert!(address.starts_with("127.0.0.1:") && token.len() == 32, "{url}");
+    let (page, figures) = (format!("/{token}/"), format!("/{token}/figures"));
 
-    let (status, answer) = get(address, "/", address);
+    let (status, answer) = get(address, &page, address);
     assert!(status == 200 && answer.contains("content-security-policy") && answer.contains("<script>"), "{answer}");
     let port = address.split(':').nth(1).unwrap();
-    assert_eq!(get(address, "/", &format!("localhost:{port}")).0, 200);
+    assert_eq!(get(address, &page, &format!("localhost:{port}")).0, 200);
+    for path in ["/", "/figures", "/00000000000000000000000000000000/"] {
+        assert_eq!(get(address, path, address).0, 403, "{path}");
+    }
     for host in ["evil.example", &format!("evil.example:{port}"), "127.0.0.1", ""] {
-        assert_eq!(get(address, "/figures", host).0, 403, "{host}");
+        assert_eq!(get(address, &figures, host).0, 403, "{host}");
     }
 
     // The first look was when it began; what comes between is drawn after the second one.
     let uri = nbd(dir.path(), "").to_string();
     ok(dir.path(), &["load", &uri, "--rw", "randread", "--runtime", "1s"]);
-    let (status, figures) = get(address, "/figures", address);
+    let (status, figures) = get(address, &figures, address);
     assert_eq!(status, 200);
     for part in ["<figure", "average queue size", "requests per second", "class=\"m "] {
         assert!(figures.contains(part), "{part} is not in {figures}");

@@ -2,9 +2,12 @@
 //! devices. It goes with its folder: when that is dropped, when a signal ends the process, and, after a kill -9, when the next run finds
 //! the folder.
 //!
-//! A folder is locked (flock) as long as its process lives. One that has our mark and is not locked is what a killed run has left.
+//! A folder is locked (flock) as long as its process lives. One that has our mark and is not locked is what a killed run has left. But
+//! on some network file systems another host does not see the lock. So the mark tells the boot of the host, and what another boot or
+//! host has left is named, and stays.
 
 use std::fs::File;
+use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,6 +16,7 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use spile_core::{Error, Result, ResultExt};
+use spile_server::host_device::unescaped;
 use spile_server::log::complain;
 
 /// What the names of all folders begin with; the process id follows.
@@ -40,7 +44,8 @@ pub struct Folder {
 /// Where the folder in memory of this process is, or would be.
 pub(super) fn memory_path() -> PathBuf {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
-    runtime.unwrap_or_else(|| "/dev/shm".into()).join(format!("{PREFIX}{}", std::process::id()))
+    let parent = runtime.unwrap_or_else(|| "/dev/shm".into());
+    parent.canonicalize().unwrap_or(parent).join(format!("{PREFIX}{}", std::process::id()))
 }
 
 /// Does `work` while no signal ends this process: for work of which nothing must be left half done.
@@ -91,7 +96,7 @@ impl Folder {
             // A file system without such locks has no remains found; nothing else depends on them.
             let _ = flock(&lock, FlockOperation::LockExclusive);
             if std::fs::metadata(path).is_ok_and(|now| lock.metadata().is_ok_and(|own| now.ino() == own.ino())) {
-                File::create_new(path.join(MARK))?;
+                File::create_new(path.join(MARK))?.write_all(boot_id().as_bytes())?;
                 return Ok(lock);
             }
         }
@@ -111,6 +116,11 @@ impl Drop for Folder {
     }
 }
 
+/// The number of this boot of this host.
+fn boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
+}
+
 fn open(path: &Path) -> std::io::Result<File> {
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     Ok(File::from(rustix::fs::open(path, flags, Mode::empty())?))
@@ -119,9 +129,8 @@ fn open(path: &Path) -> std::io::Result<File> {
 /// Removes a folder and what depends on it: mounts in it, and devices on its files.
 fn remove(folder: &Path) {
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let in_folder =
-        mounts.lines().filter_map(|line| line.split(' ').nth(1)).filter(|at| Path::new(at).starts_with(folder));
-    in_folder.for_each(|at| unmount(Path::new(at)));
+    let places = mounts.lines().filter_map(|line| line.split(' ').nth(1)).map(unescaped).map(PathBuf::from);
+    places.filter(|at| at.starts_with(folder)).for_each(|at| unmount(&at));
     loop_devices_on(folder).iter().for_each(|device| give_up(device));
     for _ in 0..TRIES {
         match std::fs::remove_dir_all(folder) {
@@ -169,12 +178,17 @@ fn remove_remains(parent: &Path) {
         if !is_own || flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             continue;
         }
-        if path.join(MARK).exists() {
-            remove(&path);
-            complain(format_args!("removed what a killed run had left: {}", path.display()));
-        } else {
+        match std::fs::read_to_string(path.join(MARK)) {
+            Ok(boot) if boot == boot_id() => {
+                remove(&path);
+                complain(format_args!("removed what a killed run had left: {}", path.display()));
+            }
+            Ok(_) => complain(format_args!(
+                "note: a run of another boot or host has left {}; remove it when that run is over",
+                path.display()
+            )),
             // A run that was killed before the mark has left it empty. Whatever is not empty belongs to someone else.
-            let _ = std::fs::remove_dir(&path);
+            Err(_) => drop(std::fs::remove_dir(&path)),
         }
     }
 }
@@ -206,9 +220,15 @@ mod tests {
     fn remains_are_removed_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        for (name, file) in [("1-left", MARK), ("2026-11", "results.json"), ("notes", MARK)] {
+        let (here, elsewhere) = (boot_id(), "another boot".to_owned());
+        for (name, file, text) in [
+            ("1-left", MARK, &here),
+            ("2-elsewhere", MARK, &elsewhere),
+            ("2026-11", "results.json", &here),
+            ("notes", MARK, &here),
+        ] {
             std::fs::create_dir(at(&format!("{PREFIX}{name}"))).unwrap();
-            std::fs::write(at(&format!("{PREFIX}{name}/{file}")), "x").unwrap();
+            std::fs::write(at(&format!("{PREFIX}{name}/{file}")), text).unwrap();
         }
         std::fs::create_dir(at("spile-bench-3")).unwrap();
         std::fs::write(at("spile-bench-4"), "a file").unwrap();
@@ -216,9 +236,10 @@ mod tests {
         drop(Folder::inside(dir.path(), "next").unwrap());
         let mut names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
         names.sort();
-        let mut kept =
-            [at("spile-bench-2026-11"), at("spile-bench-4"), at("spile-bench-notes"), alive.path().to_owned()];
+        let names_kept = ["spile-bench-2-elsewhere", "spile-bench-2026-11", "spile-bench-4", "spile-bench-notes"];
+        let mut kept: Vec<_> = names_kept.map(at).into_iter().chain([alive.path().to_owned()]).collect();
         kept.sort();
-        assert_eq!(names, kept.map(|path| path.canonicalize().unwrap()));
+        let kept: Vec<_> = kept.into_iter().map(|path| path.canonicalize().unwrap()).collect();
+        assert_eq!(names, kept);
     }
 }

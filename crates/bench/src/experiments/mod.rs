@@ -41,6 +41,8 @@ mod usage;
 pub mod warmup;
 pub mod world;
 
+use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use comfy_table::{Cell, CellAlignment, LineStyle, Table, TableStyle};
@@ -105,7 +107,13 @@ pub fn all_sizes() -> Vec<u64> {
 pub fn save(dir: &Path, name: &str, text: &str) -> Result<PathBuf> {
     std::fs::create_dir_all(dir).map_err(|e| Error::io("make the folder", e)).at_path(dir)?;
     let (path, new) = (dir.join(name), dir.join(format!(".{name}.new")));
-    let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, &path));
+    // What a killed run has left, or a link that somebody else has put there, is not written to.
+    let _ = std::fs::remove_file(&new);
+    let written = File::create_new(&new).and_then(|mut file| file.write_all(text.as_bytes()));
+    let written = written.and_then(|()| std::fs::rename(&new, &path));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&new);
+    }
     written.map_err(|e| Error::io("cannot write", e)).at_path(&path)?;
     Ok(path)
 }

@@ -90,15 +90,16 @@ impl Disks {
             Storage::Null => Ok(format!("null:{}", self.size_bytes)),
             Storage::Memory => Ok(format!("mem:{}", self.size_bytes)),
             Storage::Folder(dir) => {
+                if self.folder.is_none() {
+                    self.room_bytes = room_bytes(dir)?;
+                }
+                fits(dir, self.made_bytes + self.size_bytes, self.room_bytes)?;
+                self.made_bytes += self.size_bytes;
+                // The folders of the disks that there are stay, whatever fails.
                 let folder = match self.folder.take() {
                     Some(folder) => folder,
-                    None => {
-                        self.room_bytes = room_bytes(dir)?;
-                        Folder::inside(dir, "disks")?
-                    }
+                    None => Folder::inside(dir, "disks")?,
                 };
-                self.made_bytes += self.size_bytes;
-                fits(dir, self.made_bytes, self.room_bytes)?;
                 let path = self.folder.insert(folder).path().join(format!("{name}.raw"));
                 let made = std::fs::File::create_new(&path).and_then(|file| file.set_len(self.size_bytes));
                 made.map_err(|e| Error::io("make a disk", e)).at_path(&path)?;

@@ -9,6 +9,19 @@ use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
 #[derive(Debug, Default)]
 pub(super) struct Version(AtomicU64);
 
+/// Ends a change when it is dropped.
+struct Whole<'a> {
+    version: &'a AtomicU64,
+    next: u64,
+}
+
+impl Drop for Whole<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        self.version.store(self.next, Ordering::Release);
+    }
+}
+
 impl Version {
     /// Changes what readers must see as a whole.
     #[inline]
@@ -16,8 +29,9 @@ impl Version {
         let version = self.0.load(Relaxed);
         self.0.store(version.wrapping_add(1), Relaxed);
         fence(Ordering::Release);
+        // Also when `change` panics: a reader would wait for ever.
+        let _whole = Whole { version: &self.0, next: version.wrapping_add(2) };
         change();
-        self.0.store(version.wrapping_add(2), Ordering::Release);
     }
 
     /// What `read` finds while nothing changes. Where the writer is interrupted in the middle of a change, the reader gives way to it.

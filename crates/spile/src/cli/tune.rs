@@ -8,7 +8,7 @@ use spile_core::Result;
 use spile_server::tuned::Saved;
 
 use super::Exit;
-use super::bench::common::{OutputArgs, with_progress};
+use super::bench::common::OutputArgs;
 use crate::bench::Outcome;
 use crate::bench::tune::{self, Asked, Parameters, Row};
 use crate::log::complain;
@@ -65,7 +65,7 @@ pub fn run(args: &TuneArgs) -> Result<Exit> {
         file_bytes: args.size,
         is_quick: args.output.quick,
     };
-    let outcome = with_progress(|progress| tune::run(&parameters, progress))?;
+    let outcome = args.output.measure("tune", |progress| tune::run(&parameters, progress))?;
     let exit = args.output.show(&outcome, &tune::text(&outcome), tune::figures)?;
     if !args.dry_run {
         keep(&outcome);

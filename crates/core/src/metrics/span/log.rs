@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::slowest::Slowest;
 use super::{Anchor, Raw, Record, Span, calibrate};
+use crate::metrics::is_counting;
 use crate::{Error, ErrorKind, Result};
 
 /// What is kept of the requests of one queue: the slowest ones, those in flight, and all while a trace runs. One thread
@@ -47,8 +48,12 @@ impl SpanLog {
     /// those that find none are counted. The first trace of a process waits until the time stamp counter is calibrated.
     ///
     /// # Errors
-    /// `Busy` when a trace runs already.
+    /// `Busy` when a trace runs already; `Unsupported` when this process counts nothing.
     pub fn trace(self: &Arc<Self>, capacity: usize) -> Result<SpanTrace> {
+        if !is_counting() {
+            let what = "this server notes no moments of requests";
+            return Err(Error::new(ErrorKind::Unsupported, what).hint("start it without SPILE_ACCOUNTING=off"));
+        }
         calibrate();
         let mut trace = lock(&self.trace);
         if trace.is_some() {

@@ -21,7 +21,9 @@ pub(super) struct Line {
     /// Requests by where they begin, so that overlaps are found fast: no two of these overlap. They are all those that change data or have
     /// lined up, but for those that wait.
     places: BTreeMap<u64, usize>,
-    runs: Slab<Run>,
+    /// By a number that no other run ever has: whoever comes late with an old one finds nothing.
+    runs: BTreeMap<u64, Run>,
+    next_run: u64,
     /// The group of requests that come now.
     group: u64,
     /// Those to be woken when nobody holds the lock of the line any more.
@@ -38,7 +40,7 @@ pub(super) enum State {
     /// It goes on by itself.
     Alone,
     /// It is number `at` of the run `run`, in the order of the disk.
-    InRun { run: usize, at: usize },
+    InRun { run: u64, at: usize },
     /// The merged request of its run has ended: well, or with an error that may be a neighbour's.
     Ended { well: bool },
 }
@@ -50,6 +52,8 @@ struct Request {
     state: State,
     /// Wakes the request when its state changes.
     waker: Option<Waker>,
+    /// Nobody waits for the request any more, but the merged request of its run is in flight.
+    is_gone: bool,
 }
 
 /// A request or several neighbours.
@@ -71,6 +75,8 @@ struct Run {
     segments: Vec<Segments>,
     /// So many have not brought it.
     missing: usize,
+    /// The number of the request that executes the merged one, which has begun.
+    leader: Option<usize>,
 }
 
 /// Several requests as one.
@@ -109,7 +115,8 @@ impl Line {
             waiting: Vec::new(),
             in_line: Vec::new(),
             places: BTreeMap::new(),
-            runs: Slab::new(),
+            runs: BTreeMap::new(),
+            next_run: 0,
             group: 0,
             woken: Vec::new(),
         }
@@ -123,7 +130,8 @@ impl Line {
             self.group += 1;
         }
         let piece = Piece { op: io.op, extent: io.extent, segments: io.segments.as_slice().len(), group: self.group };
-        let number = self.requests.insert(Request { piece, can_merge, state: State::Waits, waker: None });
+        let number =
+            self.requests.insert(Request { piece, can_merge, state: State::Waits, waker: None, is_gone: false });
         match self.must_wait(number, self.waiting.len()) {
             true => self.waiting.push(number),
             false => self.let_go(number),
@@ -219,17 +227,20 @@ impl Line {
         }
         let missing = numbers.len();
         let segments = vec![Segments::new(); missing];
-        let run = self.runs.insert(Run { extent, requests: numbers.to_vec(), segments, missing });
+        let run = self.next_run;
+        self.next_run += 1;
+        self.runs.insert(run, Run { extent, requests: numbers.to_vec(), segments, missing, leader: None });
         for (at, number) in numbers.iter().enumerate() {
             self.set(*number, State::InRun { run, at });
         }
     }
 
     /// A request brings its memory, the segments of number `at` of the run `run`. The last one gets the merged request.
-    pub(super) fn bring(&mut self, run: usize, at: usize, segments: &Segments) -> Option<Merged> {
-        let run = self.runs.get_mut(run)?;
+    pub(super) fn bring(&mut self, run: u64, at: usize, segments: &Segments) -> Option<Merged> {
+        let run = self.runs.get_mut(&run)?;
         run.segments[at] = segments.clone();
         run.missing -= 1;
+        run.leader = (run.missing == 0).then(|| run.requests[at]);
         (run.missing == 0).then(|| {
             let mut segments = Segments::new();
             run.segments.drain(..).for_each(|own| own.iter().for_each(|one| segments.push_joined(one.clone())));
@@ -238,14 +249,24 @@ impl Line {
     }
 
     /// The merged request of the run `run` has ended, or never comes about.
-    pub(super) fn end_run(&mut self, run: usize, well: bool) {
-        let requests = self.runs.try_remove(run).map(|run| run.requests);
-        requests.into_iter().flatten().for_each(|number| self.set(number, State::Ended { well }));
+    pub(super) fn end_run(&mut self, run: u64, well: bool) {
+        let requests = self.runs.remove(&run).map(|run| run.requests);
+        for number in requests.into_iter().flatten() {
+            self.set(number, State::Ended { well });
+            if self.requests[number].is_gone {
+                self.leave(number);
+            }
+        }
     }
 
-    /// The request `number` has ended: those that wait for nothing else go on. One that ends early because of a panic leaves nobody waiting.
+    /// The request `number` has ended: those that wait for nothing else go on. One that ends early because of a panic leaves nobody
+    /// waiting. As long as its bytes are on their way to the disk in a merged request, it keeps its place.
     pub(super) fn leave(&mut self, number: usize) {
         match self.requests[number].state {
+            State::InRun { run, .. } if self.is_led_by_another(run, number) => {
+                self.requests[number].is_gone = true;
+                return;
+            }
             State::Waits => self.waiting.retain(|other| *other != number),
             State::InLine => {
                 let was_first = self.first() == Some(number);
@@ -257,22 +278,85 @@ impl Line {
             State::InRun { run, .. } => self.end_run(run, false),
             State::Alone | State::Ended { .. } => {}
         }
-        let start = self.requests.remove(number).piece.extent.start();
-        if self.places.get(&start) == Some(&number) {
-            self.places.remove(&start);
+        let extent = self.requests.remove(number).piece.extent;
+        if self.places.get(&extent.start()) == Some(&number) {
+            self.places.remove(&extent.start());
         }
-        self.let_go_those_that_waited();
+        self.let_go_those_that_waited_for(extent);
     }
 
-    fn let_go_those_that_waited(&mut self) {
+    /// True when the merged request of the run `run` has begun, and another request than `number` executes it.
+    fn is_led_by_another(&self, run: u64, number: usize) -> bool {
+        self.runs.get(&run).and_then(|run| run.leader).is_some_and(|leader| leader != number)
+    }
+
+    /// A request for `extent` has ended.
+    fn let_go_those_that_waited_for(&mut self, extent: Extent) {
         let mut at = 0;
         while let Some(number) = self.waiting.get(at).copied() {
-            if self.must_wait(number, at) {
+            if !self.requests[number].piece.extent.overlaps(&extent) || self.must_wait(number, at) {
                 at += 1;
             } else {
                 self.waiting.remove(at);
                 self.let_go(number);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use spile_core::GuestOffset;
+
+    use super::*;
+
+    const PAGE: u64 = 4096;
+
+    fn write_comes(line: &mut Line, page: u64) -> (usize, State) {
+        let segments = Segments::zeroed(PAGE as usize);
+        let extent = Extent { offset: GuestOffset(page * PAGE), len_bytes: PAGE };
+        line.come(&Io::write(extent, &segments, false))
+    }
+
+    /// Two neighbours from that page on, as a run.
+    fn neighbours(line: &mut Line, page: u64) -> ([usize; 2], u64) {
+        let numbers = [page, page + 1].map(|page| write_comes(line, page).0);
+        line.end();
+        let State::InRun { run, .. } = line.requests[numbers[0]].state else { panic!("no run") };
+        (numbers, run)
+    }
+
+    fn bring(line: &mut Line, number: usize) -> bool {
+        let State::InRun { run, at } = line.requests[number].state else { panic!("no run") };
+        line.bring(run, at, &Segments::zeroed(PAGE as usize)).is_some()
+    }
+
+    #[test]
+    fn a_request_that_is_gone_keeps_its_place_as_long_as_its_bytes_are_in_flight() {
+        let mut line = Line::new(16 * PAGE);
+        let ([follower, leader], run) = neighbours(&mut line, 0);
+        assert!(!bring(&mut line, follower) && bring(&mut line, leader));
+        line.leave(follower);
+        let (later, state) = write_comes(&mut line, 0);
+        assert_eq!((state, line.requests[leader].state), (State::Waits, State::InRun { run, at: 1 }));
+        line.end_run(run, true);
+        assert_eq!(line.requests[leader].state, State::Ended { well: true });
+        assert_eq!(line.requests[later].state, State::InLine);
+    }
+
+    #[test]
+    fn a_run_that_is_over_ends_no_other_one() {
+        let mut line = Line::new(16 * PAGE);
+        let ([first, second], old) = neighbours(&mut line, 0);
+        assert!(!bring(&mut line, first));
+        // The run can never come about. The other request goes on alone.
+        line.leave(first);
+        assert_eq!(line.requests[second].state, State::Ended { well: false });
+        let (others, new) = neighbours(&mut line, 8);
+        line.end_run(old, true);
+        assert!(line.bring(old, 1, &Segments::zeroed(PAGE as usize)).is_none());
+        assert!(
+            others.iter().all(|number| matches!(line.requests[*number].state, State::InRun { run, .. } if run == new))
+        );
     }
 }

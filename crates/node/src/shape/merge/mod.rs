@@ -6,7 +6,8 @@
 //! of a run that brings its memory takes the others with it. So no request is held back for one that might come, and one without a
 //! neighbour loses no time.
 //!
-//! Order: a request waits for every earlier one of its worker that it overlaps, when one of the two changes data, until that has ended.
+//! Order: a request waits for every earlier write (or other change) of its worker that it overlaps until that has ended, and a change
+//! waits for the overlapping reads that have lined up, too.
 //! The protocols of the fronts do not ask for that. But a merged request begins late, and when it fails its requests begin once more. So
 //! without this rule the requests that are never merged (large and durable writes, discards, writes of zeroes) would overtake
 //! writes that came before them. Moreover, each of these and each flush ends a group, and only requests of one group are merged.
@@ -119,7 +120,7 @@ impl<'a> Place<'a> {
     /// Goes on with the others of its run, in which it is number `at`. True when the merged request has ended well.
     async fn run(
         &self,
-        run: usize,
+        run: u64,
         at: usize,
         merges: &AtomicU64,
         io: Io<'_>,

@@ -267,13 +267,13 @@ impl View {
         self.with(name, |disk| Ok(disk.detail(server, &self.engine)))
     }
 
-    /// What was counted of the disk of this name, and the device below it. It may wait for the file system to tell the device.
+    /// What was counted of the disk of this name, and the device below it, if the file system tells that soon.
     ///
     /// # Errors
     /// As [`View::find`].
     pub fn stats(&self, server: &str, name: &str) -> Result<DiskStats> {
         let mut stats = self.with(name, |disk| Ok(disk.stats(server, Detail::Queue)))?;
-        match HostDevice::below(&stats.path) {
+        match HostDevice::below_soon(&stats.path) {
             Ok(device) => stats.host_device = Some(device),
             Err(why) => stats.no_host_device = Some(why.to_string()),
         }

@@ -115,7 +115,7 @@ pub struct Summary {
     seconds: f64,
     /// Within which time it was to end, in seconds.
     #[serde(default)]
-    within_seconds: f64,
+    within_s: f64,
     /// The experiments, in their order.
     experiments: Vec<Entry>,
 }
@@ -174,7 +174,7 @@ pub fn run(args: &AllArgs) -> Result<Exit> {
     check_writable(&args.out)?;
     let within = args.within.unwrap_or(Duration::from_secs(WITHIN_SECONDS[usize::from(args.quick)]));
     let begun = Instant::now();
-    let mut summary = Summary { within_seconds: within.as_secs_f64(), ..Summary::default() };
+    let mut summary = Summary { within_s: within.as_secs_f64(), ..Summary::default() };
     for (number, member) in chosen.iter().enumerate() {
         let entry = Entry::new(member, args);
         let kept = before.finished(&entry, &args.out).filter(|_| !args.again);

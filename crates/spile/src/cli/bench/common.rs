@@ -1,5 +1,6 @@
 //! What the commands of experiments share: options, the progress bar, and how results are shown and kept.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -166,10 +167,13 @@ impl OutputArgs {
 
     /// Refuses to replace what is no result of this experiment, and the result of a long run by that of a quick one.
     fn check_replaceable(&self, path: &Path, name: &str) -> Result<()> {
-        let Ok(text) = std::fs::read_to_string(path) else { return Ok(()) };
+        let text = match std::fs::read_to_string(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            text => text.unwrap_or_default(),
+        };
         let old: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
         let what = match () {
-            _ if old["experiment"] != name => format!("it is there, and is no result of `spile bench {name}`"),
+            _ if old["experiment"] != name => format!("it is there, and is no result of {name}"),
             _ if path.with_file_name("all.state").exists() => {
                 "it is of a set that `spile bench all` has made".to_owned()
             }
