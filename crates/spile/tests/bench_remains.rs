@@ -123,14 +123,15 @@ fn a_result_is_not_replaced_without_a_word() {
     let keep = |result: Value| std::fs::write(&file, result.to_string()).unwrap();
     std::fs::create_dir(dir.path().join("o")).unwrap();
     let long = value!({ "experiment": "warmup", "parameters": { "quick": false }, "rows": [] });
-    for (old, why) in [(long.clone(), "the result of a long run"), (value!({ "mine": 1 }), "no result of `spile bench")]
-    {
+    for (old, why) in [(long.clone(), "the result of a long run"), (value!({ "mine": 1 }), "no result of `warmup`")] {
         keep(old.clone());
         let output = run(dir.path(), &args);
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && said.contains(why), "{said}");
         assert_eq!(serde_json::from_slice::<Value>(&std::fs::read(&file).unwrap()).unwrap(), old);
     }
+    std::fs::write(&file, [0xff, b'a']).unwrap();
+    assert!(!run(dir.path(), &args).status.success(), "what cannot be read is not replaced");
     keep(value!({ "experiment": "warmup", "parameters": { "quick": true } }));
     ok(dir.path(), &args);
     assert!(std::fs::read_dir(dir.path().join("o")).unwrap().all(|entry| {

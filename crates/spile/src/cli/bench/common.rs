@@ -173,7 +173,7 @@ impl OutputArgs {
         };
         let old: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
         let what = match () {
-            _ if old["experiment"] != name => format!("it is there, and is no result of {name}"),
+            _ if old["experiment"] != name => format!("it is there, and is no result of `{name}`"),
             _ if path.with_file_name("all.state").exists() => {
                 "it is of a set that `spile bench all` has made".to_owned()
             }
