@@ -16,6 +16,7 @@ pub mod metrics;
 mod shard;
 mod store;
 mod units;
+mod yield_now;
 
 pub use disk::{Disk, DiskInfo, ExtentKind, ExtentStatus};
 pub use error::{Error, ErrorKind, Result, ResultExt};
@@ -27,6 +28,7 @@ pub use shard::{SHARDS, act_as_shard, shard_number};
 pub use spile_mem::{Segment, Segments};
 pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Timer, Via, Work};
 pub use units::format_size;
+pub use yield_now::yield_now;
 
 /// The sector of VHD, blkif and virtio-blk, in bytes.
 pub const SECTOR_BYTES: u64 = 512;

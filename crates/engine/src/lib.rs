@@ -53,6 +53,8 @@ pub use fixed::{Pinned, pin_memory};
 pub use raw_file::{LockProbe, RawExtent, RawFile};
 pub use shared::WorkerStats;
 pub use socket::{Listener, Socket, peer_process};
+/// The reactor gets its turn after a bounded number of tasks, however often tasks call this.
+pub use spile_core::yield_now;
 pub use spin::{Pollable, Watch};
-pub use time::{sleep, yield_now};
+pub use time::sleep;
 pub use worker::{current_worker, pool, spawn};

@@ -93,18 +93,3 @@ impl Drop for Sleep {
 pub async fn sleep(d: Duration) {
     Sleep { deadline: Instant::now().checked_add(d), key: None, stays: PhantomData }.await;
 }
-
-/// Lets the other ready tasks of this worker run first: the task goes to the end of the queue, without a system call. A
-/// task that collects what others produce, such as replies for one send, calls this once before it takes them. The
-/// reactor gets its turn after a bounded number of tasks, however often tasks call this.
-pub async fn yield_now() {
-    let mut yielded = false;
-    std::future::poll_fn(|context| {
-        if std::mem::replace(&mut yielded, true) {
-            return Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
-}

@@ -21,7 +21,6 @@ mod bounce;
 mod end;
 mod exchange;
 mod fault;
-mod give_way;
 mod node;
 mod published;
 mod shape;

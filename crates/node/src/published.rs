@@ -13,10 +13,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 use event_listener::Event;
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result, SHARDS, shard_number};
+use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result, SHARDS, shard_number, yield_now};
 
 use crate::end::{End, Ender};
-use crate::give_way::give_way;
 use crate::shape::{Shape, Shaper, Shaping};
 use crate::stage::{Attached, Place, Stages};
 
@@ -172,7 +171,7 @@ impl<G: Disk> Published<G> {
                 match self.is_gate_closed.load(Ordering::SeqCst) {
                     true => opened.await,
                     // Another thread of this shard was just cloning the share.
-                    false => give_way().await,
+                    false => yield_now().await,
                 }
             }
         })

@@ -28,6 +28,8 @@ use utoipa::ToSchema;
 use crate::serving::api::rates::{LayerRates, OperationRates, per_s};
 
 const DISKSTATS: &str = "/proc/diskstats";
+/// The mounts of this process, as [`Mount`] reads them.
+pub const MOUNTS: &str = "/proc/self/mountinfo";
 const SECTOR_BYTES: u64 = 512;
 
 /// Takes a block device for this process alone, as long as the file lives. Whoever writes over a device asks for this before.
@@ -169,7 +171,7 @@ impl HostDevice {
         let device = if meta.file_type().is_block_device() { meta.rdev() } else { meta.dev() };
         let stats =
             std::fs::read_to_string(DISKSTATS).map_err(|e| NoDevice(format!("{DISKSTATS} cannot be read: {e}")))?;
-        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let mounts = std::fs::read_to_string(MOUNTS).unwrap_or_default();
         let mount = Mount::of(&mounts, &path);
         // btrfs and others have a number of their own for each file system, which is no device's.
         let source = mount.as_ref().and_then(|mount| Path::new(&mount.source).metadata().ok());
@@ -324,30 +326,36 @@ impl Line<'_> {
 
 /// A file system that is mounted.
 #[derive(Debug, PartialEq, Eq)]
-struct Mount {
+pub struct Mount {
+    /// Where it is mounted.
+    pub point: PathBuf,
     /// Its kind, such as `tmpfs`.
-    kind: String,
+    pub kind: String,
     /// What is mounted, such as `/dev/sda1`.
-    source: String,
+    pub source: String,
 }
 
 impl Mount {
-    /// The file system that `path`, an absolute one without links, lies on, in the text of /proc/self/mountinfo. Of several at the
+    /// The file system that `path`, an absolute one without links, lies on, in the text of [`MOUNTS`]. Of several at the
     /// same place the last one is seen.
-    fn of(mounts: &str, path: &Path) -> Option<Self> {
-        let parsed = mounts.lines().filter_map(|line| {
+    pub fn of(mounts: &str, path: &Path) -> Option<Self> {
+        let above = Self::all(mounts).filter(|mount| path.starts_with(&mount.point));
+        above.max_by_key(|mount| mount.point.components().count())
+    }
+
+    /// The file systems in such a text, in its order.
+    pub fn all(mounts: &str) -> impl Iterator<Item = Self> {
+        mounts.lines().filter_map(|line| {
             let (left, right) = line.split_once(" - ")?;
             let point = PathBuf::from(unescaped(left.split(' ').nth(4)?));
             let mut right = right.split(' ');
-            let mount = Self { kind: right.next()?.to_owned(), source: unescaped(right.next()?) };
-            path.starts_with(&point).then_some((point.components().count(), mount))
-        });
-        parsed.max_by_key(|(depth, _)| *depth).map(|(_, mount)| mount)
+            Some(Self { point, kind: right.next()?.to_owned(), source: unescaped(right.next()?) })
+        })
     }
 }
 
 /// A word of mountinfo, in which blanks and backslashes are octal numbers (proc_pid_mountinfo(5)).
-pub fn unescaped(word: &str) -> String {
+fn unescaped(word: &str) -> String {
     [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
         .iter()
         .fold(word.to_owned(), |word, (code, character)| word.replace(code, character))

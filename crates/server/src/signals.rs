@@ -97,7 +97,11 @@ impl EndSignals {
 
     /// From now on the next signal ends the process at once, with the customary exit code.
     pub fn exit_on_next(self) {
-        thread::spawn(move || self.exit());
+        thread::spawn(move || {
+            if let Ok(signal) = self.wait() {
+                exit_at_once(signal);
+            }
+        });
     }
 
     /// When a signal comes, another thread does `work` with it. From then on a second signal ends the process at once.
@@ -118,12 +122,6 @@ impl EndSignals {
             panics::say(&format!("spile: ended by {signal}\n"));
             std::process::exit(exit_code(signal));
         });
-    }
-
-    fn exit(&self) {
-        if let Ok(signal) = self.wait() {
-            exit_at_once(signal);
-        }
     }
 }
 

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use spile_core::{Error, Result, ResultExt};
-use spile_server::host_device::unescaped;
+use spile_server::host_device::{MOUNTS, Mount};
 use spile_server::log::complain;
 
 /// What the names of all folders begin with; the process id follows.
@@ -128,9 +128,9 @@ fn open(path: &Path) -> std::io::Result<File> {
 
 /// Removes a folder and what depends on it: mounts in it, and devices on its files.
 fn remove(folder: &Path) {
-    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let places = mounts.lines().filter_map(|line| line.split(' ').nth(1)).map(unescaped).map(PathBuf::from);
-    places.filter(|at| at.starts_with(folder)).for_each(|at| unmount(&at));
+    let mounts = std::fs::read_to_string(MOUNTS).unwrap_or_default();
+    let in_folder = Mount::all(&mounts).filter(|mount| mount.point.starts_with(folder));
+    in_folder.for_each(|mount| unmount(&mount.point));
     loop_devices_on(folder).iter().for_each(|device| give_up(device));
     for _ in 0..TRIES {
         match std::fs::remove_dir_all(folder) {

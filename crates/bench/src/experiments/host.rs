@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
-use spile_server::host_device::HostDevice;
+use spile_server::host_device::{HostDevice, MOUNTS, Mount};
 use spile_server::units::format_size;
 use utoipa::ToSchema;
 
@@ -144,18 +144,13 @@ fn mitigations(folder: &Path) -> Vec<String> {
 fn file_system(place: &Path) -> Option<String> {
     let place = place.canonicalize().ok()?;
     let is_device = place.metadata().ok()?.file_type().is_block_device();
-    let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
+    let mounts = std::fs::read_to_string(MOUNTS).ok()?;
     mount_of(&place, &mounts).filter(|_| !is_device)
 }
 
-/// The kind and the source of the mount that has a path, from lines as in /proc/self/mounts: of several the deepest, and the last of these.
+/// The kind and the source of the mount that has a path, from the text of [`MOUNTS`].
 fn mount_of(path: &Path, mounts: &str) -> Option<String> {
-    let mounts = mounts.lines().filter_map(|line| {
-        let mut words = line.split(' ');
-        Some((words.next()?, words.next()?, words.next()?))
-    });
-    let above = mounts.filter(|(_, at, _)| path.starts_with(at));
-    above.max_by_key(|(_, at, _)| at.len()).map(|(source, _, kind)| format!("{kind} on {source}"))
+    Mount::of(mounts, path).map(|mount| format!("{} on {}", mount.kind, mount.source))
 }
 
 fn device(place: &Path) -> Option<String> {
@@ -220,7 +215,8 @@ mod tests {
 
     #[test]
     fn the_deepest_mount_has_a_path() {
-        let mounts = "/dev/a / ext4 rw 0 0\n/dev/b /srv xfs rw 0 0\ntmpfs /srv/tmp tmpfs rw 0 0\nbroken\n";
+        let mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 8:2 / /srv rw - xfs /dev/b rw\n\
+                      3 2 0:9 / /srv/tmp rw - tmpfs tmpfs rw\nbroken\n";
         let of = |path: &str| mount_of(Path::new(path), mounts);
         assert_eq!(of("/srv/disks").unwrap(), "xfs on /dev/b");
         assert_eq!(of("/srvs").unwrap(), "ext4 on /dev/a");

@@ -198,12 +198,9 @@ impl Counters {
     /// What was counted, with everything in flight counted up to `now_ns`, which is not before the last begin or end.
     pub fn read(&self, now_ns: u64) -> Reading {
         let (times, mut buckets) = self.snapshot();
-        let mut in_flight = 0u64;
-        let ops = std::array::from_fn(|op| {
-            let here = times.begun[op].wrapping_sub(times.ended[op]);
-            in_flight = in_flight.wrapping_add(here);
-            self.ops[op].read(&times, std::mem::take(&mut buckets[op]), op)
-        });
+        let ops: [OpReading; Op::COUNT] =
+            std::array::from_fn(|op| self.ops[op].read(&times, std::mem::take(&mut buckets[op]), op));
+        let in_flight = ops.iter().fold(0u64, |sum, op| sum.wrapping_add(op.in_flight.cast_unsigned()));
         let now_sum = in_flight.wrapping_mul(now_ns);
         let depth_integral_ns = times.end_ns.wrapping_sub(times.begin_ns).wrapping_add(now_sum);
         let age_sum_ns = times.ended_begin_ns.wrapping_sub(times.begin_ns).wrapping_add(now_sum);

@@ -101,7 +101,6 @@ impl Meter {
     #[cold]
     fn elsewhere(&self, count: impl FnOnce(&Counters)) {
         let number = match NUMBER.get() {
-            NOT_COUNTING => return,
             UNKNOWN => take_number(),
             known => known,
         };

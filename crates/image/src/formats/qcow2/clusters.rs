@@ -6,12 +6,10 @@
 //! those are larger. Requests that want the same cluster at the same time share one decompression.
 
 use std::collections::VecDeque;
-use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::task::Poll;
 
 use async_lock::Semaphore;
-use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
+use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via, yield_now};
 
 use super::codec::COPIED;
 use super::codec::header::Compression;
@@ -97,21 +95,8 @@ impl Clusters {
         drop(bytes);
         let mut decompressor = Decompressor::new(self.compression, 1 << self.cluster_bits);
         while !decompressor.step(&input).map_err(|fault| Error::new(ErrorKind::Corrupt, fault.to_string()))? {
-            let_others_run().await;
+            yield_now().await;
         }
         Ok(decompressor.into_cluster())
     }
-}
-
-/// Gives the worker's other tasks a turn.
-async fn let_others_run() {
-    let mut waited = false;
-    poll_fn(|context| {
-        if std::mem::replace(&mut waited, true) {
-            return Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }

@@ -20,9 +20,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
 use spile_core::metrics::span::{Moment, stamp};
-use spile_core::{Io, Result, SHARDS, shard_number};
+use spile_core::{Io, Result, SHARDS, shard_number, yield_now};
 
-use crate::give_way::give_way;
 use line::{Line, State};
 
 /// A line of so many requests ends at once.
@@ -112,7 +111,7 @@ impl<'a> Place<'a> {
                 break;
             }
             seen = length;
-            give_way().await;
+            yield_now().await;
         }
         self.with(Line::end);
     }

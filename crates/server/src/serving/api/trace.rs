@@ -15,6 +15,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use utoipa::ToSchema;
 
 use super::view::View;
+use crate::serving::metrics::off_the_thread;
 
 /// How often buffers are emptied.
 const STEP: Duration = Duration::from_millis(50);
@@ -117,8 +118,7 @@ impl Running {
             let traces = traces.collect::<Result<Vec<_>>>()?;
             Ok::<_, Error>((view, name, traces))
         };
-        let begun = tokio::task::spawn_blocking(begin).await;
-        let (view, name, queues) = begun.map_err(|e| Error::new(ErrorKind::Io, "begin a trace").caused_by(e))??;
+        let (view, name, queues) = off_the_thread(begin).await?;
         let now = Instant::now();
         let left = max_requests.min(MAX_REQUESTS);
         Ok(Self { view, name, begun: now, ends: now + time, next: now, left, dropped: 0, queues, has_ended: false })

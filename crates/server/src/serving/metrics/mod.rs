@@ -139,6 +139,6 @@ fn of_server(view: &View, detail: Detail, told: &Told) -> Result<Families> {
 /// # Errors
 /// The work's.
 pub async fn off_the_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    let panicked = |e| Error::new(ErrorKind::Io, "the thread that reads the counters panicked").caused_by(e);
+    let panicked = |e| Error::new(ErrorKind::Io, "the thread that works for this call panicked").caused_by(e);
     tokio::task::spawn_blocking(work).await.map_err(panicked)?
 }
