@@ -67,7 +67,8 @@ pub struct Row {
     pub alone_cpu_us: f64,
     /// Of the disk in the crowd.
     pub crowd_cpu_us: f64,
-    /// Threads of the server of the crowd that ran in this round: the two workers, when no idle disk has woken anything.
+    /// Threads of the server of the crowd that ran in this round, but for the one of the busy guest's connection: the two
+    /// workers, when no idle disk has woken anything.
     pub crowd_threads: usize,
 }
 
@@ -155,7 +156,7 @@ fn idle_guest(socket: &Path, queues: u16) -> Result<(Device, Vec<Queue>)> {
 
 fn one_round(alone: &mut Served, crowd: &mut Served, parameters: &Parameters, round: u32) -> Result<Row> {
     let crowd_first = !round.is_multiple_of(2);
-    let before = runs(crowd.process.id());
+    let before = runs_when_still(crowd.process.id());
     let (first, second) = if crowd_first { (&crowd, &alone) } else { (&alone, &crowd) };
     let results = [first.read(parameters)?, second.read(parameters)?];
     let after = runs(crowd.process.id());
@@ -165,8 +166,31 @@ fn one_round(alone: &mut Served, crowd: &mut Served, parameters: &Parameters, ro
         crowd_iops: in_crowd.0,
         alone_cpu_us: in_alone.1,
         crowd_cpu_us: in_crowd.1,
-        crowd_threads: after.iter().filter(|thread| !before.contains(thread)).count(),
+        crowd_threads: ran(&before, &after),
     })
+}
+
+/// Each thread of the process and its runs, once none has run for 20 ms; or after a second at the latest. Threads of
+/// connections that have begun or ended just now still run for a moment.
+fn runs_when_still(pid: u32) -> Vec<(String, String)> {
+    let mut last = runs(pid);
+    for _ in 0..50 {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = runs(pid);
+        if now == last {
+            break;
+        }
+        last = now;
+    }
+    last
+}
+
+/// How many threads ran between the two moments. A thread that was not there before is the one of the busy guest's
+/// connection, which may still be about to end: no idle disk has woken it.
+fn ran(before: &[(String, String)], after: &[(String, String)]) -> usize {
+    let has_run =
+        |(thread, runs): &&(String, String)| before.iter().any(|(other, then)| other == thread && then != runs);
+    after.iter().filter(has_run).count()
 }
 
 /// The busy disk in the crowd, by the one that is alone: requests a second, and processor time.
@@ -219,4 +243,22 @@ pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
         disks.saturating_sub(1),
         found(outcome).join("\n")
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_ran_is_counted_when_it_was_there_before() {
+        let threads = |of: &[(&str, &str)]| {
+            of.iter().map(|(id, runs)| ((*id).to_owned(), (*runs).to_owned())).collect::<Vec<_>>()
+        };
+        let before = threads(&[("1", "5"), ("2", "7"), ("3", "9")]);
+        assert_eq!(ran(&before, &before), 0);
+        // The first one ran, the second one has ended, and a connection's thread has come.
+        assert_eq!(ran(&before, &threads(&[("1", "6"), ("3", "9"), ("4", "2")])), 1);
+        let me = std::process::id();
+        assert!(!runs_when_still(me).is_empty());
+    }
 }
