@@ -12,6 +12,7 @@ use std::path::PathBuf;
 
 use spile_core::{Error, ErrorKind, Extent, ExtentKind, Result, Segments, Store, StoreOffset, Via};
 
+use crate::create::NewParent;
 use crate::facts::Facts;
 use crate::formats::Format;
 use crate::grace::Reader;
@@ -214,6 +215,28 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     fn unmap(&self, part: Extent, below_is_zero: bool) -> impl Future<Output = Result<()>> {
         let _ = (part, below_is_zero);
         async { Err(self.read_only_error()) }
+    }
+
+    /// Gives up what the layer has of `part`, one [`Layer::part_len`] at most: it reads as what lies below. Whoever calls this has made sure
+    /// that the bytes below are the same and durable, and that no request writes to `part` meanwhile. Readers may be at it.
+    /// Space that becomes free is given back to the store by the next flushes.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `Unsupported` where the format cannot do that; errors of the store.
+    fn forget(&self, part: Extent) -> impl Future<Output = Result<()>> {
+        let _ = part;
+        async { Err(self.unsupported("this format cannot give up a part of an image")) }
+    }
+
+    /// Has the image name `parent` as its parent, or none. Whoever calls this has made sure that the disk reads the same with it.
+    /// The change is durable when it returns; a process or host that ends meanwhile leaves an image that names the old parent
+    /// or the new one. Requests may be in flight.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `Unsupported` where the format cannot do that; `NoSpace`; errors of the store.
+    fn set_parent(&self, parent: Option<&NewParent>) -> impl Future<Output = Result<()>> {
+        let _ = parent;
+        async { Err(self.unsupported("this format cannot change an image's parent")) }
     }
 
     /// Begins what the first writes would wait for, beside them ([`Env::spawn`](spile_core::Env::spawn)). Called when the layer

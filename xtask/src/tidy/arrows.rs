@@ -18,6 +18,11 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("spile-store", &["spile-core", "spile-mem", "spile-engine", "spile-nbd-wire", "spile-nbd-tls"], &[]),
     ("spile-image", &["spile-core"], &["spile-mem", "spile-engine", "spile-node", "spile-store", "spile-sim"]),
     ("spile-node", &["spile-core", "spile-image"], &["spile-mem", "spile-engine", "spile-store"]),
+    (
+        "spile-life",
+        &["spile-core", "spile-image", "spile-node"],
+        &["spile-mem", "spile-engine", "spile-store", "spile-sim"],
+    ),
     ("spile-front", &["spile-core", "spile-engine"], &[]),
     (
         "spile-front-nbd",
@@ -32,7 +37,7 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
         &["spile-lab", "spile-store"],
     ),
     ("spile-lab", &["spile-core", "spile-mem", "spile-xen"], &[]),
-    ("spile-sim", &["spile-core", "spile-image", "spile-node"], &["spile-mem"]),
+    ("spile-sim", &["spile-core", "spile-image", "spile-node", "spile-life"], &["spile-mem"]),
     (
         "spile-server",
         &[
@@ -43,6 +48,7 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
             "spile-store",
             "spile-image",
             "spile-node",
+            "spile-life",
             "spile-xen",
             "spile-front",
             "spile-front-nbd",
@@ -72,7 +78,7 @@ const ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("xtask", &[], &[]),
 ];
 
-const ALL: [&str; 17] = [
+const ALL: [&str; 18] = [
     "spile-nbd-tls",
     "spile-nbd-wire",
     "spile-mem",
@@ -81,6 +87,7 @@ const ALL: [&str; 17] = [
     "spile-store",
     "spile-image",
     "spile-node",
+    "spile-life",
     "spile-front",
     "spile-front-nbd",
     "spile-front-vhost",

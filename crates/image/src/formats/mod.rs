@@ -24,7 +24,7 @@ use spile_core::{
 };
 
 use crate::check::{Lost, Report};
-use crate::create::NewImage;
+use crate::create::{NewImage, NewParent};
 use crate::facts::Facts;
 use crate::grace::Reader;
 use crate::layer::{EncodedUnit, Found, Identity, Layer, MapPiece, ParentRef, Reserved};

@@ -155,6 +155,8 @@ macro_rules! formats {
                 async fn read_encoded(&self, unit: EncodedUnit, within_bytes: u32, into: &Segments) -> Result<()>;
                 async fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<()>;
                 async fn unmap(&self, part: Extent, below_is_zero: bool) -> Result<()>;
+                async fn forget(&self, part: Extent) -> Result<()>;
+                async fn set_parent(&self, parent: Option<&NewParent>) -> Result<()>;
                 async fn flush(&self) -> Result<()>;
                 async fn seal(&self) -> Result<()>;
                 async fn resize(&self, size_bytes: u64) -> Result<()>;

@@ -1,0 +1,56 @@
+//! Names of the files that Spile keeps beside a disk. They are hidden, begin with the disk's whole file name, and lie in its folder, so that
+//! a rename between them and the disk is one step, and nobody has to be told where they are.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// The image that is to become the disk's leaf, while it is made.
+pub fn new_leaf(disk: &Path) -> PathBuf {
+    beside(disk, "new")
+}
+
+/// What is being done to the disk, so that it goes on after the death of the process.
+pub fn job(disk: &Path) -> PathBuf {
+    beside(disk, "job")
+}
+
+/// The blocks that have changed since each checkpoint of the disk.
+pub fn changes(disk: &Path) -> PathBuf {
+    beside(disk, "changes")
+}
+
+/// The disk that the file `path` belongs to, if it has one of these names.
+pub fn disk_of(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?.to_str()?;
+    let (disk, _) = name.strip_prefix('.')?.rsplit_once(MARK)?;
+    (!disk.is_empty()).then(|| path.with_file_name(disk))
+}
+
+/// Stands between the disk's name and what the file is.
+const MARK: &str = ".spile-";
+
+fn beside(disk: &Path, what: &str) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(disk.file_name().unwrap_or_default());
+    name.push(MARK);
+    name.push(what);
+    disk.with_file_name(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_beside_a_disk_lead_back_to_it() {
+        let disk = Path::new("/vm/.a.spile-new.vhd");
+        for beside in [new_leaf(disk), job(disk), changes(disk)] {
+            assert_eq!(beside.parent(), disk.parent());
+            assert_eq!(disk_of(&beside).as_deref(), Some(disk));
+        }
+        assert_eq!(new_leaf(Path::new("/vm/a.vhd")), Path::new("/vm/.a.vhd.spile-new"));
+        for other in ["/vm/a.vhd", "/vm/.a.vhd", "/vm/.spile-new", "/"] {
+            assert_eq!(disk_of(Path::new(other)), None, "{other}");
+        }
+    }
+}
