@@ -65,6 +65,10 @@ impl<S: Store, T: Timing> Store for SlowStore<S, T> {
         self.inner.path()
     }
 
+    fn set_path(&self, path: &Path) {
+        self.inner.set_path(path);
+    }
+
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         if via == Via::Direct {
             pass(self.timing.read(offset, into.len() as u64)).await;
@@ -130,6 +134,18 @@ impl<F: Files> Files for SlowFiles<F> {
 
     async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         self.inner.rename(from, to).await
+    }
+
+    async fn link(&self, from: &Path, to: &Path) -> Result<()> {
+        self.inner.link(from, to).await
+    }
+
+    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
+        self.inner.is_same_file(one, other).await
+    }
+
+    async fn reopen(&self, store: &Self::Store, mode: OpenMode) -> Result<Self::Store> {
+        Ok(self.slow(self.inner.reopen(&store.inner, mode).await?))
     }
 
     async fn remove(&self, path: &Path) -> Result<()> {

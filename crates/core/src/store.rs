@@ -55,8 +55,13 @@ pub trait Store: Send + Sync + 'static {
     /// The length in bytes now.
     fn len_bytes(&self) -> u64;
 
-    /// For messages: where the store is.
+    /// Where the store is, for messages and for what is found by names beside it.
     fn path(&self) -> &Path;
+
+    /// Says that the store's file is known by another path from now on: it was renamed, or its old name names another file.
+    fn set_path(&self, path: &Path) {
+        let _ = path;
+    }
 
     /// Fills `into` from `offset`. Bytes past the end are an error (`OutOfRange`).
     fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> impl Future<Output = Result<()>>;
@@ -112,6 +117,29 @@ pub trait Files: Send + Sync + 'static {
     /// # Errors
     /// The system's.
     fn rename(&self, from: &Path, to: &Path) -> impl Future<Output = Result<()>>;
+
+    /// Gives the file at `from` a second name. Once it returns, that name is durable.
+    ///
+    /// # Errors
+    /// `Exists` when there is something at `to`; `Unsupported` where the file system has no second names; else the system's.
+    fn link(&self, from: &Path, to: &Path) -> impl Future<Output = Result<()>>;
+
+    /// True when both paths name the same file.
+    ///
+    /// # Errors
+    /// `NotFound` when there is nothing at one of them; else the system's.
+    fn is_same_file(&self, one: &Path, other: &Path) -> impl Future<Output = Result<bool>>;
+
+    /// Opens the file of `store` in another mode, whatever its path names by now. The lock on it is converted, and at no moment
+    /// could another process take it. A store that was opened without a lock gets none.
+    ///
+    /// Afterwards `store` can be read as before. It takes no writes any more; and once it is open for writing here, it
+    /// cannot be reopened again.
+    ///
+    /// # Errors
+    /// `Busy` when others have the file open and the new mode leaves no room for them, and for a store that was
+    /// reopened for writing before; what is known of a lost lock or a file that was cut short; else the system's. Then `store` is as it was.
+    fn reopen(&self, store: &Self::Store, mode: OpenMode) -> impl Future<Output = Result<Self::Store>>;
 
     /// Removes a file's name, durably.
     ///

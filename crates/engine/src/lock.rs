@@ -59,6 +59,70 @@ pub(crate) fn acquire_beside(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
     take_shared(fd, uses_of(mode))
 }
 
+/// Has `new` locked in the mode `to`. `old` are descriptors of the same file that this process has locked in the mode `from`:
+/// the one of [`acquire`] first, then those of [`acquire_beside`]. Another process that tries to lock the file meanwhile is refused. What is
+/// left to `old` is the locks of a reader, or none when `new` writes. May wait a few milliseconds.
+///
+/// # Errors
+/// As [`acquire`]; `old` is locked as before then. `InvalidInput` from writing to writing.
+pub(crate) fn pass_on(old: &[BorrowedFd<'_>], from: OpenMode, new: BorrowedFd<'_>, to: OpenMode) -> Result<()> {
+    match (from, to) {
+        (OpenMode::ReadOnly, OpenMode::ReadOnly) => acquire(new, to),
+        (OpenMode::ReadWrite, OpenMode::ReadOnly) => {
+            lower(old)?;
+            acquire(new, to)
+        }
+        (OpenMode::ReadOnly, OpenMode::ReadWrite) => raise(old, new),
+        (OpenMode::ReadWrite, OpenMode::ReadWrite) => {
+            Err(Error::new(ErrorKind::InvalidInput, "the file is open for writing already"))
+        }
+    }
+}
+
+/// Makes a writer's locks those of a reader. Byte 0 is converted in one step.
+fn lower(old: &[BorrowedFd<'_>]) -> Result<()> {
+    old.first().map_or(Ok(()), |first| take(*first, gate_of(OpenMode::ReadOnly), 0))?;
+    for fd in old {
+        for byte in [USES + WRITE, USES + RESIZE] {
+            call(*fd, libc::F_OFD_SETLK, &mut request(libc::F_UNLCK, byte)).map_err(no_locks)?;
+        }
+    }
+    Ok(())
+}
+
+/// Gives a reader's locks up for those of a writer. An exclusive lock needs a descriptor that writes, and no other description
+/// may have byte 0 then. So `new` first takes the shared bytes, which refuse everybody who comes, and only then `old` lets go.
+fn raise(old: &[BorrowedFd<'_>], new: BorrowedFd<'_>) -> Result<()> {
+    take_shared(new, uses_of(OpenMode::ReadWrite))?;
+    old.iter().for_each(|fd| release(*fd));
+    let raised = patiently(|| acquire(new, OpenMode::ReadWrite));
+    if raised.is_err() {
+        // Whoever is in the way for a moment is refused by the shared bytes of `new`.
+        let restored = patiently(|| {
+            old.first().map_or(Ok(()), |first| take(*first, gate_of(OpenMode::ReadOnly), 0))?;
+            old.iter().try_for_each(|fd| take_shared(*fd, uses_of(OpenMode::ReadOnly)))
+        });
+        release(new);
+        restored?;
+    }
+    raised
+}
+
+/// Tries again while the file is busy, a few times: somebody who is about to be refused holds locks for a moment.
+fn patiently(take: impl Fn() -> Result<()>) -> Result<()> {
+    for _ in 0..TRIES {
+        match take() {
+            Err(error) if error.kind() == ErrorKind::Busy => std::thread::sleep(PAUSE),
+            done => return done,
+        }
+    }
+    take()
+}
+
+/// How often a busy lock is tried again, and the time between two tries.
+const TRIES: u32 = 5;
+const PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
+
 /// Ends the locks at once, however many duplicates of the descriptor there are, for example in a ring's table of files.
 pub(crate) fn release(fd: BorrowedFd<'_>) {
     let mut whole = request(libc::F_UNLCK, 0);
@@ -266,6 +330,58 @@ mod tests {
         let ours = locked(file.path(), OpenMode::ReadWrite).unwrap();
         let no_file = File::options().read(true).custom_flags(libc::O_PATH).open(file.path()).unwrap();
         assert_eq!(is_held(ours.as_fd(), no_file.as_fd(), OpenMode::ReadWrite), Err(libc::EBADF));
+    }
+
+    #[test]
+    fn a_writers_lock_becomes_a_readers_and_back() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let is_locked = |mode| locked(file.path(), mode).is_none();
+        let (first, beside) = (locked(file.path(), OpenMode::ReadWrite).unwrap(), open(file.path()));
+        acquire_beside(beside.as_fd(), OpenMode::ReadWrite).unwrap();
+        let old = [first.as_fd(), beside.as_fd()];
+        let reader = open(file.path());
+        pass_on(&old, OpenMode::ReadWrite, reader.as_fd(), OpenMode::ReadOnly).unwrap();
+        drop(reader);
+        assert!(is_locked(OpenMode::ReadWrite) && !is_locked(OpenMode::ReadOnly), "the old one has a reader's lock");
+        let (writer, other) = (open(file.path()), locked(file.path(), OpenMode::ReadOnly).unwrap());
+        let raised = pass_on(&old, OpenMode::ReadOnly, writer.as_fd(), OpenMode::ReadWrite);
+        assert_eq!(raised.unwrap_err().kind(), ErrorKind::Busy, "another reader is there");
+        drop((other, writer));
+        assert!(is_locked(OpenMode::ReadWrite) && !is_locked(OpenMode::ReadOnly), "all is as it was");
+        let writer = open(file.path());
+        pass_on(&old, OpenMode::ReadOnly, writer.as_fd(), OpenMode::ReadWrite).unwrap();
+        assert!(is_locked(OpenMode::ReadOnly));
+        drop(writer);
+        assert!(!is_locked(OpenMode::ReadWrite), "the old one has no lock any more");
+    }
+
+    #[test]
+    fn nobody_gets_a_lock_while_it_is_converted() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut holder = locked(file.path(), OpenMode::ReadWrite).unwrap();
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let intruder = scope.spawn(|| {
+                let mut got = 0;
+                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                    got += u32::from(locked(file.path(), OpenMode::ReadWrite).is_some());
+                }
+                got
+            });
+            let mut mode = OpenMode::ReadWrite;
+            for _ in 0..1000 {
+                let (next, other) = (
+                    open(file.path()),
+                    if mode == OpenMode::ReadWrite { OpenMode::ReadOnly } else { OpenMode::ReadWrite },
+                );
+                // The intruder may be in the way of a writer for a moment; then all stays as it is.
+                if pass_on(&[holder.as_fd()], mode, next.as_fd(), other).is_ok() {
+                    (holder, mode) = (next, other);
+                }
+            }
+            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(intruder.join().unwrap(), 0);
+        });
     }
 
     #[test]

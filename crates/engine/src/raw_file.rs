@@ -87,6 +87,21 @@ impl RawFile {
         Ok(())
     }
 
+    /// Locks this file for use in `mode`. `old` are other descriptors of the same file that are locked in the mode `was`, the one of
+    /// [`RawFile::lock`] first: a reader's locks are left to them, or none when this file is to be written. Nobody can lock the
+    /// file in between. May wait for a file server.
+    ///
+    /// # Errors
+    /// As [`RawFile::lock`]; `old` is locked as before then.
+    pub fn take_lock_over(&self, mode: OpenMode, old: &[&RawFile], was: OpenMode) -> Result<()> {
+        let old: Vec<_> = old.iter().map(|file| file.as_fd()).collect();
+        lock::pass_on(&old, was, self.as_fd(), mode)?;
+        if mode == OpenMode::ReadWrite {
+            shared::hold_everywhere(&self.fd);
+        }
+        Ok(())
+    }
+
     /// Fills `into` from `offset_bytes`; returns how many bytes were read, fewer only at the end of the file.
     pub fn read(&self, offset_bytes: u64, into: &Segments) -> impl Future<Output = Result<usize, i32>> + use<> {
         Op::read(&self.fd, offset_bytes, into).run()

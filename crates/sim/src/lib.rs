@@ -11,6 +11,7 @@ pub mod faults;
 mod file;
 pub mod image;
 pub mod live;
+mod names;
 mod op;
 pub mod oracle;
 pub mod pages;

@@ -4,14 +4,16 @@
 
 use std::path::{Component, Path, PathBuf};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
 use spile_core::{
-    Env, Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
-    Work,
+    Env, Error, ErrorKind, Files, Locator, OpenMode, PathCell, Result, Segments, Store, StoreExtent, StoreInfo,
+    StoreOffset, Via, Work,
 };
 
 use crate::file::SimFile;
+use crate::names::Change;
 use crate::op::Kind;
 use crate::rng::Rng;
 use crate::world::World;
@@ -28,8 +30,10 @@ pub struct SimStore {
     world: World,
     life: u64,
     file: usize,
-    path: PathBuf,
+    path: PathCell,
     mode: OpenMode,
+    /// This store has the file's lock, and may write.
+    has_lock: AtomicBool,
 }
 
 /// The simulated clock, randomness and boot.
@@ -65,7 +69,7 @@ impl SimFiles {
     /// [`Files::create`], at once.
     pub fn create(&self, path: &Path, len_bytes: u64) -> Result<SimStore> {
         let path = self.canonical_name(path);
-        if self.world.lock().names.contains_key(&path) {
+        if self.world.lock().names.get(&path).is_some() {
             return Err(Error::new(ErrorKind::Exists, "cannot create").at_path(&path));
         }
         self.world.install_empty(path.clone(), len_bytes);
@@ -74,17 +78,53 @@ impl SimFiles {
 
     fn take(&self, path: PathBuf, mode: OpenMode) -> Result<SimStore> {
         let mut state = self.world.lock();
-        let Some(&file) = state.names.get(&path) else {
+        let Some(file) = state.names.get(&path) else {
             return Err(Error::new(ErrorKind::NotFound, "cannot open").at_path(&path));
         };
-        if mode == OpenMode::ReadWrite {
-            if state.files[file].locked {
-                return Err(Error::new(ErrorKind::Busy, "open for writing already").at_path(&path));
-            }
-            state.files[file].locked = true;
-        }
+        state.lock_file(file, mode).map_err(|error| error.at_path(&path))?;
         drop(state);
-        Ok(SimStore { world: self.world.clone(), life: self.life, file, path, mode })
+        Ok(self.store(file, PathCell::new(path), mode))
+    }
+
+    fn store(&self, file: usize, path: PathCell, mode: OpenMode) -> SimStore {
+        let has_lock = AtomicBool::new(mode == OpenMode::ReadWrite);
+        SimStore { world: self.world.clone(), life: self.life, file, path, mode, has_lock }
+    }
+
+    /// The number of the file at `path`.
+    fn number_of(&self, path: &Path) -> Result<usize> {
+        let found = self.world.lock().names.get(path);
+        found.ok_or_else(|| Error::new(ErrorKind::NotFound, "no such file").at_path(path))
+    }
+
+    /// Lets the time pass that an operation on the names of `file` takes.
+    async fn take_time(&self, file: usize) -> Result<()> {
+        let id = {
+            let mut state = self.world.lock();
+            if state.life != self.life {
+                return Err(Error::new(ErrorKind::Shutdown, "this process died"));
+            }
+            state.submit(file, Kind::Ask)
+        };
+        Answer { world: self.world.clone(), id }.await
+    }
+
+    /// Changes names: seen at once, and durable when it returns. An injected fault comes before or after the change is seen.
+    async fn change(&self, file: usize, change: Change) -> Result<()> {
+        self.take_time(file).await?;
+        let number = {
+            let mut state = self.world.lock();
+            let chance = state.faults.write_eio;
+            state.fault(chance, 5)?;
+            state.note("names", [file as u64, 0, 0]);
+            state.names.change(change)
+        };
+        self.take_time(file).await?;
+        let mut state = self.world.lock();
+        let chance = state.faults.sync_eio;
+        state.fault(chance, 5)?;
+        state.names.sync(number);
+        Ok(())
     }
 
     fn canonical_name(&self, path: &Path) -> PathBuf {
@@ -113,32 +153,49 @@ impl Files for SimFiles {
         Ok(store)
     }
 
-    /// The file is durable at once, as all changes of names are in this simulation.
+    /// The empty file is durable at once.
     async fn create(&self, path: &Path, len_bytes: u64) -> Result<SimStore> {
         SimFiles::create(self, path, len_bytes)
     }
 
     async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         let (from, to) = (self.canonical_name(from), self.canonical_name(to));
+        self.change(self.number_of(&from)?, Change::Rename(from, to)).await
+    }
+
+    async fn link(&self, from: &Path, to: &Path) -> Result<()> {
+        let (from, to) = (self.canonical_name(from), self.canonical_name(to));
+        if self.number_of(&to).is_ok() {
+            return Err(Error::new(ErrorKind::Exists, "the name is taken").at_path(&to));
+        }
+        let file = self.number_of(&from)?;
+        self.change(file, Change::Add(to, file)).await
+    }
+
+    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
+        Ok(self.number_of(&self.canonical_name(one))? == self.number_of(&self.canonical_name(other))?)
+    }
+
+    async fn reopen(&self, store: &SimStore, mode: OpenMode) -> Result<SimStore> {
+        self.take_time(store.file).await?;
         let mut state = self.world.lock();
-        let file = state.names.remove(&from);
-        let file = file.ok_or_else(|| Error::new(ErrorKind::NotFound, "no such file").at_path(&from))?;
-        state.names.insert(to, file);
-        Ok(())
+        // A store that writes gives up its lock, and what it could still write.
+        if mode == OpenMode::ReadOnly && store.has_lock.swap(false, Ordering::Relaxed) {
+            state.files[store.file].locked = false;
+        }
+        state.lock_file(store.file, mode).map_err(|error| error.at_path(store.path()))?;
+        drop(state);
+        Ok(self.store(store.file, PathCell::new(store.path().to_owned()), mode))
     }
 
     async fn remove(&self, path: &Path) -> Result<()> {
         let path = self.canonical_name(path);
-        let removed = self.world.lock().names.remove(&path);
-        removed.map(drop).ok_or_else(|| Error::new(ErrorKind::NotFound, "no such file").at_path(&path))
+        self.change(self.number_of(&path)?, Change::Remove(path)).await
     }
 
     async fn canonical(&self, path: &Path) -> Result<PathBuf> {
         let path = self.canonical_name(path);
-        if self.world.lock().names.contains_key(&path) {
-            return Ok(path);
-        }
-        Err(Error::new(ErrorKind::NotFound, "no such file").at_path(&path))
+        self.number_of(&path).map(|_| path)
     }
 }
 
@@ -151,10 +208,10 @@ impl SimStore {
     fn submit(&self, kind: Kind) -> Result<u64> {
         let mut state = self.world.lock();
         if state.life != self.life {
-            return Err(Error::new(ErrorKind::Shutdown, "this process died").at_path(&self.path));
+            return Err(Error::new(ErrorKind::Shutdown, "this process died").at_path(self.path.get()));
         }
-        if kind.is_change() && self.mode == OpenMode::ReadOnly {
-            return Err(Error::new(ErrorKind::ReadOnly, "opened read-only").at_path(&self.path));
+        if kind.is_change() && !self.has_lock.load(Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::ReadOnly, "opened read-only").at_path(self.path.get()));
         }
         Ok(state.submit(self.file, kind))
     }
@@ -167,7 +224,7 @@ impl SimStore {
         assert!(
             via == Via::Cached || fits,
             "{}: a direct operation at {offset:#x}+{len:#x} is not aligned to {align} bytes (or its memory is not)",
-            self.path.display()
+            self.path.get().display()
         );
     }
 
@@ -180,7 +237,7 @@ impl SimStore {
 impl Drop for SimStore {
     fn drop(&mut self) {
         let mut state = self.world.lock();
-        if self.mode == OpenMode::ReadWrite && state.life == self.life {
+        if self.has_lock.load(Ordering::Relaxed) && state.life == self.life {
             state.files[self.file].locked = false;
         }
     }
@@ -204,19 +261,23 @@ impl Store for SimStore {
     }
 
     fn path(&self) -> &Path {
-        &self.path
+        self.path.get()
+    }
+
+    fn set_path(&self, path: &Path) {
+        self.path.set(path);
     }
 
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         self.check_alignment(offset.0, into, via);
         let kind = Kind::Read { offset: offset.0, into: into.clone() };
-        self.run(kind).await.map_err(|e| e.at_path(&self.path).at_offset(offset.0))
+        self.run(kind).await.map_err(|e| e.at_path(self.path.get()).at_offset(offset.0))
     }
 
     async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
         self.check_alignment(offset.0, from, via);
         let kind = Kind::Write { offset: offset.0, from: from.clone(), via };
-        self.run(kind).await.map_err(|e| e.at_path(&self.path).at_offset(offset.0))
+        self.run(kind).await.map_err(|e| e.at_path(self.path.get()).at_offset(offset.0))
     }
 
     async fn sync(&self) -> Result<()> {
@@ -224,30 +285,30 @@ impl Store for SimStore {
             return Ok(());
         }
         let kind = Kind::Sync { in_flight: Vec::new(), number: 0 };
-        self.run(kind).await.map_err(|e| e.at_path(&self.path))
+        self.run(kind).await.map_err(|e| e.at_path(self.path.get()))
     }
 
     async fn zero_range(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
         let kind = Kind::Zero { range: offset.0..offset.0 + len_bytes };
-        self.run(kind).await.map_err(|e| e.at_path(&self.path).at_offset(offset.0))
+        self.run(kind).await.map_err(|e| e.at_path(self.path.get()).at_offset(offset.0))
     }
 
     async fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
         if !self.info().punches {
-            return Err(Error::new(ErrorKind::Unsupported, "cannot punch").at_path(&self.path));
+            return Err(Error::new(ErrorKind::Unsupported, "cannot punch").at_path(self.path.get()));
         }
         self.zero_range(offset, len_bytes).await
     }
 
     async fn set_len(&self, len_bytes: u64) -> Result<()> {
-        self.run(Kind::SetLen(len_bytes)).await.map_err(|e| e.at_path(&self.path))
+        self.run(Kind::SetLen(len_bytes)).await.map_err(|e| e.at_path(self.path.get()))
     }
 
     async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
         self.run(Kind::Ask).await?;
         let view = self.view();
         if offset.0 >= view.len() {
-            return Err(Error::new(ErrorKind::OutOfRange, "past the end").at_path(&self.path));
+            return Err(Error::new(ErrorKind::OutOfRange, "past the end").at_path(self.path.get()));
         }
         let (len_bytes, is_hole) = view.run_at(offset.0);
         Ok(StoreExtent { len_bytes, is_hole })
@@ -284,7 +345,7 @@ impl Env for SimEnv {
 
 impl std::fmt::Debug for SimStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SimStore({})", self.path.display())
+        write!(f, "SimStore({})", self.path.get().display())
     }
 }
 

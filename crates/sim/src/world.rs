@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
 
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, ErrorKind, OpenMode, Result};
 
 use crate::faults::{Faults, Harm, Sabotage};
 use crate::file::{Change, Effect, SimFile};
+use crate::names::Names;
 use crate::op::{Kind, Op, Stage};
 use crate::pages::{PAGE, Pages};
 use crate::rng::{Rng, mix};
@@ -39,7 +40,7 @@ pub struct World {
 pub(crate) struct State {
     pub hardware: Hardware,
     pub files: Vec<SimFile>,
-    pub names: BTreeMap<PathBuf, usize>,
+    pub names: Names,
     pub life: u64,
     pub boot: u64,
     pub clock_ms: u64,
@@ -53,7 +54,7 @@ pub(crate) struct State {
     rng: Rng,
     crash_rng: Rng,
     fault_rng: Rng,
-    faults: Faults,
+    pub faults: Faults,
     faults_fired: u64,
     pub sabotage: Sabotage,
     syncs: u64,
@@ -86,7 +87,7 @@ impl World {
         let state = State {
             hardware,
             files: Vec::new(),
-            names: BTreeMap::new(),
+            names: Names::default(),
             life: 0,
             boot: 0,
             clock_ms: 1_700_000_000_000,
@@ -196,14 +197,19 @@ impl World {
     /// What the file shows now.
     pub fn view(&self, path: &Path) -> Option<Pages> {
         let state = self.lock();
-        state.names.get(path).map(|at| state.files[*at].view.clone())
+        state.names.get(path).map(|at| state.files[at].view.clone())
+    }
+
+    /// All names of files, in their order.
+    pub fn names(&self) -> Vec<PathBuf> {
+        self.lock().names.all().map(|(path, _)| path.clone()).collect()
     }
 
     /// Makes everything in the file at `path` durable. Nothing may be in flight.
     pub fn settle(&self, path: &Path) {
         let mut state = self.lock();
         let State { files, names, rng, .. } = &mut *state;
-        if let Some(&file) = names.get(path) {
+        if let Some(file) = names.get(path) {
             files[file].sync(rng, |_| false, &[]);
         }
     }
@@ -219,8 +225,9 @@ impl World {
         state.kill("power cut");
         state.boot += 1;
         let granule = (*state.crash_rng.pick(&[512, PAGE])).max(state.hardware.align_bytes.into());
-        let State { files, crash_rng, .. } = &mut *state;
+        let State { files, names, crash_rng, .. } = &mut *state;
         files.iter_mut().for_each(|file| file.power_cut(crash_rng, granule));
+        names.power_cut(crash_rng);
     }
 
     /// The number of operations that can move on now. When all wait for the clock and `idle` says that nothing else can run, the
@@ -260,8 +267,22 @@ impl State {
 
     pub fn add_file(&mut self, path: PathBuf, file: SimFile) -> usize {
         self.files.push(file);
-        self.names.insert(path, self.files.len() - 1);
+        self.names.install(path, self.files.len() - 1);
         self.files.len() - 1
+    }
+
+    /// Locks the file for a process that is to write.
+    ///
+    /// # Errors
+    /// `Busy` when somebody writes it already.
+    pub fn lock_file(&mut self, file: usize, mode: OpenMode) -> Result<()> {
+        if mode == OpenMode::ReadOnly {
+            return Ok(());
+        }
+        match std::mem::replace(&mut self.files[file].locked, true) {
+            true => Err(Error::new(ErrorKind::Busy, "open for writing already")),
+            false => Ok(()),
+        }
     }
 
     /// Takes an operation in. The future that waits for its answer asks by the returned number.
@@ -461,7 +482,7 @@ impl State {
         }
     }
 
-    fn fault(&mut self, chance: u64, errno: i32) -> Result<()> {
+    pub fn fault(&mut self, chance: u64, errno: i32) -> Result<()> {
         if !self.fault_rng.chance(chance, 10_000) {
             return Ok(());
         }

@@ -1,14 +1,15 @@
 //! [`FileStore`]: a file or block device, directly and through the page cache.
 
 use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
 use spile_core::{
-    Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
+    Error, ErrorKind, OpenMode, PathCell, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
 use spile_engine::{DirectAlign, FileKey, RawFile, direct_align, run_blocking, spawn};
 use spile_mem::Segment;
@@ -53,7 +54,7 @@ impl FileId {
 }
 
 struct Inner {
-    path: PathBuf,
+    path: Arc<PathCell>,
     id: FileId,
     info: StoreInfo,
     is_device: bool,
@@ -90,17 +91,61 @@ impl FileStore {
         let file = open_at(path, mode, 0)?;
         let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
         check_type(&stat)?;
-        let id = FileId::of(&stat);
-        let is_device = matches!(id, FileId::BlockDevice(_));
         let file = RawFile::new(file.into());
         let locked = locks.then_some(mode);
         locked.map_or(Ok(()), |mode| file.lock(mode))?;
+        if locked == Some(OpenMode::ReadWrite) {
+            check_name(path, FileId::of(&stat))?;
+        }
+        Self::finish(Arc::new(PathCell::new(path.to_owned())), path, mode, cache, file, &stat, locked)
+    }
+
+    /// Opens the same file in another mode, as [`Files::reopen`](spile_core::Files::reopen) says. Blocks for as long as the file system takes.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reopen(&self, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
+        let inner = &self.inner;
+        inner.cut.check().at_path(inner.path.get())?;
+        let reopened = inner.lock.pass_on(mode, |was| self.reopen_inner(mode, cache, was)).at_path(inner.path.get())?;
+        reopened.set_failed_sync(self.failed_sync());
+        Ok(reopened)
+    }
+
+    fn reopen_inner(&self, mode: OpenMode, cache: CacheMode, was: Option<OpenMode>) -> Result<FileStore> {
+        let inner = &self.inner;
+        // By its descriptor, for its path may name another file by now.
+        let name = format!("/proc/self/fd/{}", inner.cached.as_fd().as_raw_fd());
+        let file = open_at(Path::new(&name), mode, 0)?;
+        let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
+        let file = RawFile::new(file.into());
+        if let Some(was) = was {
+            let beside = inner.direct.is_direct().then_some(&inner.direct);
+            let old: Vec<_> = std::iter::once(&inner.cached).chain(beside).collect();
+            file.take_lock_over(mode, &old, was)?;
+        }
+        let path = Arc::new(PathCell::new(inner.path.get().to_owned()));
+        Self::finish(path, Path::new(&name), mode, cache, file, &stat, was.map(|_| mode))
+    }
+
+    /// Makes a store of an open file. `name` leads to the file now, and `locked` is the mode in which it is locked.
+    fn finish(
+        path: Arc<PathCell>,
+        name: &Path,
+        mode: OpenMode,
+        cache: CacheMode,
+        file: RawFile,
+        stat: &std::fs::Metadata,
+        locked: Option<OpenMode>,
+    ) -> Result<FileStore> {
+        let id = FileId::of(stat);
+        let is_device = matches!(id, FileId::BlockDevice(_));
         let len = if is_device { device_len(&file)? } else { stat.len() };
         let direct = match cache {
-            CacheMode::Direct => open_direct(path, mode, &stat),
+            CacheMode::Direct => open_direct(name, mode, stat),
             CacheMode::Page => None,
         };
-        let lock = HeldLock::new(locked.map(|mode| (file.clone(), mode)), path);
+        let lock = HeldLock::new(locked.map(|mode| (file.clone(), mode)), path.clone());
         let direct = direct
             .map(|(opened, align)| Ok::<_, Error>((RawFile::direct(opened.into(), &file, locked)?, align)))
             .transpose()?;
@@ -108,7 +153,7 @@ impl FileStore {
     }
 
     fn assemble(
-        path: &Path,
+        path: Arc<PathCell>,
         mode: OpenMode,
         id: FileId,
         len: u64,
@@ -129,7 +174,7 @@ impl FileStore {
             read_only,
             is_local: true,
         };
-        let (path, len) = (path.to_owned(), AtomicU64::new(len));
+        let len = AtomicU64::new(len);
         let gate = SyncGate::default();
         FileStore {
             inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate, lock, cut: Cut::default() }),
@@ -171,11 +216,11 @@ impl FileStore {
     /// An error of this store. It may be the first sign that the file's lock is lost.
     fn fail(&self, what: &str, errno: i32) -> Error {
         self.inner.lock.doubt(errno);
-        Error::errno(what, errno).at_path(&self.inner.path)
+        Error::errno(what, errno).at_path(self.inner.path.get())
     }
 
     fn refuse(&self, kind: ErrorKind, what: &str, offset: u64) -> Error {
-        Error::new(kind, what).at_path(&self.inner.path).at_offset(offset)
+        Error::new(kind, what).at_path(self.inner.path.get()).at_offset(offset)
     }
 
     /// Refuses direct I/O that is not aligned, and says why. The kernel would refuse it without a reason.
@@ -194,7 +239,7 @@ impl FileStore {
         if self.inner.info.read_only {
             return Err(self.refuse(ErrorKind::ReadOnly, "the store is open read-only", offset));
         }
-        self.inner.lock.check().map_err(|error| error.at_path(&self.inner.path).at_offset(offset))
+        self.inner.lock.check().map_err(|error| error.at_path(self.inner.path.get()).at_offset(offset))
     }
 
     /// The end of a range, which must be in the store unless the store grows.
@@ -203,7 +248,7 @@ impl FileStore {
         let limit = if may_grow && inner.info.grows_zeroed { i64::MAX as u64 } else { self.len_bytes() };
         let end = offset.checked_add(len).filter(|end| *end <= limit.min(inner.cut.end()));
         end.ok_or_else(|| match offset.saturating_add(len) > inner.cut.end() {
-            true => cut_short(inner.cut.end()).at_path(&inner.path).at_offset(offset),
+            true => cut_short(inner.cut.end()).at_path(inner.path.get()).at_offset(offset),
             false => self.refuse(ErrorKind::OutOfRange, "past the end of the store", offset),
         })
     }
@@ -230,10 +275,10 @@ impl FileStore {
     /// Fails when a sync of this file has ever failed, as the kernel reports a failed sync only once, or when a part of what was
     /// written is gone.
     fn check_synced(&self) -> Result<()> {
-        self.inner.cut.check().map_err(|error| error.at_path(&self.inner.path))?;
+        self.inner.cut.check().map_err(|error| error.at_path(self.inner.path.get()))?;
         match self.inner.cached.failed_sync() {
             Some(errno) => Err(Error::errno("sync failed, now or earlier: what was written may be lost", errno)
-                .at_path(&self.inner.path)
+                .at_path(self.inner.path.get())
                 .hint("check the storage below; `spile accept-loss` has flushes of a served disk succeed again")
                 .permanent()),
             None => Ok(()),
@@ -251,7 +296,11 @@ impl Store for FileStore {
     }
 
     fn path(&self) -> &Path {
-        &self.inner.path
+        self.inner.path.get()
+    }
+
+    fn set_path(&self, path: &Path) {
+        self.inner.path.set(path);
     }
 
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
@@ -269,8 +318,8 @@ impl Store for FileStore {
             Ok(done) if done == into.len() => Ok(()),
             Ok(done) => {
                 let at = offset + done as u64;
-                self.inner.cut.note(at, &self.inner.path);
-                Err(cut_short(at).at_path(&self.inner.path).at_offset(at))
+                self.inner.cut.note(at, self.inner.path.get());
+                Err(cut_short(at).at_path(self.inner.path.get()).at_offset(at))
             }
             Err(errno) => Err(self.fail("read failed", errno).at_offset(offset)),
         }
@@ -360,7 +409,7 @@ impl Store for FileStore {
         if self.inner.is_device {
             return self.take_up_len(len_bytes).await;
         }
-        self.inner.cut.check().map_err(|error| error.at_path(&self.inner.path))?;
+        self.inner.cut.check().map_err(|error| error.at_path(self.inner.path.get()))?;
         let _changing = self.inner.cut.changing();
         let outcome = self.inner.cached.truncate(len_bytes).await;
         outcome.map_err(|errno| self.fail("set the length", errno).at_offset(len_bytes))?;
@@ -389,7 +438,7 @@ impl Store for FileStore {
 impl FileStore {
     /// Takes up what a device has gained since it was opened. The length of a device cannot be set otherwise.
     async fn take_up_len(&self, len_bytes: u64) -> Result<()> {
-        let (path, device) = (&self.inner.path, self.inner.cached.clone());
+        let (path, device) = (self.inner.path.get(), self.inner.cached.clone());
         let device_bytes = run_blocking(path, move || device_len(&device)).await.at_path(path)?;
         if (self.len_bytes()..=device_bytes).contains(&len_bytes) {
             self.inner.len.fetch_max(len_bytes, Ordering::AcqRel);
@@ -407,7 +456,7 @@ impl Inner {
         let look = self.cut.look(&self.len);
         let found_bytes = operation.await?;
         if !self.is_device {
-            look.found(found_bytes as u64, &self.path);
+            look.found(found_bytes as u64, self.path.get());
         }
         Ok(())
     }
@@ -422,6 +471,17 @@ fn check_type(stat: &std::fs::Metadata) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(ErrorKind::InvalidInput, "this is neither a file nor a block device"))
+}
+
+/// Refuses a file that has lost its name before it was locked: a snapshot has put another file in its place, which is to be opened instead.
+fn check_name(path: &Path, id: FileId) -> Result<()> {
+    match std::fs::metadata(path) {
+        Ok(stat) if FileId::of(&stat) != id => {
+            let what = "another file was put in the place of this one while it was opened";
+            Err(Error::new(ErrorKind::Busy, what).hint("try again"))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn open_at(path: &Path, mode: OpenMode, flags: i32) -> Result<File> {
@@ -541,6 +601,19 @@ mod tests {
         expected[4096..(2 << 20) + 12288].fill(0);
         expected[(3 << 20) - 5..(3 << 20) - 2].fill(0);
         assert!(std::fs::read(&path).unwrap() == expected);
+    }
+
+    #[test]
+    fn a_file_that_has_lost_its_name_is_not_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let [path, old] = ["a", "b"].map(|name| dir.path().join(name));
+        std::fs::write(&path, "old").unwrap();
+        let id = FileId::of(&std::fs::metadata(&path).unwrap());
+        check_name(&path, id).unwrap();
+        std::fs::rename(&path, &old).unwrap();
+        check_name(&path, id).unwrap();
+        std::fs::write(&path, "new").unwrap();
+        assert_eq!(check_name(&path, id).unwrap_err().kind(), ErrorKind::Busy);
     }
 
     #[test]

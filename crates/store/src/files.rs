@@ -120,6 +120,10 @@ impl Store for AnyStore {
         each!(self, store => store.path())
     }
 
+    fn set_path(&self, path: &Path) {
+        each!(self, store => store.set_path(path))
+    }
+
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         each!(self, store => store.read_at(offset, into, via).await)
     }
@@ -259,6 +263,37 @@ impl Files for OsFiles {
         blocking(from, rename).await
     }
 
+    async fn link(&self, from: &Path, to: &Path) -> Result<()> {
+        let (files, to) = (*self, to.to_owned());
+        let link = move |from: &Path| {
+            std::fs::hard_link(from, &to).map_err(|source| cannot_link(source, from, &to))?;
+            files.sync_name(&to)
+        };
+        blocking(from, link).await
+    }
+
+    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
+        let other = other.to_owned();
+        let id = |path: &Path| match std::fs::metadata(path) {
+            Ok(stat) => Ok(FileId::of(&stat)),
+            Err(source) => Err(Error::io("cannot be found", source)).at_path(path),
+        };
+        blocking(one, move |one| Ok(id(one)? == id(&other)?)).await
+    }
+
+    async fn reopen(&self, store: &AnyStore, mode: OpenMode) -> Result<AnyStore> {
+        match store {
+            AnyStore::File(file) => {
+                let (file, cache) = (file.clone(), self.cache);
+                let path = file.path().to_owned();
+                blocking(&path, move |_| file.reopen(mode, cache)).await.map(AnyStore::File)
+            }
+            AnyStore::Mem(_) | AnyStore::Null(_) | AnyStore::Nbd(_) => {
+                Err(Error::new(ErrorKind::Unsupported, "only a file can be reopened").at_path(store.path()))
+            }
+        }
+    }
+
     async fn remove(&self, path: &Path) -> Result<()> {
         let files = *self;
         let remove = move |path: &Path| {
@@ -275,6 +310,21 @@ impl Files for OsFiles {
             found => found.map_err(|source| Error::io("cannot be found", source)).at_path(path),
         };
         blocking(path, find).await
+    }
+}
+
+/// The error of a second name that could not be given.
+fn cannot_link(source: io::Error, from: &Path, to: &Path) -> Error {
+    let what = format!("{} cannot get the second name {}", from.display(), to.display());
+    match source.raw_os_error() {
+        Some(libc::EEXIST) => Error::new(ErrorKind::Exists, "there is a file of this name already")
+            .at_path(to)
+            .hint("choose another name, or remove that file"),
+        Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS | libc::EXDEV) => {
+            let error = Error::new(ErrorKind::Unsupported, what).caused_by(source);
+            error.hint("its file system must have hard links, and allow this user to make them")
+        }
+        _ => Error::io(&what, source),
     }
 }
 

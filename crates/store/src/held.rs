@@ -13,18 +13,19 @@
 //! What this cannot see: a lock that was lost while no request failed, and one of which this host's kernel does not know that it is
 //! lost (NFS, whose client fails the requests itself then; see the module `lock` of the engine).
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use spile_core::{Error, ErrorKind, OpenMode, Result};
+use spile_core::{Error, ErrorKind, OpenMode, PathCell, Result};
 use spile_engine::{LockProbe, RawFile};
 
 /// The values of [`State::known`].
 const HELD: u8 = 0;
 const UNKNOWN: u8 = 1;
 const LOST: u8 = 2;
+/// The file was reopened in another mode: this store only reads from then on, and nobody asks.
+const PASSED_ON: u8 = 3;
 
 /// The time from an answer that says nothing to the next question.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -34,11 +35,24 @@ pub(crate) struct HeldLock {
     state: Arc<State>,
     /// The file, and the mode in which it was locked; `None` when it was opened without a lock.
     file: Option<(RawFile, OpenMode)>,
+    /// What has become of the lock, one step after the other.
+    passing: Mutex<Passed>,
+}
+
+/// Whether the lock of a store has passed on to another opening of its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Passed {
+    /// It has not.
+    No,
+    /// The file was reopened for reading: this store has a reader's lock, too.
+    Lowered,
+    /// The file was reopened for writing: this store has no lock any more.
+    Away,
 }
 
 /// What the threads that ask know, too. It does not keep the file open, so that the file's locks end with the store.
 struct State {
-    path: PathBuf,
+    path: Arc<PathCell>,
     /// What was last heard of the lock.
     known: AtomicU8,
     /// A thread asks the kernel at this moment, or has asked it just now and got no answer.
@@ -47,9 +61,32 @@ struct State {
 
 impl HeldLock {
     /// The lock on `file`, if one was taken, in this mode.
-    pub(crate) fn new(file: Option<(RawFile, OpenMode)>, path: &Path) -> Self {
+    pub(crate) fn new(file: Option<(RawFile, OpenMode)>, path: Arc<PathCell>) -> Self {
         let (known, is_asking) = (AtomicU8::new(HELD), AtomicBool::new(false));
-        Self { state: Arc::new(State { path: path.to_owned(), known, is_asking }), file }
+        Self { state: Arc::new(State { path, known, is_asking }), file, passing: Mutex::new(Passed::No) }
+    }
+
+    /// Has `pass` take over the lock for another opening of the file, in the mode `to`; it is told the mode in which the file is locked now,
+    /// if it is. From then on this store takes no writes; when `pass` fails, all stays as it was.
+    pub(crate) fn pass_on<T>(&self, to: OpenMode, pass: impl FnOnce(Option<OpenMode>) -> Result<T>) -> Result<T> {
+        let mut passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner);
+        let was = self.file.as_ref().map(|(_, mode)| match *passing {
+            Passed::Lowered => OpenMode::ReadOnly,
+            _ => *mode,
+        });
+        match *passing {
+            Passed::No => self.check()?,
+            Passed::Lowered => {}
+            Passed::Away => return Err(passed_away()),
+        }
+        let before = self.state.known.swap(PASSED_ON, Ordering::AcqRel);
+        let passed = pass(was);
+        match (&passed, to) {
+            (Err(_), _) => self.state.known.store(before, Ordering::Release),
+            (Ok(_), OpenMode::ReadOnly) => *passing = Passed::Lowered,
+            (Ok(_), OpenMode::ReadWrite) => *passing = Passed::Away,
+        }
+        passed
     }
 
     /// Fails once the lock is known to be lost, and while nobody knows.
@@ -57,6 +94,7 @@ impl HeldLock {
         match self.state.known.load(Ordering::Relaxed) {
             HELD => Ok(()),
             LOST => Err(lost()),
+            PASSED_ON => Err(passed_on()),
             _ => {
                 self.ask();
                 Err(unknown())
@@ -74,7 +112,8 @@ impl HeldLock {
     /// Has a thread ask the kernel, unless one does so.
     fn ask(&self) {
         let (state, Some((file, mode))) = (&self.state, &self.file) else { return };
-        if state.known.load(Ordering::Relaxed) == LOST || state.is_asking.swap(true, Ordering::AcqRel) {
+        let is_over = matches!(state.known.load(Ordering::Relaxed), LOST | PASSED_ON);
+        if is_over || state.is_asking.swap(true, Ordering::AcqRel) {
             return;
         }
         let (asking, probe) = (state.clone(), file.lock_probe(*mode));
@@ -90,10 +129,11 @@ impl State {
     /// Takes note of the kernel's answer.
     fn hear(&self, answer: Result<bool, i32>) {
         let known = judge(answer);
-        let before = self.known.swap(known, Ordering::AcqRel);
+        let note = |before| (before != PASSED_ON).then_some(known);
+        let before = self.known.fetch_update(Ordering::AcqRel, Ordering::Acquire, note).unwrap_or(known);
         if known != before && known != HELD {
             let error = if known == LOST { lost() } else { unknown() };
-            tracing::error!("{}: {error}", self.path.display());
+            tracing::error!("{}: {error}", self.path.get().display());
         }
         if known == UNKNOWN {
             std::thread::sleep(PAUSE);
@@ -137,6 +177,14 @@ fn lost() -> Error {
     .hint("make sure that nobody else uses the disk, then end this program and start it again")
 }
 
+fn passed_on() -> Error {
+    Error::new(ErrorKind::ReadOnly, "the file was opened anew, and is not written this way any more")
+}
+
+fn passed_away() -> Error {
+    Error::new(ErrorKind::Busy, "the file was opened anew for writing, and its lock is there")
+}
+
 fn unknown() -> Error {
     Error::new(
         ErrorKind::Denied,
@@ -148,16 +196,21 @@ fn unknown() -> Error {
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
+    use std::path::Path;
     use std::time::Duration;
 
     use spile_core::OpenMode;
 
     use super::*;
 
+    fn cell(path: &Path) -> Arc<PathCell> {
+        Arc::new(PathCell::new(path.to_owned()))
+    }
+
     fn locked(path: &Path) -> (RawFile, HeldLock) {
         let file = RawFile::new(std::fs::File::options().read(true).write(true).open(path).unwrap().into());
         file.lock(OpenMode::ReadWrite).unwrap();
-        let lock = HeldLock::new(Some((file.clone(), OpenMode::ReadWrite)), path);
+        let lock = HeldLock::new(Some((file.clone(), OpenMode::ReadWrite)), cell(path));
         (file, lock)
     }
 
@@ -228,7 +281,7 @@ mod tests {
 
     #[test]
     fn without_a_lock_none_is_lost() {
-        let lock = HeldLock::new(None, Path::new("x"));
+        let lock = HeldLock::new(None, cell(Path::new("x")));
         lock.doubt(libc::EIO);
         assert!(settled(&lock));
     }

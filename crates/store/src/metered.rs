@@ -59,6 +59,10 @@ impl<S: Store> Store for MeteredStore<S> {
         self.inner.path()
     }
 
+    fn set_path(&self, path: &Path) {
+        self.inner.set_path(path);
+    }
+
     #[inline]
     fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> impl Future<Output = Result<()>> {
         self.meter.measure_by_turns(Op::Read, into.len() as u64, self.inner.read_at(offset, into, via))
@@ -116,6 +120,18 @@ impl<F: Files> Files for MeteredFiles<F> {
 
     async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         self.0.rename(from, to).await
+    }
+
+    async fn link(&self, from: &Path, to: &Path) -> Result<()> {
+        self.0.link(from, to).await
+    }
+
+    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
+        self.0.is_same_file(one, other).await
+    }
+
+    async fn reopen(&self, store: &Self::Store, mode: OpenMode) -> Result<Self::Store> {
+        self.0.reopen(&store.inner, mode).await.map(MeteredStore::new)
     }
 
     async fn remove(&self, path: &Path) -> Result<()> {

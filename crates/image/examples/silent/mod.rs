@@ -174,6 +174,18 @@ impl Files for Folder {
         Err(stays_as_it_is())
     }
 
+    async fn link(&self, _: &Path, _: &Path) -> Result<()> {
+        Err(stays_as_it_is())
+    }
+
+    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
+        Ok(one == other)
+    }
+
+    async fn reopen(&self, store: &SilentStore, _: OpenMode) -> Result<SilentStore> {
+        Ok(self.file(store.path()))
+    }
+
     async fn remove(&self, _: &Path) -> Result<()> {
         Err(stays_as_it_is())
     }

@@ -490,6 +490,18 @@ impl Files for MemFiles {
         unreachable!("no test renames {}", from.display())
     }
 
+    async fn link(&self, from: &Path, _: &Path) -> Result<()> {
+        unreachable!("no test gives {} a second name", from.display())
+    }
+
+    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
+        Ok(one == other)
+    }
+
+    async fn reopen(&self, store: &MemStore, mode: OpenMode) -> Result<MemStore> {
+        Ok(MemStore { file: store.file.clone(), read_only: mode == OpenMode::ReadOnly })
+    }
+
     async fn remove(&self, path: &Path) -> Result<()> {
         unreachable!("no test removes {}", path.display())
     }
