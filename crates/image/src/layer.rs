@@ -177,7 +177,8 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         part
     }
 
-    /// The first part of `extent` for which this layer has space of its own; no longer than [`Layer::part_len`].
+    /// The first part of `extent` for which this layer has space of its own; no longer than [`Layer::part_len`]. In it,
+    /// [`Layer::find`] says run by run what the layer has; that can be nothing, where a process was killed.
     fn next_held(&self, extent: Extent) -> Option<Extent> {
         let _ = extent;
         None
@@ -217,23 +218,38 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         async { Err(self.read_only_error()) }
     }
 
-    /// Gives up what the layer has of `part`, one [`Layer::part_len`] at most: it reads as what lies below. Whoever calls this has made sure
-    /// that the bytes below are the same and durable, and that no request writes to `part` meanwhile. Readers may be at it.
-    /// Space that becomes free is given back to the store by the next flushes.
+    /// Gives up what the layer has of `part`, one [`Layer::part_len`] at most: it reads as what lies below. Whoever calls this has
+    /// made sure that the bytes below are the same and durable, and that no request writes to `part` meanwhile. Readers may be at it, and
+    /// requests may write elsewhere, in the same [`Layer::unit`], too.
+    ///
+    /// When it returns, the part does not come back if the process dies, so other bytes may be written below. After a power cut it
+    /// may come back with its old bytes, until a flush of this layer that began later has ended: a write below is durable only when this
+    /// layer was flushed, too.
+    ///
+    /// [`Layer::next_held`] does not show a unit again of which nothing is left. A unit is best given up as a whole: that waits
+    /// for no sync, and frees the unit's space, which three flushes of this layer give back to the store (the first of them once
+    /// all readers from before have ended). A smaller part may wait for flushes of this layer; its bytes stay in the file, unused, until the
+    /// rest of the unit is given up, too.
     ///
     /// # Errors
-    /// `ReadOnly`; `Unsupported` where the format cannot do that; errors of the store.
+    /// `ReadOnly`; `Unsupported` where the format cannot do that, and for an image without a parent; errors of the store. After an
+    /// error the part is still this layer's.
     fn forget(&self, part: Extent) -> impl Future<Output = Result<()>> {
         let _ = part;
         async { Err(self.unsupported("this format cannot give up a part of an image")) }
     }
 
-    /// Has the image name `parent` as its parent, or none. Whoever calls this has made sure that the disk reads the same with it.
+    /// Has the image name `parent` as its parent in the place of the one it has, or none. Whoever calls this has made sure that the disk reads
+    /// the same with it, and that nobody calls [`Layer::forget`] meanwhile; requests may be in flight. With `None`, what the image lacks must read
+    /// as zeroes below.
+    ///
     /// The change is durable when it returns; a process or host that ends meanwhile leaves an image that names the old parent
-    /// or the new one. Requests may be in flight.
+    /// or the new one. The layers of a graph stay as they are: only who opens the image the next time finds the new parent.
     ///
     /// # Errors
-    /// `ReadOnly`; `Unsupported` where the format cannot do that; `NoSpace`; errors of the store.
+    /// `ReadOnly`; `Unsupported` where the format cannot do that, and for an image without a parent that is to get one;
+    /// `InvalidInput` for a name that the format cannot express; `NoSpace`; errors of the store. After an error of the store the image may name either parent in
+    /// the file, so both must stay until another call has succeeded.
     fn set_parent(&self, parent: Option<&NewParent>) -> impl Future<Output = Result<()>> {
         let _ = parent;
         async { Err(self.unsupported("this format cannot change an image's parent")) }

@@ -11,7 +11,6 @@ use event_listener::Event;
 use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::bits::Bits;
-use super::codec::footer::DiskType;
 use super::{SECTOR, Sparse};
 
 /// Space prepared in one step of a file, in bytes of guest data: as much as the file holds, within these bounds. The step
@@ -135,8 +134,12 @@ impl Alloc {
         self.lock().footers.trailing_is_gone
     }
 
-    fn set_trailing_is_gone(&self, is_gone: bool) {
+    pub(crate) fn set_trailing_is_gone(&self, is_gone: bool) {
         self.lock().footers.trailing_is_gone = is_gone;
+    }
+
+    pub(crate) fn set_copy_is_bad(&self) {
+        self.lock().footers.copy_is_bad = true;
     }
 
     /// Where the file may end at the earliest, given the end of what is in use.
@@ -220,7 +223,7 @@ impl<S: Store> Sparse<S> {
     /// Rule 2: bitmap, then BAT, both cached; then the map in memory. On an error the place is leaked, not reused:
     /// its BAT entry may have reached the file.
     async fn write_new_block(&self, block: u32, ready: Ready) -> Result<()> {
-        let all_ones = ready.zeroed && self.footer.disk_type == DiskType::Dynamic;
+        let all_ones = ready.zeroed && !self.is_differencing();
         if all_ones {
             let ones = Segments::zeroed(self.layout.bitmap_bytes as usize);
             let sectors = self.layout.sectors_per_block();
@@ -406,16 +409,64 @@ impl<S: Store> Sparse<S> {
         };
         let places = self.places(next_free..u64::MAX, count);
         let Some(&last) = places.last() else { return Err(self.no_space()) };
+        let end = self.layout.block_end(last);
+        self.extend(next_free, tail_is_clean, end).await?;
+        self.finish_step(places.into_iter().map(|sector| Ready { sector, zeroed: true }).collect(), end);
+        Ok(())
+    }
+
+    /// Makes a file, whose used part ends at `next_free`, zero from there to `end`, where its footer is then. All of that is durable.
+    async fn extend(&self, next_free: u64, tail_is_clean: bool, end: u64) -> Result<()> {
         let footer_at = next_free.next_multiple_of(SECTOR);
         if !tail_is_clean {
             self.clean_tail(footer_at).await?;
         }
-        let end = self.layout.block_end(last);
-        if let Err(error) = self.lengthen(end).await {
-            self.take_back(footer_at).await;
-            return Err(error);
+        match self.lengthen(end).await {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                self.take_back(footer_at).await;
+                Err(error)
+            }
         }
-        self.finish_step(places.into_iter().map(|sector| Ready { sector, zeroed: true }).collect(), end);
+    }
+
+    /// Takes `len_bytes` that begin at a multiple of `len_bytes` behind everything else, for metadata. They are zero. The caller
+    /// keeps others from preparing space.
+    pub(super) async fn take_room(&self, len_bytes: u64) -> Result<Range<u64>> {
+        let (next_free, tail_is_clean) = {
+            let state = self.alloc.lock();
+            (state.next_free, state.tail_is_clean)
+        };
+        let start = (next_free + SECTOR).next_multiple_of(len_bytes);
+        let end = start + len_bytes;
+        match self.store.info().grows_zeroed {
+            true => self.extend(next_free, tail_is_clean, end).await?,
+            false if end + SECTOR > self.store.len_bytes() => return Err(self.no_space()),
+            false => self.store.zero_range(StoreOffset(start), len_bytes).await?,
+        }
+        let mut state = self.alloc.lock();
+        state.tail_is_clean = true;
+        state.next_free = end;
+        Ok(start..end)
+    }
+
+    /// Has both footers in their places, whole and durable. The caller keeps others from preparing space.
+    pub(super) async fn restore_footers(&self) -> Result<()> {
+        self.mend_copy().await?;
+        let (next_free, is_clean) = {
+            let state = self.alloc.lock();
+            (state.next_free, state.tail_is_clean && !state.footers.trailing_is_gone)
+        };
+        match self.store.info().grows_zeroed {
+            _ if is_clean => {}
+            true => self.clean_tail(next_free.next_multiple_of(SECTOR)).await?,
+            false => {
+                self.write_footer_at(self.footer_at()).await?;
+                self.store.sync().await?;
+                self.alloc.set_trailing_is_gone(false);
+            }
+        }
+        self.alloc.lock().tail_is_clean = true;
         Ok(())
     }
 

@@ -49,6 +49,18 @@ impl Bits {
         }
     }
 
+    /// Clears the bits of `range` (sectors in the block).
+    pub(crate) fn clear(&self, range: Range<u32>) {
+        for (word, mask) in masks(range) {
+            self.words[word].fetch_and(!mask, Ordering::AcqRel);
+        }
+    }
+
+    /// True when no bit of `range` is set.
+    pub(crate) fn has_none(&self, range: Range<u32>) -> bool {
+        masks(range).all(|(word, mask)| self.words[word].load(Ordering::Acquire) & mask == 0)
+    }
+
     /// True when all bits of `range` are set.
     pub(crate) fn has_all(&self, range: Range<u32>) -> bool {
         masks(range).all(|(word, mask)| self.words[word].load(Ordering::Acquire) & mask == mask)
@@ -196,19 +208,25 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_agree_with_a_plain_model(sets in prop::collection::vec((0u32..200, 0u32..80), 0..6), start in 0u32..199) {
+        fn runs_agree_with_a_plain_model(
+            changes in prop::collection::vec((0u32..200, 0u32..80, prop::bool::weighted(0.7)), 0..8), start in 0u32..199,
+        ) {
             let bits = Bits::new(200);
             let mut model = [false; 200];
-            for (from, len) in sets {
+            for (from, len, value) in changes {
                 let range = from..(from + len).min(200);
-                bits.set(range.clone());
-                range.for_each(|at| model[at as usize] = true);
+                match value {
+                    true => bits.set(range.clone()),
+                    false => bits.clear(range.clone()),
+                }
+                range.for_each(|at| model[at as usize] = value);
             }
             let value = model[start as usize];
             let len = model[start as usize..].iter().take_while(|&&bit| bit == value).count() as u32;
             prop_assert_eq!(bits.run(start..200), (value, len));
             prop_assert_eq!(bits.run(start..start + 1), (value, 1));
             prop_assert_eq!(bits.has_all(start..200), model[start as usize..].iter().all(|&bit| bit));
+            prop_assert_eq!(bits.has_none(start..200), model[start as usize..].iter().all(|&bit| !bit));
             let bytes = bits.to_bytes(512);
             prop_assert_eq!(bytes[start as usize / 8] & (0x80 >> (start % 8)) != 0, value);
             prop_assert_eq!(Bits::from_bytes(&bytes, 200).to_bytes(512), bytes);

@@ -99,7 +99,7 @@ impl CreateParams {
 }
 
 impl VhdParent {
-    fn from_new(parent: &NewParent) -> Self {
+    pub(super) fn from_new(parent: &NewParent) -> Self {
         Self {
             relative_path: parent.relative_path.clone(),
             absolute_path: None,
@@ -195,7 +195,7 @@ impl CreateParams {
 }
 
 impl VhdParent {
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         let absolute = self.absolute_path.as_deref();
         if self.relative_path.starts_with('/') || absolute.is_some_and(|p| !p.starts_with('/')) {
             return Err(invalid("the parent's relative or absolute path is not one"));
@@ -315,7 +315,7 @@ pub(super) fn place_journal(batmap_header_at: u64) -> Range<u64> {
 }
 
 /// Fills in the parent; its locators' texts go to `end`, which moves behind them.
-fn name_parent(header: &mut Header, parent: &VhdParent, end: &mut u64) -> Vec<(u64, Vec<u8>)> {
+pub(super) fn name_parent(header: &mut Header, parent: &VhdParent, end: &mut u64) -> Vec<(u64, Vec<u8>)> {
     header.parent_uuid = parent.uuid;
     header.parent_timestamp = parent.timestamp;
     header.parent_name = parent.name.clone();

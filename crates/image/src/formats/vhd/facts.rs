@@ -2,11 +2,11 @@
 
 use spile_core::{Store, format_size};
 
-use super::Sparse;
 use super::codec::footer::{DiskType, Footer};
 use super::codec::header::Header;
 use super::codec::time;
 use super::parent::parent_format;
+use super::{Head, Sparse};
 use crate::facts::{Facts, Record, Value};
 
 /// What only a dynamic or differencing image has.
@@ -20,9 +20,9 @@ pub(super) struct SparseFacts<'a> {
 }
 
 impl<S: Store> Sparse<S> {
-    pub(super) fn sparse_facts(&self) -> SparseFacts<'_> {
+    pub(super) fn sparse_facts<'a>(&'a self, head: &'a Head) -> SparseFacts<'a> {
         SparseFacts {
-            header: &self.header,
+            header: &head.header,
             allocated_blocks: self.bat.allocated().count() as u64,
             total_blocks: u64::from(self.bat.entries()),
             has_journal: self.layout.journal.is_some(),

@@ -122,7 +122,7 @@ impl<S: Store> Sparse<S> {
     }
 
     pub(super) async fn write_footer_at(&self, offset: u64) -> Result<()> {
-        self.store.write_at(StoreOffset(offset), &Segments::copied(&self.footer.to_bytes()), Via::Cached).await
+        self.store.write_at(StoreOffset(offset), &Segments::copied(&self.head().footer.to_bytes()), Via::Cached).await
     }
 
     /// Makes the batmap void, once and durably, before a block's bitmap may lose bits.
@@ -132,7 +132,7 @@ impl<S: Store> Sparse<S> {
         if self.flusher.batmap_valid.load(Ordering::Acquire) {
             let range = batmap.header.map_bytes();
             let empty = vec![0; (range.end - range.start) as usize];
-            write_batmap(&self.store, batmap, &empty, &self.footer).await?;
+            write_batmap(&self.store, batmap, &empty, &self.head().footer).await?;
             self.store.sync().await?;
             self.flusher.batmap_valid.store(false, Ordering::Release);
         }
@@ -206,7 +206,7 @@ impl<S: Store> Sparse<S> {
     /// One past the last byte that anything refers to.
     pub(super) fn used_end(&self) -> u64 {
         let blocks = self.bat.allocated().map(|(_, sector)| self.layout.block_end(sector)).max();
-        blocks.unwrap_or(0).max(self.layout.metadata_end)
+        blocks.unwrap_or(0).max(self.head().metadata_end)
     }
 
     /// The map of full blocks, as long as `header` says.
@@ -222,7 +222,7 @@ impl<S: Store> Sparse<S> {
     async fn write_batmap(&self) -> Result<()> {
         let Some(batmap) = &self.layout.batmap else { return Ok(()) };
         let map = self.batmap_bytes(&batmap.header);
-        write_batmap(&self.store, batmap, &map, &self.footer).await?;
+        write_batmap(&self.store, batmap, &map, &self.head().footer).await?;
         self.flusher.batmap_valid.store(true, Ordering::Release);
         Ok(())
     }

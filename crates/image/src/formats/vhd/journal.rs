@@ -73,6 +73,8 @@ struct Half {
     /// The records of the slots from `written` on, one after the other.
     unwritten: Vec<u8>,
     is_writing: bool,
+    /// The file may have a record that was never confirmed, of any block.
+    is_unsure: bool,
     /// Blocks with bits that are recorded here and not in their bitmaps.
     pending: Pending,
 }
@@ -171,6 +173,11 @@ impl Journal {
     /// may name a released block, and must be gone before its place is used again.)
     pub(crate) fn has_records(&self) -> bool {
         self.lock().halves.iter().any(|half| half.used > 0 || !half.pending.is_empty())
+    }
+
+    /// True when the file may have a record of `block`. Nobody writes to the block meanwhile.
+    pub(crate) fn may_name(&self, block: u32) -> bool {
+        self.lock().halves.iter().any(|half| half.is_unsure || half.pending.contains_key(&block))
     }
 
     /// True when some bitmap in memory is ahead of the file.
@@ -348,6 +355,7 @@ impl Drop for Slot<'_> {
         if let Some(place) = self.number.checked_sub(half.written) {
             let at = (place * RECORD_BYTES) as usize;
             half.unwritten[at..at + RECORD_BYTES as usize].fill(0);
+            half.is_unsure = true;
         }
         drop(state);
         self.journal.changed.notify(usize::MAX);
@@ -442,6 +450,7 @@ mod tests {
         let bytes = batch.bytes.to_vec();
         assert_eq!(decode_record(&bytes[..32], 1, 0), None);
         assert_eq!(decode_record(&bytes[32..], 1, 1), Some(record(6)));
+        assert!(journal.may_name(5), "nobody knows how far the write came");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use super::codec::footer::Footer;
 use super::resize::grow_fixed;
 use super::write::{BlockPart, SparseReserved};
 use super::{SECTOR, Sparse};
+use crate::create::NewParent;
 use crate::facts::Facts;
 use crate::formats::raw::Raw;
 use crate::grace::Reader;
@@ -143,6 +144,21 @@ impl<S: Store> Layer<S> for Vhd<S> {
         }
     }
 
+    async fn forget(&self, part: Extent) -> Result<()> {
+        match self {
+            Self::Fixed(..) => Err(self.unsupported("a fixed VHD has no parent that it could show instead")),
+            Self::Sparse(sparse) => sparse.forget_part(&sparse.block_part(part)).await,
+        }
+    }
+
+    async fn set_parent(&self, parent: Option<&NewParent>) -> Result<()> {
+        match self {
+            Self::Fixed(..) if parent.is_none() => Ok(()),
+            Self::Fixed(..) => Err(self.unsupported("a fixed VHD cannot have a parent")),
+            Self::Sparse(sparse) => sparse.set_parent(parent).await,
+        }
+    }
+
     fn begin(&self) {
         if let Self::Sparse(sparse) = self {
             sparse.prepare_beside();
@@ -189,11 +205,11 @@ impl<S: Store> Layer<S> for Vhd<S> {
     }
 
     fn identity(&self) -> Option<Identity> {
-        let footer = match self {
-            Self::Fixed(footer, _) => footer,
-            Self::Sparse(sparse) => &sparse.footer,
+        let uuid = match self {
+            Self::Fixed(footer, _) => footer.uuid,
+            Self::Sparse(sparse) => sparse.head().footer.uuid,
         };
-        Some(Identity(footer.uuid))
+        Some(Identity(uuid))
     }
 
     fn allocations(&self) -> u64 {
@@ -210,7 +226,10 @@ impl<S: Store> Layer<S> for Vhd<S> {
     fn facts(&self) -> Facts {
         match self {
             Self::Fixed(footer, _) => super::facts::of(footer, None),
-            Self::Sparse(sparse) => super::facts::of(&sparse.footer, Some(sparse.sparse_facts())),
+            Self::Sparse(sparse) => {
+                let head = sparse.head();
+                super::facts::of(&head.footer, Some(sparse.sparse_facts(&head)))
+            }
         }
     }
 }

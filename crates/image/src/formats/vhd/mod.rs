@@ -25,6 +25,9 @@
 //! 7. **Parents before child.** A chain that is opened for writing first makes its parents durable: they may have been
 //!    leaves of a process that was killed, and from now on flushes go to the leaf only.
 //!
+//! Blocks and bits that are given up have their order of writes in `forget`, another parent in `reparent`, and another size in
+//! `resize`.
+//!
 //! A batmap is trusted at open, and made void (and synced) before the first release of a block, as it would otherwise
 //! call the block's successor full.
 
@@ -39,10 +42,12 @@ mod create;
 mod facts;
 mod flush;
 mod footers;
+mod forget;
 mod journal;
 mod layer;
 mod open;
 mod parent;
+mod reparent;
 mod resize;
 mod write;
 
@@ -51,8 +56,8 @@ pub use create::{CreateParams, VhdParent, create};
 pub use layer::Vhd;
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use spile_core::{Env, Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
@@ -133,10 +138,8 @@ pub(crate) struct Layout {
     pub batmap: Option<Batmap>,
     /// The area for a journal, which only images of ours have. [`Layout::journal_on`] says whether it can be used.
     pub journal: Option<Range<u64>>,
-    /// Footer copy, header, BAT, batmap, locators and journal: no block may touch them.
+    /// Footer copy, header, BAT, batmap, locators and journal, when the image was opened: no block may touch them.
     pub metadata: Vec<Range<u64>>,
-    /// One past the last byte of the metadata.
-    pub metadata_end: u64,
 }
 
 impl Layout {
@@ -154,6 +157,11 @@ impl Layout {
     /// One past the last byte of a block whose BAT entry is `sector`.
     pub(crate) fn block_end(&self, sector: u32) -> u64 {
         self.data_offset(sector) + self.block_bytes
+    }
+
+    /// One past the last byte of the metadata.
+    pub(crate) fn metadata_end(&self) -> u64 {
+        self.metadata.iter().map(|range| range.end).max().unwrap_or(0)
     }
 
     /// What alignment may leave unused behind the last block, in bytes.
@@ -184,13 +192,26 @@ impl Batmap {
     }
 }
 
+/// Footer and header of an open image.
+#[derive(Clone)]
+pub(crate) struct Head {
+    footer: Footer,
+    header: Header,
+    /// One past the last byte of the metadata.
+    metadata_end: u64,
+    /// Where the next header may be written: the other place of the pair in which the header lies ([`reparent`]).
+    spare: Option<Range<u64>>,
+}
+
 /// A dynamic or differencing VHD.
 pub struct Sparse<S> {
     store: S,
-    footer: Footer,
+    /// What counts now. Taken as a whole, and replaced as a whole when the image gets another parent.
+    head: Mutex<Arc<Head>>,
+    /// The image is a differencing one, as its footer says: kept apart for whoever must not take a lock for it.
+    has_parent: AtomicBool,
     /// What was wrong with the other footer when the image was opened.
     footer_problem: Option<String>,
-    header: Header,
     layout: Layout,
     /// How data are reached: directly only when no 4 KiB page holds both data and metadata.
     via: Via,
@@ -218,7 +239,18 @@ impl<S: Store> Sparse<S> {
     }
 
     fn is_differencing(&self) -> bool {
-        self.footer.disk_type == DiskType::Differencing
+        self.has_parent.load(Ordering::Acquire)
+    }
+
+    /// Footer and header as they are now.
+    fn head(&self) -> Arc<Head> {
+        self.head.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    fn set_head(&self, head: Head) {
+        let is_differencing = head.footer.disk_type == DiskType::Differencing;
+        *self.head.lock().unwrap_or_else(|e| e.into_inner()) = Arc::new(head);
+        self.has_parent.store(is_differencing, Ordering::Release);
     }
 
     /// What is known of the run that starts at guest byte `at`, and how far that goes, at most `len_bytes`. Never
@@ -329,6 +361,10 @@ impl<S: Store> Sparse<S> {
             }
             is_current
         }))
+    }
+
+    fn unsupported(&self, what: &str) -> Error {
+        Error::new(ErrorKind::Unsupported, what).at_path(self.store.path())
     }
 
     fn check_writable(&self) -> Result<()> {

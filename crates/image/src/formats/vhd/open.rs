@@ -1,8 +1,8 @@
 //! Opening: everything an image claims is checked here, before anything is believed.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 
 use spile_core::{Env, Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
@@ -19,7 +19,8 @@ use super::codec::locator::{Locator, Platform};
 use super::flush::Flusher;
 use super::footers::{Footers, read_footers};
 use super::journal::{Journal, Owner};
-use super::{Batmap, Layout, SECTOR, Sparse, Vhd};
+use super::reparent::{find_spare, pair_of};
+use super::{Batmap, Head, Layout, SECTOR, Sparse, Vhd};
 use crate::formats::OpenLayer;
 use crate::formats::raw::Raw;
 use crate::grace::Grace;
@@ -42,7 +43,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
         return Ok(Vhd::Fixed(footer, Raw::new(store, size)));
     }
     let header = read_header(&store, &footer).await?;
-    let (layout, batmap) = lay_out(&store, &footer, &header).await?;
+    let (mut layout, batmap) = lay_out(&store, &footer, &header).await?;
     let bat = Bat::new(layout.size_bytes.div_ceil(layout.block_bytes) as u32);
     let mut sectors = load_bat(&store, &layout, &bat).await?;
     sectors.sort_unstable();
@@ -50,6 +51,11 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     if !how.read_only {
         make_footers_agree(&store, &found, &layout, &sectors).await?;
     }
+    let spare = match how.read_only {
+        true => None,
+        false => find_spare(&store, &footer, &layout, &sectors).await?,
+    };
+    layout.metadata.extend(spare.iter().map(|place| pair_of(place.start)));
     batmap.iter().for_each(|map| apply_batmap(&bat, map));
     let separate = sectors.iter().all(|&sector| layout.data_offset(sector).is_multiple_of(4096))
         && layout.block_bytes.is_multiple_of(4096)
@@ -61,6 +67,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     let keep_end = if layout.journal.is_some() { 0 } else { next_free };
     let footers = FooterState { copy_is_bad: found.copy_is_bad(), trailing_is_gone: found.uses_copy };
     let gaps = if how.read_only { Vec::new() } else { gaps(&layout, &sectors) };
+    let head = Head { metadata_end: layout.metadata_end(), spare, footer, header };
     let sparse = Sparse {
         alloc: Alloc::new(next_free, gaps, keep_end, footers),
         bits: BitsCache::new(how.cache_bytes, layout.bitmap_bytes as usize),
@@ -72,8 +79,8 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
         loads: Loads::default(),
         store,
         footer_problem: found.problem(),
-        footer,
-        header,
+        has_parent: AtomicBool::new(head.footer.disk_type == DiskType::Differencing),
+        head: Mutex::new(Arc::new(head)),
         layout,
         read_only: AtomicBool::new(how.read_only),
         beside: Beside::new(env.clone()),
@@ -189,13 +196,12 @@ pub(super) async fn lay_out<S: Store>(
         bat_offset: header.bat_offset_bytes,
         batmap,
         journal,
-        metadata_end: metadata.iter().map(|range| range.end).max().unwrap_or(bat_end),
         metadata,
     };
     Ok((layout, map))
 }
 
-fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+pub(super) fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
@@ -237,7 +243,7 @@ fn apply_batmap(bat: &Bat, map: &[u8]) {
 }
 
 /// The runs of the file that hold metadata; no block may touch them.
-fn metadata_ranges(
+pub(super) fn metadata_ranges(
     footer: &Footer,
     header: &Header,
     batmap: &Option<Batmap>,
@@ -317,7 +323,7 @@ pub(super) fn check_blocks(file_bytes: u64, layout: &Layout, sectors: &[u32]) ->
 /// Where new blocks may go: behind the last block in a file that Spile made, behind everything but the footer in
 /// another program's file.
 fn next_free<S: Store>(store: &S, layout: &Layout, sectors: &[u32], trailing_bytes: u64) -> u64 {
-    let used_end = sectors.last().map_or(0, |&last| layout.block_end(last)).max(layout.metadata_end);
+    let used_end = sectors.last().map_or(0, |&last| layout.block_end(last)).max(layout.metadata_end());
     if layout.journal.is_some() || !store.info().grows_zeroed {
         return used_end;
     }

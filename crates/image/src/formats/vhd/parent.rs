@@ -19,7 +19,7 @@ const RAW_PARENT: [u8; 16] = [0; 16];
 impl<S: Store> Sparse<S> {
     /// The parent of a differencing image.
     pub(super) async fn parent(&self) -> Result<ParentRef> {
-        parent_ref(&self.store, &self.header).await
+        parent_ref(&self.store, &self.head().header).await
     }
 }
 

@@ -100,8 +100,8 @@ impl<S: Store> Sparse<S> {
         if size_bytes == self.layout.size_bytes {
             return Ok(());
         }
-        let blocks = entries_for(size_bytes, self.header.block_size_bytes) as u32;
-        let grown = match blocks <= self.header.max_entries {
+        let blocks = entries_for(size_bytes, self.head().header.block_size_bytes) as u32;
+        let grown = match blocks <= self.head().header.max_entries {
             true => self.in_place(size_bytes).await?,
             false => self.move_metadata(size_bytes, blocks).await?,
         };
@@ -118,7 +118,7 @@ impl<S: Store> Sparse<S> {
 
     fn check_growth(&self, size_bytes: u64) -> Result<()> {
         check_size(self.layout.size_bytes, size_bytes)?;
-        let blocks = entries_for(size_bytes, self.header.block_size_bytes);
+        let blocks = entries_for(size_bytes, self.head().header.block_size_bytes);
         match blocks > MAX_BLOCKS {
             true => Err(Error::new(ErrorKind::Unsupported, format!("{blocks} blocks are too many"))
                 .hint("copy the disk to a VHD with larger blocks: spile convert")),
@@ -127,22 +127,22 @@ impl<S: Store> Sparse<S> {
     }
 
     /// Where the footer at the end is, in a sealed image.
-    fn footer_at(&self) -> u64 {
+    pub(super) fn footer_at(&self) -> u64 {
         self.store.len_bytes().next_multiple_of(SECTOR) - SECTOR
     }
 
     /// The block table has room: header and table stay. Nothing says what its unused entries hold, so they are written.
     async fn in_place(&self, size_bytes: u64) -> Result<Grown> {
-        self.write_table(&self.header, self.bat.entries(), None).await?;
+        self.write_table(&self.head().header, self.bat.entries(), None).await?;
         self.store.sync().await?;
-        let footer = resized(&self.footer, size_bytes);
+        let footer = resized(&self.head().footer, size_bytes);
         Ok(Grown { footer, batmap: self.layout.batmap.clone(), footer_at: self.footer_at() })
     }
 
     /// Fails when the image does not fit its new footer, which is at the end already. The old footer is there again then.
     async fn take_back_misfit(&self, grown: &Grown) -> Result<()> {
         let Some(why) = misfit(&self.store, &grown.footer, grown.footer_at).await? else { return Ok(()) };
-        write(&self.store, grown.footer_at, &self.footer.to_bytes()).await?;
+        write(&self.store, grown.footer_at, &self.head().footer.to_bytes()).await?;
         self.store.sync().await?;
         let hint = "its size is as before; copy it to a larger disk: spile convert --size";
         let error = Error::new(ErrorKind::Corrupt, "the image does not fit a larger size").hint(hint);
@@ -154,8 +154,11 @@ impl<S: Store> Sparse<S> {
         let is_file = self.store.info().grows_zeroed;
         let free_from = if is_file { self.store.len_bytes() } else { self.used_end() };
         let header_at = free_from.next_multiple_of(ALIGN);
-        let header =
-            Header { bat_offset_bytes: header_at + Header::LEN as u64, max_entries: blocks, ..self.header.clone() };
+        let header = Header {
+            bat_offset_bytes: header_at + Header::LEN as u64,
+            max_entries: blocks,
+            ..self.head().header.clone()
+        };
         let batmap = self.layout.batmap.as_ref().map(|_| self.place_batmap(&header));
         let last = batmap.as_ref().map(|batmap| self.place_behind(batmap)).transpose()?;
         let end = last.map_or(header.bat_end_bytes(), |sector| self.layout.block_end(sector));
@@ -168,7 +171,7 @@ impl<S: Store> Sparse<S> {
             write(&self.store, batmap.header_offset, &batmap.header.to_bytes()).await?;
         }
         self.store.sync().await?;
-        let footer = Footer { data_offset: Some(header_at), ..resized(&self.footer, size_bytes) };
+        let footer = Footer { data_offset: Some(header_at), ..resized(&self.head().footer, size_bytes) };
         Ok(Grown { footer, batmap, footer_at: if is_file { end } else { self.footer_at() } })
     }
 

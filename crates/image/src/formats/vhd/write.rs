@@ -21,7 +21,7 @@ pub(crate) struct BlockPart {
 }
 
 impl BlockPart {
-    fn sectors(&self) -> Range<u32> {
+    pub(super) fn sectors(&self) -> Range<u32> {
         (self.within.start / SECTOR) as u32..(self.within.end / SECTOR) as u32
     }
 
@@ -29,7 +29,7 @@ impl BlockPart {
         self.within.end - self.within.start
     }
 
-    fn lock_range(&self) -> Range<u64> {
+    pub(super) fn lock_range(&self) -> Range<u64> {
         u64::from(self.block)..u64::from(self.block) + 1
     }
 }
@@ -165,7 +165,7 @@ impl<S: Store> Sparse<S> {
     }
 
     /// Zeroes data in place. Clear bits stay clear: what is under them is not looked at.
-    async fn zero_data(&self, part: &BlockPart, sector: u32, may_unmap: bool) -> Result<()> {
+    pub(super) async fn zero_data(&self, part: &BlockPart, sector: u32, may_unmap: bool) -> Result<()> {
         let offset = StoreOffset(self.layout.data_offset(sector) + part.within.start);
         match may_unmap && self.store.info().punches {
             true => self.store.punch_hole(offset, part.len_bytes()).await,
@@ -181,12 +181,17 @@ impl<S: Store> Sparse<S> {
         if only_if_hole && !self.is_hole(sector).await? {
             return Ok(false);
         }
+        self.release(part.block, sector).await.map(|()| true)
+    }
+
+    /// Takes its place from a block that the caller holds exclusively.
+    pub(super) async fn release(&self, block: u32, sector: u32) -> Result<()> {
         self.void_batmap().await?;
-        self.clear_bat_entry(part.block, sector).await?;
-        self.bits.remove_with(part.block, || self.bat.clear(part.block));
-        self.journal.forget(part.block);
+        self.clear_bat_entry(block, sector).await?;
+        self.bits.remove_with(block, || self.bat.clear(block));
+        self.journal.forget(block);
         self.alloc.lock().released.fresh.push(sector);
-        Ok(true)
+        Ok(())
     }
 
     /// Clears the BAT entry of a block. A write that failed may have taken effect all the same, and what is written to

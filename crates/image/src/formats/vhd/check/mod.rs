@@ -271,7 +271,7 @@ pub(super) async fn write_batmap<S: Store>(store: &S, batmap: &Batmap, map: &[u8
 async fn mend_tail<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts) -> Result<()> {
     let footer = &footers.footer;
     let blocks = sparse.bat.allocated().map(|(_, sector)| sparse.layout.block_end(sector)).max().unwrap_or(0);
-    let end = blocks.max(sparse.layout.metadata_end);
+    let end = blocks.max(sparse.layout.metadata_end());
     if !store.info().grows_zeroed {
         return write(store, store.len_bytes() - SECTOR, &footer.to_bytes()).await;
     }
