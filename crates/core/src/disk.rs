@@ -82,15 +82,21 @@ pub trait Disk: Send + Sync + 'static {
     /// store reports.
     fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>>;
 
-    /// As [`Disk::execute`], for a client that may go away: `gone` ends when it has. A disk that lets failed requests wait asks
-    /// before it tries one again, and ends the request of a client that is gone with `Shutdown`. What is being tried is not
-    /// cancelled. A disk that lets no request wait has nothing to ask.
+    /// As [`Disk::execute`], for a client that may go away: `gone` ends when it has. A disk that holds requests back, or
+    /// lets failed ones wait, asks before it goes on with one, and ends the request of a client that is gone with `Shutdown`. What is being
+    /// tried is not cancelled. A disk that lets no request wait has nothing to ask.
     ///
     /// # Errors
     /// As there, and `Shutdown` when the client is gone.
     fn execute_for(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> impl Future<Output = Result<()>> {
         drop(gone);
         self.execute(io)
+    }
+
+    /// With `true` no request is held back to keep a rate any more, as somebody waits until all that are in flight have ended. Each
+    /// such call needs one with `false` to end it. A disk that holds no request back has nothing to do.
+    fn hurry(&self, begins: bool) {
+        let _ = begins;
     }
 
     /// Executes [`Io::read`].
@@ -147,6 +153,9 @@ impl<D: Disk> Disk for std::sync::Arc<D> {
     }
     fn execute_for(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> impl Future<Output = Result<()>> {
         (**self).execute_for(io, gone)
+    }
+    fn hurry(&self, begins: bool) {
+        (**self).hurry(begins);
     }
     fn extents(&self, extent: Extent, max_runs: usize) -> impl Future<Output = Result<Vec<ExtentStatus>>> {
         (**self).extents(extent, max_runs)

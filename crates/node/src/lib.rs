@@ -4,12 +4,13 @@
 //!
 //! 1. The meter counts it ([`Node::meter`]). What fails further down because of trouble that may pass waits here and is tried
 //!    again, if that is the disk's policy ([`Troubles`]).
-//! 2. [`Aligned`] lets an aligned request pass, and bounces any other.
-//! 3. The request takes the graph that is published now, and with it counts in the current *epoch* (`published`). While a
+//! 2. The stage at [`Place::Limit`] may hold the request back; usually there is none ([`DiskLimits`]).
+//! 3. [`Aligned`] lets an aligned request pass, and bounces any other.
+//! 4. The request takes the graph that is published now, and with it counts in the current *epoch* (`published`). While a
 //!    gate is closed it waits there, and holds nothing but the range that [`Aligned`] has locked for it.
-//! 4. The stages that are attached see it ([`Stage`]); usually there are none. Behind the first place the disk's [`Shape`] may make
-//!    several requests of it, or one of several; usually it is off.
-//! 5. The graph executes it. The request keeps the graph alive until it ends.
+//! 5. The disk's [`Shape`] may make several requests of it, or one of several; usually it is off. Then the other stages that are attached
+//!    see it ([`Stage`]); usually there are none.
+//! 6. The graph executes it. The request keeps the graph alive until it ends.
 //!
 //! [`Aligned`] stands above the epochs for a reason. A write to a part of a sector reads the rest and writes the whole, under
 //! a lock. Between two epochs, two such writes to one sector must still see each other: each of their steps takes
@@ -21,6 +22,7 @@ mod bounce;
 mod end;
 mod exchange;
 mod fault;
+mod limit;
 mod node;
 mod published;
 mod shape;
@@ -31,6 +33,7 @@ pub use aligned::Aligned;
 pub use bounce::Allocate;
 pub use exchange::{Change, ClosedGates, OldEpoch, close_gates, exchange};
 pub use fault::{Effect, Fault, Faults};
+pub use limit::{Delays, DiskLimits, Group, Limits};
 pub use node::Node;
 pub use shape::{Learned, Shape, Shaping};
 pub use stage::{Pending, Place, Stage};

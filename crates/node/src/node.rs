@@ -1,25 +1,28 @@
 //! [`Node`]: see the crate.
 
-use std::future::pending;
-use std::pin::Pin;
+use std::future::{pending, poll_fn};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::task::Poll;
 
 use spile_core::metrics::{Meter, Op};
-use spile_core::{Disk, DiskInfo, Error, Extent, ExtentStatus, Io, Result};
+use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result};
 
 use crate::aligned::{Aligned, from_heap};
 use crate::bounce::Allocate;
 use crate::exchange::{OldEpoch, exchange};
+use crate::limit::{DiskLimits, Group, Limits};
 use crate::published::Published;
 use crate::shape::{Shape, Shaping};
-use crate::stage::{Attached, Place, Stage};
-use crate::trouble::Troubles;
+use crate::stage::{Attached, Pending, Place, Stage};
+use crate::trouble::{Troubles, forsaken};
 
 /// A disk as a front sees it: any alignment, metered, over a graph that can be exchanged while requests run.
 pub struct Node<G: Disk> {
     disk: Aligned<Published<G>>,
     meter: Meter,
     troubles: Option<Troubles>,
+    limits: Option<Arc<DiskLimits>>,
 }
 
 impl<G: Disk> Node<G> {
@@ -31,7 +34,7 @@ impl<G: Disk> Node<G> {
     /// A disk over `graph`, whose bounce buffers `allocate` makes: from the worker's pool, where there is one.
     pub fn with_buffers(graph: G, allocate: Allocate) -> Self {
         let disk = Aligned::with_buffers(Published::new(Arc::new(graph)), allocate);
-        Self { disk, meter: Meter::new(), troubles: None }
+        Self { disk, meter: Meter::new(), troubles: None, limits: None }
     }
 
     /// The same disk with a policy for trouble below it. Without one, every error is reported.
@@ -42,6 +45,68 @@ impl<G: Disk> Node<G> {
     /// The policy for trouble below the disk, and the requests that wait, if the disk has a policy.
     pub fn troubles(&self) -> Option<&Troubles> {
         self.troubles.as_ref()
+    }
+
+    /// The same disk with a clock, so that it can have limits.
+    pub fn with_limits(self, limits: Arc<DiskLimits>) -> Self {
+        Self { limits: Some(limits), ..self }
+    }
+
+    /// The disk's limits, if it can have some.
+    pub fn limits(&self) -> Option<&Arc<DiskLimits>> {
+        self.limits.as_ref()
+    }
+
+    fn wanted_limits(&self) -> Result<&Arc<DiskLimits>> {
+        let none = || Error::new(ErrorKind::Unsupported, "this disk was made without a clock and cannot have limits");
+        self.limits.as_ref().ok_or_else(none)
+    }
+
+    /// Gives the disk limits of its own in the place of those that it had, also for requests that wait already.
+    ///
+    /// # Errors
+    /// As [`Limits::check`]; `Unsupported` for a disk without a clock; `Shutdown` when it is closed.
+    pub async fn set_limits(&self, limits: Limits) -> Result<()> {
+        limits.check()?;
+        self.wanted_limits()?.set_own(limits);
+        self.place_limits().await
+    }
+
+    /// Limits the disk for the good of a job, beside its other limits; no limits: not any more.
+    ///
+    /// # Errors
+    /// As [`Node::set_limits`].
+    pub async fn set_job_limits(&self, limits: Limits) -> Result<()> {
+        limits.check()?;
+        self.wanted_limits()?.set_job(limits);
+        self.place_limits().await
+    }
+
+    /// Puts the disk into a group, whose limits it shares from now on; `None`: into none.
+    ///
+    /// # Errors
+    /// As [`Node::set_limits`].
+    pub async fn join_group(&self, group: Option<Arc<Group>>) -> Result<()> {
+        self.wanted_limits()?.join(group);
+        self.place_limits().await
+    }
+
+    /// Has requests meet the disk's limits while there are any, and else not. It is to be called when the limits of the disk's group have
+    /// changed.
+    ///
+    /// # Errors
+    /// `Busy` when another stage has the place; `Shutdown` when the disk is closed.
+    pub async fn place_limits(&self) -> Result<()> {
+        let Some(limits) = &self.limits else { return Ok(()) };
+        let mut is_attached = limits.is_attached.lock().await;
+        match (limits.are_needed(), *is_attached) {
+            (true, false) => self.attach(Place::Limit, limits.clone()).await?,
+            // Those inside need not be waited for: nothing holds them back any more.
+            (false, true) => drop(self.published().detach(Place::Limit).await?),
+            _ => return Ok(()),
+        }
+        *is_attached = !*is_attached;
+        Ok(())
     }
 
     /// As [`Disk::flush`], but it never waits for trouble to pass.
@@ -129,6 +194,7 @@ impl<G: Disk> Node<G> {
     /// others take the way through [`Aligned`] and [`Published`], where each obstacle has its place. What fails is tried again
     /// as the disk's policy says.
     async fn execute_unmetered(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> Result<()> {
+        let mut gone = pin!(gone);
         let error = 'failed: {
             if let Some(_held) = self.disk.try_pass(&io)
                 && let Some(graph) = self.published().try_enter_free(&io)
@@ -138,12 +204,25 @@ impl<G: Disk> Node<G> {
                     Err(error) => break 'failed error,
                 }
             }
-            match self.disk.execute(io).await {
+            match self.execute_in_turn(io, gone.as_mut()).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             }
         };
         self.see_through(io, error, gone).await
+    }
+
+    /// Executes a request that may be held back, for a client that may go away meanwhile.
+    async fn execute_in_turn(&self, io: Io<'_>, gone: Pin<&mut impl Future<Output = ()>>) -> Result<()> {
+        let limit = self.published().limit().await;
+        if let Some(pending) = limit.as_ref().and_then(|limit| limit.stage().before(io)) {
+            unless_gone(pending, gone).await?;
+        }
+        let result = self.disk.execute(io).await;
+        match limit.as_ref().and_then(|limit| limit.stage().after(io, &result)) {
+            Some(pending) => pending.await,
+            None => result,
+        }
     }
 
     /// Takes a request that has failed with `error` to its end, as the disk's policy says. Its future is in a box, so that the futures
@@ -161,6 +240,16 @@ impl<G: Disk> Node<G> {
             troubles.see_through(io.op.into(), error, gone, again).await
         })
     }
+}
+
+/// Waits for `pending`. A request whose client goes away meanwhile ends: the client may be back already, on another connection, and may
+/// have written something newer to the same place.
+async fn unless_gone(mut pending: Pending<'_>, mut gone: Pin<&mut impl Future<Output = ()>>) -> Result<()> {
+    poll_fn(|cx| match gone.as_mut().poll(cx) {
+        Poll::Ready(()) => Poll::Ready(Err(forsaken())),
+        Poll::Pending => pending.as_mut().poll(cx),
+    })
+    .await
 }
 
 impl<G: Disk> Disk for Node<G> {
@@ -182,6 +271,10 @@ impl<G: Disk> Disk for Node<G> {
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {
         self.meter.measure(Op::Extents, extent.len_bytes, self.disk.extents(extent, max_runs)).await
+    }
+
+    fn hurry(&self, begins: bool) {
+        self.limits.iter().for_each(|limits| limits.hurry(begins));
     }
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {

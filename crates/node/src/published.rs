@@ -28,8 +28,20 @@ pub(crate) enum Way {
     Shaped(Arc<Shaper>),
     /// Stages, and the disk's shape unless that is off.
     Staged(Stages, Option<Arc<Shaper>>),
+    /// The stage that holds requests back, and then what is behind it.
+    Limited(Arc<Attached>, Box<Way>),
     /// The disk is closed.
     Closed,
+}
+
+impl Way {
+    /// What a request meets that was not held back, or is not any more.
+    fn behind_limit(&self) -> &Self {
+        match self {
+            Self::Limited(_, behind) => behind,
+            way => way,
+        }
+    }
 }
 
 /// One worker's share of what is published in an epoch, on a cache line of its own.
@@ -139,9 +151,17 @@ impl<G: Disk> Published<G> {
         let is_free = |lease: &Arc<Lease<G>>| match &lease.way {
             Way::Free => true,
             Way::Shaped(shaper) => !shaper.concerns(io),
-            Way::Staged(..) | Way::Closed => false,
+            Way::Staged(..) | Way::Limited(..) | Way::Closed => false,
         };
         self.try_enter().filter(is_free).map(FreeLease)
+    }
+
+    /// The stage that holds back requests that begin now.
+    pub(crate) async fn limit(&self) -> Option<Arc<Attached>> {
+        match &self.enter().await.way {
+            Way::Limited(limit, _) => Some(limit.clone()),
+            _ => None,
+        }
     }
 
     /// The graph of the current epoch; `None` while the gate is closed. It waits for another thread of this shard that is just cloning
@@ -220,13 +240,16 @@ impl<G: Disk> Published<G> {
 
     /// Opens the gate, which is closed, to what `control` says.
     pub(crate) fn open_with(&self, control: &mut Control<G>) {
-        let way = match &control.stages {
+        let stages = &control.stages;
+        let behind_limit = match (stages.are_only_limits(), self.shaping.shaper()) {
+            (true, None) => Way::Free,
+            (true, Some(shaper)) => Way::Shaped(shaper),
+            (false, shaper) => Way::Staged(stages.clone(), shaper),
+        };
+        let way = match stages.limit() {
             _ if control.is_closed => Way::Closed,
-            stages => match (stages.is_empty(), self.shaping.shaper()) {
-                (true, None) => Way::Free,
-                (true, Some(shaper)) => Way::Shaped(shaper),
-                (false, shaper) => Way::Staged(stages.clone(), shaper),
-            },
+            Some(limit) => Way::Limited(limit.clone(), Box::new(behind_limit)),
+            None => behind_limit,
         };
         control.epochs.retain(|end| !end.has_come());
         control.epochs.push(self.open_gate(&control.graph, &way));
@@ -277,13 +300,13 @@ impl<G: Disk> Disk for Published<G> {
 
     async fn execute(&self, io: Io<'_>) -> Result<()> {
         let lease = self.enter().await;
-        match &lease.way {
+        match lease.way.behind_limit() {
             Way::Shaped(shaper) if shaper.concerns(&io) => {
                 Box::pin(shaper.execute(io, async |part| lease.graph.execute(part).await)).await
             }
             Way::Free | Way::Shaped(_) => lease.graph.execute(io).await,
             Way::Staged(stages, shaper) => Box::pin(stages.execute(&*lease.graph, shaper.as_deref(), io)).await,
-            Way::Closed => Err(closed()),
+            Way::Limited(..) | Way::Closed => Err(closed()),
         }
     }
 

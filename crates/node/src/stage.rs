@@ -32,7 +32,8 @@ pub trait Stage: Send + Sync + 'static {
 /// Where a stage stands. A request passes the places in this order, its result in the reverse one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
-    /// Holds requests back: to keep a rate, or for the good of a job such as a merge that must catch up. Behind this place stands the
+    /// Holds requests back: to keep a rate, or for the good of a job such as a merge that must catch up. This place stands above
+    /// the epochs and above the bounce buffers, so a request that waits here holds neither. Behind it stands the
     /// disk's [`Shape`](crate::Shape), which is no [`Stage`], as it makes other requests of those that come.
     Limit,
     /// Notes which ranges change.
@@ -50,8 +51,9 @@ impl Place {
     /// All places, in the order in which a request passes them.
     pub const ALL: [Place; 4] = [Self::Limit, Self::ChangeTracking, Self::Mirror, Self::Fault];
 
-    /// So many places stand before the disk's shape: they see requests as the front made them, the others see parts.
-    const BEFORE_SHAPE: usize = 1;
+    /// The places behind the disk's shape begin with this one: they see parts of requests. [`Place::Limit`], before it, sees requests as
+    /// the front made them.
+    const BEHIND_SHAPE: usize = Self::ChangeTracking as usize;
 }
 
 /// A stage at its place. Each set of stages that has it keeps a share, and so each request that passes it.
@@ -71,6 +73,11 @@ impl Attached {
     pub(crate) fn end(&self) -> Arc<End> {
         self.end.clone()
     }
+
+    /// The stage itself.
+    pub(crate) fn stage(&self) -> &dyn Stage {
+        &*self.stage
+    }
 }
 
 /// The stages of one epoch, by place.
@@ -82,20 +89,30 @@ impl Stages {
         &mut self.0[place as usize]
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.iter().all(Option::is_none)
+    /// The stage that holds requests back.
+    pub(crate) fn limit(&self) -> Option<&Arc<Attached>> {
+        self.0[Place::Limit as usize].as_ref()
     }
 
-    /// Takes `io` through all stages, to `disk`, and back. `shaper` stands among the stages; `None` when requests stay as they are.
+    fn behind_shape(&self) -> &[Option<Arc<Attached>>] {
+        &self.0[Place::BEHIND_SHAPE..]
+    }
+
+    /// True when there is none but perhaps the one at [`Place::Limit`].
+    pub(crate) fn are_only_limits(&self) -> bool {
+        self.behind_shape().iter().all(Option::is_none)
+    }
+
+    /// Takes `io`, which has passed [`Place::Limit`], through `shaper` and all other stages to `disk`, and back. `shaper` is `None` when
+    /// requests stay as they are.
     pub(crate) async fn execute<D: Disk>(&self, disk: &D, shaper: Option<&Shaper>, io: Io<'_>) -> Result<()> {
-        let (whole, parts) = self.0.split_at(Place::BEFORE_SHAPE);
-        pass(whole, io, async || match shaper.filter(|shaper| shaper.concerns(&io)) {
-            None => pass(parts, io, async || disk.execute(io).await).await,
+        let stages = self.behind_shape();
+        match shaper.filter(|shaper| shaper.concerns(&io)) {
+            None => pass(stages, io, async || disk.execute(io).await).await,
             Some(shaper) => {
-                shaper.execute(io, async |part| pass(parts, part, async || disk.execute(part).await).await).await
+                shaper.execute(io, async |part| pass(stages, part, async || disk.execute(part).await).await).await
             }
-        })
-        .await
+        }
     }
 }
 

@@ -265,7 +265,8 @@ fn left_undone() -> Error {
     )
 }
 
-fn forsaken() -> Error {
+/// The error of a request whose client is gone.
+pub(crate) fn forsaken() -> Error {
     Error::new(ErrorKind::Shutdown, "the request waits for its disk, and its client is gone: it is not tried again")
 }
 

@@ -1,4 +1,5 @@
-//! A request allocates nothing, aligned or bounced, while no stage is attached; and neither does one that its disk's shape leaves as it is.
+//! A request allocates nothing, aligned or bounced, while no stage is attached; and neither does one that its disk's shape leaves as it is, or
+//! that its disk's limits need not hold back.
 //!
 //! A program of its own, with an allocator that counts what each thread allocates: the test harness has a thread, too.
 #![forbid(unsafe_code)]
@@ -6,12 +7,13 @@
 mod common;
 
 use std::cell::OnceCell;
+use std::sync::Arc;
 
 use allocation_counter::measure;
 use common::{TestGraph, at, now, one_of_each};
 use spile_core::{Disk, Segments};
 use spile_mem::Pool;
-use spile_node::{Node, Shape};
+use spile_node::{DiskLimits, Group, Limits, Node, Shape};
 
 thread_local!(static POOL: OnceCell<Pool> = const { OnceCell::new() });
 
@@ -57,4 +59,24 @@ fn requests_allocate_nothing() {
         });
         assert_eq!(counted.count_total, 0, "{name}: allocations in 300 rounds");
     }
+}
+
+#[test]
+fn a_request_that_limits_let_pass_allocates_nothing() {
+    let node = Node::new(TestGraph::new()).with_limits(DiskLimits::new(Arc::new(spile_engine::OsEnv)));
+    let most = 1 << 60;
+    now(node.set_limits(Limits { iops: Some(most), write_bps: Some(most), ..Limits::default() })).unwrap();
+    let group = Group::new("g", Arc::new(spile_engine::OsEnv));
+    group.set_limits(Limits { bps: Some(most), ..Limits::default() }).unwrap();
+    now(node.join_group(Some(group))).unwrap();
+    let memory = Segments::zeroed(4096);
+    let requests = async || {
+        node.read(at(0, 4096), &memory).await.unwrap();
+        node.write(at(0, 4096), &memory, true).await.unwrap();
+        node.flush().await.unwrap();
+        node.discard(at(0, 4096)).await.unwrap();
+    };
+    now(requests());
+    let counted = measure(|| (0..300).for_each(|_| now(requests())));
+    assert_eq!((counted.count_total, node.limits().unwrap().delays().requests), (0, 0));
 }

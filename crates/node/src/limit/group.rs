@@ -1,0 +1,269 @@
+//! [`Group`]: disks that share limits, and the order in which their requests pass.
+//!
+//! Each disk has a count of what it has had of the group's rate. Of the disks whose first request may pass, the one that has had
+//! least comes first (start-time fair queuing). A disk that wanted nothing for a while, or was held back by a limit of its own, saves
+//! nothing up: it goes on from where the others are. A disk in no group is alone in one without limits.
+//!
+//! The requests that wait have one timer among them: one of them is the *keeper*. It sleeps until the first may pass, lets pass
+//! whoever may, and wakes them. When its own turn comes, another one is the keeper.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Waker;
+use std::time::Duration;
+
+use spile_core::{Result, Timer};
+
+use super::bucket::{Buckets, Cost};
+use super::line::{Member, Ticket};
+use super::rates::Limits;
+
+/// The keeper sleeps at least so long, in nanoseconds: at high rates it lets several requests pass together. No rate is lost, as the
+/// allowance of a shorter time than the least burst adds up.
+const GRAIN_NS: u64 = 500_000;
+
+/// Disks that share limits.
+pub struct Group {
+    name: String,
+    timer: Arc<dyn Timer>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    buckets: Buckets,
+    members: BTreeMap<u64, Member>,
+    next_member: u64,
+    /// How many requests wait in all lines.
+    waiting: usize,
+    /// What the disk that came last had had when its request began to pass.
+    begun: u128,
+    keeper: Option<Arc<Ticket>>,
+    /// When the keeper wakes up by itself.
+    armed_ns: u64,
+    /// Who is to be woken once the lock is free.
+    wakes: Vec<Waker>,
+}
+
+/// What a request that waits has to do.
+pub(super) enum Step {
+    /// Go on.
+    Pass,
+    /// Wait until it is woken.
+    Wait,
+    /// Look again after this time: it is the keeper.
+    Keep(Duration),
+}
+
+impl Group {
+    /// A group of this name, without limits and disks.
+    pub fn new(name: impl Into<String>, timer: Arc<dyn Timer>) -> Arc<Self> {
+        Arc::new(Self { name: name.into(), timer, state: Mutex::default() })
+    }
+
+    /// The group's name; empty for the group of a disk that is in none.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The limits that the group's disks share.
+    pub fn limits(&self) -> Limits {
+        self.with(|state| state.buckets.limits())
+    }
+
+    /// Changes the limits that the group's disks share, also for requests that wait already. A disk whose requests meet no limit yet has
+    /// to be told ([`Node::place_limits`](crate::Node::place_limits)).
+    ///
+    /// # Errors
+    /// As [`Limits::check`].
+    pub fn set_limits(&self, limits: Limits) -> Result<()> {
+        limits.check()?;
+        let now_ns = self.timer.now_ns();
+        self.with(|state| {
+            state.buckets.set(limits, now_ns);
+            state.serve(now_ns);
+        });
+        Ok(())
+    }
+
+    /// How many disks are in the group.
+    pub fn disks(&self) -> usize {
+        self.with(|state| state.members.len())
+    }
+
+    /// Has `act` see the state under its lock, and then wakes whoever is to be woken.
+    fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
+        let (done, wakes) = self.lock(act);
+        wakes.into_iter().for_each(Waker::wake);
+        done
+    }
+
+    /// Has `act` see the state under its lock. Returns who is to be woken once the caller has no lock any more.
+    pub(super) fn lock<T>(&self, act: impl FnOnce(&mut State) -> T) -> (T, Vec<Waker>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let done = act(&mut state);
+        (done, std::mem::take(&mut state.wakes))
+    }
+}
+
+impl State {
+    /// Takes a disk in. The result is its number in this group.
+    pub(super) fn add(&mut self, mut member: Member, now_ns: u64) -> u64 {
+        member.had = 0;
+        self.waiting += member.waiting();
+        self.next_member += 1;
+        self.members.insert(self.next_member, member);
+        self.serve(now_ns);
+        self.next_member
+    }
+
+    /// Takes a disk out, with its limits and its requests that wait.
+    pub(super) fn remove(&mut self, number: u64) -> Member {
+        let mut member = self.members.remove(&number).unwrap_or_default();
+        self.waiting -= member.waiting();
+        let all = member.take_all();
+        self.keeper.take_if(|keeper| all.iter().any(|ticket| Arc::ptr_eq(ticket, keeper)));
+        all.into_iter().for_each(|ticket| member.line(ticket.cost.writes).push_back(ticket));
+        self.find_keeper();
+        member
+    }
+
+    /// What limits a disk: its group, itself and its job.
+    pub(super) fn limits_of(&mut self, number: u64) -> [Limits; 3] {
+        let group = self.buckets.limits();
+        let member = self.member(number);
+        [group, member.own.limits(), member.job.limits()]
+    }
+
+    pub(super) fn member(&mut self, number: u64) -> &mut Member {
+        self.members.get_mut(&number).expect("a disk stays in its group while its place says so")
+    }
+
+    /// Lets a request pass that need not wait. False when it has to.
+    pub(super) fn try_pass(&mut self, number: u64, cost: Cost, now_ns: u64) -> bool {
+        // Whoever may pass now and waits already comes first.
+        self.serve(now_ns);
+        let group_ns = self.buckets.ready_ns(cost);
+        let member = self.member(number);
+        let passes = member.line(cost.writes).is_empty() && member.ready_ns(cost).max(group_ns) <= now_ns;
+        if passes {
+            self.begin(number, cost, now_ns);
+        }
+        passes
+    }
+
+    /// A request of this disk passes in its turn.
+    fn begin(&mut self, number: u64, cost: Cost, now_ns: u64) {
+        let begun = self.begun;
+        let member = self.member(number);
+        member.had = member.had.max(begun);
+        self.begun = member.had;
+        self.count(number, cost, now_ns);
+    }
+
+    /// A request of this disk passes, in its turn or not. Takes what it costs from all limits.
+    pub(super) fn count(&mut self, number: u64, cost: Cost, now_ns: u64) {
+        let share = self.buckets.share(cost);
+        self.buckets.take(cost, now_ns);
+        let member = self.member(number);
+        member.had = member.had.saturating_add(share);
+        member.take(cost, now_ns);
+    }
+
+    /// Puts a request at the end of its line.
+    pub(super) fn line_up(&mut self, number: u64, ticket: &Arc<Ticket>, now_ns: u64) {
+        self.member(number).line(ticket.cost.writes).push_back(ticket.clone());
+        self.waiting += 1;
+        self.serve(now_ns);
+    }
+
+    /// The request is not wanted any more.
+    pub(super) fn withdraw(&mut self, number: u64, ticket: &Arc<Ticket>, now_ns: u64) {
+        if self.member(number).withdraw(ticket) {
+            self.waiting -= 1;
+        }
+        self.keeper.take_if(|keeper| Arc::ptr_eq(keeper, ticket));
+        self.serve(now_ns);
+    }
+
+    /// Lets all requests of a disk pass.
+    pub(super) fn pass_all(&mut self, number: u64, now_ns: u64) {
+        let all = self.member(number).take_all();
+        self.waiting -= all.len();
+        for ticket in all {
+            self.count(number, ticket.cost, now_ns);
+            self.wakes.push(ticket.pass());
+        }
+        self.find_keeper();
+    }
+
+    /// What a request that waits has to do now.
+    pub(super) fn step(&mut self, ticket: &Arc<Ticket>, now_ns: u64) -> Step {
+        let is_keeper = |state: &Self| state.keeper.as_ref().is_some_and(|keeper| Arc::ptr_eq(keeper, ticket));
+        if is_keeper(self) {
+            // Its timer has ended, or something has changed.
+            self.armed_ns = 0;
+            self.serve(now_ns);
+        }
+        match ticket.passes() {
+            true => Step::Pass,
+            false if is_keeper(self) => {
+                self.armed_ns = self.next_ns().max(now_ns.saturating_add(GRAIN_NS));
+                Step::Keep(Duration::from_nanos(self.armed_ns - now_ns))
+            }
+            false => Step::Wait,
+        }
+    }
+
+    /// Lets all requests pass whose turn has come.
+    pub(super) fn serve(&mut self, now_ns: u64) {
+        if self.waiting == 0 {
+            return;
+        }
+        while let Some((number, writes)) = self.next(now_ns) {
+            let Some(ticket) = self.member(number).line(writes).pop_front() else { break };
+            self.waiting -= 1;
+            self.begin(number, ticket.cost, now_ns);
+            self.wakes.push(ticket.pass());
+        }
+        self.find_keeper();
+        if self.next_ns().max(now_ns.saturating_add(GRAIN_NS)) < self.armed_ns
+            && let Some(keeper) = &self.keeper
+        {
+            self.wakes.push(keeper.waker());
+        }
+    }
+
+    /// The disk and the line whose first request is the next to pass. `None` when none may pass now.
+    fn next(&mut self, now_ns: u64) -> Option<(u64, bool)> {
+        let (group, begun) = (&mut self.buckets, self.begun);
+        let candidates = self.members.iter_mut().filter_map(|(number, member)| {
+            let heads = member.heads();
+            let ready = heads.filter(|(cost, _)| member.ready_ns(*cost).max(group.ready_ns(*cost)) <= now_ns);
+            let (cost, _) = ready.min_by_key(|(_, since_ns)| *since_ns)?;
+            Some((member.had.max(begun), *number, cost.writes))
+        });
+        candidates.min().map(|(_, number, writes)| (number, writes))
+    }
+
+    /// When the next request may pass, if nothing changes.
+    fn next_ns(&mut self) -> u64 {
+        let group = &mut self.buckets;
+        let of_member = |member: &mut Member| {
+            let heads = member.heads();
+            heads.map(|(cost, _)| member.ready_ns(cost).max(group.ready_ns(cost))).min()
+        };
+        self.members.values_mut().filter_map(of_member).min().unwrap_or(u64::MAX)
+    }
+
+    /// Makes one of the requests that wait the keeper, unless one is.
+    fn find_keeper(&mut self) {
+        self.keeper.take_if(|keeper| keeper.passes());
+        if self.keeper.is_none() && self.waiting > 0 {
+            self.keeper = self.members.values().find_map(Member::last).cloned();
+            // It has no timer yet: it is woken, and makes one.
+            self.armed_ns = 0;
+            self.wakes.extend(self.keeper.iter().map(|keeper| keeper.waker()));
+        }
+    }
+}
