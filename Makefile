@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build static demo test bench bench-vhost bench-xen report count fuzz sim soak guest peer tidy deny test-xen clean
+.PHONY: help setup build static demo test bench bench-vhost bench-life bench-xen report count fuzz sim soak guest peer tidy deny test-xen clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -21,6 +21,7 @@ help:
 	@echo 'make test               every check; ends with "N passed, N failed, N skipped"'
 	@echo 'make bench              Spile beside qemu-nbd and nbdkit  (ARGS="--only randread")'
 	@echo 'make bench-vhost        the same over vhost-user, beside qemu-storage-daemon and fio'
+	@echo 'make bench-life         copies of whole disks, beside qemu-img and nbdcopy  (ARGS="--rounds 9")'
 	@echo 'make bench-xen          instructions of a request on a nested Xen, beside blkback and qdisk  (ARGS=--quick)'
 	@echo 'make report             run the experiments, and make a page of them for this machine  (ARGS=--quick)'
 	@echo 'make count              instructions of one request against those kept  (ARGS=--update)'
@@ -55,6 +56,10 @@ bench:
 bench-vhost:
 	@scripts/setup.sh test
 	@cargo xtask bench-vhost $(ARGS)
+
+bench-life:
+	@scripts/setup.sh test
+	@cargo xtask bench-life $(ARGS)
 
 bench-xen:
 	@scripts/setup.sh test

@@ -15,6 +15,7 @@ mod fio;
 mod idle;
 mod images;
 pub mod kinds;
+mod life;
 mod lines;
 mod nbd;
 mod open;
@@ -85,6 +86,11 @@ pub fn run_vhost(arguments: &[String]) -> Result<()> {
         idle::run(&plan, &mut report)?;
     }
     report.finish(&plan)
+}
+
+/// Measures what is done to whole disks.
+pub fn run_life(arguments: &[String]) -> Result<()> {
+    life::run(&plan(arguments, "life-")?)
 }
 
 /// The program under test: a release build, made now unless `SPILE_BIN` names another.

@@ -56,6 +56,7 @@ fn stages() -> Result<Vec<Stage>> {
     stages.push(Stage { name: "count", command: own(&["count"]), reader: Reader::Tally });
     stages.push(Stage { name: "bench", command: own(&["bench", "--quick"]), reader: Reader::Whole });
     stages.push(Stage { name: "bench-vhost", command: own(&["bench-vhost", "--quick"]), reader: Reader::Whole });
+    stages.push(Stage { name: "bench-life", command: own(&["bench-life", "--quick"]), reader: Reader::Whole });
     Ok(stages)
 }
 

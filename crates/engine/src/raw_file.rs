@@ -3,6 +3,8 @@
 //! There are no checks and no messages here, only operations and errnos. The crate `spile-store` makes stores of them.
 
 use std::future::Future;
+use std::num::NonZero;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -155,6 +157,32 @@ impl RawFile {
         len_bytes: u64,
     ) -> impl Future<Output = Result<usize, i32>> + use<> {
         Op::fallocate(&self.fd, flags, offset_bytes, len_bytes).run()
+    }
+
+    /// Has the kernel begin to write back what the page cache has of a range, if it can. Blocks while the medium has too much to do: not
+    /// for a worker.
+    pub fn begin_write_back(&self, range: Range<u64>) {
+        // A sync does it later where this fails.
+        let _ = sys::sync_file_range(self.fd.raw(), &range, libc::SYNC_FILE_RANGE_WRITE);
+    }
+
+    /// Waits until what the page cache has of a range is written back, and has the kernel forget it. Blocks: not for a worker.
+    ///
+    /// # Errors
+    /// The errno with which the write back has failed. It counts as a failed sync, for the kernel tells of it only once.
+    pub fn leave_page_cache(&self, range: Range<u64>) -> Result<(), i32> {
+        match sys::sync_file_range(self.fd.raw(), &range, sys::WHOLE_WRITE_BACK) {
+            // Not every file system and device can do this.
+            Err(libc::EINVAL | libc::ESPIPE | libc::ENOSYS) => return Ok(()),
+            Err(errno) => {
+                self.note_failed_sync(errno);
+                return Err(errno);
+            }
+            Ok(_) => {}
+        }
+        let len_bytes = NonZero::new(range.end - range.start);
+        let _ = rustix::fs::fadvise(&self.fd, range.start, len_bytes, rustix::fs::Advice::DontNeed);
+        Ok(())
     }
 
     /// Sets the file's length (ftruncate(2)).

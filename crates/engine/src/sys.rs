@@ -2,6 +2,7 @@
 //! the hot paths and `io::Error` elsewhere.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::OnceLock;
 
@@ -268,6 +269,17 @@ fn file_call(op: &Op) -> Outcome {
         }
     };
     uninterrupted(call)
+}
+
+/// Writes back what is not written back yet of a range, and waits for it (sync_file_range(2)).
+pub(crate) const WHOLE_WRITE_BACK: u32 =
+    libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+
+/// Calls sync_file_range(2) with these flags.
+pub(crate) fn sync_file_range(fd: RawFd, range: &Range<u64>, flags: u32) -> Outcome {
+    let (offset, len) = (range.start as i64, (range.end - range.start) as i64);
+    // SAFETY: takes plain numbers.
+    uninterrupted(|| unsafe { libc::sync_file_range(fd, offset, len, flags) as isize })
 }
 
 /// Closes the descriptor of an accepted connection for which nobody waits any more.

@@ -14,6 +14,7 @@ use spile_core::{
 use spile_engine::{DirectAlign, FileKey, RawFile, direct_align, run_blocking, spawn};
 use spile_mem::Segment;
 
+use crate::behind::{Behind, Step};
 use crate::cut::{Cut, cut_short};
 use crate::files::CacheMode;
 use crate::held::HeldLock;
@@ -64,6 +65,8 @@ struct Inner {
     gate: SyncGate,
     lock: HeldLock,
     cut: Cut,
+    /// For [`CacheMode::Once`].
+    behind: Option<Behind>,
 }
 
 impl FileStore {
@@ -143,13 +146,14 @@ impl FileStore {
         let len = if is_device { device_len(&file)? } else { stat.len() };
         let direct = match cache {
             CacheMode::Direct => open_direct(name, mode, stat),
-            CacheMode::Page => None,
+            CacheMode::Page | CacheMode::Once => None,
         };
+        let behind = (cache == CacheMode::Once).then(Behind::default);
         let lock = HeldLock::new(locked.map(|mode| (file.clone(), mode)), path.clone());
         let direct = direct
             .map(|(opened, align)| Ok::<_, Error>((RawFile::direct(opened.into(), &file, locked)?, align)))
             .transpose()?;
-        Ok(Self::assemble(path, mode, id, len, file, direct, lock))
+        Ok(Self::assemble(path, mode, id, len, file, direct, (lock, behind)))
     }
 
     fn assemble(
@@ -159,7 +163,7 @@ impl FileStore {
         len: u64,
         cached: RawFile,
         direct: Option<(RawFile, DirectAlign)>,
-        lock: HeldLock,
+        (lock, behind): (HeldLock, Option<Behind>),
     ) -> FileStore {
         let align = direct.as_ref().map(|(_, align)| *align);
         let is_device = matches!(id, FileId::BlockDevice(_));
@@ -176,9 +180,8 @@ impl FileStore {
         };
         let len = AtomicU64::new(len);
         let gate = SyncGate::default();
-        FileStore {
-            inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate, lock, cut: Cut::default() }),
-        }
+        let cut = Cut::default();
+        FileStore { inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate, lock, cut, behind }) }
     }
 
     /// Which file this is, as found when it was opened. Its path may name another file by now.
@@ -336,7 +339,10 @@ impl Store for FileStore {
         let outcome = fd.write(offset, from).await;
         outcome.map_err(|errno| self.fail("write failed", errno).at_offset(offset))?;
         self.inner.len.fetch_max(end, Ordering::AcqRel);
-        Ok(())
+        match self.inner.behind.as_ref().and_then(|behind| behind.note(offset..end)) {
+            Some(step) => self.write_back(step).await,
+            None => Ok(()),
+        }
     }
 
     async fn sync(&self) -> Result<()> {
@@ -436,6 +442,16 @@ impl Store for FileStore {
 }
 
 impl FileStore {
+    /// Has the kernel write back what was written, and forget what was written before that.
+    async fn write_back(&self, Step { begin, leave }: Step) -> Result<()> {
+        let file = self.inner.cached.clone();
+        let done = move || {
+            file.begin_write_back(begin);
+            leave.map_or(Ok(()), |range| file.leave_page_cache(range))
+        };
+        run_blocking(self.inner.path.get(), done).await.map_err(|errno| self.fail("write back failed", errno))
+    }
+
     /// Takes up what a device has gained since it was opened. The length of a device cannot be set otherwise.
     async fn take_up_len(&self, len_bytes: u64) -> Result<()> {
         let (path, device) = (self.inner.path.get(), self.inner.cached.clone());

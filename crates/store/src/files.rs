@@ -22,6 +22,8 @@ pub enum CacheMode {
     Direct,
     /// The page cache.
     Page,
+    /// The page cache, which gives up soon what was written: for a file that is written once, from end to end.
+    Once,
 }
 
 /// Any of this crate's stores.

@@ -7,6 +7,7 @@
 //! Operations run on the worker of the engine that polls them, and panic elsewhere, unless the store is in memory.
 #![forbid(unsafe_code)]
 
+mod behind;
 mod cut;
 mod file;
 mod files;

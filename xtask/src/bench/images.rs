@@ -184,7 +184,7 @@ fn qemu_img(words: &[&str]) -> Command {
 }
 
 /// Fills a new file with bytes that no one can take for zeros or compress.
-fn fill(path: &Path, size_bytes: u64) -> Result<()> {
+pub fn fill(path: &Path, size_bytes: u64) -> Result<()> {
     let problem = |error: std::io::Error| format!("{}: {error}", path.display());
     let mut file = std::fs::File::create(path).map_err(problem)?;
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;

@@ -134,16 +134,15 @@ impl Report {
         if self.results.is_empty() {
             return Err(format!("no line holds '{}'", plan.only));
         }
-        let path = plan.results();
-        let whole = json!({
-            "host": host(), "rounds": plan.rounds, "seconds": plan.point_s,
-            "results": self.results, "skipped": self.skips, "missed": self.missed,
-        });
-        std::fs::write(&path, format!("{whole:#}\n")).map_err(|error| format!("{}: {error}", path.display()))?;
         if !plan.quick {
             self.print_shortfalls();
         }
-        println!("\nAll figures: {}", path.display());
+        write(
+            plan,
+            json!({
+                "seconds": plan.point_s, "results": self.results, "skipped": self.skips, "missed": self.missed,
+            }),
+        )?;
         if self.broken.is_empty() { Ok(()) } else { Err(self.broken.join("; ")) }
     }
 
@@ -157,6 +156,16 @@ impl Report {
             self.missed.iter().for_each(|line| println!("  {line}"));
         }
     }
+}
+
+/// Writes all figures of a run to its JSON file, beside what the host is, and prints the file's path.
+pub fn write(plan: &Plan, mut figures: Value) -> Result<()> {
+    let path = plan.results();
+    figures["host"] = host();
+    figures["rounds"] = plan.rounds.into();
+    std::fs::write(&path, format!("{figures:#}\n")).map_err(|error| format!("{}: {error}", path.display()))?;
+    println!("\nAll figures: {}", path.display());
+    Ok(())
 }
 
 /// Room for the longest name, and for the heading above.

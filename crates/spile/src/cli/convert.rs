@@ -75,7 +75,7 @@ pub struct ConvertArgs {
     /// read
     #[arg(long, conflicts_with = "preallocate")]
     no_space_check: bool,
-    /// Read and write past the page cache or through it
+    /// Read and write past the page cache or through it, which keeps little of what was written
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "page")]
     cache: CacheMode,
     #[command(flatten)]
@@ -312,7 +312,9 @@ impl Work {
         let data_bytes = self.check_space(source, &new, path).await?;
         self.create(path, &new, beneath).await?;
         let options = self.write_options();
-        let dst = Aligned::new(disks::open(self.cache, &path.into(), &options).await?);
+        // What was copied is not read again soon: it shall not fill the page cache.
+        let cache = if self.cache == CacheMode::Page { CacheMode::Once } else { self.cache };
+        let dst = Aligned::new(disks::open(cache, &path.into(), &options).await?);
         fill(source, &dst, beneath, virtual_bytes, data_bytes).await
     }
 
