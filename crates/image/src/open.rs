@@ -65,6 +65,9 @@ pub struct Described {
 /// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
 const PARENT: OpenLayer = OpenLayer { read_only: true, cache_bytes: 1 << 20 };
 
+/// Memory for the maps of a parent that is open for writing.
+const MERGED_CACHE_BYTES: usize = 16 << 20;
+
 async fn canonical<F: Files>(files: &F, at: &Locator) -> Result<Locator> {
     match at {
         Locator::Path(path) => Ok(Locator::Path(files.canonical(path).await.at_path(path)?)),
@@ -84,6 +87,24 @@ pub async fn open_layer<F: Files>(
 ) -> Result<Arc<GraphLayer<F::Store>>> {
     let (_, image) = Search::from_leaf(files, &env, &at.into(), options).await?;
     Ok(GraphLayer::new(image, options.read_only))
+}
+
+/// Opens the file of `layer` once more, in another mode: for writing while nobody else has it open, or for reading only once
+/// all that was written is durable. Both layers may be in use until the older one is dropped.
+///
+/// # Errors
+/// `Busy` when somebody else has the file open; `ReadOnly` for a format that cannot be written; the store's.
+pub async fn reopen_layer<F: Files>(
+    files: &F,
+    env: &Arc<dyn Env>,
+    layer: &GraphLayer<F::Store>,
+    mode: OpenMode,
+) -> Result<Arc<GraphLayer<F::Store>>> {
+    let (read_only, image) = (mode == OpenMode::ReadOnly, layer.image());
+    let how = OpenLayer { read_only, cache_bytes: if read_only { PARENT.cache_bytes } else { MERGED_CACHE_BYTES } };
+    let store = files.reopen(image.store(), mode).await?;
+    let image = image.format().open(store, env, how).await?;
+    Ok(GraphLayer::new(image, read_only))
 }
 
 /// Describes the image at `at`. Neither parents nor a data file are opened, and the names that the image has for them are

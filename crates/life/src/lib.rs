@@ -7,4 +7,39 @@
 //! [`names`] gives; whoever opens the disk next finds them there, and goes on or takes back.
 #![forbid(unsafe_code)]
 
+pub mod flatten;
+pub mod jobs;
+pub mod merge;
 pub mod names;
+mod work;
+
+use std::path::Path;
+
+use spile_core::{Files, Result};
+
+use jobs::{Plan, State};
+pub use work::{Sizes, Work};
+
+/// Goes on with what `plan` says.
+///
+/// # Errors
+/// As [`merge::coalesce`] and [`flatten::flatten`].
+pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
+    match plan {
+        Plan::Coalesce(merged) => merge::coalesce(work, merged).await,
+        Plan::Flatten => flatten::flatten(work).await,
+    }
+}
+
+/// Says in the job how it ended. The note of `disk` stays only when the next process is to go on.
+async fn finish<F: Files>(work: &Work<'_, F>, disk: &Path, result: Result<()>) -> Result<()> {
+    let result = match work.job.outcome(&result) {
+        State::Stopped => result,
+        _ => match (result, Plan::remove(work.files, disk).await) {
+            (Ok(()), removed) => removed,
+            (failed, _) => failed,
+        },
+    };
+    work.job.end(&result);
+    result
+}

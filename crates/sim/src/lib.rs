@@ -11,6 +11,7 @@ pub mod faults;
 mod file;
 pub mod image;
 pub mod live;
+pub mod merge;
 mod names;
 mod op;
 pub mod oracle;

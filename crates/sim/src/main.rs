@@ -4,9 +4,10 @@
 
 use std::process::ExitCode;
 
-use spile_sim::explore::Options;
+use spile_sim::explore::{Finding, Options};
 use spile_sim::image::{Image, Kind};
 use spile_sim::live::{Broken, LiveSummary, run_live};
+use spile_sim::merge::{self, MergeSummary, run_merge};
 use spile_sim::plan::Plan;
 use spile_sim::seeds::{Mode, report, run_seeds};
 
@@ -17,6 +18,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --start S        the first of them (default 0)
   --kind KIND      raw, fixed, dynamic or chain (default: the seed decides)
   --exchange       graphs of one or several disks are exchanged under load; on one thread
+  --merge          layers are merged and leaves flattened under load; on one thread
   --every-step     one short life for each seed, crashed at every step, both ways
   --threads N      default: as many as there are processors
   --findings N     stop after so many (default 10)
@@ -31,13 +33,14 @@ struct Arguments {
     findings: usize,
     trace: bool,
     exchange: bool,
+    merge: bool,
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (kind, mode) = (None, Mode::Random);
-    let (trace, exchange) = (false, false);
-    let mut arguments = Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace, exchange };
+    let (trace, exchange, merge) = (false, false, false);
+    let mut arguments = Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace, exchange, merge };
     while let Some(word) = words.next() {
         let mut number = || -> Result<u64, String> {
             let value = words.next().ok_or(format!("{word} wants a number"))?;
@@ -51,6 +54,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--every-step" => arguments.mode = Mode::EveryStep,
             "--trace" => arguments.trace = true,
             "--exchange" => arguments.exchange = true,
+            "--merge" => arguments.merge = true,
             "--kind" => {
                 let name = words.next().unwrap_or_default();
                 arguments.kind = Some(name.parse().map_err(|error| format!("{error}"))?);
@@ -61,11 +65,17 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     Ok(arguments)
 }
 
-fn run_exchanges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
-    let (mut findings, mut all) = (0, LiveSummary::default());
+/// Runs seeds one after the other, and counts those that find something.
+fn each_seed<T>(
+    seeds: std::ops::Range<u64>,
+    arguments: &Arguments,
+    run: impl Fn(u64) -> Result<T, Finding>,
+    mut add: impl FnMut(T),
+) -> ExitCode {
+    let mut findings = 0;
     for seed in seeds {
-        match run_live(seed, Broken::Nothing, arguments.trace) {
-            Ok(summary) => all += summary,
+        match run(seed) {
+            Ok(summary) => add(summary),
             Err(finding) => {
                 finding.trace.iter().for_each(|line| println!("{line}"));
                 println!("seed {seed}: {}", finding.message);
@@ -76,10 +86,26 @@ fn run_exchanges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode
             break;
         }
     }
-    let LiveSummary { exchanges, failed, sealed, grown, .. } = all;
-    println!("{exchanges} disks exchanged, {failed} exchanges failed, {sealed} old leaves sealed, {grown} disks grew");
     println!("{findings} findings");
     if findings == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn run_exchanges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
+    let mut all = LiveSummary::default();
+    let code = each_seed(seeds, arguments, |seed| run_live(seed, Broken::Nothing, arguments.trace), |one| all += one);
+    let LiveSummary { exchanges, failed, sealed, grown, .. } = all;
+    println!("{exchanges} disks exchanged, {failed} exchanges failed, {sealed} old leaves sealed, {grown} disks grew");
+    code
+}
+
+fn run_merges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
+    let mut all = MergeSummary::default();
+    let run = |seed| run_merge(seed, merge::Broken::Nothing, arguments.trace);
+    let code = each_seed(seeds, arguments, run, |one| all += one);
+    let MergeSummary { merged, leaves, flattened, resumed, ended_early, refused, .. } = all;
+    println!("{merged} layers merged, {leaves} leaves merged, {flattened} leaves flattened");
+    println!("{resumed} jobs went on after a crash, {ended_early} ended early, {refused} were refused");
+    code
 }
 
 fn run(arguments: &Arguments) -> ExitCode {
@@ -87,6 +113,9 @@ fn run(arguments: &Arguments) -> ExitCode {
     let seeds = arguments.start..arguments.start.saturating_add(arguments.seeds);
     if arguments.exchange {
         return run_exchanges(seeds, arguments);
+    }
+    if arguments.merge {
+        return run_merges(seeds, arguments);
     }
     let Arguments { kind, mode, .. } = *arguments;
     let totals = run_seeds(seeds, kind, mode, &options, arguments.threads, arguments.findings);

@@ -43,6 +43,11 @@ impl<S: Store> Disk for Graph<S> {
                 let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only");
                 Err(error.at_path(self.leaf().store().path()))
             }
+            false if self.is_sinking() => {
+                let what = "the disk cannot grow while its leaf is merged into the parent";
+                let error = Error::new(ErrorKind::Busy, what).at_path(self.leaf().store().path());
+                Err(error.hint("wait until the merge is done, or cancel it"))
+            }
             false => self.leaf().resize(size_bytes).await,
         }
     }

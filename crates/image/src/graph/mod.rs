@@ -19,6 +19,8 @@ mod disk;
 mod extents;
 mod layers;
 mod map;
+mod moves;
+mod moving;
 mod read;
 mod write;
 mod zones;
@@ -34,6 +36,8 @@ use spile_core::{Disk, DiskInfo, Env, Error, ErrorKind, Extent, Files, Locator, 
 
 pub use self::extents::PlacedRun;
 pub use self::layers::{GraphLayer, LayerId};
+use self::moving::Moving;
+pub use self::moving::{Broken, Sinking};
 use self::zones::Zones;
 use crate::facts::LayerInfo;
 use crate::formats::AnyLayer;
@@ -54,6 +58,10 @@ pub struct Graph<S: Store> {
     zones: Arc<Zones>,
     /// But for the size, which the leaf knows.
     info: DiskInfo,
+    /// What is being moved between the layers, if something is.
+    moving: Option<Moving<S>>,
+    /// A guest's flush covers so many layers at most, from the leaf on.
+    most_flushed: usize,
 }
 
 /// A request that reads, counted in the grace periods of all layers that may change.
@@ -129,7 +137,8 @@ impl<S: Store> Graph<S> {
 
     fn assemble(layers: Vec<Arc<GraphLayer<S>>>, zones: Arc<Zones>) -> Self {
         let info = disk_info(layers[0].image(), layers[0].is_sealed());
-        Self { walked: AtomicUsize::new(layers.len()), layers, zones, info }
+        let walked = AtomicUsize::new(layers.len());
+        Self { walked, layers, zones, info, moving: None, most_flushed: usize::MAX }
     }
 
     /// The layers themselves, leaf first; other graphs may hold them, too.

@@ -63,7 +63,7 @@ impl<S: Store> Graph<S> {
     }
 
     /// Reads a run that lies in one piece.
-    async fn read_at(&self, layer: usize, at: At, into: &Segments) -> Result<()> {
+    pub(super) async fn read_at(&self, layer: usize, at: At, into: &Segments) -> Result<()> {
         match at {
             At::Plain(offset) => self.read_plain(layer, offset, into).await,
             At::Encoded { unit, within_bytes } => {

@@ -6,6 +6,7 @@ use futures_util::future::join_all;
 use spile_core::{ErrorKind, Extent, Result, Segments, Store, StoreOffset, WriteZeroes, metrics};
 
 use super::Graph;
+use super::moving::Change;
 use crate::layer::{Layer, Reserved};
 
 impl<S: Store> Graph<S> {
@@ -15,6 +16,10 @@ impl<S: Store> Graph<S> {
         match leaf.in_place(extent) {
             _ if extent.is_empty() => {}
             Some(offset) => self.write_at(offset, from).await?,
+            None if let Some(moving) = &self.moving => {
+                self.change_moving(moving, extent, Change::Write(from)).await?;
+                return if fua { self.flush_all().await } else { Ok(()) };
+            }
             None if leaf.part_len(extent) == extent.len_bytes => self.write_part(extent, from).await?,
             None => self.write_parts(extent, from).await?,
         }
@@ -32,12 +37,12 @@ impl<S: Store> Graph<S> {
     }
 
     /// Flushes one layer.
-    async fn flush(&self, layer: usize) -> Result<()> {
+    pub(super) async fn flush(&self, layer: usize) -> Result<()> {
         self.at_store(layer, metrics::Op::Flush, 0, pin!(self.image(layer).flush())).await
     }
 
     /// Writes a part of a request that one reservation covers.
-    async fn write_part(&self, part: Extent, from: &Segments) -> Result<()> {
+    pub(super) async fn write_part(&self, part: Extent, from: &Segments) -> Result<()> {
         let reserved = self.leaf().reserve(part).await?;
         self.write_at(reserved.offset(), from).await?;
         reserved.commit().await
@@ -61,15 +66,19 @@ impl<S: Store> Graph<S> {
         match self.walked() {
             _ if self.is_read_only() => Ok(()),
             1 => self.flush(0).await,
-            walked => {
-                let flushes = (0..walked).map(|layer| self.flush(layer));
-                join_all(flushes).await.into_iter().collect()
-            }
+            walked => self.flush_moving(walked).await,
         }
     }
 
     pub(super) async fn discard_extent(&self, extent: Extent) -> Result<()> {
         self.check_write(extent)?;
+        match &self.moving {
+            Some(moving) => self.change_moving(moving, extent, Change::Discard).await,
+            None => self.discard_in_leaf(extent).await,
+        }
+    }
+
+    async fn discard_in_leaf(&self, extent: Extent) -> Result<()> {
         self.each_part(extent, true, async |part| {
             let below = self.below_is_zero(self.leaf().unit(part)).await?;
             let unmapped = pin!(self.leaf().unmap(part, below));
@@ -83,6 +92,13 @@ impl<S: Store> Graph<S> {
         if how.only_if_fast && !self.info.fast_zero {
             return Err(self.error(ErrorKind::Unsupported, extent, "zeroes are not fast on this store"));
         }
+        match &self.moving {
+            Some(moving) => self.change_moving(moving, extent, Change::Zero(how)).await,
+            None => self.zero_in_leaf(extent, how).await,
+        }
+    }
+
+    async fn zero_in_leaf(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
         let only_held = self.layers.len() == 1 && how.may_unmap;
         self.each_part(extent, only_held, async |part| {
             let below = self.below_is_zero(self.leaf().unit(part)).await?;
@@ -90,6 +106,15 @@ impl<S: Store> Graph<S> {
             self.at_store(0, metrics::Op::WriteZeroes, part.len_bytes, zeroed).await
         })
         .await
+    }
+
+    /// Changes the leaf, whatever is moved.
+    pub(super) async fn change_leaf(&self, extent: Extent, change: Change<'_>) -> Result<()> {
+        match change {
+            Change::Write(from) => self.write_parts(extent, from).await,
+            Change::Zero(how) => self.zero_in_leaf(extent, how).await,
+            Change::Discard => self.discard_in_leaf(extent).await,
+        }
     }
 
     /// Runs `each` on every part of `extent`, or only on those that the leaf has space for, one after the other.

@@ -217,12 +217,12 @@ async fn seal_all(graph: &LiveGraph) -> Result<()> {
 }
 
 /// Lets up to `most` steps of this task pass.
-pub(super) async fn pause(rng: &mut Rng, most: u64) {
+pub(crate) async fn pause(rng: &mut Rng, most: u64) {
     turns(rng.skewed(most)).await;
 }
 
 /// Lets others run so many times.
-pub(super) async fn turns(mut left: u64) {
+pub(crate) async fn turns(mut left: u64) {
     poll_fn(|context| {
         if left == 0 {
             return Poll::Ready(());

@@ -38,6 +38,7 @@ use crate::plan::{Life, Plan};
 use crate::rng::Rng;
 use crate::workload::Workload;
 use crate::world::World;
+pub(crate) use exchange::{pause, turns};
 pub use graph::Broken;
 use graph::{LiveGraph, Tail};
 

@@ -1,0 +1,70 @@
+//! The merge of a disk's leaf into its parent.
+
+use std::sync::Arc;
+
+use spile_core::{Disk, Files, OpenMode, Result, Store};
+use spile_image::Sinking;
+use spile_image::layer::Layer as _;
+
+use super::mover::Mover;
+use crate::work::{GraphOf, LayerOf, Work, size_of};
+
+/// Merges the leaf of `old` into its parent.
+pub(super) async fn merge<F: Files>(work: &Work<'_, F>, old: &Arc<GraphOf<F>>) -> Result<()> {
+    let parent = work.reopen(&old.handles()[1], OpenMode::ReadWrite).await?;
+    let mut layers = old.handles().to_vec();
+    layers[1] = parent.clone();
+    let graph = Arc::new(old.with_layers(layers)?);
+    let merged = move_and_rename(work, &graph, &parent).await;
+    match merged {
+        Ok(()) => Ok(()),
+        Err(error) => {
+            put_back(work, &graph, &parent).await?;
+            Err(error)
+        }
+    }
+}
+
+/// `graph` has the parent open for writing.
+async fn move_and_rename<F: Files>(work: &Work<'_, F>, graph: &Arc<GraphOf<F>>, parent: &LayerOf<F>) -> Result<()> {
+    // Nobody uses the parent as it was open before, once this epoch has begun and the one before has ended.
+    let graph = work.put(graph.with_layers(graph.handles().to_vec())?).await?;
+    let size_bytes = size_of(&graph.handles()[0]);
+    if size_of(parent) < size_bytes {
+        parent.image().resize(size_bytes).await?;
+    }
+    let below = Arc::new(super::from::<F>(&graph, 1)?);
+    below.begin();
+    let sinking = Sinking::new(below.clone(), work.broken);
+    // From here on the leaf takes nothing new. The first batch begins when nobody is left who could give it more.
+    work.put(graph.sinking(&sinking, 0..0)).await?;
+    Mover::new(work, graph.clone(), below.clone(), Some(sinking)).run().await?;
+    // What the leaf has given up must stay so before only the parent is flushed.
+    graph.flush_own().await?;
+    below.flush().await?;
+    take_place(work, &graph, parent).await?;
+    work.put(super::from::<F>(&graph, 1)?).await?;
+    Ok(())
+}
+
+/// Gives the parent's file the name of the leaf, which has nothing any more.
+async fn take_place<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, parent: &LayerOf<F>) -> Result<()> {
+    let (disk, old_path) = (graph.handles()[0].path().to_owned(), parent.path().to_owned());
+    work.files.rename(&old_path, &disk).await?;
+    parent.image().store().set_path(&disk);
+    Ok(())
+}
+
+/// Has guests write to the leaf again, and seals the parent.
+async fn put_back<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, parent: &LayerOf<F>) -> Result<()> {
+    // The parent may have become the leaf already.
+    let now = work.node.graph().await;
+    if now.handles()[0].id() == parent.id() {
+        return Ok(());
+    }
+    work.put(graph.with_layers(graph.handles().to_vec())?).await?;
+    let mut layers = graph.handles().to_vec();
+    layers[1] = work.sealed(parent).await?;
+    work.put(graph.with_layers(layers)?).await?;
+    Ok(())
+}

@@ -1,0 +1,38 @@
+//! What a merge has left behind whose process ended after the disk had lost the layer.
+
+use spile_core::{Error, ErrorKind, Extent, Files, Result};
+use spile_image::layer::Layer as _;
+use spile_image::{OpenOptions, open_layer};
+
+use super::middle::rename_parent;
+use crate::jobs::Merged;
+use crate::work::{Work, size_of};
+
+/// Removes the file of a layer that the disk has no more, once it is proven that nobody needs it: it is the layer that was merged, it has
+/// nothing of its own, and no image names it as its parent. Children that name it are renamed first.
+pub(super) async fn finish<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
+    let graph = work.node.graph().await;
+    // When the leaf was merged, its parent has its path.
+    if graph.handles().iter().any(|layer| layer.path() == plan.path) {
+        return Ok(());
+    }
+    let options = OpenOptions::default();
+    let layer = match open_layer(work.files, work.env.clone(), plan.path.as_path(), &options).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        opened => opened?,
+    };
+    let Some(parent) = graph.handles().iter().find(|layer| layer.path() == plan.parent) else { return Ok(()) };
+    // Another image may have taken the name.
+    if layer.image().identity() != Some(plan.identity) {
+        return Ok(());
+    }
+    if layer.image().next_held(Extent::from_range(0..size_of(&layer))).is_some() {
+        let what = "the layer has something of its own, and is no layer of the disk any more";
+        let error = Error::new(ErrorKind::Corrupt, what).at_path(layer.path());
+        return Err(error.hint("nothing was removed; look for the image that needs it"));
+    }
+    for child in work.other_children(&layer, layer.path()).await? {
+        rename_parent(work, &child, parent).await?;
+    }
+    work.files.remove(&plan.path).await
+}

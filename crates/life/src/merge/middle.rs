@@ -1,0 +1,148 @@
+//! The merge of a layer that is not the leaf into its parent.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use spile_core::{Error, ErrorKind, Files, OpenMode, Result};
+use spile_image::create::NewParent;
+use spile_image::layer::Layer as _;
+use spile_image::{Broken, GraphLayer, OpenOptions, open_layer};
+
+use super::check::Checked;
+use super::mover::Mover;
+use crate::work::{GraphOf, LayerOf, Work, relative, size_of};
+
+/// The two layers of a merge, open for writing, and the disk's graph with them.
+struct Opened<F: Files> {
+    graph: Arc<GraphOf<F>>,
+    /// The number of the layer that is merged; its parent is the next.
+    number: usize,
+    upper: LayerOf<F>,
+    lower: LayerOf<F>,
+}
+
+/// Merges the layer of this number of `old` into its parent.
+pub(super) async fn merge<F: Files>(
+    work: &Work<'_, F>,
+    old: &Arc<GraphOf<F>>,
+    number: usize,
+    checked: Checked,
+) -> Result<()> {
+    let lower = work.reopen(&old.handles()[number + 1], OpenMode::ReadWrite).await?;
+    let upper = match work.reopen(&old.handles()[number], OpenMode::ReadWrite).await {
+        Ok(upper) => upper,
+        Err(error) => {
+            let mut layers = old.handles().to_vec();
+            layers[number + 1] = work.sealed(&lower).await?;
+            work.put(old.with_layers(layers)?).await?;
+            return Err(error);
+        }
+    };
+    let mut layers = old.handles().to_vec();
+    (layers[number], layers[number + 1]) = (upper.clone(), lower.clone());
+    let graph = Arc::new(old.with_layers(layers)?.flushing_leaf_only());
+    let opened = Opened { graph, number, upper, lower };
+    let merged = opened.move_all(work).await;
+    let named = match merged {
+        Ok(()) => opened.take_out(work, &checked).await,
+        Err(error) => Err(error),
+    };
+    if named.is_err() {
+        opened.put_back(work).await?;
+    }
+    named
+}
+
+impl<F: Files> Opened<F> {
+    /// Moves all that the layer has into its parent.
+    async fn move_all(&self, work: &Work<'_, F>) -> Result<()> {
+        let graph = work.put(self.graph.with_layers(self.graph.handles().to_vec())?.flushing_leaf_only()).await?;
+        let size_bytes = size_of(&self.upper);
+        if size_of(&self.lower) < size_bytes {
+            self.lower.image().resize(size_bytes).await?;
+        }
+        let source = Arc::new(super::from::<F>(&graph, self.number)?);
+        let target = Arc::new(super::from::<F>(&graph, self.number + 1)?);
+        target.begin();
+        Mover::new(work, source, target, None).run().await
+    }
+
+    /// Has the children of the layer, which has nothing any more, name its parent, and removes it.
+    async fn take_out(&self, work: &Work<'_, F>, checked: &Checked) -> Result<()> {
+        if work.broken == Broken::RemoveBeforeNames {
+            work.files.remove(self.upper.path()).await?;
+        }
+        // It may have been renamed or looked at; it may not be half durable.
+        self.upper.image().flush().await?;
+        for other in &checked.others {
+            rename_parent(work, other, &self.lower).await?;
+        }
+        let lower = work.sealed(&self.lower).await?;
+        let child = self.child_names_parent(work).await?;
+        let mut layers = self.graph.handles().to_vec();
+        layers[self.number - 1] = child;
+        layers[self.number + 1] = lower;
+        layers.remove(self.number);
+        work.put(self.graph.with_layers(layers)?).await?;
+        if work.broken == Broken::RemoveBeforeNames {
+            return Ok(());
+        }
+        work.files.remove(self.upper.path()).await
+    }
+
+    /// Has the layer above name the parent of the one that is merged. Returns it as it is to be in the graph.
+    async fn child_names_parent(&self, work: &Work<'_, F>) -> Result<LayerOf<F>> {
+        let child = &self.graph.handles()[self.number - 1];
+        let parent = new_parent(work, child.path(), &self.lower).await?;
+        if self.number == 1 {
+            child.image().set_parent(Some(&parent)).await?;
+            return Ok(child.clone());
+        }
+        let writable = work.reopen(child, OpenMode::ReadWrite).await?;
+        let named = writable.image().set_parent(Some(&parent)).await;
+        let sealed = work.sealed(&writable).await?;
+        named.map(|()| sealed)
+    }
+
+    /// Has the disk go on with its layers as they are, closed for writing.
+    async fn put_back(&self, work: &Work<'_, F>) -> Result<()> {
+        let now = work.node.graph().await;
+        if !now.handles().iter().any(|layer| layer.id() == self.upper.id()) {
+            return Ok(());
+        }
+        let mut layers = self.graph.handles().to_vec();
+        layers[self.number] = work.sealed(&self.upper).await?;
+        layers[self.number + 1] = work.sealed(&self.lower).await?;
+        work.put(self.graph.with_layers(layers)?).await?;
+        Ok(())
+    }
+}
+
+/// Has the image at `child`, which nobody uses, name `parent` as its parent.
+pub(super) async fn rename_parent<F: Files>(
+    work: &Work<'_, F>,
+    child: &Path,
+    parent: &GraphLayer<F::Store>,
+) -> Result<()> {
+    let named = new_parent(work, child, parent).await?;
+    let child = open_layer(work.files, work.env.clone(), child, &OpenOptions::default()).await?;
+    child.image().set_parent(Some(&named)).await?;
+    child.seal().await
+}
+
+/// `parent` as the image at `child` is to name it.
+async fn new_parent<F: Files>(work: &Work<'_, F>, child: &Path, parent: &GraphLayer<F::Store>) -> Result<NewParent> {
+    let (child, path) = (work.files.canonical(child).await?, work.files.canonical(parent.path()).await?);
+    let relative_path = relative(child.parent().unwrap_or(Path::new("/")), &path).ok_or_else(|| {
+        let what = "an image cannot name a parent whose path is not UTF-8";
+        Error::new(ErrorKind::InvalidInput, what).at_path(&path).hint("rename the parent, or its folder")
+    })?;
+    let info = parent.info();
+    Ok(NewParent {
+        relative_path,
+        name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        format: info.format,
+        identity: info.identity,
+        changed_unix_s: info.facts.changed_unix_s,
+    })
+}

@@ -1,0 +1,71 @@
+//! Merges a layer of a disk into its parent, while the disk is in use, and removes it.
+//!
+//! # A layer between others
+//!
+//! The layer and its parent are opened for writing, and every read looks their maps up meanwhile. Guests never write to them.
+//!
+//! 1. What the layer has is copied into the parent, a batch of a bounded size at a time ([`mover`]).
+//! 2. The parent is synced.
+//! 3. The layer gives up the batch, and with it the space.
+//! 4. When it has nothing left, its children name the parent, durably.
+//! 5. The disk's graph is exchanged for one without the layer, and the file of the layer is removed.
+//!
+//! What the layer still has is what is left to do: so a process that is killed loses one batch of work, and every state in between
+//! is a chain that any program reads right.
+//!
+//! # The leaf
+//!
+//! The leaf sinks ([`spile_image::Sinking`]): what guests write goes to the parent wherever the leaf has nothing, so the leaf only becomes
+//! smaller. When it has nothing left, the parent's file takes the leaf's name, and the leaf is gone.
+
+mod check;
+mod leaf;
+mod left;
+mod middle;
+mod mover;
+
+use spile_core::{Error, ErrorKind, Files, Result};
+
+use crate::jobs::{Merged, Plan};
+use crate::work::{GraphOf, Work};
+
+pub use self::check::{find_layer, plan};
+
+/// Does what `plan` says, from wherever it was left, and says in the job how it ended. The note beside the disk is there while it works,
+/// and stays when the job was stopped.
+///
+/// # Errors
+/// What refuses the merge, and then nothing has changed; the stores'. What is done by then is valid.
+pub async fn coalesce<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
+    let disk = work.disk_path().await;
+    let result = begin(work, plan).await;
+    crate::finish(work, &disk, result).await
+}
+
+async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
+    let graph = work.settled().await?;
+    let Some(number) = number_of(&graph, plan) else { return left::finish(work, plan).await };
+    let checked = check::check(work, &graph, number).await?;
+    let note = Plan::Coalesce(plan.clone());
+    note.write(work.files, graph.handles()[0].path()).await?;
+    work.job.accept();
+    match number {
+        0 => leaf::merge(work, &graph).await,
+        _ => middle::merge(work, &graph, number, checked).await,
+    }
+}
+
+/// The number of the layer that `plan` merges; `None` when the disk has it no more.
+fn number_of<S: spile_core::Store>(graph: &spile_image::Graph<S>, plan: &Merged) -> Option<usize> {
+    use spile_image::layer::Layer as _;
+    graph.handles().iter().position(|layer| layer.image().identity() == Some(plan.identity))
+}
+
+/// The graph without its first `count` layers.
+fn from<F: Files>(graph: &GraphOf<F>, count: usize) -> Result<GraphOf<F>> {
+    graph.with_layers(graph.handles()[count..].to_vec())
+}
+
+fn refuse(kind: ErrorKind, what: String, path: &std::path::Path, hint: &str) -> Error {
+    Error::new(kind, what).at_path(path).hint(hint)
+}

@@ -1,0 +1,136 @@
+//! [`Work`]: what a job works with, whether the disk is served or not.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use spile_core::metrics::Op;
+use spile_core::{Env, Error, ErrorKind, Files, OpenMode, Result, Store, Timer};
+use spile_image::{Broken, Graph, GraphLayer, reopen_layer};
+use spile_node::Node;
+
+use crate::jobs::Job;
+
+/// What a job works with.
+pub struct Work<'a, F: Files> {
+    /// Where the images are.
+    pub files: &'a F,
+    /// The same files, opened without locks: for images of others, which are only asked for their parents.
+    pub asking: &'a F,
+    /// Clock and randomness.
+    pub env: &'a Arc<dyn Env>,
+    /// Lets time pass between pieces.
+    pub timer: &'a dyn Timer,
+    /// The disk. It is open for writing.
+    pub node: &'a Node<Graph<F::Store>>,
+    /// What the job's users want of it.
+    pub job: &'a Job,
+    /// Images that may have one of the disk's images as their parent: all that lie in the folders of its layers.
+    pub neighbours: &'a [PathBuf],
+    /// How much is moved at once.
+    pub sizes: Sizes,
+    /// A rule that the simulator breaks.
+    pub broken: Broken,
+}
+
+/// How much a job moves at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// A merge copies about so many bytes before it has the layer give them up: the space that it needs in addition.
+    pub batch_bytes: u64,
+    /// So many bytes at most are copied at once: what a guest's request to them may have to wait for.
+    pub piece_bytes: u64,
+}
+
+impl Default for Sizes {
+    fn default() -> Self {
+        Self { batch_bytes: 16 << 20, piece_bytes: 256 << 10 }
+    }
+}
+
+/// One open layer.
+pub(crate) type LayerOf<F> = Arc<GraphLayer<<F as Files>::Store>>;
+/// A graph.
+pub(crate) type GraphOf<F> = Graph<<F as Files>::Store>;
+
+impl<F: Files> Work<'_, F> {
+    /// Has requests that begin from now on use `graph`, and waits until all that began before have ended.
+    pub(crate) async fn put(&self, graph: GraphOf<F>) -> Result<Arc<GraphOf<F>>> {
+        let graph = Arc::new(graph);
+        self.node.exchange(graph.clone()).await?.ended().await;
+        Ok(graph)
+    }
+
+    /// The disk's graph, of which all parents are sealed.
+    pub(crate) async fn settled(&self) -> Result<Arc<GraphOf<F>>> {
+        let graph = self.node.graph().await;
+        let leaf = &graph.handles()[0];
+        if leaf.is_sealed() {
+            let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only");
+            return Err(error.at_path(leaf.path()).hint("open it for writing: its images are to be changed"));
+        }
+        match graph.handles()[1..].iter().find(|layer| !layer.is_sealed()) {
+            Some(layer) => {
+                let what = "the image is being changed: a snapshot or another job is not finished";
+                Err(Error::new(ErrorKind::Busy, what).at_path(layer.path()).hint("try again in a moment"))
+            }
+            None => Ok(graph),
+        }
+    }
+
+    /// `layer` in another mode.
+    pub(crate) async fn reopen(&self, layer: &LayerOf<F>, mode: OpenMode) -> Result<LayerOf<F>> {
+        reopen_layer(self.files, self.env, layer, mode).await
+    }
+
+    /// `layer` for reading only, once all of it is durable. A layer that is so already is returned as it is.
+    pub(crate) async fn sealed(&self, layer: &LayerOf<F>) -> Result<LayerOf<F>> {
+        if layer.is_sealed() {
+            return Ok(layer.clone());
+        }
+        layer.seal().await?;
+        self.reopen(layer, OpenMode::ReadOnly).await
+    }
+
+    /// Counts requests of guests. It changes when there were some.
+    pub(crate) fn guests(&self) -> u64 {
+        let reading = self.node.meter().read();
+        Op::ALL.iter().map(|op| reading.op(*op).ended).sum()
+    }
+
+    /// The path of the disk.
+    pub(crate) async fn disk_path(&self) -> PathBuf {
+        let graph = self.node.graph().await;
+        graph.handles()[0].path().to_owned()
+    }
+
+    /// The neighbours that name the image at `parent` as their parent, but for `known`.
+    pub(crate) async fn other_children(&self, parent: &GraphLayer<F::Store>, known: &Path) -> Result<Vec<PathBuf>> {
+        use spile_image::layer::Layer as _;
+        let (path, identity) = (self.files.canonical(parent.path()).await?, parent.image().identity());
+        let known = self.files.canonical(known).await?;
+        let mut found = Vec::new();
+        for neighbour in self.neighbours {
+            let Ok(neighbour) = self.files.canonical(neighbour).await else { continue };
+            let is_known = neighbour == known || neighbour == path || found.contains(&neighbour);
+            // An image that cannot be read cannot be used as a child either.
+            if !is_known && spile_image::is_child_of(self.asking, &neighbour, &path, identity).await.unwrap_or(false) {
+                found.push(neighbour);
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// The way from one folder to a file, both canonical; `None` when it is not UTF-8.
+pub(crate) fn relative(folder: &Path, file: &Path) -> Option<String> {
+    let shared = folder.components().zip(file.components()).take_while(|(a, b)| a == b).count();
+    let ups = folder.components().skip(shared).map(|_| Some(".."));
+    let downs = file.components().skip(shared).map(|part| part.as_os_str().to_str());
+    ups.chain(downs).collect::<Option<Vec<_>>>().map(|parts| parts.join("/"))
+}
+
+/// The size of the image of `layer` in bytes.
+pub(crate) fn size_of<S: Store>(layer: &GraphLayer<S>) -> u64 {
+    use spile_image::layer::Layer as _;
+    layer.image().size_bytes()
+}

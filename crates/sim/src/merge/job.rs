@@ -1,0 +1,186 @@
+//! The jobs of [`super`], and those who meddle with them.
+
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use spile_core::{Env, Error, ErrorKind, Files, Timer};
+use spile_life::jobs::{Job, Merged, Plan, State};
+use spile_life::{Work, merge, names};
+
+use super::chain::DISK;
+use super::{Host, MergeNode};
+use crate::live::{pause, turns};
+use crate::rng::Rng;
+
+/// A clock on which time goes by only in sleeps, each of which is some turns of the executor.
+#[derive(Default)]
+struct Turns(AtomicU64);
+
+impl Timer for Turns {
+    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+        Box::pin(turns(2))
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.0.fetch_add(1000, Ordering::Relaxed)
+    }
+}
+
+impl Host {
+    /// Goes on with the job that the note names, then begins others.
+    pub(super) async fn jobs(self: Rc<Self>, node: MergeNode, mut rng: Rng) {
+        let files = self.world.files();
+        match Plan::read(&files, Path::new(DISK)).await {
+            Ok(Some(plan)) => {
+                self.count(|summary| summary.resumed += 1);
+                if self.job(&node, plan, &mut rng).await == State::Stopped {
+                    return;
+                }
+            }
+            Ok(None) => {}
+            Err(error) => assert!(self.has_faults(), "the note cannot be read: {error:?}"),
+        }
+        for _ in 0..rng.between(0, 2) {
+            pause(&mut rng, 100).await;
+            let graph = node.graph().await;
+            let layers = graph.handles().len();
+            if layers == 1 {
+                return;
+            }
+            let plan = match rng.chance(1, 4) {
+                true => Plan::Flatten,
+                false => {
+                    let number = rng.index(layers - 1);
+                    let name = graph.handles()[number].path().display().to_string();
+                    Plan::Coalesce(merge::plan(&graph, Some(&name)).unwrap_or_else(|error| panic!("{error:?}")))
+                }
+            };
+            drop(graph);
+            if self.job(&node, plan, &mut rng).await == State::Stopped {
+                return;
+            }
+        }
+    }
+
+    /// One job, and what must be true when it has ended.
+    async fn job(self: &Rc<Self>, node: &MergeNode, plan: Plan, rng: &mut Rng) -> State {
+        let before = self.paths_of(node).await;
+        let must_be_refused = self.must_be_refused(&before, &plan);
+        let job = Arc::new(Job::new(rng.chance(1, 4).then_some(1 << 20)));
+        if rng.chance(1, 2) {
+            crate::exec::spawn_beside(Box::pin(meddle(job.clone(), Rng::new(rng.word()))));
+        }
+        let (files, env, timer): (_, Arc<dyn Env>, _) = (self.world.files(), self.world.env(), Turns::default());
+        let neighbours = self.chain.paths();
+        let work = Work {
+            files: &files,
+            asking: &files,
+            env: &env,
+            timer: &timer,
+            node,
+            job: &job,
+            neighbours: &neighbours,
+            sizes: self.sizes,
+            broken: self.broken,
+        };
+        let ended = spile_life::run(&work, &plan).await;
+        match &ended {
+            Ok(()) => {
+                assert!(!must_be_refused, "{plan:?} was not refused");
+                self.check_done(node, &plan, &before).await;
+            }
+            Err(error) if must_be_refused => self.check_refused(node, error, &before).await,
+            Err(error) => {
+                let was_told = matches!(job.state(), State::Cancelled | State::Stopped);
+                let fine = (was_told && error.kind() == ErrorKind::Shutdown) || self.has_faults();
+                assert!(fine, "{plan:?} failed without a fault: {error:?}");
+                self.count(|summary| summary.ended_early += 1);
+            }
+        }
+        self.check_note(job.state()).await;
+        job.state()
+    }
+
+    async fn paths_of(&self, node: &MergeNode) -> Vec<PathBuf> {
+        node.graph().await.handles().iter().map(|layer| layer.path().to_owned()).collect()
+    }
+
+    /// True when another image needs what the merge would change, or the leaf's parent cannot take its name.
+    fn must_be_refused(&self, paths: &[PathBuf], plan: &Plan) -> bool {
+        let Plan::Coalesce(Merged { path, .. }) = plan else { return false };
+        let Some(number) = paths.iter().position(|layer| layer == path) else { return false };
+        let Some(parent) = paths.get(number + 1) else { return true };
+        let is_foreign = number == 0 && parent.extension() != path.extension();
+        is_foreign || self.second_parent().as_ref().is_some_and(|second| second == parent)
+    }
+
+    /// Where the second child's parent is now: layers that were merged have passed the child on.
+    fn second_parent(&self) -> Option<PathBuf> {
+        let first = self.chain.second_parent()?;
+        Some(self.moved.borrow().get(&first).cloned().unwrap_or(first))
+    }
+
+    async fn check_refused(&self, node: &MergeNode, error: &Error, before: &[PathBuf]) {
+        let is_refusal = matches!(error.kind(), ErrorKind::Busy | ErrorKind::Unsupported | ErrorKind::Denied);
+        assert!(is_refusal || self.has_faults(), "a merge that must be refused failed otherwise: {error:?}");
+        assert_eq!(self.paths_of(node).await, before, "a merge that was refused has changed the chain");
+        self.count(|summary| summary.refused += 1);
+    }
+
+    async fn check_done(&self, node: &MergeNode, plan: &Plan, before: &[PathBuf]) {
+        let files = self.world.files();
+        let after = self.paths_of(node).await;
+        assert_eq!(after[0], Path::new(DISK), "the leaf is not called as the disk any more");
+        match plan {
+            Plan::Flatten => {
+                assert_eq!(after.len(), 1, "a flattened disk has parents: {after:?}");
+                self.count(|summary| summary.flattened += 1);
+            }
+            Plan::Coalesce(Merged { path, parent, .. }) => {
+                let gone = if path == Path::new(DISK) { parent } else { path };
+                assert!(files.canonical(gone).await.is_err(), "{} is still there", gone.display());
+                assert!(!after.contains(gone), "{} is still a layer", gone.display());
+                let (leaf, was_layer) = (path == Path::new(DISK), before.contains(path));
+                self.count(|summary| match leaf {
+                    true => summary.leaves += 1,
+                    false => summary.merged += u64::from(was_layer),
+                });
+                if self.second_parent().as_ref() == Some(path) {
+                    let first = self.chain.second_parent().expect("there is a second child");
+                    self.moved.borrow_mut().insert(first, parent.clone());
+                    self.verify_second().await;
+                }
+            }
+        }
+    }
+
+    /// The note is there exactly when the next process is to go on.
+    async fn check_note(&self, state: State) {
+        let there = self.world.files().canonical(&names::job(Path::new(DISK))).await.is_ok();
+        let is_right = there == (state == State::Stopped);
+        assert!(is_right || self.has_faults(), "after a job that is {state:?} its note is there: {there}");
+    }
+}
+
+/// Pauses and resumes the job, slows it, and ends it now and then.
+async fn meddle(job: Arc<Job>, mut rng: Rng) {
+    for _ in 0..rng.below(4) {
+        pause(&mut rng, 300).await;
+        match rng.below(6) {
+            0 => job.cancel(),
+            1 => job.stop(),
+            2 => job.set_limit(Some(rng.between(1, 64) << 16)),
+            3 => job.set_limit(None),
+            _ => {
+                job.pause();
+                pause(&mut rng, 200).await;
+                job.resume();
+            }
+        }
+    }
+}

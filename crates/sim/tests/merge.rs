@@ -1,0 +1,60 @@
+//! Layers merged and leaves flattened under load, crashes and power cuts: nothing is found, and a rule that is broken on purpose is.
+
+use spile_sim::merge::{Broken, MergeSummary, run_merge};
+
+const SEEDS: u64 = 3000;
+
+#[test]
+fn two_hundred_seeds_find_nothing() {
+    let mut all = MergeSummary::default();
+    for seed in 0..200 {
+        let done = run_merge(seed, Broken::Nothing, false);
+        all += done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
+    }
+    println!("{all:?}");
+    assert!(all.merged > 40 && all.leaves > 40 && all.flattened > 40, "too little happened: {all:?}");
+    assert!(all.resumed > 60 && all.ended_early > 30 && all.refused > 30, "too little happened: {all:?}");
+}
+
+#[test]
+fn a_seed_repeats() {
+    let run = |seed| run_merge(seed, Broken::Nothing, false).map(|summary| summary.steps).ok();
+    assert_eq!((run(3), run(4)), (run(3), run(4)));
+}
+
+/// A seed finds the broken rule by a message with `sign`, and nothing while the rule is kept.
+fn bites(broken: Broken, sign: &str) {
+    let found = (0..SEEDS).find_map(|seed| {
+        let finding = run_merge(seed, broken, false).err().filter(|found| found.message.contains(sign))?;
+        run_merge(seed, Broken::Nothing, false).is_ok().then_some((seed, finding))
+    });
+    match found {
+        Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
+        None => panic!("no seed below {SEEDS} found {broken:?}"),
+    }
+}
+
+#[test]
+fn a_layer_that_gives_up_before_its_parent_is_synced_is_found() {
+    bites(Broken::ForgetBeforeSync, " reads ");
+}
+
+#[test]
+fn a_layer_that_is_removed_before_its_child_names_another_parent_is_found() {
+    bites(Broken::RemoveBeforeNames, "does not open");
+}
+
+#[test]
+fn a_change_in_the_batch_that_goes_to_the_leaf_only_is_found() {
+    bites(Broken::BatchInLeafOnly, " reads ");
+}
+
+#[test]
+fn a_flush_that_covers_the_leaf_only_is_found() {
+    bites(Broken::FlushOfLeafOnly, " reads ");
+}
+
+#[test]
+fn a_copy_that_does_not_keep_guests_out_is_found() {
+    bites(Broken::CopyWithoutLock, " reads ");
+}
