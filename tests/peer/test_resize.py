@@ -55,6 +55,27 @@ class Resize(PeerTest):
         spile("convert", raw, image, "--subformat", "fixed")
         self.grow(image, raw, NEW_SIZES_BYTES[:2])
 
+    def grow_served(self, image, raw, sizes_bytes):
+        """Each growth is seen by the next client; what it writes is there when the server has ended."""
+        control = self.path("c")
+        with self.serve(f"{image},name=a", extra=["--control", control]) as server:
+            for number, size_bytes in enumerate(sizes_bytes):
+                spile("resize", control, size_bytes)
+                at, byte = size_bytes - 64 * 1024, 0x50 + number
+                run("qemu-io", "-f", "raw", "-c", f"write -P {byte} {at} 64k", server.uri("a"))
+                with open(raw, "r+b") as file:
+                    file.truncate(size_bytes)
+                    file.seek(at)
+                    file.write(bytes([byte]) * (64 * 1024))
+
+    def test_served(self):
+        for subformat, sizes_bytes in (("dynamic", (50 * MIB, 600 * MIB, 20 * GIB)), ("fixed", (50 * MIB, 600 * MIB))):
+            with self.subTest(subformat):
+                raw, image = self.raw(size_bytes=SIZE_BYTES), self.path(f"{subformat}.vhd")
+                spile("convert", raw, image, "--subformat", subformat)
+                self.grow_served(image, raw, sizes_bytes)
+                self.assertPeersAgree(image, raw)
+
     def test_a_child(self):
         raw, parent, child = self.raw(size_bytes=SIZE_BYTES), self.path("p.vhd"), self.path("c.vhd")
         spile("convert", raw, parent)

@@ -7,8 +7,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
 
 use spile_core::{Disk, ErrorKind, Extent, Result, Segments};
-use spile_image::OpenOptions;
+use spile_image::check::Severity;
 use spile_image::formats::vhd::codec::footer::DiskType;
+use spile_image::{Format, OpenOptions};
 use spile_node::Aligned;
 use support::*;
 
@@ -114,22 +115,101 @@ fn a_file_that_ends_within_a_page_does_not_grow_under_direct_writes() {
     resize(&disk, MIB + 512).unwrap();
 }
 
+/// Grows a VHD with data at both ends, in use, to each of `sizes`; then kills its process.
+fn vhd_grows(world: &World, path: &str, sizes: &[u64]) {
+    let file = world.files.file(path);
+    let disk = world.open(path);
+    let mut before = disk.info().size_bytes;
+    write(&disk, before - 4096, &pattern(before, 4096));
+    for &size in sizes {
+        resize(&disk, size).unwrap();
+        assert_eq!(disk.info().size_bytes, size);
+        assert_eq!(read(&disk, before - 4096..before), pattern(before, 4096), "{path}: {before} of {size}");
+        assert!(read(&disk, before..size).iter().all(|&byte| byte == 0), "{path}: {before}..{size}");
+        write(&disk, size - 4096, &pattern(size, 4096));
+        write(&disk, before - 1024, &pattern(before, 4096)[3072..]);
+        before = size;
+    }
+    drop(disk);
+    file.forget_ways();
+    let disk = world.open(path);
+    assert_eq!(disk.info().size_bytes, before);
+    for size in sizes {
+        assert_eq!(read(&disk, size - 4096..*size), pattern(*size, 4096), "{path}: at {size}");
+    }
+    block_on(disk.close()).unwrap();
+    drop(disk);
+    file.forget_ways();
+    let report = block_on(Format::Vhd.check(&world.files.store(path), &*world.env)).unwrap();
+    let bad: Vec<_> = report.findings.iter().filter(|found| found.severity == Severity::Corruption).collect();
+    assert!(bad.is_empty(), "{path}: {bad:?}");
+}
+
 #[test]
-fn a_vhd_does_not_grow_while_in_use() {
-    let world = World::new();
-    world.vhd("/vm/fixed.vhd", DiskType::Fixed, 8 * MIB, 2 << 20);
-    world.vhd("/vm/dynamic.vhd", DiskType::Dynamic, 8 * MIB, 2 << 20);
-    world.child("/vm/child.vhd", "/vm/dynamic.vhd", 8 * MIB, 2 << 20);
-    for path in ["/vm/fixed.vhd", "/vm/dynamic.vhd", "/vm/child.vhd"] {
-        let len = world.files.file(path).len();
-        let disk = world.open(path);
-        assert_eq!(refusal(&disk, 16 * MIB), ErrorKind::Unsupported, "{path}");
-        let error = resize(&disk, 16 * MIB).unwrap_err();
-        assert!(error.hint_text().is_some_and(|hint| hint.contains("longer")), "{error}");
-        assert_eq!(world.files.file(path).len(), len);
+fn a_vhd_grows_while_it_is_in_use() {
+    // The last sector of the table has room for 128 entries.
+    let sizes = [8 * MIB + 4096, 9 * MIB, 12 * MIB, 20 * MIB, 64 * MIB];
+    for kind in [FILE, DEVICE] {
+        let world = World::new();
+        let block = 64 << 10;
+        world.vhd_on("/vm/fixed.vhd", kind, DiskType::Fixed, 8 * MIB, block);
+        world.vhd_on("/vm/dynamic.vhd", kind, DiskType::Dynamic, 8 * MIB, block);
+        world.vhd("/vm/parent.vhd", DiskType::Dynamic, 8 * MIB, block);
+        world.child_on("/vm/child.vhd", kind, "/vm/parent.vhd", 8 * MIB, block);
+        for path in ["/vm/fixed.vhd", "/vm/dynamic.vhd", "/vm/child.vhd"] {
+            let most = if kind.is_device { 3 } else { 5 };
+            vhd_grows(&world, path, &sizes[..most]);
+        }
     }
 }
 
+#[test]
+fn a_table_with_room_for_the_new_blocks_stays() {
+    let world = World::new();
+    let file = world.vhd("/vm/a.vhd", DiskType::Dynamic, 8 * MIB, 2 << 20);
+    edit_header(&file, |header| header.max_entries = 100);
+    (4..128).for_each(|block| set_entry(&file, block, 7));
+    vhd_grows(&world, "/vm/a.vhd", &[10 * MIB, 200 * MIB]);
+    assert_eq!(footer_of(&file).data_offset, Some(512));
+    vhd_grows(&world, "/vm/a.vhd", &[202 * MIB]);
+    assert_ne!(footer_of(&file).data_offset, Some(512));
+}
+
+#[test]
+fn a_vhd_does_not_grow_to_any_size() {
+    let world = World::new();
+    world.vhd("/vm/fixed.vhd", DiskType::Fixed, 8 * MIB, 2 << 20);
+    world.vhd("/vm/dynamic.vhd", DiskType::Dynamic, 8 * MIB, 2 << 20);
+    for path in ["/vm/fixed.vhd", "/vm/dynamic.vhd"] {
+        let disk = world.open(path);
+        assert_eq!(refusal(&disk, 9 * MIB + 1), ErrorKind::InvalidInput);
+        assert_eq!(refusal(&disk, 3 << 40), ErrorKind::InvalidInput);
+    }
+    let parent = world.vhd("/vm/parent.vhd", DiskType::Dynamic, 16 * MIB, 2 << 20);
+    world.child("/vm/child.vhd", "/vm/parent.vhd", 8 * MIB, 2 << 20);
+    let disk = world.open("/vm/child.vhd");
+    assert_eq!(refusal(&disk, 16 * MIB), ErrorKind::Unsupported, "it would show what its parent has");
+    drop(parent);
+}
+
+/// A growth that fails leaves the old size, and an image that is right whichever footer counts.
+#[test]
+fn a_vhd_that_could_not_grow_goes_on() {
+    let world = World::new();
+    let file = world.vhd("/vm/a.vhd", DiskType::Dynamic, 8 * MIB, 64 << 10);
+    let disk = world.open("/vm/a.vhd");
+    write(&disk, 0, &pattern(1, 4096));
+    file.fails.store(true, Relaxed);
+    assert_eq!(refusal(&disk, 64 * MIB), ErrorKind::Io);
+    file.fails.store(false, Relaxed);
+    write(&disk, MIB, &pattern(2, 4096));
+    resize(&disk, 64 * MIB).unwrap();
+    write(&disk, 63 * MIB, &pattern(3, 4096));
+    drop(disk);
+    let disk = world.open("/vm/a.vhd");
+    let seen = [0, MIB, 63 * MIB].map(|at| read(&disk, at..at + 4096));
+    assert_eq!(seen, [1, 2, 3].map(|seed| pattern(seed, 4096)));
+}
 #[test]
 fn a_disk_open_for_reading_does_not_grow() {
     let (world, file) = raw_on(FILE, MIB);

@@ -12,8 +12,8 @@ fn three_hundred_seeds_find_nothing() {
         all += done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
     }
     println!("{all:?}");
-    assert!(all.exchanges > 400 && all.sealed > 300, "too little happened: {all:?}");
-    assert!(all.failed > 20 && all.grown > 100, "too little happened: {all:?}");
+    assert!(all.exchanges > 300 && all.sealed > 250, "too little happened: {all:?}");
+    assert!(all.failed > 20 && all.grown > 200, "too little happened: {all:?}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A child gives up what it has, part by part, and gets another parent or none, while clients read and write, in a host that ends at
+//! A child gives up what it has, part by part, gets another parent or none, and grows, while clients read and write, in a host that ends at
 //! any step. Each ordering rule is broken on purpose, too, and must be found.
 
 use std::cell::{Cell, RefCell};
@@ -11,13 +11,16 @@ use std::sync::Arc;
 use spile_core::{Disk, Error, Extent, Files, OpenMode, Segments};
 use spile_image::check::Severity;
 use spile_image::create::NewParent;
-use spile_image::formats::vhd::codec::footer::DiskType;
+use spile_image::formats::vhd::codec::batmap::BatmapHeader;
+use spile_image::formats::vhd::codec::footer::Footer;
+use spile_image::formats::vhd::codec::header::Header;
 use spile_image::formats::vhd::{self, CreateParams, VhdParent};
 use spile_image::layer::Layer;
 use spile_image::{Format, Graph, GraphLayer, OpenOptions, open_layer};
 use spile_sim::exec::{Ended, Executor, block_on};
 use spile_sim::faults::{Choice, Sabotage};
 use spile_sim::oracle::{Change, Crash, Oracle};
+use spile_sim::pages::Pages;
 use spile_sim::regions::{Part, empties_batmap, part_of};
 use spile_sim::rng::Rng;
 use spile_sim::stamp::{self, SECTOR};
@@ -42,6 +45,8 @@ struct Host {
     done: Cell<u64>,
     /// The parents that the leaf may name: the one that was told last, and the one that was asked for since.
     parents: RefCell<Vec<Option<&'static str>>>,
+    /// As with the parents: the sizes that the leaf may have, in bytes.
+    sizes: RefCell<Vec<u64>>,
 }
 
 /// The disk in one life.
@@ -85,6 +90,7 @@ impl Host {
             moving: RefCell::new(0..0),
             done: Cell::new(0),
             parents: RefCell::new(vec![Some(MIDDLE)]),
+            sizes: RefCell::new(vec![SIZE]),
         });
         host.create(MIDDLE, BASE, [0; 16]);
         host
@@ -130,8 +136,9 @@ impl Host {
 
     async fn client(self: Rc<Self>, open: Rc<Open>, mut rng: Rng) {
         for _ in 0..30 {
-            let start = rng.below(SECTORS / 8) * 8;
-            let sectors = start..(start + rng.between(1, 3) * 8).min(SECTORS);
+            let all = open.graph.size_bytes() / 512;
+            let start = rng.below(all / 8) * 8;
+            let sectors = start..(start + rng.between(1, 3) * 8).min(all);
             match rng.below(10) {
                 0..4 => self.write(&open.graph, sectors).await,
                 4..8 => self.read(&open.graph, sectors).await,
@@ -143,7 +150,7 @@ impl Host {
 
     async fn write_block(&self, graph: &Graph<SimStore>, block: u64) {
         let start = block * BLOCK_SECTORS;
-        self.write(graph, start..(start + BLOCK_SECTORS).min(SECTORS)).await;
+        self.write(graph, start..(start + BLOCK_SECTORS).min(graph.size_bytes() / 512)).await;
     }
 
     async fn write(&self, graph: &Graph<SimStore>, sectors: Range<u64>) {
@@ -230,6 +237,21 @@ impl Host {
         }
     }
 
+    /// Makes the leaf longer, by a few blocks or by many.
+    async fn grow(self: Rc<Self>, open: Rc<Open>, mut rng: Rng) {
+        for _ in 0..3 {
+            for _ in 0..rng.skewed(200) {
+                yield_now().await;
+            }
+            let more = if rng.chance(1, 2) { rng.between(1, 4) } else { rng.between(100, 200) };
+            let size_bytes = open.graph.size_bytes() + more * BLOCK / 4;
+            self.sizes.borrow_mut().push(size_bytes);
+            open.graph.resize(size_bytes).await.unwrap();
+            *self.sizes.borrow_mut() = vec![size_bytes];
+            self.done.set(self.done.get() + 1);
+        }
+    }
+
     /// The leaf names what was told last, or asked for since; and it is sound.
     async fn check(&self, leaf: &Arc<GraphLayer<SimStore>>) {
         let named = leaf.image().parent().await.unwrap().map(|parent| parent.names[0].clone());
@@ -275,7 +297,11 @@ impl Host {
                 host.check_file().await;
                 host.check(&open.graph.handles()[0]).await;
             }
-            host.read(&open.graph, 0..SECTORS).await;
+            let size_bytes = open.graph.size_bytes();
+            let sizes = host.sizes.borrow().clone();
+            assert!(sizes.contains(&size_bytes), "the leaf has {size_bytes} bytes, and not one of {sizes:?}");
+            *host.sizes.borrow_mut() = vec![size_bytes];
+            host.read(&open.graph, 0..size_bytes / 512).await;
             *into.borrow_mut() = Some(open);
         });
         assert_eq!(executor.run(u64::MAX), Ended::Done);
@@ -355,6 +381,22 @@ fn change_parents(seed: u64, sabotage: Sabotage) -> Done {
     (host.done.get(), cut)
 }
 
+/// Five lives of a leaf that grows.
+fn grow(seed: u64, sabotage: Sabotage) -> Done {
+    let (host, mut rng) = (Host::new(seed), Rng::new(seed).split(6));
+    host.create(LEAF, BASE, [0; 16]);
+    *host.parents.borrow_mut() = vec![Some(BASE)];
+    host.world.set_sabotage(sabotage);
+    let mut cut = 0;
+    for _ in 0..4 {
+        let (limit, there) = (rng.below(1500), host.clone());
+        cut += u64::from(!host.live(&mut rng, limit, false, |open, rng| there.grow(open, rng)));
+    }
+    host.world.set_sabotage(Sabotage::None);
+    host.live(&mut rng, 0, false, |_, _| async {});
+    (host.done.get(), cut)
+}
+
 const SEEDS: u64 = 300;
 
 fn finds_nothing(run: impl Fn(u64, Sabotage) -> Done) {
@@ -403,6 +445,38 @@ fn footers() -> Choice {
     Arc::new(|_, touch| touch.bytes.starts_with(b"conectix") && touch.bytes[16..24] != 512u64.to_be_bytes())
 }
 
+/// The header that the footer at the end points at.
+fn counting_header(view: &Pages) -> Option<Header> {
+    let mut bytes = [0; 512];
+    view.read(view.len().checked_sub(512)?, &mut bytes);
+    let at = Footer::parse(&bytes).ok()?.data_offset?;
+    let mut bytes = [0; Header::LEN];
+    view.read(at, &mut bytes);
+    Header::parse(&bytes).ok()
+}
+
+/// An entry of a table that is not the one that counts.
+fn next_entries() -> Choice {
+    Arc::new(|view, touch| {
+        let counts = |header: Header| (header.bat_offset_bytes..header.bat_end_bytes()).contains(&touch.range.start);
+        touch.bytes.len() == 4 && counting_header(view).is_some_and(|header| !counts(header))
+    })
+}
+
+/// Records of a journal that is not the one that counts.
+fn next_records() -> Choice {
+    Arc::new(|view, touch| {
+        let is_records = touch.bytes.len() < 512 && !touch.bytes.is_empty() && touch.bytes.len().is_multiple_of(32);
+        let counts = |header: Header| {
+            let mut bytes = [0; BatmapHeader::LEN];
+            view.read(header.bat_end_bytes(), &mut bytes);
+            let batmap = BatmapHeader::parse(&bytes).ok();
+            batmap.is_some_and(|batmap| batmap.gap_bytes(header.bat_end_bytes()).contains(&touch.range.start))
+        };
+        is_records && counting_header(view).is_some_and(|header| !counts(header))
+    })
+}
+
 /// Wrong content, as the oracle words it.
 const CONTENT: &str = " reads ";
 
@@ -414,6 +488,36 @@ fn what_is_given_up_at_any_step_reads_right() {
 #[test]
 fn a_parent_that_changes_at_any_step_is_one_of_the_two() {
     finds_nothing(change_parents);
+}
+
+#[test]
+fn a_leaf_that_grows_at_any_step_has_one_of_the_two_sizes() {
+    finds_nothing(grow);
+}
+
+#[test]
+fn entries_go_to_both_tables_while_the_table_moves() {
+    bites(grow, "the next table lacks an entry", CONTENT, Sabotage::Lost(next_entries()));
+}
+
+#[test]
+fn records_go_to_both_journals_while_the_journal_moves() {
+    bites(grow, "the next journal lacks a record", CONTENT, Sabotage::Lost(next_records()));
+}
+
+#[test]
+fn the_next_header_and_table_are_durable_before_a_footer_points_at_them() {
+    bites(grow, "the header is not synced", "does not open", Sabotage::Unsynced(header()));
+    let table: Choice = Arc::new(|view, touch| {
+        let is_table = touch.bytes.len() >= 512 && touch.bytes.ends_with(&[0xff; 4]);
+        is_table && part_of(view, touch) != Some(Part::Bitmap)
+    });
+    bites(grow, "the table is not synced", "", Sabotage::Unsynced(table));
+}
+
+#[test]
+fn the_new_size_is_durable_before_it_is_told() {
+    bites(grow, "the footers are not synced", "the leaf has", Sabotage::Unsynced(footers()));
 }
 
 #[test]

@@ -82,7 +82,7 @@ fn what_cannot_grow_says_why() {
     let cases: [(&[&str], i32, &str); 9] = [
         (&["c", "16M"], 2, "a.raw: the disk has 33554432 bytes and cannot shrink to 16777216 (only growing"),
         (&["c", "33554433"], 2, "no whole number of sectors"),
-        (&["c", "64M", "--name", "b"], 1, "b.vhd: a VHD cannot grow while it is in use"),
+        (&["c", "16M", "--name", "b"], 1, "b.vhd: a VHD is not made shorter"),
         (&["c", "64M", "--name", "ro"], 1, "ro.raw: the disk is open for reading only"),
         (&["c", "64M", "--name", "x"], 1, "as \"x\" (the disks are \"a\", \"b\", \"ro\")"),
         (&["gone", "64M"], 1, "no server has a disk \"gone\" (`spile ls` lists"),
@@ -95,6 +95,8 @@ fn what_cannot_grow_says_why() {
         assert!(said.contains(says), "{args:?}: {said}");
     }
     ok(dir, &["resize", "c", "32M"]);
+    // A VHD grows as well.
+    ok(dir, &["resize", "c", "5G", "--name", "b"]);
     served.kill();
     let said = fails(dir, 1, &["resize", "c", "64M"]);
     assert!(said.contains("c: no server listens on this control socket"), "{said}");

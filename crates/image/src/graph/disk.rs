@@ -48,7 +48,10 @@ impl<S: Store> Disk for Graph<S> {
                 let error = Error::new(ErrorKind::Busy, what).at_path(self.leaf().store().path());
                 Err(error.hint("wait until the merge is done, or cancel it"))
             }
-            false => self.leaf().resize(size_bytes).await,
+            false => {
+                self.check_hides_parent(size_bytes)?;
+                self.leaf().resize(size_bytes).await
+            }
         }
     }
 

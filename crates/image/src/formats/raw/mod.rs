@@ -92,6 +92,15 @@ impl<S: Store> Raw<S> {
         Self { store, size_bytes: AtomicU64::new(size_bytes), via, growing: Mutex::new(()) }
     }
 
+    /// Tells the size `size_bytes` once `make_room`, which gets the old size, has made that durable in the store.
+    pub(crate) async fn grow(&self, size_bytes: u64, make_room: impl AsyncFnOnce(u64) -> Result<()>) -> Result<()> {
+        let _alone = self.growing.lock().await;
+        self.check_growth(size_bytes).at_path(self.store.path())?;
+        make_room(self.size_bytes()).await?;
+        self.size_bytes.store(size_bytes, Ordering::Release);
+        Ok(())
+    }
+
     fn check_growth(&self, size_bytes: u64) -> Result<()> {
         let (old_bytes, info) = (self.size_bytes(), self.store.info());
         let align = u64::from(info.offset_align_bytes);
@@ -191,12 +200,11 @@ impl<S: Store> Layer<S> for Raw<S> {
     }
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {
-        let _alone = self.growing.lock().await;
-        self.check_growth(size_bytes).at_path(self.store.path())?;
-        self.store.set_len(size_bytes).await?;
-        self.store.sync().await?;
-        self.size_bytes.store(size_bytes, Ordering::Release);
-        Ok(())
+        self.grow(size_bytes, async |_| {
+            self.store.set_len(size_bytes).await?;
+            self.store.sync().await
+        })
+        .await
     }
 
     /// Longer as [`Layer::resize`]; shorter by a cut, which loses what lay behind the new end.

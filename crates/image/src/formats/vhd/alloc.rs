@@ -11,7 +11,7 @@ use event_listener::Event;
 use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::bits::Bits;
-use super::{SECTOR, Sparse};
+use super::{SECTOR, Sparse, Table};
 
 /// Space prepared in one step of a file, in bytes of guest data: as much as the file holds, within these bounds. The step
 /// is length only, and takes no space on the host, so that few steps, each with its sync, are enough: a disk of 2 TiB that is
@@ -138,6 +138,11 @@ impl Alloc {
         self.lock().footers.trailing_is_gone = is_gone;
     }
 
+    /// The first multiple of `align_bytes` behind everything that is in use or prepared, and behind a footer there.
+    pub(super) fn free_from(&self, align_bytes: u64) -> u64 {
+        (self.lock().next_free + SECTOR).next_multiple_of(align_bytes)
+    }
+
     pub(crate) fn set_copy_is_bad(&self) {
         self.lock().footers.copy_is_bad = true;
     }
@@ -238,14 +243,19 @@ impl<S: Store> Sparse<S> {
             self.bits.insert(block, Bits::new(self.layout.sectors_per_block()));
             self.bat.set_full(block, false);
         }
-        self.write_bat_entry(block, ready.sector).await?;
+        let table = self.table.read().await;
+        self.write_bat_entry(&table, block, ready.sector).await?;
         self.bat.set(block, ready.sector);
         Ok(())
     }
 
-    pub(super) async fn write_bat_entry(&self, block: u32, sector: u32) -> Result<()> {
-        let offset = self.layout.bat_offset + u64::from(block) * 4;
-        self.store.write_at(StoreOffset(offset), &Segments::copied(&sector.to_be_bytes()), Via::Cached).await
+    /// Writes the entry of a block, where the table lies and where it is to lie.
+    pub(super) async fn write_bat_entry(&self, table: &Table, block: u32, sector: u32) -> Result<()> {
+        for at in [Some(table.at), table.next_at].into_iter().flatten() {
+            let offset = StoreOffset(at + u64::from(block) * 4);
+            self.store.write_at(offset, &Segments::copied(&sector.to_be_bytes()), Via::Cached).await?;
+        }
+        Ok(())
     }
 
     /// True when a step should be prepared before the last one is used up.
@@ -430,24 +440,22 @@ impl<S: Store> Sparse<S> {
         }
     }
 
-    /// Takes `len_bytes` that begin at a multiple of `len_bytes` behind everything else, for metadata. They are zero. The caller
-    /// keeps others from preparing space.
-    pub(super) async fn take_room(&self, len_bytes: u64) -> Result<Range<u64>> {
+    /// Takes `range`, which begins at [`Alloc::free_from`], for metadata. It is zero then. The caller keeps others from preparing
+    /// space.
+    pub(super) async fn take_room(&self, range: &Range<u64>) -> Result<()> {
         let (next_free, tail_is_clean) = {
             let state = self.alloc.lock();
             (state.next_free, state.tail_is_clean)
         };
-        let start = (next_free + SECTOR).next_multiple_of(len_bytes);
-        let end = start + len_bytes;
         match self.store.info().grows_zeroed {
-            true => self.extend(next_free, tail_is_clean, end).await?,
-            false if end + SECTOR > self.store.len_bytes() => return Err(self.no_space()),
-            false => self.store.zero_range(StoreOffset(start), len_bytes).await?,
+            true => self.extend(next_free, tail_is_clean, range.end).await?,
+            false if range.end + SECTOR > self.store.len_bytes() => return Err(self.no_space()),
+            false => self.store.zero_range(StoreOffset(range.start), range.end - range.start).await?,
         }
         let mut state = self.alloc.lock();
         state.tail_is_clean = true;
-        state.next_free = end;
-        Ok(start..end)
+        state.next_free = range.end;
+        Ok(())
     }
 
     /// Has both footers in their places, whole and durable. The caller keeps others from preparing space.

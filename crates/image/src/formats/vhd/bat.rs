@@ -12,7 +12,7 @@ const PAGE: usize = 1024;
 
 pub(crate) struct Bat {
     pages: Box<[OnceLock<Box<Page>>]>,
-    entries: u32,
+    entries: AtomicU32,
 }
 
 struct Page {
@@ -30,14 +30,19 @@ impl Page {
 }
 
 impl Bat {
-    /// A map of `entries` blocks, none allocated.
-    pub(crate) fn new(entries: u32) -> Self {
-        let pages = (0..entries.div_ceil(PAGE as u32)).map(|_| OnceLock::new()).collect();
-        Self { pages, entries }
+    /// A map of `entries` blocks, none allocated. It can get up to `most` entries.
+    pub(crate) fn new(entries: u32, most: u32) -> Self {
+        let pages = (0..most.max(entries).div_ceil(PAGE as u32)).map(|_| OnceLock::new()).collect();
+        Self { pages, entries: AtomicU32::new(entries) }
     }
 
     pub(crate) fn entries(&self) -> u32 {
-        self.entries
+        self.entries.load(Ordering::Acquire)
+    }
+
+    /// Adds blocks, none of them allocated, so that there are `entries`.
+    pub(crate) fn grow(&self, entries: u32) {
+        self.entries.fetch_max(entries, Ordering::AcqRel);
     }
 
     fn page(&self, block: u32) -> Option<&Page> {
@@ -94,7 +99,7 @@ impl Bat {
     /// The first allocated block at or after `block` and before `until`.
     pub(crate) fn next_allocated(&self, block: u32, until: u32) -> Option<u32> {
         let mut at = block;
-        while at < self.entries.min(until) {
+        while at < self.entries().min(until) {
             match self.page(at) {
                 None => at = (at / PAGE as u32 + 1).saturating_mul(PAGE as u32),
                 Some(_) if self.get(at).is_some() => return Some(at),
@@ -111,7 +116,8 @@ mod tests {
 
     #[test]
     fn blocks_come_and_go() {
-        let bat = Bat::new(5000);
+        let bat = Bat::new(4999, 5000);
+        bat.grow(5000);
         assert_eq!((bat.get(4999), bat.next_allocated(0, 5000)), (None, None));
         bat.set(2049, 7);
         bat.set_full(2049, true);

@@ -38,6 +38,11 @@ impl Flusher {
 }
 
 impl Flusher {
+    /// The batmap calls no block full.
+    pub(super) fn note_void_batmap(&self) {
+        self.batmap_valid.store(false, Ordering::Release);
+    }
+
     /// From now on every write fails, until the image is opened again.
     pub(super) fn refuse_writes(&self) {
         self.broken.store(true, Ordering::Release);
@@ -127,14 +132,15 @@ impl<S: Store> Sparse<S> {
 
     /// Makes the batmap void, once and durably, before a block's bitmap may lose bits.
     pub(super) async fn void_batmap(&self) -> Result<()> {
-        let Some(batmap) = &self.layout.batmap else { return Ok(()) };
+        let head = self.head();
+        let Some(batmap) = &head.batmap else { return Ok(()) };
         let _one = self.flusher.voiding.lock().await;
         if self.flusher.batmap_valid.load(Ordering::Acquire) {
             let range = batmap.header.map_bytes();
             let empty = vec![0; (range.end - range.start) as usize];
-            write_batmap(&self.store, batmap, &empty, &self.head().footer).await?;
+            write_batmap(&self.store, batmap, &empty, &head.footer).await?;
             self.store.sync().await?;
-            self.flusher.batmap_valid.store(false, Ordering::Release);
+            self.flusher.note_void_batmap();
         }
         Ok(())
     }
@@ -220,9 +226,10 @@ impl<S: Store> Sparse<S> {
     }
 
     async fn write_batmap(&self) -> Result<()> {
-        let Some(batmap) = &self.layout.batmap else { return Ok(()) };
+        let head = self.head();
+        let Some(batmap) = &head.batmap else { return Ok(()) };
         let map = self.batmap_bytes(&batmap.header);
-        write_batmap(&self.store, batmap, &map, &self.head().footer).await?;
+        write_batmap(&self.store, batmap, &map, &head.footer).await?;
         self.flusher.batmap_valid.store(true, Ordering::Release);
         Ok(())
     }

@@ -210,7 +210,7 @@ async fn covers<S: Store>(store: &S, footer: &Footer, at: u64) -> Result<bool> {
 async fn view<S: Store>(store: &S, footer: &Footer) -> Result<(Layout, Vec<u32>)> {
     let header = read_header(store, footer).await?;
     let (layout, _) = lay_out(store, footer, &header).await?;
-    let bat = Bat::new(layout.size_bytes.div_ceil(layout.block_bytes) as u32);
+    let bat = Bat::new(layout.blocks(), 0);
     let mut sectors = load_bat(store, &layout, &bat).await?;
     sectors.sort_unstable();
     Ok((layout, sectors))

@@ -44,7 +44,7 @@ impl<S: Store> Sparse<S> {
     /// How many bytes of a block lie within the disk.
     fn visible_bytes(&self, block: u32) -> u64 {
         let start = u64::from(block) * self.layout.block_bytes;
-        self.layout.block_bytes.min(self.layout.size_bytes - start)
+        self.layout.block_bytes.min(self.size_bytes() - start)
     }
 
     /// Flushes until the journal has no record of `block`.

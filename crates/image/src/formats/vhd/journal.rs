@@ -15,6 +15,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use event_listener::{Event, EventListener};
@@ -46,7 +47,7 @@ pub(crate) struct Owner {
 pub(crate) struct Journal {
     /// Where the area lies in the store; `None` when the image has none, or the store is on another host. Each new bit waits
     /// for a sync then.
-    area: Option<Range<u64>>,
+    area: Option<Area>,
     owner: Owner,
     slots: u64,
     state: Mutex<State>,
@@ -54,6 +55,13 @@ pub(crate) struct Journal {
     changed: Event,
     /// Notified when a write of records has ended.
     wrote: Event,
+}
+
+struct Area {
+    at: AtomicU64,
+    /// Where the area is to lie next, while it moves: all is written there as well. 0 when it does not move.
+    next_at: AtomicU64,
+    half_bytes: u64,
 }
 
 struct State {
@@ -75,6 +83,8 @@ struct Half {
     is_writing: bool,
     /// The file may have a record that was never confirmed, of any block.
     is_unsure: bool,
+    /// It has records that are not where the area is to lie next.
+    is_left_behind: bool,
     /// Blocks with bits that are recorded here and not in their bitmaps.
     pending: Pending,
 }
@@ -115,7 +125,11 @@ impl Journal {
         let half_bytes = area.as_ref().map_or(0, |area| (area.end - area.start) / 2);
         let slots = half_bytes.saturating_sub(HEADER_BYTES) / RECORD_BYTES;
         let half = |n| Half { generation: first_generation.wrapping_add(n), ..Half::default() };
-        let area = area.filter(|_| slots > 0);
+        let area = area.filter(|_| slots > 0).map(|area| Area {
+            at: AtomicU64::new(area.start),
+            next_at: AtomicU64::new(0),
+            half_bytes,
+        });
         let state = Mutex::new(State { current: 0, halves: [half(0), half(1)] });
         Self { area, owner, slots, state, changed: Event::new(), wrote: Event::new() }
     }
@@ -128,9 +142,36 @@ impl Journal {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn half_start(&self, half: usize) -> u64 {
-        let area = self.area.clone().unwrap_or(0..0);
-        area.start + half as u64 * ((area.end - area.start) / 2)
+    /// Where a half lies, and where it is to lie next.
+    fn half_starts(&self, half: usize) -> impl Iterator<Item = u64> + use<> {
+        let starts = self.area.as_ref().map_or([0; 2], |area| {
+            let start_of = |at: &AtomicU64| match at.load(Ordering::Acquire) {
+                0 => 0,
+                at => at + half as u64 * area.half_bytes,
+            };
+            [start_of(&area.at), start_of(&area.next_at)]
+        });
+        starts.into_iter().filter(|&start| start != 0)
+    }
+
+    /// Begins to write all that comes to `next_at` as well, where the area is to lie next. 0 ends that.
+    pub(crate) fn write_also_to(&self, next_at: u64) {
+        let Some(area) = &self.area else { return };
+        let mut state = self.lock();
+        area.next_at.store(next_at, Ordering::Release);
+        state.halves.iter_mut().for_each(|half| half.is_left_behind = half.used > 0);
+    }
+
+    /// True when some record is not where the area is to lie next: flushes retire it.
+    pub(crate) fn has_left_behind(&self) -> bool {
+        self.lock().halves.iter().any(|half| half.is_left_behind)
+    }
+
+    /// The area lies where all that has come was written as well.
+    pub(crate) fn moved(&self) {
+        let Some(area) = &self.area else { return };
+        area.at.store(area.next_at.load(Ordering::Acquire), Ordering::Release);
+        area.next_at.store(0, Ordering::Release);
     }
 
     /// Takes a slot in the current half for `record`; `None` when it is full and must be retired first.
@@ -243,7 +284,10 @@ impl Journal {
         if let Some(generation) = generation {
             encode_header(&mut bytes, &self.owner, generation);
         }
-        store.write_at(StoreOffset(self.half_start(half)), &Segments::copied(&bytes), Via::Cached).await
+        for start in self.half_starts(half) {
+            store.write_at(StoreOffset(start), &Segments::copied(&bytes), Via::Cached).await?;
+        }
+        Ok(())
     }
 
     /// Reads the records of an earlier process in this boot of the host, and adopts them: they stay pending here.
@@ -253,7 +297,7 @@ impl Journal {
             return Ok(found);
         }
         for half in 0..2 {
-            let start = self.half_start(half);
+            let Some(start) = self.half_starts(half).next() else { continue };
             let header = Segments::zeroed(512);
             store.read_at(StoreOffset(start), &header, Via::Cached).await?;
             let Some(generation) = decode_header(&header.to_vec(), &self.owner) else { continue };
@@ -322,8 +366,10 @@ impl Batch<'_> {
         if self.header.is_some() {
             journal.write_header(store, self.half, self.header).await?;
         }
-        let at = journal.half_start(self.half) + HEADER_BYTES + self.first * RECORD_BYTES;
-        store.write_at(StoreOffset(at), &self.bytes, Via::Cached).await?;
+        for start in journal.half_starts(self.half) {
+            let at = start + HEADER_BYTES + self.first * RECORD_BYTES;
+            store.write_at(StoreOffset(at), &self.bytes, Via::Cached).await?;
+        }
         self.is_written = true;
         Ok(())
     }
@@ -441,7 +487,7 @@ mod tests {
 
     #[test]
     fn a_record_whose_write_has_failed_is_in_no_later_batch() {
-        let journal = Journal::new(Some(0..2 * (4096 + 64)), OWNER, 1);
+        let journal = Journal::new(Some(4096..4096 + 2 * (4096 + 64)), OWNER, 1);
         let record = |block| Record { block, at_sector: 99, sectors: 8..16 };
         let failed = journal.reserve(&record(5));
         let other = journal.reserve(&record(6)).unwrap();
@@ -455,7 +501,7 @@ mod tests {
 
     #[test]
     fn a_full_half_gives_no_slot() {
-        let journal = Journal::new(Some(0..2 * (4096 + 64)), OWNER, 1);
+        let journal = Journal::new(Some(4096..4096 + 2 * (4096 + 64)), OWNER, 1);
         let record = Record { block: 5, at_sector: 99, sectors: 8..16 };
         let slots = (journal.reserve(&record), journal.reserve(&record));
         assert!(slots.0.is_some() && slots.1.is_some() && journal.reserve(&record).is_none());

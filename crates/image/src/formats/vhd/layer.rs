@@ -5,7 +5,8 @@ use std::sync::Arc;
 use spile_core::{Extent, Result, Store, StoreOffset, Via};
 
 use super::codec::footer::Footer;
-use super::resize::grow_fixed;
+use super::grow::grow_fixed_in_use;
+use super::resize::{grow_fixed, resized};
 use super::write::{BlockPart, SparseReserved};
 use super::{SECTOR, Sparse};
 use crate::create::NewParent;
@@ -48,7 +49,7 @@ impl<S: Store> Layer<S> for Vhd<S> {
     fn size_bytes(&self) -> u64 {
         match self {
             Self::Fixed(_, raw) => raw.size_bytes(),
-            Self::Sparse(sparse) => sparse.layout.size_bytes,
+            Self::Sparse(sparse) => sparse.size_bytes(),
         }
     }
 
@@ -183,11 +184,11 @@ impl<S: Store> Layer<S> for Vhd<S> {
         }
     }
 
-    async fn resize(&self, _: u64) -> Result<()> {
-        let what = "a VHD cannot grow while it is in use: its size is in its footers and its block table, which \
-                    would have to change together";
-        let hint = "`spile resize` makes it longer while nobody uses it; a raw disk can grow at any time";
-        Err(self.unsupported(what).hint(hint))
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        match self {
+            Self::Fixed(footer, raw) => grow_fixed_in_use(footer, raw, size_bytes).await,
+            Self::Sparse(sparse) => sparse.grow_in_use(size_bytes).await,
+        }
     }
 
     async fn resize_unused(&self, size_bytes: u64) -> Result<()> {
@@ -225,7 +226,8 @@ impl<S: Store> Layer<S> for Vhd<S> {
 
     fn facts(&self) -> Facts {
         match self {
-            Self::Fixed(footer, _) => super::facts::of(footer, None),
+            Self::Fixed(footer, raw) if raw.size_bytes() == footer.current_size_bytes => super::facts::of(footer, None),
+            Self::Fixed(footer, raw) => super::facts::of(&resized(footer, raw.size_bytes()), None),
             Self::Sparse(sparse) => {
                 let head = sparse.head();
                 super::facts::of(&head.footer, Some(sparse.sparse_facts(&head)))

@@ -43,6 +43,7 @@ mod facts;
 mod flush;
 mod footers;
 mod forget;
+mod grow;
 mod journal;
 mod layer;
 mod open;
@@ -56,7 +57,7 @@ pub use create::{CreateParams, VhdParent, create};
 pub use layer::Vhd;
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use spile_core::{Env, Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
@@ -149,6 +150,11 @@ impl Layout {
         self.journal.clone().filter(|_| store.info().is_local)
     }
 
+    /// How many blocks the disk has.
+    pub(crate) fn blocks(&self) -> u32 {
+        self.size_bytes.div_ceil(self.block_bytes) as u32
+    }
+
     /// Where the data of a block lie whose BAT entry is `sector`.
     pub(crate) fn data_offset(&self, sector: u32) -> u64 {
         u64::from(sector) * SECTOR + self.bitmap_bytes
@@ -197,10 +203,24 @@ impl Batmap {
 pub(crate) struct Head {
     footer: Footer,
     header: Header,
+    batmap: Option<Batmap>,
     /// One past the last byte of the metadata.
     metadata_end: u64,
     /// Where the next header may be written: the other place of the pair in which the header lies ([`reparent`]).
     spare: Option<Range<u64>>,
+}
+
+impl Head {
+    fn journal_area(&self) -> Option<Range<u64>> {
+        self.batmap.as_ref().and_then(|batmap| batmap.header.journal_area(batmap.header_offset))
+    }
+}
+
+/// Where the block table lies. Whoever writes an entry holds this shared until the entry is published in memory, too.
+pub(crate) struct Table {
+    at: u64,
+    /// Where it is to lie next, while it moves: entries are written there as well.
+    next_at: Option<u64>,
 }
 
 /// A dynamic or differencing VHD.
@@ -212,6 +232,10 @@ pub struct Sparse<S> {
     has_parent: AtomicBool,
     /// What was wrong with the other footer when the image was opened.
     footer_problem: Option<String>,
+    /// The size of the disk: as the footers say, once that is durable.
+    size_bytes: AtomicU64,
+    table: async_lock::RwLock<Table>,
+    /// As it was when the image was opened.
     layout: Layout,
     /// How data are reached: directly only when no 4 KiB page holds both data and metadata.
     via: Via,
@@ -240,6 +264,10 @@ impl<S: Store> Sparse<S> {
 
     fn is_differencing(&self) -> bool {
         self.has_parent.load(Ordering::Acquire)
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
     }
 
     /// Footer and header as they are now.

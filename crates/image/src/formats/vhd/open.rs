@@ -1,9 +1,10 @@
 //! Opening: everything an image claims is checked here, before anything is believed.
 
 use std::ops::Range;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
+use async_lock::RwLock;
 use spile_core::{Env, Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::alloc::{Alloc, FooterState};
@@ -11,7 +12,7 @@ use super::bat::Bat;
 use super::beside::Beside;
 use super::bits::{Bits, BitsCache};
 use super::codec::MAX_SIZE_BYTES;
-use super::codec::bat::{MAX_BLOCKS, UNALLOCATED, bitmap_bytes, bytes_len};
+use super::codec::bat::{MAX_BLOCKS, UNALLOCATED, bitmap_bytes, bytes_len, entries_for};
 use super::codec::batmap::{BatmapHeader, is_full};
 use super::codec::footer::{DiskType, Footer};
 use super::codec::header::Header;
@@ -20,7 +21,7 @@ use super::flush::Flusher;
 use super::footers::{Footers, read_footers};
 use super::journal::{Journal, Owner};
 use super::reparent::{find_spare, pair_of};
-use super::{Batmap, Head, Layout, SECTOR, Sparse, Vhd};
+use super::{Batmap, Head, Layout, SECTOR, Sparse, Table, Vhd};
 use crate::formats::OpenLayer;
 use crate::formats::raw::Raw;
 use crate::grace::Grace;
@@ -44,7 +45,8 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     }
     let header = read_header(&store, &footer).await?;
     let (mut layout, batmap) = lay_out(&store, &footer, &header).await?;
-    let bat = Bat::new(layout.size_bytes.div_ceil(layout.block_bytes) as u32);
+    let most = if how.read_only { 0 } else { entries_for(MAX_SIZE_BYTES, header.block_size_bytes).min(MAX_BLOCKS) };
+    let bat = Bat::new(layout.blocks(), most as u32);
     let mut sectors = load_bat(&store, &layout, &bat).await?;
     sectors.sort_unstable();
     check_blocks(store.len_bytes(), &layout, &sectors)?;
@@ -67,7 +69,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     let keep_end = if layout.journal.is_some() { 0 } else { next_free };
     let footers = FooterState { copy_is_bad: found.copy_is_bad(), trailing_is_gone: found.uses_copy };
     let gaps = if how.read_only { Vec::new() } else { gaps(&layout, &sectors) };
-    let head = Head { metadata_end: layout.metadata_end(), spare, footer, header };
+    let head = Head { metadata_end: layout.metadata_end(), spare, footer, header, batmap: layout.batmap.clone() };
     let sparse = Sparse {
         alloc: Alloc::new(next_free, gaps, keep_end, footers),
         bits: BitsCache::new(how.cache_bytes, layout.bitmap_bytes as usize),
@@ -79,6 +81,8 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
         loads: Loads::default(),
         store,
         footer_problem: found.problem(),
+        size_bytes: AtomicU64::new(layout.size_bytes),
+        table: RwLock::new(Table { at: layout.bat_offset, next_at: None }),
         has_parent: AtomicBool::new(head.footer.disk_type == DiskType::Differencing),
         head: Mutex::new(Arc::new(head)),
         layout,

@@ -92,7 +92,7 @@ impl<S: Store> Sparse<S> {
         let (place, spare) = self.take_place(&old).await?;
         let (head, texts) = self.plan_head(&old, parent, place.start, spare);
         self.write_head(&head, &texts).await?;
-        self.write_footers(head).await
+        self.change_head(head).await
     }
 
     /// A place for the next header, and the place that is free when it is in use.
@@ -100,7 +100,9 @@ impl<S: Store> Sparse<S> {
         if let (Some(spare), Some(header_at)) = (old.spare.clone(), old.footer.data_offset) {
             return Ok((spare, header_at..header_at + PLACE_BYTES));
         }
-        let pair = self.take_room(2 * PLACE_BYTES).await?;
+        let start = self.alloc.free_from(2 * PLACE_BYTES);
+        let pair = start..start + 2 * PLACE_BYTES;
+        self.take_room(&pair).await?;
         let middle = pair.start + PLACE_BYTES;
         Ok((pair.start..middle, middle..pair.end))
     }
@@ -129,10 +131,11 @@ impl<S: Store> Sparse<S> {
                 Vec::new()
             }
         };
-        let metadata = metadata_ranges(&footer, &header, &self.layout.batmap, &self.layout.journal, end);
+        let metadata = metadata_ranges(&footer, &header, &old.batmap, &old.journal_area(), end);
         let used = metadata.iter().map(|range| range.end).max().unwrap_or(0);
         let metadata_end = used.max(spare.end).max(header_at + PLACE_BYTES);
-        (Head { footer, header, metadata_end, spare: Some(spare) }, texts)
+        let head = Head { footer, header, metadata_end, spare: Some(spare), batmap: old.batmap.clone() };
+        (head, texts)
     }
 
     /// Step 2.
@@ -147,13 +150,9 @@ impl<S: Store> Sparse<S> {
 
     /// Steps 3 and 4. After a failure the image is what the footers in memory say, and they are written again before the next
     /// change; which of them are in the file, nobody knows.
-    async fn write_footers(&self, head: Head) -> Result<()> {
-        let footer = head.footer.to_bytes();
-        self.alloc.set_trailing_is_gone(true);
-        self.write_cached(self.footer_at(), &footer).await?;
-        self.alloc.set_trailing_is_gone(false);
-        self.alloc.set_copy_is_bad();
+    async fn change_head(&self, head: Head) -> Result<()> {
         let (uuid, spare) = (head.footer.uuid, head.spare.clone());
+        self.write_end(&head.footer).await?;
         self.set_head(head);
         self.restore_footers().await?;
         if let Some(spare) = spare {
@@ -163,7 +162,16 @@ impl<S: Store> Sparse<S> {
         Ok(())
     }
 
-    async fn write_cached(&self, offset_bytes: u64, bytes: &[u8]) -> Result<()> {
+    /// Writes the footer at the end. Its copy at the start is bad from then on.
+    pub(super) async fn write_end(&self, footer: &Footer) -> Result<()> {
+        self.alloc.set_trailing_is_gone(true);
+        self.write_cached(self.footer_at(), &footer.to_bytes()).await?;
+        self.alloc.set_trailing_is_gone(false);
+        self.alloc.set_copy_is_bad();
+        Ok(())
+    }
+
+    pub(super) async fn write_cached(&self, offset_bytes: u64, bytes: &[u8]) -> Result<()> {
         self.store.write_at(StoreOffset(offset_bytes), &Segments::copied(bytes), Via::Cached).await
     }
 

@@ -26,7 +26,7 @@
 //! 2. The new footer is written behind the new end of the disk, which makes the file longer; sync.
 //! 3. The old footer, where the guest's bytes are now, is zeroed; sync.
 
-use std::ops::Range;
+use std::ops::{Range, RangeFrom};
 
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
@@ -39,6 +39,7 @@ use super::codec::geometry::Geometry;
 use super::codec::header::Header;
 use super::create::place_journal;
 use super::footers::misfit;
+use super::grow::grow_store;
 use super::{Batmap, SECTOR, Sparse};
 use crate::formats::raw::Raw;
 use crate::layer::Layer as _;
@@ -58,7 +59,7 @@ struct Grown {
 }
 
 /// Refuses a size that an image of `old_bytes` cannot get.
-fn check_size(old_bytes: u64, size_bytes: u64) -> Result<()> {
+pub(super) fn check_size(old_bytes: u64, size_bytes: u64) -> Result<()> {
     if size_bytes > MAX_SIZE_BYTES {
         let what = format!("a VHD of {size_bytes} bytes is over the format's limit");
         return Err(
@@ -80,7 +81,7 @@ fn check_size(old_bytes: u64, size_bytes: u64) -> Result<()> {
 /// `footer` with another size, which becomes the original size as well: libvhdi takes that for the size of the disk. QEMU and
 /// Virtual PC take the geometry's size for that of their own images; a geometry that says "too large" has QEMU go by the size
 /// instead.
-fn resized(footer: &Footer, size_bytes: u64) -> Footer {
+pub(super) fn resized(footer: &Footer, size_bytes: u64) -> Footer {
     let by_size = Geometry::for_size(size_bytes);
     let goes_by_geometry = [*b"vpc ", *b"qemu"].contains(&footer.creator);
     let geometry = if goes_by_geometry && by_size.size_bytes() != size_bytes { Geometry::MAX } else { by_size };
@@ -97,7 +98,7 @@ impl<S: Store> Sparse<S> {
     pub(super) async fn grow(&self, size_bytes: u64) -> Result<()> {
         self.check_growth(size_bytes).at_path(self.store.path())?;
         self.seal().await?;
-        if size_bytes == self.layout.size_bytes {
+        if size_bytes == self.size_bytes() {
             return Ok(());
         }
         let blocks = entries_for(size_bytes, self.head().header.block_size_bytes) as u32;
@@ -116,8 +117,8 @@ impl<S: Store> Sparse<S> {
         self.store.sync().await
     }
 
-    fn check_growth(&self, size_bytes: u64) -> Result<()> {
-        check_size(self.layout.size_bytes, size_bytes)?;
+    pub(super) fn check_growth(&self, size_bytes: u64) -> Result<()> {
+        check_size(self.size_bytes(), size_bytes)?;
         let blocks = entries_for(size_bytes, self.head().header.block_size_bytes);
         match blocks > MAX_BLOCKS {
             true => Err(Error::new(ErrorKind::Unsupported, format!("{blocks} blocks are too many"))
@@ -133,10 +134,10 @@ impl<S: Store> Sparse<S> {
 
     /// The block table has room: header and table stay. Nothing says what its unused entries hold, so they are written.
     async fn in_place(&self, size_bytes: u64) -> Result<Grown> {
-        self.write_table(&self.head().header, self.bat.entries(), None).await?;
+        self.write_table(&self.head().header, self.bat.entries().., None).await?;
         self.store.sync().await?;
         let footer = resized(&self.head().footer, size_bytes);
-        Ok(Grown { footer, batmap: self.layout.batmap.clone(), footer_at: self.footer_at() })
+        Ok(Grown { footer, batmap: self.head().batmap.clone(), footer_at: self.footer_at() })
     }
 
     /// Fails when the image does not fit its new footer, which is at the end already. The old footer is there again then.
@@ -159,14 +160,14 @@ impl<S: Store> Sparse<S> {
             max_entries: blocks,
             ..self.head().header.clone()
         };
-        let batmap = self.layout.batmap.as_ref().map(|_| self.place_batmap(&header));
+        let batmap = self.head().batmap.as_ref().map(|_| self.place_batmap(&header));
         let last = batmap.as_ref().map(|batmap| self.place_behind(batmap)).transpose()?;
         let end = last.map_or(header.bat_end_bytes(), |sector| self.layout.block_end(sector));
         if !is_file {
             self.clear(header_at..end).await?;
         }
         write(&self.store, header_at, &header.to_bytes()).await?;
-        self.write_table(&header, 0, last).await?;
+        self.write_table(&header, 0.., last).await?;
         if let Some(batmap) = &batmap {
             write(&self.store, batmap.header_offset, &batmap.header.to_bytes()).await?;
         }
@@ -176,10 +177,11 @@ impl<S: Store> Sparse<S> {
     }
 
     /// Where the batmap of an image with this header goes. It has room for a journal in front if the image has one.
-    fn place_batmap(&self, header: &Header) -> Batmap {
+    pub(super) fn place_batmap(&self, header: &Header) -> Batmap {
         let header_offset = header.bat_end_bytes();
-        let map_at = match self.layout.journal {
-            Some(_) => place_journal(header_offset).end,
+        let map_at = match self.head().journal_area() {
+            // Records keep their slots where the journal moves.
+            Some(area) => place_journal(header_offset).start + (area.end - area.start),
             None => header_offset + SECTOR,
         };
         let map_bytes = u64::from(BatmapHeader::sectors_for(header.max_entries)) * SECTOR;
@@ -187,7 +189,7 @@ impl<S: Store> Sparse<S> {
     }
 
     /// The sector of a block behind the batmap. Its data begin on a page, as the allocator has it.
-    fn place_behind(&self, batmap: &Batmap) -> Result<u32> {
+    pub(super) fn place_behind(&self, batmap: &Batmap) -> Result<u32> {
         let bitmap_bytes = self.layout.bitmap_bytes;
         let data_at = (batmap.header.map_bytes().end + bitmap_bytes).next_multiple_of(ALIGN);
         let sector = u32::try_from((data_at - bitmap_bytes) / SECTOR).ok().filter(|&sector| sector != UNALLOCATED);
@@ -208,8 +210,8 @@ impl<S: Store> Sparse<S> {
     }
 
     /// Writes the table's entries from the block `from` on. Those behind the blocks that the image has now are unallocated, but
-    /// for the last one, which lies at the sector `last` if that is given.
-    async fn write_table(&self, header: &Header, from: u32, last: Option<u32>) -> Result<()> {
+    /// for the last one, which lies at the sector `last` if that is given. No entry changes while a part of the table is written.
+    pub(super) async fn write_table(&self, header: &Header, from: RangeFrom<u32>, last: Option<u32>) -> Result<()> {
         let place = |block| match block {
             _ if last.is_some() && block + 1 == header.max_entries => last,
             _ if block < self.bat.entries() => self.bat.get(block),
@@ -217,8 +219,9 @@ impl<S: Store> Sparse<S> {
         };
         // The table is padded to whole sectors, as other programs expect it.
         let entries = ((header.bat_end_bytes() - header.bat_offset_bytes) / ENTRY_BYTES) as u32;
-        for first in (from..entries).step_by(TABLE_ENTRIES as usize) {
+        for first in (from.start..entries).step_by(TABLE_ENTRIES as usize) {
             let part = first..entries.min(first + TABLE_ENTRIES);
+            let _alone = self.table.write().await;
             let bytes: Vec<u8> = part.flat_map(|block| place(block).unwrap_or(UNALLOCATED).to_be_bytes()).collect();
             write(&self.store, header.bat_offset_bytes + u64::from(first) * ENTRY_BYTES, &bytes).await?;
         }
@@ -231,27 +234,8 @@ pub(super) async fn grow_fixed<S: Store>(footer: &Footer, raw: &Raw<S>, size_byt
     let (store, old_bytes) = (raw.store(), raw.size_bytes());
     check_size(old_bytes, size_bytes).at_path(store.path())?;
     raw.seal().await?;
-    if size_bytes == old_bytes {
-        return Ok(());
+    match size_bytes == old_bytes {
+        true => Ok(()),
+        false => grow_store(footer, store, old_bytes, size_bytes).await,
     }
-    let (len, is_file) = (store.len_bytes(), store.info().grows_zeroed);
-    let old_footer_at = len.next_multiple_of(SECTOR) - SECTOR;
-    if !is_file && size_bytes > old_footer_at {
-        let what = format!("a disk of {size_bytes} bytes and its footer do not fit a device of {len}");
-        let error = Error::new(ErrorKind::NoSpace, what).at_path(store.path());
-        return Err(error.hint("copy the disk to a longer device: spile convert --onto"));
-    }
-    let spare_end = old_footer_at.min(size_bytes);
-    if spare_end > old_bytes {
-        store.zero_range(StoreOffset(old_bytes), spare_end - old_bytes).await?;
-        store.sync().await?;
-    }
-    let footer_at = old_footer_at.max(size_bytes);
-    write(store, footer_at, &resized(footer, size_bytes).to_bytes()).await?;
-    store.sync().await?;
-    if footer_at > old_footer_at {
-        write(store, old_footer_at, &[0; SECTOR as usize]).await?;
-        store.sync().await?;
-    }
-    Ok(())
 }

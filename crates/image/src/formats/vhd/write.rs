@@ -9,7 +9,7 @@ use super::alloc::Placed;
 use super::bits::Bits;
 use super::codec::bat::UNALLOCATED;
 use super::journal::Record;
-use super::{SECTOR, Sparse};
+use super::{SECTOR, Sparse, Table};
 use crate::layer::Reserved;
 use crate::range_lock::RangeGuard;
 
@@ -187,7 +187,8 @@ impl<S: Store> Sparse<S> {
     /// Takes its place from a block that the caller holds exclusively.
     pub(super) async fn release(&self, block: u32, sector: u32) -> Result<()> {
         self.void_batmap().await?;
-        self.clear_bat_entry(block, sector).await?;
+        let table = self.table.read().await;
+        self.clear_bat_entry(&table, block, sector).await?;
         self.bits.remove_with(block, || self.bat.clear(block));
         self.journal.forget(block);
         self.alloc.lock().released.fresh.push(sector);
@@ -197,9 +198,9 @@ impl<S: Store> Sparse<S> {
     /// Clears the BAT entry of a block. A write that failed may have taken effect all the same, and what is written to
     /// the block later would be lost: so the entry is written back. If that fails, too, the image takes no more
     /// writes.
-    async fn clear_bat_entry(&self, block: u32, sector: u32) -> Result<()> {
-        let Err(error) = self.write_bat_entry(block, UNALLOCATED).await else { return Ok(()) };
-        if self.write_bat_entry(block, sector).await.is_err() {
+    async fn clear_bat_entry(&self, table: &Table, block: u32, sector: u32) -> Result<()> {
+        let Err(error) = self.write_bat_entry(table, block, UNALLOCATED).await else { return Ok(()) };
+        if self.write_bat_entry(table, block, sector).await.is_err() {
             self.flusher.refuse_writes();
         }
         Err(error)

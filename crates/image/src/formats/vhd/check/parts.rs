@@ -36,7 +36,7 @@ pub(super) async fn read_parts<S: Store>(store: &S) -> Result<Parts> {
     }
     let header = read_header(store, &footers.footer).await?;
     let (layout, batmap) = lay_out(store, &footers.footer, &header).await?;
-    let bat = Bat::new(layout.size_bytes.div_ceil(layout.block_bytes) as u32);
+    let bat = Bat::new(layout.blocks(), 0);
     load_bat(store, &layout, &bat).await?;
     let batmap_void = layout.batmap.is_some() && batmap.is_none();
     Ok(Parts { footers, sparse: Some(SparseParts { header, layout, bat, batmap, batmap_void }) })
