@@ -130,7 +130,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
     };
     queue.counters.ring_started();
     queue.take_again(again);
-    serve_ring(&mut queue, &mut slots, ring.clone(), &kick).await;
+    serve_ring(&mut queue, &mut slots, ring.clone(), &kick, &target.disk).await;
     queue.counters.ring_stopped();
     queue.disk_counters.show();
     queue.broken

@@ -137,7 +137,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     let mut slots = Slots::new(link.waker.clone(), make);
     let mut queue = QueueTask { ring: ring.clone(), side: side.clone(), link, again, again_at: 0 };
     side.borrow().counters.ring_started();
-    serve_ring(&mut queue, &mut slots, ring.clone(), &kick).await;
+    serve_ring(&mut queue, &mut slots, ring.clone(), &kick, &target.disk).await;
     side.borrow().counters.ring_stopped();
     let mut side = side.borrow_mut();
     let left = std::mem::take(&mut side.left);

@@ -8,7 +8,7 @@ use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 
-use spile_core::Error;
+use spile_core::{Disk, Error};
 use spile_engine::{Event, Pollable, Watch};
 
 use crate::slots::{Inbox, Slots};
@@ -50,7 +50,30 @@ pub trait GuestRing {
     fn suppress(&self);
 }
 
-/// Serves `ring` to its end. `watched` is the same ring, for the worker to look at; `kick` is what the guest rings.
+/// Has a disk hold no request back while a ring comes to its end: somebody waits for that.
+struct Hurry<'a, D: Disk> {
+    disk: &'a D,
+    has_begun: bool,
+}
+
+impl<D: Disk> Hurry<'_, D> {
+    fn begin(&mut self) {
+        if !std::mem::replace(&mut self.has_begun, true) {
+            self.disk.hurry(true);
+        }
+    }
+}
+
+impl<D: Disk> Drop for Hurry<'_, D> {
+    fn drop(&mut self) {
+        if self.has_begun {
+            self.disk.hurry(false);
+        }
+    }
+}
+
+/// Serves `ring`, whose requests go to `disk`, to its end. `watched` is the same ring, for the worker to look at; `kick` is what the
+/// guest rings.
 ///
 /// # Panics
 /// Outside a worker.
@@ -59,6 +82,7 @@ pub async fn serve_ring<T, F, M>(
     slots: &mut Slots<F, M, T::Request>,
     watched: Rc<dyn Pollable>,
     kick: &Event,
+    disk: &impl Disk,
 ) where
     T: GuestRing,
     F: Future<Output = ()>,
@@ -66,6 +90,7 @@ pub async fn serve_ring<T, F, M>(
 {
     let watch = Watch::new(watched);
     let mut kicked = Box::pin(kick.wait());
+    let mut hurry = Hurry { disk, has_begun: false };
     poll_fn(|context| {
         for _ in 0..TURNS {
             if turn(ring, slots, context) {
@@ -74,8 +99,12 @@ pub async fn serve_ring<T, F, M>(
             if !ring.may_pop() && slots.busy() == 0 {
                 return Poll::Ready(());
             }
+            if !ring.takes_new() {
+                hurry.begin();
+                return Poll::Pending;
+            }
             // With every slot taken there is nothing to look for: an answer will wake us.
-            if !ring.takes_new() || slots.busy() >= ring.max_in_flight() {
+            if slots.busy() >= ring.max_in_flight() {
                 return Poll::Pending;
             }
             match kicked.as_mut().poll(context) {

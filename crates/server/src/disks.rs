@@ -8,9 +8,10 @@ use std::time::Duration;
 use spile_core::{Error, ErrorKind, Files, Locator, Result, Store};
 use spile_engine::OsEnv;
 use spile_image::{Format, Graph, OpenOptions};
-use spile_node::{OnError, Policy};
+use spile_node::{Limits, OnError, Policy};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
+use crate::limits;
 use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
 use crate::{family, stamps};
@@ -44,8 +45,8 @@ pub fn stem(source: &Locator) -> String {
     }
 }
 
-/// `DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=report|pause][,pause-at-most=TIME][,shape=S]`, as `serve` takes it. A
-/// comma in the path is doubled.
+/// `DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=report|pause][,pause-at-most=TIME][,shape=S]` and limits
+/// ([`limits::OPTIONS`], `group=NAME`), as `serve` takes it. A comma in the path is doubled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSpec {
     /// Where it is.
@@ -64,6 +65,10 @@ pub struct DiskSpec {
     pub pause_at_most: Option<Duration>,
     /// The shape of its requests, if given.
     pub shape: Option<ShapeChoice>,
+    /// Its own limits, if given.
+    pub limits: Option<Limits>,
+    /// The group with which it shares limits, if given.
+    pub group: Option<String>,
 }
 
 impl DiskSpec {
@@ -78,6 +83,8 @@ impl DiskSpec {
             on_error: None,
             pause_at_most: None,
             shape: None,
+            limits: None,
+            group: None,
         }
     }
 
@@ -114,11 +121,15 @@ impl FromStr for DiskSpec {
                 }
                 Some(("pause-at-most", time)) => spec.pause_at_most = Some(parse_duration(time)?),
                 Some(("shape", shape)) => spec.shape = Some(shape.parse().map_err(|e: Error| e.to_string())?),
+                Some(("group", group)) => spec.group = Some(group.to_owned()),
+                Some((key, value)) if limits::read_option(spec.limits.get_or_insert_default(), key, value)? => {}
                 None if part == "read-only" => spec.read_only = true,
                 _ => {
                     return Err(format!(
                         "`{part}` is not an option of a DISK; use name=N, serial=S, format=F, read-only, \
-                         on-error=report|pause, pause-at-most=TIME or shape=S (a comma in the path is doubled)"
+                         on-error=report|pause, pause-at-most=TIME, shape=S, group=NAME, or one of {} (a comma in the path is \
+                         doubled)",
+                        limits::OPTIONS
                     ));
                 }
             }
@@ -242,6 +253,15 @@ mod tests {
         assert_eq!(of("a,shape=split=128k"), Ok(Some(ShapeChoice::Exactly(Shape::Split(128 << 10)))));
         assert_eq!(of("a,shape=tuned,read-only"), Ok(Some(ShapeChoice::Tuned)));
         assert!(of("a,shape=wide").unwrap_err().contains("not a shape"));
+    }
+
+    #[test]
+    fn a_disk_has_limits_and_a_group() {
+        let of = |text: &str| text.parse::<DiskSpec>().map(|spec| (spec.limits, spec.group));
+        assert_eq!(of("a"), Ok((None, None)));
+        let limits = Limits { iops: Some(100), read_bps: Some(1 << 20), ..Limits::default() };
+        assert_eq!(of("a,iops=100,read-bps=1M,group=g"), Ok((Some(limits), Some("g".to_owned()))));
+        assert!(of("a,write-iops=0").unwrap_err().contains("let nothing pass"));
     }
 
     #[test]

@@ -21,6 +21,7 @@ use rustix::process::{Resource, Rlimit};
 use spile::serving::control::{Answer, LAYOUT, Link, Request};
 use spile::serving::fronts::{Listening, Role, key};
 use spile::serving::identity::{Exported, Identity};
+use spile::serving::limits::Kept;
 use spile::serving::takeover::{self, Inheritance, ask};
 use spile::uri::Address;
 use spile_lab::GuestQueue;
@@ -374,7 +375,8 @@ fn hand_on(dir: &Path, inheritance: &Inheritance) -> Link {
     };
     let listening: Vec<Listening> = sockets.iter().filter_map(share).collect();
     assert_eq!(listening.len(), 2, "all but the control socket, which is another");
-    takeover::give(&link, layout, Vec::new(), Vec::new(), &listening, &inheritance.connections).unwrap();
+    takeover::give(&link, layout, Vec::new(), Vec::new(), Kept::default(), &listening, &inheritance.connections)
+        .unwrap();
     let ready = link.recv::<Answer>().unwrap();
     assert!(matches!(ready, Some((Answer::Done, _))), "the successor is ready");
     link

@@ -162,6 +162,13 @@ impl DiskLimits {
     }
 }
 
+impl Drop for DiskLimits {
+    /// The disk leaves its group.
+    fn drop(&mut self) {
+        self.with(|state, number, _| drop(state.remove(number)));
+    }
+}
+
 impl Stage for DiskLimits {
     fn before<'a>(&'a self, io: Io<'a>) -> Option<Pending<'a>> {
         let cost = cost_of(&io)?;

@@ -28,6 +28,7 @@ use tokio::sync::oneshot;
 use super::api::Call;
 use super::api::http::Pause;
 use super::identity::Exported;
+use super::limits::Kept;
 use crate::process::Process;
 
 /// The most descriptors beside one line (the kernel takes 253).
@@ -92,6 +93,9 @@ pub enum Answer {
         /// The shape of the requests to each export, as `spile serve` takes it. Older builds neither send nor read it.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         shapes: Vec<(String, String)>,
+        /// The limits of disks and groups. Older builds neither send nor read them.
+        #[serde(default, skip_serializing_if = "Kept::is_empty")]
+        limits: Kept,
     },
     /// A takeover: the key of a listening socket, which is the line's descriptor.
     Socket(String),

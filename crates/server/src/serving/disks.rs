@@ -14,6 +14,7 @@ use super::api::types::Layer;
 use super::failed_syncs::{self, FailedSync};
 use super::faults;
 use super::identity::{Exported, Identity};
+use super::limits::{self, Groups};
 use super::trouble;
 use crate::disks::{self, DiskSpec};
 use crate::tuned::ShapeChoice;
@@ -50,6 +51,8 @@ pub struct Open {
     pub identity: Identity,
     /// True when this server was told the shape of its requests; else it keeps the one that a server before it had given it.
     pub has_own_shape: bool,
+    /// True when this server was told the disk's limits or group; else it keeps those that a server before it had given it.
+    pub has_own_limits: bool,
 }
 
 impl Open {
@@ -87,6 +90,8 @@ pub struct Opening {
     pub shape: Option<ShapeChoice>,
     /// Write to images although others name them as their parents.
     pub write_parent: bool,
+    /// The groups in which disks share limits.
+    pub groups: Arc<Groups>,
 }
 
 impl Opening {
@@ -103,6 +108,7 @@ impl Opening {
             policy: Policy::default(),
             shape: None,
             write_parent: false,
+            groups: Arc::default(),
         }
     }
 
@@ -211,6 +217,9 @@ impl Opening {
         if let Some(choice) = spec.shape.or(self.shape) {
             set_shape(engine, &open, choice.resolve(&spec.source))?;
         }
+        if open.has_own_limits {
+            limits::set(engine, &open, &self.groups, spec.limits.unwrap_or_default(), spec.group.as_deref())?;
+        }
         Ok(open)
     }
 
@@ -231,9 +240,11 @@ impl Opening {
             failed_syncs,
             identity: self.identity_of(spec).with_opened(&graph),
             has_own_shape: spec.shape.or(self.shape).is_some(),
+            has_own_limits: spec.limits.is_some() || spec.group.is_some(),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
-                    .with_troubles(troubles),
+                    .with_troubles(troubles)
+                    .with_limits(limits::of_disk()),
             ),
         }
     }
@@ -405,10 +416,18 @@ pub fn keep_shapes(engine: &Engine, disks: &[Open], shapes: &[(String, String)])
     set_shapes(engine, disks.iter().filter(|open| !open.has_own_shape), shapes)
 }
 
+/// Has no request wait for a limit any more: the disks come to their end.
+pub fn hurry<'a>(disks: impl IntoIterator<Item = &'a Open>) {
+    disks.into_iter().for_each(|open| open.disk.hurry(true));
+}
+
 /// Has requests that wait for trouble to pass end without an answer, and no request wait any more: the disks are about to be
-/// closed, and the next server does these requests.
+/// closed, and the next server does these requests. Those that wait for a limit go on at once, and are answered.
 pub fn leave_waiting<'a>(disks: impl IntoIterator<Item = &'a Open>) {
-    disks.into_iter().filter_map(|open| open.disk.troubles()).for_each(Troubles::leave);
+    for open in disks {
+        open.disk.hurry(true);
+        open.disk.troubles().into_iter().for_each(Troubles::leave);
+    }
 }
 
 /// Closes the disks, each whatever became of the others. The first error, `result`'s before all, is returned; the

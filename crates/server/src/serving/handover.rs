@@ -15,6 +15,7 @@ use super::control::{Answer, Link};
 use super::disks::{self, Open};
 use super::fronts::{Fronts, Role};
 use super::identity::{self, Exported};
+use super::limits::Kept;
 use super::server::Server;
 use super::takeover;
 use crate::panics;
@@ -100,12 +101,14 @@ impl Server {
         let connections = within("what is in flight is not answered", DRAIN_BOUND, || fronts.hand_over());
         let (sizes, served, policies) = (self.sizes(), disks::exported(&self.disks), disks::policies(&self.disks));
         let shapes = disks::shapes(&self.disks);
+        let limits = Kept::of(&self.disks, &self.opening.groups);
         if let Err(error) = self.close_disks() {
             // Data that a guest believes to be durable may be lost, so the guest must not go on as if nothing had happened.
             let _ = link.send(&Answer::Error(format!("a disk could not be closed: {error}")), &[]);
             return Err(error);
         }
-        let mut given = takeover::give(link, layout, sizes, shapes.clone(), &self.listening, &connections);
+        let mut given =
+            takeover::give(link, layout, sizes, shapes.clone(), limits.clone(), &self.listening, &connections);
         let (mut attempts, mut silences) = (0, 0);
         let failure = loop {
             let Err(failure) = given.and_then(|()| takeover::make_it_the_server(link)) else { return Ok(None) };
@@ -137,6 +140,7 @@ impl Server {
         };
         disks::set_policies(&self.disks, &policies);
         disks::set_shapes(&self.engine, &self.disks, &shapes)?;
+        limits.restore(&self.engine, &self.disks, &self.opening.groups, |_| true)?;
         disks::begin(&self.engine, &self.disks);
         self.listen(shares)?;
         self.adopt(connections);

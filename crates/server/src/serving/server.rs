@@ -90,7 +90,8 @@ impl Server {
         let engine = Engine::start(engine)?;
         let fronts = Fronts::of_nothing(&engine, &options)?;
         let (sender, events) = mpsc::channel();
-        let (disks, listening, view) = (Vec::new(), Vec::new(), Arc::new(View::new(engine.clone())));
+        let (disks, listening, view) =
+            (Vec::new(), Vec::new(), Arc::new(View::new(engine.clone(), opening.groups.clone())));
         let calls = Connections::new("the control socket", usize::MAX, 1);
         let (control_name, metrics_detail) = (None, Detail::default());
         Ok(Self {
@@ -180,7 +181,11 @@ impl Server {
                 takeover::wait_until_it_serves(&mut request.link);
                 return Ok(None);
             }
-            Ok(End::Stops) | Err(_) => self.fronts.stop(),
+            Ok(End::Stops) | Err(_) => {
+                // Fronts wait for what is in flight.
+                disks::hurry(&self.disks);
+                self.fronts.stop();
+            }
         }
         disks::leave_waiting(&self.disks);
         // Nobody answers there any more, and a second signal shall leave no name behind.
@@ -216,6 +221,8 @@ impl Server {
             inheritance.compare_disks(&self.disks)?;
             // The last thing that may fail: from its answer on, the other server does not go on.
             disks::keep_shapes(&self.engine, &self.disks, &inheritance.shapes)?;
+            let keeps = |open: &Open| !open.has_own_limits;
+            inheritance.limits.restore(&self.engine, &self.disks, &self.opening.groups, keeps)?;
             inheritance.confirm()?;
             self.listening.iter_mut().filter_map(|socket| socket.published.as_mut()).for_each(Published::take);
             self.adopt(std::mem::take(&mut inheritance.connections));

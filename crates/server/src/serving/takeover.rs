@@ -27,6 +27,7 @@ use super::control::{Answer, LAYOUT, LAYOUT_OF_LEFT, Link, MAX_FDS, NOT_UNDERSTO
 use super::disks::{self as open_disks, Open};
 use super::fronts::{Listening, Role};
 use super::identity::{self, Exported};
+use super::limits::Kept;
 
 /// What a server has that its successor goes on with.
 pub struct Inheritance {
@@ -38,6 +39,8 @@ pub struct Inheritance {
     sizes: Vec<(String, u64)>,
     /// The shape of the requests to each export; empty when the old server is of a build that does not say it.
     pub shapes: Vec<(String, String)>,
+    /// The limits of its disks and groups; none when the old server is of a build that does not say them.
+    pub limits: Kept,
     /// The disks for which the old server was asked, as their paths named them then.
     asked: Vec<Exported>,
     link: Link,
@@ -123,10 +126,11 @@ fn ask_once(control: &Path, request: &Request) -> Result<Option<Inheritance>> {
 
 fn receive(mut link: Link) -> Result<Inheritance> {
     let (mut sockets, mut connections, mut sizes, mut shapes) = (HashMap::new(), Vec::new(), Vec::new(), Vec::new());
+    let mut limits = Kept::default();
     loop {
         match recv_slow(&mut link)? {
-            Some((Answer::Begin { layout, sizes: of_exports, shapes: had }, _)) if layout <= LAYOUT => {
-                (sizes, shapes) = (of_exports, had);
+            Some((Answer::Begin { layout, sizes: of_exports, shapes: had, limits: kept }, _)) if layout <= LAYOUT => {
+                (sizes, shapes, limits) = (of_exports, had, kept);
             }
             Some((Answer::Socket(key), fds)) => {
                 let fd = fds.into_iter().next().ok_or_else(missing)?;
@@ -138,7 +142,7 @@ fn receive(mut link: Link) -> Result<Inheritance> {
                 connections.push((export, Handover { socket, state: *state, fds: fds.collect() }));
             }
             Some((Answer::End, _)) => {
-                return Ok(Inheritance { sockets, connections, sizes, shapes, asked: Vec::new(), link });
+                return Ok(Inheritance { sockets, connections, sizes, shapes, limits, asked: Vec::new(), link });
             }
             Some((Answer::Error(what), _)) => return Err(refused(&what)),
             None => return Err(unexpected(None).hint(BROKEN_OFF)),
@@ -225,6 +229,7 @@ pub fn give(
     layout: u32,
     sizes: Vec<(String, u64)>,
     shapes: Vec<(String, String)>,
+    limits: Kept,
     listening: &[Listening],
     connections: &[(String, Handover)],
 ) -> Result<()> {
@@ -234,7 +239,7 @@ pub fn give(
         return Err(Error::new(ErrorKind::Unsupported, what).hint("try again when nothing waits (`spile ls`)"));
     }
     if layout > 0 {
-        link.send(&Answer::Begin { layout: layout.min(LAYOUT), sizes, shapes }, &[])?;
+        link.send(&Answer::Begin { layout: layout.min(LAYOUT), sizes, shapes, limits }, &[])?;
     }
     for socket in listening {
         link.send(&Answer::Socket(socket.key.clone()), &[socket.fd.as_fd()])?;
@@ -298,7 +303,15 @@ mod tests {
         let opening = Opening::new(None, CacheMode::Page, Vec::new()).with_disks(vec![spec]);
         let link = Link::new(UnixStream::pair().unwrap().0).unwrap();
         let (sockets, connections, sizes, shapes) = (HashMap::new(), Vec::new(), Vec::new(), Vec::new());
-        let inheritance = Inheritance { sockets, connections, sizes, shapes, asked: opening.exported(), link };
+        let inheritance = Inheritance {
+            sockets,
+            connections,
+            sizes,
+            shapes,
+            limits: Kept::default(),
+            asked: opening.exported(),
+            link,
+        };
         let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
         let open = || {
             let mut disks = Vec::new();

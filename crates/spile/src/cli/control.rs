@@ -13,7 +13,7 @@ use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Met
 
 use spile_store::CacheMode;
 
-use super::{Exit, existing, on_engine, parse_format, print_json, printable, say, shape, space};
+use super::{Exit, existing, limit, on_engine, parse_format, print_json, printable, say, shape, space};
 use crate::disks::{self, DiskSpec, split_commas};
 use crate::log;
 use crate::units::{format_count, format_size, format_us, parse_size};
@@ -60,7 +60,9 @@ pub struct AttachArgs {
     /// The server: the path of its control socket, its name in the folder, or one of its disks
     server: String,
     /// The disk, as for `spile serve`
-    #[arg(value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T][,shape=S]")]
+    #[arg(
+        value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T][,shape=S][,iops=N]..."
+    )]
     disk: String,
     /// Serve it to virtual machines on this Unix socket (may be given several times)
     #[arg(long, value_name = "PATH")]
@@ -213,6 +215,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     let at_most = disk.pause_at_most_s.map_or(String::new(), |time_s| format!(", for at most {time_s} s"));
     say(format_args!("on error: {}{at_most}", disk.on_error));
     say(format_args!("shape: {}", shape::describe(disk)));
+    limit::lines(&disk.limits).into_iter().for_each(say);
     waits_for(disk).into_iter().for_each(say);
     disk.failed_sync.iter().for_each(|failed| say(format_args!("every flush fails: {}", failed.message)));
     for layer in layers {

@@ -220,6 +220,18 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "limit",
+        codes: &[],
+        examples: &[
+            ("spile limit disk --iops 500 --bps 50M", "at most 500 requests and 50 MiB in a second"),
+            ("spile limit disk --write-bps 0", "no limit of its own on bytes written any more"),
+            ("spile limit disk --group gold", "shares the limits of a group with other disks"),
+            ("spile limit disk --whole-group --iops 9000", "what its group may do together"),
+            ("spile limit disk", "says what holds now"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "resume",
         codes: &[],
         examples: &[("spile resume disk", "tries at once what waits")],

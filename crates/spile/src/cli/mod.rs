@@ -13,6 +13,7 @@ mod docs;
 mod ending;
 mod help;
 mod info;
+mod limit;
 mod load;
 mod map;
 mod measure;
@@ -87,6 +88,7 @@ enum Command {
     Resize(control::ResizeArgs),
     OnError(trouble::OnErrorArgs),
     Shape(shape::ShapeArgs),
+    Limit(limit::LimitArgs),
     Resume(trouble::ResumeArgs),
     AcceptLoss(trouble::AcceptLossArgs),
     XenLab(xen_lab::XenLabArgs),
@@ -137,6 +139,7 @@ pub fn run() -> ExitCode {
         Command::Resize(args) => control::resize(args),
         Command::OnError(args) => trouble::on_error(args),
         Command::Shape(args) => shape::run(args),
+        Command::Limit(args) => limit::run(args),
         Command::Resume(args) => trouble::resume(args),
         Command::AcceptLoss(args) => trouble::accept_loss(args),
         Command::XenLab(args) => xen_lab::run(args),

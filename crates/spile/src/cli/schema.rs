@@ -16,6 +16,7 @@ use super::compare::Comparison;
 use super::convert::Copied;
 use super::create::Created;
 use super::demo::Shown;
+use super::limit::Limited;
 use super::load::ReadBack;
 use super::map::Mapped;
 use super::measure::Measured;
@@ -55,6 +56,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("show", of::<DiskDetail>),
     ("stat", of::<DiskStat>),
     ("top", of::<TopInterval>),
+    ("limit", of::<Limited>),
     ("slow", of::<SlowRequests>),
     ("trace", of::<Traced>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),

@@ -12,6 +12,7 @@ use spile_store::CacheMode;
 
 use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_format, parse_shape, try_say};
 use crate::disks::DiskSpec;
+use crate::limits::GroupSpec;
 use crate::listen::{SocketAccess, parse_group, parse_mode};
 use crate::log;
 use crate::panics::abort_on_panic;
@@ -34,6 +35,9 @@ use crate::uri::Address;
 /// not given and there are several, under its file's name without the extension. serial=S is what a guest reads as its
 /// disk's serial number (at most 20 bytes; the name, unless given).
 ///
+/// Limits of a DISK (`spile limit`) are its options iops=N, read-iops=N, write-iops=N, bps=SIZE, read-bps=SIZE, write-bps=SIZE and
+/// burst=TIME; group=NAME has it share those of a group.
+///
 /// A socket appears only when it already answers. Who may connect to a Unix socket is what the umask
 /// says, or --socket-mode and --socket-group. SIGTERM or
 /// SIGINT ends the server in order: no new requests, those in flight are answered, the disks are flushed and closed. A
@@ -52,7 +56,7 @@ pub struct ServeArgs {
     /// What to serve
     #[arg(
         required = true,
-        value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T][,shape=S]"
+        value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T][,shape=S][,iops=N]..."
     )]
     disks: Vec<DiskSpec>,
     /// Serve virtual machines by vhost-user-blk on this Unix socket: the first DISK, or the one exported as NAME (may be
@@ -97,7 +101,7 @@ pub struct ServeArgs {
     /// reaches the address may read there, and nothing else can be asked. The control socket always answers /metrics
     #[arg(long, value_name = "[HOST:]PORT", value_parser = parse_address)]
     metrics: Vec<Address>,
-    /// How many series a disk has in /metrics: `disk` for at most 121, `layer` for each front, image and store, `queue` for each
+    /// How many series a disk has in /metrics: `disk` for at most 124 and one for each of its limits, `layer` for each front, image and store, `queue` for each
     /// queue as well
     #[arg(long, value_name = "disk|layer|queue", default_value_t)]
     metrics_detail: Detail,
@@ -123,6 +127,10 @@ pub struct ServeArgs {
     shape: Option<ShapeChoice>,
     #[command(flatten)]
     parents: ParentArgs,
+    /// Limits that all disks with group=NAME share, with the options of a DISK's own limits (may be given several times). `spile limit`
+    /// changes them for disks that are served [default: none; with --takeover, as the running server has them]
+    #[arg(long, value_name = "NAME[,iops=N]...")]
+    group: Vec<GroupSpec>,
     /// Write to a disk although another image in its folder names it as its parent. That image is of no use then
     #[arg(long)]
     write_parent: bool,
@@ -175,6 +183,7 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     opening.policy = args.policy.policy();
     opening.write_parent = args.write_parent;
     opening.shape = args.shape;
+    args.group.iter().try_for_each(|group| opening.groups.declare(group))?;
     Ok(Settings {
         opening: opening.with_disks(args.disks.clone()),
         options: Options {

@@ -13,6 +13,7 @@ pub mod client;
 pub mod discovery;
 pub mod http;
 pub mod images;
+pub mod limits;
 pub mod rates;
 mod routes;
 pub mod slow;

@@ -8,7 +8,7 @@ use axum::body::{Body, to_bytes};
 use axum::extract::{Path, RawQuery, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete, get, post, put};
+use axum::routing::{delete, get, patch, post, put};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use spile_core::{Error, ErrorKind, Result};
@@ -16,6 +16,7 @@ use spile_front::Connections;
 use utoipa::OpenApi;
 
 use super::images::{Info, MapPart};
+use super::limits::{ChangeLimits, GroupList};
 use super::slow::SlowRequests;
 use super::stats::{AllStats, DiskStats};
 use super::trace::{Running, TraceLine};
@@ -67,6 +68,8 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
         .route("/v1/workers", get(workers))
+        .route("/v1/groups", get(groups))
+        .route("/v1/groups/{name}", patch(change_group))
         .route("/v1/exports", post(add_export))
         .route("/v1/exports/{address}", delete(remove_export))
         .route("/v1/log-level", put(set_log_level))
@@ -97,6 +100,8 @@ pub fn router(context: Context) -> Router {
         slow,
         trace,
         workers,
+        groups,
+        change_group,
         all_stats,
         resume,
         accept_loss,
@@ -209,7 +214,7 @@ async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQue
 }
 
 /// Changes a disk: makes it longer, which its guests see at once, or changes what is done about trouble below it
-/// or with the sizes of its requests.
+/// or with the sizes of its requests, or what limits it.
 #[utoipa::path(patch, path = "/v1/disks/{name}", params(("name", description = "the disk's name")), request_body = Change,
     responses((status = 200, body = DiskDetail), (status = "default", body = Failure)))]
 async fn change(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
@@ -217,6 +222,9 @@ async fn change(State(context): State<Context>, Path(name): Path<String>, body: 
     context.view.set_policy(&name, &change)?;
     if let Some(shape) = &change.shape {
         context.view.set_shape(&name, shape.parse()?).await?;
+    }
+    if let Some(limits) = change.limits {
+        context.view.set_limits(&name, limits).await?;
     }
     if let Some(size_bytes) = change.virtual_size_bytes {
         context.ask(Order::Resize { name: name.clone(), size_bytes }).await?;
@@ -243,6 +251,20 @@ async fn stats(State(context): State<Context>, Path(name): Path<String>) -> Answ
 #[utoipa::path(get, path = "/v1/workers", responses((status = 200, body = Workers), (status = "default", body = Failure)))]
 async fn workers(State(context): State<Context>) -> Response {
     json(StatusCode::OK, &context.view.workers(&context.server))
+}
+
+/// The groups in which disks of this server share limits.
+#[utoipa::path(get, path = "/v1/groups", responses((status = 200, body = GroupList)))]
+async fn groups(State(context): State<Context>) -> Response {
+    json(StatusCode::OK, &context.view.groups())
+}
+
+/// Changes the limits that the disks of a group share. The group is made if there is none of this name.
+#[utoipa::path(patch, path = "/v1/groups/{name}", params(("name", description = "the group's name")), request_body = ChangeLimits,
+    responses((status = 200, body = GroupList), (status = "default", body = Failure)))]
+async fn change_group(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
+    context.view.set_group_limits(&name, &read(body).await?).await?;
+    Ok(json(StatusCode::OK, &context.view.groups()))
 }
 
 /// What was counted of all disks since the server began, as in `/v1/disks/{name}/stats`.

@@ -6,6 +6,7 @@ use spile_core::{Error, ErrorKind};
 use spile_front::FrontReading;
 use utoipa::ToSchema;
 
+use super::limits::{ChangeLimits, DiskLimits};
 use crate::serving::failed_syncs;
 
 /// The disks of a server.
@@ -50,6 +51,9 @@ pub struct Disk {
     /// What `auto` has learned of its large requests so far.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shape_learned: Vec<Learned>,
+    /// What limits it, and what that has delayed.
+    #[serde(default)]
+    pub limits: DiskLimits,
     /// The server's control socket.
     pub server: String,
     /// The server's process; 0 when it does not say that, as older builds do not.
@@ -272,6 +276,9 @@ pub struct Change {
     /// What is done from now on with the sizes of requests: `off`, `split=SIZE`, `merge=SIZE` or `auto`.
     #[serde(default)]
     pub shape: Option<String>,
+    /// How many requests and bytes may pass in a second from now on.
+    #[serde(default)]
+    pub limits: Option<ChangeLimits>,
 }
 
 /// What came of an order to try again.

@@ -16,6 +16,7 @@ use spile_store::HostStore;
 use tokio::sync::oneshot;
 
 use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
+use super::limits::{ChangeLimits, DiskLimits, GroupList};
 use super::slow::{Gathered, SlowRequests};
 use super::stats::{AllStats, DiskStats, LayerKind, LayerStats};
 use super::trace::Queues;
@@ -24,6 +25,7 @@ use super::workers::Workers;
 use crate::host_device::HostDevice;
 use crate::serving::disks::{Open, ServedDisk};
 use crate::serving::failed_syncs;
+use crate::serving::limits::Groups;
 use crate::serving::metrics::Detail;
 
 /// A way to a disk.
@@ -102,6 +104,7 @@ impl DiskView {
             pause_at_most_s: policy.pause_at_most.map(|time| time.as_secs_f64()),
             shape: self.disk.shaping().shape().to_string(),
             shape_learned: self.disk.shaping().learned().into_iter().map(Learned::from).collect(),
+            limits: self.disk.limits().map(|limits| DiskLimits::from(&**limits)).unwrap_or_default(),
             name: self.name.clone(),
             path: self.leaf_path(),
             format: leaf.map_or_else(String::new, |leaf| leaf.format.clone()),
@@ -210,14 +213,15 @@ fn stats_of_store(store: &HostStore) -> LayerStats {
 /// What is served now.
 pub struct View {
     engine: Engine,
+    groups: Arc<Groups>,
     /// `None` while the server hands over, and once it has ended.
     disks: Mutex<Option<Arc<Vec<DiskView>>>>,
 }
 
 impl View {
-    /// Nothing is served yet. `engine` does the I/O.
-    pub fn new(engine: Engine) -> Self {
-        Self { engine, disks: Mutex::default() }
+    /// Nothing is served yet. `engine` does the I/O, and disks share limits in `groups`.
+    pub fn new(engine: Engine, groups: Arc<Groups>) -> Self {
+        Self { engine, groups, disks: Mutex::default() }
     }
 
     /// From now on callers see these disks. `None`: callers are told to ask again later.
@@ -406,10 +410,46 @@ impl View {
     /// As [`View::find`]; `Shutdown` when the disk is closed.
     pub async fn set_shape(&self, name: &str, shape: Shape) -> Result<()> {
         let disk = self.with(name, |disk| Ok(disk.disk.clone()))?;
+        self.on_worker(async move || disk.set_shape(shape).await).await
+    }
+
+    /// Changes the limits of the disk of this name.
+    ///
+    /// # Errors
+    /// As [`View::find`]; `InvalidInput` when they cannot be kept.
+    pub async fn set_limits(&self, name: &str, change: ChangeLimits) -> Result<()> {
+        let disk = self.with(name, |disk| Ok(disk.disk.clone()))?;
+        let groups = self.groups.clone();
+        self.on_worker(async move || groups.change_disk(&disk, &change).await).await
+    }
+
+    /// The groups in which disks share limits.
+    pub fn groups(&self) -> GroupList {
+        GroupList { groups: self.groups.list() }
+    }
+
+    /// Changes the limits that the disks of the group of this name share.
+    ///
+    /// # Errors
+    /// `InvalidInput` when they cannot be kept; `Shutdown` while the server hands over.
+    pub async fn set_group_limits(&self, name: &str, change: &ChangeLimits) -> Result<()> {
+        let disks: Vec<_> = self.disks()?.iter().map(|disk| disk.disk.clone()).collect();
+        self.groups.change(name, change)?;
+        let place = async move || {
+            for disk in &disks {
+                disk.place_limits().await?;
+            }
+            Ok(())
+        };
+        self.on_worker(place).await
+    }
+
+    /// Has a worker do `work`, and waits for its end.
+    async fn on_worker(&self, work: impl AsyncFnOnce() -> Result<()> + Send + 'static) -> Result<()> {
         let (sender, done) = oneshot::channel();
         self.engine.spawn_on(0, move || async move {
             // A caller that has gone does not need the answer.
-            let _ = sender.send(disk.set_shape(shape).await);
+            let _ = sender.send(work().await);
         });
         done.await.map_err(|_| ended())?
     }

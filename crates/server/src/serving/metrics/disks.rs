@@ -13,6 +13,7 @@ use spile_front::FRONT_METRICS;
 use super::Detail;
 use super::families::{Families, Label, Value};
 use super::latency::histogram;
+use crate::serving::api::limits::DiskLimits;
 use crate::serving::api::stats::{DiskStats, LayerKind, LayerStats, QueueStats};
 use crate::serving::api::types::Disk;
 use crate::serving::api::view::View;
@@ -136,6 +137,36 @@ fn state(families: &mut Families, disk: &Disk) {
     add("waiting_seconds", "How long the first of these requests has waited; 0 when none waits.", &labels, time_s);
     let has_failed = if disk.failed_sync.is_some() { 1.0 } else { 0.0 };
     add("sync_failed", "1 after a failed sync, until its loss is accepted: every flush fails.", &labels, has_failed);
+    limits(families, disk, &labels);
+}
+
+/// What limits a disk, and what that has delayed. A limit that there is not has no series.
+fn limits(families: &mut Families, disk: &Disk, labels: &[Label]) {
+    let mut add = |name: &str, help: &str, labels: &[Label], value: Value| {
+        families.add(&format!("spile_disk_{name}"), help, labels, value);
+    };
+    let DiskLimits { own, group, job, delayed_requests, delayed_s, waiting_requests } = &disk.limits;
+    let count = Value::Counter(*delayed_requests as f64);
+    add("requests_delayed_total", "Requests that had to wait for a limit.", labels, count);
+    add("delay_seconds_total", "How long these have waited for it, all together.", labels, Value::Counter(*delayed_s));
+    let waiting = Value::Gauge(*waiting_requests as f64);
+    add("requests_held_back", "Requests that wait for a limit now.", labels, waiting);
+    let sources = [("disk", Some(own)), ("group", group.as_ref().map(|group| &group.limits)), ("job", job.as_ref())];
+    for (source, limits) in sources.into_iter().filter_map(|(source, limits)| Some((source, limits?))) {
+        let rates = [
+            ("all", limits.iops, limits.bps),
+            ("read", limits.read_iops, limits.read_bps),
+            ("write", limits.write_iops, limits.write_bps),
+        ];
+        for (operation, iops, bps) in rates {
+            let about = [Label::new("source", source), Label::new("operation", operation)];
+            let labels = [labels, &about].concat();
+            let gauge = |rate: u64| Value::Gauge(rate as f64);
+            let (requests, bytes) = ("Requests that may pass in a second.", "Bytes that may pass in a second.");
+            iops.into_iter().for_each(|rate| add("limit_requests_per_second", requests, &labels, gauge(rate)));
+            bps.into_iter().for_each(|rate| add("limit_bytes_per_second", bytes, &labels, gauge(rate)));
+        }
+    }
 }
 
 /// Which of its numbers a layer tells.

@@ -208,7 +208,7 @@ mod tests {
     #[test]
     fn one_collection_answers_all_that_come_within_a_second_and_none_is_finer_than_allowed() {
         let engine = Engine::start(Config::default()).unwrap();
-        let view = Arc::new(View::new(engine.clone()));
+        let view = Arc::new(View::new(engine.clone(), Arc::default()));
         view.show(Some(Vec::new()));
         let answers = Answers::new(Exporter::new(Source::Server(view), Detail::Layer));
         on_runtime(async {

@@ -35,7 +35,7 @@ use families::{Families, Family};
 /// How many series a disk has, from few to many.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Detail {
-    /// The fronts of a disk together, with histograms of reads, writes and flushes: at most 121 series a disk.
+    /// The fronts of a disk together, with histograms of reads, writes and flushes: at most 124 series a disk, and one for each of its limits.
     #[default]
     Disk,
     /// Each front, the disk, and each image and store below it, with histograms of all operations.

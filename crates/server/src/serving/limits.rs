@@ -1,0 +1,187 @@
+//! The limits of a server's disks and of their groups: as they are given, changed, and kept over a takeover.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use spile_core::{Error, ErrorKind, Result};
+use spile_engine::{Engine, OsEnv};
+use spile_node::{DiskLimits, Group, Limits};
+
+use super::api::limits::{ChangeLimits, GroupLimits, Limits as Told};
+use super::disks::{Open, ServedDisk};
+use crate::limits::GroupSpec;
+
+/// The most groups of a server.
+const MOST_GROUPS: usize = 1000;
+
+/// The groups of a server, by name.
+#[derive(Default)]
+pub struct Groups(Mutex<BTreeMap<String, Known>>);
+
+struct Known {
+    group: Arc<Group>,
+    /// True when this server was told its limits; else those of a server before it hold.
+    is_declared: bool,
+}
+
+impl fmt::Debug for Groups {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.lock().keys()).finish()
+    }
+}
+
+impl Groups {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Known>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The group of this name; it is made if there is none.
+    ///
+    /// # Errors
+    /// `Exhausted` when there are too many.
+    fn get(&self, name: &str) -> Result<Arc<Group>> {
+        let mut all = self.lock();
+        // A group that limits nobody and has no disk is nothing that anybody would miss.
+        all.retain(|_, known| known.is_declared || known.group.disks() > 0 || !known.group.limits().is_none());
+        if all.len() >= MOST_GROUPS && !all.contains_key(name) {
+            return Err(Error::new(ErrorKind::Exhausted, format!("there are {MOST_GROUPS} groups already")));
+        }
+        let new = || Known { group: Group::new(name, Arc::new(OsEnv)), is_declared: false };
+        Ok(all.entry(name.to_owned()).or_insert_with(new).group.clone())
+    }
+
+    /// Makes the group of `spec`, with its limits.
+    ///
+    /// # Errors
+    /// As [`Limits::check`].
+    pub fn declare(&self, spec: &GroupSpec) -> Result<()> {
+        self.get(&spec.name)?.set_limits(spec.limits)?;
+        self.lock().get_mut(&spec.name).into_iter().for_each(|known| known.is_declared = true);
+        Ok(())
+    }
+
+    /// All groups.
+    pub fn list(&self) -> Vec<GroupLimits> {
+        self.lock().values().map(|known| GroupLimits::from(&*known.group)).collect()
+    }
+
+    /// Changes the limits of the group of this name, which is made if there is none. Its disks have to be told
+    /// ([`ServedDisk::place_limits`]).
+    ///
+    /// # Errors
+    /// `InvalidInput` when the limits cannot be kept.
+    pub fn change(&self, name: &str, change: &ChangeLimits) -> Result<()> {
+        if change.group.is_some() || name.is_empty() {
+            return Err(Error::new(ErrorKind::InvalidInput, "a group is in no group, and has a name"));
+        }
+        let group = self.get(name)?;
+        let limits = change.applied_to(group.limits())?;
+        group.set_limits(limits)
+    }
+
+    /// Changes the limits of a disk.
+    ///
+    /// # Errors
+    /// `InvalidInput` when they cannot be kept; `Shutdown` when the disk is closed.
+    pub async fn change_disk(&self, disk: &ServedDisk, change: &ChangeLimits) -> Result<()> {
+        let own = disk.limits().map(|limits| limits.own()).unwrap_or_default();
+        let limits = change.applied_to(own)?;
+        match change.group.as_deref() {
+            None => {}
+            Some("") => disk.join_group(None).await?,
+            Some(name) => disk.join_group(Some(self.get(name)?)).await?,
+        }
+        disk.set_limits(limits).await
+    }
+}
+
+/// What limits a disk from its opening on.
+pub fn of_disk() -> Arc<DiskLimits> {
+    DiskLimits::new(Arc::new(OsEnv))
+}
+
+/// The limits of disks and groups that a server has, for the one that takes over from it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Kept {
+    disks: Vec<KeptDisk>,
+    groups: Vec<(String, Told)>,
+}
+
+/// A disk's own limits and its group.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct KeptDisk {
+    export: String,
+    own: Told,
+    group: String,
+}
+
+impl Kept {
+    /// What holds now.
+    pub fn of(disks: &[Open], groups: &Groups) -> Self {
+        let of_disk = |open: &Open| {
+            let limits = open.disk.limits();
+            let own = limits.map(|limits| Told::from(limits.own())).unwrap_or_default();
+            let group = limits.and_then(|limits| limits.group()).map(|group| group.name().to_owned());
+            let disk = move |export| KeptDisk { export, own: own.clone(), group: group.clone().unwrap_or_default() };
+            open.names.clone().into_iter().map(disk)
+        };
+        let groups = groups.list().into_iter().map(|group| (group.name, group.limits)).collect();
+        Self { disks: disks.iter().flat_map(of_disk).collect(), groups }
+    }
+
+    /// True when nothing is limited, so that there is nothing to tell.
+    pub fn is_empty(&self) -> bool {
+        let is_free = |disk: &KeptDisk| disk.own == Told::default() && disk.group.is_empty();
+        self.groups.is_empty() && self.disks.iter().all(is_free)
+    }
+
+    /// Gives the groups that nobody declared here and the disks that `is_meant` names what they had. Limits that this build cannot keep
+    /// are left out.
+    ///
+    /// # Errors
+    /// `Shutdown` when a disk is closed.
+    pub fn restore(
+        &self,
+        engine: &Engine,
+        disks: &[Open],
+        groups: &Arc<Groups>,
+        is_meant: impl Fn(&Open) -> bool,
+    ) -> Result<()> {
+        for (name, limits) in &self.groups {
+            let is_declared = groups.lock().get(name).is_some_and(|known| known.is_declared);
+            if let (false, Ok(limits)) = (is_declared, limits.for_node()) {
+                groups.get(name)?.set_limits(limits)?;
+            }
+        }
+        for open in disks {
+            let kept = self.disks.iter().find(|kept| open.names.contains(&kept.export));
+            if let Some(kept) = kept.filter(|_| is_meant(open)) {
+                let group = Some(kept.group.as_str()).filter(|group| !group.is_empty());
+                set(engine, open, groups, kept.own.for_node().unwrap_or_default(), group)?;
+            } else {
+                place(engine, open)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Gives a disk its own limits and its group.
+///
+/// # Errors
+/// `InvalidInput` when the limits cannot be kept; `Shutdown` when the disk is closed.
+pub fn set(engine: &Engine, open: &Open, groups: &Groups, limits: Limits, group: Option<&str>) -> Result<()> {
+    let (disk, group) = (open.disk.clone(), group.map(|name| groups.get(name)).transpose()?);
+    engine.run_on(0, move || async move {
+        disk.join_group(group).await?;
+        disk.set_limits(limits).await
+    })
+}
+
+/// Has a disk's requests meet the limits that its group has now.
+fn place(engine: &Engine, open: &Open) -> Result<()> {
+    let disk = open.disk.clone();
+    engine.run_on(0, move || async move { disk.place_limits().await })
+}
