@@ -286,7 +286,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     }
 
     /// Makes the image `size_bytes` long while nobody uses it, and seals it: no request is in flight, and the layer is dropped
-    /// afterwards. An image that is ended at any moment meanwhile opens with its old size or with the new one.
+    /// afterwards. What lies behind the end of a shorter image is lost, and is zero when it grows again. An image that is ended at any moment meanwhile opens with its old size or with the new one.
     ///
     /// # Errors
     /// `Unsupported` where the format cannot do that; `InvalidInput`; `NoSpace`; errors of the store.

@@ -206,8 +206,8 @@ fn sizes_that_cannot_be_are_refused_and_nothing_changes() {
             (4 * MIB + 1, ErrorKind::InvalidInput),
             ((2040 << 30) + 512, ErrorKind::InvalidInput),
             (u64::MAX, ErrorKind::InvalidInput),
-            (4 * MIB - 512, ErrorKind::Unsupported),
-            (0, ErrorKind::Unsupported),
+            (4 * MIB - 511, ErrorKind::InvalidInput),
+            (0, ErrorKind::InvalidInput),
         ] {
             let error = resize(&world, DISK, size).unwrap_err();
             assert_eq!((error.kind(), error.path().is_some()), (kind, true), "{size}: {error}");
@@ -222,6 +222,67 @@ fn sizes_that_cannot_be_are_refused_and_nothing_changes() {
     let many = file.len() / 4 * u64::from(BLOCK);
     assert_eq!(resize(&world, DISK, many).unwrap_err().kind(), ErrorKind::NoSpace);
     assert_eq!(world.open(DISK).info().size_bytes, 4 * MIB);
+}
+
+#[test]
+fn a_vhd_of_each_kind_gets_shorter() {
+    for (kind, is_foreign) in [(FILE, false), (FILE, true), (DEVICE, false)] {
+        for disk_type in [DiskType::Fixed, DiskType::Dynamic] {
+            let world = World::new();
+            let file = world.vhd_on(DISK, kind, disk_type, 4 * MIB, BLOCK);
+            if is_foreign {
+                edit_footer(&file, |footer| footer.creator = *b"win ");
+            }
+            let disk = world.open(DISK);
+            write(&disk, 0, &pattern(1, 4 * MIB as usize));
+            block_on(disk.close()).unwrap();
+            drop(disk);
+            let (size, allocated) = (MIB + 512, file.allocated_bytes());
+            resize(&world, DISK, size).unwrap();
+            assert_eq!(assert_sound(&world, DISK).current_size_bytes, size);
+            assert!(kind.is_device || file.allocated_bytes() + 2 * MIB < allocated, "the space is not given back");
+            assert_eq!(read(&world.open(DISK), 0..size), pattern(1, 4 * MIB as usize)[..size as usize]);
+            resize(&world, DISK, 4 * MIB).unwrap();
+            assert_sound(&world, DISK);
+            let disk = world.open(DISK);
+            assert_eq!(read(&disk, 0..size), pattern(1, 4 * MIB as usize)[..size as usize]);
+            assert!(is_zero(&disk, size..4 * MIB));
+        }
+    }
+}
+
+#[test]
+fn a_child_gets_shorter_than_its_parent_and_does_not_show_it_again() {
+    let world = World::new();
+    world.vhd("/vm/parent.vhd", DiskType::Dynamic, 4 * MIB, BLOCK);
+    let parent = world.open("/vm/parent.vhd");
+    write(&parent, 0, &pattern(7, 4 * MIB as usize));
+    block_on(parent.close()).unwrap();
+    let file = world.child(DISK, "/vm/parent.vhd", 4 * MIB, BLOCK);
+    let disk = world.open(DISK);
+    write(&disk, 3 * MIB, &pattern(8, MIB as usize));
+    assert_eq!(block_on(disk.first_nonzero(spile_core::Extent::from_range(MIB..4 * MIB))).unwrap(), Some(MIB));
+    block_on(disk.close()).unwrap();
+    drop(disk);
+    resize(&world, DISK, 2 * MIB).unwrap();
+    assert_sound(&world, DISK);
+    assert!((32..64).all(|block| entry(&file, block) == u32::MAX), "blocks behind the end are left");
+    assert_eq!(read(&world.open(DISK), 0..2 * MIB), pattern(7, 4 * MIB as usize)[..2 * MIB as usize]);
+    assert_eq!(resize(&world, DISK, 4 * MIB).unwrap_err().kind(), ErrorKind::Unsupported);
+}
+
+#[test]
+fn the_first_byte_that_is_not_zero_is_found() {
+    let world = World::new();
+    world.vhd(DISK, DiskType::Dynamic, 16 * MIB, BLOCK);
+    let disk = world.open(DISK);
+    let first = |range| block_on(disk.first_nonzero(spile_core::Extent::from_range(range))).unwrap();
+    assert_eq!(first(0..16 * MIB), None);
+    // Zeroes that were written are no data.
+    write(&disk, MIB, &vec![0; 4 * MIB as usize]);
+    assert_eq!(first(0..16 * MIB), None);
+    write(&disk, 9 * MIB, &[&[0; 700][..], &[1; 324]].concat());
+    assert_eq!((first(0..16 * MIB), first(9 * MIB + 1024..16 * MIB)), (Some(9 * MIB + 700), None));
 }
 
 #[test]

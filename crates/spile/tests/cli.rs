@@ -462,7 +462,14 @@ fn a_disk_that_is_not_served_can_grow() {
         ok(dir, &["resize", &name, "3G"]);
         assert_eq!(json(dir, &["check", &name])["result"], "sound");
         ok(dir, &["compare", "a.raw", &name]);
-        assert!(fails(dir, 1, &["resize", &name, "1G", "--shrink"]).contains("a VHD is not made shorter"));
+        assert!(fails(dir, 2, &["resize", &name, "1G"]).contains("--shrink"));
+        ok(dir, &["resize", &name, "1G", "--shrink"]);
+        assert_eq!(json(dir, &["info", &name])["virtual_size_bytes"], 1 << 30);
+        assert_eq!(json(dir, &["check", &name])["result"], "sound");
+        ok(dir, &["compare", "a.raw", &name]);
+        assert!(fails(dir, 2, &["resize", &name, "2M", "--shrink"]).contains("the first at 2097152"));
+        ok(dir, &["resize", &name, "3G"]);
+        ok(dir, &["compare", "a.raw", &name]);
         fails(dir, 2, &["resize", &name, "3T"]);
     }
     // A parent is left alone unless told; its child may be longer than it.
@@ -481,7 +488,9 @@ fn a_raw_file_is_cut_only_when_that_is_said() {
     fs::write(dir.join("a.raw"), pattern()).unwrap();
     assert!(fails(dir, 2, &["resize", "a.raw", "1M"]).contains("--shrink"));
     assert!(fs::read(dir.join("a.raw")).unwrap() == pattern());
-    ok(dir, &["resize", "a.raw", "1M", "--shrink"]);
+    assert!(fails(dir, 2, &["resize", "a.raw", "1M", "--shrink"]).contains("--discard"));
+    assert!(fs::read(dir.join("a.raw")).unwrap() == pattern());
+    ok(dir, &["resize", "a.raw", "1M", "--shrink", "--discard"]);
     assert!(fs::read(dir.join("a.raw")).unwrap() == pattern()[..1 << 20]);
     let served = Served::start(dir, &["a.raw"]);
     assert!(fails(dir, 1, &["resize", "a.raw", "512K", "--shrink"]).contains("detach \"a\" first"));

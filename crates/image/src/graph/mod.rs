@@ -32,7 +32,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use spile_core::metrics::span::{Moment, stamp};
 use spile_core::metrics::{Meter, Op};
-use spile_core::{Disk, DiskInfo, Env, Error, ErrorKind, Extent, Files, Locator, Result, Store, Via};
+use spile_core::{
+    Disk, DiskInfo, Env, Error, ErrorKind, Extent, ExtentKind, Files, Locator, Result, Segments, Store, Via,
+};
 
 pub use self::extents::PlacedRun;
 pub use self::layers::{GraphLayer, LayerId};
@@ -47,6 +49,10 @@ use crate::open::{OpenOptions, check_parent, open_layers};
 
 /// The longest chain, leaf included.
 pub const MAX_LAYERS: usize = 255;
+
+/// How many runs of a map are asked for at a time, and how many bytes are read, where a disk is searched for data.
+const RUNS_AT_ONCE: usize = 1000;
+const READ_AT_ONCE_BYTES: u64 = 1 << 20;
 
 /// A leaf and its parents.
 pub struct Graph<S: Store> {
@@ -161,6 +167,38 @@ impl<S: Store> Graph<S> {
             layer.seal().await?;
         }
         Ok(())
+    }
+
+    /// The first byte of `extent` that is not zero.
+    ///
+    /// # Errors
+    /// As reads.
+    pub async fn first_nonzero(&self, extent: Extent) -> Result<Option<u64>> {
+        let mut at = extent.start();
+        while at < extent.end() {
+            for run in self.extents(Extent::from_range(at..extent.end()), RUNS_AT_ONCE).await? {
+                let found = if run.kind == ExtentKind::Data { self.nonzero_in(run.extent).await? } else { None };
+                if found.is_some() {
+                    return Ok(found);
+                }
+                at = run.extent.end();
+            }
+        }
+        Ok(None)
+    }
+
+    async fn nonzero_in(&self, extent: Extent) -> Result<Option<u64>> {
+        let mut at = extent.start();
+        while at < extent.end() {
+            let len = READ_AT_ONCE_BYTES.min(extent.end() - at);
+            let bytes = Segments::zeroed(len as usize);
+            self.read_extent(Extent::from_range(at..at + len), &bytes).await?;
+            if let Some(first) = bytes.to_vec().iter().position(|byte| *byte != 0) {
+                return Ok(Some(at + first as u64));
+            }
+            at += len;
+        }
+        Ok(None)
     }
 
     /// Makes the leaf `size_bytes` long and ends all use of it. Nobody else uses the image: not another graph, and no request. A

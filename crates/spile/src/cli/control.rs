@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::{Value, json};
-use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
+use spile_core::{Disk as _, Error, ErrorKind, Extent, Locator, Result};
 use spile_image::{Format, OpenOptions};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, escape};
 use spile_server::serving::api::discovery;
@@ -88,11 +88,12 @@ pub struct DetachArgs {
 /// Make a disk longer, while it is served or while nobody uses it
 ///
 /// Guests see the new size at once, without a reboot (vhost-user, Xen); NBD clients see it when they connect anew. Raw images and
-/// block devices can grow while they are served; a block device has to be made longer first (lvextend). A VHD can grow while
-/// nobody serves it, whatever its kind and its creator: a `resize` that is killed leaves the old size or the new one. What a disk
-/// gains reads as zeroes, so a child that is shorter than its parent does not grow.
+/// block devices and VHDs of every kind grow while they are served; a block device has to be made longer first (lvextend). A
+/// `resize` that is killed leaves the old size or the new one. What a disk gains reads as zeroes, so a child that is shorter than
+/// its parent does not grow.
 ///
-/// Only a raw file can be made shorter, while nobody serves it, with --shrink: what lies behind the new end is lost.
+/// With --shrink, a raw file or a VHD is made shorter while nobody serves it. What lies behind the new end must be zero; with
+/// --discard, it is lost.
 #[derive(Debug, Args)]
 pub struct ResizeArgs {
     #[command(flatten)]
@@ -103,9 +104,12 @@ pub struct ResizeArgs {
     /// The format of a disk that is not served, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
-    /// Make a raw file shorter. What lies behind the new end is lost
+    /// Make the disk shorter, if all that lies behind the new end is zero
     #[arg(long)]
     shrink: bool,
+    /// With --shrink: lose what lies behind the new end
+    #[arg(long, requires = "shrink")]
+    discard: bool,
     /// Resize the disk although an image in its folder names it as its parent
     #[arg(long)]
     write_parent: bool,
@@ -320,7 +324,8 @@ pub fn resize(args: &ResizeArgs) -> Result<Exit> {
 
 /// Resizes a disk that no server has. The image is locked meanwhile, so nobody else has it open.
 fn resize_file(args: &ResizeArgs) -> Result<Exit> {
-    let (at, size, shrinks) = (existing(Path::new(&args.which.disk))?, args.size, args.shrink);
+    let (at, size) = (existing(Path::new(&args.which.disk))?, args.size);
+    let (shrinks, discards) = (args.shrink, args.discard);
     let options = OpenOptions {
         format: args.format,
         write_parent: args.write_parent,
@@ -330,10 +335,19 @@ fn resize_file(args: &ResizeArgs) -> Result<Exit> {
     on_engine(move || async move {
         let disk = disks::open(CacheMode::Page, &at, &options).await?;
         let old = disk.info().size_bytes;
+        let refuse = |what: String, hint: &str| {
+            Err(Error::new(ErrorKind::InvalidInput, what).at_path(Path::new(&disks::label(&at))).hint(hint))
+        };
         if size < old && !shrinks {
-            let what = format!("the disk has {old} bytes: what lies behind {size} would be lost");
-            let error = Error::new(ErrorKind::InvalidInput, what).at_path(Path::new(&disks::label(&at)));
-            return Err(error.hint("--shrink makes a raw file shorter all the same"));
+            let what = format!("the disk has {old} bytes: what lies behind {size} would be cut off");
+            return refuse(what, "--shrink makes it shorter, if nothing but zeroes lies there");
+        }
+        if size < old
+            && !discards
+            && let Some(first) = disk.first_nonzero(Extent::from_range(size..old)).await?
+        {
+            let what = format!("the disk has data behind {size}, the first at {first}");
+            return refuse(what, "--discard loses it; first make partitions and file systems shorter");
         }
         disk.resize_unused(size).await
     })?;

@@ -196,7 +196,11 @@ pub const ENDINGS: &[Ending] = &[
         examples: &[
             ("spile resize disk 40G", "the disk of that name; its guest sees it at once"),
             ("spile resize disk.vhd 40G", "a disk that is not served, raw or VHD"),
-            ("spile resize disk.raw 10G --shrink", "cuts off what lies behind the first 10 GiB"),
+            (
+                "spile resize disk.vhd 10G --shrink",
+                "cuts off zeroes behind the first 10 GiB; refuses if there are data",
+            ),
+            ("spile resize disk.vhd 10G --shrink --discard", "cuts off what lies behind the first 10 GiB"),
         ],
         notes: &[],
     },

@@ -201,7 +201,7 @@ impl<S: Store> Sparse<S> {
     }
 
     /// Moves the trailing footer to the end of the last block, and ends the file there.
-    async fn cut_tail(&self) -> Result<()> {
+    pub(super) async fn cut_tail(&self) -> Result<()> {
         let end = self.alloc.end_for(self.used_end());
         self.write_footer_at(end).await?;
         self.store.sync().await?;

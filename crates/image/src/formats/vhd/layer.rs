@@ -7,6 +7,7 @@ use spile_core::{Extent, Result, Store, StoreOffset, Via};
 use super::codec::footer::Footer;
 use super::grow::grow_fixed_in_use;
 use super::resize::{grow_fixed, resized};
+use super::shrink::shrink_fixed;
 use super::write::{BlockPart, SparseReserved};
 use super::{SECTOR, Sparse};
 use crate::create::NewParent;
@@ -193,7 +194,9 @@ impl<S: Store> Layer<S> for Vhd<S> {
 
     async fn resize_unused(&self, size_bytes: u64) -> Result<()> {
         match self {
+            Self::Fixed(footer, raw) if size_bytes < raw.size_bytes() => shrink_fixed(footer, raw, size_bytes).await,
             Self::Fixed(footer, raw) => grow_fixed(footer, raw, size_bytes).await,
+            Self::Sparse(sparse) if size_bytes < sparse.size_bytes() => sparse.shrink(size_bytes).await,
             Self::Sparse(sparse) => sparse.grow(size_bytes).await,
         }
     }

@@ -26,7 +26,7 @@
 //!    leaves of a process that was killed, and from now on flushes go to the leaf only.
 //!
 //! Blocks and bits that are given up have their order of writes in `forget`, another parent in `reparent`, and another size in
-//! `resize`.
+//! `resize`, `grow` and `shrink`.
 //!
 //! A batmap is trusted at open, and made void (and synced) before the first release of a block, as it would otherwise
 //! call the block's successor full.
@@ -50,6 +50,7 @@ mod open;
 mod parent;
 mod reparent;
 mod resize;
+mod shrink;
 mod write;
 
 pub use check::{check, repair};

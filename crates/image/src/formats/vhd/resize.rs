@@ -72,8 +72,9 @@ pub(super) fn check_size(old_bytes: u64, size_bytes: u64) -> Result<()> {
         return Err(Error::new(ErrorKind::InvalidInput, what).hint(format!("choose a multiple of 512, such as {next}")));
     }
     if size_bytes < old_bytes {
-        let what = format!("a VHD is not made shorter: it has {old_bytes} bytes, more than {size_bytes}");
-        return Err(Error::new(ErrorKind::Unsupported, what).hint("copy what is needed to a new disk of that size"));
+        let what = format!("the disk has {old_bytes} bytes and cannot shrink to {size_bytes} while it is in use");
+        return Err(Error::new(ErrorKind::Unsupported, what)
+            .hint("`spile resize --shrink` makes it shorter while nobody uses it"));
     }
     Ok(())
 }
