@@ -88,6 +88,26 @@ async fn child_of(path: &Path, identity: Option<Identity>) -> Children {
     if are_all { Children::None } else { Children::NotAllAsked }
 }
 
+/// The images that lie in the folders of these, themselves left out, and that can have parents.
+///
+/// # Errors
+/// `Denied` when a folder has too many to look at, or cannot be read.
+pub async fn beside(images: &[LayerInfo]) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for image in images.iter().filter(|image| image.path.is_absolute()) {
+        let path = image.path.clone();
+        let Neighbours { images, are_all } = run_blocking(&image.path, move || neighbours(&path)).await;
+        if !are_all {
+            let what = "not all images in its folder can be asked whether they are its children";
+            return Err(Error::new(ErrorKind::Denied, what).at_path(&image.path));
+        }
+        found.extend(images);
+    }
+    found.sort_unstable();
+    found.dedup();
+    Ok(found)
+}
+
 /// Images in a folder.
 struct Neighbours {
     images: Vec<PathBuf>,

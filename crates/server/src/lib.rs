@@ -12,6 +12,7 @@
 pub mod disks;
 pub mod family;
 pub mod host_device;
+pub mod jobs;
 pub mod limits;
 pub mod listen;
 pub mod log;

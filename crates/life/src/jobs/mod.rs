@@ -223,7 +223,7 @@ impl Job {
     }
 
     /// Says how the job has ended.
-    pub(crate) fn end(&self, result: &Result<()>) {
+    pub fn end(&self, result: &Result<()>) {
         let state = self.outcome(result);
         let mut control = self.control();
         control.state = state;

@@ -29,15 +29,14 @@ pub(super) async fn merge<F: Files>(work: &Work<'_, F>, old: &Arc<GraphOf<F>>) -
 async fn move_and_rename<F: Files>(work: &Work<'_, F>, graph: &Arc<GraphOf<F>>, parent: &LayerOf<F>) -> Result<()> {
     // Nobody uses the parent as it was open before, once this epoch has begun and the one before has ended.
     let graph = work.put(graph.with_layers(graph.handles().to_vec())?).await?;
-    let size_bytes = size_of(&graph.handles()[0]);
-    if size_of(parent) < size_bytes {
-        parent.image().resize(size_bytes).await?;
-    }
+    grow::<F>(&graph, parent).await?;
     let below = Arc::new(super::from::<F>(&graph, 1)?);
     below.begin();
     let sinking = Sinking::new(below.clone(), work.broken);
     // From here on the leaf takes nothing new. The first batch begins when nobody is left who could give it more.
     work.put(graph.sinking(&sinking, 0..0)).await?;
+    // The disk may have grown until then; now it cannot.
+    grow::<F>(&graph, parent).await?;
     Mover::new(work, graph.clone(), below.clone(), Some(sinking)).run().await?;
     // What the leaf has given up must stay so before only the parent is flushed.
     graph.flush_own().await?;
@@ -45,6 +44,15 @@ async fn move_and_rename<F: Files>(work: &Work<'_, F>, graph: &Arc<GraphOf<F>>, 
     take_place(work, &graph, parent).await?;
     work.put(super::from::<F>(&graph, 1)?).await?;
     Ok(())
+}
+
+/// Makes the parent as long as the leaf of `graph`, if it is shorter.
+async fn grow<F: Files>(graph: &GraphOf<F>, parent: &LayerOf<F>) -> Result<()> {
+    let size_bytes = size_of(&graph.handles()[0]);
+    match size_of(parent) < size_bytes {
+        true => parent.image().resize(size_bytes).await,
+        false => Ok(()),
+    }
 }
 
 /// Gives the parent's file the name of the leaf, which has nothing any more.

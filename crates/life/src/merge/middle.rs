@@ -143,6 +143,7 @@ async fn new_parent<F: Files>(work: &Work<'_, F>, child: &Path, parent: &GraphLa
         name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
         format: info.format,
         identity: info.identity,
-        changed_unix_s: info.facts.changed_unix_s,
+        // The parent has been written until now, and for this child.
+        changed_unix_s: Some(work.env.now_unix_s()),
     })
 }

@@ -14,9 +14,11 @@ use super::api::types::Layer;
 use super::failed_syncs::{self, FailedSync};
 use super::faults;
 use super::identity::{Exported, Identity};
+use super::jobs::DiskJobs;
 use super::limits::{self, Groups};
 use super::trouble;
 use crate::disks::{self, DiskSpec};
+use crate::jobs::Access;
 use crate::tuned::ShapeChoice;
 
 /// How long a busy disk is waited for.
@@ -31,6 +33,8 @@ pub type ServedDisk = Node<Graph<HostStore>>;
 pub struct Open {
     /// The disk.
     pub disk: Arc<ServedDisk>,
+    /// What is being done to its images.
+    pub jobs: Arc<DiskJobs>,
     /// Its own name on this server: what callers of the control API know it by.
     pub name: String,
     /// The images that it is made of, the leaf first.
@@ -241,6 +245,7 @@ impl Opening {
             identity: self.identity_of(spec).with_opened(&graph),
             has_own_shape: spec.shape.or(self.shape).is_some(),
             has_own_limits: spec.limits.is_some() || spec.group.is_some(),
+            jobs: DiskJobs::new(Access { cache: self.cache, no_lock: self.no_lock }),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
                     .with_troubles(troubles)
@@ -330,6 +335,9 @@ pub fn begin(engine: &Engine, disks: &[Open]) {
                 graph.begin();
             }
         });
+        if !open.read_only {
+            open.jobs.go_on(engine, &open.disk);
+        }
     }
 }
 
@@ -436,6 +444,7 @@ pub fn leave_waiting<'a>(disks: impl IntoIterator<Item = &'a Open>) {
 /// # Errors
 /// The first.
 pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Result<()> {
+    disks.iter().for_each(|open| open.jobs.close(engine));
     let files: Vec<_> = disks.iter().flat_map(files).collect();
     for open in disks {
         let disk = open.disk;

@@ -16,6 +16,7 @@ mod faults;
 pub mod fronts;
 mod handover;
 pub mod identity;
+pub mod jobs;
 pub mod limits;
 pub mod metrics;
 pub mod serve;

@@ -120,7 +120,7 @@ pub struct ResizeArgs {
 
 impl Which {
     /// True when the words may mean a file that is there.
-    fn may_be_file(&self) -> bool {
+    pub(super) fn may_be_file(&self) -> bool {
         let is_disk = |stat: std::fs::Metadata| stat.is_file() || space::is_block_device(&stat);
         self.name.is_none() && Path::new(&self.disk).metadata().is_ok_and(is_disk)
     }
@@ -238,7 +238,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
 
 /// An empty table that gets no wider than the terminal, or than 80 columns where there is none: longer texts go on in the next
 /// line.
-fn fitting_table() -> Table {
+pub(super) fn fitting_table() -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
     if table.width().is_none() {

@@ -205,6 +205,32 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "coalesce",
+        codes: &[ENDED],
+        examples: &[
+            ("spile coalesce disk --wait", "the disk's own image goes into its parent"),
+            ("spile coalesce disk --layer monday", "the snapshot monday goes into its parent"),
+            ("spile coalesce disk.vhd --rate 50M", "50 MiB in a second at most"),
+        ],
+        notes: &[],
+    },
+    Ending {
+        command: "flatten",
+        codes: &[ENDED],
+        examples: &[("spile flatten disk --wait", "afterwards the disk needs no parent")],
+        notes: &[],
+    },
+    Ending { command: "jobs", codes: &[], examples: &[("spile jobs", "the jobs of this host")], notes: &[JSON] },
+    Ending {
+        command: "job",
+        codes: &[],
+        examples: &[
+            ("spile job 4711-1 pause", "has it wait"),
+            ("spile job 4711-1 rate 20M", "20 MiB in a second at most"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "on-error",
         codes: &[],
         examples: &[

@@ -3,6 +3,7 @@
 mod bench;
 mod beneath;
 mod check;
+mod coalesce;
 mod compare;
 mod control;
 mod convert;
@@ -13,6 +14,7 @@ mod docs;
 mod ending;
 mod help;
 mod info;
+mod jobs;
 mod limit;
 mod load;
 mod map;
@@ -86,6 +88,10 @@ enum Command {
     Attach(control::AttachArgs),
     Detach(control::DetachArgs),
     Resize(control::ResizeArgs),
+    Coalesce(coalesce::CoalesceArgs),
+    Flatten(coalesce::FlattenArgs),
+    Jobs(jobs::JobsArgs),
+    Job(jobs::JobArgs),
     OnError(trouble::OnErrorArgs),
     Shape(shape::ShapeArgs),
     Limit(limit::LimitArgs),
@@ -137,6 +143,10 @@ pub fn run() -> ExitCode {
         Command::Attach(args) => control::attach(args),
         Command::Detach(args) => control::detach(args),
         Command::Resize(args) => control::resize(args),
+        Command::Coalesce(args) => coalesce::coalesce(args),
+        Command::Flatten(args) => coalesce::flatten(args),
+        Command::Jobs(args) => jobs::jobs(args),
+        Command::Job(args) => jobs::job(args),
         Command::OnError(args) => trouble::on_error(args),
         Command::Shape(args) => shape::run(args),
         Command::Limit(args) => limit::run(args),

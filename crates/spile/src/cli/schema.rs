@@ -6,7 +6,7 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_server::serving::api;
 use spile_server::serving::api::images::Info;
 use spile_server::serving::api::slow::SlowRequests;
-use spile_server::serving::api::types::{DiskDetail, DiskList, Failure};
+use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
@@ -54,6 +54,9 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("measure", of::<Measured>),
     ("ls", of::<DiskList>),
     ("show", of::<DiskDetail>),
+    ("coalesce", of::<Job>),
+    ("flatten", of::<Job>),
+    ("jobs", of::<JobList>),
     ("stat", of::<DiskStat>),
     ("top", of::<TopInterval>),
     ("limit", of::<Limited>),

@@ -20,7 +20,10 @@ use super::limits::{ChangeLimits, GroupList};
 use super::slow::SlowRequests;
 use super::stats::{AllStats, DiskStats};
 use super::trace::{Running, TraceLine};
-use super::types::{Accepted, Attach, Change, DiskDetail, DiskList, Failure, LogLevel, NewExport, Resumed};
+use super::types::{
+    Accepted, Attach, Change, DiskDetail, DiskList, Failure, Job, JobChange, JobList, LogLevel, NewExport, NewJob,
+    Resumed,
+};
 use super::view::View;
 use super::workers::Workers;
 use super::{Call, Order};
@@ -67,6 +70,8 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}/trace", post(trace))
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
+        .route("/v1/jobs", get(jobs).post(begin_job))
+        .route("/v1/jobs/{id}", get(job).patch(change_job))
         .route("/v1/workers", get(workers))
         .route("/v1/groups", get(groups))
         .route("/v1/groups/{name}", patch(change_group))
@@ -103,6 +108,10 @@ pub fn router(context: Context) -> Router {
         groups,
         change_group,
         all_stats,
+        jobs,
+        begin_job,
+        job,
+        change_job,
         resume,
         accept_loss,
         add_export,
@@ -245,6 +254,36 @@ async fn info(State(context): State<Context>, Path(name): Path<String>) -> Answe
     responses((status = 200, body = DiskStats), (status = "default", body = Failure)))]
 async fn stats(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(off_the_thread(move || Ok(json(StatusCode::OK, &context.view.stats(&context.server, &name)?))).await?)
+}
+
+/// The jobs on the disks' images: of each disk the one that is under way, and the last ones that have ended.
+#[utoipa::path(get, path = "/v1/jobs", responses((status = 200, body = JobList), (status = "default", body = Failure)))]
+async fn jobs(State(context): State<Context>) -> Answer {
+    Ok(json(StatusCode::OK, &JobList { jobs: context.view.jobs(&context.server)? }))
+}
+
+/// Begins a job on a disk's images. The answer comes once it is known that nothing refuses it.
+#[utoipa::path(post, path = "/v1/jobs", request_body = NewJob,
+    responses((status = 201, body = Job), (status = "default", body = Failure)))]
+async fn begin_job(State(context): State<Context>, body: Body) -> Answer {
+    let new: NewJob = read(body).await?;
+    Ok(json(StatusCode::CREATED, &context.view.begin_job(&context.server, &new).await?))
+}
+
+/// One job.
+#[utoipa::path(get, path = "/v1/jobs/{id}", params(("id", description = "the job's name")),
+    responses((status = 200, body = Job), (status = "default", body = Failure)))]
+async fn job(State(context): State<Context>, Path(id): Path<String>) -> Answer {
+    Ok(json(StatusCode::OK, &context.view.job(&context.server, &id)?))
+}
+
+/// Pauses a job, has it go on, cancels it, or changes its rate. What it has done stays done.
+#[utoipa::path(patch, path = "/v1/jobs/{id}", params(("id", description = "the job's name")), request_body = JobChange,
+    responses((status = 200, body = Job), (status = "default", body = Failure)))]
+async fn change_job(State(context): State<Context>, Path(id): Path<String>, body: Body) -> Answer {
+    let change: JobChange = read(body).await?;
+    context.view.change_job(&id, &change)?;
+    Ok(json(StatusCode::OK, &context.view.job(&context.server, &id)?))
 }
 
 /// What the server's workers have done since it began, and what has woken them up. Two answers give what happened between them.

@@ -350,6 +350,13 @@ const KINDS: &[(ErrorKind, &str, u16)] = &[
     (ErrorKind::Shutdown, "shutdown", 503),
 ];
 
+impl FailureDetail {
+    /// What there is to tell of an error.
+    pub fn of(error: &Error) -> Self {
+        Failure::of(error).1.error
+    }
+}
+
 impl Failure {
     /// The body and the HTTP status for an error.
     pub fn of(error: &Error) -> (u16, Self) {
@@ -401,4 +408,74 @@ mod tests {
             assert_eq!(back.kind(), *kind);
         }
     }
+}
+
+/// The jobs of a server.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct JobList {
+    /// The jobs: of each disk the one that is under way, and the last ones that have ended.
+    pub jobs: Vec<Job>,
+}
+
+/// Long work on a disk's images.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Job {
+    /// Its name, which no other job of this host has.
+    pub id: String,
+    /// `coalesce` or `flatten`.
+    pub kind: String,
+    /// The disk's name on its server.
+    pub disk: String,
+    /// The disk's path.
+    pub path: String,
+    /// The image that is merged into its parent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layer: Option<String>,
+    /// `running`, `paused`, `done`, `cancelled`, `failed`, or `stopped` when the next server of the disk goes on with it.
+    pub state: String,
+    /// Bytes that are moved.
+    pub done_bytes: u64,
+    /// Bytes to be moved in all, as far as is known.
+    pub total_bytes: u64,
+    /// Bytes a second that it has moved on average, pauses left out.
+    pub bytes_per_s: u64,
+    /// The rate that it must not exceed, in bytes a second. Left out: as fast as guests leave room for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit_bytes_per_s: Option<u64>,
+    /// How long it will take at this rate, in seconds, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eta_s: Option<u64>,
+    /// Why it has failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<FailureDetail>,
+    /// The server's control socket.
+    pub server: String,
+    /// The server's process.
+    pub pid: u32,
+}
+
+/// A job that is to begin.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct NewJob {
+    /// The disk's name.
+    pub disk: String,
+    /// `coalesce`: a layer is merged into its parent and removed. `flatten`: the leaf gets all that it lacks from its parents.
+    pub kind: String,
+    /// Which layer is merged: its path, its file name, or that without the extension. Left out: the leaf.
+    #[serde(default)]
+    pub layer: Option<String>,
+    /// The rate that it must not exceed, in bytes a second. Left out: as fast as guests leave room for.
+    #[serde(default)]
+    pub limit_bytes_per_s: Option<u64>,
+}
+
+/// What a job is to do from now on.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct JobChange {
+    /// `paused`, `running` or `cancelled`.
+    #[serde(default)]
+    pub state: Option<String>,
+    /// The rate that it must not exceed, in bytes a second; 0: as fast as guests leave room for.
+    #[serde(default)]
+    pub limit_bytes_per_s: Option<u64>,
 }

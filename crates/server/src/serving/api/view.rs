@@ -20,11 +20,14 @@ use super::limits::{ChangeLimits, DiskLimits, GroupList};
 use super::slow::{Gathered, SlowRequests};
 use super::stats::{AllStats, DiskStats, LayerKind, LayerStats};
 use super::trace::Queues;
-use super::types::{Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Learned, Meter, Waiting};
+use super::types::{
+    self, Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Learned, Meter, Waiting,
+};
 use super::workers::Workers;
 use crate::host_device::HostDevice;
 use crate::serving::disks::{Open, ServedDisk};
 use crate::serving::failed_syncs;
+use crate::serving::jobs::{DiskJob, DiskJobs};
 use crate::serving::limits::Groups;
 use crate::serving::metrics::Detail;
 
@@ -61,6 +64,7 @@ pub struct DiskView {
     layers: Vec<Layer>,
     read_only: bool,
     disk: Arc<ServedDisk>,
+    jobs: Arc<DiskJobs>,
     exports: Vec<Export>,
     meters: Vec<(FrontName, ReadMeter)>,
     spans: Vec<(FrontName, ReadSpans)>,
@@ -79,6 +83,7 @@ impl DiskView {
             layers: open.layers.clone(),
             read_only: open.read_only,
             disk: open.disk.clone(),
+            jobs: open.jobs.clone(),
             exports,
             meters,
             spans,
@@ -114,6 +119,10 @@ impl DiskView {
             pid: std::process::id(),
             exports: self.exports.clone(),
         }
+    }
+
+    fn show_job(&self, job: &DiskJob, server: &str) -> types::Job {
+        job.show(&self.name, &self.leaf_path(), server)
     }
 
     fn served_by(&self, server: &str) -> ServedBy {
@@ -367,6 +376,53 @@ impl View {
         let disks = self.disks()?;
         let found = disks.iter().find(|disk| disk.name == name);
         act(found.ok_or_else(|| no_disk(disks.iter().map(|disk| &disk.name), name))?)
+    }
+
+    /// The jobs of all disks.
+    ///
+    /// # Errors
+    /// `Shutdown` when the server ends.
+    pub fn jobs(&self, server: &str) -> Result<Vec<types::Job>> {
+        let disks = self.disks()?;
+        Ok(disks.iter().flat_map(|disk| disk.jobs.list().into_iter().map(|job| disk.show_job(&job, server))).collect())
+    }
+
+    /// The job of this name.
+    ///
+    /// # Errors
+    /// `NotFound`; `Shutdown` when the server ends.
+    pub fn job(&self, server: &str, id: &str) -> Result<types::Job> {
+        self.with_job(id, |disk, job| Ok(disk.show_job(job, server)))
+    }
+
+    /// Does what `change` says with the job of this name.
+    ///
+    /// # Errors
+    /// As [`View::job`]; `InvalidInput` for a state that nobody can ask for.
+    pub fn change_job(&self, id: &str, change: &types::JobChange) -> Result<()> {
+        self.with_job(id, |_, job| job.change(change))
+    }
+
+    /// Begins a job on a disk, and waits until it is known whether it is refused.
+    ///
+    /// # Errors
+    /// As [`View::find`]; why it is refused.
+    pub async fn begin_job(&self, server: &str, new: &types::NewJob) -> Result<types::Job> {
+        let (disk, jobs) = self.with(&new.disk, |disk| Ok((disk.disk.clone(), disk.jobs.clone())))?;
+        let job = jobs.begin(&self.engine, &disk, new).await?;
+        self.with(&new.disk, |disk| Ok(disk.show_job(&job, server)))
+    }
+
+    fn with_job<T>(&self, id: &str, act: impl FnOnce(&DiskView, &DiskJob) -> Result<T>) -> Result<T> {
+        let disks = self.disks()?;
+        let found = disks.iter().find_map(|disk| {
+            let job = disk.jobs.list().into_iter().find(|job| job.id() == id)?;
+            Some((disk, job))
+        });
+        let (disk, job) = found.ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("there is no job {id:?} here")).hint("`spile jobs` lists them")
+        })?;
+        act(disk, &job)
     }
 
     /// Tries all requests again that wait for trouble below the disk of this name to pass. Returns how many there are.

@@ -1,0 +1,66 @@
+//! Jobs on the images of a disk of this host: what `spile-life` needs besides the disk. A server and the commands for disks that nobody
+//! serves run them in the same way.
+
+use std::sync::Arc;
+
+use spile_core::{Env, Result};
+use spile_engine::OsEnv;
+use spile_image::{Broken, Graph};
+use spile_life::jobs::{Job, Plan};
+use spile_life::{Sizes, Work};
+use spile_node::Node;
+use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
+
+use crate::family;
+
+/// How the files of a disk are opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Access {
+    /// How their bytes are reached.
+    pub cache: CacheMode,
+    /// They are not locked.
+    pub no_lock: bool,
+}
+
+/// Does what `plan` says of the disk `node`, and says in `job` how it ended. It is to run on a worker.
+///
+/// # Errors
+/// As [`spile_life::run`]; `Denied` when the folders of its images cannot be looked at.
+pub async fn run(node: &Node<Graph<HostStore>>, access: Access, job: &Job, plan: &Plan) -> Result<()> {
+    let neighbours = match family::beside(&node.graph().await.layers()).await {
+        Ok(neighbours) => neighbours,
+        Err(error) => {
+            let failed = Err(error);
+            job.end(&failed);
+            return failed;
+        }
+    };
+    let files = HostFiles::new(OsFiles::new(access.cache).without_locks(access.no_lock));
+    let asking = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
+    let env: Arc<dyn Env> = Arc::new(OsEnv);
+    let work = Work {
+        files: &files,
+        asking: &asking,
+        env: &env,
+        timer: &OsEnv,
+        node,
+        job,
+        neighbours: &neighbours,
+        sizes: Sizes::default(),
+        broken: Broken::Nothing,
+    };
+    spile_life::run(&work, plan).await
+}
+
+/// What a process before has begun to do with the disk of `graph`, if it did not come to its end.
+///
+/// # Errors
+/// The system's.
+pub async fn left(graph: &Graph<HostStore>) -> Result<Option<Plan>> {
+    let path = graph.handles()[0].path();
+    if !path.is_absolute() || path.starts_with("/dev") {
+        return Ok(None);
+    }
+    let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
+    Plan::read(&files, path).await
+}

@@ -1,0 +1,244 @@
+//! Jobs on the images of the disks that are served. A disk has one job at a time; the last ones that have ended are kept for those who look.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use spile_core::{Error, ErrorKind, Result};
+use spile_engine::Engine;
+use spile_image::Graph;
+use spile_life::jobs::{Job, Plan};
+use spile_life::merge;
+use spile_store::HostStore;
+
+use super::api::types::{self, FailureDetail, JobChange, NewJob};
+use super::disks::ServedDisk;
+use crate::jobs::{self, Access};
+
+/// So many jobs that have ended are kept for each disk.
+const KEPT: usize = 8;
+
+/// One job of a disk that is served.
+pub struct DiskJob {
+    /// Its name: no other job of this host has it.
+    id: String,
+    plan: Plan,
+    job: Job,
+}
+
+/// The jobs of one disk.
+pub struct DiskJobs {
+    access: Access,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The disk is about to be closed: no job begins any more.
+    is_closed: bool,
+    /// The oldest first.
+    jobs: Vec<Arc<DiskJob>>,
+}
+
+impl DiskJobs {
+    /// There is none yet for a disk whose files are opened by `access`.
+    pub fn new(access: Access) -> Arc<Self> {
+        Arc::new(Self { access, state: Mutex::default() })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The jobs, the oldest first.
+    pub fn list(&self) -> Vec<Arc<DiskJob>> {
+        self.state().jobs.clone()
+    }
+
+    /// Begins what `new` asks for, and waits until it is known whether it is refused.
+    ///
+    /// # Errors
+    /// `Busy` while the disk has a job; `InvalidInput` for a kind of job that there is not; why the job is refused.
+    pub async fn begin(
+        self: &Arc<Self>,
+        engine: &Engine,
+        disk: &Arc<ServedDisk>,
+        new: &NewJob,
+    ) -> Result<Arc<DiskJob>> {
+        let Some(graph) = disk.graph_now() else { return Err(just_exchanged()) };
+        let plan = plan(&graph, &new.kind, new.layer.as_deref())?;
+        drop(graph);
+        let begun = self.spawn(engine, disk, plan, new.limit_bytes_per_s)?;
+        match begun.job.accepted().await {
+            Ok(()) => Ok(begun),
+            Err(refused) => {
+                self.state().jobs.retain(|job| job.id != begun.id);
+                Err(refused)
+            }
+        }
+    }
+
+    /// Goes on with what a process before has begun, if there is something. Nobody waits for that.
+    pub fn go_on(self: &Arc<Self>, engine: &Engine, disk: &Arc<ServedDisk>) {
+        let (jobs, own, disk) = (self.clone(), engine.clone(), disk.clone());
+        engine.spawn_on(0, move || async move {
+            let graph = disk.graph().await;
+            let path = graph.handles()[0].path().display().to_string();
+            match jobs::left(&graph).await {
+                Ok(None) => {}
+                Ok(Some(plan)) => {
+                    let kind = plan.kind();
+                    match jobs.spawn(&own, &disk, plan, None) {
+                        Ok(job) => tracing::info!("{path}: goes on with a {kind}, job {}", job.id),
+                        Err(error) => tracing::warn!("{path}: a {kind} does not go on: {error}"),
+                    }
+                }
+                Err(error) => tracing::warn!("{path}: what was begun with it cannot be read: {error}"),
+            }
+        });
+    }
+
+    fn spawn(
+        self: &Arc<Self>,
+        engine: &Engine,
+        disk: &Arc<ServedDisk>,
+        plan: Plan,
+        limit_bytes_per_s: Option<u64>,
+    ) -> Result<Arc<DiskJob>> {
+        let begun = DiskJob::new(plan, limit_bytes_per_s);
+        self.add(begun.clone())?;
+        let (access, disk, running) = (self.access, disk.clone(), begun.clone());
+        engine.spawn_on(0, move || async move {
+            if let Err(error) = jobs::run(&disk, access, &running.job, &running.plan).await
+                && running.job.report().error.is_some()
+            {
+                tracing::warn!("the job {} has failed: {error}", running.id);
+            }
+        });
+        Ok(begun)
+    }
+
+    fn add(&self, new: Arc<DiskJob>) -> Result<()> {
+        let mut state = self.state();
+        if state.is_closed {
+            return Err(Error::new(ErrorKind::Shutdown, "the disk is closed"));
+        }
+        if let Some(other) = state.jobs.iter().find(|job| !job.job.state().is_over()) {
+            let what = format!("the disk has a job already, {}: a {}", other.id, other.plan.kind());
+            return Err(
+                Error::new(ErrorKind::Busy, what).hint(format!("wait for it, or `spile job {} cancel`", other.id))
+            );
+        }
+        let most = state.jobs.len().saturating_sub(KEPT - 1);
+        state.jobs.drain(..most);
+        state.jobs.push(new);
+        Ok(())
+    }
+
+    /// True while a job changes the disk's images.
+    pub fn is_busy(&self) -> bool {
+        self.state().jobs.iter().any(|job| !job.job.state().is_over())
+    }
+
+    /// Ends the job that is under way at its next piece, and waits for that. No other begins. The next server goes on with it.
+    pub fn close(&self, engine: &Engine) {
+        let running: Vec<_> = {
+            let mut state = self.state();
+            state.is_closed = true;
+            state.jobs.iter().filter(|job| !job.job.state().is_over()).cloned().collect()
+        };
+        for job in running {
+            job.job.stop();
+            engine.run_on(0, move || async move { job.job.over().await });
+        }
+    }
+}
+
+impl DiskJob {
+    /// A job that has not begun.
+    pub fn new(plan: Plan, limit_bytes_per_s: Option<u64>) -> Arc<Self> {
+        Arc::new(Self { id: next_id(), plan, job: Job::new(limit_bytes_per_s) })
+    }
+
+    /// What it does.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// What its users want of it, and how far it is.
+    pub fn job(&self) -> &Job {
+        &self.job
+    }
+
+    /// Its name.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Does what `change` says.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a state that nobody can ask for.
+    pub fn change(&self, change: &JobChange) -> Result<()> {
+        match change.state.as_deref() {
+            None => {}
+            Some("running") => self.job.resume(),
+            Some("paused") => self.job.pause(),
+            Some("cancelled") => self.job.cancel(),
+            Some(other) => {
+                let what = format!("a job cannot be made {other:?}: running, paused or cancelled");
+                return Err(Error::new(ErrorKind::InvalidInput, what));
+            }
+        }
+        if let Some(limit) = change.limit_bytes_per_s {
+            self.job.set_limit((limit > 0).then_some(limit));
+        }
+        Ok(())
+    }
+
+    /// What there is to tell of it. `disk` and `path` are the disk's name and path, `server` its server.
+    pub fn show(&self, disk: &str, path: &str, server: &str) -> types::Job {
+        let report = self.job.report();
+        let layer = match &self.plan {
+            Plan::Coalesce(merged) => Some(merged.path.display().to_string()),
+            Plan::Flatten => None,
+        };
+        types::Job {
+            id: self.id.clone(),
+            kind: self.plan.kind().to_owned(),
+            disk: disk.to_owned(),
+            path: path.to_owned(),
+            layer,
+            state: report.state.name().to_owned(),
+            done_bytes: report.done_bytes,
+            total_bytes: report.total_bytes,
+            bytes_per_s: report.bytes_per_s,
+            limit_bytes_per_s: report.limit_bytes_per_s,
+            eta_s: report.eta_s,
+            error: report.error.as_ref().map(FailureDetail::of),
+            server: server.to_owned(),
+            pid: std::process::id(),
+        }
+    }
+}
+
+/// The plan of a job of this kind on the disk of `graph`; `layer` is what is merged.
+///
+/// # Errors
+/// `InvalidInput` for a kind of job that there is not; as [`merge::plan`].
+pub fn plan(graph: &Graph<HostStore>, kind: &str, layer: Option<&str>) -> Result<Plan> {
+    match kind {
+        "coalesce" => merge::plan(graph, layer).map(Plan::Coalesce),
+        "flatten" => Ok(Plan::Flatten),
+        other => Err(Error::new(ErrorKind::InvalidInput, format!("there is no job {other:?}: coalesce or flatten"))),
+    }
+}
+
+/// A name that no other job of this host has.
+fn next_id() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+fn just_exchanged() -> Error {
+    Error::new(ErrorKind::Busy, "the images of the disk are just exchanged").hint("try again")
+}

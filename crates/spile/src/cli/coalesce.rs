@@ -1,0 +1,217 @@
+//! `spile coalesce`, `spile flatten`: jobs on a disk's images, by its server or, when it has none, by the command itself.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use nix::sys::signal::Signal;
+use serde_json::json;
+use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
+use spile_image::{Format, OpenOptions};
+use spile_life::jobs::{Plan, State};
+use spile_node::Node;
+use spile_server::jobs::{self, Access};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
+use spile_server::serving::api::types::{Failure, Job};
+use spile_server::serving::jobs::{DiskJob, plan};
+use spile_store::CacheMode;
+
+use super::control::Which;
+use super::{Exit, existing, on_engine, parse_format, print_json, progress_bar, say};
+use crate::disks;
+use crate::log::complain;
+use crate::signals::EndSignals;
+use crate::units::{format_size, parse_size};
+
+/// Merge a layer of a disk into its parent, and remove it
+///
+/// Guests go on meanwhile, and the work always comes to its end. Without --layer the disk's own image is merged: its parent takes its place and its
+/// name, and the snapshot that the parent was is gone. The work is a job: `spile jobs` shows how far it is. A disk that no server has is
+/// worked on by this command; Ctrl-C leaves a valid chain, and the same command goes on.
+#[derive(Debug, Args)]
+pub struct CoalesceArgs {
+    #[command(flatten)]
+    on: JobArgs,
+    /// The layer to merge: its path, its file name, or that without the extension [default: the disk's own image]
+    #[arg(long, value_name = "NAME")]
+    layer: Option<String>,
+}
+
+/// Copy into a disk what it lacks, so that it needs no parent any more
+///
+/// Guests go on meanwhile. The parents stay as they are: other disks may need them. The work is a job, as that of `spile coalesce`.
+#[derive(Debug, Args)]
+pub struct FlattenArgs {
+    #[command(flatten)]
+    on: JobArgs,
+}
+
+/// The disk of a job, and how it is done.
+#[derive(Debug, Args)]
+struct JobArgs {
+    #[command(flatten)]
+    which: Which,
+    /// Move no more than this in a second [default: as fast as guests leave room for]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
+    rate: Option<u64>,
+    /// Wait until the job of a server is done, and show how far it is
+    #[arg(long)]
+    wait: bool,
+    /// The format of a disk that no server has, instead of what the extension says
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    format: Option<Format>,
+    /// Follow parents of a disk that no server has into this folder, too (may be given several times)
+    #[arg(long, value_name = "DIR")]
+    allow_parents: Vec<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// How often is looked how far a job is.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+pub(super) fn parse_rate(text: &str) -> Result<u64, String> {
+    match parse_size(text)? {
+        0 => Err("a job that moves nothing does not end; `spile job ID pause` has it wait".to_owned()),
+        rate => Ok(rate),
+    }
+}
+
+/// Runs `spile coalesce`.
+///
+/// # Errors
+/// When there is no such disk or layer, when the merge is refused, and when it fails.
+pub fn coalesce(args: &CoalesceArgs) -> Result<Exit> {
+    run(&args.on, "coalesce", args.layer.as_deref())
+}
+
+/// Runs `spile flatten`.
+///
+/// # Errors
+/// When there is no such disk, and when the job fails.
+pub fn flatten(args: &FlattenArgs) -> Result<Exit> {
+    run(&args.on, "flatten", None)
+}
+
+fn run(args: &JobArgs, kind: &'static str, layer: Option<&str>) -> Result<Exit> {
+    let (socket, name) = match args.which.find() {
+        Err(error) if error.kind() == ErrorKind::NotFound && args.which.may_be_file() => {
+            return by_itself(args, kind, layer);
+        }
+        found => found?,
+    };
+    let body = json!({ "disk": name, "kind": kind, "layer": layer, "limit_bytes_per_s": args.rate });
+    let answer = call(&socket, "POST", "/v1/jobs", Some(&body), CHANGE_PATIENCE)?;
+    let begun: Job = serde_json::from_value(answer)
+        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
+    let job = if args.wait { wait_for(&socket, begun)? } else { begun };
+    show(args, &job)
+}
+
+/// Shows how far the job of a server is until it is over.
+fn wait_for(socket: &Path, mut job: Job) -> Result<Job> {
+    let bar = progress_bar(job.total_bytes, "moving");
+    while matches!(job.state.as_str(), "running" | "paused") {
+        bar.set_length(job.total_bytes);
+        bar.set_position(job.done_bytes);
+        std::thread::sleep(LOOK_EVERY);
+        job = ask(socket, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE).map_err(|error| {
+            error.hint("if the server has ended, the next one that opens the disk goes on with the job")
+        })?;
+    }
+    bar.finish_and_clear();
+    match (&job.error, job.state.as_str()) {
+        (Some(error), _) => Err(Failure { error: error.clone() }.into_error()),
+        (None, "done") => Ok(job),
+        (None, state) => {
+            Err(Error::new(ErrorKind::Shutdown, format!("the job was {state}; what it has done stays done")))
+        }
+    }
+}
+
+fn show(args: &JobArgs, job: &Job) -> Result<Exit> {
+    if args.json {
+        return print_json(job).map(|()| Exit::Ok);
+    }
+    let (kind, disk, moved) = (&job.kind, &job.disk, format_size(job.done_bytes));
+    match job.state.as_str() {
+        "done" => say(format_args!("{disk}: {kind} is done, {moved} moved")),
+        state => say(format_args!("{disk}: {kind} is {state} as job {}; `spile jobs` shows how far it is", job.id)),
+    }
+    Ok(Exit::Ok)
+}
+
+/// Does the job on a disk that no server has. The images are locked meanwhile.
+fn by_itself(args: &JobArgs, kind: &'static str, layer: Option<&str>) -> Result<Exit> {
+    let signals = EndSignals::block()?;
+    let at = existing(args.which.disk_path())?;
+    let options =
+        OpenOptions { format: args.format, allow_parents: args.allow_parents.clone(), ..OpenOptions::default() };
+    let (layer, rate) = (layer.map(str::to_owned), args.rate);
+    let (sender, begun) = std::sync::mpsc::channel::<Arc<DiskJob>>();
+    let watch = std::thread::spawn(move || {
+        if let Ok(job) = begun.recv() {
+            watch(&job, signals);
+        }
+    });
+    let done = on_engine(move || async move {
+        let graph = disks::open(CacheMode::Direct, &at, &options).await?;
+        let plan = match jobs::left(&graph).await? {
+            Some(left) if is_meant(&left, kind, layer.as_deref()) => left,
+            _ => plan(&graph, kind, layer.as_deref())?,
+        };
+        let (job, node) = (DiskJob::new(plan, rate), Node::new(graph));
+        // Only the thread that shows how far the job is could be gone.
+        let _ = sender.send(job.clone());
+        let done = jobs::run(&node, Access::default(), job.job(), job.plan()).await;
+        let closed = node.close().await;
+        let was_stopped = job.job().state() == State::Stopped;
+        let shown = job.show(&disks::stem(&at), &label(&at), "");
+        match done {
+            Err(_) if was_stopped => closed.map(|()| shown),
+            done => done.and(closed).map(|()| shown),
+        }
+    });
+    let _ = watch.join();
+    let job = done?;
+    if job.state == State::Stopped.name() {
+        complain(format_args!("{}: the {kind} was stopped; the same command goes on with it", job.path));
+        return Ok(Exit::Ended(Signal::SIGINT));
+    }
+    show(args, &job)
+}
+
+fn label(at: &Locator) -> String {
+    disks::label(at)
+}
+
+/// True when `left`, which was begun before, is what is asked for now.
+fn is_meant(left: &Plan, kind: &str, layer: Option<&str>) -> bool {
+    let is_layer = |path: &Path, name: &str| {
+        path == Path::new(name)
+            || path.file_name().is_some_and(|file| file == name)
+            || path.file_stem().is_some_and(|stem| stem == name)
+    };
+    match (left, layer) {
+        (Plan::Coalesce(merged), Some(name)) => kind == left.kind() && is_layer(&merged.path, name),
+        _ => kind == left.kind(),
+    }
+}
+
+/// Shows how far `job` is until it is over. A signal has it stop at its next piece.
+fn watch(job: &Arc<DiskJob>, signals: EndSignals) {
+    let stopped = job.clone();
+    signals.on_first(move |_| stopped.job().stop());
+    let bar = progress_bar(0, "moving");
+    loop {
+        let report = job.job().report();
+        if report.state.is_over() {
+            return bar.finish_and_clear();
+        }
+        bar.set_length(report.total_bytes);
+        bar.set_position(report.done_bytes);
+        std::thread::sleep(LOOK_EVERY);
+    }
+}

@@ -1,0 +1,123 @@
+//! `spile jobs`, `spile job`: the jobs of all servers of this host.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use serde_json::{Value, json};
+use spile_core::{Error, ErrorKind, Result};
+use spile_server::serving::api::client::{LOOK_PATIENCE, ask, call};
+use spile_server::serving::api::discovery;
+use spile_server::serving::api::types::{Failure, Job, JobList};
+
+use super::coalesce::parse_rate;
+use super::control::fitting_table;
+use super::{Exit, print_json, say};
+use crate::log::{self, printable};
+use crate::units::format_size;
+
+/// List the jobs of all servers of this host: merges and flattens, how far they are, and those that have ended
+#[derive(Debug, Args)]
+pub struct JobsArgs {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Pause a job, have it go on, cancel it, or change its rate
+///
+/// A job that is cancelled leaves done what it has done; the disk is valid at every moment.
+#[derive(Debug, Args)]
+pub struct JobArgs {
+    /// The job, as `spile jobs` names it
+    id: String,
+    /// What it is to do: wait, go on, end and leave done what is done, or keep a rate
+    order: JobOrder,
+    /// With `rate`: no more than SIZE is moved in a second; `none`: as fast as guests leave room for
+    #[arg(value_name = "SIZE|none", value_parser = parse_limit, required_if_eq("order", "rate"))]
+    rate: Option<u64>,
+}
+
+/// What a job is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum JobOrder {
+    Pause,
+    Resume,
+    Cancel,
+    Rate,
+}
+
+/// A rate; 0 for none.
+fn parse_limit(text: &str) -> Result<u64, String> {
+    if text == "none" { Ok(0) } else { parse_rate(text) }
+}
+
+/// Runs `spile jobs`.
+///
+/// # Errors
+/// When the folder of control sockets cannot be read.
+pub fn jobs(args: &JobsArgs) -> Result<Exit> {
+    log::to_stderr();
+    let jobs: Vec<Job> = all()?.into_iter().flat_map(|(_, jobs)| jobs).collect();
+    if args.json {
+        return print_json(&JobList { jobs }).map(|()| Exit::Ok);
+    }
+    let mut table = fitting_table();
+    table.set_header(["JOB", "KIND", "DISK", "STATE", "DONE", "OF", "RATE", "LEFT"]);
+    for job in &jobs {
+        let left = job.eta_s.filter(|_| job.state == "running").map_or(String::new(), |left_s| format!("{left_s} s"));
+        let row = [
+            job.id.clone(),
+            job.kind.clone(),
+            job.disk.clone(),
+            job.state.clone(),
+            format_size(job.done_bytes),
+            format_size(job.total_bytes),
+            format!("{}/s", format_size(job.bytes_per_s)),
+            left,
+        ];
+        table.add_row(row.map(|text| printable(&text)));
+    }
+    say(table);
+    for (job, error) in jobs.iter().filter_map(|job| Some((job, job.error.clone()?))) {
+        say(format_args!("{}: {}", job.id, Failure { error }.into_error()));
+    }
+    Ok(Exit::Ok)
+}
+
+/// Each server with its jobs. A server that is too old to have jobs has none.
+fn all() -> Result<Vec<(PathBuf, Vec<Job>)>> {
+    let servers = discovery::servers()?.into_iter();
+    let jobs = servers.filter_map(|(socket, _)| {
+        let list: JobList = ask(&socket, "GET", "/v1/jobs", LOOK_PATIENCE).ok()?;
+        Some((socket, list.jobs))
+    });
+    Ok(jobs.collect())
+}
+
+/// Runs `spile job`.
+///
+/// # Errors
+/// `NotFound`; the server's.
+pub fn job(args: &JobArgs) -> Result<Exit> {
+    let body = order(args)?;
+    let has_it = |(_, jobs): &(PathBuf, Vec<Job>)| jobs.iter().any(|job| job.id == args.id);
+    let Some((socket, _)) = all()?.into_iter().find(has_it) else {
+        let error = Error::new(ErrorKind::NotFound, format!("no server of this host has a job {:?}", args.id));
+        return Err(error.hint("`spile jobs` lists them"));
+    };
+    call(&socket, "PATCH", &format!("/v1/jobs/{}", args.id), Some(&body), LOOK_PATIENCE).map(|_: Value| Exit::Ok)
+}
+
+/// The body of the call that tells the job.
+fn order(args: &JobArgs) -> Result<Value> {
+    Ok(match (args.order, args.rate) {
+        (JobOrder::Rate, rate) => json!({ "limit_bytes_per_s": rate }),
+        (order, Some(_)) => {
+            let what = format!("a size makes no sense with {order:?}").to_lowercase();
+            return Err(Error::new(ErrorKind::InvalidInput, what));
+        }
+        (JobOrder::Pause, None) => json!({ "state": "paused" }),
+        (JobOrder::Resume, None) => json!({ "state": "running" }),
+        (JobOrder::Cancel, None) => json!({ "state": "cancelled" }),
+    })
+}
