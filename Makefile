@@ -21,7 +21,7 @@ help:
 	@echo 'make test               every check; ends with "N passed, N failed, N skipped"'
 	@echo 'make bench              Spile beside qemu-nbd and nbdkit  (ARGS="--only randread")'
 	@echo 'make bench-vhost        the same over vhost-user, beside qemu-storage-daemon and fio'
-	@echo 'make bench-life         copies of whole disks, beside qemu-img and nbdcopy  (ARGS="--rounds 9")'
+	@echo 'make bench-life         copies and merges of disks, beside qemu-img and nbdcopy  (ARGS="--rounds 9")'
 	@echo 'make bench-xen          instructions of a request on a nested Xen, beside blkback and qdisk  (ARGS=--quick)'
 	@echo 'make report             run the experiments, and make a page of them for this machine  (ARGS=--quick)'
 	@echo 'make count              instructions of one request against those kept  (ARGS=--update)'

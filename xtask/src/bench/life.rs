@@ -4,6 +4,7 @@
 //! the command to its end. All sides have made their result durable by then: each gets the option for that, if it has one.
 
 mod copies;
+mod merges;
 
 use super::figures::median;
 use super::kinds::Front;
@@ -26,13 +27,28 @@ pub struct Task {
 /// One way to do a task.
 pub struct Side {
     pub name: &'static str,
+    /// Puts the files there that the command needs, and removes what it will make.
+    prepare: Make<Result<()>>,
     /// The command, of which the time is taken.
-    pub command: Box<dyn Fn(&World) -> Command>,
+    command: Make<Command>,
+    /// The side is only shown: it does less than the task.
+    is_bound: bool,
 }
 
+type Make<T> = Box<dyn Fn(&World) -> T>;
+
 impl Side {
-    pub fn new(name: &'static str, command: impl Fn(&World) -> Command + 'static) -> Side {
-        Side { name, command: Box::new(command) }
+    pub fn new(
+        name: &'static str,
+        prepare: impl Fn(&World) -> Result<()> + 'static,
+        command: impl Fn(&World) -> Command + 'static,
+    ) -> Side {
+        Side { name, prepare: Box::new(prepare), command: Box::new(command), is_bound: false }
+    }
+
+    /// The same side, which is only shown.
+    pub fn bound(self) -> Side {
+        Side { is_bound: true, ..self }
     }
 }
 
@@ -63,13 +79,22 @@ impl World {
         self.server.as_ref().map_or(String::new(), Server::uri)
     }
 
-    /// Serves `path` over NBD until the next call.
+    /// Has Spile serve `path` over NBD until the next call.
     fn serve(&mut self, path: &Path) -> Result<()> {
-        self.server = None;
-        let socket = std::env::temp_dir().join(format!("spile-life-{}.sock", std::process::id()));
         let mut command = self.spile(&["serve"]);
-        command.arg(path).arg("--nbd").arg(format!("unix:{}", socket.display()));
-        self.server = Some(Server::spawn(&mut command, socket, Front::Nbd)?);
+        command.arg(path).arg("--nbd").arg(format!("unix:{}", self.socket().display()));
+        self.serve_by(command)
+    }
+
+    /// Where a server is to listen.
+    fn socket(&self) -> PathBuf {
+        std::env::temp_dir().join(format!("spile-life-{}.sock", std::process::id()))
+    }
+
+    /// Starts a server that listens there. The one before ends first.
+    fn serve_by(&mut self, mut command: Command) -> Result<()> {
+        self.server = None;
+        self.server = Some(Server::spawn(&mut command, self.socket(), Front::Nbd)?);
         Ok(())
     }
 
@@ -94,7 +119,7 @@ pub fn run(plan: &Plan) -> Result<()> {
     std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let size_bytes = if plan.quick { 64 << 20 } else { 1 << 30 };
     let mut world = World { folder, spile: plan.spile.clone(), size_bytes, server: None };
-    let done = copies::run(plan, &mut world);
+    let done = copies::run(plan, &mut world).and_then(|copies| Ok([copies, merges::run(plan, &mut world)?].concat()));
     world.server = None;
     let results = done?;
     if results.is_empty() {
@@ -105,7 +130,7 @@ pub fn run(plan: &Plan) -> Result<()> {
 }
 
 /// Measures `task`: prints its line, and returns its figures. `None` when it was not asked for, or Spile has no other side here.
-fn measure(plan: &Plan, world: &World, task: &Task, clean: impl Fn(&World)) -> Result<Option<Value>> {
+fn measure(plan: &Plan, world: &World, task: &Task) -> Result<Option<Value>> {
     if !plan.asks_for(&task.name) {
         return Ok(None);
     }
@@ -122,7 +147,7 @@ fn measure(plan: &Plan, world: &World, task: &Task, clean: impl Fn(&World)) -> R
     for round in 0..plan.rounds {
         for turn in 0..sides.len() {
             let number = (round + turn) % sides.len();
-            clean(world);
+            (sides[number].prepare)(world)?;
             let time_s = world.time((sides[number].command)(world));
             times_s[number]
                 .push(time_s.map_err(|problem| format!("{} by {}: {problem}", task.name, sides[number].name))?);
@@ -134,7 +159,8 @@ fn measure(plan: &Plan, world: &World, task: &Task, clean: impl Fn(&World)) -> R
 /// Prints the line of a task and returns its figures.
 fn show(task: &Task, sides: &[&Side], times_s: &[Vec<f64>]) -> Value {
     let medians: Vec<f64> = times_s.iter().map(|times| median(times.clone())).collect();
-    let best_other = medians.iter().skip(1).copied().fold(f64::NAN, f64::min);
+    let others = sides.iter().zip(&medians).skip(1).filter(|(side, _)| !side.is_bound);
+    let best_other = others.map(|(_, median_s)| *median_s).fold(f64::NAN, f64::min);
     let ratio = best_other / medians[0];
     print!("{:<28}", task.name);
     for (side, median_s) in sides.iter().zip(&medians) {

@@ -53,16 +53,17 @@ pub fn run(plan: &Plan, world: &mut World) -> Result<Vec<Value>> {
             }
             _ => {}
         }
-        results.extend(measure(plan, world, &task(way), clean)?);
+        results.extend(measure(plan, world, &task(way))?);
     }
     Ok(results)
 }
 
 /// Removes what a side before has made.
-fn clean(world: &World) {
+fn clean(world: &World) -> Result<()> {
     for name in [NEW, NEW_VHD] {
         let _ = std::fs::remove_file(world.path(name));
     }
+    Ok(())
 }
 
 /// Where a copy begins or ends.
@@ -73,12 +74,12 @@ fn place(world: &World, name: &str) -> std::ffi::OsString {
 fn task(way: Way) -> Task {
     let is_raw = [way.from.1, way.to.1] == ["raw", "raw"];
     let mut sides = vec![
-        Side::new("spile", move |world| {
+        Side::new("spile", clean, move |world| {
             let mut command = world.spile(&["convert"]);
             command.arg(place(world, way.from.0)).arg(place(world, way.to.0));
             command
         }),
-        Side::new("qemu-img", move |world| {
+        Side::new("qemu-img", clean, move |world| {
             let mut command = Command::new("qemu-img");
             // Its usual way leaves the bytes in the page cache. An export is there already.
             command.args(["convert", "-t", "writeback", "-f", way.from.1, "-O", way.to.1]);
@@ -88,7 +89,7 @@ fn task(way: Way) -> Task {
         }),
     ];
     if is_raw {
-        sides.push(Side::new("nbdcopy", move |world| {
+        sides.push(Side::new("nbdcopy", clean, move |world| {
             let mut command = Command::new("nbdcopy");
             command.arg("--flush").arg(place(world, way.from.0)).arg(place(world, way.to.0));
             command
