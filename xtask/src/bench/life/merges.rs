@@ -63,6 +63,7 @@ fn copied(name: &'static str) -> Side {
             command
         },
     )
+    .bound()
 }
 
 fn with(mut command: Command, world: &World, name: &str) -> Command {
