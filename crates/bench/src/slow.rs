@@ -140,8 +140,12 @@ impl<F: Files> Files for SlowFiles<F> {
         self.inner.link(from, to).await
     }
 
-    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
-        self.inner.is_same_file(one, other).await
+    async fn is_at(&self, store: &Self::Store, path: &Path) -> Result<bool> {
+        self.inner.is_at(&store.inner, path).await
+    }
+
+    async fn copy_access(&self, from: &Path, to: &Path) -> Result<()> {
+        self.inner.copy_access(from, to).await
     }
 
     async fn reopen(&self, store: &Self::Store, mode: OpenMode) -> Result<Self::Store> {

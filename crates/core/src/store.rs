@@ -124,11 +124,21 @@ pub trait Files: Send + Sync + 'static {
     /// `Exists` when there is something at `to`; `Unsupported` where the file system has no second names; else the system's.
     fn link(&self, from: &Path, to: &Path) -> impl Future<Output = Result<()>>;
 
-    /// True when both paths name the same file.
+    /// True when `path` names the file of `store`; false when it names another file, or none.
     ///
     /// # Errors
-    /// `NotFound` when there is nothing at one of them; else the system's.
-    fn is_same_file(&self, one: &Path, other: &Path) -> impl Future<Output = Result<bool>>;
+    /// The system's.
+    fn is_at(&self, store: &Self::Store, path: &Path) -> impl Future<Output = Result<bool>>;
+
+    /// Gives the file at `to` the owner, group and mode of the file at `from`, as far as this user may. It is for a file that is to take
+    /// the other one's place.
+    ///
+    /// # Errors
+    /// The system's, but for the right to change an owner.
+    fn copy_access(&self, from: &Path, to: &Path) -> impl Future<Output = Result<()>> {
+        let _ = (from, to);
+        async { Ok(()) }
+    }
 
     /// Opens the file of `store` in another mode, whatever its path names by now. The lock on it is converted, and at no moment
     /// could another process take it. A store that was opened without a lock gets none.

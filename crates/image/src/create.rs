@@ -12,6 +12,8 @@ pub struct NewImage {
     pub subformat: Option<String>,
     /// The parent, if the image is a child.
     pub parent: Option<NewParent>,
+    /// The unit of space (a block), where the format has units of several sizes; `None` = the usual one.
+    pub unit_bytes: Option<u32>,
 }
 
 /// The parent of a new image.

@@ -11,6 +11,8 @@ pub mod flatten;
 pub mod jobs;
 pub mod merge;
 pub mod names;
+mod recover;
+pub mod snapshot;
 mod work;
 
 use std::path::Path;
@@ -18,6 +20,7 @@ use std::path::Path;
 use spile_core::{Files, Result};
 
 use jobs::{Plan, State};
+pub use recover::recover;
 pub use work::{Sizes, Work};
 
 /// Goes on with what `plan` says.

@@ -8,6 +8,7 @@
 //! these wait for the exchange in turn. A disk that is closed cannot be exchanged any more.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use async_lock::MutexGuard;
 use spile_core::{Disk, Error, ErrorKind, Result};
@@ -48,6 +49,7 @@ impl<G> OldEpoch<G> {
 /// Disks whose gates are closed. Dropped without [`ClosedGates::open`], the gates open to the graphs of before.
 pub struct ClosedGates<'a, G: Disk> {
     gates: Vec<Gate<'a, G>>,
+    closed_at: Instant,
 }
 
 struct Gate<'a, G: Disk> {
@@ -65,6 +67,11 @@ impl<G: Disk> Drop for Gate<'_, G> {
 }
 
 impl<G: Disk> ClosedGates<'_, G> {
+    /// When the first gate began to close. From then on requests wait.
+    pub fn closed_at(&self) -> Instant {
+        self.closed_at
+    }
+
     /// Opens each gate to its new graph. The old epochs are in the order of the changes.
     pub fn open(self) -> Vec<OldEpoch<G>> {
         let mut old: Vec<_> = self.gates.into_iter().map(|gate| (gate.number, gate.open())).collect();
@@ -112,10 +119,10 @@ pub async fn close_gates<G: Disk>(changes: Vec<Change<'_, G>>) -> Result<ClosedG
         locked.push((number, disk, control, new));
     }
     // All is checked and nothing is awaited any more: the gates stay closed for as short as can be.
-    let mut gates = Vec::with_capacity(locked.len());
+    let (mut gates, closed_at) = (Vec::with_capacity(locked.len()), Instant::now());
     for (number, disk, control, new) in locked {
         disk.close_gate();
         gates.push(Gate { number, disk, control, new });
     }
-    Ok(ClosedGates { gates })
+    Ok(ClosedGates { gates, closed_at })
 }

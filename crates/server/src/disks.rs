@@ -171,10 +171,16 @@ pub fn split_commas(text: &str) -> Vec<String> {
 /// # Errors
 /// As [`Graph::open`]; `Denied` for a parent.
 pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
-    let disk = open_with(&HostFiles::new(OsFiles::new(cache).without_locks(options.no_lock)), source, options).await?;
+    let files = HostFiles::new(OsFiles::new(cache).without_locks(options.no_lock));
+    let disk = open_with(&files, source, options).await?;
     let layers = disk.layers();
     if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {
         family::refuse_parent(&layers).await?;
+    }
+    if let (Locator::Path(_), false) = (source, options.read_only) {
+        for path in spile_life::recover(&files, &disk).await? {
+            tracing::warn!("{}: left by a snapshot that was broken off, and removed", path.display());
+        }
     }
     for doubt in stamps::changed_parents(layers).await.iter().filter(|doubt| doubt.is_evident) {
         tracing::warn!("{}: what the child shows may be wrong", doubt.message);

@@ -61,6 +61,8 @@ pub(crate) struct SimFile {
     ways: BTreeMap<u64, Via>,
     /// True while a writer has the file open.
     pub locked: bool,
+    /// Sabotage: syncs do nothing.
+    pub syncs_nothing: bool,
     /// The error of the first failed sync. All later syncs fail with it.
     pub sync_failed: bool,
 }
@@ -133,7 +135,7 @@ impl SimFile {
     /// Sabotage: a sync of what is unsynced now does nothing.
     pub fn is_sync_void(&self) -> bool {
         let any = |harm: fn(&Harm) -> bool| self.unsynced.iter().any(|effect| harm(&effect.harm));
-        any(|harm| harm.voids_sync) && !any(|harm| harm.saves_sync)
+        self.syncs_nothing || any(|harm| harm.voids_sync) && !any(|harm| harm.saves_sync)
     }
 
     /// Rebuilds the notes on mixing from what is still unsynced or in flight.

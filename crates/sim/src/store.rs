@@ -109,6 +109,19 @@ impl SimFiles {
         Answer { world: self.world.clone(), id }.await
     }
 
+    /// Sabotage: as [`Files::rename`], but not durable when it returns.
+    pub(crate) async fn rename_unsynced(&self, from: &Path, to: &Path) -> Result<()> {
+        let (from, to) = (self.canonical_name(from), self.canonical_name(to));
+        self.take_time(self.number_of(&from)?).await?;
+        let _ = self.world.lock().names.change(Change::Rename(from, to));
+        Ok(())
+    }
+
+    /// Gives the file of `store` one more name, whatever names it has.
+    pub(crate) async fn link_store(&self, store: &SimStore, to: &Path) -> Result<()> {
+        self.change(store.file, Change::Add(self.canonical_name(to), store.file)).await
+    }
+
     /// Changes names: seen at once, and durable when it returns. An injected fault comes before or after the change is seen.
     async fn change(&self, file: usize, change: Change) -> Result<()> {
         self.take_time(file).await?;
@@ -172,8 +185,9 @@ impl Files for SimFiles {
         self.change(file, Change::Add(to, file)).await
     }
 
-    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
-        Ok(self.number_of(&self.canonical_name(one))? == self.number_of(&self.canonical_name(other))?)
+    async fn is_at(&self, store: &SimStore, path: &Path) -> Result<bool> {
+        self.take_time(store.file).await?;
+        Ok(self.world.lock().names.get(&self.canonical_name(path)) == Some(store.file))
     }
 
     async fn reopen(&self, store: &SimStore, mode: OpenMode) -> Result<SimStore> {
@@ -226,6 +240,11 @@ impl SimStore {
             "{}: a direct operation at {offset:#x}+{len:#x} is not aligned to {align} bytes (or its memory is not)",
             self.path.get().display()
         );
+    }
+
+    /// Sabotage: syncs of the file do nothing from here on, or do again what they should.
+    pub(crate) fn void_syncs(&self, void: bool) {
+        self.world.lock().files[self.file].syncs_nothing = void;
     }
 
     /// What the file holds, for code that only looks. This is no operation of the host.

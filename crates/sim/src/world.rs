@@ -200,6 +200,11 @@ impl World {
         state.names.get(path).map(|at| state.files[at].view.clone())
     }
 
+    /// The number of the file at `path`: files are counted from 0, in the order in which they were made.
+    pub fn file_number(&self, path: &Path) -> Option<usize> {
+        self.lock().names.get(path)
+    }
+
     /// All names of files, in their order.
     pub fn names(&self) -> Vec<PathBuf> {
         self.lock().names.all().map(|(path, _)| path.clone()).collect()

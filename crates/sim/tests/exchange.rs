@@ -13,7 +13,7 @@ fn three_hundred_seeds_find_nothing() {
     }
     println!("{all:?}");
     assert!(all.exchanges > 300 && all.sealed > 250, "too little happened: {all:?}");
-    assert!(all.failed > 20 && all.grown > 200, "too little happened: {all:?}");
+    assert!(all.failed > 10 && all.grown > 100, "too little happened: {all:?}");
 }
 
 #[test]
@@ -50,8 +50,28 @@ fn a_flush_that_covers_only_the_new_leaf_is_found() {
 }
 
 #[test]
-fn a_flush_that_forgets_a_failure_below_the_leaf_is_found() {
-    bites(Broken::FailureBelowForgotten, "a flush succeeds after one that failed");
+fn a_leaf_that_takes_the_disks_path_before_it_is_durable_is_found() {
+    bites(Broken::LeafNotDurable, "does not open");
+}
+
+#[test]
+fn an_exchange_before_the_new_name_is_durable_is_found() {
+    bites(Broken::RenameNotDurable, " reads ");
+}
+
+#[test]
+fn a_path_that_changes_before_the_old_leaf_has_its_second_name_is_found() {
+    bites(Broken::LinkedLate, "does not open");
+}
+
+#[test]
+fn what_a_crash_has_left_and_nobody_takes_back_is_found() {
+    bites(Broken::NotTakenBack, "is left half-made");
+}
+
+#[test]
+fn a_disk_that_grows_while_its_snapshot_is_made_is_found() {
+    bites(Broken::GrownMeanwhile, "bytes, and not one of");
 }
 
 #[test]

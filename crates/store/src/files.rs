@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use spile_core::{
@@ -274,13 +275,28 @@ impl Files for OsFiles {
         blocking(from, link).await
     }
 
-    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
-        let other = other.to_owned();
-        let id = |path: &Path| match std::fs::metadata(path) {
-            Ok(stat) => Ok(FileId::of(&stat)),
+    async fn is_at(&self, store: &AnyStore, path: &Path) -> Result<bool> {
+        let Some(id) = store.file_id() else { return Ok(false) };
+        let look = move |path: &Path| match std::fs::metadata(path) {
+            Ok(stat) => Ok(FileId::of(&stat) == id),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(source) => Err(Error::io("cannot be found", source)).at_path(path),
         };
-        blocking(one, move |one| Ok(id(one)? == id(&other)?)).await
+        blocking(path, look).await
+    }
+
+    async fn copy_access(&self, from: &Path, to: &Path) -> Result<()> {
+        let to = to.to_owned();
+        let copy = move |from: &Path| {
+            let stat = std::fs::metadata(from)?;
+            match std::os::unix::fs::chown(&to, Some(stat.uid()), Some(stat.gid())) {
+                Err(error) if error.kind() != io::ErrorKind::PermissionDenied => return Err(error),
+                _ => {}
+            }
+            std::fs::set_permissions(&to, stat.permissions())
+        };
+        let copied = move |from: &Path| copy(from).map_err(|e| Error::io("copy owner and mode", e)).at_path(from);
+        blocking(from, copied).await
     }
 
     async fn reopen(&self, store: &AnyStore, mode: OpenMode) -> Result<AnyStore> {

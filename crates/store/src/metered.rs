@@ -126,8 +126,12 @@ impl<F: Files> Files for MeteredFiles<F> {
         self.0.link(from, to).await
     }
 
-    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
-        self.0.is_same_file(one, other).await
+    async fn is_at(&self, store: &Self::Store, path: &Path) -> Result<bool> {
+        self.0.is_at(&store.inner, path).await
+    }
+
+    async fn copy_access(&self, from: &Path, to: &Path) -> Result<()> {
+        self.0.copy_access(from, to).await
     }
 
     async fn reopen(&self, store: &Self::Store, mode: OpenMode) -> Result<Self::Store> {

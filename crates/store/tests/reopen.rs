@@ -127,12 +127,19 @@ fn a_second_name_is_the_same_file(engine: &Engine) {
     engine.run_on(0, move || async move {
         let files = OsFiles::default();
         files.link(&a, &b).await.unwrap();
-        assert!(files.is_same_file(&a, &b).await.unwrap());
-        assert!(!files.is_same_file(&a, &c).await.unwrap());
+        let missing = dir.path().join("missing");
+        let store = open(&files, &a, OpenMode::ReadOnly).await;
+        for (path, is_at) in [(&a, true), (&b, true), (&c, false), (&missing, false)] {
+            assert_eq!(files.is_at(&store, path).await.unwrap(), is_at, "{}", path.display());
+        }
         let error = files.link(&a, &c).await.unwrap_err();
         assert_eq!((error.kind(), error.path()), (ErrorKind::Exists, Some(c.as_path())));
-        let missing = dir.path().join("missing");
-        assert_eq!(files.is_same_file(&a, &missing).await.unwrap_err().kind(), ErrorKind::NotFound);
+        std::fs::set_permissions(&a, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
+        files.copy_access(&a, &c).await.unwrap();
+        assert_eq!(
+            std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&c).unwrap().permissions()) & 0o777,
+            0o640
+        );
         assert_eq!(files.link(&missing, &dir.path().join("d")).await.unwrap_err().kind(), ErrorKind::NotFound);
     });
 }

@@ -245,7 +245,7 @@ impl Run {
             identity: None,
             changed_unix_s: None,
         };
-        let new = NewImage { size_bytes: DISK_BYTES, subformat: None, parent: Some(parent) };
+        let new = NewImage { size_bytes: DISK_BYTES, subformat: None, parent: Some(parent), unit_bytes: None };
         let store = OsFiles::new(CacheMode::Page).create(&path, 0)?;
         Format::Vhd.create(&store, &OsEnv, &new).await?;
         drop(store);

@@ -178,8 +178,8 @@ impl Files for Folder {
         Err(stays_as_it_is())
     }
 
-    async fn is_same_file(&self, one: &Path, other: &Path) -> Result<bool> {
-        Ok(one == other)
+    async fn is_at(&self, store: &SilentStore, path: &Path) -> Result<bool> {
+        Ok(store.path() == path)
     }
 
     async fn reopen(&self, store: &SilentStore, _: OpenMode) -> Result<SilentStore> {

@@ -322,6 +322,7 @@ mod tests {
             size_bytes: 512,
             subformat: subformat.map(str::to_owned),
             parent,
+            unit_bytes: None,
         };
         let parent = crate::create::NewParent {
             relative_path: "p".into(),

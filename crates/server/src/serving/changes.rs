@@ -109,6 +109,7 @@ impl Server {
     /// Serves a disk no more, and closes it.
     fn detach(&mut self, name: &str, force: bool) -> Result<()> {
         let names = self.named(name)?.names.clone();
+        let _claim = self.claims.take(&[name.to_owned()], "a detach")?;
         let at = self.disks.iter().position(|open| open.name == name).unwrap_or_default();
         // New NBD clients must not find it before those that are there are counted.
         let open = self.disks.remove(at);

@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -22,12 +22,15 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_front_vhost::ConnectionState;
+use spile_image::Graph;
+use spile_store::HostStore;
 
 use tokio::sync::oneshot;
 
 use super::api::Call;
 use super::api::http::Pause;
 use super::identity::Exported;
+use super::life::SnapshotCall;
 use super::limits::Kept;
 use crate::process::Process;
 
@@ -286,6 +289,10 @@ pub enum Event {
     Line(LineRequest),
     /// A call of the control API came.
     Called(Call),
+    /// A call of the control API came for a snapshot.
+    Snapshot(SnapshotCall),
+    /// The disk of this name has another graph now.
+    Exchanged(String, Arc<Graph<HostStore>>),
 }
 
 /// A request that came as a line, and the way to answer it.

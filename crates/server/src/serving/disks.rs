@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use spile_core::{Disk, Error, ErrorKind, Locator, Result};
 use spile_engine::{Engine, FileKey};
 use spile_image::layer::Layer as _;
-use spile_image::{Format, Graph, LayerInfo, OpenOptions};
+use spile_image::{Format, Graph, GraphLayer, OpenOptions};
 use spile_node::{Node, Policy, Shape, Troubles};
 use spile_store::{CacheMode, FileId, HostStore};
 
@@ -43,6 +43,10 @@ pub struct Open {
     pub names: Vec<String>,
     /// What the guest reads as its serial number.
     pub serial: String,
+    /// Where it is.
+    pub source: Locator,
+    /// The format in which it was opened, if that was said.
+    pub format: Option<Format>,
     /// Where it is, for messages.
     pub label: String,
     /// What it is, for messages: `raw`, or `vhd, 3 layers`.
@@ -60,9 +64,22 @@ pub struct Open {
 }
 
 impl Open {
+    /// Takes note of what the disk is made of, because its graph is another one now.
+    pub fn look_at(&mut self, graph: &Graph<HostStore>) {
+        self.layers = layers_of(graph);
+        self.kind = disks::describe(graph);
+        self.identity = self.identity.clone().with_opened(graph);
+    }
+
     /// Each of its exports.
     fn exported(&self) -> impl Iterator<Item = Exported> {
-        self.names.iter().map(|name| Exported { name: name.clone(), disk: self.identity.clone() })
+        // A snapshot or a merge gives the disk another leaf.
+        let identity = self.identity.clone();
+        let identity = match self.disk.graph_now() {
+            Some(graph) => identity.with_opened(&graph),
+            None => identity,
+        };
+        self.names.iter().map(move |name| Exported { name: name.clone(), disk: identity.clone() })
     }
 }
 
@@ -235,9 +252,11 @@ impl Opening {
         let troubles = trouble::of_disk(spec.own_name(), spec.policy(self.policy));
         Open {
             name: spec.own_name(),
-            layers: graph.layers().iter().map(layer).collect(),
+            layers: layers_of(&graph),
             names,
             serial,
+            source: spec.source.clone(),
+            format: spec.format.or(self.format),
             label: disks::label(&spec.source),
             kind: disks::describe(&graph),
             read_only: spec.read_only,
@@ -317,12 +336,14 @@ pub fn refuse_twice(served: &[Open], disk: &Identity) -> Result<()> {
     Err(Error::new(ErrorKind::Exists, what).hint("detach that one first, or serve both read-only"))
 }
 
-fn layer(info: &LayerInfo) -> Layer {
-    Layer {
-        path: info.path.display().to_string(),
-        format: info.format.to_string(),
-        virtual_size_bytes: info.virtual_bytes,
-    }
+/// The images of a disk as callers see them, the leaf first.
+pub fn layers_of(graph: &Graph<HostStore>) -> Vec<Layer> {
+    let layer = |layer: &Arc<GraphLayer<HostStore>>| Layer {
+        path: layer.path().display().to_string(),
+        format: layer.image().format().to_string(),
+        virtual_size_bytes: layer.image().size_bytes(),
+    };
+    graph.handles().iter().map(layer).collect()
 }
 
 /// Begins what the first writes to the disks would wait for. It changes images, so it is done once the disks are sure to be
@@ -529,7 +550,8 @@ mod tests {
         let (engine, made) = (start(), path.clone());
         let create = move || async move {
             let store = spile_store::OsFiles::new(CacheMode::Page).create(&made, 0)?;
-            let new = spile_image::create::NewImage { size_bytes: 64 << 20, subformat: None, parent: None };
+            let new =
+                spile_image::create::NewImage { size_bytes: 64 << 20, subformat: None, parent: None, unit_bytes: None };
             Format::of(&made, None)?.create(&store, &spile_engine::OsEnv, &new).await
         };
         engine.run_on(0, create).unwrap();

@@ -17,6 +17,15 @@ use crate::jobs::{self, Access};
 /// So many jobs that have ended are kept for each disk.
 const KEPT: usize = 8;
 
+/// Keeps jobs of a disk from beginning until it is dropped.
+pub struct Held(Arc<DiskJobs>);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.state().held_for = None;
+    }
+}
+
 /// One job of a disk that is served.
 pub struct DiskJob {
     /// Its name: no other job of this host has it.
@@ -35,8 +44,22 @@ pub struct DiskJobs {
 struct State {
     /// The disk is about to be closed: no job begins any more.
     is_closed: bool,
+    /// What else changes the disk's images now: no job begins meanwhile.
+    held_for: Option<&'static str>,
     /// The oldest first.
     jobs: Vec<Arc<DiskJob>>,
+}
+
+impl State {
+    /// Refuses a change of the images while there is another one.
+    fn check_free(&self) -> Result<()> {
+        if let Some(what) = self.held_for {
+            return Err(Error::new(ErrorKind::Busy, format!("the disk has {what}")).hint("try again when it has ended"));
+        }
+        let Some(other) = self.jobs.iter().find(|job| !job.job.state().is_over()) else { return Ok(()) };
+        let what = format!("the disk has a job already, {}: a {}", other.id, other.plan.kind());
+        Err(Error::new(ErrorKind::Busy, what).hint(format!("wait for it, or `spile job {} cancel`", other.id)))
+    }
 }
 
 impl DiskJobs {
@@ -122,16 +145,23 @@ impl DiskJobs {
         if state.is_closed {
             return Err(Error::new(ErrorKind::Shutdown, "the disk is closed"));
         }
-        if let Some(other) = state.jobs.iter().find(|job| !job.job.state().is_over()) {
-            let what = format!("the disk has a job already, {}: a {}", other.id, other.plan.kind());
-            return Err(
-                Error::new(ErrorKind::Busy, what).hint(format!("wait for it, or `spile job {} cancel`", other.id))
-            );
-        }
+        state.check_free()?;
         let most = state.jobs.len().saturating_sub(KEPT - 1);
         state.jobs.drain(..most);
         state.jobs.push(new);
         Ok(())
+    }
+
+    /// Keeps jobs away while something else changes the disk's images: `what`, as in "a snapshot".
+    ///
+    /// # Errors
+    /// `Busy` while the disk has a job.
+    pub fn hold(self: &Arc<Self>, what: &'static str) -> Result<Held> {
+        let mut state = self.state();
+        state.check_free()?;
+        state.held_for = Some(what);
+        drop(state);
+        Ok(Held(self.clone()))
     }
 
     /// True while a job changes the disk's images.

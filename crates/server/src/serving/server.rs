@@ -22,6 +22,7 @@ use super::api::http;
 use super::api::text;
 use super::api::view::{DiskView, View, no_disk};
 use super::api::{Call, Context, Order};
+use super::claims::Claims;
 use super::control::{Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
 use super::failed_syncs::FailedSync;
@@ -51,7 +52,9 @@ pub struct Server {
     /// The name of the control socket, where the command line names none.
     control_name: Option<String>,
     metrics_detail: Detail,
-    sender: mpsc::Sender<Event>,
+    /// Who changes which disk's images.
+    pub(super) claims: Claims,
+    pub(super) sender: mpsc::Sender<Event>,
     events: mpsc::Receiver<Event>,
 }
 
@@ -105,6 +108,7 @@ impl Server {
             calls,
             control_name,
             metrics_detail,
+            claims: Claims::default(),
             sender,
             events,
         })
@@ -324,6 +328,8 @@ impl Server {
                         return Ok(End::Stops);
                     }
                 }
+                Ok(Event::Snapshot(call)) => self.begin_snapshot(call),
+                Ok(Event::Exchanged(name, graph)) => self.note_exchange(&name, &graph),
                 Ok(Event::Signal | Event::Ended) | Err(_) => return Ok(End::Stops),
             }
         }
@@ -335,7 +341,11 @@ impl Server {
                 find(&self.disks, &export).and_then(|open| self.resize(open, size_bytes))
             }
             Request::TakeOver { sockets, queues, disks, layout } => {
-                match self.prepare(&line.link, &sockets, queues, disks.as_deref()) {
+                let prepared = self
+                    .claims
+                    .refuse_any()
+                    .and_then(|()| self.prepare(&line.link, &sockets, queues, disks.as_deref()));
+                match prepared {
                     Ok(prepared) => {
                         self.view.show(None);
                         match self.hand_over(prepared, layout, &mut line.link)? {
@@ -377,6 +387,7 @@ impl Server {
     }
 
     fn resize(&self, open: &Open, size_bytes: u64) -> Result<()> {
+        let _claim = self.claims.take(std::slice::from_ref(&open.name), "a resize")?;
         let disk = open.disk.clone();
         self.engine.run_on(0, move || async move { disk.resize(size_bytes).await })?;
         self.fronts.tell_resized(open);

@@ -8,14 +8,15 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use futures_util::future::join;
-use spile_core::{Disk, Error, ErrorKind, Extent, Result, Segments};
-use spile_image::{OpenOptions, open_layer};
+use spile_core::{Disk, Error, Extent, Result, Segments};
+use spile_life::snapshot::{self, Made, Plan};
 use spile_node::{OldEpoch, close_gates};
 
 use super::graph::{Broken, LiveGraph};
 use super::{Frozen, Host, LiveNode};
 use crate::oracle::{Crash, Oracle};
 use crate::rng::Rng;
+use crate::store::SimStore;
 
 /// The bytes of a number, at the start of the part of each disk that its oracle does not watch.
 const NUMBER_BYTES: u64 = 4096;
@@ -23,13 +24,14 @@ const NUMBER_BYTES: u64 = 4096;
 /// An image in a chain, just exchanged.
 struct Exchanged {
     disk: usize,
-    generation: usize,
+    made: Made<SimStore>,
     oracle: Oracle,
     epoch: OldEpoch<LiveGraph>,
+    new: Arc<LiveGraph>,
 }
 
-/// Disks by their numbers, and the graphs that they are to have.
-type NewGraphs = Vec<(usize, Arc<LiveGraph>)>;
+/// A disk by its number, its snapshot, and the graph that it is to have.
+type NewGraph = (usize, Made<SimStore>, Arc<LiveGraph>);
 
 impl Host {
     fn numbers_at() -> Extent {
@@ -77,10 +79,12 @@ impl Host {
         Box::pin(async move {
             pause(&mut rng, 60).await;
             let mut disks: Vec<usize> = (0..nodes.len()).filter(|_| rng.chance(2, 3)).collect();
+            disks.retain(|disk| self.disks[*disk].claim(self.broken));
             if rng.chance(1, 2) {
                 disks.reverse();
             }
             let exchanged = self.exchange(&nodes, &disks, &mut rng).await;
+            disks.iter().for_each(|disk| self.disks[*disk].is_claimed.set(false));
             let seal = self.clone().seal(exchanged, rng.split(rounds));
             match rounds {
                 0 | 1 => {
@@ -97,76 +101,78 @@ impl Host {
         let mut graphs = Vec::new();
         for &disk in disks {
             match self.with_new_leaf(&nodes[disk], disk, rng).await {
-                Ok(graph) => graphs.push((disk, Arc::new(graph))),
+                Ok((made, graph)) => graphs.push((disk, made, Arc::new(graph))),
                 Err(error) => {
                     self.accept_refusal(&error);
+                    self.take_back(graphs).await;
                     return Vec::new();
                 }
             }
         }
         let at_once = if self.broken == Broken::OneByOne { 1 } else { disks.len().max(1) };
         let mut exchanged = Vec::new();
-        for group in graphs.chunks(at_once) {
-            exchanged.extend(self.exchange_at_once(nodes, group.to_vec(), rng).await);
+        while !graphs.is_empty() {
+            let group = graphs.drain(..at_once.min(graphs.len())).collect();
+            exchanged.extend(self.exchange_at_once(nodes, group, rng).await);
             pause(rng, if self.broken == Broken::OneByOne { 200 } else { 30 }).await;
         }
         exchanged
     }
 
-    async fn exchange_at_once(&self, nodes: &[LiveNode], group: NewGraphs, rng: &mut Rng) -> Vec<Exchanged> {
-        let changes = group.iter().map(|(disk, graph)| (&*nodes[*disk], graph.clone())).collect();
+    async fn take_back(&self, graphs: Vec<NewGraph>) {
+        for (_, made, _) in graphs {
+            if let Err(error) = snapshot::take_back(&self.files(), &made).await {
+                self.accept("the way back from a snapshot", &error);
+            }
+        }
+    }
+
+    async fn exchange_at_once(&self, nodes: &[LiveNode], group: Vec<NewGraph>, rng: &mut Rng) -> Vec<Exchanged> {
+        let changes = group.iter().map(|(disk, _, graph)| (&*nodes[*disk], graph.clone())).collect();
         let gates = match close_gates(changes).await {
             Ok(gates) => gates,
             Err(error) => {
                 self.accept_refusal(&error);
+                self.take_back(group).await;
                 return Vec::new();
             }
         };
-        // From here on the disks' paths lead to the new leaves. No disk can grow before the gates are open.
-        group.iter().for_each(|(disk, _)| self.disks[*disk].leaf.set(self.disks[*disk].leaf.get() + 1));
         pause(rng, 30).await;
-        let oracles: Vec<_> = group.iter().map(|(disk, _)| self.disks[*disk].oracle.borrow().clone()).collect();
+        let oracles: Vec<_> = group.iter().map(|(disk, ..)| self.disks[*disk].oracle.borrow().clone()).collect();
         let opened = gates.open().into_iter().zip(oracles).zip(group);
-        let exchanged: Vec<_> = opened
-            .map(|((epoch, oracle), (disk, _))| {
-                let generation = self.disks[disk].leaf.get() - 1;
-                Exchanged { disk, generation, oracle, epoch }
-            })
-            .collect();
+        let exchanged: Vec<_> =
+            opened.map(|((epoch, oracle), (disk, made, new))| Exchanged { disk, made, oracle, epoch, new }).collect();
         self.count(|summary| summary.exchanges += exchanged.len() as u64);
         exchanged
     }
 
-    /// An exchange may fail by a fault, or because a disk has grown since its new leaf was made.
+    /// A snapshot may fail by a fault.
     fn accept_refusal(&self, error: &Error) {
         self.count(|summary| summary.failed += 1);
-        let has_grown = error.kind() == ErrorKind::InvalidInput && self.summary.get().grown > 0;
-        if !has_grown {
-            self.accept("an exchange", error);
-        }
+        self.accept("a snapshot", error);
     }
 
-    /// The disk's graph with a new image on top. The disk may grow while it is made.
-    async fn with_new_leaf(&self, node: &LiveNode, disk: usize, rng: &mut Rng) -> Result<LiveGraph> {
-        let (old, size_bytes) = (node.graph().await, node.info().size_bytes);
-        let uuid = old.graph.layers()[0].identity.map_or([0; 16], |identity| identity.0);
-        let generation = self.disks[disk].leaf.get() + 1;
-        self.create(disk, generation, size_bytes, Some(uuid)).await?;
+    /// The disk's graph with a new image on top, whose file has the disk's path. The disk may grow while it is made.
+    async fn with_new_leaf(&self, node: &LiveNode, disk: usize, rng: &mut Rng) -> Result<(Made<SimStore>, LiveGraph)> {
+        let old = node.graph().await;
+        let number = self.disks[disk].snapshots.replace(self.disks[disk].snapshots.get() + 1);
+        let layers = old.graph.layers();
+        let plan = Plan::new(&layers, None, &format!("disk{disk}-{number}"), &[])?;
+        let prepared = snapshot::prepare(&self.files(), self.world.env(), &old.graph, &plan).await?;
         pause(rng, 60).await;
-        let (files, path) = (self.world.files(), self.path(disk, generation));
-        let leaf = open_layer(&files, self.world.env(), &path, &OpenOptions::default()).await?;
-        Ok(LiveGraph { graph: old.graph.with_leaf(leaf).await?, broken: self.broken })
+        let (made, graph) = prepared.into_parts();
+        Ok((made, LiveGraph { graph, broken: self.broken }))
     }
 
     /// Waits for the old epochs, seals their leaves, and judges what these hold, twice.
     async fn seal(self: Rc<Self>, exchanged: Vec<Exchanged>, mut rng: Rng) {
         let mut numbers = Vec::new();
-        for Exchanged { disk, generation, mut oracle, epoch } in exchanged {
+        for Exchanged { disk, made, mut oracle, epoch, new } in exchanged {
             let old = epoch.graph().clone();
             if self.broken != Broken::SealedEarly {
                 epoch.ended().await;
             }
-            let sealed = seal_all(&old).await;
+            let sealed = snapshot::settle(&self.files(), &made, &new.graph).await;
             epoch.ended().await;
             // What was in flight at the exchange has ended: it is in the old leaf or it is not.
             match self.world.faults_fired() > self.faults_before.get() {
@@ -187,7 +193,8 @@ impl Host {
             self.workload(old, &oracle, false).verify(rng.split(2), false).await;
             match sealed {
                 Ok(()) => {
-                    self.frozen.borrow_mut().push(Frozen { disk, generation, oracle });
+                    let path = made.plan().snapshot().to_owned();
+                    self.frozen.borrow_mut().push(Frozen { disk, path, oracle });
                     self.count(|summary| summary.sealed += 1);
                 }
                 // Nothing more is promised of it; the disk's flushes go on to cover it.
@@ -208,12 +215,6 @@ impl Host {
             }
         }
     }
-}
-
-/// Seals every layer of a graph that nobody writes to any more, lowest first.
-async fn seal_all(graph: &LiveGraph) -> Result<()> {
-    graph.graph.seal_parents().await?;
-    graph.graph.handles()[0].seal().await
 }
 
 /// Lets up to `most` steps of this task pass.

@@ -17,8 +17,16 @@ pub enum Broken {
     SealedEarly,
     /// A flush covers the new leaf only.
     FlushOfLeaf,
-    /// A flush succeeds when that of the leaf does, whatever fails below it.
-    FailureBelowForgotten,
+    /// The new leaf takes the disk's path before it is durable.
+    LeafNotDurable,
+    /// The graph is exchanged before the new leaf's name is durable.
+    RenameNotDurable,
+    /// The new leaf takes the disk's path before the old one has another name.
+    LinkedLate,
+    /// What a crash has left of a snapshot is not taken back.
+    NotTakenBack,
+    /// A disk grows while its snapshot is made.
+    GrownMeanwhile,
     /// Requests that should wait for trouble to pass are reported instead.
     Impatient,
 }
@@ -38,10 +46,6 @@ impl Disk for LiveGraph {
         let leaf = self.graph.handles()[0].image();
         match (io.op, self.broken) {
             (Op::Flush, Broken::FlushOfLeaf) => spile_image::layer::Layer::flush(leaf).await,
-            (Op::Flush, Broken::FailureBelowForgotten) => match self.graph.execute(io).await {
-                Ok(()) => Ok(()),
-                Err(_) => spile_image::layer::Layer::flush(leaf).await,
-            },
             _ => self.graph.execute(io).await,
         }
     }

@@ -1,9 +1,9 @@
 //! Disks whose graphs are exchanged while clients work, and while everything may end at any step.
 //!
 //! Each disk is a [`Node`] over a chain: a dynamic VHD or a raw image, and differencing VHDs. A task puts a new leaf on top
-//! of some of the disks at once, again and again: the new image is durable before the exchange and names the old leaf as its
-//! parent; once the old epoch has ended, the old leaf is sealed. Meanwhile disks may grow, and in some lives
-//! the host's operations fail: an exchange, a sealing or a growth that fails leaves the disk as it was. What has to hold:
+//! of some of the disks at once, again and again, by the code that makes snapshots ([`spile_life::snapshot`]): with the names of files, links
+//! and renames of a real folder. Once the old epoch has ended, the old leaf is sealed. Meanwhile disks may grow, and in some lives
+//! the host's operations fail: a snapshot, a sealing or a growth that fails leaves the disk as it was. What has to hold:
 //!
 //! - **For the guest nothing happens.** One oracle for each disk judges all reads over all exchanges and crashes, as for any
 //!   disk; so each flush keeps its promise over an exchange, and after a flush that failed no later one succeeds.
@@ -13,21 +13,24 @@
 //!   acknowledged, to the next; no frozen disk may have a number that its forerunner lacks.
 //! - **Trouble that passes is not seen.** Files hang for a while; and in some lives the disks' policy is to wait when an
 //!   operation fails or the host is full, and then no request may fail for that.
-//! - **A size that was told stays.** A leaf that was made for another size than the disk has by then is refused.
+//! - **The disk's path names its leaf**, at every moment and after every crash, and nothing half-made is left once the disk was opened.
+//! - **A size that was told stays.** So a disk does not grow while its snapshot is made.
 
 mod exchange;
+mod files;
 mod graph;
 mod trouble;
 
 use std::cell::{Cell, RefCell};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
 use spile_core::{Disk, Error, ErrorKind, Files, OpenMode, Result};
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::formats::vhd::{self, CreateParams, VhdParent};
-use spile_image::{Graph, OpenOptions};
+use spile_image::formats::vhd::{self, CreateParams};
+use spile_image::{Format, Graph, OpenOptions};
+use spile_life::recover;
 use spile_node::Node;
 
 use crate::exec::{Ended, Executor, block_on};
@@ -39,6 +42,7 @@ use crate::rng::Rng;
 use crate::workload::Workload;
 use crate::world::World;
 pub(crate) use exchange::{pause, turns};
+use files::LiveFiles;
 pub use graph::Broken;
 use graph::{LiveGraph, Tail};
 
@@ -50,8 +54,10 @@ struct LiveDisk {
     is_raw: bool,
     /// What the guest may read.
     oracle: Rc<RefCell<Oracle>>,
-    /// The number of its leaf: how many images have been put on the first.
-    leaf: Cell<usize>,
+    /// A snapshot or a growth of it is under way: one at a time.
+    is_claimed: Cell<bool>,
+    /// How many snapshots were begun: each gets a name of its own.
+    snapshots: Cell<usize>,
     /// The size that was told last, when it was durable; and the largest that was asked for.
     told_bytes: Cell<u64>,
     asked_bytes: Cell<u64>,
@@ -60,7 +66,7 @@ struct LiveDisk {
 /// An old leaf that has been sealed, and what it may hold.
 struct Frozen {
     disk: usize,
-    generation: usize,
+    path: PathBuf,
     oracle: Rc<RefCell<Oracle>>,
 }
 
@@ -146,7 +152,13 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
 impl LiveDisk {
     fn new(is_raw: bool, size_bytes: u64) -> Self {
         let (told_bytes, asked_bytes) = (Cell::new(size_bytes), Cell::new(size_bytes));
-        Self { is_raw, oracle: Rc::default(), leaf: Cell::new(0), told_bytes, asked_bytes }
+        let (is_claimed, snapshots) = (Cell::new(false), Cell::new(0));
+        Self { is_raw, oracle: Rc::default(), is_claimed, snapshots, told_bytes, asked_bytes }
+    }
+
+    /// Claims the disk for a change of its images. False while another one is under way.
+    fn claim(&self, broken: Broken) -> bool {
+        !self.is_claimed.replace(true) || broken == Broken::GrownMeanwhile
     }
 }
 
@@ -154,7 +166,7 @@ impl Host {
     fn all(self: &Rc<Self>, rng: &mut Rng) -> LiveSummary {
         for disk in 0..self.disks.len() {
             let (host, size_bytes) = (self.clone(), self.disks[disk].told_bytes.get());
-            let made = block_on(&self.world, async move { host.create(disk, 0, size_bytes, None).await });
+            let made = block_on(&self.world, async move { host.create(disk, size_bytes).await });
             made.unwrap_or_else(|error| panic!("cannot create a base: {error:?}"));
         }
         let lives = self.plan.lives.iter().take(3).cloned();
@@ -181,31 +193,19 @@ impl Host {
         self.world.note("failed", [0; 3]);
     }
 
-    fn file_name(&self, disk: usize, generation: usize) -> String {
-        let extension = if generation == 0 && self.disks[disk].is_raw { "raw" } else { "vhd" };
-        format!("disk{disk}-{generation}.{extension}")
+    fn path(&self, disk: usize) -> PathBuf {
+        PathBuf::from(format!("/images/disk{disk}.vhd"))
     }
 
-    fn path(&self, disk: usize, generation: usize) -> PathBuf {
-        PathBuf::from(format!("/images/{}", self.file_name(disk, generation)))
-    }
-
-    /// Makes an image, durable, that names the one before it as its parent.
-    async fn create(&self, disk: usize, generation: usize, size_bytes: u64, parent: Option<[u8; 16]>) -> Result<()> {
-        let path = self.path(disk, generation);
-        if generation == 0 && self.disks[disk].is_raw {
+    /// Makes the first image of a disk, durable.
+    async fn create(&self, disk: usize, size_bytes: u64) -> Result<()> {
+        let path = self.path(disk);
+        if self.disks[disk].is_raw {
             self.world.install_empty(&path, size_bytes);
             return Ok(());
         }
-        let mut params = match parent {
-            None => CreateParams::new(DiskType::Dynamic, size_bytes),
-            Some(uuid) => {
-                let name = self.file_name(disk, generation - 1);
-                let (relative_path, absolute_path, timestamp) = (name.clone(), None, 0);
-                CreateParams::child(size_bytes, VhdParent { relative_path, absolute_path, uuid, timestamp, name })
-            }
-        };
-        params.block_size_bytes = self.block_bytes;
+        let params =
+            CreateParams { block_size_bytes: self.block_bytes, ..CreateParams::new(DiskType::Dynamic, size_bytes) };
         self.world.install_empty(&path, 0);
         let store = self.world.files().open(&path.as_path().into(), OpenMode::ReadWrite).await?;
         vhd::create(&store, &*self.world.env(), &params).await?;
@@ -213,11 +213,36 @@ impl Host {
         Ok(())
     }
 
-    async fn open(&self, disk: usize, generation: usize, read_only: bool) -> Result<LiveGraph> {
-        let options = OpenOptions { read_only, ..OpenOptions::default() };
-        let path = self.path(disk, generation);
-        let graph = Graph::open(&self.world.files(), self.world.env(), &path, &options).await?;
+    /// The format of the image at `path`. An operator knows which disk is raw; here the file that was made first tells.
+    fn format_at(&self, disk: usize, path: &Path) -> Format {
+        let is_first = self.world.file_number(path) == Some(disk);
+        if self.disks[disk].is_raw && is_first { Format::Raw } else { Format::Vhd }
+    }
+
+    async fn open(&self, disk: usize, path: &Path, read_only: bool) -> Result<LiveGraph> {
+        let options = OpenOptions { format: Some(self.format_at(disk, path)), read_only, ..OpenOptions::default() };
+        let files = self.files();
+        let graph = Graph::open(&files, self.world.env(), path, &options).await?;
+        if !read_only && self.broken != Broken::NotTakenBack {
+            recover(&files, &graph).await?;
+        }
         Ok(LiveGraph { graph, broken: self.broken })
+    }
+
+    /// The files, with the rule broken that the run is to break.
+    fn files(&self) -> LiveFiles {
+        LiveFiles::new(self.world.files(), self.broken)
+    }
+
+    /// Each disk was opened: its file has one name, and no half-made file is left.
+    fn check_names(&self) {
+        let names = self.world.names();
+        for (number, path) in names.iter().enumerate() {
+            let file = self.world.file_number(path);
+            let other = names[..number].iter().find(|other| self.world.file_number(other) == file);
+            assert!(other.is_none(), "{} and {other:?} are left as two names of a file", path.display());
+            assert!(spile_life::names::disk_of(path).is_none(), "{} is left half-made", path.display());
+        }
     }
 
     /// One life of the process. Returns the number of its steps.
@@ -249,13 +274,16 @@ impl Host {
         let (host, into) = (self.clone(), nodes.clone());
         executor.spawn(async move {
             for disk in 0..host.disks.len() {
-                let opened = host.open(disk, host.disks[disk].leaf.get(), false).await;
+                let path = host.path(disk);
+                let opened = host.open(disk, &path, false).await;
                 let graph = opened.unwrap_or_else(|error| panic!("disk {disk} does not open: {error:?}"));
                 host.check_size(disk, graph.info().size_bytes);
+                host.disks[disk].is_claimed.set(false);
                 let node = Node::new(graph);
                 let node = if host.waits.get() { node.with_troubles(trouble::policy(host.broken)) } else { node };
                 into.borrow_mut().push(Arc::new(node));
             }
+            host.check_names();
             host.verify_frozen().await;
         });
         run(executor, limit)?;
@@ -320,12 +348,12 @@ impl Host {
     async fn verify_frozen(&self) {
         let frozen: Vec<_> = {
             let list = self.frozen.borrow();
-            list.iter().map(|frozen| (frozen.disk, frozen.generation, frozen.oracle.clone())).collect()
+            list.iter().map(|frozen| (frozen.disk, frozen.path.clone(), frozen.oracle.clone())).collect()
         };
-        for (disk, generation, oracle) in frozen {
-            let graph = self.open(disk, generation, true).await;
+        for (number, (disk, path, oracle)) in frozen.into_iter().enumerate() {
+            let graph = self.open(disk, &path, true).await;
             let graph = graph.unwrap_or_else(|error| panic!("a frozen parent does not open: {error:?}"));
-            self.workload(graph, &oracle, false).verify(Rng::new(generation as u64), false).await;
+            self.workload(graph, &oracle, false).verify(Rng::new(number as u64), false).await;
         }
     }
 
@@ -336,6 +364,9 @@ impl Host {
             let number = rng.index(nodes.len());
             let (node, disk) = (&nodes[number], &self.disks[number]);
             let size_bytes = node.info().size_bytes.next_multiple_of(4096) + (rng.between(1, 8) << 14);
+            if !disk.claim(self.broken) {
+                continue;
+            }
             disk.asked_bytes.set(disk.asked_bytes.get().max(size_bytes));
             match node.resize(size_bytes).await {
                 Ok(()) => {
@@ -346,6 +377,7 @@ impl Host {
                 Err(error) if error.kind() == ErrorKind::Unsupported && self.has_faults() => {}
                 Err(error) => self.accept("a growth", &error),
             }
+            disk.is_claimed.set(false);
         }
     }
 }

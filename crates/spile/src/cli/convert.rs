@@ -308,7 +308,8 @@ impl Work {
     /// Makes an image in the file or device at `path`, copies the source into it, and makes all of it durable.
     async fn fill_new(&self, source: &Opened, path: &Path, beneath: Beneath) -> Result<Converted> {
         let virtual_bytes = self.virtual_bytes(source)?;
-        let new = NewImage { size_bytes: virtual_bytes, subformat: self.subformat.clone(), parent: None };
+        let new =
+            NewImage { size_bytes: virtual_bytes, subformat: self.subformat.clone(), parent: None, unit_bytes: None };
         let data_bytes = self.check_space(source, &new, path).await?;
         self.create(path, &new, beneath).await?;
         let options = self.write_options();

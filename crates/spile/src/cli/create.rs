@@ -75,14 +75,15 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
         return Err(error.hint("create the disk on its server, or overwrite an export by spile convert"));
     }
     let format = Format::of(&args.disk, args.format)?;
-    let parent = args.parent.as_deref().map(|path| find_parent(args, path)).transpose()?;
+    let find = |path: &Path| find_parent(&args.disk, path, args.parent_format, &args.parents);
+    let parent = args.parent.as_deref().map(find).transpose()?;
     let size_bytes = match (args.size, &parent) {
         (Some(size), _) => size,
         (None, Some(parent)) => parent.virtual_bytes,
         (None, None) => return Err(Error::new(ErrorKind::InvalidInput, "--size is missing")),
     };
     let parent = parent.map(|parent| new_parent(&args.disk, &parent)).transpose()?;
-    let new = NewImage { size_bytes, subformat: args.subformat.clone(), parent };
+    let new = NewImage { size_bytes, subformat: args.subformat.clone(), parent, unit_bytes: None };
     let (path, takes_space) = (args.disk.clone(), args.preallocate);
     let no_lock = args.parents.no_lock;
     on_engine(move || async move {
@@ -127,13 +128,32 @@ pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
-fn find_parent(args: &CreateArgs, path: &Path) -> Result<LayerInfo> {
+/// Makes a child at `child` over the disk at `parent`, which is in the format `given` if that is said.
+///
+/// # Errors
+/// As [`run`].
+pub fn child_of(
+    child: &Path,
+    format: Format,
+    parent: &Path,
+    given: Option<Format>,
+    parents: &ParentArgs,
+) -> Result<()> {
+    let image = find_parent(child, parent, given, parents)?;
+    let (size_bytes, parent) = (image.virtual_bytes, Some(new_parent(child, &image)?));
+    let new = NewImage { size_bytes, subformat: None, parent, unit_bytes: None };
+    let (path, no_lock) = (child.to_owned(), parents.no_lock);
+    on_engine(move || async move { create(&path, format, &new, no_lock).await })
+}
+
+/// What is known of the image that a child at `child` is to have as its parent.
+fn find_parent(child: &Path, path: &Path, given: Option<Format>, parents: &ParentArgs) -> Result<LayerInfo> {
     let source = Locator::Path(path.to_owned());
-    let options = args.parents.read_only(args.parent_format);
+    let options = parents.read_only(given);
     let mut layers =
         on_engine(move || async move { Ok(disks::open(CacheMode::Page, &source, &options).await?.layers()) })?;
-    let allowed = args.parents.allow_parents.iter().map(|folder| real(folder)).collect::<Result<Vec<_>>>()?;
-    check_new_child(&real(folder_of(&args.disk))?, &layers, &allowed)?;
+    let allowed = parents.allow_parents.iter().map(|folder| real(folder)).collect::<Result<Vec<_>>>()?;
+    check_new_child(&real(folder_of(child))?, &layers, &allowed)?;
     Ok(layers.swap_remove(0))
 }
 

@@ -231,6 +231,28 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "snapshot",
+        codes: &[],
+        examples: &[
+            ("spile snapshot disk --name monday", "monday.vhd holds what the disk holds now"),
+            (
+                "spile snapshot disk data --name monday",
+                "two disks of a server at one point in time: disk-monday, data-monday",
+            ),
+            ("spile snapshot disk.vhd --name monday --json", "a disk that nobody serves"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "clone",
+        codes: &[],
+        examples: &[
+            ("spile clone golden.vhd vm7.vhd", "a disk for one more virtual machine"),
+            ("spile clone disk test.vhd", "of a disk in use: a snapshot of it is test.vhd's parent"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "on-error",
         codes: &[],
         examples: &[

@@ -74,7 +74,7 @@ pub fn run(args: &MeasureArgs) -> Result<Exit> {
 }
 
 fn new_image(args: &MeasureArgs, size_bytes: u64) -> NewImage {
-    NewImage { size_bytes, subformat: args.subformat.clone(), parent: None }
+    NewImage { size_bytes, subformat: args.subformat.clone(), parent: None, unit_bytes: None }
 }
 
 fn of_disk(args: &MeasureArgs, src: &Path) -> Result<(u64, Count, Measure)> {

@@ -28,6 +28,7 @@ mod serve;
 mod served;
 mod shape;
 mod slow;
+mod snapshot;
 mod space;
 mod stat;
 mod stream;
@@ -92,6 +93,8 @@ enum Command {
     Flatten(coalesce::FlattenArgs),
     Jobs(jobs::JobsArgs),
     Job(jobs::JobArgs),
+    Snapshot(snapshot::SnapshotArgs),
+    Clone(snapshot::CloneArgs),
     OnError(trouble::OnErrorArgs),
     Shape(shape::ShapeArgs),
     Limit(limit::LimitArgs),
@@ -147,6 +150,8 @@ pub fn run() -> ExitCode {
         Command::Flatten(args) => coalesce::flatten(args),
         Command::Jobs(args) => jobs::jobs(args),
         Command::Job(args) => jobs::job(args),
+        Command::Snapshot(args) => snapshot::run(args),
+        Command::Clone(args) => snapshot::clone(args),
         Command::OnError(args) => trouble::on_error(args),
         Command::Shape(args) => shape::run(args),
         Command::Limit(args) => limit::run(args),

@@ -6,7 +6,7 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_server::serving::api;
 use spile_server::serving::api::images::Info;
 use spile_server::serving::api::slow::SlowRequests;
-use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList};
+use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Snapshot};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
@@ -20,6 +20,7 @@ use super::limit::Limited;
 use super::load::ReadBack;
 use super::map::Mapped;
 use super::measure::Measured;
+use super::snapshot::Cloned;
 use super::stat::DiskStat;
 use super::top::TopInterval;
 use super::trace::Traced;
@@ -62,6 +63,8 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("limit", of::<Limited>),
     ("slow", of::<SlowRequests>),
     ("trace", of::<Traced>),
+    ("snapshot", of::<Snapshot>),
+    ("clone", of::<Cloned>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),
     ("bench all", of::<Summary>),
     ("bench depth", of_experiment::<depth::Asked, depth::Row>),

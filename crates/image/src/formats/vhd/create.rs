@@ -89,12 +89,16 @@ impl CreateParams {
 impl CreateParams {
     /// The parameters for `new`: a differencing disk where it has a parent, else a dynamic one unless it says `fixed`.
     pub(super) fn from_new(new: &NewImage) -> Result<Self> {
-        match (new.subformat.as_deref(), &new.parent) {
-            (Some("fixed"), Some(_)) => Err(invalid("a fixed VHD has no parent; leave out --subformat")),
-            (Some("fixed"), None) => Ok(Self::new(DiskType::Fixed, new.size_bytes)),
-            (_, None) => Ok(Self::new(DiskType::Dynamic, new.size_bytes)),
-            (_, Some(parent)) => Ok(Self::child(new.size_bytes, VhdParent::from_new(parent))),
-        }
+        let params = match (new.subformat.as_deref(), &new.parent) {
+            (Some("fixed"), Some(_)) => {
+                return Err(invalid("a fixed VHD has no parent; leave out --subformat"));
+            }
+            (Some("fixed"), None) => Self::new(DiskType::Fixed, new.size_bytes),
+            (_, None) => Self::new(DiskType::Dynamic, new.size_bytes),
+            (_, Some(parent)) => Self::child(new.size_bytes, VhdParent::from_new(parent)),
+        };
+        let block_size_bytes = new.unit_bytes.unwrap_or(params.block_size_bytes);
+        Ok(Self { block_size_bytes, ..params })
     }
 }
 

@@ -32,7 +32,10 @@ pub fn ask<T: DeserializeOwned>(socket: &Path, method: &str, path: &str, patienc
 }
 
 /// An answer as one of the API's types.
-pub(super) fn typed<T: DeserializeOwned>(answer: Value) -> Result<T> {
+///
+/// # Errors
+/// `Protocol` when it is of another type.
+pub fn typed<T: DeserializeOwned>(answer: Value) -> Result<T> {
     serde_json::from_value(answer)
         .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))
 }

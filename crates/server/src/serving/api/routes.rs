@@ -22,13 +22,14 @@ use super::stats::{AllStats, DiskStats};
 use super::trace::{Running, TraceLine};
 use super::types::{
     Accepted, Attach, Change, DiskDetail, DiskList, Failure, Job, JobChange, JobList, LogLevel, NewExport, NewJob,
-    Resumed,
+    NewSnapshot, Resumed, Snapshot,
 };
 use super::view::View;
 use super::workers::Workers;
 use super::{Call, Order};
 use crate::log;
 use crate::serving::control::Event;
+use crate::serving::life::SnapshotCall;
 use crate::serving::metrics::Exporter;
 use crate::serving::metrics::listen::respond;
 use crate::serving::metrics::off_the_thread;
@@ -75,6 +76,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/workers", get(workers))
         .route("/v1/groups", get(groups))
         .route("/v1/groups/{name}", patch(change_group))
+        .route("/v1/snapshots", post(snapshot))
         .route("/v1/exports", post(add_export))
         .route("/v1/exports/{address}", delete(remove_export))
         .route("/v1/log-level", put(set_log_level))
@@ -114,6 +116,7 @@ pub fn router(context: Context) -> Router {
         change_job,
         resume,
         accept_loss,
+        snapshot,
         add_export,
         remove_export,
         set_log_level,
@@ -170,7 +173,6 @@ async fn read<T: DeserializeOwned>(body: Body) -> Result<T> {
 impl Context {
     /// Has the main thread carry out `order`, and waits for its answer.
     async fn ask(&self, order: Order) -> Result<()> {
-        let ends = || Error::new(ErrorKind::Shutdown, "the server hands over or ends").hint("ask again");
         let (call, answer) = Call::new(order);
         self.events.send(Event::Called(call)).map_err(|_| ends())?;
         answer.await.map_err(|_| ends())?
@@ -183,6 +185,10 @@ impl Context {
     fn disks(&self, status: StatusCode) -> Answer {
         Ok(json(status, &self.view.list(&self.server)?))
     }
+}
+
+fn ends() -> Error {
+    Error::new(ErrorKind::Shutdown, "the server hands over or ends").hint("ask again")
 }
 
 /// This document.
@@ -386,6 +392,15 @@ async fn resume(State(context): State<Context>, Path(name): Path<String>) -> Ans
     responses((status = 200, body = Accepted), (status = "default", body = Failure)))]
 async fn accept_loss(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.accept_loss(&name)?))
+}
+
+/// Makes a snapshot of one disk, or of several at one point in time. Guests go on meanwhile.
+#[utoipa::path(post, path = "/v1/snapshots", request_body = NewSnapshot,
+    responses((status = 201, body = Snapshot), (status = "default", body = Failure)))]
+async fn snapshot(State(context): State<Context>, body: Body) -> Answer {
+    let (call, answer) = SnapshotCall::new(read(body).await?);
+    context.events.send(Event::Snapshot(call)).map_err(|_| ends())?;
+    Ok(json(StatusCode::CREATED, &answer.await.map_err(|_| ends())??))
 }
 
 /// Listens on one more socket.

@@ -281,6 +281,44 @@ pub struct Change {
     pub limits: Option<ChangeLimits>,
 }
 
+/// A snapshot that is to be made: of one disk, or of several at one point in time.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NewSnapshot {
+    /// The names of the disks.
+    pub disks: Vec<String>,
+    /// The snapshot's name: a file beside the disk with the disk's extension. Of several disks each has its own name in it, too:
+    /// `DISK-NAME`.
+    pub name: String,
+}
+
+/// A snapshot that was made. Each disk goes on as the child of its snapshot.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Snapshot {
+    /// The first disk's snapshot.
+    pub snapshot_path: String,
+    /// How long requests of the disks had to wait at most, in microseconds: the time in which their gates were closed. 0 for disks
+    /// that nobody serves.
+    pub longest_stall_us: f64,
+    /// Each disk with its snapshot.
+    pub disks: Vec<DiskSnapshot>,
+    /// Why the snapshot stays locked, so that it cannot be cloned: it could not be made durable, or requests that began before it
+    /// have not ended. Left out when all is well.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
+}
+
+/// A disk's snapshot.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct DiskSnapshot {
+    /// The disk: its name on its server, or its path.
+    pub disk: String,
+    /// The disk's path, which names its new leaf now.
+    pub path: String,
+    /// The path of the snapshot.
+    pub snapshot_path: String,
+}
+
 /// What came of an order to try again.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Resumed {

@@ -25,7 +25,7 @@ use super::types::{
 };
 use super::workers::Workers;
 use crate::host_device::HostDevice;
-use crate::serving::disks::{Open, ServedDisk};
+use crate::serving::disks::{Open, ServedDisk, layers_of};
 use crate::serving::failed_syncs;
 use crate::serving::jobs::{DiskJob, DiskJobs};
 use crate::serving::limits::Groups;
@@ -90,12 +90,18 @@ impl DiskView {
         }
     }
 
+    /// The images as they are now: snapshots and merges change them while the disk is served.
+    fn layers(&self) -> Vec<Layer> {
+        self.disk.graph_now().map_or_else(|| self.layers.clone(), |graph| layers_of(&graph))
+    }
+
     fn summary(&self, server: &str) -> Disk {
         let troubles = self.disk.troubles();
         let waiting = troubles.and_then(Troubles::waiting);
         let failed_sync = self.disk.graph_now().and_then(|graph| failed_syncs::find(&graph));
         let policy = troubles.map(Troubles::policy).unwrap_or_default();
-        let leaf = self.layers.first();
+        let layers = self.layers();
+        let leaf = layers.first();
         Disk {
             state: match (&waiting, &failed_sync) {
                 (Some(_), _) => "waiting",
@@ -141,7 +147,7 @@ impl DiskView {
         let meters: Vec<Meter> = fronts.chain([disk]).chain(images).collect();
         DiskDetail {
             disk: self.summary(server),
-            layers: self.layers.clone(),
+            layers: self.layers(),
             engine: engine.kind().to_string(),
             engine_about: engine.about(),
             connections: meters.iter().map(|meter| meter.connections).sum(),
@@ -196,7 +202,7 @@ impl DiskView {
 
     /// Where the disk's bytes are: a path, or the URI of an export.
     fn leaf_path(&self) -> String {
-        self.layers.first().map_or_else(String::new, |leaf| leaf.path.clone())
+        self.layers().first().map_or_else(String::new, |leaf| leaf.path.clone())
     }
 }
 

@@ -1,0 +1,360 @@
+//! A snapshot: the leaf of a disk becomes a parent under a name of its own, and a new, empty leaf takes the disk's path.
+//!
+//! What is done to the disk's folder, in this order, each step durable before the next:
+//!
+//! 1. The new leaf is made under [`names::new_leaf`]. It names the snapshot's path as its parent's.
+//! 2. The old leaf gets the snapshot's path as a second name.
+//! 3. The new leaf is renamed to the disk's path.
+//! 4. Only then the graph is exchanged, of all disks of a set at one point in time. Until then guests write to the old leaf, and
+//!    the new one is empty: the disk's path reads the same before and after step 3.
+//! 5. When all requests have ended that began before the exchange, the old leaf is sealed, and its lock becomes that of a reader, so
+//!    that clones can be opened.
+//!
+//! [`prepare`] does the first three and takes them back when one fails; [`take_back`] is for an exchange that fails; [`settle`] is the
+//! last step. What a crash leaves is taken back by [`recover`](crate::recover).
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use spile_core::{Disk, Env, Error, ErrorKind, Extent, Files, OpenMode, Result, ResultExt, Store};
+use spile_image::create::{NewImage, NewParent};
+use spile_image::formats::AnyLayer;
+use spile_image::layer::Layer;
+use spile_image::{Format, Graph, GraphLayer, LayerInfo, OpenOptions, check_new_child, open_layer};
+
+use crate::names;
+
+/// A snapshot that is to be made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    disk: PathBuf,
+    snapshot: PathBuf,
+    format: Format,
+}
+
+/// A disk's new leaf, which has the disk's path already, and the graph with it on top.
+pub struct Prepared<S: Store> {
+    plan: Plan,
+    old: Arc<GraphLayer<S>>,
+    graph: Graph<S>,
+}
+
+impl Plan {
+    /// Plans the snapshot `name` of the disk with the layers `layers`, leaf first. `given` is the format in which the disk is opened, if that was
+    /// said; `allowed` are the folders that parents may lie in besides the disk's own, canonical.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is none; `Unsupported` for a disk that is no file, for one whose path would belie the format of its
+    /// new leaf, and for a chain that would be too long; `Denied` when the new leaf could not be opened with its parents.
+    pub fn new(layers: &[LayerInfo], given: Option<Format>, name: &str, allowed: &[PathBuf]) -> Result<Self> {
+        let Some(leaf) = layers.first().filter(|leaf| leaf.path.is_absolute()) else {
+            return Err(Error::new(ErrorKind::Unsupported, "only a disk in a file can have snapshots"));
+        };
+        let snapshot = snapshot_path(&leaf.path, name)?;
+        let format = child_format(leaf.format);
+        check_extension(&leaf.path, given, format)?;
+        check_new_child(leaf.path.parent().unwrap_or(Path::new("/")), layers, allowed)?;
+        Ok(Self { disk: leaf.path.clone(), snapshot, format })
+    }
+
+    /// The disk's path.
+    pub fn disk(&self) -> &Path {
+        &self.disk
+    }
+
+    /// The path that the old leaf gets.
+    pub fn snapshot(&self) -> &Path {
+        &self.snapshot
+    }
+}
+
+impl<S: Store> Prepared<S> {
+    /// What was planned.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The graph that the disk is to have.
+    pub fn into_parts(self) -> (Made<S>, Graph<S>) {
+        (Made { plan: self.plan, old: self.old }, self.graph)
+    }
+}
+
+/// A snapshot whose files are in place.
+pub struct Made<S: Store> {
+    plan: Plan,
+    old: Arc<GraphLayer<S>>,
+}
+
+impl<S: Store> Made<S> {
+    /// What was planned.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+}
+
+/// The path of the snapshot `name`: beside the disk, with the disk's extension.
+///
+/// # Errors
+/// `InvalidInput` for what is no name of a file, and for one that begins with a dot.
+pub fn snapshot_path(disk: &Path, name: &str) -> Result<PathBuf> {
+    let bad =
+        |why: &str| Err(Error::new(ErrorKind::InvalidInput, format!("{name:?} is no name for a snapshot: {why}")));
+    if name.is_empty() || name.contains(['/', '\0']) {
+        return bad("it is the name of a file beside the disk, without a folder");
+    }
+    if name.starts_with('.') {
+        return bad("files whose names begin with a dot are hidden");
+    }
+    let extension = disk.extension().and_then(|extension| extension.to_str()).map(|extension| format!(".{extension}"));
+    let file = match extension {
+        Some(extension) if !name.ends_with(&extension) => format!("{name}{extension}"),
+        _ => name.to_owned(),
+    };
+    if file.len() > MAX_NAME_BYTES {
+        return bad("it is too long");
+    }
+    Ok(disk.with_file_name(file))
+}
+
+/// The longest name of a file on Linux.
+const MAX_NAME_BYTES: usize = 255;
+
+/// The format of a new leaf over an image of the format `parent`.
+pub fn child_format(parent: Format) -> Format {
+    let can = |format: Format| format.about().has_parents && !format.about().is_read_only;
+    if can(parent) { parent } else { Format::ALL.iter().copied().find(|format| can(*format)).unwrap_or(Format::Vhd) }
+}
+
+/// Refuses a disk whose path says another format than its new leaf will have: nothing looks into a file to find out.
+fn check_extension(disk: &Path, given: Option<Format>, child: Format) -> Result<()> {
+    let (says, why) = match given {
+        Some(given) => (Some(given), "it is opened as"),
+        None => (Format::from_extension(disk), "its name says"),
+    };
+    match says {
+        Some(says) if says != child => {
+            let what =
+                format!("the disk's new leaf is a {child}, and {why} {says}: whoever opens it next would misread it");
+            let name = disk.with_extension(child.about().name);
+            Err(Error::new(ErrorKind::Unsupported, what).at_path(disk).hint(format!(
+                "make it a {child} first: end its server, `spile convert {} {}`, and serve that; or go on with a child of another \
+                 name: spile clone",
+                disk.display(),
+                name.display()
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Makes the new leaf and has it take the disk's path. `graph` is what the disk is now; its leaf is open for writing. When it fails,
+/// everything is as it was.
+///
+/// # Errors
+/// `ReadOnly`; `Exists` when the snapshot's name is taken; `NotFound` when the disk's file is not at its path any more; `Unsupported`
+/// for a block device and where there are no hard links; what a flush of the disk or the storage says.
+pub async fn prepare<F: Files>(
+    files: &F,
+    env: Arc<dyn Env>,
+    graph: &Graph<F::Store>,
+    plan: &Plan,
+) -> Result<Prepared<F::Store>> {
+    let old = graph.handles()[0].clone();
+    check_disk(files, graph, plan).await?;
+    // What cannot be made durable is told before anything has changed, and little is left for the sealing.
+    old.image()
+        .flush()
+        .await
+        .map_err(|error| error.hint("a snapshot begins with a flush of the disk, which has failed"))?;
+    let prepared = match make_child(files, env, graph, plan).await {
+        Ok(graph) => put_in_place(files, &old, plan, &graph).await.map(|()| graph),
+        Err(error) => Err(error),
+    };
+    match prepared {
+        Ok(graph) => Ok(Prepared { plan: plan.clone(), old, graph }),
+        Err(error) => {
+            let is_ours = error.kind() != ErrorKind::Exists;
+            Err(told(error, restore(files, &old, plan, is_ours).await))
+        }
+    }
+}
+
+/// Looks whether the disk is where its path says, and the snapshot's name is free.
+async fn check_disk<F: Files>(files: &F, graph: &Graph<F::Store>, plan: &Plan) -> Result<()> {
+    let store = graph.handles()[0].image().store();
+    if graph.info().read_only {
+        return Err(Error::new(ErrorKind::ReadOnly, "the disk is open for reading only").at_path(&plan.disk));
+    }
+    if !store.info().grows_zeroed {
+        let error = Error::new(ErrorKind::Unsupported, "a disk on a block device has no room beside it for a snapshot");
+        return Err(error.at_path(&plan.disk).hint("copy it to a VHD file: spile convert"));
+    }
+    if !files.is_at(store, &plan.disk).await? {
+        let error = Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more");
+        return Err(error.at_path(&plan.disk).hint("give it its name back"));
+    }
+    if files.canonical(&names::job(&plan.disk)).await.is_ok() {
+        let error = Error::new(ErrorKind::Busy, "a job on the disk's images has not come to its end");
+        return Err(error.at_path(&plan.disk).hint("serve the disk, and the job goes on; spile jobs shows it"));
+    }
+    match files.canonical(&plan.snapshot).await {
+        Ok(_) => {
+            let error = Error::new(ErrorKind::Exists, "there is a file of the snapshot's name already");
+            Err(error.at_path(&plan.snapshot).hint("choose another --name"))
+        }
+        Err(_) => Ok(()),
+    }
+}
+
+/// Step 1: the new leaf under its name for the time of its making, and the graph with it on top.
+async fn make_child<F: Files>(
+    files: &F,
+    env: Arc<dyn Env>,
+    graph: &Graph<F::Store>,
+    plan: &Plan,
+) -> Result<Graph<F::Store>> {
+    let at = names::new_leaf(&plan.disk);
+    let old = &graph.handles()[0];
+    let new = new_child(&old.info(), graph.size_bytes(), &plan.snapshot)?;
+    // Units of one size are merged whole.
+    let new =
+        NewImage { unit_bytes: (old.image().format() == plan.format).then(|| unit_of(old.image())).flatten(), ..new };
+    let store = files.create(&at, 0).await?;
+    plan.format.create(&store, &*env, &new).await?;
+    drop(store);
+    files.copy_access(&plan.disk, &at).await?;
+    let options = OpenOptions { format: Some(plan.format), ..OpenOptions::default() };
+    let leaf = open_layer(files, env, at.as_path(), &options).await?;
+    graph.with_leaf(leaf).await
+}
+
+/// The unit in which an image takes space; `None` for one that has no units.
+fn unit_of<S: Store>(image: &AnyLayer<S>) -> Option<u32> {
+    let part = Extent::from_range(0..1);
+    u32::try_from(image.unit(part).len_bytes).ok().filter(|len| len.is_power_of_two() && *len >= 4096)
+}
+
+/// An empty child of an image that lies, or will lie, at `parent` in the child's own folder.
+pub fn new_child(image: &LayerInfo, size_bytes: u64, parent: &Path) -> Result<NewImage> {
+    let name = parent.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
+        let error = Error::new(ErrorKind::InvalidInput, "an image cannot name a parent whose path is not UTF-8");
+        error.at_path(parent).hint("rename it")
+    })?;
+    let parent = NewParent {
+        relative_path: name.to_owned(),
+        name: name.to_owned(),
+        format: image.format,
+        identity: image.identity,
+        changed_unix_s: image.facts.changed_unix_s,
+    };
+    Ok(NewImage { size_bytes, subformat: None, parent: Some(parent), unit_bytes: None })
+}
+
+/// Steps 2 and 3.
+async fn put_in_place<F: Files>(
+    files: &F,
+    old: &GraphLayer<F::Store>,
+    plan: &Plan,
+    graph: &Graph<F::Store>,
+) -> Result<()> {
+    files.link(&plan.disk, &plan.snapshot).await?;
+    files.rename(&names::new_leaf(&plan.disk), &plan.disk).await?;
+    old.image().store().set_path(&plan.snapshot);
+    graph.handles()[0].image().store().set_path(&plan.disk);
+    Ok(())
+}
+
+/// Takes back what [`prepare`] has done, because the exchange has failed. The disk goes on with its old leaf, at its path.
+///
+/// # Errors
+/// The storage's. What is left then, the next one who opens the disk takes back or goes on with; nothing is lost.
+pub async fn take_back<F: Files>(files: &F, made: &Made<F::Store>) -> Result<()> {
+    restore(files, &made.old, &made.plan, true).await
+}
+
+/// Gives the old leaf the disk's path again, and no other. `is_linked`: the snapshot's name, if it is there, is of our making.
+async fn restore<F: Files>(files: &F, old: &GraphLayer<F::Store>, plan: &Plan, is_linked: bool) -> Result<()> {
+    let store = old.image().store();
+    if is_linked && files.is_at(store, &plan.snapshot).await? {
+        match files.is_at(store, &plan.disk).await? {
+            true => files.remove(&plan.snapshot).await?,
+            // One step: the new leaf, which holds nothing, gives way.
+            false => files.rename(&plan.snapshot, &plan.disk).await?,
+        }
+    }
+    store.set_path(&plan.disk);
+    remove_if_there(files, &names::new_leaf(&plan.disk)).await
+}
+
+pub(crate) async fn remove_if_there<F: Files>(files: &F, path: &Path) -> Result<()> {
+    match files.remove(path).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}
+
+/// The error, with what could not be taken back.
+fn told(error: Error, taken_back: Result<()>) -> Error {
+    match taken_back {
+        Ok(()) => error,
+        Err(left) => {
+            error.hint(format!("what was begun could not be taken back ({left}); the next open of the disk does that"))
+        }
+    }
+}
+
+/// Step 5, once every request has ended that began before the exchange: makes the snapshot and all below it durable and
+/// read-only, and lets others read it. `graph` is the disk's new graph.
+///
+/// # Errors
+/// The storage's. The snapshot stays locked then, and the disk's flushes go on to cover it.
+pub async fn settle<F: Files>(files: &F, made: &Made<F::Store>, graph: &Graph<F::Store>) -> Result<()> {
+    graph.seal_parents().await.at_path(&made.plan.snapshot)?;
+    // The old store reads on under the reader's lock that this leaves to it.
+    files.reopen(made.old.image().store(), OpenMode::ReadOnly).await.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use spile_image::facts::Facts;
+
+    fn layer(path: &str, format: Format) -> LayerInfo {
+        let facts = Facts::default();
+        LayerInfo {
+            path: path.into(),
+            format,
+            virtual_bytes: 512,
+            file_bytes: 512,
+            direct: true,
+            identity: None,
+            unflushed: false,
+            facts,
+        }
+    }
+
+    #[test]
+    fn a_snapshot_lies_beside_its_disk_with_the_same_extension() {
+        let path = |disk: &str, name: &str| snapshot_path(Path::new(disk), name).map(|path| path.display().to_string());
+        assert_eq!(path("/vm/a.vhd", "monday").unwrap(), "/vm/monday.vhd");
+        assert_eq!(path("/vm/a.vhd", "monday.vhd").unwrap(), "/vm/monday.vhd");
+        assert_eq!(path("/vm/a", "mon.day").unwrap(), "/vm/mon.day");
+        for bad in ["", "x/y", "..", ".x", "a\0b", &"x".repeat(252)] {
+            assert_eq!(path("/vm/a.vhd", bad).unwrap_err().kind(), ErrorKind::InvalidInput, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_path_never_belies_the_format_of_its_leaf() {
+        let plan = |path: &str, format, given| Plan::new(&[layer(path, format)], given, "s", &[]);
+        assert_eq!(plan("/vm/a.vhd", Format::Vhd, None).unwrap().snapshot(), Path::new("/vm/s.vhd"));
+        plan("/vm/a", Format::Vhd, Some(Format::Vhd)).unwrap();
+        for (path, given) in [("/vm/a.raw", None), ("/vm/a", Some(Format::Raw)), ("/vm/a.vhd", Some(Format::Raw))] {
+            let error = plan(path, Format::Raw, given).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert!(error.to_string().contains("misread") && error.hint_text().unwrap().contains("spile convert"));
+        }
+        assert_eq!(plan("null", Format::Raw, None).unwrap_err().kind(), ErrorKind::Unsupported);
+    }
+}

@@ -1,0 +1,239 @@
+//! Snapshots of disks while they are served.
+//!
+//! The main loop checks an order and claims its disks; a task on a worker does the rest, and waits for the storage where need be. So a
+//! server whose storage is slow still answers its callers. What has changed of a disk comes back to the main loop as an event.
+
+use std::path::PathBuf;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::{Either, select};
+use spile_core::{Error, ErrorKind, Locator, Result};
+use spile_engine::{OsEnv, sleep, spawn};
+use spile_image::Graph;
+use spile_life::snapshot::{self, Made, Plan, Prepared};
+use spile_node::{OldEpoch, close_gates};
+use spile_store::{HostFiles, HostStore, OsFiles};
+use tokio::sync::oneshot;
+
+use super::api::types::{DiskSnapshot, NewSnapshot, Snapshot};
+use super::claims::Claim;
+use super::control::Event;
+use super::disks::{Open, ServedDisk};
+use super::jobs::Held;
+use super::server::Server;
+
+/// How long an answer waits for the requests that began before the snapshot, and for its sealing.
+const SETTLE_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A disk whose snapshot is to be made.
+struct Subject {
+    name: String,
+    disk: Arc<ServedDisk>,
+    plan: Plan,
+}
+
+/// A disk whose files are in place, and the graph that it is to have.
+type Ready = (Subject, Made<HostStore>, Arc<Graph<HostStore>>);
+
+/// A snapshot that has been made: the disk goes on with its new graph.
+struct Taken {
+    subject: Subject,
+    made: Made<HostStore>,
+    graph: Arc<Graph<HostStore>>,
+    old: OldEpoch<Graph<HostStore>>,
+}
+
+/// A call for a snapshot, and where its answer goes.
+pub struct SnapshotCall {
+    /// What is to be done.
+    pub order: NewSnapshot,
+    reply: oneshot::Sender<Result<Snapshot>>,
+}
+
+impl SnapshotCall {
+    /// A call, and where its answer will come.
+    pub fn new(order: NewSnapshot) -> (Self, oneshot::Receiver<Result<Snapshot>>) {
+        let (reply, answer) = oneshot::channel();
+        (Self { order, reply }, answer)
+    }
+}
+
+impl Server {
+    /// Begins a snapshot. The call is answered by the task that makes it.
+    pub(super) fn begin_snapshot(&self, call: SnapshotCall) {
+        let SnapshotCall { order, reply } = call;
+        let begun = self.subjects(&order).and_then(|subjects| {
+            let names: Vec<_> = subjects.iter().map(|subject| subject.name.clone()).collect();
+            let claim = self.claims.take(&names, "a snapshot")?;
+            let held: Vec<Held> =
+                names.iter().map(|name| self.named(name)?.jobs.hold("a snapshot")).collect::<Result<_>>()?;
+            Ok((subjects, (claim, held)))
+        });
+        let (subjects, claim) = match begun {
+            Ok(begun) => begun,
+            // A caller that has gone does not need the answer.
+            Err(error) => return drop(reply.send(Err(error))),
+        };
+        let files = HostFiles::new(OsFiles::new(self.opening.cache).without_locks(self.opening.no_lock));
+        let events = self.sender.clone();
+        self.engine.spawn_on(0, move || async move {
+            match take(&files, subjects).await {
+                Ok((taken, stall)) => {
+                    let disks: Vec<_> = taken.iter().map(Taken::tell).collect();
+                    for Taken { subject, graph, .. } in &taken {
+                        let _ = events.send(Event::Exchanged(subject.name.clone(), graph.clone()));
+                    }
+                    let trouble = settle_within(files, taken, claim).await.err().map(|error| error.to_string());
+                    let snapshot_path = disks[0].snapshot_path.clone();
+                    let longest_stall_us = stall.as_nanos() as f64 / 1e3;
+                    let _ = reply.send(Ok(Snapshot { snapshot_path, longest_stall_us, disks, trouble }));
+                }
+                Err(error) => {
+                    drop(claim);
+                    let _ = reply.send(Err(error));
+                }
+            }
+        });
+    }
+
+    /// The disks of an order, each with the plan of its snapshot.
+    fn subjects(&self, order: &NewSnapshot) -> Result<Vec<Subject>> {
+        if order.disks.is_empty() {
+            return Err(Error::new(ErrorKind::InvalidInput, "no disk is named"));
+        }
+        let mut subjects: Vec<Subject> = Vec::new();
+        for name in &order.disks {
+            let open = self.named(name)?;
+            if subjects.iter().any(|other| other.name == open.name) {
+                return Err(Error::new(ErrorKind::InvalidInput, format!("the disk {name:?} is named twice")));
+            }
+            let plan = self.plan(open, &snapshot_name(order, open))?;
+            let (name, disk) = (open.name.clone(), open.disk.clone());
+            subjects.push(Subject { name, disk, plan });
+        }
+        Ok(subjects)
+    }
+
+    fn plan(&self, open: &Open, name: &str) -> Result<Plan> {
+        if !matches!(open.source, Locator::Path(_)) {
+            let what = format!("{} has no folder in which a snapshot could lie", open.label);
+            return Err(Error::new(ErrorKind::Unsupported, what).hint("only disks in files have snapshots"));
+        }
+        if open.read_only {
+            let error = Error::new(ErrorKind::ReadOnly, format!("the disk {:?} is served for reading only", open.name));
+            return Err(error.hint("what cannot change needs no snapshot: make a child of it by spile clone"));
+        }
+        let graph =
+            open.disk.graph_now().ok_or_else(|| Error::new(ErrorKind::Busy, "the disk's graph is exchanged"))?;
+        let layers = graph.layers();
+        if let Some(failed) = super::failed_syncs::find(&graph) {
+            let error = Error::new(ErrorKind::Denied, format!("{failed}: a snapshot could hold what was lost"));
+            return Err(error.hint(format!("spile accept-loss {}", open.name)));
+        }
+        let allowed: Vec<PathBuf> =
+            self.opening.allow_parents.iter().filter_map(|dir| dir.canonicalize().ok()).collect();
+        Plan::new(&layers, open.format, name, &allowed)
+    }
+
+    /// The disk of this name has another graph now: whoever looks, and a successor that asks, learns of it.
+    pub(super) fn note_exchange(&mut self, name: &str, graph: &Graph<HostStore>) {
+        if let Some(open) = self.disks.iter_mut().find(|open| open.name == name) {
+            open.look_at(graph);
+        }
+        self.show();
+    }
+}
+
+impl Taken {
+    fn tell(&self) -> DiskSnapshot {
+        let Subject { name, plan, .. } = &self.subject;
+        let text = |path: &std::path::Path| path.display().to_string();
+        DiskSnapshot { disk: name.clone(), path: text(plan.disk()), snapshot_path: text(plan.snapshot()) }
+    }
+}
+
+/// The name of a disk's snapshot. Of several disks each has its own name in it, for they may lie in one folder.
+fn snapshot_name(order: &NewSnapshot, open: &Open) -> String {
+    match order.disks.len() {
+        1 => order.name.clone(),
+        _ => format!("{}-{}", crate::disks::stem(&open.source), order.name),
+    }
+}
+
+/// Makes the snapshots of all disks at one point in time, or none. Returns how long the disks' gates were closed.
+async fn take(files: &HostFiles, subjects: Vec<Subject>) -> Result<(Vec<Taken>, Duration)> {
+    let mut ready = Vec::new();
+    for subject in subjects {
+        let prepared = prepare(files, &subject).await;
+        match prepared {
+            Ok(prepared) => {
+                let (made, graph) = prepared.into_parts();
+                ready.push((subject, made, Arc::new(graph)));
+            }
+            Err(error) => return Err(take_back(files, ready, error).await),
+        }
+    }
+    match exchange(&ready).await {
+        Ok((old, stall)) => {
+            let taken = old.into_iter().zip(ready);
+            Ok((taken.map(|(old, (subject, made, graph))| Taken { subject, made, graph, old }).collect(), stall))
+        }
+        Err(error) => Err(take_back(files, ready, error).await),
+    }
+}
+
+/// Gives all disks their new graphs at one point in time. Returns how long their gates were closed.
+async fn exchange(ready: &[Ready]) -> Result<(Vec<OldEpoch<Graph<HostStore>>>, Duration)> {
+    let changes = ready.iter().map(|(subject, _, graph)| (&*subject.disk, graph.clone())).collect();
+    let gates = close_gates(changes).await?;
+    let closed_at = gates.closed_at();
+    let old = gates.open();
+    Ok((old, closed_at.elapsed()))
+}
+
+async fn prepare(files: &HostFiles, subject: &Subject) -> Result<Prepared<HostStore>> {
+    let graph = subject.disk.graph().await;
+    snapshot::prepare(files, Arc::new(OsEnv), &graph, &subject.plan).await
+}
+
+/// Gives the disks of a snapshot that has failed their paths back. Returns why it has failed.
+async fn take_back(files: &HostFiles, ready: Vec<Ready>, error: Error) -> Error {
+    for (_, made, _) in ready {
+        if let Err(left) = snapshot::take_back(files, &made).await {
+            tracing::error!("a snapshot that has failed could not be taken back: {left}");
+        }
+    }
+    error
+}
+
+/// Waits until the snapshots are sealed, for some time at most: the sealing goes on without its caller, and the disks stay claimed
+/// until it has ended.
+async fn settle_within(files: HostFiles, taken: Vec<Taken>, claim: (Claim, Vec<Held>)) -> Result<()> {
+    let (done, ended) = oneshot::channel();
+    spawn(async move {
+        let settled = settle(&files, taken).await;
+        if let Err(error) = &settled {
+            tracing::error!("a snapshot could not be made durable, and stays locked: {error}");
+        }
+        drop(claim);
+        let _ = done.send(settled);
+    });
+    match select(pin!(ended), pin!(sleep(SETTLE_PATIENCE))).await {
+        Either::Left((settled, _)) => settled.unwrap_or(Ok(())),
+        Either::Right(_) => {
+            let what = "requests that began before the snapshot have not ended yet: it stays locked until then";
+            Err(Error::new(ErrorKind::TimedOut, what))
+        }
+    }
+}
+
+async fn settle(files: &HostFiles, taken: Vec<Taken>) -> Result<()> {
+    let mut settled = Ok(());
+    for Taken { made, graph, old, .. } in taken {
+        old.ended().await;
+        settled = settled.and(snapshot::settle(files, &made, &graph).await);
+    }
+    settled
+}

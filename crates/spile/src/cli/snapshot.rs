@@ -1,0 +1,270 @@
+//! `spile snapshot` and `spile clone`: of disks that are served and of those that nobody uses.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use clap::Args;
+use serde::Serialize;
+use serde_json::json;
+use spile_core::{Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
+use spile_engine::OsEnv;
+use spile_image::{Format, Graph, OpenOptions};
+use spile_life::snapshot::{self, Made, Plan};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, call, typed};
+use spile_server::serving::api::discovery;
+use spile_server::serving::api::types::{DiskSnapshot, NewSnapshot, Snapshot};
+use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
+use utoipa::ToSchema;
+
+use super::create::child_of;
+use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, say};
+use crate::disks;
+use crate::units::format_us;
+
+/// Make a snapshot of one disk, or of several at one point in time
+///
+/// What the disk holds now becomes the snapshot NAME, a file beside the disk with the disk's extension, and never changes again. The disk
+/// goes on under its own path, as the snapshot's child. Guests that use it go on meanwhile, and no request fails. A disk that
+/// nobody serves is locked for a moment.
+#[derive(Debug, Args)]
+pub struct SnapshotArgs {
+    /// The disks: by their names on a server, or by their paths. Several disks that are served must be one server's
+    #[arg(required = true, value_name = "DISK")]
+    disks: Vec<PathBuf>,
+    /// The snapshot's name. With several disks each has its own name in front: DISK-NAME
+    #[arg(long)]
+    name: String,
+    /// The format of a disk that is not served, instead of what its extension says
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    format: Option<Format>,
+    #[command(flatten)]
+    parents: ParentArgs,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Make a new disk that begins with what another one holds now
+///
+/// The new disk is a child: it takes the space of what is written to it. A parent that is served for writing gets a snapshot
+/// first, of which the new disk is the child, and goes on. Any other parent is the new disk's parent itself, and cannot be
+/// written by Spile from then on.
+#[derive(Debug, Args)]
+pub struct CloneArgs {
+    /// The disk to begin with: by its name on a server, or by its path
+    parent: PathBuf,
+    /// The file to make; it must not exist
+    child: PathBuf,
+    /// The name of the snapshot of a parent that is served [default: PARENT-before-CHILD]
+    #[arg(long)]
+    name: Option<String>,
+    /// The parent's format, instead of what its extension says
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    format: Option<Format>,
+    #[command(flatten)]
+    parents: ParentArgs,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// A new disk over another one.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Cloned {
+    /// The new disk.
+    path: String,
+    /// What it is a child of.
+    parent_path: String,
+    /// The snapshot that was made for it, when its parent is served for writing.
+    snapshot: Option<Snapshot>,
+}
+
+/// Runs `spile snapshot`.
+///
+/// # Errors
+/// When there is no such disk, the name is taken, the disk cannot have snapshots, or its storage fails; nothing has changed then.
+pub fn run(args: &SnapshotArgs) -> Result<Exit> {
+    let made = make(&args.disks, &args.name, args.format, &args.parents)?;
+    if args.json {
+        return print_json(&made).map(|()| Exit::Ok);
+    }
+    for DiskSnapshot { path, snapshot_path, .. } in &made.disks {
+        say(format_args!("{snapshot_path}: what {path} held; {path} goes on as its child"));
+    }
+    if made.longest_stall_us > 0.0 {
+        say(format_args!("requests waited for {} at most", format_us(made.longest_stall_us)));
+    }
+    made.trouble.iter().for_each(|trouble| say(format_args!("but {trouble}")));
+    Ok(Exit::Ok)
+}
+
+/// Makes a snapshot by the disks' server, or of files that nobody serves.
+fn make(paths: &[PathBuf], name: &str, format: Option<Format>, parents: &ParentArgs) -> Result<Snapshot> {
+    let found: Vec<_> = paths.iter().map(|path| find(path)).collect::<Result<_>>()?;
+    let served: Vec<_> = found.iter().flatten().collect();
+    let Some((server, _)) = served.first() else {
+        return offline(paths, name, format, parents);
+    };
+    if served.len() < paths.len() || served.iter().any(|(other, _)| other != server) {
+        let what = "these disks are not all served by one server, and have no common point in time";
+        return Err(Error::new(ErrorKind::InvalidInput, what).hint("make a snapshot of each by itself"));
+    }
+    let disks = served.iter().map(|(_, name)| name.clone()).collect();
+    let order = json!(NewSnapshot { disks, name: name.to_owned() });
+    typed(call(server, "POST", "/v1/snapshots", Some(&order), CHANGE_PATIENCE)?)
+}
+
+/// The server and the name of a disk that is served; `None` for a file that no server has. The control socket of a server with one disk
+/// means that disk.
+pub(super) fn find(disk: &Path) -> Result<Option<(PathBuf, String)>> {
+    if discovery::is_socket(disk) {
+        return match &discovery::disks_of(disk)?[..] {
+            [one] => Ok(Some((disk.to_owned(), one.name.clone()))),
+            _ => Err(Error::new(ErrorKind::InvalidInput, "this server has several disks, or none")
+                .at_path(disk)
+                .hint("name the disk; `spile ls` lists them")),
+        };
+    }
+    let text = disk.to_string_lossy();
+    match discovery::find_disk(&text) {
+        Err(error) if error.kind() == ErrorKind::NotFound && disk.exists() => Ok(None),
+        found => found.map(Some),
+    }
+}
+
+/// A disk that nobody uses, open for writing.
+struct Offline {
+    graph: Graph<HostStore>,
+    plan: Plan,
+}
+
+/// A disk whose snapshot's files are in place, and its new graph.
+type Ready = (Made<HostStore>, Graph<HostStore>);
+
+fn offline(paths: &[PathBuf], name: &str, format: Option<Format>, parents: &ParentArgs) -> Result<Snapshot> {
+    let options = OpenOptions { read_only: false, ..parents.read_only(format) };
+    let named =
+        paths.iter().map(|path| Ok((existing(path)?, name_for(path, paths.len(), name)))).collect::<Result<_>>()?;
+    let (named, names): (Vec<(Locator, String)>, _) = (named, paths.to_vec());
+    on_engine(move || async move {
+        let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(options.no_lock));
+        let mut disks = Vec::new();
+        for (at, name) in &named {
+            disks.push(open(at, name, &options).await?);
+        }
+        let made = take(&files, disks).await?;
+        let tell = |(made, path): (&Made<HostStore>, PathBuf)| told(made, &path);
+        let disks: Vec<_> = made.iter().zip(names).map(tell).collect();
+        Ok(Snapshot { snapshot_path: disks[0].snapshot_path.clone(), longest_stall_us: 0.0, disks, trouble: None })
+    })
+}
+
+/// The name of one of `count` disks' snapshots: they may lie in one folder.
+fn name_for(disk: &Path, count: usize, name: &str) -> String {
+    match count {
+        1 => name.to_owned(),
+        _ => format!("{}-{name}", disk.file_stem().unwrap_or_default().to_string_lossy()),
+    }
+}
+
+fn told(made: &Made<HostStore>, disk: &Path) -> DiskSnapshot {
+    let text = |path: &Path| path.display().to_string();
+    DiskSnapshot { disk: text(disk), path: text(made.plan().disk()), snapshot_path: text(made.plan().snapshot()) }
+}
+
+async fn open(at: &Locator, name: &str, options: &OpenOptions) -> Result<Offline> {
+    let Locator::Path(path) = at else {
+        let error = Error::new(ErrorKind::Unsupported, "only disks in files have snapshots");
+        return Err(error.at_path(Path::new(&disks::label(at))));
+    };
+    let graph = disks::open(CacheMode::Page, at, options).await?;
+    let allowed = options.allow_parents.iter().map(|folder| folder.canonicalize());
+    let allowed: Vec<_> =
+        allowed.collect::<std::io::Result<_>>().map_err(|e| Error::io("find a folder of parents", e)).at_path(path)?;
+    let plan = Plan::new(&graph.layers(), options.format, name, &allowed)?;
+    Ok(Offline { graph, plan })
+}
+
+/// Makes the snapshots of all disks, or none, and closes the disks.
+async fn take(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<HostStore>>> {
+    let mut ready: Vec<Ready> = Vec::new();
+    for Offline { graph, plan } in disks {
+        match snapshot::prepare(files, Arc::new(OsEnv), &graph, &plan).await {
+            Ok(prepared) => ready.push(prepared.into_parts()),
+            Err(error) => {
+                for (made, _) in &ready {
+                    snapshot::take_back(files, made).await?;
+                }
+                return Err(error);
+            }
+        }
+    }
+    let mut all = Vec::new();
+    for (made, graph) in ready {
+        graph.close().await?;
+        all.push(made);
+    }
+    Ok(all)
+}
+
+/// Runs `spile clone`.
+///
+/// # Errors
+/// As [`run`] and `spile create`.
+pub fn clone(args: &CloneArgs) -> Result<Exit> {
+    let format = Format::of(&args.child, None)?;
+    if args.child.exists() {
+        let error = Error::new(ErrorKind::Exists, "there is a file of this name already").at_path(&args.child);
+        return Err(error.hint("choose another name"));
+    }
+    let snapshot = match find(&args.parent)? {
+        Some((server, name)) if is_written(&server, &name)? => Some(before(args)?),
+        Some(_) | None => None,
+    };
+    let parent =
+        snapshot.as_ref().map_or_else(|| path_of_parent(&args.parent), |made| Ok((&made.snapshot_path).into()))?;
+    let given = args.format.filter(|_| snapshot.is_none());
+    child_of(&args.child, format, &parent, given, &args.parents)?;
+    let cloned = Cloned { path: args.child.display().to_string(), parent_path: parent.display().to_string(), snapshot };
+    if args.json {
+        return print_json(&cloned).map(|()| Exit::Ok);
+    }
+    say(format_args!("{}: begins with what {} holds", cloned.path, cloned.parent_path));
+    if cloned.snapshot.is_none() {
+        say(format_args!("{} is a parent now: Spile does not write to it any more", cloned.parent_path));
+    }
+    Ok(Exit::Ok)
+}
+
+/// True for a disk that its server may write.
+fn is_written(server: &Path, name: &str) -> Result<bool> {
+    Ok(discovery::disks_of(server)?.iter().any(|disk| disk.name == *name && !disk.read_only))
+}
+
+/// The path of a disk that may be named by its name on a server.
+fn path_of_parent(parent: &Path) -> Result<PathBuf> {
+    match find(parent)? {
+        Some((server, name)) => {
+            let disks = discovery::disks_of(&server)?;
+            Ok(disks
+                .into_iter()
+                .find(|disk| disk.name == name)
+                .map_or_else(|| parent.to_owned(), |disk| disk.path.into()))
+        }
+        None => Ok(parent.to_owned()),
+    }
+}
+
+/// The snapshot that a clone of a served disk is the child of.
+fn before(args: &CloneArgs) -> Result<Snapshot> {
+    let stem = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let name = args.name.clone().unwrap_or_else(|| format!("{}-before-{}", stem(&args.parent), stem(&args.child)));
+    let made = make(std::slice::from_ref(&args.parent), &name, args.format, &args.parents)?;
+    match &made.trouble {
+        Some(trouble) => {
+            let error = Error::new(ErrorKind::Busy, format!("its snapshot was made, but {trouble}"));
+            Err(error.at_path(Path::new(&made.snapshot_path)).hint("clone the snapshot itself later"))
+        }
+        None => Ok(made),
+    }
+}

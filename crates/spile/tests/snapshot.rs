@@ -1,0 +1,189 @@
+//! Snapshots and clones by the commands: of disks that are served under load, and of those that nobody uses.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+
+use common::guests::{self, Load};
+use common::{Served, fails, json, ok, spile};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+const MIB: u64 = 1 << 20;
+
+/// Serves `args` with a control socket in the folder of such sockets, where commands look for it.
+fn serve(dir: &Path, args: &[&str]) -> Served {
+    let mut command = spile();
+    command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
+    Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
+}
+
+/// The names of the files in `dir` that are images, or are left of making one.
+fn images(dir: &Path) -> Vec<String> {
+    let names = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> = names.filter(|name| name.contains(".vhd") || name.contains("spile-")).collect();
+    names.sort();
+    names
+}
+
+/// The file names of a disk's layers, leaf first.
+fn chain(dir: &Path, disk: &str) -> Vec<String> {
+    let info = json(dir, &["info", disk, "--chain"]);
+    let name =
+        |layer: &Value| Path::new(layer["path"].as_str().unwrap()).file_name().unwrap().to_str().unwrap().to_owned();
+    info["layers"].as_array().unwrap().iter().map(name).collect()
+}
+
+fn raw_of(dir: &Path, disk: &str, out: &str) -> Vec<u8> {
+    ok(dir, &["convert", disk, out]);
+    let bytes = fs::read(dir.join(out)).unwrap();
+    fs::remove_file(dir.join(out)).unwrap();
+    bytes
+}
+
+#[test]
+fn a_disk_under_load_gets_snapshots_that_never_change() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "snap-live.vhd", "--size", "64M"]);
+    let served = serve(dir, &["snap-live.vhd", "--vhost-user", "v"]);
+    let mut load = Load::start(dir, "v", &["--span", "48M"]);
+    for number in 0..4 {
+        load.goes_on(&served);
+        let name = format!("s{number}");
+        let made = json(dir, &["snapshot", "snap-live", "--name", &name]);
+        assert_eq!(made["snapshot_path"], dir.canonicalize().unwrap().join(format!("s{number}.vhd")).to_str().unwrap());
+        assert!(made["longest_stall_us"].as_f64().unwrap() > 0.0 && made["trouble"].is_null(), "{made}");
+    }
+    let shown = json(dir, &["show", "snap-live"]);
+    let layers: Vec<_> =
+        shown["layers"].as_array().unwrap().iter().map(|layer| layer["path"].as_str().unwrap()).collect();
+    assert_eq!(layers.len(), 5);
+    assert!(layers[0].ends_with("/snap-live.vhd") && layers[1].ends_with("/s3.vhd") && layers[4].ends_with("/s0.vhd"));
+    // A snapshot is readable while the disk goes on.
+    let before = raw_of(dir, "s2.vhd", "before.raw");
+    load.goes_on(&served);
+    assert_eq!(load.end(), 0);
+    assert!(raw_of(dir, "s2.vhd", "after.raw") == before, "a snapshot has changed");
+    assert!(served.terminate().success());
+    assert_eq!(chain(dir, "snap-live.vhd"), ["snap-live.vhd", "s3.vhd", "s2.vhd", "s1.vhd", "s0.vhd"]);
+    assert_eq!(images(dir).len(), 5);
+    ok(dir, &["check", "snap-live.vhd"]);
+}
+
+#[test]
+fn several_disks_get_one_point_in_time_or_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["snap-a.vhd", "snap-b.vhd"] {
+        ok(dir, &["create", disk, "--size", "16M"]);
+    }
+    let _served = serve(dir, &["snap-a.vhd", "snap-b.vhd"]);
+    let made = json(dir, &["snapshot", "snap-a", "snap-b", "--name", "x"]);
+    assert_eq!(made["disks"].as_array().unwrap().len(), 2);
+    assert_eq!(images(dir), ["snap-a-x.vhd", "snap-a.vhd", "snap-b-x.vhd", "snap-b.vhd"]);
+    // The second one's name is taken: the first one's snapshot is taken back.
+    fs::write(dir.join("snap-b-y.vhd"), "x").unwrap();
+    let said = fails(dir, 1, &["snapshot", "snap-a", "snap-b", "--name", "y"]);
+    assert!(said.contains("snap-b-y.vhd") && said.contains("choose another"), "{said}");
+    assert_eq!(images(dir), ["snap-a-x.vhd", "snap-a.vhd", "snap-b-x.vhd", "snap-b-y.vhd", "snap-b.vhd"]);
+    assert_eq!(json(dir, &["show", "snap-a"])["layers"].as_array().unwrap().len(), 2);
+    // And the disks can have the next one.
+    ok(dir, &["snapshot", "snap-a", "snap-b", "--name", "z"]);
+    assert_eq!(chain(dir, "snap-a.vhd"), ["snap-a.vhd", "snap-a-z.vhd", "snap-a-x.vhd"]);
+}
+
+#[test]
+fn a_successor_takes_over_after_a_snapshot() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "snap-over.vhd", "--size", "64M"]);
+    let args = ["snap-over.vhd", "--vhost-user", "v"];
+    let served = guests::serve(dir, &args);
+    let mut load = Load::start(dir, "v", &["--span", "48M"]);
+    load.goes_on(&served);
+    ok(dir, &["snapshot", "c", "--name", "s"]);
+    let next = guests::succeed(dir, &args, served);
+    load.goes_on(&next);
+    ok(dir, &["snapshot", "c", "--name", "t"]);
+    assert_eq!(load.end(), 0);
+    assert!(next.terminate().success());
+    assert_eq!(chain(dir, "snap-over.vhd"), ["snap-over.vhd", "t.vhd", "s.vhd"]);
+}
+
+#[test]
+fn a_disk_that_nobody_serves_is_frozen_and_cloned() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("base.raw"), vec![7; MIB as usize]).unwrap();
+    ok(dir, &["convert", "base.raw", "a.vhd", "--size", "16M"]);
+    let made = json(dir, &["snapshot", "a.vhd", "--name", "s"]);
+    assert_eq!(made["longest_stall_us"], 0.0);
+    assert_eq!(chain(dir, "a.vhd"), ["a.vhd", "s.vhd"]);
+    let cloned = json(dir, &["clone", "s.vhd", "b.vhd"]);
+    assert!(cloned["snapshot"].is_null());
+    assert_eq!(chain(dir, "b.vhd"), ["b.vhd", "s.vhd"]);
+    assert!(raw_of(dir, "a.vhd", "x.raw") == raw_of(dir, "b.vhd", "y.raw"));
+    // A clone of a disk in use begins with a snapshot, and says its name.
+    let _served = serve(dir, &["a.vhd,name=snap-clone"]);
+    let cloned = json(dir, &["clone", "snap-clone", "c.vhd"]);
+    assert!(cloned["parent_path"].as_str().unwrap().ends_with("/snap-clone-before-c.vhd"), "{cloned}");
+    assert_eq!(chain(dir, "c.vhd"), ["c.vhd", "snap-clone-before-c.vhd", "s.vhd"]);
+}
+
+#[test]
+fn what_cannot_have_a_snapshot_says_why_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.raw", "--size", "16M"]);
+    ok(dir, &["create", "a.vhd", "--size", "16M"]);
+    ok(dir, &["create", "parent.vhd", "--size", "16M"]);
+    ok(dir, &["create", "child.vhd", "--parent", "parent.vhd"]);
+    let all = images(dir);
+    let refused = |code, disk: &str, name: &str, why: &str| {
+        let said = fails(dir, code, &["snapshot", disk, "--name", name]);
+        assert!(said.contains(why), "{disk}: {said}");
+        assert_eq!(images(dir), all);
+    };
+    refused(1, "a.raw", "s", "spile convert");
+    refused(2, "a.vhd", "x/y", "no name for a snapshot");
+    refused(1, "a.vhd", "parent", "choose another");
+    refused(1, "parent.vhd", "s", "child.vhd");
+    refused(1, "missing.vhd", "s", "missing.vhd");
+    {
+        let _served = serve(dir, &["a.vhd,name=snap-ro,read-only", "null:1M,name=snap-null", "a.raw,name=snap-raw"]);
+        refused(1, "snap-ro", "s", "reading only");
+        refused(1, "snap-null", "s", "no folder");
+        refused(1, "snap-raw", "s", "misread");
+    }
+    let served = serve(dir, &["a.vhd,name=snap-gone"]);
+    fs::rename(dir.join("a.vhd"), dir.join("elsewhere.vhd")).unwrap();
+    let said = fails(dir, 1, &["snapshot", "snap-gone", "--name", "s"]);
+    assert!(said.contains("not at its path"), "{said}");
+    assert!(!dir.join("s.vhd").exists() && !dir.join("a.vhd").exists());
+    served.signal(Signal::SIGKILL);
+}
+
+#[test]
+fn what_a_crash_has_left_goes_with_the_next_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.vhd", "--size", "16M"]);
+    ok(dir, &["create", "s.vhd", "--size", "16M"]);
+    ok(dir, &["create", "new.vhd", "--parent", "s.vhd"]);
+    // As if the process had been killed when the old leaf had its second name.
+    fs::rename(dir.join("new.vhd"), dir.join(".a.vhd.spile-new")).unwrap();
+    fs::remove_file(dir.join("s.vhd")).unwrap();
+    fs::hard_link(dir.join("a.vhd"), dir.join("s.vhd")).unwrap();
+    ok(dir, &["info", "a.vhd"]);
+    assert_eq!(images(dir).len(), 3, "who only looks changes nothing");
+    fails(dir, 2, &["resize", "a.vhd", "1M"]);
+    assert_eq!(images(dir), ["a.vhd"]);
+    // Another file of the snapshot's name is none of it.
+    ok(dir, &["create", "s.vhd", "--size", "16M"]);
+    ok(dir, &["create", "new.vhd", "--parent", "s.vhd"]);
+    fs::rename(dir.join("new.vhd"), dir.join(".a.vhd.spile-new")).unwrap();
+    fails(dir, 2, &["resize", "a.vhd", "1M"]);
+    assert_eq!(images(dir), ["a.vhd", "s.vhd"]);
+}
