@@ -63,7 +63,7 @@ pub struct Described {
 }
 
 /// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
-const PARENT: OpenLayer = OpenLayer { read_only: true, cache_bytes: 1 << 20 };
+const PARENT: OpenLayer = OpenLayer { read_only: true, lazy: false, cache_bytes: 1 << 20 };
 
 /// Memory for the maps of a parent that is open for writing.
 const MERGED_CACHE_BYTES: usize = 16 << 20;
@@ -101,7 +101,11 @@ pub async fn reopen_layer<F: Files>(
     mode: OpenMode,
 ) -> Result<Arc<GraphLayer<F::Store>>> {
     let (read_only, image) = (mode == OpenMode::ReadOnly, layer.image());
-    let how = OpenLayer { read_only, cache_bytes: if read_only { PARENT.cache_bytes } else { MERGED_CACHE_BYTES } };
+    let how = OpenLayer {
+        read_only,
+        lazy: false,
+        cache_bytes: if read_only { PARENT.cache_bytes } else { MERGED_CACHE_BYTES },
+    };
     let store = files.reopen(image.store(), mode).await?;
     let image = image.format().open(store, env, how).await?;
     Ok(GraphLayer::new(image, read_only))
@@ -188,7 +192,8 @@ impl<'a, F: Files> Search<'a, F> {
         let at = canonical(files, at).await?;
         let policy = Policy::new(files, at.as_path(), &options.allow_parents).await?;
         let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
-        let how = OpenLayer { read_only: options.read_only, cache_bytes: options.metadata_cache_bytes / 2 };
+        let how =
+            OpenLayer { read_only: options.read_only, lazy: false, cache_bytes: options.metadata_cache_bytes / 2 };
         let store = files.open(&at, mode).await?;
         let leaf = store.path().to_owned();
         let search =
@@ -239,7 +244,9 @@ impl<'a, F: Files> Search<'a, F> {
 
     async fn open_parent(&self, path: &Path, format: Format, parent: &ParentRef) -> Result<AnyLayer<F::Store>> {
         let store = self.files.open(&path.into(), OpenMode::ReadOnly).await?;
-        let mut layer = format.open(store, self.env, PARENT).await?;
+        // Whoever only looks at a chain wants to know all of it at once.
+        let how = OpenLayer { lazy: !self.options.read_only, ..PARENT };
+        let mut layer = format.open(store, self.env, how).await?;
         self.attach_data_file(&mut layer, OpenMode::ReadOnly).await?;
         // An identity may have to be computed from the image's tables: only a child that expects one asks.
         let Some(expected) = parent.identity else { return Ok(layer) };

@@ -90,6 +90,8 @@ pub trait ImageFormat {
 pub struct OpenLayer {
     /// Open it for reading only.
     pub read_only: bool,
+    /// Of an image that is open for reading only, read what says where the bytes lie when it is needed, and check it then.
+    pub lazy: bool,
     /// Memory for pieces of the map that can be read again, in bytes.
     pub cache_bytes: usize,
 }

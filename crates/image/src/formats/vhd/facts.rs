@@ -12,7 +12,8 @@ use crate::facts::{Facts, Record, Value};
 /// What only a dynamic or differencing image has.
 pub(super) struct SparseFacts<'a> {
     header: &'a Header,
-    allocated_blocks: u64,
+    /// `None` where not all of the table has been read.
+    allocated_blocks: Option<u64>,
     total_blocks: u64,
     has_journal: bool,
     is_unflushed: bool,
@@ -23,7 +24,7 @@ impl<S: Store> Sparse<S> {
     pub(super) fn sparse_facts<'a>(&'a self, head: &'a Head) -> SparseFacts<'a> {
         SparseFacts {
             header: &head.header,
-            allocated_blocks: self.bat.allocated().count() as u64,
+            allocated_blocks: (!self.bat.is_lazy()).then(|| self.bat.allocated().count() as u64),
             total_blocks: u64::from(self.bat.entries()),
             has_journal: self.layout.journal.is_some(),
             is_unflushed: self.journal.has_pending(),
@@ -55,7 +56,7 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
         ("geometry_size_bytes", other_size_bytes.into()),
         ("footer_problem", footer_problem.into()),
         ("block_bytes", sparse.as_ref().map(|s| s.header.block_size_bytes).into()),
-        ("allocated_blocks", sparse.as_ref().map(|s| s.allocated_blocks).into()),
+        ("allocated_blocks", sparse.as_ref().and_then(|s| s.allocated_blocks).into()),
         ("total_blocks", sparse.as_ref().map(|s| s.total_blocks).into()),
         ("parent_name", parent.map(|header| header.parent_name.clone()).into()),
         ("parent_format", parent.map(|header| parent_format(&header.parent_uuid).to_string()).into()),
@@ -64,7 +65,7 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
         ("unflushed", Value::Bool(sparse.as_ref().is_some_and(|s| s.is_unflushed))),
     ];
     let mut lines = Vec::new();
-    lines.extend(sparse.as_ref().map(|s| ("blocks", s.blocks_line())));
+    lines.extend(sparse.as_ref().and_then(|s| Some(("blocks", s.blocks_line()?))));
     let creator = format_creator(footer.creator);
     lines.push(("creator", format!("{creator} {}", format_version(footer.creator_version))));
     lines.push(("uuid", format_uuid(&footer.uuid)));
@@ -87,9 +88,9 @@ pub(super) fn of(footer: &Footer, sparse: Option<SparseFacts<'_>>) -> Facts {
 }
 
 impl SparseFacts<'_> {
-    fn blocks_line(&self) -> String {
+    fn blocks_line(&self) -> Option<String> {
         let size = format_size(u64::from(self.header.block_size_bytes));
-        format!("{} of {} allocated, {size} each", self.allocated_blocks, self.total_blocks)
+        Some(format!("{} of {} allocated, {size} each", self.allocated_blocks?, self.total_blocks))
     }
 
     fn journal_line(&self) -> Option<String> {

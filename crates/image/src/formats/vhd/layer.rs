@@ -6,6 +6,7 @@ use spile_core::{Extent, Result, Store, StoreOffset, Via};
 
 use super::codec::footer::Footer;
 use super::grow::grow_fixed_in_use;
+use super::lazy::PAGE_PIECE;
 use super::resize::{grow_fixed, resized};
 use super::shrink::shrink_fixed;
 use super::write::{BlockPart, SparseReserved};
@@ -86,6 +87,7 @@ impl<S: Store> Layer<S> for Vhd<S> {
     async fn load(&self, MapPiece(block): MapPiece) -> Result<()> {
         match self {
             Self::Fixed(..) => Ok(()),
+            Self::Sparse(sparse) if block >= PAGE_PIECE => sparse.load_page((block - PAGE_PIECE) as u32).await,
             Self::Sparse(sparse) => sparse.load_bits(block as u32).await,
         }
     }

@@ -46,6 +46,7 @@ mod forget;
 mod grow;
 mod journal;
 mod layer;
+mod lazy;
 mod open;
 mod parent;
 mod reparent;
@@ -243,6 +244,8 @@ pub struct Sparse<S> {
     /// The image was opened for reading only, or has been sealed since.
     read_only: AtomicBool,
     bat: Bat,
+    /// Of a lazy table: which blocks are full.
+    batmap: Option<Vec<u8>>,
     bits: BitsCache,
     journal: Journal,
     alloc: Alloc,
@@ -290,12 +293,23 @@ impl<S: Store> Sparse<S> {
             let sector = self.bat.get(block);
             let found = match sector {
                 Some(sector) => self.find_in(sector, at, len_bytes),
-                None => (Found::Below, self.hole_len(block, at, len_bytes)),
+                None => self.find_nothing(block, at, len_bytes),
             };
             // The block may have been released and placed elsewhere in between; then these bits are not those of the
             // old place. (It cannot be back at the old place, which is not used again while a reader may know it.)
             if self.bat.get(block) == sector {
                 return found;
+            }
+        }
+    }
+
+    /// [`Sparse::find`] in a block that is not allocated, or of which that is not known.
+    fn find_nothing(&self, block: u32, at: u64, len_bytes: u64) -> (Found, u64) {
+        match self.bat.missing_page(block) {
+            None => (Found::Below, self.hole_len(block, at, len_bytes)),
+            Some(page) => {
+                let end = u64::from(self.bat.blocks_of(page).end) * self.layout.block_bytes;
+                (Found::Miss(MapPiece(lazy::PAGE_PIECE + u64::from(page))), len_bytes.min(end - at))
             }
         }
     }
@@ -330,7 +344,12 @@ impl<S: Store> Sparse<S> {
         let len = len_bytes.min(self.layout.block_bytes - within);
         match self.bat.get(block) {
             Some(sector) => (Found::Data(StoreOffset(self.layout.data_offset(sector) + within)), len),
-            None => (Found::Below, len),
+            None => match (self.find_nothing(block, at, len), self.bat.get(block)) {
+                ((found @ Found::Miss(_), len), _) => (found, len),
+                // The page was read meanwhile.
+                (_, Some(sector)) => (Found::Data(StoreOffset(self.layout.data_offset(sector) + within)), len),
+                _ => (Found::Below, len),
+            },
         }
     }
 

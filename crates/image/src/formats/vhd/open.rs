@@ -18,8 +18,9 @@ use super::codec::footer::{DiskType, Footer};
 use super::codec::header::Header;
 use super::codec::locator::{Locator, Platform};
 use super::flush::Flusher;
-use super::footers::{Footers, read_footers};
+use super::footers::{Footers, Other, read_footers};
 use super::journal::{Journal, Owner};
+use super::lazy;
 use super::reparent::{find_spare, pair_of};
 use super::{Batmap, Head, Layout, SECTOR, Sparse, Table, Vhd};
 use crate::formats::OpenLayer;
@@ -46,8 +47,10 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     let header = read_header(&store, &footer).await?;
     let (mut layout, batmap) = lay_out(&store, &footer, &header).await?;
     let most = if how.read_only { 0 } else { entries_for(MAX_SIZE_BYTES, header.block_size_bytes).min(MAX_BLOCKS) };
-    let bat = Bat::new(layout.blocks(), most as u32);
-    let mut sectors = load_bat(&store, &layout, &bat).await?;
+    // A file that does not end in order may be cut short: all of its table is looked at.
+    let is_lazy = how.lazy && how.read_only && !found.uses_copy && matches!(found.other, Other::Agrees);
+    let bat = if is_lazy { Bat::lazy(layout.blocks()) } else { Bat::new(layout.blocks(), most as u32) };
+    let mut sectors = if is_lazy { Vec::new() } else { load_bat(&store, &layout, &bat).await? };
     sectors.sort_unstable();
     check_blocks(store.len_bytes(), &layout, &sectors)?;
     if !how.read_only {
@@ -58,7 +61,12 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
         false => find_spare(&store, &footer, &layout, &sectors).await?,
     };
     layout.metadata.extend(spare.iter().map(|place| pair_of(place.start)));
+    let has_batmap = batmap.is_some();
+    let (batmap, lazy_batmap) = if is_lazy { (None, batmap) } else { (batmap, None) };
     batmap.iter().for_each(|map| apply_batmap(&bat, map));
+    if is_lazy {
+        sectors = lazy::first_sectors(&store, &layout, &bat).await?;
+    }
     let separate = sectors.iter().all(|&sector| layout.data_offset(sector).is_multiple_of(4096))
         && layout.block_bytes.is_multiple_of(4096)
         && layout.size_bytes.is_multiple_of(u64::from(store.info().offset_align_bytes));
@@ -74,7 +82,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
         alloc: Alloc::new(next_free, gaps, keep_end, footers),
         bits: BitsCache::new(how.cache_bytes, layout.bitmap_bytes as usize),
         journal: Journal::new(layout.journal_on(&store), owner, generation),
-        flusher: Flusher::new(batmap.is_some()),
+        flusher: Flusher::new(has_batmap),
         via: if separate { Via::Direct } else { Via::Cached },
         grace: Grace::default(),
         blocks: RangeLock::default(),
@@ -89,6 +97,7 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
         read_only: AtomicBool::new(how.read_only),
         beside: Beside::new(env.clone()),
         bat,
+        batmap: lazy_batmap,
     };
     sparse.replay().await?;
     Ok(Vhd::Sparse(Arc::new(sparse)))
@@ -116,6 +125,9 @@ impl<S: Store> Sparse<S> {
     async fn replay(&self) -> Result<()> {
         for (half, record) in self.journal.replay(&self.store).await? {
             let valid = record.sectors.end <= self.layout.sectors_per_block();
+            if let Some(page) = self.bat.missing_page(record.block) {
+                self.load_page(page).await?;
+            }
             if !valid || record.block >= self.bat.entries() || self.bat.get(record.block) != Some(record.at_sector) {
                 continue;
             }
