@@ -20,7 +20,7 @@ use crate::work::{GraphOf, Work};
 pub async fn flatten<F: Files>(work: &Work<'_, F>) -> Result<()> {
     let disk = work.disk_path().await;
     let result = begin(work).await;
-    crate::finish(work, &disk, result).await
+    crate::finish(work, &disk, &Plan::Flatten, result).await
 }
 
 async fn begin<F: Files>(work: &Work<'_, F>) -> Result<()> {
@@ -28,6 +28,7 @@ async fn begin<F: Files>(work: &Work<'_, F>) -> Result<()> {
     if graph.handles().len() == 1 {
         return Ok(());
     }
+    crate::finish_left(work, graph.handles()[0].path()).await?;
     Plan::Flatten.write(work.files, graph.handles()[0].path()).await?;
     work.job.accept();
     let ranges = Arc::new(RangeLock::default());

@@ -34,15 +34,30 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
     }
 }
 
-/// Says in the job how it ended. The note of `disk` stays only when the next process is to go on.
-async fn finish<F: Files>(work: &Work<'_, F>, disk: &Path, result: Result<()>) -> Result<()> {
-    let result = match work.job.outcome(&result) {
-        State::Stopped => result,
-        _ => match (result, Plan::remove(work.files, disk).await) {
-            (Ok(()), removed) => removed,
-            (failed, _) => failed,
-        },
+/// Says in the job how it ended. The note of `disk` stays only when something is left that the next process, or the next job, is to do: a
+/// job that was stopped, or a layer that the disk has no more and whose file is still there.
+async fn finish<F: Files>(work: &Work<'_, F>, disk: &Path, plan: &Plan, result: Result<()>) -> Result<()> {
+    let stays = match work.job.outcome(&result) {
+        State::Stopped => true,
+        State::Failed => merge::has_taken_out(work, plan).await,
+        _ => false,
+    };
+    let result = match (stays, result) {
+        (true, result) => result,
+        (false, Ok(())) => Plan::remove(work.files, disk).await,
+        (false, failed) => Plan::remove(work.files, disk).await.and(failed),
     };
     work.job.end(&result);
     result
+}
+
+/// Does what a merge has left to do whose layer the disk has no more.
+async fn finish_left<F: Files>(work: &Work<'_, F>, disk: &Path) -> Result<()> {
+    match Plan::read(work.files, disk).await? {
+        Some(plan) if merge::has_taken_out(work, &plan).await => {
+            merge::finish_left(work, &plan).await?;
+            Plan::remove(work.files, disk).await
+        }
+        _ => Ok(()),
+    }
 }

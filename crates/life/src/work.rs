@@ -112,9 +112,17 @@ impl<F: Files> Work<'_, F> {
         for neighbour in self.neighbours {
             let Ok(neighbour) = self.files.canonical(neighbour).await else { continue };
             let is_known = neighbour == known || neighbour == path || found.contains(&neighbour);
-            // An image that cannot be read cannot be used as a child either.
-            if !is_known && spile_image::is_child_of(self.asking, &neighbour, &path, identity).await.unwrap_or(false) {
-                found.push(neighbour);
+            if is_known {
+                continue;
+            }
+            match spile_image::is_child_of(self.asking, &neighbour, &path, identity).await {
+                Ok(true) => found.push(neighbour),
+                Ok(false) => {}
+                // An image that makes no sense cannot be used as a child either. What the storage does not give may be a child.
+                Err(error) if is_no_image(error.kind()) => {}
+                Err(error) => {
+                    return Err(error.hint("it may be a child of the disk's images: make it readable, or move it"));
+                }
             }
         }
         Ok(found)
@@ -133,4 +141,10 @@ pub(crate) fn relative(folder: &Path, file: &Path) -> Option<String> {
 pub(crate) fn size_of<S: Store>(layer: &GraphLayer<S>) -> u64 {
     use spile_image::layer::Layer as _;
     layer.image().size_bytes()
+}
+
+/// True for the error of a file that is gone or holds no image.
+fn is_no_image(kind: ErrorKind) -> bool {
+    use ErrorKind::{Corrupt, InvalidInput, NotFound, OutOfRange, Unsupported};
+    matches!(kind, Corrupt | InvalidInput | NotFound | OutOfRange | Unsupported)
 }

@@ -72,11 +72,8 @@ impl<F: Files> Opened<F> {
         if work.broken == Broken::RemoveBeforeNames {
             work.files.remove(self.upper.path()).await?;
         }
-        // It may have been renamed or looked at; it may not be half durable.
+        // What it has given up must stay so.
         self.upper.image().flush().await?;
-        for other in &checked.others {
-            rename_parent(work, other, &self.lower).await?;
-        }
         let lower = work.sealed(&self.lower).await?;
         let child = self.child_names_parent(work).await?;
         let mut layers = self.graph.handles().to_vec();
@@ -84,6 +81,10 @@ impl<F: Files> Opened<F> {
         layers[self.number + 1] = lower;
         layers.remove(self.number);
         work.put(self.graph.with_layers(layers)?).await?;
+        // Only now: while the disk still has the layer, its parent must have no other child.
+        for other in &checked.others {
+            rename_parent(work, other, &self.lower).await?;
+        }
         if work.broken == Broken::RemoveBeforeNames {
             return Ok(());
         }

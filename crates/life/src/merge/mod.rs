@@ -39,12 +39,29 @@ pub use self::check::{find_layer, plan};
 pub async fn coalesce<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let disk = work.disk_path().await;
     let result = begin(work, plan).await;
-    crate::finish(work, &disk, result).await
+    crate::finish(work, &disk, &Plan::Coalesce(plan.clone()), result).await
+}
+
+/// True when the disk has no more the layer that `plan` merges: only its file may be left.
+pub(crate) async fn has_taken_out<F: Files>(work: &Work<'_, F>, plan: &Plan) -> bool {
+    match plan {
+        Plan::Coalesce(merged) => number_of(&*work.node.graph().await, merged).is_none(),
+        Plan::Flatten => false,
+    }
+}
+
+/// Removes what `plan` has left, once the disk has the layer no more.
+pub(crate) async fn finish_left<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
+    match plan {
+        Plan::Coalesce(merged) => left::finish(work, merged).await,
+        Plan::Flatten => Ok(()),
+    }
 }
 
 async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let graph = work.settled().await?;
     let Some(number) = number_of(&graph, plan) else { return left::finish(work, plan).await };
+    crate::finish_left(work, graph.handles()[0].path()).await?;
     let checked = check::check(work, &graph, number).await?;
     let note = Plan::Coalesce(plan.clone());
     note.write(work.files, graph.handles()[0].path()).await?;

@@ -53,7 +53,7 @@ impl Server {
             self.listen_on(addresses)
         });
         if let (Ok(()), Some(open)) = (&added, self.disks.last()) {
-            disks::begin(&self.engine, std::slice::from_ref(open));
+            disks::begin(&self.engine, std::slice::from_ref(open), &self.sender);
         }
         if added.is_err() {
             self.opening.remove(&name);

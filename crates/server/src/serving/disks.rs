@@ -11,6 +11,7 @@ use spile_node::{Node, Policy, Shape, Troubles};
 use spile_store::{CacheMode, FileId, HostStore};
 
 use super::api::types::Layer;
+use super::control::Event;
 use super::failed_syncs::{self, FailedSync};
 use super::faults;
 use super::identity::{Exported, Identity};
@@ -347,8 +348,8 @@ pub fn layers_of(graph: &Graph<HostStore>) -> Vec<Layer> {
 }
 
 /// Begins what the first writes to the disks would wait for. It changes images, so it is done once the disks are sure to be
-/// served.
-pub fn begin(engine: &Engine, disks: &[Open]) {
+/// served. `events` hears of each disk whose images a job has changed.
+pub fn begin(engine: &Engine, disks: &[Open], events: &mpsc::Sender<Event>) {
     for open in disks {
         let disk = open.disk.clone();
         engine.spawn_on(0, move || async move {
@@ -357,6 +358,7 @@ pub fn begin(engine: &Engine, disks: &[Open]) {
             }
         });
         if !open.read_only {
+            open.jobs.tell_to(open.name.clone(), events.clone());
             open.jobs.go_on(engine, &open.disk);
         }
     }
@@ -564,7 +566,7 @@ mod tests {
             let (engine, mut disks) = (start(), Vec::new());
             opening.open(&engine, &mut disks, &[]).unwrap();
             if is_served {
-                begin(&engine, &disks);
+                begin(&engine, &disks, &mpsc::channel().0);
             }
             engine.shutdown();
             assert_eq!(len_bytes() > before, is_served);

@@ -141,7 +141,7 @@ impl Server {
         disks::set_policies(&self.disks, &policies);
         disks::set_shapes(&self.engine, &self.disks, &shapes)?;
         limits.restore(&self.engine, &self.disks, &self.opening.groups, |_| true)?;
-        disks::begin(&self.engine, &self.disks);
+        disks::begin(&self.engine, &self.disks, &self.sender);
         self.listen(shares)?;
         self.adopt(connections);
         tracing::warn!("this server goes on");

@@ -1,7 +1,7 @@
 //! Jobs on the images of the disks that are served. A disk has one job at a time; the last ones that have ended are kept for those who look.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
 use spile_core::{Error, ErrorKind, Result};
 use spile_engine::Engine;
@@ -11,6 +11,7 @@ use spile_life::merge;
 use spile_store::HostStore;
 
 use super::api::types::{self, FailureDetail, JobChange, NewJob};
+use super::control::Event;
 use super::disks::ServedDisk;
 use crate::jobs::{self, Access};
 
@@ -48,6 +49,8 @@ struct State {
     held_for: Option<&'static str>,
     /// The oldest first.
     jobs: Vec<Arc<DiskJob>>,
+    /// The disk's name, and who hears that it has another graph.
+    listener: Option<(String, mpsc::Sender<Event>)>,
 }
 
 impl State {
@@ -100,6 +103,19 @@ impl DiskJobs {
         }
     }
 
+    /// From now on `events` hears when a job has changed the images of this disk, which is called `name`.
+    pub fn tell_to(&self, name: String, events: mpsc::Sender<Event>) {
+        self.state().listener = Some((name, events));
+    }
+
+    /// Tells that the disk has another graph.
+    async fn tell(&self, disk: &ServedDisk) {
+        let graph = disk.graph().await;
+        if let Some((name, events)) = &self.state().listener {
+            let _ = events.send(Event::Exchanged(name.clone(), graph));
+        }
+    }
+
     /// Goes on with what a process before has begun, if there is something. Nobody waits for that.
     pub fn go_on(self: &Arc<Self>, engine: &Engine, disk: &Arc<ServedDisk>) {
         let (jobs, own, disk) = (self.clone(), engine.clone(), disk.clone());
@@ -129,13 +145,14 @@ impl DiskJobs {
     ) -> Result<Arc<DiskJob>> {
         let begun = DiskJob::new(plan, limit_bytes_per_s);
         self.add(begun.clone())?;
-        let (access, disk, running) = (self.access, disk.clone(), begun.clone());
+        let (jobs, disk, running) = (self.clone(), disk.clone(), begun.clone());
         engine.spawn_on(0, move || async move {
-            if let Err(error) = jobs::run(&disk, access, &running.job, &running.plan).await
+            if let Err(error) = jobs::run(&disk, jobs.access, &running.job, &running.plan).await
                 && running.job.report().error.is_some()
             {
                 tracing::warn!("the job {} has failed: {error}", running.id);
             }
+            jobs.tell(&disk).await;
         });
         Ok(begun)
     }

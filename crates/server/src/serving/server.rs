@@ -231,7 +231,7 @@ impl Server {
             self.listening.iter_mut().filter_map(|socket| socket.published.as_mut()).for_each(Published::take);
             self.adopt(std::mem::take(&mut inheritance.connections));
         }
-        disks::begin(&self.engine, &self.disks);
+        disks::begin(&self.engine, &self.disks, &self.sender);
         if let (Some(start), [open]) = (beginning.xen.take(), &self.disks[..]) {
             self.fronts.set_xen(start(&self.engine, open, self.sender.clone())?);
         }

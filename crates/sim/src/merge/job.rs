@@ -91,7 +91,11 @@ impl Host {
         let ended = spile_life::run(&work, &plan).await;
         match &ended {
             Ok(()) => {
-                assert!(!must_be_refused, "{plan:?} was not refused");
+                assert!(
+                    !must_be_refused,
+                    "{plan:?} was not refused: {before:?}, second child of {:?}",
+                    self.second_parent()
+                );
                 self.check_done(node, &plan, &before).await;
             }
             Err(error) if must_be_refused => self.check_refused(node, error, &before).await,
@@ -112,9 +116,10 @@ impl Host {
 
     /// True when another image needs what the merge would change, or the leaf's parent cannot take its name.
     fn must_be_refused(&self, paths: &[PathBuf], plan: &Plan) -> bool {
-        let Plan::Coalesce(Merged { path, .. }) = plan else { return false };
+        let Plan::Coalesce(Merged { path, parent: planned, .. }) = plan else { return false };
         let Some(number) = paths.iter().position(|layer| layer == path) else { return false };
-        let Some(parent) = paths.get(number + 1) else { return true };
+        // With another parent, or none, the merge was done before, but for its note.
+        let Some(parent) = paths.get(number + 1).filter(|parent| *parent == planned) else { return false };
         let is_foreign = number == 0 && parent.extension() != path.extension();
         is_foreign || self.second_parent().as_ref().is_some_and(|second| second == parent)
     }
