@@ -12,6 +12,7 @@ pub mod jobs;
 pub mod merge;
 pub mod names;
 mod recover;
+pub mod revert;
 pub mod snapshot;
 mod work;
 

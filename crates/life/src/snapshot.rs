@@ -127,7 +127,7 @@ pub fn child_format(parent: Format) -> Format {
 }
 
 /// Refuses a disk whose path says another format than its new leaf will have: nothing looks into a file to find out.
-fn check_extension(disk: &Path, given: Option<Format>, child: Format) -> Result<()> {
+pub(crate) fn check_extension(disk: &Path, given: Option<Format>, child: Format) -> Result<()> {
     let (says, why) = match given {
         Some(given) => (Some(given), "it is opened as"),
         None => (Format::from_extension(disk), "its name says"),

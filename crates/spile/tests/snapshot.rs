@@ -6,6 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use common::guests::{self, Load};
+use common::nbd::Client;
 use common::{Served, fails, json, ok, spile};
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -186,4 +187,84 @@ fn what_a_crash_has_left_goes_with_the_next_open() {
     fs::rename(dir.join("new.vhd"), dir.join(".a.vhd.spile-new")).unwrap();
     fails(dir, 2, &["resize", "a.vhd", "1M"]);
     assert_eq!(images(dir), ["a.vhd", "s.vhd"]);
+}
+
+/// A disk of two images: `a.vhd` holds twos over ones, `s.vhd` ones.
+fn with_snapshot(dir: &Path) {
+    ok(dir, &["create", "a.vhd", "--size", "16M"]);
+    let write = |byte: u8| {
+        let served = Served::start(dir, &["a.vhd"]);
+        Client::connect(&served.uri()).unwrap().write(0, &[byte; 4096], true).unwrap();
+        assert!(served.terminate().success());
+    };
+    write(1);
+    ok(dir, &["snapshot", "a.vhd", "--name", "s"]);
+    write(2);
+}
+
+#[test]
+fn a_disk_goes_back_to_its_snapshot() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    with_snapshot(dir);
+    let first = |disk: &str| raw_of(dir, disk, "out.raw")[0];
+    assert_eq!((first("a.vhd"), first("s.vhd")), (2, 1));
+    fails(dir, 2, &["revert", "a.vhd", "s.vhd"]);
+    let kept = json(dir, &["revert", "a.vhd", "s.vhd", "--keep", "t"]);
+    assert!(kept["kept_path"].as_str().unwrap().ends_with("/t.vhd"));
+    assert_eq!((first("a.vhd"), first("t.vhd"), first("s.vhd")), (1, 2, 1));
+    assert_eq!(images(dir), ["a.vhd", "s.vhd", "t.vhd"]);
+    // Forward again, to the branch that was kept.
+    ok(dir, &["revert", "a.vhd", "t.vhd", "--discard"]);
+    assert_eq!((first("a.vhd"), chain(dir, "a.vhd")), (2, vec!["a.vhd".into(), "t.vhd".into(), "s.vhd".into()]));
+    let _served = serve(dir, &["a.vhd,name=snap-back"]);
+    let said = fails(dir, 1, &["revert", "a.vhd", "s.vhd", "--discard"]);
+    assert!(said.contains("spile detach snap-back"), "{said}");
+}
+
+#[test]
+fn only_what_nobody_needs_is_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    with_snapshot(dir);
+    ok(dir, &["clone", "s.vhd", "b.vhd"]);
+    let said = fails(dir, 1, &["delete", "s.vhd"]);
+    assert!(said.contains("a.vhd") || said.contains("b.vhd"), "{said}");
+    assert!(said.contains("spile coalesce"), "{said}");
+    {
+        let _served = serve(dir, &["a.vhd,name=snap-kept"]);
+        assert!(fails(dir, 1, &["delete", "a.vhd"]).contains("served as"));
+    }
+    let deleted = json(dir, &["delete", "b.vhd"]);
+    assert!(deleted["freed_bytes"].as_u64().unwrap() > 0);
+    assert_eq!(images(dir), ["a.vhd", "s.vhd"]);
+}
+
+#[test]
+fn a_tree_shows_families_and_who_uses_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    with_snapshot(dir);
+    ok(dir, &["clone", "s.vhd", "b.vhd"]);
+    ok(dir, &["create", "lone.vhd", "--size", "1M"]);
+    fs::write(dir.join(".b.vhd.spile-new"), "half-made").unwrap();
+    let served = serve(dir, &["a.vhd,name=snap-tree"]);
+    let tree = json(dir, &["tree", "."]);
+    let of = |image: &Value| {
+        let name = Path::new(image["path"].as_str().unwrap()).file_name().unwrap().to_str().unwrap().to_owned();
+        (name, image["depth"].as_u64().unwrap())
+    };
+    let images = tree["images"].as_array().unwrap();
+    let shown: Vec<_> = images.iter().map(of).collect();
+    let expected = [("lone.vhd", 0), ("s.vhd", 0), ("a.vhd", 1), ("b.vhd", 1)];
+    assert_eq!(shown, expected.map(|(name, depth)| (name.to_owned(), depth)));
+    let pid = served.child.id();
+    for (image, is_open) in images.iter().zip([false, true, true, false]) {
+        assert_eq!(image["open_by"].as_array().unwrap().iter().any(|opener| opener["pid"] == pid), is_open, "{image}");
+    }
+    assert_eq!((&images[2]["served_as"], &images[1]["served_as"]), (&"snap-tree".into(), &Value::Null));
+    assert_eq!(tree["beside"].as_array().unwrap().len(), 1);
+    let family = json(dir, &["tree", "snap-tree"]);
+    assert_eq!(family["images"].as_array().unwrap().len(), 3);
+    assert!(ok(dir, &["tree", "b.vhd"]).contains("\n  b.vhd  16 MiB vhd"));
 }

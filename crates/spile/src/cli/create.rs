@@ -162,7 +162,11 @@ fn real(path: &Path) -> Result<PathBuf> {
     path.canonicalize().map_err(|e| Error::io("find", e)).at_path(path)
 }
 
-fn new_parent(child: &Path, parent: &LayerInfo) -> Result<NewParent> {
+/// How a child at `child` names the image `parent`.
+///
+/// # Errors
+/// `InvalidInput` when the parent's path cannot be written down in an image; the system's.
+pub fn new_parent(child: &Path, parent: &LayerInfo) -> Result<NewParent> {
     let folder = real(folder_of(child))?;
     let path = real(&parent.path)?;
     let relative_path = relative(&folder, &path).ok_or_else(|| {

@@ -253,6 +253,30 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[JSON],
     },
     Ending {
+        command: "revert",
+        codes: &[],
+        examples: &[
+            ("spile revert disk.vhd monday.vhd --discard", "loses what was written since"),
+            ("spile revert disk.vhd monday.vhd --keep tuesday", "tuesday.vhd is what the disk held"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "delete",
+        codes: &[],
+        examples: &[("spile delete old.vhd", "an image that no other one needs")],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "tree",
+        codes: &[],
+        examples: &[
+            ("spile tree /vm", "all images of a folder, each under its parent"),
+            ("spile tree disk --json", "the family of a disk, for programs"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "on-error",
         codes: &[],
         examples: &[

@@ -23,6 +23,7 @@ mod new_disk;
 mod onto;
 mod pace;
 mod report;
+mod revert;
 mod schema;
 mod serve;
 mod served;
@@ -34,6 +35,7 @@ mod stat;
 mod stream;
 mod top;
 mod trace;
+mod tree;
 mod trouble;
 mod tune;
 mod xen_backend;
@@ -95,6 +97,9 @@ enum Command {
     Job(jobs::JobArgs),
     Snapshot(snapshot::SnapshotArgs),
     Clone(snapshot::CloneArgs),
+    Revert(revert::RevertArgs),
+    Delete(revert::DeleteArgs),
+    Tree(tree::TreeArgs),
     OnError(trouble::OnErrorArgs),
     Shape(shape::ShapeArgs),
     Limit(limit::LimitArgs),
@@ -152,6 +157,9 @@ pub fn run() -> ExitCode {
         Command::Job(args) => jobs::job(args),
         Command::Snapshot(args) => snapshot::run(args),
         Command::Clone(args) => snapshot::clone(args),
+        Command::Revert(args) => revert::run(args),
+        Command::Delete(args) => revert::delete(args),
+        Command::Tree(args) => tree::run(args),
         Command::OnError(args) => trouble::on_error(args),
         Command::Shape(args) => shape::run(args),
         Command::Limit(args) => limit::run(args),

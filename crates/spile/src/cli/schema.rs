@@ -20,10 +20,12 @@ use super::limit::Limited;
 use super::load::ReadBack;
 use super::map::Mapped;
 use super::measure::Measured;
+use super::revert::{Deleted, Reverted};
 use super::snapshot::Cloned;
 use super::stat::DiskStat;
 use super::top::TopInterval;
 use super::trace::Traced;
+use super::tree::Tree;
 use super::{Exit, print_text};
 use crate::bench::{
     Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, paths, shape, tune, warmup,
@@ -65,6 +67,9 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("trace", of::<Traced>),
     ("snapshot", of::<Snapshot>),
     ("clone", of::<Cloned>),
+    ("revert", of::<Reverted>),
+    ("delete", of::<Deleted>),
+    ("tree", of::<Tree>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),
     ("bench all", of::<Summary>),
     ("bench depth", of_experiment::<depth::Asked, depth::Row>),

@@ -1,0 +1,196 @@
+//! `spile revert` and `spile delete`: disks that nobody uses go back to a snapshot, or go.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use clap::Args;
+use serde::Serialize;
+use spile_core::{Disk as _, Error, ErrorKind, Files as _, Locator, Result, ResultExt};
+use spile_engine::OsEnv;
+use spile_image::create::NewImage;
+use spile_image::{Format, OpenOptions, check_new_child};
+use spile_life::names;
+use spile_life::revert::revert;
+use spile_life::snapshot::{Plan, prepare};
+use spile_server::family;
+use spile_store::{CacheMode, HostFiles, OsFiles};
+use utoipa::ToSchema;
+
+use super::create::new_parent;
+use super::snapshot::find;
+use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, say};
+use crate::disks;
+use crate::units::format_size;
+
+/// Have a disk go back to what a snapshot holds
+///
+/// The disk's path names a new, empty child of the snapshot then, in one step. What was written to the disk since is lost, or kept
+/// under a name. Nobody may use the disk meanwhile; end or detach its virtual machine first.
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("rest").required(true)))]
+pub struct RevertArgs {
+    /// The disk, by its path
+    disk: PathBuf,
+    /// The image to go back to: a snapshot of this disk, or any other image
+    snapshot: PathBuf,
+    /// Lose what was written to the disk since its last snapshot
+    #[arg(long, group = "rest")]
+    discard: bool,
+    /// Keep what the disk holds now under this name, as `spile snapshot --name` does
+    #[arg(long, value_name = "NAME", group = "rest")]
+    keep: Option<String>,
+    /// The disk's format, instead of what its extension says
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    format: Option<Format>,
+    #[command(flatten)]
+    parents: ParentArgs,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Delete a disk or a snapshot that no other image needs
+///
+/// The other images in its folder are asked whether it is their parent. A disk that is open anywhere is left alone. What the image's
+/// own parents hold stays.
+#[derive(Debug, Args)]
+pub struct DeleteArgs {
+    /// The image, by its path
+    disk: PathBuf,
+    /// The image's format, instead of what its extension says
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    format: Option<Format>,
+    #[command(flatten)]
+    parents: ParentArgs,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// A disk that has gone back.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Reverted {
+    /// The disk.
+    path: String,
+    /// What it holds now.
+    snapshot_path: String,
+    /// What it held before, if that was kept.
+    kept_path: Option<String>,
+}
+
+/// An image that is gone.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Deleted {
+    /// Its path.
+    path: String,
+    /// The space that it took on its file system, in bytes.
+    freed_bytes: u64,
+}
+
+/// Refuses a disk that a server has.
+fn refuse_served(disk: &Path) -> Result<()> {
+    match find(disk)? {
+        Some((server, name)) => {
+            let what = format!("{} is served as {name:?} by {}", disk.display(), server.display());
+            Err(Error::new(ErrorKind::Busy, what).hint(format!("spile detach {name}, or end the server")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The locator of a disk that must be a file.
+fn file_at(disk: &Path) -> Result<Locator> {
+    match existing(disk)? {
+        at @ Locator::Path(_) => Ok(at),
+        _ => Err(Error::new(ErrorKind::Unsupported, "this is done to files only").at_path(disk)),
+    }
+}
+
+/// Runs `spile revert`.
+///
+/// # Errors
+/// When the disk or the snapshot cannot be opened, or the disk is in use; the storage's. The disk is as it was then.
+pub fn run(args: &RevertArgs) -> Result<Exit> {
+    refuse_served(&args.disk)?;
+    let (at, base) = (file_at(&args.disk)?, file_at(&args.snapshot)?);
+    let read = args.parents.read_only(None);
+    let write = OpenOptions { format: args.format, read_only: false, ..read.clone() };
+    let keep = args.keep.clone();
+    let path = |path: PathBuf| path.display().to_string();
+    let (disk, snapshot, kept) = on_engine(move || async move { go_back(&at, &base, &read, &write, keep).await })?;
+    let reverted = Reverted { path: path(disk), snapshot_path: path(snapshot), kept_path: kept.map(path) };
+    if args.json {
+        return print_json(&reverted).map(|()| Exit::Ok);
+    }
+    say(format_args!("{} holds what {} holds", reverted.path, reverted.snapshot_path));
+    reverted.kept_path.iter().for_each(|kept| say(format_args!("{kept}: what it held before")));
+    Ok(Exit::Ok)
+}
+
+/// Returns the paths of the disk, of the snapshot, and of what was kept.
+async fn go_back(
+    at: &Locator,
+    base: &Locator,
+    read: &OpenOptions,
+    write: &OpenOptions,
+    keep: Option<String>,
+) -> Result<(PathBuf, PathBuf, Option<PathBuf>)> {
+    let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(write.no_lock));
+    let mut graph = disks::open(CacheMode::Page, at, write).await?;
+    let disk = graph.handles()[0].path().to_owned();
+    let layers = disks::open(CacheMode::Page, base, read).await?.layers();
+    let real = |folder: &PathBuf| folder.canonicalize().map_err(|e| Error::io("find", e)).at_path(folder);
+    let allowed = write.allow_parents.iter().map(real).collect::<Result<Vec<_>>>()?;
+    check_new_child(disk.parent().unwrap_or(Path::new("/")), &layers, &allowed)?;
+    let (image, parent) = (&layers[0], Some(new_parent(&disk, &layers[0])?));
+    let new = NewImage { size_bytes: image.virtual_bytes, subformat: None, parent, unit_bytes: None };
+    let mut kept = None;
+    if let Some(name) = keep {
+        // First a snapshot: whatever ends this process, the disk holds what it held or what it goes back to.
+        let plan = Plan::new(&graph.layers(), write.format, &name, &allowed)?;
+        let (made, over) = prepare(&files, Arc::new(OsEnv), &graph, &plan).await?.into_parts();
+        over.seal_parents().await?;
+        kept = Some(made.plan().snapshot().to_owned());
+        graph = over;
+    }
+    revert(&files, Arc::new(OsEnv), &graph, &layers, &new, write.format).await?;
+    Ok((disk, image.path.clone(), kept))
+}
+
+/// Runs `spile delete`.
+///
+/// # Errors
+/// `Denied`, naming the child, for an image that another one needs, or when not all images of its folder could be asked; `Busy` for one that
+/// is open; the storage's.
+pub fn delete(args: &DeleteArgs) -> Result<Exit> {
+    refuse_served(&args.disk)?;
+    let at = file_at(&args.disk)?;
+    // Children are asked for below.
+    let options = OpenOptions { read_only: false, write_parent: true, ..args.parents.read_only(args.format) };
+    let freed_bytes = disks::used_bytes(&args.disk).unwrap_or(0);
+    let path = on_engine(move || async move {
+        let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(options.no_lock));
+        let graph = disks::open(CacheMode::Page, &at, &options).await?;
+        let path = graph.handles()[0].path().to_owned();
+        family::refuse_lost_parent(&path).await.map_err(|error| {
+            error.hint(
+                "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family",
+            )
+        })?;
+        graph.close().await?;
+        files.remove(&path).await?;
+        for beside in [names::job(&path), names::changes(&path)] {
+            match files.remove(&beside).await {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(path)
+    })?;
+    let deleted = Deleted { path: path.display().to_string(), freed_bytes };
+    if args.json {
+        return print_json(&deleted).map(|()| Exit::Ok);
+    }
+    say(format_args!("deleted {}: {} are free", deleted.path, format_size(freed_bytes)));
+    Ok(Exit::Ok)
+}

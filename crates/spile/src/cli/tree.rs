@@ -1,0 +1,339 @@
+//! `spile tree`: which image is whose child in a folder, who has them open, and what is left of work that was broken off.
+//!
+//! Files are opened without locks, for reading a header only.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde::Serialize;
+use spile_core::{Error, Files, Locator, OpenMode, Result, ResultExt};
+use spile_engine::OsEnv;
+use spile_image::{Format, describe};
+use spile_life::names;
+use spile_server::serving::api::discovery;
+use spile_store::{CacheMode, FileId, OsFiles};
+use utoipa::ToSchema;
+
+use super::snapshot::find;
+use super::{Exit, on_engine, print_json, say};
+use crate::disks;
+use crate::log::printable;
+use crate::units::format_size;
+
+/// Show which disk is whose child
+///
+/// Of a folder all images are shown, of a disk those of its folder that are its family. For each: its size, the space that it takes, who
+/// has it open, and how much a merge into its parent would free.
+#[derive(Debug, Args)]
+pub struct TreeArgs {
+    /// A folder, or a disk by its path or by its name on a server
+    #[arg(value_name = "DIR|DISK")]
+    place: PathBuf,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// The images of a folder.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Tree {
+    /// The images, parents before their children.
+    images: Vec<TreeImage>,
+    /// Files beside the disks that belong to work on them: of work that is under way, or that was broken off.
+    beside: Vec<Beside>,
+}
+
+/// One image.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct TreeImage {
+    /// Its file.
+    path: String,
+    /// Its format.
+    format: String,
+    /// The size that guests see, in bytes; `null` when the image cannot be read.
+    virtual_size_bytes: Option<u64>,
+    /// The space that the file takes on its file system, in bytes.
+    used_bytes: Option<u64>,
+    /// How many parents it has in this folder.
+    depth: u64,
+    /// Its parent's file; `null` for an image without one.
+    parent_path: Option<String>,
+    /// Its parent is not where the image says.
+    parent_missing: bool,
+    /// The disk's name on the server of this host that serves it as a leaf.
+    served_as: Option<String>,
+    /// The processes that have it open, as far as this user may see them.
+    open_by: Vec<Opener>,
+    /// The space that its file takes, which a merge into its parent frees in the end; `null` without a parent, and while the parent has
+    /// other children.
+    coalesce_frees_bytes: Option<u64>,
+    /// Why it cannot be read.
+    trouble: Option<String>,
+}
+
+/// A process that has an image open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
+pub struct Opener {
+    /// Its number.
+    pid: u32,
+    /// Its program's name.
+    program: String,
+}
+
+/// A file that belongs to work on a disk.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Beside {
+    /// The file.
+    path: String,
+    /// The disk.
+    disk_path: String,
+}
+
+/// Runs `spile tree`.
+///
+/// # Errors
+/// When there is no such folder or disk.
+pub fn run(args: &TreeArgs) -> Result<Exit> {
+    let (folder, disk) = place(&args.place)?;
+    let (files, beside) = listed(&folder)?;
+    let looked = on_engine(move || async move { Ok(look_at(&files).await) })?;
+    let mut images = in_order(looked);
+    if let Some(disk) = disk {
+        images = family_of(images, &disk.display().to_string());
+    }
+    note_users(&folder, &mut images);
+    let tree = Tree { images, beside };
+    if args.json {
+        return print_json(&tree).map(|()| Exit::Ok);
+    }
+    tree.images.iter().for_each(|image| say(line(image)));
+    for Beside { path, disk_path } in &tree.beside {
+        say(format_args!("{}: of work on {}", printable(path), printable(disk_path)));
+    }
+    Ok(Exit::Ok)
+}
+
+/// The folder to look at, and the disk whose family is meant, both canonical.
+fn place(place: &Path) -> Result<(PathBuf, Option<PathBuf>)> {
+    let real = |path: &Path| path.canonicalize().map_err(|e| Error::io("cannot be found", e)).at_path(path);
+    if place.is_dir() {
+        return Ok((real(place)?, None));
+    }
+    let disk = match find(place)? {
+        Some((server, name)) => {
+            let disks = discovery::disks_of(&server)?;
+            disks.into_iter().find(|disk| disk.name == name).map_or_else(|| place.to_owned(), |disk| disk.path.into())
+        }
+        None => place.to_owned(),
+    };
+    let disk = real(&disk)?;
+    Ok((disk.parent().unwrap_or(Path::new("/")).to_owned(), Some(disk)))
+}
+
+/// The images in a folder by their extensions, sorted, and the files that belong to work on them.
+fn listed(folder: &Path) -> Result<(Vec<PathBuf>, Vec<Beside>)> {
+    let entries = std::fs::read_dir(folder).map_err(|e| Error::io("list", e)).at_path(folder)?;
+    let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    let text = |path: &Path| path.display().to_string();
+    let beside = paths.iter().filter_map(|path| {
+        let disk = names::disk_of(path)?;
+        Some(Beside { path: text(path), disk_path: text(&disk) })
+    });
+    let beside = beside.collect();
+    paths.retain(|path| path.is_file() && Format::from_extension(path).is_some());
+    Ok((paths, beside))
+}
+
+async fn look_at(paths: &[PathBuf]) -> Vec<TreeImage> {
+    let files = OsFiles::new(CacheMode::Page).without_locks(true);
+    let mut images = Vec::new();
+    for path in paths {
+        images.push(look(&files, path).await);
+    }
+    images
+}
+
+async fn look(files: &OsFiles, path: &Path) -> TreeImage {
+    let format = Format::from_extension(path).unwrap_or(Format::Raw);
+    let mut image = TreeImage {
+        path: path.display().to_string(),
+        format: format.to_string(),
+        virtual_size_bytes: None,
+        used_bytes: disks::used_bytes(path),
+        depth: 0,
+        parent_path: None,
+        parent_missing: false,
+        served_as: None,
+        open_by: Vec::new(),
+        coalesce_frees_bytes: None,
+        trouble: None,
+    };
+    match read(files, path, format).await {
+        Ok((size_bytes, parents)) => {
+            image.virtual_size_bytes = Some(size_bytes);
+            image.parent_missing = !parents.is_empty();
+            for name in parents {
+                let at = path.parent().unwrap_or(Path::new("/")).join(name);
+                if let (true, Ok(found)) = (image.parent_missing, files.canonical(&at).await) {
+                    (image.parent_path, image.parent_missing) = (Some(found.display().to_string()), false);
+                } else if image.parent_path.is_none() {
+                    image.parent_path = Some(at.display().to_string());
+                }
+            }
+        }
+        Err(error) => image.trouble = Some(error.to_string()),
+    }
+    image
+}
+
+/// An image's size in bytes, and the names that it has for its parent.
+async fn read(files: &OsFiles, path: &Path, format: Format) -> Result<(u64, Vec<PathBuf>)> {
+    let at = Locator::from(path);
+    let described = describe(files, std::sync::Arc::new(OsEnv), at.clone(), Some(format)).await?;
+    let store = files.open(&at, OpenMode::ReadOnly).await?;
+    let parent = format.named_parent(&store).await?;
+    Ok((described.layer.virtual_bytes, parent.map(|parent| parent.names).unwrap_or_default()))
+}
+
+/// Puts parents before their children, and says how deep each image lies and what a merge of it frees.
+fn in_order(mut images: Vec<TreeImage>) -> Vec<TreeImage> {
+    let mut children: HashMap<String, usize> = HashMap::new();
+    images
+        .iter()
+        .filter_map(|image| image.parent_path.clone())
+        .for_each(|path| *children.entry(path).or_default() += 1);
+    for image in &mut images {
+        let is_only = image.parent_path.as_ref().is_some_and(|parent| children[parent] == 1);
+        image.coalesce_frees_bytes = image.used_bytes.filter(|_| is_only && !image.parent_missing);
+    }
+    let (mut ordered, mut left) = (Vec::new(), images);
+    let has_parent = |image: &TreeImage, all: &[TreeImage]| {
+        image.parent_path.as_ref().is_some_and(|parent| all.iter().any(|other| other.path == *parent))
+    };
+    while !left.is_empty() {
+        // Images that are each other's parents come as they are.
+        let root = left.iter().position(|image| !has_parent(image, &left)).unwrap_or(0);
+        let root = left.remove(root);
+        take_children(root, 0, &mut left, &mut ordered);
+    }
+    ordered
+}
+
+fn take_children(mut image: TreeImage, depth: u64, left: &mut Vec<TreeImage>, ordered: &mut Vec<TreeImage>) {
+    image.depth = depth;
+    let path = image.path.clone();
+    ordered.push(image);
+    while let Some(at) = left.iter().position(|other| other.parent_path.as_ref() == Some(&path)) {
+        let child = left.remove(at);
+        take_children(child, depth + 1, left, ordered);
+    }
+}
+
+/// The images of the tree that the disk at `path` is in.
+fn family_of(images: Vec<TreeImage>, path: &str) -> Vec<TreeImage> {
+    let mut families: Vec<Vec<TreeImage>> = Vec::new();
+    for image in images {
+        match families.last_mut() {
+            Some(family) if image.depth > 0 => family.push(image),
+            _ => families.push(vec![image]),
+        }
+    }
+    families.into_iter().find(|family| family.iter().any(|image| image.path == path)).unwrap_or_default()
+}
+
+/// Notes who has the images open.
+fn note_users(folder: &Path, images: &mut [TreeImage]) {
+    let id = |path: &str| std::fs::metadata(path).ok().map(|stat| FileId::of(&stat));
+    let served = discovery::servers().unwrap_or_default();
+    let openers = openers(folder);
+    for image in images {
+        let id = id(&image.path);
+        image.open_by =
+            openers.iter().filter(|(file, _)| Some(*file) == id).map(|(_, opener)| opener.clone()).collect();
+        let disks = served.iter().flat_map(|(_, disks)| disks);
+        image.served_as = disks.filter(|disk| disk.path == image.path).map(|disk| disk.name.clone()).next();
+    }
+}
+
+/// The processes of this host that have files of `folder` open, this one left out.
+fn openers(folder: &Path) -> Vec<(FileId, Opener)> {
+    let mut found = Vec::new();
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    for process in processes {
+        let name = process.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        if pid == std::process::id() {
+            continue;
+        }
+        let program = std::fs::read_to_string(process.path().join("comm")).unwrap_or_default().trim().to_owned();
+        for link in std::fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten() {
+            // Only files of the folder are looked at: others may lie on a file server that does not answer.
+            let is_here = std::fs::read_link(link.path()).is_ok_and(|path| path.starts_with(folder));
+            let Some(stat) = is_here.then(|| std::fs::metadata(link.path()).ok()).flatten() else { continue };
+            let opener = (FileId::of(&stat), Opener { pid, program: program.clone() });
+            if !found.contains(&opener) {
+                found.push(opener);
+            }
+        }
+    }
+    found
+}
+
+fn line(image: &TreeImage) -> String {
+    let name = Path::new(&image.path).file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let indent = "  ".repeat(image.depth as usize);
+    let size = image.virtual_size_bytes.map_or_else(|| "?".to_owned(), format_size);
+    let used = format_size(image.used_bytes.unwrap_or(0));
+    let mut line = format!("{indent}{}  {size} {}, {used} used", printable(&name), image.format);
+    let mut add = |text: String| line.push_str(&format!("; {text}"));
+    image.served_as.iter().for_each(|name| add(format!("served as {name:?}")));
+    let by = image.open_by.iter().map(|opener| format!("{} ({})", printable(&opener.program), opener.pid));
+    let by: Vec<_> = by.collect();
+    if !by.is_empty() {
+        add(format!("open in {}", by.join(", ")));
+    }
+    image.coalesce_frees_bytes.iter().for_each(|bytes| add(format!("a merge frees {}", format_size(*bytes))));
+    if image.parent_missing {
+        add(format!("its parent {} is missing", printable(image.parent_path.as_deref().unwrap_or("?"))));
+    }
+    image.trouble.iter().for_each(|trouble| add(trouble.clone()));
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image(path: &str, parent: Option<&str>) -> TreeImage {
+        TreeImage {
+            path: path.to_owned(),
+            format: "vhd".to_owned(),
+            virtual_size_bytes: Some(512),
+            used_bytes: Some(4096),
+            depth: 0,
+            parent_path: parent.map(str::to_owned),
+            parent_missing: false,
+            served_as: None,
+            open_by: Vec::new(),
+            coalesce_frees_bytes: None,
+            trouble: None,
+        }
+    }
+
+    #[test]
+    fn parents_come_before_their_children_and_only_an_only_child_is_merged() {
+        let images = vec![image("/a", Some("/m")), image("/b", Some("/p")), image("/m", Some("/p")), image("/p", None)];
+        let ordered = in_order(images);
+        let shown: Vec<_> = ordered.iter().map(|i| (&*i.path, i.depth, i.coalesce_frees_bytes)).collect();
+        assert_eq!(shown, [("/p", 0, None), ("/b", 1, None), ("/m", 1, None), ("/a", 2, Some(4096))]);
+        assert_eq!(family_of(ordered, "/a").len(), 4);
+    }
+
+    #[test]
+    fn images_that_name_each_other_do_not_hang_it() {
+        assert_eq!(in_order(vec![image("/a", Some("/b")), image("/b", Some("/a"))]).len(), 2);
+        assert_eq!(in_order(vec![image("/a", Some("/a"))]).len(), 1);
+    }
+}
