@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::time::Duration;
 
-use crate::{Locator, Result, Segments, StoreOffset};
+use crate::{Error, ErrorKind, Locator, Result, Segment, Segments, StoreOffset};
 
 /// Which way an operation takes to the bytes.
 ///
@@ -86,6 +86,18 @@ pub trait Store: Send + Sync + 'static {
 
     /// The run of data or hole that starts at `offset`, which lies before the end.
     fn extent_at(&self, offset: StoreOffset) -> impl Future<Output = Result<StoreExtent>>;
+
+    /// Memory that is the range of the store: what is stored there survives the death of the process, and is durable
+    /// after a [`Store::sync`] that begins later. The range begins at a multiple of 4096 bytes and has its space already. Only cached reads
+    /// show it, and while the memory is in use nobody writes to the range in another way. [`Segment::is_lost`] says that the
+    /// file has been cut short, and that the memory is no part of it any more.
+    ///
+    /// # Errors
+    /// `Unsupported` where the store is no file of this host; `ReadOnly`; the system's.
+    fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
+        let _ = (offset, len_bytes);
+        Err(Error::new(ErrorKind::Unsupported, "no memory can be shared with this store").at_path(self.path()))
+    }
 }
 
 /// How a store is to be opened.

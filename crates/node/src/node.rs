@@ -173,6 +173,18 @@ impl<G: Disk> Node<G> {
         Ok(())
     }
 
+    /// Has requests that begin from now on meet `stage` at `place` in the place of what is there, or nothing. Waits until all requests
+    /// that began before have ended.
+    ///
+    /// # Errors
+    /// `Shutdown` when the disk is closed.
+    pub async fn replace(&self, place: Place, stage: Option<Arc<dyn Stage>>) -> Result<()> {
+        for end in self.published().replace(place, stage.map(Attached::new)).await? {
+            end.wait().await;
+        }
+        Ok(())
+    }
+
     /// Gives requests that begin from now on the shape `shape`.
     ///
     /// # Errors

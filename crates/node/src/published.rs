@@ -219,6 +219,17 @@ impl<G: Disk> Published<G> {
         Ok(stage.end())
     }
 
+    /// Puts `stage` at `place`, in the place of the stage that is there; `None` leaves the place free. Returns the ends of all epochs
+    /// before.
+    pub(crate) async fn replace(&self, place: Place, stage: Option<Arc<Attached>>) -> Result<Vec<Arc<End>>> {
+        let mut control = self.control.lock().await;
+        control.check_open()?;
+        *control.stages.at(place) = stage;
+        let before = control.epochs.clone();
+        self.republish(&mut control);
+        Ok(before)
+    }
+
     /// Requests that begin from now on get the shape `shape`.
     pub(crate) async fn set_shape(&self, shape: Shape) -> Result<()> {
         let mut control = self.control.lock().await;

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use spile_core::Via;
+use spile_core::{Segment, Via};
 
 use crate::faults::Harm;
 use crate::pages::{PAGE, Pages};
@@ -57,6 +57,8 @@ pub(crate) struct SimFile {
     pub view: Pages,
     durable: Pages,
     unsynced: Vec<Effect>,
+    /// Memory that is a range of the file: where it begins, and the memory. Programs store there without an operation.
+    mapped: Vec<(u64, Segment)>,
     /// Pages written since they were last clean, and which way: for the check on mixing.
     ways: BTreeMap<u64, Via>,
     /// True while a writer has the file open.
@@ -96,9 +98,57 @@ impl SimFile {
         Ok(())
     }
 
+    /// Memory that is `len` bytes of the file from `offset`, until the process ends.
+    pub fn map(&mut self, offset: u64, len: usize) -> Segment {
+        let range = offset..offset + len as u64;
+        // Nobody uses other memory of the same range any more.
+        self.look_at_mapped(0);
+        self.mapped.retain(|(at, memory)| !overlaps(&range, &(*at..at + memory.len() as u64)));
+        self.mapped.push((offset, Segment::zeroed(len)));
+        self.show_mapped(offset..offset + len as u64);
+        self.mapped.last().expect("just put there").1.clone()
+    }
+
+    /// Takes what programs have stored into mapped memory into the view, sector by sector, as changes of the operation `op`: what the
+    /// kernel finds when it looks at its pages.
+    pub fn look_at_mapped(&mut self, op: u64) {
+        let mut changed = Vec::new();
+        for (offset, memory) in &self.mapped {
+            let (now, mut seen) = (memory.to_vec(), vec![0; memory.len()]);
+            self.view.read(*offset, &mut seen);
+            let sectors = now.chunks(512).zip(seen.chunks(512)).enumerate();
+            let differ = sectors.filter(|(_, (now, seen))| now != seen);
+            changed.extend(differ.map(|(number, (now, _))| (offset + number as u64 * 512, now.to_vec())));
+        }
+        for (offset, bytes) in changed {
+            let change = Change::Write { offset, bytes };
+            change.apply(&mut self.view);
+            self.unsynced.push(Effect { op, via: None, harm: Harm::default(), change });
+        }
+    }
+
+    /// True when memory is shared with the file.
+    pub fn is_mapped(&self) -> bool {
+        !self.mapped.is_empty()
+    }
+
+    /// Has mapped memory show what the view has in `range`.
+    fn show_mapped(&mut self, range: Range<u64>) {
+        for (offset, memory) in
+            self.mapped.iter().filter(|(at, memory)| overlaps(&range, &(*at..at + memory.len() as u64)))
+        {
+            let mut bytes = vec![0; memory.len()];
+            self.view.read(*offset, &mut bytes);
+            memory.copy_from_slice(0, &bytes);
+        }
+    }
+
     /// Puts a change into the view.
     pub fn apply(&mut self, effect: Effect) {
         effect.change.apply(&mut self.view);
+        if self.is_mapped() {
+            self.show_mapped(effect.change.range());
+        }
         if let Change::Zero { range } = &effect.change {
             let whole = range.start.div_ceil(PAGE)..range.end / PAGE;
             self.ways.retain(|page, _| !whole.contains(page));
@@ -154,6 +204,8 @@ impl SimFile {
 
     /// The process dies: the view stays, and descriptors close.
     pub fn process_death(&mut self) {
+        self.look_at_mapped(0);
+        self.mapped.clear();
         self.locked = false;
         self.sync_failed = false;
     }

@@ -4,6 +4,7 @@
 
 use std::process::ExitCode;
 
+use spile_sim::changes::{self, ChangesSummary, run_changes};
 use spile_sim::explore::{Finding, Options};
 use spile_sim::image::{Image, Kind};
 use spile_sim::live::{Broken, LiveSummary, run_live};
@@ -19,6 +20,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --kind KIND      raw, fixed, dynamic or chain (default: the seed decides)
   --exchange       graphs of one or several disks are exchanged under load; on one thread
   --merge          layers are merged and leaves flattened under load; on one thread
+  --changes        changed blocks are tracked under load, checkpoints made and removed; on one thread
   --every-step     one short life for each seed, crashed at every step, both ways
   --threads N      default: as many as there are processors
   --findings N     stop after so many (default 10)
@@ -34,13 +36,15 @@ struct Arguments {
     trace: bool,
     exchange: bool,
     merge: bool,
+    changes: bool,
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (kind, mode) = (None, Mode::Random);
-    let (trace, exchange, merge) = (false, false, false);
-    let mut arguments = Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace, exchange, merge };
+    let (trace, exchange, merge, changes) = (false, false, false, false);
+    let mut arguments =
+        Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace, exchange, merge, changes };
     while let Some(word) = words.next() {
         let mut number = || -> Result<u64, String> {
             let value = words.next().ok_or(format!("{word} wants a number"))?;
@@ -54,6 +58,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--every-step" => arguments.mode = Mode::EveryStep,
             "--trace" => arguments.trace = true,
             "--exchange" => arguments.exchange = true,
+            "--changes" => arguments.changes = true,
             "--merge" => arguments.merge = true,
             "--kind" => {
                 let name = words.next().unwrap_or_default();
@@ -108,11 +113,28 @@ fn run_merges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
     code
 }
 
+fn run_tracking(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
+    let mut all = ChangesSummary::default();
+    let run = |seed| match arguments.mode {
+        Mode::EveryStep => changes::run_every_step(seed, changes::Broken::Nothing),
+        Mode::Random => run_changes(seed, changes::Broken::Nothing, arguments.trace),
+    };
+    let code = each_seed(seeds, arguments, run, |one| all += one);
+    let ChangesSummary { crashes, made, removed, asked, exact, .. } = all;
+    println!(
+        "{crashes} crashes, {made} checkpoints made, {removed} removed, {asked} answers checked, {exact} of them exact"
+    );
+    code
+}
+
 fn run(arguments: &Arguments) -> ExitCode {
     let options = Options { trace: arguments.trace, ..Options::default() };
     let seeds = arguments.start..arguments.start.saturating_add(arguments.seeds);
     if arguments.exchange {
         return run_exchanges(seeds, arguments);
+    }
+    if arguments.changes {
+        return run_tracking(seeds, arguments);
     }
     if arguments.merge {
         return run_merges(seeds, arguments);

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
 use spile_core::{
-    Env, Error, ErrorKind, Files, Locator, OpenMode, PathCell, Result, Segments, Store, StoreExtent, StoreInfo,
-    StoreOffset, Via, Work,
+    Env, Error, ErrorKind, Files, Locator, OpenMode, PathCell, Result, Segment, Segments, Store, StoreExtent,
+    StoreInfo, StoreOffset, Via, Work,
 };
 
 use crate::file::SimFile;
@@ -321,6 +321,18 @@ impl Store for SimStore {
 
     async fn set_len(&self, len_bytes: u64) -> Result<()> {
         self.run(Kind::SetLen(len_bytes)).await.map_err(|e| e.at_path(self.path.get()))
+    }
+
+    fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
+        let mut state = self.world.lock();
+        if state.life != self.life {
+            return Err(Error::new(ErrorKind::Shutdown, "this process died").at_path(self.path.get()));
+        }
+        let file = &mut state.files[self.file];
+        if offset.0 + len_bytes as u64 > file.view.len() {
+            return Err(Error::new(ErrorKind::OutOfRange, "past the end of the file").at_path(self.path.get()));
+        }
+        Ok(file.map(offset.0, len_bytes))
     }
 
     async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {

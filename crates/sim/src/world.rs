@@ -241,6 +241,7 @@ impl World {
         let mut state = self.lock();
         state.step += 1;
         state.clock_ms += 1;
+        state.look_around();
         let count = state.ops.iter().filter(|op| op.due <= state.step).count();
         if count > 0 || !idle {
             return count;
@@ -295,6 +296,8 @@ impl State {
     /// # Panics
     /// When a direct and a cached write mix in one page.
     pub fn submit(&mut self, file: usize, mut kind: Kind) -> u64 {
+        // A read shows what was stored before it, and a sync covers it. What is stored later may be in both.
+        self.look_at_mapped(file);
         self.next_op += 1;
         let id = self.next_op;
         if let Kind::Sync { in_flight, number } = &mut kind {
@@ -419,6 +422,7 @@ impl State {
 
     /// The bytes `piece` of the operation take effect.
     fn effect(&mut self, op: &Op, piece: Range<usize>) {
+        self.look_at_mapped(op.file);
         let file = &mut self.files[op.file];
         let change = match &op.kind {
             Kind::Read { offset, into } => {
@@ -445,6 +449,7 @@ impl State {
     }
 
     fn sync(&mut self, op: &Op, in_flight: &[u64], number: u64) -> Result<()> {
+        self.look_at_mapped(op.file);
         if self.sabotage.skips_sync(number) || self.files[op.file].is_sync_void() {
             return Ok(());
         }
@@ -460,6 +465,23 @@ impl State {
         let optional = |id: u64| id > op.id || in_flight.contains(&id);
         self.files[op.file].sync(&mut self.rng, optional, &writing);
         Ok(())
+    }
+
+    /// The kernel looks at the mapped memory of any file at any time, and may write back what it finds there.
+    fn look_around(&mut self) {
+        for file in 0..self.files.len() {
+            if self.files[file].is_mapped() && self.rng.chance(1, 8) {
+                self.look_at_mapped(file);
+            }
+        }
+    }
+
+    /// What it finds there is an operation of its own: a sync that was submitted before need not cover it.
+    fn look_at_mapped(&mut self, file: usize) {
+        if self.files[file].is_mapped() {
+            self.next_op += 1;
+            self.files[file].look_at_mapped(self.next_op);
+        }
     }
 
     /// Decides whether the operation fails instead; a failed write may have taken effect in part.

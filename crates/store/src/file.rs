@@ -423,6 +423,13 @@ impl Store for FileStore {
         Ok(())
     }
 
+    fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
+        self.check_writable(offset.0)?;
+        self.check_end(offset.0, len_bytes as u64, false)?;
+        let mapped = Segment::map_shared(self.inner.cached.as_fd(), offset.0, len_bytes);
+        mapped.map_err(|source| Error::io("map", source).at_path(self.inner.path.get()).at_offset(offset.0))
+    }
+
     async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
         let (offset, inner) = (offset.0, &self.inner);
         let left = self.check_end(offset, 1, false).map(|_| self.len_bytes() - offset)?;

@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use spile_core::{
-    Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo,
+    Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Segment, Segments, Store, StoreExtent, StoreInfo,
     StoreOffset, Via,
 };
 use spile_engine::{FileKey, run_blocking};
@@ -153,6 +153,10 @@ impl Store for AnyStore {
 
     async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
         each!(self, store => store.extent_at(offset).await)
+    }
+
+    fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
+        each!(self, store => store.map(offset, len_bytes))
     }
 }
 

@@ -9,7 +9,9 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use spile_core::metrics::{Meter, Op};
-use spile_core::{Files, Locator, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via};
+use spile_core::{
+    Files, Locator, OpenMode, Result, Segment, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
+};
 
 use crate::files::{AnyStore, OsFiles};
 
@@ -93,6 +95,10 @@ impl<S: Store> Store for MeteredStore<S> {
 
     async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
         self.meter.measure_by_turns(Op::Extents, 0, pin!(self.inner.extent_at(offset))).await
+    }
+
+    fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
+        self.inner.map(offset, len_bytes)
     }
 }
 
