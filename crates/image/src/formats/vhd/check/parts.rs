@@ -8,6 +8,7 @@ use crate::formats::vhd::codec::footer::DiskType;
 use crate::formats::vhd::codec::header::Header;
 use crate::formats::vhd::footers::{Footers, read_footers};
 use crate::formats::vhd::open::{check_size, lay_out, load_bat, read_header};
+use crate::formats::vhd::reparent::{find_spare, pair_of};
 
 /// What a check reads.
 pub(super) struct Parts {
@@ -35,9 +36,12 @@ pub(super) async fn read_parts<S: Store>(store: &S) -> Result<Parts> {
         return Ok(Parts { footers, sparse: None });
     }
     let header = read_header(store, &footers.footer).await?;
-    let (layout, batmap) = lay_out(store, &footers.footer, &header).await?;
+    let (mut layout, batmap) = lay_out(store, &footers.footer, &header).await?;
     let bat = Bat::new(layout.blocks(), 0);
-    load_bat(store, &layout, &bat).await?;
+    let mut sectors = load_bat(store, &layout, &bat).await?;
+    sectors.sort_unstable();
+    let spare = find_spare(store, &footers.footer, &layout, &sectors).await?;
+    layout.metadata.extend(spare.map(|place| pair_of(place.start)));
     let batmap_void = layout.batmap.is_some() && batmap.is_none();
     Ok(Parts { footers, sparse: Some(SparseParts { header, layout, bat, batmap, batmap_void }) })
 }
