@@ -18,7 +18,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --seeds N        how many seeds to run (default 1000)
   --start S        the first of them (default 0)
   --kind KIND      raw, fixed, dynamic or chain (default: the seed decides)
-  --exchange       graphs of one or several disks are exchanged under load; on one thread
+  --exchange       snapshots of one or several disks are made under load; on one thread
   --merge          layers are merged and leaves flattened under load; on one thread
   --changes        changed blocks are tracked under load, checkpoints made and removed; on one thread
   --every-step     one short life for each seed, crashed at every step, both ways
@@ -99,7 +99,7 @@ fn run_exchanges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode
     let mut all = LiveSummary::default();
     let code = each_seed(seeds, arguments, |seed| run_live(seed, Broken::Nothing, arguments.trace), |one| all += one);
     let LiveSummary { exchanges, failed, sealed, grown, .. } = all;
-    println!("{exchanges} disks exchanged, {failed} exchanges failed, {sealed} old leaves sealed, {grown} disks grew");
+    println!("{exchanges} snapshots of disks, {failed} failed, {sealed} sealed, {grown} disks grew");
     code
 }
 

@@ -225,6 +225,44 @@ fn a_toolstack_takes_snapshots_of_a_disk_in_use() {
     }
 }
 
+/// The process of a disk makes snapshots itself, under load, and is killed now and then: the path in xenstore stays the disk's.
+#[test]
+fn the_process_of_a_disk_makes_snapshots_under_load() {
+    let mut xen = Xen::start();
+    let name = chain(xen.dir.path()).display().to_string();
+    let vbd = Vbd::new(DomId(3), format!("vhd:{name}"));
+    add_vbd(&mut xen.store, &vbd).unwrap();
+    let mut front = Blkfront::new(xen.guest(3), vbd.device, guest_options()).unwrap();
+    let mut load = Load::new(front.start().unwrap());
+    let mut snapshots = Vec::new();
+    for number in 0..6 {
+        load.run(200);
+        load.submit();
+        let made = json(xen.dir.path(), &["snapshot", "run/3-51712.control", "--name", &format!("s{number}")]);
+        let snapshot = made["snapshot_path"].as_str().unwrap().to_owned();
+        assert!(made["trouble"].is_null(), "{made}");
+        snapshots.push((std::fs::read(&snapshot).unwrap(), snapshot));
+        if number % 2 == 1 {
+            let pid = xen.process(&vbd, None);
+            kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
+            xen.process(&vbd, Some(pid));
+        }
+    }
+    load.run(200);
+    load.drain();
+    let Load { queues, versions, .. } = load;
+    xen.set_key(&vbd, "online", "0");
+    xen.set_key(&vbd, "state", "5");
+    front.stop(queues).unwrap();
+    wait_until("the end of the process", || !xen.path("run/3-51712.pid").exists());
+    let bytes: Vec<u8> = (0..BLOCKS).flat_map(|block| content(block, versions[block as usize])).collect();
+    std::fs::write(xen.path("wanted.raw"), bytes).unwrap();
+    ok(xen.dir.path(), &["compare", "wanted.raw", &name]);
+    for (bytes, name) in snapshots {
+        assert!(std::fs::read(&name).unwrap() == bytes, "{name} was changed after it was made");
+    }
+}
+
 /// Whoever mends a disk that cannot be opened gets the pause that he needs for it; then it is served.
 #[test]
 fn a_disk_that_cannot_be_opened_can_be_paused() {
