@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::now;
 use spile_core::{Disk, ErrorKind, Extent, Io, Segments};
-use spile_node::{Delays, DiskLimits, Group, Limits, Node};
+use spile_node::{Delays, DiskLimits, Effect, Fault, Faults, Group, Limits, Node, Place};
 use world::{Nothing, SECOND, TestNode, What, World};
 
 const MS: u64 = SECOND / 1000;
@@ -133,7 +133,7 @@ fn a_change_has_its_effect_at_once() {
     now(disk.set_limits(Limits::default())).unwrap();
     world.settle();
     assert!(waiting.iter().all(|ended| ended.get().is_some()));
-    assert_eq!(now(disk.detach(spile_node::Place::Limit)).unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(now(disk.detach(Place::Limit)).unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(world.clock.sleepers(), 0);
 }
 
@@ -169,6 +169,37 @@ fn greedy_disks_of_a_group_get_the_same() {
         }
         if by_bytes {
             assert_near(total, limits.bps.unwrap() * 8);
+        }
+    }
+}
+
+/// A guest that has few requests in flight, and needs time between an answer and the next request, gets its half as well, also where timers
+/// are late and many requests pass together.
+#[test]
+fn a_greedy_disk_with_few_requests_in_flight_gets_its_half() {
+    for limits in [iops(4000), iops(40_000), bps(100 * MIB)] {
+        for late_ns in [0, 3 * MS] {
+            let mut world = World::default();
+            let group = Group::new("g", world.timer());
+            group.set_limits(limits).unwrap();
+            let disks = [0; 2].map(|_| world.disk(Limits::default()));
+            disks.iter().for_each(|disk| now(disk.join_group(Some(group.clone()))).unwrap());
+            // The answers of the first one take a while. Its clock is not that of the limits.
+            let delay = Fault {
+                ops: Vec::new(),
+                extent: None,
+                per_million: 1_000_000,
+                effect: Effect::Delay(Duration::from_micros(200)),
+            };
+            let faults = Faults::new(vec![delay], 1, Arc::new(world::Punctual(world.timer())));
+            now(disks[0].attach(Place::Fault, Arc::new(faults))).unwrap();
+            world.clock.late_ns.store(late_ns, std::sync::atomic::Ordering::SeqCst);
+            let done = [(&disks[0], 8), (&disks[1], 64)]
+                .map(|(disk, depth)| world.guest(disk, depth, |_| What::Read(16 * KIB)));
+            world.run(2 * SECOND);
+            let [few, many] = done.each_ref().map(|done| done.get().0);
+            assert_near(few, (few + many) / 2);
+            assert_near(few + many, 2 * limits.iops.unwrap_or(100 * 64));
         }
     }
 }

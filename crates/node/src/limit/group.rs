@@ -2,7 +2,11 @@
 //!
 //! Each disk has a count of what it has had of the group's rate. Of the disks whose first request may pass, the one that has had
 //! least comes first (start-time fair queuing). A disk that wanted nothing for a while, or was held back by a limit of its own, saves
-//! nothing up: it goes on from where the others are. A disk in no group is alone in one without limits.
+//! up no more than [`MOST_LAG`]: it goes on from there. A disk in no group is alone in one without limits.
+//!
+//! A disk with few requests in flight has none in line for some of the time, until its guest has seen the answers and asks for more. So a
+//! disk that is [`AHEAD`] of another one leaves half of the group's burst alone: whatever the other one asks for next passes at
+//! once, until it has caught up. No rate is lost, because a bucket that is half full keeps all that comes.
 //!
 //! The requests that wait have one timer among them: one of them is the *keeper*. It sleeps until the first may pass, lets pass
 //! whoever may, and wakes them. When its own turn comes, another one is the keeper.
@@ -22,6 +26,19 @@ use super::rates::Limits;
 /// allowance of a shorter time than the least burst adds up.
 const GRAIN_NS: u64 = 500_000;
 
+/// A disk that has had so much more than another one leaves half of the burst to it. As all shares: time of the group's rate, in
+/// 2⁻³² ns.
+const AHEAD: u128 = 5_000_000 << 32;
+
+/// What a disk may catch up, as a share.
+const MOST_LAG: u128 = 4 * AHEAD;
+
+/// A disk whose last request is longer ago wants nothing, in nanoseconds.
+const ACTIVE_NS: u64 = 1_000_000_000;
+
+/// For so long it is not looked anew which disk has had least, in nanoseconds.
+const LEAST_NS: u64 = 1_000_000;
+
 /// Disks that share limits.
 pub struct Group {
     name: String,
@@ -36,8 +53,11 @@ pub(super) struct State {
     next_member: u64,
     /// How many requests wait in all lines.
     waiting: usize,
-    /// What the disk that came last had had when its request began to pass.
+    /// The most that a disk had had when one of its requests passed in its turn.
     begun: u128,
+    /// What the disk has had that has had least of those that want something, and when that was found.
+    least: u128,
+    least_at_ns: u64,
     keeper: Option<Arc<Ticket>>,
     /// When the keeper wakes up by itself.
     armed_ns: u64,
@@ -106,6 +126,17 @@ impl Group {
     }
 }
 
+const IS_THERE: &str = "a disk stays in its group while its place says so";
+
+/// From this moment on a request of `member` may pass, when the disk that has had least of `group` has had `least`.
+fn ready_ns(group: &mut Buckets, member: &mut Member, cost: Cost, least: u128) -> u64 {
+    let mut group_ns = group.ready_ns(cost);
+    if member.had > least.saturating_add(AHEAD) && group_ns > 0 {
+        group_ns = group_ns.saturating_add(group.limits().burst_ns() / 2);
+    }
+    group_ns.max(member.ready_ns(cost))
+}
+
 impl State {
     /// Takes a disk in. The result is its number in this group.
     pub(super) fn add(&mut self, mut member: Member, now_ns: u64) -> u64 {
@@ -136,16 +167,19 @@ impl State {
     }
 
     pub(super) fn member(&mut self, number: u64) -> &mut Member {
-        self.members.get_mut(&number).expect("a disk stays in its group while its place says so")
+        self.members.get_mut(&number).expect(IS_THERE)
     }
 
     /// Lets a request pass that need not wait. False when it has to.
     pub(super) fn try_pass(&mut self, number: u64, cost: Cost, now_ns: u64) -> bool {
         // Whoever may pass now and waits already comes first.
         self.serve(now_ns);
-        let group_ns = self.buckets.ready_ns(cost);
-        let member = self.member(number);
-        let passes = member.line(cost.writes).is_empty() && member.ready_ns(cost).max(group_ns) <= now_ns;
+        if now_ns.saturating_sub(self.least_at_ns) >= LEAST_NS {
+            self.find_least(now_ns);
+        }
+        let Self { buckets: group, members, least, .. } = &mut *self;
+        let member = members.get_mut(&number).expect(IS_THERE);
+        let passes = member.line(cost.writes).is_empty() && ready_ns(group, member, cost, *least) <= now_ns;
         if passes {
             self.begin(number, cost, now_ns);
         }
@@ -154,11 +188,27 @@ impl State {
 
     /// A request of this disk passes in its turn.
     fn begin(&mut self, number: u64, cost: Cost, now_ns: u64) {
-        let begun = self.begun;
+        let floor = self.floor();
         let member = self.member(number);
-        member.had = member.had.max(begun);
-        self.begun = member.had;
+        member.had = member.had.max(floor);
+        self.begun = self.begun.max(self.member(number).had);
         self.count(number, cost, now_ns);
+    }
+
+    /// A disk that has had less counts as one that has had this.
+    fn floor(&self) -> u128 {
+        self.begun.saturating_sub(MOST_LAG)
+    }
+
+    /// Finds out what the disk has had that has had least of those that want something.
+    fn find_least(&mut self, now_ns: u64) {
+        let is_active = |member: &&Member| member.waiting() > 0 || now_ns.saturating_sub(member.passed_ns) < ACTIVE_NS;
+        let least = match self.members.len() {
+            0 | 1 => None,
+            _ => self.members.values().filter(is_active).map(|member| member.had).min(),
+        };
+        self.least = least.map_or(u128::MAX, |least| least.max(self.floor()));
+        self.least_at_ns = now_ns;
     }
 
     /// A request of this disk passes, in its turn or not. Takes what it costs from all limits.
@@ -167,6 +217,7 @@ impl State {
         self.buckets.take(cost, now_ns);
         let member = self.member(number);
         member.had = member.had.saturating_add(share);
+        member.passed_ns = now_ns;
         member.take(cost, now_ns);
     }
 
@@ -220,11 +271,13 @@ impl State {
         if self.waiting == 0 {
             return;
         }
+        self.find_least(now_ns);
         while let Some((number, writes)) = self.next(now_ns) {
             let Some(ticket) = self.member(number).line(writes).pop_front() else { break };
             self.waiting -= 1;
             self.begin(number, ticket.cost, now_ns);
             self.wakes.push(ticket.pass());
+            self.find_least(now_ns);
         }
         self.find_keeper();
         if self.next_ns().max(now_ns.saturating_add(GRAIN_NS)) < self.armed_ns
@@ -236,22 +289,22 @@ impl State {
 
     /// The disk and the line whose first request is the next to pass. `None` when none may pass now.
     fn next(&mut self, now_ns: u64) -> Option<(u64, bool)> {
-        let (group, begun) = (&mut self.buckets, self.begun);
+        let (group, least, floor) = (&mut self.buckets, self.least, self.begun.saturating_sub(MOST_LAG));
         let candidates = self.members.iter_mut().filter_map(|(number, member)| {
             let heads = member.heads();
-            let ready = heads.filter(|(cost, _)| member.ready_ns(*cost).max(group.ready_ns(*cost)) <= now_ns);
+            let ready = heads.filter(|(cost, _)| ready_ns(group, member, *cost, least) <= now_ns);
             let (cost, _) = ready.min_by_key(|(_, since_ns)| *since_ns)?;
-            Some((member.had.max(begun), *number, cost.writes))
+            Some((member.had.max(floor), *number, cost.writes))
         });
         candidates.min().map(|(_, number, writes)| (number, writes))
     }
 
     /// When the next request may pass, if nothing changes.
     fn next_ns(&mut self) -> u64 {
-        let group = &mut self.buckets;
+        let (group, least) = (&mut self.buckets, self.least);
         let of_member = |member: &mut Member| {
             let heads = member.heads();
-            heads.map(|(cost, _)| member.ready_ns(cost).max(group.ready_ns(cost))).min()
+            heads.map(|(cost, _)| ready_ns(group, member, cost, least)).min()
         };
         self.members.values_mut().filter_map(of_member).min().unwrap_or(u64::MAX)
     }

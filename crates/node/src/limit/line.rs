@@ -52,6 +52,8 @@ pub(super) struct Member {
     lines: [VecDeque<Arc<Ticket>>; 2],
     /// What the disk has had of the group's rate, as [`Buckets::share`] counts it.
     pub(super) had: u128,
+    /// When its last request passed.
+    pub(super) passed_ns: u64,
 }
 
 impl Member {

@@ -53,6 +53,8 @@ pub type TestNode = Arc<Node<Nothing>>;
 #[derive(Default)]
 pub struct Clock {
     now_ns: AtomicU64,
+    /// So much later than asked does a sleep end, as on a busy host.
+    pub late_ns: AtomicU64,
     sleepers: Mutex<Vec<Arc<Sleeper>>>,
 }
 
@@ -109,13 +111,31 @@ impl Drop for Sleep {
     }
 }
 
-impl Timer for TestTimer {
-    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
-        let end_ns = self.0.now_ns() + time.as_nanos() as u64;
+impl TestTimer {
+    fn sleep_until(&self, end_ns: u64) -> Pin<Box<dyn Future<Output = ()>>> {
         let sleeper = Sleeper { end_ns, waker: Mutex::new(Waker::noop().clone()), is_gone: AtomicBool::new(false) };
         let sleeper = Arc::new(sleeper);
         self.0.sleepers.lock().unwrap().push(sleeper.clone());
         Box::pin(Sleep(self.0.clone(), sleeper))
+    }
+}
+
+impl Timer for TestTimer {
+    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        self.sleep_until(self.now_ns() + time.as_nanos() as u64 + self.0.late_ns.load(SeqCst))
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.0.now_ns()
+    }
+}
+
+/// The clock for others than the limits: it is never late.
+pub struct Punctual(pub Arc<TestTimer>);
+
+impl Timer for Punctual {
+    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        self.0.sleep_until(self.0.now_ns() + time.as_nanos() as u64)
     }
 
     fn now_ns(&self) -> u64 {
