@@ -94,7 +94,7 @@ impl Stages {
         self.0[Place::Limit as usize].as_ref()
     }
 
-    fn behind_shape(&self) -> &[Option<Arc<Attached>>] {
+    pub(crate) fn behind_shape(&self) -> &[Option<Arc<Attached>>] {
         &self.0[Place::BEHIND_SHAPE..]
     }
 

@@ -67,7 +67,7 @@ impl<F: Files> Changes<F> {
     }
 
     /// Closes the changed blocks of a disk that is closed, and whose image looks like `stamp` now. Without a checkpoint nothing
-    /// is left of them.
+    /// is left of them. Another process can have the file once this value and the disk's node are dropped.
     ///
     /// # Errors
     /// The system's. The next one to open them then knows as much as after the death of this process.
@@ -100,7 +100,8 @@ impl<S: spile_core::Store> State<S> {
             };
             all.set(known.min(blocks)..blocks);
         }
-        let is_unknown = self.header.intervals.iter().skip(first).any(|interval| interval.covered_bytes == 0);
+        let mut known = self.header.intervals.iter().zip(&self.tracked).skip(first);
+        let is_unknown = known.any(|(interval, tracked)| interval.covered_bytes == 0 || tracked.bits().is_lost());
         let warning = "the disk was changed in a way that was not seen, or what was known is damaged: everything counts as changed";
         Changed {
             ranges: ranges(&all, block_bytes, disk_bytes),
