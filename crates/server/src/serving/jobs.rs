@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, Result};
 use spile_engine::Engine;
@@ -119,6 +120,7 @@ impl DiskJobs {
     /// Goes on with what a process before has begun, if there is something. Nobody waits for that.
     pub fn go_on(self: &Arc<Self>, engine: &Engine, disk: &Arc<ServedDisk>) {
         let (jobs, own, disk) = (self.clone(), engine.clone(), disk.clone());
+        self.state().is_closed = false;
         engine.spawn_on(0, move || async move {
             let graph = disk.graph().await;
             let path = graph.handles()[0].path().display().to_string();
@@ -181,22 +183,42 @@ impl DiskJobs {
         Ok(Held(self.clone()))
     }
 
-    /// True while a job changes the disk's images.
-    pub fn is_busy(&self) -> bool {
-        self.state().jobs.iter().any(|job| !job.job.state().is_over())
-    }
-
     /// Ends the job that is under way at its next piece, and waits for that. No other begins. The next server goes on with it.
     pub fn close(&self, engine: &Engine) {
-        let running: Vec<_> = {
-            let mut state = self.state();
-            state.is_closed = true;
-            state.jobs.iter().filter(|job| !job.job.state().is_over()).cloned().collect()
-        };
-        for job in running {
-            job.job.stop();
-            engine.run_on(0, move || async move { job.job.over().await });
+        if let Some(over) = self.stop(engine) {
+            // The sender goes when the job is over.
+            let _ = over.recv();
         }
+    }
+
+    /// As [`DiskJobs::close`], for at most `bound`.
+    ///
+    /// # Errors
+    /// `TimedOut` when the job does not come to the end of its piece in time. It ends there all the same.
+    pub fn close_within(&self, engine: &Engine, bound: Duration) -> Result<()> {
+        let Some(over) = self.stop(engine) else { return Ok(()) };
+        match over.recv_timeout(bound) {
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                let what = format!("a job did not come to the end of its piece in {} s", bound.as_secs());
+                Err(Error::new(ErrorKind::TimedOut, what).hint("try again when the storage answers"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Has the job that is under way end at its next piece. What is returned hangs up when it is over.
+    fn stop(&self, engine: &Engine) -> Option<mpsc::Receiver<()>> {
+        let mut state = self.state();
+        state.is_closed = true;
+        let running = state.jobs.iter().find(|job| !job.job.state().is_over()).cloned();
+        drop(state);
+        let (job, (sender, over)) = (running?, mpsc::channel());
+        job.job.stop();
+        engine.spawn_on(0, move || async move {
+            job.job.over().await;
+            drop(sender);
+        });
+        Some(over)
     }
 }
 

@@ -75,6 +75,9 @@ pub struct Beginning<'a> {
 /// How long an end waits for the last answers on the control socket.
 const LAST_ANSWERS: Duration = Duration::from_millis(500);
 
+/// How long a job may take to the end of its piece when a successor comes.
+const JOBS_BOUND: Duration = Duration::from_secs(20);
+
 /// Why the main loop has ended.
 enum End {
     /// The server stops serving.
@@ -344,6 +347,7 @@ impl Server {
                 let prepared = self
                     .claims
                     .refuse_any()
+                    .and_then(|()| self.stop_jobs())
                     .and_then(|()| self.prepare(&line.link, &sockets, queues, disks.as_deref()));
                 match prepared {
                     Ok(prepared) => {
@@ -356,12 +360,33 @@ impl Server {
                             }
                         }
                     }
-                    Err(refusal) => Err(refusal),
+                    Err(refusal) => {
+                        self.go_on_with_jobs();
+                        Err(refusal)
+                    }
                 }
             }
         };
         line.answer(&done);
         Ok(None)
+    }
+
+    /// Ends all jobs at their next pieces, for a successor, which goes on with them. A merge may have ended just now, so what the disks
+    /// are made of is looked at anew.
+    fn stop_jobs(&mut self) -> Result<()> {
+        for open in &mut self.disks {
+            open.jobs.close_within(&self.engine, JOBS_BOUND)?;
+            if let Some(graph) = open.disk.graph_now() {
+                open.look_at(&graph);
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on with the jobs that were stopped for a successor that did not come.
+    fn go_on_with_jobs(&self) {
+        let written = self.disks.iter().filter(|open| !open.read_only);
+        written.for_each(|open| open.jobs.go_on(&self.engine, &open.disk));
     }
 
     /// Does what the control API was asked for. True when the server is to end.
