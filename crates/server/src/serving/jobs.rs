@@ -109,10 +109,12 @@ impl DiskJobs {
         self.state().listener = Some((name, events));
     }
 
-    /// Tells that the disk has another graph.
+    /// Tells that the disk has another graph. Not of a disk that is about to be closed: a graph that waits to be heard of would keep its
+    /// files open and locked.
     async fn tell(&self, disk: &ServedDisk) {
         let graph = disk.graph().await;
-        if let Some((name, events)) = &self.state().listener {
+        let state = self.state();
+        if let Some((name, events)) = state.listener.as_ref().filter(|_| !state.is_closed) {
             let _ = events.send(Event::Exchanged(name.clone(), graph));
         }
     }
