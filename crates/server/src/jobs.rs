@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use spile_core::{Env, Result};
+use spile_core::{Env, Error, ErrorKind, Result};
 use spile_engine::OsEnv;
 use spile_image::{Broken, Graph};
 use spile_life::jobs::{Job, Plan};
@@ -12,6 +12,7 @@ use spile_node::Node;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use crate::family;
+use crate::serving::failed_syncs;
 
 /// How the files of a disk are opened.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,9 +26,10 @@ pub struct Access {
 /// Does what `plan` says of the disk `node`, and says in `job` how it ended. It is to run on a worker.
 ///
 /// # Errors
-/// As [`spile_life::run`]; `Denied` when the folders of its images cannot be looked at.
+/// As [`spile_life::run`]; `Denied` when the folders of its images cannot be looked at, and after a failed sync of one of them.
 pub async fn run(node: &Node<Graph<HostStore>>, access: Access, job: &Job, plan: &Plan) -> Result<()> {
-    let neighbours = match family::beside(&node.graph().await.layers()).await {
+    let graph = node.graph().await;
+    let neighbours = match refuse_failed_syncs(&graph).and(family::beside(&graph.layers()).await) {
         Ok(neighbours) => neighbours,
         Err(error) => {
             let failed = Err(error);
@@ -50,6 +52,14 @@ pub async fn run(node: &Node<Graph<HostStore>>, access: Access, job: &Job, plan:
         broken: Broken::Nothing,
     };
     spile_life::run(&work, plan).await
+}
+
+/// Refuses to move what may be lost: in another image nobody would be told of the loss.
+fn refuse_failed_syncs(graph: &Graph<HostStore>) -> Result<()> {
+    let failed = failed_syncs::marked(graph).into_iter().next().or_else(|| failed_syncs::find(graph));
+    let Some(failed) = failed else { return Ok(()) };
+    let hint = format!("`spile accept-loss {}`, once a backup is restored or the loss does not matter", failed.path);
+    Err(Error::new(ErrorKind::Denied, failed.to_string()).hint(hint))
 }
 
 /// What a process before has begun to do with the disk of `graph`, if it did not come to its end.

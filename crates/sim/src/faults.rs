@@ -18,6 +18,8 @@ pub struct Faults {
     pub no_space: u64,
     /// Syncs that fail with EIO; every later sync of that file in this life of the process fails too.
     pub sync_eio: u64,
+    /// Changes of names that fail with EIO once they are seen: the sync of their folder has failed.
+    pub names_eio: u64,
     /// A failed sync is followed by syncs that claim success, as some kernels' do, while the data is lost:
     /// breaks the contract of `Store::sync`.
     pub forgetful_sync: bool,

@@ -134,7 +134,7 @@ impl SimFiles {
         };
         self.take_time(file).await?;
         let mut state = self.world.lock();
-        let chance = state.faults.sync_eio;
+        let chance = state.faults.sync_eio + state.faults.names_eio;
         state.fault(chance, 5)?;
         state.names.sync(number);
         Ok(())

@@ -154,6 +154,7 @@ fn hunt_with_faults(faults: &Faults) -> Option<Finding> {
 #[test]
 fn honest_faults_break_no_promise() {
     let faults = Faults {
+        names_eio: 0,
         read_eio: 100,
         write_eio: 100,
         no_space: 100,

@@ -247,3 +247,20 @@ fn nothing_is_accepted_while_a_server_does_not_answer() {
     drop(hung);
     assert!(spile_in(dir, &["accept-loss", "a.raw"]).contains("accepted: "));
 }
+
+/// A merge would move what may be lost into an image without a mark.
+#[test]
+fn no_job_moves_what_may_be_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "p.vhd", "--size", "1M"]);
+    ok(dir, &["create", "c.vhd", "--parent", "p.vhd"]);
+    mark(dir, "c.vhd");
+    for job in ["coalesce", "flatten"] {
+        let (code, said) = says(dir, &[job, "c.vhd"]);
+        assert!(code != Some(0) && said.contains("a sync has failed") && said.contains("accept-loss"), "{said}");
+    }
+    spile_in(dir, &["accept-loss", "c.vhd"]);
+    spile_in(dir, &["coalesce", "c.vhd"]);
+    assert!(!dir.join("p.vhd").exists());
+}

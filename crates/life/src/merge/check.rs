@@ -20,22 +20,45 @@ pub(super) struct Checked {
 /// name, the leaf.
 ///
 /// # Errors
-/// `NotFound` with the names that there are.
+/// `NotFound` with the names that there are; `InvalidInput` when several layers are called so.
 pub fn find_layer<S: Store>(graph: &Graph<S>, name: Option<&str>) -> Result<usize> {
     let Some(name) = name else { return Ok(0) };
-    let is_called = |path: &Path| {
-        path == Path::new(name)
-            || path.file_name().is_some_and(|file| file == name)
-            || path.file_stem().is_some_and(|stem| stem == name)
-    };
     let layers = graph.handles();
-    layers.iter().position(|layer| is_called(layer.path())).ok_or_else(|| {
-        let names: Vec<_> =
-            layers.iter().filter_map(|layer| layer.path().file_name()).map(|name| name.to_string_lossy()).collect();
-        Error::new(ErrorKind::NotFound, format!("the disk has no layer called {name:?}"))
-            .at_path(layers[0].path())
-            .hint(format!("its layers are {}", names.join(", ")))
-    })
+    let found = find_path(layers.iter().map(|layer| layer.path()), name);
+    found.map_err(|error| error.at_path(layers[0].path()))
+}
+
+/// True when the image at `path` is called `name`: its path, its file name, or that without its extension.
+pub fn is_called(path: &Path, name: &str) -> bool {
+    path == Path::new(name)
+        || path.file_name().is_some_and(|file| file == name)
+        || path.file_stem().is_some_and(|stem| stem == name)
+}
+
+/// The number of the only one of `paths` that is called `name`. A whole path goes before a file name, and that before a part of one.
+fn find_path<'a>(paths: impl Iterator<Item = &'a Path> + Clone, name: &str) -> Result<usize> {
+    let is_file = |path: &Path| path.file_name().is_some_and(|file| file == name);
+    let ways: [&dyn Fn(&Path) -> bool; 3] = [&|path| path == Path::new(name), &is_file, &|path| is_called(path, name)];
+    let all = |is_it: &dyn Fn(&Path) -> bool| -> Vec<usize> {
+        paths.clone().enumerate().filter(|(_, path)| is_it(path)).map(|(number, _)| number).collect()
+    };
+    let found = ways.iter().map(|way| all(way)).find(|found| !found.is_empty()).unwrap_or_default();
+    if let [number] = found[..] {
+        return Ok(number);
+    }
+    let shown = |path: &Path| path.display().to_string();
+    match found.is_empty() {
+        true => {
+            let names: Vec<_> = paths.filter_map(|path| path.file_name()).map(|name| name.to_string_lossy()).collect();
+            let error = Error::new(ErrorKind::NotFound, format!("the disk has no layer called {name:?}"));
+            Err(error.hint(format!("its layers are {}", names.join(", "))))
+        }
+        false => {
+            let of_name: Vec<_> = paths.enumerate().filter(|(n, _)| found.contains(n)).map(|(_, p)| shown(p)).collect();
+            let error = Error::new(ErrorKind::InvalidInput, format!("several layers of the disk are called {name:?}"));
+            Err(error.hint(format!("say which: {}", of_name.join(", "))))
+        }
+    }
 }
 
 /// The plan to merge the layer called `name` of `graph` into its parent.
@@ -132,4 +155,20 @@ fn check_takes_place<S: Store>(graph: &Graph<S>) -> Result<()> {
         return Err(refuse(ErrorKind::Unsupported, what, leaf.path(), "flatten the disk instead"));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_several_layers_have_finds_none() {
+        let paths = ["/vm/a.vhd", "/vm/a.raw", "/base/b.vhd", "/vm/b.vhd"];
+        let find = |name: &str| find_path(paths.iter().map(Path::new), name).map_err(|error| error.kind());
+        assert_eq!((find("a.vhd"), find("a.raw"), find("/vm/b.vhd")), (Ok(0), Ok(1), Ok(3)));
+        for several in ["a", "b.vhd", "b"] {
+            assert_eq!(find(several), Err(ErrorKind::InvalidInput), "{several}");
+        }
+        assert_eq!(find("c"), Err(ErrorKind::NotFound));
+    }
 }

@@ -6,6 +6,7 @@ use spile_core::{Disk, Files, OpenMode, Result, Store};
 use spile_image::Sinking;
 use spile_image::layer::Layer as _;
 
+use super::middle::keep_parent;
 use super::mover::Mover;
 use crate::work::{GraphOf, LayerOf, Work, size_of};
 
@@ -70,9 +71,18 @@ async fn put_back<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, parent: &Lay
     if now.handles()[0].id() == parent.id() {
         return Ok(());
     }
+    // A rename that has failed may have happened: then the leaf's file has no name any more, and nobody would find what is written to it.
+    // While that is not known, the leaf goes on sinking: it has nothing, so all that guests write goes to the parent.
+    let disk = graph.handles()[0].path();
+    if work.files.is_at(parent.image().store(), disk).await? {
+        parent.image().store().set_path(disk);
+        work.put(super::from::<F>(graph, 1)?).await?;
+        return Ok(());
+    }
     work.put(graph.with_layers(graph.handles().to_vec())?).await?;
     let mut layers = graph.handles().to_vec();
     layers[1] = work.sealed(parent).await?;
+    keep_parent(work, &layers[0], parent).await;
     work.put(graph.with_layers(layers)?).await?;
     Ok(())
 }

@@ -112,8 +112,11 @@ impl<F: Files> Opened<F> {
             return Ok(());
         }
         let mut layers = self.graph.handles().to_vec();
-        layers[self.number] = work.sealed(&self.upper).await?;
+        // Sealing cuts off the free end of the layer's file. Reads that began before the last blocks were given up may be on their way there.
+        work.put(self.graph.with_layers(layers.clone())?.flushing_leaf_only()).await?;
         layers[self.number + 1] = work.sealed(&self.lower).await?;
+        keep_parent(work, &self.upper, &self.lower).await;
+        layers[self.number] = work.sealed(&self.upper).await?;
         work.put(self.graph.with_layers(layers)?).await?;
         Ok(())
     }
@@ -129,6 +132,14 @@ pub(super) async fn rename_parent<F: Files>(
     let child = open_layer(work.files, work.env.clone(), child, &OpenOptions::default()).await?;
     child.image().set_parent(Some(&named)).await?;
     child.seal().await
+}
+
+/// Has `child`, which is open for writing and stays the child of `parent`, hold the time of now for it: the parent was written for this
+/// child's good, and no program is to take that for a change behind the child's back. When it fails, there is only a doubt more.
+pub(super) async fn keep_parent<F: Files>(work: &Work<'_, F>, child: &LayerOf<F>, parent: &LayerOf<F>) {
+    if let Ok(named) = new_parent(work, child.path(), parent).await {
+        let _ = child.image().set_parent(Some(&named)).await;
+    }
 }
 
 /// `parent` as the image at `child` is to name it.

@@ -29,7 +29,7 @@ use spile_core::{Error, ErrorKind, Files, Result};
 use crate::jobs::{Merged, Plan};
 use crate::work::{GraphOf, Work};
 
-pub use self::check::{find_layer, plan};
+pub use self::check::{find_layer, is_called, plan};
 
 /// Does what `plan` says, from wherever it was left, and says in the job how it ended. The note beside the disk is there while it works,
 /// and stays when the job was stopped.
@@ -72,10 +72,13 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     }
 }
 
-/// The number of the layer that `plan` merges; `None` when the disk has it no more.
+/// The number of the layer that `plan` merges; `None` when the disk has it no more. Its folder may have moved; a copy under another name
+/// has the same identity, and is not meant.
 fn number_of<S: spile_core::Store>(graph: &spile_image::Graph<S>, plan: &Merged) -> Option<usize> {
     use spile_image::layer::Layer as _;
-    graph.handles().iter().position(|layer| layer.image().identity() == Some(plan.identity))
+    graph.handles().iter().position(|layer| {
+        layer.image().identity() == Some(plan.identity) && layer.path().file_name() == plan.path.file_name()
+    })
 }
 
 /// The graph without its first `count` layers.

@@ -225,9 +225,9 @@ impl DiskJobs {
 }
 
 impl DiskJob {
-    /// A job that has not begun.
+    /// A job that has not begun. A limit of 0 is none.
     pub fn new(plan: Plan, limit_bytes_per_s: Option<u64>) -> Arc<Self> {
-        Arc::new(Self { id: next_id(), plan, job: Job::new(limit_bytes_per_s) })
+        Arc::new(Self { id: next_id(), plan, job: Job::new(limit_bytes_per_s.filter(|limit| *limit > 0)) })
     }
 
     /// What it does.

@@ -88,6 +88,7 @@ impl Host {
             sizes: self.sizes,
             broken: self.broken,
         };
+        let begun_unix_s = env.now_unix_s();
         let ended = spile_life::run(&work, &plan).await;
         match &ended {
             Ok(()) => {
@@ -103,6 +104,9 @@ impl Host {
                 let was_told = matches!(job.state(), State::Cancelled | State::Stopped);
                 let fine = (was_told && error.kind() == ErrorKind::Shutdown) || self.has_faults();
                 assert!(fine, "{plan:?} failed without a fault: {error:?}");
+                if was_told && !self.has_faults() {
+                    self.check_time(node, &plan, begun_unix_s).await;
+                }
                 self.count(|summary| summary.ended_early += 1);
             }
         }
@@ -135,6 +139,15 @@ impl Host {
         assert!(is_refusal || self.has_faults(), "a merge that must be refused failed otherwise: {error:?}");
         assert_eq!(self.paths_of(node).await, before, "a merge that was refused has changed the chain");
         self.count(|summary| summary.refused += 1);
+    }
+
+    /// A merge that was broken off has written to the parent. The layer holds a later time for it than before.
+    async fn check_time(&self, node: &MergeNode, plan: &Plan, begun_unix_s: u64) {
+        let Plan::Coalesce(Merged { path, .. }) = plan else { return };
+        let graph = node.graph().await;
+        let Some(layer) = graph.layers().into_iter().find(|layer| layer.path == *path) else { return };
+        let held = layer.facts.parent_changed_unix_s;
+        assert!(held >= Some(begun_unix_s), "{} holds the time {held:?} for its parent", path.display());
     }
 
     async fn check_done(&self, node: &MergeNode, plan: &Plan, before: &[PathBuf]) {

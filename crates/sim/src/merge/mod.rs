@@ -96,6 +96,13 @@ pub fn run_merge(seed: u64, broken: Broken, trace: bool) -> Result<MergeSummary,
     let chain = Chain::draw(&mut rng);
     let mut plan = Plan::draw(seed, chain.size_bytes, chain.block_bytes.into());
     plan.hardware.devices = false;
+    // The last step of a merge is a rename. Where every operation may fail, few merges come so far.
+    let mut of_names = Rng::new(seed).split(61);
+    for life in &mut plan.lives {
+        if of_names.chance(1, 4) {
+            life.faults = Faults { names_eio: of_names.between(1000, 9000), ..Faults::default() };
+        }
+    }
     let world = World::new(seed, plan.hardware.clone());
     if trace {
         world.keep_trace();

@@ -10,6 +10,7 @@ use serde_json::json;
 use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
 use spile_image::{Format, OpenOptions};
 use spile_life::jobs::{Plan, State};
+use spile_life::merge::is_called;
 use spile_node::Node;
 use spile_server::jobs::{self, Access};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
@@ -159,7 +160,7 @@ fn by_itself(args: &JobArgs, kind: &'static str, layer: Option<&str>) -> Result<
     let done = on_engine(move || async move {
         let graph = disks::open(CacheMode::Direct, &at, &options).await?;
         let plan = match jobs::left(&graph).await? {
-            Some(left) if is_meant(&left, kind, layer.as_deref()) => left,
+            Some(left) if is_meant(&left, graph.handles()[0].path(), kind, layer.as_deref()) => left,
             _ => plan(&graph, kind, layer.as_deref())?,
         };
         let (job, node) = (DiskJob::new(plan, rate), Node::new(graph));
@@ -187,17 +188,17 @@ fn label(at: &Locator) -> String {
     disks::label(at)
 }
 
-/// True when `left`, which was begun before, is what is asked for now.
-fn is_meant(left: &Plan, kind: &str, layer: Option<&str>) -> bool {
-    let is_layer = |path: &Path, name: &str| {
-        path == Path::new(name)
-            || path.file_name().is_some_and(|file| file == name)
-            || path.file_stem().is_some_and(|stem| stem == name)
+/// True when `left`, which was begun before with the disk at `disk`, is what is asked for now.
+fn is_meant(left: &Plan, disk: &Path, kind: &str, layer: Option<&str>) -> bool {
+    let is_layer = |merged: &Path| match layer {
+        Some(name) => is_called(merged, name),
+        None => merged.file_name() == disk.file_name(),
     };
-    match (left, layer) {
-        (Plan::Coalesce(merged), Some(name)) => kind == left.kind() && is_layer(&merged.path, name),
-        _ => kind == left.kind(),
-    }
+    kind == left.kind()
+        && match left {
+            Plan::Coalesce(merged) => is_layer(&merged.path),
+            Plan::Flatten => true,
+        }
 }
 
 /// Shows how far `job` is until it is over. A signal has it stop at its next piece.
