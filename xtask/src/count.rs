@@ -14,7 +14,7 @@
 //!
 //! The client of a server is an ordinary `spile load` on the same core, with the lowest priority. So the server has always answered
 //! everything and gone to sleep before it sees the next batch, and a batch costs the same each time. Instructions repeat to
-//! 0.2 %. Single requests are not counted: whether the server sleeps before the next one depends on the host's other work
+//! 0.2 % on a quiet host. Single requests are not counted: whether the server sleeps before the next one depends on the host's other work
 //! (12 % between two runs).
 //!
 //! io_uring does not work under every valgrind, so the threads engine runs; on this path only its way to sleep differs.

@@ -129,7 +129,7 @@ pub fn run(plan: &Plan) -> Result<()> {
     std::fs::remove_dir_all(&world.folder).map_err(|error| format!("{}: {error}", world.folder.display()))
 }
 
-/// Measures `task`: prints its line, and returns its figures. `None` when it was not asked for, or Spile has no other side here.
+/// Measures `task`: prints its line, and returns its figures. `None` when it was not asked for, or no other program can do it here.
 fn measure(plan: &Plan, world: &World, task: &Task) -> Result<Option<Value>> {
     if !plan.asks_for(&task.name) {
         return Ok(None);
@@ -142,6 +142,9 @@ fn measure(plan: &Plan, world: &World, task: &Task) -> Result<Option<Value>> {
             true => sides.push(side),
             false => println!("SKIP bench-life {}: no {}", task.name, side.name),
         }
+    }
+    if sides.iter().skip(1).all(|side| side.is_bound) {
+        return Ok(None);
     }
     let mut times_s = vec![Vec::new(); sides.len()];
     for round in 0..plan.rounds {
