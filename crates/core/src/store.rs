@@ -155,12 +155,13 @@ pub trait Files: Send + Sync + 'static {
     /// Opens the file of `store` in another mode, whatever its path names by now. The lock on it is converted, and at no moment
     /// could another process take it. A store that was opened without a lock gets none.
     ///
-    /// Afterwards `store` can be read as before. It takes no writes any more; and once it is open for writing here, it
-    /// cannot be reopened again.
+    /// Afterwards `store` can be read as before. It takes no writes any more; and while it is open for writing here, it
+    /// cannot be reopened again. When the store that writes is dropped first, `store` has a reader's lock again.
     ///
     /// # Errors
     /// `Busy` when others have the file open and the new mode leaves no room for them, and for a store that was
-    /// reopened for writing before; what is known of a lost lock or a file that was cut short; else the system's. Then `store` is as it was.
+    /// reopened for writing before; what is known of a lost lock or a file that was cut short; else the system's. Then `store` can be read and
+    /// reopened as before, but a store that was to be reopened for reading may take no writes any more.
     fn reopen(&self, store: &Self::Store, mode: OpenMode) -> impl Future<Output = Result<Self::Store>>;
 
     /// Removes a file's name, durably.

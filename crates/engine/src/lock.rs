@@ -64,13 +64,14 @@ pub(crate) fn acquire_beside(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
 /// left to `old` is the locks of a reader, or none when `new` writes. May wait a few milliseconds.
 ///
 /// # Errors
-/// As [`acquire`]; `old` is locked as before then. `InvalidInput` from writing to writing.
+/// As [`acquire`]; `InvalidInput` from writing to writing. Then `old` most likely has the locks that it had, but a writer may be left with those of
+/// a reader, and a reader with none.
 pub(crate) fn pass_on(old: &[BorrowedFd<'_>], from: OpenMode, new: BorrowedFd<'_>, to: OpenMode) -> Result<()> {
     match (from, to) {
         (OpenMode::ReadOnly, OpenMode::ReadOnly) => acquire(new, to),
         (OpenMode::ReadWrite, OpenMode::ReadOnly) => {
             lower(old)?;
-            acquire(new, to)
+            patiently(TRIES, || acquire(new, to))
         }
         (OpenMode::ReadOnly, OpenMode::ReadWrite) => raise(old, new),
         (OpenMode::ReadWrite, OpenMode::ReadWrite) => {
@@ -95,10 +96,10 @@ fn lower(old: &[BorrowedFd<'_>]) -> Result<()> {
 fn raise(old: &[BorrowedFd<'_>], new: BorrowedFd<'_>) -> Result<()> {
     take_shared(new, uses_of(OpenMode::ReadWrite))?;
     old.iter().for_each(|fd| release(*fd));
-    let raised = patiently(|| acquire(new, OpenMode::ReadWrite));
+    let raised = patiently(TRIES, || acquire(new, OpenMode::ReadWrite));
     if raised.is_err() {
         // Whoever is in the way for a moment is refused by the shared bytes of `new`.
-        let restored = patiently(|| {
+        let restored = patiently(RESTORE_TRIES, || {
             old.first().map_or(Ok(()), |first| take(*first, gate_of(OpenMode::ReadOnly), 0))?;
             old.iter().try_for_each(|fd| take_shared(*fd, uses_of(OpenMode::ReadOnly)))
         });
@@ -108,9 +109,9 @@ fn raise(old: &[BorrowedFd<'_>], new: BorrowedFd<'_>) -> Result<()> {
     raised
 }
 
-/// Tries again while the file is busy, a few times: somebody who is about to be refused holds locks for a moment.
-fn patiently(take: impl Fn() -> Result<()>) -> Result<()> {
-    for _ in 0..TRIES {
+/// Tries again while the file is busy, so many times: somebody who is about to be refused holds locks for a moment.
+fn patiently(tries: u32, take: impl Fn() -> Result<()>) -> Result<()> {
+    for _ in 0..tries {
         match take() {
             Err(error) if error.kind() == ErrorKind::Busy => std::thread::sleep(PAUSE),
             done => return done,
@@ -121,6 +122,8 @@ fn patiently(take: impl Fn() -> Result<()>) -> Result<()> {
 
 /// How often a busy lock is tried again, and the time between two tries.
 const TRIES: u32 = 5;
+/// How often it is tried where a failure leaves a file without its lock. A host of a file server may need long to be refused.
+const RESTORE_TRIES: u32 = 1000;
 const PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
 
 /// Ends the locks at once, however many duplicates of the descriptor there are, for example in a ring's table of files.
@@ -357,29 +360,40 @@ mod tests {
 
     #[test]
     fn nobody_gets_a_lock_while_it_is_converted() {
+        use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut holder = locked(file.path(), OpenMode::ReadWrite).unwrap();
-        let is_over = std::sync::atomic::AtomicBool::new(false);
+        let (is_over, is_writer) = (AtomicBool::new(false), AtomicBool::new(true));
+        // A second writer is always wrong, and a reader while the holder is known to write.
+        let intrude =
+            |mode| locked(file.path(), mode).is_some_and(|_held| mode == OpenMode::ReadWrite || is_writer.load(SeqCst));
         std::thread::scope(|scope| {
             let intruder = scope.spawn(|| {
-                let mut got = 0;
-                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
-                    got += u32::from(locked(file.path(), OpenMode::ReadWrite).is_some());
+                let mut wrong = 0;
+                while !is_over.load(SeqCst) {
+                    wrong += [OpenMode::ReadWrite, OpenMode::ReadOnly]
+                        .map(|mode| u32::from(intrude(mode)))
+                        .iter()
+                        .sum::<u32>();
                 }
-                got
+                wrong
             });
-            let mut mode = OpenMode::ReadWrite;
-            for _ in 0..1000 {
-                let (next, other) = (
-                    open(file.path()),
-                    if mode == OpenMode::ReadWrite { OpenMode::ReadOnly } else { OpenMode::ReadWrite },
-                );
+            for _ in 0..300 {
+                let next = open(file.path());
+                is_writer.store(false, SeqCst);
+                pass_on(&[holder.as_fd()], OpenMode::ReadWrite, next.as_fd(), OpenMode::ReadOnly).unwrap();
+                holder = next;
                 // The intruder may be in the way of a writer for a moment; then all stays as it is.
-                if pass_on(&[holder.as_fd()], mode, next.as_fd(), other).is_ok() {
-                    (holder, mode) = (next, other);
-                }
+                holder = (0..1000)
+                    .find_map(|_| {
+                        let next = open(file.path());
+                        let raised = pass_on(&[holder.as_fd()], OpenMode::ReadOnly, next.as_fd(), OpenMode::ReadWrite);
+                        raised.is_ok().then_some(next)
+                    })
+                    .expect("it can be made a writer's lock");
+                is_writer.store(true, SeqCst);
             }
-            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+            is_over.store(true, SeqCst);
             assert_eq!(intruder.join().unwrap(), 0);
         });
     }

@@ -94,7 +94,7 @@ impl RawFile {
     /// file in between. May wait for a file server.
     ///
     /// # Errors
-    /// As [`RawFile::lock`]; `old` is locked as before then.
+    /// As [`RawFile::lock`]. Then `old` may have fewer locks than before: a writer those of a reader, a reader none.
     pub fn take_lock_over(&self, mode: OpenMode, old: &[&RawFile], was: OpenMode) -> Result<()> {
         let old: Vec<_> = old.iter().map(|file| file.as_fd()).collect();
         lock::pass_on(&old, was, self.as_fd(), mode)?;
@@ -102,6 +102,14 @@ impl RawFile {
             shared::hold_everywhere(&self.fd);
         }
         Ok(())
+    }
+
+    /// Locks this second descriptor of a file that another descriptor of this process has locked in `mode`, as [`RawFile::direct`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn lock_beside(&self, mode: OpenMode) -> Result<()> {
+        lock::acquire_beside(self.fd.as_fd(), mode)
     }
 
     /// Fills `into` from `offset_bytes`; returns how many bytes were read, fewer only at the end of the file.

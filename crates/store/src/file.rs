@@ -4,8 +4,8 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
 use spile_core::{
@@ -67,6 +67,30 @@ struct Inner {
     cut: Cut,
     /// For [`CacheMode::Once`].
     behind: Option<Behind>,
+    /// The store that gave its lock up for this one, which writes. It gets a reader's lock again when this store ends first.
+    older: Weak<Inner>,
+}
+
+impl Inner {
+    /// The descriptors that are locked when the store is.
+    fn locked_files(&self) -> Vec<&RawFile> {
+        let beside = self.direct.is_direct().then_some(&self.direct);
+        std::iter::once(&self.cached).chain(beside).collect()
+    }
+
+    /// Takes the lock for reading from the descriptors `writer` of the same file, which have it for writing.
+    fn lock_for_reading(&self, writer: &[&RawFile]) -> Result<()> {
+        let files = self.locked_files();
+        files[0].take_lock_over(OpenMode::ReadOnly, writer, OpenMode::ReadWrite)?;
+        files[1..].iter().try_for_each(|file| file.lock_beside(OpenMode::ReadOnly))
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let Some(older) = self.older.upgrade().filter(|_| !self.lock.is_away()) else { return };
+        older.lock.take_back(|| older.lock_for_reading(&self.locked_files()));
+    }
 }
 
 impl FileStore {
@@ -110,25 +134,39 @@ impl FileStore {
     pub fn reopen(&self, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
         let inner = &self.inner;
         inner.cut.check().at_path(inner.path.get())?;
-        let reopened = inner.lock.pass_on(mode, |was| self.reopen_inner(mode, cache, was)).at_path(inner.path.get())?;
+        let reopened = self.reopen_inner(mode, cache).at_path(inner.path.get())?;
         reopened.set_failed_sync(self.failed_sync());
         Ok(reopened)
     }
 
-    fn reopen_inner(&self, mode: OpenMode, cache: CacheMode, was: Option<OpenMode>) -> Result<FileStore> {
+    fn reopen_inner(&self, mode: OpenMode, cache: CacheMode) -> Result<FileStore> {
         let inner = &self.inner;
         // By its descriptor, for its path may name another file by now.
         let name = format!("/proc/self/fd/{}", inner.cached.as_fd().as_raw_fd());
         let file = open_at(Path::new(&name), mode, 0)?;
         let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
         let file = RawFile::new(file.into());
-        if let Some(was) = was {
-            let beside = inner.direct.is_direct().then_some(&inner.direct);
-            let old: Vec<_> = std::iter::once(&inner.cached).chain(beside).collect();
-            file.take_lock_over(mode, &old, was)?;
-        }
         let path = Arc::new(PathCell::new(inner.path.get().to_owned()));
-        Self::finish(path, Path::new(&name), mode, cache, file, &stat, was.map(|_| mode))
+        inner.lock.pass_on(mode, |was| {
+            let Some(was) = was else {
+                return Self::finish(path, Path::new(&name), mode, cache, file, &stat, None);
+            };
+            file.take_lock_over(mode, &inner.locked_files(), was)?;
+            let finished = Self::finish(path, Path::new(&name), mode, cache, file.clone(), &stat, Some(mode));
+            match (finished, mode) {
+                (Ok(mut store), OpenMode::ReadWrite) => {
+                    if let Some(new) = Arc::get_mut(&mut store.inner) {
+                        new.older = Arc::downgrade(inner);
+                    }
+                    Ok(store)
+                }
+                (Err(error), OpenMode::ReadWrite) => {
+                    inner.lock_for_reading(&[&file])?;
+                    Err(error)
+                }
+                (finished, OpenMode::ReadOnly) => finished,
+            }
+        })
     }
 
     /// Makes a store of an open file. `name` leads to the file now, and `locked` is the mode in which it is locked.
@@ -181,7 +219,22 @@ impl FileStore {
         let len = AtomicU64::new(len);
         let gate = SyncGate::default();
         let cut = Cut::default();
-        FileStore { inner: Arc::new(Inner { path, id, info, is_device, direct, cached, len, gate, lock, cut, behind }) }
+        FileStore {
+            inner: Arc::new(Inner {
+                path,
+                id,
+                info,
+                is_device,
+                direct,
+                cached,
+                len,
+                gate,
+                lock,
+                cut,
+                behind,
+                older: Weak::new(),
+            }),
+        }
     }
 
     /// Which file this is, as found when it was opened. Its path may name another file by now.

@@ -14,7 +14,7 @@
 //! lost (NFS, whose client fails the requests itself then; see the module `lock` of the engine).
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, OpenMode, PathCell, Result};
@@ -24,7 +24,7 @@ use spile_engine::{LockProbe, RawFile};
 const HELD: u8 = 0;
 const UNKNOWN: u8 = 1;
 const LOST: u8 = 2;
-/// The file was reopened in another mode: this store only reads from then on, and nobody asks.
+/// The file was reopened in another mode, or that failed halfway: this store only reads from then on, and nobody asks.
 const PASSED_ON: u8 = 3;
 
 /// The time from an answer that says nothing to the next question.
@@ -46,7 +46,7 @@ enum Passed {
     No,
     /// The file was reopened for reading: this store has a reader's lock, too.
     Lowered,
-    /// The file was reopened for writing: this store has no lock any more.
+    /// The file was reopened for writing: this store has no lock, until the newer one gives it back.
     Away,
 }
 
@@ -67,26 +67,64 @@ impl HeldLock {
     }
 
     /// Has `pass` take over the lock for another opening of the file, in the mode `to`; it is told the mode in which the file is locked now,
-    /// if it is. From then on this store takes no writes; when `pass` fails, all stays as it was.
+    /// if it is. From then on this store takes no writes. When `pass` fails, a store that only reads has its lock as before, or is
+    /// known to have lost it; one that was to be reopened for reading takes no writes any more, and can be reopened again.
     pub(crate) fn pass_on<T>(&self, to: OpenMode, pass: impl FnOnce(Option<OpenMode>) -> Result<T>) -> Result<T> {
-        let mut passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner);
-        let was = self.file.as_ref().map(|(_, mode)| match *passing {
-            Passed::Lowered => OpenMode::ReadOnly,
-            _ => *mode,
-        });
+        let mut passing = self.passing();
+        let known = self.state.known.load(Ordering::Acquire);
         match *passing {
-            Passed::No => self.check()?,
-            Passed::Lowered => {}
             Passed::Away => return Err(passed_away()),
+            _ if known == PASSED_ON => {}
+            Passed::No | Passed::Lowered => self.check()?,
         }
+        let was = self.mode_in(*passing);
         let before = self.state.known.swap(PASSED_ON, Ordering::AcqRel);
         let passed = pass(was);
         match (&passed, to) {
-            (Err(_), _) => self.state.known.store(before, Ordering::Release),
             (Ok(_), OpenMode::ReadOnly) => *passing = Passed::Lowered,
             (Ok(_), OpenMode::ReadWrite) => *passing = Passed::Away,
+            // Nobody knows how far it came: the lock may be a reader's now.
+            (Err(_), OpenMode::ReadOnly) => {}
+            (Err(_), OpenMode::ReadWrite) => self.state.known.store(self.still_held(was, before), Ordering::Release),
         }
         passed
+    }
+
+    /// Has `take` take the lock back from the newer opening of the file, which ends while this store is in use: it is to lock the
+    /// file for reading. Does nothing when the lock was not passed on.
+    pub(crate) fn take_back(&self, take: impl FnOnce() -> Result<()>) {
+        let mut passing = self.passing();
+        let (Passed::Away, Some((_, mode))) = (*passing, &self.file) else { return };
+        let (passed, known) = match mode {
+            OpenMode::ReadOnly => (Passed::No, HELD),
+            OpenMode::ReadWrite => (Passed::Lowered, PASSED_ON),
+        };
+        *passing = passed;
+        let known = take().map_or_else(|error| self.state.note_lost(&error), |()| known);
+        self.state.known.store(known, Ordering::Release);
+    }
+
+    /// True when another opening of the file has the lock.
+    pub(crate) fn is_away(&self) -> bool {
+        *self.passing() == Passed::Away
+    }
+
+    fn passing(&self) -> MutexGuard<'_, Passed> {
+        self.passing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The mode in which the file is locked, if it is.
+    fn mode_in(&self, passed: Passed) -> Option<OpenMode> {
+        self.file.as_ref().map(|(_, mode)| if passed == Passed::Lowered { OpenMode::ReadOnly } else { *mode })
+    }
+
+    /// What is known of the lock of this store, which was to be passed on: `before` if it is still there. It is one of the mode `was`.
+    fn still_held(&self, was: Option<OpenMode>, before: u8) -> u8 {
+        let (Some((file, _)), Some(was)) = (&self.file, was) else { return before };
+        match file.lock_probe(was).and_then(|probe| probe.is_held()) {
+            Ok(true) => before,
+            _ => self.state.note_lost(&lost()),
+        }
     }
 
     /// Fails once the lock is known to be lost, and while nobody knows.
@@ -126,6 +164,12 @@ impl HeldLock {
 }
 
 impl State {
+    /// Says that the lock is lost, and why.
+    fn note_lost(&self, error: &Error) -> u8 {
+        tracing::error!("{}: {error}", self.path.get().display());
+        LOST
+    }
+
     /// Takes note of the kernel's answer.
     fn hear(&self, answer: Result<bool, i32>) {
         let known = judge(answer);
@@ -277,6 +321,30 @@ mod tests {
         let _asking = lock.state.clone();
         drop((file, lock));
         locked(temp.path());
+    }
+
+    #[test]
+    fn a_lock_that_is_lost_while_it_is_passed_on_is_known_to_be_lost() {
+        let temp = tempfile::NamedTempFile::new().unwrap();
+        let file = RawFile::new(std::fs::File::open(temp.path()).unwrap().into());
+        file.lock(OpenMode::ReadOnly).unwrap();
+        let lock = HeldLock::new(Some((file.clone(), OpenMode::ReadOnly)), cell(temp.path()));
+        let fail = |_| Err::<(), _>(unknown());
+        lock.pass_on(OpenMode::ReadWrite, fail).unwrap_err();
+        lock.check().unwrap();
+        lose(&file);
+        lock.pass_on(OpenMode::ReadWrite, fail).unwrap_err();
+        assert!(lock.check().unwrap_err().message().contains("was lost"));
+        assert!(lock.pass_on(OpenMode::ReadWrite, |_| Ok(())).unwrap_err().message().contains("was lost"));
+    }
+
+    #[test]
+    fn a_writer_that_could_not_be_made_a_reader_can_be_made_one_later() {
+        let temp = tempfile::NamedTempFile::new().unwrap();
+        let (_file, lock) = locked(temp.path());
+        lock.pass_on(OpenMode::ReadOnly, |_| Err::<(), _>(unknown())).unwrap_err();
+        assert_eq!(lock.check().unwrap_err().kind(), ErrorKind::ReadOnly);
+        assert_eq!(lock.pass_on(OpenMode::ReadOnly, Ok).unwrap(), Some(OpenMode::ReadWrite));
     }
 
     #[test]

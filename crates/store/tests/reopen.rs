@@ -19,6 +19,7 @@ const FILE: &str = "SPILE_TEST_REOPEN_FILE";
 each_engine!(
     a_writer_that_is_reopened_for_reading_lets_readers_in,
     a_reader_that_is_reopened_for_writing_keeps_everybody_out,
+    a_reader_gets_its_lock_back_from_a_writer_that_is_given_up,
     a_file_without_locks_gets_none,
     a_failed_sync_stays_known,
     a_second_name_is_the_same_file,
@@ -88,6 +89,34 @@ fn a_reader_that_is_reopened_for_writing_keeps_everybody_out(engine: &Engine) {
         let error = files.reopen(&new, OpenMode::ReadWrite).await.err().expect("it is open for writing");
         assert_eq!(error.kind(), ErrorKind::InvalidInput);
         new.write_at(at(0), &Segments::zeroed(512), Via::Cached).await.unwrap();
+    });
+}
+
+fn a_reader_gets_its_lock_back_from_a_writer_that_is_given_up(engine: &Engine) {
+    let (_dir, path, store) = patterned(64 * KIB);
+    drop(store);
+    engine.run_on(0, move || async move {
+        let files = OsFiles::default();
+        // From a reader, and from a writer that has become one.
+        for mode in [OpenMode::ReadOnly, OpenMode::ReadWrite] {
+            let old = open(&files, &path, mode).await;
+            if mode == OpenMode::ReadWrite {
+                drop(files.reopen(&old, OpenMode::ReadOnly).await.unwrap());
+            }
+            for _ in 0..2 {
+                drop(files.reopen(&old, OpenMode::ReadWrite).await.unwrap());
+                assert!(!is_free(&path, OpenMode::ReadWrite) && is_free(&path, OpenMode::ReadOnly));
+            }
+            // A writer that has become a reader again leaves it a lock, too.
+            let new = files.reopen(&old, OpenMode::ReadWrite).await.unwrap();
+            let third = files.reopen(&new, OpenMode::ReadOnly).await.unwrap();
+            drop((new, third));
+            assert!(!is_free(&path, OpenMode::ReadWrite) && is_free(&path, OpenMode::ReadOnly));
+            let error = old.write_at(at(0), &Segments::zeroed(512), Via::Cached).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ReadOnly, "{error}");
+            drop(old);
+            assert!(is_free(&path, OpenMode::ReadWrite));
+        }
     });
 }
 
