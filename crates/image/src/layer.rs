@@ -239,9 +239,19 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         async { Err(self.unsupported("this format cannot give up a part of an image")) }
     }
 
+    /// Gives the layer zeroes of its own where it has space in `part`, one [`Layer::part_len`] at most, but no bytes. Whoever calls this has made
+    /// sure that zeroes lie below there, and keeps changes out of the part. It leaves less to do to [`Layer::set_parent`] with `None`.
+    ///
+    /// # Errors
+    /// `ReadOnly`; errors of the store.
+    fn own_zeroes(&self, part: Extent) -> impl Future<Output = Result<()>> {
+        let _ = part;
+        async { Ok(()) }
+    }
+
     /// Has the image name `parent` as its parent in the place of the one it has, or none. Whoever calls this has made sure that the disk reads
     /// the same with it, and that nobody calls [`Layer::forget`] meanwhile; requests may be in flight. With `None`, what the image lacks must read
-    /// as zeroes below.
+    /// as zeroes below; it takes long where [`Layer::own_zeroes`] was not called before.
     ///
     /// The change is durable when it returns; a process or host that ends meanwhile leaves an image that names the old parent
     /// or the new one. The layers of a graph stay as they are: only who opens the image the next time finds the new parent.

@@ -338,6 +338,56 @@ fn without_a_parent_the_bytes_under_clear_bits_are_zero() {
     assert_eq!((header.parent_uuid, header.parent_name.as_str()), ([0; 16], ""));
 }
 
+/// When the last step fails, another call does it, and is not content with what the image is in memory.
+#[test]
+fn without_a_parent_is_said_only_when_it_is_durable() {
+    let world = World::new();
+    world.raw("/vm/parent.img", &vec![0; 2 * MIB as usize]);
+    let file = world.child(LEAF, "/vm/parent.img", 2 * MIB, BLOCK as u32);
+    let graph = world.open(LEAF);
+    write(&graph, 0, &pattern(1, 4096));
+    file.fails_at_start.store(true, Relaxed);
+    for _ in 0..2 {
+        block_on(leaf_of(&graph).image().set_parent(None)).unwrap_err();
+    }
+    file.fails_at_start.store(false, Relaxed);
+    let syncs = file.syncs.load(Relaxed);
+    set_parent(&graph, None);
+    assert!(file.syncs.load(Relaxed) > syncs);
+    assert_eq!(Footer::parse(&file.bytes(0, 512)).unwrap().disk_type, DiskType::Dynamic);
+}
+
+/// Blocks that hold only a part of their bytes hold all of them afterwards, part by part, and nothing is left to the change of the parent.
+#[test]
+fn what_a_leaf_has_space_for_is_filled_with_zeroes() {
+    let world = World::new();
+    world.raw("/vm/parent.img", &vec![0; 2 * MIB as usize]);
+    let file = world.child(LEAF, "/vm/parent.img", 2 * MIB, BLOCK as u32);
+    let graph = world.open(LEAF);
+    write(&graph, 8192, &pattern(1, 4096));
+    write(&graph, 5 * BLOCK, &pattern(2, BLOCK as usize));
+    let before = all(&graph);
+    // Bytes that nobody may see: their bits are clear.
+    let data_at = u64::from(entry(&file, 0)) * 512 + 512;
+    file.patch(data_at, &[0xEE; 512]);
+    let unfilled = |at: u64| block_on(graph.next_unfilled(Extent::from_range(at..2 * MIB))).unwrap();
+    assert_eq!(unfilled(0), Some(Extent::from_range(0..8192)));
+    assert_eq!((unfilled(8192), unfilled(BLOCK)), (Some(Extent::from_range(12288..BLOCK)), None));
+    block_on(graph.own_zeroes(Extent::from_range(0..BLOCK / 2))).unwrap();
+    assert_eq!(unfilled(0), Some(Extent::from_range(BLOCK / 2..BLOCK)));
+    block_on(graph.own_zeroes(Extent::from_range(BLOCK / 2..2 * MIB))).unwrap();
+    assert_eq!((unfilled(0), held(&graph)), (None, vec![0, 5]));
+    // The process is killed, and the bits are there.
+    drop(graph);
+    let graph = world.open(LEAF);
+    assert_eq!(block_on(graph.next_unfilled(Extent::from_range(0..2 * MIB))).unwrap(), None);
+    assert!(all(&graph) == before);
+    set_parent(&graph, None);
+    drop(graph);
+    assert_sound(&world, LEAF);
+    assert!(all(&world.open(LEAF)) == before);
+}
+
 #[test]
 fn a_name_that_a_vhd_cannot_express_changes_nothing() {
     let (world, file) = three(FILE);

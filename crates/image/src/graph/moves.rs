@@ -104,4 +104,33 @@ impl<S: Store> Graph<S> {
         }
         Ok(None)
     }
+
+    /// The first run of `extent` for which the leaf has space, but no bytes of its own.
+    ///
+    /// # Errors
+    /// The store's.
+    pub async fn next_unfilled(&self, extent: Extent) -> Result<Option<Extent>> {
+        let mut at = extent.start();
+        while at < extent.end() {
+            let Some(part) = self.leaf().next_held(Extent::from_range(at..extent.end())) else { return Ok(None) };
+            at = part.start();
+            while at < part.end() {
+                match self.leaf().find(at, part.end() - at) {
+                    (Found::Below, len) => return Ok(Some(Extent::from_range(at..at + len))),
+                    (Found::Miss(piece), _) => self.load(Step::Load { layer: 0, piece }, &mut None).await?,
+                    (_, len) => at += len,
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Has the leaf hold zeroes of its own wherever it has space in `piece`, but no bytes. Whoever calls this has copied up what the parents
+    /// have of the piece, and keeps changes out of it.
+    ///
+    /// # Errors
+    /// The store's.
+    pub async fn own_zeroes(&self, piece: Extent) -> Result<()> {
+        self.each_part(piece, true, async |part| self.leaf().own_zeroes(part).await).await
+    }
 }

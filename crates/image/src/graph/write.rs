@@ -118,7 +118,12 @@ impl<S: Store> Graph<S> {
     }
 
     /// Runs `each` on every part of `extent`, or only on those that the leaf has space for, one after the other.
-    async fn each_part(&self, extent: Extent, only_held: bool, each: impl AsyncFn(Extent) -> Result<()>) -> Result<()> {
+    pub(super) async fn each_part(
+        &self,
+        extent: Extent,
+        only_held: bool,
+        each: impl AsyncFn(Extent) -> Result<()>,
+    ) -> Result<()> {
         let mut at = extent.start();
         while at < extent.end() {
             let rest = Extent::from_range(at..extent.end());

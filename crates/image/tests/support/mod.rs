@@ -135,6 +135,8 @@ pub struct MemFile {
     pub writes: AtomicU64,
     /// Every operation that changes the file fails while this is set.
     pub fails: AtomicBool,
+    /// Every write at offset 0 fails while this is set.
+    pub fails_at_start: AtomicBool,
     /// Every operation that makes the file longer fails while this is set.
     pub is_full: AtomicBool,
     /// The next read at this offset gets its bytes, but does not end before `lets_read_go`; for tests that poll by
@@ -269,7 +271,8 @@ impl MemStore {
         if self.read_only {
             return Err(self.fail(ErrorKind::ReadOnly, "write to a read-only store", offset));
         }
-        match self.file.fails.load(Ordering::Relaxed) {
+        let is_start = offset == 0 && self.file.fails_at_start.load(Ordering::Relaxed);
+        match is_start || self.file.fails.load(Ordering::Relaxed) {
             true => Err(self.fail(ErrorKind::Io, "injected", offset)),
             false => Ok(()),
         }
@@ -432,6 +435,7 @@ impl MemFiles {
             syncs: AtomicU64::new(0),
             writes: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            fails_at_start: AtomicBool::new(false),
             is_full: AtomicBool::new(false),
             held_read: AtomicU64::new(NO_READ),
             lets_read_go: AtomicBool::new(false),

@@ -155,6 +155,13 @@ impl<S: Store> Layer<S> for Vhd<S> {
         }
     }
 
+    async fn own_zeroes(&self, part: Extent) -> Result<()> {
+        match self {
+            Self::Fixed(..) => Ok(()),
+            Self::Sparse(sparse) => sparse.own_zeroes(&sparse.block_part(part)).await,
+        }
+    }
+
     async fn set_parent(&self, parent: Option<&NewParent>) -> Result<()> {
         match self {
             Self::Fixed(..) if parent.is_none() => Ok(()),

@@ -18,12 +18,15 @@
 //! # Without a parent
 //!
 //! Some programs take no notice of the bitmaps of an image that has no parent. So first the bytes under clear bits are zeroed, each block while
-//! nobody else writes to it.
+//! nobody else writes to it. That may take long, and cannot be interrupted: so whoever flattens an image does most of it before, part by part
+//! ([`Sparse::own_zeroes`]).
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use spile_core::{Result, Segments, Store, StoreOffset, Via};
 
+use super::bits::Bits;
 use super::codec::footer::{DiskType, Footer};
 use super::codec::header::Header;
 use super::codec::locator::Locator;
@@ -80,7 +83,11 @@ impl<S: Store> Sparse<S> {
     pub(super) async fn set_parent(&self, parent: Option<&NewParent>) -> Result<()> {
         self.check_writable()?;
         match (self.is_differencing(), parent) {
-            (false, None) => return Ok(()),
+            (false, None) => {
+                // An earlier call may have failed at its last step.
+                let _preparing = self.alloc.preparing().await;
+                return self.restore_footers().await;
+            }
             (false, Some(_)) => return Err(self.unsupported("an image without a parent does not get one")),
             (true, Some(parent)) => VhdParent::from_new(parent).check()?,
             (true, None) => self.zero_what_is_unset().await?,
@@ -191,17 +198,32 @@ impl<S: Store> Sparse<S> {
     async fn zero_unset_of(&self, block: u32) -> Result<()> {
         let _alone = self.blocks.exclusive(u64::from(block)..u64::from(block) + 1).await;
         let Some(sector) = self.bat.get(block) else { return Ok(()) };
-        let (bits, sectors) = (self.bits_of(block, sector).await?, self.layout.sectors_per_block());
-        let mut at = 0;
-        while at < sectors {
-            let (is_set, run) = bits.run(at..sectors);
+        let bits = self.bits_of(block, sector).await?;
+        self.zero_unset(&BlockPart { block, within: 0..self.layout.block_bytes }, sector, &bits).await
+    }
+
+    /// Zeroes the bytes of `part` under clear bits.
+    async fn zero_unset(&self, part: &BlockPart, sector: u32, bits: &Bits) -> Result<()> {
+        let Range { start: mut at, end } = part.sectors();
+        while at < end {
+            let (is_set, run) = bits.run(at..end);
             if !is_set {
                 let start = u64::from(at) * SECTOR;
-                let part = BlockPart { block, within: start..start + u64::from(run) * SECTOR };
-                self.zero_data(&part, sector, true).await?;
+                let unset = BlockPart { block: part.block, within: start..start + u64::from(run) * SECTOR };
+                self.zero_data(&unset, sector, true).await?;
             }
             at += run;
         }
         Ok(())
+    }
+
+    /// Zeroes the bytes of `part` under clear bits and sets these bits, where its block is allocated. Nobody else writes to the part.
+    pub(super) async fn own_zeroes(self: &Arc<Self>, part: &BlockPart) -> Result<()> {
+        self.check_writable()?;
+        let _held = self.blocks.shared(part.lock_range()).await;
+        let Some(sector) = self.bat.get(part.block).filter(|_| !self.bat.is_full(part.block)) else { return Ok(()) };
+        let bits = self.bits_of(part.block, sector).await?;
+        self.zero_unset(part, sector, &bits).await?;
+        self.set_bits(part, sector, bits).await
     }
 }

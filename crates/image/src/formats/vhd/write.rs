@@ -78,7 +78,7 @@ impl<S: Store> Sparse<S> {
 
     /// Rule 3: notes that the sectors of `part`, whose data are written, are in this file. When it returns, that
     /// survives the death of the process.
-    async fn set_bits(self: &Arc<Self>, part: &BlockPart, sector: u32, bits: Arc<Bits>) -> Result<()> {
+    pub(super) async fn set_bits(self: &Arc<Self>, part: &BlockPart, sector: u32, bits: Arc<Bits>) -> Result<()> {
         let sectors = part.sectors();
         if self.journal.is_settled(part.block, &bits, sectors.clone()) {
             return Ok(());
