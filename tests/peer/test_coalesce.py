@@ -116,6 +116,10 @@ class Coalesce(PeerTest):
         before = [path.stat().st_mtime_ns for path in parents]
         refused = spile("coalesce", self.path("disk.vhd"), "--layer", "2", ok=False)
         self.assertIn(b"other.vhd is a child of this image, too", refused.stderr)
+        # A child needs no extension to be one.
+        self.path("other.vhd").rename(self.path("other"))
+        refused = spile("coalesce", self.path("disk.vhd"), "--layer", "2", ok=False)
+        self.assertIn(b"other is a child of this image, too", refused.stderr)
         self.assertEqual(before, [path.stat().st_mtime_ns for path in parents])
 
     def work_with_kills(self, command, jobs_left):

@@ -8,18 +8,21 @@ use spile_core::{Files, OpenMode, Result};
 use crate::formats::Format;
 use crate::layer::Identity;
 
-/// True when the image at `path`, in the format that its extension says, names the image at `parent` as its parent: by a path
+/// True when the file at `path` is an image of `format` that names the image at `parent` as its parent: by a path
 /// that leads to it, and by its identity if the child expects one and `identity` is known. `parent` is a canonical path.
 ///
 /// It reads the image's header only, and takes no more from it than the names. The caller must not lock the files that it opens
 /// here, for a child may be in use.
 ///
 /// # Errors
-/// When the image cannot be opened or read.
-pub async fn is_child_of<F: Files>(files: &F, path: &Path, parent: &Path, identity: Option<Identity>) -> Result<bool> {
-    let Some(format) = Format::from_extension(path).filter(|format| format.about().has_parents) else {
-        return Ok(false);
-    };
+/// When the file cannot be opened or read, and when it is no image of `format`.
+pub async fn is_child_of<F: Files>(
+    files: &F,
+    path: &Path,
+    format: Format,
+    parent: &Path,
+    identity: Option<Identity>,
+) -> Result<bool> {
     let store = files.open(&path.into(), OpenMode::ReadOnly).await?;
     let Some(named) = format.named_parent(&store).await? else { return Ok(false) };
     if matches!((named.identity, identity), (Some(expected), Some(found)) if expected != found) {

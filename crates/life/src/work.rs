@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use spile_core::metrics::Op;
 use spile_core::{Env, Error, ErrorKind, Files, OpenMode, Result, Store, Timer};
-use spile_image::{Broken, Graph, GraphLayer, reopen_layer};
+use spile_image::layer::Identity;
+use spile_image::{Broken, Format, Graph, GraphLayer, reopen_layer};
 use spile_node::Node;
 
 use crate::jobs::Job;
@@ -24,7 +25,7 @@ pub struct Work<'a, F: Files> {
     pub node: &'a Node<Graph<F::Store>>,
     /// What the job's users want of it.
     pub job: &'a Job,
-    /// Images that may have one of the disk's images as their parent: all that lie in the folders of its layers.
+    /// Files that may have one of the disk's images as their parent: all that lie in the folders of its layers.
     pub neighbours: &'a [PathBuf],
     /// How much is moved at once.
     pub sizes: Sizes,
@@ -115,9 +116,20 @@ impl<F: Files> Work<'_, F> {
             if is_known {
                 continue;
             }
-            match spile_image::is_child_of(self.asking, &neighbour, &path, identity).await {
-                Ok(true) => found.push(neighbour),
+            if self.is_child(&neighbour, &path, identity).await? {
+                found.push(neighbour);
+            }
+        }
+        Ok(found)
+    }
+
+    /// True when the file at `image` names the image at `parent` as its parent. Its name says little: it is asked in every format that has
+    /// parents.
+    async fn is_child(&self, image: &Path, parent: &Path, identity: Option<Identity>) -> Result<bool> {
+        for format in Format::ALL.iter().filter(|format| format.about().has_parents) {
+            match spile_image::is_child_of(self.asking, image, *format, parent, identity).await {
                 Ok(false) => {}
+                Ok(true) => return Ok(true),
                 // An image that makes no sense cannot be used as a child either. What the storage does not give may be a child.
                 Err(error) if is_no_image(error.kind()) => {}
                 Err(error) => {
@@ -125,7 +137,7 @@ impl<F: Files> Work<'_, F> {
                 }
             }
         }
-        Ok(found)
+        Ok(false)
     }
 }
 

@@ -4,6 +4,7 @@
 //! a bounded time: children in other folders are not found, nor those that are not looked at. Children are opened without
 //! locks, for reading only.
 
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -73,7 +74,10 @@ enum Children {
 /// Asks the images in the folder of the image at `path`, a canonical path, whether it is their parent.
 async fn child_of(path: &Path, identity: Option<Identity>) -> Children {
     let ours = path.to_owned();
-    let Neighbours { images, mut are_all } = run_blocking(path, move || neighbours(&ours)).await;
+    // A guest can write what looks like an image into a raw one: so only names are believed here.
+    let may_have_parent = |other: &Path| Format::from_extension(other).is_some_and(|format| format.about().has_parents);
+    let found = run_blocking(path, move || neighbours(&ours, MOST_IMAGES, may_have_parent)).await;
+    let Neighbours { images, mut are_all } = found;
     let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
     for other in images {
         if Instant::now() > end {
@@ -81,14 +85,15 @@ async fn child_of(path: &Path, identity: Option<Identity>) -> Children {
             break;
         }
         // An image that cannot be read cannot be used as a child either.
-        if is_child_of(&files, &other, path, identity).await.unwrap_or(false) {
+        let Some(format) = Format::from_extension(&other) else { continue };
+        if is_child_of(&files, &other, format, path, identity).await.unwrap_or(false) {
             return Children::Has(other);
         }
     }
     if are_all { Children::None } else { Children::NotAllAsked }
 }
 
-/// The images that lie in the folders of these, themselves left out, and that can have parents.
+/// The files that lie in the folders of these images, themselves left out. Each may be a child, whatever its name.
 ///
 /// # Errors
 /// `Denied` when a folder has too many to look at, or cannot be read.
@@ -96,7 +101,10 @@ pub async fn beside(images: &[LayerInfo]) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for image in images.iter().filter(|image| image.path.is_absolute()) {
         let path = image.path.clone();
-        let Neighbours { images, are_all } = run_blocking(&image.path, move || neighbours(&path)).await;
+        let is_file =
+            |other: &Path| other.metadata().is_ok_and(|stat| stat.is_file() || stat.file_type().is_block_device());
+        let files = run_blocking(&image.path, move || neighbours(&path, MOST_NAMES, is_file)).await;
+        let Neighbours { images, are_all } = files;
         if !are_all {
             let what = "not all images in its folder can be asked whether they are its children";
             return Err(Error::new(ErrorKind::Denied, what).at_path(&image.path));
@@ -115,20 +123,18 @@ struct Neighbours {
     are_all: bool,
 }
 
-/// The other images in the folder of `path` that can have parents. None in `/dev`.
-fn neighbours(path: &Path) -> Neighbours {
+/// The other files in the folder of `path` for which `may_be_child` says yes, `most` at most. None in `/dev`.
+fn neighbours(path: &Path, most: usize, may_be_child: impl Fn(&Path) -> bool) -> Neighbours {
     let folder = path.parent().unwrap_or(Path::new("/"));
     let mut found = Neighbours { images: Vec::new(), are_all: true };
     if folder.starts_with("/dev") {
         return found;
     }
     let Ok(names) = std::fs::read_dir(folder) else { return Neighbours { are_all: false, ..found } };
-    let may_be_child =
-        |other: &Path| other != path && Format::from_extension(other).is_some_and(|format| format.about().has_parents);
     for (number, name) in names.enumerate() {
         match name.map(|name| name.path()) {
-            Ok(other) if number < MOST_NAMES && found.images.len() < MOST_IMAGES => {
-                found.images.extend(may_be_child(&other).then_some(other));
+            Ok(other) if number < MOST_NAMES && found.images.len() < most => {
+                found.images.extend((other != path && may_be_child(&other)).then_some(other));
             }
             _ => return Neighbours { are_all: false, ..found },
         }

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use spile_core::{Disk, Error, ErrorKind, Files, OpenMode, Result, Store};
-use spile_image::Graph;
 use spile_image::layer::Layer as _;
+use spile_image::{Format, Graph};
 
 use super::refuse;
 use crate::jobs::Merged;
@@ -91,6 +91,7 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
             let what = format!("a {format} image cannot be written yet");
             return Err(refuse(ErrorKind::Unsupported, what, image.path(), "copy the disk by spile convert"));
         }
+        check_place(image.path())?;
     }
     check_sizes(graph, number)?;
     if number == 0 {
@@ -104,6 +105,11 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
     let child = graph.handles()[number.saturating_sub(1)].path();
     let others = work.other_children(layer, child).await?;
     for other in &others {
+        if !Format::from_extension(other).is_some_and(|format| format.about().has_parents) {
+            let what =
+                format!("{} is a child of this image, too, and its name does not say its format", other.display());
+            return Err(refuse(ErrorKind::Unsupported, what, layer.path(), "give it the extension of its format"));
+        }
         // Somebody who has it open would go on with a parent that is gone.
         work.files.open(&other.as_path().into(), OpenMode::ReadWrite).await?;
     }
@@ -114,6 +120,16 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
         return Err(refuse(ErrorKind::Denied, what, layer.path(), "its parent would be gone"));
     }
     Ok(Checked { others })
+}
+
+/// Refuses an image on a block device: nobody can tell which other devices hold children of it, and neither can it be removed nor take
+/// another's name.
+fn check_place(path: &Path) -> Result<()> {
+    if !path.starts_with("/dev") {
+        return Ok(());
+    }
+    let what = "an image on a block device cannot be merged: its children on other devices are not known".to_owned();
+    Err(refuse(ErrorKind::Unsupported, what, path, "flatten the disk: then it needs no parent"))
 }
 
 /// Sizes must be such that the disk reads the same without the layer.
@@ -170,5 +186,14 @@ mod tests {
             assert_eq!(find(several), Err(ErrorKind::InvalidInput), "{several}");
         }
         assert_eq!(find("c"), Err(ErrorKind::NotFound));
+    }
+
+    #[test]
+    fn what_lies_on_a_device_is_not_merged() {
+        for device in ["/dev/vg/base", "/dev/dm-3"] {
+            let error = check_place(Path::new(device)).unwrap_err();
+            assert_eq!((error.kind(), error.path()), (ErrorKind::Unsupported, Some(Path::new(device))));
+        }
+        check_place(Path::new("/vm/dev/base.vhd")).unwrap();
     }
 }
