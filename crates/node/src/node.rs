@@ -226,7 +226,7 @@ impl<G: Disk> Node<G> {
 
     /// Executes a request that may be held back, for a client that may go away meanwhile.
     async fn execute_in_turn(&self, io: Io<'_>, gone: Pin<&mut impl Future<Output = ()>>) -> Result<()> {
-        let limit = self.published().limit().await;
+        let limit = if self.published().is_limited() { self.published().limit().await } else { None };
         if let Some(pending) = limit.as_ref().and_then(|limit| limit.stage().before(io)) {
             unless_gone(pending, gone).await?;
         }

@@ -83,6 +83,8 @@ pub(crate) struct Published<G> {
     is_gate_closed: AtomicBool,
     gate_opened: Event,
     pub(crate) control: async_lock::Mutex<Control<G>>,
+    /// A stage may hold back requests that begin now.
+    is_limited: AtomicBool,
     size_bytes: AtomicU64,
     /// But for the size.
     info: DiskInfo,
@@ -98,6 +100,7 @@ impl<G: Disk> Published<G> {
             is_gate_closed: AtomicBool::new(true),
             gate_opened: Event::new(),
             control: async_lock::Mutex::new(control),
+            is_limited: AtomicBool::new(false),
             size_bytes: AtomicU64::new(info.size_bytes),
             shaping: Shaping::new(&info),
             info,
@@ -154,6 +157,11 @@ impl<G: Disk> Published<G> {
             Way::Staged(..) | Way::Limited(..) | Way::Closed => false,
         };
         self.try_enter().filter(is_free).map(FreeLease)
+    }
+
+    /// True when [`Published::limit`] may have a stage. All but limited disks are spared a look at the lease for that.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.is_limited.load(Ordering::Acquire)
     }
 
     /// The stage that holds back requests that begin now.
@@ -262,6 +270,7 @@ impl<G: Disk> Published<G> {
             Some(limit) => Way::Limited(limit.clone(), Box::new(behind_limit)),
             None => behind_limit,
         };
+        self.is_limited.store(matches!(way, Way::Limited(..)), Ordering::Release);
         control.epochs.retain(|end| !end.has_come());
         control.epochs.push(self.open_gate(&control.graph, &way));
     }

@@ -106,14 +106,49 @@ fn allowance_adds_up_for_the_time_of_a_burst_and_no_longer() {
 }
 
 #[test]
-fn a_request_larger_than_the_bucket_passes_and_the_next_one_pays() {
+fn a_request_larger_than_the_bucket_pays_in_parts_and_keeps_its_place() {
     let mut world = World::default();
-    let disk = world.disk(bps(MIB));
+    let disk = world.disk(Limits { iops: Some(2), ..bps(MIB) });
     let [large, next] = [8 * MIB, 512].map(|len| world.request(&disk, What::Write(len)));
     world.run(7 * SECOND);
-    assert_eq!((large.get(), next.get()), (Some(0), None));
+    assert_eq!((large.get(), next.get()), (None, None));
     world.run(2 * SECOND);
+    // The last part passes when the one before is paid for. All parts together count as one request.
+    assert_near(large.get().unwrap(), 8 * SECOND);
     assert_near(next.get().unwrap(), 8 * SECOND);
+    assert!(large.get() < next.get(), "a smaller request has overtaken it");
+    let delays = disk.limits().unwrap().delays();
+    assert_eq!((delays.requests, delays.waiting), (2, 0));
+}
+
+/// What one request asks for is no debt that others have to wait for: neither the group's other disks, nor the disk's own reads.
+#[test]
+fn one_huge_request_stops_neither_its_group_nor_the_reads_of_its_disk() {
+    let huge = |_| What::Zeroes(2 << 30);
+    for (group_limits, own) in [(bps(50 * MIB), Limits::default()), (Limits::default(), bps(50 * MIB))] {
+        let mut world = World::default();
+        let group = Group::new("g", world.timer());
+        group.set_limits(group_limits).unwrap();
+        let disks = [0; 2].map(|_| world.disk(own));
+        disks.iter().for_each(|disk| now(disk.join_group(Some(group.clone()))).unwrap());
+        let _zeroes = world.guest(&disks[0], 4, huge);
+        world.settle();
+        for disk in &disks {
+            for _ in 0..20 {
+                let since_ns = world.clock.now_ns();
+                let read = world.request(disk, What::Read(4 * KIB));
+                world.run(SECOND / 4);
+                let waited_ns = read.get().map(|ended_ns| ended_ns - since_ns);
+                assert!(waited_ns.is_some_and(|waited_ns| waited_ns < SECOND / 4), "{waited_ns:?}");
+            }
+        }
+        // One read after the other gets as much as all the zeroes do.
+        let reads = world.guest(&disks[1], 1, |_| What::Read(4 * KIB));
+        world.run(10 * SECOND);
+        if !group_limits.is_none() {
+            assert_near(reads.get().1, 250 * MIB);
+        }
+    }
 }
 
 #[test]

@@ -10,6 +10,8 @@ const SECOND: u64 = 1_000_000_000;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cost {
     pub(super) writes: bool,
+    /// 1; 0 for the rest of a request whose first part has passed.
+    pub(super) requests: u64,
     pub(super) bytes: u64,
 }
 
@@ -20,6 +22,8 @@ struct Bucket {
     /// How long one unit takes to come, in 2⁻³² ns.
     unit: u64,
     burst_ns: u64,
+    /// What comes in the time of the burst; at least 1.
+    burst_units: u64,
     /// In 2⁻³² ns.
     full_at: u128,
 }
@@ -32,7 +36,9 @@ impl Bucket {
     /// An empty bucket: no allowance, no debt.
     fn new(rate: u64, burst_ns: u64, now_ns: u64) -> Self {
         let unit = (SECOND << FRACTION_BITS) / rate.max(1);
-        Self { rate, unit, burst_ns, full_at: fine(now_ns.saturating_add(burst_ns)) }
+        let burst_units = u128::from(rate) * u128::from(burst_ns) / u128::from(SECOND);
+        let burst_units = u64::try_from(burst_units).unwrap_or(u64::MAX).max(1);
+        Self { rate, unit, burst_ns, burst_units, full_at: fine(now_ns.saturating_add(burst_ns)) }
     }
 
     /// From this moment on it is not in debt, and a request may pass.
@@ -83,11 +89,16 @@ impl Buckets {
 
     /// The buckets that concern a request, each with what it takes from it. One that moves no bytes does not wait for bytes.
     fn concerned(&mut self, cost: Cost) -> impl Iterator<Item = (&mut Bucket, u64)> {
-        let is_meant = move |(kind, _): &(usize, &mut Option<Bucket>)| *kind == 0 || (*kind == 2) == cost.writes;
-        let requests = self.requests.iter_mut().enumerate().filter(is_meant);
-        let bytes = self.bytes.iter_mut().enumerate().filter(is_meant).filter(move |_| cost.bytes > 0);
-        let requests = requests.filter_map(|(_, bucket)| Some((bucket.as_mut()?, 1)));
-        requests.chain(bytes.filter_map(move |(_, bucket)| Some((bucket.as_mut()?, cost.bytes))))
+        let kinds = [true, !cost.writes, cost.writes];
+        let requests = meant(&mut self.requests, kinds, cost.requests);
+        requests.chain(meant(&mut self.bytes, kinds, cost.bytes))
+    }
+
+    /// The part of a request that may pass at once: no more bytes than come in the time of a burst.
+    pub(super) fn part_of(&mut self, cost: Cost) -> Cost {
+        let of_bytes = Cost { requests: 0, ..cost };
+        let most = self.concerned(of_bytes).map(|(bucket, _)| bucket.burst_units).min().unwrap_or(u64::MAX);
+        Cost { bytes: cost.bytes.min(most), ..cost }
     }
 
     /// From this moment on the request may pass, as far as these limits go; 0 when none concerns it.
@@ -104,6 +115,12 @@ impl Buckets {
     pub(super) fn share(&mut self, cost: Cost) -> u128 {
         self.concerned(cost).map(|(bucket, units)| bucket.cost(units)).max().unwrap_or(0)
     }
+}
+
+/// The buckets of the `kinds` that are meant, each with `units`; none when nothing is taken.
+fn meant(buckets: &mut [Option<Bucket>; 3], kinds: [bool; 3], units: u64) -> impl Iterator<Item = (&mut Bucket, u64)> {
+    let meant = buckets.iter_mut().zip(kinds).filter(move |(_, is_meant)| *is_meant && units > 0);
+    meant.filter_map(move |(bucket, _)| Some((bucket.as_mut()?, units)))
 }
 
 #[cfg(test)]
@@ -135,14 +152,14 @@ mod tests {
         fn a_rate_is_kept_whatever_it_is(iops in 1u64..3_000_000, bytes in 0u64..1 << 25) {
             let mut buckets = of(Limits { iops: Some(iops), ..Limits::default() });
             let end_ns = (2000 * SECOND / iops).max(1);
-            let passed = passed(&mut buckets, Cost { writes: false, bytes }, end_ns);
+            let passed = passed(&mut buckets, Cost { writes: false, requests: 1, bytes }, end_ns);
             prop_assert!((1990..=2010).contains(&passed), "{passed} of 2000");
         }
 
         #[test]
         fn no_number_overflows(iops in 1u64..=u64::MAX, bps in 1u64..=u64::MAX, bytes: u64, now_ns: u64) {
             let mut buckets = of(Limits { iops: Some(iops), bps: Some(bps), ..Limits::default() });
-            let cost = Cost { writes: true, bytes };
+            let cost = Cost { writes: true, requests: 1, bytes };
             (0..3).for_each(|_| buckets.take(cost, now_ns));
             let _ = (buckets.ready_ns(cost), buckets.share(cost));
         }
@@ -152,12 +169,12 @@ mod tests {
     fn reads_and_writes_have_their_own_limits_and_one_together() {
         let limits = Limits { read_iops: Some(10), write_bps: Some(1000), iops: Some(100), ..Limits::default() };
         let mut buckets = of(limits);
-        let [read, write] = [false, true].map(|writes| Cost { writes, bytes: 500 });
+        let [read, write] = [false, true].map(|writes| Cost { writes, requests: 1, bytes: 500 });
         buckets.take(write, 0);
         assert_eq!([buckets.ready_ns(read), buckets.ready_ns(write)], [SECOND / 100, SECOND / 2]);
         buckets.take(read, 0);
         assert_eq!([buckets.ready_ns(read), buckets.ready_ns(write)], [SECOND / 10, SECOND / 2]);
-        let discard = Cost { writes: true, bytes: 0 };
+        let discard = Cost { writes: true, requests: 1, bytes: 0 };
         assert_eq!(buckets.ready_ns(discard), SECOND / 50, "a discard waits for bytes, or not for requests");
     }
 
@@ -165,7 +182,7 @@ mod tests {
     fn a_change_begins_anew_and_what_stays_is_kept() {
         let limits = Limits { iops: Some(1), bps: Some(1000), ..Limits::default() };
         let mut buckets = of(limits);
-        let cost = Cost { writes: false, bytes: 5000 };
+        let cost = Cost { writes: false, requests: 1, bytes: 5000 };
         buckets.take(cost, 0);
         assert_eq!(buckets.ready_ns(cost), 5 * SECOND);
         buckets.set(Limits { bps: Some(2000), ..limits }, 7);

@@ -154,7 +154,7 @@ impl State {
         self.waiting -= member.waiting();
         let all = member.take_all();
         self.keeper.take_if(|keeper| all.iter().any(|ticket| Arc::ptr_eq(ticket, keeper)));
-        all.into_iter().for_each(|ticket| member.line(ticket.cost.writes).push_back(ticket));
+        all.into_iter().for_each(|ticket| member.line(ticket.writes).push_back(ticket));
         self.find_keeper();
         member
     }
@@ -170,7 +170,7 @@ impl State {
         self.members.get_mut(&number).expect(IS_THERE)
     }
 
-    /// Lets a request pass that need not wait. False when it has to.
+    /// Lets a request pass that need not wait. False when it has to, and for one that passes in parts: these are taken in line.
     pub(super) fn try_pass(&mut self, number: u64, cost: Cost, now_ns: u64) -> bool {
         // Whoever may pass now and waits already comes first.
         self.serve(now_ns);
@@ -179,7 +179,9 @@ impl State {
         }
         let Self { buckets: group, members, least, .. } = &mut *self;
         let member = members.get_mut(&number).expect(IS_THERE);
-        let passes = member.line(cost.writes).is_empty() && ready_ns(group, member, cost, *least) <= now_ns;
+        let is_whole = member.part_of(group.part_of(cost)).bytes == cost.bytes;
+        let is_first = is_whole && member.line(cost.writes).is_empty();
+        let passes = is_first && ready_ns(group, member, cost, *least) <= now_ns;
         if passes {
             self.begin(number, cost, now_ns);
         }
@@ -223,7 +225,7 @@ impl State {
 
     /// Puts a request at the end of its line.
     pub(super) fn line_up(&mut self, number: u64, ticket: &Arc<Ticket>, now_ns: u64) {
-        self.member(number).line(ticket.cost.writes).push_back(ticket.clone());
+        self.member(number).line(ticket.writes).push_back(ticket.clone());
         self.waiting += 1;
         self.serve(now_ns);
     }
@@ -242,7 +244,7 @@ impl State {
         let all = self.member(number).take_all();
         self.waiting -= all.len();
         for ticket in all {
-            self.count(number, ticket.cost, now_ns);
+            self.count(number, ticket.rest().cost, now_ns);
             self.wakes.push(ticket.pass());
         }
         self.find_keeper();
@@ -273,10 +275,7 @@ impl State {
         }
         self.find_least(now_ns);
         while let Some((number, writes)) = self.next(now_ns) {
-            let Some(ticket) = self.member(number).line(writes).pop_front() else { break };
-            self.waiting -= 1;
-            self.begin(number, ticket.cost, now_ns);
-            self.wakes.push(ticket.pass());
+            self.pass_next(number, writes, now_ns);
             self.find_least(now_ns);
         }
         self.find_keeper();
@@ -287,14 +286,28 @@ impl State {
         }
     }
 
+    /// The first request of a line passes, or as much of it as may pass at once. It keeps its place with the rest.
+    fn pass_next(&mut self, number: u64, writes: bool, now_ns: u64) {
+        let Self { buckets: group, members, .. } = &mut *self;
+        let member = members.get_mut(&number).expect(IS_THERE);
+        let Some(ticket) = member.line(writes).front().cloned() else { return };
+        let part = member.part_of(group.part_of(ticket.rest().cost));
+        self.begin(number, part, now_ns);
+        if ticket.pass_part(part, now_ns) {
+            self.member(number).line(writes).pop_front();
+            self.waiting -= 1;
+            self.wakes.push(ticket.pass());
+        }
+    }
+
     /// The disk and the line whose first request is the next to pass. `None` when none may pass now.
     fn next(&mut self, now_ns: u64) -> Option<(u64, bool)> {
         let (group, least, floor) = (&mut self.buckets, self.least, self.begun.saturating_sub(MOST_LAG));
         let candidates = self.members.iter_mut().filter_map(|(number, member)| {
             let heads = member.heads();
-            let ready = heads.filter(|(cost, _)| ready_ns(group, member, *cost, least) <= now_ns);
-            let (cost, _) = ready.min_by_key(|(_, since_ns)| *since_ns)?;
-            Some((member.had.max(floor), *number, cost.writes))
+            let ready = heads.filter(|rest| ready_ns(group, member, rest.cost, least) <= now_ns);
+            let rest = ready.min_by_key(|rest| rest.since_ns)?;
+            Some((member.had.max(floor), *number, rest.cost.writes))
         });
         candidates.min().map(|(_, number, writes)| (number, writes))
     }
@@ -304,7 +317,7 @@ impl State {
         let (group, least) = (&mut self.buckets, self.least);
         let of_member = |member: &mut Member| {
             let heads = member.heads();
-            heads.map(|(cost, _)| ready_ns(group, member, cost, least)).min()
+            heads.map(|rest| ready_ns(group, member, rest.cost, least)).min()
         };
         self.members.values_mut().filter_map(of_member).min().unwrap_or(u64::MAX)
     }

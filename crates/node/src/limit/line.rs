@@ -9,17 +9,40 @@ use super::bucket::{Buckets, Cost};
 
 /// A request that waits.
 pub(super) struct Ticket {
-    pub(super) cost: Cost,
+    pub(super) writes: bool,
     /// When it came.
     pub(super) since_ns: u64,
+    rest: Mutex<Rest>,
     passes: AtomicBool,
     waker: Mutex<Waker>,
+}
+
+/// What of a request has not passed yet.
+#[derive(Clone, Copy)]
+pub(super) struct Rest {
+    pub(super) cost: Cost,
+    /// When it came, or when its last part passed: the disk's other line comes first if it has waited for longer.
+    pub(super) since_ns: u64,
 }
 
 impl Ticket {
     pub(super) fn new(cost: Cost, since_ns: u64) -> Arc<Self> {
         let waker = Mutex::new(Waker::noop().clone());
-        Arc::new(Self { cost, since_ns, passes: AtomicBool::new(false), waker })
+        let rest = Mutex::new(Rest { cost, since_ns });
+        Arc::new(Self { writes: cost.writes, since_ns, rest, passes: AtomicBool::new(false), waker })
+    }
+
+    /// What has not passed yet.
+    pub(super) fn rest(&self) -> Rest {
+        *self.rest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A part of it has passed. True when nothing is left.
+    pub(super) fn pass_part(&self, part: Cost, now_ns: u64) -> bool {
+        let mut rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = rest.cost.bytes - part.bytes;
+        *rest = Rest { cost: Cost { requests: 0, bytes, ..rest.cost }, since_ns: now_ns };
+        bytes == 0
     }
 
     /// True once it waits no more.
@@ -62,6 +85,11 @@ impl Member {
         self.own.ready_ns(cost).max(self.job.ready_ns(cost))
     }
 
+    /// The part of a request that these limits let pass at once.
+    pub(super) fn part_of(&mut self, cost: Cost) -> Cost {
+        self.job.part_of(self.own.part_of(cost))
+    }
+
     /// Takes what the request costs from these limits.
     pub(super) fn take(&mut self, cost: Cost, now_ns: u64) {
         self.own.take(cost, now_ns);
@@ -76,9 +104,9 @@ impl Member {
         self.lines.iter().map(VecDeque::len).sum()
     }
 
-    /// The first of each line: its cost, and when it came.
-    pub(super) fn heads(&self) -> impl Iterator<Item = (Cost, u64)> + use<> {
-        let heads = self.lines.each_ref().map(|line| line.front().map(|ticket| (ticket.cost, ticket.since_ns)));
+    /// What has not passed yet of the first request of each line.
+    pub(super) fn heads(&self) -> impl Iterator<Item = Rest> + use<> {
+        let heads = self.lines.each_ref().map(|line| line.front().map(|ticket| ticket.rest()));
         heads.into_iter().flatten()
     }
 
@@ -89,7 +117,7 @@ impl Member {
 
     /// Takes a request out of its line. False when it is in none.
     pub(super) fn withdraw(&mut self, ticket: &Arc<Ticket>) -> bool {
-        let line = self.line(ticket.cost.writes);
+        let line = self.line(ticket.writes);
         let at = line.iter().position(|other| Arc::ptr_eq(other, ticket));
         at.is_some_and(|at| line.remove(at).is_some())
     }

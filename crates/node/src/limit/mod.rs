@@ -2,8 +2,11 @@
 //!
 //! A disk has limits of its own, those of the group that it is in, and those of a job that works on it ([`Limits`]). Each
 //! limit is a bucket of allowance, which fills at the limit's rate. A request passes when no bucket that concerns it is in debt,
-//! and then takes what it costs from each of them. So whichever limit makes it wait for longest decides, and a request that is
-//! larger than a bucket passes as well: it leaves a debt, and the next one waits for that.
+//! and then takes what it costs from each of them. So whichever limit makes it wait for longest decides.
+//!
+//! A request of more bytes than come in the time of the shortest burst passes in parts: it takes so many bytes at once, and waits in line
+//! for the rest. So the debt that it leaves at a time is at most a burst, and the disk's other line and the group's other disks have their
+//! turns in between.
 //!
 //! - **What counts.** A read or write counts as one request and its length in bytes. So does a write of zeroes, because the store
 //!   may have to write them. A discard counts as one write request and no bytes. A flush counts nothing and never waits: it moves

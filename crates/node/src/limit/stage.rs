@@ -156,7 +156,6 @@ impl DiskLimits {
     async fn wait(&self, cost: Cost, since_ns: u64) -> Result<()> {
         let mut waiting =
             pin!(Waiting { limits: self, ticket: Ticket::new(cost, since_ns), is_in_line: false, timer: None });
-        self.delayed.fetch_add(1, Relaxed);
         std::future::poll_fn(|cx| waiting.as_mut().poll(cx)).await;
         Ok(())
     }
@@ -188,9 +187,9 @@ impl Stage for DiskLimits {
 fn cost_of(io: &Io<'_>) -> Option<Cost> {
     let bytes = io.extent.len_bytes;
     match io.op {
-        Op::Read => Some(Cost { writes: false, bytes }),
-        Op::Write { .. } | Op::WriteZeroes(_) => Some(Cost { writes: true, bytes }),
-        Op::Discard => Some(Cost { writes: true, bytes: 0 }),
+        Op::Read => Some(Cost { writes: false, requests: 1, bytes }),
+        Op::Write { .. } | Op::WriteZeroes(_) => Some(Cost { writes: true, requests: 1, bytes }),
+        Op::Discard => Some(Cost { writes: true, requests: 1, bytes: 0 }),
         Op::Flush => None,
     }
 }
@@ -208,8 +207,11 @@ impl Future for Waiting<'_> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if !std::mem::replace(&mut self.is_in_line, true) && self.line_up() {
-            return Poll::Ready(());
+        if !std::mem::replace(&mut self.is_in_line, true) {
+            if self.line_up() {
+                return Poll::Ready(());
+            }
+            self.limits.delayed.fetch_add(1, Relaxed);
         }
         self.ticket.set_waker(cx.waker());
         loop {
@@ -233,18 +235,15 @@ impl Future for Waiting<'_> {
 }
 
 impl Waiting<'_> {
-    /// Lines up. True when nobody waits any more meanwhile.
+    /// Lines up. True when the request need not wait: it has passed at once, or nobody waits any more meanwhile.
     fn line_up(&self) -> bool {
         let now_ns = self.limits.timer.now_ns();
-        self.limits.with(|state, number, hurries| match *hurries {
-            0 => {
-                state.line_up(number, &self.ticket, now_ns);
-                false
+        self.limits.with(|state, number, hurries| {
+            state.line_up(number, &self.ticket, now_ns);
+            if *hurries > 0 {
+                state.pass_all(number, now_ns);
             }
-            _ => {
-                state.count(number, self.ticket.cost, now_ns);
-                true
-            }
+            self.ticket.passes()
         })
     }
 }
