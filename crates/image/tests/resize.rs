@@ -210,6 +210,37 @@ fn a_vhd_that_could_not_grow_goes_on() {
     let seen = [0, MIB, 63 * MIB].map(|at| read(&disk, at..at + 4096));
     assert_eq!(seen, [1, 2, 3].map(|seed| pattern(seed, 4096)));
 }
+
+/// One life in which the step `failing` of a growth fails. True when the growth had no such step.
+fn a_step_of_growing_fails(failing: u64) -> bool {
+    let world = World::new();
+    let file = world.vhd("/vm/a.vhd", DiskType::Dynamic, 8 * MIB, 64 << 10);
+    let disk = world.open("/vm/a.vhd");
+    write(&disk, 0, &pattern(1, 4096));
+    file.fails_in.store(failing, Relaxed);
+    let has_grown = resize(&disk, 64 * MIB).is_ok();
+    let was_last = file.fails_in.swap(0, Relaxed) > 0;
+    write(&disk, MIB, &pattern(2, 4096));
+    block_on(disk.close()).unwrap();
+    drop(disk);
+    file.forget_ways();
+    let disk = world.open("/vm/a.vhd");
+    assert!(disk.info().size_bytes == 64 * MIB || !has_grown, "step {failing}");
+    let seen = [0, MIB].map(|at| read(&disk, at..at + 4096));
+    assert_eq!(seen, [1, 2].map(|seed| pattern(seed, 4096)), "step {failing}");
+    let report = block_on(Format::Vhd.check(&world.files.store("/vm/a.vhd"), &*world.env)).unwrap();
+    let bad: Vec<_> = report.findings.iter().filter(|found| found.severity == Severity::Corruption).collect();
+    assert!(bad.is_empty(), "step {failing}: {bad:?}");
+    was_last
+}
+
+/// The disk is whole once it is closed, whichever step of a growth failed.
+#[test]
+fn a_vhd_that_could_not_grow_closes_whole() {
+    let steps = (1..100).find(|&failing| a_step_of_growing_fails(failing)).unwrap() - 1;
+    assert!(steps > 8, "{steps} steps");
+}
+
 #[test]
 fn a_disk_open_for_reading_does_not_grow() {
     let (world, file) = raw_on(FILE, MIB);

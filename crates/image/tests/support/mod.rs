@@ -137,6 +137,8 @@ pub struct MemFile {
     pub fails: AtomicBool,
     /// Every write at offset 0 fails while this is set.
     pub fails_at_start: AtomicBool,
+    /// The number of changes and syncs until one fails for want of space, once; 0: none fails.
+    pub fails_in: AtomicU64,
     /// Every operation that makes the file longer fails while this is set.
     pub is_full: AtomicBool,
     /// The next read at this offset gets its bytes, but does not end before `lets_read_go`; for tests that poll by
@@ -271,10 +273,20 @@ impl MemStore {
         if self.read_only {
             return Err(self.fail(ErrorKind::ReadOnly, "write to a read-only store", offset));
         }
-        let is_start = offset == 0 && self.file.fails_at_start.load(Ordering::Relaxed);
-        match is_start || self.file.fails.load(Ordering::Relaxed) {
-            true => Err(self.fail(ErrorKind::Io, "injected", offset)),
-            false => Ok(()),
+        if offset == 0 && self.file.fails_at_start.load(Ordering::Relaxed) {
+            return Err(self.fail(ErrorKind::Io, "injected", offset));
+        }
+        self.injected(offset)
+    }
+
+    fn injected(&self, offset: u64) -> Result<()> {
+        if self.file.fails.load(Ordering::Relaxed) {
+            return Err(self.fail(ErrorKind::Io, "injected", offset));
+        }
+        let count = |left: u64| left.checked_sub(1);
+        match self.file.fails_in.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count) {
+            Ok(1) => Err(self.fail(ErrorKind::NoSpace, "injected", offset)),
+            _ => Ok(()),
         }
     }
 
@@ -364,9 +376,7 @@ impl Store for MemStore {
 
     async fn sync(&self) -> Result<()> {
         self.pause().await;
-        if self.file.fails.load(Ordering::Relaxed) {
-            return Err(self.fail(ErrorKind::Io, "injected", 0));
-        }
+        self.injected(0)?;
         until(|| !self.file.holds_syncs.load(Ordering::Relaxed)).await;
         self.file.syncs.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -436,6 +446,7 @@ impl MemFiles {
             writes: AtomicU64::new(0),
             fails: AtomicBool::new(false),
             fails_at_start: AtomicBool::new(false),
+            fails_in: AtomicU64::new(0),
             is_full: AtomicBool::new(false),
             held_read: AtomicU64::new(NO_READ),
             lets_read_go: AtomicBool::new(false),

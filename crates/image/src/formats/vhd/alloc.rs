@@ -97,7 +97,8 @@ pub(crate) struct AllocState {
     gaps: Vec<Range<u64>>,
     /// Places that earlier sessions released may be used ([`Sparse::settle`]).
     is_settled: bool,
-    /// The file is never cut before this offset: another program may keep something before it.
+    /// The file is never cut before this offset: another program may keep something before it, or a table may name a block
+    /// there that the map in memory does not have.
     keep_end: u64,
     footers: FooterState,
 }
@@ -113,6 +114,11 @@ impl AllocState {
     /// Takes what is ready for the size of a step: when half of it is used up, the next step is prepared.
     fn note_step(&mut self) {
         self.step_blocks = self.ready.len() as u64;
+    }
+
+    /// The file is not cut before `offset_bytes` any more.
+    fn keep_until(&mut self, offset_bytes: u64) {
+        self.keep_end = self.keep_end.max(offset_bytes);
     }
 }
 
@@ -145,6 +151,11 @@ impl Alloc {
 
     pub(crate) fn set_copy_is_bad(&self) {
         self.lock().footers.copy_is_bad = true;
+    }
+
+    /// The file is not cut before `offset_bytes` any more.
+    pub(super) fn keep_until(&self, offset_bytes: u64) {
+        self.lock().keep_until(offset_bytes);
     }
 
     /// Where the file may end at the earliest, given the end of what is in use.
@@ -201,7 +212,7 @@ impl<S: Store> Sparse<S> {
                     let mut state = self.alloc.lock();
                     state.given_out += u64::from(placed.is_ok());
                     if placed.is_err() {
-                        state.keep_end = state.keep_end.max(self.layout.block_end(ready.sector));
+                        state.keep_until(self.layout.block_end(ready.sector));
                     }
                     if let Some(waiters) = state.placing.remove(&block) {
                         waiters.notify(usize::MAX);

@@ -103,7 +103,11 @@ impl<S: Store> Sparse<S> {
         self.write_end(&head.footer).await?;
         let table_at = head.header.bat_offset_bytes;
         self.set_head(head);
-        self.restore_footers().await?;
+        if let Err(error) = self.restore_footers().await {
+            // The block behind the batmap is in the new table only, and that table may count from now on.
+            self.alloc.keep_until(end);
+            return Err(error);
+        }
         let mut table = self.table.write().await;
         (table.at, table.next_at) = (table_at, None);
         self.journal.moved();
