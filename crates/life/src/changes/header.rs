@@ -29,6 +29,8 @@
 //! | 32 | 8 | so many bytes of the disk have room for bits in the file |
 //! | 40 | 88 | name of the checkpoint that the interval begins with, UTF-8 |
 
+use std::ops::Range;
+
 /// The bytes of one copy of the header.
 pub const COPY_BYTES: usize = 16 << 10;
 /// No disk has more checkpoints.
@@ -37,6 +39,11 @@ pub const MOST_CHECKPOINTS: usize = (COPY_BYTES - FIRST_INTERVAL) / INTERVAL_BYT
 pub const LONGEST_NAME_BYTES: usize = 88;
 /// The file's space is given out in pieces of so many bytes.
 pub const PAGE_BYTES: u64 = 4096;
+
+/// No interval lies behind this place of the file, so that opening the file takes bounded time and memory, whatever it says.
+pub const MOST_FILE_BYTES: u64 = 4 << 30;
+/// No interval has more areas: each takes a byte of memory.
+pub const MOST_AREAS: u64 = 1 << 20;
 
 const MAGIC: &[u8; 8] = b"SpileCBT";
 const VERSION: u32 = 1;
@@ -161,14 +168,29 @@ impl Header {
             return None;
         }
         let intervals = bytes[FIRST_INTERVAL..].chunks_exact(INTERVAL_BYTES).take(count);
-        Some(Self {
+        let header = Self {
             number: u64_at(bytes, 16),
             disk_bytes: u64_at(bytes, 24),
             boot_id: bytes[32..48].try_into().ok()?,
             stamp: Stamp(bytes[48..80].try_into().ok()?),
             grain,
             intervals: intervals.map(Interval::read).collect::<Option<_>>()?,
-        })
+        };
+        header.are_places_sound().then_some(header)
+    }
+
+    /// True when all intervals have a place that a file can have, and no two share a part of it.
+    fn are_places_sound(&self) -> bool {
+        let places = self.taken();
+        let are_apart = places.windows(2).all(|two| two[0].end <= two[1].start);
+        are_apart && self.intervals.iter().all(|one| one.fits(self.grain))
+    }
+
+    /// The places of all intervals, in order.
+    fn taken(&self) -> Vec<Range<u64>> {
+        let mut places: Vec<_> = self.intervals.iter().map(|one| one.place(self.grain)).collect();
+        places.sort_by_key(|place| (place.start, place.end));
+        places
     }
 
     /// The header of a file that begins with `bytes`: the copy that counts. One damaged copy does no harm, as the other says the same, or
@@ -195,9 +217,8 @@ impl Header {
 
     /// A free place of `len` bytes for another interval.
     pub fn free_place(&self, len: u64) -> u64 {
-        let mut taken: Vec<_> = self.intervals.iter().map(|one| one.place(self.grain)).collect();
-        taken.sort_by_key(|place| place.start);
-        taken.iter().fold(Self::first_free(), |at, place| if at + len <= place.start { at } else { at.max(place.end) })
+        let from = Self::first_free();
+        self.taken().iter().fold(from, |at, place| if at + len <= place.start { at } else { at.max(place.end) })
     }
 }
 
@@ -251,8 +272,14 @@ impl Interval {
         self.room_bytes.div_ceil(grain.block_bytes.into()).div_ceil(8).next_multiple_of(PAGE_BYTES)
     }
 
+    /// True when a file can have it.
+    pub fn fits(&self, grain: Grain) -> bool {
+        let areas = self.room_bytes.div_ceil(grain.area_bytes.into());
+        areas <= MOST_AREAS && self.place(grain).end <= MOST_FILE_BYTES
+    }
+
     /// Where it lies in the file.
-    pub fn place(&self, grain: Grain) -> std::ops::Range<u64> {
+    pub fn place(&self, grain: Grain) -> Range<u64> {
         self.offset_bytes..self.offset_bytes + self.marks_bytes(grain) + self.bits_bytes(grain)
     }
 }
@@ -271,28 +298,34 @@ mod tests {
     use proptest::prelude::*;
 
     fn interval() -> impl Strategy<Value = Interval> {
-        ("[a-zä-]{0,40}", any::<u32>(), 8..1u64 << 30, 0..1u64 << 50, any::<Option<u32>>()).prop_map(
-            |(name, created, page, covered_bytes, settled)| Interval {
+        ("[a-zä-]{0,40}", any::<u32>(), 0..1u64 << 20, any::<Option<u32>>()).prop_map(
+            |(name, created, covered_bytes, settled)| Interval {
                 name,
                 created_unix_s: created.into(),
-                offset_bytes: page * PAGE_BYTES,
+                offset_bytes: 0,
                 covered_bytes,
-                room_bytes: covered_bytes + u64::from(created),
+                room_bytes: covered_bytes + u64::from(created) % (1 << 20),
                 settled,
             },
         )
     }
 
+    /// Adds an interval at a free place.
+    fn put(header: &mut Header, mut interval: Interval) {
+        let place = interval.place(header.grain);
+        interval.offset_bytes = header.free_place(place.end - place.start);
+        header.intervals.push(interval);
+    }
+
     fn header() -> impl Strategy<Value = Header> {
         let intervals = proptest::collection::vec(interval(), 0..MOST_CHECKPOINTS);
         (any::<[u64; 2]>(), any::<[u8; 16]>(), any::<[u8; 32]>(), (9..26u32, 0..5u32), intervals).prop_map(
-            |([number, disk_bytes], boot_id, stamp, (shift, more), intervals)| Header {
-                number,
-                disk_bytes,
-                boot_id,
-                stamp: Stamp(stamp),
-                grain: Grain { block_bytes: 1 << shift, area_bytes: 1 << (shift + more) },
-                intervals,
+            |([number, disk_bytes], boot_id, stamp, (shift, more), intervals)| {
+                let grain = Grain { block_bytes: 1 << shift, area_bytes: 1 << (shift + more) };
+                let mut header =
+                    Header { number, disk_bytes, boot_id, stamp: Stamp(stamp), grain, intervals: Vec::new() };
+                intervals.into_iter().for_each(|one| put(&mut header, one));
+                header
             },
         )
     }
@@ -350,21 +383,35 @@ mod tests {
         assert_eq!(Header::from_bytes(&bytes), Err(Unreadable::Version(2)));
     }
 
+    fn of_room(room_bytes: u64) -> Interval {
+        let (name, covered_bytes) = ("a".to_owned(), room_bytes);
+        Interval { name, created_unix_s: 0, offset_bytes: 0, covered_bytes, room_bytes, settled: None }
+    }
+
+    #[test]
+    fn intervals_that_are_too_large_or_share_a_place_are_not_read() {
+        let is_read = |header: &Header| Header::from_bytes(&header.to_bytes()).is_ok();
+        let mut header = plain(1);
+        put(&mut header, of_room(64 << 40));
+        put(&mut header, of_room(0));
+        put(&mut header, of_room(1 << 30));
+        assert!(is_read(&header));
+        let sound = header.clone();
+        header.intervals[0].offset_bytes += PAGE_BYTES;
+        assert!(!is_read(&header), "two intervals have the same bits");
+        header = sound.clone();
+        header.intervals[2].offset_bytes = MOST_FILE_BYTES;
+        assert!(!is_read(&header), "the bits lie too far behind");
+        header = sound;
+        header.intervals.truncate(1);
+        header.intervals[0].room_bytes += 1;
+        assert!(!is_read(&header), "too many areas");
+    }
+
     #[test]
     fn the_place_of_a_removed_interval_is_used_again() {
         let mut header = plain(1);
-        for number in 0..3 {
-            let mut one = Interval {
-                name: number.to_string(),
-                created_unix_s: 0,
-                offset_bytes: 0,
-                covered_bytes: 1 << 30,
-                room_bytes: 1 << 30,
-                settled: None,
-            };
-            one.offset_bytes = header.free_place(one.marks_bytes(header.grain) + one.bits_bytes(header.grain));
-            header.intervals.push(one);
-        }
+        (0..3).for_each(|_| put(&mut header, of_room(1 << 30)));
         assert_eq!(header.intervals[2].offset_bytes, Header::first_free() + 4 * PAGE_BYTES);
         let removed = header.intervals.remove(1);
         assert_eq!(header.free_place(2 * PAGE_BYTES), removed.offset_bytes);

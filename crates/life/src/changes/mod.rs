@@ -283,8 +283,8 @@ impl<F: Files> Changes<F> {
     /// Makes a checkpoint: a moment while this call is under way.
     ///
     /// # Errors
-    /// `Exists` when there is one of this name; `InvalidInput` for a name that cannot be kept, or when there are too many; the
-    /// system's. There is no new checkpoint then.
+    /// `Exists` when there is one of this name; `InvalidInput` for a name that cannot be kept, or when there are too many;
+    /// `Exhausted` when their bits would make the file too large; the system's. There is no new checkpoint then.
     pub async fn checkpoint<G: Disk>(&self, node: &Node<G>, name: &str) -> Result<()> {
         self.checkpoint_with(node, name, async || Ok(())).await
     }
@@ -344,6 +344,10 @@ impl<F: Files> Changes<F> {
         };
         let place = interval.place(header.grain);
         interval.offset_bytes = header.free_place(place.end - place.start);
+        if !interval.fits(header.grain) {
+            let what = format!("the file of changed blocks has no room for bits of {disk_bytes} bytes more");
+            return Err(Error::new(ErrorKind::Exhausted, what).at_path(&self.path).hint("remove a checkpoint"));
+        }
         let end = interval.place(header.grain).end;
         let zeroes = Segment::zeroed(CHUNK_BYTES);
         for at in (interval.offset_bytes..end).step_by(CHUNK_BYTES) {

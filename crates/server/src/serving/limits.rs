@@ -5,9 +5,9 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::{Engine, OsEnv};
-use spile_node::{DiskLimits, Group, Limits};
+use spile_node::{DiskLimits, Group, Limits, Node};
 
 use super::api::limits::{ChangeLimits, GroupLimits, Limits as Told};
 use super::disks::{Open, ServedDisk};
@@ -43,8 +43,9 @@ impl Groups {
     /// `Exhausted` when there are too many.
     fn get(&self, name: &str) -> Result<Arc<Group>> {
         let mut all = self.lock();
-        // A group that limits nobody and has no disk is nothing that anybody would miss.
-        all.retain(|_, known| known.is_declared || known.group.disks() > 0 || !known.group.limits().is_none());
+        // A group that limits nobody is nothing that anybody would miss, unless a disk has it, or somebody who has just asked for it.
+        let is_in_use = |known: &Known| Arc::strong_count(&known.group) > 1;
+        all.retain(|_, known| known.is_declared || is_in_use(known) || !known.group.limits().is_none());
         if all.len() >= MOST_GROUPS && !all.contains_key(name) {
             return Err(Error::new(ErrorKind::Exhausted, format!("there are {MOST_GROUPS} groups already")));
         }
@@ -77,6 +78,7 @@ impl Groups {
             return Err(Error::new(ErrorKind::InvalidInput, "a group is in no group, and has a name"));
         }
         let group = self.get(name)?;
+        let _other_changes_wait = self.lock();
         let limits = change.applied_to(group.limits())?;
         group.set_limits(limits)
     }
@@ -180,8 +182,100 @@ pub fn set(engine: &Engine, open: &Open, groups: &Groups, limits: Limits, group:
     })
 }
 
+/// Has the requests of all `disks` meet the limits that their groups have now. A disk that was closed meanwhile needs none.
+///
+/// # Errors
+/// The first one of a disk; all others have been told.
+pub async fn place_all<G: Disk>(disks: &[Arc<Node<G>>]) -> Result<()> {
+    let mut all = Ok(());
+    for disk in disks {
+        match disk.place_limits().await {
+            Err(error) if error.kind() == ErrorKind::Shutdown => {}
+            placed => all = all.and(placed),
+        }
+    }
+    all
+}
+
 /// Has a disk's requests meet the limits that its group has now.
 fn place(engine: &Engine, open: &Open) -> Result<()> {
     let disk = open.disk.clone();
     engine.run_on(0, move || async move { disk.place_limits().await })
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+    use spile_core::{DiskInfo, Extent, ExtentStatus, Io};
+
+    use super::*;
+
+    fn some_limits() -> Limits {
+        Limits { iops: Some(100), ..Limits::default() }
+    }
+
+    #[test]
+    fn a_group_that_somebody_has_just_asked_for_stays_the_one_of_its_name() {
+        let groups = Groups::default();
+        let gold = groups.get("gold").unwrap();
+        // Somebody else asks for a group before it has its limits.
+        groups.get("silver").unwrap();
+        gold.set_limits(some_limits()).unwrap();
+        drop(gold);
+        let listed: Vec<_> = groups.list().into_iter().map(|group| group.name).collect();
+        assert_eq!(listed, ["gold", "silver"]);
+        // Silver limits nobody and nobody has it any more.
+        assert_eq!(groups.get("gold").unwrap().limits(), some_limits());
+        assert_eq!(groups.list().len(), 1);
+    }
+
+    /// A graph that does nothing.
+    struct Nothing;
+
+    impl Disk for Nothing {
+        fn info(&self) -> DiskInfo {
+            DiskInfo {
+                size_bytes: 1 << 20,
+                request_align_bytes: 1,
+                memory_align_bytes: 1,
+                preferred_bytes: 4096,
+                discard_align_bytes: 4096,
+                read_only: false,
+                fast_zero: true,
+            }
+        }
+
+        async fn execute(&self, _: Io<'_>) -> Result<()> {
+            Ok(())
+        }
+
+        async fn extents(&self, _: Extent, _: usize) -> Result<Vec<ExtentStatus>> {
+            Ok(Vec::new())
+        }
+
+        async fn resize(&self, _: u64) -> Result<()> {
+            Ok(())
+        }
+
+        async fn close(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_disk_that_is_closed_meanwhile_does_not_free_the_others_from_their_group() {
+        let group = Group::new("gold", Arc::new(OsEnv));
+        let disks = [0; 2].map(|_| Arc::new(Node::new(Nothing).with_limits(of_disk())));
+        let work = async {
+            for disk in &disks {
+                disk.join_group(Some(group.clone())).await.unwrap();
+            }
+            group.set_limits(some_limits()).unwrap();
+            disks[0].close().await.unwrap();
+            place_all(&disks).await.unwrap();
+            // The second disk meets the limits now, so there is a stage to take away.
+            disks[1].detach(spile_node::Place::Limit).await.unwrap();
+        };
+        work.now_or_never().expect("nothing is under way that would have to be waited for");
+    }
 }

@@ -2,14 +2,14 @@
 //!
 //! Files are opened without locks, for reading a header only.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
 use spile_core::{Error, Files, Locator, OpenMode, Result, ResultExt};
 use spile_engine::OsEnv;
-use spile_image::{Format, describe};
+use spile_image::{Format, MAX_LAYERS, describe};
 use spile_life::names;
 use spile_server::serving::api::discovery;
 use spile_store::{CacheMode, FileId, OsFiles};
@@ -55,7 +55,7 @@ pub struct TreeImage {
     virtual_size_bytes: Option<u64>,
     /// The space that the file takes on its file system, in bytes.
     used_bytes: Option<u64>,
-    /// How many parents it has in this folder.
+    /// How many parents it has in this folder; 255 also stands for more.
     depth: u64,
     /// Its parent's file; `null` for an image without one.
     parent_path: Option<String>,
@@ -198,36 +198,37 @@ async fn read(files: &OsFiles, path: &Path, format: Format) -> Result<(u64, Vec<
 }
 
 /// Puts parents before their children, and says how deep each image lies and what a merge of it frees.
-fn in_order(mut images: Vec<TreeImage>) -> Vec<TreeImage> {
-    let mut children: HashMap<String, usize> = HashMap::new();
-    images
-        .iter()
-        .filter_map(|image| image.parent_path.clone())
-        .for_each(|path| *children.entry(path).or_default() += 1);
-    for image in &mut images {
-        let is_only = image.parent_path.as_ref().is_some_and(|parent| children[parent] == 1);
-        image.coalesce_frees_bytes = image.used_bytes.filter(|_| is_only && !image.parent_missing);
+fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
+    let mut children: HashMap<String, Vec<usize>> = HashMap::new();
+    for (number, image) in images.iter().enumerate() {
+        image.parent_path.iter().for_each(|parent| children.entry(parent.clone()).or_default().push(number));
     }
-    let (mut ordered, mut left) = (Vec::new(), images);
-    let has_parent = |image: &TreeImage, all: &[TreeImage]| {
-        image.parent_path.as_ref().is_some_and(|parent| all.iter().any(|other| other.path == *parent))
-    };
-    while !left.is_empty() {
-        // Images that are each other's parents come as they are.
-        let root = left.iter().position(|image| !has_parent(image, &left)).unwrap_or(0);
-        let root = left.remove(root);
-        take_children(root, 0, &mut left, &mut ordered);
+    let paths: HashSet<_> = images.iter().map(|image| &image.path).collect();
+    let has_parent = |number: &usize| images[*number].parent_path.as_ref().is_some_and(|path| paths.contains(path));
+    // Images that are each other's parents come last, as they are.
+    let (in_circles, roots): (Vec<_>, Vec<_>) = (0..images.len()).partition(has_parent);
+    let mut left: Vec<_> = images.into_iter().map(Some).collect();
+    let mut ordered = Vec::new();
+    for root in roots.into_iter().chain(in_circles) {
+        let mut work = vec![(root, 0)];
+        while let Some((number, depth)) = work.pop() {
+            let Some(mut image) = left[number].take() else { continue };
+            let below = children.get(&image.path).into_iter().flatten().rev();
+            work.extend(below.map(|child| (*child, depth + 1)));
+            let is_only = image.parent_path.as_ref().is_some_and(|parent| children[parent].len() == 1);
+            image.coalesce_frees_bytes = image.used_bytes.filter(|_| is_only && !image.parent_missing);
+            note_depth(&mut image, depth);
+            ordered.push(image);
+        }
     }
     ordered
 }
 
-fn take_children(mut image: TreeImage, depth: u64, left: &mut Vec<TreeImage>, ordered: &mut Vec<TreeImage>) {
-    image.depth = depth;
-    let path = image.path.clone();
-    ordered.push(image);
-    while let Some(at) = left.iter().position(|other| other.parent_path.as_ref() == Some(&path)) {
-        let child = left.remove(at);
-        take_children(child, depth + 1, left, ordered);
+/// Says how deep an image lies. No disk has so many layers that the depth would have to go on from there.
+fn note_depth(image: &mut TreeImage, depth: usize) {
+    image.depth = depth.min(MAX_LAYERS) as u64;
+    if depth >= MAX_LAYERS {
+        image.trouble = Some(format!("its chain is longer than {MAX_LAYERS} images"));
     }
 }
 
@@ -335,5 +336,16 @@ mod tests {
     fn images_that_name_each_other_do_not_hang_it() {
         assert_eq!(in_order(vec![image("/a", Some("/b")), image("/b", Some("/a"))]).len(), 2);
         assert_eq!(in_order(vec![image("/a", Some("/a"))]).len(), 1);
+    }
+
+    #[test]
+    fn a_chain_that_nobody_can_open_is_shown_without_a_deep_stack() {
+        let parent = |number: u32| number.checked_sub(1).map(|parent| format!("/{parent}"));
+        let images = (0..100_000).rev().map(|number| image(&format!("/{number}"), parent(number).as_deref()));
+        let ordered = in_order(images.collect());
+        let last = ordered.last().unwrap();
+        assert_eq!((ordered.len(), &*last.path, last.depth), (100_000, "/99999", MAX_LAYERS as u64));
+        let troubles = ordered.iter().filter(|image| image.trouble.is_some());
+        assert_eq!(troubles.count(), 100_000 - MAX_LAYERS);
     }
 }

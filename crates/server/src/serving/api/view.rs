@@ -28,7 +28,7 @@ use crate::host_device::HostDevice;
 use crate::serving::disks::{Open, ServedDisk, layers_of};
 use crate::serving::failed_syncs;
 use crate::serving::jobs::{DiskJob, DiskJobs};
-use crate::serving::limits::Groups;
+use crate::serving::limits::{self, Groups};
 use crate::serving::metrics::Detail;
 
 /// A way to a disk.
@@ -497,13 +497,7 @@ impl View {
     pub async fn set_group_limits(&self, name: &str, change: &ChangeLimits) -> Result<()> {
         let disks: Vec<_> = self.disks()?.iter().map(|disk| disk.disk.clone()).collect();
         self.groups.change(name, change)?;
-        let place = async move || {
-            for disk in &disks {
-                disk.place_limits().await?;
-            }
-            Ok(())
-        };
-        self.on_worker(place).await
+        self.on_worker(async move || limits::place_all(&disks).await).await
     }
 
     /// Has a worker do `work`, and waits for its end.
