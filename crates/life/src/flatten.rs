@@ -10,7 +10,7 @@ use spile_core::{Extent, Files, Result, Segments};
 use spile_image::layer::Layer as _;
 use spile_image::{Broken, RangeLock};
 
-use crate::jobs::Plan;
+use crate::jobs::{Note, Plan};
 use crate::work::{GraphOf, Work};
 
 /// Flattens the disk, from wherever that was left, and says in the job how it ended.
@@ -29,7 +29,8 @@ async fn begin<F: Files>(work: &Work<'_, F>) -> Result<()> {
         return Ok(());
     }
     crate::finish_left(work, graph.handles()[0].path()).await?;
-    Plan::Flatten.write(work.files, graph.handles()[0].path()).await?;
+    let note = Note { plan: Plan::Flatten, wishes: work.job.wishes() };
+    note.write(work.files, graph.handles()[0].path()).await?;
     work.job.accept();
     let ranges = Arc::new(RangeLock::default());
     let filling = work.put(graph.filling(&ranges)).await?;

@@ -19,9 +19,9 @@ mod work;
 
 use std::path::Path;
 
-use spile_core::{Files, Result};
+use spile_core::{ErrorKind, Files, Result};
 
-use jobs::{Plan, State};
+use jobs::{Note, Plan, State};
 pub use recover::recover;
 pub use work::{Sizes, Work};
 
@@ -40,14 +40,26 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
 /// job that was stopped, or a layer that the disk has no more and whose file is still there.
 async fn finish<F: Files>(work: &Work<'_, F>, disk: &Path, plan: &Plan, result: Result<()>) -> Result<()> {
     let stays = match work.job.outcome(&result) {
-        State::Stopped => true,
+        State::Stopped => {
+            let note = Note { plan: plan.clone(), wishes: work.job.wishes() };
+            // When that fails, the note that is there has what was wanted when the job began.
+            let _ = note.replace(work.files, disk).await;
+            true
+        }
         State::Failed => merge::has_taken_out(work, plan).await,
         _ => false,
     };
     let result = match (stays, result) {
         (true, result) => result,
         (false, Ok(())) => Plan::remove(work.files, disk).await,
-        (false, failed) => Plan::remove(work.files, disk).await.and(failed),
+        // A job that was cancelled has failed when its note stays: the next server would go on with it.
+        (false, Err(ended)) if ended.kind() == ErrorKind::Shutdown => {
+            Plan::remove(work.files, disk).await.and(Err(ended))
+        }
+        (false, failed) => {
+            let _ = Plan::remove(work.files, disk).await;
+            failed
+        }
     };
     work.job.end(&result);
     result

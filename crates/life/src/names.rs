@@ -14,6 +14,11 @@ pub fn job(disk: &Path) -> PathBuf {
     beside(disk, "job")
 }
 
+/// What is to take the place of [`job`], while it is written.
+pub fn new_job(disk: &Path) -> PathBuf {
+    beside(disk, "new-job")
+}
+
 /// The blocks that have changed since each checkpoint of the disk.
 pub fn changes(disk: &Path) -> PathBuf {
     beside(disk, "changes")
@@ -44,7 +49,7 @@ mod tests {
     #[test]
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
-        for beside in [new_leaf(disk), job(disk), changes(disk)] {
+        for beside in [new_leaf(disk), job(disk), new_job(disk), changes(disk)] {
             assert_eq!(beside.parent(), disk.parent());
             assert_eq!(disk_of(&beside).as_deref(), Some(disk));
         }

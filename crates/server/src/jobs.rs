@@ -6,7 +6,7 @@ use std::sync::Arc;
 use spile_core::{Env, Error, ErrorKind, Result};
 use spile_engine::OsEnv;
 use spile_image::{Broken, Graph};
-use spile_life::jobs::{Job, Plan};
+use spile_life::jobs::{Job, Note, Plan};
 use spile_life::{Sizes, Work};
 use spile_node::Node;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
@@ -65,12 +65,12 @@ fn refuse_failed_syncs(graph: &Graph<HostStore>) -> Result<()> {
 /// What a process before has begun to do with the disk of `graph`, if it did not come to its end.
 ///
 /// # Errors
-/// The system's.
-pub async fn left(graph: &Graph<HostStore>) -> Result<Option<Plan>> {
+/// As [`Note::read`].
+pub async fn left(graph: &Graph<HostStore>) -> Result<Option<Note>> {
     let path = graph.handles()[0].path();
     if !path.is_absolute() || path.starts_with("/dev") {
         return Ok(None);
     }
     let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
-    Plan::read(&files, path).await
+    Note::read(&files, path).await
 }

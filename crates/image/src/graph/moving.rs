@@ -110,8 +110,8 @@ impl<S: Store> Sinking<S> {
 
 /// What is being moved in a graph.
 pub(super) enum Moving<S: Store> {
-    /// The leaf sinks; these bytes, on borders of units, are the batch.
-    Sinking(Arc<Sinking<S>>, Range<u64>),
+    /// The leaf sinks; these units, in order, are the batch.
+    Sinking(Arc<Sinking<S>>, Vec<Extent>),
     /// The leaf is filled.
     Filling(Arc<RangeLock>),
 }
@@ -125,9 +125,9 @@ pub(super) enum Change<'a> {
 }
 
 impl<S: Store> Graph<S> {
-    /// This graph while its leaf sinks, with `batch` (on borders of units) as the batch.
+    /// This graph while its leaf sinks, with these units, in order, as the batch.
     #[must_use]
-    pub fn sinking(&self, sinking: &Arc<Sinking<S>>, batch: Range<u64>) -> Self {
+    pub fn sinking(&self, sinking: &Arc<Sinking<S>>, batch: Vec<Extent>) -> Self {
         let mut graph = Self::assemble(self.layers.clone(), self.zones.clone());
         graph.moving = Some(Moving::Sinking(sinking.clone(), batch));
         graph
@@ -194,12 +194,13 @@ impl<S: Store> Graph<S> {
     async fn change_part(
         &self,
         sinking: &Sinking<S>,
-        batch: &Range<u64>,
+        batch: &[Extent],
         whole: Extent,
         part: Extent,
         change: Change<'_>,
     ) -> Result<()> {
-        let is_moved = batch.start < part.end() && part.start() < batch.end;
+        let after = batch.partition_point(|unit| unit.end() <= part.start());
+        let is_moved = batch.get(after).is_some_and(|unit| unit.start() < part.end());
         let _alone = match is_moved {
             true => Some(sinking.ranges.exclusive(part.start()..part.end()).await),
             false => None,

@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use event_listener::Event;
 use spile_core::{Error, ErrorKind, Result, Timer};
 
-pub use self::note::{Merged, Plan};
+pub use self::note::{Merged, Note, Plan, Wishes};
 use self::pace::Pace;
 
 /// What has become of a job.
@@ -93,10 +93,11 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job that has not begun, with a rate in bytes a second that it must not exceed.
-    pub fn new(limit_bytes_per_s: Option<u64>) -> Self {
-        let control =
-            Control { state: State::Running, ending: None, limit_bytes_per_s, is_accepted: false, error: None };
+    /// A job that has not begun, of which its users want this. A rate of 0 is none.
+    pub fn new(wishes: Wishes) -> Self {
+        let state = if wishes.is_paused { State::Paused } else { State::Running };
+        let limit_bytes_per_s = wishes.limit_bytes_per_s.filter(|limit| *limit > 0);
+        let control = Control { state, ending: None, limit_bytes_per_s, is_accepted: false, error: None };
         Self {
             control: Mutex::new(control),
             changed: Event::new(),
@@ -129,6 +130,12 @@ impl Job {
     /// The rate that the job must not exceed from now on, in bytes a second.
     pub fn set_limit(&self, limit_bytes_per_s: Option<u64>) {
         self.change(|control| control.limit_bytes_per_s = limit_bytes_per_s);
+    }
+
+    /// What its users want of it now. A job that was told to end keeps what they wanted before.
+    pub(crate) fn wishes(&self) -> Wishes {
+        let control = self.control();
+        Wishes { is_paused: control.state == State::Paused, limit_bytes_per_s: control.limit_bytes_per_s }
     }
 
     /// Changes what is wanted of a job that is not over.
@@ -283,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_job_that_is_over_changes_no_more() {
-        let job = Job::new(Some(7));
+        let job = Job::new(Wishes { limit_bytes_per_s: Some(7), ..Wishes::default() });
         job.pause();
         assert_eq!(job.state(), State::Paused);
         job.resume();
@@ -298,8 +305,20 @@ mod tests {
     }
 
     #[test]
+    fn a_job_that_is_stopped_keeps_what_was_wanted_of_it() {
+        let job = Job::new(Wishes { is_paused: false, limit_bytes_per_s: Some(0) });
+        assert_eq!(job.wishes(), Wishes::default());
+        job.set_limit(Some(9));
+        job.pause();
+        job.stop();
+        let wishes = job.wishes();
+        assert_eq!(wishes, Wishes { is_paused: true, limit_bytes_per_s: Some(9) });
+        assert_eq!(Job::new(wishes).state(), State::Paused);
+    }
+
+    #[test]
     fn a_failure_is_told_also_when_the_job_was_to_end() {
-        let job = Job::new(None);
+        let job = Job::new(Wishes::default());
         job.stop();
         job.end(&Err(Error::new(ErrorKind::NoSpace, "the volume is full")));
         let report = job.report();
@@ -309,7 +328,7 @@ mod tests {
 
     #[test]
     fn progress_never_falls_and_never_passes_the_end() {
-        let job = Job::new(None);
+        let job = Job::new(Wishes::default());
         job.set_total(100);
         job.set_done(60);
         job.set_done(40);

@@ -1,7 +1,8 @@
 //! The note beside a disk that says which job is under way ([`names::job`]).
 //!
 //! It is written before the job changes anything, and removed after its last change. It says nothing about progress: that is
-//! seen in the images. A note that was not written to its end says nothing, because then nothing had begun.
+//! seen in the images. A note that was not written to its end says nothing, because then nothing had begun. A job that is stopped writes
+//! its note anew, with what its users want of it by then.
 
 use std::path::{Path, PathBuf};
 
@@ -9,6 +10,7 @@ use spile_core::{Error, ErrorKind, Files, OpenMode, Result, Segments, Store, Sto
 use spile_image::layer::Identity;
 
 use crate::names;
+use crate::snapshot::remove_if_there;
 
 /// What a job does.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,6 +32,26 @@ pub struct Merged {
     pub parent: PathBuf,
 }
 
+/// What its users want of a job, besides what it does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wishes {
+    /// It waits until it is resumed.
+    pub is_paused: bool,
+    /// The rate that it must not exceed, in bytes a second.
+    pub limit_bytes_per_s: Option<u64>,
+}
+
+/// What a note says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Note {
+    /// What the job does.
+    pub plan: Plan,
+    /// What its users want of it.
+    pub wishes: Wishes,
+}
+
+/// The first line of every note begins so.
+const ANY_HEAD: &str = "spile job ";
 /// The first line: a note of another form is left alone.
 const HEAD: &str = "spile job 1";
 /// The last line: without it the note was not written to its end.
@@ -46,21 +68,18 @@ impl Plan {
         }
     }
 
-    fn to_text(&self) -> Result<String> {
-        let lines = match self {
+    fn to_lines(&self) -> Result<String> {
+        Ok(match self {
             Self::Coalesce(Merged { identity, path, parent }) => {
                 let hex: String = identity.0.iter().map(|byte| format!("{byte:02x}")).collect();
-                format!("coalesce\nidentity {hex}\nlayer {}\nparent {}", text_of(path)?, text_of(parent)?)
+                format!("coalesce\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
             }
-            Self::Flatten => "flatten".to_owned(),
-        };
-        Ok(format!("{HEAD}\n{lines}\n{END}\n"))
+            Self::Flatten => "flatten\n".to_owned(),
+        })
     }
 
-    fn from_text(text: &str) -> Option<Self> {
-        let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
+    fn from_lines<'a>(lines: &mut impl Iterator<Item = &'a str>) -> Option<Self> {
         let mut next = |before: &str| lines.next()?.strip_prefix(before);
-        next(HEAD)?;
         match next("")? {
             "flatten" => Some(Self::Flatten),
             "coalesce" => {
@@ -72,42 +91,12 @@ impl Plan {
         }
     }
 
-    /// Writes the note of `disk`, durably.
+    /// What the note of `disk` says that the job does, if there is a note.
     ///
     /// # Errors
-    /// `Busy` when there is a note of another job; `Unsupported` for paths that a note cannot hold; the system's.
-    pub async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
-        let (path, text) = (names::job(disk), self.to_text()?);
-        match Self::read(files, disk).await? {
-            Some(there) if there == *self => return Ok(()),
-            Some(there) => return Err(there.is_unfinished(disk)),
-            None => {}
-        }
-        let store = files.create(&path, 0).await?;
-        store.write_at(StoreOffset(0), &Segments::copied(text.as_bytes()), Via::Cached).await?;
-        store.sync().await
-    }
-
-    /// The note of `disk`, if there is one. What is left of one that was not written to its end is removed.
-    ///
-    /// # Errors
-    /// The system's.
+    /// As [`Note::read`].
     pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
-        let path = names::job(disk);
-        let store = match files.open(&path.as_path().into(), OpenMode::ReadOnly).await {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            opened => opened?,
-        };
-        let bytes = Segments::zeroed(store.len_bytes().min(MOST_BYTES) as usize);
-        if !bytes.is_empty() {
-            store.read_at(StoreOffset(0), &bytes, Via::Cached).await?;
-        }
-        drop(store);
-        let plan = String::from_utf8(bytes.to_vec()).ok().and_then(|text| Self::from_text(&text));
-        if plan.is_none() {
-            files.remove(&path).await?;
-        }
-        Ok(plan)
+        Ok(Note::read(files, disk).await?.map(|note| note.plan))
     }
 
     /// Removes the note of `disk`.
@@ -127,6 +116,108 @@ impl Plan {
             Self::Flatten => "a flatten was begun and is not finished".to_owned(),
         };
         Error::new(ErrorKind::Busy, what).at_path(disk).hint("finish that first: the same command goes on with it")
+    }
+}
+
+impl Wishes {
+    fn to_lines(self) -> String {
+        let rate = self.limit_bytes_per_s.map(|rate| format!("rate {rate}\n")).unwrap_or_default();
+        format!("{}{rate}", if self.is_paused { "paused\n" } else { "" })
+    }
+
+    fn from_lines<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Self> {
+        let mut wishes = Self::default();
+        for line in lines {
+            match line.strip_prefix("rate ") {
+                Some(rate) => wishes.limit_bytes_per_s = Some(rate.parse().ok()?),
+                None if line == "paused" => wishes.is_paused = true,
+                None => return None,
+            }
+        }
+        Some(wishes)
+    }
+}
+
+impl Note {
+    fn to_text(&self) -> Result<String> {
+        Ok(format!("{HEAD}\n{}{}{END}\n", self.plan.to_lines()?, self.wishes.to_lines()))
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
+        lines.next().filter(|head| *head == HEAD)?;
+        let plan = Plan::from_lines(&mut lines)?;
+        Some(Self { plan, wishes: Wishes::from_lines(lines)? })
+    }
+
+    /// Writes the note of `disk`, durably, unless there is one of the same job.
+    ///
+    /// # Errors
+    /// `Busy` when there is a note of another job; `Unsupported` for paths that a note cannot hold; the system's.
+    pub(crate) async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
+        match Plan::read(files, disk).await? {
+            Some(there) if there == self.plan => Ok(()),
+            Some(there) => Err(there.is_unfinished(disk)),
+            None => self.write_at(files, &names::job(disk)).await,
+        }
+    }
+
+    /// Puts this note in the place of the one of `disk` that is there, in one step.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) async fn replace<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
+        if Self::read(files, disk).await?.is_none_or(|there| there == *self) {
+            return Ok(());
+        }
+        let new = names::new_job(disk);
+        remove_if_there(files, &new).await?;
+        self.write_at(files, &new).await?;
+        files.rename(&new, &names::job(disk)).await
+    }
+
+    async fn write_at<F: Files>(&self, files: &F, path: &Path) -> Result<()> {
+        let text = self.to_text()?;
+        let store = files.create(path, 0).await?;
+        store.write_at(StoreOffset(0), &Segments::copied(text.as_bytes()), Via::Cached).await?;
+        store.sync().await
+    }
+
+    /// The note of `disk`, if there is one. What is left of one that was not written to its end is removed.
+    ///
+    /// # Errors
+    /// `Unsupported` for a note of another version; the system's.
+    pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
+        let path = names::job(disk);
+        let store = match files.open(&path.as_path().into(), OpenMode::ReadOnly).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            opened => opened?,
+        };
+        let bytes = Segments::zeroed(store.len_bytes().min(MOST_BYTES) as usize);
+        if !bytes.is_empty() {
+            store.read_at(StoreOffset(0), &bytes, Via::Cached).await?;
+        }
+        drop(store);
+        let bytes = bytes.to_vec();
+        let text = String::from_utf8_lossy(&bytes);
+        match Self::from_text(&text) {
+            Some(note) => Ok(Some(note)),
+            None if is_of_another_version(&text) => {
+                let what = "another version of Spile has begun a job on the disk and written this note of it";
+                let hint = "go on with that version; or remove the note: what the job has done stays done";
+                Err(Error::new(ErrorKind::Unsupported, what).at_path(&path).hint(hint))
+            }
+            None => files.remove(&path).await.map(|()| None),
+        }
+    }
+}
+
+/// True for a note that was written to its end, or has another first line, and then nobody here knows how it ends.
+fn is_of_another_version(text: &str) -> bool {
+    match text.split_once('\n') {
+        Some((HEAD, lines)) => lines.ends_with(&format!("\n{END}\n")),
+        Some((head, _)) => head.starts_with(ANY_HEAD),
+        None => false,
     }
 }
 
@@ -163,14 +254,26 @@ mod tests {
     fn a_note_is_read_back_only_when_it_is_whole() {
         let merged =
             Merged { identity: Identity([0xa7; 16]), path: "/vm/a b.vhd".into(), parent: "/base/p.vhd".into() };
-        for plan in [Plan::Coalesce(merged), Plan::Flatten] {
-            let text = plan.to_text().unwrap();
-            assert_eq!(Plan::from_text(&text), Some(plan));
+        let wishes = Wishes { is_paused: true, limit_bytes_per_s: Some(7 << 20) };
+        for (plan, wishes) in [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default())] {
+            let note = Note { plan, wishes };
+            let text = note.to_text().unwrap();
+            assert_eq!(Note::from_text(&text), Some(note));
             for len in 0..text.len() {
-                assert_eq!(Plan::from_text(&text[..len]), None, "{:?}", &text[..len]);
+                let part = &text[..len];
+                assert_eq!((Note::from_text(part), is_of_another_version(part)), (None, false), "{part:?}");
             }
         }
         let bent = Merged { identity: Identity([0; 16]), path: "/vm/a\nb.vhd".into(), parent: "/p".into() };
-        assert_eq!(Plan::Coalesce(bent).to_text().unwrap_err().kind(), ErrorKind::Unsupported);
+        assert_eq!(Plan::Coalesce(bent).to_lines().unwrap_err().kind(), ErrorKind::Unsupported);
+    }
+    #[test]
+    fn a_note_of_another_version_is_left_alone() {
+        for text in ["spile job 2\nbackup", "spile job 1\nbackup\nend\n", "spile job 1\nflatten\nslowly\nend\n"] {
+            assert!(Note::from_text(text).is_none() && is_of_another_version(text), "{text:?}");
+        }
+        for text in ["", "spile job 1", "spile job 1\nflatten\n", "\0\0\0\0", "another text\n"] {
+            assert!(Note::from_text(text).is_none() && !is_of_another_version(text), "{text:?}");
+        }
     }
 }

@@ -35,7 +35,7 @@ async fn move_and_rename<F: Files>(work: &Work<'_, F>, graph: &Arc<GraphOf<F>>, 
     below.begin();
     let sinking = Sinking::new(below.clone(), work.broken);
     // From here on the leaf takes nothing new. The first batch begins when nobody is left who could give it more.
-    work.put(graph.sinking(&sinking, 0..0)).await?;
+    work.put(graph.sinking(&sinking, Vec::new())).await?;
     // The disk may have grown until then; now it cannot.
     grow::<F>(&graph, parent).await?;
     Mover::new(work, graph.clone(), below.clone(), Some(sinking)).run().await?;

@@ -26,7 +26,7 @@ mod mover;
 
 use spile_core::{Error, ErrorKind, Files, Result};
 
-use crate::jobs::{Merged, Plan};
+use crate::jobs::{Merged, Note, Plan};
 use crate::work::{GraphOf, Work};
 
 pub use self::check::{find_layer, is_called, plan};
@@ -63,7 +63,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let Some(number) = number_of(&graph, plan) else { return left::finish(work, plan).await };
     crate::finish_left(work, graph.handles()[0].path()).await?;
     let checked = check::check(work, &graph, number).await?;
-    let note = Plan::Coalesce(plan.clone());
+    let note = Note { plan: Plan::Coalesce(plan.clone()), wishes: work.job.wishes() };
     note.write(work.files, graph.handles()[0].path()).await?;
     work.job.accept();
     match number {

@@ -2,12 +2,18 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use spile_core::{Disk, Extent, Files, Result, Segments};
 use spile_image::{Broken, Sinking};
 use spile_node::Aligned;
 
 use crate::work::{GraphOf, Work};
+
+/// So many units are counted before guests have their turn.
+const COUNTED_AT_ONCE: u64 = 4096;
+/// Long enough for all that is ready to be done.
+const A_TURN: Duration = Duration::from_micros(1);
 
 /// A merge that moves data.
 pub(super) struct Mover<'a, 'w, F: Files> {
@@ -51,10 +57,23 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         units
     }
 
+    /// How many bytes the layer has in all. A large disk has millions of units, and guests are served between some thousand of them.
+    async fn total_bytes(&self) -> u64 {
+        let (mut total_bytes, mut at, end) = (0, 0, self.whole().end());
+        for counted in 1_u64.. {
+            let held = (at < end).then(|| self.source.next_own(Extent::from_range(at..end))).flatten();
+            let Some(unit) = held.map(|held| self.source.unit_of(held)) else { break };
+            (total_bytes, at) = (total_bytes + unit.len_bytes, unit.end());
+            if counted.is_multiple_of(COUNTED_AT_ONCE) {
+                self.work.timer.sleep(A_TURN).await;
+            }
+        }
+        total_bytes
+    }
+
     /// Moves all that the layer has.
     pub(super) async fn run(&mut self) -> Result<()> {
-        let total: u64 = self.units(self.whole(), u64::MAX).iter().map(|unit| unit.len_bytes).sum();
-        self.work.job.set_total(total);
+        self.work.job.set_total(self.total_bytes().await);
         let mut from = 0;
         loop {
             let units = self.units(Extent::from_range(from..self.whole().end()), self.work.sizes.batch_bytes);
@@ -72,9 +91,8 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
     }
 
     async fn batch(&mut self, units: &[Extent]) -> Result<()> {
-        let range = units[0].start()..units[units.len() - 1].end();
         if let Some(sinking) = &self.sinking {
-            self.work.put(self.source.sinking(sinking, range)).await?;
+            self.work.put(self.source.sinking(sinking, units.to_vec())).await?;
         }
         let before = self.done_bytes;
         loop {

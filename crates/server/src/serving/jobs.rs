@@ -7,7 +7,7 @@ use std::time::Duration;
 use spile_core::{Error, ErrorKind, Result};
 use spile_engine::Engine;
 use spile_image::Graph;
-use spile_life::jobs::{Job, Plan};
+use spile_life::jobs::{Job, Note, Plan, Wishes};
 use spile_life::merge;
 use spile_store::HostStore;
 
@@ -94,7 +94,8 @@ impl DiskJobs {
         let Some(graph) = disk.graph_now() else { return Err(just_exchanged()) };
         let plan = plan(&graph, &new.kind, new.layer.as_deref())?;
         drop(graph);
-        let begun = self.spawn(engine, disk, plan, new.limit_bytes_per_s)?;
+        let wishes = Wishes { limit_bytes_per_s: new.limit_bytes_per_s, ..Wishes::default() };
+        let begun = self.spawn(engine, disk, Note { plan, wishes })?;
         match begun.job.accepted().await {
             Ok(()) => Ok(begun),
             Err(refused) => {
@@ -124,13 +125,17 @@ impl DiskJobs {
         let (jobs, own, disk) = (self.clone(), engine.clone(), disk.clone());
         self.state().is_closed = false;
         engine.spawn_on(0, move || async move {
+            // One that was stopped may be at its last piece still.
+            for stopped in jobs.list() {
+                stopped.job.over().await;
+            }
             let graph = disk.graph().await;
             let path = graph.handles()[0].path().display().to_string();
             match jobs::left(&graph).await {
                 Ok(None) => {}
-                Ok(Some(plan)) => {
-                    let kind = plan.kind();
-                    match jobs.spawn(&own, &disk, plan, None) {
+                Ok(Some(note)) => {
+                    let kind = note.plan.kind();
+                    match jobs.spawn(&own, &disk, note) {
                         Ok(job) => tracing::info!("{path}: goes on with a {kind}, job {}", job.id),
                         Err(error) => tracing::warn!("{path}: a {kind} does not go on: {error}"),
                     }
@@ -140,14 +145,8 @@ impl DiskJobs {
         });
     }
 
-    fn spawn(
-        self: &Arc<Self>,
-        engine: &Engine,
-        disk: &Arc<ServedDisk>,
-        plan: Plan,
-        limit_bytes_per_s: Option<u64>,
-    ) -> Result<Arc<DiskJob>> {
-        let begun = DiskJob::new(plan, limit_bytes_per_s);
+    fn spawn(self: &Arc<Self>, engine: &Engine, disk: &Arc<ServedDisk>, note: Note) -> Result<Arc<DiskJob>> {
+        let begun = DiskJob::new(note.plan, note.wishes);
         self.add(begun.clone())?;
         let (jobs, disk, running) = (self.clone(), disk.clone(), begun.clone());
         engine.spawn_on(0, move || async move {
@@ -225,9 +224,9 @@ impl DiskJobs {
 }
 
 impl DiskJob {
-    /// A job that has not begun. A limit of 0 is none.
-    pub fn new(plan: Plan, limit_bytes_per_s: Option<u64>) -> Arc<Self> {
-        Arc::new(Self { id: next_id(), plan, job: Job::new(limit_bytes_per_s.filter(|limit| *limit > 0)) })
+    /// A job that has not begun, of which its users want this.
+    pub fn new(plan: Plan, wishes: Wishes) -> Arc<Self> {
+        Arc::new(Self { id: next_id(), plan, job: Job::new(wishes) })
     }
 
     /// What it does.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use spile_core::{Env, Error, ErrorKind, Files, Timer};
-use spile_life::jobs::{Job, Merged, Plan, State};
+use spile_life::jobs::{Job, Merged, Plan, State, Wishes};
 use spile_life::{Work, merge, names};
 
 use super::chain::DISK;
@@ -71,7 +71,8 @@ impl Host {
     async fn job(self: &Rc<Self>, node: &MergeNode, plan: Plan, rng: &mut Rng) -> State {
         let before = self.paths_of(node).await;
         let must_be_refused = self.must_be_refused(&before, &plan);
-        let job = Arc::new(Job::new(rng.chance(1, 4).then_some(1 << 20)));
+        let job =
+            Arc::new(Job::new(Wishes { limit_bytes_per_s: rng.chance(1, 4).then_some(1 << 20), ..Wishes::default() }));
         if rng.chance(1, 2) {
             crate::exec::spawn_beside(Box::pin(meddle(job.clone(), Rng::new(rng.word()))));
         }

@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
 use spile_image::{Format, OpenOptions};
-use spile_life::jobs::{Plan, State};
+use spile_life::jobs::{Note, Plan, State, Wishes};
 use spile_life::merge::is_called;
 use spile_node::Node;
 use spile_server::jobs::{self, Access};
@@ -160,10 +160,11 @@ fn by_itself(args: &JobArgs, kind: &'static str, layer: Option<&str>) -> Result<
     let done = on_engine(move || async move {
         let graph = disks::open(CacheMode::Direct, &at, &options).await?;
         let plan = match jobs::left(&graph).await? {
-            Some(left) if is_meant(&left, graph.handles()[0].path(), kind, layer.as_deref()) => left,
+            Some(Note { plan: left, .. }) if is_meant(&left, graph.handles()[0].path(), kind, layer.as_deref()) => left,
             _ => plan(&graph, kind, layer.as_deref())?,
         };
-        let (job, node) = (DiskJob::new(plan, rate), Node::new(graph));
+        let (job, node) =
+            (DiskJob::new(plan, Wishes { limit_bytes_per_s: rate, ..Wishes::default() }), Node::new(graph));
         // Only the thread that shows how far the job is could be gone.
         let _ = sender.send(job.clone());
         let done = jobs::run(&node, Access::default(), job.job(), job.plan()).await;
