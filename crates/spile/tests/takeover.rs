@@ -8,6 +8,7 @@ use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::time::Duration;
 
+use common::control::ask;
 use common::guests::{
     Load, guest, names_in, nbd, open_files, rest_of_stderr, serve, serve_again, simple_guest, succeed, try_serve,
 };
@@ -147,6 +148,38 @@ fn a_guest_that_was_handed_over_hears_of_its_disks_growth() {
     queue.write(24 * MIB - 512, &[3; 512]).unwrap();
     drop(watch.stop());
     assert!(served.terminate().success());
+}
+
+/// A takeover stops a merge. In the successor it is paused if it was, and as slow as it was.
+#[test]
+fn a_job_goes_on_in_the_successor_as_its_users_wanted_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (dir, control) = (dir.path(), dir.path().join("c"));
+    ok(dir, &["create", "base.vhd", "--size", "32M"]);
+    ok(dir, &["create", "d.vhd", "--parent", "base.vhd"]);
+    let args = ["d.vhd", "--vhost-user", "v"];
+    let served = serve(dir, &args);
+    let (_device, mut queue) = guest(&dir.join("v"));
+    (0..8).for_each(|n: u8| queue.write(u64::from(n) * 4 * MIB, &[n + 1; 8192]).unwrap());
+    let new = "{\"disk\":\"d\",\"kind\":\"coalesce\",\"limit_bytes_per_s\":4096}";
+    let (status, begun) = ask(&control, "POST", "/v1/jobs", new);
+    assert_eq!(status / 100, 2, "{begun}");
+    let job = || ask(&control, "GET", "/v1/jobs", "").1["jobs"][0].clone();
+    let change = |what: &str| {
+        let (status, answer) = ask(&control, "PATCH", &format!("/v1/jobs/{}", job()["id"].as_str().unwrap()), what);
+        assert_eq!(status, 200, "{answer}");
+    };
+    change("{\"state\":\"paused\",\"limit_bytes_per_s\":1048576}");
+    let served = succeed(dir, &args, served);
+    eventually("the successor has the job", || job()["state"] == "paused");
+    assert_eq!(job()["limit_bytes_per_s"], MIB);
+    assert_ne!(job()["id"], begun["id"]);
+    change("{\"state\":\"running\",\"limit_bytes_per_s\":0}");
+    eventually("the merge is done", || job()["state"] == "done");
+    assert!(!dir.join("base.vhd").exists());
+    (0..8).for_each(|n: u8| assert_eq!(queue.read(u64::from(n) * 4 * MIB, 8192).unwrap(), [n + 1; 8192]));
+    assert!(served.terminate().success());
+    assert_eq!(json(dir, &["check", "d.vhd"])["result"], "sound");
 }
 
 #[test]
