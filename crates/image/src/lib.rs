@@ -23,5 +23,5 @@ pub use facts::LayerInfo;
 pub use formats::Format;
 pub use graph::{Broken, Graph, GraphLayer, LayerId, MAX_LAYERS, PlacedRun, Sinking};
 pub use open::{Described, OpenOptions, describe, open_layer, reopen_layer};
-pub use parents::check_new_child;
+pub use parents::{check_new_child, check_parents};
 pub use range_lock::{RangeGuard, RangeLock};

@@ -73,7 +73,15 @@ pub(crate) async fn candidates<F: Files>(
 /// # Errors
 /// `Unsupported` when the chain would be too long; `Denied` when a parent lies where none is followed to.
 pub fn check_new_child(folder: &Path, parents: &[LayerInfo], allowed: &[PathBuf]) -> Result<()> {
-    let parent = parents.first().map_or(folder, |parent| parent.path.as_path());
+    check_parents(folder, &parents.iter().map(|layer| layer.path.as_path()).collect::<Vec<_>>(), allowed)
+}
+
+/// [`check_new_child`] when only the paths of the layers are known.
+///
+/// # Errors
+/// As there.
+pub fn check_parents(folder: &Path, parents: &[&Path], allowed: &[PathBuf]) -> Result<()> {
+    let parent = parents.first().copied().unwrap_or(folder);
     if parents.len() >= MAX_LAYERS {
         let what = format!("the parent's chain has {} layers, and no chain has more than {MAX_LAYERS}", parents.len());
         let hint =
@@ -81,7 +89,7 @@ pub fn check_new_child(folder: &Path, parents: &[LayerInfo], allowed: &[PathBuf]
         return Err(Error::new(ErrorKind::Unsupported, what).at_path(parent).hint(hint));
     }
     let policy = Policy::of(folder, allowed);
-    let Some(outside) = parents.iter().map(|layer| &layer.path).find(|path| !policy.allows(path)) else {
+    let Some(outside) = parents.iter().find(|path| !policy.allows(path)) else {
         return Ok(());
     };
     let (outside, home) = (outside.display(), outside.parent().unwrap_or(Path::new("/")).display());

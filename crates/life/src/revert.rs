@@ -14,7 +14,7 @@ use spile_image::{Format, Graph, LayerInfo};
 
 use crate::names;
 use crate::recover::recover;
-use crate::snapshot::{check_extension, child_format, remove_if_there};
+use crate::snapshot::{check_extension, child_format, refuse_job, remove_if_there};
 
 /// Has the disk `graph`, which is open for writing here and nowhere else, begin anew as the child `new` of the image with the layers
 /// `base`, leaf first. `given` is the format in which the disk is opened, if that was said. What the disk's leaf holds is lost, unless
@@ -22,7 +22,8 @@ use crate::snapshot::{check_extension, child_format, remove_if_there};
 ///
 /// # Errors
 /// `InvalidInput` when the snapshot needs the disk's own leaf; `Unsupported` when the disk's path would belie the new leaf's format;
-/// `NotFound` when the disk's file is not at its path; the storage's. The disk is as it was then.
+/// `NotFound` when the disk's file is not at its path; `Busy` while a job on the disk is not finished; the storage's. The disk is as it
+/// was then.
 pub async fn revert<F: Files>(
     files: &F,
     env: Arc<dyn Env>,
@@ -33,6 +34,7 @@ pub async fn revert<F: Files>(
 ) -> Result<()> {
     let leaf = graph.handles()[0].clone();
     let (disk, store) = (leaf.path().to_owned(), leaf.image().store());
+    refuse_job(files, &disk).await?;
     for layer in base {
         if files.is_at(store, &layer.path).await? {
             let what = format!("{} needs what would be lost: it is {0} itself, or a child of it", disk.display());

@@ -23,6 +23,7 @@ use spile_image::layer::Layer;
 use spile_image::{Format, Graph, GraphLayer, LayerInfo, OpenOptions, check_new_child, open_layer};
 
 use crate::names;
+use crate::recover::recover;
 
 /// A snapshot that is to be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -126,26 +127,27 @@ pub fn child_format(parent: Format) -> Format {
     if can(parent) { parent } else { Format::ALL.iter().copied().find(|format| can(*format)).unwrap_or(Format::Vhd) }
 }
 
-/// Refuses a disk whose path says another format than its new leaf will have: nothing looks into a file to find out.
+/// Refuses a disk that is opened in another format than its new leaf will have, or whose name does not say that format: nothing looks into
+/// a file to find out, and whoever asks the images of a folder for their parents goes by their names.
 pub(crate) fn check_extension(disk: &Path, given: Option<Format>, child: Format) -> Result<()> {
-    let (says, why) = match given {
-        Some(given) => (Some(given), "it is opened as"),
-        None => (Format::from_extension(disk), "its name says"),
+    let named = Format::from_extension(disk);
+    let why = match (given, named) {
+        (Some(given), _) if given != child => format!("it is opened as {given}"),
+        (_, Some(named)) if named != child => format!("its name says {named}"),
+        (_, None) => "its name does not say so".to_owned(),
+        _ => return Ok(()),
     };
-    match says {
-        Some(says) if says != child => {
-            let what =
-                format!("the disk's new leaf is a {child}, and {why} {says}: whoever opens it next would misread it");
-            let name = disk.with_extension(child.about().name);
-            Err(Error::new(ErrorKind::Unsupported, what).at_path(disk).hint(format!(
-                "make it a {child} first: end its server, `spile convert {} {}`, and serve that; or go on with a child of another \
-                 name: spile clone",
-                disk.display(),
-                name.display()
-            )))
-        }
-        _ => Ok(()),
-    }
+    let what = format!("the disk's new leaf is a {child}, and {why}: whoever opens it next would misread it");
+    let error = Error::new(ErrorKind::Unsupported, what).at_path(disk);
+    let name = disk.with_extension(child.about().name);
+    let (disk, name) = (disk.display(), name.display());
+    Err(match given.or(named) {
+        Some(format) if format == child => error.hint(format!("end its server, and rename it to {name} first")),
+        _ => error.hint(format!(
+            "make it a {child} first: end its server, `spile convert {disk} {name}`, and serve that; or go on with a child of another \
+             name: spile clone"
+        )),
+    })
 }
 
 /// Makes the new leaf and has it take the disk's path. `graph` is what the disk is now; its leaf is open for writing. When it fails,
@@ -194,14 +196,27 @@ async fn check_disk<F: Files>(files: &F, graph: &Graph<F::Store>, plan: &Plan) -
         let error = Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more");
         return Err(error.at_path(&plan.disk).hint("give it its name back"));
     }
-    if files.canonical(&names::job(&plan.disk)).await.is_ok() {
-        let error = Error::new(ErrorKind::Busy, "a job on the disk's images has not come to its end");
-        return Err(error.at_path(&plan.disk).hint("serve the disk, and the job goes on; spile jobs shows it"));
-    }
+    refuse_job(files, &plan.disk).await?;
+    // What an earlier snapshot could not take back, and what tells of it, goes before the next one is made.
+    recover(files, graph).await?;
     match files.canonical(&plan.snapshot).await {
         Ok(_) => {
             let error = Error::new(ErrorKind::Exists, "there is a file of the snapshot's name already");
             Err(error.at_path(&plan.snapshot).hint("choose another --name"))
+        }
+        Err(_) => Ok(()),
+    }
+}
+
+/// Refuses a disk with a merge or a flatten that has not come to its end: its images hold what the disk holds only together.
+///
+/// # Errors
+/// `Busy`.
+pub async fn refuse_job<F: Files>(files: &F, disk: &Path) -> Result<()> {
+    match files.canonical(&names::job(disk)).await {
+        Ok(_) => {
+            let error = Error::new(ErrorKind::Busy, "a job on the disk's images has not come to its end");
+            Err(error.at_path(disk).hint("serve the disk, and the job goes on; spile jobs shows it"))
         }
         Err(_) => Ok(()),
     }
@@ -349,7 +364,8 @@ mod tests {
     fn a_path_never_belies_the_format_of_its_leaf() {
         let plan = |path: &str, format, given| Plan::new(&[layer(path, format)], given, "s", &[]);
         assert_eq!(plan("/vm/a.vhd", Format::Vhd, None).unwrap().snapshot(), Path::new("/vm/s.vhd"));
-        plan("/vm/a", Format::Vhd, Some(Format::Vhd)).unwrap();
+        let error = plan("/vm/a", Format::Vhd, Some(Format::Vhd)).unwrap_err();
+        assert!(error.kind() == ErrorKind::Unsupported && error.hint_text().unwrap().contains("/vm/a.vhd"), "{error}");
         for (path, given) in [("/vm/a.raw", None), ("/vm/a", Some(Format::Raw)), ("/vm/a.vhd", Some(Format::Raw))] {
             let error = plan(path, Format::Raw, given).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Unsupported);

@@ -189,6 +189,22 @@ fn what_a_crash_has_left_goes_with_the_next_open() {
     assert_eq!(images(dir), ["a.vhd", "s.vhd"]);
 }
 
+#[test]
+fn what_an_earlier_snapshot_has_left_goes_with_the_next_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.vhd", "--size", "16M"]);
+    let _served = serve(dir, &["a.vhd,name=snap-left"]);
+    // As if the storage had failed at the rename, and again when the second name was to go.
+    ok(dir, &["create", "s.vhd", "--size", "16M"]);
+    ok(dir, &["create", "new.vhd", "--parent", "s.vhd"]);
+    fs::rename(dir.join("new.vhd"), dir.join(".a.vhd.spile-new")).unwrap();
+    fs::remove_file(dir.join("s.vhd")).unwrap();
+    fs::hard_link(dir.join("a.vhd"), dir.join("s.vhd")).unwrap();
+    ok(dir, &["snapshot", "snap-left", "--name", "t"]);
+    assert_eq!(images(dir), ["a.vhd", "t.vhd"]);
+}
+
 /// A disk of two images: `a.vhd` holds twos over ones, `s.vhd` ones.
 fn with_snapshot(dir: &Path) {
     ok(dir, &["create", "a.vhd", "--size", "16M"]);
@@ -220,6 +236,57 @@ fn a_disk_goes_back_to_its_snapshot() {
     let _served = serve(dir, &["a.vhd,name=snap-back"]);
     let said = fails(dir, 1, &["revert", "a.vhd", "s.vhd", "--discard"]);
     assert!(said.contains("spile detach snap-back"), "{said}");
+}
+
+#[test]
+fn a_disk_with_a_job_that_is_not_finished_neither_goes_back_nor_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    with_snapshot(dir);
+    fs::write(dir.join(".a.vhd.spile-job"), "a note").unwrap();
+    let before = images(dir);
+    for args in [
+        &["revert", "a.vhd", "s.vhd", "--discard"][..],
+        &["revert", "a.vhd", "s.vhd", "--keep", "t"],
+        &["delete", "a.vhd"],
+        &["snapshot", "a.vhd", "--name", "t"],
+    ] {
+        let said = fails(dir, 1, args);
+        assert!(said.contains("spile jobs"), "{args:?}: {said}");
+        assert_eq!((images(dir), raw_of(dir, "a.vhd", "out.raw")[0]), (before.clone(), 2), "{args:?}");
+    }
+}
+
+#[test]
+fn a_way_back_that_fails_leaves_no_snapshot() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    with_snapshot(dir);
+    fs::create_dir(dir.join("other")).unwrap();
+    ok(dir, &["create", "other/c.vhd", "--parent", "a.vhd", "--allow-parents", "."]);
+    let before = images(dir);
+    // That the image needs the disk's own leaf is found only when the snapshot is there.
+    let back = ["revert", "a.vhd", "other/c.vhd", "--keep", "t", "--no-lock", "--allow-parents", "."];
+    let said = fails(dir, 2, &[&back[..], &["--allow-parents", "other"]].concat());
+    assert!(said.contains("what would be lost"), "{said}");
+    assert_eq!((images(dir), raw_of(dir, "a.vhd", "out.raw")[0]), (before, 2));
+}
+
+#[test]
+fn a_clone_that_is_refused_leaves_no_snapshot() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.vhd", "--size", "16M"]);
+    fs::create_dir(dir.join("other")).unwrap();
+    let _served = serve(dir, &["a.vhd,name=snap-refused"]);
+    let said = fails(dir, 1, &["clone", "snap-refused", "other/b.vhd"]);
+    assert!(said.contains("--allow-parents"), "{said}");
+    fails(dir, 1, &["clone", "snap-refused", "missing/b.vhd"]);
+    assert_eq!(images(dir), ["a.vhd"]);
+    // A failure after the snapshot says its name.
+    let format = ["clone", "snap-refused", "other/b.raw", "--allow-parents", "."];
+    let said = fails(dir, 2, &format);
+    assert!(said.contains("snap-refused-before-b.vhd"), "{said}");
 }
 
 #[test]

@@ -549,15 +549,15 @@ fn check_type(stat: &std::fs::Metadata) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidInput, "this is neither a file nor a block device"))
 }
 
-/// Refuses a file that has lost its name before it was locked: a snapshot has put another file in its place, which is to be opened instead.
+/// Refuses a file that has lost its name before it was locked: a snapshot has put another file in its place, which is to be opened instead,
+/// or the file was deleted.
 fn check_name(path: &Path, id: FileId) -> Result<()> {
-    match std::fs::metadata(path) {
-        Ok(stat) if FileId::of(&stat) != id => {
-            let what = "another file was put in the place of this one while it was opened";
-            Err(Error::new(ErrorKind::Busy, what).hint("try again"))
-        }
-        _ => Ok(()),
-    }
+    let what = match std::fs::metadata(path) {
+        Ok(stat) if FileId::of(&stat) != id => "another file was put in the place of this one while it was opened",
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => "this file lost its name while it was opened",
+        _ => return Ok(()),
+    };
+    Err(Error::new(ErrorKind::Busy, what).hint("try again"))
 }
 
 fn open_at(path: &Path, mode: OpenMode, flags: i32) -> Result<File> {
@@ -687,7 +687,7 @@ mod tests {
         let id = FileId::of(&std::fs::metadata(&path).unwrap());
         check_name(&path, id).unwrap();
         std::fs::rename(&path, &old).unwrap();
-        check_name(&path, id).unwrap();
+        assert_eq!(check_name(&path, id).unwrap_err().kind(), ErrorKind::Busy);
         std::fs::write(&path, "new").unwrap();
         assert_eq!(check_name(&path, id).unwrap_err().kind(), ErrorKind::Busy);
     }

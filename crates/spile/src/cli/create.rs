@@ -8,7 +8,7 @@ use serde::Serialize;
 use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
-use spile_image::{Format, LayerInfo, check_new_child};
+use spile_image::{Format, LayerInfo, OpenOptions, check_parents};
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
@@ -75,21 +75,21 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
         return Err(error.hint("create the disk on its server, or overwrite an export by spile convert"));
     }
     let format = Format::of(&args.disk, args.format)?;
-    let find = |path: &Path| find_parent(&args.disk, path, args.parent_format, &args.parents);
-    let parent = args.parent.as_deref().map(find).transpose()?;
-    let size_bytes = match (args.size, &parent) {
-        (Some(size), _) => size,
-        (None, Some(parent)) => parent.virtual_bytes,
+    let (path, subformat, size_bytes) = (args.disk.clone(), args.subformat.clone(), args.size);
+    let (no_lock, takes_space) = (args.parents.no_lock, args.preallocate);
+    let size_bytes = match (&args.parent, size_bytes) {
+        (Some(parent), _) => {
+            let (parent, options) = (parent.clone(), args.parents.read_only(args.parent_format));
+            let child = Child { path, format, size_bytes, subformat, parent, options };
+            on_engine(move || async move { child.create().await })?
+        }
+        (None, Some(size_bytes)) => on_engine(move || async move {
+            let new = NewImage { size_bytes, subformat, parent: None, unit_bytes: None };
+            create(&path, format, &new, no_lock).await?;
+            if takes_space { take_space(&path, size_bytes) } else { Ok(()) }.map(|()| size_bytes)
+        })?,
         (None, None) => return Err(Error::new(ErrorKind::InvalidInput, "--size is missing")),
     };
-    let parent = parent.map(|parent| new_parent(&args.disk, &parent)).transpose()?;
-    let new = NewImage { size_bytes, subformat: args.subformat.clone(), parent, unit_bytes: None };
-    let (path, takes_space) = (args.disk.clone(), args.preallocate);
-    let no_lock = args.parents.no_lock;
-    on_engine(move || async move {
-        create(&path, format, &new, no_lock).await?;
-        if takes_space { take_space(&path, size_bytes) } else { Ok(()) }
-    })?;
     let used_bytes = disks::used_bytes(&args.disk);
     if args.json {
         let (path, format) = (args.disk.clone(), format.to_string());
@@ -128,33 +128,49 @@ pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
-/// Makes a child at `child` over the disk at `parent`, which is in the format `given` if that is said.
-///
-/// # Errors
-/// As [`run`].
-pub fn child_of(
-    child: &Path,
-    format: Format,
-    parent: &Path,
-    given: Option<Format>,
-    parents: &ParentArgs,
-) -> Result<()> {
-    let image = find_parent(child, parent, given, parents)?;
-    let (size_bytes, parent) = (image.virtual_bytes, Some(new_parent(child, &image)?));
-    let new = NewImage { size_bytes, subformat: None, parent, unit_bytes: None };
-    let (path, no_lock) = (child.to_owned(), parents.no_lock);
-    on_engine(move || async move { create(&path, format, &new, no_lock).await })
+/// A child that is to be made.
+pub struct Child {
+    /// The file to make.
+    pub path: PathBuf,
+    /// Its format.
+    pub format: Format,
+    /// The size that guests see, in bytes; the parent's if `None`.
+    pub size_bytes: Option<u64>,
+    /// The kind of the format, if given.
+    pub subformat: Option<String>,
+    /// The parent.
+    pub parent: PathBuf,
+    /// How the parent is opened.
+    pub options: OpenOptions,
 }
 
-/// What is known of the image that a child at `child` is to have as its parent.
-fn find_parent(child: &Path, path: &Path, given: Option<Format>, parents: &ParentArgs) -> Result<LayerInfo> {
-    let source = Locator::Path(path.to_owned());
-    let options = parents.read_only(given);
-    let mut layers =
-        on_engine(move || async move { Ok(disks::open(CacheMode::Page, &source, &options).await?.layers()) })?;
-    let allowed = parents.allow_parents.iter().map(|folder| real(folder)).collect::<Result<Vec<_>>>()?;
-    check_new_child(&real(folder_of(child))?, &layers, &allowed)?;
-    Ok(layers.swap_remove(0))
+impl Child {
+    /// Creates the child and returns its size in bytes. The parent is open meanwhile, so that nobody can delete it or write to it
+    /// before the child names it.
+    ///
+    /// # Errors
+    /// As [`run`].
+    pub async fn create(&self) -> Result<u64> {
+        let base = disks::open(CacheMode::Page, &Locator::Path(self.parent.clone()), &self.options).await?;
+        let layers = base.layers();
+        let paths: Vec<_> = layers.iter().map(|layer| layer.path.as_path()).collect();
+        check_place(&self.path, &paths, &self.options.allow_parents)?;
+        let size_bytes = self.size_bytes.unwrap_or(layers[0].virtual_bytes);
+        let parent = Some(new_parent(&self.path, &layers[0])?);
+        let new = NewImage { size_bytes, subformat: self.subformat.clone(), parent, unit_bytes: None };
+        create(&self.path, self.format, &new, self.options.no_lock).await?;
+        drop(base);
+        Ok(size_bytes)
+    }
+}
+
+/// Looks whether a child at `child` could be opened with these as its parents, in its folder or in the `allowed` ones.
+///
+/// # Errors
+/// `Denied`; the system's when there is no such folder.
+pub fn check_place(child: &Path, parents: &[&Path], allowed: &[PathBuf]) -> Result<()> {
+    let allowed = allowed.iter().map(|folder| real(folder)).collect::<Result<Vec<_>>>()?;
+    check_parents(&real(folder_of(child))?, parents, &allowed)
 }
 
 /// The path without links and `..`.

@@ -8,12 +8,12 @@ use serde::Serialize;
 use spile_core::{Disk as _, Error, ErrorKind, Files as _, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
-use spile_image::{Format, OpenOptions, check_new_child};
+use spile_image::{Format, Graph, LayerInfo, OpenOptions, check_new_child};
 use spile_life::names;
 use spile_life::revert::revert;
-use spile_life::snapshot::{Plan, prepare};
+use spile_life::snapshot::{Made, Plan, prepare, refuse_job, take_back};
 use spile_server::family;
-use spile_store::{CacheMode, HostFiles, OsFiles};
+use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::create::new_parent;
@@ -51,8 +51,8 @@ pub struct RevertArgs {
 
 /// Delete a disk or a snapshot that no other image needs
 ///
-/// The other images in its folder are asked whether it is their parent. A disk that is open anywhere is left alone. What the image's
-/// own parents hold stays.
+/// The other images in its folder are asked whether it is their parent. A disk that is open anywhere, or has a merge that is
+/// not finished, is left alone. What the image's own parents hold stays.
 #[derive(Debug, Args)]
 pub struct DeleteArgs {
     /// The image, by its path
@@ -109,7 +109,8 @@ fn file_at(disk: &Path) -> Result<Locator> {
 /// Runs `spile revert`.
 ///
 /// # Errors
-/// When the disk or the snapshot cannot be opened, or the disk is in use; the storage's. The disk is as it was then.
+/// When the disk or the snapshot cannot be opened, or the disk is in use or has a job that is not finished; the storage's. The disk is
+/// as it was then.
 pub fn run(args: &RevertArgs) -> Result<Exit> {
     refuse_served(&args.disk)?;
     let (at, base) = (file_at(&args.disk)?, file_at(&args.snapshot)?);
@@ -136,32 +137,61 @@ async fn go_back(
     keep: Option<String>,
 ) -> Result<(PathBuf, PathBuf, Option<PathBuf>)> {
     let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(write.no_lock));
-    let mut graph = disks::open(CacheMode::Page, at, write).await?;
+    let graph = disks::open(CacheMode::Page, at, write).await?;
     let disk = graph.handles()[0].path().to_owned();
-    let layers = disks::open(CacheMode::Page, base, read).await?.layers();
+    // Open until the disk is its child: nobody can delete it or write to it before.
+    let base = disks::open(CacheMode::Page, base, read).await?;
+    let layers = base.layers();
     let real = |folder: &PathBuf| folder.canonicalize().map_err(|e| Error::io("find", e)).at_path(folder);
     let allowed = write.allow_parents.iter().map(real).collect::<Result<Vec<_>>>()?;
     check_new_child(disk.parent().unwrap_or(Path::new("/")), &layers, &allowed)?;
     let (image, parent) = (&layers[0], Some(new_parent(&disk, &layers[0])?));
     let new = NewImage { size_bytes: image.virtual_bytes, subformat: None, parent, unit_bytes: None };
     let mut kept = None;
-    if let Some(name) = keep {
+    match keep {
         // First a snapshot: whatever ends this process, the disk holds what it held or what it goes back to.
-        let plan = Plan::new(&graph.layers(), write.format, &name, &allowed)?;
-        let (made, over) = prepare(&files, Arc::new(OsEnv), &graph, &plan).await?.into_parts();
-        over.seal_parents().await?;
-        kept = Some(made.plan().snapshot().to_owned());
-        graph = over;
+        Some(name) => {
+            let plan = Plan::new(&graph.layers(), write.format, &name, &allowed)?;
+            let (made, over) = prepare(&files, Arc::new(OsEnv), &graph, &plan).await?.into_parts();
+            if let Err(error) = go_back_from(&files, &over, &layers, &new, write.format).await {
+                return Err(taken_back(error, &files, &made).await);
+            }
+            kept = Some(made.plan().snapshot().to_owned());
+        }
+        None => revert(&files, Arc::new(OsEnv), &graph, &layers, &new, write.format).await?,
     }
-    revert(&files, Arc::new(OsEnv), &graph, &layers, &new, write.format).await?;
+    drop(base);
     Ok((disk, image.path.clone(), kept))
+}
+
+/// Has a disk go back whose leaf `over` is new: what the disk held is a snapshot.
+async fn go_back_from(
+    files: &HostFiles,
+    over: &Graph<HostStore>,
+    base: &[LayerInfo],
+    new: &NewImage,
+    given: Option<Format>,
+) -> Result<()> {
+    over.seal_parents().await?;
+    revert(files, Arc::new(OsEnv), over, base, new, given).await
+}
+
+/// Takes back the snapshot of what the disk held. The error says it when that fails, too.
+async fn taken_back(error: Error, files: &HostFiles, made: &Made<HostStore>) -> Error {
+    match take_back(files, made).await {
+        Ok(()) => error,
+        Err(left) => {
+            let kept = made.plan().snapshot().display();
+            error.hint(format!("what the disk held is in {kept}, which could not be taken back ({left})"))
+        }
+    }
 }
 
 /// Runs `spile delete`.
 ///
 /// # Errors
 /// `Denied`, naming the child, for an image that another one needs, or when not all images of its folder could be asked; `Busy` for one that
-/// is open; the storage's.
+/// is open, or has a job that is not finished; the storage's.
 pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     refuse_served(&args.disk)?;
     let at = file_at(&args.disk)?;
@@ -172,6 +202,7 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
         let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(options.no_lock));
         let graph = disks::open(CacheMode::Page, &at, &options).await?;
         let path = graph.handles()[0].path().to_owned();
+        refuse_job(&files, &path).await?;
         family::refuse_lost_parent(&path).await.map_err(|error| {
             error.hint(
                 "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family",
@@ -179,13 +210,10 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
         })?;
         graph.close().await?;
         files.remove(&path).await?;
-        for beside in [names::job(&path), names::changes(&path)] {
-            match files.remove(&beside).await {
-                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
+        match files.remove(&names::changes(&path)).await {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+            _ => Ok(path),
         }
-        Ok(path)
     })?;
     let deleted = Deleted { path: path.display().to_string(), freed_bytes };
     if args.json {

@@ -10,13 +10,14 @@ use spile_core::{Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::snapshot::{self, Made, Plan};
-use spile_server::serving::api::client::{CHANGE_PATIENCE, call, typed};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::discovery;
-use spile_server::serving::api::types::{DiskSnapshot, NewSnapshot, Snapshot};
+use spile_server::serving::api::types::{DiskDetail, DiskSnapshot, NewSnapshot, Snapshot};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
-use super::create::child_of;
+use super::control::path_of;
+use super::create::{Child, check_place};
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, say};
 use crate::disks;
 use crate::units::format_us;
@@ -218,13 +219,37 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         return Err(error.hint("choose another name"));
     }
     let snapshot = match find(&args.parent)? {
-        Some((server, name)) if is_written(&server, &name)? => Some(before(args)?),
+        Some((server, name)) if is_written(&server, &name)? => {
+            // Before the snapshot: what can be refused leaves nothing.
+            let disk: DiskDetail = ask(&server, "GET", &path_of(&name), LOOK_PATIENCE)?;
+            let layers: Vec<_> = disk.layers.iter().map(|layer| Path::new(&layer.path)).collect();
+            check_place(&args.child, &layers, &args.parents.allow_parents)?;
+            Some(before(args)?)
+        }
         Some(_) | None => None,
     };
     let parent =
         snapshot.as_ref().map_or_else(|| path_of_parent(&args.parent), |made| Ok((&made.snapshot_path).into()))?;
     let given = args.format.filter(|_| snapshot.is_none());
-    child_of(&args.child, format, &parent, given, &args.parents)?;
+    let child = Child {
+        path: args.child.clone(),
+        format,
+        size_bytes: None,
+        subformat: None,
+        parent: parent.clone(),
+        options: args.parents.read_only(given),
+    };
+    on_engine(move || async move { child.create().await }).map_err(|error| match &snapshot {
+        Some(made) => {
+            let (what, hint) =
+                (&made.snapshot_path, error.hint_text().map(|hint| format!("{hint}; ")).unwrap_or_default());
+            let child = args.child.display();
+            let hint =
+                format!("{hint}the snapshot {what} was made and stays: `spile clone {what} {child}` goes on with it");
+            error.hint(hint)
+        }
+        None => error,
+    })?;
     let cloned = Cloned { path: args.child.display().to_string(), parent_path: parent.display().to_string(), snapshot };
     if args.json {
         return print_json(&cloned).map(|()| Exit::Ok);
