@@ -17,8 +17,10 @@ fn three_hundred_seeds_find_nothing() {
 }
 
 /// Seeds that once found something, and what.
-const KEPT: [(u64, &str); 1] =
-    [(2895, "a disk that could not grow, for want of room for a footer, was cut short when it was closed")];
+const KEPT: [(u64, &str); 2] = [
+    (2895, "a disk that could not grow, for want of room for a footer, was cut short when it was closed"),
+    (1_040_155, "a disk without room answered at once, and the run did not end"),
+];
 
 #[test]
 fn kept_seeds_find_nothing() {

@@ -53,9 +53,10 @@ impl Host {
                 let page = Segments::zeroed(NUMBER_BYTES as usize);
                 page.copy_from_slice(0, &(self.first_number() + number).to_le_bytes());
                 if let Err(error) = node.write(Self::numbers_at(), &page, false).await {
-                    // The next disk must not have what this one may lack.
+                    // The next disk must not have what this one may lack. Nor is it tried again: a disk without room answers at
+                    // once, and the rest of the host would never get a turn.
                     self.accept("the write of a number", &error);
-                    break;
+                    return;
                 }
             }
         }
