@@ -226,7 +226,7 @@ impl Host {
                 yield_now().await;
             }
             let to = *rng.pick(&[Some(BASE), Some(MIDDLE), Some(BASE), Some(MIDDLE), None]);
-            if *self.parents.borrow() == [None] && to.is_some() {
+            if self.parents.borrow().iter().all(Option::is_none) && to.is_some() {
                 return;
             }
             self.parents.borrow_mut().push(to);

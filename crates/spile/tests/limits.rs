@@ -76,7 +76,7 @@ fn a_change_lets_waiting_requests_go() {
     assert!(said.contains("group g, shared by 1 disk(s): 1 B/s"), "{said}");
     let mut client = raw_connection_to(&dir.join("n"), "a");
     (0..8).for_each(|cookie| client.write_all(&read_request(cookie, 4096)).unwrap());
-    eventually("requests wait", || waiting(dir, "a") == 7);
+    eventually("requests wait", || waiting(dir, "a") >= 7);
     ok(dir, &["limit", "c", "--whole-group", "--off"]);
     client.read_exact(&mut vec![0; 8 * (REPLY_BYTES + 4096)]).unwrap();
     drop(client);
@@ -128,7 +128,7 @@ fn a_successor_keeps_limits_and_groups_unless_it_is_told_others() {
     assert_eq!(status, 200);
     let mut client = raw_connection_to(&dir.join("n"), "a");
     (0..3).for_each(|cookie| client.write_all(&read_request(cookie, 4096)).unwrap());
-    eventually("requests wait", || waiting(dir, "a") == 2);
+    eventually("requests wait", || waiting(dir, "a") >= 2);
     // A takeover waits for none of them.
     let served = succeed(dir, &args, served);
     assert_eq!(limits(dir, "a")["group"]["limits"]["bps"], 1);
