@@ -115,8 +115,8 @@ fn not_found(child: &Path, folder: &Path, names: &[PathBuf]) -> Error {
     tried.dedup();
     let error = Error::new(ErrorKind::NotFound, format!("the parent is not there; tried: {}", quoted(&tried)));
     error.at_path(child).hint(
-        "a parent is looked for only where its child says: put it there again, or a link to it; --allow-parents then \
-         allows the folder that the link leads to",
+        "a parent is looked for only where its child says: put it there again, or a link to it (--allow-parents then \
+         allows the folder that the link leads to); or tell the child its new place by spile rebase --trust",
     )
 }
 

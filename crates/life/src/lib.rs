@@ -12,6 +12,7 @@ pub mod flatten;
 pub mod jobs;
 pub mod merge;
 pub mod names;
+pub mod rebase;
 mod recover;
 pub mod revert;
 pub mod snapshot;

@@ -262,6 +262,16 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[JSON],
     },
     Ending {
+        command: "rebase",
+        codes: &[("1", "with --check: the disk would not read the same; else: failure")],
+        examples: &[
+            ("spile rebase vm.vhd --parent copy-of-base.vhd --check", "would it read the same?"),
+            ("spile rebase vm.vhd --parent new-base.vhd --copy", "has its own copy of what differs"),
+            ("spile rebase vm.vhd --parent moved/base.vhd --trust --allow-parents moved", "the parent has moved"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "delete",
         codes: &[],
         examples: &[("spile delete old.vhd", "an image that no other one needs")],

@@ -22,6 +22,7 @@ mod measure;
 mod new_disk;
 mod onto;
 mod pace;
+mod rebase;
 mod report;
 mod revert;
 mod schema;
@@ -98,6 +99,7 @@ enum Command {
     Snapshot(snapshot::SnapshotArgs),
     Clone(snapshot::CloneArgs),
     Revert(revert::RevertArgs),
+    Rebase(rebase::RebaseArgs),
     Delete(revert::DeleteArgs),
     Tree(tree::TreeArgs),
     OnError(trouble::OnErrorArgs),
@@ -158,6 +160,7 @@ pub fn run() -> ExitCode {
         Command::Snapshot(args) => snapshot::run(args),
         Command::Clone(args) => snapshot::clone(args),
         Command::Revert(args) => revert::run(args),
+        Command::Rebase(args) => rebase::run(args),
         Command::Delete(args) => revert::delete(args),
         Command::Tree(args) => tree::run(args),
         Command::OnError(args) => trouble::on_error(args),

@@ -88,7 +88,7 @@ pub struct Deleted {
 }
 
 /// Refuses a disk that a server has.
-fn refuse_served(disk: &Path) -> Result<()> {
+pub(super) fn refuse_served(disk: &Path) -> Result<()> {
     match find(disk)? {
         Some((server, name)) => {
             let what = format!("{} is served as {name:?} by {}", disk.display(), server.display());
@@ -99,7 +99,7 @@ fn refuse_served(disk: &Path) -> Result<()> {
 }
 
 /// The locator of a disk that must be a file.
-fn file_at(disk: &Path) -> Result<Locator> {
+pub(super) fn file_at(disk: &Path) -> Result<Locator> {
     match existing(disk)? {
         at @ Locator::Path(_) => Ok(at),
         _ => Err(Error::new(ErrorKind::Unsupported, "this is done to files only").at_path(disk)),

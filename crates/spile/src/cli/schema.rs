@@ -20,6 +20,7 @@ use super::limit::Limited;
 use super::load::ReadBack;
 use super::map::Mapped;
 use super::measure::Measured;
+use super::rebase::Rebased;
 use super::revert::{Deleted, Reverted};
 use super::snapshot::Cloned;
 use super::stat::DiskStat;
@@ -67,6 +68,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("trace", of::<Traced>),
     ("snapshot", of::<Snapshot>),
     ("clone", of::<Cloned>),
+    ("rebase", of::<Rebased>),
     ("revert", of::<Reverted>),
     ("delete", of::<Deleted>),
     ("tree", of::<Tree>),

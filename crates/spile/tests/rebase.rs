@@ -1,0 +1,120 @@
+//! `spile rebase`: another parent, and the disk reads the same.
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use common::nbd::Client;
+use common::{Served, fails, json, ok};
+
+const MIB: usize = 1 << 20;
+
+/// A VHD of 16 MiB that holds these runs: offset, byte, length.
+fn base(dir: &Path, name: &str, runs: &[(usize, u8, usize)]) {
+    ok(dir, &["create", "fill.raw", "--size", "16M"]);
+    let raw = fs::File::options().write(true).open(dir.join("fill.raw")).unwrap();
+    for (at, byte, len) in runs {
+        raw.write_all_at(&vec![*byte; *len], *at as u64).unwrap();
+    }
+    ok(dir, &["convert", "fill.raw", name]);
+    fs::remove_file(dir.join("fill.raw")).unwrap();
+}
+
+/// A child of `parent` that holds 64 KiB of `byte` at 4 MiB.
+fn child(dir: &Path, name: &str, parent: &str, byte: u8) {
+    ok(dir, &["create", name, "--parent", parent]);
+    let served = Served::try_start(dir, &[name, "--control", "none"]).unwrap();
+    Client::connect(&served.uri()).unwrap().write(4 * MIB as u64, &[byte; 64 << 10], true).unwrap();
+    assert!(served.terminate().success());
+}
+
+fn content(dir: &Path, disk: &str) -> Vec<u8> {
+    ok(dir, &["convert", disk, "out.raw"]);
+    let bytes = fs::read(dir.join("out.raw")).unwrap();
+    fs::remove_file(dir.join("out.raw")).unwrap();
+    bytes
+}
+
+fn parent_of(dir: &Path, disk: &str) -> String {
+    let info = json(dir, &["info", disk, "--chain"]);
+    Path::new(info["layers"][1]["path"].as_str().unwrap()).file_name().unwrap().to_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_parent_that_reads_the_same_is_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    base(dir, "a.vhd", &[(MIB, 7, 100_000)]);
+    // Where the child has its own data, parents may differ.
+    base(dir, "b.vhd", &[(MIB, 7, 100_000), (4 * MIB, 9, 64 << 10)]);
+    child(dir, "c.vhd", "a.vhd", 3);
+    let before = content(dir, "c.vhd");
+    let told = json(dir, &["rebase", "c.vhd", "--parent", "b.vhd", "--check"]);
+    assert_eq!((&told["same"], &told["rebased"]), (&true.into(), &false.into()));
+    assert_eq!(parent_of(dir, "c.vhd"), "a.vhd");
+    let told = json(dir, &["rebase", "c.vhd", "--parent", "b.vhd"]);
+    assert_eq!((&told["rebased"], &told["copied_bytes"]), (&true.into(), &0.into()));
+    assert_eq!((parent_of(dir, "c.vhd").as_str(), content(dir, "c.vhd") == before), ("b.vhd", true));
+    assert!(ok(dir, &["check", "c.vhd"]).contains("c.vhd"));
+}
+
+#[test]
+fn a_parent_that_differs_is_refused_or_what_differs_is_copied() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    base(dir, "a.vhd", &[(MIB, 7, 100_000), (15 * MIB + 512, 1, 512)]);
+    base(dir, "b.vhd", &[(MIB, 7, 50_000), (8 * MIB, 2, 3 * MIB)]);
+    child(dir, "c.vhd", "a.vhd", 3);
+    let before = content(dir, "c.vhd");
+    let check = ["rebase", "c.vhd", "--parent", "b.vhd", "--check"];
+    fails(dir, 1, &check);
+    let said = fails(dir, 1, &["rebase", "c.vhd", "--parent", "b.vhd"]);
+    assert!(said.contains(&format!("first at {:#x}", MIB + 50_000)) && said.contains("--copy"), "{said}");
+    assert_eq!((parent_of(dir, "c.vhd").as_str(), content(dir, "c.vhd") == before), ("a.vhd", true));
+
+    let told = json(dir, &["rebase", "c.vhd", "--parent", "b.vhd", "--copy"]);
+    // From the unit of 4 KiB in which 50,000 lies to the one in which 100,000 lies; three MiB; one unit.
+    let units = (100_000_usize.div_ceil(4096) - 50_000 / 4096) * 4096;
+    assert_eq!(told["copied_bytes"], units + 3 * MIB + 4096);
+    assert_eq!((parent_of(dir, "c.vhd").as_str(), content(dir, "c.vhd") == before), ("b.vhd", true));
+    fails(dir, 1, &["rebase", "c.vhd", "--parent", "c.vhd"]);
+}
+
+#[test]
+fn a_parent_that_has_moved_is_named_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    base(dir, "a.vhd", &[(MIB, 7, 100_000)]);
+    child(dir, "c.vhd", "a.vhd", 3);
+    let before = content(dir, "c.vhd");
+    fs::rename(dir.join("a.vhd"), dir.join("moved.vhd")).unwrap();
+    let said = fails(dir, 1, &["rebase", "c.vhd", "--parent", "moved.vhd"]);
+    assert!(said.contains("spile rebase") && said.contains("--trust"), "{said}");
+    let told = json(dir, &["rebase", "c.vhd", "--parent", "moved.vhd", "--trust"]);
+    assert!(told["same"].is_null() && told["rebased"] == true, "{told}");
+    assert_eq!((parent_of(dir, "c.vhd").as_str(), content(dir, "c.vhd") == before), ("moved.vhd", true));
+}
+
+#[test]
+fn a_disk_without_a_parent_one_in_use_and_a_loop_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    base(dir, "a.vhd", &[(MIB, 7, 100_000)]);
+    base(dir, "b.vhd", &[(MIB, 7, 100_000)]);
+    child(dir, "c.vhd", "a.vhd", 3);
+    ok(dir, &["create", "d.vhd", "--parent", "c.vhd"]);
+    // It has no parent; it is a child of the disk; it is a parent of another disk, whose content would be another one.
+    for (disk, parent) in [("b.vhd", "a.vhd"), ("c.vhd", "d.vhd"), ("c.vhd", "b.vhd")] {
+        for way in [&[][..], &["--trust"]] {
+            fails(dir, 1, &[&["rebase", disk, "--parent", parent], way].concat());
+        }
+    }
+    assert_eq!((parent_of(dir, "c.vhd").as_str(), parent_of(dir, "d.vhd").as_str()), ("a.vhd", "c.vhd"));
+    fs::remove_file(dir.join("d.vhd")).unwrap();
+    let served = Served::try_start(dir, &["c.vhd", "--control", "none"]).unwrap();
+    fails(dir, 1, &["rebase", "c.vhd", "--parent", "b.vhd"]);
+    assert!(served.terminate().success());
+    assert_eq!(parent_of(dir, "c.vhd"), "a.vhd");
+}
