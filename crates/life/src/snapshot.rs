@@ -222,6 +222,12 @@ pub async fn refuse_job<F: Files>(files: &F, disk: &Path) -> Result<()> {
     }
 }
 
+/// The name of the snapshot of a disk whose file is called `stem`, when `count` disks get one that is called `name`. Of several disks each
+/// has its own name in it, for they may lie in one folder.
+pub fn name_of_one(stem: &str, count: usize, name: &str) -> String {
+    if count == 1 { name.to_owned() } else { format!("{stem}-{name}") }
+}
+
 /// Step 1: the new leaf under its name for the time of its making, and the graph with it on top.
 async fn make_child<F: Files>(
     files: &F,

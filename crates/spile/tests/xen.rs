@@ -177,6 +177,31 @@ fn the_process_of_a_disk_says_what_it_serves_and_leaves_changes_to_the_toolstack
     request(&mut queue, Op::Write, 0, 4096);
 }
 
+/// Takes the disk from its guest, and compares what the image at `name` holds with what the guest has written. The `snapshots`, bytes of
+/// a file and its path, must not have changed.
+fn end_and_compare(
+    xen: &mut Xen,
+    vbd: &Vbd,
+    mut front: Blkfront,
+    mut load: Load,
+    name: &str,
+    snapshots: Vec<(Vec<u8>, String)>,
+) {
+    load.run(200);
+    load.drain();
+    let Load { queues, versions, .. } = load;
+    xen.set_key(vbd, "online", "0");
+    xen.set_key(vbd, "state", "5");
+    front.stop(queues).unwrap();
+    wait_until("the end of the process", || !xen.path("run/3-51712.pid").exists());
+    let bytes: Vec<u8> = (0..BLOCKS).flat_map(|block| content(block, versions[block as usize])).collect();
+    std::fs::write(xen.path("wanted.raw"), bytes).unwrap();
+    ok(xen.dir.path(), &["compare", "wanted.raw", name]);
+    for (bytes, name) in snapshots {
+        assert!(std::fs::read(&name).unwrap() == bytes, "{name} was changed after it was made");
+    }
+}
+
 /// A toolstack takes a snapshot of a disk under load, again and again: in a pause, it puts a child on top of the image,
 /// which is from then on what is served. Now and then the disk's process is killed while it is to pause.
 #[test]
@@ -210,19 +235,7 @@ fn a_toolstack_takes_snapshots_of_a_disk_in_use() {
         xen.go_on(&vbd);
         name = child;
     }
-    load.run(200);
-    load.drain();
-    let Load { queues, versions, .. } = load;
-    xen.set_key(&vbd, "online", "0");
-    xen.set_key(&vbd, "state", "5");
-    front.stop(queues).unwrap();
-    wait_until("the end of the process", || !xen.path("run/3-51712.pid").exists());
-    let bytes: Vec<u8> = (0..BLOCKS).flat_map(|block| content(block, versions[block as usize])).collect();
-    std::fs::write(xen.path("wanted.raw"), bytes).unwrap();
-    ok(xen.dir.path(), &["compare", "wanted.raw", &name]);
-    for (bytes, name) in snapshots {
-        assert!(std::fs::read(&name).unwrap() == bytes, "{name} was changed after the pause");
-    }
+    end_and_compare(&mut xen, &vbd, front, load, &name, snapshots);
 }
 
 /// The process of a disk makes snapshots itself, under load, and is killed now and then: the path in xenstore stays the disk's.
@@ -248,19 +261,7 @@ fn the_process_of_a_disk_makes_snapshots_under_load() {
             xen.process(&vbd, Some(pid));
         }
     }
-    load.run(200);
-    load.drain();
-    let Load { queues, versions, .. } = load;
-    xen.set_key(&vbd, "online", "0");
-    xen.set_key(&vbd, "state", "5");
-    front.stop(queues).unwrap();
-    wait_until("the end of the process", || !xen.path("run/3-51712.pid").exists());
-    let bytes: Vec<u8> = (0..BLOCKS).flat_map(|block| content(block, versions[block as usize])).collect();
-    std::fs::write(xen.path("wanted.raw"), bytes).unwrap();
-    ok(xen.dir.path(), &["compare", "wanted.raw", &name]);
-    for (bytes, name) in snapshots {
-        assert!(std::fs::read(&name).unwrap() == bytes, "{name} was changed after it was made");
-    }
+    end_and_compare(&mut xen, &vbd, front, load, &name, snapshots);
 }
 
 /// Whoever mends a disk that cannot be opened gets the pause that he needs for it; then it is served.

@@ -109,7 +109,8 @@ impl Server {
             if subjects.iter().any(|other| other.name == open.name) {
                 return Err(Error::new(ErrorKind::InvalidInput, format!("the disk {name:?} is named twice")));
             }
-            let plan = self.plan(open, &snapshot_name(order, open))?;
+            let stem = crate::disks::stem(&open.source);
+            let plan = self.plan(open, &snapshot::name_of_one(&stem, order.disks.len(), &order.name))?;
             let (name, disk) = (open.name.clone(), open.disk.clone());
             subjects.push(Subject { name, disk, plan });
         }
@@ -151,14 +152,6 @@ impl Taken {
         let Subject { name, plan, .. } = &self.subject;
         let text = |path: &std::path::Path| path.display().to_string();
         DiskSnapshot { disk: name.clone(), path: text(plan.disk()), snapshot_path: text(plan.snapshot()) }
-    }
-}
-
-/// The name of a disk's snapshot. Of several disks each has its own name in it, for they may lie in one folder.
-fn snapshot_name(order: &NewSnapshot, open: &Open) -> String {
-    match order.disks.len() {
-        1 => order.name.clone(),
-        _ => format!("{}-{}", crate::disks::stem(&open.source), order.name),
     }
 }
 

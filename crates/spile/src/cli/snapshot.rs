@@ -144,9 +144,13 @@ type Ready = (Made<HostStore>, Graph<HostStore>);
 
 fn offline(paths: &[PathBuf], name: &str, format: Option<Format>, parents: &ParentArgs) -> Result<Snapshot> {
     let options = OpenOptions { read_only: false, ..parents.read_only(format) };
-    let named =
-        paths.iter().map(|path| Ok((existing(path)?, name_for(path, paths.len(), name)))).collect::<Result<_>>()?;
-    let (named, names): (Vec<(Locator, String)>, _) = (named, paths.to_vec());
+    let named = |path: &PathBuf| {
+        let at = existing(path)?;
+        let name = snapshot::name_of_one(&disks::stem(&at), paths.len(), name);
+        Ok((at, name))
+    };
+    let named: Vec<(Locator, String)> = paths.iter().map(named).collect::<Result<_>>()?;
+    let names = paths.to_vec();
     on_engine(move || async move {
         let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(options.no_lock));
         let mut disks = Vec::new();
@@ -158,14 +162,6 @@ fn offline(paths: &[PathBuf], name: &str, format: Option<Format>, parents: &Pare
         let disks: Vec<_> = made.iter().zip(names).map(tell).collect();
         Ok(Snapshot { snapshot_path: disks[0].snapshot_path.clone(), longest_stall_us: 0.0, disks, trouble: None })
     })
-}
-
-/// The name of one of `count` disks' snapshots: they may lie in one folder.
-fn name_for(disk: &Path, count: usize, name: &str) -> String {
-    match count {
-        1 => name.to_owned(),
-        _ => format!("{}-{name}", disk.file_stem().unwrap_or_default().to_string_lossy()),
-    }
 }
 
 fn told(made: &Made<HostStore>, disk: &Path) -> DiskSnapshot {
