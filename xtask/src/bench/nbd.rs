@@ -1,7 +1,7 @@
 //! The lines of `cargo xtask bench`: over NBD, beside qemu-nbd and nbdkit.
 
 use super::Plan;
-use super::kinds::{Front, Kind};
+use super::kinds::{Aim, Front, Kind, Role};
 use super::lines::{Cache, Format, Group, Line, Side, State};
 
 const SPILE: Kind = Kind::Spile(Front::Nbd);
@@ -72,13 +72,14 @@ fn vhd() -> Group {
 }
 
 fn chains() -> Group {
+    let aim = Aim::RateOf(Role::Peer, 0.95);
     let lines = vec![
-        Line::new("randread", "4k", 32, 1),
-        Line::new("randread", "4k", 1, 1),
-        Line::new("randread", "4k", 128, 4),
+        Line::new("randread", "4k", 32, 1).aim(aim),
+        Line::new("randread", "4k", 1, 1).aim(aim),
+        Line::new("randread", "4k", 128, 4).aim(aim),
     ];
     let chain = |name, depth| Side::new(name, SPILE, Format::Vhd, Cache::Page).state(State::Chain(depth));
-    let sides = vec![chain("depth 30", 30), chain("depth 10", 10), chain("depth 1", 1)];
+    let sides = vec![chain("depth 30", 30), chain("depth 1", 1), chain("depth 10", 10).role(Role::Shown)];
     Group { name: "chain", about: "VHD chain, every block partly written in every child", sides, lines }
 }
 

@@ -7,6 +7,10 @@ use super::lines::{Group, Line, Side};
 use crate::{Result, shell};
 use serde_json::{Value, json};
 use std::process::Command;
+
+/// A chain of thirty is to be open within this time, and to take no more memory.
+const OPENING_MS: f64 = 50.0;
+const OPENING_MIB: f64 = 32.0;
 use std::time::Duration;
 
 /// Collects lines; prints each as it comes.
@@ -107,6 +111,11 @@ impl Report {
         let peak_mib = peak_kib / 1024.0;
         println!("\nopen: a VHD of {size} with a chain of {depth} ({what}), from exec to the first connection");
         println!("{time_ms:.1} ms, {peak_mib:.1} MiB peak memory");
+        for (what, figure, most) in [("ms", time_ms, OPENING_MS), ("MiB", peak_mib, OPENING_MIB)] {
+            let (is_hit, word) = if figure <= most { (true, "hit") } else { (false, "missed") };
+            let text = format!("{what} ≤ {most:.0}: {figure:.1}, {word}");
+            self.add_verdict(&format!("open/chain {depth}"), &Verdict { text, is_hit: Some(is_hit) });
+        }
         self.results.push(json!({
             "line": format!("open/{size} chain {depth}, {what}"), "side": "spile",
             "median_ms": time_ms, "median_peak_kib": peak_kib, "rounds_ms": times_ms,

@@ -81,6 +81,20 @@ pub const EXPERIMENTS: &[About] = &[
         found: "",
     },
     About {
+        name: "snapshot",
+        sentence: "How much longer a guest's longest request is when snapshots of its disks are taken, whatever the number of disks, the \
+                   length of the chain and the slowest request in flight.",
+        article: "",
+        found: "",
+    },
+    About {
+        name: "merge",
+        sentence: "What a guest feels while images of its disk's chain are merged or its disk is flattened, how fast that is, how much \
+                   space it takes, and whether it ends while the guest writes nearly as fast as the disk can.",
+        article: "",
+        found: "",
+    },
+    About {
         name: "crowd",
         sentence: "What hundreds of idle disks cost a busy one in the same server.",
         article: "",

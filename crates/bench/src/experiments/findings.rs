@@ -5,7 +5,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Error, Value};
 
 use super::{
-    Figures, Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, paths, shape, tune, warmup,
+    Figures, Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, merge, paths, shape,
+    snapshot, tune, warmup,
 };
 
 /// What a result file shows.
@@ -29,6 +30,8 @@ const EXPERIMENTS: &[(&str, Show)] = &[
     ("aggregate", |json| show_as(json, aggregate::figures, aggregate::found)),
     ("tune", |json| show_as(json, tune::figures, tune::found)),
     ("exchange", |json| show_as(json, exchange::figures, exchange::found)),
+    ("snapshot", |json| show_as(json, snapshot::figures, snapshot::found)),
+    ("merge", |json| show_as(json, merge::figures, merge::found)),
     ("crowd", |json| show_as(json, crowd::figures, crowd::found)),
     ("hung", |json| show_as(json, hung::figures, hung::found)),
 ];

@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Signal, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
 use super::folder::memory_path;
@@ -47,7 +47,21 @@ impl Tied {
     /// # Errors
     /// When it cannot be started.
     pub fn start(name: impl Into<String>, args: impl IntoIterator<Item = OsString>) -> Result<Self> {
-        Self::spawn(name, command(None, args)?)
+        Self::start_with(name, args, None)
+    }
+
+    /// Starts it with a variable in its environment.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_with(
+        name: impl Into<String>,
+        args: impl IntoIterator<Item = OsString>,
+        variable: Option<(&str, String)>,
+    ) -> Result<Self> {
+        let mut command = command(None, args)?;
+        command.envs(variable);
+        Self::spawn(name, command)
     }
 
     /// Starts another program in the same way.
@@ -87,6 +101,28 @@ impl Tied {
             }
         }
         Ok(())
+    }
+
+    /// Waits until it has done its work.
+    ///
+    /// # Errors
+    /// `Io` when it fails; it has said why on stderr.
+    pub fn wait_for_success(mut self) -> Result<()> {
+        let ended = self.child.wait().map_err(|e| Error::io(format!("wait for {}", self.name), e))?;
+        match ended.success() {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Io, format!("{} has failed: {ended}", self.name))),
+        }
+    }
+
+    /// Asks it to end, and waits until it has. What it has open is closed then, and unlocked.
+    ///
+    /// # Errors
+    /// `Io` when it fails.
+    pub fn stop(self) -> Result<()> {
+        let pid = Pid::from_raw(self.id().cast_signed()).expect("a child has a number");
+        kill_process(pid, Signal::TERM).map_err(|e| Error::io(format!("end {}", self.name), e.into()))?;
+        self.wait_for_success()
     }
 
     /// Ends it now.

@@ -14,7 +14,7 @@ mod claims;
 pub mod control;
 pub mod disks;
 pub mod failed_syncs;
-mod faults;
+pub mod faults;
 pub mod fronts;
 mod handover;
 pub mod identity;

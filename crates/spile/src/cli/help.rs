@@ -367,7 +367,7 @@ pub const ENDINGS: &[Ending] = &[
         command: "bench all",
         codes: &[("1", "failure; or an experiment failed, and the others ran")],
         examples: &[
-            ("spile bench all --quick", "all of it in three minutes"),
+            ("spile bench all --quick", "all of it in four minutes"),
             ("spile bench all --out results --folder /srv", "goes on where it was interrupted"),
         ],
         notes: &[],

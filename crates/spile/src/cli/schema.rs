@@ -29,7 +29,8 @@ use super::trace::Traced;
 use super::tree::Tree;
 use super::{Exit, print_text};
 use crate::bench::{
-    Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, paths, shape, tune, warmup,
+    Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, merge, paths, shape, snapshot, tune,
+    warmup,
 };
 use crate::load::Report;
 
@@ -83,6 +84,8 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("bench paths", of_experiment::<paths::Asked, paths::Row>),
     ("bench aggregate", of_experiment::<aggregate::Asked, aggregate::Row>),
     ("bench exchange", of_experiment::<exchange::Asked, exchange::Row>),
+    ("bench snapshot", of_experiment::<snapshot::Parameters, snapshot::Row>),
+    ("bench merge", of_experiment::<merge::Parameters, merge::Row>),
     ("bench crowd", of_experiment::<crowd::Parameters, crowd::Row>),
     ("bench hung", of_experiment::<hung::Parameters, hung::Row>),
     ("tune", of_experiment::<tune::Asked, tune::Row>),

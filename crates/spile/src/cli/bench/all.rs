@@ -28,7 +28,7 @@ const STATE: &str = "all.state";
 /// fails does not keep the others from running.
 #[derive(Debug, Args)]
 pub struct AllArgs {
-    /// Few points, short: three minutes instead of an hour
+    /// Few points, short: four minutes instead of an hour
     #[arg(long)]
     quick: bool,
     /// Print the summary as one JSON object
@@ -46,7 +46,7 @@ pub struct AllArgs {
     /// Where experiments on the host's device put their files [default: the folder for temporary files]
     #[arg(long, value_name = "DIR")]
     folder: Option<PathBuf>,
-    /// The time within which all of it ends (1h, quick: 3m)
+    /// The time within which all of it ends (1h, quick: 4m)
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     within: Option<Duration>,
 }
@@ -80,7 +80,7 @@ const USUAL: [&[&str]; 2] = [&[], &[]];
 const SET: &[Member] = &[
     Member { name: "depth", options: USUAL, seconds: [220, 12], on: On::Folder },
     Member { name: "shape", options: USUAL, seconds: [150, 12], on: On::Memory },
-    Member { name: "layers", options: USUAL, seconds: [1260, 40], on: On::Device },
+    Member { name: "layers", options: USUAL, seconds: [980, 40], on: On::Device },
     Member { name: "geometry", options: USUAL, seconds: [180, 10], on: On::Device },
     Member { name: "warmup", options: USUAL, seconds: [330, 12], on: On::Device },
     Member { name: "density", options: [&["--guests"], &["--guests"]], seconds: [420, 16], on: On::Memory },
@@ -92,12 +92,14 @@ const SET: &[Member] = &[
         on: On::Memory,
     },
     Member { name: "exchange", options: USUAL, seconds: [240, 16], on: On::Memory },
+    Member { name: "snapshot", options: [&["--rounds", "4"], &[]], seconds: [180, 24], on: On::Memory },
+    Member { name: "merge", options: [&["--rounds", "2"], &[]], seconds: [150, 24], on: On::Folder },
     Member { name: "crowd", options: USUAL, seconds: [120, 12], on: On::Memory },
     Member { name: "hung", options: USUAL, seconds: [150, 14], on: On::Memory },
 ];
 
 /// The time within which the set ends, in seconds: a long run, and a quick one.
-const WITHIN_SECONDS: [u64; 2] = [3600, 180];
+const WITHIN_SECONDS: [u64; 2] = [3600, 240];
 
 /// The experiment's command line, as clap parses it.
 #[derive(Debug, Parser)]

@@ -11,8 +11,10 @@ mod geometry;
 mod hidden;
 mod hung;
 mod layers;
+mod merge;
 mod paths;
 mod shape;
+mod snapshot;
 mod warmup;
 
 use clap::{Args, Subcommand};
@@ -59,6 +61,8 @@ enum Experiment {
     Paths(paths::PathsArgs),
     Aggregate(aggregate::AggregateArgs),
     Exchange(exchange::ExchangeArgs),
+    Snapshot(snapshot::SnapshotArgs),
+    Merge(merge::MergeArgs),
     Crowd(crowd::CrowdArgs),
     Hung(hung::HungArgs),
 }
@@ -83,6 +87,8 @@ fn run_experiment(experiment: &Experiment) -> Result<Exit> {
         Experiment::Paths(args) => paths::run(args),
         Experiment::Aggregate(args) => aggregate::run(args),
         Experiment::Exchange(args) => exchange::run(args),
+        Experiment::Snapshot(args) => snapshot::run(args),
+        Experiment::Merge(args) => merge::run(args),
         Experiment::Crowd(args) => crowd::run(args),
         Experiment::Hung(args) => hung::run(args),
     }
