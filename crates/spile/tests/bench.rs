@@ -424,6 +424,43 @@ fn an_exchange_of_graphs_makes_nobody_wait_for_slow_writes() {
 }
 
 #[test]
+fn snapshots_are_measured_for_each_kind_of_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let few = ["--disks", "1", "--disks", "2", "--chain", "1", "--chain", "3"];
+    let args = [&["bench", "snapshot", "--quick", "--folder", ".", "--out", "o"], &few[..]].concat();
+    let outcome = json(dir.path(), &args);
+    assert_host(&outcome);
+    let case = |row| ["disks", "chain", "slow_ms"].map(|key| number(row, key));
+    let cases: Vec<_> = rows(&outcome).iter().map(case).collect();
+    let wanted = [[1., 1., 0.], [1., 3., 0.], [1., 1., 100.], [2., 1., 0.], [2., 3., 0.], [2., 1., 100.]];
+    assert_eq!(cases, wanted);
+    for row in rows(&outcome) {
+        let positive = ["snapshots", "longest_without_us", "longest_with_us", "p99_without_us", "longest_stall_us"];
+        assert_plain(row, &positive);
+        let stall_us = number(row, "longest_stall_us");
+        assert!(stall_us < number(row, "snapshot_us"), "gates are closed for a part of the time: {row}");
+    }
+    let kept: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(kept, ["o"], "the disks are removed");
+}
+
+#[test]
+fn merges_are_measured_until_they_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let outcome = json(dir.path(), &["bench", "merge", "--quick", "--size", "16M", "--folder", "."]);
+    assert_host(&outcome);
+    let works: Vec<_> = rows(&outcome).iter().map(|row| row["work"].as_str().unwrap()).collect();
+    assert_eq!(works, ["middle", "leaf", "flatten", "leaf-under-writes"]);
+    for row in rows(&outcome) {
+        let positive = ["quiet_p50_us", "quiet_p99_us", "beside_p99_us", "beside_s", "alone_s", "moved_bytes"];
+        assert!(positive.iter().all(|field| number(row, field) > 0.0), "{row}");
+        assert_eq!(row["converged"], true, "{row}");
+        assert!(number(row, "extra_bytes") <= f64::from(16 << 20), "no more than the whole disk: {row}");
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the images are removed");
+}
+
+#[test]
 fn idle_disks_wake_no_thread_of_a_busy_server() {
     let dir = tempfile::tempdir().unwrap();
     let outcome = json(dir.path(), &["bench", "crowd", "--quick", "--disks", "8"]);

@@ -35,6 +35,7 @@ const PROMISES_US: [f64; 2] = [1000.0, 3000.0];
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Parameters {
     /// Disks that get a snapshot at one point in time; a case for each number.
+    #[serde(rename = "disk_counts")]
     pub disks: Vec<u32>,
     /// Images of a disk's chain when a run begins; a case for each number.
     pub chains: Vec<u32>,
