@@ -38,27 +38,29 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
 }
 
 /// Says in the job how it ended. The note of `disk` stays only when something is left that the next process, or the next job, is to do: a
-/// job that was stopped, or a layer that the disk has no more and whose file is still there.
+/// job that was stopped, or a layer that the disk has no more, or may have no more, and whose file is still there. The note of another
+/// job stays in any case.
 async fn finish<F: Files>(work: &Work<'_, F>, disk: &Path, plan: &Plan, result: Result<()>) -> Result<()> {
     let stays = match work.job.outcome(&result) {
         State::Stopped => {
             let note = Note { plan: plan.clone(), wishes: work.job.wishes() };
             // When that fails, the note that is there has what was wanted when the job began.
             let _ = note.replace(work.files, disk).await;
-            true
+            // It may have been cancelled meanwhile.
+            work.job.outcome(&result) == State::Stopped
         }
-        State::Failed => merge::has_taken_out(work, plan).await,
+        State::Failed => merge::may_have_taken_out(work, plan).await,
         _ => false,
     };
     let result = match (stays, result) {
         (true, result) => result,
-        (false, Ok(())) => Plan::remove(work.files, disk).await,
+        (false, Ok(())) => plan.remove_own(work.files, disk).await,
         // A job that was cancelled has failed when its note stays: the next server would go on with it.
         (false, Err(ended)) if ended.kind() == ErrorKind::Shutdown => {
-            Plan::remove(work.files, disk).await.and(Err(ended))
+            plan.remove_own(work.files, disk).await.and(Err(ended))
         }
         (false, failed) => {
-            let _ = Plan::remove(work.files, disk).await;
+            let _ = plan.remove_own(work.files, disk).await;
             failed
         }
     };

@@ -105,14 +105,17 @@ impl<F: Files> Work<'_, F> {
     }
 
     /// The neighbours that name the image at `parent` as their parent, but for `known`.
-    pub(crate) async fn other_children(&self, parent: &GraphLayer<F::Store>, known: &Path) -> Result<Vec<PathBuf>> {
+    pub(crate) async fn other_children(&self, parent: &GraphLayer<F::Store>, known: &[&Path]) -> Result<Vec<PathBuf>> {
         use spile_image::layer::Layer as _;
         let (path, identity) = (self.files.canonical(parent.path()).await?, parent.image().identity());
-        let known = self.files.canonical(known).await?;
+        let mut all_known = Vec::new();
+        for known in known {
+            all_known.push(self.files.canonical(known).await?);
+        }
         let mut found = Vec::new();
         for neighbour in self.neighbours {
             let Ok(neighbour) = self.files.canonical(neighbour).await else { continue };
-            let is_known = neighbour == known || neighbour == path || found.contains(&neighbour);
+            let is_known = all_known.contains(&neighbour) || neighbour == path || found.contains(&neighbour);
             if is_known {
                 continue;
             }

@@ -110,6 +110,17 @@ impl Plan {
         }
     }
 
+    /// Removes the note of `disk`, if it is that of this job.
+    ///
+    /// # Errors
+    /// As [`Note::read`]; the system's.
+    pub(crate) async fn remove_own<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
+        match Self::read(files, disk).await? {
+            Some(there) if there != *self => Ok(()),
+            _ => Self::remove(files, disk).await,
+        }
+    }
+
     fn is_unfinished(&self, disk: &Path) -> Error {
         let what = match self {
             Self::Coalesce(merged) => format!("a merge of {} was begun and is not finished", merged.path.display()),

@@ -97,13 +97,14 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
     if number == 0 {
         check_takes_place(graph)?;
     }
-    if let Some(other) = work.other_children(parent, layer.path()).await?.first() {
+    // The layer's child may name the parent already: by a merge that has failed at that step.
+    let child = graph.handles()[number.saturating_sub(1)].path();
+    if let Some(other) = work.other_children(parent, &[layer.path(), child]).await?.first() {
         let what = format!("{} is a child of this image, too: a merge would change it", other.display());
         let hint = "flatten the disk instead: then it needs no parent";
         return Err(refuse(ErrorKind::Busy, what, parent.path(), hint));
     }
-    let child = graph.handles()[number.saturating_sub(1)].path();
-    let others = work.other_children(layer, child).await?;
+    let others = work.other_children(layer, &[child]).await?;
     for other in &others {
         if !Format::from_extension(other).is_some_and(|format| format.about().has_parents) {
             let what =

@@ -24,10 +24,11 @@ mod left;
 mod middle;
 mod mover;
 
-use spile_core::{Error, ErrorKind, Files, Result};
+use spile_core::{Error, ErrorKind, Extent, Files, Result};
+use spile_image::layer::Layer as _;
 
 use crate::jobs::{Merged, Note, Plan};
-use crate::work::{GraphOf, Work};
+use crate::work::{GraphOf, Work, size_of};
 
 pub use self::check::{find_layer, is_called, plan};
 
@@ -47,6 +48,22 @@ pub(crate) async fn has_taken_out<F: Files>(work: &Work<'_, F>, plan: &Plan) -> 
     match plan {
         Plan::Coalesce(merged) => number_of(&*work.node.graph().await, merged).is_none(),
         Plan::Flatten => false,
+    }
+}
+
+/// True when the disk may have no more the layer that `plan` merges. When the layer has nothing left, its child was about to name another
+/// parent: where that has failed, the file may say the new name or the old one, and only the next open shows which.
+pub(crate) async fn may_have_taken_out<F: Files>(work: &Work<'_, F>, plan: &Plan) -> bool {
+    let Plan::Coalesce(merged) = plan else { return false };
+    let graph = work.node.graph().await;
+    match number_of(&graph, merged) {
+        None => true,
+        // The leaf has no child, and its parent takes its name in one step.
+        Some(0) => false,
+        Some(number) => {
+            let layer = &graph.handles()[number];
+            layer.image().next_held(Extent::from_range(0..size_of(layer))).is_none()
+        }
     }
 }
 
@@ -75,7 +92,6 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
 /// The number of the layer that `plan` merges; `None` when the disk has it no more. Its folder may have moved; a copy under another name
 /// has the same identity, and is not meant.
 fn number_of<S: spile_core::Store>(graph: &spile_image::Graph<S>, plan: &Merged) -> Option<usize> {
-    use spile_image::layer::Layer as _;
     graph.handles().iter().position(|layer| {
         layer.image().identity() == Some(plan.identity) && layer.path().file_name() == plan.path.file_name()
     })

@@ -71,6 +71,11 @@ impl Host {
     async fn job(self: &Rc<Self>, node: &MergeNode, plan: Plan, rng: &mut Rng) -> State {
         let before = self.paths_of(node).await;
         let must_be_refused = self.must_be_refused(&before, &plan);
+        if let Plan::Coalesce(Merged { path, parent, .. }) = &plan
+            && path != Path::new(DISK)
+        {
+            self.moved.borrow_mut().insert(path.clone(), parent.clone());
+        }
         let job =
             Arc::new(Job::new(Wishes { limit_bytes_per_s: rng.chance(1, 4).then_some(1 << 20), ..Wishes::default() }));
         if rng.chance(1, 2) {
@@ -129,10 +134,17 @@ impl Host {
         is_foreign || self.second_parent().as_ref().is_some_and(|second| second == parent)
     }
 
-    /// Where the second child's parent is now: layers that were merged have passed the child on.
+    /// Where the second child's parent is now: layers that were merged, and whose files are gone, have passed the child on. How the job
+    /// ended does not tell that: it may have failed behind that step.
     fn second_parent(&self) -> Option<PathBuf> {
-        let first = self.chain.second_parent()?;
-        Some(self.moved.borrow().get(&first).cloned().unwrap_or(first))
+        let mut parent = self.chain.second_parent()?;
+        let names = self.world.names();
+        while !names.contains(&parent)
+            && let Some(next) = self.moved.borrow().get(&parent)
+        {
+            parent.clone_from(next);
+        }
+        Some(parent)
     }
 
     async fn check_refused(&self, node: &MergeNode, error: &Error, before: &[PathBuf]) {
@@ -169,9 +181,7 @@ impl Host {
                     true => summary.leaves += 1,
                     false => summary.merged += u64::from(was_layer),
                 });
-                if self.second_parent().as_ref() == Some(path) {
-                    let first = self.chain.second_parent().expect("there is a second child");
-                    self.moved.borrow_mut().insert(first, parent.clone());
+                if self.second_parent().as_ref() == Some(parent) {
                     self.verify_second().await;
                 }
             }
