@@ -12,7 +12,8 @@
 //! it is certain from then on.
 //!
 //! A discard may leave old bytes ("what was freed reads as zeroes, the rest is unchanged"): it is never
-//! certain until it is seen. A request that was answered with an error leaves its sectors open until they are written again.
+//! certain until it is seen. One that overlapped a change in flight may have been seen only because of that change: it is as durable as
+//! that one. A request that was answered with an error leaves its sectors open until they are written again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -56,12 +57,14 @@ struct Version {
     discard: bool,
     /// It was answered with an error: nobody may rely on either content until the sector is written again.
     failed: bool,
+    /// It may be done again until it is answered, also when a read has returned it by then.
+    again: bool,
 }
 
 impl Version {
     /// It has taken effect before this time, if it has at all.
     fn over(&self) -> u64 {
-        self.ended.min(self.seen)
+        if self.again { self.ended } else { self.ended.min(self.seen) }
     }
 
     /// It certainly had taken effect at this time.
@@ -73,6 +76,17 @@ impl Version {
         let answered = if self.discard && self.seen == NEVER { NEVER } else { self.acked };
         answered < flushed || (self.fua && answered != NEVER)
     }
+
+    /// It was in flight at the same time as `other`.
+    fn overlaps(&self, other: &Self) -> bool {
+        self.issued != other.issued && self.issued < other.over() && self.over() > other.issued
+    }
+}
+
+/// The version is durable, by itself and by what it leans on: a discard frees what was there, and what was in flight may have been there.
+fn is_durable(version: &Version, versions: &[Version], flushed: u64) -> bool {
+    let leans = |other: &Version| version.overlaps(other) && !other.durable(flushed);
+    version.durable(flushed) && (!version.discard || version.fua || !versions.iter().any(leans))
 }
 
 /// A change under way.
@@ -98,6 +112,8 @@ pub struct Oracle {
     in_flight: BTreeMap<u64, Pending>,
     /// The times at which reads under way began, with how many.
     reads: BTreeMap<u64, u64>,
+    /// Requests that begin now may be done again until they are answered.
+    again: bool,
 }
 
 impl Oracle {
@@ -106,13 +122,18 @@ impl Oracle {
         self.now
     }
 
+    /// From now on requests that meet trouble are tried again, or are not: each may take effect several times until it is answered.
+    pub fn tries_again(&mut self, again: bool) {
+        self.again = again;
+    }
+
     /// A change of `sectors` is issued.
     pub fn begin(&mut self, sectors: Range<u64>, change: Change, fua: bool) -> Pending {
         let issued = self.tick();
         self.writes += 1;
         let value = if change == Change::Data { Value::Stamp(self.writes) } else { Value::Zero };
         let (ended, acked, seen, discard) = (NEVER, NEVER, NEVER, change == Change::Discard);
-        let version = Version { value, issued, ended, acked, seen, fua, discard, failed: false };
+        let version = Version { value, issued, ended, acked, seen, fua, discard, failed: false, again: self.again };
         for sector in sectors.clone() {
             self.prune(sector);
             self.history(sector).push(version.clone());
@@ -125,7 +146,8 @@ impl Oracle {
     fn history(&mut self, sector: u64) -> &mut Vec<Version> {
         self.sectors.entry(sector).or_insert_with(|| {
             let (value, fua, discard) = (Value::Zero, true, false);
-            vec![Version { value, issued: 0, ended: 0, acked: 0, seen: 0, fua, discard, failed: false }]
+            let (issued, ended, acked, seen) = (0, 0, 0, 0);
+            vec![Version { value, issued, ended, acked, seen, fua, discard, failed: false, again: false }]
         })
     }
 
@@ -142,7 +164,7 @@ impl Oracle {
             .map(|v| {
                 let after = |w: &&Version| v.over() < w.issued;
                 let gone = versions.iter().filter(after).any(|w| w.certain() < since);
-                !gone || !versions.iter().filter(after).any(|w| w.durable(flushed))
+                !gone || !versions.iter().filter(after).any(|w| is_durable(w, versions, flushed))
             })
             .collect();
         let mut keep = keep.into_iter();
@@ -247,7 +269,8 @@ impl Oracle {
         if quiet && allowed.len() > 1 {
             let fua = versions.iter().all(|version| version.issued < self.cut);
             let (issued, ended, acked, seen) = (now, now, now, now);
-            versions.push(Version { value, issued, ended, acked, seen, fua, discard: false, failed: false });
+            let (discard, failed, again) = (false, false, false);
+            versions.push(Version { value, issued, ended, acked, seen, fua, discard, failed, again });
         }
         Ok(())
     }
@@ -300,11 +323,11 @@ fn allowed(versions: &[Version], start: u64) -> Vec<usize> {
 
 /// A power cut: what is not durable becomes uncertain, what a durable version replaced is gone.
 fn cut(versions: &mut Vec<Version>, flushed: u64) {
-    let durable: Vec<u64> = versions.iter().filter(|v| v.durable(flushed)).map(|v| v.issued).collect();
+    let durable: Vec<u64> = versions.iter().filter(|v| is_durable(v, versions, flushed)).map(|v| v.issued).collect();
     versions.retain(|v| !durable.iter().any(|issued| v.over() < *issued));
     for version in versions {
         version.ended = version.over();
-        if version.durable(flushed) {
+        if durable.contains(&version.issued) {
             version.fua = true;
         } else {
             (version.acked, version.seen, version.fua) = (NEVER, NEVER, false);
@@ -384,6 +407,39 @@ mod tests {
         assert!(!read(&mut oracle, Value::Stamp(pending.write)));
         oracle.crash(Crash::Death);
         assert!(!read(&mut oracle, Value::Stamp(pending.write)) && read(&mut oracle, old));
+    }
+
+    #[test]
+    fn a_discard_is_as_durable_as_the_write_that_it_met() {
+        for is_answered in [false, true] {
+            let mut oracle = Oracle::default();
+            let old = write(&mut oracle);
+            flush(&mut oracle);
+            let pending = oracle.begin(0..1, Change::Data, false);
+            let discard = oracle.begin(0..1, Change::Discard, false);
+            oracle.end(&discard, true);
+            if is_answered {
+                oracle.end(&pending, true);
+            }
+            flush(&mut oracle);
+            assert!(read(&mut oracle, Value::Zero));
+            oracle.crash(Crash::PowerCut);
+            assert_eq!(read(&mut oracle, old), !is_answered);
+        }
+    }
+
+    #[test]
+    fn what_is_tried_again_may_come_after_what_was_written_meanwhile() {
+        for again in [false, true] {
+            let mut oracle = Oracle::default();
+            write(&mut oracle);
+            oracle.tries_again(again);
+            let zeroes = oracle.begin(0..1, Change::Zeroes, false);
+            assert!(read(&mut oracle, Value::Zero));
+            write(&mut oracle);
+            oracle.end(&zeroes, true);
+            assert_eq!(read(&mut oracle, Value::Zero), again);
+        }
     }
 
     #[test]

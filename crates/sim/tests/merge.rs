@@ -16,6 +16,24 @@ fn two_hundred_seeds_find_nothing() {
     assert!(all.resumed > 60 && all.ended_early > 30 && all.refused > 30, "too little happened: {all:?}");
 }
 
+/// Seeds that once found something, and what.
+const KEPT: [(u64, &str); 3] = [
+    (
+        2_010_528,
+        "a child named its new parent although that had failed, and the layer that was left kept the next merge away",
+    ),
+    (5_000_117, "a job that was cancelled while it stopped left its note"),
+    (5_000_759, "a merge failed behind its last step, and the second child's parent was not told"),
+];
+
+#[test]
+fn kept_seeds_find_nothing() {
+    for (seed, what) in KEPT {
+        let done = run_merge(seed, Broken::Nothing, false);
+        done.unwrap_or_else(|finding| panic!("seed {seed}, {what}: {}", finding.message));
+    }
+}
+
 #[test]
 fn a_seed_repeats() {
     let run = |seed| run_merge(seed, Broken::Nothing, false).map(|summary| summary.steps).ok();

@@ -251,6 +251,7 @@ impl Host {
         self.faults_before.set(self.world.faults_fired());
         self.only_syncs_fail.set(life.faults.only_syncs_fail());
         self.waits.set(trouble::passes(life) && self.later_rng.borrow_mut().chance(1, 2));
+        self.disks.iter().for_each(|disk| disk.oracle.borrow_mut().tries_again(self.waits.get()));
         let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
         let ended = self.phases(&mut executor, life, rng);
         let steps = executor.steps();

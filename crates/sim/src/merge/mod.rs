@@ -49,7 +49,7 @@ struct Host {
     /// What the guest may read.
     oracle: Rc<RefCell<Oracle>>,
     sizes: Sizes,
-    /// Where images lie whose parents were merged away, by the parent that they had at first.
+    /// Into which parent each layer was last to be merged.
     moved: RefCell<BTreeMap<PathBuf, PathBuf>>,
     faults_before: Cell<u64>,
     only_syncs_fail: Cell<bool>,
