@@ -436,6 +436,27 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
+        command: "bench snapshot",
+        codes: &[],
+        examples: &[
+            ("spile bench snapshot --quick", "a short run"),
+            (
+                "spile bench snapshot --disks 16 --chain 30 --folder /srv --out o",
+                "one case, drawn, with images in /srv",
+            ),
+        ],
+        notes: &[],
+    },
+    Ending {
+        command: "bench merge",
+        codes: &[],
+        examples: &[
+            ("spile bench merge --quick", "a short run"),
+            ("spile bench merge --size 4G --folder /srv --out o", "drawn, with a larger disk in /srv"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "bench crowd",
         codes: &[],
         examples: &[("spile bench crowd --quick", "a short run")],
