@@ -11,6 +11,7 @@ pub mod changes;
 pub mod flatten;
 pub mod jobs;
 pub mod merge;
+pub mod motion;
 pub mod names;
 pub mod rebase;
 mod recover;
@@ -29,11 +30,12 @@ pub use work::{Sizes, Work};
 /// Goes on with what `plan` says.
 ///
 /// # Errors
-/// As [`merge::coalesce`] and [`flatten::flatten`].
+/// As [`merge::coalesce`], [`flatten::flatten`] and [`motion::run`].
 pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
     match plan {
         Plan::Coalesce(merged) => merge::coalesce(work, merged).await,
         Plan::Flatten => flatten::flatten(work).await,
+        Plan::Move(to) => motion::run(work, to).await,
     }
 }
 
@@ -54,6 +56,8 @@ async fn finish<F: Files>(work: &Work<'_, F>, disk: &Path, plan: &Plan, result: 
     };
     let result = match (stays, result) {
         (true, result) => result,
+        // The disk is not there any more, and a note of it concerns nobody.
+        (false, Ok(())) if matches!(plan, Plan::Move(_)) => plan.remove_own(work.files, disk).await.or(Ok(())),
         (false, Ok(())) => plan.remove_own(work.files, disk).await,
         // A job that was cancelled has failed when its note stays: the next server would go on with it.
         (false, Err(ended)) if ended.kind() == ErrorKind::Shutdown => {

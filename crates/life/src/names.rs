@@ -24,6 +24,16 @@ pub fn changes(disk: &Path) -> PathBuf {
     beside(disk, "changes")
 }
 
+/// The copy of another disk that is to be the disk at this path, while it is made.
+pub fn moving(disk: &Path) -> PathBuf {
+    beside(disk, "moving")
+}
+
+/// Where the disk was moved to.
+pub fn moved(disk: &Path) -> PathBuf {
+    beside(disk, "moved")
+}
+
 /// The disk that the file `path` belongs to, if it has one of these names.
 pub fn disk_of(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_str()?;
@@ -49,7 +59,7 @@ mod tests {
     #[test]
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
-        for beside in [new_leaf(disk), job(disk), new_job(disk), changes(disk)] {
+        for beside in [new_leaf(disk), job(disk), new_job(disk), changes(disk), moving(disk), moved(disk)] {
             assert_eq!(beside.parent(), disk.parent());
             assert_eq!(disk_of(&beside).as_deref(), Some(disk));
         }

@@ -18,6 +18,7 @@ use crate::snapshot::{child_format, remove_if_there};
 /// # Errors
 /// The system's; `Busy` while a process that was killed has the new leaf open still.
 pub async fn recover<F: Files>(files: &F, graph: &Graph<F::Store>) -> Result<Vec<PathBuf>> {
+    crate::motion::remove_second_name(files, graph).await?;
     let leaf = &graph.handles()[0];
     let disk = leaf.path().to_owned();
     let new_leaf = names::new_leaf(&disk);

@@ -72,6 +72,15 @@ impl<G: Disk> ClosedGates<'_, G> {
         self.closed_at
     }
 
+    /// Waits until every request has ended that began before the gates closed. From then on nothing uses the old graphs but whoever calls.
+    pub async fn quiet(&self) {
+        for gate in &self.gates {
+            for end in &gate.control.epochs {
+                end.wait().await;
+            }
+        }
+    }
+
     /// Opens each gate to its new graph. The old epochs are in the order of the changes.
     pub fn open(self) -> Vec<OldEpoch<G>> {
         let mut old: Vec<_> = self.gates.into_iter().map(|gate| (gate.number, gate.open())).collect();

@@ -1,6 +1,6 @@
 //! What the command line calls a DISK, and how it is opened.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -172,6 +172,7 @@ pub fn split_commas(text: &str) -> Vec<String> {
 /// As [`Graph::open`]; `Denied` for a parent.
 pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
     let files = HostFiles::new(OsFiles::new(cache).without_locks(options.no_lock));
+    look_for_moved(&files, source, !options.read_only).await?;
     let disk = open_with(&files, source, options).await?;
     let layers = disk.layers();
     if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {
@@ -186,6 +187,29 @@ pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> 
         tracing::warn!("{}: what the child shows may be wrong", doubt.message);
     }
     Ok(disk)
+}
+
+/// Looks for a disk that is not at its path: it may have been moved, and a hand-over that was broken off is taken back.
+///
+/// # Errors
+/// `NotFound` with the place that the disk was moved to; the system's.
+async fn look_for_moved(files: &HostFiles, source: &Locator, may_change: bool) -> Result<()> {
+    if let Some(path) = missing(source)
+        && spile_life::motion::take_back(files, &path, may_change).await?
+    {
+        tracing::warn!("{}: it was about to be moved when a process ended, and goes on here", path.display());
+    }
+    Ok(())
+}
+
+/// The whole path of a file that is not there.
+fn missing(source: &Locator) -> Option<PathBuf> {
+    let Locator::Path(path) = source else { return None };
+    if path.symlink_metadata().err()?.kind() != std::io::ErrorKind::NotFound {
+        return None;
+    }
+    let path = std::path::absolute(path).ok()?;
+    Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?))
 }
 
 /// [`open`] over any kind of files.
@@ -204,6 +228,8 @@ pub async fn open_with<F: Files>(files: &F, source: &Locator, options: &OpenOpti
 pub fn find(source: &Locator) -> Result<()> {
     let Locator::Path(path) = source else { return Ok(()) };
     match path.metadata() {
+        // Whoever opens it is told where it is.
+        Err(_) if missing(source).is_some_and(|path| spile_life::names::moved(&path).exists()) => Ok(()),
         Err(error) => Err(Error::io("cannot be found", error).at_path(path)),
         Ok(stat) if stat.is_dir() => Err(Error::new(ErrorKind::InvalidInput, "is a folder, not a disk").at_path(path)),
         Ok(_) => Ok(()),

@@ -13,6 +13,7 @@ mod file;
 pub mod image;
 pub mod live;
 pub mod merge;
+pub mod motion;
 mod names;
 mod op;
 pub mod oracle;

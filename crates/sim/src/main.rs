@@ -9,6 +9,7 @@ use spile_sim::explore::{Finding, Options};
 use spile_sim::image::{Image, Kind};
 use spile_sim::live::{Broken, LiveSummary, run_live};
 use spile_sim::merge::{self, MergeSummary, run_merge};
+use spile_sim::motion::{MotionSummary, run_motion};
 use spile_sim::plan::Plan;
 use spile_sim::seeds::{Mode, report, run_seeds};
 
@@ -20,6 +21,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --kind KIND      raw, fixed, dynamic or chain (default: the seed decides)
   --exchange       snapshots of one or several disks are made under load; on one thread
   --merge          layers are merged and leaves flattened under load; on one thread
+  --move           disks are moved under load; on one thread
   --changes        changed blocks are tracked under load, checkpoints made and removed; on one thread
   --every-step     one short life for each seed, crashed at every step, both ways
   --threads N      default: as many as there are processors
@@ -36,15 +38,16 @@ struct Arguments {
     trace: bool,
     exchange: bool,
     merge: bool,
+    motion: bool,
     changes: bool,
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (kind, mode) = (None, Mode::Random);
-    let (trace, exchange, merge, changes) = (false, false, false, false);
+    let (trace, exchange, merge, motion, changes) = (false, false, false, false, false);
     let mut arguments =
-        Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace, exchange, merge, changes };
+        Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace, exchange, merge, motion, changes };
     while let Some(word) = words.next() {
         let mut number = || -> Result<u64, String> {
             let value = words.next().ok_or(format!("{word} wants a number"))?;
@@ -60,6 +63,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--exchange" => arguments.exchange = true,
             "--changes" => arguments.changes = true,
             "--merge" => arguments.merge = true,
+            "--move" => arguments.motion = true,
             "--kind" => {
                 let name = words.next().unwrap_or_default();
                 arguments.kind = Some(name.parse().map_err(|error| format!("{error}"))?);
@@ -113,6 +117,16 @@ fn run_merges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
     code
 }
 
+fn run_moves(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
+    let mut all = MotionSummary::default();
+    let run = |seed| run_motion(seed, merge::Broken::Nothing, arguments.trace);
+    let code = each_seed(seeds, arguments, run, |one| all += one);
+    let MotionSummary { moved, busy, found, taken_back, resumed, ended_early, .. } = all;
+    println!("{moved} disks moved, {busy} of them under load; {found} found at their new place after a crash");
+    println!("{taken_back} hand-overs taken back, {resumed} jobs went on after a crash, {ended_early} ended early");
+    code
+}
+
 fn run_tracking(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
     let mut all = ChangesSummary::default();
     let run = |seed| match arguments.mode {
@@ -138,6 +152,9 @@ fn run(arguments: &Arguments) -> ExitCode {
     }
     if arguments.merge {
         return run_merges(seeds, arguments);
+    }
+    if arguments.motion {
+        return run_moves(seeds, arguments);
     }
     let Arguments { kind, mode, .. } = *arguments;
     let totals = run_seeds(seeds, kind, mode, &options, arguments.threads, arguments.findings);

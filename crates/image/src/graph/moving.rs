@@ -52,6 +52,16 @@ pub enum Broken {
     RemoveBeforeNames,
     /// The copy of a piece does not keep guests out of it.
     CopyWithoutLock,
+    /// While a disk is moved, a block counts as copied from the moment on when it was read, and not from before.
+    ClearAfterRead,
+    /// While a disk is moved, a block is marked when a write to it begins, and not when it has ended.
+    MarkBeforeWrite,
+    /// A moved disk is handed over while requests to the old place are in flight.
+    HandOverInFlight,
+    /// A moved disk is handed over before all of it is durable at its new place.
+    HandOverUnflushed,
+    /// A moved disk gets its new name before its old one is gone.
+    TwoNames,
 }
 
 /// A leaf that sinks into its parent: what stays the same from batch to batch.

@@ -8,13 +8,14 @@ pub mod note;
 mod pace;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use event_listener::Event;
 use spile_core::{Error, ErrorKind, Result, Timer};
 
 pub use self::note::{Merged, Note, Plan, Wishes};
 use self::pace::Pace;
+use crate::motion::{Motion, Status};
 
 /// What has become of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +70,8 @@ pub struct Report {
     pub eta_s: Option<u64>,
     /// Why it has failed.
     pub error: Option<Error>,
+    /// How far it is, when it moves the disk.
+    pub motion: Option<Motion>,
 }
 
 /// What its users want of a job, and what has become of it.
@@ -80,6 +83,7 @@ struct Control {
     /// Nothing has refused the job: it changes images.
     is_accepted: bool,
     error: Option<Error>,
+    status: Option<Arc<Status>>,
 }
 
 /// One job: what its users want of it, and how far it is. Shared by whoever does the work and whoever looks.
@@ -97,7 +101,7 @@ impl Job {
     pub fn new(wishes: Wishes) -> Self {
         let state = if wishes.is_paused { State::Paused } else { State::Running };
         let limit_bytes_per_s = wishes.limit_bytes_per_s.filter(|limit| *limit > 0);
-        let control = Control { state, ending: None, limit_bytes_per_s, is_accepted: false, error: None };
+        let control = Control { state, ending: None, limit_bytes_per_s, is_accepted: false, error: None, status: None };
         Self {
             control: Mutex::new(control),
             changed: Event::new(),
@@ -191,6 +195,11 @@ impl Job {
         self.change(|control| control.is_accepted = true);
     }
 
+    /// Where those who look find how far the move is.
+    pub(crate) fn set_status(&self, status: Arc<Status>) {
+        self.control().status = Some(status);
+    }
+
     /// What there is to tell now.
     pub fn report(&self) -> Report {
         let control = self.control();
@@ -207,6 +216,7 @@ impl Job {
             bytes_per_s,
             eta_s: is_under_way.then(|| (total_bytes - done_bytes).div_ceil(bytes_per_s)),
             error: control.error.as_ref().map(Error::duplicate),
+            motion: control.status.as_ref().map(|status| status.look()),
         }
     }
 
@@ -243,7 +253,7 @@ impl Job {
     ///
     /// # Errors
     /// `Shutdown` when it is to end here.
-    async fn go_on(&self) -> Result<Option<u64>> {
+    pub(crate) async fn go_on(&self) -> Result<Option<u64>> {
         loop {
             let changed = self.changed.listen();
             {

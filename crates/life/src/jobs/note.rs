@@ -6,9 +6,10 @@
 
 use std::path::{Path, PathBuf};
 
-use spile_core::{Error, ErrorKind, Files, OpenMode, Result, Segments, Store, StoreOffset, Via};
+use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
 use spile_image::layer::Identity;
 
+use crate::motion::Move;
 use crate::names;
 use crate::snapshot::remove_if_there;
 
@@ -19,6 +20,8 @@ pub enum Plan {
     Coalesce(Merged),
     /// Copies into the leaf what it lacks, so that it needs no parent.
     Flatten,
+    /// Moves the disk to another place.
+    Move(Move),
 }
 
 /// The layer that is merged away.
@@ -65,6 +68,7 @@ impl Plan {
         match self {
             Self::Coalesce(_) => "coalesce",
             Self::Flatten => "flatten",
+            Self::Move(_) => "move",
         }
     }
 
@@ -75,6 +79,13 @@ impl Plan {
                 format!("coalesce\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
             }
             Self::Flatten => "flatten\n".to_owned(),
+            Self::Move(Move { to, format, deletes_source }) => {
+                let to = match to {
+                    Locator::Path(path) => text_of(path)?.to_owned(),
+                    other => other.to_string(),
+                };
+                format!("move\nto {to}\nformat {format}\nsource {}\n", if *deletes_source { "goes" } else { "stays" })
+            }
         })
     }
 
@@ -86,6 +97,15 @@ impl Plan {
                 let identity = Identity(from_hex(next("identity ")?)?);
                 let (path, parent) = (next("layer ")?.into(), next("parent ")?.into());
                 Some(Self::Coalesce(Merged { identity, path, parent }))
+            }
+            "move" => {
+                let (to, format) = (next("to ")?.parse().ok()?, next("format ")?.parse().ok()?);
+                let deletes_source = match next("source ")? {
+                    "goes" => true,
+                    "stays" => false,
+                    _ => return None,
+                };
+                Some(Self::Move(Move { to, format, deletes_source }))
             }
             _ => None,
         }
@@ -125,6 +145,7 @@ impl Plan {
         let what = match self {
             Self::Coalesce(merged) => format!("a merge of {} was begun and is not finished", merged.path.display()),
             Self::Flatten => "a flatten was begun and is not finished".to_owned(),
+            Self::Move(to) => format!("a move to {} was begun and is not finished", to.to),
         };
         Error::new(ErrorKind::Busy, what).at_path(disk).hint("finish that first: the same command goes on with it")
     }
@@ -233,7 +254,7 @@ fn is_of_another_version(text: &str) -> bool {
 }
 
 /// `path` as a line of a note.
-fn text_of(path: &Path) -> Result<&str> {
+pub(crate) fn text_of(path: &Path) -> Result<&str> {
     let text = path.to_str().filter(|text| !text.contains('\n'));
     text.ok_or_else(|| {
         Error::new(
@@ -259,6 +280,8 @@ fn from_hex(text: &str) -> Option<[u8; 16]> {
 
 #[cfg(test)]
 mod tests {
+    use spile_image::Format;
+
     use super::*;
 
     #[test]
@@ -266,7 +289,13 @@ mod tests {
         let merged =
             Merged { identity: Identity([0xa7; 16]), path: "/vm/a b.vhd".into(), parent: "/base/p.vhd".into() };
         let wishes = Wishes { is_paused: true, limit_bytes_per_s: Some(7 << 20) };
-        for (plan, wishes) in [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default())] {
+        let to = Move { to: Locator::Path("/new/c d.raw".into()), format: Format::Raw, deletes_source: true };
+        let plans = [
+            (Plan::Coalesce(merged), wishes),
+            (Plan::Flatten, Wishes::default()),
+            (Plan::Move(to), Wishes::default()),
+        ];
+        for (plan, wishes) in plans {
             let note = Note { plan, wishes };
             let text = note.to_text().unwrap();
             assert_eq!(Note::from_text(&text), Some(note));

@@ -47,7 +47,7 @@ pub async fn coalesce<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()>
 pub(crate) async fn has_taken_out<F: Files>(work: &Work<'_, F>, plan: &Plan) -> bool {
     match plan {
         Plan::Coalesce(merged) => number_of(&*work.node.graph().await, merged).is_none(),
-        Plan::Flatten => false,
+        Plan::Flatten | Plan::Move(_) => false,
     }
 }
 
@@ -71,7 +71,7 @@ pub(crate) async fn may_have_taken_out<F: Files>(work: &Work<'_, F>, plan: &Plan
 pub(crate) async fn finish_left<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
     match plan {
         Plan::Coalesce(merged) => left::finish(work, merged).await,
-        Plan::Flatten => Ok(()),
+        Plan::Flatten | Plan::Move(_) => Ok(()),
     }
 }
 

@@ -7,6 +7,7 @@ use spile_core::{Disk, Error, ErrorKind, Locator, Result};
 use spile_engine::{Engine, FileKey};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, GraphLayer, OpenOptions};
+use spile_life::motion::Move;
 use spile_node::{Node, Policy, Shape, Troubles};
 use spile_store::{CacheMode, FileId, HostStore};
 
@@ -145,6 +146,20 @@ impl Opening {
     pub fn add(&mut self, spec: DiskSpec) {
         let names = vec![spec.own_name()];
         self.specs.push((spec, names));
+    }
+
+    /// The disk `open` was moved. It keeps its names and its serial number, which may have come from its old place.
+    pub fn move_disk(&mut self, open: &mut Open, moved: &Move) {
+        let Some((spec, _)) = self.specs.iter_mut().find(|(spec, _)| spec.own_name() == open.name) else { return };
+        (spec.source, spec.format) = (moved.to.clone(), Some(moved.format));
+        (spec.name, spec.serial) = (Some(open.name.clone()), Some(open.serial.clone()));
+        let spec = spec.clone();
+        let identity = self.identity_of(&spec);
+        open.identity = match open.disk.graph_now() {
+            Some(graph) => identity.with_opened(&graph),
+            None => identity,
+        };
+        (open.source, open.format, open.label) = (spec.source.clone(), spec.format, disks::label(&spec.source));
     }
 
     /// The identity of what `spec` names now.

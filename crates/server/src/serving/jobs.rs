@@ -1,14 +1,16 @@
 //! Jobs on the images of the disks that are served. A disk has one job at a time; the last ones that have ended are kept for those who look.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_engine::Engine;
-use spile_image::Graph;
-use spile_life::jobs::{Job, Note, Plan, Wishes};
+use spile_image::{Format, Graph};
+use spile_life::jobs::{Job, Note, Plan, State as JobState, Wishes};
 use spile_life::merge;
+use spile_life::motion::Move;
 use spile_store::HostStore;
 
 use super::api::types::{self, FailureDetail, JobChange, NewJob};
@@ -92,7 +94,7 @@ impl DiskJobs {
         new: &NewJob,
     ) -> Result<Arc<DiskJob>> {
         let Some(graph) = disk.graph_now() else { return Err(just_exchanged()) };
-        let plan = plan(&graph, &new.kind, new.layer.as_deref())?;
+        let plan = plan(&graph, new)?;
         drop(graph);
         let wishes = Wishes { limit_bytes_per_s: new.limit_bytes_per_s, ..Wishes::default() };
         let begun = self.spawn(engine, disk, Note { plan, wishes })?;
@@ -102,6 +104,29 @@ impl DiskJobs {
                 self.state().jobs.retain(|job| job.id != begun.id);
                 Err(refused)
             }
+        }
+    }
+
+    /// The last move of the disk that is done.
+    pub fn moved(&self) -> Option<Move> {
+        let state = self.state();
+        let moved = |job: &Arc<DiskJob>| match &job.plan {
+            Plan::Move(to) if job.job.state() == JobState::Done => Some(to.clone()),
+            _ => None,
+        };
+        state.jobs.iter().rev().find_map(moved)
+    }
+
+    /// Refuses a new size while the disk is moved: its copy has the old one.
+    ///
+    /// # Errors
+    /// `Busy`.
+    pub fn refuse_resize(&self) -> Result<()> {
+        let is_moving = |job: &Arc<DiskJob>| matches!(job.plan, Plan::Move(_)) && !job.job.state().is_over();
+        match self.state().jobs.iter().find(|job| is_moving(job)) {
+            Some(job) => Err(Error::new(ErrorKind::Busy, format!("the disk is being moved, by job {}", job.id))
+                .hint(format!("wait for it, or `spile job {} cancel`", job.id))),
+            None => Ok(()),
         }
     }
 
@@ -268,9 +293,10 @@ impl DiskJob {
     /// What there is to tell of it. `disk` and `path` are the disk's name and path, `server` its server.
     pub fn show(&self, disk: &str, path: &str, server: &str) -> types::Job {
         let report = self.job.report();
-        let layer = match &self.plan {
-            Plan::Coalesce(merged) => Some(merged.path.display().to_string()),
-            Plan::Flatten => None,
+        let (layer, to) = match &self.plan {
+            Plan::Coalesce(merged) => (Some(merged.path.display().to_string()), None),
+            Plan::Flatten => (None, None),
+            Plan::Move(Move { to, .. }) => (None, Some(to.to_string())),
         };
         types::Job {
             id: self.id.clone(),
@@ -285,22 +311,55 @@ impl DiskJob {
             limit_bytes_per_s: report.limit_bytes_per_s,
             eta_s: report.eta_s,
             error: report.error.as_ref().map(FailureDetail::of),
+            to,
+            motion: report.motion.map(Into::into),
             server: server.to_owned(),
             pid: std::process::id(),
         }
     }
 }
 
-/// The plan of a job of this kind on the disk of `graph`; `layer` is what is merged.
+/// The plan of the job that is asked for, on the disk of `graph`.
 ///
 /// # Errors
-/// `InvalidInput` for a kind of job that there is not; as [`merge::plan`].
-pub fn plan(graph: &Graph<HostStore>, kind: &str, layer: Option<&str>) -> Result<Plan> {
-    match kind {
-        "coalesce" => merge::plan(graph, layer).map(Plan::Coalesce),
+/// `InvalidInput` for a kind of job that there is not; as [`merge::plan`]; what is wrong with the new place of a disk that is to be moved.
+pub fn plan(graph: &Graph<HostStore>, new: &NewJob) -> Result<Plan> {
+    match new.kind.as_str() {
+        "coalesce" => merge::plan(graph, new.layer.as_deref()).map(Plan::Coalesce),
         "flatten" => Ok(Plan::Flatten),
-        other => Err(Error::new(ErrorKind::InvalidInput, format!("there is no job {other:?}: coalesce or flatten"))),
+        "move" => plan_move(graph, new).map(Plan::Move),
+        other => {
+            Err(Error::new(ErrorKind::InvalidInput, format!("there is no job {other:?}: coalesce, flatten or move")))
+        }
     }
+}
+
+fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
+    let bad = |what: String| Error::new(ErrorKind::InvalidInput, what);
+    let Some(to) = &new.to else { return Err(bad("a move needs a place to go `to`".to_owned())) };
+    let Locator::Path(to) = to.parse()? else {
+        return Err(Error::new(ErrorKind::Unsupported, format!("a disk cannot be moved to {to}"))
+            .hint("name a file, or a folder"));
+    };
+    if !to.is_absolute() {
+        return Err(bad(format!("{} is no absolute path", to.display())));
+    }
+    let name = |path: &Path| path.file_name().map(ToOwned::to_owned);
+    let to = match (to.is_dir(), name(graph.handles()[0].path())) {
+        (true, Some(name)) => to.join(name),
+        _ => to,
+    };
+    let (Some(folder), Some(file)) = (to.parent(), name(&to)) else {
+        return Err(bad("the path has no file name".to_owned()).at_path(&to));
+    };
+    let folder = folder.canonicalize().map_err(|e| Error::io("the new folder cannot be found", e).at_path(folder))?;
+    let to = folder.join(file);
+    let given = new.to_format.as_deref().map(str::parse).transpose()?;
+    let format = Format::of(&to, given)?;
+    if format.about().is_read_only {
+        return Err(Error::new(ErrorKind::Unsupported, format!("a {format} cannot be written")).at_path(&to));
+    }
+    Ok(Move { to: Locator::Path(to), format, deletes_source: new.delete_source })
 }
 
 /// A name that no other job of this host has.

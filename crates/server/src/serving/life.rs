@@ -21,6 +21,7 @@ use super::api::types::{DiskSnapshot, NewSnapshot, Snapshot};
 use super::claims::Claim;
 use super::control::Event;
 use super::disks::{Open, ServedDisk};
+use super::fronts::{Role, key};
 use super::jobs::Held;
 use super::server::Server;
 
@@ -143,7 +144,25 @@ impl Server {
         if let Some(open) = self.disks.iter_mut().find(|open| open.name == name) {
             open.look_at(graph);
         }
+        self.follow_moves();
         self.show();
+    }
+
+    /// Takes note of disks that were moved: a successor that is given their new places goes on with them, and whatever is opened again is
+    /// opened there.
+    pub(super) fn follow_moves(&mut self) {
+        for open in &mut self.disks {
+            let Some(moved) = open.jobs.moved().filter(|moved| moved.to != open.source) else { continue };
+            self.opening.move_disk(open, &moved);
+            for socket in &mut self.listening {
+                let Role::Vhost(export) = &socket.role else { continue };
+                if open.names.contains(export)
+                    && let Ok(disk) = self.opening.identity(export)
+                {
+                    socket.key = key(&socket.role, Some(&disk), socket.address.as_ref());
+                }
+            }
+        }
     }
 }
 

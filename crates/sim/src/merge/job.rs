@@ -168,6 +168,7 @@ impl Host {
         let after = self.paths_of(node).await;
         assert_eq!(after[0], Path::new(DISK), "the leaf is not called as the disk any more");
         match plan {
+            Plan::Move(_) => panic!("nobody has begun a move here"),
             Plan::Flatten => {
                 assert_eq!(after.len(), 1, "a flattened disk has parents: {after:?}");
                 self.count(|summary| summary.flattened += 1);

@@ -14,7 +14,7 @@ use spile_life::merge::is_called;
 use spile_node::Node;
 use spile_server::jobs::{self, Access};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
-use spile_server::serving::api::types::{Failure, Job};
+use spile_server::serving::api::types::{Failure, Job, NewJob};
 use spile_server::serving::jobs::{DiskJob, plan};
 use spile_store::CacheMode;
 
@@ -50,7 +50,7 @@ pub struct FlattenArgs {
 
 /// The disk of a job, and how it is done.
 #[derive(Debug, Args)]
-struct JobArgs {
+pub(super) struct JobArgs {
     #[command(flatten)]
     which: Which,
     /// Move no more than this in a second [default: as fast as guests leave room for]
@@ -85,7 +85,8 @@ pub(super) fn parse_rate(text: &str) -> Result<u64, String> {
 /// # Errors
 /// When there is no such disk or layer, when the merge is refused, and when it fails.
 pub fn coalesce(args: &CoalesceArgs) -> Result<Exit> {
-    run(&args.on, "coalesce", args.layer.as_deref())
+    let layer = args.layer.clone();
+    run(&args.on, NewJob { kind: "coalesce".to_owned(), layer, ..NewJob::default() })
 }
 
 /// Runs `spile flatten`.
@@ -93,17 +94,22 @@ pub fn coalesce(args: &CoalesceArgs) -> Result<Exit> {
 /// # Errors
 /// When there is no such disk, and when the job fails.
 pub fn flatten(args: &FlattenArgs) -> Result<Exit> {
-    run(&args.on, "flatten", None)
+    run(&args.on, NewJob { kind: "flatten".to_owned(), ..NewJob::default() })
 }
 
-fn run(args: &JobArgs, kind: &'static str, layer: Option<&str>) -> Result<Exit> {
-    let (socket, name) = match args.which.find() {
+/// Has the disk's server do the job `new`, or does it itself when the disk has none.
+///
+/// # Errors
+/// When there is no such disk, when the job is refused, and when it fails.
+pub(super) fn run(args: &JobArgs, new: NewJob) -> Result<Exit> {
+    let new = NewJob { limit_bytes_per_s: args.rate, ..new };
+    let (socket, disk) = match args.which.find() {
         Err(error) if error.kind() == ErrorKind::NotFound && args.which.may_be_file() => {
-            return by_itself(args, kind, layer);
+            return by_itself(args, new);
         }
         found => found?,
     };
-    let body = json!({ "disk": name, "kind": kind, "layer": layer, "limit_bytes_per_s": args.rate });
+    let body = json!(NewJob { disk, ..new });
     let answer = call(&socket, "POST", "/v1/jobs", Some(&body), CHANGE_PATIENCE)?;
     let begun: Job = serde_json::from_value(answer)
         .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
@@ -137,20 +143,21 @@ fn show(args: &JobArgs, job: &Job) -> Result<Exit> {
         return print_json(job).map(|()| Exit::Ok);
     }
     let (kind, disk, moved) = (&job.kind, &job.disk, format_size(job.done_bytes));
-    match job.state.as_str() {
-        "done" => say(format_args!("{disk}: {kind} is done, {moved} moved")),
-        state => say(format_args!("{disk}: {kind} is {state} as job {}; `spile jobs` shows how far it is", job.id)),
+    match (job.state.as_str(), &job.to) {
+        ("done", Some(to)) => super::move_disk::say_done(job, to),
+        ("done", None) => say(format_args!("{disk}: {kind} is done, {moved} moved")),
+        (state, _) => say(format_args!("{disk}: {kind} is {state} as job {}; `spile jobs` shows how far it is", job.id)),
     }
     Ok(Exit::Ok)
 }
 
 /// Does the job on a disk that no server has. The images are locked meanwhile.
-fn by_itself(args: &JobArgs, kind: &'static str, layer: Option<&str>) -> Result<Exit> {
+fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
     let signals = EndSignals::block()?;
     let at = existing(args.which.disk_path())?;
     let options =
         OpenOptions { format: args.format, allow_parents: args.allow_parents.clone(), ..OpenOptions::default() };
-    let (layer, rate) = (layer.map(str::to_owned), args.rate);
+    let (kind, rate) = (new.kind.clone(), args.rate);
     let (sender, begun) = std::sync::mpsc::channel::<Arc<DiskJob>>();
     let watch = std::thread::spawn(move || {
         if let Ok(job) = begun.recv() {
@@ -160,8 +167,8 @@ fn by_itself(args: &JobArgs, kind: &'static str, layer: Option<&str>) -> Result<
     let done = on_engine(move || async move {
         let graph = disks::open(CacheMode::Direct, &at, &options).await?;
         let plan = match jobs::left(&graph).await? {
-            Some(Note { plan: left, .. }) if is_meant(&left, graph.handles()[0].path(), kind, layer.as_deref()) => left,
-            _ => plan(&graph, kind, layer.as_deref())?,
+            Some(Note { plan: left, .. }) if is_meant(&left, graph.handles()[0].path(), &new) => left,
+            _ => plan(&graph, &new)?,
         };
         let (job, node) =
             (DiskJob::new(plan, Wishes { limit_bytes_per_s: rate, ..Wishes::default() }), Node::new(graph));
@@ -190,15 +197,17 @@ fn label(at: &Locator) -> String {
 }
 
 /// True when `left`, which was begun before with the disk at `disk`, is what is asked for now.
-fn is_meant(left: &Plan, disk: &Path, kind: &str, layer: Option<&str>) -> bool {
-    let is_layer = |merged: &Path| match layer {
+fn is_meant(left: &Plan, disk: &Path, new: &NewJob) -> bool {
+    let is_layer = |merged: &Path| match &new.layer {
         Some(name) => is_called(merged, name),
         None => merged.file_name() == disk.file_name(),
     };
-    kind == left.kind()
+    new.kind == left.kind()
         && match left {
             Plan::Coalesce(merged) => is_layer(&merged.path),
             Plan::Flatten => true,
+            // What is asked for now may say another thing about the old image.
+            Plan::Move(_) => false,
         }
 }
 

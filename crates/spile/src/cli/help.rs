@@ -220,6 +220,16 @@ pub const ENDINGS: &[Ending] = &[
         examples: &[("spile flatten disk --wait", "afterwards the disk needs no parent")],
         notes: &[],
     },
+    Ending {
+        command: "move",
+        codes: &[ENDED],
+        examples: &[
+            ("spile move disk --to /new/array --wait", "its guest goes on, and does not notice"),
+            ("spile move disk --to /new/array/disk.raw --rate 200M", "as a raw image, 200 MiB in a second at most"),
+            ("spile move disk.vhd --to /new/array --delete-source", "a disk that no server has; nothing stays behind"),
+        ],
+        notes: &["Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where it is."],
+    },
     Ending { command: "jobs", codes: &[], examples: &[("spile jobs", "the jobs of this host")], notes: &[JSON] },
     Ending {
         command: "job",

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use spile_core::{Error, ErrorKind, Result};
 use spile_server::serving::api::client::{LOOK_PATIENCE, ask, call};
 use spile_server::serving::api::discovery;
-use spile_server::serving::api::types::{Failure, Job, JobList};
+use spile_server::serving::api::types::{Failure, Job, JobList, Motion};
 
 use super::coalesce::parse_rate;
 use super::control::fitting_table;
@@ -15,7 +15,7 @@ use super::{Exit, print_json, say};
 use crate::log::{self, printable};
 use crate::units::format_size;
 
-/// List the jobs of all servers of this host: merges and flattens, how far they are, and those that have ended
+/// List the jobs of all servers of this host: merges, flattens and moves, how far they are, and those that have ended
 #[derive(Debug, Args)]
 pub struct JobsArgs {
     /// Print JSON
@@ -78,10 +78,22 @@ pub fn jobs(args: &JobsArgs) -> Result<Exit> {
         table.add_row(row.map(|text| printable(&text)));
     }
     say(table);
+    let moving = jobs.iter().filter(|job| matches!(job.state.as_str(), "running" | "paused"));
+    moving.filter_map(lag).for_each(say);
     for (job, error) in jobs.iter().filter_map(|job| Some((job, job.error.clone()?))) {
         say(format_args!("{}: {}", job.id, Failure { error }.into_error()));
     }
     Ok(Exit::Ok)
+}
+
+/// A line for a disk that is moved: how far its copy is behind.
+fn lag(job: &Job) -> Option<String> {
+    let Motion { phase, lag_bytes, lag_ms, held_back, trouble, .. } = job.motion.as_ref()?;
+    let to = job.to.as_deref().map(printable).unwrap_or_default();
+    let held = if *held_back { "; guests' writes are held back" } else { "" };
+    let trouble = trouble.as_ref().map(|trouble| format!("; {trouble}")).unwrap_or_default();
+    let lag = format_size(*lag_bytes);
+    Some(format!("{}: to {to}: {phase}, lacks {lag}, {lag_ms} ms behind{held}{trouble}", job.id))
 }
 
 /// Each server with its jobs. A server that is too old to have jobs has none.

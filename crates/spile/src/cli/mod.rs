@@ -19,6 +19,7 @@ mod limit;
 mod load;
 mod map;
 mod measure;
+mod move_disk;
 mod new_disk;
 mod onto;
 mod pace;
@@ -94,6 +95,7 @@ enum Command {
     Resize(control::ResizeArgs),
     Coalesce(coalesce::CoalesceArgs),
     Flatten(coalesce::FlattenArgs),
+    Move(move_disk::MoveArgs),
     Jobs(jobs::JobsArgs),
     Job(jobs::JobArgs),
     Snapshot(snapshot::SnapshotArgs),
@@ -155,6 +157,7 @@ pub fn run() -> ExitCode {
         Command::Resize(args) => control::resize(args),
         Command::Coalesce(args) => coalesce::coalesce(args),
         Command::Flatten(args) => coalesce::flatten(args),
+        Command::Move(args) => move_disk::run(args),
         Command::Jobs(args) => jobs::jobs(args),
         Command::Job(args) => jobs::job(args),
         Command::Snapshot(args) => snapshot::run(args),

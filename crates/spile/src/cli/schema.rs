@@ -60,6 +60,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("ls", of::<DiskList>),
     ("show", of::<DiskDetail>),
     ("coalesce", of::<Job>),
+    ("move", of::<Job>),
     ("flatten", of::<Job>),
     ("jobs", of::<JobList>),
     ("stat", of::<DiskStat>),

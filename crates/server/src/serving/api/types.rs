@@ -460,7 +460,7 @@ pub struct JobList {
 pub struct Job {
     /// Its name, which no other job of this host has.
     pub id: String,
-    /// `coalesce` or `flatten`.
+    /// `coalesce`, `flatten` or `move`.
     pub kind: String,
     /// The disk's name on its server.
     pub disk: String,
@@ -486,18 +486,63 @@ pub struct Job {
     /// Why it has failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<FailureDetail>,
+    /// Where the disk is moved to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<String>,
+    /// How far a move is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub motion: Option<Motion>,
     /// The server's control socket.
     pub server: String,
     /// The server's process.
     pub pid: u32,
 }
 
-/// A job that is to begin.
+/// How far the move of a disk is.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Motion {
+    /// `copying`, `catching up` with what guests have written since, `in step` when next to nothing is missing, or `done`.
+    pub phase: String,
+    /// Bytes in blocks that the copy lacks, or may lack.
+    pub lag_bytes: u64,
+    /// All that was written up to so many milliseconds ago is in the copy.
+    pub lag_ms: u64,
+    /// Guests' writes are held back now, each for a bounded time, because they come faster than they can be copied.
+    pub held_back: bool,
+    /// How many writes were held back.
+    pub held_writes: u64,
+    /// The longest time for which requests waited for the hand-over, in microseconds.
+    pub longest_stall_us: f64,
+    /// What has failed and is not the end of the move.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
+    /// Where the old image is, once the disk was handed over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub old_image: Option<String>,
+}
+
+impl From<spile_life::motion::Motion> for Motion {
+    fn from(motion: spile_life::motion::Motion) -> Self {
+        Self {
+            phase: motion.phase.name().to_owned(),
+            lag_bytes: motion.lag_bytes,
+            lag_ms: motion.lag_ms,
+            held_back: motion.is_holding,
+            held_writes: motion.held_writes,
+            longest_stall_us: motion.longest_stall_us,
+            trouble: motion.trouble,
+            old_image: motion.old_image.map(|path| path.display().to_string()),
+        }
+    }
+}
+
+/// A job that is to begin.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct NewJob {
     /// The disk's name.
     pub disk: String,
-    /// `coalesce`: a layer is merged into its parent and removed. `flatten`: the leaf gets all that it lacks from its parents.
+    /// `coalesce`: a layer is merged into its parent and removed. `flatten`: the leaf gets all that it lacks from its parents. `move`: the disk
+    /// goes to another place.
     pub kind: String,
     /// Which layer is merged: its path, its file name, or that without the extension. Left out: the leaf.
     #[serde(default)]
@@ -505,6 +550,15 @@ pub struct NewJob {
     /// The rate that it must not exceed, in bytes a second. Left out: as fast as guests leave room for.
     #[serde(default)]
     pub limit_bytes_per_s: Option<u64>,
+    /// Where a disk is moved to: the absolute path of a file that is not there, or of a folder.
+    #[serde(default)]
+    pub to: Option<String>,
+    /// The format of a moved disk. Left out: what the extension says.
+    #[serde(default)]
+    pub to_format: Option<String>,
+    /// The old image of a moved disk is removed.
+    #[serde(default)]
+    pub delete_source: bool,
 }
 
 /// What a job is to do from now on.

@@ -1,0 +1,120 @@
+//! [`Moved`]: the note beside a disk that says where it was moved to ([`names::moved`]).
+//!
+//! It is written, durably, before the old image loses its name. While there is an image of that name, it says nothing.
+
+use std::path::{Path, PathBuf};
+
+use spile_core::{Error, ErrorKind, Files, OpenMode, Result, Segments, Store, StoreOffset, Via};
+
+use crate::jobs::note::text_of;
+use crate::names;
+use crate::snapshot::remove_if_there;
+
+/// What the note says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Moved {
+    /// The disk's new path.
+    pub to: PathBuf,
+    /// The path that the old image got.
+    pub image: PathBuf,
+    /// The hidden name of the new image. It goes when the disk has its new path.
+    pub half: PathBuf,
+}
+
+const HEAD: &str = "spile moved 1";
+const END: &str = "end";
+/// No note is longer.
+const MOST_BYTES: u64 = 64 << 10;
+
+impl Moved {
+    fn to_text(&self) -> Result<String> {
+        let (to, image, half) = (text_of(&self.to)?, text_of(&self.image)?, text_of(&self.half)?);
+        Ok(format!("{HEAD}\nto {to}\nimage {image}\nhalf {half}\n{END}\n"))
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
+        lines.next().filter(|head| *head == HEAD)?;
+        let mut next = |before: &str| lines.next()?.strip_prefix(before).map(PathBuf::from);
+        Some(Self { to: next("to ")?, image: next("image ")?, half: next("half ")? })
+    }
+
+    /// Writes the note of `disk`, durably, in the place of an older one.
+    pub(super) async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
+        let (text, path) = (self.to_text()?, names::moved(disk));
+        remove_if_there(files, &path).await?;
+        let store = files.create(&path, 0).await?;
+        store.write_at(StoreOffset(0), &Segments::copied(text.as_bytes()), Via::Cached).await?;
+        store.sync().await
+    }
+
+    /// The note of `disk`, if there is one that makes sense.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
+        let store = match files.open(&names::moved(disk).into(), OpenMode::ReadOnly).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            opened => opened?,
+        };
+        let bytes = Segments::zeroed(store.len_bytes().min(MOST_BYTES) as usize);
+        if !bytes.is_empty() {
+            store.read_at(StoreOffset(0), &bytes, Via::Cached).await?;
+        }
+        Ok(Self::from_text(&String::from_utf8_lossy(&bytes.to_vec())))
+    }
+
+    /// What whoever looks for the disk at its old path is told.
+    fn told(&self, disk: &Path) -> Error {
+        let to = self.to.display();
+        let error = Error::new(ErrorKind::NotFound, format!("the disk was moved to {to}")).at_path(disk);
+        error.hint(format!(
+            "use {to}; the old image, which lacks what was written since, may be at {}",
+            self.image.display()
+        ))
+    }
+}
+
+/// Looks for a disk that has no image at its path `disk`. When a process has ended in the middle of its hand-over, the old image gets its
+/// name back, and the result is true. False when nothing is known of such a disk. `may_change`: the caller may change files.
+///
+/// # Errors
+/// `NotFound` with the place that the disk was moved to; `Busy` while the hand-over is under way; the system's.
+pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Result<bool> {
+    let Some(moved) = Moved::read(files, disk).await? else { return Ok(false) };
+    let is_there = async |path: &Path| files.canonical(path).await.is_ok();
+    // With its new name the new image is the disk. Without the hidden one nobody knows what has become of it.
+    if is_there(disk).await || is_there(&moved.to).await || !is_there(&moved.half).await {
+        return Err(moved.told(disk));
+    }
+    if !may_change {
+        let error = Error::new(ErrorKind::Busy, "the disk is just being moved, or its hand-over was broken off");
+        return Err(error.at_path(disk).hint("try again; or open it for writing, which takes that back"));
+    }
+    // Whoever hands it over has both open.
+    let old = match files.open(&moved.image.as_path().into(), OpenMode::ReadWrite).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(moved.told(disk)),
+        opened => opened?,
+    };
+    files.rename(&moved.image, disk).await?;
+    drop(old);
+    remove_if_there(files, &moved.half).await?;
+    remove_if_there(files, &names::moved(disk)).await?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_note_is_read_back_only_when_it_is_whole() {
+        let moved = Moved { to: "/new/a b.vhd".into(), image: "/vm/a.moved.vhd".into(), half: "/new/.h".into() };
+        let text = moved.to_text().unwrap();
+        assert_eq!(Moved::from_text(&text).as_ref(), Some(&moved));
+        for len in 0..text.len() {
+            assert_eq!(Moved::from_text(&text[..len]), None, "{:?}", &text[..len]);
+        }
+        assert!(Moved { to: "/a\nb".into(), ..moved }.to_text().is_err());
+    }
+}

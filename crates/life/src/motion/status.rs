@@ -1,0 +1,119 @@
+//! [`Status`]: how far a move is, for those who look.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::mirror::Mirror;
+
+/// What a move is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// What the disk held at the begin is copied.
+    Copying,
+    /// What has changed since is copied.
+    CatchingUp,
+    /// The copy lacks next to nothing.
+    InStep,
+    /// The disk is at its new place.
+    Done,
+}
+
+impl Phase {
+    /// Its name in JSON and in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Copying => "copying",
+            Self::CatchingUp => "catching up",
+            Self::InStep => "in step",
+            Self::Done => "done",
+        }
+    }
+}
+
+/// How far a move is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Motion {
+    /// What it is at.
+    pub phase: Phase,
+    /// Bytes in blocks that the copy lacks, or may lack.
+    pub lag_bytes: u64,
+    /// All that was written up to so many milliseconds ago is in the copy.
+    pub lag_ms: u64,
+    /// Guests' writes are held back now, because they come faster than they can be copied.
+    pub is_holding: bool,
+    /// How many writes were held back.
+    pub held_writes: u64,
+    /// The longest time for which requests waited for a hand-over, in microseconds; also for one that was put off.
+    pub longest_stall_us: f64,
+    /// What has failed and is not the end of the move.
+    pub trouble: Option<String>,
+    /// Where the old image is, once the disk was handed over.
+    pub old_image: Option<PathBuf>,
+}
+
+/// How far a move is, kept up to date by whoever does it.
+pub struct Status {
+    mirror: Arc<Mirror>,
+    now: Mutex<Now>,
+}
+
+struct Now {
+    phase: Phase,
+    /// What had ended by then is in the copy.
+    copied_until: Instant,
+    longest_stall: Duration,
+    trouble: Option<String>,
+    old_image: Option<PathBuf>,
+}
+
+impl Status {
+    pub(super) fn new(mirror: Arc<Mirror>) -> Self {
+        let (copied_until, longest_stall) = (Instant::now(), Duration::ZERO);
+        let now = Now { phase: Phase::Copying, copied_until, longest_stall, trouble: None, old_image: None };
+        Self { mirror, now: Mutex::new(now) }
+    }
+
+    fn now(&self) -> MutexGuard<'_, Now> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn set_phase(&self, phase: Phase) {
+        self.now().phase = phase;
+    }
+
+    pub(super) fn set_copied_until(&self, moment: Instant) {
+        self.now().copied_until = moment;
+    }
+
+    pub(super) fn note_stall(&self, stall: Duration) {
+        let mut now = self.now();
+        now.longest_stall = now.longest_stall.max(stall);
+    }
+
+    pub(super) fn set_trouble(&self, trouble: Option<String>) {
+        self.now().trouble = trouble;
+    }
+
+    pub(super) fn set_old_image(&self, old_image: Option<PathBuf>) {
+        self.now().old_image = old_image;
+    }
+
+    /// How far it is now.
+    pub fn look(&self) -> Motion {
+        let now = self.now();
+        let is_done = now.phase == Phase::Done;
+        let lag_bytes = if is_done { 0 } else { self.mirror.lag_bytes() };
+        let lag = if lag_bytes == 0 { Duration::ZERO } else { now.copied_until.elapsed() };
+        Motion {
+            phase: now.phase,
+            lag_bytes,
+            lag_ms: lag.as_millis() as u64,
+            is_holding: self.mirror.is_holding(),
+            held_writes: self.mirror.held(),
+            longest_stall_us: now.longest_stall.as_nanos() as f64 / 1e3,
+            trouble: now.trouble.clone(),
+            old_image: now.old_image.clone(),
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! The jobs of [`super`], and those who meddle with them.
+
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use spile_core::metrics::Op;
+use spile_core::{Env, ErrorKind, Files, Locator, Timer};
+use spile_image::Format;
+use spile_life::jobs::{Job, Plan, State, Wishes};
+use spile_life::motion::{Move, old_image};
+use spile_life::{Work, names};
+
+use super::{Host, MotionNode};
+use crate::live::{pause, turns};
+use crate::rng::Rng;
+
+/// A clock on which time goes by only in sleeps, each of which is some turns of the executor: a few, or some more.
+#[derive(Default)]
+struct Turns(AtomicU64);
+
+impl Timer for Turns {
+    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+        Box::pin(turns(2 + time.as_millis() as u64 / 2))
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.0.fetch_add(1000, Ordering::Relaxed)
+    }
+}
+
+impl Host {
+    /// Goes on with the job that the note names, then begins another one.
+    pub(super) async fn jobs(self: Rc<Self>, node: MotionNode, mut rng: Rng) {
+        match Plan::read(&self.world.files(), &self.at()).await {
+            Ok(Some(plan)) => {
+                self.count(|summary| summary.resumed += 1);
+                if self.job(&node, plan, &mut rng).await == State::Stopped {
+                    return;
+                }
+            }
+            Ok(None) => {}
+            Err(error) => assert!(self.has_faults(), "the note cannot be read: {error:?}"),
+        }
+        for _ in 0..rng.between(0, 2) {
+            pause(&mut rng, 100).await;
+            self.begun.set(self.begun.get() + 1);
+            let format = *rng.pick(&[Format::Vhd, Format::Vhd, Format::Raw]);
+            let to = PathBuf::from(format!("/array/{}/disk.{format}", self.begun.get()));
+            let plan = Plan::Move(Move { to: Locator::Path(to), format, deletes_source: rng.chance(1, 3) });
+            if self.job(&node, plan, &mut rng).await == State::Stopped {
+                return;
+            }
+        }
+    }
+
+    /// One job, and what must be true when it has ended.
+    async fn job(self: &Rc<Self>, node: &MotionNode, plan: Plan, rng: &mut Rng) -> State {
+        let Plan::Move(Move { to: Locator::Path(to), deletes_source, .. }) = &plan else {
+            panic!("a job that nobody has begun: {plan:?}")
+        };
+        let at = self.at();
+        *self.to.borrow_mut() = Some(to.clone());
+        let limit_bytes_per_s = rng.chance(1, 4).then_some(1 << 20);
+        let job = Arc::new(Job::new(Wishes { limit_bytes_per_s, ..Wishes::default() }));
+        if rng.chance(1, 2) {
+            crate::exec::spawn_beside(Box::pin(meddle(job.clone(), Rng::new(rng.word()))));
+        }
+        let (files, env, timer): (_, Arc<dyn Env>, _) = (self.world.files(), self.world.env(), Turns::default());
+        let work = Work {
+            files: &files,
+            asking: &files,
+            env: &env,
+            timer: &timer,
+            node,
+            job: &job,
+            neighbours: &[],
+            sizes: self.sizes,
+            broken: self.broken,
+        };
+        let before = requests(node);
+        let ended = spile_life::run(&work, &plan).await;
+        let leaf = node.graph().await.handles()[0].path().to_owned();
+        let is_there = async |path: PathBuf| files.canonical(&path).await.is_ok();
+        match ended {
+            Ok(()) => {
+                assert_eq!(leaf, *to, "the disk is not at its new place");
+                assert!(is_there(to.clone()).await && !is_there(at.clone()).await, "the names are wrong");
+                let is_kept = is_there(old_image(&at)).await;
+                assert!(is_kept != *deletes_source || self.has_faults(), "the old image is kept: {is_kept}");
+                self.note_moved(to.clone());
+                let is_busy = requests(node) > before;
+                self.count(|summary| (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy)));
+            }
+            Err(error) => {
+                assert_eq!(leaf, at, "a move that has failed has changed the disk: {error:?}");
+                let was_told = matches!(job.state(), State::Cancelled | State::Stopped);
+                let fine = (was_told && error.kind() == ErrorKind::Shutdown) || self.has_faults();
+                // Guests may use smaller units than the new image takes.
+                let fine = fine || error.kind() == ErrorKind::Unsupported;
+                assert!(fine, "{plan:?} failed without a fault: {error:?}");
+                let is_tidy = is_there(at.clone()).await && !is_there(names::moving(to)).await && !is_there(to.clone()).await;
+                assert!(is_tidy || self.has_faults(), "a move that has ended has left something: {error:?}");
+                self.count(|summary| summary.ended_early += 1);
+            }
+        }
+        self.check_note(&at, job.state()).await;
+        job.state()
+    }
+
+    /// The note is there exactly when the next process is to go on.
+    async fn check_note(&self, disk: &std::path::Path, state: State) {
+        let there = self.world.files().canonical(&names::job(disk)).await.is_ok();
+        let is_right = there == (state == State::Stopped);
+        assert!(is_right || self.has_faults(), "after a job that is {state:?} its note is there: {there}");
+    }
+}
+
+/// How many requests of clients have ended.
+fn requests(node: &MotionNode) -> u64 {
+    let reading = node.meter().read();
+    Op::ALL.iter().map(|op| reading.op(*op).ended).sum()
+}
+
+/// Pauses and resumes the job, slows it, and ends it now and then.
+async fn meddle(job: Arc<Job>, mut rng: Rng) {
+    for _ in 0..rng.below(4) {
+        pause(&mut rng, 300).await;
+        match rng.below(8) {
+            0 => job.cancel(),
+            1 => job.stop(),
+            2 => job.set_limit(Some(rng.between(1, 64) << 16)),
+            3 => job.set_limit(None),
+            _ => {
+                job.pause();
+                pause(&mut rng, 200).await;
+                job.resume();
+            }
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! Disks that are moved while clients work, and while everything may end at any step.
+//!
+//! The disk is a raw image, a dynamic VHD, or a differencing VHD over one of them. In each life a job of `spile-life` moves it to a new place, or
+//! goes on where the life before has left it. The next move begins at the new place. What has to hold:
+//!
+//! - **For the guest nothing happens.** One oracle judges all reads over all moves and crashes.
+//! - **One of the two paths is the disk**: there is an image at the old path or at the new one, never at both; and the disk that is found so holds
+//!   all that was acknowledged. When a process has ended between the two names, the next open of the old path takes that back.
+//! - **A move that is done has its disk at the new path**, and one that has failed at the old one. Then nothing half-made is left.
+//! - **Work that was interrupted comes to its end** in the lives after, without anybody but the note beside the disk.
+
+mod job;
+
+use std::cell::{Cell, RefCell};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use spile_core::{ErrorKind, Files, OpenMode, Result};
+use spile_image::formats::vhd::codec::footer::DiskType;
+use spile_image::formats::vhd::{self, CreateParams, VhdParent};
+use spile_image::{Format, Graph, OpenOptions};
+use spile_life::{Sizes, motion, names, recover};
+use spile_node::Node;
+
+pub use spile_image::Broken;
+
+use crate::exec::{Ended, Executor, block_on};
+use crate::explore::{Finding, catch_findings};
+use crate::faults::Faults;
+use crate::oracle::{Crash, Oracle};
+use crate::plan::{Life, Plan};
+use crate::rng::Rng;
+use crate::store::SimStore;
+use crate::workload::Workload;
+use crate::world::World;
+
+type MotionNode = Arc<Node<Graph<SimStore>>>;
+
+/// The parent of the first image, if it has one.
+const PARENT: &str = "/images/parent.vhd";
+
+/// What stays over the lives of the process.
+struct Host {
+    world: World,
+    plan: Rc<Plan>,
+    broken: Broken,
+    size_bytes: u64,
+    block_bytes: u32,
+    sizes: Sizes,
+    /// Where the disk is, as far as its operator knows: a move that was told to have ended is at its new place.
+    at: RefCell<PathBuf>,
+    /// Where a move may have taken it since.
+    to: RefCell<Option<PathBuf>>,
+    /// How many moves were begun: each has a place of its own.
+    begun: Cell<u64>,
+    /// What the guest may read.
+    oracle: Rc<RefCell<Oracle>>,
+    faults_before: Cell<u64>,
+    summary: Cell<MotionSummary>,
+}
+
+/// What a run that found nothing did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MotionSummary {
+    /// Steps of all lives.
+    pub steps: u64,
+    /// Moves that were done.
+    pub moved: u64,
+    /// Hand-overs while clients had requests.
+    pub busy: u64,
+    /// Disks that were found at their new place by the next process only.
+    pub found: u64,
+    /// Disks of which a hand-over was taken back by the next process.
+    pub taken_back: u64,
+    /// Jobs that went on after a crash.
+    pub resumed: u64,
+    /// Jobs that were cancelled, or failed by a fault.
+    pub ended_early: u64,
+}
+
+impl std::ops::AddAssign for MotionSummary {
+    fn add_assign(&mut self, other: Self) {
+        self.steps += other.steps;
+        self.moved += other.moved;
+        self.busy += other.busy;
+        self.found += other.found;
+        self.taken_back += other.taken_back;
+        self.resumed += other.resumed;
+        self.ended_early += other.ended_early;
+    }
+}
+
+/// Runs one seed.
+///
+/// # Errors
+/// What was found.
+pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummary, Finding> {
+    let mut rng = Rng::new(seed).split(80);
+    let (size_bytes, block_bytes) = (rng.between(4, 48) << 14, *rng.pick(&[4096_u32, 16 << 10, 64 << 10]));
+    let mut plan = Plan::draw(seed, size_bytes, block_bytes.into());
+    plan.hardware.devices = false;
+    // The last steps of a move are changes of names. Where every operation may fail, few moves come so far.
+    for life in &mut plan.lives {
+        if rng.chance(1, 4) {
+            life.faults = Faults { names_eio: rng.between(1000, 9000), ..Faults::default() };
+        }
+    }
+    let world = World::new(seed, plan.hardware.clone());
+    if trace {
+        world.keep_trace();
+    }
+    let sizes = Sizes { batch_bytes: 1 << 20, piece_bytes: 4096 << rng.below(5) };
+    let first = if rng.chance(1, 3) { "/images/disk.raw" } else { "/images/disk.vhd" };
+    let host = Rc::new(Host {
+        world: world.clone(),
+        plan: Rc::new(plan),
+        broken,
+        size_bytes,
+        block_bytes,
+        sizes,
+        at: RefCell::new(first.into()),
+        to: RefCell::default(),
+        begun: Cell::new(0),
+        oracle: Rc::default(),
+        faults_before: Cell::new(0),
+        summary: Cell::default(),
+    });
+    catch_findings(&world, move || host.all(&mut rng))
+}
+
+impl Host {
+    fn all(self: &Rc<Self>, rng: &mut Rng) -> MotionSummary {
+        self.fill(rng);
+        let lives = self.plan.lives.iter().take(4).cloned();
+        // The last two finish what was begun, and read everything.
+        for life in lives.chain([quiet(4), quiet(0)]) {
+            let steps = self.live(&life, rng);
+            self.count(|summary| summary.steps += steps);
+        }
+        self.summary.get()
+    }
+
+    fn count(&self, add: impl FnOnce(&mut MotionSummary)) {
+        let mut summary = self.summary.get();
+        add(&mut summary);
+        self.summary.set(summary);
+    }
+
+    /// True when a fault was injected in this life.
+    fn has_faults(&self) -> bool {
+        self.world.faults_fired() > self.faults_before.get()
+    }
+
+    fn at(&self) -> PathBuf {
+        self.at.borrow().clone()
+    }
+
+    /// Makes the first image, durable, with something in it; and now and then a parent with something in it.
+    fn fill(self: &Rc<Self>, rng: &mut Rng) {
+        let first = self.at();
+        let has_parent = first.extension().is_some_and(|extension| extension == "vhd") && rng.chance(1, 2);
+        let images = if has_parent { vec![PathBuf::from(PARENT), first] } else { vec![first] };
+        for (number, path) in images.into_iter().enumerate() {
+            let (host, word) = (self.clone(), rng.word());
+            block_on(&self.world, async move {
+                let made = host.make(&path, number > 0).await;
+                made.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
+                let opened = Graph::open(&host.world.files(), host.world.env(), path, &OpenOptions::default()).await;
+                let graph = opened.unwrap_or_else(|error| panic!("a new image does not open: {error:?}"));
+                let work = host.workload(Arc::new(Node::new(graph)));
+                let mut rng = Rng::new(word);
+                let requests = rng.between(3, 30);
+                work.clone().client(rng, requests).await;
+                work.close().await;
+            });
+        }
+    }
+
+    async fn make(&self, path: &Path, is_child: bool) -> Result<()> {
+        if Format::from_extension(path) == Some(Format::Raw) {
+            self.world.install_empty(path, self.size_bytes);
+            return Ok(());
+        }
+        let files = self.world.files();
+        let mut params = match is_child {
+            false => CreateParams::new(DiskType::Dynamic, self.size_bytes),
+            true => {
+                let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+                let parent = Graph::open(&files, self.world.env(), Path::new(PARENT), &options).await?;
+                let uuid = parent.layers()[0].identity.map_or([0; 16], |identity| identity.0);
+                let (name, absolute_path, timestamp) = ("parent.vhd".to_owned(), None, 0);
+                let relative_path = name.clone();
+                CreateParams::child(self.size_bytes, VhdParent { relative_path, absolute_path, uuid, timestamp, name })
+            }
+        };
+        params.block_size_bytes = self.block_bytes;
+        self.world.install_empty(path, 0);
+        let store = files.open(&path.into(), OpenMode::ReadWrite).await?;
+        vhd::create(&store, &*self.world.env(), &params).await?;
+        self.world.settle(path);
+        Ok(())
+    }
+
+    /// One life of the process. Returns the number of its steps.
+    fn live(self: &Rc<Self>, life: &Life, rng: &mut Rng) -> u64 {
+        self.faults_before.set(self.world.faults_fired());
+        let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
+        let ended = self.phases(&mut executor, life, rng);
+        let steps = executor.steps();
+        match (ended, life.crash) {
+            (None, Crash::PowerCut) => self.world.cut_power(),
+            _ => self.world.kill(),
+        }
+        drop(executor);
+        self.world.set_faults(Faults::default());
+        if ended.is_none() {
+            self.oracle.borrow_mut().crash(life.crash);
+        }
+        steps
+    }
+
+    /// Find, open, verify, work, verify, close; `None` when the process ended on the way. Faults begin with the work.
+    fn phases(self: &Rc<Self>, executor: &mut Executor, life: &Life, rng: &mut Rng) -> Option<()> {
+        let limit = life.crash_at.map_or(u64::MAX, |at| at * 3);
+        let opened: Rc<RefCell<Option<MotionNode>>> = Rc::default();
+        let (host, into) = (self.clone(), opened.clone());
+        executor.spawn(async move {
+            let graph = host.open().await;
+            graph.begin();
+            *into.borrow_mut() = Some(Arc::new(Node::new(graph)));
+        });
+        run(executor, limit)?;
+        let node = opened.take().expect("the disk is open");
+        self.world.set_faults(life.faults.clone());
+        let work = self.workload(node.clone());
+        executor.spawn(work.clone().verify(Rng::new(rng.word()), false));
+        for _ in 0..rng.between(1, 3) {
+            executor.spawn(work.clone().client(Rng::new(rng.word()), life.requests));
+        }
+        if life.requests > 0 {
+            executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
+        }
+        run(executor, limit)?;
+        let verify = Rng::new(rng.word());
+        executor.spawn(async move {
+            work.clone().verify(verify, true).await;
+            work.close().await;
+        });
+        run(executor, limit)
+    }
+
+    /// Finds the disk as an operator would who knows the old path, and perhaps the new one, and opens it as a server does.
+    async fn open(&self) -> Graph<SimStore> {
+        let files = self.world.files();
+        let is_there = async |path: &Path| files.canonical(path).await.is_ok();
+        let (at, to) = (self.at(), self.to.borrow().clone());
+        let is_at_both = is_there(&at).await && to.is_some() && is_there(to.as_deref().expect("it was asked")).await;
+        assert!(!is_at_both, "there is an image at both paths: {at:?} and {to:?}");
+        if !is_there(&at).await {
+            match motion::take_back(&files, &at, true).await {
+                Ok(true) => self.count(|summary| summary.taken_back += 1),
+                Ok(false) => panic!("the disk is gone: there is no image at {at:?}, and no note"),
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::NotFound, "{error:?}");
+                    let to = to.unwrap_or_else(|| panic!("the disk was moved, and nobody had asked for it: {error:?}"));
+                    assert!(error.to_string().contains(&to.display().to_string()), "another place: {error:?}");
+                    self.note_moved(to);
+                    self.count(|summary| summary.found += 1);
+                }
+            }
+        }
+        let at = self.at();
+        let opened = Graph::open(&files, self.world.env(), at.as_path(), &OpenOptions::default()).await;
+        let graph = opened.unwrap_or_else(|error| panic!("the disk does not open: {error:?}"));
+        recover(&files, &graph).await.unwrap_or_else(|error| panic!("the disk is not recovered: {error:?}"));
+        assert!(!is_there(&names::moving(&at)).await, "a second name is left");
+        graph
+    }
+
+    /// The disk is at its new place.
+    fn note_moved(&self, to: PathBuf) {
+        *self.at.borrow_mut() = to;
+        *self.to.borrow_mut() = None;
+    }
+
+    /// What the clients and the reader of everything need.
+    fn workload(&self, disk: MotionNode) -> Rc<Workload<MotionNode>> {
+        Rc::new(Workload {
+            disk,
+            world: self.world.clone(),
+            oracle: self.oracle.clone(),
+            plan: self.plan.clone(),
+            faults_before: self.faults_before.get(),
+            // A sync that failed for one image is none of another's.
+            only_syncs_fail: false,
+            is_exchanged: true,
+            waits: false,
+            flush_failed: Cell::new(false),
+        })
+    }
+}
+
+fn run(executor: &mut Executor, limit: u64) -> Option<()> {
+    match executor.run(limit) {
+        Ended::Done => Some(()),
+        Ended::Stopped => None,
+        Ended::Stuck => panic!("requests are left that nothing will wake"),
+    }
+}
+
+/// A life without faults and without a crash.
+fn quiet(requests: u64) -> Life {
+    let (crash_at, crash, clients) = (None, Crash::Death, 1);
+    Life { crash_at, crash, requests, clients, verify_first: true, faults: Faults::default() }
+}

@@ -1,0 +1,60 @@
+//! Disks moved under load, crashes and power cuts: nothing is found, and a rule that is broken on purpose is.
+
+use spile_sim::motion::{Broken, MotionSummary, run_motion};
+
+const SEEDS: u64 = 3000;
+
+#[test]
+fn two_hundred_seeds_find_nothing() {
+    let mut all = MotionSummary::default();
+    for seed in 0..200 {
+        let done = run_motion(seed, Broken::Nothing, false);
+        all += done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
+    }
+    println!("{all:?}");
+    assert!(all.moved > 100 && all.busy > 60, "too little happened: {all:?}");
+    assert!(all.resumed > 30 && all.ended_early > 30, "too little happened: {all:?}");
+}
+
+#[test]
+fn a_seed_repeats() {
+    let run = |seed| run_motion(seed, Broken::Nothing, false).map(|summary| summary.steps).ok();
+    assert_eq!((run(3), run(4)), (run(3), run(4)));
+}
+
+/// A seed finds the broken rule by a message with `sign`, and nothing while the rule is kept.
+fn bites(broken: Broken, sign: &str) {
+    let found = (0..SEEDS).find_map(|seed| {
+        let finding = run_motion(seed, broken, false).err().filter(|found| found.message.contains(sign))?;
+        run_motion(seed, Broken::Nothing, false).is_ok().then_some((seed, finding))
+    });
+    match found {
+        Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
+        None => panic!("no seed below {SEEDS} found {broken:?}"),
+    }
+}
+
+#[test]
+fn a_block_that_counts_as_copied_only_when_it_was_read_is_found() {
+    bites(Broken::ClearAfterRead, " reads ");
+}
+
+#[test]
+fn a_block_that_is_marked_when_a_write_begins_is_found() {
+    bites(Broken::MarkBeforeWrite, " reads ");
+}
+
+#[test]
+fn a_hand_over_that_does_not_wait_for_requests_in_flight_is_found() {
+    bites(Broken::HandOverInFlight, " reads ");
+}
+
+#[test]
+fn a_hand_over_before_the_new_image_is_durable_is_found() {
+    bites(Broken::HandOverUnflushed, " reads ");
+}
+
+#[test]
+fn a_new_name_before_the_old_one_is_gone_is_found() {
+    bites(Broken::TwoNames, "at both paths");
+}

@@ -1,0 +1,65 @@
+//! `spile move`: a disk goes to another place, by its server while guests use it or, when it has none, by the command itself.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use spile_core::{Error, ErrorKind, Locator, Result};
+use spile_image::Format;
+use spile_server::serving::api::types::{Job, NewJob};
+
+use super::coalesce::{self, JobArgs};
+use super::{Exit, parse_format, say};
+use crate::units::{format_size, format_us};
+
+/// Move a disk to another place while guests use it
+///
+/// What the disk holds is copied into a new image, with all that its parents show; what guests change meanwhile is copied again, until next to
+/// nothing is missing. Then requests wait for a moment, and guests go on with the new image. From then on there is no image at the old
+/// path any more: the old one is called NAME.moved.EXTENSION, and a server that is started with the old path is told where the disk is. Change
+/// the server's command line or configuration to the new path before it is started anew. Until the disk is handed over, nothing
+/// has changed; when something fails, guests go on with the old image. The work is a job, as that of `spile coalesce`.
+#[derive(Debug, Args)]
+pub struct MoveArgs {
+    #[command(flatten)]
+    on: JobArgs,
+    /// The new place: a file that is not there yet, or a folder, in which the disk keeps its file name
+    #[arg(long, value_name = "TARGET")]
+    to: PathBuf,
+    /// The format of the new image [default: what the extension says]
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    to_format: Option<Format>,
+    /// Remove the old image once the disk has been handed over
+    #[arg(long)]
+    delete_source: bool,
+}
+
+/// Runs `spile move`.
+///
+/// # Errors
+/// When there is no such disk, when the move is refused, and when it fails: the disk is where it was then.
+pub fn run(args: &MoveArgs) -> Result<Exit> {
+    let to = match crate::disks::locate(&args.to)? {
+        Locator::Path(path) => text(&std::path::absolute(&path).map_err(|e| Error::io("cannot be found", e).at_path(&path))?)?,
+        other => other.to_string(),
+    };
+    let to_format = args.to_format.map(|format| format.to_string());
+    let (kind, to, delete_source) = ("move".to_owned(), Some(to), args.delete_source);
+    coalesce::run(&args.on, NewJob { kind, to, to_format, delete_source, ..NewJob::default() })
+}
+
+fn text(path: &Path) -> Result<String> {
+    let error = || Error::new(ErrorKind::Unsupported, "a disk cannot be moved to a path that is not UTF-8").at_path(path);
+    path.to_str().map(str::to_owned).ok_or_else(error)
+}
+
+/// Says what has become of a disk that was moved to `to`.
+pub(super) fn say_done(job: &Job, to: &str) {
+    say(format_args!("{}: is at {to} now, {} copied", job.disk, format_size(job.done_bytes)));
+    let Some(motion) = &job.motion else { return };
+    if !job.server.is_empty() {
+        let stall = format_us(motion.longest_stall_us);
+        say(format_args!("requests waited for {stall} at most; start the server with the new path from now on"));
+    }
+    motion.old_image.iter().for_each(|image| say(format_args!("the old image is {image}: remove it when you do not need it")));
+    motion.trouble.iter().for_each(|trouble| say(format_args!("but {trouble}")));
+}

@@ -1,0 +1,239 @@
+//! `spile move`: disks that are served under load, and disks that nobody uses; what is left by kills, and what is refused.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use common::guests::{self, Load};
+use common::nbd::Client;
+use common::{Served, eventually, fails, json, ok, spile};
+use serde_json::Value;
+
+const MIB: usize = 1 << 20;
+
+/// Serves `args` with a control socket in the folder of such sockets, where commands look for it.
+fn try_serve(dir: &Path, args: &[&str]) -> Result<Served, String> {
+    let mut command = spile();
+    command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
+    Served::spawn(&mut command, dir.join("n"))
+}
+
+fn serve(dir: &Path, args: &[&str]) -> Served {
+    try_serve(dir, args).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
+}
+
+/// The names of the files in the folder `folder` of `dir`.
+fn names(dir: &Path, folder: &str) -> Vec<String> {
+    let names = fs::read_dir(dir.join(folder)).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    names
+}
+
+fn bytes_of(dir: &Path, disk: &str) -> Vec<u8> {
+    ok(dir, &["convert", disk, "bytes.raw", "--to", "raw"]);
+    let bytes = fs::read(dir.join("bytes.raw")).unwrap();
+    fs::remove_file(dir.join("bytes.raw")).unwrap();
+    bytes
+}
+
+/// A folder with `old/disk.vhd` and an empty folder `new`. The disk has a parent, 64 MiB, and data in places.
+fn world(name: &str) -> (tempfile::TempDir, Vec<u8>) {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bytes = vec![0; 64 * MIB];
+    for at in (0..64 * MIB).step_by(5 * MIB) {
+        bytes[at..at + MIB].fill(1 + (at / MIB) as u8);
+    }
+    fs::create_dir(dir.path().join("old")).unwrap();
+    fs::create_dir(dir.path().join("new")).unwrap();
+    fs::write(dir.path().join("bytes.raw"), &bytes).unwrap();
+    ok(dir.path(), &["convert", "bytes.raw", "old/parent.vhd"]);
+    fs::remove_file(dir.path().join("bytes.raw")).unwrap();
+    ok(dir.path(), &["create", &format!("old/{name}.vhd"), "--parent", "old/parent.vhd"]);
+    (dir, bytes)
+}
+
+fn the_job(dir: &Path, disk: &str) -> Value {
+    let jobs = json(dir, &["jobs"]);
+    let found = jobs["jobs"].as_array().unwrap().iter().find(|job| job["disk"] == disk);
+    found.unwrap_or_else(|| panic!("{disk} has no job: {jobs}")).clone()
+}
+
+#[test]
+fn a_disk_that_nobody_uses_is_moved_and_its_old_path_says_where_it_is() {
+    let (dir, bytes) = world("alone");
+    let dir = dir.path();
+    let moved = json(dir, &["move", "old/alone.vhd", "--to", "new"]);
+    assert_eq!((&moved["kind"], &moved["state"]), (&"move".into(), &"done".into()), "{moved}");
+    assert_eq!(moved["motion"]["phase"], "done");
+    assert_eq!(names(dir, "old"), [".alone.vhd.spile-moved", "alone.moved.vhd", "parent.vhd"]);
+    assert_eq!(names(dir, "new"), ["alone.vhd"]);
+    assert_eq!(json(dir, &["info", "new/alone.vhd", "--chain"])["layers"].as_array().unwrap().len(), 1);
+    assert!(bytes_of(dir, "new/alone.vhd") == bytes, "the bytes are others");
+    for command in [&["info", "old/alone.vhd"][..], &["check", "old/alone.vhd"], &["serve", "old/alone.vhd", "--nbd", "unix:n"]] {
+        let said = fails(dir, 1, command);
+        assert!(said.contains("was moved to") && said.contains("new/alone.vhd"), "{command:?}: {said}");
+    }
+    // To another format, and nothing stays.
+    ok(dir, &["move", "new/alone.vhd", "--to", "new/alone.raw", "--delete-source"]);
+    assert_eq!(names(dir, "new"), [".alone.vhd.spile-moved", "alone.raw"]);
+    assert!(fs::read(dir.join("new/alone.raw")).unwrap() == bytes, "the bytes are others");
+    // Another disk may have the old path.
+    ok(dir, &["create", "old/alone.vhd", "--size", "1M"]);
+    ok(dir, &["info", "old/alone.vhd"]);
+}
+
+#[test]
+fn a_disk_goes_to_another_place_and_back_under_a_guests_load() {
+    let (dir, _) = world("motion-live");
+    let dir = dir.path();
+    let served = serve(dir, &["old/motion-live.vhd", "--vhost-user", "v"]);
+    let mut load = Load::start(dir, "v", &["--span", "48M"]);
+    load.goes_on(&served);
+    for (to, format) in [("new", "vhd"), ("new/motion-live.raw", "raw"), ("old/motion-live.vhd", "vhd")] {
+        let moved = json(dir, &["move", "motion-live", "--to", to, "--delete-source", "--wait"]);
+        assert_eq!(moved["state"], "done", "{moved}");
+        println!("{}", moved["motion"]);
+        let shown = json(dir, &["show", "motion-live"]);
+        assert_eq!(shown["layers"].as_array().unwrap().len(), 1, "{shown}");
+        assert_eq!((&shown["path"], &shown["format"]), (&moved["to"], &format.into()), "{shown}");
+        load.goes_on(&served);
+    }
+    assert_eq!(load.end(), 0);
+    assert!(served.terminate().success());
+    assert!(names(dir, "new").iter().all(|name| name.ends_with("spile-moved")), "{:?}", names(dir, "new"));
+    ok(dir, &["check", "old/motion-live.vhd"]);
+}
+
+#[test]
+fn a_server_that_is_killed_after_a_move_is_started_with_the_new_path_only() {
+    let (dir, mut bytes) = world("motion-killed");
+    let dir = dir.path();
+    let served = serve(dir, &["old/motion-killed.vhd"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    ok(dir, &["move", "motion-killed", "--to", "new", "--wait"]);
+    client.write(4096, &[9; 8192], false).unwrap();
+    bytes[4096..4096 + 8192].fill(9);
+    drop(client);
+    served.kill();
+    let said = try_serve(dir, &["old/motion-killed.vhd"]).map(|_| ()).unwrap_err();
+    assert!(said.contains("was moved to") && said.contains("new/motion-killed.vhd"), "{said}");
+    assert!(serve(dir, &["new/motion-killed.vhd"]).terminate().success());
+    assert!(bytes_of(dir, "new/motion-killed.vhd") == bytes, "what was acknowledged is lost");
+}
+
+#[test]
+fn a_server_that_is_killed_before_the_hand_over_begins_anew() {
+    let (dir, mut bytes) = world("motion-half");
+    let dir = dir.path();
+    let served = serve(dir, &["old/motion-half.vhd"]);
+    json(dir, &["move", "motion-half", "--to", "new/here.vhd", "--rate", "512K"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    client.write(MIB as u64, &[7; 4096], false).unwrap();
+    bytes[MIB..MIB + 4096].fill(7);
+    assert!(names(dir, "new") == [".here.vhd.spile-moving"], "{:?}", names(dir, "new"));
+    drop(client);
+    served.kill();
+    let served = serve(dir, &["old/motion-half.vhd"]);
+    eventually("it goes on", || the_job(dir, "motion-half")["state"] == "running");
+    let id = the_job(dir, "motion-half")["id"].as_str().unwrap().to_owned();
+    ok(dir, &["job", &id, "rate", "none"]);
+    eventually("it is done", || the_job(dir, "motion-half")["state"] == "done");
+    assert!(served.terminate().success());
+    assert_eq!(names(dir, "new"), ["here.vhd"]);
+    assert_eq!(names(dir, "old"), [".motion-half.vhd.spile-moved", "motion-half.moved.vhd", "parent.vhd"]);
+    assert!(bytes_of(dir, "new/here.vhd") == bytes, "what was acknowledged is lost");
+}
+
+#[test]
+fn a_hand_over_that_was_broken_off_between_the_two_names_is_taken_back() {
+    let (dir, bytes) = world("torn");
+    let dir = &dir.path().canonicalize().unwrap();
+    // As a process leaves it that ends there.
+    let at = |name: &str| dir.join(name);
+    ok(dir, &["convert", "old/torn.vhd", "new/copy.vhd"]);
+    fs::rename(at("new/copy.vhd"), at("new/.torn.vhd.spile-moving")).unwrap();
+    fs::rename(at("old/torn.vhd"), at("old/torn.moved.vhd")).unwrap();
+    let [to, image, half] = ["new/torn.vhd", "old/torn.moved.vhd", "new/.torn.vhd.spile-moving"].map(|name| at(name).display().to_string());
+    let note = format!("spile moved 1\nto {to}\nimage {image}\nhalf {half}\nend\n");
+    fs::write(at("old/.torn.vhd.spile-moved"), &note).unwrap();
+    // Whoever only reads changes nothing.
+    let said = fails(dir, 1, &["info", "old/torn.vhd"]);
+    assert!(said.contains("just being moved"), "{said}");
+    assert!(serve(dir, &["old/torn.vhd"]).terminate().success());
+    assert_eq!((names(dir, "old"), names(dir, "new").len()), (vec!["parent.vhd".to_owned(), "torn.vhd".to_owned()], 0));
+    assert!(bytes_of(dir, "old/torn.vhd") == bytes);
+    // With the new name there, the new image is the disk, whatever else is there.
+    fs::rename(at("old/torn.vhd"), at("old/torn.moved.vhd")).unwrap();
+    fs::write(at("old/.torn.vhd.spile-moved"), &note).unwrap();
+    fs::write(at("new/torn.vhd"), "x").unwrap();
+    fs::write(at("new/.torn.vhd.spile-moving"), "x").unwrap();
+    let said = try_serve(dir, &["old/torn.vhd"]).map(|_| ()).unwrap_err();
+    assert!(said.contains("was moved to"), "{said}");
+    // Nothing tells that the new one was not in use: then it is not taken back.
+    fs::remove_file(at("new/torn.vhd")).unwrap();
+    fs::remove_file(at("new/.torn.vhd.spile-moving")).unwrap();
+    let said = try_serve(dir, &["old/torn.vhd"]).map(|_| ()).unwrap_err();
+    assert!(said.contains("was moved to") && said.contains("torn.moved.vhd"), "{said}");
+}
+
+#[test]
+fn a_successor_takes_over_a_disk_that_was_moved() {
+    let (dir, _) = world("motion-over");
+    let dir = dir.path();
+    let served = guests::serve(dir, &["old/motion-over.vhd", "--vhost-user", "v"]);
+    let mut load = Load::start(dir, "v", &["--span", "48M"]);
+    load.goes_on(&served);
+    ok(dir, &["move", "c", "--to", "new", "--wait"]);
+    let next = guests::succeed(dir, &["new/motion-over.vhd", "--vhost-user", "v"], served);
+    load.goes_on(&next);
+    assert_eq!(load.end(), 0);
+    assert!(next.terminate().success());
+}
+
+#[test]
+fn what_cannot_be_moved_is_refused_and_stays() {
+    let (dir, bytes) = world("motion-stays");
+    let dir = dir.path();
+    fs::write(dir.join("new/taken.vhd"), "x").unwrap();
+    let served = serve(dir, &["old/motion-stays.vhd", "mem:1M,name=motion-mem"]);
+    for (disk, to, says) in [
+        ("motion-stays", "new/taken.vhd", "there is a file of the new name already"),
+        ("motion-stays", "gone/x.vhd", "the new folder cannot be found"),
+        ("motion-stays", "new/x", "cannot tell the format"),
+        ("motion-mem", "new/x.raw", "only a disk in a file can be moved"),
+    ] {
+        let said = fails(dir, 1, &["move", disk, "--to", to]);
+        assert!(said.contains(says), "{disk} to {to}: {said}");
+    }
+    let job = json(dir, &["move", "motion-stays", "--to", "new", "--rate", "512K"]);
+    for command in [&["resize", "motion-stays", "128M"][..], &["snapshot", "motion-stays", "--name", "s"], &["coalesce", "motion-stays"]] {
+        let said = fails(dir, 1, command);
+        assert!(said.contains(job["id"].as_str().unwrap()), "{command:?}: {said}");
+    }
+    ok(dir, &["job", job["id"].as_str().unwrap(), "cancel"]);
+    eventually("it is cancelled", || the_job(dir, "motion-stays")["state"] == "cancelled");
+    assert_eq!((names(dir, "new"), names(dir, "old")), (vec!["taken.vhd".to_owned()], vec!["motion-stays.vhd".to_owned(), "parent.vhd".to_owned()]));
+    // And it may go elsewhere.
+    ok(dir, &["move", "motion-stays", "--to", "new", "--wait"]);
+    assert!(served.terminate().success());
+    assert!(bytes_of(dir, "new/motion-stays.vhd") == bytes);
+}
+
+#[test]
+fn a_server_that_ends_stops_the_move_and_the_next_one_goes_on() {
+    let (dir, bytes) = world("motion-stop");
+    let dir = dir.path();
+    let served = serve(dir, &["old/motion-stop.vhd"]);
+    json(dir, &["move", "motion-stop", "--to", "new", "--rate", "512K"]);
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(served.terminate().success());
+    assert_eq!((names(dir, "old").contains(&".motion-stop.vhd.spile-job".to_owned()), names(dir, "new").len()), (true, 0));
+    let said = fails(dir, 1, &["snapshot", "old/motion-stop.vhd", "--name", "s"]);
+    assert!(said.contains("has not come to its end"), "{said}");
+    ok(dir, &["move", "old/motion-stop.vhd", "--to", "new"]);
+    assert!(bytes_of(dir, "new/motion-stop.vhd") == bytes);
+    assert_eq!(names(dir, "old"), [".motion-stop.vhd.spile-moved", "motion-stop.moved.vhd", "parent.vhd"]);
+}
