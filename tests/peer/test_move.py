@@ -88,7 +88,7 @@ class Move(PeerTest):
                 self.assertEqual(server.stop(), 0)
                 done += 1
             if self.where().exists():
-                spile_once_free("check", self.where())
+                spile_once_free("info", self.where())
         self.assertGreaterEqual(done, 10)
         self.assertGreater(writer.writes, 100)
         server = self.serve(self.where())

@@ -35,7 +35,8 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
     match plan {
         Plan::Coalesce(merged) => merge::coalesce(work, merged).await,
         Plan::Flatten => flatten::flatten(work).await,
-        Plan::Move(to) => motion::run(work, to).await,
+        // A long future, which those of other jobs need not hold.
+        Plan::Move(to) => Box::pin(motion::run(work, to)).await,
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 use spile_core::{Error, ErrorKind, Files, Locator, Result, Store};
 use spile_engine::OsEnv;
 use spile_image::{Format, Graph, OpenOptions};
+use spile_life::motion::{Moved, take_back};
 use spile_node::{Limits, OnError, Policy};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
@@ -195,11 +196,17 @@ pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> 
 /// `NotFound` with the place that the disk was moved to; the system's.
 async fn look_for_moved(files: &HostFiles, source: &Locator, may_change: bool) -> Result<()> {
     if let Some(path) = missing(source)
-        && spile_life::motion::take_back(files, &path, may_change).await?
+        && take_back(files, &path, may_change).await?
     {
         tracing::warn!("{}: it was about to be moved when a process ended, and goes on here", path.display());
     }
     Ok(())
+}
+
+/// What is known of a disk that is not at its path.
+fn moved(source: &Locator) -> Option<Moved> {
+    let note = std::fs::read(spile_life::names::moved(&missing(source)?)).ok()?;
+    Moved::from_text(&String::from_utf8_lossy(&note))
 }
 
 /// The whole path of a file that is not there.
@@ -228,9 +235,12 @@ pub async fn open_with<F: Files>(files: &F, source: &Locator, options: &OpenOpti
 pub fn find(source: &Locator) -> Result<()> {
     let Locator::Path(path) = source else { return Ok(()) };
     match path.metadata() {
-        // Whoever opens it is told where it is.
-        Err(_) if missing(source).is_some_and(|path| spile_life::names::moved(&path).exists()) => Ok(()),
-        Err(error) => Err(Error::io("cannot be found", error).at_path(path)),
+        Err(error) => match moved(source) {
+            // A hand-over that was broken off is taken back when the disk is opened.
+            Some(moved) if moved.half.exists() && !moved.to.exists() => Ok(()),
+            Some(moved) => Err(moved.told(path)),
+            None => Err(Error::io("cannot be found", error).at_path(path)),
+        },
         Ok(stat) if stat.is_dir() => Err(Error::new(ErrorKind::InvalidInput, "is a folder, not a disk").at_path(path)),
         Ok(_) => Ok(()),
     }

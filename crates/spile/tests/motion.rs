@@ -72,7 +72,9 @@ fn a_disk_that_nobody_uses_is_moved_and_its_old_path_says_where_it_is() {
     assert_eq!(names(dir, "new"), ["alone.vhd"]);
     assert_eq!(json(dir, &["info", "new/alone.vhd", "--chain"])["layers"].as_array().unwrap().len(), 1);
     assert!(bytes_of(dir, "new/alone.vhd") == bytes, "the bytes are others");
-    for command in [&["info", "old/alone.vhd"][..], &["check", "old/alone.vhd"], &["serve", "old/alone.vhd", "--nbd", "unix:n"]] {
+    for command in
+        [&["info", "old/alone.vhd"][..], &["check", "old/alone.vhd"], &["serve", "old/alone.vhd", "--nbd", "unix:n"]]
+    {
         let said = fails(dir, 1, command);
         assert!(said.contains("was moved to") && said.contains("new/alone.vhd"), "{command:?}: {said}");
     }
@@ -156,11 +158,12 @@ fn a_hand_over_that_was_broken_off_between_the_two_names_is_taken_back() {
     ok(dir, &["convert", "old/torn.vhd", "new/copy.vhd"]);
     fs::rename(at("new/copy.vhd"), at("new/.torn.vhd.spile-moving")).unwrap();
     fs::rename(at("old/torn.vhd"), at("old/torn.moved.vhd")).unwrap();
-    let [to, image, half] = ["new/torn.vhd", "old/torn.moved.vhd", "new/.torn.vhd.spile-moving"].map(|name| at(name).display().to_string());
+    let [to, image, half] =
+        ["new/torn.vhd", "old/torn.moved.vhd", "new/.torn.vhd.spile-moving"].map(|name| at(name).display().to_string());
     let note = format!("spile moved 1\nto {to}\nimage {image}\nhalf {half}\nend\n");
     fs::write(at("old/.torn.vhd.spile-moved"), &note).unwrap();
     // Whoever only reads changes nothing.
-    let said = fails(dir, 1, &["info", "old/torn.vhd"]);
+    let said = fails(dir, 1, &["convert", "old/torn.vhd", "x.raw"]);
     assert!(said.contains("just being moved"), "{said}");
     assert!(serve(dir, &["old/torn.vhd"]).terminate().success());
     assert_eq!((names(dir, "old"), names(dir, "new").len()), (vec!["parent.vhd".to_owned(), "torn.vhd".to_owned()], 0));
@@ -199,23 +202,30 @@ fn what_cannot_be_moved_is_refused_and_stays() {
     let dir = dir.path();
     fs::write(dir.join("new/taken.vhd"), "x").unwrap();
     let served = serve(dir, &["old/motion-stays.vhd", "mem:1M,name=motion-mem"]);
-    for (disk, to, says) in [
-        ("motion-stays", "new/taken.vhd", "there is a file of the new name already"),
-        ("motion-stays", "gone/x.vhd", "the new folder cannot be found"),
-        ("motion-stays", "new/x", "cannot tell the format"),
-        ("motion-mem", "new/x.raw", "only a disk in a file can be moved"),
+    for (code, disk, to, says) in [
+        (1, "motion-stays", "new/taken.vhd", "there is a file of the new name already"),
+        (1, "motion-stays", "gone/x.vhd", "the new folder cannot be found"),
+        (2, "motion-stays", "new/x", "say --to-format raw"),
+        (1, "motion-mem", "new/x.raw", "only a disk in a file can be moved"),
     ] {
-        let said = fails(dir, 1, &["move", disk, "--to", to]);
+        let said = fails(dir, code, &["move", disk, "--to", to]);
         assert!(said.contains(says), "{disk} to {to}: {said}");
     }
     let job = json(dir, &["move", "motion-stays", "--to", "new", "--rate", "512K"]);
-    for command in [&["resize", "motion-stays", "128M"][..], &["snapshot", "motion-stays", "--name", "s"], &["coalesce", "motion-stays"]] {
+    for command in [
+        &["resize", "motion-stays", "128M"][..],
+        &["snapshot", "motion-stays", "--name", "s"],
+        &["coalesce", "motion-stays"],
+    ] {
         let said = fails(dir, 1, command);
         assert!(said.contains(job["id"].as_str().unwrap()), "{command:?}: {said}");
     }
     ok(dir, &["job", job["id"].as_str().unwrap(), "cancel"]);
     eventually("it is cancelled", || the_job(dir, "motion-stays")["state"] == "cancelled");
-    assert_eq!((names(dir, "new"), names(dir, "old")), (vec!["taken.vhd".to_owned()], vec!["motion-stays.vhd".to_owned(), "parent.vhd".to_owned()]));
+    assert_eq!(
+        (names(dir, "new"), names(dir, "old")),
+        (vec!["taken.vhd".to_owned()], vec!["motion-stays.vhd".to_owned(), "parent.vhd".to_owned()])
+    );
     // And it may go elsewhere.
     ok(dir, &["move", "motion-stays", "--to", "new", "--wait"]);
     assert!(served.terminate().success());
@@ -230,7 +240,10 @@ fn a_server_that_ends_stops_the_move_and_the_next_one_goes_on() {
     json(dir, &["move", "motion-stop", "--to", "new", "--rate", "512K"]);
     std::thread::sleep(Duration::from_millis(100));
     assert!(served.terminate().success());
-    assert_eq!((names(dir, "old").contains(&".motion-stop.vhd.spile-job".to_owned()), names(dir, "new").len()), (true, 0));
+    assert_eq!(
+        (names(dir, "old").contains(&".motion-stop.vhd.spile-job".to_owned()), names(dir, "new").len()),
+        (true, 0)
+    );
     let said = fails(dir, 1, &["snapshot", "old/motion-stop.vhd", "--name", "s"]);
     assert!(said.contains("has not come to its end"), "{said}");
     ok(dir, &["move", "old/motion-stop.vhd", "--to", "new"]);

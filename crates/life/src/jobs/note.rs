@@ -290,11 +290,8 @@ mod tests {
             Merged { identity: Identity([0xa7; 16]), path: "/vm/a b.vhd".into(), parent: "/base/p.vhd".into() };
         let wishes = Wishes { is_paused: true, limit_bytes_per_s: Some(7 << 20) };
         let to = Move { to: Locator::Path("/new/c d.raw".into()), format: Format::Raw, deletes_source: true };
-        let plans = [
-            (Plan::Coalesce(merged), wishes),
-            (Plan::Flatten, Wishes::default()),
-            (Plan::Move(to), Wishes::default()),
-        ];
+        let plans =
+            [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default()), (Plan::Move(to), Wishes::default())];
         for (plan, wishes) in plans {
             let note = Note { plan, wishes };
             let text = note.to_text().unwrap();

@@ -53,13 +53,7 @@ pub(super) struct Copier<'a, 'w, F: Files> {
 }
 
 impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
-    pub fn new(
-        work: &'a Work<'w, F>,
-        source: End<F>,
-        target: End<F>,
-        mirror: &'a Mirror,
-        status: &'a Status,
-    ) -> Self {
+    pub fn new(work: &'a Work<'w, F>, source: End<F>, target: End<F>, mirror: &'a Mirror, status: &'a Status) -> Self {
         let buffers = (0..LANES).map(|_| Segments::zeroed(work.sizes.piece_bytes as usize)).collect();
         let (copied_bytes, speed, patience) = (Cell::new(0), Cell::new((0, 0)), Cell::new(0));
         Self { work, source, target, mirror, status, buffers, copied_bytes, speed, patience }
@@ -71,7 +65,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
     /// The disks'; `Shutdown` when the job is to end. Each with what is left of a hand-over.
     pub async fn until_over(&self, moved: &Moved) -> Result<OldEpoch<GraphOf<F>>, (Error, Left)> {
         // Also while the job waits: no write is held back for ever.
-        self.ticking(self.steps(moved)).await
+        self.ticking(Box::pin(self.steps(moved))).await
     }
 
     async fn steps(&self, moved: &Moved) -> Result<OldEpoch<GraphOf<F>>, (Error, Left)> {
@@ -82,7 +76,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         loop {
             self.catch_up().await.map_err(nothing)?;
             self.status.set_phase(Phase::InStep);
-            match handover::attempt(self, moved).await? {
+            match Box::pin(handover::attempt(self, moved)).await? {
                 Tried::HandedOver(old) => return Ok(old),
                 Tried::PutOff(why) => {
                     put_off += 1;
@@ -145,7 +139,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             }
             self.work.job.set_total(self.copied_bytes.get() + self.mirror.lag_bytes());
             let guests = || if is_polite { self.work.guests() } else { 0 };
-            self.work.job.piece(self.work.timer, bytes, guests, self.copy(&batch)).await?;
+            self.work.job.piece(self.work.timer, bytes, guests, Box::pin(self.copy(&batch))).await?;
             self.copied_bytes.set(self.copied_bytes.get() + bytes);
             self.work.job.set_done(self.copied_bytes.get());
         }

@@ -58,16 +58,13 @@ fn nothing(error: Error) -> Failed {
 ///
 /// # Errors
 /// Those of both images, and what the mirror says. Guests go on with the old image.
-pub(super) async fn attempt<F: Files>(
-    copier: &Copier<'_, '_, F>,
-    moved: &Moved,
-) -> Result<Tried<GraphOf<F>>, Failed> {
+pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>, moved: &Moved) -> Result<Tried<GraphOf<F>>, Failed> {
     let disk = copier.source.inner().handles()[0].path().to_owned();
-    prepare(copier, moved, &disk).await.map_err(nothing)?;
+    Box::pin(prepare(copier, moved, &disk)).await.map_err(nothing)?;
     let new = copier.target.inner().clone();
     let gates = close_gates(vec![(copier.work.node, new)]).await.map_err(nothing)?;
     let closed_at = gates.closed_at();
-    let tried = with_closed_gates(copier, moved, &disk, gates).await;
+    let tried = Box::pin(with_closed_gates(copier, moved, &disk, gates)).await;
     copier.status.note_stall(closed_at.elapsed());
     tried
 }
@@ -75,7 +72,11 @@ pub(super) async fn attempt<F: Files>(
 /// Step 1.
 async fn prepare<F: Files>(copier: &Copier<'_, '_, F>, moved: &Moved, disk: &Path) -> Result<()> {
     copier.target.flush().await.map_err(|error| error.hint("the new image cannot be made durable"))?;
-    copier.source.flush().await.map_err(|error| error.hint("a flush of the disk fails: what was lost cannot be known"))?;
+    copier
+        .source
+        .flush()
+        .await
+        .map_err(|error| error.hint("a flush of the disk fails: what was lost cannot be known"))?;
     let files = copier.work.files;
     let store = copier.source.inner().handles()[0].image().store();
     if !files.is_at(store, disk).await? {
@@ -103,11 +104,11 @@ async fn with_closed_gates<F: Files>(
             Either::Right(_) => return Ok(Tried::PutOff("requests in flight took too long to their end")),
         }
     }
-    let Some(gates) = rest(copier, gates).await.map_err(nothing)? else {
+    let Some(gates) = Box::pin(rest(copier, gates)).await.map_err(nothing)? else {
         return Ok(Tried::PutOff("the rest took too long to be copied"));
     };
     ask(copier).map_err(nothing)?;
-    take_names(copier, moved, disk).await?;
+    Box::pin(take_names(copier, moved, disk)).await?;
     let old = gates.open().into_iter().next().expect("one disk has one old epoch");
     Ok(Tried::HandedOver(old))
 }
@@ -125,7 +126,7 @@ async fn rest<'g, F: Files>(
         if batch.is_empty() {
             break;
         }
-        until_late(&mut gates, &mut late, copier.copy(&batch)).await?;
+        until_late(&mut gates, &mut late, Box::pin(copier.copy(&batch))).await?;
         if gates.is_none() {
             return Ok(None);
         }
@@ -181,7 +182,10 @@ async fn take_names<F: Files>(copier: &Copier<'_, '_, F>, moved: &Moved, disk: &
     };
     if let Err(error) = linked {
         // A name that could not be made durable may be there all the same.
-        if is_at(files, new, &moved.to).await && files.remove(&moved.to).await.is_err() && is_at(files, new, &moved.to).await {
+        if is_at(files, new, &moved.to).await
+            && files.remove(&moved.to).await.is_err()
+            && is_at(files, new, &moved.to).await
+        {
             // It stays, so the disk is there.
             copier.status.set_trouble(Some(format!("the disk's new name may not survive a power cut: {error}")));
         } else {

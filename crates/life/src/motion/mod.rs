@@ -89,7 +89,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes() };
     note.write(work.files, &disk).await?;
     let half = names::moving(to);
-    let target = match make(work, plan.format, &source, &half).await {
+    let target = match Box::pin(make(work, plan.format, &source, &half)).await {
         Ok(target) => Arc::new(target),
         Err(error) => {
             remove_if_there(work.files, &half).await?;
@@ -97,7 +97,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
         }
     };
     let moved = Moved { to: to.clone(), image: old_image(&disk), half: half.clone() };
-    let done = mirrored(work, &source, &target, &moved, plan).await;
+    let done = Box::pin(mirrored(work, &source, &target, &moved, plan)).await;
     match done {
         Ok(()) => Ok(()),
         Err((error, handover::Left::Nothing)) => {
@@ -154,12 +154,7 @@ async fn remove_half<F: Files>(files: &F, half: &Path) -> Result<()> {
 }
 
 /// Makes the new image, as large as the disk, and opens it.
-async fn make<F: Files>(
-    work: &Work<'_, F>,
-    format: Format,
-    source: &GraphOf<F>,
-    half: &Path,
-) -> Result<GraphOf<F>> {
+async fn make<F: Files>(work: &Work<'_, F>, format: Format, source: &GraphOf<F>, half: &Path) -> Result<GraphOf<F>> {
     let new = NewImage { size_bytes: source.size_bytes(), subformat: None, parent: None, unit_bytes: None };
     let store = work.files.create(half, 0).await?;
     format.create(&store, &**work.env, &new).await?;
@@ -203,7 +198,7 @@ async fn mirrored<F: Files>(
     let stage: Arc<dyn Stage> = mirror.clone();
     work.node.replace(Place::Mirror, Some(stage)).await.map_err(nothing)?;
     let copier = Copier::new(work, Aligned::new(source.clone()), Aligned::new(target.clone()), &mirror, &status);
-    let done = copier.until_over(moved).await;
+    let done = Box::pin(copier.until_over(moved)).await;
     mirror.release();
     let detached = work.node.replace(Place::Mirror, None).await;
     let old = match done {
@@ -213,7 +208,7 @@ async fn mirrored<F: Files>(
     // From here on the disk is at its new place, whatever else fails.
     drop(detached);
     status.set_old_image((!plan.deletes_source).then(|| moved.image.clone()));
-    let tidied = tidy(work, old, source, moved, plan).await;
+    let tidied = Box::pin(tidy(work, old, source, moved, plan)).await;
     status.set_trouble(tidied.err().map(|error| error.to_string()));
     status.set_phase(Phase::Done);
     Ok(())

@@ -32,7 +32,8 @@ impl Moved {
         Ok(format!("{HEAD}\nto {to}\nimage {image}\nhalf {half}\n{END}\n"))
     }
 
-    fn from_text(text: &str) -> Option<Self> {
+    /// What a note says with this text; `None` for one that was not written to its end.
+    pub fn from_text(text: &str) -> Option<Self> {
         let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
         lines.next().filter(|head| *head == HEAD)?;
         let mut next = |before: &str| lines.next()?.strip_prefix(before).map(PathBuf::from);
@@ -64,8 +65,8 @@ impl Moved {
         Ok(Self::from_text(&String::from_utf8_lossy(&bytes.to_vec())))
     }
 
-    /// What whoever looks for the disk at its old path is told.
-    fn told(&self, disk: &Path) -> Error {
+    /// What whoever looks for the disk at its old path `disk` is told.
+    pub fn told(&self, disk: &Path) -> Error {
         let to = self.to.display();
         let error = Error::new(ErrorKind::NotFound, format!("the disk was moved to {to}")).at_path(disk);
         error.hint(format!(

@@ -355,7 +355,10 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
     let folder = folder.canonicalize().map_err(|e| Error::io("the new folder cannot be found", e).at_path(folder))?;
     let to = folder.join(file);
     let given = new.to_format.as_deref().map(str::parse).transpose()?;
-    let format = Format::of(&to, given)?;
+    let format = Format::of(&to, given).map_err(|error| {
+        let hint = error.hint_text().map(|hint| hint.replace("--format", "--to-format"));
+        error.hint(hint.unwrap_or_default())
+    })?;
     if format.about().is_read_only {
         return Err(Error::new(ErrorKind::Unsupported, format!("a {format} cannot be written")).at_path(&to));
     }

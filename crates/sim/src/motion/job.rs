@@ -94,7 +94,9 @@ impl Host {
                 assert!(is_kept != *deletes_source || self.has_faults(), "the old image is kept: {is_kept}");
                 self.note_moved(to.clone());
                 let is_busy = requests(node) > before;
-                self.count(|summary| (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy)));
+                self.count(|summary| {
+                    (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy))
+                });
             }
             Err(error) => {
                 assert_eq!(leaf, at, "a move that has failed has changed the disk: {error:?}");
@@ -103,7 +105,8 @@ impl Host {
                 // Guests may use smaller units than the new image takes.
                 let fine = fine || error.kind() == ErrorKind::Unsupported;
                 assert!(fine, "{plan:?} failed without a fault: {error:?}");
-                let is_tidy = is_there(at.clone()).await && !is_there(names::moving(to)).await && !is_there(to.clone()).await;
+                let is_tidy =
+                    is_there(at.clone()).await && !is_there(names::moving(to)).await && !is_there(to.clone()).await;
                 assert!(is_tidy || self.has_faults(), "a move that has ended has left something: {error:?}");
                 self.count(|summary| summary.ended_early += 1);
             }

@@ -146,7 +146,9 @@ fn show(args: &JobArgs, job: &Job) -> Result<Exit> {
     match (job.state.as_str(), &job.to) {
         ("done", Some(to)) => super::move_disk::say_done(job, to),
         ("done", None) => say(format_args!("{disk}: {kind} is done, {moved} moved")),
-        (state, _) => say(format_args!("{disk}: {kind} is {state} as job {}; `spile jobs` shows how far it is", job.id)),
+        (state, _) => {
+            say(format_args!("{disk}: {kind} is {state} as job {}; `spile jobs` shows how far it is", job.id))
+        }
     }
     Ok(Exit::Ok)
 }

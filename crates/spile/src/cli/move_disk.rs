@@ -39,7 +39,9 @@ pub struct MoveArgs {
 /// When there is no such disk, when the move is refused, and when it fails: the disk is where it was then.
 pub fn run(args: &MoveArgs) -> Result<Exit> {
     let to = match crate::disks::locate(&args.to)? {
-        Locator::Path(path) => text(&std::path::absolute(&path).map_err(|e| Error::io("cannot be found", e).at_path(&path))?)?,
+        Locator::Path(path) => {
+            text(&std::path::absolute(&path).map_err(|e| Error::io("cannot be found", e).at_path(&path))?)?
+        }
         other => other.to_string(),
     };
     let to_format = args.to_format.map(|format| format.to_string());
@@ -48,7 +50,8 @@ pub fn run(args: &MoveArgs) -> Result<Exit> {
 }
 
 fn text(path: &Path) -> Result<String> {
-    let error = || Error::new(ErrorKind::Unsupported, "a disk cannot be moved to a path that is not UTF-8").at_path(path);
+    let error =
+        || Error::new(ErrorKind::Unsupported, "a disk cannot be moved to a path that is not UTF-8").at_path(path);
     path.to_str().map(str::to_owned).ok_or_else(error)
 }
 
@@ -60,6 +63,9 @@ pub(super) fn say_done(job: &Job, to: &str) {
         let stall = format_us(motion.longest_stall_us);
         say(format_args!("requests waited for {stall} at most; start the server with the new path from now on"));
     }
-    motion.old_image.iter().for_each(|image| say(format_args!("the old image is {image}: remove it when you do not need it")));
+    motion
+        .old_image
+        .iter()
+        .for_each(|image| say(format_args!("the old image is {image}: remove it when you do not need it")));
     motion.trouble.iter().for_each(|trouble| say(format_args!("but {trouble}")));
 }
