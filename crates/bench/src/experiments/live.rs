@@ -160,7 +160,7 @@ impl Live {
         mut each: impl FnMut(),
     ) -> Result<Option<Job>> {
         let order =
-            NewJob { disk: name(0), kind: kind.to_owned(), layer: layer.map(str::to_owned), limit_bytes_per_s: None };
+            NewJob { disk: name(0), kind: kind.to_owned(), layer: layer.map(str::to_owned), ..NewJob::default() };
         let end = Instant::now() + patience;
         let job: Job = typed(call(&control(&self.folder), "POST", "/v1/jobs", Some(&json!(order)), CHANGE_PATIENCE)?)?;
         let path = format!("/v1/jobs/{}", escape(&job.id));
