@@ -12,7 +12,7 @@ use allocation_counter::measure;
 use spile_core::{Disk, DiskInfo, ErrorKind, Extent, ExtentStatus, Io, Result, Segments};
 use spile_engine::{Config, Engine, OsEnv};
 use spile_life::changes::header::{Grain, Stamp};
-use spile_life::changes::{Broken, Changes, Surroundings};
+use spile_life::changes::{Broken, Changes, Found, Surroundings};
 use spile_life::names;
 use spile_node::Node;
 use spile_store::{CacheMode, OsFiles};
@@ -50,6 +50,7 @@ fn around() -> Surroundings<OsFiles> {
         files: OsFiles::new(CacheMode::Page),
         env: Arc::new(OsEnv),
         timer: Arc::new(OsEnv),
+        alarm: |_, _| {},
         broken: Broken::Nothing,
     }
 }
@@ -63,12 +64,14 @@ fn on_host<F: Future<Output = ()> + 'static>(test: impl FnOnce(PathBuf) -> F + S
 }
 
 async fn open(disk: &Path, stamp: u8) -> Result<Option<Changes<OsFiles>>> {
-    Changes::open(around(), disk, SIZE, Stamp([stamp; 32])).await
+    let found = Found { stamp: Stamp([stamp; 32]), is_written_behind: false };
+    Changes::open(around(), disk, SIZE, found).await
 }
 
 /// A disk with the checkpoint `monday`.
 async fn with_checkpoint(disk: &Path) -> (Node<Nothing>, Changes<OsFiles>) {
-    let (node, changes) = (Node::new(Nothing), Changes::create(around(), disk, SIZE, Grain::default()).await.unwrap());
+    let (node, changes) =
+        (Node::new(Nothing), Changes::create(around(), disk, SIZE, Grain::default(), Stamp::default()).await.unwrap());
     changes.checkpoint(&node, "monday").await.unwrap();
     (node, changes)
 }

@@ -15,7 +15,7 @@ use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use crate::limits;
 use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
-use crate::{family, stamps};
+use crate::{checkpoints, family, stamps};
 
 /// What a command's DISK means: a locator, or the path of a file whose name is no UTF-8.
 ///
@@ -165,13 +165,27 @@ pub fn split_commas(text: &str) -> Vec<String> {
     parts
 }
 
+/// As [`open_keeping`], for whoever does not note which blocks it changes: in a disk that is opened for writing and has checkpoints,
+/// everything counts as changed since.
+///
+/// # Errors
+/// As there, and those of [`checkpoints::forget`].
+pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
+    let disk = open_keeping(cache, source, options).await?;
+    if !options.read_only {
+        checkpoints::forget(&disk, options.no_lock).await?;
+    }
+    Ok(disk)
+}
+
 /// Opens the disk of `source` with its parents. A disk that is opened for writing must be no image's parent itself, as far as
 /// its folder tells, unless the options allow that. A parent that was written after its child was made is one line in the log.
-/// Nothing begins to prepare its writes before [`Graph::begin`].
+/// Nothing begins to prepare its writes before [`Graph::begin`]. The caller opens the disk's [`Checkpoints`](checkpoints::Checkpoints), and
+/// closes them with the disk.
 ///
 /// # Errors
 /// As [`Graph::open`]; `Denied` for a parent.
-pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
+pub async fn open_keeping(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
     let files = HostFiles::new(OsFiles::new(cache).without_locks(options.no_lock));
     look_for_moved(&files, source, !options.read_only).await?;
     let disk = open_with(&files, source, options).await?;

@@ -2,13 +2,14 @@
 //!
 //! - [`serving`]: `spile serve`: disks for NBD clients and virtual machines, the control socket, the takeover.
 //! - [`xen`]: `spile xen-disk` and `spile xen-backend`: disks for Xen guests.
-//! - [`disks`] names and opens disks, [`listen`] makes sockets, [`signals`] ends a process in order, [`panics`] ends one that has a
+//! - [`disks`] names and opens disks, [`checkpoints`] notes what is changed in them, [`listen`] makes sockets, [`signals`] ends a process in order, [`panics`] ends one that has a
 //!   bug, [`process`] names other processes, [`host_device`] reads what the kernel
 //!   counts of the device below a disk, [`log`] writes what the libraries report.
 //!
 //! This crate joins fronts and images. It imports nothing that measures (`bench`) or imitates (`lab`).
 #![forbid(unsafe_code)]
 
+pub mod checkpoints;
 pub mod disks;
 pub mod family;
 pub mod host_device;
@@ -16,6 +17,7 @@ pub mod jobs;
 pub mod limits;
 pub mod listen;
 pub mod log;
+mod look;
 pub mod notify;
 pub mod panics;
 pub mod process;

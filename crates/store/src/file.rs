@@ -19,6 +19,7 @@ use crate::cut::{Cut, cut_short};
 use crate::files::CacheMode;
 use crate::held::HeldLock;
 use crate::sync_gate::{SyncGate, Turn};
+use crate::times::FileTimes;
 
 /// Zeroes written at a time where the file system cannot zero a range itself.
 const ZERO_CHUNK_BYTES: usize = 1 << 20;
@@ -57,6 +58,7 @@ impl FileId {
 struct Inner {
     path: Arc<PathCell>,
     id: FileId,
+    found: FileTimes,
     info: StoreInfo,
     is_device: bool,
     direct: RawFile,
@@ -180,6 +182,8 @@ impl FileStore {
         locked: Option<OpenMode>,
     ) -> Result<FileStore> {
         let id = FileId::of(stat);
+        // Under the lock, and before anything below writes to the file.
+        let found = FileTimes::of(stat).now(&file);
         let is_device = matches!(id, FileId::BlockDevice(_));
         let len = if is_device { device_len(&file)? } else { stat.len() };
         let direct = match cache {
@@ -191,13 +195,13 @@ impl FileStore {
         let direct = direct
             .map(|(opened, align)| Ok::<_, Error>((RawFile::direct(opened.into(), &file, locked)?, align)))
             .transpose()?;
-        Ok(Self::assemble(path, mode, id, len, file, direct, (lock, behind)))
+        Ok(Self::assemble(path, mode, (id, found), len, file, direct, (lock, behind)))
     }
 
     fn assemble(
         path: Arc<PathCell>,
         mode: OpenMode,
-        id: FileId,
+        (id, found): (FileId, FileTimes),
         len: u64,
         cached: RawFile,
         direct: Option<(RawFile, DirectAlign)>,
@@ -223,6 +227,7 @@ impl FileStore {
             inner: Arc::new(Inner {
                 path,
                 id,
+                found,
                 info,
                 is_device,
                 direct,
@@ -240,6 +245,11 @@ impl FileStore {
     /// Which file this is, as found when it was opened. Its path may name another file by now.
     pub fn id(&self) -> FileId {
         self.inner.id
+    }
+
+    /// What the file looked like from outside when it was opened and locked, before this process has written to it.
+    pub fn found(&self) -> FileTimes {
+        self.inner.found
     }
 
     /// The key with which somebody can wait until the file is unlocked, once it is closed.

@@ -14,6 +14,7 @@ use spile_engine::{FileKey, run_blocking};
 use crate::file::{FileId, FileStore};
 use crate::memory::{MemStore, NullStore};
 use crate::nbd::NbdStore;
+use crate::times::FileTimes;
 
 /// What [`Via::Direct`] means for a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -45,6 +46,14 @@ impl AnyStore {
     pub fn file_id(&self) -> Option<FileId> {
         match self {
             Self::File(file) => Some(file.id()),
+            Self::Mem(_) | Self::Null(_) | Self::Nbd(_) => None,
+        }
+    }
+
+    /// What the file looked like when it was opened ([`FileStore::found`]); `None` when the store is no file of this host.
+    pub fn found(&self) -> Option<FileTimes> {
+        match self {
+            Self::File(file) => Some(file.found()),
             Self::Mem(_) | Self::Null(_) | Self::Nbd(_) => None,
         }
     }

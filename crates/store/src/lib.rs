@@ -16,9 +16,11 @@ mod memory;
 mod metered;
 mod nbd;
 mod sync_gate;
+mod times;
 
 pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};
 pub use memory::{MemStore, NullStore};
 pub use metered::{HostFiles, HostStore, MeteredFiles, MeteredStore};
 pub use nbd::{NbdFacts, NbdOptions, NbdStore, canonical_address, may_be_same_export, on_lost_export};
+pub use times::FileTimes;

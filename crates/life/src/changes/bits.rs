@@ -51,10 +51,16 @@ impl Bits {
 
     /// Sets each bit that `other` has set or does not have.
     pub fn or(&self, other: &Bits) {
-        for (at, mask) in words(other.clip(0..self.count)) {
-            self.store(at, self.word(at) | other.word(at) & mask);
+        self.or_from(other, 0);
+    }
+
+    /// As [`Bits::or`], where bit 0 here stands for the bit `base` of `other`, a multiple of 64.
+    pub fn or_from(&self, other: &Bits, base: u64) {
+        let known = other.count.saturating_sub(base).min(self.count);
+        for (at, mask) in words(0..known) {
+            self.store(at, self.word(at) | other.word(base as usize / 8 + at) & mask);
         }
-        self.set(other.count.min(self.count)..self.count);
+        self.set(known..self.count);
     }
 
     /// The numbers of the bits that are set.
@@ -122,5 +128,9 @@ mod tests {
         assert_eq!(many.ones().collect::<Vec<_>>(), [3, 4, 9].into_iter().chain(70..100).collect::<Vec<_>>());
         few.or(&many);
         assert_eq!(few.ones().collect::<Vec<_>>(), [3, 4, 9]);
+        let (part, other) = (bits(40), bits(90));
+        other.set(60..66);
+        part.or_from(&other, 64);
+        assert_eq!(part.ones().collect::<Vec<_>>(), [0, 1].into_iter().chain(26..40).collect::<Vec<_>>());
     }
 }

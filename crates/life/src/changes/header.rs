@@ -10,7 +10,7 @@
 //! | 16 | 8 | number of the header: the copy with the higher one counts |
 //! | 24 | 8 | size of the disk in bytes |
 //! | 32 | 16 | the boot of the host in which the file was last opened |
-//! | 48 | 32 | what the disk's image looked like when it was last closed in order |
+//! | 48 | 32 | what the disk's image looked like when it was last opened, exchanged, or closed in order |
 //! | 80 | 4 | bytes of a block: a power of two |
 //! | 84 | 4 | number of intervals |
 //! | 88 | 4 | bytes of an area: a power of two, no less than a block |
@@ -50,10 +50,17 @@ const VERSION: u32 = 1;
 const FIRST_INTERVAL: usize = 256;
 const INTERVAL_BYTES: usize = 128;
 
-/// What the image of a disk looks like from outside: where it lies, its length, when it was written. It differs when another
-/// program has written to the image since.
+/// What the image of a disk looks like from outside. The first half tells which file it is, the second one how long it is and when it was
+/// written. The whole differs when another program has written to the image since.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stamp(pub [u8; 32]);
+
+impl Stamp {
+    /// True when both are looks at the same file.
+    pub fn is_same_file(&self, other: &Self) -> bool {
+        self.0[..16] == other.0[..16]
+    }
+}
 
 /// How finely changes are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,7 +94,8 @@ pub struct Header {
     pub disk_bytes: u64,
     /// The boot of the host in which the file was last opened.
     pub boot_id: [u8; 16],
-    /// The image when the file was last closed in order.
+    /// The image when the disk was last opened, got another image, or was closed in order. Unless it was closed in order, only the
+    /// first half counts.
     pub stamp: Stamp,
     /// The sizes of blocks and areas.
     pub grain: Grain,

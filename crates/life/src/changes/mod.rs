@@ -31,11 +31,20 @@
 //! 7. A checkpoint is removed after its bits were added to the interval before and were synced there.
 //! 8. Each change of the header is written to its first copy, synced, written to its second copy and synced.
 //!
+//! # When the file fails
+//! A mark that cannot be made durable fails no request. The file's name is removed, durably, and then requests go on: the next process finds no
+//! checkpoints, and until then everything counts as changed.
+//!
+//! # Other programs
+//! What the image looks like from outside is noted when it is closed in order, and compared when it is opened next. After a process that was
+//! killed, only the file itself can be compared, and what its times tell ([`Found`]): nothing records when such a process wrote last.
+//!
 //! A checkpoint that is made around a snapshot of the disk serves the snapshot, too: see [`Changes::checkpoint_with`].
 
 mod answer;
 mod bits;
 pub mod header;
+mod loss;
 mod tracked;
 
 use std::path::{Path, PathBuf};
@@ -50,6 +59,8 @@ use spile_node::{Node, Place, Stage};
 use crate::names;
 pub use answer::Changed;
 use header::{COPY_BYTES, Grain, Header, Interval, LONGEST_NAME_BYTES, MOST_CHECKPOINTS, Stamp, Unreadable};
+use loss::Giving;
+pub use loss::Loss;
 use tracked::{Tracked, Tracking};
 
 /// A rule of the order of writes that the simulator breaks.
@@ -94,8 +105,19 @@ pub struct Surroundings<F> {
     pub env: Arc<dyn Env>,
     /// Tells when the bits were last made durable.
     pub timer: Arc<dyn Timer>,
+    /// Is told why changes are not tracked any more.
+    pub alarm: fn(&Path, &Error),
     /// A rule that the simulator breaks.
     pub broken: Broken,
+}
+
+/// The image of a disk, as it is found when the disk is opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Found {
+    /// What it looks like.
+    pub stamp: Stamp,
+    /// Its times show that it was written since the last process that had it open. It counts only when that one was killed.
+    pub is_written_behind: bool,
 }
 
 /// The changed blocks of one disk that is open for writing.
@@ -104,6 +126,7 @@ pub struct Changes<F: Files> {
     path: PathBuf,
     store: Arc<F::Store>,
     state: Mutex<State<F::Store>>,
+    giving: Arc<Giving>,
 }
 
 /// The header as it is in the file, and its intervals in memory, in the same order.
@@ -116,13 +139,13 @@ struct State<S> {
     is_stuck: bool,
 }
 
-impl<F: Files> Changes<F> {
-    /// The changed blocks of the disk at `disk`, which is open for writing; `None` when the disk has none. `stamp` is what its image looks
-    /// like now. No request may change the disk before [`Changes::attach`].
+impl<F: Files + Clone> Changes<F> {
+    /// The changed blocks of the disk at `disk`, which is open for writing; `None` when the disk has none. No request may change the
+    /// disk before [`Changes::attach`].
     ///
     /// # Errors
     /// `Unsupported` when a newer program has written the file; `Busy` when another process has it open; the system's.
-    pub async fn open(around: Surroundings<F>, disk: &Path, disk_bytes: u64, stamp: Stamp) -> Result<Option<Self>> {
+    pub async fn open(around: Surroundings<F>, disk: &Path, disk_bytes: u64, found: Found) -> Result<Option<Self>> {
         let path = names::changes(disk);
         let store = match around.files.open(&path.as_path().into(), OpenMode::ReadWrite).await {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -144,21 +167,29 @@ impl<F: Files> Changes<F> {
             Err(Unreadable::Version(version)) => return Err(newer(&path, version)),
         };
         let state = Mutex::new(State { header, tracked: Vec::new(), is_damaged, is_stuck: false });
-        let changes = Self { around, path, store, state };
-        changes.recover(disk_bytes, stamp).await?;
+        let giving = Arc::new(Giving::new(&around, &path));
+        let changes = Self { around, path, store, state, giving };
+        changes.recover(disk_bytes, found).await?;
         Ok(Some(changes))
     }
 
-    /// Makes the file of a disk that has none. It has no checkpoint yet.
+    /// Makes the file of a disk that has none, and whose image looks like `stamp`. It has no checkpoint yet.
     ///
     /// # Errors
     /// The system's.
-    pub async fn create(around: Surroundings<F>, disk: &Path, disk_bytes: u64, grain: Grain) -> Result<Self> {
+    pub async fn create(
+        around: Surroundings<F>,
+        disk: &Path,
+        disk_bytes: u64,
+        grain: Grain,
+        stamp: Stamp,
+    ) -> Result<Self> {
         let path = names::changes(disk);
         let store = Arc::new(around.files.create(&path, 0).await?);
-        let state =
-            State { header: new_header(disk_bytes, grain), tracked: Vec::new(), is_damaged: false, is_stuck: false };
-        let changes = Self { around, path, store, state: Mutex::new(state) };
+        let header = Header { stamp, ..new_header(disk_bytes, grain) };
+        let state = State { header, tracked: Vec::new(), is_damaged: false, is_stuck: false };
+        let giving = Arc::new(Giving::new(&around, &path));
+        let changes = Self { around, path, store, state: Mutex::new(state), giving };
         let mut state = changes.state.lock().await;
         let header = state.header.clone();
         changes.write(&mut state, header).await?;
@@ -167,7 +198,7 @@ impl<F: Files> Changes<F> {
     }
 
     /// Takes up what the last process has left, and notes that bits may be set from now on.
-    async fn recover(&self, disk_bytes: u64, stamp: Stamp) -> Result<()> {
+    async fn recover(&self, disk_bytes: u64, found: Found) -> Result<()> {
         let mut state = self.state.lock().await;
         let mut header = state.header.clone();
         let boot_id = self.around.env.boot_id();
@@ -189,9 +220,14 @@ impl<F: Files> Changes<F> {
             self.store.sync().await?;
         }
         state.tracked.iter().for_each(|tracked| tracked.clear_marks());
-        if was_closed && header.stamp != stamp {
+        let is_as_left = match was_closed {
+            true => header.stamp == found.stamp,
+            false => header.stamp.is_same_file(&found.stamp) && !found.is_written_behind,
+        };
+        if !is_as_left {
             forget_last(&mut header);
         }
+        header.stamp = found.stamp;
         for (interval, tracked) in header.intervals.iter_mut().zip(&state.tracked) {
             interval.settled = Some(tracked.bits().crc());
         }
@@ -232,7 +268,7 @@ impl<F: Files> Changes<F> {
                 self.store.write_at(StoreOffset(at), &part, Via::Cached).await?;
             }
         }
-        Tracked::map(self.store.clone(), interval, grain, self.around.broken)
+        Tracked::map(self.store.clone(), interval, grain, self.giving.clone(), self.around.broken)
     }
 
     /// Makes `header` durable. After an error the file has the old one or the new one: both are true as long as requests go on to set bits
@@ -251,11 +287,16 @@ impl<F: Files> Changes<F> {
         Ok(())
     }
 
+    /// The file.
+    pub fn store(&self) -> &F::Store {
+        &self.store
+    }
+
     /// Refuses to change a header that may be another one in the file.
     fn check_usable(&self, state: &State<F::Store>) -> Result<()> {
         let what = "the file of changed blocks could not be written before";
         let error = || Error::new(ErrorKind::Io, what).at_path(&self.path).hint("serve the disk anew");
-        if state.is_stuck { Err(error()) } else { Ok(()) }
+        if state.is_stuck || self.giving.loss().is_some() { Err(error()) } else { Ok(()) }
     }
 
     /// Has requests to `node` set the bits of the last interval, if there is one. It is to be called before the first request that changes

@@ -11,6 +11,7 @@ use spile_node::{Pending, Stage};
 use super::Broken;
 use super::bits::Bits;
 use super::header::{Grain, Interval};
+use super::loss::Giving;
 
 /// A guest's flush makes the bits durable when the last time is longer ago than this.
 const CYCLE: Duration = Duration::from_secs(10);
@@ -25,6 +26,7 @@ pub(super) struct Tracked<S> {
     areas: Mutex<Areas>,
     /// When the bits were last made durable, on the clock of the timer.
     synced_ns: AtomicU64,
+    giving: Arc<Giving>,
     broken: Broken,
 }
 
@@ -43,7 +45,7 @@ impl<S: Store> Tracked<S> {
     ///
     /// # Errors
     /// As [`Store::map`].
-    pub fn map(store: Arc<S>, interval: &Interval, grain: Grain, broken: Broken) -> Result<Self> {
+    pub fn map(store: Arc<S>, interval: &Interval, grain: Grain, giving: Arc<Giving>, broken: Broken) -> Result<Self> {
         let (at, marks_bytes) = (interval.offset_bytes, interval.marks_bytes(grain));
         let map = |at, len| if len == 0 { Ok(Segment::zeroed(0)) } else { store.map(StoreOffset(at), len as usize) };
         let bits = map(at + marks_bytes, interval.bits_bytes(grain))?;
@@ -57,12 +59,18 @@ impl<S: Store> Tracked<S> {
             area_shift: grain.area_bytes.ilog2(),
             areas: Mutex::new(Areas { is_durable: areas.clone(), is_touched: areas, awaited: Vec::new() }),
             synced_ns: AtomicU64::new(0),
+            giving,
             broken,
         })
     }
 
     pub fn bits(&self) -> &Bits {
         &self.bits
+    }
+
+    /// True when the bits do not tell what has changed.
+    pub fn is_lost(&self) -> bool {
+        self.bits.is_lost() || self.giving.has_begun()
     }
 
     fn areas(&self) -> MutexGuard<'_, Areas> {
@@ -89,8 +97,11 @@ impl<S: Store> Tracked<S> {
         self.bits.all_set(blocks.clone()) || self.try_set_new(blocks)
     }
 
-    /// Sets bits whose areas all have durable marks; else nothing.
+    /// Sets bits whose areas all have durable marks; else nothing. Once tracking was given up, no bit matters.
     fn try_set_new(&self, blocks: Range<u64>) -> bool {
+        if self.giving.loss().is_some() {
+            return true;
+        }
         let mut areas = self.areas();
         let concerned = self.areas_of(&blocks);
         if !concerned.clone().all(|area| areas.is_durable[area as usize]) {
@@ -101,14 +112,11 @@ impl<S: Store> Tracked<S> {
         true
     }
 
-    /// Sets the bits of `extent` once the marks of its areas are durable.
-    ///
-    /// # Errors
-    /// Those of a sync. The bits are not set then.
-    async fn set(&self, extent: Extent) -> Result<()> {
+    /// Sets the bits of `extent` once the marks of its areas are durable. When they cannot become that, tracking is given up.
+    async fn set(&self, extent: Extent) {
         let blocks = self.blocks_of(extent);
-        if self.bits.all_set(blocks.clone()) {
-            return Ok(());
+        if self.bits.all_set(blocks.clone()) || self.giving.loss().is_some() {
+            return;
         }
         let concerned = self.areas_of(&blocks);
         // All of them are awaited, so that no cycle clears one meanwhile.
@@ -121,18 +129,26 @@ impl<S: Store> Tracked<S> {
             Broken::MarkNotDurable => Ok(()),
             _ => self.store.sync().await,
         };
+        self.note_synced(concerned, blocks, synced.is_ok());
+        if let Err(error) = synced {
+            self.giving.up(&error).await;
+        }
+    }
+
+    /// A sync of the marks of `areas`, which was waited for to set the bits of `blocks`, has succeeded or not.
+    fn note_synced(&self, concerned: Range<u64>, blocks: Range<u64>, is_durable: bool) {
         let mut areas = self.areas();
         for area in concerned {
             let at = areas.awaited.iter().position(|other| *other == area);
             areas.awaited.swap_remove(at.expect("it was put there"));
-            if synced.is_ok() {
+            if is_durable {
                 areas.is_durable[area as usize] = true;
                 areas.is_touched[area as usize] = true;
             }
         }
-        synced?;
-        self.bits.set(blocks);
-        Ok(())
+        if is_durable {
+            self.bits.set(blocks);
+        }
     }
 
     /// True when the bits are to be made durable. The caller that gets this answer does it.
@@ -209,7 +225,7 @@ pub(super) struct Tracking<S> {
 impl<S: Store> Tracking<S> {
     async fn set(&self, extent: Extent) -> Result<()> {
         for interval in &self.intervals {
-            interval.set(extent).await?;
+            interval.set(extent).await;
         }
         Ok(())
     }
@@ -220,7 +236,7 @@ impl<S: Store> Tracking<S> {
 
     async fn cycle(&self) {
         for interval in &self.intervals {
-            // The bits stay in memory, and their marks durable. A sync that fails has the next request fail that needs one.
+            // The bits stay in memory, and their marks durable. After a sync that fails, the next request that needs one gives up.
             drop(interval.cycle().await);
         }
     }

@@ -19,6 +19,7 @@ use super::identity::{Exported, Identity};
 use super::jobs::DiskJobs;
 use super::limits::{self, Groups};
 use super::trouble;
+use crate::checkpoints::Checkpoints;
 use crate::disks::{self, DiskSpec};
 use crate::jobs::Access;
 use crate::tuned::ShapeChoice;
@@ -37,6 +38,8 @@ pub struct Open {
     pub disk: Arc<ServedDisk>,
     /// What is being done to its images.
     pub jobs: Arc<DiskJobs>,
+    /// Its checkpoints, and what has changed since.
+    pub checkpoints: Arc<Checkpoints>,
     /// Its own name on this server: what callers of the control API know it by.
     pub name: String,
     /// The images that it is made of, the leaf first.
@@ -248,8 +251,9 @@ impl Opening {
             write_parent,
             ..OpenOptions::default()
         };
-        let graph = self.open_patiently(engine, spec, &options, served)?;
-        let open = self.opened(graph, spec, names);
+        let (graph, checkpoints) = self.open_patiently(engine, spec, &options, served)?;
+        let open = self.opened(graph, checkpoints, spec, names);
+        attach_checkpoints(engine, &open)?;
         faults::attach(engine, &open)?;
         if let Some(choice) = spec.shape.or(self.shape) {
             set_shape(engine, &open, choice.resolve(&spec.source))?;
@@ -261,7 +265,7 @@ impl Opening {
     }
 
     /// The disk of `spec`, which was opened as `graph`.
-    fn opened(&self, graph: Graph<HostStore>, spec: &DiskSpec, names: Vec<String>) -> Open {
+    fn opened(&self, graph: Graph<HostStore>, checkpoints: Checkpoints, spec: &DiskSpec, names: Vec<String>) -> Open {
         let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
         let failed_syncs = if spec.read_only { Vec::new() } else { failed_syncs::recall(&graph) };
         tell_failed_syncs(&graph, &spec.own_name(), &failed_syncs);
@@ -280,7 +284,8 @@ impl Opening {
             identity: self.identity_of(spec).with_opened(&graph),
             has_own_shape: spec.shape.or(self.shape).is_some(),
             has_own_limits: spec.limits.is_some() || spec.group.is_some(),
-            jobs: DiskJobs::new(Access { cache: self.cache, no_lock: self.no_lock }),
+            jobs: DiskJobs::new(self.access()),
+            checkpoints: Arc::new(checkpoints),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
                     .with_troubles(troubles)
@@ -289,7 +294,11 @@ impl Opening {
         }
     }
 
-    /// Opens a disk; a disk that is busy is tried for some time. A server that was just killed may be the reason: the kernel keeps
+    fn access(&self) -> Access {
+        Access { cache: self.cache, no_lock: self.no_lock }
+    }
+
+    /// Opens a disk and its checkpoints; a disk that is busy is tried for some time. A server that was just killed may be the reason: the kernel keeps
     /// its files open and locked until it has wound up the server's io_uring.
     fn open_patiently(
         &self,
@@ -297,12 +306,18 @@ impl Opening {
         spec: &DiskSpec,
         options: &OpenOptions,
         served: &[Open],
-    ) -> Result<Graph<HostStore>> {
+    ) -> Result<(Graph<HostStore>, Checkpoints)> {
         let end = Instant::now() + BUSY_PATIENCE;
         let mut is_told = false;
         loop {
-            let (cache, source, options) = (self.cache, spec.source.clone(), options.clone());
-            match engine.run_on(0, move || async move { disks::open(cache, &source, &options).await }) {
+            let (access, source, options) = (self.access(), spec.source.clone(), options.clone());
+            let open = move || async move {
+                let graph = disks::open_keeping(access.cache, &source, &options).await?;
+                let checkpoints = Checkpoints::none(access);
+                checkpoints.open(&graph).await?;
+                Ok::<_, Error>((graph, checkpoints))
+            };
+            match engine.run_on(0, open) {
                 Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < end => {
                     refuse_our_own(&error, served)?;
                     if !std::mem::replace(&mut is_told, true) {
@@ -314,6 +329,12 @@ impl Opening {
             }
         }
     }
+}
+
+/// Has the disk's requests be noted from the first one on.
+fn attach_checkpoints(engine: &Engine, open: &Open) -> Result<()> {
+    let (checkpoints, disk) = (open.checkpoints.clone(), open.disk.clone());
+    engine.run_on(0, move || async move { checkpoints.attach(&disk).await })
 }
 
 /// Says why every flush of a disk fails, and which commands end that.
@@ -485,8 +506,13 @@ pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Resul
     disks.iter().for_each(|open| open.jobs.close(engine));
     let files: Vec<_> = disks.iter().flat_map(files).collect();
     for open in disks {
-        let disk = open.disk;
-        let closed = engine.run_on(0, move || async move { disk.close().await });
+        let (disk, checkpoints) = (open.disk, open.checkpoints);
+        let closed = engine.run_on(0, move || async move {
+            let graph = disk.graph().await;
+            disk.close().await?;
+            checkpoints.close(&graph).await;
+            Ok(())
+        });
         match (&result, closed) {
             (Ok(()), closed) => result = closed,
             (Err(_), Err(another)) => tracing::error!("{another}"),
@@ -503,7 +529,7 @@ pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Resul
 fn files(open: &Open) -> Vec<FileKey> {
     let graph = open.disk.graph_now();
     let images = graph.iter().flat_map(|graph| graph.handles());
-    images.filter_map(|layer| layer.image().store().key()).collect()
+    images.filter_map(|layer| layer.image().store().key()).chain(open.checkpoints.key()).collect()
 }
 
 /// Each disk's export names, by the rule in the help of `spile serve`.
@@ -551,9 +577,9 @@ mod tests {
         let opening = Opening::new(None, CacheMode::Page, Vec::new());
         let engine = Engine::start(spile_engine::Config { workers: 1, ..Default::default() }).unwrap();
         let before = opening.identity_of(&spec);
-        let graph = opening.open_patiently(&engine, &spec, &OpenOptions::default(), &[]).unwrap();
+        let (graph, checkpoints) = opening.open_patiently(&engine, &spec, &OpenOptions::default(), &[]).unwrap();
         std::fs::rename(&other, &path).unwrap();
-        let open = opening.opened(graph, &spec, vec![String::new()]);
+        let open = opening.opened(graph, checkpoints, &spec, vec![String::new()]);
         assert!(open.identity.is_same(&before) && !open.identity.is_same(&opening.identity_of(&spec)));
         close(&engine, vec![open], Ok(())).unwrap();
         engine.shutdown();

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures_util::future::{Either, select};
 use spile_core::{Error, ErrorKind, Locator, Result};
-use spile_engine::{OsEnv, sleep, spawn};
+use spile_engine::{Engine, OsEnv, sleep, spawn};
 use spile_image::Graph;
 use spile_life::snapshot::{self, Made, Plan, Prepared};
 use spile_node::{OldEpoch, close_gates};
@@ -24,6 +24,7 @@ use super::disks::{Open, ServedDisk};
 use super::fronts::{Role, key};
 use super::jobs::Held;
 use super::server::Server;
+use crate::checkpoints::Checkpoints;
 
 /// How long an answer waits for the requests that began before the snapshot, and for its sealing.
 const SETTLE_PATIENCE: Duration = Duration::from_secs(10);
@@ -32,6 +33,7 @@ const SETTLE_PATIENCE: Duration = Duration::from_secs(10);
 struct Subject {
     name: String,
     disk: Arc<ServedDisk>,
+    checkpoints: Arc<Checkpoints>,
     plan: Plan,
 }
 
@@ -84,6 +86,8 @@ impl Server {
                 Ok((taken, stall)) => {
                     let disks: Vec<_> = taken.iter().map(Taken::tell).collect();
                     for Taken { subject, graph, .. } in &taken {
+                        // From its answer on, a process that is killed costs no checkpoint.
+                        subject.checkpoints.note_images(graph).await;
                         let _ = events.send(Event::Exchanged(subject.name.clone(), graph.clone()));
                     }
                     let trouble = settle_within(files, taken, claim).await.err().map(|error| error.to_string());
@@ -112,8 +116,8 @@ impl Server {
             }
             let stem = crate::disks::stem(&open.source);
             let plan = self.plan(open, &snapshot::name_of_one(&stem, order.disks.len(), &order.name))?;
-            let (name, disk) = (open.name.clone(), open.disk.clone());
-            subjects.push(Subject { name, disk, plan });
+            let (name, disk, checkpoints) = (open.name.clone(), open.disk.clone(), open.checkpoints.clone());
+            subjects.push(Subject { name, disk, checkpoints, plan });
         }
         Ok(subjects)
     }
@@ -143,6 +147,7 @@ impl Server {
     pub(super) fn note_exchange(&mut self, name: &str, graph: &Graph<HostStore>) {
         if let Some(open) = self.disks.iter_mut().find(|open| open.name == name) {
             open.look_at(graph);
+            note_images(&self.engine, open);
         }
         self.follow_moves();
         self.show();
@@ -164,6 +169,15 @@ impl Server {
             }
         }
     }
+}
+
+/// Has the disk's checkpoints know its new leaf.
+fn note_images(engine: &Engine, open: &Open) {
+    let (checkpoints, disk) = (open.checkpoints.clone(), open.disk.clone());
+    engine.spawn_on(0, move || async move {
+        let graph = disk.graph().await;
+        checkpoints.note_images(&graph).await;
+    });
 }
 
 impl Taken {

@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use spile_core::{Disk, Error, ErrorKind, Extent, GuestOffset, Result, Segments, Timer, WriteZeroes};
+use spile_core::{Disk, Error, ErrorKind, Extent, Files, GuestOffset, Result, Segments, Timer, WriteZeroes};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::changes::header::{Grain, Stamp};
-use spile_life::changes::{Broken, Changes, Surroundings};
+use spile_life::changes::{Broken, Changes, Found, Surroundings};
+use spile_life::names;
 use spile_node::Node;
 
 use super::{ChangesSummary, Disks};
@@ -71,6 +72,10 @@ pub(super) struct Host {
     names: Cell<u64>,
     /// What the image looks like from outside.
     stamp: Cell<u8>,
+    /// The changed blocks of the life that is under way.
+    tracker: RefCell<Option<Tracker>>,
+    /// Tracking was given up in the last life.
+    is_lost: Cell<bool>,
 }
 
 impl Host {
@@ -89,6 +94,29 @@ impl Host {
             requests: RefCell::default(),
             names: Cell::default(),
             stamp: Cell::default(),
+            tracker: RefCell::default(),
+            is_lost: Cell::default(),
+        }
+    }
+
+    /// Takes note of what the end of a life means for the checkpoints: after a loss there is none.
+    pub fn note_loss(&self) {
+        let tracker = self.tracker.take();
+        if let Some(loss) = tracker.as_ref().and_then(|tracker| tracker.loss()) {
+            assert!(self.has_faults(), "tracking was given up without a fault: {loss:?}");
+            self.count(|summary| summary.given_up += 1);
+            self.known.borrow_mut().clear();
+            self.is_lost.set(!loss.is_removed);
+        }
+    }
+
+    /// Where the name of the file could not be removed, the alarm has an operator do it.
+    async fn heed_alarm(&self) {
+        if self.is_lost.take() {
+            match self.world.files().remove(&names::changes(Path::new(DISK))).await {
+                Err(error) if error.kind() != ErrorKind::NotFound => panic!("the file cannot be removed: {error:?}"),
+                _ => {}
+            }
         }
     }
 
@@ -121,6 +149,7 @@ impl Host {
 
     /// Opens the disk and its changed blocks, and checks what they say before anything else happens.
     pub async fn open(&self) -> Opened {
+        self.heed_alarm().await;
         let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
         let graph = Graph::open(&self.world.files(), self.world.env(), Path::new(DISK), &options).await;
         let node = Arc::new(Node::new(graph.unwrap_or_else(|error| panic!("the disk does not open: {error:?}"))));
@@ -128,10 +157,12 @@ impl Host {
             files: self.world.files(),
             env: self.world.env(),
             timer: Arc::new(Seconds::default()),
+            alarm: |_, _| {},
             broken: self.broken,
         };
         let (disk, bytes) = (Path::new(DISK), node.size_bytes());
-        let opened = Changes::open(around.clone(), disk, bytes, self.stamp()).await;
+        let found = Found { stamp: self.stamp(), is_written_behind: false };
+        let opened = Changes::open(around.clone(), disk, bytes, found).await;
         let opened = opened.unwrap_or_else(|error| panic!("the changed blocks do not open: {error:?}"));
         let changes = match opened {
             Some(changes) => changes,
@@ -140,14 +171,16 @@ impl Host {
                     !self.known.borrow().iter().any(|known| known.is_made && !known.is_going),
                     "the changed blocks are gone"
                 );
-                let made = Changes::create(around, disk, bytes, self.grain).await;
+                let made = Changes::create(around, disk, bytes, self.grain, self.stamp()).await;
                 made.unwrap_or_else(|error| panic!("cannot make the file of changed blocks: {error:?}"))
             }
         };
         self.check_names(&changes, &node).await;
         self.check_all(&changes, &node).await;
         changes.attach(&*node).await.unwrap_or_else(|error| panic!("cannot attach: {error:?}"));
-        (node, Arc::new(changes))
+        let changes = Arc::new(changes);
+        *self.tracker.borrow_mut() = Some(changes.clone());
+        (node, changes)
     }
 
     /// What was made is there, and what was removed is not.
@@ -185,6 +218,9 @@ impl Host {
                 return assert!(error.kind() == ErrorKind::NotFound && is_going, "{name}: {error:?}");
             }
         };
+        if changed.warning.is_some() && self.has_faults() {
+            self.lose_exactness();
+        }
         // A file whose making was cut off has the usual grain.
         let block_bytes = u64::from(changed.block_bytes);
         let blocks: BTreeSet<u64> = changed
@@ -334,7 +370,7 @@ impl Host {
     }
 
     async fn write_behind_our_back(&self, rng: &mut Rng) {
-        use spile_core::{Files, OpenMode, Store, StoreOffset, Via};
+        use spile_core::{OpenMode, Store, StoreOffset, Via};
         let path = Path::new(DISK);
         let store = match self.world.files().open(&path.into(), OpenMode::ReadWrite).await {
             Err(error) if error.kind() == ErrorKind::Busy => return,

@@ -7,6 +7,7 @@
 //! - **Each block whose content differs from the checkpoint's counts as changed.**
 //! - **Where there was no power cut, no block counts as changed that no request was for**, but for those by which the disk grew.
 //! - **A checkpoint that was made is there after every crash**, and one that was removed is not.
+//! - **A disk whose changes cannot be noted any more goes on**, and has no checkpoints from the next life on.
 //! - **After another program has written to the disk, everything counts as changed.**
 
 mod host;
@@ -47,6 +48,8 @@ pub struct ChangesSummary {
     pub asked: u64,
     /// Such questions whose answer had to be exact.
     pub exact: u64,
+    /// Lives in which tracking was given up.
+    pub given_up: u64,
 }
 
 impl std::ops::AddAssign for ChangesSummary {
@@ -57,6 +60,7 @@ impl std::ops::AddAssign for ChangesSummary {
         self.removed += other.removed;
         self.asked += other.asked;
         self.exact += other.exact;
+        self.given_up += other.given_up;
     }
 }
 
@@ -129,6 +133,7 @@ fn live(host: &Rc<Host>, life: &Life, rng: &mut Rng) {
         _ => host.world.kill(),
     }
     drop(executor);
+    host.note_loss();
     host.world.set_faults(Faults::default());
     host.count(|summary| summary.crashes += u64::from(ended.is_none()));
     host.forget_requests();

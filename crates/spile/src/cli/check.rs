@@ -1,6 +1,6 @@
 //! `spile check`: is the image sound?
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
@@ -8,12 +8,14 @@ use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result};
 use spile_engine::OsEnv;
 use spile_image::check::{self, Lost, Mend, Report, Severity};
 use spile_image::{Format, OpenOptions};
+use spile_server::checkpoints;
 use spile_server::stamps::{self, Doubt};
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
 use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say, text_of};
 use crate::disks;
+use crate::log::complain;
 use crate::units::format_size;
 
 /// Check a disk's metadata, and mend what can be mended
@@ -109,6 +111,9 @@ async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &Ope
     let files = OsFiles::new(CacheMode::Page).without_locks(options.no_lock);
     let mode = if repair.is_some() { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
     let store = files.open(at, mode).await?;
+    if let (Some(_), Locator::Path(path)) = (repair, at) {
+        lose_checkpoints(&files, path).await?;
+    }
     let first = match repair {
         Some(lost) => format.repair(&store, &OsEnv, lost).await?,
         None => Report::default(),
@@ -124,6 +129,13 @@ async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &Ope
         }
     }
     Ok((report, first))
+}
+
+/// Removes the checkpoints of a disk whose image is to be repaired: nobody notes which blocks that changes.
+async fn lose_checkpoints(files: &OsFiles, disk: &Path) -> Result<()> {
+    let Some(side) = checkpoints::file_of(&files.canonical(disk).await?) else { return Ok(()) };
+    complain(format_args!("note: a repair may change any block: the disk's checkpoints are removed"));
+    files.remove(&side).await
 }
 
 /// A parent that seems to have changed. The image itself is sound.

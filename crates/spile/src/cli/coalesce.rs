@@ -12,6 +12,7 @@ use spile_image::{Format, OpenOptions};
 use spile_life::jobs::{Note, Plan, State, Wishes};
 use spile_life::merge::is_called;
 use spile_node::Node;
+use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::{self, Access};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
 use spile_server::serving::api::types::{Failure, Job, NewJob};
@@ -167,7 +168,9 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         }
     });
     let done = on_engine(move || async move {
-        let graph = disks::open(CacheMode::Direct, &at, &options).await?;
+        let graph = disks::open_keeping(CacheMode::Direct, &at, &options).await?;
+        let checkpoints = Checkpoints::none(Access::default());
+        checkpoints.open(&graph).await?;
         let plan = match jobs::left(&graph).await? {
             Some(Note { plan: left, .. }) if is_meant(&left, graph.handles()[0].path(), &new) => left,
             _ => plan(&graph, &new)?,
@@ -177,7 +180,11 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         // Only the thread that shows how far the job is could be gone.
         let _ = sender.send(job.clone());
         let done = jobs::run(&node, Access::default(), job.job(), job.plan()).await;
+        let graph = node.graph().await;
         let closed = node.close().await;
+        if closed.is_ok() {
+            checkpoints.close(&graph).await;
+        }
         let was_stopped = job.job().state() == State::Stopped;
         let shown = job.show(&disks::stem(&at), &label(&at), "");
         match done {

@@ -7,6 +7,8 @@ use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::{Value, json};
 use spile_core::{Disk as _, Error, ErrorKind, Extent, Locator, Result};
 use spile_image::{Format, OpenOptions};
+use spile_server::checkpoints::Checkpoints;
+use spile_server::jobs::Access;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, escape};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Meter, Waiting};
@@ -222,6 +224,11 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     limit::lines(&disk.limits).into_iter().for_each(say);
     waits_for(disk).into_iter().for_each(say);
     disk.failed_sync.iter().for_each(|failed| say(format_args!("every flush fails: {}", failed.message)));
+    if !disk.checkpoints.is_empty() {
+        say(format_args!("checkpoints: {}", disk.checkpoints.join(", ")));
+    }
+    let lost = disk.checkpoints_lost.iter();
+    lost.for_each(|why| say(format_args!("the checkpoints are lost, as changes are not noted any more: {why}")));
     for layer in layers {
         say(format_args!("image: {} ({}, {})", layer.path, layer.format, format_size(layer.virtual_size_bytes)));
     }
@@ -333,7 +340,9 @@ fn resize_file(args: &ResizeArgs) -> Result<Exit> {
         ..OpenOptions::default()
     };
     on_engine(move || async move {
-        let disk = disks::open(CacheMode::Page, &at, &options).await?;
+        let disk = disks::open_keeping(CacheMode::Page, &at, &options).await?;
+        let checkpoints = Checkpoints::none(Access::default());
+        checkpoints.open(&disk).await?;
         let old = disk.info().size_bytes;
         let refuse = |what: String, hint: &str| {
             Err(Error::new(ErrorKind::InvalidInput, what).at_path(Path::new(&disks::label(&at))).hint(hint))
@@ -349,7 +358,11 @@ fn resize_file(args: &ResizeArgs) -> Result<Exit> {
             let what = format!("the disk has data behind {size}, the first at {first}");
             return refuse(what, "--discard loses it; first make partitions and file systems shorter");
         }
-        disk.resize_unused(size).await
+        // A share of the disk keeps it locked until its checkpoints are closed.
+        let locked = disk.with_layers(disk.handles().to_vec())?;
+        disk.resize_unused(size).await?;
+        checkpoints.close(&locked).await;
+        Ok(())
     })?;
     Ok(Exit::Ok)
 }

@@ -288,6 +288,25 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[JSON],
     },
     Ending {
+        command: "checkpoint",
+        codes: &[],
+        examples: &[
+            ("spile checkpoint disk monday", "from now on it is known what changes"),
+            ("spile checkpoint disk monday --remove", "what has changed since earlier ones stays known"),
+            ("spile checkpoint disk --list", "with how much has changed since each"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "changed",
+        codes: &[],
+        examples: &[
+            ("spile changed disk --since monday", "the ranges that may have changed, and their sum"),
+            ("spile changed disk.vhd --since monday --json", "of a disk that nobody serves, for programs"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "tree",
         codes: &[],
         examples: &[

@@ -3,6 +3,7 @@
 mod bench;
 mod beneath;
 mod check;
+mod checkpoint;
 mod coalesce;
 mod compare;
 mod control;
@@ -103,6 +104,8 @@ enum Command {
     Revert(revert::RevertArgs),
     Rebase(rebase::RebaseArgs),
     Delete(revert::DeleteArgs),
+    Checkpoint(checkpoint::CheckpointArgs),
+    Changed(checkpoint::ChangedArgs),
     Tree(tree::TreeArgs),
     OnError(trouble::OnErrorArgs),
     Shape(shape::ShapeArgs),
@@ -165,6 +168,8 @@ pub fn run() -> ExitCode {
         Command::Revert(args) => revert::run(args),
         Command::Rebase(args) => rebase::run(args),
         Command::Delete(args) => revert::delete(args),
+        Command::Checkpoint(args) => checkpoint::checkpoint(args),
+        Command::Changed(args) => checkpoint::changed(args),
         Command::Tree(args) => tree::run(args),
         Command::OnError(args) => trouble::on_error(args),
         Command::Shape(args) => shape::run(args),

@@ -137,6 +137,7 @@ async fn go_back(
     keep: Option<String>,
 ) -> Result<(PathBuf, PathBuf, Option<PathBuf>)> {
     let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(write.no_lock));
+    // What the disk goes back to differs from what it holds: everything counts as changed since its checkpoints.
     let graph = disks::open(CacheMode::Page, at, write).await?;
     let disk = graph.handles()[0].path().to_owned();
     // Open until the disk is its child: nobody can delete it or write to it before.
@@ -200,7 +201,7 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     let freed_bytes = disks::used_bytes(&args.disk).unwrap_or(0);
     let path = on_engine(move || async move {
         let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(options.no_lock));
-        let graph = disks::open(CacheMode::Page, &at, &options).await?;
+        let graph = disks::open_keeping(CacheMode::Page, &at, &options).await?;
         let path = graph.handles()[0].path().to_owned();
         refuse_job(&files, &path).await?;
         family::refuse_lost_parent(&path).await.map_err(|error| {
@@ -209,11 +210,13 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
             )
         })?;
         graph.close().await?;
-        files.remove(&path).await?;
+        // The checkpoints first: another disk that gets this path has none of its own.
         match files.remove(&names::changes(&path)).await {
-            Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
-            _ => Ok(path),
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
         }
+        files.remove(&path).await?;
+        Ok(path)
     })?;
     let deleted = Deleted { path: path.display().to_string(), freed_bytes };
     if args.json {

@@ -4,6 +4,7 @@ use clap::Args;
 use serde_json::{Map, Value, json};
 use spile_core::{Error, ErrorKind, Result};
 use spile_server::serving::api;
+use spile_server::serving::api::checkpoints::{ChangedBlocks, CheckpointList};
 use spile_server::serving::api::images::Info;
 use spile_server::serving::api::slow::SlowRequests;
 use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Snapshot};
@@ -73,6 +74,8 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("rebase", of::<Rebased>),
     ("revert", of::<Reverted>),
     ("delete", of::<Deleted>),
+    ("checkpoint", of::<CheckpointList>),
+    ("changed", of::<ChangedBlocks>),
     ("tree", of::<Tree>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),
     ("bench all", of::<Summary>),

@@ -10,6 +10,8 @@ use spile_core::{Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::snapshot::{self, Made, Plan};
+use spile_server::checkpoints::Checkpoints;
+use spile_server::jobs::Access;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{DiskDetail, DiskSnapshot, NewSnapshot, Snapshot};
@@ -136,11 +138,12 @@ pub(super) fn find(disk: &Path) -> Result<Option<(PathBuf, String)>> {
 /// A disk that nobody uses, open for writing.
 struct Offline {
     graph: Graph<HostStore>,
+    checkpoints: Checkpoints,
     plan: Plan,
 }
 
 /// A disk whose snapshot's files are in place, and its new graph.
-type Ready = (Made<HostStore>, Graph<HostStore>);
+type Ready = (Made<HostStore>, Graph<HostStore>, Checkpoints);
 
 fn offline(paths: &[PathBuf], name: &str, format: Option<Format>, parents: &ParentArgs) -> Result<Snapshot> {
     let options = OpenOptions { read_only: false, ..parents.read_only(format) };
@@ -174,22 +177,27 @@ async fn open(at: &Locator, name: &str, options: &OpenOptions) -> Result<Offline
         let error = Error::new(ErrorKind::Unsupported, "only disks in files have snapshots");
         return Err(error.at_path(Path::new(&disks::label(at))));
     };
-    let graph = disks::open(CacheMode::Page, at, options).await?;
+    let graph = disks::open_keeping(CacheMode::Page, at, options).await?;
+    let checkpoints = Checkpoints::none(Access { no_lock: options.no_lock, ..Access::default() });
+    checkpoints.open(&graph).await?;
     let allowed = options.allow_parents.iter().map(|folder| folder.canonicalize());
     let allowed: Vec<_> =
         allowed.collect::<std::io::Result<_>>().map_err(|e| Error::io("find a folder of parents", e)).at_path(path)?;
     let plan = Plan::new(&graph.layers(), options.format, name, &allowed)?;
-    Ok(Offline { graph, plan })
+    Ok(Offline { graph, checkpoints, plan })
 }
 
 /// Makes the snapshots of all disks, or none, and closes the disks.
 async fn take(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<HostStore>>> {
     let mut ready: Vec<Ready> = Vec::new();
-    for Offline { graph, plan } in disks {
+    for Offline { graph, checkpoints, plan } in disks {
         match snapshot::prepare(files, Arc::new(OsEnv), &graph, &plan).await {
-            Ok(prepared) => ready.push(prepared.into_parts()),
+            Ok(prepared) => {
+                let (made, graph) = prepared.into_parts();
+                ready.push((made, graph, checkpoints));
+            }
             Err(error) => {
-                for (made, _) in &ready {
+                for (made, ..) in &ready {
                     snapshot::take_back(files, made).await?;
                 }
                 return Err(error);
@@ -197,8 +205,9 @@ async fn take(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<HostSto
         }
     }
     let mut all = Vec::new();
-    for (made, graph) in ready {
+    for (made, graph, checkpoints) in ready {
         graph.close().await?;
+        checkpoints.close(&graph).await;
         all.push(made);
     }
     Ok(all)

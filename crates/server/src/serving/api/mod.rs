@@ -9,6 +9,7 @@
 //!
 //! The API runs on a thread of its own. What changes the server is a [`Order`] for its main thread, one after the other.
 
+pub mod checkpoints;
 pub mod client;
 pub mod discovery;
 pub mod http;

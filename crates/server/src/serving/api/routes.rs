@@ -15,6 +15,7 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_front::Connections;
 use utoipa::OpenApi;
 
+use super::checkpoints::{ChangedBlocks, CheckpointList, NewCheckpoint};
 use super::images::{Info, MapPart};
 use super::limits::{ChangeLimits, GroupList};
 use super::slow::SlowRequests;
@@ -65,6 +66,9 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}", get(show).delete(detach).patch(change))
         .route("/v1/disks/{name}/info", get(info))
         .route("/v1/disks/{name}/map", get(map))
+        .route("/v1/disks/{name}/checkpoints", get(checkpoints).post(make_checkpoint))
+        .route("/v1/disks/{name}/checkpoints/{checkpoint}", delete(remove_checkpoint))
+        .route("/v1/disks/{name}/checkpoints/{checkpoint}/changed", get(changed))
         .route("/v1/disks/{name}/stats", get(stats))
         .route("/v1/stats", get(all_stats))
         .route("/v1/disks/{name}/slow", get(slow))
@@ -103,6 +107,10 @@ pub fn router(context: Context) -> Router {
         change,
         info,
         map,
+        checkpoints,
+        make_checkpoint,
+        remove_checkpoint,
+        changed,
         stats,
         slow,
         trace,
@@ -335,6 +343,51 @@ async fn map(State(context): State<Context>, Path(name): Path<String>, RawQuery(
         }
     }
     Ok(json(StatusCode::OK, &context.view.map(&context.server, &name, offset_bytes, max_runs as usize).await?))
+}
+
+/// The disk's checkpoints.
+#[utoipa::path(get, path = "/v1/disks/{name}/checkpoints", params(("name", description = "the disk's name")),
+    responses((status = 200, body = CheckpointList), (status = "default", body = Failure)))]
+async fn checkpoints(State(context): State<Context>, Path(name): Path<String>) -> Answer {
+    Ok(json(StatusCode::OK, &context.view.checkpoints(&name).await?))
+}
+
+/// Makes a checkpoint of the disk. From now on it is known which blocks have changed since. Guests go on meanwhile.
+#[utoipa::path(post, path = "/v1/disks/{name}/checkpoints", params(("name", description = "the disk's name")),
+    request_body = NewCheckpoint,
+    responses((status = 201, body = CheckpointList), (status = "default", body = Failure)))]
+async fn make_checkpoint(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
+    let new: NewCheckpoint = read(body).await?;
+    Ok(json(StatusCode::CREATED, &context.view.make_checkpoint(&name, new).await?))
+}
+
+/// Removes a checkpoint. What has changed since earlier ones stays known.
+#[utoipa::path(delete, path = "/v1/disks/{name}/checkpoints/{checkpoint}", params(("name", description = "the disk's name"),
+    ("checkpoint", description = "the checkpoint's name")),
+    responses((status = 200, body = CheckpointList), (status = "default", body = Failure)))]
+async fn remove_checkpoint(State(context): State<Context>, Path((name, checkpoint)): Path<(String, String)>) -> Answer {
+    Ok(json(StatusCode::OK, &context.view.remove_checkpoint(&name, checkpoint).await?))
+}
+
+/// The blocks that may have changed since the checkpoint, part by part: each answer says where the next part begins. All blocks
+/// that had changed when the first part was asked for are among them.
+#[utoipa::path(get, path = "/v1/disks/{name}/checkpoints/{checkpoint}/changed",
+    params(("name", description = "the disk's name"), ("checkpoint", description = "the checkpoint's name"),
+    ("offset_bytes" = Option<u64>, Query, description = "where the part begins; 0 when left out")),
+    responses((status = 200, body = ChangedBlocks), (status = "default", body = Failure)))]
+async fn changed(
+    State(context): State<Context>,
+    Path((name, checkpoint)): Path<(String, String)>,
+    RawQuery(query): RawQuery,
+) -> Answer {
+    let mut offset_bytes = 0;
+    for (key, value) in numbers(query.as_deref().unwrap_or_default())? {
+        match key {
+            "offset_bytes" => offset_bytes = value,
+            _ => return Err(unknown_key(key).into()),
+        }
+    }
+    Ok(json(StatusCode::OK, &context.view.changed(&name, checkpoint, offset_bytes).await?))
 }
 
 /// The keys and values of a query whose values are all numbers.

@@ -54,6 +54,12 @@ pub struct Disk {
     /// What limits it, and what that has delayed.
     #[serde(default)]
     pub limits: DiskLimits,
+    /// The names of its checkpoints, oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub checkpoints: Vec<String>,
+    /// Why it is not noted any more what has changed since its checkpoints, if that is so: everything counts as changed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoints_lost: Option<String>,
     /// The server's control socket.
     pub server: String,
     /// The server's process; 0 when it does not say that, as older builds do not.

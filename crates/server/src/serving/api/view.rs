@@ -24,6 +24,7 @@ use super::types::{
     self, Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Learned, Meter, Waiting,
 };
 use super::workers::Workers;
+use crate::checkpoints::Checkpoints;
 use crate::host_device::HostDevice;
 use crate::serving::disks::{Open, ServedDisk, layers_of};
 use crate::serving::failed_syncs;
@@ -65,6 +66,7 @@ pub struct DiskView {
     read_only: bool,
     disk: Arc<ServedDisk>,
     jobs: Arc<DiskJobs>,
+    checkpoints: Arc<Checkpoints>,
     exports: Vec<Export>,
     meters: Vec<(FrontName, ReadMeter)>,
     spans: Vec<(FrontName, ReadSpans)>,
@@ -84,6 +86,7 @@ impl DiskView {
             read_only: open.read_only,
             disk: open.disk.clone(),
             jobs: open.jobs.clone(),
+            checkpoints: open.checkpoints.clone(),
             exports,
             meters,
             spans,
@@ -115,6 +118,8 @@ impl DiskView {
             pause_at_most_s: policy.pause_at_most.map(|time| time.as_secs_f64()),
             shape: self.disk.shaping().shape().to_string(),
             shape_learned: self.disk.shaping().learned().into_iter().map(Learned::from).collect(),
+            checkpoints: self.checkpoints.names(),
+            checkpoints_lost: self.checkpoints.loss(),
             limits: self.disk.limits().map(|limits| DiskLimits::from(&**limits)).unwrap_or_default(),
             name: self.name.clone(),
             path: self.leaf_path(),
@@ -500,8 +505,21 @@ impl View {
         self.on_worker(async move || limits::place_all(&disks).await).await
     }
 
+    /// Has a worker do `work` with the disk of this name and its checkpoints, and waits for its end.
+    ///
+    /// # Errors
+    /// As [`View::find`]; those of `work`.
+    pub(super) async fn with_checkpoints<T: Send + 'static>(
+        &self,
+        name: &str,
+        work: impl AsyncFnOnce(&ServedDisk, &Checkpoints) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (disk, checkpoints) = self.with(name, |disk| Ok((disk.disk.clone(), disk.checkpoints.clone())))?;
+        self.on_worker(async move || work(&disk, &checkpoints).await).await
+    }
+
     /// Has a worker do `work`, and waits for its end.
-    async fn on_worker(&self, work: impl AsyncFnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+    async fn on_worker<T: Send + 'static>(&self, work: impl AsyncFnOnce() -> Result<T> + Send + 'static) -> Result<T> {
         let (sender, done) = oneshot::channel();
         self.engine.spawn_on(0, move || async move {
             // A caller that has gone does not need the answer.

@@ -1,0 +1,69 @@
+//! [`Giving`]: the end of tracking, when the file of changed blocks cannot be made durable any more.
+
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::OnceLock;
+
+use async_lock::OnceCell;
+use spile_core::{Error, ErrorKind, Files, Result};
+
+use super::Surroundings;
+
+/// Why changes are not tracked any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Loss {
+    /// What has failed, for people.
+    pub why: String,
+    /// The file's name is gone, durably. Else a power cut could bring back a file that knows too little.
+    pub is_removed: bool,
+}
+
+type Remove = Box<dyn Fn() -> Pin<Box<dyn Future<Output = Result<()>>>> + Send + Sync>;
+
+/// Gives the tracking of a disk up, once. The disk's requests matter more than what is known of them.
+pub(super) struct Giving {
+    path: PathBuf,
+    remove: Remove,
+    alarm: fn(&Path, &Error),
+    loss: OnceCell<Loss>,
+    has_begun: OnceLock<()>,
+}
+
+impl Giving {
+    pub fn new<F: Files + Clone>(around: &Surroundings<F>, path: &Path) -> Self {
+        let (files, at) = (around.files.clone(), path.to_owned());
+        let remove: Remove = Box::new(move || {
+            let (files, at) = (files.clone(), at.clone());
+            Box::pin(async move { files.remove(&at).await })
+        });
+        let (path, alarm) = (path.to_owned(), around.alarm);
+        Self { path, remove, alarm, loss: OnceCell::new(), has_begun: OnceLock::new() }
+    }
+
+    /// Gives up because of `error`. When it returns, a process that comes later finds no file, or the alarm has told that it may.
+    pub async fn up(&self, error: &Error) {
+        let _ = self.has_begun.set(());
+        let give = async {
+            (self.alarm)(&self.path, error);
+            let is_removed = match (self.remove)().await {
+                Err(left) if left.kind() != ErrorKind::NotFound => {
+                    (self.alarm)(&self.path, &left.hint("remove this file: what it says is too little"));
+                    false
+                }
+                _ => true,
+            };
+            Loss { why: error.to_string(), is_removed }
+        };
+        self.loss.get_or_init(|| give).await;
+    }
+
+    /// True from the moment in which tracking is given up: what is known is too little.
+    pub fn has_begun(&self) -> bool {
+        self.has_begun.get().is_some()
+    }
+
+    /// Why tracking was given up, once that is done.
+    pub fn loss(&self) -> Option<&Loss> {
+        self.loss.get()
+    }
+}

@@ -1,0 +1,306 @@
+//! The checkpoints of a disk that is open: a server's, and that of a command where no server has the disk.
+//!
+//! The file of changed blocks lies beside the disk and is open and locked as long as the disk is open for writing. Whoever opens a disk for
+//! writing either opens that file, too ([`Checkpoints::open`]), or has it say that everything has changed ([`forget`]).
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_lock::Mutex as TurnLock;
+use spile_core::{Disk as _, Error, ErrorKind, Files as _, Result, Store as _};
+use spile_engine::{FileKey, OsEnv};
+use spile_image::Graph;
+use spile_image::layer::Layer as _;
+use spile_life::changes::header::Grain;
+use spile_life::changes::{Broken, Changed, Changes, Checkpoint, Loss, Surroundings};
+use spile_life::names;
+use spile_node::Node;
+use spile_store::{CacheMode, HostStore, OsFiles};
+
+use crate::jobs::Access;
+use crate::look;
+
+/// The disk as requests see it.
+type Disk = Node<Graph<HostStore>>;
+
+/// The checkpoints of one open disk.
+pub struct Checkpoints {
+    files: OsFiles,
+    /// `None` while the disk has no file of changed blocks.
+    changes: TurnLock<Option<Arc<Changes<OsFiles>>>>,
+    shown: Mutex<Shown>,
+}
+
+/// What is told without a wait.
+#[derive(Clone, Default)]
+struct Shown {
+    names: Vec<String>,
+    changes: Option<Arc<Changes<OsFiles>>>,
+}
+
+impl Checkpoints {
+    /// None yet, for a disk whose files are opened by `access`.
+    pub fn none(access: Access) -> Self {
+        let files = OsFiles::new(CacheMode::Page).without_locks(access.no_lock);
+        Self { files, changes: TurnLock::new(None), shown: Mutex::default() }
+    }
+
+    /// Opens the checkpoints of the disk `graph`, if it is open for writing and has some. No request may change the disk before
+    /// [`Checkpoints::attach`].
+    ///
+    /// # Errors
+    /// `Busy` while another process has them open; `Unsupported` when a newer program has written their file; the system's, where the file
+    /// can neither be read nor removed.
+    pub async fn open(&self, graph: &Graph<HostStore>) -> Result<()> {
+        let Ok(disk) = place(graph) else { return Ok(()) };
+        if graph.info().read_only {
+            return Ok(());
+        }
+        let side = names::changes(&disk);
+        let found = look::found(graph, &side).await;
+        let opened = match Changes::open(self.around(), &disk, graph.size_bytes(), found).await {
+            Err(error) if error.kind() == ErrorKind::Io => {
+                // What cannot be read tells nothing; the disk matters more.
+                tracing::error!("the disk's checkpoints are lost, as their file cannot be read: {error}");
+                let removed = self.files.remove(&side).await;
+                removed.map_err(|error| error.hint("this file cannot be read: move it away"))?;
+                None
+            }
+            opened => opened.map_err(|error| error.at_path(&side))?,
+        };
+        let mut changes = self.changes.lock().await;
+        *changes = opened.map(Arc::new);
+        self.show(changes.as_ref()).await;
+        Ok(())
+    }
+
+    /// Has requests to the disk be noted from now on. It is to be called before the first request.
+    ///
+    /// # Errors
+    /// `Shutdown` when the disk is closed.
+    pub async fn attach(&self, disk: &Disk) -> Result<()> {
+        match &*self.changes.lock().await {
+            Some(changes) => changes.attach(disk).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Makes a checkpoint. `block_bytes` is how finely changes are kept from the first one on; 64 KiB where it is not said.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::make_with`].
+    pub async fn make(&self, disk: &Disk, name: &str, block_bytes: Option<u32>) -> Result<()> {
+        self.make_with(disk, name, block_bytes, async || Ok(())).await
+    }
+
+    /// As [`Checkpoints::make`]; `meanwhile` runs in the moment of the checkpoint: what is written from its begin on counts as changed since.
+    ///
+    /// # Errors
+    /// `Exists` when there is one of this name; `InvalidInput` for a name or a size of blocks that cannot be, or when there are too many;
+    /// `Unsupported` for a disk that is no file; `ReadOnly`; `meanwhile`'s; the system's. There is no new checkpoint then.
+    pub async fn make_with(
+        &self,
+        disk: &Disk,
+        name: &str,
+        block_bytes: Option<u32>,
+        meanwhile: impl AsyncFnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let mut slot = self.changes.lock().await;
+        // After a loss that is told to everybody, a new file begins anew.
+        let is_usable = |changes: &&Arc<_>| !Changes::loss(changes).is_some_and(|loss: &Loss| loss.is_removed);
+        let changes = match slot.as_ref().filter(is_usable) {
+            Some(changes) => {
+                check_grain(changes.names().await.1, block_bytes)?;
+                changes.clone()
+            }
+            None => Arc::new(self.create(disk, block_bytes).await?),
+        };
+        let made = changes.checkpoint_with(disk, name, meanwhile).await;
+        *slot = Some(changes);
+        self.show(slot.as_ref()).await;
+        made
+    }
+
+    async fn create(&self, disk: &Disk, block_bytes: Option<u32>) -> Result<Changes<OsFiles>> {
+        let graph = disk.graph().await;
+        let path = place(&graph)?;
+        if graph.info().read_only {
+            let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only").at_path(&path);
+            return Err(error.hint("what cannot change needs no checkpoint"));
+        }
+        let grain = grain(block_bytes)?;
+        let stamp = look::stamp(&graph).await;
+        let (around, side) = (self.around(), names::changes(&path));
+        match Changes::create(around, &path, disk.size_bytes(), grain, stamp).await {
+            Ok(changes) => {
+                self.files.copy_access(&path, &side).await?;
+                Ok(changes)
+            }
+            Err(error) => Err(error.at_path(&side)),
+        }
+    }
+
+    /// Removes a checkpoint. What has changed since earlier ones stays known.
+    ///
+    /// # Errors
+    /// `NotFound`; the system's.
+    pub async fn remove(&self, disk: &Disk, name: &str) -> Result<()> {
+        let slot = self.changes.lock().await;
+        let Some(changes) = slot.as_ref() else { return Err(no_checkpoint(name)) };
+        let removed = changes.remove(disk, name).await;
+        self.show(slot.as_ref()).await;
+        removed
+    }
+
+    /// The checkpoints, oldest first, and the size of a block in bytes, if there is a file of changed blocks.
+    pub async fn list(&self, disk: &Disk) -> (Vec<Checkpoint>, Option<u32>) {
+        match self.now() {
+            Some(changes) => (changes.checkpoints(disk.size_bytes()).await, Some(changes.names().await.1)),
+            None => (Vec::new(), None),
+        }
+    }
+
+    /// What may have changed from the checkpoint `since` to the later one `until`, or to now, in the part `within` of the disk.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such checkpoint; `InvalidInput` when `until` is not later.
+    pub async fn changed(&self, disk: &Disk, since: &str, until: Option<&str>, within: Range<u64>) -> Result<Changed> {
+        match self.now() {
+            Some(changes) => changes.between(since, until, within, disk.size_bytes()).await,
+            None => Err(no_checkpoint(since)),
+        }
+    }
+
+    /// The names of the checkpoints now, oldest first.
+    pub fn names(&self) -> Vec<String> {
+        self.shown().names.clone()
+    }
+
+    /// Why changes are not noted any more, if that is so.
+    pub fn loss(&self) -> Option<String> {
+        self.now().and_then(|changes| changes.loss().map(|loss| loss.why.clone()))
+    }
+
+    /// The key with which somebody can wait until the file is unlocked, once it is closed.
+    pub fn key(&self) -> Option<FileKey> {
+        self.now().and_then(|changes| changes.store().key())
+    }
+
+    /// The disk has another leaf now, as after a snapshot.
+    pub async fn note_images(&self, graph: &Graph<HostStore>) {
+        let Some(changes) = self.now() else { return };
+        let stamp = look::stamp(graph).await;
+        if let Err(error) = changes.note_image(stamp).await {
+            tracing::warn!(
+                "the disk's checkpoints: everything will count as changed if this process is killed: {error}"
+            );
+        }
+    }
+
+    /// Everything counts as changed from now on, durably: the disk gets another content by other ways than requests.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn forget(&self) -> Result<()> {
+        match self.now() {
+            Some(changes) => changes.forget_all().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Closes the checkpoints of a disk that is closed and still locked: `graph` is what it was. What fails has everything count as
+    /// changed, and is told in the log.
+    pub async fn close(&self, graph: &Graph<HostStore>) {
+        let Some(changes) = self.changes.lock().await.take() else { return };
+        *self.shown() = Shown::default();
+        let stamp = look::last_stamp(graph).await;
+        if let Err(error) = changes.close(stamp).await {
+            tracing::error!("the disk's checkpoints could not be closed: {error}");
+        }
+    }
+
+    fn now(&self) -> Option<Arc<Changes<OsFiles>>> {
+        self.shown().changes.clone()
+    }
+
+    fn shown(&self) -> MutexGuard<'_, Shown> {
+        self.shown.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn show(&self, changes: Option<&Arc<Changes<OsFiles>>>) {
+        let names = match changes {
+            Some(changes) => changes.names().await.0,
+            None => Vec::new(),
+        };
+        *self.shown() = Shown { names, changes: changes.cloned() };
+    }
+
+    fn around(&self) -> Surroundings<OsFiles> {
+        Surroundings {
+            files: self.files,
+            env: Arc::new(OsEnv),
+            timer: Arc::new(OsEnv),
+            alarm: |path, error| {
+                let path = path.display();
+                tracing::error!(
+                    "{path}: the disk's changes are not noted any more, and its checkpoints are lost: {error}"
+                );
+            },
+            broken: Broken::Nothing,
+        }
+    }
+}
+
+/// Has everything count as changed of the disk `graph`, durably, because it is written by a command that notes no changes.
+///
+/// # Errors
+/// As [`Checkpoints::open`]; the system's.
+pub async fn forget(graph: &Graph<HostStore>, no_lock: bool) -> Result<()> {
+    let checkpoints = Checkpoints::none(Access { no_lock, ..Access::default() });
+    checkpoints.open(graph).await?;
+    checkpoints.forget().await
+}
+
+/// The path of a disk that can have checkpoints.
+fn place(graph: &Graph<HostStore>) -> Result<PathBuf> {
+    let leaf = &graph.handles()[0];
+    let path = leaf.path();
+    if path.is_absolute() && leaf.image().store().info().grows_zeroed {
+        return Ok(path.to_owned());
+    }
+    let error =
+        Error::new(ErrorKind::Unsupported, "there is no folder beside it in which changed blocks could be kept");
+    Err(error.at_path(path).hint("only disks in files have checkpoints"))
+}
+
+fn grain(block_bytes: Option<u32>) -> Result<Grain> {
+    let usual = Grain::default();
+    let block_bytes = block_bytes.unwrap_or(usual.block_bytes);
+    let grain = Grain { block_bytes, area_bytes: usual.area_bytes.max(block_bytes) };
+    if block_bytes >= 4096 && grain.is_sound() {
+        return Ok(grain);
+    }
+    let what = format!("blocks cannot have {block_bytes} bytes");
+    Err(Error::new(ErrorKind::InvalidInput, what).hint("use a power of two from 4K to 1G"))
+}
+
+fn check_grain(have: u32, wanted: Option<u32>) -> Result<()> {
+    match wanted.filter(|wanted| *wanted != have) {
+        Some(wanted) => {
+            let what = format!("the disk's blocks have {have} bytes already, not {wanted}");
+            Err(Error::new(ErrorKind::InvalidInput, what).hint("the first checkpoint says it for all"))
+        }
+        None => Ok(()),
+    }
+}
+
+fn no_checkpoint(name: &str) -> Error {
+    Error::new(ErrorKind::NotFound, format!("the disk has no checkpoint {name:?}; there is none"))
+        .hint("spile checkpoint makes one")
+}
+
+/// The file of changed blocks of the disk at `disk`, if it is there.
+pub fn file_of(disk: &Path) -> Option<PathBuf> {
+    Some(names::changes(disk)).filter(|side| side.exists())
+}

@@ -1,0 +1,161 @@
+//! What a disk's images look like from outside, so that changes by other programs are noticed: the [`Stamp`] in the file of changed blocks.
+//!
+//! The first half of a stamp is the leaf's number in its file system, and when the file was made: numbers are given again. The file system's
+//! own number is left out, as some change with each boot. The second half is a hash of the leaf's length, when it was last written and when
+//! its properties were last changed, and of the same of all parents, but for their properties: a child's snapshot changes those.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use spile_core::Env as _;
+use spile_engine::{OsEnv, run_blocking, sleep};
+use spile_image::Graph;
+use spile_image::layer::Layer as _;
+use spile_life::changes::Found;
+use spile_life::changes::header::Stamp;
+use spile_store::{FileId, FileTimes, HostStore};
+
+/// No kernel counts the time of writes more coarsely.
+const COARSEST: Duration = Duration::from_millis(10);
+
+/// What the images of `graph` look like now. When the leaf's path names another file than the one that is open, a look that is never the same.
+pub async fn stamp(graph: &Graph<HostStore>) -> Stamp {
+    let leaf = graph.handles()[0].path().to_owned();
+    let (layers, id) = (paths(graph), graph.handles()[0].image().store().file_id());
+    let look = move || {
+        let stat = leaf.metadata().ok().filter(|stat| Some(FileId::of(stat)) == id)?;
+        Some(stamp_of(&FileTimes::of(&stat), &layers[1..]))
+    };
+    run_blocking(graph.handles()[0].path(), look).await.unwrap_or_else(unlike_any)
+}
+
+/// The stamp of a disk that is closed and still locked. It waits until a later write by another program would have another time.
+pub async fn last_stamp(graph: &Graph<HostStore>) -> Stamp {
+    loop {
+        let found = stamp(graph).await;
+        let leaf = graph.handles()[0].path().to_owned();
+        let written = run_blocking(&leaf.clone(), move || leaf.metadata().and_then(|stat| stat.modified()).ok()).await;
+        let age = written.and_then(|at| SystemTime::now().duration_since(at).ok());
+        match age {
+            Some(age) if age <= COARSEST => sleep(COARSEST).await,
+            _ => return found,
+        }
+    }
+}
+
+/// What the images of `graph`, which was just opened, looked like before this process has written to them. `side` is the disk's file of
+/// changed blocks.
+pub async fn found(graph: &Graph<HostStore>, side: &Path) -> Found {
+    let leaf = graph.handles()[0].image().store().found();
+    let (layers, beside) = (paths(graph), side.to_owned());
+    let look = move || {
+        let Some(leaf) = leaf else { return Found { stamp: unlike_any(), is_written_behind: true } };
+        let is_written_behind = boot_time().and_then(|boot| is_written_behind(&leaf, &beside, boot)).unwrap_or(false);
+        Found { stamp: stamp_of(&leaf, &layers[1..]), is_written_behind }
+    };
+    run_blocking(side, look).await
+}
+
+/// The layers' paths, leaf first.
+fn paths(graph: &Graph<HostStore>) -> Vec<PathBuf> {
+    graph.handles().iter().map(|layer| layer.path().to_owned()).collect()
+}
+
+fn stamp_of(leaf: &FileTimes, parents: &[PathBuf]) -> Stamp {
+    let (mut own, mut theirs) = (Hash::new(), Hash::new());
+    [leaf.len_bytes, leaf.modified_ns, leaf.changed_ns].into_iter().for_each(|word| own.add(word));
+    for parent in parents {
+        // One that is not at its path is another one than it was, or lies on another host.
+        let times = parent.metadata().map(|stat| FileTimes::of(&stat)).unwrap_or_default();
+        [times.inode, times.len_bytes, times.modified_ns].into_iter().for_each(|word| theirs.add(word));
+    }
+    let mut bytes = [0; 32];
+    for (word, into) in [leaf.inode, leaf.born_ns, own.0, theirs.0].into_iter().zip(bytes.chunks_exact_mut(8)) {
+        into.copy_from_slice(&word.to_le_bytes());
+    }
+    Stamp(bytes)
+}
+
+/// True when the image was written in this boot of the host, and no process of ours had the disk open in it: each one writes `side`.
+fn is_written_behind(leaf: &FileTimes, side: &Path, boot: SystemTime) -> Option<bool> {
+    let seen = side.metadata().and_then(|stat| stat.modified()).ok()?;
+    Some(seen < boot && UNIX_EPOCH + Duration::from_nanos(leaf.modified_ns) > boot)
+}
+
+/// When the host was started.
+fn boot_time() -> Option<SystemTime> {
+    let stat = std::fs::read_to_string("/proc/stat").ok()?;
+    let seconds = stat.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
+    Some(UNIX_EPOCH + Duration::from_secs(seconds))
+}
+
+/// A stamp that no other look gives.
+fn unlike_any() -> Stamp {
+    let mut bytes = [0; 32];
+    bytes[..16].copy_from_slice(&OsEnv.random_16());
+    bytes[16..].copy_from_slice(&OsEnv.random_16());
+    Stamp(bytes)
+}
+
+/// FNV-1a, which stays the same in all builds.
+struct Hash(u64);
+
+impl Hash {
+    fn new() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+
+    fn add(&mut self, word: u64) {
+        for byte in word.to_le_bytes() {
+            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{File, write};
+
+    use super::*;
+
+    fn times(path: &Path) -> FileTimes {
+        FileTimes::of(&path.metadata().unwrap())
+    }
+
+    #[test]
+    fn each_way_to_change_an_image_changes_its_look() {
+        let dir = tempfile::tempdir().unwrap();
+        let [leaf, parent, other] = ["a", "b", "c"].map(|name| dir.path().join(name));
+        [&leaf, &parent, &other].into_iter().for_each(|path| write(path, [0; 512]).unwrap());
+        let look = || stamp_of(&times(&leaf), std::slice::from_ref(&parent));
+        let before = look();
+        assert_eq!(look(), before);
+        let set_time = |path: &Path, seconds| {
+            File::options().write(true).open(path).unwrap().set_modified(UNIX_EPOCH + Duration::from_secs(seconds))
+        };
+        set_time(&parent, 5).unwrap();
+        let with_parent = look();
+        assert!(with_parent != before && with_parent.is_same_file(&before));
+        set_time(&leaf, 5).unwrap();
+        let written = look();
+        assert!(written != with_parent && written.is_same_file(&before));
+        // A copy in its place, with the same content and the same time.
+        set_time(&other, 5).unwrap();
+        std::fs::rename(&other, &leaf).unwrap();
+        assert!(!look().is_same_file(&before));
+    }
+
+    #[test]
+    fn a_write_in_this_boot_by_nobody_of_ours_shows() {
+        let dir = tempfile::tempdir().unwrap();
+        let [leaf, side] = ["a", "b"].map(|name| dir.path().join(name));
+        let boot = boot_time().unwrap();
+        let set = |path: &Path, time| File::create(path).unwrap().set_modified(time).unwrap();
+        let (before, after) = (boot - Duration::from_secs(9), boot + Duration::from_secs(9));
+        for (written, seen, is_behind) in [(before, before, false), (after, before, true), (after, after, false)] {
+            set(&leaf, written);
+            set(&side, seen);
+            assert_eq!(is_written_behind(&times(&leaf), &side, boot), Some(is_behind));
+        }
+    }
+}

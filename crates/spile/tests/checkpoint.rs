@@ -1,0 +1,346 @@
+//! Checkpoints by the commands: whatever happens to a disk or its server, each block that differs is among the changed ones.
+
+mod common;
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use common::guests::{self, Load, rest_of_stderr};
+use common::nbd::Client;
+use common::{Served, eventually, fails, faulty_sync, json, ok, spile};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+const MIB: u64 = 1 << 20;
+const BLOCK: u64 = 64 << 10;
+const SIZE: u64 = 64 * MIB;
+
+/// Serves `args` with a control socket in the folder of such sockets, where commands look for it.
+fn serve(dir: &Path, args: &[&str]) -> Served {
+    let mut served = None;
+    // The kernel may keep the disk of a server that was killed for longer than the next one waits.
+    eventually("a server starts", || {
+        let mut command = spile();
+        command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
+        let is_busy =
+            |said: &str| said.contains("in use by another process") || said.contains("another server listens");
+        served = Served::spawn(&mut command, dir.join("n")).map_err(|said| assert!(is_busy(&said), "{said}")).ok();
+        served.is_some()
+    });
+    served.unwrap()
+}
+
+/// What the disk holds, read by a command.
+fn content(dir: &Path, disk: &str) -> Vec<u8> {
+    ok(dir, &["convert", disk, "content.raw"]);
+    let bytes = fs::read(dir.join("content.raw")).unwrap();
+    fs::remove_file(dir.join("content.raw")).unwrap();
+    bytes
+}
+
+fn changed(dir: &Path, disk: &str, since: &str) -> Value {
+    json(dir, &["changed", disk, "--since", since])
+}
+
+/// The numbers of the blocks that an answer has.
+fn blocks(changed: &Value) -> Vec<u64> {
+    let number = |value: &Value| value.as_u64().unwrap();
+    let mut blocks = Vec::new();
+    for range in changed["ranges"].as_array().unwrap() {
+        let start = number(&range["offset_bytes"]);
+        blocks.extend(start / BLOCK..(start + number(&range["length_bytes"])).div_ceil(BLOCK));
+    }
+    assert_eq!(number(&changed["changed_bytes"]), blocks.len() as u64 * BLOCK);
+    blocks
+}
+
+/// Each block that differs counts as changed.
+fn check_covers(before: &[u8], after: &[u8], changed: &Value) {
+    let blocks = blocks(changed);
+    let mut differ = 0;
+    for block in 0..after.len() as u64 / BLOCK {
+        let bytes = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;
+        if before.get(bytes.clone()) != Some(&after[bytes]) {
+            differ += 1;
+            assert!(blocks.contains(&block), "block {block} differs and is not among those that have changed");
+        }
+    }
+    assert!(differ > 0, "nothing differs: the test shows nothing");
+}
+
+fn is_everything(changed: &Value) -> bool {
+    changed["changed_bytes"] == changed["virtual_size_bytes"] && changed["warning"].is_string()
+}
+
+/// Writes to one half of the disk's blocks until the server is gone. Returns how many writes were answered.
+fn writer(uri: spile::uri::NbdUri, written: Arc<AtomicU64>) -> std::thread::JoinHandle<()> {
+    std::thread::spawn(move || {
+        let client = Client::connect(&uri).unwrap();
+        let mut place = 1_u64;
+        loop {
+            place = place.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let at = (place >> 33) % (SIZE / 2 / 4096) * 4096;
+            let data = [place as u8 | 1; 4096];
+            if client.write(at, &data, false).is_err() {
+                return;
+            }
+            if written.fetch_add(1, Ordering::Relaxed) % 64 == 63 && client.flush().is_err() {
+                return;
+            }
+        }
+    })
+}
+
+#[test]
+fn what_was_written_when_a_server_is_killed_counts_as_changed() {
+    for disk in ["kept.raw", "kept.vhd"] {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        ok(dir, &["create", disk, "--size", "64M"]);
+        let mut before = Vec::new();
+        for round in 0..3 {
+            let served = serve(dir, &[disk]);
+            if round == 0 {
+                served_client(&served).write(0, &[9; 4096], true).unwrap();
+                ok(dir, &["checkpoint", "kept", "monday"]);
+                before = content(dir, disk);
+            }
+            let written = Arc::new(AtomicU64::new(0));
+            let writer = writer(served.uri(), written.clone());
+            eventually("writes", || written.load(Ordering::Relaxed) > 100);
+            if round == 1 {
+                // A plain snapshot, and another checkpoint while it works.
+                if disk.ends_with("vhd") {
+                    ok(dir, &["snapshot", "kept", "--name", "snap"]);
+                }
+                ok(dir, &["checkpoint", "kept", "tuesday"]);
+            }
+            served.kill();
+            writer.join().unwrap();
+            // By a command, and by the next server.
+            eventually("the disk is free", || !fails_busy(dir, disk));
+            let answer = changed(dir, disk, "monday");
+            assert!(answer["warning"].is_null(), "{answer}");
+            let after = content(dir, disk);
+            check_covers(&before, &after, &answer);
+            assert!(blocks(&answer).iter().all(|block| *block < SIZE / 2 / BLOCK), "blocks that nobody wrote to");
+            let served = serve(dir, &[disk]);
+            assert_eq!(blocks(&changed(dir, "kept", "monday")), blocks(&answer));
+            if round == 2 {
+                assert!(blocks(&changed(dir, "kept", "tuesday")).len() <= blocks(&answer).len());
+            }
+            assert!(served.terminate().success());
+        }
+        assert_eq!(json(dir, &["checkpoint", disk, "--list"])["checkpoints"].as_array().unwrap().len(), 2);
+    }
+}
+
+fn served_client(served: &Served) -> Client {
+    Client::connect(&served.uri()).unwrap()
+}
+
+fn fails_busy(dir: &Path, disk: &str) -> bool {
+    let output = common::run(dir, &["checkpoint", disk, "--list"]);
+    !output.status.success() && String::from_utf8_lossy(&output.stderr).contains("in use")
+}
+
+#[test]
+fn checkpoints_go_over_to_a_successor_under_load() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "over.vhd", "--size", "64M"]);
+    let before = content(dir, "over.vhd");
+    let args = ["over.vhd", "--vhost-user", "v"];
+    let served = guests::serve(dir, &args);
+    ok(dir, &["checkpoint", "c", "a"]);
+    let mut load = Load::start(dir, "v", &["--span", "16M"]);
+    load.goes_on(&served);
+    let next = guests::succeed(dir, &args, served);
+    load.goes_on(&next);
+    ok(dir, &["checkpoint", "c", "b"]);
+    let next = guests::succeed(dir, &args, next);
+    load.goes_on(&next);
+    assert_eq!(load.end(), 0);
+    assert_eq!(json(dir, &["show", "c"])["checkpoints"], serde_json::json!(["a", "b"]));
+    let answer = changed(dir, "c", "a");
+    assert!(answer["warning"].is_null() && changed(dir, "c", "b")["warning"].is_null(), "{answer}");
+    assert!(next.terminate().success());
+    check_covers(&before, &content(dir, "over.vhd"), &answer);
+    assert!(blocks(&answer).iter().all(|block| *block < 16 * MIB / BLOCK));
+    // In order: the answer is the same, and the second removal leaves nothing.
+    assert_eq!(blocks(&changed(dir, "over.vhd", "a")), blocks(&answer));
+    ok(dir, &["checkpoint", "over.vhd", "a", "--remove"]);
+    ok(dir, &["checkpoint", "over.vhd", "b", "--remove"]);
+    assert!(!dir.join(".over.vhd.spile-changes").exists());
+    assert!(fails(dir, 1, &["changed", "over.vhd", "--since", "a"]).contains("no checkpoint"));
+}
+
+/// A disk that nobody serves, with a checkpoint and one block that was written since.
+fn offline(dir: &Path, disk: &str) {
+    ok(dir, &["create", disk, "--size", "64M"]);
+    ok(dir, &["checkpoint", disk, "a"]);
+    let served = serve(dir, &[disk]);
+    served_client(&served).write(3 * BLOCK, &[7; 4096], true).unwrap();
+    assert!(served.terminate().success());
+    assert_eq!(blocks(&changed(dir, disk, "a")), [3]);
+}
+
+#[test]
+fn what_leaves_the_content_as_it_is_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    offline(dir, "d.vhd");
+    let check = |what: &str, expected: &[u64]| {
+        let answer = changed(dir, "d.vhd", "a");
+        assert!(answer["warning"].is_null() && blocks(&answer) == expected, "{what}: {answer}");
+    };
+    ok(dir, &["snapshot", "d.vhd", "--name", "s"]);
+    check("a snapshot", &[3]);
+    let served = serve(dir, &["d.vhd"]);
+    served_client(&served).write(9 * BLOCK, &[7; 4096], true).unwrap();
+    ok(dir, &["coalesce", "d", "--wait"]);
+    assert!(served.terminate().success());
+    check("a merge by a server", &[3, 9]);
+    ok(dir, &["snapshot", "d.vhd", "--name", "t"]);
+    ok(dir, &["flatten", "d.vhd"]);
+    check("a flatten", &[3, 9]);
+    ok(dir, &["resize", "d.vhd", "65M"]);
+    let new: Vec<u64> = (64 * MIB / BLOCK..65 * MIB / BLOCK).collect();
+    check("a new size", &[&[3, 9], &new[..]].concat());
+    // A clone and a copy have no checkpoints.
+    ok(dir, &["clone", "t.vhd", "clone.vhd"]);
+    assert!(fails(dir, 1, &["changed", "clone.vhd", "--since", "a"]).contains("no checkpoint"));
+    ok(dir, &["delete", "d.vhd"]);
+    assert!(!dir.join(".d.vhd.spile-changes").exists());
+}
+
+#[test]
+fn what_may_have_changed_everything_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    type Change<'a> = (&'a str, &'a dyn Fn(&str));
+    let changes: [Change<'_>; 4] = [
+        ("another program", &|disk| {
+            File::options().write(true).open(dir.join(disk)).unwrap().write_all_at(&[1], 0).unwrap()
+        }),
+        ("convert --onto", &|disk| {
+            ok(dir, &["create", "other.raw", "--size", "1M"]);
+            ok(dir, &["convert", "other.raw", disk, "--onto"]);
+            fs::remove_file(dir.join("other.raw")).unwrap();
+        }),
+        ("another file in its place", &|disk| {
+            fs::copy(dir.join(disk), dir.join("copy")).unwrap();
+            fs::rename(dir.join("copy"), dir.join(disk)).unwrap();
+        }),
+        ("a file of changed blocks that is damaged", &|disk| {
+            let side = dir.join(format!(".{disk}.spile-changes"));
+            File::options().write(true).open(side).unwrap().write_all_at(&[0xff; 4096], 32 << 10).unwrap();
+        }),
+    ];
+    for (number, (what, change)) in changes.iter().enumerate() {
+        let disk = format!("e{number}.raw");
+        offline(dir, &disk);
+        change(&disk);
+        let answer = changed(dir, &disk, "a");
+        assert!(is_everything(&answer) || what.contains("damaged") && blocks(&answer).contains(&3), "{what}: {answer}");
+        // From the next checkpoint on it is known again.
+        ok(dir, &["checkpoint", &disk, "b"]);
+        assert_eq!(changed(dir, &disk, "b")["changed_bytes"], 0, "{what}");
+    }
+    offline(dir, "r.vhd");
+    ok(dir, &["snapshot", "r.vhd", "--name", "s"]);
+    ok(dir, &["revert", "r.vhd", "s.vhd", "--discard"]);
+    assert!(is_everything(&changed(dir, "r.vhd", "a")));
+}
+
+/// After a process that was killed, the image is another file, by a revert or by hand.
+#[test]
+fn another_file_is_noticed_after_a_kill() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for way in ["revert", "convert", "copy"] {
+        let disk = format!("{way}.vhd");
+        offline(dir, &disk);
+        ok(dir, &["snapshot", &disk, "--name", &format!("{way}-s")]);
+        let served = serve(dir, &[&disk]);
+        served_client(&served).write(5 * BLOCK, &[7; 4096], true).unwrap();
+        served.kill();
+        eventually("the disk is free", || !fails_busy_to_read(dir, &disk));
+        match way {
+            "revert" => drop(ok(dir, &["revert", &disk, &format!("{way}-s.vhd"), "--discard"])),
+            "convert" => {
+                ok(dir, &["create", "small.raw", "--size", "1M"]);
+                ok(dir, &["convert", "small.raw", &disk, "--onto"]);
+            }
+            _ => {
+                fs::copy(dir.join(&disk), dir.join("copy")).unwrap();
+                fs::rename(dir.join("copy"), dir.join(&disk)).unwrap();
+            }
+        }
+        assert!(is_everything(&changed(dir, &disk, "a")), "{way}");
+    }
+}
+
+/// True while the kernel keeps the files of a process that was killed. The checkpoints are not looked at.
+fn fails_busy_to_read(dir: &Path, disk: &str) -> bool {
+    let output = common::run(dir, &["info", disk]);
+    !output.status.success() && String::from_utf8_lossy(&output.stderr).contains("in use")
+}
+
+#[test]
+fn a_disk_whose_changes_cannot_be_noted_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    offline(dir, "f.raw");
+    let mut command = faulty_sync(dir);
+    command.args(["serve", "f.raw", "--nbd", "unix:n", "--control", "c"]).current_dir(dir);
+    let mut served = Served::spawn(&mut command, dir.join("n")).unwrap();
+    let client = served_client(&served);
+    fs::write(dir.join("fail-sync"), "").unwrap();
+    // The first write to an area of the disk in this process waits until that is durably noted.
+    client.write(20 * BLOCK, &[7; 4096], false).unwrap();
+    assert!(!dir.join("fail-sync").exists(), "no sync has failed");
+    client.flush().unwrap();
+    client.write(30 * BLOCK, &[7; 4096], true).unwrap();
+    assert!(is_everything(&changed(dir, "c", "a")));
+    let shown = json(dir, &["show", "c"]);
+    assert!(shown["checkpoints_lost"].as_str().unwrap().contains("sync"), "{shown}");
+    assert!(ok(dir, &["show", "c"]).contains("checkpoints are lost"));
+    assert!(!dir.join(".f.raw.spile-changes").exists(), "a power cut could bring back what is too little");
+    // A new one begins anew.
+    ok(dir, &["checkpoint", "c", "b"]);
+    client.write(40 * BLOCK, &[7; 4096], true).unwrap();
+    assert_eq!(blocks(&changed(dir, "c", "b")), [40]);
+    drop(client);
+    served.signal(Signal::SIGTERM);
+    assert!(served.wait().success());
+    let said = rest_of_stderr(&mut served);
+    assert!(said.contains("not noted any more") && said.contains("f.raw"), "{said}");
+    assert_eq!(blocks(&changed(dir, "f.raw", "b")), [40]);
+}
+
+#[test]
+fn refusals_say_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "x.raw", "--size", "1M"]);
+    ok(dir, &["checkpoint", "x.raw", "a", "--block-bytes", "4K"]);
+    for (args, says) in [
+        (&["checkpoint", "x.raw", "a"][..], "already"),
+        (&["checkpoint", "x.raw", ""][..], "cannot be the name"),
+        (&["checkpoint", "x.raw", "b", "--block-bytes", "64K"][..], "4096 bytes already"),
+        (&["checkpoint", "x.raw", "b", "--remove"][..], "there are: a"),
+        (&["checkpoint", "null:1M", "a"][..], "only disks in files"),
+        (&["changed", "x.raw", "--since", "b"][..], "there are: a"),
+    ] {
+        let output = common::run(dir, args);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && said.contains(says), "{args:?}: {said}");
+    }
+    let list = json(dir, &["checkpoint", "x.raw", "--list"]);
+    assert_eq!((&list["block_bytes"], &list["checkpoints"][0]["name"]), (&4096.into(), &"a".into()));
+    assert_eq!(list["checkpoints"][0]["changed_bytes"], 0);
+}
