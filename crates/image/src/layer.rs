@@ -277,6 +277,11 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         async { Ok(()) }
     }
 
+    /// Waits until nothing writes to the image but requests. Called while there is none: then the file does not change any more.
+    fn rest(&self) -> impl Future<Output = ()> {
+        async {}
+    }
+
     /// Ends all writing: flushes, leaves the image as other programs expect it, and refuses writes from then on. No
     /// write may be in flight; reads may.
     ///

@@ -10,12 +10,26 @@ use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Res
 
 use crate::aligned::{Aligned, from_heap};
 use crate::bounce::Allocate;
+use crate::end::End;
 use crate::exchange::{OldEpoch, exchange};
+use crate::haste::Haste;
 use crate::limit::{DiskLimits, Group, Limits};
 use crate::published::Published;
 use crate::shape::{Shape, Shaping};
 use crate::stage::{Attached, Pending, Place, Stage};
 use crate::trouble::{Troubles, forsaken};
+
+/// The requests that were in flight when [`Node::hold`] began to hold others back.
+pub struct InFlight(Vec<Arc<End>>);
+
+impl InFlight {
+    /// Waits until all of them have ended.
+    pub async fn ended(&self) {
+        for end in &self.0 {
+            end.wait().await;
+        }
+    }
+}
 
 /// A disk as a front sees it: any alignment, metered, over a graph that can be exchanged while requests run.
 pub struct Node<G: Disk> {
@@ -23,6 +37,7 @@ pub struct Node<G: Disk> {
     meter: Meter,
     troubles: Option<Troubles>,
     limits: Option<Arc<DiskLimits>>,
+    haste: Haste,
 }
 
 impl<G: Disk> Node<G> {
@@ -34,7 +49,7 @@ impl<G: Disk> Node<G> {
     /// A disk over `graph`, whose bounce buffers `allocate` makes: from the worker's pool, where there is one.
     pub fn with_buffers(graph: G, allocate: Allocate) -> Self {
         let disk = Aligned::with_buffers(Published::new(Arc::new(graph)), allocate);
-        Self { disk, meter: Meter::new(), troubles: None, limits: None }
+        Self { disk, meter: Meter::new(), troubles: None, limits: None, haste: Haste::default() }
     }
 
     /// The same disk with a policy for trouble below it. Without one, every error is reported.
@@ -198,6 +213,25 @@ impl<G: Disk> Node<G> {
         self.published().shaping()
     }
 
+    /// Holds all requests back that begin from now on, until [`Node::let_go`]: they wait without an error. An exchange or another stage may
+    /// come meanwhile, and a close, which ends it. [`Node::hurried`] says when requests must not wait any more.
+    ///
+    /// # Errors
+    /// `Busy` when requests are held back already; `Shutdown` when the disk is closed.
+    pub async fn hold(&self) -> Result<InFlight> {
+        self.published().hold().await.map(InFlight)
+    }
+
+    /// Lets the requests go on that [`Node::hold`] holds back.
+    pub async fn let_go(&self) {
+        self.published().let_go().await;
+    }
+
+    /// Comes when somebody waits for the end of all requests ([`Disk::hurry`]).
+    pub async fn hurried(&self) {
+        self.haste.come().await;
+    }
+
     pub(crate) fn published(&self) -> &Published<G> {
         self.disk.inner()
     }
@@ -225,8 +259,12 @@ impl<G: Disk> Node<G> {
     }
 
     /// Executes a request that may be held back, for a client that may go away meanwhile.
-    async fn execute_in_turn(&self, io: Io<'_>, gone: Pin<&mut impl Future<Output = ()>>) -> Result<()> {
-        let limit = if self.published().is_limited() { self.published().limit().await } else { None };
+    async fn execute_in_turn(&self, io: Io<'_>, mut gone: Pin<&mut impl Future<Output = ()>>) -> Result<()> {
+        let limit = match self.published().is_limited() {
+            // It waits there while requests are held back.
+            true => self.limit_unless_gone(gone.as_mut()).await?,
+            false => None,
+        };
         if let Some(pending) = limit.as_ref().and_then(|limit| limit.stage().before(io)) {
             unless_gone(pending, gone).await?;
         }
@@ -235,6 +273,16 @@ impl<G: Disk> Node<G> {
             Some(pending) => pending.await,
             None => result,
         }
+    }
+
+    /// The stage that holds a request back. While all requests are held back, one whose client goes away ends.
+    async fn limit_unless_gone(&self, mut gone: Pin<&mut impl Future<Output = ()>>) -> Result<Option<Arc<Attached>>> {
+        let mut limit = pin!(self.published().limit());
+        poll_fn(|cx| match limit.as_mut().poll(cx) {
+            Poll::Ready(limit) => Poll::Ready(Ok(limit)),
+            Poll::Pending => gone.as_mut().poll(cx).map(|()| Err(forsaken())),
+        })
+        .await
     }
 
     /// Takes a request that has failed with `error` to its end, as the disk's policy says. Its future is in a box, so that the futures
@@ -286,6 +334,7 @@ impl<G: Disk> Disk for Node<G> {
     }
 
     fn hurry(&self, begins: bool) {
+        self.haste.hurry(begins);
         self.limits.iter().for_each(|limits| limits.hurry(begins));
     }
 

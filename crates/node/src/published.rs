@@ -73,6 +73,8 @@ pub(crate) struct Control<G> {
     pub(crate) graph: Arc<G>,
     pub(crate) stages: Stages,
     pub(crate) is_closed: bool,
+    /// The gate stays closed, whatever else changes, until the disk is closed.
+    pub(crate) is_held: bool,
     /// The ends of epochs that may not have ended; the last one is the current.
     pub(crate) epochs: Vec<Arc<End>>,
 }
@@ -94,7 +96,13 @@ pub(crate) struct Published<G> {
 impl<G: Disk> Published<G> {
     pub(crate) fn new(graph: Arc<G>) -> Self {
         let info = graph.info();
-        let control = Control { graph: graph.clone(), stages: Stages::default(), is_closed: false, epochs: Vec::new() };
+        let control = Control {
+            graph: graph.clone(),
+            stages: Stages::default(),
+            is_closed: false,
+            is_held: false,
+            epochs: Vec::new(),
+        };
         let mut new = Self {
             shards: (0..SHARDS).map(|_| Shard(Mutex::new(None))).collect(),
             is_gate_closed: AtomicBool::new(true),
@@ -172,11 +180,36 @@ impl<G: Disk> Published<G> {
         }
     }
 
-    /// The graph of the current epoch; `None` while the gate is closed. It waits for another thread of this shard that is just cloning
+    /// The graph of the current epoch; `None` in the moment of an exchange. It waits for another thread of this shard that is just cloning
     /// the share, a few instructions.
     pub(crate) fn graph_now(&self) -> Option<Arc<G>> {
-        let share = self.shards[shard_number()].0.lock().unwrap_or_else(PoisonError::into_inner);
-        share.as_ref().map(|lease| lease.graph.clone())
+        let share = self.shards[shard_number()].0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        match share {
+            Some(lease) => Some(lease.graph.clone()),
+            // The gate may be closed for long. Who exchanges graphs has the lock.
+            None => self.control.try_lock().map(|control| control.graph.clone()),
+        }
+    }
+
+    /// Closes the gate for as long as [`Published::let_go`] does not come. Returns the ends of all epochs.
+    pub(crate) async fn hold(&self) -> Result<Vec<Arc<End>>> {
+        let mut control = self.control.lock().await;
+        control.check_open()?;
+        if std::mem::replace(&mut control.is_held, true) {
+            return Err(Error::new(ErrorKind::Busy, "the disk is paused already"));
+        }
+        // From now on requests look whether they may go on before they take anything, as they do for a limit.
+        self.is_limited.store(true, Ordering::Release);
+        self.close_gate();
+        Ok(control.epochs.clone())
+    }
+
+    /// Opens the gate that [`Published::hold`] has closed.
+    pub(crate) async fn let_go(&self) {
+        let mut control = self.control.lock().await;
+        if std::mem::replace(&mut control.is_held, false) {
+            self.open_with(&mut control);
+        }
     }
 
     /// Has `look` see the graph of the current epoch. It counts as a request: the epoch does not end before it.
@@ -257,8 +290,11 @@ impl<G: Disk> Published<G> {
         self.open_with(control);
     }
 
-    /// Opens the gate, which is closed, to what `control` says.
+    /// Opens the gate, which is closed, to what `control` says. A gate that is held stays closed.
     pub(crate) fn open_with(&self, control: &mut Control<G>) {
+        if control.is_held && !control.is_closed {
+            return;
+        }
         let stages = &control.stages;
         let behind_limit = match (stages.are_only_limits(), self.shaping.shaper()) {
             (true, None) => Way::Free,

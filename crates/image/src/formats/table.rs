@@ -159,6 +159,7 @@ macro_rules! formats {
                 async fn own_zeroes(&self, part: Extent) -> Result<()>;
                 async fn set_parent(&self, parent: Option<&NewParent>) -> Result<()>;
                 async fn flush(&self) -> Result<()>;
+                async fn rest(&self) -> ();
                 async fn seal(&self) -> Result<()>;
                 async fn resize(&self, size_bytes: u64) -> Result<()>;
                 async fn resize_unused(&self, size_bytes: u64) -> Result<()>;

@@ -101,6 +101,18 @@ impl<S: Store> Graph<S> {
         }
     }
 
+    /// Waits until the image that takes the disk's writes has all that was acknowledged, durably, and nothing is written to its file any more. Called
+    /// while no request is in flight: then a copy of the files is the disk.
+    ///
+    /// # Errors
+    /// As a flush.
+    pub async fn come_to_rest(&self) -> Result<()> {
+        self.flush_all().await?;
+        self.leaf().rest().await;
+        // What ran beside the flush may have written something since.
+        self.flush_all().await
+    }
+
     /// The whole of `store` as a disk, for stores that hold no image (`null:`, `mem:`).
     pub fn from_raw_store(store: S, read_only: bool) -> Self {
         let layer = GraphLayer::new(AnyLayer::bare(store), read_only);

@@ -32,6 +32,7 @@ use super::api::http::Pause;
 use super::identity::Exported;
 use super::life::SnapshotCall;
 use super::limits::Kept;
+use super::pausing::PauseCall;
 use crate::process::Process;
 
 /// The most descriptors beside one line (the kernel takes 253).
@@ -291,6 +292,8 @@ pub enum Event {
     Called(Call),
     /// A call of the control API came for a snapshot.
     Snapshot(SnapshotCall),
+    /// A call of the control API came for a pause.
+    Pause(PauseCall),
     /// The disk of this name has another graph now.
     Exchanged(String, Arc<Graph<HostStore>>),
 }

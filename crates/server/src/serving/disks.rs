@@ -18,6 +18,7 @@ use super::faults;
 use super::identity::{Exported, Identity};
 use super::jobs::DiskJobs;
 use super::limits::{self, Groups};
+use super::pausing::Pausing;
 use super::trouble;
 use crate::checkpoints::Checkpoints;
 use crate::disks::{self, DiskSpec};
@@ -40,6 +41,8 @@ pub struct Open {
     pub jobs: Arc<DiskJobs>,
     /// Its checkpoints, and what has changed since.
     pub checkpoints: Arc<Checkpoints>,
+    /// Whether its guests wait, so that its files can be copied.
+    pub pausing: Arc<Pausing>,
     /// Its own name on this server: what callers of the control API know it by.
     pub name: String,
     /// The images that it is made of, the leaf first.
@@ -286,6 +289,8 @@ impl Opening {
             has_own_limits: spec.limits.is_some() || spec.group.is_some(),
             jobs: DiskJobs::new(self.access()),
             checkpoints: Arc::new(checkpoints),
+            pausing: Arc::default(),
+            jobs: DiskJobs::new(Access { cache: self.cache, no_lock: self.no_lock }),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
                     .with_troubles(troubles)

@@ -332,6 +332,7 @@ impl Server {
                     }
                 }
                 Ok(Event::Snapshot(call)) => self.begin_snapshot(call),
+                Ok(Event::Pause(call)) => self.begin_pause(call),
                 Ok(Event::Exchanged(name, graph)) => self.note_exchange(&name, &graph),
                 Ok(Event::Signal | Event::Ended) | Err(_) => return Ok(End::Stops),
             }

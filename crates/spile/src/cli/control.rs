@@ -11,7 +11,7 @@ use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::Access;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, escape};
 use spile_server::serving::api::discovery;
-use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Meter, Waiting};
+use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Meter, Paused, Waiting};
 
 use spile_store::CacheMode;
 
@@ -190,11 +190,19 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
         path.set_delimiter('/');
     });
     say(table);
+    disks.iter().filter_map(is_paused).for_each(say);
     disks.iter().filter_map(waits_for).for_each(say);
     for (disk, failed) in disks.iter().filter_map(|disk| Some((disk, disk.failed_sync.as_ref()?))) {
         say(format_args!("{}: every flush fails: {}", disk.name, failed.message));
     }
     Ok(Exit::Ok)
+}
+
+/// A line for a disk that is paused.
+fn is_paused(disk: &Disk) -> Option<String> {
+    let Paused { time_s, at_most_s, .. } = disk.paused.as_ref()?;
+    let name = &disk.name;
+    Some(format!("{name}: paused since {time_s:.0} s, for {at_most_s:.0} s at most; `spile resume {name}` ends that"))
 }
 
 /// A line for a disk that waits: what for, since when, and how many requests.
@@ -222,6 +230,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     say(format_args!("on error: {}{at_most}", disk.on_error));
     say(format_args!("shape: {}", shape::describe(disk)));
     limit::lines(&disk.limits).into_iter().for_each(say);
+    is_paused(disk).into_iter().for_each(say);
     waits_for(disk).into_iter().for_each(say);
     disk.failed_sync.iter().for_each(|failed| say(format_args!("every flush fails: {}", failed.message)));
     if !disk.checkpoints.is_empty() {

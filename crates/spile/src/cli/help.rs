@@ -347,9 +347,18 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[],
     },
     Ending {
-        command: "resume",
+        command: "pause",
         codes: &[],
-        examples: &[("spile resume disk", "tries at once what waits")],
+        examples: &[
+            ("spile pause disk && cp disk.vhd /backup/ && spile resume disk", "a copy by another program"),
+            ("spile pause disk --at-most 10s", "the guest waits for ten seconds at most"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "resume",
+        codes: &[("1", "failure; the pause has ended by itself before")],
+        examples: &[("spile resume disk", "ends a pause, and tries at once what waits")],
         notes: &[],
     },
     Ending {

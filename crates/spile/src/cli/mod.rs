@@ -24,6 +24,7 @@ mod move_disk;
 mod new_disk;
 mod onto;
 mod pace;
+mod pause;
 mod rebase;
 mod report;
 mod revert;
@@ -110,6 +111,7 @@ enum Command {
     OnError(trouble::OnErrorArgs),
     Shape(shape::ShapeArgs),
     Limit(limit::LimitArgs),
+    Pause(pause::PauseArgs),
     Resume(trouble::ResumeArgs),
     AcceptLoss(trouble::AcceptLossArgs),
     XenLab(xen_lab::XenLabArgs),
@@ -174,6 +176,7 @@ pub fn run() -> ExitCode {
         Command::OnError(args) => trouble::on_error(args),
         Command::Shape(args) => shape::run(args),
         Command::Limit(args) => limit::run(args),
+        Command::Pause(args) => pause::run(args),
         Command::Resume(args) => trouble::resume(args),
         Command::AcceptLoss(args) => trouble::accept_loss(args),
         Command::XenLab(args) => xen_lab::run(args),

@@ -7,7 +7,7 @@ use spile_server::serving::api;
 use spile_server::serving::api::checkpoints::{ChangedBlocks, CheckpointList};
 use spile_server::serving::api::images::Info;
 use spile_server::serving::api::slow::SlowRequests;
-use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Snapshot};
+use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Paused, Snapshot};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
@@ -67,6 +67,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("stat", of::<DiskStat>),
     ("top", of::<TopInterval>),
     ("limit", of::<Limited>),
+    ("pause", of::<Paused>),
     ("slow", of::<SlowRequests>),
     ("trace", of::<Traced>),
     ("snapshot", of::<Snapshot>),

@@ -37,9 +37,11 @@ pub struct OnErrorArgs {
     pause_at_most: Option<Duration>,
 }
 
-/// Try all requests of a disk again that wait
+/// Let the requests of a disk go on: after `spile pause`, or when they wait for trouble below it
 ///
-/// Requests wait when they fail because of trouble below the disk and its policy is `pause`. They are tried again from time
+/// This ends a pause. It fails when the pause has ended by itself before: a copy that was made meanwhile is of several moments.
+///
+/// Requests wait, too, when they fail because of trouble below the disk and its policy is `pause`. They are tried again from time
 /// to time anyway, at most 5 seconds after the last time; this tries all of them at once.
 #[derive(Debug, Args)]
 pub struct ResumeArgs {
@@ -176,7 +178,10 @@ pub fn on_error(args: &OnErrorArgs) -> Result<Exit> {
 /// When there is no such disk.
 pub fn resume(args: &ResumeArgs) -> Result<Exit> {
     let (socket, name) = args.which.find()?;
-    let Resumed { requests } = ask(&socket, "POST", &format!("{}/resume", path_of(&name)), LOOK_PATIENCE)?;
-    say(format_args!("{name}: {requests} request(s) are tried again"));
+    let Resumed { requests, paused_s } = ask(&socket, "POST", &format!("{}/resume", path_of(&name)), LOOK_PATIENCE)?;
+    match paused_s {
+        Some(paused_s) => say(format_args!("{name}: goes on, after a pause of {paused_s:.1} s")),
+        None => say(format_args!("{name}: {requests} request(s) are tried again")),
+    }
     Ok(Exit::Ok)
 }

@@ -183,6 +183,12 @@ impl<S: Store> Layer<S> for Vhd<S> {
         }
     }
 
+    async fn rest(&self) {
+        if let Self::Sparse(sparse) = self {
+            sparse.beside.wait_for_none().await;
+        }
+    }
+
     async fn seal(&self) -> Result<()> {
         match self {
             Self::Fixed(_, raw) => raw.seal().await,

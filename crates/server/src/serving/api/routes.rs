@@ -23,7 +23,7 @@ use super::stats::{AllStats, DiskStats};
 use super::trace::{Running, TraceLine};
 use super::types::{
     Accepted, Attach, Change, DiskDetail, DiskList, Failure, Job, JobChange, JobList, LogLevel, NewExport, NewJob,
-    NewSnapshot, Resumed, Snapshot,
+    NewPause, NewSnapshot, Paused, Resumed, Snapshot,
 };
 use super::view::View;
 use super::workers::Workers;
@@ -34,6 +34,7 @@ use crate::serving::life::SnapshotCall;
 use crate::serving::metrics::Exporter;
 use crate::serving::metrics::listen::respond;
 use crate::serving::metrics::off_the_thread;
+use crate::serving::pausing::PauseCall;
 
 /// The longest body in bytes.
 const MAX_BODY_BYTES: usize = 64 << 10;
@@ -73,6 +74,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/stats", get(all_stats))
         .route("/v1/disks/{name}/slow", get(slow))
         .route("/v1/disks/{name}/trace", post(trace))
+        .route("/v1/disks/{name}/pause", post(pause))
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
         .route("/v1/jobs", get(jobs).post(begin_job))
@@ -122,6 +124,7 @@ pub fn router(context: Context) -> Router {
         begin_job,
         job,
         change_job,
+        pause,
         resume,
         accept_loss,
         snapshot,
@@ -433,11 +436,21 @@ fn unknown_key(key: &str) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("the query has an unknown key {key:?}"))
 }
 
-/// Tries all requests again that wait for trouble below the disk to pass.
+/// Holds all requests of the disk's guests back: when the answer comes, none is in flight, all is flushed, and the disk's files do not
+/// change any more.
+#[utoipa::path(post, path = "/v1/disks/{name}/pause", params(("name", description = "the disk's name")), request_body = NewPause,
+    responses((status = 200, body = Paused), (status = "default", body = Failure)))]
+async fn pause(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
+    let (call, answer) = PauseCall::new(name, &read(body).await?)?;
+    context.events.send(Event::Pause(call)).map_err(|_| ends())?;
+    Ok(json(StatusCode::OK, &answer.await.map_err(|_| ends())??))
+}
+
+/// Ends the disk's pause, and tries all requests again that wait for trouble below it to pass.
 #[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name", description = "the disk's name")),
     responses((status = 200, body = Resumed), (status = "default", body = Failure)))]
 async fn resume(State(context): State<Context>, Path(name): Path<String>) -> Answer {
-    Ok(json(StatusCode::OK, &Resumed { requests: context.view.resume(&name)? }))
+    Ok(json(StatusCode::OK, &context.view.resume(&name).await?))
 }
 
 /// Accepts what a failed sync of the disk may have lost: its flushes succeed again.

@@ -29,10 +29,13 @@ pub struct Disk {
     pub virtual_size_bytes: u64,
     /// Writes are refused.
     pub read_only: bool,
-    /// `running`; `waiting` while requests wait for trouble below the disk to pass; `sync_failed` when a sync has failed, and so every
-    /// flush fails.
+    /// `running`; `paused` while all requests wait, because of `spile pause`; `waiting` while requests wait for trouble below the disk to
+    /// pass; `sync_failed` when a sync has failed, and so every flush fails.
     #[serde(default)]
     pub state: String,
+    /// The pause of the disk, while there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub paused: Option<Paused>,
     /// What the disk waits for, while it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<Waiting>,
@@ -330,6 +333,28 @@ pub struct DiskSnapshot {
 pub struct Resumed {
     /// How many requests are tried again now.
     pub requests: u64,
+    /// How long the disk was paused by `spile pause`, in seconds, if it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub paused_s: Option<f64>,
+}
+
+/// A pause that is to begin.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct NewPause {
+    /// After this time in seconds the pause ends by itself; 60 when left out, 3600 at most.
+    #[serde(default)]
+    pub at_most_s: Option<f64>,
+}
+
+/// A pause: no request of a guest is in flight below the disk, and none goes on. Its files do not change.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Paused {
+    /// When it began, in seconds since 1970.
+    pub since_unix_s: u64,
+    /// How long it lasts now, in seconds.
+    pub time_s: f64,
+    /// After this time in seconds it ends by itself.
+    pub at_most_s: f64,
 }
 
 /// A way to a disk that is to be opened.

@@ -21,7 +21,7 @@ use super::slow::{Gathered, SlowRequests};
 use super::stats::{AllStats, DiskStats, LayerKind, LayerStats};
 use super::trace::Queues;
 use super::types::{
-    self, Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Learned, Meter, Waiting,
+    self, Accepted, Change, Disk, DiskDetail, DiskList, Export, FailedSync, Layer, Learned, Meter, Resumed, Waiting,
 };
 use super::workers::Workers;
 use crate::checkpoints::Checkpoints;
@@ -31,6 +31,7 @@ use crate::serving::failed_syncs;
 use crate::serving::jobs::{DiskJob, DiskJobs};
 use crate::serving::limits::{self, Groups};
 use crate::serving::metrics::Detail;
+use crate::serving::pausing::Pausing;
 
 /// A way to a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,6 +68,7 @@ pub struct DiskView {
     disk: Arc<ServedDisk>,
     jobs: Arc<DiskJobs>,
     checkpoints: Arc<Checkpoints>,
+    pausing: Arc<Pausing>,
     exports: Vec<Export>,
     meters: Vec<(FrontName, ReadMeter)>,
     spans: Vec<(FrontName, ReadSpans)>,
@@ -87,6 +89,7 @@ impl DiskView {
             disk: open.disk.clone(),
             jobs: open.jobs.clone(),
             checkpoints: open.checkpoints.clone(),
+            pausing: open.pausing.clone(),
             exports,
             meters,
             spans,
@@ -103,15 +106,17 @@ impl DiskView {
         let waiting = troubles.and_then(Troubles::waiting);
         let failed_sync = self.disk.graph_now().and_then(|graph| failed_syncs::find(&graph));
         let policy = troubles.map(Troubles::policy).unwrap_or_default();
-        let layers = self.layers();
+        let (layers, paused) = (self.layers(), self.pausing.now());
         let leaf = layers.first();
         Disk {
-            state: match (&waiting, &failed_sync) {
-                (Some(_), _) => "waiting",
-                (None, Some(_)) => "sync_failed",
-                (None, None) => "running",
+            state: match (&paused, &waiting, &failed_sync) {
+                (Some(_), ..) => "paused",
+                (None, Some(_), _) => "waiting",
+                (None, None, Some(_)) => "sync_failed",
+                (None, None, None) => "running",
             }
             .to_owned(),
+            paused,
             failed_sync: failed_sync.as_ref().map(FailedSync::from),
             waiting: waiting.as_ref().map(Waiting::new),
             on_error: policy.on_error.to_string(),
@@ -436,12 +441,20 @@ impl View {
         act(disk, &job)
     }
 
-    /// Tries all requests again that wait for trouble below the disk of this name to pass. Returns how many there are.
+    /// Ends the pause of the disk of this name, and tries all requests again that wait for trouble below it to pass.
     ///
     /// # Errors
-    /// As [`View::find`].
-    pub fn resume(&self, name: &str) -> Result<u64> {
-        self.with(name, |disk| Ok(disk.disk.troubles().map_or(0, Troubles::try_again)))
+    /// As [`View::find`]; `TimedOut` when the disk was paused, and the pause has ended by itself.
+    pub async fn resume(&self, name: &str) -> Result<Resumed> {
+        let (requests, resumed, paused) = self.with(name, |disk| {
+            let requests = disk.disk.troubles().map_or(0, Troubles::try_again);
+            let paused = disk.pausing.now();
+            Ok((requests, disk.pausing.resume()?, paused))
+        })?;
+        let Some(resumed) = resumed else { return Ok(Resumed { requests, paused_s: None }) };
+        // An error: the server has ended, and the pause with it.
+        let _ = resumed.await;
+        Ok(Resumed { requests, paused_s: paused.map(|paused| paused.time_s) })
     }
 
     /// Accepts what a failed sync of the disk of this name may have lost: its flushes succeed again, unless a parent has lost something,

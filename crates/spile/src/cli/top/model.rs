@@ -252,6 +252,7 @@ impl DiskRow {
     pub fn note(&self) -> String {
         let trouble = match self.disk.state.as_str() {
             "waiting" => "waits",
+            "paused" => "paused",
             "sync_failed" => "sync failed",
             _ => "",
         };

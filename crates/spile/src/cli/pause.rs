@@ -1,0 +1,58 @@
+//! `spile pause`: a disk's guests wait, so that its files can be copied.
+
+use std::path::Path;
+use std::time::Duration;
+
+use clap::Args;
+use serde_json::json;
+use spile_core::{Error, ErrorKind, Result};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, call, typed};
+use spile_server::serving::api::types::Paused;
+
+use super::control::{Which, path_of};
+use super::{Exit, print_json, say};
+use crate::units::parse_duration;
+
+/// Have the guests of a disk wait, so that its files can be copied
+///
+/// When the command returns, no request is in flight below the disk, all is flushed, and its files do not change any more: a
+/// copy of them, by any tool, is the disk. Requests that come meanwhile wait, without an error, until `spile resume`. Guests have
+/// time-outs of their own (30 seconds or so), so copy what is fast to copy, such as a snapshot by the storage below.
+///
+/// A pause ends by itself after --at-most, and when somebody waits for the end of all requests: a guest's device that is stopped, or
+/// the server's end. Then `spile resume` fails and says so, for a copy that was made meanwhile is worth nothing. While a disk is paused
+/// it gets no snapshot, no job and no new size, and no other server can take over. A snapshot (`spile snapshot`) needs no pause.
+#[derive(Debug, Args)]
+pub struct PauseArgs {
+    #[command(flatten)]
+    which: Which,
+    /// End the pause by itself after this time, up to an hour
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "60s")]
+    at_most: Duration,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs `spile pause`.
+///
+/// # Errors
+/// When there is no such disk, something else is being done to it, or requests in flight do not end in time.
+pub fn run(args: &PauseArgs) -> Result<Exit> {
+    let (socket, name) = args.which.find().map_err(|error| match error.kind() {
+        ErrorKind::NotFound if Path::new(args.which.disk_path()).is_file() => {
+            let error = Error::new(ErrorKind::Unsupported, "no server has this disk, so there is nothing to pause");
+            error.at_path(Path::new(args.which.disk_path())).hint("copy it as it is")
+        }
+        _ => error,
+    })?;
+    let wanted = json!({ "at_most_s": args.at_most.as_secs_f64() });
+    let patience = CHANGE_PATIENCE.max(args.at_most);
+    let paused: Paused = typed(call(&socket, "POST", &format!("{}/pause", path_of(&name)), Some(&wanted), patience)?)?;
+    if args.json {
+        return print_json(&paused).map(|()| Exit::Ok);
+    }
+    let left_s = (paused.at_most_s - paused.time_s).max(0.0);
+    say(format_args!("{name}: its files do not change, for {left_s:.0} s at most; `spile resume {name}` ends that"));
+    Ok(Exit::Ok)
+}
