@@ -350,7 +350,7 @@ pub const ENDINGS: &[Ending] = &[
         command: "pause",
         codes: &[],
         examples: &[
-            ("spile pause disk && cp disk.vhd /backup/ && spile resume disk", "a copy by another program"),
+            ("spile pause disk", "any program can copy its files now, until `spile resume disk`"),
             ("spile pause disk --at-most 10s", "the guest waits for ten seconds at most"),
         ],
         notes: &[JSON],
