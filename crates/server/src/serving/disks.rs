@@ -290,7 +290,6 @@ impl Opening {
             jobs: DiskJobs::new(self.access()),
             checkpoints: Arc::new(checkpoints),
             pausing: Arc::default(),
-            jobs: DiskJobs::new(Access { cache: self.cache, no_lock: self.no_lock }),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
                     .with_troubles(troubles)
