@@ -7,6 +7,7 @@
 //! [`names`] gives; whoever opens the disk next finds them there, and goes on or takes back.
 #![forbid(unsafe_code)]
 
+pub mod backup;
 pub mod changes;
 pub mod flatten;
 pub mod jobs;

@@ -34,6 +34,11 @@ pub fn moved(disk: &Path) -> PathBuf {
     beside(disk, "moved")
 }
 
+/// What is saved of the disk for a backup. The file has this name for the moment of its making only.
+pub fn fleece(disk: &Path) -> PathBuf {
+    beside(disk, "fleece")
+}
+
 /// The disk that the file `path` belongs to, if it has one of these names.
 pub fn disk_of(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_str()?;
@@ -59,7 +64,8 @@ mod tests {
     #[test]
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
-        for beside in [new_leaf(disk), job(disk), new_job(disk), changes(disk), moving(disk), moved(disk)] {
+        for beside in [new_leaf(disk), job(disk), new_job(disk), changes(disk), moving(disk), moved(disk), fleece(disk)]
+        {
             assert_eq!(beside.parent(), disk.parent());
             assert_eq!(disk_of(&beside).as_deref(), Some(disk));
         }

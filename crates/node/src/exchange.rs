@@ -16,6 +16,7 @@ use spile_core::{Disk, Error, ErrorKind, Result};
 use crate::end::End;
 use crate::node::Node;
 use crate::published::{Control, Published};
+use crate::stage::{Attached, Place, Stage};
 
 /// A disk, and the graph it is to have.
 pub type Change<'a, G> = (&'a Node<G>, Arc<G>);
@@ -67,6 +68,21 @@ impl<G: Disk> Drop for Gate<'_, G> {
 }
 
 impl<G: Disk> ClosedGates<'_, G> {
+    /// Has requests meet a stage at `place` once the gates are open: each disk its own, in the order of the caller's list. All disks get theirs
+    /// at one point in time.
+    ///
+    /// # Errors
+    /// `Busy` when a disk has a stage there already; no disk has got one then.
+    pub fn attach(&mut self, place: Place, stages: Vec<Arc<dyn Stage>>) -> Result<()> {
+        if self.gates.iter_mut().any(|gate| gate.control.stages.at(place).is_some()) {
+            return Err(Error::new(ErrorKind::Busy, format!("the place {place:?} has a stage already")));
+        }
+        for gate in &mut self.gates {
+            *gate.control.stages.at(place) = stages.get(gate.number).cloned().map(Attached::new);
+        }
+        Ok(())
+    }
+
     /// When the first gate began to close. From then on requests wait.
     pub fn closed_at(&self) -> Instant {
         self.closed_at
@@ -114,6 +130,19 @@ pub async fn exchange<G: Disk>(changes: Vec<Change<'_, G>>) -> Result<Vec<OldEpo
 /// # Errors
 /// As [`exchange`]. All gates are open then.
 pub async fn close_gates<G: Disk>(changes: Vec<Change<'_, G>>) -> Result<ClosedGates<'_, G>> {
+    close(changes.into_iter().map(|(node, new)| (node, Some(new))).collect()).await
+}
+
+/// Closes the gates of disks that keep their graphs: for a point in time that several disks have in common.
+///
+/// # Errors
+/// `InvalidInput` when a disk is named twice; `Shutdown` when a disk is closed. All gates are open then.
+pub async fn hold_gates<'a, G: Disk>(disks: &[&'a Node<G>]) -> Result<ClosedGates<'a, G>> {
+    close(disks.iter().map(|disk| (*disk, None)).collect()).await
+}
+
+/// Closes the gates of disks, each of which gets another graph or keeps the one it has.
+async fn close<'a, G: Disk>(changes: Vec<(&'a Node<G>, Option<Arc<G>>)>) -> Result<ClosedGates<'a, G>> {
     let mut changes: Vec<_> = changes.into_iter().map(|(node, new)| (node.published(), new)).enumerate().collect();
     // Everybody locks in the same order, so that two exchanges of the same disks cannot wait for each other.
     changes.sort_by_key(|(_, (disk, _))| std::ptr::from_ref(*disk).addr());
@@ -124,7 +153,10 @@ pub async fn close_gates<G: Disk>(changes: Vec<Change<'_, G>>) -> Result<ClosedG
     for (number, (disk, new)) in changes {
         let control = disk.control.lock().await;
         control.check_open()?;
-        disk.check_fits(&new)?;
+        let new = match new {
+            Some(new) => disk.check_fits(&new).map(|()| new)?,
+            None => control.graph.clone(),
+        };
         locked.push((number, disk, control, new));
     }
     // All is checked and nothing is awaited any more: the gates stay closed for as short as can be.

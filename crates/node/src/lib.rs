@@ -32,7 +32,7 @@ mod trouble;
 
 pub use aligned::Aligned;
 pub use bounce::Allocate;
-pub use exchange::{Change, ClosedGates, OldEpoch, close_gates, exchange};
+pub use exchange::{Change, ClosedGates, OldEpoch, close_gates, exchange, hold_gates};
 pub use fault::{Effect, Fault, Faults};
 pub use limit::{Delays, DiskLimits, Group, Limits};
 pub use node::{InFlight, Node};

@@ -38,6 +38,8 @@ pub enum Place {
     Limit,
     /// Notes which ranges change.
     ChangeTracking,
+    /// Saves what a backup still has to copy, before a request changes it.
+    Backup,
     /// Writes what is written to a second place as well.
     Mirror,
     /// Fails or delays requests, for tests.
@@ -49,7 +51,7 @@ impl Place {
     pub const COUNT: usize = Self::ALL.len();
 
     /// All places, in the order in which a request passes them.
-    pub const ALL: [Place; 4] = [Self::Limit, Self::ChangeTracking, Self::Mirror, Self::Fault];
+    pub const ALL: [Place; 5] = [Self::Limit, Self::ChangeTracking, Self::Backup, Self::Mirror, Self::Fault];
 
     /// The places behind the disk's shape begin with this one: they see parts of requests. [`Place::Limit`], before it, sees requests as
     /// the front made them.

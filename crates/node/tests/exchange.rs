@@ -3,13 +3,13 @@
 mod common;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::task::Poll;
 
 use common::{SIZE, TestGraph, at, now, one_of_each, poll, write};
 use spile_core::metrics::Op;
-use spile_core::{Disk, ErrorKind, Segments};
-use spile_node::{Node, close_gates, exchange};
+use spile_core::{Disk, ErrorKind, Io, Result, Segments};
+use spile_node::{Node, Pending, Place, Stage, close_gates, exchange, hold_gates};
 
 fn pair() -> (Node<TestGraph>, Arc<TestGraph>, Arc<TestGraph>) {
     let node = Node::new(TestGraph::new());
@@ -100,6 +100,49 @@ fn several_disks_have_no_moment_between() {
         assert!(waiting.iter_mut().all(|request| poll(request).is_ready()));
         assert!(wanted.iter().all(|graph| graph.byte(0) == 1));
     }
+}
+
+/// Notes that it was met.
+#[derive(Default)]
+struct Met(AtomicU64);
+
+impl Stage for Met {
+    fn before<'a>(&'a self, _: Io<'a>) -> Option<Pending<'a>> {
+        self.0.fetch_add(1, SeqCst);
+        None
+    }
+
+    fn after<'a>(&'a self, _: Io<'a>, _: &Result<()>) -> Option<Pending<'a>> {
+        None
+    }
+}
+
+#[test]
+fn disks_get_their_stages_while_all_gates_are_closed_or_none_gets_one() {
+    let ((a, old_a, _), (b, _, _)) = (pair(), pair());
+    old_a.hold(true);
+    let mut stuck = write(&a, 0, 512, 1);
+    assert!(poll(&mut stuck).is_pending());
+    let stages = [Arc::new(Met::default()), Arc::new(Met::default())];
+    let shares = || stages.iter().map(|stage| stage.clone() as Arc<dyn Stage>).collect::<Vec<_>>();
+    let mut gates = now(hold_gates(&[&b, &a])).unwrap();
+    let mut waiting = [write(&a, 512, 512, 2), write(&b, 0, 512, 2)];
+    assert!(waiting.iter_mut().all(|request| poll(request).is_pending()));
+    gates.attach(Place::Backup, shares()).unwrap();
+    let before = gates.open();
+    old_a.hold(false);
+    assert!(waiting.iter_mut().all(|request| poll(request).is_ready()));
+    // The one that began before met no stage, and the epoch of before lasts as long as it.
+    assert_eq!(stages.each_ref().map(|stage| stage.0.load(SeqCst)), [1, 1]);
+    assert!(!before[1].has_ended() && before[0].has_ended() && Arc::ptr_eq(before[1].graph(), &old_a));
+    assert!(poll(&mut stuck).is_ready() && before[1].has_ended());
+    // One of them has a stage there: the other one gets none.
+    now(a.detach(Place::Backup)).unwrap();
+    let mut gates = now(hold_gates(&[&a, &b])).unwrap();
+    assert_eq!(gates.attach(Place::Backup, shares()).unwrap_err().kind(), ErrorKind::Busy);
+    drop(gates);
+    assert_eq!(now(a.detach(Place::Backup)).unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(now(hold_gates(&[&a, &a])).err().unwrap().kind(), ErrorKind::InvalidInput);
 }
 
 #[test]

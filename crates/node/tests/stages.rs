@@ -99,7 +99,7 @@ fn a_request_that_a_stage_refuses_goes_no_further() {
     stages[2].refuses.store(true, SeqCst);
     assert_eq!(now(node.flush()).unwrap_err().kind(), ErrorKind::Denied);
     let counts: Vec<_> = stages.iter().map(|stage| stage.counts()).collect();
-    assert_eq!(counts, [(1, 1), (1, 1), (1, 0), (0, 0)]);
+    assert_eq!(counts, [(1, 1), (1, 1), (1, 0), (0, 0), (0, 0)]);
     assert_eq!(now(node.graph()).begun.load(SeqCst), 0);
 }
 

@@ -9,6 +9,7 @@
 //! This crate joins fronts and images. It imports nothing that measures (`bench`) or imitates (`lab`).
 #![forbid(unsafe_code)]
 
+pub mod backup;
 pub mod checkpoints;
 pub mod disks;
 pub mod family;
@@ -18,6 +19,7 @@ pub mod limits;
 pub mod listen;
 pub mod log;
 mod look;
+pub mod new_file;
 pub mod notify;
 pub mod panics;
 pub mod process;

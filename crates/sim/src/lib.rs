@@ -5,6 +5,7 @@
 //! --release -- --start SEED --seeds 1 --trace`. Development only: no product code depends on this crate.
 #![forbid(unsafe_code)]
 
+pub mod backup;
 pub mod changes;
 pub mod exec;
 pub mod explore;

@@ -4,6 +4,7 @@
 
 use std::process::ExitCode;
 
+use spile_sim::backup::{self, BackupSummary, run_backup};
 use spile_sim::changes::{self, ChangesSummary, run_changes};
 use spile_sim::explore::{Finding, Options};
 use spile_sim::image::{Image, Kind};
@@ -23,6 +24,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --merge          layers are merged and leaves flattened under load; on one thread
   --move           disks are moved under load; on one thread
   --changes        changed blocks are tracked under load, checkpoints made and removed; on one thread
+  --backup         disks are backed up at one point in time under load; on one thread
   --every-step     one short life for each seed, crashed at every step, both ways
   --threads N      default: as many as there are processors
   --findings N     stop after so many (default 10)
@@ -40,14 +42,28 @@ struct Arguments {
     merge: bool,
     motion: bool,
     changes: bool,
+    backup: bool,
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (kind, mode) = (None, Mode::Random);
-    let (trace, exchange, merge, motion, changes) = (false, false, false, false, false);
-    let mut arguments =
-        Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace, exchange, merge, motion, changes };
+    let (trace, exchange, merge) = (false, false, false);
+    let (motion, changes, backup) = (false, false, false);
+    let mut arguments = Arguments {
+        seeds: 1000,
+        start: 0,
+        kind,
+        mode,
+        threads,
+        findings: 10,
+        trace,
+        exchange,
+        merge,
+        motion,
+        changes,
+        backup,
+    };
     while let Some(word) = words.next() {
         let mut number = || -> Result<u64, String> {
             let value = words.next().ok_or(format!("{word} wants a number"))?;
@@ -62,6 +78,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--trace" => arguments.trace = true,
             "--exchange" => arguments.exchange = true,
             "--changes" => arguments.changes = true,
+            "--backup" => arguments.backup = true,
             "--merge" => arguments.merge = true,
             "--move" => arguments.motion = true,
             "--kind" => {
@@ -141,6 +158,14 @@ fn run_tracking(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode 
     code
 }
 
+fn run_backups(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
+    let mut all = BackupSummary::default();
+    let kept = backup::Broken::Copy(backup::BrokenCopy::Nothing);
+    let code = each_seed(seeds, arguments, |seed| run_backup(seed, kept, arguments.trace), |one| all += one);
+    println!("{} disks copied, {} requests, {} of them beside a copy", all.copied, all.requests, all.beside);
+    code
+}
+
 fn run(arguments: &Arguments) -> ExitCode {
     let options = Options { trace: arguments.trace, ..Options::default() };
     let seeds = arguments.start..arguments.start.saturating_add(arguments.seeds);
@@ -149,6 +174,9 @@ fn run(arguments: &Arguments) -> ExitCode {
     }
     if arguments.changes {
         return run_tracking(seeds, arguments);
+    }
+    if arguments.backup {
+        return run_backups(seeds, arguments);
     }
     if arguments.merge {
         return run_merges(seeds, arguments);

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use spile_core::Segment;
 
 /// A row of bits: bit 0 is the lowest of the first byte. Whoever sets or clears bits holds a lock; anybody may look at any time.
-pub(super) struct Bits {
+pub(crate) struct Bits {
     memory: Segment,
     count: u64,
 }
@@ -65,7 +65,12 @@ impl Bits {
 
     /// The numbers of the bits that are set.
     pub fn ones(&self) -> impl Iterator<Item = u64> {
-        let words = words(0..self.count).map(|(at, mask)| (at as u64 * 8, self.word(at) & mask));
+        self.ones_in(0..self.count)
+    }
+
+    /// The numbers of the bits of `range` that are set.
+    pub fn ones_in(&self, range: Range<u64>) -> impl Iterator<Item = u64> {
+        let words = words(range).map(|(at, mask)| (at as u64 * 8, self.word(at) & mask));
         words
             .filter(|(_, word)| *word != 0)
             .flat_map(|(first, word)| (0..64).filter(move |bit| word >> bit & 1 != 0).map(move |bit| first + bit))

@@ -42,7 +42,7 @@
 //! A checkpoint that is made around a snapshot of the disk serves the snapshot, too: see [`Changes::checkpoint_with`].
 
 mod answer;
-mod bits;
+pub(crate) mod bits;
 pub mod header;
 mod loss;
 mod tracked;

@@ -191,13 +191,23 @@ impl Job {
     }
 
     /// Says that nothing refuses the job.
-    pub(crate) fn accept(&self) {
+    pub fn accept(&self) {
         self.change(|control| control.is_accepted = true);
     }
 
     /// Where those who look find how far the move is.
     pub(crate) fn set_status(&self, status: Arc<Status>) {
         self.control().status = Some(status);
+    }
+
+    /// Waits until the job is told to end, or is over.
+    pub async fn told_to_end(&self) {
+        self.wait_for(|control| control.ending.is_some() || control.state.is_over()).await;
+    }
+
+    /// True when the job is to end because its process does.
+    pub fn is_stopping(&self) -> bool {
+        self.control().ending == Some(State::Stopped)
     }
 
     /// What there is to tell now.
@@ -258,7 +268,7 @@ impl Job {
             let changed = self.changed.listen();
             {
                 let control = self.control();
-                if control.ending.is_some() {
+                if control.ending.is_some() || control.state.is_over() {
                     return Err(Error::new(ErrorKind::Shutdown, "the job was told to end"));
                 }
                 if control.state != State::Paused {

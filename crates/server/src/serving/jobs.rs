@@ -34,8 +34,27 @@ impl Drop for Held {
 pub struct DiskJob {
     /// Its name: no other job of this host has it.
     id: String,
-    plan: Plan,
+    what: What,
     job: Job,
+}
+
+/// What a job does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum What {
+    /// It changes the disk's images.
+    Images(Plan),
+    /// It copies what the disk held at a moment to this place.
+    Backup(String),
+}
+
+impl What {
+    /// Its name in JSON and in tables.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Images(plan) => plan.kind(),
+            Self::Backup(_) => "backup",
+        }
+    }
 }
 
 /// The jobs of one disk.
@@ -63,7 +82,7 @@ impl State {
             return Err(Error::new(ErrorKind::Busy, format!("the disk has {what}")).hint("try again when it has ended"));
         }
         let Some(other) = self.jobs.iter().find(|job| !job.job.state().is_over()) else { return Ok(()) };
-        let what = format!("the disk has a job already, {}: a {}", other.id, other.plan.kind());
+        let what = format!("the disk has a job already, {}: a {}", other.id, other.what.kind());
         Err(Error::new(ErrorKind::Busy, what).hint(format!("wait for it, or `spile job {} cancel`", other.id)))
     }
 }
@@ -76,6 +95,16 @@ impl DiskJobs {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How the disk's files are opened.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Forgets a job that was refused.
+    pub fn forget(&self, id: &str) {
+        self.state().jobs.retain(|job| job.id != id);
     }
 
     /// The jobs, the oldest first.
@@ -101,7 +130,7 @@ impl DiskJobs {
         match begun.job.accepted().await {
             Ok(()) => Ok(begun),
             Err(refused) => {
-                self.state().jobs.retain(|job| job.id != begun.id);
+                self.forget(&begun.id);
                 Err(refused)
             }
         }
@@ -110,8 +139,8 @@ impl DiskJobs {
     /// The last move of the disk that is done.
     pub fn moved(&self) -> Option<Move> {
         let state = self.state();
-        let moved = |job: &Arc<DiskJob>| match &job.plan {
-            Plan::Move(to) if job.job.state() == JobState::Done => Some(to.clone()),
+        let moved = |job: &Arc<DiskJob>| match &job.what {
+            What::Images(Plan::Move(to)) if job.job.state() == JobState::Done => Some(to.clone()),
             _ => None,
         };
         state.jobs.iter().rev().find_map(moved)
@@ -122,7 +151,8 @@ impl DiskJobs {
     /// # Errors
     /// `Busy`.
     pub fn refuse_resize(&self) -> Result<()> {
-        let is_moving = |job: &Arc<DiskJob>| matches!(job.plan, Plan::Move(_)) && !job.job.state().is_over();
+        let is_moving =
+            |job: &Arc<DiskJob>| matches!(job.what, What::Images(Plan::Move(_))) && !job.job.state().is_over();
         match self.state().jobs.iter().find(|job| is_moving(job)) {
             Some(job) => Err(Error::new(ErrorKind::Busy, format!("the disk is being moved, by job {}", job.id))
                 .hint(format!("wait for it, or `spile job {} cancel`", job.id))),
@@ -171,11 +201,12 @@ impl DiskJobs {
     }
 
     fn spawn(self: &Arc<Self>, engine: &Engine, disk: &Arc<ServedDisk>, note: Note) -> Result<Arc<DiskJob>> {
-        let begun = DiskJob::new(note.plan, note.wishes);
+        let plan = note.plan.clone();
+        let begun = DiskJob::new(What::Images(note.plan), note.wishes);
         self.add(begun.clone())?;
         let (jobs, disk, running) = (self.clone(), disk.clone(), begun.clone());
         engine.spawn_on(0, move || async move {
-            if let Err(error) = jobs::run(&disk, jobs.access, &running.job, &running.plan).await
+            if let Err(error) = jobs::run(&disk, jobs.access, &running.job, &plan).await
                 && running.job.report().error.is_some()
             {
                 tracing::warn!("the job {} has failed: {error}", running.id);
@@ -185,7 +216,11 @@ impl DiskJobs {
         Ok(begun)
     }
 
-    fn add(&self, new: Arc<DiskJob>) -> Result<()> {
+    /// Notes a job that begins now.
+    ///
+    /// # Errors
+    /// `Busy` while the disk has a job; `Shutdown` when it is closed.
+    pub fn add(&self, new: Arc<DiskJob>) -> Result<()> {
         let mut state = self.state();
         if state.is_closed {
             return Err(Error::new(ErrorKind::Shutdown, "the disk is closed"));
@@ -250,13 +285,8 @@ impl DiskJobs {
 
 impl DiskJob {
     /// A job that has not begun, of which its users want this.
-    pub fn new(plan: Plan, wishes: Wishes) -> Arc<Self> {
-        Arc::new(Self { id: next_id(), plan, job: Job::new(wishes) })
-    }
-
-    /// What it does.
-    pub fn plan(&self) -> &Plan {
-        &self.plan
+    pub fn new(what: What, wishes: Wishes) -> Arc<Self> {
+        Arc::new(Self { id: next_id(), what, job: Job::new(wishes) })
     }
 
     /// What its users want of it, and how far it is.
@@ -293,14 +323,15 @@ impl DiskJob {
     /// What there is to tell of it. `disk` and `path` are the disk's name and path, `server` its server.
     pub fn show(&self, disk: &str, path: &str, server: &str) -> types::Job {
         let report = self.job.report();
-        let (layer, to) = match &self.plan {
-            Plan::Coalesce(merged) => (Some(merged.path.display().to_string()), None),
-            Plan::Flatten => (None, None),
-            Plan::Move(Move { to, .. }) => (None, Some(to.to_string())),
+        let (layer, to) = match &self.what {
+            What::Images(Plan::Coalesce(merged)) => (Some(merged.path.display().to_string()), None),
+            What::Images(Plan::Flatten) => (None, None),
+            What::Images(Plan::Move(Move { to, .. })) => (None, Some(to.to_string())),
+            What::Backup(to) => (None, Some(to.clone())),
         };
         types::Job {
             id: self.id.clone(),
-            kind: self.plan.kind().to_owned(),
+            kind: self.what.kind().to_owned(),
             disk: disk.to_owned(),
             path: path.to_owned(),
             layer,

@@ -16,7 +16,7 @@ use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::{self, Access};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
 use spile_server::serving::api::types::{Failure, Job, NewJob};
-use spile_server::serving::jobs::{DiskJob, plan};
+use spile_server::serving::jobs::{DiskJob, What, plan};
 use spile_store::CacheMode;
 
 use super::control::Which;
@@ -72,7 +72,7 @@ pub(super) struct JobArgs {
 }
 
 /// How often is looked how far a job is.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 pub(super) fn parse_rate(text: &str) -> Result<u64, String> {
     match parse_size(text)? {
@@ -114,20 +114,19 @@ pub(super) fn run(args: &JobArgs, new: NewJob) -> Result<Exit> {
     let answer = call(&socket, "POST", "/v1/jobs", Some(&body), CHANGE_PATIENCE)?;
     let begun: Job = serde_json::from_value(answer)
         .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
-    let job = if args.wait { wait_for(&socket, begun)? } else { begun };
+    let again = "if the server has ended, the next one that opens the disk goes on with the job";
+    let job = if args.wait { wait_for(&socket, begun, "moving", again)? } else { begun };
     show(args, &job)
 }
 
-/// Shows how far the job of a server is until it is over.
-fn wait_for(socket: &Path, mut job: Job) -> Result<Job> {
-    let bar = progress_bar(job.total_bytes, "moving");
+/// Shows how far the job of a server is until it is over: what it is doing, and `again`: what to do when the server does not answer.
+pub(super) fn wait_for(socket: &Path, mut job: Job, doing: &'static str, again: &str) -> Result<Job> {
+    let bar = progress_bar(job.total_bytes, doing);
     while matches!(job.state.as_str(), "running" | "paused") {
         bar.set_length(job.total_bytes);
         bar.set_position(job.done_bytes);
         std::thread::sleep(LOOK_EVERY);
-        job = ask(socket, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE).map_err(|error| {
-            error.hint("if the server has ended, the next one that opens the disk goes on with the job")
-        })?;
+        job = ask(socket, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE).map_err(|error| error.hint(again))?;
     }
     bar.finish_and_clear();
     match (&job.error, job.state.as_str()) {
@@ -175,11 +174,11 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
             Some(Note { plan: left, .. }) if is_meant(&left, graph.handles()[0].path(), &new) => left,
             _ => plan(&graph, &new)?,
         };
-        let (job, node) =
-            (DiskJob::new(plan, Wishes { limit_bytes_per_s: rate, ..Wishes::default() }), Node::new(graph));
+        let wishes = Wishes { limit_bytes_per_s: rate, ..Wishes::default() };
+        let (job, node) = (DiskJob::new(What::Images(plan.clone()), wishes), Node::new(graph));
         // Only the thread that shows how far the job is could be gone.
         let _ = sender.send(job.clone());
-        let done = jobs::run(&node, Access::default(), job.job(), job.plan()).await;
+        let done = jobs::run(&node, Access::default(), job.job(), &plan).await;
         let graph = node.graph().await;
         let closed = node.close().await;
         if closed.is_ok() {

@@ -4,23 +4,24 @@ use std::cell::Cell;
 use std::fs::{File, Metadata};
 use std::io::{IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::Args;
 use rustix::fs::tell;
 use serde::Serialize;
-use spile_core::{Disk, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, ResultExt, Store};
+use spile_core::{Disk, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, ResultExt, Segments, Store};
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
 use spile_image::measure::Space;
 use spile_image::{Format, Graph, OpenOptions};
+use spile_life::backup::Digests;
 use spile_node::Aligned;
 use spile_server::host_device;
+use spile_server::new_file::{HalfMade, exists, folder_of};
 use spile_store::{CacheMode, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::copy::{Chunks, for_each, read};
-use super::create::folder_of;
-use super::new_disk::{HalfMade, exists};
 use super::stream::{self, Beneath, put, zero};
 use super::{
     Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, parse_subformat, print_json,
@@ -85,6 +86,50 @@ pub struct ConvertArgs {
     json: bool,
 }
 
+impl ConvertArgs {
+    /// As the command line `spile convert SRC DST` without options.
+    pub fn new(src: PathBuf, dst: PathBuf, read: ReadArgs) -> Self {
+        Self {
+            src,
+            dst,
+            from: None,
+            to: None,
+            subformat: None,
+            onto: false,
+            write_parent: false,
+            size: None,
+            preallocate: false,
+            no_space_check: false,
+            cache: CacheMode::Page,
+            read,
+            json: false,
+        }
+    }
+
+    /// From and to these formats.
+    pub fn with_formats(self, from: Option<Format>, to: Option<Format>) -> Self {
+        Self { from, to, ..self }
+    }
+
+    /// Over what is there, if `onto` says so, and also over a parent, if `write_parent` does.
+    pub fn with_onto(self, onto: bool, write_parent: bool) -> Self {
+        Self { onto, write_parent, ..self }
+    }
+
+    /// With JSON on stdout.
+    pub fn with_json(self, json: bool) -> Self {
+        Self { json, ..self }
+    }
+}
+
+/// What is known of a source: it is compared while it is copied.
+pub struct Known {
+    /// What its pieces hold.
+    pub digests: Digests,
+    /// So much of it is copied, in bytes.
+    pub size_bytes: u64,
+}
+
 /// A disk that was copied to.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Copied {
@@ -137,6 +182,7 @@ struct Work {
     preallocate: bool,
     checks_space: bool,
     write_parent: bool,
+    known: Option<Arc<Known>>,
     /// DST as the user knows it.
     dst: PathBuf,
 }
@@ -152,6 +198,14 @@ struct Converted {
 /// # Errors
 /// What is wrong with SRC; `Exists` for DST; `NoSpace` when DST is too short or does not fit; I/O errors.
 pub fn run(args: &ConvertArgs) -> Result<Exit> {
+    convert(args, None)
+}
+
+/// As [`run`]. The source is compared with what is `known` of it.
+///
+/// # Errors
+/// As there; `Corrupt` where the source differs.
+pub fn convert(args: &ConvertArgs, known: Option<Arc<Known>>) -> Result<Exit> {
     let source = source(args)?;
     if is_dash(&args.dst) {
         return to_stdout(args, source);
@@ -162,7 +216,7 @@ pub fn run(args: &ConvertArgs) -> Result<Exit> {
         (Locator::Path(path), Err(_)) if path.is_symlink() => return Err(exists(path)),
         _ => format_of(&dst, args.to, "--to")?,
     };
-    let work = work(args, source, to);
+    let work = Work { known, ..work(args, source, to) };
     let converted = match (&dst, args.onto) {
         (Locator::Path(_), false) => into_new(args, work)?,
         (Locator::Path(path), true) => onto_path(work, path)?,
@@ -209,6 +263,7 @@ fn work(args: &ConvertArgs, source: Source, to: Format) -> Work {
         preallocate: args.preallocate,
         checks_space: !args.no_space_check,
         write_parent: args.write_parent,
+        known: None,
         dst: args.dst.clone(),
     }
 }
@@ -290,6 +345,11 @@ impl Work {
         }
     }
 
+    /// How much of a source is copied.
+    fn source_bytes(&self, disk: &impl Disk) -> u64 {
+        self.known.as_ref().map_or_else(|| disk.size_bytes(), |known| known.size_bytes)
+    }
+
     /// The size of the new disk.
     fn virtual_bytes(&self, source: &Opened) -> Result<u64> {
         let unit = self.to.about().size_unit_bytes;
@@ -298,7 +358,7 @@ impl Work {
                 Err(too_short(disk.info().size_bytes, size).at_path(&self.dst))
             }
             (_, Some(size)) => Ok(size),
-            (Opened::Disk(disk), None) => Ok(disk.info().size_bytes.next_multiple_of(unit)),
+            (Opened::Disk(disk), None) => Ok(self.source_bytes(&**disk).next_multiple_of(unit)),
             (Opened::Stdin, None) => {
                 Err(invalid("a pipe does not say how long the disk is").hint("say --size, or make a raw file"))
             }
@@ -316,7 +376,7 @@ impl Work {
         // What was copied is not read again soon: it shall not fill the page cache.
         let cache = if self.cache == CacheMode::Page { CacheMode::Once } else { self.cache };
         let dst = Aligned::new(disks::open(cache, &path.into(), &options).await?);
-        fill(source, &dst, beneath, virtual_bytes, data_bytes).await
+        self.fill(source, &dst, beneath, virtual_bytes, data_bytes).await
     }
 
     /// Refuses what does not fit the file system of a new file, and space that cannot be taken at once. Returns how many bytes of
@@ -363,6 +423,33 @@ impl Work {
         }
         Ok(())
     }
+
+    /// Copies all of the source to `dst`, makes it durable and closes it. `data_bytes` is how much there seems to be.
+    async fn fill(
+        &self,
+        source: &Opened,
+        dst: &Aligned<Graph<HostStore>>,
+        beneath: Beneath,
+        least_bytes: u64,
+        data_bytes: u64,
+    ) -> Result<Converted> {
+        let virtual_bytes = dst.info().size_bytes;
+        if virtual_bytes < least_bytes {
+            return Err(too_short(least_bytes, virtual_bytes));
+        }
+        let bar = progress_bar(data_bytes, "converting");
+        let written = match source {
+            Opened::Disk(disk) => match &self.known {
+                Some(known) => copy_known(known, &**disk, dst, beneath, &bar).await,
+                None => copy(&**disk, dst, beneath, &bar).await,
+            },
+            Opened::Stdin => stream::into_disk(dst, beneath, &bar).await,
+        };
+        // The disk is closed after a failure, too: the file will be removed, but its locks and tasks must end.
+        let closed = dst.close().await;
+        bar.finish_and_clear();
+        written.and_then(|written_bytes| closed.map(|()| Converted { virtual_bytes, written_bytes }))
+    }
 }
 
 /// Copies onto an export, which has to be there. Nothing tells a half-written export from a whole one but the exit code.
@@ -380,9 +467,9 @@ fn onto_export(args: &ConvertArgs, work: Work, dst: Locator) -> Result<Converted
         source.refuse_onto(&dst)?;
         let options = work.write_options();
         let dst = Aligned::new(disks::open(work.cache, &dst, &options).await?);
-        let least = if let Opened::Disk(disk) = &source { disk.info().size_bytes } else { 0 };
+        let least = if let Opened::Disk(disk) = &source { work.source_bytes(&**disk) } else { 0 };
         let size = dst.info().size_bytes;
-        fill(&source, &dst, Beneath::Anything, least, size).await.map_err(|error| error.at_path(&work.dst))
+        work.fill(&source, &dst, Beneath::Anything, least, size).await.map_err(|error| error.at_path(&work.dst))
     })
 }
 
@@ -390,29 +477,6 @@ fn too_short(src_bytes: u64, dst_bytes: u64) -> Error {
     let (src, dst) = (format_size(src_bytes), format_size(dst_bytes));
     let error = Error::new(ErrorKind::NoSpace, format!("it has {dst}, and the disk {src}"));
     error.hint(format!("it needs {src_bytes} bytes at least"))
-}
-
-/// Copies all of the source to `dst`, makes it durable and closes it. `data_bytes` is how much there seems to be.
-async fn fill(
-    source: &Opened,
-    dst: &Aligned<Graph<HostStore>>,
-    beneath: Beneath,
-    least_bytes: u64,
-    data_bytes: u64,
-) -> Result<Converted> {
-    let virtual_bytes = dst.info().size_bytes;
-    if virtual_bytes < least_bytes {
-        return Err(too_short(least_bytes, virtual_bytes));
-    }
-    let bar = progress_bar(data_bytes, "converting");
-    let written = match source {
-        Opened::Disk(disk) => copy(&**disk, dst, beneath, &bar).await,
-        Opened::Stdin => stream::into_disk(dst, beneath, &bar).await,
-    };
-    // The disk is closed after a failure, too: the file will be removed, but its locks and tasks must end.
-    let closed = dst.close().await;
-    bar.finish_and_clear();
-    written.and_then(|written_bytes| closed.map(|()| Converted { virtual_bytes, written_bytes }))
 }
 
 /// Copies all of `src` and makes it durable; returns how many bytes of data were written.
@@ -433,6 +497,33 @@ async fn copy(src: &impl Disk, dst: &impl Disk, beneath: Beneath, bar: &indicati
     zero(dst, beneath, all.end()..dst.info().size_bytes).await?;
     dst.flush().await?;
     Ok(written.get())
+}
+
+/// As [`copy`], of what is `known` of `src`.
+async fn copy_known(
+    known: &Known,
+    src: &impl Disk,
+    dst: &impl Disk,
+    beneath: Beneath,
+    bar: &indicatif::ProgressBar,
+) -> Result<u64> {
+    let mut written = 0;
+    let each = async |extent: Extent, bytes: Option<Segments>, fits: bool| {
+        if !fits {
+            let error = Error::new(ErrorKind::Corrupt, "the backup differs from its digest").at_offset(extent.start());
+            return Err(error.hint("`spile verify` finds all such places"));
+        }
+        match bytes {
+            Some(bytes) => written += put(dst, beneath, extent.start(), &bytes).await?,
+            None => zero(dst, beneath, extent.start()..extent.end()).await?,
+        }
+        bar.inc(extent.len_bytes);
+        Ok(())
+    };
+    known.digests.compare(src, known.size_bytes, each).await?;
+    zero(dst, beneath, known.size_bytes..dst.info().size_bytes).await?;
+    dst.flush().await?;
+    Ok(written)
 }
 
 /// Writes the disk's bytes to stdout, which then holds nothing else.

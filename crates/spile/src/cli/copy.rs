@@ -99,42 +99,9 @@ pub async fn read(disk: &impl Disk, extent: Extent) -> Result<Segments> {
     Ok(buffer)
 }
 
-/// Zeroes are looked for in units of this many bytes.
-const GRANULE: usize = 4096;
-/// A gap of zeroes this long or longer is left out.
-const GAP: usize = 32 << 10;
-
-/// The runs of `bytes` that are not all zeroes, in units of 4 KiB. Gaps of less than 32 KiB between them are included, because one more
-/// request costs more than these bytes.
-pub fn data_runs(bytes: &Segments) -> Vec<std::ops::Range<usize>> {
-    let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
-    for start in (0..bytes.len()).step_by(GRANULE) {
-        let end = bytes.len().min(start + GRANULE);
-        if bytes.slice(start..end).is_zero() {
-            continue;
-        }
-        match runs.last_mut() {
-            Some(last) if start - last.end < GAP => last.end = end,
-            _ => runs.push(start..end),
-        }
-    }
-    runs
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn zeroes_are_left_out_where_it_pays() {
-        let bytes = Segments::zeroed(200_000);
-        assert!(data_runs(&bytes).is_empty());
-        bytes.copy_from_slice(5000, &[1]);
-        bytes.copy_from_slice(20_000, &[1]);
-        bytes.copy_from_slice(100_000, &[1]);
-        bytes.copy_from_slice(199_999, &[1]);
-        assert_eq!(data_runs(&bytes), [4096..20_480, 98_304..102_400, 196_608..200_000]);
-    }
 
     #[test]
     fn data_are_cut_at_multiples_and_zeroes_are_not() {

@@ -9,6 +9,7 @@ use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, LayerInfo, OpenOptions, check_parents};
+use spile_server::new_file::folder_of;
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
@@ -121,11 +122,6 @@ fn take_space(path: &Path, size_bytes: u64) -> Result<()> {
     file.and_then(|file| space::preallocate(&file, path, size_bytes)).inspect_err(|_| {
         let _ = std::fs::remove_file(path);
     })
-}
-
-/// The folder that `path` lies in.
-pub fn folder_of(path: &Path) -> &Path {
-    path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
 /// A child that is to be made.

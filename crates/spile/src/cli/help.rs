@@ -54,7 +54,7 @@ pub const ENDINGS: &[Ending] = &[
         codes: &[
             ("1", "compare: the content differs"),
             ("2", "compare: failure"),
-            ("3", "check: corruption found; load, demo: data read back wrong"),
+            ("3", "check, verify: corruption found; load, demo: data read back wrong"),
             ("4", "check: nothing wrong but leaked space"),
             ("130, 143", "ended by SIGINT (Ctrl-C) or SIGTERM; servers: by a second one"),
         ],
@@ -239,6 +239,32 @@ pub const ENDINGS: &[Ending] = &[
             ("spile job 4711-1 rate 20M", "20 MiB in a second at most"),
         ],
         notes: &[],
+    },
+    Ending {
+        command: "backup",
+        codes: &[ENDED],
+        examples: &[
+            ("spile backup disk /backup/monday.vhd --wait", "a disk of a server, whose guest goes on"),
+            ("spile backup boot data /backup/monday --wait", "two disks of a server, of one moment, in a folder"),
+            ("spile backup disk nbds://backup.example/monday --manifest m.json --wait", "on an export of another host"),
+            ("spile backup disk.vhd disk.raw", "a disk that no server has"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "verify",
+        codes: &[("3", "the backup differs from its digests")],
+        examples: &[("spile verify /backup/monday.vhd", "reads all of it")],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "restore",
+        codes: &[],
+        examples: &[
+            ("spile restore /backup/monday.vhd disk.vhd", "a new disk"),
+            ("spile restore /backup/monday.vhd disk.vhd --onto", "over a disk that is there"),
+        ],
+        notes: &[JSON],
     },
     Ending {
         command: "snapshot",

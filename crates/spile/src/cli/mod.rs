@@ -1,5 +1,6 @@
 //! The command line: one definition for parsing, help, completions and man pages.
 
+mod backup;
 mod bench;
 mod beneath;
 mod check;
@@ -21,7 +22,6 @@ mod load;
 mod map;
 mod measure;
 mod move_disk;
-mod new_disk;
 mod onto;
 mod pace;
 mod pause;
@@ -100,6 +100,9 @@ enum Command {
     Move(move_disk::MoveArgs),
     Jobs(jobs::JobsArgs),
     Job(jobs::JobArgs),
+    Backup(Box<backup::BackupArgs>),
+    Verify(backup::VerifyArgs),
+    Restore(backup::RestoreArgs),
     Snapshot(snapshot::SnapshotArgs),
     Clone(snapshot::CloneArgs),
     Revert(revert::RevertArgs),
@@ -165,6 +168,9 @@ pub fn run() -> ExitCode {
         Command::Move(args) => move_disk::run(args),
         Command::Jobs(args) => jobs::jobs(args),
         Command::Job(args) => jobs::job(args),
+        Command::Backup(args) => backup::run(args),
+        Command::Verify(args) => backup::verify(args),
+        Command::Restore(args) => backup::restore(args),
         Command::Snapshot(args) => snapshot::run(args),
         Command::Clone(args) => snapshot::clone(args),
         Command::Revert(args) => revert::run(args),
@@ -215,7 +221,7 @@ struct OpenArgs {
 }
 
 /// Which other files a disk that is only read may need.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 struct ReadArgs {
     #[command(flatten)]
     parents: ParentArgs,
@@ -225,7 +231,7 @@ struct ReadArgs {
 }
 
 /// Which other files an image may need, and how files are opened.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 struct ParentArgs {
     /// Follow parents into this folder, too (may be given several times). Parents in the disk's own folder are
     /// followed without it, so keep no secrets beside an image from elsewhere

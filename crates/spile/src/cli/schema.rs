@@ -11,6 +11,7 @@ use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobL
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
+use super::backup::Verified;
 use super::bench::Summary;
 use super::check::Checked;
 use super::compare::Comparison;
@@ -64,6 +65,9 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("move", of::<Job>),
     ("flatten", of::<Job>),
     ("jobs", of::<JobList>),
+    ("backup", of::<JobList>),
+    ("verify", of::<Verified>),
+    ("restore", of::<Copied>),
     ("stat", of::<DiskStat>),
     ("top", of::<TopInterval>),
     ("limit", of::<Limited>),

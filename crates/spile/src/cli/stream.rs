@@ -1,50 +1,13 @@
-//! Raw bytes of a disk from stdin and to stdout, and how runs of data are put onto a disk.
+//! Raw bytes of a disk from stdin and to stdout.
 
 use std::fs::File;
 use std::io::{Read, Write, stdin, stdout};
-use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-use spile_core::{Disk, Error, ErrorKind, Extent, Result, Segments, WriteZeroes};
+use spile_core::{Disk, Error, ErrorKind, Extent, Result, Segments};
+pub use spile_life::backup::{Beneath, data_runs, put, zero};
 
-use super::copy::{CHUNK_BYTES, Chunks, data_runs, read};
-
-/// What a destination reads as before it is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Beneath {
-    /// It is new.
-    Zeroes,
-    /// It is overwritten: zeroes have to be written too.
-    Anything,
-}
-
-/// Makes the range read as zeroes, where it may read as something else.
-///
-/// # Errors
-/// The disk's.
-pub async fn zero(dst: &impl Disk, beneath: Beneath, range: Range<u64>) -> Result<()> {
-    if beneath == Beneath::Zeroes || range.is_empty() {
-        return Ok(());
-    }
-    dst.write_zeroes(Extent::from_range(range), WriteZeroes { may_unmap: true, only_if_fast: false }).await
-}
-
-/// Writes `bytes` at `start`, but for those that are zero; returns how many bytes of data were written.
-///
-/// # Errors
-/// The disk's.
-pub async fn put(dst: &impl Disk, beneath: Beneath, start: u64, bytes: &Segments) -> Result<u64> {
-    let (mut at, mut written) = (start, 0);
-    for run in data_runs(bytes) {
-        written += run.len() as u64;
-        let extent = Extent::from_range(start + run.start as u64..start + run.end as u64);
-        zero(dst, beneath, at..extent.start()).await?;
-        dst.write(extent, &bytes.slice(run), false).await?;
-        at = extent.end();
-    }
-    zero(dst, beneath, at..start + bytes.len() as u64).await?;
-    Ok(written)
-}
+use super::copy::{CHUNK_BYTES, Chunks, read};
 
 /// Reads until `buffer` is full or the stream ends; returns how many bytes there were.
 fn fill(input: &mut impl Read, buffer: &mut [u8]) -> Result<usize> {

@@ -3,12 +3,13 @@
 //! - [`types`], [`images`]: the bodies. [`view`]: what is served now, for callers that only look.
 //! - [`routes`]: the paths, and the OpenAPI document that is made from them. [`http`]: connections and their bounds.
 //! - [`stats`]: what was counted, exactly. [`rates`]: what lies between two answers of it. [`text`]: counts as lines for the log.
-//! - [`workers`]: what has woken the server's threads up.
+//! - `backups`: begins backups. [`workers`]: what has woken the server's threads up.
 //! - [`client`]: the other side, for commands. [`discovery`]: control sockets in their folder. [`watch`]: all
 //!   servers of a folder at once.
 //!
 //! The API runs on a thread of its own. What changes the server is a [`Order`] for its main thread, one after the other.
 
+mod backups;
 pub mod checkpoints;
 pub mod client;
 pub mod discovery;

@@ -22,8 +22,8 @@ use super::slow::SlowRequests;
 use super::stats::{AllStats, DiskStats};
 use super::trace::{Running, TraceLine};
 use super::types::{
-    Accepted, Attach, Change, DiskDetail, DiskList, Failure, Job, JobChange, JobList, LogLevel, NewExport, NewJob,
-    NewPause, NewSnapshot, Paused, Resumed, Snapshot,
+    Accepted, Attach, Change, DiskDetail, DiskList, Failure, Job, JobChange, JobList, LogLevel, NewBackup, NewExport,
+    NewJob, NewPause, NewSnapshot, Paused, Resumed, Snapshot,
 };
 use super::view::View;
 use super::workers::Workers;
@@ -79,6 +79,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
         .route("/v1/jobs", get(jobs).post(begin_job))
         .route("/v1/jobs/{id}", get(job).patch(change_job))
+        .route("/v1/backups", post(begin_backup))
         .route("/v1/workers", get(workers))
         .route("/v1/groups", get(groups))
         .route("/v1/groups/{name}", patch(change_group))
@@ -124,6 +125,7 @@ pub fn router(context: Context) -> Router {
         begin_job,
         job,
         change_job,
+        begin_backup,
         pause,
         resume,
         accept_loss,
@@ -301,6 +303,14 @@ async fn change_job(State(context): State<Context>, Path(id): Path<String>, body
     let change: JobChange = read(body).await?;
     context.view.change_job(&id, &change)?;
     Ok(json(StatusCode::OK, &context.view.job(&context.server, &id)?))
+}
+
+/// Begins backups of one disk, or of several at one point in time: a job for each disk. The answer comes once the point in time has come.
+#[utoipa::path(post, path = "/v1/backups", request_body = NewBackup,
+    responses((status = 201, body = JobList), (status = "default", body = Failure)))]
+async fn begin_backup(State(context): State<Context>, body: Body) -> Answer {
+    let new: NewBackup = read(body).await?;
+    Ok(json(StatusCode::CREATED, &JobList { jobs: context.view.begin_backup(&context.server, &new).await? }))
 }
 
 /// What the server's workers have done since it began, and what has woken them up. Two answers give what happened between them.

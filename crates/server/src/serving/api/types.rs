@@ -491,7 +491,7 @@ pub struct JobList {
 pub struct Job {
     /// Its name, which no other job of this host has.
     pub id: String,
-    /// `coalesce`, `flatten` or `move`.
+    /// `coalesce`, `flatten`, `move` or `backup`.
     pub kind: String,
     /// The disk's name on its server.
     pub disk: String,
@@ -517,7 +517,7 @@ pub struct Job {
     /// Why it has failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<FailureDetail>,
-    /// Where the disk is moved to.
+    /// Where the disk is moved to, or where its backup goes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
     /// How far a move is.
@@ -601,4 +601,35 @@ pub struct JobChange {
     /// The rate that it must not exceed, in bytes a second; 0: as fast as guests leave room for.
     #[serde(default)]
     pub limit_bytes_per_s: Option<u64>,
+}
+
+/// Backups that are to begin, at one point in time.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct NewBackup {
+    /// The disks.
+    pub disks: Vec<DiskBackup>,
+    /// The folder that keeps what guests change meanwhile. Left out: that of each disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fleece_dir: Option<String>,
+    /// The most that is kept of a disk, in bytes. Left out: a tenth of it, and 64 MiB at least.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fleece_limit_bytes: Option<u64>,
+    /// The rate that each copy must not exceed, in bytes a second. Left out: as fast as guests leave room for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit_bytes_per_s: Option<u64>,
+}
+
+/// One disk of which a backup is to be made.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct DiskBackup {
+    /// The disk's name.
+    pub disk: String,
+    /// The file to make, with its whole path, or the URI of an NBD export to overwrite.
+    pub target: String,
+    /// The file's format. Left out: what its name says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+    /// Where the manifest is to be. Left out: beside a file; an export has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub manifest: Option<String>,
 }

@@ -429,6 +429,19 @@ impl View {
         self.with(&new.disk, |disk| Ok(disk.show_job(&job, server)))
     }
 
+    /// The disk of this name, its jobs, and its path.
+    ///
+    /// # Errors
+    /// As [`View::find`].
+    pub(super) fn served(&self, name: &str) -> Result<(Arc<ServedDisk>, Arc<DiskJobs>, String)> {
+        self.with(name, |disk| Ok((disk.disk.clone(), disk.jobs.clone(), disk.leaf_path())))
+    }
+
+    /// Runs what `make` makes on a worker.
+    pub(super) fn spawn<Fut: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> Fut + Send + 'static) {
+        self.engine.spawn_on(0, make);
+    }
+
     fn with_job<T>(&self, id: &str, act: impl FnOnce(&DiskView, &DiskJob) -> Result<T>) -> Result<T> {
         let disks = self.disks()?;
         let found = disks.iter().find_map(|disk| {

@@ -3,15 +3,13 @@
 use std::fs::File;
 use std::io::ErrorKind as IoKind;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, linkat, open, renameat_with};
 use rustix::io::Errno;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_store::OsFiles;
-
-use super::create::folder_of;
-use super::space;
 
 /// The new disk. Until it is published it has no name, where the file system can do that, and ends with the process. Elsewhere it
 /// has a temporary name in its folder, which is removed when this is dropped.
@@ -113,11 +111,16 @@ impl Drop for HalfMade {
 
 /// The error for a name that is taken.
 pub fn exists(path: &Path) -> Error {
-    let device = std::fs::metadata(path).is_ok_and(|stat| space::is_block_device(&stat));
+    let device = std::fs::metadata(path).is_ok_and(|stat| stat.file_type().is_block_device());
     let what = if device { "this is a block device" } else { "there is something of this name already" };
     let hint = match device {
         true => "--onto overwrites all that is on it",
         false => "remove it or choose another name; --onto overwrites it",
     };
     Error::new(ErrorKind::Exists, what).at_path(path).hint(hint)
+}
+
+/// The folder that `path` lies in.
+pub fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }

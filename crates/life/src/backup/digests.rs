@@ -1,0 +1,84 @@
+//! [`Digests`]: what the pieces of a disk hold, in a few bytes each.
+
+use std::collections::BTreeMap;
+
+use spile_core::{Disk, Extent, Result, Segments};
+use twox_hash::XxHash3_64;
+
+/// Each piece of so many bytes has a digest.
+pub const PIECE_BYTES: u64 = 1 << 20;
+
+/// The digests of the pieces of a disk that are not all zero, by the pieces' numbers: 64-bit XXH3. They find bytes that have changed by
+/// accident, not those that somebody has forged.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Digests(pub BTreeMap<u64, u64>);
+
+fn digest(bytes: &Segments) -> Option<u64> {
+    (!bytes.is_zero()).then(|| XxHash3_64::oneshot(&bytes.to_vec()))
+}
+
+impl Digests {
+    /// Notes what the piece of number `piece` holds.
+    pub fn note(&mut self, piece: u64, bytes: &Segments) {
+        match digest(bytes) {
+            Some(digest) => self.0.insert(piece, digest),
+            None => self.0.remove(&piece),
+        };
+    }
+
+    /// Notes that the pieces of `extent`, which begins with one, hold zeroes.
+    pub fn note_hole(&mut self, extent: Extent) {
+        let pieces = extent.start() / PIECE_BYTES..extent.end().div_ceil(PIECE_BYTES);
+        let known: Vec<u64> = self.0.range(pieces).map(|(piece, _)| *piece).collect();
+        for piece in known {
+            self.0.remove(&piece);
+        }
+    }
+
+    /// True when the piece of number `piece` holds `bytes`.
+    pub fn fits(&self, piece: u64, bytes: &Segments) -> bool {
+        self.0.get(&piece).copied() == digest(bytes)
+    }
+
+    /// True when one of the pieces of `extent` is not all zero.
+    pub fn has_data(&self, extent: Extent) -> bool {
+        self.0.range(extent.start() / PIECE_BYTES..extent.end().div_ceil(PIECE_BYTES)).next().is_some()
+    }
+
+    /// Reads the first `size_bytes` of `disk` piece by piece, and passes each on to `each`: its place, its bytes
+    /// (`None` for a long run of zeroes), and whether it holds what it should.
+    ///
+    /// # Errors
+    /// The disk's; those of `each`.
+    pub async fn compare<D: Disk>(
+        &self,
+        disk: &D,
+        size_bytes: u64,
+        mut each: impl AsyncFnMut(Extent, Option<Segments>, bool) -> Result<()>,
+    ) -> Result<()> {
+        let mut at = 0;
+        while at < size_bytes {
+            let whole = Extent::from_range(at..size_bytes);
+            let runs = disk.extents(whole, super::RUNS_AT_ONCE).await?;
+            let until = runs.last().map_or(size_bytes, |run| run.extent.end());
+            let end = if until < size_bytes { until / PIECE_BYTES * PIECE_BYTES } else { size_bytes };
+            let data = runs.iter().filter(|run| run.kind == spile_core::ExtentKind::Data).map(|run| run.extent);
+            let parts = super::parts(at, end.max(size_bytes.min(at + PIECE_BYTES)), data);
+            for part in parts {
+                at = part.extent.end();
+                if part.is_hole && !self.has_data(part.extent) {
+                    each(part.extent, None, true).await?;
+                    continue;
+                }
+                for start in (part.extent.start()..part.extent.end()).step_by(PIECE_BYTES as usize) {
+                    let piece = Extent::from_range(start..part.extent.end().min(start + PIECE_BYTES));
+                    let bytes = Segments::zeroed(piece.len_bytes as usize);
+                    disk.read(piece, &bytes).await?;
+                    let fits = self.fits(start / PIECE_BYTES, &bytes);
+                    each(piece, Some(bytes), fits).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,252 @@
+//! Backups: what disks held at one point in time, read while guests go on to change them.
+//!
+//! # Copy before write
+//! From the point in time on, a stage sees each request that changes the disk. The disk is divided into units of 64 KiB. Before a
+//! request changes a unit that the backup has not read yet, the unit is *saved*: read from the disk, and written to the *fleece*, a sparse
+//! file without a name on a local disk. Whoever reads the backup takes saved units from the fleece, and all others from the disk.
+//!
+//! So a target that is slow, or hangs for ever, costs a guest no more than one save of each unit. A unit that was read for the backup is never
+//! saved again, and its space in the fleece is freed.
+//!
+//! # Rules
+//! 1. A request goes on once its units are *clear*: saved, or read by the backup. Several requests to one unit share one save.
+//! 2. The backup reads a unit from the disk, then looks whether it was saved, and only then makes it clear: all of it under one lock. A unit
+//!    that was saved by then may have been changed while it was read, so it is read again from the fleece.
+//! 3. All disks get their stages while all their gates are closed ([`spile_node::hold_gates`]). Requests that began before end before anything is
+//!    copied ([`PointInTime::begun`]); nobody waits for them otherwise. What they write may be in the backup or not, as after a power cut: none of
+//!    them was answered at the point in time.
+//! 4. A save never fails a request. When the fleece fails, is full, or takes too long, the backup fails, alone, and requests go on.
+
+mod copy;
+mod digests;
+mod put;
+mod saver;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use spile_core::{Disk, Env, ErrorKind, Extent, Files, Io, Result, Segments, Store, Timer};
+use spile_node::{Node, OldEpoch, Place, Stage, hold_gates};
+
+use crate::names;
+pub use copy::{Copied, Copy};
+pub use digests::{Digests, PIECE_BYTES};
+pub use put::{Beneath, data_runs, put, zero};
+use saver::{Saver, Saving};
+
+/// The unit in which requests are watched, in bytes.
+pub const UNIT_BYTES: u64 = 64 << 10;
+/// Runs of a map that are asked for at a time.
+const RUNS_AT_ONCE: usize = 256;
+
+/// A rule that the simulator breaks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Broken {
+    /// No rule.
+    #[default]
+    Nothing,
+    /// A unit is saved after the request that changes it.
+    SavedLate,
+    /// What was saved while it was read is not read again.
+    NotReadAgain,
+}
+
+/// What a backup needs of the world around.
+#[derive(Clone)]
+pub struct Around {
+    /// Begins saves beside the requests.
+    pub env: Arc<dyn Env>,
+    /// Says when a save has taken too long.
+    pub timer: Arc<dyn Timer>,
+    /// A rule that the simulator breaks.
+    pub broken: Broken,
+}
+
+/// A disk of which a backup is to be made.
+pub struct Subject<'a, S, G: Disk> {
+    /// The disk.
+    pub node: &'a Arc<Node<G>>,
+    /// Where saved units are kept.
+    pub fleece: S,
+    /// The most bytes that the fleece may hold at once.
+    pub limit_bytes: u64,
+}
+
+/// What a disk held at a point in time. It must be ended by [`PointInTime::end`]; dropped, it has requests go on, but the stage stays.
+pub struct PointInTime<S: Store, G: Disk> {
+    saver: Arc<Saver<S, G>>,
+}
+
+/// A part of the disk's map, of whole pieces or up to the disk's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub extent: Extent,
+    pub is_hole: bool,
+}
+
+/// A file for what is saved of the disk at `disk`, beside it or in `folder`. It has no name once this returns: it ends with the process.
+///
+/// # Errors
+/// The system's.
+pub async fn fleece<F: Files>(files: &F, disk: &Path, folder: Option<&Path>, len_bytes: u64) -> Result<F::Store> {
+    let beside = names::fleece(disk);
+    let path = match folder {
+        Some(folder) => folder.join(beside.file_name().unwrap_or_default()),
+        None => beside,
+    };
+    let mut tries = 0;
+    let store = loop {
+        match files.create(&path, len_bytes.next_multiple_of(UNIT_BYTES)).await {
+            // A process has died between the two steps, or another backup is just there: neither needs the name.
+            Err(error) if error.kind() == ErrorKind::Exists && tries < MOST_TRIES => {
+                tries += 1;
+                remove(files, &path).await?;
+            }
+            created => break created?,
+        }
+    };
+    remove(files, &path).await?;
+    Ok(store)
+}
+
+/// So often is a name tried that is taken.
+const MOST_TRIES: u32 = 8;
+
+async fn remove<F: Files>(files: &F, path: &Path) -> Result<()> {
+    match files.remove(path).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}
+
+/// A backup's point in time, and the requests of the disk that were under way then.
+pub type Begun<S, G> = (PointInTime<S, G>, OldEpoch<G>);
+
+/// Makes this moment the point in time of a backup of all these disks.
+///
+/// # Errors
+/// `InvalidInput` when a disk is named twice; `Busy` when there is a backup of one of them already; `Shutdown` when one is closed.
+pub async fn begin<S: Store, G: Disk>(subjects: Vec<Subject<'_, S, G>>, around: &Around) -> Result<Vec<Begun<S, G>>> {
+    let nodes: Vec<&Node<G>> = subjects.iter().map(|subject| &**subject.node).collect();
+    let mut gates = hold_gates(&nodes).await?;
+    let new = |subject: Subject<'_, S, G>| Saver::new(subject.node, subject.fleece, subject.limit_bytes, around);
+    let savers: Vec<_> = subjects.into_iter().map(new).collect();
+    let stage = |saver: &Arc<Saver<S, G>>| Arc::new(Saving(saver.clone())) as Arc<dyn Stage>;
+    gates.attach(Place::Backup, savers.iter().map(stage).collect())?;
+    let points = savers.into_iter().map(|saver| PointInTime { saver });
+    Ok(points.zip(gates.open()).collect())
+}
+
+impl<S: Store, G: Disk> Drop for PointInTime<S, G> {
+    fn drop(&mut self) {
+        self.saver.end();
+    }
+}
+
+impl<S: Store, G: Disk> PointInTime<S, G> {
+    /// The size of the disk in bytes at the point in time.
+    pub fn size_bytes(&self) -> u64 {
+        self.saver.size_bytes()
+    }
+
+    /// Bytes that the fleece holds now.
+    pub fn held_bytes(&self) -> u64 {
+        self.saver.held_bytes()
+    }
+
+    /// Waits until the backup has failed.
+    pub async fn failed(&self) {
+        self.saver.failed().await;
+    }
+
+    /// Fails when the backup has.
+    ///
+    /// # Errors
+    /// Why it has failed; `Shutdown` when it was ended.
+    pub fn check(&self) -> Result<()> {
+        self.saver.check()
+    }
+
+    /// Has requests go on as if there were no backup. A second call does nothing more.
+    pub async fn end(&self) {
+        self.saver.end();
+        if let Ok(node) = self.saver.node() {
+            // It is gone when the backup was ended before.
+            let _ = node.detach(Place::Backup).await;
+        }
+    }
+
+    /// The disk's map from `at`, a piece's begin, on: parts of whole pieces, in order. Holes are told as the disk is now; units that were saved
+    /// in them are no holes.
+    pub(crate) async fn parts(&self, at: u64) -> Result<Vec<Part>> {
+        let size = self.size_bytes();
+        let node = self.saver.node()?;
+        let runs = node.look(async |graph| graph.extents(Extent::from_range(at..size), RUNS_AT_ONCE).await).await?;
+        let until = runs.last().map_or(at, |run| run.extent.end());
+        let data = runs.iter().filter(|run| run.kind == spile_core::ExtentKind::Data).map(|run| run.extent);
+        let end = if until < size { until / PIECE_BYTES * PIECE_BYTES } else { size };
+        Ok(parts(at, end.max(size.min(at + PIECE_BYTES)), data))
+    }
+
+    /// Fills `into` with the bytes of `extent`, which begins with a unit, as they were at the point in time. Each unit can be taken once.
+    pub(crate) async fn take(&self, extent: Extent, into: &Segments) -> Result<()> {
+        let node = self.saver.node()?;
+        node.look(async |graph| graph.execute(Io::read(extent, into)).await).await?;
+        drop(node);
+        self.saver.take(extent, into).await
+    }
+
+    /// Says that `extent` holds nothing as the disk is now. The result are the units of it that were saved, and have to be taken.
+    pub(crate) fn take_hole(&self, extent: Extent) -> Vec<u64> {
+        self.saver.pass_over(extent)
+    }
+
+    /// Says that the backup does not need `extent`, whatever it holds.
+    pub(crate) async fn leave_out(&self, extent: Extent) {
+        let saved = self.saver.pass_over(extent);
+        self.saver.forget(saved.into_iter()).await;
+    }
+
+    /// Counts requests to the disk. It changes when there were some.
+    pub(crate) fn guests(&self) -> u64 {
+        use spile_core::metrics::Op;
+        let Ok(node) = self.saver.node() else { return 0 };
+        let reading = node.meter().read();
+        Op::ALL.iter().map(|op| reading.op(*op).ended).sum()
+    }
+}
+
+/// Cuts `at..end` into parts: pieces that have some of `data`, and runs of pieces that have not.
+fn parts(at: u64, end: u64, data: impl Iterator<Item = Extent>) -> Vec<Part> {
+    let mut parts: Vec<Part> = Vec::new();
+    let mut done = at;
+    let mut add = |until: u64, is_hole: bool| {
+        if until > done {
+            parts.push(Part { extent: Extent::from_range(done..until), is_hole });
+            done = until;
+        }
+    };
+    for run in data {
+        add((run.start() / PIECE_BYTES * PIECE_BYTES).min(end), true);
+        add(run.end().next_multiple_of(PIECE_BYTES).min(end), false);
+    }
+    add(end, true);
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_whole_pieces_and_cover_everything() {
+        let p = PIECE_BYTES;
+        let data = [(p + 5, p + 6), (p + 9, p + 10), (4 * p - 1, 4 * p + 1)].map(|(a, b)| Extent::from_range(a..b));
+        let found: Vec<_> = parts(0, 6 * p + 512, data.into_iter())
+            .iter()
+            .map(|part| (part.extent.start() / p, part.extent.end().div_ceil(p), part.is_hole))
+            .collect();
+        assert_eq!(found, [(0, 1, true), (1, 2, false), (2, 3, true), (3, 5, false), (5, 7, true)]);
+        assert_eq!(parts(p, 2 * p, std::iter::empty()), [Part { extent: Extent::from_range(p..2 * p), is_hole: true }]);
+    }
+}

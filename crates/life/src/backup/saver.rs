@@ -1,0 +1,373 @@
+//! [`Saver`]: keeps what a disk held at a point in time from the requests that come after it.
+
+use std::ops::Range;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use event_listener::Event;
+use futures_util::future::{Either, select};
+use spile_core::{
+    Disk, Env, Error, ErrorKind, Extent, Io, Result, Segment, Segments, Store, StoreOffset, Timer, Via, format_size,
+};
+use spile_node::{Node, Pending, Stage};
+
+use super::{Around, Broken, UNIT_BYTES};
+use crate::changes::bits::Bits;
+
+/// So many units at most are saved at once.
+const MOST_UNITS: u64 = 16;
+/// A save that takes longer has the backup fail, so that the guest goes on.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Saves what requests are about to change, unit by unit. See [`super`].
+pub(super) struct Saver<S, G: Disk> {
+    /// Not kept alive: a backup whose target hangs must not keep the disk's files open.
+    node: Weak<Node<G>>,
+    fleece: S,
+    limit_bytes: u64,
+    /// The size of the disk at the point in time.
+    size_bytes: u64,
+    env: Arc<dyn Env>,
+    timer: Arc<dyn Timer>,
+    broken: Broken,
+    /// Requests may change these units: they are saved, or the backup has read them. It is looked at without the lock.
+    clear: Bits,
+    /// Nothing is saved any more.
+    is_over: AtomicBool,
+    state: Mutex<State>,
+    /// A unit became clear, or nothing is saved any more.
+    changed: Event,
+}
+
+struct State {
+    /// The units that were saved and that the backup has not read. They are clear.
+    saved: Bits,
+    /// The units of which the fleece has bytes. Saved units that are not here hold zeroes.
+    held: Bits,
+    held_bytes: u64,
+    /// What is being saved now.
+    saving: Vec<Range<u64>>,
+    failure: Option<Error>,
+}
+
+/// What a request has to do before it may go on.
+enum Next {
+    Save(Range<u64>),
+    Wait,
+    GoOn,
+}
+
+fn bits(count: u64) -> Bits {
+    Bits::new(Segment::zeroed(count.div_ceil(64).max(1) as usize * 8), count)
+}
+
+impl<S: Store, G: Disk> Saver<S, G> {
+    /// A saver for the disk `node`, of which nothing is read yet. It keeps what it saves in `fleece`.
+    pub fn new(node: &Arc<Node<G>>, fleece: S, limit_bytes: u64, around: &Around) -> Arc<Self> {
+        let size_bytes = node.size_bytes();
+        let units = size_bytes.div_ceil(UNIT_BYTES);
+        let state = State { saved: bits(units), held: bits(units), held_bytes: 0, saving: Vec::new(), failure: None };
+        Arc::new(Self {
+            node: Arc::downgrade(node),
+            fleece,
+            limit_bytes,
+            size_bytes,
+            env: around.env.clone(),
+            timer: around.timer.clone(),
+            broken: around.broken,
+            clear: bits(units),
+            is_over: AtomicBool::new(false),
+            state: Mutex::new(state),
+            changed: Event::new(),
+        })
+    }
+
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// The disk, while somebody else has it open.
+    pub fn node(&self) -> Result<Arc<Node<G>>> {
+        self.node.upgrade().ok_or_else(|| Error::new(ErrorKind::Shutdown, "the disk is closed"))
+    }
+
+    /// The units that `extent` has a part of.
+    fn units_of(&self, extent: Extent) -> Range<u64> {
+        self.clear.clip(extent.start() / UNIT_BYTES..extent.end().div_ceil(UNIT_BYTES))
+    }
+
+    /// The bytes of `units`, up to the end of the disk.
+    fn extent_of(&self, units: &Range<u64>) -> Extent {
+        Extent::from_range(units.start * UNIT_BYTES..(units.end * UNIT_BYTES).min(self.size_bytes))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Saves nothing any more, and lets all requests go on that wait.
+    pub fn end(&self) {
+        let _state = self.state();
+        self.is_over.store(true, Ordering::SeqCst);
+        self.changed.notify(usize::MAX);
+    }
+
+    /// As [`Saver::end`], because of `error`.
+    pub fn fail(&self, error: Error) {
+        self.state().failure.get_or_insert(error);
+        self.end();
+    }
+
+    /// Why the backup has failed, if it has.
+    ///
+    /// # Errors
+    /// Just that.
+    pub fn check(&self) -> Result<()> {
+        match &self.state().failure {
+            Some(error) => Err(error.duplicate()),
+            None if self.is_over.load(Ordering::SeqCst) => {
+                Err(Error::new(ErrorKind::Shutdown, "the backup was told to end"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until the backup has failed.
+    pub async fn failed(&self) {
+        loop {
+            let changed = self.changed.listen();
+            if self.state().failure.is_some() {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Bytes that the fleece holds now.
+    pub fn held_bytes(&self) -> u64 {
+        self.state().held_bytes
+    }
+
+    /// Waits until `units` are clear, and saves those that nobody else saves.
+    async fn make_clear(self: &Arc<Self>, units: Range<u64>) {
+        let mut patience = pin!(self.timer.sleep(PATIENCE));
+        loop {
+            let changed = self.changed.listen();
+            match self.next(&units) {
+                Next::GoOn => return,
+                Next::Wait => {}
+                Next::Save(claimed) => self.begin_save(claimed).await,
+            }
+            if let Either::Right(_) = select(changed, patience.as_mut()).await {
+                let what = format!("to save what a guest was about to change has taken {} s", PATIENCE.as_secs());
+                return self
+                    .fail(Error::new(ErrorKind::TimedOut, what).hint("put the fleece on faster storage: --fleece"));
+            }
+        }
+    }
+
+    /// What is to be done for `units` now. Units that are to be saved are claimed.
+    fn next(&self, units: &Range<u64>) -> Next {
+        let mut state = self.state();
+        if self.is_over.load(Ordering::SeqCst) {
+            return Next::GoOn;
+        }
+        let is_saving = |unit: u64| state.saving.iter().any(|saving| saving.contains(&unit));
+        let is_clear = |unit: u64| self.clear.all_set(unit..unit + 1);
+        let Some(first) = units.clone().find(|unit| !is_clear(*unit) && !is_saving(*unit)) else {
+            return if self.clear.all_set(units.clone()) { Next::GoOn } else { Next::Wait };
+        };
+        let most = units.end.min(first + MOST_UNITS);
+        let end = (first + 1..most).find(|unit| is_clear(*unit) || is_saving(*unit)).unwrap_or(most);
+        state.saving.push(first..end);
+        Next::Save(first..end)
+    }
+
+    /// Saves `units` in a task of its own: it is polled to its end whatever becomes of the request.
+    async fn begin_save(self: &Arc<Self>, units: Range<u64>) {
+        let (saver, claimed) = (self.clone(), units.clone());
+        if !self.env.spawn(Box::pin(async move { saver.save(claimed).await })) {
+            self.save(units).await;
+        }
+    }
+
+    async fn save(&self, units: Range<u64>) {
+        let saved = self.write_to_fleece(&units).await;
+        let mut needless = Vec::new();
+        {
+            let mut state = self.state();
+            state.saving.retain(|saving| *saving != units);
+            match saved {
+                Ok(()) => {
+                    for unit in units.clone() {
+                        // The backup may have read it meanwhile.
+                        match self.clear.all_set(unit..unit + 1) {
+                            true => needless.push(unit..unit + 1),
+                            false => state.saved.set(unit..unit + 1),
+                        }
+                    }
+                    self.clear.set(units);
+                }
+                Err(error) => {
+                    state.failure.get_or_insert(error);
+                    self.is_over.store(true, Ordering::SeqCst);
+                }
+            }
+        }
+        self.changed.notify(usize::MAX);
+        self.punch(needless).await;
+    }
+
+    /// Reads `units` from the disk, and writes what is not zero to the fleece.
+    async fn write_to_fleece(&self, units: &Range<u64>) -> Result<()> {
+        let extent = self.extent_of(units);
+        let buffer = Segments::zeroed(((units.end - units.start) * UNIT_BYTES) as usize);
+        let into = buffer.slice(0..extent.len_bytes as usize);
+        let node = self.node()?;
+        let cannot = |error: Error| error.hint("what the disk held could not be saved before a guest changed it");
+        node.look(async |graph| graph.execute(Io::read(extent, &into)).await).await.map_err(cannot)?;
+        drop(node);
+        let place = |unit: u64| ((unit - units.start) * UNIT_BYTES) as usize;
+        let has_data = |unit: &u64| !buffer.slice(place(*unit)..place(*unit + 1)).is_zero();
+        for run in runs(units.clone().filter(has_data)) {
+            self.take_room(&run)?;
+            let bytes = buffer.slice(place(run.start)..place(run.end));
+            self.fleece.write_at(StoreOffset(run.start * UNIT_BYTES), &bytes, Via::Direct).await.map_err(|error| {
+                error.hint("what guests changed could not be kept for the backup; --fleece names another folder")
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Counts `units` as held by the fleece.
+    fn take_room(&self, units: &Range<u64>) -> Result<()> {
+        let mut state = self.state();
+        let bytes = state.held_bytes + (units.end - units.start) * UNIT_BYTES;
+        if bytes > self.limit_bytes {
+            let what = format!(
+                "guests have changed more than {} that was not copied yet: the limit of the fleece",
+                format_size(self.limit_bytes)
+            );
+            return Err(Error::new(ErrorKind::NoSpace, what).hint("a larger --fleece-limit, or a faster target"));
+        }
+        state.held_bytes = bytes;
+        state.held.set(units.clone());
+        Ok(())
+    }
+
+    /// Takes the bytes of `extent`, which begins with a unit and ends with one or with the disk, as they were at the point in time. `read`
+    /// is what the disk holds there now, read after the point in time. From now on requests may change these units, and their space in the
+    /// fleece is free.
+    pub async fn take(&self, extent: Extent, read: &Segments) -> Result<()> {
+        let units = self.units_of(extent);
+        let (saved, held): (Vec<_>, Vec<_>) = {
+            let state = self.state();
+            // A unit that is being saved was not changed yet: what was read is right.
+            let saved = match self.broken {
+                Broken::NotReadAgain => Vec::new(),
+                _ => state.saved.ones_in(units.clone()).collect(),
+            };
+            let held = saved.iter().copied().filter(|unit| state.held.all_set(*unit..unit + 1)).collect();
+            self.clear.set(units.clone());
+            (saved, held)
+        };
+        self.changed.notify(usize::MAX);
+        self.check()?;
+        let into = |run: &Range<u64>| {
+            let part = self.extent_of(run);
+            read.slice((part.start() - extent.start()) as usize..(part.end() - extent.start()) as usize)
+        };
+        runs(saved.into_iter()).iter().for_each(|run| into(run).fill(0));
+        let held = runs(held.into_iter());
+        for run in &held {
+            let whole = Segments::zeroed(((run.end - run.start) * UNIT_BYTES) as usize);
+            let from_fleece = self.fleece.read_at(StoreOffset(run.start * UNIT_BYTES), &whole, Via::Direct);
+            from_fleece.await.map_err(|error| error.hint("what was saved of the disk cannot be read"))?;
+            let into = into(run);
+            into.copy_from(&whole.slice(0..into.len()));
+        }
+        self.state().saved.clear(units);
+        self.punch(held).await;
+        Ok(())
+    }
+
+    /// Says that the backup does not need `extent` any more, or not at all, but for units that were saved: their numbers are returned.
+    pub fn pass_over(&self, extent: Extent) -> Vec<u64> {
+        let units = self.units_of(extent);
+        let state = self.state();
+        let saved: Vec<u64> = state.saved.ones_in(units.clone()).collect();
+        self.clear.set(units);
+        drop(state);
+        self.changed.notify(usize::MAX);
+        saved
+    }
+
+    /// Frees the space of units that nobody reads any more.
+    pub async fn forget(&self, units: impl Iterator<Item = u64>) {
+        let held: Vec<u64> = {
+            let state = self.state();
+            let units = units.inspect(|unit| state.saved.clear(*unit..unit + 1));
+            units.filter(|unit| state.held.all_set(*unit..unit + 1)).collect()
+        };
+        self.punch(runs(held.into_iter())).await;
+    }
+
+    async fn punch(&self, units: Vec<Range<u64>>) {
+        for run in units {
+            let punched =
+                self.fleece.punch_hole(StoreOffset(run.start * UNIT_BYTES), (run.end - run.start) * UNIT_BYTES);
+            // Where the space cannot be freed, the limit goes on counting it.
+            if punched.await.is_ok() {
+                let mut state = self.state();
+                let freed = state.held.ones_in(run.clone()).count() as u64;
+                state.held_bytes -= freed * UNIT_BYTES;
+                state.held.clear(run);
+            }
+        }
+    }
+}
+
+/// The runs of numbers that follow each other.
+fn runs(units: impl Iterator<Item = u64>) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for unit in units {
+        match runs.last_mut() {
+            Some(last) if last.end == unit => last.end += 1,
+            _ => runs.push(unit..unit + 1),
+        }
+    }
+    runs
+}
+
+/// The stage at [`Place::Backup`](spile_node::Place::Backup). It never fails a request.
+pub(super) struct Saving<S, G: Disk>(pub Arc<Saver<S, G>>);
+
+impl<S: Store, G: Disk> Saving<S, G> {
+    fn clear<'a>(&'a self, io: Io<'a>) -> Option<Pending<'a>> {
+        let Self(saver) = self;
+        if !io.op.changes_data() || saver.is_over.load(Ordering::Relaxed) {
+            return None;
+        }
+        let units = saver.units_of(io.extent);
+        if saver.clear.all_set(units.clone()) {
+            return None;
+        }
+        Some(Box::pin(async move {
+            saver.make_clear(units).await;
+            Ok(())
+        }))
+    }
+}
+
+impl<S: Store, G: Disk> Stage for Saving<S, G> {
+    fn before<'a>(&'a self, io: Io<'a>) -> Option<Pending<'a>> {
+        if self.0.broken == Broken::SavedLate { None } else { self.clear(io) }
+    }
+
+    fn after<'a>(&'a self, io: Io<'a>, result: &Result<()>) -> Option<Pending<'a>> {
+        let _ = result;
+        if self.0.broken == Broken::SavedLate { self.clear(io) } else { None }
+    }
+}

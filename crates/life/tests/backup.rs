@@ -1,0 +1,263 @@
+//! A backup beside requests, on a host: who waits for whom, what is kept, and that only the backup fails.
+#![forbid(unsafe_code)]
+
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::time::Duration;
+
+use spile_core::{
+    Disk, DiskInfo, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, OpenMode, Result, Segments, Timer,
+    WriteZeroes, yield_now,
+};
+use spile_engine::{Config, Engine, OsEnv, spawn};
+use spile_life::backup::{Around, Beneath, Broken, Copy, Digests, PointInTime, Subject, UNIT_BYTES, begin, fleece};
+use spile_life::jobs::{Job, Wishes};
+use spile_node::Node;
+use spile_store::{AnyStore, CacheMode, OsFiles};
+
+const SIZE: u64 = 4 << 20;
+
+/// A disk in memory of which all is data, and whose requests can be held up.
+#[derive(Default)]
+struct Memory {
+    bytes: std::sync::Mutex<Vec<u8>>,
+    holds_writes: AtomicBool,
+    reads: AtomicU64,
+}
+
+impl Memory {
+    fn filled(byte: u8) -> Self {
+        Self { bytes: std::sync::Mutex::new(vec![byte; SIZE as usize]), ..Self::default() }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        self.bytes.lock().unwrap().clone()
+    }
+}
+
+impl Disk for Memory {
+    fn info(&self) -> DiskInfo {
+        DiskInfo::unaligned(SIZE)
+    }
+
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        self.reads.fetch_add(u64::from(io.op == Op::Read), SeqCst);
+        while io.op != Op::Read && self.holds_writes.load(SeqCst) {
+            yield_now().await;
+        }
+        let mut bytes = self.bytes.lock().unwrap();
+        let range = io.extent.start() as usize..io.extent.end() as usize;
+        match io.op {
+            Op::Read => io.segments.copy_from_slice(0, &bytes[range]),
+            Op::Write { .. } => io.segments.copy_to_slice(0, &mut bytes[range]),
+            Op::Discard | Op::WriteZeroes(_) => bytes[range].fill(0),
+            Op::Flush => {}
+        }
+        Ok(())
+    }
+
+    async fn extents(&self, extent: Extent, _: usize) -> Result<Vec<ExtentStatus>> {
+        Ok(vec![ExtentStatus { extent, kind: ExtentKind::Data, depth: 0 }])
+    }
+
+    async fn resize(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    async fn close(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+type Point = PointInTime<AnyStore, Memory>;
+
+/// Runs `test` on a worker, in a folder of its own.
+fn on_host<F: Future<Output = ()> + 'static>(test: impl FnOnce(std::path::PathBuf) -> F + Send + 'static) {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = folder.path().join("disk.raw");
+    let engine = Engine::start(Config { workers: 1, pool_bytes: 2 << 20, ..Config::default() }).unwrap();
+    engine.run_on(0, move || test(disk));
+    engine.shutdown();
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "something is left beside the disk");
+}
+
+fn around(timer: impl Timer) -> Around {
+    Around { env: Arc::new(OsEnv), timer: Arc::new(timer), broken: Broken::Nothing }
+}
+
+async fn fleece_of(disk: &Path) -> AnyStore {
+    fleece(&OsFiles::new(CacheMode::Page), disk, None, SIZE).await.unwrap()
+}
+
+async fn begin_one(node: &Arc<Node<Memory>>, fleece: AnyStore, limit_bytes: u64) -> Point {
+    let subject = Subject { node, fleece, limit_bytes };
+    let (point, before) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
+    before.ended().await;
+    point
+}
+
+async fn write(node: &Node<Memory>, offset: u64, len: u64, byte: u8) {
+    let bytes = Segments::zeroed(len as usize);
+    bytes.fill(byte);
+    node.write(Extent::new(offset, len).unwrap(), &bytes, false).await.unwrap();
+}
+
+async fn copy(point: &Point, to: &Memory) -> Result<Digests> {
+    let (job, mut digests) = (Job::new(Wishes::default()), Digests::default());
+    let copy = Copy { from: point, to, beneath: Beneath::Anything, changed: None, job: &job, timer: &OsEnv };
+    copy.run(&mut digests).await.map(|_| digests)
+}
+
+#[test]
+fn what_guests_change_is_saved_once_and_freed_when_it_was_copied() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let point = begin_one(&node, fleece_of(&disk).await, u64::MAX).await;
+        let reads = || async { node.graph().await.reads.load(SeqCst) };
+        for turn in 0..5 {
+            write(&node, 3 * UNIT_BYTES + 512 * turn, 512, 2).await;
+        }
+        assert_eq!((reads().await, point.held_bytes()), (1, UNIT_BYTES));
+        // A request over several units, one of them saved, reads the rest at once; reads and flushes need nothing.
+        write(&node, 2 * UNIT_BYTES + 5, 3 * UNIT_BYTES, 3).await;
+        node.flush().await.unwrap();
+        assert_eq!((reads().await, point.held_bytes()), (3, 4 * UNIT_BYTES));
+        node.write_zeroes(Extent::new(0, 512).unwrap(), WriteZeroes::default()).await.unwrap();
+        let to = Memory::filled(9);
+        let digests = copy(&point, &to).await.unwrap();
+        assert!(to.bytes().iter().all(|byte| *byte == 1), "the backup is not of its moment");
+        assert_eq!((point.held_bytes(), digests.0.len()), (0, 4));
+        // What was copied is not saved any more.
+        let before = reads().await;
+        write(&node, 0, SIZE, 4).await;
+        assert_eq!((reads().await, point.held_bytes()), (before, 0));
+        point.end().await;
+        assert!(node.graph().await.bytes().iter().all(|byte| *byte == 4));
+    });
+}
+
+#[test]
+fn two_writers_of_one_unit_share_one_save() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let point = begin_one(&node, fleece_of(&disk).await, u64::MAX).await;
+        let done = Arc::new(AtomicU64::new(0));
+        for number in 0..8 {
+            let (node, done) = (node.clone(), done.clone());
+            spawn(async move {
+                write(&node, number * 512, 512, 7).await;
+                done.fetch_add(1, SeqCst);
+            });
+        }
+        while done.load(SeqCst) < 8 {
+            yield_now().await;
+        }
+        assert_eq!((node.graph().await.reads.load(SeqCst), point.held_bytes()), (1, UNIT_BYTES));
+        point.end().await;
+    });
+}
+
+#[test]
+fn a_fleece_that_is_full_fails_the_backup_and_no_request() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let point = begin_one(&node, fleece_of(&disk).await, 2 * UNIT_BYTES).await;
+        write(&node, 0, 2 * UNIT_BYTES, 2).await;
+        point.check().unwrap();
+        write(&node, 2 * UNIT_BYTES, 512, 2).await;
+        point.failed().await;
+        let error = point.check().unwrap_err();
+        assert!(error.kind() == ErrorKind::NoSpace && error.to_string().contains("128 KiB"), "{error}");
+        assert!(error.hint_text().unwrap().contains("--fleece-limit"));
+        write(&node, 0, SIZE, 3).await;
+        assert_eq!(copy(&point, &Memory::filled(0)).await.unwrap_err().kind(), ErrorKind::NoSpace);
+        point.end().await;
+        // The next one begins anew.
+        let point = begin_one(&node, fleece_of(&disk).await, u64::MAX).await;
+        let to = Memory::filled(0);
+        copy(&point, &to).await.unwrap();
+        assert_eq!(to.bytes(), node.graph().await.bytes());
+        point.end().await;
+    });
+}
+
+#[test]
+fn a_fleece_that_cannot_be_written_fails_the_backup_and_no_request() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        std::fs::write(&disk, [0; 4096]).unwrap();
+        let (files, at) = (OsFiles::new(CacheMode::Page), disk.as_path().into());
+        let read_only = spile_core::Files::open(&files, &at, OpenMode::ReadOnly).await.unwrap();
+        let point = begin_one(&node, read_only, u64::MAX).await;
+        write(&node, 0, 512, 2).await;
+        assert!(point.check().unwrap_err().hint_text().unwrap().contains("--fleece"));
+        point.end().await;
+        std::fs::remove_file(&disk).unwrap();
+    });
+}
+
+/// A clock whose sleeps have no length.
+struct Impatient;
+
+impl Timer for Impatient {
+    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        Box::pin(std::future::ready(()))
+    }
+}
+
+#[test]
+fn a_save_that_takes_too_long_fails_the_backup_and_no_request() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        let (point, _) = begin(vec![subject], &around(Impatient)).await.unwrap().pop().unwrap();
+        write(&node, 0, 512, 2).await;
+        assert_eq!(point.check().unwrap_err().kind(), ErrorKind::TimedOut);
+        point.end().await;
+    });
+}
+
+#[test]
+fn there_is_one_backup_of_a_disk_at_a_time_and_a_closed_disk_has_none() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let point = begin_one(&node, fleece_of(&disk).await, u64::MAX).await;
+        let second = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        assert_eq!(begin(vec![second], &around(OsEnv)).await.err().unwrap().kind(), ErrorKind::Busy);
+        write(&node, 0, 512, 2).await;
+        node.close().await.unwrap();
+        assert_eq!(copy(&point, &Memory::filled(0)).await.unwrap_err().kind(), ErrorKind::Shutdown);
+        let third = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        assert_eq!(begin(vec![third], &around(OsEnv)).await.err().unwrap().kind(), ErrorKind::Shutdown);
+        point.end().await;
+    });
+}
+
+#[test]
+fn a_write_of_before_is_waited_for_by_the_backup_alone() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let graph = node.graph().await;
+        graph.holds_writes.store(true, SeqCst);
+        let (own, done) = (node.clone(), Arc::new(AtomicBool::new(false)));
+        let ended = done.clone();
+        spawn(async move {
+            write(&own, 0, 512, 2).await;
+            ended.store(true, SeqCst);
+        });
+        while graph.holds_writes.load(SeqCst) && node.meter().read().in_flight() == 0 {
+            yield_now().await;
+        }
+        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        let (point, before) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
+        assert!(!before.has_ended() && !done.load(SeqCst));
+        graph.holds_writes.store(false, SeqCst);
+        before.ended().await;
+        let to = Memory::filled(0);
+        copy(&point, &to).await.unwrap();
+        assert_eq!(to.bytes(), graph.bytes());
+        point.end().await;
+    });
+}

@@ -1,0 +1,186 @@
+//! [`Manifest`]: what a file beside a backup says of it: of which disk it is and of what moment, and the digests of its pieces.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_life::backup::{Digests, PIECE_BYTES};
+use spile_store::OsFiles;
+
+use crate::new_file::folder_of;
+
+/// The version that this program writes.
+const VERSION: u32 = 1;
+/// The name of the digests' algorithm.
+const DIGEST: &str = "xxh3-64";
+
+/// Whether a backup can be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// All of it is there, and durable.
+    Whole,
+    /// An older backup is being changed into this one. What it holds is of no moment.
+    UnderWay,
+}
+
+/// What is known of a backup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    version: u32,
+    /// Whether it can be used.
+    pub state: State,
+    /// The path of the disk.
+    pub disk: String,
+    /// The size of the disk in bytes.
+    pub virtual_size_bytes: u64,
+    /// The moment whose content it has, in seconds since 1970 UTC.
+    pub point_in_time_unix_s: u64,
+    /// The checkpoint of the disk that was made at that moment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<String>,
+    /// The checkpoint since which it has the changes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<String>,
+    /// The file name of the backup that this one is a child of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
+    piece_bytes: u64,
+    digest: String,
+    /// By the number of the piece; pieces that hold zeroes are left out.
+    digests: BTreeMap<u64, String>,
+}
+
+impl Manifest {
+    /// The manifest of a whole backup of the disk at `disk`, made at a moment.
+    pub fn new(disk: String, virtual_size_bytes: u64, point_in_time_unix_s: u64) -> Self {
+        Self {
+            version: VERSION,
+            state: State::Whole,
+            disk,
+            virtual_size_bytes,
+            point_in_time_unix_s,
+            checkpoint: None,
+            since: None,
+            parent: None,
+            piece_bytes: PIECE_BYTES,
+            digest: DIGEST.to_owned(),
+            digests: BTreeMap::new(),
+        }
+    }
+
+    /// With these digests.
+    pub fn with_digests(self, digests: &Digests) -> Self {
+        let digests = digests.0.iter().map(|(piece, digest)| (*piece, format!("{digest:016x}"))).collect();
+        Self { digests, ..self }
+    }
+
+    /// The file beside the backup `target`.
+    pub fn path_of(target: &Path) -> PathBuf {
+        let mut name = OsString::from(target);
+        name.push(".spile-backup");
+        name.into()
+    }
+
+    /// Reads the manifest at `path`, of a backup that can be used.
+    ///
+    /// # Errors
+    /// `NotFound`; `Corrupt` for what is no manifest; `Unsupported` for a newer one; `Busy` for a backup that is half changed; the system's.
+    pub fn read_whole(path: &Path) -> Result<Self> {
+        let manifest = Self::read(path)?;
+        match manifest.state {
+            State::Whole => Ok(manifest),
+            State::UnderWay => {
+                let what = "the backup is half changed into a newer one: it holds no moment of its disk";
+                Err(Error::new(ErrorKind::Busy, what)
+                    .at_path(path)
+                    .hint("if no backup is under way any more, remove it and make a full one"))
+            }
+        }
+    }
+
+    fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read(path).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "the backup has no manifest here")
+                .hint("`spile backup` writes it beside a file; --manifest names another place"),
+            _ => Error::io("cannot be read", error),
+        });
+        let corrupt = |why: &str| Error::new(ErrorKind::Corrupt, format!("this is no manifest of a backup: {why}"));
+        let parsed = text.and_then(|text| {
+            serde_json::from_slice::<Self>(&text).map_err(|error| corrupt("it is not understood").caused_by(error))
+        });
+        let manifest = parsed.at_path(path)?;
+        if manifest.version > VERSION || manifest.piece_bytes != PIECE_BYTES || manifest.digest != DIGEST {
+            let what = "a newer program has written the backup";
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .at_path(path)
+                .hint("use that program, or a newer one"));
+        }
+        Ok(manifest)
+    }
+
+    /// The digests of the pieces.
+    ///
+    /// # Errors
+    /// `Corrupt` when one is none.
+    pub fn digests(&self) -> Result<Digests> {
+        let digest = |(piece, text): (&u64, &String)| {
+            let parsed = u64::from_str_radix(text, 16);
+            let bad = |error| Error::new(ErrorKind::Corrupt, format!("{text:?} is no digest")).caused_by(error);
+            parsed.map(|digest| (*piece, digest)).map_err(bad)
+        };
+        self.digests.iter().map(digest).collect::<Result<_>>().map(Digests)
+    }
+
+    /// Puts the manifest at `path`, in the place of what is there, and makes that durable.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let mut name = OsString::from(".");
+        name.push(path.file_name().unwrap_or_default());
+        name.push(".part");
+        let part = folder_of(path).join(name);
+        let text = serde_json::to_vec_pretty(self)
+            .map_err(|error| Error::new(ErrorKind::InvalidInput, "cannot write the manifest").caused_by(error))?;
+        let write = || {
+            let mut file = std::fs::File::create(&part)?;
+            file.write_all(&text)?;
+            file.sync_all()?;
+            std::fs::rename(&part, path)
+        };
+        let written = write();
+        if written.is_err() {
+            let _ = std::fs::remove_file(&part);
+        }
+        written.map_err(|error| Error::io("cannot write the backup's manifest", error)).at_path(path)?;
+        OsFiles::default().sync_name(path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_manifest_reads_back_and_a_half_changed_backup_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = Manifest::path_of(&folder.path().join("a.vhd"));
+        assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::NotFound);
+        let digests = Digests([(3, 7), (9, u64::MAX)].into());
+        let manifest = Manifest::new("/vm/a.vhd".to_owned(), 1 << 30, 5).with_digests(&digests);
+        manifest.write(&path).unwrap();
+        let read = Manifest::read_whole(&path).unwrap();
+        assert!(read == manifest && read.digests().unwrap() == digests);
+        Manifest { state: State::UnderWay, ..manifest.clone() }.write(&path).unwrap();
+        assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::Busy);
+        Manifest { version: VERSION + 1, ..manifest }.write(&path).unwrap();
+        assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::Unsupported);
+        std::fs::write(&path, "{").unwrap();
+        assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::Corrupt);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}

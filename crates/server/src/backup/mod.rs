@@ -1,0 +1,216 @@
+//! Backups of disks of this host, served or not: [`spile_life::backup`] with targets, manifests and jobs.
+
+mod manifest;
+mod target;
+
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::{Either, select};
+use spile_core::{Disk as _, Env as _, Error, ErrorKind, Files as _, Locator, OpenMode, Result};
+use spile_engine::{OsEnv, sleep, spawn};
+use spile_image::Graph;
+use spile_life::backup::{self, Around, Broken, Copied, Copy, PointInTime, Subject};
+use spile_node::{Node, OldEpoch};
+use spile_store::{HostFiles, HostStore, OsFiles};
+use tokio::sync::oneshot;
+
+pub use self::manifest::{Manifest, State};
+pub use self::target::{Target, TargetSpec};
+use crate::jobs::Access;
+use crate::serving::jobs::DiskJob;
+
+/// A fleece may hold this part of its disk, unless its user says another limit.
+const FLEECE_SHARE: u64 = 10;
+/// The least limit of a fleece that nobody has limited, in bytes.
+const LEAST_FLEECE_BYTES: u64 = 64 << 20;
+/// How long a backup that was told to end may take to the end of its piece. Then nobody waits for its target any more.
+const GRACE: Duration = Duration::from_millis(500);
+
+type HostNode = Node<Graph<HostStore>>;
+
+/// A backup of one disk that is to be made.
+pub struct Backup {
+    /// The disk.
+    pub node: Arc<HostNode>,
+    /// Its path, or what its user knows it by.
+    pub disk: Locator,
+    /// Where its backup goes.
+    pub target: TargetSpec,
+    /// What its users want of it, and how far it is.
+    pub job: Arc<DiskJob>,
+}
+
+/// How backups are made.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The folder of the fleece, if not the disk's.
+    pub fleece_dir: Option<PathBuf>,
+    /// The most bytes that the fleece of a disk may hold.
+    pub fleece_limit_bytes: Option<u64>,
+    /// How the disks' files are opened.
+    pub access: Access,
+    /// Nobody changes the disks meanwhile.
+    pub is_offline: bool,
+}
+
+/// Makes backups of these disks at one point in time, and says in each job how it ended. It is to run on a worker.
+pub async fn run(backups: Vec<Backup>, options: Options) {
+    let jobs: Vec<_> = backups.iter().map(|backup| backup.job.clone()).collect();
+    let begun = match begin(backups, &options).await {
+        Ok(begun) => begun,
+        Err(error) => return jobs.iter().for_each(|job| job.job().end(&Err(error.duplicate()))),
+    };
+    for running in begun {
+        running.job.job().accept();
+        spawn(running.see_through());
+    }
+    for job in jobs {
+        job.job().over().await;
+    }
+}
+
+/// A backup whose point in time has come.
+struct Running {
+    node: Arc<HostNode>,
+    job: Arc<DiskJob>,
+    at: Locator,
+    target: Target,
+    point: Arc<PointInTime<HostStore, Graph<HostStore>>>,
+    before: OldEpoch<Graph<HostStore>>,
+    manifest: Manifest,
+}
+
+/// Opens all targets and fleeces, and then makes the point in time.
+async fn begin(backups: Vec<Backup>, options: &Options) -> Result<Vec<Running>> {
+    let mut targets = Vec::new();
+    for backup in &backups {
+        let target = backup.target.open(backup.node.size_bytes()).await;
+        targets.push(target.map_err(|error| target::told(&backup.target.at, error))?);
+    }
+    let mut subjects = Vec::new();
+    for backup in &backups {
+        let size = backup.node.size_bytes();
+        let limit = options.fleece_limit_bytes.unwrap_or((size / FLEECE_SHARE).max(LEAST_FLEECE_BYTES));
+        let fleece = fleece(backup, options).await?;
+        subjects.push(Subject { node: &backup.node, fleece, limit_bytes: limit });
+    }
+    let around = Around { env: Arc::new(OsEnv), timer: Arc::new(OsEnv), broken: Broken::Nothing };
+    let begun = backup::begin(subjects, &around).await?;
+    let now = OsEnv.now_unix_s();
+    let running = begun.into_iter().zip(backups).zip(targets).map(|(((point, before), backup), target)| {
+        let manifest = Manifest::new(crate::disks::label(&backup.disk), point.size_bytes(), now);
+        let Backup { node, target: spec, job, .. } = backup;
+        Running { node, job, at: spec.at, target, point: Arc::new(point), before, manifest }
+    });
+    Ok(running.collect())
+}
+
+/// A file for what is saved of a disk.
+async fn fleece(backup: &Backup, options: &Options) -> Result<HostStore> {
+    let files = HostFiles::new(OsFiles::new(options.access.cache).without_locks(options.access.no_lock));
+    let size = backup.node.size_bytes();
+    if options.is_offline {
+        // Nothing will be saved.
+        return files.open(&Locator::Mem(0), OpenMode::ReadWrite).await;
+    }
+    let graph = backup.node.graph().await;
+    let leaf = graph.handles()[0].path();
+    let is_file = leaf.is_absolute() && !leaf.starts_with("/dev");
+    let (disk, folder) = match (&options.fleece_dir, is_file) {
+        (Some(folder), true) => (leaf, Some(folder.as_path())),
+        (Some(folder), false) => (Path::new("disk"), Some(folder.as_path())),
+        (None, true) => (leaf, None),
+        (None, false) => {
+            let what = "the disk lies in no folder where what guests change meanwhile could be kept for the backup";
+            let label = crate::disks::label(&backup.disk);
+            return Err(Error::new(ErrorKind::InvalidInput, what).at_path(Path::new(&label)).hint("say --fleece DIR"));
+        }
+    };
+    let made = backup::fleece(&files, disk, folder, size).await;
+    made.map_err(|error| error.hint("a backup keeps there what guests change meanwhile; --fleece names another folder"))
+}
+
+impl Running {
+    /// Copies the disk, and says in the job how that ended. The disk's guests are free of the backup then, also when its target hangs.
+    async fn see_through(self) {
+        let (job, point) = (self.job.clone(), self.point.clone());
+        let (done, copied) = oneshot::channel();
+        spawn(async move { drop(done.send(self.copy().await)) });
+        let ending = async {
+            let _ = select(pin!(point.failed()), pin!(job.job().told_to_end())).await;
+        };
+        let copied = match select(copied, pin!(ending)).await {
+            Either::Left((copied, _)) => copied.unwrap_or_else(|_| Err(ended())),
+            Either::Right((_, copied)) => {
+                point.end().await;
+                // What was begun with the target goes on to its end, and nobody waits for that.
+                match select(copied, pin!(sleep(GRACE))).await {
+                    Either::Left((copied, _)) => copied.unwrap_or_else(|_| Err(ended())),
+                    Either::Right(_) => Err(ended()),
+                }
+            }
+        };
+        point.end().await;
+        let result = match (copied, point.check()) {
+            // The target did not make that.
+            (Err(_), Err(error)) if error.kind() != ErrorKind::Shutdown => Err(error),
+            (copied, _) => copied,
+        };
+        let result = match result {
+            // No other process can go on with it.
+            Err(error) if error.kind() == ErrorKind::Shutdown && job.job().is_stopping() => Err(stopped()),
+            other => other,
+        };
+        job.job().end(&result);
+    }
+
+    async fn copy(self) -> Result<()> {
+        let Self { node, job, at, mut target, point, before, manifest } = self;
+        // A target that hangs must not keep the disk's files open.
+        drop(node);
+        before.ended().await;
+        drop(before);
+        let mut digests = std::mem::take(&mut target.digests);
+        let copy = Copy {
+            from: &point,
+            to: target.disk(),
+            beneath: target.beneath,
+            changed: None,
+            job: job.job(),
+            timer: &OsEnv,
+        };
+        let copied: Result<Copied> = copy.run(&mut digests).await;
+        point.end().await;
+        target.digests = digests;
+        match copied {
+            Ok(_) => target.finish(manifest).await,
+            Err(error) => {
+                target.give_up().await;
+                Err(if error.kind() == ErrorKind::Shutdown { error } else { target::told(&at, error) })
+            }
+        }
+    }
+}
+
+fn ended() -> Error {
+    Error::new(ErrorKind::Shutdown, "the backup was told to end")
+}
+
+fn stopped() -> Error {
+    Error::new(ErrorKind::Io, "the server of the disk has ended").hint("begin the backup anew")
+}
+
+/// Refuses a backup that is shorter than its disk was: something has cut it off.
+///
+/// # Errors
+/// `Corrupt`.
+pub fn check_size(backup: &impl spile_core::Disk, size_bytes: u64) -> Result<()> {
+    let there = backup.size_bytes();
+    if there >= size_bytes {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Corrupt, format!("the backup has {there} bytes, and its disk had {size_bytes}")))
+}

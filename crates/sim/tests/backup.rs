@@ -1,0 +1,42 @@
+//! Backups under load: nothing is found, and a rule that is broken on purpose is.
+
+use spile_sim::backup::{BackupSummary, Broken, BrokenCopy, run_backup};
+
+const KEPT: Broken = Broken::Copy(BrokenCopy::Nothing);
+
+#[test]
+fn three_hundred_seeds_find_nothing() {
+    let mut all = BackupSummary::default();
+    for seed in 0..300 {
+        all += run_backup(seed, KEPT, false).unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
+    }
+    println!("{all:?}");
+    assert!(all.copied > 400 && all.beside > 10_000, "too little happened: {all:?}");
+}
+
+/// One of so many seeds finds the broken rule by these words, and nothing while the rule is kept.
+fn bites(broken: Broken, words: &str) {
+    let found = (0..1000).find_map(|seed| {
+        let finding = run_backup(seed, broken, false).err().filter(|found| found.message.contains(words))?;
+        run_backup(seed, KEPT, false).is_ok().then_some((seed, finding))
+    });
+    match found {
+        Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
+        None => panic!("no seed below 1000 found {broken:?}"),
+    }
+}
+
+#[test]
+fn a_unit_that_is_saved_after_the_write_is_found() {
+    bites(Broken::Copy(BrokenCopy::SavedLate), "request");
+}
+
+#[test]
+fn what_was_saved_while_it_was_read_and_is_not_read_again_is_found() {
+    bites(Broken::Copy(BrokenCopy::NotReadAgain), "request");
+}
+
+#[test]
+fn disks_whose_points_in_time_come_one_after_the_other_are_found() {
+    bites(Broken::OneByOne, "lacks request");
+}

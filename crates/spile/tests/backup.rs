@@ -1,0 +1,148 @@
+//! Backups by the commands: of disks that are served, and of those that nobody uses; what is refused, and what is left.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+
+use common::nbd::Client;
+use common::{Served, eventually, fails, json, ok, spile};
+use serde_json::Value;
+
+const MIB: usize = 1 << 20;
+
+/// Serves `args` with a control socket in the folder of such sockets, where commands look for it.
+fn serve(dir: &Path, args: &[&str]) -> Served {
+    let mut command = spile();
+    command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
+    Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
+}
+
+/// Makes a raw disk of 16 MiB whose first half is full of `byte`.
+fn raw(dir: &Path, name: &str, byte: u8) -> Vec<u8> {
+    let mut bytes = vec![byte; 8 * MIB];
+    bytes.resize(16 * MIB, 0);
+    fs::write(dir.join(name), &bytes).unwrap();
+    bytes
+}
+
+/// The names of all files in `dir`, but for sockets.
+fn names(dir: &Path) -> Vec<String> {
+    let files = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
+    let files = files.filter(|file| file.file_type().unwrap().is_file());
+    let mut names: Vec<_> = files.map(|file| file.file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn state_of(dir: &Path, id: &str) -> Value {
+    let jobs = json(dir, &["jobs"]);
+    jobs["jobs"].as_array().unwrap().iter().find(|job| job["id"] == id).unwrap_or(&Value::Null).clone()
+}
+
+#[test]
+fn disks_that_nobody_serves_are_backed_up_and_restored() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let bytes = raw(dir, "a.raw", 7);
+    ok(dir, &["convert", "a.raw", "b.vhd"]);
+    fs::create_dir(dir.join("both")).unwrap();
+    let made = json(dir, &["backup", "a.raw", "b.vhd", "both", "--to", "raw"]);
+    let states: Vec<_> = made["jobs"].as_array().unwrap().iter().map(|job| &job["state"]).collect();
+    assert_eq!(states, ["done", "done"]);
+    assert_eq!(names(&dir.join("both")), ["a.raw", "a.raw.spile-backup", "b.raw", "b.raw.spile-backup"]);
+    ok(dir, &["backup", "b.vhd", "c.vhd"]);
+    for backup in ["both/a.raw", "both/b.raw", "c.vhd"] {
+        let verified = json(dir, &["verify", backup]);
+        assert!(verified["is_right"] == true && verified["virtual_size_bytes"] == 16 * MIB, "{verified}");
+        ok(dir, &["restore", backup, "restored.raw"]);
+        assert!(fs::read(dir.join("restored.raw")).unwrap() == bytes, "{backup} restores something else");
+        fs::remove_file(dir.join("restored.raw")).unwrap();
+    }
+    // A backup takes no more than its data.
+    assert!(json(dir, &["info", "both/a.raw"])["used_bytes"].as_u64().unwrap() < 9 * MIB as u64);
+    raw(dir, "over.raw", 9);
+    assert!(fails(dir, 1, &["restore", "c.vhd", "over.raw"]).contains("--onto"));
+    ok(dir, &["restore", "c.vhd", "over.raw", "--onto"]);
+    assert!(fs::read(dir.join("over.raw")).unwrap() == bytes);
+}
+
+#[test]
+fn what_cannot_be_is_refused_before_anything_is_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "refused.raw", 1);
+    raw(dir, "other.raw", 2);
+    let before = names(dir);
+    let refused = |code, args: &[&str], words: &str| {
+        let said = fails(dir, code, args);
+        assert!(said.contains(words), "{args:?}: {said}");
+    };
+    let served = serve(dir, &["refused.raw", "other.raw"]);
+    for disk in ["refused.raw", "refused"] {
+        refused(1, &["backup", disk, "other.raw"], "a full backup is a new file");
+        refused(1, &["backup", disk, "backup.qcow2"], "cannot be written");
+        refused(2, &["backup", disk, "mem:1M"], "nothing is kept there");
+        refused(1, &["backup", disk, "nowhere/backup.raw"], "backup.raw");
+        refused(1, &["backup", disk, "nbd+unix:///?socket=nobody"], "nobody");
+        refused(1, &["backup", disk, "x.raw", "--fleece", "nowhere"], "--fleece names another folder");
+    }
+    refused(2, &["backup", "refused", "refused", dir.to_str().unwrap()], "would have their backup in");
+    refused(2, &["backup", "refused", "other", "both"], "TARGET is a folder");
+    refused(1, &["restore", "other.raw", "new.raw"], "has no manifest here");
+    assert!(served.terminate().success());
+    assert_eq!(names(dir), before);
+    assert_eq!(state_of(dir, "none"), Value::Null);
+}
+
+#[test]
+fn a_disk_has_one_job_and_a_backup_that_is_cancelled_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "busy.raw", 1);
+    let mut served = serve(dir, &["busy.raw"]);
+    let made = json(dir, &["backup", "busy", "slow.raw", "--rate", "64k"]);
+    let id = made["jobs"][0]["id"].as_str().unwrap().to_owned();
+    assert_eq!(made["jobs"][0]["to"], dir.canonicalize().unwrap().join("slow.raw").to_str().unwrap());
+    assert!(fails(dir, 1, &["backup", "busy", "second.raw"]).contains("has a job already"));
+    assert!(fails(dir, 1, &["restore", "second.raw", "busy.raw", "--onto"]).contains("second.raw"));
+    ok(dir, &["job", &id, "cancel"]);
+    eventually("the job is cancelled", || state_of(dir, &id)["state"] == "cancelled");
+    ok(dir, &["backup", "busy", "second.raw", "--wait"]);
+    assert!(fails(dir, 1, &["restore", "second.raw", "busy.raw", "--onto"]).contains("in use"));
+    assert_eq!(names(dir), ["busy.raw", "second.raw", "second.raw.spile-backup"]);
+    // One that is at work when its server dies, or ends, leaves nothing either.
+    ok(dir, &["backup", "busy", "third.raw", "--rate", "64k"]);
+    served.signal(nix::sys::signal::Signal::SIGKILL);
+    served.wait();
+    assert_eq!(names(dir), ["busy.raw", "second.raw", "second.raw.spile-backup"]);
+    fs::remove_file(dir.join("n")).unwrap();
+    let served = serve(dir, &["busy.raw"]);
+    ok(dir, &["backup", "busy", "third.raw", "--rate", "64k"]);
+    assert!(served.terminate().success());
+    assert_eq!(names(dir), ["busy.raw", "second.raw", "second.raw.spile-backup"]);
+}
+
+#[test]
+fn a_fleece_that_is_full_fails_the_backup_and_no_write() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let before = raw(dir, "full.raw", 1);
+    let served = serve(dir, &["full.raw"]);
+    let made = json(dir, &["backup", "full", "b.raw", "--rate", "64k", "--fleece-limit", "1M"]);
+    let id = made["jobs"][0]["id"].as_str().unwrap().to_owned();
+    let client = Client::connect(&served.uri()).unwrap();
+    let bytes = vec![2; 4 * MIB];
+    client.write(4 * MIB as u64, &bytes, false).unwrap();
+    eventually("the backup fails", || state_of(dir, &id)["state"] == "failed");
+    let error = state_of(dir, &id)["error"].clone();
+    assert_eq!(error["kind"], "no_space");
+    assert!(error["message"].as_str().unwrap().contains("the limit of the fleece"), "{error}");
+    // With room enough the next one succeeds.
+    ok(dir, &["backup", "full", "b.raw", "--wait"]);
+    drop(client);
+    assert!(served.terminate().success());
+    let now = fs::read(dir.join("b.raw")).unwrap();
+    assert!(now[..4 * MIB] == before[..4 * MIB] && now[4 * MIB..8 * MIB] == bytes);
+    assert_eq!(names(dir), ["b.raw", "b.raw.spile-backup", "full.raw"]);
+}
