@@ -4,13 +4,13 @@ use std::cell::Cell;
 
 use spile_core::metrics::now_ns;
 use spile_core::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, GuestOffset, Io, MAX_REQUEST_BYTES, Result, Segments,
-    WriteZeroes,
+    Disk, Error, ErrorKind, Extent, ExtentStatus, GuestOffset, Io, MAX_REQUEST_BYTES, Result, Segments, WriteZeroes,
 };
 
+use crate::contexts::{ChangedPart, Context, Selected, allocation_of, depth_of, describe, dirty};
 use crate::errors::{wire_errno, wire_message};
 use crate::session::{Answer, Job, Runs, Session};
-use crate::wire::reply::{STATE_HOLE, STATE_ZERO};
+use crate::wire::reply::STATE_ZERO;
 use crate::wire::request::{Command, FLAG_DF, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE, Request};
 
 /// For shorter reads, in bytes, the disk is not asked for holes: the question would cost more than sending zeroes.
@@ -175,17 +175,37 @@ impl<D: Disk> Session<D> {
         if fua { self.execute(Io::flush()).await } else { Ok(()) }
     }
 
+    /// One chunk for each context. Each describes the request's bytes from their start on, as far as its own descriptors go.
     async fn block_status(&self, request: &Request) -> Result<Answer> {
+        let contexts = &self.agreed.contexts;
         let one = request.flags & FLAG_REQ_ONE != 0;
-        let limit = if one { 1 } else { MAX_DESCRIPTORS };
-        let map = self.disk.extents(extent_of(request), limit).await?;
-        let descriptors = describe(&map, extent_of(request), limit);
-        let out = buffers(descriptors.len() * 8)?;
-        for (at, (len, flags)) in descriptors.iter().enumerate() {
-            out.copy_from_slice(at * 8, &len.to_be_bytes());
-            out.copy_from_slice(at * 8 + 4, &flags.to_be_bytes());
+        let limit = if one { 1 } else { (MAX_DESCRIPTORS / contexts.len().max(1)).max(1) };
+        let extent = extent_of(request);
+        let needs_map = contexts.iter().any(|selected| !matches!(selected.context, Context::Bitmap(_)));
+        // Runs that differ in what one context says may be one descriptor of another.
+        let map = if needs_map { self.disk.extents(extent, limit).await? } else { Vec::new() };
+        let mut chunks = Vec::with_capacity(contexts.len());
+        for Selected { id, context } in contexts {
+            let descriptors = match context {
+                Context::Allocation => describe(&map, extent, limit, allocation_of),
+                Context::Depth => describe(&map, extent, limit, depth_of),
+                Context::Bitmap(name) => dirty(&self.changed(name, extent).await?, extent, limit),
+            };
+            let out = buffers(descriptors.len() * 8)?;
+            for (at, (len, flags)) in descriptors.iter().enumerate() {
+                out.copy_from_slice(at * 8, &len.to_be_bytes());
+                out.copy_from_slice(at * 8 + 4, &flags.to_be_bytes());
+            }
+            chunks.push((*id, out, descriptors.len() as u32));
         }
-        Ok(Answer::Status(out, descriptors.len() as u32))
+        Ok(Answer::Status(chunks))
+    }
+
+    async fn changed(&self, name: &str, extent: Extent) -> Result<ChangedPart> {
+        match &self.checkpoints {
+            Some(checkpoints) => checkpoints.changed(name, extent).await,
+            None => Err(Error::new(ErrorKind::NotFound, "the disk has no checkpoints any more")),
+        }
     }
 }
 
@@ -214,7 +234,7 @@ fn cut_runs(map: &[ExtentStatus], extent: Extent) -> Runs {
         _ => runs.push((len, hole)),
     };
     let mut left = extent.len_bytes;
-    for (len, flags) in describe(map, extent, usize::MAX) {
+    for (len, flags) in describe(map, extent, usize::MAX, allocation_of) {
         let len = u64::from(len).min(left);
         push(len, flags & STATE_ZERO != 0 && len >= MIN_HOLE_BYTES.min(extent.len_bytes));
         left -= len;
@@ -223,36 +243,10 @@ fn cut_runs(map: &[ExtentStatus], extent: Extent) -> Runs {
     if runs.iter().any(|run| run.1) { Runs::Mixed(runs) } else { Runs::Whole }
 }
 
-/// The descriptors of a map, each a length in bytes and flags. Neighbours with the same flags (runs that differ only in
-/// their depth) are joined. No descriptor goes past `extent`. A map without runs gives one descriptor of unknown state.
-fn describe(map: &[ExtentStatus], extent: Extent, limit: usize) -> Vec<(u32, u32)> {
-    let mut out: Vec<(u32, u32)> = Vec::with_capacity(map.len().min(limit));
-    let mut left = extent.len_bytes;
-    for run in map {
-        let len = run.extent.len_bytes.min(left) as u32; // `extent` came with 32 bits of length
-        let flags = match run.kind {
-            ExtentKind::Data => 0,
-            ExtentKind::Zero => STATE_ZERO,
-            ExtentKind::Hole => STATE_HOLE | STATE_ZERO,
-        };
-        left -= u64::from(len);
-        let full = out.len() == limit;
-        match out.last_mut() {
-            _ if len == 0 => {}
-            Some(last) if last.1 == flags => last.0 += len,
-            _ if full => break,
-            _ => out.push((len, flags)),
-        }
-    }
-    if out.is_empty() {
-        out.push((extent.len_bytes as u32, 0));
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use spile_core::ExtentKind;
 
     use super::*;
 
@@ -280,7 +274,7 @@ mod tests {
 
         #[test]
         fn descriptors_never_pass_the_request(lens in prop::collection::vec((1u64..200_000, any::<u8>()), 0..20), len in 1u64..2_000_000, limit in 1usize..9) {
-            let out = describe(&map(&lens), Extent::from_range(0..len), limit);
+            let out = describe(&map(&lens), Extent::from_range(0..len), limit, allocation_of);
             prop_assert!(!out.is_empty() && out.len() <= limit);
             prop_assert!(out.iter().all(|descriptor| descriptor.0 > 0));
             prop_assert!(out.iter().map(|descriptor| u64::from(descriptor.0)).sum::<u64>() <= len);

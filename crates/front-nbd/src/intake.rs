@@ -113,7 +113,7 @@ fn check<D: Disk>(session: &Session<D>, request: &Request) -> Result<(), Refusal
         Command::Flush if request.offset_bytes | len != 0 => {
             return Refusal::new(EINVAL, "a flush has no offset and no length");
         }
-        Command::BlockStatus if !session.agreed.block_status => {
+        Command::BlockStatus if session.agreed.contexts.is_empty() => {
             return Refusal::new(EINVAL, "no metadata context was selected");
         }
         Command::BlockStatus if len == 0 => {

@@ -8,11 +8,12 @@
 //!
 //! - [`wire`]: pure parsing and encoding, a crate of its own for the client's sake. [`negotiate`]: the handshake as a state machine without I/O.
 //! - `connection`, `session`, `intake`, `execute`, `outflow`: one connection and its tasks.
-//! - [`errors`]: the error numbers of the wire. `metrics`: what is counted.
+//! - [`contexts`]: what block status tells besides allocation. [`errors`]: the error numbers of the wire. `metrics`: what is counted.
 #![forbid(unsafe_code)]
 
 mod budget;
 mod connection;
+pub mod contexts;
 pub mod errors;
 mod execute;
 mod inbound;

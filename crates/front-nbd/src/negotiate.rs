@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use crate::contexts::{Context, MOST_CONTEXTS, Selected};
 use crate::wire::handshake::{
     FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, InfoRequest, Invalid, MetaRequest, OPTION_HEADER_BYTES, OptionHeader, info,
     option, put_export_name_reply, put_greeting, put_reply, rep, string, transmission,
@@ -18,9 +19,6 @@ pub const MAX_OPTION_BYTES: u32 = 64 << 10;
 pub const MAX_SKIP_BYTES: u32 = 32 << 20;
 /// After so many options the session ends: no honest client sends that many.
 pub const MAX_OPTIONS: u32 = 1024;
-/// The identity of `base:allocation` on this server's wire.
-pub const BASE_ALLOCATION_ID: u32 = 1;
-const BASE_ALLOCATION: &str = "base:allocation";
 
 /// What the handshake tells of one export.
 #[derive(Clone, Debug)]
@@ -39,6 +37,8 @@ pub struct Offer {
     pub preferred_bytes: u32,
     /// The largest request, in bytes.
     pub maximum_bytes: u32,
+    /// The names of the disk's checkpoints.
+    pub checkpoints: Vec<String>,
 }
 
 /// Whether the server offers or requires TLS ("Server-side requirements").
@@ -53,7 +53,7 @@ pub enum TlsMode {
 }
 
 /// What client and server have agreed on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Session {
     /// Index of the export.
     pub export: usize,
@@ -61,12 +61,12 @@ pub struct Session {
     pub size_bytes: u64,
     /// Replies are structured.
     pub structured: bool,
-    /// `base:allocation` was selected for this export.
-    pub block_status: bool,
+    /// The metadata contexts that were selected for this export.
+    pub contexts: Vec<Selected>,
 }
 
 /// How to go on after a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Send what was answered and step again.
     Continue,
@@ -79,7 +79,7 @@ pub enum Next {
 }
 
 /// One step: how many bytes of the input it used up, and how to go on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
     /// The number of input bytes that were used.
     pub consumed: usize,
@@ -107,8 +107,8 @@ pub struct Negotiator {
     no_zeroes: bool,
     options: u32,
     structured: bool,
-    /// The export for which `base:allocation` was selected last.
-    meta_export: Option<usize>,
+    /// The export for which contexts were selected last, and those.
+    selected: Option<(usize, Vec<Selected>)>,
 }
 
 impl Negotiator {
@@ -124,7 +124,7 @@ impl Negotiator {
             no_zeroes: false,
             options: 0,
             structured: false,
-            meta_export: None,
+            selected: None,
         }
     }
 
@@ -132,7 +132,7 @@ impl Negotiator {
     pub fn tls_started(&mut self) {
         self.tls_active = true;
         self.structured = false;
-        self.meta_export = None;
+        self.selected = None;
     }
 
     /// Handles the next message in `input` and appends the answer to `out`. `None` when it is not complete yet.
@@ -207,7 +207,7 @@ impl Negotiator {
 
     fn refuse_skipped(&mut self, option: u32, out: &mut Vec<u8>) {
         if option == option::SET_META_CONTEXT {
-            self.meta_export = None;
+            self.selected = None;
         }
         if self.needs_tls(option) {
             refuse(out, option, rep::ERR_TLS_REQD, "this server requires TLS");
@@ -323,7 +323,7 @@ impl Negotiator {
     fn meta(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) {
         let set = option == option::SET_META_CONTEXT;
         if set {
-            self.meta_export = None; // a failed attempt clears it as well
+            self.selected = None; // a failed attempt clears it as well
         }
         if set && !self.structured {
             let why = "structured replies must be negotiated first";
@@ -336,14 +336,20 @@ impl Negotiator {
         let Some(export) = self.find(request.export) else {
             return refuse_unknown(out, option, request.export);
         };
-        if matches_allocation(set, &request.queries) {
+        let all = Context::all(&self.offers[export].checkpoints).into_iter().zip(1..);
+        let meant = all.filter(|(context, _)| context.is_meant(&request.queries, !set));
+        let meant: Vec<_> = meant.map(|(context, id)| Selected { id, context }).collect();
+        if set && meant.len() > MOST_CONTEXTS {
+            let why = format!("a session has {MOST_CONTEXTS} metadata contexts at most");
+            return refuse(out, option, rep::ERR_TOO_BIG, &why);
+        }
+        for Selected { id, context } in &meant {
             // The identity in a list is reserved and zero.
-            let id = if set { BASE_ALLOCATION_ID } else { 0 };
-            let parts = [&id.to_be_bytes()[..], BASE_ALLOCATION.as_bytes()];
-            put_reply(out, option, rep::META_CONTEXT, &parts);
-            if set {
-                self.meta_export = Some(export);
-            }
+            let id = if set { *id } else { 0 };
+            put_reply(out, option, rep::META_CONTEXT, &[&id.to_be_bytes()[..], context.name().as_bytes()]);
+        }
+        if set {
+            self.selected = Some((export, meant));
         }
         put_reply(out, option, rep::ACK, &[]);
     }
@@ -355,8 +361,9 @@ impl Negotiator {
     }
 
     fn session(&self, export: usize) -> Session {
-        let block_status = self.structured && self.meta_export == Some(export);
-        Session { export, size_bytes: self.offers[export].size_bytes, structured: self.structured, block_status }
+        let selected = self.selected.as_ref().filter(|(of, _)| self.structured && *of == export);
+        let contexts = selected.map(|(_, contexts)| contexts.clone()).unwrap_or_default();
+        Session { export, size_bytes: self.offers[export].size_bytes, structured: self.structured, contexts }
     }
 
     /// Flush and FUA are offered for read-only exports too: clients send them without asking.
@@ -375,12 +382,6 @@ fn hang_up(consumed: usize) -> Option<Step> {
 
 fn is_known(option: u32) -> bool {
     matches!(option, option::EXPORT_NAME..=option::LIST | option::STARTTLS..=option::SET_META_CONTEXT)
-}
-
-/// Without queries a list shows all, a selection selects nothing; `base:` is a wildcard of the list alone.
-fn matches_allocation(set: bool, queries: &[&str]) -> bool {
-    let wanted = |query: &&str| *query == BASE_ALLOCATION || (!set && *query == "base:");
-    queries.iter().any(wanted) || (!set && queries.is_empty())
 }
 
 fn refuse(out: &mut Vec<u8>, option: u32, kind: u32, why: &str) {
@@ -420,6 +421,7 @@ pub fn fuzz_handshake(data: &[u8]) {
         minimum_bytes: 1,
         preferred_bytes: 4096,
         maximum_bytes: 32 << 20,
+        checkpoints: vec!["monday".into()],
     };
     for tls in [TlsMode::Off, TlsMode::Optional, TlsMode::Required] {
         let offers: Arc<[Offer]> = Arc::new([offer.clone()]);

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use spile_core::metrics::{Ended, now_ns};
 use spile_core::{Disk, Result, Segment, Segments};
 
-use crate::negotiate::BASE_ALLOCATION_ID;
+use crate::contexts::MOST_CONTEXTS;
 use crate::session::{Answer, Reply, Runs, Session};
 use crate::wire::reply::{self, MAX_HEADER_BYTES};
 
@@ -21,6 +21,7 @@ const PARTS_RESERVE: usize = 64;
 const SEND_BYTES: usize = 1 << 20;
 
 const _: () = assert!(MAX_HEADER_BYTES < HEAD_RESERVE_BYTES);
+const _: () = assert!(MOST_CONTEXTS * 24 < HEAD_RESERVE_BYTES && 2 * MOST_CONTEXTS < PARTS_RESERVE);
 
 /// Sends replies until the session ends.
 pub(crate) async fn send_replies<D: Disk>(session: Rc<Session<D>>) {
@@ -127,9 +128,12 @@ impl Batch {
                 self.data(&data);
             }
             Answer::Data(data, runs) => self.chunks(cookie, offset, &data, &runs),
-            Answer::Status(descriptors, count) => {
-                self.header(&reply::block_status(cookie, BASE_ALLOCATION_ID, count));
-                self.data(&descriptors);
+            Answer::Status(contexts) => {
+                for (number, (id, descriptors, count)) in contexts.iter().enumerate() {
+                    let is_last = number + 1 == contexts.len();
+                    self.header(&reply::block_status(cookie, is_last, *id, *count));
+                    self.data(descriptors);
+                }
             }
         }
     }

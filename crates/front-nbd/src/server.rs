@@ -12,6 +12,7 @@ use spile_front::{Breakdown, Connections, FailedRequest, FrontReading, Listeners
 use spile_nbd_tls::{ServerConfig as TlsConfig, ServerFiles};
 
 use crate::connection::{self, tls_mode};
+use crate::contexts::Checkpoints;
 use crate::metrics::ExportMetrics;
 use crate::negotiate::{Offer, TlsMode};
 use crate::signal::{Level, Stop};
@@ -28,6 +29,8 @@ pub struct Export<D> {
     pub disk: Arc<D>,
     /// Refuse writes even if the disk would take them.
     pub read_only: bool,
+    /// What has changed of the disk since its checkpoints, if it can have some.
+    pub checkpoints: Option<Arc<dyn Checkpoints>>,
 }
 
 /// How a server behaves.
@@ -55,12 +58,23 @@ pub(crate) struct LiveExport<D> {
     pub(crate) read_only: bool,
     /// `None` once it is withdrawn.
     disk: Mutex<Option<Arc<D>>>,
+    checkpoints: Mutex<Option<Arc<dyn Checkpoints>>>,
 }
 
 impl<D> LiveExport<D> {
     /// Its disk, if it is still there.
     pub(crate) fn disk(&self) -> Option<Arc<D>> {
         self.disk.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What has changed of its disk, if that is known and the disk is still there.
+    pub(crate) fn checkpoints(&self) -> Option<Arc<dyn Checkpoints>> {
+        self.checkpoints.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn withdraw(&self) {
+        *self.disk.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.checkpoints.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
@@ -92,6 +106,7 @@ impl<D: Disk> ServerState<D> {
         let offers = self.offers.iter().zip(&self.exports);
         let now = |(offer, export): (&Offer, &LiveExport<D>)| Offer {
             size_bytes: export.disk().map_or(offer.size_bytes, |disk| disk.info().size_bytes),
+            checkpoints: export.checkpoints().map_or_else(Vec::new, |checkpoints| checkpoints.names()),
             ..offer.clone()
         };
         offers.map(now).collect()
@@ -165,7 +180,7 @@ impl<D: Disk> Server<D> {
     /// Lets go of the disk of this export. Clients that have it keep it; one that chooses it from now on is hung up on.
     pub fn withdraw(&self, export: &str) {
         let its_exports = self.shared.exports.iter().filter(|other| other.name == export);
-        its_exports.for_each(|export| *export.disk.lock().unwrap_or_else(PoisonError::into_inner) = None);
+        its_exports.for_each(LiveExport::withdraw);
     }
 
     /// Takes no new connection. Those that are open go on. Waits until no listener accepts any more; not to be called on a worker.
@@ -222,8 +237,8 @@ impl<D: Disk> Drop for Server<D> {
     }
 }
 
-fn live<D>(Export { name, disk, read_only, .. }: Export<D>) -> LiveExport<D> {
-    LiveExport { name, read_only, disk: Mutex::new(Some(disk)) }
+fn live<D>(Export { name, disk, read_only, checkpoints, .. }: Export<D>) -> LiveExport<D> {
+    LiveExport { name, read_only, disk: Mutex::new(Some(disk)), checkpoints: Mutex::new(checkpoints) }
 }
 
 fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {
@@ -248,6 +263,7 @@ fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {
         minimum_bytes,
         preferred_bytes: preferred.checked_next_power_of_two().unwrap_or(maximum_bytes),
         maximum_bytes,
+        checkpoints: Vec::new(),
     })
 }
 

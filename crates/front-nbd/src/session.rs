@@ -26,6 +26,7 @@ use spile_front::{FrontCounters, Presence, has_hung_up};
 use spile_nbd_tls::Transport;
 
 use crate::budget::Holder;
+use crate::contexts::Checkpoints;
 use crate::errors::EIO;
 use crate::execute::HoleProbe;
 use crate::metrics::{ExportMetrics, op_of};
@@ -57,8 +58,8 @@ pub(crate) enum Answer {
     Failed { errno: u32, message: String, at_start: bool },
     /// The data of a read, without its holes.
     Data(Segments, Runs),
-    /// Block status descriptors, encoded, and their number.
-    Status(Segments, u32),
+    /// Block status: for each context its number, the encoded descriptors and how many they are.
+    Status(Vec<(u32, Segments, u32)>),
 }
 
 /// How a read's data is cut into chunks.
@@ -84,6 +85,7 @@ pub(crate) struct Session<D: Disk> {
     pub(crate) server: Arc<ServerState<D>>,
     pub(crate) agreed: negotiate::Session,
     pub(crate) disk: Arc<D>,
+    pub(crate) checkpoints: Option<Arc<dyn Checkpoints>>,
     pub(crate) limits: Limits,
     pub(crate) transport: Rc<Transport>,
     pub(crate) presence: Arc<Presence>,
@@ -151,6 +153,7 @@ impl<D: Disk> Session<D> {
         Some(Rc::new(Self {
             holder: Holder::new(presence.clone(), &disk),
             disk,
+            checkpoints: export.checkpoints(),
             agreed,
             limits,
             transport,

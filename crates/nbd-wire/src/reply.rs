@@ -78,9 +78,9 @@ pub fn offset_hole(cookie: u64, done: bool, offset_bytes: u64, len_bytes: u32) -
     out
 }
 
-/// The head of the one block status chunk; `descriptors` pairs of 32 bits (length, flags) follow.
-pub fn block_status(cookie: u64, context_id: u32, descriptors: u32) -> Header {
-    let mut out = chunk(cookie, true, TYPE_BLOCK_STATUS, 4 + 8 * descriptors);
+/// The head of the block status chunk of one context; `descriptors` pairs of 32 bits (length, flags) follow.
+pub fn block_status(cookie: u64, done: bool, context_id: u32, descriptors: u32) -> Header {
+    let mut out = chunk(cookie, done, TYPE_BLOCK_STATUS, 4 + 8 * descriptors);
     out.extend_from_slice(&context_id.to_be_bytes());
     out
 }
@@ -138,7 +138,7 @@ mod tests {
         assert_eq!(none(1).len(), 20);
         assert_eq!((offset_data(1, true, 2, 3).len(), payload_len(&offset_data(1, true, 2, 3))), (28, 11));
         assert_eq!((offset_hole(1, true, 2, 3).len(), payload_len(&offset_hole(1, true, 2, 3))), (32, 12));
-        assert_eq!((block_status(1, 1, 2).len(), payload_len(&block_status(1, 1, 2))), (24, 20));
+        assert_eq!((block_status(1, true, 1, 2).len(), payload_len(&block_status(1, true, 1, 2))), (24, 20));
     }
 
     #[test]

@@ -161,6 +161,14 @@ impl Checkpoints {
         }
     }
 
+    /// The size of a block in bytes, if there is a file of changed blocks.
+    pub async fn block_bytes(&self) -> Option<u32> {
+        match self.now() {
+            Some(changes) => Some(changes.names().await.1),
+            None => None,
+        }
+    }
+
     /// What may have changed from the checkpoint `since` to the later one `until`, or to now, in the part `within` of the disk.
     ///
     /// # Errors

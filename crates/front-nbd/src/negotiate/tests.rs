@@ -14,6 +14,7 @@ fn offers(names: &[&str]) -> Arc<[Offer]> {
         minimum_bytes: 1,
         preferred_bytes: 4096,
         maximum_bytes: 32 << 20,
+        checkpoints: vec!["mon".into(), "tue".into()],
     };
     names.iter().map(offer).collect()
 }
@@ -118,7 +119,7 @@ fn go_gives_what_was_asked_for() {
     assert_eq!(replies.iter().map(|r| r.1.len()).collect::<Vec<_>>(), [12, 3, 11, 14, 0]);
     assert_eq!(
         next,
-        Next::Transmit(Session { export: 1, size_bytes: 1 << 20, structured: false, block_status: false })
+        Next::Transmit(Session { export: 1, size_bytes: 1 << 20, structured: false, contexts: Vec::new() })
     );
 }
 
@@ -171,7 +172,10 @@ fn metadata_needs_structured_replies_and_the_same_export() {
     let (replies, _) = ask(&mut negotiator, option::SET_META_CONTEXT, &query);
     assert_eq!(kinds(&replies), [rep::META_CONTEXT, rep::ACK]);
     let (_, next) = ask(&mut negotiator, option::GO, &go_data("b", &[]));
-    assert_eq!(next, Next::Transmit(Session { export: 1, size_bytes: 1 << 20, structured: true, block_status: false }));
+    assert_eq!(
+        next,
+        Next::Transmit(Session { export: 1, size_bytes: 1 << 20, structured: true, contexts: Vec::new() })
+    );
 }
 
 #[test]
@@ -182,7 +186,7 @@ fn a_failed_selection_clears_the_one_before() {
     ask(&mut negotiator, option::SET_META_CONTEXT, &query);
     ask(&mut negotiator, option::SET_META_CONTEXT, &meta_data("a", &["x-no:thing"]));
     let Next::Transmit(session) = ask(&mut negotiator, option::GO, &go_data("a", &[])).1 else { panic!("go failed") };
-    assert!(session.structured && !session.block_status);
+    assert!(session.structured && session.contexts.is_empty());
 }
 
 #[test]
@@ -194,6 +198,8 @@ fn wildcards_list_but_do_not_select() {
         (&["base:"][..], true, false),
         (&["base:allocation"][..], true, true),
         (&["base:other", "x-y:z"][..], false, false),
+        (&["qemu:"][..], true, false),
+        (&["qemu:dirty-bitmap:mon"][..], true, true),
     ] {
         let found = |replies: Vec<(u32, Vec<u8>)>| kinds(&replies).contains(&rep::META_CONTEXT);
         let data = meta_data("a", queries);
@@ -230,7 +236,7 @@ fn starttls_voids_what_was_agreed_before() {
     let (_, next) = ask(&mut negotiator, option::GO, &go_data("a", &[]));
     assert_eq!(
         next,
-        Next::Transmit(Session { export: 0, size_bytes: 1 << 20, structured: false, block_status: false })
+        Next::Transmit(Session { export: 0, size_bytes: 1 << 20, structured: false, contexts: Vec::new() })
     );
 }
 

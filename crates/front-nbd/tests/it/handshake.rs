@@ -134,6 +134,7 @@ fn exports_need_fit_and_unique_names() {
             description: String::new(),
             disk: disk.clone(),
             read_only: false,
+            checkpoints: None,
         };
         let exports = names.iter().map(export).collect();
         let result = Server::new(engine.clone(), ServerConfig::default(), exports);

@@ -81,6 +81,7 @@ pub fn rig_with(kind: EngineKind, change: impl FnOnce(&mut StoreDisk<MemStore>, 
         description: "for tests".to_owned(),
         disk: disk.clone(),
         read_only,
+        checkpoints: None,
     };
     let exports = vec![export("", false), export("ro", true)];
     let server = Server::new(engine.clone(), config, exports).expect("the server starts");

@@ -17,6 +17,7 @@ use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
 
 use super::api::types::Export as ExportView;
 use super::api::view::{FrontName, ReadMeter, ReadSpans};
+use super::bitmaps;
 use super::disks::{Open, ServedDisk, find};
 use crate::disks::split_commas;
 use crate::listen::{Bound, Published, SocketAccess};
@@ -489,11 +490,13 @@ fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {
     let each = |open: &Open| {
         let (disk, read_only) = (open.disk.clone(), open.read_only);
         let description = open.label.clone();
+        let checkpoints = bitmaps::of(open);
         open.names.clone().into_iter().map(move |name| Export {
             name,
             description: description.clone(),
             disk: disk.clone(),
             read_only,
+            checkpoints: Some(checkpoints.clone()),
         })
     };
     disks.iter().flat_map(each).collect()

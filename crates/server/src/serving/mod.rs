@@ -3,12 +3,14 @@
 //! - [`server`]: the main loop of both. [`serve`]: `spile serve` itself; `spile xen-disk` is [`crate::xen::disk`].
 //! - [`disks`]: the images, open; `faults.rs` has them fail for tests. [`fronts`]: the servers over them. [`sockets`]: where they listen.
 //! - [`failed_syncs`]: failed syncs, remembered for the next server. [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
-//! - `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. [`Claims`](claims::Claims): one change of a disk's images at a time.
+//! - `bitmaps.rs`: changed blocks for NBD clients. `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. [`Claims`](claims::Claims):
+//!   one change of a disk's images at a time.
 //! - [`metrics`]: what was counted, for Prometheus.
 //! - [`control`]: lines on the control socket. [`api`]: HTTP on the same socket. [`takeover`]: a server that gives all it has to
 //!   its successor, and the messages for that.
 
 pub mod api;
+mod bitmaps;
 mod changes;
 mod claims;
 pub mod control;

@@ -16,7 +16,7 @@ use spile_store::{CacheMode, HostStore};
 
 use super::control::path_of;
 use super::snapshot::find;
-use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, printable, say};
+use super::{Exit, ParentArgs, cbtlog, existing, on_engine, parse_format, print_json, printable, say};
 use crate::disks;
 use crate::units::{format_size, format_us, parse_size};
 
@@ -56,6 +56,9 @@ pub struct ChangedArgs {
     /// The checkpoint
     #[arg(long, value_name = "NAME")]
     since: String,
+    /// Write the blocks to this new file, too, as a log of changed blocks (CBT log) of XenServer
+    #[arg(long, value_name = "FILE")]
+    cbtlog: Option<PathBuf>,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -180,6 +183,9 @@ pub fn changed(args: &ChangedArgs) -> Result<Exit> {
             })?
         }
     };
+    if let Some(path) = &args.cbtlog {
+        cbtlog::write(path, &changed)?;
+    }
     if args.json {
         return print_json(&changed).map(|()| Exit::Ok);
     }

@@ -197,7 +197,13 @@ fn start(path: &Path, dir: &Path) -> Result<Running> {
     })?;
     let meters = [Arc::new(Meter::new()), chain.handles()[0].image().store().meter().clone()];
     let disk = Arc::new(Measured::new(Aligned::new(chain), meters[0].clone()));
-    let export = Export { name: String::new(), description: "demo".to_owned(), disk: disk.clone(), read_only: false };
+    let export = Export {
+        name: String::new(),
+        description: "demo".to_owned(),
+        disk: disk.clone(),
+        read_only: false,
+        checkpoints: None,
+    };
     let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;
     let address = Address::Unix(dir.join(SOCKET));
     let (fd, socket) = Bound::new(&address)?.publish()?;

@@ -329,6 +329,7 @@ pub const ENDINGS: &[Ending] = &[
         examples: &[
             ("spile changed disk --since monday", "the ranges that may have changed, and their sum"),
             ("spile changed disk.vhd --since monday --json", "of a disk that nobody serves, for programs"),
+            ("spile changed disk --since monday --cbtlog monday.cbtlog", "for tools of XenServer"),
         ],
         notes: &[JSON],
     },

@@ -3,6 +3,7 @@
 mod backup;
 mod bench;
 mod beneath;
+mod cbtlog;
 mod check;
 mod checkpoint;
 mod coalesce;

@@ -63,7 +63,13 @@ impl SlowExport {
         let faults = Arc::new(Faults::new(vec![fault], 1, Arc::new(OsEnv)));
         let slow = disk.clone();
         engine.run_on(0, move || async move { slow.attach(Place::Fault, faults).await })?;
-        let export = Export { name: String::new(), description: String::new(), disk: disk.clone(), read_only: false };
+        let export = Export {
+            name: String::new(),
+            description: String::new(),
+            disk: disk.clone(),
+            read_only: false,
+            checkpoints: None,
+        };
         let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;
         let (fd, published) = Bound::new(&Address::Unix(socket.to_owned()))?.publish()?;
         server.listen(fd)?;
