@@ -183,7 +183,7 @@ fn replies_that_break_the_protocol_are_not_believed() {
         |request| reply::none(request.cookie).to_vec(),
         // Longer than all that a client waits for.
         |request| reply::offset_hole(request.cookie, true, request.offset_bytes, u32::MAX).to_vec(),
-        |request| reply::block_status(request.cookie, 1, 1 << 28).to_vec(),
+        |request| reply::block_status(request.cookie, true, 1, 1 << 28).to_vec(),
         // A simple reply where structured ones were agreed.
         |request| reply::simple(request.cookie, 0).to_vec(),
     ];
