@@ -273,7 +273,7 @@ impl Server<'_> {
     /// A block status with up to 3 runs.
     fn status(&mut self, cookie: u64, len_bytes: u32) -> Vec<u8> {
         let runs = u32::from(self.script.u8() % 4);
-        let mut bytes = reply::block_status(cookie, CONTEXT, runs).to_vec();
+        let mut bytes = reply::block_status(cookie, true, CONTEXT, runs).to_vec();
         for _ in 0..runs {
             let len = if self.script.u8() & 1 == 0 { len_bytes / 2 } else { self.script.u32() };
             bytes.extend(len.to_be_bytes());
