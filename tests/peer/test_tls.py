@@ -10,14 +10,8 @@ from support import MIB, STANDIN, PeerTest, free_port, need, run, sha256, spile,
 SIZE_BYTES = 16 * MIB
 
 
-class Tls(PeerTest):
-    def setUp(self):
-        if STANDIN:
-            self.skipTest("the stand-in is started without TLS")
-        need("openssl")
-        need("nbdinfo", "libnbd-bin")
-        super().setUp()
-        self.certificates("own", "localhost")
+class Certificates:
+    """Makes certificates in the test's folder."""
 
     def certificates(self, name, host):
         """A folder with certificates of an authority, a server and a client, named as GnuTLS programs expect."""
@@ -47,6 +41,16 @@ class Tls(PeerTest):
             "-CAcreateserial", "-extfile", f"{role}.ext", "-out", f"{role}-cert.pem", "-days", 2,
             cwd=folder,
         )
+
+
+class Tls(Certificates, PeerTest):
+    def setUp(self):
+        if STANDIN:
+            self.skipTest("the stand-in is started without TLS")
+        need("openssl")
+        need("nbdinfo", "libnbd-bin")
+        super().setUp()
+        self.certificates("own", "localhost")
 
     def serve_tls(self, *more, required=True):
         own = self.path("own")

@@ -170,6 +170,14 @@ impl<G: Disk> Node<G> {
         Ok(old.into_iter().next().expect("one change has one old epoch"))
     }
 
+    /// Refuses a graph that could not take the place of the present one, as an exchange would.
+    ///
+    /// # Errors
+    /// `InvalidInput`.
+    pub fn check_fits(&self, graph: &G) -> Result<()> {
+        self.published().check_fits(graph)
+    }
+
     /// Puts `stage` at `place`. Requests that begin from now on meet it.
     ///
     /// # Errors

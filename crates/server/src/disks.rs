@@ -251,7 +251,7 @@ pub fn find(source: &Locator) -> Result<()> {
     match path.metadata() {
         Err(error) => match moved(source) {
             // A hand-over that was broken off is taken back when the disk is opened.
-            Some(moved) if moved.half.exists() && !moved.to.exists() => Ok(()),
+            Some(Moved { to: Locator::Path(to), half: Some(half), .. }) if half.exists() && !to.exists() => Ok(()),
             Some(moved) => Err(moved.told(path)),
             None => Err(Error::io("cannot be found", error).at_path(path)),
         },

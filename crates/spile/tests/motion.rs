@@ -206,7 +206,7 @@ fn what_cannot_be_moved_is_refused_and_stays() {
         (1, "motion-stays", "new/taken.vhd", "there is a file of the new name already"),
         (1, "motion-stays", "gone/x.vhd", "the new folder cannot be found"),
         (2, "motion-stays", "new/x", "say --to-format raw"),
-        (1, "motion-mem", "new/x.raw", "only a disk in a file can be moved"),
+        (1, "motion-mem", "new/x.raw", "the disk is on a device or an export"),
     ] {
         let said = fails(dir, code, &["move", disk, "--to", to]);
         assert!(said.contains(says), "{disk} to {to}: {said}");
@@ -249,4 +249,121 @@ fn a_server_that_ends_stops_the_move_and_the_next_one_goes_on() {
     ok(dir, &["move", "old/motion-stop.vhd", "--to", "new"]);
     assert!(bytes_of(dir, "new/motion-stop.vhd") == bytes);
     assert_eq!(names(dir, "old"), [".motion-stop.vhd.spile-moved", "motion-stop.moved.vhd", "parent.vhd"]);
+}
+
+/// Another server, in the folder `there`, with an export of 64 MiB for a disk that comes.
+fn other(dir: &Path) -> Served {
+    let at = dir.join("there");
+    if !at.exists() {
+        fs::create_dir(&at).unwrap();
+        ok(&at, &["create", "come.raw", "--size", "64M"]);
+    }
+    let mut command = spile();
+    command.args(["serve", "come.raw", "--nbd", "unix:o", "--control", "none"]).current_dir(&at);
+    Served::spawn(&mut command, at.join("o")).unwrap()
+}
+
+fn uri_of(other: &Served) -> String {
+    format!("nbd+unix:///?socket={}", other.socket.display())
+}
+
+#[test]
+fn a_disk_goes_to_an_export_under_load_and_comes_back() {
+    let (dir, _) = world("motion-export");
+    let dir = dir.path();
+    let other = other(dir);
+    // What it held does not matter.
+    Client::connect(&other.uri()).unwrap().write(3 * MIB as u64, &[9; 4 * MIB], true).unwrap();
+    let served = serve(dir, &["old/motion-export.vhd", "--vhost-user", "v"]);
+    let mut load = Load::start(dir, "v", &["--span", "48M"]);
+    load.goes_on(&served);
+    let own =
+        fails(dir, 2, &["move", "motion-export", "--to", &format!("nbd+unix:///?socket={}", dir.join("n").display())]);
+    assert!(own.contains("serves the export itself"), "{own}");
+    let moved = json(dir, &["move", "motion-export", "--to", &uri_of(&other), "--wait"]);
+    println!("{}", moved["motion"]);
+    assert_eq!(json(dir, &["show", "motion-export"])["layers"].as_array().unwrap().len(), 1);
+    assert_eq!(names(dir, "old"), [".motion-export.vhd.spile-moved", "motion-export.moved.vhd", "parent.vhd"]);
+    load.goes_on(&served);
+    // Nothing at an export tells that the disk has left it.
+    let said = fails(dir, 1, &["move", "motion-export", "--to", "new/back.vhd"]);
+    assert!(said.contains("--leave-unmarked"), "{said}");
+    ok(dir, &["move", "motion-export", "--to", "new/back.vhd", "--leave-unmarked", "--wait"]);
+    load.goes_on(&served);
+    assert_eq!(load.end(), 0);
+    assert!(served.terminate().success() && other.terminate().success());
+    assert_eq!(names(dir, "new"), ["back.vhd"]);
+    ok(dir, &["check", "new/back.vhd"]);
+}
+
+#[test]
+fn a_place_that_dies_is_waited_for_and_gets_what_it_lacks() {
+    let (dir, bytes) = world("motion-cut");
+    let dir = dir.path();
+    let mut there = other(dir);
+    let served = serve(dir, &["old/motion-cut.vhd", "--vhost-user", "v"]);
+    let mut load = Load::start(dir, "v", &["--span", "48M"]);
+    load.goes_on(&served);
+    let job = json(dir, &["move", "motion-cut", "--to", &uri_of(&there), "--mirror-only"]);
+    let id = job["id"].as_str().unwrap();
+    let phase = || the_job(dir, "motion-cut")["motion"]["phase"].as_str().unwrap().to_owned();
+    eventually("it is in step", || phase() == "in step");
+    for _ in 0..3 {
+        // Writes that were not flushed there are lost with the process, as far as its client knows.
+        there.kill();
+        load.goes_on(&served);
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(the_job(dir, "motion-cut")["state"], "running");
+        there = other(dir);
+        load.goes_on(&served);
+    }
+    // While it is away, nothing says that the copy is whole.
+    there.kill();
+    load.goes_on(&served);
+    ok(dir, &["job", id, "finish"]);
+    std::thread::sleep(Duration::from_millis(300));
+    let seen = the_job(dir, "motion-cut");
+    assert_eq!(seen["state"], "running", "a copy that cannot be reached was finished: {seen}");
+    assert!(seen["motion"]["lag_bytes"].as_u64() > Some(0), "{seen}");
+    assert_eq!(load.end(), 0);
+    let there = other(dir);
+    eventually("it is done", || the_job(dir, "motion-cut")["state"] == "done");
+    assert_eq!(
+        json(dir, &["show", "motion-cut"])["layers"].as_array().unwrap().len(),
+        2,
+        "the disk has left its place"
+    );
+    assert!(served.terminate().success() && there.terminate().success());
+    let copy = fs::read(dir.join("there/come.raw")).unwrap();
+    assert!(
+        copy == bytes_of(dir, "old/motion-cut.vhd") && copy[60 * MIB..] == bytes[60 * MIB..],
+        "the copy is another disk"
+    );
+}
+
+#[test]
+fn a_place_that_hangs_for_ever_costs_the_guest_nothing_and_can_be_given_up() {
+    let (dir, bytes) = world("motion-hang");
+    let dir = dir.path();
+    let other = other(dir);
+    let served = serve(dir, &["old/motion-hang.vhd"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    let job = json(dir, &["move", "motion-hang", "--to", &uri_of(&other), "--rate", "4M"]);
+    other.signal(nix::sys::signal::Signal::SIGSTOP);
+    let mut slowest = Duration::ZERO;
+    for number in 0..100 {
+        let begun = std::time::Instant::now();
+        client.write(number * 4096, &[number as u8; 4096], number % 10 == 0).unwrap();
+        slowest = slowest.max(begun.elapsed());
+    }
+    println!("the slowest write took {slowest:?}");
+    // Far below the time after which a server that says nothing is given up.
+    assert!(slowest < Duration::from_secs(10), "{slowest:?}");
+    ok(dir, &["job", job["id"].as_str().unwrap(), "cancel"]);
+    eventually("it is cancelled", || the_job(dir, "motion-hang")["state"] == "cancelled");
+    assert_eq!(names(dir, "old"), ["motion-hang.vhd", "parent.vhd"]);
+    drop(client);
+    other.signal(nix::sys::signal::Signal::SIGCONT);
+    assert!(served.terminate().success());
+    assert!(bytes_of(dir, "old/motion-hang.vhd")[MIB..] == bytes[MIB..]);
 }

@@ -82,6 +82,8 @@ struct Control {
     limit_bytes_per_s: Option<u64>,
     /// Nothing has refused the job: it changes images.
     is_accepted: bool,
+    /// A job that would go on for ever is to come to its end.
+    is_to_finish: bool,
     error: Option<Error>,
     status: Option<Arc<Status>>,
 }
@@ -101,7 +103,15 @@ impl Job {
     pub fn new(wishes: Wishes) -> Self {
         let state = if wishes.is_paused { State::Paused } else { State::Running };
         let limit_bytes_per_s = wishes.limit_bytes_per_s.filter(|limit| *limit > 0);
-        let control = Control { state, ending: None, limit_bytes_per_s, is_accepted: false, error: None, status: None };
+        let control = Control {
+            state,
+            ending: None,
+            limit_bytes_per_s,
+            is_accepted: false,
+            is_to_finish: false,
+            error: None,
+            status: None,
+        };
         Self {
             control: Mutex::new(control),
             changed: Event::new(),
@@ -129,6 +139,26 @@ impl Job {
     /// Has the job end at the next border; the next process that opens the disk for writing goes on with it.
     pub fn stop(&self) {
         self.change(|control| _ = control.ending.get_or_insert(State::Stopped));
+    }
+
+    /// Has a job that would go on for ever come to its end.
+    pub fn finish(&self) {
+        self.change(|control| control.is_to_finish = true);
+    }
+
+    /// True when the job is to come to its end.
+    pub(crate) fn is_to_finish(&self) -> bool {
+        self.control().is_to_finish
+    }
+
+    /// Waits until the job is told what to do: to come to its end, or to end here.
+    pub(crate) async fn told_to_finish(&self) {
+        self.wait_for(|control| control.is_to_finish || control.ending.is_some()).await;
+    }
+
+    /// Waits until the job is told to end here.
+    pub(crate) async fn told_to_end(&self) {
+        self.wait_for(|control| control.ending.is_some()).await;
     }
 
     /// The rate that the job must not exceed from now on, in bytes a second.

@@ -79,12 +79,11 @@ impl Plan {
                 format!("coalesce\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
             }
             Self::Flatten => "flatten\n".to_owned(),
-            Self::Move(Move { to, format, deletes_source }) => {
-                let to = match to {
-                    Locator::Path(path) => text_of(path)?.to_owned(),
-                    other => other.to_string(),
-                };
-                format!("move\nto {to}\nformat {format}\nsource {}\n", if *deletes_source { "goes" } else { "stays" })
+            Self::Move(Move { to, format, deletes_source, stays, has_no_mark }) => {
+                let yes = |yes: &bool| if *yes { "yes" } else { "no" };
+                let (to, delete, stay, unmarked) =
+                    (text_of_place(to)?, yes(deletes_source), yes(stays), yes(has_no_mark));
+                format!("move\nto {to}\nformat {format}\ndelete {delete}\nstay {stay}\nunmarked {unmarked}\n")
             }
         })
     }
@@ -99,13 +98,10 @@ impl Plan {
                 Some(Self::Coalesce(Merged { identity, path, parent }))
             }
             "move" => {
+                let yes = |text: &str| if text == "yes" { Some(true) } else { (text == "no").then_some(false) };
                 let (to, format) = (next("to ")?.parse().ok()?, next("format ")?.parse().ok()?);
-                let deletes_source = match next("source ")? {
-                    "goes" => true,
-                    "stays" => false,
-                    _ => return None,
-                };
-                Some(Self::Move(Move { to, format, deletes_source }))
+                let (deletes_source, stays) = (yes(next("delete ")?)?, yes(next("stay ")?)?);
+                Some(Self::Move(Move { to, format, deletes_source, stays, has_no_mark: yes(next("unmarked ")?)? }))
             }
             _ => None,
         }
@@ -253,6 +249,14 @@ fn is_of_another_version(text: &str) -> bool {
     }
 }
 
+/// `place` as a line of a note.
+pub(crate) fn text_of_place(place: &Locator) -> Result<String> {
+    match place {
+        Locator::Path(path) => text_of(path).map(str::to_owned),
+        other => Ok(other.to_string()),
+    }
+}
+
 /// `path` as a line of a note.
 pub(crate) fn text_of(path: &Path) -> Result<&str> {
     let text = path.to_str().filter(|text| !text.contains('\n'));
@@ -289,7 +293,13 @@ mod tests {
         let merged =
             Merged { identity: Identity([0xa7; 16]), path: "/vm/a b.vhd".into(), parent: "/base/p.vhd".into() };
         let wishes = Wishes { is_paused: true, limit_bytes_per_s: Some(7 << 20) };
-        let to = Move { to: Locator::Path("/new/c d.raw".into()), format: Format::Raw, deletes_source: true };
+        let to = Move {
+            to: Locator::Path("/new/c d.raw".into()),
+            format: Format::Raw,
+            deletes_source: true,
+            stays: false,
+            has_no_mark: true,
+        };
         let plans =
             [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default()), (Plan::Move(to), Wishes::default())];
         for (plan, wishes) in plans {

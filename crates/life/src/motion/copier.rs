@@ -1,16 +1,19 @@
 //! [`Copier`]: copies what the [`Mirror`] has marked.
 
-use std::cell::Cell;
-use std::pin::pin;
+use std::cell::{Cell, RefCell};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::{Either, join_all, select};
-use spile_core::{Disk, Error, Extent, ExtentKind, Files, Result, Segments, WriteZeroes};
+use spile_core::{Disk, Error, ErrorKind, Extent, ExtentKind, Files, Result, Segments, WriteZeroes};
 use spile_node::{Aligned, OldEpoch};
 
-use super::handover::{self, Left, Tried};
+use super::blocks::Blocks;
+use super::handover::{self, Tried};
 use super::mirror::Mirror;
-use super::note::Moved;
+use super::place::Place;
 use super::status::{Phase, Status};
 use crate::jobs::State;
 use crate::work::{GraphOf, Work};
@@ -30,70 +33,195 @@ const TICK: Duration = Duration::from_millis(20);
 /// For how many ticks a write is held back at most: at first, and when that is not enough.
 const FIRST_PATIENCE: u64 = 1;
 const MOST_PATIENCE: u64 = 10;
-/// The longest pause after a hand-over that was put off.
+/// The longest pause after a hand-over that was put off, and between two tries to reach a place that fails.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// A copy that stays in step rests for so long between two rounds.
+const BREATH: Duration = Duration::from_millis(50);
+/// A place that may fail is flushed after so many bytes: what was copied since is copied again when it has failed.
+const FLUSHED_AT_ONCE_BYTES: u64 = 256 << 20;
+/// So much of a place that may hold anything is made zero at once.
+const ZEROED_AT_ONCE_BYTES: u64 = 1 << 30;
 /// Zeroes that are copied take no space where that can be done.
 const ZEROES: WriteZeroes = WriteZeroes { may_unmap: true, only_if_fast: false };
 
 /// One disk as the copier uses it.
-pub(super) type End<F> = Aligned<std::sync::Arc<GraphOf<F>>>;
+type End<F> = Aligned<Arc<GraphOf<F>>>;
+
+/// Why a copy does not go on.
+pub(super) enum Failure {
+    /// The disk fails, or the job is to end. So does the move.
+    Disk(Error),
+    /// The new place fails. If it is on another host, it may come back.
+    Place(Error),
+    /// The names of both images could not be put back: both stay, so that the next open of the disk can do that.
+    Names(Error),
+}
+
+/// How a move ends well.
+pub(super) enum Over<F: Files> {
+    /// The disk is at its new place. The epoch before.
+    HandedOver(OldEpoch<GraphOf<F>>),
+    /// The new place has what the disk held at one point in time, and the disk is where it was.
+    Copied,
+}
+
+/// Both disks, and what is needed to copy from the one to the other.
+struct Ends<F: Files> {
+    source: End<F>,
+    target: End<F>,
+    mirror: Arc<Mirror>,
+    /// What was copied since the target was flushed.
+    unflushed: Blocks,
+    buffers: Vec<Segments>,
+}
 
 /// Copies a disk to another place.
 pub(super) struct Copier<'a, 'w, F: Files> {
     pub work: &'a Work<'w, F>,
-    pub source: End<F>,
-    pub target: End<F>,
-    pub mirror: &'a Mirror,
+    pub source: Arc<GraphOf<F>>,
+    pub mirror: Arc<Mirror>,
     pub status: &'a Status,
-    buffers: Vec<Segments>,
+    pub place: &'a Place,
+    ends: RefCell<Rc<Ends<F>>>,
     copied_bytes: Cell<u64>,
+    unflushed_bytes: Cell<u64>,
     /// Bytes and nanoseconds of the last batches, the older ones counting less and less.
     speed: Cell<(u64, u64)>,
     patience: Cell<u64>,
 }
 
 impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
-    pub fn new(work: &'a Work<'w, F>, source: End<F>, target: End<F>, mirror: &'a Mirror, status: &'a Status) -> Self {
-        let buffers = (0..LANES).map(|_| Segments::zeroed(work.sizes.piece_bytes as usize)).collect();
-        let (copied_bytes, speed, patience) = (Cell::new(0), Cell::new((0, 0)), Cell::new(0));
-        Self { work, source, target, mirror, status, buffers, copied_bytes, speed, patience }
+    pub fn new(
+        work: &'a Work<'w, F>,
+        source: &Arc<GraphOf<F>>,
+        target: Arc<GraphOf<F>>,
+        mirror: &Arc<Mirror>,
+        status: &'a Status,
+        place: &'a Place,
+    ) -> Self {
+        let ends = Ends::new(work, source, target, mirror);
+        Self {
+            work,
+            source: source.clone(),
+            mirror: mirror.clone(),
+            status,
+            place,
+            ends: RefCell::new(Rc::new(ends)),
+            copied_bytes: Cell::new(0),
+            unflushed_bytes: Cell::new(0),
+            speed: Cell::new((0, 0)),
+            patience: Cell::new(0),
+        }
     }
 
-    /// Copies until the disk has been handed over. Returns the epoch before that.
+    fn ends(&self) -> Rc<Ends<F>> {
+        self.ends.borrow().clone()
+    }
+
+    /// The new image.
+    pub fn target(&self) -> Arc<GraphOf<F>> {
+        self.ends().target.inner().clone()
+    }
+
+    /// Copies until the disk has been handed over, or the copy is to be left as it is.
     ///
     /// # Errors
-    /// The disks'; `Shutdown` when the job is to end. Each with what is left of a hand-over.
-    pub async fn until_over(&self, moved: &Moved) -> Result<OldEpoch<GraphOf<F>>, (Error, Left)> {
+    /// The disks'; `Shutdown` when the job is to end.
+    pub async fn until_over(&self) -> Result<Over<F>, Failure> {
         // Also while the job waits: no write is held back for ever.
-        self.ticking(Box::pin(self.steps(moved))).await
+        self.ticking(Box::pin(self.steps())).await
     }
 
-    async fn steps(&self, moved: &Moved) -> Result<OldEpoch<GraphOf<F>>, (Error, Left)> {
-        let nothing = |error| (error, Left::Nothing);
-        self.mark_all().await.map_err(nothing)?;
-        self.round(true).await.map_err(nothing)?;
-        let mut put_off = 0;
+    async fn steps(&self) -> Result<Over<F>, Failure> {
+        let mut is_marked = false;
         loop {
-            self.catch_up().await.map_err(nothing)?;
-            self.status.set_phase(Phase::InStep);
-            match Box::pin(handover::attempt(self, moved)).await? {
-                Tried::HandedOver(old) => return Ok(old),
-                Tried::PutOff(why) => {
-                    put_off += 1;
-                    self.status.set_trouble(Some(format!("the hand-over was put off {put_off} times: {why}")));
-                    self.work.timer.sleep((TICK * put_off).min(LONGEST_PAUSE)).await;
-                }
+            match Box::pin(self.until_failure(&mut is_marked)).await {
+                Err(Failure::Place(error)) if self.place.may_come_back() => self.come_back(&error).await?,
+                over => return over,
             }
         }
     }
 
-    /// Marks what the disk holds. What it does not hold is zero in the new image, too.
-    async fn mark_all(&self) -> Result<()> {
+    async fn until_failure(&self, is_marked: &mut bool) -> Result<Over<F>, Failure> {
+        if !*is_marked {
+            self.mark_all().await?;
+            *is_marked = true;
+        }
+        self.round(true).await?;
+        let mut put_off = 0;
+        loop {
+            self.catch_up().await?;
+            if !self.place.stays || self.work.job.is_to_finish() {
+                match Box::pin(handover::attempt(self)).await? {
+                    Tried::Over(over) => return Ok(over),
+                    Tried::PutOff(why) => {
+                        put_off += 1;
+                        self.status.set_trouble(Some(format!("the hand-over was put off {put_off} times: {why}")));
+                        self.work.timer.sleep((TICK * put_off).min(LONGEST_PAUSE)).await;
+                    }
+                }
+                continue;
+            }
+            self.stay_in_step().await?;
+        }
+    }
+
+    /// Copies what has changed, and waits until something changes, or somebody wants something.
+    async fn stay_in_step(&self) -> Result<(), Failure> {
+        self.mirror.release();
+        self.patience.set(0);
+        if self.mirror.lag_bytes() > 0 || self.unflushed_bytes.get() > 0 {
+            self.round(false).await?;
+            self.flush().await?;
+            self.status.set_phase(Phase::InStep);
+        }
+        self.work.timer.sleep(BREATH).await;
+        drop(select(pin!(self.mirror.lags()), pin!(self.work.job.told_to_finish())).await);
+        self.work.job.go_on().await.map(drop).map_err(Failure::Disk)
+    }
+
+    /// Waits until the new place can be used again. What was not flushed there may be lost, and is copied again.
+    async fn come_back(&self, error: &Error) -> Result<(), Failure> {
+        self.mirror.release();
+        self.status.note_failure(error.to_string());
+        self.lose_unflushed();
+        let mut pause = TICK;
+        loop {
+            self.work.timer.sleep(pause).await;
+            self.work.job.go_on().await.map_err(Failure::Disk)?;
+            match Box::pin(self.place.open(self.work, &self.source)).await {
+                Ok(target) => {
+                    let ends = Ends::new(self.work, &self.source, Arc::new(target), &self.mirror);
+                    *self.ends.borrow_mut() = Rc::new(ends);
+                    self.status.end_failure();
+                    return Ok(());
+                }
+                Err(error) => self.status.note_failure(error.to_string()),
+            }
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// Marks again what was copied since the last flush of the new place.
+    fn lose_unflushed(&self) {
+        let (ends, mut at) = (self.ends(), 0);
+        while let Some(run) = ends.unflushed.next(at, u64::MAX) {
+            self.mirror.mark(run);
+            at = run.end();
+        }
+        self.unflushed_bytes.set(0);
+    }
+
+    /// Marks what the disk holds. What it does not hold is zero in a new image, too; elsewhere it is made zero.
+    async fn mark_all(&self) -> Result<(), Failure> {
         let (mut at, size_bytes) = (0, self.source.size_bytes());
         while at < size_bytes {
-            for run in self.source.extents(Extent::from_range(at..size_bytes), RUNS_AT_ONCE).await? {
-                if run.kind == ExtentKind::Data {
-                    self.mirror.mark(run.extent);
+            let rest = Extent::from_range(at..size_bytes);
+            for run in self.source.extents(rest, RUNS_AT_ONCE).await.map_err(Failure::Disk)? {
+                match run.kind {
+                    ExtentKind::Data => self.mirror.mark(run.extent),
+                    _ if self.place.is_new() => {}
+                    _ => self.make_zero(run.extent).await?,
                 }
                 at = run.extent.end();
             }
@@ -103,11 +231,29 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         Ok(())
     }
 
+    /// A change of a guest to `run` meanwhile is marked when it ends, and copied after all of this.
+    async fn make_zero(&self, run: Extent) -> Result<(), Failure> {
+        let mut at = run.start();
+        while at < run.end() {
+            self.work.job.go_on().await.map_err(Failure::Disk)?;
+            let part = Extent::from_range(at..run.end().min(at + ZEROED_AT_ONCE_BYTES));
+            let ends = self.ends();
+            self.unless_told(Box::pin(async move {
+                ends.unflushed.mark(part);
+                ends.target.write_zeroes(part, ZEROES).await.map_err(Failure::Place)
+            }))
+            .await?;
+            at = part.end();
+        }
+        Ok(())
+    }
+
     /// Copies rounds until little is left. When that does not become less, guests' writes are held back from then on.
-    async fn catch_up(&self) -> Result<()> {
+    async fn catch_up(&self) -> Result<(), Failure> {
         loop {
             let before = self.mirror.lag_bytes();
             if before <= self.rest_bytes() {
+                self.status.set_phase(Phase::InStep);
                 return Ok(());
             }
             self.status.set_phase(Phase::CatchingUp);
@@ -128,10 +274,10 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
     }
 
     /// Copies all that is marked, from the start of the disk to its end. `is_polite`: guests get half of the time.
-    async fn round(&self, is_polite: bool) -> Result<()> {
+    async fn round(&self, is_polite: bool) -> Result<(), Failure> {
         let (begun, mut at) = (Instant::now(), 0);
         loop {
-            self.work.job.go_on().await?;
+            self.work.job.go_on().await.map_err(Failure::Disk)?;
             let batch = self.take(&mut at);
             let bytes = batch.iter().map(|run| run.len_bytes).sum();
             if batch.is_empty() {
@@ -139,9 +285,21 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             }
             self.work.job.set_total(self.copied_bytes.get() + self.mirror.lag_bytes());
             let guests = || if is_polite { self.work.guests() } else { 0 };
-            self.work.job.piece(self.work.timer, bytes, guests, Box::pin(self.copy(&batch))).await?;
+            let failed = RefCell::new(None);
+            // What has failed is told by its side; the job only hears that this was no piece.
+            let copied = async {
+                self.copy(&batch).await.map_err(|failure| {
+                    failed.replace(Some(failure));
+                    Error::new(ErrorKind::Io, "a piece could not be copied")
+                })
+            };
+            let piece = self.work.job.piece(self.work.timer, bytes, guests, Box::pin(copied)).await;
+            piece.map_err(|told| failed.take().unwrap_or(Failure::Disk(told)))?;
             self.copied_bytes.set(self.copied_bytes.get() + bytes);
             self.work.job.set_done(self.copied_bytes.get());
+            if self.unflushed_bytes.get() > FLUSHED_AT_ONCE_BYTES && self.place.may_come_back() {
+                self.flush().await?;
+            }
         }
         self.status.set_copied_until(begun);
         Ok(())
@@ -163,25 +321,92 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
     ///
     /// # Errors
     /// The first one of both disks.
-    pub async fn copy(&self, batch: &[Extent]) -> Result<()> {
-        let begun_ns = self.work.timer.now_ns();
-        let copies = batch.iter().zip(&self.buffers).map(async |(run, buffer)| {
-            let copied = self.copy_run(*run, buffer).await;
-            self.mirror.end_copy(*run, copied.is_ok());
-            copied
-        });
-        let done: Result<()> = join_all(copies).await.into_iter().collect();
+    pub async fn copy(&self, batch: &[Extent]) -> Result<(), Failure> {
+        let (begun_ns, ends, runs) = (self.work.timer.now_ns(), self.ends(), batch.to_vec());
+        let done = self.unless_told(Box::pin(async move { ends.copy(&runs).await })).await;
         let bytes: u64 = batch.iter().map(|run| run.len_bytes).sum();
+        self.unflushed_bytes.set(self.unflushed_bytes.get() + bytes);
         let (old_bytes, old_ns) = self.speed.get();
         let took_ns = self.work.timer.now_ns().saturating_sub(begun_ns);
         self.speed.set((old_bytes / 2 + bytes, old_ns / 2 + took_ns));
         done
     }
 
-    async fn copy_run(&self, run: Extent, buffer: &Segments) -> Result<()> {
+    /// Makes all that was copied durable at the new place.
+    ///
+    /// # Errors
+    /// That of the place.
+    pub async fn flush(&self) -> Result<(), Failure> {
+        let ends = self.ends();
+        let flushed = self.unless_told(Box::pin(async move {
+            ends.target.flush().await.map_err(Failure::Place)?;
+            while let Some(run) = ends.unflushed.next(0, u64::MAX) {
+                ends.unflushed.take(run);
+            }
+            Ok(())
+        }));
+        flushed.await?;
+        self.unflushed_bytes.set(0);
+        Ok(())
+    }
+
+    /// Does `work`. A place on another host may let it wait for long: when the job is told to end meanwhile, `work` goes on by itself.
+    async fn unless_told(&self, work: Pin<Box<dyn Future<Output = Result<(), Failure>>>>) -> Result<(), Failure> {
+        if !self.place.may_come_back() {
+            return work.await;
+        }
+        match select(work, pin!(self.work.job.told_to_end())).await {
+            Either::Left((done, _)) => done,
+            Either::Right(((), work)) => {
+                self.work.env.spawn(Box::pin(async move { drop(work.await) }));
+                Err(Failure::Disk(Error::new(ErrorKind::Shutdown, "the job was told to end")))
+            }
+        }
+    }
+
+    /// Does `work`. Writes that are held back meanwhile go on when their time is over.
+    async fn ticking<T>(&self, work: impl Future<Output = T>) -> T {
+        let mut work = pin!(work);
+        loop {
+            let tick = async {
+                self.mirror.holds().await;
+                self.work.timer.sleep(TICK).await;
+            };
+            match select(work.as_mut(), pin!(tick)).await {
+                Either::Left((done, _)) => return done,
+                // Nobody is held back while the job waits for its users.
+                Either::Right(_) if self.work.job.state() == State::Paused => self.mirror.release(),
+                Either::Right(_) => self.mirror.tick(),
+            }
+        }
+    }
+}
+
+impl<F: Files> Ends<F> {
+    fn new(work: &Work<'_, F>, source: &Arc<GraphOf<F>>, target: Arc<GraphOf<F>>, mirror: &Arc<Mirror>) -> Self {
+        Self {
+            source: Aligned::new(source.clone()),
+            target: Aligned::new(target),
+            mirror: mirror.clone(),
+            unflushed: Blocks::new(source.size_bytes(), super::block_bytes(work)),
+            buffers: (0..LANES).map(|_| Segments::zeroed(work.sizes.piece_bytes as usize)).collect(),
+        }
+    }
+
+    async fn copy(&self, runs: &[Extent]) -> Result<(), Failure> {
+        let copies = runs.iter().zip(&self.buffers).map(async |(run, buffer)| {
+            let copied = self.copy_run(*run, buffer).await;
+            self.mirror.end_copy(*run, copied.is_ok());
+            copied
+        });
+        join_all(copies).await.into_iter().collect()
+    }
+
+    async fn copy_run(&self, run: Extent, buffer: &Segments) -> Result<(), Failure> {
         let bytes = buffer.slice(0..run.len_bytes as usize);
-        self.source.read(run, &bytes).await?;
+        self.source.read(run, &bytes).await.map_err(Failure::Disk)?;
         self.mirror.was_read(run);
+        self.unflushed.mark(run);
         let block = super::BLOCK_BYTES as usize;
         let mut at = 0;
         while at < bytes.len() {
@@ -193,25 +418,13 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             }
             let part = at..end.min(bytes.len());
             let extent = Extent::from_range(run.start() + part.start as u64..run.start() + part.end as u64);
-            match is_hole {
-                true => self.target.write_zeroes(extent, ZEROES).await?,
-                false => self.target.write(extent, &bytes.slice(part.clone()), false).await?,
-            }
+            let put = match is_hole {
+                true => self.target.write_zeroes(extent, ZEROES).await,
+                false => self.target.write(extent, &bytes.slice(part.clone()), false).await,
+            };
+            put.map_err(Failure::Place)?;
             at = part.end;
         }
         Ok(())
-    }
-
-    /// Does `work`. Writes that are held back meanwhile go on when their time is over.
-    async fn ticking<T>(&self, work: impl Future<Output = T>) -> T {
-        let mut work = pin!(work);
-        loop {
-            match select(work.as_mut(), pin!(self.work.timer.sleep(TICK))).await {
-                Either::Left((done, _)) => return done,
-                // Nobody is held back while the job waits for its users.
-                Either::Right(_) if self.work.job.state() == State::Paused => self.mirror.release(),
-                Either::Right(_) => self.mirror.tick(),
-            }
-        }
     }
 }

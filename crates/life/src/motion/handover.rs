@@ -17,13 +17,13 @@ use std::pin::{Pin, pin};
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
-use spile_core::{Disk, Error, ErrorKind, Files, Result, ResultExt, Store};
+use spile_core::{Disk, Error, ErrorKind, Files, Locator, Result, ResultExt, Store};
 use spile_image::Broken;
 use spile_image::layer::Layer;
-use spile_node::{ClosedGates, OldEpoch, close_gates};
+use spile_node::{ClosedGates, close_gates};
 
-use super::copier::Copier;
-use super::note::Moved;
+use super::copier::{Copier, Failure, Over};
+use super::place::Place;
 use crate::work::GraphOf;
 
 /// How long requests that began before may take to their end while the gates are closed.
@@ -32,58 +32,45 @@ const IN_FLIGHT_BOUND: Duration = Duration::from_millis(80);
 const REST_BOUND: Duration = Duration::from_millis(80);
 
 /// What has become of a hand-over.
-pub(super) enum Tried<G> {
-    /// The disk is at its new place.
-    HandedOver(OldEpoch<G>),
+pub(super) enum Tried<F: Files> {
+    /// It is done.
+    Over(Over<F>),
     /// It would have taken too long: why. Guests go on with the old image.
     PutOff(&'static str),
 }
 
-/// What a move that has failed leaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Left {
-    /// The old image has its name, and the new one may be removed.
-    Nothing,
-    /// The old image may have lost its name. Both images stay, so that the next open of the disk can take that back.
-    BothImages,
-}
-
-type Failed = (Error, Left);
-
-fn nothing(error: Error) -> Failed {
-    (error, Left::Nothing)
-}
-
-/// Tries to hand the disk over.
+/// Tries to hand the disk over; or, when it is to stay, to end its copy at one point in time.
 ///
 /// # Errors
 /// Those of both images, and what the mirror says. Guests go on with the old image.
-pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>, moved: &Moved) -> Result<Tried<GraphOf<F>>, Failed> {
-    let disk = copier.source.inner().handles()[0].path().to_owned();
-    Box::pin(prepare(copier, moved, &disk)).await.map_err(nothing)?;
-    let new = copier.target.inner().clone();
-    let gates = close_gates(vec![(copier.work.node, new)]).await.map_err(nothing)?;
+pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>) -> Result<Tried<F>, Failure> {
+    Box::pin(prepare(copier)).await?;
+    let new = if copier.place.stays { copier.source.clone() } else { copier.target() };
+    let gates = close_gates(vec![(copier.work.node, new)]).await.map_err(Failure::Disk)?;
     let closed_at = gates.closed_at();
-    let tried = Box::pin(with_closed_gates(copier, moved, &disk, gates)).await;
+    let tried = Box::pin(with_closed_gates(copier, gates)).await;
     copier.status.note_stall(closed_at.elapsed());
     tried
 }
 
 /// Step 1.
-async fn prepare<F: Files>(copier: &Copier<'_, '_, F>, moved: &Moved, disk: &Path) -> Result<()> {
-    copier.target.flush().await.map_err(|error| error.hint("the new image cannot be made durable"))?;
-    copier
-        .source
-        .flush()
-        .await
-        .map_err(|error| error.hint("a flush of the disk fails: what was lost cannot be known"))?;
-    let files = copier.work.files;
-    let store = copier.source.inner().handles()[0].image().store();
-    if !files.is_at(store, disk).await? {
-        return Err(Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more").at_path(disk));
+async fn prepare<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(), Failure> {
+    copier.flush().await?;
+    let flushed = copier.source.flush().await;
+    flushed.map_err(|e| Failure::Disk(e.hint("a flush of the disk fails: what was lost cannot be known")))?;
+    Box::pin(prepare_names(copier)).await.map_err(Failure::Disk)
+}
+
+async fn prepare_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
+    let (files, Place { disk, moved, stays, .. }) = (copier.work.files, copier.place);
+    if let Locator::Path(to) = &moved.to
+        && files.canonical(to).await.is_ok()
+    {
+        return Err(Error::new(ErrorKind::Exists, "there is a file of the new name by now").at_path(to));
     }
-    if files.canonical(&moved.to).await.is_ok() {
-        return Err(Error::new(ErrorKind::Exists, "there is a file of the new name by now").at_path(&moved.to));
+    let Some(disk) = disk.as_ref().filter(|_| !stays) else { return Ok(()) };
+    if !files.is_at(copier.source.handles()[0].image().store(), disk).await? {
+        return Err(Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more").at_path(disk));
     }
     moved.write(files, disk).await
 }
@@ -91,10 +78,8 @@ async fn prepare<F: Files>(copier: &Copier<'_, '_, F>, moved: &Moved, disk: &Pat
 /// Steps 2 to 7.
 async fn with_closed_gates<F: Files>(
     copier: &Copier<'_, '_, F>,
-    moved: &Moved,
-    disk: &Path,
     gates: ClosedGates<'_, GraphOf<F>>,
-) -> Result<Tried<GraphOf<F>>, Failed> {
+) -> Result<Tried<F>, Failure> {
     let timer = copier.work.timer;
     // Those that are held back have a share of the epoch that is to end.
     copier.mirror.release();
@@ -104,20 +89,23 @@ async fn with_closed_gates<F: Files>(
             Either::Right(_) => return Ok(Tried::PutOff("requests in flight took too long to their end")),
         }
     }
-    let Some(gates) = Box::pin(rest(copier, gates)).await.map_err(nothing)? else {
+    let Some(gates) = Box::pin(rest(copier, gates)).await? else {
         return Ok(Tried::PutOff("the rest took too long to be copied"));
     };
-    ask(copier).map_err(nothing)?;
-    Box::pin(take_names(copier, moved, disk)).await?;
+    ask(copier).map_err(Failure::Disk)?;
+    Box::pin(take_names(copier)).await?;
+    if copier.place.stays {
+        return Ok(Tried::Over(Over::Copied));
+    }
     let old = gates.open().into_iter().next().expect("one disk has one old epoch");
-    Ok(Tried::HandedOver(old))
+    Ok(Tried::Over(Over::HandedOver(old)))
 }
 
 /// Step 3. `None`, with the gates open, when it takes too long.
 async fn rest<'g, F: Files>(
     copier: &Copier<'_, '_, F>,
     gates: ClosedGates<'g, GraphOf<F>>,
-) -> Result<Option<ClosedGates<'g, GraphOf<F>>>> {
+) -> Result<Option<ClosedGates<'g, GraphOf<F>>>, Failure> {
     let mut late = copier.work.timer.sleep(REST_BOUND);
     let mut gates = Some(gates);
     let mut at = 0;
@@ -132,7 +120,7 @@ async fn rest<'g, F: Files>(
         }
     }
     if copier.work.broken != Broken::HandOverUnflushed {
-        until_late(&mut gates, &mut late, copier.target.flush()).await?;
+        until_late(&mut gates, &mut late, Box::pin(copier.flush())).await?;
     }
     Ok(gates)
 }
@@ -141,8 +129,8 @@ async fn rest<'g, F: Files>(
 async fn until_late<G>(
     gates: &mut Option<G>,
     late: &mut Pin<Box<dyn Future<Output = ()>>>,
-    work: impl Future<Output = Result<()>>,
-) -> Result<()> {
+    work: impl Future<Output = Result<(), Failure>>,
+) -> Result<(), Failure> {
     match select(pin!(work), late).await {
         Either::Left((done, _)) => done,
         Either::Right(((), work)) => {
@@ -166,34 +154,38 @@ fn ask<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
 }
 
 /// Steps 5 and 6.
-async fn take_names<F: Files>(copier: &Copier<'_, '_, F>, moved: &Moved, disk: &Path) -> Result<(), Failed> {
-    let files = copier.work.files;
-    let (source, target) = (copier.source.inner().handles()[0].clone(), copier.target.inner().handles()[0].clone());
-    let (old, new) = (source.image().store(), target.image().store());
+async fn take_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(), Failure> {
+    let (files, Place { disk, moved, stays, .. }) = (copier.work.files, copier.place);
+    let target = copier.target();
+    let (old, new) = (copier.source.handles()[0].image().store(), target.handles()[0].image().store());
+    let disk = disk.as_deref().filter(|_| !stays);
     if copier.work.broken == Broken::TwoNames {
-        files.link(&moved.half, &moved.to).await.map_err(nothing)?;
+        give_name(files, copier.place).await.map_err(Failure::Disk)?;
     }
-    if let Err(error) = files.rename(disk, &moved.image).await {
-        return Err(name_back(files, old, moved, disk, error).await);
+    if let Some(disk) = disk
+        && let Err(error) = files.rename(disk, &moved.image).await
+    {
+        return Err(name_back(files, old, copier.place, error).await);
     }
-    let linked = match copier.work.broken {
+    let named = match copier.work.broken {
         Broken::TwoNames => Ok(()),
-        _ => give_name(files, moved).await,
+        _ => give_name(files, copier.place).await,
     };
-    if let Err(error) = linked {
+    if let (Err(error), Locator::Path(to)) = (named, &moved.to) {
         // A name that could not be made durable may be there all the same.
-        if is_at(files, new, &moved.to).await
-            && files.remove(&moved.to).await.is_err()
-            && is_at(files, new, &moved.to).await
-        {
+        if is_at(files, new, to).await && files.remove(to).await.is_err() && is_at(files, new, to).await {
             // It stays, so the disk is there.
             copier.status.set_trouble(Some(format!("the disk's new name may not survive a power cut: {error}")));
         } else {
-            return Err(name_back(files, old, moved, disk, error).await);
+            return Err(name_back(files, old, copier.place, error).await);
         }
     }
-    old.set_path(&moved.image);
-    new.set_path(&moved.to);
+    if disk.is_some() {
+        old.set_path(&moved.image);
+    }
+    if let Locator::Path(to) = &moved.to {
+        new.set_path(to);
+    }
     Ok(())
 }
 
@@ -201,36 +193,39 @@ async fn is_at<F: Files>(files: &F, store: &F::Store, path: &Path) -> bool {
     files.is_at(store, path).await.unwrap_or(true)
 }
 
-/// Gives the new image its name, which no other file has.
-async fn give_name<F: Files>(files: &F, moved: &Moved) -> Result<()> {
-    match files.link(&moved.half, &moved.to).await {
+/// Gives the new image its name, which no other file has. An export has its name already.
+async fn give_name<F: Files>(files: &F, place: &Place) -> Result<()> {
+    let (Locator::Path(to), Some(half)) = (&place.moved.to, &place.moved.half) else { return Ok(()) };
+    match files.link(half, to).await {
         Err(error) if error.kind() == ErrorKind::Unsupported => {
-            if files.canonical(&moved.to).await.is_ok() {
-                return Err(Error::new(ErrorKind::Exists, "there is a file of the new name by now").at_path(&moved.to));
+            if files.canonical(to).await.is_ok() {
+                return Err(Error::new(ErrorKind::Exists, "there is a file of the new name by now").at_path(to));
             }
-            files.rename(&moved.half, &moved.to).await
+            files.rename(half, to).await
         }
         linked => linked,
     }
-    .at_path(&moved.to)
+    .at_path(to)
 }
 
 /// Gives the old image its name back.
-async fn name_back<F: Files>(files: &F, old: &F::Store, moved: &Moved, disk: &Path, error: Error) -> Failed {
+async fn name_back<F: Files>(files: &F, old: &F::Store, place: &Place, error: Error) -> Failure {
+    let Some(disk) = place.disk.as_deref().filter(|_| !place.stays) else { return Failure::Disk(error) };
+    let image = &place.moved.image;
     // What has failed may have happened.
-    let back = match is_at(files, old, &moved.image).await {
-        true => files.rename(&moved.image, disk).await,
+    let back = match is_at(files, old, image).await {
+        true => files.rename(image, disk).await,
         false => Ok(()),
     };
     match back {
-        Ok(()) => (error, Left::Nothing),
+        Ok(()) => Failure::Disk(error),
         Err(left) => {
-            let (disk, image) = (disk.display(), moved.image.display());
+            let (disk, image) = (disk.display(), image.display());
             let hint = format!(
                 "the disk goes on with its old image, which could not get its name {disk} back ({left}): rename {image} to {disk} \
                  before the disk is opened anew"
             );
-            (error.hint(hint), Left::BothImages)
+            Failure::Names(error.hint(hint))
         }
     }
 }

@@ -33,6 +33,11 @@ pub(super) struct Mirror {
     ticks: AtomicU64,
     /// A tick, or the copy has caught up a little.
     progress: Event,
+    /// Writes begin to be held back.
+    began_to_hold: Event,
+    /// Somebody waits for a mark.
+    is_awaited: AtomicBool,
+    marked: Event,
     held: AtomicU64,
     has_flush_failed: AtomicBool,
     broken: Broken,
@@ -49,6 +54,9 @@ impl Mirror {
             patience: AtomicU64::new(0),
             ticks: AtomicU64::new(0),
             progress: Event::new(),
+            began_to_hold: Event::new(),
+            is_awaited: AtomicBool::new(false),
+            marked: Event::new(),
             held: AtomicU64::new(0),
             has_flush_failed: AtomicBool::new(false),
             broken,
@@ -58,6 +66,32 @@ impl Mirror {
     /// The copy may lack `extent`.
     pub fn mark(&self, extent: Extent) {
         self.blocks.mark(extent);
+        if self.is_awaited.load(SeqCst) && self.is_awaited.swap(false, SeqCst) {
+            self.marked.notify(usize::MAX);
+        }
+    }
+
+    /// Waits until the copy lacks something.
+    pub async fn lags(&self) {
+        loop {
+            let marked = self.marked.listen();
+            self.is_awaited.store(true, SeqCst);
+            if self.lag_bytes() > 0 {
+                return;
+            }
+            marked.await;
+        }
+    }
+
+    /// Waits until writes are held back.
+    pub async fn holds(&self) {
+        loop {
+            let began = self.began_to_hold.listen();
+            if self.is_holding() {
+                return;
+            }
+            began.await;
+        }
     }
 
     /// How many bytes the copy may lack.
@@ -108,6 +142,7 @@ impl Mirror {
     pub fn hold(&self, above_bytes: u64, patience: u64) {
         self.patience.store(patience, SeqCst);
         self.hold_above_bytes.store(above_bytes, SeqCst);
+        self.began_to_hold.notify(usize::MAX);
     }
 
     /// Nobody is held back any more.

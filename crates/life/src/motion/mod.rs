@@ -16,45 +16,57 @@
 //!
 //! A process that ends before the hand-over leaves the old image as it was, and half a new one. The note of the job has the next server
 //! begin anew.
+//!
+//! An export of another host has no hidden name. It is the disk as soon as the old image has lost its name; until then it is half a copy. When
+//! it fails, the mirror goes on to mark, and the export is tried again: what was not flushed there is copied again, and what has changed.
 
 mod blocks;
 mod copier;
 mod handover;
 mod mirror;
 mod note;
+mod place;
 mod status;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
-use spile_image::create::NewImage;
+use spile_core::{Disk, Files, Locator, Result};
+use spile_image::Format;
 use spile_image::layer::Layer;
-use spile_image::{Format, Graph, OpenOptions};
-use spile_node::{Aligned, Place, Stage};
+use spile_node::{OldEpoch, Stage};
 
-use crate::jobs::{Note, Plan};
+use crate::jobs::{Note, Plan, State};
 use crate::names;
 use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work};
-use copier::Copier;
+use copier::{Copier, Failure, Over};
 use mirror::Mirror;
 pub use note::{Moved, take_back};
+use place::Place;
 pub use status::{Motion, Phase, Status};
 
 /// A disk that is to be moved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// Its new place.
+    /// Its new place: the path of a file that is not there, or an export.
     pub to: Locator,
     /// The format of the new image.
     pub format: Format,
     /// The old image is removed once the disk has been handed over.
     pub deletes_source: bool,
+    /// The disk is not handed over. Its copy stays in step until the job is told to finish.
+    pub stays: bool,
+    /// The old place, a device or an export, may be left although nothing tells there that the disk is elsewhere.
+    pub has_no_mark: bool,
 }
 
 /// What is marked as a whole, unless less is copied at once.
 const BLOCK_BYTES: u64 = 64 << 10;
+
+fn block_bytes<F: Files>(work: &Work<'_, F>) -> u64 {
+    BLOCK_BYTES.min(work.sizes.piece_bytes)
+}
 
 /// The name that the old image at `disk` gets at the hand-over.
 pub fn old_image(disk: &Path) -> PathBuf {
@@ -70,8 +82,8 @@ pub fn old_image(disk: &Path) -> PathBuf {
 /// Moves the disk as `plan` says, and says in the job how it ended. The note beside the disk is there while it works.
 ///
 /// # Errors
-/// What refuses the move; the stores'. The disk is where it was then, with all that it held, unless the error says that the rest of a hand-over
-/// could not be taken back.
+/// What refuses the move; the stores'. The disk is where it was then, with all that it held, unless the error says that the names of both images
+/// could not be put back.
 pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     let disk = work.disk_path().await;
     let result = begin(work, plan).await;
@@ -80,154 +92,95 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
 
 async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     let source = work.settled().await?;
-    let disk = source.handles()[0].path().to_owned();
-    let Locator::Path(to) = &plan.to else {
-        return Err(Error::new(ErrorKind::Unsupported, format!("a disk cannot be moved to {}", plan.to)));
-    };
-    check(work, &source, &disk, to).await?;
-    crate::finish_left(work, &disk).await?;
-    let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes() };
-    note.write(work.files, &disk).await?;
-    let half = names::moving(to);
-    let target = match Box::pin(make(work, plan.format, &source, &half)).await {
+    let place = Box::pin(Place::find(work, &source, plan)).await?;
+    if let Some(disk) = &place.disk {
+        crate::finish_left(work, disk).await?;
+        let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes() };
+        note.write(work.files, disk).await?;
+    }
+    let target = match Box::pin(place.make(work, &source)).await {
         Ok(target) => Arc::new(target),
         Err(error) => {
-            remove_if_there(work.files, &half).await?;
+            place.remove(work.files).await?;
             return Err(error);
         }
     };
-    let moved = Moved { to: to.clone(), image: old_image(&disk), half: half.clone() };
-    let done = Box::pin(mirrored(work, &source, &target, &moved, plan)).await;
-    match done {
-        Ok(()) => Ok(()),
-        Err((error, handover::Left::Nothing)) => {
-            // What it says does not matter any more, but its tasks must end.
-            let _ = target.close().await;
-            drop(target);
-            let removed = remove_if_there(work.files, &half).await;
-            let noted = remove_if_there(work.files, &names::moved(&disk)).await;
-            Err(match removed.and(noted) {
-                Err(left) if work.job.outcome(&Err(error.duplicate())) == crate::jobs::State::Failed => {
-                    error.hint(format!("and what was begun is left at {} ({left})", half.display()))
-                }
-                _ => error,
-            })
+    let error = match Box::pin(mirrored(work, &source, target, &place, plan)).await {
+        Ok(()) => return Ok(()),
+        Err(Failure::Names(error)) => return Err(error),
+        Err(Failure::Disk(error) | Failure::Place(error)) => error,
+    };
+    let removed = place.remove(work.files).await;
+    Err(match removed {
+        Err(left) if work.job.outcome(&Err(error.duplicate())) == State::Failed => {
+            error.hint(format!("and what was begun could not be removed: {left}"))
         }
-        Err((error, handover::Left::BothImages)) => Err(error),
-    }
+        _ => error,
+    })
 }
 
-/// Refuses what cannot be moved, before anything is made, and removes what an earlier move has left.
-async fn check<F: Files>(work: &Work<'_, F>, source: &GraphOf<F>, disk: &Path, to: &Path) -> Result<()> {
-    let store = source.handles()[0].image().store();
-    if !disk.is_absolute() || !store.info().grows_zeroed {
-        let what = "only a disk in a file can be moved: a device or an export cannot tell the next server that it is not the disk any more";
-        return Err(Error::new(ErrorKind::Unsupported, what).at_path(disk).hint("copy it: spile convert"));
-    }
-    if !work.files.is_at(store, disk).await? {
-        return Err(Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more").at_path(disk));
-    }
-    for (path, what) in [(to.to_owned(), "there is a file of the new name already"), (old_image(disk), OLD_IMAGE)] {
-        if work.files.canonical(&path).await.is_ok() {
-            return Err(Error::new(ErrorKind::Exists, what).at_path(&path).hint("remove it, or give it another name"));
-        }
-    }
-    remove_half(work.files, &names::moving(to)).await
-}
-
-const OLD_IMAGE: &str = "there is an old image of an earlier move already, of the name that the disk's image would get";
-
-/// Removes a half-made image that nobody works on any more.
-async fn remove_half<F: Files>(files: &F, half: &Path) -> Result<()> {
-    match files.open(&half.into(), OpenMode::ReadWrite).await {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        Err(error) if error.kind() == ErrorKind::Busy => {
-            let error = Error::new(ErrorKind::Busy, "another disk is being moved to this place").at_path(half);
-            Err(error.hint("`spile jobs` shows it"))
-        }
-        Err(error) => Err(error),
-        Ok(store) => {
-            drop(store);
-            files.remove(half).await
-        }
-    }
-}
-
-/// Makes the new image, as large as the disk, and opens it.
-async fn make<F: Files>(work: &Work<'_, F>, format: Format, source: &GraphOf<F>, half: &Path) -> Result<GraphOf<F>> {
-    let new = NewImage { size_bytes: source.size_bytes(), subformat: None, parent: None, unit_bytes: None };
-    let store = work.files.create(half, 0).await?;
-    format.create(&store, &**work.env, &new).await?;
-    drop(store);
-    work.files.copy_access(source.handles()[0].path(), half).await?;
-    let options = OpenOptions { format: Some(format), ..OpenOptions::default() };
-    let target = Graph::open(work.files, work.env.clone(), half, &options).await?;
-    check_fits(source, &target).at_path(half)?;
-    target.begin();
-    Ok(target)
-}
-
-/// Refuses an image that could not take the disk's place, before it is filled.
-fn check_fits<S: Store>(source: &Graph<S>, target: &Graph<S>) -> Result<()> {
-    let (new, old) = (target.info(), source.info());
-    if new.size_bytes != old.size_bytes {
-        let what = format!("the new image has {} bytes, and the disk {}", new.size_bytes, old.size_bytes);
-        return Err(Error::new(ErrorKind::InvalidInput, what).hint("choose a format that can have this size: raw"));
-    }
-    if new.request_align_bytes > old.request_align_bytes || new.memory_align_bytes > old.memory_align_bytes {
-        let (new, old) = (new.request_align_bytes, old.request_align_bytes);
-        let what = format!("the new image takes requests in units of {new} bytes, and guests may use units of {old}");
-        return Err(Error::new(ErrorKind::Unsupported, what).hint("move the disk while nobody serves it"));
-    }
-    Ok(())
-}
-
-/// Mirrors the disk until it is handed over.
+/// Mirrors the disk until it is handed over, or its copy is to be left as it is.
 async fn mirrored<F: Files>(
     work: &Work<'_, F>,
     source: &Arc<GraphOf<F>>,
-    target: &Arc<GraphOf<F>>,
-    moved: &Moved,
+    target: Arc<GraphOf<F>>,
+    place: &Place,
     plan: &Move,
-) -> Result<(), (Error, handover::Left)> {
-    let nothing = |error| (error, handover::Left::Nothing);
-    let mirror = Arc::new(Mirror::new(source.size_bytes(), BLOCK_BYTES.min(work.sizes.piece_bytes), work.broken));
+) -> Result<(), Failure> {
+    let mirror = Arc::new(Mirror::new(source.size_bytes(), block_bytes(work), work.broken));
     let status = Arc::new(Status::new(mirror.clone()));
     work.job.set_status(status.clone());
     work.job.accept();
     let stage: Arc<dyn Stage> = mirror.clone();
-    work.node.replace(Place::Mirror, Some(stage)).await.map_err(nothing)?;
-    let copier = Copier::new(work, Aligned::new(source.clone()), Aligned::new(target.clone()), &mirror, &status);
-    let done = Box::pin(copier.until_over(moved)).await;
+    work.node.replace(spile_node::Place::Mirror, Some(stage)).await.map_err(Failure::Disk)?;
+    let copier = Copier::new(work, source, target, &mirror, &status, place);
+    let done = Box::pin(copier.until_over()).await;
     mirror.release();
-    let detached = work.node.replace(Place::Mirror, None).await;
-    let old = match done {
-        Ok(old) => old,
-        Err(failed) => return Err(failed),
+    // It can only have been closed: then no request meets the stage any more.
+    let _ = work.node.replace(spile_node::Place::Mirror, None).await;
+    let target = copier.target();
+    let tidied = match done {
+        Ok(Over::HandedOver(old)) => {
+            let is_left = place.disk.is_some() && !plan.deletes_source;
+            status.set_old_image(is_left.then(|| place.moved.image.clone()));
+            Box::pin(tidy(work, old, source, place, plan)).await
+        }
+        Ok(Over::Copied) => target.close().await.and(remove_half(work, place).await),
+        Err(failure) => {
+            // What it says does not matter any more, but its tasks must end. A place on another host may not answer.
+            if !place.may_come_back() && !matches!(failure, Failure::Names(_)) {
+                let _ = target.close().await;
+            }
+            return Err(failure);
+        }
     };
-    // From here on the disk is at its new place, whatever else fails.
-    drop(detached);
-    status.set_old_image((!plan.deletes_source).then(|| moved.image.clone()));
-    let tidied = Box::pin(tidy(work, old, source, moved, plan)).await;
+    // The disk is at its new place, or its copy is whole, whatever else fails.
     status.set_trouble(tidied.err().map(|error| error.to_string()));
     status.set_phase(Phase::Done);
     Ok(())
 }
 
+async fn remove_half<F: Files>(work: &Work<'_, F>, place: &Place) -> Result<()> {
+    match &place.moved.half {
+        Some(half) => remove_if_there(work.files, half).await,
+        None => Ok(()),
+    }
+}
+
 /// What is left to do when the disk has been handed over: nobody uses the old image any more.
 async fn tidy<F: Files>(
     work: &Work<'_, F>,
-    old: spile_node::OldEpoch<GraphOf<F>>,
+    old: OldEpoch<GraphOf<F>>,
     source: &Arc<GraphOf<F>>,
-    moved: &Moved,
+    place: &Place,
     plan: &Move,
 ) -> Result<()> {
     old.ended().await;
     drop(old);
     let closed = source.close().await;
-    let removed = remove_if_there(work.files, &moved.half).await;
-    let deleted = match plan.deletes_source {
-        true => remove_if_there(work.files, &moved.image).await,
+    let removed = remove_half(work, place).await;
+    let deleted = match plan.deletes_source && place.disk.is_some() {
+        true => remove_if_there(work.files, &place.moved.image).await,
         false => Ok(()),
     };
     closed.and(removed).and(deleted)

@@ -4,21 +4,21 @@
 
 use std::path::{Path, PathBuf};
 
-use spile_core::{Error, ErrorKind, Files, OpenMode, Result, Segments, Store, StoreOffset, Via};
+use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
 
-use crate::jobs::note::text_of;
+use crate::jobs::note::{text_of, text_of_place};
 use crate::names;
 use crate::snapshot::remove_if_there;
 
 /// What the note says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Moved {
-    /// The disk's new path.
-    pub to: PathBuf,
+    /// The disk's new place.
+    pub to: Locator,
     /// The path that the old image got.
     pub image: PathBuf,
-    /// The hidden name of the new image. It goes when the disk has its new path.
-    pub half: PathBuf,
+    /// The hidden name of the new image, if it is a file. It goes when the disk has its new path.
+    pub half: Option<PathBuf>,
 }
 
 const HEAD: &str = "spile moved 1";
@@ -28,16 +28,25 @@ const MOST_BYTES: u64 = 64 << 10;
 
 impl Moved {
     fn to_text(&self) -> Result<String> {
-        let (to, image, half) = (text_of(&self.to)?, text_of(&self.image)?, text_of(&self.half)?);
-        Ok(format!("{HEAD}\nto {to}\nimage {image}\nhalf {half}\n{END}\n"))
+        let (to, image) = (text_of_place(&self.to)?, text_of(&self.image)?);
+        let half = match &self.half {
+            Some(half) => format!("half {}\n", text_of(half)?),
+            None => String::new(),
+        };
+        Ok(format!("{HEAD}\nto {to}\nimage {image}\n{half}{END}\n"))
     }
 
     /// What a note says with this text; `None` for one that was not written to its end.
     pub fn from_text(text: &str) -> Option<Self> {
         let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
         lines.next().filter(|head| *head == HEAD)?;
-        let mut next = |before: &str| lines.next()?.strip_prefix(before).map(PathBuf::from);
-        Some(Self { to: next("to ")?, image: next("image ")?, half: next("half ")? })
+        let mut next = |before: &str| lines.next()?.strip_prefix(before);
+        let (to, image) = (next("to ")?.parse().ok()?, next("image ")?.into());
+        let half = next("half ").map(PathBuf::from);
+        match (&to, &half) {
+            (Locator::Path(_), Some(_)) | (Locator::Nbd(_), None) => Some(Self { to, image, half }),
+            _ => None,
+        }
     }
 
     /// Writes the note of `disk`, durably, in the place of an older one.
@@ -67,7 +76,7 @@ impl Moved {
 
     /// What whoever looks for the disk at its old path `disk` is told.
     pub fn told(&self, disk: &Path) -> Error {
-        let to = self.to.display();
+        let to = &self.to;
         let error = Error::new(ErrorKind::NotFound, format!("the disk was moved to {to}")).at_path(disk);
         error.hint(format!(
             "use {to}; the old image, which lacks what was written since, may be at {}",
@@ -84,8 +93,10 @@ impl Moved {
 pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Result<bool> {
     let Some(moved) = Moved::read(files, disk).await? else { return Ok(false) };
     let is_there = async |path: &Path| files.canonical(path).await.is_ok();
+    // An export is the disk as soon as the old image has lost its name.
+    let (Locator::Path(to), Some(half)) = (&moved.to, &moved.half) else { return Err(moved.told(disk)) };
     // With its new name the new image is the disk. Without the hidden one nobody knows what has become of it.
-    if is_there(disk).await || is_there(&moved.to).await || !is_there(&moved.half).await {
+    if is_there(disk).await || is_there(to).await || !is_there(half).await {
         return Err(moved.told(disk));
     }
     if !may_change {
@@ -99,7 +110,7 @@ pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Re
     };
     files.rename(&moved.image, disk).await?;
     drop(old);
-    remove_if_there(files, &moved.half).await?;
+    remove_if_there(files, half).await?;
     remove_if_there(files, &names::moved(disk)).await?;
     Ok(true)
 }
@@ -110,12 +121,16 @@ mod tests {
 
     #[test]
     fn a_note_is_read_back_only_when_it_is_whole() {
-        let moved = Moved { to: "/new/a b.vhd".into(), image: "/vm/a.moved.vhd".into(), half: "/new/.h".into() };
-        let text = moved.to_text().unwrap();
-        assert_eq!(Moved::from_text(&text).as_ref(), Some(&moved));
-        for len in 0..text.len() {
-            assert_eq!(Moved::from_text(&text[..len]), None, "{:?}", &text[..len]);
+        let path = Locator::Path("/new/a b.vhd".into());
+        let to_file = Moved { to: path, image: "/vm/a.moved.vhd".into(), half: Some("/new/.h".into()) };
+        let to_export = Moved { to: Locator::Nbd("nbd://h/x".to_owned()), image: "/vm/a.moved.vhd".into(), half: None };
+        for moved in [&to_file, &to_export] {
+            let text = moved.to_text().unwrap();
+            assert_eq!(Moved::from_text(&text).as_ref(), Some(moved));
+            for len in 0..text.len() {
+                assert_eq!(Moved::from_text(&text[..len]), None, "{:?}", &text[..len]);
+            }
         }
-        assert!(Moved { to: "/a\nb".into(), ..moved }.to_text().is_err());
+        assert!(Moved { to: Locator::Path("/a\nb".into()), ..to_file }.to_text().is_err());
     }
 }

@@ -15,6 +15,8 @@ pub enum Phase {
     CatchingUp,
     /// The copy lacks next to nothing.
     InStep,
+    /// The new place fails, and is tried again.
+    Failing,
     /// The disk is at its new place.
     Done,
 }
@@ -26,6 +28,7 @@ impl Phase {
             Self::Copying => "copying",
             Self::CatchingUp => "catching up",
             Self::InStep => "in step",
+            Self::Failing => "failing",
             Self::Done => "done",
         }
     }
@@ -46,6 +49,8 @@ pub struct Motion {
     pub held_writes: u64,
     /// The longest time for which requests waited for a hand-over, in microseconds; also for one that was put off.
     pub longest_stall_us: f64,
+    /// For how many seconds the new place has failed.
+    pub failing_for_s: Option<u64>,
     /// What has failed and is not the end of the move.
     pub trouble: Option<String>,
     /// Where the old image is, once the disk was handed over.
@@ -63,6 +68,7 @@ struct Now {
     /// What had ended by then is in the copy.
     copied_until: Instant,
     longest_stall: Duration,
+    failing_since: Option<Instant>,
     trouble: Option<String>,
     old_image: Option<PathBuf>,
 }
@@ -70,7 +76,8 @@ struct Now {
 impl Status {
     pub(super) fn new(mirror: Arc<Mirror>) -> Self {
         let (copied_until, longest_stall) = (Instant::now(), Duration::ZERO);
-        let now = Now { phase: Phase::Copying, copied_until, longest_stall, trouble: None, old_image: None };
+        let (phase, failing_since, trouble, old_image) = (Phase::Copying, None, None, None);
+        let now = Now { phase, copied_until, longest_stall, failing_since, trouble, old_image };
         Self { mirror, now: Mutex::new(now) }
     }
 
@@ -89,6 +96,19 @@ impl Status {
     pub(super) fn note_stall(&self, stall: Duration) {
         let mut now = self.now();
         now.longest_stall = now.longest_stall.max(stall);
+    }
+
+    /// The new place fails with this.
+    pub(super) fn note_failure(&self, trouble: String) {
+        let mut now = self.now();
+        now.failing_since.get_or_insert_with(Instant::now);
+        (now.phase, now.trouble) = (Phase::Failing, Some(trouble));
+    }
+
+    /// The new place does not fail any more.
+    pub(super) fn end_failure(&self) {
+        let mut now = self.now();
+        (now.failing_since, now.trouble) = (None, None);
     }
 
     pub(super) fn set_trouble(&self, trouble: Option<String>) {
@@ -112,6 +132,7 @@ impl Status {
             is_holding: self.mirror.is_holding(),
             held_writes: self.mirror.held(),
             longest_stall_us: now.longest_stall.as_nanos() as f64 / 1e3,
+            failing_for_s: now.failing_since.map(|since| since.elapsed().as_secs()),
             trouble: now.trouble.clone(),
             old_image: now.old_image.clone(),
         }

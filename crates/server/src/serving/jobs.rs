@@ -140,7 +140,7 @@ impl DiskJobs {
     pub fn moved(&self) -> Option<Move> {
         let state = self.state();
         let moved = |job: &Arc<DiskJob>| match &job.what {
-            What::Images(Plan::Move(to)) if job.job.state() == JobState::Done => Some(to.clone()),
+            What::Images(Plan::Move(to)) if job.job.state() == JobState::Done && !to.stays => Some(to.clone()),
             _ => None,
         };
         state.jobs.iter().rev().find_map(moved)
@@ -309,8 +309,15 @@ impl DiskJob {
             Some("running") => self.job.resume(),
             Some("paused") => self.job.pause(),
             Some("cancelled") => self.job.cancel(),
+            Some("finished") => match &self.what {
+                What::Images(Plan::Move(to)) if to.stays => self.job.finish(),
+                _ => {
+                    let what = "the job comes to its end by itself: only a copy that stays in step has to be told";
+                    return Err(Error::new(ErrorKind::InvalidInput, what));
+                }
+            },
             Some(other) => {
-                let what = format!("a job cannot be made {other:?}: running, paused or cancelled");
+                let what = format!("a job cannot be made {other:?}: running, paused, finished or cancelled");
                 return Err(Error::new(ErrorKind::InvalidInput, what));
             }
         }
@@ -343,6 +350,7 @@ impl DiskJob {
             eta_s: report.eta_s,
             error: report.error.as_ref().map(FailureDetail::of),
             to,
+            is_copy: matches!(&self.what, What::Images(Plan::Move(plan)) if plan.stays),
             motion: report.motion.map(Into::into),
             server: server.to_owned(),
             pid: std::process::id(),
@@ -368,9 +376,21 @@ pub fn plan(graph: &Graph<HostStore>, new: &NewJob) -> Result<Plan> {
 fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
     let bad = |what: String| Error::new(ErrorKind::InvalidInput, what);
     let Some(to) = &new.to else { return Err(bad("a move needs a place to go `to`".to_owned())) };
-    let Locator::Path(to) = to.parse()? else {
-        return Err(Error::new(ErrorKind::Unsupported, format!("a disk cannot be moved to {to}"))
-            .hint("name a file, or a folder"));
+    let given = new.to_format.as_deref().map(str::parse).transpose()?;
+    let plan = |to, format| Move {
+        to,
+        format,
+        deletes_source: new.delete_source,
+        stays: new.mirror_only,
+        has_no_mark: new.leave_unmarked,
+    };
+    let to = match to.parse()? {
+        Locator::Path(to) => to,
+        Locator::Nbd(uri) => return Ok(plan(Locator::Nbd(uri), given.unwrap_or(Format::Raw))),
+        other => {
+            let error = Error::new(ErrorKind::Unsupported, format!("a disk cannot be moved to {other}"));
+            return Err(error.hint("name a file, a folder, or an export of an NBD server"));
+        }
     };
     if !to.is_absolute() {
         return Err(bad(format!("{} is no absolute path", to.display())));
@@ -385,7 +405,6 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
     };
     let folder = folder.canonicalize().map_err(|e| Error::io("the new folder cannot be found", e).at_path(folder))?;
     let to = folder.join(file);
-    let given = new.to_format.as_deref().map(str::parse).transpose()?;
     let format = Format::of(&to, given).map_err(|error| {
         let hint = error.hint_text().map(|hint| hint.replace("--format", "--to-format"));
         error.hint(hint.unwrap_or_default())
@@ -393,7 +412,7 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
     if format.about().is_read_only {
         return Err(Error::new(ErrorKind::Unsupported, format!("a {format} cannot be written")).at_path(&to));
     }
-    Ok(Move { to: Locator::Path(to), format, deletes_source: new.delete_source })
+    Ok(plan(Locator::Path(to), format))
 }
 
 /// A name that no other job of this host has.

@@ -226,6 +226,7 @@ pub const ENDINGS: &[Ending] = &[
         examples: &[
             ("spile move disk --to /new/array --wait", "its guest goes on, and does not notice"),
             ("spile move disk --to /new/array/disk.raw --rate 200M", "as a raw image, 200 MiB in a second at most"),
+            ("spile move disk --to nbds://store2.example/vm1 --wait", "to an export of another host, of the same size"),
             ("spile move disk.vhd --to /new/array --delete-source", "a disk that no server has; nothing stays behind"),
         ],
         notes: &["Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where it is."],
@@ -237,6 +238,7 @@ pub const ENDINGS: &[Ending] = &[
         examples: &[
             ("spile job 4711-1 pause", "has it wait"),
             ("spile job 4711-1 rate 20M", "20 MiB in a second at most"),
+            ("spile job 4711-1 finish", "a copy of spile move --mirror-only comes to its end"),
         ],
         notes: &[],
     },

@@ -23,14 +23,14 @@ pub struct JobsArgs {
     json: bool,
 }
 
-/// Pause a job, have it go on, cancel it, or change its rate
+/// Pause a job, have it go on or finish, cancel it, or change its rate
 ///
 /// A job that is cancelled leaves done what it has done; the disk is valid at every moment.
 #[derive(Debug, Args)]
 pub struct JobArgs {
     /// The job, as `spile jobs` names it
     id: String,
-    /// What it is to do: wait, go on, end and leave done what is done, or keep a rate
+    /// What it is to do: wait, go on, finish a copy that stays in step (spile move --mirror-only), end and leave done what is done, or keep a rate
     order: JobOrder,
     /// With `rate`: no more than SIZE is moved in a second; `none`: as fast as guests leave room for
     #[arg(value_name = "SIZE|none", value_parser = parse_limit, required_if_eq("order", "rate"))]
@@ -42,6 +42,7 @@ pub struct JobArgs {
 enum JobOrder {
     Pause,
     Resume,
+    Finish,
     Cancel,
     Rate,
 }
@@ -88,12 +89,13 @@ pub fn jobs(args: &JobsArgs) -> Result<Exit> {
 
 /// A line for a disk that is moved: how far its copy is behind.
 fn lag(job: &Job) -> Option<String> {
-    let Motion { phase, lag_bytes, lag_ms, held_back, trouble, .. } = job.motion.as_ref()?;
+    let Motion { phase, lag_bytes, lag_ms, held_back, failing_for_s, trouble, .. } = job.motion.as_ref()?;
     let to = job.to.as_deref().map(printable).unwrap_or_default();
+    let failing = failing_for_s.map(|time| format!("; the new place has failed for {time} s")).unwrap_or_default();
     let held = if *held_back { "; guests' writes are held back" } else { "" };
     let trouble = trouble.as_ref().map(|trouble| format!("; {trouble}")).unwrap_or_default();
     let lag = format_size(*lag_bytes);
-    Some(format!("{}: to {to}: {phase}, lacks {lag}, {lag_ms} ms behind{held}{trouble}", job.id))
+    Some(format!("{}: to {to}: {phase}, lacks {lag}, {lag_ms} ms behind{held}{failing}{trouble}", job.id))
 }
 
 /// Each server with its jobs. A server that is too old to have jobs has none.
@@ -130,6 +132,7 @@ fn order(args: &JobArgs) -> Result<Value> {
         }
         (JobOrder::Pause, None) => json!({ "state": "paused" }),
         (JobOrder::Resume, None) => json!({ "state": "running" }),
+        (JobOrder::Finish, None) => json!({ "state": "finished" }),
         (JobOrder::Cancel, None) => json!({ "state": "cancelled" }),
     })
 }

@@ -22,7 +22,8 @@ use crate::units::{format_size, format_us};
 pub struct MoveArgs {
     #[command(flatten)]
     on: JobArgs,
-    /// The new place: a file that is not there yet, or a folder, in which the disk keeps its file name
+    /// The new place: a file that is not there yet, or a folder, in which the disk keeps its file name; or an export of an NBD server that
+    /// is exactly as large as the disk
     #[arg(long, value_name = "TARGET")]
     to: PathBuf,
     /// The format of the new image [default: what the extension says]
@@ -31,6 +32,13 @@ pub struct MoveArgs {
     /// Remove the old image once the disk has been handed over
     #[arg(long)]
     delete_source: bool,
+    /// Do not hand the disk over: keep its copy in step until `spile job ID finish`, which leaves it as it is at that moment
+    #[arg(long, conflicts_with = "delete_source")]
+    mirror_only: bool,
+    /// Move a disk from a block device or an export, although nothing tells there that the disk is elsewhere: nobody may start a server with the
+    /// old place any more
+    #[arg(long)]
+    leave_unmarked: bool,
 }
 
 /// Runs `spile move`.
@@ -45,8 +53,12 @@ pub fn run(args: &MoveArgs) -> Result<Exit> {
         other => other.to_string(),
     };
     let to_format = args.to_format.map(|format| format.to_string());
-    let (kind, to, delete_source) = ("move".to_owned(), Some(to), args.delete_source);
-    coalesce::run(&args.on, NewJob { kind, to, to_format, delete_source, ..NewJob::default() })
+    let MoveArgs { delete_source, mirror_only, leave_unmarked, .. } = *args;
+    let (kind, to) = ("move".to_owned(), Some(to));
+    coalesce::run(
+        &args.on,
+        NewJob { kind, to, to_format, delete_source, mirror_only, leave_unmarked, ..NewJob::default() },
+    )
 }
 
 fn text(path: &Path) -> Result<String> {
@@ -55,8 +67,15 @@ fn text(path: &Path) -> Result<String> {
     path.to_str().map(str::to_owned).ok_or_else(error)
 }
 
-/// Says what has become of a disk that was moved to `to`.
+/// Says what has become of a disk that was moved, or copied, to `to`.
 pub(super) fn say_done(job: &Job, to: &str) {
+    if job.is_copy {
+        return say(format_args!(
+            "{}: {to} holds what it held at one point in time, {} copied",
+            job.disk,
+            format_size(job.done_bytes)
+        ));
+    }
     say(format_args!("{}: is at {to} now, {} copied", job.disk, format_size(job.done_bytes)));
     let Some(motion) = &job.motion else { return };
     if !job.server.is_empty() {

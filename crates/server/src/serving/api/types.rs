@@ -520,6 +520,9 @@ pub struct Job {
     /// Where the disk is moved to, or where its backup goes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
+    /// The disk stays where it is, and `to` becomes its copy.
+    #[serde(default)]
+    pub is_copy: bool,
     /// How far a move is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub motion: Option<Motion>,
@@ -532,7 +535,8 @@ pub struct Job {
 /// How far the move of a disk is.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Motion {
-    /// `copying`, `catching up` with what guests have written since, `in step` when next to nothing is missing, or `done`.
+    /// `copying`, `catching up` with what guests have written since, `in step` when next to nothing is missing, `failing` while the new place
+    /// fails and is tried again, or `done`.
     pub phase: String,
     /// Bytes in blocks that the copy lacks, or may lack.
     pub lag_bytes: u64,
@@ -544,6 +548,9 @@ pub struct Motion {
     pub held_writes: u64,
     /// The longest time for which requests waited for the hand-over, in microseconds.
     pub longest_stall_us: f64,
+    /// For how many seconds the new place has failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failing_for_s: Option<u64>,
     /// What has failed and is not the end of the move.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
@@ -561,6 +568,7 @@ impl From<spile_life::motion::Motion> for Motion {
             held_back: motion.is_holding,
             held_writes: motion.held_writes,
             longest_stall_us: motion.longest_stall_us,
+            failing_for_s: motion.failing_for_s,
             trouble: motion.trouble,
             old_image: motion.old_image.map(|path| path.display().to_string()),
         }
@@ -581,7 +589,7 @@ pub struct NewJob {
     /// The rate that it must not exceed, in bytes a second. Left out: as fast as guests leave room for.
     #[serde(default)]
     pub limit_bytes_per_s: Option<u64>,
-    /// Where a disk is moved to: the absolute path of a file that is not there, or of a folder.
+    /// Where a disk is moved to: the absolute path of a file that is not there, or of a folder; or the URI of an NBD export.
     #[serde(default)]
     pub to: Option<String>,
     /// The format of a moved disk. Left out: what the extension says.
@@ -590,12 +598,18 @@ pub struct NewJob {
     /// The old image of a moved disk is removed.
     #[serde(default)]
     pub delete_source: bool,
+    /// The disk is not handed over: its copy stays in step until the job is `finished`.
+    #[serde(default)]
+    pub mirror_only: bool,
+    /// A disk on a device or an export is moved although nothing tells there that it is elsewhere.
+    #[serde(default)]
+    pub leave_unmarked: bool,
 }
 
 /// What a job is to do from now on.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct JobChange {
-    /// `paused`, `running` or `cancelled`.
+    /// `paused`, `running`, `cancelled`; or `finished`, which has a copy that stays in step come to its end.
     #[serde(default)]
     pub state: Option<String>,
     /// The rate that it must not exceed, in bytes a second; 0: as fast as guests leave room for.

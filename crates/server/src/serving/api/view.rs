@@ -12,7 +12,7 @@ use spile_front::{Breakdown, FrontReading};
 use spile_image::GraphLayer;
 use spile_image::layer::Layer as _;
 use spile_node::{Policy, Shape, Shaping, Troubles};
-use spile_store::HostStore;
+use spile_store::{HostStore, may_be_same_export};
 use tokio::sync::oneshot;
 
 use super::images::{Image, Info, MapLayer, MapPart, Run, ServedBy, map_layers};
@@ -32,6 +32,7 @@ use crate::serving::jobs::{DiskJob, DiskJobs};
 use crate::serving::limits::{self, Groups};
 use crate::serving::metrics::Detail;
 use crate::serving::pausing::Pausing;
+use crate::uri::{Address, NbdUri};
 
 /// A way to a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -425,6 +426,7 @@ impl View {
     /// As [`View::find`]; why it is refused.
     pub async fn begin_job(&self, server: &str, new: &types::NewJob) -> Result<types::Job> {
         let (disk, jobs) = self.with(&new.disk, |disk| Ok((disk.disk.clone(), disk.jobs.clone())))?;
+        self.refuse_own_export(new).await?;
         let job = jobs.begin(&self.engine, &disk, new).await?;
         self.with(&new.disk, |disk| Ok(disk.show_job(&job, server)))
     }
@@ -440,6 +442,25 @@ impl View {
     /// Runs what `make` makes on a worker.
     pub(super) fn spawn<Fut: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> Fut + Send + 'static) {
         self.engine.spawn_on(0, make);
+    }
+
+    /// Refuses to move a disk to an export of this server: what is written there would be written to the disk, and so on.
+    async fn refuse_own_export(&self, new: &types::NewJob) -> Result<()> {
+        let Some(to) = new.to.as_deref().and_then(|to| to.parse::<NbdUri>().ok()) else { return Ok(()) };
+        let disks = self.disks()?;
+        let exports = disks.iter().flat_map(|disk| &disk.exports).filter(|export| export.protocol == "nbd");
+        let addresses: Vec<Address> = exports.filter_map(|export| export.address.parse().ok()).collect();
+        drop(disks);
+        let ours = |address| NbdUri { address, export: String::new(), tls: None };
+        // A name server may have to be asked.
+        let is_ours = move || addresses.into_iter().any(|address| may_be_same_export(&ours(address), &to));
+        match tokio::task::spawn_blocking(is_ours).await {
+            Ok(true) => {
+                let what = "this server serves the export itself: a disk cannot be moved to where it is served";
+                Err(Error::new(ErrorKind::InvalidInput, what).hint("name an export of another server"))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn with_job<T>(&self, id: &str, act: impl FnOnce(&DiskView, &DiskJob) -> Result<T>) -> Result<T> {

@@ -1,0 +1,162 @@
+//! [`Place`]: where a disk is moved to, and what becomes of the place where it was.
+
+use std::path::{Path, PathBuf};
+
+use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
+use spile_image::create::NewImage;
+use spile_image::layer::Layer;
+use spile_image::{Format, Graph, OpenOptions};
+
+use super::note::Moved;
+use super::{Move, old_image};
+use crate::names;
+use crate::snapshot::remove_if_there;
+use crate::work::{GraphOf, Work};
+
+/// Where a disk is moved to.
+pub(super) struct Place {
+    /// The path of the disk's old image, when it has a name that goes at the hand-over.
+    pub disk: Option<PathBuf>,
+    /// What the note beside the old image says.
+    pub moved: Moved,
+    /// The copy stays in step until somebody says that it is to end, and the disk is not handed over.
+    pub stays: bool,
+    format: Format,
+}
+
+impl Place {
+    /// The place of the disk of `source` as `plan` says.
+    ///
+    /// # Errors
+    /// What refuses the move.
+    pub async fn find<F: Files>(work: &Work<'_, F>, source: &GraphOf<F>, plan: &Move) -> Result<Self> {
+        let disk = source.handles()[0].path().to_owned();
+        let half = match &plan.to {
+            Locator::Path(to) => Some(names::moving(to)),
+            Locator::Nbd(_) => None,
+            other => return Err(Error::new(ErrorKind::Unsupported, format!("a disk cannot be moved to {other}"))),
+        };
+        let store = source.handles()[0].image().store();
+        let has_name = disk.is_absolute() && store.info().grows_zeroed;
+        if !has_name && !plan.has_no_mark && !plan.stays {
+            let what = "the disk is on a device or an export, which cannot tell the next server that it is not the disk any more";
+            let hint =
+                "--leave-unmarked moves it all the same: then see to it that nobody starts a server with the old place";
+            return Err(Error::new(ErrorKind::Unsupported, what).at_path(&disk).hint(hint));
+        }
+        let moved = Moved { to: plan.to.clone(), image: old_image(&disk), half };
+        let place = Self { disk: has_name.then_some(disk), moved, stays: plan.stays, format: plan.format };
+        place.check_names(work, store).await?;
+        Ok(place)
+    }
+
+    /// Refuses names that are taken, and removes what an earlier move has left.
+    async fn check_names<F: Files>(&self, work: &Work<'_, F>, store: &F::Store) -> Result<()> {
+        if let Some(disk) = &self.disk {
+            if !work.files.is_at(store, disk).await? {
+                return Err(
+                    Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more").at_path(disk)
+                );
+            }
+            if !self.stays && work.files.canonical(&self.moved.image).await.is_ok() {
+                let what =
+                    "there is an old image of an earlier move already, of the name that the disk's image would get";
+                return Err(taken(what, &self.moved.image));
+            }
+        }
+        if let (Locator::Path(to), Some(half)) = (&self.moved.to, &self.moved.half) {
+            if work.files.canonical(to).await.is_ok() {
+                return Err(taken("there is a file of the new name already", to));
+            }
+            remove_half(work.files, half).await?;
+        }
+        Ok(())
+    }
+
+    /// True when the place is on another host: what fails there may be there again later.
+    pub fn may_come_back(&self) -> bool {
+        self.moved.half.is_none()
+    }
+
+    /// True when all of the place is zero at first.
+    pub fn is_new(&self) -> bool {
+        self.moved.half.is_some()
+    }
+
+    /// Makes the new image, as large as the disk of `source`, if it is not there, and opens it.
+    ///
+    /// # Errors
+    /// What cannot take the disk's place; the stores'.
+    pub async fn make<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>) -> Result<GraphOf<F>> {
+        let Some(half) = &self.moved.half else { return self.open(work, source).await };
+        let new = NewImage { size_bytes: source.size_bytes(), subformat: None, parent: None, unit_bytes: None };
+        let store = work.files.create(half, 0).await?;
+        self.format.create(&store, &**work.env, &new).await?;
+        drop(store);
+        if let Some(disk) = &self.disk {
+            work.files.copy_access(disk, half).await?;
+        }
+        self.open(work, source).await
+    }
+
+    /// Opens the new image.
+    ///
+    /// # Errors
+    /// As [`Place::make`].
+    pub async fn open<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>) -> Result<GraphOf<F>> {
+        let at = self.moved.half.as_ref().map_or_else(|| self.moved.to.clone(), Locator::from);
+        let options = OpenOptions { format: Some(self.format), ..OpenOptions::default() };
+        let target = Graph::open(work.files, work.env.clone(), at, &options).await?;
+        check_fits(work, source, &target).at_path(target.handles()[0].path())?;
+        target.begin();
+        Ok(target)
+    }
+
+    /// Removes what was made, after the job has failed.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn remove<F: Files>(&self, files: &F) -> Result<()> {
+        let half = match &self.moved.half {
+            Some(half) => remove_if_there(files, half).await,
+            None => Ok(()),
+        };
+        let note = match &self.disk {
+            Some(disk) => remove_if_there(files, &names::moved(disk)).await,
+            None => Ok(()),
+        };
+        half.and(note)
+    }
+}
+
+fn taken(what: &'static str, path: &Path) -> Error {
+    Error::new(ErrorKind::Exists, what).at_path(path).hint("remove it, or give it another name")
+}
+
+/// Removes a half-made image that nobody works on any more.
+async fn remove_half<F: Files>(files: &F, half: &Path) -> Result<()> {
+    match files.open(&half.into(), OpenMode::ReadWrite).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) if error.kind() == ErrorKind::Busy => {
+            let error = Error::new(ErrorKind::Busy, "another disk is being moved to this place").at_path(half);
+            Err(error.hint("`spile jobs` shows it"))
+        }
+        Err(error) => Err(error),
+        Ok(store) => {
+            drop(store);
+            files.remove(half).await
+        }
+    }
+}
+
+/// Refuses an image that could not take the disk's place, before it is filled.
+fn check_fits<F: Files>(work: &Work<'_, F>, source: &GraphOf<F>, target: &GraphOf<F>) -> Result<()> {
+    let (new, old) = (target.info().size_bytes, source.size_bytes());
+    if new != old {
+        let what = format!("the new place has {new} bytes, and the disk {old}");
+        let hint = format!("it must have exactly as many: make it so (--size {old}), or choose raw");
+        return Err(Error::new(ErrorKind::InvalidInput, what).hint(hint));
+    }
+    let hint = "guests may use smaller units than the new place takes: move the disk while nobody serves it";
+    work.node.check_fits(target).map_err(|error| error.hint(hint))
+}

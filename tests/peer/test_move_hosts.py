@@ -1,0 +1,114 @@
+"""A disk is moved to another host, which is a network namespace, by TLS with certificates, while a client writes. The link is cut and the other
+host's server is killed meanwhile."""
+
+import json
+import os
+import threading
+import time
+import unittest
+
+from support import LIMIT_S, MIB, STANDIN, PeerTest, Server, need, need_module, run, spile, spile_json
+from test_coalesce import Writer
+from test_tls import Certificates
+
+NEAR, FAR, PORT = "10.77.13.1", "10.77.13.2", 10809
+
+
+class HostServer(Server):
+    """A server in a network namespace."""
+
+    def __init__(self, netns, *arguments, **options):
+        self.netns = netns
+        super().__init__(*arguments, **options)
+
+    def command(self, disks, address, extra):
+        return ["ip", "netns", "exec", self.netns, *super().command(disks, address, extra)]
+
+
+class MoveHosts(Certificates, PeerTest):
+    def setUp(self):
+        if STANDIN:
+            self.skipTest("needs spile move")
+        need("ip", "iproute2")
+        need("openssl")
+        if os.geteuid() != 0 or run("ip", "netns", "add", f"spile-{os.getpid()}-try", ok=None).returncode != 0:
+            raise unittest.SkipTest("network namespaces need root")
+        run("ip", "netns", "del", f"spile-{os.getpid()}-try")
+        need_module("nbd", "python3-libnbd")
+        super().setUp()
+        self.certificates("own", "localhost")
+        self.near, self.far = (f"spile-{os.getpid()}-{host}" for host in ("near", "far"))
+        for host in (self.near, self.far):
+            run("ip", "netns", "add", host)
+            self.addCleanup(run, "ip", "netns", "del", host)
+        run("ip", "-n", self.near, "link", "add", "here", "type", "veth", "peer", "name", "there", "netns", self.far)
+        for host, link, address in ((self.near, "here", NEAR), (self.far, "there", FAR)):
+            run("ip", "-n", host, "address", "add", f"{address}/24", "dev", link)
+            run("ip", "-n", host, "link", "set", link, "up")
+            run("ip", "-n", host, "link", "set", "lo", "up")
+
+    def link(self, state):
+        run("ip", "-n", self.near, "link", "set", "here", state)
+
+    def serve_on(self, host, disk, *extra):
+        server = HostServer(host, self.folder, disk, extra=extra)
+        self.addCleanup(server.__exit__, None, None, None)
+        return server
+
+    def serve_far(self):
+        own = self.path("own")
+        return self.serve_on(
+            self.far, self.path("come.raw"), "--nbd", f"tcp:{FAR}:{PORT}", "--control", "none", "--tls-required",
+            "--tls-cert", own / "server-cert.pem", "--tls-key", own / "server-key.pem",
+            "--tls-ca", own / "ca-cert.pem",
+        )
+
+    def job(self, name):
+        return next(job for job in json.loads(spile("jobs", "--json").stdout)["jobs"] if job["id"] == name)
+
+    def test_under_load_with_a_link_that_is_cut_and_a_server_that_is_killed(self):
+        raw = self.raw("content.raw", size_bytes=96 * MIB)
+        spile("convert", raw, self.path("disk.vhd"))
+        spile("create", self.path("come.raw"), "--size", "96M")
+        near, far = self.serve_on(self.near, self.path("disk.vhd")), self.serve_far()
+        writer = Writer(raw.read_bytes(), seed=5)
+        client = threading.Thread(target=writer.work, args=[near.uri()])
+        client.start()
+        to = f"nbds://{FAR}:{PORT}/?tls-certificates={self.path('own')}&tls-hostname=localhost"
+        begun = spile_json("move", self.path("disk.vhd"), "--to", to, "--rate", "8M")
+        for trouble in ("cut", "kill", "cut"):
+            time.sleep(0.5)
+            if trouble == "cut":
+                self.link("down")
+            else:
+                far.kill()
+            writes, end = writer.writes, time.monotonic() + LIMIT_S
+            while writer.writes < writes + 50:
+                self.assertLess(time.monotonic(), end, "the client waits for the other host")
+                time.sleep(0.01)
+            self.assertEqual(self.job(begun["id"])["state"], "running")
+            if trouble == "cut":
+                self.link("up")
+            else:
+                far = self.serve_far()
+        spile("job", begun["id"], "rate", "none")
+        end = time.monotonic() + 2 * LIMIT_S
+        while (job := self.job(begun["id"]))["state"] == "running":
+            self.assertLess(time.monotonic(), end, job)
+            time.sleep(0.05)
+        print(f"the hand-over: {json.dumps(job['motion'])}")
+        self.assertEqual(job["state"], "done", job)
+        self.assertFalse(self.path("disk.vhd").exists())
+        writes = writer.writes
+        while writer.writes < writes + 50:
+            self.assertLess(time.monotonic(), end, "the client does not go on")
+            time.sleep(0.01)
+        writer.stops = True
+        client.join(LIMIT_S)
+        self.assertEqual(near.stop(), 0)
+        self.assertEqual(far.stop(), 0)
+        self.assertEqual(self.path("come.raw").read_bytes(), bytes(writer.content))
+        # A server that is started with the old path is told where the disk is.
+        refused = spile("serve", self.path("disk.vhd"), "--nbd", f"unix:{self.path('n')}", ok=False)
+        self.assertIn(b"was moved to nbds://", refused.stderr)
+
