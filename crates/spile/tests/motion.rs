@@ -342,6 +342,27 @@ fn a_place_that_dies_is_waited_for_and_gets_what_it_lacks() {
 }
 
 #[test]
+fn a_place_that_is_slower_than_the_guest_is_reached_all_the_same() {
+    let (dir, _) = world("motion-slow");
+    let dir = dir.path();
+    let at = dir.join("there");
+    fs::create_dir(&at).unwrap();
+    ok(&at, &["create", "come.raw", "--size", "64M"]);
+    let mut command = spile();
+    command.args(["serve", "come.raw,write-bps=24M", "--nbd", "unix:o", "--control", "none"]).current_dir(&at);
+    let other = Served::spawn(&mut command, at.join("o")).unwrap();
+    let served = serve(dir, &["old/motion-slow.vhd", "--vhost-user", "v"]);
+    // Each write of 4 KiB has a block of 64 KiB copied.
+    let mut load = Load::start(dir, "v", &["--span", "48M", "--rwmix", "0"]);
+    load.goes_on(&served);
+    let moved = json(dir, &["move", "motion-slow", "--to", &uri_of(&other), "--wait"]);
+    println!("{}", moved["motion"]);
+    assert!(moved["motion"]["held_writes"].as_u64() > Some(0), "nobody was held back: {moved}");
+    assert_eq!(load.end(), 0);
+    assert!(served.terminate().success() && other.terminate().success());
+}
+
+#[test]
 fn a_place_that_hangs_for_ever_costs_the_guest_nothing_and_can_be_given_up() {
     let (dir, bytes) = world("motion-hang");
     let dir = dir.path();

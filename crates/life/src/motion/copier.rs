@@ -176,7 +176,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             self.status.set_phase(Phase::InStep);
         }
         self.work.timer.sleep(BREATH).await;
-        drop(select(pin!(self.mirror.lags()), pin!(self.work.job.told_to_finish())).await);
+        let _either = select(pin!(self.mirror.lags()), pin!(self.work.job.told_to_finish())).await;
         self.work.job.go_on().await.map(drop).map_err(Failure::Disk)
     }
 
