@@ -156,11 +156,6 @@ impl Job {
         self.wait_for(|control| control.is_to_finish || control.ending.is_some()).await;
     }
 
-    /// Waits until the job is told to end here.
-    pub(crate) async fn told_to_end(&self) {
-        self.wait_for(|control| control.ending.is_some()).await;
-    }
-
     /// The rate that the job must not exceed from now on, in bytes a second.
     pub fn set_limit(&self, limit_bytes_per_s: Option<u64>) {
         self.change(|control| control.limit_bytes_per_s = limit_bytes_per_s);
