@@ -123,6 +123,106 @@ fn a_disk_has_one_job_and_a_backup_that_is_cancelled_leaves_nothing() {
     assert_eq!(names(dir), ["busy.raw", "second.raw", "second.raw.spile-backup"]);
 }
 
+/// The bytes of a backup.
+fn bytes_of(dir: &Path, backup: &str) -> Vec<u8> {
+    assert_eq!(json(dir, &["verify", backup])["is_right"], true, "{backup}");
+    ok(dir, &["restore", backup, "restored.raw"]);
+    let bytes = fs::read(dir.join("restored.raw")).unwrap();
+    fs::remove_file(dir.join("restored.raw")).unwrap();
+    bytes
+}
+
+#[test]
+fn the_changes_since_a_checkpoint_become_a_child_or_change_the_older_backup() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let mut bytes = raw(dir, "grow.raw", 1);
+    let served = serve(dir, &["grow.raw"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    let mut write = |offset: usize, len: usize, byte: u8| {
+        client.write(offset as u64, &vec![byte; len], false).unwrap();
+        bytes[offset..offset + len].fill(byte);
+        bytes.clone()
+    };
+    let sunday = write(0, MIB, 2);
+    ok(dir, &["backup", "grow", "sun.vhd", "--checkpoint", "sunday", "--wait"]);
+    ok(dir, &["backup", "grow", "grow-backup.raw", "--checkpoint", "sunday-raw", "--wait"]);
+    // Data, zeroes over data, and data in what was a hole.
+    write(3 * MIB + 4096, 512, 3);
+    write(5 * MIB, MIB, 0);
+    let monday = write(14 * MIB, 70_000, 4);
+    let child =
+        ["backup", "grow", "mon.vhd", "--since", "sunday", "--parent", "sun.vhd", "--checkpoint", "monday", "--wait"];
+    ok(dir, &child);
+    let in_place =
+        ["backup", "grow", "grow-backup.raw", "--since", "sunday-raw", "--checkpoint", "monday-raw", "--wait"];
+    ok(dir, &in_place);
+    let tuesday = write(MIB / 2, 2 * MIB, 5);
+    ok(dir, &["backup", "grow", "tue.vhd", "--since", "monday", "--parent", "mon.vhd", "--wait"]);
+    for (backup, held) in
+        [("sun.vhd", &sunday), ("mon.vhd", &monday), ("grow-backup.raw", &monday), ("tue.vhd", &tuesday)]
+    {
+        assert!(bytes_of(dir, backup) == *held, "{backup} holds something else");
+    }
+    assert!(json(dir, &["info", "mon.vhd"])["used_bytes"].as_u64().unwrap() < 3 * MIB as u64);
+    // A backup that is not of the checkpoint is refused, and so is a checkpoint that is another one by now.
+    let refused = |args: &[&str], words: &str| {
+        let said = fails(dir, 2, args);
+        assert!(said.contains(words), "{args:?}: {said}");
+    };
+    refused(
+        &["backup", "grow", "x.vhd", "--since", "monday", "--parent", "sun.vhd"],
+        "is of the checkpoint \"sunday\"",
+    );
+    refused(&["backup", "grow", "x.vhd", "--since", "monday", "--parent", "tue.vhd"], "without a checkpoint");
+    refused(&in_place, "is of the checkpoint \"monday-raw\"");
+    refused(&["backup", "grow", "x.vhd", "--since", "monday"], "--parent");
+    fails(dir, 1, &["backup", "grow", "x.vhd", "--since", "friday", "--parent", "tue.vhd"]);
+    fails(dir, 1, &["backup", "grow", "x.vhd", "--checkpoint", "monday"]);
+    let manifest = dir.join("mon.vhd.spile-backup");
+    let text = fs::read_to_string(&manifest).unwrap();
+    let mut other: Value = serde_json::from_str(&text).unwrap();
+    other["checkpoint_unix_s"] = 1.into();
+    fs::write(&manifest, other.to_string()).unwrap();
+    refused(
+        &["backup", "grow", "x.vhd", "--since", "monday", "--parent", "mon.vhd"],
+        "another one of that name by now",
+    );
+    assert!(!dir.join("x.vhd").exists() && !dir.join("x.vhd.spile-backup").exists());
+    drop(client);
+    assert!(served.terminate().success());
+    assert!(fails(dir, 1, &["backup", "grow.raw", "x.vhd", "--checkpoint", "x"]).contains("serve it"));
+}
+
+#[test]
+fn a_backup_that_was_half_changed_is_known_and_the_checkpoint_of_one_that_failed_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "half.raw", 1);
+    let served = serve(dir, &["half.raw"]);
+    ok(dir, &["backup", "half", "b.raw", "--checkpoint", "one", "--wait"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    client.write(0, &vec![2; 8 * MIB], false).unwrap();
+    let slow = ["backup", "half", "b.raw", "--since", "one", "--checkpoint", "two", "--rate", "64k"];
+    let id = json(dir, &slow)["jobs"][0]["id"].as_str().unwrap().to_owned();
+    let is_marked = || fs::read_to_string(dir.join("b.raw.spile-backup")).unwrap().contains("under_way");
+    eventually("the older backup is marked", is_marked);
+    ok(dir, &["job", &id, "cancel"]);
+    eventually("the job is cancelled", || state_of(dir, &id)["state"] == "cancelled");
+    let names = |list: &Value| {
+        list["checkpoints"].as_array().unwrap().iter().map(|one| one["name"].clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(names(&json(dir, &["checkpoint", "half", "--list"])), ["one"]);
+    for args in [&["verify", "b.raw"][..], &["restore", "b.raw", "new.raw"], &slow] {
+        let said = fails(dir, 1, args);
+        assert!(said.contains("half changed") && said.contains("make a full one"), "{args:?}: {said}");
+    }
+    ok(dir, &["backup", "half", "again.raw", "--checkpoint", "two", "--wait"]);
+    drop(client);
+    assert!(served.terminate().success());
+    assert_eq!(bytes_of(dir, "again.raw"), fs::read(dir.join("half.raw")).unwrap());
+}
+
 #[test]
 fn a_fleece_that_is_full_fails_the_backup_and_no_write() {
     let dir = tempfile::tempdir().unwrap();

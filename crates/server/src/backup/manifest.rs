@@ -42,6 +42,9 @@ pub struct Manifest {
     /// The checkpoint of the disk that was made at that moment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<String>,
+    /// When that checkpoint was made, in seconds since 1970 UTC: another one of its name is not meant.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint_unix_s: Option<u64>,
     /// The checkpoint since which it has the changes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<String>,
@@ -64,6 +67,7 @@ impl Manifest {
             virtual_size_bytes,
             point_in_time_unix_s,
             checkpoint: None,
+            checkpoint_unix_s: None,
             since: None,
             parent: None,
             piece_bytes: PIECE_BYTES,
@@ -76,6 +80,16 @@ impl Manifest {
     pub fn with_digests(self, digests: &Digests) -> Self {
         let digests = digests.0.iter().map(|(piece, digest)| (*piece, format!("{digest:016x}"))).collect();
         Self { digests, ..self }
+    }
+
+    /// As the manifest of a child of the backup of this file name.
+    pub fn with_parent(self, parent: Option<String>) -> Self {
+        Self { parent, ..self }
+    }
+
+    /// As long as the backup is being changed into a newer one.
+    pub fn under_way(self) -> Self {
+        Self { state: State::UnderWay, ..self }
     }
 
     /// The file beside the backup `target`.
@@ -120,6 +134,25 @@ impl Manifest {
                 .hint("use that program, or a newer one"));
         }
         Ok(manifest)
+    }
+
+    /// Refuses a backup that changes since the checkpoint `since` of the disk at `disk`, which was made at `made_unix_s`, cannot make newer.
+    ///
+    /// # Errors
+    /// `InvalidInput`.
+    pub fn check_since(&self, disk: &str, since: &str, made_unix_s: u64) -> Result<()> {
+        let has = |name: &str| format!("the backup is of the checkpoint {name:?}");
+        let what = match &self.checkpoint {
+            _ if self.disk != disk => format!("the backup is of another disk, {}", self.disk),
+            None => "the backup was made without a checkpoint".to_owned(),
+            Some(name) if name != since => has(name),
+            Some(name) if self.checkpoint_unix_s != Some(made_unix_s) => {
+                format!("{}, and the disk has another one of that name by now", has(name))
+            }
+            Some(_) => return Ok(()),
+        };
+        let what = format!("{what}: the changes since {since:?} are not what it lacks");
+        Err(Error::new(ErrorKind::InvalidInput, what).hint("make a full backup with --checkpoint"))
     }
 
     /// The digests of the pieces.

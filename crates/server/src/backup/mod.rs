@@ -1,6 +1,7 @@
 //! Backups of disks of this host, served or not: [`spile_life::backup`] with targets, manifests and jobs.
 
 mod manifest;
+mod since;
 mod target;
 
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
-use spile_core::{Disk as _, Env as _, Error, ErrorKind, Files as _, Locator, OpenMode, Result};
+use spile_core::{Disk as _, Env as _, Error, ErrorKind, Extent, Files as _, Locator, OpenMode, Result};
 use spile_engine::{OsEnv, sleep, spawn};
 use spile_image::Graph;
 use spile_life::backup::{self, Around, Broken, Copied, Copy, PointInTime, Subject};
@@ -18,7 +19,10 @@ use spile_store::{HostFiles, HostStore, OsFiles};
 use tokio::sync::oneshot;
 
 pub use self::manifest::{Manifest, State};
+use self::since::HostBegun;
+use self::target::Since;
 pub use self::target::{Target, TargetSpec};
+use crate::checkpoints::Checkpoints;
 use crate::jobs::Access;
 use crate::serving::jobs::DiskJob;
 
@@ -39,6 +43,8 @@ pub struct Backup {
     pub disk: Locator,
     /// Where its backup goes.
     pub target: TargetSpec,
+    /// Its checkpoints, if it has some that are open.
+    pub checkpoints: Option<Arc<Checkpoints>>,
     /// What its users want of it, and how far it is.
     pub job: Arc<DiskJob>,
 }
@@ -50,6 +56,10 @@ pub struct Options {
     pub fleece_dir: Option<PathBuf>,
     /// The most bytes that the fleece of a disk may hold.
     pub fleece_limit_bytes: Option<u64>,
+    /// A checkpoint that the disks get in the moment of the backup.
+    pub checkpoint: Option<String>,
+    /// Only what has changed since this checkpoint is copied.
+    pub since: Option<String>,
     /// How the disks' files are opened.
     pub access: Access,
     /// Nobody changes the disks meanwhile.
@@ -81,13 +91,24 @@ struct Running {
     point: Arc<PointInTime<HostStore, Graph<HostStore>>>,
     before: OldEpoch<Graph<HostStore>>,
     manifest: Manifest,
+    /// What is copied; `None`: everything.
+    changed: Option<Vec<Extent>>,
+    /// The checkpoint that was made for this backup goes when it fails.
+    made: Option<(Arc<Checkpoints>, String)>,
 }
 
 /// Opens all targets and fleeces, and then makes the point in time.
 async fn begin(backups: Vec<Backup>, options: &Options) -> Result<Vec<Running>> {
     let mut targets = Vec::new();
     for backup in &backups {
-        let target = backup.target.open(backup.node.size_bytes()).await;
+        let target = match &options.since {
+            None => backup.target.open(backup.node.size_bytes()).await,
+            Some(name) => {
+                let (disk, made_unix_s) = (crate::disks::label(&backup.disk), since::made_at(backup, name).await?);
+                let since = Since { disk: &disk, name, made_unix_s };
+                backup.target.open_since(backup.node.size_bytes(), since).await
+            }
+        };
         targets.push(target.map_err(|error| target::told(&backup.target.at, error))?);
     }
     let mut subjects = Vec::new();
@@ -98,14 +119,33 @@ async fn begin(backups: Vec<Backup>, options: &Options) -> Result<Vec<Running>> 
         subjects.push(Subject { node: &backup.node, fleece, limit_bytes: limit });
     }
     let around = Around { env: Arc::new(OsEnv), timer: Arc::new(OsEnv), broken: Broken::Nothing };
-    let begun = backup::begin(subjects, &around).await?;
+    let begun = since::begin(&backups, subjects, &around, options).await?;
     let now = OsEnv.now_unix_s();
-    let running = begun.into_iter().zip(backups).zip(targets).map(|(((point, before), backup), target)| {
+    let checkpoints: Vec<_> = backups.iter().map(|backup| backup.checkpoints.clone()).collect();
+    let running = |(((point, before), backup), target): ((HostBegun, Backup), Target)| {
         let manifest = Manifest::new(crate::disks::label(&backup.disk), point.size_bytes(), now);
-        let Backup { node, target: spec, job, .. } = backup;
-        Running { node, job, at: spec.at, target, point: Arc::new(point), before, manifest }
-    });
-    Ok(running.collect())
+        let Backup { node, target: spec, job, checkpoints, .. } = backup;
+        let made = checkpoints.zip(options.checkpoint.clone());
+        let (point, changed) = (Arc::new(point), None);
+        Running { node, job, at: spec.at, target, point, before, manifest, changed, made }
+    };
+    let mut all: Vec<_> = begun.into_iter().zip(backups).zip(targets).map(running).collect();
+    let mut looked_back = Ok(());
+    for (running, checkpoints) in all.iter_mut().zip(&checkpoints) {
+        if let (Some(checkpoints), Ok(())) = (checkpoints, &looked_back) {
+            looked_back = running.look_back(checkpoints, options).await;
+        }
+    }
+    match looked_back {
+        Ok(()) => Ok(all),
+        Err(error) => {
+            for running in all {
+                running.point.end().await;
+                running.forget_checkpoint().await;
+            }
+            Err(error)
+        }
+    }
 }
 
 /// A file for what is saved of a disk.
@@ -136,7 +176,9 @@ async fn fleece(backup: &Backup, options: &Options) -> Result<HostStore> {
 impl Running {
     /// Copies the disk, and says in the job how that ended. The disk's guests are free of the backup then, also when its target hangs.
     async fn see_through(self) {
-        let (job, point) = (self.job.clone(), self.point.clone());
+        let (job, point, node) = (self.job.clone(), self.point.clone(), Arc::downgrade(&self.node));
+        let made = self.made.clone();
+
         let (done, copied) = oneshot::channel();
         spawn(async move { drop(done.send(self.copy().await)) });
         let ending = async {
@@ -164,21 +206,36 @@ impl Running {
             Err(error) if error.kind() == ErrorKind::Shutdown && job.job().is_stopping() => Err(stopped()),
             other => other,
         };
+        if let (Err(_), Some((checkpoints, name)), Some(node)) = (&result, made, node.upgrade()) {
+            // When that fails, the checkpoint stays, and does no harm.
+            let _ = checkpoints.remove(&node, &name).await;
+        }
         job.job().end(&result);
     }
 
+    /// Removes the checkpoint that was made for a backup that has failed. When that fails, it stays, and does no harm.
+    async fn forget_checkpoint(&self) {
+        if let Some((checkpoints, name)) = &self.made {
+            let _ = checkpoints.remove(&self.node, name).await;
+        }
+    }
+
     async fn copy(self) -> Result<()> {
-        let Self { node, job, at, mut target, point, before, manifest } = self;
+        let Self { node, job, at, mut target, point, before, manifest, changed, .. } = self;
         // A target that hangs must not keep the disk's files open.
         drop(node);
         before.ended().await;
         drop(before);
+        if let Err(error) = target.begin().await {
+            target.give_up().await;
+            return Err(target::told(&at, error));
+        }
         let mut digests = std::mem::take(&mut target.digests);
         let copy = Copy {
             from: &point,
             to: target.disk(),
             beneath: target.beneath,
-            changed: None,
+            changed: changed.as_deref(),
             job: job.job(),
             timer: &OsEnv,
         };

@@ -1,18 +1,20 @@
 //! [`Target`]: where a backup is written to.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use spile_core::{Disk, Error, ErrorKind, Files as _, Locator, OpenMode, Result, format_size};
 use spile_engine::{OsEnv, run_blocking};
 use spile_image::create::NewImage;
-use spile_image::{Format, Graph, OpenOptions};
+use spile_image::{Format, Graph, OpenOptions, open_layer};
 use spile_life::backup::{Beneath, Digests};
+use spile_life::snapshot::new_child;
 use spile_node::Aligned;
-use spile_store::{CacheMode, HostStore, OsFiles};
+use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use super::manifest::Manifest;
 use crate::disks;
-use crate::new_file::{HalfMade, exists};
+use crate::new_file::{HalfMade, exists, folder_of};
 
 /// What is said of a target.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,6 +25,18 @@ pub struct TargetSpec {
     pub format: Option<Format>,
     /// Where the manifest is to be, if not beside a file.
     pub manifest: Option<PathBuf>,
+    /// An older backup, of which this one is to be a child.
+    pub parent: Option<PathBuf>,
+}
+
+/// What an older backup has to be, so that changes make it newer.
+pub struct Since<'a> {
+    /// The path of the disk.
+    pub disk: &'a str,
+    /// The checkpoint.
+    pub name: &'a str,
+    /// When it was made, in seconds since 1970 UTC.
+    pub made_unix_s: u64,
 }
 
 /// A target that is open.
@@ -35,6 +49,10 @@ pub struct Target {
     pub beneath: Beneath,
     /// The digests of what it holds.
     pub digests: Digests,
+    /// An older backup that is changed in its place: what its manifest says.
+    older: Option<Manifest>,
+    /// The file name of the backup that it is a child of.
+    pub parent: Option<String>,
 }
 
 impl TargetSpec {
@@ -100,7 +118,84 @@ impl TargetSpec {
             manifest: self.manifest(),
             beneath: Beneath::Zeroes,
             digests: Digests::default(),
+            older: None,
+            parent: None,
         })
+    }
+
+    /// Opens a target for the changes since a checkpoint: a new child of an older backup, or the older backup itself.
+    ///
+    /// # Errors
+    /// As [`TargetSpec::open`]; as [`Manifest::read_whole`] and [`Manifest::check_since`].
+    pub async fn open_since(&self, size_bytes: u64, since: Since<'_>) -> Result<Target> {
+        let older = match (&self.parent, &self.at, self.manifest()) {
+            (Some(parent), ..) => Manifest::path_of(parent),
+            (None, Locator::Path(path), _) if Format::of(path, self.format)? != Format::Raw => {
+                let error = invalid("the changes since a checkpoint become a child of the older backup").at_path(path);
+                return Err(error.hint("name that one by --parent, or keep raw backups, which are changed in place"));
+            }
+            (None, _, Some(manifest)) => manifest,
+            (None, _, None) => return Err(invalid("an export has no manifest beside it").hint("say --manifest FILE")),
+        };
+        let manifest = Manifest::read_whole(&older)?;
+        manifest.check_since(since.disk, since.name, since.made_unix_s).map_err(|error| error.at_path(&older))?;
+        let digests = manifest.digests()?;
+        let mut target = match &self.parent {
+            Some(parent) => self.open_child(parent, size_bytes).await?,
+            None => Target { older: Some(manifest), ..self.open_older(size_bytes).await? },
+        };
+        (target.digests, target.beneath) = (digests, Beneath::Anything);
+        Ok(target)
+    }
+
+    /// A new image over the older backup at `parent`, which lies in the same folder.
+    async fn open_child(&self, parent: &Path, size_bytes: u64) -> Result<Target> {
+        self.check()?;
+        let Locator::Path(path) = &self.at else {
+            return Err(invalid("an export has no parent").hint("leave --parent out"));
+        };
+        let format = Format::of(path, self.format)?;
+        if !format.about().has_parents {
+            let error = invalid("a backup with a parent has a format that has parents").at_path(path);
+            return Err(error.hint("use a VHD, or leave --parent out to change the older backup in place"));
+        }
+        let folder = |path: &Path| folder_of(path).canonicalize().ok();
+        if folder(parent) != folder(path) {
+            let error = invalid("a backup lies in the folder of its parent").at_path(path);
+            return Err(error.hint("or nobody finds the parent from there"));
+        }
+        let name = path.to_owned();
+        let half = run_blocking(path, move || HalfMade::begin(&name)).await?;
+        let read = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let below = disks::open(CacheMode::Page, &parent.into(), &read).await?;
+        let size_bytes = size_bytes.next_multiple_of(format.about().size_unit_bytes);
+        let new = new_child(&below.handles()[0].info(), size_bytes, parent)?;
+        let files = HostFiles::new(OsFiles::new(CacheMode::Once));
+        let at: Locator = half.path().into();
+        let store = files.open(&at, OpenMode::ReadWrite).await?;
+        format.create(&store, &OsEnv, &new).await.map_err(|error| half.told_as(path, error))?;
+        drop(store);
+        let options = OpenOptions { format: Some(format), ..OpenOptions::default() };
+        let leaf = open_layer(&files, Arc::new(OsEnv), at, &options).await?;
+        let parent = parent.file_name().map(|name| name.to_string_lossy().into_owned());
+        Ok(Target {
+            disk: Aligned::new(below.with_leaf(leaf).await?),
+            half: Some((half, path.to_owned())),
+            manifest: self.manifest(),
+            beneath: Beneath::Anything,
+            digests: Digests::default(),
+            older: None,
+            parent,
+        })
+    }
+
+    /// The older backup itself: a raw file or an export. A file grows with its disk.
+    async fn open_older(&self, size_bytes: u64) -> Result<Target> {
+        let target = self.open_export(0).await?;
+        if target.disk.size_bytes() < size_bytes {
+            target.disk.resize(size_bytes).await?;
+        }
+        Ok(target)
     }
 
     async fn open_export(&self, size_bytes: u64) -> Result<Target> {
@@ -118,6 +213,8 @@ impl TargetSpec {
             manifest: self.manifest(),
             beneath: Beneath::Anything,
             digests: Digests::default(),
+            older: None,
+            parent: None,
         })
     }
 }
@@ -132,6 +229,16 @@ impl Target {
         &self.disk
     }
 
+    /// Notes, durably, that an older backup is being changed: until [`Target::finish`] it is of no use.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn begin(&mut self) -> Result<()> {
+        let (Some(older), Some(path)) = (self.older.take(), self.manifest.clone()) else { return Ok(()) };
+        let label = path.clone();
+        run_blocking(&label, move || older.under_way().write(&path)).await
+    }
+
     /// Closes the target after a backup that has failed. A file that was to be made is gone.
     pub async fn give_up(self) {
         let _ = self.disk.close().await;
@@ -142,8 +249,8 @@ impl Target {
     /// # Errors
     /// The system's.
     pub async fn finish(self, manifest: Manifest) -> Result<()> {
-        let Self { disk, half, manifest: at, digests, .. } = self;
-        let manifest = manifest.with_digests(&digests);
+        let Self { disk, half, manifest: at, digests, parent, .. } = self;
+        let manifest = manifest.with_digests(&digests).with_parent(parent);
         disk.close().await.map_err(|error| match &half {
             Some((half, path)) => half.told_as(path, error),
             None => error,

@@ -44,6 +44,16 @@ pub struct BackupArgs {
     /// The format of the backup [default: what the name of TARGET says; with several disks: vhd]
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     to: Option<Format>,
+    /// Give the moment of the backup this name, as `spile checkpoint` does, so that the next backup can have only what has changed since
+    #[arg(long, value_name = "NAME")]
+    checkpoint: Option<String>,
+    /// Copy only what has changed since this checkpoint: to a child of the older backup that was made with it (--parent), or onto that older
+    /// backup, a raw file or an export, which is TARGET
+    #[arg(long, value_name = "NAME")]
+    since: Option<String>,
+    /// With --since: the older backup, in the folder of TARGET, of which TARGET becomes a child
+    #[arg(long, value_name = "BACKUP", requires = "since")]
+    parent: Option<PathBuf>,
     /// Keep what guests change meanwhile in a file in this folder [default: the disk's]
     #[arg(long, value_name = "DIR")]
     fleece: Option<PathBuf>,
@@ -163,6 +173,8 @@ pub fn run(args: &BackupArgs) -> Result<Exit> {
     let disks = served.iter().zip(&pairs).map(|((_, name), pair)| wish(name, &pair.target)).collect::<Result<_>>()?;
     let order = json!(NewBackup {
         disks,
+        checkpoint: args.checkpoint.clone(),
+        since: args.since.clone(),
         fleece_dir: args.fleece.as_deref().map(whole).transpose()?,
         fleece_limit_bytes: args.fleece_limit,
         limit_bytes_per_s: args.rate,
@@ -183,10 +195,12 @@ fn wish(disk: &str, target: &TargetSpec) -> Result<DiskBackup> {
         other => other.to_string(),
     };
     let manifest = target.manifest.as_deref().map(whole).transpose()?;
+    let parent = target.parent.as_deref().map(whole).transpose()?;
     Ok(DiskBackup {
         disk: disk.to_owned(),
         target: at,
         format: target.format.map(|format| format.to_string()),
+        parent,
         manifest,
     })
 }
@@ -203,12 +217,17 @@ fn pairs(args: &BackupArgs) -> Result<Vec<Pair>> {
     let manifest = args.manifest.clone();
     match disks {
         [disk] if !target.is_dir() => {
-            let target = TargetSpec { at: disks::locate(target)?, format: args.to, manifest };
+            let (at, parent) = (disks::locate(target)?, args.parent.clone());
+            let target = TargetSpec { at, format: args.to, manifest, parent };
             Ok(vec![Pair { disk: disk.clone(), target }])
         }
         _ if !target.is_dir() => {
             let error = Error::new(ErrorKind::InvalidInput, "with several disks, TARGET is a folder").at_path(target);
             Err(error.hint("make the folder, or make a backup of each disk by itself"))
+        }
+        _ if args.parent.is_some() => {
+            Err(Error::new(ErrorKind::InvalidInput, "in a folder, no backup becomes a child of another one")
+                .hint("name the file to make, or keep raw backups, which are changed in place: --to raw"))
         }
         _ if manifest.is_some() => {
             Err(Error::new(ErrorKind::InvalidInput, "in a folder, each backup has its manifest beside it"))
@@ -219,7 +238,10 @@ fn pairs(args: &BackupArgs) -> Result<Vec<Pair>> {
                 let mut name = disk.file_stem().unwrap_or_default().to_owned();
                 name.push(format!(".{}", format.about().name));
                 let at = Locator::Path(target.join(name));
-                Pair { disk: disk.clone(), target: TargetSpec { at, format: Some(format), manifest: None } }
+                Pair {
+                    disk: disk.clone(),
+                    target: TargetSpec { at, format: Some(format), manifest: None, parent: None },
+                }
             };
             let pairs: Vec<_> = disks.iter().map(pair).collect();
             for (number, pair) in pairs.iter().enumerate() {
@@ -262,27 +284,33 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
     signals.on_first(move |_| stopped.iter().for_each(|job| job.job().cancel()));
     let watch = std::thread::spawn(move || watched.iter().for_each(watch));
     let (worked, labels) = (jobs.clone(), found.iter().map(|(at, _)| at.clone()).collect::<Vec<_>>());
-    let done = on_engine(move || async move {
-        let opened = open_all(&found, &options).await;
-        match opened {
-            Ok(nodes) => {
-                // A backup does not keep its disk open.
-                let _open = nodes.clone();
-                let backups = nodes.into_iter().zip(found).zip(worked).map(|((node, (disk, target)), job)| Backup {
-                    node,
-                    disk,
-                    target,
-                    job,
-                });
-                backup::run(backups.collect(), Options { is_offline: true, ..Options::default() }).await;
-                Ok(())
+    let how = Options {
+        checkpoint: args.checkpoint.clone(),
+        since: args.since.clone(),
+        is_offline: true,
+        ..Options::default()
+    };
+    let done =
+        on_engine(move || async move {
+            let opened = open_all(&found, &options).await;
+            match opened {
+                Ok(nodes) => {
+                    // A backup does not keep its disk open.
+                    let _open = nodes.clone();
+                    let backups = nodes
+                        .into_iter()
+                        .zip(found)
+                        .zip(worked)
+                        .map(|((node, (disk, target)), job)| Backup { node, disk, target, checkpoints: None, job });
+                    backup::run(backups.collect(), how).await;
+                    Ok(())
+                }
+                Err(error) => {
+                    worked.iter().for_each(|job| job.job().end(&Err(error.duplicate())));
+                    Err(error)
+                }
             }
-            Err(error) => {
-                worked.iter().for_each(|job| job.job().end(&Err(error.duplicate())));
-                Err(error)
-            }
-        }
-    });
+        });
     let _ = watch.join();
     done?;
     for job in &jobs {
@@ -392,7 +420,7 @@ pub fn restore(args: &RestoreArgs) -> Result<Exit> {
 /// # Errors
 /// As [`Manifest::read_whole`]; `InvalidInput` for a backup that has none beside it.
 pub fn manifest_of(at: &Locator, given: Option<&Path>) -> Result<Manifest> {
-    let target = TargetSpec { at: at.clone(), format: None, manifest: given.map(Path::to_owned) };
+    let target = TargetSpec { at: at.clone(), format: None, manifest: given.map(Path::to_owned), parent: None };
     match target.manifest() {
         Some(path) => Manifest::read_whole(&path),
         None => {

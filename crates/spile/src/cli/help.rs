@@ -249,6 +249,8 @@ pub const ENDINGS: &[Ending] = &[
             ("spile backup disk /backup/monday.vhd --wait", "a disk of a server, whose guest goes on"),
             ("spile backup boot data /backup/monday --wait", "two disks of a server, of one moment, in a folder"),
             ("spile backup disk nbds://backup.example/monday --manifest m.json --wait", "on an export of another host"),
+            ("spile backup disk sun.vhd --checkpoint sunday --wait", "in full; the moment has a name"),
+            ("spile backup disk mon.vhd --since sunday --parent sun.vhd --wait", "what has changed since"),
             ("spile backup disk.vhd disk.raw", "a disk that no server has"),
         ],
         notes: &[JSON],

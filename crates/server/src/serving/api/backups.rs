@@ -25,16 +25,19 @@ impl View {
                 return Err(invalid(format!("the disk {:?} is named twice", one.disk)));
             }
             let (node, jobs, path) = self.served(&one.disk)?;
+            let checkpoints = Some(self.checkpoints_of(&one.disk)?);
             let wishes = Wishes { limit_bytes_per_s: new.limit_bytes_per_s, ..Wishes::default() };
             let job = DiskJob::new(What::Backup(one.target.clone()), wishes);
             let target = target(one)?;
             begun.push((jobs, job.clone()));
-            backups.push(Backup { node, disk: Path::new(&path).into(), target, job });
+            backups.push(Backup { node, disk: Path::new(&path).into(), target, checkpoints, job });
         }
         let (_, jobs, _) = self.served(&first.disk)?;
         let options = Options {
             fleece_dir: new.fleece_dir.as_ref().map(Into::into),
             fleece_limit_bytes: new.fleece_limit_bytes,
+            checkpoint: new.checkpoint.clone(),
+            since: new.since.clone(),
             access: jobs.access(),
             is_offline: false,
         };
@@ -66,7 +69,8 @@ fn target(one: &DiskBackup) -> Result<TargetSpec> {
         Locator::Path(path) if !path.is_absolute() => Err(invalid(format!("{} is no whole path", one.target))),
         _ => {
             let format = one.format.as_deref().map(str::parse).transpose()?;
-            Ok(TargetSpec { at, format, manifest: one.manifest.as_ref().map(Into::into) })
+            let path = |text: &Option<String>| text.as_ref().map(Into::into);
+            Ok(TargetSpec { at, format, manifest: path(&one.manifest), parent: path(&one.parent) })
         }
     }
 }

@@ -622,6 +622,12 @@ pub struct JobChange {
 pub struct NewBackup {
     /// The disks.
     pub disks: Vec<DiskBackup>,
+    /// A checkpoint that the disks get in the moment of the backup.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<String>,
+    /// Only what has changed since this checkpoint is copied: to a child of an older backup (`parent`), or onto the older one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<String>,
     /// The folder that keeps what guests change meanwhile. Left out: that of each disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fleece_dir: Option<String>,
@@ -643,6 +649,9 @@ pub struct DiskBackup {
     /// The file's format. Left out: what its name says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
+    /// The older backup of which this one is to be a child, with its whole path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
     /// Where the manifest is to be. Left out: beside a file; an export has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub manifest: Option<String>,

@@ -439,6 +439,14 @@ impl View {
         self.with(name, |disk| Ok((disk.disk.clone(), disk.jobs.clone(), disk.leaf_path())))
     }
 
+    /// The checkpoints of the disk of this name.
+    ///
+    /// # Errors
+    /// As [`View::find`].
+    pub(super) fn checkpoints_of(&self, name: &str) -> Result<Arc<Checkpoints>> {
+        self.with(name, |disk| Ok(disk.checkpoints.clone()))
+    }
+
     /// Runs what `make` makes on a worker.
     pub(super) fn spawn<Fut: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> Fut + Send + 'static) {
         self.engine.spawn_on(0, make);

@@ -1,0 +1,115 @@
+//! Checkpoints of backups: they are made in the moment of a backup, and the next one copies what has changed since.
+
+use std::cell::RefCell;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use spile_core::{Error, ErrorKind, Extent, Result};
+use spile_image::Graph;
+use spile_life::backup::{self, Around, Begun, Subject};
+use spile_store::HostStore;
+
+use super::{Backup, HostNode, Options, Running};
+use crate::checkpoints::Checkpoints;
+
+/// So many bytes of a disk are asked at once for what has changed.
+const STEP_BYTES: u64 = 16 << 30;
+
+pub(super) type HostBegun = Begun<HostStore, Graph<HostStore>>;
+/// What is left to do while the checkpoints of some disks are made.
+type Then<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
+
+/// When the checkpoint `name` of the disk was made, in seconds since 1970 UTC.
+pub(super) async fn made_at(backup: &Backup, name: &str) -> Result<u64> {
+    let none = || Error::new(ErrorKind::NotFound, format!("the disk has no checkpoint {name:?}"));
+    let Some(checkpoints) = &backup.checkpoints else { return Err(offline()) };
+    let (list, _) = checkpoints.list(&backup.node).await;
+    let found = list.into_iter().find(|checkpoint| checkpoint.name == name);
+    found.map(|checkpoint| checkpoint.created_unix_s).ok_or_else(none)
+}
+
+fn offline() -> Error {
+    let what = "a disk that no server has is backed up in full, and without a checkpoint";
+    Error::new(ErrorKind::Unsupported, what).hint("serve it, or leave --checkpoint and --since out")
+}
+
+/// Makes the point in time, with a checkpoint of each disk in the same moment if that is wanted: all of them, or none.
+pub(super) async fn begin(
+    backups: &[Backup],
+    subjects: Vec<Subject<'_, HostStore, Graph<HostStore>>>,
+    around: &Around,
+    options: &Options,
+) -> Result<Vec<HostBegun>> {
+    let Some(name) = &options.checkpoint else { return backup::begin(subjects, around).await };
+    let disks: Vec<_> = backups
+        .iter()
+        .map(|backup| Ok((backup.checkpoints.as_deref().ok_or_else(offline)?, &backup.node)))
+        .collect::<Result<_>>()?;
+    let (begun, made) = (RefCell::new(Vec::new()), RefCell::new(Vec::new()));
+    let point = Box::pin(async {
+        let new = backup::begin(subjects, around).await?;
+        begun.borrow_mut().extend(new);
+        Ok(())
+    });
+    let done = with_checkpoints(&disks, name, point, &made).await;
+    let begun = begun.take();
+    match done {
+        Ok(()) => Ok(begun),
+        Err(error) => {
+            for (point, _) in &begun {
+                point.end().await;
+            }
+            for (checkpoints, node) in made.take() {
+                let _ = checkpoints.remove(node, name).await;
+            }
+            Err(error)
+        }
+    }
+}
+
+type Pair<'a> = (&'a Checkpoints, &'a Arc<HostNode>);
+
+/// Makes the checkpoint `name` of each of these disks, and does `then` in the moment that all of them have in common.
+fn with_checkpoints<'a>(
+    disks: &'a [Pair<'a>],
+    name: &'a str,
+    then: Then<'a>,
+    made: &'a RefCell<Vec<Pair<'a>>>,
+) -> Then<'a> {
+    Box::pin(async move {
+        let Some(((checkpoints, node), others)) = disks.split_first() else { return then.await };
+        let meanwhile = async move || with_checkpoints(others, name, then, made).await;
+        checkpoints.make_with(node, name, None, meanwhile).await?;
+        made.borrow_mut().push((checkpoints, node));
+        Ok(())
+    })
+}
+
+impl Running {
+    /// Asks what has changed since the checkpoint that is named, and notes the one that was made.
+    pub(super) async fn look_back(&mut self, checkpoints: &Checkpoints, options: &Options) -> Result<()> {
+        if let Some(name) = &options.checkpoint {
+            let (list, _) = checkpoints.list(&self.node).await;
+            let new = list.iter().find(|checkpoint| checkpoint.name == *name);
+            self.manifest.checkpoint = Some(name.clone());
+            self.manifest.checkpoint_unix_s = new.map(|checkpoint| checkpoint.created_unix_s);
+        }
+        let Some(since) = &options.since else { return Ok(()) };
+        self.manifest.since = Some(since.clone());
+        let (size, mut at, mut changed) = (self.point.size_bytes(), 0, Vec::<Extent>::new());
+        while at < size {
+            let end = size.min(at + STEP_BYTES);
+            // More may count as changed by now than in the moment of the backup: it is copied as it was.
+            for range in checkpoints.changed(&self.node, since, None, at..end).await?.ranges {
+                // Blocks may reach over the end of a step.
+                let start = changed.last().map_or(range.start(), |last| range.start().max(last.end()));
+                if start < range.end() {
+                    changed.push(Extent::from_range(start..range.end()));
+                }
+            }
+            at = end;
+        }
+        self.changed = Some(changed);
+        Ok(())
+    }
+}
