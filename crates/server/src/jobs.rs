@@ -51,7 +51,8 @@ pub async fn run(node: &Node<Graph<HostStore>>, access: Access, job: &Job, plan:
         sizes: Sizes::default(),
         broken: Broken::Nothing,
     };
-    spile_life::run(&work, plan).await
+    // A long future: whoever waits for it need not hold all of it on a worker's stack.
+    Box::pin(spile_life::run(&work, plan)).await
 }
 
 /// Refuses to move what may be lost: in another image nobody would be told of the loss.

@@ -373,7 +373,8 @@ where
     Fut: Future<Output = Result<T>> + 'static,
 {
     let engine = Engine::start(Config { workers: 1, ..Config::default() })?;
-    let result = engine.run_on(0, work);
+    // Some of this work is a long future, which a worker's stack does not hold several times.
+    let result = engine.run_on(0, move || Box::pin(work()));
     engine.shutdown();
     result
 }
