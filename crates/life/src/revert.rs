@@ -23,7 +23,7 @@ use crate::snapshot::{check_extension, child_format, refuse_job, remove_if_there
 /// # Errors
 /// `InvalidInput` when the snapshot needs the disk's own leaf; `Unsupported` when the disk's path would belie the new leaf's format;
 /// `NotFound` when the disk's file is not at its path; `Busy` while a job on the disk is not finished; the storage's. The disk is as it
-/// was then.
+/// was then, unless the hint says that it has gone back: when the storage has failed behind the change of its path.
 pub async fn revert<F: Files>(
     files: &F,
     env: Arc<dyn Env>,
@@ -56,8 +56,14 @@ pub async fn revert<F: Files>(
         Err(error) => Err(error),
     };
     match placed {
-        Err(error) => remove_if_there(files, &new_leaf).await.and(Err(error)),
         Ok(()) => Ok(()),
+        // The rename was done, and what failed came behind it.
+        Err(error) if !files.is_at(store, &disk).await? => {
+            let hint =
+                "the disk has gone back, but a power cut may undo that: do it again when the storage is in order";
+            Err(error.at_path(&disk).hint(hint))
+        }
+        Err(error) => remove_if_there(files, &new_leaf).await.and(Err(error)),
     }
 }
 

@@ -119,8 +119,10 @@ fn each_seed<T>(
 fn run_exchanges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
     let mut all = LiveSummary::default();
     let code = each_seed(seeds, arguments, |seed| run_live(seed, Broken::Nothing, arguments.trace), |one| all += one);
-    let LiveSummary { exchanges, failed, sealed, grown, .. } = all;
-    println!("{exchanges} snapshots of disks, {failed} failed, {sealed} sealed, {grown} disks grew");
+    let LiveSummary { exchanges, failed, sealed, grown, went_back, .. } = all;
+    println!(
+        "{exchanges} snapshots of disks, {failed} failed, {sealed} sealed, {grown} disks grew, {went_back} went back"
+    );
     code
 }
 

@@ -13,7 +13,7 @@ fn three_hundred_seeds_find_nothing() {
     }
     println!("{all:?}");
     assert!(all.exchanges > 300 && all.sealed > 250, "too little happened: {all:?}");
-    assert!(all.failed > 10 && all.grown > 100, "too little happened: {all:?}");
+    assert!(all.failed > 10 && all.grown > 100 && all.went_back > 50, "too little happened: {all:?}");
 }
 
 /// Seeds that once found something, and what.
@@ -82,6 +82,16 @@ fn a_path_that_changes_before_the_old_leaf_has_its_second_name_is_found() {
 #[test]
 fn what_a_crash_has_left_and_nobody_takes_back_is_found() {
     bites(Broken::NotTakenBack, "is left half-made");
+}
+
+#[test]
+fn a_way_back_that_a_power_cut_undoes_is_found() {
+    bites(Broken::BackNotDurable, "has gone back, and is as it was before");
+}
+
+#[test]
+fn a_way_back_to_a_leaf_that_is_not_durable_is_found() {
+    bites(Broken::BackLeafNotDurable, "does not open");
 }
 
 #[test]

@@ -25,6 +25,10 @@ pub enum Broken {
     LinkedLate,
     /// What a crash has left of a snapshot is not taken back.
     NotTakenBack,
+    /// A way back has succeeded before the new leaf's name is durable.
+    BackNotDurable,
+    /// On the way back the new leaf takes the disk's path before it is durable.
+    BackLeafNotDurable,
     /// A disk grows while its snapshot is made.
     GrownMeanwhile,
     /// Requests that should wait for trouble to pass are reported instead.

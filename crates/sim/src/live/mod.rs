@@ -15,9 +15,12 @@
 //!   operation fails or the host is full, and then no request may fail for that.
 //! - **The disk's path names its leaf**, at every moment and after every crash, and nothing half-made is left once the disk was opened.
 //! - **A size that was told stays.** So a disk does not grow while its snapshot is made.
+//! - **A disk that goes back** to what a snapshot holds, while nobody uses it, holds that or what it held, whatever ends the process; and what it
+//!   holds, once it has gone back, for ever.
 
 mod exchange;
 mod files;
+mod going_back;
 mod graph;
 mod trouble;
 
@@ -43,6 +46,7 @@ use crate::workload::Workload;
 use crate::world::World;
 pub(crate) use exchange::{pause, turns};
 use files::LiveFiles;
+use going_back::GoingBack;
 pub use graph::Broken;
 use graph::{LiveGraph, Tail};
 
@@ -58,6 +62,8 @@ struct LiveDisk {
     is_claimed: Cell<bool>,
     /// How many snapshots were begun: each gets a name of its own.
     snapshots: Cell<usize>,
+    /// A way back that was begun and not looked at since.
+    going_back: RefCell<Option<GoingBack>>,
     /// The size that was told last, when it was durable; and the largest that was asked for.
     told_bytes: Cell<u64>,
     asked_bytes: Cell<u64>,
@@ -86,6 +92,8 @@ struct Host {
     waits: Cell<bool>,
     /// Draws what came to the simulator later, so that older choices of a seed stay.
     later_rng: RefCell<Rng>,
+    /// Draws the ways back.
+    back_rng: RefCell<Rng>,
     summary: Cell<LiveSummary>,
     /// Exchanges are still to come in this life.
     is_exchanging: Cell<bool>,
@@ -104,6 +112,8 @@ pub struct LiveSummary {
     pub sealed: u64,
     /// Disks that grew.
     pub grown: u64,
+    /// Disks that went back to a snapshot.
+    pub went_back: u64,
 }
 
 impl std::ops::AddAssign for LiveSummary {
@@ -113,6 +123,7 @@ impl std::ops::AddAssign for LiveSummary {
         self.failed += other.failed;
         self.sealed += other.sealed;
         self.grown += other.grown;
+        self.went_back += other.went_back;
     }
 }
 
@@ -143,6 +154,7 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
         only_syncs_fail: Cell::new(true),
         waits: Cell::new(false),
         later_rng: RefCell::new(Rng::new(seed).split(51)),
+        back_rng: RefCell::new(Rng::new(seed).split(52)),
         summary: Cell::default(),
         is_exchanging: Cell::new(false),
     });
@@ -153,7 +165,8 @@ impl LiveDisk {
     fn new(is_raw: bool, size_bytes: u64) -> Self {
         let (told_bytes, asked_bytes) = (Cell::new(size_bytes), Cell::new(size_bytes));
         let (is_claimed, snapshots) = (Cell::new(false), Cell::new(0));
-        Self { is_raw, oracle: Rc::default(), is_claimed, snapshots, told_bytes, asked_bytes }
+        let going_back = RefCell::default();
+        Self { is_raw, oracle: Rc::default(), is_claimed, snapshots, going_back, told_bytes, asked_bytes }
     }
 
     /// Claims the disk for a change of its images. False while another one is under way.
@@ -276,6 +289,7 @@ impl Host {
         executor.spawn(async move {
             for disk in 0..host.disks.len() {
                 let path = host.path(disk);
+                host.settle_way_back(disk);
                 let opened = host.open(disk, &path, false).await;
                 let graph = opened.unwrap_or_else(|error| panic!("disk {disk} does not open: {error:?}"));
                 host.check_size(disk, graph.info().size_bytes);
@@ -318,6 +332,11 @@ impl Host {
                 work.clone().verify(rng, true).await;
                 work.close().await;
             });
+        }
+        run(executor, limit)?;
+        let mut back = self.back_rng.borrow_mut();
+        if life.requests > 0 {
+            executor.spawn(self.clone().go_back(Rng::new(back.word())));
         }
         run(executor, limit)
     }
