@@ -4,7 +4,7 @@
 //! succeeded, no crash undoes it.
 
 use std::cell::RefCell;
-use std::path::PathBuf;
+use std::path::Path;
 use std::rc::Rc;
 
 use spile_core::Result;
@@ -49,7 +49,7 @@ impl Host {
         exchange::pause(&mut rng, 200).await;
     }
 
-    async fn go_back_to(&self, disk: usize, snapshot: &PathBuf, oracle: &Rc<RefCell<Oracle>>) -> Result<()> {
+    async fn go_back_to(&self, disk: usize, snapshot: &Path, oracle: &Rc<RefCell<Oracle>>) -> Result<()> {
         let path = self.path(disk);
         let graph = self.open(disk, &path, false).await?.graph;
         let base = self.open(disk, snapshot, true).await?.graph;
