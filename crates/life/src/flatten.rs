@@ -4,13 +4,15 @@
 //! written ([`spile_image::Graph::filling`]). What the leaf lacks is what is left to do, so a process that is killed loses
 //! nothing but the piece that it was at.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
-use spile_core::{Extent, Files, Result, Segments};
+use spile_core::{Extent, Files, Result};
 use spile_image::layer::Layer as _;
 use spile_image::{Broken, RangeLock};
 
 use crate::jobs::{Note, Plan};
+use crate::lanes::{A_TURN, COUNTED_AT_ONCE, Lane, Lanes};
 use crate::work::{GraphOf, Work};
 
 /// Flattens the disk, from wherever that was left, and says in the job how it ended.
@@ -51,16 +53,16 @@ async fn begin<F: Files>(work: &Work<'_, F>) -> Result<()> {
 /// gets zeroes of its own: so little is left to do in the one last step that nobody can pause or stop.
 async fn fill<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, ranges: &RangeLock) -> Result<()> {
     let size_bytes = crate::work::size_of(&graph.handles()[0]);
-    let buffer = Segments::zeroed(work.sizes.piece_bytes as usize);
-    work.job.set_total(size_bytes);
-    let filler = Filler { work, graph, ranges, size_bytes, buffer };
+    let filler = Filler { work, graph, ranges, size_bytes, lanes: Lanes::new(work), copied_bytes: Cell::new(0) };
+    work.job.set_total(filler.lacking_bytes().await?);
     // Guests may give the leaf more space behind a pass.
     for _ in 0..MOST_PASSES {
         if filler.pass().await? <= FEW_PIECES {
             break;
         }
     }
-    work.job.set_done(size_bytes);
+    // What guests wrote themselves needs no copy any more.
+    work.job.set_total(filler.copied_bytes.get());
     graph.flush_own().await
 }
 
@@ -75,41 +77,75 @@ struct Filler<'a, 'w, F: Files> {
     graph: &'a GraphOf<F>,
     ranges: &'a RangeLock,
     size_bytes: u64,
-    buffer: Segments,
+    lanes: Lanes<'a, 'w, F>,
+    copied_bytes: Cell<u64>,
+}
+
+/// How far a pass is.
+#[derive(Default)]
+struct Cursor {
+    at: u64,
+    pieces: u64,
+    /// What parents have next, as it was last looked up: there is nothing before it.
+    below: Option<Extent>,
+    is_looked_up: bool,
 }
 
 impl<F: Files> Filler<'_, '_, F> {
-    /// Fills all that the leaf lacks, from the start of the disk to its end. Returns how many pieces that were.
-    async fn pass(&self) -> Result<u64> {
-        let (mut at, mut pieces) = (0, 0);
-        let mut below = self.graph.next_below(Extent::from_range(0..self.size_bytes)).await?;
-        loop {
-            if below.is_some_and(|below| below.start() < at) {
-                below = self.graph.next_below(Extent::from_range(at..self.size_bytes)).await?;
+    /// How many bytes the leaf lacks that its parents have.
+    async fn lacking_bytes(&self) -> Result<u64> {
+        let (mut bytes, mut at) = (0, 0);
+        for counted in 1_u64.. {
+            let Some(run) = self.graph.next_below(Extent::from_range(at..self.size_bytes)).await? else { break };
+            (bytes, at) = (bytes + run.len_bytes, run.end());
+            if counted.is_multiple_of(COUNTED_AT_ONCE) {
+                self.work.timer.sleep(A_TURN).await;
             }
-            let until = below.map_or(self.size_bytes, |below| below.start());
-            let unfilled = self.graph.next_unfilled(Extent::from_range(at..until)).await?;
-            let Some(next) = unfilled.or(below) else { return Ok(pieces) };
-            at = self.piece(next.start()).await?;
-            pieces += 1;
         }
+        Ok(bytes)
     }
 
-    /// Fills the piece around `at`, and returns its end.
-    async fn piece(&self, at: u64) -> Result<u64> {
-        let Work { job, timer, broken, sizes, .. } = self.work;
-        let start = at / sizes.piece_bytes * sizes.piece_bytes;
-        let piece = Extent::from_range(start..self.size_bytes.min(start + sizes.piece_bytes));
-        job.set_done(start.max(job.report().done_bytes));
+    /// Fills all that the leaf lacks, from the start of the disk to its end. Returns how many pieces that were.
+    async fn pass(&self) -> Result<u64> {
+        let cursor = async_lock::Mutex::new(Cursor::default());
+        let step = async |lane: &Lane<'_, '_, F>| {
+            let next = self.next(&mut *cursor.lock().await, lane.piece_bytes()).await?;
+            let Some(piece) = next else { return Ok(false) };
+            self.piece(lane, piece).await.map(|()| true)
+        };
+        self.lanes.run(step).await?;
+        Ok(cursor.into_inner().pieces)
+    }
+
+    /// The next piece that lacks something, `most_bytes` long at most.
+    async fn next(&self, cursor: &mut Cursor, most_bytes: u64) -> Result<Option<Extent>> {
+        let at = cursor.at;
+        if !cursor.is_looked_up || cursor.below.is_some_and(|below| below.start() < at) {
+            cursor.below = self.graph.next_below(Extent::from_range(at..self.size_bytes)).await?;
+            cursor.is_looked_up = true;
+        }
+        let until = cursor.below.map_or(self.size_bytes, |below| below.start());
+        let unfilled = self.graph.next_unfilled(Extent::from_range(at..until)).await?;
+        let Some(next) = unfilled.or(cursor.below) else { return Ok(None) };
+        let start = (next.start() / most_bytes * most_bytes).max(at);
+        let piece = Extent::from_range(start..self.size_bytes.min((start / most_bytes + 1) * most_bytes));
+        (cursor.at, cursor.pieces) = (piece.end(), cursor.pieces + 1);
+        Ok(Some(piece))
+    }
+
+    /// Fills `piece`.
+    async fn piece(&self, lane: &Lane<'_, '_, F>, piece: Extent) -> Result<()> {
         let fill = async {
-            let _alone = match broken {
+            let _alone = match self.work.broken {
                 Broken::CopyWithoutLock => None,
                 _ => Some(self.ranges.exclusive(piece.start()..piece.end()).await),
             };
-            self.graph.copy_up(piece, &self.buffer).await?;
+            let copied_bytes = self.graph.copy_up(piece, lane.buffer()).await?;
+            self.copied_bytes.set(self.copied_bytes.get() + copied_bytes);
             self.graph.own_zeroes(piece).await
         };
-        job.piece(*timer, piece.len_bytes, || self.work.guests(), fill).await?;
-        Ok(piece.end())
+        lane.piece(piece.len_bytes, fill).await?;
+        self.work.job.set_done(self.copied_bytes.get());
+        Ok(())
     }
 }

@@ -11,6 +11,7 @@ pub mod backup;
 pub mod changes;
 pub mod flatten;
 pub mod jobs;
+mod lanes;
 pub mod merge;
 pub mod motion;
 pub mod names;

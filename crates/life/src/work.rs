@@ -36,15 +36,19 @@ pub struct Work<'a, F: Files> {
 /// How much a job moves at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
-    /// A merge copies about so many bytes before it has the layer give them up: the space that it needs in addition.
+    /// A merge copies about so many bytes, the batch, before it has the layer give them up. At most four batches take space in two places.
     pub batch_bytes: u64,
     /// So many bytes at most are copied at once: what a guest's request to them may have to wait for.
     pub piece_bytes: u64,
+    /// The same while guests have no requests.
+    pub quiet_piece_bytes: u64,
+    /// How many pieces are copied at a time while guests have no requests.
+    pub lanes: usize,
 }
 
 impl Default for Sizes {
     fn default() -> Self {
-        Self { batch_bytes: 16 << 20, piece_bytes: 256 << 10 }
+        Self { batch_bytes: 16 << 20, piece_bytes: 256 << 10, quiet_piece_bytes: 1 << 20, lanes: 8 }
     }
 }
 

@@ -1,5 +1,7 @@
 //! Moves of data between the layers of a graph: down into the leaf's parent, or up into the leaf.
 
+use std::ops::Range;
+
 use futures_util::future::join_all;
 use spile_core::{Disk, Extent, Io, Result, Segments, Store, WriteZeroes};
 
@@ -14,6 +16,9 @@ struct Run {
     /// Where it lies; `None` when it reads as zeroes.
     at: Option<At>,
 }
+
+/// Zeroes are told from other bytes in parts of this length.
+const PART_BYTES: usize = 64 << 10;
 
 /// Zeroes that are moved take no space where that can be done.
 const ZEROES: WriteZeroes = WriteZeroes { may_unmap: true, only_if_fast: false };
@@ -32,9 +37,26 @@ impl<S: Store> Graph<S> {
             let start = (run.extent.start() - piece.start()) as usize;
             let memory = buffer.slice(start..start + run.extent.len_bytes as usize);
             self.read_at(0, at, &memory).await?;
-            to.execute(Io::write(run.extent, &memory, false)).await
+            for part in parts_alike(&memory) {
+                let start = run.extent.start() + part.start as u64;
+                let (extent, memory) = (Extent::from_range(start..start + part.len() as u64), memory.slice(part));
+                match memory.is_zero() {
+                    true => to.write_zeroes(extent, ZEROES).await?,
+                    false => to.execute(Io::write(extent, &memory, false)).await?,
+                }
+            }
+            Ok(())
         });
         join_all(copies).await.into_iter().collect()
+    }
+
+    /// How many bytes the leaf itself has of `unit`.
+    ///
+    /// # Errors
+    /// The store's.
+    pub async fn own_bytes(&self, unit: Extent) -> Result<u64> {
+        let _readers = self.enter();
+        Ok(self.own_runs(unit).await?.iter().filter(|run| run.at.is_some()).map(|run| run.extent.len_bytes).sum())
     }
 
     async fn own_runs(&self, piece: Extent) -> Result<Vec<Run>> {
@@ -52,14 +74,7 @@ impl<S: Store> Graph<S> {
                     continue;
                 }
                 Found::Zero => None,
-                Found::Data(offset) => {
-                    let found = self.leaf().data_store().extent_at(offset).await?;
-                    let whole = Extent::from_range(at..at + len.min(found.len_bytes.max(1).next_multiple_of(512)));
-                    let is_hole = found.is_hole && found.len_bytes >= whole.len_bytes;
-                    at = whole.end();
-                    runs.push(Run { extent: whole, at: (!is_hole).then_some(At::Plain(offset)) });
-                    continue;
-                }
+                Found::Data(offset) => Some(At::Plain(offset)),
                 Found::Encoded { unit, within_bytes } => Some(At::Encoded { unit, within_bytes }),
             };
             runs.push(Run { extent, at: place });
@@ -75,18 +90,29 @@ impl<S: Store> Graph<S> {
     /// The stores'.
     pub async fn copy_up(&self, piece: Extent, buffer: &Segments) -> Result<u64> {
         let _readers = self.enter();
-        let (mut at, mut copied) = (piece.start(), 0);
+        let copies = self.runs_below(piece).await?.into_iter().map(async |run| {
+            let start = (run.start() - piece.start()) as usize;
+            let memory = buffer.slice(start..start + run.len_bytes as usize);
+            self.read_extent(run, &memory).await?;
+            self.change_leaf(run, Change::Write(&memory)).await?;
+            Ok(run.len_bytes)
+        });
+        join_all(copies).await.into_iter().sum()
+    }
+
+    /// What the leaf lacks of `piece` and its parents have, in order, on the disk's alignment.
+    async fn runs_below(&self, piece: Extent) -> Result<Vec<Extent>> {
+        let (mut at, mut runs): (u64, Vec<Extent>) = (piece.start(), Vec::new());
         let align = u64::from(self.info.request_align_bytes);
         while let Some(run) = self.next_below(Extent::from_range(at..piece.end())).await? {
             let (start, end) = (run.start() / align * align, run.end().next_multiple_of(align).min(piece.end()));
-            let run = Extent::from_range(start..end);
-            let memory = buffer.slice(0..run.len_bytes as usize);
-            self.read_extent(run, &memory).await?;
-            self.change_leaf(run, Change::Write(&memory)).await?;
-            copied += run.len_bytes;
-            at = run.end();
+            at = end;
+            match runs.last_mut() {
+                Some(last) if last.end() == start => *last = Extent::from_range(last.start()..end),
+                _ => runs.push(Extent::from_range(start..end)),
+            }
         }
-        Ok(copied)
+        Ok(runs)
     }
 
     /// The first run of `extent` whose bytes are in a parent.
@@ -133,4 +159,19 @@ impl<S: Store> Graph<S> {
     pub async fn own_zeroes(&self, piece: Extent) -> Result<()> {
         self.each_part(piece, true, async |part| self.leaf().own_zeroes(part).await).await
     }
+}
+
+/// The parts of `memory`, as long as can be, that are zeroes or that are not.
+fn parts_alike(memory: &Segments) -> Vec<Range<usize>> {
+    let (mut parts, mut was_zero): (Vec<Range<usize>>, bool) = (Vec::new(), false);
+    for start in (0..memory.len()).step_by(PART_BYTES) {
+        let part = start..memory.len().min(start + PART_BYTES);
+        let is_zero = memory.slice(part.clone()).is_zero();
+        match parts.last_mut() {
+            Some(last) if is_zero == was_zero => last.end = part.end,
+            _ => parts.push(part),
+        }
+        was_zero = is_zero;
+    }
+    parts
 }

@@ -305,7 +305,7 @@ impl Job {
     }
 
     /// Moves one piece of `bytes`, once it may. `busy` counts the requests of guests: while there are some, the job lets them have half of the
-    /// time.
+    /// time. Of pieces that are moved at the same time, those of one lane count as the job's time (`is_first`).
     ///
     /// # Errors
     /// `Shutdown` when the job is to end here; those of the move.
@@ -313,6 +313,7 @@ impl Job {
         &self,
         timer: &dyn Timer,
         bytes: u64,
+        is_first: bool,
         busy: impl Fn() -> u64,
         work: impl Future<Output = Result<()>>,
     ) -> Result<()> {
@@ -324,7 +325,9 @@ impl Job {
         while let Some(pause) = pace.pause(self.go_on().await?, timer.now_ns()) {
             timer.sleep(pause).await;
         }
-        self.worked_ns.fetch_add(timer.now_ns().saturating_sub(begun_ns), Ordering::Relaxed);
+        if is_first {
+            self.worked_ns.fetch_add(timer.now_ns().saturating_sub(begun_ns), Ordering::Relaxed);
+        }
         Ok(())
     }
 }

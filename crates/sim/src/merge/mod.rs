@@ -107,7 +107,10 @@ pub fn run_merge(seed: u64, broken: Broken, trace: bool) -> Result<MergeSummary,
     if trace {
         world.keep_trace();
     }
-    let sizes = Sizes { batch_bytes: rng.between(1, 6) << 14, piece_bytes: 4096 << rng.below(5) };
+    let (batch_bytes, piece_bytes) = (rng.between(1, 6) << 14, 4096 << rng.below(5));
+    let mut of_lanes = Rng::new(seed).split(62);
+    let (quiet_piece_bytes, lanes) = (4096 << of_lanes.below(5), of_lanes.between(1, 4) as usize);
+    let sizes = Sizes { batch_bytes, piece_bytes, quiet_piece_bytes, lanes };
     let host = Rc::new(Host {
         world: world.clone(),
         plan: Rc::new(plan),
