@@ -25,15 +25,15 @@ const ZEROES: WriteZeroes = WriteZeroes { may_unmap: true, only_if_fast: false }
 
 impl<S: Store> Graph<S> {
     /// Copies what the leaf itself has of `piece` to the same place of `to`, through `buffer`, which is as long as the piece or
-    /// longer. Whoever calls this keeps changes out of the piece.
+    /// longer. Whoever calls this keeps changes out of the piece. Returns how many bytes that were.
     ///
     /// # Errors
     /// Those of both.
-    pub async fn copy_own(&self, piece: Extent, to: &impl Disk, buffer: &Segments) -> Result<()> {
+    pub async fn copy_own(&self, piece: Extent, to: &impl Disk, buffer: &Segments) -> Result<u64> {
         let _readers = self.enter();
         let runs = self.own_runs(piece).await?;
         let copies = runs.iter().map(async |run| {
-            let Some(at) = run.at else { return to.write_zeroes(run.extent, ZEROES).await };
+            let Some(at) = run.at else { return to.write_zeroes(run.extent, ZEROES).await.map(|()| 0) };
             let start = (run.extent.start() - piece.start()) as usize;
             let memory = buffer.slice(start..start + run.extent.len_bytes as usize);
             self.read_at(0, at, &memory).await?;
@@ -45,9 +45,17 @@ impl<S: Store> Graph<S> {
                     false => to.execute(Io::write(extent, &memory, false)).await?,
                 }
             }
-            Ok(())
+            Ok(run.extent.len_bytes)
         });
-        join_all(copies).await.into_iter().collect()
+        join_all(copies).await.into_iter().sum()
+    }
+
+    /// Where the unit that the leaf has at `extent` lies in its file; 0 when that says nothing.
+    pub fn own_offset(&self, extent: Extent) -> u64 {
+        match self.leaf().locate(extent.start(), extent.len_bytes).0 {
+            Found::Data(offset) => offset.0,
+            _ => 0,
+        }
     }
 
     /// How many bytes the leaf itself has of `unit`.

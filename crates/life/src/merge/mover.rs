@@ -19,6 +19,9 @@ use crate::work::{GraphOf, Work};
 /// The units of a batch are together at most so many times as long as what is copied of them.
 const UNITS_PER_BATCH: u64 = 4;
 
+/// So many units are looked at before the first of them is moved.
+const WINDOW: usize = 64 << 10;
+
 /// A merge that moves data.
 pub(super) struct Mover<'a, 'w, F: Files> {
     work: &'a Work<'w, F>,
@@ -30,6 +33,8 @@ pub(super) struct Mover<'a, 'w, F: Files> {
     sinking: Option<Arc<Sinking<F::Store>>>,
     lanes: Lanes<'a, 'w, F>,
     done_bytes: Cell<u64>,
+    /// How long the units are that are not copied yet.
+    left_bytes: Cell<u64>,
 }
 
 /// Units that are moved together.
@@ -48,44 +53,54 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         sinking: Option<Arc<Sinking<F::Store>>>,
     ) -> Self {
         let (target, lanes) = (Aligned::new(target), Lanes::new(work));
-        Self { work, source, target, sinking, lanes, done_bytes: Cell::new(0) }
+        Self { work, source, target, sinking, lanes, done_bytes: Cell::new(0), left_bytes: Cell::new(0) }
     }
 
     fn whole(&self) -> Extent {
         Extent::from_range(0..self.source.size_bytes())
     }
 
-    /// The units that the layer has in `within`, until they are `most_bytes` long or longer.
-    fn units(&self, within: Extent, most_bytes: u64) -> Vec<Extent> {
-        let (mut units, mut bytes, mut at) = (Vec::new(), 0, within.start());
-        while bytes < most_bytes
-            && at < within.end()
-            && let Some(held) = self.source.next_own(Extent::from_range(at..within.end()))
+    /// The units that the layer has from `from` on, [`WINDOW`] at most, in the order in which they lie in its file: what lies side by side is
+    /// read together, and its space is given back together. A large disk has millions of units, and guests are served between some
+    /// thousand of them.
+    async fn window(&self, from: u64) -> Vec<Extent> {
+        let (mut units, mut at, end) = (Vec::new(), from, self.whole().end());
+        while units.len() < WINDOW
+            && at < end
+            && let Some(held) = self.source.next_own(Extent::from_range(at..end))
         {
             let unit = self.source.unit_of(held);
-            (bytes, at) = (bytes + unit.len_bytes, unit.end());
-            units.push(unit);
+            at = unit.end();
+            units.push((self.source.own_offset(held), unit));
+            if (units.len() as u64).is_multiple_of(COUNTED_AT_ONCE) {
+                self.work.timer.sleep(A_TURN).await;
+            }
         }
-        units
+        units.sort_unstable_by_key(|(offset, unit)| (*offset, unit.start()));
+        units.into_iter().map(|(_, unit)| unit).collect()
     }
 
-    /// The units of the next batch, from `from` on: so many that about [`Sizes::batch_bytes`](crate::Sizes) are copied. Most units are not
-    /// full, and each batch costs syncs.
-    async fn next_units(&self, from: u64) -> Result<Vec<Extent>> {
+    /// How many of `units`, the next ones, make a batch: so many that about [`Sizes::batch_bytes`](crate::Sizes) are copied. Most units are
+    /// not full, and each batch costs syncs.
+    async fn count_of_batch(&self, units: &[Extent]) -> Result<usize> {
         let most_bytes = self.work.sizes.batch_bytes;
-        let mut units = self.units(Extent::from_range(from..self.whole().end()), most_bytes * UNITS_PER_BATCH);
-        let held = join_all(units.iter().map(|unit| self.source.own_bytes(*unit))).await;
+        let mut len_bytes = 0;
+        let candidates = units.iter().take_while(|unit| {
+            let is_first = len_bytes == 0;
+            len_bytes += unit.len_bytes;
+            is_first || len_bytes <= most_bytes * UNITS_PER_BATCH
+        });
+        let held = join_all(candidates.map(|unit| self.source.own_bytes(*unit))).await;
         let (mut bytes, mut count) = (0, 0);
         for held_bytes in held {
             bytes += held_bytes?;
             count += usize::from(bytes <= most_bytes || count == 0);
         }
-        units.truncate(count);
-        Ok(units)
+        Ok(count)
     }
 
-    /// How many bytes the layer has in all. A large disk has millions of units, and guests are served between some thousand of them.
-    async fn total_bytes(&self) -> u64 {
+    /// How many bytes the layer's units have in all.
+    async fn units_bytes(&self) -> u64 {
         let (mut total_bytes, mut at, end) = (0, 0, self.whole().end());
         for counted in 1_u64.. {
             let held = (at < end).then(|| self.source.next_own(Extent::from_range(at..end))).flatten();
@@ -100,29 +115,44 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
 
     /// Moves all that the layer has.
     pub(super) async fn run(&self) -> Result<()> {
-        self.work.job.set_total(self.total_bytes().await);
-        let (mut from, mut copied) = (0, Batch::default());
+        self.left_bytes.set(self.units_bytes().await);
+        self.tell();
+        // A change may have allocated something behind the mover while the merge began.
+        while self.pass().await? {}
+        self.work.job.set_total(self.done_bytes.get());
+        Ok(())
+    }
+
+    /// Moves all that the layer has, from the start of the disk to its end. False when there was nothing.
+    async fn pass(&self) -> Result<bool> {
+        let (mut from, mut copied, mut any) = (0, Batch::default(), false);
         loop {
-            let units = self.next_units(from).await?;
-            match units.last() {
-                Some(last) => from = last.end(),
-                // What a change has allocated behind the mover while the merge began.
-                None if copied.units.is_empty() && from > 0 => {
-                    from = 0;
-                    continue;
-                }
-                None if copied.units.is_empty() => return Ok(()),
-                None => {}
+            let window = self.window(from).await;
+            let Some(end) = window.iter().map(|unit| unit.end()).max() else { break };
+            (from, any) = (end, true);
+            let mut rest = &window[..];
+            while !rest.is_empty() {
+                let (units, later) = rest.split_at(self.count_of_batch(rest).await?);
+                copied = self.step(copied, units.to_vec()).await?;
+                rest = later;
             }
-            copied = self.step(copied, units).await?;
         }
+        self.step(copied, Vec::new()).await?;
+        Ok(any)
+    }
+
+    /// Tells how far the merge is. Units are not full: what is to be moved becomes less as they are looked at.
+    fn tell(&self) {
+        self.work.job.set_done(self.done_bytes.get());
+        self.work.job.set_total(self.done_bytes.get() + self.left_bytes.get());
     }
 
     /// Copies `units`, and meanwhile has the layer give up the batch that was copied before. When something fails, both have come to
     /// their end.
     async fn step(&self, before: Batch, units: Vec<Extent>) -> Result<Batch> {
         if let Some(sinking) = &self.sinking {
-            let both = before.units.iter().chain(&units).copied().collect();
+            let mut both: Vec<_> = before.units.iter().chain(&units).copied().collect();
+            both.sort_unstable_by_key(|unit| unit.start());
             self.work.put(self.source.sinking(sinking, both)).await?;
         }
         let failures = self.failures();
@@ -177,10 +207,16 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
                 };
                 self.source.copy_own(piece, &self.target, lane.buffer()).await
             };
+            let mut copied_bytes = 0;
+            let copy = async {
+                copied_bytes = copy.await?;
+                Ok(())
+            };
             lane.piece(piece.len_bytes, copy).await?;
             if counts {
-                self.done_bytes.set(self.done_bytes.get() + piece.len_bytes);
-                self.work.job.set_done(self.done_bytes.get());
+                self.done_bytes.set(self.done_bytes.get() + copied_bytes);
+                self.left_bytes.set(self.left_bytes.get().saturating_sub(piece.len_bytes));
+                self.tell();
             }
             Ok(true)
         };

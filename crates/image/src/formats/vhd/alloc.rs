@@ -395,6 +395,21 @@ impl<S: Store> Sparse<S> {
         Ok(Ready { sector, zeroed })
     }
 
+    /// As [`Self::empty_place`], of blocks that lie side by side, the first one first.
+    pub(super) async fn empty_places(&self, sectors: &[u32]) -> Result<Vec<Ready>> {
+        let (Some(first), Some(last)) = (sectors.first(), sectors.last()) else { return Ok(Vec::new()) };
+        if !self.store.info().punches {
+            let mut ready = Vec::new();
+            for sector in sectors {
+                ready.push(self.empty_place(*sector).await?);
+            }
+            return Ok(ready);
+        }
+        let start = u64::from(*first) * SECTOR;
+        self.store.punch_hole(StoreOffset(start), self.layout.block_end(*last) - start).await?;
+        Ok(sectors.iter().map(|sector| Ready { sector: *sector, zeroed: true }).collect())
+    }
+
     /// How many blocks the next step should have: never more than the disk still lacks.
     fn step_blocks(&self) -> u64 {
         let allocated = self.bat.allocated().count();

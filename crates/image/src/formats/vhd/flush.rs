@@ -117,13 +117,21 @@ impl<S: Store> Sparse<S> {
         (released.next_gone(), std::mem::take(&mut released.punched))
     }
 
-    /// Rule 5: punches blocks and bitmaps whose release is durable and which nobody reads any more.
-    async fn punch_released(&self, sectors: Vec<u32>) -> Result<()> {
-        for sector in sectors {
-            let place = self.empty_place(sector).await?;
-            self.alloc.lock().released.punched.push(place);
+    /// Rule 5: punches blocks and bitmaps whose release is durable and which nobody reads any more. Neighbours go together: a punch waits
+    /// for all reads of the file, however much it punches.
+    async fn punch_released(&self, mut sectors: Vec<u32>) -> Result<()> {
+        sectors.sort_unstable();
+        for group in sectors.chunk_by(|one, next| self.are_neighbours(*one, *next)) {
+            let places = self.empty_places(group).await?;
+            self.alloc.lock().released.punched.extend(places);
         }
         Ok(())
+    }
+
+    /// True when the blocks at these sectors have nothing between them but a gap in which nothing lies: all metadata come before them.
+    fn are_neighbours(&self, one: u32, next: u32) -> bool {
+        let (start, end, next) = (u64::from(one) * SECTOR, self.layout.block_end(one), u64::from(next) * SECTOR);
+        end <= next && next - end < 4096 && start >= self.head().metadata_end
     }
 
     pub(super) async fn write_footer_at(&self, offset: u64) -> Result<()> {
