@@ -10,6 +10,7 @@
 pub mod backup;
 pub mod changes;
 pub mod flatten;
+pub mod gone;
 pub mod jobs;
 mod lanes;
 pub mod merge;

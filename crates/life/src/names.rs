@@ -39,6 +39,16 @@ pub fn fleece(disk: &Path) -> PathBuf {
     beside(disk, "fleece")
 }
 
+/// That the image is not needed as one of its own any more ([`crate::gone`]).
+pub fn gone(image: &Path) -> PathBuf {
+    beside(image, "gone")
+}
+
+/// True for the path of such a note.
+pub fn is_gone(path: &Path) -> bool {
+    disk_of(path).is_some_and(|image| gone(&image) == path)
+}
+
 /// The disk that the file `path` belongs to, if it has one of these names.
 pub fn disk_of(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_str()?;
@@ -64,10 +74,11 @@ mod tests {
     #[test]
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
-        for beside in [new_leaf(disk), job(disk), new_job(disk), changes(disk), moving(disk), moved(disk), fleece(disk)]
-        {
+        let named = [new_leaf, job, new_job, changes, moving, moved, fleece, gone].map(|of| of(disk));
+        for beside in named {
             assert_eq!(beside.parent(), disk.parent());
             assert_eq!(disk_of(&beside).as_deref(), Some(disk));
+            assert_eq!(is_gone(&beside), beside == gone(disk));
         }
         assert_eq!(new_leaf(Path::new("/vm/a.vhd")), Path::new("/vm/.a.vhd.spile-new"));
         for other in ["/vm/a.vhd", "/vm/.a.vhd", "/vm/.spile-new", "/"] {

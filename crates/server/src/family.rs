@@ -61,6 +61,21 @@ pub async fn refuse_lost_parent(path: &Path) -> Result<()> {
     }
 }
 
+/// The images in the folder of the image at `path` that name it as their parent, whatever that file holds.
+///
+/// # Errors
+/// `Denied` when not all images could be asked; the system's when there is no such file.
+pub async fn children_of(path: &Path) -> Result<Vec<PathBuf>> {
+    let whole = OsFiles::default().canonical(path).await?;
+    match asked(&whole, None, usize::MAX).await {
+        (children, true) => Ok(children),
+        (_, false) => {
+            let what = "an image in its folder may be a child of this disk: not all of them could be asked";
+            Err(Error::new(ErrorKind::Denied, what).at_path(path).hint("keep less images in one folder"))
+        }
+    }
+}
+
 /// What the other images in an image's folder say of their parents.
 enum Children {
     /// None of them is a child of the image.
@@ -73,24 +88,38 @@ enum Children {
 
 /// Asks the images in the folder of the image at `path`, a canonical path, whether it is their parent.
 async fn child_of(path: &Path, identity: Option<Identity>) -> Children {
+    let (mut found, are_all) = asked(path, identity, 1).await;
+    match found.pop() {
+        Some(child) => Children::Has(child),
+        None if are_all => Children::None,
+        None => Children::NotAllAsked,
+    }
+}
+
+/// The first `most` images in the folder of the image at `path`, a canonical path, that say that it is their parent. False when some of
+/// the folder's images were not asked.
+async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<PathBuf>, bool) {
     let ours = path.to_owned();
     // A guest can write what looks like an image into a raw one: so only names are believed here.
     let may_have_parent = |other: &Path| Format::from_extension(other).is_some_and(|format| format.about().has_parents);
-    let found = run_blocking(path, move || neighbours(&ours, MOST_IMAGES, may_have_parent)).await;
-    let Neighbours { images, mut are_all } = found;
+    let looked = run_blocking(path, move || neighbours(&ours, MOST_IMAGES, may_have_parent)).await;
+    let Neighbours { images, are_all } = looked;
     let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
+    let mut found = Vec::new();
     for other in images {
         if Instant::now() > end {
-            are_all = false;
-            break;
+            return (found, false);
         }
         // An image that cannot be read cannot be used as a child either.
         let Some(format) = Format::from_extension(&other) else { continue };
         if is_child_of(&files, &other, format, path, identity).await.unwrap_or(false) {
-            return Children::Has(other);
+            found.push(other);
+        }
+        if found.len() >= most {
+            break;
         }
     }
-    if are_all { Children::None } else { Children::NotAllAsked }
+    (found, are_all)
 }
 
 /// The files that lie in the folders of these images, themselves left out. Each may be a child, whatever its name.

@@ -49,6 +49,11 @@ fn commands_on_images_print_what_their_schemas_say() {
         assert_prints(dir, "check", &[disk]);
         assert_prints(dir, "measure", &[disk, "--to", "vhd"]);
     }
+    assert_prints(dir, "snapshot", &["b.vhd", "--name", "kept"]);
+    assert!(assert_prints(dir, "delete", &["kept.vhd"])["child_path"].is_string());
+    assert_prints(dir, "tree", &["."]);
+    assert_prints(dir, "gc", &[".", "--dry-run"]);
+    assert_prints(dir, "gc", &["."]);
     assert_prints(dir, "compare", &["a.raw", "b.vhd"]);
     assert!(assert_prints(dir, "compare", &["a.raw", "c.vhd"])["differs_at_offset_bytes"] == 0);
     // With findings of more than one kind.

@@ -75,7 +75,7 @@ impl Plan {
     fn to_lines(&self) -> Result<String> {
         Ok(match self {
             Self::Coalesce(Merged { identity, path, parent }) => {
-                let hex: String = identity.0.iter().map(|byte| format!("{byte:02x}")).collect();
+                let hex = to_hex(*identity);
                 format!("coalesce\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
             }
             Self::Flatten => "flatten\n".to_owned(),
@@ -205,10 +205,7 @@ impl Note {
     }
 
     async fn write_at<F: Files>(&self, files: &F, path: &Path) -> Result<()> {
-        let text = self.to_text()?;
-        let store = files.create(path, 0).await?;
-        store.write_at(StoreOffset(0), &Segments::copied(text.as_bytes()), Via::Cached).await?;
-        store.sync().await
+        write_text(files, path, &self.to_text()?).await
     }
 
     /// The note of `disk`, if there is one. What is left of one that was not written to its end is removed.
@@ -217,17 +214,7 @@ impl Note {
     /// `Unsupported` for a note of another version; the system's.
     pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
         let path = names::job(disk);
-        let store = match files.open(&path.as_path().into(), OpenMode::ReadOnly).await {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            opened => opened?,
-        };
-        let bytes = Segments::zeroed(store.len_bytes().min(MOST_BYTES) as usize);
-        if !bytes.is_empty() {
-            store.read_at(StoreOffset(0), &bytes, Via::Cached).await?;
-        }
-        drop(store);
-        let bytes = bytes.to_vec();
-        let text = String::from_utf8_lossy(&bytes);
+        let Some(text) = read_text(files, &path).await? else { return Ok(None) };
         match Self::from_text(&text) {
             Some(note) => Ok(Some(note)),
             None if is_of_another_version(&text) => {
@@ -270,7 +257,31 @@ pub(crate) fn text_of(path: &Path) -> Result<&str> {
     })
 }
 
-fn from_hex(text: &str) -> Option<[u8; 16]> {
+/// Writes a new file at `path`, durably.
+pub(crate) async fn write_text<F: Files>(files: &F, path: &Path, text: &str) -> Result<()> {
+    let store = files.create(path, 0).await?;
+    store.write_at(StoreOffset(0), &Segments::copied(text.as_bytes()), Via::Cached).await?;
+    store.sync().await
+}
+
+/// What the file at `path` says; `None` when there is none.
+pub(crate) async fn read_text<F: Files>(files: &F, path: &Path) -> Result<Option<String>> {
+    let store = match files.open(&path.into(), OpenMode::ReadOnly).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    let bytes = Segments::zeroed(store.len_bytes().min(MOST_BYTES) as usize);
+    if !bytes.is_empty() {
+        store.read_at(StoreOffset(0), &bytes, Via::Cached).await?;
+    }
+    Ok(Some(String::from_utf8_lossy(&bytes.to_vec()).into_owned()))
+}
+
+pub(crate) fn to_hex(identity: Identity) -> String {
+    identity.0.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub(crate) fn from_hex(text: &str) -> Option<[u8; 16]> {
     let mut bytes = [0; 16];
     let digits = text.as_bytes();
     if digits.len() != 2 * bytes.len() {

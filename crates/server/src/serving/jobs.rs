@@ -125,6 +125,12 @@ impl DiskJobs {
         let Some(graph) = disk.graph_now() else { return Err(just_exchanged()) };
         let plan = plan(&graph, new)?;
         drop(graph);
+        if let (Some(into), Plan::Coalesce(merged)) = (&new.into, &plan)
+            && merged.parent != Path::new(into)
+        {
+            let what = format!("the parent is {} by now, and not {into}", merged.parent.display());
+            return Err(Error::new(ErrorKind::Busy, what).at_path(&merged.path).hint("look at the chain: spile show"));
+        }
         let wishes = Wishes { limit_bytes_per_s: new.limit_bytes_per_s, ..Wishes::default() };
         let begun = self.spawn(engine, disk, Note { plan, wishes })?;
         match begun.job.accepted().await {

@@ -314,7 +314,19 @@ pub const ENDINGS: &[Ending] = &[
     Ending {
         command: "delete",
         codes: &[],
-        examples: &[("spile delete old.vhd", "an image that no other one needs")],
+        examples: &[
+            ("spile delete old.vhd", "an image that no other one needs"),
+            ("spile delete monday.vhd", "a snapshot with one child: it goes with the next spile gc"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
+        command: "gc",
+        codes: &[("1", "not all that was begun could be done; else: failure")],
+        examples: &[
+            ("spile gc /vm --dry-run", "what there is to do in a folder"),
+            ("spile gc /vm --rate 50M", "does it; each disk moves 50 MiB in a second at most"),
+        ],
         notes: &[JSON],
     },
     Ending {

@@ -15,6 +15,7 @@ mod create;
 mod demo;
 mod docs;
 mod ending;
+mod gc;
 mod help;
 mod info;
 mod jobs;
@@ -112,6 +113,7 @@ enum Command {
     Checkpoint(checkpoint::CheckpointArgs),
     Changed(checkpoint::ChangedArgs),
     Tree(tree::TreeArgs),
+    Gc(gc::GcArgs),
     OnError(trouble::OnErrorArgs),
     Shape(shape::ShapeArgs),
     Limit(limit::LimitArgs),
@@ -180,6 +182,7 @@ pub fn run() -> ExitCode {
         Command::Checkpoint(args) => checkpoint::checkpoint(args),
         Command::Changed(args) => checkpoint::changed(args),
         Command::Tree(args) => tree::run(args),
+        Command::Gc(args) => gc::run(args),
         Command::OnError(args) => trouble::on_error(args),
         Command::Shape(args) => shape::run(args),
         Command::Limit(args) => limit::run(args),

@@ -17,6 +17,7 @@ use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::create::new_parent;
+use super::gc;
 use super::snapshot::find;
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, say};
 use crate::disks;
@@ -52,7 +53,8 @@ pub struct RevertArgs {
 /// Delete a disk or a snapshot that no other image needs
 ///
 /// The other images in its folder are asked whether it is their parent. A disk that is open anywhere, or has a merge that is
-/// not finished, is left alone. What the image's own parents hold stays.
+/// not finished, is left alone. What the image's own parents hold stays. An image with one child is only marked, also while it is in
+/// use: `spile gc` merges the two when the child is a disk's own image, and the space is free then.
 #[derive(Debug, Args)]
 pub struct DeleteArgs {
     /// The image, by its path
@@ -83,8 +85,10 @@ pub struct Reverted {
 pub struct Deleted {
     /// Its path.
     path: String,
-    /// The space that it took on its file system, in bytes.
+    /// The space that it took on its file system, in bytes; 0 while it waits for `spile gc`.
     freed_bytes: u64,
+    /// It is there until `spile gc` has merged it with this image, its only child.
+    child_path: Option<String>,
 }
 
 /// Refuses a disk that a server has.
@@ -198,30 +202,46 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     let at = file_at(&args.disk)?;
     // Children are asked for below.
     let options = OpenOptions { read_only: false, write_parent: true, ..args.parents.read_only(args.format) };
-    let freed_bytes = disks::used_bytes(&args.disk).unwrap_or(0);
-    let path = on_engine(move || async move {
-        let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(options.no_lock));
-        let graph = disks::open_keeping(CacheMode::Page, &at, &options).await?;
-        let path = graph.handles()[0].path().to_owned();
-        refuse_job(&files, &path).await?;
-        family::refuse_lost_parent(&path).await.map_err(|error| {
-            error.hint(
-                "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family",
-            )
-        })?;
-        graph.close().await?;
-        // The checkpoints first: another disk that gets this path has none of its own.
-        match files.remove(&names::changes(&path)).await {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-            _ => {}
+    let used_bytes = disks::used_bytes(&args.disk).unwrap_or(0);
+    let (disk, format) = (args.disk.clone(), args.format);
+    let (path, child) = on_engine(move || async move {
+        match &family::children_of(&disk).await?[..] {
+            [child] => {
+                let path = OsFiles::default().canonical(&disk).await?;
+                gc::mark(&path, format, child).await.map(|()| (path, Some(child.clone())))
+            }
+            _ => remove(at, options).await.map(|path| (path, None)),
         }
-        files.remove(&path).await?;
-        Ok(path)
     })?;
-    let deleted = Deleted { path: path.display().to_string(), freed_bytes };
+    let freed_bytes = if child.is_some() { 0 } else { used_bytes };
+    let child_path = child.map(|child| child.display().to_string());
+    let deleted = Deleted { path: path.display().to_string(), freed_bytes, child_path };
     if args.json {
         return print_json(&deleted).map(|()| Exit::Ok);
     }
-    say(format_args!("deleted {}: {} are free", deleted.path, format_size(freed_bytes)));
+    match &deleted.child_path {
+        Some(child) => say(format_args!("deleted {}: spile gc merges {child}, its only child, with it", deleted.path)),
+        None => say(format_args!("deleted {}: {} are free", deleted.path, format_size(freed_bytes))),
+    }
     Ok(Exit::Ok)
+}
+
+/// Removes an image that no other one needs. Returns its path.
+pub(super) async fn remove(at: Locator, options: OpenOptions) -> Result<PathBuf> {
+    let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(options.no_lock));
+    let options = OpenOptions { read_only: false, write_parent: true, ..options };
+    let graph = disks::open_keeping(CacheMode::Page, &at, &options).await?;
+    let path = graph.handles()[0].path().to_owned();
+    refuse_job(&files, &path).await?;
+    family::refuse_lost_parent(&path).await.map_err(|error| {
+        error.hint("merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family")
+    })?;
+    graph.close().await?;
+    // The checkpoints first: another disk that gets this path has none of its own.
+    match files.remove(&names::changes(&path)).await {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    files.remove(&path).await?;
+    Ok(path)
 }

@@ -18,6 +18,7 @@ use super::compare::Comparison;
 use super::convert::Copied;
 use super::create::Created;
 use super::demo::Shown;
+use super::gc::Collected;
 use super::limit::Limited;
 use super::load::ReadBack;
 use super::map::Mapped;
@@ -82,6 +83,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("checkpoint", of::<CheckpointList>),
     ("changed", of::<ChangedBlocks>),
     ("tree", of::<Tree>),
+    ("gc", of::<Collected>),
     ("load", || either(of::<Report>(), of::<ReadBack>())),
     ("bench all", of::<Summary>),
     ("bench depth", of_experiment::<depth::Asked, depth::Row>),

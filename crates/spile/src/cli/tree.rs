@@ -68,6 +68,10 @@ pub struct TreeImage {
     /// The space that its file takes, which a merge into its parent frees in the end; `null` without a parent, and while the parent has
     /// other children.
     coalesce_frees_bytes: Option<u64>,
+    /// It was deleted while it had one child, and waits for `spile gc`.
+    deleted: bool,
+    /// The most space that `spile gc` frees when it merges this image, which was deleted, with its only child, in bytes.
+    gc_frees_at_most_bytes: Option<u64>,
     /// Why it cannot be read.
     trouble: Option<String>,
 }
@@ -137,7 +141,7 @@ fn listed(folder: &Path) -> Result<(Vec<PathBuf>, Vec<Beside>)> {
     let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     paths.sort();
     let text = |path: &Path| path.display().to_string();
-    let beside = paths.iter().filter_map(|path| {
+    let beside = paths.iter().filter(|path| !names::is_gone(path)).filter_map(|path| {
         let disk = names::disk_of(path)?;
         Some(Beside { path: text(path), disk_path: text(&disk) })
     });
@@ -168,6 +172,8 @@ async fn look(files: &OsFiles, path: &Path) -> TreeImage {
         served_as: None,
         open_by: Vec::new(),
         coalesce_frees_bytes: None,
+        deleted: names::gone(path).exists(),
+        gc_frees_at_most_bytes: None,
         trouble: None,
     };
     match read(files, path, format).await {
@@ -203,6 +209,7 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
     for (number, image) in images.iter().enumerate() {
         image.parent_path.iter().for_each(|parent| children.entry(parent.clone()).or_default().push(number));
     }
+    let used: Vec<_> = images.iter().map(|image| image.used_bytes).collect();
     let paths: HashSet<_> = images.iter().map(|image| &image.path).collect();
     let has_parent = |number: &usize| images[*number].parent_path.as_ref().is_some_and(|path| paths.contains(path));
     // Images that are each other's parents come last, as they are.
@@ -217,6 +224,9 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
             work.extend(below.map(|child| (*child, depth + 1)));
             let is_only = image.parent_path.as_ref().is_some_and(|parent| children[parent].len() == 1);
             image.coalesce_frees_bytes = image.used_bytes.filter(|_| is_only && !image.parent_missing);
+            if let (true, Some([child])) = (image.deleted, children.get(&image.path).map(|list| &list[..])) {
+                image.gc_frees_at_most_bytes = image.used_bytes.min(used[*child]);
+            }
             note_depth(&mut image, depth);
             ordered.push(image);
         }
@@ -295,6 +305,10 @@ fn line(image: &TreeImage) -> String {
     if !by.is_empty() {
         add(format!("open in {}", by.join(", ")));
     }
+    if image.deleted {
+        let frees = image.gc_frees_at_most_bytes.map(|bytes| format!(", which frees {} at most", format_size(bytes)));
+        add(format!("deleted, waits for gc{}", frees.unwrap_or_default()));
+    }
     image.coalesce_frees_bytes.iter().for_each(|bytes| add(format!("a merge frees {}", format_size(*bytes))));
     if image.parent_missing {
         add(format!("its parent {} is missing", printable(image.parent_path.as_deref().unwrap_or("?"))));
@@ -319,6 +333,8 @@ mod tests {
             served_as: None,
             open_by: Vec::new(),
             coalesce_frees_bytes: None,
+            deleted: false,
+            gc_frees_at_most_bytes: None,
             trouble: None,
         }
     }

@@ -586,6 +586,9 @@ pub struct NewJob {
     /// Which layer is merged: its path, its file name, or that without the extension. Left out: the leaf.
     #[serde(default)]
     pub layer: Option<String>,
+    /// The path of the parent that the layer must be merged into. With another one by now, the job is refused.
+    #[serde(default)]
+    pub into: Option<String>,
     /// The rate that it must not exceed, in bytes a second. Left out: as fast as guests leave room for.
     #[serde(default)]
     pub limit_bytes_per_s: Option<u64>,

@@ -1,0 +1,84 @@
+//! The note beside an image that nobody needs as an image of its own any more ([`names::gone`]): its user has deleted it while it had one
+//! child. What it holds goes on in that child, once they are merged.
+//!
+//! The note names both images by their identities. It means nothing any more when another image has taken the name, or when the child is
+//! another one by now: then it is not proven that nobody needs the image.
+
+use std::path::Path;
+
+use spile_core::{Files, Result};
+use spile_image::layer::Identity;
+
+use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
+use crate::names;
+use crate::snapshot::remove_if_there;
+
+/// An image that was deleted while it had one child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gone {
+    /// The image.
+    pub identity: Identity,
+    /// The child that it had.
+    pub child: Identity,
+}
+
+/// The first line.
+const HEAD: &str = "spile gone 1";
+/// The last line: without it the note was not written to its end.
+const END: &str = "end";
+
+impl Gone {
+    fn to_text(self) -> String {
+        format!("{HEAD}\nidentity {}\nchild {}\n{END}\n", to_hex(self.identity), to_hex(self.child))
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
+        lines.next().filter(|head| *head == HEAD)?;
+        let identity = Identity(from_hex(lines.next()?.strip_prefix("identity ")?)?);
+        let child = Identity(from_hex(lines.next()?.strip_prefix("child ")?)?);
+        lines.next().is_none().then_some(Self { identity, child })
+    }
+
+    /// Writes the note of `image`, durably, in the place of one that is there.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn write<F: Files>(self, files: &F, image: &Path) -> Result<()> {
+        Self::remove(files, image).await?;
+        write_text(files, &names::gone(image), &self.to_text()).await
+    }
+
+    /// The note of `image`; `None` when there is none, or none that is understood.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn read<F: Files>(files: &F, image: &Path) -> Result<Option<Self>> {
+        Ok(read_text(files, &names::gone(image)).await?.and_then(|text| Self::from_text(&text)))
+    }
+
+    /// Removes the note of `image`, if there is one.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn remove<F: Files>(files: &F, image: &Path) -> Result<()> {
+        remove_if_there(files, &names::gone(image)).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_note_is_read_back_only_when_it_is_whole() {
+        let gone = Gone { identity: Identity([0xa7; 16]), child: Identity([3; 16]) };
+        let text = gone.to_text();
+        assert_eq!(Gone::from_text(&text), Some(gone));
+        for len in 0..text.len() {
+            assert_eq!(Gone::from_text(&text[..len]), None, "{len}");
+        }
+        assert_eq!(Gone::from_text(&text.replace("gone 1", "gone 2")), None);
+        assert_eq!(Gone::from_text(&text.replace("\nend", "\nmore\nend")), None);
+    }
+}
