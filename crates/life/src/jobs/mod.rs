@@ -305,11 +305,25 @@ impl Job {
     }
 
     /// Moves one piece of `bytes`, once it may. `busy` counts the requests of guests: while there are some, the job lets them have half of the
-    /// time. Of pieces that are moved at the same time, those of one lane count as the job's time (`is_first`).
+    /// time.
     ///
     /// # Errors
     /// `Shutdown` when the job is to end here; those of the move.
     pub(crate) async fn piece(
+        &self,
+        timer: &dyn Timer,
+        bytes: u64,
+        busy: impl Fn() -> u64,
+        work: impl Future<Output = Result<()>>,
+    ) -> Result<()> {
+        self.piece_in_lane(timer, bytes, true, busy, work).await
+    }
+
+    /// As [`Self::piece`], for one of several pieces that are moved at the same time: those of the first lane count as the job's time.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) async fn piece_in_lane(
         &self,
         timer: &dyn Timer,
         bytes: u64,

@@ -110,7 +110,7 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
     if trace {
         world.keep_trace();
     }
-    let sizes = Sizes { batch_bytes: 1 << 20, piece_bytes: 4096 << rng.below(5) };
+    let sizes = Sizes { batch_bytes: 1 << 20, piece_bytes: 4096 << rng.below(5), ..Sizes::default() };
     let first = if rng.chance(1, 3) { "/images/disk.raw" } else { "/images/disk.vhd" };
     let host = Rc::new(Host {
         world: world.clone(),
