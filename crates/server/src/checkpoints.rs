@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_lock::Mutex as TurnLock;
-use spile_core::{Disk as _, Error, ErrorKind, Files as _, Result, Store as _};
+use spile_core::{Disk as _, Error, ErrorKind, Files as _, OpenMode, Result, Store as _};
 use spile_engine::{FileKey, OsEnv};
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
@@ -198,7 +198,7 @@ impl Checkpoints {
     /// The disk has another leaf now, as after a snapshot.
     pub async fn note_images(&self, graph: &Graph<HostStore>) {
         let Some(changes) = self.now() else { return };
-        let stamp = look::stamp(graph).await;
+        let stamp = if is_beside(&changes, graph) { look::stamp(graph).await } else { look::unlike_any() };
         if let Err(error) = changes.note_image(stamp).await {
             tracing::warn!(
                 "the disk's checkpoints: everything will count as changed if this process is killed: {error}"
@@ -222,8 +222,11 @@ impl Checkpoints {
     pub async fn close(&self, graph: &Graph<HostStore>) {
         let Some(changes) = self.changes.lock().await.take() else { return };
         *self.shown() = Shown::default();
-        let stamp = look::last_stamp(graph).await;
-        if let Err(error) = changes.close(stamp).await {
+        let closed = match is_beside(&changes, graph) {
+            true => changes.close(look::last_stamp(graph).await).await,
+            false => changes.leave().await,
+        };
+        if let Err(error) = closed {
             tracing::error!("the disk's checkpoints could not be closed: {error}");
         }
     }
@@ -268,6 +271,24 @@ pub async fn forget(graph: &Graph<HostStore>, no_lock: bool) -> Result<()> {
     let checkpoints = Checkpoints::none(Access { no_lock, ..Access::default() });
     checkpoints.open(graph).await?;
     checkpoints.forget().await
+}
+
+/// True when the file of changed blocks lies beside the disk's image: a disk that was moved has left it behind.
+fn is_beside(changes: &Changes<OsFiles>, graph: &Graph<HostStore>) -> bool {
+    changes.store().path() == names::changes(graph.handles()[0].path())
+}
+
+/// Removes the checkpoints of what lies at `path`, before it gets another content. Nobody may have it open.
+///
+/// # Errors
+/// `Busy`; the system's.
+pub async fn lose(path: &Path, no_lock: bool) -> Result<()> {
+    let files = OsFiles::new(CacheMode::Page).without_locks(no_lock);
+    let Some(side) = file_of(&files.canonical(path).await?) else { return Ok(()) };
+    let locked = files.open(&path.into(), OpenMode::ReadWrite).await?;
+    let removed = files.remove(&side).await;
+    drop(locked);
+    removed
 }
 
 /// The path of a disk that can have checkpoints.

@@ -50,7 +50,7 @@ pub async fn found(graph: &Graph<HostStore>, side: &Path) -> Found {
     let (layers, beside) = (paths(graph), side.to_owned());
     let look = move || {
         let Some(leaf) = leaf else { return Found { stamp: unlike_any(), is_written_behind: true } };
-        let is_written_behind = boot_time().and_then(|boot| is_written_behind(&leaf, &beside, boot)).unwrap_or(false);
+        let is_written_behind = boot_time().and_then(|boot| is_written_behind(&leaf, &beside, boot)).unwrap_or(true);
         Found { stamp: stamp_of(&leaf, &layers[1..]), is_written_behind }
     };
     run_blocking(side, look).await
@@ -90,7 +90,7 @@ fn boot_time() -> Option<SystemTime> {
 }
 
 /// A stamp that no other look gives.
-fn unlike_any() -> Stamp {
+pub fn unlike_any() -> Stamp {
     let mut bytes = [0; 32];
     bytes[..16].copy_from_slice(&OsEnv.random_16());
     bytes[16..].copy_from_slice(&OsEnv.random_16());

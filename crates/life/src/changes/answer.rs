@@ -126,15 +126,27 @@ impl<F: Files + Clone> Changes<F> {
     /// The system's. The next one to open them then knows as much as after the death of this process.
     pub async fn close(&self, stamp: Stamp) -> Result<()> {
         let mut state = self.state.lock().await;
-        match state.header.intervals.len().checked_sub(1) {
+        match state.header.intervals.is_empty() {
             _ if self.giving.loss().is_some() => Ok(()),
-            Some(last) => {
-                state.header.stamp = stamp;
-                self.settle(&mut state, last).await
+            false => {
+                let settled = self.settle_all(&mut state, stamp).await;
+                if let Err(error) = &settled {
+                    self.giving.up(error).await;
+                }
+                settled
             }
-            None if state.is_damaged => Ok(()),
-            None => self.around.files.remove(&self.path).await,
+            true if state.is_damaged => Ok(()),
+            true => self.around.files.remove(&self.path).await,
         }
+    }
+
+    /// Removes the file of a disk that has gone to another place, where it has no checkpoints.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn leave(&self) -> Result<()> {
+        let _state = self.state.lock().await;
+        if self.giving.loss().is_some() { Ok(()) } else { self.around.files.remove(&self.path).await }
     }
 }
 

@@ -32,7 +32,7 @@
 //! 8. Each change of the header is written to its first copy, synced, written to its second copy and synced.
 //!
 //! # When the file fails
-//! A mark that cannot be made durable fails no request. The file's name is removed, durably, and then requests go on: the next process finds no
+//! Bits or marks that cannot be made durable fail no request. The file's name is removed, durably, and then requests go on: the next process finds no
 //! checkpoints, and until then everything counts as changed.
 //!
 //! # Other programs
@@ -413,6 +413,23 @@ impl<F: Files + Clone> Changes<F> {
         self.write(state, header).await
     }
 
+    /// Settles all intervals that are not: no request sets bits any more.
+    async fn settle_all(&self, state: &mut MutexGuard<'_, State<F::Store>>, stamp: Stamp) -> Result<()> {
+        if self.around.broken != Broken::SettledEarly {
+            self.store.sync().await?;
+        }
+        let mut header = Header { stamp, ..state.header.clone() };
+        for (interval, tracked) in header.intervals.iter_mut().zip(&state.tracked) {
+            if tracked.is_lost() {
+                interval.covered_bytes = 0;
+            }
+            if interval.settled.is_none() || tracked.is_lost() {
+                interval.settled = Some(tracked.bits().crc());
+            }
+        }
+        self.write(state, header).await
+    }
+
     /// Removes a checkpoint. What has changed since earlier ones stays known.
     ///
     /// # Errors
@@ -438,7 +455,8 @@ impl<F: Files + Clone> Changes<F> {
         let removed = header.intervals.remove(number);
         if let Some(before) = number.checked_sub(1) {
             let interval = &mut header.intervals[before];
-            interval.covered_bytes = interval.covered_bytes.min(removed.covered_bytes);
+            let is_lost = state.tracked[number].is_lost();
+            interval.covered_bytes = if is_lost { 0 } else { interval.covered_bytes.min(removed.covered_bytes) };
             interval.settled = (!is_last).then(|| state.tracked[before].bits().crc());
         }
         self.write(&mut state, header).await?;

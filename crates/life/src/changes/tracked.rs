@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use spile_core::{Extent, Io, Op, Result, Segment, Store, StoreOffset, Timer};
+use spile_core::{Error, ErrorKind, Extent, Io, Op, Result, Segment, Store, StoreOffset, Timer};
 use spile_node::{Pending, Stage};
 
 use super::Broken;
@@ -70,7 +70,7 @@ impl<S: Store> Tracked<S> {
 
     /// True when the bits do not tell what has changed.
     pub fn is_lost(&self) -> bool {
-        self.bits.is_lost() || self.giving.has_begun()
+        self.has_lost_memory() || self.giving.has_begun()
     }
 
     fn areas(&self) -> MutexGuard<'_, Areas> {
@@ -109,13 +109,29 @@ impl<S: Store> Tracked<S> {
         }
         concerned.for_each(|area| areas.is_touched[area as usize] = true);
         self.bits.set(blocks);
-        true
+        !self.has_lost_memory()
+    }
+
+    /// True when the memory of bits or marks is no part of the file any more: what is set there is seen by nobody.
+    fn has_lost_memory(&self) -> bool {
+        self.bits.is_lost() || self.marks.is_lost()
+    }
+
+    async fn give_up_memory(&self) {
+        let what = "the memory of changed blocks is no part of their file any more: the file was cut short, or its storage fails";
+        self.giving.up(&Error::new(ErrorKind::Io, what)).await;
     }
 
     /// Sets the bits of `extent` once the marks of its areas are durable. When they cannot become that, tracking is given up.
     async fn set(&self, extent: Extent) {
         let blocks = self.blocks_of(extent);
-        if self.bits.all_set(blocks.clone()) || self.giving.loss().is_some() {
+        if self.giving.loss().is_some() {
+            return;
+        }
+        if self.has_lost_memory() {
+            return self.give_up_memory().await;
+        }
+        if self.bits.all_set(blocks.clone()) {
             return;
         }
         let concerned = self.areas_of(&blocks);
@@ -130,8 +146,10 @@ impl<S: Store> Tracked<S> {
             _ => self.store.sync().await,
         };
         self.note_synced(concerned, blocks, synced.is_ok());
-        if let Err(error) = synced {
-            self.giving.up(&error).await;
+        match synced {
+            Err(error) => self.giving.up(&error).await,
+            Ok(()) if self.has_lost_memory() => self.give_up_memory().await,
+            Ok(()) => {}
         }
     }
 
@@ -236,8 +254,10 @@ impl<S: Store> Tracking<S> {
 
     async fn cycle(&self) {
         for interval in &self.intervals {
-            // The bits stay in memory, and their marks durable. After a sync that fails, the next request that needs one gives up.
-            drop(interval.cycle().await);
+            // The kernel may give up the bits of a sync that has failed, and would then show old ones.
+            if let Err(error) = interval.cycle().await {
+                interval.giving.up(&error).await;
+            }
         }
     }
 }

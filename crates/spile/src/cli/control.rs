@@ -367,6 +367,10 @@ fn resize_file(args: &ResizeArgs) -> Result<Exit> {
             let what = format!("the disk has data behind {size}, the first at {first}");
             return refuse(what, "--discard loses it; first make partitions and file systems shorter");
         }
+        if size < old {
+            // What lies behind the new end in the last block is zeroed first.
+            checkpoints.forget().await?;
+        }
         // A share of the disk keeps it locked until its checkpoints are closed.
         let locked = disk.with_layers(disk.handles().to_vec())?;
         disk.resize_unused(size).await?;

@@ -16,6 +16,7 @@ use spile_image::measure::Space;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::backup::Digests;
 use spile_node::Aligned;
+use spile_server::checkpoints;
 use spile_server::host_device;
 use spile_server::new_file::{HalfMade, exists, folder_of};
 use spile_store::{CacheMode, HostStore, OsFiles};
@@ -371,8 +372,9 @@ impl Work {
         let new =
             NewImage { size_bytes: virtual_bytes, subformat: self.subformat.clone(), parent: None, unit_bytes: None };
         let data_bytes = self.check_space(source, &new, path).await?;
-        self.create(path, &new, beneath).await?;
         let options = self.write_options();
+        checkpoints::lose(path, options.no_lock).await?;
+        self.create(path, &new, beneath).await?;
         // What was copied is not read again soon: it shall not fill the page cache.
         let cache = if self.cache == CacheMode::Page { CacheMode::Once } else { self.cache };
         let dst = Aligned::new(disks::open(cache, &path.into(), &options).await?);

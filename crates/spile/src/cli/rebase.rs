@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
+use spile_core::{Disk as _, Error, ErrorKind, Files as _, Locator, Result};
 use spile_engine::OsEnv;
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, OpenOptions, open_layer};
 use spile_life::rebase::{Difference, compare, copy_differing, name_parent, over};
-use spile_server::family;
+use spile_server::{checkpoints, family};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
@@ -158,6 +158,10 @@ impl Order {
         if self.way == Way::Trust {
             let leaf = open_layer(&files, Arc::new(OsEnv), self.disk.clone(), &self.write).await?;
             family::refuse_parent(&[leaf.info()]).await?;
+            // Nobody looks what differs.
+            if let Some(side) = checkpoints::file_of(leaf.path()) {
+                files.remove(&side).await?;
+            }
             name_parent(&files, &leaf, &named).await?;
             leaf.image().seal().await?;
             return Ok((None, [leaf.path().to_owned(), above]));
