@@ -169,7 +169,8 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
     let done = on_engine(move || async move {
         let graph = disks::open_keeping(CacheMode::Direct, &at, &options).await?;
         let checkpoints = Checkpoints::none(Access::default());
-        checkpoints.open(&graph).await?;
+        // In boxes: together the futures would need much of the stack.
+        Box::pin(checkpoints.open(&graph)).await?;
         let plan = match jobs::left(&graph).await? {
             Some(Note { plan: left, .. }) if is_meant(&left, graph.handles()[0].path(), &new) => left,
             _ => plan(&graph, &new)?,
@@ -178,11 +179,11 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         let (job, node) = (DiskJob::new(What::Images(plan.clone()), wishes), Node::new(graph));
         // Only the thread that shows how far the job is could be gone.
         let _ = sender.send(job.clone());
-        let done = jobs::run(&node, Access::default(), job.job(), &plan).await;
+        let done = Box::pin(jobs::run(&node, Access::default(), job.job(), &plan)).await;
         let graph = node.graph().await;
         let closed = node.close().await;
         if closed.is_ok() {
-            checkpoints.close(&graph).await;
+            Box::pin(checkpoints.close(&graph)).await;
         }
         let was_stopped = job.job().state() == State::Stopped;
         let shown = job.show(&disks::stem(&at), &label(&at), "");
