@@ -14,6 +14,12 @@ fn three_hundred_seeds_find_nothing() {
     assert!(all.copied > 400 && all.beside > 10_000, "too little happened: {all:?}");
 }
 
+/// A hole of which a part was saved, and the rest was written to before its piece was copied.
+#[test]
+fn a_seed_that_found_a_hole_read_too_late_finds_nothing() {
+    run_backup(584, KEPT, false).unwrap_or_else(|finding| panic!("{}", finding.message));
+}
+
 /// One of so many seeds finds the broken rule by these words, and nothing while the rule is kept.
 fn bites(broken: Broken, words: &str) {
     let found = (0..1000).find_map(|seed| {

@@ -42,6 +42,8 @@ pub struct Copied {
 struct Piece {
     extent: Extent,
     written: Vec<Extent>,
+    /// It was a hole, but for what was saved of it.
+    is_hole: bool,
 }
 
 impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
@@ -78,7 +80,7 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
     }
 
     async fn part(&self, part: Part, digests: &RefCell<Digests>, copied: &Cell<Copied>) -> Result<()> {
-        let whole = |extent: Extent| Piece { extent, written: vec![extent] };
+        let whole = |extent: Extent| Piece { extent, written: vec![extent], is_hole: part.is_hole };
         if !part.is_hole {
             return self.pieces(pieces_of(part.extent).map(whole).collect(), digests, copied).await;
         }
@@ -109,7 +111,7 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
                 let part = extent.start().max(piece.start())..extent.end().min(piece.end());
                 match pieces.last_mut() {
                     Some(last) if last.extent == piece => last.written.push(Extent::from_range(part)),
-                    _ => pieces.push(Piece { extent: piece, written: vec![Extent::from_range(part)] }),
+                    _ => pieces.push(Piece { extent: piece, written: vec![Extent::from_range(part)], is_hole: false }),
                 }
             }
         }
@@ -152,7 +154,10 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
 
     async fn piece(&self, piece: &Piece, digests: &RefCell<Digests>, copied: &Cell<Copied>) -> Result<()> {
         let bytes = Segments::zeroed(piece.extent.len_bytes as usize);
-        self.from.take(piece.extent, &bytes).await?;
+        match piece.is_hole {
+            true => self.from.take_saved(piece.extent, &bytes).await?,
+            false => self.from.take(piece.extent, &bytes).await?,
+        }
         digests.borrow_mut().note(piece.extent.start() / PIECE_BYTES, &bytes);
         let mut written = 0;
         for part in &piece.written {

@@ -196,7 +196,15 @@ impl<S: Store, G: Disk> PointInTime<S, G> {
         self.saver.take(extent, into).await
     }
 
-    /// Says that `extent` holds nothing as the disk is now. The result are the units of it that were saved, and have to be taken.
+    /// As [`PointInTime::take`], of an extent that [`PointInTime::take_hole`] was told of: what was not saved by then was zero. The disk is not
+    /// read, as requests may have changed it since.
+    pub(crate) async fn take_saved(&self, extent: Extent, into: &Segments) -> Result<()> {
+        into.fill(0);
+        self.saver.take(extent, into).await
+    }
+
+    /// Says that `extent` holds nothing as the disk is now. The result are the units of it that were saved, and have to be taken by
+    /// [`PointInTime::take_saved`].
     pub(crate) fn take_hole(&self, extent: Extent) -> Vec<u64> {
         self.saver.pass_over(extent)
     }
