@@ -236,6 +236,22 @@ fn there_is_one_backup_of_a_disk_at_a_time_and_a_closed_disk_has_none() {
 }
 
 #[test]
+fn a_backup_that_is_ended_again_leaves_the_next_one_alone() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let first = begin_one(&node, fleece_of(&disk).await, u64::MAX).await;
+        first.end().await;
+        let second = begin_one(&node, fleece_of(&disk).await, u64::MAX).await;
+        first.end().await;
+        write(&node, 0, SIZE, 2).await;
+        let to = Memory::filled(0);
+        copy(&second, &to).await.unwrap();
+        assert!(to.bytes().iter().all(|byte| *byte == 1), "the backup is not of its moment");
+        second.end().await;
+    });
+}
+
+#[test]
 fn a_write_of_before_is_waited_for_by_the_backup_alone() {
     on_host(|disk| async move {
         let node = Arc::new(Node::new(Memory::filled(1)));

@@ -60,11 +60,7 @@ impl Digests {
         while at < size_bytes {
             let whole = Extent::from_range(at..size_bytes);
             let runs = disk.extents(whole, super::RUNS_AT_ONCE).await?;
-            let until = runs.last().map_or(size_bytes, |run| run.extent.end());
-            let end = if until < size_bytes { until / PIECE_BYTES * PIECE_BYTES } else { size_bytes };
-            let data = runs.iter().filter(|run| run.kind == spile_core::ExtentKind::Data).map(|run| run.extent);
-            let parts = super::parts(at, end.max(size_bytes.min(at + PIECE_BYTES)), data);
-            for part in parts {
+            for part in super::parts_of_map(at, size_bytes, &runs) {
                 at = part.extent.end();
                 if part.is_hole && !self.has_data(part.extent) {
                     each(part.extent, None, true).await?;

@@ -13,7 +13,7 @@
 //! 2. The backup reads a unit from the disk, then looks whether it was saved, and only then makes it clear: all of it under one lock. A unit
 //!    that was saved by then may have been changed while it was read, so it is read again from the fleece.
 //! 3. All disks get their stages while all their gates are closed ([`spile_node::hold_gates`]). Requests that began before end before anything is
-//!    copied ([`PointInTime::begun`]); nobody waits for them otherwise. What they write may be in the backup or not, as after a power cut: none of
+//!    copied ([`OldEpoch::ended`]); nobody waits for them otherwise. What they write may be in the backup or not, as after a power cut: none of
 //!    them was answered at the point in time.
 //! 4. A save never fails a request. When the fleece fails, is full, or takes too long, the backup fails, alone, and requests go on.
 
@@ -24,8 +24,9 @@ mod saver;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use spile_core::{Disk, Env, ErrorKind, Extent, Files, Io, Result, Segments, Store, Timer};
+use spile_core::{Disk, Env, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, Io, Result, Segments, Store, Timer};
 use spile_node::{Node, OldEpoch, Place, Stage, hold_gates};
 
 use crate::names;
@@ -75,6 +76,8 @@ pub struct Subject<'a, S, G: Disk> {
 /// What a disk held at a point in time. It must be ended by [`PointInTime::end`]; dropped, it has requests go on, but the stage stays.
 pub struct PointInTime<S: Store, G: Disk> {
     saver: Arc<Saver<S, G>>,
+    /// The stage was taken away, or somebody is just about to.
+    has_ended: AtomicBool,
 }
 
 /// A part of the disk's map, of whole pieces or up to the disk's end.
@@ -133,7 +136,7 @@ pub async fn begin<S: Store, G: Disk>(subjects: Vec<Subject<'_, S, G>>, around: 
     let savers: Vec<_> = subjects.into_iter().map(new).collect();
     let stage = |saver: &Arc<Saver<S, G>>| Arc::new(Saving(saver.clone())) as Arc<dyn Stage>;
     gates.attach(Place::Backup, savers.iter().map(stage).collect())?;
-    let points = savers.into_iter().map(|saver| PointInTime { saver });
+    let points = savers.into_iter().map(|saver| PointInTime { saver, has_ended: AtomicBool::new(false) });
     Ok(points.zip(gates.open()).collect())
 }
 
@@ -167,11 +170,14 @@ impl<S: Store, G: Disk> PointInTime<S, G> {
         self.saver.check()
     }
 
-    /// Has requests go on as if there were no backup. A second call does nothing more.
+    /// Has requests go on as if there were no backup. A second call does nothing more: by then the stage may be that of the next backup.
     pub async fn end(&self) {
         self.saver.end();
+        if self.has_ended.swap(true, Ordering::SeqCst) {
+            return;
+        }
         if let Ok(node) = self.saver.node() {
-            // It is gone when the backup was ended before.
+            // There is none when the disk is closed.
             let _ = node.detach(Place::Backup).await;
         }
     }
@@ -182,10 +188,7 @@ impl<S: Store, G: Disk> PointInTime<S, G> {
         let size = self.size_bytes();
         let node = self.saver.node()?;
         let runs = node.look(async |graph| graph.extents(Extent::from_range(at..size), RUNS_AT_ONCE).await).await?;
-        let until = runs.last().map_or(at, |run| run.extent.end());
-        let data = runs.iter().filter(|run| run.kind == spile_core::ExtentKind::Data).map(|run| run.extent);
-        let end = if until < size { until / PIECE_BYTES * PIECE_BYTES } else { size };
-        Ok(parts(at, end.max(size.min(at + PIECE_BYTES)), data))
+        Ok(parts_of_map(at, size, &runs))
     }
 
     /// Fills `into` with the bytes of `extent`, which begins with a unit, as they were at the point in time. Each unit can be taken once.
@@ -224,6 +227,17 @@ impl<S: Store, G: Disk> PointInTime<S, G> {
     }
 }
 
+/// The parts that a map tells of, which was asked for from `at`, a piece's begin, to `size`: one piece at least. What the map does not
+/// reach of that piece counts as data.
+fn parts_of_map(at: u64, size: u64, runs: &[ExtentStatus]) -> Vec<Part> {
+    let until = runs.last().map_or(at, |run| run.extent.end()).min(size);
+    let whole = if until < size { until / PIECE_BYTES * PIECE_BYTES } else { size };
+    let end = whole.max(size.min(at + PIECE_BYTES));
+    let data = runs.iter().filter(|run| run.kind == ExtentKind::Data).map(|run| run.extent);
+    let unknown = (until < end).then(|| Extent::from_range(until..end));
+    parts(at, end, data.chain(unknown))
+}
+
 /// Cuts `at..end` into parts: pieces that have some of `data`, and runs of pieces that have not.
 fn parts(at: u64, end: u64, data: impl Iterator<Item = Extent>) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
@@ -256,5 +270,18 @@ mod tests {
             .collect();
         assert_eq!(found, [(0, 1, true), (1, 2, false), (2, 3, true), (3, 5, false), (5, 7, true)]);
         assert_eq!(parts(p, 2 * p, std::iter::empty()), [Part { extent: Extent::from_range(p..2 * p), is_hole: true }]);
+    }
+
+    #[test]
+    fn what_a_map_does_not_reach_is_no_hole() {
+        let p = PIECE_BYTES;
+        let hole =
+            |start, end| ExtentStatus { extent: Extent::from_range(start..end), kind: ExtentKind::Hole, depth: 0 };
+        let part = |start, end, is_hole| Part { extent: Extent::from_range(start..end), is_hole };
+        // It ends inside the first piece, at its begin, inside a later piece, and at the disk's end.
+        assert_eq!(parts_of_map(p, 9 * p, &[hole(p, p + 512)]), [part(p, 2 * p, false)]);
+        assert_eq!(parts_of_map(p, 9 * p, &[]), [part(p, 2 * p, false)]);
+        assert_eq!(parts_of_map(p, 9 * p, &[hole(p, 3 * p + 512)]), [part(p, 3 * p, true)]);
+        assert_eq!(parts_of_map(p, p + 512, &[hole(p, p + 512)]), [part(p, p + 512, true)]);
     }
 }
