@@ -56,7 +56,7 @@ pub async fn run(node: &Node<Graph<HostStore>>, access: Access, job: &Job, plan:
 }
 
 /// Refuses to move what may be lost: in another image nobody would be told of the loss.
-fn refuse_failed_syncs(graph: &Graph<HostStore>) -> Result<()> {
+pub(crate) fn refuse_failed_syncs(graph: &Graph<HostStore>) -> Result<()> {
     let failed = failed_syncs::marked(graph).into_iter().next().or_else(|| failed_syncs::find(graph));
     let Some(failed) = failed else { return Ok(()) };
     let hint = format!("`spile accept-loss {}`, once a backup is restored or the loss does not matter", failed.path);

@@ -90,9 +90,12 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
     refused(2, &["backup", "refused", "refused", dir.to_str().unwrap()], "would have their backup in");
     refused(2, &["backup", "refused", "other", "both"], "TARGET is a folder");
     refused(1, &["restore", "other.raw", "new.raw"], "has no manifest here");
+    // A manifest takes the place of nothing else.
+    refused(1, &["backup", "refused", "new.raw", "--manifest", "other.raw"], "take the place of something else");
+    refused(2, &["backup", "refused", "new.raw", "--manifest", "new.raw"], "another file than the backup");
     assert!(served.terminate().success());
     assert_eq!(names(dir), before);
-    assert_eq!(state_of(dir, "none"), Value::Null);
+    assert!(!json(dir, &["jobs"]).to_string().contains(dir.to_str().unwrap()), "a job is left");
 }
 
 #[test]
@@ -130,6 +133,35 @@ fn bytes_of(dir: &Path, backup: &str) -> Vec<u8> {
     let bytes = fs::read(dir.join("restored.raw")).unwrap();
     fs::remove_file(dir.join("restored.raw")).unwrap();
     bytes
+}
+
+#[test]
+fn a_backup_that_is_cut_off_is_not_restored_over_a_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "a.raw", 1);
+    ok(dir, &["backup", "a.raw", "b.raw"]);
+    let over = raw(dir, "over.raw", 2);
+    assert!(fails(dir, 2, &["restore", "b.raw", "-"]).contains("stdout"));
+    fs::File::options().write(true).open(dir.join("b.raw")).unwrap().set_len(9 * MIB as u64).unwrap();
+    assert!(fails(dir, 1, &["restore", "b.raw", "over.raw", "--onto"]).contains("its disk had"));
+    assert!(fs::read(dir.join("over.raw")).unwrap() == over, "the disk was changed");
+}
+
+#[test]
+fn an_older_backup_that_has_a_child_is_not_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "d.raw", 1);
+    let served = serve(dir, &["d.raw"]);
+    ok(dir, &["backup", "d", "sun.raw", "--checkpoint", "sunday", "--wait"]);
+    ok(dir, &["backup", "d", "mon.vhd", "--since", "sunday", "--parent", "sun.raw", "--wait"]);
+    let said = fails(dir, 1, &["backup", "d", "sun.raw", "--since", "sunday", "--wait"]);
+    assert!(said.contains("mon.vhd") && said.contains("make a full backup"), "{said}");
+    assert!(served.terminate().success());
+    for backup in ["sun.raw", "mon.vhd"] {
+        assert_eq!(json(dir, &["verify", backup])["is_right"], true, "{backup}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -116,6 +116,27 @@ impl Manifest {
         }
     }
 
+    /// Refuses anything at `path` that is no manifest: one would take its place.
+    ///
+    /// # Errors
+    /// `Exists`; the system's.
+    pub fn refuse_other(path: &Path) -> Result<()> {
+        match path.symlink_metadata() {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            found => found.map_err(|error| Error::io("cannot be looked at", error)).at_path(path)?,
+        };
+        // A disk image is not read as a whole.
+        let mut first = [0];
+        let is_text = path.metadata().is_ok_and(|stat| stat.is_file())
+            && std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut first)).is_ok()
+            && first == *b"{";
+        if is_text && Self::read(path).is_ok() {
+            return Ok(());
+        }
+        let what = "the backup's manifest would take the place of something else";
+        Err(Error::new(ErrorKind::Exists, what).at_path(path).hint("remove it, or say --manifest FILE"))
+    }
+
     fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "the backup has no manifest here")
@@ -215,5 +236,19 @@ mod tests {
         std::fs::write(&path, "{").unwrap();
         assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::Corrupt);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_manifest_takes_the_place_of_manifests_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.json");
+        Manifest::refuse_other(&path).unwrap();
+        for other in ["", "{", "{}", "conectix"] {
+            std::fs::write(&path, other).unwrap();
+            assert_eq!(Manifest::refuse_other(&path).unwrap_err().kind(), ErrorKind::Exists, "{other:?}");
+        }
+        Manifest::new("/vm/a.vhd".to_owned(), 1 << 30, 5).under_way().write(&path).unwrap();
+        Manifest::refuse_other(&path).unwrap();
+        assert_eq!(Manifest::refuse_other(folder.path()).unwrap_err().kind(), ErrorKind::Exists);
     }
 }

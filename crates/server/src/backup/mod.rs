@@ -6,11 +6,11 @@ mod target;
 
 use std::path::{Path, PathBuf};
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use futures_util::future::{Either, select};
-use spile_core::{Disk as _, Env as _, Error, ErrorKind, Extent, Files as _, Locator, OpenMode, Result};
+use futures_util::future::{Either, select, select_all};
+use spile_core::{Disk as _, Env as _, Error, ErrorKind, Files as _, Locator, OpenMode, Result};
 use spile_engine::{OsEnv, sleep, spawn};
 use spile_image::Graph;
 use spile_life::backup::{self, Around, Broken, Copied, Copy, PointInTime, Subject};
@@ -19,11 +19,11 @@ use spile_store::{HostFiles, HostStore, OsFiles};
 use tokio::sync::oneshot;
 
 pub use self::manifest::{Manifest, State};
-use self::since::HostBegun;
+use self::since::{HostBegun, Names};
 use self::target::Since;
 pub use self::target::{Target, TargetSpec};
 use crate::checkpoints::Checkpoints;
-use crate::jobs::Access;
+use crate::jobs::{Access, refuse_failed_syncs};
 use crate::serving::jobs::DiskJob;
 
 /// A fleece may hold this part of its disk, unless its user says another limit.
@@ -32,6 +32,8 @@ const FLEECE_SHARE: u64 = 10;
 const LEAST_FLEECE_BYTES: u64 = 64 << 20;
 /// How long a backup that was told to end may take to the end of its piece. Then nobody waits for its target any more.
 const GRACE: Duration = Duration::from_millis(500);
+/// How long a backup that was told to end may go on to get its name, once it has begun to.
+const NAME_PATIENCE: Duration = Duration::from_secs(15);
 
 type HostNode = Node<Graph<HostStore>>;
 
@@ -91,61 +93,114 @@ struct Running {
     point: Arc<PointInTime<HostStore, Graph<HostStore>>>,
     before: OldEpoch<Graph<HostStore>>,
     manifest: Manifest,
-    /// What is copied; `None`: everything.
-    changed: Option<Vec<Extent>>,
-    /// The checkpoint that was made for this backup goes when it fails.
-    made: Option<(Arc<Checkpoints>, String)>,
+    checkpoints: Option<Arc<Checkpoints>>,
+    names: Names,
+    /// Whether the backup gets its name: whoever asks first decides.
+    is_wanted: Arc<OnceLock<bool>>,
 }
 
 /// Opens all targets and fleeces, and then makes the point in time.
 async fn begin(backups: Vec<Backup>, options: &Options) -> Result<Vec<Running>> {
-    let mut targets = Vec::new();
+    refuse_common_targets(&backups)?;
     for backup in &backups {
-        let target = match &options.since {
-            None => backup.target.open(backup.node.size_bytes()).await,
+        refuse_failed_syncs(&*backup.node.graph().await)?;
+    }
+    let targets = open_targets(&backups, options).await?;
+    let begun = match begin_all(&backups, options).await {
+        Ok(begun) => begun,
+        Err(error) => {
+            give_up(targets);
+            return Err(error);
+        }
+    };
+    let now = OsEnv.now_unix_s();
+    let running = |(((point, before), backup), target): ((HostBegun, Backup), Target)| {
+        let manifest = Manifest::new(crate::disks::label(&backup.disk), point.size_bytes(), now);
+        let Backup { node, target: spec, job, checkpoints, .. } = backup;
+        let names = Names { made: options.checkpoint.clone(), since: options.since.clone() };
+        let (point, is_wanted) = (Arc::new(point), Arc::default());
+        Running { node, job, at: spec.at, target, point, before, manifest, checkpoints, names, is_wanted }
+    };
+    Ok(begun.into_iter().zip(backups).zip(targets).map(running).collect())
+}
+
+/// Refuses backups that would overwrite each other.
+fn refuse_common_targets(backups: &[Backup]) -> Result<()> {
+    for (number, one) in backups.iter().enumerate() {
+        let manifest = one.target.manifest();
+        let is_common = |other: &Backup| {
+            other.target.at == one.target.at || (manifest.is_some() && other.target.manifest() == manifest)
+        };
+        if backups[..number].iter().any(is_common) {
+            let what = format!("two disks would have their backup in {}", crate::disks::label(&one.target.at));
+            return Err(Error::new(ErrorKind::InvalidInput, what).hint("make a backup of each by itself"));
+        }
+    }
+    Ok(())
+}
+
+/// Opens all targets, in a task of its own: one that hangs keeps no job from being cancelled.
+async fn open_targets(backups: &[Backup], options: &Options) -> Result<Vec<Target>> {
+    let mut wanted = Vec::new();
+    for backup in backups {
+        let since = match &options.since {
+            None => None,
             Some(name) => {
-                let (disk, made_unix_s) = (crate::disks::label(&backup.disk), since::made_at(backup, name).await?);
-                let since = Since { disk: &disk, name, made_unix_s };
-                backup.target.open_since(backup.node.size_bytes(), since).await
+                let made_unix_s = since::made_at(backup, name).await?;
+                Some(Since { disk: crate::disks::label(&backup.disk), name: name.clone(), made_unix_s })
             }
         };
-        targets.push(target.map_err(|error| target::told(&backup.target.at, error))?);
+        wanted.push((backup.target.clone(), backup.node.size_bytes(), since));
     }
+    let (done, opened) = oneshot::channel();
+    spawn(async move {
+        if let Err(Ok(targets)) = done.send(open_each(wanted).await) {
+            give_up(targets);
+        }
+    });
+    let told = select_all(backups.iter().map(|backup| Box::pin(backup.job.job().told_to_end())));
+    match select(opened, told).await {
+        Either::Left((opened, _)) => opened.unwrap_or_else(|_| Err(ended())),
+        Either::Right(_) => Err(ended()),
+    }
+}
+
+async fn open_each(wanted: Vec<(TargetSpec, u64, Option<Since>)>) -> Result<Vec<Target>> {
+    let mut targets = Vec::new();
+    for (spec, size_bytes, since) in wanted {
+        let opened = match since {
+            None => spec.open(size_bytes).await,
+            Some(since) => spec.open_since(size_bytes, since).await,
+        };
+        match opened {
+            Ok(target) => targets.push(target),
+            Err(error) => {
+                give_up(targets);
+                return Err(target::told(&spec.at, error));
+            }
+        }
+    }
+    Ok(targets)
+}
+
+/// Closes targets that nothing was written to. Nobody waits for that.
+fn give_up(targets: Vec<Target>) {
+    for target in targets {
+        spawn(target.give_up());
+    }
+}
+
+/// Opens all fleeces, and then makes the point in time.
+async fn begin_all(backups: &[Backup], options: &Options) -> Result<Vec<HostBegun>> {
     let mut subjects = Vec::new();
-    for backup in &backups {
+    for backup in backups {
         let size = backup.node.size_bytes();
         let limit = options.fleece_limit_bytes.unwrap_or((size / FLEECE_SHARE).max(LEAST_FLEECE_BYTES));
         let fleece = fleece(backup, options).await?;
         subjects.push(Subject { node: &backup.node, fleece, limit_bytes: limit });
     }
     let around = Around { env: Arc::new(OsEnv), timer: Arc::new(OsEnv), broken: Broken::Nothing };
-    let begun = since::begin(&backups, subjects, &around, options).await?;
-    let now = OsEnv.now_unix_s();
-    let checkpoints: Vec<_> = backups.iter().map(|backup| backup.checkpoints.clone()).collect();
-    let running = |(((point, before), backup), target): ((HostBegun, Backup), Target)| {
-        let manifest = Manifest::new(crate::disks::label(&backup.disk), point.size_bytes(), now);
-        let Backup { node, target: spec, job, checkpoints, .. } = backup;
-        let made = checkpoints.zip(options.checkpoint.clone());
-        let (point, changed) = (Arc::new(point), None);
-        Running { node, job, at: spec.at, target, point, before, manifest, changed, made }
-    };
-    let mut all: Vec<_> = begun.into_iter().zip(backups).zip(targets).map(running).collect();
-    let mut looked_back = Ok(());
-    for (running, checkpoints) in all.iter_mut().zip(&checkpoints) {
-        if let (Some(checkpoints), Ok(())) = (checkpoints, &looked_back) {
-            looked_back = running.look_back(checkpoints, options).await;
-        }
-    }
-    match looked_back {
-        Ok(()) => Ok(all),
-        Err(error) => {
-            for running in all {
-                running.point.end().await;
-                running.forget_checkpoint().await;
-            }
-            Err(error)
-        }
-    }
+    since::begin(backups, subjects, &around, options).await
 }
 
 /// A file for what is saved of a disk.
@@ -177,8 +232,8 @@ impl Running {
     /// Copies the disk, and says in the job how that ended. The disk's guests are free of the backup then, also when its target hangs.
     async fn see_through(self) {
         let (job, point, node) = (self.job.clone(), self.point.clone(), Arc::downgrade(&self.node));
-        let made = self.made.clone();
-
+        let made = self.checkpoints.clone().zip(self.names.made.clone());
+        let is_wanted = self.is_wanted.clone();
         let (done, copied) = oneshot::channel();
         spawn(async move { drop(done.send(self.copy().await)) });
         let ending = async {
@@ -191,7 +246,12 @@ impl Running {
                 // What was begun with the target goes on to its end, and nobody waits for that.
                 match select(copied, pin!(sleep(GRACE))).await {
                     Either::Left((copied, _)) => copied.unwrap_or_else(|_| Err(ended())),
-                    Either::Right(_) => Err(ended()),
+                    Either::Right(_) if !is_wanted.get_or_init(|| false) => Err(ended()),
+                    // It is just getting its name.
+                    Either::Right((_, copied)) => match select(copied, pin!(sleep(NAME_PATIENCE))).await {
+                        Either::Left((copied, _)) => copied.unwrap_or_else(|_| Err(ended())),
+                        Either::Right(_) => Err(unnamed()),
+                    },
                 }
             }
         };
@@ -213,20 +273,25 @@ impl Running {
         job.job().end(&result);
     }
 
-    /// Removes the checkpoint that was made for a backup that has failed. When that fails, it stays, and does no harm.
-    async fn forget_checkpoint(&self) {
-        if let Some((checkpoints, name)) = &self.made {
-            let _ = checkpoints.remove(&self.node, name).await;
-        }
-    }
-
     async fn copy(self) -> Result<()> {
-        let Self { node, job, at, mut target, point, before, manifest, changed, .. } = self;
-        // A target that hangs must not keep the disk's files open.
-        drop(node);
+        let Self { node, job, at, mut target, point, before, mut manifest, checkpoints, names, is_wanted } = self;
         before.ended().await;
         drop(before);
-        if let Err(error) = target.begin().await {
+        let looked_back = match &checkpoints {
+            Some(checkpoints) => names.look_back(checkpoints, &node, &mut manifest).await,
+            None => Ok(None),
+        };
+        // A target that hangs must not keep the disk's files open.
+        drop((node, checkpoints));
+        // What was cancelled by now has not begun to change an older backup.
+        let changed = match point.check().and(looked_back) {
+            Ok(changed) => changed,
+            Err(error) => {
+                target.give_up().await;
+                return Err(error);
+            }
+        };
+        if let Err(error) = target.begin(&manifest).await {
             target.give_up().await;
             return Err(target::told(&at, error));
         }
@@ -243,7 +308,7 @@ impl Running {
         point.end().await;
         target.digests = digests;
         match copied {
-            Ok(_) => target.finish(manifest).await,
+            Ok(_) => target.finish(manifest, move || *is_wanted.get_or_init(|| true)).await,
             Err(error) => {
                 target.give_up().await;
                 Err(if error.kind() == ErrorKind::Shutdown { error } else { target::told(&at, error) })
@@ -254,6 +319,12 @@ impl Running {
 
 fn ended() -> Error {
     Error::new(ErrorKind::Shutdown, "the backup was told to end")
+}
+
+fn unnamed() -> Error {
+    let what =
+        format!("the backup is whole, but its storage has not given it its name in {} s", NAME_PATIENCE.as_secs());
+    Error::new(ErrorKind::TimedOut, what).hint("look whether it is there when the storage answers")
 }
 
 fn stopped() -> Error {

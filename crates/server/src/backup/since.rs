@@ -9,7 +9,7 @@ use spile_image::Graph;
 use spile_life::backup::{self, Around, Begun, Subject};
 use spile_store::HostStore;
 
-use super::{Backup, HostNode, Options, Running};
+use super::{Backup, HostNode, Manifest, Options};
 use crate::checkpoints::Checkpoints;
 
 /// So many bytes of a disk are asked at once for what has changed.
@@ -85,22 +85,37 @@ fn with_checkpoints<'a>(
     })
 }
 
-impl Running {
-    /// Asks what has changed since the checkpoint that is named, and notes the one that was made.
-    pub(super) async fn look_back(&mut self, checkpoints: &Checkpoints, options: &Options) -> Result<()> {
-        if let Some(name) = &options.checkpoint {
-            let (list, _) = checkpoints.list(&self.node).await;
+/// The checkpoints that a backup has to do with.
+#[derive(Clone)]
+pub(super) struct Names {
+    /// It was made in the moment of the backup.
+    pub made: Option<String>,
+    /// Only what has changed since this one is copied.
+    pub since: Option<String>,
+}
+
+impl Names {
+    /// Asks what has changed since the checkpoint that is named (`None`: everything is to be copied), and notes it and the one that was made in
+    /// `manifest`. Requests of before the backup's moment have ended: one that still waits to change a block may not have noted it yet.
+    pub async fn look_back(
+        &self,
+        checkpoints: &Checkpoints,
+        node: &HostNode,
+        manifest: &mut Manifest,
+    ) -> Result<Option<Vec<Extent>>> {
+        if let Some(name) = &self.made {
+            let (list, _) = checkpoints.list(node).await;
             let new = list.iter().find(|checkpoint| checkpoint.name == *name);
-            self.manifest.checkpoint = Some(name.clone());
-            self.manifest.checkpoint_unix_s = new.map(|checkpoint| checkpoint.created_unix_s);
+            manifest.checkpoint = Some(name.clone());
+            manifest.checkpoint_unix_s = new.map(|checkpoint| checkpoint.created_unix_s);
         }
-        let Some(since) = &options.since else { return Ok(()) };
-        self.manifest.since = Some(since.clone());
-        let (size, mut at, mut changed) = (self.point.size_bytes(), 0, Vec::<Extent>::new());
+        let Some(since) = &self.since else { return Ok(None) };
+        manifest.since = Some(since.clone());
+        let (size, mut at, mut changed) = (manifest.virtual_size_bytes, 0, Vec::<Extent>::new());
         while at < size {
             let end = size.min(at + STEP_BYTES);
             // More may count as changed by now than in the moment of the backup: it is copied as it was.
-            for range in checkpoints.changed(&self.node, since, None, at..end).await?.ranges {
+            for range in checkpoints.changed(node, since, None, at..end).await?.ranges {
                 // Blocks may reach over the end of a step.
                 let start = changed.last().map_or(range.start(), |last| range.start().max(last.end()));
                 if start < range.end() {
@@ -109,7 +124,6 @@ impl Running {
             }
             at = end;
         }
-        self.changed = Some(changed);
-        Ok(())
+        Ok(Some(changed))
     }
 }

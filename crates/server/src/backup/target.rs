@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Files as _, Locator, OpenMode, Result, format_size};
+use spile_core::{Disk, Error, ErrorKind, Files as _, Locator, OpenMode, Result, ResultExt, format_size};
 use spile_engine::{OsEnv, run_blocking};
 use spile_image::create::NewImage;
 use spile_image::{Format, Graph, OpenOptions, open_layer};
@@ -15,6 +15,8 @@ use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use super::manifest::Manifest;
 use crate::disks;
 use crate::new_file::{HalfMade, exists, folder_of};
+
+const FULL_IS_NEW: &str = "remove it or choose another name: a full backup is a new file";
 
 /// What is said of a target.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,11 +32,11 @@ pub struct TargetSpec {
 }
 
 /// What an older backup has to be, so that changes make it newer.
-pub struct Since<'a> {
+pub struct Since {
     /// The path of the disk.
-    pub disk: &'a str,
+    pub disk: String,
     /// The checkpoint.
-    pub name: &'a str,
+    pub name: String,
     /// When it was made, in seconds since 1970 UTC.
     pub made_unix_s: u64,
 }
@@ -49,8 +51,6 @@ pub struct Target {
     pub beneath: Beneath,
     /// The digests of what it holds.
     pub digests: Digests,
-    /// An older backup that is changed in its place: what its manifest says.
-    older: Option<Manifest>,
     /// The file name of the backup that it is a child of.
     pub parent: Option<String>,
 }
@@ -59,8 +59,15 @@ impl TargetSpec {
     /// Refuses what cannot be a target, before anything is begun.
     ///
     /// # Errors
-    /// `Exists` for a file that is there; `InvalidInput`; `Unsupported` for a format that cannot be written.
-    pub fn check(&self) -> Result<()> {
+    /// `Exists` for a file that is there, and for one that is no manifest where that is to be; `InvalidInput`; `Unsupported` for a format that
+    /// cannot be written.
+    fn check(&self) -> Result<()> {
+        if let Some(manifest) = self.manifest() {
+            if self.at == Locator::Path(manifest.clone()) {
+                return Err(invalid("the manifest is another file than the backup").at_path(&manifest));
+            }
+            Manifest::refuse_other(&manifest)?;
+        }
         match &self.at {
             Locator::Path(path) => {
                 let format = Format::of(path, self.format)?;
@@ -69,7 +76,7 @@ impl TargetSpec {
                     return Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint("use a VHD or a raw file"));
                 }
                 match path.symlink_metadata() {
-                    Ok(_) => Err(exists(path).hint("remove it or choose another name: a full backup is a new file")),
+                    Ok(_) => Err(exists(path).hint(FULL_IS_NEW)),
                     Err(_) => Ok(()),
                 }
             }
@@ -83,6 +90,12 @@ impl TargetSpec {
         }
     }
 
+    /// As [`TargetSpec::check`], off the worker: the folder's storage may hang.
+    async fn checked(&self) -> Result<()> {
+        let (spec, label) = (self.clone(), self.manifest().unwrap_or_default());
+        run_blocking(&label, move || spec.check()).await
+    }
+
     /// Where the manifest is.
     pub fn manifest(&self) -> Option<PathBuf> {
         let beside = if let Locator::Path(path) = &self.at { Some(Manifest::path_of(path)) } else { None };
@@ -92,9 +105,9 @@ impl TargetSpec {
     /// Opens a target for a full backup of `size_bytes`.
     ///
     /// # Errors
-    /// As [`TargetSpec::check`]; `NoSpace` for an export that is too short; the system's.
+    /// `Exists` for a file that is there; `InvalidInput`; `Unsupported` for a format that cannot be written; `NoSpace` for an export that is too short; the system's.
     pub async fn open(&self, size_bytes: u64) -> Result<Target> {
-        self.check()?;
+        self.checked().await?;
         match &self.at {
             Locator::Path(path) => self.open_new(path, size_bytes).await,
             _ => self.open_export(size_bytes).await,
@@ -118,7 +131,6 @@ impl TargetSpec {
             manifest: self.manifest(),
             beneath: Beneath::Zeroes,
             digests: Digests::default(),
-            older: None,
             parent: None,
         })
     }
@@ -127,7 +139,7 @@ impl TargetSpec {
     ///
     /// # Errors
     /// As [`TargetSpec::open`]; as [`Manifest::read_whole`] and [`Manifest::check_since`].
-    pub async fn open_since(&self, size_bytes: u64, since: Since<'_>) -> Result<Target> {
+    pub async fn open_since(&self, size_bytes: u64, since: Since) -> Result<Target> {
         let older = match (&self.parent, &self.at, self.manifest()) {
             (Some(parent), ..) => Manifest::path_of(parent),
             (None, Locator::Path(path), _) if Format::of(path, self.format)? != Format::Raw => {
@@ -137,12 +149,16 @@ impl TargetSpec {
             (None, _, Some(manifest)) => manifest,
             (None, _, None) => return Err(invalid("an export has no manifest beside it").hint("say --manifest FILE")),
         };
-        let manifest = Manifest::read_whole(&older)?;
-        manifest.check_since(since.disk, since.name, since.made_unix_s).map_err(|error| error.at_path(&older))?;
-        let digests = manifest.digests()?;
+        let label = older.clone();
+        let read = move || {
+            let manifest = Manifest::read_whole(&older)?;
+            manifest.check_since(&since.disk, &since.name, since.made_unix_s).at_path(&older)?;
+            manifest.digests()
+        };
+        let digests = run_blocking(&label, read).await?;
         let mut target = match &self.parent {
             Some(parent) => self.open_child(parent, size_bytes).await?,
-            None => Target { older: Some(manifest), ..self.open_older(size_bytes).await? },
+            None => self.open_older(size_bytes).await?,
         };
         (target.digests, target.beneath) = (digests, Beneath::Anything);
         Ok(target)
@@ -150,7 +166,7 @@ impl TargetSpec {
 
     /// A new image over the older backup at `parent`, which lies in the same folder.
     async fn open_child(&self, parent: &Path, size_bytes: u64) -> Result<Target> {
-        self.check()?;
+        self.checked().await?;
         let Locator::Path(path) = &self.at else {
             return Err(invalid("an export has no parent").hint("leave --parent out"));
         };
@@ -159,8 +175,9 @@ impl TargetSpec {
             let error = invalid("a backup with a parent has a format that has parents").at_path(path);
             return Err(error.hint("use a VHD, or leave --parent out to change the older backup in place"));
         }
+        let (one, other) = (parent.to_owned(), path.to_owned());
         let folder = |path: &Path| folder_of(path).canonicalize().ok();
-        if folder(parent) != folder(path) {
+        if !run_blocking(path, move || folder(&one) == folder(&other)).await {
             let error = invalid("a backup lies in the folder of its parent").at_path(path);
             return Err(error.hint("or nobody finds the parent from there"));
         }
@@ -184,22 +201,22 @@ impl TargetSpec {
             manifest: self.manifest(),
             beneath: Beneath::Anything,
             digests: Digests::default(),
-            older: None,
             parent,
         })
     }
 
-    /// The older backup itself: a raw file or an export. A file grows with its disk.
+    /// The older backup itself: a raw file, which [`Target::begin`] lets grow with its disk, or an export.
     async fn open_older(&self, size_bytes: u64) -> Result<Target> {
-        let target = self.open_export(0).await?;
-        if target.disk.size_bytes() < size_bytes {
-            target.disk.resize(size_bytes).await?;
-        }
-        Ok(target)
+        let is_file = matches!(self.at, Locator::Path(_));
+        self.open_export(if is_file { 0 } else { size_bytes }).await.map_err(|error| match error.kind() {
+            // Its child would show a mixture of two moments.
+            ErrorKind::Denied if is_file => error.hint("make a full backup under another name"),
+            _ => error,
+        })
     }
 
     async fn open_export(&self, size_bytes: u64) -> Result<Target> {
-        let options = OpenOptions { format: Some(Format::Raw), write_parent: true, ..OpenOptions::default() };
+        let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
         let disk = Aligned::new(disks::open(CacheMode::Direct, &self.at, &options).await?);
         let there = disk.size_bytes();
         if there < size_bytes {
@@ -213,7 +230,6 @@ impl TargetSpec {
             manifest: self.manifest(),
             beneath: Beneath::Anything,
             digests: Digests::default(),
-            older: None,
             parent: None,
         })
     }
@@ -229,40 +245,66 @@ impl Target {
         &self.disk
     }
 
-    /// Notes, durably, that an older backup is being changed: until [`Target::finish`] it is of no use.
+    /// Notes, durably, that what is there is being changed into the backup of `manifest`: until [`Target::finish`] it is of no use.
     ///
     /// # Errors
     /// The system's.
-    pub async fn begin(&mut self) -> Result<()> {
-        let (Some(older), Some(path)) = (self.older.take(), self.manifest.clone()) else { return Ok(()) };
-        let label = path.clone();
-        run_blocking(&label, move || older.under_way().write(&path)).await
+    pub async fn begin(&self, manifest: &Manifest) -> Result<()> {
+        if self.half.is_some() {
+            return Ok(());
+        }
+        if let Some(path) = self.manifest.clone() {
+            let (label, under_way) = (path.clone(), manifest.clone().under_way());
+            run_blocking(&label, move || under_way.write(&path)).await?;
+        }
+        if self.disk.size_bytes() < manifest.virtual_size_bytes {
+            self.disk.resize(manifest.virtual_size_bytes).await?;
+        }
+        Ok(())
     }
 
     /// Closes the target after a backup that has failed. A file that was to be made is gone.
     pub async fn give_up(self) {
-        let _ = self.disk.close().await;
+        let Self { disk, half, .. } = self;
+        let _ = disk.close().await;
+        drop(disk);
+        if let Some((half, path)) = half {
+            run_blocking(&path, move || drop(half)).await;
+        }
     }
 
-    /// Closes the target, which is whole, and gives it its name and its manifest.
+    /// Closes the target, which is whole, and gives it its name and its manifest, unless `is_wanted` says no in the last moment.
     ///
     /// # Errors
-    /// The system's.
-    pub async fn finish(self, manifest: Manifest) -> Result<()> {
+    /// `Shutdown` when it is not wanted; `Exists` when something else has got its name meanwhile; the system's.
+    pub async fn finish(self, manifest: Manifest, is_wanted: impl FnOnce() -> bool + Send + 'static) -> Result<()> {
         let Self { disk, half, manifest: at, digests, parent, .. } = self;
-        let manifest = manifest.with_digests(&digests).with_parent(parent);
-        disk.close().await.map_err(|error| match &half {
-            Some((half, path)) => half.told_as(path, error),
-            None => error,
-        })?;
+        if let Err(error) = disk.close().await {
+            let Some((half, path)) = half else { return Err(error) };
+            let error = half.told_as(&path, error);
+            drop(disk);
+            run_blocking(&path, move || drop(half)).await;
+            return Err(error);
+        }
         drop(disk);
         let Some(label) = at.clone().or_else(|| half.as_ref().map(|(_, path)| path.clone())) else { return Ok(()) };
-        // The manifest first: a backup that has its name is whole.
         let put = move || {
-            at.as_deref().map_or(Ok(()), |at| manifest.write(at))?;
-            half.map_or(Ok(()), |(half, path)| half.publish(&path))
+            if !is_wanted() {
+                return Err(super::ended());
+            }
+            // The name first: when another backup has got it, that one's manifest stays. A backup without a manifest is refused.
+            half.map_or(Ok(()), |(half, path)| half.publish(&path).map_err(|error| taken(&path, error)))?;
+            at.map_or(Ok(()), |at| manifest.with_digests(&digests).with_parent(parent).write(&at))
         };
         run_blocking(&label, put).await
+    }
+}
+
+/// An error of giving a backup its name.
+fn taken(path: &Path, error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::Exists => exists(path).hint(FULL_IS_NEW),
+        _ => error,
     }
 }
 

@@ -405,6 +405,11 @@ pub fn verify(args: &VerifyArgs) -> Result<Exit> {
 /// # Errors
 /// When the backup or its manifest cannot be read, the backup differs from its digests, and as `spile convert`.
 pub fn restore(args: &RestoreArgs) -> Result<Exit> {
+    if args.disk == Path::new("-") {
+        // What was written to stdout cannot be taken back when the backup turns out to be damaged.
+        let error = Error::new(ErrorKind::InvalidInput, "a backup is not restored to stdout");
+        return Err(error.hint("name a file; or `spile verify` it, and `spile convert BACKUP -`"));
+    }
     let at = existing(&args.backup)?;
     let manifest = manifest_of(&at, args.manifest.as_deref())?;
     let known = Known { digests: manifest.digests()?, size_bytes: manifest.virtual_size_bytes };

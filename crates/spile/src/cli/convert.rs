@@ -16,6 +16,7 @@ use spile_image::measure::Space;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::backup::Digests;
 use spile_node::Aligned;
+use spile_server::backup::check_size;
 use spile_server::checkpoints;
 use spile_server::host_device;
 use spile_server::new_file::{HalfMade, exists, folder_of};
@@ -341,6 +342,9 @@ impl Work {
             Source::Stdin => Ok(Opened::Stdin),
             Source::Disk(at) => {
                 let disk = served::open(self.cache, at, &self.read_options).await?;
+                if let Some(known) = &self.known {
+                    check_size(&disk, known.size_bytes).at_path(Path::new(&disks::label(at)))?;
+                }
                 Ok(Opened::Disk(Box::new(Aligned::new(disk))))
             }
         }
