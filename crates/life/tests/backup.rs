@@ -219,6 +219,30 @@ fn a_save_that_takes_too_long_fails_the_backup_and_no_request() {
     });
 }
 
+/// A clock that counts its sleeps, which never end.
+#[derive(Clone, Default)]
+struct Counted(Arc<AtomicU64>);
+
+impl Timer for Counted {
+    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        self.0.fetch_add(1, SeqCst);
+        Box::pin(std::future::pending())
+    }
+}
+
+#[test]
+fn each_save_of_a_large_request_has_its_own_time() {
+    on_host(|disk| async move {
+        let (node, timer) = (Arc::new(Node::new(Memory::filled(1))), Counted::default());
+        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        let (point, _) = begin(vec![subject], &around(timer.clone())).await.unwrap().pop().unwrap();
+        write(&node, 0, SIZE, 2).await;
+        let saves = node.graph().await.reads.load(SeqCst);
+        assert!(saves >= 4 && timer.0.load(SeqCst) >= saves, "{saves} saves");
+        point.end().await;
+    });
+}
+
 #[test]
 fn there_is_one_backup_of_a_disk_at_a_time_and_a_closed_disk_has_none() {
     on_host(|disk| async move {

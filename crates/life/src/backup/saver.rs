@@ -150,12 +150,13 @@ impl<S: Store, G: Disk> Saver<S, G> {
         self.state().held_bytes
     }
 
-    /// Waits until `units` are clear, and saves those that nobody else saves.
+    /// Waits until `units` are clear, and saves those that nobody else saves. A large request is many saves: each has its own time.
     async fn make_clear(self: &Arc<Self>, units: Range<u64>) {
+        let mut left = units;
         let mut patience = pin!(self.timer.sleep(PATIENCE));
         loop {
             let changed = self.changed.listen();
-            match self.next(&units) {
+            match self.next(&left) {
                 Next::GoOn => return,
                 Next::Wait => {}
                 Next::Save(claimed) => self.begin_save(claimed).await,
@@ -164,6 +165,12 @@ impl<S: Store, G: Disk> Saver<S, G> {
                 let what = format!("to save what a guest was about to change has taken {} s", PATIENCE.as_secs());
                 return self
                     .fail(Error::new(ErrorKind::TimedOut, what).hint("put the fleece on faster storage: --fleece"));
+            }
+            let is_clear = |unit: &u64| self.clear.all_set(*unit..unit + 1);
+            let done = left.clone().take_while(is_clear).count() as u64;
+            if done > 0 {
+                left.start += done;
+                patience.set(self.timer.sleep(PATIENCE));
             }
         }
     }
