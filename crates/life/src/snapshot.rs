@@ -22,6 +22,7 @@ use spile_image::formats::AnyLayer;
 use spile_image::layer::Layer;
 use spile_image::{Format, Graph, GraphLayer, LayerInfo, OpenOptions, check_new_child, open_layer};
 
+use crate::gone::Gone;
 use crate::names;
 use crate::recover::recover;
 
@@ -279,6 +280,8 @@ async fn put_in_place<F: Files>(
     plan: &Plan,
     graph: &Graph<F::Store>,
 ) -> Result<()> {
+    // A snapshot of this name may have been deleted, and merged by other means than a gc.
+    Gone::remove(files, &plan.snapshot).await?;
     files.link(&plan.disk, &plan.snapshot).await?;
     files.rename(&names::new_leaf(&plan.disk), &plan.disk).await?;
     old.image().store().set_path(&plan.snapshot);

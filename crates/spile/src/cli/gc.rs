@@ -18,7 +18,7 @@ use spile_engine::OsEnv;
 use spile_image::layer::Identity;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions, describe};
 use spile_life::gone::Gone;
-use spile_life::jobs::{Plan, Wishes};
+use spile_life::jobs::{Note, Plan, Wishes};
 use spile_life::{merge, names};
 use spile_node::Node;
 use spile_server::checkpoints::Checkpoints;
@@ -235,11 +235,6 @@ async fn deleted(note: &Path, image: &Path) -> Result<Found> {
             found.frees_at_most_bytes = used(image).min(used(&leaf));
             found
         }
-        Verdict::Remove => {
-            let mut found = Found::new("deleted", image, Some(image));
-            found.frees_at_most_bytes = disks::used_bytes(image).unwrap_or(0);
-            found
-        }
         Verdict::Stale => Found::new("stale-note", note, Some(image)),
         Verdict::Waits(reason, leaf) => Found { reason: Some(reason), ..Found::new("deleted", image, leaf.as_deref()) },
     })
@@ -249,8 +244,6 @@ async fn deleted(note: &Path, image: &Path) -> Result<Found> {
 enum Verdict {
     /// Its only child, the leaf of this disk, is merged into it.
     Merge(PathBuf),
-    /// No image needs it any more.
-    Remove,
     /// The image is gone, or is another one by now.
     Stale,
     /// Nothing, for this reason. The disk is the one whose end may change that.
@@ -274,7 +267,11 @@ async fn verdict(image: &Path) -> Result<Verdict> {
     let children = family::children_of(image).await?;
     let shown = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     match &children[..] {
-        [] => Ok(Verdict::Remove),
+        // The child may have moved, or cannot be read now: that nothing is found proves nothing.
+        [] => {
+            let why = "no child of it is in this folder any more: delete it again if nobody needs it";
+            Ok(Verdict::Waits(why.to_owned(), None))
+        }
         [child] if described(child, None).await?.identity != Some(gone.child) => {
             let why =
                 format!("its child was another one when it was deleted, and is {} now: delete it again", shown(child));
@@ -348,7 +345,7 @@ fn work_on(disk: &Path, rate: Option<u64>, ending: &Ending) -> Result<()> {
     }
 }
 
-/// Removes an image that was deleted and that nobody needs any more, or a note that says nothing. True when nothing else is to be done.
+/// Removes a note that says nothing. True when nothing else is to be done.
 async fn tidy(image: &Path) -> Result<bool> {
     let files = HostFiles::new(OsFiles::new(CacheMode::Page));
     if files.canonical(&names::gone(image)).await.is_err() {
@@ -356,7 +353,6 @@ async fn tidy(image: &Path) -> Result<bool> {
     }
     match verdict(image).await? {
         Verdict::Stale => {}
-        Verdict::Remove => super::revert::remove(Locator::from(image), OpenOptions::default()).await.map(drop)?,
         Verdict::Merge(_) | Verdict::Waits(..) => return Ok(false),
     }
     Gone::remove(&files, image).await?;
@@ -390,6 +386,10 @@ fn by_server(disk: &Path, server: &Path, name: &str, rate: Option<u64>, ending: 
         let order = json!({ "disk": name, "kind": "coalesce", "into": parent, "limit_bytes_per_s": rate });
         let mut job: Job = typed(call(server, "POST", "/v1/jobs", Some(&order), CHANGE_PATIENCE)?)?;
         while matches!(job.state.as_str(), "running" | "paused") {
+            if job.state == "paused" {
+                let error = Error::new(ErrorKind::Busy, format!("its job {} was paused", job.id));
+                return Err(error.at_path(disk).hint(format!("spile job {} resume", job.id)));
+            }
             // The server goes on with it.
             if ending.is_told() {
                 return Ok(());
@@ -428,8 +428,9 @@ async fn finish_and_merge(
     ending: &Ending,
 ) -> Result<()> {
     let left = jobs::left(&*node.graph().await).await?;
-    if let Some(note) = left {
-        run_job(node, note.plan, rate.or(note.wishes.limit_bytes_per_s), ending).await?;
+    if let Some(Note { plan, wishes }) = left {
+        refuse_other(&plan, wishes.is_paused).map_err(|error| error.at_path(disk))?;
+        run_job(node, plan, rate.or(wishes.limit_bytes_per_s), ending).await?;
     }
     while let Some(parent) = deleted_parent(disk).await? {
         let graph = node.graph().await;
@@ -442,6 +443,17 @@ async fn finish_and_merge(
         tidy(&parent).await?;
     }
     Ok(())
+}
+
+/// Refuses to go on with what its user has paused, and with what takes a disk elsewhere.
+fn refuse_other(plan: &Plan, is_paused: bool) -> Result<()> {
+    let error = match plan {
+        _ if is_paused => Error::new(ErrorKind::Busy, "the job was paused").hint("serve the disk, and resume the job"),
+        Plan::Coalesce(_) | Plan::Flatten => return Ok(()),
+        other => Error::new(ErrorKind::Busy, format!("a {} of the disk was broken off", other.kind()))
+            .hint("serve the disk, and it goes on; or begin the same once more"),
+    };
+    Err(error)
 }
 
 async fn run_job(

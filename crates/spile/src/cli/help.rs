@@ -303,11 +303,11 @@ pub const ENDINGS: &[Ending] = &[
     },
     Ending {
         command: "rebase",
-        codes: &[("1", "with --check: the disk would not read the same; else: failure")],
+        codes: &[("1", "failure; with --check: it would not read the same")],
         examples: &[
             ("spile rebase vm.vhd --parent copy-of-base.vhd --check", "would it read the same?"),
             ("spile rebase vm.vhd --parent new-base.vhd --copy", "has its own copy of what differs"),
-            ("spile rebase vm.vhd --parent moved/base.vhd --trust --allow-parents moved", "the parent has moved"),
+            ("spile rebase vm.vhd --parent base-1.vhd --trust", "the parent has moved"),
         ],
         notes: &[JSON],
     },

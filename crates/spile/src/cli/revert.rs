@@ -9,6 +9,7 @@ use spile_core::{Disk as _, Error, ErrorKind, Files as _, Locator, Result, Resul
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions, check_new_child};
+use spile_life::gone::Gone;
 use spile_life::names;
 use spile_life::revert::revert;
 use spile_life::snapshot::{Made, Plan, prepare, refuse_job, take_back};
@@ -243,5 +244,6 @@ pub(super) async fn remove(at: Locator, options: OpenOptions) -> Result<PathBuf>
         _ => {}
     }
     files.remove(&path).await?;
+    Gone::remove(&files, &path).await?;
     Ok(path)
 }
