@@ -63,6 +63,11 @@ pub trait Store: Send + Sync + 'static {
         let _ = path;
     }
 
+    /// True when a sync has failed: nobody knows what was lost. Cheap.
+    fn has_failed_sync(&self) -> bool {
+        false
+    }
+
     /// Fills `into` from `offset`. Bytes past the end are an error (`OutOfRange`).
     fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> impl Future<Output = Result<()>>;
 

@@ -60,8 +60,8 @@ async fn finish<F: Files>(work: &Work<'_, F>, disk: &Path, plan: &Plan, result: 
     };
     let result = match (stays, result) {
         (true, result) => result,
-        // The disk is not there any more, and a note of it concerns nobody.
-        (false, Ok(())) if matches!(plan, Plan::Move(_)) => plan.remove_own(work.files, disk).await.or(Ok(())),
+        // The move has removed its note itself, or said why it could not.
+        (false, Ok(())) if matches!(plan, Plan::Move(moved) if !moved.stays) => Ok(()),
         (false, Ok(())) => plan.remove_own(work.files, disk).await,
         // A job that was cancelled has failed when its note stays: the next server would go on with it.
         (false, Err(ended)) if ended.kind() == ErrorKind::Shutdown => {

@@ -34,6 +34,11 @@ pub fn moved(disk: &Path) -> PathBuf {
     beside(disk, "moved")
 }
 
+/// What is to take the place of [`moved`], while it is written.
+pub fn new_moved(disk: &Path) -> PathBuf {
+    beside(disk, "new-moved")
+}
+
 /// What is saved of the disk for a backup. The file has this name for the moment of its making only.
 pub fn fleece(disk: &Path) -> PathBuf {
     beside(disk, "fleece")
@@ -74,7 +79,7 @@ mod tests {
     #[test]
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
-        let named = [new_leaf, job, new_job, changes, moving, moved, fleece, gone].map(|of| of(disk));
+        let named = [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone].map(|of| of(disk));
         for beside in named {
             assert_eq!(beside.parent(), disk.parent());
             assert_eq!(disk_of(&beside).as_deref(), Some(disk));

@@ -223,15 +223,24 @@ fn moved(source: &Locator) -> Option<Moved> {
     Moved::from_text(&String::from_utf8_lossy(&note))
 }
 
-/// The whole path of a file that is not there.
+/// The whole path of a file that is not there: of the one that a link names, if there is a link.
 fn missing(source: &Locator) -> Option<PathBuf> {
     let Locator::Path(path) = source else { return None };
-    if path.symlink_metadata().err()?.kind() != std::io::ErrorKind::NotFound {
-        return None;
+    let mut path = std::path::absolute(path).ok()?;
+    for _ in 0..MOST_LINKS {
+        match path.symlink_metadata() {
+            Ok(stat) if stat.is_symlink() => path = path.parent()?.join(path.read_link().ok()?),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?));
+            }
+            _ => return None,
+        }
     }
-    let path = std::path::absolute(path).ok()?;
-    Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?))
+    None
 }
+
+/// So many links are followed to a name, as the system does.
+const MOST_LINKS: usize = 40;
 
 /// [`open`] over any kind of files.
 ///

@@ -5,14 +5,15 @@ use spile_sim::motion::{Broken, MotionSummary, run_motion};
 const SEEDS: u64 = 3000;
 
 #[test]
-fn two_hundred_seeds_find_nothing() {
+fn three_hundred_seeds_find_nothing() {
     let mut all = MotionSummary::default();
-    for seed in 0..200 {
+    for seed in 0..300 {
         let done = run_motion(seed, Broken::Nothing, false);
         all += done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
     }
     println!("{all:?}");
     assert!(all.moved > 100 && all.busy > 60, "too little happened: {all:?}");
+    assert!(all.found > 0 && all.taken_back > 0, "no crash between the names, or right after them: {all:?}");
     assert!(all.resumed > 30 && all.ended_early > 30, "too little happened: {all:?}");
 }
 

@@ -168,6 +168,25 @@ fn a_hand_over_that_was_broken_off_between_the_two_names_is_taken_back() {
     assert!(serve(dir, &["old/torn.vhd"]).terminate().success());
     assert_eq!((names(dir, "old"), names(dir, "new").len()), (vec!["parent.vhd".to_owned(), "torn.vhd".to_owned()], 0));
     assert!(bytes_of(dir, "old/torn.vhd") == bytes);
+    // Not when somebody has the half open: it may be that of another move. And not when the note says that the disk has got there.
+    let torn = |half: &str, note: &str| {
+        fs::rename(at("old/torn.vhd"), at("old/torn.moved.vhd")).unwrap();
+        fs::copy(at("old/parent.vhd"), half).unwrap();
+        fs::write(at("old/.torn.vhd.spile-moved"), note).unwrap();
+    };
+    torn(&half, &format!("spile moved 1\nto {to}\nimage {image}\nend\n"));
+    let said = try_serve(dir, &["old/torn.vhd"]).map(|_| ()).unwrap_err();
+    assert!(said.contains("was moved to"), "{said}");
+    assert!(at("new/.torn.vhd.spile-moving").exists() && !at("old/torn.vhd").exists());
+    fs::write(at("old/.torn.vhd.spile-moved"), &note).unwrap();
+    let other = try_serve(dir, &["new/.torn.vhd.spile-moving,format=vhd"]).unwrap();
+    let said = fails(dir, 1, &["resize", "old/torn.vhd", "128M"]);
+    assert!(at("new/.torn.vhd.spile-moving").exists() && !at("old/torn.vhd").exists(), "{said}");
+    assert!(other.terminate().success());
+    // A link leads to the same note.
+    std::os::unix::fs::symlink("old/torn.vhd", at("link.vhd")).unwrap();
+    assert!(serve(dir, &["link.vhd"]).terminate().success());
+    assert!(at("old/torn.vhd").exists() && !at("new/.torn.vhd.spile-moving").exists());
     // With the new name there, the new image is the disk, whatever else is there.
     fs::rename(at("old/torn.vhd"), at("old/torn.moved.vhd")).unwrap();
     fs::write(at("old/.torn.vhd.spile-moved"), &note).unwrap();
@@ -204,6 +223,7 @@ fn what_cannot_be_moved_is_refused_and_stays() {
     let served = serve(dir, &["old/motion-stays.vhd", "mem:1M,name=motion-mem"]);
     for (code, disk, to, says) in [
         (1, "motion-stays", "new/taken.vhd", "there is a file of the new name already"),
+        (2, "motion-stays", "old/motion-stays.moved.vhd", "the disk's old image gets this name"),
         (1, "motion-stays", "gone/x.vhd", "the new folder cannot be found"),
         (2, "motion-stays", "new/x", "say --to-format raw"),
         (1, "motion-mem", "new/x.raw", "the disk is on a device or an export"),
@@ -230,6 +250,39 @@ fn what_cannot_be_moved_is_refused_and_stays() {
     ok(dir, &["move", "motion-stays", "--to", "new", "--wait"]);
     assert!(served.terminate().success());
     assert!(bytes_of(dir, "new/motion-stays.vhd") == bytes);
+}
+
+#[test]
+fn two_disks_that_go_to_one_place_do_not_meet() {
+    let (dir, bytes) = world("motion-first");
+    let dir = dir.path();
+    fs::create_dir(dir.join("third")).unwrap();
+    ok(dir, &["create", "third/motion-second.vhd", "--size", "64M"]);
+    let served = serve(dir, &["old/motion-first.vhd", "third/motion-second.vhd"]);
+    let first = json(dir, &["move", "motion-first", "--to", "new/x.vhd", "--rate", "512K"]);
+    let said = fails(dir, 1, &["move", "motion-second", "--to", "new/x.vhd"]);
+    assert!(said.contains("another disk is being moved to this place"), "{said}");
+    assert_eq!(names(dir, "new"), [".x.vhd.spile-moving"]);
+    ok(dir, &["job", first["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || the_job(dir, "motion-first")["state"] == "done");
+    assert!(served.terminate().success());
+    assert!(bytes_of(dir, "new/x.vhd") == bytes);
+}
+
+#[test]
+fn a_new_image_that_has_lost_its_name_is_not_handed_over() {
+    let (dir, bytes) = world("motion-lost");
+    let dir = dir.path();
+    let served = serve(dir, &["old/motion-lost.vhd"]);
+    let job = json(dir, &["move", "motion-lost", "--to", "new/x.vhd", "--rate", "512K"]);
+    fs::rename(dir.join("new/.x.vhd.spile-moving"), dir.join("new/elsewhere")).unwrap();
+    fs::write(dir.join("new/.x.vhd.spile-moving"), "somebody else's").unwrap();
+    ok(dir, &["job", job["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it has failed", || the_job(dir, "motion-lost")["state"] == "failed");
+    assert_eq!(names(dir, "new"), [".x.vhd.spile-moving", "elsewhere"]);
+    assert_eq!(names(dir, "old"), ["motion-lost.vhd", "parent.vhd"]);
+    assert!(served.terminate().success());
+    assert!(bytes_of(dir, "old/motion-lost.vhd") == bytes);
 }
 
 #[test]

@@ -369,6 +369,10 @@ impl Store for FileStore {
         self.inner.path.set(path);
     }
 
+    fn has_failed_sync(&self) -> bool {
+        self.failed_sync().is_some()
+    }
+
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         let (offset, fd) = (offset.0, self.fd(via));
         self.check_end(offset, into.len() as u64, false)?;

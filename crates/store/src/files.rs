@@ -136,6 +136,10 @@ impl Store for AnyStore {
         each!(self, store => store.set_path(path))
     }
 
+    fn has_failed_sync(&self) -> bool {
+        each!(self, store => store.has_failed_sync())
+    }
+
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         each!(self, store => store.read_at(offset, into, via).await)
     }

@@ -65,6 +65,10 @@ impl<S: Store> Store for MeteredStore<S> {
         self.inner.set_path(path);
     }
 
+    fn has_failed_sync(&self) -> bool {
+        self.inner.has_failed_sync()
+    }
+
     #[inline]
     fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> impl Future<Output = Result<()>> {
         self.meter.measure_by_turns(Op::Read, into.len() as u64, self.inner.read_at(offset, into, via))

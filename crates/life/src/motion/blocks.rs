@@ -35,8 +35,13 @@ impl Blocks {
         }
         let blocks = extent.start() >> self.shift..((extent.end() - 1) >> self.shift) + 1;
         for (word, mask) in masks(&blocks) {
-            let before = self.words[word].fetch_or(mask, SeqCst);
-            self.count.fetch_add(u64::from((mask & !before).count_ones()), SeqCst);
+            // Past the end of the disk there is nothing.
+            let Some(bits) = self.words.get(word) else { break };
+            // Counted before they are set, so that whoever clears them meanwhile never counts below zero.
+            let most = u64::from(mask.count_ones());
+            self.count.fetch_add(most, SeqCst);
+            let before = bits.fetch_or(mask, SeqCst);
+            self.count.fetch_sub(u64::from((mask & before).count_ones()), SeqCst);
         }
     }
 
@@ -109,6 +114,16 @@ mod tests {
         }
         assert_eq!(found, [(5, 3 << 16), (8, 2 << 16), (62, 3 << 16), (65, 1 << 16), (199, (1 << 16) - 512)]);
         assert_eq!(blocks.bytes(), 0);
+    }
+
+    #[test]
+    fn what_is_marked_twice_counts_once_and_what_is_past_the_end_does_not() {
+        let blocks = Blocks::new(64 << 16, 64 << 10);
+        blocks.mark(extent(1 << 16..3 << 16));
+        blocks.mark(extent(2 << 16..4 << 16));
+        assert_eq!(blocks.bytes(), 3 << 16);
+        blocks.mark(extent(1000 << 16..1001 << 16));
+        assert_eq!(blocks.bytes(), 3 << 16);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use spile_core::{Disk, Error, ErrorKind, Extent, ExtentKind, Files, Result, Segm
 use spile_node::{Aligned, OldEpoch};
 
 use super::blocks::Blocks;
-use super::handover::{self, Tried};
+use super::handover::{self, Bounds, Tried};
 use super::mirror::Mirror;
 use super::place::Place;
 use super::status::{Phase, Status};
@@ -33,7 +33,7 @@ const TICK: Duration = Duration::from_millis(20);
 /// For how many ticks a write is held back at most: at first, and when that is not enough.
 const FIRST_PATIENCE: u64 = 1;
 const MOST_PATIENCE: u64 = 10;
-/// The longest pause after a hand-over that was put off, and between two tries to reach a place that fails.
+/// The longest pause between two tries to reach a place that fails.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// A copy that stays in step rests for so long between two rounds.
 const BREATH: Duration = Duration::from_millis(50);
@@ -88,6 +88,10 @@ pub(super) struct Copier<'a, 'w, F: Files> {
     /// Bytes and nanoseconds of the last batches, the older ones counting less and less.
     speed: Cell<(u64, u64)>,
     patience: Cell<u64>,
+    /// The names are prepared for the hand-over.
+    pub is_named: Cell<bool>,
+    /// Why the new name of a disk that was handed over may not last.
+    pub doubt: Cell<Option<Error>>,
 }
 
 impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
@@ -111,6 +115,8 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             unflushed_bytes: Cell::new(0),
             speed: Cell::new((0, 0)),
             patience: Cell::new(0),
+            is_named: Cell::new(false),
+            doubt: Cell::new(None),
         }
     }
 
@@ -150,19 +156,28 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         self.round(true).await?;
         let mut put_off = 0;
         loop {
+            self.work.job.go_on().await.map_err(Failure::Disk)?;
             self.catch_up().await?;
             if !self.place.stays || self.work.job.is_to_finish() {
-                match Box::pin(handover::attempt(self)).await? {
+                match Box::pin(handover::attempt(self, Bounds::after(put_off))).await? {
                     Tried::Over(over) => return Ok(over),
                     Tried::PutOff(why) => {
                         put_off += 1;
                         self.status.set_trouble(Some(format!("the hand-over was put off {put_off} times: {why}")));
-                        self.work.timer.sleep((TICK * put_off).min(LONGEST_PAUSE)).await;
+                        self.rest_after(Bounds::after(put_off)).await;
                     }
                 }
                 continue;
             }
             self.stay_in_step().await?;
+        }
+    }
+
+    /// Lets guests go on undisturbed for a while, after a hand-over that was put off.
+    async fn rest_after(&self, bounds: Bounds) {
+        let _either = select(self.work.timer.sleep(bounds.pause()), pin!(self.work.job.told_to_end())).await;
+        if self.patience.get() > 0 {
+            self.mirror.hold(self.rest_bytes() / 2, self.patience.get());
         }
     }
 
@@ -216,6 +231,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
     async fn mark_all(&self) -> Result<(), Failure> {
         let (mut at, size_bytes) = (0, self.source.size_bytes());
         while at < size_bytes {
+            self.work.job.go_on().await.map_err(Failure::Disk)?;
             let rest = Extent::from_range(at..size_bytes);
             for run in self.source.extents(rest, RUNS_AT_ONCE).await.map_err(Failure::Disk)? {
                 match run.kind {
@@ -267,7 +283,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
     }
 
     /// What is copied so fast that it may be left for the hand-over.
-    fn rest_bytes(&self) -> u64 {
+    pub fn rest_bytes(&self) -> u64 {
         let (bytes, took_ns) = self.speed.get();
         let rest = u128::from(bytes) * REST.as_nanos() / u128::from(took_ns.max(1));
         (rest as u64).clamp(self.work.sizes.piece_bytes, MOST_REST_BYTES)

@@ -3,18 +3,19 @@
 //! In this order:
 //!
 //! 1. The new image is flushed while guests go on, so that little is left; and the old one, which shows whether a sync of it has failed. The note
-//!    [`Moved`] is made durable.
+//!    [`Moved`](super::Moved) is made durable.
 //! 2. The disk's gates close, and all requests that began before end. When that takes too long, the gates open again, and it is tried later.
 //! 3. What was marked meanwhile is copied, and the new image is flushed. That has a bound, too.
 //! 4. The mirror is asked: nothing is marked, nothing is in flight, no flush of a guest has failed. Any doubt ends the move, loudly, and the gates open
 //!    to the old image.
-//! 5. The old image gets its other name, durably. That is the moment from which on the old image is not the disk any more.
-//! 6. The new image gets its name, durably. When that fails, the last step is taken back.
+//! 5. The old image, which has got its other name before, loses its own, durably. That is the moment from which on the old image is not the disk any more.
+//! 6. The new image gets its name, durably. When that fails, the last step is taken back: where there is an image at the old path, it is the disk.
 //! 7. The gates open to the new image. Until now nobody has written to it but the copier.
 
+use std::cell::Cell;
 use std::path::Path;
 use std::pin::{Pin, pin};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::{Either, select};
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, Result, ResultExt, Store};
@@ -23,13 +24,40 @@ use spile_image::layer::Layer;
 use spile_node::{ClosedGates, close_gates};
 
 use super::copier::{Copier, Failure, Over};
+use super::note::{is_free, refuse_taken, rename_to_free};
 use super::place::Place;
+use crate::names;
+use crate::snapshot::remove_if_there;
 use crate::work::GraphOf;
 
-/// How long requests that began before may take to their end while the gates are closed.
-const IN_FLIGHT_BOUND: Duration = Duration::from_millis(80);
-/// How long the rest may take, as long as the gates can open again.
-const REST_BOUND: Duration = Duration::from_millis(80);
+/// How long requests that began before may take to their end while the gates are closed, and then the rest, as long as the gates can open
+/// again: at first.
+const FIRST_BOUND: Duration = Duration::from_millis(80);
+/// Both bounds are doubled so often at most: to 1.28 s.
+const MOST_DOUBLINGS: u32 = 4;
+
+/// What a hand-over may cost. The more of them were put off, the more.
+#[derive(Clone, Copy)]
+pub(super) struct Bounds {
+    /// How often [`FIRST_BOUND`] is doubled.
+    doublings: u32,
+}
+
+impl Bounds {
+    /// After so many hand-overs that were put off.
+    pub fn after(put_off: u32) -> Self {
+        Self { doublings: (put_off / 2).min(MOST_DOUBLINGS) }
+    }
+
+    fn each(self) -> Duration {
+        FIRST_BOUND * (1 << self.doublings)
+    }
+
+    /// How long guests are left alone after a hand-over that was put off.
+    pub fn pause(self) -> Duration {
+        self.each() * 4
+    }
+}
 
 /// What has become of a hand-over.
 pub(super) enum Tried<F: Files> {
@@ -43,14 +71,27 @@ pub(super) enum Tried<F: Files> {
 ///
 /// # Errors
 /// Those of both images, and what the mirror says. Guests go on with the old image.
-pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>) -> Result<Tried<F>, Failure> {
+pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds) -> Result<Tried<F>, Failure> {
     Box::pin(prepare(copier)).await?;
+    // From here on nothing ends the hand-over from outside.
+    copier.work.job.go_on().await.map_err(Failure::Disk)?;
+    if copier.mirror.lag_bytes() > copier.rest_bytes() << bounds.doublings {
+        return Ok(Tried::PutOff("guests wrote too much while the new place was flushed"));
+    }
     let new = if copier.place.stays { copier.source.clone() } else { copier.target() };
     let gates = close_gates(vec![(copier.work.node, new)]).await.map_err(Failure::Disk)?;
     let closed_at = gates.closed_at();
-    let tried = Box::pin(with_closed_gates(copier, gates)).await;
-    copier.status.note_stall(closed_at.elapsed());
+    let late = Late { each: bounds.each(), closed_at, opened_after: Cell::new(None) };
+    let tried = Box::pin(with_closed_gates(copier, gates, &late)).await;
+    copier.status.note_stall(late.opened_after.get().unwrap_or_else(|| closed_at.elapsed()));
     tried
+}
+
+/// How long the gates may be closed, and were when it took too long.
+struct Late {
+    each: Duration,
+    closed_at: Instant,
+    opened_after: Cell<Option<Duration>>,
 }
 
 /// Step 1.
@@ -61,35 +102,60 @@ async fn prepare<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(), Failure> {
     Box::pin(prepare_names(copier)).await.map_err(Failure::Disk)
 }
 
+/// Once for all attempts: the note, and the second name of the old image.
 async fn prepare_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
+    if copier.is_named.get() {
+        return Ok(());
+    }
     let (files, Place { disk, moved, stays, .. }) = (copier.work.files, copier.place);
-    if let Locator::Path(to) = &moved.to
-        && files.canonical(to).await.is_ok()
-    {
-        return Err(Error::new(ErrorKind::Exists, "there is a file of the new name by now").at_path(to));
+    if let Locator::Path(to) = &moved.to {
+        refuse_taken(files, to).await?;
     }
-    let Some(disk) = disk.as_ref().filter(|_| !stays) else { return Ok(()) };
-    if !files.is_at(copier.source.handles()[0].image().store(), disk).await? {
-        return Err(Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more").at_path(disk));
+    check_names(copier).await?;
+    if let Some(disk) = disk.as_ref().filter(|_| !stays) {
+        if let Locator::Path(to) = &moved.to {
+            // Where a disk went that was there says nothing about this one.
+            remove_if_there(files, &names::moved(to)).await?;
+        }
+        moved.write(files, disk).await?;
+        match files.link(disk, &moved.image).await {
+            // Without second names it is renamed at the hand-over.
+            Err(error) if error.kind() == ErrorKind::Unsupported => refuse_taken(files, &moved.image).await?,
+            linked => linked?,
+        }
     }
-    moved.write(files, disk).await
+    copier.is_named.set(true);
+    Ok(())
+}
+
+/// Refuses to go on when one of the images has lost its name.
+async fn check_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
+    let (files, Place { disk, stays, .. }) = (copier.work.files, copier.place);
+    copier.place.check_half(files, copier.target().handles()[0].image().store()).await?;
+    match disk.as_ref().filter(|_| !stays) {
+        Some(disk) if !files.is_at(copier.source.handles()[0].image().store(), disk).await? => {
+            Err(Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more").at_path(disk))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Steps 2 to 7.
 async fn with_closed_gates<F: Files>(
     copier: &Copier<'_, '_, F>,
     gates: ClosedGates<'_, GraphOf<F>>,
+    late: &Late,
 ) -> Result<Tried<F>, Failure> {
     let timer = copier.work.timer;
     // Those that are held back have a share of the epoch that is to end.
     copier.mirror.release();
     if copier.work.broken != Broken::HandOverInFlight {
-        match select(pin!(gates.quiet()), timer.sleep(IN_FLIGHT_BOUND)).await {
+        match select(pin!(gates.quiet()), timer.sleep(late.each)).await {
             Either::Left(_) => {}
             Either::Right(_) => return Ok(Tried::PutOff("requests in flight took too long to their end")),
         }
     }
-    let Some(gates) = Box::pin(rest(copier, gates)).await? else {
+    let Some(gates) = Box::pin(rest(copier, gates, late)).await? else {
         return Ok(Tried::PutOff("the rest took too long to be copied"));
     };
     ask(copier).map_err(Failure::Disk)?;
@@ -105,8 +171,9 @@ async fn with_closed_gates<F: Files>(
 async fn rest<'g, F: Files>(
     copier: &Copier<'_, '_, F>,
     gates: ClosedGates<'g, GraphOf<F>>,
+    late: &Late,
 ) -> Result<Option<ClosedGates<'g, GraphOf<F>>>, Failure> {
-    let mut late = copier.work.timer.sleep(REST_BOUND);
+    let mut bound = copier.work.timer.sleep(late.each);
     let mut gates = Some(gates);
     let mut at = 0;
     loop {
@@ -114,13 +181,13 @@ async fn rest<'g, F: Files>(
         if batch.is_empty() {
             break;
         }
-        until_late(&mut gates, &mut late, Box::pin(copier.copy(&batch))).await?;
+        until_late(&mut gates, &mut bound, late, Box::pin(copier.copy(&batch))).await?;
         if gates.is_none() {
             return Ok(None);
         }
     }
     if copier.work.broken != Broken::HandOverUnflushed {
-        until_late(&mut gates, &mut late, Box::pin(copier.flush())).await?;
+        until_late(&mut gates, &mut bound, late, Box::pin(copier.flush())).await?;
     }
     Ok(gates)
 }
@@ -128,13 +195,16 @@ async fn rest<'g, F: Files>(
 /// Does `work` to its end. When that takes too long, the gates open.
 async fn until_late<G>(
     gates: &mut Option<G>,
-    late: &mut Pin<Box<dyn Future<Output = ()>>>,
+    bound: &mut Pin<Box<dyn Future<Output = ()>>>,
+    late: &Late,
     work: impl Future<Output = Result<(), Failure>>,
 ) -> Result<(), Failure> {
-    match select(pin!(work), late).await {
+    match select(pin!(work), bound).await {
         Either::Left((done, _)) => done,
         Either::Right(((), work)) => {
-            drop(gates.take());
+            if gates.take().is_some() {
+                late.opened_after.set(Some(late.closed_at.elapsed()));
+            }
             work.await
         }
     }
@@ -142,7 +212,8 @@ async fn until_late<G>(
 
 /// Step 4.
 fn ask<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
-    if copier.mirror.has_flush_failed() {
+    let has_failed_sync = copier.source.handles().iter().any(|layer| layer.image().store().has_failed_sync());
+    if has_failed_sync || copier.mirror.has_flush_failed() {
         let what = "a flush of the disk has failed: what was lost cannot be known, and the new image may lack it";
         return Err(Error::new(ErrorKind::Denied, what));
     }
@@ -155,77 +226,128 @@ fn ask<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
 
 /// Steps 5 and 6.
 async fn take_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(), Failure> {
-    let (files, Place { disk, moved, stays, .. }) = (copier.work.files, copier.place);
+    let (files, place) = (copier.work.files, copier.place);
     let target = copier.target();
     let (old, new) = (copier.source.handles()[0].image().store(), target.handles()[0].image().store());
-    let disk = disk.as_deref().filter(|_| !stays);
+    let disk = place.disk.as_deref().filter(|_| !place.stays);
+    check_names(copier).await.map_err(Failure::Disk)?;
     if copier.work.broken == Broken::TwoNames {
-        give_name(files, copier.place).await.map_err(Failure::Disk)?;
+        give_name(files, place, new).await.map_err(Failure::Disk)?;
     }
     if let Some(disk) = disk
-        && let Err(error) = files.rename(disk, &moved.image).await
+        && let Err(error) = lose_name(files, old, disk, &place.moved.image).await
     {
-        return Err(name_back(files, old, copier.place, error).await);
+        return Err(match name_back(files, old, place).await {
+            Ok(()) => Failure::Disk(error),
+            Err(left) => names_lost(error, &left, place),
+        });
     }
     let named = match copier.work.broken {
         Broken::TwoNames => Ok(()),
-        _ => give_name(files, copier.place).await,
+        _ => give_name(files, place, new).await,
     };
-    if let (Err(error), Locator::Path(to)) = (named, &moved.to) {
-        // A name that could not be made durable may be there all the same.
-        if is_at(files, new, to).await && files.remove(to).await.is_err() && is_at(files, new, to).await {
-            // It stays, so the disk is there.
-            copier.status.set_trouble(Some(format!("the disk's new name may not survive a power cut: {error}")));
-        } else {
-            return Err(name_back(files, old, copier.place, error).await);
-        }
+    if let Err(error) = named {
+        give_up(copier, old, new, error).await?;
     }
     if disk.is_some() {
-        old.set_path(&moved.image);
+        old.set_path(&place.moved.image);
     }
-    if let Locator::Path(to) = &moved.to {
+    if let Locator::Path(to) = &place.moved.to {
         new.set_path(to);
     }
     Ok(())
 }
 
+/// True when `path` is known to name the file of `store`.
 async fn is_at<F: Files>(files: &F, store: &F::Store, path: &Path) -> bool {
-    files.is_at(store, path).await.unwrap_or(true)
+    files.is_at(store, path).await.unwrap_or(false)
 }
 
-/// Gives the new image its name, which no other file has. An export has its name already.
-async fn give_name<F: Files>(files: &F, place: &Place) -> Result<()> {
+/// Takes the old image its name `disk`. It is at `image` then, where it has a second name already if it can have one.
+async fn lose_name<F: Files>(files: &F, old: &F::Store, disk: &Path, image: &Path) -> Result<()> {
+    match files.is_at(old, image).await? {
+        true => files.remove(disk).await,
+        false => rename_to_free(files, disk, image).await,
+    }
+}
+
+/// Gives the new image, which is `new`, its name, which no other file has. An export has its name already.
+async fn give_name<F: Files>(files: &F, place: &Place, new: &F::Store) -> Result<()> {
     let (Locator::Path(to), Some(half)) = (&place.moved.to, &place.moved.half) else { return Ok(()) };
     match files.link(half, to).await {
         Err(error) if error.kind() == ErrorKind::Unsupported => {
-            if files.canonical(to).await.is_ok() {
-                return Err(Error::new(ErrorKind::Exists, "there is a file of the new name by now").at_path(to));
-            }
+            refuse_taken(files, to).await?;
             files.rename(half, to).await
         }
         linked => linked,
     }
-    .at_path(to)
+    .at_path(to)?;
+    match files.is_at(new, to).await? {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::Busy, "another file has got the new name").at_path(to)),
+    }
 }
 
-/// Gives the old image its name back.
-async fn name_back<F: Files>(files: &F, old: &F::Store, place: &Place, error: Error) -> Failure {
-    let Some(disk) = place.disk.as_deref().filter(|_| !place.stays) else { return Failure::Disk(error) };
-    let image = &place.moved.image;
-    // What has failed may have happened.
-    let back = match is_at(files, old, image).await {
-        true => files.rename(image, disk).await,
-        false => Ok(()),
+/// The new image could not get its name, durably, because of `error`: the old image gets its name back, and is the disk, whatever has the new
+/// name.
+///
+/// # Errors
+/// `error`; none when the old image cannot get its name back and the new one has its own, so that this is where the disk is found.
+async fn give_up<F: Files>(
+    copier: &Copier<'_, '_, F>,
+    old: &F::Store,
+    new: &F::Store,
+    error: Error,
+) -> Result<(), Failure> {
+    let (files, place) = (copier.work.files, copier.place);
+    let back = name_back(files, old, place).await;
+    let Locator::Path(to) = &place.moved.to else {
+        return Err(match back {
+            Ok(()) => Failure::Disk(error),
+            Err(left) => names_lost(error, &left, place),
+        });
     };
     match back {
-        Ok(()) => Failure::Disk(error),
-        Err(left) => {
-            let (disk, image) = (disk.display(), image.display());
-            let hint = format!(
-                "the disk goes on with its old image, which could not get its name {disk} back ({left}): rename {image} to {disk} \
-                 before the disk is opened anew"
-            );
-            Failure::Names(error.hint(hint))
+        Ok(()) => {
+            // What has failed may have happened.
+            let is_left = is_at(files, new, to).await && files.remove(to).await.is_err() && is_at(files, new, to).await;
+            let hint = || format!("the disk stays; {} could not be removed: do that", to.display());
+            Err(Failure::Disk(if is_left { error.hint(hint()) } else { error }))
         }
+        Err(left) if is_at(files, new, to).await => {
+            let what = format!(
+                "the disk's new name may not survive a power cut ({error}), and the old image could not get its name back ({left})"
+            );
+            copier.doubt.set(Some(Error::new(ErrorKind::Io, what).at_path(to)));
+            Ok(())
+        }
+        Err(left) => Err(names_lost(error, &left, place)),
     }
+}
+
+/// Gives the old image, which is `old`, its name back. A second name is left to [`Place::remove`].
+async fn name_back<F: Files>(files: &F, old: &F::Store, place: &Place) -> Result<()> {
+    let Some(disk) = place.disk.as_deref().filter(|_| !place.stays) else { return Ok(()) };
+    // What has failed may not have happened.
+    if is_at(files, old, disk).await {
+        return Ok(());
+    }
+    let image = &place.moved.image;
+    match files.link(image, disk).await {
+        Err(error) if error.kind() == ErrorKind::Unsupported && is_free(files, disk).await => {
+            files.rename(image, disk).await
+        }
+        linked => linked,
+    }
+}
+
+/// The failure `error` of a hand-over after which the old image could not get its name back, because of `left`.
+fn names_lost(error: Error, left: &Error, place: &Place) -> Failure {
+    let name = |path: Option<&Path>| path.map(|path| path.display().to_string()).unwrap_or_default();
+    let (disk, image) = (name(place.disk.as_deref()), name(Some(&place.moved.image)));
+    let hint = format!(
+        "the disk goes on with its old image, which could not get its name {disk} back ({left}): rename {image} to {disk} \
+         before the disk is opened anew"
+    );
+    Failure::Names(error.hint(hint))
 }

@@ -8,8 +8,8 @@
 //! # Which image is the disk
 //!
 //! Until the hand-over it is the old one, and nobody can take the new one for it: it has no name but the hidden one. At the hand-over the old image
-//! gets another name first ([`old_image`]), and then the new image gets its own. So **where there is an image at the old path, that is the
-//! disk; where there is none, the disk is at the new path**, at every moment and for every program. An old image that has been left behind is
+//! loses its name first and has another one then ([`old_image`]), and then the new image gets its own. So **where there is an image at the old path, that is the
+//! disk; where there is none, the disk is at the new path**. An old image that has been left behind is
 //! never opened by a server that does not know of the move: it finds no file at the path. A note beside the old path
 //! ([`names::moved`]) tells where the disk is. A process that ends between the two names leaves neither; both images hold the same then, and
 //! the next one that opens the old path gives the old image its name back ([`take_back`]).
@@ -38,7 +38,6 @@ use spile_node::{OldEpoch, Stage};
 
 use crate::jobs::{Note, Plan, State};
 use crate::names;
-use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work};
 use copier::{Copier, Failure, Over};
 use mirror::Mirror;
@@ -101,16 +100,16 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     let target = match Box::pin(place.make(work, &source)).await {
         Ok(target) => Arc::new(target),
         Err(error) => {
-            place.remove(work.files).await?;
+            let _ = place.remove(work.files, &source, None).await;
             return Err(error);
         }
     };
-    let error = match Box::pin(mirrored(work, &source, target, &place, plan)).await {
+    let error = match Box::pin(mirrored(work, &source, target.clone(), &place, plan)).await {
         Ok(()) => return Ok(()),
         Err(Failure::Names(error)) => return Err(error),
         Err(Failure::Disk(error) | Failure::Place(error)) => error,
     };
-    let removed = place.remove(work.files).await;
+    let removed = place.remove(work.files, &source, Some(&target)).await;
     Err(match removed {
         Err(left) if work.job.outcome(&Err(error.duplicate())) == State::Failed => {
             error.hint(format!("and what was begun could not be removed: {left}"))
@@ -141,11 +140,15 @@ async fn mirrored<F: Files>(
     let target = copier.target();
     let tidied = match done {
         Ok(Over::HandedOver(old)) => {
-            let is_left = place.disk.is_some() && !plan.deletes_source;
+            let doubt = copier.doubt.take();
+            let deletes_source = plan.deletes_source && doubt.is_none();
+            let is_left = place.disk.is_some() && !deletes_source;
             status.set_old_image(is_left.then(|| place.moved.image.clone()));
-            Box::pin(tidy(work, old, source, place, plan)).await
+            let left = Left { place, source, target: &target, plan, deletes_source };
+            let tidied = Box::pin(tidy(work, old, &left, doubt.is_none())).await;
+            doubt.map_or(Ok(()), Err).and(tidied)
         }
-        Ok(Over::Copied) => target.close().await.and(remove_half(work, place).await),
+        Ok(Over::Copied) => target.close().await.and(place.remove_hidden_name(work.files, &target).await),
         Err(failure) => {
             // What it says does not matter any more, but its tasks must end. A place on another host may not answer.
             if !place.may_come_back() && !matches!(failure, Failure::Names(_)) {
@@ -160,40 +163,57 @@ async fn mirrored<F: Files>(
     Ok(())
 }
 
-async fn remove_half<F: Files>(work: &Work<'_, F>, place: &Place) -> Result<()> {
-    match &place.moved.half {
-        Some(half) => remove_if_there(work.files, half).await,
-        None => Ok(()),
-    }
+/// What a hand-over leaves behind.
+struct Left<'a, F: Files> {
+    place: &'a Place,
+    source: &'a Arc<GraphOf<F>>,
+    target: &'a GraphOf<F>,
+    plan: &'a Move,
+    deletes_source: bool,
 }
 
-/// What is left to do when the disk has been handed over: nobody uses the old image any more.
+/// What is left to do when the disk has been handed over: nobody uses the old image any more. `is_durable`: so is the new name. Else the new
+/// image keeps its hidden one, too.
 async fn tidy<F: Files>(
     work: &Work<'_, F>,
     old: OldEpoch<GraphOf<F>>,
-    source: &Arc<GraphOf<F>>,
-    place: &Place,
-    plan: &Move,
+    left: &Left<'_, F>,
+    is_durable: bool,
 ) -> Result<()> {
+    let (files, place, source) = (work.files, left.place, left.source);
+    // First of all: nobody gives the old image its name back from now on.
+    let noted = match &place.disk {
+        Some(disk) => {
+            let written = place.moved.write_done(files, disk).await;
+            written.and(Plan::Move(left.plan.clone()).remove_own(files, disk).await)
+        }
+        None => Ok(()),
+    };
     old.ended().await;
     drop(old);
     let closed = source.close().await;
-    let removed = remove_half(work, place).await;
-    let deleted = match plan.deletes_source && place.disk.is_some() {
-        true => remove_if_there(work.files, &place.moved.image).await,
+    let removed = match is_durable {
+        true => place.remove_hidden_name(files, left.target).await,
         false => Ok(()),
     };
-    closed.and(removed).and(deleted)
+    let image = &place.moved.image;
+    let is_to_go = left.deletes_source && place.disk.is_some();
+    let deleted = match is_to_go && files.is_at(source.handles()[0].image().store(), image).await? {
+        true => files.remove(image).await,
+        false => Ok(()),
+    };
+    noted.and(closed).and(removed).and(deleted)
 }
 
-/// Removes the second name of the image of `graph` that a process has left which ended right after a hand-over.
+/// Removes the second name of the image of `graph` that a process has left which ended right before a hand-over, or right after one.
 pub(crate) async fn remove_second_name<F: Files>(files: &F, graph: &GraphOf<F>) -> Result<()> {
     let leaf = &graph.handles()[0];
-    let half = names::moving(leaf.path());
-    match files.is_at(leaf.image().store(), &half).await? {
-        true => files.remove(&half).await,
-        false => Ok(()),
+    for name in [names::moving(leaf.path()), old_image(leaf.path())] {
+        if files.is_at(leaf.image().store(), &name).await? {
+            files.remove(&name).await?;
+        }
     }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ pub struct Moved {
     pub to: Locator,
     /// The path that the old image got.
     pub image: PathBuf,
-    /// The hidden name of the new image, if it is a file. It goes when the disk has its new path.
+    /// The hidden name of the new image, if it is a file. Once the disk has its new path, the note says nothing of it any more.
     pub half: Option<PathBuf>,
 }
 
@@ -44,18 +44,30 @@ impl Moved {
         let (to, image) = (next("to ")?.parse().ok()?, next("image ")?.into());
         let half = next("half ").map(PathBuf::from);
         match (&to, &half) {
-            (Locator::Path(_), Some(_)) | (Locator::Nbd(_), None) => Some(Self { to, image, half }),
+            (Locator::Path(_), _) | (Locator::Nbd(_), None) => Some(Self { to, image, half }),
             _ => None,
         }
     }
 
     /// Writes the note of `disk`, durably, in the place of an older one.
     pub(super) async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
-        let (text, path) = (self.to_text()?, names::moved(disk));
-        remove_if_there(files, &path).await?;
-        let store = files.create(&path, 0).await?;
+        let (text, new) = (self.to_text()?, names::new_moved(disk));
+        remove_if_there(files, &new).await?;
+        let store = files.create(&new, 0).await?;
         store.write_at(StoreOffset(0), &Segments::copied(text.as_bytes()), Via::Cached).await?;
-        store.sync().await
+        store.sync().await?;
+        drop(store);
+        files.rename(&new, &names::moved(disk)).await
+    }
+
+    /// Says in the note of `disk`, if it is this one, that the disk has its new path: nobody takes that back any more.
+    pub(super) async fn write_done<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
+        match Self::read(files, disk).await? {
+            Some(there) if there == *self && self.half.is_some() => {
+                Self { half: None, ..self.clone() }.write(files, disk).await
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The note of `disk`, if there is one that makes sense.
@@ -92,27 +104,68 @@ impl Moved {
 /// `NotFound` with the place that the disk was moved to; `Busy` while the hand-over is under way; the system's.
 pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Result<bool> {
     let Some(moved) = Moved::read(files, disk).await? else { return Ok(false) };
-    let is_there = async |path: &Path| files.canonical(path).await.is_ok();
-    // An export is the disk as soon as the old image has lost its name.
+    // An export is the disk as soon as the old image has lost its name; a file, at the latest when the note does not name its half any more.
     let (Locator::Path(to), Some(half)) = (&moved.to, &moved.half) else { return Err(moved.told(disk)) };
-    // With its new name the new image is the disk. Without the hidden one nobody knows what has become of it.
-    if is_there(disk).await || is_there(to).await || !is_there(half).await {
+    // With its new name the new image is the disk. Without the hidden one nobody knows what has become of it, and a disk that has left
+    // the new path was there.
+    let is_broken_off = async || {
+        let is_gone = is_free(files, disk).await && is_free(files, to).await && is_free(files, &names::moved(to)).await;
+        is_gone && !is_free(files, half).await
+    };
+    if !is_broken_off().await {
         return Err(moved.told(disk));
     }
     if !may_change {
         let error = Error::new(ErrorKind::Busy, "the disk is just being moved, or its hand-over was broken off");
         return Err(error.at_path(disk).hint("try again; or open it for writing, which takes that back"));
     }
-    // Whoever hands it over has both open.
-    let old = match files.open(&moved.image.as_path().into(), OpenMode::ReadWrite).await {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Err(moved.told(disk)),
-        opened => opened?,
+    // Whoever hands it over has both open. So has somebody else who moves a disk there.
+    let open = async |path: &Path| match files.open(&path.into(), OpenMode::ReadWrite).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => Err(moved.told(disk)),
+        opened => opened,
     };
-    files.rename(&moved.image, disk).await?;
-    drop(old);
+    let (old, new) = (open(&moved.image).await?, open(half).await?);
+    // The hand-over may have come to its end until they were open.
+    let are_there = files.is_at(&old, &moved.image).await? && files.is_at(&new, half).await?;
+    if !are_there || Moved::read(files, disk).await?.as_ref() != Some(&moved) || !is_broken_off().await {
+        return Err(moved.told(disk));
+    }
+    rename_to_free(files, &moved.image, disk).await?;
     remove_if_there(files, half).await?;
     remove_if_there(files, &names::moved(disk)).await?;
+    drop((old, new));
     Ok(true)
+}
+
+/// True when nothing has the name `path`, as far as can be seen.
+pub(super) async fn is_free<F: Files>(files: &F, path: &Path) -> bool {
+    files.canonical(path).await.is_err_and(|error| error.kind() == ErrorKind::NotFound)
+}
+
+/// Gives the file at `from` the name `to`, durably, and takes its old one. No other file loses a name.
+///
+/// # Errors
+/// `Exists` when there is something at `to`; the system's. The file has one of its names then, or both.
+pub(super) async fn rename_to_free<F: Files>(files: &F, from: &Path, to: &Path) -> Result<()> {
+    match files.link(from, to).await {
+        Err(error) if error.kind() == ErrorKind::Unsupported => {
+            refuse_taken(files, to).await?;
+            files.rename(from, to).await
+        }
+        Err(error) => Err(error),
+        Ok(()) => files.remove(from).await,
+    }
+}
+
+/// # Errors
+/// `Exists` when there is something at `path`, or may be.
+pub(super) async fn refuse_taken<F: Files>(files: &F, path: &Path) -> Result<()> {
+    match is_free(files, path).await {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::Exists, "there is a file of the new name already")
+            .at_path(path)
+            .hint("remove it, or give it another name")),
+    }
 }
 
 #[cfg(test)]
@@ -123,8 +176,9 @@ mod tests {
     fn a_note_is_read_back_only_when_it_is_whole() {
         let path = Locator::Path("/new/a b.vhd".into());
         let to_file = Moved { to: path, image: "/vm/a.moved.vhd".into(), half: Some("/new/.h".into()) };
+        let done = Moved { half: None, ..to_file.clone() };
         let to_export = Moved { to: Locator::Nbd("nbd://h/x".to_owned()), image: "/vm/a.moved.vhd".into(), half: None };
-        for moved in [&to_file, &to_export] {
+        for moved in [&to_file, &done, &to_export] {
             let text = moved.to_text().unwrap();
             assert_eq!(Moved::from_text(&text).as_ref(), Some(moved));
             for len in 0..text.len() {

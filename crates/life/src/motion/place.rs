@@ -1,5 +1,6 @@
 //! [`Place`]: where a disk is moved to, and what becomes of the place where it was.
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
@@ -7,7 +8,7 @@ use spile_image::create::NewImage;
 use spile_image::layer::Layer;
 use spile_image::{Format, Graph, OpenOptions};
 
-use super::note::Moved;
+use super::note::{Moved, is_free, refuse_taken};
 use super::{Move, old_image};
 use crate::names;
 use crate::snapshot::remove_if_there;
@@ -22,6 +23,8 @@ pub(super) struct Place {
     /// The copy stays in step until somebody says that it is to end, and the disk is not handed over.
     pub stays: bool,
     format: Format,
+    /// The half was made here.
+    is_made: Cell<bool>,
 }
 
 impl Place {
@@ -45,8 +48,15 @@ impl Place {
             return Err(Error::new(ErrorKind::Unsupported, what).at_path(&disk).hint(hint));
         }
         let moved = Moved { to: plan.to.clone(), image: old_image(&disk), half };
-        let place = Self { disk: has_name.then_some(disk), moved, stays: plan.stays, format: plan.format };
+        let place = Self {
+            disk: has_name.then_some(disk),
+            moved,
+            stays: plan.stays,
+            format: plan.format,
+            is_made: Cell::new(false),
+        };
         place.check_names(work, store).await?;
+        place.refuse_children(work, source).await?;
         Ok(place)
     }
 
@@ -58,19 +68,49 @@ impl Place {
                     Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more").at_path(disk)
                 );
             }
-            if !self.stays && work.files.canonical(&self.moved.image).await.is_ok() {
+            if !self.stays && self.moved.to == Locator::from(&self.moved.image) {
+                let what = "the disk's old image gets this name at the hand-over";
+                return Err(Error::new(ErrorKind::InvalidInput, what)
+                    .at_path(&self.moved.image)
+                    .hint("choose another name"));
+            }
+            self.remove_second_name(work.files, store).await?;
+            if !self.stays && !is_free(work.files, &self.moved.image).await {
                 let what =
                     "there is an old image of an earlier move already, of the name that the disk's image would get";
                 return Err(taken(what, &self.moved.image));
             }
         }
         if let (Locator::Path(to), Some(half)) = (&self.moved.to, &self.moved.half) {
-            if work.files.canonical(to).await.is_ok() {
-                return Err(taken("there is a file of the new name already", to));
-            }
+            refuse_taken(work.files, to).await?;
             remove_half(work.files, half).await?;
         }
         Ok(())
+    }
+
+    /// Refuses to move an image away that others name as their parent.
+    async fn refuse_children<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>) -> Result<()> {
+        if self.disk.is_none() || self.stays {
+            return Ok(());
+        }
+        let leaf = &source.handles()[0];
+        match work.other_children(leaf, &[]).await?.first() {
+            Some(child) => {
+                let what = format!("{} is a child of this disk", child.display());
+                let hint = "it would not find its parent any more: flatten it first, or copy the disk (--mirror-only)";
+                Err(Error::new(ErrorKind::Denied, what).at_path(leaf.path()).hint(hint))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Removes the name that the old image, which is `store`, gets before it loses its own.
+    async fn remove_second_name<F: Files>(&self, files: &F, store: &F::Store) -> Result<()> {
+        let Some(disk) = self.disk.as_ref().filter(|_| !self.stays) else { return Ok(()) };
+        match files.is_at(store, disk).await? && files.is_at(store, &self.moved.image).await? {
+            true => files.remove(&self.moved.image).await,
+            false => Ok(()),
+        }
     }
 
     /// True when the place is on another host: what fails there may be there again later.
@@ -91,12 +131,32 @@ impl Place {
         let Some(half) = &self.moved.half else { return self.open(work, source).await };
         let new = NewImage { size_bytes: source.size_bytes(), subformat: None, parent: None, unit_bytes: None };
         let store = work.files.create(half, 0).await?;
+        self.is_made.set(true);
         self.format.create(&store, &**work.env, &new).await?;
         drop(store);
+        let target = self.open(work, source).await?;
+        // Nobody else removes it while it is open here.
+        self.check_half(work.files, target.handles()[0].image().store()).await?;
         if let Some(disk) = &self.disk {
             work.files.copy_access(disk, half).await?;
         }
-        self.open(work, source).await
+        Ok(target)
+    }
+
+    /// Refuses a new image, which is `new`, that has lost its hidden name.
+    ///
+    /// # Errors
+    /// `Busy`; the system's.
+    pub async fn check_half<F: Files>(&self, files: &F, new: &F::Store) -> Result<()> {
+        let Some(half) = &self.moved.half else { return Ok(()) };
+        match files.is_at(new, half).await? {
+            true => Ok(()),
+            false => {
+                let what =
+                    "the new image has lost this name: somebody has removed it, or another disk is moved to this place";
+                Err(Error::new(ErrorKind::Busy, what).at_path(half).hint("`spile jobs` shows other moves"))
+            }
+        }
     }
 
     /// Opens the new image.
@@ -112,20 +172,39 @@ impl Place {
         Ok(target)
     }
 
-    /// Removes what was made, after the job has failed.
+    /// Removes the hidden name, if it is that of the new image `new`.
     ///
     /// # Errors
     /// The system's.
-    pub async fn remove<F: Files>(&self, files: &F) -> Result<()> {
-        let half = match &self.moved.half {
-            Some(half) => remove_if_there(files, half).await,
-            None => Ok(()),
+    pub async fn remove_hidden_name<F: Files>(&self, files: &F, new: &GraphOf<F>) -> Result<()> {
+        let Some(half) = &self.moved.half else { return Ok(()) };
+        match files.is_at(new.handles()[0].image().store(), half).await? {
+            true => files.remove(half).await,
+            false => Ok(()),
+        }
+    }
+
+    /// Removes what was made, after the job has failed: the disk is `source`, the new image `target`, if it could be opened. It is still open,
+    /// so that nobody else can have the hidden name.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn remove<F: Files>(&self, files: &F, source: &GraphOf<F>, target: Option<&GraphOf<F>>) -> Result<()> {
+        let half = match (&self.moved.half, target) {
+            (_, Some(target)) => self.remove_hidden_name(files, target).await,
+            (Some(half), None) if self.is_made.get() => match remove_half(files, half).await {
+                // Another disk is moved here by now.
+                Err(error) if error.kind() == ErrorKind::Busy => Ok(()),
+                removed => removed,
+            },
+            _ => Ok(()),
         };
+        let name = self.remove_second_name(files, source.handles()[0].image().store()).await;
         let note = match &self.disk {
             Some(disk) => remove_if_there(files, &names::moved(disk)).await,
             None => Ok(()),
         };
-        half.and(note)
+        half.and(name).and(note)
     }
 }
 
@@ -142,10 +221,11 @@ async fn remove_half<F: Files>(files: &F, half: &Path) -> Result<()> {
             Err(error.hint("`spile jobs` shows it"))
         }
         Err(error) => Err(error),
-        Ok(store) => {
-            drop(store);
-            files.remove(half).await
-        }
+        // While it is open here, nobody else removes it, or makes another one of this name.
+        Ok(store) => match files.is_at(&store, half).await? {
+            true => files.remove(half).await,
+            false => Err(Error::new(ErrorKind::Busy, "another disk is just being moved to this place").at_path(half)),
+        },
     }
 }
 

@@ -41,8 +41,8 @@ pub struct Motion {
     pub phase: Phase,
     /// Bytes in blocks that the copy lacks, or may lack.
     pub lag_bytes: u64,
-    /// All that was written up to so many milliseconds ago is in the copy.
-    pub lag_ms: u64,
+    /// All that was written up to so many milliseconds ago is in the copy. `None` until all of the disk was copied once.
+    pub lag_ms: Option<u64>,
     /// Guests' writes are held back now, because they come faster than they can be copied.
     pub is_holding: bool,
     /// How many writes were held back.
@@ -66,7 +66,7 @@ pub struct Status {
 struct Now {
     phase: Phase,
     /// What had ended by then is in the copy.
-    copied_until: Instant,
+    copied_until: Option<Instant>,
     longest_stall: Duration,
     failing_since: Option<Instant>,
     trouble: Option<String>,
@@ -75,7 +75,7 @@ struct Now {
 
 impl Status {
     pub(super) fn new(mirror: Arc<Mirror>) -> Self {
-        let (copied_until, longest_stall) = (Instant::now(), Duration::ZERO);
+        let (copied_until, longest_stall) = (None, Duration::ZERO);
         let (phase, failing_since, trouble, old_image) = (Phase::Copying, None, None, None);
         let now = Now { phase, copied_until, longest_stall, failing_since, trouble, old_image };
         Self { mirror, now: Mutex::new(now) }
@@ -90,7 +90,7 @@ impl Status {
     }
 
     pub(super) fn set_copied_until(&self, moment: Instant) {
-        self.now().copied_until = moment;
+        self.now().copied_until = Some(moment);
     }
 
     pub(super) fn note_stall(&self, stall: Duration) {
@@ -124,11 +124,11 @@ impl Status {
         let now = self.now();
         let is_done = now.phase == Phase::Done;
         let lag_bytes = if is_done { 0 } else { self.mirror.lag_bytes() };
-        let lag = if lag_bytes == 0 { Duration::ZERO } else { now.copied_until.elapsed() };
+        let lag = now.copied_until.map(|until| if lag_bytes == 0 { Duration::ZERO } else { until.elapsed() });
         Motion {
             phase: now.phase,
             lag_bytes,
-            lag_ms: lag.as_millis() as u64,
+            lag_ms: lag.map(|lag| lag.as_millis() as u64),
             is_holding: self.mirror.is_holding(),
             held_writes: self.mirror.held(),
             longest_stall_us: now.longest_stall.as_nanos() as f64 / 1e3,

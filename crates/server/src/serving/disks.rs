@@ -157,6 +157,12 @@ impl Opening {
     /// The disk `open` was moved. It keeps its names and its serial number, which may have come from its old place.
     pub fn move_disk(&mut self, open: &mut Open, moved: &Move) {
         let Some((spec, _)) = self.specs.iter_mut().find(|(spec, _)| spec.own_name() == open.name) else { return };
+        tracing::warn!(
+            "{}: the disk {:?} is at {} now: start the next server with it",
+            open.label,
+            open.name,
+            moved.to
+        );
         (spec.source, spec.format) = (moved.to.clone(), Some(moved.format));
         (spec.name, spec.serial) = (Some(open.name.clone()), Some(open.serial.clone()));
         let spec = spec.clone();

@@ -152,18 +152,20 @@ impl DiskJobs {
         state.jobs.iter().rev().find_map(moved)
     }
 
-    /// Refuses a new size while the disk is moved: its copy has the old one.
+    /// Keeps jobs away while the disk gets a new size. A job that is under way goes on, but for a move: its copy has the old size.
     ///
     /// # Errors
-    /// `Busy`.
-    pub fn refuse_resize(&self) -> Result<()> {
+    /// `Busy` while the disk is moved, or something else changes its images.
+    pub fn hold_for_resize(self: &Arc<Self>) -> Result<Held> {
+        let mut state = self.state();
         let is_moving =
-            |job: &Arc<DiskJob>| matches!(job.what, What::Images(Plan::Move(_))) && !job.job.state().is_over();
-        match self.state().jobs.iter().find(|job| is_moving(job)) {
-            Some(job) => Err(Error::new(ErrorKind::Busy, format!("the disk is being moved, by job {}", job.id))
-                .hint(format!("wait for it, or `spile job {} cancel`", job.id))),
-            None => Ok(()),
+            |job: &&Arc<DiskJob>| matches!(job.what, What::Images(Plan::Move(_))) && !job.job.state().is_over();
+        if state.held_for.is_some() || state.jobs.iter().any(|job| is_moving(&job)) {
+            state.check_free()?;
         }
+        state.held_for = Some("a resize");
+        drop(state);
+        Ok(Held(self.clone()))
     }
 
     /// From now on `events` hears when a job has changed the images of this disk, which is called `name`.
@@ -218,6 +220,13 @@ impl DiskJobs {
                 tracing::warn!("the job {} has failed: {error}", running.id);
             }
             jobs.tell(&disk).await;
+            // Nobody listens to a server that ends any more.
+            if let Plan::Move(Move { to, stays: false, .. }) = &plan
+                && running.job.state() == JobState::Done
+                && jobs.state().is_closed
+            {
+                tracing::warn!("the job {} has moved its disk to {to}: start the next server with it", running.id);
+            }
         });
         Ok(begun)
     }

@@ -414,7 +414,7 @@ impl Server {
     }
 
     fn resize(&self, open: &Open, size_bytes: u64) -> Result<()> {
-        open.jobs.refuse_resize()?;
+        let _held = open.jobs.hold_for_resize()?;
         let _claim = self.claims.take(std::slice::from_ref(&open.name), "a resize")?;
         let disk = open.disk.clone();
         self.engine.run_on(0, move || async move { disk.resize(size_bytes).await })?;

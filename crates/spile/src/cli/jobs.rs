@@ -94,8 +94,8 @@ fn lag(job: &Job) -> Option<String> {
     let failing = failing_for_s.map(|time| format!("; the new place has failed for {time} s")).unwrap_or_default();
     let held = if *held_back { "; guests' writes are held back" } else { "" };
     let trouble = trouble.as_ref().map(|trouble| format!("; {trouble}")).unwrap_or_default();
-    let lag = format_size(*lag_bytes);
-    Some(format!("{}: to {to}: {phase}, lacks {lag}, {lag_ms} ms behind{held}{failing}{trouble}", job.id))
+    let lag = lag_ms.map(|time| format!(", lacks {}, {time} ms behind", format_size(*lag_bytes))).unwrap_or_default();
+    Some(format!("{}: to {to}: {phase}{lag}{held}{failing}{trouble}", job.id))
 }
 
 /// Each server with its jobs. A server that is too old to have jobs has none.

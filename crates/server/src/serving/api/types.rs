@@ -540,8 +540,9 @@ pub struct Motion {
     pub phase: String,
     /// Bytes in blocks that the copy lacks, or may lack.
     pub lag_bytes: u64,
-    /// All that was written up to so many milliseconds ago is in the copy.
-    pub lag_ms: u64,
+    /// All that was written up to so many milliseconds ago is in the copy. Absent until all of the disk was copied once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lag_ms: Option<u64>,
     /// Guests' writes are held back now, each for a bounded time, because they come faster than they can be copied.
     pub held_back: bool,
     /// How many writes were held back.
