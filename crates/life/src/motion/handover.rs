@@ -314,14 +314,27 @@ async fn give_up<F: Files>(
             let hint = || format!("the disk stays; {} could not be removed: do that", to.display());
             Err(Failure::Disk(if is_left { error.hint(hint()) } else { error }))
         }
-        Err(left) if is_at(files, new, to).await => {
+        // A name that has come back, but perhaps not for good, is the disk all the same.
+        Err(left) if is_at(files, new, to).await && !has_disk_name(files, old, place).await => {
             let what = format!(
                 "the disk's new name may not survive a power cut ({error}), and the old image could not get its name back ({left})"
             );
             copier.doubt.set(Some(Error::new(ErrorKind::Io, what).at_path(to)));
             Ok(())
         }
-        Err(left) => Err(names_lost(error, &left, place)),
+        Err(left) => {
+            if is_at(files, new, to).await {
+                let _ = files.remove(to).await;
+            }
+            Err(names_lost(error, &left, place))
+        }
+    }
+}
+
+async fn has_disk_name<F: Files>(files: &F, old: &F::Store, place: &Place) -> bool {
+    match &place.disk {
+        Some(disk) => is_at(files, old, disk).await,
+        None => false,
     }
 }
 

@@ -227,7 +227,10 @@ pub const ENDINGS: &[Ending] = &[
             ("spile move disk --to /new/array --wait", "its guest goes on, and does not notice"),
             ("spile move disk --to /new/array/disk.raw --rate 200M", "as a raw image, 200 MiB in a second at most"),
             ("spile move disk --to nbds://store2.example/vm1 --wait", "to an export of another host, of the same size"),
-            ("spile move disk.vhd --to /new/array --delete-source", "a disk that no server has; only a note stays behind"),
+            (
+                "spile move disk.vhd --to /new/array --delete-source",
+                "a disk that no server has; only a note stays behind",
+            ),
         ],
         notes: &["Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where it is."],
     },
