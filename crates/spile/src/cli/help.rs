@@ -232,7 +232,9 @@ pub const ENDINGS: &[Ending] = &[
                 "a disk that no server has; only a note stays behind",
             ),
         ],
-        notes: &["Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where it is."],
+        notes: &["\
+Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where
+it is."],
     },
     Ending { command: "jobs", codes: &[], examples: &[("spile jobs", "the jobs of this host")], notes: &[JSON] },
     Ending {
