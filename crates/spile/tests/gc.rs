@@ -125,7 +125,7 @@ fn a_second_child_keeps_a_deleted_snapshot() {
     // That no child is found proves nothing: it may lie in another folder by now.
     fs::remove_file(dir.join("b.vhd")).unwrap();
     assert_eq!(collected(&json(dir, &["gc", "."])), [is("deleted", "s2.vhd", "waits")]);
-    assert_eq!(files(dir), ["s1.vhd", "s2.vhd"]);
+    assert_eq!(files(dir), [".s2.vhd.spile-gone", "s1.vhd", "s2.vhd"]);
     ok(dir, &["delete", "s2.vhd"]);
     assert_eq!(collected(&json(dir, &["gc", "."])), []);
     assert_eq!(files(dir), ["s1.vhd"]);
@@ -166,7 +166,7 @@ fn what_was_half_made_goes_and_a_kill_in_the_middle_loses_nothing() {
     let disk = raw_of(dir, "a.vhd");
     ok(dir, &["delete", "s2.vhd"]);
     let mut slow = spile();
-    slow.args(["gc", ".", "--rate", "64k"]).current_dir(dir).stdout(Stdio::null()).stderr(Stdio::null());
+    slow.args(["gc", ".", "--rate", "512k"]).current_dir(dir).stdout(Stdio::null()).stderr(Stdio::null());
     let mut slow = slow.spawn().unwrap();
     eventually("the merge has begun", || dir.join(".a.vhd.spile-job").exists());
     slow.kill().unwrap();

@@ -27,6 +27,7 @@ mod mover;
 use spile_core::{Error, ErrorKind, Extent, Files, Result};
 use spile_image::layer::Layer as _;
 
+use crate::gone::Gone;
 use crate::jobs::{Merged, Note, Plan};
 use crate::work::{GraphOf, Work, size_of};
 
@@ -39,7 +40,10 @@ pub use self::check::{find_layer, is_called, plan};
 /// What refuses the merge, and then nothing has changed; the stores'. What is done by then is valid.
 pub async fn coalesce<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let disk = work.disk_path().await;
-    let result = begin(work, plan).await;
+    let result = match begin(work, plan).await {
+        Ok(()) => remove_marks(work, plan).await,
+        failed => failed,
+    };
     crate::finish(work, &disk, &Plan::Coalesce(plan.clone()), result).await
 }
 
@@ -87,6 +91,16 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
         0 => leaf::merge(work, &graph).await,
         _ => middle::merge(work, &graph, number, checked).await,
     }
+}
+
+/// Removes the mark that one of the two images was deleted ([`Gone`]), once that image has its name no more.
+async fn remove_marks<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
+    for path in [&plan.path, &plan.parent] {
+        if work.files.canonical(path).await.is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+            Gone::remove(work.files, path).await?;
+        }
+    }
+    Ok(())
 }
 
 /// The number of the layer that `plan` merges; `None` when the disk has it no more. Its folder may have moved; a copy under another name
