@@ -28,7 +28,7 @@ use spile_core::{ErrorKind, Files, Result};
 
 use jobs::{Note, Plan, State};
 pub use recover::recover;
-pub use work::{Sizes, Work};
+pub use work::{Neighbours, Sizes, Work};
 
 /// Goes on with what `plan` says.
 ///

@@ -1,6 +1,7 @@
 //! [`Work`]: what a job works with, whether the disk is served or not.
 
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::sync::Arc;
 
 use spile_core::metrics::Op;
@@ -25,12 +26,28 @@ pub struct Work<'a, F: Files> {
     pub node: &'a Node<Graph<F::Store>>,
     /// What the job's users want of it.
     pub job: &'a Job,
-    /// Files that may have one of the disk's images as their parent: all that lie in the folders of its layers.
-    pub neighbours: &'a [PathBuf],
+    /// Finds files that may have one of the disk's images as their parent.
+    pub neighbours: &'a dyn Neighbours,
     /// How much is moved at once.
     pub sizes: Sizes,
     /// A rule that the simulator breaks.
     pub broken: Broken,
+}
+
+/// Finds files that may have one of a disk's images as their parent.
+pub trait Neighbours {
+    /// All files that lie now in the folders of the disk's images.
+    ///
+    /// # Errors
+    /// When a folder cannot be looked at.
+    fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>>;
+}
+
+/// Folders in which nothing changes.
+impl Neighbours for Vec<PathBuf> {
+    fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>> {
+        Box::pin(async { Ok(self.clone()) })
+    }
 }
 
 /// How much a job moves at once.
@@ -108,8 +125,13 @@ impl<F: Files> Work<'_, F> {
         graph.handles()[0].path().to_owned()
     }
 
-    /// The neighbours that name the image at `parent` as their parent, but for `known`.
-    pub(crate) async fn other_children(&self, parent: &GraphLayer<F::Store>, known: &[&Path]) -> Result<Vec<PathBuf>> {
+    /// Those of `neighbours` that name the image at `parent` as their parent, but for `known`.
+    pub(crate) async fn other_children(
+        &self,
+        neighbours: &[PathBuf],
+        parent: &GraphLayer<F::Store>,
+        known: &[&Path],
+    ) -> Result<Vec<PathBuf>> {
         use spile_image::layer::Layer as _;
         let (path, identity) = (self.files.canonical(parent.path()).await?, parent.image().identity());
         let mut all_known = Vec::new();
@@ -117,7 +139,7 @@ impl<F: Files> Work<'_, F> {
             all_known.push(self.files.canonical(known).await?);
         }
         let mut found = Vec::new();
-        for neighbour in self.neighbours {
+        for neighbour in neighbours {
             let Ok(neighbour) = self.files.canonical(neighbour).await else { continue };
             let is_known = all_known.contains(&neighbour) || neighbour == path || found.contains(&neighbour);
             if is_known {

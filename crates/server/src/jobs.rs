@@ -1,13 +1,15 @@
 //! Jobs on the images of a disk of this host: what `spile-life` needs besides the disk. A server and the commands for disks that nobody
 //! serves run them in the same way.
 
+use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use spile_core::{Env, Error, ErrorKind, Result};
 use spile_engine::OsEnv;
-use spile_image::{Broken, Graph};
+use spile_image::{Broken, Graph, LayerInfo};
 use spile_life::jobs::{Job, Note, Plan};
-use spile_life::{Sizes, Work};
+use spile_life::{Neighbours, Sizes, Work};
 use spile_node::Node;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
@@ -26,17 +28,16 @@ pub struct Access {
 /// Does what `plan` says of the disk `node`, and says in `job` how it ended. It is to run on a worker.
 ///
 /// # Errors
-/// As [`spile_life::run`]; `Denied` when the folders of its images cannot be looked at, and after a failed sync of one of them.
+/// As [`spile_life::run`]; `Denied` after a failed sync of one of its images.
 pub async fn run(node: &Node<Graph<HostStore>>, access: Access, job: &Job, plan: &Plan) -> Result<()> {
     let graph = node.graph().await;
-    let neighbours = match refuse_failed_syncs(&graph).and(family::beside(&graph.layers()).await) {
-        Ok(neighbours) => neighbours,
-        Err(error) => {
-            let failed = Err(error);
-            job.end(&failed);
-            return failed;
-        }
-    };
+    if let Err(error) = refuse_failed_syncs(&graph) {
+        let failed = Err(error);
+        job.end(&failed);
+        return failed;
+    }
+    let neighbours = Beside(graph.layers());
+    drop(graph);
     let files = HostFiles::new(OsFiles::new(access.cache).without_locks(access.no_lock));
     let asking = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
     let env: Arc<dyn Env> = Arc::new(OsEnv);
@@ -53,6 +54,15 @@ pub async fn run(node: &Node<Graph<HostStore>>, access: Access, job: &Job, plan:
     };
     // A long future: whoever waits for it need not hold all of it on a worker's stack.
     Box::pin(spile_life::run(&work, plan)).await
+}
+
+/// The files in the folders of these images.
+struct Beside(Vec<LayerInfo>);
+
+impl Neighbours for Beside {
+    fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>> {
+        Box::pin(family::beside(&self.0))
+    }
 }
 
 /// Refuses to move what may be lost: in another image nobody would be told of the loss.

@@ -97,14 +97,7 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
     if number == 0 {
         check_takes_place(graph)?;
     }
-    // The layer's child may name the parent already: by a merge that has failed at that step.
-    let child = graph.handles()[number.saturating_sub(1)].path();
-    if let Some(other) = work.other_children(parent, &[layer.path(), child]).await?.first() {
-        let what = format!("{} is a child of this image, too: a merge would change it", other.display());
-        let hint = "flatten the disk instead: then it needs no parent";
-        return Err(refuse(ErrorKind::Busy, what, parent.path(), hint));
-    }
-    let others = work.other_children(layer, &[child]).await?;
+    let others = other_children(work, graph, number).await?;
     for other in &others {
         if !Format::from_extension(other).is_some_and(|format| format.about().has_parents) {
             let what =
@@ -121,6 +114,45 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
         return Err(refuse(ErrorKind::Denied, what, layer.path(), "its parent would be gone"));
     }
     Ok(Checked { others })
+}
+
+impl Checked {
+    /// Asks for children anew, once the layer of this number and its parent are locked against everybody else: a child that was made since
+    /// they were asked for first would be changed, or lose its parent. From now on nobody can make another one, because who makes a child
+    /// has its parent open until the child has its name. All files are asked again, because one may have taken the name of another.
+    ///
+    /// # Errors
+    /// `Busy` when there is a new child; the storage's.
+    pub(super) async fn check_again<F: Files>(
+        &self,
+        work: &Work<'_, F>,
+        graph: &GraphOf<F>,
+        number: usize,
+    ) -> Result<()> {
+        let others = other_children(work, graph, number).await?;
+        match others.iter().find(|other| !self.others.contains(other)) {
+            Some(new) => {
+                let what = format!("{} has just become a child of this image", new.display());
+                let hint = "nothing was merged; begin the merge again, and it goes on with the new child";
+                Err(refuse(ErrorKind::Busy, what, graph.handles()[number].path(), hint))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// The children of the layer of this number that the disk does not use. Refuses a layer whose parent has another child.
+async fn other_children<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, number: usize) -> Result<Vec<PathBuf>> {
+    let (layer, parent) = (&graph.handles()[number], &graph.handles()[number + 1]);
+    let neighbours = work.neighbours.list().await?;
+    // The layer's child may name the parent already: by a merge that has failed at that step.
+    let child = graph.handles()[number.saturating_sub(1)].path();
+    if let Some(other) = work.other_children(&neighbours, parent, &[layer.path(), child]).await?.first() {
+        let what = format!("{} is a child of this image, too: a merge would change it", other.display());
+        let hint = "flatten the disk instead: then it needs no parent";
+        return Err(refuse(ErrorKind::Busy, what, parent.path(), hint));
+    }
+    work.other_children(&neighbours, layer, &[child]).await
 }
 
 /// Refuses an image on a block device: nobody can tell which other devices hold children of it, and neither can it be removed nor take

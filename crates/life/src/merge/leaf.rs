@@ -6,17 +6,18 @@ use spile_core::{Disk, Files, OpenMode, Result, Store};
 use spile_image::Sinking;
 use spile_image::layer::Layer as _;
 
+use super::check::Checked;
 use super::middle::keep_parent;
 use super::mover::Mover;
 use crate::work::{GraphOf, LayerOf, Work, size_of};
 
 /// Merges the leaf of `old` into its parent.
-pub(super) async fn merge<F: Files>(work: &Work<'_, F>, old: &Arc<GraphOf<F>>) -> Result<()> {
+pub(super) async fn merge<F: Files>(work: &Work<'_, F>, old: &Arc<GraphOf<F>>, checked: &Checked) -> Result<()> {
     let parent = work.reopen(&old.handles()[1], OpenMode::ReadWrite).await?;
     let mut layers = old.handles().to_vec();
     layers[1] = parent.clone();
     let graph = Arc::new(old.with_layers(layers)?);
-    let merged = move_and_rename(work, &graph, &parent).await;
+    let merged = move_and_rename(work, &graph, &parent, checked).await;
     match merged {
         Ok(()) => Ok(()),
         Err(error) => {
@@ -27,9 +28,15 @@ pub(super) async fn merge<F: Files>(work: &Work<'_, F>, old: &Arc<GraphOf<F>>) -
 }
 
 /// `graph` has the parent open for writing.
-async fn move_and_rename<F: Files>(work: &Work<'_, F>, graph: &Arc<GraphOf<F>>, parent: &LayerOf<F>) -> Result<()> {
+async fn move_and_rename<F: Files>(
+    work: &Work<'_, F>,
+    graph: &Arc<GraphOf<F>>,
+    parent: &LayerOf<F>,
+    checked: &Checked,
+) -> Result<()> {
     // Nobody uses the parent as it was open before, once this epoch has begun and the one before has ended.
     let graph = work.put(graph.with_layers(graph.handles().to_vec())?).await?;
+    checked.check_again(work, &graph, 0).await?;
     grow::<F>(&graph, parent).await?;
     let below = Arc::new(super::from::<F>(&graph, 1)?);
     below.begin();

@@ -31,7 +31,8 @@ pub(super) async fn finish<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Resul
         let error = Error::new(ErrorKind::Corrupt, what).at_path(layer.path());
         return Err(error.hint("nothing was removed; look for the image that needs it"));
     }
-    for child in work.other_children(&layer, &[layer.path()]).await? {
+    let neighbours = work.neighbours.list().await?;
+    for child in work.other_children(&neighbours, &layer, &[layer.path()]).await? {
         rename_parent(work, &child, parent).await?;
     }
     work.files.remove(&plan.path).await

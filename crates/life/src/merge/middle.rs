@@ -42,7 +42,7 @@ pub(super) async fn merge<F: Files>(
     (layers[number], layers[number + 1]) = (upper.clone(), lower.clone());
     let graph = Arc::new(old.with_layers(layers)?.flushing_leaf_only());
     let opened = Opened { graph, number, upper, lower };
-    let merged = opened.move_all(work).await;
+    let merged = opened.move_all(work, &checked).await;
     let named = match merged {
         Ok(()) => opened.take_out(work, &checked).await,
         Err(error) => Err(error),
@@ -55,8 +55,9 @@ pub(super) async fn merge<F: Files>(
 
 impl<F: Files> Opened<F> {
     /// Moves all that the layer has into its parent.
-    async fn move_all(&self, work: &Work<'_, F>) -> Result<()> {
+    async fn move_all(&self, work: &Work<'_, F>, checked: &Checked) -> Result<()> {
         let graph = work.put(self.graph.with_layers(self.graph.handles().to_vec())?.flushing_leaf_only()).await?;
+        checked.check_again(work, &graph, self.number).await?;
         let size_bytes = size_of(&self.upper);
         if size_of(&self.lower) < size_bytes {
             self.lower.image().resize(size_bytes).await?;

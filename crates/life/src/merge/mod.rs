@@ -88,7 +88,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     note.write(work.files, graph.handles()[0].path()).await?;
     work.job.accept();
     match number {
-        0 => leaf::merge(work, &graph).await,
+        0 => leaf::merge(work, &graph, &checked).await,
         _ => middle::merge(work, &graph, number, checked).await,
     }
 }

@@ -94,7 +94,8 @@ impl Place {
             return Ok(());
         }
         let leaf = &source.handles()[0];
-        match work.other_children(leaf, &[]).await?.first() {
+        let neighbours = work.neighbours.list().await?;
+        match work.other_children(&neighbours, leaf, &[]).await?.first() {
             Some(child) => {
                 let what = format!("{} is a child of this disk", child.display());
                 let hint = "it would not find its parent any more: flatten it first, or copy the disk (--mirror-only)";

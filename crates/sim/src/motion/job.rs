@@ -84,7 +84,7 @@ impl Host {
             timer: &timer,
             node,
             job: &job,
-            neighbours: &[],
+            neighbours: &Vec::new(),
             sizes: self.sizes,
             broken: self.broken,
         };

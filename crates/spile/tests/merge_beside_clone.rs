@@ -1,0 +1,133 @@
+//! A clone that is made while a merge begins is not changed by it: the merge is refused.
+
+mod common;
+
+use std::cell::Cell;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+
+use common::nbd::Client;
+use common::{Served, json, ok};
+use spile_core::{Disk as _, Env, Error, ErrorKind, Result};
+use spile_engine::{Config, Engine, OsEnv};
+use spile_image::{Broken, OpenOptions};
+use spile_life::jobs::{Job, Plan, Wishes};
+use spile_life::{Neighbours, Sizes, Work, merge};
+use spile_node::Node;
+use spile_server::disks;
+use spile_store::{CacheMode, HostFiles, OsFiles};
+
+const MIB: usize = 1 << 20;
+
+/// The folder of a disk, in which `spile clone PARENT new.vhd` runs and ends just after the folder's files were listed for the first time.
+struct CloneBehind {
+    folder: PathBuf,
+    parent: &'static str,
+    is_made: Cell<bool>,
+}
+
+impl Neighbours for CloneBehind {
+    fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>> {
+        let names = fs::read_dir(&self.folder).unwrap();
+        let files = names.map(|name| name.unwrap().path()).collect();
+        if !self.is_made.replace(true) {
+            ok(&self.folder, &["clone", self.parent, "new.vhd"]);
+        }
+        Box::pin(async { Ok(files) })
+    }
+}
+
+/// Makes leaf.vhd over middle.vhd over base.vhd, each with 1 MiB of its own at the start and at another place.
+fn make(dir: &Path) {
+    for (number, name) in ["base", "middle", "leaf"].into_iter().enumerate() {
+        let (image, byte) = (format!("{name}.vhd"), number as u8 + 1);
+        match number {
+            0 => ok(dir, &["create", &image, "--size", "16M"]),
+            _ => ok(dir, &["create", &image, "--parent", ["base.vhd", "middle.vhd"][number - 1]]),
+        };
+        let served = Served::try_start(dir, &[&image, "--control", "none"]).unwrap();
+        let client = Client::connect(&served.uri()).unwrap();
+        for at in [0, 4 * number * MIB] {
+            client.write(at as u64, &vec![byte; MIB], true).unwrap();
+        }
+        drop(client);
+        assert!(served.terminate().success());
+    }
+}
+
+fn content(dir: &Path, disk: &str) -> Vec<u8> {
+    ok(dir, &["convert", disk, "out.raw"]);
+    let bytes = fs::read(dir.join("out.raw")).unwrap();
+    fs::remove_file(dir.join("out.raw")).unwrap();
+    bytes
+}
+
+/// Merges a layer of leaf.vhd, while `parent` is cloned.
+fn merge_beside(dir: &Path, layer: Option<&'static str>, parent: &'static str) -> Result<()> {
+    let neighbours = CloneBehind { folder: dir.to_owned(), parent, is_made: Cell::new(false) };
+    let disk = dir.join("leaf.vhd");
+    let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+    let merged = engine.run_on(0, move || {
+        Box::pin(async move {
+            let graph = disks::open(CacheMode::Page, &disk.into(), &OpenOptions::default()).await?;
+            let plan = Plan::Coalesce(merge::plan(&graph, layer)?);
+            let (node, job) = (Node::new(graph), Job::new(Wishes::default()));
+            let (files, asking) = (OsFiles::new(CacheMode::Page), OsFiles::new(CacheMode::Page).without_locks(true));
+            let (files, asking) = (HostFiles::new(files), HostFiles::new(asking));
+            let env: Arc<dyn Env> = Arc::new(OsEnv);
+            let work = Work {
+                files: &files,
+                asking: &asking,
+                env: &env,
+                timer: &OsEnv,
+                node: &node,
+                job: &job,
+                neighbours: &neighbours,
+                sizes: Sizes::default(),
+                broken: Broken::Nothing,
+            };
+            let merged = spile_life::run(&work, &plan).await;
+            node.close().await.and(merged)
+        })
+    });
+    engine.shutdown();
+    merged
+}
+
+/// A merge that a clone has come into, what it says, and that it changed nothing.
+fn refused(layer: Option<&'static str>, parent: &'static str, says: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir);
+    let before = [content(dir, parent), content(dir, "leaf.vhd")];
+    let error: Error = merge_beside(dir, layer, parent).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error:?}");
+    assert!(error.to_string().contains(says), "{error}");
+    let after = [content(dir, "new.vhd"), content(dir, "leaf.vhd")];
+    assert!(after == before, "a clone or the disk has changed");
+    assert_eq!(json(dir, &["info", "leaf.vhd", "--chain"])["layers"].as_array().unwrap().len(), 3);
+    assert!(!dir.join(".leaf.vhd.spile-job").exists(), "its note is there");
+    // Nobody has the images locked, and without the clone the same merge is done.
+    fs::remove_file(dir.join("new.vhd")).unwrap();
+    let mut words = vec!["coalesce", "leaf.vhd"];
+    words.extend(layer.iter().flat_map(|layer| ["--layer", layer]));
+    ok(dir, &words);
+    assert!(content(dir, "leaf.vhd") == before[1], "the disk has changed");
+}
+
+#[test]
+fn a_clone_of_the_leafs_parent() {
+    refused(None, "middle.vhd", "new.vhd is a child of this image, too");
+}
+
+#[test]
+fn a_clone_of_a_layers_parent() {
+    refused(Some("middle"), "base.vhd", "new.vhd is a child of this image, too");
+}
+
+#[test]
+fn a_clone_of_the_layer_itself() {
+    refused(Some("middle"), "middle.vhd", "new.vhd has just become a child of this image");
+}
