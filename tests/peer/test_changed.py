@@ -146,3 +146,51 @@ class Changed(PeerTest):
         handle.shutdown()
         self.assertEqual(copied, (3 + 2 + 2 + 1) * BLOCK)
         spile("compare", self.server.uri(), backup)
+
+    def test_a_chain_of_increments_by_the_bitmaps_is_the_disk(self):
+        """As a backup program does it with the tools of others: a full copy by qemu-img, and after each checkpoint what nbdinfo says has changed, put
+        into an overlay of the copy before by qemu-io."""
+        need("qemu-img", "qemu-utils")
+        self.write((0, MIB), (20 * MIB, MIB), (63 * MIB, MIB))
+        self.checkpoint("c0")
+        full = self.path("c0.qcow2")
+        run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", self.server.uri(), full)
+        below, path = full, self.server.uri().split("socket=")[1]
+        rounds = [
+            [(5 * MIB, 3 * BLOCK), (40 * MIB - 512, 1024)],
+            [(5 * MIB + BLOCK, BLOCK), (63 * MIB, 4 * KIB), (SIZE_BYTES - 512, 512)],
+            [(0, 8 * MIB)],
+        ]
+        for number, ranges in enumerate(rounds, 1):
+            self.write(*ranges, pattern=number)
+            if number == 2:
+                run("qemu-io", "-f", "raw", "-c", "discard 20M 128k", self.server.uri())
+            context = f"qemu:dirty-bitmap:c{number - 1}"
+            dirty = [entry[:2] for entry in self.map(context) if entry[2] & 1]
+            self.assertEqual(dirty, self.changed(f"c{number - 1}"))
+            # qemu-img sees the same ranges.
+            options = f"driver=nbd,server.type=unix,server.path={path},x-dirty-bitmap={context}"
+            entries = json.loads(run("qemu-img", "map", "--output=json", "--image-opts", options).stdout)
+            self.assertEqual([(entry["start"], entry["length"]) for entry in entries if not entry["data"]], dirty)
+            self.checkpoint(f"c{number}")
+            child, part = self.path(f"c{number}.qcow2"), self.path("part.raw")
+            run("qemu-img", "create", "-f", "qcow2", "-b", below, "-F", "qcow2", child)
+            for at, length in dirty:
+                run("qemu-img", "dd", "-f", "raw", "-O", "raw", "bs=65536", f"skip={at // BLOCK}",
+                    f"count={(at + length) // BLOCK}", f"if={self.server.uri()}", f"of={part}")
+                self.assertEqual(part.stat().st_size, length)
+                run("qemu-io", "-f", "qcow2", "-c", f"write -s {part} {at} {length}", child)
+            # What an older copy holds stays as it is: all of them are looked at once more at the end.
+            run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", child, self.server.uri())
+            below = child
+        spile("convert", self.server.uri(), self.path("now.raw"))
+        run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", below, self.path("now.raw"))
+
+    def test_a_disk_for_reading_only_has_its_contexts(self):
+        self.write((0, MIB))
+        self.checkpoint("monday")
+        self.write((3 * BLOCK, BLOCK))
+        self.assertEqual(self.server.stop(), 0)
+        self.server = self.serve(f"{self.disk},read-only")
+        dirty = [entry[:2] for entry in self.map("qemu:dirty-bitmap:monday") if entry[2] & 1]
+        self.assertEqual(dirty, [(3 * BLOCK, BLOCK)])

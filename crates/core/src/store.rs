@@ -95,10 +95,11 @@ pub trait Store: Send + Sync + 'static {
     /// Memory that is the range of the store: what is stored there survives the death of the process, and is durable
     /// after a [`Store::sync`] that begins later. The range begins at a multiple of 4096 bytes and has its space already. Only cached reads
     /// show it, and while the memory is in use nobody writes to the range in another way. [`Segment::is_lost`] says that the
-    /// file has been cut short, and that the memory is no part of it any more.
+    /// file has been cut short, and that the memory is no part of it any more. Of a store that is open for reading only, it is a copy: what is
+    /// stored in it is seen by nobody else.
     ///
     /// # Errors
-    /// `Unsupported` where the store is no file of this host; `ReadOnly`; the system's.
+    /// `Unsupported` where the store is no file of this host; the system's.
     fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
         let _ = (offset, len_bytes);
         Err(Error::new(ErrorKind::Unsupported, "no memory can be shared with this store").at_path(self.path()))

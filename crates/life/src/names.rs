@@ -39,6 +39,14 @@ pub fn new_moved(disk: &Path) -> PathBuf {
     beside(disk, "new-moved")
 }
 
+/// True when a file system can have a file of the name of `path`.
+pub fn fits(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.len() <= LONGEST_NAME_BYTES)
+}
+
+/// The most bytes of a file's name.
+const LONGEST_NAME_BYTES: usize = 255;
+
 /// What is saved of the disk for a backup. The file has this name for the moment of its making only.
 pub fn fleece(disk: &Path) -> PathBuf {
     beside(disk, "fleece")

@@ -63,15 +63,19 @@ fn on_host<F: Future<Output = ()> + 'static>(test: impl FnOnce(PathBuf) -> F + S
     engine.run_on(0, move || test(disk));
 }
 
+fn found() -> Found {
+    Found { mount_id: 1, ..Found::default() }
+}
+
 async fn open(disk: &Path, stamp: u8) -> Result<Option<Changes<OsFiles>>> {
-    let found = Found { stamp: Stamp([stamp; 32]), is_written_behind: false };
+    let found = Found { stamp: Stamp([stamp; 32]), ..found() };
     Changes::open(around(), disk, SIZE, found).await
 }
 
 /// A disk with the checkpoint `monday`.
 async fn with_checkpoint(disk: &Path) -> (Node<Nothing>, Changes<OsFiles>) {
     let (node, changes) =
-        (Node::new(Nothing), Changes::create(around(), disk, SIZE, Grain::default(), Stamp::default()).await.unwrap());
+        (Node::new(Nothing), Changes::create(around(), disk, SIZE, Grain::default(), found()).await.unwrap());
     changes.checkpoint(&node, "monday").await.unwrap();
     (node, changes)
 }
@@ -170,6 +174,50 @@ fn damage_never_means_that_nothing_has_changed() {
         // A new checkpoint begins anew.
         changes.checkpoint(&Node::new(Nothing), "wednesday").await.unwrap();
         assert_eq!(since(&changes, "wednesday").await, (Vec::new(), false));
+    });
+}
+
+#[test]
+fn a_file_system_that_was_mounted_anew_may_have_lost_what_was_not_durable() {
+    on_host(async |disk| {
+        let (node, changes) = with_checkpoint(&disk).await;
+        let area = Grain::default().area_bytes.into();
+        write(&node, area + 512, 512).await;
+        drop((node, changes));
+        // The process was killed: its bits count in the same mount only. Nothing is written by whoever only reads.
+        let opened = |mount_id, reads| {
+            let (disk, found) = (disk.clone(), Found { mount_id, ..found() });
+            async move {
+                match reads {
+                    true => Changes::open_to_read(around(), &disk, SIZE, found).await.unwrap().unwrap(),
+                    false => Changes::open(around(), &disk, SIZE, found).await.unwrap().unwrap(),
+                }
+            }
+        };
+        let exactly = (vec![(area, BLOCK)], false);
+        let areas = (vec![(area, area)], false);
+        for (mount_id, reads, expected) in
+            [(1, true, &exactly), (2, true, &areas), (0, true, &areas), (1, false, &exactly), (1, true, &exactly)]
+        {
+            assert_eq!(since(&opened(mount_id, reads).await, "monday").await, *expected, "{mount_id} {reads}");
+        }
+        let (changes, node) = (opened(1, false).await, Node::new(Nothing));
+        changes.attach(&node).await.unwrap();
+        write(&node, area + 512, 512).await;
+        write(&node, 2 * area, 512).await;
+        drop((node, changes));
+        let changes = opened(2, false).await;
+        assert_eq!(since(&changes, "monday").await, (vec![(area, BLOCK), (2 * area, area)], false));
+    });
+}
+
+#[test]
+fn a_name_that_is_too_long_for_a_file_beside_it_has_no_checkpoints() {
+    on_host(async |disk| {
+        let disk = disk.with_file_name("x".repeat(241));
+        assert!(open(&disk, 0).await.unwrap().is_none());
+        let made = Changes::create(around(), &disk, SIZE, Grain::default(), found()).await;
+        assert_eq!(made.err().unwrap().kind(), ErrorKind::Unsupported);
     });
 }
 

@@ -42,6 +42,18 @@ impl Segment {
     /// `UnexpectedEof` when the file ends before the range does, `InvalidInput` when the range is empty or overflows,
     /// else what the system says.
     pub fn map_shared(fd: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
+        Self::map(fd, offset, len, MapFlags::SHARED)
+    }
+
+    /// As [`Segment::map_shared`], but what is written to the memory stays there: the file may be open for reading only.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn map_private(fd: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
+        Self::map(fd, offset, len, MapFlags::PRIVATE)
+    }
+
+    fn map(fd: impl AsFd, offset: u64, len: usize, kind: MapFlags) -> io::Result<Self> {
         let stat = rustix::fs::fstat(&fd)?;
         let end = offset.checked_add(len as u64).filter(|end| len > 0 && *end <= i64::MAX as u64);
         let end = end.ok_or(io::ErrorKind::InvalidInput)?;
@@ -53,7 +65,7 @@ impl Segment {
         let start = offset / unit * unit;
         let mapped_len =
             usize::try_from((end - start).next_multiple_of(unit)).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let mapping = Arc::new(Mapping::new(fd, start, mapped_len)?);
+        let mapping = Arc::new(Mapping::new(fd, start, mapped_len, kind)?);
         let skip = (offset - start) as usize;
         let base = mapping.base;
         Ok(Self::from_mapping(base, mapped_len, mapping).slice(skip..skip + len))
@@ -61,22 +73,21 @@ impl Segment {
 }
 
 impl Mapping {
-    fn new(fd: impl AsFd, start: u64, len: usize) -> io::Result<Self> {
+    fn new(fd: impl AsFd, start: u64, len: usize, kind: MapFlags) -> io::Result<Self> {
         install_handler()?;
         if MAPPED_BYTES.fetch_add(len, Ordering::Relaxed).saturating_add(len) > MAX_MAPPED_BYTES {
             MAPPED_BYTES.fetch_sub(len, Ordering::Relaxed);
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, "too much memory is shared with this process"));
         }
-        Self::map(fd, start, len).inspect_err(|_| {
+        Self::map(fd, start, len, kind).inspect_err(|_| {
             MAPPED_BYTES.fetch_sub(len, Ordering::Relaxed);
         })
     }
 
-    fn map(fd: impl AsFd, start: u64, len: usize) -> io::Result<Self> {
+    fn map(fd: impl AsFd, start: u64, len: usize, kind: MapFlags) -> io::Result<Self> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choosing.
-        let base =
-            unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED | MapFlags::NORESERVE, fd, start)? };
+        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, kind | MapFlags::NORESERVE, fd, start)? };
         // SAFETY: the mapping just made. A guest's memory has no place in our core dump; nothing depends on it.
         let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxDontDump) };
         let base = NonNull::new(base.cast()).expect("a mapping is never at address zero");

@@ -37,6 +37,8 @@ pub struct Checkpoints {
 struct Shown {
     names: Vec<String>,
     changes: Option<Arc<Changes<OsFiles>>>,
+    /// Why nobody knows which checkpoints there were.
+    damage: Option<&'static str>,
 }
 
 impl Checkpoints {
@@ -46,20 +48,31 @@ impl Checkpoints {
         Self { files, changes: TurnLock::new(None), shown: Mutex::default() }
     }
 
-    /// Opens the checkpoints of the disk `graph`, if it is open for writing and has some. No request may change the disk before
-    /// [`Checkpoints::attach`].
+    /// Opens the checkpoints of the disk `graph`, if it has some. No request may change the disk before [`Checkpoints::attach`]. Those of a disk that
+    /// is open for reading only can be read; where they cannot, it has none.
     ///
     /// # Errors
     /// `Busy` while another process has them open; `Unsupported` when a newer program has written their file; the system's, where the file
     /// can neither be read nor removed.
     pub async fn open(&self, graph: &Graph<HostStore>) -> Result<()> {
         let Ok(disk) = place(graph) else { return Ok(()) };
+        let side = names::changes(&disk);
+        let (size, found) = (graph.size_bytes(), look::found(graph, &side).await);
         if graph.info().read_only {
+            let opened = Changes::open_to_read(self.around(), &disk, size, found).await;
+            self.take(opened.unwrap_or_else(|error| {
+                tracing::warn!("{}: the disk is open without its checkpoints: {error}", side.display());
+                None
+            }))
+            .await;
             return Ok(());
         }
-        let side = names::changes(&disk);
-        let found = look::found(graph, &side).await;
-        let opened = match Changes::open(self.around(), &disk, graph.size_bytes(), found).await {
+        let mut opened = Changes::open(self.around(), &disk, size, found).await;
+        if opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Io) {
+            // It may pass, and what cannot be read is lost.
+            opened = Changes::open(self.around(), &disk, size, found).await;
+        }
+        let opened = match opened {
             Err(error) if error.kind() == ErrorKind::Io => {
                 // What cannot be read tells nothing; the disk matters more.
                 tracing::error!("the disk's checkpoints are lost, as their file cannot be read: {error}");
@@ -69,10 +82,14 @@ impl Checkpoints {
             }
             opened => opened.map_err(|error| error.at_path(&side))?,
         };
+        self.take(opened).await;
+        Ok(())
+    }
+
+    async fn take(&self, opened: Option<Changes<OsFiles>>) {
         let mut changes = self.changes.lock().await;
         *changes = opened.map(Arc::new);
         self.show(changes.as_ref()).await;
-        Ok(())
     }
 
     /// Has requests to the disk be noted from now on. It is to be called before the first request.
@@ -98,7 +115,8 @@ impl Checkpoints {
     ///
     /// # Errors
     /// `Exists` when there is one of this name; `InvalidInput` for a name or a size of blocks that cannot be, or when there are too many;
-    /// `Unsupported` for a disk that is no file; `ReadOnly`; `meanwhile`'s; the system's. There is no new checkpoint then.
+    /// `Unsupported` for a disk that is no file; `ReadOnly`; `meanwhile`'s; the system's. There is no new checkpoint then, but after an error of
+    /// writing its file there may be one when the disk is opened next.
     pub async fn make_with(
         &self,
         disk: &Disk,
@@ -130,27 +148,42 @@ impl Checkpoints {
             return Err(error.hint("what cannot change needs no checkpoint"));
         }
         let grain = grain(block_bytes)?;
-        let stamp = look::stamp(&graph).await;
         let (around, side) = (self.around(), names::changes(&path));
-        match Changes::create(around, &path, disk.size_bytes(), grain, stamp).await {
-            Ok(changes) => {
-                self.files.copy_access(&path, &side).await?;
-                Ok(changes)
-            }
-            Err(error) => Err(error.at_path(&side)),
+        let found = look::now(&graph, &side).await;
+        let changes = Changes::create(around, &path, disk.size_bytes(), grain, found);
+        let changes = changes.await.map_err(|error| error.at_path(&side))?;
+        if let Err(error) = self.files.copy_access(&path, &side).await {
+            let _ = changes.leave().await;
+            return Err(error);
         }
+        Ok(changes)
     }
 
-    /// Removes a checkpoint. What has changed since earlier ones stays known.
+    /// Removes a checkpoint. What has changed since earlier ones stays known. With the last one, the file goes.
     ///
     /// # Errors
     /// `NotFound`; the system's.
     pub async fn remove(&self, disk: &Disk, name: &str) -> Result<()> {
-        let slot = self.changes.lock().await;
+        let mut slot = self.changes.lock().await;
         let Some(changes) = slot.as_ref() else { return Err(no_checkpoint(name)) };
-        let removed = changes.remove(disk, name).await;
+        let mut removed = changes.remove(disk, name).await;
+        if removed.is_ok() && changes.names().await.0.is_empty() {
+            removed = changes.leave().await;
+            *slot = None;
+        }
         self.show(slot.as_ref()).await;
         removed
+    }
+
+    /// When the checkpoint `name` was made, in seconds since 1970 UTC.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub async fn made_at(&self, name: &str) -> Result<u64> {
+        match self.now() {
+            Some(changes) => changes.made_at(name).await,
+            None => Err(no_checkpoint(name)),
+        }
     }
 
     /// The checkpoints, oldest first, and the size of a block in bytes, if there is a file of changed blocks.
@@ -185,9 +218,11 @@ impl Checkpoints {
         self.shown().names.clone()
     }
 
-    /// Why changes are not noted any more, if that is so.
+    /// Why changes are not noted any more, or are not known, if that is so.
     pub fn loss(&self) -> Option<String> {
-        self.now().and_then(|changes| changes.loss().map(|loss| loss.why.clone()))
+        let Shown { changes, damage, .. } = self.shown().clone();
+        let loss = changes.and_then(|changes| changes.loss().map(|loss| loss.why.clone()));
+        loss.or(damage.map(str::to_owned))
     }
 
     /// The key with which somebody can wait until the file is unlocked, once it is closed.
@@ -240,11 +275,11 @@ impl Checkpoints {
     }
 
     async fn show(&self, changes: Option<&Arc<Changes<OsFiles>>>) {
-        let names = match changes {
-            Some(changes) => changes.names().await.0,
-            None => Vec::new(),
+        let (names, damage) = match changes {
+            Some(changes) => (changes.names().await.0, changes.damage().await),
+            None => (Vec::new(), None),
         };
-        *self.shown() = Shown { names, changes: changes.cloned() };
+        *self.shown() = Shown { names, changes: changes.cloned(), damage };
     }
 
     fn around(&self) -> Surroundings<OsFiles> {

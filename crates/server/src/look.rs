@@ -7,6 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use spile_core::Env as _;
 use spile_engine::{OsEnv, run_blocking, sleep};
 use spile_image::Graph;
@@ -14,6 +15,8 @@ use spile_image::layer::Layer as _;
 use spile_life::changes::Found;
 use spile_life::changes::header::Stamp;
 use spile_store::{FileId, FileTimes, HostStore};
+
+use crate::new_file::folder_of;
 
 /// No kernel counts the time of writes more coarsely.
 const COARSEST: Duration = Duration::from_millis(10);
@@ -27,6 +30,24 @@ pub async fn stamp(graph: &Graph<HostStore>) -> Stamp {
         Some(stamp_of(&FileTimes::of(&stat), &layers[1..]))
     };
     run_blocking(graph.handles()[0].path(), look).await.unwrap_or_else(unlike_any)
+}
+
+/// As [`found`], of a disk that is open and is just to get its file of changed blocks at `side`.
+pub async fn now(graph: &Graph<HostStore>, side: &Path) -> Found {
+    let (stamp, folder) = (stamp(graph).await, folder_of(side).to_owned());
+    let mount_id = run_blocking(side, move || mount_id(&folder)).await;
+    Found { stamp, is_written_behind: false, mount_id }
+}
+
+/// The number of the mount that `path` is in. It is given to no other mount until the host starts again, so it tells whether a file system was
+/// mounted anew. 0 on a kernel before 6.8, which gives numbers again.
+fn mount_id(path: &Path) -> u64 {
+    // The kernel's STATX_MNT_ID_UNIQUE.
+    let unique = StatxFlags::from_bits_retain(0x4000);
+    match statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, unique) {
+        Ok(stat) if stat.stx_mask & unique.bits() != 0 => stat.stx_mnt_id,
+        _ => 0,
+    }
 }
 
 /// The stamp of a disk that is closed and still locked. It waits until a later write by another program would have another time.
@@ -49,9 +70,10 @@ pub async fn found(graph: &Graph<HostStore>, side: &Path) -> Found {
     let leaf = graph.handles()[0].image().store().found();
     let (layers, beside) = (paths(graph), side.to_owned());
     let look = move || {
-        let Some(leaf) = leaf else { return Found { stamp: unlike_any(), is_written_behind: true } };
+        let mount_id = mount_id(&beside);
+        let Some(leaf) = leaf else { return Found { stamp: unlike_any(), is_written_behind: true, mount_id } };
         let is_written_behind = boot_time().and_then(|boot| is_written_behind(&leaf, &beside, boot)).unwrap_or(true);
-        Found { stamp: stamp_of(&leaf, &layers[1..]), is_written_behind }
+        Found { stamp: stamp_of(&leaf, &layers[1..]), is_written_behind, mount_id }
     };
     run_blocking(side, look).await
 }
@@ -76,8 +98,12 @@ fn stamp_of(leaf: &FileTimes, parents: &[PathBuf]) -> Stamp {
     Stamp(bytes)
 }
 
-/// True when the image was written in this boot of the host, and no process of ours had the disk open in it: each one writes `side`.
+/// True when the image was written in this boot of the host, and no process of ours had the disk open in it: each one writes `side`. Nobody can
+/// tell where files have no time of birth: another one may have got the number of the image.
 fn is_written_behind(leaf: &FileTimes, side: &Path, boot: SystemTime) -> Option<bool> {
+    if leaf.born_ns == 0 {
+        return None;
+    }
     let seen = side.metadata().and_then(|stat| stat.modified()).ok()?;
     Some(seen < boot && UNIX_EPOCH + Duration::from_nanos(leaf.modified_ns) > boot)
 }
@@ -157,5 +183,18 @@ mod tests {
             set(&side, seen);
             assert_eq!(is_written_behind(&times(&leaf), &side, boot), Some(is_behind));
         }
+        let unborn = FileTimes { born_ns: 0, ..times(&leaf) };
+        assert_eq!(is_written_behind(&unborn, &side, boot), None);
+    }
+
+    #[test]
+    fn files_of_one_mount_tell_one_number() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path().join("a"), "").unwrap();
+        let [folder, file, proc] = [dir.path(), &dir.path().join("a"), Path::new("/proc")].map(mount_id);
+        if folder == 0 {
+            return println!("SKIP: the kernel tells no numbers of mounts");
+        }
+        assert!(folder == file && folder != proc, "{folder} {file} {proc}");
     }
 }

@@ -242,6 +242,7 @@ fn what_may_have_changed_everything_says_so() {
         change(&disk);
         let answer = changed(dir, &disk, "a");
         assert!(is_everything(&answer), "{what}: {answer}");
+        assert!(is_everything(&changed(dir, &disk, "a")), "{what}: the first answer has made it forget");
         // From the next checkpoint on it is known again.
         ok(dir, &["checkpoint", &disk, "b"]);
         assert_eq!(changed(dir, &disk, "b")["changed_bytes"], 0, "{what}");
@@ -326,6 +327,111 @@ fn a_disk_whose_changes_cannot_be_noted_goes_on() {
     let said = rest_of_stderr(&mut served);
     assert!(said.contains("not noted any more") && said.contains("f.raw"), "{said}");
     assert_eq!(blocks(&changed(dir, "f.raw", "b")), [40]);
+}
+
+#[test]
+fn a_disk_opens_when_the_storage_of_its_changes_is_full() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    offline(dir, "f.raw");
+    fs::write(dir.join("full-sync"), "").unwrap();
+    let mut command = faulty_sync(dir);
+    command.args(["serve", "f.raw", "--nbd", "unix:n", "--control", "c"]).current_dir(dir);
+    let mut served = Served::spawn(&mut command, dir.join("n")).unwrap();
+    assert!(!dir.join("full-sync").exists(), "no sync has failed");
+    served_client(&served).write(20 * BLOCK, &[7; 4096], true).unwrap();
+    assert!(is_everything(&changed(dir, "c", "a")));
+    assert_eq!(json(dir, &["checkpoint", "c", "--list"])["checkpoints"][0]["changed_bytes"], SIZE);
+    let shown = json(dir, &["show", "c"]);
+    assert!(shown["checkpoints_lost"].is_string(), "{shown}");
+    assert!(!dir.join(".f.raw.spile-changes").exists(), "the next process would believe it");
+    ok(dir, &["checkpoint", "c", "b"]);
+    served_client(&served).write(40 * BLOCK, &[7; 4096], true).unwrap();
+    assert_eq!(blocks(&changed(dir, "c", "b")), [40]);
+    served.signal(Signal::SIGTERM);
+    assert!(served.wait().success());
+    let said = rest_of_stderr(&mut served);
+    assert!(said.contains("checkpoints are lost"), "{said}");
+}
+
+#[test]
+fn whoever_only_reads_is_told_what_has_changed_and_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    offline(dir, "r.vhd");
+    ok(dir, &["checkpoint", "r.vhd", "b"]);
+    let is_right = |disk: &str| {
+        assert_eq!(blocks(&changed(dir, disk, "a")), [3], "{disk}");
+        let list = json(dir, &["checkpoint", disk, "--list"]);
+        let told: Vec<_> = list["checkpoints"].as_array().unwrap().iter().map(|one| &one["changed_bytes"]).collect();
+        assert_eq!(told, [&Value::from(BLOCK), &Value::from(0)], "{disk}");
+    };
+    let side = dir.join(".r.vhd.spile-changes");
+    let before = fs::read(&side).unwrap();
+    is_right("r.vhd");
+    let served = serve(dir, &["r.vhd,read-only,name=r"]);
+    is_right("r");
+    // Several may read it.
+    is_right("r.vhd");
+    let refused = fails(dir, 1, &["checkpoint", "r", "c"]);
+    assert!(refused.contains("reading only"), "{refused}");
+    assert!(served.terminate().success());
+    assert_eq!(fs::read(&side).unwrap(), before);
+    // After a process that was killed, too.
+    let served = serve(dir, &["r.vhd"]);
+    served_client(&served).write(9 * BLOCK, &[7; 4096], true).unwrap();
+    served.kill();
+    eventually("the disk is free", || !fails_busy(dir, "r.vhd"));
+    let before = fs::read(&side).unwrap();
+    let served = serve(dir, &["r.vhd,read-only,name=r"]);
+    assert_eq!((blocks(&changed(dir, "r", "a")), blocks(&changed(dir, "r", "b"))), (vec![3, 9], vec![9]));
+    assert!(served.terminate().success());
+    assert_eq!(fs::read(&side).unwrap(), before);
+}
+
+#[test]
+fn with_the_last_checkpoint_the_file_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    offline(dir, "l.raw");
+    let served = serve(dir, &["l.raw"]);
+    let side = dir.join(".l.raw.spile-changes");
+    assert!(side.exists());
+    ok(dir, &["checkpoint", "l", "a", "--remove"]);
+    assert!(!side.exists());
+    served_client(&served).write(0, &[7; 4096], true).unwrap();
+    // Nothing is left of it, the size of its blocks neither.
+    ok(dir, &["checkpoint", "l", "b", "--block-bytes", "4K"]);
+    served_client(&served).write(8192, &[7; 4096], true).unwrap();
+    assert_eq!(changed(dir, "l", "b")["ranges"][0]["offset_bytes"], 8192);
+    assert!(served.terminate().success());
+    assert_eq!(changed(dir, "l.raw", "b")["changed_bytes"], 4096);
+}
+
+#[test]
+fn a_list_says_of_each_checkpoint_what_has_changed_since() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    // Its last block is a short one, and there are more blocks than are counted in one go.
+    let size = (300 << 20) + 512;
+    ok(dir, &["create", "m.raw", "--size", &size.to_string()]);
+    let served = serve(dir, &["m.raw"]);
+    let client = served_client(&served);
+    for number in 0..7_u64 {
+        ok(dir, &["checkpoint", "m", &number.to_string(), "--block-bytes", "4K"]);
+        for place in [number * 7 * 4096, (290 << 20) + number * 4096, size - 512 * u64::from(number > 3) - 4096] {
+            client.write(place / 512 * 512, &[7; 512], false).unwrap();
+        }
+    }
+    client.write(size - 512, &[7; 512], true).unwrap();
+    let list = json(dir, &["checkpoint", "m", "--list"]);
+    for number in 0..7 {
+        let told = &list["checkpoints"][number]["changed_bytes"];
+        assert_eq!(*told, changed(dir, "m", &number.to_string())["changed_bytes"], "{number}");
+        assert!(told.as_u64().unwrap() % 4096 == 512, "{told}");
+    }
+    drop(client);
+    assert!(served.terminate().success());
 }
 
 #[test]

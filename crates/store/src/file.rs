@@ -491,9 +491,13 @@ impl Store for FileStore {
     }
 
     fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
-        self.check_writable(offset.0)?;
         self.check_end(offset.0, len_bytes as u64, false)?;
-        let mapped = Segment::map_shared(self.inner.cached.as_fd(), offset.0, len_bytes);
+        let file = self.inner.cached.as_fd();
+        let mapped = match self.check_writable(offset.0) {
+            Ok(()) => Segment::map_shared(file, offset.0, len_bytes),
+            Err(error) if error.kind() == ErrorKind::ReadOnly => Segment::map_private(file, offset.0, len_bytes),
+            Err(error) => return Err(error),
+        };
         mapped.map_err(|source| Error::io("map", source).at_path(self.inner.path.get()).at_offset(offset.0))
     }
 

@@ -1,12 +1,17 @@
 //! What the changed blocks of a disk say, and how they are closed.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use spile_core::{Error, ErrorKind, Extent, Files, GuestOffset, Result, Segment};
+use spile_core::{Error, ErrorKind, Extent, Files, GuestOffset, Result, Segment, Store, yield_now};
 
 use super::bits::Bits;
-use super::header::{Header, Stamp};
+use super::header::{Header, Interval, Stamp};
+use super::tracked::Tracked;
 use super::{Changes, Checkpoint, Loss, State, find, forget_last};
+
+/// So many blocks of each interval are counted in one go.
+const STEP_BLOCKS: u64 = 1 << 16;
 
 /// What may have changed since a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -54,7 +59,7 @@ impl<F: Files + Clone> Changes<F> {
         }
         let number = |name: &str| find(&state.header, name).map_err(|error| error.at_path(&self.path));
         let first = number(name)?;
-        let end = until.map(number).transpose()?.unwrap_or(state.tracked.len());
+        let end = until.map(number).transpose()?.unwrap_or(state.header.intervals.len());
         if end <= first {
             let what = format!("the checkpoint {:?} is not later than {name:?}", until.unwrap_or_default());
             return Err(Error::new(ErrorKind::InvalidInput, what));
@@ -84,22 +89,40 @@ impl<F: Files + Clone> Changes<F> {
     /// The system's.
     pub async fn note_image(&self, stamp: Stamp) -> Result<()> {
         let mut state = self.state.lock().await;
-        if state.is_damaged || state.header.stamp.is_same_file(&stamp) || self.giving.loss().is_some() {
+        let is_same = state.header.stamp.is_same_file(&stamp);
+        if state.is_damaged || is_same || self.is_read_only || self.giving.loss().is_some() {
             return Ok(());
         }
         let header = Header { stamp, ..state.header.clone() };
         self.write(&mut state, header).await
     }
 
-    /// The checkpoints, oldest first.
+    /// The checkpoints, oldest first. Others run in between: there may be many bits to count.
     pub async fn checkpoints(&self, disk_bytes: u64) -> Vec<Checkpoint> {
-        let state = self.state.lock().await;
-        let checkpoint = |(number, interval): (usize, &super::Interval)| Checkpoint {
-            name: interval.name.clone(),
-            created_unix_s: interval.created_unix_s,
-            changed_bytes: state.between(number..state.tracked.len(), 0..disk_bytes, disk_bytes).bytes(),
+        let (header, tracked) = {
+            let state = self.state.lock().await;
+            (state.header.clone(), state.tracked.clone())
         };
-        state.header.intervals.iter().enumerate().map(checkpoint).collect()
+        let changed = match self.giving.loss() {
+            Some(_) => vec![disk_bytes; header.intervals.len()],
+            None => count_changed(&header, &tracked, disk_bytes).await,
+        };
+        let checkpoint = |(interval, changed_bytes): (Interval, u64)| Checkpoint {
+            name: interval.name,
+            created_unix_s: interval.created_unix_s,
+            changed_bytes,
+        };
+        header.intervals.into_iter().zip(changed).map(checkpoint).collect()
+    }
+
+    /// When the checkpoint `name` was made, in seconds since 1970 UTC.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub async fn made_at(&self, name: &str) -> Result<u64> {
+        let state = self.state.lock().await;
+        let number = find(&state.header, name)?;
+        Ok(state.header.intervals[number].created_unix_s)
     }
 
     /// Why nobody knows which checkpoints the disk has had, if that is so.
@@ -114,6 +137,9 @@ impl<F: Files + Clone> Changes<F> {
     /// The system's.
     pub async fn forget_all(&self) -> Result<()> {
         let mut state = self.state.lock().await;
+        if self.giving.loss().is_some() {
+            return Ok(());
+        }
         let mut header = state.header.clone();
         forget_last(&mut header);
         self.write(&mut state, header).await
@@ -127,7 +153,7 @@ impl<F: Files + Clone> Changes<F> {
     pub async fn close(&self, stamp: Stamp) -> Result<()> {
         let mut state = self.state.lock().await;
         match state.header.intervals.is_empty() {
-            _ if self.giving.loss().is_some() => Ok(()),
+            _ if self.is_read_only || self.giving.loss().is_some() => Ok(()),
             false => {
                 let settled = self.settle_all(&mut state, stamp).await;
                 if let Err(error) = &settled {
@@ -140,13 +166,16 @@ impl<F: Files + Clone> Changes<F> {
         }
     }
 
-    /// Removes the file of a disk that has gone to another place, where it has no checkpoints.
+    /// Removes the file of a disk that has no checkpoint any more, as one that has gone to another place.
     ///
     /// # Errors
     /// The system's.
     pub async fn leave(&self) -> Result<()> {
         let _state = self.state.lock().await;
-        if self.giving.loss().is_some() { Ok(()) } else { self.around.files.remove(&self.path).await }
+        if self.is_read_only || self.giving.loss().is_some() {
+            return Ok(());
+        }
+        self.around.files.remove(&self.path).await
     }
 }
 
@@ -154,19 +183,13 @@ impl<S: spile_core::Store> State<S> {
     /// What may have changed in the intervals of these numbers, in the part `within` of the disk.
     fn between(&self, numbers: Range<usize>, within: Range<u64>, disk_bytes: u64) -> Changed {
         let block_bytes = u64::from(self.header.grain.block_bytes);
-        let blocks = disk_bytes.div_ceil(block_bytes);
         let base = within.start / block_bytes / 64 * 64;
         let count = within.end.div_ceil(block_bytes).saturating_sub(base);
         let all = Bits::new(Segment::zeroed(count.div_ceil(64) as usize * 8), count);
         let mut is_unknown = false;
         for (interval, tracked) in self.header.intervals[numbers.clone()].iter().zip(&self.tracked[numbers]) {
             all.or_from(tracked.bits(), base);
-            // A block of which only a part is covered counts as changed, unless the disk ends there.
-            let known = match interval.covered_bytes {
-                _ if tracked.is_lost() => 0,
-                covered if covered == disk_bytes => blocks,
-                covered => covered / block_bytes,
-            };
+            let known = known_blocks(interval, tracked, block_bytes, disk_bytes);
             all.set(known.saturating_sub(base).min(count)..count);
             is_unknown |= interval.covered_bytes == 0 || tracked.is_lost();
         }
@@ -187,6 +210,42 @@ impl<S: spile_core::Store> State<S> {
             warning: Some(format!("{why}: everything counts as changed")),
         }
     }
+}
+
+/// How many blocks from the disk's begin on the bits of `interval` tell of. All after them count as changed.
+fn known_blocks<S: Store>(interval: &Interval, tracked: &Tracked<S>, block_bytes: u64, disk_bytes: u64) -> u64 {
+    match interval.covered_bytes {
+        _ if tracked.is_lost() => 0,
+        covered if covered == disk_bytes => disk_bytes.div_ceil(block_bytes),
+        // A block of which only a part is covered counts as changed, unless the disk ends there.
+        covered => covered / block_bytes,
+    }
+}
+
+/// For each interval, the bytes in blocks that may have changed since it began.
+async fn count_changed<S: Store>(header: &Header, tracked: &[Arc<Tracked<S>>], disk_bytes: u64) -> Vec<u64> {
+    let block_bytes = u64::from(header.grain.block_bytes);
+    let blocks = disk_bytes.div_ceil(block_bytes);
+    let mut changed = vec![0; tracked.len()];
+    let all = Bits::new(Segment::zeroed(STEP_BLOCKS as usize / 8), STEP_BLOCKS);
+    for base in (0..blocks).step_by(STEP_BLOCKS as usize) {
+        let count = STEP_BLOCKS.min(blocks - base);
+        all.clear(0..STEP_BLOCKS);
+        // What has changed since a checkpoint has changed since each earlier one, too.
+        for (number, (interval, tracked)) in header.intervals.iter().zip(tracked).enumerate().rev() {
+            all.or_from(tracked.bits(), base);
+            let known = known_blocks(interval, tracked, block_bytes, disk_bytes);
+            all.set(known.saturating_sub(base).min(count)..count);
+            all.clear(count..STEP_BLOCKS);
+            changed[number] += all.count_ones() * block_bytes;
+            // The disk's last block may be a short one.
+            if base + count == blocks && all.all_set(count - 1..count) {
+                changed[number] -= blocks * block_bytes - disk_bytes;
+            }
+        }
+        yield_now().await;
+    }
+    changed
 }
 
 /// The ranges of blocks that are set, joined. Bit 0 stands for the block `base`.

@@ -14,6 +14,7 @@
 //! | 80 | 4 | bytes of a block: a power of two |
 //! | 84 | 4 | number of intervals |
 //! | 88 | 4 | bytes of an area: a power of two, no less than a block |
+//! | 96 | 8 | the mount in which the file was last opened; 0: not known |
 //! | 256 | 128 each | the intervals, oldest first |
 //!
 //! An interval:
@@ -94,6 +95,8 @@ pub struct Header {
     pub disk_bytes: u64,
     /// The boot of the host in which the file was last opened.
     pub boot_id: [u8; 16],
+    /// The mount in which the file was last opened; 0 when that is not known.
+    pub mount_id: u64,
     /// The image when the disk was last opened, got another image, or was closed in order. Unless it was closed in order, only the
     /// first half counts.
     pub stamp: Stamp,
@@ -141,6 +144,7 @@ impl Header {
         bytes[48..80].copy_from_slice(&self.stamp.0);
         bytes[80..84].copy_from_slice(&self.grain.block_bytes.to_le_bytes());
         bytes[88..92].copy_from_slice(&self.grain.area_bytes.to_le_bytes());
+        bytes[96..104].copy_from_slice(&self.mount_id.to_le_bytes());
         bytes[84..88].copy_from_slice(&(self.intervals.len() as u32).to_le_bytes());
         for (interval, into) in self.intervals.iter().zip(bytes[FIRST_INTERVAL..].chunks_exact_mut(INTERVAL_BYTES)) {
             interval.write(into);
@@ -180,6 +184,7 @@ impl Header {
             number: u64_at(bytes, 16),
             disk_bytes: u64_at(bytes, 24),
             boot_id: bytes[32..48].try_into().ok()?,
+            mount_id: u64_at(bytes, 96),
             stamp: Stamp(bytes[48..80].try_into().ok()?),
             grain,
             intervals: intervals.map(Interval::read).collect::<Option<_>>()?,
@@ -330,8 +335,15 @@ mod tests {
         (any::<[u64; 2]>(), any::<[u8; 16]>(), any::<[u8; 32]>(), (9..26u32, 0..5u32), intervals).prop_map(
             |([number, disk_bytes], boot_id, stamp, (shift, more), intervals)| {
                 let grain = Grain { block_bytes: 1 << shift, area_bytes: 1 << (shift + more) };
-                let mut header =
-                    Header { number, disk_bytes, boot_id, stamp: Stamp(stamp), grain, intervals: Vec::new() };
+                let mut header = Header {
+                    number,
+                    disk_bytes,
+                    boot_id,
+                    mount_id: 7,
+                    stamp: Stamp(stamp),
+                    grain,
+                    intervals: Vec::new(),
+                };
                 intervals.into_iter().for_each(|one| put(&mut header, one));
                 header
             },
@@ -368,7 +380,7 @@ mod tests {
 
     fn plain(number: u64) -> Header {
         let (boot_id, stamp, grain) = ([1; 16], Stamp([2; 32]), Grain::default());
-        Header { number, disk_bytes: 1 << 30, boot_id, stamp, grain, intervals: Vec::new() }
+        Header { number, disk_bytes: 1 << 30, boot_id, mount_id: 0, stamp, grain, intervals: Vec::new() }
     }
 
     #[test]

@@ -2,12 +2,13 @@
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use async_lock::OnceCell;
-use spile_core::{Error, ErrorKind, Files, Result};
+use spile_core::{Error, ErrorKind, Files, Result, Segments, Store as _, StoreOffset, Via};
 
 use super::Surroundings;
+use super::header::COPY_BYTES;
 
 /// Why changes are not tracked any more.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,28 +17,40 @@ pub struct Loss {
     pub why: String,
     /// The file's name is gone, durably. Else a power cut could bring back a file that knows too little.
     pub is_removed: bool,
+    /// Whoever opens the disk next is not told too little: the file's name is gone, or its header says nothing any more, durably.
+    pub is_void: bool,
 }
 
-type Remove = Box<dyn Fn() -> Pin<Box<dyn Future<Output = Result<()>>>> + Send + Sync>;
+type Act = Box<dyn Fn() -> Pin<Box<dyn Future<Output = Result<()>>>> + Send + Sync>;
 
 /// Gives the tracking of a disk up, once. The disk's requests matter more than what is known of them.
 pub(super) struct Giving {
     path: PathBuf,
-    remove: Remove,
+    remove: Act,
+    /// Overwrites the header.
+    wipe: Act,
     alarm: fn(&Path, &Error),
     loss: OnceCell<Loss>,
     has_begun: OnceLock<()>,
 }
 
 impl Giving {
-    pub fn new<F: Files + Clone>(around: &Surroundings<F>, path: &Path) -> Self {
+    pub fn new<F: Files + Clone>(around: &Surroundings<F>, path: &Path, store: Arc<F::Store>) -> Self {
         let (files, at) = (around.files.clone(), path.to_owned());
-        let remove: Remove = Box::new(move || {
+        let remove: Act = Box::new(move || {
             let (files, at) = (files.clone(), at.clone());
             Box::pin(async move { files.remove(&at).await })
         });
+        let wipe: Act = Box::new(move || {
+            let store = store.clone();
+            Box::pin(async move {
+                let nothing = Segments::zeroed(2 * COPY_BYTES);
+                store.write_at(StoreOffset(0), &nothing, Via::Cached).await?;
+                store.sync().await
+            })
+        });
         let (path, alarm) = (path.to_owned(), around.alarm);
-        Self { path, remove, alarm, loss: OnceCell::new(), has_begun: OnceLock::new() }
+        Self { path, remove, wipe, alarm, loss: OnceCell::new(), has_begun: OnceLock::new() }
     }
 
     /// Gives up because of `error`. When it returns, a process that comes later finds no file, or the alarm has told that it may.
@@ -45,14 +58,19 @@ impl Giving {
         let _ = self.has_begun.set(());
         let give = async {
             (self.alarm)(&self.path, error);
-            let is_removed = match (self.remove)().await {
-                Err(left) if left.kind() != ErrorKind::NotFound => {
-                    (self.alarm)(&self.path, &left.hint("remove this file: what it says is too little"));
-                    false
-                }
-                _ => true,
+            let left = match (self.remove)().await {
+                Err(left) if left.kind() != ErrorKind::NotFound => Some(left),
+                _ => None,
             };
-            Loss { why: error.to_string(), is_removed }
+            let why = error.to_string();
+            let Some(left) = left else { return Loss { why, is_removed: true, is_void: true } };
+            let is_void = (self.wipe)().await.is_ok();
+            let hint = match is_void {
+                true => "remove this file: it says nothing any more, so everything counts as changed",
+                false => "remove this file: what it says is too little",
+            };
+            (self.alarm)(&self.path, &left.hint(hint));
+            Loss { why, is_removed: false, is_void }
         };
         self.loss.get_or_init(|| give).await;
     }

@@ -20,8 +20,9 @@
 //! 3. A mark is cleared after a sync of the bits. First the area is taken from those in which bits may be set; then comes the sync; then the
 //!    mark is cleared, unless a request has begun to wait for it anew. That happens at a guest's flush, at most every ten
 //!    seconds, for areas without a new bit since the time before.
-//! 4. The header names the boot of the host. It is durable before the first bit is set in this boot, and it is written only after the marks of an
-//!    earlier boot were turned into bits and those were synced. So a crash on the way turns them into bits again.
+//! 4. The header names the boot of the host, and the mount of the file system. It is durable before the first bit is set in them, and it is written
+//!    only after the marks of earlier ones were turned into bits and those were synced. So a crash on the way turns them into bits again. (A file
+//!    system that was mounted anew may have lost its storage, and with it what the page cache held.)
 //! 5. An interval is *settled*, with a checksum of its bits, after all requests that set them have ended and the bits were synced. It is
 //!    unsettled, durably, before bits are set in it again. Marks of settled intervals do not count.
 //! 6. A checkpoint: the place of the new interval is zeroed and synced. Then requests set the bits of the old and of the new interval. When all
@@ -33,7 +34,8 @@
 //!
 //! # When the file fails
 //! Bits or marks that cannot be made durable fail no request. The file's name is removed, durably, and then requests go on: the next process finds no
-//! checkpoints, and until then everything counts as changed.
+//! checkpoints, and until then everything counts as changed. A file that can be read and not be written when the disk is opened is given up in the
+//! same way. Where the name cannot be removed, the header is overwritten, so that it says nothing.
 //!
 //! # Other programs
 //! What the image looks like from outside is noted when it is closed in order, and compared when it is opened next. After a process that was
@@ -111,13 +113,15 @@ pub struct Surroundings<F> {
     pub broken: Broken,
 }
 
-/// The image of a disk, as it is found when the disk is opened.
+/// The image of a disk, as it is found when the disk or its file of changed blocks is opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     /// What it looks like.
     pub stamp: Stamp,
-    /// Its times show that it was written since the last process that had it open. It counts only when that one was killed.
+    /// Its times show that it was written since the last process that had it open, or nobody can tell. It counts only when that one was killed.
     pub is_written_behind: bool,
+    /// The number of the mount that the file of changed blocks is in: no other mount of this boot has it. 0: it is not known.
+    pub mount_id: u64,
 }
 
 /// The changed blocks of one disk that is open for writing.
@@ -127,6 +131,8 @@ pub struct Changes<F: Files> {
     store: Arc<F::Store>,
     state: Mutex<State<F::Store>>,
     giving: Arc<Giving>,
+    /// The disk is open for reading only: nothing is written to the file.
+    is_read_only: bool,
 }
 
 /// The header as it is in the file, and its intervals in memory, in the same order.
@@ -143,14 +149,54 @@ impl<F: Files + Clone> Changes<F> {
     /// The changed blocks of the disk at `disk`, which is open for writing; `None` when the disk has none. No request may change the
     /// disk before [`Changes::attach`].
     ///
+    /// Where the file can be read and not be written, as on a full file system, its checkpoints are lost, and the disk opens ([`Changes::loss`]).
+    ///
     /// # Errors
-    /// `Unsupported` when a newer program has written the file; `Busy` when another process has it open; the system's.
+    /// `Unsupported` when a newer program has written the file; `Busy` when another process has it open; the system's, where it can neither be
+    /// read nor be given up.
     pub async fn open(around: Surroundings<F>, disk: &Path, disk_bytes: u64, found: Found) -> Result<Option<Self>> {
+        let opened = Self::read(around, disk, disk_bytes, OpenMode::ReadWrite).await?;
+        let Some(changes) = opened else { return Ok(None) };
+        if let Err(error) = changes.recover(disk_bytes, found).await {
+            changes.giving.up(&error).await;
+            changes.state.lock().await.tracked.clear();
+            if changes.loss().is_some_and(|loss| !loss.is_void) {
+                return Err(error.hint("remove this file: then the disk has no checkpoints"));
+            }
+        }
+        Ok(Some(changes))
+    }
+
+    /// As [`Changes::open`], of a disk that is open for reading only. Nothing is written.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn open_to_read(
+        around: Surroundings<F>,
+        disk: &Path,
+        disk_bytes: u64,
+        found: Found,
+    ) -> Result<Option<Self>> {
+        let opened = Self::read(around, disk, disk_bytes, OpenMode::ReadOnly).await?;
+        let Some(changes) = opened else { return Ok(None) };
+        let mut state = changes.state.lock().await;
+        let header = state.header.clone();
+        state.header = changes.take_all_up(&mut state, header, disk_bytes, found).await?;
+        drop(state);
+        Ok(Some(changes))
+    }
+
+    /// The file of the disk at `disk` with its header; `None` when there is none.
+    async fn read(around: Surroundings<F>, disk: &Path, disk_bytes: u64, mode: OpenMode) -> Result<Option<Self>> {
         let path = names::changes(disk);
-        let store = match around.files.open(&path.as_path().into(), OpenMode::ReadWrite).await {
+        if !names::fits(&path) {
+            return Ok(None);
+        }
+        let store = match around.files.open(&path.as_path().into(), mode).await {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             opened => Arc::new(opened?),
         };
+        let is_read_only = mode == OpenMode::ReadOnly;
         let bytes = Segments::zeroed(store.len_bytes().min(2 * COPY_BYTES as u64) as usize);
         if !bytes.is_empty() {
             store.read_at(StoreOffset(0), &bytes, Via::Cached).await?;
@@ -160,36 +206,40 @@ impl<F: Files + Clone> Changes<F> {
             // Its making was cut off, so there was never a checkpoint.
             Err(Unreadable::Damaged) if store.len_bytes() < 2 * COPY_BYTES as u64 => {
                 drop(store);
-                around.files.remove(&path).await?;
+                if !is_read_only {
+                    around.files.remove(&path).await?;
+                }
                 return Ok(None);
             }
             Err(Unreadable::Damaged) => (new_header(disk_bytes, Grain::default()), true),
             Err(Unreadable::Version(version)) => return Err(newer(&path, version)),
         };
         let state = Mutex::new(State { header, tracked: Vec::new(), is_damaged, is_stuck: false });
-        let giving = Arc::new(Giving::new(&around, &path));
-        let changes = Self { around, path, store, state, giving };
-        changes.recover(disk_bytes, found).await?;
-        Ok(Some(changes))
+        let giving = Arc::new(Giving::new(&around, &path, store.clone()));
+        Ok(Some(Self { around, path, store, state, giving, is_read_only }))
     }
 
-    /// Makes the file of a disk that has none, and whose image looks like `stamp`. It has no checkpoint yet.
+    /// Makes the file of a disk that has none, and whose image is as `found`. It has no checkpoint yet.
     ///
     /// # Errors
-    /// The system's.
+    /// `Unsupported` when its name would be too long; the system's.
     pub async fn create(
         around: Surroundings<F>,
         disk: &Path,
         disk_bytes: u64,
         grain: Grain,
-        stamp: Stamp,
+        found: Found,
     ) -> Result<Self> {
         let path = names::changes(disk);
+        if !names::fits(&path) {
+            let what = "the disk's name is too long for a file of changed blocks beside it";
+            return Err(Error::new(ErrorKind::Unsupported, what).at_path(disk).hint("rename it"));
+        }
         let store = Arc::new(around.files.create(&path, 0).await?);
-        let header = Header { stamp, ..new_header(disk_bytes, grain) };
+        let header = Header { stamp: found.stamp, mount_id: found.mount_id, ..new_header(disk_bytes, grain) };
         let state = State { header, tracked: Vec::new(), is_damaged: false, is_stuck: false };
-        let giving = Arc::new(Giving::new(&around, &path));
-        let changes = Self { around, path, store, state: Mutex::new(state), giving };
+        let giving = Arc::new(Giving::new(&around, &path, store.clone()));
+        let changes = Self { around, path, store, state: Mutex::new(state), giving, is_read_only: false };
         let mut state = changes.state.lock().await;
         let header = state.header.clone();
         changes.write(&mut state, header).await?;
@@ -200,14 +250,39 @@ impl<F: Files + Clone> Changes<F> {
     /// Takes up what the last process has left, and notes that bits may be set from now on.
     async fn recover(&self, disk_bytes: u64, found: Found) -> Result<()> {
         let mut state = self.state.lock().await;
-        let mut header = state.header.clone();
+        let left = state.header.clone();
         let boot_id = self.around.env.boot_id();
-        let is_same_boot = header.boot_id == boot_id;
-        let was_closed = header.intervals.iter().all(|interval| interval.settled.is_some());
         if self.around.broken == Broken::BootBeforeBits {
-            let early = Header { boot_id, ..header.clone() };
+            let early = Header { boot_id, ..left.clone() };
             self.write(&mut state, early).await?;
         }
+        let mut header = self.take_all_up(&mut state, left, disk_bytes, found).await?;
+        if !header.intervals.is_empty() {
+            self.store.sync().await?;
+        }
+        state.tracked.iter().for_each(|tracked| tracked.clear_marks());
+        (header.stamp, header.mount_id) = (found.stamp, found.mount_id);
+        for (interval, tracked) in header.intervals.iter_mut().zip(&state.tracked) {
+            interval.settled = Some(tracked.bits().crc().await);
+        }
+        if let Some(last) = header.intervals.last_mut() {
+            last.settled = None;
+        }
+        (header.boot_id, header.disk_bytes) = (boot_id, disk_bytes);
+        if state.is_damaged { Ok(()) } else { self.write(&mut state, header).await }
+    }
+
+    /// Takes up the bits of all intervals of `header`, which the last process has left. The result is what is known of them.
+    async fn take_all_up(
+        &self,
+        state: &mut MutexGuard<'_, State<F::Store>>,
+        mut header: Header,
+        disk_bytes: u64,
+        found: Found,
+    ) -> Result<Header> {
+        let is_same_mount = header.mount_id == found.mount_id && found.mount_id != 0;
+        let is_same_boot = header.boot_id == self.around.env.boot_id() && is_same_mount;
+        let was_closed = header.intervals.iter().all(|interval| interval.settled.is_some());
         let grain = header.grain;
         let block_bytes = u64::from(grain.block_bytes);
         for interval in &mut header.intervals {
@@ -216,10 +291,6 @@ impl<F: Files + Clone> Changes<F> {
                 interval.covered_bytes = disk_bytes / block_bytes * block_bytes;
             }
         }
-        if !header.intervals.is_empty() {
-            self.store.sync().await?;
-        }
-        state.tracked.iter().for_each(|tracked| tracked.clear_marks());
         let is_as_left = match was_closed {
             true => header.stamp == found.stamp,
             false => header.stamp.is_same_file(&found.stamp) && !found.is_written_behind,
@@ -227,15 +298,7 @@ impl<F: Files + Clone> Changes<F> {
         if !is_as_left {
             forget_last(&mut header);
         }
-        header.stamp = found.stamp;
-        for (interval, tracked) in header.intervals.iter_mut().zip(&state.tracked) {
-            interval.settled = Some(tracked.bits().crc());
-        }
-        if let Some(last) = header.intervals.last_mut() {
-            last.settled = None;
-        }
-        (header.boot_id, header.disk_bytes) = (boot_id, disk_bytes);
-        if state.is_damaged { Ok(()) } else { self.write(&mut state, header).await }
+        Ok(header)
     }
 
     /// An interval as the last process has left it. One that is damaged counts as changed as a whole.
@@ -247,7 +310,7 @@ impl<F: Files + Clone> Changes<F> {
         }
         let tracked = self.map(interval, grain).await?;
         match interval.settled {
-            Some(crc) if tracked.bits().crc() != crc && self.around.broken != Broken::SettledEarly => {
+            Some(crc) if tracked.bits().crc().await != crc && self.around.broken != Broken::SettledEarly => {
                 interval.covered_bytes = 0
             }
             None if !is_same_boot => tracked.expand_marks(),
@@ -256,15 +319,16 @@ impl<F: Files + Clone> Changes<F> {
         Ok(tracked)
     }
 
-    /// Maps an interval, whose pages are in memory then: no request waits for storage when it sets a bit. An interval that was in use when its
-    /// process died is written anew, as the kernel forgets pages whose sync has failed.
+    /// Maps an interval, whose pages are in memory then. A request that sets a bit waits for storage only where the kernel has taken such a page
+    /// away since, or lets the first store to it after a sync wait for the file system's journal. An interval that was in use when its process died
+    /// is written anew, as the kernel forgets pages whose sync has failed.
     async fn map(&self, interval: &Interval, grain: Grain) -> Result<Tracked<F::Store>> {
         let place = interval.place(grain);
         let chunk = Segment::zeroed(CHUNK_BYTES);
         for at in place.clone().step_by(CHUNK_BYTES) {
             let part = Segments::from(chunk.slice(0..(place.end - at).min(CHUNK_BYTES as u64) as usize));
             self.store.read_at(StoreOffset(at), &part, Via::Cached).await?;
-            if interval.settled.is_none() {
+            if interval.settled.is_none() && !self.is_read_only {
                 self.store.write_at(StoreOffset(at), &part, Via::Cached).await?;
             }
         }
@@ -294,6 +358,10 @@ impl<F: Files + Clone> Changes<F> {
 
     /// Refuses to change a header that may be another one in the file.
     fn check_usable(&self, state: &State<F::Store>) -> Result<()> {
+        if self.is_read_only {
+            let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only").at_path(&self.path);
+            return Err(error.hint("its checkpoints stay as they are"));
+        }
         let what = "the file of changed blocks could not be written before";
         let error = || Error::new(ErrorKind::Io, what).at_path(&self.path).hint("serve the disk anew");
         if state.is_stuck || self.giving.loss().is_some() { Err(error()) } else { Ok(()) }
@@ -325,7 +393,8 @@ impl<F: Files + Clone> Changes<F> {
     ///
     /// # Errors
     /// `Exists` when there is one of this name; `InvalidInput` for a name that cannot be kept, or when there are too many;
-    /// `Exhausted` when their bits would make the file too large; the system's. There is no new checkpoint then.
+    /// `Exhausted` when their bits would make the file too large; `ReadOnly`; the system's. There is no new checkpoint then, but after an
+    /// error of writing the file there may be one when the disk is opened next.
     pub async fn checkpoint<G: Disk>(&self, node: &Node<G>, name: &str) -> Result<()> {
         self.checkpoint_with(node, name, async || Ok(())).await
     }
@@ -406,10 +475,11 @@ impl<F: Files + Clone> Changes<F> {
         }
         let mut header = state.header.clone();
         let (interval, tracked) = (&mut header.intervals[number], &state.tracked[number]);
+        let crc = tracked.bits().crc().await;
         if tracked.bits().is_lost() {
             interval.covered_bytes = 0;
         }
-        interval.settled = Some(tracked.bits().crc());
+        interval.settled = Some(crc);
         self.write(state, header).await
     }
 
@@ -424,7 +494,7 @@ impl<F: Files + Clone> Changes<F> {
                 interval.covered_bytes = 0;
             }
             if interval.settled.is_none() || tracked.is_lost() {
-                interval.settled = Some(tracked.bits().crc());
+                interval.settled = Some(tracked.bits().crc().await);
             }
         }
         self.write(state, header).await
@@ -448,7 +518,7 @@ impl<F: Files + Clone> Changes<F> {
                 into.clear_marks();
                 self.meet(node, [&into, &from]).await?;
             }
-            into.take_in(&from);
+            into.take_in(&from).await;
             self.store.sync().await?;
         }
         let mut header = state.header.clone();
@@ -457,7 +527,7 @@ impl<F: Files + Clone> Changes<F> {
             let interval = &mut header.intervals[before];
             let is_lost = state.tracked[number].is_lost();
             interval.covered_bytes = if is_lost { 0 } else { interval.covered_bytes.min(removed.covered_bytes) };
-            interval.settled = (!is_last).then(|| state.tracked[before].bits().crc());
+            interval.settled = if is_last { None } else { Some(state.tracked[before].bits().crc().await) };
         }
         self.write(&mut state, header).await?;
         state.tracked.remove(number);
@@ -470,8 +540,8 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 /// The header of a file that has no checkpoint.
 fn new_header(disk_bytes: u64, grain: Grain) -> Header {
-    let (boot_id, stamp, intervals) = ([0; 16], Stamp::default(), Vec::new());
-    Header { number: 0, disk_bytes, boot_id, stamp, grain, intervals }
+    let (boot_id, mount_id, stamp, intervals) = ([0; 16], 0, Stamp::default(), Vec::new());
+    Header { number: 0, disk_bytes, boot_id, mount_id, stamp, grain, intervals }
 }
 
 /// Has everything count as changed since each checkpoint.

@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use spile_core::{Error, ErrorKind, Extent, Io, Op, Result, Segment, Store, StoreOffset, Timer};
+use spile_core::{Error, ErrorKind, Extent, Io, Op, Result, Segment, Store, StoreOffset, Timer, yield_now};
 use spile_node::{Pending, Stage};
 
 use super::Broken;
-use super::bits::Bits;
+use super::bits::{Bits, PART_BITS};
 use super::header::{Grain, Interval};
 use super::loss::Giving;
 
@@ -210,10 +210,16 @@ impl<S: Store> Tracked<S> {
         retired
     }
 
-    /// Sets the bits that `other` has set, and those that it does not have. They are not durable then.
-    pub fn take_in(&self, other: &Self) {
-        let _areas = self.areas();
-        self.bits.or(&other.bits);
+    /// Sets the bits that `other` has set, and those that it does not have. They are not durable then. Requests that set bits meanwhile set them
+    /// here, too.
+    pub async fn take_in(&self, other: &Self) {
+        for start in (0..self.bits.count()).step_by(PART_BITS as usize) {
+            {
+                let _areas = self.areas();
+                self.bits.or(&other.bits, start..start + PART_BITS);
+            }
+            yield_now().await;
+        }
     }
 
     /// After a power cut: all blocks of areas that are marked have changed.

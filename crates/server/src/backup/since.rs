@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use spile_core::{Error, ErrorKind, Extent, Result};
+use spile_core::{Error, ErrorKind, Extent, Result, yield_now};
 use spile_image::Graph;
 use spile_life::backup::{self, Around, Begun, Subject};
 use spile_store::HostStore;
@@ -21,11 +21,8 @@ type Then<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 
 /// When the checkpoint `name` of the disk was made, in seconds since 1970 UTC.
 pub(super) async fn made_at(backup: &Backup, name: &str) -> Result<u64> {
-    let none = || Error::new(ErrorKind::NotFound, format!("the disk has no checkpoint {name:?}"));
     let Some(checkpoints) = &backup.checkpoints else { return Err(offline()) };
-    let (list, _) = checkpoints.list(&backup.node).await;
-    let found = list.into_iter().find(|checkpoint| checkpoint.name == name);
-    found.map(|checkpoint| checkpoint.created_unix_s).ok_or_else(none)
+    checkpoints.made_at(name).await
 }
 
 fn offline() -> Error {
@@ -104,10 +101,8 @@ impl Names {
         manifest: &mut Manifest,
     ) -> Result<Option<Vec<Extent>>> {
         if let Some(name) = &self.made {
-            let (list, _) = checkpoints.list(node).await;
-            let new = list.iter().find(|checkpoint| checkpoint.name == *name);
+            manifest.checkpoint_unix_s = Some(checkpoints.made_at(name).await?);
             manifest.checkpoint = Some(name.clone());
-            manifest.checkpoint_unix_s = new.map(|checkpoint| checkpoint.created_unix_s);
         }
         let Some(since) = &self.since else { return Ok(None) };
         manifest.since = Some(since.clone());
@@ -123,6 +118,7 @@ impl Names {
                 }
             }
             at = end;
+            yield_now().await;
         }
         Ok(Some(changed))
     }

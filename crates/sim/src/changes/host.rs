@@ -106,7 +106,7 @@ impl Host {
             assert!(self.has_faults(), "tracking was given up without a fault: {loss:?}");
             self.count(|summary| summary.given_up += 1);
             self.known.borrow_mut().clear();
-            self.is_lost.set(!loss.is_removed);
+            self.is_lost.set(!loss.is_void);
         }
     }
 
@@ -161,7 +161,7 @@ impl Host {
             broken: self.broken,
         };
         let (disk, bytes) = (Path::new(DISK), node.size_bytes());
-        let found = Found { stamp: self.stamp(), is_written_behind: false };
+        let found = Found { stamp: self.stamp(), is_written_behind: false, mount_id: 1 };
         let opened = Changes::open(around.clone(), disk, bytes, found).await;
         let opened = opened.unwrap_or_else(|error| panic!("the changed blocks do not open: {error:?}"));
         let changes = match opened {
@@ -171,7 +171,7 @@ impl Host {
                     !self.known.borrow().iter().any(|known| known.is_made && !known.is_going),
                     "the changed blocks are gone"
                 );
-                let made = Changes::create(around, disk, bytes, self.grain, self.stamp()).await;
+                let made = Changes::create(around, disk, bytes, self.grain, found).await;
                 made.unwrap_or_else(|error| panic!("cannot make the file of changed blocks: {error:?}"))
             }
         };

@@ -84,9 +84,10 @@ fn parse_block(text: &str) -> Result<u32, String> {
 type OwnDisk = Node<Graph<HostStore>>;
 
 impl WhichDisk {
-    /// Opens a disk that no server has with its checkpoints, and has `work` do something with them. Nobody else can open it meanwhile.
+    /// Opens a disk that no server has with its checkpoints, and has `work` do something with them. Nobody else can write to it meanwhile.
     fn by_itself<T: Send + 'static>(
         &self,
+        read_only: bool,
         work: impl AsyncFnOnce(&str, &OwnDisk, &Checkpoints) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let at = existing(&self.disk)?;
@@ -94,7 +95,7 @@ impl WhichDisk {
             let error = Error::new(ErrorKind::Unsupported, "only disks in files have checkpoints");
             return Err(error.at_path(Path::new(&disks::label(&at))));
         }
-        let options = OpenOptions { read_only: false, ..self.parents.read_only(self.format) };
+        let options = OpenOptions { read_only, ..self.parents.read_only(self.format) };
         let name = self.disk.display().to_string();
         on_engine(move || async move {
             let graph = disks::open_keeping(CacheMode::Page, &at, &options).await?;
@@ -119,7 +120,7 @@ pub fn checkpoint(args: &CheckpointArgs) -> Result<Exit> {
         Some((server, disk)) => by_server(args, &server, &format!("{}/checkpoints", path_of(&disk)))?,
         None => {
             let (name, remove, block_bytes) = (args.name.clone(), args.remove, args.block_bytes);
-            args.which.by_itself(async move |own, disk, checkpoints| {
+            args.which.by_itself(args.list, async move |own, disk, checkpoints| {
                 match &name {
                     None => {}
                     Some(name) if remove => checkpoints.remove(disk, name).await?,
@@ -174,10 +175,10 @@ pub fn changed(args: &ChangedArgs) -> Result<Exit> {
         }
         None => {
             let since = args.since.clone();
-            args.which.by_itself(async move |own, disk, checkpoints| {
+            args.which.by_itself(true, async move |own, disk, checkpoints| {
                 let mut all = ChangedBlocks::of(own, disk, checkpoints, &since, 0).await?;
                 while let Some(at) = all.next_offset_bytes {
-                    all.extend(ChangedBlocks::of(own, disk, checkpoints, &since, at).await?);
+                    all.extend(ChangedBlocks::of(own, disk, checkpoints, &since, at).await?)?;
                 }
                 Ok(all)
             })?
@@ -202,7 +203,7 @@ pub fn changed(args: &ChangedArgs) -> Result<Exit> {
 fn whole(ask: impl Fn(u64) -> Result<ChangedBlocks>) -> Result<ChangedBlocks> {
     let mut all = ask(0)?;
     while let Some(at) = all.next_offset_bytes {
-        all.extend(ask(at)?);
+        all.extend(ask(at)?)?;
     }
     Ok(all)
 }

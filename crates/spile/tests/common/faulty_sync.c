@@ -18,6 +18,11 @@ static int sync_by(const char *name, int fd)
 		errno = EIO;
 		return -1;
 	}
+	snprintf(path, sizeof(path), "%s/full-sync", folder ? folder : "");
+	if (unlink(path) == 0) {
+		errno = ENOSPC;
+		return -1;
+	}
 	snprintf(path, sizeof(path), "%s/slow-sync", folder ? folder : "");
 	if (access(path, F_OK) == 0)
 		sleep(2);

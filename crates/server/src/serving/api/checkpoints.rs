@@ -1,7 +1,7 @@
 //! Checkpoints and changed blocks in the control API.
 
 use serde::{Deserialize, Serialize};
-use spile_core::{Disk as _, Result, Store as _};
+use spile_core::{Disk as _, Error, ErrorKind, Result, Store as _, yield_now};
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
 use spile_life::changes::{Changed, Checkpoint};
@@ -60,6 +60,9 @@ pub struct ChangedBlocks {
     pub path: String,
     /// The checkpoint.
     pub since: String,
+    /// When it was made, in seconds since 1970-01-01 UTC.
+    #[serde(default)]
+    pub since_unix_s: u64,
     /// The size of the disk now, in bytes.
     pub virtual_size_bytes: u64,
     /// The size of a block in bytes: ranges begin and end with blocks, or with the disk.
@@ -116,6 +119,7 @@ impl ChangedBlocks {
             disk: name.to_owned(),
             path: path_of(disk).await,
             since: since.to_owned(),
+            since_unix_s: checkpoints.made_at(since).await?,
             virtual_size_bytes,
             block_bytes: 0,
             changed_bytes: 0,
@@ -134,16 +138,25 @@ impl ChangedBlocks {
                 answer.add(ChangedRange { offset_bytes: range.offset.0, length_bytes: range.len_bytes });
             }
             answer.next_offset_bytes = (end < virtual_size_bytes).then_some(end);
+            yield_now().await;
         }
         Ok(answer)
     }
 
     /// Goes on with the next part of the answer.
-    pub fn extend(&mut self, next: Self) {
+    ///
+    /// # Errors
+    /// `Busy` when the checkpoint has been made anew since the first part.
+    pub fn extend(&mut self, next: Self) -> Result<()> {
+        if next.since_unix_s != self.since_unix_s {
+            let what = format!("the checkpoint {:?} was just made anew", self.since);
+            return Err(Error::new(ErrorKind::Busy, what).hint("ask again"));
+        }
         next.ranges.into_iter().for_each(|range| self.add(range));
         self.next_offset_bytes = next.next_offset_bytes;
         self.virtual_size_bytes = next.virtual_size_bytes;
         self.warning = self.warning.take().or(next.warning);
+        Ok(())
     }
 
     /// Adds a range that comes behind the others, or goes on with the last one. Blocks that are there already are left out.
@@ -226,6 +239,7 @@ mod tests {
                 disk: "a".to_owned(),
                 path: "/a".to_owned(),
                 since: "b".to_owned(),
+                since_unix_s: 1,
                 virtual_size_bytes: 1 << 30,
                 block_bytes: 4096,
                 changed_bytes: 0,
@@ -239,9 +253,11 @@ mod tests {
             answer
         };
         let mut all = part(&[(0, 4096), (4096, 4096), (16384, 4096)], Some(20480));
-        all.extend(part(&[(16384, 8192), (40960, 4096)], None));
+        all.extend(part(&[(16384, 8192), (40960, 4096)], None)).unwrap();
         let ranges: Vec<_> = all.ranges.iter().map(|range| (range.offset_bytes, range.length_bytes)).collect();
         assert_eq!(ranges, [(0, 8192), (16384, 8192), (40960, 4096)]);
         assert_eq!((all.changed_bytes, all.next_offset_bytes), (20480, None));
+        let other = ChangedBlocks { since_unix_s: 2, ..part(&[], None) };
+        assert_eq!(all.extend(other).unwrap_err().kind(), ErrorKind::Busy);
     }
 }
