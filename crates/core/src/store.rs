@@ -92,6 +92,11 @@ pub trait Store: Send + Sync + 'static {
     /// The run of data or hole that starts at `offset`, which lies before the end.
     fn extent_at(&self, offset: StoreOffset) -> impl Future<Output = Result<StoreExtent>>;
 
+    /// How many bytes of its host's space the store takes now; `None` where nobody can tell, and on a device, whose space is its own.
+    fn taken_bytes(&self) -> impl Future<Output = Option<u64>> {
+        async { None }
+    }
+
     /// Memory that is the range of the store: what is stored there survives the death of the process, and is durable
     /// after a [`Store::sync`] that begins later. The range begins at a multiple of 4096 bytes and has its space already. Only cached reads
     /// show it, and while the memory is in use nobody writes to the range in another way. [`Segment::is_lost`] says that the

@@ -17,6 +17,9 @@ use crate::facts::Facts;
 use crate::formats::Format;
 use crate::grace::Reader;
 
+/// A flush gives the space of so many units back to the store at most, those first that were given up last ([`Layer::forget`]).
+pub const GIVEN_BACK_A_FLUSH: usize = 256;
+
 /// What a layer knows of a run of guest bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
@@ -237,6 +240,12 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     fn forget(&self, part: Extent) -> impl Future<Output = Result<()>> {
         let _ = part;
         async { Err(self.unsupported("this format cannot give up a part of an image")) }
+    }
+
+    /// While it holds its space, flushes do not give back what was given up ([`Layer::forget`]). That is for a layer that will soon be removed
+    /// as a whole: a file system may take long for each piece.
+    fn hold_space(&self, holds: bool) {
+        let _ = holds;
     }
 
     /// Gives the layer zeroes of its own where it has space in `part`, one [`Layer::part_len`] at most, but no bytes. Whoever calls this has made

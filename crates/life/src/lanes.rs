@@ -67,20 +67,36 @@ impl<'a, 'w, F: Files> Lanes<'a, 'w, F> {
     /// Those of `step`. No step is under way any more.
     pub async fn run(&self, step: impl AsyncFn(&Lane<'_, 'w, F>) -> Result<bool>) -> Result<()> {
         let is_over = Cell::new(false);
+        while !is_over.get() {
+            self.stretch(&step, &is_over).await?;
+        }
+        Ok(())
+    }
+
+    /// One stretch of [`Lanes::run`]. It ends before that is over when only the first lane is open and guests have become quiet: the next
+    /// stretch opens the others again.
+    async fn stretch(&self, step: &impl AsyncFn(&Lane<'_, 'w, F>) -> Result<bool>, is_over: &Cell<bool>) -> Result<()> {
+        let count = self.work.sizes.lanes.max(1);
+        let open = Cell::new(count);
         let lane = async |number: usize| {
-            let mut lane = None;
-            while !is_over.get() && (number == 0 || self.is_quiet()) {
+            let (mut lane, mut result) = (None, Ok(()));
+            let opens_others = |steps: u32| number == 0 && steps > 0 && count > 1 && open.get() == 1 && self.is_quiet();
+            for steps in 0.. {
+                if is_over.get() || (number > 0 && !self.is_quiet()) || opens_others(steps) {
+                    break;
+                }
                 let lane = lane.get_or_insert_with(|| self.open(number));
                 let done = step(lane).await;
                 is_over.set(is_over.get() || !matches!(done, Ok(true)));
-                done?;
+                result = done.map(|_| ());
             }
+            open.set(open.get() - 1);
             if let Some(lane) = lane {
                 self.buffers.borrow_mut().push(lane.buffer);
             }
-            Ok(())
+            result
         };
-        join_all((0..self.work.sizes.lanes.max(1)).map(lane)).await.into_iter().collect()
+        join_all((0..count).map(lane)).await.into_iter().collect()
     }
 
     fn open(&self, number: usize) -> Lane<'_, 'w, F> {

@@ -53,8 +53,11 @@ impl Neighbours for Vec<PathBuf> {
 /// How much a job moves at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
-    /// A merge copies about so many bytes, the batch, before it has the layer give them up. At most four batches take space in two places.
+    /// A merge copies about so many bytes, the batch, before it has the layer give them up.
     pub batch_bytes: u64,
+    /// While the two files of a merge take no more than so many bytes more than before, the layer's file keeps the space of what the layer
+    /// has given up. With more it gives space back: then at most four batches take space in two places.
+    pub held_bytes: u64,
     /// So many bytes at most are copied at once: what a guest's request to them may have to wait for.
     pub piece_bytes: u64,
     /// The same while guests have no requests.
@@ -65,7 +68,13 @@ pub struct Sizes {
 
 impl Default for Sizes {
     fn default() -> Self {
-        Self { batch_bytes: 16 << 20, piece_bytes: 256 << 10, quiet_piece_bytes: 1 << 20, lanes: 8 }
+        Self {
+            batch_bytes: 16 << 20,
+            held_bytes: 16 << 20,
+            piece_bytes: 256 << 10,
+            quiet_piece_bytes: 1 << 20,
+            lanes: 8,
+        }
     }
 }
 

@@ -335,6 +335,10 @@ impl Store for SimStore {
         Ok(file.map(offset.0, len_bytes))
     }
 
+    async fn taken_bytes(&self) -> Option<u64> {
+        Some(self.view().allocated_bytes())
+    }
+
     async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
         self.run(Kind::Ask).await?;
         let view = self.view();

@@ -501,6 +501,16 @@ impl Store for FileStore {
         mapped.map_err(|source| Error::io("map", source).at_path(self.inner.path.get()).at_offset(offset.0))
     }
 
+    async fn taken_bytes(&self) -> Option<u64> {
+        if self.inner.is_device {
+            return None;
+        }
+        let file = self.inner.cached.clone();
+        let look = move || file.as_fd().try_clone_to_owned().and_then(|fd| std::fs::File::from(fd).metadata());
+        // A unit of 512 bytes, on any file system.
+        run_blocking(self.inner.path.get(), look).await.ok().map(|stat| stat.blocks() * 512)
+    }
+
     async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
         let (offset, inner) = (offset.0, &self.inner);
         let left = self.check_end(offset, 1, false).map(|_| self.len_bytes() - offset)?;

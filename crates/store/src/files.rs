@@ -168,6 +168,10 @@ impl Store for AnyStore {
         each!(self, store => store.extent_at(offset).await)
     }
 
+    async fn taken_bytes(&self) -> Option<u64> {
+        each!(self, store => store.taken_bytes().await)
+    }
+
     fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
         each!(self, store => store.map(offset, len_bytes))
     }

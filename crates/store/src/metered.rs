@@ -101,6 +101,10 @@ impl<S: Store> Store for MeteredStore<S> {
         self.meter.measure_by_turns(Op::Extents, 0, pin!(self.inner.extent_at(offset))).await
     }
 
+    fn taken_bytes(&self) -> impl Future<Output = Option<u64>> {
+        self.inner.taken_bytes()
+    }
+
     fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
         self.inner.map(offset, len_bytes)
     }

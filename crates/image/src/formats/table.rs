@@ -146,6 +146,7 @@ macro_rules! formats {
                 fn identity(&self) -> Option<Identity>;
                 fn is_unflushed(&self) -> bool;
                 fn begin(&self) -> ();
+                fn hold_space(&self, holds: bool) -> ();
                 fn allocations(&self) -> u64;
                 fn facts(&self) -> Facts;
             }

@@ -281,6 +281,16 @@ impl<S: Store> Graph<S> {
         self.leaf().forget(part).await
     }
 
+    /// Has flushes of the leaf keep the space of what it has given up, or give it back.
+    pub fn hold_own_space(&self, holds: bool) {
+        self.leaf().hold_space(holds);
+    }
+
+    /// How many bytes the leaf's file takes on its host; `None` where nobody can tell.
+    pub async fn own_taken_bytes(&self) -> Option<u64> {
+        self.leaf().store().taken_bytes().await
+    }
+
     /// Flushes the leaf, and no other layer.
     ///
     /// # Errors

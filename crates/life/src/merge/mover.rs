@@ -1,8 +1,11 @@
 //! [`Mover`]: moves what a layer has into its parent, one batch after the other.
 //!
 //! While one batch is copied, the one before is made durable in the parent and given up by the layer, so the storage has always something
-//! to do. The layer's file gives the space back once no reader is left that could want it, some batches later: at most four batches take
-//! space in two places.
+//! to do.
+//!
+//! The layer's file will be removed, and its space with it. To give back a piece of it before that takes many file systems long. So it does that
+//! only while the files of the layer and of its parent together take more than before, by [`Sizes::held_bytes`](crate::Sizes). Then it gives
+//! the space of a batch back once no reader is left that could want it, some batches later: at most four batches take space in two places.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -10,6 +13,7 @@ use std::sync::Arc;
 
 use futures_util::future::{join, join_all};
 use spile_core::{Disk, Extent, Files, Result};
+use spile_image::layer::GIVEN_BACK_A_FLUSH;
 use spile_image::{Broken, Sinking};
 use spile_node::Aligned;
 
@@ -35,6 +39,8 @@ pub(super) struct Mover<'a, 'w, F: Files> {
     done_bytes: Cell<u64>,
     /// How long the units are that are not copied yet.
     left_bytes: Cell<u64>,
+    /// What the files of the layer and of its parent took when the merge began, in bytes; `None` when nobody can tell.
+    taken_before_bytes: Cell<Option<u64>>,
 }
 
 /// Units that are moved together.
@@ -53,7 +59,8 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         sinking: Option<Arc<Sinking<F::Store>>>,
     ) -> Self {
         let (target, lanes) = (Aligned::new(target), Lanes::new(work));
-        Self { work, source, target, sinking, lanes, done_bytes: Cell::new(0), left_bytes: Cell::new(0) }
+        let (done_bytes, left_bytes, taken_before_bytes) = <_>::default();
+        Self { work, source, target, sinking, lanes, done_bytes, left_bytes, taken_before_bytes }
     }
 
     fn whole(&self) -> Extent {
@@ -85,7 +92,7 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
     async fn count_of_batch(&self, units: &[Extent]) -> Result<usize> {
         let most_bytes = self.work.sizes.batch_bytes;
         let mut len_bytes = 0;
-        let candidates = units.iter().take_while(|unit| {
+        let candidates = units.iter().take(GIVEN_BACK_A_FLUSH).take_while(|unit| {
             let is_first = len_bytes == 0;
             len_bytes += unit.len_bytes;
             is_first || len_bytes <= most_bytes * UNITS_PER_BATCH
@@ -115,6 +122,16 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
 
     /// Moves all that the layer has.
     pub(super) async fn run(&self) -> Result<()> {
+        let moved = self.move_all().await;
+        if moved.is_err() {
+            // The layer stays.
+            self.source.hold_own_space(false);
+        }
+        moved
+    }
+
+    async fn move_all(&self) -> Result<()> {
+        self.taken_before_bytes.set(self.taken_bytes().await);
         self.left_bytes.set(self.units_bytes().await);
         self.tell();
         // A change may have allocated something behind the mover while the merge began.
@@ -180,11 +197,25 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             batch.failures = self.failures();
             self.copy(&batch.units, false).await?;
         }
-        // With this the layer's file gives the space back.
+        self.source.hold_own_space(!self.needs_space().await);
+        // With this the layer's file gives back what it need not hold.
         self.source.flush_own().await?;
         match self.work.broken {
             Broken::ForgetBeforeSync => self.target.flush().await,
             _ => Ok(()),
+        }
+    }
+
+    /// What the files of the layer and of its parent take now, in bytes; `None` when nobody can tell.
+    async fn taken_bytes(&self) -> Option<u64> {
+        Some(self.source.own_taken_bytes().await? + self.target.inner().own_taken_bytes().await?)
+    }
+
+    /// True when the layer's file is to give space back now.
+    async fn needs_space(&self) -> bool {
+        match (self.taken_before_bytes.get(), self.taken_bytes().await) {
+            (Some(before), Some(now)) => now > before + self.work.sizes.held_bytes,
+            _ => true,
         }
     }
 

@@ -110,7 +110,9 @@ pub fn run_merge(seed: u64, broken: Broken, trace: bool) -> Result<MergeSummary,
     let (batch_bytes, piece_bytes) = (rng.between(1, 6) << 14, 4096 << rng.below(5));
     let mut of_lanes = Rng::new(seed).split(62);
     let (quiet_piece_bytes, lanes) = (4096 << of_lanes.below(5), of_lanes.between(1, 4) as usize);
-    let sizes = Sizes { batch_bytes, piece_bytes, quiet_piece_bytes, lanes };
+    // Often the layer's file holds its space to the end, often for a while or not at all.
+    let held_bytes = [0, 64 << 10, u64::MAX / 2][Rng::new(seed).split(63).index(3)];
+    let sizes = Sizes { batch_bytes, held_bytes, piece_bytes, quiet_piece_bytes, lanes };
     let host = Rc::new(Host {
         world: world.clone(),
         plan: Rc::new(plan),

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 use clap::Args;
@@ -122,10 +123,13 @@ pub(super) fn run(args: &JobArgs, new: NewJob) -> Result<Exit> {
 /// Shows how far the job of a server is until it is over: what it is doing, and `again`: what to do when the server does not answer.
 pub(super) fn wait_for(socket: &Path, mut job: Job, doing: &'static str, again: &str) -> Result<Job> {
     let bar = progress_bar(job.total_bytes, doing);
+    // Many jobs are short.
+    let mut wait = LOOK_EVERY / 20;
     while matches!(job.state.as_str(), "running" | "paused") {
         bar.set_length(job.total_bytes);
         bar.set_position(job.done_bytes);
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(wait);
+        wait = LOOK_EVERY.min(wait * 2);
         job = ask(socket, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE).map_err(|error| error.hint(again))?;
     }
     bar.finish_and_clear();
@@ -163,7 +167,7 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
     let (sender, begun) = std::sync::mpsc::channel::<Arc<DiskJob>>();
     let watch = std::thread::spawn(move || {
         if let Ok(job) = begun.recv() {
-            watch(&job, signals);
+            watch(&job, signals, &begun);
         }
     });
     let done = on_engine(move || async move {
@@ -180,6 +184,7 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         // Only the thread that shows how far the job is could be gone.
         let _ = sender.send(job.clone());
         let done = Box::pin(jobs::run(&node, Access::default(), job.job(), &plan)).await;
+        drop(sender);
         let graph = node.graph().await;
         let closed = node.close().await;
         if closed.is_ok() {
@@ -220,18 +225,15 @@ fn is_meant(left: &Plan, disk: &Path, new: &NewJob) -> bool {
         }
 }
 
-/// Shows how far `job` is until it is over. A signal has it stop at its next piece.
-fn watch(job: &Arc<DiskJob>, signals: EndSignals) {
+/// Shows how far `job` is until it is over: then the other end of `ending` goes. A signal has it stop at its next piece.
+fn watch(job: &Arc<DiskJob>, signals: EndSignals, ending: &Receiver<Arc<DiskJob>>) {
     let stopped = job.clone();
     signals.on_first(move |_| stopped.job().stop());
     let bar = progress_bar(0, "moving");
-    loop {
+    while matches!(ending.recv_timeout(LOOK_EVERY), Err(RecvTimeoutError::Timeout)) {
         let report = job.job().report();
-        if report.state.is_over() {
-            return bar.finish_and_clear();
-        }
         bar.set_length(report.total_bytes);
         bar.set_position(report.done_bytes);
-        std::thread::sleep(LOOK_EVERY);
     }
+    bar.finish_and_clear();
 }

@@ -12,6 +12,7 @@ use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::bits::Bits;
 use super::{SECTOR, Sparse, Table};
+use crate::layer::GIVEN_BACK_A_FLUSH;
 
 /// Space prepared in one step of a file, in bytes of guest data: as much as the file holds, within these bounds. The step
 /// is length only, and takes no space on the host, so that few steps, each with its sync, are enough: a disk of 2 TiB that is
@@ -29,8 +30,8 @@ const STEP_MAX_BLOCKS: u64 = 32 << 10;
 /// either, as each of its places is emptied by itself.
 const RECYCLED_AT_ONCE: u64 = 128;
 
-/// The most blocks that one flush punches, so that a guest's flush after a large discard does not wait for all of it.
-const PUNCHES_A_FLUSH: usize = 256;
+/// The most blocks that are kept from being punched ([`Alloc::hold_space`]), as each is kept in memory.
+const MOST_HELD: usize = 1 << 20;
 
 /// Where a block lies.
 #[derive(Clone, Copy, Debug)]
@@ -59,6 +60,8 @@ pub(crate) struct Released {
     pub gone: Vec<u32>,
     /// Punched, not yet synced.
     pub punched: Vec<Ready>,
+    /// Nothing is punched now.
+    holds: bool,
 }
 
 impl Released {
@@ -69,7 +72,11 @@ impl Released {
 
     /// The next blocks to be punched.
     pub(crate) fn next_gone(&mut self) -> Vec<u32> {
-        let rest = self.gone.len().saturating_sub(PUNCHES_A_FLUSH);
+        if self.holds && self.gone.len() < MOST_HELD {
+            return Vec::new();
+        }
+        // So that a guest's flush after a large discard does not wait for all of it.
+        let rest = self.gone.len().saturating_sub(GIVEN_BACK_A_FLUSH);
         self.gone.split_off(rest)
     }
 }
@@ -175,6 +182,11 @@ impl Alloc {
     /// How many blocks were given out since the image was opened.
     pub(crate) fn given_out(&self) -> u64 {
         self.lock().given_out
+    }
+
+    /// Has flushes punch nothing, or go on with it.
+    pub(super) fn hold_space(&self, holds: bool) {
+        self.lock().released.holds = holds;
     }
 
     pub(crate) fn add_ready(&self, blocks: impl IntoIterator<Item = Ready>) {

@@ -155,6 +155,12 @@ impl<S: Store> Layer<S> for Vhd<S> {
         }
     }
 
+    fn hold_space(&self, holds: bool) {
+        if let Self::Sparse(sparse) = self {
+            sparse.alloc.hold_space(holds);
+        }
+    }
+
     async fn own_zeroes(&self, part: Extent) -> Result<()> {
         match self {
             Self::Fixed(..) => Ok(()),
