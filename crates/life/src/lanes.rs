@@ -131,3 +131,77 @@ impl<F: Files> Lane<'_, '_, F> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::sync::Arc;
+
+    use spile_core::{Disk as _, Env, Extent};
+    use spile_engine::{Config, Engine, OsEnv};
+    use spile_image::{Broken, Graph};
+    use spile_node::Node;
+    use spile_store::{AnyStore, CacheMode, MemStore, OsFiles};
+
+    use super::*;
+    use crate::jobs::{Job, Wishes};
+    use crate::work::Sizes;
+
+    /// Moves 300 pieces on a disk that was read before. `between` is done beside the 100th piece. The most pieces under way at a time, in each hundred.
+    async fn lanes_of(between: impl AsyncFn(&Node<Graph<AnyStore>>)) -> [u32; 3] {
+        let node = Node::new(Graph::from_raw_store(AnyStore::Mem(MemStore::new(1 << 20)), false));
+        let read = async |node: &Node<Graph<AnyStore>>| {
+            node.read(Extent::from_range(0..4096), &Segments::zeroed(4096)).await.unwrap();
+        };
+        read(&node).await;
+        let (files, neighbours) = (OsFiles::new(CacheMode::Page), Vec::<PathBuf>::new());
+        let (env, job): (Arc<dyn Env>, _) = (Arc::new(OsEnv), Job::new(Wishes::default()));
+        let work = Work {
+            files: &files,
+            asking: &files,
+            env: &env,
+            timer: &OsEnv,
+            node: &node,
+            job: &job,
+            neighbours: &neighbours,
+            sizes: Sizes::default(),
+            broken: Broken::Nothing,
+        };
+        let (begun, open, most) = (Cell::new(0_usize), Cell::new(0), Cell::new([0; 3]));
+        let step = async |lane: &Lane<'_, '_, OsFiles>| {
+            let number = begun.replace(begun.get() + 1);
+            if number >= 300 {
+                return Ok(false);
+            }
+            let piece = async {
+                open.set(open.get() + 1);
+                let mut all = most.get();
+                all[number / 100] = all[number / 100].max(open.get());
+                most.set(all);
+                if number == 100 {
+                    between(&node).await;
+                }
+                spile_core::yield_now().await;
+                open.set(open.get() - 1);
+                Ok(())
+            };
+            lane.piece(4096, piece).await.map(|()| true)
+        };
+        Lanes::new(&work).run(step).await.unwrap();
+        most.get()
+    }
+
+    #[test]
+    fn lanes_open_when_guests_have_become_quiet_and_again_after_a_request() {
+        let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+        engine.run_on(0, || async {
+            assert_eq!(lanes_of(async |_| {}).await, [8, 8, 8]);
+            let [_, beside, after] = lanes_of(async |node| {
+                node.read(Extent::from_range(0..4096), &Segments::zeroed(4096)).await.unwrap();
+            })
+            .await;
+            assert_eq!((beside, after), (8, 8));
+        });
+        engine.shutdown();
+    }
+}

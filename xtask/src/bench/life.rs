@@ -4,6 +4,7 @@
 //! the command to its end. All sides have made their result durable by then: each gets the option for that, if it has one.
 
 mod copies;
+mod live;
 mod merges;
 
 use super::figures::median;
@@ -119,7 +120,8 @@ pub fn run(plan: &Plan) -> Result<()> {
     std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let size_bytes = if plan.quick { 64 << 20 } else { 1 << 30 };
     let mut world = World { folder, spile: plan.spile.clone(), size_bytes, server: None };
-    let done = copies::run(plan, &mut world).and_then(|copies| Ok([copies, merges::run(plan, &mut world)?].concat()));
+    let done = copies::run(plan, &mut world)
+        .and_then(|copies| Ok([copies, merges::run(plan, &mut world)?, live::run(plan, &mut world)?].concat()));
     world.server = None;
     let results = done?;
     if results.is_empty() {
@@ -156,26 +158,27 @@ fn measure(plan: &Plan, world: &World, task: &Task) -> Result<Option<Value>> {
                 .push(time_s.map_err(|problem| format!("{} by {}: {problem}", task.name, sides[number].name))?);
         }
     }
-    Ok(Some(show(task, &sides, &times_s)))
+    let names: Vec<_> = sides.iter().map(|side| (side.name, side.is_bound)).collect();
+    Ok(Some(show(&task.name, task.aim, &names, &times_s)))
 }
 
-/// Prints the line of a task and returns its figures.
-fn show(task: &Task, sides: &[&Side], times_s: &[Vec<f64>]) -> Value {
+/// Prints the line of a task and returns its figures. Each side has its name, and true when it is only shown.
+fn show(task: &str, aim: f64, sides: &[(&str, bool)], times_s: &[Vec<f64>]) -> Value {
     let medians: Vec<f64> = times_s.iter().map(|times| median(times.clone())).collect();
-    let others = sides.iter().zip(&medians).skip(1).filter(|(side, _)| !side.is_bound);
+    let others = sides.iter().zip(&medians).skip(1).filter(|((_, is_bound), _)| !is_bound);
     let best_other = others.map(|(_, median_s)| *median_s).fold(f64::NAN, f64::min);
     let ratio = best_other / medians[0];
-    print!("{:<28}", task.name);
-    for (side, median_s) in sides.iter().zip(&medians) {
-        print!("{:>24}", format!("{} {median_s:.3} s", side.name));
+    print!("{task:<28}");
+    for ((name, _), median_s) in sides.iter().zip(&medians) {
+        print!("{:>24}", format!("{name} {median_s:.3} s"));
     }
-    let word = if ratio >= task.aim { "hit" } else { "missed" };
-    println!("{ratio:>7.2}×  aim {}: {word}", task.aim);
+    let word = if ratio >= aim { "hit" } else { "missed" };
+    println!("{ratio:>7.2}×  aim {aim}: {word}");
     let sides: Vec<Value> = sides
         .iter()
         .zip(times_s)
         .zip(&medians)
-        .map(|((side, times), median_s)| json!({ "side": side.name, "median_s": median_s, "rounds_s": times }))
+        .map(|(((name, _), times), median_s)| json!({ "side": name, "median_s": median_s, "rounds_s": times }))
         .collect();
-    json!({ "task": task.name, "ratio": ratio, "aim": task.aim, "sides": sides })
+    json!({ "task": task, "ratio": ratio, "aim": aim, "sides": sides })
 }

@@ -10,9 +10,9 @@ use serde_json::Value;
 use std::process::Command;
 
 /// The images as they are before each command, and as the commands find them. A child names its parent by its name alone.
-const MASTERS: &str = "masters";
-const SPILE: [&str; 2] = ["parent.vhd", "child.vhd"];
-const QEMU: [&str; 2] = ["parent.qcow2", "child.qcow2"];
+pub const MASTERS: &str = "masters";
+pub const SPILE: [&str; 2] = ["parent.vhd", "child.vhd"];
+pub const QEMU: [&str; 2] = ["parent.qcow2", "child.qcow2"];
 
 /// Measures merges and flattening.
 pub fn run(plan: &Plan, world: &mut World) -> Result<Vec<Value>> {
@@ -78,7 +78,7 @@ fn qemu_img(words: &[&str]) -> Command {
 }
 
 /// Makes the images: a full parent, a child with scattered writes of 64 KiB, a fourth of the disk.
-fn make(world: &mut World) -> Result<()> {
+pub fn make(world: &mut World) -> Result<()> {
     let masters = world.path(MASTERS);
     std::fs::create_dir_all(&masters).map_err(|error| format!("{}: {error}", masters.display()))?;
     let at = |name: &str| masters.join(name);
@@ -114,7 +114,7 @@ fn write(world: &World) -> Result<()> {
 }
 
 /// Puts these images where the command finds them, and removes what commands before have left.
-fn put(world: &World, names: &[&str]) -> Result<()> {
+pub fn put(world: &World, names: &[&str]) -> Result<()> {
     for name in [SPILE[0], SPILE[1], QEMU[0], QEMU[1], "copy"] {
         let _ = std::fs::remove_file(world.path(name));
     }

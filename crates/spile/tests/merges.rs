@@ -1,4 +1,4 @@
-//! A clone that is made while a merge begins is not changed by it: the merge is refused.
+//! Merges as they are done: a clone that is made while one begins is not changed by it, and how a layer gives its space back.
 
 mod common;
 
@@ -10,11 +10,14 @@ use std::sync::Arc;
 
 use common::nbd::Client;
 use common::{Served, json, ok};
+use spile_core::metrics::Op;
 use spile_core::{Disk as _, Env, Error, ErrorKind, Result};
 use spile_engine::{Config, Engine, OsEnv};
+use spile_image::layer::Layer as _;
 use spile_image::{Broken, OpenOptions};
 use spile_life::jobs::{Job, Plan, Wishes};
-use spile_life::{Neighbours, Sizes, Work, merge};
+use spile_life::merge::plan;
+use spile_life::{Neighbours, Sizes, Work};
 use spile_node::Node;
 use spile_server::disks;
 use spile_store::{CacheMode, HostFiles, OsFiles};
@@ -49,7 +52,8 @@ fn make(dir: &Path) {
         };
         let served = Served::try_start(dir, &[&image, "--control", "none"]).unwrap();
         let client = Client::connect(&served.uri()).unwrap();
-        for at in [0, 4 * number * MIB] {
+        // The leaf has some blocks that its parent lacks.
+        for at in [0, 4 * number, 10, 12, 14].into_iter().take(if number == 2 { 5 } else { 2 }).map(|mib| mib * MIB) {
             client.write(at as u64, &vec![byte; MIB], true).unwrap();
         }
         drop(client);
@@ -67,12 +71,23 @@ fn content(dir: &Path, disk: &str) -> Vec<u8> {
 /// Merges a layer of leaf.vhd, while `parent` is cloned.
 fn merge_beside(dir: &Path, layer: Option<&'static str>, parent: &'static str) -> Result<()> {
     let neighbours = CloneBehind { folder: dir.to_owned(), parent, is_made: Cell::new(false) };
+    merge(dir, layer, neighbours, Sizes::default()).map(drop)
+}
+
+/// Merges a layer of leaf.vhd. Returns how many holes were punched into the leaf's file.
+fn merge(
+    dir: &Path,
+    layer: Option<&'static str>,
+    neighbours: impl Neighbours + Send + 'static,
+    sizes: Sizes,
+) -> Result<u64> {
     let disk = dir.join("leaf.vhd");
     let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
     let merged = engine.run_on(0, move || {
         Box::pin(async move {
             let graph = disks::open(CacheMode::Page, &disk.into(), &OpenOptions::default()).await?;
-            let plan = Plan::Coalesce(merge::plan(&graph, layer)?);
+            let plan = Plan::Coalesce(plan(&graph, layer)?);
+            let meter = graph.handles()[0].image().store().meter().clone();
             let (node, job) = (Node::new(graph), Job::new(Wishes::default()));
             let (files, asking) = (OsFiles::new(CacheMode::Page), OsFiles::new(CacheMode::Page).without_locks(true));
             let (files, asking) = (HostFiles::new(files), HostFiles::new(asking));
@@ -85,11 +100,12 @@ fn merge_beside(dir: &Path, layer: Option<&'static str>, parent: &'static str) -
                 node: &node,
                 job: &job,
                 neighbours: &neighbours,
-                sizes: Sizes::default(),
+                sizes,
                 broken: Broken::Nothing,
             };
             let merged = spile_life::run(&work, &plan).await;
-            node.close().await.and(merged)
+            node.close().await.and(merged)?;
+            Ok(meter.read().op(Op::Discard).ended)
         })
     });
     engine.shutdown();
@@ -130,4 +146,23 @@ fn a_clone_of_a_layers_parent() {
 #[test]
 fn a_clone_of_the_layer_itself() {
     refused(Some("middle"), "middle.vhd", "new.vhd has just become a child of this image");
+}
+
+/// How many holes a merge of the leaf punches into its file, in batches of 1 MiB, while the files may take so much more than before.
+fn punches(held_bytes: u64) -> u64 {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir);
+    let before = content(dir, "leaf.vhd");
+    let neighbours: Vec<PathBuf> = fs::read_dir(dir).unwrap().map(|name| name.unwrap().path()).collect();
+    let sizes = Sizes { batch_bytes: MIB as u64, held_bytes, ..Sizes::default() };
+    let punches = merge(dir, None, neighbours, sizes).unwrap();
+    assert!(content(dir, "leaf.vhd") == before, "the disk has changed");
+    punches
+}
+
+#[test]
+fn a_layers_space_is_given_back_before_its_end_only_where_it_is_needed() {
+    assert_eq!(punches(Sizes::default().held_bytes), 0);
+    assert_ne!(punches(0), 0);
 }
