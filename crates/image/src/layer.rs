@@ -274,6 +274,15 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         async { Err(self.unsupported("this format cannot change an image's parent")) }
     }
 
+    /// Whether [`Layer::set_parent`] can write down what `parent` is called.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that the format cannot express.
+    fn check_name(&self, parent: &NewParent) -> Result<()> {
+        let _ = parent;
+        Ok(())
+    }
+
     /// Begins what the first writes would wait for, beside them ([`Env::spawn`](spile_core::Env::spawn)). Called when the layer
     /// is put to use as a leaf that takes writes.
     fn begin(&self) {}

@@ -111,6 +111,21 @@ pub async fn reopen_layer<F: Files>(
     Ok(GraphLayer::new(image, read_only))
 }
 
+/// Makes durable what `layers` hold, which are open for reading only and are to be the parents of an image that is not open over them. One whose last
+/// writer was killed is closed as that writer would have done it: nobody else may have it open then, and it is not read by its layer afterwards, as its
+/// file may be shorter.
+///
+/// # Errors
+/// `Busy` when somebody else has such a layer open; the stores'.
+pub async fn make_durable<F: Files>(files: &F, env: &Arc<dyn Env>, layers: &[Arc<GraphLayer<F::Store>>]) -> Result<()> {
+    let (unflushed, others): (Vec<_>, Vec<_>) = layers.iter().partition(|layer| layer.image().is_unflushed());
+    for layer in unflushed {
+        let sealed = async { reopen_layer(files, env, layer, OpenMode::ReadWrite).await?.seal().await };
+        sealed.await.map_err(|error| left_unflushed(error).at_path(layer.path()))?;
+    }
+    sync_all(others.into_iter().map(|layer| layer.image())).await
+}
+
 /// Describes the image at `at`. Neither parents nor a data file are opened, and the names that the image has for them are
 /// not looked up.
 ///
@@ -150,7 +165,7 @@ pub(crate) async fn open_layers<F: Files>(
         check_length(images.len(), &search.visited[0])?;
     }
     if !options.read_only {
-        sync_all(&images[1..]).await?;
+        sync_all(images[1..].iter()).await?;
     }
     let is_sealed = |number| number > 0 || options.read_only;
     Ok(images.into_iter().enumerate().map(|(number, image)| GraphLayer::new(image, is_sealed(number))).collect())
@@ -159,8 +174,8 @@ pub(crate) async fn open_layers<F: Files>(
 /// Syncs the stores of the parents. A process that was killed may have written to a parent while it was still the
 /// leaf, and those bytes may be in the page cache only. A flush of the chain promises them, too, but syncs the leaf
 /// only.
-async fn sync_all<S: Store>(parents: &[AnyLayer<S>]) -> Result<()> {
-    let syncs = parents.iter().flat_map(|layer| {
+async fn sync_all<'a, S: Store>(parents: impl Iterator<Item = &'a AnyLayer<S>>) -> Result<()> {
+    let syncs = parents.flat_map(|layer| {
         let (image, data) = (layer.store(), layer.data_store());
         std::iter::once(image).chain((!std::ptr::eq(image, data)).then_some(data))
     });
@@ -277,12 +292,7 @@ impl<'a, F: Files> Search<'a, F> {
             let store = self.files.open(&path.into(), OpenMode::ReadWrite).await?;
             format.open(store, self.env, OpenLayer { read_only: false, ..PARENT }).await?.seal().await
         };
-        done.await.map_err(|error| {
-            error.hint(
-                "this parent's last writer was killed; what it wrote must be made durable before a child takes \
-                 writes: end other processes that have it open",
-            )
-        })
+        done.await.map_err(left_unflushed)
     }
 }
 
@@ -301,6 +311,14 @@ pub(crate) async fn check_parent<S: Store>(child: &AnyLayer<S>, parent: &AnyLaye
         }
         _ => Ok(()),
     }
+}
+
+/// The error of a parent that cannot be made durable.
+fn left_unflushed(error: Error) -> Error {
+    error.hint(
+        "this parent's last writer was killed; what it wrote must be made durable before a child takes writes: end \
+         other processes that have it open",
+    )
 }
 
 fn unnamed_format(child: &Path) -> Error {

@@ -2,14 +2,15 @@
 //!
 //! The disk must read the same afterwards. So its content is compared over the old parent and over the new one, wherever its leaf has nothing of its
 //! own. What differs can be copied into the leaf first. Each copy leaves the content as it was, and the leaf names the new parent only when
-//! all copies are durable: a process or host that ends meanwhile leaves the disk with the same content over one parent or the other.
+//! all copies and the new parent are durable: a process or host that ends meanwhile leaves the disk with the same content over one parent or the
+//! other.
 
 use std::sync::Arc;
 
-use spile_core::{Disk as _, Error, ErrorKind, Extent, Files, Result, Segments, Store};
+use spile_core::{Disk as _, Env, Error, ErrorKind, Extent, Files, Result, Segments, Store};
 use spile_image::create::NewParent;
 use spile_image::layer::Layer as _;
-use spile_image::{Graph, GraphLayer};
+use spile_image::{Graph, GraphLayer, make_durable};
 
 use crate::snapshot::refuse_job;
 
@@ -27,19 +28,59 @@ pub struct Difference {
     pub bytes: u64,
 }
 
-/// The disk `graph` with the layers of `parent` in the place of its own parents.
+/// Refuses a disk that cannot get `parent` as its parent, whatever the two hold: `leaf` is the disk's own image, which is to write `named` down.
+/// It is asked before anything is compared, copied or removed.
 ///
 /// # Errors
-/// `InvalidInput` when the parent is the disk itself, or a child of it; `Unsupported` when the chain would be too long.
-pub async fn over<F: Files>(files: &F, graph: &Graph<F::Store>, parent: &Graph<F::Store>) -> Result<Graph<F::Store>> {
-    let leaf = &graph.handles()[0];
+/// `Busy` while a job on the disk is not finished; `Unsupported` for a disk without a parent; `InvalidInput` when the parent is the disk itself, or a
+/// child of it, and for a name that the disk's format cannot express.
+pub async fn check<F: Files>(
+    files: &F,
+    leaf: &GraphLayer<F::Store>,
+    parent: &Graph<F::Store>,
+    named: &NewParent,
+) -> Result<()> {
+    refuse_job(files, leaf.path()).await?;
     for layer in parent.handles() {
         if files.is_at(leaf.image().store(), layer.path()).await? {
             let what = format!("the new parent is {} itself, or a child of it", leaf.path().display());
             return Err(Error::new(ErrorKind::InvalidInput, what).at_path(parent.handles()[0].path()));
         }
     }
-    graph.with_layers([leaf].into_iter().chain(parent.handles()).cloned().collect())
+    // A name that makes no sense is no reason: it is to be replaced.
+    if matches!(leaf.image().parent().await, Ok(None)) {
+        let error =
+            Error::new(ErrorKind::Unsupported, "the disk has no parent, and a disk without one does not get one");
+        return Err(error.at_path(leaf.path()).hint("a new child of that parent: spile create --parent"));
+    }
+    leaf.image().check_name(named)
+}
+
+/// Refuses `parent` when it says itself that it is another image than the one that `leaf` names.
+///
+/// # Errors
+/// `Denied`.
+pub async fn refuse_other<S: Store>(leaf: &GraphLayer<S>, parent: &Graph<S>) -> Result<()> {
+    let named = leaf.image().parent().await.ok().flatten().and_then(|named| named.identity);
+    let new = &parent.handles()[0];
+    match (named, new.image().identity()) {
+        (Some(named), Some(found)) if named != found => {
+            let what = format!(
+                "{} is not the image that the disk names as its parent: its UUID is another",
+                new.path().display()
+            );
+            Err(Error::new(ErrorKind::Denied, what).at_path(leaf.path()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The disk `graph` with the layers of `parent` in the place of its own parents.
+///
+/// # Errors
+/// `Unsupported` when the chain would be too long.
+pub fn over<S: Store>(graph: &Graph<S>, parent: &Graph<S>) -> Result<Graph<S>> {
+    graph.with_layers(graph.handles()[..1].iter().chain(parent.handles()).cloned().collect())
 }
 
 /// Compares what the disk reads over its own parents (`before`) with what it reads over other ones (`after`), where its leaf has nothing.
@@ -60,13 +101,20 @@ pub async fn copy_differing<S: Store>(before: &Graph<S>, after: &Graph<S>) -> Re
     Ok(copied)
 }
 
-/// Has `leaf`, which is open for writing and whose disk reads the same with it, name `parent` as its parent.
+/// Has `leaf`, which is open for writing and has passed [`check`], name `parent` as its parent, by the name `named`. The disk reads the same with
+/// it. The parent is open for reading, and durable before it is named: so far no flush of the disk had to care for it.
 ///
 /// # Errors
-/// `Busy` while a job on the disk is not finished; as `Layer::set_parent`. The leaf names one of the two parents.
-pub async fn name_parent<F: Files>(files: &F, leaf: &Arc<GraphLayer<F::Store>>, parent: &NewParent) -> Result<()> {
-    refuse_job(files, leaf.path()).await?;
-    leaf.image().set_parent(Some(parent)).await
+/// As [`make_durable`] and `Layer::set_parent`. The leaf names one of the two parents.
+pub async fn name_parent<F: Files>(
+    files: &F,
+    env: &Arc<dyn Env>,
+    leaf: &GraphLayer<F::Store>,
+    parent: &Graph<F::Store>,
+    named: &NewParent,
+) -> Result<()> {
+    make_durable(files, env, parent.handles()).await?;
+    leaf.image().set_parent(Some(named)).await
 }
 
 /// Calls `differing` with each run that differs, and with its bytes over the old parents.

@@ -145,6 +145,7 @@ macro_rules! formats {
                 fn next_held(&self, extent: Extent) -> Option<Extent>;
                 fn identity(&self) -> Option<Identity>;
                 fn is_unflushed(&self) -> bool;
+                fn check_name(&self, parent: &NewParent) -> Result<()>;
                 fn begin(&self) -> ();
                 fn hold_space(&self, holds: bool) -> ();
                 fn allocations(&self) -> u64;

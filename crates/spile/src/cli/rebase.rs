@@ -1,16 +1,19 @@
 //! `spile rebase`: a disk that nobody uses gets another parent.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Disk as _, Error, ErrorKind, Files as _, Locator, Result};
+use spile_core::{Disk as _, Env, Error, ErrorKind, Files as _, Locator, Result};
 use spile_engine::OsEnv;
+use spile_image::create::NewParent;
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, OpenOptions, open_layer};
-use spile_life::rebase::{Difference, compare, copy_differing, name_parent, over};
-use spile_server::{checkpoints, family};
+use spile_life::rebase::{Difference, check, compare, copy_differing, name_parent, over, refuse_other};
+use spile_server::checkpoints::{self, Checkpoints};
+use spile_server::family;
+use spile_server::jobs::Access;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
@@ -42,6 +45,9 @@ pub struct RebaseArgs {
     /// changes
     #[arg(long, conflicts_with_all = ["check", "copy"])]
     trust: bool,
+    /// With --trust: the parent may have another UUID than the old one, as when it was restored from a backup
+    #[arg(long, requires = "trust")]
+    other_uuid: bool,
     /// The disk's format, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
@@ -81,6 +87,7 @@ struct Order {
     read: OpenOptions,
     write: OpenOptions,
     way: Way,
+    other_uuid: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,7 +102,7 @@ enum Way {
 ///
 /// # Errors
 /// `Denied` when the disk would not read the same; `Busy` for a disk that is in use, or has a job that is not finished; what the format cannot
-/// do; the storage's. The disk reads as before then.
+/// do; the storage's. The disk reads as before then, and has its checkpoints.
 pub fn run(args: &RebaseArgs) -> Result<Exit> {
     refuse_served(&args.disk)?;
     let way = match (args.check, args.copy, args.trust) {
@@ -106,7 +113,8 @@ pub fn run(args: &RebaseArgs) -> Result<Exit> {
     };
     let read = args.parents.read_only(args.parent_format);
     let write = OpenOptions { read_only: way == Way::Check, ..args.parents.read_only(args.format) };
-    let order = Order { disk: file_at(&args.disk)?, parent: file_at(&args.parent)?, read, write, way };
+    let (disk, parent, other_uuid) = (file_at(&args.disk)?, file_at(&args.parent)?, args.other_uuid);
+    let order = Order { disk, parent, read, write, way, other_uuid };
     let (difference, paths) = on_engine(move || async move { order.carry_out().await })?;
     let [path, parent_path] = paths.map(|path| path.display().to_string());
     let (first, bytes) = difference.map_or((None, 0), |found| (found.first_at, found.bytes));
@@ -150,31 +158,81 @@ impl Order {
         // Open until the disk names it: nobody can delete it or write to it before.
         let parent = disks::open(CacheMode::Page, &self.parent, &self.read).await?;
         let above = parent.handles()[0].path().to_owned();
-        let Locator::Path(disk) = &self.disk else { return Err(no_file(&above)) };
+        let named = self.name(&files, &parent).await?;
+        let (found, disk) = match self.way {
+            Way::Trust => (None, self.trust(&files, &parent, &named).await?),
+            _ => {
+                let (found, disk) = self.exchange(&files, &parent, &named).await?;
+                (Some(found), disk)
+            }
+        };
+        Ok((found, [disk, above]))
+    }
+
+    /// How the disk names the new parent. A disk that cannot have it is refused here, before it is open for writing.
+    async fn name(&self, files: &HostFiles, parent: &Graph<HostStore>) -> Result<NewParent> {
+        let look = OpenOptions { read_only: true, ..self.write.clone() };
+        let leaf = open_layer(files, Arc::new(OsEnv), self.disk.clone(), &look).await?;
         let layers = parent.layers();
         let paths: Vec<_> = layers.iter().map(|layer| layer.path.as_path()).collect();
-        check_place(disk, &paths, &self.write.allow_parents)?;
-        let named = new_parent(disk, &layers[0])?;
+        // A layer's path is that of the file, and not of a link to it: from its folder the parent will be looked for.
+        check_place(leaf.path(), &paths, &self.write.allow_parents)?;
+        let named = new_parent(leaf.path(), &layers[0])?;
+        check(files, &leaf, parent, &named).await?;
         if self.way == Way::Trust {
-            let leaf = open_layer(&files, Arc::new(OsEnv), self.disk.clone(), &self.write).await?;
             family::refuse_parent(&[leaf.info()]).await?;
-            // Nobody looks what differs.
-            if let Some(side) = checkpoints::file_of(leaf.path()) {
-                files.remove(&side).await?;
-            }
-            name_parent(&files, &leaf, &named).await?;
-            leaf.image().seal().await?;
-            return Ok((None, [leaf.path().to_owned(), above]));
         }
-        let graph = disks::open(CacheMode::Page, &self.disk, &self.write).await?;
-        let path = graph.handles()[0].path().to_owned();
-        let after = over(&files, &graph, &parent).await?;
-        let found = self.meet(&graph, &after).await?;
-        if self.way != Way::Check {
-            name_parent(&files, &graph.handles()[0], &named).await?;
-            graph.close().await?;
+        if self.way == Way::Trust && !self.other_uuid {
+            let hint = "leave --trust out, and they are compared; --other-uuid if you know that it holds the same";
+            refuse_other(&leaf, parent).await.map_err(|error| error.hint(hint))?;
         }
-        Ok((Some(found), [path, above]))
+        Ok(named)
+    }
+
+    /// Has the disk name the new parent, without a look at the old one. Returns the disk's path.
+    async fn trust(&self, files: &HostFiles, parent: &Graph<HostStore>, named: &NewParent) -> Result<PathBuf> {
+        let env: Arc<dyn Env> = Arc::new(OsEnv);
+        let leaf = open_layer(files, env.clone(), self.disk.clone(), &self.write).await?;
+        // Somebody may have had it open since it was looked at.
+        check(files, &leaf, parent, named).await?;
+        // Nobody looks what differs.
+        if let Some(side) = checkpoints::file_of(leaf.path()) {
+            files.remove(&side).await?;
+        }
+        name_parent(files, &env, &leaf, parent, named).await?;
+        leaf.image().seal().await?;
+        Ok(leaf.path().to_owned())
+    }
+
+    /// Compares, and has the disk name the new parent unless that was not asked for. Returns the disk's path, too.
+    async fn exchange(
+        &self,
+        files: &HostFiles,
+        parent: &Graph<HostStore>,
+        named: &NewParent,
+    ) -> Result<(Difference, PathBuf)> {
+        let graph = disks::open_keeping(CacheMode::Page, &self.disk, &self.write).await?;
+        let (leaf, disk) = (&graph.handles()[0], graph.handles()[0].path().to_owned());
+        check(files, leaf, parent, named).await?;
+        let after = over(&graph, parent)?;
+        if self.way == Way::Check {
+            return Ok((compare(&graph, &after).await?, disk));
+        }
+        // The disk reads as before, whatever comes: nothing of it has changed since its checkpoints.
+        let checkpoints = Checkpoints::none(Access { no_lock: self.write.no_lock, ..Access::default() });
+        checkpoints.open(&graph).await?;
+        let met = async {
+            let found = self.meet(&graph, &after).await?;
+            name_parent(files, &(Arc::new(OsEnv) as _), leaf, parent, named).await?;
+            Ok((found, disk))
+        };
+        let met = met.await;
+        match graph.close().await {
+            // The disk's images are those that it names now.
+            Ok(()) => checkpoints.close(if met.is_ok() { &after } else { &graph }).await,
+            Err(error) => return met.and(Err(error)),
+        }
+        met
     }
 
     /// Makes sure that the disk reads the same over both, unless that is only to be told.
@@ -194,8 +252,4 @@ impl Order {
             _ => Ok(found),
         }
     }
-}
-
-fn no_file(path: &Path) -> Error {
-    Error::new(ErrorKind::Unsupported, "this is done to files only").at_path(path)
 }

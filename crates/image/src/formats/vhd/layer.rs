@@ -5,6 +5,7 @@ use std::sync::Arc;
 use spile_core::{Extent, Result, Store, StoreOffset, Via};
 
 use super::codec::footer::Footer;
+use super::create::VhdParent;
 use super::grow::grow_fixed_in_use;
 use super::lazy::PAGE_PIECE;
 use super::resize::{grow_fixed, resized};
@@ -220,6 +221,10 @@ impl<S: Store> Layer<S> for Vhd<S> {
             Self::Sparse(sparse) if size_bytes < sparse.size_bytes() => sparse.shrink(size_bytes).await,
             Self::Sparse(sparse) => sparse.grow(size_bytes).await,
         }
+    }
+
+    fn check_name(&self, parent: &NewParent) -> Result<()> {
+        VhdParent::from_new(parent).check()
     }
 
     async fn parent(&self) -> Result<Option<ParentRef>> {
