@@ -85,6 +85,46 @@ class Backups(PeerTest):
         left = [path.name for path in disk.parent.iterdir() if path.name.startswith(".")]
         self.assertEqual(left, [])
 
+    def test_a_chain_of_increments_holds_its_moments(self):
+        """A full backup and two increments under load, as children and in place; the last ones are the disk, as qemu-img reads it."""
+        need("qemu-img", "qemu-utils")
+        disk = self.path("disk.vhd")
+        spile("create", disk, "--size", str(SIZE_BYTES))
+        server = self.serve(disk)
+        writer, end = self.writing(server, bytes(SIZE_BYTES))
+        chain, raw, moments = [], self.path("inplace.raw"), []
+        for number in range(3):
+            self.wait_for_writes(writer, 20)
+            child, since = self.path(f"chain{number}.vhd"), []
+            if chain:
+                since = ["--since", f"c{number - 1}", "--parent", chain[-1]]
+            least = writer.writes
+            spile("backup", disk, child, "--checkpoint", f"c{number}", "--wait", *since)
+            moments.append((child, least, len(writer.issued)))
+            chain.append(child)
+            since = ["--since", f"r{number - 1}"] if number else []
+            least = writer.writes
+            spile("backup", disk, raw, "--checkpoint", f"r{number}", "--wait", *since)
+            content = self.read(raw, "raw")
+            self.assertTrue(writer.find(content, least, len(writer.issued)), f"{number}: in place it is no moment")
+        end()
+        # The older ones stay what they were.
+        for child, least, most in moments:
+            spile("verify", child)
+            out = self.path("restored.raw")
+            out.unlink(missing_ok=True)
+            spile("restore", child, out)
+            self.assertTrue(writer.find(out.read_bytes(), least, most), f"{child.name} holds no moment of its making")
+        last = self.path("last.vhd")
+        spile("backup", disk, last, "--since", "c2", "--parent", chain[-1], "--wait")
+        spile("backup", disk, raw, "--since", "r2", "--wait")
+        out = self.path("last.raw")
+        spile("restore", last, out)
+        for image in [out, raw]:
+            run("qemu-img", "compare", "-f", "raw", "-F", "raw", image, server.uri())
+        self.assertEqual(server.stop(), 0)
+        self.assertEqual(out.read_bytes(), bytes(writer.content))
+
     def test_a_backup_that_was_damaged_is_found_and_not_restored(self):
         disk, target = self.raw(size_bytes=SIZE_BYTES), self.path("backup.raw")
         spile("backup", disk, target)

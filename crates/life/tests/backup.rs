@@ -8,11 +8,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use spile_core::{
-    Disk, DiskInfo, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, OpenMode, Result, Segments, Timer,
+    Disk, DiskInfo, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, OpenMode, Result, Segments, Store as _, Timer,
     WriteZeroes, yield_now,
 };
 use spile_engine::{Config, Engine, OsEnv, spawn};
-use spile_life::backup::{Around, Beneath, Broken, Copy, Digests, PointInTime, Subject, UNIT_BYTES, begin, fleece};
+use spile_life::backup::{
+    Around, Beneath, Broken, Copy, Digests, PointInTime, Room, Subject, UNIT_BYTES, any_room, begin, fleece,
+};
 use spile_life::jobs::{Job, Wishes};
 use spile_node::Node;
 use spile_store::{AnyStore, CacheMode, OsFiles};
@@ -92,7 +94,7 @@ async fn fleece_of(disk: &Path) -> AnyStore {
 }
 
 async fn begin_one(node: &Arc<Node<Memory>>, fleece: AnyStore, limit_bytes: u64) -> Point {
-    let subject = Subject { node, fleece, limit_bytes };
+    let subject = Subject { node, fleece, limit_bytes, room: any_room() };
     let (point, before) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
     before.ended().await;
     point
@@ -183,6 +185,50 @@ fn a_fleece_that_is_full_fails_the_backup_and_no_request() {
     });
 }
 
+/// The room of a file system that has only so much left.
+fn room(left: Arc<AtomicU64>) -> Room {
+    Box::new(move || Box::pin(std::future::ready(Some(left.load(SeqCst)))))
+}
+
+#[test]
+fn a_fleece_takes_no_space_that_guests_may_need() {
+    on_host(|disk| async move {
+        let (node, left) = (Arc::new(Node::new(Memory::filled(1))), Arc::new(AtomicU64::new(3 * UNIT_BYTES)));
+        let fleece = fleece_of(&disk).await;
+        let subject = Subject { node: &node, fleece, limit_bytes: u64::MAX, room: room(left.clone()) };
+        let (point, _) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
+        // It looks again when it has used up what there was.
+        write(&node, 0, 3 * UNIT_BYTES, 2).await;
+        left.store(UNIT_BYTES, SeqCst);
+        write(&node, 3 * UNIT_BYTES, 512, 2).await;
+        point.check().unwrap();
+        left.store(UNIT_BYTES - 1, SeqCst);
+        write(&node, 8 * UNIT_BYTES, 512, 2).await;
+        let error = point.check().unwrap_err();
+        assert!(error.kind() == ErrorKind::NoSpace && error.to_string().contains("left to guests"), "{error}");
+        write(&node, 0, SIZE, 3).await;
+        point.end().await;
+    });
+}
+
+#[test]
+fn the_space_of_a_fleece_is_free_once_the_backup_has_ended() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let fleece = fleece_of(&disk).await;
+        let kept = fleece.clone();
+        let subject = Subject { node: &node, fleece, limit_bytes: u64::MAX, room: any_room() };
+        let (point, _) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
+        write(&node, 0, SIZE, 2).await;
+        assert_eq!(kept.len_bytes(), SIZE);
+        // A copy whose target hangs has the point in time for as long as it likes.
+        point.end().await;
+        while kept.len_bytes() > 0 {
+            yield_now().await;
+        }
+    });
+}
+
 #[test]
 fn a_fleece_that_cannot_be_written_fails_the_backup_and_no_request() {
     on_host(|disk| async move {
@@ -211,7 +257,7 @@ impl Timer for Impatient {
 fn a_save_that_takes_too_long_fails_the_backup_and_no_request() {
     on_host(|disk| async move {
         let node = Arc::new(Node::new(Memory::filled(1)));
-        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX, room: any_room() };
         let (point, _) = begin(vec![subject], &around(Impatient)).await.unwrap().pop().unwrap();
         write(&node, 0, 512, 2).await;
         assert_eq!(point.check().unwrap_err().kind(), ErrorKind::TimedOut);
@@ -234,7 +280,7 @@ impl Timer for Counted {
 fn each_save_of_a_large_request_has_its_own_time() {
     on_host(|disk| async move {
         let (node, timer) = (Arc::new(Node::new(Memory::filled(1))), Counted::default());
-        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX, room: any_room() };
         let (point, _) = begin(vec![subject], &around(timer.clone())).await.unwrap().pop().unwrap();
         write(&node, 0, SIZE, 2).await;
         let saves = node.graph().await.reads.load(SeqCst);
@@ -248,12 +294,12 @@ fn there_is_one_backup_of_a_disk_at_a_time_and_a_closed_disk_has_none() {
     on_host(|disk| async move {
         let node = Arc::new(Node::new(Memory::filled(1)));
         let point = begin_one(&node, fleece_of(&disk).await, u64::MAX).await;
-        let second = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        let second = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX, room: any_room() };
         assert_eq!(begin(vec![second], &around(OsEnv)).await.err().unwrap().kind(), ErrorKind::Busy);
         write(&node, 0, 512, 2).await;
         node.close().await.unwrap();
         assert_eq!(copy(&point, &Memory::filled(0)).await.unwrap_err().kind(), ErrorKind::Shutdown);
-        let third = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        let third = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX, room: any_room() };
         assert_eq!(begin(vec![third], &around(OsEnv)).await.err().unwrap().kind(), ErrorKind::Shutdown);
         point.end().await;
     });
@@ -290,7 +336,7 @@ fn a_write_of_before_is_waited_for_by_the_backup_alone() {
         while graph.holds_writes.load(SeqCst) && node.meter().read().in_flight() == 0 {
             yield_now().await;
         }
-        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX };
+        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX, room: any_room() };
         let (point, before) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
         assert!(!before.has_ended() && !done.load(SeqCst));
         graph.holds_writes.store(false, SeqCst);

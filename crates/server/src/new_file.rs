@@ -35,9 +35,7 @@ impl HalfMade {
     }
 
     fn begin_with_name(folder: &Path) -> Result<Self> {
-        let since_1970 = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        let now_ns = since_1970.map_or(0, |time| time.as_nanos());
-        let path = folder.join(format!(".spile-{}-{now_ns:x}.part", std::process::id()));
+        let path = temporary_name(folder);
         let file = File::options().read(true).write(true).create_new(true).open(&path);
         let file = file.map_err(|e| Error::io("cannot make a file here", e))?;
         Ok(Self { file, temporary: Some(path) })
@@ -83,6 +81,24 @@ impl HalfMade {
         OsFiles::default().sync_name(dst)
     }
 
+    /// As [`HalfMade::publish`], in the place of the file that has that name.
+    ///
+    /// # Errors
+    /// The system's. The other file has its name then.
+    pub fn replace(mut self, dst: &Path) -> Result<()> {
+        let failed = |e: std::io::Error| Error::io("cannot give the disk its name", e).at_path(dst);
+        if self.temporary.is_none() {
+            let temporary = temporary_name(folder_of(dst));
+            linkat(CWD, self.path(), CWD, &temporary, AtFlags::SYMLINK_FOLLOW).map_err(|e| failed(e.into()))?;
+            self.temporary = Some(temporary);
+        }
+        if let Some(temporary) = &self.temporary {
+            std::fs::rename(temporary, dst).map_err(failed)?;
+        }
+        self.temporary = None;
+        OsFiles::default().sync_name(dst)
+    }
+
     /// An error about the path of the half-made disk, changed to one about the name that the user knows.
     pub fn told_as(&self, dst: &Path, error: Error) -> Error {
         if error.path() != Some(&self.path()) {
@@ -107,6 +123,13 @@ impl Drop for HalfMade {
     fn drop(&mut self) {
         let _ = self.temporary.take().map(std::fs::remove_file);
     }
+}
+
+/// A name in `folder` that nothing else has.
+fn temporary_name(folder: &Path) -> PathBuf {
+    let since_1970 = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let now_ns = since_1970.map_or(0, |time| time.as_nanos());
+    folder.join(format!(".spile-{}-{now_ns:x}.part", std::process::id()))
 }
 
 /// The error for a name that is taken.

@@ -6,6 +6,10 @@
 //! - **Each page holds what it held at the point in time**: the last request that was answered before, or one that was in flight.
 //! - **It is a moment of all disks**: of each client it has all requests up to one of them, and none behind it.
 //! - **The digests are those of what was copied**, and the fleece is empty at the end.
+//!
+//! A second part makes chains of increments, with crashes: see `backup/chain.rs`.
+
+mod chain;
 
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
@@ -16,7 +20,7 @@ use std::time::Duration;
 
 use spile_core::{Disk, Extent, Segments, Timer, WriteZeroes};
 use spile_image::{Format, Graph, OpenOptions};
-use spile_life::backup::{Around, Begun, Beneath, Copy, Digests, PIECE_BYTES, Subject, begin, fleece};
+use spile_life::backup::{Around, Begun, Beneath, Copy, Digests, PIECE_BYTES, Subject, any_room, begin, fleece};
 use spile_life::jobs::{Job, Wishes};
 use spile_node::Node;
 
@@ -38,6 +42,8 @@ pub enum Broken {
     Copy(BrokenCopy),
     /// The disks get their points in time one after the other.
     OneByOne,
+    /// The checkpoint comes after the point in time.
+    CheckpointLate,
 }
 
 /// What a run that found nothing did.
@@ -49,6 +55,10 @@ pub struct BackupSummary {
     pub copied: u64,
     /// Requests that began after the point in time and before the copy's end.
     pub beside: u64,
+    /// Backups of what has changed since the one before.
+    pub increments: u64,
+    /// Crashes while a chain of backups was made.
+    pub crashes: u64,
 }
 
 impl std::ops::AddAssign for BackupSummary {
@@ -56,6 +66,8 @@ impl std::ops::AddAssign for BackupSummary {
         self.requests += other.requests;
         self.copied += other.copied;
         self.beside += other.beside;
+        self.increments += other.increments;
+        self.crashes += other.crashes;
     }
 }
 
@@ -73,6 +85,12 @@ impl Timer for Still {
 }
 
 type SimDisk = Arc<Node<Graph<SimStore>>>;
+
+async fn open_raw(world: &World, path: &Path) -> SimDisk {
+    let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
+    let graph = Graph::open(&world.files(), world.env(), path, &options).await;
+    Arc::new(Node::new(graph.unwrap_or_else(|error| panic!("the disk does not open: {error:?}"))))
+}
 
 /// Pages that one client has in a row.
 const STRIPE: u64 = 8;
@@ -114,6 +132,13 @@ fn target(disk: usize) -> PathBuf {
 /// # Errors
 /// What was found.
 pub fn run_backup(seed: u64, broken: Broken, trace: bool) -> Result<BackupSummary, Finding> {
+    let mut all = run_copies(seed, broken, trace)?;
+    all += chain::run(seed, broken, trace)?;
+    Ok(all)
+}
+
+/// Full backups of several disks at one moment.
+fn run_copies(seed: u64, broken: Broken, trace: bool) -> Result<BackupSummary, Finding> {
     let mut plan = Plan::draw(seed, 1 << 20, 64 << 10);
     plan.hardware.devices = false;
     let world = World::new(seed, plan.hardware);
@@ -147,9 +172,7 @@ pub fn run_backup(seed: u64, broken: Broken, trace: bool) -> Result<BackupSummar
 
 impl Host {
     async fn open(&self, path: &Path) -> SimDisk {
-        let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
-        let graph = Graph::open(&self.world.files(), self.world.env(), path, &options).await;
-        Arc::new(Node::new(graph.unwrap_or_else(|error| panic!("the disk does not open: {error:?}"))))
+        open_raw(&self.world, path).await
     }
 
     async fn run(self: Rc<Self>, mut rng: Rng) {
@@ -224,7 +247,7 @@ impl Host {
         for (disk, node) in nodes.iter().enumerate() {
             let fleece = fleece(&files, &image(disk), None, node.size_bytes()).await;
             let fleece = fleece.unwrap_or_else(|error| panic!("there is no fleece: {error:?}"));
-            subjects.push(Subject { node, fleece, limit_bytes: u64::MAX });
+            subjects.push(Subject { node, fleece, limit_bytes: u64::MAX, room: any_room() });
         }
         // From here on nobody knows of a request whether it is in the backup, until the gates are open again.
         self.summary.set(BackupSummary { copied: nodes.len() as u64, ..self.summary.get() });

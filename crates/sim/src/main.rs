@@ -165,6 +165,7 @@ fn run_backups(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
     let kept = backup::Broken::Copy(backup::BrokenCopy::Nothing);
     let code = each_seed(seeds, arguments, |seed| run_backup(seed, kept, arguments.trace), |one| all += one);
     println!("{} disks copied, {} requests, {} of them beside a copy", all.copied, all.requests, all.beside);
+    println!("{} increments, {} crashes", all.increments, all.crashes);
     code
 }
 

@@ -215,6 +215,7 @@ fn the_changes_since_a_checkpoint_become_a_child_or_change_the_older_backup() {
     let text = fs::read_to_string(&manifest).unwrap();
     let mut other: Value = serde_json::from_str(&text).unwrap();
     other["checkpoint_unix_s"] = 1.into();
+    other.as_object_mut().unwrap().remove("checksum");
     fs::write(&manifest, other.to_string()).unwrap();
     refused(
         &["backup", "grow", "x.vhd", "--since", "monday", "--parent", "mon.vhd"],
@@ -223,7 +224,61 @@ fn the_changes_since_a_checkpoint_become_a_child_or_change_the_older_backup() {
     assert!(!dir.join("x.vhd").exists() && !dir.join("x.vhd.spile-backup").exists());
     drop(client);
     assert!(served.terminate().success());
-    assert!(fails(dir, 1, &["backup", "grow.raw", "x.vhd", "--checkpoint", "x"]).contains("serve it"));
+    // Of a disk that no server has, too.
+    ok(dir, &["backup", "grow.raw", "x.vhd", "--checkpoint", "x"]);
+    assert!(fails(dir, 1, &["backup", "grow.raw", "y.vhd", "--checkpoint", "x"]).contains("already"));
+    let served = serve(dir, &["grow.raw"]);
+    Client::connect(&served.uri()).unwrap().write(4711 * 512, &[6; 512], true).unwrap();
+    assert!(served.terminate().success());
+    let made = json(dir, &["backup", "grow.raw", "y.vhd", "--since", "x", "--parent", "x.vhd"]);
+    assert_eq!(made["jobs"][0]["total_bytes"], MIB, "more than the piece with the block that has changed");
+    ok(dir, &["verify", "y.vhd"]);
+    assert_eq!(bytes_of(dir, "y.vhd"), fs::read(dir.join("grow.raw")).unwrap());
+    assert!(
+        fails(dir, 1, &["backup", "grow.raw", "z.vhd", "--since", "none", "--parent", "x.vhd"])
+            .contains("no checkpoint")
+    );
+}
+
+#[test]
+fn a_full_backup_takes_the_place_of_a_file_when_it_is_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "place.raw", 1);
+    let served = serve(dir, &["place.raw"]);
+    let made = ["backup", "place", "b.vhd", "--wait"];
+    ok(dir, &made);
+    let first = fs::read(dir.join("b.vhd")).unwrap();
+    let said = fails(dir, 1, &made);
+    assert!(said.contains("--overwrite"), "{said}");
+    Client::connect(&served.uri()).unwrap().write(0, &[2; MIB], true).unwrap();
+    // One that does not come to its end leaves the older one as it was.
+    let slow = ["backup", "place", "b.vhd", "--overwrite", "--rate", "1M"];
+    let id = json(dir, &slow)["jobs"][0]["id"].as_str().unwrap().to_owned();
+    eventually("it copies", || state_of(dir, &id)["done_bytes"].as_u64() > Some(0));
+    // Nobody else writes to what it is to take the place of.
+    assert!(fails(dir, 1, &["resize", "b.vhd", "17M"]).contains("in use"));
+    ok(dir, &["job", &id, "cancel"]);
+    eventually("the job is cancelled", || state_of(dir, &id)["state"] == "cancelled");
+    assert!(fs::read(dir.join("b.vhd")).unwrap() == first);
+    ok(dir, &["verify", "b.vhd"]);
+    eventually("nothing of it is left", || names(dir) == ["b.vhd", "b.vhd.spile-backup", "place.raw"]);
+    ok(dir, &["backup", "place", "b.vhd", "--overwrite", "--wait"]);
+    ok(dir, &["verify", "b.vhd"]);
+    assert_eq!(bytes_of(dir, "b.vhd"), fs::read(dir.join("place.raw")).unwrap());
+    // Neither the disk itself, nor what somebody uses, nor the parent of another image.
+    assert!(fails(dir, 1, &["backup", "place", "place.raw", "--overwrite"]).contains("in use"));
+    ok(dir, &["create", "child.vhd", "--parent", "b.vhd"]);
+    assert!(fails(dir, 1, &["backup", "place", "b.vhd", "--overwrite"]).contains("child.vhd"));
+    assert!(fails(dir, 2, &["backup", "place", "x.vhd", "--overwrite", "--since", "x"]).contains("cannot be used"));
+    assert!(served.terminate().success());
+    // A disk that no server has, and a name that is free.
+    fs::remove_file(dir.join("child.vhd")).unwrap();
+    ok(dir, &["backup", "place.raw", "b.vhd", "--overwrite"]);
+    ok(dir, &["backup", "place.raw", "c.raw", "--overwrite"]);
+    assert_eq!(bytes_of(dir, "c.raw"), fs::read(dir.join("place.raw")).unwrap());
+    assert!(fails(dir, 1, &["backup", "place.raw", "place.raw", "--overwrite"]).contains("in use"));
+    assert_eq!(names(dir), ["b.vhd", "b.vhd.spile-backup", "c.raw", "c.raw.spile-backup", "place.raw"]);
 }
 
 #[test]

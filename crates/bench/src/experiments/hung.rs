@@ -5,15 +5,21 @@
 //! other disk's requests are all in flight and none ends. The stores are an NBD export, which the worker speaks with itself,
 //! and a file of a FUSE file system (`nbdfuse`, where that is installed and may be mounted), through the page cache and
 //! around it: there calls of the system do not return.
+//!
+//! In a last case nothing of the healthy disk's own hangs: it is backed up to an NBD export that stops answering, and it is written, as a backup
+//! costs a read nothing.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use comfy_table::Cell;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, escape, typed};
+use spile_server::serving::api::types::{Job, JobList};
 use spile_server::uri::Target;
 use utoipa::ToSchema;
 
@@ -70,10 +76,12 @@ pub enum Store {
     FuseCached,
     /// A file on FUSE, with O_DIRECT.
     FuseDirect,
+    /// An NBD export that a backup of the healthy disk is written to.
+    BackupTarget,
 }
 
 impl Store {
-    const ALL: [Self; 3] = [Self::Nbd, Self::FuseCached, Self::FuseDirect];
+    const ALL: [Self; 4] = [Self::Nbd, Self::FuseCached, Self::FuseDirect, Self::BackupTarget];
 
     /// Its name in tables and figures.
     pub fn name(self) -> &'static str {
@@ -81,6 +89,7 @@ impl Store {
             Self::Nbd => "NBD export",
             Self::FuseCached => "FUSE file, page cache",
             Self::FuseDirect => "FUSE file, O_DIRECT",
+            Self::BackupTarget => "target of its backup",
         }
     }
 }
@@ -124,7 +133,9 @@ pub fn run(
         progress(store.name(), number as f64 / Store::ALL.len() as f64);
         match World::new(folder.path(), store, &healthy, parameters) {
             Ok(mut world) => rows.extend(world.rounds(parameters)?),
-            Err(error) if store != Store::Nbd => left_out.push(format!("{}: {error}", store.name())),
+            Err(error) if matches!(store, Store::FuseCached | Store::FuseDirect) => {
+                left_out.push(format!("{}: {error}", store.name()))
+            }
             Err(error) => return Err(error),
         }
     }
@@ -154,17 +165,19 @@ struct World {
     export: Tied,
     healthy: PathBuf,
     hung: PathBuf,
+    control: PathBuf,
+    store_socket: PathBuf,
 }
 
 impl World {
     fn new(folder: &Path, store: Store, healthy: &Healthy, parameters: &Parameters) -> Result<Self> {
         let named = |what: &str| folder.join(format!("{what}-{store:?}"));
         let socket = named("store");
-        let words = ["serve", "mem:64M", "--control", "none", "--nbd"].map(OsString::from);
+        let words = ["serve", "mem:256M", "--control", "none", "--nbd"].map(OsString::from);
         let mut export = Tied::start("the export", words.into_iter().chain([unix(&socket)]))?;
         export.wait_for([&socket])?;
         let mount = match store {
-            Store::Nbd => None,
+            Store::Nbd | Store::BackupTarget => None,
             Store::FuseCached | Store::FuseDirect => Some(Mount::new(named("file"), &socket)?),
         };
         let disk = match &mount {
@@ -172,18 +185,24 @@ impl World {
             Some(mount) => OsString::from(format!("{},name=hung,format=raw", mount.file.display())),
         };
         let cache = if store == Store::FuseCached { "page" } else { "direct" };
-        let (of_healthy, of_hung) = (named("healthy"), named("hung"));
-        let mut args: Vec<OsString> = vec!["serve".into(), disk];
-        args.push(disk_argument(&healthy.0, ",name=healthy,format=raw"));
-        for (socket, name) in [(&of_healthy, "healthy"), (&of_hung, "hung")] {
+        let (of_healthy, of_hung, control) = (named("healthy"), named("hung"), named("control"));
+        let mut args: Vec<OsString> = vec!["serve".into(), disk_argument(&healthy.0, ",name=healthy,format=raw")];
+        let mut sockets = vec![(&of_healthy, "healthy")];
+        if store != Store::BackupTarget {
+            args.insert(1, disk);
+            sockets.push((&of_hung, "hung"));
+        }
+        for (socket, name) in &sockets {
             args.extend(["--vhost-user".into(), OsString::from(format!("{},export={name}", socket.display()))]);
         }
         let engine = parameters.engine.as_str();
-        let rest = ["--workers", "1", "--control", "none", "--no-lock", "--cache", cache, "--engine", engine];
+        args.extend(["--control".into(), control.clone().into_os_string()]);
+        let rest = ["--workers", "1", "--no-lock", "--cache", cache, "--engine", engine];
         args.extend(rest.map(OsString::from));
         let mut server = Tied::start("the server", args)?;
-        server.wait_for([&of_healthy, &of_hung])?;
-        Ok(Self { store, _mount: mount, server, export, healthy: of_healthy, hung: of_hung })
+        server.wait_for(sockets.iter().map(|(socket, _)| socket).chain([&&control]))?;
+        let (healthy, hung) = (of_healthy, of_hung);
+        Ok(Self { store, _mount: mount, server, export, healthy, hung, control, store_socket: socket })
     }
 
     fn rounds(&mut self, parameters: &Parameters) -> Result<Vec<Row>> {
@@ -197,8 +216,8 @@ impl World {
                 rows.push(Row {
                     store: self.store,
                     depth,
-                    alone_p99_us: alone.read.latency_p99_us,
-                    beside_p99_us: beside.read.latency_p99_us,
+                    alone_p99_us: self.p99_us(&alone),
+                    beside_p99_us: self.p99_us(&beside),
                     alone_iops: alone.iops,
                     beside_iops: beside.iops,
                 });
@@ -209,18 +228,36 @@ impl World {
 }
 
 impl World {
-    /// Reads the healthy disk for some time, alone or beside a disk that hangs.
+    fn p99_us(&self, report: &load::Report) -> f64 {
+        let of = if self.store == Store::BackupTarget { &report.write } else { &report.read };
+        of.latency_p99_us
+    }
+
+    /// Uses the healthy disk for some time, alone or beside what hangs.
     fn read(&mut self, depth: u32, seconds: f64, is_beside: bool) -> Result<load::Report> {
-        let hanging = is_beside.then(|| Hanging::new(&self.hung, &mut self.export)).transpose()?;
+        let (mut writes, mut backup) = (None, None);
+        let mut read_percent = 100;
+        match self.store {
+            Store::BackupTarget => {
+                read_percent = 0;
+                if is_beside {
+                    backup = Some(HangingBackup::new(&self.control, &self.store_socket, &self.export)?);
+                }
+            }
+            _ if is_beside => writes = Some(Hanging::new(&self.hung, &mut self.export)?),
+            _ => {}
+        }
         let options = load::Options {
             depth,
+            pattern: load::Pattern { random: true, read_percent },
             runtime: Some(Duration::from_secs_f64(seconds)),
             ..load::Options::new(Target::Vhost(self.healthy.clone()))
         };
-        let report = load::measure(&options);
-        drop(hanging);
+        let report = load::measure(&options)?;
+        drop(writes);
+        backup.map_or(Ok(()), HangingBackup::end)?;
         self.server.check()?;
-        report
+        Ok(report)
     }
 }
 
@@ -248,6 +285,56 @@ impl<'a> Hanging<'a> {
 }
 
 impl Drop for Hanging<'_> {
+    fn drop(&mut self) {
+        let _ = signal(self.export, Signal::CONT);
+    }
+}
+
+/// A backup of the healthy disk whose target is stopped. When this is dropped, the target goes on.
+struct HangingBackup<'a> {
+    export: &'a Tied,
+    control: &'a Path,
+    job: String,
+}
+
+impl<'a> HangingBackup<'a> {
+    fn new(control: &'a Path, target: &Path, export: &'a Tied) -> Result<Self> {
+        let order = json!({
+            "disks": [{ "disk": "healthy", "target": format!("nbd+unix:///?socket={}", target.display()) }],
+            "fleece_limit_bytes": 2 * HEALTHY_BYTES,
+            // It is still at its begin when the target stops.
+            "limit_bytes_per_s": 1 << 20,
+        });
+        let begun: JobList = typed(call(control, "POST", "/v1/backups", Some(&order), CHANGE_PATIENCE)?)?;
+        let job = begun.jobs.into_iter().next().map(|job| format!("/v1/jobs/{}", escape(&job.id)));
+        let job = job.ok_or_else(|| Error::new(ErrorKind::Protocol, "the server names no job"))?;
+        signal(export, Signal::STOP)?;
+        let hanging = Self { export, control, job };
+        std::thread::sleep(BEFORE);
+        Ok(hanging)
+    }
+
+    /// Ends the backup, and makes sure that it was at work until now.
+    fn end(self) -> Result<()> {
+        let look = || ask::<Job>(self.control, "GET", &self.job, LOOK_PATIENCE);
+        let job = look()?;
+        if job.state != "running" {
+            let why = job.error.map(|error| error.message).unwrap_or_default();
+            return Err(Error::new(ErrorKind::Io, format!("the backup was {} before its end: {why}", job.state)));
+        }
+        call(self.control, "PATCH", &self.job, Some(&json!({ "state": "cancelled" })), CHANGE_PATIENCE)?;
+        let end = Instant::now() + CHANGE_PATIENCE;
+        while look()?.state == "running" {
+            if Instant::now() > end {
+                return Err(Error::new(ErrorKind::TimedOut, "the backup does not end"));
+            }
+            std::thread::sleep(BEFORE / 30);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for HangingBackup<'_> {
     fn drop(&mut self) {
         let _ = signal(self.export, Signal::CONT);
     }
@@ -349,5 +436,8 @@ pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
         table.add_row(cells.into_iter().chain(figures.map(right)));
     }
     let Parameters { rounds, engine, .. } = &outcome.parameters;
-    format!("{rounds} rounds, engine {engine}; reads of 4 KiB\n{table}\n{}", found(outcome).join("\n"))
+    format!(
+        "{rounds} rounds, engine {engine}; reads of 4 KiB, and writes beside a backup\n{table}\n{}",
+        found(outcome).join("\n")
+    )
 }

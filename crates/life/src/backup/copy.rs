@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 
 use futures_util::future::join_all;
-use spile_core::{Disk, Extent, Result, Segments, Store, Timer};
+use spile_core::{Disk, Extent, Result, Segments, Store, Timer, yield_now};
 
 use super::digests::{Digests, PIECE_BYTES};
 use super::put::{Beneath, put, zero};
@@ -12,6 +12,8 @@ use crate::jobs::Job;
 
 /// Pieces that are copied at a time.
 const IN_FLIGHT: usize = 4;
+/// So many pieces that are left out are gone through at once.
+const TURN_PIECES: usize = 256;
 
 /// A copy that is to be made.
 pub struct Copy<'a, S: Store, G: Disk, D: Disk> {
@@ -104,7 +106,10 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
         let size = self.from.size_bytes();
         let clip = |extent: &Extent| Extent::from_range(extent.start().min(size)..extent.end().min(size));
         let mut pieces: Vec<Piece> = Vec::new();
-        for extent in changed.iter().map(clip).filter(|extent| !extent.is_empty()) {
+        for (number, extent) in changed.iter().map(clip).filter(|extent| !extent.is_empty()).enumerate() {
+            if number % TURN_PIECES == 0 {
+                yield_now().await;
+            }
             let whole =
                 extent.start() / PIECE_BYTES * PIECE_BYTES..extent.end().next_multiple_of(PIECE_BYTES).min(size);
             for piece in pieces_of(Extent::from_range(whole)) {
@@ -116,7 +121,10 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
             }
         }
         let mut done = 0;
-        for piece in &pieces {
+        for (number, piece) in pieces.iter().enumerate() {
+            if number % TURN_PIECES == 0 {
+                yield_now().await;
+            }
             self.from.leave_out(Extent::from_range(done..piece.extent.start())).await;
             done = piece.extent.end();
         }
@@ -159,6 +167,8 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
             false => self.from.take(piece.extent, &bytes).await?,
         }
         digests.borrow_mut().note(piece.extent.start() / PIECE_BYTES, &bytes);
+        // To look at a mebibyte takes some tenths of a millisecond.
+        yield_now().await;
         let mut written = 0;
         for part in &piece.written {
             let from = (part.start() - piece.extent.start()) as usize;

@@ -14,7 +14,12 @@ pub const PIECE_BYTES: u64 = 1 << 20;
 pub struct Digests(pub BTreeMap<u64, u64>);
 
 fn digest(bytes: &Segments) -> Option<u64> {
-    (!bytes.is_zero()).then(|| XxHash3_64::oneshot(&bytes.to_vec()))
+    (!bytes.is_zero()).then(|| digest_of(&bytes.to_vec()))
+}
+
+/// The 64-bit XXH3 of some bytes.
+pub fn digest_of(bytes: &[u8]) -> u64 {
+    XxHash3_64::oneshot(bytes)
 }
 
 impl Digests {

@@ -23,6 +23,7 @@ mod put;
 mod saver;
 
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -31,7 +32,7 @@ use spile_node::{Node, OldEpoch, Place, Stage, hold_gates};
 
 use crate::names;
 pub use copy::{Copied, Copy};
-pub use digests::{Digests, PIECE_BYTES};
+pub use digests::{Digests, PIECE_BYTES, digest_of};
 pub use put::{Beneath, data_runs, put, zero};
 use saver::{Saver, Saving};
 
@@ -71,6 +72,16 @@ pub struct Subject<'a, S, G: Disk> {
     pub fleece: S,
     /// The most bytes that the fleece may hold at once.
     pub limit_bytes: u64,
+    /// How much room the fleece has.
+    pub room: Room,
+}
+
+/// Says how many bytes more a fleece may take from its file system now; `None` when nobody knows.
+pub type Room = Box<dyn Fn() -> Pin<Box<dyn Future<Output = Option<u64>>>> + Send + Sync>;
+
+/// The room of a fleece that shares its space with nobody.
+pub fn any_room() -> Room {
+    Box::new(|| Box::pin(std::future::ready(None)))
 }
 
 /// What a disk held at a point in time. It must be ended by [`PointInTime::end`]; dropped, it has requests go on, but the stage stays.
@@ -132,7 +143,9 @@ pub type Begun<S, G> = (PointInTime<S, G>, OldEpoch<G>);
 pub async fn begin<S: Store, G: Disk>(subjects: Vec<Subject<'_, S, G>>, around: &Around) -> Result<Vec<Begun<S, G>>> {
     let nodes: Vec<&Node<G>> = subjects.iter().map(|subject| &**subject.node).collect();
     let mut gates = hold_gates(&nodes).await?;
-    let new = |subject: Subject<'_, S, G>| Saver::new(subject.node, subject.fleece, subject.limit_bytes, around);
+    let new = |subject: Subject<'_, S, G>| {
+        Saver::new(subject.node, subject.fleece, subject.limit_bytes, subject.room, around)
+    };
     let savers: Vec<_> = subjects.into_iter().map(new).collect();
     let stage = |saver: &Arc<Saver<S, G>>| Arc::new(Saving(saver.clone())) as Arc<dyn Stage>;
     gates.attach(Place::Backup, savers.iter().map(stage).collect())?;
@@ -170,7 +183,8 @@ impl<S: Store, G: Disk> PointInTime<S, G> {
         self.saver.check()
     }
 
-    /// Has requests go on as if there were no backup. A second call does nothing more: by then the stage may be that of the next backup.
+    /// Has requests go on as if there were no backup, and frees the fleece's space. A second call does nothing more: by then the stage may be that
+    /// of the next backup.
     pub async fn end(&self) {
         self.saver.end();
         if self.has_ended.swap(true, Ordering::SeqCst) {
@@ -179,6 +193,11 @@ impl<S: Store, G: Disk> PointInTime<S, G> {
         if let Ok(node) = self.saver.node() {
             // There is none when the disk is closed.
             let _ = node.detach(Place::Backup).await;
+        }
+        // Nobody waits for storage that hangs.
+        let saver = self.saver.clone();
+        if !self.saver.spawn(Box::pin(async move { saver.free().await })) {
+            self.saver.free().await;
         }
     }
 

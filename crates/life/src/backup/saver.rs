@@ -1,7 +1,7 @@
 //! [`Saver`]: keeps what a disk held at a point in time from the requests that come after it.
 
 use std::ops::Range;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -13,11 +13,15 @@ use spile_core::{
 };
 use spile_node::{Node, Pending, Stage};
 
-use super::{Around, Broken, UNIT_BYTES};
+use super::{Around, Broken, Room, UNIT_BYTES};
 use crate::changes::bits::Bits;
 
 /// So many units at most are saved at once.
 const MOST_UNITS: u64 = 16;
+/// So many saves of one request are under way at once.
+const SAVES_AT_ONCE: usize = 4;
+/// So much is saved before somebody looks again how much room there is.
+const LOOK_BYTES: u64 = 16 << 20;
 /// A save that takes longer has the backup fail, so that the guest goes on.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -27,6 +31,7 @@ pub(super) struct Saver<S, G: Disk> {
     node: Weak<Node<G>>,
     fleece: S,
     limit_bytes: u64,
+    room: Room,
     /// The size of the disk at the point in time.
     size_bytes: u64,
     env: Arc<dyn Env>,
@@ -47,6 +52,8 @@ struct State {
     /// The units of which the fleece has bytes. Saved units that are not here hold zeroes.
     held: Bits,
     held_bytes: u64,
+    /// The fleece may hold so much before somebody has to look again how much room its file system has.
+    room_bytes: u64,
     /// What is being saved now.
     saving: Vec<Range<u64>>,
     failure: Option<Error>,
@@ -65,14 +72,22 @@ fn bits(count: u64) -> Bits {
 
 impl<S: Store, G: Disk> Saver<S, G> {
     /// A saver for the disk `node`, of which nothing is read yet. It keeps what it saves in `fleece`.
-    pub fn new(node: &Arc<Node<G>>, fleece: S, limit_bytes: u64, around: &Around) -> Arc<Self> {
+    pub fn new(node: &Arc<Node<G>>, fleece: S, limit_bytes: u64, room: Room, around: &Around) -> Arc<Self> {
         let size_bytes = node.size_bytes();
         let units = size_bytes.div_ceil(UNIT_BYTES);
-        let state = State { saved: bits(units), held: bits(units), held_bytes: 0, saving: Vec::new(), failure: None };
+        let state = State {
+            saved: bits(units),
+            held: bits(units),
+            held_bytes: 0,
+            room_bytes: 0,
+            saving: Vec::new(),
+            failure: None,
+        };
         Arc::new(Self {
             node: Arc::downgrade(node),
             fleece,
             limit_bytes,
+            room,
             size_bytes,
             env: around.env.clone(),
             timer: around.timer.clone(),
@@ -93,8 +108,11 @@ impl<S: Store, G: Disk> Saver<S, G> {
         self.node.upgrade().ok_or_else(|| Error::new(ErrorKind::Shutdown, "the disk is closed"))
     }
 
-    /// The units that `extent` has a part of.
+    /// The units that `extent` has a part of: none when it is empty, also inside of a unit, as at the end of a disk.
     fn units_of(&self, extent: Extent) -> Range<u64> {
+        if extent.is_empty() {
+            return 0..0;
+        }
         self.clear.clip(extent.start() / UNIT_BYTES..extent.end().div_ceil(UNIT_BYTES))
     }
 
@@ -112,6 +130,12 @@ impl<S: Store, G: Disk> Saver<S, G> {
         let _state = self.state();
         self.is_over.store(true, Ordering::SeqCst);
         self.changed.notify(usize::MAX);
+    }
+
+    /// Frees the space of the fleece, once nothing is saved any more. Whoever holds on to this, such as a copy whose target hangs, keeps no space.
+    pub async fn free(&self) {
+        // A fleece that cannot be cut off is gone with its process.
+        let _ = self.fleece.set_len(0).await;
     }
 
     /// As [`Saver::end`], because of `error`.
@@ -159,7 +183,11 @@ impl<S: Store, G: Disk> Saver<S, G> {
             match self.next(&left) {
                 Next::GoOn => return,
                 Next::Wait => {}
-                Next::Save(claimed) => self.begin_save(claimed).await,
+                Next::Save(claimed) => {
+                    self.begin_save(claimed).await;
+                    // Another one may begin beside it.
+                    continue;
+                }
             }
             if let Either::Right(_) = select(changed, patience.as_mut()).await {
                 let what = format!("to save what a guest was about to change has taken {} s", PATIENCE.as_secs());
@@ -181,6 +209,10 @@ impl<S: Store, G: Disk> Saver<S, G> {
         if self.is_over.load(Ordering::SeqCst) {
             return Next::GoOn;
         }
+        let own = state.saving.iter().filter(|saving| saving.start < units.end && units.start < saving.end).count();
+        if own >= SAVES_AT_ONCE {
+            return Next::Wait;
+        }
         let is_saving = |unit: u64| state.saving.iter().any(|saving| saving.contains(&unit));
         let is_clear = |unit: u64| self.clear.all_set(unit..unit + 1);
         let Some(first) = units.clone().find(|unit| !is_clear(*unit) && !is_saving(*unit)) else {
@@ -190,6 +222,11 @@ impl<S: Store, G: Disk> Saver<S, G> {
         let end = (first + 1..most).find(|unit| is_clear(*unit) || is_saving(*unit)).unwrap_or(most);
         state.saving.push(first..end);
         Next::Save(first..end)
+    }
+
+    /// As [`Env::spawn`].
+    pub fn spawn(&self, work: Pin<Box<dyn Future<Output = ()>>>) -> bool {
+        self.env.spawn(work)
     }
 
     /// Saves `units` in a task of its own: it is polled to its end whatever becomes of the request.
@@ -239,12 +276,31 @@ impl<S: Store, G: Disk> Saver<S, G> {
         let place = |unit: u64| ((unit - units.start) * UNIT_BYTES) as usize;
         let has_data = |unit: &u64| !buffer.slice(place(*unit)..place(*unit + 1)).is_zero();
         for run in runs(units.clone().filter(has_data)) {
+            self.look_for_room((run.end - run.start) * UNIT_BYTES).await?;
             self.take_room(&run)?;
             let bytes = buffer.slice(place(run.start)..place(run.end));
             self.fleece.write_at(StoreOffset(run.start * UNIT_BYTES), &bytes, Via::Direct).await.map_err(|error| {
                 error.hint("what guests changed could not be kept for the backup; --fleece names another folder")
             })?;
         }
+        Ok(())
+    }
+
+    /// Refuses to save `bytes` more where guests would lack the space: their disks may grow in the same file system.
+    async fn look_for_room(&self, bytes: u64) -> Result<()> {
+        let held_bytes = {
+            let state = self.state();
+            if state.held_bytes + bytes <= state.room_bytes {
+                return Ok(());
+            }
+            state.held_bytes
+        };
+        let spare_bytes = (self.room)().await.unwrap_or(u64::MAX).min(LOOK_BYTES);
+        if spare_bytes < bytes {
+            let what = "the file system of the fleece is almost full, and the rest is left to guests";
+            return Err(Error::new(ErrorKind::NoSpace, what).hint("--fleece names another folder; or a faster target"));
+        }
+        self.state().room_bytes = held_bytes + spare_bytes;
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
-use spile_life::backup::{Digests, PIECE_BYTES};
+use spile_life::backup::{Digests, PIECE_BYTES, digest_of};
 use spile_store::OsFiles;
 
 use crate::new_file::folder_of;
@@ -53,8 +53,17 @@ pub struct Manifest {
     pub parent: Option<String>,
     piece_bytes: u64,
     digest: String,
+    /// The digest of the manifest itself, as it is written without this one. One that a former program has written has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    checksum: Option<String>,
     /// By the number of the piece; pieces that hold zeroes are left out.
     digests: BTreeMap<u64, String>,
+}
+
+/// What all versions of a manifest have.
+#[derive(Deserialize)]
+struct Versioned {
+    version: u32,
 }
 
 impl Manifest {
@@ -72,6 +81,7 @@ impl Manifest {
             parent: None,
             piece_bytes: PIECE_BYTES,
             digest: DIGEST.to_owned(),
+            checksum: None,
             digests: BTreeMap::new(),
         }
     }
@@ -111,7 +121,7 @@ impl Manifest {
                 let what = "the backup is half changed into a newer one: it holds no moment of its disk";
                 Err(Error::new(ErrorKind::Busy, what)
                     .at_path(path)
-                    .hint("if no backup is under way any more, remove it and make a full one"))
+                    .hint("if no backup is under way any more, remove it and make a full one, or overwrite it"))
             }
         }
     }
@@ -143,18 +153,38 @@ impl Manifest {
                 .hint("`spile backup` writes it beside a file; --manifest names another place"),
             _ => Error::io("cannot be read", error),
         });
+        text.and_then(|text| Self::parse(&text)).at_path(path)
+    }
+
+    fn parse(text: &[u8]) -> Result<Self> {
         let corrupt = |why: &str| Error::new(ErrorKind::Corrupt, format!("this is no manifest of a backup: {why}"));
-        let parsed = text.and_then(|text| {
-            serde_json::from_slice::<Self>(&text).map_err(|error| corrupt("it is not understood").caused_by(error))
-        });
-        let manifest = parsed.at_path(path)?;
-        if manifest.version > VERSION || manifest.piece_bytes != PIECE_BYTES || manifest.digest != DIGEST {
-            let what = "a newer program has written the backup";
-            return Err(Error::new(ErrorKind::Unsupported, what)
-                .at_path(path)
-                .hint("use that program, or a newer one"));
+        let unclear = |error| corrupt("it is not understood").caused_by(error);
+        let newer = || {
+            let error = Error::new(ErrorKind::Unsupported, "a newer program has written the backup");
+            Err(error.hint("use that program, or a newer one"))
+        };
+        // The fields of a newer one may be others.
+        if serde_json::from_slice::<Versioned>(text).map_err(unclear)?.version > VERSION {
+            return newer();
         }
-        Ok(manifest)
+        let mut manifest = serde_json::from_slice::<Self>(text).map_err(unclear)?;
+        if manifest.piece_bytes != PIECE_BYTES || manifest.digest != DIGEST {
+            return newer();
+        }
+        match manifest.checksum.take() {
+            Some(checksum) if checksum != manifest.sum()? => Err(corrupt("it is damaged")),
+            _ => Ok(manifest),
+        }
+    }
+
+    fn text(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec_pretty(self)
+            .map_err(|error| Error::new(ErrorKind::InvalidInput, "cannot write the manifest").caused_by(error))
+    }
+
+    /// The digest of all but the checksum.
+    fn sum(&self) -> Result<String> {
+        Ok(format!("{:016x}", digest_of(&Self { checksum: None, ..self.clone() }.text()?)))
     }
 
     /// Refuses a backup that changes since the checkpoint `since` of the disk at `disk`, which was made at `made_unix_s`, cannot make newer.
@@ -181,7 +211,11 @@ impl Manifest {
     /// # Errors
     /// `Corrupt` when one is none.
     pub fn digests(&self) -> Result<Digests> {
+        let pieces = self.virtual_size_bytes.div_ceil(PIECE_BYTES);
         let digest = |(piece, text): (&u64, &String)| {
+            if *piece >= pieces {
+                return Err(Error::new(ErrorKind::Corrupt, format!("the disk has no piece {piece}")));
+            }
             let parsed = u64::from_str_radix(text, 16);
             let bad = |error| Error::new(ErrorKind::Corrupt, format!("{text:?} is no digest")).caused_by(error);
             parsed.map(|digest| (*piece, digest)).map_err(bad)
@@ -198,8 +232,7 @@ impl Manifest {
         name.push(path.file_name().unwrap_or_default());
         name.push(".part");
         let part = folder_of(path).join(name);
-        let text = serde_json::to_vec_pretty(self)
-            .map_err(|error| Error::new(ErrorKind::InvalidInput, "cannot write the manifest").caused_by(error))?;
+        let text = Self { checksum: Some(self.sum()?), ..self.clone() }.text()?;
         let write = || {
             let mut file = std::fs::File::create(&part)?;
             file.write_all(&text)?;
@@ -233,9 +266,31 @@ mod tests {
         assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::Busy);
         Manifest { version: VERSION + 1, ..manifest }.write(&path).unwrap();
         assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::Unsupported);
+        std::fs::write(&path, format!("{{\"version\": {}, \"pieces\": []}}", VERSION + 1)).unwrap();
+        assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::Unsupported);
         std::fs::write(&path, "{").unwrap();
         assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::Corrupt);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_manifest_that_was_damaged_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.json");
+        let manifest = Manifest::new("/vm/a.vhd".to_owned(), 11 << 20, 5).with_digests(&Digests([(10, 7)].into()));
+        manifest.write(&path).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        for (right, wrong) in [("11534336", "10485760"), ("/vm/a", "/vm/b"), ("\"10\"", "\"9\""), ("0007", "0008")] {
+            assert!(text.contains(right), "{text}");
+            std::fs::write(&path, text.replace(right, wrong)).unwrap();
+            assert_eq!(Manifest::read_whole(&path).unwrap_err().kind(), ErrorKind::Corrupt, "{wrong}");
+        }
+        // One without a checksum is from a former program. Its digests lie on the disk.
+        let without: Vec<_> = text.lines().filter(|line| !line.contains("checksum")).collect();
+        std::fs::write(&path, without.join("\n")).unwrap();
+        assert_eq!(Manifest::read_whole(&path).unwrap(), manifest);
+        std::fs::write(&path, without.join("\n").replace("11534336", "10485760")).unwrap();
+        assert_eq!(Manifest::read_whole(&path).unwrap().digests().unwrap_err().kind(), ErrorKind::Corrupt);
     }
 
     #[test]

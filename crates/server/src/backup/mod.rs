@@ -10,10 +10,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_util::future::{Either, select, select_all};
+use rustix::fs::{StatVfs, statvfs};
 use spile_core::{Disk as _, Env as _, Error, ErrorKind, Files as _, Locator, OpenMode, Result};
-use spile_engine::{OsEnv, sleep, spawn};
+use spile_engine::{OsEnv, run_blocking, sleep, spawn};
 use spile_image::Graph;
-use spile_life::backup::{self, Around, Broken, Copied, Copy, PointInTime, Subject};
+use spile_life::backup::{self, Around, Broken, Copied, Copy, PointInTime, Room, Subject};
 use spile_node::{Node, OldEpoch};
 use spile_store::{HostFiles, HostStore, OsFiles};
 use tokio::sync::oneshot;
@@ -24,12 +25,17 @@ use self::target::Since;
 pub use self::target::{Target, TargetSpec};
 use crate::checkpoints::Checkpoints;
 use crate::jobs::{Access, refuse_failed_syncs};
+use crate::new_file::folder_of;
 use crate::serving::jobs::DiskJob;
 
 /// A fleece may hold this part of its disk, unless its user says another limit.
 const FLEECE_SHARE: u64 = 10;
 /// The least limit of a fleece that nobody has limited, in bytes.
 const LEAST_FLEECE_BYTES: u64 = 64 << 20;
+/// This part of a file system is left to guests by fleeces.
+const RESERVE_SHARE: u64 = 20;
+/// And no more than this, in bytes.
+const MOST_RESERVE_BYTES: u64 = 1 << 30;
 /// How long a backup that was told to end may take to the end of its piece. Then nobody waits for its target any more.
 const GRACE: Duration = Duration::from_millis(500);
 /// How long a backup that was told to end may go on to get its name, once it has begun to.
@@ -103,6 +109,7 @@ struct Running {
 async fn begin(backups: Vec<Backup>, options: &Options) -> Result<Vec<Running>> {
     refuse_common_targets(&backups)?;
     for backup in &backups {
+        backup.target.check_kind(options.since.is_some())?;
         refuse_failed_syncs(&*backup.node.graph().await)?;
     }
     let targets = open_targets(&backups, options).await?;
@@ -196,24 +203,24 @@ async fn begin_all(backups: &[Backup], options: &Options) -> Result<Vec<HostBegu
     for backup in backups {
         let size = backup.node.size_bytes();
         let limit = options.fleece_limit_bytes.unwrap_or((size / FLEECE_SHARE).max(LEAST_FLEECE_BYTES));
-        let fleece = fleece(backup, options).await?;
-        subjects.push(Subject { node: &backup.node, fleece, limit_bytes: limit });
+        let (fleece, room) = fleece(backup, options).await?;
+        subjects.push(Subject { node: &backup.node, fleece, limit_bytes: limit, room });
     }
     let around = Around { env: Arc::new(OsEnv), timer: Arc::new(OsEnv), broken: Broken::Nothing };
     since::begin(backups, subjects, &around, options).await
 }
 
-/// A file for what is saved of a disk.
-async fn fleece(backup: &Backup, options: &Options) -> Result<HostStore> {
+/// A file for what is saved of a disk, and how much it may take.
+async fn fleece(backup: &Backup, options: &Options) -> Result<(HostStore, Room)> {
     let files = HostFiles::new(OsFiles::new(options.access.cache).without_locks(options.access.no_lock));
     let size = backup.node.size_bytes();
     if options.is_offline {
         // Nothing will be saved.
-        return files.open(&Locator::Mem(0), OpenMode::ReadWrite).await;
+        return Ok((files.open(&Locator::Mem(0), OpenMode::ReadWrite).await?, backup::any_room()));
     }
     let graph = backup.node.graph().await;
     let leaf = graph.handles()[0].path();
-    let is_file = leaf.is_absolute() && !leaf.starts_with("/dev");
+    let is_file = leaf.is_absolute() && !target::is_device(leaf);
     let (disk, folder) = match (&options.fleece_dir, is_file) {
         (Some(folder), true) => (leaf, Some(folder.as_path())),
         (Some(folder), false) => (Path::new("disk"), Some(folder.as_path())),
@@ -225,7 +232,25 @@ async fn fleece(backup: &Backup, options: &Options) -> Result<HostStore> {
         }
     };
     let made = backup::fleece(&files, disk, folder, size).await;
-    made.map_err(|error| error.hint("a backup keeps there what guests change meanwhile; --fleece names another folder"))
+    let room = room_in(folder.unwrap_or(folder_of(disk)));
+    made.map(|fleece| (fleece, room))
+        .map_err(|error| error.hint("a backup keeps there what guests change meanwhile; --fleece names another folder"))
+}
+
+/// What a fleece may take of the space in `folder`: a reserve stays for guests.
+fn room_in(folder: &Path) -> Room {
+    let folder = folder.to_owned();
+    Box::new(move || {
+        let (folder, label) = (folder.clone(), folder.clone());
+        Box::pin(async move { run_blocking(&label, move || spare_bytes(&statvfs(&folder).ok()?)).await })
+    })
+}
+
+fn spare_bytes(space: &StatVfs) -> Option<u64> {
+    let bytes = |blocks: u64| blocks.saturating_mul(space.f_frsize);
+    let reserve = (bytes(space.f_blocks) / RESERVE_SHARE).min(MOST_RESERVE_BYTES);
+    // Some file systems tell nothing of their space.
+    (space.f_blocks > 0).then(|| bytes(space.f_bavail).saturating_sub(reserve))
 }
 
 impl Running {
@@ -341,4 +366,24 @@ pub fn check_size(backup: &impl spile_core::Disk, size_bytes: u64) -> Result<()>
         return Ok(());
     }
     Err(Error::new(ErrorKind::Corrupt, format!("the backup has {there} bytes, and its disk had {size_bytes}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reserve_is_left_to_guests() {
+        let of = |blocks, left| {
+            let mut space = statvfs("/").unwrap();
+            (space.f_frsize, space.f_blocks, space.f_bavail) = (4096, blocks, left);
+            spare_bytes(&space)
+        };
+        // A twentieth of a small file system, and a gibibyte of a large one.
+        assert_eq!(of(2000, 150), Some(50 * 4096));
+        assert_eq!(of(2000, 100), Some(0));
+        assert_eq!(of(2000, 99), Some(0));
+        assert_eq!(of(1 << 30, 1 << 20), Some((4 << 30) - (1 << 30)));
+        assert_eq!(of(0, 0), None);
+    }
 }

@@ -26,8 +26,8 @@ pub(super) async fn made_at(backup: &Backup, name: &str) -> Result<u64> {
 }
 
 fn offline() -> Error {
-    let what = "a disk that no server has is backed up in full, and without a checkpoint";
-    Error::new(ErrorKind::Unsupported, what).hint("serve it, or leave --checkpoint and --since out")
+    let what = "only disks in files have checkpoints";
+    Error::new(ErrorKind::Unsupported, what).hint("leave --checkpoint and --since out")
 }
 
 /// Makes the point in time, with a checkpoint of each disk in the same moment if that is wanted: all of them, or none.

@@ -10,13 +10,14 @@ use spile_image::{Format, Graph, OpenOptions, open_layer};
 use spile_life::backup::{Beneath, Digests};
 use spile_life::snapshot::new_child;
 use spile_node::Aligned;
-use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
+use spile_store::{AnyStore, CacheMode, HostFiles, HostStore, OsFiles};
 
 use super::manifest::Manifest;
-use crate::disks;
 use crate::new_file::{HalfMade, exists, folder_of};
+use crate::{disks, family};
 
-const FULL_IS_NEW: &str = "remove it or choose another name: a full backup is a new file";
+const FULL_IS_NEW: &str =
+    "remove it or choose another name: a full backup is a new file; --overwrite has it take the place of this one";
 
 /// What is said of a target.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +30,13 @@ pub struct TargetSpec {
     pub manifest: Option<PathBuf>,
     /// An older backup, of which this one is to be a child.
     pub parent: Option<PathBuf>,
+    /// A file or block device that is there is overwritten by a full backup.
+    pub overwrite: bool,
+}
+
+/// True for the path of a device: nothing is kept beside it.
+pub(super) fn is_device(path: &Path) -> bool {
+    path.starts_with("/dev") && !path.starts_with("/dev/shm")
 }
 
 /// What an older backup has to be, so that changes make it newer.
@@ -53,6 +61,23 @@ pub struct Target {
     pub digests: Digests,
     /// The file name of the backup that it is a child of.
     pub parent: Option<String>,
+    /// The file whose place it takes in the end, and which stays locked until then.
+    older: Option<AnyStore>,
+}
+
+/// The file at `path` whose place a backup is to take. It has to be nobody's parent, and in use by nobody.
+///
+/// # Errors
+/// `Denied` for a parent; `Busy`; the system's.
+async fn older(path: &Path) -> Result<Option<AnyStore>> {
+    match OsFiles::new(CacheMode::Page).open(&path.into(), OpenMode::ReadWrite).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        opened => {
+            let older = opened?;
+            family::refuse_lost_parent(path).await?;
+            Ok(Some(older))
+        }
+    }
 }
 
 impl TargetSpec {
@@ -75,9 +100,14 @@ impl TargetSpec {
                     let what = format!("a {format} cannot be written");
                     return Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint("use a VHD or a raw file"));
                 }
+                if is_device(path) && format != Format::Raw {
+                    return Err(invalid("a block device is written as a raw disk").at_path(path).hint("--to raw"));
+                }
                 match path.symlink_metadata() {
-                    Ok(_) => Err(exists(path).hint(FULL_IS_NEW)),
                     Err(_) => Ok(()),
+                    Ok(_) if !self.overwrite => Err(exists(path).hint(FULL_IS_NEW)),
+                    Ok(stat) if stat.is_file() || is_device(path) => Ok(()),
+                    Ok(_) => Err(invalid("only a file or a block device is overwritten").at_path(path)),
                 }
             }
             Locator::Nbd(_) => match self.format {
@@ -90,32 +120,58 @@ impl TargetSpec {
         }
     }
 
+    /// Refuses what does not fit to a full backup, or to one of what has changed.
+    ///
+    /// # Errors
+    /// `InvalidInput`.
+    pub fn check_kind(&self, is_since: bool) -> Result<()> {
+        let error = match (self.parent.is_some(), self.overwrite, is_since) {
+            (true, _, false) => {
+                invalid("a backup becomes a child only of one whose checkpoint it is since").hint("--since NAME")
+            }
+            (_, true, true) => invalid("a backup of what has changed overwrites nothing")
+                .hint("make a full backup, or leave --overwrite out"),
+            _ => return Ok(()),
+        };
+        Err(told(&self.at, error))
+    }
+
     /// As [`TargetSpec::check`], off the worker: the folder's storage may hang.
     async fn checked(&self) -> Result<()> {
         let (spec, label) = (self.clone(), self.manifest().unwrap_or_default());
         run_blocking(&label, move || spec.check()).await
     }
 
+    /// True when nothing is left of the backup until it is whole: it becomes a new file.
+    pub fn is_new_file(&self, is_since: bool) -> bool {
+        matches!(&self.at, Locator::Path(path) if !is_device(path) && (!is_since || self.parent.is_some()))
+    }
+
     /// Where the manifest is.
     pub fn manifest(&self) -> Option<PathBuf> {
-        let beside = if let Locator::Path(path) = &self.at { Some(Manifest::path_of(path)) } else { None };
+        let beside = match &self.at {
+            Locator::Path(path) if !is_device(path) => Some(Manifest::path_of(path)),
+            _ => None,
+        };
         self.manifest.clone().or(beside)
     }
 
     /// Opens a target for a full backup of `size_bytes`.
     ///
     /// # Errors
-    /// `Exists` for a file that is there; `InvalidInput`; `Unsupported` for a format that cannot be written; `NoSpace` for an export that is too short; the system's.
+    /// `Exists` for a file that is there and may not be overwritten; `Busy` and `Denied` for one that is in use or a parent; `InvalidInput`; `Unsupported`
+    /// for a format that cannot be written; `NoSpace` for an export or a device that is too short; the system's.
     pub async fn open(&self, size_bytes: u64) -> Result<Target> {
         self.checked().await?;
         match &self.at {
-            Locator::Path(path) => self.open_new(path, size_bytes).await,
+            Locator::Path(path) if !is_device(path) => self.open_new(path, size_bytes).await,
             _ => self.open_export(size_bytes).await,
         }
     }
 
     async fn open_new(&self, path: &Path, size_bytes: u64) -> Result<Target> {
         let format = Format::of(path, self.format)?;
+        let older = if self.overwrite { older(path).await? } else { None };
         let name = path.to_owned();
         let half = run_blocking(path, move || HalfMade::begin(&name)).await?;
         let size_bytes = size_bytes.next_multiple_of(format.about().size_unit_bytes);
@@ -132,6 +188,7 @@ impl TargetSpec {
             beneath: Beneath::Zeroes,
             digests: Digests::default(),
             parent: None,
+            older,
         })
     }
 
@@ -202,6 +259,7 @@ impl TargetSpec {
             beneath: Beneath::Anything,
             digests: Digests::default(),
             parent,
+            older: None,
         })
     }
 
@@ -231,6 +289,7 @@ impl TargetSpec {
             beneath: Beneath::Anything,
             digests: Digests::default(),
             parent: None,
+            older: None,
         })
     }
 }
@@ -265,9 +324,9 @@ impl Target {
 
     /// Closes the target after a backup that has failed. A file that was to be made is gone.
     pub async fn give_up(self) {
-        let Self { disk, half, .. } = self;
+        let Self { disk, half, older, .. } = self;
         let _ = disk.close().await;
-        drop(disk);
+        drop((disk, older));
         if let Some((half, path)) = half {
             run_blocking(&path, move || drop(half)).await;
         }
@@ -278,7 +337,7 @@ impl Target {
     /// # Errors
     /// `Shutdown` when it is not wanted; `Exists` when something else has got its name meanwhile; the system's.
     pub async fn finish(self, manifest: Manifest, is_wanted: impl FnOnce() -> bool + Send + 'static) -> Result<()> {
-        let Self { disk, half, manifest: at, digests, parent, .. } = self;
+        let Self { disk, half, manifest: at, digests, parent, older, .. } = self;
         if let Err(error) = disk.close().await {
             let Some((half, path)) = half else { return Err(error) };
             let error = half.told_as(&path, error);
@@ -293,7 +352,10 @@ impl Target {
                 return Err(super::ended());
             }
             // The name first: when another backup has got it, that one's manifest stays. A backup without a manifest is refused.
-            half.map_or(Ok(()), |(half, path)| half.publish(&path).map_err(|error| taken(&path, error)))?;
+            half.map_or(Ok(()), |(half, path)| match &older {
+                Some(_) => half.replace(&path),
+                None => half.publish(&path).map_err(|error| taken(&path, error)),
+            })?;
             at.map_or(Ok(()), |at| manifest.with_digests(&digests).with_parent(parent).write(&at))
         };
         run_blocking(&label, put).await

@@ -1,17 +1,19 @@
 //! `spile backup`, `spile verify`: what disks held at one point in time, in files or on NBD exports.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use clap::Args;
 use nix::sys::signal::Signal;
 use serde::Serialize;
 use serde_json::json;
-use spile_core::{Error, ErrorKind, Locator, Result};
+use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
 use spile_image::{Format, OpenOptions};
 use spile_life::jobs::{State, Wishes};
 use spile_node::{Aligned, Node};
 use spile_server::backup::{self, Backup, Manifest, Options, TargetSpec};
+use spile_server::checkpoints::Checkpoints;
+use spile_server::jobs::Access;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, call, typed};
 use spile_server::serving::api::types::{DiskBackup, Job, JobList, NewBackup};
 use spile_server::serving::jobs::{DiskJob, What};
@@ -30,7 +32,7 @@ use crate::units::parse_size;
 /// Copy what disks hold at this moment, while their guests go on
 ///
 /// The backup of a disk is a new raw file or VHD, which gets its name when it is whole, or an NBD export (nbd://, nbd+unix://, nbds://) that is
-/// overwritten. With several disks, TARGET is a folder that gets one file for each disk, and all of them are of one moment. What guests change
+/// overwritten; --overwrite takes the place of a file, or overwrites a block device. With several disks, TARGET is a folder that gets one file for each disk, and all of them are of one moment. What guests change
 /// meanwhile is kept in the fleece, a file without a name beside the disk: a target that is slow, or hangs, costs guests nothing else, and when
 /// the fleece is full, the backup fails, alone.
 ///
@@ -54,13 +56,16 @@ pub struct BackupArgs {
     /// With --since: the older backup, in the folder of TARGET, of which TARGET becomes a child
     #[arg(long, value_name = "BACKUP", requires = "since")]
     parent: Option<PathBuf>,
+    /// Overwrite TARGET, a file or block device that is there. A file stays as it is until the backup is whole and takes its place
+    #[arg(long, conflicts_with = "since")]
+    overwrite: bool,
     /// Keep what guests change meanwhile in a file in this folder [default: the disk's]
     #[arg(long, value_name = "DIR")]
     fleece: Option<PathBuf>,
     /// Let the backup fail when guests have changed more than this that was not copied yet [default: a tenth of the disk, 64 MiB at least]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     fleece_limit: Option<u64>,
-    /// Where the manifest goes, of a backup on an NBD export [default: there is none]
+    /// Where the manifest goes, of a backup on an NBD export or a block device [default: there is none]
     #[arg(long, value_name = "FILE")]
     manifest: Option<PathBuf>,
     /// Copy no more than this in a second [default: as fast as guests leave room for]
@@ -202,6 +207,7 @@ fn wish(disk: &str, target: &TargetSpec) -> Result<DiskBackup> {
         format: target.format.map(|format| format.to_string()),
         parent,
         manifest,
+        overwrite: target.overwrite,
     })
 }
 
@@ -218,7 +224,7 @@ fn pairs(args: &BackupArgs) -> Result<Vec<Pair>> {
     match disks {
         [disk] if !target.is_dir() => {
             let (at, parent) = (disks::locate(target)?, args.parent.clone());
-            let target = TargetSpec { at, format: args.to, manifest, parent };
+            let target = TargetSpec { at, format: args.to, manifest, parent, overwrite: args.overwrite };
             Ok(vec![Pair { disk: disk.clone(), target }])
         }
         _ if !target.is_dir() => {
@@ -238,10 +244,8 @@ fn pairs(args: &BackupArgs) -> Result<Vec<Pair>> {
                 let mut name = disk.file_stem().unwrap_or_default().to_owned();
                 name.push(format!(".{}", format.about().name));
                 let at = Locator::Path(target.join(name));
-                Pair {
-                    disk: disk.clone(),
-                    target: TargetSpec { at, format: Some(format), manifest: None, parent: None },
-                }
+                let (format, overwrite) = (Some(format), args.overwrite);
+                Pair { disk: disk.clone(), target: TargetSpec { at, format, manifest: None, parent: None, overwrite } }
             };
             let pairs: Vec<_> = disks.iter().map(pair).collect();
             for (number, pair) in pairs.iter().enumerate() {
@@ -274,14 +278,21 @@ fn show(args: &BackupArgs, list: JobList) -> Result<Exit> {
 /// Makes backups of disks that no server has. They are locked against writers meanwhile.
 fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
     let signals = EndSignals::block()?;
-    let options = args.parents.read_only(args.format);
+    let options = OpenOptions { read_only: args.checkpoint.is_none(), ..args.parents.read_only(args.format) };
     let found: Vec<_> =
         pairs.into_iter().map(|pair| Ok((existing(&pair.disk)?, pair.target))).collect::<Result<Vec<_>>>()?;
+    // Files get their names in the end; all else is written at once.
+    let is_new = found.iter().all(|(_, target)| target.is_new_file(args.since.is_some()));
     let wishes = Wishes { limit_bytes_per_s: args.rate, ..Wishes::default() };
     let job = |at: &Locator| DiskJob::new(What::Backup(disks::label(at)), wishes);
     let jobs: Vec<_> = found.iter().map(|(_, target)| job(&target.at)).collect();
     let (watched, stopped) = (jobs.clone(), jobs.clone());
-    signals.on_first(move |_| stopped.iter().for_each(|job| job.job().cancel()));
+    let told = Arc::new(OnceLock::new());
+    let tell = told.clone();
+    signals.on_first(move |signal| {
+        let _ = tell.set(signal);
+        stopped.iter().for_each(|job| job.job().cancel());
+    });
     let watch = std::thread::spawn(move || watched.iter().for_each(watch));
     let (worked, labels) = (jobs.clone(), found.iter().map(|(at, _)| at.clone()).collect::<Vec<_>>());
     let how = Options {
@@ -290,27 +301,21 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
         is_offline: true,
         ..Options::default()
     };
-    let done =
-        on_engine(move || async move {
-            let opened = open_all(&found, &options).await;
-            match opened {
-                Ok(nodes) => {
-                    // A backup does not keep its disk open.
-                    let _open = nodes.clone();
-                    let backups = nodes
-                        .into_iter()
-                        .zip(found)
-                        .zip(worked)
-                        .map(|((node, (disk, target)), job)| Backup { node, disk, target, checkpoints: None, job });
-                    backup::run(backups.collect(), how).await;
-                    Ok(())
-                }
-                Err(error) => {
-                    worked.iter().for_each(|job| job.job().end(&Err(error.duplicate())));
-                    Err(error)
-                }
+    let done = on_engine(move || async move {
+        let opened = match open_all(&found, &options).await {
+            Ok(opened) => opened,
+            Err(error) => {
+                worked.iter().for_each(|job| job.job().end(&Err(error.duplicate())));
+                return Err(error);
             }
+        };
+        let backups = opened.iter().zip(found).zip(worked).map(|((own, (disk, target)), job)| {
+            // A backup does not keep its disk open.
+            Backup { node: own.node.clone(), disk, target, checkpoints: own.checkpoints.clone(), job }
         });
+        backup::run(backups.collect(), how).await;
+        close_all(opened).await
+    });
     let _ = watch.join();
     done?;
     for job in &jobs {
@@ -319,8 +324,11 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
             (State::Done, _) => {}
             (_, Some(error)) => return Err(error),
             _ => {
-                complain("the backup was stopped; nothing of it is left");
-                return Ok(Exit::Ended(Signal::SIGINT));
+                complain(match is_new {
+                    true => "the backup was stopped; nothing of it is left",
+                    false => "the backup was stopped; what it overwrites is of no use until the next full one is whole",
+                });
+                return Ok(Exit::Ended(told.get().copied().unwrap_or(Signal::SIGINT)));
             }
         }
     }
@@ -328,14 +336,39 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
     show(args, JobList { jobs: shown.collect() })
 }
 
-type Opened = Arc<Node<spile_image::Graph<spile_store::HostStore>>>;
+/// A disk that no server has, while it is backed up.
+struct Opened {
+    node: Arc<Node<spile_image::Graph<spile_store::HostStore>>>,
+    checkpoints: Option<Arc<Checkpoints>>,
+}
 
+/// Opens the disks, for writing only where they are to get a checkpoint.
 async fn open_all(found: &[(Locator, TargetSpec)], options: &OpenOptions) -> Result<Vec<Opened>> {
-    let mut nodes = Vec::new();
+    let mut opened = Vec::new();
     for (at, _) in found {
-        nodes.push(Arc::new(Node::new(disks::open(CacheMode::Direct, at, options).await?)));
+        let graph = disks::open_keeping(CacheMode::Direct, at, options).await?;
+        let checkpoints = match at {
+            Locator::Path(_) => {
+                let checkpoints = Checkpoints::none(Access { cache: CacheMode::Direct, no_lock: options.no_lock });
+                checkpoints.open(&graph).await?;
+                Some(Arc::new(checkpoints))
+            }
+            _ => None,
+        };
+        opened.push(Opened { node: Arc::new(Node::new(graph)), checkpoints });
     }
-    Ok(nodes)
+    Ok(opened)
+}
+
+async fn close_all(opened: Vec<Opened>) -> Result<()> {
+    for Opened { node, checkpoints } in opened {
+        let graph = node.graph().await;
+        node.close().await?;
+        if let Some(checkpoints) = checkpoints {
+            checkpoints.close(&graph).await;
+        }
+    }
+    Ok(())
 }
 
 /// Shows how far `job` is until it is over.
@@ -425,7 +458,8 @@ pub fn restore(args: &RestoreArgs) -> Result<Exit> {
 /// # Errors
 /// As [`Manifest::read_whole`]; `InvalidInput` for a backup that has none beside it.
 pub fn manifest_of(at: &Locator, given: Option<&Path>) -> Result<Manifest> {
-    let target = TargetSpec { at: at.clone(), format: None, manifest: given.map(Path::to_owned), parent: None };
+    let manifest = given.map(Path::to_owned);
+    let target = TargetSpec { at: at.clone(), format: None, manifest, parent: None, overwrite: false };
     match target.manifest() {
         Some(path) => Manifest::read_whole(&path),
         None => {

@@ -70,7 +70,8 @@ fn target(one: &DiskBackup) -> Result<TargetSpec> {
         _ => {
             let format = one.format.as_deref().map(str::parse).transpose()?;
             let path = |text: &Option<String>| text.as_ref().map(Into::into);
-            Ok(TargetSpec { at, format, manifest: path(&one.manifest), parent: path(&one.parent) })
+            let (manifest, parent) = (path(&one.manifest), path(&one.parent));
+            Ok(TargetSpec { at, format, manifest, parent, overwrite: one.overwrite })
         }
     }
 }

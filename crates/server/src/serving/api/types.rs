@@ -648,7 +648,7 @@ pub struct NewBackup {
 pub struct DiskBackup {
     /// The disk's name.
     pub disk: String,
-    /// The file to make, with its whole path, or the URI of an NBD export to overwrite.
+    /// The file to make, with its whole path, or the URI of an NBD export to overwrite; or a block device (see `overwrite`).
     pub target: String,
     /// The file's format. Left out: what its name says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -656,7 +656,10 @@ pub struct DiskBackup {
     /// The older backup of which this one is to be a child, with its whole path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<String>,
-    /// Where the manifest is to be. Left out: beside a file; an export has none.
+    /// Where the manifest is to be. Left out: beside a file; an export or a block device has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub manifest: Option<String>,
+    /// A file or block device that is there is overwritten by a full backup. A file stays as it is until the backup is whole.
+    #[serde(default)]
+    pub overwrite: bool,
 }

@@ -14,7 +14,8 @@ use crate::cli::{Exit, complain};
 /// A server with one worker has a healthy disk and one whose store stops answering: an NBD export, then a file of a FUSE file
 /// system (by nbdfuse; without it that part is left out). In each round the healthy disk is read twice, in changing order:
 /// once alone, and once while 64 writes to the other disk hang. The time that 99 of 100 reads stay below
-/// should hardly change. All of it takes less than three minutes.
+/// should hardly change. In a last case the healthy disk is written, alone and while it is backed up to an NBD export that
+/// stops answering. All of it takes less than five minutes.
 #[derive(Debug, Args)]
 pub struct HungArgs {
     #[command(flatten)]
