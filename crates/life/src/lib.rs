@@ -8,8 +8,11 @@
 #![forbid(unsafe_code)]
 
 pub mod backup;
+pub mod base;
 pub mod changes;
+pub mod delete;
 pub mod flatten;
+pub mod gc;
 pub mod gone;
 pub mod jobs;
 mod lanes;

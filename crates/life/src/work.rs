@@ -194,7 +194,7 @@ pub(crate) fn size_of<S: Store>(layer: &GraphLayer<S>) -> u64 {
 }
 
 /// True for the error of a file that is gone or holds no image.
-fn is_no_image(kind: ErrorKind) -> bool {
+pub(crate) fn is_no_image(kind: ErrorKind) -> bool {
     use ErrorKind::{Corrupt, InvalidInput, NotFound, OutOfRange, Unsupported};
     matches!(kind, Corrupt | InvalidInput | NotFound | OutOfRange | Unsupported)
 }

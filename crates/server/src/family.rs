@@ -61,21 +61,6 @@ pub async fn refuse_lost_parent(path: &Path) -> Result<()> {
     }
 }
 
-/// The images in the folder of the image at `path` that name it as their parent, whatever that file holds.
-///
-/// # Errors
-/// `Denied` when not all images could be asked; the system's when there is no such file.
-pub async fn children_of(path: &Path) -> Result<Vec<PathBuf>> {
-    let whole = OsFiles::default().canonical(path).await?;
-    match asked(&whole, None, usize::MAX).await {
-        (children, true) => Ok(children),
-        (_, false) => {
-            let what = "an image in its folder may be a child of this disk: not all of them could be asked";
-            Err(Error::new(ErrorKind::Denied, what).at_path(path).hint("keep less images in one folder"))
-        }
-    }
-}
-
 /// What the other images in an image's folder say of their parents.
 enum Children {
     /// None of them is a child of the image.
@@ -144,6 +129,24 @@ pub async fn beside(images: &[LayerInfo]) -> Result<Vec<PathBuf>> {
     found.dedup();
     Ok(found)
 }
+
+/// All files that lie in `folder`, sorted, whatever they are.
+///
+/// # Errors
+/// `Denied` when the folder has too many to look at, or cannot be read.
+pub async fn files_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    let any = folder.join(ANY_NAME);
+    let Neighbours { mut images, are_all } = run_blocking(folder, move || neighbours(&any, MOST_NAMES, |_| true)).await;
+    if !are_all {
+        let error = Error::new(ErrorKind::Denied, "not all files of the folder can be looked at").at_path(folder);
+        return Err(error.hint("keep less images in one folder"));
+    }
+    images.sort_unstable();
+    Ok(images)
+}
+
+/// No file has this name.
+const ANY_NAME: &str = "\0";
 
 /// Images in a folder.
 struct Neighbours {

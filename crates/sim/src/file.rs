@@ -63,6 +63,10 @@ pub(crate) struct SimFile {
     ways: BTreeMap<u64, Via>,
     /// True while a writer has the file open.
     pub locked: bool,
+    /// The process that writes; 0 for one that takes no notice of others.
+    pub writer: u64,
+    /// The processes that have the file open for reading, each as often as it has.
+    pub readers: Vec<u64>,
     /// Sabotage: syncs do nothing.
     pub syncs_nothing: bool,
     /// The error of the first failed sync. All later syncs fail with it.
@@ -206,6 +210,7 @@ impl SimFile {
     pub fn process_death(&mut self) {
         self.look_at_mapped(0);
         self.mapped.clear();
+        self.readers.clear();
         self.locked = false;
         self.sync_failed = false;
     }
@@ -218,6 +223,7 @@ impl SimFile {
         }
         self.view = self.durable.clone();
         self.ways.clear();
+        self.readers.clear();
         self.locked = false;
         self.sync_failed = false;
     }

@@ -11,6 +11,7 @@ pub mod exec;
 pub mod explore;
 pub mod faults;
 mod file;
+pub mod gc;
 pub mod image;
 pub mod live;
 pub mod merge;

@@ -23,6 +23,8 @@ use crate::world::World;
 pub struct SimFiles {
     world: World,
     life: u64,
+    /// The process that opens files; 0 for one that takes no notice of the locks of readers.
+    owner: u64,
 }
 
 /// One open simulated file.
@@ -32,8 +34,11 @@ pub struct SimStore {
     file: usize,
     path: PathCell,
     mode: OpenMode,
+    owner: u64,
     /// This store has the file's lock, and may write.
     has_lock: AtomicBool,
+    /// It counts among the file's readers.
+    is_reader: AtomicBool,
 }
 
 /// The simulated clock, randomness and boot.
@@ -63,7 +68,12 @@ impl Future for Answer {
 impl SimFiles {
     pub(crate) fn new(world: World) -> Self {
         let life = world.lock().life;
-        Self { world, life }
+        Self { world, life, owner: 0 }
+    }
+
+    /// The same files, as the process of this number sees them: it has locks of its own, for reading as for writing.
+    pub(crate) fn of_process(self, owner: u64) -> Self {
+        Self { owner, ..self }
     }
 
     /// [`Files::create`], at once.
@@ -81,14 +91,16 @@ impl SimFiles {
         let Some(file) = state.names.get(&path) else {
             return Err(Error::new(ErrorKind::NotFound, "cannot open").at_path(&path));
         };
-        state.lock_file(file, mode).map_err(|error| error.at_path(&path))?;
+        state.lock_file(file, mode, self.owner).map_err(|error| error.at_path(&path))?;
         drop(state);
         Ok(self.store(file, PathCell::new(path), mode))
     }
 
     fn store(&self, file: usize, path: PathCell, mode: OpenMode) -> SimStore {
+        let (world, life, owner) = (self.world.clone(), self.life, self.owner);
         let has_lock = AtomicBool::new(mode == OpenMode::ReadWrite);
-        SimStore { world: self.world.clone(), life: self.life, file, path, mode, has_lock }
+        let is_reader = AtomicBool::new(mode == OpenMode::ReadOnly && owner != 0);
+        SimStore { world, life, file, path, mode, owner, has_lock, is_reader }
     }
 
     /// The number of the file at `path`.
@@ -193,11 +205,15 @@ impl Files for SimFiles {
     async fn reopen(&self, store: &SimStore, mode: OpenMode) -> Result<SimStore> {
         self.take_time(store.file).await?;
         let mut state = self.world.lock();
-        // A store that writes gives up its lock, and what it could still write.
+        // A store that writes gives up its lock, and what it could still write. It reads on.
         if mode == OpenMode::ReadOnly && store.has_lock.swap(false, Ordering::Relaxed) {
             state.files[store.file].locked = false;
+            if store.owner != 0 {
+                store.is_reader.store(true, Ordering::Relaxed);
+                state.files[store.file].readers.push(store.owner);
+            }
         }
-        state.lock_file(store.file, mode).map_err(|error| error.at_path(store.path()))?;
+        state.lock_file(store.file, mode, self.owner).map_err(|error| error.at_path(store.path()))?;
         drop(state);
         Ok(self.store(store.file, PathCell::new(store.path().to_owned()), mode))
     }
@@ -256,8 +272,17 @@ impl SimStore {
 impl Drop for SimStore {
     fn drop(&mut self) {
         let mut state = self.world.lock();
-        if self.has_lock.load(Ordering::Relaxed) && state.life == self.life {
-            state.files[self.file].locked = false;
+        if state.life != self.life {
+            return;
+        }
+        let file = &mut state.files[self.file];
+        if self.has_lock.load(Ordering::Relaxed) {
+            file.locked = false;
+        }
+        if self.is_reader.load(Ordering::Relaxed)
+            && let Some(at) = file.readers.iter().position(|reader| *reader == self.owner)
+        {
+            file.readers.swap_remove(at);
         }
     }
 }

@@ -277,18 +277,24 @@ impl State {
         self.files.len() - 1
     }
 
-    /// Locks the file for a process that is to write.
+    /// Locks the file for the process `owner`, which has the mode `mode` in mind. The owner 0 takes no notice of readers, nor do they of it.
     ///
     /// # Errors
-    /// `Busy` when somebody writes it already.
-    pub fn lock_file(&mut self, file: usize, mode: OpenMode) -> Result<()> {
-        if mode == OpenMode::ReadOnly {
-            return Ok(());
+    /// `Busy` when somebody writes it already, or another process has it open and one of the two writes.
+    pub fn lock_file(&mut self, file: usize, mode: OpenMode, owner: u64) -> Result<()> {
+        let file = &mut self.files[file];
+        let busy = |what| Err(Error::new(ErrorKind::Busy, what));
+        match mode {
+            OpenMode::ReadOnly if owner == 0 => {}
+            OpenMode::ReadOnly if file.locked && ![0, owner].contains(&file.writer) => return busy("open for writing"),
+            OpenMode::ReadOnly => file.readers.push(owner),
+            OpenMode::ReadWrite if file.locked => return busy("open for writing already"),
+            OpenMode::ReadWrite if owner != 0 && file.readers.iter().any(|reader| *reader != owner) => {
+                return busy("open for reading");
+            }
+            OpenMode::ReadWrite => (file.locked, file.writer) = (true, owner),
         }
-        match std::mem::replace(&mut self.files[file].locked, true) {
-            true => Err(Error::new(ErrorKind::Busy, "open for writing already")),
-            false => Ok(()),
-        }
+        Ok(())
     }
 
     /// Takes an operation in. The future that waits for its answer asks by the returned number.

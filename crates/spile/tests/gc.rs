@@ -8,7 +8,7 @@ use std::process::Stdio;
 
 use common::control::ask;
 use common::nbd::Client;
-use common::{Served, eventually, json, ok, run, spile};
+use common::{Served, eventually, fails, json, ok, run, spile};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -111,12 +111,18 @@ fn a_second_child_keeps_a_deleted_snapshot() {
     let dir = dir.path();
     make(dir, "gc-second");
     let second = raw_of(dir, "s2.vhd");
-    ok(dir, &["delete", "s2.vhd"]);
+    // A child that is elsewhere for the time being.
     ok(dir, &["clone", "s2.vhd", "b.vhd"]);
+    fs::create_dir(dir.join("away")).unwrap();
+    fs::rename(dir.join("b.vhd"), dir.join("away/b.vhd")).unwrap();
+    ok(dir, &["delete", "s2.vhd"]);
+    fs::rename(dir.join("away/b.vhd"), dir.join("b.vhd")).unwrap();
     let found = json(dir, &["gc", "."]);
     assert_eq!(collected(&found), [is("deleted", "s2.vhd", "waits")]);
     assert!(found["found"][0]["reason"].as_str().unwrap().contains("several children"), "{found}");
     assert!(raw_of(dir, "b.vhd") == second);
+    // Its child may be in it by now, in part.
+    assert!(fails(dir, 1, &["clone", "s2.vhd", "c.vhd"]).contains("was deleted") && !dir.join("c.vhd").exists());
     // Another child than the one that it had when it was deleted proves nothing either.
     fs::remove_file(dir.join("a.vhd")).unwrap();
     let found = json(dir, &["gc", "."]);
@@ -184,4 +190,104 @@ fn what_was_half_made_goes_and_a_kill_in_the_middle_loses_nothing() {
     assert_eq!(found, expected);
     assert_eq!(files(dir), ["a.vhd", "s1.vhd"]);
     assert!(raw_of(dir, "a.vhd") == disk);
+}
+
+#[test]
+fn what_cannot_be_done_now_waits_and_says_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-reasons");
+    let reasons = |found: &Value| {
+        let items = found["found"].as_array().unwrap().iter();
+        items.map(|item| item["reason"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    // The note of a job whose disk is gone, and a move that was broken off: gc does neither, and fails for neither.
+    let merge = "coalesce\nidentity 00000000000000000000000000000000\nlayer /x\nparent /y\n";
+    fs::write(dir.join(".gone.vhd.spile-job"), format!("spile job 1\n{merge}end\n")).unwrap();
+    let to = dir.join("elsewhere.vhd");
+    let plan = format!("move\nto {}\nformat vhd\ndelete yes\nstay no\nunmarked no\n", to.display());
+    fs::write(dir.join(".a.vhd.spile-job"), format!("spile job 1\n{plan}end\n")).unwrap();
+    let found = json(dir, &["gc", "."]);
+    let expected = [is("job", ".a.vhd.spile-job", "waits"), is("job", ".gone.vhd.spile-job", "waits")];
+    assert_eq!(collected(&found), expected);
+    let said = reasons(&found);
+    assert!(said[0].contains("a move") && said[1].contains("its disk is gone"), "{found}");
+    assert!(!to.exists());
+    fs::remove_file(dir.join(".a.vhd.spile-job")).unwrap();
+    fs::remove_file(dir.join(".gone.vhd.spile-job")).unwrap();
+    // A disk that another program has open.
+    ok(dir, &["delete", "s2.vhd"]);
+    let mut hidden = spile();
+    hidden.args(["serve", "a.vhd", "--nbd", "unix:n"]).current_dir(dir).env("SPILE_RUN_DIR", dir.join("run"));
+    let served = Served::spawn(&mut hidden, dir.join("n")).unwrap();
+    let found = json(dir, &["gc", "."]);
+    assert_eq!(collected(&found), [is("deleted", "s2.vhd", "waits")]);
+    assert!(reasons(&found)[0].contains("in use"), "{found}");
+    assert!(served.terminate().success());
+    // One image that makes no sense is no reason to do nothing.
+    fs::write(dir.join("bad.vhd"), "no image").unwrap();
+    fs::write(dir.join(".bad.vhd.spile-gone"), "no note").unwrap();
+    let expected = [is("deleted", "bad.vhd", "waits"), is("deleted", "s2.vhd", "done")];
+    assert_eq!(collected(&json(dir, &["gc", "."])), expected);
+}
+
+#[test]
+fn the_same_command_goes_on_with_the_merge_of_a_disk_in_use() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-again-made");
+    let served = serve(dir, &["a.vhd,name=gc-again"]);
+    ok(dir, &["delete", "s2.vhd"]);
+    let mut slow = spile();
+    slow.args(["gc", ".", "--rate", "256k", "--json"]).current_dir(dir).stdout(Stdio::piped()).stderr(Stdio::null());
+    let slow = slow.spawn().unwrap();
+    eventually("the merge has begun", || dir.join(".a.vhd.spile-job").exists());
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(slow.id() as i32), nix::sys::signal::Signal::SIGINT).unwrap();
+    let ended = slow.wait_with_output().unwrap();
+    assert_eq!(ended.status.code(), Some(130), "{ended:?}");
+    let found = serde_json::from_slice(&ended.stdout).unwrap();
+    assert_eq!(collected(&found), [is("deleted", "s2.vhd", "waits")]);
+    let jobs = json(dir, &["jobs"]);
+    let id = jobs["jobs"].as_array().unwrap().iter().find(|job| job["disk"] == "gc-again").unwrap()["id"].clone();
+    ok(dir, &["job", id.as_str().unwrap(), "rate", "1G"]);
+    let found = collected(&json(dir, &["gc", "."]));
+    // With luck the server had ended it before.
+    assert!(found.is_empty() || found.iter().all(|item| item.2 == "done"), "{found:?}");
+    assert_eq!(files(dir), ["a.vhd", "s1.vhd"]);
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn a_link_is_not_deleted_and_neither_is_what_it_leads_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-link");
+    fs::create_dir(dir.join("big")).unwrap();
+    fs::rename(dir.join("s2.vhd"), dir.join("big/s2.vhd")).unwrap();
+    std::os::unix::fs::symlink("big/s2.vhd", dir.join("s2.vhd")).unwrap();
+    assert!(fails(dir, 1, &["delete", "s2.vhd"]).contains("is a link to"));
+    assert!(dir.join("big/s2.vhd").exists());
+}
+
+#[test]
+fn no_clone_is_made_of_what_goes_or_is_half_merged() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-clones");
+    // As a kill leaves it between the second name and the new leaf's.
+    fs::copy(dir.join("a.vhd"), dir.join(".a.vhd.spile-new")).unwrap();
+    fs::hard_link(dir.join("a.vhd"), dir.join("s3.vhd")).unwrap();
+    assert!(fails(dir, 1, &["clone", "s3.vhd", "b.vhd"]).contains("broken off"));
+    assert!(!dir.join("b.vhd").exists());
+    fs::remove_file(dir.join("s3.vhd")).unwrap();
+    ok(dir, &["gc", "."]);
+    assert_eq!(files(dir), ["a.vhd", "s1.vhd", "s2.vhd"]);
+    let mut slow = spile();
+    slow.args(["coalesce", "a.vhd", "--rate", "256k"]).current_dir(dir).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut slow = slow.spawn().unwrap();
+    eventually("the merge has begun", || dir.join(".a.vhd.spile-job").exists());
+    slow.kill().unwrap();
+    slow.wait().unwrap();
+    assert!(fails(dir, 1, &["clone", "s2.vhd", "b.vhd"]).contains("a merge of"));
+    ok(dir, &["clone", "s1.vhd", "b.vhd"]);
 }

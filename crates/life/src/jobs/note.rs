@@ -208,6 +208,14 @@ impl Note {
         write_text(files, path, &self.to_text()?).await
     }
 
+    /// The note of `disk`, if there is one that is understood. Nothing is changed.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) async fn look<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
+        Ok(read_text(files, &names::job(disk)).await?.and_then(|text| Self::from_text(&text)))
+    }
+
     /// The note of `disk`, if there is one. What is left of one that was not written to its end is removed.
     ///
     /// # Errors

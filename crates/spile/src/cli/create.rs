@@ -9,10 +9,12 @@ use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, LayerInfo, OpenOptions, check_parents};
+use spile_life::base::refuse_unfit;
 use spile_server::new_file::folder_of;
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
+use super::gc::Host;
 use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say, space, text_of};
 use crate::disks;
 use crate::units::{format_size, parse_size};
@@ -151,6 +153,10 @@ impl Child {
         let layers = base.layers();
         let paths: Vec<_> = layers.iter().map(|layer| layer.path.as_path()).collect();
         check_place(&self.path, &paths, &self.options.allow_parents)?;
+        if layers[0].path.is_absolute() && !layers[0].path.starts_with("/dev") {
+            let host = Host::new();
+            refuse_unfit(&host.tools(), &layers[0].path, &host.beside(&layers[0].path).await?).await?;
+        }
         let size_bytes = self.size_bytes.unwrap_or(layers[0].virtual_bytes);
         let parent = Some(new_parent(&self.path, &layers[0])?);
         let new = NewImage { size_bytes, subformat: self.subformat.clone(), parent, unit_bytes: None };

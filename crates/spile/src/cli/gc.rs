@@ -4,6 +4,7 @@
 //! ([`Gone`]), it is the same image still, and its only child is the same, too. What has been done is read off the folder in the end.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,19 +14,17 @@ use clap::Args;
 use nix::sys::signal::Signal;
 use serde::Serialize;
 use serde_json::json;
-use spile_core::{Disk as _, Error, ErrorKind, Files as _, Locator, OpenMode, Result, ResultExt};
+use spile_core::{Disk as _, Env, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
-use spile_image::layer::Identity;
-use spile_image::{Format, Graph, LayerInfo, OpenOptions, describe};
-use spile_life::gone::Gone;
-use spile_life::jobs::{Note, Plan, Wishes};
-use spile_life::{merge, names};
+use spile_image::{Graph, OpenOptions};
+use spile_life::gc::{self, Kind, Tools, deleted_parent, tidy};
+use spile_life::jobs::{Plan, Wishes};
 use spile_node::Node;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::family;
 use spile_server::jobs::{self, Access};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
-use spile_server::serving::api::types::{Failure, Job};
+use spile_server::serving::api::types::{Failure, Job, JobList};
 use spile_server::serving::jobs::{DiskJob, What};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
@@ -100,8 +99,8 @@ pub fn run(args: &GcArgs) -> Result<Exit> {
     if !args.dry_run {
         let told = ending.clone();
         signals.on_first(move |_| told.end());
-        let failures = work_on_all(&found, args.rate, &ending);
-        found.iter_mut().for_each(|item| item.judge(&failures));
+        let troubles = work_on_all(&found, args.rate, &ending);
+        found.iter_mut().for_each(|item| item.judge(&troubles));
     }
     let has_failed = found.iter().any(|item| item.state == "failed");
     let collected = Collected { found };
@@ -167,242 +166,191 @@ impl Ending {
 }
 
 impl Found {
-    fn new(kind: &str, path: &Path, disk: Option<&Path>) -> Self {
-        let text = |path: &Path| path.display().to_string();
+    fn new(found: gc::Found) -> Self {
+        let used = |path: &Path| disks::used_bytes(path).unwrap_or(0);
+        let (kind, frees_at_most_bytes) = match (found.kind, &found.disk) {
+            (Kind::Deleted, Some(leaf)) if found.why.is_none() => ("deleted", used(&found.path).min(used(leaf))),
+            (Kind::Deleted, _) => ("deleted", 0),
+            (Kind::Job, _) => ("job", 0),
+            (Kind::HalfMade, _) => ("half-made", used(&found.path)),
+            (Kind::StaleNote, _) => ("stale-note", 0),
+        };
+        let text = |path: PathBuf| path.display().to_string();
         Self {
             kind: kind.to_owned(),
-            path: text(path),
-            disk_path: disk.map(text),
-            frees_at_most_bytes: 0,
+            path: text(found.path),
+            disk_path: found.disk.map(text),
+            frees_at_most_bytes,
             state: "found".to_owned(),
-            reason: None,
+            reason: found.why,
         }
     }
 
-    /// Says what has become of it: by what is left in the folder, and by what has failed with its disk.
-    fn judge(&mut self, failures: &BTreeMap<String, String>) {
-        let failure = self.disk_path.as_ref().and_then(|disk| failures.get(disk));
-        let state = match (Path::new(&self.path).exists(), failure) {
-            (false, _) => "done",
-            (true, Some(failure)) => {
-                self.reason = Some(failure.clone());
-                "failed"
-            }
-            (true, None) => "waits",
+    /// Says what has become of it: by what is left in the folder, and by what was met at its disk.
+    fn judge(&mut self, troubles: &BTreeMap<String, Trouble>) {
+        let is_gone = || matches!(std::fs::symlink_metadata(&self.path), Err(e) if e.kind() == io::ErrorKind::NotFound);
+        let (state, reason) = match self.disk_path.as_ref().and_then(|disk| troubles.get(disk)) {
+            _ if is_gone() => ("done", None),
+            Some(Trouble::Failed(why)) => ("failed", Some(why.clone())),
+            Some(Trouble::Waits(why)) => ("waits", Some(self.reason.take().unwrap_or_else(|| why.clone()))),
+            None => ("waits", Some(self.reason.take().unwrap_or_else(|| "it has changed meanwhile".to_owned()))),
         };
-        if state == "done" {
-            self.reason = None;
-        }
-        self.state = state.to_owned();
+        (self.state, self.reason) = (state.to_owned(), reason);
     }
+}
+
+/// What keeps a disk from being worked on to the end.
+enum Trouble {
+    /// It waits, and nothing is wrong.
+    Waits(String),
+    /// It has failed.
+    Failed(String),
 }
 
 /// What the folder holds that there is something to do for.
 fn look(folder: &Path) -> Result<Vec<Found>> {
-    let entries = std::fs::read_dir(folder).map_err(|e| Error::io("list", e)).at_path(folder)?;
-    let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
-    paths.sort();
+    let folder = folder.to_owned();
     on_engine(move || async move {
-        let mut found = Vec::new();
-        for path in paths {
-            let Some(disk) = names::disk_of(&path) else { continue };
-            if path == names::new_leaf(&disk) {
-                found.push(half_made(&path, &disk));
-            } else if path == names::job(&disk) {
-                found.push(Found::new("job", &path, Some(&disk)));
-            } else if names::is_gone(&path) {
-                found.push(deleted(&path, &disk).await?);
-            }
-        }
-        Ok(found)
+        let paths = family::files_in(&folder).await?;
+        let host = Host::new();
+        Ok(gc::look(&host.tools(), &paths).await.into_iter().map(Found::new).collect())
     })
 }
 
-fn half_made(path: &Path, disk: &Path) -> Found {
-    let mut found = Found::new("half-made", path, disk.exists().then_some(disk));
-    found.frees_at_most_bytes = disks::used_bytes(path).unwrap_or(0);
-    if !disk.exists() {
-        found.reason = Some("its disk is gone: nobody can tell whether the file is of use".to_owned());
+/// The files and the clock of this host.
+pub(super) struct Host {
+    files: HostFiles,
+    asking: HostFiles,
+    env: Arc<dyn Env>,
+}
+
+impl Host {
+    pub(super) fn new() -> Self {
+        let files = HostFiles::new(OsFiles::new(CacheMode::Page));
+        let asking = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
+        Self { files, asking, env: Arc::new(OsEnv) }
     }
-    found
+
+    pub(super) fn tools(&self) -> Tools<'_, HostFiles> {
+        Tools { files: &self.files, asking: &self.asking, env: &self.env, broken: gc::Broken::Nothing }
+    }
+
+    /// The files of the folder of `image`, a whole path.
+    pub(super) async fn beside(&self, image: &Path) -> Result<Vec<PathBuf>> {
+        family::files_in(image.parent().unwrap_or(Path::new("/"))).await
+    }
+
+    /// Removes the note of `image` when it says nothing.
+    async fn tidy(&self, image: &Path) -> Result<()> {
+        tidy(&self.tools(), &self.beside(image).await?, image).await
+    }
 }
 
-async fn deleted(note: &Path, image: &Path) -> Result<Found> {
-    Ok(match verdict(image).await? {
-        Verdict::Merge(leaf) => {
-            let used = |path: &Path| disks::used_bytes(path).unwrap_or(0);
-            let mut found = Found::new("deleted", image, Some(&leaf));
-            found.frees_at_most_bytes = used(image).min(used(&leaf));
-            found
-        }
-        Verdict::Stale => Found::new("stale-note", note, Some(image)),
-        Verdict::Waits(reason, leaf) => Found { reason: Some(reason), ..Found::new("deleted", image, leaf.as_deref()) },
-    })
-}
-
-/// What is to be done with an image that was deleted while it had a child.
-enum Verdict {
-    /// Its only child, the leaf of this disk, is merged into it.
-    Merge(PathBuf),
-    /// The image is gone, or is another one by now.
-    Stale,
-    /// Nothing, for this reason. The disk is the one whose end may change that.
-    Waits(String, Option<PathBuf>),
-}
-
-/// Judges the image, which has a note.
-async fn verdict(image: &Path) -> Result<Verdict> {
-    let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
-    let identity = match described(image, None).await {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Verdict::Stale),
-        described => described?.identity,
+/// Does all that was found. Returns what was met, by the path of the disk.
+fn work_on_all(found: &[Found], rate: Option<u64>, ending: &Ending) -> BTreeMap<String, Trouble> {
+    let paths = |is_note: bool| {
+        let items = found.iter().filter(move |item| (item.kind == "stale-note") == is_note);
+        items.filter_map(|item| item.disk_path.clone()).collect::<BTreeSet<_>>()
     };
-    let Some(gone) = Gone::read(&files, image).await? else {
-        let why = "the note beside it is not whole, or of another version: delete it again";
-        return Ok(Verdict::Waits(why.to_owned(), None));
-    };
-    if identity != Some(gone.identity) {
-        return Ok(Verdict::Stale);
+    let mut troubles = BTreeMap::new();
+    for image in paths(true) {
+        let at = PathBuf::from(&image);
+        let tidied = on_engine(move || async move { Host::new().tidy(&at).await });
+        troubles.extend(tidied.err().map(|error| (image, Trouble::Failed(error.to_string()))));
     }
-    let children = family::children_of(image).await?;
-    let shown = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    match &children[..] {
-        // The child may have moved, or cannot be read now: that nothing is found proves nothing.
-        [] => {
-            let why = "no child of it is in this folder any more: delete it again if nobody needs it";
-            Ok(Verdict::Waits(why.to_owned(), None))
-        }
-        [child] if described(child, None).await?.identity != Some(gone.child) => {
-            let why =
-                format!("its child was another one when it was deleted, and is {} now: delete it again", shown(child));
-            Ok(Verdict::Waits(why, None))
-        }
-        [child] => match &family::children_of(child).await?[..] {
-            [] => Ok(Verdict::Merge(child.clone())),
-            [next, ..] => {
-                let why = format!("its child {} is a parent itself, and keeps its name", shown(child));
-                Ok(Verdict::Waits(why, Some(leaf_above(next).await?)))
-            }
-        },
-        several => {
-            let names: Vec<_> = several.iter().map(|child| shown(child)).collect();
-            Ok(Verdict::Waits(format!("it has several children now: {}", names.join(", ")), None))
-        }
-    }
-}
-
-/// A leaf that needs the image.
-async fn leaf_above(image: &Path) -> Result<PathBuf> {
-    let mut leaf = image.to_owned();
-    for _ in 0..spile_image::MAX_LAYERS {
-        match family::children_of(&leaf).await?.into_iter().next() {
-            Some(child) => leaf = child,
-            None => break,
-        }
-    }
-    Ok(leaf)
-}
-
-/// What there is to know of one image without its parents.
-async fn described(image: &Path, format: Option<Format>) -> Result<LayerInfo> {
-    let files = OsFiles::new(CacheMode::Page).without_locks(true);
-    Ok(describe(&files, Arc::new(OsEnv), Locator::from(image), format).await?.layer)
-}
-
-/// Does all that was found. Returns what has failed, by the path of the disk.
-fn work_on_all(found: &[Found], rate: Option<u64>, ending: &Ending) -> BTreeMap<String, String> {
-    let disks: BTreeSet<_> = found.iter().filter_map(|item| item.disk_path.clone()).collect();
-    let (queue, failures) = (Mutex::new(disks.into_iter()), Mutex::new(BTreeMap::new()));
+    let (queue, troubles) = (Mutex::new(paths(false).into_iter()), Mutex::new(troubles));
     std::thread::scope(|scope| {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
-                while !ending.is_told() {
+                loop {
                     let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                     let Some(disk) = next else { break };
-                    if let Err(error) = work_on(Path::new(&disk), rate, ending) {
-                        let error = error.to_string();
-                        failures.lock().unwrap_or_else(PoisonError::into_inner).insert(disk, error);
-                    }
+                    let trouble = work_on(Path::new(&disk), rate, ending);
+                    let mut troubles = troubles.lock().unwrap_or_else(PoisonError::into_inner);
+                    troubles.extend(trouble.map(|trouble| (disk, trouble)));
                 }
             });
         }
     });
-    failures.into_inner().unwrap_or_else(PoisonError::into_inner)
+    troubles.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Does what there is to do for one disk.
-fn work_on(disk: &Path, rate: Option<u64>, ending: &Ending) -> Result<()> {
-    let at = disk.to_owned();
-    if on_engine(move || async move { tidy(&at).await })? {
-        return Ok(());
+/// Does what there is to do for one disk. Returns what was met.
+fn work_on(disk: &Path, rate: Option<u64>, ending: &Ending) -> Option<Trouble> {
+    let ended = || Some(Trouble::Waits("gc was ended before; the same command goes on".to_owned()));
+    if ending.is_told() {
+        return ended();
     }
-    match find(disk)? {
-        Some((server, name)) => by_server(disk, &server, &name, rate, ending),
-        None => {
+    let (done, of_server) = match find(disk) {
+        Ok(Some((server, name))) => (by_server(disk, &server, &name, rate, ending), true),
+        Ok(None) => {
             let (at, ending) = (disk.to_owned(), ending.clone());
-            on_engine(move || async move { by_itself(&at, rate, &ending).await })
+            (on_engine(move || async move { by_itself(&at, rate, &ending).await }), false)
         }
+        Err(error) => (Err(error), false),
+    };
+    match done {
+        Ok(()) if of_server => Some(Trouble::Waits("the disk's server goes on with it".to_owned())),
+        Ok(()) => None,
+        Err(error) if error.kind() == ErrorKind::Shutdown && ending.is_told() => ended(),
+        // Somebody uses the disk, or does something else with it.
+        Err(error) if error.kind() == ErrorKind::Busy => Some(Trouble::Waits(error.to_string())),
+        Err(error) => Some(Trouble::Failed(error.to_string())),
     }
-}
-
-/// Removes a note that says nothing. True when nothing else is to be done.
-async fn tidy(image: &Path) -> Result<bool> {
-    let files = HostFiles::new(OsFiles::new(CacheMode::Page));
-    if files.canonical(&names::gone(image)).await.is_err() {
-        return Ok(false);
-    }
-    match verdict(image).await? {
-        Verdict::Stale => {}
-        Verdict::Merge(_) | Verdict::Waits(..) => return Ok(false),
-    }
-    Gone::remove(&files, image).await?;
-    Ok(!image.exists())
-}
-
-/// The deleted parent that the disk at `disk`, a leaf, is to be merged into.
-async fn deleted_parent(disk: &Path) -> Result<Option<PathBuf>> {
-    let files = OsFiles::new(CacheMode::Page).without_locks(true);
-    let Some(format) = Format::from_extension(disk) else { return Ok(None) };
-    let store = spile_core::Files::open(&files, &disk.into(), OpenMode::ReadOnly).await?;
-    let Some(named) = format.named_parent(&store).await? else { return Ok(None) };
-    drop(store);
-    let folder = disk.parent().unwrap_or(Path::new("/"));
-    for name in named.names {
-        let Ok(parent) = files.canonical(&folder.join(name)).await else { continue };
-        if files.canonical(&names::gone(&parent)).await.is_err() {
-            return Ok(None);
-        }
-        let is_meant = matches!(verdict(&parent).await?, Verdict::Merge(leaf) if leaf == disk);
-        return Ok(is_meant.then_some(parent));
-    }
-    Ok(None)
 }
 
 /// Has the server of a disk merge it into its deleted parents, one after the other.
 fn by_server(disk: &Path, server: &Path, name: &str, rate: Option<u64>, ending: &Ending) -> Result<()> {
     loop {
         let at = disk.to_owned();
-        let Some(parent) = on_engine(move || async move { deleted_parent(&at).await })? else { return Ok(()) };
-        let order = json!({ "disk": name, "kind": "coalesce", "into": parent, "limit_bytes_per_s": rate });
-        let mut job: Job = typed(call(server, "POST", "/v1/jobs", Some(&order), CHANGE_PATIENCE)?)?;
-        while matches!(job.state.as_str(), "running" | "paused") {
-            if job.state == "paused" {
-                let error = Error::new(ErrorKind::Busy, format!("its job {} was paused", job.id));
-                return Err(error.at_path(disk).hint(format!("spile job {} resume", job.id)));
+        let parent = on_engine(move || async move {
+            let host = Host::new();
+            deleted_parent(&host.tools(), &host.beside(&at).await?, &at).await
+        })?;
+        let Some(parent) = parent else { return Ok(()) };
+        let job = match running(server, name, disk)? {
+            // An earlier gc has begun it.
+            Some(job) => job,
+            None => {
+                let order = json!({ "disk": name, "kind": "coalesce", "into": parent, "limit_bytes_per_s": rate });
+                typed(call(server, "POST", "/v1/jobs", Some(&order), CHANGE_PATIENCE)?)?
             }
-            // The server goes on with it.
-            if ending.is_told() {
-                return Ok(());
-            }
-            std::thread::sleep(LOOK_EVERY);
-            job = ask(server, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE)?;
+        };
+        if !follow(server, job, disk, ending)? {
+            return Ok(());
         }
-        match (&job.error, job.state.as_str()) {
-            (Some(error), _) => return Err(Failure { error: error.clone() }.into_error()),
-            (None, "done") => {}
-            (None, state) => return Err(Error::new(ErrorKind::Shutdown, format!("the merge was {state}"))),
+        on_engine(move || async move { Host::new().tidy(&parent).await })?;
+    }
+}
+
+/// The merge of the leaf of the disk `name`, which lies at `disk`, that its server has begun and not ended.
+fn running(server: &Path, name: &str, disk: &Path) -> Result<Option<Job>> {
+    let jobs: JobList = ask(server, "GET", "/v1/jobs", LOOK_PATIENCE)?;
+    let is_leaf = |layer: &Option<String>| layer.as_ref().is_some_and(|layer| Path::new(layer) == disk);
+    Ok(jobs.jobs.into_iter().find(|job| {
+        let is_under_way = matches!(job.state.as_str(), "running" | "paused");
+        is_under_way && job.disk == name && job.kind == "coalesce" && is_leaf(&job.layer)
+    }))
+}
+
+/// Waits until the server's job is done. False when this command was told to end before: the server goes on.
+fn follow(server: &Path, mut job: Job, disk: &Path, ending: &Ending) -> Result<bool> {
+    while matches!(job.state.as_str(), "running" | "paused") {
+        if job.state == "paused" {
+            let error = Error::new(ErrorKind::Busy, format!("its job {} was paused", job.id));
+            return Err(error.at_path(disk).hint(format!("spile job {} resume", job.id)));
         }
-        on_engine(move || async move { tidy(&parent).await })?;
+        if ending.is_told() {
+            return Ok(false);
+        }
+        std::thread::sleep(LOOK_EVERY);
+        job = ask(server, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE)?;
+    }
+    match (&job.error, job.state.as_str()) {
+        (Some(error), _) => Err(Failure { error: error.clone() }.into_error()),
+        (None, "done") => Ok(true),
+        // Somebody has cancelled it, or the server ends and the next one goes on.
+        (None, state) => Err(Error::new(ErrorKind::Busy, format!("its job {} was {state}", job.id)).at_path(disk)),
     }
 }
 
@@ -412,48 +360,15 @@ async fn by_itself(disk: &Path, rate: Option<u64>, ending: &Ending) -> Result<()
     let checkpoints = Checkpoints::none(Access::default());
     checkpoints.open(&graph).await?;
     let node = Node::new(graph);
-    let done = finish_and_merge(&node, disk, rate, ending).await;
+    let host = Host::new();
+    let run = async |plan, wishes: Wishes| run_job(&node, plan, rate.or(wishes.limit_bytes_per_s), ending).await;
+    let done = gc::collect(&host.tools(), &node, async || host.beside(disk).await, run).await;
     let graph = node.graph().await;
     let closed = node.close().await;
     if closed.is_ok() {
         checkpoints.close(&graph).await;
     }
     done.and(closed)
-}
-
-async fn finish_and_merge(
-    node: &Node<Graph<HostStore>>,
-    disk: &Path,
-    rate: Option<u64>,
-    ending: &Ending,
-) -> Result<()> {
-    let left = jobs::left(&*node.graph().await).await?;
-    if let Some(Note { plan, wishes }) = left {
-        refuse_other(&plan, wishes.is_paused).map_err(|error| error.at_path(disk))?;
-        run_job(node, plan, rate.or(wishes.limit_bytes_per_s), ending).await?;
-    }
-    while let Some(parent) = deleted_parent(disk).await? {
-        let graph = node.graph().await;
-        if graph.handles().get(1).is_none_or(|layer| layer.path() != parent) {
-            return Ok(());
-        }
-        let merge = Plan::Coalesce(merge::plan(&graph, None)?);
-        drop(graph);
-        run_job(node, merge, rate, ending).await?;
-        tidy(&parent).await?;
-    }
-    Ok(())
-}
-
-/// Refuses to go on with what its user has paused, and with what takes a disk elsewhere.
-fn refuse_other(plan: &Plan, is_paused: bool) -> Result<()> {
-    let error = match plan {
-        _ if is_paused => Error::new(ErrorKind::Busy, "the job was paused").hint("serve the disk, and resume the job"),
-        Plan::Coalesce(_) | Plan::Flatten => return Ok(()),
-        other => Error::new(ErrorKind::Busy, format!("a {} of the disk was broken off", other.kind()))
-            .hint("serve the disk, and it goes on; or begin the same once more"),
-    };
-    Err(error)
 }
 
 async fn run_job(
@@ -466,32 +381,4 @@ async fn run_job(
     let job = DiskJob::new(What::Images(plan.clone()), wishes);
     ending.add(&job);
     jobs::run(node, Access::default(), job.job(), &plan).await
-}
-
-/// Marks `image` as one that goes when it can be merged with `child`, the only one that it has.
-///
-/// # Errors
-/// `Unsupported` when that could never be done; the storage's.
-pub(super) async fn mark(image: &Path, format: Option<Format>, child: &Path) -> Result<()> {
-    let (parent, leaf) = (described(image, format).await?, described(child, None).await?);
-    let refuse = |why: String| {
-        let hint =
-            format!("spile flatten {0}, and then delete this; or merge {0} by hand: spile coalesce", child.display());
-        Err(Error::new(ErrorKind::Unsupported, why).at_path(image).hint(hint))
-    };
-    let (Some(identity), Some(child_identity)) = (parent.identity, leaf.identity) else {
-        return refuse(format!("a {} image cannot take the name of its child {}", parent.format, child.display()));
-    };
-    if parent.format != leaf.format {
-        return refuse(format!("a {} image cannot take the name of {}", parent.format, child.display()));
-    }
-    if parent.virtual_bytes > leaf.virtual_bytes {
-        return refuse(format!(
-            "it is longer than its child {}, which hides what lies behind its end",
-            child.display()
-        ));
-    }
-    let files = HostFiles::new(OsFiles::new(CacheMode::Page));
-    let child: Identity = child_identity;
-    Gone { identity, child }.write(&files, image).await
 }

@@ -5,20 +5,20 @@ use std::sync::Arc;
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Disk as _, Error, ErrorKind, Files as _, Locator, Result, ResultExt};
+use spile_core::{Error, ErrorKind, Files as _, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions, check_new_child};
-use spile_life::gone::Gone;
-use spile_life::names;
+use spile_life::delete;
+use spile_life::gc::Family;
 use spile_life::revert::revert;
-use spile_life::snapshot::{Made, Plan, prepare, refuse_job, take_back};
+use spile_life::snapshot::{Made, Plan, prepare, take_back};
 use spile_server::family;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::create::new_parent;
-use super::gc;
+use super::gc::Host;
 use super::snapshot::find;
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, say};
 use crate::disks;
@@ -206,13 +206,16 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     let used_bytes = disks::used_bytes(&args.disk).unwrap_or(0);
     let (disk, format) = (args.disk.clone(), args.format);
     let (path, child) = on_engine(move || async move {
-        match &family::children_of(&disk).await?[..] {
-            [child] => {
-                let path = OsFiles::default().canonical(&disk).await?;
-                gc::mark(&path, format, child).await.map(|()| (path, Some(child.clone())))
-            }
-            _ => remove(at, options).await.map(|path| (path, None)),
+        let (host, path) = (Host::new(), whole_path(&disk).await?);
+        let list = async || host.beside(&path).await;
+        let family = Family::ask(&host.tools(), &list().await?).await;
+        if let [child] = family.children_of(&path)? {
+            delete::mark(&host.tools(), &path, format, child).await?;
+            return Ok((path, Some(child.clone())));
         }
+        let graph = disks::open_keeping(CacheMode::Page, &at, &options).await?;
+        let removed = delete::remove(&host.tools(), &graph, list).await?;
+        Ok((removed, None))
     })?;
     let freed_bytes = if child.is_some() { 0 } else { used_bytes };
     let child_path = child.map(|child| child.display().to_string());
@@ -227,23 +230,19 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     Ok(Exit::Ok)
 }
 
-/// Removes an image that no other one needs. Returns its path.
-pub(super) async fn remove(at: Locator, options: OpenOptions) -> Result<PathBuf> {
-    let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(options.no_lock));
-    let options = OpenOptions { read_only: false, write_parent: true, ..options };
-    let graph = disks::open_keeping(CacheMode::Page, &at, &options).await?;
-    let path = graph.handles()[0].path().to_owned();
-    refuse_job(&files, &path).await?;
-    family::refuse_lost_parent(&path).await.map_err(|error| {
-        error.hint("merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family")
-    })?;
-    graph.close().await?;
-    // The checkpoints first: another disk that gets this path has none of its own.
-    match files.remove(&names::changes(&path)).await {
-        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-        _ => {}
+/// The path of an image without links in its folders.
+///
+/// # Errors
+/// `InvalidInput` when the image itself is a link: other images may name it by that. The system's.
+async fn whole_path(image: &Path) -> Result<PathBuf> {
+    let path = OsFiles::default().canonical(image).await?;
+    let is_link = std::fs::symlink_metadata(image).is_ok_and(|stat| stat.is_symlink());
+    match is_link {
+        true => {
+            let what = format!("it is a link to {}, and images beside either may need it", path.display());
+            let hint = "look which images name it (spile tree, in both folders), then delete the file that it leads to";
+            Err(Error::new(ErrorKind::InvalidInput, what).at_path(image).hint(hint))
+        }
+        false => Ok(path),
     }
-    files.remove(&path).await?;
-    Gone::remove(&files, &path).await?;
-    Ok(path)
 }

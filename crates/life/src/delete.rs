@@ -1,0 +1,68 @@
+//! An image that its user does not need any more: one without a child goes at once, one with a child is marked ([`crate::gone`]).
+
+use std::path::{Path, PathBuf};
+
+use spile_core::{Disk, Error, ErrorKind, Files, Result};
+use spile_image::layer::Layer as _;
+use spile_image::{Format, Graph};
+
+use crate::gc::{Broken, Family, Tools, described};
+use crate::gone::Gone;
+use crate::names;
+use crate::snapshot::{refuse_job, remove_if_there};
+
+/// Marks `image` as one that goes when it can be merged with `child`, the only one that it has. It may be in use.
+///
+/// # Errors
+/// `Unsupported` when that could never be done; the storage's.
+pub async fn mark<F: Files>(tools: &Tools<'_, F>, image: &Path, format: Option<Format>, child: &Path) -> Result<()> {
+    let (parent, leaf) = (described(tools, image, format).await?, described(tools, child, None).await?);
+    let refuse = |why: String| {
+        let child = child.display();
+        let hint = format!("spile flatten {child}, and then delete this; or merge {child} by hand: spile coalesce");
+        Err(Error::new(ErrorKind::Unsupported, why).at_path(image).hint(hint))
+    };
+    let (Some(identity), Some(child_identity)) = (parent.identity, leaf.identity) else {
+        return refuse(format!("a {} image cannot take the name of its child {}", parent.format, child.display()));
+    };
+    if parent.format != leaf.format {
+        return refuse(format!("a {} image cannot take the name of {}", parent.format, child.display()));
+    }
+    if parent.virtual_bytes > leaf.virtual_bytes {
+        let child = child.display();
+        return refuse(format!("it is longer than its child {child}, which hides what lies behind its end"));
+    }
+    Gone { identity, child: child_identity }.write(tools.files, image).await
+}
+
+/// Removes the image whose disk `graph` is. It is open for writing here, and nowhere else: so nobody makes a child of it meanwhile. `list`
+/// gives the files of its folder. Returns its path.
+///
+/// # Errors
+/// `Busy` while a job on it is not finished; `Denied` when another image needs it, or cannot be asked; the storage's. The image is whole
+/// then, but for its checkpoints.
+pub async fn remove<F: Files>(
+    tools: &Tools<'_, F>,
+    graph: &Graph<F::Store>,
+    list: impl AsyncFn() -> Result<Vec<PathBuf>>,
+) -> Result<PathBuf> {
+    let (files, leaf) = (tools.files, &graph.handles()[0]);
+    let path = leaf.path().to_owned();
+    refuse_job(files, &path).await?;
+    if let Some(child) = Family::ask(tools, &list().await?).await.children_of(&path)?.first() {
+        let what = format!("{} is a child of this image, and would be of no use without it", child.display());
+        let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";
+        return Err(Error::new(ErrorKind::Denied, what).at_path(&path).hint(hint));
+    }
+    graph.close().await?;
+    // The checkpoints first: another disk that gets this path has none of its own.
+    remove_if_there(files, &names::changes(&path)).await?;
+    if !files.is_at(leaf.image().store(), &path).await? {
+        return Err(Error::new(ErrorKind::NotFound, "the image is not at its path any more").at_path(&path));
+    }
+    files.remove(&path).await?;
+    if tools.broken != Broken::AnyMark {
+        Gone::remove(files, &path).await?;
+    }
+    Ok(path)
+}
