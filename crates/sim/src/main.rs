@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use spile_sim::backup::{self, BackupSummary, run_backup};
 use spile_sim::changes::{self, ChangesSummary, run_changes};
 use spile_sim::explore::{Finding, Options};
+use spile_sim::gc::{self, GcSummary, run_gc};
 use spile_sim::image::{Image, Kind};
 use spile_sim::live::{Broken, LiveSummary, run_live};
 use spile_sim::merge::{self, MergeSummary, run_merge};
@@ -22,6 +23,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --kind KIND      raw, fixed, dynamic or chain (default: the seed decides)
   --exchange       snapshots of one or several disks are made under load; on one thread
   --merge          layers are merged and leaves flattened under load; on one thread
+  --gc             images are deleted, cloned and collected, under load and not; on one thread
   --move           disks are moved under load; on one thread
   --changes        changed blocks are tracked under load, checkpoints made and removed; on one thread
   --backup         disks are backed up at one point in time under load; on one thread
@@ -43,6 +45,7 @@ struct Arguments {
     motion: bool,
     changes: bool,
     backup: bool,
+    gc: bool,
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
@@ -63,6 +66,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
         motion,
         changes,
         backup,
+        gc: false,
     };
     while let Some(word) = words.next() {
         let mut number = || -> Result<u64, String> {
@@ -80,6 +84,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--changes" => arguments.changes = true,
             "--backup" => arguments.backup = true,
             "--merge" => arguments.merge = true,
+            "--gc" => arguments.gc = true,
             "--move" => arguments.motion = true,
             "--kind" => {
                 let name = words.next().unwrap_or_default();
@@ -136,6 +141,16 @@ fn run_merges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
     code
 }
 
+fn run_collections(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
+    let mut all = GcSummary::default();
+    let run = |seed| run_gc(seed, gc::Broken::Nothing, arguments.trace);
+    let code = each_seed(seeds, arguments, run, |one| all += one);
+    let GcSummary { marked, removed, cloned, snapshots, merged, busy, resumed, .. } = all;
+    println!("{marked} images marked, {removed} removed, {cloned} clones and {snapshots} snapshots made");
+    println!("{merged} marked images merged away, {busy} of them under load; {resumed} merges went on after a crash");
+    code
+}
+
 fn run_moves(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
     let mut all = MotionSummary::default();
     let run = |seed| run_motion(seed, merge::Broken::Nothing, arguments.trace);
@@ -183,6 +198,9 @@ fn run(arguments: &Arguments) -> ExitCode {
     }
     if arguments.merge {
         return run_merges(seeds, arguments);
+    }
+    if arguments.gc {
+        return run_collections(seeds, arguments);
     }
     if arguments.motion {
         return run_moves(seeds, arguments);

@@ -76,9 +76,11 @@ impl Host {
     }
 
     /// Opens a disk as a server does, now and then with a snapshot first. No other process works yet.
-    pub(super) async fn serve(&self, rng: &mut Rng) -> Served {
+    pub(super) async fn serve(&self, rng: &mut Rng) -> Option<Served> {
         let leaves = self.leaves().await;
-        assert!(!leaves.is_empty(), "there is no disk any more");
+        if leaves.is_empty() {
+            return None;
+        }
         let (disk, files) = (rng.pick(&leaves).clone(), self.files());
         let opened = self.open(&files, &disk, false).await;
         let mut graph = opened.unwrap_or_else(|error| panic!("{} does not open: {error:?}", disk.display()));
@@ -101,7 +103,7 @@ impl Host {
             graph = new;
         }
         graph.begin();
-        Served { disk, node: Arc::new(Node::new(graph)), files }
+        Some(Served { disk, node: Arc::new(Node::new(graph)), files })
     }
 
     /// Deletes images and makes clones, as commands do.
