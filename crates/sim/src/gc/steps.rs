@@ -108,8 +108,8 @@ impl Host {
 
     /// Deletes images and makes clones, as commands do.
     pub(super) async fn delete_and_clone(self: Rc<Self>, mut rng: Rng, mostly_deletes: bool) {
-        for _ in 0..rng.between(1, 3) {
-            pause(&mut rng, 200).await;
+        for _ in 0..rng.between(1, 6) {
+            pause(&mut rng, 100).await;
             match rng.chance(if mostly_deletes { 3 } else { 1 }, 4) {
                 true => self.delete_one(&mut rng).await,
                 false => self.clone_one(&mut rng).await,

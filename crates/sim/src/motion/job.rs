@@ -76,6 +76,7 @@ impl Host {
         if rng.chance(1, 2) {
             crate::exec::spawn_beside(Box::pin(meddle(job.clone(), Rng::new(rng.word()))));
         }
+        crate::exec::spawn_beside(Box::pin(self.clone().watch(job.clone())));
         let (files, env, timer): (_, Arc<dyn Env>, _) = (self.world.files(), self.world.env(), Turns::default());
         let work = Work {
             files: &files,
@@ -119,6 +120,17 @@ impl Host {
         }
         self.check_note(&at, job.state()).await;
         job.state()
+    }
+
+    /// Looks whether a hand-over of the job is put off.
+    async fn watch(self: Rc<Self>, job: Arc<Job>) {
+        let mut is_put_off = false;
+        while !job.state().is_over() && !is_put_off {
+            turns(8).await;
+            let trouble = job.report().motion.and_then(|motion| motion.trouble);
+            is_put_off = trouble.is_some_and(|trouble| trouble.contains("put off"));
+        }
+        self.count(|summary| summary.put_off += u64::from(is_put_off));
     }
 
     /// The note is there exactly when the next process is to go on.

@@ -75,6 +75,8 @@ pub struct MotionSummary {
     pub found: u64,
     /// Disks of which a hand-over was taken back by the next process.
     pub taken_back: u64,
+    /// Jobs of which a hand-over was put off, because guests or the new place were too slow.
+    pub put_off: u64,
     /// Jobs that went on after a crash.
     pub resumed: u64,
     /// Jobs that were cancelled, or failed by a fault.
@@ -88,6 +90,7 @@ impl std::ops::AddAssign for MotionSummary {
         self.busy += other.busy;
         self.found += other.found;
         self.taken_back += other.taken_back;
+        self.put_off += other.put_off;
         self.resumed += other.resumed;
         self.ended_early += other.ended_early;
     }

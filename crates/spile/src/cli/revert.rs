@@ -13,7 +13,6 @@ use spile_life::delete;
 use spile_life::gc::Family;
 use spile_life::revert::revert;
 use spile_life::snapshot::{Made, Plan, prepare, take_back};
-use spile_server::family;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
