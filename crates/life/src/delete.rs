@@ -6,7 +6,7 @@ use spile_core::{Disk, Error, ErrorKind, Files, Result};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph};
 
-use crate::gc::{Broken, Family, Tools, described};
+use crate::gc::{Family, Tools, described};
 use crate::gone::Gone;
 use crate::names;
 use crate::snapshot::{refuse_job, remove_if_there};
@@ -61,8 +61,6 @@ pub async fn remove<F: Files>(
         return Err(Error::new(ErrorKind::NotFound, "the image is not at its path any more").at_path(&path));
     }
     files.remove(&path).await?;
-    if tools.broken != Broken::AnyMark {
-        Gone::remove(files, &path).await?;
-    }
+    Gone::remove(files, &path).await?;
     Ok(path)
 }

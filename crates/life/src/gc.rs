@@ -26,20 +26,6 @@ pub struct Tools<'a, F: Files> {
     pub asking: &'a F,
     /// Clock and randomness.
     pub env: &'a Arc<dyn Env>,
-    /// A rule that the simulator breaks.
-    pub broken: Broken,
-}
-
-/// A rule that the simulator breaks on purpose.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Broken {
-    /// None.
-    #[default]
-    Nothing,
-    /// An image that cannot be read counts as nobody's child.
-    UnreadIsNobodys,
-    /// A mark counts for whatever image has the name, and stays when its image goes.
-    AnyMark,
 }
 
 /// Who is whose child among the images of a folder. Only their names say which files are images: a guest can write what looks like one into
@@ -70,7 +56,6 @@ impl Family {
                 }
                 // An image that makes no sense cannot be used as a child either. What the storage does not give may be a child.
                 Err(error) if is_no_image(error.kind()) => {}
-                Err(_) if tools.broken == Broken::UnreadIsNobodys => {}
                 Err(error) => family.unread = Some(error.at_path(path).to_string()),
             }
         }
@@ -133,7 +118,7 @@ impl Verdict {
 /// # Errors
 /// The storage's: then nothing is known.
 pub async fn verdict<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) -> Result<Verdict> {
-    let (asking, is_any) = (tools.asking, tools.broken == Broken::AnyMark);
+    let asking = tools.asking;
     let identity = match described(tools, image, None).await {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Verdict::Stale),
         described => described?.identity,
@@ -141,7 +126,7 @@ pub async fn verdict<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Pa
     let Some(gone) = Gone::read(asking, image).await? else {
         return Ok(Verdict::waits("the note beside it is not whole, or of another version: delete it again"));
     };
-    if identity != Some(gone.identity) && !is_any {
+    if identity != Some(gone.identity) {
         return Ok(Verdict::Stale);
     }
     if asking.canonical(image).await? != image {
@@ -159,7 +144,7 @@ pub async fn verdict<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Pa
             return Ok(Verdict::waits(format!("it has several children now: {}", names.join(", "))));
         }
     };
-    if described(tools, child, None).await?.identity != Some(gone.child) && !is_any {
+    if described(tools, child, None).await?.identity != Some(gone.child) {
         let now = shown(child);
         let why = format!("its child was another one when it was deleted, and is {now} now: delete it again");
         return Ok(Verdict::waits(why));

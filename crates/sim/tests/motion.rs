@@ -13,7 +13,7 @@ fn three_hundred_seeds_find_nothing() {
     }
     println!("{all:?}");
     assert!(all.moved > 100 && all.busy > 60, "too little happened: {all:?}");
-    assert!(all.found > 0 && all.taken_back > 0, "no crash between the names, or right after them: {all:?}");
+    assert!(all.found > 10 && all.taken_back > 10, "no crash between the names, or right after them: {all:?}");
     assert!(all.put_off > 5, "no hand-over was put off: {all:?}");
     assert!(all.resumed > 30 && all.ended_early > 30, "too little happened: {all:?}");
 }

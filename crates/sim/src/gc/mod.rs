@@ -45,12 +45,8 @@ pub enum Broken {
     /// None.
     #[default]
     Nothing,
-    /// One of the collection's own.
-    Gc(spile_life::gc::Broken),
     /// The folder is asked for children before the image that is to go is locked.
     AskedBeforeLock,
-    /// The image that is to go is not locked.
-    NotLocked,
     /// The folder is asked for children only before a merge locks their parent.
     CloneBesideMerge,
 }
@@ -364,8 +360,7 @@ impl Host {
         asking: &'a SimFiles,
         env: &'a Arc<dyn spile_core::Env>,
     ) -> Tools<'a, SimFiles> {
-        let broken = if let Broken::Gc(broken) = self.broken { broken } else { spile_life::gc::Broken::Nothing };
-        Tools { files, asking, env, broken }
+        Tools { files, asking, env }
     }
 
     /// The files of the folder.

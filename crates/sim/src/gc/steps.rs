@@ -142,10 +142,12 @@ impl Host {
             }
             Err(error) => {
                 // Somebody else may have merged or removed what was deleted before.
-                let is_away = before != Fate::Kept;
+                // So may its child or a parent be that was asked for just before.
+                let is_others = error.kind() == ErrorKind::NotFound && error.path().is_some_and(|at| at != path);
+                let is_away = before != Fate::Kept || is_others;
                 let is_refusal = matches!(error.kind(), ErrorKind::Denied | ErrorKind::Busy);
                 assert!(is_refusal || is_away || self.has_faults(), "a delete failed without a fault: {error:?}");
-                if is_refusal {
+                if is_refusal || is_others {
                     self.set_fate(&path, before);
                 }
                 self.count(|summary| summary.refused += 1);
@@ -162,8 +164,7 @@ impl Host {
         if let [child] = Family::ask(&tools, &early).await.children_of(path)? {
             return delete::mark(&tools, path, None, child).await.map(|()| true);
         }
-        let opener = if self.broken == Broken::NotLocked { &asking } else { &files };
-        let graph = self.open(opener, path, false).await?;
+        let graph = self.open(&files, path, false).await?;
         let list = async || Ok(if self.broken == Broken::AskedBeforeLock { early.clone() } else { self.list() });
         delete::remove(&tools, &graph, list).await.map(|_| false)
     }

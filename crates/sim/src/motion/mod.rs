@@ -56,6 +56,8 @@ struct Host {
     begun: Cell<u64>,
     /// What the guest may read.
     oracle: Rc<RefCell<Oracle>>,
+    /// Draws where a life ends in the middle of a hand-over.
+    window_rng: RefCell<Rng>,
     faults_before: Cell<u64>,
     /// The life before had faults.
     had_faults: Cell<bool>,
@@ -128,6 +130,7 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
         to: RefCell::default(),
         begun: Cell::new(0),
         oracle: Rc::default(),
+        window_rng: RefCell::new(Rng::new(seed).split(81)),
         faults_before: Cell::new(0),
         had_faults: Cell::new(false),
         summary: Cell::default(),
@@ -248,13 +251,40 @@ impl Host {
         if life.requests > 0 {
             executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
         }
-        run(executor, limit)?;
+        self.run_to_window(executor, limit)?;
         let verify = Rng::new(rng.word());
         executor.spawn(async move {
             work.clone().verify(verify, true).await;
             work.close().await;
         });
         run(executor, limit)
+    }
+
+    /// Runs the work of a life. Now and then the process ends between the two names of a hand-over, or right after the second one, where chance
+    /// alone would seldom end it.
+    fn run_to_window(&self, executor: &mut Executor, limit: u64) -> Option<()> {
+        let (is_armed, is_between) = {
+            let mut rng = self.window_rng.borrow_mut();
+            (rng.chance(1, 4), rng.chance(1, 2))
+        };
+        if !is_armed {
+            return run(executor, limit);
+        }
+        loop {
+            let until = limit.min(executor.steps() + 2);
+            match executor.run(until) {
+                Ended::Done => return Some(()),
+                Ended::Stopped if until == limit || self.is_in_window(is_between) => return None,
+                Ended::Stopped => {}
+                Ended::Stuck => panic!("requests are left that nothing will wake"),
+            }
+        }
+    }
+
+    /// The disk has lost its old path to a hand-over, and has the new one or has it not yet.
+    fn is_in_window(&self, is_between: bool) -> bool {
+        let is_there = |path: &PathBuf| self.world.file_number(path).is_some();
+        !is_there(&self.at.borrow()) && self.to.borrow().as_ref().is_some_and(|to| is_there(to) != is_between)
     }
 
     /// Finds the disk as an operator would who knows the old path, and perhaps the new one, and opens it as a server does.

@@ -232,7 +232,7 @@ impl Host {
     }
 
     pub(super) fn tools(&self) -> Tools<'_, HostFiles> {
-        Tools { files: &self.files, asking: &self.asking, env: &self.env, broken: gc::Broken::Nothing }
+        Tools { files: &self.files, asking: &self.asking, env: &self.env }
     }
 
     /// The files of the folder of `image`, a whole path.
