@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 
+use common::mount::Mount;
 use common::nbd::Client;
 use common::{Served, json, ok};
 use spile_core::metrics::Op;
@@ -165,4 +166,79 @@ fn punches(held_bytes: u64) -> u64 {
 fn a_layers_space_is_given_back_before_its_end_only_where_it_is_needed() {
     assert_eq!(punches(Sizes::default().held_bytes), 0);
     assert_ne!(punches(0), 0);
+}
+
+#[test]
+fn a_layer_is_found_by_a_path_from_where_the_user_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let (dir, sub) = (dir.path(), dir.path().join("sub"));
+    fs::create_dir(&sub).unwrap();
+    make(&sub);
+    ok(&sub, &["create", "top.vhd", "--parent", "leaf.vhd"]);
+    let before = content(&sub, "top.vhd");
+    ok(dir, &["coalesce", "sub/top.vhd", "--layer", "sub/leaf.vhd"]);
+    let served = Served::try_start(&sub, &["top.vhd", "--control", "c"]).unwrap();
+    ok(dir, &["coalesce", "sub/c", "--layer", "./sub/middle.vhd", "--wait"]);
+    assert!(served.terminate().success());
+    assert!(content(&sub, "top.vhd") == before, "the disk has changed");
+    assert_eq!(json(&sub, &["info", "top.vhd", "--chain"])["layers"].as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn what_a_merge_frees_is_not_told_larger_than_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "leaf.vhd", "--size", "16M"]);
+    ok(dir, &["snapshot", "leaf.vhd", "--name", "base"]);
+    let served = Served::try_start(dir, &["leaf.vhd", "--control", "none"]).unwrap();
+    Client::connect(&served.uri()).unwrap().write(0, &vec![1; 4 * MIB], true).unwrap();
+    assert!(served.terminate().success());
+    let taken = || -> i64 {
+        let files = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().metadata().unwrap());
+        files.map(|stat| std::os::unix::fs::MetadataExt::blocks(&stat) as i64 * 512).sum()
+    };
+    let tree = json(dir, &["tree", "."]);
+    let images = tree["images"].as_array().unwrap();
+    let told = images.iter().find_map(|image| image["coalesce_frees_bytes"].as_i64()).unwrap();
+    let before = taken();
+    ok(dir, &["coalesce", "leaf.vhd"]);
+    let freed = before - taken();
+    // The base had nothing: what was moved into it takes as much space as before.
+    let tables = 64 << 10;
+    assert!(freed <= told + tables && told < MIB as i64, "{freed} bytes were freed, and {told} told");
+}
+
+/// On a full file system, what was moved over bytes that the parent has makes room for what it lacks.
+#[test]
+fn where_no_space_is_left_the_layer_gives_back_what_was_moved() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(mount) = Mount::new(dir.path(), 128 << 20, "where_no_space_is_left") else { return };
+    let dir = mount.path.as_path();
+    ok(dir, &["create", "leaf.vhd", "--size", "64M"]);
+    for snapshot in [Some("base"), None] {
+        let served = Served::try_start(dir, &["leaf.vhd", "--control", "none"]).unwrap();
+        let client = Client::connect(&served.uri()).unwrap();
+        // The leaf gets another 16 MiB over those of the base, and 16 MiB of its own.
+        let blocks = if snapshot.is_some() { 0..8 } else { 0..16 };
+        for block in blocks {
+            client.write(2 * block * MIB as u64, &vec![1 + block as u8; 2 * MIB], true).unwrap();
+        }
+        drop(client);
+        assert!(served.terminate().success());
+        snapshot.map(|name| ok(dir, &["snapshot", "leaf.vhd", "--name", name]));
+    }
+    let guest_sees = || {
+        let served = Served::try_start(dir, &["leaf.vhd,read-only", "--control", "none"]).unwrap();
+        let mut bytes = vec![0; 32 * MIB];
+        Client::connect(&served.uri()).unwrap().read(0, &mut bytes).unwrap();
+        assert!(served.terminate().success());
+        bytes
+    };
+    let before = guest_sees();
+    let room = rustix::fs::statvfs(dir).unwrap();
+    let ballast = fs::File::create(dir.join("ballast")).unwrap();
+    let ballast_bytes = room.f_bfree * room.f_frsize - 6 * MIB as u64;
+    rustix::fs::fallocate(&ballast, rustix::fs::FallocateFlags::empty(), 0, ballast_bytes).unwrap();
+    ok(dir, &["coalesce", "leaf.vhd"]);
+    assert!(guest_sees() == before, "the disk has changed");
 }

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use futures_util::future::{join, join_all};
-use spile_core::{Disk, Extent, Files, Result};
+use spile_core::{Disk, Error, ErrorKind, Extent, Files, Result};
 use spile_image::layer::GIVEN_BACK_A_FLUSH;
 use spile_image::{Broken, Sinking};
 use spile_node::Aligned;
@@ -25,6 +25,9 @@ const UNITS_PER_BATCH: u64 = 4;
 
 /// So many units are looked at before the first of them is moved.
 const WINDOW: usize = 64 << 10;
+
+/// So many flushes have the layer's file give back what it holds, or much of it: the first may have to wait for readers.
+const FLUSHES_FOR_SPACE: u32 = 4;
 
 /// A merge that moves data.
 pub(super) struct Mover<'a, 'w, F: Files> {
@@ -173,13 +176,33 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             self.work.put(self.source.sinking(sinking, both)).await?;
         }
         let failures = self.failures();
+        let counted = (self.done_bytes.get(), self.left_bytes.get());
         let copy = self.copy(&units, true);
         let (settled, copied) = match self.work.broken {
             Broken::ForgetBeforeSync => (self.settle(before).await, copy.await),
             _ => join(self.settle(before), copy).await,
         };
-        settled.and(copied)?;
+        settled?;
+        match copied {
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                self.give_back_held_space(error).await?;
+                self.done_bytes.set(counted.0);
+                self.left_bytes.set(counted.1);
+                self.copy(&units, true).await?;
+            }
+            copied => copied?,
+        }
         Ok(Batch { units, failures })
+    }
+
+    /// Has the layer's file give back what it holds, as a batch has found no space. The error is `no_space` when that was nothing.
+    async fn give_back_held_space(&self, no_space: Error) -> Result<()> {
+        let before = self.source.own_taken_bytes().await;
+        self.source.hold_own_space(false);
+        for _ in 0..FLUSHES_FOR_SPACE {
+            self.source.flush_own().await?;
+        }
+        if self.source.own_taken_bytes().await < before { Ok(()) } else { Err(no_space) }
     }
 
     /// Makes a batch durable in the parent, and has the layer give it up.

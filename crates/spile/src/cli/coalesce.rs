@@ -87,8 +87,18 @@ pub(super) fn parse_rate(text: &str) -> Result<u64, String> {
 /// # Errors
 /// When there is no such disk or layer, when the merge is refused, and when it fails.
 pub fn coalesce(args: &CoalesceArgs) -> Result<Exit> {
-    let layer = args.layer.clone();
+    let layer = args.layer.as_deref().map(whole_name);
     run(&args.on, NewJob { kind: "coalesce".to_owned(), layer, ..NewJob::default() })
+}
+
+/// A layer's name as its server finds it, whose working folder is another one: a path is made whole. The file may be gone, when a merge was
+/// broken off just before its end.
+fn whole_name(name: &str) -> String {
+    let whole = || std::fs::canonicalize(name).or_else(|_| std::path::absolute(name)).ok();
+    match name.contains('/').then(whole).flatten() {
+        Some(path) => path.to_string_lossy().into_owned(),
+        None => name.to_owned(),
+    }
 }
 
 /// Runs `spile flatten`.

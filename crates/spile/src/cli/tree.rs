@@ -2,7 +2,7 @@
 //!
 //! Files are opened without locks, for reading a header only.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -65,8 +65,8 @@ pub struct TreeImage {
     served_as: Option<String>,
     /// The processes that have it open, as far as this user may see them.
     open_by: Vec<Opener>,
-    /// The space that its file takes, which a merge into its parent frees in the end; `null` without a parent, and while the parent has
-    /// other children.
+    /// The most space that a merge into its parent frees, besides some tables: what both have is kept once. `null` without a parent, and while the parent has other
+    /// children.
     coalesce_frees_bytes: Option<u64>,
     /// It was deleted while it had one child, and waits for `spile gc`.
     deleted: bool,
@@ -210,8 +210,9 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
         image.parent_path.iter().for_each(|parent| children.entry(parent.clone()).or_default().push(number));
     }
     let used: Vec<_> = images.iter().map(|image| image.used_bytes).collect();
-    let paths: HashSet<_> = images.iter().map(|image| &image.path).collect();
-    let has_parent = |number: &usize| images[*number].parent_path.as_ref().is_some_and(|path| paths.contains(path));
+    let used_at: HashMap<_, _> = images.iter().map(|image| (image.path.clone(), image.used_bytes)).collect();
+    let has_parent =
+        |number: &usize| images[*number].parent_path.as_ref().is_some_and(|path| used_at.contains_key(path));
     // Images that are each other's parents come last, as they are.
     let (in_circles, roots): (Vec<_>, Vec<_>) = (0..images.len()).partition(has_parent);
     let mut left: Vec<_> = images.into_iter().map(Some).collect();
@@ -222,8 +223,10 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
             let Some(mut image) = left[number].take() else { continue };
             let below = children.get(&image.path).into_iter().flatten().rev();
             work.extend(below.map(|child| (*child, depth + 1)));
-            let is_only = image.parent_path.as_ref().is_some_and(|parent| children[parent].len() == 1);
-            image.coalesce_frees_bytes = image.used_bytes.filter(|_| is_only && !image.parent_missing);
+            let only_of = image.parent_path.as_ref().filter(|parent| children[*parent].len() == 1);
+            // What the parent lacks takes as much space there.
+            let of_parent = only_of.and_then(|parent| used_at.get(parent).copied().flatten());
+            image.coalesce_frees_bytes = image.used_bytes.and_then(|used| Some(used.min(of_parent?)));
             if let (true, Some([child])) = (image.deleted, children.get(&image.path).map(|list| &list[..])) {
                 image.gc_frees_at_most_bytes = image.used_bytes.min(used[*child]);
             }
@@ -309,7 +312,7 @@ fn line(image: &TreeImage) -> String {
         let frees = image.gc_frees_at_most_bytes.map(|bytes| format!(", which frees {} at most", format_size(bytes)));
         add(format!("deleted, waits for gc{}", frees.unwrap_or_default()));
     }
-    image.coalesce_frees_bytes.iter().for_each(|bytes| add(format!("a merge frees {}", format_size(*bytes))));
+    image.coalesce_frees_bytes.iter().for_each(|bytes| add(format!("a merge frees {} at most", format_size(*bytes))));
     if image.parent_missing {
         add(format!("its parent {} is missing", printable(image.parent_path.as_deref().unwrap_or("?"))));
     }
@@ -341,7 +344,10 @@ mod tests {
 
     #[test]
     fn parents_come_before_their_children_and_only_an_only_child_is_merged() {
-        let images = vec![image("/a", Some("/m")), image("/b", Some("/p")), image("/m", Some("/p")), image("/p", None)];
+        let mut images =
+            vec![image("/a", Some("/m")), image("/b", Some("/p")), image("/m", Some("/p")), image("/p", None)];
+        // What the parent does not have is not freed.
+        images[0].used_bytes = Some(1 << 20);
         let ordered = in_order(images);
         let shown: Vec<_> = ordered.iter().map(|i| (&*i.path, i.depth, i.coalesce_frees_bytes)).collect();
         assert_eq!(shown, [("/p", 0, None), ("/b", 1, None), ("/m", 1, None), ("/a", 2, Some(4096))]);
