@@ -97,6 +97,18 @@ pub trait Store: Send + Sync + 'static {
         async { None }
     }
 
+    /// The runs of data and holes from `offset` on, one after the other: at least one, at most `max_runs` (at least 1). The last may end
+    /// before or after the `len_bytes` that were asked for. A store that can tell many runs by one question does so.
+    fn extents_at(
+        &self,
+        offset: StoreOffset,
+        len_bytes: u64,
+        max_runs: usize,
+    ) -> impl Future<Output = Result<Vec<StoreExtent>>> {
+        let _ = (len_bytes, max_runs);
+        async move { Ok(vec![self.extent_at(offset).await?]) }
+    }
+
     /// Memory that is the range of the store: what is stored there survives the death of the process, and is durable
     /// after a [`Store::sync`] that begins later. The range begins at a multiple of 4096 bytes and has its space already. Only cached reads
     /// show it, and while the memory is in use nobody writes to the range in another way. [`Segment::is_lost`] says that the

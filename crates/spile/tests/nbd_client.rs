@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -88,6 +89,25 @@ fn what_cannot_be_converted_onto_an_export_is_refused_before_anything_is_written
     std::fs::write(dir.join("other.raw"), vec![1; MIB as usize]).unwrap();
     let err = fails(dir, 1, &["convert", "other.raw", &uri]);
     assert!(err.contains("for reading only"), "{err}");
+}
+
+#[test]
+fn many_runs_of_an_export_are_learned_by_few_questions() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let file = std::fs::File::create(dir.join("holes.raw")).unwrap();
+    file.set_len(16 * MIB).unwrap();
+    for number in 0..256 {
+        file.write_all_at(&[(number % 250) as u8 + 1; 4096], number * (64 << 10)).unwrap();
+    }
+    let served = Served::start(dir, &["holes.raw,name=holes", "--control", "c"]);
+    ok(dir, &["convert", &served.export("holes").to_string(), "copy.raw"]);
+    let said = json(dir, &["show", "c"]);
+    assert!(served.terminate().success());
+    assert_eq!(std::fs::read(dir.join("copy.raw")).unwrap(), std::fs::read(dir.join("holes.raw")).unwrap());
+    let asked =
+        said["meters"][0]["operations"].as_array().unwrap().iter().find(|of| of["operation"] == "extents").unwrap();
+    assert!((1..=16).contains(&asked["requests"].as_u64().unwrap()), "{said}");
 }
 
 #[test]

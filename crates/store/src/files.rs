@@ -172,6 +172,10 @@ impl Store for AnyStore {
         each!(self, store => store.taken_bytes().await)
     }
 
+    async fn extents_at(&self, offset: StoreOffset, len_bytes: u64, max_runs: usize) -> Result<Vec<StoreExtent>> {
+        each!(self, store => store.extents_at(offset, len_bytes, max_runs).await)
+    }
+
     fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
         each!(self, store => store.map(offset, len_bytes))
     }

@@ -66,15 +66,20 @@ impl<S: Store> Graph<S> {
         let layer = self.image(number);
         let mut done = 0;
         while done < run.len_bytes && !runs.is_full() {
-            let found = layer.data_store().extent_at(StoreOffset(offset.0 + done)).await?;
-            let len = found.len_bytes.clamp(1, run.len_bytes - done);
-            let extent = Extent::from_range(run.start() + done..run.start() + done + len);
-            let kind = if found.is_hole { layer.hole_kind() } else { ExtentKind::Data };
-            // The depth of a hole means nothing, and must not part it from another.
-            let depth = if kind == ExtentKind::Hole { 0 } else { number as u16 };
-            let place = (kind != ExtentKind::Hole).then_some(StoreOffset(offset.0 + done));
-            runs.add(ExtentStatus { extent, kind, depth }, place);
-            done += len;
+            let left = run.len_bytes - done;
+            for found in layer.data_store().extents_at(StoreOffset(offset.0 + done), left, runs.room()).await? {
+                if done == run.len_bytes || runs.is_full() {
+                    break;
+                }
+                let len = found.len_bytes.clamp(1, run.len_bytes - done);
+                let extent = Extent::from_range(run.start() + done..run.start() + done + len);
+                let kind = if found.is_hole { layer.hole_kind() } else { ExtentKind::Data };
+                // The depth of a hole means nothing, and must not part it from another.
+                let depth = if kind == ExtentKind::Hole { 0 } else { number as u16 };
+                let place = (kind != ExtentKind::Hole).then_some(StoreOffset(offset.0 + done));
+                runs.add(ExtentStatus { extent, kind, depth }, place);
+                done += len;
+            }
         }
         Ok(())
     }
@@ -101,6 +106,11 @@ impl Runs {
 
     fn is_full(&self) -> bool {
         self.list.len() > self.max_runs
+    }
+
+    /// How many runs more may be added.
+    fn room(&self) -> usize {
+        self.max_runs.saturating_add(1) - self.list.len()
     }
 
     /// The runs up to `end`, where a piece of a map that cannot be read begins. `None` when nothing is known before it.

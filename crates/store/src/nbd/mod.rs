@@ -366,20 +366,38 @@ impl Store for NbdStore {
 
     /// What the server calls zero counts as a hole: it need not be read.
     async fn extent_at(&self, at: StoreOffset) -> Result<StoreExtent> {
+        let runs = self.extents_at(at, PIECE_BYTES, 1).await?;
+        Ok(runs[0])
+    }
+
+    async fn extents_at(&self, at: StoreOffset, len_bytes: u64, max_runs: usize) -> Result<Vec<StoreExtent>> {
         self.check(at.0, 1)?;
-        let (start, _) = self.blocks(at.0, 1);
-        let left = self.len_bytes() - start;
         if !self.inner.has_map {
-            return Ok(StoreExtent { len_bytes: self.len_bytes() - at.0, is_hole: false });
+            return Ok(vec![StoreExtent { len_bytes: self.len_bytes() - at.0, is_hole: false }]);
         }
-        let runs = self.ask(Ask::Status, start, left.min(PIECE_BYTES)).await?;
-        let is_hole = |flags: u32| flags & STATE_ZERO != 0;
-        let first = runs.first().is_some_and(|(_, flags)| is_hole(*flags));
-        let same = runs.iter().take_while(|(_, flags)| is_hole(*flags) == first);
-        let len = same.map(|(len, _)| u64::from(*len)).sum::<u64>().min(left);
-        match len.checked_sub(at.0 - start) {
-            Some(len_bytes) if len_bytes > 0 => Ok(StoreExtent { len_bytes, is_hole: first }),
-            _ => Err(self.refuse(ErrorKind::Protocol, "the server's map has a run of no bytes", at.0)),
+        let asked = len_bytes.clamp(1, (self.len_bytes() - at.0).min(PIECE_BYTES - self.unit()));
+        let (start, asked) = self.blocks(at.0, asked);
+        let mut left = self.len_bytes() - start;
+        let answer = self.ask(Ask::Status, start, asked.min(left)).await?;
+        let mut runs: Vec<StoreExtent> = Vec::new();
+        // The server may tell of bytes past the ones that were asked for, and the first run begins at a whole block.
+        let mut before = at.0 - start;
+        for (len, flags) in answer {
+            let (len, is_hole) = (u64::from(len).min(left), flags & STATE_ZERO != 0);
+            left -= len;
+            let skipped = before.min(len);
+            before -= skipped;
+            let (len_bytes, is_last) = (len - skipped, runs.len() == max_runs);
+            match runs.last_mut() {
+                _ if len_bytes == 0 => {}
+                Some(last) if last.is_hole == is_hole => last.len_bytes += len_bytes,
+                Some(_) if is_last => break,
+                _ => runs.push(StoreExtent { len_bytes, is_hole }),
+            }
+        }
+        match runs.is_empty() {
+            false => Ok(runs),
+            true => Err(self.refuse(ErrorKind::Protocol, "the server's map has a run of no bytes", at.0)),
         }
     }
 }
