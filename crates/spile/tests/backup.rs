@@ -88,6 +88,11 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
         refused(1, &["backup", disk, "x.raw", "--fleece", "nowhere"], "--fleece names another folder");
     }
     refused(2, &["backup", "refused", "refused", dir.to_str().unwrap()], "would have their backup in");
+    // Neither onto the disk itself, nor onto another one that the server has.
+    for export in ["", "refused", "other"] {
+        let own = format!("nbd+unix:///{export}?socket={}", dir.join("n").display());
+        refused(2, &["backup", "refused", &own], "serves the export itself");
+    }
     refused(2, &["backup", "refused", "other", "both"], "TARGET is a folder");
     refused(1, &["restore", "other.raw", "new.raw"], "has no manifest here");
     // A manifest takes the place of nothing else.

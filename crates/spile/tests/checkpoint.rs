@@ -390,6 +390,25 @@ fn whoever_only_reads_is_told_what_has_changed_and_changes_nothing() {
 }
 
 #[test]
+fn a_paused_disk_gets_no_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    offline(dir, "p.raw");
+    let served = serve(dir, &["p.raw"]);
+    ok(dir, &["pause", "p", "--at-most", "10m"]);
+    let before = fs::read(dir.join(".p.raw.spile-changes")).unwrap();
+    for args in [&["checkpoint", "p", "b"][..], &["checkpoint", "p", "a", "--remove"]] {
+        let said = fails(dir, 1, args);
+        assert!(said.contains("a pause of the disk"), "{said}");
+    }
+    assert!(fs::read(dir.join(".p.raw.spile-changes")).unwrap() == before, "its files have changed in the pause");
+    assert_eq!(blocks(&changed(dir, "p", "a")), [3]);
+    ok(dir, &["resume", "p"]);
+    ok(dir, &["checkpoint", "p", "b"]);
+    assert!(served.terminate().success());
+}
+
+#[test]
 fn with_the_last_checkpoint_the_file_goes() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

@@ -24,6 +24,7 @@ impl View {
             if new.disks.iter().filter(|other| other.disk == one.disk).count() > 1 {
                 return Err(invalid(format!("the disk {:?} is named twice", one.disk)));
             }
+            self.refuse_own_export(Some(&one.target), "a backup would overwrite a disk in use").await?;
             let (node, jobs, path) = self.served(&one.disk)?;
             let checkpoints = Some(self.checkpoints_of(&one.disk)?);
             let wishes = Wishes { limit_bytes_per_s: new.limit_bytes_per_s, ..Wishes::default() };

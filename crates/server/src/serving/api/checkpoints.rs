@@ -196,8 +196,9 @@ impl View {
     /// Makes a checkpoint of the disk of this name.
     ///
     /// # Errors
-    /// As [`View::find`] and [`Checkpoints::make`].
+    /// As [`View::find`] and [`Checkpoints::make`]; `Busy` while the disk is paused.
     pub async fn make_checkpoint(&self, name: &str, new: NewCheckpoint) -> Result<CheckpointList> {
+        self.refuse_paused(name)?;
         let make = async move |disk: &Node<_>, checkpoints: &Checkpoints| {
             checkpoints.make(disk, &new.name, new.block_bytes).await
         };
@@ -208,8 +209,9 @@ impl View {
     /// Removes a checkpoint of the disk of this name.
     ///
     /// # Errors
-    /// As [`View::find`] and [`Checkpoints::remove`].
+    /// As [`View::find`] and [`Checkpoints::remove`]; `Busy` while the disk is paused.
     pub async fn remove_checkpoint(&self, name: &str, checkpoint: String) -> Result<CheckpointList> {
+        self.refuse_paused(name)?;
         let remove = async move |disk: &Node<_>, checkpoints: &Checkpoints| checkpoints.remove(disk, &checkpoint).await;
         self.with_checkpoints(name, remove).await?;
         self.checkpoints(name).await

@@ -426,7 +426,7 @@ impl View {
     /// As [`View::find`]; why it is refused.
     pub async fn begin_job(&self, server: &str, new: &types::NewJob) -> Result<types::Job> {
         let (disk, jobs) = self.with(&new.disk, |disk| Ok((disk.disk.clone(), disk.jobs.clone())))?;
-        self.refuse_own_export(new).await?;
+        self.refuse_own_export(new.to.as_deref(), "a disk cannot be moved to where it is served").await?;
         let job = jobs.begin(&self.engine, &disk, new).await?;
         self.with(&new.disk, |disk| Ok(disk.show_job(&job, server)))
     }
@@ -452,9 +452,10 @@ impl View {
         self.engine.spawn_on(0, make);
     }
 
-    /// Refuses to move a disk to an export of this server: what is written there would be written to the disk, and so on.
-    async fn refuse_own_export(&self, new: &types::NewJob) -> Result<()> {
-        let Some(to) = new.to.as_deref().and_then(|to| to.parse::<NbdUri>().ok()) else { return Ok(()) };
+    /// Refuses to move or back up a disk to an export of this server, `to`: what is written there would be written to that disk or another one
+    /// in use. `what` says what is not done.
+    pub(super) async fn refuse_own_export(&self, to: Option<&str>, what: &str) -> Result<()> {
+        let Some(to) = to.and_then(|to| to.parse::<NbdUri>().ok()) else { return Ok(()) };
         let disks = self.disks()?;
         let exports = disks.iter().flat_map(|disk| &disk.exports).filter(|export| export.protocol == "nbd");
         let addresses: Vec<Address> = exports.filter_map(|export| export.address.parse().ok()).collect();
@@ -464,10 +465,24 @@ impl View {
         let is_ours = move || addresses.into_iter().any(|address| may_be_same_export(&ours(address), &to));
         match tokio::task::spawn_blocking(is_ours).await {
             Ok(true) => {
-                let what = "this server serves the export itself: a disk cannot be moved to where it is served";
+                let what = format!("this server serves the export itself: {what}");
                 Err(Error::new(ErrorKind::InvalidInput, what).hint("name an export of another server"))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Refuses what has to wait for requests of the disk of this name while they are held back.
+    ///
+    /// # Errors
+    /// As [`View::find`]; `Busy` while the disk is paused.
+    pub(super) fn refuse_paused(&self, name: &str) -> Result<()> {
+        match self.with(name, |disk| Ok(disk.pausing.now()))? {
+            Some(_) => {
+                let what = format!("a pause of the disk {name:?} is under way");
+                Err(Error::new(ErrorKind::Busy, what).hint("try again when it has ended"))
+            }
+            None => Ok(()),
         }
     }
 
