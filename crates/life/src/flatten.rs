@@ -31,7 +31,8 @@ async fn begin<F: Files>(work: &Work<'_, F>) -> Result<()> {
         return Ok(());
     }
     crate::finish_left(work, graph.handles()[0].path()).await?;
-    let note = Note { plan: Plan::Flatten, wishes: work.job.wishes() };
+    let of = graph.handles()[0].image().identity();
+    let note = Note { plan: Plan::Flatten, wishes: work.job.wishes(), of };
     note.write(work.files, graph.handles()[0].path()).await?;
     work.job.accept();
     let ranges = Arc::new(RangeLock::default());
@@ -100,6 +101,8 @@ impl<F: Files> Filler<'_, '_, F> {
             (bytes, at) = (bytes + run.len_bytes, run.end());
             if counted.is_multiple_of(COUNTED_AT_ONCE) {
                 self.work.timer.sleep(A_TURN).await;
+                // Cold maps of a large disk take hours.
+                self.work.job.go_on().await?;
             }
         }
         Ok(bytes)

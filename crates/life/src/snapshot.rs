@@ -217,7 +217,9 @@ pub async fn refuse_job<F: Files>(files: &F, disk: &Path) -> Result<()> {
     match files.canonical(&names::job(disk)).await {
         Ok(_) => {
             let error = Error::new(ErrorKind::Busy, "a job on the disk's images has not come to its end");
-            Err(error.at_path(disk).hint("serve the disk, and the job goes on; spile jobs shows it"))
+            Err(error
+                .at_path(disk)
+                .hint("`spile jobs` shows it while the disk is served; if it is not there, begin the same job again"))
         }
         Err(_) => Ok(()),
     }

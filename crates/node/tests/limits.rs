@@ -383,7 +383,44 @@ fn who_hurries_waits_for_nobody_and_pays_later() {
     disk.hurry(false);
     let next = world.request(&disk, What::Read(512));
     world.run(SECOND);
-    assert_near(next.get().unwrap(), 600 * MS);
+    // Of what passed in haste one request is paid later.
+    assert_near(next.get().unwrap(), 100 * MS);
+}
+
+/// A device that is reset with much in flight: neither its own next requests, nor its neighbours, pay for all of that.
+#[test]
+fn who_hurries_costs_its_group_a_moment_only() {
+    for (group_limits, own) in [(bps(50 * MIB), Limits::default()), (Limits::default(), bps(50 * MIB))] {
+        let mut world = World::default();
+        let group = Group::new("g", world.timer());
+        group.set_limits(Limits { burst: Some(Duration::from_secs(10)), ..group_limits }).unwrap();
+        let [web, db] = [0; 2].map(|_| world.disk(own));
+        [&web, &db].into_iter().for_each(|disk| now(disk.join_group(Some(group.clone()))).unwrap());
+        // A neighbour that wants all it can get.
+        let neighbour = world.guest(&db, 8, |_| What::Read(64 * KIB));
+        world.run(SECOND);
+        for _ in 0..3 {
+            let zeroes: Vec<_> = (0..16).map(|_| world.request(&web, What::Zeroes(world::SIZE))).collect();
+            web.hurry(true);
+            world.settle();
+            assert!(zeroes.iter().all(|ended| ended.get().is_some()));
+            web.hurry(false);
+        }
+        let before = neighbour.get().1;
+        let since_ns = world.clock.now_ns();
+        let boot = world.request(&web, What::Read(64 * KIB));
+        world.run(SECOND);
+        let waited_ns = boot.get().map(|ended_ns| ended_ns - since_ns);
+        assert!(waited_ns.is_some_and(|waited_ns| waited_ns < 300 * MS), "{waited_ns:?}");
+        let moved = neighbour.get().1 - before;
+        assert!(moved > 40 * MIB, "the neighbour got {moved} bytes in a second");
+        // From then on both have their shares.
+        let reads = world.guest(&web, 8, |_| What::Read(64 * KIB));
+        let before = neighbour.get().1;
+        world.run(10 * SECOND);
+        let shares = [reads.get().1, neighbour.get().1 - before];
+        assert_near(shares[0], shares[1]);
+    }
 }
 
 #[test]

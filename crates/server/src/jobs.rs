@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use spile_core::{Env, Error, ErrorKind, Result};
 use spile_engine::OsEnv;
+use spile_image::layer::Layer as _;
 use spile_image::{Broken, Graph, LayerInfo};
 use spile_life::jobs::{Job, Note, Plan};
 use spile_life::{Neighbours, Sizes, Work};
@@ -73,7 +74,8 @@ pub(crate) fn refuse_failed_syncs(graph: &Graph<HostStore>) -> Result<()> {
     Err(Error::new(ErrorKind::Denied, failed.to_string()).hint(hint))
 }
 
-/// What a process before has begun to do with the disk of `graph`, if it did not come to its end.
+/// What a process before has begun to do with the disk of `graph`, if it did not come to its end. What is left of a job on another disk, which had the same
+/// path, goes.
 ///
 /// # Errors
 /// As [`Note::read`].
@@ -83,5 +85,15 @@ pub async fn left(graph: &Graph<HostStore>) -> Result<Option<Note>> {
         return Ok(None);
     }
     let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
-    Note::read(&files, path).await
+    match Note::read(&files, path).await? {
+        Some(note) if !note.is_of(graph.handles()[0].image().identity()) => {
+            tracing::warn!(
+                "{}: a {} was begun with another disk that lay there, and is not gone on with",
+                path.display(),
+                note.plan.kind()
+            );
+            Plan::remove(&files, path).await.map(|()| None)
+        }
+        note => Ok(note),
+    }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use futures_util::future::join_all;
-use spile_core::{Disk, Extent, Io, Result, Segments, Store, WriteZeroes};
+use spile_core::{Disk, Extent, Io, Result, Segments, Store, WriteZeroes, yield_now};
 
 use super::Graph;
 use super::map::{At, LastZone, Step};
@@ -16,6 +16,9 @@ struct Run {
     /// Where it lies; `None` when it reads as zeroes.
     at: Option<At>,
 }
+
+/// So many runs are looked at in one turn.
+const LOOKED_AT_ONCE: u64 = 4096;
 
 /// Zeroes are told from other bytes in parts of this length.
 const PART_BYTES: usize = 64 << 10;
@@ -123,13 +126,19 @@ impl<S: Store> Graph<S> {
         Ok(runs)
     }
 
-    /// The first run of `extent` whose bytes are in a parent.
+    /// The first run of `extent` whose bytes are in a parent. Others run in between: there may be a million blocks to look at.
     ///
     /// # Errors
     /// The stores'.
     pub async fn next_below(&self, extent: Extent) -> Result<Option<Extent>> {
         let (mut at, mut last): (u64, LastZone) = (extent.start(), None);
-        while at < extent.end() {
+        for looked in 1_u64.. {
+            if at >= extent.end() {
+                break;
+            }
+            if looked.is_multiple_of(LOOKED_AT_ONCE) {
+                yield_now().await;
+            }
             match self.step(at, extent.end() - at, &last) {
                 (Step::Bytes { layer: 1.., .. }, len) => return Ok(Some(Extent::from_range(at..at + len))),
                 (Step::Bytes { layer: 0, .. } | Step::Zero, len) => at += len,

@@ -51,6 +51,8 @@ pub struct Note {
     pub plan: Plan,
     /// What its users want of it.
     pub wishes: Wishes,
+    /// The disk's own image, where it tells which one it is and stays the same to the job's end: another disk may get the name that this one had.
+    pub of: Option<Identity>,
 }
 
 /// The first line of every note begins so.
@@ -168,24 +170,38 @@ impl Wishes {
 
 impl Note {
     fn to_text(&self) -> Result<String> {
-        Ok(format!("{HEAD}\n{}{}{END}\n", self.plan.to_lines()?, self.wishes.to_lines()))
+        let of = self.of.map(|of| format!("of {}\n", to_hex(of))).unwrap_or_default();
+        Ok(format!("{HEAD}\n{}{of}{}{END}\n", self.plan.to_lines()?, self.wishes.to_lines()))
     }
 
     fn from_text(text: &str) -> Option<Self> {
-        let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
+        let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines().peekable();
         lines.next().filter(|head| *head == HEAD)?;
         let plan = Plan::from_lines(&mut lines)?;
-        Some(Self { plan, wishes: Wishes::from_lines(lines)? })
+        let of = match lines.next_if(|line| line.starts_with("of ")) {
+            Some(line) => Some(Identity(from_hex(&line[3..])?)),
+            None => None,
+        };
+        Some(Self { plan, wishes: Wishes::from_lines(lines)?, of })
     }
 
-    /// Writes the note of `disk`, durably, unless there is one of the same job.
+    /// False when the note was written for another image than `leaf`, which lay at the same path.
+    pub fn is_of(&self, leaf: Option<Identity>) -> bool {
+        match (self.of, leaf) {
+            (Some(of), Some(leaf)) => of == leaf,
+            _ => true,
+        }
+    }
+
+    /// Writes the note of `disk`, durably, unless there is one of the same job. One that was left of another disk of that name goes.
     ///
     /// # Errors
     /// `Busy` when there is a note of another job; `Unsupported` for paths that a note cannot hold; the system's.
     pub(crate) async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
-        match Plan::read(files, disk).await? {
-            Some(there) if there == self.plan => Ok(()),
-            Some(there) => Err(there.is_unfinished(disk)),
+        match Self::read(files, disk).await? {
+            Some(there) if !there.is_of(self.of) => self.put(files, disk).await,
+            Some(there) if there.plan == self.plan => Ok(()),
+            Some(there) => Err(there.plan.is_unfinished(disk)),
             None => self.write_at(files, &names::job(disk)).await,
         }
     }
@@ -195,9 +211,13 @@ impl Note {
     /// # Errors
     /// The system's.
     pub(crate) async fn replace<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
-        if Self::read(files, disk).await?.is_none_or(|there| there == *self) {
-            return Ok(());
-        }
+        let Some(there) = Self::read(files, disk).await? else { return Ok(()) };
+        // Which disk it is, the job knew when it began.
+        let new = Self { of: there.of, ..self.clone() };
+        if new == there { Ok(()) } else { new.put(files, disk).await }
+    }
+
+    async fn put<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
         let new = names::new_job(disk);
         remove_if_there(files, &new).await?;
         self.write_at(files, &new).await?;
@@ -322,9 +342,11 @@ mod tests {
         let plans =
             [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default()), (Plan::Move(to), Wishes::default())];
         for (plan, wishes) in plans {
-            let note = Note { plan, wishes };
+            let of = (plan == Plan::Flatten).then_some(Identity([0x5e; 16]));
+            let note = Note { plan, wishes, of };
             let text = note.to_text().unwrap();
-            assert_eq!(Note::from_text(&text), Some(note));
+            assert_eq!(Note::from_text(&text).as_ref(), Some(&note));
+            assert!(note.is_of(None) && note.is_of(of) && note.is_of(Some(Identity([0; 16]))) == of.is_none());
             for len in 0..text.len() {
                 let part = &text[..len];
                 assert_eq!((Note::from_text(part), is_of_another_version(part)), (None, false), "{part:?}");

@@ -94,7 +94,8 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     let place = Box::pin(Place::find(work, &source, plan)).await?;
     if let Some(disk) = &place.disk {
         crate::finish_left(work, disk).await?;
-        let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes() };
+        let of = source.handles()[0].image().identity();
+        let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes(), of };
         note.write(work.files, disk).await?;
     }
     let target = match Box::pin(place.make(work, &source)).await {

@@ -5,6 +5,8 @@ use super::rates::Limits;
 /// Moments and costs are kept in units of 2⁻³² ns, so that a million operations a second lose nothing by rounding.
 const FRACTION_BITS: u32 = 32;
 const SECOND: u64 = 1_000_000_000;
+/// Requests that passed in haste leave a debt that is paid in this time, in nanoseconds, or that of one request or byte if that takes longer.
+const MOST_DEBT_NS: u64 = 100_000_000;
 
 /// What a request costs.
 #[derive(Clone, Copy, Debug)]
@@ -53,6 +55,14 @@ impl Bucket {
 
     fn take(&mut self, units: u64, now_ns: u64) {
         self.full_at = self.full_at.max(fine(now_ns)).saturating_add(self.cost(units));
+    }
+
+    /// As [`Self::take`], but the debt gets no larger than [`MOST_DEBT_NS`] by this.
+    fn take_in_haste(&mut self, units: u64, now_ns: u64) {
+        let most = fine(now_ns.saturating_add(self.burst_ns)).saturating_add(fine(MOST_DEBT_NS).max(self.cost(1)));
+        let before = self.full_at;
+        self.take(units, now_ns);
+        self.full_at = self.full_at.min(most.max(before));
     }
 }
 
@@ -109,6 +119,12 @@ impl Buckets {
     /// Takes what the request costs.
     pub(super) fn take(&mut self, cost: Cost, now_ns: u64) {
         self.concerned(cost).for_each(|(bucket, units)| bucket.take(units, now_ns));
+    }
+
+    /// Takes what a request costs that passes out of its turn. Others wait for it no longer than for [`MOST_DEBT_NS`]: as much as a device has in
+    /// flight when it is reset may be minutes of a rate.
+    pub(super) fn take_in_haste(&mut self, cost: Cost, now_ns: u64) {
+        self.concerned(cost).for_each(|(bucket, units)| bucket.take_in_haste(units, now_ns));
     }
 
     /// What part of these limits the request takes: the time in which they let nothing else pass, in 2⁻³² ns.

@@ -213,14 +213,26 @@ impl State {
         self.least_at_ns = now_ns;
     }
 
-    /// A request of this disk passes, in its turn or not. Takes what it costs from all limits.
-    pub(super) fn count(&mut self, number: u64, cost: Cost, now_ns: u64) {
+    /// A request of this disk passes in its turn. Takes what it costs from all limits.
+    fn count(&mut self, number: u64, cost: Cost, now_ns: u64) {
         let share = self.buckets.share(cost);
         self.buckets.take(cost, now_ns);
         let member = self.member(number);
         member.had = member.had.saturating_add(share);
         member.passed_ns = now_ns;
         member.take(cost, now_ns);
+    }
+
+    /// A request of this disk passes out of its turn, because nobody may wait. It leaves a small debt at most, in the group, too, and puts the disk
+    /// behind the others by no more than a disk may catch up.
+    pub(super) fn count_in_haste(&mut self, number: u64, cost: Cost, now_ns: u64) {
+        let share = self.buckets.share(cost);
+        self.buckets.take_in_haste(cost, now_ns);
+        let most_had = self.begun.saturating_add(MOST_LAG);
+        let member = self.member(number);
+        member.had = member.had.saturating_add(share).min(most_had.max(member.had));
+        member.passed_ns = now_ns;
+        member.take_in_haste(cost, now_ns);
     }
 
     /// Puts a request at the end of its line.
@@ -244,7 +256,7 @@ impl State {
         let all = self.member(number).take_all();
         self.waiting -= all.len();
         for ticket in all {
-            self.count(number, ticket.rest().cost, now_ns);
+            self.count_in_haste(number, ticket.rest().cost, now_ns);
             self.wakes.push(ticket.pass());
         }
         self.find_keeper();

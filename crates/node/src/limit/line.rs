@@ -96,6 +96,12 @@ impl Member {
         self.job.take(cost, now_ns);
     }
 
+    /// As [`Buckets::take_in_haste`].
+    pub(super) fn take_in_haste(&mut self, cost: Cost, now_ns: u64) {
+        self.own.take_in_haste(cost, now_ns);
+        self.job.take_in_haste(cost, now_ns);
+    }
+
     pub(super) fn line(&mut self, writes: bool) -> &mut VecDeque<Arc<Ticket>> {
         &mut self.lines[usize::from(writes)]
     }

@@ -48,7 +48,7 @@ impl Limits {
     /// Checks that the limits can be kept.
     ///
     /// # Errors
-    /// `InvalidInput` for a rate of nothing and for a burst of over an hour.
+    /// `InvalidInput` for a rate of nothing, for a burst of over an hour and for one that is too short.
     pub fn check(&self) -> Result<()> {
         if self.rates().iter().flatten().any(|rate| *rate == Some(0)) {
             return Err(Error::new(ErrorKind::InvalidInput, "a limit of 0 would let nothing pass")
@@ -56,6 +56,9 @@ impl Limits {
         }
         if self.burst.is_some_and(|burst| burst > Self::MOST_BURST) {
             return Err(Error::new(ErrorKind::InvalidInput, "a burst is an hour at most"));
+        }
+        if self.burst.is_some_and(|burst| burst < Self::LEAST_BURST) {
+            return Err(Error::new(ErrorKind::InvalidInput, "a burst is 10 ms at least"));
         }
         Ok(())
     }

@@ -130,7 +130,7 @@ impl DiskLimits {
     }
 
     /// With `true` no request waits any more: those that wait go on at once, and those that come do not begin to wait. What they cost
-    /// is taken all the same. Each such call needs one with `false` to end it.
+    /// is taken all the same, but for what would be a debt of more than a moment. Each such call needs one with `false` to end it.
     pub fn hurry(&self, begins: bool) {
         let now_ns = self.timer.now_ns();
         self.with(|state, number, hurries| match begins {
@@ -147,7 +147,7 @@ impl DiskLimits {
         self.with(|state, number, hurries| match *hurries {
             0 => state.try_pass(number, cost, now_ns),
             _ => {
-                state.count(number, cost, now_ns);
+                state.count_in_haste(number, cost, now_ns);
                 true
             }
         })

@@ -51,6 +51,14 @@ impl Drop for Claim {
     }
 }
 
+impl Claim {
+    /// A claim for each of its disks, in their order.
+    pub fn split(mut self) -> Vec<Self> {
+        let names = std::mem::take(&mut self.names);
+        names.into_iter().map(|name| Self { claims: self.claims.clone(), names: vec![name] }).collect()
+    }
+}
+
 fn busy(name: &str, what: &str) -> Error {
     Error::new(ErrorKind::Busy, format!("{what} of the disk {name:?} is under way")).hint("try again when it has ended")
 }
@@ -73,5 +81,9 @@ mod tests {
         assert!(claims.refuse_any().is_err());
         drop(other);
         claims.refuse_any().unwrap();
+        let mut each = claims.take(&names(&["a", "b"]), "a snapshot").unwrap().split();
+        drop(each.remove(0));
+        let _a = claims.take(&names(&["a"]), "a merge").unwrap();
+        assert!(claims.take(&names(&["b"]), "a merge").is_err());
     }
 }

@@ -33,6 +33,7 @@ use super::identity::Exported;
 use super::life::SnapshotCall;
 use super::limits::Kept;
 use super::pausing::PauseCall;
+use super::resizing::Resized;
 use crate::process::Process;
 
 /// The most descriptors beside one line (the kernel takes 253).
@@ -294,6 +295,8 @@ pub enum Event {
     Snapshot(SnapshotCall),
     /// A call of the control API came for a pause.
     Pause(PauseCall),
+    /// A disk has got its new size, or not.
+    Resized(Resized),
     /// The disk of this name has another graph now.
     Exchanged(String, Arc<Graph<HostStore>>),
 }

@@ -16,7 +16,7 @@ use super::control::Event;
 use super::failed_syncs::{self, FailedSync};
 use super::faults;
 use super::identity::{Exported, Identity};
-use super::jobs::DiskJobs;
+use super::jobs::{self, DiskJob, DiskJobs};
 use super::limits::{self, Groups};
 use super::pausing::Pausing;
 use super::trouble;
@@ -29,6 +29,9 @@ use crate::tuned::ShapeChoice;
 const BUSY_PATIENCE: Duration = Duration::from_secs(5);
 /// The time between two tries to open a busy disk.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
+
+/// How long the begin of a server waits for what was left of jobs. It goes on without it.
+const LEFT_PATIENCE: Duration = Duration::from_secs(2);
 
 /// A disk as fronts see it.
 pub type ServedDisk = Node<Graph<HostStore>>;
@@ -394,8 +397,10 @@ pub fn layers_of(graph: &Graph<HostStore>) -> Vec<Layer> {
 }
 
 /// Begins what the first writes to the disks would wait for. It changes images, so it is done once the disks are sure to be
-/// served. `events` hears of each disk whose images a job has changed.
+/// served. `events` hears of each disk whose images a job has changed. Jobs that a server before has left are there when this returns, unless the
+/// storage is slow: whoever comes first does not take their place.
 pub fn begin(engine: &Engine, disks: &[Open], events: &mpsc::Sender<Event>) {
+    let mut looks = Vec::new();
     for open in disks {
         let disk = open.disk.clone();
         engine.spawn_on(0, move || async move {
@@ -405,9 +410,10 @@ pub fn begin(engine: &Engine, disks: &[Open], events: &mpsc::Sender<Event>) {
         });
         if !open.read_only {
             open.jobs.tell_to(open.name.clone(), events.clone());
-            open.jobs.go_on(engine, &open.disk);
+            looks.push(open.jobs.go_on(engine, &open.disk));
         }
     }
+    jobs::wait_for_all(&looks, Instant::now() + LEFT_PATIENCE);
 }
 
 /// Flushes the disks, so that closing them soon after takes little time. It does not wait for trouble to pass. After `bound` nobody waits any more; the flushes go on.
@@ -507,22 +513,36 @@ pub fn leave_waiting<'a>(disks: impl IntoIterator<Item = &'a Open>) {
     }
 }
 
-/// Closes the disks, each whatever became of the others. The first error, `result`'s before all, is returned; the
-/// others are told at once.
+/// Closes the disks, all at the same time: one whose storage does not answer keeps none of the others from being closed. The first error, `result`'s
+/// before all, is returned; the others are told at once.
 ///
 /// # Errors
 /// The first.
 pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Result<()> {
-    disks.iter().for_each(|open| open.jobs.close(engine));
+    // All are told before one is waited for.
+    let stopped: Vec<_> = disks.iter().map(|open| open.jobs.stop()).collect();
     let files: Vec<_> = disks.iter().flat_map(files).collect();
-    for open in disks {
-        let (disk, checkpoints) = (open.disk, open.checkpoints);
-        let closed = engine.run_on(0, move || async move {
+    let begin = |(open, job): (Open, Option<Arc<DiskJob>>)| {
+        let (disk, checkpoints, (sender, closed)) = (open.disk, open.checkpoints, mpsc::channel());
+        engine.spawn_on(0, move || async move {
+            if let Some(job) = job {
+                job.job().over().await;
+            }
             let graph = disk.graph().await;
-            disk.close().await?;
-            checkpoints.close(&graph).await;
-            Ok(())
+            let closed = disk.close().await;
+            if closed.is_ok() {
+                checkpoints.close(&graph).await;
+            }
+            // Whoever hears of the end may open the files.
+            drop((graph, disk, checkpoints));
+            let _ = sender.send(closed);
         });
+        closed
+    };
+    let begun: Vec<_> = disks.into_iter().zip(stopped).map(begin).collect();
+    for closed in begun {
+        let closed =
+            closed.recv().unwrap_or_else(|_| Err(Error::new(ErrorKind::Shutdown, "a disk could not be closed")));
         match (&result, closed) {
             (Ok(()), closed) => result = closed,
             (Err(_), Err(another)) => tracing::error!("{another}"),

@@ -49,6 +49,30 @@ pub(super) struct Prepared {
 }
 
 impl Server {
+    /// Compares what the successor at the other end of `link` says with what there is here. That takes no time and stops nothing.
+    ///
+    /// # Errors
+    /// Why it cannot go on with what this server has.
+    pub(super) fn compare(
+        &self,
+        link: &Link,
+        its_sockets: &[String],
+        its_queues: u16,
+        its_disks: Option<&[Exported]>,
+    ) -> Result<Process> {
+        let successor = link.peer()?;
+        if self.fronts.serves_xen() {
+            let what = "a Xen guest's disk is not handed over: end this process, and the next one goes on";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        takeover::compare_disks(&disks::exported(&self.disks), &self.listening, its_disks)?;
+        takeover::compare(&self.listening, self.options.queues, its_sockets, its_queues)?;
+        if !self.opening.is_lasting() {
+            return Err(Error::new(ErrorKind::Unsupported, "a disk in memory (mem:) would be empty"));
+        }
+        Ok(successor)
+    }
+
     /// Finds out whether the successor at the other end of `link`, with these sockets, queues and disks, can go on with what
     /// this server has, and whether this server can go on when the successor fails.
     ///
@@ -61,16 +85,8 @@ impl Server {
         its_queues: u16,
         its_disks: Option<&[Exported]>,
     ) -> Result<Prepared> {
-        let successor = link.peer()?;
-        if self.fronts.serves_xen() {
-            let what = "a Xen guest's disk is not handed over: end this process, and the next one goes on";
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
-        takeover::compare_disks(&disks::exported(&self.disks), &self.listening, its_disks)?;
-        takeover::compare(&self.listening, self.options.queues, its_sockets, its_queues)?;
-        if !self.opening.is_lasting() {
-            return Err(Error::new(ErrorKind::Unsupported, "a disk in memory (mem:) would be empty"));
-        }
+        // A merge or a move may have come to its end meanwhile.
+        let successor = self.compare(link, its_sockets, its_queues, its_disks)?;
         let nothing = Fronts::of_nothing(&self.engine, &self.options)?;
         // A guest has to be told when its data could not be flushed. Its successor may know of it by a mark, but such marks can be
         // lost, so a disk that cannot be flushed is not handed over.

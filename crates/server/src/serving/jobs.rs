@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_engine::Engine;
@@ -22,11 +22,30 @@ use crate::jobs::{self, Access};
 const KEPT: usize = 8;
 
 /// Keeps jobs of a disk from beginning until it is dropped.
-pub struct Held(Arc<DiskJobs>);
+pub struct Held(Option<Arc<DiskJobs>>);
+
+impl Held {
+    fn of(jobs: &Arc<DiskJobs>) -> Self {
+        Self(Some(jobs.clone()))
+    }
+
+    /// Gives way to this job: nothing else comes in between.
+    ///
+    /// # Errors
+    /// As [`DiskJobs::add`].
+    fn give_way(mut self, new: Arc<DiskJob>) -> Result<()> {
+        let Some(jobs) = self.0.take() else { return Ok(()) };
+        let mut state = jobs.state();
+        state.held_for = None;
+        state.add(new)
+    }
+}
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.0.state().held_for = None;
+        if let Some(jobs) = &self.0 {
+            jobs.state().held_for = None;
+        }
     }
 }
 
@@ -85,6 +104,17 @@ impl State {
         let what = format!("the disk has a job already, {}: a {}", other.id, other.what.kind());
         Err(Error::new(ErrorKind::Busy, what).hint(format!("wait for it, or `spile job {} cancel`", other.id)))
     }
+
+    fn add(&mut self, new: Arc<DiskJob>) -> Result<()> {
+        if self.is_closed {
+            return Err(Error::new(ErrorKind::Shutdown, "the disk is closed"));
+        }
+        self.check_free()?;
+        let most = self.jobs.len().saturating_sub(KEPT - 1);
+        self.jobs.drain(..most);
+        self.jobs.push(new);
+        Ok(())
+    }
 }
 
 impl DiskJobs {
@@ -132,7 +162,7 @@ impl DiskJobs {
             return Err(Error::new(ErrorKind::Busy, what).at_path(&merged.path).hint("look at the chain: spile show"));
         }
         let wishes = Wishes { limit_bytes_per_s: new.limit_bytes_per_s, ..Wishes::default() };
-        let begun = self.spawn(engine, disk, Note { plan, wishes })?;
+        let begun = self.spawn(engine, disk, Note { plan, wishes, of: None }, None)?;
         match begun.job.accepted().await {
             Ok(()) => Ok(begun),
             Err(refused) => {
@@ -165,7 +195,7 @@ impl DiskJobs {
         }
         state.held_for = Some("a resize");
         drop(state);
-        Ok(Held(self.clone()))
+        Ok(Held::of(self))
     }
 
     /// From now on `events` hears when a job has changed the images of this disk, which is called `name`.
@@ -183,10 +213,12 @@ impl DiskJobs {
         }
     }
 
-    /// Goes on with what a process before has begun, if there is something. Nobody waits for that.
-    pub fn go_on(self: &Arc<Self>, engine: &Engine, disk: &Arc<ServedDisk>) {
+    /// Goes on with what a process before has begun, if there is something. Until that is known, nothing else begins on the disk's images, and then
+    /// what is returned hangs up.
+    pub fn go_on(self: &Arc<Self>, engine: &Engine, disk: &Arc<ServedDisk>) -> mpsc::Receiver<()> {
+        let (sender, is_known) = mpsc::channel();
         let (jobs, own, disk) = (self.clone(), engine.clone(), disk.clone());
-        self.state().is_closed = false;
+        let held = self.reopen();
         engine.spawn_on(0, move || async move {
             // One that was stopped may be at its last piece still.
             for stopped in jobs.list() {
@@ -198,20 +230,44 @@ impl DiskJobs {
                 Ok(None) => {}
                 Ok(Some(note)) => {
                     let kind = note.plan.kind();
-                    match jobs.spawn(&own, &disk, note) {
+                    match jobs.spawn(&own, &disk, note, held) {
                         Ok(job) => tracing::info!("{path}: goes on with a {kind}, job {}", job.id),
                         Err(error) => tracing::warn!("{path}: a {kind} does not go on: {error}"),
                     }
                 }
                 Err(error) => tracing::warn!("{path}: what was begun with it cannot be read: {error}"),
             }
+            drop(sender);
         });
+        is_known
     }
 
-    fn spawn(self: &Arc<Self>, engine: &Engine, disk: &Arc<ServedDisk>, note: Note) -> Result<Arc<DiskJob>> {
+    /// Jobs may begin again after [`DiskJobs::stop`]. Until what is returned is dropped, only the caller begins one.
+    pub fn reopen(self: &Arc<Self>) -> Option<Held> {
+        let mut state = self.state();
+        state.is_closed = false;
+        if state.held_for.is_some() {
+            return None;
+        }
+        state.held_for = Some("a look at what was left of a job");
+        drop(state);
+        Some(Held::of(self))
+    }
+
+    /// Begins a job, in the place of `held` if that is there.
+    fn spawn(
+        self: &Arc<Self>,
+        engine: &Engine,
+        disk: &Arc<ServedDisk>,
+        note: Note,
+        held: Option<Held>,
+    ) -> Result<Arc<DiskJob>> {
         let plan = note.plan.clone();
         let begun = DiskJob::new(What::Images(note.plan), note.wishes);
-        self.add(begun.clone())?;
+        match held {
+            Some(held) => held.give_way(begun.clone())?,
+            None => self.add(begun.clone())?,
+        }
         let (jobs, disk, running) = (self.clone(), disk.clone(), begun.clone());
         engine.spawn_on(0, move || async move {
             if let Err(error) = jobs::run(&disk, jobs.access, &running.job, &plan).await
@@ -236,15 +292,7 @@ impl DiskJobs {
     /// # Errors
     /// `Busy` while the disk has a job; `Shutdown` when it is closed.
     pub fn add(&self, new: Arc<DiskJob>) -> Result<()> {
-        let mut state = self.state();
-        if state.is_closed {
-            return Err(Error::new(ErrorKind::Shutdown, "the disk is closed"));
-        }
-        state.check_free()?;
-        let most = state.jobs.len().saturating_sub(KEPT - 1);
-        state.jobs.drain(..most);
-        state.jobs.push(new);
-        Ok(())
+        self.state().add(new)
     }
 
     /// Keeps jobs away while something else changes the disk's images: `what`, as in "a snapshot".
@@ -256,45 +304,19 @@ impl DiskJobs {
         state.check_free()?;
         state.held_for = Some(what);
         drop(state);
-        Ok(Held(self.clone()))
+        Ok(Held::of(self))
     }
 
-    /// Ends the job that is under way at its next piece, and waits for that. No other begins. The next server goes on with it.
-    pub fn close(&self, engine: &Engine) {
-        if let Some(over) = self.stop(engine) {
-            // The sender goes when the job is over.
-            let _ = over.recv();
-        }
-    }
-
-    /// As [`DiskJobs::close`], for at most `bound`.
-    ///
-    /// # Errors
-    /// `TimedOut` when the job does not come to the end of its piece in time. It ends there all the same.
-    pub fn close_within(&self, engine: &Engine, bound: Duration) -> Result<()> {
-        let Some(over) = self.stop(engine) else { return Ok(()) };
-        match over.recv_timeout(bound) {
-            Err(mpsc::RecvTimeoutError::Timeout) => {
-                let what = format!("a job did not come to the end of its piece in {} s", bound.as_secs());
-                Err(Error::new(ErrorKind::TimedOut, what).hint("try again when the storage answers"))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Has the job that is under way end at its next piece. What is returned hangs up when it is over.
-    fn stop(&self, engine: &Engine) -> Option<mpsc::Receiver<()>> {
+    /// Has the job that is under way end at its next piece. No other begins. The next server goes on with it. What is returned is that job.
+    pub fn stop(&self) -> Option<Arc<DiskJob>> {
         let mut state = self.state();
         state.is_closed = true;
         let running = state.jobs.iter().find(|job| !job.job.state().is_over()).cloned();
         drop(state);
-        let (job, (sender, over)) = (running?, mpsc::channel());
-        job.job.stop();
-        engine.spawn_on(0, move || async move {
-            job.job.over().await;
-            drop(sender);
-        });
-        Some(over)
+        if let Some(job) = &running {
+            job.job.stop();
+        }
+        running
     }
 }
 
@@ -371,6 +393,41 @@ impl DiskJob {
             pid: std::process::id(),
         }
     }
+}
+
+/// Ends the jobs of all `disks` at their next pieces, and waits for that, for at most `bound`.
+///
+/// # Errors
+/// `TimedOut` when a job does not come to the end of its piece in time. It ends there all the same.
+pub fn stop_within<'a>(
+    engine: &Engine,
+    disks: impl IntoIterator<Item = &'a Arc<DiskJobs>>,
+    bound: Duration,
+) -> Result<()> {
+    let end = Instant::now() + bound;
+    let running: Vec<_> = disks.into_iter().filter_map(|jobs| jobs.stop()).collect();
+    let over = |job: Arc<DiskJob>| {
+        let (sender, over) = mpsc::channel::<()>();
+        engine.spawn_on(0, move || async move {
+            job.job.over().await;
+            drop(sender);
+        });
+        over
+    };
+    let all: Vec<_> = running.into_iter().map(over).collect();
+    if wait_for_all(&all, end) {
+        return Ok(());
+    }
+    let what = format!("a job did not come to the end of its piece in {} s", bound.as_secs());
+    Err(Error::new(ErrorKind::TimedOut, what).hint("try again when the storage answers"))
+}
+
+/// Waits until all of these have hung up. False when that takes until `end`.
+pub fn wait_for_all(all: &[mpsc::Receiver<()>], end: Instant) -> bool {
+    let is_over = |one: &mpsc::Receiver<()>| {
+        one.recv_timeout(end.saturating_duration_since(Instant::now())) != Err(mpsc::RecvTimeoutError::Timeout)
+    };
+    all.iter().all(is_over)
 }
 
 /// The plan of the job that is asked for, on the disk of `graph`.

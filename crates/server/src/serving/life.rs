@@ -8,7 +8,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::{Either, select};
+use futures_util::future::{Either, join_all, select};
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_engine::{Engine, OsEnv, sleep, spawn};
 use spile_image::Graph;
@@ -69,12 +69,12 @@ impl Server {
         let SnapshotCall { order, reply } = call;
         let begun = self.subjects(&order).and_then(|subjects| {
             let names: Vec<_> = subjects.iter().map(|subject| subject.name.clone()).collect();
-            let claim = self.claims.take(&names, "a snapshot")?;
+            let claims = self.claims.take(&names, "a snapshot")?.split();
             let held: Vec<Held> =
                 names.iter().map(|name| self.named(name)?.jobs.hold("a snapshot")).collect::<Result<_>>()?;
-            Ok((subjects, (claim, held)))
+            Ok((subjects, claims.into_iter().zip(held).collect::<Vec<_>>()))
         });
-        let (subjects, claim) = match begun {
+        let (subjects, claims) = match begun {
             Ok(begun) => begun,
             // A caller that has gone does not need the answer.
             Err(error) => return drop(reply.send(Err(error))),
@@ -86,17 +86,20 @@ impl Server {
                 Ok((taken, stall)) => {
                     let disks: Vec<_> = taken.iter().map(Taken::tell).collect();
                     for Taken { subject, graph, .. } in &taken {
-                        // From its answer on, a process that is killed costs no checkpoint.
-                        subject.checkpoints.note_images(graph).await;
                         let _ = events.send(Event::Exchanged(subject.name.clone(), graph.clone()));
                     }
-                    let trouble = settle_within(files, taken, claim).await.err().map(|error| error.to_string());
+                    // From its answer on, a process that is killed costs no checkpoint.
+                    join_all(taken.iter().map(|one| one.subject.checkpoints.note_images(&one.graph))).await;
+                    let trouble = settle_within(&files, taken.into_iter().zip(claims).collect())
+                        .await
+                        .err()
+                        .map(|error| error.to_string());
                     let snapshot_path = disks[0].snapshot_path.clone();
                     let longest_stall_us = stall.as_nanos() as f64 / 1e3;
                     let _ = reply.send(Ok(Snapshot { snapshot_path, longest_stall_us, disks, trouble }));
                 }
                 Err(error) => {
-                    drop(claim);
+                    drop(claims);
                     let _ = reply.send(Err(error));
                 }
             }
@@ -234,20 +237,24 @@ async fn take_back(files: &HostFiles, ready: Vec<Ready>, error: Error) -> Error 
     error
 }
 
-/// Waits until the snapshots are sealed, for some time at most: the sealing goes on without its caller, and the disks stay claimed
-/// until it has ended.
-async fn settle_within(files: HostFiles, taken: Vec<Taken>, claim: (Claim, Vec<Held>)) -> Result<()> {
-    let (done, ended) = oneshot::channel();
-    spawn(async move {
-        let settled = settle(&files, taken).await;
-        if let Err(error) = &settled {
-            tracing::error!("a snapshot could not be made durable, and stays locked: {error}");
-        }
-        drop(claim);
-        let _ = done.send(settled);
-    });
-    match select(pin!(ended), pin!(sleep(SETTLE_PATIENCE))).await {
-        Either::Left((settled, _)) => settled.unwrap_or(Ok(())),
+/// Seals the snapshots, each by itself: a disk whose requests hang keeps none of the others claimed. Waits for all of them for some time at most: the
+/// sealing goes on without its caller.
+async fn settle_within(files: &HostFiles, taken: Vec<(Taken, (Claim, Held))>) -> Result<()> {
+    let begin = |(taken, claim): (Taken, (Claim, Held))| {
+        let (files, (done, ended)) = (*files, oneshot::channel());
+        spawn(async move {
+            let settled = settle(&files, taken).await;
+            if let Err(error) = &settled {
+                tracing::error!("a snapshot could not be made durable, and stays locked: {error}");
+            }
+            drop(claim);
+            let _ = done.send(settled);
+        });
+        ended
+    };
+    let all = join_all(taken.into_iter().map(begin).collect::<Vec<_>>());
+    match select(all, pin!(sleep(SETTLE_PATIENCE))).await {
+        Either::Left((settled, _)) => settled.into_iter().filter_map(std::result::Result::ok).collect(),
         Either::Right(_) => {
             let what = "requests that began before the snapshot have not ended yet: it stays locked until then";
             Err(Error::new(ErrorKind::TimedOut, what))
@@ -255,11 +262,8 @@ async fn settle_within(files: HostFiles, taken: Vec<Taken>, claim: (Claim, Vec<H
     }
 }
 
-async fn settle(files: &HostFiles, taken: Vec<Taken>) -> Result<()> {
-    let mut settled = Ok(());
-    for Taken { made, graph, old, .. } in taken {
-        old.ended().await;
-        settled = settled.and(snapshot::settle(files, &made, &graph).await);
-    }
-    settled
+async fn settle(files: &HostFiles, taken: Taken) -> Result<()> {
+    let Taken { made, graph, old, .. } = taken;
+    old.ended().await;
+    snapshot::settle(files, &made, &graph).await
 }

@@ -88,14 +88,16 @@ impl Groups {
     /// # Errors
     /// `InvalidInput` when they cannot be kept; `Shutdown` when the disk is closed.
     pub async fn change_disk(&self, disk: &ServedDisk, change: &ChangeLimits) -> Result<()> {
-        let own = disk.limits().map(|limits| limits.own()).unwrap_or_default();
-        let limits = change.applied_to(own)?;
+        let applied = || change.applied_to(disk.limits().map(|limits| limits.own()).unwrap_or_default());
+        // What cannot be kept is refused before the disk changes its group.
+        applied()?;
         match change.group.as_deref() {
             None => {}
             Some("") => disk.join_group(None).await?,
             Some(name) => disk.join_group(Some(self.get(name)?)).await?,
         }
-        disk.set_limits(limits).await
+        // Another change may have come while this one waited. From here to the change nothing is waited for.
+        disk.set_limits(applied()?).await
     }
 }
 
@@ -153,7 +155,7 @@ impl Kept {
     ) -> Result<()> {
         for (name, limits) in &self.groups {
             let is_declared = groups.lock().get(name).is_some_and(|known| known.is_declared);
-            if let (false, Ok(limits)) = (is_declared, limits.for_node()) {
+            if let (false, Ok(limits)) = (is_declared, limits.kept()) {
                 groups.get(name)?.set_limits(limits)?;
             }
         }
@@ -161,7 +163,7 @@ impl Kept {
             let kept = self.disks.iter().find(|kept| open.names.contains(&kept.export));
             if let Some(kept) = kept.filter(|_| is_meant(open)) {
                 let group = Some(kept.group.as_str()).filter(|group| !group.is_empty());
-                set(engine, open, groups, kept.own.for_node().unwrap_or_default(), group)?;
+                set(engine, open, groups, kept.own.kept().unwrap_or_default(), group)?;
             } else {
                 place(engine, open)?;
             }
@@ -195,6 +197,16 @@ pub async fn place_all<G: Disk>(disks: &[Arc<Node<G>>]) -> Result<()> {
         }
     }
     all
+}
+
+/// As [`place_all`], of a disk that callers see from now on: its group may have got limits before they did. Nobody waits for that.
+pub fn place_new(engine: &Engine, open: &Open) {
+    let disk = open.disk.clone();
+    engine.spawn_on(0, move || async move {
+        if let Err(error) = place_all(&[disk]).await {
+            tracing::error!("a new disk does not meet the limits of its group: {error}");
+        }
+    });
 }
 
 /// Has a disk's requests meet the limits that its group has now.

@@ -3,7 +3,7 @@
 //! - [`server`]: the main loop of both. [`serve`]: `spile serve` itself; `spile xen-disk` is [`crate::xen::disk`].
 //! - [`disks`]: the images, open; `faults.rs` has them fail for tests. [`fronts`]: the servers over them. [`sockets`]: where they listen.
 //! - [`failed_syncs`]: failed syncs, remembered for the next server. [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
-//! - `bitmaps.rs`: changed blocks for NBD clients. `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. [`Claims`](claims::Claims):
+//! - `bitmaps.rs`: changed blocks for NBD clients. `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. `resizing.rs`: new sizes. [`Claims`](claims::Claims):
 //!   one change of a disk's images at a time.
 //! - [`metrics`]: what was counted, for Prometheus.
 //! - [`control`]: lines on the control socket. [`api`]: HTTP on the same socket. [`takeover`]: a server that gives all it has to
@@ -25,6 +25,7 @@ mod life;
 pub mod limits;
 pub mod metrics;
 pub mod pausing;
+mod resizing;
 pub mod serve;
 pub mod server;
 pub mod sockets;

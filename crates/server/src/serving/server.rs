@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use spile_core::{Disk, ErrorKind, Result};
+use spile_core::{ErrorKind, Result};
 use spile_engine::{Config, Engine};
 use spile_front::Connections;
 use spile_front_blkif::device::End as XenEnd;
@@ -27,7 +27,10 @@ use super::control::{Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
 use super::failed_syncs::FailedSync;
 use super::fronts::{self, Fronts, Listening, Options, Role, Socket, XenFront};
+use super::jobs::stop_within;
+use super::limits;
 use super::metrics::{self, Detail, Exporter, Source};
+use super::resizing::Caller;
 use super::sockets;
 use super::takeover::{self, Inheritance};
 use crate::disks::DiskSpec;
@@ -189,6 +192,8 @@ impl Server {
                 return Ok(None);
             }
             Ok(End::Stops) | Err(_) => {
+                // They come to the end of their pieces while the fronts do, and the next server knows what was wanted of them.
+                self.disks.iter().for_each(|open| drop(open.jobs.stop()));
                 // Fronts wait for what is in flight.
                 disks::hurry(&self.disks);
                 self.fronts.stop();
@@ -333,6 +338,7 @@ impl Server {
                 }
                 Ok(Event::Snapshot(call)) => self.begin_snapshot(call),
                 Ok(Event::Pause(call)) => self.begin_pause(call),
+                Ok(Event::Resized(resized)) => self.end_resize(resized),
                 Ok(Event::Exchanged(name, graph)) => self.note_exchange(&name, &graph),
                 Ok(Event::Signal | Event::Ended) | Err(_) => return Ok(End::Stops),
             }
@@ -342,14 +348,22 @@ impl Server {
     fn answer_line(&mut self, mut line: LineRequest) -> Result<Option<End>> {
         let done = match line.request.clone() {
             Request::Resize { export, size_bytes } => {
-                find(&self.disks, &export).and_then(|open| self.resize(open, size_bytes))
+                let name = find(&self.disks, &export).map(|open| open.name.clone());
+                self.begin_resize(name, size_bytes, Caller::Line(line));
+                return Ok(None);
             }
             Request::TakeOver { sockets, queues, disks, layout } => {
-                let prepared = self
-                    .claims
-                    .refuse_any()
-                    .and_then(|()| self.stop_jobs())
-                    .and_then(|()| self.prepare(&line.link, &sockets, queues, disks.as_deref()));
+                // All that can be known before anything is stopped.
+                let refused = self.claims.refuse_any().and_then(|()| {
+                    self.look_at_disks();
+                    self.compare(&line.link, &sockets, queues, disks.as_deref())
+                });
+                if let Err(refusal) = refused {
+                    line.answer(&Err(refusal));
+                    return Ok(None);
+                }
+                let prepared =
+                    self.stop_jobs().and_then(|()| self.prepare(&line.link, &sockets, queues, disks.as_deref()));
                 match prepared {
                     Ok(prepared) => {
                         self.view.show(None);
@@ -375,20 +389,30 @@ impl Server {
     /// Ends all jobs at their next pieces, for a successor, which goes on with them. A merge may have ended just now, so what the disks
     /// are made of is looked at anew.
     fn stop_jobs(&mut self) -> Result<()> {
+        let stopped = stop_within(&self.engine, self.disks.iter().map(|open| &open.jobs), JOBS_BOUND);
+        self.look_at_disks();
+        stopped
+    }
+
+    /// Takes note of what the disks are made of now, and of where they are.
+    fn look_at_disks(&mut self) {
         for open in &mut self.disks {
-            open.jobs.close_within(&self.engine, JOBS_BOUND)?;
             if let Some(graph) = open.disk.graph_now() {
                 open.look_at(&graph);
             }
         }
         self.follow_moves();
-        Ok(())
     }
 
     /// Goes on with the jobs that were stopped for a successor that did not come.
     fn go_on_with_jobs(&self) {
-        let written = self.disks.iter().filter(|open| !open.read_only);
-        written.for_each(|open| open.jobs.go_on(&self.engine, &open.disk));
+        for open in &self.disks {
+            match open.read_only {
+                // Nothing was left of one, but it may have backups again.
+                true => drop(open.jobs.reopen()),
+                false => drop(open.jobs.go_on(&self.engine, &open.disk)),
+            }
+        }
     }
 
     /// Does what the control API was asked for. True when the server is to end.
@@ -399,10 +423,16 @@ impl Server {
                 notify("STOPPING=1");
                 return true;
             }
-            Order::Resize { name, size_bytes } => self.named(&name).and_then(|open| self.resize(open, size_bytes)),
+            Order::Resize { name, size_bytes } => {
+                self.begin_resize(Ok(name), size_bytes, Caller::Call(call));
+                return false;
+            }
             change => self.change(&change),
         };
         self.show();
+        if let (Order::Attach(_), Ok(()), Some(open)) = (&call.order, &done, self.disks.last()) {
+            limits::place_new(&self.engine, open);
+        }
         call.answer(done);
         false
     }
@@ -411,15 +441,6 @@ impl Server {
     pub(super) fn named(&self, name: &str) -> Result<&Open> {
         let found = self.disks.iter().find(|open| open.name == name);
         found.ok_or_else(|| no_disk(self.disks.iter().map(|open| &open.name), name))
-    }
-
-    fn resize(&self, open: &Open, size_bytes: u64) -> Result<()> {
-        let _held = open.jobs.hold_for_resize()?;
-        let _claim = self.claims.take(std::slice::from_ref(&open.name), "a resize")?;
-        let disk = open.disk.clone();
-        self.engine.run_on(0, move || async move { disk.resize(size_bytes).await })?;
-        self.fronts.tell_resized(open);
-        Ok(())
     }
 }
 

@@ -146,6 +146,10 @@ pub(super) fn wait_for(socket: &Path, mut job: Job, doing: &'static str, again: 
     match (&job.error, job.state.as_str()) {
         (Some(error), _) => Err(Failure { error: error.clone() }.into_error()),
         (None, "done") => Ok(job),
+        (None, "stopped") => {
+            let error = Error::new(ErrorKind::Shutdown, "the job was stopped with its server: what it has done stays done");
+            Err(error.hint("the next server of the disk goes on with it"))
+        }
         (None, state) => {
             Err(Error::new(ErrorKind::Shutdown, format!("the job was {state}; what it has done stays done")))
         }

@@ -53,6 +53,15 @@ impl Limits {
         let limits = spile_node::Limits { iops, read_iops, write_iops, bps, read_bps, write_bps, burst };
         limits.check().map(|()| limits)
     }
+
+    /// As [`Self::for_node`], of limits that another server had. One that took a shorter burst kept the shortest there is.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn kept(&self) -> Result<spile_node::Limits> {
+        let least_s = spile_node::Limits::LEAST_BURST.as_secs_f64();
+        Self { burst_s: self.burst_s.map(|burst_s| burst_s.max(least_s)), ..self.clone() }.for_node()
+    }
 }
 
 /// What limits a disk, and what that has delayed.
@@ -137,7 +146,7 @@ pub struct ChangeLimits {
     /// Bytes written in a second, zeroes included.
     #[serde(default)]
     pub write_bps: Option<u64>,
-    /// How long unused allowance adds up, in seconds: at least 0.01 count, and 3600 at most.
+    /// How long unused allowance adds up, in seconds: from 0.01 to 3600.
     #[serde(default)]
     pub burst_s: Option<f64>,
     /// Only for a disk: the group that it is in from now on, which is made if there is none of that name; empty: no group.
@@ -183,9 +192,12 @@ mod tests {
         assert_eq!(change.applied_to(limits).unwrap(), wanted);
         let off = ChangeLimits { off: true, iops: Some(3), ..Default::default() };
         assert_eq!(off.applied_to(wanted).unwrap(), spile_node::Limits { iops: Some(3), ..Default::default() });
-        for burst_s in [-1.0, f64::NAN, 1e300, 4000.0] {
+        for burst_s in [-1.0, f64::NAN, 1e300, 4000.0, 0.001] {
             let change = ChangeLimits { burst_s: Some(burst_s), ..Default::default() };
             assert_eq!(change.applied_to(limits).unwrap_err().kind(), ErrorKind::InvalidInput);
         }
+        let older = Limits { iops: Some(5), burst_s: Some(0.001), ..Limits::default() };
+        let burst = Some(spile_node::Limits::LEAST_BURST);
+        assert_eq!(older.kept().unwrap(), spile_node::Limits { iops: Some(5), burst, ..Default::default() });
     }
 }

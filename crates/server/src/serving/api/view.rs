@@ -570,8 +570,10 @@ impl View {
     /// # Errors
     /// `InvalidInput` when they cannot be kept; `Shutdown` while the server hands over.
     pub async fn set_group_limits(&self, name: &str, change: &ChangeLimits) -> Result<()> {
-        let disks: Vec<_> = self.disks()?.iter().map(|disk| disk.disk.clone()).collect();
+        self.disks()?;
         self.groups.change(name, change)?;
+        // The list of now: a disk that is attached at this moment is in it, or meets the new limits when it comes there.
+        let disks: Vec<_> = self.disks()?.iter().map(|disk| disk.disk.clone()).collect();
         self.on_worker(async move || limits::place_all(&disks).await).await
     }
 
