@@ -393,7 +393,7 @@ fn who_hurries_costs_its_group_a_moment_only() {
     for (group_limits, own) in [(bps(50 * MIB), Limits::default()), (Limits::default(), bps(50 * MIB))] {
         let mut world = World::default();
         let group = Group::new("g", world.timer());
-        group.set_limits(Limits { burst: Some(Duration::from_secs(10)), ..group_limits }).unwrap();
+        group.set_limits(group_limits).unwrap();
         let [web, db] = [0; 2].map(|_| world.disk(own));
         [&web, &db].into_iter().for_each(|disk| now(disk.join_group(Some(group.clone()))).unwrap());
         // A neighbour that wants all it can get.

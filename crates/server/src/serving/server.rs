@@ -214,9 +214,9 @@ impl Server {
     pub fn close(self, served: Result<()>) -> Result<()> {
         let Self { engine, disks, fronts, view, calls, .. } = self;
         view.show(None);
-        let closed = disks::close(&engine, disks, served);
-        // The fronts share the disks, and a disk's connection to an NBD server ends with its last share.
+        // The fronts share the disks, and a disk's files and its connection to an NBD server end with its last share.
         drop(fronts);
+        let closed = disks::close(&engine, disks, served);
         engine.shutdown();
         // Who has asked for the end gets an answer before it comes.
         calls.wait_for_none(LAST_ANSWERS);

@@ -147,7 +147,8 @@ pub(super) fn wait_for(socket: &Path, mut job: Job, doing: &'static str, again: 
         (Some(error), _) => Err(Failure { error: error.clone() }.into_error()),
         (None, "done") => Ok(job),
         (None, "stopped") => {
-            let error = Error::new(ErrorKind::Shutdown, "the job was stopped with its server: what it has done stays done");
+            let error =
+                Error::new(ErrorKind::Shutdown, "the job was stopped with its server: what it has done stays done");
             Err(error.hint("the next server of the disk goes on with it"))
         }
         (None, state) => {
