@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use spile_core::{Env, Error, ErrorKind, Files, Locator, OpenMode, Result};
+use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, LayerInfo, MAX_LAYERS, describe};
 use spile_node::Node;
 
@@ -288,11 +289,18 @@ pub async fn collect<F: Files>(
     list: impl AsyncFn() -> Result<Vec<PathBuf>>,
     run: impl AsyncFn(Plan, Wishes) -> Result<()>,
 ) -> Result<()> {
-    let disk = node.graph().await.handles()[0].path().to_owned();
-    if let Some(Note { plan, wishes }) = Note::read(tools.files, &disk).await? {
-        refuse_other(&plan, wishes.is_paused).map_err(|error| error.at_path(&disk))?;
-        run(plan, wishes).await?;
+    let leaf = node.graph().await.handles()[0].clone();
+    let disk = leaf.path().to_owned();
+    match Note::read(tools.files, &disk).await? {
+        // Another disk of that name has left it.
+        Some(note) if !note.is_of(leaf.image().identity()) => Plan::remove(tools.files, &disk).await?,
+        Some(Note { plan, wishes, .. }) => {
+            refuse_other(&plan, wishes.is_paused).map_err(|error| error.at_path(&disk))?;
+            run(plan, wishes).await?;
+        }
+        None => {}
     }
+    drop(leaf);
     // Nobody writes a note of a job but who has the disk open for writing.
     remove_if_there(tools.files, &names::new_job(&disk)).await?;
     while let Some(parent) = deleted_parent(tools, &list().await?, &disk).await? {
