@@ -16,12 +16,16 @@ use crate::snapshot::{refuse_job, remove_if_there};
 /// # Errors
 /// `Unsupported` when that could never be done; the storage's.
 pub async fn mark<F: Files>(tools: &Tools<'_, F>, image: &Path, format: Option<Format>, child: &Path) -> Result<()> {
+    let is_far = image.parent() != child.parent();
     let (parent, leaf) = (described(tools, image, format).await?, described(tools, child, None).await?);
     let refuse = |why: String| {
         let child = child.display();
         let hint = format!("spile flatten {child}, and then delete this; or merge {child} by hand: spile coalesce");
         Err(Error::new(ErrorKind::Unsupported, why).at_path(image).hint(hint))
     };
+    if is_far {
+        return refuse(format!("its child {} lies in another folder, and it cannot take that name", child.display()));
+    }
     let (Some(identity), Some(child_identity)) = (parent.identity, leaf.identity) else {
         return refuse(format!("a {} image cannot take the name of its child {}", parent.format, child.display()));
     };

@@ -43,10 +43,15 @@ impl Gone {
     /// Writes the note of `image`, durably, in the place of one that is there.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's. No note is left then, if it can be removed.
     pub async fn write<F: Files>(self, files: &F, image: &Path) -> Result<()> {
         Self::remove(files, image).await?;
-        write_text(files, &names::gone(image), &self.to_text()).await
+        let written = write_text(files, &names::gone(image), &self.to_text()).await;
+        if written.is_err() {
+            // Half a note says nothing, and would keep others from believing that the image is as it was.
+            let _ = Self::remove(files, image).await;
+        }
+        written
     }
 
     /// The note of `image`; `None` when there is none, or none that is understood.

@@ -57,7 +57,12 @@ pub fn gone(image: &Path) -> PathBuf {
     beside(image, "gone")
 }
 
-/// True for the path of such a note.
+/// Which children the image has in other folders, a path in each line.
+pub fn children(image: &Path) -> PathBuf {
+    beside(image, "children")
+}
+
+/// True for the path of a note that an image was deleted.
 pub fn is_gone(path: &Path) -> bool {
     disk_of(path).is_some_and(|image| gone(&image) == path)
 }
@@ -87,7 +92,8 @@ mod tests {
     #[test]
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
-        let named = [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone].map(|of| of(disk));
+        let named =
+            [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, children].map(|of| of(disk));
         for beside in named {
             assert_eq!(beside.parent(), disk.parent());
             assert_eq!(disk_of(&beside).as_deref(), Some(disk));

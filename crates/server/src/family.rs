@@ -1,17 +1,19 @@
 //! Keeps a parent from being written: a write to it would change, without a word, what its children show.
 //!
 //! A parent does not know its children. So the other images of its folder are asked, and no more than a bounded number for
-//! a bounded time: children in other folders are not found, nor those that are not looked at. Children are opened without
+//! a bounded time: of children in other folders those are found that Spile has made, by a note beside the parent. Children are opened without
 //! locks, for reading only.
 
+use std::io::{Read as _, Write as _};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use spile_core::{Error, ErrorKind, Files as _, Result};
+use spile_core::{Error, ErrorKind, Files as _, Result, ResultExt as _};
 use spile_engine::run_blocking;
 use spile_image::layer::Identity;
 use spile_image::{Format, LayerInfo, is_child_of};
+use spile_life::names;
 use spile_store::{CacheMode, OsFiles};
 
 /// The most names in a folder that are looked at.
@@ -155,17 +157,59 @@ struct Neighbours {
     are_all: bool,
 }
 
-/// The other files in the folder of `path` for which `may_be_child` says yes, `most` at most. None in `/dev`.
+/// The paths in the note at `note`.
+fn far_children(note: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let mut text = String::new();
+    std::fs::File::open(note)?.take(MOST_NOTE_BYTES).read_to_string(&mut text)?;
+    Ok(text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect())
+}
+
+/// No note of children is read further.
+const MOST_NOTE_BYTES: u64 = 4 << 20;
+
+/// Notes beside the image at `parent` that the file at `child`, in another folder, is to be a child of it: whoever asks the folder for children
+/// asks that file, too. Both paths are whole, and the child does not name the parent yet.
+///
+/// # Errors
+/// The system's. `ReadOnly` and `Denied` where the parent's folder cannot be changed.
+pub fn note_far_child(parent: &Path, child: &Path) -> Result<()> {
+    if parent.parent() == child.parent() || parent.starts_with("/dev") {
+        return Ok(());
+    }
+    let note = names::children(parent);
+    let line = child.to_str().filter(|line| !line.contains('\n')).ok_or_else(|| {
+        let error = Error::new(ErrorKind::InvalidInput, "the parent's folder cannot have a note of this name");
+        error.at_path(child).hint("choose a name that is UTF-8, without line ends")
+    })?;
+    if far_children(&note).is_ok_and(|there| there.iter().any(|other| other == child)) {
+        return Ok(());
+    }
+    let write = || {
+        let mut file = std::fs::File::options().append(true).create(true).open(&note)?;
+        file.write_all(format!("{line}\n").as_bytes())?;
+        file.sync_all()?;
+        std::fs::File::open(parent.parent().unwrap_or(Path::new("/")))?.sync_all()
+    };
+    write().map_err(|source| Error::io("the parent's folder cannot note its child", source)).at_path(&note)
+}
+
+/// The other files in the folder of `path` for which `may_be_child` says yes, `most` at most, and those that are noted there as children in
+/// other folders. None in `/dev`.
 fn neighbours(path: &Path, most: usize, may_be_child: impl Fn(&Path) -> bool) -> Neighbours {
     let folder = path.parent().unwrap_or(Path::new("/"));
     let mut found = Neighbours { images: Vec::new(), are_all: true };
     if folder.starts_with("/dev") {
         return found;
     }
-    let Ok(names) = std::fs::read_dir(folder) else { return Neighbours { are_all: false, ..found } };
-    for (number, name) in names.enumerate() {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Neighbours { are_all: false, ..found } };
+    for (number, name) in entries.enumerate() {
         match name.map(|name| name.path()) {
             Ok(other) if number < MOST_NAMES && found.images.len() < most => {
+                let image = names::disk_of(&other).filter(|image| names::children(image) == other);
+                if image.is_some() {
+                    let Ok(far) = far_children(&other) else { return Neighbours { are_all: false, ..found } };
+                    found.images.extend(far.into_iter().filter(|child| may_be_child(child)));
+                }
                 found.images.extend((other != path && may_be_child(&other)).then_some(other));
             }
             _ => return Neighbours { are_all: false, ..found },

@@ -292,3 +292,49 @@ fn no_clone_is_made_of_what_goes_or_is_half_merged() {
     assert!(fails(dir, 1, &["clone", "s2.vhd", "b.vhd"]).contains("a merge of"));
     ok(dir, &["clone", "s1.vhd", "b.vhd"]);
 }
+
+#[test]
+fn a_child_in_another_folder_keeps_its_parent_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir(dir.join("golden")).unwrap();
+    ok(dir, &["create", "golden/g.vhd", "--size", "16M"]);
+    ok(dir, &["clone", "golden/g.vhd", "vm.vhd"]);
+    for refused in [&["delete", "golden/g.vhd"][..], &["serve", "golden/g.vhd", "--nbd", "unix:x"]] {
+        let said = run(dir, refused);
+        let text = String::from_utf8_lossy(&said.stderr).into_owned();
+        assert!(!said.status.success() && text.contains("vm.vhd"), "{refused:?}: {text}");
+    }
+    assert!(dir.join("golden/g.vhd").exists());
+    ok(dir, &["check", "vm.vhd"]);
+    assert_eq!(collected(&json(dir, &["gc", "golden"])), []);
+    // Once the child is gone, nobody needs the image.
+    fs::remove_file(dir.join("vm.vhd")).unwrap();
+    ok(dir, &["delete", "golden/g.vhd"]);
+    assert!(!dir.join("golden/g.vhd").exists());
+}
+
+#[test]
+fn a_mark_that_cannot_be_written_is_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().join("full");
+    fs::create_dir(&at).unwrap();
+    let mounted = std::process::Command::new("mount").args(["-t", "tmpfs", "-o", "size=16m", "none"]).arg(&at).status();
+    if !mounted.is_ok_and(|status| status.success()) {
+        return println!("SKIP a_mark_that_cannot_be_written_is_none: no file system can be mounted");
+    }
+    let full = || {
+        ok(&at, &["create", "s.vhd", "--size", "16M"]);
+        ok(&at, &["clone", "s.vhd", "a.vhd"]);
+        let mut ballast = fs::File::create(at.join("ballast")).unwrap();
+        while std::io::Write::write(&mut ballast, &[1; 4096]).is_ok() {}
+        fails(&at, 1, &["delete", "s.vhd"]);
+        (at.join(".s.vhd.spile-gone").exists(), ok(&at, &["tree", "."]))
+    };
+    let seen = std::panic::catch_unwind(full);
+    eventually("the file system goes", || {
+        std::process::Command::new("umount").arg(&at).status().is_ok_and(|status| status.success())
+    });
+    let (is_marked, tree) = seen.unwrap();
+    assert!(!is_marked && !tree.contains("deleted"), "{tree}");
+}

@@ -10,6 +10,7 @@ use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, LayerInfo, OpenOptions, check_parents};
 use spile_life::base::refuse_unfit;
+use spile_server::family;
 use spile_server::new_file::folder_of;
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
@@ -17,6 +18,7 @@ use utoipa::ToSchema;
 use super::gc::Host;
 use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say, space, text_of};
 use crate::disks;
+use crate::log::complain;
 use crate::units::{format_size, parse_size};
 
 /// Create an empty disk
@@ -159,6 +161,7 @@ impl Child {
         }
         let size_bytes = self.size_bytes.unwrap_or(layers[0].virtual_bytes);
         let parent = Some(new_parent(&self.path, &layers[0])?);
+        note_child(&layers[0], &real(folder_of(&self.path))?.join(self.path.file_name().unwrap_or_default()))?;
         let new = NewImage { size_bytes, subformat: self.subformat.clone(), parent, unit_bytes: None };
         create(&self.path, self.format, &new, self.options.no_lock).await?;
         drop(base);
@@ -178,6 +181,21 @@ pub fn check_place(child: &Path, parents: &[&Path], allowed: &[PathBuf]) -> Resu
 /// The path without links and `..`.
 fn real(path: &Path) -> Result<PathBuf> {
     path.canonicalize().map_err(|e| Error::io("find", e)).at_path(path)
+}
+
+/// Notes beside `parent` that the file at `child`, a whole path, is to be its child, if it lies in another folder.
+///
+/// # Errors
+/// As [`family::note_far_child`]; where the parent's folder cannot be changed, it is only said.
+pub fn note_child(parent: &LayerInfo, child: &Path) -> Result<()> {
+    match family::note_far_child(&parent.path, child) {
+        Err(error) if matches!(error.kind(), ErrorKind::ReadOnly | ErrorKind::Denied) => {
+            let (parent, child) = (parent.path.display(), child.display());
+            complain(format_args!("{error}: nobody who deletes or writes {parent} is told that {child} needs it"));
+            Ok(())
+        }
+        noted => noted,
+    }
 }
 
 /// How a child at `child` names the image `parent`.

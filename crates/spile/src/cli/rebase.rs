@@ -17,7 +17,7 @@ use spile_server::jobs::Access;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
-use super::create::{check_place, new_parent};
+use super::create::{check_place, new_parent, note_child};
 use super::revert::{file_at, refuse_served};
 use super::{Exit, ParentArgs, on_engine, parse_format, print_json, say};
 use crate::disks;
@@ -185,6 +185,9 @@ impl Order {
         if self.way == Way::Trust && !self.other_uuid {
             let hint = "leave --trust out, and they are compared; --other-uuid if you know that it holds the same";
             refuse_other(&leaf, parent).await.map_err(|error| error.hint(hint))?;
+        }
+        if self.way != Way::Check {
+            note_child(&layers[0], leaf.path())?;
         }
         Ok(named)
     }

@@ -16,7 +16,7 @@ use spile_life::snapshot::{Made, Plan, prepare, take_back};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
-use super::create::new_parent;
+use super::create::{new_parent, note_child};
 use super::gc::Host;
 use super::snapshot::find;
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, say};
@@ -151,6 +151,7 @@ async fn go_back(
     let allowed = write.allow_parents.iter().map(real).collect::<Result<Vec<_>>>()?;
     check_new_child(disk.parent().unwrap_or(Path::new("/")), &layers, &allowed)?;
     let (image, parent) = (&layers[0], Some(new_parent(&disk, &layers[0])?));
+    note_child(image, &disk)?;
     let new = NewImage { size_bytes: image.virtual_bytes, subformat: None, parent, unit_bytes: None };
     let mut kept = None;
     match keep {

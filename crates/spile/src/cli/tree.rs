@@ -142,7 +142,7 @@ fn listed(folder: &Path) -> Result<(Vec<PathBuf>, Vec<Beside>)> {
     paths.sort();
     let text = |path: &Path| path.display().to_string();
     let beside = paths.iter().filter(|path| !names::is_gone(path)).filter_map(|path| {
-        let disk = names::disk_of(path)?;
+        let disk = names::disk_of(path).filter(|disk| *path != names::children(disk))?;
         Some(Beside { path: text(path), disk_path: text(&disk) })
     });
     let beside = beside.collect();
