@@ -150,7 +150,9 @@ impl<D: Disk> Session<D> {
         }
         session.memory = Arc::new(memory);
         if let Some(info) = state.inflight {
-            session.inflight = Some(InflightRegion::map(info, Arc::new(next()?), max_queues)?);
+            let region = InflightRegion::map(info, Arc::new(next()?), max_queues)?;
+            session.shared.gate.meet(&region);
+            session.inflight = Some(region);
         }
         if let Some(LogState { file_offset_bytes, len_bytes }) = state.log {
             session.log = Some(Log::map(Arc::new(next()?), file_offset_bytes, len_bytes)?);

@@ -29,8 +29,9 @@ const VERSION: u16 = 1;
 /// Each queue's part begins on its own cache line.
 const PART_ALIGN: usize = 64;
 /// Our own trailer, behind the parts of all queues, with which the specification ends: it keeps how the guest has
-/// switched its write cache.
+/// switched its write cache, and whether its disk was handed over to another host.
 const TRAILER_BYTES: usize = PART_ALIGN;
+const IS_GONE_AT: usize = 1;
 const IS_WRITEBACK: u8 = 1;
 const IS_WRITE_THROUGH: u8 = 2;
 
@@ -82,7 +83,7 @@ impl InflightRegion {
     /// The offset of the trailer. A region that another program has made has none.
     fn trailer(&self) -> Option<usize> {
         let at = usize::from(self.info.queues) * part_bytes(self.info.queue_size);
-        (at < self.bytes.len()).then_some(at)
+        (at + TRAILER_BYTES <= self.bytes.len()).then_some(at)
     }
 
     /// Keeps how the guest has switched its write cache, for the next server.
@@ -95,12 +96,30 @@ impl InflightRegion {
     /// How the guest has switched its write cache: true for write-back, false for write-through. `None` in a new
     /// region, in which nobody has noted it. When it cannot be known, it is write-through, with which nothing is lost.
     pub fn kept_write_cache(&self) -> Option<bool> {
-        let is_used = self.bytes.load_u16(VERSION_AT, Ordering::Acquire) != 0;
+        let is_used = self.is_used();
         match self.trailer().map(|at| self.bytes.load_u8(at, Ordering::Acquire)) {
             Some(IS_WRITEBACK) => Some(true),
             Some(0) | None if !is_used => None,
             _ => Some(false),
         }
+    }
+
+    /// True when a queue has started with this region, here or in another process.
+    pub fn is_used(&self) -> bool {
+        self.bytes.load_u16(VERSION_AT, Ordering::Acquire) != 0
+    }
+
+    /// Keeps, for the next server, whether the guest's disk was handed over to another host. A region that another program has made cannot
+    /// keep that.
+    pub fn keep_gone(&self, is_gone: bool) {
+        if let Some(at) = self.trailer() {
+            self.bytes.store_u8(at + IS_GONE_AT, u8::from(is_gone), Ordering::Release);
+        }
+    }
+
+    /// True when the guest's disk was handed over to another host.
+    pub fn is_gone(&self) -> bool {
+        self.trailer().is_some_and(|at| self.bytes.load_u8(at + IS_GONE_AT, Ordering::Acquire) != 0)
     }
 
     /// The part of queue number `index`, whose size is `queue_size`.

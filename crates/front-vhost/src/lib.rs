@@ -10,7 +10,7 @@
 //! - `ring`, `request`, `memory`, `inflight`, `log`: what is in shared memory.
 //! - `execute`: a request to its status. `queue`: a virtqueue at work on its worker.
 //! - `channel`, `session`, `vring`, `server`: the socket, what the front end has told us, and when queues work.
-//! - [`Handover`]: a connection that goes on in another process.
+//! - `gate`: a disk that is on its way to another host, or from there. [`Handover`]: a connection that goes on in another process.
 #![forbid(unsafe_code)]
 
 mod channel;
@@ -18,6 +18,7 @@ mod config;
 mod execute;
 #[doc(hidden)]
 pub mod fuzz;
+mod gate;
 mod handover;
 mod inflight;
 mod log;
@@ -30,5 +31,6 @@ mod session;
 mod vring;
 pub mod wire;
 
+pub use gate::Passage;
 pub use handover::{ConnectionState, Handover};
 pub use server::{Config, Server};

@@ -23,6 +23,7 @@ use spile_front::{
 
 use crate::channel::{Channel, Notices, Received};
 use crate::execute::{FRONT, ID_BYTES, Target};
+use crate::gate::{Gate, Passage};
 use crate::handover::Handover;
 use crate::session::{Reply, Session};
 use crate::wire::{Invalid, Message, config_changed};
@@ -43,6 +44,8 @@ pub struct Config {
     /// The most connections at a time. When all places are taken, a further front end gets the place of one that has shared no memory,
     /// or is hung up on.
     pub max_connections: usize,
+    /// The disk is still on its way from another host: no guest uses it before [`Server::let_in`].
+    pub is_coming: bool,
 }
 
 impl Default for Config {
@@ -54,6 +57,7 @@ impl Default for Config {
             read_only: false,
             pins_memory: false,
             max_connections: 4,
+            is_coming: false,
         }
     }
 }
@@ -63,6 +67,7 @@ pub(crate) struct ServerState<D> {
     pub(crate) engine: Engine,
     pub(crate) disk: Arc<D>,
     pub(crate) config: Config,
+    pub(crate) gate: Gate,
     counters: Vec<Arc<FrontCounters>>,
     /// The worker of queue 0. It differs from server to server, so that not all disks begin on the same worker.
     first_worker: usize,
@@ -223,6 +228,7 @@ impl<D: Disk> Server<D> {
             places: Connections::new(FRONT, config.max_connections, 1),
             complaints: LogLimit::default(),
             failures: Arc::default(),
+            gate: Gate::new(if config.is_coming { Passage::Coming } else { Passage::Open }),
             engine,
             disk,
             config,
@@ -300,6 +306,55 @@ impl<D: Disk> Server<D> {
             {
                 let disk = &self.shared.config.name;
                 tracing::warn!(%disk, %error, "a guest could not be told of its disk's new size");
+            }
+        }
+    }
+
+    /// Whether guests may use the disk now.
+    pub fn passage(&self) -> Passage {
+        self.shared.gate.passage()
+    }
+
+    /// From now on no guest uses the disk, because it is handed over to another host: requests wait in the guests' rings. Waits for
+    /// connections that are just changing something; not to be called on a worker.
+    ///
+    /// # Errors
+    /// `Busy` when a guest uses the disk, or it has not come to this host yet; then nothing has changed.
+    pub fn shut(&self) -> Result<()> {
+        let busy = |what: &str, hint: &'static str| Err(Error::new(ErrorKind::Busy, what).hint(hint));
+        // A queue that starts looks at this with its session locked. So whoever does not see it is at work when its session is locked here.
+        match self.shared.gate.set(Passage::Gone) {
+            Passage::Open => {}
+            before => {
+                self.shared.gate.set(before);
+                let hint =
+                    "`spile resume` lets guests use it here, once it is certain that they do not use it elsewhere";
+                return busy("the disk is already on its way to another host, or from there", hint);
+            }
+        }
+        let open: Vec<_> = lock(&self.shared.connections).all().cloned().collect();
+        if open.iter().any(|connection| lock(&connection.session).is_at_work()) {
+            self.let_in();
+            let hint = "have its monitor stop it first: a migration of QEMU does so with the capability pause-before-switchover";
+            return busy("a guest uses the disk", hint);
+        }
+        let keep = |connection: &Arc<Connection<D>>| lock(&connection.session).keep_gone(true);
+        open.iter().for_each(keep);
+        Ok(())
+    }
+
+    /// Guests may use the disk from now on; those that wait go on. Not to be called on a worker.
+    pub fn let_in(&self) {
+        self.shared.gate.set(Passage::Open);
+        let open: Vec<_> = lock(&self.shared.connections).all().cloned().collect();
+        for connection in open {
+            let mut session = lock(&connection.session);
+            session.keep_gone(false);
+            if let Err(error) = session.start_queues()
+                && self.shared.may_complain()
+            {
+                let disk = &self.shared.config.name;
+                tracing::warn!(%disk, %error, "vhost-user: a queue that waited cannot be started");
             }
         }
     }

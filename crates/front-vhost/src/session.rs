@@ -147,6 +147,7 @@ impl<D: Disk> Session<D> {
                 let region = InflightRegion::map(info, file, self.shared.config.queues)?;
                 self.stop_queues();
                 self.recall_write_cache(&region);
+                self.shared.gate.meet(&region);
                 self.inflight = Some(region);
             }
             Message::SetBackendReqFd => self.notices.set_socket(fds.pop()),
@@ -332,6 +333,16 @@ impl<D: Disk> Session<D> {
             queue.is_enabled = false;
             queue.kick = None;
         }
+    }
+
+    /// True while a queue is at work.
+    pub(crate) fn is_at_work(&self) -> bool {
+        self.queues.iter().any(Vring::is_at_work)
+    }
+
+    /// Keeps, for the next server, whether the disk was handed over to another host.
+    pub(crate) fn keep_gone(&self, is_gone: bool) {
+        self.inflight.iter().for_each(|region| region.keep_gone(is_gone));
     }
 
     /// Starts each queue for which nothing is missing.

@@ -75,6 +75,11 @@ impl Vring {
         }
     }
 
+    /// True while the queue is at work.
+    pub(crate) fn is_at_work(&self) -> bool {
+        self.running.is_some()
+    }
+
     pub(crate) fn ask_to_stop(&self) {
         if self.running.is_some() {
             self.link.stop();
@@ -152,6 +157,9 @@ impl Vring {
         }
         // A ring whose memory was removed waits until the memory is back.
         let Ok(parts) = self.parts(&context.memory, &addr) else { return Ok(()) };
+        if !context.shared.gate.lets_in(&context.target.name) {
+            return Ok(());
+        }
         let inflight = inflight.map(|region| region.queue(index, self.size)).transpose()?;
         // A connection that has just ended may still have writes of the same guest in flight: they have to end first.
         context.shared.wait_for_ending(&context.hang_up)?;

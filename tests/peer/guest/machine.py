@@ -23,7 +23,7 @@ def root_image(folder, path, size_bytes, programs=()):
 class Machine:
     """A running guest whose first serial line is `console`."""
 
-    def __init__(self, kernel, initramfs, log_path, phase, options, last=0, pass_fds=()):
+    def __init__(self, kernel, initramfs, log_path, phase, options, last=0, pass_fds=(), prefix=(), cwd=None):
         need("qemu-system-x86_64", "qemu-system-x86")
         # Emulation keeps its translation of code until it sees a write to where the code lay. What a
         # vhost-user server writes it does not see; so the guest shall clear each page before its use.
@@ -31,11 +31,11 @@ class Machine:
         self.log = open(log_path, "ab")
         self.process = subprocess.Popen(
             [
-                "qemu-system-x86_64", "-accel", "tcg", "-nodefaults", "-no-user-config",
+                *prefix, "qemu-system-x86_64", "-accel", "tcg", "-nodefaults", "-no-user-config",
                 "-display", "none", "-serial", "stdio", "-no-reboot",
                 "-kernel", str(kernel.image), "-initrd", str(initramfs), "-append", words, *options,
             ],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=pass_fds,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=pass_fds, cwd=cwd,
         )
         self.console = Stream(self.process.stdout.fileno(), self.log)
 

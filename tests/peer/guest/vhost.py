@@ -180,18 +180,19 @@ class GuestCommands(Commands):
 class VhostMachine(Machine):
     """A guest with two processors, the disks `names` as vda, vdb, …, and a line for commands.
 
-    With `incoming` it waits for a migration instead of booting.
+    With `incoming` it waits for a migration instead of booting. `more` are options of QEMU, `how` says how it is started.
     """
 
-    def __init__(self, kernel, initramfs, folder, sockets, names, place, incoming=False):
+    def __init__(self, kernel, initramfs, folder, sockets, names, place, incoming=False, more=(), **how):
         self.sockets = sockets
         self.place = place
         ask, qmp = socket.socketpair(), socket.socketpair()
         options = self.options(names, ask[1].fileno(), qmp[1].fileno())
         options += ["-incoming", "defer"] if incoming else []
+        options += more
         passed = (ask[1].fileno(), qmp[1].fileno())
         super().__init__(
-            kernel, initramfs, folder / f"console-{place}.log", "serve", options, pass_fds=passed,
+            kernel, initramfs, folder / f"console-{place}.log", "serve", options, pass_fds=passed, **how,
         )
         ask[1].close()
         qmp[1].close()

@@ -9,6 +9,7 @@ mod chains;
 mod config;
 mod connections;
 mod dirty;
+mod gate;
 mod handover;
 mod inflight;
 mod memory;

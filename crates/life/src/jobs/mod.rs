@@ -146,6 +146,11 @@ impl Job {
         self.change(|control| control.is_to_finish = true);
     }
 
+    /// The job is not to come to its end any more, unless it is about to.
+    pub fn take_finish_back(&self) {
+        self.change(|control| control.is_to_finish = false);
+    }
+
     /// True when the job is to come to its end.
     pub(crate) fn is_to_finish(&self) -> bool {
         self.control().is_to_finish

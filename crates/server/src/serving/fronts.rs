@@ -19,6 +19,7 @@ use super::api::types::Export as ExportView;
 use super::api::view::{FrontName, ReadMeter, ReadSpans};
 use super::bitmaps;
 use super::disks::{Open, ServedDisk, find};
+use super::doors::Doors;
 use crate::disks::split_commas;
 use crate::listen::{Bound, Published, SocketAccess};
 use crate::units::format_size;
@@ -29,13 +30,15 @@ const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
 /// How long NBD clients may take for that in a takeover, while guests wait.
 const HANDOVER_PATIENCE: Duration = Duration::from_millis(20);
 
-/// `PATH[,export=NAME]`: where one disk is served to virtual machines. A comma in the path is doubled.
+/// `PATH[,export=NAME][,incoming]`: where one disk is served to virtual machines. A comma in the path is doubled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VhostSpec {
     /// The socket.
     pub path: PathBuf,
     /// The disk's name; the first disk if not given.
     pub export: String,
+    /// The disk is still on its way from another host: guests wait.
+    pub is_incoming: bool,
 }
 
 impl FromStr for VhostSpec {
@@ -44,12 +47,14 @@ impl FromStr for VhostSpec {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = split_commas(text).into_iter();
         let path = parts.next().filter(|path| !path.is_empty()).ok_or("the PATH of the socket is empty")?;
-        let mut spec = Self { path: path.into(), export: String::new() };
+        let mut spec = Self { path: path.into(), export: String::new(), is_incoming: false };
         for part in parts {
             match part.split_once('=') {
                 Some(("export", name)) => spec.export = name.to_owned(),
+                None if part == "incoming" => spec.is_incoming = true,
                 _ => {
-                    return Err(format!("`{part}` is not an option; use export=NAME (a comma in the path is doubled)"));
+                    let known = "export=NAME or incoming (a comma in the path is doubled)";
+                    return Err(format!("`{part}` is not an option; use {known}"));
                 }
             }
         }
@@ -159,6 +164,8 @@ pub struct Options {
     pub queues: u16,
     /// Guests' memory is registered with the workers' rings.
     pub pins_memory: bool,
+    /// Exports of disks that are still on their way from another host: their guests wait.
+    pub incoming: Vec<String>,
     /// Who may connect to the sockets of clients and guests. The control socket hears nobody but its own user and root.
     pub access: SocketAccess,
 }
@@ -192,6 +199,7 @@ impl Vhost {
             queues: options.queues,
             pins_memory: options.pins_memory,
             read_only: open.read_only,
+            is_coming: options.incoming.iter().any(|incoming| incoming == export),
             ..VhostConfig::default()
         };
         let server = VhostServer::new(engine.clone(), open.disk.clone(), config)?;
@@ -360,6 +368,17 @@ impl Fronts {
         }
         meters.extend(self.xen.as_ref().map(|xen| (front("xen", None), Arc::new(xen.device.reader()) as ReadMeter)));
         meters
+    }
+
+    /// The ways to a disk with these exports.
+    pub fn doors(&self, names: &[String]) -> Doors {
+        let guests = self.vhost.iter().filter(|vhost| names.contains(&vhost.export));
+        let servers = [&self.nbd].into_iter().chain(&self.former);
+        let clients = servers.flat_map(|nbd| {
+            let its_names = nbd.names.iter().filter(|name| names.contains(name));
+            its_names.map(|name| (nbd.server.clone(), name.clone()))
+        });
+        Doors { guests: guests.map(|vhost| vhost.server.clone()).collect(), clients: clients.collect() }
     }
 
     /// What is kept of the requests to a disk with these exports: by front and export.
@@ -557,9 +576,12 @@ mod tests {
 
     #[test]
     fn vhost_sockets_name_their_disk() {
-        let spec = |path: &str, export: &str| Ok(VhostSpec { path: path.into(), export: export.to_owned() });
+        let spec = |path: &str, export: &str| {
+            Ok(VhostSpec { path: path.into(), export: export.to_owned(), is_incoming: false })
+        };
         assert_eq!("/run/a.sock".parse(), spec("/run/a.sock", ""));
         assert_eq!("/run/a,,b,export=x".parse(), spec("/run/a,b", "x"));
+        assert!("/run/a.sock,incoming".parse().is_ok_and(|spec: VhostSpec| spec.is_incoming));
         for bad in ["", ",export=x", "/a,disk=x", "/a,x"] {
             assert!(bad.parse::<VhostSpec>().is_err(), "{bad}");
         }

@@ -10,7 +10,7 @@ use spile_engine::Engine;
 use spile_image::{Format, Graph};
 use spile_life::jobs::{Job, Note, Plan, State as JobState, Wishes};
 use spile_life::merge;
-use spile_life::motion::Move;
+use spile_life::motion::{Move, Phase};
 use spile_store::HostStore;
 
 use super::api::types::{self, FailureDetail, JobChange, NewJob};
@@ -362,6 +362,31 @@ impl DiskJob {
             self.job.set_limit((limit > 0).then_some(limit));
         }
         Ok(())
+    }
+
+    /// Refuses to hand the disk over to another host unless the job keeps a copy there that is in step, or nearly so.
+    ///
+    /// # Errors
+    /// `InvalidInput` for another job; `Busy`.
+    pub fn refuse_hand_over(&self) -> Result<()> {
+        if !matches!(&self.what, What::Images(Plan::Move(to)) if to.stays) {
+            let what = "the job keeps no copy in step: `spile move --mirror-only` begins one that can be handed over";
+            return Err(Error::new(ErrorKind::InvalidInput, what));
+        }
+        let report = self.job.report();
+        let refused = |what: String| {
+            let error = Error::new(ErrorKind::Busy, format!("the disk cannot be handed over now: {what}"));
+            Err(error
+                .hint("nothing has changed, and guests may go on here: try again when `spile jobs` says `in step`"))
+        };
+        match (report.state, report.motion) {
+            (JobState::Running, Some(motion)) if matches!(motion.phase, Phase::InStep | Phase::CatchingUp) => Ok(()),
+            (JobState::Running, Some(motion)) => {
+                let trouble = motion.trouble.map(|trouble| format!(" ({trouble})")).unwrap_or_default();
+                refused(format!("its copy is {}{trouble}, and not in step", motion.phase.name()))
+            }
+            (state, _) => refused(format!("the job is {}", state.name())),
+        }
     }
 
     /// What there is to tell of it. `disk` and `path` are the disk's name and path, `server` its server.

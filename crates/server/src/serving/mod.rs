@@ -15,6 +15,7 @@ mod changes;
 mod claims;
 pub mod control;
 pub mod disks;
+pub mod doors;
 pub mod failed_syncs;
 pub mod faults;
 pub mod fronts;

@@ -92,8 +92,13 @@ pub fn serve<P: Place>(
     }
     let failed_syncs = FailedSyncs::new(&options.run_dir, backend_path)?;
     hear_of_losses(&failed_syncs);
-    let fronts =
-        fronts::Options { nbd: NbdConfig::default(), queues: 1, pins_memory: false, access: SocketAccess::default() };
+    let fronts = fronts::Options {
+        nbd: NbdConfig::default(),
+        queues: 1,
+        pins_memory: false,
+        incoming: Vec::new(),
+        access: SocketAccess::default(),
+    };
     let mut server = Server::new(opening, fronts, engine)?;
     server.hear(signals);
     let opened = open(&mut server, &mut store, backend_path, options);

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use spile_core::{Error, ErrorKind, Result};
-use spile_server::serving::api::client::{LOOK_PATIENCE, ask, call};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Failure, Job, JobList, Motion};
 
@@ -26,11 +26,16 @@ pub struct JobsArgs {
 /// Pause a job, have it go on or finish, cancel it, or change its rate
 ///
 /// A job that is cancelled leaves done what it has done; the disk is valid at every moment.
+///
+/// `hand-over` is for a guest that moves to another host together with its disk. It waits until the copy is whole and flushed. It fails, and
+/// changes nothing, when the copy is not in step or the guest still runs. When it succeeds, guests do not use the disk here any more: their
+/// requests wait until `spile resume`, for the case that the guest's move fails after that.
 #[derive(Debug, Args)]
 pub struct JobArgs {
     /// The job, as `spile jobs` names it
     id: String,
-    /// What it is to do: wait, go on, finish a copy that stays in step (spile move --mirror-only), end and leave done what is done, or keep a rate
+    /// What it is to do: wait, go on, finish a copy that stays in step (spile move --mirror-only), hand such a disk over to the host of the copy,
+    /// where its guest goes on, end and leave done what is done, or keep a rate
     order: JobOrder,
     /// With `rate`: no more than SIZE is moved in a second; `none`: as fast as guests leave room for
     #[arg(value_name = "SIZE|none", value_parser = parse_limit, required_if_eq("order", "rate"))]
@@ -43,6 +48,7 @@ enum JobOrder {
     Pause,
     Resume,
     Finish,
+    HandOver,
     Cancel,
     Rate,
 }
@@ -119,7 +125,8 @@ pub fn job(args: &JobArgs) -> Result<Exit> {
         let error = Error::new(ErrorKind::NotFound, format!("no server of this host has a job {:?}", args.id));
         return Err(error.hint("`spile jobs` lists them"));
     };
-    call(&socket, "PATCH", &format!("/v1/jobs/{}", args.id), Some(&body), LOOK_PATIENCE).map(|_: Value| Exit::Ok)
+    let patience = if args.order == JobOrder::HandOver { CHANGE_PATIENCE } else { LOOK_PATIENCE };
+    call(&socket, "PATCH", &format!("/v1/jobs/{}", args.id), Some(&body), patience).map(|_: Value| Exit::Ok)
 }
 
 /// The body of the call that tells the job.
@@ -133,6 +140,7 @@ fn order(args: &JobArgs) -> Result<Value> {
         (JobOrder::Pause, None) => json!({ "state": "paused" }),
         (JobOrder::Resume, None) => json!({ "state": "running" }),
         (JobOrder::Finish, None) => json!({ "state": "finished" }),
+        (JobOrder::HandOver, None) => json!({ "state": "handed_over" }),
         (JobOrder::Cancel, None) => json!({ "state": "cancelled" }),
     })
 }

@@ -60,8 +60,9 @@ pub struct ServeArgs {
     )]
     disks: Vec<DiskSpec>,
     /// Serve virtual machines by vhost-user-blk on this Unix socket: the first DISK, or the one exported as NAME (may be
-    /// given several times)
-    #[arg(long, value_name = "PATH[,export=NAME]")]
+    /// given several times). With `incoming` the disk is still on its way from another host, by NBD: guests may connect, and
+    /// wait until `spile resume`
+    #[arg(long, value_name = "PATH[,export=NAME][,incoming]")]
     vhost_user: Vec<VhostSpec>,
     /// The most queues that a virtual machine may use for a disk
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), default_value = "16")]
@@ -184,12 +185,14 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     opening.write_parent = args.write_parent;
     opening.shape = args.shape;
     args.group.iter().try_for_each(|group| opening.groups.declare(group))?;
+    let incoming = args.vhost_user.iter().filter(|spec| spec.is_incoming);
     Ok(Settings {
         opening: opening.with_disks(args.disks.clone()),
         options: Options {
             nbd: nbd_config(args),
             queues: args.queues,
             pins_memory: args.pin_memory,
+            incoming: incoming.map(|spec| spec.export.clone()).collect(),
             access: SocketAccess { mode: args.socket_mode, group: args.socket_group },
         },
         engine,

@@ -296,12 +296,15 @@ async fn job(State(context): State<Context>, Path(id): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.job(&context.server, &id)?))
 }
 
-/// Pauses a job, has it go on, cancels it, or changes its rate. What it has done stays done.
+/// Pauses a job, has it go on, cancels it, or changes its rate. What it has done stays done. `handed_over` is answered when that is so.
 #[utoipa::path(patch, path = "/v1/jobs/{id}", params(("id", description = "the job's name")), request_body = JobChange,
     responses((status = 200, body = Job), (status = "default", body = Failure)))]
 async fn change_job(State(context): State<Context>, Path(id): Path<String>, body: Body) -> Answer {
     let change: JobChange = read(body).await?;
-    context.view.change_job(&id, &change)?;
+    match change.state.as_deref() {
+        Some("handed_over") => context.view.hand_over(&id).await?,
+        _ => context.view.change_job(&id, &change)?,
+    }
     Ok(json(StatusCode::OK, &context.view.job(&context.server, &id)?))
 }
 
@@ -456,7 +459,8 @@ async fn pause(State(context): State<Context>, Path(name): Path<String>, body: B
     Ok(json(StatusCode::OK, &answer.await.map_err(|_| ends())??))
 }
 
-/// Ends the disk's pause, and tries all requests again that wait for trouble below it to pass.
+/// Ends the disk's pause, lets its guests in that wait because it moves between hosts, and tries all requests again that wait for
+/// trouble below it to pass.
 #[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name", description = "the disk's name")),
     responses((status = 200, body = Resumed), (status = "default", body = Failure)))]
 async fn resume(State(context): State<Context>, Path(name): Path<String>) -> Answer {

@@ -30,7 +30,8 @@ pub struct Disk {
     /// Writes are refused.
     pub read_only: bool,
     /// `running`; `paused` while all requests wait, because of `spile pause`; `waiting` while requests wait for trouble below the disk to
-    /// pass; `sync_failed` when a sync has failed, and so every flush fails.
+    /// pass; `sync_failed` when a sync has failed, and so every flush fails; `incoming` and `handed_over` while guests by vhost-user
+    /// wait, because the disk is not yet here, or at another host.
     #[serde(default)]
     pub state: String,
     /// The pause of the disk, while there is one.
@@ -613,7 +614,8 @@ pub struct NewJob {
 /// What a job is to do from now on.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct JobChange {
-    /// `paused`, `running`, `cancelled`; or `finished`, which has a copy that stays in step come to its end.
+    /// `paused`, `running`, `cancelled`; or `finished`, which has a copy that stays in step come to its end;
+    /// or `handed_over`, which does that while no guest uses the disk, and lets none use it here after that.
     #[serde(default)]
     pub state: Option<String>,
     /// The rate that it must not exceed, in bytes a second; 0: as fast as guests leave room for.

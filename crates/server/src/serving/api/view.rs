@@ -9,6 +9,7 @@ use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk as _, Error, ErrorKind, Extent, Result, Store as _};
 use spile_engine::Engine;
 use spile_front::{Breakdown, FrontReading};
+use spile_front_vhost::Passage;
 use spile_image::GraphLayer;
 use spile_image::layer::Layer as _;
 use spile_node::{Policy, Shape, Shaping, Troubles};
@@ -27,6 +28,7 @@ use super::workers::Workers;
 use crate::checkpoints::Checkpoints;
 use crate::host_device::HostDevice;
 use crate::serving::disks::{Open, ServedDisk, layers_of};
+use crate::serving::doors::{Doors, blocking};
 use crate::serving::failed_syncs;
 use crate::serving::jobs::{DiskJob, DiskJobs};
 use crate::serving::limits::{self, Groups};
@@ -73,6 +75,7 @@ pub struct DiskView {
     exports: Vec<Export>,
     meters: Vec<(FrontName, ReadMeter)>,
     spans: Vec<(FrontName, ReadSpans)>,
+    doors: Doors,
 }
 
 impl DiskView {
@@ -82,6 +85,7 @@ impl DiskView {
         exports: Vec<Export>,
         meters: Vec<(FrontName, ReadMeter)>,
         spans: Vec<(FrontName, ReadSpans)>,
+        doors: Doors,
     ) -> Self {
         Self {
             name: open.name.clone(),
@@ -94,6 +98,7 @@ impl DiskView {
             exports,
             meters,
             spans,
+            doors,
         }
     }
 
@@ -114,7 +119,11 @@ impl DiskView {
                 (Some(_), ..) => "paused",
                 (None, Some(_), _) => "waiting",
                 (None, None, Some(_)) => "sync_failed",
-                (None, None, None) => "running",
+                (None, None, None) => match self.doors.passage() {
+                    Passage::Open => "running",
+                    Passage::Coming => "incoming",
+                    Passage::Gone => "handed_over",
+                },
             }
             .to_owned(),
             paused,
@@ -420,6 +429,20 @@ impl View {
         self.with_job(id, |_, job| job.change(change))
     }
 
+    /// Hands the disk over whose copy the job of this name keeps in step on another host: its guests do not use it here any more.
+    ///
+    /// # Errors
+    /// As [`View::job`] and [`Doors::hand_over`].
+    pub async fn hand_over(&self, id: &str) -> Result<()> {
+        let (job, doors) = self.with_job(id, |disk, job| {
+            job.refuse_hand_over()?;
+            Ok((job.clone(), disk.doors.clone()))
+        })?;
+        // It comes to its end, whether or not the caller waits for that.
+        let done = tokio::spawn(doors.hand_over(job)).await;
+        done.unwrap_or_else(|_| Err(Error::new(ErrorKind::Shutdown, "the server ends")))
+    }
+
     /// Begins a job on a disk, and waits until it is known whether it is refused.
     ///
     /// # Errors
@@ -486,7 +509,7 @@ impl View {
         }
     }
 
-    fn with_job<T>(&self, id: &str, act: impl FnOnce(&DiskView, &DiskJob) -> Result<T>) -> Result<T> {
+    fn with_job<T>(&self, id: &str, act: impl FnOnce(&DiskView, &Arc<DiskJob>) -> Result<T>) -> Result<T> {
         let disks = self.disks()?;
         let found = disks.iter().find_map(|disk| {
             let job = disk.jobs.list().into_iter().find(|job| job.id() == id)?;
@@ -498,11 +521,14 @@ impl View {
         act(disk, &job)
     }
 
-    /// Ends the pause of the disk of this name, and tries all requests again that wait for trouble below it to pass.
+    /// Ends the pause of the disk of this name, lets guests in that wait for a disk that moves between hosts, and tries all requests again
+    /// that wait for trouble below it to pass.
     ///
     /// # Errors
-    /// As [`View::find`]; `TimedOut` when the disk was paused, and the pause has ended by itself.
+    /// As [`View::find`]; `Busy` while another host still writes to the disk; `TimedOut` when the disk was paused, and the pause has ended by itself.
     pub async fn resume(&self, name: &str) -> Result<Resumed> {
+        let doors = self.with(name, |disk| Ok(disk.doors.clone()))?;
+        blocking(move || doors.let_in()).await?;
         let (requests, resumed, paused) = self.with(name, |disk| {
             let requests = disk.disk.troubles().map_or(0, Troubles::try_again);
             let paused = disk.pausing.now();

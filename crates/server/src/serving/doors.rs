@@ -1,0 +1,122 @@
+//! [`Doors`]: by which ways guests and clients come to one disk, and whether they may use it while it moves with its guest from host to host.
+//!
+//! The guest goes on at the other host only after the disk was handed over, and not here any more. At every moment one side may write:
+//! the mirror, by NBD, until the disk is handed over; from then on the guest, on one host.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use spile_core::{Error, ErrorKind, Result};
+use spile_front_nbd::Server as NbdServer;
+use spile_front_vhost::{Passage, Server as VhostServer};
+use spile_life::jobs::State;
+
+use super::disks::ServedDisk;
+use super::jobs::DiskJob;
+
+/// How long a disk may take to be handed over. Its guest waits meanwhile.
+pub const HAND_OVER_BOUND: Duration = Duration::from_secs(30);
+
+/// The ways to one disk.
+#[derive(Clone, Default)]
+pub struct Doors {
+    /// Its servers of guests.
+    pub guests: Vec<Arc<VhostServer<ServedDisk>>>,
+    /// NBD servers, each with an export that is the disk.
+    pub clients: Vec<(Arc<NbdServer<ServedDisk>>, String)>,
+}
+
+impl Doors {
+    /// Whether guests may use the disk now.
+    pub fn passage(&self) -> Passage {
+        let shut = self.guests.iter().map(|guests| guests.passage()).find(|passage| *passage != Passage::Open);
+        shut.unwrap_or(Passage::Open)
+    }
+
+    fn has_clients(&self) -> bool {
+        self.clients.iter().any(|(server, export)| server.metrics(export).connections > 0)
+    }
+
+    /// No guest uses the disk from now on.
+    fn shut(&self) -> Result<()> {
+        for (number, guests) in self.guests.iter().enumerate() {
+            if let Err(error) = guests.shut() {
+                self.guests[..number].iter().for_each(|guests| guests.let_in());
+                return Err(error);
+            }
+        }
+        if self.has_clients() {
+            self.guests.iter().for_each(|guests| guests.let_in());
+            let what = "an NBD client is connected to the disk here, and may write to it";
+            return Err(Error::new(ErrorKind::Busy, what).hint("have it hang up first"));
+        }
+        Ok(())
+    }
+
+    /// Guests may use the disk from now on. Where it has come from another host, it is no NBD export any more: nothing but its guest writes to
+    /// it. Not to be called on a worker.
+    ///
+    /// # Errors
+    /// `Busy` while the other host still writes to it.
+    pub fn let_in(&self) -> Result<()> {
+        if self.passage() == Passage::Coming {
+            self.refuse_clients()?;
+            self.clients.iter().for_each(|(server, export)| server.withdraw(export));
+            // One may have come in between.
+            self.refuse_clients()?;
+        }
+        let shut = self.guests.iter().filter(|guests| guests.passage() != Passage::Open);
+        shut.for_each(|guests| guests.let_in());
+        Ok(())
+    }
+
+    fn refuse_clients(&self) -> Result<()> {
+        if !self.has_clients() {
+            return Ok(());
+        }
+        let what = "the other host still writes to the disk: it has not handed it over";
+        Err(Error::new(ErrorKind::Busy, what).hint("there: `spile job ID hand-over`, and go on only when it succeeds"))
+    }
+
+    /// Has the copy that `job` keeps in step come to its end, while no guest uses the disk, nor does one any more after it.
+    ///
+    /// # Errors
+    /// `Busy` when the copy is not in step, or something uses the disk; `TimedOut` when it takes too long; that of the job. Guests may go on
+    /// here then.
+    pub async fn hand_over(self, job: Arc<DiskJob>) -> Result<()> {
+        let doors = self.clone();
+        blocking(move || doors.shut()).await?;
+        let job = job.job();
+        job.finish();
+        let over = tokio::time::timeout(HAND_OVER_BOUND, job.over()).await;
+        if over.is_err() {
+            job.take_finish_back();
+        }
+        // It may have ended just now.
+        let report = job.report();
+        if report.state == State::Done {
+            return Ok(());
+        }
+        let guests = self.guests;
+        blocking(move || {
+            guests.iter().for_each(|guests| guests.let_in());
+            Ok(())
+        })
+        .await?;
+        let hint = "the disk stays here, and guests may go on here: cancel the guest's migration";
+        Err(match (over, report.error) {
+            (_, Some(error)) => error.hint(hint),
+            (Ok(state), None) => Error::new(ErrorKind::Busy, format!("the copy is {}", state.name())).hint(hint),
+            (Err(_), None) => {
+                let what = format!("the copy was not whole after {} s", HAND_OVER_BOUND.as_secs());
+                Error::new(ErrorKind::TimedOut, what).hint(hint)
+            }
+        })
+    }
+}
+
+/// Does what may wait for a guest's connection.
+pub async fn blocking(work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|_| Err(Error::new(ErrorKind::Shutdown, "the server ends")))
+}
