@@ -4,7 +4,8 @@
 //! here any more from then on. So while the gate is shut, no queue starts: its requests stay in the guest's ring, untaken.
 //!
 //! A server that is killed and started again does not know that it had handed its disk over, or that the disk had come. The region of requests
-//! in flight tells: its front end keeps it for as long as its guest lasts ([`InflightRegion::keep_gone`]).
+//! in flight tells: its front end keeps it for as long as its guest lasts ([`InflightRegion::keep_gone`]). A front end may lie: that it is gone
+//! concerns its own connection alone.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
 
@@ -45,12 +46,12 @@ impl Gate {
         ALL[usize::from(self.passage.swap(passage as u8, SeqCst))]
     }
 
-    /// A guest has a queue that could start. True when it may; else that is told, once.
-    pub fn lets_in(&self, disk: &str) -> bool {
+    /// A guest has a queue that could start. `is_gone`: it knows that the disk was handed over. True when it may; else that is told, once.
+    pub fn lets_in(&self, disk: &str, is_gone: bool) -> bool {
         let why = match self.passage() {
-            Passage::Open => return true,
+            Passage::Open if !is_gone => return true,
             Passage::Coming => "is still on its way from another host",
-            Passage::Gone => "was handed over to another host",
+            Passage::Open | Passage::Gone => "was handed over to another host",
         };
         if !self.is_told.swap(true, SeqCst) {
             tracing::warn!(
@@ -61,14 +62,14 @@ impl Gate {
         false
     }
 
-    /// A front end has brought the region of requests in flight that it keeps for its guest.
-    pub fn meet(&self, region: &InflightRegion) {
+    /// A front end has brought the region of requests in flight that it keeps for its guest. True when the disk was handed over.
+    pub fn meet(&self, region: &InflightRegion) -> bool {
         match self.passage() {
-            _ if region.is_gone() => _ = self.set(Passage::Gone),
             Passage::Gone => region.keep_gone(true),
             // A server before this one has served the guest here already.
-            Passage::Coming if region.is_used() => _ = self.set(Passage::Open),
+            Passage::Coming if region.is_used() && !region.is_gone() => _ = self.set(Passage::Open),
             Passage::Coming | Passage::Open => {}
         }
+        region.is_gone()
     }
 }

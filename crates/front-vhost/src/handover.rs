@@ -3,6 +3,7 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 use spile_core::{Disk, Error, ErrorKind, Result};
@@ -151,7 +152,7 @@ impl<D: Disk> Session<D> {
         session.memory = Arc::new(memory);
         if let Some(info) = state.inflight {
             let region = InflightRegion::map(info, Arc::new(next()?), max_queues)?;
-            session.shared.gate.meet(&region);
+            session.is_gone.store(session.shared.gate.meet(&region), Ordering::SeqCst);
             session.inflight = Some(region);
         }
         if let Some(LogState { file_offset_bytes, len_bytes }) = state.log {

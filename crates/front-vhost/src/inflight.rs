@@ -119,7 +119,7 @@ impl InflightRegion {
 
     /// True when the guest's disk was handed over to another host.
     pub fn is_gone(&self) -> bool {
-        self.trailer().is_some_and(|at| self.bytes.load_u8(at + IS_GONE_AT, Ordering::Acquire) != 0)
+        self.trailer().is_some_and(|at| self.bytes.load_u8(at + IS_GONE_AT, Ordering::Acquire) == 1)
     }
 
     /// The part of queue number `index`, whose size is `queue_size`.

@@ -111,6 +111,7 @@ struct Connection<D> {
     channel: Channel,
     session: Mutex<Session<D>>,
     notices: Arc<Notices>,
+    is_gone: Arc<AtomicBool>,
     /// While a message is received (`IN`) or sent (`OUT`): since when, and which of both. The session is not locked
     /// then.
     talking_since: Mutex<Option<(Instant, PollFlags)>>,
@@ -310,9 +311,14 @@ impl<D: Disk> Server<D> {
         }
     }
 
-    /// Whether guests may use the disk now.
+    /// Whether guests may use the disk now. It is gone as well when only one of its guests knows that.
     pub fn passage(&self) -> Passage {
-        self.shared.gate.passage()
+        let is_gone =
+            || lock(&self.shared.connections).all().any(|connection| connection.is_gone.load(Ordering::SeqCst));
+        match self.shared.gate.passage() {
+            Passage::Open if is_gone() => Passage::Gone,
+            passage => passage,
+        }
     }
 
     /// From now on no guest uses the disk, because it is handed over to another host: requests wait in the guests' rings. Waits for
@@ -436,8 +442,8 @@ fn hang_up_of(channel: &Channel) -> Result<Arc<OwnedFd>> {
 
 /// Starts the connection's thread.
 fn start<D: Disk>(shared: &Arc<ServerState<D>>, channel: Channel, session: Session<D>, place: Place) -> Result<()> {
-    let (notices, talking_since) = (session.notices.clone(), Mutex::default());
-    let connection = Arc::new(Connection { channel, session: Mutex::new(session), notices, talking_since });
+    let (notices, is_gone, talking_since) = (session.notices.clone(), session.is_gone.clone(), Mutex::default());
+    let connection = Arc::new(Connection { channel, session: Mutex::new(session), notices, is_gone, talking_since });
     let mut connections = lock(&shared.connections);
     connections.threads.retain(|thread| !thread.is_finished());
     let id = connections.next;

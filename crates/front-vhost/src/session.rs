@@ -6,7 +6,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Event;
@@ -62,6 +62,8 @@ pub(crate) struct Session<D> {
     /// The socket for requests from us to the front end.
     pub(crate) notices: Arc<Notices>,
     pub(crate) is_writeback: bool,
+    /// The region of requests in flight says that the disk was handed over to another host.
+    pub(crate) is_gone: Arc<AtomicBool>,
 }
 
 impl<D: Disk> Session<D> {
@@ -79,6 +81,7 @@ impl<D: Disk> Session<D> {
             log: None,
             notices: Arc::default(),
             is_writeback: true,
+            is_gone: Arc::default(),
         }
     }
 
@@ -147,7 +150,7 @@ impl<D: Disk> Session<D> {
                 let region = InflightRegion::map(info, file, self.shared.config.queues)?;
                 self.stop_queues();
                 self.recall_write_cache(&region);
-                self.shared.gate.meet(&region);
+                self.is_gone.store(self.shared.gate.meet(&region), Ordering::SeqCst);
                 self.inflight = Some(region);
             }
             Message::SetBackendReqFd => self.notices.set_socket(fds.pop()),
@@ -343,6 +346,7 @@ impl<D: Disk> Session<D> {
     /// Keeps, for the next server, whether the disk was handed over to another host.
     pub(crate) fn keep_gone(&self, is_gone: bool) {
         self.inflight.iter().for_each(|region| region.keep_gone(is_gone));
+        self.is_gone.store(is_gone && self.inflight.is_some(), Ordering::SeqCst);
     }
 
     /// Starts each queue for which nothing is missing.
@@ -354,6 +358,7 @@ impl<D: Disk> Session<D> {
             features: self.features,
             log: self.log.clone(),
             hang_up: self.hang_up.clone(),
+            is_gone: self.is_gone.load(Ordering::SeqCst),
         };
         // When one queue cannot be started, the others are started all the same.
         let queues = self.queues.iter_mut().enumerate();

@@ -26,6 +26,8 @@ pub(crate) struct Context<D> {
     pub(crate) features: u64,
     pub(crate) log: Option<Log>,
     pub(crate) hang_up: Arc<OwnedFd>,
+    /// The guest knows that its disk was handed over to another host.
+    pub(crate) is_gone: bool,
 }
 
 impl<D> Context<D> {
@@ -157,7 +159,7 @@ impl Vring {
         }
         // A ring whose memory was removed waits until the memory is back.
         let Ok(parts) = self.parts(&context.memory, &addr) else { return Ok(()) };
-        if !context.shared.gate.lets_in(&context.target.name) {
+        if !context.shared.gate.lets_in(&context.target.name, context.is_gone) {
             return Ok(());
         }
         let inflight = inflight.map(|region| region.queue(index, self.size)).transpose()?;
