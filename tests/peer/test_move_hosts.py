@@ -7,7 +7,7 @@ import threading
 import time
 import unittest
 
-from support import LIMIT_S, MIB, STANDIN, PeerTest, Server, need, need_module, run, spile, spile_json
+from support import LIMIT_S, MIB, STANDIN, PeerTest, Server, need, need_module, run, spile, spile_binary, spile_json
 from test_coalesce import Writer
 from test_tls import Certificates
 
@@ -23,6 +23,13 @@ class HostServer(Server):
 
     def command(self, disks, address, extra):
         return ["ip", "netns", "exec", self.netns, *super().command(disks, address, extra)]
+
+
+class HostReceiver(HostServer):
+    """Takes disks in, in a network namespace; by TLS also on its Unix socket."""
+
+    def command(self, disks, address, extra):
+        return ["ip", "netns", "exec", self.netns, spile_binary(), "receive", *disks, "--nbd", address, *extra]
 
 
 class MoveHosts(Certificates, PeerTest):
@@ -52,6 +59,18 @@ class MoveHosts(Certificates, PeerTest):
 
     def serve_on(self, host, disk, *extra):
         server = HostServer(host, self.folder, disk, extra=extra)
+        self.addCleanup(server.__exit__, None, None, None)
+        return server
+
+    def receive_far(self):
+        own, folder = self.path("own"), self.path("far")
+        folder.mkdir(exist_ok=True)
+        server = HostReceiver(
+            self.far, self.folder, folder, extra=[
+                "--nbd", f"tcp:{FAR}:{PORT}", "--tls-cert", own / "server-cert.pem", "--tls-key",
+                own / "server-key.pem", "--tls-ca", own / "ca-cert.pem",
+            ],
+        )
         self.addCleanup(server.__exit__, None, None, None)
         return server
 
@@ -112,3 +131,101 @@ class MoveHosts(Certificates, PeerTest):
         refused = spile("serve", self.path("disk.vhd"), "--nbd", f"unix:{self.path('n')}", ok=False)
         self.assertIn(b"was moved to nbds://", refused.stderr)
 
+    def goes_on(self, writer):
+        writes, end = writer.writes, time.monotonic() + LIMIT_S
+        while writer.writes < writes + 50:
+            self.assertLess(time.monotonic(), end, "the client does not go on")
+            time.sleep(0.01)
+
+    def wait_for_done(self, name):
+        end = time.monotonic() + 2 * LIMIT_S
+        while (job := self.job(name))["state"] == "running":
+            self.assertLess(time.monotonic(), end, job)
+            time.sleep(0.05)
+        self.assertEqual(job["state"], "done", job)
+        return job
+
+    def move_to_receiver(self, *options):
+        """A server on the near host with a client that writes, and a move to the far one that has begun."""
+        raw = self.raw("content.raw", size_bytes=96 * MIB)
+        spile("convert", raw, self.path("disk.vhd"))
+        self.near_server, self.far_server = self.serve_on(self.near, self.path("disk.vhd")), self.receive_far()
+        self.writer = Writer(raw.read_bytes(), seed=6)
+        self.client = threading.Thread(target=self.writer.work, args=[self.near_server.uri()])
+        self.client.start()
+        to = f"nbds://{FAR}:{PORT}/come.vhd?tls-certificates={self.path('own')}&tls-hostname=localhost"
+        return to, spile_json("move", self.path("disk.vhd"), "--to", to, *options)
+
+    def stop_writing(self):
+        self.writer.stops = True
+        self.client.join(LIMIT_S)
+        self.assertFalse(self.client.is_alive())
+
+    def far_bytes(self):
+        run("qemu-img", "convert", "-f", "vpc", "-O", "raw", self.path("far") / "come.vhd", self.path("far.raw"))
+        return self.path("far.raw").read_bytes()
+
+    def test_taken_in_over_cut_links_and_kills_of_both_hosts(self):
+        need("qemu-img", "qemu-utils")
+        to, begun = self.move_to_receiver("--rate", "8M")
+        for trouble in ("cut", "kill", "cut"):
+            time.sleep(0.5)
+            self.link("down") if trouble == "cut" else self.far_server.kill()
+            self.goes_on(self.writer)
+            self.assertEqual(self.job(begun["id"])["state"], "running")
+            self.assertFalse((self.path("far") / "come.vhd").exists(), "a half is visible as a disk")
+            if trouble == "cut":
+                self.link("up")
+            else:
+                self.far_server = self.receive_far()
+        # The near host dies, and its next server goes on with its own half.
+        self.near_server.kill()
+        self.client.join(LIMIT_S)
+        half = (self.path("far") / ".come.vhd.spile-receiving").stat().st_ino
+        self.near_server = self.serve_on(self.near, self.path("disk.vhd"))
+        self.client = threading.Thread(target=self.writer.work, args=[self.near_server.uri()])
+        self.client.start()
+        jobs = json.loads(spile("jobs", "--json").stdout)["jobs"]
+        begun = next(job for job in jobs if job["kind"] == "move" and job["path"] == str(self.path("disk.vhd")))
+        spile("job", begun["id"], "rate", "none")
+        job = self.wait_for_done(begun["id"])
+        print(f"the hand-over: {json.dumps(job['motion'])}")
+        self.assertEqual((self.path("far") / "come.vhd").stat().st_ino, half)
+        self.assertFalse(self.path("disk.vhd").exists())
+        self.goes_on(self.writer)
+        self.stop_writing()
+        self.assertEqual(self.near_server.stop(), 0)
+        self.assertEqual(self.far_server.stop(), 0)
+        self.assertEqual(self.far_bytes(), bytes(self.writer.content))
+
+    def test_a_copy_for_a_guest_that_moves_itself_is_whole_or_not_there(self):
+        need("qemu-img", "qemu-utils")
+        to, begun = self.move_to_receiver("--mirror-only")
+        end = time.monotonic() + 2 * LIMIT_S
+        while self.job(begun["id"])["motion"]["phase"] not in ("in step", "catching up"):
+            self.assertLess(time.monotonic(), end, "it does not come in step")
+            time.sleep(0.05)
+        self.stop_writing()
+        self.link("down")
+        spile("job", begun["id"], "finish")
+        time.sleep(0.5)
+        self.assertEqual(self.job(begun["id"])["state"], "running", "finished without the other host")
+        self.assertFalse((self.path("far") / "come.vhd").exists())
+        self.link("up")
+        self.wait_for_done(begun["id"])
+        # Nobody has the far image open any more: a server of that host takes it.
+        server = self.serve_on(self.far, self.path("far") / "come.vhd", "--control", "none")
+        self.assertEqual(server.stop(), 0)
+        self.assertEqual(self.near_server.stop(), 0)
+        self.assertEqual(self.far_server.stop(), 0)
+        self.assertEqual(self.far_bytes(), bytes(self.writer.content))
+
+    def test_nobody_without_a_certificate_gets_a_disk_in_or_out(self):
+        self.receive_far()
+        spile("create", self.path("disk.vhd"), "--size", "8M")
+        for scheme, query in (("nbd", ""), ("nbds", "?tls-hostname=localhost")):
+            near = ["ip", "netns", "exec", self.near, spile_binary()]
+            to = f"{scheme}://{FAR}:{PORT}/come.vhd{query}"
+            refused = run(*near, "move", self.path("disk.vhd"), "--to", to, ok=None)
+            self.assertNotEqual(refused.returncode, 0)
+            self.assertEqual(list(self.path("far").iterdir()), [])

@@ -19,9 +19,10 @@ use spile_engine::{Socket, sleep, spawn};
 use spile_front::Presence;
 use spile_nbd_tls::{Tls, Transport};
 
+use crate::finder::Found;
 use crate::inbound::Inbound;
 use crate::intake::take_requests;
-use crate::negotiate::{self, Negotiator, Next, TlsMode};
+use crate::negotiate::{self, Negotiator, Next, Offer, TlsMode};
 use crate::outflow::send_replies;
 use crate::server::ServerState;
 use crate::session::Session;
@@ -85,9 +86,13 @@ async fn talk<D: Disk>(
     presence: Arc<Presence>,
 ) -> Result<()> {
     let mut inbound = Inbound::new();
-    let Some(agreed) = negotiate(server, transport, &mut inbound).await? else { return Ok(()) };
+    let Some((agreed, found)) = negotiate(server, transport, &mut inbound).await? else { return Ok(()) };
     life.set(&life.negotiated);
-    let Some(session) = Session::new(server.clone(), agreed, transport.clone(), presence) else { return Ok(()) };
+    let (server, lease) = match found {
+        Some(Found { server, lease }) => (server.shared.clone(), Some(lease)),
+        None => (server.clone(), None),
+    };
+    let Some(session) = Session::new(server, agreed, transport.clone(), presence) else { return Ok(()) };
     session.metrics().connections.fetch_add(1, Ordering::Relaxed);
     spawn(send_replies(session.clone()));
     let result = take_requests(&session, &mut inbound).await;
@@ -95,16 +100,18 @@ async fn talk<D: Disk>(
     session.drained().await;
     session.end();
     session.metrics().connections.fetch_sub(1, Ordering::Relaxed);
+    // No request is in flight any more.
+    drop((session, lease));
     result
 }
 
-/// Does the handshake. `None` when it ended without an export.
+/// Does the handshake, and finds the export when that has to be found. `None` when it ended without one.
 async fn negotiate<D: Disk>(
     server: &ServerState<D>,
     transport: &Transport,
     inbound: &mut Inbound,
-) -> Result<Option<negotiate::Session>> {
-    let mut out = Vec::new();
+) -> Result<Option<(negotiate::Session, Option<Found<D>>)>> {
+    let (mut out, mut found) = (Vec::new(), None);
     let mut negotiator = Negotiator::new(server.offers_now(), server.tls_mode(), &mut out);
     loop {
         send_all(transport, &mut out).await?;
@@ -114,6 +121,21 @@ async fn negotiate<D: Disk>(
                 return Ok(None);
             }
             continue;
+        }
+        if let (Some(finder), None) = (&server.finder, &found)
+            && let Some(name) = negotiator.asks_for(&inbound.peek(usize::MAX))
+        {
+            match finder.find(&name).await {
+                Ok(there) => {
+                    let offer = there.server.shared.only_offer();
+                    negotiator.offer(offer.map(|offer| Offer { name, ..offer }));
+                    found = Some(there);
+                }
+                Err(error) => {
+                    tracing::warn!("NBD: the export {name:?} is refused: {error}");
+                    negotiator.refuse(&name, &error);
+                }
+            }
         }
         let Some(step) = negotiator.step(&inbound.peek(usize::MAX), &mut out) else { continue };
         inbound.consume(step.consumed);
@@ -125,7 +147,7 @@ async fn negotiate<D: Disk>(
             }
             Next::Transmit(session) => {
                 send_all(transport, &mut out).await?;
-                return Ok(Some(session));
+                return Ok(Some((session, found)));
             }
             Next::HangUp => {
                 send_all(transport, &mut out).await?;

@@ -16,6 +16,7 @@ mod connection;
 pub mod contexts;
 pub mod errors;
 mod execute;
+mod finder;
 mod inbound;
 mod intake;
 mod metrics;
@@ -25,6 +26,7 @@ mod server;
 mod session;
 mod signal;
 
+pub use finder::{Find, Found};
 pub use server::{Export, Server, ServerConfig};
 pub use spile_nbd_tls::ServerFiles as TlsFiles;
 pub use spile_nbd_wire as wire;

@@ -6,6 +6,8 @@
 
 use std::sync::Arc;
 
+use spile_core::{Error, ErrorKind};
+
 use crate::contexts::{Context, MOST_CONTEXTS, Selected};
 use crate::wire::handshake::{
     FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, InfoRequest, Invalid, MetaRequest, OPTION_HEADER_BYTES, OptionHeader, info,
@@ -17,6 +19,8 @@ use crate::wire::reply::cut;
 pub const MAX_OPTION_BYTES: u32 = 64 << 10;
 /// The longest option data that is skipped and answered with an error; a longer one ends the session.
 pub const MAX_SKIP_BYTES: u32 = 32 << 20;
+/// What a client is told of an export that was not found is no longer.
+const MOST_REASON_BYTES: usize = 512;
 /// After so many options the session ends: no honest client sends that many.
 pub const MAX_OPTIONS: u32 = 1024;
 
@@ -109,6 +113,8 @@ pub struct Negotiator {
     structured: bool,
     /// The export for which contexts were selected last, and those.
     selected: Option<(usize, Vec<Selected>)>,
+    /// The export that was not found, with the kind of the reply and what the client is told.
+    refused: Option<(String, u32, String)>,
 }
 
 impl Negotiator {
@@ -125,6 +131,47 @@ impl Negotiator {
             options: 0,
             structured: false,
             selected: None,
+            refused: None,
+        }
+    }
+
+    /// The export that the next message chooses, when it is complete and there is no such export yet. `None` as long as TLS has to come before it.
+    pub fn asks_for(&self, input: &[u8]) -> Option<String> {
+        let State::Options = self.state else { return None };
+        let (head, rest) = input.split_first_chunk::<OPTION_HEADER_BYTES>()?;
+        let header = OptionHeader::parse(head)?;
+        let data = rest.get(..header.len_bytes as usize)?;
+        if !self.may_go_on(header) || header.len_bytes > MAX_OPTION_BYTES || self.needs_tls(header.option) {
+            return None;
+        }
+        let name = match header.option {
+            option::EXPORT_NAME => string(data).ok()?,
+            option::GO => InfoRequest::parse(data).ok()?.name,
+            option::SET_META_CONTEXT => MetaRequest::parse(data).ok()?.export,
+            _ => return None,
+        };
+        (self.find(name).is_none() && !self.is_refused(name)).then(|| name.to_owned())
+    }
+
+    /// There is this one export now; none if it is `None`.
+    pub fn offer(&mut self, offer: Option<Offer>) {
+        self.offers = offer.into_iter().collect();
+    }
+
+    /// The export `name` cannot be had, because of `error`.
+    pub fn refuse(&mut self, name: &str, error: &Error) {
+        let kind = if error.kind() == ErrorKind::NotFound { rep::ERR_UNKNOWN } else { rep::ERR_POLICY };
+        self.refused = Some((name.to_owned(), kind, cut(error.message(), MOST_REASON_BYTES).to_owned()));
+    }
+
+    fn is_refused(&self, name: &str) -> bool {
+        self.refused.as_ref().is_some_and(|(other, ..)| other == name)
+    }
+
+    fn refuse_unknown(&self, out: &mut Vec<u8>, option: u32, name: &str) {
+        match &self.refused {
+            Some((_, kind, why)) if self.is_refused(name) => refuse(out, option, *kind, why),
+            _ => refuse_unknown(out, option, name),
         }
     }
 
@@ -291,7 +338,7 @@ impl Negotiator {
             }
         };
         let Some(export) = self.find(request.name) else {
-            refuse_unknown(out, option, request.name);
+            self.refuse_unknown(out, option, request.name);
             return None;
         };
         put_infos(out, option, &self.offers[export], self.flags(&self.offers[export]), &request);
@@ -334,7 +381,7 @@ impl Negotiator {
             Err(Invalid(why)) => return refuse(out, option, rep::ERR_INVALID, why),
         };
         let Some(export) = self.find(request.export) else {
-            return refuse_unknown(out, option, request.export);
+            return self.refuse_unknown(out, option, request.export);
         };
         let all = Context::all(&self.offers[export].checkpoints).into_iter().zip(1..);
         let meant = all.filter(|(context, _)| context.is_meant(&request.queries, !set));

@@ -13,6 +13,7 @@ use spile_nbd_tls::{ServerConfig as TlsConfig, ServerFiles};
 
 use crate::connection::{self, tls_mode};
 use crate::contexts::Checkpoints;
+use crate::finder::Find;
 use crate::metrics::ExportMetrics;
 use crate::negotiate::{Offer, TlsMode};
 use crate::signal::{Level, Stop};
@@ -91,6 +92,8 @@ pub(crate) struct ServerState<D> {
     failures: LogLimit,
     /// The open connections, those in the handshake included.
     connections: Arc<Connections>,
+    /// Finds exports that are not among these.
+    pub(crate) finder: Option<Arc<dyn Find<D>>>,
 }
 
 /// The server's name in the log.
@@ -103,13 +106,22 @@ impl<D: Disk> ServerState<D> {
 
     /// What a client that connects now is told of the exports. Disks may have grown since the start.
     pub(crate) fn offers_now(&self) -> Arc<[Offer]> {
+        self.each_offer().collect()
+    }
+
+    /// What a client is told of the only export.
+    pub(crate) fn only_offer(&self) -> Option<Offer> {
+        self.each_offer().next()
+    }
+
+    fn each_offer(&self) -> impl Iterator<Item = Offer> {
         let offers = self.offers.iter().zip(&self.exports);
         let now = |(offer, export): (&Offer, &LiveExport<D>)| Offer {
             size_bytes: export.disk().map_or(offer.size_bytes, |disk| disk.info().size_bytes),
             checkpoints: export.checkpoints().map_or_else(Vec::new, |checkpoints| checkpoints.names()),
             ..offer.clone()
         };
-        offers.map(now).collect()
+        offers.map(now)
     }
 
     pub(crate) fn log_failure(&self, export: usize, request: &Request, error: &Error) {
@@ -129,7 +141,7 @@ impl<D: Disk> ServerState<D> {
 /// An NBD server. Dropping a server stops it, but does not wait for the end.
 pub struct Server<D: Disk> {
     engine: Engine,
-    shared: Arc<ServerState<D>>,
+    pub(crate) shared: Arc<ServerState<D>>,
     listeners: Listeners,
     next_listener: AtomicUsize,
 }
@@ -141,6 +153,23 @@ impl<D: Disk> Server<D> {
     /// `InvalidInput` when an export's name is not allowed or not unique, a disk's sizes do not fit the
     /// protocol, or TLS cannot be set up (with the path of the file).
     pub fn new(engine: Engine, config: ServerConfig, exports: Vec<Export<D>>) -> Result<Self> {
+        Self::with(engine, config, exports, None)
+    }
+
+    /// A server that has no export before a client asks for it.
+    ///
+    /// # Errors
+    /// As [`Server::new`].
+    pub fn of_found(engine: Engine, config: ServerConfig, finder: Arc<dyn Find<D>>) -> Result<Self> {
+        Self::with(engine, config, Vec::new(), Some(finder))
+    }
+
+    fn with(
+        engine: Engine,
+        config: ServerConfig,
+        exports: Vec<Export<D>>,
+        finder: Option<Arc<dyn Find<D>>>,
+    ) -> Result<Self> {
         let offers: Vec<Offer> = exports.iter().map(offer).collect::<Result<_>>()?;
         for (at, offer) in offers.iter().enumerate() {
             if offers[..at].iter().any(|other| other.name == offer.name) {
@@ -160,6 +189,7 @@ impl<D: Disk> Server<D> {
             exports: exports.into_iter().map(live).collect(),
             offers,
             tls,
+            finder,
         });
         Ok(Self { engine, shared, listeners: Listeners::new(FRONT), next_listener: AtomicUsize::new(0) })
     }

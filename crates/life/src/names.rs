@@ -47,6 +47,21 @@ pub fn fits(path: &Path) -> bool {
 /// The most bytes of a file's name.
 const LONGEST_NAME_BYTES: usize = 255;
 
+/// The disk that another host moves here, until it is whole.
+pub fn receiving(disk: &Path) -> PathBuf {
+    beside(disk, "receiving")
+}
+
+/// Which move the disk has come by.
+pub fn received(disk: &Path) -> PathBuf {
+    beside(disk, "received")
+}
+
+/// What is to take the place of [`received`], while it is written.
+pub fn new_received(disk: &Path) -> PathBuf {
+    beside(disk, "new-received")
+}
+
 /// What is saved of the disk for a backup. The file has this name for the moment of its making only.
 pub fn fleece(disk: &Path) -> PathBuf {
     beside(disk, "fleece")
@@ -92,8 +107,9 @@ mod tests {
     #[test]
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
-        let named =
-            [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, children].map(|of| of(disk));
+        let here = [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, children].map(|of| of(disk));
+        let from_elsewhere = [receiving, received, new_received].map(|of| of(disk));
+        let named = here.into_iter().chain(from_elsewhere);
         for beside in named {
             assert_eq!(beside.parent(), disk.parent());
             assert_eq!(disk_of(&beside).as_deref(), Some(disk));

@@ -3,7 +3,7 @@
 //! - [`serving`]: `spile serve`: disks for NBD clients and virtual machines, the control socket, the takeover.
 //! - [`xen`]: `spile xen-disk` and `spile xen-backend`: disks for Xen guests.
 //! - [`disks`] names and opens disks, [`checkpoints`] notes what is changed in them, [`listen`] makes sockets, [`signals`] ends a process in order, [`panics`] ends one that has a
-//!   bug, [`process`] names other processes, [`host_device`] reads what the kernel
+//!   bug, [`receiving`] takes in disks that other hosts move here, [`process`] names other processes, [`host_device`] reads what the kernel
 //!   counts of the device below a disk, [`log`] writes what the libraries report.
 //!
 //! This crate joins fronts and images. It imports nothing that measures (`bench`) or imitates (`lab`).
@@ -23,6 +23,7 @@ pub mod new_file;
 pub mod notify;
 pub mod panics;
 pub mod process;
+pub mod receiving;
 pub mod serving;
 pub mod signals;
 pub mod stamps;

@@ -81,11 +81,12 @@ impl Plan {
                 format!("coalesce\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
             }
             Self::Flatten => "flatten\n".to_owned(),
-            Self::Move(Move { to, format, deletes_source, stays, has_no_mark }) => {
+            Self::Move(Move { to, format, deletes_source, stays, has_no_mark, id }) => {
                 let yes = |yes: &bool| if *yes { "yes" } else { "no" };
                 let (to, delete, stay, unmarked) =
                     (text_of_place(to)?, yes(deletes_source), yes(stays), yes(has_no_mark));
-                format!("move\nto {to}\nformat {format}\ndelete {delete}\nstay {stay}\nunmarked {unmarked}\n")
+                let id = id.map(|id| format!(" {}", to_hex(id))).unwrap_or_default();
+                format!("move{id}\nto {to}\nformat {format}\ndelete {delete}\nstay {stay}\nunmarked {unmarked}\n")
             }
         })
     }
@@ -99,13 +100,17 @@ impl Plan {
                 let (path, parent) = (next("layer ")?.into(), next("parent ")?.into());
                 Some(Self::Coalesce(Merged { identity, path, parent }))
             }
-            "move" => {
+            kind => {
+                let id = match kind.strip_prefix("move")? {
+                    "" => None,
+                    id => Some(Identity(from_hex(id.strip_prefix(' ')?)?)),
+                };
                 let yes = |text: &str| if text == "yes" { Some(true) } else { (text == "no").then_some(false) };
                 let (to, format) = (next("to ")?.parse().ok()?, next("format ")?.parse().ok()?);
                 let (deletes_source, stays) = (yes(next("delete ")?)?, yes(next("stay ")?)?);
-                Some(Self::Move(Move { to, format, deletes_source, stays, has_no_mark: yes(next("unmarked ")?)? }))
+                let has_no_mark = yes(next("unmarked ")?)?;
+                Some(Self::Move(Move { to, format, deletes_source, stays, has_no_mark, id }))
             }
-            _ => None,
         }
     }
 
@@ -338,9 +343,11 @@ mod tests {
             deletes_source: true,
             stays: false,
             has_no_mark: true,
+            id: None,
         };
-        let plans =
-            [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default()), (Plan::Move(to), Wishes::default())];
+        let away = Move { to: Locator::Nbd("nbd://h/x".to_owned()), id: Some(Identity([0x3c; 16])), ..to.clone() };
+        let moves = [to, away].map(|to| (Plan::Move(to), Wishes::default()));
+        let plans = [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default())].into_iter().chain(moves);
         for (plan, wishes) in plans {
             let of = (plan == Plan::Flatten).then_some(Identity([0x5e; 16]));
             let note = Note { plan, wishes, of };

@@ -25,15 +25,17 @@ mod copier;
 mod handover;
 mod mirror;
 mod note;
+mod order;
 mod place;
+mod received;
 mod status;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use spile_core::{Disk, Files, Locator, Result};
+use spile_core::{Disk, Error, ErrorKind, Files, Locator, Result};
 use spile_image::Format;
-use spile_image::layer::Layer;
+use spile_image::layer::{Identity, Layer};
 use spile_node::{OldEpoch, Stage};
 
 use crate::jobs::{Note, Plan, State};
@@ -42,7 +44,9 @@ use crate::work::{GraphOf, Work};
 use copier::{Copier, Failure, Over};
 use mirror::Mirror;
 pub use note::{Moved, take_back};
+pub use order::{Order, is_name};
 use place::Place;
+pub use received::{Place as ReceivedPlace, Received, ReceivedState, Receiver};
 pub use status::{Motion, Phase, Status};
 
 /// A disk that is to be moved.
@@ -58,6 +62,8 @@ pub struct Move {
     pub stays: bool,
     /// The old place, a device or an export, may be left although nothing tells there that the disk is elsewhere.
     pub has_no_mark: bool,
+    /// What the other host knows the move by, where it takes disks in: the half-made image there is that of this move.
+    pub id: Option<Identity>,
 }
 
 /// What is marked as a whole, unless less is copied at once.
@@ -91,14 +97,14 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
 
 async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     let source = work.settled().await?;
-    let place = Box::pin(Place::find(work, &source, plan)).await?;
+    let mut place = Box::pin(Place::find(work, &source, plan)).await?;
     if let Some(disk) = &place.disk {
         crate::finish_left(work, disk).await?;
         let of = source.handles()[0].image().identity();
         let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes(), of };
         note.write(work.files, disk).await?;
     }
-    let target = match Box::pin(place.make(work, &source)).await {
+    let target = match Box::pin(place.make(work, &source, plan)).await {
         Ok(target) => Arc::new(target),
         Err(error) => {
             let _ = place.remove(work.files, &source, None).await;
@@ -110,6 +116,9 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
         Err(Failure::Names(error)) => return Err(error),
         Err(Failure::Disk(error) | Failure::Place(error)) => error,
     };
+    if work.job.outcome(&Err(error.duplicate())) == State::Cancelled {
+        place.drop_there(work).await;
+    }
     let removed = place.remove(work.files, &source, Some(&target)).await;
     Err(match removed {
         Err(left) if work.job.outcome(&Err(error.duplicate())) == State::Failed => {
@@ -142,14 +151,22 @@ async fn mirrored<F: Files>(
     let tidied = match done {
         Ok(Over::HandedOver(old)) => {
             let doubt = copier.doubt.take();
-            let deletes_source = plan.deletes_source && doubt.is_none();
+            let tell = |error: &Error| status.set_trouble(Some(not_named(&plan.to, error)));
+            let finished = Box::pin(place.finish(work, tell)).await;
+            let finished = finished.map_err(|_| Error::new(ErrorKind::Busy, not_named_yet(&plan.to)));
+            let deletes_source = plan.deletes_source && doubt.is_none() && finished.is_ok();
             let is_left = place.disk.is_some() && !deletes_source;
             status.set_old_image(is_left.then(|| place.moved.image.clone()));
             let left = Left { place, source, target: &target, plan, deletes_source };
-            let tidied = Box::pin(tidy(work, old, &left, doubt.is_none())).await;
-            doubt.map_or(Ok(()), Err).and(tidied)
+            let tidied = Box::pin(tidy(work, old, &left, doubt.is_none() && finished.is_ok())).await;
+            doubt.map_or(Ok(()), Err).and(finished).and(tidied)
         }
-        Ok(Over::Copied) => target.close().await.and(place.remove_hidden_name(work.files, &target).await),
+        Ok(Over::Copied) => {
+            let closed = target.close().await;
+            let tell = |error: &Error| status.set_trouble(Some(not_named(&plan.to, error)));
+            Box::pin(place.finish(work, tell)).await.map_err(Failure::Disk)?;
+            closed.and(place.remove_hidden_name(work.files, &target).await)
+        }
         Err(failure) => {
             // What it says does not matter any more, but its tasks must end. A place on another host may not answer.
             if !place.may_come_back() && !matches!(failure, Failure::Names(_)) {
@@ -164,6 +181,16 @@ async fn mirrored<F: Files>(
     Ok(())
 }
 
+fn not_named(to: &Locator, error: &Error) -> String {
+    format!("{to} is the disk, but its host has not given it its name yet: {error}")
+}
+
+fn not_named_yet(to: &Locator) -> String {
+    format!(
+        "{to} is the disk, but its host has not given it its name yet: whoever opens the disk at its old path has that done"
+    )
+}
+
 /// What a hand-over leaves behind.
 struct Left<'a, F: Files> {
     place: &'a Place,
@@ -174,7 +201,7 @@ struct Left<'a, F: Files> {
 }
 
 /// What is left to do when the disk has been handed over: nobody uses the old image any more. `is_durable`: so is the new name. Else the new
-/// image keeps its hidden one, too.
+/// image keeps its hidden one, or the note says what is left to do.
 async fn tidy<F: Files>(
     work: &Work<'_, F>,
     old: OldEpoch<GraphOf<F>>,
@@ -185,7 +212,10 @@ async fn tidy<F: Files>(
     // First of all: nobody gives the old image its name back from now on.
     let noted = match &place.disk {
         Some(disk) => {
-            let written = place.moved.write_done(files, disk).await;
+            let written = match is_durable || place.moved.finish.is_none() {
+                true => place.moved.write_done(files, disk).await,
+                false => Ok(()),
+            };
             written.and(Plan::Move(left.plan.clone()).remove_own(files, disk).await)
         }
         None => Ok(()),

@@ -19,6 +19,8 @@ pub struct Moved {
     pub image: PathBuf,
     /// The hidden name of the new image, if it is a file. Once the disk has its new path, the note says nothing of it any more.
     pub half: Option<PathBuf>,
+    /// The order by which the other host gives the new image its name, if it takes disks in, and as long as it may not have done so.
+    pub finish: Option<Locator>,
 }
 
 const HEAD: &str = "spile moved 1";
@@ -33,7 +35,11 @@ impl Moved {
             Some(half) => format!("half {}\n", text_of(half)?),
             None => String::new(),
         };
-        Ok(format!("{HEAD}\nto {to}\nimage {image}\n{half}{END}\n"))
+        let finish = match &self.finish {
+            Some(finish) => format!("finish {}\n", text_of_place(finish)?),
+            None => String::new(),
+        };
+        Ok(format!("{HEAD}\nto {to}\nimage {image}\n{half}{finish}{END}\n"))
     }
 
     /// What a note says with this text; `None` for one that was not written to its end.
@@ -42,11 +48,15 @@ impl Moved {
         lines.next().filter(|head| *head == HEAD)?;
         let mut next = |before: &str| lines.next()?.strip_prefix(before);
         let (to, image) = (next("to ")?.parse().ok()?, next("image ")?.into());
-        let half = next("half ").map(PathBuf::from);
-        match (&to, &half) {
-            (Locator::Path(_), _) | (Locator::Nbd(_), None) => Some(Self { to, image, half }),
-            _ => None,
+        let (mut half, mut finish) = (None, None);
+        for line in lines {
+            match (line.split_once(' ')?, &to) {
+                (("half", path), Locator::Path(_)) => half = Some(PathBuf::from(path)),
+                (("finish", order), Locator::Nbd(_)) => finish = Some(order.parse().ok()?),
+                _ => return None,
+            }
         }
+        matches!(to, Locator::Path(_) | Locator::Nbd(_)).then_some(Self { to, image, half, finish })
     }
 
     /// Writes the note of `disk`, durably, in the place of an older one.
@@ -60,11 +70,11 @@ impl Moved {
         files.rename(&new, &names::moved(disk)).await
     }
 
-    /// Says in the note of `disk`, if it is this one, that the disk has its new path: nobody takes that back any more.
+    /// Says in the note of `disk`, if it is this one, that the disk has its new path: nobody takes that back any more, or asks for it.
     pub(super) async fn write_done<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
         match Self::read(files, disk).await? {
-            Some(there) if there == *self && self.half.is_some() => {
-                Self { half: None, ..self.clone() }.write(files, disk).await
+            Some(there) if there == *self && (self.half.is_some() || self.finish.is_some()) => {
+                Self { half: None, finish: None, ..self.clone() }.write(files, disk).await
             }
             _ => Ok(()),
         }
@@ -86,6 +96,27 @@ impl Moved {
         Ok(Self::from_text(&String::from_utf8_lossy(&bytes.to_vec())))
     }
 
+    /// As [`Moved::told`], of a disk whose new image may lack its name still, because a process has ended before the other host was told. It is told now, if
+    /// the caller `may_change` anything.
+    async fn finished_late<F: Files>(&self, files: &F, disk: &Path, order: &Locator, may_change: bool) -> Error {
+        if may_change {
+            let done = match files.open(order, OpenMode::ReadWrite).await {
+                Ok(there) => {
+                    drop(there);
+                    self.write_done(files, disk).await
+                }
+                Err(error) => Err(error),
+            };
+            return match done {
+                Ok(()) => self.told(disk),
+                Err(error) => self.told(disk).caused_by(error).hint(
+                    "the disk was handed over, and the other host could not be told to give it its name: try again when it answers",
+                ),
+            };
+        }
+        self.told(disk)
+    }
+
     /// What whoever looks for the disk at its old path `disk` is told.
     pub fn told(&self, disk: &Path) -> Error {
         let to = &self.to;
@@ -104,6 +135,9 @@ impl Moved {
 /// `NotFound` with the place that the disk was moved to; `Busy` while the hand-over is under way; the system's.
 pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Result<bool> {
     let Some(moved) = Moved::read(files, disk).await? else { return Ok(false) };
+    if let Some(order) = &moved.finish {
+        return Err(moved.finished_late(files, disk, order, may_change).await);
+    }
     // An export is the disk as soon as the old image has lost its name; a file, at the latest when the note does not name its half any more.
     let (Locator::Path(to), Some(half)) = (&moved.to, &moved.half) else { return Err(moved.told(disk)) };
     // With its new name the new image is the disk. Without the hidden one nobody knows what has become of it, and a disk that has left
@@ -175,10 +209,12 @@ mod tests {
     #[test]
     fn a_note_is_read_back_only_when_it_is_whole() {
         let path = Locator::Path("/new/a b.vhd".into());
-        let to_file = Moved { to: path, image: "/vm/a.moved.vhd".into(), half: Some("/new/.h".into()) };
+        let to_file = Moved { to: path, image: "/vm/a.moved.vhd".into(), half: Some("/new/.h".into()), finish: None };
         let done = Moved { half: None, ..to_file.clone() };
-        let to_export = Moved { to: Locator::Nbd("nbd://h/x".to_owned()), image: "/vm/a.moved.vhd".into(), half: None };
-        for moved in [&to_file, &done, &to_export] {
+        let (to, order) = (Locator::Nbd("nbd://h/x".to_owned()), Locator::Nbd("nbd://h/finish/x".to_owned()));
+        let to_host = Moved { to, image: "/vm/a.moved.vhd".into(), half: None, finish: Some(order) };
+        let to_export = Moved { finish: None, ..to_host.clone() };
+        for moved in [&to_file, &done, &to_export, &to_host] {
             let text = moved.to_text().unwrap();
             assert_eq!(Moved::from_text(&text).as_ref(), Some(moved));
             for len in 0..text.len() {

@@ -2,17 +2,27 @@
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::time::Duration;
 
+use futures_util::future::select;
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_image::create::NewImage;
-use spile_image::layer::Layer;
+use spile_image::layer::{Identity, Layer};
 use spile_image::{Format, Graph, OpenOptions};
 
 use super::note::{Moved, is_free, refuse_taken};
+use super::order::Order;
 use super::{Move, old_image};
 use crate::names;
 use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work};
+
+/// The first and the longest pause between two tries to tell the other host that the disk is handed over.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// How long the other host may take to remove what a cancelled move has left.
+const DROP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Where a disk is moved to.
 pub(super) struct Place {
@@ -25,6 +35,8 @@ pub(super) struct Place {
     format: Format,
     /// The half was made here.
     is_made: Cell<bool>,
+    /// The move, when the other host takes disks in. Known once it was asked.
+    taken_in: Cell<Option<Identity>>,
 }
 
 impl Place {
@@ -47,13 +59,14 @@ impl Place {
                 "--leave-unmarked moves it all the same: then see to it that nobody starts a server with the old place";
             return Err(Error::new(ErrorKind::Unsupported, what).at_path(&disk).hint(hint));
         }
-        let moved = Moved { to: plan.to.clone(), image: old_image(&disk), half };
+        let moved = Moved { to: plan.to.clone(), image: old_image(&disk), half, finish: None };
         let place = Self {
             disk: has_name.then_some(disk),
             moved,
             stays: plan.stays,
             format: plan.format,
             is_made: Cell::new(false),
+            taken_in: Cell::new(None),
         };
         place.check_names(work, store).await?;
         place.refuse_children(work, source).await?;
@@ -128,8 +141,8 @@ impl Place {
     ///
     /// # Errors
     /// What cannot take the disk's place; the stores'.
-    pub async fn make<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>) -> Result<GraphOf<F>> {
-        let Some(half) = &self.moved.half else { return self.open(work, source).await };
+    pub async fn make<F: Files>(&mut self, work: &Work<'_, F>, source: &GraphOf<F>, plan: &Move) -> Result<GraphOf<F>> {
+        let Some(half) = &self.moved.half else { return self.open_there(work, source, plan).await };
         let new = NewImage { size_bytes: source.size_bytes(), subformat: None, parent: None, unit_bytes: None };
         let store = work.files.create(half, 0).await?;
         self.is_made.set(true);
@@ -142,6 +155,59 @@ impl Place {
             work.files.copy_access(disk, half).await?;
         }
         Ok(target)
+    }
+
+    /// Opens the export. A host that takes disks in makes the image; any other one has an export of this name already.
+    async fn open_there<F: Files>(
+        &mut self,
+        work: &Work<'_, F>,
+        source: &GraphOf<F>,
+        plan: &Move,
+    ) -> Result<GraphOf<F>> {
+        let Some(id) = plan.id.filter(|_| self.format == Format::Raw) else { return self.open(work, source).await };
+        self.taken_in.set(Some(id));
+        match self.open(work, source).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                self.taken_in.set(None);
+                self.open(work, source).await
+            }
+            opened => {
+                self.moved.finish = self.order(|id| Order::Finish { id });
+                opened
+            }
+        }
+    }
+
+    /// Where an order to the host that takes this disk in is given.
+    fn order(&self, order: impl FnOnce(Identity) -> Order) -> Option<Locator> {
+        order(self.taken_in.get()?).locator(&self.moved.to)
+    }
+
+    /// Has the other host give the new image its name, if it takes disks in: tried until it says that this is done. `tell` hears what has failed.
+    ///
+    /// # Errors
+    /// `Shutdown` when the job is told to end before.
+    pub async fn finish<F: Files>(&self, work: &Work<'_, F>, tell: impl Fn(&Error)) -> Result<()> {
+        let Some(order) = &self.moved.finish else { return Ok(()) };
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match work.files.open(order, OpenMode::ReadWrite).await {
+                Ok(there) => {
+                    drop(there);
+                    return Ok(());
+                }
+                Err(error) => tell(&error),
+            }
+            let _either = select(work.timer.sleep(pause), pin!(work.job.told_to_end())).await;
+            work.job.go_on().await?;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// Has a host that takes disks in remove the half-made image of a move that was cancelled. When it does not answer soon, it keeps that, and knows it.
+    pub async fn drop_there<F: Files>(&self, work: &Work<'_, F>) {
+        let Some(order) = self.order(|id| Order::Drop { id }) else { return };
+        let _either = select(pin!(work.files.open(&order, OpenMode::ReadWrite)), work.timer.sleep(DROP_PATIENCE)).await;
     }
 
     /// Refuses a new image, which is `new`, that has lost its hidden name.
@@ -165,7 +231,9 @@ impl Place {
     /// # Errors
     /// As [`Place::make`].
     pub async fn open<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>) -> Result<GraphOf<F>> {
-        let at = self.moved.half.as_ref().map_or_else(|| self.moved.to.clone(), Locator::from);
+        let half = self.moved.half.as_ref().map(Locator::from);
+        let there = || self.order(|id| Order::Begin { id, size_bytes: source.size_bytes() });
+        let at = half.or_else(there).unwrap_or_else(|| self.moved.to.clone());
         let options = OpenOptions { format: Some(self.format), ..OpenOptions::default() };
         let target = Graph::open(work.files, work.env.clone(), at, &options).await?;
         check_fits(work, source, &target).at_path(target.handles()[0].path())?;

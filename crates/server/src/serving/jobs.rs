@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use spile_core::{Error, ErrorKind, Locator, Result};
-use spile_engine::Engine;
+use spile_core::{Env as _, Error, ErrorKind, Locator, Result};
+use spile_engine::{Engine, OsEnv};
+use spile_image::layer::Identity;
 use spile_image::{Format, Graph};
 use spile_life::jobs::{Job, Note, Plan, State as JobState, Wishes};
 use spile_life::merge;
@@ -480,10 +481,14 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
         deletes_source: new.delete_source,
         stays: new.mirror_only,
         has_no_mark: new.leave_unmarked,
+        id: None,
     };
     let to = match to.parse()? {
         Locator::Path(to) => to,
-        Locator::Nbd(uri) => return Ok(plan(Locator::Nbd(uri), given.unwrap_or(Format::Raw))),
+        Locator::Nbd(uri) => {
+            let id = Some(Identity(OsEnv.random_16()));
+            return Ok(Move { id, ..plan(Locator::Nbd(uri), given.unwrap_or(Format::Raw)) });
+        }
         other => {
             let error = Error::new(ErrorKind::Unsupported, format!("a disk cannot be moved to {other}"));
             return Err(error.hint("name a file, a folder, or an export of an NBD server"));

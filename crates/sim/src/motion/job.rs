@@ -57,6 +57,7 @@ impl Host {
                 deletes_source: rng.chance(1, 3),
                 stays: false,
                 has_no_mark: false,
+                id: None,
             });
             if self.job(&node, plan, &mut rng).await == State::Stopped {
                 return;

@@ -226,7 +226,7 @@ pub const ENDINGS: &[Ending] = &[
         examples: &[
             ("spile move disk --to /new/array --wait", "its guest goes on, and does not notice"),
             ("spile move disk --to /new/array/disk.raw --rate 200M", "as a raw image, 200 MiB in a second at most"),
-            ("spile move disk --to nbds://store2.example/vm1 --wait", "to an export of another host, of the same size"),
+            ("spile move disk --to nbds://host2/vm1.vhd --wait", "to another host, where spile receive takes it in"),
             (
                 "spile move disk.vhd --to /new/array --delete-source",
                 "a disk that no server has; only a note stays behind",
@@ -235,6 +235,19 @@ pub const ENDINGS: &[Ending] = &[
         notes: &["\
 Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where
 it is."],
+    },
+    Ending {
+        command: "receive",
+        codes: &[ENDED],
+        examples: &[
+            (
+                "spile receive /vm --nbd tcp:[::]:10809 --tls-cert c.pem --tls-key k.pem --tls-ca ca.pem",
+                "takes disks in from hosts with a certificate",
+            ),
+            ("spile move disk --to nbds://host2/vm1.vhd --wait", "on the other host"),
+            ("spile receive /vm --list", "what has come, and what is half there"),
+        ],
+        notes: &[JSON],
     },
     Ending { command: "jobs", codes: &[], examples: &[("spile jobs", "the jobs of this host")], notes: &[JSON] },
     Ending {

@@ -28,6 +28,7 @@ mod onto;
 mod pace;
 mod pause;
 mod rebase;
+mod receive;
 mod report;
 mod revert;
 mod schema;
@@ -100,6 +101,7 @@ enum Command {
     Coalesce(coalesce::CoalesceArgs),
     Flatten(coalesce::FlattenArgs),
     Move(move_disk::MoveArgs),
+    Receive(Box<receive::ReceiveArgs>),
     Jobs(jobs::JobsArgs),
     Job(jobs::JobArgs),
     Backup(Box<backup::BackupArgs>),
@@ -169,6 +171,7 @@ pub fn run() -> ExitCode {
         Command::Coalesce(args) => coalesce::coalesce(args),
         Command::Flatten(args) => coalesce::flatten(args),
         Command::Move(args) => move_disk::run(args),
+        Command::Receive(args) => receive::run(args),
         Command::Jobs(args) => jobs::jobs(args),
         Command::Job(args) => jobs::job(args),
         Command::Backup(args) => backup::run(args),

@@ -24,6 +24,7 @@ use super::load::ReadBack;
 use super::map::Mapped;
 use super::measure::Measured;
 use super::rebase::Rebased;
+use super::receive::ReceivedDisks;
 use super::revert::{Deleted, Reverted};
 use super::snapshot::Cloned;
 use super::stat::DiskStat;
@@ -64,6 +65,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("show", of::<DiskDetail>),
     ("coalesce", of::<Job>),
     ("move", of::<Job>),
+    ("receive", of::<ReceivedDisks>),
     ("flatten", of::<Job>),
     ("jobs", of::<JobList>),
     ("backup", of::<JobList>),

@@ -1,0 +1,123 @@
+//! [`Order`]: what the old place of a disk asks of the other host, where `spile receive` takes disks in.
+//!
+//! An order is the name of an export, so any link that carries NBD carries it, and it is answered when the export is chosen: who begins has the
+//! half-made image as an export then, and who finishes knows that it has its name, durably. Each may be given again at any time.
+
+use spile_core::Locator;
+use spile_image::layer::Identity;
+
+use crate::jobs::note::{from_hex, to_hex};
+
+/// An order about the disk of a name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The image of this move is to be there, of so many bytes; made if it is not, under a hidden name.
+    Begin {
+        /// The identity of the move.
+        id: Identity,
+        /// The disk's size.
+        size_bytes: u64,
+    },
+    /// The image of this move is whole: it gets its name.
+    Finish {
+        /// The identity of the move.
+        id: Identity,
+    },
+    /// The move is given up: its half-made image goes.
+    Drop {
+        /// The identity of the move.
+        id: Identity,
+    },
+}
+
+/// Orders begin so. No disk is called so: a name has no `/`.
+const PREFIX: &str = ".spile-receive/";
+
+impl Order {
+    /// The name of the export that is this order about the disk `name`.
+    pub fn export(&self, name: &str) -> String {
+        match self {
+            Self::Begin { id, size_bytes } => format!("{PREFIX}begin/{}/{size_bytes}/{name}", to_hex(*id)),
+            Self::Finish { id } => format!("{PREFIX}finish/{}/{name}", to_hex(*id)),
+            Self::Drop { id } => format!("{PREFIX}drop/{}/{name}", to_hex(*id)),
+        }
+    }
+
+    /// What an export's name asks for, and of which disk. `None` for one that is no order.
+    pub fn of_export(export: &str) -> Option<(Self, &str)> {
+        let (verb, rest) = export.strip_prefix(PREFIX)?.split_once('/')?;
+        let (id, rest) = rest.split_once('/')?;
+        let id = Identity(from_hex(id)?);
+        match verb {
+            "begin" => {
+                let (size, name) = rest.split_once('/')?;
+                Some((Self::Begin { id, size_bytes: size.parse().ok()? }, name))
+            }
+            "finish" => Some((Self::Finish { id }, rest)),
+            "drop" => Some((Self::Drop { id }, rest)),
+            _ => None,
+        }
+    }
+
+    /// The locator by which this order is given about the disk that is to be at `to`. `None` when `to` is no export with a name.
+    pub fn locator(&self, to: &Locator) -> Option<Locator> {
+        let Locator::Nbd(uri) = to else { return None };
+        let (scheme, rest) = uri.split_once("://")?;
+        let (place, query) = match rest.split_once('?') {
+            Some((place, query)) => (place, Some(query)),
+            None => (rest, None),
+        };
+        let (host, name) = place.split_once('/').filter(|(_, name)| !name.is_empty())?;
+        let query = query.map(|query| format!("?{query}")).unwrap_or_default();
+        Some(Locator::Nbd(format!("{scheme}://{host}/{}{query}", self.export(name))))
+    }
+}
+
+/// True when `name` may be that of a disk that is taken in: one file of a folder, which is not hidden.
+pub fn is_name(name: &str) -> bool {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.+@ ".contains(c) || !c.is_ascii() && !c.is_control();
+    !name.is_empty() && name.len() <= MOST_NAME_BYTES && !name.starts_with('.') && name.chars().all(is_plain)
+}
+
+/// The hidden names beside a disk are longer than its own, and 255 bytes are the most.
+const MOST_NAME_BYTES: usize = 200;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: Identity = Identity([0xa7; 16]);
+
+    #[test]
+    fn an_order_is_read_back_from_its_export() {
+        for order in [Order::Begin { id: ID, size_bytes: 1 << 30 }, Order::Finish { id: ID }, Order::Drop { id: ID }] {
+            assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
+        }
+        let hex = "a7".repeat(16);
+        for other in ["", "a.vhd", ".spile-receive/", ".spile-receive/finish/a7/x", &format!("{PREFIX}begin/{hex}/x")] {
+            assert_eq!(Order::of_export(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn an_order_goes_to_the_host_of_the_disks_new_place() {
+        let at = |uri: &str| Order::Finish { id: ID }.locator(&Locator::Nbd(uri.to_owned()));
+        let order = format!(".spile-receive/finish/{}", "a7".repeat(16));
+        let of = |uri: String| Some(Locator::Nbd(uri));
+        assert_eq!(at("nbds://h:10/a.vhd?tls-hostname=x"), of(format!("nbds://h:10/{order}/a.vhd?tls-hostname=x")));
+        assert_eq!(at("nbd+unix:///a?socket=/s/t"), of(format!("nbd+unix:///{order}/a?socket=/s/t")));
+        assert_eq!((at("nbd://h"), at("nbd://h/"), at("nbd+unix:///?socket=/s")), (None, None, None));
+    }
+
+    #[test]
+    fn a_name_is_one_file_of_the_folder() {
+        for name in ["disk.vhd", "vm 1.raw", "größe.raw", "a..b"] {
+            assert!(is_name(name), "{name}");
+        }
+        for name in
+            ["", ".", "..", ".hidden", "a/b", "../a", "a\0b", "a\nb", "a\\b", "$a", "a\u{85}b", &"a".repeat(201)]
+        {
+            assert!(!is_name(name), "{name:?}");
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! [`Receiver`]: takes in disks that other hosts move here. It knows files only; who brings the orders is its caller's affair.
+//!
+//! A disk that is taken in is under a hidden name ([`names::receiving`]) until the old place says that it is whole. Then it gets its own name, which
+//! nothing had before, durably. The note [`Received`] beside it says which move it belongs to: nobody else gets at it by an order, and a file that was
+//! put in its place is not taken for it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use spile_core::{Env, Error, ErrorKind, Files, OpenMode, Result, ResultExt, Store};
+use spile_image::Format;
+use spile_image::create::NewImage;
+use spile_image::layer::Identity;
+
+use super::note::{is_free, refuse_taken};
+use super::order::is_name;
+use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
+use crate::names;
+use crate::snapshot::remove_if_there;
+
+/// What the note beside a disk that is taken in says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Received {
+    /// The move that it belongs to.
+    pub id: Identity,
+    /// The disk's size.
+    pub size_bytes: u64,
+    /// The image's format.
+    pub format: Format,
+    /// How far it is.
+    pub state: ReceivedState,
+    /// Which file it is, in the words of the caller.
+    pub file: String,
+}
+
+/// How far a disk is that is taken in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReceivedState {
+    /// Its image is made: what there is may be no image yet.
+    Making,
+    /// It may lack anything.
+    Half,
+    /// It has its name.
+    Whole,
+}
+
+const HEAD: &str = "spile received 1";
+const END: &str = "end";
+
+impl ReceivedState {
+    /// Its name in notes, in JSON and in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Making => "making",
+            Self::Half => "half",
+            Self::Whole => "whole",
+        }
+    }
+}
+
+impl Received {
+    fn to_text(&self) -> String {
+        let Self { id, size_bytes, format, state, file } = self;
+        let (id, state) = (to_hex(*id), state.name());
+        format!("{HEAD}\nmove {id}\nsize {size_bytes}\nformat {format}\nstate {state}\nfile {file}\n{END}\n")
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
+        lines.next().filter(|head| *head == HEAD)?;
+        let mut next = |before: &str| lines.next()?.strip_prefix(before);
+        let (id, size_bytes) = (Identity(from_hex(next("move ")?)?), next("size ")?.parse().ok()?);
+        let format = next("format ")?.parse().ok()?;
+        let state = next("state ")?;
+        let states = [ReceivedState::Making, ReceivedState::Half, ReceivedState::Whole];
+        let state = states.into_iter().find(|known| known.name() == state)?;
+        Some(Self { id, size_bytes, format, state, file: next("file ")?.to_owned() })
+    }
+
+    /// The note of the disk at `disk`, if there is one that makes sense.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
+        Ok(read_text(files, &names::received(disk)).await?.and_then(|text| Self::from_text(&text)))
+    }
+
+    async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
+        let new = names::new_received(disk);
+        remove_if_there(files, &new).await?;
+        write_text(files, &new, &self.to_text()).await?;
+        files.rename(&new, &names::received(disk)).await
+    }
+}
+
+/// An image that was taken in, or is being taken in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Where it is now: the hidden name, or the disk's own.
+    pub path: PathBuf,
+    /// Its format.
+    pub format: Format,
+    /// The disk's size.
+    pub size_bytes: u64,
+}
+
+/// Takes disks in. Whoever has one does one thing with a disk at a time.
+pub struct Receiver<'a, F: Files> {
+    /// The files of this host.
+    pub files: &'a F,
+    /// Opens files without locks, to ask which they are.
+    pub asking: &'a F,
+    /// Random bytes and the time.
+    pub env: &'a Arc<dyn Env>,
+    /// The folder for disks that come. It has no link in its path.
+    pub folder: &'a Path,
+    /// Which file a store is, in words that stay the same for as long as the file is there: one line.
+    pub which: &'a (dyn Fn(&F::Store) -> String + Sync),
+}
+
+impl<F: Files> Receiver<'_, F> {
+    /// The path of the disk `name`.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is none.
+    pub fn disk(&self, name: &str) -> Result<PathBuf> {
+        match is_name(name) {
+            true => Ok(self.folder.join(name)),
+            false => {
+                let what =
+                    "a disk that comes needs the name of one file: letters, digits, and - _ . + @, not first a dot";
+                Err(Error::new(ErrorKind::InvalidInput, what))
+            }
+        }
+    }
+
+    /// The image of the move `id`, of `size_bytes`; made if it is not there.
+    ///
+    /// # Errors
+    /// `Exists` when another file has the name; `Busy` when it is that of another move; `InvalidInput` for a size or a name that cannot be; the
+    /// system's.
+    pub async fn begin(&self, name: &str, id: Identity, size_bytes: u64) -> Result<Place> {
+        let disk = self.disk(name)?;
+        let format = Format::of(&disk, None)?;
+        let half = names::receiving(&disk);
+        match Received::read(self.files, &disk).await? {
+            Some(note) if note.id == id => {
+                if note.size_bytes != size_bytes {
+                    let what =
+                        format!("this move has begun with a disk of {} bytes, not {size_bytes}", note.size_bytes);
+                    return Err(Error::new(ErrorKind::InvalidInput, what).at_path(&disk));
+                }
+                if let Some(place) = self.find(&disk, &note).await? {
+                    return Ok(place);
+                }
+                if note.state != ReceivedState::Making && !is_free(self.files, &half).await {
+                    let what = "the file is not the one that this move has begun with";
+                    return Err(Error::new(ErrorKind::Denied, what).at_path(&half).hint("remove it, or put it back"));
+                }
+                remove_if_there(self.files, &half).await?;
+            }
+            Some(note) if note.state == ReceivedState::Half && !is_free(self.files, &half).await => {
+                let what = format!("a disk of this name is being moved here by another move, {}", to_hex(note.id));
+                let hint = "wait for it; or, when it is given up, `spile receive DIR --remove NAME`";
+                return Err(Error::new(ErrorKind::Busy, what).at_path(&disk).hint(hint));
+            }
+            Some(note) if note.state == ReceivedState::Making => remove_if_there(self.files, &half).await?,
+            _ => {}
+        }
+        self.make(&disk, id, size_bytes, format).await
+    }
+
+    async fn make(&self, disk: &Path, id: Identity, size_bytes: u64, format: Format) -> Result<Place> {
+        let half = names::receiving(disk);
+        refuse_taken(self.files, disk).await?;
+        refuse_taken(self.files, &half).await?;
+        if format.about().is_read_only {
+            return Err(Error::new(ErrorKind::Unsupported, format!("a {format} cannot be written")).at_path(disk));
+        }
+        let state = ReceivedState::Making;
+        let mut note = Received { id, size_bytes, format, state, file: "-".to_owned() };
+        note.write(self.files, disk).await?;
+        let store = self.files.create(&half, 0).await?;
+        let new = NewImage { size_bytes, subformat: None, parent: None, unit_bytes: None };
+        format.create(&store, &**self.env, &new).await?;
+        store.sync().await?;
+        (note.state, note.file) = (ReceivedState::Half, (self.which)(&store));
+        drop(store);
+        note.write(self.files, disk).await?;
+        Ok(Place { path: half, format, size_bytes })
+    }
+
+    /// Where the image of `note` is, if it is there and no other file in its place.
+    async fn find(&self, disk: &Path, note: &Received) -> Result<Option<Place>> {
+        let half = names::receiving(disk);
+        let paths = match note.state {
+            ReceivedState::Making => return Ok(None),
+            // A process that ended between the name and the note has left both names.
+            ReceivedState::Half => [half.as_path(), disk],
+            ReceivedState::Whole => [disk, half.as_path()],
+        };
+        for path in paths {
+            if self.is_file(path, note).await? {
+                let (path, Received { format, size_bytes, .. }) = (path.to_owned(), note);
+                return Ok(Some(Place { path, format: *format, size_bytes: *size_bytes }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// True when `path` names the file that was taken in, itself and not by a link.
+    async fn is_file(&self, path: &Path, note: &Received) -> Result<bool> {
+        match self.files.canonical(path).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(error),
+            Ok(canonical) if canonical != path => return Ok(false),
+            Ok(_) => {}
+        }
+        let store = self.asking.open(&path.into(), OpenMode::ReadOnly).await?;
+        Ok((self.which)(&store) == note.file)
+    }
+
+    /// The image of the move `id` gets its name: all of it was flushed, and the old place is not the disk any more. `open` is the image, if it is
+    /// open here. It may have its name already.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such image; `Exists` when another file has got the name; the system's. The image has its hidden name then, or both.
+    pub async fn finish(&self, name: &str, id: Identity, open: Option<&F::Store>) -> Result<Place> {
+        let disk = self.disk(name)?;
+        let half = names::receiving(&disk);
+        let (mut note, place) = self.of_move(&disk, id).await?;
+        if place.path == half {
+            // Where a disk went that was there says nothing about this one.
+            remove_if_there(self.files, &names::moved(&disk)).await?;
+            match self.files.link(&half, &disk).await {
+                Err(error) if error.kind() == ErrorKind::Exists && self.is_file(&disk, &note).await? => {}
+                Err(error) if error.kind() == ErrorKind::Unsupported => {
+                    refuse_taken(self.files, &disk).await?;
+                    self.files.rename(&half, &disk).await?;
+                }
+                linked => linked.at_path(&disk)?,
+            }
+        }
+        note.state = ReceivedState::Whole;
+        note.write(self.files, &disk).await?;
+        if self.is_file(&half, &note).await? {
+            self.files.remove(&half).await?;
+        }
+        if let Some(store) = open {
+            store.set_path(&disk);
+        }
+        Ok(Place { path: disk, ..place })
+    }
+
+    /// The half-made image of the move `id` goes, and so does its note.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none; `Denied` when it is whole; the system's.
+    pub async fn drop_half(&self, name: &str, id: Identity) -> Result<()> {
+        let disk = self.disk(name)?;
+        let note = Received::read(self.files, &disk).await?.filter(|note| note.id == id);
+        match note {
+            None => Err(no_such_move(&disk)),
+            Some(note) if note.state == ReceivedState::Whole || self.is_file(&disk, &note).await? => {
+                Err(Error::new(ErrorKind::Denied, "the disk was handed over, and is whole").at_path(&disk))
+            }
+            Some(note) => {
+                let half = names::receiving(&disk);
+                if note.state == ReceivedState::Making || self.is_file(&half, &note).await? {
+                    remove_if_there(self.files, &half).await?;
+                }
+                remove_if_there(self.files, &names::received(&disk)).await
+            }
+        }
+    }
+
+    /// The disk of this name that was handed over here.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none; `Busy` while it is being moved here; the system's.
+    pub async fn whole(&self, name: &str) -> Result<Place> {
+        let disk = self.disk(name)?;
+        let Some(note) = Received::read(self.files, &disk).await? else { return Err(no_such_disk(&disk)) };
+        if note.state != ReceivedState::Whole {
+            let what = "the disk is being moved here, and is not handed over yet";
+            return Err(Error::new(ErrorKind::Busy, what).at_path(&disk));
+        }
+        match self.is_file(&disk, &note).await? {
+            true => Ok(Place { path: disk, format: note.format, size_bytes: note.size_bytes }),
+            false => Err(no_such_disk(&disk)),
+        }
+    }
+
+    async fn of_move(&self, disk: &Path, id: Identity) -> Result<(Received, Place)> {
+        let note = Received::read(self.files, disk).await?.filter(|note| note.id == id);
+        let Some(note) = note else { return Err(no_such_move(disk)) };
+        match self.find(disk, &note).await? {
+            Some(place) => Ok((note, place)),
+            None => Err(no_such_move(disk)),
+        }
+    }
+}
+
+fn no_such_move(disk: &Path) -> Error {
+    Error::new(ErrorKind::NotFound, "there is no image of this move here").at_path(disk)
+}
+
+fn no_such_disk(disk: &Path) -> Error {
+    Error::new(ErrorKind::NotFound, "no disk of this name was moved here").at_path(disk)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_note_is_read_back_only_when_it_is_whole() {
+        for state in [ReceivedState::Making, ReceivedState::Half, ReceivedState::Whole] {
+            let (id, file) = (Identity([9; 16]), "7".to_owned());
+            let note = Received { id, size_bytes: 1 << 30, format: Format::Vhd, state, file };
+            let text = note.to_text();
+            assert_eq!(Received::from_text(&text).as_ref(), Some(&note));
+            for len in 0..text.len() {
+                assert_eq!(Received::from_text(&text[..len]), None, "{:?}", &text[..len]);
+            }
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! `spile receive`: disks that come from another host, under load, over kills of either side; what is refused, and what stays behind.
+
+mod common;
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Stdio;
+
+use common::guests::Load;
+use common::nbd::Client;
+use common::{Served, eventually, fails, json, ok, spile};
+use serde_json::Value;
+
+const MIB: usize = 1 << 20;
+
+fn serve(dir: &Path, args: &[&str]) -> Served {
+    let mut command = spile();
+    command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
+    Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
+}
+
+/// The other host, which takes disks in for the folder `there`.
+fn receive(dir: &Path) -> Served {
+    let mut command = spile();
+    command.args(["receive", "there", "--nbd", "unix:r"]).current_dir(dir).stdout(Stdio::null());
+    let there = Served { child: command.spawn().unwrap(), socket: dir.join("r") };
+    eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
+    there
+}
+
+/// A folder with `old/NAME.vhd`, 64 MiB, with a parent and data in places, and an empty folder `there`.
+fn world(name: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bytes = vec![0; 64 * MIB];
+    for at in (0..64 * MIB).step_by(5 * MIB) {
+        bytes[at..at + MIB].fill(1 + (at / MIB) as u8);
+    }
+    ["old", "there"].into_iter().for_each(|folder| fs::create_dir(dir.path().join(folder)).unwrap());
+    fs::write(dir.path().join("bytes.raw"), &bytes).unwrap();
+    ok(dir.path(), &["convert", "bytes.raw", "old/parent.vhd"]);
+    fs::remove_file(dir.path().join("bytes.raw")).unwrap();
+    ok(dir.path(), &["create", &format!("old/{name}.vhd"), "--parent", "old/parent.vhd"]);
+    dir
+}
+
+fn to(dir: &Path, name: &str) -> String {
+    format!("nbd+unix:///{name}?socket={}", dir.join("r").display())
+}
+
+fn names(dir: &Path, folder: &str) -> Vec<String> {
+    let names = fs::read_dir(dir.join(folder)).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    names
+}
+
+fn job(dir: &Path, disk: &str) -> Value {
+    let jobs = json(dir, &["jobs"]);
+    let found = jobs["jobs"].as_array().unwrap().iter().rfind(|job| job["disk"] == disk);
+    found.unwrap_or_else(|| panic!("{disk} has no job: {jobs}")).clone()
+}
+
+fn same(dir: &Path, one: &str, other: &str) {
+    ok(dir, &["compare", one, other]);
+}
+
+#[test]
+fn a_disk_comes_whole_or_not_at_all_and_goes_on_under_load() {
+    let dir = world("receive-live");
+    let dir = dir.path();
+    let mut there = receive(dir);
+    let served = serve(dir, &["old/receive-live.vhd", "--vhost-user", "v"]);
+    let mut load = Load::start(dir, "v", &["--span", "48M"]);
+    load.goes_on(&served);
+    let begun = json(dir, &["move", "receive-live", "--to", &to(dir, "disk.vhd"), "--rate", "4M"]);
+    load.goes_on(&served);
+    // A half has no name by which it could be taken for a disk, not even for those who ask by NBD.
+    assert_eq!(names(dir, "there"), [".disk.vhd.spile-received", ".disk.vhd.spile-receiving"]);
+    let said = fails(dir, 1, &["info", &to(dir, "disk.vhd")]);
+    assert!(said.contains("not handed over yet"), "{said}");
+    assert_eq!(json(dir, &["receive", "there", "--list"])["disks"][0]["state"], "half");
+    there.kill();
+    load.goes_on(&served);
+    assert_eq!(job(dir, "receive-live")["state"], "running");
+    there = receive(dir);
+    ok(dir, &["job", begun["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || job(dir, "receive-live")["state"] == "done");
+    println!("{}", job(dir, "receive-live")["motion"]);
+    assert_eq!(names(dir, "there"), [".disk.vhd.spile-received", "disk.vhd"]);
+    load.goes_on(&served);
+    assert_eq!(load.end(), 0);
+    // What was flushed outlives the other host's process, and guests go on with the next one.
+    let client = Client::connect(&served.uri()).unwrap();
+    client.write(0, &[6; 4096], false).unwrap();
+    client.flush().unwrap();
+    there.kill();
+    there = receive(dir);
+    client.write(4096, &[6; 4096], true).unwrap();
+    drop(client);
+    assert!(served.terminate().success());
+    assert_eq!(json(dir, &["receive", "there", "--list"])["disks"][0]["state"], "whole");
+    // The old host may start with the new place, and the new host with the file, when nobody else uses it.
+    let again = serve(dir, &[&to(dir, "disk.vhd")]);
+    Client::connect(&again.uri()).unwrap().write(0, &[7; 4096], true).unwrap();
+    assert!(again.terminate().success());
+    ok(dir, &["check", "there/disk.vhd"]);
+    let own = serve(dir, &["there/disk.vhd"]);
+    let mut read = [0; 4096];
+    Client::connect(&own.uri()).unwrap().read(0, &mut read).unwrap();
+    assert_eq!(read, [7; 4096]);
+    assert!(own.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn a_move_goes_on_with_its_own_half_when_its_host_was_killed() {
+    let dir = world("receive-killed");
+    let dir = dir.path();
+    let there = receive(dir);
+    let mut served = serve(dir, &["old/receive-killed.vhd"]);
+    json(dir, &["move", "receive-killed", "--to", &to(dir, "disk.raw"), "--rate", "2M"]);
+    eventually("some is copied", || job(dir, "receive-killed")["done_bytes"].as_u64() > Some(4 << 20));
+    served.kill();
+    // Nobody else gets the name meanwhile.
+    ok(dir, &["create", "old/receive-other.raw", "--size", "64M"]);
+    let said = fails(dir, 1, &["move", "old/receive-other.raw", "--to", &to(dir, "disk.raw")]);
+    assert!(said.contains("by another move"), "{said}");
+    served = serve(dir, &["old/receive-killed.vhd"]);
+    ok(dir, &["job", job(dir, "receive-killed")["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || job(dir, "receive-killed")["state"] == "done");
+    assert!(served.terminate().success() && there.terminate().success());
+    same(dir, "old/receive-killed.moved.vhd", "there/disk.raw");
+}
+
+#[test]
+fn a_copy_that_is_to_be_left_gets_its_name_only_when_the_other_host_says_so() {
+    let dir = world("receive-copy");
+    let dir = dir.path();
+    let mut there = receive(dir);
+    let served = serve(dir, &["old/receive-copy.vhd"]);
+    let begun = json(dir, &["move", "receive-copy", "--to", &to(dir, "disk.vhd"), "--mirror-only"]);
+    eventually("it is in step", || job(dir, "receive-copy")["motion"]["phase"] == "in step");
+    Client::connect(&served.uri()).unwrap().write(9 * MIB as u64, &[5; 64 << 10], true).unwrap();
+    there.kill();
+    ok(dir, &["job", begun["id"].as_str().unwrap(), "finish"]);
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    assert_eq!(job(dir, "receive-copy")["state"], "running");
+    assert_eq!(names(dir, "there"), [".disk.vhd.spile-received", ".disk.vhd.spile-receiving"]);
+    there = receive(dir);
+    eventually("it is done", || job(dir, "receive-copy")["state"] == "done");
+    assert_eq!(names(dir, "there"), [".disk.vhd.spile-received", "disk.vhd"]);
+    assert!(served.terminate().success());
+    same(dir, "old/receive-copy.vhd", "there/disk.vhd");
+    assert!(there.terminate().success());
+}
+
+#[test]
+fn a_move_that_is_cancelled_leaves_nothing_and_what_a_dead_host_has_left_can_be_removed() {
+    let dir = world("receive-left");
+    let dir = dir.path();
+    let there = receive(dir);
+    let served = serve(dir, &["old/receive-left.vhd"]);
+    let begun = json(dir, &["move", "receive-left", "--to", &to(dir, "disk.vhd"), "--rate", "1M"]);
+    let said = fails(dir, 1, &["receive", "there", "--remove", "disk.vhd"]);
+    assert!(said.contains("in use") || said.contains("lock"), "{said}");
+    ok(dir, &["job", begun["id"].as_str().unwrap(), "cancel"]);
+    eventually("it is cancelled", || job(dir, "receive-left")["state"] == "cancelled");
+    assert!(names(dir, "there").is_empty(), "{:?}", names(dir, "there"));
+    json(dir, &["move", "receive-left", "--to", &to(dir, "disk.vhd"), "--rate", "1M"]);
+    served.kill();
+    // The connection's end is noticed, and the half closed.
+    let mut removes = spile();
+    removes.args(["receive", "there", "--remove", "disk.vhd"]).current_dir(dir);
+    eventually("the half is let go", || removes.output().unwrap().status.success());
+    assert!(names(dir, "there").is_empty(), "{:?}", names(dir, "there"));
+    assert!(there.terminate().success());
+}
+
+/// The process of the old place has died after the disk had lost its old name, and before the other host was told.
+#[test]
+fn a_host_that_was_not_told_of_the_hand_over_is_told_by_whoever_opens_the_old_path() {
+    let dir = world("receive-late");
+    let dir = dir.path();
+    let there = receive(dir);
+    let served = serve(dir, &["old/receive-late.vhd"]);
+    json(dir, &["move", "receive-late", "--to", &to(dir, "disk.vhd"), "--rate", "1M"]);
+    drop(served);
+    let note = fs::read_to_string(dir.join("old/.receive-late.vhd.spile-job")).unwrap();
+    let id = note.lines().find_map(|line| line.strip_prefix("move ")).unwrap();
+    fs::rename(dir.join("old/receive-late.vhd"), dir.join("old/receive-late.moved.vhd")).unwrap();
+    let finish = to(dir, &format!(".spile-receive/finish/{id}/disk.vhd"));
+    let (uri, image) = (to(dir, "disk.vhd"), dir.join("old/receive-late.moved.vhd"));
+    let text = format!("spile moved 1\nto {uri}\nimage {}\nfinish {finish}\nend\n", image.display());
+    fs::write(dir.join("old/.receive-late.vhd.spile-moved"), text).unwrap();
+    // Who only looks changes nothing.
+    assert!(fails(dir, 1, &["info", "old/receive-late.vhd"]).contains("was moved to"));
+    assert_eq!(names(dir, "there"), [".disk.vhd.spile-received", ".disk.vhd.spile-receiving"]);
+    let said = fails(dir, 1, &["serve", "old/receive-late.vhd", "--nbd", "unix:x", "--control", "none"]);
+    assert!(said.contains("was moved to"), "{said}");
+    assert_eq!(names(dir, "there"), [".disk.vhd.spile-received", "disk.vhd"]);
+    assert!(!fs::read_to_string(dir.join("old/.receive-late.vhd.spile-moved")).unwrap().contains("finish"));
+    assert!(there.terminate().success());
+}
+
+#[test]
+fn nothing_is_overwritten_and_nothing_outside_of_the_folder_is_touched() {
+    let dir = world("receive-no");
+    let dir = dir.path();
+    let there = receive(dir);
+    fs::write(dir.join("there/own.raw"), [1; 4096]).unwrap();
+    fs::write(dir.join("secret.raw"), [2; 4096]).unwrap();
+    std::os::unix::fs::symlink("../secret.raw", dir.join("there/link.raw")).unwrap();
+    std::os::unix::fs::symlink("../nowhere.raw", dir.join("there/dangling.raw")).unwrap();
+    let before = names(dir, "there");
+    let disk = "old/receive-no.vhd";
+    for (name, why) in [
+        ("own.raw", "there is a file of the new name"),
+        ("link.raw", "there is a link of this name"),
+        ("dangling.raw", "there is a link of this name"),
+        ("..%2Fsecret.raw", "needs the name of one file"),
+        ("../secret.raw", "needs the name of one file"),
+        (".hidden.raw", "needs the name of one file"),
+        ("disk", "cannot tell the format"),
+        ("disk.qcow2", "cannot be written"),
+    ] {
+        let said = fails(dir, 1, &["move", disk, "--to", &to(dir, name)]);
+        assert!(said.contains(why), "{name}: {said}");
+        assert!(names(dir, "old").contains(&"receive-no.vhd".to_owned()));
+    }
+    assert_eq!(names(dir, "there"), before);
+    assert!(!dir.join("nowhere.raw").exists());
+    // What was not moved here is not there for anybody.
+    for name in ["own.raw", "link.raw", ""] {
+        fails(dir, 1, &["info", &to(dir, name)]);
+    }
+    ok(dir, &["move", disk, "--to", &to(dir, "disk.raw")]);
+    // A file in the place of the disk is another one.
+    fs::remove_file(dir.join("there/disk.raw")).unwrap();
+    fs::write(dir.join("keep"), "").unwrap();
+    fs::copy(dir.join("secret.raw"), dir.join("there/disk.raw")).unwrap();
+    let said = fails(dir, 1, &["info", &to(dir, "disk.raw")]);
+    assert!(said.contains("no disk of this name"), "{said}");
+    assert!(there.terminate().success());
+    assert_eq!(fs::read(dir.join("secret.raw")).unwrap(), [2; 4096]);
+    let said = fails(dir, 2, &["receive", "there", "--nbd", "tcp:127.0.0.1:0"]);
+    assert!(said.contains("--tls-ca") && said.contains("--insecure"), "{said}");
+}
