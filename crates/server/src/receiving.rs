@@ -352,12 +352,7 @@ impl House {
         if of.users.load(Ordering::SeqCst) > 0 {
             return;
         }
-        let mut open = self.open();
-        let is_known = open.get(name).is_some_and(|known| Arc::ptr_eq(known, &of));
-        if is_known {
-            open.remove(name);
-        }
-        drop(open);
+        self.open().retain(|_, known| !Arc::ptr_eq(known, &of));
         of.server.withdraw(name);
         if let Err(error) = of.close().await {
             tracing::error!("{name:?} could not be closed: {error}");

@@ -3,7 +3,9 @@
 mod common;
 
 use std::fs;
+use std::io::Read;
 use std::path::Path;
+use std::process::Stdio;
 use std::time::Duration;
 
 use common::guests::{self, Load};
@@ -440,4 +442,35 @@ fn a_place_that_hangs_for_ever_costs_the_guest_nothing_and_can_be_given_up() {
     other.signal(nix::sys::signal::Signal::SIGCONT);
     assert!(served.terminate().success());
     assert!(bytes_of(dir, "old/motion-hang.vhd")[MIB..] == bytes[MIB..]);
+}
+
+#[test]
+fn who_ends_the_wait_for_a_move_is_told_that_it_goes_on() {
+    let (dir, _) = world("motion-wait");
+    let dir = dir.path();
+    let served = serve(dir, &["old/motion-wait.vhd"]);
+    let mut command = spile();
+    command.args(["move", "motion-wait", "--to", "new", "--rate", "512K", "--wait"]).current_dir(dir);
+    let mut waits = Served { child: command.stderr(Stdio::piped()).spawn().unwrap(), socket: dir.join("n") };
+    eventually("it moves", || {
+        json(dir, &["jobs"])["jobs"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|job| job["disk"] == "motion-wait" && job["done_bytes"].as_u64() > Some(0))
+    });
+    waits.signal(nix::sys::signal::Signal::SIGINT);
+    assert_eq!(waits.wait().code(), Some(130));
+    let mut said = String::new();
+    waits.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    let job = the_job(dir, "motion-wait");
+    let id = job["id"].as_str().unwrap();
+    assert!(
+        said.contains(&format!("the job {id} goes on")) && said.contains(&format!("spile job {id} cancel")),
+        "{said}"
+    );
+    assert_eq!(job["state"], "running");
+    ok(dir, &["job", id, "cancel"]);
+    eventually("it is cancelled", || the_job(dir, "motion-wait")["state"] == "cancelled");
+    assert!(served.terminate().success());
 }

@@ -20,7 +20,7 @@ use spile_server::serving::jobs::{DiskJob, What};
 use spile_store::CacheMode;
 use utoipa::ToSchema;
 
-use super::coalesce::{LOOK_EVERY, parse_rate, wait_for};
+use super::coalesce::{LOOK_EVERY, parse_rate, tell_when_ended, wait_for};
 use super::convert::{ConvertArgs, Known, convert};
 use super::snapshot::find;
 use super::{Exit, ParentArgs, ReadArgs, existing, on_engine, parse_format, print_json, progress_bar, say};
@@ -187,6 +187,7 @@ pub fn run(args: &BackupArgs) -> Result<Exit> {
     let begun: JobList = typed(call(server, "POST", "/v1/backups", Some(&order), CHANGE_PATIENCE)?)?;
     let again = "if the server has ended, begin the backup anew";
     let jobs = if args.wait {
+        tell_when_ended(&begun.jobs)?;
         begun.jobs.into_iter().map(|job| wait_for(server, job, "copying", again)).collect::<Result<_>>()?
     } else {
         begun.jobs

@@ -126,8 +126,23 @@ pub(super) fn run(args: &JobArgs, new: NewJob) -> Result<Exit> {
     let begun: Job = serde_json::from_value(answer)
         .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
     let again = "if the server has ended, the next one that opens the disk goes on with the job";
-    let job = if args.wait { wait_for(&socket, begun, "moving", again)? } else { begun };
+    let job = match args.wait {
+        true => {
+            tell_when_ended(std::slice::from_ref(&begun))?;
+            wait_for(&socket, begun, "moving", again)?
+        }
+        false => begun,
+    };
     show(args, &job)
+}
+
+/// A signal that ends a command which only waits says that the server goes on with these jobs.
+pub(super) fn tell_when_ended(jobs: &[Job]) -> Result<()> {
+    let each =
+        |job: &Job| format!("the job {0} goes on: `spile jobs` shows it, `spile job {0} cancel` ends it", job.id);
+    let told: Vec<String> = jobs.iter().map(each).collect();
+    EndSignals::block()?.exit_after(move || told.iter().for_each(|line| complain(line)));
+    Ok(())
 }
 
 /// Shows how far the job of a server is until it is over: what it is doing, and `again`: what to do when the server does not answer.

@@ -233,8 +233,9 @@ pub const ENDINGS: &[Ending] = &[
             ),
         ],
         notes: &["\
-Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where
-it is."],
+Until the disk is handed over, `spile job ID cancel` leaves it where it is. So does
+Ctrl-C when no server has the disk; with a server it only ends the wait, says so,
+and the move goes on."],
     },
     Ending {
         command: "receive",
