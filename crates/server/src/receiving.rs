@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
-use spile_core::{Disk as _, Env, Error, ErrorKind, Files as _, Locator, OpenMode, Result};
+use spile_core::{Disk as _, Env, Error, ErrorKind, Files as _, Locator, OpenMode, Result, Store as _};
 use spile_engine::{Config, Engine, OsEnv, sleep};
 use spile_front_nbd::{Export, Find, Found, Server as NbdServer, ServerConfig};
 use spile_image::OpenOptions;
@@ -175,12 +175,12 @@ fn host_files(cache: CacheMode, no_lock: bool) -> HostFiles {
     HostFiles::new(OsFiles::new(cache).without_locks(no_lock))
 }
 
-/// The number of a file in its file system. Another file has it only when this one is gone.
+/// The number of a file in its file system, and when it was made, where that is known: another file may have the number when this one is gone.
 fn which(store: &HostStore) -> String {
-    match store.file_id() {
-        Some(FileId::File { inode, .. }) => inode.to_string(),
-        _ => "-".to_owned(),
-    }
+    let Some(FileId::File { inode, .. }) = store.file_id() else { return "-".to_owned() };
+    let made = std::fs::metadata(store.path()).and_then(|stat| stat.created()).ok();
+    let made_ns = made.and_then(|time| time.duration_since(UNIX_EPOCH).ok()).map(|since| since.as_nanos());
+    format!("{inode} {}", made_ns.unwrap_or_default())
 }
 
 /// Refuses a name that is a link, also one that leads nowhere: nobody would be told of that before the end of the move.

@@ -238,7 +238,6 @@ fn nothing_is_overwritten_and_nothing_outside_of_the_folder_is_touched() {
     ok(dir, &["move", disk, "--to", &to(dir, "disk.raw")]);
     // A file in the place of the disk is another one.
     fs::remove_file(dir.join("there/disk.raw")).unwrap();
-    fs::write(dir.join("keep"), "").unwrap();
     fs::copy(dir.join("secret.raw"), dir.join("there/disk.raw")).unwrap();
     let said = fails(dir, 1, &["info", &to(dir, "disk.raw")]);
     assert!(said.contains("no disk of this name"), "{said}");
