@@ -141,7 +141,7 @@ pub(super) fn tell_when_ended(jobs: &[Job]) -> Result<()> {
     let each =
         |job: &Job| format!("the job {0} goes on: `spile jobs` shows it, `spile job {0} cancel` ends it", job.id);
     let told: Vec<String> = jobs.iter().map(each).collect();
-    EndSignals::block()?.exit_after(move || told.iter().for_each(|line| complain(line)));
+    EndSignals::block()?.exit_after(move || told.iter().for_each(complain));
     Ok(())
 }
 
