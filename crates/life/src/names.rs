@@ -107,7 +107,8 @@ mod tests {
     #[test]
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
-        let here = [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, children].map(|of| of(disk));
+        let here =
+            [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, children].map(|of| of(disk));
         let from_elsewhere = [receiving, received, new_received].map(|of| of(disk));
         let named = here.into_iter().chain(from_elsewhere);
         for beside in named {
