@@ -45,7 +45,7 @@ class Pause(PeerTest):
         work.start()
         for _ in range(4):
             self.wait_for_writes(writer, writer.writes + 50)
-            spile("pause", disk)
+            pause = spile_json("pause", disk)["id"]
             # The write that waits now may be in no copy; one that was being answered is in it.
             time.sleep(0.2)
             writes, expected, torn = writer.writes, bytes(writer.content), writer.torn
@@ -53,7 +53,7 @@ class Pause(PeerTest):
             run("cp", disk, copy)
             time.sleep(0.1)
             self.assertEqual(writer.writes, writes, "a write of a paused disk was answered")
-            self.assertIn("after a pause of", resume(disk))
+            self.assertIn("after a pause of", resume(disk, pause))
             for program, content in self.contents(copy):
                 self.assertEqual(content, expected, f"{program} reads something else")
         writer.stops = True
@@ -61,8 +61,8 @@ class Pause(PeerTest):
         self.assertEqual(server.stop(), 0)
 
 
-def resume(disk):
-    """Ends a pause; what the command says."""
+def resume(disk, pause):
+    """Ends this pause; what the command says."""
     state = spile_json("show", disk)["state"]
     assert state == "paused", state
-    return spile("resume", disk).stdout.decode()
+    return spile("resume", disk, "--pause", pause).stdout.decode()

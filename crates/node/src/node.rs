@@ -274,7 +274,9 @@ impl<G: Disk> Node<G> {
             false => None,
         };
         if let Some(pending) = limit.as_ref().and_then(|limit| limit.stage().before(io)) {
-            unless_gone(pending, gone).await?;
+            unless_gone(pending, gone.as_mut()).await?;
+            // Requests may be held back since: then it waits here, and not with its locks.
+            self.limit_unless_gone(gone).await?;
         }
         let result = self.disk.execute(io).await;
         match limit.as_ref().and_then(|limit| limit.stage().after(io, &result)) {
@@ -283,7 +285,7 @@ impl<G: Disk> Node<G> {
         }
     }
 
-    /// The stage that holds a request back. While all requests are held back, one whose client goes away ends.
+    /// The stage that holds a request back. While all requests are held back it waits, and a request whose client goes away ends.
     async fn limit_unless_gone(&self, mut gone: Pin<&mut impl Future<Output = ()>>) -> Result<Option<Arc<Attached>>> {
         let mut limit = pin!(self.published().limit());
         poll_fn(|cx| match limit.as_mut().poll(cx) {
@@ -296,15 +298,21 @@ impl<G: Disk> Node<G> {
     /// Takes a request that has failed with `error` to its end, as the disk's policy says. Its future is in a box, so that the futures
     /// of all other requests stay small.
     #[cold]
-    fn see_through<'a>(
+    fn see_through<'a, C: Future<Output = ()>>(
         &'a self,
         io: Io<'a>,
         error: Error,
-        gone: impl Future<Output = ()> + 'a,
+        gone: Pin<&'a mut C>,
     ) -> Pin<Box<impl Future<Output = Result<()>> + 'a>> {
         Box::pin(async move {
             let Some(troubles) = &self.troubles else { return Err(error) };
-            let again = async || self.disk.execute(io).await;
+            let again = async |gone: Pin<&mut C>| {
+                // Requests may be held back by now: then it waits here, and not with its locks.
+                if self.published().is_limited() {
+                    self.limit_unless_gone(gone).await?;
+                }
+                self.disk.execute(io).await
+            };
             troubles.see_through(io.op.into(), error, gone, again).await
         })
     }

@@ -221,24 +221,23 @@ impl Troubles {
         Duration::from_nanos(self.timer.now_ns().saturating_sub(began_ns))
     }
 
-    /// Takes a request that has failed with `error` to its end; `again` executes it once more, and `gone` ends when its client
-    /// is gone.
+    /// Takes a request that has failed with `error` to its end; `again` executes it once more, and may have to wait for that. `gone` ends
+    /// when its client is gone.
     ///
     /// # Errors
     /// `error` itself when nobody waits for its end; the last error after the longest time; `Shutdown` when the server ends or
     /// the client is gone.
-    pub(crate) async fn see_through(
+    pub(crate) async fn see_through<G: Future<Output = ()>>(
         &self,
         op: Op,
         error: Error,
-        gone: impl Future<Output = ()>,
-        again: impl AsyncFn() -> Result<()>,
+        mut gone: Pin<&mut G>,
+        again: impl AsyncFn(Pin<&mut G>) -> Result<()>,
     ) -> Result<()> {
         if !error.may_pass() || self.policy().on_error == OnError::Report {
             return Err(error);
         }
         let mut request = Patient::new(self, op, error);
-        let mut gone = pin!(gone);
         loop {
             match request.next_step(gone.as_mut()).await {
                 Step::Leave => return Err(request.leave()),
@@ -246,7 +245,7 @@ impl Troubles {
                 Step::Report => return Err(request.report()),
                 Step::Try | Step::Wait(_) => {}
             }
-            match again().await {
+            match again(gone.as_mut()).await {
                 Err(error) if error.may_pass() => request.has_failed(error),
                 Ok(()) => {
                     request.has_succeeded();

@@ -2,13 +2,15 @@
 
 mod common;
 
+use std::future::poll_fn;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::task::Poll;
 
-use common::{TestGraph, at, now, one_of_each, poll, write};
+use common::{Request, TestGraph, at, now, one_of_each, poll, write};
 use futures_util::future::{pending, ready};
-use spile_core::{Disk, ErrorKind, Io, Op, Segments};
-use spile_node::{Node, Shape};
+use spile_core::{Disk, ErrorKind, Io, Op, Result, Segments};
+use spile_node::{Node, Pending, Place, Shape, Stage};
 
 #[test]
 fn nothing_goes_on_until_requests_are_let_go() {
@@ -76,6 +78,43 @@ fn a_request_whose_client_goes_away_ends() {
     assert!(now(node.execute_for(io, ready(()))).is_err());
     now(node.let_go());
     assert_eq!(now(node.graph()).begun.load(SeqCst), 0);
+}
+
+/// A limit that lets nobody pass until it is told to.
+#[derive(Default)]
+struct Barrier {
+    is_open: AtomicBool,
+}
+
+impl Stage for Barrier {
+    fn before<'a>(&'a self, _: Io<'a>) -> Option<Pending<'a>> {
+        Some(Box::pin(poll_fn(|_| if self.is_open.load(SeqCst) { Poll::Ready(Ok(())) } else { Poll::Pending })))
+    }
+
+    fn after<'a>(&'a self, _: Io<'a>, _: &Result<()>) -> Option<Pending<'a>> {
+        None
+    }
+}
+
+#[test]
+fn a_request_that_has_waited_for_a_limit_ends_with_its_client_too() {
+    let (node, limit) = (Node::new(TestGraph::with_alignment(512)), Arc::new(Barrier::default()));
+    now(node.attach(Place::Limit, limit.clone())).unwrap();
+    let (is_gone, bytes) = (AtomicBool::new(false), Segments::zeroed(7));
+    let gone = poll_fn(|_| if is_gone.load(SeqCst) { Poll::Ready(()) } else { Poll::Pending });
+    let io = Io { op: Op::Write { fua: false }, extent: at(3, 7), segments: &bytes };
+    let mut forsaken: Request<'_> = Box::pin(node.execute_for(io, gone));
+    let mut stays = write(&node, 3, 7, 5);
+    assert!(poll(&mut forsaken).is_pending() && poll(&mut stays).is_pending());
+    now(now(node.hold()).unwrap().ended());
+    limit.is_open.store(true, SeqCst);
+    // From the limit to the gate, where both wait.
+    assert!(poll(&mut forsaken).is_pending() && poll(&mut stays).is_pending());
+    is_gone.store(true, SeqCst);
+    assert!(poll(&mut forsaken).is_ready(), "it waits for nobody");
+    now(node.let_go());
+    now(stays).unwrap();
+    assert_eq!(now(node.graph()).byte(3), 5);
 }
 
 #[test]

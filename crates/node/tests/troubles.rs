@@ -366,6 +366,27 @@ fn a_request_whose_client_is_gone_is_not_tried_again() {
 }
 
 #[test]
+fn a_request_that_is_tried_again_on_a_paused_disk_ends_with_its_client() {
+    let world = World::new(FOR_EVER);
+    world.fail(ErrorKind::NoSpace);
+    let (is_gone, memory) = (AtomicBool::new(false), Segments::zeroed(512));
+    memory.copy_from_slice(0, &[9; 512]);
+    let gone = poll_fn(|_| if is_gone.load(SeqCst) { Poll::Ready(()) } else { Poll::Pending });
+    let mut request: Request<'_> = Box::pin(world.node.execute_for(Io::write(at(0, 512), &memory, false), gone));
+    assert!(is_pending(&mut request));
+    now(now(world.node.hold()).unwrap().ended());
+    world.mend();
+    world.troubles().try_again();
+    assert!(is_pending(&mut request), "the disk is paused");
+    is_gone.store(true, SeqCst);
+    assert_eq!(kind_of(poll(&mut request)), ErrorKind::Shutdown);
+    drop(request);
+    now(world.node.let_go());
+    assert_eq!(now(world.node.graph()).byte(0), 0, "a request of a client that is gone was done");
+    world.assert_quiet();
+}
+
+#[test]
 fn a_flush_of_the_server_itself_does_not_wait() {
     let world = World::new(FOR_EVER);
     world.fail(ErrorKind::NoSpace);

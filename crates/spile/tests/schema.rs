@@ -147,6 +147,7 @@ fn a_server_answers_what_its_document_says() {
         ("PATCH", "/v1/disks/{name}", "/v1/disks/b", "{\"size_bytes\":67108864}", 200),
         ("PATCH", "/v1/disks/{name}", "/v1/disks/b", "{\"pause_at_most_s\":9.5}", 200),
         ("POST", "/v1/disks/{name}/resume", "/v1/disks/a/resume", "", 200),
+        ("POST", "/v1/disks/{name}/resume", "/v1/disks/a/resume", "{\"pause\":\"1f0c2a9b7e35\"}", 408),
         ("POST", "/v1/disks/{name}/accept-loss", "/v1/disks/a/accept-loss", "", 200),
         ("DELETE", "/v1/disks/{name}", "/v1/disks/b", "", 200),
         ("POST", "/v1/exports", "/v1/exports", &export, 201),

@@ -284,11 +284,26 @@ fn a_clone_that_is_refused_leaves_no_snapshot() {
     let said = fails(dir, 1, &["clone", "snap-refused", "other/b.vhd"]);
     assert!(said.contains("--allow-parents"), "{said}");
     fails(dir, 1, &["clone", "snap-refused", "missing/b.vhd"]);
+    let said = fails(dir, 2, &["clone", "snap-refused", "b.raw"]);
+    assert!(said.contains("ends in .vhd") && !said.contains("snap-refused-before"), "{said}");
     assert_eq!(images(dir), ["a.vhd"]);
     // A failure after the snapshot says its name.
-    let format = ["clone", "snap-refused", "other/b.raw", "--allow-parents", "."];
-    let said = fails(dir, 2, &format);
+    let said = fails(dir, 1, &["clone", "snap-refused", "/proc/b.vhd", "--allow-parents", "."]);
     assert!(said.contains("snap-refused-before-b.vhd"), "{said}");
+}
+
+#[test]
+fn a_disk_whose_name_has_slashes_is_found() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for name in ["../snap-up", "snap/below"] {
+        ok(dir, &["create", "a.vhd", "--size", "16M"]);
+        let served = serve(dir, &[&format!("a.vhd,name={name}")]);
+        assert_eq!(json(dir, &["show", name])["name"], *name);
+        ok(dir, &["snapshot", "a.vhd", "--name", "s"]);
+        assert!(served.terminate().success());
+        ["a.vhd", "s.vhd"].iter().for_each(|image| fs::remove_file(dir.join(image)).unwrap());
+    }
 }
 
 #[test]

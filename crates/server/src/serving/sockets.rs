@@ -66,11 +66,12 @@ pub fn control_by_name(name: &str) -> Option<Socket> {
     found.inspect_err(failed).ok()
 }
 
-/// Servers whose first disks have the same name get numbers: `NAME`, `NAME-2`, `NAME-3`.
+/// Servers whose first disks have the same name get numbers: `NAME`, `NAME-2`, `NAME-3`. A disk's name may have slashes, and the file's has none:
+/// the socket is in this folder, where servers are looked for.
 fn first_free(folder: &Path, name: &str) -> Result<Socket> {
-    let mut number = 1;
+    let (name, mut number) = (name.replace('/', "-"), 1);
     loop {
-        let file = if number == 1 { name.to_owned() } else { format!("{name}-{number}") };
+        let file = if number == 1 { name.clone() } else { format!("{name}-{number}") };
         let address = Address::Unix(folder.join(format!("{file}.{}", discovery::EXTENSION)));
         match Endpoint::new(Role::Control, None, &address).and_then(|endpoint| endpoint.bind(SocketAccess::default())) {
             Err(error) if error.kind() == ErrorKind::Busy && number < MAX_SAME_NAMES => number += 1,

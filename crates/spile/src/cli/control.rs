@@ -200,9 +200,10 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
 
 /// A line for a disk that is paused.
 fn is_paused(disk: &Disk) -> Option<String> {
-    let Paused { time_s, at_most_s, .. } = disk.paused.as_ref()?;
+    let Paused { id, time_s, at_most_s, .. } = disk.paused.as_ref()?;
     let name = &disk.name;
-    Some(format!("{name}: paused since {time_s:.0} s, for {at_most_s:.0} s at most; `spile resume {name}` ends that"))
+    let end = format!("spile resume {name} --pause {id}");
+    Some(format!("{name}: paused since {time_s:.0} s, for {at_most_s:.0} s at most; `{end}` ends that"))
 }
 
 /// A line for a disk that waits: what for, since when, and how many requests.

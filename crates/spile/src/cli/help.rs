@@ -414,15 +414,18 @@ and the move goes on."],
         command: "pause",
         codes: &[],
         examples: &[
-            ("spile pause disk", "any program can copy its files now, until `spile resume disk`"),
+            ("spile pause disk", "any program can copy its files now"),
             ("spile pause disk --at-most 10s", "the guest waits for ten seconds at most"),
         ],
         notes: &[JSON],
     },
     Ending {
         command: "resume",
-        codes: &[("1", "failure; the pause has ended by itself before")],
-        examples: &[("spile resume disk", "ends a pause, and tries at once what waits")],
+        codes: &[("1", "failure; this pause was over before: copy again")],
+        examples: &[
+            ("spile resume disk --pause 1f0c2a9b7e35", "ends that pause: the copy is good"),
+            ("spile resume disk", "tries at once what waits for trouble to pass"),
+        ],
         notes: &[],
     },
     Ending {

@@ -19,9 +19,10 @@ use crate::units::parse_duration;
 /// copy of them, by any tool, is the disk. Requests that come meanwhile wait, without an error, until `spile resume`. Guests have
 /// time-outs of their own (30 seconds or so), so copy what is fast to copy, such as a snapshot by the storage below.
 ///
-/// A pause ends by itself after --at-most, and when somebody waits for the end of all requests: a guest's device that is stopped, or
-/// the server's end. Then `spile resume` fails and says so, for a copy that was made meanwhile is worth nothing. While a disk is paused
-/// it gets no snapshot, no job and no new size, and no other server can take over. A snapshot (`spile snapshot`) needs no pause.
+/// End the pause by its id when the copy is made, and look at the exit code: `spile resume DISK --pause ID` fails when this very pause was over
+/// before, for then the copy is worth nothing. A pause ends by itself after --at-most, and when somebody waits for the end of all requests: a
+/// guest's device that is stopped, or the server's end. While a disk is paused it gets no snapshot, no job and no new size, and no other server
+/// can take over. A snapshot (`spile snapshot`) needs no pause.
 #[derive(Debug, Args)]
 pub struct PauseArgs {
     #[command(flatten)]
@@ -47,12 +48,13 @@ pub fn run(args: &PauseArgs) -> Result<Exit> {
         _ => error,
     })?;
     let wanted = json!({ "at_most_s": args.at_most.as_secs_f64() });
-    let patience = CHANGE_PATIENCE.max(args.at_most);
-    let paused: Paused = typed(call(&socket, "POST", &format!("{}/pause", path_of(&name)), Some(&wanted), patience)?)?;
+    let path = format!("{}/pause", path_of(&name));
+    let paused: Paused = typed(call(&socket, "POST", &path, Some(&wanted), CHANGE_PATIENCE)?)?;
     if args.json {
         return print_json(&paused).map(|()| Exit::Ok);
     }
     let left_s = (paused.at_most_s - paused.time_s).max(0.0);
-    say(format_args!("{name}: its files do not change, for {left_s:.0} s at most; `spile resume {name}` ends that"));
+    let end = format!("spile resume {name} --pause {}", paused.id);
+    say(format_args!("{name}: its files do not change, for {left_s:.0} s at most; `{end}` ends that"));
     Ok(Exit::Ok)
 }

@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::json;
 use spile_core::{Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
+use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::snapshot::{self, Made, Plan};
 use spile_server::checkpoints::Checkpoints;
@@ -219,6 +220,12 @@ async fn take(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<HostSto
 /// As [`run`] and `spile create`.
 pub fn clone(args: &CloneArgs) -> Result<Exit> {
     let format = Format::of(&args.child, None)?;
+    if !has_parents(format) {
+        let error = Error::new(ErrorKind::InvalidInput, format!("a {format} disk has no parent, so it is no clone"));
+        return Err(error
+            .at_path(&args.child)
+            .hint("give the new disk a name that ends in .vhd; or spile convert copies all"));
+    }
     if args.child.exists() {
         let error = Error::new(ErrorKind::Exists, "there is a file of this name already").at_path(&args.child);
         return Err(error.hint("choose another name"));
@@ -264,6 +271,13 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         say(format_args!("{} is a parent now: Spile does not write to it any more", cloned.parent_path));
     }
     Ok(Exit::Ok)
+}
+
+/// True when a new image of this format can be a child.
+fn has_parents(format: Format) -> bool {
+    let (relative_path, name) = ("parent".to_owned(), "parent".to_owned());
+    let parent = NewParent { relative_path, name, format, identity: None, changed_unix_s: None };
+    format.check_new(&NewImage { size_bytes: 512, subformat: None, parent: Some(parent), unit_bytes: None }).is_ok()
 }
 
 /// True for a disk that its server may write.

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::{Format, OpenOptions};
 use spile_node::OnError;
-use spile_server::serving::api::client::{LOOK_PATIENCE, ask, call};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Accepted, Disk, Resumed};
 use spile_server::serving::failed_syncs;
@@ -39,7 +39,8 @@ pub struct OnErrorArgs {
 
 /// Let the requests of a disk go on: after `spile pause`, or when they wait for trouble below it
 ///
-/// This ends a pause. It fails when the pause has ended by itself before: a copy that was made meanwhile is of several moments.
+/// With --pause this ends that pause. It fails when this very pause was over before, whatever has ended it: a copy that was made meanwhile may
+/// be of several moments. Without --pause a disk that is paused is left so, and the command fails.
 ///
 /// Requests wait, too, when they fail because of trouble below the disk and its policy is `pause`. They are tried again from time
 /// to time anyway, at most 5 seconds after the last time; this tries all of them at once.
@@ -47,6 +48,9 @@ pub struct OnErrorArgs {
 pub struct ResumeArgs {
     #[command(flatten)]
     which: Which,
+    /// End this pause: its id is what `spile pause` says
+    #[arg(long, value_name = "ID")]
+    pause: Option<String>,
 }
 
 /// Accept what a failed sync may have lost
@@ -175,10 +179,13 @@ pub fn on_error(args: &OnErrorArgs) -> Result<Exit> {
 /// Runs `spile resume`.
 ///
 /// # Errors
-/// When there is no such disk.
+/// When there is no such disk, the pause is over already, or the disk is paused and no pause is named.
 pub fn resume(args: &ResumeArgs) -> Result<Exit> {
     let (socket, name) = args.which.find()?;
-    let Resumed { requests, paused_s } = ask(&socket, "POST", &format!("{}/resume", path_of(&name)), LOOK_PATIENCE)?;
+    let wanted = json!({ "pause": args.pause });
+    let patience = if args.pause.is_some() { CHANGE_PATIENCE } else { LOOK_PATIENCE };
+    let answer = call(&socket, "POST", &format!("{}/resume", path_of(&name)), Some(&wanted), patience)?;
+    let Resumed { requests, paused_s } = typed(answer)?;
     match paused_s {
         Some(paused_s) => say(format_args!("{name}: goes on, after a pause of {paused_s:.1} s")),
         None => say(format_args!("{name}: {requests} request(s) are tried again")),

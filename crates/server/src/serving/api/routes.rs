@@ -4,7 +4,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::{Body, to_bytes};
+use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Path, RawQuery, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -23,7 +23,7 @@ use super::stats::{AllStats, DiskStats};
 use super::trace::{Running, TraceLine};
 use super::types::{
     Accepted, Attach, Change, DiskDetail, DiskList, Failure, Job, JobChange, JobList, LogLevel, NewBackup, NewExport,
-    NewJob, NewPause, NewSnapshot, Paused, Resumed, Snapshot,
+    NewJob, NewPause, NewSnapshot, Paused, Resume, Resumed, Snapshot,
 };
 use super::view::View;
 use super::workers::Workers;
@@ -176,10 +176,17 @@ fn json(status: StatusCode, value: &impl Serialize) -> Response {
 
 /// Reads a JSON body within its bounds.
 async fn read<T: DeserializeOwned>(body: Body) -> Result<T> {
+    parse(&bytes_of(body).await?)
+}
+
+async fn bytes_of(body: Body) -> Result<Bytes> {
     let late = |_| Error::new(ErrorKind::TimedOut, "the body of the request does not come");
     let bytes = tokio::time::timeout(BODY_PATIENCE, to_bytes(body, MAX_BODY_BYTES)).await.map_err(late)?;
-    let bytes = bytes.map_err(|e| Error::new(ErrorKind::InvalidInput, "cannot take the body").caused_by(e))?;
-    serde_json::from_slice(&bytes)
+    bytes.map_err(|e| Error::new(ErrorKind::InvalidInput, "cannot take the body").caused_by(e))
+}
+
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    serde_json::from_slice(bytes)
         .map_err(|e| Error::new(ErrorKind::InvalidInput, "the body is not understood").caused_by(e))
 }
 
@@ -450,7 +457,7 @@ fn unknown_key(key: &str) -> Error {
 }
 
 /// Holds all requests of the disk's guests back: when the answer comes, none is in flight, all is flushed, and the disk's files do not
-/// change any more.
+/// change any more. A caller that hangs up before gets no pause.
 #[utoipa::path(post, path = "/v1/disks/{name}/pause", params(("name", description = "the disk's name")), request_body = NewPause,
     responses((status = 200, body = Paused), (status = "default", body = Failure)))]
 async fn pause(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
@@ -459,12 +466,15 @@ async fn pause(State(context): State<Context>, Path(name): Path<String>, body: B
     Ok(json(StatusCode::OK, &answer.await.map_err(|_| ends())??))
 }
 
-/// Ends the disk's pause, lets its guests in that wait because it moves between hosts, and tries all requests again that wait for
-/// trouble below it to pass.
+/// Tries all requests again that wait for trouble below the disk to pass, and lets its guests in that wait because it moves between hosts. Or, when
+/// the body names a pause, ends that pause, and fails when this very pause is over: what was copied since it began may be of different moments.
+/// Without a body it fails while the disk is paused.
 #[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name", description = "the disk's name")),
-    responses((status = 200, body = Resumed), (status = "default", body = Failure)))]
-async fn resume(State(context): State<Context>, Path(name): Path<String>) -> Answer {
-    Ok(json(StatusCode::OK, &context.view.resume(&name).await?))
+    request_body = Option<Resume>, responses((status = 200, body = Resumed), (status = "default", body = Failure)))]
+async fn resume(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
+    let bytes = bytes_of(body).await?;
+    let Resume { pause } = if bytes.is_empty() { Resume::default() } else { parse(&bytes)? };
+    Ok(json(StatusCode::OK, &context.view.resume(&name, pause.as_deref()).await?))
 }
 
 /// Accepts what a failed sync of the disk may have lost: its flushes succeed again.

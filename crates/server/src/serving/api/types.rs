@@ -329,12 +329,21 @@ pub struct DiskSnapshot {
     pub snapshot_path: String,
 }
 
+/// What is to go on.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Resume {
+    /// The `id` of the pause that is to end; when left out, only requests that wait for trouble to pass are tried again.
+    #[serde(default)]
+    pub pause: Option<String>,
+}
+
 /// What came of an order to try again.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Resumed {
     /// How many requests are tried again now.
     pub requests: u64,
-    /// How long the disk was paused by `spile pause`, in seconds, if it was.
+    /// How long the pause that was to end has lasted, in seconds. While it lasted the disk's files have not changed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused_s: Option<f64>,
 }
@@ -350,6 +359,8 @@ pub struct NewPause {
 /// A pause: no request of a guest is in flight below the disk, and none goes on. Its files do not change.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Paused {
+    /// What tells it from every other pause, of this server and of others. It is ended by it.
+    pub id: String,
     /// When it began, in seconds since 1970.
     pub since_unix_s: u64,
     /// How long it lasts now, in seconds.

@@ -521,23 +521,24 @@ impl View {
         act(disk, &job)
     }
 
-    /// Ends the pause of the disk of this name, lets guests in that wait for a disk that moves between hosts, and tries all requests again
-    /// that wait for trouble below it to pass.
+    /// Ends the pause `pause` of the disk of this name. When none is given, lets guests in that wait for a disk that moves between hosts.
+    /// Then tries all requests again that wait for trouble below it to pass.
     ///
     /// # Errors
-    /// As [`View::find`]; `Busy` while another host still writes to the disk; `TimedOut` when the disk was paused, and the pause has ended by itself.
-    pub async fn resume(&self, name: &str) -> Result<Resumed> {
-        let doors = self.with(name, |disk| Ok(disk.doors.clone()))?;
-        blocking(move || doors.let_in()).await?;
-        let (requests, resumed, paused) = self.with(name, |disk| {
-            let requests = disk.disk.troubles().map_or(0, Troubles::try_again);
-            let paused = disk.pausing.now();
-            Ok((requests, disk.pausing.resume()?, paused))
-        })?;
-        let Some(resumed) = resumed else { return Ok(Resumed { requests, paused_s: None }) };
-        // An error: the server has ended, and the pause with it.
-        let _ = resumed.await;
-        Ok(Resumed { requests, paused_s: paused.map(|paused| paused.time_s) })
+    /// As [`View::find`]; `TimedOut` when this very pause is over; `Busy` when no pause is given and the disk is paused, or another host still
+    /// writes to it.
+    pub async fn resume(&self, name: &str, pause: Option<&str>) -> Result<Resumed> {
+        let (disk, pausing, doors) =
+            self.with(name, |disk| Ok((disk.disk.clone(), disk.pausing.clone(), disk.doors.clone())))?;
+        let paused_s = match pause {
+            Some(id) => Some(pausing.resume(id).await?.as_secs_f64()),
+            None => {
+                pausing.refuse(name)?;
+                blocking(move || doors.let_in()).await?;
+                None
+            }
+        };
+        Ok(Resumed { requests: disk.troubles().map_or(0, Troubles::try_again), paused_s })
     }
 
     /// Accepts what a failed sync of the disk of this name may have lost: its flushes succeed again, unless a parent has lost something,
