@@ -395,7 +395,7 @@ fn a_paused_disk_gets_no_checkpoint() {
     let dir = dir.path();
     offline(dir, "p.raw");
     let served = serve(dir, &["p.raw"]);
-    ok(dir, &["pause", "p", "--at-most", "10m"]);
+    let pause = json(dir, &["pause", "p", "--at-most", "10m"]);
     let before = fs::read(dir.join(".p.raw.spile-changes")).unwrap();
     for args in [&["checkpoint", "p", "b"][..], &["checkpoint", "p", "a", "--remove"]] {
         let said = fails(dir, 1, args);
@@ -403,7 +403,7 @@ fn a_paused_disk_gets_no_checkpoint() {
     }
     assert!(fs::read(dir.join(".p.raw.spile-changes")).unwrap() == before, "its files have changed in the pause");
     assert_eq!(blocks(&changed(dir, "p", "a")), [3]);
-    ok(dir, &["resume", "p"]);
+    ok(dir, &["resume", "p", "--pause", pause["id"].as_str().unwrap()]);
     ok(dir, &["checkpoint", "p", "b"]);
     assert!(served.terminate().success());
 }

@@ -233,9 +233,9 @@ pub const ENDINGS: &[Ending] = &[
             ),
         ],
         notes: &["\
-Until the disk is handed over, `spile job ID cancel` leaves it where it is. So does
-Ctrl-C when no server has the disk; with a server it only ends the wait, says so,
-and the move goes on."],
+Until the disk is handed over, `spile job ID cancel` leaves it where it is. So
+does Ctrl-C when no server has the disk; with a server it only ends the wait,
+says so, and the move goes on."],
     },
     Ending {
         command: "receive",
@@ -245,7 +245,6 @@ and the move goes on."],
                 "spile receive /vm --nbd tcp:[::]:10809 --tls-cert c.pem --tls-key k.pem --tls-ca ca.pem",
                 "takes disks in from hosts with a certificate",
             ),
-            ("spile move disk --to nbds://host2/vm1.vhd --wait", "on the other host"),
             ("spile receive /vm --list", "what has come, and what is half there"),
         ],
         notes: &[JSON],
