@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::nbd::Client;
 use common::{Served, fails, json, ok};
+use serde_json::Value;
 use spile_core::{Segments, Store, StoreOffset, Via};
 use spile_store::NbdOptions;
 
@@ -91,6 +92,11 @@ fn what_cannot_be_converted_onto_an_export_is_refused_before_anything_is_written
     assert!(err.contains("for reading only"), "{err}");
 }
 
+/// The object of `list` whose `name` is `value`.
+fn found(list: &Value, name: &str, value: &str) -> Value {
+    list.as_array().unwrap().iter().find(|of| of[name] == value).unwrap_or_else(|| panic!("{value}: {list}")).clone()
+}
+
 #[test]
 fn many_runs_of_an_export_are_learned_by_few_questions() {
     let dir = tempfile::tempdir().unwrap();
@@ -105,8 +111,7 @@ fn many_runs_of_an_export_are_learned_by_few_questions() {
     let said = json(dir, &["show", "c"]);
     assert!(served.terminate().success());
     assert_eq!(std::fs::read(dir.join("copy.raw")).unwrap(), std::fs::read(dir.join("holes.raw")).unwrap());
-    let asked =
-        said["meters"][0]["operations"].as_array().unwrap().iter().find(|of| of["operation"] == "extents").unwrap();
+    let asked = found(&found(&said["meters"], "layer", "front nbd \"holes\"")["operations"], "operation", "extents");
     assert!((1..=16).contains(&asked["requests"].as_u64().unwrap()), "{said}");
 }
 
