@@ -174,7 +174,8 @@ impl<S: Store, G: Disk> Saver<S, G> {
         self.state().held_bytes
     }
 
-    /// Waits until `units` are clear, and saves those that nobody else saves. A large request is many saves: each has its own time.
+    /// Waits until `units` are clear, and saves those that nobody else saves. A large request is many saves: its time begins anew
+    /// whenever some more of it is saved.
     async fn make_clear(self: &Arc<Self>, units: Range<u64>) {
         let mut left = units;
         let mut patience = pin!(self.timer.sleep(PATIENCE));
