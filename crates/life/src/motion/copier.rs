@@ -208,7 +208,6 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
                 Ok(target) => {
                     let ends = Ends::new(self.work, &self.source, Arc::new(target), &self.mirror);
                     *self.ends.borrow_mut() = Rc::new(ends);
-                    self.status.end_failure();
                     return Ok(());
                 }
                 Err(error) => self.status.note_failure(error.to_string()),

@@ -85,8 +85,13 @@ impl Status {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The job goes on with `phase`. When the new place has failed until now, that is over.
     pub(super) fn set_phase(&self, phase: Phase) {
-        self.now().phase = phase;
+        let mut now = self.now();
+        if now.phase == Phase::Failing {
+            (now.failing_since, now.trouble) = (None, None);
+        }
+        now.phase = phase;
     }
 
     pub(super) fn set_copied_until(&self, moment: Instant) {
@@ -103,12 +108,6 @@ impl Status {
         let mut now = self.now();
         now.failing_since.get_or_insert_with(Instant::now);
         (now.phase, now.trouble) = (Phase::Failing, Some(trouble));
-    }
-
-    /// The new place does not fail any more.
-    pub(super) fn end_failure(&self) {
-        let mut now = self.now();
-        (now.failing_since, now.trouble) = (None, None);
     }
 
     pub(super) fn set_trouble(&self, trouble: Option<String>) {
