@@ -268,7 +268,12 @@ pub async fn tidy<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf], image: &Pat
 /// The storage's.
 pub async fn deleted_parent<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf], disk: &Path) -> Result<Option<PathBuf>> {
     let Some(format) = Format::from_extension(disk) else { return Ok(None) };
-    for parent in named_parents(tools.asking, disk, format).await? {
+    // The disk may be in use, and grow or shrink while it is read.
+    let torn = |error: Error| match is_no_image(error.kind()) {
+        true => Error::new(ErrorKind::Busy, format!("the image was being changed while it was read: {error}")),
+        false => error,
+    };
+    for parent in named_parents(tools.asking, disk, format).await.map_err(torn)? {
         if tools.asking.canonical(&names::gone(&parent)).await.is_err() {
             continue;
         }

@@ -80,7 +80,7 @@ struct Host {
     size_bytes: u64,
     block_bytes: u32,
     images: RefCell<BTreeMap<PathBuf, Image>>,
-    /// Images that a command is deleting, or merging the disk into.
+    /// Images that a command is making or deleting, or merging the disk into.
     deleting: RefCell<BTreeSet<PathBuf>>,
     /// The number of the next process.
     next_process: Cell<u64>,

@@ -172,7 +172,13 @@ impl Host {
     async fn clone_one(&self, rng: &mut Rng) {
         let mut bases = self.of_fate(Fate::Kept);
         bases.retain(|path| self.world.file_number(path).is_some());
-        let (base, Some(path)) = (rng.pick(&bases).clone(), self.free_name(rng)) else { return };
+        // The user may have merged all away.
+        let (false, Some(path)) = (bases.is_empty(), self.free_name(rng)) else { return };
+        let base = rng.pick(&bases).clone();
+        // Nobody deletes what is not made yet, and no two commands make the same file.
+        if !self.deleting.borrow_mut().insert(path.clone()) {
+            return;
+        }
         let oracle = self.oracle(&base).borrow().clone();
         self.know(&path, oracle.clone(), Fate::Open, true);
         match self.clone_of(&base, &path).await {
@@ -189,6 +195,7 @@ impl Host {
                 );
             }
         }
+        self.deleting.borrow_mut().remove(&path);
     }
 
     /// As `spile clone`: the base is open until the child names it.

@@ -59,7 +59,7 @@ struct Host {
     /// Draws where a life ends in the middle of a hand-over.
     window_rng: RefCell<Rng>,
     faults_before: Cell<u64>,
-    /// The life before had faults.
+    /// There were faults in a life since the move to this place began.
     had_faults: Cell<bool>,
     summary: Cell<MotionSummary>,
 }
@@ -222,7 +222,7 @@ impl Host {
             _ => self.world.kill(),
         }
         drop(executor);
-        self.had_faults.set(self.has_faults());
+        self.had_faults.set(self.had_faults.get() || self.has_faults());
         self.world.set_faults(Faults::default());
         if ended.is_none() {
             self.oracle.borrow_mut().crash(life.crash);
@@ -295,6 +295,7 @@ impl Host {
         let is_at_both = is_there(&at).await && to.is_some() && is_there(to.as_deref().expect("it was asked")).await;
         // A new name that could be neither used nor removed says nothing: the old path is the disk.
         assert!(!is_at_both || self.had_faults.get(), "there is an image at both paths: {at:?} and {to:?}");
+        let mut found = None;
         if !is_there(&at).await {
             match motion::take_back(&files, &at, true).await {
                 Ok(true) => self.count(|summary| summary.taken_back += 1),
@@ -303,16 +304,20 @@ impl Host {
                     assert_eq!(error.kind(), ErrorKind::NotFound, "{error:?}");
                     let to = to.unwrap_or_else(|| panic!("the disk was moved, and nobody had asked for it: {error:?}"));
                     assert!(error.to_string().contains(&to.display().to_string()), "another place: {error:?}");
-                    self.note_moved(to);
+                    found = Some(to);
                     self.count(|summary| summary.found += 1);
                 }
             }
         }
-        let at = self.at();
+        let at = found.clone().unwrap_or(at);
         let opened = Graph::open(&files, self.world.env(), at.as_path(), &OpenOptions::default()).await;
         let graph = opened.unwrap_or_else(|error| panic!("the disk does not open: {error:?}"));
         recover(&files, &graph).await.unwrap_or_else(|error| panic!("the disk is not recovered: {error:?}"));
         assert!(!is_there(&names::moving(&at)).await, "a second name is left");
+        // From here on a power cut cannot take the new name away. Before, the old path is the disk.
+        if let Some(to) = found {
+            self.note_moved(to);
+        }
         graph
     }
 
@@ -320,6 +325,7 @@ impl Host {
     fn note_moved(&self, to: PathBuf) {
         *self.at.borrow_mut() = to;
         *self.to.borrow_mut() = None;
+        self.had_faults.set(false);
     }
 
     /// What the clients and the reader of everything need.
