@@ -156,6 +156,10 @@ impl<F: Files> Files for SlowFiles<F> {
         self.inner.remove(path).await
     }
 
+    async fn sync_names(&self, path: &Path) -> Result<()> {
+        self.inner.sync_names(path).await
+    }
+
     async fn canonical(&self, path: &Path) -> Result<PathBuf> {
         self.inner.canonical(path).await
     }

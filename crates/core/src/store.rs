@@ -193,6 +193,15 @@ pub trait Files: Send + Sync + 'static {
     /// The system's.
     fn remove(&self, path: &Path) -> impl Future<Output = Result<()>>;
 
+    /// Makes the names durable that the folder of `path` has now: a process that was killed may have changed one, and not come so far.
+    ///
+    /// # Errors
+    /// The system's.
+    fn sync_names(&self, path: &Path) -> impl Future<Output = Result<()>> {
+        let _ = path;
+        async { Ok(()) }
+    }
+
     /// The path with every link and `..` resolved, so that policy can be checked on it.
     fn canonical(&self, path: &Path) -> impl Future<Output = Result<PathBuf>>;
 }

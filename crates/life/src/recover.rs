@@ -2,7 +2,8 @@
 //!
 //! A new leaf under its name for the time of its making was never in use. It names the snapshot's path as its parent's; when the
 //! disk's own file has that name as well, the second name was given for it. Both go: the name first, because only the new leaf
-//! tells of it. When the new leaf has taken the disk's path already, nothing is left to do: it is empty, and reads as the snapshot.
+//! tells of it. When the new leaf has taken the disk's path already, it is empty, and reads as the snapshot: that name only has to be durable
+//! before anything is written.
 
 use std::path::{Path, PathBuf};
 
@@ -12,15 +13,18 @@ use spile_image::{Format, Graph};
 use crate::names;
 use crate::snapshot::{child_format, remove_if_there};
 
-/// Removes what is left of a snapshot of the disk that `graph` is, and returns the paths. The caller has the disk open for
+/// Makes the disk's name durable, removes what is left of a snapshot of the disk that `graph` is, and returns the paths. The caller has the disk open for
 /// writing, and nobody else can work on it.
 ///
 /// # Errors
 /// The system's; `Busy` while a process that was killed has the new leaf open still.
 pub async fn recover<F: Files>(files: &F, graph: &Graph<F::Store>) -> Result<Vec<PathBuf>> {
-    crate::motion::remove_second_name(files, graph).await?;
     let leaf = &graph.handles()[0];
     let disk = leaf.path().to_owned();
+    // A process that was killed may have given this file the disk's path, and nothing more: a power cut would give the path back to the old
+    // file, and take away all that was written since.
+    files.sync_names(&disk).await?;
+    crate::motion::remove_second_name(files, graph).await?;
     let new_leaf = names::new_leaf(&disk);
     let Some(named) = named_parent(files, &new_leaf, child_format(leaf.image().format())).await? else {
         return Ok(Vec::new());

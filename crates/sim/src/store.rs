@@ -223,6 +223,12 @@ impl Files for SimFiles {
         self.change(self.number_of(&path)?, Change::Remove(path)).await
     }
 
+    async fn sync_names(&self, path: &Path) -> Result<()> {
+        self.take_time(self.number_of(&self.canonical_name(path))?).await?;
+        self.world.lock().names.sync(usize::MAX);
+        Ok(())
+    }
+
     async fn canonical(&self, path: &Path) -> Result<PathBuf> {
         let path = self.canonical_name(path);
         self.number_of(&path).map(|_| path)

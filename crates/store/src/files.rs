@@ -346,6 +346,11 @@ impl Files for OsFiles {
         blocking(path, remove).await
     }
 
+    async fn sync_names(&self, path: &Path) -> Result<()> {
+        let files = *self;
+        blocking(path, move |path| files.sync_name(path)).await
+    }
+
     /// A file that has no name yet has no other path than the one through its descriptor.
     async fn canonical(&self, path: &Path) -> Result<PathBuf> {
         let find = |path: &Path| match path.canonicalize() {

@@ -161,6 +161,10 @@ impl<F: Files> Files for MeteredFiles<F> {
         self.0.remove(path).await
     }
 
+    async fn sync_names(&self, path: &Path) -> Result<()> {
+        self.0.sync_names(path).await
+    }
+
     async fn canonical(&self, path: &Path) -> Result<PathBuf> {
         self.0.canonical(path).await
     }

@@ -82,6 +82,13 @@ impl Files for LiveFiles {
         self.files.remove(path).await
     }
 
+    async fn sync_names(&self, path: &Path) -> Result<()> {
+        match self.broken {
+            Broken::OldNamesNotSynced => Ok(()),
+            _ => self.files.sync_names(path).await,
+        }
+    }
+
     async fn canonical(&self, path: &Path) -> Result<PathBuf> {
         self.files.canonical(path).await
     }

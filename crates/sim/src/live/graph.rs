@@ -23,6 +23,8 @@ pub enum Broken {
     RenameNotDurable,
     /// The new leaf takes the disk's path before the old one has another name.
     LinkedLate,
+    /// A disk is opened for writing while the name that a process before has given it is not durable.
+    OldNamesNotSynced,
     /// What a crash has left of a snapshot is not taken back.
     NotTakenBack,
     /// A way back has succeeded before the new leaf's name is durable.

@@ -387,6 +387,7 @@ impl Host {
             if !disk.claim(self.broken) {
                 continue;
             }
+            let has_failed_before = disk.asked_bytes.get() > disk.told_bytes.get();
             disk.asked_bytes.set(disk.asked_bytes.get().max(size_bytes));
             match node.resize(size_bytes).await {
                 Ok(()) => {
@@ -395,6 +396,8 @@ impl Host {
                 }
                 // After a growth that failed, and before the image is opened anew.
                 Err(error) if error.kind() == ErrorKind::Unsupported && self.has_faults() => {}
+                // A growth that has failed may have taken effect, and then the image is a parent.
+                Err(error) if error.kind() == ErrorKind::Unsupported && has_failed_before => {}
                 Err(error) => self.accept("a growth", &error),
             }
             disk.is_claimed.set(false);

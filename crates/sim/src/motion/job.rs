@@ -120,7 +120,10 @@ impl Host {
                 assert!(fine, "{plan:?} failed without a fault: {error:?}");
                 let is_tidy =
                     is_there(at.clone()).await && !is_there(names::moving(to)).await && !is_there(to.clone()).await;
-                assert!(is_tidy || self.has_faults() || self.had_faults.get(), "a move that has ended has left something: {error:?}");
+                assert!(
+                    is_tidy || self.has_faults() || self.had_faults.get(),
+                    "a move that has ended has left something: {error:?}"
+                );
                 self.count(|summary| summary.ended_early += 1);
             }
         }
