@@ -14,12 +14,20 @@ use crate::names;
 ///
 /// # Errors
 /// `Busy` for a snapshot that was broken off half way, because the next one who opens the disk takes its name away; for an image into
-/// which a merge was begun; and for one that was deleted, because a merge into it may have been begun, and have failed. The storage's.
+/// which a merge was begun; for a disk with a job that is not finished; and for an image that was deleted, because a merge into it may have been
+/// begun, and have failed. The storage's.
 pub async fn refuse_unfit<F: Files>(tools: &Tools<'_, F>, image: &Path, paths: &[PathBuf]) -> Result<()> {
     let refuse = |what: String, hint: String| Err(Error::new(ErrorKind::Busy, what).at_path(image).hint(hint));
     if paths.contains(&names::gone(image)) {
         let hint = "make the clone of its child, or of another snapshot".to_owned();
         return refuse("the image was deleted, and its child may be in it by now".to_owned(), hint);
+    }
+    if paths.contains(&names::job(image)) {
+        let shown = image.display();
+        let hint = format!(
+            "finish it first: spile gc, or serve the disk; as a parent {shown} could not be written to any more"
+        );
+        return refuse("a job on the image was begun, and needs to write to it".to_owned(), hint);
     }
     let store = tools.asking.open(&image.into(), OpenMode::ReadOnly).await?;
     for path in paths {

@@ -292,6 +292,8 @@ fn no_clone_is_made_of_what_goes_or_is_half_merged() {
     // A process that was killed may have the images locked for a moment still.
     raw_of(dir, "a.vhd");
     assert!(fails(dir, 1, &["clone", "s2.vhd", "b.vhd"]).contains("a merge of"));
+    // As a parent the disk could not go on with its merge.
+    assert!(fails(dir, 1, &["clone", "a.vhd", "b.vhd"]).contains("a job on the image"));
     ok(dir, &["clone", "s1.vhd", "b.vhd"]);
 }
 

@@ -107,6 +107,9 @@ impl Host {
             self.count(|summary| summary.given_up += 1);
             self.known.borrow_mut().clear();
             self.is_lost.set(!loss.is_void);
+        } else if self.has_faults() && self.world.file_number(&names::changes(Path::new(DISK))).is_none() {
+            // The process ended between the removal of the file and its telling.
+            self.known.borrow_mut().clear();
         }
     }
 
