@@ -65,6 +65,7 @@ pub async fn remove<F: Files>(
         return Err(Error::new(ErrorKind::NotFound, "the image is not at its path any more").at_path(&path));
     }
     files.remove(&path).await?;
+    remove_if_there(files, &names::set(&path)).await?;
     Gone::remove(files, &path).await?;
     Ok(path)
 }

@@ -190,7 +190,7 @@ pub enum Kind {
     Job,
     /// A file of a snapshot, or of the note of a job, that was broken off.
     HalfMade,
-    /// The note of an image that is gone.
+    /// The note of an image that is gone, or of a set that it was of.
     StaleNote,
 }
 
@@ -218,6 +218,10 @@ pub async fn look<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Vec<Foun
         let Some(disk) = names::disk_of(path) else { continue };
         if names::is_gone(path) {
             found.push(deleted(tools, &family, path, &disk).await);
+        } else if *path == names::set(&disk) {
+            if !paths.contains(&disk) {
+                found.push(Found { kind: Kind::StaleNote, path: path.clone(), disk: Some(disk), why: None });
+            }
         } else if let Some(kind) = kind_of(path, &disk) {
             let is_there = tools.asking.canonical(&disk).await.is_ok();
             let why = (!is_there).then(|| "its disk is gone: nobody can tell whether the file is of use".to_owned());
@@ -247,11 +251,14 @@ async fn deleted<F: Files>(tools: &Tools<'_, F>, family: &Family, note: &Path, i
     }
 }
 
-/// Removes the note of `image` when it says nothing. `paths` are the files of its folder.
+/// Removes the notes of `image` when they say nothing. `paths` are the files of its folder.
 ///
 /// # Errors
 /// The storage's.
 pub async fn tidy<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf], image: &Path) -> Result<()> {
+    if !paths.iter().any(|path| path == image) {
+        remove_if_there(tools.files, &names::set(image)).await?;
+    }
     match tools.asking.canonical(&names::gone(image)).await {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         there => there?,

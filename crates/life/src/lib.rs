@@ -22,6 +22,7 @@ pub mod names;
 pub mod rebase;
 mod recover;
 pub mod revert;
+pub mod set;
 pub mod snapshot;
 mod work;
 

@@ -77,6 +77,11 @@ pub fn children(image: &Path) -> PathBuf {
     beside(image, "children")
 }
 
+/// That the snapshot is one of a set that is not whole ([`crate::set`]).
+pub fn set(snapshot: &Path) -> PathBuf {
+    beside(snapshot, "set")
+}
+
 /// True for the path of a note that an image was deleted.
 pub fn is_gone(path: &Path) -> bool {
     disk_of(path).is_some_and(|image| gone(&image) == path)
@@ -108,7 +113,7 @@ mod tests {
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
         let here =
-            [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, children].map(|of| of(disk));
+            [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, children, set].map(|of| of(disk));
         let from_elsewhere = [receiving, received, new_received].map(|of| of(disk));
         let named = here.into_iter().chain(from_elsewhere);
         for beside in named {

@@ -34,6 +34,7 @@ pub async fn recover<F: Files>(files: &F, graph: &Graph<F::Store>) -> Result<Vec
         let path = disk.with_file_name(name);
         if path != disk && files.is_at(spile_image::layer::Layer::store(leaf.image()), &path).await? {
             files.remove(&path).await?;
+            remove_if_there(files, &names::set(&path)).await?;
             removed.push(path);
         }
     }

@@ -13,7 +13,10 @@ fn three_hundred_seeds_find_nothing() {
     }
     println!("{all:?}");
     assert!(all.exchanges > 300 && all.sealed > 250, "too little happened: {all:?}");
-    assert!(all.failed > 10 && all.grown > 100 && all.went_back > 50, "too little happened: {all:?}");
+    assert!(
+        all.failed > 10 && all.grown > 100 && all.went_back > 50 && all.half_sets > 0,
+        "too little happened: {all:?}"
+    );
 }
 
 /// Seeds that once found something, and what.
@@ -60,6 +63,11 @@ fn bites(broken: Broken, sign: &str) {
 #[test]
 fn disks_that_are_exchanged_one_after_the_other_are_found() {
     bites(Broken::OneByOne, "frozen at one point in time");
+}
+
+#[test]
+fn half_a_set_of_snapshots_that_does_not_say_so_is_found() {
+    bites(Broken::SetNotNoted, "half a set does not say so");
 }
 
 #[test]

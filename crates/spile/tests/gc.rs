@@ -342,3 +342,27 @@ fn a_mark_that_cannot_be_written_is_none() {
     let (is_marked, tree) = seen.unwrap();
     assert!(!is_marked && !tree.contains("deleted"), "{tree}");
 }
+
+#[test]
+fn a_set_of_snapshots_that_is_not_whole_says_so_until_they_are_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    for disk in ["a.vhd", "b.vhd"] {
+        ok(dir.path(), &["create", disk, "--size", "4M"]);
+    }
+    ok(dir.path(), &["snapshot", "a.vhd", "b.vhd", "--name", "one"]);
+    assert_eq!(files(dir.path()), ["a-one.vhd", "a.vhd", "b-one.vhd", "b.vhd"], "a set that is whole has no notes");
+    // As a server that was killed leaves them.
+    for of in ["a-one", "b-two"] {
+        fs::write(dir.path().join(format!(".{of}.vhd.spile-set")), "").unwrap();
+    }
+    let tree = json(dir.path(), &["tree", "."]);
+    let broken = tree["images"].as_array().unwrap().iter().filter(|image| image["of_broken_set"] == true);
+    let broken: Vec<_> = broken.map(|image| image["path"].as_str().unwrap().rsplit('/').next().unwrap()).collect();
+    assert_eq!(broken, ["a-one.vhd"]);
+    assert!(ok(dir.path(), &["tree", "."]).contains("of a set of snapshots that was broken off"));
+    let found = json(dir.path(), &["gc", "."]);
+    assert_eq!(collected(&found), [("stale-note".into(), ".b-two.vhd.spile-set".into(), "done".into())]);
+    // What deletes the snapshot, or merges it away, takes the note with it.
+    ok(dir.path(), &["coalesce", "a.vhd"]);
+    assert_eq!(files(dir.path()), ["a.vhd", "b-one.vhd", "b.vhd"]);
+}

@@ -29,6 +29,8 @@ use spile_image::layer::Layer as _;
 
 use crate::gone::Gone;
 use crate::jobs::{Merged, Note, Plan};
+use crate::names;
+use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work, size_of};
 
 pub use self::check::{find_layer, is_called, plan};
@@ -98,6 +100,7 @@ async fn remove_marks<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()>
     for path in [&plan.path, &plan.parent] {
         if work.files.canonical(path).await.is_err_and(|error| error.kind() == ErrorKind::NotFound) {
             Gone::remove(work.files, path).await?;
+            remove_if_there(work.files, &names::set(path)).await?;
         }
     }
     Ok(())

@@ -5,13 +5,14 @@
 
 use std::path::PathBuf;
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::{Either, join_all, select};
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_engine::{Engine, OsEnv, sleep, spawn};
 use spile_image::Graph;
+use spile_life::set::Set;
 use spile_life::snapshot::{self, Made, Plan, Prepared};
 use spile_node::{OldEpoch, close_gates};
 use spile_store::{HostFiles, HostStore, OsFiles};
@@ -193,6 +194,16 @@ impl Taken {
 
 /// Makes the snapshots of all disks at one point in time, or none. Returns how long the disks' gates were closed.
 async fn take(files: &HostFiles, subjects: Vec<Subject>) -> Result<(Vec<Taken>, Duration)> {
+    let snapshots: Vec<_> = subjects.iter().map(|subject| subject.plan.snapshot().to_owned()).collect();
+    let set = Set::begin(files, &snapshots).await?;
+    let taken = take_all(files, subjects).await;
+    if let Err(left) = set.end(files).await {
+        tracing::error!("a note that a set of snapshots is not whole could not be removed: {left}");
+    }
+    taken
+}
+
+async fn take_all(files: &HostFiles, subjects: Vec<Subject>) -> Result<(Vec<Taken>, Duration)> {
     let mut ready = Vec::new();
     for subject in subjects {
         let prepared = prepare(files, &subject).await;
@@ -240,10 +251,11 @@ async fn take_back(files: &HostFiles, ready: Vec<Ready>, error: Error) -> Error 
 /// Seals the snapshots, each by itself: a disk whose requests hang keeps none of the others claimed. Waits for all of them for some time at most: the
 /// sealing goes on without its caller.
 async fn settle_within(files: &HostFiles, taken: Vec<(Taken, (Claim, Held))>) -> Result<()> {
+    let trouble = Arc::new(Mutex::new(None));
     let begin = |(taken, claim): (Taken, (Claim, Held))| {
-        let (files, (done, ended)) = (*files, oneshot::channel());
+        let (files, trouble, (done, ended)) = (*files, trouble.clone(), oneshot::channel());
         spawn(async move {
-            let settled = settle(&files, taken).await;
+            let settled = settle(&files, taken, &trouble).await;
             if let Err(error) = &settled {
                 tracing::error!("a snapshot could not be made durable, and stays locked: {error}");
             }
@@ -255,15 +267,82 @@ async fn settle_within(files: &HostFiles, taken: Vec<(Taken, (Claim, Held))>) ->
     let all = join_all(taken.into_iter().map(begin).collect::<Vec<_>>());
     match select(all, pin!(sleep(SETTLE_PATIENCE))).await {
         Either::Left((settled, _)) => settled.into_iter().filter_map(std::result::Result::ok).collect(),
-        Either::Right(_) => {
-            let what = "requests that began before the snapshot have not ended yet: it stays locked until then";
-            Err(Error::new(ErrorKind::TimedOut, what))
-        }
+        Either::Right(_) => Err(match trouble.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(why) => {
+                Error::new(ErrorKind::Io, format!("the snapshot is not durable yet, and it is tried again: {why}"))
+            }
+            None => {
+                let what = "requests that began before the snapshot have not ended yet: it stays locked until then";
+                Error::new(ErrorKind::TimedOut, what)
+            }
+        }),
     }
 }
 
-async fn settle(files: &HostFiles, taken: Taken) -> Result<()> {
-    let Taken { made, graph, old, .. } = taken;
+/// Seals the old leaf. What fails is tried again, unless a sync has failed: no later one may claim to have made up for it.
+async fn settle(files: &HostFiles, taken: Taken, trouble: &Mutex<Option<String>>) -> Result<()> {
+    let Taken { subject, made, graph, old } = taken;
     old.ended().await;
-    snapshot::settle(files, &made, &graph).await
+    let seal = async || snapshot::settle(files, &made, &graph).await;
+    let may_pass = || super::failed_syncs::find(&graph).is_none();
+    tried_again(seal, may_pass, |error, pause| {
+        tracing::warn!(
+            "the snapshot of {:?} is not durable yet ({error}): it is tried again in {pause:?}",
+            subject.name
+        );
+        *trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+    })
+    .await
+}
+
+/// How long is waited before each new try of a sealing that has failed.
+const PAUSES_S: [u64; 6] = [1, 2, 4, 8, 16, 32];
+
+/// Does `work` until it succeeds, a bounded number of times, with longer and longer pauses. `tell` hears of each failure that is followed by
+/// another try; there is none when `may_pass` says no.
+async fn tried_again(
+    work: impl AsyncFn() -> Result<()>,
+    may_pass: impl Fn() -> bool,
+    tell: impl Fn(&Error, Duration),
+) -> Result<()> {
+    for pause in PAUSES_S.map(Duration::from_secs) {
+        match work().await {
+            Err(error) if may_pass() => tell(&error, pause),
+            done => return done,
+        }
+        sleep(pause).await;
+    }
+    work().await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use futures_util::FutureExt as _;
+
+    use super::*;
+
+    #[test]
+    fn what_may_pass_is_tried_again_and_a_failed_sync_is_not() {
+        let tries = Cell::new(0);
+        let failing = async || {
+            tries.set(tries.get() + 1);
+            Err(Error::new(ErrorKind::Io, "the disk is away"))
+        };
+        let failed = tried_again(failing, || false, |_, _| panic!("it is not tried again")).now_or_never().unwrap();
+        assert_eq!((failed.unwrap_err().kind(), tries.get()), (ErrorKind::Io, 1));
+        // The second try is after a pause.
+        let engine = Engine::start(spile_engine::Config { workers: 1, ..Default::default() }).unwrap();
+        let told = engine.run_on(0, || async {
+            let (left, told) = (Cell::new(1), Cell::new(0));
+            let full = async || match left.replace(left.get() - 1) {
+                1 => Err(Error::new(ErrorKind::NoSpace, "full")),
+                _ => Ok(()),
+            };
+            tried_again(full, || true, |_, _| told.set(told.get() + 1)).await.map(|()| told.get())
+        });
+        assert_eq!(told.unwrap(), 1);
+        engine.shutdown();
+    }
 }

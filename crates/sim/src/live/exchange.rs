@@ -9,6 +9,7 @@ use std::task::Poll;
 
 use futures_util::future::join;
 use spile_core::{Disk, Error, Extent, Result, Segments};
+use spile_life::set::Set;
 use spile_life::snapshot::{self, Made, Plan};
 use spile_node::{OldEpoch, close_gates};
 
@@ -99,9 +100,38 @@ impl Host {
 
     /// Puts a new leaf on each of `disks`, all at one point in time; on none of them when one fails.
     async fn exchange(&self, nodes: &[LiveNode], disks: &[usize], rng: &mut Rng) -> Vec<Exchanged> {
-        let mut graphs = Vec::new();
+        let mut plans = Vec::new();
         for &disk in disks {
-            match self.with_new_leaf(&nodes[disk], disk, rng).await {
+            plans.push((disk, self.plan(&nodes[disk], disk).await));
+        }
+        let paths: Vec<_> = plans.iter().map(|(_, plan)| plan.snapshot().to_owned()).collect();
+        self.sets.borrow_mut().push(paths.clone());
+        let set = match self.broken {
+            Broken::SetNotNoted => None,
+            _ => match Set::begin(&self.files(), &paths).await {
+                Ok(set) => Some(set),
+                Err(error) => {
+                    self.accept_refusal(&error);
+                    return Vec::new();
+                }
+            },
+        };
+        let exchanged = self.exchange_planned(nodes, plans, rng).await;
+        let ended = match set {
+            Some(set) => set.end(&self.files()).await,
+            None => Ok(()),
+        };
+        match ended {
+            Ok(()) => self.sets.borrow_mut().retain(|set| *set != paths),
+            Err(error) => self.accept("the end of a set's notes", &error),
+        }
+        exchanged
+    }
+
+    async fn exchange_planned(&self, nodes: &[LiveNode], plans: Vec<(usize, Plan)>, rng: &mut Rng) -> Vec<Exchanged> {
+        let (mut graphs, count) = (Vec::new(), plans.len());
+        for (disk, plan) in plans {
+            match self.with_new_leaf(&nodes[disk], &plan, rng).await {
                 Ok((made, graph)) => graphs.push((disk, made, Arc::new(graph))),
                 Err(error) => {
                     self.accept_refusal(&error);
@@ -110,7 +140,7 @@ impl Host {
                 }
             }
         }
-        let at_once = if self.broken == Broken::OneByOne { 1 } else { disks.len().max(1) };
+        let at_once = if self.broken == Broken::OneByOne { 1 } else { count.max(1) };
         let mut exchanged = Vec::new();
         while !graphs.is_empty() {
             let group = graphs.drain(..at_once.min(graphs.len())).collect();
@@ -153,13 +183,17 @@ impl Host {
         self.accept("a snapshot", error);
     }
 
-    /// The disk's graph with a new image on top, whose file has the disk's path. The disk may grow while it is made.
-    async fn with_new_leaf(&self, node: &LiveNode, disk: usize, rng: &mut Rng) -> Result<(Made<SimStore>, LiveGraph)> {
-        let old = node.graph().await;
+    async fn plan(&self, node: &LiveNode, disk: usize) -> Plan {
         let number = self.disks[disk].snapshots.replace(self.disks[disk].snapshots.get() + 1);
-        let layers = old.graph.layers();
-        let plan = Plan::new(&layers, None, &format!("disk{disk}-{number}"), &[])?;
-        let prepared = snapshot::prepare(&self.files(), self.world.env(), &old.graph, &plan).await?;
+        let layers = node.graph().await.graph.layers();
+        let plan = Plan::new(&layers, None, &format!("disk{disk}-{number}"), &[]);
+        plan.unwrap_or_else(|error| panic!("a snapshot cannot be planned: {error:?}"))
+    }
+
+    /// The disk's graph with a new image on top, whose file has the disk's path. The disk may grow while it is made.
+    async fn with_new_leaf(&self, node: &LiveNode, plan: &Plan, rng: &mut Rng) -> Result<(Made<SimStore>, LiveGraph)> {
+        let old = node.graph().await;
+        let prepared = snapshot::prepare(&self.files(), self.world.env(), &old.graph, plan).await?;
         pause(rng, 60).await;
         let (made, graph) = prepared.into_parts();
         Ok((made, LiveGraph { graph, broken: self.broken }))

@@ -25,6 +25,8 @@ pub enum Broken {
     LinkedLate,
     /// A disk is opened for writing while the name that a process before has given it is not durable.
     OldNamesNotSynced,
+    /// Nothing tells that a set of snapshots is not whole.
+    SetNotNoted,
     /// What a crash has left of a snapshot is not taken back.
     NotTakenBack,
     /// A way back has succeeded before the new leaf's name is durable.

@@ -14,6 +14,7 @@
 //! - **Trouble that passes is not seen.** Files hang for a while; and in some lives the disks' policy is to wait when an
 //!   operation fails or the host is full, and then no request may fail for that.
 //! - **The disk's path names its leaf**, at every moment and after every crash, and nothing half-made is left once the disk was opened.
+//! - **A set of snapshots that is there in part says so**, once its disks were opened again.
 //! - **A size that was told stays.** So a disk does not grow while its snapshot is made.
 //! - **A disk that goes back** to what a snapshot holds, while nobody uses it, holds that or what it held, whatever ends the process; and what it
 //!   holds, once it has gone back, for ever.
@@ -84,6 +85,8 @@ struct Host {
     block_bytes: u32,
     disks: Vec<LiveDisk>,
     frozen: RefCell<Vec<Frozen>>,
+    /// The snapshots' paths of each set that has not told that it is whole, or that nothing is left of it.
+    sets: RefCell<Vec<Vec<PathBuf>>>,
     life: Cell<u64>,
     /// Faults injected before this life, and whether only syncs fail in it.
     faults_before: Cell<u64>,
@@ -114,6 +117,8 @@ pub struct LiveSummary {
     pub grown: u64,
     /// Disks that went back to a snapshot.
     pub went_back: u64,
+    /// Sets of snapshots that were found there in part, once their disks were opened again.
+    pub half_sets: u64,
 }
 
 impl std::ops::AddAssign for LiveSummary {
@@ -124,6 +129,7 @@ impl std::ops::AddAssign for LiveSummary {
         self.sealed += other.sealed;
         self.grown += other.grown;
         self.went_back += other.went_back;
+        self.half_sets += other.half_sets;
     }
 }
 
@@ -149,6 +155,7 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
         block_bytes,
         disks,
         frozen: RefCell::default(),
+        sets: RefCell::default(),
         life: Cell::new(0),
         faults_before: Cell::new(0),
         only_syncs_fail: Cell::new(true),
@@ -247,9 +254,22 @@ impl Host {
         LiveFiles::new(self.world.files(), self.broken)
     }
 
-    /// Each disk was opened: its file has one name, and no half-made file is left.
+    /// Each disk was opened: its file has one name, and no half-made file is left. A set of snapshots that is there in part says so.
     fn check_names(&self) {
-        let names = self.world.names();
+        for set in self.sets.borrow().iter() {
+            let there: Vec<_> = set.iter().filter(|path| self.world.file_number(path).is_some()).collect();
+            let is_noted = |path: &&PathBuf| self.world.file_number(&spile_life::names::set(path)).is_some();
+            let is_in_part = !there.is_empty() && there.len() < set.len();
+            assert!(
+                !is_in_part || there.iter().copied().all(|path| is_noted(&path)),
+                "half a set does not say so: {there:?}"
+            );
+            self.count(|summary| summary.half_sets += u64::from(is_in_part));
+        }
+        let of_a_set =
+            |path: &PathBuf| self.sets.borrow().iter().flatten().any(|of| spile_life::names::set(of) == *path);
+        let mut names = self.world.names();
+        names.retain(|path| !of_a_set(path));
         for (number, path) in names.iter().enumerate() {
             let file = self.world.file_number(path);
             let other = names[..number].iter().find(|other| self.world.file_number(other) == file);
@@ -316,12 +336,16 @@ impl Host {
             }
         }
         if life.requests > 0 {
-            self.is_exchanging.set(true);
-            executor.spawn(self.clone().write_numbers(nodes.clone()));
-            executor.spawn(self.clone().grow(nodes.clone(), Rng::new(rng.word())));
-            let rounds = rng.between(1, 5);
-            executor.spawn(self.clone().exchanges(nodes, Rng::new(rng.word()), rounds));
             let mut later = self.later_rng.borrow_mut();
+            let (grows, rounds, exchanges) = (Rng::new(rng.word()), rng.between(1, 5), Rng::new(rng.word()));
+            // Some lives change no names, so that what the life before has left is as it was when the power goes.
+            self.is_exchanging.set(!later.chance(1, 4));
+            executor.spawn(self.clone().write_numbers(nodes.clone()));
+            executor.spawn(self.clone().grow(nodes.clone(), grows));
+            match self.is_exchanging.get() {
+                true => executor.spawn(self.clone().exchanges(nodes, exchanges, rounds)),
+                false => drop(nodes),
+            }
             executor.spawn(self.clone().hang(Rng::new(later.word())));
             executor.spawn(self.clone().relieve(life.faults.clone(), Rng::new(later.word())));
         }

@@ -242,7 +242,7 @@ says so, and the move goes on."],
         codes: &[ENDED],
         examples: &[
             (
-                "spile receive /vm --nbd tcp:[::]:10809 --tls-cert c.pem --tls-key k.pem --tls-ca ca.pem",
+                "spile receive /vm --nbd tcp:[::]:10809 --tls-cert c --tls-key k --tls-ca ca",
                 "takes disks in from hosts with a certificate",
             ),
             ("spile receive /vm --list", "what has come, and what is half there"),

@@ -10,6 +10,7 @@ use spile_core::{Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, Graph, OpenOptions};
+use spile_life::set::Set;
 use spile_life::snapshot::{self, Made, Plan};
 use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::Access;
@@ -190,6 +191,18 @@ async fn open(at: &Locator, name: &str, options: &OpenOptions) -> Result<Offline
 
 /// Makes the snapshots of all disks, or none, and closes the disks.
 async fn take(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<HostStore>>> {
+    let snapshots: Vec<_> = disks.iter().map(|disk| disk.plan.snapshot().to_owned()).collect();
+    let set = Set::begin(files, &snapshots).await?;
+    let taken = take_all(files, disks).await;
+    let ended = set.end(files).await;
+    let taken = taken?;
+    ended.map_err(|error| {
+        error.hint("the snapshots are whole; this note beside one says that they are not: remove it")
+    })?;
+    Ok(taken)
+}
+
+async fn take_all(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<HostStore>>> {
     let mut ready: Vec<Ready> = Vec::new();
     for Offline { graph, checkpoints, plan } in disks {
         match snapshot::prepare(files, Arc::new(OsEnv), &graph, &plan).await {

@@ -70,6 +70,8 @@ pub struct TreeImage {
     coalesce_frees_bytes: Option<u64>,
     /// It was deleted while it had one child, and waits for `spile gc`.
     deleted: bool,
+    /// It is a snapshot of several disks at one point in time that was broken off: of the others there may be none, or one of another moment.
+    of_broken_set: bool,
     /// The most space that `spile gc` frees when it merges this image, which was deleted, with its only child, in bytes.
     gc_frees_at_most_bytes: Option<u64>,
     /// Why it cannot be read.
@@ -142,7 +144,9 @@ fn listed(folder: &Path) -> Result<(Vec<PathBuf>, Vec<Beside>)> {
     paths.sort();
     let text = |path: &Path| path.display().to_string();
     let beside = paths.iter().filter(|path| !names::is_gone(path)).filter_map(|path| {
-        let disk = names::disk_of(path).filter(|disk| *path != names::children(disk))?;
+        let is_told =
+            |disk: &PathBuf| *path == names::children(disk) || (*path == names::set(disk) && paths.contains(disk));
+        let disk = names::disk_of(path).filter(|disk| !is_told(disk))?;
         Some(Beside { path: text(path), disk_path: text(&disk) })
     });
     let beside = beside.collect();
@@ -173,6 +177,7 @@ async fn look(files: &OsFiles, path: &Path) -> TreeImage {
         open_by: Vec::new(),
         coalesce_frees_bytes: None,
         deleted: names::gone(path).exists(),
+        of_broken_set: names::set(path).exists(),
         gc_frees_at_most_bytes: None,
         trouble: None,
     };
@@ -312,6 +317,9 @@ fn line(image: &TreeImage) -> String {
         let frees = image.gc_frees_at_most_bytes.map(|bytes| format!(", which frees {} at most", format_size(bytes)));
         add(format!("deleted, waits for gc{}", frees.unwrap_or_default()));
     }
+    if image.of_broken_set {
+        add("of a set of snapshots that was broken off".to_owned());
+    }
     image.coalesce_frees_bytes.iter().for_each(|bytes| add(format!("a merge frees {} at most", format_size(*bytes))));
     if image.parent_missing {
         add(format!("its parent {} is missing", printable(image.parent_path.as_deref().unwrap_or("?"))));
@@ -337,6 +345,7 @@ mod tests {
             open_by: Vec::new(),
             coalesce_frees_bytes: None,
             deleted: false,
+            of_broken_set: false,
             gc_frees_at_most_bytes: None,
             trouble: None,
         }
