@@ -92,12 +92,17 @@ async fn talk<D: Disk>(
         Some(Found { server, lease }) => (server.shared.clone(), Some(lease)),
         None => (server.clone(), None),
     };
-    let Some(session) = Session::new(server, agreed, transport.clone(), presence) else { return Ok(()) };
+    let Some(session) = Session::new(server.clone(), agreed, transport.clone(), presence) else { return Ok(()) };
+    let over = Rc::new(Signal::default());
+    if lease.is_some() {
+        spawn(watch_found(server, transport.clone(), over.clone()));
+    }
     session.metrics().connections.fetch_add(1, Ordering::Relaxed);
     spawn(send_replies(session.clone()));
     let result = take_requests(&session, &mut inbound).await;
     drop(inbound);
     session.drained().await;
+    over.notify();
     session.end();
     session.metrics().connections.fetch_sub(1, Ordering::Relaxed);
     // No request is in flight any more.
@@ -235,6 +240,21 @@ async fn watch<D: Disk>(
                 transport.socket().shutdown(if hang_up { Shutdown::Both } else { Shutdown::Read });
             }
         }
+    }
+}
+
+/// Shuts the socket down when the server stops that has the export which was found.
+async fn watch_found<D: Disk>(server: Arc<ServerState<D>>, transport: Rc<Transport>, over: Rc<Signal>) {
+    let mut stop = server.stop.watch();
+    let mut seen = Level::Run;
+    loop {
+        let level = poll_fn(|cx| match stop.poll_above(seen, cx) {
+            Poll::Ready(level) => Poll::Ready(Some(level)),
+            Poll::Pending => over.poll_wait(cx).map(|()| None),
+        });
+        let Some(level) = level.await else { return };
+        seen = level;
+        transport.socket().shutdown(if level == Level::HangUp { Shutdown::Both } else { Shutdown::Read });
     }
 }
 

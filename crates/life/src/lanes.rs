@@ -164,6 +164,7 @@ mod tests {
             node: &node,
             job: &job,
             neighbours: &neighbours,
+            marks: None,
             sizes: Sizes::default(),
             broken: Broken::Nothing,
         };

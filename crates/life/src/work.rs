@@ -1,11 +1,12 @@
 //! [`Work`]: what a job works with, whether the disk is served or not.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 
 use spile_core::metrics::Op;
-use spile_core::{Env, Error, ErrorKind, Files, OpenMode, Result, Store, Timer};
+use spile_core::{Env, Error, ErrorKind, Extent, Files, OpenMode, Result, Store, Timer};
 use spile_image::layer::Identity;
 use spile_image::{Broken, Format, Graph, GraphLayer, reopen_layer};
 use spile_node::Node;
@@ -28,6 +29,8 @@ pub struct Work<'a, F: Files> {
     pub job: &'a Job,
     /// Finds files that may have one of the disk's images as their parent.
     pub neighbours: &'a dyn Neighbours,
+    /// Notes durably what changes of the disk, where that can be done.
+    pub marks: Option<&'a dyn Marks>,
     /// How much is moved at once.
     pub sizes: Sizes,
     /// A rule that the simulator breaks.
@@ -41,6 +44,30 @@ pub trait Neighbours {
     /// # Errors
     /// When a folder cannot be looked at.
     fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>>;
+}
+
+/// What is there later.
+pub type Later<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + 'a>>;
+
+/// Notes what changes of a disk from some moments on, so that a kill or a power cut loses nothing of it: too much is marked then, never too little.
+pub trait Marks {
+    /// From now on it is noted under `name` what changes, in the place of what was noted under it before. All that was written before is durable.
+    ///
+    /// # Errors
+    /// `Unsupported` where nothing can be noted; the system's.
+    fn begin<'a>(&'a self, name: &'a str) -> Later<'a, ()>;
+
+    /// What has changed since [`Marks::begin`] in the part `within` of the disk, or may have. `None` when that is not known, or was never begun.
+    ///
+    /// # Errors
+    /// The system's.
+    fn changed<'a>(&'a self, name: &'a str, within: Range<u64>) -> Later<'a, Option<Vec<Extent>>>;
+
+    /// Nothing is noted under `name` any more, if something was.
+    ///
+    /// # Errors
+    /// The system's.
+    fn end<'a>(&'a self, name: &'a str) -> Later<'a, ()>;
 }
 
 /// Folders in which nothing changes.
@@ -64,6 +91,8 @@ pub struct Sizes {
     pub quiet_piece_bytes: u64,
     /// How many pieces are copied at a time while guests have no requests.
     pub lanes: usize,
+    /// A move makes its copy durable, and notes how far it is, after so many bytes at most.
+    pub noted_bytes: u64,
 }
 
 impl Default for Sizes {
@@ -74,6 +103,7 @@ impl Default for Sizes {
             piece_bytes: 256 << 10,
             quiet_piece_bytes: 1 << 20,
             lanes: 8,
+            noted_bytes: 256 << 20,
         }
     }
 }

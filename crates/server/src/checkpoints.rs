@@ -13,7 +13,7 @@ use spile_engine::{FileKey, OsEnv};
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
 use spile_life::changes::header::Grain;
-use spile_life::changes::{Broken, Changed, Changes, Checkpoint, Loss, Surroundings};
+use spile_life::changes::{Broken, Changed, Changes, Checkpoint, Loss, Surroundings, is_hidden};
 use spile_life::names;
 use spile_node::Node;
 use spile_store::{CacheMode, HostStore, OsFiles};
@@ -111,6 +111,14 @@ impl Checkpoints {
         self.make_with(disk, name, block_bytes, async || Ok(())).await
     }
 
+    /// Makes a checkpoint that no user sees ([`is_hidden`]).
+    ///
+    /// # Errors
+    /// As [`Checkpoints::make_with`].
+    pub async fn make_hidden(&self, disk: &Disk, name: &str) -> Result<()> {
+        self.make_any(disk, name, None, async || Ok(())).await
+    }
+
     /// As [`Checkpoints::make`]; `meanwhile` runs in the moment of the checkpoint: what is written from its begin on counts as changed since.
     ///
     /// # Errors
@@ -118,6 +126,19 @@ impl Checkpoints {
     /// `Unsupported` for a disk that is no file; `ReadOnly`; `meanwhile`'s; the system's. There is no new checkpoint then, but after an error of
     /// writing its file there may be one when the disk is opened next.
     pub async fn make_with(
+        &self,
+        disk: &Disk,
+        name: &str,
+        block_bytes: Option<u32>,
+        meanwhile: impl AsyncFnOnce() -> Result<()>,
+    ) -> Result<()> {
+        if is_hidden(name) {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("{name:?} cannot be the name of a checkpoint")));
+        }
+        self.make_any(disk, name, block_bytes, meanwhile).await
+    }
+
+    async fn make_any(
         &self,
         disk: &Disk,
         name: &str,
@@ -189,7 +210,10 @@ impl Checkpoints {
     /// The checkpoints, oldest first, and the size of a block in bytes, if there is a file of changed blocks.
     pub async fn list(&self, disk: &Disk) -> (Vec<Checkpoint>, Option<u32>) {
         match self.now() {
-            Some(changes) => (changes.checkpoints(disk.size_bytes()).await, Some(changes.names().await.1)),
+            Some(changes) => {
+                let all = changes.checkpoints(disk.size_bytes()).await;
+                (all.into_iter().filter(|one| !is_hidden(&one.name)).collect(), Some(changes.names().await.1))
+            }
             None => (Vec::new(), None),
         }
     }
@@ -279,6 +303,7 @@ impl Checkpoints {
             Some(changes) => (changes.names().await.0, changes.damage().await),
             None => (Vec::new(), None),
         };
+        let names = names.into_iter().filter(|name| !is_hidden(name)).collect();
         *self.shown() = Shown { names, changes: changes.cloned(), damage };
     }
 

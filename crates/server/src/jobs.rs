@@ -1,19 +1,21 @@
 //! Jobs on the images of a disk of this host: what `spile-life` needs besides the disk. A server and the commands for disks that nobody
 //! serves run them in the same way.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use spile_core::{Env, Error, ErrorKind, Result};
+use spile_core::{Env, Error, ErrorKind, Extent, Result};
 use spile_engine::OsEnv;
 use spile_image::layer::Layer as _;
 use spile_image::{Broken, Graph, LayerInfo};
 use spile_life::jobs::{Job, Note, Plan};
-use spile_life::{Neighbours, Sizes, Work};
+use spile_life::{Later, Marks, Neighbours, Sizes, Work};
 use spile_node::Node;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
+use crate::checkpoints::Checkpoints;
 use crate::family;
 use crate::serving::failed_syncs;
 
@@ -26,11 +28,17 @@ pub struct Access {
     pub no_lock: bool,
 }
 
-/// Does what `plan` says of the disk `node`, and says in `job` how it ended. It is to run on a worker.
+/// Does what `plan` says of the disk `node`, which has these checkpoints, and says in `job` how it ended. It is to run on a worker.
 ///
 /// # Errors
 /// As [`spile_life::run`]; `Denied` after a failed sync of one of its images.
-pub async fn run(node: &Node<Graph<HostStore>>, access: Access, job: &Job, plan: &Plan) -> Result<()> {
+pub async fn run(
+    node: &Node<Graph<HostStore>>,
+    checkpoints: &Checkpoints,
+    access: Access,
+    job: &Job,
+    plan: &Plan,
+) -> Result<()> {
     let graph = node.graph().await;
     if let Err(error) = refuse_failed_syncs(&graph) {
         let failed = Err(error);
@@ -50,11 +58,46 @@ pub async fn run(node: &Node<Graph<HostStore>>, access: Access, job: &Job, plan:
         node,
         job,
         neighbours: &neighbours,
+        marks: Some(&Noted { node, checkpoints }),
         sizes: Sizes::default(),
         broken: Broken::Nothing,
     };
     // A long future: whoever waits for it need not hold all of it on a worker's stack.
     Box::pin(spile_life::run(&work, plan)).await
+}
+
+/// What changes of a disk, noted as if since checkpoints that nobody sees.
+struct Noted<'d> {
+    node: &'d Node<Graph<HostStore>>,
+    checkpoints: &'d Checkpoints,
+}
+
+impl Marks for Noted<'_> {
+    fn begin<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
+        Box::pin(async move {
+            self.end(name).await?;
+            self.checkpoints.make_hidden(self.node, name).await
+        })
+    }
+
+    fn changed<'a>(&'a self, name: &'a str, within: Range<u64>) -> Later<'a, Option<Vec<Extent>>> {
+        Box::pin(async move {
+            match self.checkpoints.changed(self.node, name, None, within).await {
+                Ok(changed) => Ok(changed.warning.is_none().then_some(changed.ranges)),
+                Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+                Err(error) => Err(error),
+            }
+        })
+    }
+
+    fn end<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
+        Box::pin(async move {
+            match self.checkpoints.remove(self.node, name).await {
+                Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+                removed => removed,
+            }
+        })
+    }
 }
 
 /// The files in the folders of these images.

@@ -4,7 +4,7 @@
 //! An image is open for as long as somebody is connected to it. So a server of this host can open a disk as soon as the other host has let go of it.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -16,7 +16,7 @@ use spile_core::{Disk as _, Env, Error, ErrorKind, Files as _, Locator, OpenMode
 use spile_engine::{Config, Engine, OsEnv, sleep};
 use spile_front_nbd::{Export, Find, Found, Server as NbdServer, ServerConfig};
 use spile_image::OpenOptions;
-use spile_image::layer::Layer as _;
+use spile_image::layer::{Identity, Layer as _};
 use spile_life::motion::{Order, Received, ReceivedPlace, ReceivedState, Receiver};
 use spile_life::names;
 use spile_node::{Node, Policy};
@@ -40,6 +40,9 @@ const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
 const BUSY_PATIENCE: Duration = Duration::from_secs(5);
 /// The time between two tries to open a busy disk.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
+
+/// So many links that have ended are remembered.
+const MOST_ENDED_LINKS: usize = 1024;
 
 /// What `spile receive` is started with.
 pub struct Settings {
@@ -78,6 +81,7 @@ pub fn receive(settings: &Settings, signals: ServerSignals, say: impl Fn(&dyn Di
         nbd: ServerConfig { tls: None, ..settings.nbd.clone() },
         busy: async_lock::Mutex::new(()),
         open: Mutex::default(),
+        ended: Mutex::default(),
     });
     let gate = NbdServer::of_found(engine.clone(), settings.nbd.clone(), Arc::new(Door(house.clone())))?;
     let mut listening = Vec::new();
@@ -203,6 +207,8 @@ struct House {
     /// One order at a time. A disk is opened and closed under it, too.
     busy: async_lock::Mutex<()>,
     open: Mutex<HashMap<String, Arc<OpenDisk>>>,
+    /// Links by which no half is written to any more: others have come in their place. The latest last.
+    ended: Mutex<VecDeque<Identity>>,
 }
 
 /// A disk that somebody is connected to.
@@ -212,6 +218,8 @@ struct OpenDisk {
     server: Arc<NbdServer<ServedDisk>>,
     /// How many connections there are.
     users: AtomicUsize,
+    /// The link that the old place writes by, until the disk is whole.
+    link: Option<Identity>,
 }
 
 /// What a connection has of a disk.
@@ -277,7 +285,15 @@ impl House {
             Order::Begin { id, size_bytes } => {
                 refuse_link(&receiver.disk(name)?)?;
                 let place = receiver.begin(name, id, size_bytes).await.map_err(refused)?;
-                self.use_disk(name, &place).await
+                self.use_disk(name, &place, None).await
+            }
+            Order::GoOn { id, link } => {
+                let (place, state) = receiver.go_on(name, id).await?;
+                // Of a disk that is whole, only its guest's host knows the links.
+                if state != ReceivedState::Whole {
+                    self.end_other_links(name, link).await?;
+                }
+                self.use_disk(name, &place, Some(link)).await
             }
             Order::Finish { id } => {
                 let open = self.find_open(name);
@@ -288,7 +304,7 @@ impl House {
                 let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
                 let place = receiver.finish(name, id, store).await.map_err(refused)?;
                 tracing::info!("{}: is whole, and was handed over", place.path.display());
-                self.use_disk(name, &place).await
+                self.use_disk(name, &place, None).await
             }
             Order::Drop { id } => {
                 receiver.drop_half(name, id).await.map_err(refused)?;
@@ -306,15 +322,15 @@ impl House {
         let env: Arc<dyn Env> = Arc::new(OsEnv);
         let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &self.folder, which: &which };
         let place = receiver.whole(name).await?;
-        self.use_disk(name, &place).await
+        self.use_disk(name, &place, None).await
     }
 
     /// One more connection to the disk of `place`, which is opened if it is not open. The caller holds `busy`.
-    async fn use_disk(&self, name: &str, place: &ReceivedPlace) -> Result<Used> {
+    async fn use_disk(&self, name: &str, place: &ReceivedPlace, link: Option<Identity>) -> Result<Used> {
         let of = match self.find_open(name) {
             Some(open) => open,
             None => {
-                let open = Arc::new(Box::pin(self.open_disk(name, place)).await?);
+                let open = Arc::new(Box::pin(self.open_disk(name, place, link)).await?);
                 self.open().insert(name.to_owned(), open.clone());
                 open
             }
@@ -323,7 +339,39 @@ impl House {
         Ok((name.to_owned(), of))
     }
 
-    async fn open_disk(&self, name: &str, place: &ReceivedPlace) -> Result<OpenDisk> {
+    /// No request comes to the half of `name` any more but by `link`. The process that wrote to it before may have been killed, or its link cut, and what it had
+    /// sent may still be on its way to the image: late, it would undo newer writes.
+    ///
+    /// # Errors
+    /// `Denied` for a link in whose place another one has come; `Busy` while requests of another link do not end.
+    async fn end_other_links(&self, name: &str, link: Identity) -> Result<()> {
+        let ended = || self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        if ended().contains(&link) {
+            return Err(Error::new(ErrorKind::Denied, "another link has come in the place of this one"));
+        }
+        let Some(open) = self.find_open(name).filter(|open| open.link != Some(link)) else { return Ok(()) };
+        if let Some(other) = open.link {
+            let mut ended = ended();
+            ended.push_back(other);
+            if ended.len() > MOST_ENDED_LINKS {
+                ended.pop_front();
+            }
+        }
+        open.server.stop();
+        let end = Instant::now() + BUSY_PATIENCE;
+        while open.users.load(Ordering::SeqCst) > 0 {
+            if Instant::now() > end {
+                let what = "what came by another link before is still being written";
+                return Err(Error::new(ErrorKind::Busy, what).hint("try again: it ends with the storage's answer"));
+            }
+            sleep(BUSY_PAUSE).await;
+        }
+        self.open().retain(|_, known| !Arc::ptr_eq(known, &open));
+        open.server.withdraw(name);
+        open.close().await
+    }
+
+    async fn open_disk(&self, name: &str, place: &ReceivedPlace, link: Option<Identity>) -> Result<OpenDisk> {
         let options = OpenOptions { format: Some(place.format), ..OpenOptions::default() };
         let (source, end) = (Locator::from(&place.path), Instant::now() + BUSY_PATIENCE);
         let graph = loop {
@@ -343,7 +391,7 @@ impl House {
         let (description, read_only, name) = (String::new(), false, name.to_owned());
         let export = Export { name, description, disk: disk.clone(), read_only, checkpoints: None };
         let server = Arc::new(NbdServer::new(self.engine.clone(), self.nbd.clone(), vec![export])?);
-        Ok(OpenDisk { disk, checkpoints, server, users: AtomicUsize::new(0) })
+        Ok(OpenDisk { disk, checkpoints, server, users: AtomicUsize::new(0), link })
     }
 
     /// Closes a disk that nobody is connected to any more.

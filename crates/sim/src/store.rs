@@ -318,6 +318,10 @@ impl Store for SimStore {
         self.path.set(path);
     }
 
+    fn which_file(&self) -> Option<[u64; 2]> {
+        Some([self.file as u64, 0])
+    }
+
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         self.check_alignment(offset.0, into, via);
         let kind = Kind::Read { offset: offset.0, into: into.clone() };

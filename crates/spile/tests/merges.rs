@@ -80,6 +80,7 @@ fn merge(
     dir: &Path,
     layer: Option<&'static str>,
     neighbours: impl Neighbours + Send + 'static,
+    marks: None,
     sizes: Sizes,
 ) -> Result<u64> {
     let disk = dir.join("leaf.vhd");
@@ -101,6 +102,7 @@ fn merge(
                 node: &node,
                 job: &job,
                 neighbours: &neighbours,
+                marks: None,
                 sizes,
                 broken: Broken::Nothing,
             };

@@ -129,7 +129,7 @@ fn a_server_that_is_killed_after_a_move_is_started_with_the_new_path_only() {
 }
 
 #[test]
-fn a_server_that_is_killed_before_the_hand_over_begins_anew() {
+fn a_server_that_is_killed_before_anything_is_noted_begins_anew() {
     let (dir, mut bytes) = world("motion-half");
     let dir = dir.path();
     let served = serve(dir, &["old/motion-half.vhd"]);
@@ -149,6 +149,113 @@ fn a_server_that_is_killed_before_the_hand_over_begins_anew() {
     assert_eq!(names(dir, "new"), ["here.vhd"]);
     assert_eq!(names(dir, "old"), [".motion-half.vhd.spile-moved", "motion-half.moved.vhd", "parent.vhd"]);
     assert!(bytes_of(dir, "new/here.vhd") == bytes, "what was acknowledged is lost");
+}
+
+/// A folder with `old/NAME.raw`, 48 MiB and full, and an empty folder `new`.
+fn full(name: &str) -> (tempfile::TempDir, Vec<u8>) {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes: Vec<u8> = (0..48 * MIB).map(|at| 1 + (at / 4096 % 251) as u8).collect();
+    ["old", "new"].into_iter().for_each(|folder| fs::create_dir(dir.path().join(folder)).unwrap());
+    fs::write(dir.path().join(format!("old/{name}.raw")), &bytes).unwrap();
+    (dir, bytes)
+}
+
+/// How many bytes of the disk the note of its move says to be durable in the half; 0 while it says nothing.
+fn noted(dir: &Path, disk: &str) -> u64 {
+    let note = fs::read_to_string(dir.join(format!("old/.{disk}.raw.spile-job"))).unwrap_or_default();
+    let copied = note.lines().find_map(|line| line.strip_prefix("copied ")?.split(' ').next()?.parse().ok());
+    copied.unwrap_or_default()
+}
+
+/// Moves the disk of [`full`] to `to` at a rate, kills its server on the way, and starts the next one after `between`. Guests write before and after. How
+/// much the note said to be copied, and how much was copied after that.
+fn killed_on_the_way(dir: &Path, disk: &str, to: &str, bytes: &mut [u8], between: impl FnOnce()) -> (u64, u64) {
+    let path = format!("old/{disk}.raw");
+    let served = serve(dir, &[&path]);
+    let mut write = |served: &Served, at: usize, value: u8| {
+        Client::connect(&served.uri()).unwrap().write(at as u64, &[value; 8192], value.is_multiple_of(2)).unwrap();
+        bytes[at..at + 8192].fill(value);
+    };
+    json(dir, &["move", disk, "--to", to, "--rate", "8M"]);
+    write(&served, 40 * MIB, 201);
+    eventually("half of it is copied and that is noted", || noted(dir, disk) >= 16 << 20);
+    write(&served, MIB, 202);
+    write(&served, 41 * MIB, 203);
+    served.kill();
+    let until = noted(dir, disk);
+    between();
+    let served = serve(dir, &[&path]);
+    write(&served, 3 * MIB, 204);
+    eventually("it goes on", || the_job(dir, disk)["state"] == "running");
+    write(&served, 5 * MIB, 206);
+    ok(dir, &["job", the_job(dir, disk)["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || the_job(dir, disk)["state"] == "done");
+    let copied = the_job(dir, disk)["done_bytes"].as_u64().unwrap();
+    write(&served, 7 * MIB, 208);
+    assert!(served.terminate().success());
+    println!("{until} bytes were noted, {copied} copied after that");
+    (until, copied)
+}
+
+/// Each write of a guest has one or two blocks of 64 KiB copied.
+const OF_GUESTS: u64 = 10 * (64 << 10);
+
+#[test]
+fn a_server_that_is_killed_goes_on_with_its_half_and_copies_the_rest_and_what_has_changed() {
+    for (disk, to) in [("motion-rest", "new/rest.raw"), ("motion-rest-vhd", "new/rest.vhd")] {
+        let (dir, mut bytes) = full(disk);
+        let dir = dir.path();
+        let (until, copied) = killed_on_the_way(dir, disk, to, &mut bytes, || {});
+        assert!(copied <= (48 << 20) - until + OF_GUESTS, "more was copied than the rest");
+        assert_eq!(names(dir, "old"), [format!(".{disk}.raw.spile-moved"), format!("{disk}.moved.raw")]);
+        assert!(bytes_of(dir, to) == bytes, "what was acknowledged is lost");
+    }
+}
+
+#[test]
+fn a_half_that_was_replaced_and_a_disk_that_another_program_wrote_to_are_copied_anew() {
+    let (dir, mut bytes) = full("motion-half-gone");
+    let dir = dir.path();
+    let half = dir.join("new/.there.raw.spile-moving");
+    let (_, copied) = killed_on_the_way(dir, "motion-half-gone", "new/there.raw", &mut bytes, || {
+        fs::write(dir.join("new/other"), vec![0; 48 * MIB]).unwrap();
+        fs::rename(dir.join("new/other"), &half).unwrap();
+    });
+    assert!(copied >= 48 << 20, "{copied}");
+    assert!(bytes_of(dir, "new/there.raw") == bytes, "what was acknowledged is lost");
+
+    let (dir, mut bytes) = full("motion-written");
+    let dir = dir.path();
+    // A command of ours that notes no changes says so.
+    let (_, copied) = killed_on_the_way(dir, "motion-written", "new/there.raw", &mut bytes, || {
+        fs::copy(dir.join("old/motion-written.raw"), dir.join("copy.raw")).unwrap();
+        fs::rename(dir.join("copy.raw"), dir.join("old/motion-written.raw")).unwrap();
+    });
+    assert!(copied >= 48 << 20, "{copied}");
+    assert!(bytes_of(dir, "new/there.raw") == bytes, "what was acknowledged is lost");
+}
+
+#[test]
+fn a_server_that_ends_leaves_the_half_and_whoever_gives_the_move_up_removes_it() {
+    let (dir, bytes) = full("motion-left");
+    let dir = dir.path();
+    let served = serve(dir, &["old/motion-left.raw"]);
+    json(dir, &["move", "motion-left", "--to", "new/x.raw", "--rate", "8M"]);
+    eventually("some is noted", || noted(dir, "motion-left") > 0);
+    // What the move notes is nobody's checkpoint.
+    assert_eq!(json(dir, &["checkpoint", "motion-left", "--list"])["checkpoints"].as_array().unwrap().len(), 0);
+    assert!(served.terminate().success());
+    assert_eq!(names(dir, "new"), [".x.raw.spile-moving"]);
+    assert_eq!(
+        names(dir, "old"),
+        [".motion-left.raw.spile-changes", ".motion-left.raw.spile-job", "motion-left.raw"]
+    );
+    let served = serve(dir, &["old/motion-left.raw"]);
+    ok(dir, &["job", the_job(dir, "motion-left")["id"].as_str().unwrap(), "cancel"]);
+    eventually("it is cancelled", || the_job(dir, "motion-left")["state"] == "cancelled");
+    assert!(served.terminate().success());
+    assert_eq!((names(dir, "new").len(), names(dir, "old")), (0, vec!["motion-left.raw".to_owned()]));
+    assert!(bytes_of(dir, "old/motion-left.raw") == bytes);
 }
 
 #[test]

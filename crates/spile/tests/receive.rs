@@ -134,6 +134,102 @@ fn a_move_goes_on_with_its_own_half_when_its_host_was_killed() {
     same(dir, "old/receive-killed.moved.vhd", "there/disk.raw");
 }
 
+/// A folder with `old/NAME.raw`, 48 MiB and full, and an empty folder `there`.
+fn full(name: &str) -> (tempfile::TempDir, Vec<u8>) {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes: Vec<u8> = (0..48 * MIB).map(|at| 1 + (at / 4096 % 251) as u8).collect();
+    ["old", "there"].into_iter().for_each(|folder| fs::create_dir(dir.path().join(folder)).unwrap());
+    fs::write(dir.path().join(format!("old/{name}.raw")), &bytes).unwrap();
+    (dir, bytes)
+}
+
+/// How many bytes of the disk the note of its move says to be durable in the half; 0 while it says nothing.
+fn noted(dir: &Path, disk: &str) -> u64 {
+    let note = fs::read_to_string(dir.join(format!("old/.{disk}.raw.spile-job"))).unwrap_or_default();
+    let copied = note.lines().find_map(|line| line.strip_prefix("copied ")?.split(' ').next()?.parse().ok());
+    copied.unwrap_or_default()
+}
+
+#[test]
+fn after_a_kill_of_either_side_or_of_both_only_the_rest_and_what_has_changed_is_sent() {
+    for (disk, kills) in [("receive-rest-here", "here"), ("receive-rest-there", "there"), ("receive-rest-both", "both")] {
+        let (dir, mut bytes) = full(disk);
+        let dir = dir.path();
+        let mut there = receive(dir);
+        let mut served = serve(dir, &[&format!("old/{disk}.raw")]);
+        let mut write = |served: &Served, at: usize, value: u8| {
+            Client::connect(&served.uri()).unwrap().write(at as u64, &[value; 4096], value.is_multiple_of(2)).unwrap();
+            bytes[at..at + 4096].fill(value);
+        };
+        json(dir, &["move", disk, "--to", &to(dir, "disk.vhd"), "--rate", "8M"]);
+        eventually("half of it is copied and that is noted", || noted(dir, disk) >= 16 << 20);
+        write(&served, MIB, 201);
+        write(&served, 41 * MIB, 202);
+        let mut before = 0;
+        match kills {
+            "there" => {
+                there.kill();
+                write(&served, 3 * MIB, 203);
+                before = job(dir, disk)["done_bytes"].as_u64().unwrap();
+                there = receive(dir);
+            }
+            "both" => {
+                served.kill();
+                there.kill();
+                served = serve(dir, &[&format!("old/{disk}.raw")]);
+                write(&served, 3 * MIB, 203);
+                eventually("it waits for the other host", || job(dir, disk)["motion"]["phase"] == "failing");
+                there = receive(dir);
+            }
+            _ => {
+                served.kill();
+                served = serve(dir, &[&format!("old/{disk}.raw")]);
+                write(&served, 3 * MIB, 203);
+            }
+        }
+        let until = noted(dir, disk);
+        eventually("it goes on", || job(dir, disk)["motion"]["phase"] == "copying");
+        write(&served, 5 * MIB, 204);
+        ok(dir, &["job", job(dir, disk)["id"].as_str().unwrap(), "rate", "none"]);
+        eventually("it is done", || job(dir, disk)["state"] == "done");
+        let copied = job(dir, disk)["done_bytes"].as_u64().unwrap() - before;
+        println!("{kills}: {until} bytes were noted, {copied} copied after that");
+        assert!(copied <= (48 << 20) - until + 10 * (64 << 10), "more was copied than the rest");
+        assert!(served.terminate().success() && there.terminate().success());
+        ok(dir, &["convert", "there/disk.vhd", "bytes.raw"]);
+        assert!(fs::read(dir.join("bytes.raw")).unwrap() == bytes, "what was acknowledged is lost");
+    }
+}
+
+#[test]
+fn a_half_that_is_gone_there_is_never_taken_for_what_was_copied() {
+    let (dir, bytes) = full("receive-half-gone");
+    let dir = dir.path();
+    let there = receive(dir);
+    let served = serve(dir, &["old/receive-half-gone.raw"]);
+    json(dir, &["move", "receive-half-gone", "--to", &to(dir, "disk.raw"), "--rate", "8M"]);
+    eventually("some is noted", || noted(dir, "receive-half-gone") > 0);
+    there.kill();
+    fs::remove_file(dir.join("there/.disk.raw.spile-receiving")).unwrap();
+    fs::remove_file(dir.join("there/.disk.raw.spile-received")).unwrap();
+    let there = receive(dir);
+    // The process that has copied to it knows that it is gone, and makes no other one in its place.
+    eventually("that is told", || {
+        let trouble = job(dir, "receive-half-gone")["motion"]["trouble"].as_str().unwrap_or_default().to_owned();
+        trouble.contains("no image of this move")
+    });
+    assert!(names(dir, "there").is_empty(), "{:?}", names(dir, "there"));
+    served.kill();
+    // The next one begins anew.
+    let served = serve(dir, &["old/receive-half-gone.raw"]);
+    eventually("it goes on", || job(dir, "receive-half-gone")["motion"]["phase"] == "copying");
+    ok(dir, &["job", job(dir, "receive-half-gone")["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || job(dir, "receive-half-gone")["state"] == "done");
+    assert!(job(dir, "receive-half-gone")["done_bytes"].as_u64() >= Some(48 << 20));
+    assert!(served.terminate().success() && there.terminate().success());
+    assert!(fs::read(dir.join("there/disk.raw")).unwrap() == bytes, "the copy is another disk");
+}
+
 #[test]
 fn a_copy_that_is_to_be_left_gets_its_name_only_when_the_other_host_says_so() {
     let dir = world("receive-copy");

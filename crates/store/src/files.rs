@@ -140,6 +140,11 @@ impl Store for AnyStore {
         each!(self, store => store.has_failed_sync())
     }
 
+    fn which_file(&self) -> Option<[u64; 2]> {
+        let found = self.found().filter(|found| found.born_ns != 0)?;
+        Some([found.inode, found.born_ns])
+    }
+
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         each!(self, store => store.read_at(offset, into, via).await)
     }

@@ -69,6 +69,10 @@ impl<S: Store> Store for MeteredStore<S> {
         self.inner.has_failed_sync()
     }
 
+    fn which_file(&self) -> Option<[u64; 2]> {
+        self.inner.which_file()
+    }
+
     #[inline]
     fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> impl Future<Output = Result<()>> {
         self.meter.measure_by_turns(Op::Read, into.len() as u64, self.inner.read_at(offset, into, via))

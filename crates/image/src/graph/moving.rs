@@ -60,6 +60,12 @@ pub enum Broken {
     HandOverInFlight,
     /// A moved disk is handed over before all of it is durable at its new place.
     HandOverUnflushed,
+    /// A move notes how far its copy is before that is durable.
+    NotedBeforeFlush,
+    /// A move that goes on takes any file of the half's name for its half.
+    AnyHalf,
+    /// A move that goes on copies what it had not copied, and nothing of what has changed since.
+    ChangesLeftOut,
     /// A moved disk gets its new name before its old one is gone.
     TwoNames,
 }

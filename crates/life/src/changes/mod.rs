@@ -555,16 +555,26 @@ fn forget_last(header: &mut Header) {
 fn find(header: &Header, name: &str) -> Result<usize> {
     let found = header.intervals.iter().position(|interval| interval.name == name);
     found.ok_or_else(|| {
-        let names: Vec<_> = header.intervals.iter().map(|interval| interval.name.as_str()).collect();
+        let names = header.intervals.iter().map(|interval| interval.name.as_str());
+        let names: Vec<_> = names.filter(|name| !is_hidden(name)).collect();
         let there =
             if names.is_empty() { "there is none".to_owned() } else { format!("there are: {}", names.join(", ")) };
         Error::new(ErrorKind::NotFound, format!("the disk has no checkpoint {name:?}; {there}"))
     })
 }
 
+/// The names of checkpoints that no user makes or sees begin so.
+const HIDDEN: char = '\u{1}';
+
+/// True for the name of a checkpoint that no user makes or sees.
+pub fn is_hidden(name: &str) -> bool {
+    name.starts_with(HIDDEN)
+}
+
 fn check_name(header: &Header, name: &str) -> Result<()> {
     let refuse = |kind, what: String| Err(Error::new(kind, what));
-    if name.is_empty() || name.len() > LONGEST_NAME_BYTES || name.chars().any(char::is_control) {
+    let shown = name.strip_prefix(HIDDEN).unwrap_or(name);
+    if shown.is_empty() || name.len() > LONGEST_NAME_BYTES || shown.chars().any(char::is_control) {
         let what = format!(
             "{name:?} cannot be the name of a checkpoint: it has 1 to {LONGEST_NAME_BYTES} bytes, none a control character"
         );

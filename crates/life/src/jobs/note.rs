@@ -53,6 +53,17 @@ pub struct Note {
     pub wishes: Wishes,
     /// The disk's own image, where it tells which one it is and stays the same to the job's end: another disk may get the name that this one had.
     pub of: Option<Identity>,
+    /// How far the copy of a move is.
+    pub copied: Option<Copied>,
+}
+
+/// How far the copy of a move is, durably: the next process need not copy that anew.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Copied {
+    /// So many bytes from the disk's begin on are durable in the half, but for what has changed since the move began.
+    pub until_bytes: u64,
+    /// Which half that is: one line.
+    pub half: String,
 }
 
 /// The first line of every note begins so.
@@ -176,7 +187,9 @@ impl Wishes {
 impl Note {
     fn to_text(&self) -> Result<String> {
         let of = self.of.map(|of| format!("of {}\n", to_hex(of))).unwrap_or_default();
-        Ok(format!("{HEAD}\n{}{of}{}{END}\n", self.plan.to_lines()?, self.wishes.to_lines()))
+        let copied = self.copied.as_ref().map(|Copied { until_bytes, half }| format!("copied {until_bytes} {half}\n"));
+        let (plan, copied) = (self.plan.to_lines()?, copied.unwrap_or_default());
+        Ok(format!("{HEAD}\n{plan}{of}{copied}{}{END}\n", self.wishes.to_lines()))
     }
 
     fn from_text(text: &str) -> Option<Self> {
@@ -187,7 +200,14 @@ impl Note {
             Some(line) => Some(Identity(from_hex(&line[3..])?)),
             None => None,
         };
-        Some(Self { plan, wishes: Wishes::from_lines(lines)?, of })
+        let copied = match lines.next_if(|line| line.starts_with("copied ")) {
+            Some(line) => {
+                let (until, half) = line[7..].split_once(' ')?;
+                Some(Copied { until_bytes: until.parse().ok()?, half: half.to_owned() })
+            }
+            None => None,
+        };
+        Some(Self { plan, wishes: Wishes::from_lines(lines)?, of, copied })
     }
 
     /// False when the note was written for another image than `leaf`, which lay at the same path.
@@ -218,8 +238,26 @@ impl Note {
     pub(crate) async fn replace<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
         let Some(there) = Self::read(files, disk).await? else { return Ok(()) };
         // Which disk it is, the job knew when it began.
-        let new = Self { of: there.of, ..self.clone() };
+        let new = Self { of: there.of, copied: there.copied.clone(), ..self.clone() };
         if new == there { Ok(()) } else { new.put(files, disk).await }
+    }
+
+    /// Says in the note of `disk`, if it is that of `plan`, how far the copy is. Durable when it returns.
+    ///
+    /// # Errors
+    /// The system's: the note says this then, or what it said before.
+    pub(crate) async fn say_copied<F: Files>(
+        files: &F,
+        disk: &Path,
+        plan: &Plan,
+        copied: Option<Copied>,
+    ) -> Result<()> {
+        match Self::read(files, disk).await? {
+            Some(there) if there.plan == *plan && there.copied != copied => {
+                Self { copied, ..there }.put(files, disk).await
+            }
+            _ => Ok(()),
+        }
     }
 
     async fn put<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
@@ -350,7 +388,8 @@ mod tests {
         let plans = [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default())].into_iter().chain(moves);
         for (plan, wishes) in plans {
             let of = (plan == Plan::Flatten).then_some(Identity([0x5e; 16]));
-            let note = Note { plan, wishes, of };
+            let copied = of.map(|_| Copied { until_bytes: 7 << 30, half: "12 34".to_owned() });
+            let note = Note { plan, wishes, of, copied };
             let text = note.to_text().unwrap();
             assert_eq!(Note::from_text(&text).as_ref(), Some(&note));
             assert!(note.is_of(None) && note.is_of(of) && note.is_of(Some(Identity([0; 16]))) == of.is_none());

@@ -8,18 +8,22 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::{Either, join_all, select};
 use spile_core::{Disk, Error, ErrorKind, Extent, ExtentKind, Files, Result, Segments, WriteZeroes};
+use spile_image::Broken;
 use spile_node::{Aligned, OldEpoch};
 
 use super::blocks::Blocks;
 use super::handover::{self, Bounds, Tried};
 use super::mirror::Mirror;
 use super::place::Place;
+use super::progress::{MARK, Progress};
 use super::status::{Phase, Status};
 use crate::jobs::State;
 use crate::work::{GraphOf, Work};
 
 /// So many pieces are copied at a time.
 const LANES: usize = 16;
+/// In so much of the disk it is asked at a time what has changed.
+const ASKED_AT_ONCE_BYTES: u64 = 64 << 30;
 /// So many runs of the disk's map are asked for at a time.
 const RUNS_AT_ONCE: usize = 1000;
 /// Long enough for all that is ready to be done.
@@ -37,8 +41,6 @@ const MOST_PATIENCE: u64 = 10;
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// A copy that stays in step rests for so long between two rounds.
 const BREATH: Duration = Duration::from_millis(50);
-/// A place that may fail is flushed after so many bytes: what was copied since is copied again when it has failed.
-const FLUSHED_AT_ONCE_BYTES: u64 = 256 << 20;
 /// So much of a place that may hold anything is made zero at once.
 const ZEROED_AT_ONCE_BYTES: u64 = 1 << 30;
 /// Zeroes that are copied take no space where that can be done.
@@ -82,6 +84,7 @@ pub(super) struct Copier<'a, 'w, F: Files> {
     pub mirror: Arc<Mirror>,
     pub status: &'a Status,
     pub place: &'a Place,
+    pub progress: &'a Progress,
     ends: RefCell<Rc<Ends<F>>>,
     copied_bytes: Cell<u64>,
     unflushed_bytes: Cell<u64>,
@@ -101,7 +104,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         target: Arc<GraphOf<F>>,
         mirror: &Arc<Mirror>,
         status: &'a Status,
-        place: &'a Place,
+        (place, progress): (&'a Place, &'a Progress),
     ) -> Self {
         let ends = Ends::new(work, source, target, mirror);
         Self {
@@ -110,6 +113,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             mirror: mirror.clone(),
             status,
             place,
+            progress,
             ends: RefCell::new(Rc::new(ends)),
             copied_bytes: Cell::new(0),
             unflushed_bytes: Cell::new(0),
@@ -150,7 +154,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
 
     async fn until_failure(&self, is_marked: &mut bool) -> Result<Over<F>, Failure> {
         if !*is_marked {
-            self.mark_all().await?;
+            self.mark_first().await?;
             *is_marked = true;
         }
         self.round(true).await?;
@@ -200,6 +204,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         self.mirror.release();
         self.status.note_failure(error.to_string());
         self.lose_unflushed();
+        self.progress.fall_back();
         let mut pause = TICK;
         loop {
             self.work.timer.sleep(pause).await;
@@ -226,16 +231,46 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         self.unflushed_bytes.set(0);
     }
 
-    /// Marks what the disk holds. What it does not hold is zero in a new image, too; elsewhere it is made zero.
-    async fn mark_all(&self) -> Result<(), Failure> {
+    /// Marks what the new place may lack: what the disk holds; or, when a process before has copied some of it, the rest, and what has changed since.
+    async fn mark_first(&self) -> Result<(), Failure> {
+        match self.progress.reached_bytes() {
+            0 => self.mark_from(0, self.place.is_new()).await,
+            until => {
+                self.mark_changed().await?;
+                // Where the disk holds nothing, the half had zeroes when it was flushed first.
+                self.mark_from(until, true).await
+            }
+        }
+    }
+
+    async fn mark_changed(&self) -> Result<(), Failure> {
         let (mut at, size_bytes) = (0, self.source.size_bytes());
+        while at < size_bytes && self.work.broken != Broken::ChangesLeftOut {
+            self.work.job.go_on().await.map_err(Failure::Disk)?;
+            let within = at..size_bytes.min(at + ASKED_AT_ONCE_BYTES);
+            let changed = match self.work.marks {
+                Some(marks) => marks.changed(MARK, within.clone()).await.map_err(Failure::Disk)?,
+                None => None,
+            };
+            // What is not known any more is copied.
+            let changed = changed.unwrap_or_else(|| vec![Extent::from_range(within.clone())]);
+            changed.into_iter().for_each(|run| self.mirror.mark(run));
+            at = within.end;
+            self.work.timer.sleep(A_TURN).await;
+        }
+        Ok(())
+    }
+
+    /// Marks what the disk holds from `at` on. What it does not hold is zero in a new image, too; elsewhere it is made zero.
+    async fn mark_from(&self, mut at: u64, is_zero: bool) -> Result<(), Failure> {
+        let size_bytes = self.source.size_bytes();
         while at < size_bytes {
             self.work.job.go_on().await.map_err(Failure::Disk)?;
             let rest = Extent::from_range(at..size_bytes);
             for run in self.source.extents(rest, RUNS_AT_ONCE).await.map_err(Failure::Disk)? {
                 match run.kind {
                     ExtentKind::Data => self.mirror.mark(run.extent),
-                    _ if self.place.is_new() => {}
+                    _ if is_zero => {}
                     _ => self.make_zero(run.extent).await?,
                 }
                 at = run.extent.end();
@@ -312,10 +347,13 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             piece.map_err(|told| failed.take().unwrap_or(Failure::Disk(told)))?;
             self.copied_bytes.set(self.copied_bytes.get() + bytes);
             self.work.job.set_done(self.copied_bytes.get());
-            if self.unflushed_bytes.get() > FLUSHED_AT_ONCE_BYTES && self.place.may_come_back() {
+            self.progress.reach(at);
+            let is_much = self.unflushed_bytes.get() > self.work.sizes.noted_bytes;
+            if is_much || self.progress.is_due(self.work.timer.now_ns()) {
                 self.flush().await?;
             }
         }
+        self.progress.reach(self.source.size_bytes());
         self.status.set_copied_until(begun);
         Ok(())
     }
@@ -352,7 +390,10 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
     /// # Errors
     /// That of the place.
     pub async fn flush(&self) -> Result<(), Failure> {
-        let ends = self.ends();
+        let (ends, reached_bytes) = (self.ends(), self.progress.reached_bytes());
+        if self.work.broken == Broken::NotedBeforeFlush {
+            self.progress.note(self.work, reached_bytes).await;
+        }
         let flushed = self.unless_told(Box::pin(async move {
             ends.target.flush().await.map_err(Failure::Place)?;
             while let Some(run) = ends.unflushed.next(0, u64::MAX) {
@@ -362,6 +403,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         }));
         flushed.await?;
         self.unflushed_bytes.set(0);
+        self.progress.note(self.work, reached_bytes).await;
         Ok(())
     }
 

@@ -15,7 +15,7 @@
 //! the next one that opens the old path gives the old image its name back ([`take_back`]).
 //!
 //! A process that ends before the hand-over leaves the old image as it was, and half a new one. The note of the job has the next server
-//! begin anew.
+//! go on with both: it copies what was not copied yet, and what has changed since the move began ([`progress`]).
 //!
 //! An export of another host has no hidden name. It is the disk as soon as the old image has lost its name; until then it is half a copy. When
 //! it fails, the mirror goes on to mark, and the export is tried again: what was not flushed there is copied again, and what has changed.
@@ -27,12 +27,16 @@ mod mirror;
 mod note;
 mod order;
 mod place;
+mod progress;
 mod received;
 mod status;
 
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
+use futures_util::future::select;
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, Result};
 use spile_image::Format;
 use spile_image::layer::{Identity, Layer};
@@ -46,6 +50,7 @@ use mirror::Mirror;
 pub use note::{Moved, take_back};
 pub use order::{Order, is_name};
 use place::Place;
+use progress::Progress;
 pub use received::{Place as ReceivedPlace, Received, ReceivedState, Receiver};
 pub use status::{Motion, Phase, Status};
 
@@ -101,25 +106,47 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     if let Some(disk) = &place.disk {
         crate::finish_left(work, disk).await?;
         let of = source.handles()[0].image().identity();
-        let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes(), of };
+        let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes(), of, copied: None };
         note.write(work.files, disk).await?;
     }
-    let target = match Box::pin(place.make(work, &source, plan)).await {
+    let progress = Progress::new(place.disk.clone(), &Plan::Move(plan.clone()));
+    let moved = Box::pin(move_disk(work, &source, &mut place, plan, &progress)).await;
+    if work.job.outcome(&moved.as_ref().map_err(Error::duplicate).map(drop)) != State::Stopped {
+        // What stays noted costs a little at each write, and nothing else.
+        let _ = progress.end(work).await;
+    }
+    moved
+}
+
+/// [`begin`], of a disk whose job has its note.
+async fn move_disk<F: Files>(
+    work: &Work<'_, F>,
+    source: &Arc<GraphOf<F>>,
+    place: &mut Place,
+    plan: &Move,
+    progress: &Progress,
+) -> Result<()> {
+    let mirror = Arc::new(Mirror::new(source.size_bytes(), block_bytes(work), work.broken));
+    let status = Arc::new(Status::new(mirror.clone()));
+    let target = match Box::pin(open_place(work, source, place, plan, progress, &status)).await {
         Ok(target) => Arc::new(target),
         Err(error) => {
-            let _ = place.remove(work.files, &source, None).await;
+            place.keeps_half.set(place.keeps_half.get() && has_stopped(work, &error));
+            let _ = place.remove(work.files, source, None).await;
             return Err(error);
         }
     };
-    let error = match Box::pin(mirrored(work, &source, target.clone(), &place, plan)).await {
+    let mirroring = Mirroring { mirror, status, place: &*place, progress, plan };
+    let error = match Box::pin(mirrored(work, source, target.clone(), &mirroring)).await {
         Ok(()) => return Ok(()),
         Err(Failure::Names(error)) => return Err(error),
         Err(Failure::Disk(error) | Failure::Place(error)) => error,
     };
+    place.keeps_half.set(progress.is_noted() && has_stopped(work, &error));
     if work.job.outcome(&Err(error.duplicate())) == State::Cancelled {
         place.drop_there(work).await;
     }
-    let removed = place.remove(work.files, &source, Some(&target)).await;
+    let removed = place.remove(work.files, source, Some(&target)).await;
     Err(match removed {
         Err(left) if work.job.outcome(&Err(error.duplicate())) == State::Failed => {
             error.hint(format!("and what was begun could not be removed: {left}"))
@@ -128,21 +155,82 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     })
 }
 
+/// True when a job that has ended with `error` is gone on with by the next process.
+fn has_stopped<F: Files>(work: &Work<'_, F>, error: &Error) -> bool {
+    work.job.outcome(&Err(error.duplicate())) == State::Stopped
+}
+
+/// The longest pause between two tries to open a half on another host that does not answer.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// How often a half of this host is tried that somebody has open: for some seconds.
+const MOST_TRIES: u32 = 10;
+
+/// Opens the new image: the half of a process before, as long as all is known of it; else a new one.
+async fn open_place<F: Files>(
+    work: &Work<'_, F>,
+    source: &Arc<GraphOf<F>>,
+    place: &mut Place,
+    plan: &Move,
+    progress: &Progress,
+    status: &Arc<Status>,
+) -> Result<GraphOf<F>> {
+    if let Some(copied) = progress.left(work).await? {
+        place.keeps_half.set(true);
+        let (mut pause, mut tries) = (Duration::from_millis(20), 0);
+        let taken = loop {
+            tries += 1;
+            match place.take_up(work, source, plan, &copied).await {
+                // The other host may come back; and the kernel may not have wound up the process that was killed.
+                Err(error) if place.may_come_back() || error.kind() == ErrorKind::Busy && tries < MOST_TRIES => {
+                    work.job.set_status(status.clone());
+                    status.note_failure(error.to_string());
+                    let _either = select(work.timer.sleep(pause), pin!(work.job.told_to_end())).await;
+                    work.job.go_on().await?;
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                taken => break taken?,
+            }
+        };
+        if let Some(target) = taken {
+            progress.go_on(copied);
+            return Ok(target);
+        }
+        place.keeps_half.set(false);
+    }
+    if progress.forget(work).await? {
+        let why = "all is copied anew: what was copied before, or what has changed since, is not known for certain";
+        status.set_trouble(Some(why.to_owned()));
+    }
+    place.make(work, source, plan).await
+}
+
+/// What a disk is mirrored with.
+struct Mirroring<'a> {
+    mirror: Arc<Mirror>,
+    status: Arc<Status>,
+    place: &'a Place,
+    progress: &'a Progress,
+    plan: &'a Move,
+}
+
 /// Mirrors the disk until it is handed over, or its copy is to be left as it is.
 async fn mirrored<F: Files>(
     work: &Work<'_, F>,
     source: &Arc<GraphOf<F>>,
     target: Arc<GraphOf<F>>,
-    place: &Place,
-    plan: &Move,
+    mirroring: &Mirroring<'_>,
 ) -> Result<(), Failure> {
-    let mirror = Arc::new(Mirror::new(source.size_bytes(), block_bytes(work), work.broken));
-    let status = Arc::new(Status::new(mirror.clone()));
+    let Mirroring { mirror, status, place, progress, plan } = mirroring;
     work.job.set_status(status.clone());
     work.job.accept();
     let stage: Arc<dyn Stage> = mirror.clone();
     work.node.replace(spile_node::Place::Mirror, Some(stage)).await.map_err(Failure::Disk)?;
-    let copier = Copier::new(work, source, target, &mirror, &status, place);
+    if progress.reached_bytes() == 0
+        && let Err(error) = progress.begin(work, place.which::<F>(&target)).await
+    {
+        status.set_trouble(Some(format!("a kill has the next process begin the move anew: {error}")));
+    }
+    let copier = Copier::new(work, source, target, mirror, status, (place, progress));
     let done = Box::pin(copier.until_over()).await;
     mirror.release();
     // It can only have been closed: then no request meets the stage any more.

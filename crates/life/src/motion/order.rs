@@ -18,6 +18,13 @@ pub enum Order {
         /// The disk's size.
         size_bytes: u64,
     },
+    /// The image of this move, which is there, is written to through a new link. Nothing comes any more from those of before.
+    GoOn {
+        /// The identity of the move.
+        id: Identity,
+        /// The link: all of its connections name it.
+        link: Identity,
+    },
     /// The image of this move is whole: it gets its name.
     Finish {
         /// The identity of the move.
@@ -38,6 +45,7 @@ impl Order {
     pub fn export(&self, name: &str) -> String {
         match self {
             Self::Begin { id, size_bytes } => format!("{PREFIX}begin/{}/{size_bytes}/{name}", to_hex(*id)),
+            Self::GoOn { id, link } => format!("{PREFIX}go-on/{}/{}/{name}", to_hex(*id), to_hex(*link)),
             Self::Finish { id } => format!("{PREFIX}finish/{}/{name}", to_hex(*id)),
             Self::Drop { id } => format!("{PREFIX}drop/{}/{name}", to_hex(*id)),
         }
@@ -52,6 +60,10 @@ impl Order {
             "begin" => {
                 let (size, name) = rest.split_once('/')?;
                 Some((Self::Begin { id, size_bytes: size.parse().ok()? }, name))
+            }
+            "go-on" => {
+                let (link, name) = rest.split_once('/')?;
+                Some((Self::GoOn { id, link: Identity(from_hex(link)?) }, name))
             }
             "finish" => Some((Self::Finish { id }, rest)),
             "drop" => Some((Self::Drop { id }, rest)),
@@ -90,7 +102,9 @@ mod tests {
 
     #[test]
     fn an_order_is_read_back_from_its_export() {
-        for order in [Order::Begin { id: ID, size_bytes: 1 << 30 }, Order::Finish { id: ID }, Order::Drop { id: ID }] {
+        let go_on = Order::GoOn { id: ID, link: Identity([0x3c; 16]) };
+        let begin = Order::Begin { id: ID, size_bytes: 1 << 30 };
+        for order in [begin, go_on, Order::Finish { id: ID }, Order::Drop { id: ID }] {
             assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
         }
         let hex = "a7".repeat(16);

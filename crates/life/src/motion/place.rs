@@ -9,14 +9,15 @@ use futures_util::future::select;
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_image::create::NewImage;
 use spile_image::layer::{Identity, Layer};
-use spile_image::{Format, Graph, OpenOptions};
+use spile_image::{Broken, Format, Graph, OpenOptions};
 
 use super::note::{Moved, is_free, refuse_taken};
 use super::order::Order;
 use super::{Move, old_image};
+use crate::jobs::note::{Copied, to_hex};
 use crate::names;
 use crate::snapshot::remove_if_there;
-use crate::work::{GraphOf, Work};
+use crate::work::{GraphOf, Work, is_no_image};
 
 /// The first and the longest pause between two tries to tell the other host that the disk is handed over.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
@@ -37,6 +38,8 @@ pub(super) struct Place {
     is_made: Cell<bool>,
     /// The move, when the other host takes disks in. Known once it was asked.
     taken_in: Cell<Option<Identity>>,
+    /// What of the new image can be taken up by the next process is left when this one ends.
+    pub keeps_half: Cell<bool>,
 }
 
 impl Place {
@@ -67,13 +70,14 @@ impl Place {
             format: plan.format,
             is_made: Cell::new(false),
             taken_in: Cell::new(None),
+            keeps_half: Cell::new(false),
         };
         place.check_names(work, store).await?;
         place.refuse_children(work, source).await?;
         Ok(place)
     }
 
-    /// Refuses names that are taken, and removes what an earlier move has left.
+    /// Refuses names that are taken.
     async fn check_names<F: Files>(&self, work: &Work<'_, F>, store: &F::Store) -> Result<()> {
         if let Some(disk) = &self.disk {
             if !work.files.is_at(store, disk).await? {
@@ -94,11 +98,10 @@ impl Place {
                 return Err(taken(what, &self.moved.image));
             }
         }
-        if let (Locator::Path(to), Some(half)) = (&self.moved.to, &self.moved.half) {
-            refuse_taken(work.files, to).await?;
-            remove_half(work.files, half).await?;
+        match &self.moved.to {
+            Locator::Path(to) => refuse_taken(work.files, to).await,
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Refuses to move an image away that others name as their parent.
@@ -137,12 +140,58 @@ impl Place {
         self.moved.half.is_some()
     }
 
-    /// Makes the new image, as large as the disk of `source`, if it is not there, and opens it.
+    /// Opens the half of which a process before has noted this. `None` when it is not there any more, or another file is in its place.
+    ///
+    /// # Errors
+    /// `Busy` while somebody else has it open; what cannot take the disk's place; the stores'.
+    pub async fn take_up<F: Files>(
+        &mut self,
+        work: &Work<'_, F>,
+        source: &GraphOf<F>,
+        plan: &Move,
+        copied: &Copied,
+    ) -> Result<Option<GraphOf<F>>> {
+        if self.moved.half.is_none() {
+            let Some(id) = plan.id.filter(|id| to_hex(*id) == copied.half) else { return Ok(None) };
+            self.be_taken_in(id);
+        }
+        let target = match self.open(work, source).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            // It was not made to its end, or is another file.
+            Err(error) if self.moved.half.is_some() && is_no_image(error.kind()) => return Ok(None),
+            opened => opened?,
+        };
+        if self.which::<F>(&target).as_ref() == Some(&copied.half) || work.broken == Broken::AnyHalf {
+            return Ok(Some(target));
+        }
+        let _ = target.close().await;
+        Ok(None)
+    }
+
+    /// Which half `target` is, as it is noted. `None` where nobody can tell later.
+    pub fn which<F: Files>(&self, target: &GraphOf<F>) -> Option<String> {
+        match (&self.moved.half, self.taken_in.get()) {
+            (Some(_), _) => {
+                let [number, made] = target.handles()[0].image().store().which_file()?;
+                Some(format!("{number} {made}"))
+            }
+            (None, id) => id.map(to_hex),
+        }
+    }
+
+    /// The other host takes this disk in, by the move `id`.
+    fn be_taken_in(&mut self, id: Identity) {
+        self.taken_in.set(Some(id));
+        self.moved.finish = self.order(|id| Order::Finish { id });
+    }
+
+    /// Makes a new image, as large as the disk of `source`, and opens it. What an earlier move has left there goes.
     ///
     /// # Errors
     /// What cannot take the disk's place; the stores'.
     pub async fn make<F: Files>(&mut self, work: &Work<'_, F>, source: &GraphOf<F>, plan: &Move) -> Result<GraphOf<F>> {
         let Some(half) = &self.moved.half else { return self.open_there(work, source, plan).await };
+        remove_half(work.files, half).await?;
         let new = NewImage { size_bytes: source.size_bytes(), subformat: None, parent: None, unit_bytes: None };
         let store = work.files.create(half, 0).await?;
         self.is_made.set(true);
@@ -165,15 +214,21 @@ impl Place {
         plan: &Move,
     ) -> Result<GraphOf<F>> {
         let Some(id) = plan.id.filter(|_| self.format == Format::Raw) else { return self.open(work, source).await };
-        self.taken_in.set(Some(id));
-        match self.open(work, source).await {
+        self.be_taken_in(id);
+        // Made by an order of its own: a link that is cut and made again must not find a new half in the place of one that is gone.
+        let begun = match self.order(|id| Order::Begin { id, size_bytes: source.size_bytes() }) {
+            Some(order) => work.files.open(&order, OpenMode::ReadWrite).await.map(drop),
+            None => Err(Error::new(ErrorKind::NotFound, "the export has no name")),
+        };
+        match begun {
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 self.taken_in.set(None);
+                self.moved.finish = None;
                 self.open(work, source).await
             }
-            opened => {
-                self.moved.finish = self.order(|id| Order::Finish { id });
-                opened
+            begun => {
+                begun?;
+                self.open(work, source).await
             }
         }
     }
@@ -232,7 +287,8 @@ impl Place {
     /// As [`Place::make`].
     pub async fn open<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>) -> Result<GraphOf<F>> {
         let half = self.moved.half.as_ref().map(Locator::from);
-        let there = || self.order(|id| Order::Begin { id, size_bytes: source.size_bytes() });
+        let link = Identity(work.env.random_16());
+        let there = || self.order(|id| Order::GoOn { id, link });
         let at = half.or_else(there).unwrap_or_else(|| self.moved.to.clone());
         let options = OpenOptions { format: Some(self.format), ..OpenOptions::default() };
         let target = Graph::open(work.files, work.env.clone(), at, &options).await?;
@@ -260,6 +316,7 @@ impl Place {
     /// The system's.
     pub async fn remove<F: Files>(&self, files: &F, source: &GraphOf<F>, target: Option<&GraphOf<F>>) -> Result<()> {
         let half = match (&self.moved.half, target) {
+            _ if self.keeps_half.get() => Ok(()),
             (_, Some(target)) => self.remove_hidden_name(files, target).await,
             (Some(half), None) if self.is_made.get() => match remove_half(files, half).await {
                 // Another disk is moved here by now.

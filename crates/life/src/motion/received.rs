@@ -170,6 +170,16 @@ impl<F: Files> Receiver<'_, F> {
         self.make(&disk, id, size_bytes, format).await
     }
 
+    /// The image of the move `id`, which is there, and how far it is.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such image; the system's.
+    pub async fn go_on(&self, name: &str, id: Identity) -> Result<(Place, ReceivedState)> {
+        let disk = self.disk(name)?;
+        let (note, place) = self.of_move(&disk, id).await?;
+        Ok((place, note.state))
+    }
+
     async fn make(&self, disk: &Path, id: Identity, size_bytes: u64, format: Format) -> Result<Place> {
         let half = names::receiving(disk);
         refuse_taken(self.files, disk).await?;

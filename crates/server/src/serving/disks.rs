@@ -282,6 +282,7 @@ impl Opening {
         let failed_syncs = if spec.read_only { Vec::new() } else { failed_syncs::recall(&graph) };
         tell_failed_syncs(&graph, &spec.own_name(), &failed_syncs);
         let troubles = trouble::of_disk(spec.own_name(), spec.policy(self.policy));
+        let checkpoints = Arc::new(checkpoints);
         Open {
             name: spec.own_name(),
             layers: layers_of(&graph),
@@ -296,8 +297,8 @@ impl Opening {
             identity: self.identity_of(spec).with_opened(&graph),
             has_own_shape: spec.shape.or(self.shape).is_some(),
             has_own_limits: spec.limits.is_some() || spec.group.is_some(),
-            jobs: DiskJobs::new(self.access()),
-            checkpoints: Arc::new(checkpoints),
+            jobs: DiskJobs::new(self.access(), checkpoints.clone()),
+            checkpoints,
             pausing: Arc::default(),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))

@@ -17,6 +17,7 @@ use spile_store::HostStore;
 use super::api::types::{self, FailureDetail, JobChange, NewJob};
 use super::control::Event;
 use super::disks::ServedDisk;
+use crate::checkpoints::Checkpoints;
 use crate::jobs::{self, Access};
 
 /// So many jobs that have ended are kept for each disk.
@@ -80,6 +81,7 @@ impl What {
 /// The jobs of one disk.
 pub struct DiskJobs {
     access: Access,
+    checkpoints: Arc<Checkpoints>,
     state: Mutex<State>,
 }
 
@@ -119,9 +121,9 @@ impl State {
 }
 
 impl DiskJobs {
-    /// There is none yet for a disk whose files are opened by `access`.
-    pub fn new(access: Access) -> Arc<Self> {
-        Arc::new(Self { access, state: Mutex::default() })
+    /// There is none yet for a disk that has these checkpoints, and whose files are opened by `access`.
+    pub fn new(access: Access, checkpoints: Arc<Checkpoints>) -> Arc<Self> {
+        Arc::new(Self { access, checkpoints, state: Mutex::default() })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -163,7 +165,7 @@ impl DiskJobs {
             return Err(Error::new(ErrorKind::Busy, what).at_path(&merged.path).hint("look at the chain: spile show"));
         }
         let wishes = Wishes { limit_bytes_per_s: new.limit_bytes_per_s, ..Wishes::default() };
-        let begun = self.spawn(engine, disk, Note { plan, wishes, of: None }, None)?;
+        let begun = self.spawn(engine, disk, Note { plan, wishes, of: None, copied: None }, None)?;
         match begun.job.accepted().await {
             Ok(()) => Ok(begun),
             Err(refused) => {
@@ -271,7 +273,7 @@ impl DiskJobs {
         }
         let (jobs, disk, running) = (self.clone(), disk.clone(), begun.clone());
         engine.spawn_on(0, move || async move {
-            if let Err(error) = jobs::run(&disk, jobs.access, &running.job, &plan).await
+            if let Err(error) = jobs::run(&disk, &jobs.checkpoints, jobs.access, &running.job, &plan).await
                 && running.job.report().error.is_some()
             {
                 tracing::warn!("the job {} has failed: {error}", running.id);

@@ -266,6 +266,7 @@ impl Host {
             node,
             job: &job,
             neighbours: &neighbours,
+            marks: None,
             sizes: Sizes { batch_bytes: 64 << 10, piece_bytes: 16 << 10, ..Sizes::default() },
             broken: spile_image::Broken::Nothing,
         };

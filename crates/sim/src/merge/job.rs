@@ -91,6 +91,7 @@ impl Host {
             node,
             job: &job,
             neighbours: &neighbours,
+            marks: None,
             sizes: self.sizes,
             broken: self.broken,
         };

@@ -112,7 +112,7 @@ pub fn run_merge(seed: u64, broken: Broken, trace: bool) -> Result<MergeSummary,
     let (quiet_piece_bytes, lanes) = (4096 << of_lanes.below(5), of_lanes.between(1, 4) as usize);
     // Often the layer's file holds its space to the end, often for a while or not at all.
     let held_bytes = [0, 64 << 10, u64::MAX / 2][Rng::new(seed).split(63).index(3)];
-    let sizes = Sizes { batch_bytes, held_bytes, piece_bytes, quiet_piece_bytes, lanes };
+    let sizes = Sizes { batch_bytes, held_bytes, piece_bytes, quiet_piece_bytes, lanes, ..Sizes::default() };
     let host = Rc::new(Host {
         world: world.clone(),
         plan: Rc::new(plan),

@@ -90,6 +90,7 @@ impl Host {
             node,
             job: &job,
             neighbours: &Vec::new(),
+            marks: None,
             sizes: self.sizes,
             broken: self.broken,
         };

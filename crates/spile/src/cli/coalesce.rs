@@ -213,7 +213,7 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         let (job, node) = (DiskJob::new(What::Images(plan.clone()), wishes), Node::new(graph));
         // Only the thread that shows how far the job is could be gone.
         let _ = sender.send(job.clone());
-        let done = Box::pin(jobs::run(&node, Access::default(), job.job(), &plan)).await;
+        let done = Box::pin(jobs::run(&node, &checkpoints, Access::default(), job.job(), &plan)).await;
         drop(sender);
         let graph = node.graph().await;
         let closed = node.close().await;

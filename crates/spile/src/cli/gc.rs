@@ -361,7 +361,9 @@ async fn by_itself(disk: &Path, rate: Option<u64>, ending: &Ending) -> Result<()
     checkpoints.open(&graph).await?;
     let node = Node::new(graph);
     let host = Host::new();
-    let run = async |plan, wishes: Wishes| run_job(&node, plan, rate.or(wishes.limit_bytes_per_s), ending).await;
+    let run = async |plan, wishes: Wishes| {
+        run_job(&node, &checkpoints, plan, rate.or(wishes.limit_bytes_per_s), ending).await
+    };
     let done = gc::collect(&host.tools(), &node, async || host.beside(disk).await, run).await;
     let graph = node.graph().await;
     let closed = node.close().await;
@@ -373,6 +375,7 @@ async fn by_itself(disk: &Path, rate: Option<u64>, ending: &Ending) -> Result<()
 
 async fn run_job(
     node: &Node<Graph<HostStore>>,
+    checkpoints: &Checkpoints,
     plan: Plan,
     limit_bytes_per_s: Option<u64>,
     ending: &Ending,
@@ -380,5 +383,5 @@ async fn run_job(
     let wishes = Wishes { limit_bytes_per_s, ..Wishes::default() };
     let job = DiskJob::new(What::Images(plan.clone()), wishes);
     ending.add(&job);
-    jobs::run(node, Access::default(), job.job(), &plan).await
+    jobs::run(node, checkpoints, Access::default(), job.job(), &plan).await
 }
