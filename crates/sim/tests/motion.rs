@@ -15,6 +15,7 @@ fn three_hundred_seeds_find_nothing() {
     assert!(all.moved > 100 && all.busy > 60, "too little happened: {all:?}");
     assert!(all.found > 10 && all.taken_back > 10, "no crash between the names, or right after them: {all:?}");
     assert!(all.put_off > 5, "no hand-over was put off: {all:?}");
+    assert!(all.taken_up > 15 && all.replaced > 3, "too few halves were there to go on with: {all:?}");
     assert!(all.resumed > 30 && all.ended_early > 30, "too little happened: {all:?}");
 }
 
@@ -54,6 +55,21 @@ fn a_hand_over_that_does_not_wait_for_requests_in_flight_is_found() {
 #[test]
 fn a_hand_over_before_the_new_image_is_durable_is_found() {
     bites(Broken::HandOverUnflushed, " reads ");
+}
+
+#[test]
+fn a_half_that_is_noted_before_it_is_durable_is_found() {
+    bites(Broken::NotedBeforeFlush, " reads ");
+}
+
+#[test]
+fn a_half_that_is_another_file_is_found() {
+    bites(Broken::AnyHalf, " reads ");
+}
+
+#[test]
+fn changes_that_are_not_copied_again_are_found() {
+    bites(Broken::ChangesLeftOut, " reads ");
 }
 
 #[test]

@@ -236,6 +236,24 @@ fn a_half_that_was_replaced_and_a_disk_that_another_program_wrote_to_are_copied_
 }
 
 #[test]
+fn a_command_that_is_ended_goes_on_when_it_is_said_again() {
+    let (dir, bytes) = full("motion-again");
+    let dir = dir.path();
+    let mut command = spile();
+    command.args(["move", "old/motion-again.raw", "--to", "new", "--rate", "8M"]).current_dir(dir);
+    let mut first = Served { child: command.stderr(Stdio::null()).spawn().unwrap(), socket: dir.join("n") };
+    eventually("half of it is copied and that is noted", || noted(dir, "motion-again") >= 16 << 20);
+    first.signal(nix::sys::signal::Signal::SIGINT);
+    assert_eq!(first.wait().code(), Some(130));
+    let until = noted(dir, "motion-again");
+    let said = fails(dir, 1, &["move", "old/motion-again.raw", "--to", "new/other.raw"]);
+    assert!(said.contains("was begun and is not finished"), "{said}");
+    let moved = json(dir, &["move", "old/motion-again.raw", "--to", "new"]);
+    assert_eq!(moved["done_bytes"], (48 << 20) - until);
+    assert!(bytes_of(dir, "new/motion-again.raw") == bytes);
+}
+
+#[test]
 fn a_server_that_ends_leaves_the_half_and_whoever_gives_the_move_up_removes_it() {
     let (dir, bytes) = full("motion-left");
     let dir = dir.path();
@@ -246,10 +264,7 @@ fn a_server_that_ends_leaves_the_half_and_whoever_gives_the_move_up_removes_it()
     assert_eq!(json(dir, &["checkpoint", "motion-left", "--list"])["checkpoints"].as_array().unwrap().len(), 0);
     assert!(served.terminate().success());
     assert_eq!(names(dir, "new"), [".x.raw.spile-moving"]);
-    assert_eq!(
-        names(dir, "old"),
-        [".motion-left.raw.spile-changes", ".motion-left.raw.spile-job", "motion-left.raw"]
-    );
+    assert_eq!(names(dir, "old"), [".motion-left.raw.spile-changes", ".motion-left.raw.spile-job", "motion-left.raw"]);
     let served = serve(dir, &["old/motion-left.raw"]);
     ok(dir, &["job", the_job(dir, "motion-left")["id"].as_str().unwrap(), "cancel"]);
     eventually("it is cancelled", || the_job(dir, "motion-left")["state"] == "cancelled");

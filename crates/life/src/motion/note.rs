@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
 
-use crate::jobs::note::{text_of, text_of_place};
+use crate::jobs::note::{Note, text_of, text_of_place};
 use crate::names;
 use crate::snapshot::remove_if_there;
 
@@ -165,7 +165,10 @@ pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Re
         return Err(moved.told(disk));
     }
     rename_to_free(files, &moved.image, disk).await?;
-    remove_if_there(files, half).await?;
+    // The job goes on with a half of which it has noted something.
+    if Note::look(files, disk).await?.is_none_or(|note| note.copied.is_none()) {
+        remove_if_there(files, half).await?;
+    }
     remove_if_there(files, &names::moved(disk)).await?;
     drop((old, new));
     Ok(true)

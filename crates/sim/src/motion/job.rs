@@ -10,17 +10,18 @@ use std::time::Duration;
 use spile_core::metrics::Op;
 use spile_core::{Env, ErrorKind, Files, Locator, Timer};
 use spile_image::Format;
-use spile_life::jobs::{Job, Plan, State, Wishes};
+use spile_life::jobs::{Job, Note, Plan, State, Wishes};
 use spile_life::motion::{Move, old_image};
 use spile_life::{Work, names};
 
+use super::marks::Marked;
 use super::{Host, MotionNode};
 use crate::live::{pause, turns};
 use crate::rng::Rng;
 
 /// A clock on which time goes by only in sleeps, each of which is some turns of the executor: a few, or some more.
 #[derive(Default)]
-struct Turns(AtomicU64);
+pub(super) struct Turns(AtomicU64);
 
 impl Timer for Turns {
     fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
@@ -36,9 +37,12 @@ impl Timer for Turns {
 impl Host {
     /// Goes on with the job that the note names, then begins another one.
     pub(super) async fn jobs(self: Rc<Self>, node: MotionNode, mut rng: Rng) {
-        match Plan::read(&self.world.files(), &self.at()).await {
-            Ok(Some(plan)) => {
-                self.count(|summary| summary.resumed += 1);
+        match Note::read(&self.world.files(), &self.at()).await {
+            Ok(Some(Note { plan, copied, .. })) => {
+                self.count(|summary| {
+                    (summary.resumed, summary.taken_up) =
+                        (summary.resumed + 1, summary.taken_up + u64::from(copied.is_some()));
+                });
                 if self.job(&node, plan, &mut rng).await == State::Stopped {
                     return;
                 }
@@ -90,7 +94,7 @@ impl Host {
             node,
             job: &job,
             neighbours: &Vec::new(),
-            marks: None,
+            marks: Some(&Marked { host: self, node }),
             sizes: self.sizes,
             broken: self.broken,
         };
@@ -119,8 +123,9 @@ impl Host {
                 // A new name that could be neither used nor removed in a life before is in the way.
                 let fine = fine || (error.kind() == ErrorKind::Exists && self.had_faults.get());
                 assert!(fine, "{plan:?} failed without a fault: {error:?}");
-                let is_tidy =
-                    is_there(at.clone()).await && !is_there(names::moving(to)).await && !is_there(to.clone()).await;
+                // The next process goes on with the half.
+                let has_half = is_there(names::moving(to)).await && job.state() != State::Stopped;
+                let is_tidy = is_there(at.clone()).await && !has_half && !is_there(to.clone()).await;
                 assert!(
                     is_tidy || self.has_faults() || self.had_faults.get(),
                     "a move that has ended has left something: {error:?}"

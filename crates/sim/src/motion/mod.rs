@@ -7,9 +7,11 @@
 //! - **One of the two paths is the disk**: there is an image at the old path or at the new one, never at both; and the disk that is found so holds
 //!   all that was acknowledged. When a process has ended between the two names, the next open of the old path takes that back.
 //! - **A move that is done has its disk at the new path**, and one that has failed at the old one. Then nothing half-made is left.
+//! - **What a half holds is taken up only as far as it is durable there**, and only when it is that half: all that has changed since is copied anew.
 //! - **Work that was interrupted comes to its end** in the lives after, without anybody but the note beside the disk.
 
 mod job;
+mod marks;
 
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
@@ -34,6 +36,7 @@ use crate::rng::Rng;
 use crate::store::SimStore;
 use crate::workload::Workload;
 use crate::world::World;
+use marks::Tracker;
 
 type MotionNode = Arc<Node<Graph<SimStore>>>;
 
@@ -62,6 +65,8 @@ struct Host {
     /// There were faults in a life since the move to this place began.
     had_faults: Cell<bool>,
     summary: Cell<MotionSummary>,
+    /// The changed blocks of the life that is under way, or of the one before.
+    tracker: RefCell<Option<Tracker>>,
 }
 
 /// What a run that found nothing did.
@@ -81,6 +86,10 @@ pub struct MotionSummary {
     pub put_off: u64,
     /// Jobs that went on after a crash.
     pub resumed: u64,
+    /// Such jobs that found a half of which something was noted.
+    pub taken_up: u64,
+    /// Halves that somebody replaced between two lives.
+    pub replaced: u64,
     /// Jobs that were cancelled, or failed by a fault.
     pub ended_early: u64,
 }
@@ -94,6 +103,8 @@ impl std::ops::AddAssign for MotionSummary {
         self.taken_back += other.taken_back;
         self.put_off += other.put_off;
         self.resumed += other.resumed;
+        self.taken_up += other.taken_up;
+        self.replaced += other.replaced;
         self.ended_early += other.ended_early;
     }
 }
@@ -118,6 +129,7 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
         world.keep_trace();
     }
     let sizes = Sizes { batch_bytes: 1 << 20, piece_bytes: 4096 << rng.below(5), ..Sizes::default() };
+    let sizes = Sizes { noted_bytes: Rng::new(seed).split(82).below(16) << 12, ..sizes };
     let first = if rng.chance(1, 3) { "/images/disk.raw" } else { "/images/disk.vhd" };
     let host = Rc::new(Host {
         world: world.clone(),
@@ -134,6 +146,7 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
         faults_before: Cell::new(0),
         had_faults: Cell::new(false),
         summary: Cell::default(),
+        tracker: RefCell::default(),
     });
     catch_findings(&world, move || host.all(&mut rng))
 }
@@ -187,7 +200,11 @@ impl Host {
     }
 
     async fn make(&self, path: &Path, is_child: bool) -> Result<()> {
-        if Format::from_extension(path) == Some(Format::Raw) {
+        self.make_as(path, Format::from_extension(path).unwrap_or(Format::Vhd), is_child).await
+    }
+
+    async fn make_as(&self, path: &Path, format: Format, is_child: bool) -> Result<()> {
+        if format == Format::Raw {
             self.world.install_empty(path, self.size_bytes);
             return Ok(());
         }
@@ -238,7 +255,9 @@ impl Host {
         executor.spawn(async move {
             let graph = host.open().await;
             graph.begin();
-            *into.borrow_mut() = Some(Arc::new(Node::new(graph)));
+            let node = Arc::new(Node::new(graph));
+            host.open_changes(&node).await;
+            *into.borrow_mut() = Some(node);
         });
         run(executor, limit)?;
         let node = opened.take().expect("the disk is open");
@@ -252,10 +271,12 @@ impl Host {
             executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
         }
         self.run_to_window(executor, limit)?;
-        let verify = Rng::new(rng.word());
+        let (verify, host) = (Rng::new(rng.word()), self.clone());
         executor.spawn(async move {
             work.clone().verify(verify, true).await;
+            let graph = node.graph().await;
             work.close().await;
+            host.close_changes(&graph).await;
         });
         run(executor, limit)
     }
@@ -310,6 +331,9 @@ impl Host {
             }
         }
         let at = found.clone().unwrap_or(at);
+        if found.is_none() {
+            self.replace_half().await;
+        }
         let opened = Graph::open(&files, self.world.env(), at.as_path(), &OpenOptions::default()).await;
         let graph = opened.unwrap_or_else(|error| panic!("the disk does not open: {error:?}"));
         recover(&files, &graph).await.unwrap_or_else(|error| panic!("the disk is not recovered: {error:?}"));
@@ -319,6 +343,22 @@ impl Host {
             self.note_moved(to);
         }
         graph
+    }
+
+    /// Now and then an operator has put another image in the place of the half.
+    async fn replace_half(&self) {
+        let half = self.to.borrow().as_deref().map(names::moving);
+        let Some(half) = half.filter(|half| self.world.file_number(half).is_some()) else { return };
+        if !self.window_rng.borrow_mut().chance(1, 6) {
+            return;
+        }
+        let removed = self.world.files().remove(&half).await;
+        removed.unwrap_or_else(|error| panic!("a half cannot be removed: {error:?}"));
+        let format = self.to.borrow().as_deref().and_then(Format::from_extension);
+        let made = self.make_as(&half, format.unwrap_or(Format::Raw), false).await;
+        made.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
+        self.world.settle(&half);
+        self.count(|summary| summary.replaced += 1);
     }
 
     /// The disk is at its new place.

@@ -12,6 +12,7 @@ use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
 use spile_image::{Format, OpenOptions};
 use spile_life::jobs::{Note, Plan, State, Wishes};
 use spile_life::merge::is_called;
+use spile_life::motion::Move;
 use spile_node::Node;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::{self, Access};
@@ -207,7 +208,7 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         Box::pin(checkpoints.open(&graph)).await?;
         let plan = match jobs::left(&graph).await? {
             Some(Note { plan: left, .. }) if is_meant(&left, graph.handles()[0].path(), &new) => left,
-            _ => plan(&graph, &new)?,
+            left => go_on_with(left, plan(&graph, &new)?),
         };
         let wishes = Wishes { limit_bytes_per_s: rate, ..Wishes::default() };
         let (job, node) = (DiskJob::new(What::Images(plan.clone()), wishes), Node::new(graph));
@@ -240,6 +241,16 @@ fn label(at: &Locator) -> String {
     disks::label(at)
 }
 
+/// The job `left` when it is the move that is `asked` for now: it goes on with what it has copied.
+fn go_on_with(left: Option<Note>, asked: Plan) -> Plan {
+    match (left.map(|note| note.plan), asked) {
+        (Some(Plan::Move(left)), Plan::Move(asked)) if left == (Move { id: left.id, ..asked.clone() }) => {
+            Plan::Move(left)
+        }
+        (_, asked) => asked,
+    }
+}
+
 /// True when `left`, which was begun before with the disk at `disk`, is what is asked for now.
 fn is_meant(left: &Plan, disk: &Path, new: &NewJob) -> bool {
     let is_layer = |merged: &Path| match &new.layer {
@@ -250,7 +261,7 @@ fn is_meant(left: &Plan, disk: &Path, new: &NewJob) -> bool {
         && match left {
             Plan::Coalesce(merged) => is_layer(&merged.path),
             Plan::Flatten => true,
-            // What is asked for now may say another thing about the old image.
+            // What is asked for now may be another place ([`go_on_with`]).
             Plan::Move(_) => false,
         }
 }
