@@ -80,7 +80,6 @@ fn merge(
     dir: &Path,
     layer: Option<&'static str>,
     neighbours: impl Neighbours + Send + 'static,
-    marks: None,
     sizes: Sizes,
 ) -> Result<u64> {
     let disk = dir.join("leaf.vhd");
