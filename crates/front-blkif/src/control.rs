@@ -2,7 +2,7 @@
 //! xenstore, and answers there.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -18,8 +18,7 @@ use crate::execute::Target;
 use crate::keeping::Keeping;
 use crate::metrics::DiskCounters;
 use crate::pause;
-use crate::queue::Link;
-use crate::ring::Broken;
+use crate::queue::{Link, Over};
 use crate::trace::Trace;
 use crate::xenbus::{Offer, State, disk_flag, features, properties, read_wish};
 
@@ -32,13 +31,23 @@ const STORE_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 pub enum Order {
     Resized,
     Stop,
+    /// The disk is about to be handed over to another host: the guest is not to use it here any more.
+    Shut(mpsc::Sender<Result<()>>),
+    /// The guest may use it again.
+    LetIn(mpsc::Sender<Result<()>>),
+}
+
+/// Has the device's thread hear an order. One that has ended needs none.
+pub fn send(orders: &mpsc::Sender<Order>, doorbell: &OwnedFd, order: Order) {
+    let _ = orders.send(order);
+    let _ = rustix::io::write(doorbell, &1u64.to_ne_bytes());
 }
 
 /// A ring at work.
 pub struct Running {
     pub link: Arc<Link>,
-    /// Receives the end of the ring's task, and why the ring is broken if it is.
-    pub ended: mpsc::Receiver<Option<Broken>>,
+    /// Receives how the ring's task has ended.
+    pub ended: mpsc::Receiver<Over>,
 }
 
 /// A device as its thread sees it.
@@ -61,6 +70,8 @@ pub struct Control<D, G, E> {
     pub doorbell: Arc<OwnedFd>,
     /// Limits messages about refused connections, failed calls and broken rings: the guest decides how many there are.
     pub complaints: Arc<LogLimit>,
+    /// The disk was handed over to another host: no ring starts.
+    pub is_shut: Arc<AtomicBool>,
     /// The pause that is asked for was refused, and that was logged.
     pub has_refused_pause: bool,
 }
@@ -113,7 +124,7 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             if let Some(end) = self.step()? {
                 return Ok(end);
             }
-            if self.rings.is_empty() && self.has_failed_flush() {
+            if self.rings.is_empty() && self.has_failed_flush() && !self.is_shut() {
                 return Ok(End::FailedSync);
             }
             self.wait_news()?;
@@ -121,6 +132,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
                 match order {
                     Order::Resized => self.publish_size()?,
                     Order::Stop => return Ok(End::Stopped),
+                    Order::Shut(reply) => self.answer_shut(&reply)?,
+                    Order::LetIn(reply) => self.answer_let_in(&reply)?,
                 }
             }
         }
@@ -143,6 +156,14 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             // Only xenstore was gone: the rings are at work.
             return self.publish_size();
         }
+        if self.meet_gate()? { Ok(()) } else { self.take_up() }
+    }
+
+    /// Begins to serve the guest, or goes on where its rings were left.
+    ///
+    /// # Errors
+    /// What the store says; when the rings cannot be started now.
+    pub fn take_up(&mut self) -> Result<()> {
         let (own, front) = (self.own_state()?, self.front_state()?);
         match (own, front) {
             // A front end in state 3 has seen our state 4, or is about to see it. A device that is closing has requests
@@ -157,7 +178,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.offer_features(own)
     }
 
-    fn key(&self, key: &str) -> String {
+    /// The path of a key in the back end's folder.
+    pub fn key(&self, key: &str) -> String {
         format!("{}/{key}", self.config.backend_path)
     }
 
@@ -166,7 +188,11 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.store.read_optional(Tx::NONE, &self.key(key))
     }
 
-    fn own_state(&mut self) -> Result<Option<State>> {
+    /// Our state, as xenstore has it.
+    ///
+    /// # Errors
+    /// What the store says.
+    pub fn own_state(&mut self) -> Result<Option<State>> {
         Ok(self.read_key("state")?.and_then(|text| State::parse(&text)))
     }
 
@@ -222,7 +248,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.write_keys(seen, &keys, Some(State::InitWait)).map(drop)
     }
 
-    fn has_failed_flush(&self) -> bool {
+    /// True when a flush of the guest has failed and is not answered.
+    pub fn has_failed_flush(&self) -> bool {
         self.target.has_failed_flush.load(Ordering::Acquire)
     }
 
@@ -257,7 +284,10 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
                 self.offer_features(own)?;
             }
             // An image that cannot be flushed any more serves no new guest: the next process opens it again.
-            Some(State::Initialised | State::Connected) if own == Some(State::InitWait) && !self.has_failed_flush() => {
+            // A guest whose disk is at another host waits.
+            Some(State::Initialised | State::Connected)
+                if own == Some(State::InitWait) && !self.has_failed_flush() && !self.is_shut() =>
+            {
                 self.connect_or_close()?;
             }
             _ => {}

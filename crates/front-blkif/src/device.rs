@@ -10,6 +10,7 @@
 //! it.
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
@@ -22,7 +23,8 @@ use spile_xen::store::XenStore;
 use spile_xen::{EventChannels, Grants};
 
 pub use crate::config::{Config, End};
-use crate::control::{Control, Order};
+use crate::control::{Control, Order, send};
+use crate::gate::Gate;
 use crate::execute::Target;
 use crate::metrics::{Board, DiskCounters};
 use crate::trace::Trace;
@@ -33,6 +35,7 @@ pub struct Device {
     orders: mpsc::Sender<Order>,
     doorbell: Arc<OwnedFd>,
     counters: Arc<DiskCounters>,
+    is_shut: Arc<AtomicBool>,
     thread: Option<JoinHandle<Result<End>>>,
 }
 
@@ -57,6 +60,7 @@ impl Device {
         let doorbell = Arc::new(fd.map_err(|errno| Error::io("make an eventfd", errno.into()))?);
         let (sender, orders) = mpsc::channel();
         let counters = Arc::new(DiskCounters::default());
+        let is_shut = Arc::new(AtomicBool::new(false));
         let read_only = config.read_only || disk.info().read_only;
         let offer = Offer {
             max_order: config.max_order,
@@ -95,6 +99,7 @@ impl Device {
             orders,
             doorbell: doorbell.clone(),
             complaints: Arc::default(),
+            is_shut: is_shut.clone(),
             has_refused_pause: false,
         };
         let thread = std::thread::Builder::new().name("spile-blkif".into()).spawn(move || {
@@ -103,13 +108,17 @@ impl Device {
             result
         });
         let thread = thread.map_err(|source| Error::io("start a thread for a guest's disk", source))?;
-        Ok(Self { orders: sender, doorbell, counters, thread: Some(thread) })
+        Ok(Self { orders: sender, doorbell, counters, is_shut, thread: Some(thread) })
     }
 
     fn send(&self, order: Order) {
-        // A device that has ended needs no orders.
-        let _ = self.orders.send(order);
-        let _ = rustix::io::write(&*self.doorbell, &1u64.to_ne_bytes());
+        send(&self.orders, &self.doorbell, order);
+    }
+
+    /// What is shut while the disk is handed over to another host, for as long as it lives, also when the device has ended.
+    #[must_use]
+    pub fn gate(&self) -> Gate {
+        Gate::new(self.is_shut.clone(), self.orders.clone(), self.doorbell.clone())
     }
 
     /// Tells the guest that the disk has another size.

@@ -1,6 +1,6 @@
 //! The blkif front: serves a disk to a Xen guest, straight from the rings in the guest's memory.
 //!
-//! - [`device`], `control`, `rings`, [`xenbus`], [`pause`]: one disk of one guest, as xenstore describes it.
+//! - [`device`], `control`, `rings`, [`xenbus`], [`pause`], [`gate`]: one disk of one guest, as xenstore describes it.
 //! - [`queue`], [`ring`], [`request`], [`pages`], [`execute`]: one ring at work.
 //! - [`journal`], [`keeping`]: what the next process needs when this one is killed.
 //! - [`metrics`], [`trace`]: what is counted, and where the time goes.
@@ -20,6 +20,7 @@ pub mod queue;
 mod config;
 mod control;
 pub mod device;
+pub mod gate;
 pub mod keeping;
 pub mod pause;
 mod rings;

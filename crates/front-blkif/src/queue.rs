@@ -91,11 +91,19 @@ pub struct Setup<D, G> {
     pub trace: Option<Arc<Trace>>,
 }
 
-/// Serves a ring to its end. Returns why it is broken, if that is the reason.
+/// How a ring's task has ended.
+pub struct Over {
+    /// Why the ring is broken, if that is the reason.
+    pub broken: Option<Broken>,
+    /// The guest has asked for more, which was not taken.
+    pub has_more: bool,
+}
+
+/// Serves a ring to its end.
 ///
 /// # Panics
 /// Outside a worker.
-pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
+pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Over {
     let Setup { target, grants, domain, access, limits, share, ring, journal, again, kick, call, .. } = setup;
     let (link, counters, disk_counters, trace) = (setup.link, setup.counters, setup.disk_counters, setup.trace);
     let ring = Rc::new(ring);
@@ -133,7 +141,8 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Option<Broken> {
     serve_ring(&mut queue, &mut slots, ring.clone(), &kick, &target.disk).await;
     queue.counters.ring_stopped();
     queue.disk_counters.show();
-    queue.broken
+    let has_more = queue.broken.is_none() && ring.has_next();
+    Over { broken: queue.broken, has_more }
 }
 
 type Done = Rc<RefCell<Vec<(Box<Request>, Outcome)>>>;

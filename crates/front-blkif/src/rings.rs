@@ -163,23 +163,23 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         let (name, (tell, ended)) = (self.config.name.clone(), mpsc::channel());
         let (domain, complaints) = (self.domain, self.complaints.clone());
         self.engine.spawn_on(number, move || async move {
-            let broken = run(setup).await;
-            if let Some((Broken(why), count)) = broken.and_then(|broken| Some((broken, complaints.count()?))) {
+            let over = run(setup).await;
+            if let Some((Broken(why), count)) = over.broken.and_then(|broken| Some((broken, complaints.count()?))) {
                 tracing::error!(disk = %name, %domain, ring = number, count, why, "blkif: a guest has broken the rules of its ring; the ring is stopped");
             }
-            let _ = tell.send(broken);
+            let _ = tell.send(over);
         });
         self.rings.push(Running { link, ended });
         Ok(())
     }
 
-    /// Stops all rings: answers the requests that they have taken, unmaps them and closes their channels.
-    pub fn stop_rings(&mut self) {
+    /// Stops all rings: answers the requests that they have taken, unmaps them and closes their channels. True when the guest has asked for more in
+    /// one of them.
+    pub fn stop_rings(&mut self) -> bool {
         self.rings.iter().for_each(|running| running.link.stop());
-        for running in self.rings.drain(..) {
-            // An error means that the task was dropped with its worker.
-            let _ = running.ended.recv();
-        }
+        // An error means that the task was dropped with its worker.
+        let ended = self.rings.drain(..).map(|running| running.ended.recv().is_ok_and(|over| over.has_more));
+        ended.fold(false, |any, has_more| any | has_more)
     }
 
     /// Ends the connection: stops its rings and removes the files that are kept for the next process.

@@ -1,7 +1,7 @@
 //! [`Server`]: exports, listeners, the spreading of connections over workers, and the orderly end.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -32,6 +32,8 @@ pub struct Export<D> {
     pub read_only: bool,
     /// What has changed of the disk since its checkpoints, if it can have some.
     pub checkpoints: Option<Arc<dyn Checkpoints>>,
+    /// Set once no client may choose it any more. Exports of one disk may share it, also those of several servers.
+    pub withdrawn: Arc<AtomicBool>,
 }
 
 /// How a server behaves.
@@ -60,11 +62,15 @@ pub(crate) struct LiveExport<D> {
     /// `None` once it is withdrawn.
     disk: Mutex<Option<Arc<D>>>,
     checkpoints: Mutex<Option<Arc<dyn Checkpoints>>>,
+    withdrawn: Arc<AtomicBool>,
 }
 
 impl<D> LiveExport<D> {
     /// Its disk, if it is still there.
     pub(crate) fn disk(&self) -> Option<Arc<D>> {
+        if self.withdrawn.load(Ordering::SeqCst) {
+            return None;
+        }
         self.disk.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -267,8 +273,9 @@ impl<D: Disk> Drop for Server<D> {
     }
 }
 
-fn live<D>(Export { name, disk, read_only, checkpoints, .. }: Export<D>) -> LiveExport<D> {
-    LiveExport { name, read_only, disk: Mutex::new(Some(disk)), checkpoints: Mutex::new(checkpoints) }
+fn live<D>(export: Export<D>) -> LiveExport<D> {
+    let Export { name, disk, read_only, checkpoints, withdrawn, .. } = export;
+    LiveExport { name, read_only, disk: Mutex::new(Some(disk)), checkpoints: Mutex::new(checkpoints), withdrawn }
 }
 
 fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {

@@ -9,18 +9,9 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
 
-use crate::inflight::InflightRegion;
+use spile_front::Passage;
 
-/// Whether guests may use a disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Passage {
-    /// They may.
-    Open,
-    /// Not yet: the disk is still on its way from another host.
-    Coming,
-    /// Not any more: the disk was handed over to another host.
-    Gone,
-}
+use crate::inflight::InflightRegion;
 
 const ALL: [Passage; 3] = [Passage::Open, Passage::Coming, Passage::Gone];
 

@@ -18,12 +18,13 @@ use spile_core::metrics::span::SpanLog;
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
 use spile_front::{
-    Breakdown, Connections, FrontCounters, FrontReading, Listeners, LogLimit, Peer, Place, has_hung_up, is_ready,
+    Breakdown, Connections, Door, FrontCounters, FrontReading, Listeners, LogLimit, Passage, Peer, Place, has_hung_up,
+    is_ready, not_open,
 };
 
 use crate::channel::{Channel, Notices, Received};
 use crate::execute::{FRONT, ID_BYTES, Target};
-use crate::gate::{Gate, Passage};
+use crate::gate::Gate;
 use crate::handover::Handover;
 use crate::session::{Reply, Session};
 use crate::wire::{Invalid, Message, config_changed};
@@ -327,22 +328,19 @@ impl<D: Disk> Server<D> {
     /// # Errors
     /// `Busy` when a guest uses the disk, or it has not come to this host yet; then nothing has changed.
     pub fn shut(&self) -> Result<()> {
-        let busy = |what: &str, hint: &'static str| Err(Error::new(ErrorKind::Busy, what).hint(hint));
         // A queue that starts looks at this with its session locked. So whoever does not see it is at work when its session is locked here.
         match self.shared.gate.set(Passage::Gone) {
             Passage::Open => {}
             before => {
                 self.shared.gate.set(before);
-                let hint =
-                    "`spile resume` lets guests use it here, once it is certain that they do not use it elsewhere";
-                return busy("the disk is already on its way to another host, or from there", hint);
+                return Err(not_open());
             }
         }
         let open: Vec<_> = lock(&self.shared.connections).all().cloned().collect();
         if open.iter().any(|connection| lock(&connection.session).is_at_work()) {
             self.let_in();
             let hint = "have its monitor stop it first: a migration of QEMU does so with the capability pause-before-switchover";
-            return busy("a guest uses the disk", hint);
+            return Err(Error::new(ErrorKind::Busy, "a guest uses the disk").hint(hint));
         }
         let keep = |connection: &Arc<Connection<D>>| lock(&connection.session).keep_gone(true);
         open.iter().for_each(keep);
@@ -384,6 +382,21 @@ impl<D: Disk> Server<D> {
     pub fn read(&self, breakdown: Breakdown) -> FrontReading {
         let reading = FrontCounters::read(self.shared.counters.iter().map(|counters| &**counters), breakdown);
         FrontReading { connections: self.connections() as u64, ..reading }
+    }
+}
+
+impl<D: Disk> Door for Server<D> {
+    fn passage(&self) -> Passage {
+        self.passage()
+    }
+
+    fn shut(&self) -> Result<()> {
+        self.shut()
+    }
+
+    fn let_in(&self) -> Result<()> {
+        self.let_in();
+        Ok(())
     }
 }
 

@@ -129,6 +129,26 @@ fn sockets_of_a_killed_server_are_replaced_and_those_of_a_live_one_are_not() {
     assert_eq!(names_in(dir), ["d.raw"]);
 }
 
+/// A disk that has come from another host is its guest's from then on, whatever else comes and goes on its server.
+#[test]
+fn a_disk_that_has_come_stays_no_export_when_others_are_attached_and_detached() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.raw", "--size", "1M"]);
+    let served = serve(dir, &["a.raw", "--vhost-user", "v,incoming", "--nbd", "unix:n"]);
+    let is_export = |name: &str| {
+        Client::connect(&served.export(name)).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok())
+    };
+    assert!(is_export(""));
+    ok(dir, &["resume", "c"]);
+    assert!(!is_export(""));
+    ok(dir, &["attach", "c", "mem:1M,name=b"]);
+    assert_eq!((is_export(""), is_export("b")), (false, true));
+    ok(dir, &["detach", "c", "--name", "b"]);
+    assert!(!is_export(""));
+    assert!(served.terminate().success());
+}
+
 #[test]
 fn sockets_that_systemd_passes_are_for_nbd_beside_those_for_guests() {
     let dir = tempfile::tempdir().unwrap();

@@ -5,6 +5,7 @@
 mod common;
 
 mod faults;
+mod gate;
 mod hostile_ends;
 mod hostile_grants;
 mod hostile_requests;

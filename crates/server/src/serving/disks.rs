@@ -1,5 +1,6 @@
 //! The images that are served, open for as long as they are.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -48,6 +49,8 @@ pub struct Open {
     pub pausing: Arc<Pausing>,
     /// Its own name on this server: what callers of the control API know it by.
     pub name: String,
+    /// No NBD client may choose it any more: it has come from another host, and is its guest's.
+    pub withdrawn: Arc<AtomicBool>,
     /// The images that it is made of, the leaf first.
     pub layers: Vec<Layer>,
     /// Its exports' names.
@@ -300,6 +303,7 @@ impl Opening {
             jobs: DiskJobs::new(self.access(), checkpoints.clone()),
             checkpoints,
             pausing: Arc::default(),
+            withdrawn: Arc::default(),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
                     .with_troubles(troubles)

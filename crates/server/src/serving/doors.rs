@@ -4,11 +4,12 @@
 //! the mirror, by NBD, until the disk is handed over; from then on the guest, on one host.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, Result};
+use spile_front::{Door, Passage};
 use spile_front_nbd::Server as NbdServer;
-use spile_front_vhost::{Passage, Server as VhostServer};
 use spile_life::jobs::State;
 
 use super::disks::ServedDisk;
@@ -20,10 +21,12 @@ pub const HAND_OVER_BOUND: Duration = Duration::from_secs(30);
 /// The ways to one disk.
 #[derive(Clone, Default)]
 pub struct Doors {
-    /// Its servers of guests.
-    pub guests: Vec<Arc<VhostServer<ServedDisk>>>,
+    /// Those of guests.
+    pub guests: Vec<Arc<dyn Door>>,
     /// NBD servers, each with an export that is the disk.
     pub clients: Vec<(Arc<NbdServer<ServedDisk>>, String)>,
+    /// Set once no NBD client may choose the disk any more, on servers to come as well.
+    pub withdrawn: Arc<AtomicBool>,
 }
 
 impl Doors {
@@ -41,12 +44,12 @@ impl Doors {
     fn shut(&self) -> Result<()> {
         for (number, guests) in self.guests.iter().enumerate() {
             if let Err(error) = guests.shut() {
-                self.guests[..number].iter().for_each(|guests| guests.let_in());
+                let_all_in(&self.guests[..number]);
                 return Err(error);
             }
         }
         if self.has_clients() {
-            self.guests.iter().for_each(|guests| guests.let_in());
+            let_all_in(&self.guests);
             let what = "an NBD client is connected to the disk here, and may write to it";
             return Err(Error::new(ErrorKind::Busy, what).hint("have it hang up first"));
         }
@@ -57,17 +60,16 @@ impl Doors {
     /// it. Not to be called on a worker.
     ///
     /// # Errors
-    /// `Busy` while the other host still writes to it.
+    /// `Busy` while the other host still writes to it; what keeps a guest out.
     pub fn let_in(&self) -> Result<()> {
         if self.passage() == Passage::Coming {
             self.refuse_clients()?;
-            self.clients.iter().for_each(|(server, export)| server.withdraw(export));
+            self.withdrawn.store(true, Ordering::SeqCst);
             // One may have come in between.
             self.refuse_clients()?;
         }
-        let shut = self.guests.iter().filter(|guests| guests.passage() != Passage::Open);
-        shut.for_each(|guests| guests.let_in());
-        Ok(())
+        let mut shut = self.guests.iter().filter(|guests| guests.passage() != Passage::Open);
+        shut.try_for_each(|guests| guests.let_in())
     }
 
     fn refuse_clients(&self) -> Result<()> {
@@ -99,7 +101,7 @@ impl Doors {
         }
         let guests = self.guests;
         blocking(move || {
-            guests.iter().for_each(|guests| guests.let_in());
+            let_all_in(&guests);
             Ok(())
         })
         .await?;
@@ -112,6 +114,15 @@ impl Doors {
                 Error::new(ErrorKind::TimedOut, what).hint(hint)
             }
         })
+    }
+}
+
+/// The disk stays here.
+fn let_all_in(guests: &[Arc<dyn Door>]) {
+    for guests in guests {
+        if let Err(error) = guests.let_in() {
+            tracing::error!("a guest whose disk stays here cannot go on yet; `spile resume` tries it again: {error}");
+        }
     }
 }
 

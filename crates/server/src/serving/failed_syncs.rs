@@ -129,6 +129,14 @@ fn key_of_export(uri: &str) -> String {
     format!("nbd-{:016x}", text.bytes().fold(0xcbf2_9ce4_8422_2325, mix))
 }
 
+/// The key of a store, as [`known`] gives it.
+fn key_of(store: &AnyStore) -> Option<String> {
+    match store {
+        AnyStore::Nbd(nbd) => Some(key_of_export(&nbd.path().display().to_string())),
+        _ => store.file_id().map(key_of_file),
+    }
+}
+
 /// The key of a store; `None` when it is in memory, and gone with its process.
 fn known(store: &AnyStore) -> Option<Known> {
     match store {
@@ -187,6 +195,17 @@ fn note(known: Option<Known>, path: String, errno: i32) {
     if let Err(error) = written {
         tracing::error!("a server that is started after this one will not know of it: {error}");
     }
+}
+
+/// True when `fd` is a file of the disk, or of one that cannot be told. A process syncs other files as well: copies and backups of the disk.
+pub fn is_file_of(graph: &Graph<HostStore>, fd: BorrowedFd<'_>) -> bool {
+    known_at(fd, Path::new("")).is_none_or(|(key, _)| stores(graph).any(|store| key_of(store).as_ref() == Some(&key)))
+}
+
+/// True when the export at `uri` is one of the disk's, and not that of a copy or a backup.
+pub fn is_export_of(graph: &Graph<HostStore>, uri: &str) -> bool {
+    let key = key_of_export(uri);
+    stores(graph).any(|store| key_of(store).as_ref() == Some(&key))
 }
 
 /// Where a store is now.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
-use spile_front::{Breakdown, FrontReading};
+use spile_front::{Breakdown, Door, FrontReading};
 use spile_front_blkif::device::{Device, End as XenEnd};
 use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
 use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
@@ -370,15 +370,18 @@ impl Fronts {
         meters
     }
 
-    /// The ways to a disk with these exports.
-    pub fn doors(&self, names: &[String]) -> Doors {
-        let guests = self.vhost.iter().filter(|vhost| names.contains(&vhost.export));
+    /// The ways to a disk.
+    pub fn doors(&self, open: &Open) -> Doors {
+        let names = &open.names;
+        let machines = self.vhost.iter().filter(|vhost| names.contains(&vhost.export));
+        let mut guests: Vec<Arc<dyn Door>> = machines.map(|vhost| vhost.server.clone() as Arc<dyn Door>).collect();
+        guests.extend(self.xen.iter().map(|xen| Arc::new(xen.device.gate()) as Arc<dyn Door>));
         let servers = [&self.nbd].into_iter().chain(&self.former);
         let clients = servers.flat_map(|nbd| {
             let its_names = nbd.names.iter().filter(|name| names.contains(name));
             its_names.map(|name| (nbd.server.clone(), name.clone()))
         });
-        Doors { guests: guests.map(|vhost| vhost.server.clone()).collect(), clients: clients.collect() }
+        Doors { guests, clients: clients.collect(), withdrawn: open.withdrawn.clone() }
     }
 
     /// What is kept of the requests to a disk with these exports: by front and export.
@@ -509,13 +512,14 @@ fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {
     let each = |open: &Open| {
         let (disk, read_only) = (open.disk.clone(), open.read_only);
         let description = open.label.clone();
-        let checkpoints = bitmaps::of(open);
+        let (checkpoints, withdrawn) = (bitmaps::of(open), open.withdrawn.clone());
         open.names.clone().into_iter().map(move |name| Export {
             name,
             description: description.clone(),
             disk: disk.clone(),
             read_only,
             checkpoints: Some(checkpoints.clone()),
+            withdrawn: withdrawn.clone(),
         })
     };
     disks.iter().flat_map(each).collect()

@@ -316,7 +316,7 @@ impl Server {
                 self.fronts.ways_to(open, &self.listening, &self.options),
                 self.fronts.meters(&open.names),
                 self.fronts.spans(&open.names),
-                self.fronts.doors(&open.names),
+                self.fronts.doors(open),
             )
         };
         self.view.show(Some(self.disks.iter().map(view).collect()));

@@ -4,8 +4,8 @@
 //! pauses ([`pause`]).
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, OnceLock, Weak};
 
 use spile_core::{Error, ErrorKind, Result};
 use spile_engine::{Config as EngineConfig, Engine};
@@ -20,6 +20,7 @@ use spile_xen::{EventChannels, Grants};
 use crate::listen::SocketAccess;
 use crate::serving::control::Event;
 use crate::serving::disks::{Open, Opening, ServedDisk};
+use crate::serving::failed_syncs::{is_export_of, is_file_of};
 use crate::serving::fronts::{self, Role, XenFront};
 use crate::serving::server::{Beginning, Server, StartXen};
 use crate::serving::sockets::Endpoint;
@@ -91,7 +92,8 @@ pub fn serve<P: Place>(
         return Ok(End::Paused);
     }
     let failed_syncs = FailedSyncs::new(&options.run_dir, backend_path)?;
-    hear_of_losses(&failed_syncs);
+    let served_disk = Arc::default();
+    hear_of_losses(&failed_syncs, &served_disk);
     let fronts = fronts::Options {
         nbd: NbdConfig::default(),
         queues: 1,
@@ -105,7 +107,7 @@ pub fn serve<P: Place>(
     // The device has a connection of its own.
     drop(store);
     let is_busy = opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);
-    let front = Front { options, backend_path, failed_syncs: failed_syncs.clone() };
+    let front = Front { options, backend_path, failed_syncs: failed_syncs.clone(), served_disk };
     let served = opened.and_then(|access| front.serve(&mut server, access, &stem));
     let (end, served) = match served {
         Ok(end) => (Some(end), Ok(())),
@@ -122,11 +124,26 @@ pub fn serve<P: Place>(
     closed.and(told).map(|()| end.expect("what failed was returned"))
 }
 
-/// Notes every loss below the disk: a sync that has failed, and an NBD export that has lost what it had answered.
-fn hear_of_losses(failed_syncs: &FailedSyncs) {
+/// The disk, once it is served.
+type ServedOnce = Arc<OnceLock<Weak<ServedDisk>>>;
+
+/// Notes every loss below the disk: a sync that has failed, and an NBD export that has lost what it had answered. What is lost of a copy or a
+/// backup of the disk does not concern its guest.
+fn hear_of_losses(failed_syncs: &FailedSyncs, served_disk: &ServedOnce) {
     let (of_file, of_export) = (failed_syncs.clone(), failed_syncs.clone());
-    spile_engine::on_failed_sync(move |_, _| of_file.note());
-    spile_store::on_lost_export(move |_| of_export.note());
+    let (with_files, with_exports) = (served_disk.clone(), served_disk.clone());
+    // While it is not certain what the disk is made of, everything concerns it.
+    let graph = |disk: &ServedOnce| disk.get().and_then(Weak::upgrade).and_then(|disk| disk.graph_now());
+    spile_engine::on_failed_sync(move |fd, _| {
+        if graph(&with_files).is_none_or(|graph| is_file_of(&graph, fd)) {
+            of_file.note();
+        }
+    });
+    spile_store::on_lost_export(move |uri| {
+        if graph(&with_exports).is_none_or(|graph| is_export_of(&graph, uri)) {
+            of_export.note();
+        }
+    });
 }
 
 fn pause_told<P: Place>(options: &Options<P>, backend_path: &str) -> Result<()> {
@@ -151,6 +168,7 @@ struct Front<'a, P> {
     options: &'a Options<P>,
     backend_path: &'a str,
     failed_syncs: FailedSyncs,
+    served_disk: ServedOnce,
 }
 
 impl<P: Place> Front<'_, P> {
@@ -173,6 +191,7 @@ impl<P: Place> Front<'_, P> {
         let place = self.options.place.clone();
         let config = self.config(open, access);
         let (engine, disk) = (engine.clone(), open.disk.clone());
+        let _ = self.served_disk.set(Arc::downgrade(&disk));
         self.options.place.run(StartDevice { engine, disk, place, config, events })?
     }
 

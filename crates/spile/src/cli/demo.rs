@@ -203,6 +203,7 @@ fn start(path: &Path, dir: &Path) -> Result<Running> {
         disk: disk.clone(),
         read_only: false,
         checkpoints: None,
+        withdrawn: Arc::default(),
     };
     let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;
     let address = Address::Unix(dir.join(SOCKET));

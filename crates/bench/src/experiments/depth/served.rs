@@ -69,6 +69,7 @@ impl SlowExport {
             disk: disk.clone(),
             read_only: false,
             checkpoints: None,
+            withdrawn: Arc::default(),
         };
         let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;
         let (fd, published) = Bound::new(&Address::Unix(socket.to_owned()))?.publish()?;
