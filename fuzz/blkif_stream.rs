@@ -270,7 +270,7 @@ impl FrontEnd {
         let (tell, ended) = mpsc::channel();
         self.ended = ended;
         self.world.engine.spawn_on(0, move || async move {
-            let _ = tell.send(serve(setup).await);
+            let _ = tell.send(serve(setup).await.broken);
         });
         self.kick();
     }

@@ -17,11 +17,11 @@ pub fn run_guest(arguments: &[String]) -> Result<()> {
     shell::run(folder_command("guest").args(arguments))
 }
 
-/// Builds the program and boots the nested Xen.
+/// Builds the program and boots the nested Xen. Here tests run that take too long for `cargo xtask test`.
 pub fn run_xen(arguments: &[String]) -> Result<()> {
     build()?;
     shell::run(&mut hostile_front())?;
-    shell::run(folder_command("xen").args(arguments))
+    shell::run(folder_command("xen").args(arguments).env("SPILE_LONG", "1"))
 }
 
 /// Builds the program and compares it with other backends on a nested Xen.

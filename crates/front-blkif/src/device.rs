@@ -24,8 +24,8 @@ use spile_xen::{EventChannels, Grants};
 
 pub use crate::config::{Config, End};
 use crate::control::{Control, Order, send};
-use crate::gate::Gate;
 use crate::execute::Target;
+use crate::gate::Gate;
 use crate::metrics::{Board, DiskCounters};
 use crate::trace::Trace;
 use crate::xenbus::{Offer, guest_of};

@@ -39,7 +39,8 @@ impl Gate {
     fn ask(&self, order: impl FnOnce(mpsc::Sender<Result<()>>) -> Order) -> Result<()> {
         let (reply, answer) = mpsc::channel();
         send(&self.orders, &self.doorbell, order(reply));
-        let is_gone = |_| Error::new(ErrorKind::Shutdown, "the guest's device has ended, or xenstore cannot be reached");
+        let is_gone =
+            |_| Error::new(ErrorKind::Shutdown, "the guest's device has ended, or xenstore cannot be reached");
         answer.recv().map_err(is_gone)?
     }
 }

@@ -389,7 +389,8 @@ impl House {
         let disk = Arc::new(disk.with_troubles(troubles));
         checkpoints.attach(&disk).await?;
         let (description, read_only, name) = (String::new(), false, name.to_owned());
-        let export = Export { name, description, disk: disk.clone(), read_only, checkpoints: None, withdrawn: Arc::default() };
+        let export =
+            Export { name, description, disk: disk.clone(), read_only, checkpoints: None, withdrawn: Arc::default() };
         let server = Arc::new(NbdServer::new(self.engine.clone(), self.nbd.clone(), vec![export])?);
         Ok(OpenDisk { disk, checkpoints, server, users: AtomicUsize::new(0), link })
     }

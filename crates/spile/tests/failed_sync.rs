@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
@@ -232,6 +233,27 @@ fn a_disk_with_a_failed_sync_is_not_served_to_a_xen_guest() {
     let mut queue = front.start().unwrap().remove(0);
     request(&mut queue, Op::Flush, 0, 0);
     assert!(run(dir.path(), &["accept-loss", "gone.raw"]).status.code() == Some(1));
+}
+
+/// What is lost of a copy of its disk does not concern a Xen guest, whose flushes go on.
+#[test]
+fn a_copy_whose_sync_fails_does_not_hold_the_flushes_of_a_xen_guest() {
+    let faults = tempfile::tempdir().unwrap();
+    let mut xen = Xen::start_by(faulty_sync(faults.path()), &["--engine", "threads"]);
+    let (_vbd, _front, mut queue) = xen.attach();
+    let dir = xen.dir.path().to_owned();
+    request(&mut queue, Op::Write, 0, 4096);
+    spile_in(&dir, &["move", "run/3-51712.control", "--to", "copy.raw", "--mirror-only"]);
+    let copy = dir.join(".copy.raw.spile-moving");
+    wait_until("a copy in step", || spile_in(&dir, &["jobs"]).contains("in step"));
+    let inode = std::fs::metadata(copy).unwrap().ino();
+    let told = faults.path().join("fail-sync-of");
+    std::fs::write(&told, inode.to_string()).unwrap();
+    let jobs: serde_json::Value = serde_json::from_str(&spile_in(&dir, &["jobs", "--json"])).unwrap();
+    says(&dir, &["job", jobs["jobs"][0]["id"].as_str().unwrap(), "finish"]);
+    wait_until("the failed sync", || !told.exists());
+    request(&mut queue, Op::Write, 4096, 4096);
+    request(&mut queue, Op::Flush, 0, 0);
 }
 
 /// A server that does not answer may have the disk open, and would go on failing its flushes.

@@ -136,9 +136,8 @@ fn a_disk_that_has_come_stays_no_export_when_others_are_attached_and_detached() 
     let dir = dir.path();
     ok(dir, &["create", "a.raw", "--size", "1M"]);
     let served = serve(dir, &["a.raw", "--vhost-user", "v,incoming", "--nbd", "unix:n"]);
-    let is_export = |name: &str| {
-        Client::connect(&served.export(name)).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok())
-    };
+    let is_export =
+        |name: &str| Client::connect(&served.export(name)).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok());
     assert!(is_export(""));
     ok(dir, &["resume", "c"]);
     assert!(!is_export(""));

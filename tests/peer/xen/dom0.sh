@@ -31,9 +31,13 @@ toolstack() {
     $tools/xenconsoled --pid-file=/run/xenconsoled.pid --log=guest --log-dir=/run/console
 }
 
-# Busybox has a smaller one, which the shell would run instead.
+# Busybox has smaller ones of these, which the shell would run instead.
 mke2fs() {
   /tools/bin/mke2fs "$@"
+}
+
+ip() {
+  /tools/bin/ip "$@"
 }
 
 # load MODULE [OPTION…]: loads a module; it may be loaded already, or built in.

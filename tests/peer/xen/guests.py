@@ -33,22 +33,27 @@ class Guest:
     `task` is what it does, in the words of domu.sh.
     """
 
-    def __init__(self, host, name, disk=None, task=""):
+    def __init__(self, host, name, disk=None, task="", memory=256):
         self.host = host
         self.name = name
         self.log = f"/run/console/guest-{name}.log"
-        self.config = [
-            f'name="{name}"', 'type="pv"', "memory=256", "vcpus=1", 'kernel="/tools/boot/vmlinux"',
+        self.common = [
+            f'name="{name}"', 'type="pv"', f"memory={memory}", "vcpus=1", 'kernel="/tools/boot/vmlinux"',
             'ramdisk="/data/domu.cpio"', f'extra="console=hvc0 panic=-1 loglevel=4 task={task}"',
             'on_poweroff="destroy"', 'on_reboot="restart"', 'on_crash="destroy"',
-            *([f"disk=['vdev=xvda,{disk}']"] if disk else []),
         ]
+        self.disk = disk
+
+    def configure(self, disk, path):
+        """Writes the configuration with this disk, or with none, to a file."""
+        lines = " ".join(map(shlex.quote, [*self.common, *([f"disk=['vdev=xvda,{disk}']"] if disk else [])]))
+        self.host.ask(f"printf '%s\\n' {lines} >{path}")
 
     def create(self, how="-p"):
         """Makes the domain, by default paused, as after each new start; returns its number."""
         self.host.ask(f"rm -f {self.log}")
-        lines = " ".join(map(shlex.quote, self.config))
-        self.host.ask(f"printf '%s\\n' {lines} >/tmp/{self.name}.cfg && xl create {how} /tmp/{self.name}.cfg")
+        self.configure(self.disk, f"/tmp/{self.name}.cfg")
+        self.host.ask(f"xl create {how} /tmp/{self.name}.cfg")
         self.domain = int(self.host.ask(f"xl domid {self.name}"))
         return self.domain
 
@@ -60,6 +65,10 @@ class Guest:
     def start(self):
         """Lets the domain that was made run."""
         self.host.ask(f"xl unpause {self.name}")
+
+    def leave_behind(self, name):
+        """The domain that was saved gets another name: both hosts of a test are one Xen, where names are unique."""
+        self.host.ask(f"xl rename {self.name} {name}")
 
     def finish(self):
         """Lets the domain that was made run until it is powered off and forgotten."""

@@ -23,7 +23,7 @@ XEN = "xen-system-amd64"
 STORAGE = ("virtio_pci", "virtio_blk", "virtio_console", "crc32c_generic", "ext4")
 DEVICES = ("xenfs", "xen_privcmd", "xen_evtchn", "xen_gntdev", "xen_gntalloc")
 # Modules that are loaded only by the tests that need them.
-SPARE = ("xen_blkfront", "xen_blkback", "loop")
+SPARE = ("xen_blkfront", "xen_blkback", "loop", "veth")
 
 
 class Packages:

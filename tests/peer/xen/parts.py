@@ -19,7 +19,9 @@ TOOLS_BYTES = 512 * MIB
 # Programs of Xen that dom0 runs; xl starts the last of them.
 XEN_PROGRAMS = ("xl", "xenstored", "xenconsoled", "xenconsole", "xen-init-dom0", "libxl-save-helper")
 # Programs of this machine, each with its package.
-HOST_PROGRAMS = (("fio", "fio"), ("mke2fs", "e2fsprogs"), ("e2fsck", "e2fsprogs"), ("resize2fs", "e2fsprogs"))
+HOST_PROGRAMS = (
+    ("fio", "fio"), ("mke2fs", "e2fsprogs"), ("e2fsck", "e2fsprogs"), ("resize2fs", "e2fsprogs"), ("ip", "iproute2"), ("jq", "jq"),
+)
 # A folder in which the loader looks without a cache of libraries.
 LIBRARIES = "lib/x86_64-linux-gnu"
 

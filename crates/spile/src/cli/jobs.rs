@@ -28,7 +28,7 @@ pub struct JobsArgs {
 /// A job that is cancelled leaves done what it has done; the disk is valid at every moment.
 ///
 /// `hand-over` is for a guest that moves to another host together with its disk. It waits until the copy is whole and flushed. It fails, and
-/// changes nothing, when the copy is not in step or the guest still runs. When it succeeds, guests do not use the disk here any more: their
+/// changes nothing, when the copy is not in step or the guest still runs (a Xen guest: still asks for something). When it succeeds, guests do not use the disk here any more: their
 /// requests wait until `spile resume`, for the case that the guest's move fails after that.
 #[derive(Debug, Args)]
 pub struct JobArgs {

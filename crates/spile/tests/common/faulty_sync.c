@@ -32,6 +32,22 @@ static void hang(const char *folder, int fd)
 	}
 }
 
+// True when the file fail-sync-of has the number of this file's inode. It is removed then.
+static int is_to_fail(const char *folder, int fd)
+{
+	char path[4096];
+	struct stat file;
+	unsigned long long inode = 0;
+
+	snprintf(path, sizeof(path), "%s/fail-sync-of", folder);
+	FILE *told = fopen(path, "r");
+	if (!told)
+		return 0;
+	int found = fscanf(told, "%llu", &inode);
+	fclose(told);
+	return found == 1 && fstat(fd, &file) == 0 && file.st_ino == inode && unlink(path) == 0;
+}
+
 static int sync_by(const char *name, int fd)
 {
 	char path[4096];
@@ -39,7 +55,7 @@ static int sync_by(const char *name, int fd)
 	int (*next)(int) = (int (*)(int))dlsym(RTLD_NEXT, name);
 
 	snprintf(path, sizeof(path), "%s/fail-sync", folder ? folder : "");
-	if (unlink(path) == 0) {
+	if (unlink(path) == 0 || is_to_fail(folder ? folder : "", fd)) {
 		// As the kernel does: it is told once, and the next sync knows nothing of it.
 		errno = EIO;
 		return -1;
