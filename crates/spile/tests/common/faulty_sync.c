@@ -51,6 +51,7 @@ static int is_to_fail(const char *folder, int fd)
 static int sync_by(const char *name, int fd)
 {
 	char path[4096];
+	struct stat file;
 	const char *folder = getenv("FAULTS");
 	int (*next)(int) = (int (*)(int))dlsym(RTLD_NEXT, name);
 
@@ -61,7 +62,8 @@ static int sync_by(const char *name, int fd)
 		return -1;
 	}
 	snprintf(path, sizeof(path), "%s/full-sync", folder ? folder : "");
-	if (unlink(path) == 0) {
+	// A folder has its room.
+	if (fstat(fd, &file) == 0 && !S_ISDIR(file.st_mode) && unlink(path) == 0) {
 		errno = ENOSPC;
 		return -1;
 	}
