@@ -46,28 +46,19 @@ pub enum Broken {
     CheckpointLate,
 }
 
-/// What a run that found nothing did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BackupSummary {
-    /// Requests of clients.
-    pub requests: u64,
-    /// Disks that were copied.
-    pub copied: u64,
-    /// Requests that began after the point in time and before the copy's end.
-    pub beside: u64,
-    /// Backups of what has changed since the one before.
-    pub increments: u64,
-    /// Crashes while a chain of backups was made.
-    pub crashes: u64,
-}
-
-impl std::ops::AddAssign for BackupSummary {
-    fn add_assign(&mut self, other: Self) {
-        self.requests += other.requests;
-        self.copied += other.copied;
-        self.beside += other.beside;
-        self.increments += other.increments;
-        self.crashes += other.crashes;
+summary! {
+    /// What a run that found nothing did.
+    pub struct BackupSummary {
+        /// Requests of clients.
+        pub requests: u64,
+        /// Disks that were copied.
+        pub copied: u64,
+        /// Requests that began after the point in time and before the copy's end.
+        pub beside: u64,
+        /// Backups of what has changed since the one before.
+        pub increments: u64,
+        /// Crashes while a chain of backups was made.
+        pub crashes: u64,
     }
 }
 

@@ -94,6 +94,18 @@ impl Executor {
         self.steps
     }
 
+    /// As [`Self::run`]; `None` when the limit was met.
+    ///
+    /// # Panics
+    /// When tasks are left that nothing will wake.
+    pub fn finish(&mut self, limit: u64) -> Option<()> {
+        match self.run(limit) {
+            Ended::Done => Some(()),
+            Ended::Stopped => None,
+            Ended::Stuck => panic!("requests are left that nothing will wake"),
+        }
+    }
+
     /// Runs until all tasks are done, or `limit` steps have been taken in all.
     pub fn run(&mut self, limit: u64) -> Ended {
         while self.tasks.iter().any(Option::is_some) {

@@ -7,7 +7,7 @@ use std::sync::Once;
 
 use spile_core::Disk;
 
-use crate::exec::{Ended, Executor, block_on};
+use crate::exec::{Executor, block_on};
 use crate::faults::{Faults, Sabotage};
 use crate::oracle::{Crash, Oracle};
 use crate::plan::{Life, Plan};
@@ -154,8 +154,8 @@ impl<S: Subject> Run<S> {
             }
         }
         self.world.set_sabotage(Sabotage::None);
-        self.life(last, &quiet(10));
-        self.life(last, &quiet(0));
+        self.life(last, &Life::quiet(10, 3));
+        self.life(last, &Life::quiet(0, 3));
         self.summary.trace_hash = self.world.trace_hash();
         self.summary
     }
@@ -163,7 +163,7 @@ impl<S: Subject> Run<S> {
     /// A short life that leaves data in a layer that becomes a parent. Some end in a crash: a snapshot may follow one.
     fn parents_life(&self, layer: usize) -> Life {
         let mut rng = Rng::new(self.plan.seed).split(40 + layer as u64);
-        let mut life = quiet(40);
+        let mut life = Life::quiet(40, 3);
         if rng.chance(1, 2) {
             life.crash_at = Some(rng.between(20, 600));
             life.crash = if rng.chance(1, 4) { Crash::PowerCut } else { Crash::Death };
@@ -207,10 +207,7 @@ impl<S: Subject> Run<S> {
 
     /// The process or the host ends. The world ends first, so that tasks have no effect on it while they are dropped.
     fn end(&mut self, executor: Executor, crash: Option<Crash>) {
-        match crash {
-            Some(Crash::PowerCut) => self.world.cut_power(),
-            Some(Crash::Death) | None => self.world.kill(),
-        }
+        self.world.end(crash);
         drop(executor);
         if let Some(crash) = crash {
             self.oracle.borrow_mut().crash(crash);
@@ -224,19 +221,19 @@ impl<S: Subject> Run<S> {
         let work = self.open(executor, layer, life, limit)?;
         if life.verify_first {
             executor.spawn(work.clone().verify(Rng::new(self.rng.word()), false));
-            run(executor, limit)?;
+            executor.finish(limit)?;
         }
         let clients = life.clients.min(life.requests.max(1));
         for _ in 0..clients {
             let rng = Rng::new(self.rng.word());
             executor.spawn(work.clone().client(rng, life.requests.div_ceil(clients)));
         }
-        run(executor, limit)?;
+        executor.finish(limit)?;
         let whole = life.crash_at.is_none() && work.disk.info().size_bytes <= 4 << 20;
         executor.spawn(work.clone().verify(Rng::new(self.rng.word()), whole));
-        run(executor, limit)?;
+        executor.finish(limit)?;
         executor.spawn(work.close());
-        run(executor, limit)
+        executor.finish(limit)
     }
 
     fn open(
@@ -253,7 +250,7 @@ impl<S: Subject> Run<S> {
             let opened = subject.open(&world, layer).await;
             *into.borrow_mut() = Some(opened);
         });
-        run(executor, limit)?;
+        executor.finish(limit)?;
         let disk = match slot.take()? {
             Ok(disk) => disk,
             Err(error) => {
@@ -270,18 +267,4 @@ impl<S: Subject> Run<S> {
             Workload { disk, world, oracle, plan, faults_before, only_syncs_fail, is_exchanged, waits, flush_failed };
         Some(Rc::new(work))
     }
-}
-
-fn run(executor: &mut Executor, limit: u64) -> Option<()> {
-    match executor.run(limit) {
-        Ended::Done => Some(()),
-        Ended::Stopped => None,
-        Ended::Stuck => panic!("requests are left that nothing will wake"),
-    }
-}
-
-/// A life without crash or faults.
-fn quiet(requests: u64) -> Life {
-    let (crash_at, crash, clients) = (None, Crash::Death, 3);
-    Life { crash_at, crash, requests, clients, verify_first: true, faults: Faults::default() }
 }

@@ -5,6 +5,9 @@
 //! --release -- --start SEED --seeds 1 --trace`. Development only: no product code depends on this crate.
 #![forbid(unsafe_code)]
 
+#[macro_use]
+mod summary;
+
 pub mod backup;
 pub mod changes;
 pub mod exec;

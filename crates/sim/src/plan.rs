@@ -105,6 +105,11 @@ impl Hardware {
 }
 
 impl Life {
+    /// A life without faults and without a crash, of so many requests.
+    pub fn quiet(requests: u64, clients: u64) -> Self {
+        Self { crash_at: None, crash: Crash::Death, requests, clients, verify_first: true, faults: Faults::default() }
+    }
+
     fn draw(rng: &mut Rng) -> Self {
         let crash_at = match rng.below(8) {
             0 => None,

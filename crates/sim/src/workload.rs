@@ -48,6 +48,21 @@ fn found(what: Result<(), String>) {
 }
 
 impl<D: Disk> Workload<D> {
+    /// The work on a disk whose images change, in a life that began after `faults_before` faults. A sync that failed for one image is none of
+    /// another's, so a flush that follows a failed one may succeed.
+    pub fn of_changing(
+        disk: D,
+        world: &World,
+        oracle: &Rc<RefCell<Oracle>>,
+        plan: &Rc<Plan>,
+        faults_before: u64,
+    ) -> Rc<Self> {
+        let (world, oracle, plan) = (world.clone(), oracle.clone(), plan.clone());
+        let (only_syncs_fail, is_exchanged, waits) = (false, true, false);
+        let flush_failed = Cell::new(false);
+        Rc::new(Self { disk, world, oracle, plan, faults_before, only_syncs_fail, is_exchanged, waits, flush_failed })
+    }
+
     /// Makes `requests` requests, one after the other.
     pub async fn client(self: Rc<Self>, mut rng: Rng, requests: u64) {
         for _ in 0..requests {

@@ -16,6 +16,7 @@ use crate::faults::{Faults, Harm, Sabotage};
 use crate::file::{Change, Effect, SimFile};
 use crate::names::Names;
 use crate::op::{Kind, Op, Stage};
+use crate::oracle::Crash;
 use crate::pages::{PAGE, Pages};
 use crate::rng::{Rng, mix};
 use crate::store::{SimEnv, SimFiles};
@@ -233,6 +234,14 @@ impl World {
         let State { files, names, crash_rng, .. } = &mut *state;
         files.iter_mut().for_each(|file| file.power_cut(crash_rng, granule));
         names.power_cut(crash_rng);
+    }
+
+    /// The end of the process, or of the host; `None` is an end in order.
+    pub fn end(&self, crash: Option<Crash>) {
+        match crash {
+            Some(Crash::PowerCut) => self.cut_power(),
+            Some(Crash::Death) | None => self.kill(),
+        }
     }
 
     /// The number of operations that can move on now. When all wait for the clock and `idle` says that nothing else can run, the

@@ -133,10 +133,7 @@ impl Host {
         executor.spawn(self.clone().work(Rng::new(rng.word())));
         let ended = executor.run(crash_at.unwrap_or(u64::MAX));
         assert!(ended != Ended::Stuck, "something waits for ever");
-        match (ended, crash) {
-            (Ended::Stopped, Crash::PowerCut) => self.world.cut_power(),
-            _ => self.world.kill(),
-        }
+        self.world.end((ended == Ended::Stopped).then_some(crash));
         drop(executor);
         self.count(|summary| summary.crashes += u64::from(ended == Ended::Stopped));
     }

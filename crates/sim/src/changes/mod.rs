@@ -21,7 +21,7 @@ use spile_node::Node;
 
 pub use spile_life::changes::Broken;
 
-use crate::exec::{Ended, Executor};
+use crate::exec::Executor;
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
 use crate::oracle::Crash;
@@ -33,34 +33,23 @@ use host::Host;
 
 type Disks = Arc<Node<Graph<SimStore>>>;
 
-/// What a run that found nothing did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ChangesSummary {
-    /// Steps of all lives.
-    pub steps: u64,
-    /// Lives that ended in a crash.
-    pub crashes: u64,
-    /// Checkpoints that were made.
-    pub made: u64,
-    /// Checkpoints that were removed.
-    pub removed: u64,
-    /// Questions what has changed since a checkpoint that is older than the life.
-    pub asked: u64,
-    /// Such questions whose answer had to be exact.
-    pub exact: u64,
-    /// Lives in which tracking was given up.
-    pub given_up: u64,
-}
-
-impl std::ops::AddAssign for ChangesSummary {
-    fn add_assign(&mut self, other: Self) {
-        self.steps += other.steps;
-        self.crashes += other.crashes;
-        self.made += other.made;
-        self.removed += other.removed;
-        self.asked += other.asked;
-        self.exact += other.exact;
-        self.given_up += other.given_up;
+summary! {
+    /// What a run that found nothing did.
+    pub struct ChangesSummary {
+        /// Steps of all lives.
+        pub steps: u64,
+        /// Lives that ended in a crash.
+        pub crashes: u64,
+        /// Checkpoints that were made.
+        pub made: u64,
+        /// Checkpoints that were removed.
+        pub removed: u64,
+        /// Questions what has changed since a checkpoint that is older than the life.
+        pub asked: u64,
+        /// Such questions whose answer had to be exact.
+        pub exact: u64,
+        /// Lives in which tracking was given up.
+        pub given_up: u64,
     }
 }
 
@@ -79,7 +68,7 @@ pub fn run_changes(seed: u64, broken: Broken, trace: bool) -> Result<ChangesSumm
 /// What was found.
 pub fn run_every_step(seed: u64, broken: Broken) -> Result<ChangesSummary, Finding> {
     let mut all = ChangesSummary::default();
-    let life = |crash_at, crash| Life { crash_at, crash, ..quiet(12) };
+    let life = |crash_at, crash| Life { crash_at, crash, ..Life::quiet(12, 2) };
     for step in 1.. {
         let before = all.crashes;
         for crash in [Crash::Death, Crash::PowerCut] {
@@ -112,7 +101,7 @@ fn run_plan(seed: u64, plan: Plan, broken: Broken, trace: bool) -> Result<Change
     let host = Rc::new(Host::new(world.clone(), broken, &mut rng));
     catch_findings(&world, move || {
         // The last two are quiet: what a crash has left is seen for sure.
-        for life in plan.lives.iter().cloned().chain([quiet(8), quiet(0)]) {
+        for life in plan.lives.iter().cloned().chain([Life::quiet(8, 2), Life::quiet(0, 2)]) {
             live(&host, &life, &mut rng);
         }
         host.summary.get()
@@ -125,12 +114,10 @@ fn live(host: &Rc<Host>, life: &Life, rng: &mut Rng) {
     let mut executor = Executor::new(host.world.clone(), Rng::new(rng.word()));
     let ended = phases(host, &mut executor, life, rng);
     host.count(|summary| summary.steps += executor.steps());
-    match (ended, life.crash) {
-        (None, Crash::PowerCut) => {
-            host.world.cut_power();
-            host.lose_exactness();
-        }
-        _ => host.world.kill(),
+    let crash = ended.is_none().then_some(life.crash);
+    host.world.end(crash);
+    if crash == Some(Crash::PowerCut) {
+        host.lose_exactness();
     }
     drop(executor);
     host.note_loss();
@@ -145,30 +132,16 @@ fn phases(host: &Rc<Host>, executor: &mut Executor, life: &Life, rng: &mut Rng) 
     let opened: Rc<RefCell<Option<host::Opened>>> = Rc::default();
     let (own, into) = (host.clone(), opened.clone());
     executor.spawn(async move { *into.borrow_mut() = Some(own.open().await) });
-    run(executor, limit)?;
+    executor.finish(limit)?;
     let (node, changes) = opened.take().expect("the disk is open");
     host.world.set_faults(life.faults.clone());
     for _ in 0..life.clients.min(4) {
         executor.spawn(host.clone().client(node.clone(), Rng::new(rng.word()), life.requests / 2));
     }
     executor.spawn(host.clone().checkpoints(node.clone(), changes.clone(), Rng::new(rng.word()), life.requests / 8));
-    run(executor, limit)?;
+    executor.finish(limit)?;
     let own = host.clone();
     let word = Rng::new(rng.word());
     executor.spawn(async move { own.close(node, changes, word).await });
-    run(executor, limit)
-}
-
-fn run(executor: &mut Executor, limit: u64) -> Option<()> {
-    match executor.run(limit) {
-        Ended::Done => Some(()),
-        Ended::Stopped => None,
-        Ended::Stuck => panic!("requests are left that nothing will wake"),
-    }
-}
-
-/// A life without faults and without a crash.
-fn quiet(requests: u64) -> Life {
-    let (crash_at, crash, clients) = (None, Crash::Death, 2);
-    Life { crash_at, crash, requests, clients, verify_first: true, faults: Faults::default() }
+    executor.finish(limit)
 }

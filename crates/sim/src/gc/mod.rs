@@ -26,10 +26,10 @@ use spile_life::gc::{Family, Tools};
 use spile_life::recover;
 use spile_node::Node;
 
-use crate::exec::{Ended, Executor, block_on};
+use crate::exec::{Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
-use crate::oracle::{Crash, Oracle};
+use crate::oracle::Oracle;
 use crate::plan::{Life, Plan};
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
@@ -88,46 +88,31 @@ struct Host {
     summary: Cell<GcSummary>,
 }
 
-/// What a run that found nothing did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GcSummary {
-    /// Steps of all lives.
-    pub steps: u64,
-    /// Images that were marked.
-    pub marked: u64,
-    /// Images that were removed at once.
-    pub removed: u64,
-    /// Images whose removal or mark was refused.
-    pub refused: u64,
-    /// Clones that were made.
-    pub cloned: u64,
-    /// Snapshots that were made.
-    pub snapshots: u64,
-    /// Marked images that were merged with their child.
-    pub merged: u64,
-    /// Merges beside which clients had a disk in use.
-    pub busy: u64,
-    /// Marks that said nothing any more, and were removed.
-    pub stale: u64,
-    /// Things that a collection found and left for a reason.
-    pub waited: u64,
-    /// Merges that went on after a crash.
-    pub resumed: u64,
-}
-
-impl std::ops::AddAssign for GcSummary {
-    fn add_assign(&mut self, other: Self) {
-        self.steps += other.steps;
-        self.marked += other.marked;
-        self.removed += other.removed;
-        self.refused += other.refused;
-        self.cloned += other.cloned;
-        self.snapshots += other.snapshots;
-        self.merged += other.merged;
-        self.busy += other.busy;
-        self.stale += other.stale;
-        self.waited += other.waited;
-        self.resumed += other.resumed;
+summary! {
+    /// What a run that found nothing did.
+    pub struct GcSummary {
+        /// Steps of all lives.
+        pub steps: u64,
+        /// Images that were marked.
+        pub marked: u64,
+        /// Images that were removed at once.
+        pub removed: u64,
+        /// Images whose removal or mark was refused.
+        pub refused: u64,
+        /// Clones that were made.
+        pub cloned: u64,
+        /// Snapshots that were made.
+        pub snapshots: u64,
+        /// Marked images that were merged with their child.
+        pub merged: u64,
+        /// Merges beside which clients had a disk in use.
+        pub busy: u64,
+        /// Marks that said nothing any more, and were removed.
+        pub stale: u64,
+        /// Things that a collection found and left for a reason.
+        pub waited: u64,
+        /// Merges that went on after a crash.
+        pub resumed: u64,
     }
 }
 
@@ -172,7 +157,7 @@ impl Host {
         self.fill(rng);
         let lives = self.plan.lives.iter().take(5).cloned();
         // The last two finish what was begun, and read everything.
-        for life in lives.chain([quiet(4), quiet(0)]) {
+        for life in lives.chain([Life::quiet(4, 1), Life::quiet(0, 1)]) {
             let steps = self.live(&life, rng);
             self.count(|summary| summary.steps += steps);
         }
@@ -272,10 +257,7 @@ impl Host {
         let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
         let ended = self.phases(&mut executor, life, rng);
         let steps = executor.steps();
-        match (ended, life.crash) {
-            (None, Crash::PowerCut) => self.world.cut_power(),
-            _ => self.world.kill(),
-        }
+        self.world.end(ended.is_none().then_some(life.crash));
         drop(executor);
         self.world.set_faults(Faults::default());
         if ended.is_none() {
@@ -293,7 +275,7 @@ impl Host {
             host.check_all().await;
             *into.borrow_mut() = host.serve(&mut of_open).await;
         });
-        run(executor, limit)?;
+        executor.finish(limit)?;
         // All disks may have children: then nobody may write to one.
         let Some(served) = opened.take().map(Rc::new) else { return Some(()) };
         self.world.set_faults(life.faults.clone());
@@ -312,17 +294,17 @@ impl Host {
         for _ in 0..2 {
             executor.spawn(self.clone().collect(Rng::new(rng.word())));
         }
-        run(executor, limit)?;
+        executor.finish(limit)?;
         let verify = Rng::new(rng.word());
         executor.spawn(async move {
             work.clone().verify(verify, true).await;
             work.close().await;
         });
-        run(executor, limit)?;
+        executor.finish(limit)?;
         self.world.set_faults(Faults::default());
         // Once more, when nobody has the disk open.
         executor.spawn(self.clone().collect(Rng::new(rng.word())));
-        run(executor, limit)
+        executor.finish(limit)
     }
 
     /// Every image that is to stay is there, and reads right; what was removed is away.
@@ -381,31 +363,6 @@ impl Host {
 
     /// What the clients and the reader of everything need.
     fn workload<D: Disk>(&self, disk: D, oracle: &Rc<RefCell<Oracle>>) -> Rc<Workload<D>> {
-        Rc::new(Workload {
-            disk,
-            world: self.world.clone(),
-            oracle: oracle.clone(),
-            plan: self.plan.clone(),
-            faults_before: self.faults_before.get(),
-            // A sync that failed for one image is none of another's.
-            only_syncs_fail: false,
-            is_exchanged: true,
-            waits: false,
-            flush_failed: Cell::new(false),
-        })
+        Workload::of_changing(disk, &self.world, oracle, &self.plan, self.faults_before.get())
     }
-}
-
-fn run(executor: &mut Executor, limit: u64) -> Option<()> {
-    match executor.run(limit) {
-        Ended::Done => Some(()),
-        Ended::Stopped => None,
-        Ended::Stuck => panic!("requests are left that nothing will wake"),
-    }
-}
-
-/// A life without faults and without a crash.
-fn quiet(requests: u64) -> Life {
-    let (crash_at, crash, clients) = (None, Crash::Death, 1);
-    Life { crash_at, crash, requests, clients, verify_first: true, faults: Faults::default() }
 }

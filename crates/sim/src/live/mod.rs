@@ -37,10 +37,10 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_life::recover;
 use spile_node::Node;
 
-use crate::exec::{Ended, Executor, block_on};
+use crate::exec::{Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
-use crate::oracle::{Crash, Oracle};
+use crate::oracle::Oracle;
 use crate::plan::{Life, Plan};
 use crate::rng::Rng;
 use crate::workload::Workload;
@@ -102,34 +102,23 @@ struct Host {
     is_exchanging: Cell<bool>,
 }
 
-/// What a run that found nothing did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LiveSummary {
-    /// Steps of all lives.
-    pub steps: u64,
-    /// Disks that were exchanged, over all lives.
-    pub exchanges: u64,
-    /// Exchanges that failed, or were refused because a disk had another size by then.
-    pub failed: u64,
-    /// Old leaves that were sealed and read.
-    pub sealed: u64,
-    /// Disks that grew.
-    pub grown: u64,
-    /// Disks that went back to a snapshot.
-    pub went_back: u64,
-    /// Sets of snapshots that were found there in part, once their disks were opened again.
-    pub half_sets: u64,
-}
-
-impl std::ops::AddAssign for LiveSummary {
-    fn add_assign(&mut self, other: Self) {
-        self.steps += other.steps;
-        self.exchanges += other.exchanges;
-        self.failed += other.failed;
-        self.sealed += other.sealed;
-        self.grown += other.grown;
-        self.went_back += other.went_back;
-        self.half_sets += other.half_sets;
+summary! {
+    /// What a run that found nothing did.
+    pub struct LiveSummary {
+        /// Steps of all lives.
+        pub steps: u64,
+        /// Disks that were exchanged, over all lives.
+        pub exchanges: u64,
+        /// Exchanges that failed, or were refused because a disk had another size by then.
+        pub failed: u64,
+        /// Old leaves that were sealed and read.
+        pub sealed: u64,
+        /// Disks that grew.
+        pub grown: u64,
+        /// Disks that went back to a snapshot.
+        pub went_back: u64,
+        /// Sets of snapshots that were found there in part, once their disks were opened again.
+        pub half_sets: u64,
     }
 }
 
@@ -190,7 +179,7 @@ impl Host {
             made.unwrap_or_else(|error| panic!("cannot create a base: {error:?}"));
         }
         let lives = self.plan.lives.iter().take(3).cloned();
-        for life in lives.chain([quiet()]) {
+        for life in lives.chain([Life::quiet(0, 1)]) {
             let steps = self.live(&life, rng);
             self.count(|summary| summary.steps += steps);
         }
@@ -288,10 +277,7 @@ impl Host {
         let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
         let ended = self.phases(&mut executor, life, rng);
         let steps = executor.steps();
-        match (ended, life.crash) {
-            (None, Crash::PowerCut) => self.world.cut_power(),
-            _ => self.world.kill(),
-        }
+        self.world.end(ended.is_none().then_some(life.crash));
         drop(executor);
         self.world.set_faults(Faults::default());
         if ended.is_none() {
@@ -321,7 +307,7 @@ impl Host {
             host.check_names();
             host.verify_frozen().await;
         });
-        run(executor, limit)?;
+        executor.finish(limit)?;
         self.world.set_faults(life.faults.clone());
         let nodes = nodes.take();
         let all: Vec<_> = nodes
@@ -349,7 +335,7 @@ impl Host {
             executor.spawn(self.clone().hang(Rng::new(later.word())));
             executor.spawn(self.clone().relieve(life.faults.clone(), Rng::new(later.word())));
         }
-        run(executor, limit)?;
+        executor.finish(limit)?;
         for work in all {
             let rng = Rng::new(rng.word());
             executor.spawn(async move {
@@ -357,12 +343,12 @@ impl Host {
                 work.close().await;
             });
         }
-        run(executor, limit)?;
+        executor.finish(limit)?;
         let mut back = self.back_rng.borrow_mut();
         if life.requests > 0 {
             executor.spawn(self.clone().go_back(Rng::new(back.word())));
         }
-        run(executor, limit)
+        executor.finish(limit)
     }
 
     /// The size that was told is there, and no more than was asked for. A growth that was not told may show now, and be gone
@@ -427,18 +413,4 @@ impl Host {
             disk.is_claimed.set(false);
         }
     }
-}
-
-fn run(executor: &mut Executor, limit: u64) -> Option<()> {
-    match executor.run(limit) {
-        Ended::Done => Some(()),
-        Ended::Stopped => None,
-        Ended::Stuck => panic!("requests are left that nothing will wake"),
-    }
-}
-
-/// A last life that only reads.
-fn quiet() -> Life {
-    let (crash_at, crash, clients) = (None, Crash::Death, 1);
-    Life { crash_at, crash, requests: 0, clients, verify_first: true, faults: Faults::default() }
 }

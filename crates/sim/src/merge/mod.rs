@@ -27,10 +27,10 @@ use spile_node::Node;
 
 pub use spile_image::Broken;
 
-use crate::exec::{Ended, Executor};
+use crate::exec::Executor;
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
-use crate::oracle::{Crash, Oracle};
+use crate::oracle::Oracle;
 use crate::plan::{Life, Plan};
 use crate::rng::Rng;
 use crate::store::SimStore;
@@ -56,34 +56,23 @@ struct Host {
     summary: Cell<MergeSummary>,
 }
 
-/// What a run that found nothing did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MergeSummary {
-    /// Steps of all lives.
-    pub steps: u64,
-    /// Layers that were merged, the leaf not counted.
-    pub merged: u64,
-    /// Leaves that were merged.
-    pub leaves: u64,
-    /// Leaves that were flattened.
-    pub flattened: u64,
-    /// Jobs that went on from where a life before had left them.
-    pub resumed: u64,
-    /// Jobs that were cancelled, or failed by a fault.
-    pub ended_early: u64,
-    /// Jobs that were refused.
-    pub refused: u64,
-}
-
-impl std::ops::AddAssign for MergeSummary {
-    fn add_assign(&mut self, other: Self) {
-        self.steps += other.steps;
-        self.merged += other.merged;
-        self.leaves += other.leaves;
-        self.flattened += other.flattened;
-        self.resumed += other.resumed;
-        self.ended_early += other.ended_early;
-        self.refused += other.refused;
+summary! {
+    /// What a run that found nothing did.
+    pub struct MergeSummary {
+        /// Steps of all lives.
+        pub steps: u64,
+        /// Layers that were merged, the leaf not counted.
+        pub merged: u64,
+        /// Leaves that were merged.
+        pub leaves: u64,
+        /// Leaves that were flattened.
+        pub flattened: u64,
+        /// Jobs that went on from where a life before had left them.
+        pub resumed: u64,
+        /// Jobs that were cancelled, or failed by a fault.
+        pub ended_early: u64,
+        /// Jobs that were refused.
+        pub refused: u64,
     }
 }
 
@@ -133,7 +122,7 @@ impl Host {
         self.fill(rng);
         let lives = self.plan.lives.iter().take(4).cloned();
         // The last two finish what was begun, and read everything.
-        for life in lives.chain([quiet(4), quiet(0)]) {
+        for life in lives.chain([Life::quiet(4, 1), Life::quiet(0, 1)]) {
             let steps = self.live(&life, rng);
             self.count(|summary| summary.steps += steps);
         }
@@ -158,10 +147,7 @@ impl Host {
         let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
         let ended = self.phases(&mut executor, life, rng);
         let steps = executor.steps();
-        match (ended, life.crash) {
-            (None, Crash::PowerCut) => self.world.cut_power(),
-            _ => self.world.kill(),
-        }
+        self.world.end(ended.is_none().then_some(life.crash));
         drop(executor);
         self.world.set_faults(Faults::default());
         if ended.is_none() {
@@ -182,7 +168,7 @@ impl Host {
             graph.begin();
             *into.borrow_mut() = Some(Arc::new(Node::new(graph)));
         });
-        run(executor, limit)?;
+        executor.finish(limit)?;
         let node = opened.take().expect("the disk is open");
         self.world.set_faults(life.faults.clone());
         let work = self.workload(node.clone(), &self.oracle);
@@ -193,42 +179,17 @@ impl Host {
         if life.requests > 0 {
             executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
         }
-        run(executor, limit)?;
+        executor.finish(limit)?;
         let verify = Rng::new(rng.word());
         executor.spawn(async move {
             work.clone().verify(verify, true).await;
             work.close().await;
         });
-        run(executor, limit)
+        executor.finish(limit)
     }
 
     /// What the clients and the reader of everything need.
     fn workload<D: Disk>(&self, disk: D, oracle: &Rc<RefCell<Oracle>>) -> Rc<Workload<D>> {
-        Rc::new(Workload {
-            disk,
-            world: self.world.clone(),
-            oracle: oracle.clone(),
-            plan: self.plan.clone(),
-            faults_before: self.faults_before.get(),
-            // A sync that failed for one image is none of another's, and a merge changes which images a flush covers.
-            only_syncs_fail: false,
-            is_exchanged: true,
-            waits: false,
-            flush_failed: Cell::new(false),
-        })
+        Workload::of_changing(disk, &self.world, oracle, &self.plan, self.faults_before.get())
     }
-}
-
-fn run(executor: &mut Executor, limit: u64) -> Option<()> {
-    match executor.run(limit) {
-        Ended::Done => Some(()),
-        Ended::Stopped => None,
-        Ended::Stuck => panic!("requests are left that nothing will wake"),
-    }
-}
-
-/// A life without faults and without a crash.
-fn quiet(requests: u64) -> Life {
-    let (crash_at, crash, clients) = (None, Crash::Death, 1);
-    Life { crash_at, crash, requests, clients, verify_first: true, faults: Faults::default() }
 }
