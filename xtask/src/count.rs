@@ -9,6 +9,7 @@
 //!   maps are in memory, and the store answers at once, so the figures are of the image code alone.
 //! - `writes`, `allocations`: instructions and allocations of the example `count_writes`, in the same way: writes that need the range
 //!   lock and writes that do not, first writes and rewrites.
+//! - `stages`: instructions of the example `count_stages` of the crate `life`: a write with a checkpoint, or a limit, beside one without.
 //! - `calls`, `syncs`: strace counts the system calls that change files, and those of them that make a file durable, while a guest
 //!   writes to an image for the first time or again. valgrind cannot count these.
 //!
@@ -58,7 +59,7 @@ enum Way {
     VhostUncounted(&'static [&'static str]),
     /// A load on the server from a Xen guest, with this access to the guest's memory.
     Blkif(&'static str, &'static [&'static str]),
-    /// An example of the crate `image`, with these words before the number of requests.
+    /// An example of the crate `image` or `life`, with these words before the number of requests.
     Example(&'static str, &'static [&'static str]),
     /// Writes in sequence to a server with a new image.
     Traced(calls::Image, calls::Turn),
@@ -133,6 +134,11 @@ const VHD_FIRST: &str = "vhd first write 4k";
 const CHILD_AGAIN: &str = "vhd child rewrite 4k";
 const CHILD_FIRST: &str = "vhd child first write 4k";
 
+const PLAIN: &str = "raw write 4k";
+const TRACKED: &str = "raw write 4k with a checkpoint";
+const TRACKED_NEW: &str = "raw write 4k with a checkpoint, every 16th to a new block";
+const LIMITED: &str = "raw write 4k with a limit";
+
 const WRITES: &[Case] = &[
     Case { name: "write 4k without range lock", way: Way::Example("count_writes", &["free"]) },
     Case { name: "write 4k with range lock", way: Way::Example("count_writes", &["locked"]) },
@@ -191,6 +197,18 @@ const SETS: &[Set] = &[
         cases: WRITES,
         // A write to a VHD looks into its map and holds its block, a first one as well as any other: that is 1.8 of raw.
         bounds: &[Bound { case: VHD_FIRST, of: VHD_AGAIN, percent: 130 }],
+    },
+    Set {
+        name: "stages",
+        about: "Instructions of the node, what is put into it, and the image code for one write of 4 KiB to a raw image. Written by `cargo xtask count --update`.",
+        unit: Unit::Instructions,
+        cases: &[
+            Case { name: PLAIN, way: Way::Example("count_stages", &["none"]) },
+            Case { name: TRACKED, way: Way::Example("count_stages", &["checkpoint"]) },
+            Case { name: TRACKED_NEW, way: Way::Example("count_stages", &["checkpoint-new"]) },
+            Case { name: LIMITED, way: Way::Example("count_stages", &["limit"]) },
+        ],
+        bounds: &[],
     },
     Set {
         name: "allocations",

@@ -488,3 +488,20 @@ fn a_store_that_hangs_leaves_its_neighbour_going() {
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the image is removed");
 }
+
+#[test]
+fn limits_are_measured_beside_their_promises() {
+    let dir = tempfile::tempdir().unwrap();
+    let outcome = json(dir.path(), &["bench", "limit", "--quick", "--rounds", "2"]);
+    assert_host(&outcome);
+    assert_eq!(rows(&outcome).len(), 2);
+    for row in rows(&outcome) {
+        assert_plain(row, &["iops", "bytes_per_s", "small_bytes_per_s", "large_bytes_per_s", "alone_iops", "beside_iops"]);
+        // A limit that does nothing would let many times as much pass.
+        let limit = |name: &str| outcome["parameters"][name].as_f64().unwrap();
+        assert!(number(row, "iops") < 1.5 * limit("limit_iops"), "{row}");
+        assert!(number(row, "bytes_per_s") < 1.5 * limit("limit_bytes_per_s"), "{row}");
+    }
+    let said = ok(dir.path(), &["bench", "limit", "--quick"]);
+    assert!(said.contains("requests/s on mixed sizes, by the limit") && said.contains("0.95 to 1.05"), "{said}");
+}

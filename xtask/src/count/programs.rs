@@ -88,9 +88,10 @@ impl Programs {
     }
 }
 
-/// An example of the crate `image`, built for release.
+/// An example of the crate `image`, or of `life`, built for release.
 fn example(name: &str) -> Result<PathBuf> {
-    shell::run(shell::cargo().args(["build", "--release", "--package", "spile-image", "--example", name]))?;
+    let package = if name == "count_stages" { "spile-life" } else { "spile-image" };
+    shell::run(shell::cargo().args(["build", "--release", "--package", package, "--example", name]))?;
     Ok(shell::target_dir().join("release/examples").join(name))
 }
 

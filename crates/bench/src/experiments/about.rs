@@ -106,6 +106,13 @@ pub const EXPERIMENTS: &[About] = &[
         article: "",
         found: "",
     },
+    About {
+        name: "limit",
+        sentence: "Whether limits hold their rates on mixed sizes, change at once, share a group's rate in halves, and cost nobody else \
+                   anything.",
+        article: "",
+        found: "",
+    },
 ];
 
 /// What is told of the experiment of that name.

@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Error, Value};
 
 use super::{
-    Figures, Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, merge, paths, shape,
+    Figures, Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, limit, merge, paths, shape,
     snapshot, tune, warmup,
 };
 
@@ -34,6 +34,7 @@ const EXPERIMENTS: &[(&str, Show)] = &[
     ("merge", |json| show_as(json, merge::figures, merge::found)),
     ("crowd", |json| show_as(json, crowd::figures, crowd::found)),
     ("hung", |json| show_as(json, hung::figures, hung::found)),
+    ("limit", |json| show_as(json, limit::figures, limit::found)),
 ];
 
 /// What the result file `json` of the experiment of that name shows; `None` when there is no such experiment.

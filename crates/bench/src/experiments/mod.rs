@@ -5,7 +5,7 @@
 //! - What lies below a disk: [`layers`] sets a file beside a partition and a volume, [`geometry`] one address beside another, and
 //!   [`warmup`] small amounts of data beside large ones. [`transfer`] moves their bytes.
 //! - Many disks: [`density`] shows what idle ones cost the host, and [`crowd`] what they cost a busy one. [`hung`] has two disks on one worker,
-//!   and shows what the one feels when the other's store stops answering. [`exchange`] has a disk in this process, and shows what its
+//!   and shows what the one feels when the other's store stops answering. [`limit`] shows whether limits hold what they promise. [`exchange`] has a disk in this process, and shows what its
 //!   clients feel of an exchange of graphs.
 //! - The life of a disk: [`snapshot`] and [`merge`] show what guests feel while their disks' images are changed. [`live`] starts
 //!   the server and the guests of both.
@@ -29,6 +29,7 @@ pub mod guest;
 mod host;
 pub mod hung;
 pub mod layers;
+pub mod limit;
 mod live;
 pub mod merge;
 pub mod paths;

@@ -92,6 +92,8 @@ pub struct Options {
     pub vhost: VhostOptions,
     /// For a Xen guest: its disk, and how it behaves.
     pub guest: GuestOptions,
+    /// How often `progress` is called.
+    pub report_every: Duration,
     /// Set from elsewhere to end the run early; what was written is then not read back.
     pub stop: Arc<AtomicBool>,
 }
@@ -117,6 +119,7 @@ impl Options {
             server_pid: None,
             vhost: VhostOptions::default(),
             guest: GuestOptions::default(),
+            report_every: Duration::from_secs(1),
             stop: Arc::default(),
         }
     }
@@ -162,7 +165,7 @@ pub struct LoadOutcome {
     pub server_cpu: Option<Duration>,
 }
 
-/// Runs a load, and reads back what it wrote if it is verified. `progress` is called about once a second.
+/// Runs a load, and reads back what it wrote if it is verified. `progress` is called every [`Options::report_every`], about.
 ///
 /// # Errors
 /// When it could not start. What happens after that is in the outcome.
@@ -213,7 +216,7 @@ fn load<E: Endpoint>(options: &Options, endpoint: E, progress: &mut dyn FnMut(Pr
     };
     let ((outcomes, cpu), reconnects) = endpoint.run(shape, |connections| {
         let cpu = CpuMeter::start(options.server_pid)?;
-        let outcomes = drive(work, connections, progress);
+        let outcomes = drive(work, connections, options.report_every, progress);
         Ok((outcomes, cpu.stop()))
     })?;
     Ok(LoadOutcome { interrupted: options.is_stopped(), reconnects, ..merge(outcomes, cpu) })
@@ -260,7 +263,7 @@ fn look<E: Endpoint>(options: &Options, endpoint: E, models: &[Model]) -> Result
         (task, Source::Readback { next: model.blocks().start }, Some(model.clone()))
     });
     let shape = Shape { depth: READBACK_DEPTH, block_bytes: first.block_bytes(), writes: false, keep_data: true };
-    let run = |connections| Ok(drive(work.collect(), connections, &mut |_| {}));
+    let run = |connections| Ok(drive(work.collect(), connections, options.report_every, &mut |_| {}));
     let (outcomes, _) = endpoint.run(shape, run)?;
     let outcome = merge(outcomes, (Duration::ZERO, None));
     match outcome.error {
@@ -371,7 +374,12 @@ fn run_stamp(seed: u64) -> u64 {
 
 type Work = (Task, Source, Option<Model>);
 
-fn drive<L: Ready>(work: Vec<Work>, connections: Vec<L>, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
+fn drive<L: Ready>(
+    work: Vec<Work>,
+    connections: Vec<L>,
+    report_every: Duration,
+    progress: &mut dyn FnMut(Progress),
+) -> Vec<Outcome> {
     let counters: Vec<Arc<Counters>> = work.iter().map(|_| Arc::default()).collect();
     let epoch = Instant::now();
     let (done, all_done) = mpsc::channel::<()>();
@@ -386,7 +394,7 @@ fn drive<L: Ready>(work: Vec<Work>, connections: Vec<L>, progress: &mut dyn FnMu
         let threads: Vec<_> = work.into_iter().zip(connections).zip(&counters).map(start).collect();
         drop(done);
         // Nothing is ever sent: the wait ends when the last thread drops its sender.
-        while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(Duration::from_secs(1)) {
+        while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(report_every) {
             progress(sum(&counters, epoch.elapsed()));
         }
         threads.into_iter().map(|t| t.join().expect("a load thread panicked")).collect()

@@ -10,8 +10,11 @@
 //!
 //! The requests that wait have one timer among them: one of them is the *keeper*. It sleeps until the first may pass, lets pass
 //! whoever may, and wakes them. When its own turn comes, another one is the keeper.
+//!
+//! What a request costs does not depend on the number of disks in the group: the disks whose requests wait are kept in order, and all of them are
+//! looked at only when the keeper wakes up, when limits change, and when it is found out anew which disk has had least.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
@@ -53,6 +56,10 @@ pub(super) struct State {
     next_member: u64,
     /// How many requests wait in all lines.
     waiting: usize,
+    /// The disks whose requests wait, each with what it has had: the first one has had least.
+    lined: BTreeSet<(u128, u64)>,
+    /// Before this moment none of these requests may pass, if nothing changes.
+    next_ns: u64,
     /// The most that a disk had had when one of its requests passed in its turn.
     begun: u128,
     /// What the disk has had that has had least of those that want something, and when that was found.
@@ -130,6 +137,8 @@ const IS_THERE: &str = "a disk stays in its group while its place says so";
 
 /// From this moment on a request of `member` may pass, when the disk that has had least of `group` has had `least`.
 fn ready_ns(group: &mut Buckets, member: &mut Member, cost: Cost, least: u128) -> u64 {
+    #[cfg(test)]
+    tests::LOOKS.set(tests::LOOKS.get() + 1);
     let mut group_ns = group.ready_ns(cost);
     if member.had > least.saturating_add(AHEAD) && group_ns > 0 {
         group_ns = group_ns.saturating_add(group.limits().burst_ns() / 2);
@@ -143,7 +152,9 @@ impl State {
         member.had = 0;
         self.waiting += member.waiting();
         self.next_member += 1;
+        member.lined_at = None;
         self.members.insert(self.next_member, member);
+        self.put_in_order(self.next_member);
         self.serve(now_ns);
         self.next_member
     }
@@ -151,6 +162,7 @@ impl State {
     /// Takes a disk out, with its limits and its requests that wait.
     pub(super) fn remove(&mut self, number: u64) -> Member {
         let mut member = self.members.remove(&number).unwrap_or_default();
+        self.lined.retain(|(_, other)| *other != number);
         self.waiting -= member.waiting();
         let all = member.take_all();
         self.keeper.take_if(|keeper| all.iter().any(|ticket| Arc::ptr_eq(ticket, keeper)));
@@ -172,16 +184,25 @@ impl State {
 
     /// Lets a request pass that need not wait. False when it has to, and for one that passes in parts: these are taken in line.
     pub(super) fn try_pass(&mut self, number: u64, cost: Cost, now_ns: u64) -> bool {
-        // Whoever may pass now and waits already comes first.
-        self.serve(now_ns);
         if now_ns.saturating_sub(self.least_at_ns) >= LEAST_NS {
+            let before = self.least;
             self.find_least(now_ns);
+            // A disk may be ahead of nobody now.
+            if self.least != before {
+                self.serve(now_ns);
+            }
         }
-        let Self { buckets: group, members, least, .. } = &mut *self;
+        if now_ns >= self.armed_ns {
+            self.serve(now_ns);
+        }
+        let floor = self.floor();
+        let Self { buckets: group, members, lined, least, next_ns, .. } = &mut *self;
         let member = members.get_mut(&number).expect(IS_THERE);
         let is_whole = member.part_of(group.part_of(cost)).bytes == cost.bytes;
         let is_first = is_whole && member.line(cost.writes).is_empty();
-        let passes = is_first && ready_ns(group, member, cost, *least) <= now_ns;
+        // Whoever may pass now and waits already comes first, unless this disk is the next one.
+        let is_next = || lined.first().is_none_or(|(had, _)| member.had.max(floor) < *had);
+        let passes = is_first && (now_ns < *next_ns || is_next()) && ready_ns(group, member, cost, *least) <= now_ns;
         if passes {
             self.begin(number, cost, now_ns);
         }
@@ -221,6 +242,7 @@ impl State {
         member.had = member.had.saturating_add(share);
         member.passed_ns = now_ns;
         member.take(cost, now_ns);
+        self.put_in_order(number);
     }
 
     /// A request of this disk passes out of its turn, because nobody may wait. It leaves a small debt at most, in the group, too, and puts the disk
@@ -233,13 +255,50 @@ impl State {
         member.had = member.had.saturating_add(share).min(most_had.max(member.had));
         member.passed_ns = now_ns;
         member.take_in_haste(cost, now_ns);
+        self.put_in_order(number);
+    }
+
+    /// Puts a disk to its place among those whose requests wait, after what it has had or its lines have changed.
+    fn put_in_order(&mut self, number: u64) {
+        let member = self.members.get_mut(&number).expect(IS_THERE);
+        let place = (member.waiting() > 0).then_some(member.had);
+        if place == member.lined_at {
+            return;
+        }
+        if let Some(before) = std::mem::replace(&mut member.lined_at, place) {
+            self.lined.remove(&(before, number));
+        }
+        self.lined.extend(place.map(|had| (had, number)));
+    }
+
+    /// The first request in one of the disk's lines is another one: it may be the next of all to pass.
+    fn note_head(&mut self, number: u64, now_ns: u64) {
+        let (group, least) = (&mut self.buckets, self.least);
+        let member = self.members.get_mut(&number).expect(IS_THERE);
+        let heads = member.heads();
+        let ready_ns = heads.map(|rest| ready_ns(group, member, rest.cost, least)).min().unwrap_or(u64::MAX);
+        self.next_ns = self.next_ns.min(ready_ns);
+        self.find_keeper();
+        self.hurry_keeper(now_ns);
+    }
+
+    /// Wakes the keeper if it sleeps for longer than until the next request may pass.
+    fn hurry_keeper(&mut self, now_ns: u64) {
+        if self.next_ns.max(now_ns.saturating_add(GRAIN_NS)) < self.armed_ns
+            && let Some(keeper) = &self.keeper
+        {
+            self.wakes.push(keeper.waker());
+        }
     }
 
     /// Puts a request at the end of its line.
     pub(super) fn line_up(&mut self, number: u64, ticket: &Arc<Ticket>, now_ns: u64) {
         self.member(number).line(ticket.writes).push_back(ticket.clone());
         self.waiting += 1;
-        self.serve(now_ns);
+        self.put_in_order(number);
+        if self.member(number).line(ticket.writes).len() == 1 {
+            self.note_head(number, now_ns);
+        }
     }
 
     /// The request is not wanted any more.
@@ -247,14 +306,16 @@ impl State {
         if self.member(number).withdraw(ticket) {
             self.waiting -= 1;
         }
+        self.put_in_order(number);
         self.keeper.take_if(|keeper| Arc::ptr_eq(keeper, ticket));
-        self.serve(now_ns);
+        self.note_head(number, now_ns);
     }
 
     /// Lets all requests of a disk pass.
     pub(super) fn pass_all(&mut self, number: u64, now_ns: u64) {
         let all = self.member(number).take_all();
         self.waiting -= all.len();
+        self.put_in_order(number);
         for ticket in all {
             self.count_in_haste(number, ticket.rest().cost, now_ns);
             self.wakes.push(ticket.pass());
@@ -273,7 +334,7 @@ impl State {
         match ticket.passes() {
             true => Step::Pass,
             false if is_keeper(self) => {
-                self.armed_ns = self.next_ns().max(now_ns.saturating_add(GRAIN_NS));
+                self.armed_ns = self.next_ns.max(now_ns.saturating_add(GRAIN_NS));
                 Step::Keep(Duration::from_nanos(self.armed_ns - now_ns))
             }
             false => Step::Wait,
@@ -286,16 +347,18 @@ impl State {
             return;
         }
         self.find_least(now_ns);
-        while let Some((number, writes)) = self.next(now_ns) {
-            self.pass_next(number, writes, now_ns);
+        let mut has_passed = true;
+        while std::mem::take(&mut has_passed) {
+            while let Some((number, writes)) = self.next(now_ns) {
+                self.pass_next(number, writes, now_ns);
+                has_passed = true;
+            }
+            // Those that have passed may have been the ones that had least.
             self.find_least(now_ns);
         }
+        self.next_ns = self.find_next_ns();
         self.find_keeper();
-        if self.next_ns().max(now_ns.saturating_add(GRAIN_NS)) < self.armed_ns
-            && let Some(keeper) = &self.keeper
-        {
-            self.wakes.push(keeper.waker());
-        }
+        self.hurry_keeper(now_ns);
     }
 
     /// The first request of a line passes, or as much of it as may pass at once. It keeps its place with the rest.
@@ -308,40 +371,86 @@ impl State {
         if ticket.pass_part(part, now_ns) {
             self.member(number).line(writes).pop_front();
             self.waiting -= 1;
+            self.put_in_order(number);
             self.wakes.push(ticket.pass());
         }
     }
 
     /// The disk and the line whose first request is the next to pass. `None` when none may pass now.
     fn next(&mut self, now_ns: u64) -> Option<(u64, bool)> {
-        let (group, least, floor) = (&mut self.buckets, self.least, self.begun.saturating_sub(MOST_LAG));
-        let candidates = self.members.iter_mut().filter_map(|(number, member)| {
+        let Self { buckets: group, members, lined, least, .. } = &mut *self;
+        lined.iter().find_map(|(_, number)| {
+            let member = members.get_mut(number).expect(IS_THERE);
             let heads = member.heads();
-            let ready = heads.filter(|rest| ready_ns(group, member, rest.cost, least) <= now_ns);
-            let rest = ready.min_by_key(|rest| rest.since_ns)?;
-            Some((member.had.max(floor), *number, rest.cost.writes))
-        });
-        candidates.min().map(|(_, number, writes)| (number, writes))
+            let ready = heads.filter(|rest| ready_ns(group, member, rest.cost, *least) <= now_ns);
+            ready.min_by_key(|rest| rest.since_ns).map(|rest| (*number, rest.cost.writes))
+        })
     }
 
     /// When the next request may pass, if nothing changes.
-    fn next_ns(&mut self) -> u64 {
-        let (group, least) = (&mut self.buckets, self.least);
-        let of_member = |member: &mut Member| {
+    fn find_next_ns(&mut self) -> u64 {
+        let Self { buckets: group, members, lined, least, .. } = &mut *self;
+        let of_member = |(_, number): &(u128, u64)| {
+            let member = members.get_mut(number).expect(IS_THERE);
             let heads = member.heads();
-            heads.map(|rest| ready_ns(group, member, rest.cost, least)).min()
+            heads.map(|rest| ready_ns(group, member, rest.cost, *least)).min()
         };
-        self.members.values_mut().filter_map(of_member).min().unwrap_or(u64::MAX)
+        lined.iter().filter_map(of_member).min().unwrap_or(u64::MAX)
     }
 
     /// Makes one of the requests that wait the keeper, unless one is.
     fn find_keeper(&mut self) {
         self.keeper.take_if(|keeper| keeper.passes());
         if self.keeper.is_none() && self.waiting > 0 {
-            self.keeper = self.members.values().find_map(Member::last).cloned();
+            let first = self.lined.first().and_then(|(_, number)| self.members.get(number));
+            self.keeper = first.and_then(Member::last).cloned();
             // It has no timer yet: it is woken, and makes one.
             self.armed_ns = 0;
             self.wakes.extend(self.keeper.iter().map(|keeper| keeper.waker()));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    thread_local! {
+        /// How often it was looked when a request may pass.
+        pub static LOOKS: Cell<u64> = const { Cell::new(0) };
+    }
+
+    const ASKED: u64 = 100;
+    const COST: Cost = Cost { writes: false, requests: 1, bytes: 4096 };
+
+    /// What is looked at for a request of one more disk in a group of so many, all of which have requests that wait.
+    fn looks_of_a_request(disks: u64) -> u64 {
+        let mut state = State::default();
+        state.buckets.set(Limits { iops: Some(1), ..Limits::default() }, 0);
+        let now_ns = 1;
+        let ask = |state: &mut State| {
+            let number = state.add(Member::default(), 0);
+            if !state.try_pass(number, COST, now_ns) {
+                state.line_up(number, &Ticket::new(COST, now_ns), now_ns);
+            }
+        };
+        (0..=disks).for_each(|_| ask(&mut state));
+        // The keeper has its timer.
+        let keeper = state.keeper.clone().expect("requests wait");
+        assert!(matches!(state.step(&keeper, now_ns), Step::Keep(_)));
+        let others: Vec<u64> = (0..ASKED).map(|_| state.add(Member::default(), 0)).collect();
+        let before = LOOKS.get();
+        for number in others {
+            assert!(!state.try_pass(number, COST, now_ns));
+            state.line_up(number, &Ticket::new(COST, now_ns), now_ns);
+        }
+        (LOOKS.get() - before) / ASKED
+    }
+
+    #[test]
+    fn a_request_costs_the_same_in_a_group_of_any_size() {
+        assert!(looks_of_a_request(1000) <= looks_of_a_request(2) + 1);
     }
 }

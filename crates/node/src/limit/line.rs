@@ -77,6 +77,8 @@ pub(super) struct Member {
     pub(super) had: u128,
     /// When its last request passed.
     pub(super) passed_ns: u64,
+    /// Its place among the disks whose requests wait: what it had had when it was put there.
+    pub(super) lined_at: Option<u128>,
 }
 
 impl Member {

@@ -573,6 +573,12 @@ says so, and the move goes on."],
         notes: &[],
     },
     Ending {
+        command: "bench limit",
+        codes: &[],
+        examples: &[("spile bench limit --quick", "a short run"), ("spile bench limit --rounds 20", "on a busy machine")],
+        notes: &[],
+    },
+    Ending {
         command: "bench exchange",
         codes: &[],
         examples: &[("spile bench exchange --quick", "a short run")],

@@ -33,7 +33,7 @@ use super::trace::Traced;
 use super::tree::Tree;
 use super::{Exit, print_text};
 use crate::bench::{
-    Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, merge, paths, shape, snapshot, tune,
+    Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, limit, merge, paths, shape, snapshot, tune,
     warmup,
 };
 use crate::load::Report;
@@ -101,6 +101,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("bench merge", of_experiment::<merge::Parameters, merge::Row>),
     ("bench crowd", of_experiment::<crowd::Parameters, crowd::Row>),
     ("bench hung", of_experiment::<hung::Parameters, hung::Row>),
+    ("bench limit", of_experiment::<limit::Parameters, limit::Row>),
     ("tune", of_experiment::<tune::Asked, tune::Row>),
     ("demo", of::<Shown>),
     ("error", of::<Failure>),

@@ -95,7 +95,8 @@ const SET: &[Member] = &[
     Member { name: "snapshot", options: [&["--rounds", "4"], &[]], seconds: [180, 24], on: On::Memory },
     Member { name: "merge", options: [&["--rounds", "2"], &[]], seconds: [150, 24], on: On::Folder },
     Member { name: "crowd", options: USUAL, seconds: [120, 12], on: On::Memory },
-    Member { name: "hung", options: [&["--rounds", "7"], &[]], seconds: [150, 19], on: On::Memory },
+    Member { name: "hung", options: [&["--rounds", "5"], &[]], seconds: [110, 19], on: On::Memory },
+    Member { name: "limit", options: [&["--rounds", "3"], &[]], seconds: [40, 10], on: On::Memory },
 ];
 
 /// The time within which the set ends, in seconds: a long run, and a quick one.

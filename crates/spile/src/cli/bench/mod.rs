@@ -11,6 +11,7 @@ mod geometry;
 mod hidden;
 mod hung;
 mod layers;
+mod limit;
 mod merge;
 mod paths;
 mod shape;
@@ -65,6 +66,7 @@ enum Experiment {
     Merge(merge::MergeArgs),
     Crowd(crowd::CrowdArgs),
     Hung(hung::HungArgs),
+    Limit(limit::LimitArgs),
 }
 
 /// Runs `spile bench`.
@@ -91,5 +93,6 @@ fn run_experiment(experiment: &Experiment) -> Result<Exit> {
         Experiment::Merge(args) => merge::run(args),
         Experiment::Crowd(args) => crowd::run(args),
         Experiment::Hung(args) => hung::run(args),
+        Experiment::Limit(args) => limit::run(args),
     }
 }
