@@ -102,6 +102,11 @@ pub trait Store: Send + Sync + 'static {
         async { None }
     }
 
+    /// Which file of its file system it is, whatever its name is: no other one there is given the same. `None` where nobody can tell.
+    fn file_identity(&self) -> Option<[u8; 16]> {
+        None
+    }
+
     /// The runs of data and holes from `offset` on, one after the other: at least one, at most `max_runs` (at least 1). The last may end
     /// before or after the `len_bytes` that were asked for. A store that can tell many runs by one question does so.
     fn extents_at(

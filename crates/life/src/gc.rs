@@ -8,12 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use spile_core::{Env, Error, ErrorKind, Files, Locator, OpenMode, Result};
-use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, LayerInfo, MAX_LAYERS, describe};
 use spile_node::Node;
 
 use crate::gone::Gone;
-use crate::jobs::{Note, Plan, Wishes};
+use crate::jobs::{Note, Plan, Wishes, which};
 use crate::snapshot::remove_if_there;
 use crate::work::is_no_image;
 use crate::{merge, names};
@@ -301,11 +300,13 @@ pub async fn collect<F: Files>(
     list: impl AsyncFn() -> Result<Vec<PathBuf>>,
     run: impl AsyncFn(Plan, Wishes) -> Result<()>,
 ) -> Result<()> {
-    let leaf = node.graph().await.handles()[0].clone();
+    let graph = node.graph().await;
+    let (leaf, which) = (graph.handles()[0].clone(), which(&graph));
+    drop(graph);
     let disk = leaf.path().to_owned();
     match Note::read(tools.files, &disk).await? {
         // Another disk of that name has left it.
-        Some(note) if !note.is_of(leaf.image().identity()) => Plan::remove(tools.files, &disk).await?,
+        Some(note) if !note.is_of(which) => Plan::remove(tools.files, &disk).await?,
         Some(Note { plan, wishes, .. }) => {
             refuse_other(&plan, wishes.is_paused).map_err(|error| error.at_path(&disk))?;
             run(plan, wishes).await?;

@@ -105,6 +105,9 @@ pub fn snapshot_path(disk: &Path, name: &str) -> Result<PathBuf> {
     if name.is_empty() || name.contains(['/', '\0']) {
         return bad("it is the name of a file beside the disk, without a folder");
     }
+    if name.contains(char::is_control) {
+        return bad("it has a control character in it, such as a line end");
+    }
     if name.starts_with('.') {
         return bad("files whose names begin with a dot are hidden");
     }
@@ -113,14 +116,13 @@ pub fn snapshot_path(disk: &Path, name: &str) -> Result<PathBuf> {
         Some(extension) if !name.ends_with(&extension) => format!("{name}{extension}"),
         _ => name.to_owned(),
     };
-    if file.len() > MAX_NAME_BYTES {
+    let path = disk.with_file_name(file);
+    // Files that tell of it lie beside it, under longer names.
+    if !names::fits(&names::children(&path)) {
         return bad("it is too long");
     }
-    Ok(disk.with_file_name(file))
+    Ok(path)
 }
-
-/// The longest name of a file on Linux.
-const MAX_NAME_BYTES: usize = 255;
 
 /// The format of a new leaf over an image of the format `parent`.
 pub fn child_format(parent: Format) -> Format {
@@ -203,7 +205,7 @@ async fn check_disk<F: Files>(files: &F, graph: &Graph<F::Store>, plan: &Plan) -
     match files.canonical(&plan.snapshot).await {
         Ok(_) => {
             let error = Error::new(ErrorKind::Exists, "there is a file of the snapshot's name already");
-            Err(error.at_path(&plan.snapshot).hint("choose another --name"))
+            Err(error.at_path(&plan.snapshot).hint("choose another name"))
         }
         Err(_) => Ok(()),
     }

@@ -8,9 +8,8 @@ use std::sync::Arc;
 
 use spile_core::{Env, Error, ErrorKind, Extent, Result};
 use spile_engine::OsEnv;
-use spile_image::layer::Layer as _;
 use spile_image::{Broken, Graph, LayerInfo};
-use spile_life::jobs::{Job, Note, Plan};
+use spile_life::jobs::{Job, Note, Plan, which};
 use spile_life::{Later, Marks, Neighbours, Sizes, Work};
 use spile_node::Node;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
@@ -129,7 +128,7 @@ pub async fn left(graph: &Graph<HostStore>) -> Result<Option<Note>> {
     }
     let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
     match Note::read(&files, path).await? {
-        Some(note) if !note.is_of(graph.handles()[0].image().identity()) => {
+        Some(note) if !note.is_of(which(graph)) => {
             tracing::warn!(
                 "{}: a {} was begun with another disk that lay there, and is not gone on with",
                 path.display(),

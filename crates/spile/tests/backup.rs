@@ -92,6 +92,7 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
     for export in ["", "refused", "other"] {
         let own = format!("nbd+unix:///{export}?socket={}", dir.join("n").display());
         refused(2, &["backup", "refused", &own], "serves the export itself");
+        refused(2, &["restore", "refused.raw", &own], "a guest may use it");
     }
     refused(2, &["backup", "refused", "other", "both"], "TARGET is a folder");
     refused(1, &["restore", "other.raw", "new.raw"], "has no manifest here");

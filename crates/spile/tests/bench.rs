@@ -496,7 +496,10 @@ fn limits_are_measured_beside_their_promises() {
     assert_host(&outcome);
     assert_eq!(rows(&outcome).len(), 2);
     for row in rows(&outcome) {
-        assert_plain(row, &["iops", "bytes_per_s", "small_bytes_per_s", "large_bytes_per_s", "alone_iops", "beside_iops"]);
+        assert_plain(
+            row,
+            &["iops", "bytes_per_s", "small_bytes_per_s", "large_bytes_per_s", "alone_iops", "beside_iops"],
+        );
         // A limit that does nothing would let many times as much pass.
         let limit = |name: &str| outcome["parameters"][name].as_f64().unwrap();
         assert!(number(row, "iops") < 1.5 * limit("limit_iops"), "{row}");

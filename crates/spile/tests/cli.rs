@@ -450,7 +450,9 @@ fn a_disk_that_is_not_served_can_grow() {
     ok(dir, &["resize", "a.raw", "8M"]);
     let bytes = fs::read(dir.join("a.raw")).unwrap();
     assert!(bytes.len() == 8 << 20 && bytes[..4 << 20] == pattern() && bytes[4 << 20..].iter().all(|byte| *byte == 0));
-    assert!(fails(dir, 1, &["resize", "gone.raw", "2M"]).contains("no server has a disk"));
+    assert!(fails(dir, 1, &["resize", "gone.raw", "2M"]).contains("it cannot be found"));
+    assert!(fails(dir, 2, &["resize", "a.raw", "16M", "--shrink"]).contains("would make it longer"));
+    assert_eq!(fs::metadata(dir.join("a.raw")).unwrap().len(), 8 << 20);
     // VHDs, with what is in them.
     for kind in ["fixed", "dynamic"] {
         let name = format!("{kind}.vhd");

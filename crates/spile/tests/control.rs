@@ -80,7 +80,7 @@ fn what_cannot_grow_says_why() {
     let disks = ["a.raw", "b.vhd", "ro.raw,read-only", "--vhost-user", "v"];
     let served = serve(dir, &disks);
     let cases: [(&[&str], i32, &str); 9] = [
-        (&["c", "16M"], 2, "a.raw: the disk has 33554432 bytes and cannot shrink to 16777216 (only growing"),
+        (&["c", "16M"], 2, "a.raw: the disk has 33554432 bytes and cannot shrink to 16777216 (`spile resize --shrink`"),
         (&["c", "33554433"], 2, "no whole number of sectors"),
         (&["c", "16M", "--name", "b"], 1, "b.vhd: the disk has 33554432 bytes and cannot shrink"),
         (&["c", "64M", "--name", "ro"], 1, "ro.raw: the disk is open for reading only"),

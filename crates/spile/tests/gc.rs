@@ -93,7 +93,10 @@ fn a_snapshot_whose_child_is_one_waits_until_that_is_deleted() {
     let dir = dir.path();
     make(dir, "gc-waits");
     let (disk, second) = (raw_of(dir, "a.vhd"), raw_of(dir, "s2.vhd"));
-    ok(dir, &["delete", "s1.vhd"]);
+    let said = ok(dir, &["delete", "s1.vhd"]);
+    assert!(said.contains("can do nothing now") && said.contains("s2.vhd is a parent itself"), "{said}");
+    let shown = &json(dir, &["tree", "s1.vhd"])["images"][0];
+    assert!(shown["deleted"] == true && shown["gc_frees_at_most_bytes"].is_null(), "{shown}");
     let found = json(dir, &["gc", "."]);
     assert_eq!(collected(&found), [is("deleted", "s1.vhd", "waits")]);
     assert!(found["found"][0]["reason"].as_str().unwrap().contains("s2.vhd"), "{found}");

@@ -92,6 +92,7 @@ fn what_makes_no_sense_is_refused() {
         assert!(error.contains(what), "{args:?}: {error}");
     };
     says(2, &["limit", "c", "--burst", "2h"], "an hour at most");
+    says(2, &["limit", "c", "--group", ""], "--no-group");
     says(2, &["limit", "c", "--iops", "5k"], "write it out");
     says(2, &["limit", "c", "--whole-group", "--iops", "5"], "in no group");
     says(2, &["serve", "a.raw,iops=0", "--nbd", "unix:m"], "let nothing pass");

@@ -274,6 +274,28 @@ fn a_server_that_ends_leaves_the_half_and_whoever_gives_the_move_up_removes_it()
 }
 
 #[test]
+fn another_raw_file_of_that_name_is_not_moved() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir(dir.join("new")).unwrap();
+    fs::write(dir.join("motion-raw.raw"), vec![3; 8 * MIB]).unwrap();
+    let served = serve(dir, &["motion-raw.raw"]);
+    json(dir, &["move", "motion-raw", "--to", "new/", "--rate", "512K"]);
+    eventually("its note is there", || dir.join(".motion-raw.raw.spile-job").exists());
+    served.kill();
+    // The disk is given up, and the name goes to another one. The old file is kept, so that the new one gets a number of its own.
+    fs::rename(dir.join("motion-raw.raw"), dir.join("given-up")).unwrap();
+    fs::write(dir.join("motion-raw.raw"), vec![4; 8 * MIB]).unwrap();
+    let served = serve(dir, &["motion-raw.raw"]);
+    eventually("the note goes", || !dir.join(".motion-raw.raw.spile-job").exists());
+    assert!(json(dir, &["jobs"])["jobs"].as_array().unwrap().iter().all(|job| job["disk"] != "motion-raw"));
+    assert!(served.terminate().success());
+    assert!(
+        fs::read(dir.join("motion-raw.raw")).unwrap() == vec![4; 8 * MIB] && !dir.join("new/motion-raw.raw").exists()
+    );
+}
+
+#[test]
 fn a_hand_over_that_was_broken_off_between_the_two_names_is_taken_back() {
     let (dir, bytes) = world("torn");
     let dir = &dir.path().canonicalize().unwrap();

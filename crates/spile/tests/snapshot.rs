@@ -149,7 +149,10 @@ fn what_cannot_have_a_snapshot_says_why_and_leaves_nothing() {
     };
     refused(1, "a.raw", "s", "spile convert");
     refused(2, "a.vhd", "x/y", "no name for a snapshot");
-    refused(1, "a.vhd", "parent", "choose another");
+    refused(2, "a.vhd", "a\nb", "control character");
+    refused(2, "a.vhd", &"x".repeat(245), "too long");
+    refused(1, "a.vhd", "parent", "choose another name");
+    refused(1, "./missing.vhd", "s", "it cannot be found");
     refused(1, "parent.vhd", "s", "child.vhd");
     refused(1, "missing.vhd", "s", "missing.vhd");
     {
@@ -230,8 +233,10 @@ fn a_disk_goes_back_to_its_snapshot() {
     assert!(kept["kept_path"].as_str().unwrap().ends_with("/t.vhd"));
     assert_eq!((first("a.vhd"), first("t.vhd"), first("s.vhd")), (1, 2, 1));
     assert_eq!(images(dir), ["a.vhd", "s.vhd", "t.vhd"]);
+    assert!(fails(dir, 2, &["revert", "a.vhd", "a.vhd", "--discard"]).contains("the disk itself"));
+    assert!(fails(dir, 2, &["rebase", "a.vhd", "--parent", "a.vhd"]).contains("its own parent"));
     // Forward again, to the branch that was kept.
-    ok(dir, &["revert", "a.vhd", "t.vhd", "--discard"]);
+    ok(dir, &["revert", "a.vhd", "t", "--discard"]);
     assert_eq!((first("a.vhd"), chain(dir, "a.vhd")), (2, vec!["a.vhd".into(), "t.vhd".into(), "s.vhd".into()]));
     let _served = serve(dir, &["a.vhd,name=snap-back"]);
     let said = fails(dir, 1, &["revert", "a.vhd", "s.vhd", "--discard"]);
@@ -351,4 +356,10 @@ fn a_tree_shows_families_and_who_uses_them() {
     let family = json(dir, &["tree", "snap-tree"]);
     assert_eq!(family["images"].as_array().unwrap().len(), 3);
     assert!(ok(dir, &["tree", "b.vhd"]).contains("\n  b.vhd  16 MiB vhd"));
+    // A link to an image is that image; from elsewhere its parent is found where the image is.
+    std::os::unix::fs::symlink("b.vhd", dir.join("link.vhd")).unwrap();
+    assert_eq!(json(dir, &["tree", "."])["images"].as_array().unwrap().len(), 4);
+    fs::create_dir(dir.join("links")).unwrap();
+    std::os::unix::fs::symlink("../b.vhd", dir.join("links/far.vhd")).unwrap();
+    assert_eq!(json(dir, &["tree", "links"])["images"][0]["parent_missing"], false);
 }

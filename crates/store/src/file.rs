@@ -490,6 +490,15 @@ impl Store for FileStore {
         Ok(())
     }
 
+    /// Its number, and when it was made: numbers are given again.
+    fn file_identity(&self) -> Option<[u8; 16]> {
+        let FileTimes { inode, born_ns, .. } = self.inner.found;
+        let mut identity = [0; 16];
+        identity[..8].copy_from_slice(&inode.to_le_bytes());
+        identity[8..].copy_from_slice(&born_ns.to_le_bytes());
+        (born_ns != 0 && !self.inner.is_device).then_some(identity)
+    }
+
     fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
         self.check_end(offset.0, len_bytes as u64, false)?;
         let file = self.inner.cached.as_fd();

@@ -177,6 +177,10 @@ impl Store for AnyStore {
         each!(self, store => store.taken_bytes().await)
     }
 
+    fn file_identity(&self) -> Option<[u8; 16]> {
+        each!(self, store => store.file_identity())
+    }
+
     async fn extents_at(&self, offset: StoreOffset, len_bytes: u64, max_runs: usize) -> Result<Vec<StoreExtent>> {
         each!(self, store => store.extents_at(offset, len_bytes, max_runs).await)
     }

@@ -109,6 +109,10 @@ impl<S: Store> Store for MeteredStore<S> {
         self.inner.taken_bytes()
     }
 
+    fn file_identity(&self) -> Option<[u8; 16]> {
+        self.inner.file_identity()
+    }
+
     async fn extents_at(&self, offset: StoreOffset, len_bytes: u64, max_runs: usize) -> Result<Vec<StoreExtent>> {
         let found = pin!(self.inner.extents_at(offset, len_bytes, max_runs));
         self.meter.measure_by_turns(Op::Extents, 0, found).await

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use event_listener::Event;
 use spile_core::{Error, ErrorKind, Result, Timer};
 
-pub use self::note::{Merged, Note, Plan, Wishes};
+pub use self::note::{Merged, Note, Plan, Wishes, which};
 use self::pace::Pace;
 use crate::motion::{Motion, Status};
 

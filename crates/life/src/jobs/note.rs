@@ -7,7 +7,8 @@
 use std::path::{Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
-use spile_image::layer::Identity;
+use spile_image::Graph;
+use spile_image::layer::{Identity, Layer as _};
 
 use crate::motion::Move;
 use crate::names;
@@ -51,7 +52,7 @@ pub struct Note {
     pub plan: Plan,
     /// What its users want of it.
     pub wishes: Wishes,
-    /// The disk's own image, where it tells which one it is and stays the same to the job's end: another disk may get the name that this one had.
+    /// The disk's own image ([`which`]), where that stays the same to the job's end: another disk may get the name that this one had.
     pub of: Option<Identity>,
     /// How far the copy of a move is.
     pub copied: Option<Copied>,
@@ -64,6 +65,12 @@ pub struct Copied {
     pub until_bytes: u64,
     /// Which half that is: one line.
     pub half: String,
+}
+
+/// Which image the disk of `graph` is: as it says itself, or, of one that does not say it, which file. `None` where nobody can tell.
+pub fn which<S: Store>(graph: &Graph<S>) -> Option<Identity> {
+    let image = graph.handles()[0].image();
+    image.identity().or_else(|| image.store().file_identity().map(Identity))
 }
 
 /// The first line of every note begins so.

@@ -110,7 +110,7 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
     }
 
     /// How many bytes the layer's units have in all.
-    async fn units_bytes(&self) -> u64 {
+    async fn units_bytes(&self) -> Result<u64> {
         let (mut total_bytes, mut at, end) = (0, 0, self.whole().end());
         for counted in 1_u64.. {
             let held = (at < end).then(|| self.source.next_own(Extent::from_range(at..end))).flatten();
@@ -118,9 +118,11 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             (total_bytes, at) = (total_bytes + unit.len_bytes, unit.end());
             if counted.is_multiple_of(COUNTED_AT_ONCE) {
                 self.work.timer.sleep(A_TURN).await;
+                // Whoever cancels or pauses the job does not wait until all is counted.
+                self.work.job.go_on().await?;
             }
         }
-        total_bytes
+        Ok(total_bytes)
     }
 
     /// Moves all that the layer has.
@@ -135,7 +137,7 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
 
     async fn move_all(&self) -> Result<()> {
         self.taken_before_bytes.set(self.taken_bytes().await);
-        self.left_bytes.set(self.units_bytes().await);
+        self.left_bytes.set(self.units_bytes().await?);
         self.tell();
         // A change may have allocated something behind the mover while the merge began.
         while self.pass().await? {}

@@ -42,7 +42,7 @@ use spile_image::Format;
 use spile_image::layer::{Identity, Layer};
 use spile_node::{OldEpoch, Stage};
 
-use crate::jobs::{Note, Plan, State};
+use crate::jobs::{Note, Plan, State, which};
 use crate::names;
 use crate::work::{GraphOf, Work};
 use copier::{Copier, Failure, Over};
@@ -105,7 +105,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     let mut place = Box::pin(Place::find(work, &source, plan)).await?;
     if let Some(disk) = &place.disk {
         crate::finish_left(work, disk).await?;
-        let of = source.handles()[0].image().identity();
+        let of = which(&source);
         let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes(), of, copied: None };
         note.write(work.files, disk).await?;
     }

@@ -23,7 +23,7 @@ use utoipa::ToSchema;
 use super::coalesce::{LOOK_EVERY, parse_rate, tell_when_ended, wait_for};
 use super::convert::{ConvertArgs, Known, convert};
 use super::snapshot::find;
-use super::{Exit, ParentArgs, ReadArgs, existing, on_engine, parse_format, print_json, progress_bar, say};
+use super::{Exit, ParentArgs, ReadArgs, existing, on_engine, onto, parse_format, print_json, progress_bar, say};
 use crate::disks;
 use crate::log::complain;
 use crate::signals::EndSignals;
@@ -445,6 +445,9 @@ pub fn restore(args: &RestoreArgs) -> Result<Exit> {
         return Err(error.hint("name a file; or `spile verify` it, and `spile convert BACKUP -`"));
     }
     let at = existing(&args.backup)?;
+    if !args.onto {
+        onto::refuse_served_here(&disks::locate(&args.disk)?)?;
+    }
     let manifest = manifest_of(&at, args.manifest.as_deref())?;
     let known = Known { digests: manifest.digests()?, size_bytes: manifest.virtual_size_bytes };
     let copy = ConvertArgs::new(args.backup.clone(), args.disk.clone(), args.read.clone())

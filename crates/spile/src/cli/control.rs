@@ -62,9 +62,7 @@ pub struct AttachArgs {
     /// The server: the path of its control socket, its name in the folder, or one of its disks
     server: String,
     /// The disk, as for `spile serve`
-    #[arg(
-        value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T][,shape=S][,iops=N]..."
-    )]
+    #[arg(value_name = "DISK[,OPTION]...")]
     disk: String,
     /// Serve it to virtual machines on this Unix socket (may be given several times)
     #[arg(long, value_name = "PATH")]
@@ -357,6 +355,10 @@ fn resize_file(args: &ResizeArgs) -> Result<Exit> {
         let refuse = |what: String, hint: &str| {
             Err(Error::new(ErrorKind::InvalidInput, what).at_path(Path::new(&disks::label(&at))).hint(hint))
         };
+        if size > old && shrinks {
+            let what = format!("the disk has {old} bytes, and --shrink would make it longer");
+            return refuse(what, "without --shrink it grows");
+        }
         if size < old && !shrinks {
             let what = format!("the disk has {old} bytes: what lies behind {size} would be cut off");
             return refuse(what, "--shrink makes it shorter, if nothing but zeroes lies there");

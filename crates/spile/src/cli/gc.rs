@@ -121,17 +121,18 @@ pub fn run(args: &GcArgs) -> Result<Exit> {
 fn show(folder: &Path, collected: &Collected) {
     for item in &collected.found {
         let what = match item.kind.as_str() {
-            "deleted" => "was deleted, and is merged with its child",
-            "job" => "a merge or flatten that is not finished",
+            "deleted" => "deleted",
+            "job" => "of work that is not finished",
             "half-made" => "left by a snapshot that was broken off",
-            _ => "says nothing any more",
+            _ => "a note that says nothing any more",
         };
+        let name = Path::new(&item.path).file_name().unwrap_or_default().to_string_lossy();
         let frees = match item.frees_at_most_bytes {
             0 => String::new(),
             bytes => format!(", frees {} at most", format_size(bytes)),
         };
-        let reason = item.reason.as_ref().map(|reason| format!(": {reason}")).unwrap_or_default();
-        say(format_args!("{}: {what}{frees}: {}{reason}", printable(&item.path), item.state));
+        say(format_args!("{}: {what}{frees}: {}", printable(&name), item.state));
+        item.reason.iter().for_each(|reason| say(format_args!("  {reason}")));
     }
     if collected.found.is_empty() {
         say(format_args!("{}: nothing to do", folder.display()));

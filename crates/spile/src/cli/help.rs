@@ -575,7 +575,10 @@ says so, and the move goes on."],
     Ending {
         command: "bench limit",
         codes: &[],
-        examples: &[("spile bench limit --quick", "a short run"), ("spile bench limit --rounds 20", "on a busy machine")],
+        examples: &[
+            ("spile bench limit --quick", "a short run"),
+            ("spile bench limit --rounds 20", "on a busy machine"),
+        ],
         notes: &[],
     },
     Ending {
@@ -634,7 +637,7 @@ says so, and the move goes on."],
 
 /// The whole command line, with what its help says at the end.
 pub fn command() -> Command {
-    with_endings(Cli::command(), "")
+    with_endings(Cli::command().term_width(COLUMNS), "")
 }
 
 /// The end of the help of the command `words`, if that is in the table.

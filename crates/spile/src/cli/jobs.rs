@@ -120,11 +120,18 @@ fn all() -> Result<Vec<(PathBuf, Vec<Job>)>> {
 /// `NotFound`; the server's.
 pub fn job(args: &JobArgs) -> Result<Exit> {
     let body = order(args)?;
-    let has_it = |(_, jobs): &(PathBuf, Vec<Job>)| jobs.iter().any(|job| job.id == args.id);
-    let Some((socket, _)) = all()?.into_iter().find(has_it) else {
+    let of_server = |(socket, jobs): (PathBuf, Vec<Job>)| {
+        let job = jobs.into_iter().find(|job| job.id == args.id)?;
+        Some((socket, job))
+    };
+    let Some((socket, job)) = all()?.into_iter().find_map(of_server) else {
         let error = Error::new(ErrorKind::NotFound, format!("no server of this host has a job {:?}", args.id));
         return Err(error.hint("`spile jobs` lists them"));
     };
+    if matches!(job.state.as_str(), "done" | "failed") {
+        let what = format!("the job {:?} is over: it has the state {}", args.id, job.state);
+        return Err(Error::new(ErrorKind::InvalidInput, what).hint("nothing has changed by this"));
+    }
     let patience = if args.order == JobOrder::HandOver { CHANGE_PATIENCE } else { LOOK_PATIENCE };
     call(&socket, "PATCH", &format!("/v1/jobs/{}", args.id), Some(&body), patience).map(|_: Value| Exit::Ok)
 }

@@ -116,6 +116,10 @@ impl LimitArgs {
 /// # Errors
 /// When there is no such disk; when the limits cannot be kept.
 pub fn run(args: &LimitArgs) -> Result<Exit> {
+    if args.group.as_deref() == Some("") {
+        let error = Error::new(ErrorKind::InvalidInput, "a group has a name");
+        return Err(error.hint("--no-group takes the disk out of its group"));
+    }
     let (socket, name) = args.which.find()?;
     let mut of_disk = args.change();
     let of_group = if args.whole_group { std::mem::take(&mut of_disk) } else { Map::new() };

@@ -78,6 +78,24 @@ pub fn refuse_layers(disk: &Graph<HostStore>, dst: &Locator) -> Result<()> {
     }
 }
 
+/// Refuses `dst` when a server of this host has it as an export of a disk: its guest may use it.
+///
+/// # Errors
+/// `InvalidInput`, naming the disk.
+pub fn refuse_served_here(dst: &Locator) -> Result<()> {
+    let Some(at @ Place::Export(_)) = Place::of(dst) else { return Ok(()) };
+    let mut served = discovery::servers().unwrap_or_default().into_iter().flat_map(|(_, disks)| disks);
+    let is_meant = |disk: &Disk| disk.exports.iter().filter_map(Place::of_export).any(|place| place.meets(&at));
+    match served.find(is_meant) {
+        Some(disk) => {
+            let what = format!("it is the disk {:?} of a server of this host, and a guest may use it", disk.name);
+            let error = Error::new(ErrorKind::InvalidInput, what).at_path(Path::new(&disks::label(dst)));
+            Err(error.hint("restore to a new file; or --onto writes over the disk, once no guest uses it"))
+        }
+        None => Ok(()),
+    }
+}
+
 /// Refuses `dst` when stdin was opened from it.
 ///
 /// # Errors

@@ -18,7 +18,7 @@ use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::create::{check_place, new_parent, note_child};
-use super::revert::{file_at, refuse_served};
+use super::revert::{file_at, is_same_file, refuse_served};
 use super::{Exit, ParentArgs, on_engine, parse_format, print_json, say};
 use crate::disks;
 use crate::units::format_size;
@@ -105,6 +105,9 @@ enum Way {
 /// do; the storage's. The disk reads as before then, and has its checkpoints.
 pub fn run(args: &RebaseArgs) -> Result<Exit> {
     refuse_served(&args.disk)?;
+    if is_same_file(&args.disk, &args.parent) {
+        return Err(Error::new(ErrorKind::InvalidInput, "a disk cannot be its own parent").at_path(&args.parent));
+    }
     let way = match (args.check, args.copy, args.trust) {
         (true, ..) => Way::Check,
         (_, true, _) => Way::Copy,

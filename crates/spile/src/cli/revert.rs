@@ -10,10 +10,10 @@ use spile_engine::OsEnv;
 use spile_image::create::NewImage;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions, check_new_child};
 use spile_life::delete;
-use spile_life::gc::Family;
+use spile_life::gc::{Family, Verdict, verdict};
 use spile_life::revert::revert;
 use spile_life::snapshot::{Made, Plan, prepare, take_back};
-use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
+use spile_store::{CacheMode, FileId, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::create::{new_parent, note_child};
@@ -89,6 +89,8 @@ pub struct Deleted {
     freed_bytes: u64,
     /// It is there until `spile gc` has merged it with this image, its only child.
     child_path: Option<String>,
+    /// Why `spile gc` does not merge it now, if that is so.
+    waits_because: Option<String>,
 }
 
 /// Refuses a disk that a server has.
@@ -117,7 +119,12 @@ pub(super) fn file_at(disk: &Path) -> Result<Locator> {
 /// as it was then.
 pub fn run(args: &RevertArgs) -> Result<Exit> {
     refuse_served(&args.disk)?;
-    let (at, base) = (file_at(&args.disk)?, file_at(&args.snapshot)?);
+    let snapshot = with_extension_of(&args.snapshot, &args.disk);
+    let (at, base) = (file_at(&args.disk)?, file_at(&snapshot)?);
+    if is_same_file(&args.disk, &snapshot) {
+        let error = Error::new(ErrorKind::InvalidInput, "this is the disk itself").at_path(&snapshot);
+        return Err(error.hint("name the snapshot that it is to go back to; `spile tree` shows them"));
+    }
     let read = args.parents.read_only(None);
     let write = OpenOptions { format: args.format, read_only: false, ..read.clone() };
     let keep = args.keep.clone();
@@ -130,6 +137,22 @@ pub fn run(args: &RevertArgs) -> Result<Exit> {
     say(format_args!("{} holds what {} holds", reverted.path, reverted.snapshot_path));
     reverted.kept_path.iter().for_each(|kept| say(format_args!("{kept}: what it held before")));
     Ok(Exit::Ok)
+}
+
+/// The snapshot that is meant by `snapshot`: its path, or that without the extension of the disk.
+fn with_extension_of(snapshot: &Path, disk: &Path) -> PathBuf {
+    let extension = disk.extension().unwrap_or_default();
+    let mut longer = snapshot.as_os_str().to_owned();
+    longer.push(".");
+    longer.push(extension);
+    let longer = PathBuf::from(longer);
+    if !snapshot.exists() && longer.exists() { longer } else { snapshot.to_owned() }
+}
+
+/// True when both paths lead to one file.
+pub(super) fn is_same_file(one: &Path, other: &Path) -> bool {
+    let id = |path: &Path| path.metadata().ok().map(|stat| FileId::of(&stat));
+    id(one).is_some() && id(one) == id(other)
 }
 
 /// Returns the paths of the disk, of the snapshot, and of what was kept.
@@ -205,27 +228,38 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     let options = OpenOptions { read_only: false, write_parent: true, ..args.parents.read_only(args.format) };
     let used_bytes = disks::used_bytes(&args.disk).unwrap_or(0);
     let (disk, format) = (args.disk.clone(), args.format);
-    let (path, child) = on_engine(move || async move {
+    let (path, child, why) = on_engine(move || async move {
         let (host, path) = (Host::new(), whole_path(&disk).await?);
         let list = async || host.beside(&path).await;
         let family = Family::ask(&host.tools(), &list().await?).await;
         if let [child] = family.children_of(&path)? {
             delete::mark(&host.tools(), &path, format, child).await?;
-            return Ok((path, Some(child.clone())));
+            let why = match verdict(&host.tools(), &family, &path).await? {
+                Verdict::Waits { why, .. } => Some(why),
+                Verdict::Merge(_) | Verdict::Stale => None,
+            };
+            return Ok((path, Some(child.clone()), why));
         }
         let graph = disks::open_keeping(CacheMode::Page, &at, &options).await?;
         let removed = delete::remove(&host.tools(), &graph, list).await?;
-        Ok((removed, None))
+        Ok((removed, None, None))
     })?;
     let freed_bytes = if child.is_some() { 0 } else { used_bytes };
     let child_path = child.map(|child| child.display().to_string());
-    let deleted = Deleted { path: path.display().to_string(), freed_bytes, child_path };
+    let path = path.display().to_string();
+    let deleted = Deleted { path, freed_bytes, child_path, waits_because: why };
     if args.json {
         return print_json(&deleted).map(|()| Exit::Ok);
     }
-    match &deleted.child_path {
-        Some(child) => say(format_args!("deleted {}: spile gc merges {child}, its only child, with it", deleted.path)),
-        None => say(format_args!("deleted {}: {} are free", deleted.path, format_size(freed_bytes))),
+    match (&deleted.child_path, &deleted.waits_because) {
+        (Some(_), Some(why)) => {
+            say(format_args!("deleted {}: it waits for spile gc, which can do nothing now", deleted.path));
+            say(format_args!("  {why}"));
+        }
+        (Some(child), None) => {
+            say(format_args!("deleted {}: spile gc merges {child}, its only child, with it", deleted.path));
+        }
+        (None, _) => say(format_args!("deleted {}: {} are free", deleted.path, format_size(freed_bytes))),
     }
     Ok(Exit::Ok)
 }

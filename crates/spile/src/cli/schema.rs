@@ -33,8 +33,8 @@ use super::trace::Traced;
 use super::tree::Tree;
 use super::{Exit, print_text};
 use crate::bench::{
-    Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, limit, merge, paths, shape, snapshot, tune,
-    warmup,
+    Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, limit, merge, paths, shape, snapshot,
+    tune, warmup,
 };
 use crate::load::Report;
 

@@ -53,11 +53,9 @@ use crate::uri::Address;
 /// again to the same socket.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// What to serve
-    #[arg(
-        required = true,
-        value_name = "DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=P][,pause-at-most=T][,shape=S][,iops=N]..."
-    )]
+    /// What to serve. Options of a disk: name=N, serial=S, format=F, read-only, on-error=P, pause-at-most=T, shape=S, and
+    /// limits as `spile limit` has them, such as iops=N
+    #[arg(required = true, value_name = "DISK[,OPTION]...")]
     disks: Vec<DiskSpec>,
     /// Serve virtual machines by vhost-user-blk on this Unix socket: the first DISK, or the one exported as NAME (may be
     /// given several times). With `incoming` the disk is still on its way from another host, by NBD: guests may connect, and

@@ -22,7 +22,7 @@ use utoipa::ToSchema;
 
 use super::control::path_of;
 use super::create::{Child, check_place};
-use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, say};
+use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, printable, say};
 use crate::disks;
 use crate::units::format_us;
 
@@ -94,7 +94,8 @@ pub fn run(args: &SnapshotArgs) -> Result<Exit> {
         return print_json(&made).map(|()| Exit::Ok);
     }
     for DiskSnapshot { path, snapshot_path, .. } in &made.disks {
-        say(format_args!("{snapshot_path}: what {path} held; {path} goes on as its child"));
+        let (snapshot_path, path) = (printable(snapshot_path), printable(path));
+        say(format_args!("{snapshot_path}: what the disk held\n{path} goes on as its child"));
     }
     if made.longest_stall_us > 0.0 {
         say(format_args!("requests waited for {} at most", format_us(made.longest_stall_us)));

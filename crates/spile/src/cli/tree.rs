@@ -115,7 +115,11 @@ pub fn run(args: &TreeArgs) -> Result<Exit> {
     }
     tree.images.iter().for_each(|image| say(line(image)));
     for Beside { path, disk_path } in &tree.beside {
-        say(format_args!("{}: of work on {}", printable(path), printable(disk_path)));
+        let name = |path: &str| printable(&Path::new(path).file_name().unwrap_or_default().to_string_lossy());
+        let what =
+            if names::changes(Path::new(disk_path)) == Path::new(path) { "the checkpoints" } else { "of work on" };
+        let of = if what == "of work on" { "" } else { " of" };
+        say(format_args!("{}: {what}{of} {}", name(path), name(disk_path)));
     }
     Ok(Exit::Ok)
 }
@@ -151,6 +155,9 @@ fn listed(folder: &Path) -> Result<(Vec<PathBuf>, Vec<Beside>)> {
     });
     let beside = beside.collect();
     paths.retain(|path| path.is_file() && Format::from_extension(path).is_some());
+    // A link to an image of this folder is that image.
+    let is_here = |path: &PathBuf| path.canonicalize().is_ok_and(|real| real.parent() == Some(folder));
+    paths.retain(|path| !path.is_symlink() || !is_here(path));
     Ok((paths, beside))
 }
 
@@ -185,8 +192,10 @@ async fn look(files: &OsFiles, path: &Path) -> TreeImage {
         Ok((size_bytes, parents)) => {
             image.virtual_size_bytes = Some(size_bytes);
             image.parent_missing = !parents.is_empty();
+            // An image's parent lies beside its file, not beside a link to that.
+            let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
             for name in parents {
-                let at = path.parent().unwrap_or(Path::new("/")).join(name);
+                let at = real.parent().unwrap_or(Path::new("/")).join(name);
                 if let (true, Ok(found)) = (image.parent_missing, files.canonical(&at).await) {
                     (image.parent_path, image.parent_missing) = (Some(found.display().to_string()), false);
                 } else if image.parent_path.is_none() {
@@ -215,6 +224,7 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
         image.parent_path.iter().for_each(|parent| children.entry(parent.clone()).or_default().push(number));
     }
     let used: Vec<_> = images.iter().map(|image| image.used_bytes).collect();
+    let is_parent: Vec<_> = images.iter().map(|image| children.contains_key(&image.path)).collect();
     let used_at: HashMap<_, _> = images.iter().map(|image| (image.path.clone(), image.used_bytes)).collect();
     let has_parent =
         |number: &usize| images[*number].parent_path.as_ref().is_some_and(|path| used_at.contains_key(path));
@@ -232,7 +242,11 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
             // What the parent lacks takes as much space there.
             let of_parent = only_of.and_then(|parent| used_at.get(parent).copied().flatten());
             image.coalesce_frees_bytes = image.used_bytes.and_then(|used| Some(used.min(of_parent?)));
-            if let (true, Some([child])) = (image.deleted, children.get(&image.path).map(|list| &list[..])) {
+            let list = children.get(&image.path).map_or(&[][..], |list| &list[..]);
+            // A child that is a parent itself keeps its name, so it is not merged.
+            if let (true, [child]) = (image.deleted, list)
+                && !is_parent[*child]
+            {
                 image.gc_frees_at_most_bytes = image.used_bytes.min(used[*child]);
             }
             note_depth(&mut image, depth);

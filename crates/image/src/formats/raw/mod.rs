@@ -108,7 +108,8 @@ impl<S: Store> Raw<S> {
         check_sectors(size_bytes)?;
         if size_bytes < old_bytes {
             let what = format!("the disk has {old_bytes} bytes and cannot shrink to {size_bytes}");
-            return refuse(ErrorKind::InvalidInput, what, "only growing is possible; copy the data to a smaller disk");
+            let hint = "`spile resize --shrink` makes it shorter while nobody uses it";
+            return refuse(ErrorKind::InvalidInput, what, hint);
         }
         if self.via == Via::Direct && !size_bytes.is_multiple_of(align) {
             let what = format!("the last bytes of a size of {size_bytes} could not be reached by direct I/O");

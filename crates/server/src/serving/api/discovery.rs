@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::geteuid;
 use spile_core::{Error, ErrorKind, Result};
+use spile_image::Format;
 use spile_nbd_wire::uri::{Address, NbdUri};
 
 use super::client::{LOOK_PATIENCE, ask};
@@ -105,22 +106,44 @@ pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
             || path.is_some() && std::fs::canonicalize(&disk.path).ok() == path
             || export.is_some() && export_of(&disk.path) == export
     };
-    let servers = servers()?;
+    let (mut servers, mut silent) = (Vec::new(), Vec::new());
+    for (socket, disks) in asked()? {
+        match disks {
+            Ok(disks) => servers.push((socket, disks)),
+            Err(error) => silent.push(format!("{} does not say which disks it has ({error})", socket.display())),
+        }
+    }
     let disks = servers.iter().flat_map(|(socket, disks)| disks.iter().map(move |disk| (socket, disk)));
     let found: Vec<_> = disks.filter(|(_, disk)| is_meant(disk)).collect();
     if let Some((socket, disk)) = found.iter().find(|(_, disk)| is_other_file(disk, text)) {
         return Err(ambiguous(text, socket, disk));
     }
     match found.as_slice() {
-        [] => Err(Error::new(ErrorKind::NotFound, format!("no server has a disk {text:?}"))
-            .hint("`spile ls` lists the disks; name a server's control socket by its path")),
+        [] => Err(unknown(text, &silent)),
         [(socket, disk)] => Ok(((*socket).clone(), disk.name.clone())),
         several => {
             let sockets: Vec<_> = several.iter().map(|(socket, _)| socket.display().to_string()).collect();
             Err(Error::new(ErrorKind::InvalidInput, format!("several servers have a disk {text:?}"))
-                .hint(format!("name one by its control socket and --name: {}", sockets.join(", "))))
+                .hint(format!("name its image by its path; they are of {}", sockets.join(", "))))
         }
     }
+}
+
+/// No server has the disk that `text` means. What is written as a path, and is not there, is a slip of the pen.
+fn unknown(text: &str, silent: &[String]) -> Error {
+    let path = Path::new(text);
+    let is_path = export_of(text).is_none() && (text.contains('/') || Format::from_extension(path).is_some());
+    let is_missing = || matches!(path.symlink_metadata(), Err(e) if e.kind() == std::io::ErrorKind::NotFound);
+    let error = match is_path && is_missing() {
+        true => {
+            Error::new(ErrorKind::NotFound, "it cannot be found, and no server has a disk of that name").at_path(path)
+        }
+        false => Error::new(ErrorKind::NotFound, format!("no server has a disk {text:?}")),
+    };
+    error.hint(match silent {
+        [] => "`spile ls` lists the disks; name a server's control socket by its path".to_owned(),
+        silent => format!("one may have it that does not answer: {}", silent.join(", ")),
+    })
 }
 
 /// True when `text` names a file that is there, and it is not the image of `disk`.
