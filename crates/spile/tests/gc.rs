@@ -335,7 +335,8 @@ fn a_mark_that_cannot_be_written_is_none() {
         ok(&at, &["clone", "s.vhd", "a.vhd"]);
         let mut ballast = fs::File::create(at.join("ballast")).unwrap();
         while std::io::Write::write(&mut ballast, &[1; 4096]).is_ok() {}
-        fails(&at, 1, &["delete", "s.vhd"]);
+        let said = fails(&at, 1, &["delete", "s.vhd"]);
+        assert!(said.contains("the disk is as it was; free some space"), "{said}");
         (at.join(".s.vhd.spile-gone").exists(), ok(&at, &["tree", "."]))
     };
     let seen = std::panic::catch_unwind(full);

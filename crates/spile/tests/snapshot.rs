@@ -150,6 +150,15 @@ fn what_cannot_have_a_snapshot_says_why_and_leaves_nothing() {
     refused(1, "a.raw", "s", "spile convert");
     refused(2, "a.vhd", "x/y", "no name for a snapshot");
     refused(2, "a.vhd", "a\nb", "control character");
+    assert!(fails(dir, 2, &["clone", "a.vhd", "c\nd.vhd"]).contains("control character"));
+    assert!(fails(dir, 2, &["create", "c\td.vhd", "--size", "1M"]).contains("control character"));
+    assert!(fails(dir, 2, &["backup", "a.vhd", "c\nd.vhd"]).contains("control character"));
+    // A backup goes with its manifest.
+    ok(dir, &["backup", "a.vhd", "backup.vhd"]);
+    let deleted = json(dir, &["delete", "backup.vhd"]);
+    assert!(deleted["manifest_path"].as_str().unwrap().ends_with("/backup.vhd.spile-backup"), "{deleted}");
+    assert!(!dir.join("backup.vhd.spile-backup").exists());
+    assert_eq!(images(dir), all);
     refused(2, "a.vhd", &"x".repeat(245), "too long");
     refused(1, "a.vhd", "parent", "choose another name");
     refused(1, "./missing.vhd", "s", "it cannot be found");
@@ -160,6 +169,11 @@ fn what_cannot_have_a_snapshot_says_why_and_leaves_nothing() {
         refused(1, "snap-ro", "s", "reading only");
         refused(1, "snap-null", "s", "no folder");
         refused(1, "snap-raw", "s", "misread");
+    }
+    {
+        // No command finds this server: who has the disk open is said all the same.
+        let served = serve(dir, &["a.vhd", "--control", "none"]);
+        refused(1, "a.vhd", "s", &format!("it is open in spile ({})", served.child.id()));
     }
     let served = serve(dir, &["a.vhd,name=snap-gone"]);
     fs::rename(dir.join("a.vhd"), dir.join("elsewhere.vhd")).unwrap();

@@ -22,6 +22,7 @@ use utoipa::ToSchema;
 
 use super::coalesce::{LOOK_EVERY, parse_rate, tell_when_ended, wait_for};
 use super::convert::{ConvertArgs, Known, convert};
+use super::create::check_new_name;
 use super::snapshot::find;
 use super::{Exit, ParentArgs, ReadArgs, existing, on_engine, onto, parse_format, print_json, progress_bar, say};
 use crate::disks;
@@ -225,6 +226,9 @@ fn pairs(args: &BackupArgs) -> Result<Vec<Pair>> {
     match disks {
         [disk] if !target.is_dir() => {
             let (at, parent) = (disks::locate(target)?, args.parent.clone());
+            if matches!(at, Locator::Path(_)) {
+                check_new_name(target)?;
+            }
             let target = TargetSpec { at, format: args.to, manifest, parent, overwrite: args.overwrite };
             Ok(vec![Pair { disk: disk.clone(), target }])
         }

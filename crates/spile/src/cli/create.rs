@@ -113,11 +113,27 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
 /// `Exists` when there is something at the path; `InvalidInput` for what the format does not have; `Unsupported` or
 /// `Denied` where the file cannot be locked, unless `no_lock` says so; the system's.
 pub async fn create(path: &Path, format: Format, new: &NewImage, no_lock: bool) -> Result<()> {
+    check_new_name(path)?;
     format.check_new(new)?;
     let store = OsFiles::new(CacheMode::Page).without_locks(no_lock).create(path, 0)?;
     format.create(&store, &OsEnv, new).await.inspect_err(|_| {
         let _ = std::fs::remove_file(path);
     })
+}
+
+/// Refuses to make a file whose name no line can show, and no note of a job can hold.
+///
+/// # Errors
+/// `InvalidInput`.
+pub fn check_new_name(path: &Path) -> Result<()> {
+    let has_control = path.file_name().is_some_and(|name| name.to_string_lossy().contains(char::is_control));
+    match has_control {
+        true => {
+            let what = "the name has a control character in it, such as a line end";
+            Err(Error::new(ErrorKind::InvalidInput, what).at_path(path).hint("choose another name"))
+        }
+        false => Ok(()),
+    }
 }
 
 /// Takes the space of a new disk; one that does not fit is removed.

@@ -209,12 +209,25 @@ pub fn run() -> ExitCode {
     match result {
         Ok(exit) => exit.into(),
         Err(error) => {
-            let error = served::explained(error);
+            let error = with_way_out(served::explained(error), &cli.command);
             format.complain(&error);
             // As in cmp and qemu-img, 1 says that the disks were compared and differ.
             if matches!(cli.command, Command::Compare(_)) { 2.into() } else { ending::failure(&error) }
         }
     }
+}
+
+/// The error that there is no space, with what that means for the disk.
+fn with_way_out(error: Error, command: &Command) -> Error {
+    let state = match command {
+        _ if error.kind() != ErrorKind::NoSpace || error.hint_text().is_some() => return error,
+        Command::Snapshot(_) | Command::Clone(_) | Command::Revert(_) | Command::Delete(_) | Command::Checkpoint(_) => {
+            "the disk is as it was"
+        }
+        Command::Coalesce(_) | Command::Flatten(_) => "the disk holds what it held",
+        _ => return error,
+    };
+    error.hint(format!("{state}; free some space and say it again: `spile tree` shows what takes it"))
 }
 
 /// How an existing disk is opened.

@@ -33,7 +33,7 @@ pub struct RebaseArgs {
     /// The disk, by its path
     disk: PathBuf,
     /// The new parent
-    #[arg(long, value_name = "DISK")]
+    #[arg(long, value_name = "PARENT")]
     parent: PathBuf,
     /// Only compare, and change nothing
     #[arg(long)]

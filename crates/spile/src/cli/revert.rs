@@ -13,6 +13,7 @@ use spile_life::delete;
 use spile_life::gc::{Family, Verdict, verdict};
 use spile_life::revert::revert;
 use spile_life::snapshot::{Made, Plan, prepare, take_back};
+use spile_server::backup::Manifest;
 use spile_store::{CacheMode, FileId, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
@@ -91,6 +92,8 @@ pub struct Deleted {
     child_path: Option<String>,
     /// Why `spile gc` does not merge it now, if that is so.
     waits_because: Option<String>,
+    /// The manifest of the backup that it was, which is gone, too.
+    manifest_path: Option<String>,
 }
 
 /// Refuses a disk that a server has.
@@ -245,9 +248,10 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
         Ok((removed, None, None))
     })?;
     let freed_bytes = if child.is_some() { 0 } else { used_bytes };
+    let manifest_path = if child.is_some() { None } else { remove_manifest(&path)? };
     let child_path = child.map(|child| child.display().to_string());
     let path = path.display().to_string();
-    let deleted = Deleted { path, freed_bytes, child_path, waits_because: why };
+    let deleted = Deleted { path, freed_bytes, child_path, waits_because: why, manifest_path };
     if args.json {
         return print_json(&deleted).map(|()| Exit::Ok);
     }
@@ -262,6 +266,18 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
         (None, _) => say(format_args!("deleted {}: {} are free", deleted.path, format_size(freed_bytes))),
     }
     Ok(Exit::Ok)
+}
+
+/// Removes the manifest beside the backup at `path`, which is gone: it tells of nothing else. Returns its path, if there was one.
+fn remove_manifest(path: &Path) -> Result<Option<String>> {
+    let manifest = Manifest::path_of(path);
+    match std::fs::remove_file(&manifest) {
+        Ok(()) => Ok(Some(manifest.display().to_string())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => {
+            Err(Error::io("the backup is deleted, but its manifest cannot be removed", error).at_path(&manifest))
+        }
+    }
 }
 
 /// The path of an image without links in its folders.

@@ -15,6 +15,7 @@ use spile_server::serving::api::types::Disk;
 use spile_store::{CacheMode, HostStore};
 
 use super::control::path_of;
+use super::tree::openers_of;
 use crate::disks;
 use crate::log::{complain, printable};
 use crate::uri::{Address, NbdUri, TlsQuery};
@@ -95,7 +96,7 @@ pub fn explained(error: Error) -> Error {
         (ErrorKind::Busy, Some(path)) => find(path),
         _ => None,
     };
-    let Some(disk) = served else { return error };
+    let Some(disk) = served else { return with_users(error) };
     let way = match nbd_uri(&disk) {
         Some(uri) if uri.tls.is_some() => {
             format!(
@@ -111,6 +112,19 @@ pub fn explained(error: Error) -> Error {
         ),
     };
     error.hint(format!("it is served as {:?} by {} (process {}); {way}", disk.name, disk.server, disk.pid))
+}
+
+/// The error that a file is in use, with the processes that have it open, as far as this user may see them.
+fn with_users(error: Error) -> Error {
+    let is_locked = error.kind() == ErrorKind::Busy && error.message().contains("in use by another process");
+    let users = error.path().filter(|_| is_locked).map(openers_of).unwrap_or_default();
+    if users.is_empty() {
+        return error;
+    }
+    let users: Vec<_> = users.iter().map(|user| format!("{} ({})", printable(&user.program), user.pid)).collect();
+    let users = format!("it is open in {}", users.join(", "));
+    let hint = error.hint_text().map_or_else(|| users.clone(), |hint| format!("{users}; {hint}"));
+    error.hint(hint)
 }
 
 /// The disk of a server of this host whose image is the file at `path`.

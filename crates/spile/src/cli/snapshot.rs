@@ -21,7 +21,7 @@ use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::control::path_of;
-use super::create::{Child, check_place};
+use super::create::{Child, check_new_name, check_place};
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, printable, say};
 use crate::disks;
 use crate::units::format_us;
@@ -240,6 +240,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
             .at_path(&args.child)
             .hint("give the new disk a name that ends in .vhd; or spile convert copies all"));
     }
+    check_new_name(&args.child)?;
     if args.child.exists() {
         let error = Error::new(ErrorKind::Exists, "there is a file of this name already").at_path(&args.child);
         return Err(error.hint("choose another name"));

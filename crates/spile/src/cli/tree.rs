@@ -82,9 +82,9 @@ pub struct TreeImage {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
 pub struct Opener {
     /// Its number.
-    pid: u32,
+    pub(super) pid: u32,
     /// Its program's name.
-    program: String,
+    pub(super) program: String,
 }
 
 /// A file that belongs to work on a disk.
@@ -288,6 +288,14 @@ fn note_users(folder: &Path, images: &mut [TreeImage]) {
         let disks = served.iter().flat_map(|(_, disks)| disks);
         image.served_as = disks.filter(|disk| disk.path == image.path).map(|disk| disk.name.clone()).next();
     }
+}
+
+/// The processes of this host that have the file at `path` open, this one left out.
+pub(super) fn openers_of(path: &Path) -> Vec<Opener> {
+    let (Ok(real), Ok(stat)) = (path.canonicalize(), path.metadata()) else { return Vec::new() };
+    let id = FileId::of(&stat);
+    let found = openers(real.parent().unwrap_or(Path::new("/"))).into_iter();
+    found.filter(|(file, _)| *file == id).map(|(_, opener)| opener).collect()
 }
 
 /// The processes of this host that have files of `folder` open, this one left out.
