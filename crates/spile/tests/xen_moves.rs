@@ -103,7 +103,7 @@ fn a_guest_and_its_disk_go_to_another_host_over_kills_and_a_host_that_is_gone() 
     let mut load = Load::new(front.start().unwrap());
     load.run(300);
 
-    // The other host is killed while the disk is copied, and so is the disk's process: the copy begins anew.
+    // The other host is killed while the disk is copied, and so is the disk's process: the copy goes on, as another job.
     let mut there = receive(&dir);
     let job = begin(&dir, "disk.vhd", &["--rate", "2M"]);
     refused(&dir, &["job", &job, "hand-over"], "not in step");

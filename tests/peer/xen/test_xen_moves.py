@@ -121,11 +121,13 @@ class XenMoves(ServedTest):
         self.assertEqual(host.ask(f"spile ls --json | jq -r '.disks[] | select(.name == \"{guest.name}\") | .state'"), "handed_over")
         self.assertEqual((host.ask(f"sha256sum <{image}"), guest.passes()), (before, passes))
 
-    def settle(self, guest, new):
+    def settle(self, guest, new, vbd=None):
         """The guest goes on at the other host to the end of its work: all of it is well, and the disk holds what it has written."""
         guest.wait_passes(2)
         guest.stop_work()
         guest.wait_end()
+        if vbd:
+            vbd.remove()
         self.backend.release(new)
         self.running.ask(
             f"spile compare {self.disks[guest.name]} /data/moment.vhd && spile convert {new} /data/flat.raw && e2fsck -fn /data/flat.raw"
@@ -171,9 +173,9 @@ class XenMoves(ServedTest):
             self.backend.kill(self.here)
             self.assertWaits(guest)
             guest.leave_behind("mail-here")
-            self.restore_there(guest)
+            vbd = self.restore_there(guest)
             host.ask("xl destroy mail-here")
-            self.settle(guest, "/srv/disks/again.vhd")
+            self.settle(guest, "/srv/disks/again.vhd", vbd)
             host.ask("kill $(cat /tmp/there.pid) && until_true '[ -e /tmp/there.status ]'")
 
     def move(self, name, *words):
@@ -194,7 +196,7 @@ class XenMoves(ServedTest):
         self.receive()
         self.backend.kill(self.here)
         guest.wait_passes(1)
-        # The next process has begun anew, as another job.
+        # The next process goes on, as another job.
         host.ask("until_true 'spile jobs --json | jq -e .jobs[0]' >/dev/null")
         new = self.jobs()[0]["id"]
         self.assertNotEqual(new, job)
@@ -207,5 +209,6 @@ class XenMoves(ServedTest):
         guest.configure(None, "/tmp/mail.cfg")
         host.ask("xl restore -p /tmp/mail.cfg /data/saved && rm /data/saved")
         domain = int(host.ask("xl domid mail"))
-        Vbd(host, "xvda", self.backend.nodes("/srv/disks/again.vhd"), domain, "uvbd").attach()
+        vbd = Vbd(host, "xvda", self.backend.nodes("/srv/disks/again.vhd"), domain, "uvbd").attach()
         guest.start()
+        return vbd
