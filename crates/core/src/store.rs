@@ -68,6 +68,12 @@ pub trait Store: Send + Sync + 'static {
         false
     }
 
+    /// Says whether it holds a copy whose maker keeps account of what is not flushed, and copies that again when it may be lost: then nobody else is told of
+    /// such a loss.
+    fn set_copy(&self, is_copy: bool) {
+        let _ = is_copy;
+    }
+
     /// Which file of its file system it is: its number and, as numbers are given again, when it was made. `None` where that cannot be told.
     fn which_file(&self) -> Option<[u64; 2]> {
         None

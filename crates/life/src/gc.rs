@@ -121,6 +121,8 @@ pub async fn verdict<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Pa
     let asking = tools.asking;
     let identity = match described(tools, image, None).await {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Verdict::Stale),
+        // Another image may be made under this name right now.
+        Err(error) if is_no_image(error.kind()) => return Ok(Verdict::waits(error.to_string())),
         described => described?.identity,
     };
     let Some(gone) = Gone::read(asking, image).await? else {

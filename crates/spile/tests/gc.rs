@@ -366,7 +366,11 @@ fn a_set_of_snapshots_that_is_not_whole_says_so_until_they_are_gone() {
     assert!(ok(dir.path(), &["tree", "."]).contains("of a set of snapshots that was broken off"));
     let found = json(dir.path(), &["gc", "."]);
     assert_eq!(collected(&found), [("stale-note".into(), ".b-two.vhd.spile-set".into(), "done".into())]);
-    // What deletes the snapshot, or merges it away, takes the note with it.
-    ok(dir.path(), &["coalesce", "a.vhd"]);
-    assert_eq!(files(dir.path()), ["a.vhd", "b-one.vhd", "b.vhd"]);
+    // One alone is whole, whatever an earlier set of that name has left.
+    fs::write(dir.path().join(".alone.vhd.spile-set"), "").unwrap();
+    ok(dir.path(), &["snapshot", "b.vhd", "--name", "alone"]);
+    ok(dir.path(), &["delete", "a.vhd"]);
+    assert_eq!(files(dir.path()), [".a-one.vhd.spile-set", "a-one.vhd", "alone.vhd", "b-one.vhd", "b.vhd"]);
+    ok(dir.path(), &["delete", "a-one.vhd"]);
+    assert_eq!(files(dir.path()), ["alone.vhd", "b-one.vhd", "b.vhd"]);
 }

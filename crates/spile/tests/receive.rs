@@ -345,3 +345,38 @@ fn nothing_is_overwritten_and_nothing_outside_of_the_folder_is_touched() {
     let said = fails(dir, 2, &["receive", "there", "--nbd", "tcp:127.0.0.1:0"]);
     assert!(said.contains("--tls-ca") && said.contains("--insecure"), "{said}");
 }
+
+#[test]
+fn what_is_lost_there_after_a_move_is_known_to_the_next_server_and_what_was_lost_of_the_copy_is_not_held_against_it() {
+    let dir = world("receive-lost");
+    let dir = dir.path();
+    let there = receive(dir);
+    let served = serve(dir, &["old/receive-lost.vhd"]);
+    let begun = json(dir, &["move", "receive-lost", "--to", &to(dir, "disk.vhd"), "--rate", "4M"]);
+    eventually("something was copied", || job(dir, "receive-lost")["done_bytes"].as_u64() > Some(0));
+    there.kill();
+    let there = receive(dir);
+    ok(dir, &["job", begun["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || job(dir, "receive-lost")["state"] == "done");
+    let client = Client::connect(&served.uri()).unwrap();
+    client.write(0, &[6; 4096], true).unwrap();
+    assert!(served.terminate().success());
+    // The link was cut while it was a copy: that was copied again.
+    let served = serve(dir, &[&to(dir, "disk.vhd")]);
+    let client = Client::connect(&served.uri()).unwrap();
+    client.write(0, &[7; 4096], true).unwrap();
+    // What is answered now, and not flushed, may be gone with the other host.
+    client.write(4096, &[8; 4096], false).unwrap();
+    there.kill();
+    let there = receive(dir);
+    assert!(client.flush().is_err(), "a flush says that all is kept");
+    served.kill();
+    let again = serve(dir, &[&to(dir, "disk.vhd")]);
+    let client = Client::connect(&again.uri()).unwrap();
+    assert!(client.write(0, &[9; 4096], true).is_err(), "the next server does not know of the loss");
+    ok(dir, &["accept-loss", &to(dir, "disk.vhd")]);
+    client.write(0, &[9; 4096], true).unwrap();
+    drop(client);
+    assert!(again.terminate().success());
+    there.kill();
+}

@@ -140,6 +140,10 @@ impl Store for AnyStore {
         each!(self, store => store.has_failed_sync())
     }
 
+    fn set_copy(&self, is_copy: bool) {
+        each!(self, store => store.set_copy(is_copy))
+    }
+
     fn which_file(&self) -> Option<[u64; 2]> {
         let found = self.found().filter(|found| found.born_ns != 0)?;
         Some([found.inode, found.born_ns])

@@ -69,6 +69,10 @@ impl<S: Store> Store for MeteredStore<S> {
         self.inner.has_failed_sync()
     }
 
+    fn set_copy(&self, is_copy: bool) {
+        self.inner.set_copy(is_copy);
+    }
+
     fn which_file(&self) -> Option<[u64; 2]> {
         self.inner.which_file()
     }

@@ -255,6 +255,8 @@ async fn take_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(), Failure>
     if let Locator::Path(to) = &place.moved.to {
         new.set_path(to);
     }
+    // All of it is durable. From now on guests write to it.
+    new.set_copy(false);
     Ok(())
 }
 

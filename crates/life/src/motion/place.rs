@@ -293,6 +293,7 @@ impl Place {
         let options = OpenOptions { format: Some(self.format), ..OpenOptions::default() };
         let target = Graph::open(work.files, work.env.clone(), at, &options).await?;
         check_fits(work, source, &target).at_path(target.handles()[0].path())?;
+        target.handles()[0].image().store().set_copy(true);
         target.begin();
         Ok(target)
     }

@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Files as _, Locator, OpenMode, Result, ResultExt, format_size};
+use spile_core::{Disk, Error, ErrorKind, Files as _, Locator, OpenMode, Result, ResultExt, Store as _, format_size};
 use spile_engine::{OsEnv, run_blocking};
 use spile_image::create::NewImage;
+use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, OpenOptions, open_layer};
 use spile_life::backup::{Beneath, Digests};
 use spile_life::snapshot::new_child;
@@ -282,6 +283,7 @@ impl TargetSpec {
             let label = disks::label(&self.at);
             return Err(Error::new(ErrorKind::NoSpace, what).at_path(Path::new(&label)).hint("use a larger export"));
         }
+        disk.inner().handles()[0].image().store().set_copy(true);
         Ok(Target {
             disk,
             half: None,

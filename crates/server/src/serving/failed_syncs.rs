@@ -25,6 +25,7 @@ use spile_core::{Env, Error, ErrorKind, Locator, Result, Store};
 use spile_engine::OsEnv;
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
+use spile_life::motion::Order;
 use spile_nbd_wire::uri::NbdUri;
 use spile_store::{AnyStore, FileId, HostStore, canonical_address};
 
@@ -120,9 +121,13 @@ fn key_of_file(id: FileId) -> String {
     }
 }
 
-/// The key of an NBD export: a URI may be too long for a name, so it is a checksum (FNV-1a) of its address and export.
+/// The key of an NBD export: a URI may be too long for a name, so it is a checksum (FNV-1a) of its address and export. An export that is an order
+/// about a disk is that disk: it is opened by its name the next time.
 fn key_of_export(uri: &str) -> String {
-    let place = |NbdUri { address, export, .. }| format!("{} {export}", canonical_address(&address));
+    let place = |NbdUri { address, export, .. }| {
+        let disk = Order::of_export(&export).map_or(&export[..], |(_, disk)| disk);
+        format!("{} {disk}", canonical_address(&address))
+    };
     let parsed = uri.parse().map(place);
     let text = parsed.unwrap_or_else(|_| uri.to_owned());
     let mix = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
@@ -317,6 +322,7 @@ mod tests {
     use std::thread;
 
     use spile_core::OpenMode;
+    use spile_image::layer::Identity;
     use spile_store::{CacheMode, FileStore};
 
     use super::*;
@@ -394,6 +400,8 @@ mod tests {
         assert_eq!(key_of_export("nbd://h/x"), key_of_export("nbd://h:10809/x"));
         assert_ne!(key_of_export("nbd://h/x"), key_of_export("nbd://h/y"));
         assert_eq!(key_of_export("nbd://HOST/x"), key_of_export("nbds://host/x"));
+        let order = Order::GoOn { id: Identity([1; 16]), link: Identity([2; 16]) }.export("x");
+        assert_eq!(key_of_export(&format!("nbd://h/{order}")), key_of_export("nbd://h/x"));
         let here = std::env::current_dir().unwrap();
         let whole = format!("nbd+unix:///x?socket={}/s", here.display());
         assert_eq!(key_of_export("nbd+unix:///x?socket=s"), key_of_export(&whole));

@@ -3,6 +3,7 @@
 //! The main loop checks an order and claims its disks; a task on a worker does the rest, and waits for the storage where need be. So a
 //! server whose storage is slow still answers its callers. What has changed of a disk comes back to the main loop as an event.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -84,7 +85,7 @@ impl Server {
         let events = self.sender.clone();
         self.engine.spawn_on(0, move || async move {
             match take(&files, subjects).await {
-                Ok((taken, stall)) => {
+                Ok((taken, stall, ended)) => {
                     let disks: Vec<_> = taken.iter().map(Taken::tell).collect();
                     for Taken { subject, graph, .. } in &taken {
                         let _ = events.send(Event::Exchanged(subject.name.clone(), graph.clone()));
@@ -93,6 +94,7 @@ impl Server {
                     join_all(taken.iter().map(|one| one.subject.checkpoints.note_images(&one.graph))).await;
                     let trouble = settle_within(&files, taken.into_iter().zip(claims).collect())
                         .await
+                        .and(ended)
                         .err()
                         .map(|error| error.to_string());
                     let snapshot_path = disks[0].snapshot_path.clone();
@@ -192,15 +194,18 @@ impl Taken {
     }
 }
 
-/// Makes the snapshots of all disks at one point in time, or none. Returns how long the disks' gates were closed.
-async fn take(files: &HostFiles, subjects: Vec<Subject>) -> Result<(Vec<Taken>, Duration)> {
+/// Makes the snapshots of all disks at one point in time, or none. Returns how long the disks' gates were closed, and whether the notes of the set
+/// are gone.
+async fn take(files: &HostFiles, subjects: Vec<Subject>) -> Result<(Vec<Taken>, Duration, Result<()>)> {
     let snapshots: Vec<_> = subjects.iter().map(|subject| subject.plan.snapshot().to_owned()).collect();
     let set = Set::begin(files, &snapshots).await?;
     let taken = take_all(files, subjects).await;
-    if let Err(left) = set.end(files).await {
+    let ended = set.end(files, taken.is_ok()).await;
+    if let Err(left) = &ended {
         tracing::error!("a note that a set of snapshots is not whole could not be removed: {left}");
     }
-    taken
+    let ended = ended.map_err(|error| error.hint("the set is whole, and this note says that it is not: remove it"));
+    taken.map(|(taken, stall)| (taken, stall, ended))
 }
 
 async fn take_all(files: &HostFiles, subjects: Vec<Subject>) -> Result<(Vec<Taken>, Duration)> {
@@ -251,7 +256,7 @@ async fn take_back(files: &HostFiles, ready: Vec<Ready>, error: Error) -> Error 
 /// Seals the snapshots, each by itself: a disk whose requests hang keeps none of the others claimed. Waits for all of them for some time at most: the
 /// sealing goes on without its caller.
 async fn settle_within(files: &HostFiles, taken: Vec<(Taken, (Claim, Held))>) -> Result<()> {
-    let trouble = Arc::new(Mutex::new(None));
+    let trouble = Troubles::default();
     let begin = |(taken, claim): (Taken, (Claim, Held))| {
         let (files, trouble, (done, ended)) = (*files, trouble.clone(), oneshot::channel());
         spawn(async move {
@@ -267,32 +272,43 @@ async fn settle_within(files: &HostFiles, taken: Vec<(Taken, (Claim, Held))>) ->
     let all = join_all(taken.into_iter().map(begin).collect::<Vec<_>>());
     match select(all, pin!(sleep(SETTLE_PATIENCE))).await {
         Either::Left((settled, _)) => settled.into_iter().filter_map(std::result::Result::ok).collect(),
-        Either::Right(_) => Err(match trouble.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some(why) => {
-                Error::new(ErrorKind::Io, format!("the snapshot is not durable yet, and it is tried again: {why}"))
-            }
-            None => {
-                let what = "requests that began before the snapshot have not ended yet: it stays locked until then";
-                Error::new(ErrorKind::TimedOut, what)
-            }
-        }),
+        Either::Right(_) => {
+            let trouble = trouble.lock().unwrap_or_else(PoisonError::into_inner);
+            let told: Vec<_> = trouble.iter().map(|(name, why)| format!("of {name:?}: {why}")).collect();
+            Err(match told.is_empty() {
+                false => {
+                    let what = "a snapshot is not durable yet, and it is tried again";
+                    Error::new(ErrorKind::Io, format!("{what}: {}", told.join("; ")))
+                }
+                true => {
+                    let what = "requests that began before the snapshot have not ended yet: it stays locked until then";
+                    Error::new(ErrorKind::TimedOut, what)
+                }
+            })
+        }
     }
 }
 
+/// Why the snapshots of disks are not sealed yet, by the disks' names.
+type Troubles = Arc<Mutex<BTreeMap<String, String>>>;
+
 /// Seals the old leaf. What fails is tried again, unless a sync has failed: no later one may claim to have made up for it.
-async fn settle(files: &HostFiles, taken: Taken, trouble: &Mutex<Option<String>>) -> Result<()> {
+async fn settle(files: &HostFiles, taken: Taken, trouble: &Troubles) -> Result<()> {
     let Taken { subject, made, graph, old } = taken;
     old.ended().await;
     let seal = async || snapshot::settle(files, &made, &graph).await;
     let may_pass = || super::failed_syncs::find(&graph).is_none();
-    tried_again(seal, may_pass, |error, pause| {
+    let troubles = || trouble.lock().unwrap_or_else(PoisonError::into_inner);
+    let sealed = tried_again(seal, may_pass, |error, pause| {
         tracing::warn!(
             "the snapshot of {:?} is not durable yet ({error}): it is tried again in {pause:?}",
             subject.name
         );
-        *trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+        troubles().insert(subject.name.clone(), error.to_string());
     })
-    .await
+    .await;
+    troubles().remove(&subject.name);
+    sealed
 }
 
 /// How long is waited before each new try of a sealing that has failed.

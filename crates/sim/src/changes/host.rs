@@ -76,6 +76,8 @@ pub(super) struct Host {
     tracker: RefCell<Option<Tracker>>,
     /// Tracking was given up in the last life.
     is_lost: Cell<bool>,
+    /// The life before had faults.
+    may_be_damaged: Cell<bool>,
 }
 
 impl Host {
@@ -96,12 +98,14 @@ impl Host {
             stamp: Cell::default(),
             tracker: RefCell::default(),
             is_lost: Cell::default(),
+            may_be_damaged: Cell::default(),
         }
     }
 
     /// Takes note of what the end of a life means for the checkpoints: after a loss there is none.
     pub fn note_loss(&self) {
         let tracker = self.tracker.take();
+        self.may_be_damaged.set(self.has_faults());
         if let Some(loss) = tracker.as_ref().and_then(|tracker| tracker.loss()) {
             assert!(self.has_faults(), "tracking was given up without a fault: {loss:?}");
             self.count(|summary| summary.given_up += 1);
@@ -191,6 +195,10 @@ impl Host {
         let is_damaged = changes.damage().await.is_some();
         let there: Vec<_> = changes.checkpoints(node.size_bytes()).await.into_iter().map(|one| one.name).collect();
         let mut known = self.known.borrow_mut();
+        // After a failed write or sync the file is given up; a power cut before its name is gone brings back what is left of it.
+        if is_damaged && self.may_be_damaged.get() {
+            known.clear();
+        }
         assert!(!is_damaged || !known.iter().any(|known| known.is_made), "the file is damaged");
         for known in known.iter().filter(|known| known.is_made && !known.is_going) {
             assert!(there.contains(&known.name), "the checkpoint {} is gone", known.name);

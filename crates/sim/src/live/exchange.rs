@@ -118,10 +118,12 @@ impl Host {
         };
         let exchanged = self.exchange_planned(nodes, plans, rng).await;
         let ended = match set {
-            Some(set) => set.end(&self.files()).await,
+            Some(set) => set.end(&self.files(), !exchanged.is_empty()).await,
             None => Ok(()),
         };
         match ended {
+            // What could not be taken back stays, with its note.
+            Ok(()) if exchanged.is_empty() && self.has_faults() => {}
             Ok(()) => self.sets.borrow_mut().retain(|set| *set != paths),
             Err(error) => self.accept("the end of a set's notes", &error),
         }

@@ -195,7 +195,7 @@ async fn take(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<HostSto
     let snapshots: Vec<_> = disks.iter().map(|disk| disk.plan.snapshot().to_owned()).collect();
     let set = Set::begin(files, &snapshots).await?;
     let taken = take_all(files, disks).await;
-    let ended = set.end(files).await;
+    let ended = set.end(files, taken.is_ok()).await;
     let taken = taken?;
     ended.map_err(|error| {
         error.hint("the snapshots are whole; this note beside one says that they are not: remove it")

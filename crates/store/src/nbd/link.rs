@@ -50,6 +50,8 @@ pub(super) struct Export {
     /// Some of what was answered may be gone, a flush has failed, or a write got no answer in time: no flush may succeed any
     /// more.
     lost: AtomicBool,
+    /// Whoever writes to it keeps account of what may be lost ([`Store::set_copy`](spile_core::Store::set_copy)).
+    is_copy: AtomicBool,
     /// Connections that were lost, and requests that failed after that: how many go to the log.
     losses: LogLimit,
     failures: LogLimit,
@@ -58,8 +60,8 @@ pub(super) struct Export {
 impl Export {
     pub(super) fn new(uri: NbdUri, facts: NbdFacts, options: NbdOptions) -> Self {
         let path = uri.to_string().into();
-        let (lost, losses, failures) = Default::default();
-        Self { uri, path, facts, options, lost, losses, failures }
+        let (lost, is_copy, losses, failures) = Default::default();
+        Self { uri, path, facts, options, lost, is_copy, losses, failures }
     }
 
     /// Fails when something that was answered may be gone.
@@ -81,10 +83,14 @@ impl Export {
         self.lost.store(has_lost, Ordering::Release);
     }
 
+    pub(super) fn set_copy(&self, is_copy: bool) {
+        self.is_copy.store(is_copy, Ordering::Release);
+    }
+
     /// No flush succeeds from now on.
     fn lose(&self) {
-        let was_lost = self.lost.swap(true, Ordering::AcqRel);
-        if let (false, Some(hear)) = (was_lost, LOST_EXPORT.get()) {
+        let was_told = self.lost.swap(true, Ordering::AcqRel) || self.is_copy.load(Ordering::Acquire);
+        if let (false, Some(hear)) = (was_told, LOST_EXPORT.get()) {
             hear(&self.path.display().to_string());
         }
     }

@@ -305,6 +305,10 @@ impl Store for NbdStore {
         }
     }
 
+    fn set_copy(&self, is_copy: bool) {
+        self.inner.export.set_copy(is_copy);
+    }
+
     fn len_bytes(&self) -> u64 {
         self.inner.export.facts.size_bytes
     }
