@@ -5,8 +5,9 @@
 //!
 //! A server that is killed and started again does not know that it had handed its disk over, or that the disk had come. The region of requests
 //! in flight tells: its front end keeps it for as long as its guest lasts ([`InflightRegion::keep_gone`]). A front end may lie: that it is gone
-//! concerns its own connection alone.
+//! keeps only its own connection and clients that are no guests from its disk.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
 
 use spile_front::Passage;
@@ -18,13 +19,15 @@ const ALL: [Passage; 3] = [Passage::Open, Passage::Coming, Passage::Gone];
 /// The gate of one disk, for all its guests.
 pub(crate) struct Gate {
     passage: AtomicU8,
+    /// [`crate::Config::belongs_to_guest`].
+    belongs_to_guest: Arc<AtomicBool>,
     /// It was told that a guest waits.
     is_told: AtomicBool,
 }
 
 impl Gate {
-    pub fn new(passage: Passage) -> Self {
-        Self { passage: AtomicU8::new(passage as u8), is_told: AtomicBool::new(false) }
+    pub fn new(passage: Passage, belongs_to_guest: Arc<AtomicBool>) -> Self {
+        Self { passage: AtomicU8::new(passage as u8), belongs_to_guest, is_told: AtomicBool::new(false) }
     }
 
     pub fn passage(&self) -> Passage {
@@ -58,9 +61,16 @@ impl Gate {
         match self.passage() {
             Passage::Gone => region.keep_gone(true),
             // A server before this one has served the guest here already.
-            Passage::Coming if region.is_used() && !region.is_gone() => _ = self.set(Passage::Open),
+            Passage::Coming if region.is_used() && !region.is_gone() => {
+                self.belongs_to_guest.store(true, SeqCst);
+                self.set(Passage::Open);
+            }
             Passage::Coming | Passage::Open => {}
         }
-        region.is_gone()
+        let is_gone = region.is_gone();
+        if is_gone {
+            self.belongs_to_guest.store(true, SeqCst);
+        }
+        is_gone
     }
 }

@@ -47,6 +47,8 @@ pub struct Config {
     pub max_connections: usize,
     /// The disk is still on its way from another host: no guest uses it before [`Server::let_in`].
     pub is_coming: bool,
+    /// Set when a guest tells by what it keeps that the disk has come and is its own, or is gone: nothing else may write to it here from then on.
+    pub belongs_to_guest: Arc<AtomicBool>,
 }
 
 impl Default for Config {
@@ -59,6 +61,7 @@ impl Default for Config {
             pins_memory: false,
             max_connections: 4,
             is_coming: false,
+            belongs_to_guest: Arc::default(),
         }
     }
 }
@@ -230,7 +233,10 @@ impl<D: Disk> Server<D> {
             places: Connections::new(FRONT, config.max_connections, 1),
             complaints: LogLimit::default(),
             failures: Arc::default(),
-            gate: Gate::new(if config.is_coming { Passage::Coming } else { Passage::Open }),
+            gate: Gate::new(
+                if config.is_coming { Passage::Coming } else { Passage::Open },
+                config.belongs_to_guest.clone(),
+            ),
             engine,
             disk,
             config,

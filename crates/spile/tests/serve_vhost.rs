@@ -148,6 +148,46 @@ fn a_disk_that_has_come_stays_no_export_when_others_are_attached_and_detached() 
     assert!(served.terminate().success());
 }
 
+/// From the hand-over on nobody writes to the disk here, until somebody says that it stays here.
+#[test]
+fn a_disk_that_was_handed_over_is_no_export_until_it_stays_here_after_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let run_dir = dir.join("run");
+    let spile_here = |args: &[&str]| {
+        let mut command = spile();
+        command.args(args).env("SPILE_RUN_DIR", &run_dir).current_dir(dir);
+        let out = command.output().unwrap();
+        (out.status.success(), String::from_utf8_lossy(&[out.stdout, out.stderr].concat()).into_owned())
+    };
+    let start = |name: &str, socket: &str, more: &[&str]| {
+        ok(dir, &["create", &format!("{name}.raw"), "--size", "1M"]);
+        let mut command = spile();
+        command.args(["serve", &format!("{name}.raw"), "--nbd", &format!("unix:{socket}")]).args(more);
+        command.env("SPILE_RUN_DIR", &run_dir).current_dir(dir);
+        Served::spawn(&mut command, dir.join(socket)).unwrap()
+    };
+    let (here, there) = (start("here", "n", &["--vhost-user", "v"]), start("there", "m", &[]));
+    let is_export = || Client::connect(&here.uri()).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok());
+    let to = format!("nbd+unix:///?socket={}", dir.join("m").display());
+    assert!(spile_here(&["move", "here", "--to", &to, "--mirror-only"]).0);
+    eventually("a copy in step", || spile_here(&["jobs"]).1.contains("in step"));
+    let jobs: serde_json::Value = serde_json::from_str(&spile_here(&["jobs", "--json"]).1).unwrap();
+    let job = jobs["jobs"][0]["id"].as_str().unwrap();
+    // One that is refused changes nothing.
+    let client = Client::connect(&here.uri()).unwrap();
+    client.write(0, &[1; 512], true).unwrap();
+    let (is_done, said) = spile_here(&["job", job, "hand-over"]);
+    assert!(!is_done && said.contains("an NBD client is connected"), "{said}");
+    client.write(0, &[2; 512], true).unwrap();
+    drop(client);
+    assert!(is_export());
+    eventually("the hand-over", || spile_here(&["job", job, "hand-over"]).0);
+    assert!(!is_export());
+    assert!(spile_here(&["resume", "here"]).0 && is_export());
+    assert!(here.terminate().success() && there.terminate().success());
+}
+
 #[test]
 fn sockets_that_systemd_passes_are_for_nbd_beside_those_for_guests() {
     let dir = tempfile::tempdir().unwrap();

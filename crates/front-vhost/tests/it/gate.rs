@@ -1,6 +1,8 @@
 //! A disk that moves between hosts: its guests wait while it is not here.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use spile_core::ErrorKind;
@@ -33,10 +35,15 @@ fn stop(guest: &Guest) -> u16 {
 }
 
 /// A server as after the end of the one before, and the guest's connection to it.
-fn next_server(rig: &Rig, guest: &mut Guest, is_coming: bool) -> Server<crate::common::disk::TestDisk> {
+fn next_server(
+    rig: &Rig,
+    guest: &mut Guest,
+    is_coming: bool,
+) -> (Server<crate::common::disk::TestDisk>, Arc<AtomicBool>) {
     rig.server.stop();
     rig.server.wait_drained();
-    let config = Config { is_coming, queues: 4, ..Config::default() };
+    let belongs_to_guest = Arc::<AtomicBool>::default();
+    let config = Config { is_coming, queues: 4, belongs_to_guest: belongs_to_guest.clone(), ..Config::default() };
     let server = Server::new(rig.engine.clone(), rig.disk.clone(), config).unwrap();
     listen_again(&server, &rig.path());
     let options = guest.options;
@@ -44,7 +51,7 @@ fn next_server(rig: &Rig, guest: &mut Guest, is_coming: bool) -> Server<crate::c
     let (payload, fd) = guest.inflight.as_ref().unwrap();
     guest.connection.set_inflight(*payload, fd.as_fd()).unwrap();
     guest.share_memory().unwrap();
-    server
+    (server, belongs_to_guest)
 }
 
 fn start(guest: &Guest, base: u16) {
@@ -62,10 +69,11 @@ on_each_engine! {
         waits_until(&mut guest, || rig.server.let_in());
         // The same words, for the server after one that was killed: the guest has used the disk here.
         let base = stop(&guest);
-        let server = next_server(&rig, &mut guest, true);
+        let (server, belongs_to_guest) = next_server(&rig, &mut guest, true);
         start(&guest, base);
         guest.assert_works(0);
         assert_eq!(server.passage(), Passage::Open);
+        assert!(belongs_to_guest.load(SeqCst), "others may still write to its disk");
     }
 
     fn a_disk_goes_only_without_its_guest_who_waits_then(kind) {
@@ -90,8 +98,9 @@ on_each_engine! {
         guest.assert_works(0);
         let base = stop(&guest);
         rig.server.shut().unwrap();
-        let server = next_server(&rig, &mut guest, false);
+        let (server, belongs_to_guest) = next_server(&rig, &mut guest, false);
         start(&guest, base);
+        assert!(belongs_to_guest.load(SeqCst), "others may write to a disk that is gone");
         waits_until(&mut guest, || server.let_in());
     }
 

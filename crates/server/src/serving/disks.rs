@@ -51,6 +51,8 @@ pub struct Open {
     pub name: String,
     /// No NBD client may choose it any more: it has come from another host, and is its guest's.
     pub withdrawn: Arc<AtomicBool>,
+    /// A hand-over has done that: it is taken back when the disk stays here after all.
+    pub withdrawn_to_go: Arc<AtomicBool>,
     /// The images that it is made of, the leaf first.
     pub layers: Vec<Layer>,
     /// Its exports' names.
@@ -304,6 +306,7 @@ impl Opening {
             checkpoints,
             pausing: Arc::default(),
             withdrawn: Arc::default(),
+            withdrawn_to_go: Arc::default(),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
                     .with_troubles(troubles)

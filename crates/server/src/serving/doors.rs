@@ -27,6 +27,8 @@ pub struct Doors {
     pub clients: Vec<(Arc<NbdServer<ServedDisk>>, String)>,
     /// Set once no NBD client may choose the disk any more, on servers to come as well.
     pub withdrawn: Arc<AtomicBool>,
+    /// A hand-over has done that: it is taken back when the disk stays here after all.
+    pub withdrawn_to_go: Arc<AtomicBool>,
 }
 
 impl Doors {
@@ -48,12 +50,27 @@ impl Doors {
                 return Err(error);
             }
         }
+        // Before the look: one may come in between.
+        self.withdrawn_to_go.store(!self.withdrawn.swap(true, Ordering::SeqCst), Ordering::SeqCst);
         if self.has_clients() {
-            let_all_in(&self.guests);
+            self.stay();
             let what = "an NBD client is connected to the disk here, and may write to it";
             return Err(Error::new(ErrorKind::Busy, what).hint("have it hang up first"));
         }
         Ok(())
+    }
+
+    /// The disk is not handed over: guests and clients go on.
+    fn stay(&self) {
+        self.show_again();
+        let_all_in(&self.guests);
+    }
+
+    /// The disk is an export again, if a hand-over has withdrawn it.
+    fn show_again(&self) {
+        if self.withdrawn_to_go.swap(false, Ordering::SeqCst) {
+            self.withdrawn.store(false, Ordering::SeqCst);
+        }
     }
 
     /// Guests may use the disk from now on. Where it has come from another host, it is no NBD export any more: nothing but its guest writes to
@@ -62,11 +79,14 @@ impl Doors {
     /// # Errors
     /// `Busy` while the other host still writes to it; what keeps a guest out.
     pub fn let_in(&self) -> Result<()> {
-        if self.passage() == Passage::Coming {
-            self.refuse_clients()?;
-            self.withdrawn.store(true, Ordering::SeqCst);
-            // One may have come in between.
-            self.refuse_clients()?;
+        match self.passage() {
+            Passage::Coming => {
+                // Before the look: one may come in between.
+                self.withdrawn.store(true, Ordering::SeqCst);
+                // The other host may have to go on with its copy.
+                self.refuse_clients().inspect_err(|_| self.withdrawn.store(false, Ordering::SeqCst))?;
+            }
+            Passage::Gone | Passage::Open => self.show_again(),
         }
         let mut shut = self.guests.iter().filter(|guests| guests.passage() != Passage::Open);
         shut.try_for_each(|guests| guests.let_in())
@@ -83,11 +103,10 @@ impl Doors {
     /// Has the copy that `job` keeps in step come to its end, while no guest uses the disk, nor does one any more after it.
     ///
     /// # Errors
-    /// `Busy` when the copy is not in step, or something uses the disk; `TimedOut` when it takes too long; that of the job. Guests may go on
-    /// here then.
+    /// `Busy` when the copy is not in step, or something uses the disk; that of the job. Guests may go on here then. `TimedOut` when it takes too
+    /// long: then nobody knows yet whether the other host has the disk, and guests wait here until they are let in.
     pub async fn hand_over(self, job: Arc<DiskJob>) -> Result<()> {
-        let doors = self.clone();
-        blocking(move || doors.shut()).await?;
+        self.shut_in_time().await?;
         let job = job.job();
         job.finish();
         let over = tokio::time::timeout(HAND_OVER_BOUND, job.over()).await;
@@ -99,21 +118,43 @@ impl Doors {
         if report.state == State::Done {
             return Ok(());
         }
-        let guests = self.guests;
+        if over.is_err() && !report.state.is_over() {
+            let what =
+                format!("after {} s it is not known whether the other host has the disk", HAND_OVER_BOUND.as_secs());
+            let hint = "guests wait here. Cancel the job and look at the other host: when it does not have the disk, `spile resume` here lets them go on";
+            return Err(Error::new(ErrorKind::TimedOut, what).hint(hint));
+        }
         blocking(move || {
-            let_all_in(&guests);
+            self.stay();
             Ok(())
         })
         .await?;
         let hint = "the disk stays here, and guests may go on here: cancel the guest's migration";
-        Err(match (over, report.error) {
-            (_, Some(error)) => error.hint(hint),
-            (Ok(state), None) => Error::new(ErrorKind::Busy, format!("the copy is {}", state.name())).hint(hint),
-            (Err(_), None) => {
-                let what = format!("the copy was not whole after {} s", HAND_OVER_BOUND.as_secs());
-                Error::new(ErrorKind::TimedOut, what).hint(hint)
-            }
+        Err(match report.error {
+            Some(error) => error.hint(hint),
+            None => Error::new(ErrorKind::Busy, format!("the copy is {}", report.state.name())).hint(hint),
         })
+    }
+
+    /// Shuts the doors. A guest's connection that hangs does not keep the caller for ever: when it has come to its end, the doors open again.
+    async fn shut_in_time(&self) -> Result<()> {
+        let doors = self.clone();
+        let mut shutting = tokio::spawn(blocking(move || doors.shut()));
+        if let Ok(shut) = tokio::time::timeout(HAND_OVER_BOUND, &mut shutting).await {
+            return shut.unwrap_or_else(|_| Err(Error::new(ErrorKind::Shutdown, "the server ends")));
+        }
+        let doors = self.clone();
+        tokio::spawn(async move {
+            if let Ok(Ok(())) = shutting.await {
+                let _ = blocking(move || {
+                    doors.stay();
+                    Ok(())
+                })
+                .await;
+            }
+        });
+        let what = format!("a guest's connection did not answer for {} s", HAND_OVER_BOUND.as_secs());
+        Err(Error::new(ErrorKind::TimedOut, what).hint("a request of it may hang (`spile slow`); the disk stays here"))
     }
 }
 

@@ -200,6 +200,7 @@ impl Vhost {
             pins_memory: options.pins_memory,
             read_only: open.read_only,
             is_coming: options.incoming.iter().any(|incoming| incoming == export),
+            belongs_to_guest: open.withdrawn.clone(),
             ..VhostConfig::default()
         };
         let server = VhostServer::new(engine.clone(), open.disk.clone(), config)?;
@@ -381,7 +382,8 @@ impl Fronts {
             let its_names = nbd.names.iter().filter(|name| names.contains(name));
             its_names.map(|name| (nbd.server.clone(), name.clone()))
         });
-        Doors { guests, clients: clients.collect(), withdrawn: open.withdrawn.clone() }
+        let (withdrawn, withdrawn_to_go) = (open.withdrawn.clone(), open.withdrawn_to_go.clone());
+        Doors { guests, clients: clients.collect(), withdrawn, withdrawn_to_go }
     }
 
     /// What is kept of the requests to a disk with these exports: by front and export.
