@@ -105,6 +105,29 @@ fn a_disk_that_hangs_keeps_no_other_from_being_closed() {
 }
 
 #[test]
+fn a_client_whose_disk_hangs_keeps_no_other_disk_from_being_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    two_disks(dir);
+    let mut served = start(dir, &["a.vhd", "b.vhd"]);
+    ["a", "b"].into_iter().for_each(|disk| write(dir, disk));
+    let client = Client::connect(&nbd(dir, "a")).unwrap();
+    hang(dir, "a.vhd");
+    let flush = thread::spawn(move || client.flush());
+    eventually("a flush hangs", || hangs(dir));
+    served.signal(Signal::SIGTERM);
+    let is_free = |disk: &str| {
+        let file = fs::File::options().write(true).open(dir.join(disk)).unwrap();
+        fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+    };
+    eventually("the other disk is closed", || is_free("b.vhd"));
+    assert!(!is_free("a.vhd") && served.child.try_wait().unwrap().is_none(), "the first disk did not hang");
+    let_go(dir);
+    assert!(served.wait().success());
+    flush.join().unwrap().unwrap();
+}
+
+#[test]
 fn a_snapshot_whose_disk_hangs_keeps_the_other_disks_free() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

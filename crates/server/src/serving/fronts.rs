@@ -322,6 +322,12 @@ impl Fronts {
         nbd + vhost.map(|vhost| vhost.server.connections() as u64).sum::<u64>()
     }
 
+    /// Keeps the disks of these exports open no more, which have no guest and no client any more. Nobody listens by now.
+    pub fn leave(&mut self, names: &[String]) {
+        self.end(names);
+        names.iter().for_each(|name| self.nbd.server.withdraw(name));
+    }
+
     /// Serves a disk with these exports no more, whoever is connected to it: what is in flight is answered, then its guests are
     /// hung up on, and so are the clients of each NBD server that has clients of it. New NBD clients must not find it any more
     /// ([`Fronts::exchange_nbd`]).

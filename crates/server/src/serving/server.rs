@@ -10,7 +10,7 @@
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use spile_core::{ErrorKind, Result};
 use spile_engine::{Config, Engine};
@@ -74,6 +74,9 @@ pub struct Beginning<'a> {
     /// The back end of a Xen guest.
     pub xen: Option<StartXen<'a>>,
 }
+
+/// After this time an end no longer waits for all guests before it closes the first disks.
+const DRAINED_SOON: Duration = Duration::from_secs(1);
 
 /// How long an end waits for the last answers on the control socket.
 const LAST_ANSWERS: Duration = Duration::from_millis(500);
@@ -202,8 +205,33 @@ impl Server {
         disks::leave_waiting(&self.disks);
         // Nobody answers there any more, and a second signal shall leave no name behind.
         self.listening.clear();
+        let closed = self.close_drained();
         let xen = self.fronts.wait_drained();
-        served.and(xen)
+        served.and(closed).and(xen)
+    }
+
+    /// Waits for a moment until all guests and clients have their answers. When some have not, the disks of the others are closed meanwhile: requests that
+    /// hang in the storage of one disk keep no other disk from being closed.
+    ///
+    /// # Errors
+    /// The first failure to close a disk.
+    fn close_drained(&mut self) -> Result<()> {
+        let end = Instant::now() + DRAINED_SOON;
+        let fronts = &self.fronts;
+        let is_drained = |open: &Open| fronts.connections(&open.names) == 0;
+        while !self.disks.iter().all(is_drained) {
+            if Instant::now() < end {
+                std::thread::sleep(Duration::from_millis(1));
+                continue;
+            }
+            let drained: Vec<Open> = self.disks.extract_if(.., |open| is_drained(open)).collect();
+            let names: Vec<String> = drained.iter().flat_map(|open| open.names.clone()).collect();
+            // What shows or serves a disk keeps its files open.
+            self.view.show(None);
+            self.fronts.leave(&names);
+            return disks::close(&self.engine, drained, Ok(()));
+        }
+        Ok(())
     }
 
     /// Closes the disks, whatever has become of the server: other programs expect to find them closed. Returns `served`,
