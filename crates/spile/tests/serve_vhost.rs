@@ -12,6 +12,7 @@ use std::process::{Command, Stdio};
 use common::guests::{guest, names_in, nbd, open_files, serve, serve_again, try_serve};
 use common::nbd::Client;
 use common::{Served, eventually, fails, have, ok, spile};
+use nix::sys::signal::Signal;
 use spile_lab::GuestQueue;
 use spile_lab::vhost::proto::feature;
 use spile_lab::vhost::{Device, DeviceOptions};
@@ -148,44 +149,81 @@ fn a_disk_that_has_come_stays_no_export_when_others_are_attached_and_detached() 
     assert!(served.terminate().success());
 }
 
+/// Two servers, `here` with a disk of that name, which is mirrored to the other one.
+struct Mirrored {
+    dir: tempfile::TempDir,
+    here: Served,
+    there: Served,
+    job: String,
+}
+
+impl Mirrored {
+    fn begin() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let start = |name: &str, socket: &str, more: &[&str]| {
+            ok(dir.path(), &["create", &format!("{name}.raw"), "--size", "1M"]);
+            let mut command = spile();
+            command.args(["serve", &format!("{name}.raw"), "--nbd", &format!("unix:{socket}")]).args(more);
+            command.env("SPILE_RUN_DIR", dir.path().join("run")).current_dir(dir.path());
+            Served::spawn(&mut command, dir.path().join(socket)).unwrap()
+        };
+        let (here, there) = (start("here", "n", &["--vhost-user", "v"]), start("there", "m", &[]));
+        let mut mirrored = Self { dir, here, there, job: String::new() };
+        let to = format!("nbd+unix:///?socket={}", mirrored.dir.path().join("m").display());
+        assert!(mirrored.spile(&["move", "here", "--to", &to, "--mirror-only"]).0);
+        eventually("a copy in step", || mirrored.spile(&["jobs"]).1.contains("in step"));
+        let jobs: serde_json::Value = serde_json::from_str(&mirrored.spile(&["jobs", "--json"]).1).unwrap();
+        mirrored.job = jobs["jobs"][0]["id"].as_str().unwrap().to_owned();
+        mirrored
+    }
+
+    /// What an operator types here: whether it succeeds, and what it says.
+    fn spile(&self, args: &[&str]) -> (bool, String) {
+        let mut command = spile();
+        command.args(args).env("SPILE_RUN_DIR", self.dir.path().join("run")).current_dir(self.dir.path());
+        let out = command.output().unwrap();
+        (out.status.success(), String::from_utf8_lossy(&[out.stdout, out.stderr].concat()).into_owned())
+    }
+
+    fn hand_over(&self) -> (bool, String) {
+        self.spile(&["job", &self.job, "hand-over"])
+    }
+
+    fn is_export(&self) -> bool {
+        Client::connect(&self.here.uri()).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok())
+    }
+}
+
 /// From the hand-over on nobody writes to the disk here, until somebody says that it stays here.
 #[test]
 fn a_disk_that_was_handed_over_is_no_export_until_it_stays_here_after_all() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    let run_dir = dir.join("run");
-    let spile_here = |args: &[&str]| {
-        let mut command = spile();
-        command.args(args).env("SPILE_RUN_DIR", &run_dir).current_dir(dir);
-        let out = command.output().unwrap();
-        (out.status.success(), String::from_utf8_lossy(&[out.stdout, out.stderr].concat()).into_owned())
-    };
-    let start = |name: &str, socket: &str, more: &[&str]| {
-        ok(dir, &["create", &format!("{name}.raw"), "--size", "1M"]);
-        let mut command = spile();
-        command.args(["serve", &format!("{name}.raw"), "--nbd", &format!("unix:{socket}")]).args(more);
-        command.env("SPILE_RUN_DIR", &run_dir).current_dir(dir);
-        Served::spawn(&mut command, dir.join(socket)).unwrap()
-    };
-    let (here, there) = (start("here", "n", &["--vhost-user", "v"]), start("there", "m", &[]));
-    let is_export = || Client::connect(&here.uri()).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok());
-    let to = format!("nbd+unix:///?socket={}", dir.join("m").display());
-    assert!(spile_here(&["move", "here", "--to", &to, "--mirror-only"]).0);
-    eventually("a copy in step", || spile_here(&["jobs"]).1.contains("in step"));
-    let jobs: serde_json::Value = serde_json::from_str(&spile_here(&["jobs", "--json"]).1).unwrap();
-    let job = jobs["jobs"][0]["id"].as_str().unwrap();
+    let mirrored = Mirrored::begin();
     // One that is refused changes nothing.
-    let client = Client::connect(&here.uri()).unwrap();
+    let client = Client::connect(&mirrored.here.uri()).unwrap();
     client.write(0, &[1; 512], true).unwrap();
-    let (is_done, said) = spile_here(&["job", job, "hand-over"]);
+    let (is_done, said) = mirrored.hand_over();
     assert!(!is_done && said.contains("an NBD client is connected"), "{said}");
     client.write(0, &[2; 512], true).unwrap();
     drop(client);
-    assert!(is_export());
-    eventually("the hand-over", || spile_here(&["job", job, "hand-over"]).0);
-    assert!(!is_export());
-    assert!(spile_here(&["resume", "here"]).0 && is_export());
-    assert!(here.terminate().success() && there.terminate().success());
+    assert!(mirrored.is_export());
+    eventually("the hand-over", || mirrored.hand_over().0);
+    assert!(!mirrored.is_export());
+    assert!(mirrored.spile(&["resume", "here"]).0 && mirrored.is_export());
+    assert!(mirrored.here.terminate().success() && mirrored.there.terminate().success());
+}
+
+/// The other host gives no answer: nobody knows whether it has the disk, so no guest goes on here by itself.
+#[test]
+fn a_hand_over_without_an_answer_keeps_the_disk_shut() {
+    let mirrored = Mirrored::begin();
+    mirrored.there.signal(Signal::SIGSTOP);
+    let (is_done, said) = mirrored.hand_over();
+    assert!(!is_done && said.contains("it is not known whether the other host has the disk"), "{said}");
+    assert!(mirrored.spile(&["ls", "--json"]).1.contains("handed_over") && !mirrored.is_export());
+    mirrored.there.signal(Signal::SIGCONT);
+    assert!(mirrored.spile(&["job", &mirrored.job, "cancel"]).0);
+    assert!(mirrored.spile(&["resume", "here"]).0 && mirrored.is_export());
+    assert!(mirrored.here.terminate().success() && mirrored.there.terminate().success());
 }
 
 #[test]
