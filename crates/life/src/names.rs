@@ -39,6 +39,16 @@ pub fn new_moved(disk: &Path) -> PathBuf {
     beside(disk, "new-moved")
 }
 
+/// Where the disk was before it was moved here.
+pub fn came(disk: &Path) -> PathBuf {
+    beside(disk, "came")
+}
+
+/// What is to take the place of [`came`], while it is written.
+pub fn new_came(disk: &Path) -> PathBuf {
+    beside(disk, "new-came")
+}
+
 /// True when a file system can have a file of the name of `path`.
 pub fn fits(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.len() <= LONGEST_NAME_BYTES)
@@ -114,7 +124,7 @@ mod tests {
         let disk = Path::new("/vm/.a.spile-new.vhd");
         let here =
             [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, children, set].map(|of| of(disk));
-        let from_elsewhere = [receiving, received, new_received].map(|of| of(disk));
+        let from_elsewhere = [receiving, received, new_received, came, new_came].map(|of| of(disk));
         let named = here.into_iter().chain(from_elsewhere);
         for beside in named {
             assert_eq!(beside.parent(), disk.parent());

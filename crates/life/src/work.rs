@@ -68,6 +68,33 @@ pub trait Marks {
     /// # Errors
     /// The system's.
     fn end<'a>(&'a self, name: &'a str) -> Later<'a, ()>;
+
+    /// What was noted under `name` is noted under `to` from now on, in the place of what was there.
+    ///
+    /// # Errors
+    /// `NotFound`; the system's.
+    fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()>;
+
+    /// The disk is to be the image at `half` soon, under the name `to`: from now on what changes is noted beside that, too, together with all that is known, so
+    /// that the disk's checkpoints are there when it is. `since` is one more name to note it under. False when there is nothing to take along. Until
+    /// [`Marks::carried`] nobody makes or removes checkpoints.
+    ///
+    /// # Errors
+    /// Why that cannot be: then there is nothing beside `half`.
+    fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool>;
+
+    /// The end of what [`Marks::carry`] began: the disk has got there, or stays where it is.
+    ///
+    /// # Errors
+    /// The system's.
+    fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()>;
+
+    /// What these files look like from outside: which they are, how long, and when they were last written. One line, which is another one after each write that
+    /// begins later. `None` when nobody can tell.
+    ///
+    /// # Errors
+    /// The system's.
+    fn look<'a>(&'a self, paths: &'a [PathBuf]) -> Later<'a, Option<String>>;
 }
 
 /// Folders in which nothing changes.

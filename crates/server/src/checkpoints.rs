@@ -41,6 +41,17 @@ struct Shown {
     damage: Option<&'static str>,
 }
 
+/// The checkpoints of a disk that is about to be elsewhere.
+pub struct Carrying<'c> {
+    /// Nobody else changes the checkpoints.
+    slot: MutexGuardOfTurns<'c>,
+    new: Changes<OsFiles>,
+    since: Option<String>,
+}
+
+/// Held by whoever changes the checkpoints.
+type MutexGuardOfTurns<'c> = async_lock::MutexGuard<'c, Option<Arc<Changes<OsFiles>>>>;
+
 impl Checkpoints {
     /// None yet, for a disk whose files are opened by `access`.
     pub fn none(access: Access) -> Self {
@@ -194,6 +205,74 @@ impl Checkpoints {
         }
         self.show(slot.as_ref()).await;
         removed
+    }
+
+    /// True when there are checkpoints that no user sees.
+    pub async fn has_hidden(&self) -> bool {
+        match self.now() {
+            Some(changes) => changes.names().await.0.iter().any(|name| is_hidden(name)),
+            None => false,
+        }
+    }
+
+    /// Gives a checkpoint another name.
+    ///
+    /// # Errors
+    /// `NotFound`; `Exists`; the system's.
+    pub async fn rename(&self, name: &str, to: &str) -> Result<()> {
+        let slot = self.changes.lock().await;
+        let Some(changes) = slot.as_ref() else { return Err(no_checkpoint(name)) };
+        let renamed = changes.rename(name, to).await;
+        self.show(slot.as_ref()).await;
+        renamed
+    }
+
+    /// The disk is to be the image at `half` soon, under the name `to`: from now on its checkpoints are beside that, too, and one more, `since`. `None` when
+    /// there is none to take along. What is returned is to be given to [`Checkpoints::carried`]; until then nobody makes or removes checkpoints.
+    ///
+    /// # Errors
+    /// As [`Changes::carry`].
+    pub async fn carry<'c>(
+        &'c self,
+        disk: &Disk,
+        half: &Path,
+        to: &Path,
+        since: Option<&str>,
+    ) -> Result<Option<Carrying<'c>>> {
+        let slot = self.changes.lock().await;
+        let Some(changes) = slot.as_ref().filter(|changes| changes.loss().is_none()).cloned() else { return Ok(None) };
+        if since.is_none() && changes.names().await.0.iter().all(|name| is_hidden(name)) {
+            return Ok(None);
+        }
+        let side = names::changes(to);
+        // What a disk that was there has left, or an earlier try.
+        match self.files.remove(&side).await {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let found = look::at(half, &side).await;
+        let new = changes.carry(self.around(), disk, (to, found), since).await?;
+        let carrying = Carrying { slot, new, since: since.map(str::to_owned) };
+        match self.files.copy_access(changes.store().path(), &side).await {
+            Ok(()) => Ok(Some(carrying)),
+            Err(error) => self.carried(disk, carrying, false).await.and(Err(error)),
+        }
+    }
+
+    /// The disk is where [`Checkpoints::carry`] has taken its checkpoints, or stays where it is.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn carried(&self, disk: &Disk, carrying: Carrying<'_>, is_there: bool) -> Result<()> {
+        let Carrying { mut slot, new, since } = carrying;
+        let Some(old) = slot.clone() else { return Ok(()) };
+        if !is_there {
+            return old.left_behind(disk, new).await;
+        }
+        let carried = new.carried(disk, since.as_deref()).await;
+        *slot = Some(Arc::new(new));
+        self.show(slot.as_ref()).await;
+        carried.and(old.leave().await)
     }
 
     /// When the checkpoint `name` was made, in seconds since 1970 UTC.

@@ -1,21 +1,21 @@
 //! Jobs on the images of a disk of this host: what `spile-life` needs besides the disk. A server and the commands for disks that nobody
 //! serves run them in the same way.
 
-use std::ops::Range;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use spile_core::{Env, Error, ErrorKind, Extent, Result};
+use spile_core::{Disk as _, Env, Error, ErrorKind, Result};
 use spile_engine::OsEnv;
 use spile_image::{Broken, Graph, LayerInfo};
 use spile_life::jobs::{Job, Note, Plan, which};
-use spile_life::{Later, Marks, Neighbours, Sizes, Work};
+use spile_life::{Neighbours, Sizes, Work};
 use spile_node::Node;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use crate::checkpoints::Checkpoints;
 use crate::family;
+use crate::noted::Noted;
 use crate::serving::failed_syncs;
 
 /// How the files of a disk are opened.
@@ -49,6 +49,7 @@ pub async fn run(
     let files = HostFiles::new(OsFiles::new(access.cache).without_locks(access.no_lock));
     let asking = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
     let env: Arc<dyn Env> = Arc::new(OsEnv);
+    let noted = Noted::new(node, checkpoints);
     let work = Work {
         files: &files,
         asking: &asking,
@@ -57,7 +58,7 @@ pub async fn run(
         node,
         job,
         neighbours: &neighbours,
-        marks: Some(&Noted { node, checkpoints }),
+        marks: Some(&noted),
         sizes: Sizes::default(),
         broken: Broken::Nothing,
     };
@@ -65,37 +66,16 @@ pub async fn run(
     Box::pin(spile_life::run(&work, plan)).await
 }
 
-/// What changes of a disk, noted as if since checkpoints that nobody sees.
-struct Noted<'d> {
-    node: &'d Node<Graph<HostStore>>,
-    checkpoints: &'d Checkpoints,
-}
-
-impl Marks for Noted<'_> {
-    fn begin<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
-        Box::pin(async move {
-            self.end(name).await?;
-            self.checkpoints.make_hidden(self.node, name).await
-        })
+/// Forgets what is noted of the changes of `disk`, which has no job, under names that no user sees, where nobody needs it any more.
+pub async fn forget_what_is_over(disk: &Node<Graph<HostStore>>, checkpoints: &Checkpoints) {
+    if disk.info().read_only || !checkpoints.has_hidden().await {
+        return;
     }
-
-    fn changed<'a>(&'a self, name: &'a str, within: Range<u64>) -> Later<'a, Option<Vec<Extent>>> {
-        Box::pin(async move {
-            match self.checkpoints.changed(self.node, name, None, within).await {
-                Ok(changed) => Ok(changed.warning.is_none().then_some(changed.ranges)),
-                Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-                Err(error) => Err(error),
-            }
-        })
-    }
-
-    fn end<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
-        Box::pin(async move {
-            match self.checkpoints.remove(self.node, name).await {
-                Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-                removed => removed,
-            }
-        })
+    let path = disk.graph().await.handles()[0].path().to_owned();
+    let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
+    let noted = Noted::new(disk, checkpoints);
+    if let Err(error) = spile_life::motion::forget_what_is_over(&files, &path, &noted).await {
+        tracing::warn!("{}: changes are noted that nobody needs any more: {error}", path.display());
     }
 }
 

@@ -20,6 +20,7 @@ pub mod listen;
 pub mod log;
 mod look;
 pub mod new_file;
+mod noted;
 pub mod notify;
 pub mod panics;
 pub mod process;

@@ -39,6 +39,33 @@ pub async fn now(graph: &Graph<HostStore>, side: &Path) -> Found {
     Found { stamp, is_written_behind: false, mount_id }
 }
 
+/// As [`now`], of the image at `image`, which is to be a disk of this file of changed blocks.
+pub async fn at(image: &Path, side: &Path) -> Found {
+    let (image, folder) = (image.to_owned(), folder_of(side).to_owned());
+    run_blocking(side, move || {
+        let stamp = image.metadata().map(|stat| stamp_of(&FileTimes::of(&stat), &[])).unwrap_or_else(|_| unlike_any());
+        Found { stamp, is_written_behind: false, mount_id: mount_id(&folder) }
+    })
+    .await
+}
+
+/// Which files are at these paths, how long they are, and when they were last written, as one line. Another one after each write that begins later. `None`
+/// when one cannot be seen, or its file system does not tell when it was made.
+pub async fn at_paths(paths: &[PathBuf]) -> Option<String> {
+    let first = paths.first()?.clone();
+    // A later write has another time then.
+    sleep(COARSEST * 2).await;
+    let paths = paths.to_vec();
+    let look = move || {
+        let one = |path: &PathBuf| {
+            let FileTimes { inode, born_ns, len_bytes, modified_ns, .. } = FileTimes::of(&path.metadata().ok()?);
+            (born_ns != 0).then(|| format!("{inode} {born_ns} {len_bytes} {modified_ns}"))
+        };
+        paths.iter().map(one).collect::<Option<Vec<_>>>().map(|all| all.join(" / "))
+    };
+    run_blocking(&first, look).await
+}
+
 /// The number of the mount that `path` is in. It is given to no other mount until the host starts again, so it tells whether a file system was
 /// mounted anew. 0 on a kernel before 6.8, which gives numbers again.
 fn mount_id(path: &Path) -> u64 {

@@ -16,6 +16,7 @@ fn three_hundred_seeds_find_nothing() {
     assert!(all.found > 10 && all.taken_back > 10, "no crash between the names, or right after them: {all:?}");
     assert!(all.put_off > 5, "no hand-over was put off: {all:?}");
     assert!(all.taken_up > 15 && all.replaced > 3, "too few halves were there to go on with: {all:?}");
+    assert!(all.back > 15 && all.written_behind > 3, "too few disks went back: {all:?}");
     assert!(all.resumed > 30 && all.ended_early > 30, "too little happened: {all:?}");
 }
 
@@ -70,6 +71,16 @@ fn a_half_that_is_another_file_is_found() {
 #[test]
 fn changes_that_are_not_copied_again_are_found() {
     bites(Broken::ChangesLeftOut, " reads ");
+}
+
+#[test]
+fn an_old_image_that_somebody_wrote_to_is_found() {
+    bites(Broken::OldImageAsIs, " reads ");
+}
+
+#[test]
+fn changes_that_are_noted_beside_the_new_image_too_late_are_found() {
+    bites(Broken::CarriedLate, " reads ");
 }
 
 #[test]

@@ -71,7 +71,7 @@ fn a_disk_that_nobody_uses_is_moved_and_its_old_path_says_where_it_is() {
     assert_eq!((&moved["kind"], &moved["state"]), (&"move".into(), &"done".into()), "{moved}");
     assert_eq!(moved["motion"]["phase"], "done");
     assert_eq!(names(dir, "old"), [".alone.vhd.spile-moved", "alone.moved.vhd", "parent.vhd"]);
-    assert_eq!(names(dir, "new"), ["alone.vhd"]);
+    assert_eq!(names(dir, "new"), [".alone.vhd.spile-came", ".alone.vhd.spile-changes", "alone.vhd"]);
     assert_eq!(json(dir, &["info", "new/alone.vhd", "--chain"])["layers"].as_array().unwrap().len(), 1);
     assert!(bytes_of(dir, "new/alone.vhd") == bytes, "the bytes are others");
     for command in
@@ -146,7 +146,7 @@ fn a_server_that_is_killed_before_anything_is_noted_begins_anew() {
     ok(dir, &["job", &id, "rate", "none"]);
     eventually("it is done", || the_job(dir, "motion-half")["state"] == "done");
     assert!(served.terminate().success());
-    assert_eq!(names(dir, "new"), ["here.vhd"]);
+    assert_eq!(names(dir, "new"), [".here.vhd.spile-came", ".here.vhd.spile-changes", "here.vhd"]);
     assert_eq!(names(dir, "old"), [".motion-half.vhd.spile-moved", "motion-half.moved.vhd", "parent.vhd"]);
     assert!(bytes_of(dir, "new/here.vhd") == bytes, "what was acknowledged is lost");
 }
@@ -251,6 +251,108 @@ fn a_command_that_is_ended_goes_on_when_it_is_said_again() {
     let moved = json(dir, &["move", "old/motion-again.raw", "--to", "new"]);
     assert_eq!(moved["done_bytes"], (48 << 20) - until);
     assert!(bytes_of(dir, "new/motion-again.raw") == bytes);
+}
+
+/// The blocks that have changed since a checkpoint, as `spile changed` tells them.
+fn changed(dir: &Path, disk: &str, since: &str) -> Vec<u64> {
+    let told = json(dir, &["changed", disk, "--since", since]);
+    assert!(told["warning"].is_null(), "{told}");
+    let ranges = told["ranges"].as_array().unwrap().iter();
+    let blocks = ranges.flat_map(|range| {
+        let [from, len] = ["offset_bytes", "length_bytes"].map(|key| range[key].as_u64().unwrap() >> 16);
+        from..from + len
+    });
+    blocks.collect()
+}
+
+#[test]
+fn checkpoints_go_along_with_their_blocks_and_outlive_a_kill_at_the_new_place() {
+    let (dir, _) = full("motion-marks");
+    let dir = dir.path();
+    let mut served = serve(dir, &["old/motion-marks.raw"]);
+    let write = |served: &Served, block: u64| {
+        Client::connect(&served.uri()).unwrap().write(block << 16, &[9; 4096], true).unwrap();
+    };
+    ok(dir, &["checkpoint", "motion-marks", "first"]);
+    write(&served, 3);
+    write(&served, 500);
+    ok(dir, &["checkpoint", "motion-marks", "second"]);
+    write(&served, 7);
+    json(dir, &["move", "motion-marks", "--to", "new/m.vhd", "--rate", "16M"]);
+    write(&served, 600);
+    ok(dir, &["job", the_job(dir, "motion-marks")["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || the_job(dir, "motion-marks")["state"] == "done");
+    assert!(the_job(dir, "motion-marks")["motion"]["trouble"].is_null(), "{}", the_job(dir, "motion-marks"));
+    write(&served, 8);
+    let (first, second) = (vec![3, 7, 8, 500, 600], vec![7, 8, 600]);
+    for _ in 0..2 {
+        assert_eq!(changed(dir, "motion-marks", "first"), first);
+        assert_eq!(changed(dir, "motion-marks", "second"), second);
+        let told = json(dir, &["checkpoint", "motion-marks", "--list"]);
+        assert_eq!(told["checkpoints"].as_array().unwrap().len(), 2, "{told}");
+        served.kill();
+        served = serve(dir, &["new/m.vhd,name=motion-marks"]);
+    }
+    assert!(served.terminate().success());
+    // Nobody's server: the command takes them along, too, to another format.
+    ok(dir, &["move", "new/m.vhd", "--to", "new/n.raw", "--delete-source"]);
+    assert_eq!((changed(dir, "new/n.raw", "first"), changed(dir, "new/n.raw", "second")), (first, second));
+    assert_eq!(names(dir, "new"), [".m.vhd.spile-moved", ".n.raw.spile-changes", "n.raw"]);
+}
+
+#[test]
+fn the_way_back_copies_what_has_changed_since_also_over_a_kill() {
+    let (dir, mut bytes) = full("motion-back");
+    let dir = dir.path();
+    let mut write = |served: &Served, at: usize, value: u8| {
+        Client::connect(&served.uri()).unwrap().write(at as u64, &[value; 4096], value.is_multiple_of(2)).unwrap();
+        bytes[at..at + 4096].fill(value);
+    };
+    let back = dir.join("old/motion-back.raw").display().to_string();
+    let mut served = serve(dir, &["old/motion-back.raw"]);
+    write(&served, MIB, 201);
+    let begun = json(dir, &["move", "motion-back", "--to", "new/there.vhd", "--wait"]);
+    assert_eq!(begun["state"], "done");
+    // There and back again: each way only the difference.
+    for (to, other, value) in [(&*back, "new/there.vhd", 202), ("new/there.vhd", "old/motion-back.raw", 206)] {
+        write(&served, 20 * MIB, value);
+        served.kill();
+        served = serve(dir, &[&format!("{other},name=motion-back")]);
+        write(&served, 30 * MIB, value + 1);
+        let moved = json(dir, &["move", "motion-back", "--to", to, "--wait"]);
+        println!("back: {moved}");
+        assert!(moved["done_bytes"].as_u64() <= Some(4 * (64 << 10)), "{moved}");
+        write(&served, 40 * MIB, value + 2);
+    }
+    // A way back that is cut off goes on.
+    for number in 0..32 {
+        write(&served, number * MIB, 210);
+    }
+    json(dir, &["move", "motion-back", "--to", &back, "--rate", "256K"]);
+    assert!(!dir.join("old/motion-back.moved.raw").exists(), "what is written to is called an old image");
+    served.kill();
+    served = serve(dir, &["new/there.vhd,name=motion-back"]);
+    eventually("it goes on", || the_job(dir, "motion-back")["state"] == "running");
+    ok(dir, &["job", the_job(dir, "motion-back")["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || the_job(dir, "motion-back")["state"] == "done");
+    let job = the_job(dir, "motion-back");
+    assert!(job["done_bytes"].as_u64() <= Some(36 * (64 << 10)), "{job}");
+    assert!(served.terminate().success());
+    assert!(bytes_of(dir, "old/motion-back.raw") == bytes, "what was acknowledged is lost");
+}
+
+#[test]
+fn an_old_image_that_was_written_to_is_not_taken_for_what_was_left() {
+    let (dir, bytes) = full("motion-touched");
+    let dir = dir.path();
+    ok(dir, &["move", "old/motion-touched.raw", "--to", "new"]);
+    let old = dir.join("old/motion-touched.moved.raw");
+    let mut content = fs::read(&old).unwrap();
+    content[9 * MIB..10 * MIB].fill(0);
+    fs::write(&old, content).unwrap();
+    let moved = json(dir, &["move", "new/motion-touched.raw", "--to", "old"]);
+    assert!(moved["done_bytes"].as_u64() >= Some(48 << 20), "{moved}");
+    assert!(old.exists() && bytes_of(dir, "old/motion-touched.raw") == bytes);
 }
 
 #[test]

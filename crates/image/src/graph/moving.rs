@@ -64,6 +64,10 @@ pub enum Broken {
     NotedBeforeFlush,
     /// A move that goes on takes any file of the half's name for its half.
     AnyHalf,
+    /// A move back takes the old image as it was left, whoever has written to it since.
+    OldImageAsIs,
+    /// Requests set the bits beside a disk's new image only from the next process on.
+    CarriedLate,
     /// A move that goes on copies what it had not copied, and nothing of what has changed since.
     ChangesLeftOut,
     /// A moved disk gets its new name before its old one is gone.

@@ -41,10 +41,14 @@
 //! What the image looks like from outside is noted when it is closed in order, and compared when it is opened next. After a process that was
 //! killed, only the file itself can be compared, and what its times tell ([`Found`]): nothing records when such a process wrote last.
 //!
+//! # Another image
+//! When the disk gets another image at another place, its file is copied there first, while requests set the bits in both ([`Changes::carry`]).
+//!
 //! A checkpoint that is made around a snapshot of the disk serves the snapshot, too: see [`Changes::checkpoint_with`].
 
 mod answer;
 pub(crate) mod bits;
+mod carry;
 pub mod header;
 mod loss;
 mod tracked;
@@ -83,6 +87,8 @@ pub enum Broken {
     CheckpointWithoutWait,
     /// A checkpoint does not flush the disk.
     CheckpointWithoutFlush,
+    /// Requests set the bits beside a disk's new image only from the next process on.
+    CarriedLate,
     /// A header of this boot is written before the marks of an earlier one are bits.
     BootBeforeBits,
 }
@@ -498,6 +504,21 @@ impl<F: Files + Clone> Changes<F> {
             }
         }
         self.write(state, header).await
+    }
+
+    /// Gives a checkpoint another name, which no other one has.
+    ///
+    /// # Errors
+    /// `NotFound`; `Exists`; the system's.
+    pub async fn rename(&self, name: &str, to: &str) -> Result<()> {
+        let mut state = self.state.lock().await;
+        let number = find(&state.header, name)?;
+        let mut header = state.header.clone();
+        header.intervals.remove(number);
+        check_name(&header, to)?;
+        header = state.header.clone();
+        header.intervals[number].name = to.to_owned();
+        self.write(&mut state, header).await
     }
 
     /// Removes a checkpoint. What has changed since earlier ones stays known.

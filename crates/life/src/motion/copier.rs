@@ -95,6 +95,8 @@ pub(super) struct Copier<'a, 'w, F: Files> {
     pub is_named: Cell<bool>,
     /// Why the new name of a disk that was handed over may not last.
     pub doubt: Cell<Option<Error>>,
+    /// Why the disk's checkpoints do not go along.
+    pub not_carried: Cell<Option<Error>>,
 }
 
 impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
@@ -121,6 +123,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             patience: Cell::new(0),
             is_named: Cell::new(false),
             doubt: Cell::new(None),
+            not_carried: Cell::new(None),
         }
     }
 
@@ -299,7 +302,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
     }
 
     /// Copies rounds until little is left. When that does not become less, guests' writes are held back from then on.
-    async fn catch_up(&self) -> Result<(), Failure> {
+    pub async fn catch_up(&self) -> Result<(), Failure> {
         loop {
             let before = self.mirror.lag_bytes();
             if before <= self.rest_bytes() {

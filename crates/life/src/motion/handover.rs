@@ -23,6 +23,7 @@ use spile_image::Broken;
 use spile_image::layer::Layer;
 use spile_node::{ClosedGates, close_gates};
 
+use super::back::BACK;
 use super::copier::{Copier, Failure, Over};
 use super::note::{is_free, refuse_taken, rename_to_free};
 use super::place::Place;
@@ -72,6 +73,39 @@ pub(super) enum Tried<F: Files> {
 /// # Errors
 /// Those of both images, and what the mirror says. Guests go on with the old image.
 pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds) -> Result<Tried<F>, Failure> {
+    let carries = carry(copier).await;
+    let tried = Box::pin(attempt_prepared(copier, bounds)).await;
+    if let (true, Some(marks)) = (carries, copier.work.marks) {
+        let is_there = matches!(tried, Ok(Tried::Over(Over::HandedOver(_))));
+        if let Err(error) = marks.carried(is_there).await {
+            copier.not_carried.set(Some(error));
+        }
+    }
+    tried
+}
+
+/// Has the disk's checkpoints lie beside the new image, too. False when there is none, or they cannot go along, which is no reason to stay.
+async fn carry<F: Files>(copier: &Copier<'_, '_, F>) -> bool {
+    let Place { disk, moved, stays, .. } = copier.place;
+    let (Some(marks), Some(_), Some(half), Locator::Path(to), false) =
+        (copier.work.marks, disk, &moved.half, &moved.to, *stays)
+    else {
+        return false;
+    };
+    // The way back to where the disk was before this place is not known any more.
+    let _ = marks.end(BACK).await;
+    let since = (!copier.place.deletes_source).then_some(BACK);
+    let carries = marks.carry(half, to, since).await;
+    copier.not_carried.set(None);
+    carries.unwrap_or_else(|error| {
+        copier.not_carried.set(Some(error.hint("the disk's checkpoints did not go along: make new ones")));
+        false
+    })
+}
+
+async fn attempt_prepared<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds) -> Result<Tried<F>, Failure> {
+    // Guests went on while checkpoints were copied.
+    Box::pin(copier.catch_up()).await?;
     Box::pin(prepare(copier)).await?;
     // From here on nothing ends the hand-over from outside.
     copier.work.job.go_on().await.map_err(Failure::Disk)?;

@@ -20,6 +20,7 @@
 //! An export of another host has no hidden name. It is the disk as soon as the old image has lost its name; until then it is half a copy. When
 //! it fails, the mirror goes on to mark, and the export is tried again: what was not flushed there is copied again, and what has changed.
 
+mod back;
 mod blocks;
 mod copier;
 mod handover;
@@ -44,7 +45,9 @@ use spile_node::{OldEpoch, Stage};
 
 use crate::jobs::{Note, Plan, State, which};
 use crate::names;
+use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work};
+pub use back::{CameFrom, forget_what_is_over};
 use copier::{Copier, Failure, Over};
 use mirror::Mirror;
 pub use note::{Moved, take_back};
@@ -174,7 +177,11 @@ async fn open_place<F: Files>(
     progress: &Progress,
     status: &Arc<Status>,
 ) -> Result<GraphOf<F>> {
-    if let Some(copied) = progress.left(work).await? {
+    let left = match (progress.left(work).await?, &place.disk) {
+        (None, Some(disk)) => back::take_old_image(work, disk, plan, source.size_bytes(), progress).await?,
+        (left, _) => left,
+    };
+    if let Some(copied) = left {
         place.keeps_half.set(true);
         let (mut pause, mut tries) = (Duration::from_millis(20), 0);
         let taken = loop {
@@ -247,7 +254,8 @@ async fn mirrored<F: Files>(
             status.set_old_image(is_left.then(|| place.moved.image.clone()));
             let left = Left { place, source, target: &target, plan, deletes_source };
             let tidied = Box::pin(tidy(work, old, &left, doubt.is_none() && finished.is_ok())).await;
-            doubt.map_or(Ok(()), Err).and(finished).and(tidied)
+            let carried = copier.not_carried.take().map_or(Ok(()), Err);
+            doubt.map_or(Ok(()), Err).and(finished).and(tidied).and(carried)
         }
         Ok(Over::Copied) => {
             let closed = target.close().await;
@@ -310,6 +318,8 @@ async fn tidy<F: Files>(
     };
     old.ended().await;
     drop(old);
+    // Whoever goes back takes for granted that it holds all that it was given.
+    let flushed = source.flush().await;
     let closed = source.close().await;
     let removed = match is_durable {
         true => place.remove_hidden_name(files, left.target).await,
@@ -321,7 +331,30 @@ async fn tidy<F: Files>(
         true => files.remove(image).await,
         false => Ok(()),
     };
-    noted.and(closed).and(removed).and(deleted)
+    let way_back = match (&place.disk, &left.plan.to) {
+        (Some(disk), Locator::Path(to)) if flushed.is_ok() && closed.is_ok() && is_durable && !is_to_go => {
+            note_old_image(work, source, disk, to).await
+        }
+        _ => Ok(()),
+    };
+    let forgotten = match &place.disk {
+        Some(disk) => remove_if_there(files, &names::came(disk)).await,
+        None => Ok(()),
+    };
+    noted.and(closed).and(removed).and(deleted).and(way_back).and(forgotten)
+}
+
+/// Notes beside the disk, which is at `to` now, that `source` is its old image, whose path was `disk`.
+async fn note_old_image<F: Files>(work: &Work<'_, F>, source: &GraphOf<F>, disk: &Path, to: &Path) -> Result<()> {
+    let handles = source.handles();
+    let came = CameFrom {
+        from: disk.to_owned(),
+        format: handles[0].image().format(),
+        size_bytes: source.size_bytes(),
+        look: String::new(),
+        parents: handles[1..].iter().map(|layer| layer.path().to_owned()).collect(),
+    };
+    came.note(work, to).await
 }
 
 /// Removes the second name of the image of `graph` that a process has left which ended right before a hand-over, or right after one.

@@ -33,6 +33,8 @@ pub(super) struct Place {
     pub moved: Moved,
     /// The copy stays in step until somebody says that it is to end, and the disk is not handed over.
     pub stays: bool,
+    /// The old image goes.
+    pub deletes_source: bool,
     format: Format,
     /// The half was made here.
     is_made: Cell<bool>,
@@ -67,6 +69,7 @@ impl Place {
             disk: has_name.then_some(disk),
             moved,
             stays: plan.stays,
+            deletes_source: plan.deletes_source,
             format: plan.format,
             is_made: Cell::new(false),
             taken_in: Cell::new(None),
@@ -340,7 +343,7 @@ fn taken(what: &'static str, path: &Path) -> Error {
 }
 
 /// Removes a half-made image that nobody works on any more.
-async fn remove_half<F: Files>(files: &F, half: &Path) -> Result<()> {
+pub(super) async fn remove_half<F: Files>(files: &F, half: &Path) -> Result<()> {
     match files.open(&half.into(), OpenMode::ReadWrite).await {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Err(error) if error.kind() == ErrorKind::Busy => {

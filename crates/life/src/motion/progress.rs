@@ -63,6 +63,17 @@ impl Progress {
         Ok(marks.changed(MARK, 0..0).await?.map(|_| copied))
     }
 
+    /// The note says this from now on.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn say<F: Files>(&self, work: &Work<'_, F>, copied: &Copied) -> Result<(), Error> {
+        match &self.of {
+            Some((disk, plan)) => Note::say_copied(work.files, disk, plan, Some(copied.clone())).await,
+            None => Ok(()),
+        }
+    }
+
     /// From now on the note says nothing of what is copied: the half is to be another one. True when it said something.
     ///
     /// # Errors

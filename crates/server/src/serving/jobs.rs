@@ -230,7 +230,7 @@ impl DiskJobs {
             let graph = disk.graph().await;
             let path = graph.handles()[0].path().display().to_string();
             match jobs::left(&graph).await {
-                Ok(None) => {}
+                Ok(None) => jobs::forget_what_is_over(&disk, &jobs.checkpoints).await,
                 Ok(Some(note)) => {
                     let kind = note.plan.kind();
                     match jobs.spawn(&own, &disk, note, held) {

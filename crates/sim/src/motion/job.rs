@@ -1,6 +1,7 @@
 //! The jobs of [`super`], and those who meddle with them.
 
-use std::path::PathBuf;
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use spile_core::metrics::Op;
 use spile_core::{Env, ErrorKind, Files, Locator, Timer};
 use spile_image::Format;
 use spile_life::jobs::{Job, Note, Plan, State, Wishes};
-use spile_life::motion::{Move, old_image};
+use spile_life::motion::{CameFrom, Move, old_image};
 use spile_life::{Work, names};
 
 use super::marks::Marked;
@@ -55,6 +56,12 @@ impl Host {
             self.begun.set(self.begun.get() + 1);
             let format = *rng.pick(&[Format::Vhd, Format::Vhd, Format::Raw]);
             let to = PathBuf::from(format!("/array/{}/disk.{format}", self.begun.get()));
+            // Now and then back to where the disk came from.
+            let came = CameFrom::read(&self.world.files(), &self.at()).await.ok().flatten();
+            let (to, format) = match came.filter(|_| rng.chance(1, 2)) {
+                Some(came) => (came.from, came.format),
+                None => (to, format),
+            };
             let plan = Plan::Move(Move {
                 to: Locator::Path(to),
                 format,
@@ -86,6 +93,7 @@ impl Host {
         }
         crate::exec::spawn_beside(Box::pin(self.clone().watch(job.clone())));
         let (files, env, timer): (_, Arc<dyn Env>, _) = (self.world.files(), self.world.env(), Turns::default());
+        let marked = Marked { host: self, node, carrying: RefCell::default() };
         let work = Work {
             files: &files,
             asking: &files,
@@ -94,11 +102,12 @@ impl Host {
             node,
             job: &job,
             neighbours: &Vec::new(),
-            marks: Some(&Marked { host: self, node }),
+            marks: Some(&marked),
             sizes: self.sizes,
             broken: self.broken,
         };
         let before = requests(node);
+        let comes_back = self.names_old_image(&at, to).await;
         let ended = spile_life::run(&work, &plan).await;
         let leaf = node.graph().await.handles()[0].path().to_owned();
         let is_there = async |path: PathBuf| files.canonical(&path).await.is_ok();
@@ -111,7 +120,8 @@ impl Host {
                 self.note_moved(to.clone());
                 let is_busy = requests(node) > before;
                 self.count(|summary| {
-                    (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy))
+                    (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy));
+                    summary.back += u64::from(comes_back && !self.has_faults());
                 });
             }
             Err(error) => {
@@ -122,6 +132,8 @@ impl Host {
                 let fine = fine || error.to_string().contains("cannot take the disk's place");
                 // A new name that could be neither used nor removed in a life before is in the way.
                 let fine = fine || (error.kind() == ErrorKind::Exists && self.had_faults.get());
+                // The old image of a way that was not taken back is in the way of the next one.
+                let fine = fine || error.to_string().contains("there is an old image of an earlier move");
                 assert!(fine, "{plan:?} failed without a fault: {error:?}");
                 // The next process goes on with the half.
                 let has_half = is_there(names::moving(to)).await && job.state() != State::Stopped;
@@ -135,6 +147,21 @@ impl Host {
         }
         self.check_note(&at, job.state()).await;
         job.state()
+    }
+
+    /// True when the disk at `at` came from `to`, and its old image is there still. Now and then an operator has written to that.
+    async fn names_old_image(&self, at: &Path, to: &Path) -> bool {
+        let image = old_image(to);
+        let came = CameFrom::read(&self.world.files(), at).await.ok().flatten();
+        if came.is_none_or(|came| came.from != *to) || self.world.file_number(&image).is_none() {
+            return false;
+        }
+        let is_written = !self.has_faults() && self.window_rng.borrow_mut().chance(1, 6);
+        if is_written {
+            self.write_to_old_image(&image).await;
+            self.count(|summary| summary.written_behind += 1);
+        }
+        !is_written
     }
 
     /// Looks whether a hand-over of the job is put off.

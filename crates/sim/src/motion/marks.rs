@@ -1,9 +1,11 @@
 //! The changed blocks of the disk that is moved: [`Marked`] notes for a job what changes.
 
+use std::cell::RefCell;
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use spile_core::{Disk, ErrorKind, Extent, Files, Timer};
+use spile_core::{Disk, Error, ErrorKind, Extent, Files, Timer};
 use spile_image::Graph;
 use spile_life::changes::header::{Grain, Stamp};
 use spile_life::changes::{Broken, Changes, Found, Surroundings};
@@ -19,6 +21,8 @@ pub(super) type Tracker = Arc<Changes<SimFiles>>;
 pub(super) struct Marked<'a> {
     pub host: &'a Host,
     pub node: &'a MotionNode,
+    /// What is beside another image, too, and the name of its last checkpoint.
+    pub carrying: RefCell<Option<(Changes<SimFiles>, Option<String>)>>,
 }
 
 impl Host {
@@ -29,14 +33,49 @@ impl Host {
             env: self.world.env(),
             timer,
             alarm: |_, _| {},
-            broken: Broken::Nothing,
+            broken: match self.broken {
+                super::Broken::CarriedLate => Broken::CarriedLate,
+                _ => Broken::Nothing,
+            },
         }
     }
 
     /// What the image of `graph` looks like: which file it is.
     fn found(&self, graph: &Graph<SimStore>) -> Found {
-        let number = self.world.file_number(graph.handles()[0].path()).unwrap_or_default();
+        self.found_at(graph.handles()[0].path())
+    }
+
+    fn found_at(&self, image: &Path) -> Found {
+        let number = self.world.file_number(image).unwrap_or_default();
         Found { stamp: Stamp([number as u8; 32]), is_written_behind: false, mount_id: 1 }
+    }
+
+    /// Which files these are, and a hash of what they hold: a host tells less, the times of the last writes.
+    fn look(&self, paths: &[PathBuf]) -> Option<String> {
+        let one = |path: &PathBuf| {
+            let (number, content) = (self.world.file_number(path)?, self.world.view(path)?);
+            let mut page = [0; 4096];
+            let mut hash = content.len();
+            for at in (0..content.len()).step_by(page.len()) {
+                content.read(at, &mut page);
+                hash = page.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01B3));
+            }
+            Some(format!("{number} {hash:x}"))
+        };
+        paths.iter().map(one).collect::<Option<Vec<_>>>().map(|all| all.join(" / "))
+    }
+
+    /// Now and then an operator writes to the old image that the disk at `disk` has left.
+    pub(super) async fn write_to_old_image(&self, image: &Path) {
+        use spile_core::{OpenMode, Segments, Store, StoreOffset, Via};
+        let opened = self.world.files().open(&image.into(), OpenMode::ReadWrite).await;
+        let store = opened.unwrap_or_else(|error| panic!("the old image does not open: {error:?}"));
+        let (bytes, at) = (Segments::zeroed(4096), store.len_bytes() / 2 / 4096 * 4096);
+        bytes.fill(77);
+        let written = store.write_at(StoreOffset(at), &bytes, Via::Cached).await;
+        written.unwrap_or_else(|error| panic!("{error:?}"));
+        drop(store);
+        self.world.settle(image);
     }
 
     /// Opens what lies beside the disk that was just opened.
@@ -114,5 +153,46 @@ impl Marks for Marked<'_> {
             }
             Ok(())
         })
+    }
+
+    fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
+        Box::pin(async move {
+            self.end(to).await?;
+            let changes = self.host.tracker.borrow().clone();
+            changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?.rename(name, to).await
+        })
+    }
+
+    fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool> {
+        Box::pin(async move {
+            let known = self.host.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
+            let Some(changes) = known else { return Ok(false) };
+            match self.host.world.files().remove(&names::changes(to)).await {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            let found = self.host.found_at(half);
+            let new = changes.carry(self.host.around(), &**self.node, (to, found), since).await?;
+            self.carrying.replace(Some((new, since.map(str::to_owned))));
+            Ok(true)
+        })
+    }
+
+    fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
+        Box::pin(async move {
+            let carrying = self.carrying.take();
+            let known = self.host.tracker.borrow().clone();
+            let (Some((new, since)), Some(old)) = (carrying, known) else { return Ok(()) };
+            if !is_there {
+                return old.left_behind(&**self.node, new).await;
+            }
+            let carried = new.carried(&**self.node, since.as_deref()).await;
+            *self.host.tracker.borrow_mut() = Some(Arc::new(new));
+            carried.and(old.leave().await)
+        })
+    }
+
+    fn look<'a>(&'a self, paths: &'a [PathBuf]) -> Later<'a, Option<String>> {
+        Box::pin(async move { Ok(self.host.look(paths)) })
     }
 }

@@ -90,6 +90,10 @@ pub struct MotionSummary {
     pub taken_up: u64,
     /// Halves that somebody replaced between two lives.
     pub replaced: u64,
+    /// Disks that went back to where their old image was.
+    pub back: u64,
+    /// Old images that somebody wrote to before the disk went back.
+    pub written_behind: u64,
     /// Jobs that were cancelled, or failed by a fault.
     pub ended_early: u64,
 }
@@ -104,6 +108,8 @@ impl std::ops::AddAssign for MotionSummary {
         self.put_off += other.put_off;
         self.resumed += other.resumed;
         self.taken_up += other.taken_up;
+        self.back += other.back;
+        self.written_behind += other.written_behind;
         self.replaced += other.replaced;
         self.ended_early += other.ended_early;
     }

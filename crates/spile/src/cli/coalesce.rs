@@ -16,13 +16,14 @@ use spile_life::motion::Move;
 use spile_node::Node;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::{self, Access};
+use spile_server::serving::api::checkpoints::CheckpointList;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
 use spile_server::serving::api::types::{Failure, Job, NewJob};
 use spile_server::serving::jobs::{DiskJob, What, plan};
 use spile_store::CacheMode;
 
-use super::control::Which;
-use super::{Exit, existing, on_engine, parse_format, print_json, progress_bar, say};
+use super::control::{Which, path_of};
+use super::{Exit, existing, on_engine, parse_format, print_json, printable, progress_bar, say};
 use crate::disks;
 use crate::log::complain;
 use crate::signals::EndSignals;
@@ -122,6 +123,11 @@ pub(super) fn run(args: &JobArgs, new: NewJob) -> Result<Exit> {
         }
         found => found?,
     };
+    if goes_to_export(&new) {
+        let path = format!("{}/checkpoints", path_of(&disk));
+        let there: CheckpointList = ask(&socket, "GET", &path, LOOK_PATIENCE)?;
+        tell_checkpoints(there.checkpoints.iter().map(|one| one.name.as_str()));
+    }
     let body = json!(NewJob { disk, ..new });
     let answer = call(&socket, "POST", "/v1/jobs", Some(&body), CHANGE_PATIENCE)?;
     let begun: Job = serde_json::from_value(answer)
@@ -135,6 +141,22 @@ pub(super) fn run(args: &JobArgs, new: NewJob) -> Result<Exit> {
         false => begun,
     };
     show(args, &job)
+}
+
+/// True for a move to an export of an NBD server.
+fn goes_to_export(new: &NewJob) -> bool {
+    new.to.as_deref().is_some_and(|to| matches!(to.parse(), Ok(Locator::Nbd(_)))) && !new.mirror_only
+}
+
+/// Says that these checkpoints do not go to an export.
+fn tell_checkpoints<'a>(names: impl Iterator<Item = &'a str>) {
+    let names: Vec<_> = names.map(printable).collect();
+    if !names.is_empty() {
+        let names = names.join(", ");
+        complain(format_args!(
+            "the checkpoints {names} do not go along to an export: the next backup there is a full one"
+        ));
+    }
 }
 
 /// A signal that ends a command which only waits says that the server goes on with these jobs.
@@ -206,6 +228,9 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         let checkpoints = Checkpoints::none(Access::default());
         // In boxes: together the futures would need much of the stack.
         Box::pin(checkpoints.open(&graph)).await?;
+        if goes_to_export(&new) {
+            tell_checkpoints(checkpoints.names().iter().map(String::as_str));
+        }
         let plan = match jobs::left(&graph).await? {
             Some(Note { plan: left, .. }) if is_meant(&left, graph.handles()[0].path(), &new) => left,
             left => go_on_with(left, plan(&graph, &new)?),

@@ -1,0 +1,172 @@
+//! [`CameFrom`]: the way back of a disk that was moved. Its old image, where it is kept, lacks only what has changed since, which is noted beside the new one under the
+//! name [`BACK`]. A move to where the disk came from takes the old image up as its half: as if it had copied all of it before.
+//!
+//! The old image is taken up only when nobody has written to it, or to its parents, since it was left, and when what has changed since is known. From then
+//! on it is half an image like any other, under a hidden name: the disk is where it is until the hand-over.
+
+use std::path::{Path, PathBuf};
+
+use spile_core::{ErrorKind, Files, Locator, OpenMode, Result, Store};
+use spile_image::{Broken, Format};
+
+use super::note::is_free;
+use super::progress::{MARK, Progress};
+use super::{Move, old_image};
+use crate::jobs::note::{Copied, read_text, text_of, write_text};
+use crate::names;
+use crate::snapshot::remove_if_there;
+use crate::work::{Marks, Work};
+
+/// What has changed since the disk came is noted under this name. No user can give it.
+pub(super) const BACK: &str = "\u{1}back";
+
+/// The note beside a disk that was moved: where it was, and what its old image was left like.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CameFrom {
+    /// The path that the disk had.
+    pub from: PathBuf,
+    /// The format of its old image, which is at [`old_image`] of that path.
+    pub format: Format,
+    /// The size of the disk then.
+    pub size_bytes: u64,
+    /// What the images looked like, in the words of [`Marks::look`](crate::Marks::look).
+    pub look: String,
+    /// The parents of the old image.
+    pub parents: Vec<PathBuf>,
+}
+
+const HEAD: &str = "spile came 1";
+const END: &str = "end";
+
+impl CameFrom {
+    fn to_text(&self) -> Result<String> {
+        let Self { from, format, size_bytes, look, parents } = self;
+        let parents: Result<Vec<_>> = parents.iter().map(|path| Ok(format!("parent {}\n", text_of(path)?))).collect();
+        let (from, parents) = (text_of(from)?, parents?.concat());
+        Ok(format!("{HEAD}\nfrom {from}\nformat {format}\nsize {size_bytes}\nlook {look}\n{parents}{END}\n"))
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
+        lines.next().filter(|head| *head == HEAD)?;
+        let mut next = |before: &str| lines.next()?.strip_prefix(before);
+        let (from, format) = (next("from ")?.into(), next("format ")?.parse().ok()?);
+        let size_bytes = next("size ")?.parse().ok()?;
+        let look = next("look ")?.to_owned();
+        let parents = lines.map(|line| line.strip_prefix("parent ").map(PathBuf::from)).collect::<Option<_>>()?;
+        Some(Self { from, format, size_bytes, look, parents })
+    }
+
+    /// The note of the disk at `disk`, if there is one that makes sense.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
+        Ok(read_text(files, &names::came(disk)).await?.and_then(|text| Self::from_text(&text)))
+    }
+
+    async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
+        let new = names::new_came(disk);
+        remove_if_there(files, &new).await?;
+        write_text(files, &new, &self.to_text()?).await?;
+        files.rename(&new, &names::came(disk)).await
+    }
+
+    /// Notes beside the disk, which is at `to` now, what its old image is like. Nobody has that open, and all of it is durable.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) async fn note<F: Files>(mut self, work: &Work<'_, F>, to: &Path) -> Result<()> {
+        let Some(marks) = work.marks else { return Ok(()) };
+        match marks.look(&self.images()).await? {
+            Some(look) => self.look = look,
+            None => return Ok(()),
+        }
+        self.write(work.files, to).await
+    }
+
+    /// The old image and its parents.
+    fn images(&self) -> Vec<PathBuf> {
+        [old_image(&self.from)].into_iter().chain(self.parents.iter().cloned()).collect()
+    }
+}
+
+/// Forgets what was noted of the changes of the disk at `disk`, which has no job, for a move that is over, or for a way back to an old image that is gone.
+///
+/// # Errors
+/// The system's.
+pub async fn forget_what_is_over<F: Files>(files: &F, disk: &Path, marks: &dyn Marks) -> Result<()> {
+    marks.end(MARK).await?;
+    let image = CameFrom::read(files, disk).await?.map(|came| old_image(&came.from));
+    if let Some(image) = &image
+        && !is_free(files, image).await
+    {
+        return Ok(());
+    }
+    marks.end(BACK).await?;
+    remove_if_there(files, &names::came(disk)).await
+}
+
+/// Takes the old image of the disk at `disk` up as the half of the move `plan`, when that goes to where it came from: what the job's note says of it then.
+/// `None` when there is no such image, or more has happened to it or to the disk than is known.
+///
+/// # Errors
+/// The system's.
+pub(super) async fn take_old_image<F: Files>(
+    work: &Work<'_, F>,
+    disk: &Path,
+    plan: &Move,
+    size_bytes: u64,
+    progress: &Progress,
+) -> Result<Option<Copied>> {
+    let (Locator::Path(to), Some(marks), false) = (&plan.to, work.marks, plan.stays) else { return Ok(None) };
+    let came = CameFrom::read(work.files, disk).await?;
+    let Some(came) =
+        came.filter(|came| came.from == *to && came.format == plan.format && came.size_bytes == size_bytes)
+    else {
+        return Ok(None);
+    };
+    let (image, half) = (old_image(to), names::moving(to));
+    // Whoever has it open for writing may write to it, and nobody can open it so now. To open it for writing here would change how it looks.
+    let store = match work.files.open(&Locator::from(&image), OpenMode::ReadOnly).await {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Busy) => return Ok(None),
+        opened => opened?,
+    };
+    let is_known = marks.changed(BACK, 0..0).await?.is_some();
+    let is_as_left = marks.look(&came.images()).await?.is_some_and(|look| look == came.look);
+    let is_as_left = is_as_left || work.broken == Broken::OldImageAsIs;
+    let (Some([number, made]), true) = (store.which_file(), is_known && is_as_left) else { return Ok(None) };
+    super::place::remove_half(work.files, &half).await?;
+    work.files.rename(&image, &half).await?;
+    drop(store);
+    // In this order: a note that says so finds a half and marks that are these.
+    marks.rename(BACK, MARK).await?;
+    let copied = Copied { until_bytes: size_bytes, half: format!("{number} {made}") };
+    progress.say(work, &copied).await?;
+    remove_if_there(work.files, &names::came(disk)).await?;
+    Ok(Some(copied))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_note_is_read_back_only_when_it_is_whole() {
+        let parents = vec![PathBuf::from("/vm/p q.vhd"), "/base/r.vhd".into()];
+        let came = CameFrom {
+            from: "/vm/a b.vhd".into(),
+            format: Format::Vhd,
+            size_bytes: 9 << 30,
+            look: "1 2".to_owned(),
+            parents,
+        };
+        for came in [CameFrom { parents: Vec::new(), ..came.clone() }, came] {
+            let text = came.to_text().unwrap();
+            assert_eq!(CameFrom::from_text(&text).as_ref(), Some(&came));
+            for len in 0..text.len() {
+                assert_eq!(CameFrom::from_text(&text[..len]), None, "{:?}", &text[..len]);
+            }
+        }
+    }
+}
