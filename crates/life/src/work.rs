@@ -76,7 +76,7 @@ pub trait Marks {
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()>;
 
     /// The disk is to be the image at `half` soon, under the name `to`: from now on what changes is noted beside that, too, together with all that is known, so
-    /// that the disk's checkpoints are there when it is. `since` is one more name to note it under. False when there is nothing to take along. Until
+    /// that the disk's checkpoints are there when it is. There is no file of changed blocks beside `to` yet. `since` is one more name to note it under. False when there is nothing to take along. Until
     /// [`Marks::carried`] nobody makes or removes checkpoints.
     ///
     /// # Errors

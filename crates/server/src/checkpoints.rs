@@ -245,11 +245,6 @@ impl Checkpoints {
             return Ok(None);
         }
         let side = names::changes(to);
-        // What a disk that was there has left, or an earlier try.
-        match self.files.remove(&side).await {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
         let found = look::at(half, &side).await;
         let new = changes.carry(self.around(), disk, (to, found), since).await?;
         let carrying = Carrying { slot, new, since: since.map(str::to_owned) };

@@ -73,6 +73,7 @@ pub(super) enum Tried<F: Files> {
 /// # Errors
 /// Those of both images, and what the mirror says. Guests go on with the old image.
 pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds) -> Result<Tried<F>, Failure> {
+    forget_what_was_there(copier).await.map_err(Failure::Disk)?;
     let carries = carry(copier).await;
     let tried = Box::pin(attempt_prepared(copier, bounds)).await;
     if let (true, Some(marks)) = (carries, copier.work.marks) {
@@ -82,6 +83,13 @@ pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds
         }
     }
     tried
+}
+
+/// Removes what a process before, or a disk that was there, has left beside the new path: it would be taken for what has changed of this disk, or for where it came from.
+async fn forget_what_was_there<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
+    let Locator::Path(to) = &copier.place.moved.to else { return Ok(()) };
+    remove_if_there(copier.work.files, &names::changes(to)).await?;
+    remove_if_there(copier.work.files, &names::came(to)).await
 }
 
 /// Has the disk's checkpoints lie beside the new image, too. False when there is none, or they cannot go along, which is no reason to stay.

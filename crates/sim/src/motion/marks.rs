@@ -167,10 +167,6 @@ impl Marks for Marked<'_> {
         Box::pin(async move {
             let known = self.host.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
             let Some(changes) = known else { return Ok(false) };
-            match self.host.world.files().remove(&names::changes(to)).await {
-                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
             let found = self.host.found_at(half);
             let new = changes.carry(self.host.around(), &**self.node, (to, found), since).await?;
             self.carrying.replace(Some((new, since.map(str::to_owned))));
