@@ -287,6 +287,10 @@ impl House {
                 let place = receiver.begin(name, id, size_bytes).await.map_err(refused)?;
                 self.use_disk(name, &place, None).await
             }
+            Order::Ask { id } => {
+                let place = receiver.check_half(name, id).await?;
+                self.use_disk(name, &place, None).await
+            }
             Order::GoOn { id, link } => {
                 let (place, state) = receiver.go_on(name, id).await?;
                 // Of a disk that is whole, only its guest's host knows the links.

@@ -237,6 +237,39 @@ fn a_half_that_is_gone_there_is_never_taken_for_what_was_copied() {
     assert!(fs::read(dir.join("there/disk.raw")).unwrap() == bytes, "the copy is another disk");
 }
 
+/// The process that has made the copy was killed between the answer that the copy has its name, and the end of its job's note.
+#[test]
+fn a_copy_that_has_its_name_is_never_written_to_again_by_its_job() {
+    let (dir, bytes) = full("receive-named");
+    let dir = dir.path();
+    let there = receive(dir);
+    let served = serve(dir, &["old/receive-named.raw"]);
+    let begun = json(dir, &["move", "receive-named", "--to", &to(dir, "disk.raw"), "--mirror-only"]);
+    eventually("it is in step, and that is noted", || noted(dir, "receive-named") == 48 << 20);
+    let left = [".receive-named.raw.spile-job", ".receive-named.raw.spile-changes"].map(|name| {
+        let path = dir.join("old").join(name);
+        (fs::read(&path).unwrap(), path)
+    });
+    ok(dir, &["job", begun["id"].as_str().unwrap(), "finish"]);
+    eventually("it is done", || job(dir, "receive-named")["state"] == "done");
+    served.kill();
+    for notes in [&left[..], &left[..1]] {
+        notes.iter().for_each(|(content, path)| fs::write(path, content).unwrap());
+        let served = serve(dir, &["old/receive-named.raw"]);
+        Client::connect(&served.uri()).unwrap().write(9 * MIB as u64, &[5; 4096], true).unwrap();
+        eventually("it is told", || job(dir, "receive-named").to_string().contains("is whole and has its name"));
+        let shown = job(dir, "receive-named");
+        if shown["state"] == "running" {
+            ok(dir, &["job", shown["id"].as_str().unwrap(), "cancel"]);
+            eventually("it is cancelled", || job(dir, "receive-named")["state"] == "cancelled");
+        }
+        assert!(served.terminate().success());
+        assert_eq!(names(dir, "there"), [".disk.raw.spile-received", "disk.raw"]);
+        assert!(fs::read(dir.join("there/disk.raw")).unwrap() == bytes, "a disk that is whole was written to");
+    }
+    assert!(there.terminate().success());
+}
+
 #[test]
 fn a_copy_that_is_to_be_left_gets_its_name_only_when_the_other_host_says_so() {
     let dir = world("receive-copy");

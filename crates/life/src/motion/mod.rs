@@ -134,8 +134,12 @@ async fn move_disk<F: Files>(
     let target = match Box::pin(open_place(work, source, place, plan, progress, &status)).await {
         Ok(target) => Arc::new(target),
         Err(error) => {
-            place.keeps_half.set(place.keeps_half.get() && has_stopped(work, &error));
+            let was_left = place.keeps_half.get();
+            place.keeps_half.set(was_left && has_stopped(work, &error));
             let _ = place.remove(work.files, source, None).await;
+            if was_left && !place.keeps_half.get() {
+                place.give_left_half_up(work).await;
+            }
             return Err(error);
         }
     };

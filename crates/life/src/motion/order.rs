@@ -25,6 +25,11 @@ pub enum Order {
         /// The link: all of its connections name it.
         link: Identity,
     },
+    /// A process that was started anew asks whether it may go on with the half of this move: not when that has its name.
+    Ask {
+        /// The identity of the move.
+        id: Identity,
+    },
     /// The image of this move is whole: it gets its name.
     Finish {
         /// The identity of the move.
@@ -46,6 +51,7 @@ impl Order {
         match self {
             Self::Begin { id, size_bytes } => format!("{PREFIX}begin/{}/{size_bytes}/{name}", to_hex(*id)),
             Self::GoOn { id, link } => format!("{PREFIX}go-on/{}/{}/{name}", to_hex(*id), to_hex(*link)),
+            Self::Ask { id } => format!("{PREFIX}ask/{}/{name}", to_hex(*id)),
             Self::Finish { id } => format!("{PREFIX}finish/{}/{name}", to_hex(*id)),
             Self::Drop { id } => format!("{PREFIX}drop/{}/{name}", to_hex(*id)),
         }
@@ -65,6 +71,7 @@ impl Order {
                 let (link, name) = rest.split_once('/')?;
                 Some((Self::GoOn { id, link: Identity(from_hex(link)?) }, name))
             }
+            "ask" => Some((Self::Ask { id }, rest)),
             "finish" => Some((Self::Finish { id }, rest)),
             "drop" => Some((Self::Drop { id }, rest)),
             _ => None,
@@ -104,7 +111,7 @@ mod tests {
     fn an_order_is_read_back_from_its_export() {
         let go_on = Order::GoOn { id: ID, link: Identity([0x3c; 16]) };
         let begin = Order::Begin { id: ID, size_bytes: 1 << 30 };
-        for order in [begin, go_on, Order::Finish { id: ID }, Order::Drop { id: ID }] {
+        for order in [begin, go_on, Order::Ask { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }] {
             assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
         }
         let hex = "a7".repeat(16);

@@ -157,6 +157,13 @@ impl Place {
         if self.moved.half.is_none() {
             let Some(id) = plan.id.filter(|id| to_hex(*id) == copied.half) else { return Ok(None) };
             self.be_taken_in(id);
+            // A copy that got its name while the process before ended is somebody's disk by now.
+            if let Some(order) = self.order(|id| Order::Ask { id }) {
+                match work.files.open(&order, OpenMode::ReadWrite).await {
+                    Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+                    asked => drop(asked?),
+                }
+            }
         }
         let target = match self.open(work, source).await {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -266,6 +273,15 @@ impl Place {
     pub async fn drop_there<F: Files>(&self, work: &Work<'_, F>) {
         let Some(order) = self.order(|id| Order::Drop { id }) else { return };
         let _either = select(pin!(work.files.open(&order, OpenMode::ReadWrite)), work.timer.sleep(DROP_PATIENCE)).await;
+    }
+
+    /// Removes the half of a process before, when the move is given up before that could be opened.
+    pub async fn give_left_half_up<F: Files>(&self, work: &Work<'_, F>) {
+        match &self.moved.half {
+            // Somebody else may have it open: then it is not ours any more.
+            Some(half) => _ = remove_half(work.files, half).await,
+            None => self.drop_there(work).await,
+        }
     }
 
     /// Refuses a new image, which is `new`, that has lost its hidden name.

@@ -151,7 +151,7 @@ impl<F: Files> Receiver<'_, F> {
                     return Err(Error::new(ErrorKind::InvalidInput, what).at_path(&disk));
                 }
                 if let Some(place) = self.find(&disk, &note).await? {
-                    return Ok(place);
+                    return if note.state == ReceivedState::Whole { Err(is_whole(&disk)) } else { Ok(place) };
                 }
                 if note.state != ReceivedState::Making && !is_free(self.files, &half).await {
                     let what = "the file is not the one that this move has begun with";
@@ -168,6 +168,17 @@ impl<F: Files> Receiver<'_, F> {
             _ => {}
         }
         self.make(&disk, id, size_bytes, format).await
+    }
+
+    /// Refuses to go on with the copy of the move `id` when that is whole: it has its name, and whoever is here may use it.
+    ///
+    /// # Errors
+    /// `Denied` then; `NotFound` when there is no such image; the system's.
+    pub async fn check_half(&self, name: &str, id: Identity) -> Result<Place> {
+        match self.go_on(name, id).await? {
+            (place, ReceivedState::Whole) => Err(is_whole(&place.path)),
+            (place, _) => Ok(place),
+        }
     }
 
     /// The image of the move `id`, which is there, and how far it is.
@@ -309,6 +320,11 @@ impl<F: Files> Receiver<'_, F> {
             None => Err(no_such_move(disk)),
         }
     }
+}
+
+fn is_whole(disk: &Path) -> Error {
+    let what = "this copy is whole and has its name: nothing more is written to it by the job that has made it";
+    Error::new(ErrorKind::Denied, what).at_path(disk).hint("cancel that job; another copy needs another name")
 }
 
 fn no_such_move(disk: &Path) -> Error {
