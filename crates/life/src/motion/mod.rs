@@ -99,13 +99,21 @@ pub fn old_image(disk: &Path) -> PathBuf {
 /// could not be put back.
 pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     let disk = work.disk_path().await;
-    let result = begin(work, plan).await;
-    crate::finish(work, &disk, &Plan::Move(plan.clone()), result).await
+    let mut place = None;
+    let result = begin(work, plan, &mut place).await;
+    let ended = crate::finish(work, &disk, &Plan::Move(plan.clone()), result).await;
+    // A job that was stopped may have been cancelled since: nobody goes on with its half.
+    if let Some(place) = place.filter(|place| place.keeps_half.get())
+        && work.job.state() == State::Cancelled
+    {
+        place.give_left_half_up(work).await;
+    }
+    ended
 }
 
-async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
+async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Place>) -> Result<()> {
     let source = work.settled().await?;
-    let mut place = Box::pin(Place::find(work, &source, plan)).await?;
+    let place = kept.insert(Box::pin(Place::find(work, &source, plan)).await?);
     if let Some(disk) = &place.disk {
         crate::finish_left(work, disk).await?;
         let of = which(&source);
@@ -113,7 +121,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
         note.write(work.files, disk).await?;
     }
     let progress = Progress::new(place.disk.clone(), &Plan::Move(plan.clone()));
-    let moved = Box::pin(move_disk(work, &source, &mut place, plan, &progress)).await;
+    let moved = Box::pin(move_disk(work, &source, place, plan, &progress)).await;
     if work.job.outcome(&moved.as_ref().map_err(Error::duplicate).map(drop)) != State::Stopped {
         // What stays noted costs a little at each write, and nothing else.
         let _ = progress.end(work).await;
