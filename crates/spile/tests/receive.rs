@@ -417,3 +417,17 @@ fn what_is_lost_there_after_a_move_is_known_to_the_next_server_and_what_was_lost
     assert!(again.terminate().success());
     there.kill();
 }
+
+#[test]
+fn a_move_that_is_refused_leaves_nothing_on_the_other_host() {
+    let dir = world("receive-refused");
+    let dir = dir.path();
+    let there = receive(dir);
+    ok(dir, &["create", "old/bytes.raw", "--size", "8M"]);
+    let served = serve(dir, &["old/bytes.raw", "--cache", "page"]);
+    let said = fails(dir, 1, &["move", "bytes", "--to", &to(dir, "bytes.vhd"), "--wait"]);
+    assert!(said.contains("units of"), "{said}");
+    assert_eq!(names(dir, "there"), Vec::<String>::new(), "the name is blocked");
+    assert!(served.terminate().success());
+    assert!(there.terminate().success());
+}

@@ -86,6 +86,8 @@ pub(super) struct Copier<'a, 'w, F: Files> {
     pub place: &'a Place,
     pub progress: &'a Progress,
     ends: RefCell<Rc<Ends<F>>>,
+    /// How long is waited before the new place is opened again.
+    pause: Cell<Duration>,
     copied_bytes: Cell<u64>,
     unflushed_bytes: Cell<u64>,
     /// Bytes and nanoseconds of the last batches, the older ones counting less and less.
@@ -117,6 +119,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             place,
             progress,
             ends: RefCell::new(Rc::new(ends)),
+            pause: Cell::new(TICK),
             copied_bytes: Cell::new(0),
             unflushed_bytes: Cell::new(0),
             speed: Cell::new((0, 0)),
@@ -208,8 +211,9 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         self.status.note_failure(error.to_string());
         self.lose_unflushed();
         self.progress.fall_back();
-        let mut pause = TICK;
         loop {
+            // A place may open each time, and fail each time at the first write, as one that is full.
+            let pause = self.pause.replace((self.pause.get() * 2).min(LONGEST_PAUSE));
             self.work.timer.sleep(pause).await;
             self.work.job.go_on().await.map_err(Failure::Disk)?;
             match Box::pin(self.place.open(self.work, &self.source)).await {
@@ -220,7 +224,6 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
                 }
                 Err(error) => self.status.note_failure(error.to_string()),
             }
-            pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
 
@@ -405,6 +408,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             Ok(())
         }));
         flushed.await?;
+        self.pause.set(TICK);
         self.unflushed_bytes.set(0);
         self.progress.note(self.work, reached_bytes).await;
         Ok(())

@@ -145,8 +145,10 @@ async fn move_disk<F: Files>(
             let was_left = place.keeps_half.get();
             place.keeps_half.set(was_left && has_stopped(work, &error));
             let _ = place.remove(work.files, source, None).await;
-            if was_left && !place.keeps_half.get() {
-                place.give_left_half_up(work).await;
+            match was_left {
+                true if !place.keeps_half.get() => place.give_left_half_up(work).await,
+                false if !has_stopped(work, &error) => place.drop_there(work).await,
+                _ => {}
             }
             return Err(error);
         }
@@ -158,7 +160,8 @@ async fn move_disk<F: Files>(
         Err(Failure::Disk(error) | Failure::Place(error)) => error,
     };
     place.keeps_half.set(progress.is_noted() && has_stopped(work, &error));
-    if work.job.outcome(&Err(error.duplicate())) == State::Cancelled {
+    // Nobody goes on with a job that has failed, either.
+    if !has_stopped(work, &error) {
         place.drop_there(work).await;
     }
     let removed = place.remove(work.files, source, Some(&target)).await;
