@@ -75,7 +75,7 @@ fn a_disk_does_not_shrink_and_ends_with_a_sector() {
         assert_eq!(file.len(), MIB);
     }
     let error = resize(&disk, MIB / 2).unwrap_err();
-    assert!(error.hint_text().is_some_and(|hint| hint.contains("only growing")), "{error}");
+    assert!(error.hint_text().is_some_and(|hint| hint.contains("spile resize --shrink")), "{error}");
     resize(&disk, MIB).unwrap();
     resize(&disk, MIB + 512).unwrap();
 }

@@ -135,7 +135,7 @@ fn a_disk_that_cannot_have_it_is_as_it_was() {
         ("s.vhd", "b.vhd", 1, "has no parent"),
         ("r.raw", "b.vhd", 1, "has no parent"),
         ("c.vhd", r"a\b.vhd", 2, "cannot name the parent"),
-        ("c.vhd", "c.vhd", 2, "itself"),
+        ("c.vhd", "c.vhd", 2, "its own parent"),
         ("j.vhd", "b.vhd", 1, "has not come to its end"),
     ];
     for (disk, parent, code, why) in cases {

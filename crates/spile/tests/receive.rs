@@ -9,7 +9,7 @@ use std::process::Stdio;
 
 use common::guests::Load;
 use common::nbd::Client;
-use common::{Served, eventually, fails, json, ok, spile};
+use common::{Served, eventually, fails, faulty_sync, json, ok, spile};
 use serde_json::Value;
 
 const MIB: usize = 1 << 20;
@@ -419,15 +419,26 @@ fn what_is_lost_there_after_a_move_is_known_to_the_next_server_and_what_was_lost
 }
 
 #[test]
-fn a_move_that_is_refused_leaves_nothing_on_the_other_host() {
-    let dir = world("receive-refused");
+fn a_move_that_fails_leaves_nothing_on_the_other_host() {
+    let dir = world("receive-failed");
     let dir = dir.path();
     let there = receive(dir);
-    ok(dir, &["create", "old/bytes.raw", "--size", "8M"]);
-    let served = serve(dir, &["old/bytes.raw", "--cache", "page"]);
-    let said = fails(dir, 1, &["move", "bytes", "--to", &to(dir, "bytes.vhd"), "--wait"]);
-    assert!(said.contains("units of"), "{said}");
+    let mut command = faulty_sync(dir);
+    command.args(["serve", "old/receive-failed.vhd", "--nbd", "unix:n", "--engine", "threads"]).current_dir(dir);
+    let served = Served::spawn(&mut command, dir.join("n")).unwrap();
+    let begun = json(dir, &["move", "receive-failed", "--to", &to(dir, "disk.vhd"), "--rate", "4M"]);
+    eventually("something was copied", || job(dir, "receive-failed")["done_bytes"].as_u64() > Some(0));
+    let client = Client::connect(&served.uri()).unwrap();
+    // The sync that fails may be that of the job's note.
+    eventually("a flush fails", || {
+        fs::write(dir.join("fail-sync"), "").unwrap();
+        client.write(0, &[5; 4096], true).is_err()
+    });
+    ok(dir, &["job", begun["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it has failed", || job(dir, "receive-failed")["state"] == "failed");
     assert_eq!(names(dir, "there"), Vec::<String>::new(), "the name is blocked");
-    assert!(served.terminate().success());
+    ok(dir, &["accept-loss", "receive-failed"]);
+    drop(client);
+    served.terminate();
     assert!(there.terminate().success());
 }

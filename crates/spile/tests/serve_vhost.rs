@@ -221,7 +221,9 @@ fn a_hand_over_without_an_answer_keeps_the_disk_shut() {
     assert!(!is_done && said.contains("it is not known whether the other host has the disk"), "{said}");
     assert!(mirrored.spile(&["ls", "--json"]).1.contains("handed_over") && !mirrored.is_export());
     mirrored.there.signal(Signal::SIGCONT);
-    assert!(mirrored.spile(&["job", &mirrored.job, "cancel"]).0);
+    // It may have come to its end by now.
+    let (is_cancelled, said) = mirrored.spile(&["job", &mirrored.job, "cancel"]);
+    assert!(is_cancelled || said.contains("over") || said.contains("done"), "{said}");
     assert!(mirrored.spile(&["resume", "here"]).0 && mirrored.is_export());
     assert!(mirrored.here.terminate().success() && mirrored.there.terminate().success());
 }
