@@ -30,7 +30,7 @@ pub use spile_image::Broken;
 use crate::exec::{Ended, Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
-use crate::oracle::{Crash, Oracle};
+use crate::oracle::Oracle;
 use crate::plan::{Life, Plan};
 use crate::rng::Rng;
 use crate::store::SimStore;
@@ -69,49 +69,33 @@ struct Host {
     tracker: RefCell<Option<Tracker>>,
 }
 
-/// What a run that found nothing did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MotionSummary {
-    /// Steps of all lives.
-    pub steps: u64,
-    /// Moves that were done.
-    pub moved: u64,
-    /// Hand-overs while clients had requests.
-    pub busy: u64,
-    /// Disks that were found at their new place by the next process only.
-    pub found: u64,
-    /// Disks of which a hand-over was taken back by the next process.
-    pub taken_back: u64,
-    /// Jobs of which a hand-over was put off, because guests or the new place were too slow.
-    pub put_off: u64,
-    /// Jobs that went on after a crash.
-    pub resumed: u64,
-    /// Such jobs that found a half of which something was noted.
-    pub taken_up: u64,
-    /// Halves that somebody replaced between two lives.
-    pub replaced: u64,
-    /// Disks that went back to where their old image was.
-    pub back: u64,
-    /// Old images that somebody wrote to before the disk went back.
-    pub written_behind: u64,
-    /// Jobs that were cancelled, or failed by a fault.
-    pub ended_early: u64,
-}
-
-impl std::ops::AddAssign for MotionSummary {
-    fn add_assign(&mut self, other: Self) {
-        self.steps += other.steps;
-        self.moved += other.moved;
-        self.busy += other.busy;
-        self.found += other.found;
-        self.taken_back += other.taken_back;
-        self.put_off += other.put_off;
-        self.resumed += other.resumed;
-        self.taken_up += other.taken_up;
-        self.back += other.back;
-        self.written_behind += other.written_behind;
-        self.replaced += other.replaced;
-        self.ended_early += other.ended_early;
+summary! {
+    /// What a run that found nothing did.
+    pub struct MotionSummary {
+        /// Steps of all lives.
+        pub steps: u64,
+        /// Moves that were done.
+        pub moved: u64,
+        /// Hand-overs while clients had requests.
+        pub busy: u64,
+        /// Disks that were found at their new place by the next process only.
+        pub found: u64,
+        /// Disks of which a hand-over was taken back by the next process.
+        pub taken_back: u64,
+        /// Jobs of which a hand-over was put off, because guests or the new place were too slow.
+        pub put_off: u64,
+        /// Jobs that went on after a crash.
+        pub resumed: u64,
+        /// Such jobs that found a half of which something was noted.
+        pub taken_up: u64,
+        /// Halves that somebody replaced between two lives.
+        pub replaced: u64,
+        /// Disks that went back to where their old image was.
+        pub back: u64,
+        /// Old images that somebody wrote to before the disk went back.
+        pub written_behind: u64,
+        /// Jobs that were cancelled, or failed by a fault.
+        pub ended_early: u64,
     }
 }
 
@@ -162,7 +146,7 @@ impl Host {
         self.fill(rng);
         let lives = self.plan.lives.iter().take(4).cloned();
         // The last two finish what was begun, and read everything.
-        for life in lives.chain([quiet(4), quiet(0)]) {
+        for life in lives.chain([Life::quiet(4, 1), Life::quiet(0, 1)]) {
             let steps = self.live(&life, rng);
             self.count(|summary| summary.steps += steps);
         }
@@ -240,10 +224,7 @@ impl Host {
         let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
         let ended = self.phases(&mut executor, life, rng);
         let steps = executor.steps();
-        match (ended, life.crash) {
-            (None, Crash::PowerCut) => self.world.cut_power(),
-            _ => self.world.kill(),
-        }
+        self.world.end(ended.is_none().then_some(life.crash));
         drop(executor);
         self.had_faults.set(self.had_faults.get() || self.has_faults());
         self.world.set_faults(Faults::default());
@@ -265,7 +246,7 @@ impl Host {
             host.open_changes(&node).await;
             *into.borrow_mut() = Some(node);
         });
-        run(executor, limit)?;
+        executor.finish(limit)?;
         let node = opened.take().expect("the disk is open");
         self.world.set_faults(life.faults.clone());
         let work = self.workload(node.clone());
@@ -284,7 +265,7 @@ impl Host {
             work.close().await;
             host.close_changes(&graph).await;
         });
-        run(executor, limit)
+        executor.finish(limit)
     }
 
     /// Runs the work of a life. Now and then the process ends between the two names of a hand-over, or right after the second one, where chance
@@ -295,7 +276,7 @@ impl Host {
             (rng.chance(1, 4), rng.chance(1, 2))
         };
         if !is_armed {
-            return run(executor, limit);
+            return executor.finish(limit);
         }
         loop {
             let until = limit.min(executor.steps() + 2);
@@ -376,31 +357,6 @@ impl Host {
 
     /// What the clients and the reader of everything need.
     fn workload(&self, disk: MotionNode) -> Rc<Workload<MotionNode>> {
-        Rc::new(Workload {
-            disk,
-            world: self.world.clone(),
-            oracle: self.oracle.clone(),
-            plan: self.plan.clone(),
-            faults_before: self.faults_before.get(),
-            // A sync that failed for one image is none of another's.
-            only_syncs_fail: false,
-            is_exchanged: true,
-            waits: false,
-            flush_failed: Cell::new(false),
-        })
+        Workload::of_changing(disk, &self.world, &self.oracle, &self.plan, self.faults_before.get())
     }
-}
-
-fn run(executor: &mut Executor, limit: u64) -> Option<()> {
-    match executor.run(limit) {
-        Ended::Done => Some(()),
-        Ended::Stopped => None,
-        Ended::Stuck => panic!("requests are left that nothing will wake"),
-    }
-}
-
-/// A life without faults and without a crash.
-fn quiet(requests: u64) -> Life {
-    let (crash_at, crash, clients) = (None, Crash::Death, 1);
-    Life { crash_at, crash, requests, clients, verify_first: true, faults: Faults::default() }
 }
