@@ -84,6 +84,16 @@ fn while_a_disk_grows_on_storage_that_hangs_the_server_answers() {
     assert!(served.terminate().success());
 }
 
+/// While `a.vhd` hangs, the server that is to end closes `b.vhd`, and waits for the other one.
+fn closes_the_other_disk(dir: &Path, served: &mut Served) {
+    let is_free = |disk: &str| {
+        let file = fs::File::options().write(true).open(dir.join(disk)).unwrap();
+        fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+    };
+    eventually("the other disk is closed", || is_free("b.vhd"));
+    assert!(!is_free("a.vhd") && served.child.try_wait().unwrap().is_none(), "the first disk did not hang");
+}
+
 #[test]
 fn a_disk_that_hangs_keeps_no_other_from_being_closed() {
     let dir = tempfile::tempdir().unwrap();
@@ -94,12 +104,7 @@ fn a_disk_that_hangs_keeps_no_other_from_being_closed() {
     hang(dir, "a.vhd");
     served.signal(Signal::SIGTERM);
     eventually("the first disk hangs", || hangs(dir));
-    let is_free = |disk: &str| {
-        let file = fs::File::options().write(true).open(dir.join(disk)).unwrap();
-        fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
-    };
-    eventually("the other disk is closed", || is_free("b.vhd"));
-    assert!(!is_free("a.vhd") && served.child.try_wait().unwrap().is_none(), "the first disk did not hang");
+    closes_the_other_disk(dir, &mut served);
     let_go(dir);
     assert!(served.wait().success());
 }
@@ -116,12 +121,7 @@ fn a_client_whose_disk_hangs_keeps_no_other_disk_from_being_closed() {
     let flush = thread::spawn(move || client.flush());
     eventually("a flush hangs", || hangs(dir));
     served.signal(Signal::SIGTERM);
-    let is_free = |disk: &str| {
-        let file = fs::File::options().write(true).open(dir.join(disk)).unwrap();
-        fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
-    };
-    eventually("the other disk is closed", || is_free("b.vhd"));
-    assert!(!is_free("a.vhd") && served.child.try_wait().unwrap().is_none(), "the first disk did not hang");
+    closes_the_other_disk(dir, &mut served);
     let_go(dir);
     assert!(served.wait().success());
     flush.join().unwrap().unwrap();

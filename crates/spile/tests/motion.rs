@@ -9,6 +9,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use common::guests::{self, Load};
+use common::moves::{self, noted};
 use common::nbd::Client;
 use common::{Served, eventually, fails, json, ok, spile};
 use serde_json::Value;
@@ -153,18 +154,7 @@ fn a_server_that_is_killed_before_anything_is_noted_begins_anew() {
 
 /// A folder with `old/NAME.raw`, 48 MiB and full, and an empty folder `new`.
 fn full(name: &str) -> (tempfile::TempDir, Vec<u8>) {
-    let dir = tempfile::tempdir().unwrap();
-    let bytes: Vec<u8> = (0..48 * MIB).map(|at| 1 + (at / 4096 % 251) as u8).collect();
-    ["old", "new"].into_iter().for_each(|folder| fs::create_dir(dir.path().join(folder)).unwrap());
-    fs::write(dir.path().join(format!("old/{name}.raw")), &bytes).unwrap();
-    (dir, bytes)
-}
-
-/// How many bytes of the disk the note of its move says to be durable in the half; 0 while it says nothing.
-fn noted(dir: &Path, disk: &str) -> u64 {
-    let note = fs::read_to_string(dir.join(format!("old/.{disk}.raw.spile-job"))).unwrap_or_default();
-    let copied = note.lines().find_map(|line| line.strip_prefix("copied ")?.split(' ').next()?.parse().ok());
-    copied.unwrap_or_default()
+    moves::full(name, "new")
 }
 
 /// Moves the disk of [`full`] to `to` at a rate, kills its server on the way, and starts the next one after `between`. Guests write before and after. How

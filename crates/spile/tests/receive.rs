@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Stdio;
 
 use common::guests::Load;
+use common::moves::{self, noted};
 use common::nbd::Client;
 use common::{Served, eventually, fails, faulty_sync, json, ok, spile};
 use serde_json::Value;
@@ -136,18 +137,7 @@ fn a_move_goes_on_with_its_own_half_when_its_host_was_killed() {
 
 /// A folder with `old/NAME.raw`, 48 MiB and full, and an empty folder `there`.
 fn full(name: &str) -> (tempfile::TempDir, Vec<u8>) {
-    let dir = tempfile::tempdir().unwrap();
-    let bytes: Vec<u8> = (0..48 * MIB).map(|at| 1 + (at / 4096 % 251) as u8).collect();
-    ["old", "there"].into_iter().for_each(|folder| fs::create_dir(dir.path().join(folder)).unwrap());
-    fs::write(dir.path().join(format!("old/{name}.raw")), &bytes).unwrap();
-    (dir, bytes)
-}
-
-/// How many bytes of the disk the note of its move says to be durable in the half; 0 while it says nothing.
-fn noted(dir: &Path, disk: &str) -> u64 {
-    let note = fs::read_to_string(dir.join(format!("old/.{disk}.raw.spile-job"))).unwrap_or_default();
-    let copied = note.lines().find_map(|line| line.strip_prefix("copied ")?.split(' ').next()?.parse().ok());
-    copied.unwrap_or_default()
+    moves::full(name, "there")
 }
 
 #[test]

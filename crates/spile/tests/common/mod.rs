@@ -6,6 +6,7 @@ pub mod faulty;
 pub mod guests;
 pub mod json_schema;
 pub mod mount;
+pub mod moves;
 pub mod nbd;
 pub mod xen;
 
