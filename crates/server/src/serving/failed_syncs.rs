@@ -134,7 +134,7 @@ fn key_of_export(uri: &str) -> String {
     format!("nbd-{:016x}", text.bytes().fold(0xcbf2_9ce4_8422_2325, mix))
 }
 
-/// The key of a store, as [`known`] gives it.
+/// The key of a store; `None` when it is in memory, and gone with its process.
 fn key_of(store: &AnyStore) -> Option<String> {
     match store {
         AnyStore::Nbd(nbd) => Some(key_of_export(&nbd.path().display().to_string())),
@@ -142,12 +142,14 @@ fn key_of(store: &AnyStore) -> Option<String> {
     }
 }
 
-/// The key of a store; `None` when it is in memory, and gone with its process.
+/// The key of a store, and when it was made.
 fn known(store: &AnyStore) -> Option<Known> {
-    match store {
-        AnyStore::Nbd(nbd) => Some((key_of_export(&nbd.path().display().to_string()), None)),
-        _ => store.file_id().map(|id| (key_of_file(id), look(rustix::fs::CWD, store.path()).as_ref().and_then(born))),
-    }
+    let key = key_of(store)?;
+    let born = match store {
+        AnyStore::Nbd(_) => None,
+        _ => look(rustix::fs::CWD, store.path()).as_ref().and_then(born),
+    };
+    Some((key, born))
 }
 
 /// What is known of a file without waiting for a file server.
