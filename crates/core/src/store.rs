@@ -74,11 +74,6 @@ pub trait Store: Send + Sync + 'static {
         let _ = is_copy;
     }
 
-    /// Which file of its file system it is: its number and, as numbers are given again, when it was made. `None` where that cannot be told.
-    fn which_file(&self) -> Option<[u64; 2]> {
-        None
-    }
-
     /// Fills `into` from `offset`. Bytes past the end are an error (`OutOfRange`).
     fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> impl Future<Output = Result<()>>;
 

@@ -318,8 +318,8 @@ impl Store for SimStore {
         self.path.set(path);
     }
 
-    fn which_file(&self) -> Option<[u64; 2]> {
-        Some([self.file as u64, 0])
+    fn file_identity(&self) -> Option<[u8; 16]> {
+        Some((self.file as u128).to_le_bytes())
     }
 
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {

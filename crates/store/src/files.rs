@@ -144,11 +144,6 @@ impl Store for AnyStore {
         each!(self, store => store.set_copy(is_copy))
     }
 
-    fn which_file(&self) -> Option<[u64; 2]> {
-        let found = self.found().filter(|found| found.born_ns != 0)?;
-        Some([found.inode, found.born_ns])
-    }
-
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         each!(self, store => store.read_at(offset, into, via).await)
     }

@@ -73,10 +73,6 @@ impl<S: Store> Store for MeteredStore<S> {
         self.inner.set_copy(is_copy);
     }
 
-    fn which_file(&self) -> Option<[u64; 2]> {
-        self.inner.which_file()
-    }
-
     #[inline]
     fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> impl Future<Output = Result<()>> {
         self.meter.measure_by_turns(Op::Read, into.len() as u64, self.inner.read_at(offset, into, via))

@@ -6,10 +6,11 @@
 
 use std::path::{Path, PathBuf};
 
-use spile_core::{ErrorKind, Files, Locator, OpenMode, Result, Store};
+use spile_core::{ErrorKind, Files, Locator, OpenMode, Result};
 use spile_image::{Broken, Format};
 
 use super::note::is_free;
+use super::place::{name_of_half, remove_half};
 use super::progress::{MARK, Progress};
 use super::{Move, old_image};
 use crate::jobs::note::{Copied, read_text, text_of, write_text};
@@ -135,13 +136,13 @@ pub(super) async fn take_old_image<F: Files>(
     let is_known = marks.changed(BACK, 0..0).await?.is_some();
     let is_as_left = marks.look(&came.images()).await?.is_some_and(|look| look == came.look);
     let is_as_left = is_as_left || work.broken == Broken::OldImageAsIs;
-    let (Some([number, made]), true) = (store.which_file(), is_known && is_as_left) else { return Ok(None) };
-    super::place::remove_half(work.files, &half).await?;
+    let (Some(name), true) = (name_of_half(&store), is_known && is_as_left) else { return Ok(None) };
+    remove_half(work.files, &half).await?;
     work.files.rename(&image, &half).await?;
     drop(store);
     // In this order: a note that says so finds a half and marks that are these.
     marks.rename(BACK, MARK).await?;
-    let copied = Copied { until_bytes: size_bytes, half: format!("{number} {made}") };
+    let copied = Copied { until_bytes: size_bytes, half: name };
     progress.say(work, &copied).await?;
     remove_if_there(work.files, &names::came(disk)).await?;
     Ok(Some(copied))

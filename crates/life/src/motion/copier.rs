@@ -14,6 +14,7 @@ use spile_node::{Aligned, OldEpoch};
 use super::blocks::Blocks;
 use super::handover::{self, Bounds, Tried};
 use super::mirror::Mirror;
+use super::pauses::Pauses;
 use super::place::Place;
 use super::progress::{MARK, Progress};
 use super::status::{Phase, Status};
@@ -37,8 +38,6 @@ const TICK: Duration = Duration::from_millis(20);
 /// For how many ticks a write is held back at most: at first, and when that is not enough.
 const FIRST_PATIENCE: u64 = 1;
 const MOST_PATIENCE: u64 = 10;
-/// The longest pause between two tries to reach a place that fails.
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// A copy that stays in step rests for so long between two rounds.
 const BREATH: Duration = Duration::from_millis(50);
 /// So much of a place that may hold anything is made zero at once.
@@ -86,8 +85,8 @@ pub(super) struct Copier<'a, 'w, F: Files> {
     pub place: &'a Place,
     pub progress: &'a Progress,
     ends: RefCell<Rc<Ends<F>>>,
-    /// How long is waited before the new place is opened again.
-    pause: Cell<Duration>,
+    /// Those before the new place is opened again.
+    pauses: Pauses,
     copied_bytes: Cell<u64>,
     unflushed_bytes: Cell<u64>,
     /// Bytes and nanoseconds of the last batches, the older ones counting less and less.
@@ -119,7 +118,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             place,
             progress,
             ends: RefCell::new(Rc::new(ends)),
-            pause: Cell::new(TICK),
+            pauses: Pauses::new(),
             copied_bytes: Cell::new(0),
             unflushed_bytes: Cell::new(0),
             speed: Cell::new((0, 0)),
@@ -213,8 +212,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         self.progress.fall_back();
         loop {
             // A place may open each time, and fail each time at the first write, as one that is full.
-            let pause = self.pause.replace((self.pause.get() * 2).min(LONGEST_PAUSE));
-            self.work.timer.sleep(pause).await;
+            self.work.timer.sleep(self.pauses.next()).await;
             self.work.job.go_on().await.map_err(Failure::Disk)?;
             match Box::pin(self.place.open(self.work, &self.source)).await {
                 Ok(target) => {
@@ -408,7 +406,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             Ok(())
         }));
         flushed.await?;
-        self.pause.set(TICK);
+        self.pauses.begin_anew();
         self.unflushed_bytes.set(0);
         self.progress.note(self.work, reached_bytes).await;
         Ok(())

@@ -27,17 +27,15 @@ mod handover;
 mod mirror;
 mod note;
 mod order;
+mod pauses;
 mod place;
 mod progress;
 mod received;
 mod status;
 
 use std::path::{Path, PathBuf};
-use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
 
-use futures_util::future::select;
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, Result};
 use spile_image::Format;
 use spile_image::layer::{Identity, Layer};
@@ -52,6 +50,7 @@ use copier::{Copier, Failure, Over};
 use mirror::Mirror;
 pub use note::{Moved, take_back};
 pub use order::{Order, is_name};
+use pauses::Pauses;
 use place::Place;
 use progress::Progress;
 pub use received::{Place as ReceivedPlace, Received, ReceivedState, Receiver};
@@ -178,8 +177,6 @@ fn has_stopped<F: Files>(work: &Work<'_, F>, error: &Error) -> bool {
     work.job.outcome(&Err(error.duplicate())) == State::Stopped
 }
 
-/// The longest pause between two tries to open a half on another host that does not answer.
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// How often a half of this host is tried that somebody has open: for some seconds.
 const MOST_TRIES: u32 = 10;
 
@@ -198,7 +195,7 @@ async fn open_place<F: Files>(
     };
     if let Some(copied) = left {
         place.keeps_half.set(true);
-        let (mut pause, mut tries) = (Duration::from_millis(20), 0);
+        let (pauses, mut tries) = (Pauses::new(), 0);
         let taken = loop {
             tries += 1;
             match place.take_up(work, source, plan, &copied).await {
@@ -206,9 +203,7 @@ async fn open_place<F: Files>(
                 Err(error) if place.may_come_back() || error.kind() == ErrorKind::Busy && tries < MOST_TRIES => {
                     work.job.set_status(status.clone());
                     status.note_failure(error.to_string());
-                    let _either = select(work.timer.sleep(pause), pin!(work.job.told_to_end())).await;
-                    work.job.go_on().await?;
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    pauses.pass(work).await?;
                 }
                 taken => break taken?,
             }

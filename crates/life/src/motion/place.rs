@@ -13,15 +13,13 @@ use spile_image::{Broken, Format, Graph, OpenOptions};
 
 use super::note::{Moved, is_free, refuse_taken};
 use super::order::Order;
+use super::pauses::Pauses;
 use super::{Move, old_image};
 use crate::jobs::note::{Copied, to_hex};
 use crate::names;
 use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work, is_no_image};
 
-/// The first and the longest pause between two tries to tell the other host that the disk is handed over.
-const FIRST_PAUSE: Duration = Duration::from_millis(20);
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// How long the other host may take to remove what a cancelled move has left.
 const DROP_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -42,6 +40,11 @@ pub(super) struct Place {
     taken_in: Cell<Option<Identity>>,
     /// What of the new image can be taken up by the next process is left when this one ends.
     pub keeps_half: Cell<bool>,
+}
+
+/// Which file a half of this host is, as it is noted. `None` where nobody can tell later.
+pub(super) fn name_of_half<S: Store>(half: &S) -> Option<String> {
+    half.file_identity().map(|identity| to_hex(Identity(identity)))
 }
 
 impl Place {
@@ -181,10 +184,7 @@ impl Place {
     /// Which half `target` is, as it is noted. `None` where nobody can tell later.
     pub fn which<F: Files>(&self, target: &GraphOf<F>) -> Option<String> {
         match (&self.moved.half, self.taken_in.get()) {
-            (Some(_), _) => {
-                let [number, made] = target.handles()[0].image().store().which_file()?;
-                Some(format!("{number} {made}"))
-            }
+            (Some(_), _) => name_of_half(target.handles()[0].image().store()),
             (None, id) => id.map(to_hex),
         }
     }
@@ -254,7 +254,7 @@ impl Place {
     /// `Shutdown` when the job is told to end before.
     pub async fn finish<F: Files>(&self, work: &Work<'_, F>, tell: impl Fn(&Error)) -> Result<()> {
         let Some(order) = &self.moved.finish else { return Ok(()) };
-        let mut pause = FIRST_PAUSE;
+        let pauses = Pauses::new();
         loop {
             match work.files.open(order, OpenMode::ReadWrite).await {
                 Ok(there) => {
@@ -263,9 +263,7 @@ impl Place {
                 }
                 Err(error) => tell(&error),
             }
-            let _either = select(work.timer.sleep(pause), pin!(work.job.told_to_end())).await;
-            work.job.go_on().await?;
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            pauses.pass(work).await?;
         }
     }
 
