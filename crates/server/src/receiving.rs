@@ -9,7 +9,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use spile_core::{Disk as _, Env, Error, ErrorKind, Files as _, Locator, OpenMode, Result, Store as _};
@@ -232,8 +232,9 @@ struct Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         if self.of.users.fetch_sub(1, Ordering::SeqCst) == 1 {
-            let (house, name, of) = (self.house.clone(), self.name.clone(), self.of.clone());
-            self.house.engine.spawn_on(0, move || async move { house.close_unused(&name, of).await });
+            // Who closes it waits for its turn, and must not keep the file open, and so locked, for that long.
+            let (house, name, of) = (self.house.clone(), self.name.clone(), Arc::downgrade(&self.of));
+            self.house.engine.spawn_on(0, move || async move { house.close_unused(&name, &of).await });
         }
     }
 }
@@ -400,8 +401,9 @@ impl House {
     }
 
     /// Closes a disk that nobody is connected to any more.
-    async fn close_unused(&self, name: &str, of: Arc<OpenDisk>) {
+    async fn close_unused(&self, name: &str, of: &Weak<OpenDisk>) {
         let _alone = self.busy.lock().await;
+        let Some(of) = of.upgrade() else { return };
         if of.users.load(Ordering::SeqCst) > 0 {
             return;
         }

@@ -194,6 +194,29 @@ fn after_a_kill_of_either_side_or_of_both_only_the_rest_and_what_has_changed_is_
     }
 }
 
+/// A host whose link was cut comes again before the other side has noticed that: it is let in as soon as the old link's requests have ended.
+#[test]
+fn a_new_link_comes_in_the_place_of_one_that_is_still_connected() {
+    let dir = world("receive-links");
+    let dir = dir.path();
+    let there = receive(dir);
+    let order = |order: String| there.export(&format!(".spile-receive/{order}/disk.raw"));
+    let (id, links) = ("a7".repeat(16), ["3c".repeat(16), "5d".repeat(16)]);
+    let begun = Client::connect(&order(format!("begin/{id}/{}", 4 * MIB))).unwrap();
+    let one = Client::connect(&order(format!("go-on/{id}/{}", links[0]))).unwrap();
+    one.write(0, &[1; 4096], false).unwrap();
+    let other = Client::connect(&order(format!("go-on/{id}/{}", links[1]))).unwrap();
+    other.write(4096, &[2; 4096], true).unwrap();
+    assert!(
+        one.write(0, &[3; 4096], false).is_err() && begun.write(0, &[3; 4096], false).is_err(),
+        "an old link writes"
+    );
+    assert!(Client::connect(&order(format!("go-on/{id}/{}", links[0]))).is_err(), "an old link comes again");
+    assert!(there.terminate().success());
+    let half = fs::read(dir.join("there/.disk.raw.spile-receiving")).unwrap();
+    assert!(half[..4096] == [1; 4096] && half[4096..8192] == [2; 4096]);
+}
+
 #[test]
 fn a_half_that_is_gone_there_is_never_taken_for_what_was_copied() {
     let (dir, bytes) = full("receive-half-gone");
