@@ -19,8 +19,9 @@ use crate::names;
 pub async fn refuse_unfit<F: Files>(tools: &Tools<'_, F>, image: &Path, paths: &[PathBuf]) -> Result<()> {
     let refuse = |what: String, hint: String| Err(Error::new(ErrorKind::Busy, what).at_path(image).hint(hint));
     if paths.contains(&names::gone(image)) {
-        let hint = "make the clone of its child, or of another snapshot".to_owned();
-        return refuse("the image was deleted, and its child may be in it by now".to_owned(), hint);
+        let hint =
+            "make the clone of its child, or of another snapshot; `spile delete --undo` keeps it, if gc has not begun";
+        return refuse("the image was deleted, and its child may be in it by now".to_owned(), hint.to_owned());
     }
     if paths.contains(&names::job(image)) {
         let shown = image.display();

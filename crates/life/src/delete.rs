@@ -36,7 +36,29 @@ pub async fn mark<F: Files>(tools: &Tools<'_, F>, image: &Path, format: Option<F
         let child = child.display();
         return refuse(format!("it is longer than its child {child}, which hides what lies behind its end"));
     }
-    Gone { identity, child: child_identity }.write(tools.files, image).await
+    // What a merge has begun is so, also when the image is deleted once more.
+    let is_merged =
+        Gone::read(tools.asking, image).await?.is_some_and(|there| there.is_merged && there.identity == identity);
+    Gone { identity, child: child_identity, is_merged }.write(tools.files, image).await
+}
+
+/// Takes the mark of `image` back: it is an image as every other one.
+///
+/// # Errors
+/// `NotFound` when it has none; `Denied` when its child may be in it by now, in part; `Busy` while somebody else works on the mark; the
+/// system's. The mark is left then.
+pub async fn unmark<F: Files>(tools: &Tools<'_, F>, image: &Path) -> Result<()> {
+    let Some(_alone) = Gone::lock(tools.files, image).await? else {
+        let error = Error::new(ErrorKind::NotFound, "it is not marked as deleted").at_path(image);
+        return Err(
+            error.hint("what has no child is gone at once; what was marked is gone when spile gc has merged it")
+        );
+    };
+    if Gone::read(tools.asking, image).await?.is_some_and(|gone| gone.is_merged) {
+        let error = Error::new(ErrorKind::Denied, "its child is merged into it, and it holds some of that by now");
+        return Err(error.at_path(image).hint("spile gc finishes that"));
+    }
+    Gone::remove(tools.files, image).await
 }
 
 /// Removes the image whose disk `graph` is. It is open for writing here, and nowhere else: so nobody makes a child of it meanwhile. `list`

@@ -291,6 +291,14 @@ pub async fn deleted_parent<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf], d
     Ok(None)
 }
 
+/// Notes that the merge into `image`, which was deleted, begins. False when its user has taken that back.
+///
+/// # Errors
+/// `Busy` while its user does; the system's.
+pub async fn begin_merge<F: Files>(tools: &Tools<'_, F>, image: &Path) -> Result<bool> {
+    Gone::begin_merge(tools.files, tools.asking, image).await
+}
+
 /// Does what there is to do for the disk `node`, which is open for writing here: goes on with its merge or flatten, and merges it into its
 /// deleted parents, one after the other. `list` gives the files of the disk's folder, and `run` does a job.
 ///
@@ -321,6 +329,9 @@ pub async fn collect<F: Files>(
     while let Some(parent) = deleted_parent(tools, &list().await?, &disk).await? {
         let graph = node.graph().await;
         if graph.handles().get(1).is_none_or(|layer| layer.path() != parent) {
+            return Ok(());
+        }
+        if !begin_merge(tools, &parent).await? {
             return Ok(());
         }
         let merge = Plan::Coalesce(merge::plan(&graph, None)?);

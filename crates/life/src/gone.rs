@@ -6,7 +6,7 @@
 
 use std::path::Path;
 
-use spile_core::{Files, Result};
+use spile_core::{ErrorKind, Files, Locator, OpenMode, Result};
 use spile_image::layer::Identity;
 
 use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
@@ -20,16 +20,21 @@ pub struct Gone {
     pub identity: Identity,
     /// The child that it had.
     pub child: Identity,
+    /// The merge of the child into it has begun: it may hold some of what the child holds, and is a snapshot no more.
+    pub is_merged: bool,
 }
 
 /// The first line.
 const HEAD: &str = "spile gone 1";
+/// The line of [`Gone::is_merged`].
+const MERGED: &str = "merged";
 /// The last line: without it the note was not written to its end.
 const END: &str = "end";
 
 impl Gone {
     fn to_text(self) -> String {
-        format!("{HEAD}\nidentity {}\nchild {}\n{END}\n", to_hex(self.identity), to_hex(self.child))
+        let merged = if self.is_merged { format!("{MERGED}\n") } else { String::new() };
+        format!("{HEAD}\nidentity {}\nchild {}\n{merged}{END}\n", to_hex(self.identity), to_hex(self.child))
     }
 
     fn from_text(text: &str) -> Option<Self> {
@@ -37,7 +42,12 @@ impl Gone {
         lines.next().filter(|head| *head == HEAD)?;
         let identity = Identity(from_hex(lines.next()?.strip_prefix("identity ")?)?);
         let child = Identity(from_hex(lines.next()?.strip_prefix("child ")?)?);
-        lines.next().is_none().then_some(Self { identity, child })
+        let is_merged = match lines.next() {
+            None => false,
+            Some(MERGED) if lines.next().is_none() => true,
+            Some(_) => return None,
+        };
+        Some(Self { identity, child, is_merged })
     }
 
     /// Writes the note of `image`, durably, in the place of one that is there.
@@ -54,6 +64,35 @@ impl Gone {
         written
     }
 
+    /// Notes that the merge into `image` begins: [`unmark`](crate::delete::unmark) refuses from then on. False when the note is gone by now.
+    ///
+    /// # Errors
+    /// `Busy` while somebody is about to remove it; the system's.
+    pub(crate) async fn begin_merge<F: Files>(files: &F, asking: &F, image: &Path) -> Result<bool> {
+        let Some(_alone) = Self::lock(files, image).await? else { return Ok(false) };
+        let Some(gone) = Self::read(asking, image).await? else { return Ok(false) };
+        if !gone.is_merged {
+            let new = names::new_gone(image);
+            remove_if_there(files, &new).await?;
+            write_text(files, &new, &Self { is_merged: true, ..gone }.to_text()).await?;
+            files.rename(&new, &names::gone(image)).await?;
+        }
+        Ok(true)
+    }
+
+    /// The note's file, which nobody else changes while it is open. `None` when there is none.
+    ///
+    /// # Errors
+    /// `Busy` while somebody else does this; the system's.
+    pub(crate) async fn lock<F: Files>(files: &F, image: &Path) -> Result<Option<F::Store>> {
+        let path = names::gone(image);
+        let store = match files.open(&Locator::from(&path), OpenMode::ReadWrite).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            opened => opened?,
+        };
+        Ok(files.is_at(&store, &path).await?.then_some(store))
+    }
+
     /// The note of `image`; `None` when there is none, or none that is understood.
     ///
     /// # Errors
@@ -67,6 +106,7 @@ impl Gone {
     /// # Errors
     /// The system's.
     pub async fn remove<F: Files>(files: &F, image: &Path) -> Result<()> {
+        remove_if_there(files, &names::new_gone(image)).await?;
         remove_if_there(files, &names::gone(image)).await
     }
 }
@@ -77,13 +117,15 @@ mod tests {
 
     #[test]
     fn a_note_is_read_back_only_when_it_is_whole() {
-        let gone = Gone { identity: Identity([0xa7; 16]), child: Identity([3; 16]) };
-        let text = gone.to_text();
-        assert_eq!(Gone::from_text(&text), Some(gone));
-        for len in 0..text.len() {
-            assert_eq!(Gone::from_text(&text[..len]), None, "{len}");
+        for is_merged in [false, true] {
+            let gone = Gone { identity: Identity([0xa7; 16]), child: Identity([3; 16]), is_merged };
+            let text = gone.to_text();
+            assert_eq!(Gone::from_text(&text), Some(gone));
+            for len in 0..text.len() {
+                assert_eq!(Gone::from_text(&text[..len]), None, "{len}");
+            }
+            assert_eq!(Gone::from_text(&text.replace("gone 1", "gone 2")), None);
+            assert_eq!(Gone::from_text(&text.replace("\nend", "\nmore\nend")), None);
         }
-        assert_eq!(Gone::from_text(&text.replace("gone 1", "gone 2")), None);
-        assert_eq!(Gone::from_text(&text.replace("\nend", "\nmore\nend")), None);
     }
 }

@@ -82,6 +82,11 @@ pub fn gone(image: &Path) -> PathBuf {
     beside(image, "gone")
 }
 
+/// What is to take the place of [`gone`], while it is written.
+pub fn new_gone(image: &Path) -> PathBuf {
+    beside(image, "new-gone")
+}
+
 /// Which children the image has in other folders, a path in each line.
 pub fn children(image: &Path) -> PathBuf {
     beside(image, "children")
@@ -122,8 +127,8 @@ mod tests {
     #[test]
     fn files_beside_a_disk_lead_back_to_it() {
         let disk = Path::new("/vm/.a.spile-new.vhd");
-        let here =
-            [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, children, set].map(|of| of(disk));
+        let here = [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, new_gone, children, set]
+            .map(|of| of(disk));
         let from_elsewhere = [receiving, received, new_received, came, new_came].map(|of| of(disk));
         let named = here.into_iter().chain(from_elsewhere);
         for beside in named {

@@ -115,7 +115,7 @@ fn a_disk_has_one_job_and_a_backup_that_is_cancelled_leaves_nothing() {
     assert_eq!(made["jobs"][0]["to"], dir.canonicalize().unwrap().join("slow.raw").to_str().unwrap());
     assert!(fails(dir, 1, &["backup", "busy", "second.raw"]).contains("has a job already"));
     assert!(fails(dir, 1, &["restore", "second.raw", "busy.raw", "--onto"]).contains("second.raw"));
-    ok(dir, &["job", &id, "cancel"]);
+    assert_eq!(json(dir, &["job", &id, "cancel"])["id"], id);
     eventually("the job is cancelled", || state_of(dir, &id)["state"] == "cancelled");
     ok(dir, &["backup", "busy", "second.raw", "--wait"]);
     assert!(fails(dir, 1, &["restore", "second.raw", "busy.raw", "--onto"]).contains("in use"));

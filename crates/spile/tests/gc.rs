@@ -141,6 +141,33 @@ fn a_second_child_keeps_a_deleted_snapshot() {
 }
 
 #[test]
+fn a_deleted_snapshot_can_be_kept_after_all_until_its_merge_has_begun() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-undo");
+    let (disk, before) = (raw_of(dir, "a.vhd"), raw_of(dir, "s2.vhd"));
+    ok(dir, &["delete", "s2.vhd"]);
+    assert_eq!(json(dir, &["delete", "s2.vhd", "--undo"])["is_kept"], true);
+    assert_eq!(collected(&json(dir, &["gc", "."])), []);
+    assert!(fails(dir, 1, &["delete", "s2.vhd", "--undo"]).contains("not marked"));
+    assert!(raw_of(dir, "s2.vhd") == before);
+    // The merge is broken off, and the snapshot is one no more.
+    ok(dir, &["delete", "s2.vhd"]);
+    let mut gc = spile().args(["gc", ".", "--rate", "1M"]).current_dir(dir).stdout(Stdio::null()).spawn().unwrap();
+    eventually("the merge has begun", || dir.join(".a.vhd.spile-job").exists());
+    gc.kill().unwrap();
+    gc.wait().unwrap();
+    let said = fails(dir, 1, &["delete", "s2.vhd", "--undo"]);
+    assert!(said.contains("is merged into it"), "{said}");
+    eventually("gc finishes it", || {
+        let found = run(dir, &["gc", ".", "--json"]);
+        found.status.success() && !dir.join(".s2.vhd.spile-gone").exists()
+    });
+    assert_eq!(files(dir), ["a.vhd", "s1.vhd"]);
+    assert!(raw_of(dir, "a.vhd") == disk);
+}
+
+#[test]
 fn a_disk_in_use_is_merged_by_its_server() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

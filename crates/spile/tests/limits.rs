@@ -117,7 +117,7 @@ fn a_successor_keeps_limits_and_groups_unless_it_is_told_others() {
     ok(dir, &["limit", "c", "--write-bps", "5M", "--burst", "1s", "--group", "g"]);
     ok(dir, &["limit", "c", "--whole-group", "--iops", "777"]);
     ok(dir, &["limit", "c", "--name", "b", "--iops", "5"]);
-    let of_a = |group_iops: u64| json!([{ "write_bps": 5 * MIB, "burst_s": 1.0 }, { "name": "g", "disks": 1, "limits": { "iops": group_iops } }]);
+    let of_a = |group_iops: u64| json!([{ "write_bps": 5 * MIB, "burst_s": 1.0 }, { "name": "g", "disk_count": 1, "limits": { "iops": group_iops } }]);
     let now = |disk: &str| json!([limits(dir, disk)["own"], limits(dir, disk)["group"]]);
     assert_eq!(now("a"), of_a(777));
     let served = succeed(dir, &args, served);

@@ -51,6 +51,8 @@ fn commands_on_images_print_what_their_schemas_say() {
     }
     assert_prints(dir, "snapshot", &["b.vhd", "--name", "kept"]);
     assert!(assert_prints(dir, "delete", &["kept.vhd"])["child_path"].is_string());
+    assert!(assert_prints(dir, "delete", &["kept.vhd", "--undo"])["is_kept"] == true);
+    assert_prints(dir, "delete", &["kept.vhd"]);
     assert_prints(dir, "tree", &["."]);
     assert_prints(dir, "gc", &[".", "--dry-run"]);
     assert_prints(dir, "gc", &["."]);
@@ -122,6 +124,14 @@ fn a_server_answers_what_its_document_says() {
     assert_prints(dir, "show", &["c"]);
     assert_prints(dir, "stat", &["c", "--interval", "50ms"]);
     assert_prints(dir, "slow", &["c"]);
+    assert_prints(dir, "limit", &["c", "--iops", "100000"]);
+    assert_eq!(assert_prints(dir, "resize", &["c", "20M"])["virtual_size_bytes"], 20 << 20);
+    assert_eq!(assert_prints(dir, "resize", &["b.raw", "12M", "--shrink"])["virtual_size_bytes"], 12 << 20);
+    assert_eq!(assert_prints(dir, "on-error", &["c", "pause", "--pause-at-most", "9s"])["pause_at_most_s"], 9.0);
+    assert_prints(dir, "accept-loss", &["c"]);
+    let paused = assert_prints(dir, "pause", &["c"]);
+    let goes_on = assert_prints(dir, "resume", &["c", "--pause", paused["id"].as_str().unwrap()]);
+    assert_eq!((&paused["disk"], &goes_on["disk"]), (&"a".into(), &"a".into()));
     assert_prints(dir, "trace", &["c", "--for", "10ms"]);
     let document = schema(dir, "api");
     let told = ask(&dir.join("c"), "GET", "/v1/openapi.json", "").1;

@@ -222,7 +222,7 @@ fn the_folder_does_not_matter() {
     ok(dir, &["create", "sub/one-of-this-test.raw", "--size", "1M"]);
     let served = serve(&dir.join("sub"), &["one-of-this-test.raw", "--nbd", "unix:n"]);
     let info = json(dir, &["info", "sub/one-of-this-test.raw"]);
-    assert_eq!(info["served_by"]["name"], "one-of-this-test");
+    assert_eq!(info["served_by"]["disk"], "one-of-this-test");
     ok(dir, &["show", "sub/one-of-this-test.raw"]);
     assert!(served.terminate().success());
 }

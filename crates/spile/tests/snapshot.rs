@@ -365,7 +365,7 @@ fn a_tree_shows_families_and_who_uses_them() {
     for (image, is_open) in images.iter().zip([false, true, true, false]) {
         assert_eq!(image["open_by"].as_array().unwrap().iter().any(|opener| opener["pid"] == pid), is_open, "{image}");
     }
-    assert_eq!((&images[2]["served_as"], &images[1]["served_as"]), (&"snap-tree".into(), &Value::Null));
+    assert_eq!((&images[2]["disk"], &images[1]["disk"]), (&"snap-tree".into(), &Value::Null));
     assert_eq!(tree["beside"].as_array().unwrap().len(), 1);
     let family = json(dir, &["tree", "snap-tree"]);
     assert_eq!(family["images"].as_array().unwrap().len(), 3);

@@ -342,8 +342,14 @@ impl DiskJob {
     /// Does what `change` says.
     ///
     /// # Errors
-    /// `InvalidInput` for a state that nobody can ask for.
+    /// `InvalidInput` for a state that nobody can ask for, and for a job that is over.
     pub fn change(&self, change: &JobChange) -> Result<()> {
+        let state = self.job.state();
+        let is_so_already = state == JobState::Cancelled && change.state.as_deref() == Some("cancelled");
+        if state.is_over() && !is_so_already {
+            let what = format!("the job {:?} is over: it is {}", self.id, state.name());
+            return Err(Error::new(ErrorKind::InvalidInput, what).hint("nothing has changed by this"));
+        }
         match change.state.as_deref() {
             None => {}
             Some("running") => self.job.resume(),
@@ -395,7 +401,7 @@ impl DiskJob {
     /// What there is to tell of it. `disk` and `path` are the disk's name and path, `server` its server.
     pub fn show(&self, disk: &str, path: &str, server: &str) -> types::Job {
         let report = self.job.report();
-        let (layer, to) = match &self.what {
+        let (layer_path, to) = match &self.what {
             What::Images(Plan::Coalesce(merged)) => (Some(merged.path.display().to_string()), None),
             What::Images(Plan::Flatten) => (None, None),
             What::Images(Plan::Move(Move { to, .. })) => (None, Some(to.to_string())),
@@ -406,7 +412,7 @@ impl DiskJob {
             kind: self.what.kind().to_owned(),
             disk: disk.to_owned(),
             path: path.to_owned(),
-            layer,
+            layer_path,
             state: report.state.name().to_owned(),
             done_bytes: report.done_bytes,
             total_bytes: report.total_bytes,

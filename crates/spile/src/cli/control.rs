@@ -4,16 +4,17 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use comfy_table::{ContentArrangement, Table, presets};
+use serde::Serialize;
 use serde_json::{Value, json};
 use spile_core::{Disk as _, Error, ErrorKind, Extent, Locator, Result};
 use spile_image::{Format, OpenOptions};
 use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::Access;
-use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, escape};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, escape, typed};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Meter, Paused, Waiting};
-
 use spile_store::CacheMode;
+use utoipa::ToSchema;
 
 use super::{Exit, existing, limit, on_engine, parse_format, print_json, printable, say, shape, space};
 use crate::disks::{self, DiskSpec, split_commas};
@@ -116,6 +117,20 @@ pub struct ResizeArgs {
     /// Follow parents of a disk that is not served into this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
     allow_parents: Vec<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// A disk of another size.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Resized {
+    /// The disk's name on its server; `null` when nobody serves it.
+    disk: Option<String>,
+    /// Where its bytes are: the path of the leaf, or the URI of an export.
+    path: String,
+    /// Its size now, in bytes.
+    virtual_size_bytes: u64,
 }
 
 impl Which {
@@ -325,20 +340,28 @@ pub fn detach(args: &DetachArgs) -> Result<Exit> {
 /// # Errors
 /// When there is no such disk, or it cannot get that size.
 pub fn resize(args: &ResizeArgs) -> Result<Exit> {
-    let (socket, name) = match args.which.find() {
-        Err(error) if error.kind() == ErrorKind::NotFound && args.which.may_be_file() => return resize_file(args),
-        found => found?,
+    let resized = match args.which.find() {
+        Err(error) if error.kind() == ErrorKind::NotFound && args.which.may_be_file() => resize_file(args)?,
+        found => resize_served(args, found?)?,
     };
+    if args.json {
+        print_json(&resized)?;
+    }
+    Ok(Exit::Ok)
+}
+
+fn resize_served(args: &ResizeArgs, (socket, name): (PathBuf, String)) -> Result<Resized> {
     if args.shrink {
         let error = Error::new(ErrorKind::Busy, "a disk that is served cannot be made shorter");
         return Err(error.at_path(&socket).hint(format!("detach {name:?} first, or end its server")));
     }
     let body = json!({ "virtual_size_bytes": args.size });
-    call(&socket, "PATCH", &path_of(&name), Some(&body), CHANGE_PATIENCE).map(|_: Value| Exit::Ok)
+    let DiskDetail { disk, .. } = typed(call(&socket, "PATCH", &path_of(&name), Some(&body), CHANGE_PATIENCE)?)?;
+    Ok(Resized { disk: Some(disk.name), path: disk.path, virtual_size_bytes: disk.virtual_size_bytes })
 }
 
 /// Resizes a disk that no server has. The image is locked meanwhile, so nobody else has it open.
-fn resize_file(args: &ResizeArgs) -> Result<Exit> {
+fn resize_file(args: &ResizeArgs) -> Result<Resized> {
     let (at, size) = (existing(Path::new(&args.which.disk))?, args.size);
     let (shrinks, discards) = (args.shrink, args.discard);
     let options = OpenOptions {
@@ -378,9 +401,8 @@ fn resize_file(args: &ResizeArgs) -> Result<Exit> {
         let locked = disk.with_layers(disk.handles().to_vec())?;
         disk.resize_unused(size).await?;
         checkpoints.close(&locked).await;
-        Ok(())
-    })?;
-    Ok(Exit::Ok)
+        Ok(Resized { disk: None, path: locked.handles()[0].path().display().to_string(), virtual_size_bytes: size })
+    })
 }
 
 pub(super) fn path_of(name: &str) -> String {

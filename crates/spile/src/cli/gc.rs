@@ -306,7 +306,11 @@ fn by_server(disk: &Path, server: &Path, name: &str, rate: Option<u64>, ending: 
         let at = disk.to_owned();
         let parent = on_engine(move || async move {
             let host = Host::new();
-            deleted_parent(&host.tools(), &host.beside(&at).await?, &at).await
+            let parent = deleted_parent(&host.tools(), &host.beside(&at).await?, &at).await?;
+            match &parent {
+                Some(image) if !gc::begin_merge(&host.tools(), image).await? => Ok(None),
+                _ => Ok(parent),
+            }
         })?;
         let Some(parent) = parent else { return Ok(()) };
         let job = match running(server, name, disk)? {
@@ -330,7 +334,7 @@ fn running(server: &Path, name: &str, disk: &Path) -> Result<Option<Job>> {
     let is_leaf = |layer: &Option<String>| layer.as_ref().is_some_and(|layer| Path::new(layer) == disk);
     Ok(jobs.jobs.into_iter().find(|job| {
         let is_under_way = matches!(job.state.as_str(), "running" | "paused");
-        is_under_way && job.disk == name && job.kind == "coalesce" && is_leaf(&job.layer)
+        is_under_way && job.disk == name && job.kind == "coalesce" && is_leaf(&job.layer_path)
     }))
 }
 

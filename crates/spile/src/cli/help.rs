@@ -337,6 +337,7 @@ says so, and the move goes on."],
         examples: &[
             ("spile delete old.vhd", "an image that no other one needs"),
             ("spile delete monday.vhd", "a snapshot with one child: it goes with the next spile gc"),
+            ("spile delete monday.vhd --undo", "keeps it after all, if gc has not begun with it"),
         ],
         notes: &[JSON],
     },

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use spile_core::{Error, ErrorKind, Result};
-use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Failure, Job, JobList, Motion};
 
@@ -40,6 +40,9 @@ pub struct JobArgs {
     /// With `rate`: no more than SIZE is moved in a second; `none`: as fast as guests leave room for
     #[arg(value_name = "SIZE|none", value_parser = parse_limit, required_if_eq("order", "rate"))]
     rate: Option<u64>,
+    /// Print the job as JSON
+    #[arg(long)]
+    json: bool,
 }
 
 /// What a job is to do.
@@ -120,20 +123,17 @@ fn all() -> Result<Vec<(PathBuf, Vec<Job>)>> {
 /// `NotFound`; the server's.
 pub fn job(args: &JobArgs) -> Result<Exit> {
     let body = order(args)?;
-    let of_server = |(socket, jobs): (PathBuf, Vec<Job>)| {
-        let job = jobs.into_iter().find(|job| job.id == args.id)?;
-        Some((socket, job))
-    };
-    let Some((socket, job)) = all()?.into_iter().find_map(of_server) else {
+    let has_it = |(_, jobs): &(PathBuf, Vec<Job>)| jobs.iter().any(|job| job.id == args.id);
+    let Some((socket, _)) = all()?.into_iter().find(has_it) else {
         let error = Error::new(ErrorKind::NotFound, format!("no server of this host has a job {:?}", args.id));
         return Err(error.hint("`spile jobs` lists them"));
     };
-    if matches!(job.state.as_str(), "done" | "failed") {
-        let what = format!("the job {:?} is over: it has the state {}", args.id, job.state);
-        return Err(Error::new(ErrorKind::InvalidInput, what).hint("nothing has changed by this"));
-    }
     let patience = if args.order == JobOrder::HandOver { CHANGE_PATIENCE } else { LOOK_PATIENCE };
-    call(&socket, "PATCH", &format!("/v1/jobs/{}", args.id), Some(&body), patience).map(|_: Value| Exit::Ok)
+    let job: Job = typed(call(&socket, "PATCH", &format!("/v1/jobs/{}", args.id), Some(&body), patience)?)?;
+    if args.json {
+        print_json(&job)?;
+    }
+    Ok(Exit::Ok)
 }
 
 /// The body of the call that tells the job.

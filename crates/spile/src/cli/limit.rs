@@ -80,7 +80,7 @@ struct RateArgs {
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Limited {
     /// The disk's name.
-    name: String,
+    disk: String,
     /// The control socket of its server.
     server: String,
     /// What limits it, and what that has delayed.
@@ -132,7 +132,7 @@ pub fn run(args: &LimitArgs) -> Result<Exit> {
         change_group(&socket, &name, of_group)?;
     }
     let disk = look(&socket, &name)?.disk;
-    let limited = Limited { name: disk.name, server: disk.server, limits: disk.limits };
+    let limited = Limited { disk: disk.name, server: disk.server, limits: disk.limits };
     if args.json {
         return print_json(&limited).map(|()| Exit::Ok);
     }
@@ -160,8 +160,8 @@ fn change_group(socket: &Path, disk: &str, change: Map<String, Value>) -> Result
 pub(super) fn lines(limits: &DiskLimits) -> Vec<String> {
     let DiskLimits { own, group, job, delayed_requests, delayed_s, waiting_requests } = limits;
     let mut lines = vec![format!("limits: {}", describe(own))];
-    if let Some(GroupLimits { name, disks, limits }) = group {
-        lines.push(format!("group {}, shared by {disks} disk(s): {}", printable(name), describe(limits)));
+    if let Some(GroupLimits { name, disk_count, limits }) = group {
+        lines.push(format!("group {}, shared by {disk_count} disk(s): {}", printable(name), describe(limits)));
     }
     lines.extend(job.iter().map(|job| format!("for a job: {}", describe(job))));
     if *delayed_requests > 0 {
@@ -196,7 +196,7 @@ mod tests {
     fn limits_are_told_in_words() {
         let limits = DiskLimits {
             own: Limits { iops: Some(500), write_bps: Some(5 << 20), burst_s: Some(0.5), ..Limits::default() },
-            group: Some(GroupLimits { name: "g".to_owned(), disks: 2, limits: Limits::default() }),
+            group: Some(GroupLimits { name: "g".to_owned(), disk_count: 2, limits: Limits::default() }),
             delayed_requests: 3,
             delayed_s: 1.5,
             ..DiskLimits::default()

@@ -83,7 +83,7 @@ pub(super) fn say_done(job: &Job, to: &str) {
         say(format_args!("requests waited for {stall} at most; start the server with the new path from now on"));
     }
     motion
-        .old_image
+        .old_image_path
         .iter()
         .for_each(|image| say(format_args!("the old image is {image}: remove it when you do not need it")));
     motion.trouble.iter().for_each(|trouble| say(format_args!("but {trouble}")));

@@ -4,10 +4,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use clap::Args;
+use serde::Serialize;
 use serde_json::json;
 use spile_core::{Error, ErrorKind, Result};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, call, typed};
 use spile_server::serving::api::types::Paused;
+use utoipa::ToSchema;
 
 use super::control::{Which, path_of};
 use super::{Exit, print_json, say};
@@ -35,6 +37,16 @@ pub struct PauseArgs {
     json: bool,
 }
 
+/// A disk that is paused.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct PausedDisk {
+    /// The disk's name.
+    disk: String,
+    /// Its pause.
+    #[serde(flatten)]
+    pause: Paused,
+}
+
 /// Runs `spile pause`.
 ///
 /// # Errors
@@ -51,7 +63,7 @@ pub fn run(args: &PauseArgs) -> Result<Exit> {
     let path = format!("{}/pause", path_of(&name));
     let paused: Paused = typed(call(&socket, "POST", &path, Some(&wanted), CHANGE_PATIENCE)?)?;
     if args.json {
-        return print_json(&paused).map(|()| Exit::Ok);
+        return print_json(&PausedDisk { disk: name, pause: paused }).map(|()| Exit::Ok);
     }
     let left_s = (paused.at_most_s - paused.time_s).max(0.0);
     let end = format!("spile resume {name} --pause {}", paused.id);

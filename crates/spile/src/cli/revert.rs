@@ -60,6 +60,9 @@ pub struct RevertArgs {
 pub struct DeleteArgs {
     /// The image, by its path
     disk: PathBuf,
+    /// Keep an image after all that was marked, if `spile gc` has not begun to merge it
+    #[arg(long, conflicts_with = "format")]
+    undo: bool,
     /// The image's format, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
@@ -81,11 +84,13 @@ pub struct Reverted {
     kept_path: Option<String>,
 }
 
-/// An image that is gone.
-#[derive(Debug, Serialize, ToSchema)]
+/// An image that is gone, or is not to go after all.
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub struct Deleted {
     /// Its path.
     path: String,
+    /// It is kept: its mark was taken back.
+    is_kept: bool,
     /// The space that it took on its file system, in bytes; 0 while it waits for `spile gc`.
     freed_bytes: u64,
     /// It is there until `spile gc` has merged it with this image, its only child.
@@ -225,6 +230,9 @@ async fn taken_back(error: Error, files: &HostFiles, made: &Made<HostStore>) -> 
 /// `Denied`, naming the child, for an image that another one needs, or when not all images of its folder could be asked; `Busy` for one that
 /// is open, or has a job that is not finished; the storage's.
 pub fn delete(args: &DeleteArgs) -> Result<Exit> {
+    if args.undo {
+        return keep(args);
+    }
     refuse_served(&args.disk)?;
     let at = file_at(&args.disk)?;
     // Children are asked for below.
@@ -251,7 +259,7 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     let manifest_path = if child.is_some() { None } else { remove_manifest(&path)? };
     let child_path = child.map(|child| child.display().to_string());
     let path = path.display().to_string();
-    let deleted = Deleted { path, freed_bytes, child_path, waits_because: why, manifest_path };
+    let deleted = Deleted { path, is_kept: false, freed_bytes, child_path, waits_because: why, manifest_path };
     if args.json {
         return print_json(&deleted).map(|()| Exit::Ok);
     }
@@ -265,6 +273,20 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
         }
         (None, _) => say(format_args!("deleted {}: {} are free", deleted.path, format_size(freed_bytes))),
     }
+    Ok(Exit::Ok)
+}
+
+/// Runs `spile delete --undo`.
+fn keep(args: &DeleteArgs) -> Result<Exit> {
+    let disk = args.disk.clone();
+    let path = on_engine(move || async move {
+        let path = whole_path(&disk).await?;
+        delete::unmark(&Host::new().tools(), &path).await.map(|()| path.display().to_string())
+    })?;
+    if args.json {
+        return print_json(&Deleted { path, is_kept: true, ..Deleted::default() }).map(|()| Exit::Ok);
+    }
+    say(format_args!("{path} is kept"));
     Ok(Exit::Ok)
 }
 

@@ -7,7 +7,7 @@ use spile_server::serving::api;
 use spile_server::serving::api::checkpoints::{ChangedBlocks, CheckpointList};
 use spile_server::serving::api::images::Info;
 use spile_server::serving::api::slow::SlowRequests;
-use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Paused, Snapshot};
+use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Snapshot};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
@@ -15,6 +15,7 @@ use super::backup::Verified;
 use super::bench::Summary;
 use super::check::Checked;
 use super::compare::Comparison;
+use super::control::Resized;
 use super::convert::Copied;
 use super::create::Created;
 use super::demo::Shown;
@@ -23,6 +24,7 @@ use super::limit::Limited;
 use super::load::ReadBack;
 use super::map::Mapped;
 use super::measure::Measured;
+use super::pause::PausedDisk;
 use super::rebase::Rebased;
 use super::receive::ReceivedDisks;
 use super::revert::{Deleted, Reverted};
@@ -31,6 +33,7 @@ use super::stat::DiskStat;
 use super::top::TopInterval;
 use super::trace::Traced;
 use super::tree::Tree;
+use super::trouble::{AcceptedLoss, GoesOn, TroublePolicy};
 use super::{Exit, print_text};
 use crate::bench::{
     Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, limit, merge, paths, shape, snapshot,
@@ -68,13 +71,18 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("receive", of::<ReceivedDisks>),
     ("flatten", of::<Job>),
     ("jobs", of::<JobList>),
+    ("job", of::<Job>),
     ("backup", of::<JobList>),
     ("verify", of::<Verified>),
     ("restore", of::<Copied>),
     ("stat", of::<DiskStat>),
     ("top", of::<TopInterval>),
     ("limit", of::<Limited>),
-    ("pause", of::<Paused>),
+    ("pause", of::<PausedDisk>),
+    ("resume", of::<GoesOn>),
+    ("on-error", of::<TroublePolicy>),
+    ("accept-loss", of::<AcceptedLoss>),
+    ("resize", of::<Resized>),
     ("slow", of::<SlowRequests>),
     ("trace", of::<Traced>),
     ("snapshot", of::<Snapshot>),
@@ -237,6 +245,8 @@ mod tests {
             let is_described = ["description", "$ref", "oneOf"].iter().any(|key| field.get(key).is_some());
             assert!(is_described, "{at}: {name} is not described");
             assert!(has_unit(name) || !is_quantity(field), "{at}: {name} has no unit");
+            let text = field["description"].as_str().unwrap_or_default();
+            assert!(name == "disk" || !text.starts_with("The disk's name"), "{at}: {name} is a disk's name");
         }
         match schema {
             Value::Object(fields) => fields.iter().for_each(|(name, inner)| look(&format!("{at}/{name}"), inner)),

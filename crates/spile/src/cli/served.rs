@@ -66,7 +66,7 @@ impl Served {
 
 /// The line that tells where an answer comes from.
 pub fn line(by: &ServedBy) -> String {
-    let (name, server) = (printable(&by.name), printable(&by.server));
+    let (name, server) = (printable(&by.disk), printable(&by.server));
     format!("served as \"{name}\" by {server} (process {}); as that server says", by.pid)
 }
 

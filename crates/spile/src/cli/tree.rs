@@ -62,7 +62,7 @@ pub struct TreeImage {
     /// Its parent is not where the image says.
     parent_missing: bool,
     /// The disk's name on the server of this host that serves it as a leaf.
-    served_as: Option<String>,
+    disk: Option<String>,
     /// The processes that have it open, as far as this user may see them.
     open_by: Vec<Opener>,
     /// The most space that a merge into its parent frees, besides some tables: what both have is kept once. `null` without a parent, and while the parent has other
@@ -180,7 +180,7 @@ async fn look(files: &OsFiles, path: &Path) -> TreeImage {
         depth: 0,
         parent_path: None,
         parent_missing: false,
-        served_as: None,
+        disk: None,
         open_by: Vec::new(),
         coalesce_frees_bytes: None,
         deleted: names::gone(path).exists(),
@@ -286,7 +286,7 @@ fn note_users(folder: &Path, images: &mut [TreeImage]) {
         image.open_by =
             openers.iter().filter(|(file, _)| Some(*file) == id).map(|(_, opener)| opener.clone()).collect();
         let disks = served.iter().flat_map(|(_, disks)| disks);
-        image.served_as = disks.filter(|disk| disk.path == image.path).map(|disk| disk.name.clone()).next();
+        image.disk = disks.filter(|disk| disk.path == image.path).map(|disk| disk.name.clone()).next();
     }
 }
 
@@ -329,7 +329,7 @@ fn line(image: &TreeImage) -> String {
     let used = format_size(image.used_bytes.unwrap_or(0));
     let mut line = format!("{indent}{}  {size} {}, {used} used", printable(&name), image.format);
     let mut add = |text: String| line.push_str(&format!("; {text}"));
-    image.served_as.iter().for_each(|name| add(format!("served as {name:?}")));
+    image.disk.iter().for_each(|name| add(format!("served as {name:?}")));
     let by = image.open_by.iter().map(|opener| format!("{} ({})", printable(&opener.program), opener.pid));
     let by: Vec<_> = by.collect();
     if !by.is_empty() {
@@ -363,7 +363,7 @@ mod tests {
             depth: 0,
             parent_path: parent.map(str::to_owned),
             parent_missing: false,
-            served_as: None,
+            disk: None,
             open_by: Vec::new(),
             coalesce_frees_bytes: None,
             deleted: false,

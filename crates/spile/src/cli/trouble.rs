@@ -4,18 +4,20 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::json;
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::{Format, OpenOptions};
 use spile_node::OnError;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::discovery;
-use spile_server::serving::api::types::{Accepted, Disk, Resumed};
+use spile_server::serving::api::types::{Accepted, Disk, DiskDetail, Resumed};
 use spile_server::serving::failed_syncs;
 use spile_store::CacheMode;
+use utoipa::ToSchema;
 
 use super::control::{Which, path_of};
-use super::{Exit, on_engine, parse_format, parse_on_error, say};
+use super::{Exit, on_engine, parse_format, parse_on_error, print_json, say};
 use crate::disks;
 use crate::log::complain;
 use crate::units::parse_duration;
@@ -35,6 +37,20 @@ pub struct OnErrorArgs {
     /// The longest time that a request waits before it is reported after all; 0 for ever [default: as it is]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pause_at_most: Option<Duration>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a server does with the requests of a disk that fail.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct TroublePolicy {
+    /// The disk's name.
+    disk: String,
+    /// `report`, or `pause`.
+    on_error: String,
+    /// The longest time that a request waits before it is reported after all, in seconds; `null` for ever.
+    pause_at_most_s: Option<f64>,
 }
 
 /// Let the requests of a disk go on: after `spile pause`, or when they wait for trouble below it
@@ -51,6 +67,19 @@ pub struct ResumeArgs {
     /// End this pause: its id is what `spile pause` says
     #[arg(long, value_name = "ID")]
     pause: Option<String>,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// What goes on.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct GoesOn {
+    /// The disk's name.
+    disk: String,
+    /// What has ended, or is tried again.
+    #[serde(flatten)]
+    resumed: Resumed,
 }
 
 /// Accept what a failed sync may have lost
@@ -71,15 +100,20 @@ pub struct AcceptLossArgs {
     /// Look for parents of a disk that is not served in this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
     allow_parents: Vec<PathBuf>,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
 }
 
 /// What came of accepting the loss of a disk.
-struct AcceptedLoss {
-    /// The failed sync of the disk, if there was one.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct AcceptedLoss {
+    /// The failed sync of the disk, in words; `null` when none was known.
     accepted: Option<String>,
     /// Paths of parents with failed syncs of their own, and what is said of each.
+    #[serde(skip)]
     remaining: Vec<(String, String)>,
-    /// Names of served disks that remember the failure themselves, and have to be told once the marks are gone.
+    /// Names of served disks that remember the failure themselves: each needs `spile accept-loss`, too.
     then: Vec<String>,
 }
 
@@ -88,14 +122,17 @@ struct AcceptedLoss {
 /// # Errors
 /// When there is no such disk; `Io` when its flushes still fail because of a parent.
 pub fn accept_loss(args: &AcceptLossArgs) -> Result<Exit> {
-    let AcceptedLoss { accepted, remaining, then } = match args.which.find() {
+    let done = match args.which.find() {
         Ok((socket, name)) => accept_served(&socket, &name)?,
         Err(error) if error.kind() == ErrorKind::NotFound => accept_unserved(args, error)?,
         Err(error) => return Err(error),
     };
-    match accepted {
-        Some(failed) => say(format_args!("accepted: {failed}")),
-        None => say("no failed sync of this disk is known"),
+    if args.json && done.remaining.is_empty() {
+        return print_json(&done).map(|()| Exit::Ok);
+    }
+    let AcceptedLoss { accepted, remaining, then } = done;
+    if !args.json {
+        say(accepted.map_or("no failed sync of this disk is known".to_owned(), |failed| format!("accepted: {failed}")));
     }
     if remaining.is_empty() {
         then.iter().for_each(|name| say(format_args!("the disk {name:?} needs `spile accept-loss {name}`, too")));
@@ -173,7 +210,12 @@ pub fn on_error(args: &OnErrorArgs) -> Result<Exit> {
     if let Some(time) = args.pause_at_most {
         body["pause_at_most_s"] = time.as_secs_f64().into();
     }
-    call(&socket, "PATCH", &path_of(&name), Some(&body), LOOK_PATIENCE).map(|_: Value| Exit::Ok)
+    let DiskDetail { disk, .. } = typed(call(&socket, "PATCH", &path_of(&name), Some(&body), LOOK_PATIENCE)?)?;
+    if args.json {
+        let (on_error, pause_at_most_s) = (disk.on_error, disk.pause_at_most_s);
+        print_json(&TroublePolicy { disk: disk.name, on_error, pause_at_most_s })?;
+    }
+    Ok(Exit::Ok)
 }
 
 /// Runs `spile resume`.
@@ -185,7 +227,11 @@ pub fn resume(args: &ResumeArgs) -> Result<Exit> {
     let wanted = json!({ "pause": args.pause });
     let patience = if args.pause.is_some() { CHANGE_PATIENCE } else { LOOK_PATIENCE };
     let answer = call(&socket, "POST", &format!("{}/resume", path_of(&name)), Some(&wanted), patience)?;
-    let Resumed { requests, paused_s } = typed(answer)?;
+    let resumed: Resumed = typed(answer)?;
+    if args.json {
+        return print_json(&GoesOn { disk: name, resumed }).map(|()| Exit::Ok);
+    }
+    let Resumed { requests, paused_s } = resumed;
     match paused_s {
         Some(paused_s) => say(format_args!("{name}: goes on, after a pause of {paused_s:.1} s")),
         None => say(format_args!("{name}: {requests} request(s) are tried again")),

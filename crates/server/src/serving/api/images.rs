@@ -35,7 +35,7 @@ pub struct Info {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ServedBy {
     /// The disk's name on the server.
-    pub name: String,
+    pub disk: String,
     /// The server's control socket.
     pub server: String,
     /// The server's process.

@@ -89,14 +89,14 @@ pub struct GroupLimits {
     /// The group's name.
     pub name: String,
     /// How many disks are in it.
-    pub disks: u64,
+    pub disk_count: u64,
     /// What they may do together.
     pub limits: Limits,
 }
 
 impl From<&spile_node::Group> for GroupLimits {
     fn from(group: &spile_node::Group) -> Self {
-        Self { name: group.name().to_owned(), disks: group.disks() as u64, limits: group.limits().into() }
+        Self { name: group.name().to_owned(), disk_count: group.disks() as u64, limits: group.limits().into() }
     }
 }
 

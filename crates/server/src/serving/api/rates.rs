@@ -18,7 +18,7 @@ use super::stats::{DiskStats, LayerKind, LayerStats, QueueStats};
 /// What a disk did in an interval.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct DiskRates {
-    /// The disk's name.
+    /// Its name on its server.
     pub name: String,
     /// Where its bytes are: the path of the leaf, or the URI of an export.
     pub path: String,

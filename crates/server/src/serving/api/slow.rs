@@ -16,7 +16,7 @@ const IN_FLIGHT_FROM_NS: u64 = 10_000_000;
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct SlowRequests {
     /// The disk's name.
-    pub name: String,
+    pub disk: String,
     /// The server's control socket.
     pub server: String,
     /// The server's process.

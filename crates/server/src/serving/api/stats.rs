@@ -18,7 +18,7 @@ use crate::host_device::HostDevice;
 /// What was counted of a disk up to one moment.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct DiskStats {
-    /// The disk's name.
+    /// Its name on its server.
     pub name: String,
     /// Where its bytes are: the path of the leaf, or the URI of an export.
     pub path: String,

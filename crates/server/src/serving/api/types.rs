@@ -511,7 +511,7 @@ pub struct Job {
     pub path: String,
     /// The image that is merged into its parent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub layer: Option<String>,
+    pub layer_path: Option<String>,
     /// `running`, `paused`, `done`, `cancelled`, `failed`, or `stopped` when the next server of the disk goes on with it.
     pub state: String,
     /// Bytes that are moved.
@@ -569,7 +569,7 @@ pub struct Motion {
     pub trouble: Option<String>,
     /// Where the old image is, once the disk was handed over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub old_image: Option<String>,
+    pub old_image_path: Option<String>,
 }
 
 impl From<spile_life::motion::Motion> for Motion {
@@ -583,7 +583,7 @@ impl From<spile_life::motion::Motion> for Motion {
             longest_stall_us: motion.longest_stall_us,
             failing_for_s: motion.failing_for_s,
             trouble: motion.trouble,
-            old_image: motion.old_image.map(|path| path.display().to_string()),
+            old_image_path: motion.old_image.map(|path| path.display().to_string()),
         }
     }
 }

@@ -151,7 +151,7 @@ impl DiskView {
     }
 
     fn served_by(&self, server: &str) -> ServedBy {
-        ServedBy { name: self.name.clone(), server: server.to_owned(), pid: std::process::id() }
+        ServedBy { disk: self.name.clone(), server: server.to_owned(), pid: std::process::id() }
     }
 
     fn detail(&self, server: &str, engine: &Engine) -> DiskDetail {
@@ -186,8 +186,8 @@ impl DiskView {
         let mut gathered = Gathered::default();
         self.queues().iter().for_each(|(front, queue, log)| gathered.add(front, *queue, log));
         let [in_flight, answered] = gathered.lists();
-        let ServedBy { name, server, pid } = self.served_by(server);
-        SlowRequests { name, server, pid, in_flight, answered }
+        let ServedBy { disk, server, pid } = self.served_by(server);
+        SlowRequests { disk, server, pid, in_flight, answered }
     }
 
     /// What was counted of the disk, as finely as `detail` wants it. What it does not want is not read.

@@ -48,7 +48,7 @@ pub struct TraceArgs {
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Traced {
     /// The disk's name.
-    pub name: String,
+    pub disk: String,
     /// The server's control socket.
     pub server: String,
     /// How long the trace was, in seconds.
@@ -84,7 +84,7 @@ pub fn run(args: &TraceArgs) -> Result<Exit> {
     let cut = || Error::new(ErrorKind::Protocol, "the trace breaks off: the server has ended").at_path(&socket);
     let end = received.end.take().ok_or_else(cut)?;
     let traced = Traced {
-        name,
+        disk: name,
         server: socket.display().to_string(),
         time_s: end.time_s,
         requests: received.requests.len() as u64,
