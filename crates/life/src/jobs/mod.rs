@@ -53,6 +53,9 @@ impl State {
     }
 }
 
+/// A job that has worked for less has no rate.
+const LEAST_WORKED_NS: u64 = 1_000_000;
+
 /// What those who look are told of a job.
 #[derive(Debug)]
 pub struct Report {
@@ -245,8 +248,10 @@ impl Job {
         let control = self.control();
         let done_bytes = self.done_bytes.load(Ordering::Relaxed);
         let total_bytes = self.total_bytes.load(Ordering::Relaxed).max(done_bytes);
-        let worked_ns = u128::from(self.worked_ns.load(Ordering::Relaxed).max(1));
-        let bytes_per_s = (u128::from(done_bytes) * 1_000_000_000 / worked_ns).min(u64::MAX.into()) as u64;
+        // What had nothing to copy has no rate.
+        let worked_ns = Some(self.worked_ns.load(Ordering::Relaxed)).filter(|worked_ns| *worked_ns >= LEAST_WORKED_NS);
+        let rate = |worked_ns| u128::from(done_bytes) * 1_000_000_000 / u128::from(worked_ns);
+        let bytes_per_s = worked_ns.map_or(0, rate).min(u64::MAX.into()) as u64;
         let is_under_way = control.state == State::Running && bytes_per_s > 0;
         Report {
             state: control.state,

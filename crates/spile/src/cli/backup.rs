@@ -197,10 +197,7 @@ pub fn run(args: &BackupArgs) -> Result<Exit> {
 }
 
 fn wish(disk: &str, target: &TargetSpec) -> Result<DiskBackup> {
-    let at = match &target.at {
-        Locator::Path(path) => whole(path)?,
-        other => other.to_string(),
-    };
+    let at = whole_place(&target.at)?;
     let manifest = target.manifest.as_deref().map(whole).transpose()?;
     let parent = target.parent.as_deref().map(whole).transpose()?;
     Ok(DiskBackup {
@@ -213,10 +210,31 @@ fn wish(disk: &str, target: &TargetSpec) -> Result<DiskBackup> {
     })
 }
 
+/// The places of a disk and of its backup with whole paths: what is told of them is of use in every folder.
+fn absolute(disk: Locator, mut target: TargetSpec) -> Result<(Locator, TargetSpec)> {
+    let absolute = |at: Locator| match at {
+        Locator::Path(path) => absolute_path(&path).map(Locator::Path),
+        at => Ok(at),
+    };
+    target.at = absolute(target.at)?;
+    Ok((absolute(disk)?, target))
+}
+
+/// A whole path, or the URI of an export.
+fn whole_place(at: &Locator) -> Result<String> {
+    match at {
+        Locator::Path(path) => whole(path),
+        other => Ok(other.to_string()),
+    }
+}
+
+fn absolute_path(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(|error| Error::io("cannot be found", error).at_path(path))
+}
+
 /// A path as the server understands it, which works in another folder.
 fn whole(path: &Path) -> Result<String> {
-    let whole = std::path::absolute(path).map_err(|error| Error::io("cannot be found", error).at_path(path))?;
-    let text = whole.to_str().map(str::to_owned);
+    let text = absolute_path(path)?.to_str().map(str::to_owned);
     text.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "the path is not UTF-8").at_path(path))
 }
 
@@ -285,7 +303,7 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
     let signals = EndSignals::block()?;
     let options = OpenOptions { read_only: args.checkpoint.is_none(), ..args.parents.read_only(args.format) };
     let found: Vec<_> =
-        pairs.into_iter().map(|pair| Ok((existing(&pair.disk)?, pair.target))).collect::<Result<Vec<_>>>()?;
+        pairs.into_iter().map(|pair| absolute(existing(&pair.disk)?, pair.target)).collect::<Result<Vec<_>>>()?;
     // Files get their names in the end; all else is written at once.
     let is_new = found.iter().all(|(_, target)| target.is_new_file(args.since.is_some()));
     let wishes = Wishes { limit_bytes_per_s: args.rate, ..Wishes::default() };
@@ -416,7 +434,7 @@ pub fn verify(args: &VerifyArgs) -> Result<Exit> {
         compared.map(|()| differs)
     })?;
     let verified = Verified {
-        path: args.backup.display().to_string(),
+        path: whole_place(&disks::locate(&args.backup)?)?,
         disk: manifest.disk,
         point_in_time_unix_s: manifest.point_in_time_unix_s,
         virtual_size_bytes: size,
