@@ -14,7 +14,7 @@ use crate::snapshot::{refuse_job, remove_if_there};
 /// Marks `image` as one that goes when it can be merged with `child`, the only one that it has. It may be in use.
 ///
 /// # Errors
-/// `Unsupported` when that could never be done; the storage's.
+/// `Unsupported` when that could never be done; `Busy` while somebody else changes its mark; the storage's.
 pub async fn mark<F: Files>(tools: &Tools<'_, F>, image: &Path, format: Option<Format>, child: &Path) -> Result<()> {
     let is_far = image.parent() != child.parent();
     let (parent, leaf) = (described(tools, image, format).await?, described(tools, child, None).await?);
@@ -37,6 +37,7 @@ pub async fn mark<F: Files>(tools: &Tools<'_, F>, image: &Path, format: Option<F
         return refuse(format!("it is longer than its child {child}, which hides what lies behind its end"));
     }
     // What a merge has begun is so, also when the image is deleted once more.
+    let _alone = Gone::lock(tools.files, image).await?;
     let is_merged =
         Gone::read(tools.asking, image).await?.is_some_and(|there| there.is_merged && there.identity == identity);
     Gone { identity, child: child_identity, is_merged }.write(tools.files, image).await

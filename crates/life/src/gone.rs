@@ -75,7 +75,11 @@ impl Gone {
             let new = names::new_gone(image);
             remove_if_there(files, &new).await?;
             write_text(files, &new, &Self { is_merged: true, ..gone }.to_text()).await?;
-            files.rename(&new, &names::gone(image)).await?;
+            match files.rename(&new, &names::gone(image)).await {
+                // Somebody has removed the note: its image has become another one.
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+                renamed => renamed?,
+            }
         }
         Ok(true)
     }
