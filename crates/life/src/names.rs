@@ -24,6 +24,11 @@ pub fn changes(disk: &Path) -> PathBuf {
     beside(disk, "changes")
 }
 
+/// What another host sends of its [`changes`] of the disk, until it has come as a whole.
+pub fn new_changes(disk: &Path) -> PathBuf {
+    beside(disk, "new-changes")
+}
+
 /// The copy of another disk that is to be the disk at this path, while it is made.
 pub fn moving(disk: &Path) -> PathBuf {
     beside(disk, "moving")
@@ -129,7 +134,7 @@ mod tests {
         let disk = Path::new("/vm/.a.spile-new.vhd");
         let here = [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, new_gone, children, set]
             .map(|of| of(disk));
-        let from_elsewhere = [receiving, received, new_received, came, new_came].map(|of| of(disk));
+        let from_elsewhere = [receiving, received, new_received, new_changes, came, new_came].map(|of| of(disk));
         let named = here.into_iter().chain(from_elsewhere);
         for beside in named {
             assert_eq!(beside.parent(), disk.parent());

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use spile_core::metrics::Op;
-use spile_core::{Env, Error, ErrorKind, Extent, Files, OpenMode, Result, Store, Timer};
+use spile_core::{Env, Error, ErrorKind, Extent, Files, OpenMode, Result, Segments, Store, Timer};
 use spile_image::layer::Identity;
 use spile_image::{Broken, Format, Graph, GraphLayer, reopen_layer};
 use spile_node::Node;
@@ -49,6 +49,9 @@ pub trait Neighbours {
 /// What is there later.
 pub type Later<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + 'a>>;
 
+/// Takes a piece of a file, with its place in bytes.
+pub type Put<'a> = &'a dyn Fn(u64, Segments) -> Later<'a, ()>;
+
 /// Notes what changes of a disk from some moments on, so that a kill or a power cut loses nothing of it: too much is marked then, never too little.
 pub trait Marks {
     /// From now on it is noted under `name` what changes, in the place of what was noted under it before. All that was written before is durable.
@@ -83,7 +86,26 @@ pub trait Marks {
     /// Why that cannot be: then there is nothing beside `half`.
     fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool>;
 
-    /// The end of what [`Marks::carry`] began: the disk has got there, or stays where it is.
+    /// As [`Marks::carry`], to another host: how many bytes long the file is that [`Marks::send`] sends there. `None` when there is nothing to send. Until
+    /// [`Marks::carried`] nobody makes or removes checkpoints.
+    ///
+    /// # Errors
+    /// Why that cannot be.
+    fn pack<'a>(&'a self, since: Option<&'a str>) -> Later<'a, Option<u64>> {
+        let _ = since;
+        Box::pin(async { Ok(None) })
+    }
+
+    /// Gives `put` what [`Marks::pack`] has promised: pieces of a file, each with its place; all else in it is zero. What had changed when this began is in it.
+    ///
+    /// # Errors
+    /// Those of `put`; `Io` when what has changed is not known any more.
+    fn send<'a>(&'a self, put: Put<'a>) -> Later<'a, ()> {
+        let _ = put;
+        Box::pin(async { Ok(()) })
+    }
+
+    /// The end of what [`Marks::carry`] or [`Marks::pack`] began: the disk has got there, or stays where it is.
     ///
     /// # Errors
     /// The system's.

@@ -13,10 +13,10 @@ use spile_engine::{FileKey, OsEnv};
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
 use spile_life::changes::header::Grain;
-use spile_life::changes::{Broken, Changed, Changes, Checkpoint, Loss, Surroundings, is_hidden};
+use spile_life::changes::{Broken, Changed, Changes, Checkpoint, Loss, Packed, Surroundings, is_hidden};
 use spile_life::names;
-use spile_node::Node;
-use spile_store::{CacheMode, HostStore, OsFiles};
+use spile_node::{Node, Place};
+use spile_store::{AnyStore, CacheMode, HostStore, OsFiles};
 
 use crate::jobs::Access;
 use crate::look;
@@ -50,7 +50,7 @@ pub struct Carrying<'c> {
 }
 
 /// Held by whoever changes the checkpoints.
-type MutexGuardOfTurns<'c> = async_lock::MutexGuard<'c, Option<Arc<Changes<OsFiles>>>>;
+pub(crate) type MutexGuardOfTurns<'c> = async_lock::MutexGuard<'c, Option<Arc<Changes<OsFiles>>>>;
 
 impl Checkpoints {
     /// None yet, for a disk whose files are opened by `access`.
@@ -270,6 +270,49 @@ impl Checkpoints {
         carried.and(old.leave().await)
     }
 
+    /// What another host is to have of them, and of one more, `since`. Until the guard is dropped nobody makes or removes checkpoints.
+    ///
+    /// # Errors
+    /// As [`Changes::pack`].
+    pub(crate) async fn pack<'c>(
+        &'c self,
+        disk: &Disk,
+        since: Option<&str>,
+    ) -> Result<Option<(MutexGuardOfTurns<'c>, Packed<AnyStore>)>> {
+        let slot = self.changes.lock().await;
+        let Some(changes) = slot.as_ref().filter(|changes| changes.loss().is_none()).cloned() else { return Ok(None) };
+        Ok(changes.pack(disk.size_bytes(), since).await?.map(|packed| (slot, packed)))
+    }
+
+    /// The file at `packed`, which another host has sent, is that of the disk from now on: all that is written to it later has its bits there.
+    ///
+    /// # Errors
+    /// As [`Changes::adopt`]. The disk has no checkpoints then, or those of before.
+    pub async fn adopt(&self, disk: &Disk, packed: &Path) -> Result<()> {
+        let graph = disk.graph().await;
+        let path = place(&graph)?;
+        let side = names::changes(&path);
+        let mut slot = self.changes.lock().await;
+        let found = look::now(&graph, &side).await;
+        let adopted = Changes::adopt(self.around(), packed, &path, disk.size_bytes(), found).await;
+        let adopted = match adopted {
+            Err(error) if packed.exists() => return Err(error),
+            Err(error) => {
+                // Nothing tells what has changed, so nothing may say so.
+                disk.replace(Place::ChangeTracking, None).await?;
+                *slot = None;
+                let _ = self.files.remove(&side).await;
+                self.show(None).await;
+                return Err(error);
+            }
+            Ok(adopted) => Arc::new(adopted),
+        };
+        *slot = Some(adopted.clone());
+        self.show(slot.as_ref()).await;
+        adopted.attach(disk).await?;
+        self.files.copy_access(&path_of(&graph), &side).await
+    }
+
     /// When the checkpoint `name` was made, in seconds since 1970 UTC.
     ///
     /// # Errors
@@ -409,7 +452,20 @@ pub async fn forget(graph: &Graph<HostStore>, no_lock: bool) -> Result<()> {
 
 /// True when the file of changed blocks lies beside the disk's image: a disk that was moved has left it behind.
 fn is_beside(changes: &Changes<OsFiles>, graph: &Graph<HostStore>) -> bool {
-    changes.store().path() == names::changes(graph.handles()[0].path())
+    changes.store().path() == names::changes(&path_to_be(graph.handles()[0].path()))
+}
+
+/// The path of the disk that the image at `path` is, or is to be: one that comes from another host has a hidden name until it is whole, and its file of changed
+/// blocks lies beside the name that it gets.
+fn path_to_be(path: &Path) -> PathBuf {
+    match names::disk_of(path) {
+        Some(disk) if names::receiving(&disk) == path => disk,
+        _ => path.to_owned(),
+    }
+}
+
+fn path_of(graph: &Graph<HostStore>) -> PathBuf {
+    graph.handles()[0].path().to_owned()
 }
 
 /// Removes the checkpoints of what lies at `path`, before it gets another content. Nobody may have it open.
@@ -430,7 +486,7 @@ fn place(graph: &Graph<HostStore>) -> Result<PathBuf> {
     let leaf = &graph.handles()[0];
     let path = leaf.path();
     if path.is_absolute() && leaf.image().store().info().grows_zeroed {
-        return Ok(path.to_owned());
+        return Ok(path_to_be(path));
     }
     let error =
         Error::new(ErrorKind::Unsupported, "there is no folder beside it in which changed blocks could be kept");

@@ -4,13 +4,13 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use spile_core::{ErrorKind, Extent, Result};
+use spile_core::{ErrorKind, Extent, Files, Result};
 use spile_image::Graph;
-use spile_life::{Later, Marks};
+use spile_life::{Later, Marks, Put};
 use spile_node::Node;
-use spile_store::HostStore;
+use spile_store::{HostStore, OsFiles};
 
-use crate::checkpoints::{Carrying, Checkpoints};
+use crate::checkpoints::{Carrying, Checkpoints, MutexGuardOfTurns};
 use crate::look;
 
 /// A disk and its checkpoints.
@@ -19,11 +19,18 @@ pub(crate) struct Noted<'d> {
     checkpoints: &'d Checkpoints,
     /// The checkpoints are beside another image, too.
     carrying: RefCell<Option<Carrying<'d>>>,
+    /// They are to be sent to another host.
+    packed: RefCell<Option<Packed<'d>>>,
+    /// They were sent there: nobody makes or removes one.
+    held: RefCell<Option<MutexGuardOfTurns<'d>>>,
 }
+
+type Packed<'d> = (MutexGuardOfTurns<'d>, spile_life::changes::Packed<<OsFiles as Files>::Store>);
 
 impl<'d> Noted<'d> {
     pub fn new(node: &'d Node<Graph<HostStore>>, checkpoints: &'d Checkpoints) -> Self {
-        Self { node, checkpoints, carrying: RefCell::default() }
+        let (carrying, packed, held) = (RefCell::default(), RefCell::default(), RefCell::default());
+        Self { node, checkpoints, carrying, packed, held }
     }
 }
 
@@ -71,11 +78,31 @@ impl Marks for Noted<'_> {
 
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
         Box::pin(async move {
+            // What was sent to another host stays here, too, until the disk is closed.
+            drop((self.packed.take(), self.held.take()));
             let carrying = self.carrying.take();
             match carrying {
                 Some(carrying) => self.checkpoints.carried(self.node, carrying, is_there).await,
                 None => Ok(()),
             }
+        })
+    }
+
+    fn pack<'a>(&'a self, since: Option<&'a str>) -> Later<'a, Option<u64>> {
+        Box::pin(async move {
+            let packed = self.checkpoints.pack(self.node, since).await?;
+            let len_bytes = packed.as_ref().map(|(_, packed)| packed.len_bytes());
+            self.packed.replace(packed);
+            Ok(len_bytes)
+        })
+    }
+
+    fn send<'a>(&'a self, put: Put<'a>) -> Later<'a, ()> {
+        Box::pin(async move {
+            let Some((guard, packed)) = self.packed.take() else { return Ok(()) };
+            let sent = packed.send(put).await;
+            self.held.replace(Some(guard));
+            sent
         })
     }
 

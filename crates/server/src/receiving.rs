@@ -33,6 +33,8 @@ use crate::serving::trouble;
 use crate::signals::ServerSignals;
 use crate::uri::Address;
 
+mod marks;
+
 /// How long clients may take to accept their last replies.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -265,6 +267,16 @@ fn refused(error: Error) -> Error {
     }
 }
 
+/// The image of the move `id`, which is open as `disk`, gets its name.
+async fn finish(receiver: &Receiver<'_, HostFiles>, name: &str, id: Identity, disk: &ServedDisk) -> Result<()> {
+    disk.flush_once().await?;
+    let graph = disk.graph_now();
+    let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
+    let place = receiver.finish(name, id, store).await.map_err(refused)?;
+    tracing::info!("{}: is whole, and was handed over", place.path.display());
+    Ok(())
+}
+
 /// A disk that a connection begins to use: [`OpenDisk::users`] counts it.
 type Used = (String, Arc<OpenDisk>);
 
@@ -300,16 +312,14 @@ impl House {
                 }
                 self.use_disk(name, &place, Some(link)).await
             }
+            Order::Marks { id, len_bytes } => self.take_marks(&receiver, name, id, len_bytes).await,
+            Order::Marked { id } => self.adopt_marks(&receiver, name, id).await,
             Order::Finish { id } => {
-                let open = self.find_open(name);
-                if let Some(open) = &open {
-                    open.disk.flush_once().await?;
-                }
-                let graph = open.as_ref().and_then(|open| open.disk.graph_now());
-                let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
-                let place = receiver.finish(name, id, store).await.map_err(refused)?;
-                tracing::info!("{}: is whole, and was handed over", place.path.display());
-                self.use_disk(name, &place, None).await
+                // What is noted of its changes is known for certain while it is open.
+                let (place, _) = receiver.go_on(name, id).await.map_err(refused)?;
+                let used = self.use_disk(name, &place, None).await?;
+                let finished = finish(&receiver, name, id, &used.1.disk).await;
+                self.unless_failed(used, finished).await
             }
             Order::Drop { id } => {
                 receiver.drop_half(name, id).await.map_err(refused)?;
@@ -362,6 +372,14 @@ impl House {
                 ended.pop_front();
             }
         }
+        self.shut(name, &open).await
+    }
+
+    /// Ends the use of a disk, once the requests that are under way have ended.
+    ///
+    /// # Errors
+    /// `Busy` while they do not end.
+    async fn shut(&self, name: &str, open: &Arc<OpenDisk>) -> Result<()> {
         open.server.stop();
         let end = Instant::now() + BUSY_PATIENCE;
         while open.users.load(Ordering::SeqCst) > 0 {
@@ -371,7 +389,7 @@ impl House {
             }
             sleep(BUSY_PAUSE).await;
         }
-        self.open().retain(|_, known| !Arc::ptr_eq(known, &open));
+        self.open().retain(|_, known| !Arc::ptr_eq(known, open));
         open.server.withdraw(name);
         open.close().await
     }
@@ -400,14 +418,28 @@ impl House {
         Ok(OpenDisk { disk, checkpoints, server, users: AtomicUsize::new(0), link })
     }
 
+    /// What was done with a disk that is used for that.
+    async fn unless_failed(&self, (name, of): Used, done: Result<()>) -> Result<Used> {
+        let Err(error) = done else { return Ok((name, of)) };
+        of.users.fetch_sub(1, Ordering::SeqCst);
+        self.close_if_unused(&name, &of).await;
+        Err(error)
+    }
+
     /// Closes a disk that nobody is connected to any more.
     async fn close_unused(&self, name: &str, of: &Weak<OpenDisk>) {
         let _alone = self.busy.lock().await;
-        let Some(of) = of.upgrade() else { return };
+        if let Some(of) = of.upgrade() {
+            self.close_if_unused(name, &of).await;
+        }
+    }
+
+    /// The caller holds `busy`.
+    async fn close_if_unused(&self, name: &str, of: &Arc<OpenDisk>) {
         if of.users.load(Ordering::SeqCst) > 0 {
             return;
         }
-        self.open().retain(|_, known| !Arc::ptr_eq(known, &of));
+        self.open().retain(|_, known| !Arc::ptr_eq(known, of));
         of.server.withdraw(name);
         if let Err(error) = of.close().await {
             tracing::error!("{name:?} could not be closed: {error}");

@@ -110,6 +110,16 @@ impl Bits {
         hash.finalize()
     }
 
+    /// Adds the bits to the bytes `into`, which stand for those from the byte `at` on. Others may set bits meanwhile.
+    pub fn add_to(&self, at: usize, into: &mut [u8]) {
+        let len = into.len().min(self.memory.len().saturating_sub(at));
+        let mut part = vec![0; len];
+        if len > 0 {
+            self.memory.copy_to_slice(at, &mut part);
+        }
+        into.iter_mut().zip(part).for_each(|(into, byte)| *into |= byte);
+    }
+
     /// The number of bits that are set.
     pub fn count_ones(&self) -> u64 {
         words(0..self.count).map(|(at, mask)| u64::from((self.word(at) & mask).count_ones())).sum()

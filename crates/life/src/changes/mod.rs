@@ -42,7 +42,8 @@
 //! killed, only the file itself can be compared, and what its times tell ([`Found`]): nothing records when such a process wrote last.
 //!
 //! # Another image
-//! When the disk gets another image at another place, its file is copied there first, while requests set the bits in both ([`Changes::carry`]).
+//! When the disk gets another image at another place, its file is copied there first, while requests set the bits in both ([`Changes::carry`]). To another host it is
+//! sent ([`Changes::pack`]), which notes from its arrival on what comes to the disk's image there.
 //!
 //! A checkpoint that is made around a snapshot of the disk serves the snapshot, too: see [`Changes::checkpoint_with`].
 
@@ -51,6 +52,7 @@ pub(crate) mod bits;
 mod carry;
 pub mod header;
 mod loss;
+mod packed;
 mod tracked;
 
 use std::path::{Path, PathBuf};
@@ -67,6 +69,7 @@ pub use answer::Changed;
 use header::{COPY_BYTES, Grain, Header, Interval, LONGEST_NAME_BYTES, MOST_CHECKPOINTS, Stamp, Unreadable};
 use loss::Giving;
 pub use loss::Loss;
+pub use packed::Packed;
 use tracked::{Tracked, Tracking};
 
 /// A rule of the order of writes that the simulator breaks.

@@ -98,6 +98,8 @@ pub(super) struct Copier<'a, 'w, F: Files> {
     pub doubt: Cell<Option<Error>>,
     /// Why the disk's checkpoints do not go along.
     pub not_carried: Cell<Option<Error>>,
+    /// How often they could not be sent to another host.
+    pub unsent: Cell<u32>,
 }
 
 impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
@@ -126,7 +128,14 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             is_named: Cell::new(false),
             doubt: Cell::new(None),
             not_carried: Cell::new(None),
+            unsent: Cell::new(0),
         }
+    }
+
+    /// The disk's checkpoints do not go along, because of `error`.
+    pub fn leave_checkpoints(&self, error: Error) -> bool {
+        self.not_carried.set(Some(error.hint("the disk's checkpoints did not go along: make new ones")));
+        false
     }
 
     fn ends(&self) -> Rc<Ends<F>> {

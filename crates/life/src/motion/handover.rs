@@ -18,7 +18,9 @@ use std::pin::{Pin, pin};
 use std::time::{Duration, Instant};
 
 use futures_util::future::{Either, select};
-use spile_core::{Disk, Error, ErrorKind, Files, Locator, Result, ResultExt, Store};
+use spile_core::{
+    Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Segments, Store, StoreOffset, Via,
+};
 use spile_image::Broken;
 use spile_image::layer::Layer;
 use spile_node::{ClosedGates, close_gates};
@@ -29,13 +31,16 @@ use super::note::{is_free, refuse_taken, rename_to_free};
 use super::place::Place;
 use crate::names;
 use crate::snapshot::remove_if_there;
-use crate::work::GraphOf;
+use crate::work::{GraphOf, Later, Marks};
 
 /// How long requests that began before may take to their end while the gates are closed, and then the rest, as long as the gates can open
 /// again: at first.
 const FIRST_BOUND: Duration = Duration::from_millis(80);
 /// Both bounds are doubled so often at most: to 1.28 s.
 const MOST_DOUBLINGS: u32 = 4;
+
+/// So often the disk's checkpoints are sent to another host whose link fails.
+const MOST_SENDINGS: u32 = 10;
 
 /// What a hand-over may cost. The more of them were put off, the more.
 #[derive(Clone, Copy)]
@@ -74,7 +79,7 @@ pub(super) enum Tried<F: Files> {
 /// Those of both images, and what the mirror says. Guests go on with the old image.
 pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds) -> Result<Tried<F>, Failure> {
     forget_what_was_there(copier).await.map_err(Failure::Disk)?;
-    let carries = carry(copier).await;
+    let carries = carry(copier).await?;
     let tried = Box::pin(attempt_prepared(copier, bounds)).await;
     if let (true, Some(marks)) = (carries, copier.work.marks) {
         let is_there = matches!(tried, Ok(Tried::Over(Over::HandedOver(_))));
@@ -93,22 +98,71 @@ async fn forget_what_was_there<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(
 }
 
 /// Has the disk's checkpoints lie beside the new image, too. False when there is none, or they cannot go along, which is no reason to stay.
-async fn carry<F: Files>(copier: &Copier<'_, '_, F>) -> bool {
+///
+/// # Errors
+/// Of a place that may come back: then it is tried again.
+async fn carry<F: Files>(copier: &Copier<'_, '_, F>) -> Result<bool, Failure> {
     let Place { disk, moved, stays, .. } = copier.place;
-    let (Some(marks), Some(_), Some(half), Locator::Path(to), false) =
-        (copier.work.marks, disk, &moved.half, &moved.to, *stays)
-    else {
-        return false;
+    let Some(marks) = copier.work.marks else { return Ok(false) };
+    if copier.place.is_taken_in() {
+        return Box::pin(send(copier, marks)).await;
+    }
+    let (Some(_), Some(half), Locator::Path(to), false) = (disk, &moved.half, &moved.to, *stays) else {
+        return Ok(false);
     };
     // The way back to where the disk was before this place is not known any more.
     let _ = marks.end(BACK).await;
     let since = (!copier.place.deletes_source).then_some(BACK);
     let carries = marks.carry(half, to, since).await;
     copier.not_carried.set(None);
-    carries.unwrap_or_else(|error| {
-        copier.not_carried.set(Some(error.hint("the disk's checkpoints did not go along: make new ones")));
-        false
-    })
+    Ok(carries.unwrap_or_else(|error| copier.leave_checkpoints(error)))
+}
+
+/// [`carry`], to a host that takes the disk in. Nothing is copied meanwhile: so what changes from now on comes to that host after it has these, and is noted there.
+async fn send<F: Files>(copier: &Copier<'_, '_, F>, marks: &dyn Marks) -> Result<bool, Failure> {
+    let place = copier.place;
+    copier.not_carried.set(None);
+    let packed = match marks.pack(None).await {
+        Ok(Some(len_bytes)) => place.marks_there(len_bytes),
+        Ok(None) => None,
+        Err(error) => return Ok(copier.leave_checkpoints(error)),
+    };
+    let Some((file, whole)) = packed else { return Ok(false) };
+    let sent = pin!(send_to(copier, marks, &file, &whole));
+    let sent = match select(sent, pin!(copier.work.job.told_to_end())).await {
+        Either::Left((sent, _)) => sent,
+        Either::Right(_) => Err(Error::new(ErrorKind::Shutdown, "the job was told to end")),
+    };
+    let Err(error) = sent else { return Ok(true) };
+    let _ = marks.carried(false).await;
+    if error.kind() == ErrorKind::Shutdown {
+        return Err(Failure::Disk(error));
+    }
+    let is_refused = matches!(error.kind(), ErrorKind::Denied | ErrorKind::NotFound | ErrorKind::Unsupported);
+    copier.unsent.set(copier.unsent.get() + 1);
+    match is_refused || copier.unsent.get() >= MOST_SENDINGS {
+        true => Ok(copier.leave_checkpoints(error)),
+        false => Err(Failure::Place(error)),
+    }
+}
+
+async fn send_to<F: Files>(
+    copier: &Copier<'_, '_, F>,
+    marks: &dyn Marks,
+    file: &Locator,
+    whole: &Locator,
+) -> Result<()> {
+    let files = copier.work.files;
+    let store = files.open(file, OpenMode::ReadWrite).await?;
+    let there = &store;
+    let put = move |at: u64, bytes: Segments| -> Later<'_, ()> {
+        Box::pin(async move { there.write_at(StoreOffset(at), &bytes, Via::Direct).await })
+    };
+    marks.send(&put).await?;
+    store.sync().await?;
+    drop(store);
+    drop(files.open(whole, OpenMode::ReadWrite).await?);
+    Ok(())
 }
 
 async fn attempt_prepared<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds) -> Result<Tried<F>, Failure> {

@@ -30,6 +30,18 @@ pub enum Order {
         /// The identity of the move.
         id: Identity,
     },
+    /// A file is to be there, empty and of so many bytes, for what has changed of this move's disk.
+    Marks {
+        /// The identity of the move.
+        id: Identity,
+        /// Its length.
+        len_bytes: u64,
+    },
+    /// That file is whole. From now on it is the disk's, and what comes to its image is noted there.
+    Marked {
+        /// The identity of the move.
+        id: Identity,
+    },
     /// The image of this move is whole: it gets its name.
     Finish {
         /// The identity of the move.
@@ -52,6 +64,8 @@ impl Order {
             Self::Begin { id, size_bytes } => format!("{PREFIX}begin/{}/{size_bytes}/{name}", to_hex(*id)),
             Self::GoOn { id, link } => format!("{PREFIX}go-on/{}/{}/{name}", to_hex(*id), to_hex(*link)),
             Self::Ask { id } => format!("{PREFIX}ask/{}/{name}", to_hex(*id)),
+            Self::Marks { id, len_bytes } => format!("{PREFIX}marks/{}/{len_bytes}/{name}", to_hex(*id)),
+            Self::Marked { id } => format!("{PREFIX}marked/{}/{name}", to_hex(*id)),
             Self::Finish { id } => format!("{PREFIX}finish/{}/{name}", to_hex(*id)),
             Self::Drop { id } => format!("{PREFIX}drop/{}/{name}", to_hex(*id)),
         }
@@ -72,6 +86,11 @@ impl Order {
                 Some((Self::GoOn { id, link: Identity(from_hex(link)?) }, name))
             }
             "ask" => Some((Self::Ask { id }, rest)),
+            "marks" => {
+                let (len, name) = rest.split_once('/')?;
+                Some((Self::Marks { id, len_bytes: len.parse().ok()? }, name))
+            }
+            "marked" => Some((Self::Marked { id }, rest)),
             "finish" => Some((Self::Finish { id }, rest)),
             "drop" => Some((Self::Drop { id }, rest)),
             _ => None,
@@ -111,7 +130,9 @@ mod tests {
     fn an_order_is_read_back_from_its_export() {
         let go_on = Order::GoOn { id: ID, link: Identity([0x3c; 16]) };
         let begin = Order::Begin { id: ID, size_bytes: 1 << 30 };
-        for order in [begin, go_on, Order::Ask { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }] {
+        let (marks, marked) = (Order::Marks { id: ID, len_bytes: 4 << 20 }, Order::Marked { id: ID });
+        let plain = [Order::Ask { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }];
+        for order in plain.into_iter().chain([begin, go_on, marks, marked]) {
             assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
         }
         let hex = "a7".repeat(16);

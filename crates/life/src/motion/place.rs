@@ -248,6 +248,17 @@ impl Place {
         order(self.taken_in.get()?).locator(&self.moved.to)
     }
 
+    /// Where a host that takes this disk in wants the file of `len_bytes` of what has changed, and where it is told that this is whole. `None` for any
+    /// other place.
+    pub fn marks_there(&self, len_bytes: u64) -> Option<(Locator, Locator)> {
+        Some((self.order(|id| Order::Marks { id, len_bytes })?, self.order(|id| Order::Marked { id })?))
+    }
+
+    /// True when the place is at a host that takes this disk in.
+    pub fn is_taken_in(&self) -> bool {
+        self.taken_in.get().is_some()
+    }
+
     /// Has the other host give the new image its name, if it takes disks in: tried until it says that this is done. `tell` hears what has failed.
     ///
     /// # Errors

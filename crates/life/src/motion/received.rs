@@ -14,6 +14,7 @@ use spile_image::layer::Identity;
 
 use super::note::{is_free, refuse_taken};
 use super::order::is_name;
+use crate::changes::header::{MOST_FILE_BYTES, PAGE_BYTES};
 use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
 use crate::names;
 use crate::snapshot::remove_if_there;
@@ -198,6 +199,8 @@ impl<F: Files> Receiver<'_, F> {
         if format.about().is_read_only {
             return Err(Error::new(ErrorKind::Unsupported, format!("a {format} cannot be written")).at_path(disk));
         }
+        // What was noted of a disk that is gone says nothing of this one.
+        self.forget_changes(disk).await?;
         let state = ReceivedState::Making;
         let mut note = Received { id, size_bytes, format, state, file: "-".to_owned() };
         note.write(self.files, disk).await?;
@@ -267,6 +270,8 @@ impl<F: Files> Receiver<'_, F> {
         if self.is_file(&half, &note).await? {
             self.files.remove(&half).await?;
         }
+        // Nobody reads it any more.
+        let _ = remove_if_there(self.files, &names::new_changes(&disk)).await;
         if let Some(store) = open {
             store.set_path(&disk);
         }
@@ -290,9 +295,32 @@ impl<F: Files> Receiver<'_, F> {
                 if note.state == ReceivedState::Making || self.is_file(&half, &note).await? {
                     remove_if_there(self.files, &half).await?;
                 }
+                self.forget_changes(&disk).await?;
                 remove_if_there(self.files, &names::received(&disk)).await
             }
         }
+    }
+
+    async fn forget_changes(&self, disk: &Path) -> Result<()> {
+        remove_if_there(self.files, &names::changes(disk)).await?;
+        remove_if_there(self.files, &names::new_changes(disk)).await
+    }
+
+    /// Makes the file, of `len_bytes`, for what has changed of the disk that comes by the move `id`. What an earlier try has left of it goes.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a length that cannot be; `Denied` when the image has its name already; `NotFound` when there is none; the system's.
+    pub async fn begin_marks(&self, name: &str, id: Identity, len_bytes: u64) -> Result<Place> {
+        let disk = self.disk(name)?;
+        self.check_half(name, id).await?;
+        let path = names::new_changes(&disk);
+        if !(1..=MOST_FILE_BYTES).contains(&len_bytes) || !len_bytes.is_multiple_of(PAGE_BYTES) {
+            let what = format!("no file of changed blocks has {len_bytes} bytes");
+            return Err(Error::new(ErrorKind::InvalidInput, what).at_path(&path));
+        }
+        remove_if_there(self.files, &path).await?;
+        drop(self.files.create(&path, len_bytes).await?);
+        Ok(Place { path, format: Format::Raw, size_bytes: len_bytes })
     }
 
     /// The disk of this name that was handed over here.

@@ -154,7 +154,7 @@ fn tell_checkpoints<'a>(names: impl Iterator<Item = &'a str>) {
     if !names.is_empty() {
         let names = names.join(", ");
         complain(format_args!(
-            "the checkpoints {names} do not go along to an export: the next backup there is a full one"
+            "the checkpoints {names} go along to an export only where `spile receive` takes the disk in"
         ));
     }
 }

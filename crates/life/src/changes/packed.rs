@@ -1,0 +1,154 @@
+//! [`Packed`]: the changed blocks of a disk on their way to another host, and [`Changes::adopt`], their arrival there.
+//!
+//! The other host gets a file as any other one, whose intervals are all settled. Bits that are set while it is sent may be missing in it. Whoever
+//! sends it sees to those: the blocks of which data come to the other host after [`Changes::adopt`] are marked there, and what changes from the begin of the
+//! sending on is copied after that.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use spile_core::{Error, ErrorKind, Files, OpenMode, Result, Segments, Store, StoreOffset, Via, yield_now};
+
+use super::header::{COPY_BYTES, Header, Interval, PAGE_BYTES};
+use super::tracked::Tracked;
+use super::{Changes, Found, Surroundings, is_hidden, names, new_header};
+use crate::work::Put;
+
+/// So much is sent at once.
+const PIECE_BYTES: usize = 256 << 10;
+
+/// The changed blocks of a disk, as a file for another host.
+pub struct Packed<S> {
+    header: Header,
+    /// For each interval of the header, those that it is made of: a hidden checkpoint stays here, and what has changed since belongs to the one before.
+    parts: Vec<Vec<Arc<Tracked<S>>>>,
+}
+
+impl<F: Files + Clone> Changes<F> {
+    /// What another host is to have of the checkpoints of the disk, which is `disk_bytes` long; and one more, `since`, from now on. `None` when there is
+    /// nothing. Until [`Packed::send`] has ended nobody makes or removes checkpoints.
+    ///
+    /// # Errors
+    /// `Corrupt` when the file is damaged; `Exhausted` when it would be too large.
+    pub async fn pack(&self, disk_bytes: u64, since: Option<&str>) -> Result<Option<Packed<F::Store>>> {
+        let state = self.state.lock().await;
+        self.check_usable(&state)?;
+        if state.is_damaged {
+            return Err(Error::new(ErrorKind::Corrupt, "the file of changed blocks is damaged").at_path(&self.path));
+        }
+        let mut packed = Packed { header: new_header(disk_bytes, state.header.grain), parts: Vec::new() };
+        for (interval, tracked) in state.header.intervals.iter().zip(&state.tracked) {
+            let covered_bytes = interval.covered_bytes.min(disk_bytes);
+            if is_hidden(&interval.name) {
+                if let (Some(before), Some(parts)) = (packed.header.intervals.last_mut(), packed.parts.last_mut()) {
+                    before.covered_bytes = before.covered_bytes.min(covered_bytes);
+                    parts.push(tracked.clone());
+                }
+                continue;
+            }
+            let mut interval = interval.clone();
+            interval.covered_bytes = covered_bytes;
+            packed.put(interval, vec![tracked.clone()])?;
+        }
+        if let Some(name) = since {
+            let created_unix_s = self.around.env.now_unix_s();
+            let (offset_bytes, room_bytes, settled) = (0, disk_bytes, None);
+            let covered_bytes = disk_bytes;
+            let name = name.to_owned();
+            packed
+                .put(Interval { name, created_unix_s, offset_bytes, covered_bytes, room_bytes, settled }, Vec::new())?;
+        }
+        Ok(Some(packed).filter(|packed| !packed.parts.is_empty()))
+    }
+
+    /// Takes the file at `packed`, which another host has sent, for that of the disk at `disk`, which is `disk_bytes` long and as `found`, in the place
+    /// of one that is there. Whoever has that open uses it no more. No request may change the disk before [`Changes::attach`].
+    ///
+    /// # Errors
+    /// `Corrupt` or `Unsupported` when it is no such file; `InvalidInput` when it is that of another disk; the system's. What was there may be gone then.
+    pub async fn adopt(
+        around: Surroundings<F>,
+        packed: &Path,
+        disk: &Path,
+        disk_bytes: u64,
+        found: Found,
+    ) -> Result<Self> {
+        let side = names::changes(disk);
+        let store = around.files.open(&packed.into(), OpenMode::ReadWrite).await?;
+        let bytes = Segments::zeroed(store.len_bytes().min(2 * COPY_BYTES as u64) as usize);
+        store.read_at(StoreOffset(0), &bytes, Via::Cached).await?;
+        let mut header = Header::of_file(&bytes.to_vec()).map_err(|_| not_whole(packed))?;
+        let len_bytes = store.len_bytes();
+        let is_whole = |one: &Interval| one.settled.is_some() && one.place(header.grain).end <= len_bytes;
+        if header.intervals.is_empty() || !header.intervals.iter().all(is_whole) {
+            return Err(not_whole(packed));
+        }
+        if header.disk_bytes != disk_bytes {
+            let what = format!("it is of a disk of {} bytes, and this one has {disk_bytes}", header.disk_bytes);
+            return Err(Error::new(ErrorKind::InvalidInput, what).at_path(packed));
+        }
+        (header.stamp, header.mount_id, header.number) = (found.stamp, found.mount_id, header.number + 1);
+        let bytes = Segments::copied(&header.to_bytes());
+        for copy in 0..2 {
+            store.write_at(StoreOffset(copy * COPY_BYTES as u64), &bytes, Via::Cached).await?;
+        }
+        store.sync().await?;
+        drop(store);
+        around.files.rename(packed, &side).await?;
+        let opened = Self::open(around, disk, disk_bytes, found).await?;
+        opened.ok_or_else(|| Error::new(ErrorKind::NotFound, "it is gone again").at_path(&side))
+    }
+}
+
+fn not_whole(packed: &Path) -> Error {
+    Error::new(ErrorKind::Corrupt, "this is no whole file of changed blocks").at_path(packed)
+}
+
+impl<S: Store> Packed<S> {
+    fn put(&mut self, mut interval: Interval, parts: Vec<Arc<Tracked<S>>>) -> Result<()> {
+        interval.offset_bytes = 0;
+        let place = interval.place(self.header.grain);
+        interval.offset_bytes = self.header.free_place(place.end - place.start);
+        if !interval.fits(self.header.grain) {
+            return Err(Error::new(ErrorKind::Exhausted, "the checkpoints are too large for one file"));
+        }
+        self.header.intervals.push(interval);
+        self.parts.push(parts);
+        Ok(())
+    }
+
+    /// How long the file is. A part of it that is not sent is zero.
+    pub fn len_bytes(&self) -> u64 {
+        let ends = self.header.intervals.iter().map(|interval| interval.place(self.header.grain).end);
+        ends.max().unwrap_or_default().next_multiple_of(PAGE_BYTES)
+    }
+
+    /// Gives each piece of the file to `put`, with its place. What makes it a whole file comes last. Each bit is in it that was set when this began.
+    ///
+    /// # Errors
+    /// Those of `put`; `Io` when changes are not noted any more.
+    pub async fn send(mut self, put: Put<'_>) -> Result<()> {
+        let grain = self.header.grain;
+        for (interval, parts) in self.header.intervals.iter_mut().zip(&self.parts) {
+            let (base, len) = (interval.offset_bytes + interval.marks_bytes(grain), interval.bits_bytes(grain));
+            let (mut hash, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES]);
+            for at in (0..len as usize).step_by(PIECE_BYTES) {
+                let piece = &mut piece[..PIECE_BYTES.min(len as usize - at)];
+                piece.fill(0);
+                parts.iter().for_each(|part| part.bits().add_to(at, piece));
+                hash.update(piece);
+                if piece.iter().any(|byte| *byte != 0) {
+                    put(base + at as u64, Segments::copied(piece)).await?;
+                }
+                yield_now().await;
+            }
+            if parts.iter().any(|part| part.is_lost()) {
+                return Err(Error::new(ErrorKind::Io, "changes are not noted any more"));
+            }
+            interval.settled = Some(hash.finalize());
+        }
+        let header = Segments::copied(&self.header.to_bytes());
+        put(COPY_BYTES as u64, header.clone()).await?;
+        put(0, header).await
+    }
+}
