@@ -16,10 +16,10 @@ use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::{Socket, sleep, spawn};
-use spile_front::Presence;
+use spile_front::{Peer, Presence};
 use spile_nbd_tls::{Tls, Transport};
 
-use crate::finder::Found;
+use crate::finder::{Found, Wanted};
 use crate::inbound::Inbound;
 use crate::intake::take_requests;
 use crate::negotiate::{self, Negotiator, Next, Offer, TlsMode};
@@ -28,6 +28,10 @@ use crate::server::ServerState;
 use crate::session::Session;
 use crate::signal::{Level, Signal};
 use crate::wire::handshake::OPTION_HEADER_BYTES;
+use crate::wire::reply::cut;
+
+/// No more of a name that was refused is shown.
+const MOST_SHOWN_BYTES: usize = 300;
 
 /// How far a connection has come. Its watcher reads this.
 #[derive(Default)]
@@ -89,7 +93,7 @@ async fn talk<D: Disk>(
     let Some((agreed, found)) = negotiate(server, transport, &mut inbound).await? else { return Ok(()) };
     life.set(&life.negotiated);
     let (server, lease) = match found {
-        Some(Found { server, lease }) => (server.shared.clone(), Some(lease)),
+        Some(Found { server, lease, .. }) => (server.shared.clone(), Some(lease)),
         None => (server.clone(), None),
     };
     let Some(session) = Session::new(server.clone(), agreed, transport.clone(), presence) else { return Ok(()) };
@@ -128,16 +132,20 @@ async fn negotiate<D: Disk>(
             continue;
         }
         if let (Some(finder), None) = (&server.finder, &found)
-            && let Some(name) = negotiator.asks_for(&inbound.peek(usize::MAX))
+            && let Some((export, queries)) = negotiator.asks_for(&inbound.peek(usize::MAX))
         {
-            match finder.find(&name).await {
+            let wanted = Wanted { export, queries, peer: Peer::of(transport.socket().as_fd()) };
+            let name = wanted.export.clone();
+            match finder.find(&wanted).await {
                 Ok(there) => {
                     let offer = there.server.shared.only_offer();
-                    negotiator.offer(offer.map(|offer| Offer { name, ..offer }));
+                    negotiator.offer(offer.map(|offer| Offer { name, is_alone: there.is_alone, ..offer }));
                     found = Some(there);
                 }
                 Err(error) => {
-                    tracing::warn!("NBD: the export {name:?} is refused: {error}");
+                    if let Some(count) = server.refusals.count() {
+                        tracing::warn!(count, "NBD: the export {:?} is refused: {error}", cut(&name, MOST_SHOWN_BYTES));
+                    }
                     negotiator.refuse(&name, &error);
                 }
             }

@@ -6,17 +6,29 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use spile_core::{Disk, Result};
+use spile_front::Peer;
 
 use crate::server::Server;
 
+/// What a client asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// The name of the export.
+    pub export: String,
+    /// The metadata contexts that it asks for with it.
+    pub queries: Vec<String>,
+    /// Who it is.
+    pub peer: Peer,
+}
+
 /// Finds, or makes, exports that clients ask for by name.
 pub trait Find<D: Disk>: Send + Sync {
-    /// The export `name`. A client that has to use TLS has shown its certificate by then. It runs on the connection's worker, while the client waits, and may be called
+    /// The export that is `wanted`. A client that has to use TLS has shown its certificate by then. It runs on the connection's worker, while the client waits, and may be called
     /// again for the same name.
     ///
     /// # Errors
     /// Why there is none: the client is told.
-    fn find<'a>(&'a self, name: &'a str) -> Pin<Box<dyn Future<Output = Result<Found<D>>> + 'a>>;
+    fn find<'a>(&'a self, wanted: &'a Wanted) -> Pin<Box<dyn Future<Output = Result<Found<D>>> + 'a>>;
 }
 
 /// An export that was found.
@@ -25,4 +37,6 @@ pub struct Found<D: Disk> {
     pub server: Arc<Server<D>>,
     /// What the connection keeps until its end.
     pub lease: Box<dyn Any + Send + Sync>,
+    /// Another connection of this client would not get the same.
+    pub is_alone: bool,
 }

@@ -26,7 +26,7 @@ mod server;
 mod session;
 mod signal;
 
-pub use finder::{Find, Found};
+pub use finder::{Find, Found, Wanted};
 pub use server::{Export, Server, ServerConfig};
 pub use spile_nbd_tls::ServerFiles as TlsFiles;
 pub use spile_nbd_wire as wire;

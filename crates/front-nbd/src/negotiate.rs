@@ -43,6 +43,8 @@ pub struct Offer {
     pub maximum_bytes: u32,
     /// The names of the disk's checkpoints.
     pub checkpoints: Vec<String>,
+    /// It is for this connection: another one of the same client would not get the same.
+    pub is_alone: bool,
 }
 
 /// Whether the server offers or requires TLS ("Server-side requirements").
@@ -135,8 +137,8 @@ impl Negotiator {
         }
     }
 
-    /// The export that the next message chooses, when it is complete and there is no such export yet. `None` as long as TLS has to come before it.
-    pub fn asks_for(&self, input: &[u8]) -> Option<String> {
+    /// The export that the next message chooses, when it is complete and there is no such export yet, and the contexts that it asks for. `None` as long as TLS has to come before it.
+    pub fn asks_for(&self, input: &[u8]) -> Option<(String, Vec<String>)> {
         let State::Options = self.state else { return None };
         let (head, rest) = input.split_first_chunk::<OPTION_HEADER_BYTES>()?;
         let header = OptionHeader::parse(head)?;
@@ -144,13 +146,14 @@ impl Negotiator {
         if !self.may_go_on(header) || header.len_bytes > MAX_OPTION_BYTES || self.needs_tls(header.option) {
             return None;
         }
-        let name = match header.option {
-            option::EXPORT_NAME => string(data).ok()?,
-            option::GO => InfoRequest::parse(data).ok()?.name,
-            option::SET_META_CONTEXT => MetaRequest::parse(data).ok()?.export,
+        let (name, queries) = match header.option {
+            option::EXPORT_NAME => (string(data).ok()?, Vec::new()),
+            option::GO => (InfoRequest::parse(data).ok()?.name, Vec::new()),
+            option::SET_META_CONTEXT => MetaRequest::parse(data).ok().map(|asked| (asked.export, asked.queries))?,
             _ => return None,
         };
-        (self.find(name).is_none() && !self.is_refused(name)).then(|| name.to_owned())
+        let queries = || queries.iter().map(|query| (*query).to_owned()).collect();
+        (self.find(name).is_none() && !self.is_refused(name)).then(|| (name.to_owned(), queries()))
     }
 
     /// There is this one export now; none if it is `None`.
@@ -416,10 +419,11 @@ impl Negotiator {
     /// Flush and FUA are offered for read-only exports too: clients send them without asking.
     fn flags(&self, offer: &Offer) -> u16 {
         use transmission as t;
-        let always = t::HAS_FLAGS | t::SEND_FLUSH | t::SEND_FUA | t::CAN_MULTI_CONN | t::SEND_CACHE;
+        let always = t::HAS_FLAGS | t::SEND_FLUSH | t::SEND_FUA | t::SEND_CACHE;
+        let several = if offer.is_alone { 0 } else { t::CAN_MULTI_CONN };
         let writes = t::SEND_TRIM | t::SEND_WRITE_ZEROES | t::SEND_FAST_ZERO;
         let fragments = if self.structured { t::SEND_DF } else { 0 };
-        always | fragments | if offer.read_only { t::READ_ONLY } else { writes }
+        always | several | fragments | if offer.read_only { t::READ_ONLY } else { writes }
     }
 }
 
@@ -469,6 +473,7 @@ pub fn fuzz_handshake(data: &[u8]) {
         preferred_bytes: 4096,
         maximum_bytes: 32 << 20,
         checkpoints: vec!["monday".into()],
+        is_alone: false,
     };
     for tls in [TlsMode::Off, TlsMode::Optional, TlsMode::Required] {
         let offers: Arc<[Offer]> = Arc::new([offer.clone()]);

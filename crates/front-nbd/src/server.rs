@@ -96,6 +96,8 @@ pub(crate) struct ServerState<D> {
     pub(crate) metrics: Vec<ExportMetrics>,
     /// Limits messages about failed requests.
     failures: LogLimit,
+    /// And about exports that are refused.
+    pub(crate) refusals: LogLimit,
     /// The open connections, those in the handshake included.
     connections: Arc<Connections>,
     /// Finds exports that are not among these.
@@ -190,6 +192,7 @@ impl<D: Disk> Server<D> {
             metrics: exports.iter().map(|_| ExportMetrics::new(workers)).collect(),
             stop: Stop::default(),
             failures: LogLimit::default(),
+            refusals: LogLimit::default(),
             connections: Connections::new(FRONT, config.max_connections, workers),
             config,
             exports: exports.into_iter().map(live).collect(),
@@ -230,6 +233,17 @@ impl<D: Disk> Server<D> {
     pub fn stop(&self) {
         self.listeners.close();
         self.shared.stop.raise(Level::Drain);
+    }
+
+    /// As [`Server::wait_drained`], for a server whose connections may wait for storage that hangs: it gives up when some have not ended so long
+    /// after they were hung up on. False then.
+    pub fn wait_drained_within(&self, patience: Duration, after_that: Duration) -> bool {
+        self.listeners.wait_closed();
+        if self.shared.connections.wait_for_none(patience) {
+            return true;
+        }
+        self.shared.stop.raise(Level::HangUp);
+        self.shared.connections.wait_for_none(after_that)
     }
 
     /// Waits, after [`Server::stop`], until every listener and connection is over. Clients that have not taken their
@@ -301,6 +315,7 @@ fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {
         preferred_bytes: preferred.checked_next_power_of_two().unwrap_or(maximum_bytes),
         maximum_bytes,
         checkpoints: Vec::new(),
+        is_alone: false,
     })
 }
 

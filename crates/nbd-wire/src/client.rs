@@ -48,11 +48,11 @@ pub fn go_data(export: &str, infos: &[u16]) -> Vec<u8> {
 }
 
 /// The data of `OPT_SET_META_CONTEXT` with one query.
-pub fn meta_data(export: &str, query: &str) -> Vec<u8> {
+pub fn meta_data(export: &str, queries: &[&str]) -> Vec<u8> {
     let mut out = Vec::new();
     put_string(&mut out, export);
-    out.extend_from_slice(&1u32.to_be_bytes());
-    put_string(&mut out, query);
+    out.extend_from_slice(&(queries.len() as u32).to_be_bytes());
+    queries.iter().for_each(|query| put_string(&mut out, query));
     out
 }
 
@@ -197,7 +197,7 @@ mod tests {
             let data = go_data(&name, &[3]);
             let info = InfoRequest::parse(&data).unwrap();
             prop_assert!(info.name == name && info.wants_block_size);
-            let data = meta_data(&name, "base:allocation");
+            let data = meta_data(&name, &["base:allocation"]);
             prop_assert_eq!(MetaRequest::parse(&data).unwrap().queries, ["base:allocation"]);
         }
 

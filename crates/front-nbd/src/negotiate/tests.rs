@@ -15,6 +15,7 @@ fn offers(names: &[&str]) -> Arc<[Offer]> {
         preferred_bytes: 4096,
         maximum_bytes: 32 << 20,
         checkpoints: vec!["mon".into(), "tue".into()],
+        is_alone: false,
     };
     names.iter().map(offer).collect()
 }

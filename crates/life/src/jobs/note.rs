@@ -56,6 +56,8 @@ pub struct Note {
     pub of: Option<Identity>,
     /// How far the copy of a move is.
     pub copied: Option<Copied>,
+    /// What the other host of a move has done, as far as that is known.
+    pub there: Option<There>,
 }
 
 /// How far the copy of a move is, durably: the next process need not copy that anew.
@@ -71,6 +73,24 @@ pub struct Copied {
 pub fn which<S: Store>(graph: &Graph<S>) -> Option<Identity> {
     let image = graph.handles()[0].image();
     image.identity().or_else(|| image.store().file_identity().map(Identity))
+}
+
+/// What the other host that a disk is moved to has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum There {
+    /// It takes disks in: the image is made by it. An export of that name which another server has is another disk.
+    TakenIn,
+    /// The copy is whole: nothing more is written to it but its name.
+    Naming,
+}
+
+impl There {
+    fn name(self) -> &'static str {
+        match self {
+            Self::TakenIn => "taken-in",
+            Self::Naming => "naming",
+        }
+    }
 }
 
 /// The first line of every note begins so.
@@ -196,7 +216,8 @@ impl Note {
         let of = self.of.map(|of| format!("of {}\n", to_hex(of))).unwrap_or_default();
         let copied = self.copied.as_ref().map(|Copied { until_bytes, half }| format!("copied {until_bytes} {half}\n"));
         let (plan, copied) = (self.plan.to_lines()?, copied.unwrap_or_default());
-        Ok(format!("{HEAD}\n{plan}{of}{copied}{}{END}\n", self.wishes.to_lines()))
+        let there = self.there.map(|there| format!("there {}\n", there.name())).unwrap_or_default();
+        Ok(format!("{HEAD}\n{plan}{of}{copied}{there}{}{END}\n", self.wishes.to_lines()))
     }
 
     fn from_text(text: &str) -> Option<Self> {
@@ -214,7 +235,11 @@ impl Note {
             }
             None => None,
         };
-        Some(Self { plan, wishes: Wishes::from_lines(lines)?, of, copied })
+        let there = match lines.next_if(|line| line.starts_with("there ")) {
+            Some(line) => Some([There::TakenIn, There::Naming].into_iter().find(|there| there.name() == &line[6..])?),
+            None => None,
+        };
+        Some(Self { plan, wishes: Wishes::from_lines(lines)?, of, copied, there })
     }
 
     /// False when the note was written for another image than `leaf`, which lay at the same path.
@@ -245,7 +270,7 @@ impl Note {
     pub(crate) async fn replace<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
         let Some(there) = Self::read(files, disk).await? else { return Ok(()) };
         // Which disk it is, the job knew when it began.
-        let new = Self { of: there.of, copied: there.copied.clone(), ..self.clone() };
+        let new = Self { of: there.of, copied: there.copied.clone(), there: there.there, ..self.clone() };
         if new == there { Ok(()) } else { new.put(files, disk).await }
     }
 
@@ -262,6 +287,19 @@ impl Note {
         match Self::read(files, disk).await? {
             Some(there) if there.plan == *plan && there.copied != copied => {
                 Self { copied, ..there }.put(files, disk).await
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Says in the note of `disk`, if it is that of `plan`, what the other host has done. Durable when it returns.
+    ///
+    /// # Errors
+    /// As [`Note::say_copied`].
+    pub(crate) async fn say_there<F: Files>(files: &F, disk: &Path, plan: &Plan, there: There) -> Result<()> {
+        match Self::read(files, disk).await? {
+            Some(note) if note.plan == *plan && note.there != Some(there) => {
+                Self { there: Some(there), ..note }.put(files, disk).await
             }
             _ => Ok(()),
         }
@@ -396,7 +434,8 @@ mod tests {
         for (plan, wishes) in plans {
             let of = (plan == Plan::Flatten).then_some(Identity([0x5e; 16]));
             let copied = of.map(|_| Copied { until_bytes: 7 << 30, half: "12 34".to_owned() });
-            let note = Note { plan, wishes, of, copied };
+            let there = of.map(|_| There::Naming);
+            let note = Note { plan, wishes, of, copied, there };
             let text = note.to_text().unwrap();
             assert_eq!(Note::from_text(&text).as_ref(), Some(&note));
             assert!(note.is_of(None) && note.is_of(of) && note.is_of(Some(Identity([0; 16]))) == of.is_none());

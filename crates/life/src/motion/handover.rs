@@ -3,7 +3,7 @@
 //! In this order:
 //!
 //! 1. The new image is flushed while guests go on, so that little is left; and the old one, which shows whether a sync of it has failed. The note
-//!    [`Moved`](super::Moved) is made durable.
+//!    [`Moved`](super::Moved) is made durable. A host that takes disks in hears that its image may be the disk from now on.
 //! 2. The disk's gates close, and all requests that began before end. When that takes too long, the gates open again, and it is tried later.
 //! 3. What was marked meanwhile is copied, and the new image is flushed. That has a bound, too.
 //! 4. The mirror is asked: nothing is marked, nothing is in flight, no flush of a guest has failed. Any doubt ends the move, loudly, and the gates open
@@ -195,7 +195,9 @@ async fn prepare<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(), Failure> {
     copier.flush().await?;
     let flushed = copier.source.flush().await;
     flushed.map_err(|e| Failure::Disk(e.hint("a flush of the disk fails: what was lost cannot be known")))?;
-    Box::pin(prepare_names(copier)).await.map_err(Failure::Disk)
+    Box::pin(prepare_names(copier)).await.map_err(Failure::Disk)?;
+    // Last of all, and before the old image loses its name: what is there is nobody's half any more that may be removed.
+    Box::pin(copier.place.tell_hand_over(copier.work)).await.map_err(Failure::Place)
 }
 
 /// Once for all attempts: the note, and the second name of the old image.

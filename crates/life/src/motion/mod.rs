@@ -41,6 +41,7 @@ use spile_image::Format;
 use spile_image::layer::{Identity, Layer};
 use spile_node::{OldEpoch, Stage};
 
+use crate::jobs::note::There;
 use crate::jobs::{Note, Plan, State, which};
 use crate::names;
 use crate::snapshot::remove_if_there;
@@ -116,8 +117,15 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Plac
     if let Some(disk) = &place.disk {
         crate::finish_left(work, disk).await?;
         let of = which(&source);
-        let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes(), of, copied: None };
+        let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes(), of, copied: None, there: None };
         note.write(work.files, disk).await?;
+        let there = Note::read(work.files, disk).await?.and_then(|note| note.there);
+        if place.go_on(plan, there) {
+            let status = Arc::new(Status::new(Arc::new(Mirror::new(0, block_bytes(work), work.broken))));
+            work.job.set_status(status.clone());
+            work.job.accept();
+            return Box::pin(name_copy(work, place, plan, &status)).await;
+        }
     }
     let progress = Progress::new(place.disk.clone(), &Plan::Move(plan.clone()));
     let moved = Box::pin(move_disk(work, &source, place, plan, &progress)).await;
@@ -253,11 +261,14 @@ async fn mirrored<F: Files>(
     // It can only have been closed: then no request meets the stage any more.
     let _ = work.node.replace(spile_node::Place::Mirror, None).await;
     let target = copier.target();
+    let mut is_named = true;
     let tidied = match done {
         Ok(Over::HandedOver(old)) => {
             let doubt = copier.doubt.take();
             let tell = |error: &Error| status.set_trouble(Some(not_named(&plan.to, error)));
+            status.set_phase(Phase::Naming);
             let finished = Box::pin(place.finish(work, tell)).await;
+            is_named = finished.is_ok();
             let finished = finished.map_err(|_| Error::new(ErrorKind::Busy, not_named_yet(&plan.to)));
             let deletes_source = plan.deletes_source && doubt.is_none() && finished.is_ok();
             let is_left = place.disk.is_some() && !deletes_source;
@@ -269,8 +280,7 @@ async fn mirrored<F: Files>(
         }
         Ok(Over::Copied) => {
             let closed = target.close().await;
-            let tell = |error: &Error| status.set_trouble(Some(not_named(&plan.to, error)));
-            Box::pin(place.finish(work, tell)).await.map_err(Failure::Disk)?;
+            Box::pin(name_copy(work, place, plan, status)).await.map_err(Failure::Disk)?;
             closed.and(place.remove_hidden_name(work.files, &target).await)
         }
         Err(failure) => {
@@ -283,8 +293,36 @@ async fn mirrored<F: Files>(
     };
     // The disk is at its new place, or its copy is whole, whatever else fails.
     status.set_trouble(tidied.err().map(|error| error.to_string()));
-    status.set_phase(Phase::Done);
+    status.set_phase(if is_named { Phase::Done } else { Phase::Naming });
     Ok(())
+}
+
+/// Has a host that takes disks in give the copy its name, which is whole. The disk stays where it is. From the first try on this is all that is left to do, also for
+/// the next process.
+///
+/// # Errors
+/// `Shutdown` when the job is told to end, and the copy has no name yet; `TimedOut` when it is cancelled, and nobody knows whether it has.
+async fn name_copy<F: Files>(work: &Work<'_, F>, place: &Place, plan: &Move, status: &Status) -> Result<()> {
+    if place.moved.finish.is_none() {
+        return Ok(());
+    }
+    if let Some(disk) = &place.disk {
+        Note::say_there(work.files, disk, &Plan::Move(plan.clone()), There::Naming).await?;
+    }
+    status.set_phase(Phase::Naming);
+    let to = &plan.to;
+    let tell = |error: &Error| {
+        status.set_trouble(Some(format!("the copy {to} is whole, and it is not known whether it has its name: {error}")));
+    };
+    match place.finish(work, tell).await {
+        Err(_) if !work.job.is_stopping() && place.take_copy_back(work).await? => Ok(()),
+        Err(told) => Err(told),
+        Ok(()) => {
+            status.set_trouble(None);
+            status.set_phase(Phase::Done);
+            Ok(())
+        }
+    }
 }
 
 fn not_named(to: &Locator, error: &Error) -> String {

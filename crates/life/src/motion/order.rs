@@ -1,7 +1,7 @@
 //! [`Order`]: what the old place of a disk asks of the other host, where `spile receive` takes disks in.
 //!
-//! An order is the name of an export, so any link that carries NBD carries it, and it is answered when the export is chosen: who begins has the
-//! half-made image as an export then, and who finishes knows that it has its name, durably. Each may be given again at any time.
+//! An order is the name of an export, so any link that carries NBD carries it, and it is answered when the export is chosen: who goes on has the
+//! image as an export then, and who finishes knows that it has its name, durably. Each may be given again at any time.
 
 use spile_core::Locator;
 use spile_image::layer::Identity;
@@ -42,6 +42,11 @@ pub enum Order {
         /// The identity of the move.
         id: Identity,
     },
+    /// The old place is about to be the disk no more: from now on the image of this move may be it.
+    HandOver {
+        /// The identity of the move.
+        id: Identity,
+    },
     /// The image of this move is whole: it gets its name.
     Finish {
         /// The identity of the move.
@@ -66,6 +71,7 @@ impl Order {
             Self::Ask { id } => format!("{PREFIX}ask/{}/{name}", to_hex(*id)),
             Self::Marks { id, len_bytes } => format!("{PREFIX}marks/{}/{len_bytes}/{name}", to_hex(*id)),
             Self::Marked { id } => format!("{PREFIX}marked/{}/{name}", to_hex(*id)),
+            Self::HandOver { id } => format!("{PREFIX}hand-over/{}/{name}", to_hex(*id)),
             Self::Finish { id } => format!("{PREFIX}finish/{}/{name}", to_hex(*id)),
             Self::Drop { id } => format!("{PREFIX}drop/{}/{name}", to_hex(*id)),
         }
@@ -91,6 +97,7 @@ impl Order {
                 Some((Self::Marks { id, len_bytes: len.parse().ok()? }, name))
             }
             "marked" => Some((Self::Marked { id }, rest)),
+            "hand-over" => Some((Self::HandOver { id }, rest)),
             "finish" => Some((Self::Finish { id }, rest)),
             "drop" => Some((Self::Drop { id }, rest)),
             _ => None,
@@ -111,10 +118,21 @@ impl Order {
     }
 }
 
-/// True when `name` may be that of a disk that is taken in: one file of a folder, which is not hidden.
+/// True when `name` may be that of a disk that is taken in: one file of a folder, which is not hidden, and no option of a command. What
+/// changes how text around it is shown is refused.
 pub fn is_name(name: &str) -> bool {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.+@ ".contains(c) || !c.is_ascii() && !c.is_control();
-    !name.is_empty() && name.len() <= MOST_NAME_BYTES && !name.starts_with('.') && name.chars().all(is_plain)
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.+@ ".contains(c) || !c.is_ascii() && !is_unseen(c);
+    !name.is_empty() && name.len() <= MOST_NAME_BYTES && !name.starts_with(['.', '-']) && name.chars().all(is_plain)
+}
+
+/// True for control characters, and for those of the general category Cf (format) and its like in Unicode 16, which are not seen themselves.
+fn is_unseen(c: char) -> bool {
+    let is_format = matches!(c,
+        '\u{ad}' | '\u{600}'..='\u{605}' | '\u{61c}' | '\u{6dd}' | '\u{70f}' | '\u{890}'..='\u{891}' | '\u{8e2}' | '\u{180e}'
+        | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
+        | '\u{110bd}' | '\u{110cd}' | '\u{13430}'..='\u{1343f}' | '\u{1bca0}'..='\u{1bca3}' | '\u{1d173}'..='\u{1d17a}'
+        | '\u{e0000}'..='\u{e007f}');
+    c.is_control() || is_format
 }
 
 /// The hidden names beside a disk are longer than its own, and 255 bytes are the most.
@@ -131,7 +149,7 @@ mod tests {
         let go_on = Order::GoOn { id: ID, link: Identity([0x3c; 16]) };
         let begin = Order::Begin { id: ID, size_bytes: 1 << 30 };
         let (marks, marked) = (Order::Marks { id: ID, len_bytes: 4 << 20 }, Order::Marked { id: ID });
-        let plain = [Order::Ask { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }];
+        let plain = [Order::Ask { id: ID }, Order::HandOver { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }];
         for order in plain.into_iter().chain([begin, go_on, marks, marked]) {
             assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
         }
@@ -157,7 +175,7 @@ mod tests {
             assert!(is_name(name), "{name}");
         }
         for name in
-            ["", ".", "..", ".hidden", "a/b", "../a", "a\0b", "a\nb", "a\\b", "$a", "a\u{85}b", &"a".repeat(201)]
+            ["", ".", "..", "-f.raw", "a\u{202e}war.b", "a\u{200b}b", ".hidden", "a/b", "../a", "a\0b", "a\nb", "a\\b", "$a", "a\u{85}b", &"a".repeat(201)]
         {
             assert!(!is_name(name), "{name:?}");
         }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::time::Duration;
 
-use futures_util::future::select;
+use futures_util::future::{Either, select};
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_image::create::NewImage;
 use spile_image::layer::{Identity, Layer};
@@ -14,13 +14,15 @@ use spile_image::{Broken, Format, Graph, OpenOptions};
 use super::note::{Moved, is_free, refuse_taken};
 use super::order::Order;
 use super::pauses::Pauses;
+use super::received::IS_WHOLE;
 use super::{Move, old_image};
-use crate::jobs::note::{Copied, to_hex};
+use crate::jobs::Plan;
+use crate::jobs::note::{Copied, Note, There, to_hex};
 use crate::names;
 use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work, is_no_image};
 
-/// How long the other host may take to remove what a cancelled move has left.
+/// How long the other host may take to remove what a cancelled move has left, or to say what it has.
 const DROP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Where a disk is moved to.
@@ -38,6 +40,10 @@ pub(super) struct Place {
     is_made: Cell<bool>,
     /// The move, when the other host takes disks in. Known once it was asked.
     taken_in: Cell<Option<Identity>>,
+    /// A process before has noted that it does.
+    was_taken_in: Cell<bool>,
+    /// The other host knows that its image may be the disk.
+    is_told: Cell<bool>,
     /// What of the new image can be taken up by the next process is left when this one ends.
     pub keeps_half: Cell<bool>,
 }
@@ -76,6 +82,8 @@ impl Place {
             format: plan.format,
             is_made: Cell::new(false),
             taken_in: Cell::new(None),
+            was_taken_in: Cell::new(false),
+            is_told: Cell::new(false),
             keeps_half: Cell::new(false),
         };
         place.check_names(work, store).await?;
@@ -189,6 +197,18 @@ impl Place {
         }
     }
 
+    /// What a process before has noted of the other host. True when all that is left is that it gives the copy its name.
+    pub fn go_on(&mut self, plan: &Move, there: Option<There>) -> bool {
+        self.was_taken_in.set(there.is_some());
+        match (plan.id, there) {
+            (Some(id), Some(There::Naming)) => {
+                self.be_taken_in(id);
+                true
+            }
+            _ => false,
+        }
+    }
+
     /// The other host takes this disk in, by the move `id`.
     fn be_taken_in(&mut self, id: Identity) {
         self.taken_in.set(Some(id));
@@ -231,6 +251,11 @@ impl Place {
             None => Err(Error::new(ErrorKind::NotFound, "the export has no name")),
         };
         match begun {
+            Err(error) if error.kind() == ErrorKind::NotFound && self.was_taken_in.get() => {
+                let what = "`spile receive` had taken this disk in, and there is another server now: its export may be a disk that is used";
+                let error = Error::new(ErrorKind::Denied, what).caused_by(error);
+                Err(error.hint("start `spile receive` there again, and move the disk anew"))
+            }
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 self.taken_in.set(None);
                 self.moved.finish = None;
@@ -238,6 +263,9 @@ impl Place {
             }
             begun => {
                 begun?;
+                if let Some(disk) = &self.disk {
+                    Note::say_there(work.files, disk, &Plan::Move(plan.clone()), There::TakenIn).await?;
+                }
                 self.open(work, source).await
             }
         }
@@ -257,6 +285,37 @@ impl Place {
     /// True when the place is at a host that takes this disk in.
     pub fn is_taken_in(&self) -> bool {
         self.taken_in.get().is_some()
+    }
+
+    /// Tells a host that takes disks in that its image may be the disk from now on: once for all attempts of a hand-over.
+    ///
+    /// # Errors
+    /// Why it does not know that.
+    pub async fn tell_hand_over<F: Files>(&self, work: &Work<'_, F>) -> Result<()> {
+        let Some(order) = self.order(|id| Order::HandOver { id }).filter(|_| !self.is_told.get()) else { return Ok(()) };
+        drop(work.files.open(&order, OpenMode::ReadWrite).await?);
+        self.is_told.set(true);
+        Ok(())
+    }
+
+    /// Has the other host take the copy back that it was to give a name, because the job is cancelled. True when it has its name already.
+    ///
+    /// # Errors
+    /// When that is not known.
+    pub async fn take_copy_back<F: Files>(&self, work: &Work<'_, F>) -> Result<bool> {
+        self.drop_there(work).await;
+        let Some(order) = self.order(|id| Order::Ask { id }) else { return Ok(false) };
+        let asked = pin!(work.files.open(&order, OpenMode::ReadWrite));
+        let unknown = match select(asked, work.timer.sleep(DROP_PATIENCE)).await {
+            Either::Left((Err(error), _)) if error.kind() == ErrorKind::NotFound => return Ok(false),
+            Either::Left((Err(error), _)) if error.to_string().contains(IS_WHOLE) => return Ok(true),
+            Either::Left((Err(error), _)) => error,
+            Either::Left((Ok(_), _)) => Error::new(ErrorKind::Busy, "it was not removed there"),
+            Either::Right(_) => Error::new(ErrorKind::TimedOut, "the other host does not answer"),
+        };
+        let what = format!("it is not known whether {} has got its name", self.moved.to);
+        let hint = "look there (`spile receive DIR --list`): `whole` says that it has, and is a disk of that host then";
+        Err(Error::new(ErrorKind::TimedOut, what).caused_by(unknown).hint(hint))
     }
 
     /// Has the other host give the new image its name, if it takes disks in: tried until it says that this is done. `tell` hears what has failed.

@@ -41,10 +41,14 @@ pub enum ReceivedState {
     Making,
     /// It may lack anything.
     Half,
+    /// It may be the disk already: only the old place knows. An empty file keeps its name for it.
+    HandingOver,
     /// It has its name.
     Whole,
 }
 
+/// The first line of every note begins so.
+const ANY_HEAD: &str = "spile received ";
 const HEAD: &str = "spile received 1";
 const END: &str = "end";
 
@@ -54,8 +58,14 @@ impl ReceivedState {
         match self {
             Self::Making => "making",
             Self::Half => "half",
+            Self::HandingOver => "handing-over",
             Self::Whole => "whole",
         }
+    }
+
+    /// True when what is there is not known to be whole.
+    fn may_be_half(self) -> bool {
+        matches!(self, Self::Half | Self::HandingOver)
     }
 }
 
@@ -73,17 +83,25 @@ impl Received {
         let (id, size_bytes) = (Identity(from_hex(next("move ")?)?), next("size ")?.parse().ok()?);
         let format = next("format ")?.parse().ok()?;
         let state = next("state ")?;
-        let states = [ReceivedState::Making, ReceivedState::Half, ReceivedState::Whole];
+        let states =
+            [ReceivedState::Making, ReceivedState::Half, ReceivedState::HandingOver, ReceivedState::Whole];
         let state = states.into_iter().find(|known| known.name() == state)?;
         Some(Self { id, size_bytes, format, state, file: next("file ")?.to_owned() })
     }
 
-    /// The note of the disk at `disk`, if there is one that makes sense.
+    /// The note of the disk at `disk`, if there is one that was written to its end.
     ///
     /// # Errors
-    /// The system's.
+    /// `Unsupported` for a note of another version; the system's.
     pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
-        Ok(read_text(files, &names::received(disk)).await?.and_then(|text| Self::from_text(&text)))
+        let path = names::received(disk);
+        let Some(text) = read_text(files, &path).await? else { return Ok(None) };
+        let note = Self::from_text(&text);
+        if note.is_none() && text.starts_with(ANY_HEAD) && text.ends_with(&format!("\n{END}\n")) {
+            let what = "another version of Spile has taken this disk in, and written this note of it";
+            return Err(Error::new(ErrorKind::Unsupported, what).at_path(&path).hint("go on with that version"));
+        }
+        Ok(note)
     }
 
     async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
@@ -151,8 +169,8 @@ impl<F: Files> Receiver<'_, F> {
                         format!("this move has begun with a disk of {} bytes, not {size_bytes}", note.size_bytes);
                     return Err(Error::new(ErrorKind::InvalidInput, what).at_path(&disk));
                 }
-                if let Some(place) = self.find(&disk, &note).await? {
-                    return if note.state == ReceivedState::Whole { Err(is_whole(&disk)) } else { Ok(place) };
+                if let Some((note, place)) = self.find(&disk, note.clone()).await? {
+                    return self.half_again(&disk, note, place).await;
                 }
                 if note.state != ReceivedState::Making && !is_free(self.files, &half).await {
                     let what = "the file is not the one that this move has begun with";
@@ -160,7 +178,7 @@ impl<F: Files> Receiver<'_, F> {
                 }
                 remove_if_there(self.files, &half).await?;
             }
-            Some(note) if note.state == ReceivedState::Half && !is_free(self.files, &half).await => {
+            Some(note) if note.state.may_be_half() && !is_free(self.files, &half).await => {
                 let what = format!("a disk of this name is being moved here by another move, {}", to_hex(note.id));
                 let hint = "wait for it; or, when it is given up, `spile receive DIR --remove NAME`";
                 return Err(Error::new(ErrorKind::Busy, what).at_path(&disk).hint(hint));
@@ -171,15 +189,78 @@ impl<F: Files> Receiver<'_, F> {
         self.make(&disk, id, size_bytes, format).await
     }
 
-    /// Refuses to go on with the copy of the move `id` when that is whole: it has its name, and whoever is here may use it.
+    /// Refuses to go on with the copy of the move `id` when that is whole: it has its name, and whoever is here may use it. Whoever asks has the
+    /// disk at its old place: the image here is half a copy of it.
     ///
     /// # Errors
     /// `Denied` then; `NotFound` when there is no such image; the system's.
     pub async fn check_half(&self, name: &str, id: Identity) -> Result<Place> {
+        let disk = self.disk(name)?;
+        let (note, place) = self.of_move(&disk, id).await?;
+        self.half_again(&disk, note, place).await
+    }
+
+    /// The image of the move `id`, which is not whole.
+    ///
+    /// # Errors
+    /// `Denied` when it has its name; `NotFound` when there is no such image; the system's.
+    pub async fn half(&self, name: &str, id: Identity) -> Result<Place> {
         match self.go_on(name, id).await? {
             (place, ReceivedState::Whole) => Err(is_whole(&place.path)),
             (place, _) => Ok(place),
         }
+    }
+
+    /// The image of `note`, at `place`, was not handed over.
+    async fn half_again(&self, disk: &Path, mut note: Received, place: Place) -> Result<Place> {
+        match note.state {
+            ReceivedState::Whole => return Err(is_whole(disk)),
+            ReceivedState::HandingOver => {
+                self.remove_keeper(disk).await?;
+                note.state = ReceivedState::Half;
+                note.write(self.files, disk).await?;
+            }
+            ReceivedState::Making | ReceivedState::Half => {}
+        }
+        Ok(place)
+    }
+
+    /// The image of the move `id`, all of which was flushed, may be the disk from now on: only the old place knows. It is not removed as one that was
+    /// given up, and its name is kept for it, by an empty file that nobody can take for a disk.
+    ///
+    /// # Errors
+    /// `Exists` when another file has got the name; `Denied` when it is whole; `NotFound` when there is no such image; the system's.
+    pub async fn hand_over(&self, name: &str, id: Identity) -> Result<()> {
+        let disk = self.disk(name)?;
+        let (mut note, _) = self.of_move(&disk, id).await?;
+        match note.state {
+            ReceivedState::Whole => return Err(is_whole(&disk)),
+            ReceivedState::HandingOver => {}
+            ReceivedState::Making | ReceivedState::Half => {
+                refuse_taken(self.files, &disk).await?;
+                note.state = ReceivedState::HandingOver;
+                note.write(self.files, &disk).await?;
+            }
+        }
+        // Who ended before the name was kept is here again.
+        match self.files.create(&disk, 0).await {
+            Err(error) if error.kind() == ErrorKind::Exists && self.is_keeper(&disk).await? => Ok(()),
+            created => created.map(drop).at_path(&disk),
+        }
+    }
+
+    /// True for the empty file that keeps a name. Where there is something else by now, it was not made here.
+    async fn is_keeper(&self, disk: &Path) -> Result<bool> {
+        match self.files.canonical(disk).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            Ok(canonical) if canonical != disk => Ok(false),
+            Ok(_) => Ok(self.asking.open(&disk.into(), OpenMode::ReadOnly).await?.len_bytes() == 0),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn remove_keeper(&self, disk: &Path) -> Result<()> {
+        if self.is_keeper(disk).await? { remove_if_there(self.files, disk).await } else { Ok(()) }
     }
 
     /// The image of the move `id`, which is there, and how far it is.
@@ -214,19 +295,20 @@ impl<F: Files> Receiver<'_, F> {
         Ok(Place { path: half, format, size_bytes })
     }
 
-    /// Where the image of `note` is, if it is there and no other file in its place.
-    async fn find(&self, disk: &Path, note: &Received) -> Result<Option<Place>> {
+    /// Where the image of `note` is, if it is there and no other file in its place; and the note as it is true. An image that has its name is whole: a process
+    /// that ended between the name and the note has left the old one.
+    async fn find(&self, disk: &Path, mut note: Received) -> Result<Option<(Received, Place)>> {
+        if note.state == ReceivedState::Making {
+            return Ok(None);
+        }
         let half = names::receiving(disk);
-        let paths = match note.state {
-            ReceivedState::Making => return Ok(None),
-            // A process that ended between the name and the note has left both names.
-            ReceivedState::Half => [half.as_path(), disk],
-            ReceivedState::Whole => [disk, half.as_path()],
-        };
-        for path in paths {
-            if self.is_file(path, note).await? {
-                let (path, Received { format, size_bytes, .. }) = (path.to_owned(), note);
-                return Ok(Some(Place { path, format: *format, size_bytes: *size_bytes }));
+        for path in [disk, &half] {
+            if self.is_file(path, &note).await? {
+                if path == disk {
+                    note.state = ReceivedState::Whole;
+                }
+                let place = Place { path: path.to_owned(), format: note.format, size_bytes: note.size_bytes };
+                return Ok(Some((note, place)));
             }
         }
         Ok(None)
@@ -257,7 +339,13 @@ impl<F: Files> Receiver<'_, F> {
             // Where a disk went that was there says nothing about this one.
             remove_if_there(self.files, &names::moved(&disk)).await?;
             match self.files.link(&half, &disk).await {
-                Err(error) if error.kind() == ErrorKind::Exists && self.is_file(&disk, &note).await? => {}
+                Err(error)
+                    if error.kind() == ErrorKind::Exists
+                        && note.state == ReceivedState::HandingOver
+                        && self.is_keeper(&disk).await? =>
+                {
+                    self.files.rename(&half, &disk).await?;
+                }
                 Err(error) if error.kind() == ErrorKind::Unsupported => {
                     refuse_taken(self.files, &disk).await?;
                     self.files.rename(&half, &disk).await?;
@@ -295,6 +383,9 @@ impl<F: Files> Receiver<'_, F> {
                 if note.state == ReceivedState::Making || self.is_file(&half, &note).await? {
                     remove_if_there(self.files, &half).await?;
                 }
+                if note.state == ReceivedState::HandingOver {
+                    self.remove_keeper(&disk).await?;
+                }
                 self.forget_changes(&disk).await?;
                 remove_if_there(self.files, &names::received(&disk)).await
             }
@@ -312,7 +403,7 @@ impl<F: Files> Receiver<'_, F> {
     /// `InvalidInput` for a length that cannot be; `Denied` when the image has its name already; `NotFound` when there is none; the system's.
     pub async fn begin_marks(&self, name: &str, id: Identity, len_bytes: u64) -> Result<Place> {
         let disk = self.disk(name)?;
-        self.check_half(name, id).await?;
+        self.half(name, id).await?;
         let path = names::new_changes(&disk);
         if !(1..=MOST_FILE_BYTES).contains(&len_bytes) || !len_bytes.is_multiple_of(PAGE_BYTES) {
             let what = format!("no file of changed blocks has {len_bytes} bytes");
@@ -331,7 +422,13 @@ impl<F: Files> Receiver<'_, F> {
         let disk = self.disk(name)?;
         let Some(note) = Received::read(self.files, &disk).await? else { return Err(no_such_disk(&disk)) };
         if note.state != ReceivedState::Whole {
-            let what = "the disk is being moved here, and is not handed over yet";
+            // Only the message goes to the other host.
+            let what = match note.state {
+                ReceivedState::HandingOver => {
+                    "the disk is being handed over here: when its old host says that it is here, a server that is started there with the old path has it named"
+                }
+                _ => "the disk is being moved here, and is not handed over yet: it is where it was",
+            };
             return Err(Error::new(ErrorKind::Busy, what).at_path(&disk));
         }
         match self.is_file(&disk, &note).await? {
@@ -343,16 +440,16 @@ impl<F: Files> Receiver<'_, F> {
     async fn of_move(&self, disk: &Path, id: Identity) -> Result<(Received, Place)> {
         let note = Received::read(self.files, disk).await?.filter(|note| note.id == id);
         let Some(note) = note else { return Err(no_such_move(disk)) };
-        match self.find(disk, &note).await? {
-            Some(place) => Ok((note, place)),
-            None => Err(no_such_move(disk)),
-        }
+        self.find(disk, note).await?.ok_or_else(|| no_such_move(disk))
     }
 }
 
+/// What the other host is told of a copy that has its name, in these words.
+pub(super) const IS_WHOLE: &str =
+    "this copy is whole and has its name: nothing more is written to it by the job that has made it";
+
 fn is_whole(disk: &Path) -> Error {
-    let what = "this copy is whole and has its name: nothing more is written to it by the job that has made it";
-    Error::new(ErrorKind::Denied, what).at_path(disk).hint("cancel that job; another copy needs another name")
+    Error::new(ErrorKind::Denied, IS_WHOLE).at_path(disk).hint("cancel that job; another copy needs another name")
 }
 
 fn no_such_move(disk: &Path) -> Error {
@@ -369,7 +466,9 @@ mod tests {
 
     #[test]
     fn a_note_is_read_back_only_when_it_is_whole() {
-        for state in [ReceivedState::Making, ReceivedState::Half, ReceivedState::Whole] {
+        for state in
+            [ReceivedState::Making, ReceivedState::Half, ReceivedState::HandingOver, ReceivedState::Whole]
+        {
             let (id, file) = (Identity([9; 16]), "7".to_owned());
             let note = Received { id, size_bytes: 1 << 30, format: Format::Vhd, state, file };
             let text = note.to_text();

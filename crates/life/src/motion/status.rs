@@ -17,6 +17,8 @@ pub enum Phase {
     InStep,
     /// The new place fails, and is tried again.
     Failing,
+    /// The copy is whole. The other host is told to give it its name, and has not answered yet that it has.
+    Naming,
     /// The disk is at its new place.
     Done,
 }
@@ -29,6 +31,7 @@ impl Phase {
             Self::CatchingUp => "catching up",
             Self::InStep => "in step",
             Self::Failing => "failing",
+            Self::Naming => "naming",
             Self::Done => "done",
         }
     }

@@ -1,51 +1,73 @@
 //! What has changed of a disk comes with it: the file of its changed blocks, which the other host sends before the hand-over.
 
-use spile_core::Result;
+use std::sync::Arc;
+
+use spile_core::{Env, Result};
+use spile_engine::OsEnv;
+use spile_front_nbd::{Found, Wanted};
 use spile_image::layer::Identity;
 use spile_life::motion::Receiver;
 use spile_life::names;
-use spile_store::HostFiles;
 
-use super::{House, Used, refused};
+use super::door::{Door, found, refused, who};
+use super::house::{Room, Use, Who};
+use super::{host_files, which};
+use crate::serving::disks::ServedDisk;
 
 /// The file on its way is served under this name. No disk is called so: a name has no `/`.
 fn name_of_file(disk: &str) -> String {
     format!("marks/{disk}")
 }
 
-impl House {
-    /// The file for what has changed of the disk `name`, new and empty. The caller holds `busy`.
+impl Door {
+    /// The file for what has changed of the disk of `room`, new and empty.
     pub(super) async fn take_marks(
         &self,
-        receiver: &Receiver<'_, HostFiles>,
-        name: &str,
+        room: &Arc<Room>,
+        wanted: &Wanted,
         id: Identity,
         len_bytes: u64,
-    ) -> Result<Used> {
-        let file = name_of_file(name);
+    ) -> Result<Found<ServedDisk>> {
+        let house = &self.0;
+        let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
+        let env: Arc<dyn Env> = Arc::new(OsEnv);
+        let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+        let alone = room.alone().await?;
+        let file = house.room(&name_of_file(&room.name));
         // A link that was cut may still be there. What it writes goes to a file without a name.
-        self.open().remove(&file);
-        let place = receiver.begin_marks(name, id, len_bytes).await.map_err(refused)?;
-        self.use_disk(&file, &place, None).await
+        file.forget();
+        let begun = receiver.begin_marks(&room.name, id, len_bytes).await.map_err(refused);
+        drop(alone);
+        let writes = Use::Writes { who: who(wanted).unwrap_or(Who::Nameless), peer: wanted.peer, is_half: false };
+        let entered = match begun {
+            Ok(place) => file.wait(async || house.enter(&file, &place, writes).await).await,
+            Err(error) => Err(error),
+        };
+        house.leave(file);
+        entered.map(found)
     }
 
-    /// That file is whole, and the disk's from now on. The caller holds `busy`.
-    pub(super) async fn adopt_marks(
-        &self,
-        receiver: &Receiver<'_, HostFiles>,
-        name: &str,
-        id: Identity,
-    ) -> Result<Used> {
-        let (file, packed) = (name_of_file(name), names::new_changes(&receiver.disk(name)?));
-        if let Some(open) = self.find_open(&file) {
-            self.shut(&file, &open).await?;
-        }
-        let place = receiver.check_half(name, id).await.map_err(refused)?;
-        let used = self.use_disk(name, &place, None).await?;
-        let adopted = used.1.checkpoints.adopt(&used.1.disk, &packed).await;
+    /// That file is whole, and the disk's from now on.
+    pub(super) async fn adopt_marks(&self, room: &Arc<Room>, id: Identity) -> Result<Found<ServedDisk>> {
+        let house = &self.0;
+        let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
+        let env: Arc<dyn Env> = Arc::new(OsEnv);
+        let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+        let packed = names::new_changes(&receiver.disk(&room.name)?);
+        let file = house.room(&name_of_file(&room.name));
+        let closed = file.be_closed().await;
+        house.leave(file);
+        closed?;
+        receiver.half(&room.name, id).await.map_err(refused)?;
+        let lease = self.have_open(room, id).await?;
+        let alone = room.alone().await?;
+        let open = lease.open();
+        let adopted = open.checkpoints.adopt(&open.disk, &packed).await;
+        drop(alone);
         if let Err(error) = &adopted {
-            tracing::warn!("{name:?}: its checkpoints did not come along: {error}");
+            tracing::warn!("{:?}: its checkpoints did not come along: {error}", room.name);
         }
-        self.unless_failed(used, adopted.map_err(refused)).await
+        adopted.map_err(refused)?;
+        Ok(found(lease))
     }
 }

@@ -165,7 +165,7 @@ impl DiskJobs {
             return Err(Error::new(ErrorKind::Busy, what).at_path(&merged.path).hint("look at the chain: spile show"));
         }
         let wishes = Wishes { limit_bytes_per_s: new.limit_bytes_per_s, ..Wishes::default() };
-        let begun = self.spawn(engine, disk, Note { plan, wishes, of: None, copied: None }, None)?;
+        let begun = self.spawn(engine, disk, Note { plan, wishes, of: None, copied: None, there: None }, None)?;
         match begun.job.accepted().await {
             Ok(()) => Ok(begun),
             Err(refused) => {
@@ -284,7 +284,14 @@ impl DiskJobs {
                 && running.job.state() == JobState::Done
                 && jobs.state().is_closed
             {
-                tracing::warn!("the job {} has moved its disk to {to}: start the next server with it", running.id);
+                let id = &running.id;
+                match running.is_to_be_named() {
+                    false => tracing::warn!("the job {id} has moved its disk to {to}: start the next server with it"),
+                    true => tracing::warn!(
+                        "the job {id} has moved its disk to {to}, whose host has not given it its name yet: start a server with the old path first, which has \
+                         that done and says so, and then one with {to}"
+                    ),
+                }
             }
         });
         Ok(begun)
@@ -327,6 +334,11 @@ impl DiskJob {
     /// A job that has not begun, of which its users want this.
     pub fn new(what: What, wishes: Wishes) -> Arc<Self> {
         Arc::new(Self { id: next_id(), what, job: Job::new(wishes) })
+    }
+
+    /// True while the other host has not said that the disk, or its copy, has got its name there.
+    pub fn is_to_be_named(&self) -> bool {
+        self.job.report().motion.is_some_and(|motion| motion.phase == Phase::Naming)
     }
 
     /// What its users want of it, and how far it is.

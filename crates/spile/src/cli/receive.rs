@@ -66,6 +66,9 @@ pub struct ReceiveArgs {
     /// Remove the half of the disk NAME that a move which is given up has left in DIR
     #[arg(long, value_name = "NAME", conflicts_with = "nbd")]
     remove: Option<String>,
+    /// With --remove: also a half that may be the disk (`handing-over`). Look first that the disk is at its old path on the other host
+    #[arg(long, requires = "remove")]
+    force: bool,
     /// Print JSON
     #[arg(long, requires = "list")]
     json: bool,
@@ -83,7 +86,8 @@ pub struct ReceivedDisks {
 pub struct ReceivedDisk {
     /// Its name.
     name: String,
-    /// `whole`: it was handed over. `half`: it is being moved, or the move was given up. `making`: its image was about to be made.
+    /// `whole`: it was handed over. `handing-over`: it may be the disk already, and only its old host knows. `half`: it is being moved, or the move was given
+    /// up. `making`: its image was about to be made.
     state: String,
     /// Its size in bytes.
     virtual_size_bytes: u64,
@@ -102,8 +106,8 @@ pub fn run(args: &ReceiveArgs) -> Result<Exit> {
         return list(args);
     }
     if let Some(name) = args.remove.clone() {
-        let folder = args.folder.clone();
-        on_engine(move || async move { receiving::remove_half(&folder, &name).await })?;
+        let (folder, force) = (args.folder.clone(), args.force);
+        on_engine(move || async move { receiving::remove_half(&folder, &name, force).await })?;
         return Ok(Exit::Ok);
     }
     let tls = tls(args)?;

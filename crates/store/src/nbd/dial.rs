@@ -42,12 +42,12 @@ pub(super) struct Connection {
     pub(super) allocation: Option<u32>,
 }
 
-/// Connects to a server and shakes hands.
+/// Connects to a server and shakes hands. `who` is a metadata context that says who asks: servers leave out those that they do not know.
 ///
 /// # Errors
 /// `TimedOut`; `NotFound` for an export that is not there; `Denied` for a server that asks for TLS, has none, or whose certificate is
 /// not good; `Protocol` for a server that breaks it; the system's.
-pub(super) async fn dial(uri: &NbdUri, options: &NbdOptions) -> Result<Connection> {
+pub(super) async fn dial(uri: &NbdUri, options: &NbdOptions, who: &str) -> Result<Connection> {
     if uri.tls.as_ref().is_some_and(|tls| tls.psk_file.is_some()) {
         let error = Error::new(ErrorKind::Unsupported, "TLS with pre-shared keys (tls-psk-file) is not built in");
         return Err(error.hint("use certificates: tls-certificates=DIR"));
@@ -55,7 +55,7 @@ pub(super) async fn dial(uri: &NbdUri, options: &NbdOptions) -> Result<Connectio
     let work = async {
         let Reached { fd, tls } = connect(uri).await?;
         let transport = Transport::plain(Socket::to_store(fd)?);
-        let found = Handshake { transport: &transport, uri }.run(options.structured, tls).await?;
+        let found = Handshake { transport: &transport, uri, who }.run(options.structured, tls).await?;
         Ok((transport, found))
     };
     match select(pin!(work), pin!(sleep(LIMIT))).await {
@@ -144,6 +144,7 @@ fn broken(what: &str) -> Error {
 struct Handshake<'a> {
     transport: &'a Transport,
     uri: &'a NbdUri,
+    who: &'a str,
 }
 
 impl Handshake<'_> {
@@ -161,7 +162,7 @@ impl Handshake<'_> {
         let structured = structured && self.ask(option::STRUCTURED_REPLY, &[], |_, _| Ok(())).await?.is_ok();
         let mut allocation = None;
         if structured {
-            let data = meta_data(&self.uri.export, "base:allocation");
+            let data = meta_data(&self.uri.export, &["base:allocation", self.who]);
             let note = |kind, data: &[u8]| {
                 if let (rep::META_CONTEXT, Some((number, "base:allocation"))) = (kind, meta_context(data)) {
                     allocation = Some(number);

@@ -47,6 +47,8 @@ pub(super) struct Export {
     pub(super) path: std::path::PathBuf,
     pub(super) facts: NbdFacts,
     pub(super) options: NbdOptions,
+    /// What all connections of this store say of themselves ([`super::who`]).
+    pub(super) who: String,
     /// Some of what was answered may be gone, a flush has failed, or a write got no answer in time: no flush may succeed any
     /// more.
     lost: AtomicBool,
@@ -58,10 +60,10 @@ pub(super) struct Export {
 }
 
 impl Export {
-    pub(super) fn new(uri: NbdUri, facts: NbdFacts, options: NbdOptions) -> Self {
+    pub(super) fn new(uri: NbdUri, facts: NbdFacts, options: NbdOptions, who: String) -> Self {
         let path = uri.to_string().into();
         let (lost, is_copy, losses, failures) = Default::default();
-        Self { uri, path, facts, options, lost, is_copy, losses, failures }
+        Self { uri, path, facts, options, who, lost, is_copy, losses, failures }
     }
 
     /// Fails when something that was answered may be gone.
@@ -286,7 +288,7 @@ impl Link {
     /// # Errors
     /// `InvalidInput` when the export is another one than before.
     async fn dial_again(&self) -> Result<Connection> {
-        let connection = dial(&self.export.uri, &self.export.options).await?;
+        let connection = dial(&self.export.uri, &self.export.options, &self.export.who).await?;
         if connection.facts != self.export.facts {
             return Err(Error::new(
                 ErrorKind::InvalidInput,

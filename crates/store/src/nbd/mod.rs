@@ -50,9 +50,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use spile_core::{
-    Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
+    Env as _, Error, ErrorKind, OpenMode, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
-use spile_engine::{current_worker, spawn};
+use spile_engine::{OsEnv, current_worker, spawn};
 use spile_nbd_wire::handshake::transmission;
 use spile_nbd_wire::reply::STATE_ZERO;
 use spile_nbd_wire::uri::NbdUri;
@@ -70,6 +70,20 @@ const MAX_MIN_BLOCK_BYTES: u32 = 4096;
 const PIECE_BYTES: u64 = 1 << 30;
 /// Zeroes written as data, at a time.
 const ZERO_BYTES: u64 = 1 << 20;
+
+/// A metadata context that begins so names the link of its client, in 32 hexadecimal digits: all connections of one store say the same, and no other one's.
+pub const LINK_CONTEXT: &str = "spile:link=";
+/// This metadata context says that its client only reads.
+pub const READER_CONTEXT: &str = "spile:reader";
+
+/// What a store says of itself to a server that knows it: `spile receive`, which lets one link write to a disk.
+fn who(mode: OpenMode) -> String {
+    if mode == OpenMode::ReadOnly {
+        return READER_CONTEXT.to_owned();
+    }
+    let link = OsEnv.random_16().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    format!("{LINK_CONTEXT}{link}")
+}
 
 fn write(from: Segments) -> Ask {
     Ask::Write { from, durable: false }
@@ -118,7 +132,8 @@ impl NbdStore {
     }
 
     async fn connect(uri: NbdUri, mode: OpenMode, options: NbdOptions) -> Result<NbdStore> {
-        let connection = dial::dial(&uri, &options).await?;
+        let who = who(mode);
+        let connection = dial::dial(&uri, &options, &who).await?;
         let facts = connection.facts;
         let read_only = mode == OpenMode::ReadOnly;
         if !read_only && facts.has(transmission::READ_ONLY) {
@@ -128,7 +143,7 @@ impl NbdStore {
             let what = format!("the server takes only multiples of {} bytes", facts.min_block_bytes);
             return Err(Error::new(ErrorKind::Unsupported, what).hint("at most 4096 can be served"));
         }
-        let export = Arc::new(Export::new(uri, facts, options));
+        let export = Arc::new(Export::new(uri, facts, options, who));
         let link = Arc::new(Link::new(export.clone()));
         let mut links =
             vec![None; if facts.has(transmission::CAN_MULTI_CONN) { options.connections.max(1) } else { 1 }];

@@ -1,0 +1,187 @@
+//! [`Door`]: where clients ask for disks, and the other hosts give their orders.
+
+use std::any::Any;
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use spile_core::{Env, Error, ErrorKind, Result};
+use spile_engine::OsEnv;
+use spile_front_nbd::{Find, Found, Wanted};
+use spile_image::layer::{Identity, Layer as _};
+use spile_life::motion::{Order, ReceivedState, Receiver};
+use spile_store::{LINK_CONTEXT, READER_CONTEXT};
+
+use super::house::{House, Lease, Room, Use, Who};
+use super::{host_files, which};
+use crate::serving::disks::ServedDisk;
+
+/// Where clients ask for disks.
+pub(super) struct Door(pub Arc<House>);
+
+impl Find<ServedDisk> for Door {
+    fn find<'a>(
+        &'a self,
+        wanted: &'a Wanted,
+    ) -> Pin<Box<dyn Future<Output = Result<Found<ServedDisk>>> + 'a>> {
+        Box::pin(async move {
+            let (order, name) = match Order::of_export(&wanted.export) {
+                Some((order, name)) => (Some(order), name),
+                None => (None, wanted.export.as_str()),
+            };
+            let room = self.0.room(name);
+            let found = match order {
+                Some(Order::GoOn { id, link }) => self.go_on(&room, wanted, id, link).await,
+                Some(Order::Marks { id, len_bytes }) => self.take_marks(&room, wanted, id, len_bytes).await,
+                Some(Order::Marked { id }) => self.adopt_marks(&room, id).await,
+                Some(Order::Finish { id }) => self.finish(&room, id).await,
+                Some(order) => self.obey(&room, order).await,
+                None => self.whole(&room, wanted).await,
+            };
+            self.0.leave(room);
+            found
+        })
+    }
+}
+
+/// What the other host is told of an order that is refused. To be told that there is no such thing, it would take this for a host without a
+/// receiver.
+pub(super) fn refused(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::NotFound => Error::new(ErrorKind::Denied, error.message().to_owned()).caused_by(error),
+        _ => error,
+    }
+}
+
+/// Refuses a name that is a link, also one that leads nowhere: nobody would be told of that before the end of the move.
+fn refuse_link(disk: &Path) -> Result<()> {
+    match disk.symlink_metadata() {
+        Ok(stat) if stat.is_symlink() => {
+            Err(Error::new(ErrorKind::Exists, "there is a link of this name").at_path(disk).hint("remove it"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Who asks, as far as that is told.
+pub(super) fn who(wanted: &Wanted) -> Option<Who> {
+    let queries = || wanted.queries.iter();
+    if queries().any(|query| query == READER_CONTEXT) {
+        return None;
+    }
+    let link = queries().find_map(|query| query.strip_prefix(LINK_CONTEXT)).filter(|link| link.len() == 32);
+    let link = link.and_then(|link| u128::from_str_radix(link, 16).ok()).map(|link| Identity(link.to_be_bytes()));
+    Some(link.map_or(Who::Nameless, Who::Named))
+}
+
+impl Door {
+    /// Does what an order asks for that needs no link. Whoever gave it finds an export in which nothing is: that it is there is the answer.
+    async fn obey(&self, room: &Arc<Room>, order: Order) -> Result<Found<ServedDisk>> {
+        let _alone = room.alone().await?;
+        let (house, name) = (&self.0, room.name.as_str());
+        let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
+        let env: Arc<dyn Env> = Arc::new(OsEnv);
+        let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+        match order {
+            Order::Begin { id, size_bytes } => {
+                refuse_link(&receiver.disk(name)?)?;
+                receiver.begin(name, id, size_bytes).await.map_err(refused)?;
+            }
+            // Each has a method of its own.
+            Order::GoOn { .. } | Order::Marks { .. } | Order::Marked { .. } | Order::Finish { .. } => {}
+            Order::Ask { id } => drop(receiver.check_half(name, id).await?),
+            Order::HandOver { id } => receiver.hand_over(name, id).await.map_err(refused)?,
+            Order::Drop { id } => {
+                receiver.drop_half(name, id).await.map_err(refused)?;
+                // Whoever is connected still writes to a file without a name.
+                room.forget();
+                return Err(Error::new(ErrorKind::Denied, "the half-made image is removed"));
+            }
+        }
+        Ok(house.answer())
+    }
+
+    /// The image of the move `id` gets its name. It is open meanwhile: what is noted of its changes is known for certain then. One that has its name may be in use here.
+    async fn finish(&self, room: &Arc<Room>, id: Identity) -> Result<Found<ServedDisk>> {
+        let (house, name) = (&self.0, room.name.as_str());
+        let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
+        let env: Arc<dyn Env> = Arc::new(OsEnv);
+        let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+        let (_, state) = receiver.go_on(name, id).await.map_err(refused)?;
+        let lease = match state {
+            ReceivedState::Whole => None,
+            _ => Some(self.have_open(room, id).await?),
+        };
+        let _alone = room.alone().await?;
+        let disk = lease.as_ref().map(|lease| &lease.open().disk);
+        if let Some(disk) = disk {
+            disk.flush_once().await?;
+        }
+        let graph = disk.and_then(|disk| disk.graph_now());
+        let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
+        let place = receiver.finish(name, id, store).await.map_err(refused)?;
+        tracing::info!("{}: is whole, and was handed over", place.path.display());
+        Ok(house.answer())
+    }
+
+    /// The image of the move `id`, which is open for as long as the result is there.
+    pub(super) async fn have_open(&self, room: &Arc<Room>, id: Identity) -> Result<Lease> {
+        let house = &self.0;
+        room.wait(async || {
+            let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
+            let env: Arc<dyn Env> = Arc::new(OsEnv);
+            let receiver =
+                Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+            let (place, _) = receiver.go_on(&room.name, id).await.map_err(refused)?;
+            house.enter(room, &place, Use::Reads).await
+        })
+        .await
+    }
+
+    /// The image of a move, by the link that its old host uses: half, or whole when it was handed over.
+    async fn go_on(
+        &self,
+        room: &Arc<Room>,
+        wanted: &Wanted,
+        id: Identity,
+        link: Identity,
+    ) -> Result<Found<ServedDisk>> {
+        let house = &self.0;
+        room.wait(async || {
+            let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
+            let env: Arc<dyn Env> = Arc::new(OsEnv);
+            let receiver =
+                Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+            let (place, state) = receiver.go_on(&room.name, id).await?;
+            let is_half = state != ReceivedState::Whole;
+            house.enter(room, &place, Use::Writes { who: Who::Named(link), peer: wanted.peer, is_half }).await
+        })
+        .await
+        .map(found)
+    }
+
+    /// The disk of this name that was handed over.
+    async fn whole(&self, room: &Arc<Room>, wanted: &Wanted) -> Result<Found<ServedDisk>> {
+        let house = &self.0;
+        let how = match who(wanted) {
+            None => Use::Reads,
+            Some(who) => Use::Writes { who, peer: wanted.peer, is_half: false },
+        };
+        room.wait(async || {
+            let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
+            let env: Arc<dyn Env> = Arc::new(OsEnv);
+            let receiver =
+                Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+            let place = receiver.whole(&room.name).await?;
+            house.enter(room, &place, how).await
+        })
+        .await
+        .map(found)
+    }
+}
+
+pub(super) fn found(lease: Lease) -> Found<ServedDisk> {
+    let (server, is_alone) = (lease.server(), lease.is_alone());
+    let lease: Box<dyn Any + Send + Sync> = Box::new(lease);
+    Found { server, lease, is_alone }
+}

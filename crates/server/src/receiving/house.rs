@@ -1,0 +1,414 @@
+//! [`House`]: a room for each disk that somebody asks for, with its image while that is open.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::PathBuf;
+use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
+use std::time::{Duration, Instant};
+
+use futures_util::future::{Either, select};
+use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
+use spile_engine::{Engine, sleep};
+use spile_front::Peer;
+use spile_front_nbd::{Export, Found, Server as NbdServer, ServerConfig};
+use spile_image::layer::Identity;
+use spile_image::{Format, Graph, OpenOptions};
+use spile_life::motion::ReceivedPlace;
+use spile_node::{Node, Policy};
+use spile_store::HostStore;
+
+use crate::checkpoints::Checkpoints;
+use crate::disks;
+use crate::jobs::Access;
+use crate::serving::disks::ServedDisk;
+use crate::serving::trouble;
+
+/// How long a disk that is busy is waited for.
+const BUSY_PATIENCE: Duration = Duration::from_secs(5);
+/// The time between two looks at a busy disk.
+const BUSY_PAUSE: Duration = Duration::from_millis(20);
+
+/// So many links that have ended are remembered.
+const MOST_ENDED_LINKS: usize = 1024;
+
+/// The size of the export that is the answer to an order.
+const ANSWER_BYTES: u64 = 4096;
+
+/// All that is received.
+pub(super) struct House {
+    pub folder: PathBuf,
+    pub access: Access,
+    engine: Engine,
+    /// How the servers of one disk are made: their clients have come through the gate.
+    nbd: ServerConfig,
+    /// An export in which nothing is.
+    answer: Arc<NbdServer<ServedDisk>>,
+    rooms: Mutex<HashMap<String, Arc<Room>>>,
+    /// Links by which no half is written to any more: others have come in their place. The latest last.
+    ended: Mutex<VecDeque<Identity>>,
+}
+
+/// One disk of the folder: what is done with it, and its image while that is open.
+pub(super) struct Room {
+    pub name: String,
+    /// One order at a time. The image is opened and closed under it, too.
+    busy: async_lock::Mutex<()>,
+    open: Mutex<Option<Arc<OpenDisk>>>,
+}
+
+/// A disk that somebody is connected to.
+pub(super) struct OpenDisk {
+    pub disk: Arc<ServedDisk>,
+    pub checkpoints: Checkpoints,
+    /// How many connections there are.
+    users: AtomicUsize,
+    readers: Arc<NbdServer<ServedDisk>>,
+    /// The link that writes, while it has a connection.
+    writer: Mutex<Option<Arc<Writer>>>,
+}
+
+/// One link: all connections of one client.
+struct Writer {
+    who: Who,
+    peer: Peer,
+    connections: AtomicUsize,
+    server: Arc<NbdServer<ServedDisk>>,
+}
+
+/// Who writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Who {
+    /// All connections with this name.
+    Named(Identity),
+    /// One connection that does not say who it is.
+    Nameless,
+}
+
+/// What somebody wants of a disk.
+#[derive(Clone, Copy)]
+pub(super) enum Use {
+    Reads,
+    Writes {
+        who: Who,
+        peer: Peer,
+        /// It is being moved here: a new link of its old host takes the place of the one before.
+        is_half: bool,
+    },
+}
+
+/// What comes of a try to use a disk.
+pub(super) enum Tried {
+    In(Lease),
+    /// Not now: it may go a little later.
+    Busy(Error),
+}
+
+/// What a connection has of a disk.
+pub(super) struct Lease {
+    house: Arc<House>,
+    room: Arc<Room>,
+    of: Arc<OpenDisk>,
+    writer: Option<Arc<Writer>>,
+}
+
+fn relock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Lease {
+    /// The disk.
+    pub fn open(&self) -> &OpenDisk {
+        &self.of
+    }
+
+    pub fn server(&self) -> Arc<NbdServer<ServedDisk>> {
+        self.writer.as_ref().map_or(&self.of.readers, |writer| &writer.server).clone()
+    }
+
+    /// Another connection of the same client would be another link.
+    pub fn is_alone(&self) -> bool {
+        self.writer.as_ref().is_some_and(|writer| writer.who == Who::Nameless)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(writer) = self.writer.take() {
+            let mut current = relock(&self.of.writer);
+            if writer.connections.fetch_sub(1, Ordering::SeqCst) == 1 {
+                current.take_if(|current| Arc::ptr_eq(current, &writer));
+            }
+        }
+        if self.of.users.fetch_sub(1, Ordering::SeqCst) == 1 {
+            // Who closes it waits for its turn, and must not keep the file open, and so locked, for that long.
+            let (house, room, of) = (self.house.clone(), self.room.clone(), Arc::downgrade(&self.of));
+            self.house.engine.spawn_on(0, move || async move {
+                house.close_unused(&room, &of).await;
+                house.leave(room);
+            });
+        }
+    }
+}
+
+impl Room {
+    /// The image, if it is open.
+    pub fn open(&self) -> Option<Arc<OpenDisk>> {
+        relock(&self.open).clone()
+    }
+
+    /// Waits until nobody has the image open any more. Its writer sends no more requests.
+    ///
+    /// # Errors
+    /// `Busy` when those that are under way do not end.
+    pub async fn be_closed(&self) -> Result<()> {
+        let end = Instant::now() + BUSY_PATIENCE;
+        while let Some(open) = self.open() {
+            if Instant::now() > end {
+                let what = "what came by a link before is still being written";
+                return Err(Error::new(ErrorKind::Busy, what).hint("try again: it ends with the storage's answer"));
+            }
+            if let Some(writer) = &*relock(&open.writer) {
+                writer.server.stop();
+            }
+            drop(open);
+            sleep(BUSY_PAUSE).await;
+        }
+        Ok(())
+    }
+
+    /// The image is no disk of this name any more.
+    pub fn forget(&self) {
+        relock(&self.open).take();
+    }
+
+    /// Waits for its turn, but not for a call that hangs.
+    ///
+    /// # Errors
+    /// `Busy`.
+    pub async fn alone(&self) -> Result<async_lock::MutexGuard<'_, ()>> {
+        match select(pin!(self.busy.lock()), pin!(sleep(BUSY_PATIENCE))).await {
+            Either::Left((alone, _)) => Ok(alone),
+            Either::Right(_) => {
+                let what = "something else is done with this disk, and does not come to its end: its storage may hang";
+                Err(Error::new(ErrorKind::Busy, what))
+            }
+        }
+    }
+
+    /// Tries to use the disk until that is possible. Others come to their turn between two tries.
+    ///
+    /// # Errors
+    /// What `once` says; `Busy` when the time is over.
+    pub async fn wait(&self, once: impl AsyncFn() -> Result<Tried>) -> Result<Lease> {
+        let end = Instant::now() + BUSY_PATIENCE;
+        loop {
+            let alone = self.alone().await?;
+            let tried = Box::pin(once()).await?;
+            drop(alone);
+            match tried {
+                Tried::In(lease) => return Ok(lease),
+                Tried::Busy(error) if Instant::now() > end => return Err(error),
+                Tried::Busy(_) => sleep(BUSY_PAUSE).await,
+            }
+        }
+    }
+}
+
+impl House {
+    pub fn new(folder: PathBuf, access: Access, engine: Engine, nbd: ServerConfig) -> Result<Self> {
+        let cache = access.cache;
+        let nothing = engine.run_on(0, move || async move {
+            let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
+            let graph = disks::open_keeping(cache, &Locator::Mem(ANSWER_BYTES), &options).await?;
+            graph.begin();
+            Ok::<_, Error>(Arc::new(node(graph)))
+        })?;
+        let answer = Arc::new(server(&engine, &nbd, "answer", &nothing, false)?);
+        let (rooms, ended) = Default::default();
+        Ok(Self { folder, access, engine, nbd, answer, rooms, ended })
+    }
+
+    /// The answer to an order that was obeyed.
+    pub fn answer(&self) -> Found<ServedDisk> {
+        Found { server: self.answer.clone(), lease: Box::new(()), is_alone: true }
+    }
+
+    /// The room of the disk `name`. [`House::leave`] says when the caller needs it no more.
+    pub fn room(&self, name: &str) -> Arc<Room> {
+        let new = || {
+            let (name, busy, open) = (name.to_owned(), async_lock::Mutex::new(()), Mutex::default());
+            Arc::new(Room { name, busy, open })
+        };
+        relock(&self.rooms).entry(name.to_owned()).or_insert_with(new).clone()
+    }
+
+    /// The caller does not need the room any more, which goes when nobody does.
+    pub fn leave(&self, room: Arc<Room>) {
+        let mut rooms = relock(&self.rooms);
+        let name = room.name.clone();
+        drop(room);
+        if rooms.get(&name).is_some_and(|room| Arc::strong_count(room) == 1 && room.open().is_none()) {
+            rooms.remove(&name);
+        }
+    }
+
+    /// One more connection to the disk at `place`, which is opened if it is not open. The caller has the room for itself.
+    ///
+    /// # Errors
+    /// `Denied` for a link in whose place another one has come; those of opening the disk.
+    pub async fn enter(self: &Arc<Self>, room: &Arc<Room>, place: &ReceivedPlace, how: Use) -> Result<Tried> {
+        let was_ended = |link| relock(&self.ended).contains(&link);
+        if let Use::Writes { who: Who::Named(link), is_half: true, .. } = how
+            && was_ended(link)
+        {
+            return Err(Error::new(ErrorKind::Denied, "another link has come in the place of this one"));
+        }
+        let of = match room.open() {
+            Some(open) => open,
+            None => match Box::pin(self.open_disk(&room.name, place)).await {
+                // The last connection to it may have ended just now.
+                Err(error) if error.kind() == ErrorKind::Busy => return Ok(Tried::Busy(error)),
+                opened => {
+                    let open = Arc::new(opened?);
+                    *relock(&room.open) = Some(open.clone());
+                    open
+                }
+            },
+        };
+        let lease = |writer| {
+            of.users.fetch_add(1, Ordering::SeqCst);
+            Ok(Tried::In(Lease { house: self.clone(), room: room.clone(), of: of.clone(), writer }))
+        };
+        let Use::Writes { who, peer, is_half } = how else { return lease(None) };
+        let mut current = relock(&of.writer);
+        let writer = match current.as_ref() {
+            Some(writer) if writer.who == who && who != Who::Nameless => writer.clone(),
+            Some(_) if who == Who::Nameless => return lease(None),
+            Some(other) if is_half => {
+                self.end(other);
+                let what = "what came by another link before is still being written";
+                return Ok(Tried::Busy(Error::new(ErrorKind::Busy, what)));
+            }
+            Some(other) => return Ok(Tried::Busy(is_used(other.peer))),
+            None => {
+                let server = Arc::new(server(&self.engine, &self.nbd, &room.name, &of.disk, false)?);
+                let writer = Arc::new(Writer { who, peer, connections: AtomicUsize::new(0), server });
+                *current = Some(writer.clone());
+                writer
+            }
+        };
+        writer.connections.fetch_add(1, Ordering::SeqCst);
+        drop(current);
+        lease(Some(writer))
+    }
+
+    /// No request comes to a half any more by this link. The process that wrote to it may have been killed, or its link cut, and what it had sent may still be on its way to
+    /// the image: late, it would undo newer writes.
+    fn end(&self, link: &Writer) {
+        if let Who::Named(link) = link.who {
+            let mut ended = relock(&self.ended);
+            if !ended.contains(&link) {
+                ended.push_back(link);
+            }
+            if ended.len() > MOST_ENDED_LINKS {
+                ended.pop_front();
+            }
+        }
+        link.server.stop();
+    }
+
+    async fn open_disk(&self, name: &str, place: &ReceivedPlace) -> Result<OpenDisk> {
+        let options = OpenOptions { format: Some(place.format), ..OpenOptions::default() };
+        let graph = Box::pin(disks::open_keeping(self.access.cache, &Locator::from(&place.path), &options)).await?;
+        let checkpoints = Checkpoints::none(self.access);
+        checkpoints.open(&graph).await?;
+        graph.begin();
+        let disk = Arc::new(node(graph).with_troubles(trouble::of_disk(name.to_owned(), Policy::default())));
+        checkpoints.attach(&disk).await?;
+        let readers = Arc::new(server(&self.engine, &self.nbd, name, &disk, true)?);
+        Ok(OpenDisk { disk, checkpoints, users: AtomicUsize::new(0), readers, writer: Mutex::default() })
+    }
+
+    /// Closes a disk that nobody is connected to any more.
+    async fn close_unused(&self, room: &Room, of: &Weak<OpenDisk>) {
+        let _alone = room.busy.lock().await;
+        let Some(of) = of.upgrade() else { return };
+        if of.users.load(Ordering::SeqCst) > 0 {
+            return;
+        }
+        relock(&room.open).take_if(|known| Arc::ptr_eq(known, &of));
+        if let Err(error) = of.close(&room.name).await {
+            tracing::error!("{:?} could not be closed: {error}", room.name);
+        }
+    }
+
+    /// Closes all disks: no connection is left, but for those that hang.
+    ///
+    /// # Errors
+    /// The first failure to close one; `TimedOut` when some were not closed within `bound`.
+    pub fn close_all(self: &Arc<Self>, bound: Duration) -> Result<()> {
+        let end = Instant::now() + bound;
+        let rooms: Vec<Arc<Room>> = relock(&self.rooms).drain().map(|(_, room)| room).collect();
+        let close = |room: Arc<Room>| {
+            let (sender, closed) = mpsc::channel();
+            let name = room.name.clone();
+            self.engine.spawn_on(0, move || async move {
+                let _alone = room.busy.lock().await;
+                let open = relock(&room.open).take();
+                let closed = match open {
+                    Some(open) => open.close(&room.name).await,
+                    None => Ok(()),
+                };
+                let _ = sender.send(closed);
+            });
+            (name, closed)
+        };
+        let closing: Vec<_> = rooms.into_iter().map(close).collect();
+        let mut result = Ok(());
+        for (name, closed) in closing {
+            let late = || Err(Error::new(ErrorKind::TimedOut, format!("{name:?} could not be closed in time")));
+            let closed = closed.recv_timeout(end.saturating_duration_since(Instant::now()));
+            result = result.and(closed.unwrap_or_else(|_| late()));
+        }
+        result
+    }
+}
+
+/// What a client is told while another link writes to the disk. Only the message goes to the other host.
+fn is_used(peer: Peer) -> Error {
+    let who = match peer {
+        Peer::Process(pid) => format!("process {pid} of the host where the disk is"),
+        Peer::Host(address) => format!("a process of the host {address}"),
+        Peer::Unknown => "another process".to_owned(),
+    };
+    let what = format!("{who} has this disk: one server at a time; if it is dead, that is noticed within 2 minutes");
+    Error::new(ErrorKind::Busy, what)
+}
+
+fn node(graph: Graph<HostStore>) -> ServedDisk {
+    Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
+}
+
+fn server(
+    engine: &Engine,
+    nbd: &ServerConfig,
+    name: &str,
+    disk: &Arc<ServedDisk>,
+    read_only: bool,
+) -> Result<NbdServer<ServedDisk>> {
+    let (description, name, disk) = (String::new(), name.to_owned(), disk.clone());
+    let export = Export { name, description, disk, read_only, checkpoints: None, withdrawn: Arc::default() };
+    NbdServer::new(engine.clone(), nbd.clone(), vec![export])
+}
+
+impl OpenDisk {
+    /// Ends the use of the image; again, it does nothing.
+    async fn close(&self, name: &str) -> Result<()> {
+        self.readers.withdraw(name);
+        let Some(graph) = self.disk.graph_now() else { return Ok(()) };
+        self.disk.close().await?;
+        self.checkpoints.close(&graph).await;
+        Ok(())
+    }
+}
