@@ -207,10 +207,9 @@ fn a_new_link_comes_in_the_place_of_one_that_is_still_connected() {
     one.write(0, &[1; 4096], false).unwrap();
     let other = Client::connect(&order(format!("go-on/{id}/{}", links[1]))).unwrap();
     other.write(4096, &[2; 4096], true).unwrap();
-    assert!(
-        one.write(0, &[3; 4096], false).is_err() && begun.write(0, &[3; 4096], false).is_err(),
-        "an old link writes"
-    );
+    assert!(one.write(0, &[3; 4096], false).is_err(), "an old link writes");
+    // Where an order is answered there is nothing to write to.
+    let _ = begun.write(0, &[3; 4096], false);
     assert!(Client::connect(&order(format!("go-on/{id}/{}", links[0]))).is_err(), "an old link comes again");
     assert!(there.terminate().success());
     let half = fs::read(dir.join("there/.disk.raw.spile-receiving")).unwrap();
@@ -371,6 +370,8 @@ fn nothing_is_overwritten_and_nothing_outside_of_the_folder_is_touched() {
         ("..%2Fsecret.raw", "needs the name of one file"),
         ("../secret.raw", "needs the name of one file"),
         (".hidden.raw", "needs the name of one file"),
+        ("-rf.raw", "needs the name of one file"),
+        ("a%E2%80%AEwar.raw", "needs the name of one file"),
         ("disk", "cannot tell the format"),
         ("disk.qcow2", "cannot be written"),
     ] {
@@ -454,4 +455,229 @@ fn a_move_that_fails_leaves_nothing_on_the_other_host() {
     drop(client);
     served.terminate();
     assert!(there.terminate().success());
+}
+
+/// From now on no disk called `name` gets its name there: the folder is in the way of what is removed first.
+fn block_naming(dir: &Path, name: &str) {
+    fs::create_dir(dir.join(format!("there/.{name}.spile-moved"))).unwrap();
+}
+
+fn unblock_naming(dir: &Path, name: &str) {
+    fs::remove_dir(dir.join(format!("there/.{name}.spile-moved"))).unwrap();
+}
+
+fn state_there(dir: &Path) -> Value {
+    json(dir, &["receive", "there", "--list"])["disks"][0]["state"].clone()
+}
+
+/// Between the hand-over and its name an image that was taken in is the disk, and only the other host knows.
+#[test]
+fn what_may_be_the_disk_is_not_removed_as_a_half_that_was_given_up_and_has_its_name_kept() {
+    let dir = world("receive-may-be");
+    let dir = dir.path();
+    let there = receive(dir);
+    block_naming(dir, "disk.vhd");
+    let mut served = serve(dir, &["old/receive-may-be.vhd"]);
+    json(dir, &["move", "receive-may-be", "--to", &to(dir, "disk.vhd")]);
+    eventually("it is to be named", || job(dir, "receive-may-be")["motion"]["phase"] == "naming");
+    Client::connect(&served.uri()).unwrap().write(0, &[6; 4096], true).unwrap();
+    assert_eq!(state_there(dir), "handing-over");
+    // Nobody takes what keeps the name for a disk, nor the name.
+    assert_eq!(fs::metadata(dir.join("there/disk.vhd")).unwrap().len(), 0);
+    fails(dir, 1, &["create", "there/disk.vhd", "--size", "64M"]);
+    served.signal(nix::sys::signal::Signal::SIGTERM);
+    let mut said = String::new();
+    std::io::Read::read_to_string(served.child.stderr.as_mut().unwrap(), &mut said).unwrap();
+    assert!(said.contains("start a server with the old path first"), "{said}");
+    assert!(served.child.wait().unwrap().success());
+    let said = fails(dir, 1, &["serve", &to(dir, "disk.vhd"), "--nbd", "unix:x", "--control", "none"]);
+    assert!(said.contains("handed over here") && said.contains("the old path"), "{said}");
+    let said = fails(dir, 1, &["receive", "there", "--remove", "disk.vhd"]);
+    assert!(said.contains("may be the disk") && said.contains("--force"), "{said}");
+    assert_eq!(state_there(dir), "handing-over");
+    unblock_naming(dir, "disk.vhd");
+    let said = fails(dir, 1, &["serve", "old/receive-may-be.vhd", "--nbd", "unix:x", "--control", "none"]);
+    assert!(said.contains("was moved to"), "{said}");
+    assert_eq!(state_there(dir), "whole");
+    let again = serve(dir, &[&to(dir, "disk.vhd")]);
+    let mut read = [0; 4096];
+    Client::connect(&again.uri()).unwrap().read(0, &mut read).unwrap();
+    assert_eq!(read, [6; 4096]);
+    assert!(again.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn a_hand_over_that_did_not_come_leaves_half_a_copy_again() {
+    let dir = world("receive-not-yet");
+    let dir = dir.path();
+    let there = receive(dir);
+    let id = "a7".repeat(16);
+    let order =
+        |order: &str| Client::connect(&there.export(&format!(".spile-receive/{order}/{id}/disk.raw"))).map(drop);
+    let begin = || Client::connect(&there.export(&format!(".spile-receive/begin/{id}/{}/disk.raw", 4 * MIB))).map(drop);
+    let half = [".disk.raw.spile-received", ".disk.raw.spile-receiving"];
+    let handing_over = [&half[..], &["disk.raw"]].concat();
+    begin().unwrap();
+    order("hand-over").unwrap();
+    order("hand-over").unwrap();
+    assert_eq!(names(dir, "there"), handing_over);
+    // The old place has the disk still: a process that was started anew goes on with the copy.
+    order("ask").unwrap();
+    assert_eq!((state_there(dir), names(dir, "there")), ("half".into(), half.map(str::to_owned).to_vec()));
+    // What has got the name meanwhile is not touched.
+    order("hand-over").unwrap();
+    fs::write(dir.join("there/disk.raw"), [1; 512]).unwrap();
+    assert!(order("finish").is_err());
+    order("ask").unwrap();
+    assert!(order("hand-over").is_err(), "the name is taken");
+    assert_eq!(fs::read(dir.join("there/disk.raw")).unwrap(), [1; 512]);
+    fs::remove_file(dir.join("there/disk.raw")).unwrap();
+    order("hand-over").unwrap();
+    ok(dir, &["receive", "there", "--remove", "disk.raw", "--force"]);
+    assert!(names(dir, "there").is_empty(), "{:?}", names(dir, "there"));
+    // A note of another version is told of.
+    fs::write(dir.join("there/.new.raw.spile-received"), "spile received 9\nwhatever\nend\n").unwrap();
+    let said = fails(dir, 1, &["receive", "there", "--list"]);
+    assert!(said.contains("another version"), "{said}");
+    assert!(there.terminate().success());
+}
+
+#[test]
+fn a_copy_that_is_to_be_named_is_not_copied_to_any_more_and_a_cancel_asks_the_other_host() {
+    let (dir, bytes) = full("receive-naming");
+    let dir = dir.path();
+    let there = receive(dir);
+    let mut served = serve(dir, &["old/receive-naming.raw"]);
+    let copy = |name: &str| {
+        let begun = json(dir, &["move", "receive-naming", "--to", &to(dir, name), "--mirror-only"]);
+        eventually("it is in step", || job(dir, "receive-naming")["motion"]["phase"] == "in step");
+        block_naming(dir, name);
+        ok(dir, &["job", begun["id"].as_str().unwrap(), "finish"]);
+        eventually("it is to be named", || job(dir, "receive-naming")["motion"]["phase"] == "naming");
+        begun["id"].as_str().unwrap().to_owned()
+    };
+    let cancelled = |id: &str, state: &str| {
+        ok(dir, &["job", id, "cancel"]);
+        eventually("it is over", || job(dir, "receive-naming")["state"] != "running");
+        assert_eq!(job(dir, "receive-naming")["state"], state);
+    };
+    // The other host answers: it has no name, and goes.
+    cancelled(&copy("a.raw"), "cancelled");
+    assert_eq!(names(dir, "there"), [".a.raw.spile-moved"]);
+    // The next process only has it named.
+    copy("b.raw");
+    served.kill();
+    served = serve(dir, &["old/receive-naming.raw"]);
+    Client::connect(&served.uri()).unwrap().write(9 * MIB as u64, &[5; 4096], true).unwrap();
+    eventually("it is to be named", || job(dir, "receive-naming")["motion"]["phase"] == "naming");
+    unblock_naming(dir, "b.raw");
+    eventually("it is done", || job(dir, "receive-naming")["state"] == "done");
+    assert!(fs::read(dir.join("there/b.raw")).unwrap() == bytes, "it was written to after its point in time");
+    // Nobody answers: nobody knows.
+    let id = copy("c.raw");
+    there.kill();
+    cancelled(&id, "failed");
+    assert!(job(dir, "receive-naming")["error"].to_string().contains("it is not known whether"));
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn an_export_that_has_come_in_the_place_of_spile_receive_is_not_overwritten() {
+    let (dir, _) = full("receive-replaced");
+    let dir = dir.path();
+    let there = receive(dir);
+    let served = serve(dir, &["old/receive-replaced.raw"]);
+    json(dir, &["move", "receive-replaced", "--to", &to(dir, "disk.raw"), "--rate", "2M"]);
+    eventually("it is taken in", || !names(dir, "there").is_empty());
+    served.kill();
+    assert!(there.terminate().success());
+    ok(dir, &["create", "used.raw", "--size", "48M"]);
+    let mut command = spile();
+    command.args(["serve", "used.raw,name=disk.raw", "--nbd", "unix:r", "--control", "none"]).current_dir(dir);
+    let other = Served::spawn(&mut command, dir.join("r")).unwrap();
+    let served = serve(dir, &["old/receive-replaced.raw"]);
+    eventually("it has failed", || job(dir, "receive-replaced")["state"] == "failed");
+    let error = job(dir, "receive-replaced")["error"].to_string();
+    assert!(error.contains("there is another server now"), "{error}");
+    assert!(served.terminate().success() && other.terminate().success());
+    assert!(
+        fs::read(dir.join("used.raw")).unwrap().iter().all(|byte| *byte == 0),
+        "a disk that is used is overwritten"
+    );
+}
+
+#[test]
+fn one_server_at_a_time_has_a_disk_there_and_who_only_reads_keeps_nobody_out() {
+    let dir = world("receive-alone");
+    let dir = dir.path();
+    let mut there = receive(dir);
+    let first = serve(dir, &["old/receive-alone.vhd"]);
+    ok(dir, &["move", "receive-alone", "--to", &to(dir, "disk.vhd"), "--wait"]);
+    let uri = to(dir, "disk.vhd");
+    let second = ["serve", &uri, "--nbd", "unix:x", "--control", "none"];
+    let said = fails(dir, 1, &second);
+    assert!(said.contains("has this disk") && said.contains(&format!("process {}", first.child.id())), "{said}");
+    // Clients that do not say who they are may look.
+    ok(dir, &["info", &uri]);
+    let qemu = |args: &[&str]| std::process::Command::new("qemu-io").args(args).arg(&uri).output().unwrap();
+    let read = qemu(&["-r", "-f", "raw", "-c", "read 0 4k"]);
+    assert!(read.status.success(), "{read:?}");
+    let write = qemu(&["-f", "raw", "-c", "write 0 4k"]);
+    assert!(!write.status.success(), "{write:?}");
+    // The first one comes again at once.
+    let client = Client::connect(&first.uri()).unwrap();
+    client.write(0, &[6; 4096], true).unwrap();
+    there.kill();
+    there = receive(dir);
+    client.write(4096, &[7; 4096], true).unwrap();
+    fails(dir, 1, &second);
+    drop(client);
+    // Once it has ended, the next one gets in; while nobody has it, so does a client without a name.
+    first.kill();
+    let next = serve(dir, &[&uri]);
+    let mut read = [0; 8192];
+    Client::connect(&next.uri()).unwrap().read(0, &mut read).unwrap();
+    assert!(read[..4096] == [6; 4096] && read[4096..] == [7; 4096]);
+    assert!(next.terminate().success());
+    eventually("a client without a name writes", || qemu(&["-f", "raw", "-c", "write 0 4k"]).status.success());
+    let said = fails(dir, 1, &["receive", "there", "--nbd", "unix:r2"]);
+    assert!(said.contains("another process takes disks in"), "{said}");
+    assert!(there.terminate().success());
+}
+
+#[test]
+fn storage_that_hangs_for_one_disk_keeps_no_other_one_waiting_nor_the_end() {
+    use std::os::unix::fs::MetadataExt;
+    let dir = world("receive-hangs");
+    let dir = dir.path();
+    let mut command = faulty_sync(dir);
+    command.args(["receive", "there", "--nbd", "unix:r", "--engine", "threads"]).current_dir(dir).stdout(Stdio::null());
+    let mut there = Served { child: command.spawn().unwrap(), socket: dir.join("r") };
+    eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
+    let export = |order: String| there.export(&format!(".spile-receive/{order}.raw"));
+    let id = "a7".repeat(16);
+    let link = |name: &str| {
+        Client::connect(&export(format!("begin/{id}/{}/{name}", 4 * MIB))).unwrap();
+        Client::connect(&export(format!("go-on/{id}/{}/{name}", "3c".repeat(16)))).unwrap()
+    };
+    let hung = link("hung");
+    hung.write(0, &[1; 4096], false).unwrap();
+    let inode = fs::metadata(dir.join("there/.hung.raw.spile-receiving")).unwrap().ino();
+    fs::write(dir.join("hang-sync"), inode.to_string()).unwrap();
+    let finish = export(format!("finish/{id}/hung"));
+    let finishing = std::thread::spawn(move || Client::connect(&finish).is_err());
+    eventually("it hangs", || dir.join("hangs").exists());
+    // More orders about it than there could wait.
+    let more: Vec<_> = (0..20).map(|_| export(format!("finish/{id}/hung"))).collect();
+    let more = more.into_iter().map(|uri| std::thread::spawn(move || Client::connect(&uri).is_err()));
+    let more: Vec<_> = more.collect();
+    let other = link("other");
+    other.write(0, &[2; 4096], true).unwrap();
+    Client::connect(&export(format!("finish/{id}/other"))).unwrap();
+    assert!(dir.join("there/other.raw").exists());
+    assert!(more.into_iter().all(|thread| thread.join().unwrap()));
+    drop((other, hung));
+    there.signal(nix::sys::signal::Signal::SIGTERM);
+    assert_eq!(there.child.wait().unwrap().code(), Some(1));
+    assert!(finishing.join().unwrap());
 }

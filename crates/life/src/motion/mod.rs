@@ -312,7 +312,8 @@ async fn name_copy<F: Files>(work: &Work<'_, F>, place: &Place, plan: &Move, sta
     status.set_phase(Phase::Naming);
     let to = &plan.to;
     let tell = |error: &Error| {
-        status.set_trouble(Some(format!("the copy {to} is whole, and it is not known whether it has its name: {error}")));
+        status
+            .set_trouble(Some(format!("the copy {to} is whole, and it is not known whether it has its name: {error}")));
     };
     match place.finish(work, tell).await {
         Err(_) if !work.job.is_stopping() && place.take_copy_back(work).await? => Ok(()),

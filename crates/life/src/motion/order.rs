@@ -174,9 +174,23 @@ mod tests {
         for name in ["disk.vhd", "vm 1.raw", "größe.raw", "a..b"] {
             assert!(is_name(name), "{name}");
         }
-        for name in
-            ["", ".", "..", "-f.raw", "a\u{202e}war.b", "a\u{200b}b", ".hidden", "a/b", "../a", "a\0b", "a\nb", "a\\b", "$a", "a\u{85}b", &"a".repeat(201)]
-        {
+        for name in [
+            "",
+            ".",
+            "..",
+            "-f.raw",
+            "a\u{202e}war.b",
+            "a\u{200b}b",
+            ".hidden",
+            "a/b",
+            "../a",
+            "a\0b",
+            "a\nb",
+            "a\\b",
+            "$a",
+            "a\u{85}b",
+            &"a".repeat(201),
+        ] {
             assert!(!is_name(name), "{name:?}");
         }
     }

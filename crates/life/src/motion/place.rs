@@ -292,7 +292,9 @@ impl Place {
     /// # Errors
     /// Why it does not know that.
     pub async fn tell_hand_over<F: Files>(&self, work: &Work<'_, F>) -> Result<()> {
-        let Some(order) = self.order(|id| Order::HandOver { id }).filter(|_| !self.is_told.get()) else { return Ok(()) };
+        let Some(order) = self.order(|id| Order::HandOver { id }).filter(|_| !self.is_told.get()) else {
+            return Ok(());
+        };
         drop(work.files.open(&order, OpenMode::ReadWrite).await?);
         self.is_told.set(true);
         Ok(())

@@ -83,8 +83,7 @@ impl Received {
         let (id, size_bytes) = (Identity(from_hex(next("move ")?)?), next("size ")?.parse().ok()?);
         let format = next("format ")?.parse().ok()?;
         let state = next("state ")?;
-        let states =
-            [ReceivedState::Making, ReceivedState::Half, ReceivedState::HandingOver, ReceivedState::Whole];
+        let states = [ReceivedState::Making, ReceivedState::Half, ReceivedState::HandingOver, ReceivedState::Whole];
         let state = states.into_iter().find(|known| known.name() == state)?;
         Some(Self { id, size_bytes, format, state, file: next("file ")?.to_owned() })
     }
@@ -146,8 +145,7 @@ impl<F: Files> Receiver<'_, F> {
         match is_name(name) {
             true => Ok(self.folder.join(name)),
             false => {
-                let what =
-                    "a disk that comes needs the name of one file: letters, digits, and - _ . + @, not first a dot";
+                let what = "a disk that comes needs the name of one file: letters, digits, and - _ . + @, first neither a dot nor a dash";
                 Err(Error::new(ErrorKind::InvalidInput, what))
             }
         }
@@ -466,9 +464,7 @@ mod tests {
 
     #[test]
     fn a_note_is_read_back_only_when_it_is_whole() {
-        for state in
-            [ReceivedState::Making, ReceivedState::Half, ReceivedState::HandingOver, ReceivedState::Whole]
-        {
+        for state in [ReceivedState::Making, ReceivedState::Half, ReceivedState::HandingOver, ReceivedState::Whole] {
             let (id, file) = (Identity([9; 16]), "7".to_owned());
             let note = Received { id, size_bytes: 1 << 30, format: Format::Vhd, state, file };
             let text = note.to_text();

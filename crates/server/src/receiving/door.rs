@@ -20,10 +20,7 @@ use crate::serving::disks::ServedDisk;
 pub(super) struct Door(pub Arc<House>);
 
 impl Find<ServedDisk> for Door {
-    fn find<'a>(
-        &'a self,
-        wanted: &'a Wanted,
-    ) -> Pin<Box<dyn Future<Output = Result<Found<ServedDisk>>> + 'a>> {
+    fn find<'a>(&'a self, wanted: &'a Wanted) -> Pin<Box<dyn Future<Output = Result<Found<ServedDisk>>> + 'a>> {
         Box::pin(async move {
             let (order, name) = match Order::of_export(&wanted.export) {
                 Some((order, name)) => (Some(order), name),
@@ -150,8 +147,7 @@ impl Door {
         room.wait(async || {
             let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
             let env: Arc<dyn Env> = Arc::new(OsEnv);
-            let receiver =
-                Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+            let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
             let (place, state) = receiver.go_on(&room.name, id).await?;
             let is_half = state != ReceivedState::Whole;
             house.enter(room, &place, Use::Writes { who: Who::Named(link), peer: wanted.peer, is_half }).await
@@ -170,8 +166,7 @@ impl Door {
         room.wait(async || {
             let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
             let env: Arc<dyn Env> = Arc::new(OsEnv);
-            let receiver =
-                Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+            let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
             let place = receiver.whole(&room.name).await?;
             house.enter(room, &place, how).await
         })

@@ -41,9 +41,9 @@ use house::House;
 pub use known::{Known, list, remove_half};
 
 /// How long clients may take to accept their last replies.
-const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
+const DRAIN_PATIENCE: Duration = Duration::from_secs(10);
 /// How long what hangs may take to its end after that, and the closing of disks.
-const LAST_PATIENCE: Duration = Duration::from_secs(10);
+const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What `spile receive` is started with.
 pub struct Settings {

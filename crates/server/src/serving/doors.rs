@@ -121,7 +121,7 @@ impl Doors {
         if over.is_err() && !report.state.is_over() {
             let what =
                 format!("after {} s it is not known whether the other host has the disk", HAND_OVER_BOUND.as_secs());
-            let hint = "guests wait here. Cancel the job and look at the other host: when it does not have the disk, `spile resume` here lets them go on";
+            let hint = "guests wait here. Cancel the job: when it is `done`, the other host has the disk; when it is `cancelled`, `spile resume` here lets guests go on; else look at the other host";
             return Err(Error::new(ErrorKind::TimedOut, what).hint(hint));
         }
         blocking(move || {
