@@ -548,7 +548,7 @@ pub struct Job {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Motion {
     /// `copying`, `catching up` with what guests have written since, `in step` when next to nothing is missing, `failing` while the new place
-    /// fails and is tried again, or `done`.
+    /// fails and is tried again, `naming` when the copy is whole and the other host has not said yet that it has its name, or `done`.
     pub phase: String,
     /// Bytes in blocks that the copy lacks, or may lack.
     pub lag_bytes: u64,
