@@ -149,7 +149,8 @@ mod tests {
         let go_on = Order::GoOn { id: ID, link: Identity([0x3c; 16]) };
         let begin = Order::Begin { id: ID, size_bytes: 1 << 30 };
         let (marks, marked) = (Order::Marks { id: ID, len_bytes: 4 << 20 }, Order::Marked { id: ID });
-        let plain = [Order::Ask { id: ID }, Order::HandOver { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }];
+        let plain =
+            [Order::Ask { id: ID }, Order::HandOver { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }];
         for order in plain.into_iter().chain([begin, go_on, marks, marked]) {
             assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
         }

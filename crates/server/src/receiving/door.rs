@@ -127,8 +127,7 @@ impl Door {
         room.wait(async || {
             let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
             let env: Arc<dyn Env> = Arc::new(OsEnv);
-            let receiver =
-                Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+            let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
             let (place, _) = receiver.go_on(&room.name, id).await.map_err(refused)?;
             house.enter(room, &place, Use::Reads).await
         })
