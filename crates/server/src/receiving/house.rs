@@ -174,7 +174,8 @@ impl Room {
             drop(open);
             sleep(BUSY_PAUSE).await;
         }
-        Ok(())
+        // Whoever closes it has the room for itself until that is done.
+        self.alone().await.map(drop)
     }
 
     /// The image is no disk of this name any more.

@@ -68,6 +68,7 @@ impl Door {
             tracing::warn!("{:?}: its checkpoints did not come along: {error}", room.name);
         }
         adopted.map_err(refused)?;
-        Ok(found(lease))
+        // It stays open until the answer was taken: the link that goes on with it need not open it again.
+        Ok(Found { lease: Box::new(lease), ..house.answer() })
     }
 }
