@@ -681,3 +681,29 @@ fn storage_that_hangs_for_one_disk_keeps_no_other_one_waiting_nor_the_end() {
     assert_eq!(there.child.wait().unwrap().code(), Some(1));
     assert!(finishing.join().unwrap());
 }
+
+/// The copy was told to get its name, and nobody knows whether it has: the guest goes on here only when the other host says that it has not.
+#[test]
+fn a_guest_goes_on_here_only_when_the_other_host_does_not_have_the_disk() {
+    let dir = world("receive-doubt");
+    let dir = dir.path();
+    let there = receive(dir);
+    let served = serve(dir, &["old/receive-doubt.vhd", "--vhost-user", "v"]);
+    let begun = json(dir, &["move", "receive-doubt", "--to", &to(dir, "disk.vhd"), "--mirror-only"]);
+    eventually("it is in step", || job(dir, "receive-doubt")["motion"]["phase"] == "in step");
+    block_naming(dir, "disk.vhd");
+    let id = begun["id"].as_str().unwrap();
+    let said = fails(dir, 1, &["job", id, "hand-over"]);
+    assert!(said.contains("it is not known whether the other host has the disk"), "{said}");
+    let said = fails(dir, 1, &["resume", "receive-doubt"]);
+    assert!(
+        said.contains("the other host may have the disk") && said.contains(&format!("spile job {id} cancel")),
+        "{said}"
+    );
+    ok(dir, &["job", id, "cancel"]);
+    eventually("it is cancelled", || job(dir, "receive-doubt")["state"] == "cancelled");
+    assert_eq!(names(dir, "there"), [".disk.vhd.spile-moved"]);
+    ok(dir, &["resume", "receive-doubt"]);
+    Client::connect(&served.uri()).unwrap().write(0, &[6; 4096], true).unwrap();
+    assert!(served.terminate().success() && there.terminate().success());
+}

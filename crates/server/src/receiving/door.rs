@@ -5,15 +5,13 @@ use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use spile_core::{Env, Error, ErrorKind, Result};
-use spile_engine::OsEnv;
+use spile_core::{Error, ErrorKind, Result};
 use spile_front_nbd::{Find, Found, Wanted};
 use spile_image::layer::{Identity, Layer as _};
-use spile_life::motion::{Order, ReceivedState, Receiver};
+use spile_life::motion::{Order, ReceivedState};
 use spile_store::{LINK_CONTEXT, READER_CONTEXT};
 
 use super::house::{House, Lease, Room, Use, Who};
-use super::{host_files, which};
 use crate::serving::disks::ServedDisk;
 
 /// Where clients ask for disks.
@@ -76,9 +74,8 @@ impl Door {
     async fn obey(&self, room: &Arc<Room>, order: Order) -> Result<Found<ServedDisk>> {
         let _alone = room.alone().await?;
         let (house, name) = (&self.0, room.name.as_str());
-        let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
-        let env: Arc<dyn Env> = Arc::new(OsEnv);
-        let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+        let tools = house.tools();
+        let receiver = tools.receiver(&house.folder);
         match order {
             Order::Begin { id, size_bytes } => {
                 refuse_link(&receiver.disk(name)?)?;
@@ -101,9 +98,8 @@ impl Door {
     /// The image of the move `id` gets its name. It is open meanwhile: what is noted of its changes is known for certain then. One that has its name may be in use here.
     async fn finish(&self, room: &Arc<Room>, id: Identity) -> Result<Found<ServedDisk>> {
         let (house, name) = (&self.0, room.name.as_str());
-        let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
-        let env: Arc<dyn Env> = Arc::new(OsEnv);
-        let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+        let tools = house.tools();
+        let receiver = tools.receiver(&house.folder);
         let (_, state) = receiver.go_on(name, id).await.map_err(refused)?;
         let lease = match state {
             ReceivedState::Whole => None,
@@ -125,9 +121,8 @@ impl Door {
     pub(super) async fn have_open(&self, room: &Arc<Room>, id: Identity) -> Result<Lease> {
         let house = &self.0;
         room.wait(async || {
-            let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
-            let env: Arc<dyn Env> = Arc::new(OsEnv);
-            let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+            let tools = house.tools();
+            let receiver = tools.receiver(&house.folder);
             let (place, _) = receiver.go_on(&room.name, id).await.map_err(refused)?;
             house.enter(room, &place, Use::Reads).await
         })
@@ -144,9 +139,8 @@ impl Door {
     ) -> Result<Found<ServedDisk>> {
         let house = &self.0;
         room.wait(async || {
-            let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
-            let env: Arc<dyn Env> = Arc::new(OsEnv);
-            let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+            let tools = house.tools();
+            let receiver = tools.receiver(&house.folder);
             let (place, state) = receiver.go_on(&room.name, id).await?;
             let is_half = state != ReceivedState::Whole;
             house.enter(room, &place, Use::Writes { who: Who::Named(link), peer: wanted.peer, is_half }).await
@@ -163,9 +157,8 @@ impl Door {
             Some(who) => Use::Writes { who, peer: wanted.peer, is_half: false },
         };
         room.wait(async || {
-            let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
-            let env: Arc<dyn Env> = Arc::new(OsEnv);
-            let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+            let tools = house.tools();
+            let receiver = tools.receiver(&house.folder);
             let place = receiver.whole(&room.name).await?;
             house.enter(room, &place, how).await
         })

@@ -24,6 +24,8 @@ use crate::jobs::Access;
 use crate::serving::disks::ServedDisk;
 use crate::serving::trouble;
 
+use super::Tools;
+
 /// How long a disk that is busy is waited for.
 const BUSY_PATIENCE: Duration = Duration::from_secs(5);
 /// The time between two looks at a busy disk.
@@ -228,6 +230,11 @@ impl House {
         let answer = Arc::new(server(&engine, &nbd, "answer", &nothing, false)?);
         let (rooms, ended) = Default::default();
         Ok(Self { folder, access, engine, nbd, answer, rooms, ended })
+    }
+
+    /// What the files of its folder are worked on with.
+    pub fn tools(&self) -> Tools {
+        Tools::new(self.access.cache)
     }
 
     /// The answer to an order that was obeyed.

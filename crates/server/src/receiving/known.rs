@@ -1,15 +1,13 @@
 //! What a folder has of disks that have come, or are on their way; for those who look, and for what a move has left.
 
 use std::path::Path;
-use std::sync::Arc;
 
-use spile_core::{Env, Error, ErrorKind, Files as _, Locator, OpenMode, Result};
-use spile_engine::OsEnv;
-use spile_life::motion::{Received, ReceivedState, Receiver};
+use spile_core::{Error, ErrorKind, Files as _, Locator, OpenMode, Result};
+use spile_life::motion::{Received, ReceivedState};
 use spile_life::names;
 use spile_store::CacheMode;
 
-use super::{find_folder, host_files, which};
+use super::{Tools, find_folder, host_files};
 
 /// One disk of the folder.
 pub struct Known {
@@ -52,11 +50,10 @@ pub async fn list(folder: &Path) -> Result<Vec<Known>> {
 /// `NotFound` when there is none; `Busy` while it is being written; `Denied` when the disk is whole, or may be; the system's.
 pub async fn remove_half(folder: &Path, name: &str, is_known_half: bool) -> Result<()> {
     let folder = find_folder(folder)?;
-    let (files, asking) = (host_files(CacheMode::Page, false), host_files(CacheMode::Page, true));
-    let env: Arc<dyn Env> = Arc::new(OsEnv);
-    let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &folder, which: &which };
+    let tools = Tools::new(CacheMode::Page);
+    let (receiver, files) = (tools.receiver(&folder), &tools.files);
     let disk = receiver.disk(name)?;
-    let Some(note) = Received::read(&files, &disk).await? else {
+    let Some(note) = Received::read(files, &disk).await? else {
         return Err(Error::new(ErrorKind::NotFound, "no move has left anything of this disk here").at_path(&disk));
     };
     if note.state == ReceivedState::HandingOver && !is_known_half {

@@ -2,16 +2,13 @@
 
 use std::sync::Arc;
 
-use spile_core::{Env, Result};
-use spile_engine::OsEnv;
+use spile_core::Result;
 use spile_front_nbd::{Found, Wanted};
 use spile_image::layer::Identity;
-use spile_life::motion::Receiver;
 use spile_life::names;
 
 use super::door::{Door, found, refused, who};
 use super::house::{Room, Use, Who};
-use super::{host_files, which};
 use crate::serving::disks::ServedDisk;
 
 /// The file on its way is served under this name. No disk is called so: a name has no `/`.
@@ -29,9 +26,8 @@ impl Door {
         len_bytes: u64,
     ) -> Result<Found<ServedDisk>> {
         let house = &self.0;
-        let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
-        let env: Arc<dyn Env> = Arc::new(OsEnv);
-        let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+        let tools = house.tools();
+        let receiver = tools.receiver(&house.folder);
         let alone = room.alone().await?;
         let file = house.room(&name_of_file(&room.name));
         // A link that was cut may still be there. What it writes goes to a file without a name.
@@ -50,9 +46,8 @@ impl Door {
     /// That file is whole, and the disk's from now on.
     pub(super) async fn adopt_marks(&self, room: &Arc<Room>, id: Identity) -> Result<Found<ServedDisk>> {
         let house = &self.0;
-        let (files, asking) = (host_files(house.access.cache, false), host_files(house.access.cache, true));
-        let env: Arc<dyn Env> = Arc::new(OsEnv);
-        let receiver = Receiver { files: &files, asking: &asking, env: &env, folder: &house.folder, which: &which };
+        let tools = house.tools();
+        let receiver = tools.receiver(&house.folder);
         let packed = names::new_changes(&receiver.disk(&room.name)?);
         let file = house.room(&name_of_file(&room.name));
         let closed = file.be_closed().await;

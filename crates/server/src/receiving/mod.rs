@@ -25,9 +25,10 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, UNIX_EPOCH};
 
 use rustix::fs::{FlockOperation, flock};
-use spile_core::{Error, ErrorKind, Result, Store as _};
-use spile_engine::{Config, Engine};
+use spile_core::{Env, Error, ErrorKind, Result, Store as _};
+use spile_engine::{Config, Engine, OsEnv};
 use spile_front_nbd::{Server as NbdServer, ServerConfig};
+use spile_life::motion::Receiver;
 use spile_store::{CacheMode, FileId, HostFiles, HostStore, OsFiles};
 
 use crate::jobs::Access;
@@ -128,6 +129,23 @@ fn be_alone(folder: &Path) -> Result<File> {
             let what = "another process takes disks in for this folder";
             Err(Error::new(ErrorKind::Busy, what).at_path(folder).hint("end it first, or take another folder"))
         }
+    }
+}
+
+/// What a [`Receiver`] works with.
+struct Tools {
+    files: HostFiles,
+    asking: HostFiles,
+    env: Arc<dyn Env>,
+}
+
+impl Tools {
+    fn new(cache: CacheMode) -> Self {
+        Self { files: host_files(cache, false), asking: host_files(cache, true), env: Arc::new(OsEnv) }
+    }
+
+    fn receiver<'a>(&'a self, folder: &'a Path) -> Receiver<'a, HostFiles> {
+        Receiver { files: &self.files, asking: &self.asking, env: &self.env, folder, which: &which }
     }
 }
 

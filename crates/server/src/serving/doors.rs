@@ -97,7 +97,9 @@ impl Doors {
             return Ok(());
         }
         let what = "the other host still writes to the disk: it has not handed it over";
-        Err(Error::new(ErrorKind::Busy, what).hint("there: `spile job ID hand-over`, and go on only when it succeeds"))
+        Err(Error::new(ErrorKind::Busy, what).hint(
+            "there: `spile job ID hand-over`, and go on only when it succeeds; after that it may be a connection of a host that is dead, which is noticed within 2 minutes",
+        ))
     }
 
     /// Has the copy that `job` keeps in step come to its end, while no guest uses the disk, nor does one any more after it.

@@ -175,6 +175,19 @@ impl DiskJobs {
         }
     }
 
+    /// Refuses to let a disk's guests go on while its copy, which they were to go on with on another host, may have got its name there.
+    ///
+    /// # Errors
+    /// `Busy`, naming the job.
+    pub fn refuse_to_be_named(&self) -> Result<()> {
+        let state = self.state();
+        let is_open = |job: &&Arc<DiskJob>| !job.job.state().is_over() && job.is_to_be_named();
+        let Some(job) = state.jobs.iter().find(is_open) else { return Ok(()) };
+        let what = "the other host may have the disk: it was told to give it its name, and has not answered";
+        let hint = format!("`spile job {0} cancel` asks it: go on here only when the job is `cancelled` then", job.id);
+        Err(Error::new(ErrorKind::Busy, what).hint(hint))
+    }
+
     /// The last move of the disk that is done.
     pub fn moved(&self) -> Option<Move> {
         let state = self.state();

@@ -527,12 +527,15 @@ impl View {
     /// As [`View::find`]; `TimedOut` when this very pause is over; `Busy` when no pause is given and the disk is paused, or another host still
     /// writes to it.
     pub async fn resume(&self, name: &str, pause: Option<&str>) -> Result<Resumed> {
-        let (disk, pausing, doors) =
-            self.with(name, |disk| Ok((disk.disk.clone(), disk.pausing.clone(), disk.doors.clone())))?;
+        let (disk, pausing, doors, jobs) = self
+            .with(name, |disk| Ok((disk.disk.clone(), disk.pausing.clone(), disk.doors.clone(), disk.jobs.clone())))?;
         let paused_s = match pause {
             Some(id) => Some(pausing.resume(id).await?.as_secs_f64()),
             None => {
                 pausing.refuse(name)?;
+                if doors.passage() == Passage::Gone {
+                    jobs.refuse_to_be_named()?;
+                }
                 blocking(move || doors.let_in()).await?;
                 None
             }
