@@ -102,12 +102,18 @@ async fn talk<D: Disk>(
         spawn(watch_found(server, transport.clone(), over.clone()));
     }
     session.metrics().connections.fetch_add(1, Ordering::Relaxed);
+    if session.agreed.names_link {
+        session.export().set_left_whole(false);
+    }
     spawn(send_replies(session.clone()));
     let result = take_requests(&session, &mut inbound).await;
     drop(inbound);
     session.drained().await;
     over.notify();
     session.end();
+    if session.agreed.names_link && session.said_good_bye.get() {
+        session.export().set_left_whole(true);
+    }
     session.metrics().connections.fetch_sub(1, Ordering::Relaxed);
     // No request is in flight any more.
     drop((session, lease));

@@ -50,6 +50,7 @@ pub(crate) async fn take_requests<D: Disk>(session: &Rc<Session<D>>, inbound: &m
         let request =
             Request::parse(&header).ok_or_else(|| Error::new(ErrorKind::Protocol, "a request has the wrong magic"))?;
         if request.command == Command::Disconnect || session.stopping() {
+            session.said_good_bye.set(request.command == Command::Disconnect);
             return Ok(());
         }
         read_ns = take_one(session, inbound, request, read_ns).await?;

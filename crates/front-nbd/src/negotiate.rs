@@ -10,8 +10,8 @@ use spile_core::{Error, ErrorKind};
 
 use crate::contexts::{Context, MOST_CONTEXTS, Selected};
 use crate::wire::handshake::{
-    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, InfoRequest, Invalid, MetaRequest, OPTION_HEADER_BYTES, OptionHeader, info,
-    option, put_export_name_reply, put_greeting, put_reply, rep, string, transmission,
+    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, InfoRequest, Invalid, LINK_CONTEXT, MetaRequest, OPTION_HEADER_BYTES,
+    OptionHeader, info, option, put_export_name_reply, put_greeting, put_reply, rep, string, transmission,
 };
 use crate::wire::reply::cut;
 
@@ -69,6 +69,8 @@ pub struct Session {
     pub structured: bool,
     /// The metadata contexts that were selected for this export.
     pub contexts: Vec<Selected>,
+    /// The client has named its link: it is Spile's, and writes.
+    pub names_link: bool,
 }
 
 /// How to go on after a step.
@@ -115,6 +117,7 @@ pub struct Negotiator {
     structured: bool,
     /// The export for which contexts were selected last, and those.
     selected: Option<(usize, Vec<Selected>)>,
+    names_link: bool,
     /// The export that was not found, with the kind of the reply and what the client is told.
     refused: Option<(String, u32, String)>,
 }
@@ -133,6 +136,7 @@ impl Negotiator {
             options: 0,
             structured: false,
             selected: None,
+            names_link: false,
             refused: None,
         }
     }
@@ -399,6 +403,7 @@ impl Negotiator {
             put_reply(out, option, rep::META_CONTEXT, &[&id.to_be_bytes()[..], context.name().as_bytes()]);
         }
         if set {
+            self.names_link = request.queries.iter().any(|query| query.starts_with(LINK_CONTEXT));
             self.selected = Some((export, meant));
         }
         put_reply(out, option, rep::ACK, &[]);
@@ -413,7 +418,8 @@ impl Negotiator {
     fn session(&self, export: usize) -> Session {
         let selected = self.selected.as_ref().filter(|(of, _)| self.structured && *of == export);
         let contexts = selected.map(|(_, contexts)| contexts.clone()).unwrap_or_default();
-        Session { export, size_bytes: self.offers[export].size_bytes, structured: self.structured, contexts }
+        let (size_bytes, names_link) = (self.offers[export].size_bytes, self.names_link);
+        Session { export, size_bytes, structured: self.structured, contexts, names_link }
     }
 
     /// Flush and FUA are offered for read-only exports too: clients send them without asking.

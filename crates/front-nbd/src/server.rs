@@ -63,9 +63,16 @@ pub(crate) struct LiveExport<D> {
     disk: Mutex<Option<Arc<D>>>,
     checkpoints: Mutex<Option<Arc<dyn Checkpoints>>>,
     withdrawn: Arc<AtomicBool>,
+    /// The last client of Spile's that could write has gone with a good-bye.
+    is_left_whole: AtomicBool,
 }
 
 impl<D> LiveExport<D> {
+    /// Before its connection is counted, or is no more.
+    pub(crate) fn set_left_whole(&self, is_left_whole: bool) {
+        self.is_left_whole.store(is_left_whole, Ordering::SeqCst);
+    }
+
     /// Its disk, if it is still there.
     pub(crate) fn disk(&self) -> Option<Arc<D>> {
         if self.withdrawn.load(Ordering::SeqCst) {
@@ -222,6 +229,11 @@ impl<D: Disk> Server<D> {
         its_exports.for_each(LiveExport::withdraw);
     }
 
+    /// True when the last connection to this export that has named its link has ended with a good-bye, which a copier says only of a copy that is whole.
+    pub fn is_left_whole(&self, export: &str) -> bool {
+        self.shared.exports.iter().any(|other| other.name == export && other.is_left_whole.load(Ordering::SeqCst))
+    }
+
     /// Takes no new connection. Those that are open go on. Waits until no listener accepts any more; not to be called on a worker.
     pub fn stop_listening(&self) {
         self.listeners.pause();
@@ -289,7 +301,8 @@ impl<D: Disk> Drop for Server<D> {
 
 fn live<D>(export: Export<D>) -> LiveExport<D> {
     let Export { name, disk, read_only, checkpoints, withdrawn, .. } = export;
-    LiveExport { name, read_only, disk: Mutex::new(Some(disk)), checkpoints: Mutex::new(checkpoints), withdrawn }
+    let (disk, checkpoints, is_left_whole) = (Mutex::new(Some(disk)), Mutex::new(checkpoints), AtomicBool::default());
+    LiveExport { name, read_only, disk, checkpoints, withdrawn, is_left_whole }
 }
 
 fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {

@@ -31,7 +31,7 @@ use crate::errors::EIO;
 use crate::execute::HoleProbe;
 use crate::metrics::{ExportMetrics, op_of};
 use crate::negotiate;
-use crate::server::ServerState;
+use crate::server::{LiveExport, ServerState};
 use crate::signal::{Level, Signal};
 use crate::wire::request::Request;
 
@@ -103,6 +103,7 @@ pub(crate) struct Session<D: Disk> {
     /// True when the client cannot be reached any more: replies are dropped.
     pub(crate) broken: Cell<bool>,
     pub(crate) ended: Cell<bool>,
+    pub(crate) said_good_bye: Cell<bool>,
     client: Client,
 }
 
@@ -133,6 +134,10 @@ struct Slots {
 }
 
 impl<D: Disk> Session<D> {
+    pub(crate) fn export(&self) -> &LiveExport<D> {
+        &self.server.exports[self.agreed.export]
+    }
+
     /// `None` when the export was withdrawn in the meantime.
     pub(crate) fn new(
         server: Arc<ServerState<D>>,
@@ -168,6 +173,7 @@ impl<D: Disk> Session<D> {
             room: Signal::default(),
             broken: Cell::new(false),
             ended: Cell::new(false),
+            said_good_bye: Cell::new(false),
             client: Client::default(),
             server,
         }))

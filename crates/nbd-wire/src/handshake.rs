@@ -157,6 +157,12 @@ impl<'a> InfoRequest<'a> {
     }
 }
 
+/// A metadata context that begins so names the link of a client that writes, in 32 hexadecimal digits: all connections of one store of Spile's client say the
+/// same, and those of no other one.
+pub const LINK_CONTEXT: &str = "spile:link=";
+/// This metadata context says that its client only reads.
+pub const READER_CONTEXT: &str = "spile:reader";
+
 /// The data of `OPT_LIST_META_CONTEXT` and `OPT_SET_META_CONTEXT`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MetaRequest<'a> {

@@ -140,7 +140,7 @@ fn a_disk_that_has_come_stays_no_export_when_others_are_attached_and_detached() 
     let is_export =
         |name: &str| Client::connect(&served.export(name)).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok());
     assert!(is_export(""));
-    ok(dir, &["resume", "c"]);
+    ok(dir, &["resume", "c", "--as-it-is"]);
     assert!(!is_export(""));
     ok(dir, &["attach", "c", "mem:1M,name=b"]);
     assert_eq!((is_export(""), is_export("b")), (false, true));
@@ -159,6 +159,11 @@ struct Mirrored {
 
 impl Mirrored {
     fn begin() -> Self {
+        Self::begin_with(&[])
+    }
+
+    /// The other server has these options, too.
+    fn begin_with(options: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let start = |name: &str, socket: &str, more: &[&str]| {
             ok(dir.path(), &["create", &format!("{name}.raw"), "--size", "1M"]);
@@ -167,7 +172,7 @@ impl Mirrored {
             command.env("SPILE_RUN_DIR", dir.path().join("run")).current_dir(dir.path());
             Served::spawn(&mut command, dir.path().join(socket)).unwrap()
         };
-        let (here, there) = (start("here", "n", &["--vhost-user", "v"]), start("there", "m", &[]));
+        let (here, there) = (start("here", "n", &["--vhost-user", "v"]), start("there", "m", options));
         let mut mirrored = Self { dir, here, there, job: String::new() };
         let to = format!("nbd+unix:///?socket={}", mirrored.dir.path().join("m").display());
         assert!(mirrored.spile(&["move", "here", "--to", &to, "--mirror-only"]).0);
@@ -210,6 +215,31 @@ fn a_disk_that_was_handed_over_is_no_export_until_it_stays_here_after_all() {
     assert!(!mirrored.is_export());
     assert!(mirrored.spile(&["resume", "here"]).0 && mirrored.is_export());
     assert!(mirrored.here.terminate().success() && mirrored.there.terminate().success());
+}
+
+/// The host that copies has died: what it has left is no disk for a guest until somebody says so.
+#[test]
+fn a_copy_that_was_not_handed_over_is_no_disk_where_it_has_come() {
+    let mirrored = Mirrored::begin_with(&["--vhost-user", "w,incoming"]);
+    let (dir, there) = (mirrored.dir.path().to_owned(), mirrored.there.export(""));
+    let resume = |more: &[&str]| mirrored.spile(&[&["resume", "there"], more].concat());
+    assert!(resume(&[]).1.contains("still writes to the disk"));
+    mirrored.here.signal(Signal::SIGKILL);
+    eventually("the link's end", || resume(&[]).1.contains("the copy may be half"));
+    // Who only looks, and says good-bye, tells nothing of the copy.
+    let uri = there.to_string();
+    assert!(mirrored.spile(&["info", &uri]).0);
+    assert!(resume(&[]).1.contains("the copy may be half"));
+    let mut command = spile();
+    command.args(["serve", "here.raw", "--nbd", "unix:n2", "--vhost-user", "v2"]).current_dir(&dir);
+    command.env("SPILE_RUN_DIR", dir.join("run"));
+    let again = Served::spawn(&mut command, dir.join("n2")).unwrap();
+    eventually("a copy in step", || mirrored.spile(&["jobs"]).1.contains("in step"));
+    let jobs: serde_json::Value = serde_json::from_str(&mirrored.spile(&["jobs", "--json"]).1).unwrap();
+    let job = jobs["jobs"][0]["id"].as_str().unwrap();
+    eventually("the hand-over", || mirrored.spile(&["job", job, "hand-over"]).0);
+    eventually("the disk is let in", || resume(&[]).0);
+    assert!(again.terminate().success() && mirrored.there.terminate().success());
 }
 
 /// The other host gives no answer: nobody knows whether it has the disk, so no guest goes on here by itself.

@@ -120,7 +120,13 @@ fn go_gives_what_was_asked_for() {
     assert_eq!(replies.iter().map(|r| r.1.len()).collect::<Vec<_>>(), [12, 3, 11, 14, 0]);
     assert_eq!(
         next,
-        Next::Transmit(Session { export: 1, size_bytes: 1 << 20, structured: false, contexts: Vec::new() })
+        Next::Transmit(Session {
+            export: 1,
+            size_bytes: 1 << 20,
+            structured: false,
+            contexts: Vec::new(),
+            names_link: false
+        })
     );
 }
 
@@ -175,7 +181,13 @@ fn metadata_needs_structured_replies_and_the_same_export() {
     let (_, next) = ask(&mut negotiator, option::GO, &go_data("b", &[]));
     assert_eq!(
         next,
-        Next::Transmit(Session { export: 1, size_bytes: 1 << 20, structured: true, contexts: Vec::new() })
+        Next::Transmit(Session {
+            export: 1,
+            size_bytes: 1 << 20,
+            structured: true,
+            contexts: Vec::new(),
+            names_link: false
+        })
     );
 }
 
@@ -237,7 +249,13 @@ fn starttls_voids_what_was_agreed_before() {
     let (_, next) = ask(&mut negotiator, option::GO, &go_data("a", &[]));
     assert_eq!(
         next,
-        Next::Transmit(Session { export: 0, size_bytes: 1 << 20, structured: false, contexts: Vec::new() })
+        Next::Transmit(Session {
+            export: 0,
+            size_bytes: 1 << 20,
+            structured: false,
+            contexts: Vec::new(),
+            names_link: false
+        })
     );
 }
 

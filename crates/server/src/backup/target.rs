@@ -347,6 +347,7 @@ impl Target {
             run_blocking(&path, move || drop(half)).await;
             return Err(error);
         }
+        disk.inner().handles()[0].image().store().set_copy(false);
         drop(disk);
         let Some(label) = at.clone().or_else(|| half.as_ref().map(|(_, path)| path.clone())) else { return Ok(()) };
         let put = move || {

@@ -73,18 +73,28 @@ impl Doors {
         }
     }
 
+    fn refuse_half(&self) -> Result<()> {
+        if self.clients.is_empty() || self.clients.iter().any(|(server, export)| server.is_left_whole(export)) {
+            return Ok(());
+        }
+        let what = "the copy may be half: nobody has said here that it is whole";
+        let hint = "there: `spile job ID hand-over`; when that has succeeded, and this server was started again since or another program has copied the disk, say --as-it-is here";
+        Err(Error::new(ErrorKind::Denied, what).hint(hint))
+    }
+
     /// Guests may use the disk from now on. Where it has come from another host, it is no NBD export any more: nothing but its guest writes to
-    /// it. Not to be called on a worker.
+    /// it. `as_it_is`: its copy is taken for whole although nobody has said so. Not to be called on a worker.
     ///
     /// # Errors
-    /// `Busy` while the other host still writes to it; what keeps a guest out.
-    pub fn let_in(&self) -> Result<()> {
+    /// `Busy` while the other host still writes to it; `Denied` when the copy may be half; what keeps a guest out.
+    pub fn let_in(&self, as_it_is: bool) -> Result<()> {
         match self.passage() {
             Passage::Coming => {
                 // Before the look: one may come in between.
                 self.withdrawn.store(true, Ordering::SeqCst);
                 // The other host may have to go on with its copy.
-                self.refuse_clients().inspect_err(|_| self.withdrawn.store(false, Ordering::SeqCst))?;
+                let refused = self.refuse_clients().and_then(|()| if as_it_is { Ok(()) } else { self.refuse_half() });
+                refused.inspect_err(|_| self.withdrawn.store(false, Ordering::SeqCst))?;
             }
             Passage::Gone | Passage::Open => self.show_again(),
         }

@@ -67,6 +67,9 @@ pub struct ResumeArgs {
     /// End this pause: its id is what `spile pause` says
     #[arg(long, value_name = "ID")]
     pause: Option<String>,
+    /// Have guests use a disk that has come from another host although nobody has said here that its copy is whole
+    #[arg(long, conflicts_with = "pause")]
+    as_it_is: bool,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -224,7 +227,10 @@ pub fn on_error(args: &OnErrorArgs) -> Result<Exit> {
 /// When there is no such disk, the pause is over already, or the disk is paused and no pause is named.
 pub fn resume(args: &ResumeArgs) -> Result<Exit> {
     let (socket, name) = args.which.find()?;
-    let wanted = json!({ "pause": args.pause });
+    let mut wanted = json!({ "pause": args.pause });
+    if args.as_it_is {
+        wanted["as_it_is"] = true.into();
+    }
     let patience = if args.pause.is_some() { CHANGE_PATIENCE } else { LOOK_PATIENCE };
     let answer = call(&socket, "POST", &format!("{}/resume", path_of(&name)), Some(&wanted), patience)?;
     let resumed: Resumed = typed(answer)?;

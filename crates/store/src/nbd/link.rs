@@ -431,8 +431,12 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Says good-bye; errors do not matter any more.
+    /// Says good-bye; errors do not matter any more. A copy that is not whole is left without a word: that is how a server can tell.
     async fn part(&self) {
+        if self.link.export.is_copy.load(Ordering::Acquire) {
+            self.transport.close().await;
+            return self.end();
+        }
         let request = Request { flags: 0, command: Command::Disconnect, cookie: 0, offset_bytes: 0, len_bytes: 0 };
         let head = self.heads.slice(0..REQUEST_BYTES);
         head.copy_from_slice(0, &request.encode());

@@ -54,6 +54,7 @@ use spile_core::{
 };
 use spile_engine::{OsEnv, current_worker, spawn};
 use spile_nbd_wire::handshake::transmission;
+pub use spile_nbd_wire::handshake::{LINK_CONTEXT, READER_CONTEXT};
 use spile_nbd_wire::reply::STATE_ZERO;
 use spile_nbd_wire::uri::NbdUri;
 
@@ -70,11 +71,6 @@ const MAX_MIN_BLOCK_BYTES: u32 = 4096;
 const PIECE_BYTES: u64 = 1 << 30;
 /// Zeroes written as data, at a time.
 const ZERO_BYTES: u64 = 1 << 20;
-
-/// A metadata context that begins so names the link of its client, in 32 hexadecimal digits: all connections of one store say the same, and no other one's.
-pub const LINK_CONTEXT: &str = "spile:link=";
-/// This metadata context says that its client only reads.
-pub const READER_CONTEXT: &str = "spile:reader";
 
 /// What a store says of itself to a server that knows it: `spile receive`, which lets one link write to a disk.
 fn who(mode: OpenMode) -> String {

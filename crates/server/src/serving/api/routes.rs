@@ -473,8 +473,8 @@ async fn pause(State(context): State<Context>, Path(name): Path<String>, body: B
     request_body = Option<Resume>, responses((status = 200, body = Resumed), (status = "default", body = Failure)))]
 async fn resume(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let bytes = bytes_of(body).await?;
-    let Resume { pause } = if bytes.is_empty() { Resume::default() } else { parse(&bytes)? };
-    Ok(json(StatusCode::OK, &context.view.resume(&name, pause.as_deref()).await?))
+    let Resume { pause, as_it_is } = if bytes.is_empty() { Resume::default() } else { parse(&bytes)? };
+    Ok(json(StatusCode::OK, &context.view.resume(&name, pause.as_deref(), as_it_is).await?))
 }
 
 /// Accepts what a failed sync of the disk may have lost: its flushes succeed again.

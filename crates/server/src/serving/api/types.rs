@@ -336,6 +336,9 @@ pub struct Resume {
     /// The `id` of the pause that is to end; when left out, only requests that wait for trouble to pass are tried again.
     #[serde(default)]
     pub pause: Option<String>,
+    /// Guests use a disk that has come from another host although nobody has said here that its copy is whole.
+    #[serde(default)]
+    pub as_it_is: bool,
 }
 
 /// What came of an order to try again.

@@ -526,7 +526,7 @@ impl View {
     /// # Errors
     /// As [`View::find`]; `TimedOut` when this very pause is over; `Busy` when no pause is given and the disk is paused, or another host still
     /// writes to it.
-    pub async fn resume(&self, name: &str, pause: Option<&str>) -> Result<Resumed> {
+    pub async fn resume(&self, name: &str, pause: Option<&str>, as_it_is: bool) -> Result<Resumed> {
         let (disk, pausing, doors, jobs) = self
             .with(name, |disk| Ok((disk.disk.clone(), disk.pausing.clone(), disk.doors.clone(), disk.jobs.clone())))?;
         let paused_s = match pause {
@@ -536,7 +536,7 @@ impl View {
                 if doors.passage() == Passage::Gone {
                     jobs.refuse_to_be_named()?;
                 }
-                blocking(move || doors.let_in()).await?;
+                blocking(move || doors.let_in(as_it_is)).await?;
                 None
             }
         };
