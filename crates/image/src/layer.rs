@@ -248,6 +248,17 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         let _ = holds;
     }
 
+    /// Gives back to the store about `most_bytes` of the space of what was given up, where flushes hold it ([`Layer::hold_space`]). Returns how
+    /// many bytes of the file that were; 0 when there is nothing, or not before the next flush. Requests to the store may have to wait
+    /// meanwhile, so whoever has them in mind asks for little at a time.
+    ///
+    /// # Errors
+    /// Errors of the store.
+    fn give_back(&self, most_bytes: u64) -> impl Future<Output = Result<u64>> {
+        let _ = most_bytes;
+        async { Ok(0) }
+    }
+
     /// Gives the layer zeroes of its own where it has space in `part`, one [`Layer::part_len`] at most, but no bytes. Whoever calls this has made
     /// sure that zeroes lie below there, and keeps changes out of the part. It leaves less to do to [`Layer::set_parent`] with `None`.
     ///

@@ -102,6 +102,51 @@ fn a_block_that_is_given_up_reads_from_below_and_frees_its_space() {
 }
 
 #[test]
+fn space_that_flushes_hold_is_given_back_bit_by_bit() {
+    for (kind, by_flush) in [(FILE, false), (FILE, true), (DEVICE, false)] {
+        let (world, file) = pair(kind, true);
+        let graph = world.open(LEAF);
+        let (before, leaf, taken) = (all(&graph), leaf_of(&graph), file.allocated_bytes());
+        let give_back = |most_bytes| block_on(leaf.image().give_back(most_bytes)).unwrap();
+        leaf.image().hold_space(true);
+        (0..9).for_each(|block| forget(&graph, block * BLOCK..(block + 1) * BLOCK));
+        assert_eq!(give_back(u64::MAX), 0, "a power cut could bring the blocks back");
+        (0..3).for_each(|_| block_on(graph.flush()).unwrap());
+        assert!(file.allocated_bytes() + BLOCK > taken, "flushes hold the space");
+        if !kind.is_device {
+            let held = file.allocated_bytes();
+            for steps in 1..=3 {
+                assert!((4096..=8192).contains(&give_back(8192)), "a bit of a block");
+                assert_eq!((held - file.allocated_bytes()).div_ceil(8192), steps);
+            }
+        }
+        // What is begun is never used for something else.
+        write(&graph, 20 * BLOCK, &before[20 * BLOCK as usize..][..512]);
+        if by_flush {
+            leaf.image().hold_space(false);
+            block_on(graph.flush()).unwrap();
+            assert_eq!(give_back(u64::MAX), 0, "a flush ends what is begun");
+        } else {
+            let mut given = 0;
+            while let more @ 1.. = give_back(3 * BLOCK) {
+                assert!(more <= 3 * (BLOCK + 4096));
+                given += more;
+            }
+            assert!(given >= 8 * BLOCK);
+        }
+        assert!(kind.is_device || file.allocated_bytes() + 7 * BLOCK < taken);
+        // A sync later the places may be used again.
+        block_on(graph.flush()).unwrap();
+        write(&graph, 12 * BLOCK, &before[12 * BLOCK as usize..20 * BLOCK as usize]);
+        assert!(all(&graph) == before);
+        block_on(graph.close()).unwrap();
+        drop((leaf, graph));
+        assert_sound(&world, LEAF);
+        assert!(all(&world.open(LEAF)) == before);
+    }
+}
+
+#[test]
 fn a_part_that_is_given_up_stays_below_when_the_process_is_killed() {
     for batmap in [false, true] {
         let (world, _) = pair(FILE, batmap);

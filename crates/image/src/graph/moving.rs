@@ -296,6 +296,14 @@ impl<S: Store> Graph<S> {
         self.leaf().hold_space(holds);
     }
 
+    /// Has the leaf give back about `most_bytes` of what it holds so. Returns how many bytes of its file that were; 0 when there is nothing now.
+    ///
+    /// # Errors
+    /// The store's.
+    pub async fn give_back_own(&self, most_bytes: u64) -> Result<u64> {
+        self.leaf().give_back(most_bytes).await
+    }
+
     /// How many bytes the leaf's file takes on its host; `None` where nobody can tell.
     pub async fn own_taken_bytes(&self) -> Option<u64> {
         self.leaf().store().taken_bytes().await

@@ -23,6 +23,7 @@ mod leaf;
 mod left;
 mod middle;
 mod mover;
+mod portion;
 
 use spile_core::{Error, ErrorKind, Extent, Files, Result};
 use spile_image::layer::Layer as _;

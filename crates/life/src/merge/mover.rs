@@ -6,10 +6,12 @@
 //! The layer's file will be removed, and its space with it. To give back a piece of it before that takes many file systems long. So it does that
 //! only while the files of the layer and of its parent together take more than before, by [`Sizes::held_bytes`](crate::Sizes). Then it gives
 //! the space of a batch back once no reader is left that could want it, some batches later: at most four batches take space in two places.
+//! All requests to the file wait while a piece of it is given back, so that is done bit by bit ([`Portion`]), and never in a flush.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::future::{join, join_all};
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Result};
@@ -17,6 +19,7 @@ use spile_image::layer::GIVEN_BACK_A_FLUSH;
 use spile_image::{Broken, Sinking};
 use spile_node::Aligned;
 
+use super::portion::Portion;
 use crate::lanes::{A_TURN, COUNTED_AT_ONCE, Lane, Lanes};
 use crate::work::{GraphOf, Work};
 
@@ -28,6 +31,11 @@ const WINDOW: usize = 64 << 10;
 
 /// So many flushes have the layer's file give back what it holds, or much of it: the first may have to wait for readers.
 const FLUSHES_FOR_SPACE: u32 = 4;
+
+/// So many portions are given back before somebody looks again whether that is enough.
+const GIVEN_BACK_BETWEEN_LOOKS: u32 = 16;
+/// The longest rest after a portion: a file system that has hung for a second must not hang the merge for another one.
+const LONGEST_REST: Duration = Duration::from_millis(50);
 
 /// A merge that moves data.
 pub(super) struct Mover<'a, 'w, F: Files> {
@@ -44,6 +52,7 @@ pub(super) struct Mover<'a, 'w, F: Files> {
     left_bytes: Cell<u64>,
     /// What the files of the layer and of its parent took when the merge began, in bytes; `None` when nobody can tell.
     taken_before_bytes: Cell<Option<u64>>,
+    portion: Cell<Portion>,
 }
 
 /// Units that are moved together.
@@ -62,8 +71,8 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         sinking: Option<Arc<Sinking<F::Store>>>,
     ) -> Self {
         let (target, lanes) = (Aligned::new(target), Lanes::new(work));
-        let (done_bytes, left_bytes, taken_before_bytes) = <_>::default();
-        Self { work, source, target, sinking, lanes, done_bytes, left_bytes, taken_before_bytes }
+        let (done_bytes, left_bytes, taken_before_bytes, portion) = <_>::default();
+        Self { work, source, target, sinking, lanes, done_bytes, left_bytes, taken_before_bytes, portion }
     }
 
     fn whole(&self) -> Extent {
@@ -222,12 +231,43 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             batch.failures = self.failures();
             self.copy(&batch.units, false).await?;
         }
-        self.source.hold_own_space(!self.needs_space().await);
-        // With this the layer's file gives back what it need not hold.
+        self.source.hold_own_space(true);
+        // With this the layer's file may give back what nobody reads any more.
         self.source.flush_own().await?;
+        self.give_back().await?;
         match self.work.broken {
             Broken::ForgetBeforeSync => self.target.flush().await,
             _ => Ok(()),
+        }
+    }
+
+    /// Has the layer's file give back what it need not hold, bit by bit. While guests have requests, they have half of the time.
+    async fn give_back(&self) -> Result<()> {
+        loop {
+            let mut left_bytes = self.excess_bytes().await;
+            if left_bytes == 0 {
+                return Ok(());
+            }
+            // What the files take is asked now and then only.
+            for _ in 0..GIVEN_BACK_BETWEEN_LOOKS {
+                self.work.job.go_on().await?;
+                let (begun_ns, is_busy, mut portion) =
+                    (self.work.timer.now_ns(), !self.lanes.is_quiet(), self.portion.get());
+                let given_bytes = self.source.give_back_own(portion.next_bytes(is_busy)).await?;
+                if given_bytes == 0 {
+                    return Ok(());
+                }
+                let took = Duration::from_nanos(self.work.timer.now_ns().saturating_sub(begun_ns));
+                portion.note(given_bytes, took);
+                self.portion.set(portion);
+                if is_busy {
+                    self.work.timer.sleep(took.min(LONGEST_REST)).await;
+                }
+                left_bytes = left_bytes.saturating_sub(given_bytes);
+                if left_bytes == 0 {
+                    break;
+                }
+            }
         }
     }
 
@@ -236,11 +276,11 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         Some(self.source.own_taken_bytes().await? + self.target.inner().own_taken_bytes().await?)
     }
 
-    /// True when the layer's file is to give space back now.
-    async fn needs_space(&self) -> bool {
+    /// How many bytes the layer's file is to give back now.
+    async fn excess_bytes(&self) -> u64 {
         match (self.taken_before_bytes.get(), self.taken_bytes().await) {
-            (Some(before), Some(now)) => now > before + self.work.sizes.held_bytes,
-            _ => true,
+            (Some(before), Some(now)) => now.saturating_sub(before + self.work.sizes.held_bytes),
+            _ => u64::MAX,
         }
     }
 

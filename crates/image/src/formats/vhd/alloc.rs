@@ -33,6 +33,9 @@ const RECYCLED_AT_ONCE: u64 = 128;
 /// The most blocks that are kept from being punched ([`Alloc::hold_space`]), as each is kept in memory.
 const MOST_HELD: usize = 1 << 20;
 
+/// A punch that ends elsewhere writes zeroes, and frees nothing.
+const PAGE_BYTES: u64 = 4096;
+
 /// Where a block lies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Placed {
@@ -56,8 +59,12 @@ pub(crate) struct Released {
     pub fresh: Vec<u32>,
     /// Waiting until no reader of that phase is left.
     pub waiting: Option<(usize, Vec<u32>)>,
-    /// Without readers, to be punched once a sync that began later has ended.
-    pub gone: Vec<u32>,
+    /// Without readers. A sync that begins later has to end before they are punched.
+    gone: Vec<u32>,
+    /// To be punched: such a sync has ended.
+    settled: Vec<u32>,
+    /// A block that is punched bit by bit, and how much of it is, in bytes.
+    begun: Option<(u32, u64)>,
     /// Punched, not yet synced.
     pub punched: Vec<Ready>,
     /// Nothing is punched now.
@@ -67,17 +74,37 @@ pub(crate) struct Released {
 impl Released {
     fn count(&self) -> usize {
         let waiting = self.waiting.as_ref().map_or(0, |(_, blocks)| blocks.len());
-        self.fresh.len() + waiting + self.gone.len() + self.punched.len()
+        let begun = usize::from(self.begun.is_some());
+        self.fresh.len() + waiting + self.gone.len() + self.settled.len() + begun + self.punched.len()
     }
 
-    /// The next blocks to be punched.
-    pub(crate) fn next_gone(&mut self) -> Vec<u32> {
-        if self.holds && self.gone.len() < MOST_HELD {
+    /// Blocks whose last reader is gone. Returns how many of them a sync that begins now settles.
+    pub(super) fn add_gone(&mut self, blocks: Vec<u32>) -> usize {
+        self.gone.extend(blocks);
+        self.gone.len()
+    }
+
+    /// The sync has ended that settles the first `count` blocks without readers.
+    pub(super) fn settle(&mut self, count: usize) {
+        let count = count.min(self.gone.len());
+        self.settled.extend(self.gone.drain(..count));
+    }
+
+    /// The next blocks that a flush punches.
+    pub(super) fn next_to_punch(&mut self) -> Vec<u32> {
+        if self.holds && self.settled.len() < MOST_HELD {
             return Vec::new();
         }
+        // A block that was begun beside flushes is ended here, when nobody goes on with it.
+        self.settled.extend(self.begun.take().map(|(sector, _)| sector));
         // So that a guest's flush after a large discard does not wait for all of it.
-        let rest = self.gone.len().saturating_sub(GIVEN_BACK_A_FLUSH);
-        self.gone.split_off(rest)
+        let rest = self.settled.len().saturating_sub(GIVEN_BACK_A_FLUSH);
+        self.settled.split_off(rest)
+    }
+
+    /// The next block that is punched beside flushes, and how much of it is punched already.
+    fn next_beside(&mut self) -> Option<(u32, u64)> {
+        self.begun.take().or_else(|| self.settled.pop().map(|sector| (sector, 0)))
     }
 }
 
@@ -420,6 +447,44 @@ impl<S: Store> Sparse<S> {
         let start = u64::from(*first) * SECTOR;
         self.store.punch_hole(StoreOffset(start), self.layout.block_end(*last) - start).await?;
         Ok(sectors.iter().map(|sector| Ready { sector: *sector, zeroed: true }).collect())
+    }
+
+    /// Punches about `most_bytes` of what may be punched, and returns how many bytes that were: 0 when there is nothing. No flush and no end
+    /// of the file comes in between.
+    pub(super) async fn give_back(&self, most_bytes: u64) -> Result<u64> {
+        let _running = self.flusher.running.lock().await;
+        if self.is_read_only() {
+            return Ok(0);
+        }
+        let Some((sector, done)) = self.alloc.lock().released.next_beside() else { return Ok(0) };
+        let (start, end) = (u64::from(sector) * SECTOR + done, self.layout.block_end(sector));
+        let cut = start.saturating_add(most_bytes.max(PAGE_BYTES)) / PAGE_BYTES * PAGE_BYTES;
+        if cut < end && self.store.info().punches {
+            self.store.punch_hole(StoreOffset(start), cut - start).await?;
+            self.alloc.lock().released.begun = Some((sector, cut - u64::from(sector) * SECTOR));
+            return Ok(cut - start);
+        }
+        let mut group = vec![sector];
+        if done == 0 {
+            let mut state = self.alloc.lock();
+            while let Some(next) = state.released.settled.last().copied()
+                && (group.len() as u64 + 1) * self.layout.block_bytes <= most_bytes
+                && self.are_neighbours(next, group[group.len() - 1])
+            {
+                state.released.settled.pop();
+                group.push(next);
+            }
+        }
+        group.reverse();
+        let ready = match done {
+            0 => self.empty_places(&group).await?,
+            _ => {
+                self.store.punch_hole(StoreOffset(start), end - start).await?;
+                vec![Ready { sector, zeroed: true }]
+            }
+        };
+        self.alloc.lock().released.punched.extend(ready);
+        Ok(end - start + (group.len() as u64 - 1) * self.layout.block_bytes)
     }
 
     /// How many blocks the next step should have: never more than the disk still lacks.

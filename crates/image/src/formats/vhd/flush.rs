@@ -13,7 +13,7 @@ use super::{SECTOR, Sparse};
 
 /// Joins concurrent flushes: a caller is served by any run that begins after its call.
 pub(crate) struct Flusher {
-    running: async_lock::Mutex<()>,
+    pub(super) running: async_lock::Mutex<()>,
     /// Runs that began.
     begun: AtomicU64,
     /// The last run that ended, and how.
@@ -103,23 +103,26 @@ impl<S: Store> Sparse<S> {
             .collect()
     }
 
-    /// Released blocks whose last reader is gone, and punched ones that the coming sync makes ready.
-    fn take_released(&self) -> (Vec<u32>, Vec<Ready>) {
+    /// How many released blocks without readers the coming sync settles, and the punched ones that it makes ready.
+    fn take_released(&self) -> (usize, Vec<Ready>) {
         let mut state = self.alloc.lock();
         let released = &mut state.released;
         if released.waiting.is_none() && !released.fresh.is_empty() {
             released.waiting = Some((self.grace.turn(), std::mem::take(&mut released.fresh)));
         }
         let over = released.waiting.as_ref().is_some_and(|(phase, _)| self.grace.is_over(*phase));
-        if over && let Some((_, blocks)) = released.waiting.take() {
-            released.gone.extend(blocks);
-        }
-        (released.next_gone(), std::mem::take(&mut released.punched))
+        let gone = released.waiting.take_if(|_| over).map_or_else(Vec::new, |(_, blocks)| blocks);
+        (released.add_gone(gone), std::mem::take(&mut released.punched))
     }
 
     /// Rule 5: punches blocks and bitmaps whose release is durable and which nobody reads any more. Neighbours go together: a punch waits
     /// for all reads of the file, however much it punches.
-    async fn punch_released(&self, mut sectors: Vec<u32>) -> Result<()> {
+    async fn punch_released(&self, settled: usize) -> Result<()> {
+        let mut sectors = {
+            let released = &mut self.alloc.lock().released;
+            released.settle(settled);
+            released.next_to_punch()
+        };
         sectors.sort_unstable();
         for group in sectors.chunk_by(|one, next| self.are_neighbours(*one, *next)) {
             let places = self.empty_places(group).await?;
@@ -129,7 +132,7 @@ impl<S: Store> Sparse<S> {
     }
 
     /// True when the blocks at these sectors have nothing between them but a gap in which nothing lies: all metadata come before them.
-    fn are_neighbours(&self, one: u32, next: u32) -> bool {
+    pub(super) fn are_neighbours(&self, one: u32, next: u32) -> bool {
         let (start, end, next) = (u64::from(one) * SECTOR, self.layout.block_end(one), u64::from(next) * SECTOR);
         end <= next && next - end < 4096 && start >= self.head().metadata_end
     }

@@ -162,6 +162,13 @@ impl<S: Store> Layer<S> for Vhd<S> {
         }
     }
 
+    async fn give_back(&self, most_bytes: u64) -> Result<u64> {
+        match self {
+            Self::Fixed(..) => Ok(0),
+            Self::Sparse(sparse) => sparse.give_back(most_bytes).await,
+        }
+    }
+
     async fn own_zeroes(&self, part: Extent) -> Result<()> {
         match self {
             Self::Fixed(..) => Ok(()),
