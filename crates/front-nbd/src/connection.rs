@@ -96,12 +96,17 @@ async fn talk<D: Disk>(
         Some(Found { server, lease, .. }) => (server.shared.clone(), Some(lease)),
         None => (server.clone(), None),
     };
-    let Some(session) = Session::new(server.clone(), agreed, transport.clone(), presence) else { return Ok(()) };
+    let connections = &server.metrics[agreed.export].connections;
+    // Before it looks whether the export was withdrawn: whoever withdraws it counts its clients after that.
+    connections.fetch_add(1, Ordering::SeqCst);
+    let Some(session) = Session::new(server.clone(), agreed, transport.clone(), presence) else {
+        connections.fetch_sub(1, Ordering::Relaxed);
+        return Ok(());
+    };
     let over = Rc::new(Signal::default());
     if lease.is_some() {
-        spawn(watch_found(server, transport.clone(), over.clone()));
+        spawn(watch_found(server.clone(), transport.clone(), over.clone()));
     }
-    session.metrics().connections.fetch_add(1, Ordering::Relaxed);
     if session.agreed.names_link {
         session.export().set_left_whole(false);
     }

@@ -4,7 +4,7 @@
 //! request is in flight from the end of the receive that completed it to the end of the send that carried its reply.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use spile_core::metrics::Op;
 use spile_core::metrics::span::SpanLog;
@@ -48,7 +48,7 @@ impl ExportMetrics {
     }
 
     pub(crate) fn read(&self, breakdown: Breakdown) -> FrontReading {
-        let connections = self.connections.load(Relaxed) as u64;
+        let connections = self.connections.load(SeqCst) as u64;
         FrontReading { connections, ..FrontCounters::read(&self.by_worker, breakdown) }
     }
 }

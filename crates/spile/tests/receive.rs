@@ -269,17 +269,36 @@ fn a_copy_that_has_its_name_is_never_written_to_again_by_its_job() {
         notes.iter().for_each(|(content, path)| fs::write(path, content).unwrap());
         let served = serve(dir, &["old/receive-named.raw"]);
         Client::connect(&served.uri()).unwrap().write(9 * MIB as u64, &[5; 4096], true).unwrap();
-        eventually("it is told", || job(dir, "receive-named").to_string().contains("is whole and has its name"));
-        let shown = job(dir, "receive-named");
-        if shown["state"] == "running" {
-            ok(dir, &["job", shown["id"].as_str().unwrap(), "cancel"]);
-            eventually("it is cancelled", || job(dir, "receive-named")["state"] == "cancelled");
-        }
+        eventually("it has failed", || job(dir, "receive-named")["state"] == "failed");
+        assert!(job(dir, "receive-named")["error"].to_string().contains("is whole and has its name"));
         assert!(served.terminate().success());
         assert_eq!(names(dir, "there"), [".disk.raw.spile-received", "disk.raw"]);
         assert!(fs::read(dir.join("there/disk.raw")).unwrap() == bytes, "a disk that is whole was written to");
     }
     assert!(there.terminate().success());
+}
+
+/// The answer to the first order to name the copy was lost, and a server there has it since.
+#[test]
+fn a_copy_that_is_used_where_it_has_come_can_be_named_again() {
+    let dir = world("receive-again");
+    let dir = dir.path();
+    let there = receive(dir);
+    let id = "a7".repeat(16);
+    let order = |order: &str| Client::connect(&there.export(&format!(".spile-receive/{order}/disk.raw"))).map(drop);
+    order(&format!("begin/{id}/{}", 4 * MIB)).unwrap();
+    order(&format!("finish/{id}")).unwrap();
+    let used = serve(dir, &["there/disk.raw"]);
+    let client = Client::connect(&used.uri()).unwrap();
+    client.write(0, &[6; 4096], true).unwrap();
+    order(&format!("finish/{id}")).unwrap();
+    assert!(order(&format!("drop/{id}")).is_err() && order(&format!("ask/{id}")).is_err());
+    client.write(4096, &[7; 4096], true).unwrap();
+    assert_eq!(names(dir, "there"), [".disk.raw.spile-received", "disk.raw"]);
+    drop(client);
+    assert!(used.terminate().success() && there.terminate().success());
+    let held = fs::read(dir.join("there/disk.raw")).unwrap();
+    assert!(held[..4096] == [6; 4096] && held[4096..8192] == [7; 4096]);
 }
 
 #[test]

@@ -139,12 +139,32 @@ fn a_disk_that_has_come_stays_no_export_when_others_are_attached_and_detached() 
     let served = serve(dir, &["a.raw", "--vhost-user", "v,incoming", "--nbd", "unix:n"]);
     let is_export =
         |name: &str| Client::connect(&served.export(name)).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok());
+    let resume = || {
+        let out = spile().args(["resume", "c"]).current_dir(dir).output().unwrap();
+        (out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned())
+    };
     assert!(is_export(""));
-    ok(dir, &["resume", "c", "--as-it-is"]);
+    // A copy that has failed, by the same program, and one that is whole.
+    let onto = served.export("").to_string();
+    ok(dir, &["create", "larger.raw", "--size", "2M"]);
+    assert!(!spile().args(["convert", "larger.raw", &onto]).current_dir(dir).status().unwrap().success());
+    let (is_resumed, said) = resume();
+    assert!(!is_resumed && said.contains("the copy may be half"), "{said}");
+    ok(dir, &["create", "same.raw", "--size", "1M"]);
+    ok(dir, &["convert", "same.raw", &onto]);
+    eventually("the disk is let in", || resume().0);
     assert!(!is_export(""));
     ok(dir, &["attach", "c", "mem:1M,name=b"]);
     assert_eq!((is_export(""), is_export("b")), (false, true));
     ok(dir, &["detach", "c", "--name", "b"]);
+    assert!(!is_export(""));
+    assert!(served.terminate().success());
+    // Nobody has said anything: whoever says `resume` knows better.
+    let served = serve(dir, &["a.raw", "--vhost-user", "v,incoming", "--nbd", "unix:n"]);
+    let is_export =
+        |name: &str| Client::connect(&served.export(name)).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok());
+    assert!(!resume().0 && is_export(""));
+    ok(dir, &["resume", "c", "--as-it-is"]);
     assert!(!is_export(""));
     assert!(served.terminate().success());
 }
@@ -250,11 +270,15 @@ fn a_hand_over_without_an_answer_keeps_the_disk_shut() {
     let (is_done, said) = mirrored.hand_over();
     assert!(!is_done && said.contains("it is not known whether the other host has the disk"), "{said}");
     assert!(mirrored.spile(&["ls", "--json"]).1.contains("handed_over") && !mirrored.is_export());
+    // The other host may still answer, and have the disk.
+    let (is_resumed, said) = mirrored.spile(&["resume", "here"]);
+    assert!(!is_resumed && said.contains(&format!("spile job {} cancel", mirrored.job)), "{said}");
     mirrored.there.signal(Signal::SIGCONT);
     // It may have come to its end by now.
     let (is_cancelled, said) = mirrored.spile(&["job", &mirrored.job, "cancel"]);
     assert!(is_cancelled || said.contains("over") || said.contains("done"), "{said}");
-    assert!(mirrored.spile(&["resume", "here"]).0 && mirrored.is_export());
+    eventually("the disk is let in", || mirrored.spile(&["resume", "here"]).0);
+    assert!(mirrored.is_export());
     assert!(mirrored.here.terminate().success() && mirrored.there.terminate().success());
 }
 

@@ -207,6 +207,8 @@ async fn open_place<F: Files>(
         let taken = loop {
             tries += 1;
             match place.take_up(work, source, plan, &copied).await {
+                // It is a disk of that host by now, and stays so.
+                Err(error) if error.to_string().contains(received::IS_WHOLE) => return Err(error),
                 // The other host may come back; and the kernel may not have wound up the process that was killed.
                 Err(error) if place.may_come_back() || error.kind() == ErrorKind::Busy && tries < MOST_TRIES => {
                     work.job.set_status(status.clone());

@@ -447,7 +447,7 @@ pub(super) const IS_WHOLE: &str =
     "this copy is whole and has its name: nothing more is written to it by the job that has made it";
 
 fn is_whole(disk: &Path) -> Error {
-    Error::new(ErrorKind::Denied, IS_WHOLE).at_path(disk).hint("cancel that job; another copy needs another name")
+    Error::new(ErrorKind::Denied, IS_WHOLE).at_path(disk).hint("another copy needs another name")
 }
 
 fn no_such_move(disk: &Path) -> Error {

@@ -175,15 +175,19 @@ impl DiskJobs {
         }
     }
 
-    /// Refuses to let a disk's guests go on while its copy, which they were to go on with on another host, may have got its name there.
+    /// Refuses to let a disk's guests go on while its copy, which they were to go on with on another host, may still become whole there.
     ///
     /// # Errors
     /// `Busy`, naming the job.
-    pub fn refuse_to_be_named(&self) -> Result<()> {
+    pub fn refuse_open_copy(&self) -> Result<()> {
         let state = self.state();
-        let is_open = |job: &&Arc<DiskJob>| !job.job.state().is_over() && job.is_to_be_named();
+        let is_copy = |job: &DiskJob| matches!(&job.what, What::Images(Plan::Move(to)) if to.stays);
+        let is_open = |job: &&Arc<DiskJob>| !job.job.state().is_over() && is_copy(job);
         let Some(job) = state.jobs.iter().find(is_open) else { return Ok(()) };
-        let what = "the other host may have the disk: it was told to give it its name, and has not answered";
+        let what = match job.is_to_be_named() {
+            true => "the other host may have the disk: it was told to give it its name, and has not answered",
+            false => "the other host may have the disk: it was to be handed over, and how that ended is not known yet",
+        };
         let hint = format!("`spile job {0} cancel` asks it: go on here only when the job is `cancelled` then", job.id);
         Err(Error::new(ErrorKind::Busy, what).hint(hint))
     }

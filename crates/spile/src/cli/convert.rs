@@ -12,6 +12,7 @@ use serde::Serialize;
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, ResultExt, Segments, Store};
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
+use spile_image::layer::Layer as _;
 use spile_image::measure::Space;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::backup::Digests;
@@ -451,6 +452,9 @@ impl Work {
             },
             Opened::Stdin => stream::into_disk(dst, beneath, &bar).await,
         };
+        if written.is_ok() {
+            dst.inner().handles()[0].image().store().set_copy(false);
+        }
         // The disk is closed after a failure, too: the file will be removed, but its locks and tasks must end.
         let closed = dst.close().await;
         bar.finish_and_clear();
@@ -458,7 +462,7 @@ impl Work {
     }
 }
 
-/// Copies onto an export, which has to be there. Nothing tells a half-written export from a whole one but the exit code.
+/// Copies onto an export, which has to be there. Nothing tells a half-written export from a whole one but the exit code, and Spile's good-bye to its server.
 fn onto_export(args: &ConvertArgs, work: Work, dst: Locator) -> Result<Converted> {
     if !matches!(dst, Locator::Nbd(_)) {
         return Err(invalid("nothing is kept there").at_path(&args.dst).hint("name a file, a device or an NBD export"));
@@ -473,6 +477,7 @@ fn onto_export(args: &ConvertArgs, work: Work, dst: Locator) -> Result<Converted
         source.refuse_onto(&dst)?;
         let options = work.write_options();
         let dst = Aligned::new(disks::open(work.cache, &dst, &options).await?);
+        dst.inner().handles()[0].image().store().set_copy(true);
         let least = if let Opened::Disk(disk) = &source { work.source_bytes(&**disk) } else { 0 };
         let size = dst.info().size_bytes;
         work.fill(&source, &dst, Beneath::Anything, least, size).await.map_err(|error| error.at_path(&work.dst))

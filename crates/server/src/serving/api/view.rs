@@ -534,7 +534,7 @@ impl View {
             None => {
                 pausing.refuse(name)?;
                 if doors.passage() == Passage::Gone {
-                    jobs.refuse_to_be_named()?;
+                    jobs.refuse_open_copy()?;
                 }
                 blocking(move || doors.let_in(as_it_is)).await?;
                 None
