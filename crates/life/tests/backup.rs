@@ -73,6 +73,49 @@ impl Disk for Memory {
     }
 }
 
+/// A disk that is all data, in memory of zeroes, and notes how many changes of it are under way whenever one begins.
+#[derive(Default)]
+struct Gauge {
+    now: AtomicU64,
+    begun: std::sync::Mutex<Vec<u64>>,
+    /// Has a request as a guest beside the first change.
+    guest: std::sync::Mutex<Option<Arc<Node<Gauge>>>>,
+}
+
+impl Disk for Gauge {
+    fn info(&self) -> DiskInfo {
+        DiskInfo::unaligned(32 << 20)
+    }
+
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        if io.op.changes_data() {
+            let now = self.now.fetch_add(1, SeqCst) + 1;
+            self.begun.lock().unwrap().push(now);
+            let guest = self.guest.lock().unwrap().take();
+            if let Some(node) = guest {
+                Box::pin(node.read(Extent::from_range(0..512), &Segments::zeroed(512))).await?;
+            }
+            for _ in 0..100 {
+                yield_now().await;
+            }
+            self.now.fetch_sub(1, SeqCst);
+        }
+        Ok(())
+    }
+
+    async fn extents(&self, extent: Extent, _: usize) -> Result<Vec<ExtentStatus>> {
+        Ok(vec![ExtentStatus { extent, kind: ExtentKind::Data, depth: 0 }])
+    }
+
+    async fn resize(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    async fn close(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
 type Point = PointInTime<AnyStore, Memory>;
 
 /// Runs `test` on a worker, in a folder of its own.
@@ -137,6 +180,34 @@ fn what_guests_change_is_saved_once_and_freed_when_it_was_copied() {
         assert_eq!((reads().await, point.held_bytes()), (before, 0));
         point.end().await;
         assert!(node.graph().await.bytes().iter().all(|byte| *byte == 4));
+    });
+}
+
+#[test]
+fn a_backup_has_more_under_way_while_guests_are_quiet_and_there_is_no_rate() {
+    on_host(|disk| async move {
+        for (has_guest, limit_bytes_per_s, first, last) in
+            [(false, None, 8, 8), (true, None, 8, 4), (false, Some(1 << 50), 4, 4)]
+        {
+            let (node, to) = (Arc::new(Node::new(Gauge::default())), Gauge::default());
+            *to.guest.lock().unwrap() = has_guest.then(|| node.clone());
+            let fleece = fleece_of(&disk).await;
+            let subject = Subject { node: &node, fleece, limit_bytes: u64::MAX, room: any_room() };
+            let (point, _) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
+            let job = Job::new(Wishes { limit_bytes_per_s, ..Wishes::default() });
+            let copy =
+                Copy { from: &point, to: &to, beneath: Beneath::Anything, changed: None, job: &job, timer: &OsEnv };
+            copy.run(&mut Digests::default()).await.unwrap();
+            let begun = to.begun.lock().unwrap().clone();
+            let most = |some: &[u64]| some.iter().max().copied();
+            assert_eq!(
+                (begun.len(), most(&begun[..8]), most(&begun[20..])),
+                (32, Some(first), Some(last)),
+                "{begun:?}"
+            );
+            assert_eq!(job.report().done_bytes, 32 << 20);
+            point.end().await;
+        }
     });
 }
 

@@ -1,5 +1,7 @@
 //! The map of a disk as fronts and tools see it.
 
+use std::ops::Range;
+
 use spile_core::{Extent, ExtentKind, ExtentStatus, Result, Store, StoreOffset};
 
 use super::Graph;
@@ -34,13 +36,14 @@ impl<S: Store> Graph<S> {
         self.check(extent, false)?;
         let _readers = self.enter();
         let mut runs = Runs { list: Vec::new(), max_runs, by_place };
+        let mut known = Known::default();
         let (mut at, mut last) = (extent.start(), None);
         while at < extent.end() && !runs.is_full() {
             let (step, len) = self.step(at, extent.end() - at, &last);
             let run = Extent::from_range(at..at + len);
             match step {
                 Step::Bytes { layer, at: At::Plain(offset) } => {
-                    self.add_data_runs(&mut runs, run, layer, offset).await?
+                    self.add_data_runs(&mut runs, &mut known, run, layer, offset).await?
                 }
                 Step::Bytes { layer, .. } => {
                     runs.add(ExtentStatus { extent: run, kind: ExtentKind::Data, depth: layer as u16 }, None);
@@ -62,17 +65,36 @@ impl<S: Store> Graph<S> {
     }
 
     /// Data as the format sees it may be a hole to the store: asked run by run.
-    async fn add_data_runs(&self, runs: &mut Runs, run: Extent, number: usize, offset: StoreOffset) -> Result<()> {
+    async fn add_data_runs(
+        &self,
+        runs: &mut Runs,
+        known: &mut Known,
+        run: Extent,
+        number: usize,
+        offset: StoreOffset,
+    ) -> Result<()> {
         let layer = self.image(number);
         let mut done = 0;
         while done < run.len_bytes && !runs.is_full() {
             let left = run.len_bytes - done;
+            let known_bytes = known.data_bytes(number, offset.0 + done).min(left);
+            if known_bytes > 0 {
+                let extent = Extent::from_range(run.start() + done..run.start() + done + known_bytes);
+                let status = ExtentStatus { extent, kind: ExtentKind::Data, depth: number as u16 };
+                runs.add(status, Some(StoreOffset(offset.0 + done)));
+                done += known_bytes;
+                continue;
+            }
             for found in layer.data_store().extents_at(StoreOffset(offset.0 + done), left, runs.room()).await? {
                 if done == run.len_bytes || runs.is_full() {
                     break;
                 }
                 let len = found.len_bytes.clamp(1, run.len_bytes - done);
                 let extent = Extent::from_range(run.start() + done..run.start() + done + len);
+                if !found.is_hole && found.len_bytes > run.len_bytes - done {
+                    let start = offset.0 + done;
+                    known.note_data(number, start..start + found.len_bytes);
+                }
                 let kind = if found.is_hole { layer.hole_kind() } else { ExtentKind::Data };
                 // The depth of a hole means nothing, and must not part it from another.
                 let depth = if kind == ExtentKind::Hole { 0 } else { number as u16 };
@@ -82,6 +104,25 @@ impl<S: Store> Graph<S> {
             }
         }
         Ok(())
+    }
+}
+
+/// The last run of data that the file of each layer was found to have, while one map is made: most files are asked once for many runs of the disk. Holes
+/// are not kept, as a guest may fill one meanwhile.
+#[derive(Default)]
+struct Known(Vec<Range<u64>>);
+
+impl Known {
+    fn note_data(&mut self, layer: usize, data: Range<u64>) {
+        if self.0.len() <= layer {
+            self.0.resize(layer + 1, 0..0);
+        }
+        self.0[layer] = data;
+    }
+
+    /// How many bytes from `offset` on are data in the file of this layer, as far as is known.
+    fn data_bytes(&self, layer: usize, offset: u64) -> u64 {
+        self.0.get(layer).filter(|data| data.contains(&offset)).map_or(0, |data| data.end - offset)
     }
 }
 
@@ -133,5 +174,20 @@ impl PlacedRun {
         let (ours, theirs) = (&self.status, &next.status);
         let goes_on = self.offset.map(|at| StoreOffset(at.0 + ours.extent.len_bytes)) == next.offset;
         (ours.kind, ours.depth) == (theirs.kind, theirs.depth) && (!by_place || goes_on)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn data_of_a_layers_file_is_known_up_to_its_end_and_says_nothing_of_another() {
+        let mut known = Known::default();
+        known.note_data(2, 100..300);
+        let asked = [(2, 99), (2, 100), (2, 299), (2, 300), (1, 100), (3, 100)];
+        assert_eq!(asked.map(|(layer, offset)| known.data_bytes(layer, offset)), [0, 200, 1, 0, 0, 0]);
+        known.note_data(2, 500..501);
+        assert_eq!((known.data_bytes(2, 100), known.data_bytes(2, 500)), (0, 1));
     }
 }

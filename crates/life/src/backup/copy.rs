@@ -1,17 +1,22 @@
 //! [`Copy`]: copies what a disk held at a point in time to another disk.
+//!
+//! Some lanes take one piece after the other, each for itself: while one waits for the map, or looks at bytes, the storage has the transfers of the others.
 
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 
 use futures_util::future::join_all;
 use spile_core::{Disk, Extent, Result, Segments, Store, Timer, yield_now};
 
 use super::digests::{Digests, PIECE_BYTES};
 use super::put::{Beneath, put, zero};
-use super::{Part, PointInTime, UNIT_BYTES};
+use super::{PointInTime, UNIT_BYTES};
 use crate::jobs::Job;
 
 /// Pieces that are copied at a time.
-const IN_FLIGHT: usize = 4;
+const LANES: usize = 8;
+/// Of these, so many while guests have requests, or a rate is to be kept.
+const LANES_BESIDE_GUESTS: usize = 4;
 /// So many pieces that are left out are gone through at once.
 const TURN_PIECES: usize = 256;
 
@@ -48,61 +53,170 @@ struct Piece {
     is_hole: bool,
 }
 
+/// What a lane has to do next.
+enum Next {
+    Copy(Piece),
+    /// These bytes were zeroes.
+    Zero(Extent),
+}
+
+/// What is known of what is left to do: one lane looks at it at a time.
+struct Left {
+    next: VecDeque<Next>,
+    /// Runs of data of which nothing was begun. They are cut when their turn comes: a full disk is one run of millions of pieces.
+    data: VecDeque<Extent>,
+    /// From here on the disk's map was not looked at.
+    at: u64,
+}
+
+/// What the lanes of a copy share.
+struct Shared {
+    left: async_lock::Mutex<Left>,
+    digests: RefCell<Digests>,
+    copied: Cell<Copied>,
+    /// Bytes that need no more work.
+    done_bytes: Cell<u64>,
+    /// A lane has failed.
+    is_over: Cell<bool>,
+    /// The count of guests' requests at the begin, until there were more.
+    quiet_at: Cell<Option<u64>>,
+}
+
 impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
     /// Makes the copy and makes it durable. `digests` are those of what `to` holds before, and then of what the disk held.
     ///
     /// # Errors
     /// `Shutdown` when the job is to end; why the backup has failed; those of both disks.
     pub async fn run(&self, digests: &mut Digests) -> Result<Copied> {
-        let copied = Cell::new(Copied::default());
-        let noted = RefCell::new(std::mem::take(digests));
-        let done = match self.changed {
-            None => self.copy_all(&noted, &copied).await,
-            Some(changed) => self.copy_changed(changed, &noted, &copied).await,
+        let shared = Shared {
+            left: async_lock::Mutex::new(Left { next: VecDeque::new(), data: VecDeque::new(), at: 0 }),
+            digests: RefCell::new(std::mem::take(digests)),
+            copied: Cell::default(),
+            done_bytes: Cell::new(0),
+            is_over: Cell::new(false),
+            quiet_at: Cell::new(Some(self.from.guests())),
         };
-        *digests = noted.into_inner();
+        let done = self.run_lanes(&shared).await;
+        *digests = shared.digests.into_inner();
         done?;
+        if self.changed.is_none() {
+            zero(self.to, self.beneath, self.from.size_bytes()..self.to.info().size_bytes).await?;
+        }
         self.to.flush().await?;
         self.from.check()?;
-        Ok(copied.get())
+        Ok(shared.copied.get())
     }
 
-    async fn copy_all(&self, digests: &RefCell<Digests>, copied: &Cell<Copied>) -> Result<()> {
-        let size = self.from.size_bytes();
-        self.job.set_total(size);
-        let mut at = 0;
-        while at < size {
-            for part in self.from.parts(at).await? {
-                self.part(part, digests, copied).await?;
-                at = part.extent.end();
-                self.job.set_done(at);
+    async fn run_lanes(&self, shared: &Shared) -> Result<()> {
+        match self.changed {
+            None => self.job.set_total(self.from.size_bytes()),
+            Some(changed) => {
+                let pieces = self.changed_pieces(changed).await;
+                self.job.set_total(pieces.iter().map(|piece| piece.extent.len_bytes).sum());
+                let mut left = shared.left.lock().await;
+                left.next = pieces.into_iter().map(Next::Copy).collect();
+                left.at = self.from.size_bytes();
             }
         }
-        zero(self.to, self.beneath, size..self.to.info().size_bytes).await
+        let lanes = join_all((0..LANES).map(|number| self.lane(number, shared))).await;
+        lanes.into_iter().collect()
     }
 
-    async fn part(&self, part: Part, digests: &RefCell<Digests>, copied: &Cell<Copied>) -> Result<()> {
-        let whole = |extent: Extent| Piece { extent, written: vec![extent], is_hole: part.is_hole };
-        if !part.is_hole {
-            return self.pieces(pieces_of(part.extent).map(whole).collect(), digests, copied).await;
+    /// Takes one piece after the other until none is left, or a lane has failed.
+    async fn lane(&self, number: usize, shared: &Shared) -> Result<()> {
+        let mut buffer = None;
+        while !shared.is_over.get() {
+            if number >= LANES_BESIDE_GUESTS && !self.is_quiet(shared) {
+                return Ok(());
+            }
+            let done = match self.next(shared).await {
+                Ok(Some(next)) => {
+                    let buffer = buffer.get_or_insert_with(|| Segments::zeroed(PIECE_BYTES as usize));
+                    self.step(number, next, buffer, shared).await
+                }
+                Ok(None) => return Ok(()),
+                Err(error) => Err(error),
+            };
+            if done.is_err() {
+                shared.is_over.set(true);
+                return done;
+            }
         }
+        Ok(())
+    }
+
+    /// True while guests have had no requests since the copy began, and there is no rate to keep.
+    fn is_quiet(&self, shared: &Shared) -> bool {
+        let guests = self.from.guests();
+        shared.quiet_at.set(shared.quiet_at.get().filter(|before| *before == guests));
+        shared.quiet_at.get().is_some() && self.job.wishes().limit_bytes_per_s.is_none()
+    }
+
+    /// What is to be done next; `None` at the end.
+    async fn next(&self, shared: &Shared) -> Result<Option<Next>> {
+        let mut left = shared.left.lock().await;
+        loop {
+            if let Some(next) = left.next.pop_front() {
+                return Ok(Some(next));
+            }
+            if let Some(run) = left.data.pop_front() {
+                let extent = Extent::from_range(run.start()..run.end().min(run.start() + PIECE_BYTES));
+                if extent.end() < run.end() {
+                    left.data.push_front(Extent::from_range(extent.end()..run.end()));
+                }
+                return Ok(Some(Next::Copy(Piece { extent, written: vec![extent], is_hole: false })));
+            }
+            if left.at >= self.from.size_bytes() {
+                return Ok(None);
+            }
+            for part in self.from.parts(left.at).await? {
+                match part.is_hole {
+                    true => self.take_hole(part.extent, &mut left.next, shared),
+                    false => left.data.push_back(part.extent),
+                }
+                left.at = part.extent.end();
+            }
+            self.job.go_on().await?;
+        }
+    }
+
+    /// Adds what is to be done for a hole, which begins with a piece.
+    fn take_hole(&self, hole: Extent, next: &mut VecDeque<Next>, shared: &Shared) {
         let mut saved: Vec<u64> =
-            self.from.take_hole(part.extent).iter().map(|unit| unit * UNIT_BYTES / PIECE_BYTES).collect();
+            self.from.take_hole(hole).iter().map(|unit| unit * UNIT_BYTES / PIECE_BYTES).collect();
         saved.dedup();
-        digests.borrow_mut().note_hole(part.extent);
-        let mut done = part.extent.start();
+        shared.digests.borrow_mut().note_hole(hole);
+        let (mut done, end) = (hole.start(), hole.end());
         for piece in &saved {
-            zero(self.to, self.beneath, done..piece * PIECE_BYTES).await?;
-            done = ((piece + 1) * PIECE_BYTES).min(part.extent.end());
+            let extent = Extent::from_range(piece * PIECE_BYTES..((piece + 1) * PIECE_BYTES).min(end));
+            next.extend((done < extent.start()).then(|| Next::Zero(Extent::from_range(done..extent.start()))));
+            next.push_back(Next::Copy(Piece { extent, written: vec![extent], is_hole: true }));
+            done = extent.end();
         }
-        let rest = async { zero(self.to, self.beneath, done..part.extent.end()).await };
-        self.job.piece(self.timer, 0, || 0, rest).await?;
-        let extent =
-            |piece: &u64| Extent::from_range(piece * PIECE_BYTES..((piece + 1) * PIECE_BYTES).min(part.extent.end()));
-        self.pieces(saved.iter().map(|piece| whole(extent(piece))).collect(), digests, copied).await
+        next.extend((done < end).then(|| Next::Zero(Extent::from_range(done..end))));
     }
 
-    async fn copy_changed(&self, changed: &[Extent], digests: &RefCell<Digests>, copied: &Cell<Copied>) -> Result<()> {
+    /// Does what is next, once it may be done.
+    async fn step(&self, number: usize, next: Next, buffer: &Segments, shared: &Shared) -> Result<()> {
+        let (bytes, extent) = match &next {
+            // All lanes together keep the rate.
+            Next::Copy(piece) => (piece.extent.len_bytes * LANES_BESIDE_GUESTS as u64, piece.extent),
+            Next::Zero(extent) => (0, *extent),
+        };
+        let work = async {
+            match &next {
+                Next::Copy(piece) => self.piece(piece, &buffer.slice(0..extent.len_bytes as usize), shared).await,
+                Next::Zero(extent) => zero(self.to, self.beneath, extent.start()..extent.end()).await,
+            }
+        };
+        self.job.piece_in_lane(self.timer, bytes, number == 0, || self.from.guests(), work).await?;
+        shared.done_bytes.set(shared.done_bytes.get() + extent.len_bytes);
+        self.job.set_done(shared.done_bytes.get());
+        Ok(())
+    }
+
+    /// What is to be copied of `changed`. The rest is left out.
+    async fn changed_pieces(&self, changed: &[Extent]) -> Vec<Piece> {
         let size = self.from.size_bytes();
         let clip = |extent: &Extent| Extent::from_range(extent.start().min(size)..extent.end().min(size));
         let mut pieces: Vec<Piece> = Vec::new();
@@ -129,44 +243,16 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
             done = piece.extent.end();
         }
         self.from.leave_out(Extent::from_range(done..size)).await;
-        self.job.set_total(pieces.iter().map(|piece| piece.extent.len_bytes).sum());
-        let mut pieces = pieces.into_iter();
-        let mut moved = 0;
-        loop {
-            let batch: Vec<Piece> = pieces.by_ref().take(IN_FLIGHT).collect();
-            if batch.is_empty() {
-                return Ok(());
-            }
-            moved += batch.iter().map(|piece| piece.extent.len_bytes).sum::<u64>();
-            self.pieces(batch, digests, copied).await?;
-            self.job.set_done(moved);
-        }
+        pieces
     }
 
-    /// Copies these pieces, some at a time.
-    async fn pieces(&self, pieces: Vec<Piece>, digests: &RefCell<Digests>, copied: &Cell<Copied>) -> Result<()> {
-        for batch in pieces.chunks(IN_FLIGHT) {
-            let bytes = batch.iter().map(|piece| piece.extent.len_bytes).sum();
-            let work = async {
-                let done = join_all(batch.iter().map(|piece| self.piece(piece, digests, copied))).await;
-                done.into_iter().collect()
-            };
-            self.job.piece(self.timer, bytes, || self.from.guests(), work).await?;
-            let last = batch[batch.len() - 1].extent.end();
-            if self.changed.is_none() {
-                self.job.set_done(last);
-            }
-        }
-        Ok(())
-    }
-
-    async fn piece(&self, piece: &Piece, digests: &RefCell<Digests>, copied: &Cell<Copied>) -> Result<()> {
-        let bytes = Segments::zeroed(piece.extent.len_bytes as usize);
+    /// Copies a piece through `bytes`, which is as long.
+    async fn piece(&self, piece: &Piece, bytes: &Segments, shared: &Shared) -> Result<()> {
         match piece.is_hole {
-            true => self.from.take_saved(piece.extent, &bytes).await?,
-            false => self.from.take(piece.extent, &bytes).await?,
+            true => self.from.take_saved(piece.extent, bytes).await?,
+            false => self.from.take(piece.extent, bytes).await?,
         }
-        digests.borrow_mut().note(piece.extent.start() / PIECE_BYTES, &bytes);
+        shared.digests.borrow_mut().note(piece.extent.start() / PIECE_BYTES, bytes);
         // To look at a mebibyte takes some tenths of a millisecond.
         yield_now().await;
         let mut written = 0;
@@ -175,8 +261,8 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
             let part_bytes = bytes.slice(from..from + part.len_bytes as usize);
             written += put(self.to, self.beneath, part.start(), &part_bytes).await?;
         }
-        let before = copied.get();
-        copied.set(Copied {
+        let before = shared.copied.get();
+        shared.copied.set(Copied {
             read_bytes: before.read_bytes + piece.extent.len_bytes,
             written_bytes: before.written_bytes + written,
         });

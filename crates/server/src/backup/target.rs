@@ -181,7 +181,7 @@ impl TargetSpec {
         format.create(&store, &OsEnv, &new).await.map_err(|error| half.told_as(path, error))?;
         drop(store);
         let options = OpenOptions { format: Some(format), write_parent: true, ..OpenOptions::default() };
-        let disk = Aligned::new(disks::open(CacheMode::Once, &half.path().into(), &options).await?);
+        let disk = Aligned::new(disks::open(CacheMode::Direct, &half.path().into(), &options).await?);
         Ok(Target {
             disk,
             half: Some((half, path.to_owned())),
@@ -245,7 +245,7 @@ impl TargetSpec {
         let below = disks::open(CacheMode::Page, &parent.into(), &read).await?;
         let size_bytes = size_bytes.next_multiple_of(format.about().size_unit_bytes);
         let new = new_child(&below.handles()[0].info(), size_bytes, parent)?;
-        let files = HostFiles::new(OsFiles::new(CacheMode::Once));
+        let files = HostFiles::new(OsFiles::new(CacheMode::Direct));
         let at: Locator = half.path().into();
         let store = files.open(&at, OpenMode::ReadWrite).await?;
         format.create(&store, &OsEnv, &new).await.map_err(|error| half.told_as(path, error))?;
