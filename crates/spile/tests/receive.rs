@@ -211,9 +211,22 @@ fn a_new_link_comes_in_the_place_of_one_that_is_still_connected() {
     // Where an order is answered there is nothing to write to.
     let _ = begun.write(0, &[3; 4096], false);
     assert!(Client::connect(&order(format!("go-on/{id}/{}", links[0]))).is_err(), "an old link comes again");
+    // One that was cut when the next one came does not come again, either; and no old one when the disk is whole.
+    drop(other);
+    let last = "6e".repeat(16);
+    let third = Client::connect(&order(format!("go-on/{id}/{last}"))).unwrap();
+    third.write(8192, &[3; 4096], true).unwrap();
+    drop(third);
+    let old = || links.iter().map(|link| Client::connect(&order(format!("go-on/{id}/{link}"))));
+    assert!(old().all(|link| link.is_err()), "an old link comes again");
+    Client::connect(&order(format!("finish/{id}"))).unwrap();
+    assert!(old().all(|link| link.is_err()), "an old link comes to a disk that is whole");
+    let third = Client::connect(&order(format!("go-on/{id}/{last}"))).unwrap();
+    third.write(12288, &[4; 4096], true).unwrap();
+    drop(third);
     assert!(there.terminate().success());
-    let half = fs::read(dir.join("there/.disk.raw.spile-receiving")).unwrap();
-    assert!(half[..4096] == [1; 4096] && half[4096..8192] == [2; 4096]);
+    let disk = fs::read(dir.join("there/disk.raw")).unwrap();
+    (0..4).for_each(|at| assert_eq!(disk[at * 4096..][..4096], [at as u8 + 1; 4096]));
 }
 
 #[test]

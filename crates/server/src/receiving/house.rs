@@ -47,8 +47,16 @@ pub(super) struct House {
     /// An export in which nothing is.
     answer: Arc<NbdServer<ServedDisk>>,
     rooms: Mutex<HashMap<String, Arc<Room>>>,
-    /// Links by which no half is written to any more: others have come in their place. The latest last.
-    ended: Mutex<VecDeque<Identity>>,
+    links: Mutex<Links>,
+}
+
+/// The links by which halves came, so that none comes again in whose place another one has come.
+#[derive(Default)]
+struct Links {
+    /// The last one of each half, by its disk's name. It may be cut, and come again.
+    last: HashMap<String, Identity>,
+    /// Those before. The latest last.
+    ended: VecDeque<Identity>,
 }
 
 /// One disk of the folder: what is done with it, and its image while that is open.
@@ -116,6 +124,27 @@ pub(super) struct Lease {
 
 fn relock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Links {
+    /// The disk `name` is written to by `link` from now on.
+    fn come(&mut self, name: &str, link: Identity, is_half: bool) {
+        if !is_half {
+            self.last.remove(name);
+        } else if let Some(before) = self.last.insert(name.to_owned(), link).filter(|before| *before != link) {
+            self.end(before);
+        }
+    }
+
+    /// Nothing comes by `link` any more.
+    fn end(&mut self, link: Identity) {
+        if !self.ended.contains(&link) {
+            self.ended.push_back(link);
+        }
+        if self.ended.len() > MOST_ENDED_LINKS {
+            self.ended.pop_front();
+        }
+    }
 }
 
 impl Lease {
@@ -228,8 +257,8 @@ impl House {
             Ok::<_, Error>(Arc::new(node(graph)))
         })?;
         let answer = Arc::new(server(&engine, &nbd, "answer", &nothing, false)?);
-        let (rooms, ended) = Default::default();
-        Ok(Self { folder, access, engine, nbd, answer, rooms, ended })
+        let (rooms, links) = Default::default();
+        Ok(Self { folder, access, engine, nbd, answer, rooms, links })
     }
 
     /// What the files of its folder are worked on with.
@@ -266,9 +295,9 @@ impl House {
     /// # Errors
     /// `Denied` for a link in whose place another one has come; those of opening the disk.
     pub async fn enter(self: &Arc<Self>, room: &Arc<Room>, place: &ReceivedPlace, how: Use) -> Result<Tried> {
-        let was_ended = |link| relock(&self.ended).contains(&link);
-        if let Use::Writes { who: Who::Named(link), is_half: true, .. } = how
-            && was_ended(link)
+        // Also when the disk is whole by now: what this one still sends is older than that.
+        if let Use::Writes { who: Who::Named(link), .. } = how
+            && relock(&self.links).ended.contains(&link)
         {
             return Err(Error::new(ErrorKind::Denied, "another link has come in the place of this one"));
         }
@@ -294,7 +323,12 @@ impl House {
             Some(writer) if writer.who == who && who != Who::Nameless => writer.clone(),
             Some(_) if who == Who::Nameless => return lease(None),
             Some(other) if is_half => {
-                self.end(other);
+                // The process that wrote by it may have been killed, or it was cut, and what it had sent may still be on its way to the image: late, it would
+                // undo newer writes.
+                if let Who::Named(link) = other.who {
+                    relock(&self.links).end(link);
+                }
+                other.server.stop();
                 let what = "what came by another link before is still being written";
                 return Ok(Tried::Busy(Error::new(ErrorKind::Busy, what)));
             }
@@ -303,27 +337,15 @@ impl House {
                 let server = Arc::new(server(&self.engine, &self.nbd, &room.name, &of.disk, false)?);
                 let writer = Arc::new(Writer { who, peer, connections: AtomicUsize::new(0), server });
                 *current = Some(writer.clone());
+                if let Who::Named(link) = who {
+                    relock(&self.links).come(&room.name, link, is_half);
+                }
                 writer
             }
         };
         writer.connections.fetch_add(1, Ordering::SeqCst);
         drop(current);
         lease(Some(writer))
-    }
-
-    /// No request comes to a half any more by this link. The process that wrote to it may have been killed, or its link cut, and what it had sent may still be on its way to
-    /// the image: late, it would undo newer writes.
-    fn end(&self, link: &Writer) {
-        if let Who::Named(link) = link.who {
-            let mut ended = relock(&self.ended);
-            if !ended.contains(&link) {
-                ended.push_back(link);
-            }
-            if ended.len() > MOST_ENDED_LINKS {
-                ended.pop_front();
-            }
-        }
-        link.server.stop();
     }
 
     async fn open_disk(&self, name: &str, place: &ReceivedPlace) -> Result<OpenDisk> {
